@@ -1,0 +1,56 @@
+# Every command of the project. `make help` lists them.
+#
+# PYTHON  the Python to make the environment with, or to use as it is
+# VENV    the environment's folder; `VENV=` (empty) uses PYTHON's own packages and installs nothing
+
+PYTHON ?= python3
+VENV ?= .venv
+
+ifeq ($(VENV),)
+PY := $(PYTHON)
+SITE_READY :=
+TEST_READY :=
+else
+PY := $(VENV)/bin/python
+SITE_READY := $(VENV)/.site
+TEST_READY := $(VENV)/.test
+endif
+
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.PHONY: help html serve test lint clean
+.DEFAULT_GOAL := help
+
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 14
+
+html: $(SITE_READY)  ## execute what changed and build the site into _build/html
+	@$(PY) -m triton_gallery html
+
+serve: $(TEST_READY)  ## build, serve on http://127.0.0.1:8000 and build again on each change
+	@$(PY) -m sphinx_autobuild -c . --watch gallery --watch src --watch conf.py --ignore 'docs/recipes/*' \
+		--ignore '*.pyc' docs _build/serve
+
+test: $(TEST_READY)  ## test the recipes, the machinery and the built site
+	@$(PY) -m pytest
+
+lint: $(TEST_READY)  ## check style, spelling and types
+	@$(PY) -m ruff check
+	@$(PY) -m ruff format --check
+	@$(PY) -m codespell_lib
+	@$(PY) -m sphinxlint --enable all --disable line-too-long docs/guide docs/*.md gallery README.md
+	@$(PY) -m mypy
+
+clean:  ## remove what was built; the environment stays
+	rm -rf _build docs/recipes
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.site: requirements.txt | $(VENV)/bin/python
+	$(PY) -m pip install --disable-pip-version-check --quiet --requirement requirements.txt
+	@touch $@
+
+$(VENV)/.test: tests/requirements.txt $(VENV)/.site
+	$(PY) -m pip install --disable-pip-version-check --quiet --requirement tests/requirements.txt
+	@touch $@

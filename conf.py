@@ -1,0 +1,81 @@
+"""Sphinx's settings of the site; https://www.sphinx-doc.org/en/master/usage/configuration.html explains each."""
+
+import os
+import sys
+from pathlib import Path
+from urllib.parse import urlparse
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "src"))
+
+import triton_gallery  # noqa: E402
+from triton_gallery.recipes import sections  # noqa: E402
+
+project = "Triton Gallery"
+author = "The Triton Gallery authors"
+copyright = "2026, The Triton Gallery authors"
+version = release = triton_gallery.__version__
+
+extensions = [
+    "triton_gallery",
+    "myst_parser",
+    "notfound.extension",
+    "sphinx.ext.githubpages",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinxcontrib.katex",
+    "sphinxext.opengraph",
+]
+nitpicky = True
+
+# The gallery. triton_gallery executes every recipe, in a process of its own; sphinx-gallery then assembles the pages.
+plot_gallery = "False"
+recipe_time_limit = 300
+sphinx_gallery_conf = {
+    "examples_dirs": "../gallery",
+    "gallery_dirs": "recipes",
+    "filename_pattern": r"\.py$",
+    "subsection_order": [f"../gallery/{section}" for section in sections(ROOT / "gallery")],
+    "within_subsection_order": "triton_gallery.recipes.RecipeOrder",
+    "copyfile_regex": "",
+    "download_all_examples": False,
+    "min_reported_time": float("inf"),  # the strip under the title says it, and what it means
+    "remove_config_comments": True,
+    "show_signature": False,
+    "write_computation_times": False,
+}
+
+# Look
+html_theme = "furo"
+html_title = "Triton Gallery"
+html_static_path = [str(ROOT / "docs" / "_static")]
+html_css_files = ["gallery.css"]
+html_favicon = str(ROOT / "docs" / "_static" / "favicon.svg")
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {
+    "light_logo": "logo-light.svg",
+    "dark_logo": "logo-dark.svg",
+    "light_css_variables": {"color-brand-primary": "#1f6685", "color-brand-content": "#1f6685"},
+    "dark_css_variables": {"color-brand-primary": "#7cc0de", "color-brand-content": "#7cc0de"},
+    "top_of_page_buttons": [],
+}
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+copybutton_exclude = ".linenos, .gp, .go"
+copybutton_selector = "div:not(.sphx-glr-script-out) > div.highlight > pre"
+
+# Where the site is served: SITE_URL=https://user.github.io/triton-gallery/. Pages use relative links; only the page for
+# missing addresses, link previews and the sitemap need it.
+html_baseurl = os.environ.get("SITE_URL", "")
+ogp_site_url = html_baseurl
+ogp_social_cards = {"enable": False}
+notfound_urls_prefix = urlparse(html_baseurl).path or "/"
+
+# Text
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+suppress_warnings = ["config.cache"]
+
+# Formulas: sphinxcontrib-katex brings the scripts; the style and fonts of that version lie in docs/_static/katex
+katex_css_path = "katex/katex.min.css"

@@ -1,0 +1,498 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+# ///
+# sphinx_gallery_tags = ["elementwise", "memory bound"]
+r"""
+Vector addition
+===============
+
+Adding two vectors is almost no arithmetic and a lot of memory traffic. That
+makes it the smallest kernel that has all the parts of a large one, and the
+simplest to judge: a count of bytes says how fast it can possibly be.
+
+After this page you can
+
+* split an array among *programs*, one *block* each, and launch a *grid*;
+* keep the last block inside the array with a *mask*;
+* turn a kernel into an op that is right for any shape and dtype, or says no;
+* tell a slow kernel from one that is too short to be worth launching.
+"""
+
+import os
+import time
+
+import torch
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+# %%
+# The problem in bytes
+# --------------------
+#
+# In PyTorch the whole problem is one line. For ``N`` float32 elements it reads
+# ``x``, reads ``y`` and writes ``out``: three arrays of ``4 * N`` bytes. Every
+# element is used exactly once, so there is nothing to keep and reuse. No
+# kernel can do with less than ``12 * N`` bytes; that is the floor.
+
+if __name__ == "__main__":
+    x = torch.rand(1_000_003, device=DEVICE)
+    y = torch.rand(1_000_003, device=DEVICE)
+    out = x + y  # reads x, reads y, writes out
+
+    moved = sum(t.numel() * t.element_size() for t in (x, y, out))
+    print(f"{out.numel():,} additions for {moved:,} bytes")
+
+# %%
+# One addition for every twelve bytes. A GPU can do far more arithmetic than
+# that in the time the bytes take, so the memory alone decides how long this
+# takes. Such an op is called *memory bound*, and its speed is best given in
+# bytes per second.
+#
+# Programs, blocks and the mask
+# -----------------------------
+#
+# You write a Triton kernel for one *program*. A launch starts many copies of
+# it, the *grid*, which differ in nothing but their number, the *program id*.
+# Here each program adds one *block* of ``BLOCK`` neighbouring elements. This
+# is the tiling for ``N = 10`` and ``BLOCK = 4``:
+#
+# .. code-block:: text
+#
+#     program            0             1             2
+#                  +-----------+ +-----------+ +-----------+
+#     element      0  1  2  3    4  5  6  7    8  9  .  .
+#     mask         1  1  1  1    1  1  1  1    1  1  0  0
+#                                                    ^  ^
+#                                        behind the end: hands off
+#
+# ``N`` is known when the kernel is launched. The size of a block is known
+# earlier, when the kernel is compiled, and is the same for all programs. So
+# the grid has ``ceil(N / BLOCK)`` programs, the last one usually sticks out
+# over the end, and a *mask* says which of its elements are real.
+
+# %%
+# The kernel
+# ----------
+#
+# It reads like NumPy on a small array. ``tl.arange(0, BLOCK)`` counts through
+# the block, ``x_ptr + offs`` is a block of addresses, ``tl.load`` fetches what
+# lies there. Three things are worth a second look:
+#
+# * ``tl.constexpr`` marks a value that the compiler knows. Another ``BLOCK``
+#   gives another compiled kernel.
+# * An ``if`` on a dtype is settled while compiling; the branches not taken
+#   leave no trace in the machine code.
+# * Nothing here mentions threads. The compiler spreads the block over the 32
+#   threads of each of ``num_warps`` warps (4 unless you say otherwise).
+
+
+@triton.jit
+def add_kernel(
+    x_ptr,
+    y_ptr,
+    out_ptr,
+    N,
+    BLOCK: tl.constexpr,
+):
+    # In int32 the product below would overflow behind element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < N
+    # A masked load touches no memory where the mask is False. What it returns
+    # there is undefined, and harmless: the masked store drops it.
+    x = tl.load(x_ptr + offs, mask=mask)  # (BLOCK,)
+    y = tl.load(y_ptr + offs, mask=mask)  # (BLOCK,)
+    if x.dtype == tl.int1:
+        total = x | y  # as in PyTorch, True + True is True
+    elif x.dtype == tl.float16 or x.dtype == tl.bfloat16:
+        # The sum in float32, then rounded by the store: as if rounded once.
+        total = x.to(tl.float32) + y.to(tl.float32)
+    else:
+        total = x + y
+    tl.store(out_ptr + offs, total, mask=mask)
+
+
+# %%
+# To watch the tiling at work, this second kernel adds nothing: every program
+# writes down its offsets and its mask. Its outputs have room for whole blocks,
+# so it can afford to store without a mask.
+
+
+@triton.jit
+def tiling_kernel(
+    offs_ptr,
+    mask_ptr,
+    N,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    tl.store(offs_ptr + offs, offs)
+    tl.store(mask_ptr + offs, offs < N)
+
+
+if __name__ == "__main__":
+    programs = triton.cdiv(10, 4)  # division, rounded up
+    offs = torch.empty(programs, 4, dtype=torch.int64, device=DEVICE)
+    mask = torch.empty(programs, 4, dtype=torch.bool, device=DEVICE)
+    tiling_kernel[(programs,)](offs, mask, 10, BLOCK=4)
+    for pid in range(programs):
+        print(f"program {pid}: offs {offs[pid].tolist()}", end="  ")
+        print(f"mask {mask[pid].int().tolist()}")
+
+# %%
+# ``kernel[grid](arguments)`` is a launch. The grid is a tuple of up to three
+# numbers, and a tensor given as an argument arrives in the kernel as a pointer
+# to its first element.
+#
+# Why a block is a power of two
+# -----------------------------
+#
+# Ask for a block of 1000 and Triton refuses:
+
+if __name__ == "__main__":
+    try:
+        add_kernel[(1,)](x, y, out, 1000, BLOCK=1000)
+    except Exception as error:
+        print(type(error).__name__, str(error).splitlines()[-1], sep=": ")
+
+# %%
+# The compiler decides which thread holds which element, and it writes that
+# plan as a map from the bits of a thread's number to the bits of an element's
+# index. (The paper on `linear layouts <https://arxiv.org/abs/2505.23819>`_ has
+# the details.) A map of bits covers 2, 4, 8, ... elements, all of them or
+# none. The mask turns that fixed number into the one you need.
+#
+# The launcher
+# ------------
+#
+# A kernel trusts its pointers blindly. The op around it has to make sure that
+# they are what the kernel expects, and has to say clearly what it won't take.
+# ``add_kernel`` sees memory as one flat row of elements, so the op hands it
+# contiguous tensors. For a contiguous tensor ``.contiguous()`` costs nothing.
+# For any other it is a copy that reads and writes all its elements: two
+# transposed inputs turn ``12 * N`` bytes into ``28 * N``.
+
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+DTYPES |= {torch.bool, torch.uint8, torch.int8}
+DTYPES |= {torch.int16, torch.int32, torch.int64}
+BLOCK = 1024
+
+
+def add(x, y):
+    """Return ``x + y`` for tensors of the same shape, dtype and device."""
+    if x.dtype not in DTYPES or x.dtype != y.dtype:
+        raise TypeError(
+            "add takes two tensors of one bool, integer or floating dtype, "
+            f"not {x.dtype} and {y.dtype}"
+        )
+    if x.shape != y.shape:
+        raise ValueError(
+            "add does not broadcast: the shapes are "
+            f"{tuple(x.shape)} and {tuple(y.shape)}"
+        )
+    if x.device.type != DEVICE.type or x.device != y.device:
+        raise ValueError(
+            f"add takes two tensors on one {DEVICE.type} device, "
+            f"not {x.device} and {y.device}"
+        )
+    if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
+        raise ValueError("add has no backward: call it under torch.no_grad()")
+    x, y = x.contiguous(), y.contiguous()
+    out = torch.empty_like(x)
+    N = out.numel()
+    if N > 0:
+        # Triton launches on the current GPU, which may not be that of x.
+        with torch.accelerator.device_index(x.device.index):
+            add_kernel[(triton.cdiv(N, BLOCK),)](x, y, out, N, BLOCK=BLOCK)
+    return out
+
+
+# %%
+# The check
+# ---------
+#
+# The reference is computed in float64. The tolerance is zero: the float64 sum
+# of two float32 numbers, rounded to float32, is their correctly rounded
+# float32 sum, and that is what the kernel has to return, bit by bit. The same
+# goes for float16 and its float32 sum.
+
+torch.manual_seed(0)
+for shape in ((), (4 * BLOCK,), (31, 257), (2, 0, 3)):
+    for dtype in (torch.float16, torch.float32):
+        a = torch.randn(shape, dtype=dtype, device=DEVICE)
+        b = torch.randn(shape, dtype=dtype, device=DEVICE)
+        expected = (a.double() + b.double()).to(dtype)
+        torch.testing.assert_close(add(a, b), expected, rtol=0, atol=0)
+
+# %%
+# Real inputs are seldom that tidy. Here are a transposed matrix beside one
+# with gaps between its elements, integers that overflow, and truth values.
+# They have to match PyTorch exactly.
+
+a = torch.randn(31, 257, device=DEVICE)
+b = torch.randn(257, 62, device=DEVICE)[:, ::2].T
+torch.testing.assert_close(add(a.T, b.T), a.T + b.T, rtol=0, atol=0)
+
+a = torch.tensor([1, 100, -128], dtype=torch.int8, device=DEVICE)
+torch.testing.assert_close(add(a, a), a + a)
+
+a = torch.tensor([False, True, False, True], device=DEVICE)
+b = torch.tensor([False, False, True, True], device=DEVICE)
+torch.testing.assert_close(add(a, b), a + b)
+
+# %%
+# For bfloat16 the result is correctly rounded on a GPU too. (Without one, the
+# interpreter cuts the last bits off where the hardware rounds.) What the op
+# does not take, it names:
+
+if __name__ == "__main__":
+    for other in (torch.rand(3, 1), torch.rand(2, 3).to(torch.complex64)):
+        try:
+            add(torch.rand(2, 3, device=DEVICE), other.to(DEVICE))
+        except (TypeError, ValueError) as error:
+            print(type(error).__name__, error, sep=": ")
+
+# %%
+# The benchmark
+# -------------
+#
+# The figure is the rate at which the op moves the bytes of the algorithm,
+# ``12 * N / time``. Beside our op stands PyTorch, and as the ``Roof`` what the
+# memory can do: PyTorch's addition at the largest size, into an output that
+# was allocated beforehand. It is measured in the same run and drawn as a
+# horizontal line. Below, ``do_bench`` empties the L2 cache before each call;
+# the line is the median, the band around it runs from the 20th to the 80th
+# percentile.
+#
+# The numbers need a GPU. Without one, the recipe stops at the checks here:
+# timing the interpreter would say nothing about the kernel.
+
+SIZES = [2**k for k in range(14, 29, 2)]
+
+
+def gigabytes_per_second(N, milliseconds):
+    return 12 * N * 1e-9 / (milliseconds * 1e-3)
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(
+        x_names=["N"],
+        x_vals=SIZES,
+        x_log=True,
+        line_arg="provider",
+        line_vals=["Triton", "PyTorch", "Roof"],
+        line_names=["Triton", "PyTorch", "Roof"],
+        ylabel="GB/s",
+        plot_name="vector_add",
+        args={},
+    )
+)
+def benchmark(N, provider):
+    if provider == "Roof":
+        N = SIZES[-1]
+    x = torch.rand(N, device=DEVICE)
+    y = torch.rand(N, device=DEVICE)
+    out = torch.empty_like(x)
+    op = {
+        "Triton": lambda: add(x, y),
+        "PyTorch": lambda: x + y,
+        "Roof": lambda: torch.add(x, y, out=out),
+    }[provider]
+    times = triton.testing.do_bench(op, quantiles=[0.5, 0.2, 0.8])
+    median, fast, slow = (gigabytes_per_second(N, t) for t in times)
+    return median, slow, fast
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results = benchmark.run(print_data=True, show_plots=True, return_df=True)
+
+# %%
+# Where launch cost hides everything
+# ----------------------------------
+#
+# On the left of the figure the vectors are so short that their bytes take next
+# to no time. What remains is the launch. This table takes it apart. ``GPU`` is
+# the time that passes on the GPU, from ``do_bench``. ``wall`` is the time from
+# one call to the next in a plain Python loop.
+
+
+def wall_microseconds(op, calls=1000):
+    op()
+    torch.accelerator.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        op()
+    torch.accelerator.synchronize()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def print_microseconds(N):
+    x = torch.rand(N, device=DEVICE)
+    y = torch.rand(N, device=DEVICE)
+    print(f"N = {N:<10,}", end="")
+    for op in (lambda: add(x, y), lambda: x + y):
+        gpu = triton.testing.do_bench(op, quantiles=[0.5]) * 1e3
+        print(f"{gpu:14.2f}{wall_microseconds(op):8.2f}", end="  ")
+    print()
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    print("microseconds   Triton: GPU    wall   PyTorch: GPU    wall")
+    for N in (1, 1024, 65536):
+        print_microseconds(N)
+
+# %%
+# Reading the result
+# ------------------
+#
+# On the right, our curve and PyTorch's run into the roof. Both move exactly
+# the bytes of the floor, the memory is busy all the time, and a cleverer
+# kernel has nothing left to win. The only way to make this addition cheaper is
+# not to do it alone: a kernel that does it on the way, while the data is in
+# registers anyway, saves all ``12 * N`` bytes. That is *fusion*.
+#
+# On the left, the time hardly depends on ``N``, so the rate grows in step with
+# it. A kernel has to be started and to drain, and Python has to check its
+# arguments, allocate its output and launch it. The GPU works through a queue
+# and the CPU runs ahead of it, so a loop over tiny ops goes at the speed of
+# Python while the GPU waits. The cure is fewer launches: more work in each
+# kernel, or a CUDA graph that replays many launches as one.
+
+# %%
+# Break it: the missing mask
+# --------------------------
+#
+# Here is the kernel without its mask. ``out`` and ``neighbour`` are two views
+# of one buffer, so this overrun stays inside memory that is ours.
+
+
+@triton.jit
+def add_kernel_without_mask(
+    x_ptr,
+    y_ptr,
+    out_ptr,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    x = tl.load(x_ptr + offs)  # (BLOCK,)
+    y = tl.load(y_ptr + offs)  # (BLOCK,)
+    tl.store(out_ptr + offs, x + y)
+
+
+if __name__ == "__main__":
+    x = torch.ones(8, device=DEVICE)
+    buffer = torch.zeros(8, device=DEVICE)
+    out, neighbour = buffer[:5], buffer[5:]
+    neighbour.fill_(7)
+
+    add_kernel_without_mask[(2,)](x, x, out, BLOCK=4)
+    print("without a mask: out", out.tolist(), "neighbour", neighbour.tolist())
+
+    buffer[:] = torch.tensor([0, 0, 0, 0, 0, 7, 7, 7])
+    add_kernel[(2,)](x, x, out, 5, BLOCK=4)
+    print("with the mask:  out", out.tolist(), "neighbour", neighbour.tolist())
+
+# %%
+# ``out`` is right both times, which is what makes this bug so patient. PyTorch
+# cuts small tensors out of larger blocks that it holds (its `memory notes
+# <https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management>`_
+# tell how). The store that overruns one of them seldom faults: it changes
+# another tensor of the same process, and the failure shows far away, or never.
+# A size that is a multiple of ``BLOCK`` hides it altogether. So test with a
+# ragged size, and with something behind the end that you can look at.
+
+# %%
+# Go further
+# ----------
+#
+# 1. Write ``axpy(a, x, y)``, which returns ``a * x + y`` for a number ``a``.
+#    How many bytes does it move, and how many does the PyTorch expression?
+# 2. Adding two transposed matrices copies both of them first. Show that no
+#    copy is needed when both have the same strides and no gaps.
+# 3. ``add`` refuses inputs that require a gradient. Teach it to take them.
+#
+# To read on:
+#
+# * Triton's own tutorial on this kernel:
+#   https://triton-lang.org/main/getting-started/tutorials/01-vector-add.html
+# * `The reference of the language
+#   <https://triton-lang.org/main/python-api/triton.language.html>`_
+# * `torch.library <https://docs.pytorch.org/docs/stable/library.html>`_, which
+#   makes PyTorch ops of Triton kernels
+
+# %%
+# Answers
+# -------
+#
+# **1.** The bytes of an addition, ``12 * N``: ``a`` travels as an argument.
+# PyTorch's ``a * x + y`` is two kernels. The first reads ``x`` and writes a
+# product, the second reads it back with ``y`` and writes the result:
+# ``20 * N`` bytes. (``torch.add(y, x, alpha=a)`` is one kernel again.)
+
+
+@triton.jit
+def axpy_kernel(
+    x_ptr,
+    y_ptr,
+    out_ptr,
+    a,
+    N,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < N
+    x = tl.load(x_ptr + offs, mask=mask)  # (BLOCK,)
+    y = tl.load(y_ptr + offs, mask=mask)  # (BLOCK,)
+    tl.store(out_ptr + offs, a * x + y, mask=mask)
+
+
+x = torch.randn(1500, device=DEVICE)
+y = torch.randn(1500, device=DEVICE)
+out = torch.empty_like(x)
+axpy_kernel[(2,)](x, y, out, 2.0, 1500, BLOCK=1024)
+torch.testing.assert_close(out, 2.0 * x + y)
+
+# %%
+# **2.** Without gaps, the elements fill a flat stretch of memory, and with the
+# same strides both tensors fill theirs in the same order. The order does not
+# matter to an addition. ``torch.empty_like`` keeps the strides of such a
+# tensor, so the output has that order too. In ``add``:
+#
+# .. code-block:: python
+#
+#     same = x.stride() == y.stride() == torch.empty_like(x).stride()
+#     if not same:
+#         x, y = x.contiguous(), y.contiguous()
+#
+# **3.** The gradient of a sum is the incoming gradient, once for each input.
+# ``torch.library.triton_op`` makes an op of the launcher that autograd and
+# ``torch.compile`` both understand.
+
+
+@torch.library.triton_op("vector_add_recipe::add", mutates_args={})
+def add_op(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x, y = x.contiguous(), y.contiguous()
+    out = torch.empty_like(x)
+    N = out.numel()
+    kernel = torch.library.wrap_triton(add_kernel)
+    kernel[(triton.cdiv(N, BLOCK),)](x, y, out, N, BLOCK=BLOCK)
+    return out
+
+
+add_op.register_autograd(lambda ctx, grad: (grad, grad))
+
+x = torch.randn(5, dtype=torch.float64, device=DEVICE, requires_grad=True)
+y = torch.randn(5, dtype=torch.float64, device=DEVICE, requires_grad=True)
+torch.autograd.gradcheck(add_op, (x, y))

@@ -1,0 +1,7 @@
+"""`python -m triton_gallery`."""
+
+import sys
+
+from triton_gallery.cli import main
+
+sys.exit(main())

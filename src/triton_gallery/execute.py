@@ -1,0 +1,243 @@
+"""Executes recipes apart from each other: a process, a GPU and a time limit for each.
+
+`run` executes one task and needs nothing but what travels in it, so that any executor of `concurrent.futures` can call
+it. `refresh` brings all pages of a gallery up to date with the executor of this machine.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import monotonic
+
+from triton_gallery.device import Environment, detect
+from triton_gallery.pages import Pages, Run
+from triton_gallery.recipes import HEADER, Recipe
+from triton_gallery.worker import ALIVE
+
+OUTPUT_LIMIT = 1_000_000
+TAIL = 4_000
+
+_running: set[subprocess.Popen[bytes]] = set()
+_stopping = threading.Event()
+
+
+@dataclass(frozen=True)
+class Task:
+    """One recipe to execute.
+
+    Attributes:
+        recipe: which one.
+        source: its text, as it was when the task was made.
+        code: the hash that goes into its run.
+        confdir: the folder of `conf.py`.
+        limit: seconds until it is stopped.
+    """
+
+    recipe: Recipe
+    source: str
+    code: str
+    confdir: Path
+    limit: float
+
+
+def refresh(
+    recipes: Sequence[Recipe],
+    pages: Pages,
+    confdir: Path,
+    limit: float,
+    report: Callable[[Recipe, Run, int], None],
+) -> list[tuple[Recipe, Run]]:
+    """Execute the recipes whose page is missing, failed, or came of other code or another environment.
+
+    Pages are installed one by one as recipes end, so that what a killed build has done is kept.
+
+    Args:
+        recipes: all recipes of the gallery; pages of others are removed.
+        pages: where the pages are.
+        confdir: the folder of `conf.py`.
+        limit: seconds that a recipe may take.
+        report: called after each recipe that was executed, with the number of those still to come.
+
+    Returns:
+        Every recipe with its run, executed now or before.
+    """
+    pages.prune(recipes)
+    environments = detect()
+    machinery = _machinery(confdir)
+    tasks = []
+    for recipe in recipes:
+        source = recipe.path.read_text(encoding="utf-8")
+        code = hashlib.sha256(machinery + source.encode()).hexdigest()
+        if not _current(pages.run(recipe.key), code, environments):
+            tasks.append(Task(recipe, source, code, confdir, limit))
+    with _executor(environments) as submit:
+        futures = {submit(task): task.recipe for task in tasks}
+        left = set(futures)
+        while left:
+            done, left = wait(left, return_when=FIRST_COMPLETED)
+            for future in done:
+                ran, files = future.result()
+                pages.install(futures[future], files, ran)
+                report(futures[future], ran, len(left))
+    return [(recipe, known) for recipe in recipes if (known := pages.run(recipe.key))]
+
+
+def run(task: Task, environment: Environment) -> tuple[Run, dict[str, bytes]]:
+    """Execute one recipe in a process of its own; return how it went, and its page's files by their paths."""
+    with tempfile.TemporaryDirectory(prefix="triton-gallery-") as folder:
+        sandbox = Path(folder)
+        _furnish(sandbox, task)
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        start = monotonic()
+        ended = _supervise(sandbox, task, environment)
+        seconds = round(monotonic() - start, 1)
+        failure, detail = _judge(sandbox, ended)
+        files = _collect(sandbox)
+        text = len(files.get(f"{task.recipe.key}.rst", b""))
+        if text > OUTPUT_LIMIT:
+            failure = (
+                failure or f"printed too much: {text:,} bytes of text for its page, where {OUTPUT_LIMIT:,} are allowed"
+            )
+            files = {}
+        return Run(task.code, environment, date, seconds, failure, detail), files
+
+
+def _current(run: Run | None, code: str, environments: Sequence[Environment]) -> bool:
+    return (
+        run is not None
+        and run.failure is None
+        and run.code == code
+        and any(run.environment.kind == environment.kind for environment in environments)
+    )
+
+
+def _machinery(confdir: Path) -> bytes:
+    """Hash what shapes a recipe's execution besides its own source."""
+    files = [confdir / "conf.py", *sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).digest()
+
+
+@contextmanager
+def _executor(
+    environments: Sequence[Environment],
+) -> Iterator[Callable[[Task], Future[tuple[Run, dict[str, bytes]]]]]:
+    """Run tasks on this machine: each GPU takes one at a time, or each core without a GPU."""
+    slots = list(environments) if environments[0].is_gpu else [environments[0]] * len(os.sched_getaffinity(0))
+    free: queue.SimpleQueue[Environment] = queue.SimpleQueue()
+    for slot in slots:
+        free.put(slot)
+
+    def on_free_slot(task: Task) -> tuple[Run, dict[str, bytes]]:
+        environment = free.get()
+        try:
+            return run(task, environment)
+        finally:
+            free.put(environment)
+
+    _stopping.clear()
+    pool = ThreadPoolExecutor(max_workers=len(slots))
+    try:
+        yield lambda task: pool.submit(on_free_slot, task)
+    except BaseException:
+        _stopping.set()
+        for process in list(_running):
+            _kill(process)
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _furnish(sandbox: Path, task: Task) -> None:
+    section = sandbox / "gallery" / task.recipe.section
+    section.mkdir(parents=True)
+    (section / f"{task.recipe.name}.py").write_text(task.source, encoding="utf-8")
+    for folder in (section.parent, section):
+        (folder / HEADER).write_text("Recipes\n=======\n", encoding="utf-8")
+    (sandbox / "tmp").mkdir()
+
+
+def _supervise(sandbox: Path, task: Task, environment: Environment) -> int | str:
+    """Return the exit status of the recipe's process, or why it was stopped."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[1]), *filter(None, [variables.get("PYTHONPATH")])]
+    )
+    variables["TMPDIR"] = str(sandbox / "tmp")
+    if environment.uuid:
+        variables["CUDA_VISIBLE_DEVICES"] = environment.uuid
+    ours, alive = os.pipe()
+    with open(sandbox / "log.txt", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "triton_gallery.worker", str(sandbox), str(task.confdir)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**variables, ALIVE: str(ours)},
+            pass_fds=[ours],
+            start_new_session=True,
+        )
+    os.close(ours)
+    _running.add(process)
+    try:
+        return "stopped with the build" if _stopping.is_set() else process.wait(task.limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # faulthandler then writes where it stood
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+        return f"stopped after {task.limit:g} s"
+    finally:
+        _kill(process)
+        _running.discard(process)
+        os.close(alive)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a recipe's process and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _collect(sandbox: Path) -> dict[str, bytes]:
+    """Return the page's files, with the sandbox's path taken out of its text."""
+    pages = sandbox / "site" / "recipes"
+    files = {}
+    for path in sorted(pages.glob("*/**/*")):
+        if path.is_file() and path.name not in {"index.rst", "sg_execution_times.rst"}:
+            content = path.read_bytes()
+            if path.suffix == ".rst":
+                content = content.replace(f"{sandbox}{os.sep}".encode(), b"")
+            files[str(path.relative_to(pages))] = content
+    return files
+
+
+def _judge(sandbox: Path, ended: int | str) -> tuple[str | None, str]:
+    """Return what went wrong, None if nothing did, and the last lines that tell of it."""
+    result = sandbox / "result.json"
+    if ended == 0 and result.exists():
+        failure = json.loads(result.read_text(encoding="utf-8"))
+        what, detail = (failure["what"], failure["detail"]) if failure else (None, "")
+    else:
+        detail = (sandbox / "log.txt").read_bytes()[-TAIL:].decode(errors="replace")
+        # faulthandler writes the innermost frame first: those below the recipe are sphinx-gallery's
+        detail = re.split(r"\n.*/sphinx_gallery/", detail, maxsplit=1)[0]
+        if isinstance(ended, str):
+            what = ended
+        elif ended < 0:
+            what = f"killed by signal {-ended} ({signal.Signals(-ended).name})"
+        else:
+            what = f"ended with status {ended} before its last cell"
+    return what, detail.replace(f"{sandbox}{os.sep}", "").strip()[-TAIL:]

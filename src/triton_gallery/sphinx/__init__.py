@@ -1,0 +1,1 @@
+"""The Sphinx side: one extension for each thing that the site shows."""

@@ -1,0 +1,99 @@
+"""Links in recipe pages that the notebook cannot have.
+
+The first mention of a glossary term leads to its entry, and a file name such as ``row_sum.py`` to that recipe's page.
+"""
+
+import re
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from docutils import nodes
+from sphinx.util.nodes import make_refnode
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+    from sphinx.environment import BuildEnvironment
+    from sphinx.util.typing import ExtensionMetadata
+
+PROSE = (nodes.paragraph, nodes.list_item)
+NOT_IN = (nodes.reference, nodes.literal, nodes.literal_block, nodes.title, nodes.math, nodes.strong)
+
+
+def setup(app: "Sphinx") -> "ExtensionMetadata":
+    """Hook into the resolution of references."""
+    app.connect("doctree-resolved", _link)
+    app.connect("env-get-outdated", _follow_glossary)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _link(app: "Sphinx", document: nodes.document, docname: str) -> None:
+    gallery = app.config.sphinx_gallery_conf["gallery_dirs"]
+    path = PurePosixPath(docname)
+    if path.parts[0] != gallery or path.name == "index":
+        return
+    _link_recipes(app, document, docname)
+    _link_terms(app, document, docname)
+
+
+def _link_recipes(app: "Sphinx", document: nodes.document, docname: str) -> None:
+    pages = {f"{PurePosixPath(other).name}.py": other for other in _recipe_pages(app.env)}
+    for literal in list(document.findall(nodes.literal)):
+        other = pages.get(literal.astext())
+        if other and other != docname and not isinstance(literal.parent, nodes.reference):
+            link = make_refnode(app.builder, docname, other, None, literal.deepcopy(), app.env.titles[other].astext())
+            literal.replace_self(link)
+
+
+def _link_terms(app: "Sphinx", document: nodes.document, docname: str) -> None:
+    terms = {
+        name.lower(): (page, anchor, name)
+        for name, _, kind, page, anchor, _ in app.env.domains.standard_domain.get_objects()
+        if kind == "term"
+    }
+    if not terms:
+        return
+    longest_first = sorted(map(re.escape, terms), key=len, reverse=True)
+    pattern = re.compile(rf"\b({'|'.join(longest_first)})s?\b", re.IGNORECASE)
+    seen: set[str] = set()
+    for text in list(document.findall(nodes.Text)):
+        if not _is_prose(text):
+            continue
+        pieces: list[nodes.Node] = []
+        end = 0
+        for match in pattern.finditer(text):
+            page, anchor, name = terms[match[1].lower()]
+            if name in seen:
+                continue
+            seen.add(name)
+            word = nodes.inline("", match[0], classes=["glossary-link"])
+            pieces += [
+                nodes.Text(text[end : match.start()]),
+                make_refnode(app.builder, docname, page, anchor, word, name),
+            ]
+            end = match.end()
+        if pieces:
+            text.parent.replace(text, [*pieces, nodes.Text(text[end:])])
+
+
+def _is_prose(text: nodes.Text) -> bool:
+    """Whether a text is a recipe's own prose: not code, not a heading, not already a link, not the strip."""
+    inside_prose = False
+    node: nodes.Node | None = text.parent
+    while node is not None:
+        if isinstance(node, NOT_IN) or (isinstance(node, nodes.Element) and "recipe-strip" in node.get("classes", [])):
+            return False
+        inside_prose = inside_prose or isinstance(node, PROSE)
+        node = node.parent
+    return inside_prose
+
+
+def _recipe_pages(env: "BuildEnvironment") -> list[str]:
+    gallery = env.config.sphinx_gallery_conf["gallery_dirs"]
+    return [page for page in env.all_docs if page.startswith(f"{gallery}/") and not page.endswith("/index")]
+
+
+def _follow_glossary(
+    app: "Sphinx", env: "BuildEnvironment", added: set[str], changed: set[str], removed: set[str]
+) -> list[str]:
+    """Ask for the recipe pages to be made again when the glossary is."""
+    return _recipe_pages(env) if "glossary" in added | changed else []

@@ -1,0 +1,80 @@
+"""The child process that executes one recipe through sphinx-gallery.
+
+`python -m triton_gallery.worker SANDBOX CONFDIR` expects one recipe under `SANDBOX/gallery`, leaves its page's files
+under `SANDBOX/site/recipes`, and says in `SANDBOX/result.json` how it went: null when every cell ran, else what
+happened and the traceback. No such file: the process did not live to write it.
+
+The pipe in `ALIVE` ends when the build ends, however it ends; then this process kills its group.
+"""
+
+import faulthandler
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ALIVE = "TRITON_GALLERY_ALIVE"
+FILE_LIMIT = 2**30
+
+
+def main(sandbox: Path, confdir: Path) -> None:
+    """Execute the one recipe in the sandbox, writing its page beside it."""
+    threading.Thread(target=_die_with_the_build, args=(int(os.environ.pop(ALIVE)),), daemon=True).start()
+    faulthandler.enable(all_threads=False)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
+    Path("/proc/self/oom_score_adj").write_text(
+        "1000", encoding="ascii"
+    )  # out of memory costs this recipe, not the build
+    try:
+        failure = _execute(sandbox, confdir)
+    except BaseException as error:  # sphinx-gallery lets SystemExit and KeyboardInterrupt through
+        frames = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(sandbox))
+        ]
+        trace = traceback.format_list(frames) + traceback.format_exception_only(error)
+        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {trace[-1].strip()}"
+        failure = {"what": what, "detail": "".join(trace)}
+    (sandbox / "result.json").write_text(json.dumps(failure), encoding="utf-8")
+
+
+def _execute(sandbox: Path, confdir: Path) -> dict[str, str] | None:
+    site = sandbox / "site"
+    site.mkdir()
+    app = Sphinx(
+        site,
+        confdir,
+        sandbox / "out",
+        sandbox / "doctrees",
+        "dummy",
+        confoverrides={
+            "extensions": ["sphinx_gallery.gen_gallery"],
+            "plot_gallery": "True",
+            "sphinx_gallery_conf.examples_dirs": str(sandbox / "gallery"),
+            "sphinx_gallery_conf.subsection_order": None,
+            "sphinx_gallery_conf.within_subsection_order": "FileNameSortKey",
+        },
+        status=None,
+        warning=None,
+    )
+    outcome = app.config.sphinx_gallery_conf
+    if outcome["failing_examples"]:
+        (trace,) = outcome["failing_examples"].values()
+        return {"what": f"raised {trace.strip().splitlines()[-1]}", "detail": trace}
+    if len(outcome["passing_examples"]) != 1:
+        raise RuntimeError("sphinx-gallery did not execute the recipe")
+    return None
+
+
+def _die_with_the_build(pipe: int) -> None:
+    os.read(pipe, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

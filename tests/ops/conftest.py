@@ -1,0 +1,43 @@
+"""What the tests of all recipes share."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import Phase, settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # guard.py and inputs.py, for any import mode
+
+settings.register_profile("default", max_examples=25, deadline=None)
+settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
+# For recipes that are broken on purpose: the first failure is enough.
+settings.register_profile(
+    "bite", max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
+)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(scope="session")
+def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
+    """Return a function that imports a recipe of the gallery under test, as `import <stem>` would for a reader."""
+
+    def load(path: str) -> ModuleType:
+        file = gallery.resolve() / path
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec
+        assert spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[file.stem] = module
+        before = sys.dont_write_bytecode
+        sys.dont_write_bytecode = True  # no __pycache__ among the recipes
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            sys.dont_write_bytecode = before
+        return module
+
+    return load

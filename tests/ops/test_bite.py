@@ -1,0 +1,84 @@
+"""The tests of the ops find what they are for: with the masks taken out of a recipe, its tests fail."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from guard import PAD, guarded
+
+HERE = Path(__file__).parent
+
+# The recipe, what is taken out of it, and what takes its place.
+BREAKS = {
+    "store without a mask": (
+        "vector_add",
+        "tl.store(out_ptr + offs, total, mask=mask)",
+        "tl.store(out_ptr + offs, total)",
+    ),
+    "truth values added": ("vector_add", "total = x | y", "total = x ^ y"),
+    "load without a mask": (
+        "row_sum",
+        "mask=offs_n < N, other=0)  # (BLOCK_N,)\n        acc",
+        "other=None)\n        acc",
+    ),
+    "half an accumulator": ("row_sum", "torch.float16: tl.float32", "torch.float16: tl.float16"),
+}
+
+
+def run_tests(gallery: Path, name: str) -> subprocess.CompletedProcess[str]:
+    """Run the property tests of a recipe on another gallery."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=bite"]
+    command += [f"--gallery={gallery}", "-k", "float32 or bool or accumulator", str(HERE / f"test_{name}.py")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def copy_gallery(gallery: Path, to: Path) -> Path:
+    """Return a copy of the gallery."""
+    return Path(shutil.copytree(gallery, to / "gallery", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+@pytest.mark.parametrize("name", ["vector_add", "row_sum"])
+def test_copy_passes(gallery: Path, tmp_path: Path, name: str) -> None:
+    """A copy of the recipe as it is passes its tests, so that the failures below mean something."""
+    run = run_tests(copy_gallery(gallery, tmp_path), name)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_broken_recipe_fails(gallery: Path, tmp_path: Path, what: str) -> None:
+    """A recipe that is broken in one place fails its tests (and does not crash, or fail to be collected)."""
+    name, old, new = BREAKS[what]
+    copy = copy_gallery(gallery, tmp_path)
+    file = copy / "first_steps" / f"{name}.py"
+    source = file.read_text()
+    assert source.count(old) == 1
+    # Without its checks, which would stop the import: the tests have to notice by themselves.
+    file.write_text(source.replace(old, new).partition("# The check\n")[0])
+    run = run_tests(copy, name)
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert "AssertionError" in run.stdout
+
+
+@pytest.mark.parametrize("index", [-PAD, -1, 5, PAD - 1])
+def test_guard_finds_stores_out_of_bounds(index: int) -> None:
+    """One byte beside an allocation is enough, on either side."""
+
+    def op() -> torch.Tensor:
+        out = torch.empty(5, dtype=torch.uint8)
+        memory = torch.empty(0, dtype=torch.uint8).set_(out.untyped_storage())
+        memory[out.storage_offset() + index] ^= 1
+        return out
+
+    with pytest.raises(AssertionError, match=r"a store (before the start|behind the end)"):
+        guarded(op)
+
+
+def test_guard_finds_changed_inputs_and_poisons_outputs() -> None:
+    """An op may not write to its inputs, and has to write all of its output."""
+    with pytest.raises(AssertionError, match="a store to an input"):
+        guarded(lambda x: x.neg_(), torch.ones(3))
+    assert guarded(torch.empty_like, torch.ones(2, 3).T).isnan().all()
+    assert torch.equal(guarded(torch.zeros_like, torch.ones(2, 3)), torch.zeros(2, 3))

@@ -1,0 +1,154 @@
+"""The built site in headless Chromium, served under a sub-path as on GitHub Pages."""
+
+import functools
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+ABORTED = "net::ERR_ABORTED"  # the test left the page before it was all there
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Start the machine's browser."""
+    paths = [path for name in BROWSERS if (path := shutil.which(name))]
+    if not paths:
+        message = f"no browser on this machine ({', '.join(BROWSERS)}): the site is untested in one"
+        if "CI" in os.environ:
+            pytest.fail(message)
+        pytest.skip(message)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=paths[0], args=["--no-sandbox", "--disable-quic"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Serve the site below a sub-path; return its address."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            """Say nothing."""
+
+    handler = functools.partial(Handler, directory=str(site.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/{site.name}/"
+        server.shutdown()
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """Return a fresh profile in which nothing is remembered."""
+    context = browser.new_context(color_scheme="light", permissions=["clipboard-read", "clipboard-write"])
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def page(context: BrowserContext, address: str) -> Iterator[Page]:
+    """Return a tab; when the test ends, no page it opened may have complained or asked another host."""
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("requestfailed", lambda request: request.failure == ABORTED or complaints.append(f"failed: {request.url}"))
+    page.on(
+        "response", lambda response: response.status >= 400 and complaints.append(f"{response.status}: {response.url}")
+    )
+
+    def only_here(route, request) -> None:
+        if urlsplit(request.url).netloc in {urlsplit(address).netloc, ""}:
+            route.continue_()
+        else:
+            complaints.append(f"asked another host: {request.url}")
+            route.abort()
+
+    page.route("**/*", only_here)
+    yield page
+    assert complaints == []
+
+
+def all_pages(site: Path) -> list[str]:
+    """Return the addresses of the site's pages, relative to its root."""
+    return [str(path.relative_to(site)) for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
+
+
+def test_every_page_loads_cleanly(page: Page, address: str, site: Path) -> None:
+    for name in all_pages(site):
+        page.goto(address + name)
+        assert page.locator("article").count(), name
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_nothing_scrolls_sideways_on_a_phone(page: Page, address: str, site: Path, theme: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.emulate_media(color_scheme=theme)
+    wide = []
+    for name in all_pages(site):
+        page.goto(address + name)
+        if page.evaluate("document.documentElement.scrollWidth") > 390:
+            wide.append(name)
+    assert wide == []
+
+
+def test_theme_switch(page: Page, address: str) -> None:
+    page.goto(address)
+    switch = page.locator(".content-icon-container .theme-toggle")
+    seen = {}
+    for _ in range(3):
+        theme = page.evaluate("document.body.dataset.theme")
+        seen[theme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        switch.click()
+    assert set(seen) == {"auto", "light", "dark"}
+    assert seen["auto"] == seen["light"] != seen["dark"]
+
+
+def test_search_finds_a_recipe(page: Page, address: str) -> None:
+    page.goto(address)
+    page.locator("input[name=q]").first.fill("bandwidth roof")
+    page.keyboard.press("Enter")
+    result = page.locator("#search-results a[href*='recipes/']").first
+    result.wait_for()
+    result.click()
+    assert "/recipes/" in page.url
+
+
+def test_copy_button_copies_the_code(page: Page, address: str) -> None:
+    page.goto(f"{address}recipes/first_steps/vector_add.html")
+    block = page.locator(".highlight-Python").first
+    block.hover()
+    block.locator("button.copybtn").click()
+    page.locator("button.copybtn.success").first.wait_for()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied.strip() == block.locator("pre").inner_text().strip()
+    assert copied.startswith("import os")
+
+
+def test_outputs_have_no_copy_button(page: Page, address: str) -> None:
+    page.goto(f"{address}recipes/first_steps/vector_add.html")
+    assert page.locator(".sphx-glr-script-out").count()
+    assert page.locator(".sphx-glr-script-out button.copybtn").count() == 0
+
+
+def test_answers_open_on_a_click(page: Page, address: str) -> None:
+    page.goto(f"{address}recipes/first_steps/vector_add.html")
+    answer = page.locator("#answers > details > p").first
+    assert not answer.is_visible()
+    page.locator("#answers summary").click()
+    assert answer.is_visible()
+
+
+def test_formulas_are_typeset(page: Page, address: str) -> None:
+    page.goto(f"{address}guide/read.html")
+    page.locator(".math .katex-html").first.wait_for()
+    assert page.evaluate("document.fonts.ready.then(() => document.fonts.check('16px KaTeX_Main'))")

@@ -1,0 +1,208 @@
+"""Recipes are executed apart from each other: what each fault costs, and when a recipe runs again.
+
+One small gallery has a recipe for each fault and a good one; it is built a few times.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from bs4 import BeautifulSoup
+from conftest import Project
+
+LIMIT = 5
+FAULTS = {
+    "raises": (
+        'print("said before")\n\n# %%\n# Second cell.\n\nraise ValueError("bad <script>")',
+        "raised ValueError: bad <script>",
+    ),
+    "segfaults": ("import ctypes\n\nctypes.string_at(0)", "killed by signal 11 (SIGSEGV)"),
+    "hangs": ("import time\n\nwhile True:\n    time.sleep(1)", f"stopped after {LIMIT} s"),
+    "exits": ("import sys\n\nsys.exit(0)", "called sys.exit(0)"),
+    "exits_at_once": ("import os\n\nos._exit(0)", "ended with status 0 before its last cell"),
+    "floods": ('print("x" * 100_000_000)', "printed too much"),
+}
+GOOD = 'import os\n\nprint("this recipe is", "good", os.getpid())'
+
+
+@pytest.fixture(scope="module")
+def project(make_project: Callable[..., Project]) -> Project:
+    """Return a gallery with one recipe for each fault."""
+    project = make_project(limit=LIMIT)
+    project.write(good=GOOD, **{name: text for name, (text, _) in FAULTS.items()})
+    return project
+
+
+@pytest.fixture(scope="module")
+def built(project: Project) -> tuple[int, str]:
+    """Build it; return the exit status and the terminal's text."""
+    return project.build()
+
+
+def executed(output: str) -> set[str]:
+    """Return the recipes that a build reported as executed."""
+    return {line.split()[0].removeprefix("things/") for line in output.splitlines() if line.startswith("  things/")}
+
+
+def test_faults_cost_the_exit_status(built: tuple[int, str]) -> None:
+    status, output = built
+    assert status != 0
+    assert executed(output) == {"good", *FAULTS}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_told(project: Project, built: tuple[int, str], name: str) -> None:
+    table = built[1].partition("Recipes that failed")[2]
+    what = FAULTS[name][1]
+    (row,) = [line for line in table.splitlines() if f"things/{name} " in line]
+    assert what in " ".join(row.split())
+    page = BeautifulSoup(project.page(name), "html.parser")
+    assert what in page.select_one(".admonition.danger").text
+    assert page.select_one(".recipe-strip"), "the strip is missing"
+    assert not page.find("script", string="bad"), "the message was not escaped"
+    assert page.select(".highlight-Python"), "the page lost its code"
+
+
+def test_traceback_stands_in_table_and_page(project: Project, built: tuple[int, str]) -> None:
+    table = built[1].partition("Recipes that failed")[2]
+    for where in (table, BeautifulSoup(project.page("raises"), "html.parser").text):
+        assert 'File "gallery/things/raises.py", line 11' in where
+    assert 'File "gallery/things/hangs.py", line 9' in table, "where a recipe hung is not told"
+    assert "said before" in project.page("raises"), "the output before the fault is missing"
+
+
+def test_the_others_survive(project: Project, built: tuple[int, str]) -> None:
+    page = BeautifulSoup(project.page("good"), "html.parser")
+    assert "this recipe is good" in page.text
+    assert not page.select(".admonition.danger")
+
+
+def test_only_failures_run_again(project: Project, built: tuple[int, str]) -> None:
+    status, output = project.build()
+    assert status != 0
+    assert executed(output) == set(FAULTS)
+
+
+@pytest.fixture(scope="module")
+def healthy(project: Project, built: tuple[int, str]) -> Project:
+    """Return the gallery after its faults were repaired."""
+    project.write(**{name: f"print({name!r})" for name in FAULTS})
+    status, output = project.build()
+    assert status == 0, output
+    assert executed(output) == set(FAULTS)
+    assert output.rstrip().splitlines()[-1] == "Open _build/html/index.html"
+    return project
+
+
+def test_nothing_changed_executes_nothing(healthy: Project) -> None:
+    status, output = healthy.build()
+    assert status == 0
+    assert executed(output) == set()
+
+
+def test_one_changed_runs_alone(healthy: Project) -> None:
+    healthy.write(good=GOOD + "\nprint('and new')")
+    status, output = healthy.build()
+    assert status == 0
+    assert executed(output) == {"good"}
+    assert "and new" in BeautifulSoup(healthy.page("good"), "html.parser").text
+
+
+def test_changed_environment_runs_again(healthy: Project) -> None:
+    path = healthy.root / "docs" / "recipes" / "things" / "good.run.json"
+    run = json.loads(path.read_text())
+    run["environment"]["torch"] = "1.0"
+    path.write_text(json.dumps(run))
+    _, output = healthy.build()
+    assert executed(output) == {"good"}
+
+
+def test_changed_machinery_runs_all(healthy: Project) -> None:
+    with open(healthy.root / "conf.py", "a") as conf:
+        conf.write("# changed\n")
+    _, output = healthy.build()
+    assert executed(output) == {"good", *FAULTS}
+
+
+def test_half_written_page_is_not_taken_for_done(healthy: Project) -> None:
+    (healthy.root / "docs" / "recipes" / "things" / "good.run.json").unlink()
+    _, output = healthy.build()
+    assert executed(output) == {"good"}
+
+
+def test_removed_recipe_leaves_nothing(healthy: Project) -> None:
+    healthy.remove("floods")
+    status, output = healthy.build()
+    assert status == 0, output
+    assert not list((healthy.root / "docs" / "recipes").glob("**/*floods*"))
+
+
+def test_unlisted_recipe_is_refused(healthy: Project) -> None:
+    extra = healthy.root / "gallery" / "things" / "unlisted.py"
+    extra.write_text('"""\nUnlisted\n========\n"""\n')
+    try:
+        status, output = healthy.build()
+        assert status != 0
+        assert "unlisted.py is not listed in contents.toml" in output
+    finally:
+        extra.unlink()
+
+
+@pytest.fixture
+def hanging(make_project: Callable[..., Project], tmp_path: Path) -> tuple[Project, Path]:
+    """Return a gallery whose one recipe starts a child, notes both process numbers and hangs."""
+    project = make_project(limit=100)
+    notes = tmp_path / "pids"
+    project.write(
+        hangs=f"""
+import os, subprocess, time
+
+child = subprocess.Popen(["sleep", "1000"])
+with open({str(notes)!r}, "w") as notes:
+    notes.write(f"{{os.getpid()}} {{child.pid}}\\n")
+time.sleep(1000)
+"""
+    )
+    return project, notes
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait for a condition, a minute at the most."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ended_build_leaves_no_child(hanging: tuple[Project, Path], by: signal.Signals) -> None:
+    project, notes = hanging
+    build = project.start()
+    wait_until(lambda: notes.exists() and notes.read_text().endswith("\n"))
+    pids = [int(pid) for pid in notes.read_text().split()]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    os.kill(build.pid, by)
+    build.wait(30)
+    assert build.returncode != 0
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_recipe_is_the_first_to_go_when_memory_runs_out(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    project.write(memory='from pathlib import Path\n\nprint("score", Path("/proc/self/oom_score_adj").read_text())')
+    status, output = project.build()
+    assert status == 0, output
+    assert "score 1000" in BeautifulSoup(project.page("memory"), "html.parser").text

@@ -1,0 +1,129 @@
+"""Every recipe stands alone, can be imported, works as a notebook, and keeps to the form of a recipe."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import nbformat
+import pytest
+from conftest import ROOT
+from nbclient import NotebookClient
+
+from triton_gallery.recipes import Recipe, load
+
+RECIPES = load(ROOT / "gallery")
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
+
+
+def run_python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, with nothing in the environment but where programs are."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "MPLBACKEND": "agg"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@each_recipe
+def test_script_runs_alone(recipe: Recipe, tmp_path: Path) -> None:
+    shutil.copy(recipe.path, tmp_path)
+    result = run_python([recipe.path.name], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout, "the recipe shows nothing"
+
+
+@each_recipe
+def test_import_is_quick_and_quiet(recipe: Recipe, tmp_path: Path) -> None:
+    shutil.copy(recipe.path, tmp_path)
+    result = run_python(
+        ["-c", f"import torch, time; start = time.time(); import {recipe.name}; print(time.time() - start)"], tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    (seconds,) = result.stdout.split()
+    # 2 s on a machine of its own; tests share theirs
+    assert float(seconds) < 6
+
+
+@each_recipe
+def test_import_after_triton_says_what_to_do(recipe: Recipe, tmp_path: Path) -> None:
+    shutil.copy(recipe.path, tmp_path)
+    result = run_python(
+        ["-c", f"import triton.language, torch; torch.cuda.is_available() or __import__('{recipe.name}')"], tmp_path
+    )
+    if result.returncode:  # without a GPU
+        last = result.stderr.strip().splitlines()[-1]
+        assert last.startswith("RuntimeError")
+        assert "TRITON_INTERPRET=1" in last
+    else:
+        assert run_python(["-c", "import torch; assert torch.cuda.is_available()"], tmp_path).returncode == 0
+
+
+@each_recipe
+def test_notebook_runs(recipe: Recipe, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (path,) = site.glob(f"_downloads/*/{recipe.name}.ipynb")
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert outputs, "the notebook shows nothing"
+
+
+@each_recipe
+def test_notebook_has_no_raw_markup(recipe: Recipe, site: Path) -> None:
+    (path,) = site.glob(f"_downloads/*/{recipe.name}.ipynb")
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            prose = re.sub(r"```.*?```", "", cell.source, flags=re.DOTALL)
+            assert not re.search(r"^\.\. |:\w+:`|^\s*:\w+:", prose, flags=re.MULTILINE), cell.source
+        else:
+            assert "# ///" not in cell.source
+
+
+@each_recipe
+def test_dependencies_are_named(recipe: Recipe) -> None:
+    block = re.match(r"# /// script\n((?:# .*\n)+)# ///\n", recipe.path.read_text())
+    assert block, "no PEP 723 block at the top"
+    metadata = tomllib.loads("".join(line[2:] for line in block[1].splitlines(keepends=True)))
+    assert metadata["requires-python"] == ">=3.11"
+    assert {re.match(r"\w+", entry)[0] for entry in metadata["dependencies"]} >= {"torch", "triton"}
+
+
+@each_recipe
+def test_size_and_width(recipe: Recipe) -> None:
+    lines = recipe.path.read_text().splitlines()
+    assert len(lines) <= 550
+    assert [line for line in lines if len(line) > 80] == []
+    tree = ast.parse("\n".join(lines))
+    docstrings = sum(
+        node.end_lineno - node.lineno + 1
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    )
+    code = [line for line in lines if line.strip() and not line.strip().startswith("#")]
+    assert len(code) - docstrings <= 300
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(item) for item in node.decorator_list):
+            assert node.end_lineno - node.lineno + 1 <= 60, f"{node.name} is longer than 60 lines"
+
+
+@each_recipe
+def test_imports_only_what_a_reader_has(recipe: Recipe) -> None:
+    allowed = {"torch", "triton", "matplotlib", "pandas", "numpy"} | sys.stdlib_module_names
+    for node in ast.walk(ast.parse(recipe.path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        assert {name.partition(".")[0] for name in names} <= allowed
+
+
+@each_recipe
+def test_asserts_before_it_measures(recipe: Recipe) -> None:
+    text = recipe.path.read_text()
+    assert "torch.testing.assert_close(" in text
+    if "perf_report" in text:
+        assert text.index("torch.testing.assert_close(") < text.index("perf_report")

@@ -1,0 +1,109 @@
+"""The built site: every link leads somewhere, every recipe page is whole, nothing comes from another host."""
+
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from bs4 import BeautifulSoup
+from conftest import ROOT
+
+from triton_gallery.recipes import Recipe, load
+
+each_recipe = pytest.mark.parametrize("recipe", load(ROOT / "gallery"), ids=lambda recipe: recipe.key)
+FETCHED = "script[src], img[src], iframe[src], source[src], video[src], link[rel~=stylesheet], link[rel~=icon]"
+NOT_PAGES = {"404.html"}  # its links are absolute: it is shown at any address
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, BeautifulSoup]:
+    """Return the parsed pages by their paths."""
+    return {path: BeautifulSoup(path.read_text(), "html.parser") for path in sorted(site.rglob("*.html"))}
+
+
+def test_internal_links_resolve(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
+    broken = []
+    for path, page in pages.items():
+        if path.name in NOT_PAGES:
+            continue
+        for element in page.select("a[href], link[href], img[src], script[src]"):
+            target = urlsplit(element.get("href") or element.get("src"))
+            if target.scheme or target.netloc or element.get("rel") == ["canonical"]:
+                continue
+            file = (path.parent / unquote(target.path)).resolve() if target.path else path
+            file = file / "index.html" if file.is_dir() else file
+            if not file.is_relative_to(site) or not file.is_file():
+                broken.append(f"{path.relative_to(site)} -> {target.geturl()}")
+            elif target.fragment and file in pages and not pages[file].find(id=unquote(target.fragment)):
+                broken.append(f"{path.relative_to(site)} -> {target.geturl()} (no such anchor)")
+    assert broken == []
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
+    fetched = [
+        f"{path.relative_to(site)}: {element}"
+        for path, page in pages.items()
+        for element in page.select(FETCHED)
+        if urlsplit(element.get("href") or element.get("src")).netloc
+    ]
+    for sheet in site.rglob("*.css"):
+        fetched += [f"{sheet.name}: {url}" for url in re.findall(r"url\([\"']?(https?:|//)[^)]*\)", sheet.read_text())]
+    assert fetched == []
+
+
+def test_links_of_style_sheets_resolve(site: Path) -> None:
+    for sheet in site.rglob("*.css"):
+        for url in re.findall(r"url\([\"']?([^)\"']+)", sheet.read_text()):
+            if not url.startswith(("data:", "#")):
+                assert (sheet.parent / url.partition("?")[0].partition("#")[0]).is_file(), f"{sheet.name}: {url}"
+
+
+@each_recipe
+def test_recipe_page_is_whole(site: Path, pages: dict[Path, BeautifulSoup], recipe: Recipe) -> None:
+    page = pages[site / "recipes" / recipe.section / f"{recipe.name}.html"]
+    strip = page.select_one("h1 + .recipe-strip")
+    assert strip, "no strip under the title"
+    assert re.search(r"torch \d.* triton \d.* \d{4}-\d\d-\d\d .* page made in \d+ s", strip.text)
+    if "interpreter" in strip.text:
+        assert "no kernel is timed here" in strip.text
+    names = {Path(urlsplit(link["href"]).path).name for link in strip.select("a[download]")}
+    assert names == {f"{recipe.name}.py", f"{recipe.name}.ipynb"}
+    assert page.select(".sphx-glr-script-out"), "no output"
+    assert not page.select(".admonition.danger"), "it failed"
+    assert not page.select(".system-message, .problematic")
+    assert not page.select(".sphx-glr-timing, .sphx-glr-download-link-note")
+    assert page.select("a .glossary-link"), "no word leads to the glossary"
+
+
+@each_recipe
+def test_answers_are_folded(site: Path, pages: dict[Path, BeautifulSoup], recipe: Recipe) -> None:
+    page = pages[site / "recipes" / recipe.section / f"{recipe.name}.html"]
+    answers = page.select_one("#answers > details")
+    assert answers, "no folded answers"
+    assert answers.select_one("summary").next_sibling, "nothing in the fold"
+
+
+@each_recipe
+def test_downloaded_script_is_the_recipe(site: Path, recipe: Recipe) -> None:
+    (script,) = site.glob(f"_downloads/*/{recipe.name}.py")
+    assert script.read_bytes() == recipe.path.read_bytes()
+
+
+def test_recipes_stand_in_their_order(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
+    index = pages[site / "recipes" / "index.html"]
+    links = [link["href"] for link in index.select(".sphx-glr-thumbcontainer a")]
+    assert links == [f"{recipe.section}/{recipe.name}.html" for recipe in load(ROOT / "gallery")]
+
+
+def test_failure_page_for_missing_addresses(pages: dict[Path, BeautifulSoup], site: Path) -> None:
+    assert pages[site / "404.html"].select_one("h1")
+
+
+def test_no_path_of_the_building_machine(site: Path) -> None:
+    leaks = [
+        path.name
+        for path in site.rglob("*")
+        if path.suffix in {".html", ".ipynb", ".py", ".js", ".txt"}
+        and any(word in path.read_text(errors="replace") for word in (str(ROOT), "/tmp/triton-gallery-"))
+    ]
+    assert leaks == []
