@@ -2,7 +2,6 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
 # ///
-# sphinx_gallery_tags = ["reduction", "memory bound"]
 r"""
 Row sum
 =======
@@ -19,6 +18,7 @@ After this page you can
 * say what ``num_warps`` changes, and measure it.
 """
 
+# sphinx_gallery_tags = ["reduction", "memory bound"]
 import os
 
 import torch
@@ -432,8 +432,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # For large matrices the figure compares readers of the same bytes, and the
 # memory bounds them all. Where the loop and the single block agree, the loop
 # costs nothing and takes rows of any length; that is why ``sum_row`` is the
-# loop. ``torch.compile`` writes a Triton kernel of this kind itself, so lines
-# closer than their bands mean that it found the same answer.
+# loop. ``torch.compile`` writes a Triton kernel of this kind itself; call it a
+# draw when the two lines are closer than their bands are wide.
 #
 # The roof need not be a ceiling here. A copy makes the memory turn around
 # between reading and writing, and a sum hardly ever writes.

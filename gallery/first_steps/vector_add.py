@@ -2,7 +2,6 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
 # ///
-# sphinx_gallery_tags = ["elementwise", "memory bound"]
 r"""
 Vector addition
 ===============
@@ -19,6 +18,7 @@ After this page you can
 * tell a slow kernel from one that is too short to be worth launching.
 """
 
+# sphinx_gallery_tags = ["elementwise", "memory bound"]
 import os
 import time
 
@@ -163,7 +163,7 @@ if __name__ == "__main__":
 if __name__ == "__main__":
     try:
         add_kernel[(1,)](x, y, out, 1000, BLOCK=1000)
-    except Exception as error:
+    except triton.TritonError as error:
         print(type(error).__name__, str(error).splitlines()[-1], sep=": ")
 
 # %%
