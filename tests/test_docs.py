@@ -3,7 +3,7 @@
 import re
 import subprocess
 
-from conftest import ROOT
+from project import ROOT
 
 
 def tracked() -> list[str]:

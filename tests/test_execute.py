@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from bs4 import BeautifulSoup
-from conftest import Project
+from project import Project
 
 LIMIT = 5
 FAULTS = {

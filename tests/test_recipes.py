@@ -11,8 +11,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from conftest import ROOT
 from nbclient import NotebookClient
+from project import ROOT
 
 from triton_gallery.recipes import Recipe, load
 

@@ -6,7 +6,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from bs4 import BeautifulSoup
-from conftest import ROOT
+from project import ROOT
 
 from triton_gallery.recipes import Recipe, load
 

@@ -495,4 +495,4 @@ add_op.register_autograd(lambda ctx, grad: (grad, grad))
 
 x = torch.randn(5, dtype=torch.float64, device=DEVICE, requires_grad=True)
 y = torch.randn(5, dtype=torch.float64, device=DEVICE, requires_grad=True)
-torch.autograd.gradcheck(add_op, (x, y))
+assert torch.autograd.gradcheck(add_op, (x, y))

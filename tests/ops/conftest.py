@@ -10,8 +10,6 @@ from types import ModuleType
 import pytest
 from hypothesis import Phase, settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # guard.py and inputs.py, for any import mode
-
 settings.register_profile("default", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 # For recipes that are broken on purpose: the first failure is enough.

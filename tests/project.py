@@ -1,0 +1,50 @@
+"""Where the project is, and small projects of its kind to test the machinery on."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass
+class Project:
+    """A project of the same settings as this one, with other recipes."""
+
+    root: Path
+
+    def write(self, **recipes: str) -> None:
+        """Write recipes, by name, into the one section; `text` is the code below the title."""
+        for name, text in recipes.items():
+            title = name.replace("_", " ")
+            (self.root / "gallery" / "things" / f"{name}.py").write_text(f'"""\n{title}\n{"=" * 30}\n"""\n\n{text}\n')
+        names = sorted(path.stem for path in (self.root / "gallery" / "things").glob("*.py"))
+        (self.root / "gallery" / "contents.toml").write_text(f"things = {names}\n")
+
+    def remove(self, name: str) -> None:
+        """Remove a recipe."""
+        (self.root / "gallery" / "things" / f"{name}.py").unlink()
+        self.write()
+
+    def start(self) -> subprocess.Popen[str]:
+        """Begin to build the site."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "triton_gallery", "html"],
+            cwd=self.root,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "160"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def build(self) -> tuple[int, str]:
+        """Build the site; return the exit status and what the terminal showed."""
+        process = self.start()
+        output, _ = process.communicate(timeout=300)
+        return process.returncode, output
+
+    def page(self, name: str) -> str:
+        """Return the built page of a recipe."""
+        return (self.root / "_build" / "html" / "recipes" / "things" / f"{name}.html").read_text()
