@@ -75,7 +75,7 @@ notfound_urls_prefix = urlparse(html_baseurl).path or "/"
 # Text
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-suppress_warnings = ["config.cache"]
+suppress_warnings = ["config.cache", "sphinx_gallery.space_in_filename"]  # the second: of the checkout's folder
 
 # Formulas: sphinxcontrib-katex brings the scripts; the style and fonts of that version lie in docs/_static/katex
 katex_css_path = "katex/katex.min.css"

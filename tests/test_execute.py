@@ -21,6 +21,11 @@ FAULTS = {
         'print("said before")\n\n# %%\n# Second cell.\n\nraise ValueError("bad <script>")',
         "raised ValueError: bad <script>",
     ),
+    "differs": (
+        "import torch\n\ntorch.testing.assert_close(torch.zeros(3), torch.ones(3))",
+        "raised AssertionError: Tensor-likes are not close!",
+    ),
+    "dies": ("import os\n\nos.kill(os.getpid(), 40)", "killed by signal 40"),
     "segfaults": ("import ctypes\n\nctypes.string_at(0)", "killed by signal 11 (SIGSEGV)"),
     "hangs": ("import time\n\nwhile True:\n    time.sleep(1)", f"stopped after {LIMIT} s"),
     "exits": ("import sys\n\nsys.exit(0)", "called sys.exit(0)"),
@@ -148,7 +153,8 @@ def test_unlisted_recipe_is_refused(healthy: Project) -> None:
     try:
         status, output = healthy.build()
         assert status != 0
-        assert "unlisted.py is not listed in contents.toml" in output
+        assert "unlisted.py is not listed in contents.toml" in " ".join(output.split())
+        assert "Open" not in output
     finally:
         extra.unlink()
 
@@ -198,6 +204,43 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_ended_recipe_leaves_no_child(make_project: Callable[..., Project], tmp_path: Path) -> None:
+    project = make_project(limit=LIMIT)
+    child = f'import subprocess\n\nwith open({str(tmp_path)!r} + "/%s", "w") as notes:\n'
+    child += '    notes.write(str(subprocess.Popen(["sleep", "1000"]).pid))'
+    project.write(ends=child % "ends", hangs=child % "hangs" + "\nwhile True:\n    pass")
+    project.build()
+    assert not is_alive(int((tmp_path / "ends").read_text()))
+    assert not is_alive(int((tmp_path / "hangs").read_text()))
+
+
+def test_page_without_its_text_is_made_again(healthy: Project) -> None:
+    pages = healthy.root / "docs" / "recipes" / "things"
+    (pages / "good.rst").unlink()
+    (pages / "stray.rst").write_text("Stray\n=====\n")
+    status, output = healthy.build()
+    assert status == 0, output
+    assert executed(output) == {"good"}
+    assert not (pages / "stray.rst").exists()
+
+
+def test_bad_time_limit_is_refused(make_project: Callable[..., Project]) -> None:
+    project = make_project(limit=0)
+    project.write(good=GOOD)
+    status, output = project.build()
+    assert status != 0
+    assert "recipe_time_limit is 0; it takes a positive number of seconds" in output
+
+
+def test_builds_take_turns(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    project.write(good=GOOD)
+    builds = [project.start(), project.start()]
+    outputs = [build.communicate(timeout=120)[0] for build in builds]
+    assert [build.returncode for build in builds] == [0, 0], outputs
+    assert sorted(len(executed(output)) for output in outputs) == [0, 1], outputs
 
 
 def test_recipe_is_the_first_to_go_when_memory_runs_out(make_project: Callable[..., Project]) -> None:

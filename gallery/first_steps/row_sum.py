@@ -163,12 +163,9 @@ if __name__ == "__main__":
         print(f"N = {N:4}: a block of {block:4}, {block - N:4} of it masked")
 
 # %%
-# For rows of moderate length this is a good kernel. But a block lives in
-# registers, 64 KiB of them for 16384 float32 numbers, and a multiprocessor of
-# a recent NVIDIA GPU `has 256 KiB
-# <https://docs.nvidia.com/cuda/hopper-tuning-guide/index.html#occupancy>`_ for
-# all programs that run on it. Longer rows spill to memory, and a block of more
-# than :math:`2^{20}` elements is refused. Each power of two is compiled anew.
+# For rows of moderate length this is a good kernel. But its code grows with
+# the row, a block of more than :math:`2^{20}` elements is refused, and each
+# power of two is compiled anew.
 
 # %%
 # Step 2: a loop over blocks
@@ -398,6 +395,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         ],
         ylabel="GB/s",
         plot_name="row_sum",
+        styles=[
+            ("C0", "-"),
+            ("C1", "-"),
+            ("C2", "-"),
+            ("C3", "-"),
+            ("k", "--"),
+        ],
         args={},
     )
 )
@@ -429,18 +433,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# For large matrices the figure compares readers of the same bytes, and the
-# memory bounds them all. Where the loop and the single block agree, the loop
-# costs nothing and takes rows of any length; that is why ``sum_row`` is the
-# loop. ``torch.compile`` writes a Triton kernel of this kind itself; call it a
-# draw when the two lines are closer than their bands are wide.
+# For large matrices all of them read the same bytes, and the memory decides.
+# Where the loop and the single block agree, the loop costs nothing and takes
+# rows of any length; that is why ``sum_row`` is the loop. ``torch.compile``
+# writes a Triton kernel of this kind itself; call it a draw when two lines are
+# closer than their bands are wide. The roof need not be a ceiling: a copy
+# makes the memory turn around between reading and writing, and a sum hardly
+# ever writes. In the table of warps, look for the plateau. Where neighbours
+# agree the choice does not matter; at its corners, too many or too few
+# elements per thread do.
 #
-# The roof need not be a ceiling here. A copy makes the memory turn around
-# between reading and writing, and a sum hardly ever writes.
-#
-# For small matrices the launch takes longer than the bytes do (*Vector
-# addition* takes that apart). In between lies a stretch where there are too
-# few rows to keep every multiprocessor busy.
+# For small matrices a launch takes longer than the bytes do (``vector_add.py``
+# takes that apart), and in between there are too few rows to keep every
+# multiprocessor busy. A dip with a wide band is not the kernel's: there the
+# CPU took longer to make the call than the GPU to empty its cache and wait.
 
 # %%
 # Break it: the wrong accumulator
@@ -466,10 +472,9 @@ if __name__ == "__main__":
 # out. Nothing overflowed and nothing is NaN. In bfloat16, with 8 bits, a sum
 # of ones would stop at 256.
 #
-# The small block makes it plain. With 4096 running sums it takes longer until
-# they stand still, but every addition before that has lost bits already, and
-# a test with short rows would pass. The fix is the one above: accumulate in
-# float32, round once. PyTorch does the same inside its own sums.
+# The small block makes it plain. 4096 running sums stand still later, but
+# numbers other than ones lose bits long before, and a test with short rows
+# would pass. The fix is the one above: accumulate in float32, round once.
 
 # %%
 # Go further
@@ -532,10 +537,9 @@ torch.testing.assert_close(out, A.sum(axis=1))
 # %%
 # **2.** Neighbouring threads take neighbouring elements of a row, which in
 # ``A.T`` lie a whole stride apart. Memory comes in pieces of 32 bytes, and
-# each piece is fetched for four bytes of it. With several rows in a block,
-# the compiler lets neighbouring threads go along the rows' direction when that
-# is the one of stride 1: a wide ``BLOCK_M`` with a small ``BLOCK_N`` then
-# reads whole pieces.
+# each request moves a piece for four bytes of use. With a wide ``BLOCK_M`` and
+# a small ``BLOCK_N``, the compiler lets neighbouring threads go down the rows,
+# the direction of stride 1, and whole pieces are used.
 #
 # **3.** A contiguous row is also a matrix: sum the rows of a square one, then
 # sum the sums. (Pad with zeros, or sum the rest apart, if ``N`` has no such

@@ -295,6 +295,7 @@ def gigabytes_per_second(N, milliseconds):
         line_names=["Triton", "PyTorch", "Roof"],
         ylabel="GB/s",
         plot_name="vector_add",
+        styles=[("C0", "-"), ("C1", "-"), ("k", "--")],
         args={},
     )
 )
@@ -322,9 +323,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ----------------------------------
 #
 # On the left of the figure the vectors are so short that their bytes take next
-# to no time. What remains is the launch. This table takes it apart. ``GPU`` is
-# the time that passes on the GPU, from ``do_bench``. ``wall`` is the time from
-# one call to the next in a plain Python loop.
+# to no time. What remains is the cost of starting a kernel. This table takes
+# it apart. ``GPU`` is the time that passes on the GPU, from ``do_bench``;
+# ``wall`` is the time from one call to the next in a plain Python loop.
 
 
 def wall_microseconds(op, calls=1000):
@@ -363,11 +364,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # registers anyway, saves all ``12 * N`` bytes. That is *fusion*.
 #
 # On the left, the time hardly depends on ``N``, so the rate grows in step with
-# it. A kernel has to be started and to drain, and Python has to check its
-# arguments, allocate its output and launch it. The GPU works through a queue
-# and the CPU runs ahead of it, so a loop over tiny ops goes at the speed of
-# Python while the GPU waits. The cure is fewer launches: more work in each
-# kernel, or a CUDA graph that replays many launches as one.
+# it. That is the ``GPU`` column: what it takes to start a kernel and to drain
+# it. The ``wall`` column adds what the CPU does, the checks, the allocation
+# and the launch. Compare the ops there: our checks and Triton's launcher are
+# Python, PyTorch's are C++. The GPU works through a queue and the CPU runs
+# ahead of it, so a loop over tiny ops goes at the speed of ``wall`` while the
+# GPU waits. The cure is fewer launches: more work in each kernel, or a CUDA
+# graph that replays many launches as one.
 
 # %%
 # Break it: the missing mask

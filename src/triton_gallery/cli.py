@@ -28,16 +28,22 @@ def main(arguments: list[str] | None = None) -> int:
 def html(options: argparse.Namespace) -> int:
     """Build the site; end with a table of the recipes that failed and with what to open."""
     console = Console(highlight=False)
+    try:
+        recipes = load(Path("gallery"))
+    except ValueError as error:
+        console.print(Text(f"The gallery is not in order:\n{error}"), style="red")
+        return 2
+    index = options.out / "index.html"
+    index.unlink(missing_ok=True)
     status = sphinx_build(["-c", ".", "-W", "--keep-going", "-n", "-q", "docs", str(options.out)])
     pages = Pages(Path("docs/recipes"))
-    failed = [
-        (recipe, run) for recipe in load(Path("gallery")) if (run := pages.run(recipe.key)) and run.failure is not None
-    ]
+    failed = [(recipe, run) for recipe in recipes if (run := pages.run(recipe.key)) and run.failure is not None]
     if failed:
         table = Table("recipe", "what happened", "last lines", title="Recipes that failed", show_lines=True)
         for recipe, run in failed:
             lines = run.detail.strip().splitlines()[-TRACEBACK_LINES:]
             table.add_row(Text(recipe.key), Text(run.failure or ""), Text("\n".join(lines)))
         console.print(table)
-    console.print(f"Open {options.out / 'index.html'}")
+    if index.exists():
+        console.print(f"Open {index}")
     return status or bool(failed)

@@ -5,6 +5,7 @@ in a process of its own, so that the build itself never imports torch nor holds 
 """
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -20,15 +21,15 @@ class Environment:
 
     Attributes:
         name: the GPU's name as its driver gives it, or `INTERPRETER`.
-        uuid: the GPU's identifier as `CUDA_VISIBLE_DEVICES` takes it; None without a GPU.
+        visible: what `CUDA_VISIBLE_DEVICES` says to choose this GPU; None without a GPU.
         capability: the compute capability, "9.0" for instance; None without a GPU.
         memory: bytes of GPU memory; None without a GPU.
-        driver: the driver's version; None without a GPU.
+        driver: the driver's version; None without a GPU, or if nvidia-smi does not tell.
         cuda: the CUDA version that torch was built for; None without a GPU.
     """
 
     name: str
-    uuid: str | None
+    visible: str | None
     capability: str | None
     memory: int | None
     driver: str | None
@@ -40,12 +41,12 @@ class Environment:
     @property
     def is_gpu(self) -> bool:
         """Whether a GPU executes here, rather than the interpreter."""
-        return self.uuid is not None
+        return self.visible is not None
 
     @property
     def kind(self) -> dict[str, str | int | None]:
         """All of it but which GPU of several equal ones: two runs of one kind need not be repeated."""
-        return {key: value for key, value in asdict(self).items() if key != "uuid"}
+        return {key: value for key, value in asdict(self).items() if key != "visible"}
 
 
 def detect() -> list[Environment]:
@@ -65,7 +66,7 @@ def _probe() -> list[Environment]:
 
     cpu = Environment(
         name=INTERPRETER,
-        uuid=None,
+        visible=None,
         capability=None,
         memory=None,
         driver=None,
@@ -76,21 +77,17 @@ def _probe() -> list[Environment]:
     )
     if not torch.cuda.is_available():
         return [cpu]
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = chosen.split(",") if chosen else list(map(str, range(torch.cuda.device_count())))
+    driver = _driver()
     environments = []
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        uuid = f"GPU-{gpu.uuid}"
-        driver = subprocess.run(
-            ["nvidia-smi", f"--id={uuid}", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
         environments.append(
             replace(
                 cpu,
                 name=gpu.name,
-                uuid=uuid,
+                visible=names[index],
                 capability=f"{gpu.major}.{gpu.minor}",
                 memory=gpu.total_memory,
                 driver=driver,
@@ -98,6 +95,14 @@ def _probe() -> list[Environment]:
             )
         )
     return environments
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
 
 
 if __name__ == "__main__":

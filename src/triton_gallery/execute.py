@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -97,7 +98,7 @@ def refresh(
 
 def run(task: Task, environment: Environment) -> tuple[Run, dict[str, bytes]]:
     """Execute one recipe in a process of its own; return how it went, and its page's files by their paths."""
-    with tempfile.TemporaryDirectory(prefix="triton-gallery-") as folder:
+    with tempfile.TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as folder:
         sandbox = Path(folder)
         _furnish(sandbox, task)
         date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -144,6 +145,11 @@ def _executor(
         environment = free.get()
         try:
             return run(task, environment)
+        except Exception as error:  # whatever it is, it costs this recipe's page alone
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            return Run(
+                task.code, environment, now, 0.0, f"could not be executed: {error!r}", traceback.format_exc()
+            ), {}
         finally:
             free.put(environment)
 
@@ -176,8 +182,10 @@ def _supervise(sandbox: Path, task: Task, environment: Environment) -> int | str
         [str(Path(__file__).parents[1]), *filter(None, [variables.get("PYTHONPATH")])]
     )
     variables["TMPDIR"] = str(sandbox / "tmp")
-    if environment.uuid:
-        variables["CUDA_VISIBLE_DEVICES"] = environment.uuid
+    if environment.visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = environment.visible
+    else:
+        variables.setdefault("OMP_NUM_THREADS", "1")  # there is a recipe for each core
     ours, alive = os.pipe()
     with open(sandbox / "log.txt", "wb") as log:
         process = subprocess.Popen(
@@ -231,13 +239,16 @@ def _judge(sandbox: Path, ended: int | str) -> tuple[str | None, str]:
         failure = json.loads(result.read_text(encoding="utf-8"))
         what, detail = (failure["what"], failure["detail"]) if failure else (None, "")
     else:
-        detail = (sandbox / "log.txt").read_bytes()[-TAIL:].decode(errors="replace")
+        with open(sandbox / "log.txt", "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
+            detail = log.read().decode(errors="replace")
         # faulthandler writes the innermost frame first: those below the recipe are sphinx-gallery's
         detail = re.split(r"\n.*/sphinx_gallery/", detail, maxsplit=1)[0]
         if isinstance(ended, str):
             what = ended
         elif ended < 0:
-            what = f"killed by signal {-ended} ({signal.Signals(-ended).name})"
+            names = {number.value: f" ({number.name})" for number in signal.Signals}
+            what = f"killed by signal {-ended}{names.get(-ended, '')}"
         else:
             what = f"ended with status {ended} before its last cell"
     return what, detail.replace(f"{sandbox}{os.sep}", "").strip()[-TAIL:]

@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 from triton_gallery.device import Environment
@@ -52,9 +53,12 @@ class Pages:
         """Return the run that made a recipe's page; None if there is no whole page."""
         try:
             fields = json.loads(self.run_file(key).read_text(encoding="utf-8"))
-            return Run(**{**fields, "environment": Environment(**fields["environment"])})
+            run = Run(**{**fields, "environment": Environment(**fields["environment"])})
+            datetime.fromisoformat(run.date)
         except (OSError, ValueError, TypeError, KeyError):
             return None
+        whole = run.failure is not None or (self.folder / f"{key}.rst").is_file()
+        return run if whole else None
 
     def install(self, recipe: Recipe, files: Mapping[str, bytes], run: Run) -> None:
         """Put a recipe's files, by their paths below the folder, in place of its older ones."""
@@ -74,12 +78,12 @@ class Pages:
         partial.replace(target)
 
     def prune(self, recipes: Sequence[Recipe]) -> None:
-        """Remove the pages of recipes that are no more."""
-        known = {recipe.key for recipe in recipes}
-        for path in self.folder.glob(f"*/*{RUN_SUFFIX}"):
-            section, name = path.parent.name, path.name.removesuffix(RUN_SUFFIX)
-            if f"{section}/{name}" not in known:
-                self._remove(section, name)
+        """Remove the pages of recipes that are no more, and whatever else is not a recipe's."""
+        known = {recipe.key for recipe in recipes} | {f"{recipe.section}/index" for recipe in recipes}
+        for path in self.folder.glob("*/*"):
+            key = f"{path.parent.name}/{path.name.partition('.')[0]}"
+            if path.is_file() and key not in known:
+                self._remove(path.parent.name, path.name.partition(".")[0])
         for folder in self.folder.glob("*/"):
             if folder.name not in {recipe.section for recipe in recipes}:
                 shutil.rmtree(folder)

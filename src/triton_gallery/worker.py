@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -28,9 +29,9 @@ def main(sandbox: Path, confdir: Path) -> None:
     threading.Thread(target=_die_with_the_build, args=(int(os.environ.pop(ALIVE)),), daemon=True).start()
     faulthandler.enable(all_threads=False)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
-    Path("/proc/self/oom_score_adj").write_text(
-        "1000", encoding="ascii"
-    )  # out of memory costs this recipe, not the build
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):  # out of memory shall cost this recipe, not the build
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
         failure = _execute(sandbox, confdir)
     except BaseException as error:  # sphinx-gallery lets SystemExit and KeyboardInterrupt through
@@ -65,7 +66,9 @@ def _execute(sandbox: Path, confdir: Path) -> dict[str, str] | None:
     outcome = app.config.sphinx_gallery_conf
     if outcome["failing_examples"]:
         (trace,) = outcome["failing_examples"].values()
-        return {"what": f"raised {trace.strip().splitlines()[-1]}", "detail": trace}
+        # after the header and the indented stack: an exception's message may go on for many lines
+        message = next(line for line in trace.splitlines()[1:] if not line.startswith(" "))
+        return {"what": f"raised {message}", "detail": trace}
     if len(outcome["passing_examples"]) != 1:
         raise RuntimeError("sphinx-gallery did not execute the recipe")
     return None

@@ -26,4 +26,9 @@ class FoldAnswers(SphinxTransform):
         for section in self.document.findall(nodes.section):
             if section[0].astext() == "Answers":
                 section.insert(1, nodes.raw("", "<details><summary>Show the answers</summary>", format="html"))
-                section.append(nodes.raw("", "</details>", format="html"))
+                end = next((node for node in section if "sphx-glr-footer" in _classes(node)), None)
+                section.insert(section.index(end) if end else len(section), nodes.raw("", "</details>", format="html"))
+
+
+def _classes(node: nodes.Node) -> list[str]:
+    return list(node["classes"]) if isinstance(node, nodes.Element) else []

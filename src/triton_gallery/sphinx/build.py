@@ -1,5 +1,7 @@
 """Executes recipes when a Sphinx build begins, showing progress; sphinx-gallery then finds every page up to date."""
 
+import fcntl
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,11 +30,15 @@ def setup(app: "Sphinx") -> "ExtensionMetadata":
 
 def _execute(app: "Sphinx") -> None:
     conf = app.config.sphinx_gallery_conf
+    limit = float(app.config.recipe_time_limit)
+    if limit <= 0:
+        raise ConfigError(f"recipe_time_limit is {limit:g}; it takes a positive number of seconds")
     try:
         recipes = load(Path(app.srcdir, conf["examples_dirs"]).resolve())
     except ValueError as error:
         raise ConfigError(str(error)) from None
     pages = Pages(Path(app.srcdir, conf["gallery_dirs"]))
+    _lock(pages.folder)
     columns = (SpinnerColumn(), TextColumn("executing recipes"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(highlight=False), transient=True) as progress:
         bar = progress.add_task("", total=None)
@@ -43,7 +49,21 @@ def _execute(app: "Sphinx") -> None:
             outcome = "[green]passed" if run.failure is None else f"[red]{run.failure}"
             progress.console.print(f"  {recipe.key:<32} {run.environment.name}  {run.seconds:6.1f} s  {outcome}")
 
-        runs = refresh(recipes, pages, Path(app.confdir), float(app.config.recipe_time_limit), report)
+        try:
+            runs = refresh(recipes, pages, Path(app.confdir), limit, report)
+        except RuntimeError as error:
+            raise ConfigError(str(error)) from None
     for recipe, run in runs:
         if run.failure is not None:
             logger.warning("%s", run.failure, location=f"{conf['gallery_dirs']}/{recipe.key}")
+
+
+def _lock(folder: Path) -> None:
+    """Keep other builds off the generated pages until this process ends; wait for one that has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("waiting for another build")
+        fcntl.flock(lock, fcntl.LOCK_EX)

@@ -49,7 +49,8 @@ def _strip(run: Run, document: nodes.document) -> nodes.container:
     day = datetime.fromisoformat(run.date).strftime("%Y-%m-%d")
     facts = [f"torch {environment.torch}", f"triton {environment.triton}", day]
     if environment.is_gpu:
-        facts = [f"driver {environment.driver}", *facts, f"page made in {run.seconds:.0f} s"]
+        driver = [f"driver {environment.driver}"] if environment.driver else []
+        facts = [*driver, *facts, f"page made in {run.seconds:.0f} s"]
     else:
         facts += [f"page made in {run.seconds:.0f} s; no kernel is timed here"]
     executed = nodes.paragraph(
