@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -127,3 +128,12 @@ def test_asserts_before_it_measures(recipe: Recipe) -> None:
     assert "torch.testing.assert_close(" in text
     if "perf_report" in text:
         assert text.index("torch.testing.assert_close(") < text.index("perf_report")
+
+
+FIRST_STEPS = [recipe for recipe in RECIPES if recipe.section == "first_steps"]
+
+
+@pytest.mark.parametrize(("before", "after"), list(pairwise(FIRST_STEPS)), ids=lambda recipe: recipe.name)
+def test_learning_path_leads_on_and_back(before: Recipe, after: Recipe) -> None:
+    assert f"``{after.name}.py``" in before.path.read_text()
+    assert f"``{before.name}.py``" in after.path.read_text()

@@ -10,7 +10,7 @@ Row sum
 programs have to find their way through two dimensions and come back with less
 than they read; softmax, the norms and every other reduction start like this.
 
-After this page you can
+After ``vector_add.py`` and this page you can
 
 * get from a pointer and two strides to any element of any matrix;
 * reduce a row in one block, and a row that is longer than any block in a loop;
@@ -487,7 +487,7 @@ if __name__ == "__main__":
 # 3. ``sum_row`` of a single row with :math:`10^8` elements uses one program,
 #    and so one multiprocessor. Use them all, without a new kernel.
 #
-# To read on:
+# To read on (``strides.py`` comes next):
 #
 # * Triton's tutorial on softmax, which takes rows in one block:
 #   https://triton-lang.org/main/getting-started/tutorials/02-fused-softmax.html

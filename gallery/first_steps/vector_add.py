@@ -427,6 +427,7 @@ if __name__ == "__main__":
 #
 # To read on:
 #
+# * ``row_sum.py`` comes next: two dimensions, and a sum over one of them.
 # * Triton's own tutorial on this kernel:
 #   https://triton-lang.org/main/getting-started/tutorials/01-vector-add.html
 # * `The reference of the language

@@ -25,6 +25,27 @@ BREAKS = {
         "other=None)\n        acc",
     ),
     "half an accumulator": ("row_sum", "torch.float16: tl.float32", "torch.float16: tl.float16"),
+    "transpose stored without a mask": (
+        "strides",
+        "tl.store(out_ptrs, x, mask=mask)",
+        "tl.store(out_ptrs, x)",
+    ),
+    "transpose with half a mask": ("strides", "mask = (offs_m < M) & (offs_n < N)", "mask = offs_m < M"),
+    "transpose of adjacent columns": (
+        "strides",
+        "offs_m * stride_xm + offs_n * stride_xn",
+        "offs_m * stride_xm + offs_n",
+    ),
+    "tiles counted by rows": (
+        "strides",
+        "pid // tiles_n, pid % tiles_n, tiles_m",
+        "pid // tiles_m, pid % tiles_n, tiles_m",
+    ),
+    "rows stored without a mask": ("autotune", "tl.sum(acc, axis=1), mask=mask_m)", "tl.sum(acc, axis=1))"),
+    "a ragged tail called even": ("autotune", 'args["N"] % args["BLOCK_N"] == 0', 'args["N"] % 2 == 0'),
+    "a vector's stride left out": ("autotune", "x_ptr + offs_n * stride_xn", "x_ptr + offs_n"),
+    "half an accumulator, tuned": ("autotune", "torch.float16: tl.float32,", "torch.float16: tl.float16,"),
+    "a grid from a constant": ("autotune", 'args["BLOCK_M"]),)](', "4),)]("),
 }
 
 
@@ -40,7 +61,7 @@ def copy_gallery(gallery: Path, to: Path) -> Path:
     return Path(shutil.copytree(gallery, to / "gallery", ignore=shutil.ignore_patterns("__pycache__")))
 
 
-@pytest.mark.parametrize("name", ["vector_add", "row_sum"])
+@pytest.mark.parametrize("name", sorted({name for name, _, _ in BREAKS.values()}))
 def test_copy_passes(gallery: Path, tmp_path: Path, name: str) -> None:
     """A copy of the recipe as it is passes its tests, so that the failures below mean something."""
     run = run_tests(copy_gallery(gallery, tmp_path), name)
