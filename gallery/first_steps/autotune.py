@@ -408,7 +408,7 @@ if __name__ == "__main__":
 # * float32 does not fit. The tuner notes the time ``inf`` and goes on, as for
 #   a failed ``tl.static_assert`` or an error of ``ptxas``. If all are ``inf``
 #   it launches the first and you get its error.
-# * No driver, no clock. One config needs none: hence ``CONFIGS[:1]`` above.
+# * No driver, no clock, unless you bring one, as with ``bench`` above.
 # * ``torch.compile`` tunes by itself. Its tutorial, *Using User-Defined Triton
 #   Kernels with torch.compile*, speaks of ``configs`` and ``key`` only;
 #   `reset_to_zero <https://github.com/pytorch/pytorch/pull/140982>`_ and
@@ -489,7 +489,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 @triton.testing.perf_report(
     triton.testing.Benchmark(
         x_names=["N"],
-        x_vals=[2**k for k in range(10, 15)],
+        x_vals=[2**k for k in range(11, 15)],
         x_log=True,
         line_arg="provider",
         line_vals=["Triton", "PyTorch", "torch.compile", "Roof"],
@@ -521,10 +521,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# For large matrices the memory is the limit, and a copy is no ceiling for an
-# op that hardly writes. Configs closer together than two runs of one are
-# equal, and chance picks among them. Tuning pays by avoiding the bad ones, and
-# by noticing that half precision or the next GPU wants another tile.
+# For large matrices the memory is the limit; at smaller ones, where starting
+# and draining weigh, ``torch.compile`` may lead. Configs closer together than
+# two runs of one are equal, and chance picks among them. Tuning pays by
+# avoiding the bad ones, and by noticing that the next GPU wants another tile.
 #
 # Go further
 # ----------

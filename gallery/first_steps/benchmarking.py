@@ -290,7 +290,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show("one addition", rows, ["microseconds", "GB/s"])
 
 # %%
-# A rate above the roofs below timed something else: without synchronizing,
+# A rate far above the roofs below timed something else: without waiting,
 # Python filling the queue. Synchronizing after each call adds the launch and
 # the way back; one wait for all is fair while kernels outlast their launches.
 #
@@ -346,7 +346,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Flipping bits takes power, a GPU at its power limit lowers its clock, and a
 # product of zeros flips few. Each kind of data keeps the GPU busy for a while;
-# then the driver is asked, under load. Random data comes first and last.
+# then the driver is asked, under load. A row starts at the last one's clock.
 
 
 def sustain(op, seconds):
@@ -408,7 +408,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------------------------
 #
 # Memory has a roof for each mix of reads and writes, arithmetic one for each
-# type: the vendor's matrix product. That of ``float32`` is made of plain FMAs.
+# type: the vendor's matrix product (FMAs in ``float32``), at today's clock.
 
 
 def measure_roofs():
@@ -441,7 +441,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The addition by the number of its multiply-adds: operations per second, the
 # median and the 20 and 80 % quantiles. ``Roof`` is what it can attain with the
-# ``add`` and ``float32`` above. PyTorch runs each step as kernels of their own,
+# ``add`` and ``float32`` above. PyTorch runs each step as separate kernels,
 # so its intensity stays low; ``torch.compile`` unrolls them (up to 64 here).
 
 

@@ -392,8 +392,6 @@ STOPPED = """
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     show(read(STOPPED))
-elif __name__ == "__main__":
-    print("no GPU here: these three were not raised")
 
 # %%
 # What the interpreter cannot tell
@@ -407,7 +405,7 @@ elif __name__ == "__main__":
 # * **Races.** Programs run one after another. Here 1000 of them add 1 to the
 #   same number, by a load and a store or atomically.
 # * **Stray reads.** What lies behind a tensor is read without a word, on the
-#   GPU too: here, eight elements of a row of five ones.
+#   GPU too: eight of five ones. A masked load gives 0 here, anything there.
 # * **False promises.** ``tl.multiple_of`` promises the compiler that it may
 #   read 16 bytes at a time. With offsets that start at 3, it may not.
 
@@ -524,7 +522,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     symptom                           what to do
 #     the compiler refuses it           last line, caret, tl.static_print
 #     wrong in the interpreter too      print, breakpoint()
-#     wrong only on the GPU             bfloat16, races, promises, masks
+#     wrong in only one of the two      bfloat16, races, promises, masks
 #     wrong from some size on           TRITON_DEBUG=1, for int32
 #     another result each time          initcheck; atomics
 #     illegal or misaligned access      memcheck, without caching
@@ -543,7 +541,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Answers
 # -------
 #
-# **1.** None of them. No access is stray, nothing is unwritten and nobody
+# **1.** Only ``tl.device_print``, by showing the 0: no access is stray, nobody
 # races. A check against PyTorch finds it, on negative numbers in a ragged row.
 #
 # **2.** ``while tl.load(x_ptr + i, mask=i < N, other=-1.0) >= 0``: behind the

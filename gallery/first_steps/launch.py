@@ -96,7 +96,7 @@ assert out.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
 #
 # * Python's numbers, tuples, ``if``, ``for``, ``while``, and a few of its
 #   built-in functions: ``range``, ``min``, ``max``, ``len``, ``isinstance``;
-# * everything in ``triton.language``, and its arguments;
+# * its own arguments, and everything in ``triton.language``;
 # * other functions decorated with ``@triton.jit``;
 # * global constants, if they are wrapped in ``tl.constexpr``.
 #

@@ -444,9 +444,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # elements per thread do.
 #
 # For small matrices a launch takes longer than the bytes do (``vector_add.py``
-# takes that apart), and in between there are too few rows to keep every
-# multiprocessor busy. A dip with a wide band is not the kernel's: there the
-# CPU took longer to make the call than the GPU to empty its cache and wait.
+# takes that apart), and in between, a kernel's start and end still weigh;
+# ``torch.compile`` may lead there. A dip with a wide band is not the kernel's:
+# the CPU took longer to make the call than the GPU to empty its cache.
 
 # %%
 # Break it: the wrong accumulator

@@ -457,10 +457,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # All but the roof move elements between the same addresses; what lies between
 # the lines is order. From a row per program to tiles it is the order within a
-# warp: a store of 128 bytes in 32 sectors becomes one of 512 in 16. (The L2
-# cache gathers part of the scattered stores, so the price is not eightfold.)
-# From ``GROUP = 1`` to the op it is the order among programs. The fastest
-# transpose never happens: a kernel that takes strides reads the view.
+# warp: a store of 128 bytes in 32 sectors becomes one of 512 in 16. (Add the
+# load, and the sectors fall from 36 to 8 for each 128 bytes.) From ``GROUP =
+# 1`` to the op it is the order among programs: the last few percent. The
+# fastest transpose never happens: a kernel that takes strides reads the view.
 
 # %%
 # Break it: an offset of 32 bits

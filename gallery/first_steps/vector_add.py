@@ -367,7 +367,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # it. That is the ``GPU`` column: what it takes to start a kernel and to drain
 # it. The ``wall`` column adds what the CPU does, the checks, the allocation
 # and the launch. Compare the ops there: our checks and Triton's launcher are
-# Python, PyTorch's are C++. The GPU works through a queue and the CPU runs
+# mostly Python, PyTorch's are C++. The GPU works through a queue, the CPU runs
 # ahead of it, so a loop over tiny ops goes at the speed of ``wall`` while the
 # GPU waits. The cure is fewer launches: more work in each kernel, or a CUDA
 # graph that replays many launches as one.
