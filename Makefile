@@ -18,7 +18,7 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help html serve test lint clean
+.PHONY: help html record sanitize check-records compare spread serve test test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -27,12 +27,32 @@ help:  ## list the commands
 html: $(SITE_READY)  ## execute what changed and build the site into _build/html
 	@$(PY) -m triton_gallery html
 
+record: $(SITE_READY)  ## on a GPU host, run recipes and record their outputs; RECIPE=section/name for one
+	@$(PY) -m triton_gallery record $(RECIPE)
+
+sanitize: $(SITE_READY)  ## on a GPU host, run the checks of recipes under compute-sanitizer
+	@$(PY) -m triton_gallery sanitize $(RECIPE)
+
+check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
+	@$(PY) -m triton_gallery check-records $(RECIPE)
+
+compare: $(SITE_READY)  ## compare recorded figures with those at BASE=revision
+	@$(PY) -m triton_gallery compare $(or $(BASE),$(error name a git revision: make compare BASE=revision)) $(RECIPE)
+
+spread: $(SITE_READY)  ## on a GPU host, record once more and keep how far two runs differ
+	@$(PY) -m triton_gallery record --out _build/records
+	@$(PY) -m triton_gallery spread _build/records
+
 serve: $(TEST_READY)  ## build, serve on http://127.0.0.1:8000 and build again on each change
 	@$(PY) -m sphinx_autobuild -c . --watch gallery --watch src --watch conf.py --ignore 'docs/recipes/*' \
 		--ignore '*.pyc' docs _build/serve
 
 test: $(TEST_READY)  ## test the recipes, the machinery and the built site
 	@$(PY) -m pytest
+
+test-gpu: $(TEST_READY)  ## on a GPU host, test every op on the GPU; several processes share it
+	@$(PY) -c "import torch; torch.cuda.is_available() or exit('torch sees no GPU here')"
+	@$(PY) -m pytest tests/ops tests/test_device.py --numprocesses 4
 
 lint: $(TEST_READY)  ## check style, spelling and types
 	@$(PY) -m ruff check

@@ -37,7 +37,7 @@ sphinx_gallery_conf = {
     "filename_pattern": r"\.py$",
     "subsection_order": [f"../gallery/{section}" for section in sections(ROOT / "gallery")],
     "within_subsection_order": "triton_gallery.recipes.RecipeOrder",
-    "copyfile_regex": "",
+    "image_scrapers": ("triton_gallery.outputs.scrape", "matplotlib"),
     "download_all_examples": False,
     "min_reported_time": float("inf"),  # the strip under the title says it, and what it means
     "remove_config_comments": True,

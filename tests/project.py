@@ -28,12 +28,22 @@ class Project:
         (self.root / "gallery" / "things" / f"{name}.py").unlink()
         self.write()
 
+    @property
+    def command(self) -> list[str]:
+        """The project's command line."""
+        return [sys.executable, "-m", "triton_gallery"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that it needs."""
+        return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""}
+
     def start(self) -> subprocess.Popen[str]:
         """Begin to build the site."""
         return subprocess.Popen(
-            [sys.executable, "-m", "triton_gallery", "html"],
+            [*self.command, "html"],
             cwd=self.root,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "160"},
+            env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

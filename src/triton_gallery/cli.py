@@ -1,6 +1,11 @@
 """The command line: `python -m triton_gallery COMMAND`, run in the folder that holds `conf.py`."""
 
 import argparse
+import dataclasses
+import json
+import runpy
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -8,42 +13,205 @@ from rich.table import Table
 from rich.text import Text
 from sphinx.cmd.build import main as sphinx_build
 
-from triton_gallery.pages import Pages
-from triton_gallery.recipes import load
+from triton_gallery.compare import compare, measure_spread
+from triton_gallery.device import detect
+from triton_gallery.execute import refresh
+from triton_gallery.pages import Pages, Run
+from triton_gallery.progress import progress
+from triton_gallery.recipes import Recipe, load
+from triton_gallery.records import TOOLS, BadRecordError, Records, commit
+from triton_gallery.rows import rows
+from triton_gallery.sanitize import sanitize
 
+GALLERY, PAGES, RECORDS = Path("gallery"), Path("docs/recipes"), Path("docs/_records")
+PLANTED = {
+    Path("tests/planted/out_of_bounds.py"): "memcheck",
+    Path("tests/planted/race.py"): "racecheck",
+    Path("tests/planted/uninitialised.py"): "initcheck",
+}
 TRACEBACK_LINES = 6
+
+console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+class UsageError(Exception):
+    """A command that cannot be carried out; the message says why."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return the exit status."""
+    """Run a command; return the exit status: 0, 1 if something is not as it should be, 2 if it could not be run."""
     parser = argparse.ArgumentParser(prog="python -m triton_gallery", description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    html_parser = commands.add_parser("html", help="execute what changed and build the site")
-    html_parser.add_argument("--out", type=Path, default=Path("_build/html"), help="where to (default: %(default)s)")
-    html_parser.set_defaults(command=html)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("html", help="execute what changed and build the site")
+    command.add_argument("--out", type=Path, default=Path("_build/html"), help="where to (default: %(default)s)")
+    command.set_defaults(run=html)
+
+    command = commands.add_parser("record", help="execute recipes on this machine's GPUs and record their outputs")
+    command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
+    command.add_argument("--out", type=Path, default=RECORDS, help="the folder of records (default: %(default)s)")
+    command.set_defaults(run=record)
+
+    command = commands.add_parser("sanitize", help="run the checks of recipes under compute-sanitizer")
+    command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
+    command.set_defaults(run=sanitize_recipes)
+
+    command = commands.add_parser("check-records", help="list recipes whose record is missing or stale")
+    command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
+    command.set_defaults(run=check_records)
+
+    command = commands.add_parser("results", help="print every recorded figure")
+    command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
+    command.add_argument("--json", action="store_true", help="as JSON")
+    command.set_defaults(run=results)
+
+    command = commands.add_parser("compare", help="compare recorded figures with those of another revision")
+    command.add_argument("base", help="a git revision")
+    command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
+    command.set_defaults(run=compare_records)
+
+    command = commands.add_parser("spread", help="keep how far two recorded runs on the same machine differ")
+    command.add_argument("again", type=Path, help="the folder with the records of the second run")
+    command.set_defaults(run=spread)
+
     options = parser.parse_args(arguments)
-    return int(options.command(options))
+    try:
+        return int(options.run(options))
+    except (UsageError, BadRecordError) as error:
+        console.print(Text(str(error)), style="red")
+        return 2
 
 
 def html(options: argparse.Namespace) -> int:
     """Build the site; end with a table of the recipes that failed and with what to open."""
-    console = Console(highlight=False)
-    try:
-        recipes = load(Path("gallery"))
-    except ValueError as error:
-        console.print(Text(f"The gallery is not in order:\n{error}"), style="red")
-        return 2
+    recipes = _recipes([])
     index = options.out / "index.html"
     index.unlink(missing_ok=True)
     status = sphinx_build(["-c", ".", "-W", "--keep-going", "-n", "-q", "docs", str(options.out)])
-    pages = Pages(Path("docs/recipes"))
-    failed = [(recipe, run) for recipe in recipes if (run := pages.run(recipe.key)) and run.failure is not None]
+    pages = Pages(PAGES)
+    failed = _print_failures([(recipe, run) for recipe in recipes if (run := pages.run(recipe.key))])
+    if index.exists():
+        console.print(f"Open {index}")
+    return status or failed
+
+
+def record(options: argparse.Namespace) -> int:
+    """Execute recipes on the GPUs of this machine and write their records; end with a table of those that failed."""
+    chosen = _recipes(options.recipe)
+    if not detect()[0].is_gpu:
+        raise UsageError("torch sees no GPU here: a record is made on one")
+    pages = Pages(PAGES)
+    pages.lock()
+    limit = runpy.run_path("conf.py")["recipe_time_limit"]
+    keys = {recipe.key for recipe in chosen}
+    revision = commit()
+    with progress() as report:
+        runs = refresh(_recipes([]), pages, Path.cwd(), limit, report, again=keys)
+    passed = [(recipe, run) for recipe, run in runs if recipe.key in keys and run.failure is None]
+    for recipe, run in passed:
+        console.print(f"wrote {Records(options.out).write(recipe, run, pages.figures(recipe), revision)}")
+    return _print_failures([(recipe, run) for recipe, run in runs if recipe.key in keys])
+
+
+def sanitize_recipes(options: argparse.Namespace) -> int:
+    """Run planted faults, which must be found, then the recipes' checks; note in their records what was clean."""
+    recipes = _recipes(options.recipe)
+    (device, *_) = detect()
+    if not device.is_gpu:
+        raise UsageError("torch sees no GPU here: compute-sanitizer watches one")
+    try:
+        proof = [verdict for script, tool in PLANTED.items() for verdict in sanitize([script], [tool])]
+        verdicts = sanitize([recipe.path for recipe in recipes], TOOLS)
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from None
+    table = Table("script", *TOOLS)
+    for script in [*PLANTED, *(recipe.path for recipe in recipes)]:
+        said = {v.tool: "clean" if v.clean else "found" for v in [*proof, *verdicts] if v.script == script}
+        table.add_row(str(script), *(said.get(tool, "") for tool in TOOLS))
+    for verdict in (verdict for verdict in verdicts if not verdict.clean):
+        console.print(Text(f"{verdict.script} under {verdict.tool}:\n{verdict.report}\n"))
+    console.print(table)
+    if any(verdict.clean for verdict in proof):
+        raise UsageError("a planted fault was not found: the table says nothing of the recipes")
+    for recipe in recipes:
+        clean = [verdict.tool for verdict in verdicts if verdict.script == recipe.path and verdict.clean]
+        Records(RECORDS).set_sanitized(recipe, device.name, clean)
+    return int(not all(verdict.clean for verdict in verdicts))
+
+
+def check_records(options: argparse.Namespace) -> int:
+    """List the recipes whose record is missing or stale."""
+    wanting = 0
+    for recipe in _recipes(options.recipe):
+        found = Records(RECORDS).of(recipe)
+        if not found or not found[0].is_fresh(recipe):
+            wanting += 1
+            console.print(f"{recipe.key:<32} {'stale' if found else 'missing'}")
+    console.print(f"{wanting} of {len(_recipes(options.recipe))} recipes want a new record")
+    return int(wanting > 0)
+
+
+def results(options: argparse.Namespace) -> int:
+    """Print every recorded figure."""
+    found = rows(Records(RECORDS), _recipes(options.recipe))
+    if options.json:
+        print(json.dumps([dataclasses.asdict(row) for row in found], indent=1))
+        return 0
+    table = Table("recipe", "table", "x", "series", "value", "unit", "device", "state")
+    for row in found:
+        x = f"{row.x_name} = {row.x:g}" if isinstance(row.x, float) else f"{row.x_name} = {row.x}"
+        cells = [row.recipe, row.table, x, row.series, f"{row.value:.1f}", row.unit, row.device, row.state]
+        table.add_row(*map(Text, cells))
+    console.print(table)
+    return 0
+
+
+def compare_records(options: argparse.Namespace) -> int:
+    """Compare recorded figures with those of another revision; 1 if one is slower beyond the spread."""
+    try:
+        changes = compare(Records(RECORDS), _recipes(options.recipe), options.base)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    table = Table("recipe", "table", "x", "series", "before", "now", "unit", "ratio", "")
+    for change in changes:
+        x = f"{change.row.x:g}" if isinstance(change.row.x, float) else change.row.x
+        cells = [change.row.recipe, change.row.table, x, change.row.series, f"{change.before:.1f}"]
+        cells += [f"{change.row.value:.1f}", change.row.unit, f"{change.ratio:.3f}", "slower" if change.slower else ""]
+        table.add_row(*map(Text, cells), style="red" if change.slower else "")
+    console.print(table)
+    slower = sum(change.slower for change in changes)
+    console.print(f"{slower} of {len(changes)} figures are slower by more than two runs of the same code differ")
+    return int(slower > 0)
+
+
+def spread(options: argparse.Namespace) -> int:
+    """Keep how far two recorded runs differ."""
+    try:
+        path = measure_spread(Records(RECORDS), Records(options.again), _recipes([]))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    console.print(f"{path}: {path.read_text(encoding='utf-8').strip()}")
+    return 0
+
+
+def _recipes(keys: Sequence[str]) -> list[Recipe]:
+    try:
+        recipes = load(GALLERY)
+    except ValueError as error:
+        raise UsageError(f"The gallery is not in order:\n{error}") from None
+    unknown = set(keys) - {recipe.key for recipe in recipes}
+    if unknown:
+        raise UsageError(f"no such recipe: {', '.join(sorted(unknown))}; one is called section/name")
+    return [recipe for recipe in recipes if not keys or recipe.key in keys]
+
+
+def _print_failures(runs: Sequence[tuple[Recipe, Run]]) -> int:
+    """Print a table of the runs that failed; return whether there are any."""
+    failed = [(recipe, run) for recipe, run in runs if run.failure is not None]
     if failed:
         table = Table("recipe", "what happened", "last lines", title="Recipes that failed", show_lines=True)
         for recipe, run in failed:
             lines = run.detail.strip().splitlines()[-TRACEBACK_LINES:]
             table.add_row(Text(recipe.key), Text(run.failure or ""), Text("\n".join(lines)))
-        console.print(table)
-    if index.exists():
-        console.print(f"Open {index}")
-    return status or bool(failed)
+        Console(highlight=False).print(table)
+    return int(bool(failed))

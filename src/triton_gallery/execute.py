@@ -15,19 +15,22 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from triton_gallery.device import Environment, detect
+from triton_gallery.outputs import from_json
 from triton_gallery.pages import Pages, Run
 from triton_gallery.recipes import HEADER, Recipe
 from triton_gallery.worker import ALIVE
 
+MACHINERY = ("device", "execute", "outputs", "recipes", "tables", "worker")
 OUTPUT_LIMIT = 1_000_000
 TAIL = 4_000
 
@@ -60,6 +63,7 @@ def refresh(
     confdir: Path,
     limit: float,
     report: Callable[[Recipe, Run, int], None],
+    again: Collection[str] = (),
 ) -> list[tuple[Recipe, Run]]:
     """Execute the recipes whose page is missing, failed, or came of other code or another environment.
 
@@ -71,6 +75,7 @@ def refresh(
         confdir: the folder of `conf.py`.
         limit: seconds that a recipe may take.
         report: called after each recipe that was executed, with the number of those still to come.
+        again: recipes, by `section/name`, to execute although nothing changed.
 
     Returns:
         Every recipe with its run, executed now or before.
@@ -82,7 +87,7 @@ def refresh(
     for recipe in recipes:
         source = recipe.path.read_text(encoding="utf-8")
         code = hashlib.sha256(machinery + source.encode()).hexdigest()
-        if not _current(pages.run(recipe.key), code, environments):
+        if recipe.key in again or not _current(pages.run(recipe.key), code, environments):
             tasks.append(Task(recipe, source, code, confdir, limit))
     with _executor(environments) as submit:
         futures = {submit(task): task.recipe for task in tasks}
@@ -105,15 +110,13 @@ def run(task: Task, environment: Environment) -> tuple[Run, dict[str, bytes]]:
         start = monotonic()
         ended = _supervise(sandbox, task, environment)
         seconds = round(monotonic() - start, 1)
-        failure, detail = _judge(sandbox, ended)
+        outcome = _judge(sandbox, ended)
         files = _collect(sandbox)
         text = len(files.get(f"{task.recipe.key}.rst", b""))
         if text > OUTPUT_LIMIT:
-            failure = (
-                failure or f"printed too much: {text:,} bytes of text for its page, where {OUTPUT_LIMIT:,} are allowed"
-            )
-            files = {}
-        return Run(task.code, environment, date, seconds, failure, detail), files
+            what = f"printed too much: {text:,} bytes of text for its page, where {OUTPUT_LIMIT:,} are allowed"
+            outcome, files = {"failure": outcome.get("failure", what)}, {}
+        return Run(task.code, environment, date, seconds, **outcome), files
 
 
 def _current(run: Run | None, code: str, environments: Sequence[Environment]) -> bool:
@@ -127,7 +130,7 @@ def _current(run: Run | None, code: str, environments: Sequence[Environment]) ->
 
 def _machinery(confdir: Path) -> bytes:
     """Hash what shapes a recipe's execution besides its own source."""
-    files = [confdir / "conf.py", *sorted(Path(__file__).parent.glob("*.py"))]
+    files = [confdir / "conf.py", *(Path(__file__).with_name(f"{name}.py") for name in MACHINERY)]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).digest()
 
 
@@ -232,12 +235,14 @@ def _collect(sandbox: Path) -> dict[str, bytes]:
     return files
 
 
-def _judge(sandbox: Path, ended: int | str) -> tuple[str | None, str]:
-    """Return what went wrong, None if nothing did, and the last lines that tell of it."""
+def _judge(sandbox: Path, ended: int | str) -> dict[str, Any]:
+    """Return what the run came to, as `Run` has it: the outputs, or the failure and the last lines that tell of it."""
     result = sandbox / "result.json"
     if ended == 0 and result.exists():
-        failure = json.loads(result.read_text(encoding="utf-8"))
-        what, detail = (failure["what"], failure["detail"]) if failure else (None, "")
+        outcome: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        if "outputs" in outcome:
+            return {"outputs": [from_json(output) for output in outcome["outputs"]]}
+        what, detail = outcome["failure"], outcome["detail"]
     else:
         with open(sandbox / "log.txt", "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
@@ -251,4 +256,4 @@ def _judge(sandbox: Path, ended: int | str) -> tuple[str | None, str]:
             what = f"killed by signal {-ended}{names.get(-ended, '')}"
         else:
             what = f"ended with status {ended} before its last cell"
-    return what, detail.replace(f"{sandbox}{os.sep}", "").strip()[-TAIL:]
+    return {"failure": what, "detail": detail.replace(f"{sandbox}{os.sep}", "").strip()[-TAIL:]}

@@ -3,15 +3,18 @@
 Beside a page's files lies `<recipe>.run.json`, which holds a `Run`. Written last: without it no page is done.
 """
 
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from triton_gallery.device import Environment
+from triton_gallery.outputs import Output, from_json
 from triton_gallery.recipes import Recipe
 
 RUN_SUFFIX = ".run.json"
@@ -28,6 +31,7 @@ class Run:
         seconds: wall time of the whole script, imports included.
         failure: None, or in one line what happened.
         detail: the traceback or the last output of a run that failed.
+        outputs: what each code cell put out; empty for a run that failed.
     """
 
     code: str
@@ -36,6 +40,7 @@ class Run:
     seconds: float
     failure: str | None = None
     detail: str = ""
+    outputs: list[Output] = field(default_factory=list)
 
 
 class Pages:
@@ -49,11 +54,27 @@ class Pages:
         """Return the path of a recipe's run, whether or not there is one."""
         return self.folder / (key + RUN_SUFFIX)
 
+    def thumbnail(self, recipe: Recipe) -> Path:
+        """Return the path of a recipe's picture in the index."""
+        return self.folder / recipe.section / "images" / "thumb" / f"sphx_glr_{recipe.name}_thumb.png"
+
+    def figures(self, recipe: Recipe) -> dict[str, bytes]:
+        """Return the figures on a recipe's page, by their file names."""
+        pictures = self.folder / recipe.section / "images"
+        return {path.name: path.read_bytes() for path in pictures.glob(f"sphx_glr_{recipe.name}_[0-9]*.png")}
+
+    def lock(self) -> None:
+        """Keep other builds off the folder until this process ends; wait for one that has it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        fcntl.flock(os.open(self.folder, os.O_RDONLY), fcntl.LOCK_EX)
+
     def run(self, key: str) -> Run | None:
         """Return the run that made a recipe's page; None if there is no whole page."""
         try:
             fields = json.loads(self.run_file(key).read_text(encoding="utf-8"))
-            run = Run(**{**fields, "environment": Environment(**fields["environment"])})
+            environment = Environment(**fields["environment"])
+            outputs = [from_json(output) for output in fields["outputs"]]
+            run = Run(**{**fields, "environment": environment, "outputs": outputs})
             datetime.fromisoformat(run.date)
         except (OSError, ValueError, TypeError, KeyError):
             return None

@@ -1,11 +1,19 @@
-"""Which recipes exist, and in what order.
+"""Which recipes exist, in what order, and what their code is.
 
 The order stands in `gallery/contents.toml`: each section's name, and the names of its recipes.
+
+A recipe's code is the list of its cells. Each has a hash that prose, comments and layout do not change; the hash of the
+list, which moving a border between two cells changes, identifies the code that a record was made of.
 """
 
+import ast
+import hashlib
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 CONTENTS = "contents.toml"
 HEADER = "GALLERY_HEADER.rst"
@@ -53,6 +61,38 @@ def load(gallery: Path) -> list[Recipe]:
     if faults:
         raise ValueError("\n".join(faults))
     return listed
+
+
+def cell_hashes(recipe: Recipe) -> list[str]:
+    """Return the hash of each code cell of a recipe, in order."""
+    _, blocks = split_code_and_text_blocks(str(recipe.path))
+    return [cell_hash(block.content) for block in blocks if block.type == "code"]
+
+
+def cell_hash(code: str) -> str:
+    """Return the hash of a cell's code; SyntaxError if it is not Python.
+
+    It is made of the syntax tree without empty fields, of which every version of Python has others.
+    """
+    return _digest([repr(_skeleton(ast.parse(code)))])
+
+
+def code_hash(cells: Iterable[str]) -> str:
+    """Return the hash of a recipe's code, given those of its cells."""
+    return _digest(cells)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _skeleton(node: object) -> object:
+    if isinstance(node, ast.AST):
+        fields = [(name, _skeleton(value)) for name, value in ast.iter_fields(node) if value not in (None, [])]
+        return (type(node).__name__, fields)
+    if isinstance(node, list):
+        return [_skeleton(item) for item in node]
+    return node
 
 
 def sections(gallery: Path) -> list[str]:

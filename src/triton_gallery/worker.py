@@ -1,8 +1,8 @@
 """The child process that executes one recipe through sphinx-gallery.
 
 `python -m triton_gallery.worker SANDBOX CONFDIR` expects one recipe under `SANDBOX/gallery`, leaves its page's files
-under `SANDBOX/site/recipes`, and says in `SANDBOX/result.json` how it went: null when every cell ran, else what
-happened and the traceback. No such file: the process did not live to write it.
+under `SANDBOX/site/recipes`, and says in `SANDBOX/result.json` how it went: what the cells put out when every cell ran,
+else what happened and the traceback. No such file: the process did not live to write it.
 
 The pipe in `ALIVE` ends when the build ends, however it ends; then this process kills its group.
 """
@@ -16,9 +16,13 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
+
+from triton_gallery.outputs import read
 
 ALIVE = "TRITON_GALLERY_ALIVE"
 FILE_LIMIT = 2**30
@@ -32,21 +36,24 @@ def main(sandbox: Path, confdir: Path) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):  # out of memory shall cost this recipe, not the build
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    result: dict[str, Any]
     try:
-        failure = _execute(sandbox, confdir)
+        result = _execute(sandbox, confdir)
     except BaseException as error:  # sphinx-gallery lets SystemExit and KeyboardInterrupt through
         frames = [
             frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(sandbox))
         ]
         trace = traceback.format_list(frames) + traceback.format_exception_only(error)
         what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {trace[-1].strip()}"
-        failure = {"what": what, "detail": "".join(trace)}
-    (sandbox / "result.json").write_text(json.dumps(failure), encoding="utf-8")
+        result = {"failure": what, "detail": "".join(trace)}
+    (sandbox / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
-def _execute(sandbox: Path, confdir: Path) -> dict[str, str] | None:
+def _execute(sandbox: Path, confdir: Path) -> dict[str, Any]:
     site = sandbox / "site"
     site.mkdir()
+    (recipe,) = (sandbox / "gallery").glob("*/*.py")
+    page = f"recipes/{recipe.parent.name}/{recipe.stem}"
     app = Sphinx(
         site,
         confdir,
@@ -55,6 +62,7 @@ def _execute(sandbox: Path, confdir: Path) -> dict[str, str] | None:
         "dummy",
         confoverrides={
             "extensions": ["sphinx_gallery.gen_gallery"],
+            "root_doc": page,
             "plot_gallery": "True",
             "sphinx_gallery_conf.examples_dirs": str(sandbox / "gallery"),
             "sphinx_gallery_conf.subsection_order": None,
@@ -68,10 +76,11 @@ def _execute(sandbox: Path, confdir: Path) -> dict[str, str] | None:
         (trace,) = outcome["failing_examples"].values()
         # after the header and the indented stack: an exception's message may go on for many lines
         message = next(line for line in trace.splitlines()[1:] if not line.startswith(" "))
-        return {"what": f"raised {message}", "detail": trace}
+        return {"failure": f"raised {message}", "detail": trace}
     if len(outcome["passing_examples"]) != 1:
         raise RuntimeError("sphinx-gallery did not execute the recipe")
-    return None
+    app.build()
+    return {"outputs": [asdict(output) for output in read(app.env.get_doctree(page))]}
 
 
 def _die_with_the_build(pipe: int) -> None:

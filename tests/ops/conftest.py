@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -39,3 +40,12 @@ def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many autotune configs were run, each by itself."""
+    passed = terminalreporter.stats.get("passed", [])
+    configs = {value for report in passed for name, value in report.user_properties if name == "config"}
+    counts = Counter(config.partition(" ")[0] for config in configs)
+    for kernel, count in sorted(counts.items()):
+        terminalreporter.write_line(f"autotune: {count} configs of {kernel} run, each by itself")

@@ -1,6 +1,6 @@
 """The op of the recipe Autotuning, with every config of its kernel."""
 
-# ruff: noqa: N803, N806 - a matrix is called A, and its extents M and N, as in the recipe
+# ruff: noqa: N806 - a matrix is called A, and its extents M and N, as in the recipe
 
 import math
 from collections.abc import Callable
@@ -66,8 +66,9 @@ def test_floats(recipe: ModuleType, dtype: torch.dtype, M: int, N: int, of_A: La
 
 
 @pytest.mark.parametrize("index", range(CONFIGS))
-def test_every_config_float32(recipe: ModuleType, index: int) -> None:
+def test_every_config_float32(recipe: ModuleType, index: int, record_property: Callable[[str, object], None]) -> None:
     """Each config is right, whichever of them wins: rows and columns that fill its tile, and that don't."""
+    record_property("config", f"mv_kernel {index}")
     tile = recipe.CONFIGS[index].kwargs
     rows = st.sampled_from([1, 2, tile["BLOCK_M"], tile["BLOCK_M"] + 1, 2 * tile["BLOCK_M"] + 1])
 

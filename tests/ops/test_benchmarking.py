@@ -1,6 +1,6 @@
 """The ops that the recipe Benchmarking times, and the counts that it compares them with."""
 
-# ruff: noqa: N803, N806 - a matrix is called A, and its extents M and N, as in the recipe
+# ruff: noqa: N806 - a matrix is called A, and its extents M and N, as in the recipe
 
 import math
 from collections.abc import Callable

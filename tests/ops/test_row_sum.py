@@ -1,6 +1,6 @@
 """The op of the recipe Row sum."""
 
-# ruff: noqa: N803, N806 - a matrix is called A, and its extents M and N, as in the recipe
+# ruff: noqa: N806 - a matrix is called A, and its extents M and N, as in the recipe
 
 import math
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The op of the recipe Strides and tiles."""
 
-# ruff: noqa: N803, N806 - the extents of a matrix are called M and N, as in the recipe
+# ruff: noqa: N806 - the extents of a matrix are called M and N, as in the recipe
 
 from collections.abc import Callable
 from types import ModuleType

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from docutils import nodes
 from sphinx.transforms import SphinxTransform
 
+from triton_gallery.outputs import is_footer
+
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
     from sphinx.util.typing import ExtensionMetadata
@@ -26,9 +28,5 @@ class FoldAnswers(SphinxTransform):
         for section in self.document.findall(nodes.section):
             if section[0].astext() == "Answers":
                 section.insert(1, nodes.raw("", "<details><summary>Show the answers</summary>", format="html"))
-                end = next((node for node in section if "sphx-glr-footer" in _classes(node)), None)
-                section.insert(section.index(end) if end else len(section), nodes.raw("", "</details>", format="html"))
-
-
-def _classes(node: nodes.Node) -> list[str]:
-    return list(node["classes"]) if isinstance(node, nodes.Element) else []
+                end = next((place for place, node in enumerate(section) if is_footer(node)), len(section))
+                section.insert(end, nodes.raw("", "</details>", format="html"))

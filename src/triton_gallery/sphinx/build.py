@@ -1,18 +1,17 @@
 """Executes recipes when a Sphinx build begins, showing progress; sphinx-gallery then finds every page up to date."""
 
-import fcntl
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from sphinx.errors import ConfigError
 from sphinx.util import logging
 
+from triton_gallery.chart import save_thumbnail
 from triton_gallery.execute import refresh
 from triton_gallery.pages import Pages, Run
+from triton_gallery.progress import progress
 from triton_gallery.recipes import Recipe, load
+from triton_gallery.records import Records
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -33,37 +32,25 @@ def _execute(app: "Sphinx") -> None:
     limit = float(app.config.recipe_time_limit)
     if limit <= 0:
         raise ConfigError(f"recipe_time_limit is {limit:g}; it takes a positive number of seconds")
+    pages = Pages(Path(app.srcdir, conf["gallery_dirs"]))
+    pages.lock()
     try:
         recipes = load(Path(app.srcdir, conf["examples_dirs"]).resolve())
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    pages = Pages(Path(app.srcdir, conf["gallery_dirs"]))
-    _lock(pages.folder)
-    columns = (SpinnerColumn(), TextColumn("executing recipes"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(highlight=False), transient=True) as progress:
-        bar = progress.add_task("", total=None)
-
-        def report(recipe: Recipe, run: Run, left: int) -> None:
-            done = progress.tasks[0].completed + 1
-            progress.update(bar, completed=done, total=done + left)
-            outcome = "[green]passed" if run.failure is None else f"[red]{run.failure}"
-            progress.console.print(f"  {recipe.key:<32} {run.environment.name}  {run.seconds:6.1f} s  {outcome}")
-
-        try:
+        records = Records(Path(app.srcdir, "_records"))
+        records.all()
+        with progress() as report:
             runs = refresh(recipes, pages, Path(app.confdir), limit, report)
-        except RuntimeError as error:
-            raise ConfigError(str(error)) from None
+    except (ValueError, RuntimeError) as error:  # the gallery's contents, a bad record, no torch
+        raise ConfigError(str(error)) from None
     for recipe, run in runs:
         if run.failure is not None:
             logger.warning("%s", run.failure, location=f"{conf['gallery_dirs']}/{recipe.key}")
+        _draw_thumbnail(recipe, run, pages, records)
 
 
-def _lock(folder: Path) -> None:
-    """Keep other builds off the generated pages until this process ends; wait for one that has them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        logger.info("waiting for another build")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def _draw_thumbnail(recipe: Recipe, run: Run, pages: Pages, records: Records) -> None:
+    """Make the first benchmark's chart the recipe's thumbnail: of this run, or of the record."""
+    outputs = [*run.outputs, *(output for record in records.of(recipe)[:1] for output in record.outputs)]
+    tables = [table for output in outputs for table in output.tables]
+    if tables:
+        save_thumbnail(tables[0], pages.thumbnail(recipe))

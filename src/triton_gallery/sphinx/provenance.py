@@ -1,6 +1,5 @@
 """The strip under a recipe's title: what executed it and when, its files to download, what went wrong if it failed."""
 
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,7 +7,10 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 
+from triton_gallery.device import Environment
 from triton_gallery.pages import Pages, Run
+from triton_gallery.records import Device, Record
+from triton_gallery.sphinx.page import RecipePage, recipe_page
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -28,41 +30,61 @@ class Strip(SphinxTransform):
 
     def apply(self, **kwargs: object) -> None:
         """Insert the strip after the title of the document, if it is a recipe's page."""
-        folder, _, key = self.env.current_document.docname.partition("/")
-        if folder != self.config.sphinx_gallery_conf["gallery_dirs"]:
+        page = recipe_page(self.env, self.env.current_document.docname)
+        if page is None or page.run is None:
             return
-        pages = Pages(Path(self.env.srcdir, folder))
-        run = pages.run(key)
-        if run is None:
-            return
-        self.env.note_dependency(str(pages.run_file(key)))
+        pages = Pages(Path(self.env.srcdir, self.config.sphinx_gallery_conf["gallery_dirs"]))
+        self.env.note_dependency(str(pages.run_file(page.recipe.key)))
         for note in list(self.document.findall(nodes.note)):
             if "sphx-glr-download-link-note" in note["classes"]:
                 note.parent.remove(note)
         title = next(self.document.findall(nodes.title))
         place = title.parent.index(title) + 1
-        title.parent.insert(place, [_strip(run, self.document), *_failure(run)])
+        title.parent.insert(place, [_strip(page, page.run, self.document), *_failure(page.run)])
 
 
-def _strip(run: Run, document: nodes.document) -> nodes.container:
+def _strip(page: RecipePage, run: Run, document: nodes.document) -> nodes.container:
     environment = run.environment
-    day = datetime.fromisoformat(run.date).strftime("%Y-%m-%d")
-    facts = [f"torch {environment.torch}", f"triton {environment.triton}", day]
-    if environment.is_gpu:
-        driver = [f"driver {environment.driver}"] if environment.driver else []
-        facts = [*driver, *facts, f"page made in {run.seconds:.0f} s"]
-    else:
-        facts += [f"page made in {run.seconds:.0f} s; no kernel is timed here"]
-    executed = nodes.paragraph(
-        "", "Executed by ", nodes.strong("", environment.name), nodes.Text(f" · {' · '.join(facts)}")
-    )
+    facts = [*_software(environment), run.date[:10], f"page made in {run.seconds:.0f} s"]
+    if not environment.is_gpu:
+        facts[-1] += "; no kernel is timed here"
+    lines = [_line("Executed by ", environment.name, facts)]
+    record = _record(page, environment)
+    if record and not environment.is_gpu:
+        stale = [] if record.is_fresh(page.recipe) else ["of older code"]
+        facts = [*_software(record.device), record.date[:10], *stale, *_sanitized(page, record)]
+        lines.append(_line("GPU outputs recorded on ", record.device.name, facts))
+    elif record:
+        lines[0] += nodes.Text("".join(f" · {fact}" for fact in _sanitized(page, record)))
     downloads = nodes.paragraph(classes=["recipe-downloads"])
     for link in list(document.findall(addnodes.download_reference)):
         file = link["reftarget"].rpartition("/")[2]
         if file.endswith((".py", ".ipynb")):
             button = addnodes.download_reference("", "", nodes.Text(file), **link.attributes)
             downloads += [button, nodes.Text(" ")]
-    return nodes.container("", executed, downloads, classes=["recipe-strip"])
+    return nodes.container("", nodes.container("", *lines), downloads, classes=["recipe-strip"])
+
+
+def _line(what: str, device: str, facts: list[str]) -> nodes.paragraph:
+    return nodes.paragraph("", what, nodes.strong("", device), nodes.Text("".join(f" · {fact}" for fact in facts)))
+
+
+def _software(device: Environment | Device) -> list[str]:
+    driver = [f"driver {device.driver}"] if device.driver else []
+    return [*driver, f"torch {device.torch}", f"triton {device.triton}"]
+
+
+def _record(page: RecipePage, environment: Environment) -> Record | None:
+    """Return the record that tells of this page: of the GPU that executed it, or the one that is shown on it."""
+    if environment.is_gpu:
+        return next((record for record in page.records if record.device.name == environment.name), None)
+    return page.record
+
+
+def _sanitized(page: RecipePage, record: Record) -> list[str]:
+    """Say which sanitizers found nothing, if they looked at the recipe's present code."""
+    tools = record.sanitized if record.is_fresh(page.recipe) else []
+    return [f"{', '.join(tools)} clean"] if tools else []
 
 
 def _failure(run: Run) -> list[nodes.Node]:

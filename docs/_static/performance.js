@@ -1,0 +1,38 @@
+// Makes the performance page's table sortable by a click on a column's title, and filterable by words.
+document.addEventListener("DOMContentLoaded", () => {
+  const table = document.querySelector("table.performance");
+  if (!table) return;
+  const body = table.tBodies[0];
+  const key = (row, column) => row.cells[column].textContent.trim();
+  const number = (text) => parseFloat(text.replace(/^[^0-9.-]*/, ""));
+
+  table.querySelectorAll("thead th").forEach((title, column) => {
+    const button = document.createElement("button");
+    button.append(...title.childNodes);
+    title.append(button);
+    button.addEventListener("click", () => {
+      const down = title.getAttribute("aria-sort") !== "descending";
+      table.querySelectorAll("th").forEach((other) => other.removeAttribute("aria-sort"));
+      title.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const sorted = [...body.rows].sort((a, b) => {
+        const [x, y] = [key(a, column), key(b, column)];
+        const order = isNaN(number(x)) || isNaN(number(y)) ? x.localeCompare(y) : number(x) - number(y);
+        return down ? -order : order;
+      });
+      body.append(...sorted);
+    });
+  });
+
+  const filter = document.createElement("input");
+  filter.type = "search";
+  filter.placeholder = "Filter: a recipe, a device, …";
+  filter.setAttribute("aria-label", "Filter the table");
+  filter.addEventListener("input", () => {
+    const words = filter.value.toLowerCase().split(/\s+/);
+    for (const row of body.rows) {
+      const text = row.textContent.toLowerCase();
+      row.hidden = !words.every((word) => text.includes(word));
+    }
+  });
+  table.closest(".table-box").before(filter);
+});

@@ -1,0 +1,249 @@
+"""Recorded outputs of recipes, and the only module that knows their format.
+
+`docs/_records/<device>/<section>/<recipe>.json` holds what a run on that device put out, cell by cell; the figures lie
+beside it. A record counts for code with the same hash; of older code it is stale. Records are data from elsewhere: one
+that does not fit the schema is refused, and nothing in one is ever executed.
+"""
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from triton_gallery.outputs import Output, from_json
+from triton_gallery.pages import Run
+from triton_gallery.recipes import Recipe, cell_hashes, code_hash
+
+SCHEMA_VERSION = 1
+TOOLS = ["memcheck", "racecheck", "initcheck"]
+
+_TEXT = {"type": "string"}
+_OPTIONAL_TEXT = {"type": ["string", "null"]}
+_HASH = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
+
+
+def _object(**properties: object) -> dict[str, object]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def _list(items: object) -> dict[str, object]:
+    return {"type": "array", "items": items}
+
+
+_TABLE = _object(
+    name={"type": "string", "pattern": "^results"},
+    x=_TEXT,
+    unit=_TEXT,
+    xs=_list({"type": ["number", "string"]}),
+    series={"type": "object", "additionalProperties": _list({"type": ["number", "null"]})},
+)
+_OUTPUT = _object(
+    code=_HASH,
+    text=_TEXT,
+    figures=_list({"type": "string", "pattern": r"^[A-Za-z0-9_]+\.png$"}),
+    frame={"anyOf": [{"type": "null"}, _object(columns=_list(_TEXT), rows=_list(_list(_TEXT)))]},
+    tables=_list(_TABLE),
+)
+_DEVICE = _object(
+    name=_TEXT,
+    capability=_TEXT,
+    memory={"type": "integer"},
+    driver=_OPTIONAL_TEXT,
+    cuda=_OPTIONAL_TEXT,
+    torch=_TEXT,
+    triton=_TEXT,
+    python=_TEXT,
+)
+_SCHEMA = _object(
+    schema={"const": SCHEMA_VERSION},
+    code=_HASH,
+    device=_DEVICE,
+    date={"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$"},
+    commit={"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[0-9a-f]{7,40}$"}]},
+    seconds={"type": "number"},
+    sanitized=_list({"enum": TOOLS}),
+    outputs=_list(_OUTPUT),
+)
+
+
+class BadRecordError(ValueError):
+    """A record that does not fit; the message names the file and the reason."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device and the software of a recorded run; `device.Environment` explains the fields."""
+
+    name: str
+    capability: str
+    memory: int
+    driver: str | None
+    cuda: str | None
+    torch: str
+    triton: str
+    python: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """A recorded run.
+
+    Attributes:
+        path: the file.
+        code: the hash of the recipe's code that ran.
+        device: what executed it.
+        date: when it began, ISO 8601 in UTC.
+        commit: the revision of the project, if it was known.
+        seconds: wall time of the whole script.
+        sanitized: the tools of compute-sanitizer under which its checks ran without an error.
+        outputs: what each code cell put out.
+    """
+
+    path: Path
+    code: str
+    device: Device
+    date: str
+    commit: str | None
+    seconds: float
+    sanitized: list[str]
+    outputs: list[Output]
+
+    @property
+    def key(self) -> str:
+        """`section/name` of the recipe."""
+        return f"{self.path.parent.name}/{self.path.stem}"
+
+    def is_fresh(self, recipe: Recipe) -> bool:
+        """Whether the recipe still has the code that was recorded."""
+        return self.code == code_hash(cell_hashes(recipe))
+
+
+def slug(device: str) -> str:
+    """Return a device's name as its folder is called: `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+class Records:
+    """The folder of records."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the folder, `docs/_records`; it need not exist."""
+        self.folder = folder
+
+    def all(self) -> list[Record]:
+        """Return every record; BadRecordError if one does not fit."""
+        return [load(path) for path in sorted(self.folder.glob("*/*/*.json"))]
+
+    def of(self, recipe: Recipe) -> list[Record]:
+        """Return a recipe's records, those of its present code first, then the newest; BadRecordError as `all`."""
+        records = [load(path) for path in sorted(self.folder.glob(f"*/{recipe.key}.json"))]
+        return sorted(records, key=lambda record: (record.is_fresh(recipe), record.date), reverse=True)
+
+    def write(self, recipe: Recipe, run: Run, figures: Mapping[str, bytes], commit: str | None) -> Path:
+        """Write the record of a run that passed on a GPU, with its figures, in place of an older one.
+
+        Raises:
+            ValueError: if the run failed or had no GPU.
+        """
+        if run.failure is not None or not run.environment.is_gpu:
+            raise ValueError(f"{recipe.key} did not pass on a GPU: nothing to record")
+        content = {
+            "schema": SCHEMA_VERSION,
+            "code": code_hash(output.code for output in run.outputs),
+            "device": run.environment.kind,
+            "date": run.date,
+            "commit": commit,
+            "seconds": run.seconds,
+            "sanitized": [],
+            "outputs": [asdict(output) for output in run.outputs],
+        }
+        path = self.folder / slug(run.environment.name) / f"{recipe.key}.json"
+        _validate(path, content)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for name, picture in figures.items():
+            _replace(path.parent / name, picture)
+        _replace(path, _dump(content))
+        for old in path.parent.glob(f"sphx_glr_{recipe.name}_[0-9]*.png"):
+            if old.name not in figures:
+                old.unlink()
+        return path
+
+    def set_sanitized(self, recipe: Recipe, device: str, tools: list[str]) -> None:
+        """Note in a recipe's record of a device under which tools its checks ran without an error.
+
+        Raises:
+            BadRecordError: if there is no such record of the recipe's present code.
+        """
+        path = self.folder / slug(device) / f"{recipe.key}.json"
+        if not path.is_file() or not load(path).is_fresh(recipe):
+            raise BadRecordError(f"{path}: no record of the recipe's present code; run make record first")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["sanitized"] = tools
+        _validate(path, content)
+        _replace(path, _dump(content))
+
+
+def load(path: Path) -> Record:
+    """Return the record in a file; BadRecordError if it does not fit."""
+    record = _parse(path, path.read_bytes())
+    for name in (name for output in record.outputs for name in output.figures):
+        if not (path.parent / name).is_file():
+            raise BadRecordError(f"{path}: its figure {name} is missing")
+    return record
+
+
+def load_at(revision: str, path: Path) -> Record | None:
+    """Return a record as it was at a git revision, without looking for its figures; None if there was none."""
+    shown = subprocess.run(["git", "show", f"{revision}:./{path}"], capture_output=True, check=False)
+    return _parse(path, shown.stdout) if shown.returncode == 0 else None
+
+
+def commit() -> str | None:
+    """Return the project's revision: that of the variable COMMIT, else git's, else None."""
+    if given := os.environ.get("COMMIT"):
+        return given
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() if asked.returncode == 0 else None
+
+
+def _parse(path: Path, text: bytes) -> Record:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise BadRecordError(f"{path}: not JSON, perhaps cut short: {error}") from None
+    _validate(path, content)
+    outputs = [from_json(output) for output in content["outputs"]]
+    if code_hash(output.code for output in outputs) != content["code"]:
+        raise BadRecordError(f"{path}: the hash of its code is not that of its cells")
+    fields = {name: value for name, value in content.items() if name != "schema"}
+    return Record(**{**fields, "path": path, "device": Device(**content["device"]), "outputs": outputs})
+
+
+def _validate(path: Path, content: Any) -> None:
+    try:
+        jsonschema.validate(content, _SCHEMA)
+    except jsonschema.ValidationError as error:
+        raise BadRecordError(f"{path}: {error.json_path}: {error.message}") from None
+    for output in content["outputs"]:
+        for table in output["tables"]:
+            if any(len(values) != len(table["xs"]) for values in table["series"].values()):
+                raise BadRecordError(f"{path}: {table['name']}: a series is not as long as its x")
+
+
+def _dump(content: Mapping[str, object]) -> bytes:
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as partial:
+        partial.write(content)
+    Path(partial.name).chmod(0o644)
+    Path(partial.name).replace(path)

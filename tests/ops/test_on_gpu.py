@@ -1,0 +1,93 @@
+"""What only a GPU can show of the ops: the same bits each time, every element written, and the whole of opcheck."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
+
+M, N = 1031, 2053  # ragged, and more programs than run at a time
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op of a recipe, and inputs that fit it.
+
+    Attributes:
+        path: the recipe's file.
+        name: the op's name there.
+        inputs: makes the arguments.
+        differs: why runs may differ in their bits; None if they may not.
+    """
+
+    path: str
+    name: str
+    inputs: Callable[[], tuple[torch.Tensor, ...]]
+    differs: str | None = None
+
+
+def normal(*shape: int) -> torch.Tensor:
+    """Return random numbers on the GPU."""
+    return torch.randn(shape, device="cuda")
+
+
+OPS = [
+    Op("first_steps/vector_add.py", "add", lambda: (normal(M, N), normal(M, N))),
+    Op("first_steps/vector_add.py", "add_op", lambda: (normal(M, N), normal(M, N))),
+    Op("first_steps/row_sum.py", "sum_row", lambda: (normal(M, N),)),
+    Op("first_steps/strides.py", "transpose", lambda: (normal(M, N),)),
+    Op("first_steps/launch.py", "exp_series", lambda: (normal(M * N),)),
+    Op("first_steps/benchmarking.py", "add", lambda: (normal(M, N), normal(M, N))),
+    Op("first_steps/benchmarking.py", "sum_row", lambda: (normal(M, N),)),
+    Op("first_steps/autotune.py", "mv", lambda: (normal(M, N), normal(N))),
+]
+each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.path}:{op.name}")
+
+
+@pytest.fixture
+def function(op: Op, load_recipe: Callable[[str], ModuleType]) -> Callable[..., torch.Tensor]:
+    """Return the op itself."""
+    return getattr(load_recipe(op.path), op.name)
+
+
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """Have PyTorch fill all memory that an op allocates with NaN."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@each_op
+def test_ten_runs_have_the_same_bits(op: Op, function: Callable[..., torch.Tensor]) -> None:
+    if op.differs:
+        pytest.skip(op.differs)
+    inputs = op.inputs()
+    first = function(*inputs)
+    for _ in range(9):
+        assert torch.equal(function(*inputs).view(torch.int32), first.view(torch.int32))
+
+
+@each_op
+def test_every_element_is_written(op: Op, function: Callable[..., torch.Tensor], poison: None) -> None:
+    assert not function(*op.inputs()).isnan().any()
+
+
+def test_unwritten_element_is_found(poison: None) -> None:
+    def leaves_one_out(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out[:-1] = x[:-1]
+        return out
+
+    assert leaves_one_out(normal(N)).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_registered_op_passes_the_whole_opcheck(load_recipe: Callable[[str], ModuleType], dtype: torch.dtype) -> None:
+    op = load_recipe("first_steps/vector_add.py").add_op
+    x, y = (torch.randn(7, 5, dtype=dtype, device="cuda", requires_grad=True) for _ in range(2))
+    assert set(torch.library.opcheck(op, (x, y)).values()) == {"SUCCESS"}
