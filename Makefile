@@ -39,9 +39,10 @@ check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
 compare: $(SITE_READY)  ## compare recorded figures with those at BASE=revision
 	@$(PY) -m triton_gallery compare $(or $(BASE),$(error name a git revision: make compare BASE=revision)) $(RECIPE)
 
-spread: $(SITE_READY)  ## on a GPU host, record once more and keep how far two runs differ
-	@$(PY) -m triton_gallery record --out _build/records
-	@$(PY) -m triton_gallery spread _build/records
+spread: $(SITE_READY)  ## on a GPU host, record twice and keep how far two runs differ
+	@$(PY) -m triton_gallery record --out _build/spread/first $(RECIPE)
+	@$(PY) -m triton_gallery record --out _build/spread/second $(RECIPE)
+	@$(PY) -m triton_gallery spread _build/spread/first _build/spread/second
 
 serve: $(TEST_READY)  ## build, serve on http://127.0.0.1:8000 and build again on each change
 	@$(PY) -m sphinx_autobuild -c . --watch gallery --watch src --watch conf.py --ignore 'docs/recipes/*' \

@@ -34,6 +34,7 @@ recipe_time_limit = 300
 sphinx_gallery_conf = {
     "examples_dirs": "../gallery",
     "gallery_dirs": "recipes",
+    "default_thumb_file": str(ROOT / "docs" / "_static" / "thumbnail.png"),
     "filename_pattern": r"\.py$",
     "subsection_order": [f"../gallery/{section}" for section in sections(ROOT / "gallery")],
     "within_subsection_order": "triton_gallery.recipes.RecipeOrder",

@@ -154,3 +154,17 @@ def test_formulas_are_typeset(page: Page, address: str) -> None:
     loaded = "[...document.fonts].filter(font => font.status === 'loaded').map(font => font.family)"
     families = page.evaluate(f"document.fonts.ready.then(() => {loaded})")
     assert any("KaTeX_Main" in family for family in families), families
+
+
+def test_performance_table_sorts_and_filters(page: Page, address: str) -> None:
+    page.goto(f"{address}performance.html")
+    rows = page.locator("table.performance tbody tr")
+    count = rows.count()
+    assert count > 3
+    page.locator("table.performance th button").nth(5).click()
+    fractions = [float(text) for text in page.locator("table.performance tbody td:nth-child(6)").all_inner_texts()]
+    assert fractions == sorted(fractions, reverse=True)
+    page.get_by_label("Filter the table").fill("row_sum h200")
+    assert rows.locator("visible=true").count() == 1
+    page.get_by_label("Filter the table").fill("no such thing")
+    assert rows.locator("visible=true").count() == 0

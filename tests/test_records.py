@@ -263,8 +263,8 @@ def test_compare_finds_what_is_slower(project: Project) -> None:
     git("commit", "-qm", "record")
     unknown = command(project, "compare", "HEAD")
     assert unknown.returncode == 2
-    assert "the spread of two runs is not known" in " ".join(unknown.stdout.split())
-    (path.parents[1] / "spread.json").write_text('{"spread": 0.1, "figures": 40}')
+    assert "how far two runs differ is not known" in " ".join(unknown.stdout.split())
+    (path.parents[1] / "spread.json").write_text('{"one": 0.1, "another": 0.1}')
     same = command(project, "compare", "HEAD")
     assert same.returncode == 0, same.stdout
     path.write_text(path.read_text().replace("300.0", "200.0"))
@@ -275,23 +275,63 @@ def test_compare_finds_what_is_slower(project: Project) -> None:
 
 
 def test_spread_is_that_of_two_runs(project: Project) -> None:
-    records = Records(project.root / "docs" / "_records")
-    again = Records(project.root / "again")
     run = as_if_on_a_gpu(project)
     first, second, third = run.outputs
-    for folder, factor in ((records, 1.0), (again, 1.05)):
-        series = {"Triton": [100.0 * factor] * 30, "PyTorch": [50.0] * 30}
-        table = Table("results", "N", "GB/s", [float(x) for x in range(30)], series)
-        outputs = [first, second, dataclasses.replace(third, tables=[table])]
-        folder.write(recipe(project), dataclasses.replace(run, outputs=outputs), {}, None)
-    measured = command(project, "spread", "again")
+    for folder, figure in (("first", 100.0), ("second", 105.0)):
+        table = Table("results", "N", "GB/s", [1.0, 2.0], {"Triton": [figure, 10.0], "PyTorch": [5.0, 5.0]})
+        changed = dataclasses.replace(run, outputs=[first, second, dataclasses.replace(third, tables=[table])])
+        Records(project.root / folder).write(recipe(project), changed, {}, None)
+    measured = command(project, "spread", "first", "second")
     assert measured.returncode == 0, measured.stdout
-    kept = json.loads((records.folder / "test-gpu-9000" / "spread.json").read_text())
-    assert kept == {"spread": 0.0476, "figures": 30}
-    assert command(project, "spread", "nowhere").returncode == 2
+    kept = json.loads((project.root / "docs" / "_records" / "test-gpu-9000" / "spread.json").read_text())
+    assert kept["things/guarded results N=1.0 Triton"] == 0.0476
+    assert kept["things/guarded results N=2.0 Triton"] == 0
+    assert len(kept) == 4
+    assert command(project, "spread", "first", "nowhere").returncode == 2
 
 
 def test_output_knows_whether_it_is_empty() -> None:
     assert not Output("0")
     assert Output("0", text="x")
     assert Output("0", tables=[TABLE])
+
+
+BENCHMARK = """
+import pandas
+
+print("first")
+results = pandas.DataFrame({"N": [1.0, 2.0], "Triton (GB/s)": [3.0, 4.0], "Roof (GB/s)": [5.0, 5.0]})
+print("bench:")
+print(results.to_string())
+print("last")
+
+# %%
+# A frame at the end of a cell.
+
+pandas.DataFrame({"option": ["a"], "meaning": ["b"]})
+"""
+
+
+def test_live_benchmark_is_one_chart_and_one_table(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    project.write(bench=BENCHMARK)
+    status, output = project.build()
+    assert status == 0, output
+    run = Pages(project.root / "docs" / "recipes").run("things/bench")
+    assert run
+    assert [output.text for output in run.outputs] == ["first\nlast", ""]
+    assert run.outputs[1].frame == Frame(["option", "meaning"], [["a", "b"]])
+    page = BeautifulSoup(project.page("bench"), "html.parser")
+    assert len(page.select(".chart svg")) == len(page.select("table.benchmark")) == 1
+    (text,) = page.select(".sphx-glr-script-out pre")
+    assert text.text.strip() == "first\nlast"
+    thumbnail = project.root / "docs" / "recipes" / "things" / "images" / "thumb" / "sphx_glr_bench_thumb.png"
+    assert thumbnail.stat().st_size > 5000, "the chart is not the recipe's picture"
+
+
+def test_table_without_a_unit_fails_its_recipe(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    project.write(bench='import pandas\n\nresults = pandas.DataFrame({"N": [1.0], "Triton": [3.0]})')
+    status, output = project.build()
+    assert status != 0
+    assert "the column 'Triton' names no unit" in output

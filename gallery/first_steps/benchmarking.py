@@ -8,8 +8,9 @@ Benchmarking a kernel
 
 Timing a kernel takes one line, and so does timing something else by mistake:
 the compiler, Python, the cache. This page makes the mistakes on purpose, with
-the right number beside each. (``debugging.py`` comes before it, because a
-wrong kernel has no speed.) After this page you can
+the right number beside each.
+
+A wrong kernel has no speed: ``debugging.py`` comes before. Here you learn to
 
 * say what ``do_bench``, ``do_bench_cudagraph`` and a wall clock measure;
 * tell a cold cache from a warm one, and a kernel's time from its launch;

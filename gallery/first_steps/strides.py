@@ -449,7 +449,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     }
     rows = [{"input": k, **measure_input(v)} for k, v in inputs.items()]
     results_dtypes = pd.DataFrame(rows)
-    print(results_dtypes.to_string(index=False, float_format="%.0f"))
+    print(results_dtypes.to_string())
 
 # %%
 # Reading the result

@@ -99,7 +99,9 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
             continue
         color = palette[colors.get(name, MUTED)]
         line = axes.plot(*zip(*points, strict=True), color=color, linewidth=1.6)[0]
-        if name == ROOF:
+        if not numeric:
+            line.set(linestyle="none", marker="_" if name == ROOF else "o", markersize=9)
+        elif name == ROOF:
             line.set(linestyle=(0, (5, 3)), linewidth=1.2)
         else:
             line.set(marker="o", markersize=4, linewidth=2.4 if name in table.ours else 1.6)
@@ -144,7 +146,12 @@ def _draw_fractions(bars: Sequence[tuple[str, str, float]]) -> "Figure":
     axes.set_yticks(places, [label for label, *_ in bars])
     for place, (_, _, roof) in zip(places, bars, strict=True):
         axes.annotate(
-            f"{roof:.2f}", (roof, place), xytext=(4, 0), textcoords="offset points", va="center", color=FOREGROUND
+            f"{roof:.2f}",
+            (max(roof, 1.0), place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            color=FOREGROUND,
         )
     axes.axvline(1, color=FOREGROUND, linestyle=(0, (5, 3)), linewidth=1.2)
     axes.set_xlim(0, 1.08 * max(1.0, *(roof for *_, roof in bars)))

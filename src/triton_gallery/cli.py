@@ -71,7 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     command.set_defaults(run=compare_records)
 
     command = commands.add_parser("spread", help="keep how far two recorded runs on the same machine differ")
-    command.add_argument("again", type=Path, help="the folder with the records of the second run")
+    command.add_argument("first", type=Path, help="the folder with the records of one run")
+    command.add_argument("second", type=Path, help="the folder with those of the other")
     command.set_defaults(run=spread)
 
     options = parser.parse_args(arguments)
@@ -187,10 +188,10 @@ def compare_records(options: argparse.Namespace) -> int:
 def spread(options: argparse.Namespace) -> int:
     """Keep how far two recorded runs differ."""
     try:
-        path = measure_spread(Records(RECORDS), Records(options.again), _recipes([]))
+        path = measure_spread(Records(options.first), Records(options.second), _recipes([]), Records(RECORDS))
     except ValueError as error:
         raise UsageError(str(error)) from None
-    console.print(f"{path}: {path.read_text(encoding='utf-8').strip()}")
+    console.print(f"wrote {path}")
     return 0
 
 

@@ -3,7 +3,7 @@
 import json
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from triton_gallery.rows import Row, of_record
 from triton_gallery.tables import TRITON
 
 SPREAD_FILE = "spread.json"
+LEAST_SPREAD = 0.03  # a single pair of runs may agree by chance
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Change:
     Attributes:
         row: the figure now.
         before: its value before.
-        spread: the relative difference that two runs on the device may have.
+        spread: the relative difference that two runs of the same code may have here.
     """
 
     row: Row
@@ -53,41 +54,43 @@ def compare(records: Records, recipes: Sequence[Recipe], base: str) -> list[Chan
     for record in (record for recipe in recipes for record in records.of(recipe)):
         before = load_at(base, record.path)
         if before:
-            spread = _spread(record.path.parents[1])
-            changes += [Change(row, old, spread) for row, old in _pairs(record, before)]
+            spread = _spreads(record.path.parents[1])
+            changes += [Change(row, old, spread(row)) for row, old in _pairs(record, before)]
     return changes
 
 
-def measure_spread(records: Records, again: Records, recipes: Sequence[Recipe]) -> Path:
-    """Write the spread of two recorded runs on the same machine beside the first; return the file.
-
-    The spread is the 95th percentile, over our kernels' figures, of the relative difference between the runs.
+def measure_spread(first: Records, second: Records, recipes: Sequence[Recipe], kept: Records) -> Path:
+    """Keep the relative difference of each figure between two recorded runs on the same machine; return the file.
 
     Raises:
-        ValueError: if there are too few figures that both have.
+        ValueError: if the runs have no figures in common.
     """
-    differences = []
+    differences: dict[str, float] = {}
     folder = None
     for recipe in recipes:
-        for first in records.of(recipe):
-            for second in again.of(recipe):
-                if first.device == second.device and first.code == second.code:
-                    folder = first.path.parents[1]
-                    pairs = [(row.value, other) for row, other in _pairs(first, second) if _is_ours(row)]
-                    differences += [abs(one / other - 1) for one, other in pairs]
-    if folder is None or len(differences) < 20:
-        raise ValueError(f"only {len(differences)} figures have two runs on one device")
-    spread = statistics.quantiles(differences, n=20)[-1]
+        for one in first.of(recipe):
+            for other in second.of(recipe):
+                if (one.device, one.code) == (other.device, other.code):
+                    folder = kept.folder / one.path.parents[1].name
+                    differences |= {
+                        _key(row): round(abs(row.value / value - 1), 4) for row, value in _pairs(one, other)
+                    }
+    if folder is None or not differences:
+        raise ValueError("the two runs have no figures in common")
     path = folder / SPREAD_FILE
-    path.write_text(json.dumps({"spread": round(spread, 4), "figures": len(differences)}) + "\n", encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(differences, indent=1) + "\n", encoding="utf-8")
     return path
 
 
-def _spread(folder: Path) -> float:
+def _spreads(folder: Path) -> Callable[[Row], float]:
+    """Return what tells the spread of a figure: its own where it is known, else what few of the others exceed."""
     try:
-        return float(json.loads((folder / SPREAD_FILE).read_text(encoding="utf-8"))["spread"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{folder / SPREAD_FILE}: the spread of two runs is not known; see make spread") from None
+        known = json.loads((folder / SPREAD_FILE).read_text(encoding="utf-8"))
+        usual = statistics.quantiles(map(float, known.values()), n=20)[-1]
+    except (OSError, ValueError, AttributeError, statistics.StatisticsError):
+        raise ValueError(f"{folder / SPREAD_FILE}: how far two runs differ is not known; see make spread") from None
+    return lambda row: max(LEAST_SPREAD, float(known.get(_key(row), usual)))
 
 
 def _pairs(now: Record, before: Record) -> list[tuple[Row, float]]:
@@ -98,6 +101,10 @@ def _pairs(now: Record, before: Record) -> list[tuple[Row, float]]:
 
 def _place(row: Row) -> tuple[object, ...]:
     return row.table, row.x_name, row.x, row.series, row.unit
+
+
+def _key(row: Row) -> str:
+    return f"{row.recipe} {row.table} {row.x_name}={row.x} {row.series}"
 
 
 def _is_ours(row: Row) -> bool:

@@ -150,7 +150,7 @@ def read(document: nodes.document) -> list[Output]:
     for index, cell in enumerate(cells(document)):
         text = "\n".join(node.astext() for node in cell.texts)
         for printed in _captured.printed.get(index, []):
-            text = re.sub(rf"(?m)^.*:\n{re.escape(printed)}\n?", "", text)
+            text = re.sub(rf"(?m)^(?:.*:\n)?{re.escape(printed)}\n?", "", text)
         found.append(
             Output(
                 cell_hash(cell.code.astext()),
