@@ -28,10 +28,9 @@ from triton_gallery.device import Environment, detect
 from triton_gallery.outputs import from_json
 from triton_gallery.pages import Pages, Run
 from triton_gallery.recipes import HEADER, Recipe
-from triton_gallery.worker import ALIVE
+from triton_gallery.worker import ALIVE, OUTPUT_LIMIT
 
 MACHINERY = ("device", "execute", "outputs", "recipes", "tables", "worker")
-OUTPUT_LIMIT = 1_000_000
 TAIL = 4_000
 
 _running: set[subprocess.Popen[bytes]] = set()

@@ -8,6 +8,7 @@ cell ends with. `read` puts that together with the text and the figures of the p
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -80,19 +81,27 @@ class Cell:
 
 
 def cells(document: nodes.document) -> list[Cell]:
-    """Return the code cells of a recipe's page, as sphinx-gallery laid them out."""
-    found: list[Cell] = []
-    for code in document.findall(nodes.literal_block):
-        before = code.previous_sibling()
-        if isinstance(before, nodes.comment) and before.astext().startswith(SOURCE_LINES):
-            siblings = code.parent.children
-            outputs = []
-            for node in siblings[siblings.index(code) + 1 :]:
-                if isinstance(node, (nodes.comment, nodes.section)) or is_footer(node):
-                    break
-                outputs.append(node)
-            found.append(Cell(code, outputs))
+    """Return the code cells of a recipe's page, as sphinx-gallery laid them out.
+
+    The code of a cell and its output follow a comment with line numbers; in a page of a single cell, the output first.
+    """
+    found = []
+    for comment in document.findall(nodes.comment):
+        if comment.astext().startswith(SOURCE_LINES):
+            siblings = comment.parent.children
+            block = list(takewhile(_is_of_cell, siblings[siblings.index(comment) + 1 :]))
+            code = next((node for node in block if _is_code(node)), None)
+            if isinstance(code, nodes.literal_block):
+                found.append(Cell(code, [node for node in block if node is not code]))
     return found
+
+
+def _is_of_cell(node: nodes.Node) -> bool:
+    return not isinstance(node, (nodes.comment, nodes.section)) and not is_footer(node)
+
+
+def _is_code(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.literal_block) and node.get("language") == "Python"
 
 
 def is_footer(node: nodes.Node) -> bool:

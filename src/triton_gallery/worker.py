@@ -26,6 +26,7 @@ from triton_gallery.outputs import read
 
 ALIVE = "TRITON_GALLERY_ALIVE"
 FILE_LIMIT = 2**30
+OUTPUT_LIMIT = 1_000_000  # bytes of text on a page
 
 
 def main(sandbox: Path, confdir: Path) -> None:
@@ -79,6 +80,8 @@ def _execute(sandbox: Path, confdir: Path) -> dict[str, Any]:
         return {"failure": f"raised {message}", "detail": trace}
     if len(outcome["passing_examples"]) != 1:
         raise RuntimeError("sphinx-gallery did not execute the recipe")
+    if (site / f"{page}.rst").stat().st_size > OUTPUT_LIMIT:
+        return {"outputs": []}  # the build will refuse it
     app.build()
     return {"outputs": [asdict(output) for output in read(app.env.get_doctree(page))]}
 
