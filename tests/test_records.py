@@ -335,3 +335,25 @@ def test_table_without_a_unit_fails_its_recipe(make_project: Callable[..., Proje
     status, output = project.build()
     assert status != 0
     assert "the column 'Triton' names no unit" in output
+
+
+def test_two_devices_stand_side_by_side(project: Project) -> None:
+    write(project)
+    run = as_if_on_a_gpu(project)
+    other = dataclasses.replace(run, environment=dataclasses.replace(run.environment, name="Other GPU"))
+    Records(project.root / "docs" / "_records").write(recipe(project), other, {}, None)
+    (project.root / "docs" / "performance.md").write_text("# Performance\n\n```{performance}\n```\n")
+    index = project.root / "docs" / "index.md"
+    index.write_text(index.read_text().replace("recipes/index", "recipes/index\nperformance"))
+    status, output = project.build()
+    assert status == 0, output
+    site = project.root / "_build" / "html"
+    page = BeautifulSoup((site / "performance.html").read_text(), "html.parser")
+    rows = [[cell.text.strip() for cell in row.select("td")] for row in page.select("table.performance tbody tr")]
+    assert sorted(row[6] for row in rows) == ["Other GPU", "Test GPU 9000"]
+    for row in rows:
+        assert row[:6] == ["guarded", "N = 2048", "300 GB/s", "torch.compile: 150", "2.00", "0.75"]
+    assert page.select_one(".chart svg").text.count("guarded, N = 2048") == 2
+    assert "Other GPU, Test GPU 9000" in page.select_one(".chart svg").text
+    assert len(json.loads((site / "performance.json").read_text())) == 14
+    assert len((site / "performance.csv").read_text().splitlines()) == 15

@@ -72,6 +72,28 @@ def test_ten_runs_have_the_same_bits(op: Op, function: Callable[..., torch.Tenso
         assert torch.equal(function(*inputs).view(torch.int32), first.view(torch.int32))
 
 
+BEYOND = 2**31 + 5  # elements; the tests of row_sum, strides, vector_add and autotune have their own
+
+
+@pytest.mark.parametrize(("path", "name", "arguments"), [("launch", "exp_series", 1), ("benchmarking", "add", 2)])
+def test_beyond_int32(load_recipe: Callable[[str], ModuleType], path: str, name: str, arguments: int) -> None:
+    recipe = load_recipe(f"first_steps/{path}.py")
+    x = torch.zeros(BEYOND, device="cuda")
+    x[-1] = 1
+    out = getattr(recipe, name)(*[x] * arguments)
+    few = torch.stack([x[0], x[-1]])
+    assert torch.equal(torch.stack([out[0], out[-1]]), getattr(recipe, name)(*[few] * arguments))
+    assert (out[1:-1] == out[0]).all()
+
+
+def test_rows_beyond_int32(load_recipe: Callable[[str], ModuleType]) -> None:
+    matrix = torch.zeros(2**19 + 1, 2**12, device="cuda")
+    matrix[-1, -1] = 1
+    out = load_recipe("first_steps/benchmarking.py").sum_row(matrix)
+    assert out[-1] == 1
+    assert not out[:-1].any()
+
+
 @each_op
 def test_every_element_is_written(op: Op, function: Callable[..., torch.Tensor], poison: None) -> None:
     assert not function(*op.inputs()).isnan().any()
