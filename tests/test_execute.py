@@ -15,6 +15,10 @@ import pytest
 from bs4 import BeautifulSoup
 from project import Project
 
+from triton_gallery.execute import refresh
+from triton_gallery.pages import Pages
+from triton_gallery.recipes import load
+
 LIMIT = 5
 FAULTS = {
     "raises": (
@@ -241,6 +245,17 @@ def test_builds_take_turns(make_project: Callable[..., Project]) -> None:
     outputs = [build.communicate(timeout=120)[0] for build in builds]
     assert [build.returncode for build in builds] == [0, 0], outputs
     assert sorted(len(executed(output)) for output in outputs) == [0, 1], outputs
+
+
+def test_only_the_chosen_recipe_runs(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    project.write(chosen=GOOD, other=GOOD)
+    recipes, pages = load(project.root / "gallery"), Pages(project.root / "docs" / "recipes")
+    ran: list[str] = []
+    for _ in range(2):  # it runs again although nothing changed
+        refresh(recipes, pages, project.root, 60, lambda recipe, *_: ran.append(recipe.key), only={"things/chosen"})
+    assert ran == ["things/chosen"] * 2
+    assert pages.run("things/other") is None
 
 
 def test_recipe_is_the_first_to_go_when_memory_runs_out(make_project: Callable[..., Project]) -> None:

@@ -308,7 +308,7 @@ print("last")
 # %%
 # A frame at the end of a cell.
 
-pandas.DataFrame({"option": ["a"], "meaning": ["b"]})
+pandas.DataFrame({"meaning": ["b"]}, index=["a"])
 """
 
 
@@ -320,7 +320,7 @@ def test_live_benchmark_is_one_chart_and_one_table(make_project: Callable[..., P
     run = Pages(project.root / "docs" / "recipes").run("things/bench")
     assert run
     assert [output.text for output in run.outputs] == ["first\nlast", ""]
-    assert run.outputs[1].frame == Frame(["option", "meaning"], [["a", "b"]])
+    assert run.outputs[1].frame == Frame(["", "meaning"], [["a", "b"]])
     page = BeautifulSoup(project.page("bench"), "html.parser")
     assert len(page.select(".chart svg")) == len(page.select("table.benchmark")) == 1
     (text,) = page.select(".sphx-glr-script-out pre")

@@ -107,7 +107,7 @@ def record(options: argparse.Namespace) -> int:
     keys = {recipe.key for recipe in chosen}
     revision = commit()
     with progress() as report:
-        runs = refresh(_recipes([]), pages, Path.cwd(), limit, report, again=keys)
+        runs = refresh(_recipes([]), pages, Path.cwd(), limit, report, only=keys)
     passed = [(recipe, run) for recipe, run in runs if recipe.key in keys and run.failure is None]
     for recipe, run in passed:
         console.print(f"wrote {Records(options.out).write(recipe, run, pages.figures(recipe), revision)}")
@@ -127,17 +127,18 @@ def sanitize_recipes(options: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     table = Table("script", *TOOLS)
     for script in [*PLANTED, *(recipe.path for recipe in recipes)]:
-        said = {v.tool: "clean" if v.clean else "found" for v in [*proof, *verdicts] if v.script == script}
+        said = {v.tool: v.outcome for v in [*proof, *verdicts] if v.script == script}
         table.add_row(str(script), *(said.get(tool, "") for tool in TOOLS))
-    for verdict in (verdict for verdict in verdicts if not verdict.clean):
+    unclean = [verdict for verdict in verdicts if verdict.outcome != "clean"]
+    for verdict in [*unclean, *(verdict for verdict in proof if verdict.outcome != "found")]:
         console.print(Text(f"{verdict.script} under {verdict.tool}:\n{verdict.report}\n"))
     console.print(table)
-    if any(verdict.clean for verdict in proof):
+    if any(verdict.outcome != "found" for verdict in proof):
         raise UsageError("a planted fault was not found: the table says nothing of the recipes")
     for recipe in recipes:
-        clean = [verdict.tool for verdict in verdicts if verdict.script == recipe.path and verdict.clean]
+        clean = [verdict.tool for verdict in verdicts if verdict.script == recipe.path and verdict.outcome == "clean"]
         Records(RECORDS).set_sanitized(recipe, device.name, clean)
-    return int(not all(verdict.clean for verdict in verdicts))
+    return int(bool(unclean))
 
 
 def check_records(options: argparse.Namespace) -> int:

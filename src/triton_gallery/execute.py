@@ -62,7 +62,7 @@ def refresh(
     confdir: Path,
     limit: float,
     report: Callable[[Recipe, Run, int], None],
-    again: Collection[str] = (),
+    only: Collection[str] | None = None,
 ) -> list[tuple[Recipe, Run]]:
     """Execute the recipes whose page is missing, failed, or came of other code or another environment.
 
@@ -74,7 +74,7 @@ def refresh(
         confdir: the folder of `conf.py`.
         limit: seconds that a recipe may take.
         report: called after each recipe that was executed, with the number of those still to come.
-        again: recipes, by `section/name`, to execute although nothing changed.
+        only: recipes, by `section/name`, to execute whether or not they changed, and no others.
 
     Returns:
         Every recipe with its run, executed now or before.
@@ -86,7 +86,8 @@ def refresh(
     for recipe in recipes:
         source = recipe.path.read_text(encoding="utf-8")
         code = hashlib.sha256(machinery + source.encode()).hexdigest()
-        if recipe.key in again or not _current(pages.run(recipe.key), code, environments):
+        due = recipe.key in only if only is not None else not _current(pages.run(recipe.key), code, environments)
+        if due:
             tasks.append(Task(recipe, source, code, confdir, limit))
     with _executor(environments) as submit:
         futures = {submit(task): task.recipe for task in tasks}

@@ -148,7 +148,8 @@ def _is_frame(value: object) -> bool:
 
 
 def _frame(frame: "pandas.DataFrame") -> Frame:
-    shown = frame.reset_index() if frame.index.name or frame.index.nlevels > 1 else frame
+    numbered = type(frame.index).__name__ == "RangeIndex"
+    shown = frame if numbered else frame.reset_index(names=[name or "" for name in frame.index.names])
     rows = [[str(value) for value in row] for row in shown.itertuples(index=False)]
     return Frame([str(column) for column in shown.columns], rows)
 

@@ -29,13 +29,13 @@ class Verdict:
     Attributes:
         script: the file.
         tool: memcheck, racecheck or initcheck.
-        clean: whether the script ended well and the tool found nothing.
+        outcome: "clean", "found" if the tool found something, or "failed" if the script did not end well by itself.
         report: the last lines of the output.
     """
 
     script: Path
     tool: str
-    clean: bool
+    outcome: str
     report: str
 
 
@@ -62,6 +62,7 @@ def _check(script: Path, tool: str) -> Verdict:
                 command, cwd=folder, env=environment, stdout=PIPE, stderr=STDOUT, timeout=LIMIT, check=False
             )
         except subprocess.TimeoutExpired:
-            return Verdict(script, tool, False, f"stopped after {LIMIT} s")
+            return Verdict(script, tool, "failed", f"stopped after {LIMIT} s")
         report = run.stdout.decode(errors="replace").strip().splitlines()[-TAIL:]
-        return Verdict(script, tool, run.returncode == 0, "\n".join(report))
+        outcome = {0: "clean", FOUND: "found"}.get(run.returncode, "failed")
+        return Verdict(script, tool, outcome, "\n".join(report))

@@ -1,5 +1,6 @@
 """Puts outputs in their places: charts for benchmarks that ran here, recorded outputs where this machine gave none."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from docutils import nodes
@@ -9,7 +10,7 @@ from triton_gallery.outputs import Cell, Output, cells
 from triton_gallery.recipes import Recipe
 from triton_gallery.records import Record
 from triton_gallery.sphinx.page import recipe_page, recipes, records
-from triton_gallery.sphinx.show import show, text
+from triton_gallery.sphinx.show import show
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -36,7 +37,6 @@ class Replay(SphinxTransform):
         if page is None:
             return
         self.env.metadata[name]["record"] = _state(page.record, page.recipe)
-        gallery = self.config.sphinx_gallery_conf["gallery_dirs"]
         run, record, recipe = page.run, page.record, page.recipe
         recorded = {output.code: output for output in record.outputs} if record else {}
         for index, cell in enumerate(cells(self.document)):
@@ -44,7 +44,7 @@ class Replay(SphinxTransform):
             if live is None:
                 continue
             if live.tables:
-                _chart(cell, live, f"/{gallery}/{recipe.section}/images")
+                _chart(cell, live)
             elif record and (more := _beyond(live, recorded.get(live.code))):
                 folder = f"/_records/{record.path.parents[1].name}/{record.path.parent.name}"
                 _append(cell, _label(record, recipe, show(more, folder)))
@@ -62,18 +62,12 @@ def _beyond(live: Output, recorded: Output | None) -> Output | None:
     return None
 
 
-def _chart(cell: Cell, live: Output, images: str) -> None:
+def _chart(cell: Cell, live: Output) -> None:
     """Replace what the benchmark printed by its chart and its table; other output stays."""
     for node in cell.texts:
         node.parent.remove(node)
-    if live.text:
-        _insert(cell, [text(live.text)])
-    _insert(cell, show(Output(live.code, tables=live.tables), images))
-
-
-def _insert(cell: Cell, shown: list[nodes.Node]) -> None:
     parent = cell.code.parent
-    parent.insert(parent.index(cell.code) + 1, shown)
+    parent.insert(parent.index(cell.code) + 1, show(replace(live, figures=[], frame=None), figures=""))
 
 
 def _append(cell: Cell, shown: list[nodes.Node]) -> None:
