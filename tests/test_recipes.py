@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -130,10 +131,20 @@ def test_asserts_before_it_measures(recipe: Recipe) -> None:
         assert text.index("torch.testing.assert_close(") < text.index("perf_report")
 
 
-FIRST_STEPS = [recipe for recipe in RECIPES if recipe.section == "first_steps"]
-
-
-@pytest.mark.parametrize(("before", "after"), list(pairwise(FIRST_STEPS)), ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(before, after) for before, after in pairwise(RECIPES) if before.section == after.section],
+    ids=lambda recipe: recipe.name,
+)
 def test_learning_path_leads_on_and_back(before: Recipe, after: Recipe) -> None:
     assert f"``{after.name}.py``" in before.path.read_text()
     assert f"``{before.name}.py``" in after.path.read_text()
+
+
+def test_ops_have_one_namespace_and_names_of_their_own() -> None:
+    """Recipes can be imported side by side: none takes the other's op away."""
+    qualified = r'"([a-z]\w*::\w+)"'
+    names = [name for recipe in RECIPES for name in set(re.findall(qualified, recipe.path.read_text()))]
+    assert names
+    assert [name for name in names if not name.startswith("triton_gallery::")] == []
+    assert [name for name, count in Counter(names).items() if count > 1] == []

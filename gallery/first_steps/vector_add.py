@@ -484,13 +484,15 @@ torch.testing.assert_close(out, 2.0 * x + y)
 # ``torch.library.triton_op`` makes an op of the launcher that autograd and
 # ``torch.compile`` both understand.
 
+from torch.library import triton_op, wrap_triton
 
-@torch.library.triton_op("vector_add_recipe::add", mutates_args={})
+
+@triton_op("triton_gallery::add", mutates_args={})
 def add_op(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     x, y = x.contiguous(), y.contiguous()
     out = torch.empty_like(x)
     N = out.numel()
-    kernel = torch.library.wrap_triton(add_kernel)
+    kernel = wrap_triton(add_kernel)
     kernel[(triton.cdiv(N, BLOCK),)](x, y, out, N, BLOCK=BLOCK)
     return out
 

@@ -49,6 +49,8 @@ class Guard(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `func`; move what it allocated between guards."""
+        if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            func = self._opened(func)
         result = func(*args, **(kwargs or {}))
         if func not in EMPTY and func not in FILLED:
             return result
@@ -59,6 +61,19 @@ class Guard(TorchFunctionMode):
             buffer[PAD:-PAD] = POISON
         self.outputs.append(buffer)
         return tensor
+
+    def _opened(self, op: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> Callable[..., Any]:
+        """Return an op, or under this guard the function that it was made of: inside an op no allocation is seen."""
+        name = op._qualified_op_name if isinstance(op, torch._ops.OpOverloadPacket) else op._schema.name
+        definition = torch._library.custom_ops._maybe_get_opdef(name)
+        if definition is None:
+            return op
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _Inside(self):
+                return definition._init_fn(*args, **kwargs)
+
+        return run
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of an input between guards, with the same strides and offset; no byte of it may change."""
@@ -79,6 +94,19 @@ class Guard(TorchFunctionMode):
             assert torch.equal(buffer[-PAD:], pattern), "a store behind the end of an allocated tensor"
         for buffer, before in self.inputs:
             assert torch.equal(buffer, before), "a store to an input, or next to it"
+
+
+class _Inside(TorchFunctionMode):
+    """Guards go on within a call that they opened."""
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()
+        self.guard = guard
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.guard.__torch_function__(func, types, args, kwargs)
 
 
 def guarded(op: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:

@@ -14,45 +14,81 @@ HERE = Path(__file__).parent
 # The recipe, what is taken out of it, and what takes its place.
 BREAKS = {
     "store without a mask": (
-        "vector_add",
+        "first_steps/vector_add",
         "tl.store(out_ptr + offs, total, mask=mask)",
         "tl.store(out_ptr + offs, total)",
     ),
-    "truth values added": ("vector_add", "total = x | y", "total = x ^ y"),
+    "truth values added": ("first_steps/vector_add", "total = x | y", "total = x ^ y"),
     "load without a mask": (
-        "row_sum",
+        "first_steps/row_sum",
         "mask=offs_n < N, other=0)  # (BLOCK_N,)\n        acc",
         "other=None)\n        acc",
     ),
-    "half an accumulator": ("row_sum", "torch.float16: tl.float32", "torch.float16: tl.float16"),
+    "half an accumulator": ("first_steps/row_sum", "torch.float16: tl.float32", "torch.float16: tl.float16"),
     "transpose stored without a mask": (
-        "strides",
+        "first_steps/strides",
         "tl.store(out_ptrs, x, mask=mask)",
         "tl.store(out_ptrs, x)",
     ),
-    "transpose with half a mask": ("strides", "mask = (offs_m < M) & (offs_n < N)", "mask = offs_m < M"),
+    "transpose with half a mask": ("first_steps/strides", "mask = (offs_m < M) & (offs_n < N)", "mask = offs_m < M"),
     "transpose of adjacent columns": (
-        "strides",
+        "first_steps/strides",
         "offs_m * stride_xm + offs_n * stride_xn",
         "offs_m * stride_xm + offs_n",
     ),
     "tiles counted by rows": (
-        "strides",
+        "first_steps/strides",
         "pid // tiles_n, pid % tiles_n, tiles_m",
         "pid // tiles_m, pid % tiles_n, tiles_m",
     ),
-    "rows stored without a mask": ("autotune", "tl.sum(acc, axis=1), mask=mask_m)", "tl.sum(acc, axis=1))"),
-    "a ragged tail called even": ("autotune", 'args["N"] % args["BLOCK_N"] == 0', 'args["N"] % 2 == 0'),
-    "a vector's stride left out": ("autotune", "x_ptr + offs_n * stride_xn", "x_ptr + offs_n"),
-    "half an accumulator, tuned": ("autotune", "torch.float16: tl.float32,", "torch.float16: tl.float16,"),
-    "a grid from a constant": ("autotune", 'args["BLOCK_M"]),)](', "4),)]("),
+    "rows stored without a mask": ("first_steps/autotune", "tl.sum(acc, axis=1), mask=mask_m)", "tl.sum(acc, axis=1))"),
+    "a ragged tail called even": ("first_steps/autotune", 'args["N"] % args["BLOCK_N"] == 0', 'args["N"] % 2 == 0'),
+    "a vector's stride left out": ("first_steps/autotune", "x_ptr + offs_n * stride_xn", "x_ptr + offs_n"),
+    "half an accumulator, tuned": ("first_steps/autotune", "torch.float16: tl.float32,", "torch.float16: tl.float16,"),
+    "a grid from a constant": ("first_steps/autotune", 'args["BLOCK_M"]),)](', "4),)]("),
+    "sum stored without a mask": (
+        "pytorch/torch_compile",
+        "tl.store(out_ptr + offs, x + y, mask=mask)",
+        "tl.store(out_ptr + offs, x + y)",
+    ),
+    "a grid rounded down": (
+        "pytorch/torch_compile",
+        'triton.cdiv(out.numel(), meta["BLOCK"])',
+        'out.numel() // meta["BLOCK"]',
+    ),
+    "a gradient stored without a mask": ("pytorch/triton_op", "grad * x * s, mask=mask)", "grad * x * s)"),
+    "half a gradient": ("pytorch/triton_op", "s * (1 + x * (1 - s)), mask=mask)", "s, mask=mask)"),
+    "half a second gradient": ("pytorch/triton_op", "grad * (a * y * ddh + b * dh)", "grad * a * y * ddh"),
+    "tiles stored with half a mask": (
+        "pytorch/subsystems",
+        "acc, mask=mask_m & mask_n)",
+        "acc, mask=mask_m)",
+    ),
+    "the ragged end of a product": ("pytorch/subsystems", "mask_k = offs_k < K - k", "mask_k = offs_k < K"),
+    "rows loaded without a mask": (
+        "pytorch/aot_inductor",
+        "mask=mask, other=0)  # (BLOCK_N,)",
+        "other=None)  # (BLOCK_N,)",
+    ),
+    "rows counted by one axis": ("pytorch/aot_inductor", "math.prod(x.shape[:-1])", "x.shape[0]"),
+    "lerp stored without a mask": (
+        "pytorch/cuda_graphs",
+        "tl.where(w < 0.5, near_x, near_end), mask=mask)",
+        "tl.where(w < 0.5, near_x, near_end))",
+    ),
+    "lerp by one formula": ("pytorch/cuda_graphs", "tl.where(w < 0.5, near_x, near_end)", "near_x"),
 }
 
 
 def run_tests(gallery: Path, name: str) -> subprocess.CompletedProcess[str]:
     """Run the property tests of a recipe on another gallery."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=bite"]
-    command += [f"--gallery={gallery}", "-k", "float32 or bool or accumulator", str(HERE / f"test_{name}.py")]
+    command += [
+        f"--gallery={gallery}",
+        "-k",
+        "float32 or bool or accumulator",
+        str(HERE / f"test_{Path(name).name}.py"),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
@@ -73,7 +109,7 @@ def test_broken_recipe_fails(gallery: Path, tmp_path: Path, what: str) -> None:
     """A recipe that is broken in one place fails its tests (and does not crash, or fail to be collected)."""
     name, old, new = BREAKS[what]
     copy = copy_gallery(gallery, tmp_path)
-    file = copy / "first_steps" / f"{name}.py"
+    file = copy / f"{name}.py"
     source = file.read_text()
     assert source.count(old) == 1
     # Without its checks, which would stop the import: the tests have to notice by themselves.
@@ -95,6 +131,22 @@ def test_guard_finds_stores_out_of_bounds(index: int) -> None:
 
     with pytest.raises(AssertionError, match=r"a store (before the start|behind the end)"):
         guarded(op)
+
+
+def test_guard_looks_into_ops() -> None:
+    """What an op of torch.library allocates is guarded too."""
+
+    @torch.library.custom_op("triton_gallery_tests::overrun", mutates_args=())
+    def overrun(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        memory = torch.empty(0, dtype=torch.float32).set_(out.untyped_storage())
+        if out.storage_offset():  # between guards
+            memory[out.storage_offset() + out.numel()] = 0
+        return out
+
+    for op in (overrun, torch.ops.triton_gallery_tests.overrun, torch.ops.triton_gallery_tests.overrun.default):
+        with pytest.raises(AssertionError, match="behind the end"):
+            guarded(op, torch.ones(5))
 
 
 def test_guard_finds_changed_inputs_and_poisons_outputs() -> None:

@@ -41,6 +41,11 @@ OPS = [
     Op("first_steps/benchmarking.py", "add", lambda: (normal(M, N), normal(M, N))),
     Op("first_steps/benchmarking.py", "sum_row", lambda: (normal(M, N),)),
     Op("first_steps/autotune.py", "mv", lambda: (normal(M, N), normal(N))),
+    Op("pytorch/torch_compile.py", "add", lambda: (normal(M, N), normal(M, N))),
+    Op("pytorch/triton_op.py", "silu_mul", lambda: (normal(M, N), normal(M, N))),
+    Op("pytorch/subsystems.py", "linear_relu", lambda: (normal(M, 257), normal(N, 257), normal(N))),
+    Op("pytorch/aot_inductor.py", "normalize", lambda: (normal(M, N),)),
+    Op("pytorch/cuda_graphs.py", "lerp", lambda: (normal(M, N), normal(M, N), torch.full((1,), 0.3, device="cuda"))),
 ]
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.path}:{op.name}")
 
