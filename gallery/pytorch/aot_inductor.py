@@ -9,8 +9,8 @@ Ahead of time: AOTInductor
 A Triton kernel is compiled by the process that first calls it, and that
 process needs your source, Triton and some time. AOTInductor compiles a whole
 module beforehand, the kernel with it, into one file: the *package*. A server
-loads it and calls it. You know from ``which_api.py`` how to register a kernel;
-here that choice decides whether the kernel gets into the package.
+loads it and calls it. ``which_api.py`` compared the ways to register a kernel;
+here the choice decides whether the kernel gets into the package.
 
 After this page you can
 
@@ -115,8 +115,8 @@ class Head(torch.nn.Module):
 # The check
 # ---------
 #
-# Squares cancel nothing: their sum is off by a dozen roundings, which the root
-# halves, and :math:`10^{-6}` is twice what remains.
+# Squares are positive, so nothing cancels: their sum is off by about a dozen
+# roundings, which the root halves. :math:`10^{-6}` is twice what remains.
 
 torch.manual_seed(0)
 for shape in ((31, 257), (4, 8, 1024), (0, 257)):
@@ -201,8 +201,8 @@ def elsewhere(folder, function, *arguments, model=False, cache="cache", **env):
 # ``torch.export`` records what ``Head`` does with an example, as a graph
 # without Python. ``dynamic_shapes`` says what may change: the size of a batch,
 # from 1 to ``2**15``. Inductor makes C++ and kernels of the graph, compiles
-# them, and packs the results. Let the example have a usual size: Inductor plans
-# its own kernels for that. (``opaque`` is for later.)
+# them, and packs the results. Take an example of the size that is usual in
+# production: Inductor plans its own kernels for it. (``opaque`` is for later.)
 
 CALLS = r"\w+ = (?:aten|triton)[^;\n]*"
 
@@ -339,8 +339,8 @@ if __name__ == "__main__":
         print(re.search(r"Could not find .*::normalize_opaque", str(error))[0])
 
 # %%
-# It would have to import the module that registers it, and Triton with that.
-# Use ``triton_op`` for what shall be deployed.
+# It would have to import the module that registers the op, and so Triton. Use
+# ``triton_op`` for what is to be deployed.
 #
 # What the package does not check
 # -------------------------------
@@ -382,14 +382,14 @@ if __name__ == "__main__":
 # %%
 # Without it wrong dtypes, strides and widths give wrong numbers and no error.
 # (The batch beyond the range is right because nothing in this kernel depends on
-# it.) With it all five are refused, one too many: the range was declared from
-# 1, but the check begins at 2, since export treats 0 and 1 as special cases.
+# it.) With it all five are refused, even the batch of 1, which is valid: the
+# check begins at 2, since export treats the sizes 0 and 1 as special cases.
 # Switch it on in tests; in production check where requests come in.
 #
 # What the package is bound to
 # ----------------------------
 #
-# It says what it was built on. PyTorch's version is not among that.
+# It says what it was built on, but not with which PyTorch: note that yourself.
 
 if __name__ == "__main__":
     metadata = json.loads(files["head.wrapper_metadata.json"])
@@ -398,10 +398,10 @@ if __name__ == "__main__":
     print("C++ library:", "linked into the .so" if own else "shared")
 
 # %%
-# Some compilers link the C++ library into the ``.so``. With PyTorch's own that
-# can crash when the package is loaded, so ``RTLD_GLOBAL`` in ``TOP`` makes both
-# use one. How strict is the loader? On a GPU, the next cell forges a
-# package: its metadata and kernels are those of an A100.
+# Some compilers link the C++ library into the ``.so``. Beside the one in use by
+# PyTorch, that can crash as the package is loaded; ``RTLD_GLOBAL`` in ``TOP``
+# makes both use the same. How strict is the loader? On a GPU, the next cell
+# forges a package: its metadata and kernels are those of an A100.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     types = {"x_ptr": "*fp32", "out_ptr": "*fp32", "N": "i32", "eps": "fp32"}
@@ -425,8 +425,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         assert "no kernel image is available" in said[-1]
 
 # %%
-# Other metadata are worth a warning. The foreign machine code then fails at the
-# first call. Build a package for each kind of GPU, or see exercise 1.
+# Metadata that differ only cause a warning. The foreign machine code then fails
+# at the first call. Build a package for each kind of GPU, or see exercise 1.
 #
 # Time to the first result
 # ------------------------
@@ -468,18 +468,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # ``aoti_load_package`` imports Inductor. To compare the metadata it also asks
-# the C++ compiler which vector instructions this CPU has (`pytorch#191713
-# <https://github.com/pytorch/pytorch/issues/191713>`_), and can wait longer for
-# that than for all kernels. ``TORCHINDUCTOR_VEC_ISA_OK=0``, which ``elsewhere``
-# sets, says "none": all the same to a package for GPUs. The last row is the
-# loader below, private in Python but public in C++, where it is called
-# ``torch::inductor::AOTIModelPackageLoader``.
+# the C++ compiler which vector instructions this CPU has (`pytorch#191715
+# <https://github.com/pytorch/pytorch/issues/191715>`_). That can take longer
+# than compiling everything, and the package loses what it should save. On a GPU
+# server set ``TORCHINDUCTOR_VEC_ISA_OK=0``, as ``elsewhere`` does: it says that
+# there are none. (Don't set it where you build for CPUs: their code would lose
+# its vectors.) The last row skips all that: the loader beneath is private in
+# Python, but public in C++ as ``torch::inductor::AOTIModelPackageLoader``.
 #
 # The benchmark
 # -------------
 #
 # After the start: calls with ``M`` rows of 1024 float32. The figure is the
-# floor, ``8 * M * 1024`` bytes, over the time. ``Triton`` is ``Head`` itself.
+# floor, ``8 * M * 1024`` bytes, over the time. ``Triton`` is ``Head`` itself,
+# with PyTorch's own subtraction.
 
 PROVIDERS = ["Triton", "torch.compile", "AOTInductor", "PyTorch", "Roof"]
 
@@ -521,10 +523,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     results = benchmark.run(print_data=True, show_plots=True, return_df=True)
 
 # %%
-# On the right even the best write the centred rows and read them again, which
-# the roof does not: Inductor fuses nothing into our op. ``torch.compile`` plans
-# for each size, the package has one plan for all. On the left two launches are
-# all there is; ``cuda_graphs.py`` comes next and makes them cheaper.
+# On the right even the best write the centred rows and read them again: that is
+# twice the floor, so half of the roof, as Inductor fuses nothing into our op.
+# ``torch.compile`` plans for each size, the package has one plan for all. On
+# the left launches count; ``cuda_graphs.py`` comes next and makes them cheaper.
 #
 # Go further
 # ----------
@@ -544,5 +546,5 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``inductor_configs`` puts ``.fatbin`` files in the place of ``.cubin``, with
 # PTX for the driver to compile. It takes ``nvcc``.
 #
-# **2.** It is the same, ``8 * M * N`` bytes and the few of the mean. Only now
-# the kernel can come near it: the module is one launch.
+# **2.** It is the same, ``8 * M * N`` bytes and the few of the mean. But now
+# nothing is written in between, and the kernel can come near it.

@@ -152,7 +152,7 @@ def lerp(x, end, weight):
 # ---------
 #
 # Between 0 and 1, the weight, ``1 - w``, a difference, a product and a sum are
-# rounded, by :math:`2^{-24}` at most each; then the result, to its dtype.
+# rounded, by :math:`2^{-24}` at most each; the result, to its dtype (``rtol``).
 
 torch.manual_seed(0)
 for shape in ((1,), (4 * BLOCK,), (31, 257)):
@@ -168,8 +168,8 @@ for shape in ((1,), (4 * BLOCK,), (31, 257)):
 # What a graph will remember
 # --------------------------
 #
-# A launch gives the GPU a kernel, a grid and the values of its parameters. The
-# compiled kernel lists those; a child process without the interpreter shows it.
+# A launch gives the GPU a kernel, a grid and a value for each parameter. Which
+# parameters? A child process without the interpreter asks the compiled kernel.
 
 PARAMETERS = """
 import re, triton, triton.language as tl
@@ -239,15 +239,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print("two replays, two right results")
 
 # %%
-# Nothing waits: copies and replays queue up in order. The launcher allocates
-# ``out`` from memory of the graph's. Each replay overwrites it: clone to keep.
+# Nothing waits: copies and replays queue up in order. The memory of ``out``
+# belongs to the graph, and each replay overwrites it: clone what you keep.
 #
 # What capture refuses
 # --------------------
 #
 # A stream that only takes notes never finishes, so waiting for it is an error.
-# A tuner waits, to take the time, and so does ``.item()``. Each case is a
-# process of its own: what comes before, then what is captured.
+# A tuner waits, to take the time, and so does ``.item()``. Each case has a
+# process of its own: what runs before, what is captured, and how that ends.
 
 CAPTURE = """
 import torch, triton, triton.language as tl
@@ -302,14 +302,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # case shows what this one does. Warm up with the very arguments to be captured:
 # then each kernel is loaded, and tuners and ``torch.compile`` are done. Waits
 # also hide in ``float(tensor)``, in ``if tensor:`` and in an index by a mask;
-# most raise without a capture, ``torch.cuda.set_sync_debug_mode("error")`` set.
+# after ``torch.cuda.set_sync_debug_mode("error")`` most raise in any run.
 #
 # Break it: what a graph doesn't notice
 # -------------------------------------
 #
 # A replay never complains: it uses what it has. In these two graphs ``x`` is 0
-# and ``end`` is 1, so the result is the weight, a number here and a tensor
-# there. Each line changes something and replays both.
+# and ``end`` is 1, so the result is the weight: a number in the first graph, a
+# tensor in the second. Each line changes something and replays both.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x, end = torch.zeros(8, device=DEVICE), torch.ones(8, device=DEVICE)
@@ -333,15 +333,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show("old.copy_(x)", 1, 1)
 
 # %%
-# * **A number is frozen**: a weight, a step, a position in a sequence. What
+# * **A number is frozen**: a weight, a position in a sequence, a seed. What
 #   changes has to lie in a tensor, and the kernel has to read it from there.
 # * **An address is frozen.** To give the name ``x`` to another tensor changes
 #   nothing; data has to be copied to where the graph looks. DeepSpeed forgot
 #   inputs in a dictionary, and `every picture had something of the first prompt
 #   <https://github.com/deepspeedai/DeepSpeed/pull/8488>`_.
 #
-# Nor does a graph keep inputs alive. These end with the function that made
-# them, and others get their memory, full of sevens. A shape is frozen, too:
+# Nor does a graph keep its inputs alive. Those below are freed as the function
+# returns, and tensors of sevens get their memory. A shape is frozen, too:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
 
@@ -466,10 +466,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # * **plain**: our op pays for its checks, for being registered and for
-#   Triton's launcher, all Python; PyTorch's is C++.
-# * **torch.compile** first checks that its code still fits: for one short step
-#   as much as it saves, or more. In the chain it makes one kernel of PyTorch's
-#   32; ours it launches from generated code.
+#   Triton's launcher, mostly Python; PyTorch's is C++.
+# * **torch.compile** first checks that its code still fits, which for one step
+#   costs about what it saves, or more. In the chain it makes one kernel of
+#   PyTorch's 32; our 32 stay, launched from generated code.
 # * **reduce-overhead** is a graph that copies its inputs to where it reads, and
 #   looks out for other numbers and shapes. That costs in every call.
 # * **graph**: one call replays one kernel or 32, whoever wrote them. What is
@@ -520,15 +520,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# On the left a line is flat: a call costs its launch, whatever the size. It
-# turns down where the GPU takes longer than the launch. From there on launches
-# are hidden, and a graph has nothing left to save. ``reduce-overhead`` ends
-# lowest: copying its inputs moves more bytes than the step itself. (PyTorch's
-# kernel, named above, is not its vectorized one, for the weight is broadcast.)
+# Without a graph, a line starts flat: a call costs its launch, whatever the
+# size. It turns down where the GPU takes longer; from there on launches are
+# hidden, and a graph has little left to save. On the right ``reduce-overhead``
+# is lowest: copying its inputs moves more bytes than the step. (For a broadcast
+# weight PyTorch's kernel, named above, is not its vectorized one, so slower.)
 #
-# So large kernels need no graph. Of small ones, first launch fewer, fused by
-# hand or by ``torch.compile``. What stays small goes into a graph: your own, or
-# for a whole model, whose kernels share its cost, ``reduce-overhead``.
+# So large kernels need no graph. Of small ones, first launch fewer: fuse them
+# by hand or by ``torch.compile``. What stays small goes into a graph: your own,
+# or ``reduce-overhead`` for a whole model, whose kernels share its cost.
 #
 # Go further
 # ----------
@@ -537,8 +537,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    What is in it before the first replay, and after?
 # 2. The weight of step ``k`` is ``1 / k``. Put the counting into the graph.
 #
-# This was the last page of Triton in PyTorch; ``which_api.py`` says which one
-# you need. To read on: `PyTorch's post on graphs
+# This section ends here; ``which_api.py`` sums it up. To read on: `a long post
 # <https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/>`_.
 
 # %%
@@ -548,3 +547,4 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # **1.** 3, of the warm-up, for a capture runs nothing; then 4.
 #
 # **2.** Count in a tensor, ``k.add_(1)``, then call ``lerp(x, end, 1 / k)``.
+# The warm-up counts as well: set ``k`` to 0 after the capture.

@@ -91,7 +91,7 @@ def square_kernel(
 # %%
 # Both ops get a gradient, a fallback for the CPU, a rule for ``vmap``, a flop
 # count. ``finite=True`` has the launcher look at values, which compilers
-# dislike. It is one function because other processes will call it, too.
+# dislike. All this is in one function, which other processes will call, too.
 
 
 def wrap():
@@ -163,8 +163,8 @@ for shape in ((1024,), (31, 257)):
 # --------
 #
 # A row of the table is a function of an op and a tensor. It returns what came
-# out and what is right. First what needs no compiler. ``training`` adds another
-# term to the op's, as models do; ``TwoTensor`` is PyTorch's own test subclass.
+# out and what is right. First what needs no compiler. The loss in ``training``
+# has a second term without the op; ``TwoTensor`` is a test subclass of PyTorch.
 
 
 def inference(op, x):
@@ -208,9 +208,9 @@ def cuda_graph(op, x):
 
 
 # %%
-# Then the compilers. If ``torch.compile`` traces into an op, Inductor's code
-# does not call it. An exported program is saved and loaded. AOTInductor's
-# package runs where there is none of our Python code: that's what it is for.
+# Then the compilers. ``reading_values`` passes ``finite=True``. An op that
+# ``torch.compile`` traces into is not called by Inductor's code. An exported
+# program is saved and loaded. AOTInductor's package runs without our Python.
 
 
 def torch_compile(op, x):
@@ -281,7 +281,7 @@ ROWS += [flop_counter, cpu_fallback, tensor_subclass, vmap, cuda_graph]
 # The tutorial goes on: of the options of ``autotune``, ``torch.compile`` takes
 # only ``configs`` and ``key``; ``heuristics`` may stand above ``autotune``, not
 # below; flops are a function of ``(x_shape)``. Options matter to a kernel that
-# changes what it reads (see ``autotune.py``), so this one counts its runs.
+# changes what it reads (see ``autotune.py``). Ours counts its runs: 1 is right.
 
 
 @triton.jit
@@ -328,7 +328,7 @@ def op_formula(case, x):
 
 
 # %%
-# The claims, and of the runs that test each, whether it says that they work:
+# Each claim, its runs, and if it says that they work (*mostly* excludes none):
 
 TUNED = ["restore_value", "reset_to_zero", "pre_hook"]
 TUNED += ["restore_value, prune_configs_by"]
@@ -351,8 +351,8 @@ for claim, function, works, *cases in (
 # -----------------------
 #
 # A cell *fails* by an error, by a crash or after three minutes. It is *wrong*
-# if its numbers are, and no error tells. Else it is *ok*, or what
-# ``traced_into`` saw. A number in brackets is that of a note, which has more.
+# if there is no error, but its numbers are wrong. Else it is *ok*, or what
+# ``traced_into`` saw. A number in brackets is that of a note, printed below.
 
 
 def outcome(function, argument, device):
@@ -372,8 +372,8 @@ def outcome(function, argument, device):
 
 
 # %%
-# The cells need Triton's compiler. So the functions above make a program that
-# runs without the interpreter, imports PyTorch, leaves the GPU alone and forks.
+# The cells need Triton's compiler, not the interpreter. So the functions above
+# make a program that imports PyTorch and, the GPU still untouched, forks.
 
 
 def serve(device, cells):
@@ -488,21 +488,21 @@ gpu and table(gpu)
 gpu and print_notes(gpu)
 
 # %%
-# *Wrong* is worse than *fails*: a bare kernel's training lacks the op's share
-# of the gradient, and nobody says so (see ``triton_op.py``). AOTInductor takes
-# it only by a strict export, which reads the function instead of running it.
+# *Wrong* is worse than *fails*: in training the gradient lacks the share of the
+# bare kernel, and no error tells (see ``triton_op.py``). AOTInductor takes this
+# kernel by a strict export, which reads the function instead of running it.
 #
 # Without a GPU
 # -------------
 #
-# The same for this machine's CPU, with its GPU hidden if there is one.
+# The same on a CPU, with the machine's GPU hidden if there is one.
 
 if __name__ == "__main__":
     cpu = run("cpu", CELLS["cpu"])
 cpu and table(cpu)
 
 # %%
-# Last is the one claim that can be tested here.
+# Below the notes is the one claim that can be tested without a GPU.
 
 cpu and print_notes(cpu)
 cpu and claims(cpu, list(CLAIMS)[-1:])
@@ -519,25 +519,25 @@ gpu and claims(gpu, CLAIMS)
 # %%
 # The tutorial is older than support for `restore_value
 # <https://github.com/pytorch/pytorch/pull/139851>`_ and `heuristics below
-# <https://github.com/pytorch/pytorch/pull/142208>`_. But for these and for
-# pruned configs PyTorch makes a new tuner without ``restore_value``: tuning
-# spoils the count, and nobody says so. Formulas take ``out_shape``, too.
+# <https://github.com/pytorch/pytorch/pull/142208>`_. But with heuristics below
+# or pruned configs, PyTorch makes a new tuner, which forgets ``restore_value``:
+# the count is wrong, without an error. Flop formulas must take ``out_shape``.
 #
 # Which one
 # ---------
 #
-# * A **bare kernel** will do for inference, compiled or in a CUDA graph. Its
-#   gradient is up to you; flop counter, ``vmap`` and subclasses need an op.
-# * ``triton_op`` is for an op that others call. On a GPU it fails only where
-#   the launcher looks at values.
-# * ``custom_op`` is for launchers that can't be traced, and for compiled code
-#   that may find no GPU. No compiler sees its kernel, and no package holds it.
+# * Begin with ``triton_op``. On a GPU it fails in one row, where the launcher
+#   looks at values. Compilers see its kernel, and packages hold it.
+# * Take ``custom_op`` if the launcher can't be traced or compiled code may find
+#   no GPU. The price: no compiler sees its kernel, and no package holds it.
+# * A **bare kernel** will do for inference in your own code: plain, compiled,
+#   in a CUDA graph. Its gradient is up to you, and the rest needs an op.
 #
 # Go further
 # ----------
 #
 # 1. Without ``register_autograd`` in ``wrap``, what becomes of ``training``?
-# 2. Write a row for ``torch.func.grad``. What do the ops give?
+# 2. Write a row for ``torch.func.grad``. What becomes of the ops in it?
 #
 # Next is ``aot_inductor.py``, on programs without Python.
 

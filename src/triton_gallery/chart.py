@@ -111,7 +111,11 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
     axes.xaxis.set_major_locator(FixedLocator(xs))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(x) if numeric else str(table.xs[int(x)])))
-    axes.set_ylim(bottom=0)
+    top = max((value for values in table.series.values() for value in values if value), default=0)
+    if numeric and ends and max(value for (_, value), _, _ in ends) < top / 10:
+        axes.set_yscale("log")  # the rates fall: from zero up, the lines would end as one
+    else:
+        axes.set_ylim(bottom=0)
     _label(axes, ends)
     axes.set_title(table.unit, loc="left", fontsize=10, color=palette[FOREGROUND])
     axes.set_xlabel(table.x, color=palette[FOREGROUND])
@@ -125,10 +129,11 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
 
 def _label(axes: "Axes", ends: list[tuple[tuple[float, float], str, str]]) -> None:
     """Write each series' name behind its last point, moved apart where they would overlap."""
-    top = axes.get_ylim()[1]
+    axes.get_ylim()  # the limits are settled now
+    to_fraction = axes.transData + axes.transAxes.inverted()
     place = 1.0 + LABEL_GAP
     for (x, value), name, color in sorted(ends, key=lambda end: -end[0][1]):
-        place = min(value / top, place - LABEL_GAP)
+        place = min(to_fraction.transform((x, value))[1], place - LABEL_GAP)
         axes.annotate(
             name, (x, value), xytext=(1.02, place), textcoords="axes fraction", color=color, va="center", fontsize=10
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from hypothesis import Phase, settings
 
 settings.register_profile("default", max_examples=25, deadline=None)
@@ -40,6 +41,31 @@ def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+@pytest.fixture(scope="session", autouse=True)
+def whole_language() -> Callable[[], None]:
+    """Return a function that gives `triton.language` back as it was at the start.
+
+    The interpreter leaves it patched after a kernel that calls another function, and the compiler then chokes on it.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    core = importlib.import_module("triton.language.core")
+    modules = [importlib.import_module(name) for name in ("triton.language", "triton.language.math")]
+    places = [core, *modules, *(value for value in vars(core).values() if isinstance(value, type))]
+    places = [place for place in places if isinstance(place, ModuleType) or place.__module__ == core.__name__]
+    before = {place: dict(vars(place)) for place in places}
+
+    def restore() -> None:
+        for place, members in before.items():
+            for name in set(vars(place)) - set(members):
+                delattr(place, name)
+            for name, member in members.items():
+                if vars(place).get(name) is not member:
+                    setattr(place, name, member)
+
+    return restore
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -65,6 +65,11 @@ BREAKS = {
         "acc, mask=mask_m)",
     ),
     "the ragged end of a product": ("pytorch/subsystems", "mask_k = offs_k < K - k", "mask_k = offs_k < K"),
+    "squares stored without a mask": (
+        "pytorch/which_api",
+        "tl.store(out_ptr + offs, x * x, mask=offs < N)",
+        "tl.store(out_ptr + offs, x * x)",
+    ),
     "rows loaded without a mask": (
         "pytorch/aot_inductor",
         "mask=mask, other=0)  # (BLOCK_N,)",

@@ -44,6 +44,7 @@ OPS = [
     Op("pytorch/torch_compile.py", "add", lambda: (normal(M, N), normal(M, N))),
     Op("pytorch/triton_op.py", "silu_mul", lambda: (normal(M, N), normal(M, N))),
     Op("pytorch/subsystems.py", "linear_relu", lambda: (normal(M, 257), normal(N, 257), normal(N))),
+    Op("pytorch/which_api.py", "square", lambda: (normal(M, N),)),
     Op("pytorch/aot_inductor.py", "normalize", lambda: (normal(M, N),)),
     Op("pytorch/cuda_graphs.py", "lerp", lambda: (normal(M, N), normal(M, N), torch.full((1,), 0.3, device="cuda"))),
 ]
