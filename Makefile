@@ -18,7 +18,7 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help html record sanitize check-records compare spread serve test test-gpu lint clean
+.PHONY: help html record record-apart sanitize check-records compare spread serve test test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -29,6 +29,11 @@ html: $(SITE_READY)  ## execute what changed and build the site into _build/html
 
 record: $(SITE_READY)  ## on a GPU host, run recipes and record their outputs; RECIPE=section/name for one
 	@$(PY) -m triton_gallery record $(RECIPE)
+
+record-apart: $(SITE_READY)  ## on a GPU host, record one RECIPE=section/name in an environment of what it declares
+	@$(PY) -m venv _build/env/$(or $(RECIPE),$(error name a recipe: make record-apart RECIPE=section/name))
+	@_build/env/$(RECIPE)/bin/python -m pip install -q -r requirements.txt $$($(PY) -m triton_gallery needs $(RECIPE))
+	@$(MAKE) record PYTHON=_build/env/$(RECIPE)/bin/python VENV= RECIPE=$(RECIPE)
 
 sanitize: $(SITE_READY)  ## on a GPU host, run the checks of recipes under compute-sanitizer
 	@$(PY) -m triton_gallery sanitize $(RECIPE)

@@ -19,7 +19,7 @@ from triton_gallery.execute import refresh
 from triton_gallery.pages import Pages
 from triton_gallery.recipes import load
 
-LIMIT = 5
+LIMIT = 12
 FAULTS = {
     "raises": (
         'print("said before")\n\n# %%\n# Second cell.\n\nraise ValueError("bad <script>")',

@@ -16,10 +16,26 @@ import pytest
 from nbclient import NotebookClient
 from project import ROOT
 
+from triton_gallery.needs import ORDINARY, missing, packages
 from triton_gallery.recipes import Recipe, load
 
 RECIPES = load(ROOT / "gallery")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
+
+
+def lacks(recipe: Recipe) -> list[str]:
+    """Return what the recipe needs and is not here."""
+    return missing(recipe.path, recipe.path.read_text())
+
+
+each_executable_recipe = pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, marks=pytest.mark.skipif(bool(lacks(recipe)), reason=f"lacks {lacks(recipe)}"))
+        for recipe in RECIPES
+    ],
+    ids=lambda recipe: recipe.key,
+)
 
 
 def run_python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -29,7 +45,7 @@ def run_python(arguments: list[str], folder: Path) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-@each_recipe
+@each_executable_recipe
 def test_script_runs_alone(recipe: Recipe, tmp_path: Path) -> None:
     shutil.copy(recipe.path, tmp_path)
     result = run_python([recipe.path.name], tmp_path)
@@ -37,7 +53,7 @@ def test_script_runs_alone(recipe: Recipe, tmp_path: Path) -> None:
     assert result.stdout, "the recipe shows nothing"
 
 
-@each_recipe
+@each_executable_recipe
 def test_import_is_quick_and_quiet(recipe: Recipe, tmp_path: Path) -> None:
     shutil.copy(recipe.path, tmp_path)
     result = run_python(
@@ -49,7 +65,7 @@ def test_import_is_quick_and_quiet(recipe: Recipe, tmp_path: Path) -> None:
     assert float(seconds) < 6
 
 
-@each_recipe
+@each_executable_recipe
 def test_import_after_triton_says_what_to_do(recipe: Recipe, tmp_path: Path) -> None:
     shutil.copy(recipe.path, tmp_path)
     result = run_python(
@@ -63,7 +79,7 @@ def test_import_after_triton_says_what_to_do(recipe: Recipe, tmp_path: Path) -> 
         assert run_python(["-c", "import torch; assert torch.cuda.is_available()"], tmp_path).returncode == 0
 
 
-@each_recipe
+@each_executable_recipe
 def test_notebook_runs(recipe: Recipe, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     (path,) = site.glob(f"_downloads/*/{recipe.name}.ipynb")
@@ -113,8 +129,10 @@ def test_size_and_width(recipe: Recipe) -> None:
 
 @each_recipe
 def test_imports_only_what_a_reader_has(recipe: Recipe) -> None:
-    allowed = {"torch", "triton", "matplotlib", "pandas", "numpy"} | sys.stdlib_module_names
-    for node in ast.walk(ast.parse(recipe.path.read_text())):
+    source = recipe.path.read_text()
+    declared = {re.match(r"[\w-]+", package)[0].replace("-", "_") for package in packages(recipe.path, source)}
+    allowed = ORDINARY | declared | sys.stdlib_module_names
+    for node in ast.walk(ast.parse(source)):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -16,6 +16,7 @@ from sphinx.cmd.build import main as sphinx_build
 from triton_gallery.compare import compare, measure_spread
 from triton_gallery.device import detect
 from triton_gallery.execute import refresh
+from triton_gallery.needs import missing, packages
 from triton_gallery.pages import Pages, Run
 from triton_gallery.progress import progress
 from triton_gallery.recipes import Recipe, load
@@ -51,6 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
     command.add_argument("--out", type=Path, default=RECORDS, help="the folder of records (default: %(default)s)")
     command.set_defaults(run=record)
+
+    command = commands.add_parser("needs", help="print the packages that recipes declare, for pip install")
+    command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
+    command.set_defaults(run=needs)
 
     command = commands.add_parser("sanitize", help="run the checks of recipes under compute-sanitizer")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
@@ -108,18 +113,31 @@ def record(options: argparse.Namespace) -> int:
     revision = commit()
     with progress() as report:
         runs = refresh(_recipes([]), pages, Path.cwd(), limit, report, only=keys)
-    passed = [(recipe, run) for recipe, run in runs if recipe.key in keys and run.failure is None]
-    for recipe, run in passed:
-        console.print(f"wrote {Records(options.out).write(recipe, run, pages.figures(recipe), revision)}")
-    return _print_failures([(recipe, run) for recipe, run in runs if recipe.key in keys])
+    runs = [(recipe, run) for recipe, run in runs if recipe.key in keys]
+    lacking = [(recipe, run) for recipe, run in runs if run.missing]
+    for recipe, run in runs:
+        if run.failure is None and not run.missing:
+            console.print(f"wrote {Records(options.out).write(recipe, run, pages.figures(recipe), revision)}")
+    for recipe, run in lacking:
+        console.print(f"{recipe.key} was not recorded, its environment lacks {', '.join(run.missing)}", style="red")
+    return max(_print_failures(runs), int(bool(lacking)))
+
+
+def needs(options: argparse.Namespace) -> int:
+    """Print the packages that recipes declare, one a line."""
+    recipes = _recipes(options.recipe)
+    declared = {package for recipe in recipes for package in packages(recipe.path, recipe.path.read_text("utf-8"))}
+    print("\n".join(sorted(declared)))
+    return 0
 
 
 def sanitize_recipes(options: argparse.Namespace) -> int:
     """Run planted faults, which must be found, then the recipes' checks; note in their records what was clean."""
-    recipes = _recipes(options.recipe)
+    chosen = _recipes(options.recipe)
     (device, *_) = detect()
     if not device.is_gpu:
         raise UsageError("torch sees no GPU here: compute-sanitizer watches one")
+    recipes = [recipe for recipe in chosen if not missing(recipe.path, recipe.path.read_text("utf-8"))]
     try:
         proof = [verdict for script, tool in PLANTED.items() for verdict in sanitize([script], [tool])]
         verdicts = sanitize([recipe.path for recipe in recipes], TOOLS)
@@ -138,7 +156,10 @@ def sanitize_recipes(options: argparse.Namespace) -> int:
     for recipe in recipes:
         clean = [verdict.tool for verdict in verdicts if verdict.script == recipe.path and verdict.outcome == "clean"]
         Records(RECORDS).set_sanitized(recipe, device.name, clean)
-    return int(bool(unclean))
+    for recipe in chosen:
+        if recipe not in recipes:
+            console.print(f"{recipe.key} was not looked at: its environment lacks something", style="red")
+    return int(bool(unclean) or recipes != chosen)
 
 
 def check_records(options: argparse.Namespace) -> int:

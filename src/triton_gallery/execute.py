@@ -25,12 +25,13 @@ from time import monotonic
 from typing import Any
 
 from triton_gallery.device import Environment, detect
+from triton_gallery.needs import missing, versions
 from triton_gallery.outputs import from_json
 from triton_gallery.pages import Pages, Run
 from triton_gallery.recipes import HEADER, Recipe
 from triton_gallery.worker import ALIVE, OUTPUT_LIMIT
 
-MACHINERY = ("device", "execute", "outputs", "recipes", "tables", "worker")
+MACHINERY = ("device", "execute", "needs", "outputs", "recipes", "tables", "worker")
 TAIL = 4_000
 
 _running: set[subprocess.Popen[bytes]] = set()
@@ -44,16 +45,20 @@ class Task:
     Attributes:
         recipe: which one.
         source: its text, as it was when the task was made.
+        companions: the contents of the files beside it that carry its name.
         code: the hash that goes into its run.
         confdir: the folder of `conf.py`.
         limit: seconds until it is stopped.
+        missing: what it needs and this environment has not; then its page is laid out without executing it.
     """
 
     recipe: Recipe
     source: str
+    companions: dict[str, bytes]
     code: str
     confdir: Path
     limit: float
+    missing: list[str]
 
 
 def refresh(
@@ -85,10 +90,13 @@ def refresh(
     tasks = []
     for recipe in recipes:
         source = recipe.path.read_text(encoding="utf-8")
-        code = hashlib.sha256(machinery + source.encode()).hexdigest()
-        due = recipe.key in only if only is not None else not _current(pages.run(recipe.key), code, environments)
+        companions = {path.name: path.read_bytes() for path in recipe.companions}
+        code = hashlib.sha256(b"".join([machinery, source.encode(), *companions.values()])).hexdigest()
+        lacks = missing(recipe.path, source)
+        known = pages.run(recipe.key)
+        due = recipe.key in only if only is not None else not _current(known, code, environments, lacks)
         if due:
-            tasks.append(Task(recipe, source, code, confdir, limit))
+            tasks.append(Task(recipe, source, companions, code, confdir, limit, lacks))
     with _executor(environments) as submit:
         futures = {submit(task): task.recipe for task in tasks}
         left = set(futures)
@@ -116,14 +124,16 @@ def run(task: Task, environment: Environment) -> tuple[Run, dict[str, bytes]]:
         if text > OUTPUT_LIMIT:
             what = f"printed too much: {text:,} bytes of text for its page, where {OUTPUT_LIMIT:,} are allowed"
             outcome, files = {"failure": outcome.get("failure", what)}, {}
-        return Run(task.code, environment, date, seconds, **outcome), files
+        packages = {} if task.missing else versions(task.recipe.path, task.source)
+        return Run(task.code, environment, date, seconds, packages=packages, missing=task.missing, **outcome), files
 
 
-def _current(run: Run | None, code: str, environments: Sequence[Environment]) -> bool:
+def _current(run: Run | None, code: str, environments: Sequence[Environment], lacks: list[str]) -> bool:
     return (
         run is not None
         and run.failure is None
         and run.code == code
+        and run.missing == lacks
         and any(run.environment.kind == environment.kind for environment in environments)
     )
 
@@ -173,6 +183,8 @@ def _furnish(sandbox: Path, task: Task) -> None:
     section = sandbox / "gallery" / task.recipe.section
     section.mkdir(parents=True)
     (section / f"{task.recipe.name}.py").write_text(task.source, encoding="utf-8")
+    for name, content in task.companions.items():
+        (section / name).write_bytes(content)
     for folder in (section.parent, section):
         (folder / HEADER).write_text("Recipes\n=======\n", encoding="utf-8")
     (sandbox / "tmp").mkdir()
@@ -192,7 +204,7 @@ def _supervise(sandbox: Path, task: Task, environment: Environment) -> int | str
     ours, alive = os.pipe()
     with open(sandbox / "log.txt", "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "triton_gallery.worker", str(sandbox), str(task.confdir)],
+            [sys.executable, "-m", "triton_gallery.worker", str(sandbox), str(task.confdir), str(not task.missing)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

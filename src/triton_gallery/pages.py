@@ -32,6 +32,8 @@ class Run:
         failure: None, or in one line what happened.
         detail: the traceback or the last output of a run that failed.
         outputs: what each code cell put out; empty for a run that failed.
+        packages: versions of what the recipe declares beyond the packages that any recipe may use.
+        missing: what the recipe needs and did not find; then it was not executed, and its cells put out nothing.
     """
 
     code: str
@@ -41,6 +43,8 @@ class Run:
     failure: str | None = None
     detail: str = ""
     outputs: list[Output] = field(default_factory=list)
+    packages: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
 
 
 class Pages:

@@ -22,6 +22,8 @@ def progress() -> Iterator[Callable[[Recipe, Run, int], None]]:
             done = bar.tasks[0].completed + 1
             bar.update(task, completed=done, total=done + left)
             outcome = "[green]passed" if run.failure is None else f"[red]{escape(run.failure)}"
+            if run.missing and run.failure is None:
+                outcome = f"[yellow]not executed, lacks {escape(', '.join(run.missing))}"
             bar.console.print(f"  {recipe.key:<32} {run.environment.name}  {run.seconds:6.1f} s  {outcome}")
 
         yield report

@@ -32,6 +32,11 @@ class Recipe:
         """`section/name`, as targets and messages give it."""
         return f"{self.section}/{self.name}"
 
+    @property
+    def companions(self) -> list[Path]:
+        """The files beside the script that carry its name; it finds them in the folder where it is executed."""
+        return sorted(path for path in self.path.parent.glob(f"{self.name}.*") if path != self.path)
+
 
 def load(gallery: Path) -> list[Recipe]:
     """Return the recipes of a gallery folder in their order.

@@ -10,8 +10,8 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ _OPTIONAL_TEXT = {"type": ["string", "null"]}
 _HASH = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
 
 
-def _object(**properties: object) -> dict[str, object]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+def _object(optional: Sequence[str] = (), **properties: object) -> dict[str, object]:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _list(items: object) -> dict[str, object]:
@@ -62,12 +63,14 @@ _DEVICE = _object(
     python=_TEXT,
 )
 _SCHEMA = _object(
+    optional=["packages"],  # records of before have none
     schema={"const": SCHEMA_VERSION},
     code=_HASH,
     device=_DEVICE,
     date={"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$"},
     commit={"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[0-9a-f]{7,40}$"}]},
     seconds={"type": "number"},
+    packages={"type": "object", "additionalProperties": _TEXT},
     sanitized=_list({"enum": TOOLS}),
     outputs=_list(_OUTPUT),
 )
@@ -104,6 +107,7 @@ class Record:
         seconds: wall time of the whole script.
         sanitized: the tools of compute-sanitizer under which its checks ran without an error.
         outputs: what each code cell put out.
+        packages: versions of what the recipe declares beyond the packages that any recipe may use.
     """
 
     path: Path
@@ -114,6 +118,7 @@ class Record:
     seconds: float
     sanitized: list[str]
     outputs: list[Output]
+    packages: dict[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -150,9 +155,9 @@ class Records:
         """Write the record of a run that passed on a GPU, with its figures, in place of an older one.
 
         Raises:
-            ValueError: if the run failed or had no GPU.
+            ValueError: if the run failed, did not take place or had no GPU.
         """
-        if run.failure is not None or not run.environment.is_gpu:
+        if run.failure is not None or run.missing or not run.environment.is_gpu:
             raise ValueError(f"{recipe.key} did not pass on a GPU: nothing to record")
         content = {
             "schema": SCHEMA_VERSION,
@@ -161,6 +166,7 @@ class Records:
             "date": run.date,
             "commit": commit,
             "seconds": run.seconds,
+            "packages": run.packages,
             "sanitized": [],
             "outputs": [asdict(output) for output in run.outputs],
         }

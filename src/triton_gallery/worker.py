@@ -1,8 +1,9 @@
 """The child process that executes one recipe through sphinx-gallery.
 
-`python -m triton_gallery.worker SANDBOX CONFDIR` expects one recipe under `SANDBOX/gallery`, leaves its page's files
-under `SANDBOX/site/recipes`, and says in `SANDBOX/result.json` how it went: what the cells put out when every cell ran,
-else what happened and the traceback. No such file: the process did not live to write it.
+`python -m triton_gallery.worker SANDBOX CONFDIR EXECUTE` expects one recipe under `SANDBOX/gallery` and leaves its
+page's files under `SANDBOX/site/recipes`; where EXECUTE is `False`, without executing it. It says in
+`SANDBOX/result.json` how it went: what the cells put out when every cell ran, else what happened and the traceback. No
+such file: the process did not live to write it.
 
 The pipe in `ALIVE` ends when the build ends, however it ends; then this process kills its group.
 """
@@ -29,8 +30,8 @@ FILE_LIMIT = 2**30
 OUTPUT_LIMIT = 1_000_000  # bytes of text on a page
 
 
-def main(sandbox: Path, confdir: Path) -> None:
-    """Execute the one recipe in the sandbox, writing its page beside it."""
+def main(sandbox: Path, confdir: Path, execute: str) -> None:
+    """Execute the one recipe in the sandbox unless `execute` is "False", writing its page beside it."""
     threading.Thread(target=_die_with_the_build, args=(int(os.environ.pop(ALIVE)),), daemon=True).start()
     faulthandler.enable(all_threads=False)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
@@ -39,7 +40,7 @@ def main(sandbox: Path, confdir: Path) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     result: dict[str, Any]
     try:
-        result = _execute(sandbox, confdir)
+        result = _make_page(sandbox, confdir, execute)
     except BaseException as error:  # sphinx-gallery lets SystemExit and KeyboardInterrupt through
         frames = [
             frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(str(sandbox))
@@ -50,7 +51,7 @@ def main(sandbox: Path, confdir: Path) -> None:
     (sandbox / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
-def _execute(sandbox: Path, confdir: Path) -> dict[str, Any]:
+def _make_page(sandbox: Path, confdir: Path, execute: str) -> dict[str, Any]:
     site = sandbox / "site"
     site.mkdir()
     (recipe,) = (sandbox / "gallery").glob("*/*.py")
@@ -64,7 +65,7 @@ def _execute(sandbox: Path, confdir: Path) -> dict[str, Any]:
         confoverrides={
             "extensions": ["sphinx_gallery.gen_gallery"],
             "root_doc": page,
-            "plot_gallery": "True",
+            "plot_gallery": execute,
             "sphinx_gallery_conf.examples_dirs": str(sandbox / "gallery"),
             "sphinx_gallery_conf.subsection_order": None,
             "sphinx_gallery_conf.within_subsection_order": "FileNameSortKey",
@@ -78,7 +79,7 @@ def _execute(sandbox: Path, confdir: Path) -> dict[str, Any]:
         # after the header and the indented stack: an exception's message may go on for many lines
         message = next(line for line in trace.splitlines()[1:] if not line.startswith(" "))
         return {"failure": f"raised {message}", "detail": trace}
-    if len(outcome["passing_examples"]) != 1:
+    if execute == "True" and len(outcome["passing_examples"]) != 1:
         raise RuntimeError("sphinx-gallery did not execute the recipe")
     if (site / f"{page}.rst").stat().st_size > OUTPUT_LIMIT:
         return {"outputs": []}  # the build will refuse it
@@ -92,4 +93,4 @@ def _die_with_the_build(pipe: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

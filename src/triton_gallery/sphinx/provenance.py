@@ -1,5 +1,7 @@
 """The strip under a recipe's title: what executed it and when, its files to download, what went wrong if it failed."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,14 +47,16 @@ class Strip(SphinxTransform):
 
 def _strip(page: RecipePage, run: Run, document: nodes.document) -> nodes.container:
     environment = run.environment
-    facts = [*_software(environment), run.date[:10], f"page made in {run.seconds:.0f} s"]
+    facts = [*_software(environment, run.packages), run.date[:10], f"page made in {run.seconds:.0f} s"]
     if not environment.is_gpu:
         facts[-1] += "; no kernel is timed here"
     lines = [_line("Executed by ", environment.name, facts)]
-    record = _record(page, environment)
-    if record and not environment.is_gpu:
+    record = _record(page, run)
+    if run.missing:
+        lines = [_line("Not executed where this page was built, which lacks ", ", ".join(run.missing), [])]
+    if record and (run.missing or not environment.is_gpu):
         stale = [] if record.is_fresh(page.recipe) else ["of older code"]
-        facts = [*_software(record.device), record.date[:10], *stale, *_sanitized(page, record)]
+        facts = [*_software(record.device, record.packages), record.date[:10], *stale, *_sanitized(page, record)]
         lines.append(_line("GPU outputs recorded on ", record.device.name, facts))
     elif record:
         lines[0] += nodes.Text("".join(f" · {fact}" for fact in _sanitized(page, record)))
@@ -62,6 +66,12 @@ def _strip(page: RecipePage, run: Run, document: nodes.document) -> nodes.contai
         if file.endswith((".py", ".ipynb")):
             button = addnodes.download_reference("", "", nodes.Text(file), **link.attributes)
             downloads += [button, nodes.Text(" ")]
+    for path in page.recipe.companions:
+        target = os.path.relpath(path, document.settings.env.srcdir)
+        downloads += [
+            addnodes.download_reference("", "", nodes.Text(path.name), reftarget=f"/{target}"),
+            nodes.Text(" "),
+        ]
     return nodes.container("", nodes.container("", *lines), downloads, classes=["recipe-strip"])
 
 
@@ -69,15 +79,16 @@ def _line(what: str, device: str, facts: list[str]) -> nodes.paragraph:
     return nodes.paragraph("", what, nodes.strong("", device), nodes.Text("".join(f" · {fact}" for fact in facts)))
 
 
-def _software(device: Environment | Device) -> list[str]:
+def _software(device: Environment | Device, packages: Mapping[str, str]) -> list[str]:
     driver = [f"driver {device.driver}"] if device.driver else []
-    return [*driver, f"torch {device.torch}", f"triton {device.triton}"]
+    more = [f"{name} {version}" for name, version in packages.items()]
+    return [*driver, f"torch {device.torch}", f"triton {device.triton}", *more]
 
 
-def _record(page: RecipePage, environment: Environment) -> Record | None:
+def _record(page: RecipePage, run: Run) -> Record | None:
     """Return the record that tells of this page: of the GPU that executed it, or the one that is shown on it."""
-    if environment.is_gpu:
-        return next((record for record in page.records if record.device.name == environment.name), None)
+    if run.environment.is_gpu and not run.missing:
+        return next((record for record in page.records if record.device.name == run.environment.name), None)
     return page.record
 
 
