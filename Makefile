@@ -18,7 +18,7 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help html record record-apart sanitize check-records compare spread serve test test-gpu lint clean
+.PHONY: help html record record-apart trace sanitize check-records compare spread serve test test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -34,6 +34,11 @@ record-apart: $(SITE_READY)  ## on a GPU host, record one RECIPE=section/name in
 	@$(PY) -m venv _build/env/$(or $(RECIPE),$(error name a recipe: make record-apart RECIPE=section/name))
 	@_build/env/$(RECIPE)/bin/python -m pip install -q -r requirements.txt $$($(PY) -m triton_gallery needs $(RECIPE))
 	@$(MAKE) record PYTHON=_build/env/$(RECIPE)/bin/python VENV= RECIPE=$(RECIPE)
+
+trace:  ## make what a RECIPE=section/name reads at its execution, in the environment of its requirements file
+	@$(PYTHON) -m venv _build/env/$(or $(RECIPE),$(error name a recipe: make trace RECIPE=section/name)).trace
+	@_build/env/$(RECIPE).trace/bin/python -m pip install -q -r gallery/$(RECIPE).requirements.txt
+	@cd gallery/$(dir $(RECIPE)) && $(CURDIR)/_build/env/$(RECIPE).trace/bin/python $(notdir $(RECIPE)).py
 
 sanitize: $(SITE_READY)  ## on a GPU host, run the checks of recipes under compute-sanitizer
 	@$(PY) -m triton_gallery sanitize $(RECIPE)

@@ -82,6 +82,18 @@ BREAKS = {
         "tl.where(w < 0.5, near_x, near_end))",
     ),
     "lerp by one formula": ("pytorch/cuda_graphs", "tl.where(w < 0.5, near_x, near_end)", "near_x"),
+    "softcap stored without a mask": (
+        "xla/jax_call",
+        "tl.where(x < 0, -out, out), mask=offs < N)",
+        "tl.where(x < 0, -out, out))",
+    ),
+    "keys behind the end": ("xla/jax_call", "keep = start + offs_n < T if MASKED else every", "keep = every"),
+    "an accumulator that is not rescaled": ("xla/pytorch_xla", "v, acc * shrink[:, None])", "v, acc)"),
+    "attention stored without a mask": (
+        "xla/pytorch_xla",
+        "acc / total[:, None], mask=offs_m[:, None] < T)",
+        "acc / total[:, None])",
+    ),
 }
 
 

@@ -47,6 +47,8 @@ OPS = [
     Op("pytorch/which_api.py", "square", lambda: (normal(M, N),)),
     Op("pytorch/aot_inductor.py", "normalize", lambda: (normal(M, N),)),
     Op("pytorch/cuda_graphs.py", "lerp", lambda: (normal(M, N), normal(M, N), torch.full((1,), 0.3, device="cuda"))),
+    Op("xla/pytorch_xla.py", "add", lambda: (normal(M, N), normal(M, N))),
+    Op("xla/pytorch_xla.py", "attention", lambda: tuple(normal(3, 2, 3, M, 64).half())),
 ]
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.path}:{op.name}")
 

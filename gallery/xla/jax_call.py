@@ -1,0 +1,550 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas", "numpy",
+#   "jax[cuda13]>=0.10.2,<0.12", "jax-triton==0.3.1"]
+# ///
+r"""
+Triton in a JAX program
+=======================
+
+XLA makes fast kernels of what it can fuse. For the rest there is a call that
+puts a Triton kernel of yours into the program that XLA compiles. PyTorch/XLA
+had one (``pytorch_xla.py``); ``jax_triton.triton_call`` is the one that lives.
+
+After this page you can
+
+* call a kernel under ``jax.jit``, on PyTorch's tensors and without a copy;
+* read what XLA gets to see of it, on any machine;
+* give it ``grad`` and ``vmap``, time it, and choose between it and Pallas.
+"""
+
+# sphinx_gallery_tags = ["jax", "attention", "compute bound"]
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+from urllib.parse import unquote_to_bytes
+
+import numpy as np
+import torch
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+# %%
+# PyTorch and JAX can share a process, with two precautions. JAX would `reserve
+# 75 % of the GPU's memory
+# <https://docs.jax.dev/en/latest/gpu_memory_allocation.html>`_. ``jax_triton``
+# 0.3.1 empties ``TRITON_CACHE_DIR``, so that `Triton's own launches
+# <https://github.com/jax-ml/jax-triton/pull/351>`_ would fill the current
+# folder with compiled kernels; ``patch.dict`` restores it.
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+import jax
+import jax.numpy as jnp
+
+with patch.dict(os.environ):
+    import jax_triton as jt
+
+# %%
+# A kernel that does not know who calls it
+# ----------------------------------------
+#
+# ``softcap`` bends numbers into the range from ``-cap`` to ``cap``, as `Gemma 2
+# <https://arxiv.org/abs/2408.00118>`_ does with its logits: :math:`c \cdot
+# \tanh(x / c)`. The arguments stand in the order that ``triton_call`` asks for:
+# inputs (arrays before numbers), outputs, constexprs.
+
+
+@triton.jit
+def softcap_kernel(
+    x_ptr,
+    cap,
+    N,
+    out_ptr,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    x = tl.load(x_ptr + offs, mask=offs < N).to(tl.float32)  # (BLOCK,)
+    # tanh from the exponential of a negative number, which cannot overflow.
+    decay = tl.exp(-2 * tl.abs(x) / cap)  # (BLOCK,)
+    out = cap * (1 - decay) / (1 + decay)
+    tl.store(out_ptr + offs, tl.where(x < 0, -out, out), mask=offs < N)
+
+
+# %%
+# ``triton_call``
+# ---------------
+#
+# It takes the inputs, and allocates an output of the shape and dtype that you
+# name. Strides are no topic: XLA hands over contiguous arrays. Without a GPU,
+# this page has a stand-in that leaves the program for Triton's interpreter.
+# (Which computes with the bits of bfloat16, and so is given float32.)
+
+
+def interpret(*arguments, kernel, out_shape, grid, **options):
+    arrays = [a for a in arguments if isinstance(a, jax.Array)]
+    rest = [float(a) if isinstance(a, np.float32) else a for a in arguments]
+
+    def run(*arrays):
+        tensors = [torch.from_dlpack(a) for a in arrays]
+        if out_shape.dtype == jnp.bfloat16:
+            tensors = [t.float() for t in tensors]
+        out = torch.empty(out_shape.shape, dtype=tensors[0].dtype)
+        kernel[grid](*tensors, *rest[len(arrays) :], out, **options)
+        return out.numpy().astype(out_shape.dtype)
+
+    return jax.pure_callback(run, out_shape, *arrays)
+
+
+triton_call = jt.triton_call if DEVICE.type == "cuda" else interpret
+
+
+def softcap(x, cap):
+    """Return ``cap * tanh(x / cap)`` for an array with elements."""
+    return triton_call(
+        x,
+        cap,
+        x.size,
+        kernel=softcap_kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(triton.cdiv(x.size, 1024),),
+        BLOCK=1024,
+    )
+
+
+# %%
+# PyTorch's tensors, without a copy
+# ---------------------------------
+#
+# This program computes the largest logit of each row. Its inputs come from
+# PyTorch and its output goes there, by `DLPack
+# <https://dmlc.github.io/dlpack/latest/python_spec.html>`_: a pointer, a shape,
+# strides; on a GPU, the receiver's stream waits for the data. Other tensors
+# follow, not all of which can be handed over.
+
+
+def capped(x):
+    return softcap(x, np.float32(30))
+
+
+def program(hidden, weight):
+    logits = jnp.matmul(hidden, weight, precision="highest")
+    return capped(logits).max(axis=1)
+
+
+if __name__ == "__main__":
+    tensors = [*torch.randn(2, 64, 64, device=DEVICE)]
+    arrays = [jax.dlpack.from_dlpack(t, copy=False) for t in tensors]
+    arrays.append(jax.jit(program)(*arrays))
+    tensors.append(torch.from_dlpack(arrays[-1]))
+    for array, tensor in zip(arrays, tensors, strict=True):
+        assert array.unsafe_buffer_pointer() == tensor.data_ptr()
+    hidden, weight, out = (t.double() for t in tensors)
+    expected = (30 * torch.tanh(hidden @ weight / 30)).amax(dim=1)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-4)
+    tensors[0].fill_(7).cpu()  # which waits for the GPU
+    print("same memory; PyTorch's 7 is in JAX's array:", np.unique(arrays[0]))
+    x = tensors[1]
+    for name in ("x.T", "x.double()", "x[:, ::2]", "x.view(-1)[1:]"):
+        try:
+            array = jax.dlpack.from_dlpack(eval(name), copy=False)
+            said = f"{capped(array).block_until_ready().dtype}"
+        except Exception as error:
+            said = re.split("[;,.] ", str(error))[0][-60:]
+        print(f"{name:16}{said}")
+
+# %%
+# JAX takes its arrays for immutable, and after the exchange no stream waits for
+# the other: leave a tensor alone until JAX is done with it, or hand over a
+# ``clone()``. Look twice at ``double()``: JAX has no 64-bit types, unless
+# ``jax_enable_x64`` is set, and converts in spite of ``copy=False``. The last
+# slice fails on a GPU because 16, in hex 10, has to divide an address here.
+#
+# What XLA gets to see
+# --------------------
+#
+# ``jit`` traces, lowers to StableHLO, and has XLA compile that. Triton compiles
+# in the lowering, which needs no GPU: name the platform, and give the call a
+# ``compute_capability``. (Without a GPU, ``lowered`` goes to another process,
+# where the kernel is not interpreted.)
+
+
+def stablehlo(function, *arguments):
+    traced = jax.jit(function).trace(*arguments)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+TOP = """
+import json, numpy as np, triton, triton.language as tl
+import jax, jax.numpy as jnp, jax_triton as jt
+from functools import partial
+triton_call = partial(jt.triton_call, compute_capability=90)
+"""
+
+
+def lowered(needs, *calls):
+    expression = f"[{', '.join(f'stablehlo({call})' for call in calls)}]"
+    if DEVICE.type == "cuda":
+        return eval(expression)
+    sources = [inspect.getsource(getattr(f, "fn", f)) for f in needs]
+    settings = {"TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu"}
+    with tempfile.TemporaryDirectory() as folder:
+        child = Path(folder, "child.py")
+        source = [TOP, *sources, f"print(json.dumps({expression}))"]
+        child.write_text("\n".join(source))
+        command, environment = [sys.executable, child], os.environ | settings
+        said = subprocess.check_output(command, env=environment, text=True)
+    return json.loads(said)
+
+
+if __name__ == "__main__":
+    text, careless = lowered(
+        [softcap_kernel, softcap, capped, program, stablehlo],
+        "program, jnp.ones((64, 64)), jnp.ones((64, 64))",
+        "partial(softcap, cap=30.0), jnp.ones((64, 64))",
+    )
+    for line in text.splitlines():
+        if " = stablehlo." in line:
+            print(line.strip()[:78])
+    assert text.count("@triton_kernel_call") == 1
+
+# %%
+# The kernel is one *custom call* among XLA's operations; nothing is fused into
+# it or across it. The launch is left to ``triton_kernel_call`` in JAX's CUDA
+# plugin. ``backend_config``, cut off above, has what that needs: a compressed
+# message with PTX, Triton IR, grid and arguments.
+
+
+def payload(text):
+    quoted = re.search(r'backend_config = "((?:[^"\\]|\\.)*)"', text)[1]
+    # A byte is written \\ or \XX, as in a web address but for the %.
+    quoted = quoted.replace("\\\\", "\\5C").replace("%", "%25")
+    message = zlib.decompress(unquote_to_bytes(quoted.replace("\\", "%")))
+    return message.decode(errors="replace")
+
+
+if __name__ == "__main__":
+    for cap, said in (("np.float32(30)", text), ("30.0", careless)):
+        entry = re.search(r"(?s)\.entry .*?\)", payload(said))[0]
+        print(f"cap = {cap:16}", *re.findall(r"\.param \.(\w+)", entry))
+        print(f"{'in its PTX:':22}", payload(said).count(".f64"), "times .f64")
+
+# %%
+# A trap: ``triton_call`` makes a Python ``float`` a float64, and all that it
+# meets; Triton's launcher makes it a float32. Numbers are constants of the
+# program: one that JAX traces is an array, and the kernel gets an address. One
+# ``u64`` at the end is for scratch memory, of which 0.3.1 `provides none
+# <https://github.com/jax-ml/jax-triton/pull/384>`_: in a kernel that makes a
+# tensor descriptor, the GPU faults.
+#
+# Flash attention
+# ---------------
+#
+# Written in JAX, ``softcap`` would be fused with its neighbours; as a kernel it
+# only adds traffic. Attention, :math:`\text{softmax}(Q K^T / \sqrt{H})\, V`, is
+# worth a kernel: between its products lies a matrix of ``T * T`` weights for
+# each head. *Flash attention* never stores it. A program owns ``BLOCK_M``
+# queries and walks along the keys by ``BLOCK_N``. It keeps the maximum and the
+# total of each row; where the maximum grows, it shrinks what it has summed.
+# Arrays are ``(B, T, N, H)`` as in ``jax.nn.dot_product_attention``: batch,
+# sequence, heads, head size. ``scale`` contains :math:`\log_2 e` for ``exp2``.
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    T,
+    scale,
+    out_ptr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # The longest rows first, so that what is left at the end is short.
+    pid_m = tl.num_programs(axis=0) - 1 - tl.program_id(axis=0)
+    pid_bn = tl.program_id(axis=1).to(tl.int64)
+    row: tl.constexpr = N * H  # from one position to the next
+    head = (pid_bn // N * T * N + pid_bn % N) * H
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+    offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    offs_h = tl.arange(0, H)  # (H,)
+    every = tl.full((BLOCK_N,), 1, dtype=tl.int1)  # (BLOCK_N,)
+    q_offs = head + offs_m.to(tl.int64)[:, None] * row + offs_h[None, :]
+    mask_m = (offs_m < T)[:, None]
+    q = tl.load(q_ptr + q_offs, mask=mask_m, other=0)  # (BLOCK_M, H)
+    k_ptrs = k_ptr + head + offs_n[None, :] * row + offs_h[:, None]
+    v_ptrs = v_ptr + head + offs_n[:, None] * row + offs_h[None, :]
+    top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)  # (BLOCK_M,)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)  # (BLOCK_M,)
+    acc = tl.zeros((BLOCK_M, H), dtype=tl.float32)  # (BLOCK_M, H)
+    end = tl.minimum(T, (pid_m + 1) * BLOCK_M) if CAUSAL else T
+    full = tl.minimum(T, pid_m * BLOCK_M) if CAUSAL else T
+    full = full // BLOCK_N * BLOCK_N
+    # Two loops from one text: full tiles, then those that need a mask.
+    for MASKED in tl.static_range(2):
+        first, last = (full, end) if MASKED else (0, full)
+        for start in range(first, last, BLOCK_N):
+            step = tl.cast(start, tl.int64) * row
+            keep = start + offs_n < T if MASKED else every
+            k = tl.load(k_ptrs + step, mask=keep[None, :], other=0)
+            v = tl.load(v_ptrs + step, mask=keep[:, None], other=0)
+            s = tl.dot(q, k)  # (BLOCK_M, BLOCK_N)
+            if MASKED:
+                below = start + offs_n[None, :] <= offs_m[:, None]
+                seen = keep[None, :] & (below | (not CAUSAL))
+                s = tl.where(seen, s, float("-inf"))
+            above = tl.maximum(top, tl.max(s, axis=1) * scale)
+            p = tl.exp2(s * scale - above[:, None])  # (BLOCK_M, BLOCK_N)
+            shrink = tl.exp2(top - above)  # (BLOCK_M,)
+            total = total * shrink + tl.sum(p, axis=1)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+            top = above
+    tl.store(out_ptr + q_offs, acc / total[:, None], mask=mask_m)
+
+
+def attend(query, key, value, is_causal):
+    B, T, N, H = query.shape
+    scale = np.float32(np.log2(np.e) / H**0.5)
+    return triton_call(
+        *(query, key, value, T, scale),
+        kernel=attention_kernel,
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        grid=(triton.cdiv(T, 128), B * N),
+        **{"N": N, "H": H, "BLOCK_M": 128, "BLOCK_N": max(64, H)},
+        CAUSAL=is_causal,
+        num_warps=8,
+    )
+
+
+# %%
+# ``grad`` and ``vmap``
+# ---------------------
+#
+# Neither works by itself, for JAX cannot look into the call. ``custom_vmap``
+# takes a rule for a whole batch. Where there is a batch dimension already, it
+# can fold the new one into that: still one launch, with a larger grid. (JAX's
+# ``sequential_vmap`` needs no rule, and makes a loop of launches.)
+# ``custom_vjp`` takes a forward, which also says what to keep, and a backward.
+# It stands outside, for ``custom_vmap`` has no reverse mode. Our backward, that
+# of JAX's own attention, computes the forward again, with the matrix.
+
+
+def fold(function):
+    """Give vmap to a function of arrays with a leading batch dimension."""
+    call = jax.custom_batching.custom_vmap(function)
+
+    @call.def_vmap
+    def rule(size, batched, *arrays):
+        full = [
+            x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+            for x, has_axis in zip(arrays, batched, strict=True)
+        ]
+        axes = full[0].shape[:2]
+        out = call(*(x.reshape(axes[0] * axes[1], *x.shape[2:]) for x in full))
+        return out.reshape(*axes, *out.shape[1:]), True
+
+    return call
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def dot_product_attention(query, key, value, is_causal=False):
+    """Return softmax(query @ key.T / sqrt(H)) @ value for (B, T, N, H)."""
+    kinds = {(x.shape, x.dtype.name) for x in (query, key, value)}
+    if query.dtype not in (jnp.float16, jnp.bfloat16) or len(kinds) > 1:
+        raise TypeError(f"takes one shape, float16 or bfloat16, not {kinds}")
+    if query.ndim != 4 or query.shape[3] not in (32, 64, 128):
+        raise ValueError(f"takes (B, T, N, 32, 64 or 128), not {query.shape}")
+    if query.size == 0:
+        return query
+    return fold(partial(attend, is_causal=is_causal))(query, key, value)
+
+
+def forward(query, key, value, is_causal):
+    inputs = query, key, value
+    return dot_product_attention(*inputs, is_causal), inputs
+
+
+def backward(is_causal, inputs, grad):
+    by_xla = partial(jax.nn.dot_product_attention, is_causal=is_causal)
+    return jax.vjp(by_xla, *inputs)[1](grad)
+
+
+dot_product_attention.defvjp(forward, backward)
+
+# %%
+# The check
+# ---------
+#
+# First both kernels at home, launched by Triton. Then attention in JAX with its
+# gradients, under ``vmap``, and JAX's own. In ``softcap``, ``decay`` is at most
+# 1, and ``cap`` enlarges its few roundings: ``cap * 2**-21`` covers them.
+# Attention is a mean of values. Its weights are rounded for the second product,
+# then it is rounded itself: twice half an ``eps`` of the largest.
+
+
+def sdpa(query, key, value, is_causal):
+    q, k, v = (x.transpose(-3, -2) for x in (query, key, value))
+    function = torch.nn.functional.scaled_dot_product_attention
+    return function(q, k, v, is_causal=is_causal).transpose(-3, -2)
+
+
+torch.manual_seed(0)
+x = 40 * torch.randn(3333, device=DEVICE)
+out, expected = torch.empty_like(x), 30 * torch.tanh(x.double() / 30)
+softcap_kernel[(4,)](x, 30.0, 3333, out, BLOCK=1024)
+torch.testing.assert_close(out.double(), expected, rtol=0, atol=30 * 2**-21)
+
+qkv = torch.randn(3, 1, 150, 2, 128, device=DEVICE).half()
+out, expected = torch.empty_like(qkv[0]), sdpa(*qkv.double(), is_causal=False)
+scale, sizes = float(np.log2(np.e) / 128**0.5), (2, 128, False, 128, 128)
+attention_kernel[(2, 2)](*qkv, 150, scale, out, *sizes, num_warps=8)
+atol = 2**-10 * qkv[2].abs().max().item()
+torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+
+if __name__ == "__main__":
+    shape = 2, 1, 150, 2, 64
+    keys = jax.random.split(jax.random.key(1), 4)
+    *qkv, grad = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys)
+    inputs = [torch.from_dlpack(x).double().requires_grad_() for x in qkv]
+    out = sdpa(*inputs, is_causal=True)
+    out.backward(torch.from_dlpack(grad).double())
+    expected = [out, *(x.grad for x in inputs)]
+    for op in (dot_product_attention, jax.nn.dot_product_attention):
+        function = jax.jit(jax.vmap(partial(op, is_causal=True)))
+        out, pullback = jax.vjp(function, *qkv)
+        for x, y in zip((out, *pullback(grad)), expected, strict=True):
+            x, atol = torch.from_dlpack(x), 2**-7 * y.abs().max().item()
+            torch.testing.assert_close(x.double(), y, rtol=0, atol=atol)
+    print("output and gradients, ours and JAX's: within an eps of the largest")
+
+# %%
+# The benchmark
+# -------------
+#
+# Causal attention on 16384 positions, 16 heads of 128, bfloat16. Only what lies
+# below the diagonal counts as work: ``2 * T * T * H`` operations for a head.
+# ``XLA`` and ``cuDNN`` are JAX's own; the ``Roof`` is a matrix product, 8192³.
+#
+# ``do_bench`` is no clock for JAX: its events lie in PyTorch's stream. The last
+# line shows what it says. For the table, each call gets the result of the one
+# before, five make a program, and a wall clock runs until all is done.
+
+SIZES = [2**k for k in range(9, 15)]
+NAMES = ["Triton", "PyTorch", "XLA", "cuDNN", "Roof"]
+AXES = {"x_names": ["T"], "x_vals": SIZES, "x_log": True, "ylabel": "TFLOP/s"}
+LINES = {"line_arg": "provider", "line_vals": NAMES, "line_names": NAMES}
+
+
+def five(op, x, *others):
+    for _ in range(5):
+        x = op(x, *others)
+    return x
+
+
+def seconds(call, programs, x, *others):
+    start = time.perf_counter()
+    for _ in range(programs):
+        x = call(x, *others)
+    jax.block_until_ready(x)
+    torch.accelerator.synchronize()
+    return (time.perf_counter() - start) / programs / 5
+
+
+@triton.testing.perf_report(
+    triton.testing.Benchmark(**AXES, **LINES, plot_name="jax_call", args={})
+)
+def benchmark(T, provider):
+    by_jax = partial(jax.nn.dot_product_attention, is_causal=True)
+    op = {
+        "Triton": partial(dot_product_attention, is_causal=True),
+        "PyTorch": partial(sdpa, is_causal=True),
+        "Roof": lambda x, y, _: x @ y,
+    }.get(provider, partial(by_jax, implementation=provider.lower()))
+    shape, scale = (2**14 // T, T, 16, 128), 1
+    work = 2 * 2**14 * T * 16 * 128
+    if provider == "Roof":  # with a scale that keeps the product as large as x
+        shape, scale, work = (8192, 8192), 1 / 90, 2 * 8192**3
+    keys = jax.random.split(jax.random.key(0), 3)
+    inputs = [scale * jax.random.normal(k, shape, jnp.bfloat16) for k in keys]
+    call = jax.jit(partial(five, op))
+    if provider == "PyTorch":
+        inputs, call = [*map(torch.from_dlpack, inputs)], partial(five, op)
+    seconds(call, 2, *inputs)  # compiles
+    times = [seconds(call, 1 + 2**14 // T, *inputs) for _ in range(9)]
+    return np.quantile(work * 1e-12 / np.array(times), [0.5, 0.2, 0.8])
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results = benchmark.run(print_data=True, show_plots=True, return_df=True)
+    x = jnp.ones((4, 4096, 16, 128), jnp.bfloat16)
+    call = jax.jit(partial(dot_product_attention, is_causal=True))
+    wrong = triton.testing.do_bench(lambda: call(x, x, x), quantiles=[0.5])
+    rate = 4 * 2 * 4096**2 * 16 * 128 * 1e-9 / wrong
+    print(f"do_bench at T = 4096: {rate:,.0f} TFLOP/s")
+
+# %%
+# Reading the result
+# ------------------
+#
+# ``XLA`` writes the matrix to memory and reads it back. Our kernel keeps it in
+# registers, and its tensor cores wait for exponentials. The shorter a sequence,
+# the more of its tiles are on the diagonal, where half of the work is masked.
+#
+# Pallas or Triton
+# ----------------
+#
+# `Pallas <https://docs.jax.dev/en/latest/pallas/>`_ is JAX's own language for
+# kernels. It runs on TPUs too, and has ``vmap`` and an interpreter by itself.
+# Its GPUs are `Hopper and newer
+# <https://docs.jax.dev/en/latest/pallas/quickstart.html>`_, and you `pipeline
+# <https://docs.jax.dev/en/latest/pallas/gpu/pipelining.html>`_ what Triton's
+# compiler would. Its backend for older ones, through Triton, `is deprecated
+# <https://docs.jax.dev/en/latest/pallas/CHANGELOG.html>`_ since JAX 0.11.
+#
+# So take Pallas for a TPU, for full control of a Hopper or Blackwell GPU, or if
+# the kernel lives in JAX alone. Take ``triton_call`` if the kernel exists, if
+# PyTorch needs it too, or for an older GPU. Pin its version: ``jax_triton`` is
+# no official product of Google's, says its README.
+#
+# Go further
+# ----------
+#
+# 1. What must the forward keep for a backward that never stores the matrix?
+# 2. ``triton_call`` takes autotuned kernels. When are they tuned?
+#
+# Next is ``pytorch_xla.py``. To read on: `JAX-Triton
+# <https://jax-ml.github.io/jax-triton>`_.
+
+# %%
+# Answers
+# -------
+#
+# **1.** The logarithm of each row's sum of exponentials: with it, any tile of
+# the weights can be computed again.
+#
+# **2.** All configs are compiled into the payload, and the handler times them
+# when the program first runs.

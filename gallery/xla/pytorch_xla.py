@@ -1,0 +1,550 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "pandas",
+#   "jax[cuda13]>=0.10.2,<0.12"]
+# ///
+r"""
+PyTorch/XLA
+===========
+
+PyTorch/XLA turns a PyTorch program into a graph that XLA compiles. Its `page
+on Triton <https://docs.pytorch.org/xla/release/r2.8/features/triton.html>`_
+makes a kernel a node of that graph, a *custom call*. Who follows it today ends
+at an error. Here it works, in two steps: torch_xla **traces** the graph,
+without a GPU, and the XLA inside of JAX **executes** it on one. If you may
+write JAX, take ``jax_call.py``, the page before this one.
+
+After this page you can
+
+* tell which release of torch_xla has what, from what lies in its wheel;
+* put Triton kernels into a torch_xla graph on any machine, and read it;
+* execute it with another program's XLA, and see a call compute nonsense.
+"""
+
+# sphinx_gallery_tags = ["jax", "attention", "compiler"]
+import base64
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import types
+import zipfile
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+TRACING = importlib.util.find_spec("torch_xla") is not None
+if TRACING:  # kernels are compiled, for a GPU that need not be here
+    os.environ |= {"PJRT_DEVICE": "CPU", "TRITON_DISABLE_LINE_INFO": "1"}
+elif not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# JAX would take most of the GPU's memory, and PyTorch needs some too.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+COMPILES = isinstance(tl.sum, triton.JITFunction)
+if DEVICE.type == "cpu" and COMPILES and not TRACING:
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+# %%
+# Which release has what
+# ----------------------
+#
+# ``triton_call`` makes the *payload* of a custom call, ``_xla_gpu_custom_call``
+# puts it into the graph, and XLA's GPU client executes it. ``look`` searches a
+# wheel for the three: its list of files, and its compiled library, which has
+# the names of functions in it. That takes a gigabyte of downloads, so the first
+# step does it, and leaves the table in a file, the *companion*.
+
+COMPANION = Path("pytorch_xla.json")
+
+
+def pip(*arguments):
+    command = [sys.executable, "-m", "pip", *arguments]
+    command += ["--python-version=3.11", "--only-binary=:all:"]
+    return subprocess.check_output(command, text=True)
+
+
+def look(release, folder):
+    """Return what lies in the wheel of a release."""
+    pip("download", f"torch_xla=={release}", "--no-deps", f"--dest={folder}")
+    with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+        names = wheel.namelist()
+        code = wheel.read(next(n for n in names if n.startswith("_XLAC.")))
+    says = re.search(rb"XLA:CUDA (?:device )?is (?:dep|not)[ -~]*", code)
+    return {
+        "triton_call": "torch_xla/experimental/triton.py" in names,
+        "_xla_gpu_custom_call": b"_xla_gpu_custom_call" in code,
+        "_xla_custom_call": b"_xla_custom_call" in code,
+        "GPU client": b"GetStreamExecutorGpuClient" in code,
+        "says": says[0].decode().partition(". ")[0] if says else "",
+    }
+
+
+def look_at_all(known):
+    """Return what all releases have; a wheel that is out never changes."""
+    found, listed = {}, pip("index", "versions", "torch_xla")
+    for release in re.search("versions: (.*)", listed)[1].split(", "):
+        with tempfile.TemporaryDirectory() as folder:
+            found[release] = known.get(release) or look(release, folder)
+    return found
+
+
+companion = {}
+if __name__ == "__main__" and COMPANION.exists():
+    companion = json.loads(COMPANION.read_text())
+elif __name__ == "__main__" and not TRACING:
+    print(f"No {COMPANION} here: nothing to execute. See the section 'Trace'.")
+
+releases = pd.DataFrame(companion.get("releases", {})).T
+releases = releases.replace({True: "yes", False: "-"})
+releases
+
+# %%
+# The last column is a message in the library itself. 2.4 to 2.8 have all three;
+# 2.9 dropped them, and kept a more general ``_xla_custom_call``. Nor was the
+# client enough: its CUDA half was a wheel of its own, not on PyPI, and it is
+# `gone <https://github.com/pytorch/xla/pull/9597>`_ too. So torch_xla can write
+# a program down and not execute it. JAX can: it has the same XLA with CUDA, and
+# what executes the custom call ``triton_kernel_call``.
+#
+# Two kernels
+# -----------
+#
+# The addition of ``vector_add.py``, and the forward pass of causal attention:
+# for each query, a softmax over the keys up to its own position weighs the
+# values. A program takes ``BLOCK_M`` queries of one head and walks through the
+# keys in blocks. It keeps each row's maximum ``top`` and sum ``total`` so far,
+# and scales what it has when a new maximum comes along, so the ``T`` by ``T``
+# scores are never stored: that is flash attention. Neither kernel takes
+# strides. A custom call counts on dense operands, row by row.
+
+
+@triton.jit
+def add_kernel(
+    x_ptr,
+    y_ptr,
+    out_ptr,
+    N,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < N
+    x = tl.load(x_ptr + offs, mask=mask)  # (BLOCK,)
+    y = tl.load(y_ptr + offs, mask=mask)  # (BLOCK,)
+    tl.store(out_ptr + offs, x + y, mask=mask)
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    T,
+    HEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # exp(x) is exp2(x * log2(e)), and exp2 is one instruction.
+    SCALE: tl.constexpr = 1.4426950408889634 / HEAD**0.5
+    first = tl.program_id(axis=0) * BLOCK_M
+    base = tl.program_id(axis=1).to(tl.int64) * T * HEAD
+    offs_m = first + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+    offs_d = tl.arange(0, HEAD)  # (HEAD,)
+    q_offs = base + offs_m[:, None] * HEAD + offs_d  # (BLOCK_M, HEAD)
+    q = tl.load(q_ptr + q_offs, mask=offs_m[:, None] < T, other=0)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
+    # No row of this block sees a key behind the block's last row.
+    for start in range(0, tl.minimum(first + BLOCK_M, T), BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        kv_offs = base + offs_n[:, None] * HEAD + offs_d  # (BLOCK_N, HEAD)
+        k = tl.load(k_ptr + kv_offs, mask=offs_n[:, None] < T, other=0)
+        scores = tl.dot(q, tl.trans(k)) * SCALE  # (BLOCK_M, BLOCK_N)
+        seen = offs_m[:, None] >= offs_n[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))  # (BLOCK_M,)
+        weights = tl.exp2(scores - new_top[:, None])  # (BLOCK_M, BLOCK_N)
+        shrink = tl.exp2(top - new_top)  # (BLOCK_M,)
+        total = total * shrink + tl.sum(weights, axis=1)
+        v = tl.load(v_ptr + kv_offs, mask=offs_n[:, None] < T, other=0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        top = new_top
+    out_ptrs = out_ptr + q_offs  # (BLOCK_M, HEAD)
+    tl.store(out_ptrs, acc / total[:, None], mask=offs_m[:, None] < T)
+
+
+# %%
+# An op has ``call`` use its kernel: a launch, or further below a graph's node.
+
+BLOCK, BLOCK_M, BLOCK_N, HEAD = 1024, 64, 64, 64
+
+
+def launch(kernel, grid, operands, *scalars, **blocks):
+    """Call a kernel that writes one output, shaped as its operands."""
+    operands = [x.contiguous() for x in operands]
+    out = torch.empty_like(operands[0])
+    if out.numel() > 0:
+        kernel[grid](*operands, out, *scalars, **blocks)
+    return out
+
+
+def add(x, y, call=launch):
+    """Return ``x + y`` for float32 tensors of the same shape."""
+    if not (x.dtype == y.dtype == torch.float32 and x.shape == y.shape):
+        raise ValueError("add takes two float32 tensors of the same shape")
+    N = x.numel()
+    return call(add_kernel, (triton.cdiv(N, BLOCK),), [x, y], N, BLOCK=BLOCK)
+
+
+def attention(q, k, v, call=launch):
+    """Return causal attention of float16 (batch, heads, length, 64)."""
+    dtypes, shapes = {q.dtype, k.dtype, v.dtype}, {q.shape, k.shape, v.shape}
+    if dtypes != {torch.float16} or len(shapes) > 1 or q.shape[3:] != (HEAD,):
+        raise ValueError(f"attention takes three float16 (B, H, T, {HEAD})")
+    B, H, T, _ = q.shape
+    grid = (triton.cdiv(T, BLOCK_M), B * H)
+    blocks = {"HEAD": HEAD, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
+    return call(attention_kernel, grid, [q, k, v], T, **blocks)
+
+
+# %%
+# The check
+# ---------
+#
+# The kernels by themselves, against float64. A sum is rounded once, correctly.
+# Attention rounds to float16 twice, the weights and the result, each by
+# :math:`2^{-11}` of a value at most; twice that leaves room for float32 sums.
+
+
+def causal(q, k, v):
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(q, k, v, is_causal=True)
+
+
+torch.manual_seed(0)
+if DEVICE.type == "cuda" or not COMPILES:
+    for N in (1, 5 * BLOCK, 5003):
+        x, y = torch.randn(2, N, device=DEVICE)
+        expected = (x.double() + y.double()).float()
+        torch.testing.assert_close(add(x, y), expected, rtol=0, atol=0)
+    for T in (1, BLOCK_M, 150):
+        q, k, v = torch.randn(3, 1, 2, T, HEAD, device=DEVICE).half()
+        expected = causal(q.double(), k.double(), v.double())
+        out, atol = attention(q, k, v).double(), 2**-10 * v.abs().max().item()
+        torch.testing.assert_close(out, expected, rtol=2**-10, atol=atol)
+
+# %%
+# Two programs have ordinary operators before and after the kernel. They take
+# the op as an argument, so one text serves for the trace, PyTorch and float64.
+
+
+def logaddexp(x, y, add):
+    return add(x.exp(), y.exp()).log()
+
+
+def layer(x, w_qkv, w_out, attention):
+    B, T, D = x.shape
+    qkv = (x @ w_qkv).view(B, T, 3, D // HEAD, HEAD)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+    out = attention(q, k, v).transpose(1, 2).reshape(B, T, D)
+    return x + out @ w_out
+
+
+# %%
+# Trace
+# -----
+#
+# ``triton_call`` of torch_xla 2.8.1 compiles a kernel and packs what a GPU will
+# need: PTX, warps, shared memory, grid, arguments. It asks for a GPU twice. Its
+# Triton asks the driver for the *target* (``launch.py`` has the same stand-in),
+# and torch_xla asks JAX for the compute capability. Both are answered here, for
+# an H100 or H200: a compiler does not need the hardware that it compiles for.
+
+CAPABILITY = (9, 0)
+
+
+def without_gpu():
+    """Return torch_xla's module for Triton, made to work without a GPU."""
+    arch = 10 * CAPABILITY[0] + CAPABILITY[1]
+    target = triton.backends.compiler.GPUTarget("cuda", arch, 32)
+    driver = types.SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    triton.runtime.driver.set_active(driver)
+    module = importlib.import_module("torch_xla.experimental.triton")
+    library, pack = module.lib_triton, module.lib_triton.TritonKernel
+    library.get_compute_capability = lambda device: arch
+    # The fifth is a listing in Triton's IR; it would have this machine's paths.
+    library.TritonKernel = lambda *args: pack(*args[:4], "", *args[5:])
+    return module
+
+
+if TRACING:
+    torch_xla, xla_triton = importlib.import_module("torch_xla"), without_gpu()
+
+# %%
+# ``triton_call`` takes what a launch takes. The custom call names operands, the
+# payload, and shapes and dtypes of results. With ``general`` it takes the entry
+# point that 2.9 has kept; its 2 is the version of the interface to call.
+
+
+def traced(kernel, grid, operands, *scalars, general=False, **blocks):
+    """Put a kernel into the graph."""
+    arguments = *operands, torch.empty_like(operands[0]), *scalars
+    options = blocks | {"kernel": kernel, "grid": grid}
+    payload = xla_triton.triton_call(*arguments, **options)
+    result = [list(operands[0].shape)], [operands[0].dtype]
+    library = torch_xla._XLAC
+    if general:
+        call = operands, "triton_kernel_call", *result, False, payload, 2, {}
+        return library._xla_custom_call(*call)[0]
+    return library._xla_gpu_custom_call(operands, payload, *result)[0]
+
+
+# %%
+# An operator on tensors of the device ``xla`` computes nothing, it adds a node.
+# ``trace`` takes the graph behind a result as HLO, to read, and as StableHLO,
+# which `later versions <https://openxla.org/stablehlo/compatibility>`_ of XLA
+# take too. Shapes are part of a graph, so each is traced. The companion has
+# its maker's versions; a change to a function in ``TRACED`` makes it stale.
+
+B, D = 2, 1024
+
+
+def programs():
+    """Return what to trace: a program, its op, shapes and dtype of inputs."""
+    found = {}
+    for N in (1 << 20, 1_000_003):
+        inputs = [(N,)] * 2, torch.float32
+        found[f"logaddexp {N}"] = logaddexp, add, *inputs
+    found["logaddexp, general"] = logaddexp, add, *inputs
+    for T in (1024, 4096, 777):
+        inputs = [(B, T, D), (D, 3 * D), (D, D)], torch.float16
+        found[f"layer {T}"] = layer, attention, *inputs
+    found["layer, general"] = layer, attention, *inputs
+    return found
+
+
+def trace(name):
+    program, op, shapes, dtype = programs()[name]
+    call = functools.partial(traced, general=name.endswith("general"))
+    inputs = [torch.zeros(shape, dtype=dtype).to("xla") for shape in shapes]
+    out = program(*inputs, functools.partial(op, call=call))
+    library = torch_xla._XLAC
+    ids = [library._xla_get_tensor_id(x) for x in inputs]
+    parameters, _ = library._get_tensors_xla_device_data_node([out])
+    hlo = library._get_xla_tensors_hlo([out])
+    code = torch_xla.core.xla_model.get_stablehlo_bytecode([out])
+    packed = r'backend_config="(?:[^"\\]|\\.)*"'
+    return {
+        "order": [ids.index(parameter) for parameter in parameters],
+        "hlo": re.sub(packed, "backend_config=PAYLOAD", hlo),
+        "code": base64.b64encode(code).decode(),
+    }
+
+
+CONSTANTS = BLOCK, BLOCK_M, BLOCK_N, HEAD, CAPABILITY, B, D
+TRACED = [add_kernel, attention_kernel, add, attention, logaddexp, layer]
+TRACED += [without_gpu, traced, programs, trace]
+
+
+def digest(functions):
+    """Return a hash of the text of functions and kernels."""
+    texts = [inspect.getsource(getattr(f, "fn", f)) for f in functions]
+    return hashlib.sha256(repr([texts, CONSTANTS]).encode()).hexdigest()
+
+
+def environment():
+    here = importlib.metadata.packages_distributions()
+    names = "torch_xla", "torch", "triton", "jax", "jaxlib"
+    versions = {n: importlib.metadata.version(n) for n in names if n in here}
+    return {"Python": sys.version.split()[0]} | versions
+
+
+if __name__ == "__main__" and TRACING:
+    same = companion.get("look") == digest([look])
+    companion = {
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": environment(),
+        "look": digest([look]),
+        "releases": look_at_all(companion["releases"] if same else {}),
+        "traced": digest(TRACED),
+        "graphs": {name: trace(name) for name in programs()},
+    }
+    COMPANION.write_text(json.dumps(companion, indent=1) + "\n")
+    print(f"{len(companion['graphs'])} graphs traced into {COMPANION}")
+    sys.exit()
+
+# %%
+# Where torch_xla can be imported this recipe traces, elsewhere it executes:
+#
+# .. code-block:: text
+#
+#     python3.12 -m venv tracing
+#     tracing/bin/pip install torch==2.8.0 torch_xla==2.8.1 triton==3.4.0 \
+#         jax==0.7.1 jaxlib==0.7.1 jax-cuda12-plugin==0.7.1 pandas==3.1.1
+#     tracing/bin/python pytorch_xla.py
+#
+# This made the companion of this page:
+
+if companion:
+    if companion["traced"] != digest(TRACED):
+        raise RuntimeError(f"{COMPANION} is not of this recipe: trace again")
+    made = companion["environment"] | {"date": companion["date"]}
+    print(", ".join(f"{name} {version}" for name, version in made.items()))
+
+# %%
+# The graph
+# ---------
+#
+# A line is an instruction. Before its name stands the shape of its result, in
+# braces the order of the dimensions in memory, fastest first. The transposes in
+# the layer rename dimensions and leave the memory as it is. But the kernel
+# counts on rows: ``operand_layout_constraints`` makes XLA copy for it.
+
+
+def show(hlo, names=r"[\w-]+"):
+    """Print instructions of a graph, without the types of their operands."""
+    kind = r"\w+\[[\d,]*\](?:\{[\d,]*\})?"
+    for line in hlo.splitlines():
+        if re.search(rf" = \S+ {names}\(", line):
+            line = re.sub(rf"(?:\({kind}\)|{kind}) (?=%)", "", line.strip())
+            line = re.sub(r",? (metadata|backend_config)={.*", "", line)
+            lines = textwrap.wrap(line, 76, break_on_hyphens=False)
+            print("\n    ".join(lines))
+
+
+GRAPHS = companion.get("graphs", {})
+if GRAPHS:
+    show(GRAPHS["logaddexp 1000003"]["hlo"])
+    print()
+    show(GRAPHS["layer 777"]["hlo"], "(?:dot|transpose|custom-call|add)")
+
+# %%
+# Execute
+# -------
+#
+# JAX's client takes StableHLO as it is, and PyTorch's tensors by DLPack. On the
+# CPU it does not know the custom call, and says what torch_xla would say.
+
+
+def executable(graph, platform=None):
+    """Return a function that runs a graph on arrays of JAX."""
+    from jax.extend import backend
+
+    client = backend.get_backend(platform)
+    one = backend.get_compile_options(num_replicas=1, num_partitions=1)
+    code, devices = base64.b64decode(graph["code"]), client.local_devices()[:1]
+    compiled = client.compile_and_load(code, devices, one)
+
+    def call(*arrays):
+        return compiled.execute([arrays[i] for i in graph["order"]])[0]
+
+    call.hlo = compiled.hlo_modules()[0].to_string().partition("ENTRY")[2]
+    return call
+
+
+if GRAPHS:
+    try:
+        executable(GRAPHS["logaddexp 1000003"], "cpu")
+    except RuntimeError as error:
+        print(error)
+
+# %%
+# A GPU of the ``CAPABILITY`` that was traced for executes it. The reference is
+# the program in float64; a graph may be off by twice as much as PyTorch.
+
+EXECUTES = bool(GRAPHS) and DEVICE.type == "cuda"
+EXECUTES = EXECUTES and torch.cuda.get_device_capability() == CAPABILITY
+
+
+def inputs(shapes, dtype):
+    """Return random tensors; a matrix keeps the variance of what it takes."""
+    random = [torch.randn(shape, device=DEVICE) for shape in shapes]
+    scale = [x.shape[0] ** -0.5 if x.ndim == 2 else 1 for x in random]
+    return [(x * s).to(dtype) for x, s in zip(random, scale, strict=True)]
+
+
+def compare(name):
+    """Return the largest errors of a graph and of PyTorch."""
+    import jax
+
+    program, op, *what = programs()[name]
+    x, theirs = inputs(*what), torch.add if op is add else causal
+    expected = program(*(tensor.double() for tensor in x), theirs)
+    out = run[name](*map(jax.numpy.from_dlpack, x))
+    both = torch.from_dlpack(out), program(*x, theirs)
+    return [(out - expected).abs().max().item() for out in both]
+
+
+if EXECUTES:
+    made = {"traced": companion["environment"], "executed": environment()}
+    print(pd.DataFrame(made).fillna("-").to_string())
+    print("\nlargest error:       graph    PyTorch")
+    run = {name: executable(graph) for name, graph in GRAPHS.items()}
+    for name in run:
+        error, torchs = compare(name)
+        print(f"{name:20}{error:8.1e}{torchs:10.1e}")
+        assert (error <= 2 * torchs) == (name != "layer, general")
+
+# %%
+# Break it: the layout
+# --------------------
+#
+# ``general`` is what 2.9 has left, and for vectors it is right. The last row is
+# wrong by as much as values are large. This is what XLA made of it:
+
+if EXECUTES:
+    show(run["layer, general"].hlo, "(?:bitcast|custom-call)")
+
+# %%
+# This call demands no layout. So XLA left the operands as the product made
+# them, ``{3,1,2,0}``, and the kernel took them for ``{3,2,1,0}``. Sizes and
+# dtypes are right, nothing complains. Use it for vectors, which lie in one way.
+#
+# What lives
+# ----------
+#
+# * ``triton_call`` and ``_xla_gpu_custom_call``: up to 2.8.1, to make graphs.
+# * ``_xla_custom_call``: in 2.9 too, for vectors.
+# * What executes them: in JAX. In torch_xla, CUDA is gone. New work is for JAX,
+#   or for ``torch.compile``, which takes Triton kernels as they are.
+#
+# Go further
+# ----------
+#
+# 1. Which lengths can the graph of ``T = 1024`` serve, and how?
+# 2. A traced kernel that multiplies by a Python float returns zeros. Why?
+
+# %%
+# Answers
+# -------
+#
+# **1.** Up to 1024. Pad a shorter sequence at its end: no token sees a later
+# one, so the padding changes nothing before it.
+#
+# **2.** Triton compiles a Python float as float32, ``triton_call`` packs a
+# float64, and the kernel reads the first four of eight bytes: of 1.5, zeros.
+# Make it a ``tl.constexpr``, or pass a tensor of one element.

@@ -1,0 +1,388 @@
+"""The recipe Triton in a JAX program: its kernels' numbers, and what XLA gets of them."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from guard import guarded
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from inputs import Layout, sizes
+
+if importlib.util.find_spec("jax") is None or importlib.util.find_spec("jax_triton") is None:
+    pytest.skip("needs jax and jax-triton", allow_module_level=True)
+
+BLOCK = 1024  # of softcap_kernel
+HALVES = [torch.float16, torch.bfloat16]
+# The interpreter computes with the bits of bfloat16. The recipe's stand-in gives it float32, direct launches cannot.
+DIRECT = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
+
+# Evaluated where kernels are compiled and nothing is executed. Names are those of the recipe.
+CLAIMS = """
+def message(function, *arguments):
+    try:
+        return stablehlo(function, *arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+def qkv(T=256, H=64, dtype=jnp.bfloat16):
+    return [jnp.ones((2, T, 3, H), dtype)] * 3
+
+x, cap = jnp.ones((7, 9)), np.float32(30)
+claims = {
+    "program": stablehlo(program, jnp.ones((64, 64)), jnp.ones((64, 64))),
+    "float": stablehlo(partial(softcap, cap=30.0), x),
+    "traced": message(softcap, x, cap),
+    "one": stablehlo(capped, jnp.ones(1)),
+    "vmap": message(jax.vmap(capped), x),
+    "grad": message(jax.grad(lambda x: capped(x).sum()), x),
+    "sequential_vmap": stablehlo(jax.vmap(jax.custom_batching.sequential_vmap(capped)), x),
+    "fold": stablehlo(jax.vmap(fold(capped)), x),
+    "fold twice": stablehlo(jax.vmap(jax.vmap(fold(capped))), jnp.ones((3, 7, 9))),
+}
+for H, T in ((32, 256), (64, 256), (128, 256), (64, 1)):
+    claims[f"attention {H} {T}"] = stablehlo(partial(attend, is_causal=True), *qkv(T, H))
+tuned = triton.autotune([triton.Config({"BLOCK": block}) for block in (256, 1024)], key=["N"])(softcap_kernel)
+claims["tuned"] = stablehlo(
+    lambda x: triton_call(x, cap, x.size, kernel=tuned, out_shape=x, grid=lambda meta: (1,)), x)
+claims["batched attention"] = stablehlo(
+    jax.vmap(fold(partial(attend, is_causal=False))), *(jnp.stack([x] * 5) for x in qkv()))
+print(json.dumps(claims))
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the recipe as a module."""
+    return load_recipe("xla/jax_call.py")
+
+
+def through_jax(recipe: ModuleType, function: Callable) -> Callable[..., torch.Tensor]:
+    """Return a function of JAX as one of tensors."""
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.from_dlpack(function(*map(recipe.jax.dlpack.from_dlpack, tensors)))
+
+    return call
+
+
+def softcap64(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return the reference."""
+    return cap * torch.tanh(x.double() / cap)
+
+
+def assert_capped(out: torch.Tensor, x: torch.Tensor, cap: float) -> None:
+    """Assert the recipe's bound, and the rounding of the output."""
+    rtol = 0 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps
+    assert out.dtype == x.dtype
+    torch.testing.assert_close(out.double(), softcap64(x, cap), rtol=rtol, atol=cap * 2**-21)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@settings(max_examples=10)  # guards cost more than these kernels
+@given(size=sizes(BLOCK, 4 * BLOCK).filter(bool), cap=st.sampled_from([1.0, 5.0, 30.0]))
+def test_softcap_launched_by_triton(recipe: ModuleType, dtype: torch.dtype, size: int, cap: float) -> None:
+    """The kernel stays inside its arrays and within the bound that the recipe derives."""
+    x = 40 * Layout("contiguous", size).make((size,), dtype, recipe.DEVICE)
+
+    def launch(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        recipe.softcap_kernel[(-(-size // BLOCK),)](x, cap, size, out, BLOCK=BLOCK)
+        return out
+
+    assert_capped(guarded(launch, x), x, cap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@given(
+    shape=st.lists(st.sampled_from([1, 2, 7, 33]), min_size=0, max_size=3),
+    transposed=st.booleans(),
+    jitted=st.booleans(),
+)
+def test_softcap_in_jax(
+    recipe: ModuleType, dtype: torch.dtype, shape: list[int], transposed: bool, jitted: bool
+) -> None:
+    """Through XLA the numbers are the same, also of an array that PyTorch had transposed."""
+    x = 40 * Layout("transposed" if transposed else "contiguous", 1).make(tuple(shape), dtype, recipe.DEVICE)
+    function = recipe.jax.jit(recipe.capped) if jitted else recipe.capped
+    assert_capped(through_jax(recipe, function)(x), x, 30)
+
+
+def test_special_values(recipe: ModuleType) -> None:
+    x = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 1e-30], device=recipe.DEVICE)
+    out = through_jax(recipe, recipe.capped)(x)
+    assert out.tolist()[:3] == [0, 30, -30]
+    assert out[3].isnan()
+    assert out.tolist()[4:6] == [30, -30]
+    assert abs(out[6]) < 1e-5
+
+
+def attention64(tensors: list[torch.Tensor], is_causal: bool) -> torch.Tensor:
+    """Return the reference, computed in another way than the recipe's."""
+    q, k, v = (t.double() for t in tensors)
+    scores = torch.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
+    if is_causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(ahead, -torch.inf)
+    return torch.einsum("bnts,bsnh->btnh", scores.softmax(dim=-1), v)
+
+
+def assert_attends(out: torch.Tensor, tensors: list[torch.Tensor], is_causal: bool) -> None:
+    """Assert two roundings of a mean of values, and a little for float32."""
+    value = tensors[2]
+    atol = 1.25 * torch.finfo(value.dtype).eps * value.abs().max().item()
+    assert out.dtype == value.dtype
+    torch.testing.assert_close(out.double(), attention64(tensors, is_causal), rtol=0, atol=atol)
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> list[torch.Tensor]:
+    """Return queries, keys and values."""
+    return [Layout("contiguous", seed + n).make(shape, dtype, device) for n in range(3)]
+
+
+LENGTHS = st.sampled_from([1, 2, 16, 63, 64, 65, 127, 128, 129, 192, 200])
+HEADS = st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)])  # batch and heads
+
+
+@pytest.mark.parametrize("dtype", DIRECT, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@settings(max_examples=6)
+@given(heads=HEADS, T=LENGTHS, H=st.sampled_from([32, 64, 128]), seed=st.integers(0, 99))
+@example(heads=(2, 2), T=129, H=32, seed=0)
+def test_attention_and_its_accumulator(
+    recipe: ModuleType, dtype: torch.dtype, is_causal: bool, heads: tuple[int, int], T: int, H: int, seed: int
+) -> None:
+    """The kernel stays inside its arrays, writes all of its output, and is right."""
+    tensors = normal((heads[0], T, heads[1], H), dtype, recipe.DEVICE, seed)
+
+    def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(q)
+        grid = (-(-T // 128), heads[0] * heads[1])
+        sizes = {"N": heads[1], "H": H, "CAUSAL": is_causal, "BLOCK_M": 128, "BLOCK_N": max(64, H)}
+        recipe.attention_kernel[grid](q, k, v, T, float(np.log2(np.e)) / H**0.5, out, **sizes, num_warps=8)
+        return out
+
+    assert_attends(guarded(launch, *tensors), tensors, is_causal)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@settings(max_examples=8)
+@given(heads=HEADS, T=LENGTHS, H=st.sampled_from([32, 64]), is_causal=st.booleans(), seed=st.integers(0, 99))
+@example(heads=(1, 1), T=0, H=64, is_causal=True, seed=0)
+def test_attention_in_jax(
+    recipe: ModuleType, dtype: torch.dtype, heads: tuple[int, int], T: int, H: int, is_causal: bool, seed: int
+) -> None:
+    tensors = normal((heads[0], T, heads[1], H), dtype, recipe.DEVICE, seed)
+    out = through_jax(recipe, partial(recipe.dot_product_attention, is_causal=is_causal))(*tensors)
+    assert out.shape == tensors[0].shape
+    if T:
+        assert_attends(out, tensors, is_causal)
+
+
+@pytest.mark.parametrize("shared", [None, 1], ids=["all batched", "one key for all"])
+def test_attention_under_vmap(recipe: ModuleType, shared: int | None) -> None:
+    """The folded batch comes back in order, and an argument without the new axis is repeated."""
+    jax = recipe.jax
+    tensors = [t.to(torch.bfloat16) for t in normal((3, 2, 70, 2, 32), torch.float32, recipe.DEVICE, 5)]
+    axes = [None if n == shared else 0 for n in range(3)]
+    given_ = [t if axis == 0 else t[0] for t, axis in zip(tensors, axes, strict=True)]
+    function = jax.jit(jax.vmap(partial(recipe.dot_product_attention, is_causal=True), in_axes=axes))
+    out = through_jax(recipe, function)(*given_)
+    for n in range(3):
+        sample = [t[n] if axis == 0 else t for t, axis in zip(given_, axes, strict=True)]
+        assert_attends(out[n], sample, is_causal=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_gradient(recipe: ModuleType, is_causal: bool) -> None:
+    """The gradients are those of the reference; vmap of grad and grad of vmap agree with them."""
+    jax = recipe.jax
+    tensors = normal((2, 65, 1, 32), torch.bfloat16, recipe.DEVICE, 3)
+    inputs = [t.double().requires_grad_() for t in tensors]
+    attention64(inputs, is_causal).sum().backward()
+    arrays = [jax.dlpack.from_dlpack(t) for t in tensors]
+
+    def total(*arrays: object) -> object:
+        return recipe.dot_product_attention(*arrays, is_causal).astype("float32").sum()
+
+    for function in (
+        lambda q, k, v: jax.grad(total, argnums=(0, 1, 2))(q, k, v),
+        lambda q, k, v: [x[:, 0] for x in jax.vmap(jax.grad(total, (0, 1, 2)))(q[:, None], k[:, None], v[:, None])],
+    ):
+        for found, x in zip(jax.jit(function)(*arrays), inputs, strict=True):
+            # A sum of T terms, each with rounded factors.
+            atol = 4 * 2**-8 * max(1.0, x.grad.abs().max().item())
+            torch.testing.assert_close(torch.from_dlpack(found).double(), x.grad, rtol=0, atol=atol)
+
+
+def test_refuses(recipe: ModuleType) -> None:
+    """What the op does not take, it names."""
+    jnp = recipe.jnp
+    x = jnp.ones((1, 4, 1, 64), jnp.float16)
+    with pytest.raises(TypeError, match=r"float16 or bfloat16, not .*float32"):
+        recipe.dot_product_attention(*[x.astype(jnp.float32)] * 3)
+    for other in (x.astype(jnp.bfloat16), x[:, :2]):
+        with pytest.raises(TypeError, match="takes one shape"):
+            recipe.dot_product_attention(x, other, x)
+    for wrong in (x[0], x[..., :48]):
+        with pytest.raises(ValueError, match="32, 64 or 128"):
+            recipe.dot_product_attention(wrong, wrong, wrong)
+
+
+def test_environment_is_left_alone(recipe: ModuleType) -> None:
+    """jax_triton empties TRITON_CACHE_DIR, whereupon Triton would write into the current folder."""
+    command = [sys.executable, "-c", "import jax_triton, triton; print(repr(triton.knobs.cache.dir))"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout == "''\n", "jax_triton has mended it: drop patch.dict from the recipe, and the text"
+    assert recipe.triton.knobs.cache.dir
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" in os.environ
+
+
+@pytest.fixture(scope="module")
+def claims(recipe: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return StableHLO, lowered for CUDA in a process without the interpreter and without a GPU."""
+    source = Path(recipe.__file__).read_text()
+    names = ["softcap_kernel", "softcap", "capped", "program", "stablehlo", "attention_kernel", "attend", "fold"]
+    parts = [re.search(rf"(?m)^(?:@.*\n)*def {name}\((?:.*\n)+?(?=\n\n)", source)[0] for name in names]
+    script = tmp_path_factory.mktemp("claims") / "claims.py"
+    script.write_text("\n".join([recipe.TOP, *parts, CLAIMS]))
+    environment = os.environ | {"TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def calls(text: str) -> int:
+    """Return how many custom calls of Triton a program has."""
+    return text.count("stablehlo.custom_call @triton_kernel_call")
+
+
+def test_kernel_is_one_custom_call(recipe: ModuleType, claims: dict[str, str]) -> None:
+    """It stands between XLA's operations, and its payload has the kernel as PTX and as Triton IR."""
+    lines = re.findall(r"stablehlo\.(\w+)", claims["program"])
+    assert lines == ["dot_general", "custom_call", "constant", "reduce", "maximum"]
+    assert calls(claims["program"]) == 1
+    payload = recipe.payload(claims["program"])
+    assert payload.count(".visible .entry softcap_kernel(") == 1
+    assert ".target sm_90a" in payload
+    assert "tt.func public @softcap_kernel(" in payload
+
+
+@pytest.mark.parametrize(("H", "T"), [(32, 256), (64, 256), (128, 256), (64, 1)])
+def test_attention_is_lowered(recipe: ModuleType, claims: dict[str, str], H: int, T: int) -> None:
+    """For Hopper's tensor cores, with full vectors, and only one kernel."""
+    text = claims[f"attention {H} {T}"]
+    assert calls(text) == 1
+    payload = recipe.payload(text)
+    assert ".visible .entry attention_kernel(" in payload
+    assert "wgmma.mma_async" in payload
+    assert re.search(r"cp\.async\.cg.*0x10,", payload)
+    assert ".f64" not in payload
+
+
+def parameters(recipe: ModuleType, text: str) -> list[str]:
+    """Return the types of a kernel's arguments."""
+    entry = re.search(r"(?s)\.entry .*?\)", recipe.payload(text))[0]
+    return re.findall(r"\.param \.(\w+)", entry)
+
+
+def test_numbers(recipe: ModuleType, claims: dict[str, str]) -> None:
+    """A Python float is float64, a NumPy float32 is not, 1 is a constexpr, and a traced number is a pointer."""
+    assert parameters(recipe, claims["program"]) == ["u64", "f32", "u32", "u64", "u64", "u64"]
+    assert parameters(recipe, claims["float"]) == ["u64", "f64", "u32", "u64", "u64", "u64"]
+    assert parameters(recipe, claims["one"]) == ["u64", "f32", "u64", "u64", "u64"]
+    assert ".f64" not in recipe.payload(claims["program"])
+    assert "pointer<fp32>" in claims["traced"]
+
+
+def test_vmap_and_grad(claims: dict[str, str]) -> None:
+    """Neither works by itself; `sequential_vmap` makes a loop, `fold` one larger call."""
+    assert claims["vmap"].startswith("NotImplementedError: jax_triton.triton_call does not support batching")
+    assert claims["grad"].startswith("NotImplementedError: jax_triton.triton_call does not support automatic")
+    assert "stablehlo.while" in claims["sequential_vmap"]
+    for name in ("fold", "fold twice", "batched attention"):
+        assert calls(claims[name]) == 1
+        assert "stablehlo.while" not in claims[name]
+    assert "tensor<63xf32>" in claims["fold"]
+    assert "tensor<10x256x3x64xbf16>" in claims["batched attention"]
+
+
+def test_all_configs_of_a_tuner_are_in_the_payload(recipe: ModuleType, claims: dict[str, str]) -> None:
+    assert calls(claims["tuned"]) == 1
+    assert recipe.payload(claims["tuned"]).count(".visible .entry softcap_kernel(") == 2
+
+
+def test_without_a_vjp_there_is_no_reverse_mode(recipe: ModuleType) -> None:
+    """That is why `custom_vjp` stands outside."""
+    jax, jnp = recipe.jax, recipe.jnp
+    sine = recipe.fold(jnp.sin)
+    assert jax.jvp(sine, (jnp.zeros(5),), (jnp.ones(5),))[1].tolist() == [1] * 5
+    with pytest.raises(ValueError, match="does not support reverse-mode"):
+        jax.grad(lambda x: sine(x).sum())(jnp.ones(5))
+
+
+def test_pallas_has_vmap_and_an_interpreter(recipe: ModuleType) -> None:
+    """What the recipe says of Pallas."""
+    pl = pytest.importorskip("jax.experimental.pallas")
+    jax, jnp = recipe.jax, recipe.jnp
+
+    def kernel(x_ref: object, out_ref: object) -> None:
+        out_ref[...] = 30 * jnp.tanh(x_ref[...] / 30)
+
+    def softcap(x: object) -> object:
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    x = jnp.arange(6.0).reshape(2, 3)
+    np.testing.assert_allclose(jax.vmap(softcap)(x), 30 * np.tanh(np.asarray(x) / 30), rtol=1e-5)
+
+
+def test_64_bits_are_converted_in_spite_of_copy_false(recipe: ModuleType) -> None:
+    x = torch.ones(64, dtype=torch.float64, device=recipe.DEVICE)
+    array = recipe.jax.dlpack.from_dlpack(x, copy=False)
+    assert array.dtype == np.float32
+    assert array.unsafe_buffer_pointer() != x.data_ptr()
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
+
+
+@needs_gpu
+def test_ten_runs_have_the_same_bits(recipe: ModuleType) -> None:
+    tensors = normal((2, 1031, 3, 64), torch.bfloat16, recipe.DEVICE, 0)
+    attention = through_jax(recipe, recipe.jax.jit(partial(recipe.dot_product_attention, is_causal=True)))
+    first = attention(*tensors)
+    for _ in range(9):
+        assert torch.equal(attention(*tensors).view(torch.int16), first.view(torch.int16))
+
+
+@needs_gpu
+def test_softcap_beyond_int32(recipe: ModuleType) -> None:
+    x = torch.zeros(2**31 + 5, dtype=torch.float16, device=recipe.DEVICE)
+    x[-1] = 40
+    out = through_jax(recipe, recipe.capped)(x)
+    assert_capped(out[-1:], x[-1:], 30)
+    assert not out[:-1].any()
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", [(1, 16411, 1024, 128), (5, 4096, 1024, 128)], ids=["positions", "batches"])
+def test_attention_beyond_int32(recipe: ModuleType, shape: tuple[int, ...]) -> None:
+    """The last queries of the last head, which are behind element 2**31, as are their keys."""
+    tensors = [torch.randn(shape, dtype=torch.bfloat16, device=recipe.DEVICE) for _ in range(3)]
+    out = through_jax(recipe, recipe.jax.jit(recipe.dot_product_attention))(*tensors)
+    query, key, value = (t[-1, :, -1].double() for t in tensors)
+    expected = (query[-5:] @ key.T / shape[3] ** 0.5).softmax(dim=-1) @ value
+    atol = 1.25 * 2**-7 * value.abs().max().item()
+    torch.testing.assert_close(out[-1, -5:, -1].double(), expected, rtol=0, atol=atol)
