@@ -217,6 +217,9 @@ def test_graphs_compute_their_programs(recipe: ModuleType, companion: dict[str, 
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=rtol)
 
 
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the script as it runs without a GPU")
+
+
 def run_script(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the recipe in a folder, as a reader would."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -224,6 +227,7 @@ def run_script(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@without_gpu
 def test_script_with_companion(gallery: Path, file: Path, tmp_path: Path) -> None:
     """It shows the graphs, and the CPU's refusal."""
     for path in (gallery / "xla" / "pytorch_xla.py", file):
@@ -236,6 +240,7 @@ def test_script_with_companion(gallery: Path, file: Path, tmp_path: Path) -> Non
     assert "PAYLOAD" in run.stdout
 
 
+@without_gpu
 def test_script_without_companion(gallery: Path, tmp_path: Path) -> None:
     """It checks its kernels and says where to read on."""
     shutil.copy(gallery / "xla" / "pytorch_xla.py", tmp_path)
@@ -244,6 +249,7 @@ def test_script_without_companion(gallery: Path, tmp_path: Path) -> None:
     assert run.stdout.strip() == "No pytorch_xla.json here: nothing to execute. See the section 'Trace'."
 
 
+@without_gpu
 def test_script_refuses_a_stale_companion(gallery: Path, file: Path, tmp_path: Path) -> None:
     """Another kernel than the one in the graph stops the page."""
     source = (gallery / "xla" / "pytorch_xla.py").read_text()
