@@ -96,9 +96,9 @@ def softcap_kernel(
 # ---------------
 #
 # It takes the inputs, and allocates an output of the shape and dtype that you
-# name. Strides are no topic: XLA hands over contiguous arrays. Without a GPU,
+# name. It takes no strides: XLA hands over contiguous arrays. Without a GPU,
 # this page has a stand-in that leaves the program for Triton's interpreter.
-# (Which computes with the bits of bfloat16, and so is given float32.)
+# (The interpreter would compute with bfloat16's bits: it is given float32.)
 
 
 def interpret(*arguments, kernel, out_shape, grid, **options):
@@ -139,8 +139,8 @@ def softcap(x, cap):
 # This program computes the largest logit of each row. Its inputs come from
 # PyTorch and its output goes there, by `DLPack
 # <https://dmlc.github.io/dlpack/latest/python_spec.html>`_: a pointer, a shape,
-# strides; on a GPU, the receiver's stream waits for the data. Other tensors
-# follow, not all of which can be handed over.
+# strides; on a GPU, the receiver's stream waits for the data. Then come
+# four tensors less plain, not all of which can be handed over.
 
 
 def capped(x):
@@ -178,7 +178,7 @@ if __name__ == "__main__":
 # the other: leave a tensor alone until JAX is done with it, or hand over a
 # ``clone()``. Look twice at ``double()``: JAX has no 64-bit types, unless
 # ``jax_enable_x64`` is set, and converts in spite of ``copy=False``. The last
-# slice fails on a GPU because 16, in hex 10, has to divide an address here.
+# slice fails on a GPU: addresses must be multiples of 16, which is 10 in hex.
 #
 # What XLA gets to see
 # --------------------
@@ -250,12 +250,12 @@ if __name__ == "__main__":
         print(f"{'in its PTX:':22}", payload(said).count(".f64"), "times .f64")
 
 # %%
-# A trap: ``triton_call`` makes a Python ``float`` a float64, and all that it
-# meets; Triton's launcher makes it a float32. Numbers are constants of the
-# program: one that JAX traces is an array, and the kernel gets an address. One
-# ``u64`` at the end is for scratch memory, of which 0.3.1 `provides none
-# <https://github.com/jax-ml/jax-triton/pull/384>`_: in a kernel that makes a
-# tensor descriptor, the GPU faults.
+# A trap: a Python ``float`` reaches the kernel as float64, and makes float64 of
+# all that it meets; Triton's launcher passes float32. Numbers are constants of
+# the program: one that JAX traces is an array, so the kernel gets its address.
+# The last two ``u64`` are Triton's own. One is for scratch memory, for which
+# JAX `passes null <https://github.com/jax-ml/jax/pull/38912>`_: a kernel that
+# makes a tensor descriptor faults.
 #
 # Flash attention
 # ---------------
@@ -403,7 +403,7 @@ dot_product_attention.defvjp(forward, backward)
 # gradients, under ``vmap``, and JAX's own. In ``softcap``, ``decay`` is at most
 # 1, and ``cap`` enlarges its few roundings: ``cap * 2**-21`` covers them.
 # Attention is a mean of values. Its weights are rounded for the second product,
-# then it is rounded itself: twice half an ``eps`` of the largest.
+# then it is rounded: twice half an ``eps`` of the largest; gradients too.
 
 
 def sdpa(query, key, value, is_causal):
@@ -448,10 +448,10 @@ if __name__ == "__main__":
 # Causal attention on 16384 positions, 16 heads of 128, bfloat16. Only what lies
 # below the diagonal counts as work: ``2 * T * T * H`` operations for a head.
 # ``XLA`` and ``cuDNN`` are JAX's own; the ``Roof`` is a matrix product, 8192³.
-#
 # ``do_bench`` is no clock for JAX: its events lie in PyTorch's stream. The last
 # line shows what it says. For the table, each call gets the result of the one
 # before, five make a program, and a wall clock runs until all is done.
+# To repeat this page on your GPU: ``make record-apart RECIPE=xla/jax_call``.
 
 SIZES = [2**k for k in range(9, 15)]
 NAMES = ["Triton", "PyTorch", "XLA", "cuDNN", "Roof"]
@@ -510,19 +510,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# ``XLA`` writes the matrix to memory and reads it back. Our kernel keeps it in
-# registers, and its tensor cores wait for exponentials. The shorter a sequence,
-# the more of its tiles are on the diagonal, where half of the work is masked.
+# On the H200 ``cuDNN`` and ``PyTorch`` are ahead of our kernel: for plain
+# attention take ``implementation="cudnn"``, for a variant of it the kernel.
+# ``XLA`` writes the matrix to memory and reads it back; ours keeps it in
+# registers. Its tensor cores probably wait for exponentials. The shorter a
+# sequence, the more of its tiles are on the diagonal, where half is masked.
 #
 # Pallas or Triton
 # ----------------
 #
 # `Pallas <https://docs.jax.dev/en/latest/pallas/>`_ is JAX's own language for
 # kernels. It runs on TPUs too, and has ``vmap`` and an interpreter by itself.
-# Its GPUs are `Hopper and newer
+# On GPUs it needs `Hopper or newer
 # <https://docs.jax.dev/en/latest/pallas/quickstart.html>`_, and you `pipeline
-# <https://docs.jax.dev/en/latest/pallas/gpu/pipelining.html>`_ what Triton's
-# compiler would. Its backend for older ones, through Triton, `is deprecated
+# <https://docs.jax.dev/en/latest/pallas/gpu/pipelining.html>`_ by hand what
+# Triton would. Its backend for older ones, through Triton, `is deprecated
 # <https://docs.jax.dev/en/latest/pallas/CHANGELOG.html>`_ since JAX 0.11.
 #
 # So take Pallas for a TPU, for full control of a Hopper or Blackwell GPU, or if
@@ -536,8 +538,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # 1. What must the forward keep for a backward that never stores the matrix?
 # 2. ``triton_call`` takes autotuned kernels. When are they tuned?
 #
-# Next is ``pytorch_xla.py``. To read on: `JAX-Triton
-# <https://jax-ml.github.io/jax-triton>`_.
+# Next: ``pytorch_xla.py``; `JAX-Triton <https://jax-ml.github.io/jax-triton>`_.
 
 # %%
 # Answers
@@ -546,5 +547,4 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # **1.** The logarithm of each row's sum of exponentials: with it, any tile of
 # the weights can be computed again.
 #
-# **2.** All configs are compiled into the payload, and the handler times them
-# when the program first runs.
+# **2.** When the program first runs: the payload has all configs, compiled.

@@ -9,15 +9,15 @@ PyTorch/XLA
 
 PyTorch/XLA turns a PyTorch program into a graph that XLA compiles. Its `page
 on Triton <https://docs.pytorch.org/xla/release/r2.8/features/triton.html>`_
-makes a kernel a node of that graph, a *custom call*. Who follows it today ends
-at an error. Here it works, in two steps: torch_xla **traces** the graph,
+makes a kernel a node of that graph, a *custom call*. To follow it today ends
+in an error. Here it works, in two steps: torch_xla **traces** the graph,
 without a GPU, and the XLA inside of JAX **executes** it on one. If you may
 write JAX, take ``jax_call.py``, the page before this one.
 
 After this page you can
 
 * tell which release of torch_xla has what, from what lies in its wheel;
-* put Triton kernels into a torch_xla graph on any machine, and read it;
+* put Triton kernels into a torch_xla graph without a GPU, and read it;
 * execute it with another program's XLA, and see a call compute nonsense.
 """
 
@@ -121,8 +121,8 @@ releases
 # 2.9 dropped them, and kept a more general ``_xla_custom_call``. Nor was the
 # client enough: its CUDA half was a wheel of its own, not on PyPI, and it is
 # `gone <https://github.com/pytorch/xla/pull/9597>`_ too. So torch_xla can write
-# a program down and not execute it. JAX can: it has the same XLA with CUDA, and
-# what executes the custom call ``triton_kernel_call``.
+# a program down and not execute it on a GPU. JAX can: it ships XLA with CUDA,
+# and the code that the custom call names, ``triton_kernel_call``.
 #
 # Two kernels
 # -----------
@@ -194,7 +194,7 @@ def attention_kernel(
 
 
 # %%
-# An op has ``call`` use its kernel: a launch, or further below a graph's node.
+# Each op hands its kernel to ``call``: a launch here, a node of a graph below.
 
 BLOCK, BLOCK_M, BLOCK_N, HEAD = 1024, 64, 64, 64
 
@@ -306,8 +306,8 @@ if TRACING:
 
 # %%
 # ``triton_call`` takes what a launch takes. The custom call names operands, the
-# payload, and shapes and dtypes of results. With ``general`` it takes the entry
-# point that 2.9 has kept; its 2 is the version of the interface to call.
+# payload, and shapes and dtypes of results. With ``general`` it is made by the
+# function that 2.9 has kept; the 2 says which of XLA's interfaces to call.
 
 
 def traced(kernel, grid, operands, *scalars, general=False, **blocks):
@@ -327,8 +327,8 @@ def traced(kernel, grid, operands, *scalars, general=False, **blocks):
 # An operator on tensors of the device ``xla`` computes nothing, it adds a node.
 # ``trace`` takes the graph behind a result as HLO, to read, and as StableHLO,
 # which `later versions <https://openxla.org/stablehlo/compatibility>`_ of XLA
-# take too. Shapes are part of a graph, so each is traced. The companion has
-# its maker's versions; a change to a function in ``TRACED`` makes it stale.
+# take too. Shapes are part of a graph, so each is traced. The companion names
+# the versions it is from; a change to a function in ``TRACED`` makes it stale.
 
 B, D = 2, 1024
 
@@ -398,16 +398,16 @@ if __name__ == "__main__" and TRACING:
     sys.exit()
 
 # %%
-# Where torch_xla can be imported this recipe traces, elsewhere it executes:
+# Where torch_xla can be imported this recipe traces, elsewhere it executes. In
+# the repository: ``make trace RECIPE=xla/pytorch_xla``, and on a GPU
+# ``make record-apart RECIPE=xla/pytorch_xla``. By hand, the trace shown below:
 #
 # .. code-block:: text
 #
-#     python3.12 -m venv tracing
+#     python3.11 -m venv tracing
 #     tracing/bin/pip install torch==2.8.0 torch_xla==2.8.1 triton==3.4.0 \
 #         jax==0.7.1 jaxlib==0.7.1 jax-cuda12-plugin==0.7.1 pandas==3.1.1
 #     tracing/bin/python pytorch_xla.py
-#
-# This made the companion of this page:
 
 if companion:
     if companion["traced"] != digest(TRACED):
@@ -446,8 +446,8 @@ if GRAPHS:
 # Execute
 # -------
 #
-# JAX's client takes StableHLO as it is, and PyTorch's tensors by DLPack. On the
-# CPU it does not know the custom call, and says what torch_xla would say.
+# JAX's client takes StableHLO as it is, and PyTorch's tensors by DLPack. Its
+# client for the CPU has no code for the custom call, and says so:
 
 
 def executable(graph, platform=None):
@@ -473,8 +473,8 @@ if GRAPHS:
         print(error)
 
 # %%
-# A GPU of the ``CAPABILITY`` that was traced for executes it. The reference is
-# the program in float64; a graph may be off by twice as much as PyTorch.
+# It needs a GPU of the ``CAPABILITY`` that was traced for. The reference is the
+# program in float64; a graph may have up to twice the error that PyTorch has.
 
 EXECUTES = bool(GRAPHS) and DEVICE.type == "cuda"
 EXECUTES = EXECUTES and torch.cuda.get_device_capability() == CAPABILITY
@@ -513,8 +513,8 @@ if EXECUTES:
 # Break it: the layout
 # --------------------
 #
-# ``general`` is what 2.9 has left, and for vectors it is right. The last row is
-# wrong by as much as values are large. This is what XLA made of it:
+# ``general`` rows repeat the row above with the call that 2.9 has kept. Vectors
+# come out right, the layer far off. This is what XLA made of the layer:
 
 if EXECUTES:
     show(run["layer, general"].hlo, "(?:bitcast|custom-call)")
@@ -522,13 +522,13 @@ if EXECUTES:
 # %%
 # This call demands no layout. So XLA left the operands as the product made
 # them, ``{3,1,2,0}``, and the kernel took them for ``{3,2,1,0}``. Sizes and
-# dtypes are right, nothing complains. Use it for vectors, which lie in one way.
+# dtypes are right, nothing complains. Use it for vectors: they have one layout.
 #
 # What lives
 # ----------
 #
 # * ``triton_call`` and ``_xla_gpu_custom_call``: up to 2.8.1, to make graphs.
-# * ``_xla_custom_call``: in 2.9 too, for vectors.
+# * ``_xla_custom_call``: in 2.9 too, not tried there; it needs 2.8's payload.
 # * What executes them: in JAX. In torch_xla, CUDA is gone. New work is for JAX,
 #   or for ``torch.compile``, which takes Triton kernels as they are.
 #
@@ -536,7 +536,7 @@ if EXECUTES:
 # ----------
 #
 # 1. Which lengths can the graph of ``T = 1024`` serve, and how?
-# 2. A traced kernel that multiplies by a Python float returns zeros. Why?
+# 2. A traced kernel that multiplies by the Python float 1.5 gives zeros. Why?
 
 # %%
 # Answers
