@@ -67,7 +67,7 @@ def test_recipe_page_is_whole(site: Path, pages: dict[Path, BeautifulSoup], reci
     if "interpreter" in strip.text:
         assert "no kernel is timed here" in strip.text
     names = {Path(urlsplit(link["href"]).path).name for link in strip.select("a[download]")}
-    assert names == {f"{recipe.name}.py", f"{recipe.name}.ipynb"}
+    assert names == {f"{recipe.name}.py", f"{recipe.name}.ipynb", *(path.name for path in recipe.companions)}
     assert page.select(".sphx-glr-script-out"), "no output"
     assert not page.select(".admonition.danger"), "it failed"
     assert not page.select(".system-message, .problematic")
