@@ -1,0 +1,544 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+# ///
+r"""
+Softmax
+=======
+
+Softmax turns a row of numbers into positive ones that add up to 1. Operator
+by operator it goes through memory eight times. A kernel can read once and
+write once; how it manages depends on how long a row is. Here you learn to
+
+* count what fusion saves before you write it;
+* keep several short rows, or a longer one, in a program's registers;
+* go over a row that does not fit with the *online* softmax, and have a cache
+  serve the second pass;
+* avoid the ``-inf`` that fills its results with NaN.
+"""
+
+# sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
+import itertools
+import math
+import os
+import warnings
+from functools import partial
+
+import pandas as pd
+import torch
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+from torch.library import triton_op, wrap_triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.testing import Benchmark, do_bench
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+# Without a GPU, NumPy computes, and would warn of infinities.
+warnings.filterwarnings("ignore", module="triton.runtime.interpreter")
+
+# %%
+# The problem in bytes
+# --------------------
+#
+# .. math:: y_n = \frac{e^{x_n - m}}{\sum_k e^{x_k - m}}, \qquad
+#    m = \max_k x_k
+#
+# The maximum cancels. It is there because :math:`e^{100}` is too large for
+# float32. In PyTorch's operators these are five kernels. A *dispatch mode* sees
+# their calls and can count what they read and write, in multiples of ``x``:
+
+
+def softmax_torch(x):
+    e = (x - x.amax(-1, keepdim=True)).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+class Traffic(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = (t for t in (*args, out) if isinstance(t, torch.Tensor))
+        *read, written = (t.numel() / x.numel() for t in tensors)
+        print(f"{func!s:22} reads {sum(read):.2f}  writes {written:.2f}")
+        return out
+
+
+if __name__ == "__main__":
+    x = torch.randn(64, 4096, device=DEVICE)
+    with Traffic():
+        softmax_torch(x)
+
+# %%
+# Eight in all, and the floor is one read and one write. So the row has to be at
+# hand when its maximum, and then its sum, is known.
+#
+# Rows in registers
+# -----------------
+#
+# The registers of a multiprocessor hold 256 KB, so a program can well keep a
+# row of 16384 elements in float32. A short row makes too few loads to keep the
+# memory busy (``row_sum.py`` has that), so a program takes several:
+#
+# .. code-block:: text
+#
+#               BLOCK_N                          BLOCK_N
+#             +---------+              +------------------------+
+#             |  row 0  |     BLOCK_M  |  row 0                 |
+#     BLOCK_M |  row 1  |              +------------------------+
+#             |  row 2  |     What lies behind the end of a row is
+#             +---------+     -inf: never the maximum, and exp(-inf) = 0.
+#
+# * With a grid of fewer programs than tiles, the loop makes a program
+#   *persistent*: it goes on to other tiles. ``STAGES`` is for an experiment.
+# * ``N`` and the stride come in units of ``VEC`` elements. Since the compiler
+#   knows ``VEC``, it knows that all rows begin at multiples of it, and loads
+#   ``VEC`` elements, up to 16 bytes, with one instruction.
+# * ``tl.exp`` spends three more instructions on results that are too small for
+#   normal float32 numbers. ``tl.exp2`` makes them zero.
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+HIDDEN = tl.constexpr(-math.inf)
+KEEP = tl.constexpr("evict_last")
+DROP = tl.constexpr("evict_first")
+
+
+@triton.jit
+def exp(x):
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def softmax_kernel(
+    x_ptr,
+    y_ptr,
+    M,
+    N_vecs,
+    stride_vecs,
+    VEC: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr = 1,
+):
+    # In int64, or a row's offset would overflow behind element 2**31.
+    first = tl.program_id(axis=0).to(tl.int64)
+    tiles, programs = tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)
+    N = N_vecs * VEC
+    offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    for tile in tl.range(first, tiles, programs, num_stages=STAGES):
+        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+        # Rows behind the last read that one again, and store nothing.
+        x_rows = tl.minimum(offs_m, M - 1) * stride_vecs * VEC  # (BLOCK_M, 1)
+        x = tl.load(x_ptr + x_rows + offs_n, offs_n < N, HIDDEN)
+        x = x.to(ACC)  # (BLOCK_M, BLOCK_N)
+        e = exp(x - tl.max(x, axis=1, keep_dims=True))
+        y = e * (1 / tl.sum(e, axis=1, keep_dims=True))
+        tl.store(y_ptr + offs_m * N + offs_n, y, (offs_m < M) & (offs_n < N))
+
+
+# %%
+# The online softmax
+# ------------------
+#
+# A longer row has to come in blocks. Its maximum is known at its end, its sum a
+# pass later, or in the same pass, if the sum so far is corrected whenever the
+# maximum grows, from :math:`m` to :math:`m'`:
+#
+# .. math:: s' = s\,e^{m - m'} + \sum_{k \in \text{block}} e^{x_k - m'}
+#
+# The block here is ``ROWS x BLOCK_N`` consecutive elements. Each column keeps
+# its own ``m`` and ``s``, so no thread asks another before the loop is over,
+# and one correction serves ``ROWS`` elements.
+#
+# To write the result, a second pass reads the row again. That should not come
+# from memory: the rows under way on the whole GPU have to fit in its L2 cache.
+# This is what a persistent grid is good for, it sets their number. The first
+# pass asks the caches to keep what it reads, ``evict_last``. The second goes
+# from the end to the start, as the end is what they saw last.
+
+
+@triton.jit
+def softmax_long_kernel(
+    x_ptr,
+    y_ptr,
+    M,
+    N_vecs,
+    stride_vecs,
+    VEC: tl.constexpr,
+    ACC: tl.constexpr,
+    LOWEST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    first = tl.program_id(axis=0).to(tl.int64)
+    N = N_vecs * VEC
+    ROWS: tl.constexpr = 4 if VEC > 1 else 2  # single loads take registers
+    BLOCK: tl.constexpr = ROWS * BLOCK_N
+    block = tl.arange(0, ROWS)[:, None] * BLOCK_N  # (ROWS, 1)
+    block += tl.arange(0, BLOCK_N)[None, :]  # (ROWS, BLOCK_N)
+    for row in tl.range(first, M, tl.num_programs(axis=0)):
+        x_row, y_row = x_ptr + row * stride_vecs * VEC, y_ptr + row * N
+        m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)  # (BLOCK_N,)
+        s = tl.zeros((BLOCK_N,), dtype=ACC)  # (BLOCK_N,)
+        for start in range(0, N, BLOCK):
+            offs = start + block  # (ROWS, BLOCK_N)
+            x = tl.load(x_row + offs, offs < N, HIDDEN, eviction_policy=KEEP)
+            x = x.to(ACC)  # (ROWS, BLOCK_N)
+            larger = tl.maximum(m, tl.max(x, axis=0))
+            s *= exp(m - larger)
+            s += tl.sum(exp(x - larger[None, :]), axis=0)
+            m = larger
+        top = tl.max(m, axis=0)
+        scale = 1 / tl.sum(s * exp(m - top), axis=0)
+        last = (N - 1) // BLOCK * BLOCK
+        for back in range(0, N, BLOCK):
+            offs = last - back + block  # (ROWS, BLOCK_N)
+            x = tl.load(x_row + offs, offs < N, HIDDEN, eviction_policy=DROP)
+            y = exp(x.to(ACC) - top) * scale
+            tl.store(y_row + offs, y, offs < N, eviction_policy=DROP)
+
+
+# %%
+# The backward
+# ------------
+#
+# With the incoming gradient :math:`g`, the gradient of ``x`` is
+#
+# .. math:: d_n = y_n \Big(g_n - \sum_k g_k\,y_k\Big).
+#
+# It takes ``y`` and not ``x``, so the forward saves ``y``: two reads and a
+# write. ``WHOLE`` rows stay in registers; others go by twice, in blocks.
+
+
+@triton.jit
+def softmax_backward_kernel(
+    g_ptr,
+    y_ptr,
+    d_ptr,
+    M,
+    N_vecs,
+    VEC: tl.constexpr,
+    ACC: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr = 1,
+):
+    first = tl.program_id(axis=0).to(tl.int64)
+    N = N_vecs * VEC
+    block = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    for tile in tl.range(first, tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)):
+        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+        g_rows, y_rows = g_ptr + offs_m * N, y_ptr + offs_m * N
+        d_rows = d_ptr + offs_m * N
+        if WHOLE:
+            mask = (offs_m < M) & (block < N)  # (BLOCK_M, BLOCK_N)
+            g = tl.load(g_rows + block, mask, 0).to(ACC)
+            y = tl.load(y_rows + block, mask, 0).to(ACC)
+            d = y * (g - tl.sum(g * y, axis=1, keep_dims=True))
+            tl.store(d_rows + block, d, mask)
+        else:
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)  # (BLOCK_M, BLOCK_N)
+            for start in range(0, N, BLOCK_N):
+                offs = start + block  # (1, BLOCK_N)
+                mask = (offs_m < M) & (offs < N)  # (BLOCK_M, BLOCK_N)
+                g = tl.load(g_rows + offs, mask, 0, eviction_policy=KEEP)
+                y = tl.load(y_rows + offs, mask, 0, eviction_policy=KEEP)
+                acc += g.to(ACC) * y.to(ACC)
+            total = tl.sum(acc, axis=1, keep_dims=True)
+            last = (N - 1) // BLOCK_N * BLOCK_N
+            for back in range(0, N, BLOCK_N):
+                offs = last - back + block  # (1, BLOCK_N)
+                mask = (offs_m < M) & (offs < N)  # (BLOCK_M, BLOCK_N)
+                g = tl.load(g_rows + offs, mask, 0, eviction_policy=DROP)
+                y = tl.load(y_rows + offs, mask, 0, eviction_policy=DROP)
+                d = y.to(ACC) * (g.to(ACC) - total)
+                tl.store(d_rows + offs, d, mask, eviction_policy=DROP)
+
+
+# %%
+# The launcher
+# ------------
+#
+# No tuning, the length of a row decides. In registers, a thread has 16
+# elements, more where the threads are not enough. In the cache there are four,
+# two or one program for each multiprocessor, so that their rows fit.
+
+ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
+ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
+IN_REGISTERS = 64 * 1024  # bytes of a row in its accumulator's type
+PROCESSORS, CACHE = 4, 2**20  # small, for the interpreter
+if DEVICE.type == "cuda":
+    gpu = torch.cuda.get_device_properties(DEVICE)
+    PROCESSORS, CACHE = gpu.multi_processor_count, gpu.L2_cache_size
+
+
+def in_registers(x, tensors):
+    """Return the grid and the options for rows in registers, if they fit."""
+    M, N = x.shape[0], int(x.shape[1])
+    BLOCK_N = triton.next_power_of_2(N)
+    BLOCK_M = max(1, 2048 // BLOCK_N)
+    if N * max(4, x.element_size()) <= IN_REGISTERS:
+        options = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
+        options["num_warps"] = min(8 * tensors, BLOCK_M * BLOCK_N // 512)
+        return (triton.cdiv(M, BLOCK_M),), options
+
+
+def in_cache(x, tensors):
+    """Return the grid and the options for rows of one or more matrices."""
+    row = tensors * int(x.shape[1]) * x.element_size()
+    fit = 0.6 * CACHE / (PROCESSORS * row)
+    each = 4 if fit >= 4 else 2 if fit >= 2 else 1
+    warps = 32 // each
+    options = {"BLOCK_N": warps * 512 // x.element_size(), "num_warps": warps}
+    return (min(x.shape[0], each * PROCESSORS),), options
+
+
+def matrix(x):
+    """Return x as a matrix with contiguous rows, a copy only if need be."""
+    x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def check(x, *others):
+    # Compared, not hashed: under a compiler, sizes may be symbols.
+    kinds = [(t.dtype, tuple(t.shape), t.device) for t in (x, *others)]
+    if x.dtype not in ACC:
+        raise TypeError(f"takes floating dtypes, not {x.dtype}")
+    if any(kind != kinds[0] for kind in kinds):
+        raise ValueError(f"takes one dtype, shape and device, not {kinds}")
+    if x.shape[-1:].numel() > 2**30:
+        raise ValueError("takes rows of up to 2**30 elements")
+
+
+@triton_op("triton_gallery::softmax", mutates_args={})
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    """Return torch.softmax(x, dim=-1)."""
+    check(x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if y.numel() == 0:
+        return y
+    x = matrix(x)
+    M, N, stride = x.shape[0], int(x.shape[1]), int(x.stride(0))
+    VEC = math.gcd(N, stride, 16 // x.element_size())
+    arguments = x, y, M, N // VEC, stride // VEC, VEC, ACC[x.dtype]
+    grid, options = in_registers(x, 1) or in_cache(x, 1)
+    # Triton launches on the current GPU, which may not be that of x.
+    with torch.accelerator.device_index(x.device.index):
+        if "BLOCK_M" in options:
+            wrap_triton(softmax_kernel)[grid](*arguments, **options)
+        else:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            options["LOWEST"] = torch.finfo(wide).min
+            wrap_triton(softmax_long_kernel)[grid](*arguments, **options)
+    return y
+
+
+@triton_op("triton_gallery::softmax_backward", mutates_args={})
+def softmax_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of x, for y = softmax(x) and the gradient of y."""
+    check(grad, y)
+    d = torch.empty_like(y, memory_format=torch.contiguous_format)
+    if d.numel() == 0:
+        return d
+    grad, y = grad.contiguous(), matrix(y.contiguous())
+    M, N = y.shape
+    VEC = math.gcd(int(N), 16 // y.element_size())
+    grid, options = in_registers(y, 2) or in_cache(y, 2)
+    options["WHOLE"] = "BLOCK_M" in options
+    arguments = grad, y, d, M, N // VEC, VEC, ACC[y.dtype]
+    with torch.accelerator.device_index(y.device.index):
+        wrap_triton(softmax_backward_kernel)[grid](*arguments, **options)
+    return d
+
+
+def save(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+def backward(ctx, grad):
+    return softmax_backward(grad, *ctx.saved_tensors)
+
+
+softmax.register_autograd(backward, setup_context=save)
+
+# %%
+# The check
+# ---------
+#
+# Against float64. The exponent is rounded to 24 bits and is less than 20 here,
+# so exponentials and sum are off by :math:`20 \cdot 2^{-24}` at most, less than
+# 2e-6. In a gradient the terms may cancel, hence the ``atol``.
+
+torch.manual_seed(0)
+cases = [(torch.float16, 3, 40), (torch.bfloat16, 2, 5, 257)]
+cases += [(torch.float16, 3, 20_000), (torch.float32, 2, 20_000)]
+for dtype, *shape in (*cases, (torch.float32, 5, 0), (torch.float32,)):
+    x = torch.randn(shape, device=DEVICE).to(dtype).requires_grad_()
+    grad, wide = torch.randn_like(x), x.detach().double().requires_grad_()
+    y, expected = softmax(x), torch.softmax(wide, -1)
+    rtol = 5e-6 + (torch.finfo(dtype).eps if dtype.itemsize == 2 else 0)
+    torch.testing.assert_close(y.double(), expected, rtol=rtol, atol=1e-7)
+    (d,) = torch.autograd.grad(y, x, grad)
+    (expected,) = torch.autograd.grad(expected, wide, grad.double())
+    torch.testing.assert_close(d.double(), expected, rtol=rtol, atol=rtol)
+
+if __name__ == "__main__":
+    x = torch.randn(4, 3, 7, device=DEVICE).double().requires_grad_()
+    assert torch.autograd.gradcheck(softmax, x)
+
+# As in PyTorch, NaN or +inf or nothing but -inf makes a row NaN.
+special = torch.zeros(7, 20_000, device=DEVICE)
+special[0, 3], special[1, 5], special[2] = torch.nan, torch.inf, -torch.inf
+special[3, :19_000], special[4, 1:] = -torch.inf, -torch.inf
+special[5], special[6, 7] = torch.finfo(torch.float32).min, 3e38
+for rows in (special, special[:, :40]):
+    expected = torch.softmax(rows, -1)
+    torch.testing.assert_close(softmax(rows), expected, equal_nan=True)
+
+# %%
+# What does a persistent program gain?
+# ------------------------------------
+#
+# Two experiments, on a gigabyte of bfloat16. In the first, rows are in
+# registers: a program for each tile; about as many programs as run at a time;
+# and those with the next tiles on their way into shared memory, ``STAGES=3``.
+
+ELEMENTS = 2**29
+
+
+def random(N):
+    return torch.randn(ELEMENTS // N, N, device=DEVICE, dtype=torch.bfloat16)
+
+
+def rates(call, tensors):
+    times = do_bench(call, quantiles=[0.5, 0.8, 0.2])
+    return [2 * tensors * ELEMENTS * 1e-6 / t for t in times]
+
+
+def measure(kernel, N, each=None, **options):
+    x = random(N)
+    grid, known = in_registers(x, 1) or in_cache(x, 1)
+    grid = (each * PROCESSORS,) if each else grid
+    arguments = x, torch.empty_like(x), len(x), N // 8, N // 8, 8, tl.float32
+    return rates(partial(kernel[grid], *arguments, **known | options), 2)[0]
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    print("GB/s   each tile  persistent    STAGES=3")
+    for N, each in ((1024, 12), (4096, 8), (16384, 2)):
+        at = partial(measure, softmax_kernel, N)
+        print(f"{N:5} {at():10.0f} {at(each):11.0f} {at(each, STAGES=3):11.0f}")
+
+# %%
+# A program for each tile needs no care: as one ends, the next one starts, and
+# others on its multiprocessor load meanwhile. In the second, rows are in the
+# cache. More programs hide more waiting, but have more rows under way:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N, each in itertools.product((32768, 65536, 131072), (4, 2, 1)):
+        options = {"num_warps": 32 // each, "BLOCK_N": 8192 // each}
+        one = measure(softmax_long_kernel, N, each, LOWEST=-3e38, **options)
+        part = each * PROCESSORS * N * 2 / CACHE
+        print(f"N = {N:6}, {each} each, {part:.2f} of L2: {one:5.0f} GB/s")
+
+# %%
+# The benchmark
+# -------------
+#
+# bfloat16, :math:`2^{29}` elements at each length, so that no kernel is
+# shorter than its launch. The figure counts two tensors forward and three
+# backward, whatever a kernel really moved. ``Roof`` is a copy, and an addition.
+# All backwards are called through autograd.
+
+NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
+SIZES = [256, 1024, 3000, 4096, 16384, 50257, 65536, 131072]
+curve = partial(Benchmark, ["N"], SIZES, "provider", NAMES, NAMES, x_log=True)
+CURVES = [curve("softmax", {"tensors": 2}, ylabel="GB/s")]
+CURVES += [curve("softmax_backward", {"tensors": 3}, ylabel="GB/s")]
+
+
+@triton.testing.perf_report(CURVES)
+def benchmark(N, provider, tensors):
+    x, g = random(N), random(N)
+    torch.compiler.reset()  # after eight shapes it would fall back to eager
+    eager = partial(torch.softmax, dim=-1)
+    fast = torch.compile(lambda x: eager(x), fullgraph=True, dynamic=False)
+    op = [softmax, eager, fast, None][NAMES.index(provider)]
+    if provider == "Roof":
+        y = torch.empty_like(x)
+        copy, add = partial(y.copy_, x), partial(torch.add, x, g, out=y)
+        call = copy if tensors == 2 else add
+    elif tensors == 2:
+        call = partial(op, x)
+    else:
+        y = op(x.requires_grad_())
+        call = partial(torch.autograd.grad, y, x, g, retain_graph=True)
+    return rates(call, tensors)
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results, results_backward = benchmark.run(True, True, return_df=True)
+
+# %%
+# Beside the best of PyTorch and ``torch.compile``, and beside the roof:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for table in (results, results_backward):
+        table = table.set_index("N").loc[[1024, 4096, 16384, 65536]]
+        ours, *others, roof = (table[column] for column in table.columns)
+        both = ours / pd.concat(others, axis=1).max(axis=1), ours / roof
+        both = pd.concat(both, axis=1, keys=["of the best", "of the roof"])
+        print(both.round(3))
+
+# %%
+# Reading the result
+# ------------------
+#
+# While a row is in registers the kernel is near the roof: other programs load
+# while one waits for its sum. A longer row is read twice, so the caches have to
+# be fast enough, and large enough: backward, with the longest rows, even one
+# program for each multiprocessor has too much under way.
+#
+# At 50257, an odd length, ``VEC`` is 1, and a thread makes eight loads for one.
+# PyTorch takes apart what lies before the first multiple of 16 bytes. Choose a
+# multiple of 8 where you can; models pad their vocabularies for that.
+#
+# Break it: a maximum that starts at -inf
+# ---------------------------------------
+#
+# The natural start, it seems. This row is padded on the left:
+
+if __name__ == "__main__":
+    x = torch.zeros(1, 20_000, device=DEVICE)
+    x[0, :10_000] = -torch.inf
+    y, sizes = torch.empty_like(x), (1, 5000, 5000, 4)
+    for lowest in (-math.inf, torch.finfo(torch.float32).min):
+        softmax_long_kernel[(1,)](x, y, *sizes, tl.float32, lowest, 1024)
+        print(f"m starts at {lowest:8.2g}: {y.isnan().sum():5} NaN")
+
+# %%
+# After the first block ``larger`` is still ``-inf``, and ``m - larger`` is
+# ``-inf - -inf``, which is NaN, for good. From the lowest finite number, every
+# difference is a number or ``-inf``. A row of nothing else is NaN by 0 / 0.
+#
+# Go further
+# ----------
+#
+# The backward op has none itself. What are its two gradients for an incoming
+# ``v``, and which op computes one of them?
+#
+# Next is ``rms_norm.py``. To read on: the online softmax's `paper
+# <https://arxiv.org/abs/1805.02867>`_.
+
+# %%
+# Answers
+# -------
+#
+# For :math:`g` it is :math:`y\,(v - \sum v\,y)`, the op itself for ``v``
+# and ``y``. For :math:`y` it is :math:`v\,(g - \sum g\,y) - g \sum v\,y`.
