@@ -18,7 +18,7 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help html record record-apart trace sanitize check-records compare spread serve test test-gpu lint clean
+.PHONY: help html record record-apart trace sanitize peers check-records compare spread serve test test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -42,6 +42,9 @@ trace:  ## make what a RECIPE=section/name reads at its execution, in the enviro
 
 sanitize: $(SITE_READY)  ## on a GPU host, run the checks of recipes under compute-sanitizer
 	@$(PY) -m triton_gallery sanitize $(RECIPE)
+
+peers: $(SITE_READY)  ## on a GPU host, measure ops beside other libraries' and record it; RECIPE=section/name prints only
+	@$(PY) benchmarks/peers.py $(RECIPE)
 
 check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
 	@$(PY) -m triton_gallery check-records $(RECIPE)

@@ -22,7 +22,11 @@ def test_file_tree_is_complete() -> None:
         if not line.startswith(" ") and name.endswith("/"):
             folder = name
         named.add(name if not line.startswith(" ") else folder + name)
-    files = [name for name in tracked() if re.match(r"src/|docs/[^/]*$|gallery/[^/]*$|(tests/)?[^./][^/]*$", name)]
+    files = [
+        name
+        for name in tracked()
+        if re.match(r"src/|docs/[^/]*$|gallery/[^/]*$|((tests|benchmarks)/)?[^./][^/]*$", name)
+    ]
     files = [name for name in files if name not in {"LICENSE", "gallery/GALLERY_HEADER.rst"}]
     assert [name for name in files if name not in named] == []
     assert [name for name in named if "<" not in name and "*" not in name and not (ROOT / name).exists()] in (

@@ -15,10 +15,11 @@ import pytest
 from bs4 import BeautifulSoup
 from project import Project
 
+from triton_gallery.formats import BadRecordError
 from triton_gallery.outputs import Frame, Output
 from triton_gallery.pages import Pages, Run
 from triton_gallery.recipes import Recipe, cell_hash, load
-from triton_gallery.records import BadRecordError, Records
+from triton_gallery.records import Records
 from triton_gallery.tables import Table
 
 GUARDED = """

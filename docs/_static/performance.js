@@ -1,7 +1,6 @@
-// Makes the performance page's table sortable by a click on a column's title, and filterable by words.
-document.addEventListener("DOMContentLoaded", () => {
-  const table = document.querySelector("table.performance");
-  if (!table) return;
+// Makes the performance page's tables sortable by a click on a column's title, and the one of all recipes filterable by
+// words.
+function makeSortable(table) {
   const body = table.tBodies[0];
   const key = (row, column) => row.cells[column].textContent.trim();
   const number = (text) => parseFloat(text.replace(/^[^0-9.-]*/, ""));
@@ -22,7 +21,10 @@ document.addEventListener("DOMContentLoaded", () => {
       body.append(...sorted);
     });
   });
+}
 
+function makeFilterable(table) {
+  const body = table.tBodies[0];
   const filter = document.createElement("input");
   filter.type = "search";
   filter.placeholder = "Filter: a recipe, a device, …";
@@ -35,4 +37,9 @@ document.addEventListener("DOMContentLoaded", () => {
     }
   });
   table.closest(".table-box").before(filter);
+}
+
+document.addEventListener("DOMContentLoaded", () => {
+  document.querySelectorAll("table.sortable").forEach(makeSortable);
+  document.querySelectorAll("table.performance").forEach(makeFilterable);
 });

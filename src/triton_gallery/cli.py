@@ -16,11 +16,13 @@ from sphinx.cmd.build import main as sphinx_build
 from triton_gallery.compare import compare, measure_spread
 from triton_gallery.device import detect
 from triton_gallery.execute import refresh
+from triton_gallery.formats import BadRecordError, commit
 from triton_gallery.needs import missing, packages
 from triton_gallery.pages import Pages, Run
+from triton_gallery.peers import load_all
 from triton_gallery.progress import progress
 from triton_gallery.recipes import Recipe, load
-from triton_gallery.records import TOOLS, BadRecordError, Records, commit
+from triton_gallery.records import TOOLS, Records
 from triton_gallery.rows import rows
 from triton_gallery.sanitize import sanitize
 
@@ -163,14 +165,17 @@ def sanitize_recipes(options: argparse.Namespace) -> int:
 
 
 def check_records(options: argparse.Namespace) -> int:
-    """List the recipes whose record is missing or stale."""
-    wanting = 0
-    for recipe in _recipes(options.recipe):
+    """List the recipes whose record is missing or stale, and those whose figures beside other libraries are stale."""
+    recipes, wanting = _recipes(options.recipe), 0
+    stale = {row.recipe for run in load_all(RECORDS) for row in run.stale(recipes)}
+    for recipe in recipes:
         found = Records(RECORDS).of(recipe)
-        if not found or not found[0].is_fresh(recipe):
+        faults = [] if found and found[0].is_fresh(recipe) else ["stale" if found else "missing"]
+        faults += ["stale beside other libraries"] if recipe.key in stale else []
+        if faults:
             wanting += 1
-            console.print(f"{recipe.key:<32} {'stale' if found else 'missing'}")
-    console.print(f"{wanting} of {len(_recipes(options.recipe))} recipes want a new record")
+            console.print(f"{recipe.key:<32} {', '.join(faults)}")
+    console.print(f"{wanting} of {len(recipes)} recipes want a new record")
     return int(wanting > 0)
 
 

@@ -6,17 +6,29 @@ that does not fit the schema is refused, and nothing in one is ever executed.
 """
 
 import json
-import os
-import re
 import subprocess
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
+from triton_gallery.formats import (
+    COMMIT,
+    DATE,
+    DEVICE,
+    HASH,
+    PACKAGES,
+    TEXT,
+    BadRecordError,
+    Device,
+    dump,
+    list_of,
+    object_of,
+    parse,
+    replace,
+    slug,
+    validate,
+)
 from triton_gallery.outputs import Output, from_json
 from triton_gallery.pages import Run
 from triton_gallery.recipes import Recipe, cell_hashes, code_hash
@@ -24,74 +36,32 @@ from triton_gallery.recipes import Recipe, cell_hashes, code_hash
 SCHEMA_VERSION = 1
 TOOLS = ["memcheck", "racecheck", "initcheck"]
 
-_TEXT = {"type": "string"}
-_OPTIONAL_TEXT = {"type": ["string", "null"]}
-_HASH = {"type": "string", "pattern": "^[0-9a-f]{16}$"}
-
-
-def _object(optional: Sequence[str] = (), **properties: object) -> dict[str, object]:
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def _list(items: object) -> dict[str, object]:
-    return {"type": "array", "items": items}
-
-
-_TABLE = _object(
+_TABLE = object_of(
     name={"type": "string", "pattern": "^results"},
-    x=_TEXT,
-    unit=_TEXT,
-    xs=_list({"type": ["number", "string"]}),
-    series={"type": "object", "additionalProperties": _list({"type": ["number", "null"]})},
+    x=TEXT,
+    unit=TEXT,
+    xs=list_of({"type": ["number", "string"]}),
+    series={"type": "object", "additionalProperties": list_of({"type": ["number", "null"]})},
 )
-_OUTPUT = _object(
-    code=_HASH,
-    text=_TEXT,
-    figures=_list({"type": "string", "pattern": r"^[A-Za-z0-9_]+\.png$"}),
-    frame={"anyOf": [{"type": "null"}, _object(columns=_list(_TEXT), rows=_list(_list(_TEXT)))]},
-    tables=_list(_TABLE),
+_OUTPUT = object_of(
+    code=HASH,
+    text=TEXT,
+    figures=list_of({"type": "string", "pattern": r"^[A-Za-z0-9_]+\.png$"}),
+    frame={"anyOf": [{"type": "null"}, object_of(columns=list_of(TEXT), rows=list_of(list_of(TEXT)))]},
+    tables=list_of(_TABLE),
 )
-_DEVICE = _object(
-    name=_TEXT,
-    capability=_TEXT,
-    memory={"type": "integer"},
-    driver=_OPTIONAL_TEXT,
-    cuda=_OPTIONAL_TEXT,
-    torch=_TEXT,
-    triton=_TEXT,
-    python=_TEXT,
-)
-_SCHEMA = _object(
+_SCHEMA = object_of(
     optional=["packages"],  # records of before have none
     schema={"const": SCHEMA_VERSION},
-    code=_HASH,
-    device=_DEVICE,
-    date={"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00$"},
-    commit={"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[0-9a-f]{7,40}$"}]},
+    code=HASH,
+    device=DEVICE,
+    date=DATE,
+    commit=COMMIT,
     seconds={"type": "number"},
-    packages={"type": "object", "additionalProperties": _TEXT},
-    sanitized=_list({"enum": TOOLS}),
-    outputs=_list(_OUTPUT),
+    packages=PACKAGES,
+    sanitized=list_of({"enum": TOOLS}),
+    outputs=list_of(_OUTPUT),
 )
-
-
-class BadRecordError(ValueError):
-    """A record that does not fit; the message names the file and the reason."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """The device and the software of a recorded run; `device.Environment` explains the fields."""
-
-    name: str
-    capability: str
-    memory: int
-    driver: str | None
-    cuda: str | None
-    torch: str
-    triton: str
-    python: str
 
 
 @dataclass(frozen=True)
@@ -128,11 +98,6 @@ class Record:
     def is_fresh(self, recipe: Recipe) -> bool:
         """Whether the recipe still has the code that was recorded."""
         return self.code == code_hash(cell_hashes(recipe))
-
-
-def slug(device: str) -> str:
-    """Return a device's name as its folder is called: `nvidia-h200`."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 class Records:
@@ -174,8 +139,8 @@ class Records:
         _validate(path, content)
         path.parent.mkdir(parents=True, exist_ok=True)
         for name, picture in figures.items():
-            _replace(path.parent / name, picture)
-        _replace(path, _dump(content))
+            replace(path.parent / name, picture)
+        replace(path, dump(content))
         for old in path.parent.glob(f"sphx_glr_{recipe.name}_[0-9]*.png"):
             if old.name not in figures:
                 old.unlink()
@@ -193,7 +158,7 @@ class Records:
         content = json.loads(path.read_text(encoding="utf-8"))
         content["sanitized"] = tools
         _validate(path, content)
-        _replace(path, _dump(content))
+        replace(path, dump(content))
 
 
 def load(path: Path) -> Record:
@@ -211,19 +176,8 @@ def load_at(revision: str, path: Path) -> Record | None:
     return _parse(path, shown.stdout) if shown.returncode == 0 else None
 
 
-def commit() -> str | None:
-    """Return the project's revision: that of the variable COMMIT, else git's, else None."""
-    if given := os.environ.get("COMMIT"):
-        return given
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() if asked.returncode == 0 else None
-
-
 def _parse(path: Path, text: bytes) -> Record:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise BadRecordError(f"{path}: not JSON, perhaps cut short: {error}") from None
+    content = parse(path, text)
     _validate(path, content)
     outputs = [from_json(output) for output in content["outputs"]]
     if code_hash(output.code for output in outputs) != content["code"]:
@@ -233,23 +187,8 @@ def _parse(path: Path, text: bytes) -> Record:
 
 
 def _validate(path: Path, content: Any) -> None:
-    try:
-        jsonschema.validate(content, _SCHEMA)
-    except jsonschema.ValidationError as error:
-        raise BadRecordError(f"{path}: {error.json_path}: {error.message}") from None
+    validate(path, content, _SCHEMA)
     for output in content["outputs"]:
         for table in output["tables"]:
             if any(len(values) != len(table["xs"]) for values in table["series"].values()):
                 raise BadRecordError(f"{path}: {table['name']}: a series is not as long as its x")
-
-
-def _dump(content: Mapping[str, object]) -> bytes:
-    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as partial:
-        partial.write(content)
-    Path(partial.name).chmod(0o644)
-    Path(partial.name).replace(path)

@@ -16,7 +16,7 @@ from triton_gallery.recipes import Recipe
 from triton_gallery.records import Record, Records
 from triton_gallery.rows import rows
 from triton_gallery.sphinx import page
-from triton_gallery.sphinx.show import figure, grid, size
+from triton_gallery.sphinx.show import figure, first_cells, grid, size
 from triton_gallery.tables import Table
 
 if TYPE_CHECKING:
@@ -94,22 +94,15 @@ class PerformanceDirective(SphinxDirective):
             for item in found
             if (roof := item.table.of_roof(-1))
         ]
-        table = grid(COLUMNS, [item.cells() for item in found], "performance")
+        table = grid(COLUMNS, [item.cells() for item in found], "performance", "sortable")
         gallery = env.config.sphinx_gallery_conf["gallery_dirs"]
-        for place, item in zip(_first_cells(table), found, strict=True):
+        for place, item in zip(first_cells(table), found, strict=True):
             place += nodes.reference("", item.recipe.name, refuri=f"{gallery}/{item.recipe.key}.html", internal=True)
         data = nodes.paragraph("", "Every recorded figure: ")
         data += nodes.reference("", "CSV", refuri=f"{PAGE}.csv")
         data += nodes.Text(", ")
         data += nodes.reference("", "JSON", refuri=f"{PAGE}.json")
         return [nodes.raw("", f'<div class="chart">{fractions_svg(bars)}</div>', format="html"), table, data]
-
-
-def _first_cells(table: nodes.Node) -> Iterator[nodes.paragraph]:
-    """Yield the paragraph in the first cell of each row of a table's body."""
-    for body in table.findall(nodes.tbody):
-        for row in body.findall(nodes.row):
-            yield next(row.findall(nodes.paragraph))
 
 
 def _sources(env: "BuildEnvironment") -> tuple[Records, list[Recipe]]:

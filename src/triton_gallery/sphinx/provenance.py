@@ -10,8 +10,9 @@ from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 
 from triton_gallery.device import Environment
+from triton_gallery.formats import Device
 from triton_gallery.pages import Pages, Run
-from triton_gallery.records import Device, Record
+from triton_gallery.records import Record
 from triton_gallery.sphinx.page import RecipePage, recipe_page
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """How outputs look on a page: charts, tables, text and figures, the same for live and recorded ones."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from docutils import nodes
 
@@ -61,12 +61,21 @@ def size(x: float | str) -> str:
     return x if isinstance(x, str) else short(x)
 
 
-def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], kind: str) -> nodes.Node:
-    """Return a table in a box that scrolls sideways by itself."""
+def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], *kinds: str) -> nodes.Node:
+    """Return a table, of these classes, in a box that scrolls sideways by itself."""
     group = nodes.tgroup("", *(nodes.colspec(colwidth=1) for _ in columns), cols=len(columns))
     group += nodes.thead("", _row(columns))
     group += nodes.tbody("", *map(_row, rows))
-    return nodes.container("", nodes.table("", group, classes=[kind], support_smartquotes=False), classes=["table-box"])
+    return nodes.container(
+        "", nodes.table("", group, classes=[*kinds], support_smartquotes=False), classes=["table-box"]
+    )
+
+
+def first_cells(table: nodes.Node) -> Iterator[nodes.paragraph]:
+    """Yield the paragraph in the first cell of each row of a table's body."""
+    for body in table.findall(nodes.tbody):
+        for row in body.findall(nodes.row):
+            yield next(row.findall(nodes.paragraph))
 
 
 def _row(texts: Sequence[str]) -> nodes.row:
