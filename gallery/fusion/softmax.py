@@ -104,9 +104,7 @@ if __name__ == "__main__":
 #   normal float32 numbers. ``tl.exp2`` makes them zero.
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-HIDDEN = tl.constexpr(-math.inf)
-KEEP = tl.constexpr("evict_last")
-DROP = tl.constexpr("evict_first")
+KEEP, DROP = tl.constexpr("evict_last"), tl.constexpr("evict_first")
 
 
 @triton.jit
@@ -125,8 +123,10 @@ def softmax_kernel(
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr = 1,
+    STAGES: tl.constexpr,
 ):
+    # Not a global: torch.compile writes those down, and inf is no name.
+    HIDDEN: tl.constexpr = float("-inf")
     # In int64, or a row's offset would overflow behind element 2**31.
     first = tl.program_id(axis=0).to(tl.int64)
     tiles, programs = tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)
@@ -178,6 +178,7 @@ def softmax_long_kernel(
 ):
     first = tl.program_id(axis=0).to(tl.int64)
     N = N_vecs * VEC
+    HIDDEN: tl.constexpr = float("-inf")
     ROWS: tl.constexpr = 4 if VEC > 1 else 2  # single loads take registers
     BLOCK: tl.constexpr = ROWS * BLOCK_N
     block = tl.arange(0, ROWS)[:, None] * BLOCK_N  # (ROWS, 1)
@@ -226,8 +227,8 @@ def softmax_backward_kernel(
     VEC: tl.constexpr,
     ACC: tl.constexpr,
     WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr = 1,
 ):
     first = tl.program_id(axis=0).to(tl.int64)
     N = N_vecs * VEC
@@ -331,7 +332,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         if "BLOCK_M" in options:
-            wrap_triton(softmax_kernel)[grid](*arguments, **options)
+            wrap_triton(softmax_kernel)[grid](*arguments, **options, STAGES=1)
         else:
             wide = torch.promote_types(x.dtype, torch.float32)
             options["LOWEST"] = torch.finfo(wide).min
@@ -350,7 +351,7 @@ def softmax_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     M, N = y.shape
     VEC = math.gcd(int(N), 16 // y.element_size())
     grid, options = in_registers(y, 2) or in_cache(y, 2)
-    options["WHOLE"] = "BLOCK_M" in options
+    options = {"WHOLE": "BLOCK_M" in options, "BLOCK_M": 1} | options
     arguments = grad, y, d, M, N // VEC, VEC, ACC[y.dtype]
     with torch.accelerator.device_index(y.device.index):
         wrap_triton(softmax_backward_kernel)[grid](*arguments, **options)
@@ -432,7 +433,7 @@ def measure(kernel, N, each=None, **options):
 if __name__ == "__main__" and DEVICE.type == "cuda":
     print("GB/s   each tile  persistent    STAGES=3")
     for N, each in ((1024, 12), (4096, 8), (16384, 2)):
-        at = partial(measure, softmax_kernel, N)
+        at = partial(measure, softmax_kernel, N, STAGES=1)
         print(f"{N:5} {at():10.0f} {at(each):11.0f} {at(each, STAGES=3):11.0f}")
 
 # %%

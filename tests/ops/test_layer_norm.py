@@ -148,7 +148,7 @@ def test_wide_accumulator(recipe: ModuleType, dtype: torch.dtype) -> None:
     x = torch.full((2, 1000), 300.0, dtype=dtype, device=recipe.DEVICE)
     x[:, ::2] *= -1
     one = torch.ones_like(x[0])
-    assert torch.equal(recipe.layer_norm(x, one, 0 * one, EPS), x.sign())
+    torch.testing.assert_close(recipe.layer_norm(x, one, 0 * one, EPS), x.sign())
 
 
 def test_constant_rows(recipe: ModuleType) -> None:
@@ -169,7 +169,7 @@ def test_special_values_stay_in_their_row(recipe: ModuleType, N: int) -> None:
     expected = torch.nn.functional.layer_norm(x, (N,), one, one, EPS)
     out = recipe.layer_norm(x, one, one, EPS)
     assert torch.equal(out.isnan(), expected.isnan())
-    assert torch.equal(out[::4], expected[::4])
+    torch.testing.assert_close(out[::4], expected[::4])
 
 
 def test_statistics_have_no_gradient(recipe: ModuleType) -> None:
@@ -226,6 +226,23 @@ def test_opcheck(recipe: ModuleType) -> None:
             (recipe.native_layer_norm_backward, (dy, x.detach(), weight.detach(), stats)),
         ):
             assert set(torch.library.opcheck(op, args).values()) == {"SUCCESS"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(recipe: ModuleType, dynamic: bool) -> None:
+    """torch.compile takes the op, its gradients, and other sizes."""
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda x, weight, bias: recipe.layer_norm(x * 2, weight, bias, EPS), fullgraph=True, dynamic=dynamic
+    )
+    for shape in ((4, 100), (6, 100), (3, 16384), (2, 40_000)):
+        *leaves, dy = recipe.inputs(*shape, dtype=torch.float32)
+        x, weight, bias = leaves
+        out, expected = compiled(*leaves), torch.nn.functional.layer_norm(x * 2, x.shape[-1:], weight, bias, EPS)
+        torch.testing.assert_close(out, expected)
+        for a, b in zip(*(torch.autograd.grad(t, leaves, dy) for t in (out, expected)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_refuses(recipe: ModuleType) -> None:

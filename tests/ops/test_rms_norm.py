@@ -148,6 +148,21 @@ def test_opcheck(recipe: ModuleType) -> None:
             assert set(torch.library.opcheck(op, (*args, EPS)).values()) == {"SUCCESS"}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(recipe: ModuleType, dynamic: bool) -> None:
+    """torch.compile takes the op, its gradients, and other sizes."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, weight: recipe.rms_norm(x * 2, weight, EPS), fullgraph=True, dynamic=dynamic)
+    for shape in ((4, 100), (6, 100), (3, 16384), (2, 40_000)):
+        *leaves, dy = recipe.inputs(*shape, dtype=torch.float32)
+        x, weight = leaves
+        out, expected = compiled(*leaves), torch.nn.functional.rms_norm(x * 2, x.shape[-1:], weight, EPS)
+        torch.testing.assert_close(out, expected)
+        for a, b in zip(*(torch.autograd.grad(t, leaves, dy) for t in (out, expected)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_refuses(recipe: ModuleType) -> None:
     """What the op does not take, it names."""
     x, weight = torch.ones(2, 3, device=recipe.DEVICE), torch.ones(3, device=recipe.DEVICE)
