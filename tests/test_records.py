@@ -15,6 +15,7 @@ import pytest
 from bs4 import BeautifulSoup
 from project import Project
 
+from triton_gallery import chart
 from triton_gallery.formats import BadRecordError
 from triton_gallery.outputs import Frame, Output
 from triton_gallery.pages import Pages, Run
@@ -358,3 +359,12 @@ def test_two_devices_stand_side_by_side(project: Project) -> None:
     assert "Other GPU, Test GPU 9000" in page.select_one(".chart svg").text
     assert len(json.loads((site / "performance.json").read_text())) == 14
     assert len((site / "performance.csv").read_text().splitlines()) == 15
+
+
+def test_names_on_an_axis_do_not_overlap() -> None:
+    """Of two sizes that lie close together only one is named."""
+    series = {name: [1.0, 2.0, 2.0, 3.0] for name in ("Triton", "Roof")}
+    table = Table("results", "N", "GB/s", [256.0, 3000.0, 4096.0, 131072.0], series)
+    names = {text.text for text in BeautifulSoup(chart.svg(table), "html.parser").select("text")}
+    assert names >= {"256", "3000", "128K"}
+    assert "4096" not in names

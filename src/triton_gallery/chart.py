@@ -1,5 +1,6 @@
 """Draws a benchmark table: as a PNG for a reader's thumbnail, as an SVG whose colours follow the page's theme."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from html import escape
@@ -106,11 +107,14 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
         else:
             line.set(marker="o", markersize=4, linewidth=2.4 if name in table.ours else 1.6)
         ends.append((points[-1], name, color))
-    if numeric and min(xs) > 0 and max(xs) >= 8 * min(xs):
+    logarithmic = numeric and min(xs) > 0 and max(xs) >= 8 * min(xs)
+    if logarithmic:
         axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(xs))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(x) if numeric else str(table.xs[int(x)])))
+    named = _with_room([math.log2(x) for x in xs] if logarithmic else xs) if numeric else []
+    names = {xs[i]: short(xs[i]) for i in named} if numeric else dict(zip(xs, map(str, table.xs), strict=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: names.get(x, "")))
     top = max((value for values in table.series.values() for value in values if value), default=0)
     if numeric and ends and max(value for (_, value), _, _ in ends) < top / 10:
         axes.set_yscale("log")  # the rates fall: from zero up, the lines would end as one
@@ -125,6 +129,16 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
         spine.set_color(palette[MUTED])
         spine.set_visible(side in {"left", "bottom"})
     return figure
+
+
+def _with_room(places: Sequence[float]) -> list[int]:
+    """Return the indexes of the places on an axis that can be named: none too near the one before."""
+    room = 0.07 * (max(places) - min(places))
+    named: list[int] = []
+    for i in sorted(range(len(places)), key=places.__getitem__):
+        if not named or places[i] - places[named[-1]] >= room:
+            named.append(i)
+    return named
 
 
 def _label(axes: "Axes", ends: list[tuple[tuple[float, float], str, str]]) -> None:
