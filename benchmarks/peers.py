@@ -197,8 +197,7 @@ class Trial:
             outputs = _tuple(function(*self.inputs, *self.work.constants))
             leaves = [tensor for tensor in self.inputs if tensor.requires_grad]
             return partial(torch.autograd.grad, outputs, leaves, self.grads, retain_graph=True)
-        plain = [tensor.detach() for tensor in self.inputs]
-        return lambda: _tuple(function(*plain, *self.work.constants))
+        return torch.no_grad()(lambda: _tuple(function(*self.inputs, *self.work.constants)))
 
     def check(self, name: str, got: tuple[Any, ...], ours: tuple[Any, ...]) -> None:
         """Compare results with ours: a call that means something else is not worth a time.

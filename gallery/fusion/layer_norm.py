@@ -29,6 +29,7 @@ if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from triton.testing import Benchmark
 
@@ -42,8 +43,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 # The problem in bytes
 # --------------------
 #
-# For each row :math:`x` of ``N`` elements, a weight :math:`w` and a bias
-# :math:`b`,
+# For a row :math:`x` of ``N`` elements, a weight :math:`w`, a bias :math:`b`,
 #
 # .. math:: y = (x - \mu)\,r\,w + b, \quad \mu = \tfrac{1}{N} \sum x, \quad
 #    r = 1 / \sqrt{\tfrac{1}{N} \sum (x - \mu)^2 + \epsilon}.
@@ -64,9 +64,8 @@ def layer_norm_torch(x, weight, bias, eps):
 
 
 def inputs(*shape, dtype=torch.float64):
-    kind = {"dtype": dtype, "device": DEVICE}
-    x, dy = torch.randn(shape, **kind), torch.randn(shape, **kind)
-    weight, bias = torch.randn((2, *shape[-1:]), **kind)
+    x, dy = torch.randn(2, *shape, dtype=dtype, device=DEVICE)
+    weight, bias = torch.randn(2, *shape[-1:], dtype=dtype, device=DEVICE)
     return *(t.detach().requires_grad_() for t in (x, weight, bias)), dy
 
 
@@ -84,10 +83,11 @@ def inputs(*shape, dtype=torch.float64):
 #     program 1   x x x x x x . .  -> sum -> x - mean -> sum of squares -> r
 #                 |<-- N -->| masked: read as 0, and after x - mean 0 again
 #
-# For each sum all threads of a program have to meet. So they take two along, of
-# :math:`x` and of :math:`x^2` (``tl.join`` makes one tile of two). The variance
-# is the mean of squares less :math:`\mu^2`. As long as :math:`\mu^2` is not the
-# larger, that loses two bits at most. Otherwise there is a second pass.
+# But for each sum a program's threads have to *meet*, to exchange their parts.
+# So the kernel first tries one meeting for two sums, of :math:`x` and
+# :math:`x^2` (``tl.join`` makes one tile of two). The variance is the mean of
+# squares less :math:`\mu^2`. If :math:`\mu^2` is no larger than the variance,
+# that loses two bits at most. Otherwise the second pass follows.
 #
 # Welford for longer rows
 # -----------------------
@@ -130,6 +130,7 @@ def layer_norm_kernel(
     ACC: tl.constexpr,
     UNIT: tl.constexpr,
     WHOLE: tl.constexpr,
+    SAVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -160,8 +161,9 @@ def layer_norm_kernel(
         d = means - mean[:, None]
         var = tl.sum(squares + k * d * d, axis=1) / N
     r = tl.rsqrt(var + EPS)
-    tl.store(stats_ptr + rows, mean, rows < M)
-    tl.store(stats_ptr + M + rows, r, rows < M)
+    if SAVE:
+        tl.store(stats_ptr + rows, mean, rows < M)
+        tl.store(stats_ptr + M + rows, r, rows < M)
     for start in range(0, BLOCK_N if WHOLE else N, BLOCK_N):
         offs_n = start + block  # (1, BLOCK_N)
         if not WHOLE:
@@ -185,7 +187,7 @@ def layer_norm_kernel(
 #    \mathrm{d}b = \sum_{\mathrm{rows}} \mathrm{d}y.
 #
 # RMSNorm's backward computed :math:`r` again, along with its own sum. Here that
-# would be one more meeting or two. So the forward saves both, 8 bytes a row.
+# would be one more meeting or two. So the forward saves it, and the mean.
 #
 # ``dw`` and ``db`` go across the rows. As in ``rms_norm.py``, there are about
 # as many programs as run at a time, in a loop over rows (three stages: the next
@@ -194,8 +196,8 @@ def layer_norm_kernel(
 # For rows of 16384 these sums fill half of a multiprocessor's registers. So
 # nothing but them is held while the threads meet: with ``AGAIN``, the row is
 # read once more, from L1. (The other eviction policy keeps the compiler from
-# merging the two loads.) A longer row is split among programs, by columns. Then
-# the kernel runs twice: once for the sums of each block, and with those given.
+# merging the two loads.) A longer row is split among programs, by columns, and
+# the kernel runs twice: for the sums (``TURN = 1``), then with them given.
 
 
 @triton.jit
@@ -223,8 +225,7 @@ def layer_norm_backward_kernel(
     pid, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
     offs_n = part * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     weight = read(weight_ptr + offs_n, offs_n < N, ACC, NONE)  # (1, BLOCK_N)
-    dw = tl.zeros((1, BLOCK_N), dtype=ACC)
-    db = tl.zeros((1, BLOCK_N), dtype=ACC)
+    dw, db = tl.zeros((1, BLOCK_N), ACC), tl.zeros((1, BLOCK_N), ACC)
     tiles, programs = tl.cdiv(M, BLOCK_M), tl.num_programs(0)
     for tile in tl.range(pid, tiles, programs, num_stages=1 if AGAIN else 3):
         rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -266,7 +267,8 @@ def layer_norm_backward_kernel(
 # -------
 #
 # As in PyTorch, ``layer_norm`` is ``native_layer_norm`` less the statistics,
-# which have no gradient. The sum over ``partial`` has a fixed order.
+# which have no gradient. A row is the last dimension, copied if not contiguous.
+# ``weight`` and ``bias`` are required, in the dtype of ``x``.
 
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
 ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -300,32 +302,33 @@ def common(N, *matrices):
 
 @triton_op("triton_gallery::native_layer_norm", mutates_args={})
 def native_layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of each row; each row's mean, and its factor r."""
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, save: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of each row; to ``save``, each row's mean and factor."""
     check(x, x, weight, bias)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     wide = torch.promote_types(x.dtype, torch.float32)
-    stats = x.new_empty(2, x.shape[:-1].numel(), dtype=wide)
+    stats = x.new_empty(2, x.shape[:-1].numel() * save, dtype=wide)
     if y.numel() == 0:
         return y, stats.zero_()
     x, weight, bias = as_rows(x), weight.contiguous(), bias.contiguous()
     M, N = x.shape
     full, block, options = common(N, x)
     rows, num_warps = max(1, 1024 // full), min(8, max(1, full // 1024))
-    options |= {"WHOLE": block == full, "BLOCK_M": rows, "num_warps": num_warps}
+    options |= {"WHOLE": block == full, "SAVE": save, "BLOCK_M": rows}
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         wrap_triton(layer_norm_kernel)[(triton.cdiv(M, rows),)](
-            *(x, weight, bias, y, stats, M, N, x.stride(0), eps), **options
+            *(x, weight, bias, y, stats, M, N, x.stride(0), eps),
+            **options | {"num_warps": num_warps},
         )
     return y, stats
 
 
 @triton_op("triton_gallery::native_layer_norm_backward", mutates_args={})
 def native_layer_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stats: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, weight: Tensor, stats: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``x``, ``weight`` and ``bias``."""
     check(x, dy, weight)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -333,10 +336,11 @@ def native_layer_norm_backward(
         return dx, torch.zeros_like(weight), torch.zeros_like(weight)
     dy, x = as_rows(dy), as_rows(x)
     M, N = x.shape
+    if stats.numel() != 2 * M:
+        raise ValueError("stats have to be those of a forward that saved them")
     full, block, options = common(N, dy, x)
     num_warps, again = min(8, max(1, full // 256)), block * x.itemsize > 16384
     rows, parts = 2 if full <= 2048 else 1, triton.cdiv(N, block)
-    # As many programs as run at a time; and no more than tiles.
     programs = SMS * min(16 // num_warps, max(1, 8192 // block))
     programs = min(triton.cdiv(M, rows), max(1, programs // parts))
     partial = stats.new_empty(programs, 2, N)
@@ -359,7 +363,7 @@ def save(ctx, inputs, output):
 
 
 def backward(ctx, dy, _):
-    return *native_layer_norm_backward(dy, *ctx.saved_tensors), None
+    return *native_layer_norm_backward(dy, *ctx.saved_tensors), None, None
 
 
 native_layer_norm.register_autograd(backward, setup_context=save)
@@ -367,7 +371,7 @@ native_layer_norm.register_autograd(backward, setup_context=save)
 
 def layer_norm(x, weight, bias, eps):
     """Return the norm of the last dimension, scaled and shifted."""
-    return native_layer_norm(x, weight, bias, eps)[0]
+    return native_layer_norm(x, weight, bias, eps, torch.is_grad_enabled())[0]
 
 
 # %%
@@ -375,7 +379,7 @@ def layer_norm(x, weight, bias, eps):
 # ---------
 #
 # ``gradcheck`` compares gradients with differences, in float64. Then all is
-# compared with float64 autograd: sums of some thousand terms, by blocks and in
+# compared with float64 autograd: sums of 20,000 terms at most, by blocks and in
 # trees, for which :math:`10^{-5}` will do; then a rounding to the dtype.
 
 
@@ -400,15 +404,15 @@ for dtype in ACC:
 # Break it: the variance in one pass
 # ----------------------------------
 #
-# Numbers with a variance of 1, and a mean that grows. Squares of 10,000 are
-# :math:`10^8`, where neighbours in float32 are 8 apart. A difference may be 0
-# or negative. The formula's variance, the kernel's, and the exact one:
+# Why not always the mean of squares less :math:`\mu^2`? If the mean is 10,000,
+# squares are near :math:`10^8`, where neighbours in float32 are 8 apart. The
+# formula's variance, the kernel's, and the exact one, which is near 1:
 
 if __name__ == "__main__":
     for mean in (0, 100, 1000, 10_000):
         x = torch.randn(9000, device=DEVICE) + mean
         naive = x.square().mean() - x.mean().square()
-        _, (_, r) = native_layer_norm(x, x, x, 0.0)
+        _, (_, r) = native_layer_norm(x, x, x, 0.0, True)
         variances = naive, r.pow(-2), x.double().var(correction=0)
         print(f"mean {mean:6}:", *(f"{v.item():9.4f}" for v in variances))
 
@@ -454,10 +458,9 @@ def add_under_lock(partial, barrier=True):
 #
 # Triton's compiler places barriers itself where threads hand each other
 # something in shared memory, such as what ``tl.atomic_cas`` returned. Here it
-# sees no need. (Had the kernel used what ``tl.atomic_xchg`` returns, a barrier
-# would stand before it, and hide the mistake.) So the race shows in some
-# kernels, now and then; without a GPU never, as the interpreter runs one
-# program after another. Ones are added, so the sums are known:
+# sees no need. So the race shows in some kernels, now and then; without a GPU
+# never, as the interpreter runs one program after another. Ones are added, so
+# the sums are known:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     ones = torch.ones(2048, 16384, device=DEVICE)
@@ -466,7 +469,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         wrong = sum((total != 2048).sum().item() for total, _ in runs)
         ptx = runs[0][1].asm["ptx"]
         count = ptx[ptx.rindex("st.global") : ptx.index("exch")].count("bar.")
-        print(f"{count} barriers before the release: {wrong} sums are wrong")
+        print(f"barriers before the release: {count}, wrong sums: {wrong}")
         assert wrong == 0 or not barrier
     noise = torch.randn_like(ones)
     for add in (lambda: add_under_lock(noise)[0], lambda: noise.sum(0)):
@@ -482,11 +485,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The benchmark
 # -------------
 #
-# bfloat16, :math:`2^{29}` elements in rows of different lengths, so that no
-# kernel is shorter than its launch; bytes of the algorithm, 2 tensors forward
-# and 3 backward. ``Roof`` is a copy. Backwards run through autograd, on a graph
-# built beforehand. Medians, with bands from the 20th to the 80th percentile,
-# then ratios: to the best of PyTorch and ``torch.compile``, and to the roof.
+# As in ``rms_norm.py``: bfloat16, :math:`2^{29}` elements, 2 tensors forward, 3
+# backward, medians with bands. ``Roof`` is a copy. The forward runs
+# under ``torch.no_grad``, as in inference, and saves nothing.
 
 SIZES = [256, 1024, 3000, 4096, 16384, 65536, 131072]
 NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
@@ -504,7 +505,7 @@ def benchmark(N, provider, tensors):
     if op is None:
         call, tensors = partial(torch.empty_like(dy).copy_, dy), 2
     elif tensors == 2:
-        call = partial(op, *(t.detach() for t in leaves), 1e-5)
+        call = torch.no_grad()(partial(op, *leaves, 1e-5))
     else:
         arguments = op(*leaves, 1e-5), leaves, dy
         call = partial(torch.autograd.grad, *arguments, retain_graph=True)
@@ -513,12 +514,8 @@ def benchmark(N, provider, tensors):
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    torch._functorch.config.donated_buffer = False  # run it again
+    torch._functorch.config.donated_buffer = False  # for retain_graph
     results, results_backward = benchmark.run(True, True, return_df=True)
-    for table in (results, results_backward):
-        table = table.set_axis(["N", *NAMES], axis=1).set_index("N")
-        for other in table[NAMES[1:3]].max(axis=1), table["Roof"]:
-            print((table["Triton"] / other).round(3).to_dict())
 
 # %%
 # Reading the result
@@ -526,8 +523,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The bytes bound it, as long as a row is in registers and the next one on its
 # way. At 16384 the backward's two sums leave no room for that: one program has
-# a multiprocessor to itself, and memory waits while it adds. Behind that, the
-# backward reads five tensors for three, the forward a row twice.
+# a multiprocessor to itself, and memory waits while it adds. At 3000 a quarter
+# of a block is masked, so less is under way. Longer rows move five tensors for
+# three backward. Forward they are read twice from memory, by the others too;
+# ``rms_norm.py`` has the reason.
 #
 # Go further
 # ----------

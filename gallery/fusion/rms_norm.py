@@ -8,7 +8,7 @@ RMSNorm
 
 RMSNorm divides each row by its root mean square, and multiplies by a weight.
 Most language models do it twice per layer. Forward it is a reduction inside an
-elementwise op; backward it also adds up over all rows, the other way.
+elementwise op; backward it also adds up across all rows.
 
 After ``softmax.py`` and this page you can
 
@@ -16,7 +16,7 @@ After ``softmax.py`` and this page you can
 * derive a backward that saves nothing but its inputs;
 * add up a weight's gradient in parallel, without locks, and get the same bits
   each time;
-* see where the registers end, and what to do behind that.
+* see where the registers end, and what to do with longer rows.
 """
 
 # sphinx_gallery_tags = ["autograd", "reduction", "memory bound"]
@@ -47,8 +47,8 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 #
 # .. math:: y = x\,r\,w, \qquad r = 1 / \sqrt{\tfrac{1}{N} \sum x^2 + \epsilon}.
 #
-# In plain PyTorch, in float32 inside, as models have it. The comments count
-# what is read and written, in units of a bfloat16 ``x``: 20 in all.
+# This is it in plain PyTorch, in float32 inside, as models have it. Comments
+# count what is read and written, in units of a bfloat16 ``x``: 20 in all.
 
 
 def rms_norm_plain(x, weight, eps):
@@ -95,10 +95,10 @@ def inputs(*shape, dtype=torch.float64):
 # * ``ACC``, float32 for half precision.
 # * ``EPS`` is a constexpr and keeps its digits; a float argument of a kernel
 #   arrives as float32.
-# * ``UNIT``. Triton notices integer arguments that 16 divides, and makes wide
-#   loads of that. 8 divides a row of 3000, enough for 16 bytes of bfloat16.
-#   Rounding down to a multiple of ``UNIT`` changes no value; the compiler
-#   learns what divides it.
+# * ``UNIT``. Triton notices integer arguments that 16 divides, and then loads
+#   16 bytes at once. For bfloat16 a multiple of 8 would do, as a row of 3000.
+#   ``N // UNIT * UNIT`` is still ``N``, but now the compiler knows that it is
+#   such a multiple.
 
 
 @triton.jit
@@ -164,9 +164,9 @@ def rms_norm_kernel(
 # Partial sums instead of locks
 # -----------------------------
 #
-# Programs that add to one ``dw`` take turns: by atomics, in any order, so that
-# the last bits change from run to run, or with a lock. Or each adds up its own
-# rows in its registers, and a second kernel adds up the programs:
+# Programs that add to one ``dw`` take turns, by atomics or with a lock. They
+# come in any order, so the last bits change from run to run. Or each adds up
+# its own rows in its registers, and a second kernel adds up the programs:
 #
 # .. code-block:: text
 #
@@ -183,12 +183,12 @@ def rms_norm_kernel(
 # Short rows stay in registers, and the loop loads the next ones meanwhile
 # (``STAGES``). A row of 32 KB does not fit beside ``dw`` and is loaded again,
 # from the multiprocessor's L1 cache (``TURN = 1``). Longer rows are split among
-# programs, and the kernel runs twice: once for the sums, once with them given.
+# programs, and the kernel runs twice: for the sums (2), then with them (3).
 
 
 @triton.jit
 def again(ptrs, mask, ACC: tl.constexpr):
-    # Under the policy of the first load it would be no load at all.
+    # With the policy of the first load, the compiler would make one of both.
     return tl.load(ptrs, mask, 0, eviction_policy="evict_first").to(ACC)
 
 
@@ -274,11 +274,11 @@ def sum_partial_kernel(
 # The ops
 # -------
 #
-# Two ops, as in ``triton_op.py``, with PyTorch's name and order of arguments.
-# (``eps`` has no default here: PyTorch's depends on the dtype.) Leading
-# dimensions become rows, which may lie apart; a row itself has to be
-# contiguous, and is copied if not. Nothing is tuned: how many rows and warps a
-# program has follows from the length of a row.
+# Two ops, as in ``triton_op.py``, with PyTorch's name and order of arguments,
+# less the shape: a row is the last dimension. ``weight`` is required, in the
+# dtype of ``x``. (``eps`` has no default: PyTorch's depends on the dtype.) Rows
+# may lie apart; those that are not contiguous are copied. Nothing is tuned: how
+# many rows and warps a program has follows from the length of a row.
 
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
 ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -321,7 +321,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     M, N = x.shape
     block = triton.next_power_of_2(int(N))
     whole = block * x.element_size() <= 65536
-    tile = 2048 if block < 4096 else 16384  # more rows wait for their sums
+    tile = 2048 if block < 4096 else 16384  # more loads before each sum
     rows = max(1, tile // block)
     block = block if whole else 16384
     # Triton launches on the current GPU, which may not be that of x.
@@ -455,9 +455,8 @@ if __name__ == "__main__":
 # bfloat16, :math:`2^{29}` elements in rows of different lengths, so that no
 # kernel is shorter than its launch; bytes of the algorithm, 2 tensors forward
 # and 3 backward. ``Roof`` is a copy of as many bytes. All backwards run through
-# autograd, on a graph built beforehand.
-# ``do_bench`` empties the L2 cache before each call; medians, with bands from
-# the 20th to the 80th percentile.
+# autograd, on a graph built beforehand. ``do_bench`` empties the L2 cache
+# before each call; medians, with bands from the 20th to the 80th percentile.
 
 SIZES = [256, 1024, 3000, 4096, 16384, 65536, 131072]
 NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
@@ -496,7 +495,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     results, results_backward = benchmark.run(True, True, return_df=True)
 
 # %%
-# The same as ratios, at three lengths:
+# As ratios, to the best of PyTorch and ``torch.compile``, and to the roof:
 
 
 def ratios(table):
@@ -515,10 +514,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# The bytes bound it. Where the forward falls below the roof, rows are so long
-# that few programs run at a time, or are read twice. The backward of a row of
-# 32 KB waits between its rows, with one program on a multiprocessor. Longer
-# ones move five tensors for three, and 3 / 5 of the roof is what is left.
+# While a row is in registers, the bytes bound it. At 3000 a quarter of a block
+# is masked, so a program has less under way. Backward, at 256, a tile has more
+# rows, and its threads exchange more sums for as many bytes; at 16384 a program
+# has a multiprocessor to itself, and memory waits while it sums.
+#
+# Rows of 65536 and more move five tensors for three backward: 3 / 5 of the roof
+# is left. Forward they move three for two. The second reading comes from memory
+# as well, since what is under way, with what is written, does not stay in L2.
+# PyTorch and ``torch.compile`` read them twice, too; the latter is slightly
+# ahead. ``softmax.py`` has what keeps rows in L2: persistent programs, eviction
+# policies, and a second pass from the end.
 #
 # Go further
 # ----------

@@ -7,14 +7,14 @@ Softmax
 =======
 
 Softmax turns a row of numbers into positive ones that add up to 1. Operator
-by operator it goes through memory eight times. A kernel can read once and
-write once; how it manages depends on how long a row is. Here you learn to
+by operator it goes through memory eight times; a kernel can read once and
+write once. After ``row_sum.py``, ``triton_op.py`` and this page you can
 
 * count what fusion saves before you write it;
 * keep several short rows, or a longer one, in a program's registers;
 * go over a row that does not fit with the *online* softmax, and have a cache
   serve the second pass;
-* avoid the ``-inf`` that fills its results with NaN.
+* avoid the ``-inf`` that fills a row with NaN.
 """
 
 # sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
@@ -95,13 +95,13 @@ if __name__ == "__main__":
 #             |  row 2  |     What lies behind the end of a row is
 #             +---------+     -inf: never the maximum, and exp(-inf) = 0.
 #
-# * With a grid of fewer programs than tiles, the loop makes a program
-#   *persistent*: it goes on to other tiles. ``STAGES`` is for an experiment.
+# * The op starts a program for each tile. If fewer run, they are *persistent*:
+#   they go on to other tiles. That, and ``STAGES``, is for an experiment below.
 # * ``N`` and the stride come in units of ``VEC`` elements. Since the compiler
 #   knows ``VEC``, it knows that all rows begin at multiples of it, and loads
 #   ``VEC`` elements, up to 16 bytes, with one instruction.
-# * ``tl.exp`` spends three more instructions on results that are too small for
-#   normal float32 numbers. ``tl.exp2`` makes them zero.
+# * ``tl.exp`` takes three more instructions, for results that are too small to
+#   be normal float32 numbers. ``tl.exp2`` makes those zero.
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 KEEP, DROP = tl.constexpr("evict_last"), tl.constexpr("evict_first")
@@ -125,7 +125,7 @@ def softmax_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # Not a global: torch.compile writes those down, and inf is no name.
+    # Not a global: torch.compile would write -inf, which Python cannot read.
     HIDDEN: tl.constexpr = float("-inf")
     # In int64, or a row's offset would overflow behind element 2**31.
     first = tl.program_id(axis=0).to(tl.int64)
@@ -159,9 +159,10 @@ def softmax_kernel(
 #
 # To write the result, a second pass reads the row again. That should not come
 # from memory: the rows under way on the whole GPU have to fit in its L2 cache.
-# This is what a persistent grid is good for, it sets their number. The first
-# pass asks the caches to keep what it reads, ``evict_last``. The second goes
-# from the end to the start, as the end is what they saw last.
+# This is what persistent programs are good for: the grid sets their number. The
+# first pass asks the caches to keep what it reads, ``evict_last``. The second
+# goes from the end to the start, as the end is what they saw last. (Why ``m``
+# starts at ``LOWEST``, a finite number, is in "Break it".)
 
 
 @triton.jit
@@ -266,9 +267,10 @@ def softmax_backward_kernel(
 # The launcher
 # ------------
 #
-# No tuning, the length of a row decides. In registers, a thread has 16
-# elements, more where the threads are not enough. In the cache there are four,
-# two or one program for each multiprocessor, so that their rows fit.
+# A row is the last dimension, and is copied if it is not contiguous. No tuning,
+# its length decides. In registers, a thread has 16 elements, more where 8 warps
+# (backward 16) are not enough. In the cache there are four, two or one program
+# for each multiprocessor, so that their rows fit.
 
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
 ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -437,9 +439,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{N:5} {at():10.0f} {at(each):11.0f} {at(each, STAGES=3):11.0f}")
 
 # %%
-# A program for each tile needs no care: as one ends, the next one starts, and
-# others on its multiprocessor load meanwhile. In the second, rows are in the
-# cache. More programs hide more waiting, but have more rows under way:
+# A program for each tile is best, and needs no care: as one ends, the next one
+# starts, and others on its multiprocessor load meanwhile. In the second, rows
+# are in the cache. More programs hide more waiting, with more rows under way.
+# When these outgrow L2, rates fall; the launcher leaves room for the results:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for N, each in itertools.product((32768, 65536, 131072), (4, 2, 1)):
@@ -502,18 +505,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # While a row is in registers the kernel is near the roof: other programs load
-# while one waits for its sum. A longer row is read twice, so the caches have to
-# be fast enough, and large enough: backward, with the longest rows, even one
-# program for each multiprocessor has too much under way.
+# while one waits for its sum. Backward at 16384 there are none: ``g`` and ``y``
+# leave no registers for a second program. ``torch.compile`` goes over the rows
+# twice, in blocks, and is faster. Longer rows we read twice, too. The caches
+# have to be fast enough, and large enough: backward, with the longest rows,
+# even one program for each multiprocessor has too much under way.
 #
-# At 50257, an odd length, ``VEC`` is 1, and a thread makes eight loads for one.
-# PyTorch takes apart what lies before the first multiple of 16 bytes. Choose a
-# multiple of 8 where you can; models pad their vocabularies for that.
+# 50257 is odd, so ``VEC`` is 1, and eight loads do the work of one. PyTorch's
+# forward, which is faster here, loads so only up to a row's first multiple of
+# 16 bytes. Choose a multiple of 8; models pad their vocabularies for that.
 #
 # Break it: a maximum that starts at -inf
 # ---------------------------------------
 #
-# The natural start, it seems. This row is padded on the left:
+# It seems the natural start. This row is padded on the left:
 
 if __name__ == "__main__":
     x = torch.zeros(1, 20_000, device=DEVICE)
@@ -526,13 +531,13 @@ if __name__ == "__main__":
 # %%
 # After the first block ``larger`` is still ``-inf``, and ``m - larger`` is
 # ``-inf - -inf``, which is NaN, for good. From the lowest finite number, every
-# difference is a number or ``-inf``. A row of nothing else is NaN by 0 / 0.
+# difference is a number or ``-inf``. A row of only ``-inf`` is NaN, by 0 / 0.
 #
 # Go further
 # ----------
 #
-# The backward op has none itself. What are its two gradients for an incoming
-# ``v``, and which op computes one of them?
+# The backward op has no backward. What would its two gradients be for an
+# incoming ``v``, and which op computes one of them?
 #
 # Next is ``rms_norm.py``. To read on: the online softmax's `paper
 # <https://arxiv.org/abs/1805.02867>`_.

@@ -14,7 +14,7 @@ After it you can
 
 * count what any PyTorch function moves, forward and backward;
 * recompute in a backward what others keep for it;
-* read two halves of one projection in place, and write their gradient so;
+* read two halves of a projection in place, and write both gradients into one;
 * say what one odd element costs.
 """
 
@@ -50,8 +50,8 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 #    \qquad \text{silu}(x) = x\,\sigma(x) = \frac{x}{1 + e^{-x}}
 #
 # All tensors have one size here, so the unit of traffic is *a tensor*, read or
-# written once. Every operator that PyTorch runs, autograd's too, passes through
-# a *dispatch mode* that sees its arguments and results, so count. (Views move
+# written once. A *dispatch mode* sees the arguments and results of every
+# operator that PyTorch runs, autograd's too, and so can count. (Views move
 # nothing.) A hook sees what is kept for the backward.
 
 
@@ -103,7 +103,7 @@ if __name__ == "__main__":
 #    \qquad d_\text{up} = g \cdot \text{gate} \cdot \sigma,
 #
 # three reads and two writes, 5 instead of 9. A dozen operations for ten bytes:
-# time should go with tensors, and 5/3 and 9/5 be all that there is to gain.
+# tensors should decide the time, and 5/3 and 9/5 be all that there is to gain.
 #
 # The kernels
 # -----------
@@ -234,10 +234,10 @@ def launch(kernel, inputs, out, *offset, block=1024, num_warps=4, unit=8):
 # The ops
 # -------
 #
-# ``triton_op.py`` explains how a kernel becomes an op. ``swiglu(gate, up)`` has
-# two gradients, ``swiglu_packed(x)``, which takes the whole projection, gate in
-# front, has one. Either backward fills one buffer, and hands it to the kernel
-# whole: of a view that a kernel writes to, ``torch.compile`` makes a copy.
+# ``triton_op.py`` explains how a kernel becomes an op. ``swiglu(gate, up)``, of
+# one shape and dtype, has two gradients. ``swiglu_packed(x)`` takes the whole
+# projection, gate in front, and has one. Either backward fills one buffer, and
+# hands it on whole: of a view that a kernel writes to, Inductor makes a copy.
 
 
 def check(*tensors):
@@ -357,10 +357,10 @@ if __name__ == "__main__":
 # Two halves of one projection
 # ----------------------------
 #
-# Five ways from a projection to the output. A copy of the halves costs more
-# than the op. Their gradients are halves too, and somebody has to make one
-# tensor of them: autograd concatenates those of chunks, and pads and adds up
-# those of slices. After the packed op nothing is left to do.
+# Five ways from a projection to the output: PyTorch's operators; our op on
+# copies of the halves, on slices, on chunks; the packed op. The gradients of
+# halves have to become one tensor: autograd concatenates those of chunks, and
+# pads and adds up those of slices. The packed op writes it at once.
 
 WAYS = {
     "PyTorch": partial(split, swiglu_torch),
@@ -382,9 +382,8 @@ if __name__ == "__main__":
 # The backward needs :math:`\sigma`, which the forward had in registers. Why not
 # keep it, as PyTorch keeps ``silu(gate)``? Because a tensor is kept in memory:
 # written by the forward, read by the backward, 4 and 6 instead of 3 and 5, and
-# rounded on the way. What it follows from is read anyway. ``torch.compile``
-# shall write the kernels that keep. Does the count predict the time? GB/s are
-# those of the traffic counted.
+# rounded on the way. What it follows from is read anyway. To test that, have
+# ``torch.compile`` write kernels that keep it. GB/s are of the traffic counted:
 
 
 def keep(gate, up):
@@ -421,7 +420,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(table.sort_values("tensors").round(2).to_string(index=False))
 
 # %%
-# Where GB/s are the same, the count explains the time.
+# Where GB/s are the same, the count explains the time. They are lower where an
+# operator of PyTorch reads or writes a half in place, element by element.
 #
 # How wide
 # --------
@@ -449,17 +449,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # One odd element at the end, and no mask is known to cover eight at a time: the
-# compiler falls back to loads of one element, for all of the tensor. So keep
-# the sizes of a projection multiples of eight.
+# compiler falls back to loads of one element, for all of the tensor. It costs
+# most in the contiguous one, where a thread still has eight neighbours and a
+# warp's loads leave gaps. Keep the sizes of a projection multiples of eight.
 #
 # The benchmark
 # -------------
 #
 # First by tokens ``M``, gate and up apart, ``N = 14336``; then the halves of a
 # projection by ``N``, with ``M * N`` fixed. GB/s are those of the algorithm in
-# bfloat16, ``3 * M * N`` elements forward and 5 backward, through autograd.
-# ``Roof`` is an addition that moves as many bytes: the forward's mix, and near
-# the backward's, two reads to a write where it has three to two.
+# bfloat16, 3 tensors forward and 5 backward, through autograd. ``Roof`` is an
+# addition of as many bytes: the forward's mix, and near the backward's.
 
 NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
 CURVES = {
@@ -514,11 +514,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # With many tokens the forward is, to memory, the addition of the roof, and so
 # is the code that ``torch.compile`` writes: fusion is what compilers do best.
-# It falls behind in the backward of the halves, as if it read its inputs twice,
-# once for each half of the result.
+# In the backward of the halves that falls behind, as if it read its inputs
+# twice, once for each half of the result.
 #
-# With few tokens the cost of a call is what you see, above all that of an
-# autograd formula in Python. ``cuda_graphs.py`` takes it away.
+# With few tokens you see the cost of a call, more than PyTorch's, as launcher
+# and autograd formula are Python. ``cuda_graphs.py`` takes it away.
 #
 # Go further
 # ----------

@@ -67,7 +67,7 @@ def test_value_and_gradients(
     """All are right in any layout, and the ops store nowhere else and leave nothing out."""
     dy, x = (layout.make((*rows, N), dtype, recipe.DEVICE) for layout in of[:2])
     weight, bias = (layout.make((N,), dtype, recipe.DEVICE) for layout in of[2:])
-    y, stats = guarded(partial(recipe.native_layer_norm, eps=EPS), x, weight, bias)
+    y, stats = guarded(partial(recipe.native_layer_norm, eps=EPS, save=True), x, weight, bias)
     dx, dw, db = guarded(recipe.native_layer_norm_backward, dy, x, weight, stats)
     for a, b in zip(ours(recipe, x, weight, bias, dy), (y, dx, dw, db), strict=True):
         assert a.dtype == dtype
@@ -163,10 +163,23 @@ def test_special_values_stay_in_their_row(recipe: ModuleType, N: int) -> None:
     torch.testing.assert_close(out[::4], expected[::4])
 
 
+def test_statistics_are_saved_for_a_gradient_alone(recipe: ModuleType) -> None:
+    """The result is the same without them, and a backward that needs them says so."""
+    x, weight, bias, _ = recipe.inputs(3, 50)
+    expected = recipe.layer_norm(x, weight, bias, EPS)
+    with torch.no_grad():
+        assert torch.equal(recipe.layer_norm(x, weight, bias, EPS), expected)
+    y, stats = recipe.native_layer_norm(x, weight, bias, EPS, False)
+    assert torch.equal(y, expected)
+    assert stats.numel() == 0
+    with pytest.raises(ValueError, match="a forward that saved them"):
+        y.sum().backward()
+
+
 def test_statistics_have_no_gradient(recipe: ModuleType) -> None:
     """The op's second result is for the backward only."""
     x, weight, bias, _ = recipe.inputs(3, 5)
-    y, stats = recipe.native_layer_norm(x, weight, bias, EPS)
+    y, stats = recipe.native_layer_norm(x, weight, bias, EPS, True)
     assert y.requires_grad
     assert not stats.requires_grad
 
@@ -197,7 +210,7 @@ def test_beyond_int32(recipe: ModuleType) -> None:
         x[:, ::2] = -1
         x[-1] *= 2
         one = torch.ones_like(x[0])
-        y, stats = recipe.native_layer_norm(x, one, 0 * one, EPS)
+        y, stats = recipe.native_layer_norm(x, one, 0 * one, EPS, True)
         assert (y.abs() - 1).abs().max() < 1e-3
         assert torch.equal(y[-1].sign(), x[-1].sign())
         dx, _, _ = recipe.native_layer_norm_backward(x, x, one, stats)
@@ -211,9 +224,9 @@ def test_opcheck(recipe: ModuleType) -> None:
         pytest.skip("opcheck needs a GPU")
     for length in (100, 16_000, 40_000):
         x, weight, bias, dy = recipe.inputs(3, length, dtype=torch.float32)
-        _, stats = recipe.native_layer_norm(x.detach(), weight.detach(), bias.detach(), EPS)
+        _, stats = recipe.native_layer_norm(x.detach(), weight.detach(), bias.detach(), EPS, True)
         for op, args in (
-            (recipe.native_layer_norm, (x, weight, bias, EPS)),
+            (recipe.native_layer_norm, (x, weight, bias, EPS, True)),
             (recipe.native_layer_norm_backward, (dy, x.detach(), weight.detach(), stats)),
         ):
             assert set(torch.library.opcheck(op, args).values()) == {"SUCCESS"}
@@ -248,6 +261,6 @@ def test_refuses(recipe: ModuleType) -> None:
             recipe.layer_norm(x, *bad, EPS)
     with pytest.raises(ValueError, match="takes shapes"):
         recipe.layer_norm(x[0, 0], one, one, EPS)
-    _, stats = recipe.native_layer_norm(x, one, one, EPS)
+    _, stats = recipe.native_layer_norm(x, one, one, EPS, True)
     with pytest.raises(ValueError, match="shape"):
         recipe.native_layer_norm_backward(x[:1], x, one, stats)
