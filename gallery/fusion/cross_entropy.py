@@ -124,9 +124,7 @@ def targets(M, N, ignored=0.1):
 #           edge|      body, in blocks    |edge
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-HIDDEN = tl.constexpr(-math.inf)
-KEEP = tl.constexpr("evict_last")
-DROP = tl.constexpr("evict_first")
+KEEP, DROP = tl.constexpr("evict_last"), tl.constexpr("evict_first")
 
 
 @triton.jit
@@ -143,7 +141,7 @@ def first_pass(x_ptr, x_e, mask_e, x_t, length, N, block, EPS, LOWEST):
     for start in range(0, N, block.numel):
         offs = start + block  # (ROWS, BLOCK_N)
         mask = offs < length
-        x = tl.load(x_ptr + offs, mask, HIDDEN, eviction_policy=KEEP)
+        x = tl.load(x_ptr + offs, mask, float("-inf"), eviction_policy=KEEP)
         x = x.to(x_e.dtype)
         larger = tl.maximum(m, tl.max(x, axis=0))
         s *= exp(m - larger)
@@ -193,7 +191,7 @@ def cross_entropy_kernel(
     block = tl.arange(0, ROWS)[:, None] * BLOCK_N + column  # (ROWS, BLOCK_N)
     offs_e = tl.where(edge < head, edge, edge + length)  # (2 * VEC,)
     mask_e = edge < N - length
-    x_e = tl.load(x_ptr + x_row + offs_e, mask_e, HIDDEN).to(ACC)
+    x_e = tl.load(x_ptr + x_row + offs_e, mask_e, float("-inf")).to(ACC)
     target, scale = tl.load(target_ptr + row), tl.load(scale_ptr)
     used, known = target != ignore_index, (target >= 0) & (target < N)
     x_t = tl.load(x_ptr + x_row + target, used & known, float("nan")).to(ACC)
@@ -207,8 +205,8 @@ def cross_entropy_kernel(
     if GRADIENT:
         if not LOSS:
             top, s = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
-        # Ignored: 0 * exp(-inf - 0). Out of range: NaN.
-        top, x_e = tl.where(used, top, 0), tl.where(used, x_e, HIDDEN)
+        # Ignored: exp(0 - 0) * 0 - 0. Out of range: NaN.
+        top, x_e = tl.where(used, top, 0), tl.where(used, x_e, 0)
         c = tl.where(used, tl.where(known, scale, float("nan")), 0)
         a, b = tl.where(used, c / s, 0), c * SMOOTHING / N
         tl.store(d_ptr + d_row + offs_e, exp(x_e - top) * a - b, mask_e)
@@ -216,7 +214,7 @@ def cross_entropy_kernel(
         for back in range(0, N, ROWS * BLOCK_N):
             offs = last - back + block
             x_ptrs, mask = x_body + offs, offs < length
-            x = tl.load(x_ptrs, used & mask, HIDDEN, eviction_policy=DROP)
+            x = tl.load(x_ptrs, used & mask, 0, eviction_policy=DROP)
             d = exp(x.to(ACC) - top) * a - b  # (ROWS, BLOCK_N)
             tl.store(d_body + offs, d, mask, eviction_policy=DROP)
         d_t = exp(x_t - top) * a - b - c * (1 - SMOOTHING)
@@ -228,9 +226,9 @@ def cross_entropy_kernel(
 # The ops
 # -------
 #
-# The functional op keeps two numbers per row for its backward. They are not
-# added up to one, the logarithm of the sum: near 1000 that would leave float32
-# no digits for :math:`x_n` minus it.
+# The backward of the functional op gets a row's maximum and sum. They are not
+# added up to one number, the logarithm of the sum of exponentials: near 1000
+# that would leave :math:`x_n` minus it four of the seven digits of float32.
 
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
 ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -490,6 +488,7 @@ def benchmark(N, provider, task):
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
+    torch._functorch.config.donated_buffer = False  # run it again
     tables = benchmark.run(print_data=True, show_plots=True, return_df=True)
     results, results_forward, results_backward = tables
 

@@ -29,7 +29,7 @@ if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
 
 import triton
 import triton.language as tl
-from torch.library import triton_op, wrap_triton
+from torch.library import custom_op, triton_op, wrap_triton
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
@@ -86,10 +86,8 @@ def rope_torch(q, k, cos, sin):  # with double tables
 
 # %%
 # 10 in all, and a kernel has to read once and write once: 2. The tables are
-# shared by all heads and sequences, and hardly count.
-#
-# A point in the plane is a complex number, and a rotation is a product. That
-# makes a reference for both pairings:
+# shared by all heads and sequences. A point in the plane is a complex number, a
+# rotation is a product: that is a reference for both pairings.
 
 
 def rope_complex(x, cos, sin, interleaved):
@@ -111,9 +109,8 @@ def rope_complex(x, cos, sin, interleaved):
 #     cos, sin   (1, BLOCK_T, BLOCK_D)
 #     x1, x2     (BLOCK_H, BLOCK_T, BLOCK_D)      BLOCK_D >= D / 2
 #
-# Without that, a head would load as many bytes of tables as of itself, from the
-# L2 cache, but not for nothing. The heads of ``k`` are numbered behind those of
-# ``q``: one launch does both.
+# Alone, a head would load as many bytes of tables as of itself. The heads of
+# ``k`` are numbered behind those of ``q``: one launch does both.
 #
 # A thread should move 16 bytes at a time. In halves, ``x1`` and ``x2`` are two
 # loads. Interleaved, a load of ``x1`` would take every other element, so load
@@ -207,8 +204,8 @@ def rope_kernel(
 # The launcher
 # ------------
 #
-# Attention layers compute ``(B, T, H, D)`` and transpose, so ``q`` is seldom
-# contiguous. Any strides will do, except in the last dimension.
+# Attention layers compute ``(B, T, H, D)`` and transpose. So any strides will
+# do, except in the last dimension.
 
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
 ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -300,12 +297,26 @@ rope.register_autograd(backward, setup_context=save)
 #
 # In place the op moves as many bytes, but needs no memory: for serving, where
 # there is nothing to differentiate. ``mutates_args`` names what changes, and
-# the name ends in an underscore. An op may not return what it was given, and
-# this one can have no backward (``triton_op.py``), so it refuses tensors that
-# require one. Elements that share memory would be turned more than once.
+# the name ends in an underscore. The op can have no backward (``triton_op.py``)
+# and refuses tensors that require one, in its *fake* function also when it is
+# traced. Elements that share memory would be turned more than once.
+#
+# Compilers look into a ``triton_op`` and copy what the launch changes. Where
+# ``q`` is a part of a tensor, that may `read out of bounds
+# <https://github.com/pytorch/pytorch/pull/184050>`_. So it is a ``custom_op``.
 
 
-@triton_op("triton_gallery::rope_", mutates_args={"q", "k"})
+def check_in_place(q, k, cos, sin, interleaved=False, conjugate=False):
+    check(q, k, cos, sin)
+    if any(t.requires_grad for t in (q, k, cos, sin)):
+        raise ValueError("rope_ has no backward: use rope")
+    for x in (q, k):
+        expanded = any(x.stride(i) == 0 and x.shape[i] > 1 for i in range(4))
+        if expanded or x.stride(-1) != 1:
+            raise ValueError("rope_ takes contiguous heads that lie apart")
+
+
+@custom_op("triton_gallery::rope_", mutates_args={"q", "k"})
 def rope_(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -315,15 +326,11 @@ def rope_(
     conjugate: bool = False,
 ) -> None:
     """Turn q and k in place."""
-    check(q, k, cos, sin)
-    if any(t.requires_grad for t in (q, k, cos, sin)):
-        raise ValueError("rope_ has no backward: use rope")
-    for x in (q, k):
-        expanded = any(x.stride(i) == 0 and x.shape[i] > 1 for i in range(4))
-        if expanded or x.stride(-1) != 1:
-            raise ValueError("rope_ takes contiguous heads that lie apart")
+    check_in_place(q, k, cos, sin)
     launch(q, k, cos, sin, q, k, interleaved, conjugate)
 
+
+rope_.register_fake(check_in_place)
 
 if __name__ == "__main__":
     print(torch.ops.triton_gallery.rope_.default._schema)
@@ -333,8 +340,7 @@ if __name__ == "__main__":
 # ---------
 #
 # Against the complex product in float64, and its autograd. Two products, each
-# to within :math:`10^{-6}`, may cancel, hence ``atol``; their sum is rounded to
-# the dtype. In float64, ``gradcheck`` compares gradients with differences.
+# to within :math:`10^{-6}`, may cancel, hence ``atol``; then comes the dtype.
 
 
 def inputs(B, Hq, Hk, T, D, dtype=torch.float64):
@@ -380,13 +386,12 @@ if __name__ == "__main__":
 # ------------------------------------
 #
 # Who reads the declaration? Autograd counts the changes of each tensor, and
-# stops when one that it kept for a backward has changed. Compilers order what
-# reads and what writes by it. ``opcheck`` compares it with what the op does.
-# Here is the same function, declared to change nothing. The exponential keeps
-# its result for its backward, and that is then turned in place:
+# stops when one that it kept has changed. Compilers order reads and writes by
+# it. ``opcheck`` compares it with what the op does. Now declare that nothing
+# changes, and turn what the exponential kept for its backward:
 
 
-@triton_op("triton_gallery::rope_undeclared", mutates_args={})
+@custom_op("triton_gallery::rope_undeclared", mutates_args=())
 def rope_undeclared(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> None:
@@ -405,35 +410,32 @@ if __name__ == "__main__":
             print(op._name, str(error).partition(":")[0])
 
 # %%
-# The gradient should be 1 everywhere. For a launch outside of an op, call
-# ``torch.autograd.graph.increment_version``: it does what a declaration does.
+# The gradient should be 1 everywhere. Outside of an op,
+# ``torch.autograd.graph.increment_version`` does what a declaration does.
 #
 # In place under a compiler
 # -------------------------
 #
-# ``torch.compile`` first makes a graph in which nothing changes: a launch that
-# returns new ``q`` and ``k``, from copies of the old ones. Then Inductor looks
-# for each copy whether anybody reads the old values later, and if not, takes it
-# away. Bytes allocated at the peak, in units of ``q`` and ``k``:
+# ``torch.compile`` first makes a graph in which nothing changes: the op becomes
+# one that returns turned copies. Where nobody reads the old values later, the
+# copies are taken away again. Bytes at the peak, in units of ``x``:
 
 
-def turn_sums(q, k, cos, sin):
-    q, k = q + 1, k + 1
-    rope_(q, k, cos, sin)
-    return q, k
+def turn_parts(x, cos, sin):
+    x = x + 1
+    rope_(x[:, :32], x[:, 32:], cos, sin)
+    return x
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    q, k = inputs(8, 32, 8, 1024, 128, dtype=torch.bfloat16)[1]
-    arguments = q, k, *tables(1024, 128, torch.bfloat16)
+    x = torch.randn(8, 40, 1024, 128, device=DEVICE).bfloat16()
     for kind, compiler in (("eager", lambda f: f), ("compiled", torch.compile)):
-        call = compiler(turn_sums)
-        call(*arguments)
+        call = partial(compiler(turn_parts), x, *tables(1024, 128, x.dtype))
+        call()
         torch.cuda.reset_peak_memory_stats()
         peak = -torch.cuda.memory_allocated()
-        call(*arguments)
-        peak += torch.cuda.max_memory_allocated()
-        print(f"{kind:8} {peak / (q.nbytes + k.nbytes):.2f}")
+        call()
+        print(kind, (peak + torch.cuda.max_memory_allocated()) / x.nbytes)
 
 # %%
 # The benchmark
@@ -496,9 +498,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(pd.DataFrame(ratios).filter(like="Triton", axis=0).round(3))
 
 # %%
-# In place on two parts of one tensor, at ``T = 4096``, in either order of heads
-# and tokens and for either pairing; and what ``torch.compile`` makes of the
-# formula and a copy to ``q`` and ``k``:
+# In place on parts of one tensor, ``T = 4096``, in either order of heads and
+# tokens, in halves and interleaved; last the formula and a copy, compiled:
 
 
 @partial(torch.compile, dynamic=False)
@@ -522,8 +523,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Memory bounds it, and ``torch.compile`` gets as far. It does not where ``q``
-# and ``k`` shall be written over: the results go to new memory first.
+# Memory bounds it. Forward ``torch.compile`` gets as far, backward it does not,
+# nor where ``q`` and ``k`` shall be written over: the results go to new memory
+# first. With short sequences the GPU waits for Python, which makes the calls.
 #
 # Go further
 # ----------
@@ -540,11 +542,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------
 #
 # **1.** ``rope_(q[..., :32], k[..., :32], cos, sin)``, with tables of 16
-# columns: it moves a quarter of the bytes, as a slice is a tensor with strides.
-# After the functional op somebody would have to concatenate.
+# columns. After the functional op somebody would have to concatenate.
 #
-# **2.** It loads a position for each token, and uses it instead of ``t`` in
-# ``cos_ptr + t * stride_cos``.
+# **2.** It loads each token's position, and ``t * stride_cos`` uses that.
 #
 # **3.** 769. With 8 bits for a number all are there up to 256, then every
 # second one, from 512 every fourth. So compute tables in float32 at least.

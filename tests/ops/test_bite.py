@@ -231,8 +231,8 @@ BREAKS = {
     ),
     "rows that end with their last whole vector": (
         "fusion/cross_entropy",
-        "x_e = tl.load(x_ptr + x_row + offs_e, mask_e, HIDDEN)",
-        "x_e = tl.load(x_ptr + x_row + offs_e, edge < head, HIDDEN)",
+        'x_e = tl.load(x_ptr + x_row + offs_e, mask_e, float("-inf"))',
+        'x_e = tl.load(x_ptr + x_row + offs_e, edge < head, float("-inf"))',
     ),
     "a sum that does not follow its maximum": ("fusion/cross_entropy", "        s *= exp(m - larger)\n", ""),
     "ignored rows in the mean": (
@@ -300,7 +300,7 @@ BREAKS = {
     "equals from the end": ("fusion/topk", "<< 32) | (index ^ LAST)", "<< 32) | index"),
     "NaN by its bits": ("fusion/topk", "return tl.where(x == x, key, TOP)", "return key"),
     "sets of neighbours": ("fusion/topk", "piece += SETS * tl.arange(0, EACH)", "piece += tl.arange(0, EACH)"),
-    "two zeros": ("fusion/topk", "bits = (x + 0.0).to(INT", "bits = x.to(INT"),
+    "two zeros": ("fusion/topk", "bits = tl.where(x == 0, 0, bits)", "bits = bits"),
     "parts that all begin at the first": (
         "fusion/topk",
         "first, pieces = part * SETS * EACH,",

@@ -20,7 +20,6 @@ from inputs import FLOATS, Layout, layouts, sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the recorded run shows it")
 
 torch_loss = torch.nn.functional.cross_entropy
 

@@ -132,7 +132,14 @@ def test_in_place(
     expected = recipe.rope(*slices[0], cos, sin, interleaved, conjugate)
     assert recipe.rope_(*slices[1], cos, sin, interleaved, conjugate) is None
     for changed, old, new in zip(views, before, expected, strict=True):
-        assert torch.equal(changed, torch.cat([new, old[..., d:]], -1))
+        assert torch.equal(changed[..., d:], old[..., d:])
+        # Strides differ where there is something between, so the compiler may fuse other products with a sum. Turned
+        # numbers are no longer than what was turned, so the error is relative to that.
+        size = magnitude(old[..., :d], interleaved)
+        error = (changed[..., :d].double() - new.double()).abs()
+        assert (error <= 4 * torch.finfo(dtype).eps * size).all()
+        if not between:
+            assert torch.equal(changed, new)
 
 
 def test_nothing_beside_is_written_in_place(recipe: ModuleType) -> None:
@@ -294,6 +301,7 @@ def test_refuses(recipe: ModuleType) -> None:
         ):
             with pytest.raises(ValueError, match=r"do not fit together"):
                 op(*wrong)
+    for op in (recipe.rope, recipe.rope_._init_fn):
         with pytest.raises(ValueError, match="one device"):
             op(q, k, cos, sin.to("meta"))
     with pytest.raises(ValueError, match="no gradients for cos and sin"):
@@ -310,7 +318,30 @@ def test_refuses(recipe: ModuleType) -> None:
     recipe.rope_(q[:1, :1, :1].expand(1, 1, 1, 6), k[:1, :, :1], cos[:1], sin[:1])  # a stride of one element is none
 
 
-# What the compiler makes of the kernel and of the ops, in a process without the interpreter and without a GPU.
+def test_traced_in_place(recipe: ModuleType) -> None:
+    """Traced, the op turns parts of what was computed before it, or of an argument, and refuses to lose a gradient."""
+    cos, sin = recipe.tables(17, 8)
+
+    def computed(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        recipe.rope_(x[:, :3], x[:, 3:], cos, sin)
+        return x
+
+    def given(x: torch.Tensor) -> torch.Tensor:
+        recipe.rope_(x[:, :3], x[:, 3:], cos, sin)
+        return x * 2
+
+    for f in (computed, given):
+        x = Layout("contiguous", 0).make((2, 5, 17, 8), torch.float64, recipe.DEVICE)
+        before = x.clone()
+        compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), f(before))
+        assert torch.equal(x, before)
+        with pytest.raises(RuntimeError, match="has no backward: use rope"):
+            compiled(x.clone().requires_grad_())
+
+
+# What the compiler makes of the kernel and of the op, in a process without the interpreter and without a GPU.
 COMPILED = """
 import collections, json, re, types, torch, triton, triton.language as tl
 target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
@@ -338,23 +369,18 @@ def look(module, _):
     called = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
     seen.append([sum(word in name for name in called) for word in ("triton_kernel", "empty_like", "clone", "copy")])
     return module
-def turn(q, k, cos, sin):
-    page.rope_(q, k, cos, sin)
-for op, needed in ((page.rope, True), (turn, False)):
-    torch._dynamo.reset()
-    compiled = torch.compile(op, backend=aot_autograd(fw_compiler=look), dynamic=True, fullgraph=True)
-    with FakeTensorMode():
-        q, k = (torch.randn(2, h, 33, 48, requires_grad=needed) for h in (5, 2))
-        out = compiled(q, k, torch.randn(33, 24), torch.randn(33, 24))
-        if needed:
-            (out[0].sum() + out[1].sum()).backward()
+compiled = torch.compile(page.rope, backend=aot_autograd(fw_compiler=look), dynamic=True, fullgraph=True)
+with FakeTensorMode():
+    q, k = (torch.randn(2, h, 33, 48, requires_grad=True) for h in (5, 2))
+    out = compiled(q, k, torch.randn(33, 24), torch.randn(33, 24))
+    (out[0].sum() + out[1].sum()).backward()
 print(json.dumps([said, seen]))
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is a stand-in")
 def test_compiled(gallery: Path, tmp_path: Path) -> None:
-    """Aligned rows make accesses of 16 bytes, in either pairing; both ops can be traced with symbolic sizes."""
+    """Aligned rows make accesses of 16 bytes, in either pairing; the op can be traced with symbolic sizes."""
     page = (gallery.resolve() / "fusion" / "rope.py").read_text().partition("# The check\n")[0]
     # It runs nothing: neither the interpreter nor a GPU is there.
     (tmp_path / "page.py").write_text(page.replace("raise RuntimeError(", "("))
@@ -370,8 +396,8 @@ def test_compiled(gallery: Path, tmp_path: Path) -> None:
         # 4 heads of 8 tokens in 128 threads are 4 stores of 8 elements for each of q and k.
         assert said[f"{pairing}, 8"] == {"st.global.v4.b32": 8}
         assert sum(said[f"{pairing}, 1"].values()) == 64
-    # One launch each: forward and backward, with two results; in place without any.
-    assert seen == [[1, 2, 0, 0], [1, 2, 0, 0], [1, 0, 0, 0]]
+    # One launch each, forward and backward, with two results.
+    assert seen == [[1, 2, 0, 0]] * 2
 
 
 @gpu
@@ -419,10 +445,20 @@ def test_compile(recipe: ModuleType) -> None:
     tables = angles(130, 64, torch.float32, recipe.DEVICE)
 
     def both(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        a, b = q + 1, k + 1
-        old = a * 2
-        recipe.rope_(a, b, *tables)
-        return (*recipe.rope(q, k, *tables), a, b, old)
+        x = torch.cat([q, k], 1) + 1
+        old = x * 2
+        turned = recipe.rope(x[:, :4], x[:, 4:], *tables)
+        recipe.rope_(x[:, :4], x[:, 4:], *tables)
+        return (*recipe.rope(q, k, *tables), *turned, x, old)
 
     for out, expected in zip(torch.compile(both, fullgraph=True)(q, k), both(q, k), strict=True):
         torch.testing.assert_close(out, expected)
+
+    def loss(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return sum(x.square().sum() * n for n, x in enumerate(recipe.rope(q * 2, k, *tables), 1))
+
+    leaves = [q.requires_grad_(), k.requires_grad_()]
+    for d, expected in zip(
+        *(torch.autograd.grad(f(*leaves), leaves) for f in (torch.compile(loss, fullgraph=True), loss)), strict=True
+    ):
+        torch.testing.assert_close(d, expected)

@@ -55,14 +55,16 @@ def assert_right(recipe: ModuleType, x: torch.Tensor, k: int) -> None:
     assert indices.dtype == torch.int64
     assert values.is_contiguous()
     assert indices.is_contiguous()
-    # A stable sort, and PyTorch's own values; -0.0 equals 0.0, and NaN is the largest.
+    # A stable sort, and PyTorch's own values; -0.0 equals 0.0, and NaN is the largest. On the CPU: on a GPU, torch.sort
+    # of rows beyond some length puts NaN with a sign bit last, https://github.com/pytorch/pytorch/issues/190781.
+    x, values, indices = x.cpu(), values.cpu(), indices.cpu()
     expected = torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :k] if x.ndim else indices * 0
     assert torch.equal(indices, expected)
     exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(values, torch.topk(x, k).values, **exactly)
     # The values are those elements, to the bit.
     chosen = x.gather(-1, indices) if x.ndim else x
-    assert values.equal(chosen) or torch.equal(bits(values), bits(chosen))
+    assert torch.equal(bits(values), bits(chosen))
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
