@@ -52,15 +52,17 @@ OPS = [
     Op("fusion/softmax.py", "softmax", lambda: (normal(M, N),)),
     Op("fusion/softmax.py", "softmax_backward", lambda: (normal(M, N), normal(M, N))),
     Op("fusion/rms_norm.py", "rms_norm", lambda: (normal(M, N), normal(N), 1e-6)),
+    Op("fusion/rms_norm.py", "rms_norm_backward", lambda: (normal(M, N), normal(M, N), normal(N), 1e-6)),
     Op("fusion/layer_norm.py", "layer_norm", lambda: (normal(M, N), normal(N), normal(N), 1e-5)),
+    Op(
+        "fusion/layer_norm.py",
+        "native_layer_norm_backward",
+        lambda: (normal(M, N), normal(M, N), normal(N), normal(2, M)),
+    ),
     Op("fusion/swiglu.py", "swiglu", lambda: (normal(M, N), normal(M, N))),
     Op("fusion/swiglu.py", "swiglu_backward", lambda: (normal(M, N), normal(M, N), normal(M, N))),
     Op("fusion/swiglu.py", "swiglu_packed", lambda: (normal(M, 2 * N),)),
     Op("fusion/swiglu.py", "swiglu_packed_backward", lambda: (normal(M, N), normal(M, 2 * N))),
-    Op(
-        "rope",
-        lambda: (normal(2, 8, 517, 64), normal(2, 3, 517, 64), normal(517, 32), normal(517, 32)),
-    ),
 ]
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.path}:{op.name}")
 
