@@ -10,6 +10,7 @@ from guard import guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import FLOATS, Layout, layouts, sizes
+from tolerance import assert_within
 
 EPS = 1e-5
 ROWS = st.sampled_from([(), (0,), (1,), (5,), (2, 0, 3), (2, 3)])
@@ -50,12 +51,8 @@ def assert_right(recipe: ModuleType, *tensors: torch.Tensor) -> None:
 
 def assert_close(out: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
     """Assert that a result is as good as its accumulator and its dtype."""
-    last = torch.finfo(out.dtype)
-    # Sums in trees, which the interpreter may add up term by term; a unit for the last rounding, which it cuts.
-    accumulator = (64 + out.shape[-1]) * (2**-53 if out.dtype == torch.float64 else 2**-24)
-    allowed = accumulator * magnitude + last.eps * expected.abs() + last.tiny * last.eps
-    error = (out.detach().double() - expected).abs()
-    assert (error <= allowed).all(), f"off by {(error / allowed).max().item():.1f} times the tolerance"
+    # Sums in trees, which the interpreter may add up term by term.
+    assert_within(out, expected, magnitude, roundings=64 + out.shape[-1])
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -17,6 +17,7 @@ from guard import Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import FLOATS, Layout, layouts, sizes
+from tolerance import assert_within
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -48,15 +49,9 @@ def assert_close(recipe: ModuleType, out: torch.Tensor, expected: torch.Tensor, 
     assert out.shape == expected.shape
     assert out.is_contiguous()
     # The exponent is less than 16 and is rounded, which is a relative error of 16 roundings in an exponential and in
-    # their sum; the sums have a few dozen additions one after another.
-    accumulator = 96 * (2**-53 if out.dtype == torch.float64 else 2**-24)
-    # The last rounding: a unit, since the interpreter cuts bfloat16 where a GPU rounds.
-    last = torch.finfo(out.dtype)
-    # Results too small for normal numbers of the accumulator may be zero.
+    # their sum; the sums have a few dozen additions one after another. What is no normal number there may be zero.
     flushed = torch.finfo(torch.float64 if out.dtype == torch.float64 else torch.float32).tiny
-    allowed = accumulator * magnitude + last.eps * expected.abs() + last.tiny * last.eps + flushed
-    error = (out.detach().double() - expected).abs()
-    assert (error <= allowed).all(), f"off by {(error / allowed).max().item():.1f} times the tolerance"
+    assert_within(out, expected, magnitude, roundings=96, floor=flushed)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

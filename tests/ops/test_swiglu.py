@@ -15,6 +15,7 @@ from guard import Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import FLOATS, Layout, layouts, shapes
+from tolerance import assert_within
 
 BLOCK = 1024  # of the recipe
 MOST = 2 * BLOCK + 1  # elements: the interpreter takes milliseconds for a tile
@@ -41,13 +42,8 @@ def assert_close(recipe: ModuleType, out: torch.Tensor, expected: torch.Tensor, 
     """Assert that a result is as good as its accumulator and its dtype."""
     assert out.device.type == recipe.DEVICE.type
     assert out.shape == expected.shape
-    # exp's argument is rounded, which is a relative error of |x| < 8 roundings, and there are eight more operations.
-    accumulator = 16 * (2**-53 if out.dtype == torch.float64 else 2**-23)
-    # The last rounding: a unit, since the interpreter cuts bfloat16 where a GPU rounds.
-    last = torch.finfo(out.dtype)
-    allowed = accumulator * magnitude + last.eps * expected.abs() + last.tiny * last.eps
-    error = (out.detach().double() - expected).abs()
-    assert (error <= allowed).all(), f"off by {(error / allowed).max().item():.1f} times the tolerance"
+    # exp's argument is rounded, which is a relative error of 2 |x| < 16 roundings, and there are eight more operations.
+    assert_within(out, expected, magnitude, roundings=32)
 
 
 def assert_right(recipe: ModuleType, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *got: object) -> None:
