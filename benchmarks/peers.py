@@ -20,8 +20,8 @@ from typing import Any
 
 from triton_gallery.device import detect
 from triton_gallery.formats import commit
-from triton_gallery.peers import UNIT, Row, hash_of, write
-from triton_gallery.recipes import load
+from triton_gallery.peers import UNIT, Row, write
+from triton_gallery.recipes import hash_of, load
 from triton_gallery.tables import ROOF, TRITON
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,8 +12,8 @@ from project import ROOT, Project
 
 from triton_gallery.device import Environment
 from triton_gallery.formats import BadRecordError
-from triton_gallery.peers import Peers, Row, hash_of, load_all, write
-from triton_gallery.recipes import load
+from triton_gallery.peers import Peers, Row, load_all, write
+from triton_gallery.recipes import hash_of, load
 
 EVIL = '<script>alert("evil")</script>'
 ENVIRONMENT = Environment("Test GPU 9000", "0", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")

@@ -26,7 +26,7 @@ from triton_gallery.formats import (
     slug,
     validate,
 )
-from triton_gallery.recipes import Recipe, cell_hashes, code_hash
+from triton_gallery.recipes import Recipe, hash_of
 from triton_gallery.tables import TRITON, Table
 
 SCHEMA_VERSION = 1
@@ -119,11 +119,6 @@ class Peers:
     def stale(self, recipes: Sequence[Recipe]) -> list[Row]:
         """Return the rows whose recipe has changed since, or is not among these."""
         return [row for row in self.rows if not row.is_fresh(recipes)]
-
-
-def hash_of(recipe: Recipe) -> str:
-    """Return the hash of a recipe's present code, for a row."""
-    return code_hash(cell_hashes(recipe))
 
 
 def load_all(folder: Path) -> list[Peers]:

@@ -87,6 +87,11 @@ def code_hash(cells: Iterable[str]) -> str:
     return _digest(cells)
 
 
+def hash_of(recipe: Recipe) -> str:
+    """Return the hash of a recipe's present code."""
+    return code_hash(cell_hashes(recipe))
+
+
 def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -31,7 +31,7 @@ from triton_gallery.formats import (
 )
 from triton_gallery.outputs import Output, from_json
 from triton_gallery.pages import Run
-from triton_gallery.recipes import Recipe, cell_hashes, code_hash
+from triton_gallery.recipes import Recipe, code_hash, hash_of
 
 SCHEMA_VERSION = 1
 TOOLS = ["memcheck", "racecheck", "initcheck"]
@@ -97,7 +97,7 @@ class Record:
 
     def is_fresh(self, recipe: Recipe) -> bool:
         """Whether the recipe still has the code that was recorded."""
-        return self.code == code_hash(cell_hashes(recipe))
+        return self.code == hash_of(recipe)
 
 
 class Records:
