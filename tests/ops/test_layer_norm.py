@@ -157,7 +157,8 @@ def test_special_values_stay_in_their_row(recipe: ModuleType, N: int) -> None:
     expected = torch.nn.functional.layer_norm(x, (N,), one, one, EPS)
     out = recipe.layer_norm(x, one, one, EPS)
     assert torch.equal(out.isnan(), expected.isnan())
-    torch.testing.assert_close(out[::4], expected[::4])
+    # Rows without a variance: half a rounding of the mean is divided by the root of EPS.
+    torch.testing.assert_close(out[::4], expected[::4], rtol=0, atol=2**-24 / EPS**0.5 * 2)
 
 
 def test_statistics_are_saved_for_a_gradient_alone(recipe: ModuleType) -> None:
