@@ -8,6 +8,7 @@ import argparse
 import datetime
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +27,9 @@ from triton_gallery.tables import ROOF, TRITON
 
 ROOT = Path(__file__).resolve().parents[1]
 GALLERY, RECORDS = ROOT / "gallery", ROOT / "docs" / "_records"
-DTYPE, DEVICE = "bfloat16", "cuda"
+DEVICE = "cuda"
 EPS = 1e-6
+WAIT = 1_500_000  # cycles of the GPU's clock before each call, about 0.8 ms
 TOLERANCE = 0.02  # of the length of the difference, in the length of our result; half precision comes to 0.005
 
 Function = Callable[..., Any]
@@ -64,8 +66,12 @@ class Work:
         inputs: returns the tensors, given what makes random ones of a shape, and one of `shapes`.
         constants: further arguments.
         forward: how many tensors are read and written.
-        backward: the same.
+        backward: the same; None where only the forward is measured.
         peers: of a name in PEERS, what returns that library's function, given its module.
+        variant: what tells it from the recipe's other rows.
+        dtype: of the random tensors.
+        called: returns how PyTorch's function, the compiled one and a library's is called, where not as it is.
+        alike: returns what of two results, a library's and ours, has to be the same.
     """
 
     recipe: str
@@ -75,18 +81,92 @@ class Work:
     inputs: Callable[[Function, tuple[int, ...]], tuple[Any, ...]]
     constants: tuple[Any, ...] = ()
     forward: tuple[int, int] = (1, 1)
-    backward: tuple[int, int] = (2, 1)
+    backward: tuple[int, int] | None = (2, 1)
     peers: dict[str, Callable[[ModuleType], Function]] = field(default_factory=dict)
+    variant: str = ""
+    dtype: str = "bfloat16"
+    called: Callable[[Function], Function] = lambda function: function
+    alike: Callable[[Any, Any], tuple[Any, Any]] = lambda got, ours: (got, ours)
 
     @property
     def name(self) -> str:
         """What the rows are called."""
-        return self.recipe.rpartition("/")[2]
+        return ", ".join(filter(None, [self.recipe.rpartition("/")[2], self.variant]))
+
+    @property
+    def directions(self) -> list[str]:
+        """Which ways it is measured."""
+        return ["forward", "backward"] if self.backward else ["forward"]
 
 
 def matrices(*lengths: int) -> list[tuple[int, int]]:
     """Return the sizes of matrices of 2**27 elements, given the lengths of their rows."""
     return [(2**27 // length, length) for length in lengths]
+
+
+def rope_torch(torch: Any) -> Function:
+    """Return RoPE of queries and keys, in halves."""
+
+    def turned(x: Any, cos: Any, sin: Any) -> Any:
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    return lambda q, k, cos, sin: (turned(q, cos, sin), turned(k, cos, sin))
+
+
+def rope_inputs(random: Function, shape: tuple[int, ...], axis: int = 1, grad: bool = True) -> tuple[Any, ...]:
+    """Return queries, keys and tables; the heads lie along `axis` of the shape, and four of five are of queries."""
+    heads = random(shape).detach().tensor_split([shape[axis] - shape[axis] // 5], axis)
+    q, k = (part.contiguous().transpose(1, axis).requires_grad_(grad) for part in heads)
+    angle = random((q.shape[2], q.shape[3] // 2)).detach()
+    return q, k, angle.cos(), angle.sin()
+
+
+def rope_in_place(module: ModuleType) -> Function:
+    """Return our op in place, so that it returns what it wrote."""
+
+    def function(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        module.rope_(q, k, cos, sin)
+        return q, k
+
+    return function
+
+
+def liger_rope(module: ModuleType) -> Function:
+    """Return Liger's RoPE, which takes tables of half the columns only if it is told how many are turned."""
+    return lambda q, k, cos, sin: module.liger_rope(q, k, cos, sin, rotary_dim=q.shape[-1])
+
+
+def seeded(module: ModuleType) -> Function:
+    """Return our dropout with a seed that is on the device already."""
+    seed = module.new_seed(1)
+    return lambda x, p: module.dropout(x, p, seed)
+
+
+def kept_by_both(got: Any, ours: Any) -> tuple[Any, Any]:
+    """Return two results of dropout, each with its own mask, under both masks."""
+    both = (got != 0) & (ours != 0)
+    return got[both], ours[both]
+
+
+def loss_and_gradient(function: Function) -> Function:
+    """Return a call for a loss and its gradient, given a function that computes the loss."""
+
+    def call(logits: Any, target: Any) -> Any:
+        import torch
+
+        logits = logits.detach().requires_grad_()
+        with torch.enable_grad():
+            loss = function(logits, target)
+        return loss, torch.autograd.grad(loss, logits)[0]
+
+    return call
+
+
+def logits_and_targets(random: Function, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return logits, and for each row the class that they hold least likely."""
+    logits = random(shape)
+    return logits, logits.detach().argmin(-1)
 
 
 WORKS = [
@@ -126,6 +206,87 @@ WORKS = [
         backward=(3, 2),
         peers={"Liger": attrgetter("liger_swiglu")},
     ),
+    Work(
+        "fusion/rope",
+        ours=attrgetter("rope"),
+        torch=rope_torch,
+        shapes=[(8, 40, 4096, 128)],
+        inputs=rope_inputs,
+        backward=(1, 1),
+        peers={"Liger": liger_rope},
+    ),
+    Work(
+        "fusion/rope",
+        variant="in place",
+        ours=rope_in_place,
+        torch=rope_torch,
+        shapes=[(8, 40, 4096, 128)],
+        inputs=partial(rope_inputs, grad=False),
+        backward=None,
+        peers={"Liger": liger_rope},
+    ),
+    Work(
+        "fusion/rope",
+        variant="in place, heads inside",
+        ours=rope_in_place,
+        torch=rope_torch,
+        shapes=[(8, 4096, 40, 128)],
+        inputs=partial(rope_inputs, axis=2, grad=False),
+        backward=None,
+        peers={"Liger": liger_rope},
+    ),
+    Work(
+        "fusion/dropout",
+        ours=seeded,
+        torch=lambda torch: torch.nn.functional.dropout,
+        shapes=[(8192, 14336)],
+        inputs=lambda random, shape: (random(shape),),
+        constants=(0.1,),
+        backward=(1, 1),
+        alike=kept_by_both,
+    ),
+    Work(
+        "fusion/cross_entropy",
+        ours=attrgetter("cross_entropy"),
+        torch=lambda torch: torch.nn.functional.cross_entropy,
+        shapes=[(4096, 128256)],
+        inputs=logits_and_targets,
+        forward=(1, 0),
+        backward=(1, 1),
+    ),
+    Work(
+        "fusion/cross_entropy",
+        variant="loss and gradient",
+        ours=lambda module: lambda logits, target: (module.cross_entropy_(logits, target), logits),
+        torch=lambda torch: torch.nn.functional.cross_entropy,
+        shapes=[(4096, 128256)],
+        inputs=lambda random, shape: tuple(tensor.detach() for tensor in logits_and_targets(random, shape)),
+        backward=None,
+        peers={"Liger": attrgetter("liger_cross_entropy")},
+        called=loss_and_gradient,
+    ),
+    Work(
+        "fusion/cumsum",
+        variant="float32",
+        ours=attrgetter("cumsum"),
+        torch=lambda torch: lambda x: torch.cumsum(x, -1),
+        shapes=[(16384, 16384)],
+        inputs=lambda random, shape: (random(shape),),
+        backward=(1, 1),
+        dtype="float32",
+    ),
+    Work(
+        "fusion/topk",
+        variant="float32, k = 8",
+        ours=attrgetter("topk"),
+        torch=attrgetter("topk"),
+        shapes=[(16384, 4096)],
+        inputs=lambda random, shape: (random(shape),),
+        constants=(8,),
+        forward=(1, 0),
+        backward=None,
+        dtype="float32",
+    ),
 ]
 
 
@@ -157,11 +318,11 @@ def contestants(work: Work, peers: Sequence[str]) -> dict[str, Function]:
     import torch
 
     # Ours before all that imports triton: without a GPU, the recipe chooses the interpreter.
-    functions = {TRITON: work.ours(recipe_module(work.recipe)), "PyTorch": work.torch(torch)}
-    functions["torch.compile"] = torch.compile(work.torch(torch), fullgraph=True, dynamic=False)
+    ours, plain = work.ours(recipe_module(work.recipe)), work.torch(torch)
+    functions = {"PyTorch": plain, "torch.compile": torch.compile(plain, fullgraph=True, dynamic=False)}
     for name in (name for name in peers if name in work.peers):
         functions[name] = work.peers[name](importlib.import_module(PEERS[name].module))
-    return functions
+    return {TRITON: ours, **{name: work.called(function) for name, function in functions.items()}}
 
 
 class Trial:
@@ -177,9 +338,10 @@ class Trial:
         import torch
 
         self.work = work
+        self.elements = math.prod(shape)
         self.inputs = work.inputs(partial(torch.randn, dtype=dtype, device=device, requires_grad=True), shape)
-        outputs = work.torch(torch)(*self.inputs, *work.constants)
-        self.grads = [torch.randn_like(output) for output in _tuple(outputs)]
+        outputs = _tuple(work.torch(torch)(*self.inputs, *work.constants)) if work.backward else ()
+        self.grads = [torch.randn_like(output) for output in outputs]
         tensors = [tensor for tensor in (*self.inputs, *self.grads) if isinstance(tensor, torch.Tensor)]
         self.kept = [(tensor.data, tensor.detach().clone()) for tensor in tensors]  # .data: autograd need not know
 
@@ -209,15 +371,17 @@ class Trial:
         def message(said: str) -> str:
             return f"{self.work.name}: {name} has another result than ours: {said}"
 
-        for a, b in zip(got, ours, strict=True):
-            off = (a.double() - b.double()).norm() / b.double().norm()
+        for pair in zip(got, ours, strict=True):
+            a, b = (tensor.double() for tensor in self.work.alike(*pair))
+            off = (a - b).norm() / b.norm()
             torch.testing.assert_close(off, torch.zeros_like(off), rtol=0, atol=TOLERANCE, msg=message)
 
 
 class Restoring:
-    """Restores a trial's inputs whenever its gradient is set to None.
+    """Restores a trial's inputs whenever its gradient is set to None, and lets the GPU wait.
 
-    `do_bench` does that before each call that it times, and before it empties the L2 cache.
+    `do_bench` does that before each call that it times, and before it empties the L2 cache. While the GPU waits, the CPU
+    gets ahead: a backward through autograd costs it longer than some kernels take, and would else be what is timed.
     """
 
     def __init__(self, trial: Trial) -> None:
@@ -230,23 +394,27 @@ class Restoring:
 
     @grad.setter
     def grad(self, _: None) -> None:
+        import torch
+
         self.trial.restore()
+        if torch.cuda.is_available():
+            torch.cuda._sleep(WAIT)
 
 
 def measure(call: Function, bytes_moved: int, trial: Trial) -> list[float]:
     """Return GB/s: the median, then the 20th and the 80th percentile."""
     from triton.testing import do_bench
 
-    times = do_bench(call, quantiles=[0.5, 0.8, 0.2], grad_to_none=[Restoring(trial)])
+    times = do_bench(call, rep=50, quantiles=[0.5, 0.8, 0.2], grad_to_none=[Restoring(trial)])
     return [round(bytes_moved * 1e-6 / time, 1) for time in times]
 
 
-def roof(reads: int, writes: int, like: Any) -> Function:
+def roof(reads: int, writes: int, elements: int, like: Any) -> Function:
     """Return what moves as many bytes and does nothing else: a copy, or an addition where more is read than written."""
     import torch
 
     tensors = 3 if reads > writes > 0 else 2
-    size = like.numel() * (reads + writes) // tensors
+    size = elements * (reads + writes) // tensors
     out, source, other = (torch.randn(size, dtype=like.dtype, device=like.device) for _ in range(3))
     return partial(torch.add, source, other, out=out) if tensors == 3 else partial(out.copy_, source)
 
@@ -255,9 +423,9 @@ def rates(trial: Trial, backward: bool, peers: Sequence[str]) -> dict[str, list[
     """Check and measure one work at one size, one way; return the rates by the name of who was measured."""
     import torch
 
-    reads, writes = trial.work.backward if backward else trial.work.forward
-    unit = trial.inputs[0]
-    moved = (reads + writes) * unit.numel() * unit.element_size()
+    reads, writes = trial.work.backward if backward and trial.work.backward else trial.work.forward
+    like = trial.inputs[0]
+    moved = (reads + writes) * trial.elements * like.element_size()
     torch.compiler.reset()  # after eight shapes it would fall back to eager
     found: dict[str, list[float] | None] = {}
     ours: tuple[Any, ...] = ()
@@ -275,7 +443,7 @@ def rates(trial: Trial, backward: bool, peers: Sequence[str]) -> dict[str, list[
             ours = tuple(tensor.clone() for tensor in got)
         trial.check(name, got, ours)
         found[name] = measure(call, moved, trial)
-    found[ROOF] = measure(roof(reads, writes, unit), moved, trial)
+    found[ROOF] = measure(roof(reads, writes, trial.elements, like), moved, trial)
     return found
 
 
@@ -298,7 +466,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for work in works:
         code = hash_of(recipes[work.recipe])
-        for direction in ("forward", "backward"):
+        for direction in work.directions:
             rows += [measure_row(work, shape, direction, code, list(versions)) for shape in work.shapes]
     if chosen:
         print("Nothing was recorded: that takes a run of all.")
@@ -312,12 +480,12 @@ def measure_row(work: Work, shape: tuple[int, ...], direction: str, code: str, p
     """Return the row of a work at a size, forward or backward, and print it."""
     import torch
 
-    figures = rates(Trial(work, shape, getattr(torch, DTYPE), DEVICE), direction == "backward", peers)
+    figures = rates(Trial(work, shape, getattr(torch, work.dtype), DEVICE), direction == "backward", peers)
     row = Row(work.recipe, f"{work.name}, {direction}", list(shape), code, figures)
     shown = ", ".join(f"{name} {rate[0]:.0f}" if rate else f"{name} -" for name, rate in figures.items())
     other, top = row.table.ratio(0), row.table.of_roof(0)
     ratios = f"Triton / best other {other:.3f}{' (tie)' if row.is_tie else ''}, / roof {top:.3f}"
-    print(f"{row.work:<20} {row.table.xs[0]:<14} {UNIT}: {shown}; {ratios}", flush=True)
+    print(f"{row.work:<40} {row.table.xs[0]:<14} {UNIT}: {shown}; {ratios}", flush=True)
     return row
 
 

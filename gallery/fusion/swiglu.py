@@ -529,7 +529,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # 3. The matrix product behind the op keeps its input, our ``out``, for the
 #    gradient of its weight. What would it cost to recompute that too?
 #
-# This page ends the section; the op comes `from here
+# Next is ``rope.py``. The op comes `from here
 # <https://arxiv.org/abs/2002.05202>`_.
 
 # %%

@@ -177,6 +177,135 @@ BREAKS = {
         "ACC = {torch.float16: tl.float32",
         "ACC = {torch.float16: tl.float16",
     ),
+    "half a rotation stored without a mask": (
+        "fusion/rope",
+        "tl.store(out_ptrs + offs_d, x1 * cos - x2 * sin, mask)",
+        "tl.store(out_ptrs + offs_d, x1 * cos - x2 * sin)",
+    ),
+    "pairs stored without a mask": ("fusion/rope", "tl.reshape(y, x.shape), mask)", "tl.reshape(y, x.shape))"),
+    "turned the other way": ("fusion/rope", "    if CONJUGATE:", "    if not CONJUGATE:"),
+    "the gradient turned on": ("fusion/rope", "ctx.interleaved, not ctx.conjugate", "ctx.interleaved, ctx.conjugate"),
+    "keys counted as queries": ("fusion/rope", "rows = (h < Hk) & (t < T)", "rows = (h < Hq) & (t < T)"),
+    "keys behind the queries": ("fusion/rope", "h -= groups_q * BLOCK_H", "h -= groups_q"),
+    "heads taken for positions": (
+        "fusion/rope",
+        "x = b * stride_kb + h * stride_kh + t * stride_kt",
+        "x = b * stride_kb + h * stride_kt + t * stride_kh",
+    ),
+    "odd strides in units of eight": ("fusion/rope", "for n in (D // 2, *strides))", "for n in (D // 2,))"),
+    "dropout stored without a mask": (
+        "fusion/dropout",
+        "tl.where(bits >= limit, x * scale, 0), mask)",
+        "tl.where(bits >= limit, x * scale, 0))",
+    ),
+    "the words of a call in another order": (
+        "fusion/dropout",
+        "tl.join(tl.join(w0, w2), tl.join(w1, w3))",
+        "tl.join(tl.join(w0, w1), tl.join(w2, w3))",
+    ),
+    "one half of each word twice": ("fusion/dropout", "tl.join(bits << 16, bits)", "tl.join(bits << 16, bits << 16)"),
+    "every program counts from 0": (
+        "fusion/dropout",
+        "n = tl.cast(first, tl.int64) // PER + tl.arange",
+        "n = tl.cast(first, tl.int64) * 0 + tl.arange",
+    ),
+    "a seed of 32 bits": (
+        "fusion/dropout",
+        "w0, w1, w2, w3 = tl.randint4x(seed, n)",
+        "w0, w1, w2, w3 = tl.randint4x(seed.to(tl.int32), n)",
+    ),
+    "another mask for the gradient": (
+        "fusion/dropout",
+        "dropout(grad, ctx.p, *ctx.saved_tensors)",
+        "dropout(grad, ctx.p, ctx.saved_tensors[0] + 1)",
+    ),
+    "the scale of another p": (
+        "fusion/dropout",
+        "kept = 2147483648 - tl.cast(limit, tl.int64)",
+        "kept = 2147483648 - tl.cast(limit, tl.int64) // 2",
+    ),
+    "an edge stored without a mask": (
+        "fusion/cross_entropy",
+        "exp(x_e - top) * a - b, mask_e)",
+        "exp(x_e - top) * a - b)",
+    ),
+    "rows that end with their last whole vector": (
+        "fusion/cross_entropy",
+        'x_e = tl.load(x_ptr + x_row + offs_e, mask_e, float("-inf"))',
+        'x_e = tl.load(x_ptr + x_row + offs_e, edge < head, float("-inf"))',
+    ),
+    "a sum that does not follow its maximum": ("fusion/cross_entropy", "        s *= exp(m - larger)\n", ""),
+    "ignored rows in the mean": (
+        "fusion/cross_entropy",
+        "(target != ignore_index).sum(dtype=wide)",
+        "(target == target).sum(dtype=wide)",
+    ),
+    "smoothing left out of the gradient": (
+        "fusion/cross_entropy",
+        "a, b = tl.where(used, c / s, 0), c * SMOOTHING / N",
+        "a, b = tl.where(used, c / s, 0), c * 0",
+    ),
+    "a target that is not subtracted": (
+        "fusion/cross_entropy",
+        "exp(x_t - top) * a - b - c * (1 - SMOOTHING)",
+        "exp(x_t - top) * a - b",
+    ),
+    "a body stored without a mask": (
+        "fusion/cross_entropy",
+        "tl.store(d_body + offs, d, mask, eviction_policy=DROP)",
+        "tl.store(d_body + offs, d, eviction_policy=DROP)",
+    ),
+    "sums stored without a mask": (
+        "fusion/cumsum",
+        "tl.store(y_rows + offs, turned(y, VEC, REVERSE), mask)",
+        "tl.store(y_rows + offs, turned(y, VEC, REVERSE))",
+    ),
+    "tiles of a chain stored without a mask": (
+        "fusion/cumsum",
+        "y + carry.to(ACC), offs < N)",
+        "y + carry.to(ACC))",
+    ),
+    "a carry that forgets": (
+        "fusion/cumsum",
+        "carry += tl.sum(x, axis=1, keep_dims=True)",
+        "carry = carry * 0 + tl.sum(x, axis=1, keep_dims=True)",
+    ),
+    "a carry rounded to float32": (
+        "fusion/cumsum",
+        "carry = tl.zeros((BLOCK_M, 1), dtype=tl.float64)",
+        "carry = tl.zeros((BLOCK_M, 1), dtype=tl.float32)",
+    ),
+    "a group that closes with its own sum": (
+        "fusion/cumsum",
+        "publish(word_ptr, carry + total)",
+        "publish(word_ptr, total)",
+    ),
+    "a group that leaves out the one before": (
+        "fusion/cumsum",
+        "tile // GROUP * GROUP - 1 + tl.arange(0, GROUP)",
+        "tile // GROUP * GROUP + tl.arange(0, GROUP)",
+    ),
+    "vectors that are not turned": (
+        "fusion/cumsum",
+        "if REVERSE and VEC >> log > 1:",
+        "if REVERSE and VEC >> log > 4:",
+    ),
+    "pieces loaded without a mask": (
+        "fusion/topk",
+        'x = tl.load(x_row + offs, offs < N, -float("inf"))',
+        "x = tl.load(x_row + offs)",
+    ),
+    "indices stored without a mask": ("fusion/topk", "index.to(tl.int64), mask)", "index.to(tl.int64))"),
+    "negative floats in reverse": ("fusion/topk", "tl.where(bits < 0, bits ^ TOP, bits)", "bits"),
+    "equals from the end": ("fusion/topk", "<< 32) | (index ^ LAST)", "<< 32) | index"),
+    "NaN by its bits": ("fusion/topk", "return tl.where(x == x, key, TOP)", "return key"),
+    "sets of neighbours": ("fusion/topk", "piece += SETS * tl.arange(0, EACH)", "piece += tl.arange(0, EACH)"),
+    "two zeros": ("fusion/topk", "bits = tl.where(x == 0, 0, bits)", "bits = bits"),
+    "parts that all begin at the first": (
+        "fusion/topk",
+        "first, pieces = part * SETS * EACH,",
+        "first, pieces = 0 * part * SETS * EACH,",
+    ),
 }
 
 

@@ -63,6 +63,18 @@ OPS = [
     Op("fusion/swiglu.py", "swiglu_backward", lambda: (normal(M, N), normal(M, N), normal(M, N))),
     Op("fusion/swiglu.py", "swiglu_packed", lambda: (normal(M, 2 * N),)),
     Op("fusion/swiglu.py", "swiglu_packed_backward", lambda: (normal(M, N), normal(M, 2 * N))),
+    Op(
+        "fusion/rope.py",
+        "rope",
+        lambda: (normal(2, 8, 517, 64), normal(2, 3, 517, 64), normal(517, 32), normal(517, 32)),
+    ),
+    Op("fusion/dropout.py", "dropout", lambda: (normal(M, N), 0.3, torch.tensor([5], device="cuda"))),
+    Op("fusion/cross_entropy.py", "cross_entropy", lambda: (normal(M, N), torch.arange(M, device="cuda"))),
+    Op("fusion/cumsum.py", "cumsum", lambda: (normal(M, N),)),
+    Op("fusion/cumsum.py", "cumsum", lambda: (normal(7, M * 303),)),  # a chain
+    Op("fusion/cumsum.py", "cumsum_backward", lambda: (normal(M, N),)),
+    Op("fusion/cumsum.py", "cumsum_backward", lambda: (normal(7, M * 303),)),
+    Op("fusion/topk.py", "topk", lambda: (normal(M, N), 8)),
 ]
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.path}:{op.name}")
 

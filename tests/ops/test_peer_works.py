@@ -30,8 +30,14 @@ def installed() -> list[str]:
     return found if ON_GPU else []
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("work", peers.WORKS, ids=lambda work: work.name)
+@pytest.mark.parametrize(
+    ("work", "backward"),
+    [
+        pytest.param(work, direction == "backward", id=f"{work.name}, {direction}")
+        for work in peers.WORKS
+        for direction in work.directions
+    ],
+)
 def test_all_libraries_do_the_same(
     work: peers.Work, backward: bool, load_recipe: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,6 +51,15 @@ def test_all_libraries_do_the_same(
     ours = tuple(tensor.clone() for tensor in trial.call(functions["Triton"], backward)())
     for name, function in functions.items():
         trial.check(name, trial.call(function, backward)(), ours)
+
+
+def test_masks_may_differ_but_not_what_is_kept() -> None:
+    one = peers.Trial(dataclasses.replace(trial().work, alike=peers.kept_by_both), (8,), torch.float32, "cpu")
+    ours = torch.tensor([2.0, 0, 4, 6])
+    one.check("Liger", (torch.tensor([0.0, 3, 4, 6]),), (ours,))
+    for wrong in ([0.0, 3, 2, 3], [0.0, 0, 0, 0]):
+        with pytest.raises(AssertionError, match="Liger has another result than ours"):
+            one.check("Liger", (torch.tensor(wrong),), (ours,))
 
 
 class Greedy(torch.autograd.Function):
@@ -85,7 +100,7 @@ def test_inputs_are_restored_before_each_call(monkeypatch: pytest.MonkeyPatch) -
     call = one.call(Greedy.apply, backward=True)
     got = []
 
-    def do_bench(call, quantiles, grad_to_none):
+    def do_bench(call, rep, quantiles, grad_to_none):
         for _ in range(3):
             for tensor in grad_to_none:
                 tensor.grad = None
@@ -116,13 +131,13 @@ def test_a_whole_run_is_recorded(
     """All but the timing and the other libraries is what a GPU host does."""
     gpu = Environment("Test GPU 9000", "0", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")
     softmax, rms_norm = (
-        dataclasses.replace(work, shapes=[(8, SMALL), (2, SMALL)], peers={}) for work in peers.WORKS[:2]
+        dataclasses.replace(work, shapes=[(8, SMALL), (2, SMALL)], peers={}, dtype="float32")
+        for work in peers.WORKS[:2]
     )
     softmax = dataclasses.replace(softmax, peers={"Other": lambda module: module.sqrt})
     monkeypatch.setattr(peers, "PEERS", {"Other": peers.Peer("torch", "math")})
     monkeypatch.setattr(peers, "WORKS", [softmax, rms_norm])
     monkeypatch.setattr(peers, "RECORDS", tmp_path)
-    monkeypatch.setattr(peers, "DTYPE", "float32")
     monkeypatch.setattr(peers, "DEVICE", "cuda" if ON_GPU else "cpu")
     monkeypatch.setattr(peers, "detect", lambda: [gpu])
     monkeypatch.setattr(peers, "recipe_module", lambda recipe: load_recipe(f"{recipe}.py"))

@@ -1,0 +1,460 @@
+"""The ops of the recipe RoPE, in place and not, in both pairings and in any layout."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from guard import Guard, guarded
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from inputs import FLOATS, Layout, layouts
+from tolerance import assert_within
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
+pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+Shape = tuple[int, int, int, int, int]  # B, Hq, Hk, T, D
+
+
+@pytest.fixture(scope="module")
+def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the recipe as a module."""
+    return load_recipe("fusion/rope.py")
+
+
+def shapes() -> st.SearchStrategy[Shape]:
+    """Shapes with ragged heads, positions and dimensions, empty ones among them, of at most some dozen programs."""
+    heads, positions = st.integers(0, 9), st.sampled_from([0, 1, 2, 15, 16, 17, 33])
+    dimensions = st.sampled_from([0, 2, 4, 6, 16, 20, 62, 64, 80, 128, 130])
+    return st.tuples(st.integers(0, 2), heads, heads, positions, dimensions)
+
+
+def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Return x in float64, turned pair by pair, by the formula of the paper."""
+    x, cos, sin = x.detach().double(), cos.double(), sin.double()
+    half, out = x.shape[-1] // 2, torch.empty_like(x)
+    for i in range(half):
+        first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        a, b, c, s = x[..., first], x[..., second], cos[:, i], sin[:, i]
+        out[..., first], out[..., second] = a * c - b * s, b * c + a * s
+    return out
+
+
+def magnitude(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Return what the terms of each sum may amount to."""
+    x = x.detach().double().abs()
+    if interleaved:
+        return (x[..., ::2] + x[..., 1::2]).repeat_interleave(2, -1)
+    return (x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]).repeat(1, 1, 1, 2)
+
+
+def assert_turned(
+    out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, most: float = 1.0
+) -> None:
+    """Assert that a tensor was turned, as well as its accumulator and its dtype allow."""
+    assert (out.dtype, out.shape, out.device) == (x.dtype, x.shape, x.device)
+    # Two products and a sum, with a rounded sine.
+    assert_within(out, reference(x, cos, sin, interleaved), most * magnitude(x, interleaved), roundings=4)
+
+
+def angles(T: int, D: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Return tables of cosines and sines of random angles."""
+    angle = 7 * torch.randn(T, D // 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def heads(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return heads in some layout: as attention layers have them, for every other seed that is not transposed."""
+    if layout.seed % 2 and layout.name != "transposed":
+        b, h, t, d = shape
+        return layout.make((b, t, h, d), dtype, device).transpose(1, 2)
+    return layout.make(shape, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@settings(max_examples=12)
+@given(shape=shapes(), of_q=layouts(), of_k=layouts(), interleaved=st.booleans(), conjugate=st.booleans())
+@example((1, 5, 2, 17, 16), Layout("contiguous", 1), Layout("contiguous", 0), True, False)
+@example((2, 4, 9, 33, 6), Layout("contiguous", 0), Layout("contiguous", 1), False, True)
+def test_value(
+    recipe: ModuleType,
+    dtype: torch.dtype,
+    shape: Shape,
+    of_q: Layout,
+    of_k: Layout,
+    interleaved: bool,
+    conjugate: bool,
+) -> None:
+    """Queries and keys are turned, each in its layout, by the angles or back, and nothing else is changed."""
+    b, hq, hk, t, d = shape
+    q = heads(of_q, (b, hq, t, d), dtype, recipe.DEVICE)
+    k = heads(of_k, (b, hk, t, d), dtype, recipe.DEVICE)
+    cos, sin = angles(t, d, dtype, recipe.DEVICE, of_q.seed)
+    op = partial(recipe.rope, interleaved=interleaved, conjugate=conjugate)
+    outs = guarded(op, q, k, cos, sin)
+    for out, x in zip(outs, (q, k), strict=True):
+        assert_turned(out, x, cos, -sin if conjugate else sin, interleaved)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@settings(max_examples=12)
+@given(shape=shapes(), between=st.booleans(), interleaved=st.booleans(), conjugate=st.booleans(), inner=st.booleans())
+@example((2, 5, 2, 17, 16), True, True, False, True)
+def test_in_place(
+    recipe: ModuleType,
+    dtype: torch.dtype,
+    shape: Shape,
+    between: bool,
+    interleaved: bool,
+    conjugate: bool,
+    inner: bool,
+) -> None:
+    """In place the op writes what the other returns, and not a byte beside it, to slices of something larger too."""
+    b, hq, hk, t, d = shape
+    more = 3 if between else 0
+    wide = [
+        Layout("contiguous", seed).make((b, t, h, d + more), dtype, recipe.DEVICE) for seed, h in ((0, hq), (1, hk))
+    ]
+    views = [x.transpose(1, 2) if inner else x.transpose(1, 2).contiguous() for x in wide]
+    before = [x.clone() for x in views]
+    cos, sin = angles(t, d, dtype, recipe.DEVICE)
+    slices = [[x[..., :d] for x in pair] for pair in (before, views)]
+    expected = recipe.rope(*slices[0], cos, sin, interleaved, conjugate)
+    assert recipe.rope_(*slices[1], cos, sin, interleaved, conjugate) is None
+    for changed, old, new in zip(views, before, expected, strict=True):
+        assert torch.equal(changed[..., d:], old[..., d:])
+        # Strides differ where there is something between, so the compiler may fuse other products with a sum. Turned
+        # numbers are no longer than what was turned, so the error is relative to that.
+        size = magnitude(old[..., :d], interleaved)
+        error = (changed[..., :d].double() - new.double()).abs()
+        assert (error <= 4 * torch.finfo(dtype).eps * size).all()
+        if not between:
+            assert torch.equal(changed, new)
+
+
+def test_nothing_beside_is_written_in_place(recipe: ModuleType) -> None:
+    """Queries and keys lie between guards when they are turned in place."""
+    cos, sin = angles(17, 6, torch.float32, recipe.DEVICE)
+    with Guard() as guard:
+        q = torch.zeros(2, 17, 5, 6, device=recipe.DEVICE).transpose(1, 2)
+        k = torch.zeros(2, 3, 17, 6, device=recipe.DEVICE)
+        recipe.rope_(q, k, cos, sin)
+    guards = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
+    assert {x.untyped_storage().data_ptr() for x in (q, k)} <= guards
+
+
+def test_result_lies_as_its_argument(recipe: ModuleType) -> None:
+    """Results have the layout of the arguments, without their gaps."""
+    x = torch.ones(2, 3, 7, 16, device=recipe.DEVICE)
+    q, k = x.transpose(1, 2), x[:, :, :, :8].transpose(1, 2)
+    tables = angles(3, 16, x.dtype, recipe.DEVICE)
+    out, _ = recipe.rope(q, x.transpose(1, 2).contiguous(), *tables)
+    assert out.stride() == q.stride()
+    _, out = recipe.rope(k, k, *angles(3, 8, x.dtype, recipe.DEVICE))
+    assert out.transpose(1, 2).is_contiguous()
+
+
+@pairings
+def test_tables(recipe: ModuleType, interleaved: bool) -> None:
+    """Tables of another dtype or layout, and halves of double ones, give what contiguous tables give."""
+    q, k = (Layout("contiguous", H).make((1, H, 19, 12), torch.float32, recipe.DEVICE) for H in (3, 2))
+    cos, sin = angles(19, 12, torch.float64, recipe.DEVICE)
+    expected = recipe.rope(q, k, cos.float(), sin.float(), interleaved)
+    double = [torch.cat([t, t], -1).float()[:, :6] for t in (cos, sin)]
+    for tables in ((cos, sin), double, [t.float().T.contiguous().T for t in (cos, sin)], (double[0], sin.float())):
+        assert all(map(torch.equal, recipe.rope(q, k, *tables, interleaved), expected))
+    half = recipe.rope(q, k, cos.half(), sin.half(), interleaved)
+    for out, x in zip(half, (q, k), strict=True):
+        assert_turned(out, x, cos.half(), sin.half(), interleaved)
+
+
+def test_formulas_of_the_page(recipe: ModuleType) -> None:
+    """The plain versions agree with the formula, and the tables with the paper's angles."""
+    q, k = (Layout("contiguous", H).make((2, H, 5, 8), torch.float64, recipe.DEVICE) for H in (3, 1))
+    cos, sin = recipe.tables(5, 8)
+    theta = torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64)
+    torch.testing.assert_close(cos.cpu(), (torch.arange(5)[:, None] * theta).cos())
+    torch.testing.assert_close(sin.cpu(), (torch.arange(5)[:, None] * theta).sin())
+    double = [torch.cat([t, t], -1) for t in (cos, sin)]
+    for out, x in zip(recipe.rope_torch(q, k, *double), (q, k), strict=True):
+        torch.testing.assert_close(out, reference(x, cos, sin, interleaved=False))
+    for interleaved in (False, True):
+        out = recipe.rope_complex(q, cos, sin, interleaved)
+        torch.testing.assert_close(out, reference(q, cos, sin, interleaved))
+
+
+@pairings
+def test_products_know_distances_only(recipe: ModuleType, interleaved: bool) -> None:
+    """What RoPE is for: the product of a query and a key is that of any two at the same distance."""
+    q, k = (torch.randn(1, 1, 1, 16, dtype=torch.float64).expand(1, 1, 20, 16) for _ in range(2))
+    q, k = recipe.rope(q.to(recipe.DEVICE), k.to(recipe.DEVICE), *recipe.tables(20, 16), interleaved)
+    scores = (q @ k.mT)[0, 0]
+    for distance in range(-19, 20):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+
+
+@pairings
+def test_back_again(recipe: ModuleType, interleaved: bool) -> None:
+    """The conjugate undoes the op."""
+    q, k = (Layout("contiguous", H).make((2, H, 18, 10), torch.float64, recipe.DEVICE) for H in (3, 1))
+    tables = recipe.tables(18, 10)
+    turned = recipe.rope(q, k, *tables, interleaved)
+    torch.testing.assert_close(recipe.rope(*turned, *tables, interleaved, conjugate=True), (q, k))
+    recipe.rope_(*turned, *tables, interleaved, conjugate=True)
+    torch.testing.assert_close(turned, (q, k))
+
+
+@pairings
+def test_gradcheck(recipe: ModuleType, interleaved: bool) -> None:
+    """First and second derivatives are right, and those of one result alone."""
+    (q, k), _ = recipe.inputs(1, 2, 1, 2, 4)
+    op = partial(recipe.rope, interleaved=interleaved)
+    tables = recipe.tables(2, 4)
+    assert torch.autograd.gradcheck(op, (q, k, *tables))
+    assert torch.autograd.gradgradcheck(op, (q, k, *tables))
+    assert torch.autograd.gradcheck(partial(op, conjugate=True), (q, k, *tables), fast_mode=True)
+    assert torch.autograd.gradcheck(lambda q: op(q, k.detach(), *tables)[0], q, fast_mode=True)
+    for i in (0, 1):
+        assert torch.autograd.gradcheck(lambda q, k, i=i: op(q, k, *tables)[i], (q, k), fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_through_autograd(recipe: ModuleType, dtype: torch.dtype) -> None:
+    """Gradients are those of the reference, for an expanded gradient too, and autograd keeps the tables only."""
+    q, k = (Layout("contiguous", h).make((2, h, 17, 12), dtype, recipe.DEVICE).requires_grad_() for h in (3, 2))
+    cos, sin = angles(17, 12, dtype, recipe.DEVICE)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = recipe.rope(q, k, cos, sin)
+    assert [t.data_ptr() for t in kept] == [cos.data_ptr(), sin.data_ptr()]
+    dq, dk = torch.autograd.grad(out[0].sum() + out[1].sum(), (q, k))
+    for x, dx in ((q, dq), (k, dk)):
+        assert_turned(dx, torch.ones_like(x), cos, -sin, interleaved=False)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+@pairings
+def test_special_values(recipe: ModuleType, interleaved: bool) -> None:
+    """NaN and infinities come out as from PyTorch's formula, and reach no other pair."""
+    special = [0.0, -0.0, 1.0, 3e38, -3e38, torch.inf, -torch.inf, torch.nan]
+    pairs = torch.cartesian_prod(torch.tensor(special), torch.tensor(special)).to(recipe.DEVICE)  # (64, 2)
+    x = pairs.flatten() if interleaved else pairs.T.flatten()
+    q = x.expand(1, 1, 3, 128).contiguous()
+    cos, sin = (t.float() for t in recipe.tables(3, 128))
+    out, _ = recipe.rope(q, q[:, :0], cos, sin, interleaved)
+    x1, x2 = (q[..., ::2], q[..., 1::2]) if interleaved else q.chunk(2, -1)
+    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    expected = torch.stack([y1, y2], -1).flatten(-2) if interleaved else torch.cat([y1, y2], -1)
+    torch.testing.assert_close(out, expected, equal_nan=True)
+
+
+def test_declaration(recipe: ModuleType) -> None:
+    """Autograd learns of what the op in place changes, and not of what an op changes that says nothing."""
+    tables = recipe.tables(3, 2)
+
+    def gradient(op: Callable[..., None]) -> torch.Tensor:
+        x = torch.zeros(1, 1, 3, 2, device=recipe.DEVICE, requires_grad=True)
+        y = x.exp()
+        op(y.detach(), y.detach()[:, :0], *tables)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient(recipe.rope_)
+    assert not torch.allclose(gradient(recipe.rope_undeclared), torch.ones(1, 1, 3, 2, device=recipe.DEVICE))
+    with pytest.raises(RuntimeError, match="non-functional operator"):
+        recipe.rope_.register_autograd(recipe.backward, setup_context=recipe.save)
+
+
+def test_refuses(recipe: ModuleType) -> None:
+    """What the ops do not take, they name."""
+    q, k = torch.ones(2, 4, 3, 6, device=recipe.DEVICE), torch.ones(2, 2, 3, 6, device=recipe.DEVICE)
+    cos, sin = angles(3, 6, q.dtype, recipe.DEVICE)
+    for op in (recipe.rope, recipe.rope_):
+        with pytest.raises(TypeError, match=r"takes one floating dtype.*int32"):
+            op(q.int(), k.int(), cos, sin)
+        with pytest.raises(TypeError, match=r"takes one floating dtype.*float64"):
+            op(q, k.double(), cos, sin)
+        with pytest.raises(TypeError, match=r"takes one floating dtype.*int64"):
+            op(q, k, cos.long(), sin)
+        for wrong in (
+            (q[0], k, cos, sin),
+            (q, k[0, 0, 0], cos, sin),
+            (q[:1], k, cos, sin),
+            (q, k[:, :, :2], cos, sin),
+            (q, k[..., :4], cos, sin),
+            (q, k, cos[:2], sin),
+            (q, k, cos, sin[:, :2]),
+            (q, k, cos, torch.cat([sin, sin], -1)),
+            (q, k, cos[None], sin[None]),
+            (q[..., :5], k[..., :5], cos[:, :2], sin[:, :2]),
+        ):
+            with pytest.raises(ValueError, match=r"do not fit together"):
+                op(*wrong)
+    for op in (recipe.rope, recipe.rope_._init_fn):
+        with pytest.raises(ValueError, match="one device"):
+            op(q, k, cos, sin.to("meta"))
+    with pytest.raises(ValueError, match="no gradients for cos and sin"):
+        recipe.rope(q, k, cos, sin.clone().requires_grad_())
+    for i in range(4):
+        arguments = [q, k, cos, sin]
+        arguments[i] = arguments[i].clone().requires_grad_()
+        with pytest.raises(ValueError, match="has no backward: use rope"):
+            recipe.rope_(*arguments)
+    for wrong in (q[:1].expand(2, 4, 3, 6), q[:, :1].expand(2, 4, 3, 6), q.mT.contiguous().mT):
+        for pair in ((wrong, k), (k, wrong)):
+            with pytest.raises(ValueError, match="contiguous heads that lie apart"):
+                recipe.rope_(*pair, cos, sin)
+    recipe.rope_(q[:1, :1, :1].expand(1, 1, 1, 6), k[:1, :, :1], cos[:1], sin[:1])  # a stride of one element is none
+
+
+def test_traced_in_place(recipe: ModuleType) -> None:
+    """Traced, the op turns parts of what was computed before it, or of an argument, and refuses to lose a gradient."""
+    cos, sin = recipe.tables(17, 8)
+
+    def computed(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        recipe.rope_(x[:, :3], x[:, 3:], cos, sin)
+        return x
+
+    def given(x: torch.Tensor) -> torch.Tensor:
+        recipe.rope_(x[:, :3], x[:, 3:], cos, sin)
+        return x * 2
+
+    for f in (computed, given):
+        x = Layout("contiguous", 0).make((2, 5, 17, 8), torch.float64, recipe.DEVICE)
+        before = x.clone()
+        compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), f(before))
+        assert torch.equal(x, before)
+        with pytest.raises(RuntimeError, match="has no backward: use rope"):
+            compiled(x.clone().requires_grad_())
+
+
+# What the compiler makes of the kernel and of the op, in a process without the interpreter and without a GPU.
+COMPILED = """
+import collections, json, re, types, torch, triton, triton.language as tl
+target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+triton.runtime.driver.set_active(types.SimpleNamespace(
+    get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0))
+import page
+
+said = {}
+for interleaved in (False, True):
+    for unit in (8, 1):
+        kernel = page.rope_kernel
+        types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+        constants = {"D": 128, "INTERLEAVED": interleaved, "CONJUGATE": False, "ACC": tl.float32}
+        constants |= {"UNIT": unit, "BLOCK_H": 4, "BLOCK_T": 8, "BLOCK_D": 64}
+        types |= {name: "constexpr" for name in constants}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr")}
+        source = triton.compiler.ASTSource(kernel, types, constants, aligned)
+        ptx = triton.compile(source, target=target).asm["ptx"]
+        said[f"{interleaved}, {unit}"] = collections.Counter(re.findall(r"st\\.global\\S*", ptx))
+
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
+seen = []
+def look(module, _):
+    called = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+    seen.append([sum(word in name for name in called) for word in ("triton_kernel", "empty_like", "clone", "copy")])
+    return module
+compiled = torch.compile(page.rope, backend=aot_autograd(fw_compiler=look), dynamic=True, fullgraph=True)
+with FakeTensorMode():
+    q, k = (torch.randn(2, h, 33, 48, requires_grad=True) for h in (5, 2))
+    out = compiled(q, k, torch.randn(33, 24), torch.randn(33, 24))
+    (out[0].sum() + out[1].sum()).backward()
+print(json.dumps([said, seen]))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is a stand-in")
+def test_compiled(gallery: Path, tmp_path: Path) -> None:
+    """Aligned rows make accesses of 16 bytes, in either pairing; the op can be traced with symbolic sizes."""
+    page = (gallery.resolve() / "fusion" / "rope.py").read_text().partition("# The check\n")[0]
+    # It runs nothing: neither the interpreter nor a GPU is there.
+    (tmp_path / "page.py").write_text(page.replace("raise RuntimeError(", "("))
+    (tmp_path / "script.py").write_text(COMPILED)
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-W", "ignore", "script.py"]
+    result = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    said, seen = json.loads(result.stdout)
+    for pairing in ("False", "True"):
+        # 4 heads of 8 tokens in 128 threads are 4 stores of 8 elements for each of q and k.
+        assert said[f"{pairing}, 8"] == {"st.global.v4.b32": 8}
+        assert sum(said[f"{pairing}, 1"].values()) == 64
+    # One launch each, forward and backward, with two results.
+    assert seen == [[1, 2, 0, 0]] * 2
+
+
+@gpu
+@pairings
+def test_beyond_int32(recipe: ModuleType, interleaved: bool) -> None:
+    """The last of more than 2**31 elements are right, in either order of heads and tokens, in place and not."""
+    tokens = 2**31 // 1024 + 3
+    tables = [t.expand(tokens, 64).contiguous() for t in angles(1, 128, torch.float32, recipe.DEVICE)]
+    last = torch.randn(1, 8, 1, 128, device=recipe.DEVICE).bfloat16()
+    expected = reference(last, *(t[:1] for t in tables), interleaved)
+    for inside in (False, True):
+        shape = (1, tokens, 8, 128) if inside else (1, 8, tokens, 128)
+        q = torch.zeros(shape, dtype=torch.bfloat16, device=recipe.DEVICE)
+        q = q.transpose(1, 2) if inside else q
+        q[:, :, -1:] = last
+        k = q[:, -1:].contiguous()
+        for out in recipe.rope(q, k, *tables, interleaved):
+            torch.testing.assert_close(out[:, :, -1:].double(), expected[:, -out.shape[1] :], rtol=2**-8, atol=1e-5)
+            assert not out[:, :, :-1].any()
+            del out
+        recipe.rope_(q, k, *tables, interleaved)
+        torch.testing.assert_close(q[:, :, -1:].double(), expected, rtol=2**-8, atol=1e-5)
+        assert not q[:, :, :-1].any()
+
+
+@gpu
+@pairings
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_opcheck(recipe: ModuleType, dtype: torch.dtype, interleaved: bool) -> None:
+    """Both ops pass the whole of opcheck, and the one that hides what it changes does not."""
+    (q, k), _ = recipe.inputs(2, 4, 2, 19, 16, dtype=dtype)
+    tables = angles(19, 16, dtype, recipe.DEVICE)
+    assert set(torch.library.opcheck(recipe.rope, (q, k, *tables, interleaved)).values()) == {"SUCCESS"}
+    q, k = q.detach(), k.detach()
+    assert set(torch.library.opcheck(recipe.rope_, (q, k, *tables, interleaved)).values()) == {"SUCCESS"}
+    with pytest.raises(torch.testing._internal.optests.OpCheckError):
+        torch.library.opcheck(recipe.rope_undeclared, (q, k, *tables))
+
+
+@gpu
+def test_compile(recipe: ModuleType) -> None:
+    """Compiled, both ops give the same, in place of what somebody reads later too."""
+    (q, k), _ = recipe.inputs(2, 4, 2, 130, 64, dtype=torch.float32)
+    q, k = q.detach(), k.detach()
+    tables = angles(130, 64, torch.float32, recipe.DEVICE)
+
+    def both(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = torch.cat([q, k], 1) + 1
+        old = x * 2
+        turned = recipe.rope(x[:, :4], x[:, 4:], *tables)
+        recipe.rope_(x[:, :4], x[:, 4:], *tables)
+        return (*recipe.rope(q, k, *tables), *turned, x, old)
+
+    for out, expected in zip(torch.compile(both, fullgraph=True)(q, k), both(q, k), strict=True):
+        torch.testing.assert_close(out, expected)
+
+    def loss(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return sum(x.square().sum() * n for n, x in enumerate(recipe.rope(q * 2, k, *tables), 1))
+
+    leaves = [q.requires_grad_(), k.requires_grad_()]
+    for d, expected in zip(
+        *(torch.autograd.grad(f(*leaves), leaves) for f in (torch.compile(loss, fullgraph=True), loss)), strict=True
+    ):
+        torch.testing.assert_close(d, expected)
