@@ -380,8 +380,8 @@ class Trial:
 class Restoring:
     """Restores a trial's inputs whenever its gradient is set to None, and lets the GPU wait.
 
-    `do_bench` does that before each call that it times, and before it empties the L2 cache. While the GPU waits, the CPU
-    gets ahead: a backward through autograd costs it longer than some kernels take, and would else be what is timed.
+    `do_bench` does that before each call that it times, and before it empties the L2 cache. While the GPU waits, the
+    CPU gets ahead: a backward through autograd costs it longer than some kernels take, and would else be timed.
     """
 
     def __init__(self, trial: Trial) -> None:
@@ -398,7 +398,7 @@ class Restoring:
 
         self.trial.restore()
         if torch.cuda.is_available():
-            torch.cuda._sleep(WAIT)
+            torch.cuda._sleep(WAIT)  # type: ignore[no-untyped-call]
 
 
 def measure(call: Function, bytes_moved: int, trial: Trial) -> list[float]:
@@ -481,7 +481,8 @@ def measure_row(work: Work, shape: tuple[int, ...], direction: str, code: str, p
     import torch
 
     figures = rates(Trial(work, shape, getattr(torch, work.dtype), DEVICE), direction == "backward", peers)
-    row = Row(work.recipe, f"{work.name}, {direction}", list(shape), code, figures)
+    name = f"{work.name}, {direction}" if work.backward else work.name
+    row = Row(work.recipe, name, list(shape), code, figures)
     shown = ", ".join(f"{name} {rate[0]:.0f}" if rate else f"{name} -" for name, rate in figures.items())
     other, top = row.table.ratio(0), row.table.of_roof(0)
     ratios = f"Triton / best other {other:.3f}{' (tie)' if row.is_tie else ''}, / roof {top:.3f}"
