@@ -44,6 +44,7 @@ PALETTE = dict(
     )
 )
 LABEL_GAP = 0.055  # of the axes' height
+CHARACTER = 0.016  # of the axes' width, in a name below the axis
 
 
 def svg(table: Table) -> str:
@@ -112,8 +113,9 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
         axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(xs))
     axes.xaxis.set_minor_locator(NullLocator())
-    named = _with_room([math.log2(x) for x in xs] if logarithmic else xs) if numeric else []
-    names = {xs[i]: short(xs[i]) for i in named} if numeric else dict(zip(xs, map(str, table.xs), strict=True))
+    names = {x: short(x) for x in xs} if numeric else dict(zip(xs, map(str, table.xs), strict=True))
+    if numeric:
+        names = _with_room(names, math.log2 if logarithmic else float)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: names.get(x, "")))
     top = max((value for values in table.series.values() for value in values if value), default=0)
     if numeric and ends and max(value for (_, value), _, _ in ends) < top / 10:
@@ -131,14 +133,16 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
     return figure
 
 
-def _with_room(places: Sequence[float]) -> list[int]:
-    """Return the indexes of the places on an axis that can be named: none too near the one before."""
-    room = 0.07 * (max(places) - min(places))
-    named: list[int] = []
-    for i in sorted(range(len(places)), key=places.__getitem__):
-        if not named or places[i] - places[named[-1]] >= room:
-            named.append(i)
-    return named
+def _with_room(names: dict[float, str], place: Callable[[float], float]) -> dict[float, str]:
+    """Return the names that an axis has room for, given where each size stands on it: none touches the one before."""
+    places = [place(x) for x in names]
+    wide = max(places) - min(places)
+    named: list[float] = []
+    for x in sorted(names):
+        half = CHARACTER * (len(names[x]) + len(names[named[-1]]) + 2) / 2 if named else 0
+        if not named or place(x) - place(named[-1]) >= half * wide:
+            named.append(x)
+    return {x: names[x] for x in named}
 
 
 def _label(axes: "Axes", ends: list[tuple[tuple[float, float], str, str]]) -> None:
@@ -183,8 +187,8 @@ def _draw_fractions(bars: Sequence[tuple[str, str, float]]) -> "Figure":
 
 
 def short(value: float) -> str:
-    """Write a size as readers of sizes do: 4096, 16K, 256M."""
+    """Write a size as readers of sizes do: 4096, 16K, 256M, but 256000."""
     for factor, letter in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
-        if value >= 10 * 2**10 and value % factor == 0:
+        if value >= 10 * 2**10 and value % factor == 0 and math.log2(value).is_integer():
             return f"{value / factor:g}{letter}"
     return f"{value:g}"
