@@ -1,7 +1,8 @@
 """Writes all pages again after a build that was killed.
 
-Sphinx takes a page that is there for written, though it be cut short, and a page that was read for written too. The
-recipes' own outputs are kept: `execute` knows which of them are whole.
+Sphinx writes a page whose file is missing or older than its source. That leaves out what a killed build cut short, what
+it read again and did not write, and what it did not come to copy. Recipes stay as they are: `execute` knows which are
+done.
 """
 
 from pathlib import Path
