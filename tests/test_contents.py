@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from project import ROOT
 
-from triton_gallery.recipes import load
+from triton_gallery.recipes import hash_of, load
 
 
 @pytest.fixture
@@ -53,3 +53,12 @@ def test_no_contents(gallery: Path) -> None:
 
 def test_every_recipe_of_the_gallery_has_its_place() -> None:
     assert {recipe.path for recipe in load(ROOT / "gallery")} == set((ROOT / "gallery").glob("*/*.py"))
+
+
+def test_hash_is_that_of_the_present_code(gallery: Path) -> None:
+    (recipe, _) = load(gallery)
+    hashes = []
+    for code in ("x = 1", "x = 2", "x = 1  # a comment"):
+        recipe.path.write_text(f'"""\nTwo\n===\n"""\n\n{code}\n')
+        hashes.append(hash_of(recipe))
+    assert hashes[0] == hashes[2] != hashes[1]

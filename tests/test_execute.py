@@ -3,8 +3,10 @@
 One small gallery has a recipe for each fault and a good one; it is built a few times.
 """
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -208,6 +210,74 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_killed_build_resumes(make_project: Callable[..., Project], tmp_path: Path) -> None:
+    waits, dies = tmp_path / "waits", tmp_path / "dies"
+    project = make_project()
+    with open(project.root / "conf.py", "a") as conf:
+        conf.write(f"""
+def setup(app):
+    app.connect("html-page-context", die)
+
+def die(app, page, *rest):
+    if page == "recipes/things/kept" and os.path.exists({str(dies)!r}):
+        os.kill(os.getpid(), 9)
+""")
+    project.write(
+        kept="import matplotlib.pyplot as plt\n\nplt.plot([1, 2])\nplt.show()",
+        lost=f"import os, time\n\nwhile os.path.exists({str(waits)!r}):\n    time.sleep(0.1)",
+    )
+
+    waits.touch()
+    build = project.start()
+    wait_until((project.root / "docs" / "recipes" / "things" / "kept.run.json").exists)
+    build.kill()
+    assert executed(build.communicate(timeout=30)[0]) <= {"kept"}
+    waits.unlink()
+
+    dies.touch()  # while it writes the pages
+    status, output = project.build()
+    assert status == -signal.SIGKILL
+    assert executed(output) == {"lost"}
+    assert "things/kept.html" not in " ".join(site(project))
+    dies.unlink()
+
+    status, output = project.build()
+    assert status == 0, output
+    assert executed(output) == set()
+    resumed = site(project)
+    assert ".unfinished" not in resumed, "the next build would write all pages again"
+    shutil.rmtree(project.root / "_build")
+    project.build()
+    assert resumed == site(project)
+
+
+def site(project: Project) -> dict[str, bytes]:
+    """Return the files of a built site, by their paths."""
+    folder = project.root / "_build" / "html"
+    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {str(name): (folder / name).read_bytes() for name in names if name.parts[0] != ".doctrees"}
+
+
+def test_page_is_whole_or_not_there(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    project.write(good="import matplotlib.pyplot as plt\n\nplt.plot([1, 2])\nplt.show()")
+    pages = Pages(project.root / "docs" / "recipes")
+    recipes = load(project.root / "gallery")
+    ((recipe, run),) = refresh(recipes, pages, project.root, 60, lambda *_: None)
+    written = [path for path in pages.folder.glob("**/*") if path.is_file() and path != pages.run_file(recipe.key)]
+    files = {str(path.relative_to(pages.folder)): path.read_bytes() for path in written}
+    assert len(files) > 4
+    for name in files:
+        with pytest.raises(TypeError):
+            pages.install(recipe, {**files, name: None}, run)  # it ends at this file
+        assert pages.run(recipe.key) is None
+    with pytest.raises(TypeError):
+        pages.install(recipe, files, dataclasses.replace(run, detail=object()))
+    assert pages.run(recipe.key) is None
+    pages.install(recipe, files, run)
+    assert pages.run(recipe.key) == run
 
 
 def test_ended_recipe_leaves_no_child(make_project: Callable[..., Project], tmp_path: Path) -> None:

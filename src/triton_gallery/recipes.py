@@ -11,6 +11,7 @@ import hashlib
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
@@ -68,12 +69,6 @@ def load(gallery: Path) -> list[Recipe]:
     return listed
 
 
-def cell_hashes(recipe: Recipe) -> list[str]:
-    """Return the hash of each code cell of a recipe, in order."""
-    _, blocks = split_code_and_text_blocks(str(recipe.path))
-    return [cell_hash(block.content) for block in blocks if block.type == "code"]
-
-
 def cell_hash(code: str) -> str:
     """Return the hash of a cell's code; SyntaxError if it is not Python.
 
@@ -89,7 +84,13 @@ def code_hash(cells: Iterable[str]) -> str:
 
 def hash_of(recipe: Recipe) -> str:
     """Return the hash of a recipe's present code."""
-    return code_hash(cell_hashes(recipe))
+    return _hash_of(recipe.path, recipe.path.read_bytes())
+
+
+@cache  # a build asks for it some twenty times
+def _hash_of(path: Path, content: bytes) -> str:
+    _, blocks = split_code_and_text_blocks(str(path))
+    return code_hash(cell_hash(block.content) for block in blocks if block.type == "code")
 
 
 def _digest(parts: Iterable[str]) -> str:

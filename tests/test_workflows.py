@@ -1,0 +1,100 @@
+"""The workflows: what runs where, with which rights, and how records are committed."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from project import ROOT
+
+FOLDER = ROOT / ".github" / "workflows"
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in FOLDER.glob("*.yml")}
+SITE = WORKFLOWS["site"]
+
+
+def test_make_targets_are_real() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    scripts = " ".join(step.get("run", "") for step in SITE["jobs"]["build"]["steps"])
+    named = re.findall(r"make ([a-z-]+)", scripts)
+    assert named == ["test-gpu", "record", "html"]  # what is wrong is not recorded, and the site shows the new records
+    assert set(named) <= targets
+
+
+def test_actions_have_one_version() -> None:
+    used = set(re.findall(r"uses: (\S+)@(\S+)", " ".join(path.read_text() for path in FOLDER.glob("*.yml"))))
+    assert len({name for name, _ in used}) == len(used), sorted(used)
+
+
+def test_your_own_machine_runs_main_alone() -> None:
+    assert set(SITE[True]) == {"push", "workflow_dispatch"}, "a pull request would run on it"  # YAML reads `on` as true
+    assert SITE[True]["push"] == {"branches": ["main"]}
+    own = [
+        job for workflow in WORKFLOWS.values() for job in workflow["jobs"].values() if "ubuntu" not in job["runs-on"]
+    ]
+    assert own == [SITE["jobs"]["build"]]
+    assert own[0]["if"] == "vars.SITE_RUNNER && github.ref == 'refs/heads/main'"
+
+
+def test_what_executes_recipes_cannot_write() -> None:
+    for workflow in WORKFLOWS.values():
+        for name, job in workflow["jobs"].items():
+            executes = any("make" in step.get("run", "") or ".ci/run" in step.get("run", "") for step in job["steps"])
+            rights = job.get("permissions", workflow["permissions"])
+            assert not executes or "write" not in rights.values(), name
+            for step in job["steps"]:
+                if executes and "checkout" in step.get("uses", ""):
+                    assert step["with"]["persist-credentials"] is False, name
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Run git as someone; return what it printed."""
+    command = ["git", "-c", "user.name=Someone", "-c", "user.email=someone@example.org", *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a checkout of main as a workflow has it: of one commit, and without a name for new ones."""
+    origin, work = tmp_path / "origin", tmp_path / "work"
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "none"))
+    git(tmp_path, "init", "--quiet", "--initial-branch", "main", str(origin))
+    git(origin, "config", "receive.denyCurrentBranch", "ignore")
+    records = origin / "docs" / "_records" / "nvidia-h200" / "things"
+    records.mkdir(parents=True)
+    for name in ("old.json", "gone.png", "kept.json"):
+        (records / name).write_text(f"{name}\n")
+        git(origin, "add", "--all")
+        git(origin, "commit", "--quiet", "--message", name)
+    git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{origin}", str(work))
+    return work
+
+
+def commit_records(checkout: Path) -> None:
+    """Do what the workflow does after the records of the build came back."""
+    (step,) = [step for step in SITE["jobs"]["commit-records"]["steps"] if step.get("name", "").startswith("Commit")]
+    done = subprocess.run(["bash", "-e"], input=step["run"], cwd=checkout, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_changed_records_are_committed(checkout: Path) -> None:
+    origin, records = checkout.with_name("origin"), checkout / "docs" / "_records" / "nvidia-h200" / "things"
+    (records / "old.json").write_text("newer\n")
+    (records / "gone.png").unlink()
+    (records / "added.json").write_text("added\n")
+    (checkout / "stray.txt").write_text("no record\n")
+    (origin / "meanwhile.txt").write_text("main has moved on\n")
+    git(origin, "add", "meanwhile.txt")
+    git(origin, "commit", "--quiet", "--message", "Meanwhile")
+    commit_records(checkout)
+    changed = git(origin, "show", "--name-status", "--format=%an: %s", "main").split("\n")
+    folder = "docs/_records/nvidia-h200/things"
+    assert changed[0] == "github-actions[bot]: Record what was stale"
+    assert changed[2:-1] == [f"A\t{folder}/added.json", f"D\t{folder}/gone.png", f"M\t{folder}/old.json"]
+    assert git(origin, "log", "--format=%s", "main").split("\n")[1] == "Meanwhile"
+
+
+def test_nothing_changed_commits_nothing(checkout: Path) -> None:
+    before = git(checkout.with_name("origin"), "rev-parse", "main")
+    commit_records(checkout)
+    assert git(checkout.with_name("origin"), "rev-parse", "main") == before
