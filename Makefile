@@ -68,15 +68,12 @@ test-gpu: $(TEST_READY)  ## on a GPU host, test every op on the GPU; several pro
 	@$(PY) -c "import torch; torch.cuda.is_available() or exit('torch sees no GPU here')"
 	@$(PY) -m pytest tests/ops tests/test_device.py --numprocesses 4
 
-lint: export PATH := $(abspath $(dir $(PY))):$(PATH)
-lint: $(TEST_READY)  ## check style, spelling, types and workflows
+lint: $(TEST_READY)  ## check style, spelling and types
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m codespell_lib
 	@$(PY) -m sphinxlint --enable all --disable line-too-long docs/guide docs/*.md gallery README.md
 	@$(PY) -m mypy
-	@actionlint .github/workflows/*.yml
-	@shellcheck .ci/run
 
 clean:  ## remove what was built; the environment stays
 	rm -rf _build docs/recipes
