@@ -8,9 +8,7 @@ Cross entropy
 
 The loss of a language model compares a row of logits, one for each token of its
 vocabulary, with one target. The logits are the largest matrix of the model, and
-their gradient is as large again. This page computes both, and can write one
-over the other. As with the mask of ``dropout.py``, probabilities are computed
-again rather than stored.
+their gradient is as large again. This page can write it over the logits.
 
 After ``softmax.py`` and this page you can
 
@@ -35,7 +33,7 @@ if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import custom_op, triton_op, wrap_triton
 from triton.testing import Benchmark, do_bench
 
 DEVICE = torch.accelerator.current_accelerator(
@@ -89,8 +87,8 @@ def targets(M, N, ignored=0.1):
 #
 # The floor for the loss is one read, and for loss and gradient together one
 # read and one write. The sum needs the whole row before any element of the
-# gradient is known, so a kernel goes over a row twice. But a row of 250 KB is
-# still in the L2 cache the second time.
+# gradient is known, so a kernel goes over a row twice. But a row of 250 KB can
+# still be in the L2 cache the second time.
 #
 # The kernel
 # ----------
@@ -263,7 +261,7 @@ def launch(kernel, loss, gradient, x, target, scale, stats, d, ignored, eps):
     warps = min(32 if loss and gradient else 8, max(1, warps))
     BLOCK_N = warps * 512 // size  # 16 bytes for each thread
     ROWS = triton.next_power_of_2(triton.cdiv(N, BLOCK_N))
-    ROWS = min(ROWS, 8)  # what registers allow
+    ROWS = min(ROWS, 4 if warps == 16 else 8)  # measured
     tensors = x, target.contiguous(), scale, stats, d
     constants = torch.finfo(scale.dtype).min, ACC[x.dtype], VEC, ROWS, BLOCK_N
     constants = ignored, loss, gradient, eps, *constants
@@ -321,14 +319,7 @@ def cross_entropy(logits, target, ignore_index=-100, label_smoothing=0.0):
     return cross_entropy_forward(logits, target, *options)[0]
 
 
-@triton_op("triton_gallery::cross_entropy_", mutates_args={"logits"})
-def cross_entropy_(
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Return the mean loss, and write its gradient over the logits."""
+def fake(logits, target, ignore_index=-100, label_smoothing=0.0):
     check(logits, target, label_smoothing)
     if logits.requires_grad:
         raise ValueError("cross_entropy_ takes no logits that require grad")
@@ -336,13 +327,27 @@ def cross_entropy_(
     apart = target.numel() < 2 or logits.stride(0) >= N
     if logits.stride(-1) != 1 or not apart:
         raise ValueError("cross_entropy_ takes contiguous rows, none twice")
+    return logits.new_full((), torch.nan)
+
+
+@custom_op("triton_gallery::cross_entropy_", mutates_args={"logits"})
+def cross_entropy_(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return the mean loss, and write its gradient over the logits."""
+    loss = fake(logits, target, ignore_index, label_smoothing)
     scale, stats = scale_and_stats(logits, target, ignore_index)
     if logits.numel() == 0:
-        return logits.new_full((), torch.nan)
+        return loss
     arguments = target, scale, stats, logits, ignore_index, label_smoothing
-    launch(wrap_triton(cross_entropy_kernel), True, True, logits, *arguments)
+    launch(cross_entropy_kernel, True, True, logits, *arguments)
     return stats[2].sum().to(logits.dtype)
 
+
+cross_entropy_.register_fake(fake)
 
 # %%
 # The check
@@ -351,7 +356,7 @@ def cross_entropy_(
 # Against float64 autograd. Exponents are less than 16 here and are rounded,
 # an error of :math:`16 \cdot 2^{-24}` of an exponential; sums go by columns and
 # in trees. :math:`10^{-5}` covers it, then each result is rounded to its dtype.
-# ``atol`` is for the target, where :math:`p - 1` may cancel.
+# ``atol`` is for the target, where :math:`p - 1` may cancel, and for float16.
 
 
 def compare(dtype, M, N, **options):
@@ -362,14 +367,15 @@ def compare(dtype, M, N, **options):
     got = [loss, *torch.autograd.grad(loss, x)]
     got += [cross_entropy_(logits, target, **options), logits]
     exact = [exact, *torch.autograd.grad(exact, wide)] * 2
-    options = {"atol": 1e-6, "check_dtype": False, "equal_nan": True}
-    rtol = 1e-5 + torch.finfo(dtype).eps
-    torch.testing.assert_close(got, exact, rtol=rtol, **options)
+    eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+    options = {"rtol": 1e-5 + eps, "atol": 1e-4 / N + least * eps}
+    options |= {"check_dtype": False, "equal_nan": True}
+    torch.testing.assert_close(got, exact, **options)
 
 
 torch.manual_seed(0)
 for dtype in ACC:
-    compare(dtype, 9, 1003)
+    compare(dtype, 5, 1003)
 compare(torch.float32, 5, 8, label_smoothing=0.1)
 
 if __name__ == "__main__":
@@ -388,8 +394,8 @@ if __name__ == "__main__":
 #
 # Whoever made them and reads them last: an accuracy computed from them later is
 # wrong, without an error. So ``cross_entropy_`` refuses what requires grad: an
-# op in front may have kept it for a backward. The place for it is a function
-# that makes the logits itself, a projection and its loss:
+# op in front may have kept it for a backward. It is a ``custom_op`` as in
+# ``rope.py``. Its place is a function that makes the logits itself:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -412,7 +418,7 @@ if __name__ == "__main__":
     assert torch.autograd.gradcheck(LinearCrossEntropy.apply, arguments)
 
 # %%
-# ``grad`` multiplies the two products, which are small, and not ``d``. The most
+# ``grad`` multiplies the two products, which are smaller than ``d``. The most
 # memory that forward and backward take, beside the arguments:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -433,9 +439,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Break it: a scale that comes too late
 # -------------------------------------
 #
-# float16 ends at 6e-8, and most of a gradient is smaller. That is why a
-# ``GradScaler`` multiplies the loss, say by 32768. The functional op gets that
-# as ``grad``, and then rounds. The other one has rounded already:
+# float16 ends at 6e-8, and elements of a gradient may well be smaller. That is
+# why a ``GradScaler`` multiplies the loss, say by 32768. The functional op gets
+# that as ``grad``, and then rounds. The other one has rounded already:
 
 if __name__ == "__main__":
     x, target = 2 * normal(32, 20_000, dtype=torch.float16), targets(32, 20_000)
@@ -447,17 +453,15 @@ if __name__ == "__main__":
         print(f"{name:12} {lost:6.1%} of the gradient is zero")
 
 # %%
-# bfloat16 reaches to 1e-38, as float32 does. In float16 the op would have to be
-# told the scale: exercise 1.
+# bfloat16 reaches to 1e-38, as float32 does. Exercise 1 is about float16.
 #
 # The benchmark
 # -------------
 #
 # bfloat16, :math:`2^{29}` logits at each length of a row. First loss and
-# gradient, two tensors of traffic: in place, beside forward and backward of the
-# others. Then the functional op's forward, one tensor, and its backward, two.
-# ``Roof`` is a copy of as many bytes. (In place, all calls but the first find
-# gradients for logits, which makes no difference to the time.)
+# gradient, two tensors of traffic: in place (over earlier gradients), beside
+# forward and backward of the others. Then the functional op's forward, one
+# tensor, and its backward, two. ``Roof`` is a copy of as many bytes.
 
 NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
 SIZES = [1000, 4096, 32000, 50257, 128256, 256000]
@@ -508,12 +512,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # Forward and backward go over the logits once, and many programs share a
-# multiprocessor: they are near the roof. In place a program has two passes,
-# which do not overlap. While rows are short, others load meanwhile. The longest
-# leave room for one program, and the caches less of a row for its second pass.
-# Tried without gain: a persistent grid; the gradient of a row and the sum of
-# the next in one loop; the next block held in registers. What might help is a
-# row in the shared memory of several multiprocessors, a cluster's.
+# multiprocessor: long rows come near the roof. In place a program has two
+# passes, which do not overlap. While rows are short, others load meanwhile. The
+# longest leave room for one program, and the caches less of a row for its
+# second pass. Tried without gain: a persistent grid; the gradient of a row and
+# the sum of the next in one loop; the next block held in registers. What might
+# help is a row in the shared memory of several multiprocessors, a cluster's.
+#
+# Rows of 1000 pay for what every row has once: edges, statistics, the target,
+# and its logit. 50257 elements fill three quarters of their blocks. The rest is
+# computed for nothing, in place twice.
 #
 # Go further
 # ----------

@@ -75,7 +75,8 @@ if __name__ == "__main__":
 # %%
 # Five tensors go through memory in each step. A row of 16384 elements has 14
 # steps, so 70, and the floor is two: one read, one write. In a kernel the steps
-# happen in registers, and the threads of a warp pass each other their numbers.
+# happen in registers, and the threads of a warp hand each other their numbers,
+# in *shuffles*.
 #
 # Many rows: a carry
 # ------------------
@@ -91,11 +92,13 @@ if __name__ == "__main__":
 #     carry          0    |      9     |     31
 #     y        3  4  8  9 |14 23 25 31 |36 39  .  .
 #
-# * Two warps per program. The threads of a warp scan among themselves, several
+# * A program has two warps. The threads of a warp scan among themselves, but
 #   warps have to wait for each other at barriers. Many small programs share a
 #   multiprocessor, and some load while others scan.
 # * The carry is float64, one number per row. Additions along the row happen
 #   there, so the error is that of a block, however long the row.
+# * A block of a short row is no longer than it needs to be. So that a program
+#   has enough to load, it takes ``BLOCK_M`` such rows.
 # * ``N`` and the stride come in units of ``VEC`` elements, as in
 #   ``softmax.py``, so that a thread loads up to 16 bytes at once.
 #
@@ -108,8 +111,8 @@ if __name__ == "__main__":
 # threads and back, and that takes several times the shuffles of a scan. To load
 # the elements in reverse order would break up the wide loads.
 #
-# So load whole vectors in reverse order, and turn round what each thread has.
-# That only renames its registers, no instruction is left of it:
+# So load the vectors in reverse order, each one whole, and turn round what each
+# thread has. That only renames its registers. No instruction is left of it:
 #
 # .. code-block:: text
 #
@@ -206,14 +209,16 @@ def cumsum_kernel(
 # of Merrill and Garland goes back until it finds any sum of everything. That
 # needs no groups, and rounds as chance will have it.
 #
-# A program that waits keeps its multiprocessor. If all that run waited for one
-# that has not started, they would wait for ever. Programs may start in any
-# order, so the order of tiles is not that of ``tl.program_id``: each program
-# takes a *ticket* when it starts. All earlier tickets have started, too.
+# A program that waits keeps its place on a multiprocessor. If all that run
+# waited for one that has not started, they would wait for ever. Programs may
+# start in any order, so the order of tiles is not that of ``tl.program_id``:
+# each program takes a *ticket* when it starts. Those with earlier ones have
+# started, too.
 #
-# Usually one writes a value and then a flag, and orders the two with barriers
-# (``sem="release"`` and ``"acquire"``). Here the word is its own flag. Memory
-# is filled with -1, and these 64 bits are a NaN that is never written as a sum.
+# Usually one writes a value and then a flag, and has to see to it that nobody
+# sees them the other way round (``sem="release"`` and ``"acquire"``). Here the
+# word is its own flag, so there is no order to keep. Memory is filled with -1,
+# and these 64 bits are a NaN that is never written as a sum.
 
 
 @triton.jit
@@ -281,7 +286,7 @@ ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
 ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
 BLOCK, TILE = 1024, 8192  # elements that 2 warps scan at a time, or 4
 GROUP = 2**20  # elements
-FEW = 1024  # rows that leave a GPU idle, a program each
+FEW = 1024  # fewer rows leave part of a GPU idle, with a program for each
 
 
 def check(x):
@@ -359,7 +364,8 @@ cumsum_backward.register_autograd(lambda ctx, grad: cumsum(grad))
 # warp scans at once, 128 of 8192 elements here, so 64. The carry adds in
 # float64, is rounded once, and added once. These numbers are positive, nothing
 # cancels, and the relative error is below :math:`79 \cdot 2^{-24} < 5 \cdot
-# 10^{-6}` at every length.
+# 10^{-6}`, however many tiles there are. (At an odd length a warp scans 32
+# elements at once. A whole tile then has four times the parts.)
 
 torch.manual_seed(0)
 cases = [(torch.float16, 3, 40), (torch.bfloat16, 2, 5, 257)]
@@ -381,7 +387,7 @@ if __name__ == "__main__":
     assert torch.autograd.gradgradcheck(cumsum, x, fast_mode=True)
     assert torch.autograd.gradcheck(cumsum, long, fast_mode=True)
 
-# NaN and infinities stay with the elements behind them.
+# NaN and infinities reach the elements behind them, and no others.
 x = torch.zeros(3, 10_000, device=DEVICE)
 x[0, 5000], x[1, 30], x[2, 7000], x[2, 9000] = torch.nan, 3e38, -math.inf, 1
 torch.testing.assert_close(cumsum(x), torch.cumsum(x, -1), equal_nan=True)
@@ -407,8 +413,10 @@ if __name__ == "__main__":
         print("backwards  ", cumsum_backward(grad).tolist())
 
 # %%
-# One large gradient takes with it all that comes after, though their sums have
-# nothing to do with it. A float32 near :math:`10^8` has no digits left for 3.
+# One large gradient spoils all that come after, though their sums have nothing
+# to do with it. The total is near :math:`10^8`, where float32 goes in steps of
+# 8, so it has lost the 3, the 2 and the 1. With an infinity the difference is
+# ``inf - inf``, which is NaN.
 #
 # How many rows are few?
 # ----------------------
@@ -441,6 +449,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     FEW = usual
 
 # %%
+# With fewer rows than ``FEW`` the carry has too few programs to keep the memory
+# busy, and the chain has as many as ever. With more, long rows are as well off
+# with the chain, or slightly better. Short ones would fill little of a tile.
+#
 # The benchmark
 # -------------
 #
@@ -489,16 +501,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# With many rows the bytes bound it. PyTorch's backward is three kernels, a
-# flip, a scan and a flip, and moves six tensors. At 50257, an odd length,
-# ``VEC`` is 1: a vector of one element makes four times the loads, and a step
-# of the scan between threads for each element, not for four.
+# With many rows the bytes bound it. A row of 256 is one block, with nothing to
+# hand on, and forward ``torch.compile`` is as fast. In a longer row a program
+# loads a block only when the last one is scanned. PyTorch's backward is three
+# kernels, a flip, a scan and a flip, and moves six tensors.
 #
-# A chain hands on its sums one group after another, and each time that takes
-# the way to the L2 cache and back. Smaller groups make more of such steps,
-# larger ones keep more programs waiting. And a program that waits, with its
-# tile in registers, loads nothing. PyTorch has a scan of this kind for a single
-# row. Several long rows it scans with one program each.
+# At 50257, an odd length, ``VEC`` is 1: a vector of one element makes four
+# times the loads, and a step of the scan between threads for each element, not
+# for four. (``cross_entropy.py`` keeps loads wide there.)
+#
+# The last three lengths are chains, each about as fast as the others. A chain
+# hands on its sums one group after another, and each time that takes the way to
+# the L2 cache and back. Smaller groups make more of such steps, larger ones
+# keep more programs waiting. And a program that waits, with its tile in
+# registers, loads nothing. PyTorch has a scan of this kind for a single row.
+# Several long rows it scans with one program each.
 #
 # Go further
 # ----------
@@ -507,8 +524,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    ticket. When does it hang? Why not under the interpreter?
 # 2. An exclusive scan leaves out the element itself: ``y[n]`` is the sum of
 #    ``x[:n]``. Why not ``cumsum(x) - x``, and what else?
-# 3. Write ``cummax``. What are the carry, the masked elements and the words of
-#    the chain? What comes before the first tile?
+# 3. Write ``cummax``, the values alone. What are the carry, the masked elements
+#    and the words of the chain? What comes before the first tile?
 #
 # Next is ``topk.py``. To read on: Merrill and Garland, "Single-pass Parallel
 # Prefix Scan with Decoupled Look-back", NVIDIA, 2016; Yan, Long and Zhang,

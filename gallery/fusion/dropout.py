@@ -93,11 +93,12 @@ assert [f"{n:x}" for n in philox(0, 0)] == [
 # What can we afford?
 # -------------------
 #
-# An H200 issues some 30 instructions in the time in which memory moves 4 bytes.
-# A round is 5 of them, so a call costs about 50. The common ``tl.rand`` makes a
-# call for each element and throws three of its four numbers away: the kernel
-# would wait for arithmetic. Four elements can share a call, and eight can, if
-# 16 bits are enough for one:
+# In the time in which memory moves 4 bytes, an H200 issues some 30
+# instructions, and fewer where they multiply integers. A round is 5 of them, so
+# a call costs about 50. The common ``tl.rand`` makes a call for each element
+# and throws three of its four numbers away: the kernel would wait for
+# arithmetic. Four elements can share a call, and eight can, if 16 bits are
+# enough for one:
 #
 # .. code-block:: text
 #
@@ -107,9 +108,9 @@ assert [f"{n:x}" for n in philox(0, 0)] == [
 #     element     | 8n  +1  +2  +3  +4  +5  +6  +7| 8(n+1)  ...
 #
 # With 16 bits ``p`` is a multiple of :math:`2^{-16}`, off by :math:`2^{-17}` at
-# most. To notice by counting one would have to look at a billion elements. The
-# scale is computed from the ``p`` that is used, so ``y`` is ``x`` on average,
-# exactly.
+# most: a smaller ``p`` drops nothing. To notice at ``p = 0.1``, one would have
+# to count a billion elements. The scale is computed from the ``p`` that is
+# used, so ``y`` is ``x`` on average.
 #
 # The kernel
 # ----------
@@ -311,7 +312,7 @@ if __name__ == "__main__":
 # ---------------------------------
 #
 # A natural idea: each program begins to count at 0, and adds its number to the
-# seed. Every mask looks well. But layers and steps have seeds too, usually
+# seed. Every mask looks right. But layers and steps have seeds too, usually
 # neighbouring ones:
 
 
@@ -339,7 +340,9 @@ if __name__ == "__main__":
 #
 # What sharing a call brings, for :math:`2^{27}` elements in bfloat16. A launch
 # of the kernel itself, not of the op, returns what was compiled; there we count
-# the instructions that compute the upper half of a product:
+# the instructions that compute the upper half of a product. A call has 20, less
+# what the compiler knows to be zero, and what only numbers need that are thrown
+# away:
 
 
 def bench(call, size):
@@ -414,10 +417,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# With eight elements per call memory is the bound again. ``torch.compile``
-# makes a call for each element, and waits for arithmetic. PyTorch shares calls,
-# but writes a mask and reads it again. On the left the launch is what you see,
-# and in the backward an autograd formula in Python.
+# With eight elements per call memory is the bound again. Forward,
+# ``torch.compile`` makes a call for each element, and waits for arithmetic.
+# PyTorch shares calls, but writes a mask, and falls behind by more than that
+# byte. Backward both read a mask, and there that byte is what they lose.
+#
+# On the left the GPU waits for the CPU. PyTorch's op and its backward are C++;
+# ours are Python, and so is what autograd calls for them. So forward PyTorch is
+# ahead with rows of up to 128, backward up to 4096, and at 14336 some of it is
+# still in our figure. A CUDA graph leaves all that out (``cuda_graphs.py``).
 #
 # Go further
 # ----------

@@ -13,7 +13,6 @@ no op for it: models spell it out, and read and write everything five times.
 After this page you can
 
 * turn queries and keys in one launch, in whatever layout they lie;
-* tell the two ways to pair dimensions apart;
 * write an op that changes its arguments, and know who reads its declaration.
 """
 
@@ -48,9 +47,9 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 #    y_2 = x_2 \cos t\theta_i + x_1 \sin t\theta_i, \qquad
 #    \theta_i = 10000^{-2i/D}.
 #
-# The product of a turned query and a turned key depends on the distance of
-# their positions only. Which two numbers make a point? There are two answers,
-# and a model works with the one that it was trained with:
+# Positions enter the product of a turned query and a turned key by their
+# distance alone. Which two numbers make a point? There are two answers, and a
+# model works with the one that it was trained with:
 #
 # .. code-block:: text
 #
@@ -60,11 +59,10 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 #      \__________/                      \__/  \__/  \__/  \__/
 #         \__________/       ...
 #
-# ``q`` has the shape ``(B, Hq, T, D)``, and ``k`` ``(B, Hk, T, D)`` with fewer
-# heads, often. Sines and cosines are tables of shape ``(T, D // 2)``. Models on
-# Hugging Face compute the op like this, with each table twice, side by side, so
-# ours is ``cos[0, :, : D // 2]`` of theirs. The comments count what is read and
-# written, in units of ``q`` and ``k`` together:
+# ``q`` is ``(B, Hq, T, D)``, ``k`` is ``(B, Hk, T, D)``, often with fewer
+# heads. Sines and cosines are tables, ``(T, D // 2)``. Models on Hugging Face
+# have each twice, side by side, and ours is ``cos[0, :, : D // 2]`` of theirs.
+# Comments count reads and writes, in units of ``q`` and ``k``:
 
 
 def tables(T, D, dtype=torch.float64):
@@ -113,10 +111,9 @@ def rope_complex(x, cos, sin, interleaved):
 # ``k`` are numbered behind those of ``q``: one launch does both.
 #
 # A thread should move 16 bytes at a time. In halves, ``x1`` and ``x2`` are two
-# loads. Interleaved, a load of ``x1`` would take every other element, so load
-# the whole row and take it apart in registers. ``tl.split`` exchanges nothing
-# between threads, since each has whole pairs. Strides come in units of ``UNIT``
-# elements, which tells the compiler what is aligned (``swiglu.py``).
+# loads. Interleaved, ``x1`` is every other element: load all, and ``tl.split``
+# them, which moves nothing between threads, as each has whole pairs. Strides in
+# units of ``UNIT`` tell the compiler what is aligned (``swiglu.py``).
 
 
 @triton.jit
@@ -205,7 +202,8 @@ def rope_kernel(
 # ------------
 #
 # Attention layers compute ``(B, T, H, D)`` and transpose. So any strides will
-# do, except in the last dimension.
+# do, except in the last dimension. A program turns 512 points of each of 4
+# heads, a thread 16: in half precision these are 4 loads of 16 bytes.
 
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
 ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -229,7 +227,7 @@ def rows(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def launch(q, k, cos, sin, q_out, k_out, interleaved, conjugate):
+def launch(kernel, q, k, cos, sin, q_out, k_out, interleaved, conjugate):
     (B, Hq, T, D), Hk = q.shape, k.shape[1]
     if q.numel() + k.numel() == 0:
         return
@@ -243,7 +241,7 @@ def launch(q, k, cos, sin, q_out, k_out, interleaved, conjugate):
     groups = triton.cdiv(Hq, BLOCK_H) + triton.cdiv(Hk, BLOCK_H)
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
-        wrap_triton(rope_kernel)[(B * triton.cdiv(T, BLOCK_T) * groups,)](
+        kernel[(B * triton.cdiv(T, BLOCK_T) * groups,)](
             *(*tensors, T, Hq, Hk, *(n // UNIT for n in strides)),
             *(int(D), interleaved, conjugate, ACC[q.dtype], UNIT),
             *(BLOCK_H, BLOCK_T, BLOCK_D),
@@ -255,9 +253,8 @@ def launch(q, k, cos, sin, q_out, k_out, interleaved, conjugate):
 # ----------------------
 #
 # The gradient of a rotation is the rotation back: ``sin`` changes its sign.
-# With a flag for that, ``conjugate``, the op is its own backward. So it has a
-# second derivative too, and autograd keeps neither ``q`` nor ``k``. The results
-# lie as ``q`` and ``k`` do.
+# With the flag ``conjugate`` the op is its own backward, and that has one too.
+# Autograd keeps neither ``q`` nor ``k``. Results lie as these do.
 
 
 @triton_op("triton_gallery::rope", mutates_args={})
@@ -273,7 +270,8 @@ def rope(
     check(q, k, cos, sin)
     q, k = rows(q), rows(k)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    launch(q, k, cos, sin, q_out, k_out, interleaved, conjugate)
+    tensors = q, k, cos, sin, q_out, k_out
+    launch(wrap_triton(rope_kernel), *tensors, interleaved, conjugate)
     return q_out, k_out
 
 
@@ -295,15 +293,15 @@ rope.register_autograd(backward, setup_context=save)
 # The op that writes over its arguments
 # -------------------------------------
 #
-# In place the op moves as many bytes, but needs no memory: for serving, where
-# there is nothing to differentiate. ``mutates_args`` names what changes, and
-# the name ends in an underscore. The op can have no backward (``triton_op.py``)
-# and refuses tensors that require one, in its *fake* function also when it is
-# traced. Elements that share memory would be turned more than once.
+# In place takes no memory, which is for serving. ``mutates_args`` names what
+# changes. The op can have no backward (``triton_op.py``) and refuses tensors
+# that require one, when traced too, by its *fake* function. It refuses elements
+# that share memory: they would be turned more than once.
 #
 # Compilers look into a ``triton_op`` and copy what the launch changes. Where
 # ``q`` is a part of a tensor, that may `read out of bounds
-# <https://github.com/pytorch/pytorch/pull/184050>`_. So it is a ``custom_op``.
+# <https://github.com/pytorch/pytorch/pull/184050>`_. So it is a ``custom_op``,
+# which has no need for ``wrap_triton``: there it would only launch more slowly.
 
 
 def check_in_place(q, k, cos, sin, interleaved=False, conjugate=False):
@@ -327,7 +325,7 @@ def rope_(
 ) -> None:
     """Turn q and k in place."""
     check_in_place(q, k, cos, sin)
-    launch(q, k, cos, sin, q, k, interleaved, conjugate)
+    launch(rope_kernel, q, k, cos, sin, q, k, interleaved, conjugate)
 
 
 rope_.register_fake(check_in_place)
@@ -385,17 +383,16 @@ if __name__ == "__main__":
 # Break it: an op that does not say so
 # ------------------------------------
 #
-# Who reads the declaration? Autograd counts the changes of each tensor, and
-# stops when one that it kept has changed. Compilers order reads and writes by
-# it. ``opcheck`` compares it with what the op does. Now declare that nothing
-# changes, and turn what the exponential kept for its backward:
+# By the declaration autograd counts changes, and stops when a tensor that it
+# kept has one. Compilers order reads and writes by it, ``opcheck`` tests it.
+# Declare nothing, and turn what the exponential kept for its backward:
 
 
 @custom_op("triton_gallery::rope_undeclared", mutates_args=())
 def rope_undeclared(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> None:
-    launch(q, k, cos, sin, q, k, interleaved=False, conjugate=False)
+    launch(rope_kernel, q, k, cos, sin, q, k, False, False)
 
 
 if __name__ == "__main__":
@@ -410,8 +407,8 @@ if __name__ == "__main__":
             print(op._name, str(error).partition(":")[0])
 
 # %%
-# The gradient should be 1 everywhere. Outside of an op,
-# ``torch.autograd.graph.increment_version`` does what a declaration does.
+# The gradient should be 1 everywhere. In code that is not an op,
+# ``torch.autograd.graph.increment_version`` tells autograd of a change.
 #
 # In place under a compiler
 # -------------------------
@@ -442,9 +439,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------------
 #
 # Eight sequences of ``T`` tokens, 32 heads of queries and 8 of keys with 128
-# dimensions, bfloat16, as attention layers have them. GB/s are those of the
-# algorithm: ``q``, ``k`` and their results once, the tables once. ``Roof`` is a
-# copy of as many bytes. Backwards run through autograd.
+# dimensions, bfloat16, transposed. GB/s count ``q``, ``k``, their results and
+# the tables once. ``Roof`` is a copy of as many bytes. Backwards run through
+# autograd. The ratios are those of the longest ``T``.
 
 SIZES = [256, 1000, 4096, 8192, 16384]
 NAMES = ["Triton", "Triton, in place", "PyTorch", "torch.compile", "Roof"]
@@ -523,9 +520,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Memory bounds it. Forward ``torch.compile`` gets as far, backward it does not,
-# nor where ``q`` and ``k`` shall be written over: the results go to new memory
-# first. With short sequences the GPU waits for Python, which makes the calls.
+# From 4096 tokens on memory bounds it, and ``torch.compile`` too, but forward
+# only. Backward, it makes contiguous gradients of transposed ones. In place,
+# results go to new memory, then into a new ``x``. PyTorch is slower than its
+# bytes explain: its kernels load single elements of transposed tensors.
+#
+# With few tokens the GPU waits for Python; ``torch.compile`` needs least.
 #
 # Go further
 # ----------

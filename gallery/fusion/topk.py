@@ -8,11 +8,11 @@ Top-k
 
 The ``k`` largest of each row, and where they are: a language model samples its
 next token among them, a router picks experts. Sorting the row would be too
-much. This kernel reads it once and sorts a few hundredths of it. You learn to
+much. For a small ``k`` this kernel sorts a few hundredths of it. You learn to
 
 * pack a float and its index into one integer that sorts like both;
 * say what is larger than NaN, and which of two equals comes first;
-* select through maxima, so that next to no element is ever compared in a sort;
+* select through maxima, so that few elements are ever compared in a sort;
 * share a long row among programs.
 """
 
@@ -155,19 +155,14 @@ def topk_passes_kernel(
 # ``tl.topk`` sorts a block with a *bitonic network*: pairs are compared and
 # exchanged, between registers or between threads. Most elements take part in
 # several exchanges of 64 bits, and that is more work than reading. A maximum is
-# one instruction per element. So first find out where not to look:
-#
-#     Divide a row in any way. The ``k`` largest elements are in the ``k`` parts
-#     with the largest maxima.
-#
-# One in another part would be smaller than those ``k`` maxima. This is used
-# twice, for *pieces* of 16 bytes, which a thread loads at once, and for *sets*
-# of pieces:
+# one instruction per element. So first find out where not to look. Divide a row
+# in any way: its ``k`` largest elements are in the ``k`` parts with the largest
+# maxima, for one in another part would be smaller than those ``k`` maxima. This
+# is used twice, for *pieces* of 16 bytes and for *sets* of pieces:
 #
 # .. code-block:: text
 #
 #     a row of 4096 float32, k = 8
-#
 #     1024 pieces of 4  ->  128 sets of 8      ->  8 sets      tl.topk
 #     a maximum each        a maximum each
 #                           64 pieces of 4     ->  8 pieces    tl.topk
@@ -175,10 +170,11 @@ def topk_passes_kernel(
 #                           32 elements        ->  8 elements  tl.topk
 #
 # * Ties: a maximum has to carry the place of its *first* occurrence. A piece
-#   is contiguous, so its number will do, in place of an index. The maximum of a
-#   set is one of those words.
+#   is contiguous, so its number will do. A set keeps the largest such word.
 # * Every ``SETS``-th piece belongs to the same set, which a thread keeps in a
-#   register. One warp has a row, so ``tl.topk`` needs no barriers.
+#   register. Up to 128 sets are sorted by one warp, without barriers.
+# * ``N`` and the stride come in units of ``VEC`` elements (see ``softmax.py``).
+#   A thread loads so many at once, at best a piece. ``num_stages`` loads ahead.
 
 
 @triton.jit
@@ -263,8 +259,7 @@ def topk_kernel(
 #
 # Logits are long and few: a row for each sequence, a vocabulary wide. Then
 # several programs share a row, and each leaves the ``K`` best words of its
-# part. Another kernel takes the best of those. In ``cumsum.py`` programs had to
-# wait for each other; here no part depends on another one.
+# part. A second kernel takes the best of those. (In ``cumsum.py`` they wait.)
 
 
 @triton.jit
@@ -300,7 +295,8 @@ def topk_merge_kernel(
 #
 # With :math:`S` sets of :math:`E` pieces each, ``tl.topk`` gets :math:`S` words
 # and then :math:`k E`. The product :math:`S E` is given, so the sum is least
-# where both are about the same.
+# where both are about the same. The latter are read again, so there are half as
+# many of them. ``K`` is at least 2, as ``tl.topk`` does not compile with 1.
 
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MOST = 128  # for k
@@ -432,7 +428,8 @@ if __name__ == "__main__":
 # --------------------------
 #
 # If the bits of negative floats are not inverted, all is well with positive
-# numbers, with probabilities for instance. With scores it goes wrong quietly:
+# numbers, with probabilities for instance. With scores it goes wrong quietly. A
+# test needs rows with fewer than ``k`` positive numbers to notice.
 
 if __name__ == "__main__":
     x = torch.tensor([-3.0, 1.0, -0.5, math.nan, -2.0, -math.nan])
@@ -441,14 +438,12 @@ if __name__ == "__main__":
     print("by topk ", topk(x.to(DEVICE), 6)[0].tolist())
 
 # %%
-# A test of this op needs rows without a positive number.
-#
 # What does a set save?
 # ---------------------
 #
-# In float32 rows of 4096, ``k = 8``: the ops on 16384 of them; the kernel of
-# ``k`` passes; the other one, with 1024 pieces in ever fewer sets. With one
-# piece in each, ``tl.topk`` sorts all of them.
+# In float32 rows of 4096, ``k = 8``: the ops on 16384 rows; on four times as
+# many, where a launch's start and end weigh less, ``k`` passes, and 1024 pieces
+# in ever fewer sets. The launcher takes 128. With 1024 all pieces are sorted.
 
 ELEMENTS = 2**28
 
@@ -522,9 +517,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# The kernel reads a row at the rate of a copy, and then sorts for a while. With
-# short rows, or a large ``k``, there is little to read for each sort, and the
-# comparisons bound it. At an odd length pieces are loaded by single elements.
+# A program reads, then sorts. Others read meanwhile, so long rows are near the
+# roof. Of the shortest rows, or with the largest ``k``, a third is sorted, and
+# that bounds it. From ``k = 16`` on, rows of 4096 have 256 sets and more, so a
+# program has several warps, which wait at barriers as they sort.
+#
+# 50257 is odd, so three rows in four begin at no multiple of 16 bytes. ``VEC``
+# is 1: threads load single elements, and four share a piece. *Each* packs its
+# maximum and keeps its set, nearly four times the instructions. A way around it
+# is in ``cross_entropy.py``: a *body* of whole pieces, from a multiple of 16
+# bytes on, and *edges*.
 #
 # Go further
 # ----------
@@ -545,5 +547,4 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # in PyTorch. Pieces need a minimum without NaN, and masked elements are NaN.
 #
 # **2.** Half of the shuffles and of the comparisons. A row of 100000 has 12500
-# pieces, and their numbers fit. Only the last step has numbers of elements, and
-# would need 64 bits.
+# pieces, whose numbers fit. Only the last step, with elements, needs 64 bits.
