@@ -33,6 +33,7 @@ def _probe() -> list[Environment]:
 
 
 if __name__"""
+LOOPBACK = ["--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0"]
 TLS = "DASK_DISTRIBUTED__COMM__TLS__"
 
 
@@ -92,7 +93,7 @@ class Cluster:
         self.folder = folder
         self.environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **variables}
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._start("scheduler", "--protocol", protocol, "--host", "127.0.0.1", "--port", "0")
+        self._start("scheduler", "--protocol", protocol, "--port", "0")
         wait_until(lambda: "Scheduler at:" in self.log, self)
         self.address = self.log.split("Scheduler at:")[1].split()[0]
 
@@ -121,7 +122,7 @@ class Cluster:
     def _start(self, *arguments: str, **variables: str) -> None:
         with open(self.folder / "log", "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dask", *arguments, "--no-dashboard"],
+                [sys.executable, "-P", "-m", "dask", *arguments, *LOOPBACK],
                 cwd=self.folder,
                 env={**self.environment, **variables},
                 stdout=log,

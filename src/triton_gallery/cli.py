@@ -247,6 +247,7 @@ def _print_failures(runs: Sequence[tuple[Recipe, Run]]) -> int:
         table = Table("recipe", "what happened", "last lines", title="Recipes that failed", show_lines=True)
         for recipe, run in failed:
             lines = run.detail.strip().splitlines()[-TRACEBACK_LINES:]
-            table.add_row(Text(recipe.key), Text(run.failure or ""), Text("\n".join(lines)))
+            where = f"\n{run.environment.name}" if run.environment.is_gpu else ""
+            table.add_row(Text(recipe.key + where), Text(run.failure or ""), Text("\n".join(lines)))
         Console(highlight=False).print(table)
     return int(bool(failed))
