@@ -338,7 +338,7 @@ def certificates(folder: Path) -> dict[str, str]:
         for role in ("CLIENT", "SCHEDULER", "WORKER")
         for what, ending in (("CERT", "pem"), ("KEY", "key"))
     }
-    return {f"{TLS}CA_FILE": str(folder / "ca.pem"), **roles}
+    return {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "True", f"{TLS}CA_FILE": str(folder / "ca.pem"), **roles}
 
 
 def test_encrypted_cluster_takes_its_own(
@@ -352,8 +352,10 @@ def test_encrypted_cluster_takes_its_own(
     assert cluster.address.startswith("tls://")
     for address, variables, reason in (
         (cluster.address, {}, f"needs certificates; name their files in {TLS}CA_FILE"),
+        (cluster.address, {**ours, f"{TLS}CA_FILE": "nowhere"}, "No such file or directory"),
         (cluster.address, others, "no scheduler to trust answers at tls://127.0.0.1"),
-        (cluster.address.replace("tls", "tcp"), ours, "no scheduler to trust answers at tcp://127.0.0.1"),
+        (cluster.address.replace("tls", "tcp"), {}, "no scheduler to trust answers at tcp://127.0.0.1"),
+        (cluster.address.replace("tls", "tcp"), ours, "which Dask's configuration requires"),
     ):
         status, output = farm.record("--dask", address, **variables)
         assert status == 2

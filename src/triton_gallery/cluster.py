@@ -60,11 +60,14 @@ def connect(address: str, confdir: Path, insecure: bool) -> Iterator["Cluster"]:
     except ImportError:
         raise FarmError("a cluster needs the package distributed: python -m pip install distributed") from None
     encrypted = _is_encrypted(address, insecure)
-    security = Security(require_encryption=encrypted)
+    security = Security(require_encryption=encrypted or None)  # None: as configured
+    if security.require_encryption and not encrypted:
+        raise FarmError(f"{address} is not encrypted, which Dask's configuration requires")
     if encrypted and not (security.tls_ca_file and security.tls_client_cert):
         names = ", ".join(f"DASK_DISTRIBUTED__COMM__TLS__{name}" for name in ("CA_FILE", "CLIENT__CERT", "CLIENT__KEY"))
         raise FarmError(f"{address} needs certificates; name their files in {names}")
     try:
+        security.get_connection_args("client")  # reads the certificates; Client leaves half of itself if that fails
         client = Client(address, security=security, timeout=CONNECTING, set_as_default=False)
     except OSError as error:
         raise FarmError(f"no scheduler to trust answers at {address}: {' '.join(str(error).split())}") from None
