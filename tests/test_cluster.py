@@ -257,6 +257,26 @@ def test_dead_worker_costs_a_retry(
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
+def test_no_worker_is_left(
+    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    kills = "import time\n" + KILLS_ITS_WORKER.format(notes=str(tmp_path / "notes"), times=9)
+    farm, cluster = make_farm(kills=kills), make_cluster()
+    cluster.add("0")
+    impatient = "from triton_gallery import cli, cluster; cluster.PATIENCE = 2; exit(cli.main())"
+    recorded = subprocess.run(
+        [sys.executable, "-c", impatient, "record", "--dask", cluster.address],
+        cwd=farm.root,
+        env=farm.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert recorded.returncode == 1
+    assert "no worker with Test GPU is left" in " ".join(recorded.stdout.split())
+
+
 HANGS = """
 import os, subprocess, time
 
