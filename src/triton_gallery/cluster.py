@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -72,14 +72,19 @@ def connect(address: str, confdir: Path, insecure: bool) -> Iterator["Cluster"]:
     except OSError as error:
         raise FarmError(f"no scheduler to trust answers at {address}: {' '.join(str(error).split())}") from None
     with client, ThreadPoolExecutor(max_workers=MOST) as pool:
-        yield Cluster(address, client, pool, pack(confdir))
+        cluster = Cluster(client, pool, pack(confdir))
+        try:
+            cluster.ask_all(address)
+            yield cluster
+        finally:
+            cluster.stop()
 
 
 class Cluster:
     """The GPU workers of a cluster; those that join later are used too."""
 
-    def __init__(self, address: str, client: "Client", pool: ThreadPoolExecutor, kit: Kit) -> None:
-        """Ask the workers what executes there; FarmError if there are none, or one cannot execute recipes."""
+    def __init__(self, client: "Client", pool: ThreadPoolExecutor, kit: Kit) -> None:
+        """Take a connected client, threads to wait in, and what travels with each recipe."""
         self._client, self._pool, self._kit, self._courier = client, pool, kit, make_courier()
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # for what follows
@@ -87,28 +92,30 @@ class Cluster:
         self._environments: dict[str, Environment | None] = {}  # by worker; None if it is of no use
         self._present: set[str] = set()
         self._looked = -PATIENCE
+
+    def ask_all(self, address: str) -> None:
+        """Wait for workers, and ask what executes there; FarmError if there are none, or one cannot execute recipes."""
         end = monotonic() + PATIENCE
         while not self._workers():
             if monotonic() > end:
                 raise FarmError(f"{address} has no worker that announces GPU=1; see docs/guide/cluster.md")
             time.sleep(POLL)
         workers = sorted(self._present)
-        self._environments.update(zip(workers, pool.map(self._ask, workers), strict=True))
+        self._environments.update(zip(workers, self._pool.map(self._ask, workers), strict=True))
+
+    def stop(self) -> None:
+        """Take back what was sent; the workers end it."""
+        self._stopping.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     @property
     def environments(self) -> Sequence[Environment]:
         """What executes there: one for each worker."""
         return [environment for environment in self._environments.values() if environment]
 
-    @contextmanager
-    def on(self, kind: Sequence[Environment]) -> Iterator[Submit]:
-        """Carry tasks out on the workers of a kind, one at a time on each."""
-        try:
-            yield lambda task: self._pool.submit(self._execute, task, kind[0])
-        except BaseException:
-            self._stopping.set()
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    def on(self, kind: Sequence[Environment]) -> AbstractContextManager[Submit]:
+        """Return what carries tasks out on the workers of a kind, one at a time on each."""
+        return nullcontext(lambda task: self._pool.submit(self._execute, task, kind[0]))
 
     def _execute(self, task: Task, kind: Environment) -> Result:
         """Have a worker execute a recipe, and another one if that dies."""
