@@ -28,8 +28,8 @@ from triton_gallery.recording import FarmError, kinds
 
 FAKE_GPU = """
 def _probe() -> list[Environment]:
-    name, visible = os.environ["TEST_GPU"], os.environ["CUDA_VISIBLE_DEVICES"]
-    return [Environment(name, visible, "9.0", 1, None, None, "2", "3", platform.python_version())]
+    gpus = zip(*(os.environ[name].split(",") for name in ("TEST_GPU", "CUDA_VISIBLE_DEVICES")))
+    return [Environment(name, gpu, "9.0", 1, None, None, "2", "3", platform.python_version()) for name, gpu in gpus]
 
 
 if __name__"""
@@ -43,7 +43,8 @@ class Farm(Project):
     @property
     def environment(self) -> dict[str, str]:
         """The variables that it needs."""
-        return {**super().environment, "PYTHONPATH": str(self.root / "src"), "TEST_GPU": "Test GPU"}
+        gpu = {"TEST_GPU": "Test GPU", "CUDA_VISIBLE_DEVICES": "0"}
+        return {**super().environment, "PYTHONPATH": str(self.root / "src"), **gpu}
 
     def start(self, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
         """Begin to record."""
@@ -287,6 +288,14 @@ time.sleep(1000)
 """
 
 
+def test_worker_has_one_gpu(make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster]) -> None:
+    farm, cluster = make_farm(one="print('one')"), make_cluster()
+    cluster.add("0,1", name="Test GPU,Test GPU")
+    status, output = farm.record("--dask", cluster.address)
+    assert status == 2
+    assert "sees 2 GPUs; start a worker for each, with CUDA_VISIBLE_DEVICES" in output
+
+
 @pytest.mark.parametrize(
     ("where", "by"), [("here", signal.SIGKILL), ("cluster", signal.SIGKILL), ("cluster", signal.SIGINT)]
 )
@@ -297,7 +306,7 @@ def test_ended_command_keeps_what_was_done(
     notes = tmp_path / "notes"
     farm = make_farm(done="print('done')", hangs=HANGS.format(notes=str(notes)))
     on = ["--dask", pair.address] if where == "cluster" else []
-    process = farm.start(*on, CUDA_VISIBLE_DEVICES="0,1")
+    process = farm.start(*on, CUDA_VISIBLE_DEVICES="0,1", TEST_GPU="Test GPU,Test GPU")
     wait_until(lambda: notes.exists() and notes.read_text().endswith("\n") and "done" in farm.recorded())
     pids = [int(pid) for pid in notes.read_text().split()]
     assert all(is_alive(pid) for pid in pids)
@@ -332,6 +341,17 @@ def test_each_kind_is_recorded(make_farm: Callable[..., Farm], make_cluster: Cal
     assert len(re.findall(r"things/(?:one|other) +(?:Test|Other) GPU .* passed", output)) == 3
     for device in ("test-gpu", "other-gpu"):
         assert set(farm.recorded(device)) == {"one", "other"}
+
+
+def test_each_kind_here_is_recorded(make_farm: Callable[..., Farm]) -> None:
+    farm = make_farm(one="print('one')")
+    gpus = {"TEST_GPU": "Test GPU,Other GPU", "CUDA_VISIBLE_DEVICES": "0,1"}
+    status, output = farm.record(**gpus)
+    assert status == 2
+    assert "unlike GPUs: Test GPU, Other GPU" in output
+    status, output = farm.record("--each-kind", **gpus)
+    assert status == 0, output
+    assert set(farm.recorded("test-gpu")) == set(farm.recorded("other-gpu")) == {"one"}
 
 
 def test_drivers_of_a_kind_are_alike() -> None:
@@ -417,7 +437,7 @@ def test_insecure_is_for_those_who_say_so(monkeypatch: pytest.MonkeyPatch) -> No
     assert "no scheduler to trust answers" in refusal("tcp://192.0.2.1:1", insecure=True)
 
 
-def test_worker_is_one_gpu(make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_without_gpu_is_refused(make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster without a worker that announces a GPU is refused, and a worker that has none."""
     monkeypatch.setattr("triton_gallery.cluster.PATIENCE", 1)
     cluster = make_cluster()
