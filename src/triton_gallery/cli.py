@@ -117,6 +117,8 @@ def record_recipes(options: argparse.Namespace) -> int:
     pages.lock()
     limit = runpy.run_path("conf.py")["recipe_time_limit"]
     tasks = make_tasks(chosen, Path.cwd(), limit)
+    if options.dask:
+        console.print(f"asking the GPU workers of {options.dask} what executes there")
     farm = connect(options.dask, Path.cwd(), options.insecure) if options.dask else nullcontext(ThisMachine())
     with farm as gpus, progress() as report:
         ended = record(tasks, gpus, pages, Records(options.out), report, options.stale, options.each_kind)

@@ -9,6 +9,7 @@ all that wait for it.
 """
 
 import ipaddress
+import math
 import pickle
 import socket
 import threading
@@ -91,7 +92,7 @@ class Cluster:
         self._busy: set[str] = set()
         self._environments: dict[str, Environment | None] = {}  # by worker; None if it is of no use
         self._present: set[str] = set()
-        self._looked = -PATIENCE
+        self._looked = -math.inf
 
     def ask_all(self, address: str) -> None:
         """Wait for workers, and ask what executes there; FarmError if there are none, or one cannot execute recipes."""
