@@ -323,22 +323,41 @@ def test_ended_command_keeps_what_was_done(
     assert farm.recorded()["done"] == before
 
 
-def test_each_kind_is_recorded(make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster]) -> None:
-    """Unlike GPUs are refused unless each is asked for; what is stale is looked up for each."""
-    farm = make_farm(one="print('one')")
+WAITS = """
+import time
+from pathlib import Path
+
+Path({began!r}).touch()
+while not Path({go!r}).exists():
+    time.sleep(0.1)
+"""
+
+
+def test_each_kind_is_recorded(
+    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """A kind that joins is not mixed in, then refused, then recorded as well; what is stale is looked up for each."""
+    began, go = tmp_path / "began", tmp_path / "go"
+    waits = WAITS.format(began=str(began), go=str(go))
+    farm = make_farm(one=waits, other=waits)
     cluster = make_cluster()
     cluster.add("0")
-    status, output = farm.record("--dask", cluster.address)
-    assert status == 0, output
+    process = farm.start("--dask", cluster.address)
+    wait_until(began.exists, cluster)
     cluster.add("0", name="Other GPU")
+    time.sleep(3)  # in which the new worker could take the other recipe
+    go.touch()
+    assert process.wait(60) == 0
+    assert set(farm.recorded("test-gpu")) == {"one", "other"}
+    assert not farm.recorded("other-gpu")
     status, output = farm.record("--dask", cluster.address)
     assert status == 2
     assert "unlike GPUs: " in output
     assert not farm.recorded("other-gpu")
-    status, output = farm.record("--dask", cluster.address, "--each-kind", "--stale")
+    status, output = farm.record("--dask", cluster.address, "--each-kind", "--stale", "things/one")
     assert status == 0, output
     assert re.findall(r"things/one +(\w+) GPU .* passed", output) == ["Other"]
-    assert set(farm.recorded("test-gpu")) == set(farm.recorded("other-gpu")) == {"one"}
+    assert set(farm.recorded("other-gpu")) == {"one"}
 
 
 def test_each_kind_here_is_recorded(make_farm: Callable[..., Farm]) -> None:
