@@ -2,6 +2,13 @@
 #
 # PYTHON  the Python to make the environment with, or to use as it is
 # VENV    the environment's folder; `VENV=` (empty) uses PYTHON's own packages and installs nothing
+# RECIPE  section/name, for commands that take one recipe instead of all
+#
+# For make record:
+# STALE=1      only recipes whose record is missing or of older code
+# EACH_KIND=1  each recipe once on each kind of GPU; otherwise all GPUs have to be alike
+# DASK         a Dask scheduler's address: record on the GPU workers of its cluster
+# INSECURE=1   allow DASK=tcp://... on another machine
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,7 +35,8 @@ html: $(SITE_READY)  ## execute what changed and build the site into _build/html
 	@$(PY) -m triton_gallery html
 
 record: $(SITE_READY)  ## on a GPU host, run recipes and record their outputs; RECIPE=section/name for one
-	@$(PY) -m triton_gallery record $(RECIPE)
+	@$(PY) -m triton_gallery record $(if $(STALE),--stale) $(if $(EACH_KIND),--each-kind) \
+		$(if $(DASK),--dask $(DASK)) $(if $(INSECURE),--insecure) $(RECIPE)
 
 record-apart: $(SITE_READY)  ## on a GPU host, record one RECIPE=section/name in an environment of what it declares
 	@$(PY) -m venv _build/env/$(or $(RECIPE),$(error name a recipe: make record-apart RECIPE=section/name))

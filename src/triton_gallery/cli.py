@@ -6,6 +6,7 @@ import json
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -13,15 +14,17 @@ from rich.table import Table
 from rich.text import Text
 from sphinx.cmd.build import main as sphinx_build
 
+from triton_gallery.cluster import connect
 from triton_gallery.compare import compare, measure_spread
 from triton_gallery.device import detect
-from triton_gallery.execute import refresh
-from triton_gallery.formats import BadRecordError, commit
+from triton_gallery.execute import make_tasks
+from triton_gallery.formats import BadRecordError
 from triton_gallery.needs import missing, packages
 from triton_gallery.pages import Pages, Run
 from triton_gallery.peers import load_all
 from triton_gallery.progress import progress
 from triton_gallery.recipes import Recipe, load
+from triton_gallery.recording import FarmError, ThisMachine, record
 from triton_gallery.records import TOOLS, Records
 from triton_gallery.rows import rows
 from triton_gallery.sanitize import sanitize
@@ -50,10 +53,14 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--out", type=Path, default=Path("_build/html"), help="where to (default: %(default)s)")
     command.set_defaults(run=html)
 
-    command = commands.add_parser("record", help="execute recipes on this machine's GPUs and record their outputs")
+    command = commands.add_parser("record", help="execute recipes on GPUs and record their outputs")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
+    command.add_argument("--stale", action="store_true", help="only those whose record is missing or of older code")
+    command.add_argument("--each-kind", action="store_true", help="once on each kind of GPU; else all have to be alike")
+    command.add_argument("--dask", metavar="ADDRESS", help="on the GPU workers of the Dask scheduler at this address")
+    command.add_argument("--insecure", action="store_true", help="allow tcp:// to a scheduler on another machine")
     command.add_argument("--out", type=Path, default=RECORDS, help="the folder of records (default: %(default)s)")
-    command.set_defaults(run=record)
+    command.set_defaults(run=record_recipes)
 
     command = commands.add_parser("needs", help="print the packages that recipes declare, for pip install")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
@@ -85,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
-    except (UsageError, BadRecordError) as error:
+    except (UsageError, FarmError, BadRecordError) as error:
         console.print(Text(str(error)), style="red")
         return 2
 
@@ -103,26 +110,28 @@ def html(options: argparse.Namespace) -> int:
     return status or failed
 
 
-def record(options: argparse.Namespace) -> int:
-    """Execute recipes on the GPUs of this machine and write their records; end with a table of those that failed."""
+def record_recipes(options: argparse.Namespace) -> int:
+    """Execute recipes on GPUs and write their records; end with a table of those that failed."""
     chosen = _recipes(options.recipe)
-    if not detect()[0].is_gpu:
-        raise UsageError("torch sees no GPU here: a record is made on one")
     pages = Pages(PAGES)
     pages.lock()
     limit = runpy.run_path("conf.py")["recipe_time_limit"]
-    keys = {recipe.key for recipe in chosen}
-    revision = commit()
-    with progress() as report:
-        runs = refresh(_recipes([]), pages, Path.cwd(), limit, report, only=keys)
-    runs = [(recipe, run) for recipe, run in runs if recipe.key in keys]
-    lacking = [(recipe, run) for recipe, run in runs if run.missing]
-    for recipe, run in runs:
-        if run.failure is None and not run.missing:
-            console.print(f"wrote {Records(options.out).write(recipe, run, pages.figures(recipe), revision)}")
-    for recipe, run in lacking:
-        console.print(f"{recipe.key} was not recorded, its environment lacks {', '.join(run.missing)}", style="red")
-    return max(_print_failures(runs), int(bool(lacking)))
+    tasks = make_tasks(chosen, Path.cwd(), limit)
+    if options.dask:
+        console.print(f"asking the GPU workers of {options.dask} what executes there")
+    farm = connect(options.dask, Path.cwd(), options.insecure) if options.dask else nullcontext(ThisMachine())
+    with farm as gpus, progress() as report:
+        ended = record(tasks, gpus, pages, Records(options.out), report, options.stale, options.each_kind)
+    if not ended:
+        console.print("every record is of the present code")
+    for recipe, run, path in ended:
+        if path:
+            console.print(f"wrote {path}")
+        elif run.missing:
+            lacks = ", ".join(run.missing)
+            console.print(f"{recipe.key} was not recorded, its environment lacks {lacks}", style="red")
+    failed = _print_failures([(recipe, run) for recipe, run, _ in ended])
+    return max(failed, int(any(run.missing for _, run, _ in ended)))
 
 
 def needs(options: argparse.Namespace) -> int:
@@ -240,6 +249,7 @@ def _print_failures(runs: Sequence[tuple[Recipe, Run]]) -> int:
         table = Table("recipe", "what happened", "last lines", title="Recipes that failed", show_lines=True)
         for recipe, run in failed:
             lines = run.detail.strip().splitlines()[-TRACEBACK_LINES:]
-            table.add_row(Text(recipe.key), Text(run.failure or ""), Text("\n".join(lines)))
+            where = f"\n{run.environment.name}" if run.environment.is_gpu else ""
+            table.add_row(Text(recipe.key + where), Text(run.failure or ""), Text("\n".join(lines)))
         Console(highlight=False).print(table)
     return int(bool(failed))

@@ -135,7 +135,7 @@ class Records:
             "sanitized": [],
             "outputs": [asdict(output) for output in run.outputs],
         }
-        path = self.folder / slug(run.environment.name) / f"{recipe.key}.json"
+        path = self._path(recipe, run.environment.name)
         _validate(path, content)
         path.parent.mkdir(parents=True, exist_ok=True)
         for name, picture in figures.items():
@@ -146,19 +146,27 @@ class Records:
                 old.unlink()
         return path
 
+    def is_fresh(self, recipe: Recipe, device: str) -> bool:
+        """Whether there is a record of a recipe's present code on a device; BadRecordError as `all`."""
+        path = self._path(recipe, device)
+        return path.is_file() and load(path).is_fresh(recipe)
+
     def set_sanitized(self, recipe: Recipe, device: str, tools: list[str]) -> None:
         """Note in a recipe's record of a device under which tools its checks ran without an error.
 
         Raises:
             BadRecordError: if there is no such record of the recipe's present code.
         """
-        path = self.folder / slug(device) / f"{recipe.key}.json"
-        if not path.is_file() or not load(path).is_fresh(recipe):
+        path = self._path(recipe, device)
+        if not self.is_fresh(recipe, device):
             raise BadRecordError(f"{path}: no record of the recipe's present code; run make record first")
         content = json.loads(path.read_text(encoding="utf-8"))
         content["sanitized"] = tools
         _validate(path, content)
         replace(path, dump(content))
+
+    def _path(self, recipe: Recipe, device: str) -> Path:
+        return self.folder / slug(device) / f"{recipe.key}.json"
 
 
 def load(path: Path) -> Record:

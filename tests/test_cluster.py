@@ -1,0 +1,468 @@
+"""Recipes on the workers of a Dask cluster: what each fault costs, and whom the command trusts.
+
+The clusters are real, of scheduler and worker processes on this machine; the GPUs are not. So the project's copy of
+`device.py` takes the GPU from a variable of the worker. What else there is of the project on a worker has travelled
+there: workers start in an empty folder and do not know the project.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+from project import ROOT, Project
+
+from triton_gallery.cluster import connect
+from triton_gallery.device import Environment
+from triton_gallery.recording import FarmError, kinds
+
+FAKE_GPU = """
+def _probe() -> list[Environment]:
+    gpus = zip(*(os.environ[name].split(",") for name in ("TEST_GPU", "CUDA_VISIBLE_DEVICES")))
+    return [Environment(name, gpu, "9.0", 1, None, None, "2", "3", platform.python_version()) for name, gpu in gpus]
+
+
+if __name__"""
+LOOPBACK = ["--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0"]
+TLS = "DASK_DISTRIBUTED__COMM__TLS__"
+
+
+class Farm(Project):
+    """A project that takes its GPUs from variables, and waits for less long."""
+
+    patience = 60.0
+
+    @property
+    def command(self) -> list[str]:
+        """The project's command line."""
+        seconds = f"cluster.CONNECTING, cluster.PATIENCE = 4, {self.patience}"
+        return [sys.executable, "-c", f"from triton_gallery import cli, cluster; {seconds}; exit(cli.main())"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that it needs."""
+        gpu = {"TEST_GPU": "Test GPU", "CUDA_VISIBLE_DEVICES": "0"}
+        return {**super().environment, "PYTHONPATH": str(self.root / "src"), **gpu}
+
+    def start(self, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
+        """Begin to record."""
+        return subprocess.Popen(
+            [*self.command, "record", *arguments],
+            cwd=self.root,
+            env={**self.environment, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def record(self, *arguments: str, **variables: str) -> tuple[int, str]:
+        """Record; return the exit status and what the terminal showed."""
+        process = self.start(*arguments, **variables)
+        output, _ = process.communicate(timeout=120)
+        return process.returncode, output
+
+    def recorded(self, device: str = "test-gpu") -> dict[str, dict]:
+        """Return the records by the recipes' names."""
+        files = (self.root / "docs" / "_records" / device / "things").glob("*.json")
+        return {path.stem: json.loads(path.read_text()) for path in files}
+
+
+@pytest.fixture(scope="module")
+def make_farm(make_project: Callable[..., Project]) -> Callable[..., Farm]:
+    """Return a function that makes a `Farm` of recipes."""
+
+    def make(**recipes: str) -> Farm:
+        root = make_project().root
+        (root / "src").unlink()
+        shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
+        device = root / "src" / "triton_gallery" / "device.py"
+        device.write_text(device.read_text().replace("\nif __name__", FAKE_GPU))
+        farm = Farm(root)
+        farm.write(**recipes)
+        return farm
+
+    return make
+
+
+class Cluster:
+    """A scheduler and its workers."""
+
+    def __init__(self, folder: Path, protocol: str = "tcp", **variables: str) -> None:
+        """Start the scheduler."""
+        self.folder = folder
+        self.environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **variables}
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._start("scheduler", "--protocol", protocol, "--port", "0")
+        wait_until(lambda: "Scheduler at:" in self.log, self)
+        self.address = self.log.split("Scheduler at:")[1].split()[0]
+
+    @property
+    def log(self) -> str:
+        """What its processes wrote."""
+        return (self.folder / "log").read_text()
+
+    def add(self, *gpus: str, name: str = "Test GPU", options: str = "--no-nanny", **variables: str) -> None:
+        """Start workers, one for each value of CUDA_VISIBLE_DEVICES, and wait for them."""
+        count = self.log.count("Register worker") + len(gpus)
+        for gpu in gpus:
+            variables |= {"TEST_GPU": name, "CUDA_VISIBLE_DEVICES": gpu}
+            self._start("worker", self.address, "--resources", "GPU=1", *options.split(), **variables)
+        wait_until(lambda: self.log.count("Register worker") == count, self)
+
+    def end(self) -> None:
+        """End all processes, the scheduler last."""
+        scheduler, *workers = self.processes
+        for process in workers:
+            process.terminate()
+        for process in [*workers, scheduler]:
+            process.terminate()
+            process.wait(20)
+
+    def _start(self, *arguments: str, **variables: str) -> None:
+        with open(self.folder / "log", "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "dask", *arguments, *LOOPBACK],
+                cwd=self.folder,
+                env={**self.environment, **variables},
+                stdout=log,
+                stderr=log,
+            )
+        self.processes.append(process)
+
+
+def wait_until(true: Callable[[], bool], cluster: Cluster | None = None) -> None:
+    """Wait for a condition, a minute at the most."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, cluster.log if cluster else "it did not come true"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module")
+def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
+    """Return a function that starts a `Cluster`; it ends with the tests."""
+    clusters = []
+
+    def make(protocol: str = "tcp", **variables: str) -> Cluster:
+        clusters.append(Cluster(tmp_path_factory.mktemp("cluster"), protocol, **variables))
+        return clusters[-1]
+
+    yield make
+    for cluster in clusters:
+        cluster.end()
+
+
+@pytest.fixture(scope="module")
+def pair(make_cluster: Callable[..., Cluster], tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """Return a cluster of two workers, which have a package that is not here."""
+    package = tmp_path_factory.mktemp("packages") / "only_there.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: only-there\nVersion: 1.0\n")
+    cluster = make_cluster(PYTHONPATH=str(package.parent))
+    cluster.add("0", "1")
+    return cluster
+
+
+NOTE = """
+import json, os, time
+
+begin = time.time()
+time.sleep(0.5)
+print(json.dumps([os.environ["CUDA_VISIBLE_DEVICES"], begin, time.time()]))
+"""
+FIGURE = "import matplotlib.pyplot as plt\n\nplt.plot([1, 2])\nplt.title(open('figure.txt').read())"
+BLOCK = '# /// script\n# dependencies = ["{}"]\n# ///\n'
+
+
+def test_recipes_are_recorded(make_farm: Callable[..., Farm], pair: Cluster) -> None:
+    """Two at a time, each alone on its GPU; a page's files come back; a recipe's fault is its own."""
+    faults = {"segfaults": "import ctypes\n\nctypes.string_at(0)", "there": "print('it is there')", "here": "print()"}
+    farm = make_farm(figure=FIGURE, **{f"note{n}": NOTE for n in range(3)}, **faults)
+    things = farm.root / "gallery" / "things"
+    (things / "figure.txt").write_text("a companion")
+    for name, package in {"there": "only-there", "here": "pytest"}.items():
+        text = (things / f"{name}.py").read_text()
+        (things / f"{name}.py").write_text(BLOCK.format(package) + text)
+    processes = [process.pid for process in pair.processes]
+    status, output = farm.record("--dask", pair.address)
+    assert status == 1
+    assert "killed by signal 11 (SIGSEGV)" in output.partition("Recipes that failed")[2]
+    records = farm.recorded()
+    assert set(records) == {"figure", "there", "here", *(f"note{n}" for n in range(3))}, output
+    assert records["there"]["packages"] == {"only-there": "1.0"}
+    (picture,) = records["figure"]["outputs"][0]["figures"]
+    assert (farm.root / "docs" / "_records" / "test-gpu" / "things" / picture).stat().st_size > 1000
+    assert (farm.root / "docs" / "recipes" / "things" / "figure.ipynb").is_file()
+    notes = [json.loads(records[f"note{n}"]["outputs"][0]["text"]) for n in range(3)]
+    for gpu in "01":
+        spans = sorted((begin, end) for where, begin, end in notes if where == gpu)
+        assert spans, "a GPU was idle"
+        assert all(end < begin for (_, end), (begin, _) in pairwise(spans))
+    assert all(is_alive(pid) for pid in processes)
+    assert not list(pair.folder.glob("**/conf.py"))
+
+
+KILLS_ITS_WORKER = """
+import os, subprocess
+from pathlib import Path
+
+import psutil
+
+child = subprocess.Popen(["sleep", "1000"])
+with open({notes!r}, "a") as notes:
+    notes.write(f"{{os.getpid()}} {{child.pid}}\\n")
+if len(Path({notes!r}).read_text().splitlines()) <= {times}:
+    worker = psutil.Process().parents()[1]
+    assert worker.cmdline() != psutil.Process().parent().cmdline()
+    worker.kill()
+    time.sleep(1000)
+child.kill()
+print("done")
+"""
+
+
+def test_dead_worker_costs_a_retry(
+    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """Killed once, a recipe is executed elsewhere; killed twice, it alone is lost. No process stays behind."""
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    farm = make_farm(
+        once="import time\n" + KILLS_ITS_WORKER.format(notes=str(once), times=1),
+        twice="import time\n" + KILLS_ITS_WORKER.format(notes=str(twice), times=9),
+        other="import os\n\nprint(os.environ.get('MKL_NUM_THREADS'))",
+        another="print('another')",
+    )
+    cluster = make_cluster()
+    cluster.add("0", "1", options="--nanny")
+    status, output = farm.record("--dask", cluster.address)
+    assert status == 1
+    table = output.partition("Recipes that failed")[2]
+    assert "2 workers died while they executed it" in " ".join(table.split())
+    assert "things/twice" in table
+    records = farm.recorded()
+    assert set(records) == {"once", "other", "another"}, output
+    assert records["other"]["outputs"][0]["text"] == "None", "the worker's nanny bound the recipe's threads"
+    assert len(once.read_text().splitlines()) == len(twice.read_text().splitlines()) == 2
+    pids = [int(pid) for pid in f"{once.read_text()} {twice.read_text()}".split()]
+    assert len(pids) == 8
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_no_worker_is_left(
+    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    kills = "import time\n" + KILLS_ITS_WORKER.format(notes=str(tmp_path / "notes"), times=9)
+    farm, cluster = make_farm(kills=kills), make_cluster()
+    cluster.add("0")
+    farm.patience = 2
+    status, output = farm.record("--dask", cluster.address)
+    assert status == 1
+    assert "no worker with Test GPU is left" in " ".join(output.split())
+
+
+HANGS = """
+import os, subprocess, time
+
+child = subprocess.Popen(["sleep", "1000"])
+with open({notes!r}, "w") as notes:
+    notes.write(f"{{os.getpid()}} {{child.pid}}\\n")
+time.sleep(1000)
+"""
+
+
+def test_worker_has_one_gpu(make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster]) -> None:
+    farm, cluster = make_farm(one="print('one')"), make_cluster()
+    cluster.add("0,1", name="Test GPU,Test GPU")
+    status, output = farm.record("--dask", cluster.address)
+    assert status == 2
+    assert "sees 2 GPUs; start a worker for each, with CUDA_VISIBLE_DEVICES" in output
+
+
+@pytest.mark.parametrize(
+    ("where", "by"), [("here", signal.SIGKILL), ("cluster", signal.SIGKILL), ("cluster", signal.SIGINT)]
+)
+def test_ended_command_keeps_what_was_done(
+    make_farm: Callable[..., Farm], pair: Cluster, tmp_path: Path, where: str, by: signal.Signals
+) -> None:
+    """Nothing goes on elsewhere, and with --stale nothing is executed again."""
+    notes = tmp_path / "notes"
+    farm = make_farm(done="print('done')", hangs=HANGS.format(notes=str(notes)))
+    on = ["--dask", pair.address] if where == "cluster" else []
+    process = farm.start(*on, CUDA_VISIBLE_DEVICES="0,1", TEST_GPU="Test GPU,Test GPU")
+    wait_until(lambda: notes.exists() and notes.read_text().endswith("\n") and "done" in farm.recorded())
+    pids = [int(pid) for pid in notes.read_text().split()]
+    assert all(is_alive(pid) for pid in pids)
+    process.send_signal(by)
+    process.wait(20)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+    assert set(farm.recorded()) == {"done"}
+    before = farm.recorded()["done"]
+    farm.write(hangs="print('no longer')")
+    status, output = farm.record(*on, "--stale")
+    assert status == 0, output
+    assert "things/done" not in output
+    assert set(farm.recorded()) == {"done", "hangs"}
+    assert farm.recorded()["done"] == before
+
+
+WAITS = """
+import time
+from pathlib import Path
+
+Path({began!r}).touch()
+while not Path({go!r}).exists():
+    time.sleep(0.1)
+"""
+
+
+def test_each_kind_is_recorded(
+    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """A kind that joins is not mixed in, then refused, then recorded as well; what is stale is looked up for each."""
+    began, go = tmp_path / "began", tmp_path / "go"
+    waits = WAITS.format(began=str(began), go=str(go))
+    farm = make_farm(one=waits, other=waits)
+    cluster = make_cluster()
+    cluster.add("0")
+    process = farm.start("--dask", cluster.address)
+    wait_until(began.exists, cluster)
+    cluster.add("0", name="Other GPU")
+    time.sleep(3)  # in which the new worker could take the other recipe
+    go.touch()
+    assert process.wait(60) == 0
+    assert set(farm.recorded("test-gpu")) == {"one", "other"}
+    assert not farm.recorded("other-gpu")
+    status, output = farm.record("--dask", cluster.address)
+    assert status == 2
+    assert "unlike GPUs: " in output
+    assert not farm.recorded("other-gpu")
+    status, output = farm.record("--dask", cluster.address, "--each-kind", "--stale", "things/one")
+    assert status == 0, output
+    assert re.findall(r"things/one +(\w+) GPU .* passed", output) == ["Other"]
+    assert set(farm.recorded("other-gpu")) == {"one"}
+
+
+def test_each_kind_here_is_recorded(make_farm: Callable[..., Farm]) -> None:
+    farm = make_farm(one="print('one')")
+    gpus = {"TEST_GPU": "Test GPU,Other GPU", "CUDA_VISIBLE_DEVICES": "0,1"}
+    status, output = farm.record(**gpus)
+    assert status == 2
+    assert "unlike GPUs: Test GPU, Other GPU" in output
+    status, output = farm.record("--each-kind", **gpus)
+    assert status == 0, output
+    assert set(farm.recorded("test-gpu")) == set(farm.recorded("other-gpu")) == {"one"}
+
+
+def test_drivers_of_a_kind_are_alike() -> None:
+    """Records of one folder are of one kind of environment."""
+    gpu = Environment("Test GPU", "0", "9.0", 1, "570", "13.0", "2", "3", "3.12")
+    assert kinds([gpu, dataclasses.replace(gpu, visible="1")], each_kind=False) == [
+        [gpu, dataclasses.replace(gpu, visible="1")]
+    ]
+    with pytest.raises(FarmError, match="Test GPU are unlike: driver 570 and 580;"):
+        kinds([gpu, dataclasses.replace(gpu, driver="580")], each_kind=True)
+
+
+def certificates(folder: Path) -> dict[str, str]:
+    """Make an authority and one certificate of it; return the variables that name them for all roles."""
+    folder.mkdir()
+    for command in (
+        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=authority",
+        "req -newkey rsa:2048 -nodes -keyout farm.key -out farm.csr -subj /CN=farm",
+        "x509 -req -in farm.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -out farm.pem",
+    ):
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+    roles = {
+        f"{TLS}{role}__{what}": str(folder / f"farm.{ending}")
+        for role in ("CLIENT", "SCHEDULER", "WORKER")
+        for what, ending in (("CERT", "pem"), ("KEY", "key"))
+    }
+    return {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "True", f"{TLS}CA_FILE": str(folder / "ca.pem"), **roles}
+
+
+def test_encrypted_cluster_takes_its_own(
+    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """With the cluster's certificates a recipe is recorded; without, with others or unencrypted none is."""
+    ours, others = certificates(tmp_path / "ours"), certificates(tmp_path / "others")
+    farm = make_farm(one="print('one')")
+    cluster = make_cluster("tls", **ours)
+    cluster.add("0")
+    assert cluster.address.startswith("tls://")
+    for address, variables, reason in (
+        (cluster.address, {}, f"needs certificates; name their files in {TLS}CA_FILE"),
+        (cluster.address, {**ours, f"{TLS}CA_FILE": "nowhere"}, "No such file or directory"),
+        (cluster.address, others, "no scheduler to trust answers at tls://127.0.0.1"),
+        (cluster.address.replace("tls", "tcp"), {}, "no scheduler to trust answers at tcp://127.0.0.1"),
+        (cluster.address.replace("tls", "tcp"), ours, "which Dask's configuration requires"),
+    ):
+        status, output = farm.record("--dask", address, **variables)
+        assert status == 2
+        assert reason in " ".join(output.split())
+        assert "Traceback" not in output
+    assert not farm.recorded()
+    status, output = farm.record("--dask", cluster.address, **ours)
+    assert status == 0, output
+    assert set(farm.recorded()) == {"one"}
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("tcp://192.0.2.1:8786", "use tls://, or --insecure"),
+        ("tcp://0.0.0.0:8786", "use tls://, or --insecure"),
+        ("tcp://no-such-host.invalid:8786", "use tls://, or --insecure"),
+        ("192.0.2.1:8786", "is no scheduler's address"),
+        ("tcp://127.0.0.1", "is no scheduler's address"),
+        ("tcp://127.0.0.1:x", "is no scheduler's address"),
+        ("ucx://127.0.0.1:8786", "is no scheduler's address"),
+        ("tcp://127.0.0.1:1", "no scheduler to trust answers"),
+    ],
+)
+def test_address_is_refused(address: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_gallery.cluster.CONNECTING", 1)
+    assert reason in refusal(address)
+
+
+def refusal(address: str, insecure: bool = False) -> str:
+    """Return why nothing is recorded there."""
+    with pytest.raises(FarmError) as refused, connect(address, ROOT, insecure):
+        pass
+    return str(refused.value)
+
+
+def test_insecure_is_for_those_who_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_gallery.cluster.CONNECTING", 1)
+    assert "no scheduler to trust answers" in refusal("tcp://192.0.2.1:1", insecure=True)
+
+
+def test_worker_without_gpu_is_refused(make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster without a worker that announces a GPU is refused, and a worker that has none."""
+    monkeypatch.setattr("triton_gallery.cluster.PATIENCE", 1)
+    cluster = make_cluster()
+    assert "has no worker that announces GPU=1" in refusal(cluster.address)
+    cluster.add("")
+    assert "announces a GPU, but torch sees none there" in refusal(cluster.address)
+
+
+def test_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    assert "pip install distributed" in refusal("tcp://127.0.0.1:1")
