@@ -317,17 +317,6 @@ def test_builds_take_turns(make_project: Callable[..., Project]) -> None:
     assert sorted(len(executed(output)) for output in outputs) == [0, 1], outputs
 
 
-def test_only_the_chosen_recipe_runs(make_project: Callable[..., Project]) -> None:
-    project = make_project()
-    project.write(chosen=GOOD, other=GOOD)
-    recipes, pages = load(project.root / "gallery"), Pages(project.root / "docs" / "recipes")
-    ran: list[str] = []
-    for _ in range(2):  # it runs again although nothing changed
-        refresh(recipes, pages, project.root, 60, lambda recipe, *_: ran.append(recipe.key), only={"things/chosen"})
-    assert ran == ["things/chosen"] * 2
-    assert pages.run("things/other") is None
-
-
 def test_recipe_is_the_first_to_go_when_memory_runs_out(make_project: Callable[..., Project]) -> None:
     project = make_project()
     project.write(memory='from pathlib import Path\n\nprint("score", Path("/proc/self/oom_score_adj").read_text())')

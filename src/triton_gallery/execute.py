@@ -7,7 +7,7 @@ or those of a cluster (`cluster.Cluster`).
 import hashlib
 import os
 import queue
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +31,6 @@ def refresh(
     confdir: Path,
     limit: float,
     report: Report,
-    only: Collection[str] | None = None,
 ) -> list[tuple[Recipe, Run]]:
     """Execute here the recipes whose page is missing, failed, or came of other code or another environment.
 
@@ -41,18 +40,13 @@ def refresh(
         confdir: the folder of `conf.py`.
         limit: seconds that a recipe may take.
         report: called after each recipe that was executed, with the number of those still to come.
-        only: recipes, by `section/name`, to execute whether or not they changed, and no others.
 
     Returns:
         Every recipe with its run, executed now or before.
     """
     pages.prune(recipes)
     environments = detect()
-    due = [
-        task
-        for task in make_tasks(recipes, confdir, limit)
-        if (task.recipe.key in only if only is not None else not _current(pages, task, environments))
-    ]
+    due = [task for task in make_tasks(recipes, confdir, limit) if not _current(pages, task, environments)]
     with here(environments) as submit:
         execute([(task, submit) for task in due], pages, report)
     return [(recipe, known) for recipe in recipes if (known := pages.run(recipe.key))]
