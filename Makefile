@@ -70,7 +70,7 @@ serve: $(TEST_READY)  ## build, serve on http://127.0.0.1:8000 and build again o
 		--ignore '*.pyc' docs _build/serve
 
 test: $(TEST_READY)  ## test the recipes, the machinery and the built site
-	@OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --dist loadfile
+	@OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --dist loadgroup
 
 test-gpu: $(TEST_READY)  ## on a GPU host, test every op on the GPU; several processes share it
 	@$(PY) -c "import torch; torch.cuda.is_available() or exit('torch sees no GPU here')"

@@ -17,6 +17,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file in one process, for what they share, but for those that start one of their own."""
+    for item in items:
+        if item.get_closest_marker("anywhere") is None:
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+
+
 @pytest.fixture(scope="session")
 def gallery(pytestconfig: pytest.Config) -> Path:
     """Return the gallery under test."""

@@ -45,6 +45,13 @@ def run_python(arguments: list[str], folder: Path) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+def read_notebook(site: Path, recipe: Recipe) -> nbformat.NotebookNode:
+    """Return a recipe's notebook as it is offered for download."""
+    (path,) = site.glob(f"_downloads/*/{recipe.name}.ipynb")
+    return nbformat.read(path, as_version=4)
+
+
+@pytest.mark.anywhere
 @each_executable_recipe
 def test_script_runs_alone(recipe: Recipe, tmp_path: Path) -> None:
     shutil.copy(recipe.path, tmp_path)
@@ -53,18 +60,24 @@ def test_script_runs_alone(recipe: Recipe, tmp_path: Path) -> None:
     assert result.stdout, "the recipe shows nothing"
 
 
+@pytest.mark.anywhere
 @each_executable_recipe
 def test_import_is_quick_and_quiet(recipe: Recipe, tmp_path: Path) -> None:
     shutil.copy(recipe.path, tmp_path)
     result = run_python(
-        ["-c", f"import torch, time; start = time.time(); import {recipe.name}; print(time.time() - start)"], tmp_path
+        [
+            "-c",
+            f"import torch, time as t; start = t.process_time(); import {recipe.name}; print(t.process_time() - start)",
+        ],
+        tmp_path,
     )
     assert result.returncode == 0, result.stderr
     (seconds,) = result.stdout.split()
-    # 2 s on a machine of its own; tests share theirs
-    assert float(seconds) < 6
+    # of the processor: whatever else runs, those of the script
+    assert float(seconds) < 4
 
 
+@pytest.mark.anywhere
 @each_executable_recipe
 def test_import_after_triton_says_what_to_do(recipe: Recipe, tmp_path: Path) -> None:
     shutil.copy(recipe.path, tmp_path)
@@ -79,20 +92,29 @@ def test_import_after_triton_says_what_to_do(recipe: Recipe, tmp_path: Path) -> 
         assert run_python(["-c", "import torch; assert torch.cuda.is_available()"], tmp_path).returncode == 0
 
 
-@each_executable_recipe
-def test_notebook_runs(recipe: Recipe, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", sorted({recipe.section for recipe in RECIPES}))
+def test_notebook_runs(name: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first notebook of each section runs; all have the code of their scripts, which run above."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    (path,) = site.glob(f"_downloads/*/{recipe.name}.ipynb")
-    notebook = nbformat.read(path, as_version=4)
+    recipe = next(recipe for recipe in RECIPES if recipe.section == name and not lacks(recipe))
+    notebook = read_notebook(site, recipe)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert outputs, "the notebook shows nothing"
 
 
 @each_recipe
+def test_notebook_has_the_code_of_the_script(recipe: Recipe, site: Path) -> None:
+    cells = [cell.source for cell in read_notebook(site, recipe).cells if cell.cell_type == "code"]
+    assert len(cells) > 3
+    title, *code = ast.parse(recipe.path.read_text()).body
+    assert isinstance(title.value, ast.Constant)
+    assert [ast.dump(node) for node in ast.parse("\n".join(cells)).body] == [ast.dump(node) for node in code]
+
+
+@each_recipe
 def test_notebook_has_no_raw_markup(recipe: Recipe, site: Path) -> None:
-    (path,) = site.glob(f"_downloads/*/{recipe.name}.ipynb")
-    for cell in nbformat.read(path, as_version=4).cells:
+    for cell in read_notebook(site, recipe).cells:
         if cell.cell_type == "markdown":
             prose = re.sub(r"```.*?```", "", cell.source, flags=re.DOTALL)
             assert not re.search(r"^\.\. |:\w+:`|^\s*:\w+:", prose, flags=re.MULTILINE), cell.source
