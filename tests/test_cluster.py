@@ -278,6 +278,32 @@ def test_no_worker_is_left(
     assert "no worker with Test GPU is left" in " ".join(output.split())
 
 
+SLOW = """
+import asyncio
+
+
+async def dask_setup(worker):
+    get_data = worker.handlers["get_data"]
+
+    async def get_data_later(comm, **options):
+        await asyncio.sleep(3)
+        return await get_data(comm, **options)
+
+    worker.handlers["get_data"] = get_data_later
+"""
+
+
+def test_answer_may_take_long_to_come(
+    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    farm, cluster = make_farm(one="print('one')", other="print('other')"), make_cluster()
+    cluster.add("0", "1", options=f"--no-nanny --preload {tmp_path / 'slow.py'}")
+    status, output = farm.record("--dask", cluster.address)
+    assert status == 0, output
+    assert set(farm.recorded()) == {"one", "other"}
+
+
 HANGS = """
 import os, subprocess, time
 
@@ -286,6 +312,37 @@ with open({notes!r}, "w") as notes:
     notes.write(f"{{os.getpid()}} {{child.pid}}\\n")
 time.sleep(1000)
 """
+
+
+@pytest.mark.parametrize(
+    ("fault", "patience", "what"),
+    [
+        (signal.SIGSTOP, 2, "the scheduler does not answer"),
+        (signal.SIGKILL, 60, "the connection to the scheduler is lost"),
+    ],
+)
+def test_no_scheduler_is_left(
+    make_farm: Callable[..., Farm],
+    make_cluster: Callable[..., Cluster],
+    tmp_path: Path,
+    fault: signal.Signals,
+    patience: float,
+    what: str,
+) -> None:
+    notes = tmp_path / "notes"
+    farm, cluster = make_farm(hangs=HANGS.format(notes=str(notes))), make_cluster()
+    cluster.add("0")
+    farm.patience = patience
+    process = farm.start("--dask", cluster.address)
+    wait_until(lambda: notes.exists() and notes.read_text().endswith("\n"), cluster)
+    cluster.processes[0].send_signal(fault)
+    try:
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        cluster.processes[0].send_signal(signal.SIGCONT)
+    assert process.returncode == 1, output
+    assert what in " ".join(output.split())
 
 
 def test_worker_has_one_gpu(make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster]) -> None:
@@ -371,6 +428,24 @@ def test_each_kind_here_is_recorded(make_farm: Callable[..., Farm]) -> None:
     assert set(farm.recorded("test-gpu")) == set(farm.recorded("other-gpu")) == {"one"}
 
 
+def test_what_is_missing_is_told(make_farm: Callable[..., Farm]) -> None:
+    farm = make_farm(one="print('one')")
+    path = farm.root / "gallery" / "things" / "one.py"
+    path.write_text(BLOCK.format("no-such-package[extra]") + path.read_text())
+    status, output = farm.record()
+    assert status == 1
+    assert "was not recorded, its environment lacks no-such-package[extra]" in output
+
+
+def test_torch_may_be_missing(make_farm: Callable[..., Farm]) -> None:
+    farm = make_farm(one="print('one')")
+    device = farm.root / "src" / "triton_gallery" / "device.py"
+    device.write_text(device.read_text().replace("    gpus = zip", "    import no_torch\n\n    gpus = zip"))
+    status, output = farm.record()
+    assert status == 2
+    assert "torch and triton must be importable" in output
+
+
 def test_drivers_of_a_kind_are_alike() -> None:
     """Records of one folder are of one kind of environment."""
     gpu = Environment("Test GPU", "0", "9.0", 1, "570", "13.0", "2", "3", "3.12")
@@ -434,6 +509,8 @@ def test_encrypted_cluster_takes_its_own(
         ("tcp://127.0.0.1", "is no scheduler's address"),
         ("tcp://127.0.0.1:x", "is no scheduler's address"),
         ("ucx://127.0.0.1:8786", "is no scheduler's address"),
+        ("TCP://127.0.0.1:8786", "is no scheduler's address"),
+        ("tcp://127.0.0.1:8786/", "is no scheduler's address"),
         ("tcp://127.0.0.1:1", "no scheduler to trust answers"),
     ],
 )

@@ -8,7 +8,8 @@ Cross entropy
 
 The loss of a language model compares a row of logits, one for each token of its
 vocabulary, with one target. The logits are the largest matrix of the model, and
-their gradient is as large again. This page can write it over the logits.
+their gradient is as large again. This page can write it over the logits. As the
+mask of ``dropout.py``, probabilities are computed again and not stored.
 
 After ``softmax.py`` and this page you can
 
@@ -439,9 +440,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Break it: a scale that comes too late
 # -------------------------------------
 #
-# float16 ends at 6e-8, and elements of a gradient may well be smaller. That is
-# why a ``GradScaler`` multiplies the loss, say by 32768. The functional op gets
-# that as ``grad``, and then rounds. The other one has rounded already:
+# float16 ends at 6e-8, not at 1e-38 as bfloat16, and a gradient may well be
+# smaller. So a ``GradScaler`` multiplies the loss, say by 32768. The functional
+# op gets that as ``grad``, and then rounds. The other one has rounded already
+# (exercise 1):
 
 if __name__ == "__main__":
     x, target = 2 * normal(32, 20_000, dtype=torch.float16), targets(32, 20_000)
@@ -453,8 +455,6 @@ if __name__ == "__main__":
         print(f"{name:12} {lost:6.1%} of the gradient is zero")
 
 # %%
-# bfloat16 reaches to 1e-38, as float32 does. Exercise 1 is about float16.
-#
 # The benchmark
 # -------------
 #

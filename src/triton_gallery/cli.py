@@ -129,7 +129,7 @@ def record_recipes(options: argparse.Namespace) -> int:
             console.print(f"wrote {path}")
         elif run.missing:
             lacks = ", ".join(run.missing)
-            console.print(f"{recipe.key} was not recorded, its environment lacks {lacks}", style="red")
+            console.print(Text(f"{recipe.key} was not recorded, its environment lacks {lacks}"), style="red")
     failed = _print_failures([(recipe, run) for recipe, run, _ in ended])
     return max(failed, int(any(run.missing for _, run, _ in ended)))
 

@@ -93,6 +93,7 @@ class Cluster:
         self._environments: dict[str, Environment | None] = {}  # by worker; None if it is of no use
         self._present: set[str] = set()
         self._looked = -math.inf
+        self._answered = monotonic()
 
     def ask_all(self, address: str) -> None:
         """Wait for workers, and ask what executes there; FarmError if there are none, or one cannot execute recipes."""
@@ -201,12 +202,13 @@ class Cluster:
         try:
             while True:
                 try:
-                    answer: Answer = pickle.loads(sent.result(timeout=1))  # noqa: S301 - the cluster is trusted
+                    sent.exception(timeout=1)  # waits for its end alone: the answer may take longer to come
+                    answer: Answer = pickle.loads(sent.result(PATIENCE))  # noqa: S301 - the cluster is trusted
                     return answer
                 except TimeoutError:
                     with self._lock:
-                        present = worker in self._workers()
-                    if self._stopping.is_set() or not present:
+                        wanted = not self._stopping.is_set() and worker in self._workers()
+                    if not wanted:
                         raise CancelledError from None
         except (KilledWorker, CancelledError):
             raise WorkerDiedError(f"{worker} died") from None
@@ -220,9 +222,12 @@ class Cluster:
             if scheduler is None:
                 raise FarmError("the connection to the scheduler is lost")
             with suppress(OSError):  # it is being connected again
-                workers = self._client.sync(scheduler.identity)["workers"]
+                workers = self._client.sync(scheduler.identity, callback_timeout=CONNECTING)["workers"]
                 self._present = {address for address, worker in workers.items() if worker["resources"].get("GPU")}
+                self._answered = monotonic()
             self._looked = monotonic()
+        if monotonic() - self._answered > PATIENCE:
+            raise FarmError("the scheduler does not answer")
         return self._present
 
 
@@ -231,6 +236,7 @@ def _is_encrypted(address: str, insecure: bool) -> bool:
     parts = urlsplit(address)
     try:
         whole = parts.scheme in {"tcp", "tls"} and parts.hostname and parts.port
+        whole = whole and address == f"{parts.scheme}://{parts.netloc}"  # as Dask takes it
     except ValueError:
         whole = None
     if not whole:

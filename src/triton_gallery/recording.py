@@ -35,7 +35,10 @@ class ThisMachine:
 
     def __init__(self) -> None:
         """Look for them; FarmError if there are none."""
-        self.environments = detect()
+        try:
+            self.environments = detect()
+        except RuntimeError as error:
+            raise FarmError(str(error)) from None
         if not self.environments[0].is_gpu:
             raise FarmError("torch sees no GPU here: a record is made on one")
 
