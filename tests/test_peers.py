@@ -79,12 +79,12 @@ def test_page_shows_the_figures_and_what_they_are_of(project: Project) -> None:
     facts = "driver 1.2 · torch 2.99 · triton 3.99 · liger-kernel 0.8.5 · 2026-01-02 · commit 0123456789"
     assert caption == f"Test GPU 9000 · {facts}"
     assert [title.text.strip() for title in article.select("table.peers.sortable th")] == [
-        *("work", "size", "Triton Gallery (GB/s)", "PyTorch", "Liger", "Roof", "Triton / best other", "Triton / roof")
+        *("work", "size", "Triton / best other", "Triton / roof", "Triton Gallery (GB/s)", "PyTorch", "Liger", "Roof")
     ]
     assert cells(article) == [
-        ["one, forward", "131072 \N{MULTIPLICATION SIGN} 1024", "300", "100", "303", "400", "0.99 (tie)", "0.75"],
-        [EVIL, "8 \N{MULTIPLICATION SIGN} 2", "300", "100", "-", "400", "3.00", "0.75"],
-        ["two, backward", "16", "300", "100", "-", "400", "3.00", "0.75"],
+        ["one, forward", "131072 \N{MULTIPLICATION SIGN} 1024", "0.99 (tie)", "0.75", "300", "100", "303", "400"],
+        [EVIL, "8 \N{MULTIPLICATION SIGN} 2", "3.00", "0.75", "300", "100", "-", "400"],
+        ["two, backward", "16", "3.00", "0.75", "300", "100", "-", "400"],
     ]
     assert not article.find("script", string="alert")
     links = [link["href"] for link in article.select("table.peers a")]

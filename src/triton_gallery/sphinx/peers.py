@@ -56,7 +56,7 @@ def _caption(run: Peers) -> nodes.paragraph:
 def _table(run: Peers, recipes: Sequence[Recipe], gallery: str) -> nodes.Node:
     others = [name for row in run.rows for name in row.rates if name not in {TRITON, ROOF}]
     series = [TRITON, *dict.fromkeys(others), ROOF]
-    columns = ["work", "size", f"Triton Gallery ({UNIT})", *series[1:], "Triton / best other", "Triton / roof"]
+    columns = ["work", "size", "Triton / best other", "Triton / roof", f"Triton Gallery ({UNIT})", *series[1:]]
     table = grid(columns, [_cells(row, series) for row in run.rows], "peers", "sortable")
     stale = run.stale(recipes)
     for place, row in zip(first_cells(table), run.rows, strict=True):
@@ -74,9 +74,9 @@ def _cells(row: Row, series: Sequence[str]) -> list[str]:
     return [
         "",
         " \N{MULTIPLICATION SIGN} ".join(map(str, row.shape)),
-        *(figure(medians.get(name)) for name in series),
         f"{other:.2f}{' (tie)' if row.is_tie else ''}" if other else "",
         f"{roof:.2f}" if roof else "",
+        *(figure(medians.get(name)) for name in series),
     ]
 
 
