@@ -173,8 +173,10 @@ def topk_passes_kernel(
 #   is contiguous, so its number will do. A set keeps the largest such word.
 # * Every ``SETS``-th piece belongs to the same set, which a thread keeps in a
 #   register. Up to 128 sets are sorted by one warp, without barriers.
-# * ``N`` and the stride come in units of ``VEC`` elements (see ``softmax.py``).
-#   A thread loads so many at once, at best a piece. ``num_stages`` loads ahead.
+# * A thread loads a piece at once, if it begins at a multiple of 16 bytes. Rows
+#   may not, so pieces begin at the first multiple: a row's *body*, as in
+#   ``cross_entropy.py``. Its *edges* join the last sort. ``num_stages`` loads
+#   ahead.
 
 
 @triton.jit
@@ -183,28 +185,51 @@ def larger(a, b):
 
 
 @triton.jit
-def load_piece(x_row, piece, N, P: tl.constexpr):
+def body(x_ptr, row, N, stride, P: tl.constexpr):
+    """Return where a row's pieces begin, elements before, and their number."""
+    start = row * stride
+    head = ((P - start % P) % P).to(tl.int32)
+    # A multiple of P already: rounding down tells the compiler.
+    x_body = x_ptr + (start + head) // P * P
+    return x_body, head, tl.maximum(N - head, 0) // P
+
+
+@triton.jit
+def load_piece(x_body, piece, pieces, P: tl.constexpr):
     offs = piece[:, None] * P + tl.arange(0, P)[None, :]  # (pieces, P)
-    x = tl.load(x_row + offs, offs < N, -float("inf"))
+    x = tl.load(x_body + offs, (piece < pieces)[:, None], -float("inf"))
     return x.to(tl.float32), offs
 
 
 @triton.jit
-def maxima(x_row, piece, N, P: tl.constexpr):
+def maxima(x_body, piece, pieces, P: tl.constexpr):
     """Return a word for each piece: its largest element, its number."""
-    x, _ = load_piece(x_row, piece, N, P)
-    return pack(tl.reduce(x, 1, larger), piece, piece * P < N)
+    x, _ = load_piece(x_body, piece, pieces, P)
+    return pack(tl.reduce(x, 1, larger), piece, piece < pieces)
 
 
 @triton.jit
-def finish(x_row, values_ptr, indices_ptr, row, best, k, N, P: tl.constexpr):
-    """Store the k largest elements of the K pieces in best."""
+def finish(
+    x_ptr, values_ptr, indices_ptr, row, best, k, N, stride, P: tl.constexpr
+):
+    """Store the k largest elements of the pieces in best and the edges."""
     K: tl.constexpr = best.numel
+    x_row = x_ptr + row * stride
+    x_body, head, pieces = body(x_ptr, row, N, stride, P)
     # In a short row there may be fewer pieces; the one behind it is empty.
-    piece = tl.where(best == LOWEST, tl.cdiv(N, P), index_of(best))  # (K,)
-    x, offs = load_piece(x_row, piece, N, P)  # (K, P)
-    words = tl.reshape(pack(x, offs, offs < N), (K * P,))
-    index = index_of(tl.topk(words, K))  # (K,)
+    piece = tl.where(best == LOWEST, pieces, index_of(best))  # (K,)
+    x, offs = load_piece(x_body, piece, pieces, P)  # (K, P)
+    words = pack(x, head + offs, (piece < pieces)[:, None])
+    best = tl.topk(tl.reshape(words, (K * P,)), K)  # (K,)
+    length = pieces * P
+    if length < N:
+        edge = tl.arange(0, K * P)  # in front and behind, less than 2 * P
+        mask = edge < N - length
+        offs_e = tl.where(edge < head, edge, edge + length)
+        x_e = tl.load(x_row + offs_e, mask, 0).to(tl.float32)
+        both = tl.join(best, tl.topk(pack(x_e, offs_e, mask), K))  # (K, 2)
+        best = tl.topk(tl.reshape(both, (2 * K,)), K)
+    index = index_of(best)  # (K,)
     offs_k = tl.arange(0, K)  # (K,)
     offs, mask = row * k + offs_k, offs_k < k
     tl.store(values_ptr + offs, tl.load(x_row + index, mask), mask)
@@ -219,9 +244,8 @@ def topk_kernel(
     words_ptr,
     k,
     parts,
-    N_vecs,
-    stride_vecs,
-    VEC: tl.constexpr,
+    N,
+    stride,
     P: tl.constexpr,
     K: tl.constexpr,
     SETS: tl.constexpr,
@@ -231,14 +255,13 @@ def topk_kernel(
     # In int64, or a row's offset would overflow behind element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     row, part = pid // parts, (pid % parts).to(tl.int32)
-    N = N_vecs * VEC
-    x_row = x_ptr + row * stride_vecs * VEC
-    first, pieces = part * SETS * EACH, tl.cdiv(N, P)
+    x_body, _, pieces = body(x_ptr, row, N, stride, P)
+    first = part * SETS * EACH
     last = tl.minimum(first + SETS * EACH, pieces)
     sets = tl.full((SETS,), LOWEST, dtype=tl.int64)  # (SETS,)
     for start in tl.range(first, last, SETS, num_stages=3):
         piece = start + tl.arange(0, SETS)  # (SETS,)
-        sets = tl.maximum(sets, maxima(x_row, piece, N, P))
+        sets = tl.maximum(sets, maxima(x_body, piece, pieces, P))
     best = tl.topk(sets, K)  # (K,)
     if EACH > 1:
         # All pieces of a set have the same number, modulo SETS.
@@ -246,9 +269,9 @@ def topk_kernel(
         piece += SETS * tl.arange(0, EACH)[None, :]  # (K, EACH)
         piece = tl.where(best[:, None] == LOWEST, pieces, piece)
         piece = tl.reshape(piece, (K * EACH,))
-        best = tl.topk(maxima(x_row, piece, N, P), K)
+        best = tl.topk(maxima(x_body, piece, pieces, P), K)
     if WHOLE:
-        finish(x_row, values_ptr, indices_ptr, row, best, k, N, P)
+        finish(x_ptr, values_ptr, indices_ptr, row, best, k, N, stride, P)
     else:
         tl.store(words_ptr + pid * K + tl.arange(0, K), best)
 
@@ -270,23 +293,21 @@ def topk_merge_kernel(
     words_ptr,
     k,
     count,
-    N_vecs,
-    stride_vecs,
-    VEC: tl.constexpr,
+    N,
+    stride,
     P: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(axis=0).to(tl.int64)
-    N = N_vecs * VEC
-    x_row, words_row = x_ptr + row * stride_vecs * VEC, words_ptr + row * count
+    words_row = words_ptr + row * count
     best = tl.full((K,), LOWEST, dtype=tl.int64)  # (K,)
     for start in range(0, count, BLOCK):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
         words = tl.load(words_row + offs, offs < count, LOWEST)
         both = tl.join(best, tl.topk(words, K))  # (K, 2)
         best = tl.topk(tl.reshape(both, (2 * K,)), K)
-    finish(x_row, values_ptr, indices_ptr, row, best, k, N, P)
+    finish(x_ptr, values_ptr, indices_ptr, row, best, k, N, stride, P)
 
 
 # %%
@@ -352,9 +373,9 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
             wrap_triton(topk_passes_kernel)[(M,)](*out, *sizes)
             return values, indices
         P = 16 // x.element_size()
-        VEC, K = math.gcd(N, stride, P), max(2, triton.next_power_of_2(int(k)))
+        K = max(2, triton.next_power_of_2(int(k)))
         parts, sets, each = plan(int(M), N, P, K)
-        sizes = N // VEC, stride // VEC, VEC, P, K
+        sizes = N, stride, P, K
         count = parts * K if parts > 1 else 0
         words = x.new_empty((M, count), dtype=torch.int64)
         wrap_triton(topk_kernel)[(M * parts,)](
@@ -465,7 +486,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{name:14} {rates(partial(op, few, 8), few, 8)[0]:5.0f}")
     call = partial(topk_passes_kernel[grid], *out, 8, 4096, 4096, 1024)
     print(f"k passes       {rates(call, x, 8)[0]:5.0f}")
-    sizes = 1024, 1024, 4, 4, 8
+    sizes = 4096, 4096, 4, 8
     for sets in (1024, 512, 256, 128, 64, 32):
         arguments = *out, out[2], 8, 1, *sizes, sets, 1024 // sets, True
         warps = max(1, sets // 128)

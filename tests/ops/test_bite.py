@@ -291,21 +291,22 @@ BREAKS = {
         "if REVERSE and VEC >> log > 1:",
         "if REVERSE and VEC >> log > 4:",
     ),
-    "pieces loaded without a mask": (
+    "no element before the first piece": (
         "fusion/topk",
-        'x = tl.load(x_row + offs, offs < N, -float("inf"))',
-        "x = tl.load(x_row + offs)",
+        "tl.where(edge < head, edge, edge + length)",
+        "edge + length",
     ),
+    "numbers of elements from the first piece": ("fusion/topk", "pack(x, head + offs,", "pack(x, offs,"),
     "indices stored without a mask": ("fusion/topk", "index.to(tl.int64), mask)", "index.to(tl.int64))"),
     "negative floats in reverse": ("fusion/topk", "tl.where(bits < 0, bits ^ TOP, bits)", "bits"),
-    "equals from the end": ("fusion/topk", "<< 32) | (index ^ LAST)", "<< 32) | index"),
+    "places without their last bit": ("fusion/topk", "| (index ^ LAST)", "| (index ^ LAST) & -2"),
     "NaN by its bits": ("fusion/topk", "return tl.where(x == x, key, TOP)", "return key"),
     "sets of neighbours": ("fusion/topk", "piece += SETS * tl.arange(0, EACH)", "piece += tl.arange(0, EACH)"),
     "two zeros": ("fusion/topk", "bits = tl.where(x == 0, 0, bits)", "bits = bits"),
     "parts that all begin at the first": (
         "fusion/topk",
-        "first, pieces = part * SETS * EACH,",
-        "first, pieces = 0 * part * SETS * EACH,",
+        "first = part * SETS * EACH",
+        "first = 0 * part * SETS * EACH",
     ),
 }
 

@@ -101,9 +101,9 @@ def test_special_values(recipe: ModuleType, dtype: torch.dtype, shared: bool) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("order", ["rising", "falling", "equal"])
 def test_order(recipe: ModuleType, dtype: torch.dtype, order: str) -> None:
-    """Sorted rows, in which the largest share a few pieces or come last, and rows of equals."""
-    x = torch.arange(500, device=recipe.DEVICE).to(dtype)[None] - 250
-    x = {"rising": x, "falling": x.flip(-1), "equal": x * 0}[order]
+    """Sorted rows, in which the largest share a few pieces or come last, at any address, and rows of equals."""
+    x = torch.arange(501, device=recipe.DEVICE).to(dtype).expand(4, -1) - 250
+    x = {"rising": x.contiguous(), "falling": x.flip(-1), "equal": x * 0}[order]
     for plan in ((4096, 1024), (64, 2**20)):
         with planned(recipe, *plan):
             assert_right(recipe, x, 6)
