@@ -257,12 +257,12 @@ def launch(kernel, loss, gradient, x, target, scale, stats, d, ignored, eps):
     strides = [int(t.stride(0)) if t.ndim == 2 else N for t in (x, d)]
     # Where rows of d are not aligned as those of x, single elements.
     VEC = 16 // size if (strides[0] - strides[1]) * size % 16 == 0 else 1
-    # With both passes few programs, whose rows the cache holds together.
-    warps = triton.next_power_of_2(N * size) // 8192
-    warps = min(32 if loss and gradient else 8, max(1, warps))
+    # Measured. The longest rows, twice: few programs, which share the cache.
+    most = (8 if N * size <= 2**17 else 32) if loss and gradient else 32
+    most = most if gradient else 4
+    warps = min(most, max(1, triton.next_power_of_2(N * size) // 8192))
     BLOCK_N = warps * 512 // size  # 16 bytes for each thread
-    ROWS = triton.next_power_of_2(triton.cdiv(N, BLOCK_N))
-    ROWS = min(ROWS, 4 if warps == 16 else 8)  # measured
+    ROWS = min(8, triton.next_power_of_2(triton.cdiv(N, BLOCK_N)))
     tensors = x, target.contiguous(), scale, stats, d
     constants = torch.finfo(scale.dtype).min, ACC[x.dtype], VEC, ROWS, BLOCK_N
     constants = ignored, loss, gradient, eps, *constants

@@ -62,16 +62,15 @@ if __name__ == "__main__":
     print(*(t.tolist() for t in topk_plain(x, 3)))
 
 # %%
-# That reads the row ``k`` times, and fails where fewer than ``k`` numbers are
-# above ``-inf``. PyTorch's own op looks for the ``k``-th largest a few bits at
-# a time, and reads the row many times, too.
+# That reads the row ``k`` times, and fails with fewer than ``k`` numbers above
+# ``-inf``. PyTorch's op looks for the ``k``-th largest a few bits at a time.
 #
 # What is larger?
 # ---------------
 #
-# In PyTorch NaN counts as larger than any number, and -0.0 equals 0.0. Which of
-# two equal elements comes first is left open there; here it is the one with the
-# lower index. That makes it an order without ties, and one integer can say all:
+# In PyTorch NaN is larger than any number, and -0.0 equals 0.0. Which of two
+# equals comes first is left open; here it is the one with the lower index. Then
+# there are no ties, and one integer can say all:
 #
 # .. code-block:: text
 #
@@ -80,9 +79,9 @@ if __name__ == "__main__":
 #     |  the float, as an integer  |  the index, bits inverted  |
 #     +----------------------------+----------------------------+
 #
-# The bits of positive floats, read as an integer, are in the order of the
-# floats. Those of negative ones are in reverse, until all bits below the sign
-# are inverted. Half precision is converted to float32 first, which is exact.
+# The bits of positive floats, as integers, are in the floats' order. Those of
+# negative ones are in reverse, until all bits below the sign are inverted. Half
+# precision is converted to float32 first, which is exact.
 
 LOWEST = tl.constexpr(-(2**63))  # below all words
 LAST = tl.constexpr(2**31 - 1)
@@ -112,9 +111,8 @@ def index_of(word):
 
 
 # %%
-# A maximum of words brings its index along. With float64 there is no room for
-# one. So it gets the simple kernel: ``k`` times along the row, each time for
-# the first element, in this order, behind the last one found.
+# With float64 there is no room for an index. It gets the simple kernel: ``k``
+# times along the row, for the first element, in this order, behind the last.
 
 
 @triton.jit
@@ -129,15 +127,13 @@ def topk_passes_kernel(
 ):
     pid = tl.program_id(axis=0).to(tl.int64)
     x_row = x_ptr + pid * stride_xm
-    offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     found, index = tl.full((), 2**63 - 1, tl.int64), tl.full((), -1, tl.int32)
     for j in range(k):
         best = tl.full((BLOCK_N,), LOWEST, dtype=tl.int64)  # (BLOCK_N,)
         where = tl.full((BLOCK_N,), LAST, dtype=tl.int32)  # (BLOCK_N,)
         for start in range(0, N, BLOCK_N):
-            offs = start + offs_n  # (BLOCK_N,)
-            x = tl.load(x_row + offs, offs < N, 0)
-            key = key_of(x).to(tl.int64)
+            offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+            key = key_of(tl.load(x_row + offs, offs < N, 0)).to(tl.int64)
             after = (key < found) | ((key == found) & (offs > index))
             better = after & (key > best) & (offs < N)
             best = tl.where(better, key, best)
@@ -153,12 +149,12 @@ def topk_passes_kernel(
 # -----------
 #
 # ``tl.topk`` sorts a block with a *bitonic network*: pairs are compared and
-# exchanged, between registers or between threads. Most elements take part in
-# several exchanges of 64 bits, and that is more work than reading. A maximum is
-# one instruction per element. So first find out where not to look. Divide a row
-# in any way: its ``k`` largest elements are in the ``k`` parts with the largest
-# maxima, for one in another part would be smaller than those ``k`` maxima. This
-# is used twice, for *pieces* of 16 bytes and for *sets* of pieces:
+# exchanged, between registers or between threads. Most take part in several
+# exchanges, and that is more work than reading. A maximum is one instruction
+# per element. So first find out where not to look. Divide a row in any way: its
+# ``k`` largest elements are in the ``k`` parts with the largest maxima, for one
+# in another part would be smaller than those. This is used twice, for *pieces*
+# of 16 bytes and for *sets* of pieces:
 #
 # .. code-block:: text
 #
@@ -173,10 +169,9 @@ def topk_passes_kernel(
 #   is contiguous, so its number will do. A set keeps the largest such word.
 # * Every ``SETS``-th piece belongs to the same set, which a thread keeps in a
 #   register. Up to 128 sets are sorted by one warp, without barriers.
-# * A thread loads a piece at once, if it begins at a multiple of 16 bytes. Rows
-#   may not, so pieces begin at the first multiple: a row's *body*, as in
-#   ``cross_entropy.py``. Its *edges* join the last sort. ``num_stages`` loads
-#   ahead.
+# * A thread loads a piece at once, if it is at a multiple of 16 bytes. So they
+#   begin at a row's first multiple: its *body*, as in ``cross_entropy.py``. Its
+#   *edges* are sorted last. ``num_stages`` loads ahead.
 
 
 @triton.jit
@@ -187,11 +182,9 @@ def larger(a, b):
 @triton.jit
 def body(x_ptr, row, N, stride, P: tl.constexpr):
     """Return where a row's pieces begin, elements before, and their number."""
-    start = row * stride
-    head = ((P - start % P) % P).to(tl.int32)
-    # A multiple of P already: rounding down tells the compiler.
-    x_body = x_ptr + (start + head) // P * P
-    return x_body, head, tl.maximum(N - head, 0) // P
+    head = ((P - row * stride % P) % P).to(tl.int32)
+    start = (row * stride + head) // P * P  # tells the compiler: no remainder
+    return x_ptr + start, head, tl.maximum(N - head, 0) // P
 
 
 @triton.jit
@@ -209,11 +202,8 @@ def maxima(x_body, piece, pieces, P: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    x_ptr, values_ptr, indices_ptr, row, best, k, N, stride, P: tl.constexpr
-):
-    """Store the k largest elements of the pieces in best and the edges."""
-    K: tl.constexpr = best.numel
+def finish(x_ptr, values_ptr, indices_ptr, row, best, k, N, stride, P, K):
+    """Store the k largest elements of the K pieces in best, and the edges."""
     x_row = x_ptr + row * stride
     x_body, head, pieces = body(x_ptr, row, N, stride, P)
     # In a short row there may be fewer pieces; the one behind it is empty.
@@ -230,8 +220,7 @@ def finish(
         both = tl.join(best, tl.topk(pack(x_e, offs_e, mask), K))  # (K, 2)
         best = tl.topk(tl.reshape(both, (2 * K,)), K)
     index = index_of(best)  # (K,)
-    offs_k = tl.arange(0, K)  # (K,)
-    offs, mask = row * k + offs_k, offs_k < k
+    offs, mask = row * k + tl.arange(0, K), tl.arange(0, K) < k
     tl.store(values_ptr + offs, tl.load(x_row + index, mask), mask)
     tl.store(indices_ptr + offs, index.to(tl.int64), mask)
 
@@ -271,7 +260,7 @@ def topk_kernel(
         piece = tl.reshape(piece, (K * EACH,))
         best = tl.topk(maxima(x_body, piece, pieces, P), K)
     if WHOLE:
-        finish(x_ptr, values_ptr, indices_ptr, row, best, k, N, stride, P)
+        finish(x_ptr, values_ptr, indices_ptr, row, best, k, N, stride, P, K)
     else:
         tl.store(words_ptr + pid * K + tl.arange(0, K), best)
 
@@ -280,9 +269,8 @@ def topk_kernel(
 # Few rows
 # --------
 #
-# Logits are long and few: a row for each sequence, a vocabulary wide. Then
-# several programs share a row, and each leaves the ``K`` best words of its
-# part. A second kernel takes the best of those. (In ``cumsum.py`` they wait.)
+# Logits are long and few. Then several programs share a row, and each leaves
+# the ``K`` best words of its part. A second kernel takes the best of those.
 
 
 @triton.jit
@@ -300,14 +288,13 @@ def topk_merge_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(axis=0).to(tl.int64)
-    words_row = words_ptr + row * count
     best = tl.full((K,), LOWEST, dtype=tl.int64)  # (K,)
     for start in range(0, count, BLOCK):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
-        words = tl.load(words_row + offs, offs < count, LOWEST)
+        words = tl.load(words_ptr + row * count + offs, offs < count, LOWEST)
         both = tl.join(best, tl.topk(words, K))  # (K, 2)
         best = tl.topk(tl.reshape(both, (2 * K,)), K)
-    finish(x_ptr, values_ptr, indices_ptr, row, best, k, N, stride, P)
+    finish(x_ptr, values_ptr, indices_ptr, row, best, k, N, stride, P, K)
 
 
 # %%
@@ -315,9 +302,8 @@ def topk_merge_kernel(
 # ------------
 #
 # With :math:`S` sets of :math:`E` pieces each, ``tl.topk`` gets :math:`S` words
-# and then :math:`k E`. The product :math:`S E` is given, so the sum is least
-# where both are about the same. The latter are read again, so there are half as
-# many of them. ``K`` is at least 2, as ``tl.topk`` does not compile with 1.
+# and then :math:`k E`. Their sum is least where they are equal. The latter are
+# read again, so they are half as many. ``tl.topk`` does not compile for one.
 
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MOST = 128  # for k
@@ -369,8 +355,7 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.accelerator.device_index(x.device.index):
         if x.dtype == torch.float64:
             block = min(1024, triton.next_power_of_2(N))
-            sizes = k, N, stride, block
-            wrap_triton(topk_passes_kernel)[(M,)](*out, *sizes)
+            wrap_triton(topk_passes_kernel)[(M,)](*out, k, N, stride, block)
             return values, indices
         P = 16 // x.element_size()
         K = max(2, triton.next_power_of_2(int(k)))
@@ -412,9 +397,8 @@ topk.register_autograd(backward, setup_context=save)
 # The check
 # ---------
 #
-# Nothing is rounded, so all is compared exactly. The indices are those of a
-# stable sort, on the CPU: there NaN is largest with either sign. On a GPU
-# ``torch.sort`` may go by the bits, and put NaN with a minus last.
+# Nothing is rounded, so all is compared exactly, with a stable sort on the CPU:
+# on a GPU ``torch.sort`` may put NaN with a minus last.
 
 
 def assert_right(x, k):
@@ -448,8 +432,7 @@ if __name__ == "__main__":
 # Break it: bits as they are
 # --------------------------
 #
-# If the bits of negative floats are not inverted, all is well with positive
-# numbers, with probabilities for instance. With scores it goes wrong quietly. A
+# Without inverted bits all is well with probabilities, which have no sign. A
 # test needs rows with fewer than ``k`` positive numbers to notice.
 
 if __name__ == "__main__":
@@ -462,9 +445,8 @@ if __name__ == "__main__":
 # What does a set save?
 # ---------------------
 #
-# In float32 rows of 4096, ``k = 8``: the ops on 16384 rows; on four times as
-# many, where a launch's start and end weigh less, ``k`` passes, and 1024 pieces
-# in ever fewer sets. The launcher takes 128. With 1024 all pieces are sorted.
+# Float32 rows of 4096, ``k = 8``: both ops on 16384 rows; on four times as many
+# ``k`` passes, and pieces in fewer and fewer sets. The launcher takes 128.
 
 ELEMENTS = 2**28
 
@@ -498,9 +480,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------------
 #
 # float32, :math:`2^{28}` elements in rows of different lengths, ``k = 8``; then
-# rows of 4096, different ``k``. The bytes are the input and twelve for each
-# element found, ``Roof`` a copy that moves as many. ``torch.compile`` would
-# call PyTorch's kernel.
+# rows of 4096, different ``k``. Bytes: the input, and twelve for each element
+# found; ``Roof`` copies as many. ``torch.compile`` would call PyTorch's kernel.
 
 NAMES = ["Triton", "PyTorch", "Roof"]
 SIZES = [256, 1000, 4096, 16384, 50257, 128256, 2**20, 2**24]
@@ -539,21 +520,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # A program reads, then sorts. Others read meanwhile, so long rows are near the
-# roof. Of the shortest rows, or with the largest ``k``, a third is sorted, and
-# that bounds it. From ``k = 16`` on, rows of 4096 have 256 sets and more, so a
-# program has several warps, which wait at barriers as they sort.
+# roof. Of the shortest rows, or with the largest ``k``, a third is sorted. From
+# ``k = 16`` on, 4096 elements have 256 sets and more, so a program has several
+# warps, which wait as they sort.
 #
-# 50257 is odd, so three rows in four begin at no multiple of 16 bytes. ``VEC``
-# is 1: threads load single elements, and four share a piece. *Each* packs its
-# maximum and keeps its set, nearly four times the instructions. A way around it
-# is in ``cross_entropy.py``: a *body* of whole pieces, from a multiple of 16
-# bytes on, and *edges*.
+# 50257 is odd, so three rows in four begin at no multiple of 16 bytes. Without
+# body and edges threads would load single elements, and four share a piece.
+# *Each* would pack its maximum and keep its set, nearly four times the
+# instructions. The edges cost a row one more sort of ``k`` pieces.
 #
 # Go further
 # ----------
 #
-# 1. ``largest=False``. What changes in ``key_of``, and where does PyTorch put
-#    NaN then?
+# 1. ``largest=False``. What changes, and where does PyTorch put NaN then?
 # 2. In half precision a float and an index below 65536 fit into 32 bits. What
 #    would that save? What does a row of 100000 need?
 #
@@ -564,8 +543,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Answers
 # -------
 #
-# **1.** ``~key`` is in the reverse order, with NaN lowest. So it comes last, as
-# in PyTorch. Pieces need a minimum without NaN, and masked elements are NaN.
+# **1.** ``~key`` is in the reverse order, with NaN lowest, so last, as in
+# PyTorch. Pieces need a minimum without NaN, and masked elements are NaN.
 #
 # **2.** Half of the shuffles and of the comparisons. A row of 100000 has 12500
 # pieces, whose numbers fit. Only the last step, with elements, needs 64 bits.

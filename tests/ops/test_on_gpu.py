@@ -1,5 +1,6 @@
 """What only a GPU can show of the ops: the same bits each time, every element written, and the whole of opcheck."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -79,12 +80,19 @@ OPS = [
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.path}:{op.name}")
 
 
+@pytest.fixture(scope="module")
+def recipe_at(load_recipe: Callable[[str], ModuleType]) -> Callable[[str], ModuleType]:
+    """Return a function that imports each recipe once: a second one would tune again, and end the first one's ops."""
+    return functools.cache(load_recipe)
+
+
 @pytest.fixture
-def function(op: Op, load_recipe: Callable[[str], ModuleType]) -> Callable[..., list[torch.Tensor]]:
+def function(op: Op, recipe_at: Callable[[str], ModuleType]) -> Callable[..., list[torch.Tensor]]:
     """Return the op itself, as a function that returns a list of tensors."""
+    function = getattr(recipe_at(op.path), op.name)
 
     def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        out = getattr(load_recipe(op.path), op.name)(*inputs)
+        out = function(*inputs)
         return [out] if isinstance(out, torch.Tensor) else list(out)
 
     return call
@@ -112,8 +120,8 @@ BEYOND = 2**31 + 5  # elements; the tests of row_sum, strides, vector_add and au
 
 
 @pytest.mark.parametrize(("path", "name", "arguments"), [("launch", "exp_series", 1), ("benchmarking", "add", 2)])
-def test_beyond_int32(load_recipe: Callable[[str], ModuleType], path: str, name: str, arguments: int) -> None:
-    recipe = load_recipe(f"first_steps/{path}.py")
+def test_beyond_int32(recipe_at: Callable[[str], ModuleType], path: str, name: str, arguments: int) -> None:
+    recipe = recipe_at(f"first_steps/{path}.py")
     x = torch.zeros(BEYOND, device="cuda")
     x[-1] = 1
     out = getattr(recipe, name)(*[x] * arguments)
@@ -122,10 +130,10 @@ def test_beyond_int32(load_recipe: Callable[[str], ModuleType], path: str, name:
     assert (out[1:-1] == out[0]).all()
 
 
-def test_rows_beyond_int32(load_recipe: Callable[[str], ModuleType]) -> None:
+def test_rows_beyond_int32(recipe_at: Callable[[str], ModuleType]) -> None:
     matrix = torch.zeros(2**19 + 1, 2**12, device="cuda")
     matrix[-1, -1] = 1
-    out = load_recipe("first_steps/benchmarking.py").sum_row(matrix)
+    out = recipe_at("first_steps/benchmarking.py").sum_row(matrix)
     assert out[-1] == 1
     assert not out[:-1].any()
 
@@ -146,7 +154,7 @@ def test_unwritten_element_is_found(poison: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_registered_op_passes_the_whole_opcheck(load_recipe: Callable[[str], ModuleType], dtype: torch.dtype) -> None:
-    op = load_recipe("first_steps/vector_add.py").add_op
+def test_registered_op_passes_the_whole_opcheck(recipe_at: Callable[[str], ModuleType], dtype: torch.dtype) -> None:
+    op = recipe_at("first_steps/vector_add.py").add_op
     x, y = (torch.randn(7, 5, dtype=dtype, device="cuda", requires_grad=True) for _ in range(2))
     assert set(torch.library.opcheck(op, (x, y)).values()) == {"SUCCESS"}
