@@ -520,8 +520,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # help is a row in the shared memory of several multiprocessors, a cluster's.
 #
 # Rows of 1000 pay for what every row has once: edges, statistics, the target,
-# and its logit. 50257 elements fill three quarters of their blocks. The rest is
-# computed for nothing, in place twice.
+# and its logit. In place, 50257 elements fill three quarters of their blocks.
+# The rest is computed for nothing, twice.
 #
 # Go further
 # ----------
