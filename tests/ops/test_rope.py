@@ -296,7 +296,7 @@ def test_refuses(recipe: ModuleType) -> None:
         ):
             with pytest.raises(ValueError, match=r"do not fit together"):
                 op(*wrong)
-    for op in (recipe.rope, recipe.rope_._init_fn):
+    for op in (recipe.rope, recipe.rope_):
         with pytest.raises(ValueError, match="one device"):
             op(q, k, cos, sin.to("meta"))
     with pytest.raises(ValueError, match="no gradients for cos and sin"):

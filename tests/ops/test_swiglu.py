@@ -66,8 +66,8 @@ def test_value_and_gradients(
 ) -> None:
     """Value and gradients are right in any layout, that of the incoming gradient too."""
     grad, gate, up = (layout.make(shape, dtype, recipe.DEVICE) for layout in of)
-    out = guarded(recipe.swiglu._init_fn, gate, up)
-    gradients = guarded(recipe.swiglu_backward._init_fn, grad, gate, up)
+    out = guarded(recipe.swiglu, gate, up)
+    gradients = guarded(recipe.swiglu_backward, grad, gate, up)
     assert_right(recipe, grad, gate, up, out, *gradients)
 
 
@@ -77,8 +77,8 @@ def test_value_and_gradients(
 def test_packed(recipe: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], of_grad: Layout, of_x: Layout) -> None:
     """The op on a whole projection writes the whole of its gradient."""
     grad, x = of_grad.make(shape, dtype, recipe.DEVICE), projection(of_x, shape, dtype, recipe.DEVICE)
-    out = guarded(recipe.swiglu_packed._init_fn, x)
-    dx = guarded(recipe.swiglu_packed_backward._init_fn, grad, x)
+    out = guarded(recipe.swiglu_packed, x)
+    dx = guarded(recipe.swiglu_packed_backward, grad, x)
     assert dx.is_contiguous()
     assert_right(recipe, grad, *recipe.halves(x), out, *recipe.halves(dx))
 
@@ -151,7 +151,7 @@ def test_guards_reach_into_the_ops(recipe: ModuleType) -> None:
         (recipe.swiglu_packed_backward, (grad, x)),
     ):
         with Guard() as guard:
-            out = op._init_fn(*inputs)
+            out = op(*inputs)
         guards = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
         assert out.untyped_storage().data_ptr() in guards
 
