@@ -3,10 +3,11 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from farm import Cluster, Farm
 from project import ROOT, Project
 
 
@@ -51,6 +52,33 @@ def make_project(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Proj
         return Project(root)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_farm(make_project: Callable[..., Project]) -> Callable[..., Farm]:
+    """Return a function that makes a `Farm` of recipes."""
+
+    def make(**recipes: str) -> Farm:
+        farm = Farm(make_project().root)
+        farm.fake_gpus()
+        farm.write(**recipes)
+        return farm
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
+    """Return a function that starts a `Cluster`; it ends with the tests."""
+    clusters = []
+
+    def make(protocol: str = "tcp", **variables: str) -> Cluster:
+        clusters.append(Cluster(tmp_path_factory.mktemp("cluster"), protocol, **variables))
+        return clusters[-1]
+
+    yield make
+    for cluster in clusters:
+        cluster.end()
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,25 @@
-"""Where the project is, and small projects of its kind to test the machinery on."""
+"""Where the project is, small projects of its kind to test the machinery on, and what becomes of their processes."""
 
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[1]
+# A recipe that starts a child, notes both process numbers and hangs.
+HANGS = """
+import os, subprocess, time
+
+child = subprocess.Popen(["sleep", "1000"])
+with open({notes!r}, "w") as notes:
+    notes.write(f"{{os.getpid()}} {{child.pid}}\\n")
+time.sleep(1000)
+"""
 
 
 @dataclass
@@ -58,3 +71,19 @@ class Project:
     def page(self, name: str) -> str:
         """Return the built page of a recipe."""
         return (self.root / "_build" / "html" / "recipes" / "things" / f"{name}.html").read_text()
+
+
+def wait_until(true: Callable[[], bool], log: Callable[[], str] = lambda: "it did not come true") -> None:
+    """Wait for a condition, a minute at the most; then show the log."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, log()
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

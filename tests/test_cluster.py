@@ -1,173 +1,20 @@
-"""Recipes on the workers of a Dask cluster: what each fault costs, and whom the command trusts.
-
-The clusters are real, of scheduler and worker processes on this machine; the GPUs are not. So the project's copy of
-`device.py` takes the GPU from a variable of the worker. What else there is of the project on a worker has travelled
-there: workers start in an empty folder and do not know the project.
-"""
+"""Recipes on the workers of a Dask cluster, or on GPUs of one machine: what each fault costs."""
 
 import dataclasses
 import json
-import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-import psutil
 import pytest
-from project import ROOT, Project
+from farm import Cluster, Farm
+from project import HANGS, is_alive, wait_until
 
-from triton_gallery.cluster import connect
 from triton_gallery.device import Environment
 from triton_gallery.recording import FarmError, kinds
-
-FAKE_GPU = """
-def _probe() -> list[Environment]:
-    gpus = zip(*(os.environ[name].split(",") for name in ("TEST_GPU", "CUDA_VISIBLE_DEVICES")))
-    return [Environment(name, gpu, "9.0", 1, None, None, "2", "3", platform.python_version()) for name, gpu in gpus]
-
-
-if __name__"""
-LOOPBACK = ["--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0"]
-TLS = "DASK_DISTRIBUTED__COMM__TLS__"
-
-
-class Farm(Project):
-    """A project that takes its GPUs from variables, and waits for less long."""
-
-    patience = 60.0
-
-    @property
-    def command(self) -> list[str]:
-        """The project's command line."""
-        seconds = f"cluster.CONNECTING, cluster.PATIENCE = 4, {self.patience}"
-        return [sys.executable, "-c", f"from triton_gallery import cli, cluster; {seconds}; exit(cli.main())"]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables that it needs."""
-        gpu = {"TEST_GPU": "Test GPU", "CUDA_VISIBLE_DEVICES": "0"}
-        return {**super().environment, "PYTHONPATH": str(self.root / "src"), **gpu}
-
-    def start(self, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
-        """Begin to record."""
-        return subprocess.Popen(
-            [*self.command, "record", *arguments],
-            cwd=self.root,
-            env={**self.environment, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def record(self, *arguments: str, **variables: str) -> tuple[int, str]:
-        """Record; return the exit status and what the terminal showed."""
-        process = self.start(*arguments, **variables)
-        output, _ = process.communicate(timeout=120)
-        return process.returncode, output
-
-    def recorded(self, device: str = "test-gpu") -> dict[str, dict]:
-        """Return the records by the recipes' names."""
-        files = (self.root / "docs" / "_records" / device / "things").glob("*.json")
-        return {path.stem: json.loads(path.read_text()) for path in files}
-
-
-@pytest.fixture(scope="module")
-def make_farm(make_project: Callable[..., Project]) -> Callable[..., Farm]:
-    """Return a function that makes a `Farm` of recipes."""
-
-    def make(**recipes: str) -> Farm:
-        root = make_project().root
-        (root / "src").unlink()
-        shutil.copytree(ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
-        device = root / "src" / "triton_gallery" / "device.py"
-        device.write_text(device.read_text().replace("\nif __name__", FAKE_GPU))
-        farm = Farm(root)
-        farm.write(**recipes)
-        return farm
-
-    return make
-
-
-class Cluster:
-    """A scheduler and its workers."""
-
-    def __init__(self, folder: Path, protocol: str = "tcp", **variables: str) -> None:
-        """Start the scheduler."""
-        self.folder = folder
-        self.environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **variables}
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self._start("scheduler", "--protocol", protocol, "--port", "0")
-        wait_until(lambda: "Scheduler at:" in self.log, self)
-        self.address = self.log.split("Scheduler at:")[1].split()[0]
-
-    @property
-    def log(self) -> str:
-        """What its processes wrote."""
-        return (self.folder / "log").read_text()
-
-    def add(self, *gpus: str, name: str = "Test GPU", options: str = "--no-nanny", **variables: str) -> None:
-        """Start workers, one for each value of CUDA_VISIBLE_DEVICES, and wait for them."""
-        count = self.log.count("Register worker") + len(gpus)
-        for gpu in gpus:
-            variables |= {"TEST_GPU": name, "CUDA_VISIBLE_DEVICES": gpu}
-            self._start("worker", self.address, "--resources", "GPU=1", *options.split(), **variables)
-        wait_until(lambda: self.log.count("Register worker") == count, self)
-
-    def end(self) -> None:
-        """End all processes, the scheduler last."""
-        scheduler, *workers = self.processes
-        for process in workers:
-            process.terminate()
-        for process in [*workers, scheduler]:
-            process.terminate()
-            process.wait(20)
-
-    def _start(self, *arguments: str, **variables: str) -> None:
-        with open(self.folder / "log", "ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dask", *arguments, *LOOPBACK],
-                cwd=self.folder,
-                env={**self.environment, **variables},
-                stdout=log,
-                stderr=log,
-            )
-        self.processes.append(process)
-
-
-def wait_until(true: Callable[[], bool], cluster: Cluster | None = None) -> None:
-    """Wait for a condition, a minute at the most."""
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end, cluster.log if cluster else "it did not come true"
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that ended and was not waited for does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-@pytest.fixture(scope="module")
-def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
-    """Return a function that starts a `Cluster`; it ends with the tests."""
-    clusters = []
-
-    def make(protocol: str = "tcp", **variables: str) -> Cluster:
-        clusters.append(Cluster(tmp_path_factory.mktemp("cluster"), protocol, **variables))
-        return clusters[-1]
-
-    yield make
-    for cluster in clusters:
-        cluster.end()
 
 
 @pytest.fixture(scope="module")
@@ -304,16 +151,6 @@ def test_answer_may_take_long_to_come(
     assert set(farm.recorded()) == {"one", "other"}
 
 
-HANGS = """
-import os, subprocess, time
-
-child = subprocess.Popen(["sleep", "1000"])
-with open({notes!r}, "w") as notes:
-    notes.write(f"{{os.getpid()}} {{child.pid}}\\n")
-time.sleep(1000)
-"""
-
-
 @pytest.mark.parametrize(
     ("fault", "patience", "what"),
     [
@@ -334,7 +171,7 @@ def test_no_scheduler_is_left(
     cluster.add("0")
     farm.patience = patience
     process = farm.start("--dask", cluster.address)
-    wait_until(lambda: notes.exists() and notes.read_text().endswith("\n"), cluster)
+    wait_until(lambda: notes.exists() and notes.read_text().endswith("\n"), lambda: cluster.log)
     cluster.processes[0].send_signal(fault)
     try:
         output, _ = process.communicate(timeout=60)
@@ -400,7 +237,7 @@ def test_each_kind_is_recorded(
     cluster = make_cluster()
     cluster.add("0")
     process = farm.start("--dask", cluster.address)
-    wait_until(began.exists, cluster)
+    wait_until(began.exists, lambda: cluster.log)
     cluster.add("0", name="Other GPU")
     time.sleep(3)  # in which the new worker could take the other recipe
     go.touch()
@@ -454,92 +291,3 @@ def test_drivers_of_a_kind_are_alike() -> None:
     ]
     with pytest.raises(FarmError, match="Test GPU are unlike: driver 570 and 580;"):
         kinds([gpu, dataclasses.replace(gpu, driver="580")], each_kind=True)
-
-
-def certificates(folder: Path) -> dict[str, str]:
-    """Make an authority and one certificate of it; return the variables that name them for all roles."""
-    folder.mkdir()
-    for command in (
-        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=authority",
-        "req -newkey rsa:2048 -nodes -keyout farm.key -out farm.csr -subj /CN=farm",
-        "x509 -req -in farm.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -out farm.pem",
-    ):
-        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
-    roles = {
-        f"{TLS}{role}__{what}": str(folder / f"farm.{ending}")
-        for role in ("CLIENT", "SCHEDULER", "WORKER")
-        for what, ending in (("CERT", "pem"), ("KEY", "key"))
-    }
-    return {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "True", f"{TLS}CA_FILE": str(folder / "ca.pem"), **roles}
-
-
-def test_encrypted_cluster_takes_its_own(
-    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
-    """With the cluster's certificates a recipe is recorded; without, with others or unencrypted none is."""
-    ours, others = certificates(tmp_path / "ours"), certificates(tmp_path / "others")
-    farm = make_farm(one="print('one')")
-    cluster = make_cluster("tls", **ours)
-    cluster.add("0")
-    assert cluster.address.startswith("tls://")
-    for address, variables, reason in (
-        (cluster.address, {}, f"needs certificates; name their files in {TLS}CA_FILE"),
-        (cluster.address, {**ours, f"{TLS}CA_FILE": "nowhere"}, "No such file or directory"),
-        (cluster.address, others, "no scheduler to trust answers at tls://127.0.0.1"),
-        (cluster.address.replace("tls", "tcp"), {}, "no scheduler to trust answers at tcp://127.0.0.1"),
-        (cluster.address.replace("tls", "tcp"), ours, "which Dask's configuration requires"),
-    ):
-        status, output = farm.record("--dask", address, **variables)
-        assert status == 2
-        assert reason in " ".join(output.split())
-        assert "Traceback" not in output
-    assert not farm.recorded()
-    status, output = farm.record("--dask", cluster.address, **ours)
-    assert status == 0, output
-    assert set(farm.recorded()) == {"one"}
-
-
-@pytest.mark.parametrize(
-    ("address", "reason"),
-    [
-        ("tcp://192.0.2.1:8786", "use tls://, or --insecure"),
-        ("tcp://0.0.0.0:8786", "use tls://, or --insecure"),
-        ("tcp://no-such-host.invalid:8786", "use tls://, or --insecure"),
-        ("192.0.2.1:8786", "is no scheduler's address"),
-        ("tcp://127.0.0.1", "is no scheduler's address"),
-        ("tcp://127.0.0.1:x", "is no scheduler's address"),
-        ("ucx://127.0.0.1:8786", "is no scheduler's address"),
-        ("TCP://127.0.0.1:8786", "is no scheduler's address"),
-        ("tcp://127.0.0.1:8786/", "is no scheduler's address"),
-        ("tcp://127.0.0.1:1", "no scheduler to trust answers"),
-    ],
-)
-def test_address_is_refused(address: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_gallery.cluster.CONNECTING", 1)
-    assert reason in refusal(address)
-
-
-def refusal(address: str, insecure: bool = False) -> str:
-    """Return why nothing is recorded there."""
-    with pytest.raises(FarmError) as refused, connect(address, ROOT, insecure):
-        pass
-    return str(refused.value)
-
-
-def test_insecure_is_for_those_who_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_gallery.cluster.CONNECTING", 1)
-    assert "no scheduler to trust answers" in refusal("tcp://192.0.2.1:1", insecure=True)
-
-
-def test_worker_without_gpu_is_refused(make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cluster without a worker that announces a GPU is refused, and a worker that has none."""
-    monkeypatch.setattr("triton_gallery.cluster.PATIENCE", 1)
-    cluster = make_cluster()
-    assert "has no worker that announces GPU=1" in refusal(cluster.address)
-    cluster.add("")
-    assert "announces a GPU, but torch sees none there" in refusal(cluster.address)
-
-
-def test_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "distributed", None)
-    assert "pip install distributed" in refusal("tcp://127.0.0.1:1")

@@ -8,14 +8,13 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from bs4 import BeautifulSoup
-from project import Project
+from project import HANGS, Project, is_alive, wait_until
 
 from triton_gallery.execute import refresh
 from triton_gallery.pages import Pages
@@ -167,28 +166,11 @@ def test_unlisted_recipe_is_refused(healthy: Project) -> None:
 
 @pytest.fixture
 def hanging(make_project: Callable[..., Project], tmp_path: Path) -> tuple[Project, Path]:
-    """Return a gallery whose one recipe starts a child, notes both process numbers and hangs."""
+    """Return a gallery whose one recipe hangs, and where it notes its processes."""
     project = make_project(limit=100)
     notes = tmp_path / "pids"
-    project.write(
-        hangs=f"""
-import os, subprocess, time
-
-child = subprocess.Popen(["sleep", "1000"])
-with open({str(notes)!r}, "w") as notes:
-    notes.write(f"{{os.getpid()}} {{child.pid}}\\n")
-time.sleep(1000)
-"""
-    )
+    project.write(hangs=HANGS.format(notes=str(notes)))
     return project, notes
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    """Wait for a condition, a minute at the most."""
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -202,14 +184,6 @@ def test_ended_build_leaves_no_child(hanging: tuple[Project, Path], by: signal.S
     build.wait(30)
     assert build.returncode != 0
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that ended and was not waited for does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_killed_build_resumes(make_project: Callable[..., Project], tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 """The recipe CUDA graphs: its op, and what it says about captures; most of that needs a GPU."""
 
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from compiled import on_h100
 from guard import guarded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,24 +17,6 @@ BLOCK = 1024  # of the recipe
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 WEIGHTS = st.sampled_from([0.0, 0.1, 0.4999, 0.5, 0.75, 1.0, -0.5, 1.5])
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
-
-# What the prose says of compiled kernels, asked of the launch path without the interpreter and without a GPU.
-KEYS = """
-import torch, triton
-from types import SimpleNamespace
-from cuda_graphs import lerp_kernel
-
-target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-triton.runtime.driver.set_active(SimpleNamespace(
-    get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0))
-
-def key(N=4096, weight_ptr=None, weight=0.25):
-    x = torch.float32
-    return lerp_kernel.warmup(x, x, x, weight_ptr, weight, N, BLOCK=1024, grid=(1,)).hash
-
-assert key() == key(N=8192) == key(weight=0.75) != key(N=4095)
-assert key(weight_ptr=torch.float32) != key()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -173,22 +153,18 @@ def test_kernels_are_counted(recipe: ModuleType) -> None:
     assert found == [("lerp_kernel", "4")] * 5
 
 
-def test_keys(recipe: ModuleType, tmp_path: Path) -> None:
+def keys(recipe: ModuleType) -> list[list[str]]:
+    """Return the keys of launches that share a compiled kernel, and of launches that do not."""
+
+    def key(N: int = 4096, weight_ptr: torch.dtype | None = None, weight: float = 0.25) -> str:
+        x = torch.float32
+        return recipe.lerp_kernel.warmup(x, x, x, weight_ptr, weight, N, BLOCK=1024, grid=(1,)).hash
+
+    return [[key(), key(N=8192), key(weight=0.75)], [key(N=4095), key(weight_ptr=torch.float32)]]
+
+
+def test_keys(gallery: Path) -> None:
     """A size that 16 does not divide, or a weight in a tensor, is another compiled kernel; another number is not."""
-    script = tmp_path / "keys.py"
-    script.write_text(KEYS)
-    environment = os.environ | {
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": str(tmp_path),
-    }
-    source = Path(recipe.__file__).read_text()
-    (tmp_path / "cuda_graphs.py").write_text(  # the kernel alone: the checks need a GPU or the interpreter
-        "import triton, triton.language as tl\n@triton.jit\ndef lerp_kernel("
-        + source.partition("def lerp_kernel(")[2].partition("\n# %%\n")[0]
-    )
-    result = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
+    ((shared, others),) = on_h100(gallery / "pytorch" / "cuda_graphs.py", keys)
+    assert len(set(shared)) == 1
+    assert len({*shared, *others}) == 3

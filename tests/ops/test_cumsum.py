@@ -2,17 +2,18 @@
 
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
-import json
-import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from compiled import on_h100, ptx
 from guard import PAD, Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -288,60 +289,48 @@ def test_compiled(recipe: ModuleType, dynamic: bool) -> None:
         torch.testing.assert_close(d, expected, rtol=1e-4, atol=1e-6)
 
 
-CLAIMS = """
-import json, re, sys, triton, triton.language as tl
-from triton.backends.compiler import GPUTarget
-
-KERNELS
-
-@triton.jit
-def language_kernel(x_ptr, BLOCK_N: tl.constexpr, REVERSE: tl.constexpr):
-    ptrs = x_ptr + tl.arange(0, BLOCK_N)
-    tl.store(ptrs, tl.cumsum(tl.load(ptrs), 0, reverse=REVERSE))
-
-def ptx(kernel, num_warps=1, dtype="fp32", **known):
-    types = {name: "*" + dtype if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    types |= {"words_ptr": "*i64"} if "words_ptr" in types else {}
-    types |= dict.fromkeys(known, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t[0] == "*"}
-    source = triton.compiler.ASTSource(kernel, types, known, aligned)
-    target = GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options={"num_warps": num_warps}).asm["ptx"]
-
-def facts(text):
+def facts(text: str) -> dict[str, Any]:
+    """Return what is looked for in PTX."""
     return {
-        "wide": sorted(set(re.findall(r"(?:ld|st)\\.global\\.(?:v4\\.b32|b32)", text))),
+        "wide": set(re.findall(r"(?:ld|st)\.global\.(?:v4\.b32|b32)", text)),
         "shuffles": text.count("shfl.sync"),
         "barriers": text.count("bar.sync"),
-        "atomics": sorted(set(re.findall(r"atom\\.global\\.gpu\\.relaxed\\.(\\w+)", text))),
+        "atomics": set(re.findall(r"atom\.global\.gpu\.relaxed\.(\w+)", text)),
         "volatile": "ld.volatile.global" in text,
     }
 
-known = {"ACC": tl.float32, "VEC": 4}
-rows = {**known, "BLOCK_M": 1, "BLOCK_N": 1024, "num_warps": 2}
-tiles = {**known, "GROUP": 128, "BLOCK_N": 8192, "num_warps": 4}
-print(json.dumps({
-    "rows": [facts(ptx(cumsum_kernel, REVERSE=way, **rows)) for way in (False, True)],
-    "long": [facts(ptx(cumsum_long_kernel, REVERSE=way, **tiles)) for way in (False, True)],
-    "language": [facts(ptx(language_kernel, REVERSE=way, BLOCK_N=1024)) for way in (False, True)],
-}))
-"""
+
+def both_ways(recipe: ModuleType) -> dict[str, list[dict[str, Any]]]:
+    """Return the facts of the recipe's kernels and of one with `tl.cumsum` alone, each forward and backward."""
+    tl = recipe.tl
+
+    @recipe.triton.jit
+    def language_kernel(x_ptr, BLOCK_N: tl.constexpr, REVERSE: tl.constexpr):
+        ptrs = x_ptr + tl.arange(0, BLOCK_N)
+        tl.store(ptrs, tl.cumsum(tl.load(ptrs), 0, reverse=REVERSE))
+
+    known = {"ACC": tl.float32, "VEC": 4}
+    tiles = {**known, "GROUP": 128, "BLOCK_N": 8192, "num_warps": 4, "words_ptr": "i64"}
+    kernels = {
+        "rows": (recipe.cumsum_kernel, {**known, "BLOCK_M": 1, "BLOCK_N": 1024, "num_warps": 2}),
+        "long": (recipe.cumsum_long_kernel, tiles),
+        "language": (language_kernel, {"BLOCK_N": 1024, "num_warps": 1}),
+    }
+    return {
+        name: [facts(ptx(kernel, "fp32", REVERSE=way, **options)) for way in (False, True)]
+        for name, (kernel, options) in kernels.items()
+    }
 
 
-def test_compiled_code(gallery: Path, tmp_path: Path) -> None:
+def test_compiled_code(gallery: Path) -> None:
     """Backwards costs nothing but where tl.cumsum does it, and words are read each time."""
-    source = (gallery.resolve() / "fusion" / "cumsum.py").read_text()
-    kernels = source.partition("@triton.jit\n")[2].partition("# The launcher\n")[0]
-    script = tmp_path / "claims.py"
-    script.write_text(CLAIMS.replace("KERNELS", "@triton.jit\n" + kernels))
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    said = json.loads(subprocess.check_output([sys.executable, script], env=environment, text=True))
-    for forward, backward in (said["rows"], said["long"]):
+    (found,) = on_h100(gallery / "fusion" / "cumsum.py", both_ways)
+    for forward, backward in (found["rows"], found["long"]):
         assert forward == backward
-        assert forward["wide"] == ["ld.global.v4.b32", "st.global.v4.b32"]
-    assert said["long"][0]["atomics"] == ["add", "exch"]
-    assert said["long"][0]["volatile"]
-    forward, backward = (facts["shuffles"] for facts in said["language"])
+        assert forward["wide"] == {"ld.global.v4.b32", "st.global.v4.b32"}
+    assert found["long"][0]["atomics"] == {"add", "exch"}
+    assert found["long"][0]["volatile"]
+    forward, backward = (facts["shuffles"] for facts in found["language"])
     assert backward > 5 * forward
 
 

@@ -1,9 +1,7 @@
 """The ops of the recipe RoPE, in place and not, in both pairings and in any layout."""
 
-import json
-import os
-import subprocess
-import sys
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from compiled import graphs, on_h100, ptx
 from guard import Guard, guarded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -297,7 +296,7 @@ def test_refuses(recipe: ModuleType) -> None:
         ):
             with pytest.raises(ValueError, match=r"do not fit together"):
                 op(*wrong)
-    for op in (recipe.rope, recipe.rope_._init_fn):
+    for op in (recipe.rope, recipe.rope_):
         with pytest.raises(ValueError, match="one device"):
             op(q, k, cos, sin.to("meta"))
     with pytest.raises(ValueError, match="no gradients for cos and sin"):
@@ -337,61 +336,29 @@ def test_traced_in_place(recipe: ModuleType) -> None:
             compiled(x.clone().requires_grad_())
 
 
-# What the compiler makes of the kernel and of the op, in a process without the interpreter and without a GPU.
-COMPILED = """
-import collections, json, re, types, torch, triton, triton.language as tl
-target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-triton.runtime.driver.set_active(types.SimpleNamespace(
-    get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0))
-import page
+def stores(recipe: ModuleType) -> dict[tuple[bool, int], Counter[str]]:
+    """Return how often the kernel stores, by the pairing and the unit."""
+    known = {"D": 128, "CONJUGATE": False, "ACC": recipe.tl.float32, "BLOCK_H": 4, "BLOCK_T": 8, "BLOCK_D": 64}
+    ways = [(interleaved, unit) for interleaved in (False, True) for unit in (8, 1)]
+    texts = [ptx(recipe.rope_kernel, "bf16", INTERLEAVED=interleaved, UNIT=unit, **known) for interleaved, unit in ways]
+    return {way: Counter(re.findall(r"st\.global\S*", text)) for way, text in zip(ways, texts, strict=True)}
 
-said = {}
-for interleaved in (False, True):
-    for unit in (8, 1):
-        kernel = page.rope_kernel
-        types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-        constants = {"D": 128, "INTERLEAVED": interleaved, "CONJUGATE": False, "ACC": tl.float32}
-        constants |= {"UNIT": unit, "BLOCK_H": 4, "BLOCK_T": 8, "BLOCK_D": 64}
-        types |= {name: "constexpr" for name in constants}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr")}
-        source = triton.compiler.ASTSource(kernel, types, constants, aligned)
-        ptx = triton.compile(source, target=target).asm["ptx"]
-        said[f"{interleaved}, {unit}"] = collections.Counter(re.findall(r"st\\.global\\S*", ptx))
 
-from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses import FakeTensorMode
-seen = []
-def look(module, _):
-    called = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
-    seen.append([sum(word in name for name in called) for word in ("triton_kernel", "empty_like", "clone", "copy")])
-    return module
-compiled = torch.compile(page.rope, backend=aot_autograd(fw_compiler=look), dynamic=True, fullgraph=True)
-with FakeTensorMode():
+def launches(recipe: ModuleType) -> list[list[int]]:
+    """Return how many launches, results and copies the graphs of the op have."""
     q, k = (torch.randn(2, h, 33, 48, requires_grad=True) for h in (5, 2))
-    out = compiled(q, k, torch.randn(33, 24), torch.randn(33, 24))
-    (out[0].sum() + out[1].sum()).backward()
-print(json.dumps([said, seen]))
-"""
+    words = ("triton_kernel", "empty_like", "clone", "copy")
+    made = graphs(recipe.rope, q, k, *torch.randn(2, 33, 24))
+    return [[sum(word in name for name in graph) for word in words] for graph in made]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is a stand-in")
-def test_compiled(gallery: Path, tmp_path: Path) -> None:
+def test_compiled(gallery: Path) -> None:
     """Aligned rows make accesses of 16 bytes, in either pairing; the op can be traced with symbolic sizes."""
-    page = (gallery.resolve() / "fusion" / "rope.py").read_text().partition("# The check\n")[0]
-    # It runs nothing: neither the interpreter nor a GPU is there.
-    (tmp_path / "page.py").write_text(page.replace("raise RuntimeError(", "("))
-    (tmp_path / "script.py").write_text(COMPILED)
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-W", "ignore", "script.py"]
-    result = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    said, seen = json.loads(result.stdout)
-    for pairing in ("False", "True"):
+    found, seen = on_h100(gallery / "fusion" / "rope.py", stores, launches)
+    for interleaved in (False, True):
         # 4 heads of 8 tokens in 128 threads are 4 stores of 8 elements for each of q and k.
-        assert said[f"{pairing}, 8"] == {"st.global.v4.b32": 8}
-        assert sum(said[f"{pairing}, 1"].values()) == 64
+        assert found[interleaved, 8] == {"st.global.v4.b32": 8}
+        assert found[interleaved, 1].total() == 64
     # One launch each, forward and backward, with two results.
     assert seen == [[1, 2, 0, 0]] * 2
 

@@ -2,8 +2,7 @@
 
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
-import json
-import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from compiled import on_h100, ptx
 from guard import Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -285,56 +285,35 @@ def test_compiled(recipe: ModuleType, dynamic: bool) -> None:
             torch.testing.assert_close(a, b)
 
 
-CLAIMS = """
-import json, math, re, sys, triton, triton.language as tl
-from triton.backends.compiler import GPUTarget
+def codes(recipe: ModuleType) -> dict[str, list[str]]:
+    """Return the PTX of kernels of the page."""
+    tl, exp = recipe.tl, recipe.exp
 
-KERNELS
+    @recipe.triton.jit
+    def plain_exp_kernel(x_ptr):
+        tl.store(x_ptr, tl.exp(tl.load(x_ptr)))
 
-@triton.jit
-def plain_exp_kernel(x_ptr):
-    tl.store(x_ptr, tl.exp(tl.load(x_ptr)))
+    @recipe.triton.jit
+    def exp_kernel(x_ptr):
+        tl.store(x_ptr, exp(tl.load(x_ptr)))
 
-@triton.jit
-def exp_kernel(x_ptr):
-    tl.store(x_ptr, exp(tl.load(x_ptr)))
-
-def ptx(kernel, dtype="bf16", num_warps=4, **known):
-    types = {name: "*" + dtype if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    types |= dict.fromkeys(known, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types.values()) if t[0] == "*"}
-    source = triton.compiler.ASTSource(kernel, types, known, aligned)
-    target = GPUTarget("cuda", 90, 32)
-    return triton.compile(source, target=target, options={"num_warps": num_warps}).asm["ptx"]
-
-def loads(text):
-    return sorted(set(re.findall(r"ld\\.global\\S*?\\.(v4\\.b32|b16|b32)\\s", text)))
-
-known = {"ACC": tl.float32, "BLOCK_N": 1024}
-long = {**known, "LOWEST": -3e38}
-rows = {**known, "BLOCK_M": 2, "STAGES": 1}
-print(json.dumps({
-    "exp": re.findall(r"ex2\\S*", ptx(plain_exp_kernel, "fp32")),
-    "exp2": re.findall(r"ex2\\S*", ptx(exp_kernel, "fp32")),
-    "softmax_kernel": [loads(ptx(softmax_kernel, VEC=vec, **rows)) for vec in (8, 1)],
-    "softmax_long_kernel": [loads(ptx(softmax_long_kernel, VEC=vec, **long)) for vec in (8, 1)],
-    "float64": "ex2" in ptx(softmax_kernel, "fp64", VEC=2, **{**rows, "ACC": tl.float64}),
-}))
-"""
+    rows, long = {"BLOCK_N": 1024, "BLOCK_M": 2, "STAGES": 1}, {"BLOCK_N": 1024, "LOWEST": -3e38}
+    return {
+        "exp": [ptx(kernel, "fp32") for kernel in (plain_exp_kernel, exp_kernel)],
+        "rows": [ptx(recipe.softmax_kernel, "bf16", ACC=tl.float32, VEC=vec, **rows) for vec in (8, 1)],
+        "long": [ptx(recipe.softmax_long_kernel, "bf16", ACC=tl.float32, VEC=vec, **long) for vec in (8, 1)],
+        "float64": [ptx(recipe.softmax_kernel, "fp64", ACC=tl.float64, VEC=2, **rows)],
+    }
 
 
-def test_compiled_code(gallery: Path, tmp_path: Path) -> None:
+def test_compiled_code(gallery: Path) -> None:
     """tl.exp2 drops what tl.exp keeps, float64 stays float64, and VEC is what decides how wide a load is."""
-    source = (gallery.resolve() / "fusion" / "softmax.py").read_text()
-    kernels = source.partition("LOG2_E =")[2].partition("# The launcher\n")[0]
-    script = tmp_path / "claims.py"
-    script.write_text(CLAIMS.replace("KERNELS", "LOG2_E =" + kernels))
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    said = json.loads(subprocess.check_output([sys.executable, script], env=environment, text=True))
-    assert said["exp"] == ["ex2.approx.f32"]
-    assert said["exp2"] == ["ex2.approx.ftz.f32"]
-    assert said["softmax_kernel"] == said["softmax_long_kernel"] == [["v4.b32"], ["b16"]]
-    assert not said["float64"]
+    (found,) = on_h100(gallery / "fusion" / "softmax.py", codes)
+    assert [re.findall(r"ex2\S*", text) for text in found["exp"]] == [["ex2.approx.f32"], ["ex2.approx.ftz.f32"]]
+    for name in ("rows", "long"):
+        loads = [set(re.findall(r"ld\.global\S*?\.(v4\.b32|b16|b32)\s", text)) for text in found[name]]
+        assert loads == [{"v4.b32"}, {"b16"}]
+    assert "ex2" not in found["float64"][0]
 
 
 @without_a_gpu

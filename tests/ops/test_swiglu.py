@@ -1,9 +1,7 @@
 """The ops of the recipe SwiGLU, their gradients, and what the page says of traffic."""
 
-import json
-import os
-import subprocess
-import sys
+import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from compiled import graphs, on_h100, ptx
 from guard import Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,8 +66,8 @@ def test_value_and_gradients(
 ) -> None:
     """Value and gradients are right in any layout, that of the incoming gradient too."""
     grad, gate, up = (layout.make(shape, dtype, recipe.DEVICE) for layout in of)
-    out = guarded(recipe.swiglu._init_fn, gate, up)
-    gradients = guarded(recipe.swiglu_backward._init_fn, grad, gate, up)
+    out = guarded(recipe.swiglu, gate, up)
+    gradients = guarded(recipe.swiglu_backward, grad, gate, up)
     assert_right(recipe, grad, gate, up, out, *gradients)
 
 
@@ -78,8 +77,8 @@ def test_value_and_gradients(
 def test_packed(recipe: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], of_grad: Layout, of_x: Layout) -> None:
     """The op on a whole projection writes the whole of its gradient."""
     grad, x = of_grad.make(shape, dtype, recipe.DEVICE), projection(of_x, shape, dtype, recipe.DEVICE)
-    out = guarded(recipe.swiglu_packed._init_fn, x)
-    dx = guarded(recipe.swiglu_packed_backward._init_fn, grad, x)
+    out = guarded(recipe.swiglu_packed, x)
+    dx = guarded(recipe.swiglu_packed_backward, grad, x)
     assert dx.is_contiguous()
     assert_right(recipe, grad, *recipe.halves(x), out, *recipe.halves(dx))
 
@@ -152,7 +151,7 @@ def test_guards_reach_into_the_ops(recipe: ModuleType) -> None:
         (recipe.swiglu_packed_backward, (grad, x)),
     ):
         with Guard() as guard:
-            out = op._init_fn(*inputs)
+            out = op(*inputs)
         guards = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
         assert out.untyped_storage().data_ptr() in guards
 
@@ -234,68 +233,40 @@ def test_gradients_over_the_inputs(recipe: ModuleType) -> None:
         gradient(Overwriting.apply)
 
 
-# What the compiler makes of the kernels and of the ops, in a process without the interpreter and without a GPU.
-COMPILED = """
-import collections, json, re, sys, types, torch, triton, triton.language as tl
-target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-triton.runtime.driver.set_active(types.SimpleNamespace(
-    get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0))
-import page
-
-def accesses(kernel, dtype, ACC, **constants):
-    types = {name: "i32" for name in kernel.arg_names} | {name: "constexpr" for name in constants}
-    types |= {name: "*" + dtype for name in kernel.arg_names if name.endswith("_ptr")} | {"ACC": "constexpr"}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr")}
-    source = triton.compiler.ASTSource(kernel, types, {"ACC": ACC, **constants}, aligned)
-    ptx = triton.compile(source, target=target).asm["ptx"]
-    return dict(collections.Counter(re.findall(r"(?:ld|st)\\.global\\S*", ptx)))
-
-said = {}
-for unit in (8, 1):
-    for dtype, ACC in (("bf16", tl.float32), ("fp32", tl.float32)):
-        for kernel in (page.swiglu_kernel, page.swiglu_backward_kernel):
-            sizes = {"UNIT": unit, "BLOCK_M": 2, "BLOCK_N": 512}
-            said[f"{kernel.__name__}, {dtype}, {unit}"] = accesses(kernel, dtype, ACC, **sizes)
-for name in ("M", "N"):
-    one = {name: 1, "UNIT": 1, "BLOCK_M": 32, "BLOCK_N": 32}
-    accesses(page.swiglu_backward_kernel, "fp64", tl.float64, **one)
-
-from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses import FakeTensorMode
-launches = []
-def look(module, _):
-    launches.append(sum("triton_kernel" in str(node.target) for node in module.graph.nodes))
-    return module
-for op, inputs in (("swiglu", [(33, 48)] * 2), ("swiglu", [(33, 47)] * 2), ("swiglu_packed", [(33, 96)])):
-    torch._dynamo.reset()
-    compiled = torch.compile(getattr(page, op), backend=aot_autograd(fw_compiler=look), dynamic=True, fullgraph=True)
-    with FakeTensorMode():
-        compiled(*[torch.randn(shape, requires_grad=True) for shape in inputs]).sum().backward()
-print(json.dumps([said, launches]))
-"""
+def accesses(recipe: ModuleType) -> dict[tuple[str, str, int], Counter[str]]:
+    """Return how often kernels load and store, by their name, the dtype and the unit."""
+    kernels, float32 = {"forward": recipe.swiglu_kernel, "backward": recipe.swiglu_backward_kernel}, recipe.tl.float32
+    for name in ("M", "N"):
+        one = {name: 1, "UNIT": 1, "BLOCK_M": 32, "BLOCK_N": 32}
+        ptx(kernels["backward"], "fp64", ACC=recipe.tl.float64, **one)
+    return {
+        (name, dtype, unit): Counter(
+            re.findall(r"(?:ld|st)\.global\S*", ptx(kernel, dtype, ACC=float32, UNIT=unit, BLOCK_M=2, BLOCK_N=512))
+        )
+        for name, kernel in kernels.items()
+        for dtype in ("bf16", "fp32")
+        for unit in (8, 1)
+    }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is a stand-in")
-def test_compiled(gallery: Path, tmp_path: Path) -> None:
+def launches(recipe: ModuleType) -> list[int]:
+    """Return how many launches the graphs of the ops have, for sizes that units divide and that they do not."""
+    made = []
+    for op, inputs, columns in ((recipe.swiglu, 2, 48), (recipe.swiglu, 2, 47), (recipe.swiglu_packed, 1, 96)):
+        made += graphs(op, *(torch.randn(33, columns, requires_grad=True) for _ in range(inputs)))
+    return [sum("triton_kernel" in name for name in graph) for graph in made]
+
+
+def test_compiled(gallery: Path) -> None:
     """Units of eight make accesses of 16 bytes; sizes of 1 compile; the ops can be traced with symbolic sizes."""
-    page = (gallery.resolve() / "fusion" / "swiglu.py").read_text().partition("# The check\n")[0]
-    # It runs nothing: neither the interpreter nor a GPU is there.
-    (tmp_path / "page.py").write_text(page.replace("raise RuntimeError(", "("))
-    (tmp_path / "script.py").write_text(COMPILED)
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-W", "ignore", "script.py"]
-    result = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    said, launches = json.loads(result.stdout)
+    found, seen = on_h100(gallery / "fusion" / "swiglu.py", accesses, launches)
     wide = {"ld.global.v4.b32": 2, "st.global.v4.b32": 1}
-    assert said["swiglu_kernel, bf16, 8"] == wide
-    assert said["swiglu_kernel, fp32, 8"] == {name: 2 * n for name, n in wide.items()}
-    assert said["swiglu_kernel, bf16, 1"] == {"ld.global.b16": 16, "st.global.b16": 8}
-    assert said["swiglu_backward_kernel, bf16, 8"] == {"ld.global.v4.b32": 3, "st.global.v4.b32": 2}
-    assert said["swiglu_backward_kernel, bf16, 1"] == {"ld.global.b16": 24, "st.global.b16": 16}
-    assert launches == [1] * 6  # forward and backward
+    assert found["forward", "bf16", 8] == wide
+    assert found["forward", "fp32", 8] == {name: 2 * n for name, n in wide.items()}
+    assert found["forward", "bf16", 1] == {"ld.global.b16": 16, "st.global.b16": 8}
+    assert found["backward", "bf16", 8] == {"ld.global.v4.b32": 3, "st.global.v4.b32": 2}
+    assert found["backward", "bf16", 1] == {"ld.global.b16": 24, "st.global.b16": 16}
+    assert seen == [1] * 6  # forward and backward
 
 
 @gpu

@@ -1,0 +1,81 @@
+"""What the compiler makes of a recipe, on any machine.
+
+The tests interpret kernels where there is no GPU, and a kernel is interpreted or compiled from its decorator on. So
+another process imports the recipe, as on an H100 that compiles for it and runs nothing.
+"""
+
+import importlib
+import multiprocessing
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+def on_h100(recipe: Path, *looks: Callable[[ModuleType], Any]) -> list[Any]:
+    """Return what these functions of a test module return in that process, given what the recipe defines."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        definitions = recipe.read_text().partition("# The check\n")[0]
+        # Not the line that asks for the interpreter
+        Path(folder, recipe.name).write_text(definitions.replace("raise RuntimeError(", "("))
+        for name, value in {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder, "CUDA_VISIBLE_DEVICES": ""}.items():
+            patch.setenv(name, value)
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply_async(_answers, (folder, recipe.stem, looks)).get(timeout=300)
+
+
+def ptx(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> str:
+    """Return a kernel's PTX.
+
+    Args:
+        kernel: one of that process.
+        dtype: of what the arguments named `…_ptr` point to; all of them are divisible by 16.
+        num_warps: as at a launch.
+        known: the values of constants, and the dtypes of pointers that have another; what is left are `i32`.
+    """
+    import triton  # where it is imported first, the choice of the interpreter is made
+
+    types = {name: "*" + known.pop(name, dtype) if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr")}
+    source = triton.compiler.ASTSource(kernel, types | dict.fromkeys(known, "constexpr"), known, aligned)
+    target = triton.runtime.driver.active.get_current_target()
+    return triton.compile(source, target=target, options={"num_warps": num_warps}).asm["ptx"]
+
+
+def graphs(op: Callable[..., Any], *inputs: torch.Tensor) -> list[list[str]]:
+    """Return what is called in the graphs, forward and backward, that torch.compile makes of an op for any sizes."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._subclasses import FakeTensorMode
+
+    found = []
+
+    def keep(module: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        found.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
+        return module
+
+    torch._dynamo.reset()
+    compiled = torch.compile(op, backend=aot_autograd(fw_compiler=keep), dynamic=True, fullgraph=True)
+    with FakeTensorMode() as mode:
+        out = compiled(*(mode.from_tensor(tensor) for tensor in inputs))
+        sum(tensor.sum() for tensor in tree_leaves(out)).backward()
+    return found
+
+
+def _answers(folder: str, name: str, looks: tuple[Callable[[ModuleType], Any], ...]) -> list[Any]:
+    import triton
+
+    h100 = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: h100, get_current_device=lambda: 0, get_current_stream=lambda device: 0
+        )
+    )
+    sys.path.insert(0, folder)
+    recipe = importlib.import_module(name)
+    return [look(recipe) for look in looks]
