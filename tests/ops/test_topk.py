@@ -2,6 +2,7 @@
 
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from compiled import on_h100, ptx
 from guard import guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -218,6 +220,19 @@ def test_compiled(recipe: ModuleType, dynamic: bool) -> None:
         torch.testing.assert_close(values, expected)
         for a, b in zip(*(torch.autograd.grad(t.square().sum(), x) for t in (values, expected)), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def widths(recipe: ModuleType) -> set[int]:
+    """Return how many bytes the copies in a kernel's loop load at a time."""
+    known = {"indices_ptr": "i64", "words_ptr": "i64", "P": 4, "K": 8, "SETS": 128, "EACH": 8, "WHOLE": True}
+    text = ptx(recipe.topk_kernel, "fp32", 1, **known)
+    return {int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global.*, (\w+), ", text)}
+
+
+def test_compiled_code(gallery: Path) -> None:
+    """Pieces are loaded at once: the compiler is told of no length that 4 divides."""
+    (found,) = on_h100(gallery / "fusion" / "topk.py", widths)
+    assert found == {16}
 
 
 @without_a_gpu
