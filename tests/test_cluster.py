@@ -67,6 +67,26 @@ def test_recipes_are_recorded(make_farm: Callable[..., Farm], pair: Cluster) -> 
     assert not list(pair.folder.glob("**/conf.py"))
 
 
+@pytest.mark.parametrize("where", ["here", "cluster"])
+def test_longest_begins_first(make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], where: str) -> None:
+    """What took long before begins first, here and on a cluster, after what is not known."""
+    recipes = {f"takes{seconds}": NOTE.replace("0.5", str(seconds)) for seconds in (0, 4, 2)}
+    farm = make_farm(**recipes, unknown=NOTE)
+    status, output = farm.record(
+        *(f"things/{name}" for name in recipes), TEST_GPU="Test GPU,Test GPU", CUDA_VISIBLE_DEVICES="0,1"
+    )
+    assert status == 0, output
+    if where == "here":
+        status, output = farm.record()
+    else:
+        cluster = make_cluster()
+        cluster.add("0")
+        status, output = farm.record("--dask", cluster.address)
+    assert status == 0, output
+    begins = {name: json.loads(record["outputs"][0]["text"])[1] for name, record in farm.recorded().items()}
+    assert sorted(begins, key=begins.get) == ["unknown", "takes4", "takes2", "takes0"]
+
+
 KILLS_ITS_WORKER = """
 import os, subprocess
 from pathlib import Path

@@ -9,6 +9,7 @@ all that wait for it.
 """
 
 import ipaddress
+import itertools
 import math
 import pickle
 import socket
@@ -90,6 +91,8 @@ class Cluster:
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # for what follows
         self._busy: set[str] = set()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[Environment, Sequence[str]]] = {}  # a recipe's turn: for what, and not on which
         self._environments: dict[str, Environment | None] = {}  # by worker; None if it is of no use
         self._present: set[str] = set()
         self._looked = -math.inf
@@ -117,14 +120,14 @@ class Cluster:
 
     def on(self, kind: Sequence[Environment]) -> AbstractContextManager[Submit]:
         """Return what carries tasks out on the workers of a kind, one at a time on each."""
-        return nullcontext(lambda task: self._pool.submit(self._execute, task, kind[0]))
+        return nullcontext(lambda task: self._pool.submit(self._execute, task, kind[0], next(self._numbers)))
 
-    def _execute(self, task: Task, kind: Environment) -> Result:
+    def _execute(self, task: Task, kind: Environment, number: int) -> Result:
         """Have a worker execute a recipe, and another one if that dies."""
         tried: list[str] = []
         try:
             while len(tried) < ATTEMPTS:
-                worker, environment = self._take(kind, tried)
+                worker, environment = self._take(kind, number, tried)
                 tried.append(worker)
                 try:
                     answer = self._send(worker, (task, environment))
@@ -137,17 +140,23 @@ class Cluster:
             what = f"{ATTEMPTS} workers died while they executed it"
         except Exception as error:
             what = f"could not be executed: {error}"
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
         return failed(task, kind, what, "\n".join(f"tried on {worker}" for worker in tried))
 
-    def _take(self, kind: Environment, tried: Sequence[str]) -> tuple[str, Environment]:
-        """Wait for a free worker of a kind; return it and what executes there. It is then busy."""
+    def _take(self, kind: Environment, number: int, tried: Sequence[str]) -> tuple[str, Environment]:
+        """Wait for a free worker of a kind, and for one's turn; return it and what executes there. It is then busy."""
         end = monotonic() + PATIENCE
         while not self._stopping.is_set():
             with self._lock:
+                self._waiting[number] = kind, tried
                 fit = [worker for worker in self._workers() - set(tried) if self._may_be(worker, kind)]
-                worker = next((worker for worker in fit if worker not in self._busy), None)
+                free = (worker for worker in fit if worker not in self._busy)
+                worker = next((worker for worker in free if not self._is_owed(worker, kind, number)), None)
                 if worker:
                     self._busy.add(worker)
+                    del self._waiting[number]
             if worker:
                 environment = self._look(worker)
                 if environment and self._may_be(worker, kind):
@@ -159,6 +168,11 @@ class Cluster:
                 raise WorkerDiedError(f"no worker with {kind.name} is left")
             time.sleep(POLL)
         raise WorkerDiedError("stopped")
+
+    def _is_owed(self, worker: str, kind: Environment, number: int) -> bool:
+        """Whether a worker would do for a recipe whose turn is earlier."""
+        earlier = (waits for other, waits in self._waiting.items() if other < number)
+        return any(wanted.kind == kind.kind and worker not in tried for wanted, tried in earlier)
 
     def _free(self, worker: str) -> None:
         with self._lock:

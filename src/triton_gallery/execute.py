@@ -5,9 +5,10 @@ or those of a cluster (`cluster.Cluster`).
 """
 
 import hashlib
+import math
 import os
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,7 @@ def refresh(
     pages.prune(recipes)
     environments = detect()
     due = [task for task in make_tasks(recipes, confdir, limit) if not _current(pages, task, environments)]
+    due = longest_first(due, {recipe.key: run.seconds for recipe in recipes if (run := pages.run(recipe.key))})
     with here(environments) as submit:
         execute([(task, submit) for task in due], pages, report)
     return [(recipe, known) for recipe in recipes if (known := pages.run(recipe.key))]
@@ -62,6 +64,11 @@ def make_tasks(recipes: Sequence[Recipe], confdir: Path, limit: float) -> list[T
         code = hashlib.sha256(b"".join([machinery, source.encode(), *companions.values()])).hexdigest()
         tasks.append(Task(recipe, source, companions, code, confdir, limit))
     return tasks
+
+
+def longest_first(tasks: Sequence[Task], took: Mapping[str, float]) -> list[Task]:
+    """Return tasks in an order in which all end soon: by the seconds that recipes took before, those unknown first."""
+    return sorted(tasks, key=lambda task: took.get(task.recipe.key, math.inf), reverse=True)
 
 
 def execute(work: Sequence[tuple[Task, Submit]], pages: Pages, report: Report) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from triton_gallery.device import Environment, detect
-from triton_gallery.execute import Report, Submit, execute, here
+from triton_gallery.execute import Report, Submit, execute, here, longest_first
 from triton_gallery.formats import BadRecordError, commit
 from triton_gallery.pages import Pages, Run
 from triton_gallery.recipes import Recipe
@@ -86,7 +86,8 @@ def record(
         for kind in kinds(farm.environments, each_kind):
             submit = stack.enter_context(farm.on(kind))
             done = {task.recipe for task in tasks if stale and records.is_fresh(task.recipe, kind[0].name)}
-            work += [(task, submit) for task in tasks if task.recipe not in done]
+            due = [task for task in tasks if task.recipe not in done]
+            work += [(task, submit) for task in longest_first(due, records.seconds(kind[0].name))]
         execute(work, pages, keep)
     return ended
 

@@ -151,6 +151,10 @@ class Records:
         path = self._path(recipe, device)
         return path.is_file() and load(path).is_fresh(recipe)
 
+    def seconds(self, device: str) -> dict[str, float]:
+        """Return how long each recipe took that has a record of a device, by its key; BadRecordError as `all`."""
+        return {record.key: record.seconds for record in self.all() if record.path.parents[1].name == slug(device)}
+
     def set_sanitized(self, recipe: Recipe, device: str, tools: list[str]) -> None:
         """Note in a recipe's record of a device under which tools its checks ran without an error.
 

@@ -122,6 +122,8 @@ def _supervise(sandbox: Path, task: Task, environment: Environment, execute: boo
     variables["TMPDIR"] = str(sandbox / "tmp")
     if environment.visible is not None:
         variables["CUDA_VISIBLE_DEVICES"] = environment.visible
+        # No other process takes time from the CPU that launches what is measured
+        variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     else:
         variables.setdefault("OMP_NUM_THREADS", "1")  # there is a recipe for each core
     ours, alive = os.pipe()
