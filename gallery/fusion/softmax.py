@@ -14,6 +14,7 @@ write once. After ``row_sum.py``, ``triton_op.py`` and this page you can
 * keep several short rows, or a longer one, in a program's registers;
 * go over a row that does not fit with the *online* softmax, and have a cache
   serve the second pass;
+* load 16 bytes at once from rows that begin anywhere;
 * avoid the ``-inf`` that fills a row with NaN.
 """
 
@@ -33,7 +34,6 @@ if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
 import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.testing import Benchmark, do_bench
 
 DEVICE = torch.accelerator.current_accelerator(
@@ -52,28 +52,15 @@ warnings.filterwarnings("ignore", module="triton.runtime.interpreter")
 #    m = \max_k x_k
 #
 # The maximum cancels. It is there because :math:`e^{100}` is too large for
-# float32. In PyTorch's operators these are five kernels. A *dispatch mode* sees
-# their calls and can count what they read and write, in multiples of ``x``:
+# float32. In PyTorch's operators these are five kernels. This is what they
+# read and write, in multiples of ``x``:
 
 
 def softmax_torch(x):
-    e = (x - x.amax(-1, keepdim=True)).exp()
-    return e / e.sum(-1, keepdim=True)
+    top = x.amax(-1, keepdim=True)  # 1 read
+    e = (x - top).exp()  # 1 read, 1 written; 1 read, 1 written
+    return e / e.sum(-1, keepdim=True)  # 1 read; 1 read, 1 written
 
-
-class Traffic(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tensors = (t for t in (*args, out) if isinstance(t, torch.Tensor))
-        *read, written = (t.numel() / x.numel() for t in tensors)
-        print(f"{func!s:22} reads {sum(read):.2f}  writes {written:.2f}")
-        return out
-
-
-if __name__ == "__main__":
-    x = torch.randn(64, 4096, device=DEVICE)
-    with Traffic():
-        softmax_torch(x)
 
 # %%
 # Eight in all, and the floor is one read and one write. So the row has to be at
@@ -96,7 +83,7 @@ if __name__ == "__main__":
 #             +---------+     -inf: never the maximum, and exp(-inf) = 0.
 #
 # * The op starts a program for each tile. If fewer run, they are *persistent*:
-#   they go on to other tiles. That, and ``STAGES``, is for an experiment below.
+#   they go on to other tiles. That is for an experiment below.
 # * ``N`` and the stride come in units of ``VEC`` elements. Since the compiler
 #   knows ``VEC``, it knows that all rows begin at multiples of it, and loads
 #   ``VEC`` elements, up to 16 bytes, with one instruction.
@@ -123,21 +110,18 @@ def softmax_kernel(
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     # Not a global: torch.compile would write -inf, which Python cannot read.
     HIDDEN: tl.constexpr = float("-inf")
     # In int64, or a row's offset would overflow behind element 2**31.
     first = tl.program_id(axis=0).to(tl.int64)
-    tiles, programs = tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)
     N = N_vecs * VEC
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
-    for tile in tl.range(first, tiles, programs, num_stages=STAGES):
+    for tile in tl.range(first, tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)):
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
         # Rows behind the last read that one again, and store nothing.
         x_rows = tl.minimum(offs_m, M - 1) * stride_vecs * VEC  # (BLOCK_M, 1)
-        x = tl.load(x_ptr + x_rows + offs_n, offs_n < N, HIDDEN)
-        x = x.to(ACC)  # (BLOCK_M, BLOCK_N)
+        x = tl.load(x_ptr + x_rows + offs_n, offs_n < N, HIDDEN).to(ACC)
         e = exp(x - tl.max(x, axis=1, keep_dims=True))
         y = e * (1 / tl.sum(e, axis=1, keep_dims=True))
         tl.store(y_ptr + offs_m * N + offs_n, y, (offs_m < M) & (offs_n < N))
@@ -153,9 +137,9 @@ def softmax_kernel(
 #
 # .. math:: s' = s\,e^{m - m'} + \sum_{k \in \text{block}} e^{x_k - m'}
 #
-# The block here is ``ROWS x BLOCK_N`` consecutive elements. Each column keeps
-# its own ``m`` and ``s``, so no thread asks another before the loop is over,
-# and one correction serves ``ROWS`` elements.
+# The block here is ``4 x BLOCK_N`` consecutive elements. Each column keeps its
+# own ``m`` and ``s``, so no thread asks another before the loop is over, and a
+# correction serves four elements.
 #
 # To write the result, a second pass reads the row again. That should not come
 # from memory: the rows under way on the whole GPU have to fit in its L2 cache.
@@ -163,6 +147,22 @@ def softmax_kernel(
 # first pass asks the caches to keep what it reads, ``evict_last``. The second
 # goes from the end to the start, as the end is what they saw last. (Why ``m``
 # starts at ``LOWEST``, a finite number, is in "Break it".)
+#
+# If ``N`` is odd, most rows begin at no multiple of 16 bytes, where no thread
+# can load 16 bytes at once. So the blocks are a row's *body*, from its first
+# multiple to its last. In front and behind are less than ``2 * VEC`` elements,
+# its *edges*, a small block of their own. (``cross_entropy.py`` has a picture.)
+
+
+@triton.jit
+def divide(x_ptr, start, N, VEC: tl.constexpr):
+    """Return a row's body, its length, its edges and which there are."""
+    head = ((VEC - start % VEC) % VEC).to(tl.int32)
+    length = tl.maximum(N - head, 0) // VEC * VEC
+    edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
+    edges = x_ptr + start + tl.where(edge < head, edge, edge + length)
+    body = x_ptr + (start + head) // VEC * VEC  # tells the compiler: aligned
+    return body, length, edges, edge < N - length
 
 
 @triton.jit
@@ -170,40 +170,42 @@ def softmax_long_kernel(
     x_ptr,
     y_ptr,
     M,
-    N_vecs,
-    stride_vecs,
+    N,
+    stride,
     VEC: tl.constexpr,
     ACC: tl.constexpr,
     LOWEST: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     first = tl.program_id(axis=0).to(tl.int64)
-    N = N_vecs * VEC
     HIDDEN: tl.constexpr = float("-inf")
-    ROWS: tl.constexpr = 4 if VEC > 1 else 2  # single loads take registers
-    BLOCK: tl.constexpr = ROWS * BLOCK_N
-    block = tl.arange(0, ROWS)[:, None] * BLOCK_N  # (ROWS, 1)
-    block += tl.arange(0, BLOCK_N)[None, :]  # (ROWS, BLOCK_N)
+    BLOCK: tl.constexpr = 4 * BLOCK_N
+    block = tl.arange(0, 4)[:, None] * BLOCK_N  # (4, 1)
+    block += tl.arange(0, BLOCK_N)[None, :]  # (4, BLOCK_N)
     for row in tl.range(first, M, tl.num_programs(axis=0)):
-        x_row, y_row = x_ptr + row * stride_vecs * VEC, y_ptr + row * N
+        x_body, end, x_edges, mask_e = divide(x_ptr, row * stride, N, VEC)
+        y_body, _, y_edges, _ = divide(y_ptr, row * N, N, VEC)
+        x_e = tl.load(x_edges, mask_e, HIDDEN).to(ACC)  # (2 * VEC,)
         m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)  # (BLOCK_N,)
         s = tl.zeros((BLOCK_N,), dtype=ACC)  # (BLOCK_N,)
         for start in range(0, N, BLOCK):
-            offs = start + block  # (ROWS, BLOCK_N)
-            x = tl.load(x_row + offs, offs < N, HIDDEN, eviction_policy=KEEP)
-            x = x.to(ACC)  # (ROWS, BLOCK_N)
+            offs = start + block  # (4, BLOCK_N)
+            x = tl.load(x_body + offs, offs < end, HIDDEN, eviction_policy=KEEP)
+            x = x.to(ACC)  # (4, BLOCK_N)
             larger = tl.maximum(m, tl.max(x, axis=0))
             s *= exp(m - larger)
             s += tl.sum(exp(x - larger[None, :]), axis=0)
             m = larger
-        top = tl.max(m, axis=0)
-        scale = 1 / tl.sum(s * exp(m - top), axis=0)
+        top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
+        e = exp(x_e - top)  # (2 * VEC,)
+        scale = 1 / (tl.sum(s * exp(m - top), axis=0) + tl.sum(e, axis=0))
+        tl.store(y_edges, e * scale, mask_e)
         last = (N - 1) // BLOCK * BLOCK
         for back in range(0, N, BLOCK):
-            offs = last - back + block  # (ROWS, BLOCK_N)
-            x = tl.load(x_row + offs, offs < N, HIDDEN, eviction_policy=DROP)
+            offs = last - back + block  # (4, BLOCK_N)
+            x = tl.load(x_body + offs, offs < end, HIDDEN, eviction_policy=DROP)
             y = exp(x.to(ACC) - top) * scale
-            tl.store(y_row + offs, y, offs < N, eviction_policy=DROP)
+            tl.store(y_body + offs, y, offs < end, eviction_policy=DROP)
 
 
 # %%
@@ -224,7 +226,8 @@ def softmax_backward_kernel(
     y_ptr,
     d_ptr,
     M,
-    N_vecs,
+    N_units,
+    UNIT: tl.constexpr,
     VEC: tl.constexpr,
     ACC: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -232,74 +235,74 @@ def softmax_backward_kernel(
     BLOCK_N: tl.constexpr,
 ):
     first = tl.program_id(axis=0).to(tl.int64)
-    N = N_vecs * VEC
+    N = N_units * UNIT
     block = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     for tile in tl.range(first, tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)):
         offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-        g_rows, y_rows = g_ptr + offs_m * N, y_ptr + offs_m * N
-        d_rows = d_ptr + offs_m * N
         if WHOLE:
-            mask = (offs_m < M) & (block < N)  # (BLOCK_M, BLOCK_N)
-            g = tl.load(g_rows + block, mask, 0).to(ACC)
-            y = tl.load(y_rows + block, mask, 0).to(ACC)
+            offs = offs_m * N + block  # (BLOCK_M, BLOCK_N)
+            mask = (offs_m < M) & (block < N)
+            g = tl.load(g_ptr + offs, mask, 0).to(ACC)
+            y = tl.load(y_ptr + offs, mask, 0).to(ACC)
             d = y * (g - tl.sum(g * y, axis=1, keep_dims=True))
-            tl.store(d_rows + block, d, mask)
+            tl.store(d_ptr + offs, d, mask)
         else:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)  # (BLOCK_M, BLOCK_N)
+            g_body, end, g_edges, mask_e = divide(g_ptr, tile * N, N, VEC)
+            y_body, _, y_edges, _ = divide(y_ptr, tile * N, N, VEC)
+            d_body, _, d_edges, _ = divide(d_ptr, tile * N, N, VEC)
+            g_e = tl.load(g_edges, mask_e, 0).to(ACC)  # (2 * VEC,)
+            y_e = tl.load(y_edges, mask_e, 0).to(ACC)
+            acc = tl.zeros((1, BLOCK_N), dtype=ACC)
             for start in range(0, N, BLOCK_N):
                 offs = start + block  # (1, BLOCK_N)
-                mask = (offs_m < M) & (offs < N)  # (BLOCK_M, BLOCK_N)
-                g = tl.load(g_rows + offs, mask, 0, eviction_policy=KEEP)
-                y = tl.load(y_rows + offs, mask, 0, eviction_policy=KEEP)
+                g = tl.load(g_body + offs, offs < end, 0, eviction_policy=KEEP)
+                y = tl.load(y_body + offs, offs < end, 0, eviction_policy=KEEP)
                 acc += g.to(ACC) * y.to(ACC)
-            total = tl.sum(acc, axis=1, keep_dims=True)
+            total = tl.sum(acc) + tl.sum(g_e * y_e)
+            tl.store(d_edges, y_e * (g_e - total), mask_e)
             last = (N - 1) // BLOCK_N * BLOCK_N
             for back in range(0, N, BLOCK_N):
                 offs = last - back + block  # (1, BLOCK_N)
-                mask = (offs_m < M) & (offs < N)  # (BLOCK_M, BLOCK_N)
-                g = tl.load(g_rows + offs, mask, 0, eviction_policy=DROP)
-                y = tl.load(y_rows + offs, mask, 0, eviction_policy=DROP)
+                g = tl.load(g_body + offs, offs < end, 0, eviction_policy=DROP)
+                y = tl.load(y_body + offs, offs < end, 0, eviction_policy=DROP)
                 d = y.to(ACC) * (g.to(ACC) - total)
-                tl.store(d_rows + offs, d, mask, eviction_policy=DROP)
+                tl.store(d_body + offs, d, offs < end, eviction_policy=DROP)
 
 
 # %%
 # The launcher
 # ------------
 #
-# A row is the last dimension, and is copied if it is not contiguous. No tuning,
-# its length decides. In registers, a thread has 16 elements, more where 8 warps
-# (backward 16) are not enough. In the cache there are four, two or one program
-# for each multiprocessor, so that their rows fit.
+# A row is the last dimension, and is copied if it is not contiguous. Its length
+# decides. In registers, a thread has 16 elements, more where 8 warps (backward
+# 16) are not enough. In the cache there are up to eight programs for each
+# multiprocessor, so many that their rows fit.
 
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
 ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
 IN_REGISTERS = 64 * 1024  # bytes of a row in its accumulator's type
+FEW = 2048  # elements of a row in registers that are loaded one by one
 PROCESSORS, CACHE = 4, 2**20  # small, for the interpreter
 if DEVICE.type == "cuda":
     gpu = torch.cuda.get_device_properties(DEVICE)
     PROCESSORS, CACHE = gpu.multi_processor_count, gpu.L2_cache_size
 
 
-def in_registers(x, tensors):
-    """Return the grid and the options for rows in registers, if they fit."""
-    M, N = x.shape[0], int(x.shape[1])
-    BLOCK_N = triton.next_power_of_2(N)
-    BLOCK_M = max(1, 2048 // BLOCK_N)
-    if N * max(4, x.element_size()) <= IN_REGISTERS:
+def plan(M, N, stride, size, tensors):
+    """Return the grid, VEC and the options for rows of as many matrices."""
+    VEC = math.gcd(N, stride, 16 // size)
+    if N * max(4, size) <= IN_REGISTERS and (VEC * size == 16 or N <= FEW):
+        BLOCK_N = triton.next_power_of_2(N)
+        BLOCK_M = max(1, 2048 // BLOCK_N)
         options = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
         options["num_warps"] = min(8 * tensors, BLOCK_M * BLOCK_N // 512)
-        return (triton.cdiv(M, BLOCK_M),), options
-
-
-def in_cache(x, tensors):
-    """Return the grid and the options for rows of one or more matrices."""
-    row = tensors * int(x.shape[1]) * x.element_size()
-    fit = 0.6 * CACHE / (PROCESSORS * row)
-    each = 4 if fit >= 4 else 2 if fit >= 2 else 1
-    warps = 32 // each
-    options = {"BLOCK_N": warps * 512 // x.element_size(), "num_warps": warps}
-    return (min(x.shape[0], each * PROCESSORS),), options
+        return (triton.cdiv(M, BLOCK_M),), VEC, options
+    # Where rows of the output are not aligned as these, single elements.
+    VEC = 1 if (N - stride) * size % 16 else 16 // size
+    fit = 0.6 * CACHE / (PROCESSORS * tensors * N * size)
+    each = 2 ** min(3, int(math.log2(max(1, fit))))
+    options = {"BLOCK_N": 32 // each * 512 // size, "num_warps": 32 // each}
+    return (min(M, each * PROCESSORS),), VEC, options
 
 
 def matrix(x):
@@ -328,15 +331,15 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
         return y
     x = matrix(x)
     M, N, stride = x.shape[0], int(x.shape[1]), int(x.stride(0))
-    VEC = math.gcd(N, stride, 16 // x.element_size())
-    arguments = x, y, M, N // VEC, stride // VEC, VEC, ACC[x.dtype]
-    grid, options = in_registers(x, 1) or in_cache(x, 1)
+    grid, VEC, options = plan(M, N, stride, x.element_size(), 1)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         if "BLOCK_M" in options:
-            wrap_triton(softmax_kernel)[grid](*arguments, **options, STAGES=1)
+            arguments = x, y, M, N // VEC, stride // VEC, VEC, ACC[x.dtype]
+            wrap_triton(softmax_kernel)[grid](*arguments, **options)
         else:
             wide = torch.promote_types(x.dtype, torch.float32)
+            arguments = x, y, M, N, stride, VEC, ACC[x.dtype]
             options["LOWEST"] = torch.finfo(wide).min
             wrap_triton(softmax_long_kernel)[grid](*arguments, **options)
     return y
@@ -350,11 +353,11 @@ def softmax_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if d.numel() == 0:
         return d
     grad, y = grad.contiguous(), matrix(y.contiguous())
-    M, N = y.shape
-    VEC = math.gcd(int(N), 16 // y.element_size())
-    grid, options = in_registers(y, 2) or in_cache(y, 2)
+    M, N = y.shape[0], int(y.shape[1])
+    grid, VEC, options = plan(M, N, N, y.element_size(), 2)
+    unit = math.gcd(N, VEC)
     options = {"WHOLE": "BLOCK_M" in options, "BLOCK_M": 1} | options
-    arguments = grad, y, d, M, N // VEC, VEC, ACC[y.dtype]
+    arguments = grad, y, d, M, N // unit, unit, VEC, ACC[y.dtype]
     with torch.accelerator.device_index(y.device.index):
         wrap_triton(softmax_backward_kernel)[grid](*arguments, **options)
     return d
@@ -380,7 +383,7 @@ softmax.register_autograd(backward, setup_context=save)
 
 torch.manual_seed(0)
 cases = [(torch.float16, 3, 40), (torch.bfloat16, 2, 5, 257)]
-cases += [(torch.float16, 3, 20_000), (torch.float32, 2, 20_000)]
+cases += [(torch.float16, 3, 20_001), (torch.float32, 2, 20_000)]
 for dtype, *shape in (*cases, (torch.float32, 5, 0), (torch.float32,)):
     x = torch.randn(shape, device=DEVICE).to(dtype).requires_grad_()
     grad, wide = torch.randn_like(x), x.detach().double().requires_grad_()
@@ -396,8 +399,8 @@ if __name__ == "__main__":
     assert torch.autograd.gradcheck(softmax, x)
 
 # As in PyTorch, NaN or +inf or nothing but -inf makes a row NaN.
-special = torch.zeros(7, 20_000, device=DEVICE)
-special[0, 3], special[1, 5], special[2] = torch.nan, torch.inf, -torch.inf
+special = torch.zeros(7, 20_001, device=DEVICE)
+special[0, 3], special[1, 0], special[2] = torch.nan, torch.inf, -torch.inf
 special[3, :19_000], special[4, 1:] = -torch.inf, -torch.inf
 special[5], special[6, 7] = torch.finfo(torch.float32).min, 3e38
 for rows in (special, special[:, :40]):
@@ -409,8 +412,7 @@ for rows in (special, special[:, :40]):
 # ------------------------------------
 #
 # Two experiments, on a gigabyte of bfloat16. In the first, rows are in
-# registers: a program for each tile; about as many programs as run at a time;
-# and those with the next tiles on their way into shared memory, ``STAGES=3``.
+# registers: a program for each tile, and about as many as run at a time.
 
 ELEMENTS = 2**29
 
@@ -424,30 +426,31 @@ def rates(call, tensors):
     return [2 * tensors * ELEMENTS * 1e-6 / t for t in times]
 
 
-def measure(kernel, N, each=None, **options):
+def measure(kernel, N, unit, each=None, **options):
     x = random(N)
-    grid, known = in_registers(x, 1) or in_cache(x, 1)
+    grid, _, known = plan(len(x), N, N, 2, 1)
     grid = (each * PROCESSORS,) if each else grid
-    arguments = x, torch.empty_like(x), len(x), N // 8, N // 8, 8, tl.float32
-    return rates(partial(kernel[grid], *arguments, **known | options), 2)[0]
+    sizes = len(x), N // unit, N // unit, 8, tl.float32
+    call = partial(kernel[grid], x, torch.empty_like(x), *sizes)
+    return rates(partial(call, **known | options), 2)[0]
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    print("GB/s   each tile  persistent    STAGES=3")
+    print("GB/s   each tile  persistent")
     for N, each in ((1024, 12), (4096, 8), (16384, 2)):
-        at = partial(measure, softmax_kernel, N, STAGES=1)
-        print(f"{N:5} {at():10.0f} {at(each):11.0f} {at(each, STAGES=3):11.0f}")
+        at = partial(measure, softmax_kernel, N, 8)
+        print(f"{N:5} {at():10.0f} {at(each):11.0f}")
 
 # %%
-# A program for each tile is best, and needs no care: as one ends, the next one
-# starts, and others on its multiprocessor load meanwhile. In the second, rows
-# are in the cache. More programs hide more waiting, with more rows under way.
-# When these outgrow L2, rates fall; the launcher leaves room for the results:
+# A program for each tile needs no care: as one ends, the next one starts, and
+# others on its multiprocessor load meanwhile. In the second, rows are in the
+# cache. More programs hide more waiting, with more rows under way. When these
+# outgrow L2, rates fall; the launcher leaves room for the results:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for N, each in itertools.product((32768, 65536, 131072), (4, 2, 1)):
         options = {"num_warps": 32 // each, "BLOCK_N": 8192 // each}
-        one = measure(softmax_long_kernel, N, each, LOWEST=-3e38, **options)
+        one = measure(softmax_long_kernel, N, 1, each, LOWEST=-3e38, **options)
         part = each * PROCESSORS * N * 2 / CACHE
         print(f"N = {N:6}, {each} each, {part:.2f} of L2: {one:5.0f} GB/s")
 
@@ -455,10 +458,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The benchmark
 # -------------
 #
-# bfloat16, :math:`2^{29}` elements at each length, so that no kernel is
-# shorter than its launch. The figure counts two tensors forward and three
-# backward, whatever a kernel really moved. ``Roof`` is a copy, and an addition.
-# All backwards are called through autograd.
+# bfloat16, :math:`2^{29}` elements at each length. The figure counts two
+# tensors forward and three backward, whatever a kernel really moved. ``Roof``
+# is a copy, and an addition. All backwards are called through autograd.
 
 NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
 SIZES = [256, 1024, 3000, 4096, 16384, 50257, 65536, 131072]
@@ -506,14 +508,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # While a row is in registers the kernel is near the roof: other programs load
 # while one waits for its sum. Backward at 16384 there are none: ``g`` and ``y``
-# leave no registers for a second program. ``torch.compile`` goes over the rows
-# twice, in blocks, and is faster. Longer rows we read twice, too. The caches
-# have to be fast enough, and large enough: backward, with the longest rows,
-# even one program for each multiprocessor has too much under way.
+# leave no registers for a second program. Longer rows are read twice. The
+# caches have to be fast enough, and large enough: backward, with the longest
+# rows, even one program for each multiprocessor has too much under way.
 #
-# 50257 is odd, so ``VEC`` is 1, and eight loads do the work of one. PyTorch's
-# forward, which is faster here, loads so only up to a row's first multiple of
-# 16 bytes. Choose a multiple of 8; models pad their vocabularies for that.
+# 50257 is odd, and loses little. Of odd rows in registers, up to ``FEW``, one
+# element is loaded at a time: choose a multiple of 8, where you can.
 #
 # Break it: a maximum that starts at -inf
 # ---------------------------------------
@@ -523,7 +523,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 if __name__ == "__main__":
     x = torch.zeros(1, 20_000, device=DEVICE)
     x[0, :10_000] = -torch.inf
-    y, sizes = torch.empty_like(x), (1, 5000, 5000, 4)
+    y, sizes = torch.empty_like(x), (1, 20_000, 20_000, 4)
     for lowest in (-math.inf, torch.finfo(torch.float32).min):
         softmax_long_kernel[(1,)](x, y, *sizes, tl.float32, lowest, 1024)
         print(f"m starts at {lowest:8.2g}: {y.isnan().sum():5} NaN")

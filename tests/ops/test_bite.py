@@ -112,10 +112,12 @@ BREAKS = {
         "            last = (N - 1) // BLOCK_N * BLOCK_N\n",
         "            last = N // BLOCK_N * BLOCK_N\n",
     ),
+    "edges that are left out of the sum": ("fusion/softmax", "axis=0) + tl.sum(e, axis=0))", "axis=0))"),
+    "edges before the body alone": ("fusion/softmax", "tl.where(edge < head, edge, edge + length)", "edge"),
     "vectors across rows": (
         "fusion/softmax",
-        "VEC = math.gcd(N, stride, 16 // x.element_size())",
-        "VEC = math.gcd(stride, 16 // x.element_size())",
+        "VEC = math.gcd(N, stride, 16 // size)",
+        "VEC = math.gcd(stride, 16 // size)",
     ),
     "a mean over the block": (
         "fusion/rms_norm",
