@@ -225,7 +225,11 @@ def test_ended_command_keeps_what_was_done(
     pids = [int(pid) for pid in notes.read_text().split()]
     assert all(is_alive(pid) for pid in pids)
     process.send_signal(by)
-    process.wait(20)
+    output, _ = process.communicate(timeout=20)
+    if by == signal.SIGINT:
+        assert process.returncode == 130
+        assert "stopped; what was done is kept" in output
+        assert "Traceback" not in output
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert set(farm.recorded()) == {"done"}
     before = farm.recorded()["done"]

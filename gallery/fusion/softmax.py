@@ -507,13 +507,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # While a row is in registers the kernel is near the roof: other programs load
-# while one waits for its sum. Backward at 16384 there are none: ``g`` and ``y``
-# leave no registers for a second program. Longer rows are read twice. The
-# caches have to be fast enough, and large enough: backward, with the longest
-# rows, even one program for each multiprocessor has too much under way.
+# while one waits for its sum. Backward at 16384 there are none, for want of
+# registers; ``torch.compile`` reads those rows twice, and is faster. Longer
+# rows we read twice, too. The caches have to be fast, and large: backward, even
+# one program for each multiprocessor has too much under way with the longest.
 #
-# 50257 is odd, and loses little. Of odd rows in registers, up to ``FEW``, one
-# element is loaded at a time: choose a multiple of 8, where you can.
+# 50257 is odd, and as fast as 50264: what costs is the last block's empty part.
+# Of odd rows in registers, up to ``FEW``, one element is loaded at a time.
 #
 # Break it: a maximum that starts at -inf
 # ---------------------------------------

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -45,7 +46,10 @@ class UsageError(Exception):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return the exit status: 0, 1 if something is not as it should be, 2 if it could not be run."""
+    """Run a command; return the exit status: 0, 1 if something is not as it should be, 2 if it could not be run.
+
+    Stopped with Ctrl-C it is 130, as in a shell.
+    """
     parser = argparse.ArgumentParser(prog="python -m triton_gallery", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -95,6 +99,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (UsageError, FarmError, BadRecordError) as error:
         console.print(Text(str(error)), style="red")
         return 2
+    except KeyboardInterrupt:
+        console.print("stopped; what was done is kept", style="red")
+        return 128 + signal.SIGINT
 
 
 def html(options: argparse.Namespace) -> int:
