@@ -1,6 +1,7 @@
 """What all tests share: the gallery under test, the built site, and small projects to build."""
 
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 from farm import Cluster, Farm
 from project import ROOT, Project
+
+# A shell starts what it puts in the background deaf to Ctrl-C, and so would be what the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

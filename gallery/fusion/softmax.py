@@ -14,7 +14,7 @@ write once. After ``row_sum.py``, ``triton_op.py`` and this page you can
 * keep several short rows, or a longer one, in a program's registers;
 * go over a row that does not fit with the *online* softmax, and have a cache
   serve the second pass;
-* load 16 bytes at once from rows that begin anywhere;
+* load 16 bytes at once from rows of odd length;
 * avoid the ``-inf`` that fills a row with NaN.
 """
 
@@ -150,8 +150,8 @@ def softmax_kernel(
 #
 # If ``N`` is odd, most rows begin at no multiple of 16 bytes, where no thread
 # can load 16 bytes at once. So the blocks are a row's *body*, from its first
-# multiple to its last. In front and behind are less than ``2 * VEC`` elements,
-# its *edges*, a small block of their own. (``cross_entropy.py`` has a picture.)
+# multiple to its last. In front and behind are the *edges*, less than
+# ``2 * VEC`` elements, a block of their own. (Picture: ``cross_entropy.py``.)
 
 
 @triton.jit
@@ -273,15 +273,15 @@ def softmax_backward_kernel(
 # The launcher
 # ------------
 #
-# A row is the last dimension, and is copied if it is not contiguous. Its length
-# decides. In registers, a thread has 16 elements, more where 8 warps (backward
-# 16) are not enough. In the cache there are up to eight programs for each
-# multiprocessor, so many that their rows fit.
+# A row is copied if it is not contiguous. If it fits, registers keep it, 16
+# elements to a thread, more where 8 warps (backward 16) are not enough; beyond
+# ``FEW`` only if 16 bytes are loaded at once. The others are read twice, by up
+# to eight programs for each multiprocessor, as many as the cache has room for.
 
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
 ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
 IN_REGISTERS = 64 * 1024  # bytes of a row in its accumulator's type
-FEW = 2048  # elements of a row in registers that are loaded one by one
+FEW = 2048  # elements of the longest in registers with narrower loads
 PROCESSORS, CACHE = 4, 2**20  # small, for the interpreter
 if DEVICE.type == "cuda":
     gpu = torch.cuda.get_device_properties(DEVICE)
@@ -512,8 +512,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # rows we read twice, too. The caches have to be fast, and large: backward, even
 # one program for each multiprocessor has too much under way with the longest.
 #
-# 50257 is odd, and as fast as 50264: what costs is the last block's empty part.
-# Of odd rows in registers, up to ``FEW``, one element is loaded at a time.
+# 50257 is odd. That costs little, but its last block is mostly empty, forward
+# one of four. In registers odd rows, up to ``FEW``, are loaded one by one.
 #
 # Break it: a maximum that starts at -inf
 # ---------------------------------------

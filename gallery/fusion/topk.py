@@ -171,7 +171,7 @@ def topk_passes_kernel(
 #   register. Up to 128 sets are sorted by one warp, without barriers.
 # * A thread loads a piece at once, if it is at a multiple of 16 bytes. So they
 #   begin at a row's first multiple: its *body*, as in ``cross_entropy.py``. Its
-#   *edges* are sorted last. ``num_stages`` loads ahead.
+#   *edges* are sorted last. ``num_stages``: loads are ahead.
 
 
 @triton.jit
@@ -269,8 +269,8 @@ def topk_kernel(
 # Few rows
 # --------
 #
-# Logits are long and few. Then several programs share a row, and each leaves
-# the ``K`` best words of its part. A second kernel takes the best of those.
+# Logits are long and few. Then several programs share a row. Each leaves the
+# ``K`` best words of its part to a second kernel. (In ``cumsum.py`` they wait.)
 
 
 @triton.jit
@@ -302,8 +302,8 @@ def topk_merge_kernel(
 # ------------
 #
 # With :math:`S` sets of :math:`E` pieces each, ``tl.topk`` gets :math:`S` words
-# and then :math:`k E`. Their sum is least where they are equal. The latter are
-# read again, so they are half as many. ``tl.topk`` does not compile for one.
+# and then :math:`k E`. As :math:`S E` is given, the sum is least where they are
+# equal. The latter are read again, so half as many. ``K`` is two or more.
 
 FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MOST = 128  # for k
@@ -445,8 +445,8 @@ if __name__ == "__main__":
 # What does a set save?
 # ---------------------
 #
-# Float32 rows of 4096, ``k = 8``: both ops on 16384 rows; on four times as many
-# ``k`` passes, and pieces in fewer and fewer sets. The launcher takes 128.
+# Float32 rows of 4096, ``k = 8``: 16384 of them for both ops; 65536, where the
+# launch weighs less, for ``k`` passes and for ever fewer sets (ours are 128).
 
 ELEMENTS = 2**28
 
@@ -527,7 +527,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # 50257 is odd, so three rows in four begin at no multiple of 16 bytes. Without
 # body and edges threads would load single elements, and four share a piece.
 # *Each* would pack its maximum and keep its set, nearly four times the
-# instructions. The edges cost a row one more sort of ``k`` pieces.
+# instructions. Edges cost two more sorts, of ``k`` pieces and of ``2 k`` words.
 #
 # Go further
 # ----------
@@ -544,7 +544,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------
 #
 # **1.** ``~key`` is in the reverse order, with NaN lowest, so last, as in
-# PyTorch. Pieces need a minimum without NaN, and masked elements are NaN.
+# PyTorch. Pieces need a minimum without NaN. What is masked ``pack`` hides.
 #
 # **2.** Half of the shuffles and of the comparisons. A row of 100000 has 12500
 # pieces, whose numbers fit. Only the last step, with elements, needs 64 bits.

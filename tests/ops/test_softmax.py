@@ -122,7 +122,7 @@ def test_autograd(
     assert ((out.double() - expected).abs() <= 4 * unit * terms + small).all()
 
 
-# A length for every tile in registers, and lengths for four, two and one program for each multiprocessor of a GPU.
+# A length for every tile in registers, and lengths for eight to one program for each multiprocessor of a GPU.
 LENGTHS = [*(2**k for k in range(15)), 3, 100, 3000, 8193, 16384 + 8, 20_001, 50_000, 80_000, 150_001]
 
 
