@@ -24,10 +24,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process, for what they share, but for those that start one of their own."""
+    """Keep the tests of a file in one process, for what they share, and all that look at the built site.
+
+    Those that start a process of their own may run anywhere.
+    """
     for item in items:
         if item.get_closest_marker("anywhere") is None:
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+            shares = "site" if "site" in getattr(item, "fixturenames", ()) else item.location[0]
+            item.add_marker(pytest.mark.xdist_group(shares))
 
 
 @pytest.fixture(scope="session")
