@@ -114,7 +114,7 @@ def test_dead_worker_costs_a_retry(
     farm = make_farm(
         once="import time\n" + KILLS_ITS_WORKER.format(notes=str(once), times=1),
         twice="import time\n" + KILLS_ITS_WORKER.format(notes=str(twice), times=9),
-        other="import os\n\nprint(os.environ.get('MKL_NUM_THREADS'))",
+        other="import os\n\nprint(*map(os.environ.get, ['MKL_NUM_THREADS', 'TORCHINDUCTOR_COMPILE_THREADS']))",
         another="print('another')",
     )
     cluster = make_cluster()
@@ -126,7 +126,8 @@ def test_dead_worker_costs_a_retry(
     assert "things/twice" in table
     records = farm.recorded()
     assert set(records) == {"once", "other", "another"}, output
-    assert records["other"]["outputs"][0]["text"] == "None", "the worker's nanny bound the recipe's threads"
+    # The worker's nanny would bind the recipe's threads; a pool of compilers would run beside what it measures.
+    assert records["other"]["outputs"][0]["text"] == "None 1"
     assert len(once.read_text().splitlines()) == len(twice.read_text().splitlines()) == 2
     pids = [int(pid) for pid in f"{once.read_text()} {twice.read_text()}".split()]
     assert len(pids) == 8
@@ -228,7 +229,7 @@ def test_ended_command_keeps_what_was_done(
     output, _ = process.communicate(timeout=20)
     if by == signal.SIGINT:
         assert process.returncode == 130
-        assert "stopped; what was done is kept" in output
+        assert output.rstrip().endswith("stopped")
         assert "Traceback" not in output
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert set(farm.recorded()) == {"done"}

@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(Text(str(error)), style="red")
         return 2
     except KeyboardInterrupt:
-        console.print("stopped; what was done is kept", style="red")
+        console.print("stopped", style="red")
         return 128 + signal.SIGINT
 
 
