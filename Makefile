@@ -4,8 +4,12 @@
 # VENV    the environment's folder; `VENV=` (empty) uses PYTHON's own packages and installs nothing
 # RECIPE  section/name, for commands that take one recipe instead of all
 #
+# THOROUGH=1 for make test: every mutant, generated test and autotune config; THOROUGH="section/name ..." of these
+#         recipes alone, THOROUGH=changed of those that differ from the commit before
+#
 # For make record:
 # STALE=1      only recipes whose record is missing or of older code
+# AGAIN=1      execute those too that ran here with the present code; otherwise what ran is recorded
 # EACH_KIND=1  each recipe once on each kind of GPU; otherwise all GPUs have to be alike
 # DASK         a Dask scheduler's address: record on the GPU workers of its cluster
 # INSECURE=1   allow DASK=tcp://... on another machine
@@ -25,7 +29,7 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help html record record-apart trace sanitize peers check-records compare spread serve test test-gpu lint clean
+.PHONY: help html new record record-apart trace sanitize peers check-records compare serve test test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -34,8 +38,11 @@ help:  ## list the commands
 html: $(SITE_READY)  ## execute what changed and build the site into _build/html
 	@$(PY) -m triton_gallery html
 
+new: $(SITE_READY)  ## begin a recipe RECIPE=section/name: script, test and place in the contents
+	@$(PY) -m triton_gallery new $(or $(RECIPE),$(error name a recipe: make new RECIPE=section/name))
+
 record: $(SITE_READY)  ## on a GPU host, run recipes and record their outputs; RECIPE=section/name for one
-	@$(PY) -m triton_gallery record $(if $(STALE),--stale) $(if $(EACH_KIND),--each-kind) \
+	@$(PY) -m triton_gallery record $(if $(STALE),--stale) $(if $(AGAIN),--again) $(if $(EACH_KIND),--each-kind) \
 		$(if $(DASK),--dask $(DASK)) $(if $(INSECURE),--insecure) $(RECIPE)
 
 record-apart: $(SITE_READY)  ## on a GPU host, record one RECIPE=section/name in an environment of what it declares
@@ -51,8 +58,8 @@ trace:  ## make what a RECIPE=section/name reads at its execution, in the enviro
 sanitize: $(SITE_READY)  ## on a GPU host, run the checks of recipes under compute-sanitizer
 	@$(PY) -m triton_gallery sanitize $(RECIPE)
 
-peers: $(SITE_READY)  ## on a GPU host, measure ops beside other libraries' and record it; RECIPE=section/name prints only
-	@$(PY) benchmarks/peers.py $(RECIPE)
+peers: $(SITE_READY)  ## on a GPU host, measure ops beside other libraries' and record it; RECIPE=section/name for one
+	@$(PY) benchmarks/measure_peers.py $(RECIPE)
 
 check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
 	@$(PY) -m triton_gallery check-records $(RECIPE)
@@ -60,21 +67,17 @@ check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
 compare: $(SITE_READY)  ## compare recorded figures with those at BASE=revision
 	@$(PY) -m triton_gallery compare $(or $(BASE),$(error name a git revision: make compare BASE=revision)) $(RECIPE)
 
-spread: $(SITE_READY)  ## on a GPU host, record twice and keep how far two runs differ
-	@$(PY) -m triton_gallery record --out _build/spread/first $(RECIPE)
-	@$(PY) -m triton_gallery record --out _build/spread/second $(RECIPE)
-	@$(PY) -m triton_gallery spread _build/spread/first _build/spread/second
-
 serve: $(TEST_READY)  ## build, serve on http://127.0.0.1:8000 and build again on each change
 	@$(PY) -m sphinx_autobuild -c . --watch gallery --watch src --watch conf.py --ignore 'docs/recipes/*' \
 		--ignore '*.pyc' docs _build/serve
 
-test: $(TEST_READY)  ## test the recipes, the machinery and the built site
-	@OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --dist loadgroup
+test: $(TEST_READY)  ## test quickly; THOROUGH=1 for all, RECIPE=section/name for one recipe thoroughly
+	@OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --dist loadgroup \
+		$(if $(THOROUGH),--thorough "$(patsubst 1,all,$(THOROUGH))") $(if $(RECIPE),--recipe $(RECIPE))
 
-test-gpu: $(TEST_READY)  ## on a GPU host, test every op on the GPU; several processes share it
+test-gpu: $(TEST_READY)  ## on a GPU host, test every op on the GPU; as many processes as it has memory for
 	@$(PY) -c "import torch; torch.cuda.is_available() or exit('torch sees no GPU here')"
-	@$(PY) -m pytest tests/ops tests/test_device.py --numprocesses 4
+	@$(PY) -m pytest tests/ops tests/test_device.py --numprocesses auto --thorough all
 
 lint: $(TEST_READY)  ## check style, spelling and types
 	@$(PY) -m ruff check
@@ -89,8 +92,9 @@ clean:  ## remove what was built; the environment stays
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.site: requirements.txt | $(VENV)/bin/python
+$(VENV)/.site: requirements.txt pyproject.toml | $(VENV)/bin/python
 	$(PY) -m pip install --disable-pip-version-check --quiet --requirement requirements.txt
+	$(PY) -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
 $(VENV)/.test: tests/requirements.txt $(VENV)/.site

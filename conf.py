@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "src"))
 
 import triton_gallery  # noqa: E402
-from triton_gallery.recipes import sections  # noqa: E402
+from triton_gallery.recipes.contents import sections  # noqa: E402
 
 project = "Triton Gallery"
 author = "The Triton Gallery authors"
@@ -17,7 +17,7 @@ copyright = "2026, The Triton Gallery authors"
 version = release = triton_gallery.__version__
 
 extensions = [
-    "triton_gallery",
+    "triton_gallery.sphinx",
     "myst_parser",
     "notfound.extension",
     "sphinx.ext.githubpages",
@@ -27,18 +27,20 @@ extensions = [
     "sphinxext.opengraph",
 ]
 nitpicky = True
+exclude_patterns = ["_records"]  # data, whatever lies there
 
 # The gallery. triton_gallery executes every recipe, in a process of its own; sphinx-gallery then assembles the pages.
 plot_gallery = "False"
-recipe_time_limit = 300
+recipe_time_limit = 300  # seconds
+recipe_memory_limit = 0.8  # of the machine's memory, for all that run at once
 sphinx_gallery_conf = {
     "examples_dirs": "../gallery",
     "gallery_dirs": "recipes",
     "default_thumb_file": str(ROOT / "docs" / "_static" / "thumbnail.png"),
     "filename_pattern": r"\.py$",
     "subsection_order": [f"../gallery/{section}" for section in sections(ROOT / "gallery")],
-    "within_subsection_order": "triton_gallery.recipes.RecipeOrder",
-    "image_scrapers": ("triton_gallery.outputs.scrape", "matplotlib"),
+    "within_subsection_order": "triton_gallery.recipes.contents.RecipeOrder",
+    "image_scrapers": ("triton_gallery.run.capture.scrape", "matplotlib"),
     "download_all_examples": False,
     "min_reported_time": float("inf"),  # the strip under the title says it, and what it means
     "remove_config_comments": True,

@@ -1,43 +1,101 @@
-"""What all tests share: the gallery under test, the built site, and small projects to build."""
+"""What all tests share: which of them run, the gallery under test, the built site, and small projects to build."""
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from farm import Cluster, Farm
+from memory import processes
 from project import ROOT, Project
+from selection import left_out, select
+
+from triton_gallery.recipes.contents import load
+from triton_gallery.recipes.device import detect
+from triton_gallery.records.pages import Pages, Run
+from triton_gallery.run.execute import make_tasks
+from triton_gallery.run.settings import read
 
 # A shell starts what it puts in the background deaf to Ctrl-C, and so would be what the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a test run the tests of a recipe on a changed copy of the gallery."""
+    """Say which tests run, and let one run the tests of a recipe on a changed copy of the gallery."""
     parser.addoption(
         "--gallery", type=Path, default=ROOT / "gallery", help="the gallery to test (default: %(default)s)"
     )
+    parser.addoption(
+        "--thorough",
+        default="",
+        help="recipes to prove thoroughly: 'section/name ...', all, or changed",
+    )
+    parser.addoption("--recipe", help="run the tests of this recipe alone, section/name, all of them")
+
+
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Start as many processes as the GPU has memory for; None, so as many as there are cores, without one."""
+    memory = detect()[0].memory
+    return memory and min(processes(memory), os.cpu_count() or 1)
+
+
+LEFT_OUT = pytest.StashKey[int]()  # how many thorough tests
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process, for what they share, and all that look at the built site.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what was not asked for; keep in one process what shares something.
 
-    Those that start a process of their own may run anywhere.
+    Those are the tests of a file, all that look at the built site, and all that compile for another GPU. Those that
+    start a process of their own may run anywhere.
     """
+    runs, others = select(config.getoption("--thorough"), config.getoption("--recipe")).split(items)
+    config.stash[LEFT_OUT] = 0 if config.getoption("--recipe") else len(others)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = config.stash[LEFT_OUT]
+    config.hook.pytest_deselected(items=others)
+    items[:] = runs
     for item in items:
         if item.get_closest_marker("anywhere") is None:
-            shares = "site" if "site" in getattr(item, "fixturenames", ()) else item.location[0]
+            used = getattr(item, "fixturenames", ())
+            shares = next((name for name in ("site", "on_h100") if name in used), item.location[0])
             item.add_marker(pytest.mark.xdist_group(shares))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a process of pytest-xdist says of what it left out."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was left out."""
+    if count := terminalreporter.config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(left_out(count))
 
 
 @pytest.fixture(scope="session")
 def gallery(pytestconfig: pytest.Config) -> Path:
     """Return the gallery under test."""
     return pytestconfig.getoption("--gallery")
+
+
+@pytest.fixture(scope="session")
+def run_of_page(gallery: Path) -> Callable[[str], Run | None]:
+    """Return a function for the run of a recipe's page, given `section/name`; None if it is not of the present code."""
+    pages, environments = Pages(ROOT / "docs" / "recipes"), detect()
+    codes = {task.recipe.key: task.code for task in make_tasks(load(gallery.resolve()), read(ROOT))}
+
+    def find(key: str) -> Run | None:
+        run = pages.run(key)
+        return run if run and run.passed(codes[key], environments) else None
+
+    return find
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +107,7 @@ def make_project(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Proj
         shutil.copy(ROOT / "conf.py", root)
         with open(root / "conf.py", "a") as conf:
             conf.write(f"\nrecipe_time_limit = {limit}\n")
+            conf.write('extensions.remove("sphinxext.opengraph")  # it imports matplotlib, and they are built often\n')
         (root / "src").symlink_to(ROOT / "src")
         things = root / "gallery" / "things"
         things.mkdir(parents=True)

@@ -34,14 +34,18 @@ class Farm(Project):
         source = self.root / "src"
         source.unlink()
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
-        device = source / "triton_gallery" / "device.py"
+        device = source / "triton_gallery" / "recipes" / "device.py"
         device.write_text(device.read_text().replace("\nif __name__", FAKE_GPU))
 
     @property
     def command(self) -> list[str]:
         """The project's command line."""
         seconds = f"cluster.CONNECTING, cluster.PATIENCE = 4, {self.patience}"
-        return [sys.executable, "-c", f"from triton_gallery import cli, cluster; {seconds}; exit(cli.main())"]
+        return [
+            sys.executable,
+            "-c",
+            f"from triton_gallery import cli; from triton_gallery.run.dask import cluster; {seconds}; exit(cli.main())",
+        ]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -59,6 +63,12 @@ class Farm(Project):
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def build(self) -> tuple[int, str]:
+        """Build the site; return the exit status and what the terminal showed."""
+        process = super().start()
+        output, _ = process.communicate(timeout=120)
+        return process.returncode, output
 
     def record(self, *arguments: str, **variables: str) -> tuple[int, str]:
         """Record; return the exit status and what the terminal showed."""

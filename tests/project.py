@@ -1,6 +1,7 @@
 """Where the project is, small projects of its kind to test the machinery on, and what becomes of their processes."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,15 +12,17 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[1]
-# A recipe that starts a child, notes both process numbers and hangs.
-HANGS = """
+# A recipe that starts three children, two of which leave its session and one its parent, and notes all process numbers.
+LEAVES = """
 import os, subprocess, time
 
 child = subprocess.Popen(["sleep", "1000"])
+apart = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+daemon = subprocess.check_output("setsid sleep 1000 >/dev/null 2>&1 & echo $!", shell=True, text=True)
 with open({notes!r}, "w") as notes:
-    notes.write(f"{{os.getpid()}} {{child.pid}}\\n")
-time.sleep(1000)
+    notes.write(f"{{os.getpid()}} {{child.pid}} {{apart.pid}} {{daemon}}")
 """
+HANGS = LEAVES + "time.sleep(1000)\n"
 
 
 @dataclass
@@ -49,7 +52,8 @@ class Project:
     @property
     def environment(self) -> dict[str, str]:
         """The variables that it needs."""
-        return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""}
+        ours = {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
+        return {**os.environ, **ours}  # Sphinx colours what it prints where CI is set
 
     def start(self) -> subprocess.Popen[str]:
         """Begin to build the site."""
@@ -79,6 +83,12 @@ def wait_until(true: Callable[[], bool], log: Callable[[], str] = lambda: "it di
     while not true():
         assert time.monotonic() < end, log()
         time.sleep(0.05)
+
+
+def without_make() -> dict[str, str]:
+    """Return the environment without the variables that a make which runs the tests hands on to one within them."""
+    handed_on = "MAKE|MFLAGS|VENV|PYTHON|THOROUGH|RECIPE"
+    return {name: value for name, value in os.environ.items() if not re.match(handed_on, name)}
 
 
 def is_alive(pid: int) -> bool:

@@ -161,10 +161,15 @@ def test_performance_table_sorts_and_filters(page: Page, address: str) -> None:
     rows = page.locator("table.performance tbody tr")
     count = rows.count()
     assert count > 3
-    page.locator("table.performance th button").nth(5).click()
-    fractions = [float(text) for text in page.locator("table.performance tbody td:nth-child(6)").all_inner_texts()]
+    page.locator("table.performance th button").nth(7).click()
+    fractions = [float(text) for text in page.locator("table.performance tbody td:nth-child(8)").all_inner_texts()]
     assert fractions == sorted(fractions, reverse=True)
-    page.get_by_label("Filter the table").fill("row_sum h200")
+    words = page.get_by_label("Filter the table").first
+    words.fill("jax_call h200")
     assert rows.locator("visible=true").count() == 1
-    page.get_by_label("Filter the table").fill("no such thing")
+    words.fill("no such thing")
     assert rows.locator("visible=true").count() == 0
+    works = page.locator("table.peers tbody tr")
+    count = works.count()
+    page.get_by_label("Filter the table").last.fill("softmax, backward")
+    assert 0 < works.locator("visible=true").count() < count

@@ -4,8 +4,11 @@ import dataclasses
 import json
 import re
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,8 +16,8 @@ import pytest
 from farm import Cluster, Farm
 from project import HANGS, is_alive, wait_until
 
-from triton_gallery.device import Environment
-from triton_gallery.recording import FarmError, kinds
+from triton_gallery.recipes.device import Environment
+from triton_gallery.run.recording import FarmError, kinds
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +80,11 @@ def test_longest_begins_first(make_farm: Callable[..., Farm], make_cluster: Call
     )
     assert status == 0, output
     if where == "here":
-        status, output = farm.record()
+        status, output = farm.record("--again")
     else:
         cluster = make_cluster()
         cluster.add("0")
-        status, output = farm.record("--dask", cluster.address)
+        status, output = farm.record("--again", "--dask", cluster.address)
     assert status == 0, output
     begins = {name: json.loads(record["outputs"][0]["text"])[1] for name, record in farm.recorded().items()}
     assert sorted(begins, key=begins.get) == ["unknown", "takes4", "takes2", "takes0"]
@@ -97,8 +100,8 @@ child = subprocess.Popen(["sleep", "1000"])
 with open({notes!r}, "a") as notes:
     notes.write(f"{{os.getpid()}} {{child.pid}}\\n")
 if len(Path({notes!r}).read_text().splitlines()) <= {times}:
-    worker = psutil.Process().parents()[1]
-    assert worker.cmdline() != psutil.Process().parent().cmdline()
+    server, worker = psutil.Process().parents()[1:4:2]
+    assert "triton_gallery.run.server" in server.cmdline()
     worker.kill()
     time.sleep(1000)
 child.kill()
@@ -132,6 +135,101 @@ def test_dead_worker_costs_a_retry(
     pids = [int(pid) for pid in f"{once.read_text()} {twice.read_text()}".split()]
     assert len(pids) == 8
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_restarted_worker_is_another_one(
+    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """A worker with a port of its own has the same address again: Dask would have it execute what killed it."""
+    notes = tmp_path / "notes"
+    farm = make_farm(kills="import time\n" + KILLS_ITS_WORKER.format(notes=str(notes), times=9), other="print('other')")
+    cluster = make_cluster()
+    cluster.add("0", options=f"--nanny --worker-port {free_port()}")
+    status, output = farm.record("--dask", cluster.address)
+    assert status == 1
+    assert "2 workers died while they executed it" in " ".join(output.split())
+    assert set(farm.recorded()) == {"other"}, output
+    assert len(notes.read_text().splitlines()) == 2
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody has."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_broken_connection_is_no_death(
+    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """What was sent is dropped on the worker, and sent again as often as that happens."""
+    notes, go = tmp_path / "notes", tmp_path / "go"
+    farm, cluster = make_farm(waits=NOTES_AND_WAITS.format(notes=str(notes), go=str(go))), make_cluster()
+    cluster.add("0")
+    with Wire(cluster.address) as wire:
+        process = farm.start("--dask", wire.address)
+        for times in 1, 2, 3:
+            wait_until(lambda times=times: notes.exists() and len(notes.read_text().split()) == times)
+            if times < 3:
+                wire.cut()
+        go.touch()
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert set(farm.recorded()) == {"waits"}
+
+
+NOTES_AND_WAITS = """
+import os, time
+from pathlib import Path
+
+with open({notes!r}, "a") as notes:
+    notes.write(f"{{os.getpid()}}\\n")
+while not Path({go!r}).exists():
+    time.sleep(0.1)
+"""
+
+
+class Wire:
+    """A way to a scheduler that can be cut; then one connects again."""
+
+    def __init__(self, address: str) -> None:
+        """Take the scheduler's address."""
+        self._far = ("127.0.0.1", int(address.rpartition(":")[2]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._ends: list[socket.socket] = []
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> "Wire":
+        """Let through whoever connects."""
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Cut it for good."""
+        self._listener.close()
+        self.cut()
+
+    def cut(self) -> None:
+        """Break all connections."""
+        while self._ends:
+            with suppress(OSError):
+                self._ends.pop().shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._far)
+                self._ends += [near, far]
+                for ends in (near, far), (far, near):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, to: socket.socket) -> None:
+        with suppress(OSError):
+            while content := source.recv(65536):
+                to.sendall(content)
+        with suppress(OSError):
+            to.shutdown(socket.SHUT_RDWR)
 
 
 def test_no_worker_is_left(
@@ -264,11 +362,18 @@ def test_each_kind_is_recorded(
     process = farm.start("--dask", cluster.address)
     wait_until(began.exists, lambda: cluster.log)
     cluster.add("0", name="Other GPU")
-    time.sleep(3)  # in which the new worker could take the other recipe
+    cluster.add("0,1", name="Test GPU,Test GPU")
+    time.sleep(3)  # in which a new worker could take the other recipe
     go.touch()
-    assert process.wait(60) == 0
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    for reason in ("has another GPU, driver or version than", "sees 2 GPUs; start a worker for each"):
+        (line,) = (line for line in output.splitlines() if reason in line)
+        assert line.endswith("; it is not used")
     assert set(farm.recorded("test-gpu")) == {"one", "other"}
     assert not farm.recorded("other-gpu")
+    cluster.processes.pop().terminate()
+    wait_until(lambda: "Remove worker" in cluster.log)
     status, output = farm.record("--dask", cluster.address)
     assert status == 2
     assert "unlike GPUs: " in output
@@ -301,7 +406,7 @@ def test_what_is_missing_is_told(make_farm: Callable[..., Farm]) -> None:
 
 def test_torch_may_be_missing(make_farm: Callable[..., Farm]) -> None:
     farm = make_farm(one="print('one')")
-    device = farm.root / "src" / "triton_gallery" / "device.py"
+    device = farm.root / "src" / "triton_gallery" / "recipes" / "device.py"
     device.write_text(device.read_text().replace("    gpus = zip", "    import no_torch\n\n    gpus = zip"))
     status, output = farm.record()
     assert status == 2

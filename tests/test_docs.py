@@ -1,9 +1,19 @@
 """What the prose says of the project is so."""
 
+import os
 import re
+import shutil
 import subprocess
+import sys
+import sysconfig
+from pathlib import Path
 
-from project import ROOT
+import pytest
+from project import ROOT, without_make
+
+from triton_gallery.recipes.contents import load
+
+GUIDE = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guide").glob("*.md")]
 
 
 def tracked() -> list[str]:
@@ -16,18 +26,19 @@ def tracked() -> list[str]:
 def test_file_tree_is_complete() -> None:
     (tree,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "contributing.md").read_text(), flags=re.DOTALL)
     named = set()
-    folder = ""
+    folders: list[str] = []
     for line in tree.splitlines():
         name = line.split()[0]
-        if not line.startswith(" ") and name.endswith("/"):
-            folder = name
-        named.add(name if not line.startswith(" ") else folder + name)
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders = [*folders[:depth], name]
+        named.add("".join(folders))
     files = [
         name
         for name in tracked()
         if re.match(r"src/|docs/[^/]*$|gallery/[^/]*$|((tests|benchmarks)/)?[^./][^/]*$", name)
     ]
     files = [name for name in files if name not in {"LICENSE", "gallery/GALLERY_HEADER.rst"}]
+    files = [name for name in files if not re.match(r"src/\w+/.+/__init__.py", name)]  # it stands at its folder
     assert [name for name in files if name not in named] == []
     assert [name for name in named if "<" not in name and "*" not in name and not (ROOT / name).exists()] in (
         [],
@@ -38,8 +49,7 @@ def test_file_tree_is_complete() -> None:
 def test_make_targets_are_real() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
-    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guide").glob("*.md")]
-    for document in documents:
+    for document in GUIDE:
         named = set(re.findall(r"(?:^\$ |`|\| `)make ([a-z-]+)", document.read_text(), flags=re.MULTILINE))
         assert named <= targets, document
 
@@ -48,3 +58,61 @@ def test_pins_are_exact() -> None:
     for name in ("requirements.txt", "tests/requirements.txt"):
         for line in (ROOT / name).read_text().splitlines():
             assert not line or line.startswith("#") or re.match(r"[\w-]+==[\w.]+(; .*)?$", line), line
+
+
+def test_install_line_of_a_gpu_host_is_complete() -> None:
+    """It names all of `requirements.txt` but what the host has, and what installs the command that it does without."""
+    pinned = set(re.findall(r"(?m)^([\w-]+)==", (ROOT / "requirements.txt").read_text()))
+    guide = (ROOT / "docs" / "guide" / "gpu_host.md").read_text()
+    (line,) = re.findall(r"(?m)^\$ python -m pip install (furo(?:.*\\\n)*.*)$", guide)
+    assert set(line.replace("\\", "").split()) == pinned - {"torch", "triton", "setuptools"}
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """Return a checkout whose environment `make` made, with the packages of this one in place of downloads."""
+    for name in ("Makefile", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    shutil.copytree(ROOT / "gallery", tmp_path / "gallery")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "_records").symlink_to(ROOT / "docs" / "_records")
+    (tmp_path / "requirements.txt").touch()
+    make(tmp_path, ".venv/bin/python")
+    (packages,) = tmp_path.glob(".venv/lib/python*/site-packages")
+    (packages / "others.pth").write_text(f"import sys; sys.path.insert(0, {sysconfig.get_path('purelib')!r})")
+    make(tmp_path, ".venv/.site")
+    return tmp_path
+
+
+def make(folder: Path, target: str) -> None:
+    """Run `make` as if it were not run by another."""
+    command = ["make", target, f"PYTHON={sys.executable}"]
+    made = subprocess.run(command, cwd=folder, env=without_make(), capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+
+
+CALL = re.compile(r"(?:\.venv/bin/triton-gallery|PYTHONPATH=src /path/to/python -m triton_gallery)((?: [\w./-]+)*)")
+
+
+def test_commands_of_the_guide_work_as_written(installed: Path) -> None:
+    """In an environment as `make` makes it, and with `VENV=` in one that has the other packages."""
+    texts = [document.read_text() for document in GUIDE]
+    calls = {call[1].strip() for text in texts for call in CALL.finditer(text)}
+    assert calls >= {"", "needs section/name", "results --json"}
+    assert not any(re.search(r"-m triton_gallery|(?m:^\$ triton-gallery)", CALL.sub("", text)) for text in texts)
+    for call in [*sorted(calls - {""}), "--help"]:
+        arguments = call.replace("section/name", load(ROOT / "gallery")[0].key).split()
+        said = []
+        for command, variables in (
+            ([".venv/bin/triton-gallery"], {}),
+            ([sys.executable, "-m", "triton_gallery"], {"PYTHONPATH": "src"}),
+        ):
+            environment = {"PATH": os.environ["PATH"], "HOME": str(installed), **variables}
+            process = subprocess.run(
+                [*command, *arguments], cwd=installed, env=environment, capture_output=True, text=True, check=False
+            )
+            assert process.returncode == 0, process.stderr
+            said.append(process.stdout)
+        assert said[0] == said[1] != ""
+    assert said[0].startswith("usage: triton-gallery ")

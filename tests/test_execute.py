@@ -14,11 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 from bs4 import BeautifulSoup
-from project import HANGS, Project, is_alive, wait_until
+from project import HANGS, LEAVES, Project, is_alive, wait_until
 
-from triton_gallery.execute import refresh
-from triton_gallery.pages import Pages
-from triton_gallery.recipes import load
+from triton_gallery.recipes.contents import load
+from triton_gallery.records.pages import Pages
+from triton_gallery.run import settings
+from triton_gallery.run.execute import refresh
 
 LIMIT = 12
 FAULTS = {
@@ -134,7 +135,7 @@ def test_changed_environment_runs_again(healthy: Project) -> None:
 
 def test_changed_machinery_runs_all(healthy: Project) -> None:
     with open(healthy.root / "conf.py", "a") as conf:
-        conf.write("# changed\n")
+        conf.write('sphinx_gallery_conf["capture_repr"] = ("__repr__",)\n')
     _, output = healthy.build()
     assert executed(output) == {"good", *FAULTS}
 
@@ -239,7 +240,7 @@ def test_page_is_whole_or_not_there(make_project: Callable[..., Project]) -> Non
     project.write(good="import matplotlib.pyplot as plt\n\nplt.plot([1, 2])\nplt.show()")
     pages = Pages(project.root / "docs" / "recipes")
     recipes = load(project.root / "gallery")
-    ((recipe, run),) = refresh(recipes, pages, project.root, 60, lambda *_: None)
+    ((recipe, run),) = refresh(recipes, pages, settings.read(project.root), lambda *_: None)
     written = [path for path in pages.folder.glob("**/*") if path.is_file() and path != pages.run_file(recipe.key)]
     files = {str(path.relative_to(pages.folder)): path.read_bytes() for path in written}
     assert len(files) > 4
@@ -254,14 +255,79 @@ def test_page_is_whole_or_not_there(make_project: Callable[..., Project]) -> Non
     assert pages.run(recipe.key) == run
 
 
+ENDS = {
+    "ends": "",
+    "raises": "raise ValueError",
+    "crashes": "os.kill(os.getpid(), 11)",
+    "exits": "os._exit(0)",
+    "hangs": "time.sleep(1000)",
+    "hangs_deaf": "import signal\n\nsignal.signal(signal.SIGABRT, signal.SIG_IGN)\ntime.sleep(1000)",
+}
+
+
 def test_ended_recipe_leaves_no_child(make_project: Callable[..., Project], tmp_path: Path) -> None:
+    """Nor do those stay that left its session, however it ends."""
     project = make_project(limit=LIMIT)
-    child = f'import subprocess\n\nwith open({str(tmp_path)!r} + "/%s", "w") as notes:\n'
-    child += '    notes.write(str(subprocess.Popen(["sleep", "1000"]).pid))'
-    project.write(ends=child % "ends", hangs=child % "hangs" + "\nwhile True:\n    pass")
+    project.write(**{name: LEAVES.format(notes=str(tmp_path / name)) + end for name, end in ENDS.items()})
     project.build()
-    assert not is_alive(int((tmp_path / "ends").read_text()))
-    assert not is_alive(int((tmp_path / "hangs").read_text()))
+    pids = {name: [int(pid) for pid in (tmp_path / name).read_text().split()] for name in ENDS}
+    assert all(len(noted) == 4 for noted in pids.values())
+    assert not {name: noted for name, noted in pids.items() if any(map(is_alive, noted))}
+
+
+def test_recipe_ends_with_its_parent(make_project: Callable[..., Project], tmp_path: Path) -> None:
+    project, notes = make_project(limit=100), tmp_path / "pid"
+    kills = f"import os, time\n\nwith open({str(notes)!r}, 'w') as notes:\n    notes.write(str(os.getpid()))\n"
+    project.write(kills=kills + "os.kill(os.getppid(), 9)\ntime.sleep(1000)")
+    _, output = project.build()
+    assert "killed by signal 9 (SIGKILL)" in " ".join(output.split())
+    wait_until(lambda: not is_alive(int(notes.read_text())))
+
+
+# A recipe that notes what its process has of the one that it is a fork of.
+FORKED = """
+import sys
+
+imported = {{"torch", "triton"}} <= set(sys.modules), "pandas" in sys.modules
+
+import os, tempfile
+from pathlib import Path
+import numpy
+import torch
+import triton
+import triton.language
+
+server = Path(f"/proc/{{os.getppid()}}/stat").read_text().rpartition(")")[2].split()[1]
+threads = len(os.listdir(f"/proc/{{server}}/task"))
+interpreted = not isinstance(triton.language.sum, triton.JITFunction)
+found = *imported, interpreted, threads, torch.cuda.is_initialized(), os.environ.get("TRITON_INTERPRET")
+Path({notes!r}).write_text(f"{{found}}\\n{{tempfile.gettempdir()}}\\n{{numpy.random.rand()}}")
+"""
+KILLS = """
+import os, signal
+from pathlib import Path
+
+server = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
+if b"triton_gallery.run.server" in Path(f"/proc/{server}/cmdline").read_bytes():  # no other recipe was faster
+    os.kill(int(server), signal.SIGKILL)
+"""
+
+
+def test_recipes_share_imports_alone(make_project: Callable[..., Project], tmp_path: Path) -> None:
+    project, names = make_project(), ["one", "other"]
+    project.write(**{name: FORKED.format(notes=str(tmp_path / name)) for name in names})
+    status, output = project.build()
+    assert status == 0, output
+    found, *own = zip(*((tmp_path / name).read_text().splitlines() for name in names), strict=True)
+    assert set(found) == {str((True, False, True, 1, False, None))}
+    assert all(one != other for one, other in own)
+
+
+def test_what_forks_recipes_may_end(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    project.write(**{f"kills_{number}": KILLS for number in range(2 * (os.cpu_count() or 1))})
+    status, output = project.build()
+    assert status == 0, output
 
 
 def test_page_without_its_text_is_made_again(healthy: Project) -> None:

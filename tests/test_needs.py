@@ -10,10 +10,10 @@ import pytest
 from bs4 import BeautifulSoup
 from project import ROOT, Project
 
-from triton_gallery.needs import missing, packages
-from triton_gallery.pages import Pages
-from triton_gallery.recipes import load
-from triton_gallery.records import Records
+from triton_gallery.recipes.contents import load
+from triton_gallery.recipes.needs import missing, packages
+from triton_gallery.records.pages import Pages
+from triton_gallery.records.recorded import Records
 
 BLOCK = '# /// script\n# requires-python = ">=3.11"\n# dependencies = ["torch>=2.11", "rare-package>=2"]\n# ///\n'
 CODE = 'import rare_package\n\nprint("made with", rare_package.__name__)'

@@ -1,25 +1,30 @@
 """Figures beside other libraries': what is written, shown and refused. No GPU is needed: none is measured here."""
 
+import dataclasses
+import importlib
+import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import peers
+import measure_peers
 import pytest
 from bs4 import BeautifulSoup
 from project import ROOT, Project
 
-from triton_gallery.device import Environment
-from triton_gallery.formats import BadRecordError
-from triton_gallery.peers import Peers, Row, load_all, write
-from triton_gallery.recipes import hash_of, load
+from triton_gallery.recipes.contents import load
+from triton_gallery.recipes.device import Environment
+from triton_gallery.recipes.hashes import hash_of
+from triton_gallery.records.formats import BadRecordError, Device
+from triton_gallery.records.peers import PeerRow, load_all, merge, table_of
 
 EVIL = '<script>alert("evil")</script>'
 ENVIRONMENT = Environment("Test GPU 9000", "0", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")
 DATE, COMMIT = "2026-01-02T03:04:05+00:00", "0123456789abcdef0123"
 RATES = {"Triton": [300.0, 290.0, 310.0], "PyTorch": [100.0, 99.0, 101.0], "Roof": [400.0, 399.0, 401.0]}
 TIED = {**RATES, "Liger": [303.0, 295.0, 304.0]}
+BY = " \N{MULTIPLICATION SIGN} "
 
 
 @pytest.fixture
@@ -27,70 +32,201 @@ def project(make_project: Callable[..., Project]) -> Project:
     """Return a gallery of two recipes, not built, and a performance page."""
     project = make_project()
     project.write(one="x = 1", two="x = 2")
-    (project.root / "docs" / "performance.md").write_text("# Performance\n\n```{peers}\n```\n")
+    (project.root / "docs" / "performance.md").write_text("# Performance\n\n```{performance}\n```\n\n```{peers}\n```\n")
     index = project.root / "docs" / "index.md"
     index.write_text(index.read_text().replace("recipes/index", "recipes/index\nperformance"))
     return project
 
 
-def record(project: Project, environment: Environment = ENVIRONMENT) -> Path:
-    """Write a run of three rows; return its file."""
-    one, two = load(project.root / "gallery")
-    rows = [
-        Row(one.key, "one, forward", [131072, 1024], hash_of(one), TIED),
-        Row(one.key, EVIL, [8, 2], hash_of(one), {**RATES, "Liger": None}),
-        Row(two.key, "two, backward", [16], hash_of(two), RATES),
+def a_row(project: Project, name: str, work: str, shape: list[int], rates: dict, **others: object) -> PeerRow:
+    """Return a row of a recipe's present code."""
+    (recipe,) = (recipe for recipe in load(project.root / "gallery") if recipe.name == name)
+    device = Device(**ENVIRONMENT.kind)
+    row = PeerRow(
+        recipe.key, work, shape, "GB/s", hash_of(recipe), device, DATE, COMMIT, {"liger-kernel": "0.8.5"}, rates
+    )
+    return dataclasses.replace(row, **others)
+
+
+def keep(project: Project, *rows: PeerRow, known: Sequence[PeerRow] = ()) -> Path:
+    """Put rows into their file; return it."""
+    return merge(project.root / "docs" / "_records", rows, [row.key for row in known or rows])
+
+
+def three(project: Project, **others: object) -> list[PeerRow]:
+    """Return the rows of a run."""
+    return [
+        a_row(project, "one", "one, forward", [131072, 1024], TIED, **others),
+        a_row(project, "one", EVIL, [8, 2], {**RATES, "Liger": None}, **others),
+        a_row(project, "two", "two, backward", [16], RATES, **others),
     ]
-    return write(project.root / "docs" / "_records", environment, DATE, COMMIT, {"liger-kernel": "0.8.5"}, rows)
 
 
-def read(project: Project) -> list[Peers]:
+def record(project: Project, **others: object) -> Path:
+    """Write a run of three rows; return its file."""
+    return keep(project, *three(project, **others))
+
+
+def read(project: Project) -> list[PeerRow]:
     """Return what is recorded."""
     return load_all(project.root / "docs" / "_records")
 
 
-def shown(project: Project) -> BeautifulSoup:
-    """Build the site; return the article of the performance page."""
+def shown(project: Project, page: str = "performance") -> BeautifulSoup:
+    """Build the site; return the article of a page."""
     status, output = project.build()
     assert status == 0, output
-    page = (project.root / "_build" / "html" / "performance.html").read_text()
-    return BeautifulSoup(page, "html.parser").select_one("article")
+    return article(project, page)
 
 
-def cells(article: BeautifulSoup) -> list[list[str]]:
-    """Return the texts of the table's cells."""
-    return [[cell.text.strip() for cell in row.select("td")] for row in article.select("table.peers tbody tr")]
+def article(project: Project, page: str) -> BeautifulSoup:
+    """Return the article of a built page."""
+    text = (project.root / "_build" / "html" / f"{page}.html").read_text()
+    return BeautifulSoup(text, "html.parser").select_one("article")
+
+
+def cells(article: BeautifulSoup, kind: str = "peers") -> list[list[str]]:
+    """Return the texts of the tables' cells."""
+    return [[cell.text.strip() for cell in row.select("td")] for row in article.select(f"table.{kind} tbody tr")]
+
+
+def captions(article: BeautifulSoup) -> list[str]:
+    """Return the lines above the tables."""
+    texts = [(strong.text, strong.parent.text) for strong in article.select("p > strong")]
+    return [text for device, text in texts if text.startswith(f"{device} · ")]
 
 
 def test_what_is_written_is_read(project: Project) -> None:
     path = record(project)
     assert path == project.root / "docs" / "_records" / "test-gpu-9000" / "peers.json"
-    (run,) = read(project)
-    assert (run.path, run.device.name, run.date, run.commit) == (path, "Test GPU 9000", DATE, COMMIT)
-    assert run.rows[0].rates == TIED
-    assert run.stale(load(project.root / "gallery")) == []
+    assert read(project) == three(project)
+    assert all(row.is_fresh(load(project.root / "gallery")) for row in read(project))
+
+
+def test_rows_are_merged_one_by_one(project: Project) -> None:
+    """A row takes the place of that of the same work and size; others stay; those of no known work go."""
+    first, second, third = three(project)
+    keep(project, first, second, third)
+    later = {"date": "2026-05-06T07:08:09+00:00", "commit": None, "packages": {}}
+    newer = dataclasses.replace(second, rates=RATES, device=dataclasses.replace(first.device, torch="3.0"), **later)
+    further = dataclasses.replace(second, shape=[8, 3])
+    keep(project, further, newer, known=[first, second, further, third])
+    assert read(project) == [first, newer, further, third], "they have the order of what is known"
+    keep(project, first, known=[first, third])
+    assert read(project) == [first, third]
+
+
+def test_first_version_is_read_without_a_change_of_figures(project: Project) -> None:
+    path = record(project)
+    rows = json.loads(path.read_text())["rows"]
+    run = {name: rows[0][name] for name in ("device", "date", "commit", "packages")}
+    of_version_1 = [{name: value for name, value in row.items() if name not in {*run, "unit"}} for row in rows]
+    path.write_text(json.dumps({"schema": 1, **run, "rows": of_version_1}))
+    assert read(project) == three(project)
+    path.write_text(json.dumps({"schema": 1, "rows": of_version_1}))
+    with pytest.raises(BadRecordError, match="'device' is a required property"):
+        read(project)
+
+
+def test_sizes_of_a_work_are_one_table(project: Project) -> None:
+    _, second, _ = three(project)
+    table = table_of([second, dataclasses.replace(second, shape=[1, 3], rates={"Triton": [2.0, 1.0, 3.0]})])
+    assert table.xs == [f"1{BY}3", f"8{BY}2"], "the smallest comes first"
+    assert table.series == {
+        "Triton": [2.0, 300.0],
+        "PyTorch": [None, 100.0],
+        "Liger": [None, None],
+        "Roof": [None, 400.0],
+    }
+
+
+WHEN = "2026-01-02 03:04"
+FACTS = f"{WHEN} · driver 1.2 · torch 2.99 · triton 3.99 · liger-kernel 0.8.5 · commit 0123456789"
 
 
 def test_page_shows_the_figures_and_what_they_are_of(project: Project) -> None:
     assert "Nothing has been measured beside other libraries yet." in shown(project).text
     path = record(project)
-    article = shown(project)
-    caption = article.find("strong", string="Test GPU 9000").parent.text
-    facts = "driver 1.2 · torch 2.99 · triton 3.99 · liger-kernel 0.8.5 · 2026-01-02 · commit 0123456789"
-    assert caption == f"Test GPU 9000 · {facts}"
-    assert [title.text.strip() for title in article.select("table.peers.sortable th")] == [
+    page = shown(project)
+    assert captions(page) == [f"Test GPU 9000 · {FACTS}"]
+    assert [title.text.strip() for title in page.select("table.peers.sortable th")] == [
         *("work", "size", "Triton / best other", "Triton / roof", "Triton Gallery (GB/s)", "PyTorch", "Liger", "Roof")
     ]
-    assert cells(article) == [
-        ["one, forward", "131072 \N{MULTIPLICATION SIGN} 1024", "0.99 (tie)", "0.75", "300", "100", "303", "400"],
-        [EVIL, "8 \N{MULTIPLICATION SIGN} 2", "3.00", "0.75", "300", "100", "-", "400"],
+    assert cells(page) == [
+        ["one, forward", f"131072{BY}1024", "0.99 (tie)", "0.75", "300", "100", "303", "400"],
+        [EVIL, f"8{BY}2", "3.00", "0.75", "300", "100", "-", "400"],
         ["two, backward", "16", "3.00", "0.75", "300", "100", "-", "400"],
     ]
-    assert not article.find("script", string="alert")
-    links = [link["href"] for link in article.select("table.peers a")]
+    assert not page.find("script", string="alert")
+    links = [link["href"] for link in page.select("table.peers a")]
     assert links == ["recipes/things/one.html"] * 2 + ["recipes/things/two.html"]
     path.unlink()
     assert not cells(shown(project)), "the page does not follow its record"
+
+
+def test_recipe_shows_its_rows(project: Project) -> None:
+    """They stand before what comes next, and the page follows them."""
+    project.write(one='x = 1\n\n# %%\n# Go further\n# ----------\n#\n# Read on.\n\nprint("last")')
+    assert not shown(project, "recipes/things/one").select("table.peers, #beside-other-libraries")
+    path = record(project)
+    page = shown(project, "recipes/things/one")
+    assert [title.text.strip("\N{PILCROW SIGN}") for title in page.select("h2")] == [
+        "Beside other libraries",
+        "Go further",
+    ]
+    assert [row[0] for row in cells(page)] == ["one, forward", EVIL]
+    assert captions(page) == [f"Test GPU 9000 · {FACTS}"]
+    other = article(project, "recipes/things/two")
+    assert [row[0] for row in cells(other)] == ["two, backward"], "a page without a section to stand before has it too"
+    assert not other.select_one(".sphx-glr-footer").find_next("table")
+    newer = a_row(project, "one", "one, forward", [131072, 1024], RATES, date="2027-01-01T00:00:00+00:00")
+    keep(project, newer, known=read(project))
+    page = shown(project, "recipes/things/one")
+    assert [(row[2], row[-1]) for row in cells(page)] == [("3.00", "2027-01-01 00:00"), ("3.00", WHEN)]
+    path.unlink()
+    assert not cells(shown(project, "recipes/things/one"))
+
+
+def test_rows_of_several_runs_say_which(project: Project) -> None:
+    first, second, third = three(project)
+    software = dataclasses.replace(first.device, torch="3.0", driver=None)
+    newer = dataclasses.replace(second, device=software, date="2027-01-01T00:00:00+00:00", packages={}, commit=None)
+    keep(project, first, newer, third)
+    page = shown(project)
+    assert captions(page) == [f"Test GPU 9000 · {FACTS}", "Test GPU 9000 · 2027-01-01 00:00 · torch 3.0 · triton 3.99"]
+    assert [row[-1] for row in cells(page)] == [WHEN, "2027-01-01 00:00", WHEN]
+
+
+def test_each_unit_has_its_table(project: Project) -> None:
+    first, second, third = three(project)
+    keep(project, first, dataclasses.replace(second, unit="TFLOP/s"), third)
+    titles = [table.select("th")[4].text.strip() for table in shown(project).select("table.peers")]
+    assert titles == ["Triton Gallery (GB/s)", "Triton Gallery (TFLOP/s)"]
+
+
+def test_performance_page_sums_up_each_work(project: Project) -> None:
+    """At the middle size, with the median and the worst of all."""
+    rates = {"Triton": [90.0, 89.0, 91.0], "PyTorch": [100.0, 99.0, 101.0], "Roof": [100.0, 99.0, 101.0]}
+    liger = {**RATES, "Liger": [200.0, 199.0, 201.0]}
+    rows = [a_row(project, "one", "one, forward", [8, 2**size], liger) for size in (2, 0, 1)]
+    rows.append(a_row(project, "one", "one, forward", [1, 4], rates, date="2025-01-01T00:00:00+00:00"))
+    keep(project, *rows, a_row(project, "one", "one", [9], rates))
+    assert cells(shown(project), "performance") == [
+        *(
+            [
+                *("one", f"forward (make peers), 8{BY}2", "300 GB/s", "Liger: 200", "1.50", "1.50"),
+                *(f"0.90 at 1{BY}4", "0.75", "Test GPU 9000", "2025-01-01"),
+            ],
+            [
+                *("one", "(make peers), 9", "90 GB/s", "PyTorch: 100", "0.90", "0.90", "0.90 at 9", "0.90"),
+                *("Test GPU 9000", "2026-01-02"),
+            ],
+        )
+    ]
+    project.write(one="x = 3")
+    assert [row[-1] for row in cells(shown(project), "performance")] == ["2025-01-01, stale", "2026-01-02, stale"]
+    project.write(one="x = 1")
+    assert [row[-1] for row in cells(shown(project), "performance")] == ["2025-01-01", "2026-01-02"]
 
 
 def test_rows_of_changed_code_are_stale(project: Project) -> None:
@@ -98,12 +234,14 @@ def test_rows_of_changed_code_are_stale(project: Project) -> None:
     project.write(one="x = 1  # a comment")
     assert not shown(project).select("table.peers .stale")
     project.write(one="x = 3")
-    article = shown(project)
-    assert [row[0] for row in cells(article)] == ["one, forward, stale", f"{EVIL}, stale", "two, backward"]
+    stale = ["one, forward, stale", f"{EVIL}, stale"]
+    assert [row[0] for row in cells(shown(project))] == [*stale, "two, backward"]
+    assert [row[0] for row in cells(article(project, "recipes/things/one"))] == stale
     project.write(one="x = 1")
     assert not shown(project).select("table.peers .stale")
+    assert not article(project, "recipes/things/one").select("table.peers .stale")
     project.remove("one")
-    assert [row[0] for row in cells(shown(project))] == ["one, forward, stale", f"{EVIL}, stale", "two, backward"]
+    assert [row[0] for row in cells(shown(project))] == [*stale, "two, backward"]
 
 
 def test_check_records_names_stale_rows(project: Project) -> None:
@@ -116,19 +254,61 @@ def test_check_records_names_stale_rows(project: Project) -> None:
     assert lines[:2] == [["things/one", "missing"], ["things/two", "missing, stale beside other libraries"]]
 
 
+def test_results_have_the_rows(project: Project) -> None:
+    """Each says where it comes from."""
+    first, second, third = three(project)
+    keep(project, first, second, third)
+    project.write(two="x = 3")
+    found = json.loads(results(project, "--json"))
+    assert [row["state"] for row in found["peers"]] == ["fresh", "fresh", "stale"]
+    assert found["peers"][0] == {
+        "recipe": "things/one",
+        "work": "one, forward",
+        "shape": [131072, 1024],
+        "unit": "GB/s",
+        "rates": {name: dict(zip(["value", "low", "high"], rate, strict=True)) for name, rate in TIED.items()},
+        "device": "Test GPU 9000",
+        "driver": "1.2",
+        "torch": "2.99",
+        "triton": "3.99",
+        "packages": {"liger-kernel": "0.8.5"},
+        "date": DATE,
+        "commit": COMMIT,
+        "state": "fresh",
+    }
+    assert found["peers"][1]["rates"]["Liger"] is None
+    assert [row["work"] for row in json.loads(results(project, "things/two", "--json"))["peers"]] == ["two, backward"]
+    lines = [line for line in results(project).splitlines() if "one, forward" in line]
+    assert len(lines) == len(TIED)
+    assert all(word in lines[0] for word in (first.size.replace(BY, " x "), "Triton", "300.0", "290.0", "310.0"))
+
+
+def results(project: Project, *arguments: str) -> str:
+    """Return what the command prints of the recorded figures."""
+    command = [*project.command, "results", *arguments]
+    return subprocess.run(
+        command, cwd=project.root, env=project.environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
 def test_devices_stand_below_each_other(project: Project) -> None:
     record(project)
-    record(project, Environment("Other GPU", "0", "8.0", 1, None, None, "2.99", "3.99", "3.11"))
-    article = shown(project)
-    assert len(article.select("table.peers")) == 2
-    assert "Other GPU · torch 2.99 · " in article.text
+    other = Environment("Other GPU", "0", "8.0", 1, None, None, "2.99", "3.99", "3.11")
+    record(project, device=Device(**other.kind))
+    page = shown(project)
+    assert len(page.select("table.peers")) == 2
+    assert captions(page)[0].startswith(f"Other GPU · {WHEN} · torch 2.99 · ")
+    of_page = json.loads((project.root / "_build" / "html" / "performance.json").read_text())
+    assert of_page == json.loads(results(project, "--json"))
+    assert len(of_page["peers"]) == 6
 
 
 BREAKS = {
     "cut short": (lambda text: text[: len(text) // 2], "not JSON, perhaps cut short"),
-    "wrong schema": (lambda text: text.replace('"schema": 1', '"schema": 2'), r"\$\.schema: 1 was expected"),
+    "wrong schema": (lambda text: text.replace('"schema": 2', '"schema": 3'), r"\$\.schema: 2 was expected"),
     "unknown field": (lambda text: text.replace('"commit"', '"evil": 1, "commit"'), "'evil' was unexpected"),
     "text for a number": (lambda text: text.replace("290.0", '"<b>"'), "is not of type"),
+    "another unit": (lambda text: text.replace('"GB/s"', '"calls/s"', 1), "'calls/s' is not one of"),
     "no rate of ours": (lambda text: text.replace('"Triton"', '"Titan"', 1), "'Triton' is a required property"),
     "two of three": (lambda text: text.replace("300.0,", "", 1), "is too short"),
     "no rate at all": (lambda text: text.replace("300.0", "0.0", 1), "0.0 is less than or equal to"),
@@ -160,9 +340,9 @@ def test_bad_record_stops_the_build(project: Project) -> None:
 def test_what_does_not_fit_is_not_written(project: Project) -> None:
     path = record(project)
     before = path.read_bytes()
-    row = Row("things/one", "one", [4], "0" * 16, {"Triton": [0.0, 0.0, 0.0]})
+    row = a_row(project, "one", "one, forward", [131072, 1024], {"Triton": [0.0, 0.0, 0.0]})
     with pytest.raises(BadRecordError, match=r"\$\.rows\[0\]\.rates\.Triton"):
-        write(project.root / "docs" / "_records", ENVIRONMENT, DATE, None, {}, [row])
+        keep(project, row)
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
@@ -170,7 +350,7 @@ def test_what_does_not_fit_is_not_written(project: Project) -> None:
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the benchmark without a GPU."""
     environment = Project(ROOT).environment
-    command = [sys.executable, "benchmarks/peers.py", *arguments]
+    command = [sys.executable, "benchmarks/measure_peers.py", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -190,12 +370,26 @@ def test_unknown_work_is_named() -> None:
 def test_library_that_is_not_installed_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there, gone = peers.Peer("torch", "torch"), peers.Peer("no-such-package", "nothing")
-    monkeypatch.setattr(peers, "PEERS", {"Torch": there, "Gone": gone})
-    assert list(peers.installed()) == ["Torch"]
+    there, gone = measure_peers.Peer("torch", "torch"), measure_peers.Peer("no-such-package", "nothing")
+    monkeypatch.setattr(measure_peers, "PEERS", {"Torch": there, "Gone": gone})
+    assert list(measure_peers.installed()) == ["Torch"]
     assert capsys.readouterr().out == "Gone is left out: it is not installed (pip install no-such-package)\n"
 
 
 def test_works_are_of_recipes_and_of_known_libraries() -> None:
-    assert {work.recipe for work in peers.WORKS} <= {recipe.key for recipe in load(ROOT / "gallery")}
-    assert {name for work in peers.WORKS for name in work.peers} <= set(peers.PEERS)
+    assert {work.recipe for work in measure_peers.WORKS} <= {recipe.key for recipe in load(ROOT / "gallery")}
+    assert {name for work in measure_peers.WORKS for name in work.peers} <= set(measure_peers.PEERS)
+
+
+def test_works_stand_in_the_file_of_their_recipe() -> None:
+    files = [path.stem for path in (ROOT / "benchmarks" / "works").glob("*.py") if path.stem != "__init__"]
+    assert set(files) == {work.recipe.partition("/")[2] for work in measure_peers.WORKS}
+    for name in files:
+        assert {work.recipe.partition("/")[2] for work in importlib.import_module(f"works.{name}").WORKS} == {name}
+
+
+def test_no_two_works_have_one_row() -> None:
+    keys = [
+        (work.recipe, name, shape) for work in measure_peers.WORKS for name in work.directions for shape in work.shapes
+    ]
+    assert len(set(keys)) == len(keys)

@@ -7,8 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,9 +19,12 @@ import pytest
 import torch
 from nbclient import NotebookClient
 from project import ROOT
+from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
-from triton_gallery.needs import ORDINARY, missing, packages
-from triton_gallery.recipes import Recipe, load
+from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.recipes.needs import ORDINARY, missing, packages
+from triton_gallery.recipes.new import TEMPLATES
+from triton_gallery.records.pages import Run
 
 RECIPES = load(ROOT / "gallery")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
@@ -40,6 +45,9 @@ each_executable_recipe = pytest.mark.parametrize(
 )
 
 
+FIRST = {recipe.section: recipe for recipe in reversed(RECIPES) if not lacks(recipe)}  # of each section
+
+
 def run_python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run Python in a folder, with nothing in the environment but where programs are."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "MPLBACKEND": "agg"}
@@ -53,6 +61,15 @@ def read_notebook(site: Path, recipe: Recipe) -> nbformat.NotebookNode:
     return nbformat.read(path, as_version=4)
 
 
+@each_executable_recipe
+def test_page_is_of_a_run_that_passed(recipe: Recipe, site: Path, run_of_page: Callable[[str], Run | None]) -> None:
+    """The page was made by executing the script as it is now: it ran alone, to its end, and showed something."""
+    run = run_of_page(recipe.key)
+    assert run, "no run of the present code passed here"
+    assert any(run.outputs), "the recipe shows nothing"
+
+
+@pytest.mark.thorough
 @pytest.mark.anywhere
 @each_executable_recipe
 def test_script_runs_alone(recipe: Recipe, tmp_path: Path) -> None:
@@ -62,6 +79,7 @@ def test_script_runs_alone(recipe: Recipe, tmp_path: Path) -> None:
     assert result.stdout, "the recipe shows nothing"
 
 
+@pytest.mark.thorough
 @pytest.mark.anywhere
 @each_executable_recipe
 def test_import_is_quick_and_quiet(recipe: Recipe, tmp_path: Path) -> None:
@@ -103,11 +121,11 @@ def test_import_after_triton_says_what_to_do(tmp_path: Path) -> None:
     assert all("TRITON_INTERPRET=1" in message for message in said.values()), said
 
 
-@pytest.mark.parametrize("name", sorted({recipe.section for recipe in RECIPES}))
-def test_notebook_runs(name: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", FIRST.values(), ids=FIRST)
+def test_notebook_runs(recipe: Recipe, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first notebook of each section runs; all have the code of their scripts, which run above."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    recipe = next(recipe for recipe in RECIPES if recipe.section == name and not lacks(recipe))
     notebook = read_notebook(site, recipe)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -134,6 +152,17 @@ def test_notebook_has_no_raw_markup(recipe: Recipe, site: Path) -> None:
 
 
 @each_recipe
+def test_notebook_keeps_what_is_drawn(recipe: Recipe, site: Path) -> None:
+    """sphinx-gallery ends a block at the first line that is indented less than its first one."""
+    _, blocks = split_code_and_text_blocks(str(recipe.path))
+    prose = "\n".join(block.content for block in blocks if block.type == "text") + "\n"
+    drawn = re.findall(r"^ *\.\. code-block:: \w+\n((?:\n| +.*\n)+)", prose, flags=re.MULTILINE)
+    cells = [cell.source for cell in read_notebook(site, recipe).cells if cell.cell_type == "markdown"]
+    kept = re.findall(r"^```\w+\n(.*?)\n```$", "\n".join(cells), flags=re.DOTALL | re.MULTILINE)
+    assert kept == [textwrap.dedent(block).strip("\n") for block in drawn]
+
+
+@each_recipe
 def test_dependencies_are_named(recipe: Recipe) -> None:
     block = re.match(r"# /// script\n((?:# .*\n)+)# ///\n", recipe.path.read_text())
     assert block, "no PEP 723 block at the top"
@@ -145,8 +174,9 @@ def test_dependencies_are_named(recipe: Recipe) -> None:
 @each_recipe
 def test_size_and_width(recipe: Recipe) -> None:
     lines = recipe.path.read_text().splitlines()
-    assert len(lines) <= 550
     assert [line for line in lines if len(line) > 80] == []
+    lines = lines[lines.index("# %%") :]  # the opening is alike everywhere
+    assert len(lines) <= 520
     tree = ast.parse("\n".join(lines))
     docstrings = sum(
         node.end_lineno - node.lineno + 1
@@ -158,6 +188,17 @@ def test_size_and_width(recipe: Recipe) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(item) for item in node.decorator_list):
             assert node.end_lineno - node.lineno + 1 <= 60, f"{node.name} is longer than 60 lines"
+
+
+def test_recipes_time_alike() -> None:
+    """What times stands word for word the same in each recipe that has it, and in the template of new ones."""
+    found = {}
+    template = re.sub("@[A-Z]+@", "name", (TEMPLATES / "recipe.txt").read_text())
+    for source in [template, *(recipe.path.read_text() for recipe in RECIPES)]:
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and node.name in {"gpu_time", "rate_table"}:
+                found.setdefault(node.name, set()).add(ast.get_source_segment(source, node))
+    assert {name: len(texts) for name, texts in found.items()} == {"gpu_time": 1, "rate_table": 1}
 
 
 @each_recipe
@@ -178,17 +219,18 @@ def test_imports_only_what_a_reader_has(recipe: Recipe) -> None:
 def test_asserts_before_it_measures(recipe: Recipe) -> None:
     text = recipe.path.read_text()
     assert "torch.testing.assert_close(" in text
-    if "perf_report" in text:
-        assert text.index("torch.testing.assert_close(") < text.index("perf_report")
+    for timed in ("perf_report(", "= gpu_time("):
+        if timed in text:
+            assert text.index("torch.testing.assert_close(") < text.index(timed)
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(before, after) for before, after in pairwise(RECIPES) if before.section == after.section],
+    ("after", "before"),
+    [(after, before) for before, after in pairwise(RECIPES) if before.section == after.section],
     ids=lambda recipe: recipe.name,
 )
-def test_learning_path_leads_on_and_back(before: Recipe, after: Recipe) -> None:
-    assert f"``{after.name}.py``" in before.path.read_text()
+def test_learning_path_leads_back(after: Recipe, before: Recipe) -> None:
+    """The script says what comes before it; that the page leads on, the site's own links show."""
     assert f"``{before.name}.py``" in after.path.read_text()
 
 

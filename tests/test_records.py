@@ -8,20 +8,25 @@ import json
 import re
 import shutil
 import subprocess
+import zipfile
+from base64 import b64decode
 from collections.abc import Callable
 from pathlib import Path
 
+import nbformat
 import pytest
 from bs4 import BeautifulSoup
+from farm import Farm
 from project import Project
 
-from triton_gallery import chart
-from triton_gallery.formats import BadRecordError
-from triton_gallery.outputs import Frame, Output
-from triton_gallery.pages import Pages, Run
-from triton_gallery.recipes import Recipe, cell_hash, load
-from triton_gallery.records import Records
-from triton_gallery.tables import Table
+from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.recipes.hashes import cell_hash, code_hash
+from triton_gallery.recipes.outputs import Frame, Output
+from triton_gallery.recipes.tables import Table
+from triton_gallery.records.formats import BadRecordError
+from triton_gallery.records.pages import Pages, Run
+from triton_gallery.records.recorded import SCHEMA_VERSION, Records
+from triton_gallery.sphinx import chart
 
 GUARDED = """
 x = 1
@@ -88,6 +93,13 @@ def write(project: Project) -> Path:
     return records.write(recipe(project), as_if_on_a_gpu(project), {}, None)
 
 
+def add_performance(project: Project) -> None:
+    """Give the project a performance page."""
+    (project.root / "docs" / "performance.md").write_text("# Performance\n\n```{performance}\n```\n")
+    index = project.root / "docs" / "index.md"
+    index.write_text(index.read_text().replace("recipes/index", "recipes/index\nperformance"))
+
+
 def command(project: Project, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command of the project."""
     return subprocess.run(
@@ -122,6 +134,38 @@ def test_record_is_shown_where_there_is_no_output(project: Project) -> None:
     assert "GPU outputs recorded on Test GPU 9000 · driver 1.2" in strip
 
 
+def notebook(project: Project) -> list[list[dict]]:
+    """Return the outputs of the recipe's notebook, as it is offered for download, cell by cell."""
+    (path,) = (project.root / "_build" / "html" / "_downloads").glob("*/guarded.ipynb")
+    (zipped,) = path.parents[1].glob("*/guarded.zip")
+    assert zipfile.ZipFile(zipped).read(path.name) == path.read_bytes()
+    found = nbformat.read(path, as_version=4)
+    nbformat.validate(found)
+    return [cell.outputs for cell in found.cells if cell.cell_type == "code"]
+
+
+def test_notebook_has_what_was_recorded(project: Project) -> None:
+    """Labelled, and as data; once the record is gone, no more."""
+    path = write(project)
+    project.write(guarded=GUARDED.replace("x = 1", "x = 0"))
+    assert project.build()[0] == 0
+    first, (label, text, frame), (also_label, chart, table) = notebook(project)
+    assert first == []
+    assert label.text == also_label.text
+    assert re.fullmatch(
+        r"Recorded on Test GPU 9000, \d{4}-\d\d-\d\d · stale: this recipe has changed since:\n", label.text
+    )
+    assert text.text == f"{EVIL}\n"
+    assert frame.data["text/plain"].split() == ["a", *EVIL.split()]
+    assert "<script" not in frame.data["text/html"]
+    assert BeautifulSoup(frame.data["text/html"], "html.parser").select_one("tbody td").text == EVIL
+    assert b64decode(chart.data["image/png"]).startswith(b"\x89PNG")
+    assert table.data["text/plain"].splitlines()[2].split() == ["2048", "300", "100", "150", "400", "2.00", "0.75"]
+    path.unlink()
+    assert project.build()[0] == 0
+    assert notebook(project) == [[], [], []]
+
+
 def test_rest_of_an_output_is_shown(make_project: Callable[..., Project]) -> None:
     project = make_project()
     project.write(guarded=GUARDED.replace("x = 1", 'print("on any machine")\n\nx = 1'))
@@ -136,6 +180,146 @@ def test_rest_of_an_output_is_shown(make_project: Callable[..., Project]) -> Non
     assert live.text.strip() == "on any machine"
     assert rest.text.strip() == "and on a GPU"
     assert rest.find_parent(class_="recorded")
+
+
+CELLS = """
+print("on a CPU")
+
+# %%
+# The same everywhere.
+
+print("same")
+
+# %%
+# The beginning.
+
+print("begins")
+
+# %%
+# A number that begins alike.
+
+print("took 1")
+
+# %%
+# Twice the same cell.
+
+x = 1
+
+# %%
+# The second of them.
+
+x = 1
+
+# %%
+# Only here.
+
+print("only here")
+
+# %%
+# A picture, of which the page hides a line.
+
+import matplotlib.pyplot as plt
+
+# sphinx_gallery_start_ignore
+x = 2
+# sphinx_gallery_end_ignore
+plt.plot([1, 2])
+plt.show()
+
+# %%
+# A frame, and a cell of which the page shows nothing.
+
+import pandas
+
+pandas.DataFrame({"a": ["here"]})
+
+# %%
+# It is this one.
+
+# sphinx_gallery_start_ignore
+x = 3
+# sphinx_gallery_end_ignore
+
+# %%
+# After it.
+
+x = 4
+
+# %%
+# And the last.
+
+# sphinx_gallery_thumbnail_number = 1
+"""
+
+
+def test_outputs_of_two_machines_stand_side_by_side(make_project: Callable[..., Project]) -> None:
+    """What is equal is shown once; what differs twice, labelled; a record loses nothing of what it has."""
+    project = make_project()
+    project.write(guarded=CELLS)
+    status, output = project.build()
+    assert status == 0, output
+    pages = Pages(project.root / "docs" / "recipes")
+    run = pages.run("things/guarded")
+    assert run
+    recorded = dict(enumerate(run.outputs))
+    for index, changes in {
+        0: {"text": "on a GPU"},
+        2: {"text": "begins\nand ends", "tables": [TABLE], "frame": Frame(["b"], [["framed"]])},
+        3: {"text": "took 16"},
+        4: {"text": "first"},
+        5: {"text": "second"},
+        6: {"text": ""},
+        8: {"frame": Frame(["", "a"], [["0", "there"]])},
+        10: {"text": "after"},
+    }.items():
+        recorded[index] = dataclasses.replace(recorded[index], **changes)
+    gpu = dataclasses.replace(run.environment, name="Test GPU", visible="0", capability="9.0", memory=1)
+    run = dataclasses.replace(run, environment=gpu, outputs=list(recorded.values()))
+    records = Records(project.root / "docs" / "_records")
+    records.write(recipe(project), run, pages.figures(recipe(project)), None)
+    (record,) = records.of(recipe(project))
+    assert record.is_fresh(recipe(project)), "it is stale at birth"
+    status, output = project.build()
+    assert status == 0, output
+    page = BeautifulSoup(project.page("guarded"), "html.parser")
+    here = [box.text.split() for box in page.select(".here")]
+    label = "Here, without a GPU"
+    assert here == [text.split() for text in (f"{label} on a CPU", f"{label} took 1", f"{label} a 0 here")]
+    there = page.select(".recorded")
+    assert all(box.p.text.startswith("Recorded on Test GPU, 20") for box in there)
+    texts = [" ".join(pre.text.strip() for pre in box.select("pre")) for box in there]
+    assert texts == ["on a GPU", "and ends", "took 16", "first", "second", "", "after"]
+    assert there[1].select("svg")
+    assert "framed" in there[1].text
+    assert "there" in there[5].text
+    assert all(box.find_previous_sibling(class_="here") for box in (there[0], there[2], there[5]))
+    assert [pre.text.strip() for pre in page.select(".sphx-glr-script-out pre")].count("same") == 1
+    assert len(page.select("img.sphx-glr-single-img")) == 1
+    cells = notebook(project)
+    recorded_on = there[0].p.text
+    assert [output.text for output in cells[0]] == [f"{label}:\n", "on a CPU\n", f"{recorded_on}:\n", "on a GPU\n"]
+    assert [output.text for output in cells[1]] == ["same\n"]
+    assert [output.get("text") for output in cells[2]][:2] == ["begins\n", f"{recorded_on}:\n"]
+    assert [list(output.data) for output in cells[7]] == [["image/png"]]
+    assert [output.data["text/plain"].split()[-1] for output in cells[8] if "data" in output] == ["here", "there"]
+
+
+def test_gpu_shows_its_own_outputs(make_farm: Callable[..., Farm]) -> None:
+    """What ran on a GPU is not set beside what was recorded; what it did not put out is."""
+    farm = make_farm(guarded='print("live")\n\n# %%\n# Another.\n\nx = 1')
+    status, output = farm.build()
+    assert status == 0, output
+    run = Pages(farm.root / "docs" / "recipes").run("things/guarded")
+    assert run
+    outputs = [
+        dataclasses.replace(output, text=text) for output, text in zip(run.outputs, ["other", "more"], strict=True)
+    ]
+    Records(farm.root / "docs" / "_records").write(recipe(farm), dataclasses.replace(run, outputs=outputs), {}, None)
+    status, output = farm.build()
+    assert status == 0, output
+    page = BeautifulSoup(farm.page("guarded"), "html.parser")
+    assert [pre.text.strip() for pre in page.select(".recorded pre")] == ["more"]
+    assert not page.select(".here")
 
 
 def test_stale_record_is_labelled(project: Project) -> None:
@@ -180,14 +364,26 @@ def test_missing_record_is_listed(project: Project) -> None:
     assert "missing" in listed.stdout
 
 
-def test_moving_a_border_between_cells_changes_the_code() -> None:
+def test_layout_and_comments_change_no_cell() -> None:
     assert cell_hash("x = 1  # one") == cell_hash("x  =  1\n\n# two")
     assert cell_hash("x = 1") != cell_hash("x = 2")
 
 
+def test_moving_a_border_between_cells_changes_the_code() -> None:
+    """The same statements in other cells are another recipe: each cell's output belongs to it."""
+    cells = [["x = 1", "y = 2\nz = 3"], ["x = 1\ny = 2", "z = 3"], ["x = 1\ny = 2\nz = 3"]]
+    codes = [code_hash(map(cell_hash, parts)) for parts in cells]
+    assert len(set(codes)) == 3
+    assert codes[0] == code_hash(cell_hash(part + "  # said") for part in cells[0])
+
+
 BREAKS = {
     "cut short": (lambda text: text[: len(text) // 2], "not JSON, perhaps cut short"),
-    "wrong schema": (lambda text: text.replace('"schema": 1', '"schema": 2'), r"\$\.schema: 1 was expected"),
+    "newer schema": (
+        lambda text: text.replace(f'"schema": {SCHEMA_VERSION}', f'"schema": {SCHEMA_VERSION + 1}'),
+        f"this record is of version {SCHEMA_VERSION + 1}, this project reads up to {SCHEMA_VERSION}",
+    ),
+    "wrong schema": (lambda text: text.replace(f'"schema": {SCHEMA_VERSION}', '"schema": "one"'), r"\$\.schema: "),
     "unknown field": (lambda text: text.replace('"commit"', '"evil": 1, "commit"'), "'evil' was unexpected"),
     "missing figure": (
         lambda text: text.replace('"figures": []', '"figures": ["gone.png"]', 1),
@@ -195,6 +391,21 @@ BREAKS = {
     ),
     "figure elsewhere": (lambda text: text.replace('"figures": []', '"figures": ["../x.png"]', 1), "does not match"),
     "text for a number": (lambda text: text.replace("300.0", '"<b>"'), "is not of type"),
+    "zero rate": (lambda text: text.replace("300.0", "0.0"), "results: a rate is not between 1e-18 and 1e"),
+    "negative rate": (lambda text: text.replace("300.0", "-1.0"), "results: a rate is not between"),
+    "number too large": (lambda text: text.replace("300.0", "1" + 400 * "0"), "results: a rate is not between"),
+    "not a number": (lambda text: text.replace("300.0", "NaN"), "not JSON compliant"),
+    "not finite": (lambda text: text.replace("300.0", "1e999"), "not JSON compliant"),
+    "not finite elsewhere": (
+        lambda text: re.sub(r'"seconds": [\d.]+', '"seconds": -Infinity', text),
+        "not JSON compliant",
+    ),
+    "x too large": (lambda text: text.replace("2048.0", "1e300"), r"results: a value of N is not finite, or above 1e"),
+    "x twice": (lambda text: text.replace("2048.0", "1024"), "results: a value of N stands twice"),
+    "no rows": (lambda text: re.sub(r"(?<=: )\[[^a-z\[\]]*\d\.0[^a-z\[\]]*\]", "[]", text), "results: it has no rows"),
+    "half a character": (lambda text: text.replace("GB/s", r"\ud800"), "surrogates not allowed"),
+    "long row": (lambda text: text.replace('"columns": [', '"columns": ["b",'), "a row of a frame is not as long as"),
+    "too deep": (lambda text: 100_000 * "[" + text, "not JSON"),
     "short series": (lambda text: text.replace("300.0", "300.0, 1.0"), "a series is not as long as its x"),
     "other code": (
         lambda text: re.sub(r'"code": "[0-9a-f]{16}"', '"code": "0123456789abcdef"', text, count=1),
@@ -213,14 +424,53 @@ def test_bad_record_is_refused(project: Project, how: str) -> None:
     with pytest.raises(BadRecordError, match=reason) as refused:
         Records(project.root / "docs" / "_records").all()
     assert str(path) in str(refused.value)
-
-
-def test_bad_record_stops_the_build(project: Project) -> None:
-    path = write(project)
-    path.write_text(path.read_text()[:100])
     status, output = project.build()
     assert status != 0
-    assert "guarded.json: not JSON, perhaps cut short" in " ".join(output.split())
+    assert "docs/_records/test-gpu-9000/things/guarded.json: " in " ".join(output.split())
+    assert re.search(reason, " ".join(output.split()))
+    assert output.lstrip().startswith("Configuration error")
+
+
+ODD = {
+    "backslash": lambda table: table.update(x=r"\g<9> \d"),
+    "formula": lambda table: table.update(series={r"Triton, $\foo$": [1.0, 2.0], r"\$": [2.0, 1.0]}),
+    "formula of all": lambda table: table.update(
+        x=r"$\foo$", unit=r"$\bar$", xs=["$^$", r"$\$$"], name=r"results_$\a$"
+    ),
+    "markup": lambda table: table.update(x="</svg><script>", series={"--><b>": [1.0, 2.0]}),
+    "no roof": lambda table: table["series"].pop("Roof"),
+    "no figures": lambda table: table.update(series={"Triton": [None, None]}),
+    "nobody": lambda table: table.update(series={}),
+    "one row": lambda table: table.update(xs=[0], series={"Triton": [1e-18], "Roof": [1e18]}),
+    "far apart": lambda table: table.update(xs=[-1e18, 1e18], series={"Triton": [1e18, 1e-18], "Roof": [1e-18, 1]}),
+    "mixed": lambda table: table.update(xs=[1, "two"]),
+    "control characters": lambda table: table.update(x="\x1b[1m\n\0", unit=""),
+}
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_odd_table_is_drawn(project: Project, how: str) -> None:
+    path = write(project)
+    content = json.loads(path.read_text())
+    table = content["outputs"][2]["tables"][0]
+    ODD[how](table)
+    path.write_text(json.dumps(content))
+    add_performance(project)
+    status, output = project.build()
+    assert status == 0, output
+    page = BeautifulSoup(project.page("guarded"), "html.parser")
+    text = page.select_one(".chart svg").text
+    names = [table["unit"], table["x"], *(name for name, values in table["series"].items() if values != [None, None])]
+    assert all(line.strip() in text for name in names for line in re.split(r"[\x00-\x1f]", name))
+    assert len(page.select("table.benchmark tbody tr")) == len(table["xs"])
+    assert not page.select("article script")
+
+
+def test_folder_of_records_holds_no_pages(project: Project) -> None:
+    write(project).with_name("page.md").write_text("# A page\n\n<script>live()</script>\n")
+    status, output = project.build()
+    assert status == 0, output
+    assert not list((project.root / "_build").glob("**/page.html"))
 
 
 def test_failed_run_is_not_recorded(project: Project) -> None:
@@ -244,52 +494,159 @@ def test_unknown_recipe_is_named(project: Project) -> None:
 
 def test_results_lists_every_figure(project: Project) -> None:
     write(project)
-    rows = json.loads(command(project, "results", "--json").stdout)
+    found = json.loads(command(project, "results", "--json").stdout)
+    rows = found["figures"]
+    assert found["peers"] == []
     assert len(rows) == 7  # eight less the missing one
     assert {"recipe": "things/guarded", "series": "Triton", "value": 300.0, "x": 2048.0}.items() <= rows[1].items()
+    assert {"low": None, "cpu_us": None, "late": False, "torch": rows[0]["torch"], "date": rows[0]["date"]}.items() <= (
+        rows[1].items()
+    )
     assert all(row["state"] == "fresh" and row["unit"] == "GB/s" for row in rows)
 
 
-def test_compare_finds_what_is_slower(project: Project) -> None:
-    def git(*arguments: str) -> None:
-        subprocess.run(
-            ["git", "-c", "user.name=t", "-c", "user.email=t@t", *arguments],
-            cwd=project.root,
-            check=True,
-            capture_output=True,
-        )
-
-    path = write(project)
-    git("init", "-q")
-    git("add", "docs/_records")
-    git("commit", "-qm", "record")
-    unknown = command(project, "compare", "HEAD")
-    assert unknown.returncode == 2
-    assert "how far two runs differ is not known" in " ".join(unknown.stdout.split())
-    (path.parents[1] / "spread.json").write_text('{"one": 0.1, "another": 0.1}')
-    same = command(project, "compare", "HEAD")
-    assert same.returncode == 0, same.stdout
-    path.write_text(path.read_text().replace("300.0", "200.0"))
-    slower = command(project, "compare", "HEAD")
-    assert slower.returncode == 1
-    assert "0.667" in slower.stdout
-    assert command(project, "compare", "nothing").returncode == 2
+def git(project: Project, *arguments: str) -> None:
+    """Run git in a project."""
+    subprocess.run(
+        ["git", "-c", "user.name=t", "-c", "user.email=t@t", *arguments],
+        cwd=project.root,
+        check=True,
+        capture_output=True,
+    )
 
 
-def test_spread_is_that_of_two_runs(project: Project) -> None:
+BANDED = dataclasses.replace(
+    TABLE,
+    low={"Triton": [9.9, 297.0], "PyTorch": [19.0, 99.0]},
+    high={"Triton": [10.1, 303.0], "PyTorch": [21.0, 101.0]},
+    cpu={"Triton": [61.0, 60.0], "PyTorch": [8.0, 9.0]},
+    late={"Triton": [False, False], "PyTorch": [True, False]},
+)
+
+
+def write_again(project: Project, table: Table, date: str) -> Path:
+    """Write the record of another run, with another table."""
     run = as_if_on_a_gpu(project)
-    first, second, third = run.outputs
-    for folder, figure in (("first", 100.0), ("second", 105.0)):
-        table = Table("results", "N", "GB/s", [1.0, 2.0], {"Triton": [figure, 10.0], "PyTorch": [5.0, 5.0]})
-        changed = dataclasses.replace(run, outputs=[first, second, dataclasses.replace(third, tables=[table])])
-        Records(project.root / folder).write(recipe(project), changed, {}, None)
-    measured = command(project, "spread", "first", "second")
-    assert measured.returncode == 0, measured.stdout
-    kept = json.loads((project.root / "docs" / "_records" / "test-gpu-9000" / "spread.json").read_text())
-    assert kept["things/guarded results N=1.0 Triton"] == 0.0476
-    assert kept["things/guarded results N=2.0 Triton"] == 0
-    assert len(kept) == 4
-    assert command(project, "spread", "first", "nowhere").returncode == 2
+    *others, last = run.outputs
+    changed = dataclasses.replace(run, date=date, outputs=[*others, dataclasses.replace(last, tables=[table])])
+    return Records(project.root / "docs" / "_records").write(recipe(project), changed, {}, None)
+
+
+def slowed(factor: float, **band: dict[str, list[float | None]]) -> Table:
+    """Return the table with our last figure slower by a factor."""
+    series = {**BANDED.series, "Triton": [10.0, 300.0 * factor]}
+    return dataclasses.replace(BANDED, series=series, **band)
+
+
+@pytest.fixture
+def recorded(project: Project) -> Project:
+    """Return a project with a record that is committed."""
+    write_again(project, BANDED, "2026-01-01T00:00:00+00:00")
+    git(project, "init", "-q")
+    git(project, "add", "docs/_records")
+    git(project, "commit", "-qm", "record")
+    return project
+
+
+LATER = "2026-01-02T00:00:00+00:00"
+
+
+@pytest.mark.parametrize(
+    ("table", "status", "said"),
+    [
+        (slowed(1.0), 0, "0 of 2 figures of ours are slower"),
+        (slowed(0.98), 0, "0 of 2 figures of ours are slower"),
+        (slowed(0.95), 1, "1 of 2 figures of ours are slower"),
+        (slowed(1.5), 0, "faster"),
+        (slowed(0.95, low={"Triton": [9.9, 240.0]}), 0, "0 of 2 figures of ours are slower"),
+        (slowed(1.0, low={}, high={}), 1, "2 could not be judged"),
+        (slowed(1.0, late={"Triton": [True, False]}), 1, "1 could not be judged"),
+    ],
+    ids=["same", "within 3 %", "5 % slower", "faster", "within its band", "without a band", "the CPU's"],
+)
+def test_compare_judges_each_figure_by_its_own_band(recorded: Project, table: Table, status: int, said: str) -> None:
+    write_again(recorded, table, LATER)
+    compared = command(recorded, "compare", "HEAD")
+    assert compared.returncode == status, compared.stdout
+    assert said in compared.stdout
+
+
+def test_compare_leaves_out_what_was_not_recorded_again(recorded: Project) -> None:
+    same = command(recorded, "compare", "HEAD")
+    assert same.returncode == 0
+    assert "0 of 0 figures" in same.stdout
+    assert command(recorded, "compare", "nothing").returncode == 2
+
+
+def test_record_of_the_first_version_is_read(project: Project) -> None:
+    path = write(project)
+    text = re.sub(r'"(low|high|cpu|late)": \{\},?\s*', "", path.read_text().replace('"schema": 2', '"schema": 1'))
+    text = re.sub(r",(\s*\})", r"\1", text)
+    assert '"low"' not in text
+    path.write_text(text)
+    (record,) = Records(project.root / "docs" / "_records").all()
+    assert record.outputs[2].tables == [TABLE]
+    Records(project.root / "docs" / "_records").set_sanitized(recipe(project), record.device.name, ["memcheck"])
+    assert json.loads(path.read_text())["schema"] == 2
+
+
+def test_bands_and_clocks_are_shown(project: Project) -> None:
+    write_again(project, BANDED, LATER)
+    project.build()
+    (shown,) = [box for box in BeautifulSoup(project.page("guarded"), "html.parser").select(".recorded") if box.svg]
+    rows = [[cell.text.strip() for cell in row.select("td")] for row in shown.select("table.benchmark tbody tr")]
+    assert rows == [
+        ["1024", "10", "20 †", "-", "400", "0.50 †", "0.03"],
+        ["2048", "300", "100", "150", "400", "2.00", "0.75"],
+    ]
+    late, cpu = (note.text for note in shown.select("p.clocks"))
+    assert late.startswith("†, in the chart a ring: the GPU had to wait for the CPU")
+    assert "in microseconds: Triton 60.5, PyTorch 8.5." in cpu
+    assert chart.svg(BANDED).count("FillBetweenPolyCollection") == 2
+    assert chart.svg(TABLE).count("FillBetweenPolyCollection") == 0
+
+
+def test_settled_sizes_are_those_that_the_cpu_left_alone() -> None:
+    assert TABLE.settled == [0, 1]
+    assert BANDED.settled == [1]
+    everywhere = dataclasses.replace(BANDED, late={"Triton": [True, True]})
+    assert everywhere.settled == [0, 1]
+
+
+FRAME = """
+import pandas
+
+columns = ["N", "series", "GB/s", "low", "high", "CPU us", "late"]
+rows = [[1024, "Triton", 10.0, 9.0, 11.0, 60.0, False], [1024, "Roof", 20.0, 19.0, 21.0, 7.0, True]]
+rows.append([4096, "Triton", 12.0, 11.0, 13.0, 61.0, False])
+results = pandas.DataFrame(rows, columns=columns)
+print("table:", results.to_string(), "last", sep="\\n")
+"""
+
+
+def test_frame_of_rates_is_a_table(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    project.write(timed=FRAME, twice=FRAME + "\nresults = pandas.concat([results, results])")
+    _, output = project.build()
+    assert "two figures of one series for one N" in output
+    run = Pages(project.root / "docs" / "recipes").run("things/timed")
+    assert run
+    (made,) = run.outputs
+    assert made.text == "last"
+    series = {"Triton": [10.0, 12.0], "Roof": [20.0, None]}
+    assert made.tables == [
+        Table(
+            "results",
+            "N",
+            "GB/s",
+            [1024.0, 4096.0],
+            series,
+            low={"Triton": [9.0, 11.0], "Roof": [19.0, None]},
+            high={"Triton": [11.0, 13.0], "Roof": [21.0, None]},
+            cpu={"Triton": [60.0, 61.0], "Roof": [7.0, None]},
+            late={"Triton": [False, False], "Roof": [True, False]},
+        )
+    ]
 
 
 def test_output_knows_whether_it_is_empty() -> None:
@@ -331,12 +688,16 @@ def test_live_benchmark_is_one_chart_and_one_table(make_project: Callable[..., P
     assert thumbnail.stat().st_size > 5000, "the chart is not the recipe's picture"
 
 
-def test_table_without_a_unit_fails_its_recipe(make_project: Callable[..., Project]) -> None:
+def test_bad_table_fails_its_recipe(make_project: Callable[..., Project]) -> None:
+    """It does not fail the build."""
     project = make_project()
-    project.write(bench='import pandas\n\nresults = pandas.DataFrame({"N": [1.0], "Triton": [3.0]})')
+    bench = 'import pandas\n\nresults = pandas.DataFrame({"N": [1.0], "%s": [%s]})'
+    project.write(unit=bench % ("Triton", 3.0), zero=bench % ("Triton (GB/s)", 0.0))
     status, output = project.build()
     assert status != 0
     assert "the column 'Triton' names no unit" in output
+    assert "results: a rate is not between" in output
+    assert "results: a rate is not between" in project.page("zero")
 
 
 def test_two_devices_stand_side_by_side(project: Project) -> None:
@@ -344,20 +705,19 @@ def test_two_devices_stand_side_by_side(project: Project) -> None:
     run = as_if_on_a_gpu(project)
     other = dataclasses.replace(run, environment=dataclasses.replace(run.environment, name="Other GPU"))
     Records(project.root / "docs" / "_records").write(recipe(project), other, {}, None)
-    (project.root / "docs" / "performance.md").write_text("# Performance\n\n```{performance}\n```\n")
-    index = project.root / "docs" / "index.md"
-    index.write_text(index.read_text().replace("recipes/index", "recipes/index\nperformance"))
+    add_performance(project)
     status, output = project.build()
     assert status == 0, output
     site = project.root / "_build" / "html"
     page = BeautifulSoup((site / "performance.html").read_text(), "html.parser")
     rows = [[cell.text.strip() for cell in row.select("td")] for row in page.select("table.performance tbody tr")]
-    assert sorted(row[6] for row in rows) == ["Other GPU", "Test GPU 9000"]
+    assert sorted(row[8] for row in rows) == ["Other GPU", "Test GPU 9000"]
+    ratios = ["2.00", "1.25", "0.50 at N = 1024", "0.75"]
     for row in rows:
-        assert row[:6] == ["guarded", "N = 2048", "300 GB/s", "torch.compile: 150", "2.00", "0.75"]
+        assert row[:8] == ["guarded", "N = 2048", "300 GB/s", "torch.compile: 150", *ratios]
     assert page.select_one(".chart svg").text.count("guarded, N = 2048") == 2
     assert "Other GPU, Test GPU 9000" in page.select_one(".chart svg").text
-    assert len(json.loads((site / "performance.json").read_text())) == 14
+    assert len(json.loads((site / "performance.json").read_text())["figures"]) == 14
     assert len((site / "performance.csv").read_text().splitlines()) == 15
 
 

@@ -1,11 +1,16 @@
 """What a run under compute-sanitizer says; a stand-in takes the tool's place, the real one needs a GPU."""
 
 import os
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from farm import Farm
 
-from triton_gallery.sanitize import sanitize
+from triton_gallery.cli import PLANTED
+from triton_gallery.records.recorded import TOOLS
+from triton_gallery.run.sanitize import sanitize
 
 # As compute-sanitizer does: run the command, and end with the asked status if something was found.
 TOOL = """#!/bin/sh
@@ -28,9 +33,10 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
 
 
+FINDING = "open('found', 'w').close()"
 CASES = {
     "": "clean",
-    "open('found', 'w').close()": "found",
+    FINDING: "found",
     "raise SystemExit(1)": "failed",
     "import nothing": "failed",
 }
@@ -48,3 +54,53 @@ def test_missing_tool_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="compute-sanitizer is not on the PATH"):
         sanitize([], ["memcheck"])
+
+
+def plant(farm: Farm, text: str) -> None:
+    """Write the scripts whose faults have to be found."""
+    for path in PLANTED:
+        (farm.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (farm.root / path).write_text(text)
+
+
+def run_sanitize(farm: Farm) -> tuple[int, str]:
+    """Run the command; return the exit status and what the terminal showed."""
+    command = [*farm.command, "sanitize"]
+    ended = subprocess.run(
+        command, cwd=farm.root, env=farm.environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_verdicts_that_can_be_kept_are(tool: None, make_farm: Callable[..., Farm]) -> None:
+    """A recipe without a record of its code costs its own verdict, and is named."""
+    farm = make_farm(changed="print('before')", faulty="print('faulty')", kept="print('kept')")
+    plant(farm, FINDING)
+    status, output = farm.record()
+    assert status == 0, output
+    farm.write(changed="print('after')")
+    faulty = farm.root / "docs" / "_records" / "test-gpu" / "things" / "faulty.json"
+    faulty.write_text("{")
+    status, output = run_sanitize(farm)
+    assert status == 1, output
+    said = " ".join(output.split())
+    assert "things/changed was looked at, but its record could not say so: " in said
+    assert "no record of the recipe's present code; run make record first" in said
+    assert "things/faulty was looked at, but its record could not say so: " in said
+    assert "things/kept was" not in said
+    faulty.unlink()
+    assert {name: record["sanitized"] for name, record in farm.recorded().items()} == {"changed": [], "kept": TOOLS}
+    farm.record("things/changed", "things/faulty")
+    status, output = run_sanitize(farm)
+    assert status == 0, output
+    assert all(record["sanitized"] == TOOLS for record in farm.recorded().values())
+
+
+def test_planted_fault_that_is_not_found_keeps_nothing(tool: None, make_farm: Callable[..., Farm]) -> None:
+    farm = make_farm(one="print('one')")
+    plant(farm, "")
+    farm.record()
+    status, output = run_sanitize(farm)
+    assert status == 2
+    assert "a planted fault was not found" in output
+    assert farm.recorded()["one"]["sanitized"] == []

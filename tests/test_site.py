@@ -1,14 +1,17 @@
 """The built site: every link leads somewhere, every recipe page is whole, nothing comes from another host."""
 
 import re
+import zipfile
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import nbformat
 import pytest
 from bs4 import BeautifulSoup
 from project import ROOT
 
-from triton_gallery.recipes import Recipe, load
+from triton_gallery.recipes.contents import Recipe, load
 
 each_recipe = pytest.mark.parametrize("recipe", load(ROOT / "gallery"), ids=lambda recipe: recipe.key)
 FETCHED = "script[src], img[src], iframe[src], source[src], video[src], link[rel~=stylesheet], link[rel~=icon]"
@@ -89,10 +92,39 @@ def test_downloaded_script_is_the_recipe(site: Path, recipe: Recipe) -> None:
     assert script.read_bytes() == recipe.path.read_bytes()
 
 
+@each_recipe
+def test_notebook_shows_what_the_page_shows(site: Path, pages: dict[Path, BeautifulSoup], recipe: Recipe) -> None:
+    (path,) = site.glob(f"_downloads/*/{recipe.name}.ipynb")
+    (zipped,) = site.glob(f"_downloads/*/{recipe.name}.zip")
+    assert zipfile.ZipFile(zipped).read(f"{recipe.name}.ipynb") == path.read_bytes()
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    data = [kind for output in outputs for kind in output.get("data", {})]
+    page = pages[site / "recipes" / recipe.section / f"{recipe.name}.html"]
+    pictures = [image for image in page.select("article img") if "_images" in image["src"]]
+    assert data.count("image/png") == len(page.select(".chart svg")) + len(pictures)
+    assert data.count("text/html") == len(page.select("table.benchmark, table.dataframe"))
+    printed = [output.text for output in outputs if "text" in output]
+    shown = [node.text for node in page.select(".recorded-label, .here-label, p.clocks, .sphx-glr-script-out pre")]
+    printed, shown = (re.sub("[:'\N{RIGHT SINGLE QUOTATION MARK}]", "", " ".join(texts)) for texts in (printed, shown))
+    assert printed.split() == shown.split()
+
+
 def test_recipes_stand_in_their_order(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
     index = pages[site / "recipes" / "index.html"]
     links = [link["href"] for link in index.select(".sphx-glr-thumbcontainer a")]
     assert links == [f"{recipe.section}/{recipe.name}.html" for recipe in load(ROOT / "gallery")]
+
+
+@pytest.mark.parametrize(
+    ("after", "before"),
+    [(after, before) for before, after in pairwise(load(ROOT / "gallery")) if before.section == after.section],
+    ids=lambda recipe: recipe.name,
+)
+def test_page_before_leads_on(site: Path, pages: dict[Path, BeautifulSoup], after: Recipe, before: Recipe) -> None:
+    link = pages[site / "recipes" / before.section / f"{before.name}.html"].select_one("a.next-page")
+    assert link["href"] == f"{after.name}.html"
 
 
 def test_failure_page_for_missing_addresses(pages: dict[Path, BeautifulSoup], site: Path) -> None:

@@ -1,5 +1,7 @@
 """Whom the command trusts: what it asks of a cluster before it sends code there, and takes results from it."""
 
+import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,8 +11,13 @@ import pytest
 from farm import Cluster, Farm
 from project import ROOT
 
-from triton_gallery.cluster import connect
-from triton_gallery.recording import FarmError
+from triton_gallery.recipes.contents import Recipe
+from triton_gallery.recipes.device import Environment
+from triton_gallery.recipes.outputs import Frame, Output, from_json
+from triton_gallery.recipes.tables import Table
+from triton_gallery.records.pages import Pages, Run
+from triton_gallery.run.dask.cluster import connect
+from triton_gallery.run.recording import FarmError
 
 TLS = "DASK_DISTRIBUTED__COMM__TLS__"
 
@@ -74,7 +81,7 @@ def test_encrypted_cluster_takes_its_own(
     ],
 )
 def test_address_is_refused(address: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_gallery.cluster.CONNECTING", 1)
+    monkeypatch.setattr("triton_gallery.run.dask.cluster.CONNECTING", 1)
     assert reason in refusal(address)
 
 
@@ -86,13 +93,13 @@ def refusal(address: str, insecure: bool = False) -> str:
 
 
 def test_insecure_is_for_those_who_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_gallery.cluster.CONNECTING", 1)
+    monkeypatch.setattr("triton_gallery.run.dask.cluster.CONNECTING", 1)
     assert "no scheduler to trust answers" in refusal("tcp://192.0.2.1:1", insecure=True)
 
 
 def test_worker_without_gpu_is_refused(make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster without a worker that announces a GPU is refused, and a worker that has none."""
-    monkeypatch.setattr("triton_gallery.cluster.PATIENCE", 1)
+    monkeypatch.setattr("triton_gallery.run.dask.cluster.PATIENCE", 1)
     cluster = make_cluster()
     assert "has no worker that announces GPU=1" in refusal(cluster.address)
     cluster.add("")
@@ -102,3 +109,154 @@ def test_worker_without_gpu_is_refused(make_cluster: Callable[..., Cluster], mon
 def test_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     assert "pip install distributed" in refusal("tcp://127.0.0.1:1")
+
+
+LIES = """
+def run(task, environment, server):
+    import dataclasses, json, os, pickle
+    from triton_gallery.run import supervise
+
+    name = task.recipe.name
+    if name == "honest":
+        return supervise.run(task, environment, server)
+    result, _ = supervise.failed(task, environment, None, "")
+    files = {f"things/{name}.{ending}": b"a page" for ending in ("rst", "py")}
+    if name == "other_gpu":
+        result = dataclasses.replace(result, environment=dataclasses.replace(environment, name="Other GPU"))
+    strays = {"outside": "../../outside.rst", "absolute": %r, "another": "things/honest.rst"}
+    files |= {strays[name]: b"a lie"} if name in strays else {}
+    answers = {
+        "pickled": pickle.dumps((result, files)),
+        "cut": b'[{"code": "0',
+        "typed": json.dumps([{**dataclasses.asdict(result), "seconds": "soon"}, {}]).encode(),
+        "few": json.dumps([dataclasses.asdict(result)]).encode(),
+        "encoded": json.dumps([dataclasses.asdict(result), {"things/encoded.rst": "?"}]).encode(),
+    }
+    if name in answers:
+        open("answer", "wb").write(answers[name])
+        os._exit(0)
+    return result, files
+
+
+if __name__"""
+REFUSED = {
+    "outside": "brought a file that is not of its page: '../../outside.rst'",
+    "absolute": "brought a file that is not of its page: '/",
+    "another": "brought a file that is not of its page: 'things/honest.rst'",
+    "other_gpu": "the answer is no result: it is of other code or another GPU",
+    "pickled": "the answer is no result: 'utf-8' codec can't decode byte 0x80",
+    "cut": "the answer is no result: Unterminated string",
+    "typed": "the answer is no result: 'soon' is no float",
+    "few": "the answer is no result: not enough values to unpack",
+    "encoded": "the answer is no result: ",
+}
+
+
+def test_worker_that_lies_is_refused(
+    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """What a worker answers is data that fits, or a failure of that recipe which one line tells; nothing is written."""
+    farm = make_farm(honest="print('honest')", **dict.fromkeys(REFUSED, "print('lies')"))
+    on_worker = farm.root / "src" / "triton_gallery" / "run" / "dask" / "on_worker.py"
+    on_worker.write_text(on_worker.read_text().replace("\n\nif __name__", LIES % str(tmp_path / "absolute.rst")))
+    cluster = make_cluster()
+    cluster.add("0", "1")
+    status, output = farm.record("--dask", cluster.address, COLUMNS="300")
+    assert status == 1
+    for name, reason in REFUSED.items():
+        (line,) = (line for line in output.splitlines() if line.lstrip().startswith(f"things/{name} "))
+        assert reason in line
+    assert set(farm.recorded()) == {"honest"}, output
+    assert "honest" in (farm.root / "docs" / "recipes" / "things" / "honest.rst").read_text()
+    written = {path.stem for path in (farm.root / "docs" / "recipes").rglob("*.rst")}
+    assert written == {"honest"}
+    assert not (farm.root / "outside.rst").exists()
+    assert not (tmp_path / "absolute.rst").exists()
+
+
+GPU = Environment("Test GPU", "0", "9.0", 1, None, None, "2", "3", "3.12")
+RUN = Run(
+    "0" * 16,
+    GPU,
+    "2026-01-01T00:00:00+00:00",
+    1,
+    outputs=[
+        Output(
+            "1" * 16,
+            "text",
+            ["sphx_glr_one_001.png"],
+            Frame(["a"], [["1"]]),
+            [Table("results", "n", "GB/s", [1.0, "two"], {"Triton": [1.0, None]})],
+        )
+    ],
+    packages={"pip": "1"},
+    missing=["pop"],
+)
+FILES = ["one.rst", "one.py", "one.ipynb", "images/sphx_glr_one_001.png", "images/thumb/sphx_glr_one_thumb.png"]
+
+
+@pytest.mark.parametrize(
+    "stray",
+    [
+        "../other.rst",
+        "../../conf.py",
+        "/tmp/one.py",
+        "things/../one.rst",
+        "things/./one.rst",
+        "things/one.d/../../../conf.py",
+        "things/other.rst",
+        "things/one_more.rst",
+        "things/images/sphx_glr_other_001.png",
+        "things/images/sphx_glr_one_8bit_001.png",
+        "things/images/thumb/sphx_glr_other_thumb.png",
+        "other/one.rst",
+        "things/one.rst\n",
+        "things/one.\0",
+    ],
+)
+def test_no_file_leaves_its_page(tmp_path: Path, stray: str) -> None:
+    """Whoever executed a recipe, here or elsewhere, what it brought is written below its own names or not at all."""
+    pages, recipe = Pages(tmp_path / "docs" / "recipes"), Recipe("things", "one", Path("one.py"))
+    files = {f"things/{name}": b"content" for name in FILES}
+    assert pages.install(recipe, files, RUN) == RUN
+    written = {str(path.relative_to(pages.folder)) for path in pages.folder.rglob("*") if path.is_file()}
+    assert written == {*files, "things/one.py.md5", "things/one.run.json"}
+    assert pages.run("things/one") == RUN
+    run = pages.install(recipe, {**files, stray: b"content"}, RUN)
+    assert run.failure == f"brought a file that is not of its page: {stray!r}"
+    assert pages.run("things/one") == run
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [pages.run_file("things/one")]
+
+
+@pytest.mark.parametrize("name", ["one.rst", "one.py", "one.ipynb", "images/sphx_glr_one_001.png"])
+def test_page_without_its_files_failed(tmp_path: Path, name: str) -> None:
+    pages, recipe = Pages(tmp_path), Recipe("things", "one", Path("one.py"))
+    files = {f"things/{other}": b"content" for other in FILES if other != name}
+    assert pages.install(recipe, files, RUN).failure == f"brought no 'things/{name}'"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seconds", "1"),
+        ("seconds", True),
+        ("date", "today"),
+        ("failure", ["what"]),
+        ("environment", {**dataclasses.asdict(GPU), "memory": "1"}),
+        ("environment", {}),
+        ("outputs", {}),
+        ("outputs", [{"code": 1}]),
+        ("outputs", [{"code": "1", "tables": [{"name": "results"}]}]),
+        ("outputs", [{"code": "1", "frame": {"columns": [1], "rows": []}}]),
+        ("packages", {"pip": 1}),
+        ("packages", ["pip"]),
+        ("more", "fields"),
+    ],
+)
+def test_types_of_a_run_are_checked(field: str, value: object) -> None:
+    fields = json.loads(json.dumps(dataclasses.asdict(RUN)))
+    assert from_json(Run, fields) == RUN
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - whatever it says
+        from_json(Run, {**fields, field: value})
+    assert str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from project import ROOT
+from project import ROOT, without_make
 
 FOLDER = ROOT / ".github" / "workflows"
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in FOLDER.glob("*.yml")}
@@ -19,6 +19,31 @@ def test_make_targets_are_real() -> None:
     named = re.findall(r"make ([a-z-]+)", scripts)
     assert named == ["test-gpu", "record", "html"]  # what is wrong is not recorded, and the site shows the new records
     assert set(named) <= targets
+
+
+def test_every_week_all_is_tested() -> None:
+    """And before, what changed: a checkout of CI has the commit before."""
+    weekly, ci = WORKFLOWS["thorough"], WORKFLOWS["ci"]
+    assert set(weekly[True]) == {"schedule", "workflow_dispatch"}
+    assert re.fullmatch(r"\d+ \d+ \* \* [0-6]", weekly[True]["schedule"][0]["cron"])
+    assert weekly["jobs"]["test"]["env"]["THOROUGH"] == 1
+    for workflow in (weekly, ci):
+        assert {"run": ".ci/run"} in workflow["jobs"]["test"]["steps"]
+    assert 'make test THOROUGH="${THOROUGH:-changed}"' in (ROOT / ".ci" / "run").read_text()
+    (checkout,) = [step for step in ci["jobs"]["test"]["steps"] if "checkout" in step.get("uses", "")]
+    assert checkout["with"]["fetch-depth"] == 2
+
+
+def test_make_test_says_what_to_prove() -> None:
+    for given, asked in {
+        "": [],
+        "THOROUGH=1": ["--thorough", '"all"'],
+        "THOROUGH=changed": ["--thorough", '"changed"'],
+        "RECIPE=fusion/softmax": ["--recipe", "fusion/softmax"],
+    }.items():
+        command = ["make", "--dry-run", "VENV=", "PYTHON=python", "test", *given.split()]
+        said = subprocess.run(command, cwd=ROOT, env=without_make(), capture_output=True, text=True, check=True).stdout
+        assert said.partition("loadgroup")[2].replace("\\", "").split() == asked
 
 
 def test_actions_have_one_version() -> None:
@@ -62,7 +87,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(origin, "config", "receive.denyCurrentBranch", "ignore")
     records = origin / "docs" / "_records" / "nvidia-h200" / "things"
     records.mkdir(parents=True)
-    for name in ("old.json", "gone.png", "kept.json"):
+    for name in ("old.json", "gone.png", "kept.json", "notes.md"):
         (records / name).write_text(f"{name}\n")
         git(origin, "add", "--all")
         git(origin, "commit", "--quiet", "--message", name)
@@ -83,6 +108,9 @@ def test_changed_records_are_committed(checkout: Path) -> None:
     (records / "gone.png").unlink()
     (records / "added.json").write_text("added\n")
     (checkout / "stray.txt").write_text("no record\n")
+    for name in ("page.md", "old.json.partial", "script.js"):
+        (records / name).write_text("no record\n")
+    (records / "notes.md").unlink()
     (origin / "meanwhile.txt").write_text("main has moved on\n")
     git(origin, "add", "meanwhile.txt")
     git(origin, "commit", "--quiet", "--message", "Meanwhile")
@@ -92,6 +120,17 @@ def test_changed_records_are_committed(checkout: Path) -> None:
     assert changed[0] == "github-actions[bot]: Record what was stale"
     assert changed[2:-1] == [f"A\t{folder}/added.json", f"D\t{folder}/gone.png", f"M\t{folder}/old.json"]
     assert git(origin, "log", "--format=%s", "main").split("\n")[1] == "Meanwhile"
+
+
+def test_records_without_figures_are_committed(checkout: Path) -> None:
+    records = checkout / "docs" / "_records" / "nvidia-h200" / "things"
+    git(checkout.with_name("origin"), "rm", "--quiet", "docs/_records/nvidia-h200/things/gone.png")
+    git(checkout.with_name("origin"), "commit", "--quiet", "--message", "No figures")
+    git(checkout, "pull", "--quiet")
+    (records / "added.json").write_text("added\n")
+    commit_records(checkout)
+    shown = git(checkout.with_name("origin"), "show", "--name-only", "--format=", "main").split()
+    assert shown == ["docs/_records/nvidia-h200/things/added.json"]
 
 
 def test_nothing_changed_commits_nothing(checkout: Path) -> None:

@@ -1,5 +1,4 @@
-// Makes the performance page's tables sortable by a click on a column's title, and the one of all recipes filterable by
-// words.
+// Makes tables sortable by a click on a column's title, and those of all recipes filterable by words.
 function makeSortable(table) {
   const body = table.tBodies[0];
   const key = (row, column) => row.cells[column].textContent.trim();
@@ -41,5 +40,5 @@ function makeFilterable(table) {
 
 document.addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll("table.sortable").forEach(makeSortable);
-  document.querySelectorAll("table.performance").forEach(makeFilterable);
+  document.querySelectorAll("table.filterable").forEach(makeFilterable);
 });

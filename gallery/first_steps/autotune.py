@@ -63,7 +63,7 @@ if __name__ == "__main__":
 #
 # .. code-block:: text
 #
-#                  BLOCK_N
+#     operands     BLOCK_N
 #                +---------+---------+---------+
 #     x          |         |   ->    |         |         out
 #                +---------+---------+---------+         +-+
@@ -501,7 +501,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 )
 def benchmark(N, provider):
     A, x, _ = operands(N)
-    torch.compiler.reset()  # after eight shapes it would fall back to eager
+    torch.compiler.reset()  # the ninth shape would raise an error
     product = torch.compile(lambda A, x: A @ x, fullgraph=True, dynamic=False)
     op = {
         "Triton": lambda: mv(A, x),
@@ -521,9 +521,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# For large matrices the memory is the limit; at smaller ones, where starting
-# and draining weigh, ``torch.compile`` may lead. Configs closer together than
-# two runs of one are equal, and chance picks among them. Tuning pays by
+# For the largest matrix the memory is the limit, and all are close. For the
+# smaller ones ``torch.compile`` is ahead on an H200. Configs closer together
+# than two runs of one are equal, and chance picks among them. Tuning pays by
 # avoiding the bad ones, and by noticing that the next GPU wants another tile.
 #
 # Go further

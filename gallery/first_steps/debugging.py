@@ -135,7 +135,7 @@ for shape in ((1, 3), (5, 64)):
 #
 # .. code-block:: text
 #
-#                        works while    tells or checks
+#     function           works while    tells or checks
 #     tl.static_print    compiling      types, shapes, constexprs
 #     tl.static_assert   compiling      what must hold for them
 #     tl.device_print    running        values, a line for each element

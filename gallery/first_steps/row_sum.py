@@ -410,7 +410,7 @@ def benchmark(N, provider):
     half = (N * N + N) // 2
     source = torch.rand(half, device=DEVICE)
     target = torch.empty_like(source)
-    torch.compiler.reset()  # after eight shapes it would fall back to eager
+    torch.compiler.reset()  # the ninth shape would raise an error
     compiled = torch.compile(
         lambda A: A.sum(axis=1), fullgraph=True, dynamic=False
     )
@@ -440,8 +440,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # closer than their bands are wide. The roof need not be a ceiling: a copy
 # makes the memory turn around between reading and writing, and a sum hardly
 # ever writes. In the table of warps, look for the plateau. Where neighbours
-# agree the choice does not matter; at its corners, too many or too few
-# elements per thread do.
+# agree the choice does not matter; where a thread has too many elements, it
+# does.
 #
 # For small matrices a launch takes longer than the bytes do (``vector_add.py``
 # takes that apart), and in between, a kernel's start and end still weigh;

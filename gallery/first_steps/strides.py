@@ -177,9 +177,9 @@ if __name__ == "__main__":
 #
 # Of 256 by 256 tiles, the first 1024 are 4 whole rows if ``GROUP`` is 1: they
 # write a narrow strip to *every* row of ``out``. If it is 32, they are a
-# square; if it is 256, 4 whole columns, which finish whole rows of ``out``.
-# Memory likes neighbours beyond the sector, too: it opens wide rows of cells
-# at once, and the translations of its pages are cached.
+# square; if it is 256, 4 whole columns, which finish whole rows of ``out``. A
+# table below compares the three. Memory likes neighbours beyond the sector: it
+# opens wide rows of cells at once, and caches the translations of its pages.
 #
 # The kernel
 # ----------
@@ -405,7 +405,7 @@ LINES += ["PyTorch", "torch.compile", "Roof"]
 def benchmark(N, provider):
     x = torch.rand(N, N, device=DEVICE)
     out = torch.empty_like(x)
-    torch.compiler.reset()  # after eight shapes it would fall back to eager
+    torch.compiler.reset()  # the ninth shape would raise an error
     compiled = torch.compile(
         lambda x: x.t().contiguous(), fullgraph=True, dynamic=False
     )

@@ -36,6 +36,55 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
 # %%
 # The problem in bytes
 # --------------------
@@ -269,11 +318,13 @@ if __name__ == "__main__":
 #
 # The figure is the rate at which the op moves the bytes of the algorithm,
 # ``12 * N / time``. Beside our op stands PyTorch, and as the ``Roof`` what the
-# memory can do: PyTorch's addition at the largest size, into an output that
-# was allocated beforehand. It is measured in the same run and drawn as a
-# horizontal line. Below, ``do_bench`` empties the L2 cache before each call;
-# the line is the median, the band around it runs from the 20th to the 80th
-# percentile.
+# memory does with vectors of that size: PyTorch's addition into an output that
+# was allocated beforehand.
+#
+# ``gpu_time``, in the opening of this script, takes the three by turns. Before
+# each call the GPU sleeps and then empties its L2 cache. Meanwhile the CPU
+# prepares the launch, so the time is that of the kernel alone. The line is the
+# median, the band around it runs from the 20th to the 80th percentile.
 #
 # The numbers need a GPU. Without one, the recipe stops at the checks here:
 # timing the interpreter would say nothing about the kernel.
@@ -281,42 +332,22 @@ if __name__ == "__main__":
 SIZES = [2**k for k in range(14, 29, 2)]
 
 
-def gigabytes_per_second(N, milliseconds):
-    return 12 * N * 1e-9 / (milliseconds * 1e-3)
-
-
-@triton.testing.perf_report(
-    triton.testing.Benchmark(
-        x_names=["N"],
-        x_vals=SIZES,
-        x_log=True,
-        line_arg="provider",
-        line_vals=["Triton", "PyTorch", "Roof"],
-        line_names=["Triton", "PyTorch", "Roof"],
-        ylabel="GB/s",
-        plot_name="vector_add",
-        styles=[("C0", "-"), ("C1", "-"), ("k", "--")],
-        args={},
-    )
-)
-def benchmark(N, provider):
-    if provider == "Roof":
-        N = SIZES[-1]
+def calls(N):
     x = torch.rand(N, device=DEVICE)
     y = torch.rand(N, device=DEVICE)
     out = torch.empty_like(x)
-    op = {
+    return {
         "Triton": lambda: add(x, y),
         "PyTorch": lambda: x + y,
         "Roof": lambda: torch.add(x, y, out=out),
-    }[provider]
-    times = triton.testing.do_bench(op, quantiles=[0.5, 0.2, 0.8])
-    median, fast, slow = (gigabytes_per_second(N, t) for t in times)
-    return median, slow, fast
+    }
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    results = benchmark.run(print_data=True, show_plots=True, return_df=True)
+    times = {N: gpu_time(calls(N)) for N in SIZES}
+    results = rate_table(times, "N", "GB/s", lambda N: 12 * N * 1e-6)
+    print(results.to_string())
+    results.pivot(index="N", columns="series", values="GB/s").plot(logx=True)
 
 # %%
 # Where launch cost hides everything
@@ -324,34 +355,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # On the left of the figure the vectors are so short that their bytes take next
 # to no time. What remains is the cost of starting a kernel. This table takes
-# it apart. ``GPU`` is the time that passes on the GPU, from ``do_bench``;
-# ``wall`` is the time from one call to the next in a plain Python loop.
-
-
-def wall_microseconds(op, calls=1000):
-    op()
-    torch.accelerator.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        op()
-    torch.accelerator.synchronize()
-    return (time.perf_counter() - start) / calls * 1e6
-
-
-def print_microseconds(N):
-    x = torch.rand(N, device=DEVICE)
-    y = torch.rand(N, device=DEVICE)
-    print(f"N = {N:<10,}", end="")
-    for op in (lambda: add(x, y), lambda: x + y):
-        gpu = triton.testing.do_bench(op, quantiles=[0.5]) * 1e3
-        print(f"{gpu:14.2f}{wall_microseconds(op):8.2f}", end="  ")
-    print()
-
+# it apart. ``GPU`` is the time that passes on the GPU; ``CPU`` is the time that
+# a call takes on the CPU, before the GPU hears of it.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    print("microseconds   Triton: GPU    wall   PyTorch: GPU    wall")
+    print("microseconds   Triton: GPU     CPU   PyTorch: GPU     CPU")
     for N in (1, 1024, 65536):
-        print_microseconds(N)
+        print(f"N = {N:<10,}", end="")
+        found = gpu_time(calls(N))
+        for gpu, _, _, cpu, _ in (found["Triton"], found["PyTorch"]):
+            print(f"{gpu * 1e3:14.2f}{cpu:8.2f}", end="  ")
+        print()
 
 # %%
 # Reading the result
@@ -365,12 +379,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # On the left, the time hardly depends on ``N``, so the rate grows in step with
 # it. That is the ``GPU`` column: what it takes to start a kernel and to drain
-# it. The ``wall`` column adds what the CPU does, the checks, the allocation
-# and the launch. Compare the ops there: our checks and Triton's launcher are
-# mostly Python, PyTorch's are C++. The GPU works through a queue, the CPU runs
-# ahead of it, so a loop over tiny ops goes at the speed of ``wall`` while the
-# GPU waits. The cure is fewer launches: more work in each kernel, or a CUDA
-# graph that replays many launches as one.
+# it. The ``CPU`` column has the checks, the allocation and the launch. Compare
+# the ops there: our checks and Triton's launcher are mostly Python, PyTorch's
+# are C++. The GPU works through a queue that the CPU fills. So a loop over tiny
+# ops goes at the speed of the ``CPU`` column while the GPU waits. The cure is
+# fewer launches: more work in each kernel, or a CUDA graph that replays many
+# launches as one.
 
 # %%
 # Break it: the missing mask

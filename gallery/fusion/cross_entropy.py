@@ -474,7 +474,7 @@ CURVES = [curve("cross_entropy" + t, {"task": t}, ylabel="GB/s") for t in TASKS]
 def benchmark(N, provider, task):
     M, tensors = 2**29 // N, 2 if task else 1
     x, target = normal(M, N).requires_grad_(), targets(M, N, ignored=0)
-    torch.compiler.reset()  # after eight shapes it would run eagerly
+    torch.compiler.reset()  # the ninth shape would raise an error
     fast = torch.compile(cross_entropy_torch, fullgraph=True, dynamic=False)
     op = [cross_entropy, cross_entropy_torch, fast, None][NAMES.index(provider)]
     if op is None:
@@ -512,7 +512,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # Forward and backward go over the logits once, and many programs share a
-# multiprocessor: long rows come near the roof. In place a program has two
+# multiprocessor: long rows come nearer the roof. In place a program has two
 # passes, which do not overlap. While rows are short, others load meanwhile. The
 # longest leave room for one program, and the caches less of a row for its
 # second pass. Tried without gain: a persistent grid; the gradient of a row and

@@ -79,7 +79,7 @@ def inputs(*shape, dtype=torch.float64):
 #
 # .. code-block:: text
 #
-#                 x x x x x x . .  -> sum -> x - mean -> sum of squares -> r
+#     program 0   x x x x x x . .  -> sum -> x - mean -> sum of squares -> r
 #     program 1   x x x x x x . .  -> sum -> x - mean -> sum of squares -> r
 #                 |<-- N -->| masked: read as 0, and after x - mean 0 again
 #
@@ -499,7 +499,7 @@ CURVES += [curve("layer_norm_backward", {"tensors": 3}, ylabel="GB/s")]
 @triton.testing.perf_report(CURVES)
 def benchmark(N, provider, tensors):
     *leaves, dy = inputs(2**29 // N, N, dtype=torch.bfloat16)
-    torch.compiler.reset()  # after eight shapes it would fall back to eager
+    torch.compiler.reset()  # the ninth shape would raise an error
     fast = torch.compile(layer_norm_torch, fullgraph=True, dynamic=False)
     op = [layer_norm, layer_norm_torch, fast, None][NAMES.index(provider)]
     if op is None:

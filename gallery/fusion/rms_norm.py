@@ -476,7 +476,7 @@ NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
 def benchmark(N, provider, tensors):
     M = 2**29 // N
     x, weight, dy = inputs(M, N, dtype=torch.bfloat16)
-    torch.compiler.reset()  # after eight shapes it would fall back to eager
+    torch.compiler.reset()  # the ninth shape would raise an error
     fast = torch.compile(rms_norm_torch, fullgraph=True, dynamic=False)
     op = [rms_norm, rms_norm_torch, fast, None][NAMES.index(provider)]
     if op is None:

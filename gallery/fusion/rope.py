@@ -471,7 +471,7 @@ def benchmark(T, provider, gradient):
     leaves, gradients = inputs(8, 32, 8, T, 128, dtype=torch.bfloat16)
     angles = tables(T, 128, torch.bfloat16)
     double = [torch.cat([t, t], -1) for t in angles]
-    torch.compiler.reset()  # after eight shapes it would run eagerly
+    torch.compiler.reset()  # the ninth shape would raise an error
     fast = torch.compile(rope_torch, fullgraph=True, dynamic=False)
     op = [rope, rope_, rope_torch, fast, None][NAMES.index(provider)]
     arguments = angles if provider in NAMES[:2] else double
@@ -520,7 +520,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# From 4096 tokens on memory bounds it, and ``torch.compile`` too, but forward
+# From 8192 tokens on memory bounds it, and ``torch.compile`` too, but forward
 # only. Backward, it makes contiguous gradients of transposed ones. In place,
 # results go to new memory, then into a new ``x``. PyTorch is slower than its
 # bytes explain: its kernels load single elements of transposed tensors.

@@ -22,6 +22,7 @@ write once. After ``row_sum.py``, ``triton_op.py`` and this page you can
 import itertools
 import math
 import os
+import time
 import warnings
 from functools import partial
 
@@ -34,13 +35,62 @@ if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
 import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
-from triton.testing import Benchmark, do_bench
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
 ) or torch.device("cpu")
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
 # Without a GPU, NumPy computes, and would warn of infinities.
 warnings.filterwarnings("ignore", module="triton.runtime.interpreter")
 
@@ -75,7 +125,7 @@ def softmax_torch(x):
 #
 # .. code-block:: text
 #
-#               BLOCK_N                          BLOCK_N
+#     short:    BLOCK_N       long:              BLOCK_N
 #             +---------+              +------------------------+
 #             |  row 0  |     BLOCK_M  |  row 0                 |
 #     BLOCK_M |  row 1  |              +------------------------+
@@ -421,25 +471,25 @@ def random(N):
     return torch.randn(ELEMENTS // N, N, device=DEVICE, dtype=torch.bfloat16)
 
 
-def rates(call, tensors):
-    times = do_bench(call, quantiles=[0.5, 0.8, 0.2])
-    return [2 * tensors * ELEMENTS * 1e-6 / t for t in times]
-
-
-def measure(kernel, N, unit, each=None, **options):
+def launch(kernel, N, unit, each=None, **options):
     x = random(N)
     grid, _, known = plan(len(x), N, N, 2, 1)
     grid = (each * PROCESSORS,) if each else grid
     sizes = len(x), N // unit, N // unit, 8, tl.float32
     call = partial(kernel[grid], x, torch.empty_like(x), *sizes)
-    return rates(partial(call, **known | options), 2)[0]
+    return partial(call, **known | options)
+
+
+def rate(time):  # of two tensors
+    return 4 * ELEMENTS * 1e-6 / time[0]
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     print("GB/s   each tile  persistent")
     for N, each in ((1024, 12), (4096, 8), (16384, 2)):
-        at = partial(measure, softmax_kernel, N, 8)
-        print(f"{N:5} {at():10.0f} {at(each):11.0f}")
+        at = partial(launch, softmax_kernel, N, 8)
+        once, persistent = gpu_time({"once": at(), "all": at(each)}).values()
+        print(f"{N:5} {rate(once):10.0f} {rate(persistent):11.0f}")
 
 # %%
 # A program for each tile needs no care: as one ends, the next one starts, and
@@ -450,7 +500,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for N, each in itertools.product((32768, 65536, 131072), (4, 2, 1)):
         options = {"num_warps": 32 // each, "BLOCK_N": 8192 // each}
-        one = measure(softmax_long_kernel, N, 1, each, LOWEST=-3e38, **options)
+        call = launch(softmax_long_kernel, N, 1, each, LOWEST=-3e38, **options)
+        one = rate(gpu_time({"one": call})["one"])
         part = each * PROCESSORS * N * 2 / CACHE
         print(f"N = {N:6}, {each} each, {part:.2f} of L2: {one:5.0f} GB/s")
 
@@ -462,43 +513,49 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # tensors forward and three backward, whatever a kernel really moved. ``Roof``
 # is a copy, and an addition. All backwards are called through autograd.
 
-NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
 SIZES = [256, 1024, 3000, 4096, 16384, 50257, 65536, 131072]
-curve = partial(Benchmark, ["N"], SIZES, "provider", NAMES, NAMES, x_log=True)
-CURVES = [curve("softmax", {"tensors": 2}, ylabel="GB/s")]
-CURVES += [curve("softmax_backward", {"tensors": 3}, ylabel="GB/s")]
 
 
-@triton.testing.perf_report(CURVES)
-def benchmark(N, provider, tensors):
+def calls(N, backward):
     x, g = random(N), random(N)
-    torch.compiler.reset()  # after eight shapes it would fall back to eager
+    out = torch.empty_like(x)
+    torch.compiler.reset()  # past eight shapes it would raise
     eager = partial(torch.softmax, dim=-1)
     fast = torch.compile(lambda x: eager(x), fullgraph=True, dynamic=False)
-    op = [softmax, eager, fast, None][NAMES.index(provider)]
-    if provider == "Roof":
-        y = torch.empty_like(x)
-        copy, add = partial(y.copy_, x), partial(torch.add, x, g, out=y)
-        call = copy if tensors == 2 else add
-    elif tensors == 2:
-        call = partial(op, x)
-    else:
-        y = op(x.requires_grad_())
-        call = partial(torch.autograd.grad, y, x, g, retain_graph=True)
-    return rates(call, tensors)
+    ops = {"Triton": softmax, "PyTorch": eager, "torch.compile": fast}
+    if not backward:
+        found = {name: partial(op, x) for name, op in ops.items()}
+        return found | {"Roof": partial(out.copy_, x)}
+    x.requires_grad_()
+    found = {
+        name: partial(torch.autograd.grad, op(x), x, g, retain_graph=True)
+        for name, op in ops.items()
+    }
+    return found | {"Roof": partial(torch.add, x.detach(), g, out=out)}
+
+
+def table(backward):
+    times = {N: gpu_time(calls(N, backward)) for N in SIZES}
+    moved = (3 if backward else 2) * 2 * ELEMENTS
+    return rate_table(times, "N", "GB/s", lambda N: moved * 1e-6)
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    results, results_backward = benchmark.run(True, True, return_df=True)
+    results, results_backward = table(False), table(True)
+    for name, one in (("forward", results), ("backward", results_backward)):
+        print(f"{name}:", one.to_string(), sep="\n")
+        wide = one.pivot(index="N", columns="series", values="GB/s")
+        wide.plot(logx=True, title=name)
 
 # %%
 # Beside the best of PyTorch and ``torch.compile``, and beside the roof:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    for table in (results, results_backward):
-        table = table.set_index("N").loc[[1024, 4096, 16384, 65536]]
-        ours, *others, roof = (table[column] for column in table.columns)
-        both = ours / pd.concat(others, axis=1).max(axis=1), ours / roof
+    for one in (results, results_backward):
+        wide = one.pivot(index="N", columns="series", values="GB/s")
+        wide = wide.loc[[1024, 4096, 16384, 65536]]
+        others = wide[["PyTorch", "torch.compile"]].max(axis=1)
+        both = wide["Triton"] / others, wide["Triton"] / wide["Roof"]
         both = pd.concat(both, axis=1, keys=["of the best", "of the roof"])
         print(both.round(3))
 
@@ -512,8 +569,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # rows we read twice, too. The caches have to be fast, and large: backward, even
 # one program for each multiprocessor has too much under way with the longest.
 #
-# 50257 is odd. That costs little, but its last block is mostly empty, forward
-# one of four. In registers odd rows, up to ``FEW``, are loaded one by one.
+# 50257 is odd, and stands further below the roof than its neighbours. Forward,
+# the last of its four blocks is mostly masked. In registers, the elements of
+# odd rows, up to ``FEW``, are loaded one by one.
 #
 # Break it: a maximum that starts at -inf
 # ---------------------------------------

@@ -485,7 +485,7 @@ def benchmark(provider, tensors, M=None, N=14336):
     op, inputs = swiglu_torch, [normal(M, N), normal(M, N)]
     if packed:
         op, inputs = partial(split, op), [normal(M, 2 * N)]
-    torch.compiler.reset()  # after eight shapes it would run eagerly
+    torch.compiler.reset()  # the ninth shape would raise an error
     if provider == "Triton":
         op = swiglu_packed if packed else swiglu
     elif provider == "torch.compile":

@@ -523,10 +523,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     results = benchmark.run(print_data=True, show_plots=True, return_df=True)
 
 # %%
-# On the right even the best write the centred rows and read them again: that is
-# twice the floor, so half of the roof, as Inductor fuses nothing into our op.
-# ``torch.compile`` plans for each size, the package has one plan for all. On
-# the left launches count; ``cuda_graphs.py`` comes next and makes them cheaper.
+# On the right even the best write the centred rows and read them again: twice
+# the floor, so half of the roof, as Inductor fuses nothing into our op. PyTorch
+# takes longer than its bytes would. ``torch.compile`` plans for each size, the
+# package once. On the left launches count; ``cuda_graphs.py`` is about them.
 #
 # Go further
 # ----------

@@ -526,9 +526,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# One kernel does the work of two, for PyTorch runs relu by itself. What it
-# lacks beside cuBLAS is an order of tiles for the L2 cache, and TMA. Small
-# layers wait for Python: the op's body, the checks and Triton's launcher.
+# One kernel does the work of two, for PyTorch runs relu by itself. It has no
+# order of tiles for the L2 cache, and no TMA; what they would bring is not
+# measured. Small layers wait for Python: the op's body, checks, the launcher.
 #
 # Go further
 # ----------

@@ -527,7 +527,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # 12 without it. A kernel where the compiler could have generated one is a loss,
 # however good. It has to save more than the wall costs, or do the neighbours'
 # work too. For small ``N`` the CPU decides, with guards and launches from
-# Python: the figures vary from run to run, and compiling is no sure win.
+# Python: figures vary from run to run, and our chain is slower if compiled.
 #
 # Go further
 # ----------

@@ -531,7 +531,7 @@ gpu and claims(gpu, CLAIMS)
 # * Take ``custom_op`` if the launcher can't be traced or compiled code may find
 #   no GPU. The price: no compiler sees its kernel, and no package holds it.
 # * A **bare kernel** will do for inference in your own code: plain, compiled,
-#   in a CUDA graph. Its gradient is up to you, and the rest needs an op.
+#   in a package or a CUDA graph. Write its gradient, or make it an op.
 #
 # Go further
 # ----------

@@ -1,9 +1,7 @@
-"""The command line: `python -m triton_gallery COMMAND`, run in the folder that holds `conf.py`."""
+"""The command line: `triton-gallery COMMAND`, run in the folder that holds `conf.py`."""
 
 import argparse
-import dataclasses
 import json
-import runpy
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,20 +13,22 @@ from rich.table import Table
 from rich.text import Text
 from sphinx.cmd.build import main as sphinx_build
 
-from triton_gallery.cluster import connect
-from triton_gallery.compare import compare, measure_spread
-from triton_gallery.device import detect
-from triton_gallery.execute import make_tasks
-from triton_gallery.formats import BadRecordError
-from triton_gallery.needs import missing, packages
-from triton_gallery.pages import Pages, Run
-from triton_gallery.peers import load_all
-from triton_gallery.progress import progress
-from triton_gallery.recipes import Recipe, load
-from triton_gallery.recording import FarmError, ThisMachine, record
-from triton_gallery.records import TOOLS, Records
-from triton_gallery.rows import rows
-from triton_gallery.sanitize import sanitize
+from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.recipes.device import detect
+from triton_gallery.recipes.needs import missing, packages
+from triton_gallery.recipes.new import create
+from triton_gallery.records.compare import compare
+from triton_gallery.records.formats import BadRecordError
+from triton_gallery.records.measurements import Measurement, all_recorded
+from triton_gallery.records.pages import Pages, Run
+from triton_gallery.records.peers import load_all
+from triton_gallery.records.recorded import TOOLS, Records
+from triton_gallery.run.dask.cluster import connect
+from triton_gallery.run.execute import make_tasks
+from triton_gallery.run.progress import progress
+from triton_gallery.run.recording import FarmError, ThisMachine, record
+from triton_gallery.run.sanitize import sanitize
+from triton_gallery.run.settings import read
 
 GALLERY, PAGES, RECORDS = Path("gallery"), Path("docs/recipes"), Path("docs/_records")
 PLANTED = {
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     Stopped with Ctrl-C it is 130, as in a shell.
     """
-    parser = argparse.ArgumentParser(prog="python -m triton_gallery", description=__doc__)
+    parser = argparse.ArgumentParser(prog="triton-gallery", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("html", help="execute what changed and build the site")
@@ -60,11 +60,16 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("record", help="execute recipes on GPUs and record their outputs")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
     command.add_argument("--stale", action="store_true", help="only those whose record is missing or of older code")
+    command.add_argument("--again", action="store_true", help="execute those too that ran here with the present code")
     command.add_argument("--each-kind", action="store_true", help="once on each kind of GPU; else all have to be alike")
     command.add_argument("--dask", metavar="ADDRESS", help="on the GPU workers of the Dask scheduler at this address")
     command.add_argument("--insecure", action="store_true", help="allow tcp:// to a scheduler on another machine")
     command.add_argument("--out", type=Path, default=RECORDS, help="the folder of records (default: %(default)s)")
     command.set_defaults(run=record_recipes)
+
+    command = commands.add_parser("new", help="write a recipe and its test, to be made into what they shall be")
+    command.add_argument("recipe", help="section/name")
+    command.set_defaults(run=new)
 
     command = commands.add_parser("needs", help="print the packages that recipes declare, for pip install")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
@@ -87,11 +92,6 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("base", help="a git revision")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
     command.set_defaults(run=compare_records)
-
-    command = commands.add_parser("spread", help="keep how far two recorded runs on the same machine differ")
-    command.add_argument("first", type=Path, help="the folder with the records of one run")
-    command.add_argument("second", type=Path, help="the folder with those of the other")
-    command.set_defaults(run=spread)
 
     options = parser.parse_args(arguments)
     try:
@@ -121,24 +121,48 @@ def record_recipes(options: argparse.Namespace) -> int:
     """Execute recipes on GPUs and write their records; end with a table of those that failed."""
     chosen = _recipes(options.recipe)
     pages = Pages(PAGES)
-    pages.lock()
-    limit = runpy.run_path("conf.py")["recipe_time_limit"]
-    tasks = make_tasks(chosen, Path.cwd(), limit)
+    pages.lock(console.print)
+    try:
+        settings = read(Path.cwd())
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    tasks = make_tasks(chosen, settings)
     if options.dask:
         console.print(f"asking the GPU workers of {options.dask} what executes there")
     farm = connect(options.dask, Path.cwd(), options.insecure) if options.dask else nullcontext(ThisMachine())
     with farm as gpus, progress() as report:
-        ended = record(tasks, gpus, pages, Records(options.out), report, options.stale, options.each_kind)
+        ended = record(
+            tasks,
+            gpus,
+            pages,
+            Records(options.out),
+            report,
+            stale=options.stale,
+            each_kind=options.each_kind,
+            again=options.again,
+        )
     if not ended:
         console.print("every record is of the present code")
-    for recipe, run, path in ended:
-        if path:
-            console.print(f"wrote {path}")
-        elif run.missing:
-            lacks = ", ".join(run.missing)
-            console.print(Text(f"{recipe.key} was not recorded, its environment lacks {lacks}"), style="red")
-    failed = _print_failures([(recipe, run) for recipe, run, _ in ended])
-    return max(failed, int(any(run.missing for _, run, _ in ended)))
+    for item in ended:
+        if item.path:
+            console.print(f"{f'kept what ran on {item.run.date}: ' if item.before else ''}wrote {item.path}")
+        elif item.run.missing:
+            lacks = ", ".join(item.run.missing)
+            console.print(Text(f"{item.recipe.key} was not recorded, its environment lacks {lacks}"), style="red")
+    failed = _print_failures([(item.recipe, item.run) for item in ended])
+    return max(failed, int(any(item.run.missing for item in ended)))
+
+
+def new(options: argparse.Namespace) -> int:
+    """Write a recipe and its test."""
+    try:
+        written = create(Path.cwd(), options.recipe)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    for path in written:
+        console.print(f"wrote {path.relative_to(Path.cwd())}")
+    console.print(f"Next: make html && make test RECIPE={options.recipe}")
+    return 0
 
 
 def needs(options: argparse.Namespace) -> int:
@@ -171,19 +195,23 @@ def sanitize_recipes(options: argparse.Namespace) -> int:
     console.print(table)
     if any(verdict.outcome != "found" for verdict in proof):
         raise UsageError("a planted fault was not found: the table says nothing of the recipes")
+    wanting = dict.fromkeys(chosen, "was not looked at: its environment lacks something")
     for recipe in recipes:
         clean = [verdict.tool for verdict in verdicts if verdict.script == recipe.path and verdict.outcome == "clean"]
-        Records(RECORDS).set_sanitized(recipe, device.name, clean)
-    for recipe in chosen:
-        if recipe not in recipes:
-            console.print(f"{recipe.key} was not looked at: its environment lacks something", style="red")
-    return int(bool(unclean) or recipes != chosen)
+        try:
+            Records(RECORDS).set_sanitized(recipe, device.name, clean)
+            del wanting[recipe]
+        except BadRecordError as error:
+            wanting[recipe] = f"was looked at, but its record could not say so: {error}"
+    for recipe, why in wanting.items():
+        console.print(Text(f"{recipe.key} {why}"), style="red")
+    return int(bool(unclean or wanting))
 
 
 def check_records(options: argparse.Namespace) -> int:
     """List the recipes whose record is missing or stale, and those whose figures beside other libraries are stale."""
     recipes, wanting = _recipes(options.recipe), 0
-    stale = {row.recipe for run in load_all(RECORDS) for row in run.stale(recipes)}
+    stale = {row.recipe for row in load_all(RECORDS) if not row.is_fresh(recipes)}
     for recipe in recipes:
         found = Records(RECORDS).of(recipe)
         faults = [] if found and found[0].is_fresh(recipe) else ["stale" if found else "missing"]
@@ -196,46 +224,56 @@ def check_records(options: argparse.Namespace) -> int:
 
 
 def results(options: argparse.Namespace) -> int:
-    """Print every recorded figure."""
-    found = rows(Records(RECORDS), _recipes(options.recipe))
+    """Print every recorded figure: those of the recipes' own benchmarks, then those beside other libraries."""
+    found = all_recorded(Records(RECORDS), _recipes(options.recipe))
     if options.json:
-        print(json.dumps([dataclasses.asdict(row) for row in found], indent=1))
+        print(json.dumps(found, indent=1))
         return 0
-    table = Table("recipe", "table", "x", "series", "value", "unit", "device", "state")
-    for row in found:
-        x = f"{row.x_name} = {row.x:g}" if isinstance(row.x, float) else f"{row.x_name} = {row.x}"
-        cells = [row.recipe, row.table, x, row.series, f"{row.value:.1f}", row.unit, row.device, row.state]
-        table.add_row(*map(Text, cells))
+    columns = ["recipe", "table", "x", "series", "value", "low", "high", "unit", "CPU us", "", "device", "state"]
+    table = Table(*columns)
+    for row in (Measurement(**figure) for figure in found["figures"]):
+        value, low, high, cpu = (_number(figure) for figure in (row.value, row.low, row.high, row.cpu_us))
+        cells = [row.recipe, row.table, f"{row.x_name} = {_x(row)}", row.series, value, low, high, row.unit, cpu]
+        table.add_row(*map(Text, [*cells, "CPU decided" if row.late else "", row.device, row.state]))
+    console.print(table)
+    table = Table("recipe", "work", "shape", "series", "value", "low", "high", "unit", "device", "state")
+    for peer in found["peers"]:
+        for series, rate in peer["rates"].items():
+            figures = [_number(rate[name] if rate else None) for name in ("value", "low", "high")]
+            cells = [peer["recipe"], peer["work"], " x ".join(map(str, peer["shape"])), series, *figures]
+            table.add_row(*map(Text, [*cells, peer["unit"], peer["device"], peer["state"]]))
     console.print(table)
     return 0
 
 
 def compare_records(options: argparse.Namespace) -> int:
-    """Compare recorded figures with those of another revision; 1 if one is slower beyond the spread."""
+    """Compare recorded figures with those of another revision; 1 if one of ours is slower, or none can be judged."""
     try:
         changes = compare(Records(RECORDS), _recipes(options.recipe), options.base)
     except ValueError as error:
         raise UsageError(str(error)) from None
     table = Table("recipe", "table", "x", "series", "before", "now", "unit", "ratio", "")
     for change in changes:
-        x = f"{change.row.x:g}" if isinstance(change.row.x, float) else change.row.x
-        cells = [change.row.recipe, change.row.table, x, change.row.series, f"{change.before:.1f}"]
-        cells += [f"{change.row.value:.1f}", change.row.unit, f"{change.ratio:.3f}", "slower" if change.slower else ""]
-        table.add_row(*map(Text, cells), style="red" if change.slower else "")
-    console.print(table)
-    slower = sum(change.slower for change in changes)
-    console.print(f"{slower} of {len(changes)} figures are slower by more than two runs of the same code differ")
-    return int(slower > 0)
+        now, before = change.now, change.before
+        bad = now.is_ours and change.verdict not in {"", "faster"}
+        cells = [now.recipe, now.table, _x(now), now.series, f"{before.value:.1f}", f"{now.value:.1f}", now.unit]
+        table.add_row(*map(Text, [*cells, f"{change.ratio:.3f}", change.verdict]), style="red" if bad else "")
+    if changes:
+        console.print(table)
+    ours = [change.verdict for change in changes if change.now.is_ours]
+    slower, unknown = ours.count("slower"), ours.count("no band") + ours.count("CPU decided")
+    console.print(f"{slower} of {len(ours)} figures of ours are slower by more than two runs of the same code differ")
+    if unknown:
+        console.print(f"{unknown} could not be judged: no band was kept, or the CPU decided them", style="red")
+    return int(slower + unknown > 0)
 
 
-def spread(options: argparse.Namespace) -> int:
-    """Keep how far two recorded runs differ."""
-    try:
-        path = measure_spread(Records(options.first), Records(options.second), _recipes([]), Records(RECORDS))
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    console.print(f"wrote {path}")
-    return 0
+def _x(figure: Measurement) -> str:
+    return f"{figure.x:g}" if isinstance(figure.x, float) else figure.x
+
+
+def _number(figure: float | None) -> str:
+    return "" if figure is None else f"{figure:.1f}"
 
 
 def _recipes(keys: Sequence[str]) -> list[Recipe]:

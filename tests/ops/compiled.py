@@ -1,13 +1,14 @@
 """What the compiler makes of a recipe, on any machine.
 
 The tests interpret kernels where there is no GPU, and a kernel is interpreted or compiled from its decorator on. So
-another process imports the recipe, as on an H100 that compiles for it and runs nothing.
+another process imports the recipes, as on an H100 that compiles for it and runs nothing.
 """
 
 import importlib
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
@@ -15,19 +16,32 @@ from typing import Any
 
 import pytest
 import torch
+from own import definitions
 from torch.utils._pytree import tree_leaves
 
+Ask = Callable[..., list[Any]]
 
-def on_h100(recipe: Path, *looks: Callable[[ModuleType], Any]) -> list[Any]:
-    """Return what these functions of a test module return in that process, given what the recipe defines."""
+
+@contextmanager
+def h100() -> Iterator[Ask]:
+    """Start that process; give a function that has it import a recipe.
+
+    It returns what functions of a test module return there, given what the recipe defines.
+    """
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        definitions = recipe.read_text().partition("# The check\n")[0]
-        # Not the line that asks for the interpreter
-        Path(folder, recipe.name).write_text(definitions.replace("raise RuntimeError(", "("))
         for name, value in {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder, "CUDA_VISIBLE_DEVICES": ""}.items():
             patch.setenv(name, value)
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply_async(_answers, (folder, recipe.stem, looks)).get(timeout=300)
+        pool = multiprocessing.get_context("spawn").Pool(1, _as_on_h100, (folder,))
+        patch.undo()
+
+        def ask(recipe: Path, *looks: Callable[[ModuleType], Any]) -> list[Any]:
+            # Not the line that asks for the interpreter
+            source = definitions(recipe.read_text()).replace("raise RuntimeError(", "(")
+            Path(folder, recipe.name).write_text(source)
+            return pool.apply_async(_answers, (recipe.stem, looks)).get(timeout=300)
+
+        with pool:
+            yield ask
 
 
 def ptx(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> str:
@@ -67,7 +81,7 @@ def graphs(op: Callable[..., Any], *inputs: torch.Tensor) -> list[list[str]]:
     return found
 
 
-def _answers(folder: str, name: str, looks: tuple[Callable[[ModuleType], Any], ...]) -> list[Any]:
+def _as_on_h100(folder: str) -> None:
     import triton
 
     h100 = triton.backends.compiler.GPUTarget("cuda", 90, 32)
@@ -77,5 +91,8 @@ def _answers(folder: str, name: str, looks: tuple[Callable[[ModuleType], Any], .
         )
     )
     sys.path.insert(0, folder)
+
+
+def _answers(name: str, looks: tuple[Callable[[ModuleType], Any], ...]) -> list[Any]:
     recipe = importlib.import_module(name)
     return [look(recipe) for look in looks]

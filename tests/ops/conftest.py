@@ -4,12 +4,14 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import memory
 import pytest
 import torch
+from compiled import Ask, h100
 from hypothesis import Phase, settings
 
 settings.register_profile("default", max_examples=25, deadline=None)
@@ -19,6 +21,24 @@ settings.register_profile(
     "bite", max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+# JAX gives memory back, as PyTorch does when asked: the next large test may need it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Limit a test to this process's part of the GPU's memory, or give it what it needs."""
+    with memory.limit(large=item.get_closest_marker("needs_gpu_memory") is not None):
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs more memory than it can have."""
+    for mark in item.iter_markers("needs_gpu_memory"):
+        memory.require(*mark.args)
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +61,13 @@ def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+@pytest.fixture(scope="session")
+def on_h100() -> Iterator[Ask]:
+    """Return a function that asks the one process that compiles for an H100."""
+    with h100() as ask:
+        yield ask
 
 
 @pytest.fixture(scope="session", autouse=True)

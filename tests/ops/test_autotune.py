@@ -65,6 +65,7 @@ def test_floats(recipe: ModuleType, dtype: torch.dtype, M: int, N: int, of_A: La
     assert_product(recipe, A, x, guarded(recipe.mv, A, x))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("index", range(CONFIGS))
 def test_every_config_float32(recipe: ModuleType, index: int, record_property: Callable[[str, object], None]) -> None:
     """Each config is right, whichever of them wins: rows and columns that fill its tile, and that don't."""
@@ -138,10 +139,9 @@ def test_prune_keeps_what_fits(recipe: ModuleType, M: int, N: int, transposed: b
             assert (tile["BLOCK_M"] > tile["BLOCK_N"]) == transposed
 
 
+@pytest.mark.needs_gpu_memory(12)
 def test_beyond_int32(recipe: ModuleType) -> None:
     """A matrix may have more than 2**31 elements: in many rows, which each config finds, or in long ones."""
-    if recipe.DEVICE.type == "cpu":
-        pytest.skip("2**31 elements need a GPU")
     for shape, indices in (((2**17 + 1, 2**14), range(CONFIGS)), ((3, 2**30), (0, 8))):
         A = torch.ones(shape, dtype=torch.float16, device=recipe.DEVICE)
         x = torch.zeros(shape[1], dtype=torch.float16, device=recipe.DEVICE)
@@ -168,3 +168,18 @@ def test_refuses(recipe: ModuleType) -> None:
         recipe.mv(A, x.clone().requires_grad_())
     with torch.no_grad():
         recipe.mv(A.clone().requires_grad_(), x)
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("mv", lambda normal, M, N: (normal(M, N), normal(N))),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("rows stored without a mask", "tl.sum(acc, axis=1), mask=mask_m)", "tl.sum(acc, axis=1))"),
+    ("a ragged tail called even", 'args["N"] % args["BLOCK_N"] == 0', 'args["N"] % 2 == 0'),
+    ("a vector's stride left out", "x_ptr + offs_n * stride_xn", "x_ptr + offs_n"),
+    ("half an accumulator, tuned", "torch.float16: tl.float32,", "torch.float16: tl.float16,"),
+    ("a grid from a constant", 'args["BLOCK_M"]),)](', "4),)]("),
+]

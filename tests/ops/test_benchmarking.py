@@ -105,3 +105,10 @@ def test_intensity_of_a_product(recipe: ModuleType) -> None:
     """A third of N operations per byte, in a type of two bytes, as the answer to the exercise has it."""
     for N in (3, 256, 8192):
         assert recipe.intensity(recipe.matmul_work(N)) == pytest.approx(N / 3)
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("add", lambda normal, M, N: (normal(M, N), normal(M, N))),
+    ("sum_row", lambda normal, M, N: (normal(M, N),)),
+]

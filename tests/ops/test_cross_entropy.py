@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import on_h100, ptx
+from compiled import Ask, ptx
 from guard import Guard, _between_guards, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -322,8 +322,15 @@ def test_linear_cross_entropy(recipe: ModuleType) -> None:
         torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-6)
 
 
-@needs_a_gpu
-@pytest.mark.parametrize(("M", "N"), [(2**17 + 1, 2**14), (2**16 + 3, 2**15 + 1), (5, 2**29 + 3)])
+@pytest.mark.needs_gpu_memory(10)
+@pytest.mark.parametrize(
+    ("M", "N"),
+    [
+        (2**17 + 1, 2**14),
+        (2**16 + 3, 2**15 + 1),
+        pytest.param(5, 2**29 + 3, marks=pytest.mark.needs_gpu_memory(24)),
+    ],
+)
 def test_beyond_int32(recipe: ModuleType, M: int, N: int) -> None:
     """More than 2**31 elements: the last row is right, and as the first."""
     x = torch.zeros(M, N, dtype=torch.bfloat16, device=recipe.DEVICE)
@@ -402,7 +409,36 @@ def widths(recipe: ModuleType) -> list[list[int]]:
     ]
 
 
-def test_compiled_code(gallery: Path) -> None:
+def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """All lengths are loaded and stored 16 bytes at a time: the compiler is told of no length that 8 divides."""
     (found,) = on_h100(gallery / "fusion" / "cross_entropy.py", widths)
     assert found == [[16, 8], [8, 0], [8, 8], [0, 0]]
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("cross_entropy", lambda normal, M, N: (normal(M, N), torch.arange(M, device="cuda"))),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("an edge stored without a mask", "exp(x_e - top) * a - b, mask_e)", "exp(x_e - top) * a - b)"),
+    (
+        "rows that end with their last whole vector",
+        'x_e = tl.load(x_ptr + x_row + offs_e, mask_e, float("-inf"))',
+        'x_e = tl.load(x_ptr + x_row + offs_e, edge < head, float("-inf"))',
+    ),
+    ("a sum that does not follow its maximum", "        s *= exp(m - larger)\n", ""),
+    ("ignored rows in the mean", "(target != ignore_index).sum(dtype=wide)", "(target == target).sum(dtype=wide)"),
+    (
+        "smoothing left out of the gradient",
+        "a, b = tl.where(used, c / s, 0), c * SMOOTHING / N",
+        "a, b = tl.where(used, c / s, 0), c * 0",
+    ),
+    ("a target that is not subtracted", "exp(x_t - top) * a - b - c * (1 - SMOOTHING)", "exp(x_t - top) * a - b"),
+    (
+        "a body stored without a mask",
+        "tl.store(d_body + offs, d, mask, eviction_policy=DROP)",
+        "tl.store(d_body + offs, d, eviction_policy=DROP)",
+    ),
+]

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import on_h100
+from compiled import Ask
 from guard import guarded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,10 +71,9 @@ def test_both_ends_are_met(recipe: ModuleType, dtype: torch.dtype) -> None:
     assert torch.equal(recipe.lerp(x, end, torch.ones((), device=recipe.DEVICE)), end)
 
 
+@pytest.mark.needs_gpu_memory(16)
 def test_beyond_int32(recipe: ModuleType) -> None:
     """The last elements of a tensor of more than 2**31 elements are right."""
-    if recipe.DEVICE.type == "cpu":
-        pytest.skip("2**31 elements need a GPU")
     x = torch.zeros(2**31 + 5, dtype=torch.float16, device=recipe.DEVICE)
     out = recipe.lerp(x, x + 1, 0.5)
     assert out.eq(0.5).all()
@@ -163,8 +162,24 @@ def keys(recipe: ModuleType) -> list[list[str]]:
     return [[key(), key(N=8192), key(weight=0.75)], [key(N=4095), key(weight_ptr=torch.float32)]]
 
 
-def test_keys(gallery: Path) -> None:
+def test_keys(gallery: Path, on_h100: Ask) -> None:
     """A size that 16 does not divide, or a weight in a tensor, is another compiled kernel; another number is not."""
     ((shared, others),) = on_h100(gallery / "pytorch" / "cuda_graphs.py", keys)
     assert len(set(shared)) == 1
     assert len({*shared, *others}) == 3
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("lerp", lambda normal, M, N: (normal(M, N), normal(M, N), torch.full((1,), 0.3, device="cuda"))),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    (
+        "lerp stored without a mask",
+        "tl.where(w < 0.5, near_x, near_end), mask=mask)",
+        "tl.where(w < 0.5, near_x, near_end))",
+    ),
+    ("lerp by one formula", "tl.where(w < 0.5, near_x, near_end)", "near_x"),
+]

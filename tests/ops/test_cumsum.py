@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import on_h100, ptx
+from compiled import Ask, ptx
 from guard import PAD, Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -237,8 +237,11 @@ def test_refuses(recipe: ModuleType) -> None:
             op(x[0, 0].expand(2**30 + 1))
 
 
-@needs_a_gpu
-@pytest.mark.parametrize(("rows", "N"), [(2**17 + 1, 2**14), (33, 2**26), (3, 2**30 - 8)])
+@pytest.mark.needs_gpu_memory(11)
+@pytest.mark.parametrize(
+    ("rows", "N"),
+    [(2**17 + 1, 2**14), (33, 2**26), pytest.param(3, 2**30 - 8, marks=pytest.mark.needs_gpu_memory(30))],
+)
 def test_beyond_int32(recipe: ModuleType, rows: int, N: int) -> None:
     """More than 2**31 elements: the last row is right, with many rows and with few."""
     x = torch.zeros(rows, N, dtype=torch.bfloat16, device=recipe.DEVICE)
@@ -252,7 +255,7 @@ def test_beyond_int32(recipe: ModuleType, rows: int, N: int) -> None:
     assert torch.equal(recipe.cumsum(view)[-1], torch.cumsum(view[-1].float(), -1).bfloat16())
 
 
-@needs_a_gpu
+@pytest.mark.needs_gpu_memory(6)
 @pytest.mark.parametrize("rows", [1, 7, 5000])
 def test_same_bits(recipe: ModuleType, rows: int) -> None:
     """However the programs of a chain come to run, the bits are the same; and right, when many are under way."""
@@ -322,7 +325,7 @@ def both_ways(recipe: ModuleType) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def test_compiled_code(gallery: Path) -> None:
+def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Backwards costs nothing but where tl.cumsum does it, and words are read each time."""
     (found,) = on_h100(gallery / "fusion" / "cumsum.py", both_ways)
     for forward, backward in (found["rows"], found["long"]):
@@ -334,6 +337,7 @@ def test_compiled_code(gallery: Path) -> None:
     assert backward > 5 * forward
 
 
+@pytest.mark.thorough
 @without_a_gpu
 def test_page(gallery: Path, tmp_path: Path) -> None:
     """What the page prints without a GPU is what its text says."""
@@ -346,3 +350,39 @@ def test_page(gallery: Path, tmp_path: Path) -> None:
     assert lost.count("nan") == 4
     assert kept.endswith("[inf, 6.0, 3.0, 1.0]")
     assert run.stderr == ""
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("cumsum", lambda normal, M, N: (normal(M, N),)),
+    ("cumsum", lambda normal, M, N: (normal(7, M * 303),)),  # a chain
+    ("cumsum_backward", lambda normal, M, N: (normal(M, N),)),
+    ("cumsum_backward", lambda normal, M, N: (normal(7, M * 303),)),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    (
+        "sums stored without a mask",
+        "tl.store(y_rows + offs, turned(y, VEC, REVERSE), mask)",
+        "tl.store(y_rows + offs, turned(y, VEC, REVERSE))",
+    ),
+    ("tiles of a chain stored without a mask", "y + carry.to(ACC), offs < N)", "y + carry.to(ACC))"),
+    (
+        "a carry that forgets",
+        "carry += tl.sum(x, axis=1, keep_dims=True)",
+        "carry = carry * 0 + tl.sum(x, axis=1, keep_dims=True)",
+    ),
+    (
+        "a carry rounded to float32",
+        "carry = tl.zeros((BLOCK_M, 1), dtype=tl.float64)",
+        "carry = tl.zeros((BLOCK_M, 1), dtype=tl.float32)",
+    ),
+    ("a group that closes with its own sum", "publish(word_ptr, carry + total)", "publish(word_ptr, total)"),
+    (
+        "a group that leaves out the one before",
+        "tile // GROUP * GROUP - 1 + tl.arange(0, GROUP)",
+        "tile // GROUP * GROUP + tl.arange(0, GROUP)",
+    ),
+    ("vectors that are not turned", "if REVERSE and VEC >> log > 1:", "if REVERSE and VEC >> log > 4:"),
+]

@@ -14,7 +14,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from compiled import on_h100, ptx
+from compiled import Ask, ptx
 from guard import Guard, guarded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -307,7 +307,7 @@ def counts(recipe: ModuleType) -> dict[int, Counter[str]]:
     return {per: Counter(re.findall(wanted, ptx(recipe.dropout_kernel, "bf16", PER=per, **options))) for per in (8, 4)}
 
 
-def test_compiled(gallery: Path) -> None:
+def test_compiled(gallery: Path, on_h100: Ask) -> None:
     """Full programs move 16 bytes at a time at any size, no thread waits for another's numbers, calls are shared."""
     (found,) = on_h100(gallery / "fusion" / "dropout.py", counts)
     for per, counted in found.items():
@@ -317,7 +317,7 @@ def test_compiled(gallery: Path) -> None:
         assert 10 * 8 / per <= counted["mul.hi"] / 2 <= 20 * 8 / per
 
 
-@gpu
+@pytest.mark.needs_gpu_memory(10)
 def test_beyond_int32(recipe: ModuleType) -> None:
     """The last of more than 2**31 elements have their own numbers."""
     size, tail = 2**31 + 2**12 + 3, 2**12 + 3
@@ -325,7 +325,7 @@ def test_beyond_int32(recipe: ModuleType) -> None:
     out = recipe.dropout(x, 0.5, recipe.new_seed(5))
     assert torch.equal(out[:tail].cpu() != 0, mask(5, 0.5, tail))
     assert torch.equal(out[-tail:].cpu() != 0, mask(5, 0.5, tail, first=2**31))
-    assert out.float().mean().sub(1).abs() < 1e-3
+    assert out.mean(dtype=torch.float32).sub(1).abs() < 1e-3
 
 
 @gpu
@@ -355,3 +355,44 @@ def test_compile_and_graph(recipe: ModuleType) -> None:
         seed.fill_(value)
         graph.replay()
         assert torch.equal(out, op(x, seed=seed))
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("dropout", lambda normal, M, N: (normal(M, N), 0.3, torch.tensor([5], device="cuda"))),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    (
+        "dropout stored without a mask",
+        "tl.where(bits >= limit, x * scale, 0), mask)",
+        "tl.where(bits >= limit, x * scale, 0))",
+    ),
+    (
+        "the words of a call in another order",
+        "tl.join(tl.join(w0, w2), tl.join(w1, w3))",
+        "tl.join(tl.join(w0, w1), tl.join(w2, w3))",
+    ),
+    ("one half of each word twice", "tl.join(bits << 16, bits)", "tl.join(bits << 16, bits << 16)"),
+    (
+        "every program counts from 0",
+        "n = tl.cast(first, tl.int64) // PER + tl.arange",
+        "n = tl.cast(first, tl.int64) * 0 + tl.arange",
+    ),
+    (
+        "a seed of 32 bits",
+        "w0, w1, w2, w3 = tl.randint4x(seed, n)",
+        "w0, w1, w2, w3 = tl.randint4x(seed.to(tl.int32), n)",
+    ),
+    (
+        "another mask for the gradient",
+        "dropout(grad, ctx.p, *ctx.saved_tensors)",
+        "dropout(grad, ctx.p, ctx.saved_tensors[0] + 1)",
+    ),
+    (
+        "the scale of another p",
+        "kept = 2147483648 - tl.cast(limit, tl.int64)",
+        "kept = 2147483648 - tl.cast(limit, tl.int64) // 2",
+    ),
+]

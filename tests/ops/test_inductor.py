@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from own import definitions
 
 # In a process without the interpreter, as only Triton's own functions have a text. Prints what failed, by source file.
 WRITE = """
@@ -53,8 +54,8 @@ def failures(sources: Mapping[str, str], folder: Path) -> dict[str, str]:
     for name, source in sources.items():
         (folder / name).mkdir()
         # The definitions alone; not the line that asks for the interpreter.
-        definitions = source.partition("# The check\n")[0].replace("raise RuntimeError(", "print(")
-        (folder / name / "recipe.py").write_text(definitions, "utf-8")
+        text = definitions(source).replace("raise RuntimeError(", "print(")
+        (folder / name / "recipe.py").write_text(text, "utf-8")
         (folder / name / "names.json").write_text(json.dumps(wrapped(source)), "utf-8")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", WRITE, str(folder)]
@@ -84,6 +85,8 @@ def kernel(x_ptr, N, BLOCK: tl.constexpr{default}):
     tl.store(x_ptr + offs, tl.load(x_ptr + offs, mask=offs < N, {use}))
 
 # wrap_triton(kernel)
+# The check
+# ---------
 """
 FAULTS = {
     "a_global_infinity": (

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -367,7 +368,29 @@ def test_ten_runs_have_the_same_bits(recipe: ModuleType) -> None:
         assert torch.equal(attention(*tensors).view(torch.int16), first.view(torch.int16))
 
 
-@needs_gpu
+@pytest.mark.parametrize(("gibibytes", "longest"), [(12, 2048), (24, 4096), (141, 2**14)])
+def test_matrix_of_xla_fits(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch, gibibytes: int, longest: int) -> None:
+    """On a small GPU the benchmark leaves out the lengths at which XLA's matrix would fill it."""
+
+    class MeasuredError(Exception):
+        pass
+
+    def measure(*arguments: object) -> None:
+        raise MeasuredError
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, gibibytes * 2**30))
+    monkeypatch.setattr(recipe, "seconds", measure)
+    monkeypatch.setattr(recipe.jax.random, "normal", lambda *arguments: 0)
+    measured = []
+    for length in recipe.SIZES:
+        try:
+            assert math.isnan(recipe.benchmark.fn(T=length, provider="XLA"))
+        except MeasuredError:
+            measured.append(length)
+    assert max(measured) == longest
+
+
+@pytest.mark.needs_gpu_memory(10)
 def test_softcap_beyond_int32(recipe: ModuleType) -> None:
     x = torch.zeros(2**31 + 5, dtype=torch.float16, device=recipe.DEVICE)
     x[-1] = 40
@@ -376,7 +399,7 @@ def test_softcap_beyond_int32(recipe: ModuleType) -> None:
     assert not out[:-1].any()
 
 
-@needs_gpu
+@pytest.mark.needs_gpu_memory(24)
 @pytest.mark.parametrize("shape", [(1, 16411, 1024, 128), (5, 4096, 1024, 128)], ids=["positions", "batches"])
 def test_attention_beyond_int32(recipe: ModuleType, shape: tuple[int, ...]) -> None:
     """The last queries of the last head, which are behind element 2**31, as are their keys."""
@@ -386,3 +409,10 @@ def test_attention_beyond_int32(recipe: ModuleType, shape: tuple[int, ...]) -> N
     expected = (query[-5:] @ key.T / shape[3] ** 0.5).softmax(dim=-1) @ value
     atol = 1.25 * 2**-7 * value.abs().max().item()
     torch.testing.assert_close(out[-1, -5:, -1].double(), expected, rtol=0, atol=atol)
+
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("softcap stored without a mask", "tl.where(x < 0, -out, out), mask=offs < N)", "tl.where(x < 0, -out, out))"),
+    ("keys behind the end", "keep = start + offs_n < T if MASKED else every", "keep = every"),
+]

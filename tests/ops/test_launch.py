@@ -157,3 +157,9 @@ def test_claims(tmp_path: Path) -> None:
             ["*fp32", ""],
         ],
     }
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("exp_series", lambda normal, M, N: (normal(M * N),)),
+]

@@ -1,4 +1,7 @@
-"""What only a GPU can show of the ops: the same bits each time, every element written, and the whole of opcheck."""
+"""What only a GPU can show of the ops: the same bits each time, every element written, and the whole of opcheck.
+
+The ops of a recipe stand in its tests, as `OPS`: each with a function that makes its inputs.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -7,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from own import collect
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
 
@@ -18,14 +22,18 @@ class Op:
     """An op of a recipe, and inputs that fit it.
 
     Attributes:
-        path: the recipe's file.
+        recipe: `section/name`.
         name: the op's name there.
-        inputs: makes the arguments.
+        make: makes the arguments, given what makes random numbers of a shape, and two sizes.
     """
 
-    path: str
+    recipe: str
     name: str
-    inputs: Callable[[], tuple[torch.Tensor, ...]]
+    make: Callable[[Callable[..., torch.Tensor], int, int], tuple[torch.Tensor, ...]]
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """Return arguments for it."""
+        return self.make(normal, M, N)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -33,51 +41,8 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda")
 
 
-OPS = [
-    Op("first_steps/vector_add.py", "add", lambda: (normal(M, N), normal(M, N))),
-    Op("first_steps/vector_add.py", "add_op", lambda: (normal(M, N), normal(M, N))),
-    Op("first_steps/row_sum.py", "sum_row", lambda: (normal(M, N),)),
-    Op("first_steps/strides.py", "transpose", lambda: (normal(M, N),)),
-    Op("first_steps/launch.py", "exp_series", lambda: (normal(M * N),)),
-    Op("first_steps/benchmarking.py", "add", lambda: (normal(M, N), normal(M, N))),
-    Op("first_steps/benchmarking.py", "sum_row", lambda: (normal(M, N),)),
-    Op("first_steps/autotune.py", "mv", lambda: (normal(M, N), normal(N))),
-    Op("pytorch/torch_compile.py", "add", lambda: (normal(M, N), normal(M, N))),
-    Op("pytorch/triton_op.py", "silu_mul", lambda: (normal(M, N), normal(M, N))),
-    Op("pytorch/subsystems.py", "linear_relu", lambda: (normal(M, 257), normal(N, 257), normal(N))),
-    Op("pytorch/which_api.py", "square", lambda: (normal(M, N),)),
-    Op("pytorch/aot_inductor.py", "normalize", lambda: (normal(M, N),)),
-    Op("pytorch/cuda_graphs.py", "lerp", lambda: (normal(M, N), normal(M, N), torch.full((1,), 0.3, device="cuda"))),
-    Op("xla/pytorch_xla.py", "add", lambda: (normal(M, N), normal(M, N))),
-    Op("xla/pytorch_xla.py", "attention", lambda: tuple(normal(3, 2, 3, M, 64).half())),
-    Op("fusion/softmax.py", "softmax", lambda: (normal(M, N),)),
-    Op("fusion/softmax.py", "softmax_backward", lambda: (normal(M, N), normal(M, N))),
-    Op("fusion/rms_norm.py", "rms_norm", lambda: (normal(M, N), normal(N), 1e-6)),
-    Op("fusion/rms_norm.py", "rms_norm_backward", lambda: (normal(M, N), normal(M, N), normal(N), 1e-6)),
-    Op("fusion/layer_norm.py", "layer_norm", lambda: (normal(M, N), normal(N), normal(N), 1e-5)),
-    Op(
-        "fusion/layer_norm.py",
-        "native_layer_norm_backward",
-        lambda: (normal(M, N), normal(M, N), normal(N), normal(2, M)),
-    ),
-    Op("fusion/swiglu.py", "swiglu", lambda: (normal(M, N), normal(M, N))),
-    Op("fusion/swiglu.py", "swiglu_backward", lambda: (normal(M, N), normal(M, N), normal(M, N))),
-    Op("fusion/swiglu.py", "swiglu_packed", lambda: (normal(M, 2 * N),)),
-    Op("fusion/swiglu.py", "swiglu_packed_backward", lambda: (normal(M, N), normal(M, 2 * N))),
-    Op(
-        "fusion/rope.py",
-        "rope",
-        lambda: (normal(2, 8, 517, 64), normal(2, 3, 517, 64), normal(517, 32), normal(517, 32)),
-    ),
-    Op("fusion/dropout.py", "dropout", lambda: (normal(M, N), 0.3, torch.tensor([5], device="cuda"))),
-    Op("fusion/cross_entropy.py", "cross_entropy", lambda: (normal(M, N), torch.arange(M, device="cuda"))),
-    Op("fusion/cumsum.py", "cumsum", lambda: (normal(M, N),)),
-    Op("fusion/cumsum.py", "cumsum", lambda: (normal(7, M * 303),)),  # a chain
-    Op("fusion/cumsum.py", "cumsum_backward", lambda: (normal(M, N),)),
-    Op("fusion/cumsum.py", "cumsum_backward", lambda: (normal(7, M * 303),)),
-    Op("fusion/topk.py", "topk", lambda: (normal(M, N), 8)),
-]
-each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.path}:{op.name}")
+OPS = [Op(recipe, *entry) for recipe, entry in collect("OPS")]
+each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.recipe}:{op.name}")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +54,7 @@ def recipe_at(load_recipe: Callable[[str], ModuleType]) -> Callable[[str], Modul
 @pytest.fixture
 def function(op: Op, recipe_at: Callable[[str], ModuleType]) -> Callable[..., list[torch.Tensor]]:
     """Return the op itself, as a function that returns a list of tensors."""
-    function = getattr(recipe_at(op.path), op.name)
+    function = getattr(recipe_at(f"{op.recipe}.py"), op.name)
 
     def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
         out = function(*inputs)
@@ -119,6 +84,7 @@ def test_ten_runs_have_the_same_bits(op: Op, function: Callable[..., list[torch.
 BEYOND = 2**31 + 5  # elements; the tests of row_sum, strides, vector_add and autotune have their own
 
 
+@pytest.mark.needs_gpu_memory(20)
 @pytest.mark.parametrize(("path", "name", "arguments"), [("launch", "exp_series", 1), ("benchmarking", "add", 2)])
 def test_beyond_int32(recipe_at: Callable[[str], ModuleType], path: str, name: str, arguments: int) -> None:
     recipe = recipe_at(f"first_steps/{path}.py")
@@ -130,6 +96,7 @@ def test_beyond_int32(recipe_at: Callable[[str], ModuleType], path: str, name: s
     assert (out[1:-1] == out[0]).all()
 
 
+@pytest.mark.needs_gpu_memory(9)
 def test_rows_beyond_int32(recipe_at: Callable[[str], ModuleType]) -> None:
     matrix = torch.zeros(2**19 + 1, 2**12, device="cuda")
     matrix[-1, -1] = 1

@@ -6,22 +6,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
-import peers
+import measure_peers
 import pytest
 import torch
+from works.dropout import kept_by_both
 
-from triton_gallery.device import Environment
-from triton_gallery.peers import load_all
-from triton_gallery.recipes import load
+from triton_gallery.recipes.contents import load
+from triton_gallery.recipes.device import Environment
+from triton_gallery.records.peers import load_all
 
-SMALL = 24
+SMALL, WIDE = 24, 64  # rows are as long as any k
 ON_GPU = torch.cuda.is_available()
 
 
 def installed() -> list[str]:
     """Return the libraries that can run here; the interpreter does not run all of their kernels."""
     found = []
-    for name, peer in peers.PEERS.items():
+    for name, peer in measure_peers.PEERS.items():
         try:
             version(peer.package)
         except PackageNotFoundError:
@@ -30,21 +31,23 @@ def installed() -> list[str]:
     return found if ON_GPU else []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("work", "backward"),
     [
-        pytest.param(work, direction == "backward", id=f"{work.name}, {direction}")
-        for work in peers.WORKS
-        for direction in work.directions
+        pytest.param(work, backward, id=name)
+        for work in measure_peers.WORKS
+        for name, backward in work.directions.items()
     ],
 )
 def test_all_libraries_do_the_same(
-    work: peers.Work, backward: bool, load_recipe: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+    work: measure_peers.Work, backward: bool, load_recipe: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "recipe_module", lambda recipe: load_recipe(f"{recipe}.py"))
-    shape = tuple(min(size, SMALL) for size in work.shapes[0])
-    trial = peers.Trial(work, shape, torch.float32, "cuda" if ON_GPU else "cpu")
-    functions = peers.contestants(work, installed())
+    monkeypatch.setattr(measure_peers, "recipe_module", lambda recipe: load_recipe(f"{recipe}.py"))
+    *sizes, length = work.shapes[-1]
+    shape = (*(min(size, SMALL) for size in sizes), min(length, WIDE))
+    trial = measure_peers.Trial(work, shape, torch.float32, "cuda" if ON_GPU else "cpu")
+    functions = measure_peers.contestants(work, installed())
     if not ON_GPU:
         del functions["torch.compile"]
     assert list(functions)[:2] == ["Triton", "PyTorch"]
@@ -54,7 +57,7 @@ def test_all_libraries_do_the_same(
 
 
 def test_masks_may_differ_but_not_what_is_kept() -> None:
-    one = peers.Trial(dataclasses.replace(trial().work, alike=peers.kept_by_both), (8,), torch.float32, "cpu")
+    one = measure_peers.Trial(dataclasses.replace(trial().work, alike=kept_by_both), (8,), torch.float32, "cpu")
     ours = torch.tensor([2.0, 0, 4, 6])
     one.check("Liger", (torch.tensor([0.0, 3, 4, 6]),), (ours,))
     for wrong in ([0.0, 3, 2, 3], [0.0, 0, 0, 0]):
@@ -82,35 +85,119 @@ class Greedy(torch.autograd.Function):
         return x, y
 
 
-def trial() -> peers.Trial:
+def trial() -> measure_peers.Trial:
     """Return a trial of a product of two vectors."""
-    work = peers.Work(
+    work = measure_peers.Work(
         "things/one",
         ours=lambda module: torch.mul,
         torch=lambda torch: torch.mul,
         shapes=[(8,)],
         inputs=lambda random, shape: (random(shape), random(shape)),
     )
-    return peers.Trial(work, (8,), torch.float32, "cpu")
+    return measure_peers.Trial(work, (8,), torch.float32, "cpu")
+
+
+class Clock:
+    """A GPU of which only the time is there: what is called says how many milliseconds it took."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put it in the place of the real one."""
+        self.now, self.log = 0.0, []
+        for name in ("_sleep", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: self.log.append(name))
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
+        monkeypatch.setattr(measure_peers, "CACHE", 8)
+        monkeypatch.setattr(measure_peers, "DEVICE", "cuda" if ON_GPU else "cpu")
+
+    def call(self, name: str, times: list[float]) -> Callable[[], None]:
+        """Return a call that takes these times in turn, and the last one from then on."""
+        left = list(times)
+
+        def call() -> None:
+            self.log.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return call
+
+
+@dataclasses.dataclass
+class Event:
+    """A moment on a clock."""
+
+    clock: Clock
+    at: float = 0.0
+
+    def record(self) -> None:
+        """Take the time."""
+        self.clock.log.append("event")
+        self.at = self.clock.now
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Return the milliseconds until another event."""
+        return end.at - self.at
+
+
+def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is timed with the GPU asleep while the inputs are restored, and what warms up is not counted."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(measure_peers, "TURNS", 6)
+    warm = [1e9] * measure_peers.WARM_UP
+    calls = {"ours": clock.call("ours", [*warm, 1, 2, 3, 4, 5, 6]), "other": clock.call("other", [*warm, 7])}
+    found = measure_peers.measure(calls, lambda: clock.log.append("restore"))
+    assert found == {"ours": [3.5, 2, 5], "other": [7, 7, 7]}
+    one = [*("restore", "_sleep", "event", "ours", "event", "synchronize")]
+    other = ["other" if step == "ours" else step for step in one]
+    assert clock.log == (one + other) * (measure_peers.WARM_UP + 6)
 
 
 def test_inputs_are_restored_before_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
     one = trial()
     expected = one.call(torch.mul, backward=True)()
     call = one.call(Greedy.apply, backward=True)
     got = []
-
-    def do_bench(call, rep, quantiles, grad_to_none):
-        for _ in range(3):
-            for tensor in grad_to_none:
-                tensor.grad = None
-            got.append([gradient.clone() for gradient in call()])
-        return [1.0, 2.0, 0.5]
-
-    monkeypatch.setattr("triton.testing.do_bench", do_bench)
-    assert peers.measure(call, 10**9, one) == [1000.0, 500.0, 2000.0]
+    measure_peers.measure({"Greedy": lambda: got.append([part.clone() for part in call()])}, one.restore)
+    assert len(got) == measure_peers.WARM_UP + measure_peers.TURNS
     for gradients in got:
         one.check("Greedy", tuple(gradients), expected)
+
+
+def test_work_of_several_dtypes_is_counted_in_bytes() -> None:
+    """An op that scales rows in half precision by factors in single: what moves says so, and all is restored."""
+    work = measure_peers.Work(
+        "things/scale",
+        ours=lambda module: lambda x, scale: (x * scale).to(x.dtype),
+        torch=lambda torch: lambda x, scale: (x * scale).to(x.dtype),
+        shapes=[(8, 4)],
+        inputs=lambda random, shape: (random(shape), random((shape[0], 1), dtype=torch.float32)),
+        forward=lambda shape, itemsize: measure_peers.Bytes(32 * itemsize + 4 * shape[0], 32 * itemsize),
+    )
+    amount = work.amount((8, 4), itemsize=2, backward=False)
+    assert (amount.unit, amount.rate(milliseconds=1e-6)) == ("GB/s", 2 * 32 * 2 + 8 * 4)
+    one = measure_peers.Trial(work, (8, 4), torch.bfloat16, "cpu")
+    assert [tensor.dtype for tensor in one.inputs] == [torch.bfloat16, torch.float32]
+    dx, dscale = one.call(work.torch(torch), backward=True)()
+    assert (dx.dtype, dscale.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_roof_moves_as_many_bytes() -> None:
+    """A copy, or an addition where more is read than written."""
+    for read, written, tensors in ((64, 64, 2), (128, 64, 3), (96, 0, 2)):
+        amount = measure_peers.Bytes(read, written)
+        call = amount.roof(torch.bfloat16, "cpu")
+        held = [call.func.__self__] if tensors == 2 else [call.keywords["out"]]
+        held += [part for part in call.args if isinstance(part, torch.Tensor)]
+        assert len(held) == tensors
+        assert sum(part.nbytes for part in held) == read + written
+        call()
+
+
+def test_work_that_computes_is_counted_in_operations() -> None:
+    (work,) = (work for work in measure_peers.WORKS if work.recipe == "pytorch/subsystems")
+    amount = work.amount((512, 4096, 128), itemsize=2, backward=False)
+    assert (amount.unit, amount.rate(milliseconds=1e-9)) == ("TFLOP/s", 2 * 512 * 4096 * 128)
+    product = amount.roof(torch.bfloat16, "cpu")()
+    assert (product.shape, product.dtype) == ((512, 4096), torch.bfloat16), "the vendor's product of the same size"
 
 
 def test_another_result_is_not_timed() -> None:
@@ -122,41 +209,137 @@ def test_another_result_is_not_timed() -> None:
             one.check("Liger", one.call(wrong, backward=False)(), ours)
 
 
-def test_a_whole_run_is_recorded(
-    load_recipe: Callable[[str], ModuleType],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """All but the timing and the other libraries is what a GPU host does."""
+@pytest.fixture
+def host(
+    load_recipe: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, list[measure_peers.Work]]:
+    """Return the folder of records and the works of a host of which all but the GPU's times is real."""
     gpu = Environment("Test GPU 9000", "0", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")
+    known = {work.recipe: work for work in measure_peers.WORKS}
     softmax, rms_norm = (
-        dataclasses.replace(work, shapes=[(8, SMALL), (2, SMALL)], peers={}, dtype="float32")
-        for work in peers.WORKS[:2]
+        dataclasses.replace(known[recipe], shapes=[(8, SMALL), (2, SMALL)], peers={}, dtype="float32")
+        for recipe in ("fusion/softmax", "fusion/rms_norm")
     )
-    softmax = dataclasses.replace(softmax, peers={"Other": lambda module: module.sqrt})
-    monkeypatch.setattr(peers, "PEERS", {"Other": peers.Peer("torch", "math")})
-    monkeypatch.setattr(peers, "WORKS", [softmax, rms_norm])
-    monkeypatch.setattr(peers, "RECORDS", tmp_path)
-    monkeypatch.setattr(peers, "DEVICE", "cuda" if ON_GPU else "cpu")
-    monkeypatch.setattr(peers, "detect", lambda: [gpu])
-    monkeypatch.setattr(peers, "recipe_module", lambda recipe: load_recipe(f"{recipe}.py"))
+    works = [dataclasses.replace(softmax, peers={"Other": lambda module: module.sqrt}), rms_norm]
+    monkeypatch.setattr(measure_peers, "PEERS", {"Other": measure_peers.Peer("torch", "math")})
+    monkeypatch.setattr(measure_peers, "WORKS", works)
+    monkeypatch.setattr(measure_peers, "RECORDS", tmp_path)
+    monkeypatch.setattr(measure_peers, "DEVICE", "cuda" if ON_GPU else "cpu")
+    monkeypatch.setattr(measure_peers, "detect", lambda: [gpu])
+    monkeypatch.setattr(measure_peers, "recipe_module", lambda recipe: load_recipe(f"{recipe}.py"))
+    monkeypatch.setattr(measure_peers, "measure", lambda calls, restore: {name: [1e-6, 5e-7, 2e-6] for name in calls})
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr("triton.testing.do_bench", lambda call, **_: [1e-6, 2e-6, 5e-7])
+    return tmp_path, works
 
-    assert peers.main([softmax.recipe]) == 0
-    assert "Nothing was recorded" in capsys.readouterr().out
-    assert load_all(tmp_path) == []
 
-    assert peers.main([]) == 0
-    (run,) = load_all(tmp_path)
-    assert f"wrote {run.path}" in capsys.readouterr().out
-    assert run.packages == {"torch": version("torch")}
-    assert run.stale(load(peers.GALLERY)) == []
-    assert len(run.rows) == 8
-    assert [row.work for row in run.rows[:4]] == ["softmax, forward"] * 2 + ["softmax, backward"] * 2
-    assert list(run.rows[0].rates) == ["Triton", "PyTorch", "torch.compile", "Other", "Roof"]
-    assert run.rows[0].rates["Other"] is None, "it takes no tensors"
-    median, low, high = run.rows[0].rates["Triton"]
-    assert low < median < high
-    assert median == round(2 * 8 * SMALL * 4)
+def test_a_whole_run_is_recorded(host: tuple[Path, list[measure_peers.Work]]) -> None:
+    """All but the timing and the other libraries is what a GPU host does."""
+    records, _ = host
+    assert measure_peers.main([]) == 0
+    rows = load_all(records)
+    assert {row.device.name for row in rows} == {"Test GPU 9000"}
+    assert all(row.packages == {"torch": version("torch")} for row in rows)
+    assert all(row.is_fresh(load(measure_peers.GALLERY)) for row in rows)
+    assert [row.work for row in rows] == [
+        *(["softmax, forward"] * 2 + ["softmax, backward"] * 2 + ["rms_norm, forward"] * 2 + ["rms_norm, backward"] * 2)
+    ]
+    assert list(rows[0].rates) == ["Triton", "PyTorch", "torch.compile", "Other", "Roof"]
+    assert rows[0].rates["Other"] is None, "it takes no tensors"
+    median, low, high = rows[0].rates["Triton"]
+    assert (low, median, high) == (median / 2, 2 * 8 * SMALL * 4, 2 * median)
+    assert rows[2].rates["Triton"][0] == 3 * 8 * SMALL * 4, "two tensors are read by the backward"
+
+
+def test_library_that_means_something_else_costs_its_figure_alone(
+    host: tuple[Path, list[measure_peers.Work]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    records, works = host
+    works[0] = dataclasses.replace(works[0], peers={"Other": lambda module: lambda x: 2 * torch.softmax(x, -1)})
+    assert measure_peers.main([works[0].recipe]) == 0
+    assert all(row.rates["Other"] is None and row.rates["PyTorch"] for row in load_all(records))
+    assert "Other is left out: fusion/softmax: Other has another result than ours" in capsys.readouterr().out
+
+
+def test_work_that_computes_is_recorded(
+    host: tuple[Path, list[measure_peers.Work]],
+    monkeypatch: pytest.MonkeyPatch,
+    load_recipe: Callable[[str], ModuleType],
+) -> None:
+    """In operations, beside the vendor's product of the same size and dtype."""
+    records, works = host
+    linear = load_recipe("pytorch/subsystems.py").in_pytorch
+    seen = []
+
+    def measure(calls, restore):
+        seen.append(calls["Roof"]())
+        return {name: [1e-9, 1e-9, 1e-9] for name in calls}
+
+    works[:] = [
+        measure_peers.Work(
+            "pytorch/subsystems",
+            ours=lambda module: linear,
+            torch=lambda torch: linear,
+            shapes=[(2, 3, 4)],
+            inputs=lambda random, shape: (random((2, 4)), random((3, 4)), random((3,))),
+            forward=lambda shape, itemsize: measure_peers.Product(*shape),
+            backward=None,
+        )
+    ]
+    monkeypatch.setattr(measure_peers, "measure", measure)
+    assert measure_peers.main([]) == 0
+    (row,) = load_all(records)
+    assert (row.unit, row.rates["Triton"]) == ("TFLOP/s", [2 * 2 * 3 * 4] * 3)
+    assert [(tuple(roof.shape), roof.dtype) for roof in seen] == [((2, 3), torch.bfloat16)]
+
+
+def test_one_recipe_measures_its_own_rows(
+    host: tuple[Path, list[measure_peers.Work]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records, works = host
+    assert measure_peers.main([]) == 0
+    before = load_all(records)
+    works[1] = dataclasses.replace(works[1], shapes=[(2, SMALL), (3, SMALL)], backward=None)
+    works[0] = dataclasses.replace(works[0], shapes=[(2, SMALL), (8, SMALL)])
+    monkeypatch.setattr(measure_peers, "measure", lambda calls, restore: {name: [2e-6] * 3 for name in calls})
+    assert measure_peers.main(["fusion/rms_norm"]) == 0
+    now = load_all(records)
+    assert now[:4] == [before[1], before[0], before[3], before[2]], "they are as they were, in the works' order"
+    assert [(row.work, row.shape) for row in now[4:]] == [("rms_norm", [2, SMALL]), ("rms_norm", [3, SMALL])]
+    assert now[4].rates["Triton"] == [2 * 2 * SMALL * 4 / 2] * 3
+
+
+def test_one_work_that_fails_costs_its_rows_alone(
+    host: tuple[Path, list[measure_peers.Work]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    records, works = host
+    assert measure_peers.main([]) == 0
+    before = load_all(records)
+    path = records / "test-gpu-9000" / "peers.json"
+
+    def greedy(x):
+        if len(x) == 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 2 * torch.softmax(x, -1)
+
+    works[0] = dataclasses.replace(works[0], ours=lambda module: greedy)
+    path.unlink()
+    capsys.readouterr()
+    assert measure_peers.main([]) == 1
+    now = load_all(records)
+    assert now == [dataclasses.replace(row, date=now[0].date) for row in before[4:]]
+    printed = capsys.readouterr().out
+    assert printed.count("(8, 24) failed: OutOfMemoryError: CUDA out of memory") == 2
+    assert printed.count("(2, 24) failed: AssertionError: fusion/softmax: PyTorch has another result than ours") == 2
+    assert printed.endswith("4 rows were not measured\n")
+
+
+def test_bad_record_is_refused_before_the_gpu_works(
+    host: tuple[Path, list[measure_peers.Work]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records, _ = host
+    path = records / "test-gpu-9000" / "peers.json"
+    path.parent.mkdir()
+    path.write_text("{")
+    monkeypatch.setattr(measure_peers, "measure", lambda *_: pytest.fail("it was measured"))
+    assert measure_peers.main([]) == 2
+    assert "not JSON" in capsys.readouterr().err

@@ -263,6 +263,7 @@ def test_script_refuses_a_stale_companion(gallery: Path, file: Path, tmp_path: P
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
+@pytest.mark.needs_gpu_memory(12)
 def test_graphs_on_a_gpu(recipe: ModuleType, companion: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the traced kernels compute is as good as PyTorch; without a layout, attention is wrong."""
     if torch.cuda.get_device_capability() != recipe.CAPABILITY:
@@ -272,3 +273,16 @@ def test_graphs_on_a_gpu(recipe: ModuleType, companion: dict[str, Any], monkeypa
         for _ in range(3):
             error, torchs = recipe.compare(name)
             assert (error <= 2 * torchs) == (name != "layer, general"), name
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("add", lambda normal, M, N: (normal(M, N), normal(M, N))),
+    ("attention", lambda normal, M, N: tuple(normal(3, 2, 3, M, 64).half())),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("an accumulator that is not rescaled", "v, acc * shrink[:, None])", "v, acc)"),
+    ("attention stored without a mask", "acc / total[:, None], mask=offs_m[:, None] < T)", "acc / total[:, None])"),
+]

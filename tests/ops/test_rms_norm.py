@@ -113,16 +113,15 @@ def test_special_values_stay_in_their_row(recipe: ModuleType) -> None:
     ]
 
 
+@pytest.mark.needs_gpu_memory(10)
 def test_beyond_int32(recipe: ModuleType) -> None:
     """A tensor may have more than 2**31 elements."""
-    if recipe.DEVICE.type == "cpu":
-        pytest.skip("2**31 elements need a GPU")
     x = torch.ones(2**19 + 1, 2**12, dtype=torch.float16, device=recipe.DEVICE)
     x[-1] = 2
     ones = torch.ones_like(x[0])
-    assert (recipe.rms_norm(x, ones, EPS) - 1).abs().max() < 1e-3
+    assert recipe.rms_norm(x, ones, EPS).sub_(1).abs_().max() < 1e-3
     dx, _ = recipe.rms_norm_backward(x, x, ones, EPS)
-    assert dx.abs().max() < 1e-2
+    assert dx.abs_().max() < 1e-2
 
 
 def test_opcheck(recipe: ModuleType) -> None:
@@ -160,3 +159,31 @@ def test_refuses(recipe: ModuleType) -> None:
     for bad in (weight[:2], x):
         with pytest.raises(ValueError, match="takes shapes"):
             recipe.rms_norm(x, bad, EPS)
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("rms_norm", lambda normal, M, N: (normal(M, N), normal(N), 1e-6)),
+    ("rms_norm_backward", lambda normal, M, N: (normal(M, N), normal(M, N), normal(N), 1e-6)),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    (
+        "a mean over the block",
+        "axis=1, keep_dims=True) / N + EPS)\n        tl.store",
+        "axis=1, keep_dims=True) / BLOCK_N + EPS)\n        tl.store",
+    ),
+    (
+        "dx stored without a mask",
+        "tl.store(dx_ptr + offs_m * N + offs_n, dx, mask=mask)",
+        "tl.store(dx_ptr + offs_m * N + offs_n, dx)",
+    ),
+    ("a weight gradient of the last rows", "            dw += dy * (x * r)\n", "            dw = dy * (x * r)\n"),
+    (
+        "half an accumulator, normed",
+        "torch.float16: tl.float32, torch.bfloat16",
+        "torch.float16: tl.float16, torch.bfloat16",
+    ),
+    ("dy read with the stride of x", "dy_ptr + offs_m * stride_dym", "dy_ptr + offs_m * stride_xm"),
+]

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import graphs, on_h100, ptx
+from compiled import Ask, graphs, ptx
 from guard import Guard, guarded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -352,7 +352,7 @@ def launches(recipe: ModuleType) -> list[list[int]]:
     return [[sum(word in name for name in graph) for word in words] for graph in made]
 
 
-def test_compiled(gallery: Path) -> None:
+def test_compiled(gallery: Path, on_h100: Ask) -> None:
     """Aligned rows make accesses of 16 bytes, in either pairing; the op can be traced with symbolic sizes."""
     found, seen = on_h100(gallery / "fusion" / "rope.py", stores, launches)
     for interleaved in (False, True):
@@ -363,7 +363,7 @@ def test_compiled(gallery: Path) -> None:
     assert seen == [[1, 2, 0, 0]] * 2
 
 
-@gpu
+@pytest.mark.needs_gpu_memory(12)
 @pairings
 def test_beyond_int32(recipe: ModuleType, interleaved: bool) -> None:
     """The last of more than 2**31 elements are right, in either order of heads and tokens, in place and not."""
@@ -425,3 +425,29 @@ def test_compile(recipe: ModuleType) -> None:
         *(torch.autograd.grad(f(*leaves), leaves) for f in (torch.compile(loss, fullgraph=True), loss)), strict=True
     ):
         torch.testing.assert_close(d, expected)
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("rope", lambda normal, M, N: (normal(2, 8, 517, 64), normal(2, 3, 517, 64), normal(517, 32), normal(517, 32))),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    (
+        "half a rotation stored without a mask",
+        "tl.store(out_ptrs + offs_d, x1 * cos - x2 * sin, mask)",
+        "tl.store(out_ptrs + offs_d, x1 * cos - x2 * sin)",
+    ),
+    ("pairs stored without a mask", "tl.reshape(y, x.shape), mask)", "tl.reshape(y, x.shape))"),
+    ("turned the other way", "    if CONJUGATE:", "    if not CONJUGATE:"),
+    ("the gradient turned on", "ctx.interleaved, not ctx.conjugate", "ctx.interleaved, ctx.conjugate"),
+    ("keys counted as queries", "rows = (h < Hk) & (t < T)", "rows = (h < Hq) & (t < T)"),
+    ("keys behind the queries", "h -= groups_q * BLOCK_H", "h -= groups_q"),
+    (
+        "heads taken for positions",
+        "x = b * stride_kb + h * stride_kh + t * stride_kt",
+        "x = b * stride_kb + h * stride_kt + t * stride_kh",
+    ),
+    ("odd strides in units of eight", "for n in (D // 2, *strides))", "for n in (D // 2,))"),
+]

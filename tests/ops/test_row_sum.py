@@ -91,11 +91,10 @@ def test_row_in_one_block(recipe: ModuleType) -> None:
             assert_sums(recipe, A, guarded(recipe.sum_row_block, A))
 
 
+@pytest.mark.needs_gpu_memory(4)
 @pytest.mark.parametrize("shape", [(1, 2**31 + 5), (2**17 + 1, 2**14), (2**22, 513)], ids=str)
 def test_beyond_int32(recipe: ModuleType, shape: tuple[int, int]) -> None:
     """One row, or all rows together, may have more than 2**31 elements."""
-    if recipe.DEVICE.type == "cpu":
-        pytest.skip("2**31 elements need a GPU")
     A = torch.ones(shape, dtype=torch.int8, device=recipe.DEVICE)
     A[-1, -1] = 7
     expected = torch.full(shape[:1], shape[1], device=recipe.DEVICE)
@@ -118,3 +117,15 @@ def test_refuses(recipe: ModuleType) -> None:
         recipe.sum_row(A.clone().requires_grad_())
     with torch.no_grad():
         recipe.sum_row(A.clone().requires_grad_())
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("sum_row", lambda normal, M, N: (normal(M, N),)),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("load without a mask", "mask=offs_n < N, other=0)  # (BLOCK_N,)\n        acc", "other=None)\n        acc"),
+    ("half an accumulator", "torch.float16: tl.float32", "torch.float16: tl.float16"),
+]

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import on_h100, ptx
+from compiled import Ask, ptx
 from guard import Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -250,7 +250,7 @@ def test_refuses(recipe: ModuleType) -> None:
         recipe.softmax_backward(x, x.double())
 
 
-@needs_a_gpu
+@pytest.mark.needs_gpu_memory(15)
 @pytest.mark.parametrize(("rows", "N"), [(2**17 + 1, 2**14), (33, 2**26)])
 def test_beyond_int32(recipe: ModuleType, rows: int, N: int) -> None:
     """More than 2**31 elements: the last row is right, with short rows and with long ones."""
@@ -329,7 +329,7 @@ def codes(recipe: ModuleType) -> dict[str, list[str]]:
     }
 
 
-def test_compiled_code(gallery: Path) -> None:
+def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """tl.exp2 drops what tl.exp keeps, float64 stays float64, and VEC decides how wide a load is, of any row."""
     (found,) = on_h100(gallery / "fusion" / "softmax.py", codes)
     assert [re.findall(r"ex2\S*", text) for text in found["exp"]] == [["ex2.approx.f32"], ["ex2.approx.ftz.f32"]]
@@ -339,6 +339,7 @@ def test_compiled_code(gallery: Path) -> None:
     assert "ex2" not in found["float64"][0]
 
 
+@pytest.mark.thorough
 @without_a_gpu
 def test_page(gallery: Path, tmp_path: Path) -> None:
     """What the page prints without a GPU is what its text says."""
@@ -348,3 +349,30 @@ def test_page(gallery: Path, tmp_path: Path) -> None:
     assert first.endswith("20000 NaN")
     assert second.endswith(" 0 NaN")
     assert run.stderr == ""
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("softmax", lambda normal, M, N: (normal(M, N),)),
+    ("softmax_backward", lambda normal, M, N: (normal(M, N), normal(M, N))),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("softmax stored without half a mask", "y, (offs_m < M) & (offs_n < N))", "y, offs_n < N)"),
+    ("a row padded with zeros", "x_rows + offs_n, offs_n < N, HIDDEN)", "x_rows + offs_n, offs_n < N, 0)"),
+    ("a sum that is not corrected", "            s *= exp(m - larger)\n", ""),
+    (
+        "rows taken for adjacent",
+        "tl.minimum(offs_m, M - 1) * stride_vecs * VEC",
+        "tl.minimum(offs_m, M - 1) * N_vecs * VEC",
+    ),
+    (
+        "a last block that is empty",
+        "            last = (N - 1) // BLOCK_N * BLOCK_N\n",
+        "            last = N // BLOCK_N * BLOCK_N\n",
+    ),
+    ("edges that are left out of the sum", "axis=0) + tl.sum(e, axis=0))", "axis=0))"),
+    ("edges before the body alone", "tl.where(edge < head, edge, edge + length)", "edge"),
+    ("vectors across rows", "VEC = math.gcd(N, stride, 16 // size)", "VEC = math.gcd(stride, 16 // size)"),
+]

@@ -113,11 +113,10 @@ def test_sectors(recipe: ModuleType) -> None:
     assert recipe.sectors(8, 0, 1) == 1
 
 
+@pytest.mark.needs_gpu_memory(5)
 @pytest.mark.parametrize("shape", [(2**31 + 5, 1), (3, 2**30), (2**15 + 3, 2**16 + 1)], ids=str)
 def test_beyond_int32(recipe: ModuleType, shape: tuple[int, int]) -> None:
     """A matrix may have more than 2**31 elements, read across all of them and written across all of them."""
-    if recipe.DEVICE.type == "cpu":
-        pytest.skip("2**31 elements need a GPU")
     x = torch.randint(-128, 128, shape, dtype=torch.int8, device=recipe.DEVICE)
     out = recipe.transpose(x)
     for rows in x.split(max(1, 2**28 // shape[1])):  # in parts, so that the reference stays small
@@ -125,10 +124,9 @@ def test_beyond_int32(recipe: ModuleType, shape: tuple[int, int]) -> None:
         out = out[:, rows.shape[0] :]
 
 
+@pytest.mark.needs_gpu_memory(5)
 def test_beyond_int32_in_a_view(recipe: ModuleType) -> None:
     """A small view whose strides span more than 2**31 elements, each stride alone fitting into 32 bits."""
-    if recipe.DEVICE.type == "cpu":
-        pytest.skip("2**31 elements need a GPU")
     memory = torch.randint(-128, 128, (2**32 + 2**20,), dtype=torch.int8, device=recipe.DEVICE)
     x = memory.as_strided((65, 130), (2**26 - 1, 3))
     assert_transposed(recipe, x, recipe.transpose(x))
@@ -150,3 +148,17 @@ def test_refuses(recipe: ModuleType) -> None:
         recipe.transpose(x.clone().requires_grad_())
     with torch.no_grad():
         recipe.transpose(x.clone().requires_grad_())
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("transpose", lambda normal, M, N: (normal(M, N),)),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("transpose stored without a mask", "tl.store(out_ptrs, x, mask=mask)", "tl.store(out_ptrs, x)"),
+    ("transpose with half a mask", "mask = (offs_m < M) & (offs_n < N)", "mask = offs_m < M"),
+    ("transpose of adjacent columns", "offs_m * stride_xm + offs_n * stride_xn", "offs_m * stride_xm + offs_n"),
+    ("tiles counted by rows", "pid // tiles_n, pid % tiles_n, tiles_m", "pid // tiles_m, pid % tiles_n, tiles_m"),
+]

@@ -399,10 +399,9 @@ def test_kernel_and_cpu_agree(recipe: ModuleType) -> None:
     torch.testing.assert_close(recipe.linear_relu(*inputs).cpu(), on_cpu, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.needs_gpu_memory(10)
 def test_beyond_int32(recipe: ModuleType) -> None:
     """Input and output may have more than 2**31 elements, and a row more than 65535 tiles."""
-    if recipe.DEVICE.type == "cpu":
-        pytest.skip("2**31 elements need a GPU")
     for M, N, K in ((2**25 + 1, 64, 8), (2**16 + 1, 8, 2**15), (2, 2**23 + 1, 8)):
         x = torch.zeros(M, K, dtype=torch.float16, device=recipe.DEVICE)
         weight = torch.zeros(N, K, dtype=torch.float16, device=recipe.DEVICE)
@@ -417,3 +416,15 @@ def test_loads_twice(load_recipe: Callable[[str], ModuleType], recipe: ModuleTyp
     again = load_recipe("pytorch/subsystems.py")
     assert again.flops(again.linear_relu, *layer) == 2 * 5 * 3 * 7
     assert_right(again.linear_relu(*layer), *layer)
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("linear_relu", lambda normal, M, N: (normal(M, 257), normal(N, 257), normal(N))),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("tiles stored with half a mask", "acc, mask=mask_m & mask_n)", "acc, mask=mask_m)"),
+    ("the ragged end of a product", "mask_k = offs_k < K - k", "mask_k = offs_k < K"),
+]

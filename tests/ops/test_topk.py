@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import on_h100, ptx
+from compiled import Ask, ptx
 from guard import guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -186,7 +186,7 @@ def test_large(recipe: ModuleType, dtype: torch.dtype, M: int, N: int, k: int) -
         assert_right(recipe, x.round() if ties else x, k)
 
 
-@needs_a_gpu
+@pytest.mark.needs_gpu_memory(8)
 @pytest.mark.parametrize(("M", "N"), [(2**17 + 1, 2**14), (3, 2**30 - 8)])
 def test_beyond_int32(recipe: ModuleType, M: int, N: int) -> None:
     """More than 2**31 elements: the last elements of the last row are found."""
@@ -229,12 +229,13 @@ def widths(recipe: ModuleType) -> set[int]:
     return {int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global.*, (\w+), ", text)}
 
 
-def test_compiled_code(gallery: Path) -> None:
+def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Pieces are loaded at once: the compiler is told of no length that 4 divides."""
     (found,) = on_h100(gallery / "fusion" / "topk.py", widths)
     assert found == {16}
 
 
+@pytest.mark.thorough
 @without_a_gpu
 def test_page(gallery: Path, tmp_path: Path) -> None:
     """What the page prints without a GPU is what its text says."""
@@ -245,3 +246,22 @@ def test_page(gallery: Path, tmp_path: Path) -> None:
     assert wrong == "by bits  [nan, 1.0, nan, -3.0, -2.0, -0.5]"
     assert right == "by topk  [nan, nan, 1.0, -0.5, -2.0, -3.0]"
     assert page.stderr == ""
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("topk", lambda normal, M, N: (normal(M, N), 8)),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("no element before the first piece", "tl.where(edge < head, edge, edge + length)", "edge + length"),
+    ("numbers of elements from the first piece", "pack(x, head + offs,", "pack(x, offs,"),
+    ("indices stored without a mask", "index.to(tl.int64), mask)", "index.to(tl.int64))"),
+    ("negative floats in reverse", "tl.where(bits < 0, bits ^ TOP, bits)", "bits"),
+    ("places without their last bit", "| (index ^ LAST)", "| (index ^ LAST) & -2"),
+    ("NaN by its bits", "return tl.where(x == x, key, TOP)", "return key"),
+    ("sets of neighbours", "piece += SETS * tl.arange(0, EACH)", "piece += tl.arange(0, EACH)"),
+    ("two zeros", "bits = tl.where(x == 0, 0, bits)", "bits = bits"),
+    ("parts that all begin at the first", "first = part * SETS * EACH", "first = 0 * part * SETS * EACH"),
+]

@@ -63,10 +63,9 @@ def test_aliases(recipe: ModuleType) -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.needs_gpu_memory(18)
 def test_beyond_int32(recipe: ModuleType) -> None:
     """The last elements of a tensor of more than 2**31 elements are right."""
-    if recipe.DEVICE.type == "cpu":
-        pytest.skip("2**31 elements need a GPU")
     x = torch.zeros(2**31 + 5, device=recipe.DEVICE)
     x[-1] = 1
     out = recipe.add(x, x)
@@ -74,7 +73,7 @@ def test_beyond_int32(recipe: ModuleType) -> None:
     assert not out[:-1].any()
 
 
-@needs_gpu
+@pytest.mark.needs_gpu_memory(30)
 @pytest.mark.parametrize(
     "dynamic",
     [
@@ -294,3 +293,15 @@ def test_a_used_result_does_not_save_an_undeclared_write(recipe: ModuleType, dec
 
     assert run(function) == [1, 2, 1]
     assert run(recipe.compiled(function)) == [1, 0, 1]
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("add", lambda normal, M, N: (normal(M, N), normal(M, N))),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("sum stored without a mask", "tl.store(out_ptr + offs, x + y, mask=mask)", "tl.store(out_ptr + offs, x + y)"),
+    ("a grid rounded down", 'triton.cdiv(out.numel(), meta["BLOCK"])', 'out.numel() // meta["BLOCK"]'),
+]

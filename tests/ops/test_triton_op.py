@@ -230,6 +230,7 @@ def test_compiler_ignores_register_kernel(recipe: ModuleType, capsys: pytest.Cap
     assert "Error" in compiled
 
 
+@pytest.mark.thorough
 @without_a_gpu
 def test_page(gallery: Path, tmp_path: Path) -> None:
     """What the page prints without a GPU is what its text says."""
@@ -257,3 +258,16 @@ def test_page(gallery: Path, tmp_path: Path) -> None:
     ):
         assert part in joined
     assert re.search(r"aten\.empty_like\.default +\[s\d+, s\d+\]", said), "the sizes are not symbols"
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("silu_mul", lambda normal, M, N: (normal(M, N), normal(M, N))),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("a gradient stored without a mask", "grad * x * s, mask=mask)", "grad * x * s)"),
+    ("half a gradient", "s * (1 + x * (1 - s)), mask=mask)", "s, mask=mask)"),
+    ("half a second gradient", "grad * (a * y * ddh + b * dh)", "grad * a * y * ddh"),
+]

@@ -72,14 +72,12 @@ def test_aliases(recipe: ModuleType, dtype: torch.dtype) -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.needs_gpu_memory(7)
 def test_beyond_int32(recipe: ModuleType) -> None:
     """The last elements of a tensor of more than 2**31 elements are right."""
-    if recipe.DEVICE.type == "cpu":
-        pytest.skip("2**31 elements need a GPU")
     x = torch.ones(2**31 + 5, dtype=torch.int8, device=recipe.DEVICE)
     out = recipe.add(x, x)
-    assert out[-2048:].eq(2).all()
-    assert out.sum(dtype=torch.int64).item() == 2 * x.numel()
+    assert out.eq(2).all()
 
 
 def test_refuses(recipe: ModuleType) -> None:
@@ -99,3 +97,16 @@ def test_refuses(recipe: ModuleType) -> None:
         recipe.add(x, x.clone().requires_grad_())
     with torch.no_grad():
         recipe.add(x, x.clone().requires_grad_())
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("add", lambda normal, M, N: (normal(M, N), normal(M, N))),
+    ("add_op", lambda normal, M, N: (normal(M, N), normal(M, N))),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("store without a mask", "tl.store(out_ptr + offs, total, mask=mask)", "tl.store(out_ptr + offs, total)"),
+    ("truth values added", "total = x | y", "total = x ^ y"),
+]

@@ -6,6 +6,7 @@
 """
 
 import importlib.util
+import re
 import sys
 import tomllib
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import torch
 from guard import guarded
 from hypothesis import given
 from inputs import Layout, layouts, shapes
+
+from triton_gallery.records.pages import Run
 
 BLOCK = 1024  # of the recipe
 OPS = ["bare", "square", "square_opaque"]
@@ -31,10 +34,21 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     return load_recipe(PATH)
 
 
+def read_page(recipe: ModuleType, run: Run) -> Outcomes:
+    """Return what the run of the recipe's page found for the CPU, from the table, the notes and the claim there."""
+    table, claim = [output.frame for output in run.outputs if output.frame][-2:]
+    (said,) = [output.text.replace("\n    ", " ") for output in run.outputs if output.text.startswith("[1] ")]
+    notes = dict(re.findall(r"(\[\d+\]) (.*)", said))
+    marks = {(row, api): mark for row, *marks in table.rows for api, mark in zip(table.columns[1:], marks, strict=True)}
+    marks[recipe.CELLS["cpu"][-1]] = claim.rows[0][-1].partition(": ")[2]
+    return {cell: notes.get(mark.partition(" ")[2], mark) for cell, mark in marks.items()}
+
+
 @pytest.fixture(scope="module")
-def found(recipe: ModuleType) -> Callable[[str], Outcomes]:
-    """Return a function that runs a device's whole table, once."""
-    known: dict[str, Outcomes] = {}
+def found(recipe: ModuleType, run_of_page: Callable[[str], Run | None]) -> Callable[[str], Outcomes]:
+    """Return a function that runs a device's whole table, once; the CPU's is on the page that was built."""
+    run_before = run_of_page("pytorch/which_api")
+    known: dict[str, Outcomes] = {"cpu": read_page(recipe, run_before)} if run_before else {}
 
     def run(device: str) -> Outcomes:
         if device not in known:
@@ -234,6 +248,21 @@ def test_claims_follow_from_the_cells(recipe: ModuleType) -> None:
     assert "training" in holding(ok | {("training", "bare kernel"): "wrong: all"})  # the chart says mostly
     assert "training" not in holding(ok | {("training", "triton_op"): "wrong: all"})
     assert "training" not in holding(ok | {("training", "custom_op"): "fails: so"})
+
+
+# Ops for test_on_gpu.py, with inputs that fit them.
+OPS = [
+    ("square", lambda normal, M, N: (normal(M, N),)),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    (
+        "squares stored without a mask",
+        "tl.store(out_ptr + offs, x * x, mask=offs < N)",
+        "tl.store(out_ptr + offs, x * x)",
+    ),
+]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from docutils import nodes
 from sphinx.transforms import SphinxTransform
 
-from triton_gallery.outputs import is_footer
+from triton_gallery.recipes.cells import is_footer
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

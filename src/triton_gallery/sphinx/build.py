@@ -3,15 +3,17 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from sphinx.errors import ConfigError
 from sphinx.util import logging
 
-from triton_gallery.chart import save_thumbnail
-from triton_gallery.execute import refresh
-from triton_gallery.pages import Pages, Run
-from triton_gallery.progress import progress
-from triton_gallery.recipes import Recipe, load
-from triton_gallery.records import Records
+from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.records.pages import Pages, Run
+from triton_gallery.records.recorded import Records
+from triton_gallery.run.execute import refresh
+from triton_gallery.run.progress import progress
+from triton_gallery.run.settings import read
+from triton_gallery.sphinx.chart import save_thumbnail
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -21,26 +23,23 @@ logger = logging.getLogger(__name__)
 
 
 def setup(app: "Sphinx") -> "ExtensionMetadata":
-    """Add the setting of the time limit and hook execution in front of sphinx-gallery."""
-    app.add_config_value("recipe_time_limit", 300, "", types=(int, float), description="seconds that a recipe may take")
+    """Hook execution in front of sphinx-gallery."""
     app.connect("builder-inited", _execute, priority=400)  # sphinx-gallery assembles at 500
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
 def _execute(app: "Sphinx") -> None:
     conf = app.config.sphinx_gallery_conf
-    limit = float(app.config.recipe_time_limit)
-    if limit <= 0:
-        raise ConfigError(f"recipe_time_limit is {limit:g}; it takes a positive number of seconds")
     pages = Pages(Path(app.srcdir, conf["gallery_dirs"]))
-    pages.lock()
+    pages.lock(Console(highlight=False, soft_wrap=True).print)
     try:
         recipes = load(Path(app.srcdir, conf["examples_dirs"]).resolve())
         records = Records(Path(app.srcdir, "_records"))
         records.all()
+        settings = read(Path(app.confdir))
         with progress() as report:
-            runs = refresh(recipes, pages, Path(app.confdir), limit, report)
-    except (ValueError, RuntimeError) as error:  # the gallery's contents, a bad record, no torch
+            runs = refresh(recipes, pages, settings, report)
+    except (ValueError, RuntimeError) as error:  # the gallery's contents, a bad record or limit, no torch
         raise ConfigError(str(error)) from None
     for recipe, run in runs:
         if run.failure is not None:

@@ -2,18 +2,17 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 
-from triton_gallery.device import Environment
-from triton_gallery.formats import Device
-from triton_gallery.pages import Pages, Run
-from triton_gallery.records import Record
-from triton_gallery.sphinx.page import RecipePage, recipe_page
+from triton_gallery.recipes.device import Environment
+from triton_gallery.records.formats import Device
+from triton_gallery.records.pages import Run
+from triton_gallery.records.recorded import Record
+from triton_gallery.sphinx.lookup import RecipePage, pages, recipe_page
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -36,8 +35,7 @@ class Strip(SphinxTransform):
         page = recipe_page(self.env, self.env.current_document.docname)
         if page is None or page.run is None:
             return
-        pages = Pages(Path(self.env.srcdir, self.config.sphinx_gallery_conf["gallery_dirs"]))
-        self.env.note_dependency(str(pages.run_file(page.recipe.key)))
+        self.env.note_dependency(str(pages(self.env).run_file(page.recipe.key)))
         for note in list(self.document.findall(nodes.note)):
             if "sphx-glr-download-link-note" in note["classes"]:
                 note.parent.remove(note)

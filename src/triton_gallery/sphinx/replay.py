@@ -1,4 +1,4 @@
-"""Puts outputs in their places: charts for benchmarks that ran here, recorded outputs where this machine gave none."""
+"""Puts outputs in their places: charts for benchmarks that ran here, recorded outputs beside what a GPU did not do."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 from docutils import nodes
 from sphinx.transforms import SphinxTransform
 
-from triton_gallery.outputs import Cell, Output, cells
-from triton_gallery.recipes import Recipe
-from triton_gallery.records import Record
-from triton_gallery.sphinx.page import recipe_page, recipes, records
+from triton_gallery.recipes.cells import Cell, cells
+from triton_gallery.recipes.contents import Recipe
+from triton_gallery.recipes.outputs import Output
+from triton_gallery.records.beside import HERE, STALE, Shown, recorded_on, side_by_side
+from triton_gallery.records.recorded import Record
+from triton_gallery.sphinx.lookup import pages, recipe_page, recipes, records
 from triton_gallery.sphinx.show import show
 
 if TYPE_CHECKING:
@@ -37,49 +39,47 @@ class Replay(SphinxTransform):
         if page is None:
             return
         self.env.metadata[name]["record"] = _state(page.record, page.recipe)
-        run, record, recipe = page.run, page.record, page.recipe
-        recorded = {output.code: output for output in record.outputs} if record else {}
-        for index, cell in enumerate(cells(self.document)):
-            live = run.outputs[index] if run and index < len(run.outputs) else None
-            if live is None:
-                continue
-            if live.tables:
-                _chart(cell, live)
-            elif record and (more := _beyond(live, recorded.get(live.code))):
-                folder = f"/_records/{record.path.parents[1].name}/{record.path.parent.name}"
-                _append(cell, _label(record, recipe, show(more, folder)))
+        if page.run is None:
+            return
+        figures = pages(self.env).figures(page.recipe)
+        for cell, shown in zip(cells(self.document), side_by_side(page.run, page.record, figures), strict=False):
+            here = _chart(cell, shown.here) if shown.here.tables else cell.outputs
+            if page.record and shown.there:
+                _set_beside(cell, here, shown, page.record, page.recipe)
 
 
-def _beyond(live: Output, recorded: Output | None) -> Output | None:
-    """Return what a record has of a cell that this machine did not put out.
+def _set_beside(cell: Cell, here: list[nodes.Node], shown: Shown, record: Record, recipe: Recipe) -> None:
+    """Show what a record has of a cell and this machine has not; where they differ, both say what they are."""
+    folder = f"/_records/{record.path.parents[1].name}/{record.path.parent.name}"
+    last = here[-1] if here else cell.code
+    parent = cell.code.parent
+    parent.insert(parent.index(last) + 1, _labelled("recorded", _label(record, recipe), show(shown.there, folder)))
+    if shown.differ:
+        place = parent.index(here[0])
+        for node in here:
+            parent.remove(node)
+        parent.insert(place, _labelled("here", [nodes.Text(HERE)], here))
 
-    That is all of it if this machine put out nothing, and the rest of the text if it put out the beginning.
-    """
-    if recorded is None or not live:
-        return recorded
-    if recorded.text.startswith(live.text) and len(recorded.text) > len(live.text):
-        return Output(live.code, recorded.text[len(live.text) :].strip("\n"))
-    return None
 
-
-def _chart(cell: Cell, live: Output) -> None:
-    """Replace what the benchmark printed by its chart and its table; other output stays."""
+def _chart(cell: Cell, live: Output) -> list[nodes.Node]:
+    """Replace what the benchmark printed by its chart and its table; return the outputs, of which the others stay."""
     for node in cell.texts:
         node.parent.remove(node)
+    shown = show(replace(live, figures=[], frame=None), figures="")
     parent = cell.code.parent
-    parent.insert(parent.index(cell.code) + 1, show(replace(live, figures=[], frame=None), figures=""))
+    parent.insert(parent.index(cell.code) + 1, shown)
+    return [*shown, *(node for node in cell.outputs if node not in cell.texts)]
 
 
-def _append(cell: Cell, shown: list[nodes.Node]) -> None:
-    last = cell.texts[-1] if cell.texts else cell.code
-    last.parent.insert(last.parent.index(last) + 1, shown)
-
-
-def _label(record: Record, recipe: Recipe, shown: list[nodes.Node]) -> list[nodes.Node]:
-    label = nodes.paragraph("", f"Recorded on {record.device.name}, {record.date[:10]}", classes=["recorded-label"])
+def _label(record: Record, recipe: Recipe) -> list[nodes.Node]:
+    said: list[nodes.Node] = [nodes.Text(recorded_on(record))]
     if not record.is_fresh(recipe):
-        label += nodes.strong("", " · stale: this recipe has changed since", classes=["stale"])
-    return [nodes.container("", label, *shown, classes=["recorded"])]
+        said.append(nodes.strong("", STALE, classes=["stale"]))
+    return said
+
+
+def _labelled(kind: str, label: list[nodes.Node], shown: list[nodes.Node]) -> nodes.container:
+    return nodes.container("", nodes.paragraph("", "", *label, classes=[f"{kind}-label"]), *shown, classes=[kind])
 
 
 def _state(record: Record | None, recipe: Recipe) -> str:

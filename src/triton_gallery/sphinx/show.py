@@ -1,26 +1,31 @@
 """How outputs look on a page: charts, tables, text and figures, the same for live and recorded ones."""
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from docutils import nodes
 
-from triton_gallery.chart import short, svg
-from triton_gallery.outputs import Frame, Output
-from triton_gallery.tables import Table
+from triton_gallery.recipes.outputs import Frame, Output
+from triton_gallery.recipes.tables import ROOF, Table
+from triton_gallery.sphinx.chart import short, svg
+
+LATE = "\N{DAGGER}"  # stands at a figure that the CPU decided
 
 
 def show(output: Output, figures: str) -> list[nodes.Node]:
     """Return the nodes that show an output whose figures lie in the folder `figures`."""
     shown: list[nodes.Node] = []
     for table in output.tables:
-        shown += [nodes.raw("", f'<div class="chart">{svg(table)}</div>', format="html"), benchmark(table)]
+        shown += [nodes.raw("", f'<div class="chart">{svg(table)}</div>', format="html")]
+        shown += [frame(benchmark(table), "benchmark")]
+        shown += [nodes.paragraph("", note, classes=["clocks"]) for note in clocks(table)]
     shown += [
         nodes.image("", uri=f"{figures}/{name}", classes=["sphx-glr-single-img"], alt="") for name in output.figures
     ]
     if output.text:
         shown.append(text(output.text))
     if output.frame:
-        shown.append(frame(output.frame))
+        shown.append(frame(output.frame, "dataframe"))
     return shown
 
 
@@ -29,24 +34,47 @@ def text(printed: str) -> nodes.literal_block:
     return nodes.literal_block(printed, printed, language="none", classes=["sphx-glr-script-out"])
 
 
-def frame(content: Frame) -> nodes.Node:
-    """Return a data frame as a table."""
-    return grid(content.columns, content.rows, "dataframe")
+def frame(content: Frame, kind: str) -> nodes.Node:
+    """Return a data frame, or what is shown like one, as a table of this class."""
+    return grid(content.columns, content.rows, kind)
 
 
-def benchmark(table: Table) -> nodes.Node:
-    """Return a benchmark as a table: the figures, our ratio to the best other, and the fraction of the roof."""
+def benchmark(table: Table) -> Frame:
+    """Return what a benchmark's table shows: the figures, our ratio to the best other, and the fraction of the roof."""
     columns = [table.x, *(f"{name} ({table.unit})" for name in table.series)]
-    rows = [[size(x), *(figure(values[index]) for values in table.series.values())] for index, x in enumerate(table.xs)]
-    for title, values in (
-        ("Triton / best other", [table.ratio(index) for index in range(len(rows))]),
-        ("Triton / roof", [table.of_roof(index) for index in range(len(rows))]),
+    rows = [
+        [size(x), *(figure(values[index]) + _mark(table, [name], index) for name, values in table.series.items())]
+        for index, x in enumerate(table.xs)
+    ]
+    for title, against, names in (
+        ("Triton / best other", table.ratio, [*table.ours, *table.others]),
+        ("Triton / roof", table.of_roof, [*table.ours, ROOF]),
     ):
+        values = [against(index) for index in range(len(rows))]
         if any(value is not None for value in values):
             columns.append(title)
-            for row, value in zip(rows, values, strict=True):
-                row.append("" if value is None else f"{value:.2f}")
-    return grid(columns, rows, "benchmark")
+            for index, (row, value) in enumerate(zip(rows, values, strict=True)):
+                row.append("" if value is None else f"{value:.2f}{_mark(table, names, index)}")
+    return Frame(columns, rows)
+
+
+def clocks(table: Table) -> list[str]:
+    """Return what is to be said of a benchmark's clocks, in sentences."""
+    notes = []
+    if any(map(any, table.late.values())):
+        notes.append(
+            f"{LATE}, in the chart a ring: the GPU had to wait for the CPU, so the figure is partly the CPU's."
+        )
+    times = {name: [time for time in values if time is not None] for name, values in table.cpu.items()}
+    medians = [f"{name} {figure(median(values))}" for name, values in times.items() if values]
+    if medians:
+        notes.append(f"CPU time of a call, median over the sizes, in microseconds: {', '.join(medians)}.")
+    return notes
+
+
+def _mark(table: Table, names: Sequence[str], index: int) -> str:
+    """Return the mark of a figure that the CPU decided, or of a ratio that has one among these series."""
+    return f" {LATE}" if any(table.is_late(name, index) for name in names) else ""
 
 
 def figure(value: float | None) -> str:

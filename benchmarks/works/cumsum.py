@@ -1,0 +1,18 @@
+"""The works of fusion/cumsum beside other libraries."""
+
+from operator import attrgetter
+
+from work import COPY, Work
+
+WORKS = [
+    Work(
+        "fusion/cumsum",
+        variant="float32",
+        ours=attrgetter("cumsum"),
+        torch=lambda torch: lambda x: torch.cumsum(x, -1),
+        shapes=[(4096, 4096), (1, 2**24), (4096, 32000), (16384, 16384)],
+        inputs=lambda random, shape: (random(shape),),
+        backward=COPY,
+        dtype="float32",
+    ),
+]

@@ -1,0 +1,32 @@
+"""The works of fusion/dropout beside other libraries."""
+
+from types import ModuleType
+from typing import Any
+
+from work import COPY, Function, Work
+
+
+def seeded(module: ModuleType) -> Function:
+    """Return our dropout with a seed that is on the device already."""
+    seed = module.new_seed(1)
+    return lambda x, p: module.dropout(x, p, seed)
+
+
+def kept_by_both(got: Any, ours: Any) -> tuple[Any, Any]:
+    """Return two results of dropout, each with its own mask, under both masks."""
+    both = (got != 0) & (ours != 0)
+    return got[both], ours[both]
+
+
+WORKS = [
+    Work(
+        "fusion/dropout",
+        ours=seeded,
+        torch=lambda torch: torch.nn.functional.dropout,
+        shapes=[(1, 4096), (4096, 2880), (4096, 4096), (8192, 14336)],
+        inputs=lambda random, shape: (random(shape),),
+        constants=(0.1,),
+        backward=COPY,
+        alike=kept_by_both,
+    ),
+]

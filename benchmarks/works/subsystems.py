@@ -1,0 +1,18 @@
+"""The works of pytorch/subsystems beside other libraries."""
+
+from operator import attrgetter
+
+from work import Product, Work
+
+WORKS = [
+    Work(
+        "pytorch/subsystems",
+        variant="linear_relu",
+        ours=attrgetter("linear_relu"),
+        torch=lambda torch: lambda x, weight, bias: torch.relu(torch.nn.functional.linear(x, weight, bias)),
+        shapes=[(512, 4096, 4096), (4096, 4096, 4096), (4096, 14336, 4096), (8192, 8192, 8192)],
+        inputs=lambda random, shape: (random((shape[0], shape[2])), random(shape[1:]), random(shape[1:2])),
+        forward=lambda shape, itemsize: Product(*shape),
+        backward=None,
+    ),
+]

@@ -1,0 +1,1 @@
+"""What a recipe is: which exist, their cells and hashes, what they need and put out, and what executes them."""

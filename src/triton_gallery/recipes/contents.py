@@ -1,0 +1,89 @@
+"""Which recipes exist, and in what order.
+
+The order stands in `gallery/contents.toml`: each section's name, and the names of its recipes.
+"""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+CONTENTS = "contents.toml"
+HEADER = "GALLERY_HEADER.rst"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One script of the gallery."""
+
+    section: str
+    name: str
+    path: Path
+
+    @property
+    def key(self) -> str:
+        """`section/name`, as targets and messages give it."""
+        return f"{self.section}/{self.name}"
+
+    @property
+    def companions(self) -> list[Path]:
+        """The files beside the script that carry its name; it finds them in the folder where it is executed."""
+        return sorted(path for path in self.path.parent.glob(f"{self.name}.*") if path != self.path)
+
+
+def load(gallery: Path) -> list[Recipe]:
+    """Return the recipes of a gallery folder in their order.
+
+    Raises:
+        ValueError: if the contents and the files disagree, or a name cannot be imported, or stands twice; the message
+            lists every fault.
+    """
+    contents = _contents(gallery)
+    listed = [
+        Recipe(section, name, gallery / section / f"{name}.py") for section, names in contents.items() for name in names
+    ]
+    faults = []
+    for recipe in listed:
+        if not recipe.path.is_file():
+            faults.append(f"{CONTENTS} lists {recipe.key}, but {recipe.path} does not exist")
+        if not recipe.name.isidentifier():
+            faults.append(f"{recipe.key} cannot be imported under its name")
+        if sum(other.name == recipe.name for other in listed) > 1:
+            faults.append(f"{recipe.key} shares its name with another recipe")
+    for path in sorted(gallery.glob("*/*.py")):
+        if path not in {recipe.path for recipe in listed}:
+            faults.append(f"{path} is not listed in {CONTENTS}")
+    for section in contents:
+        if not (gallery / section / HEADER).is_file():
+            faults.append(f"section {section} has no {HEADER}")
+    if faults:
+        raise ValueError("\n".join(faults))
+    return listed
+
+
+def sections(gallery: Path) -> list[str]:
+    """Return the names of a gallery's sections in their order; ValueError if the contents cannot be read."""
+    return list(_contents(gallery))
+
+
+def _contents(gallery: Path) -> dict[str, list[str]]:
+    path = gallery / CONTENTS
+    try:
+        contents = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    for section, names in contents.items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{path}: section {section} is not a list of recipe names")
+    return contents
+
+
+class RecipeOrder:
+    """Sort key of sphinx-gallery for the recipes of a section (`within_subsection_order`)."""
+
+    def __init__(self, folder: str) -> None:
+        """Take the section's folder, as sphinx-gallery gives it."""
+        self.path = Path(folder)
+
+    def __call__(self, file_name: str) -> int:
+        """Return the place of a recipe's file in its section."""
+        return _contents(self.path.parent)[self.path.name].index(Path(file_name).stem)

@@ -1,0 +1,142 @@
+"""What executes recipes on this machine.
+
+Run as a script it prints, as JSON, one `Environment` for each GPU that PyTorch sees, or one for the CPU. `detect` asks
+in a process of its own, so that the build itself never imports torch nor holds a GPU.
+"""
+
+import ctypes
+import json
+import os
+import platform
+import runpy
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+INTERPRETER = "Triton's interpreter on CPU"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A device and the software that drives it.
+
+    Attributes:
+        name: the GPU's name as its driver gives it, or `INTERPRETER`.
+        visible: what `CUDA_VISIBLE_DEVICES` says to choose this GPU; None without a GPU.
+        capability: the compute capability, "9.0" for instance; None without a GPU.
+        memory: bytes of GPU memory; None without a GPU.
+        driver: the driver's version; None without a GPU, or if nvidia-smi does not tell.
+        cuda: the CUDA version that torch was built for; None without a GPU.
+    """
+
+    name: str
+    visible: str | None
+    capability: str | None
+    memory: int | None
+    driver: str | None
+    cuda: str | None
+    torch: str
+    triton: str
+    python: str
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether a GPU executes here, rather than the interpreter."""
+        return self.visible is not None
+
+    @property
+    def kind(self) -> dict[str, str | int | None]:
+        """All of it but which GPU of several equal ones: two runs of one kind need not be repeated."""
+        return {key: value for key, value in asdict(self).items() if key != "visible"}
+
+
+def detect() -> list[Environment]:
+    """Return the environments of this machine: one for each GPU, or one for the CPU.
+
+    Raises:
+        RuntimeError: if torch or triton is not here or, where there may be a GPU, torch cannot be imported; with the
+            reason.
+    """
+    probe = subprocess.run([sys.executable, "-P", __file__], capture_output=True, text=True, check=False)
+    if probe.returncode != 0:
+        raise RuntimeError(f"cannot tell what executes here; torch and triton must be importable:\n{probe.stderr}")
+    return [Environment(**entry) for entry in json.loads(probe.stdout)]
+
+
+def _probe() -> list[Environment]:
+    torch_version, sees_no_gpu = _torch()
+    cpu = Environment(
+        name=INTERPRETER,
+        visible=None,
+        capability=None,
+        memory=None,
+        driver=None,
+        cuda=None,
+        torch=torch_version,
+        triton=version("triton"),
+        python=platform.python_version(),
+    )
+    if sees_no_gpu:
+        return [cpu]
+    import torch
+
+    if not torch.cuda.is_available():
+        return [cpu]
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = chosen.split(",") if chosen else list(map(str, range(torch.cuda.device_count())))
+    driver = _driver()
+    environments = []
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        environments.append(
+            replace(
+                cpu,
+                name=gpu.name,
+                visible=names[index],
+                capability=f"{gpu.major}.{gpu.minor}",
+                memory=gpu.total_memory,
+                driver=driver,
+                cuda=torch.version.cuda,
+            )
+        )
+    return environments
+
+
+def _torch() -> tuple[str, bool]:
+    """Return the version of torch and whether it can see no GPU for certain, so that it need not be asked.
+
+    Importing torch takes a second and more; the version stands in a file of its own.
+    """
+    found = find_spec("torch")
+    file = Path(found.origin or "").with_name("version.py") if found else None
+    if file is None or not file.is_file():
+        import torch
+
+        return str(torch.__version__), False
+    said = runpy.run_path(str(file))
+    return str(said["__version__"]), os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not (
+        said.get("hip") or _has_cuda_driver()
+    )
+
+
+def _has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(environment) for environment in _probe()]))

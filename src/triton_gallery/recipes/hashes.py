@@ -1,0 +1,57 @@
+"""What identifies a recipe's code.
+
+The code is the list of the recipe's cells. Each has a hash that prose, comments and layout do not change; the hash of
+the list, which moving a border between two cells changes, identifies the code that a record was made of.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from sphinx_gallery.py_source_parser import split_code_and_text_blocks
+
+from triton_gallery.recipes.contents import Recipe
+
+
+def cell_hash(code: str) -> str:
+    """Return the hash of a cell's code; SyntaxError if it is not Python.
+
+    It is made of the syntax tree without empty fields, of which every version of Python has others.
+    """
+    return _digest([repr(_skeleton(ast.parse(code)))])
+
+
+def code_hash(cells: Iterable[str]) -> str:
+    """Return the hash of a recipe's code, given those of its cells."""
+    return _digest(cells)
+
+
+def cell_hashes(path: Path) -> list[str]:
+    """Return the hashes of a script's cells, with the lines that its page leaves out."""
+    _, blocks = split_code_and_text_blocks(str(path))
+    return [cell_hash(block.content) for block in blocks if block.type == "code"]
+
+
+def hash_of(recipe: Recipe) -> str:
+    """Return the hash of a recipe's present code."""
+    return _hash_of(recipe.path, recipe.path.read_bytes())
+
+
+@cache  # a build asks for it some twenty times
+def _hash_of(path: Path, content: bytes) -> str:
+    return code_hash(cell_hashes(path))
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _skeleton(node: object) -> object:
+    if isinstance(node, ast.AST):
+        fields = [(name, _skeleton(value)) for name, value in ast.iter_fields(node) if value not in (None, [])]
+        return (type(node).__name__, fields)
+    if isinstance(node, list):
+        return [_skeleton(item) for item in node]
+    return node

@@ -1,0 +1,1 @@
+"""What is kept: pages and their runs, records, figures beside other libraries'; the only room that knows the files."""

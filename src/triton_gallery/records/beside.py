@@ -1,0 +1,80 @@
+"""What is shown of a recipe's cells: what a run put out, and beside it what a record has beyond that."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from triton_gallery.recipes.outputs import Output
+from triton_gallery.records.pages import Run
+from triton_gallery.records.recorded import Record
+
+HERE = "Here, without a GPU"
+STALE = " · stale: this recipe has changed since"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is shown of a cell.
+
+    Attributes:
+        here: what this machine put out.
+        there: what the record has and this machine has not.
+        differ: whether this machine put out something else, and not only less; then both say what they are.
+    """
+
+    here: Output
+    there: Output
+    differ: bool
+
+
+def side_by_side(run: Run, record: Record | None, figures: Mapping[str, bytes]) -> list[Shown]:
+    """Return what is shown of each cell, given the figures on the recipe's page by their names.
+
+    What a GPU put out needs no record beside it.
+    """
+    recorded = dict(_numbered(record.outputs)) if record else {}
+    shown = []
+    for number, here in _numbered(run.outputs):
+        if record is None or number not in recorded or (here and run.environment.is_gpu):
+            shown.append(Shown(here, Output(here.code), differ=False))
+            continue
+        there = recorded[number]
+        same = [figures.get(name) for name in here.figures] == list(pictures(record, there).values())
+        more = _beyond(here, there, same)
+        shown.append(Shown(here, more, bool(more) and _differ(here, there, more)))
+    return shown
+
+
+def pictures(record: Record, output: Output) -> dict[str, bytes]:
+    """Return the recorded figures of an output by their names."""
+    return {name: (record.path.parent / name).read_bytes() for name in output.figures}
+
+
+def recorded_on(record: Record) -> str:
+    """Return what stands above what a record has."""
+    return f"Recorded on {record.device.name}, {record.date[:10]}"
+
+
+def _numbered(outputs: Iterable[Output]) -> Iterator[tuple[tuple[str, int], Output]]:
+    """Name each output by its cell's code, and by how many cells before it have the same."""
+    seen: Counter[str] = Counter()
+    for output in outputs:
+        yield (output.code, seen[output.code]), output
+        seen[output.code] += 1
+
+
+def _beyond(here: Output, recorded: Output, same_figures: bool) -> Output:
+    """Return what a record has of a cell that this machine did not put out; of a text that begins alike, the rest."""
+    return Output(
+        recorded.code,
+        "" if recorded.text == here.text else recorded.text.removeprefix(f"{here.text}\n").strip("\n"),
+        [] if same_figures else recorded.figures,
+        None if recorded.frame == here.frame else recorded.frame,
+        [table for table in recorded.tables if table not in here.tables],
+    )
+
+
+def _differ(here: Output, recorded: Output, more: Output) -> bool:
+    """Whether this machine put out something else, and not only less, than is shown of a record."""
+    pairs = [(here.figures, more.figures), (here.frame, more.frame), (here.tables, more.tables)]
+    return any(ours and theirs for ours, theirs in pairs) or bool(here.text and more.text == recorded.text)

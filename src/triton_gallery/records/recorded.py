@@ -1,0 +1,273 @@
+"""Recorded outputs of recipes, and the only module that knows their format.
+
+`docs/_records/<device>/<section>/<recipe>.json` holds what a run on that device put out, cell by cell; the figures lie
+beside it. The name of a figure tells its content, so that no other run's takes its place: until the file is replaced
+the old record is whole, and from then on the new one.
+
+A record counts for code with the same hash; of older code it is stale. Records are data from elsewhere: one that does
+not fit the schema is refused, and nothing in one is ever executed.
+"""
+
+import dataclasses
+import hashlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from triton_gallery.recipes.contents import Recipe
+from triton_gallery.recipes.hashes import code_hash, hash_of
+from triton_gallery.recipes.outputs import Output, from_json
+from triton_gallery.records.formats import (
+    COMMIT,
+    DATE,
+    DEVICE,
+    HASH,
+    PACKAGES,
+    TEXT,
+    BadRecordError,
+    Device,
+    dump,
+    list_of,
+    object_of,
+    parse,
+    replace,
+    slug,
+    validate,
+)
+from triton_gallery.records.pages import Run
+
+SCHEMA_VERSION = 2
+TOOLS = ["memcheck", "racecheck", "initcheck"]
+
+_FIGURES = {"type": "object", "additionalProperties": list_of({"type": ["number", "null"]})}
+_TABLE = object_of(
+    name={"type": "string", "pattern": "^results"},
+    x=TEXT,
+    unit=TEXT,
+    xs=list_of({"type": ["number", "string"]}),
+    series=_FIGURES,
+    low=_FIGURES,
+    high=_FIGURES,
+    cpu=_FIGURES,
+    late={"type": "object", "additionalProperties": list_of({"type": "boolean"})},
+)
+_OUTPUT = object_of(
+    code=HASH,
+    text=TEXT,
+    figures=list_of({"type": "string", "pattern": r"^[A-Za-z0-9_]+\.png$"}),
+    frame={"anyOf": [{"type": "null"}, object_of(columns=list_of(TEXT), rows=list_of(list_of(TEXT)))]},
+    tables=list_of(_TABLE),
+)
+_SCHEMA = object_of(
+    optional=["packages"],  # records of before have none
+    schema={"const": SCHEMA_VERSION},
+    code=HASH,
+    device=DEVICE,
+    date=DATE,
+    commit=COMMIT,
+    seconds={"type": "number"},
+    packages=PACKAGES,
+    sanitized=list_of({"enum": TOOLS}),
+    outputs=list_of(_OUTPUT),
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A recorded run.
+
+    Attributes:
+        path: the file.
+        code: the hash of the recipe's code that ran.
+        device: what executed it.
+        date: when it began, ISO 8601 in UTC.
+        commit: the revision of the project, if it was known.
+        seconds: wall time of the whole script.
+        sanitized: the tools of compute-sanitizer under which its checks ran without an error.
+        outputs: what each code cell put out.
+        packages: versions of what the recipe declares beyond the packages that any recipe may use.
+    """
+
+    path: Path
+    code: str
+    device: Device
+    date: str
+    commit: str | None
+    seconds: float
+    sanitized: list[str]
+    outputs: list[Output]
+    packages: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """`section/name` of the recipe."""
+        return f"{self.path.parent.name}/{self.path.stem}"
+
+    def is_fresh(self, recipe: Recipe) -> bool:
+        """Whether the recipe still has the code that was recorded."""
+        return self.code == hash_of(recipe)
+
+
+class Records:
+    """The folder of records."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the folder, `docs/_records`; it need not exist."""
+        self.folder = folder
+
+    def all(self) -> list[Record]:
+        """Return every record; BadRecordError if one does not fit."""
+        return [load(path) for path in sorted(self.folder.glob("*/*/*.json"))]
+
+    def of(self, recipe: Recipe) -> list[Record]:
+        """Return a recipe's records, those of its present code first, then the newest; BadRecordError as `all`."""
+        records = [load(path) for path in sorted(self.folder.glob(f"*/{recipe.key}.json"))]
+        return sorted(records, key=lambda record: (record.is_fresh(recipe), record.date), reverse=True)
+
+    def on(self, recipe: Recipe, device: str) -> Record | None:
+        """Return a recipe's record of a device, if there is one; BadRecordError as `all`."""
+        path = self._path(recipe, device)
+        return load(path) if path.is_file() else None
+
+    def write(self, recipe: Recipe, run: Run, figures: Mapping[str, bytes], commit: str | None) -> Path:
+        """Write the record of a run that passed on a GPU, with its figures, in place of an older one.
+
+        Raises:
+            ValueError: if the run failed, did not take place or had no GPU.
+            BadRecordError: if it has what no record can hold, or a figure is missing.
+        """
+        if run.failure is not None or run.missing or not run.environment.is_gpu:
+            raise ValueError(f"{recipe.key} did not pass on a GPU: nothing to record")
+        path = self._path(recipe, run.environment.name)
+        names = {name: _named(name, picture) for name, picture in figures.items()}
+        if missing := [name for output in run.outputs for name in output.figures if name not in names]:
+            raise BadRecordError(f"{path}: its figure {missing[0]} is missing")
+        outputs = [
+            dataclasses.replace(output, figures=[names[name] for name in output.figures]) for output in run.outputs
+        ]
+        code = code_hash(output.code for output in run.outputs)
+        standing = self.on(recipe, run.environment.name)
+        same_run = standing is not None and (standing.code, standing.date) == (code, run.date)
+        content = {
+            "schema": SCHEMA_VERSION,
+            "code": code,
+            "device": run.environment.kind,
+            "date": run.date,
+            "commit": commit,
+            "seconds": run.seconds,
+            "packages": run.packages,
+            "sanitized": standing.sanitized if standing and same_run else [],
+            "outputs": [asdict(output) for output in outputs],
+        }
+        _validate(path, content)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            for name, picture in figures.items():
+                replace(path.parent / names[name], picture)
+            replace(path, dump(content))
+        finally:
+            _sweep(path)
+        return path
+
+    def check(self, recipe: Recipe, device: str) -> None:
+        """Make sure that a recipe's record of a device can be written; BadRecordError if not, or if one is bad."""
+        path = self._path(recipe, device)
+        self.on(recipe, device)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise BadRecordError(f"{path} cannot be written: {error.strerror}") from None
+
+    def is_fresh(self, recipe: Recipe, device: str) -> bool:
+        """Whether there is a record of a recipe's present code on a device; BadRecordError as `all`."""
+        record = self.on(recipe, device)
+        return record is not None and record.is_fresh(recipe)
+
+    def seconds(self, device: str) -> dict[str, float]:
+        """Return how long each recipe took that has a record of a device, by its key; BadRecordError as `all`."""
+        return {record.key: record.seconds for record in self.all() if record.path.parents[1].name == slug(device)}
+
+    def set_sanitized(self, recipe: Recipe, device: str, tools: list[str]) -> None:
+        """Note in a recipe's record of a device under which tools its checks ran without an error.
+
+        Raises:
+            BadRecordError: if there is no such record of the recipe's present code.
+        """
+        path = self._path(recipe, device)
+        if not self.is_fresh(recipe, device):
+            raise BadRecordError(f"{path}: no record of the recipe's present code; run make record first")
+        content = _migrate(parse(path, path.read_bytes()))
+        content["sanitized"] = tools
+        _validate(path, content)
+        replace(path, dump(content))
+
+    def _path(self, recipe: Recipe, device: str) -> Path:
+        return self.folder / slug(device) / f"{recipe.key}.json"
+
+
+def _named(figure: str, picture: bytes) -> str:
+    """Return the name of a recorded figure: that on the page, and what tells its content."""
+    return f"{Path(figure).stem}_{hashlib.sha256(picture).hexdigest()[:8]}.png"
+
+
+def _sweep(path: Path) -> None:
+    """Remove a recipe's figures that its record, the old or the new one, does not have."""
+    ours = re.compile(rf"sphx_glr_{path.stem}_\d+(_[0-9a-f]{{8}})?\.png(\.partial)?")
+    record = _parse(path, path.read_bytes()) if path.exists() else None
+    kept = {name for output in record.outputs for name in output.figures} if record else set()
+    for figure in path.parent.iterdir():
+        if ours.fullmatch(figure.name) and figure.name not in kept:
+            figure.unlink()
+
+
+def load(path: Path) -> Record:
+    """Return the record in a file; BadRecordError if it does not fit."""
+    record = _parse(path, path.read_bytes())
+    for name in (name for output in record.outputs for name in output.figures):
+        if not (path.parent / name).is_file():
+            raise BadRecordError(f"{path}: its figure {name} is missing")
+    return record
+
+
+def load_at(revision: str, path: Path) -> Record | None:
+    """Return a record as it was at a git revision, without looking for its figures; None if there was none."""
+    shown = subprocess.run(["git", "show", f"{revision}:./{path}"], capture_output=True, check=False)
+    return _parse(path, shown.stdout) if shown.returncode == 0 else None
+
+
+def _parse(path: Path, text: bytes) -> Record:
+    content = _migrate(parse(path, text))
+    _validate(path, content)
+    outputs = from_json(list[Output], content["outputs"])
+    if code_hash(output.code for output in outputs) != content["code"]:
+        raise BadRecordError(f"{path}: the hash of its code is not that of its cells")
+    fields = {name: value for name, value in content.items() if name != "schema"}
+    return Record(**{**fields, "path": path, "device": Device(**content["device"]), "outputs": outputs})
+
+
+def _migrate(content: Any) -> Any:
+    """Return a record of an older version as one of this version; what is neither, as it is."""
+    if isinstance(content, dict) and content.get("schema") == 1:  # it had medians alone
+        for table in (table for output in content.get("outputs", []) for table in output.get("tables", [])):
+            table |= {"low": {}, "high": {}, "cpu": {}, "late": {}}
+        content["schema"] = 2
+    return content
+
+
+def _validate(path: Path, content: Any) -> None:
+    version = content.get("schema") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise BadRecordError(f"{path}: this record is of version {version}, this project reads up to {SCHEMA_VERSION}")
+    validate(path, content, _SCHEMA)
+    for output in (from_json(Output, output) for output in content["outputs"]):
+        for table in output.tables:
+            if table.fault:
+                raise BadRecordError(f"{path}: {table.name}: {table.fault}")
+        if output.frame and any(len(row) != len(output.frame.columns) for row in output.frame.rows):
+            raise BadRecordError(f"{path}: a row of a frame is not as long as its columns")

@@ -1,0 +1,108 @@
+"""The child process that executes one recipe through sphinx-gallery.
+
+It expects one recipe in the folder `gallery` of its work folder and leaves the page's files in `site/recipes`. It says
+in `result.json` how it went: what the cells put out when every cell ran, else what happened and the traceback. No such
+file: the process did not live to write it.
+"""
+
+import faulthandler
+import json
+import os
+import resource
+import tempfile
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+from triton_gallery.run.capture import read
+
+FILE_LIMIT = 2**30
+OUTPUT_LIMIT = 1_000_000  # bytes of text on a page
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the process is to do.
+
+    Attributes:
+        work: its work folder.
+        confdir: the folder of `conf.py`.
+        execute: whether to execute the recipe, or to lay out its page alone.
+        variables: its environment variables.
+    """
+
+    work: Path
+    confdir: Path
+    execute: bool
+    variables: dict[str, str]
+
+
+def main(order: Order) -> None:
+    """Execute the one recipe in the work folder, writing its page beside it."""
+    _start_anew(order.variables)
+    faulthandler.enable(all_threads=False)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):  # out of memory shall cost this recipe, not the build
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    result: dict[str, Any]
+    try:
+        result = _make_page(order)
+    except BaseException as error:  # sphinx-gallery lets SystemExit and KeyboardInterrupt through
+        within = str(order.work)
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(within)]
+        trace = traceback.format_list(frames) + traceback.format_exception_only(error)
+        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {trace[-1].strip()}"
+        result = {"failure": what, "detail": "".join(trace)}
+    (order.work / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def _start_anew(variables: dict[str, str]) -> None:
+    """Let nothing remain of the process that this one was forked from but what it imported."""
+    import numpy
+
+    os.environ.clear()
+    os.environ.update(variables)
+    tempfile.tempdir = None
+    numpy.random.seed()
+
+
+def _make_page(order: Order) -> dict[str, Any]:
+    work = order.work
+    site = work / "site"
+    site.mkdir()
+    (recipe,) = (work / "gallery").glob("*/*.py")
+    page = f"recipes/{recipe.parent.name}/{recipe.stem}"
+    app = Sphinx(
+        site,
+        order.confdir,
+        work / "out",
+        work / "doctrees",
+        "dummy",
+        confoverrides={
+            "extensions": ["sphinx_gallery.gen_gallery"],
+            "root_doc": page,
+            "plot_gallery": str(order.execute),
+            "sphinx_gallery_conf.examples_dirs": str(work / "gallery"),
+            "sphinx_gallery_conf.subsection_order": None,
+            "sphinx_gallery_conf.within_subsection_order": "FileNameSortKey",
+        },
+        status=None,
+        warning=None,
+    )
+    outcome = app.config.sphinx_gallery_conf
+    if outcome["failing_examples"]:
+        (trace,) = outcome["failing_examples"].values()
+        # after the header and the indented stack: an exception's message may go on for many lines
+        message = next(line for line in trace.splitlines()[1:] if not line.startswith(" "))
+        return {"failure": f"raised {message}", "detail": trace}
+    if order.execute and len(outcome["passing_examples"]) != 1:
+        raise RuntimeError("sphinx-gallery did not execute the recipe")
+    if (site / f"{page}.rst").stat().st_size > OUTPUT_LIMIT:
+        return {"outputs": []}  # the build will refuse it
+    app.build()
+    return {"outputs": [asdict(output) for output in read(app.env.get_doctree(page), recipe)]}

@@ -1,0 +1,1 @@
+"""Executes recipes on the GPU workers of a Dask cluster."""

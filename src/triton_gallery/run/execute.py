@@ -1,0 +1,151 @@
+"""Executes recipes apart from each other, on this machine or elsewhere.
+
+What carries recipes out is an executor as `concurrent.futures` knows it, for tasks: the GPUs of this machine (`here`),
+or those of a cluster (`cluster.Cluster`).
+"""
+
+import hashlib
+import math
+import os
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from triton_gallery.recipes.contents import Recipe
+from triton_gallery.recipes.device import Environment, detect
+from triton_gallery.recipes.needs import missing
+from triton_gallery.records.pages import Pages, Run
+from triton_gallery.run import supervise
+from triton_gallery.run.settings import Settings
+from triton_gallery.run.supervise import Result, Task
+
+MACHINERY = (
+    "recipes/cells",
+    "recipes/contents",
+    "recipes/device",
+    "recipes/hashes",
+    "recipes/needs",
+    "recipes/outputs",
+    "recipes/tables",
+    "run/capture",
+    "run/child",
+    "run/server",
+    "run/supervise",
+    "run/warden",
+)
+PACKAGES = ("sphinx", "sphinx-gallery", "matplotlib", "numpy", "pandas")  # an environment has the others
+ELSEWHERE = {  # settings of sphinx-gallery that say where recipes lie and how they are listed
+    "default_thumb_file",
+    "examples_dirs",
+    "gallery_dirs",
+    "subsection_order",
+    "within_subsection_order",
+}
+
+Submit = Callable[[Task], Future[Result]]
+Report = Callable[[Recipe, Run, int], None]
+
+
+def refresh(
+    recipes: Sequence[Recipe],
+    pages: Pages,
+    settings: Settings,
+    report: Report,
+) -> list[tuple[Recipe, Run]]:
+    """Execute here the recipes whose page is missing, failed, or came of other code or another environment.
+
+    Args:
+        recipes: all recipes of the gallery; pages of others are removed.
+        pages: where the pages are.
+        settings: what `conf.py` says.
+        report: called after each recipe that was executed, with the number of those still to come.
+
+    Returns:
+        Every recipe with its run, executed now or before.
+    """
+    pages.prune(recipes)
+    environments = detect()
+    due = [task for task in make_tasks(recipes, settings) if not _current(pages, task, environments)]
+    due = longest_first(due, {recipe.key: run.seconds for recipe in recipes if (run := pages.run(recipe.key))})
+    with here(environments) as submit:
+        execute([(task, submit) for task in due], pages, report)
+    return [(recipe, known) for recipe in recipes if (known := pages.run(recipe.key))]
+
+
+def make_tasks(recipes: Sequence[Recipe], settings: Settings) -> list[Task]:
+    """Return a task for each recipe as it is now."""
+    machinery = _machinery(settings)
+    tasks = []
+    for recipe in recipes:
+        source = recipe.path.read_text(encoding="utf-8")
+        companions = {path.name: path.read_bytes() for path in recipe.companions}
+        code = hashlib.sha256(b"".join([machinery, source.encode(), *companions.values()])).hexdigest()
+        limits = settings.time_limit, settings.memory_limit
+        tasks.append(Task(recipe, source, companions, code, settings.confdir, *limits))
+    return tasks
+
+
+def longest_first(tasks: Sequence[Task], took: Mapping[str, float]) -> list[Task]:
+    """Return tasks in an order in which all end soon: by the seconds that recipes took before, those unknown first."""
+    return sorted(tasks, key=lambda task: took.get(task.recipe.key, math.inf), reverse=True)
+
+
+def execute(work: Sequence[tuple[Task, Submit]], pages: Pages, report: Report) -> None:
+    """Have tasks carried out, each by its executor.
+
+    Pages are installed one by one as recipes end, so that what a killed command has done is kept; `report` is called
+    after that, with the number of those still to come.
+    """
+    futures = {submit(task): task.recipe for task, submit in work}
+    left = set(futures)
+    while left:
+        done, left = wait(left, return_when=FIRST_COMPLETED)
+        for future in done:
+            run, files = future.result()
+            run = pages.install(futures[future], files, run)
+            report(futures[future], run, len(left))
+
+
+@contextmanager
+def here(environments: Sequence[Environment]) -> Iterator[Submit]:
+    """Carry tasks out on this machine: each GPU takes one at a time, or each core without a GPU."""
+    slots = list(environments) if environments[0].is_gpu else [environments[0]] * len(os.sched_getaffinity(0))
+    free: queue.SimpleQueue[Environment] = queue.SimpleQueue()
+    for slot in slots:
+        free.put(slot)
+
+    def on_free_slot(task: Task) -> Result:
+        environment = free.get()
+        try:
+            return supervise.run(task, environment, server)
+        finally:
+            free.put(environment)
+
+    supervise.allow()
+    server = supervise.start_server(environments[0])
+    pool = ThreadPoolExecutor(max_workers=len(slots))
+    try:
+        yield lambda task: pool.submit(on_free_slot, task)
+    except BaseException:
+        supervise.stop()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        server.close()
+
+
+def _current(pages: Pages, task: Task, environments: Sequence[Environment]) -> bool:
+    lacks = missing(task.recipe.path, task.source)
+    run = pages.run(task.recipe.key)
+    return run is not None and run.passed(task.code, environments) and run.missing == lacks
+
+
+def _machinery(settings: Settings) -> bytes:
+    """Hash what shapes a recipe's execution besides its own source and its limits."""
+    gallery = sorted((name, value) for name, value in settings.gallery.items() if name not in ELSEWHERE)
+    said = repr((gallery, [version(package) for package in PACKAGES]))
+    files = [Path(__file__).parents[1] / f"{name}.py" for name in MACHINERY]
+    return hashlib.sha256(b"".join([said.encode(), *(path.read_bytes() for path in files)])).digest()

@@ -1,0 +1,29 @@
+"""What the terminal shows while recipes are executed: a bar, and a line for each recipe that has ended."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from triton_gallery.recipes.contents import Recipe
+from triton_gallery.records.pages import Run
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[Recipe, Run, int], None]]:
+    """Show progress while the context lasts; yield what `execute.refresh` reports to."""
+    columns = (SpinnerColumn(), TextColumn("executing recipes"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(highlight=False), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(recipe: Recipe, run: Run, left: int) -> None:
+            done = bar.tasks[0].completed + 1
+            bar.update(task, completed=done, total=done + left)
+            outcome = "[green]passed" if run.failure is None else f"[red]{escape(run.failure)}"
+            if run.missing and run.failure is None:
+                outcome = f"[yellow]not executed, lacks {escape(', '.join(run.missing))}"
+            bar.console.print(f"  {recipe.key:<32} {run.environment.name}  {run.seconds:6.1f} s  {outcome}")
+
+        yield report

@@ -1,0 +1,201 @@
+"""Executes one recipe in a process of its own, with one GPU and limits of time and memory.
+
+`run` needs nothing but what it is given, so that a task may be carried out on any machine.
+"""
+
+import json
+import os
+import re
+import signal
+import tempfile
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from triton_gallery.recipes.contents import HEADER, Recipe
+from triton_gallery.recipes.device import Environment
+from triton_gallery.recipes.needs import missing, versions
+from triton_gallery.recipes.outputs import Output, from_json
+from triton_gallery.records.pages import Run
+from triton_gallery.run.child import OUTPUT_LIMIT, Order
+from triton_gallery.run.memory import POLL, excess
+from triton_gallery.run.server import Server
+
+TAIL = 4_000
+
+Result = tuple[Run, dict[str, bytes]]  # how it went, and the page's files by their paths
+
+_stopping = threading.Event()
+
+
+@dataclass(frozen=True)
+class Task:
+    """One recipe to execute.
+
+    Attributes:
+        recipe: which one.
+        source: its text, as it was when the task was made.
+        companions: the contents of the files beside it that carry its name.
+        code: the hash that goes into its run.
+        confdir: the folder of `conf.py`.
+        limit: seconds until it is stopped.
+        memory: how much of the memory, where it is executed, recipes may use; 1 is all of it.
+    """
+
+    recipe: Recipe
+    source: str
+    companions: dict[str, bytes]
+    code: str
+    confdir: Path
+    limit: float
+    memory: float
+
+
+def start_server(environment: Environment) -> Server:
+    """Return what forks the processes of recipes, in environments of one kind."""
+    return Server(_variables(environment) | ({} if environment.is_gpu else {"TRITON_INTERPRET": "1"}))
+
+
+def run(task: Task, environment: Environment, server: Server) -> Result:
+    """Execute one recipe in a process of its own; whatever goes wrong is told in the run that is returned.
+
+    Where the recipe needs what this environment has not, its page is laid out without executing it.
+    """
+    try:
+        return _run(task, environment, server)
+    except Exception as error:  # whatever it is, it costs this recipe's page alone
+        return failed(task, environment, f"could not be executed: {error!r}", traceback.format_exc())
+
+
+def failed(task: Task, environment: Environment, what: str, detail: str) -> Result:
+    """Return the result of a task that came to nothing."""
+    return Run(task.code, environment, datetime.now(UTC).isoformat(timespec="seconds"), 0.0, what, detail), {}
+
+
+def allow() -> None:
+    """Let recipes be executed again after `stop`."""
+    _stopping.clear()
+
+
+def stop() -> None:
+    """End the recipes that this process has executed, and let no other begin."""
+    _stopping.set()
+
+
+def _run(task: Task, environment: Environment, server: Server) -> Result:
+    lacks = missing(task.recipe.path, task.source)
+    with tempfile.TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name:
+        work = Path(name)
+        _furnish(work, task)
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        ended, seconds = _supervise(work, task, environment, server, execute=not lacks)
+        outcome = _judge(work, ended)
+        files = _collect(work)
+        text = len(files.get(f"{task.recipe.key}.rst", b""))
+        if text > OUTPUT_LIMIT:
+            what = f"printed too much: {text:,} bytes of text for its page, where {OUTPUT_LIMIT:,} are allowed"
+            outcome, files = {"failure": outcome.get("failure", what)}, {}
+        packages = {} if lacks else versions(task.recipe.path, task.source)
+        return Run(task.code, environment, date, seconds, packages=packages, missing=lacks, **outcome), files
+
+
+def _furnish(work: Path, task: Task) -> None:
+    section = work / "gallery" / task.recipe.section
+    section.mkdir(parents=True)
+    (section / f"{task.recipe.name}.py").write_text(task.source, encoding="utf-8")
+    for name, content in task.companions.items():
+        (section / name).write_bytes(content)
+    for folder in (section.parent, section):
+        (folder / HEADER).write_text("Recipes\n=======\n", encoding="utf-8")
+    (work / "tmp").mkdir()
+
+
+def _variables(environment: Environment) -> dict[str, str]:
+    """Return the environment variables of all recipes that an environment executes."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[2]), *filter(None, [variables.get("PYTHONPATH")])]
+    )
+    if environment.is_gpu:
+        # No other process takes time from the CPU that launches what is measured
+        variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    else:
+        variables.setdefault("OMP_NUM_THREADS", "1")  # there is a recipe for each core
+    return variables
+
+
+def _supervise(
+    work: Path, task: Task, environment: Environment, server: Server, execute: bool
+) -> tuple[int | str, float]:
+    """Return the exit status of the recipe's process, or why it was stopped, and the seconds that it took."""
+    variables = {**_variables(environment), "TMPDIR": str(work / "tmp")}
+    if environment.visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = environment.visible
+    with open(work / "log.txt", "wb") as log:
+        warden, line = server.fork(task.source, log.fileno())
+    start = monotonic()
+    with line:  # leaving it ends the recipe
+        line.send(Order(work, task.confdir, execute, variables))
+        why = _watch(warden, line, task)
+        try:
+            if why:
+                line.send(why)
+            status = int(line.recv())
+        except (EOFError, ConnectionError):  # the warden was killed, and the recipe with it
+            status = -signal.SIGKILL
+    return why or status, round(monotonic() - start, 1)
+
+
+def _watch(warden: int, line: "Connection[Any, Any]", task: Task) -> str | None:
+    """Wait until a recipe has ended, and return None, or has to, and return why."""
+    end = monotonic() + task.limit
+    while not _stopping.is_set():
+        if line.poll(POLL):
+            return None
+        if monotonic() > end:
+            return f"stopped after {task.limit:g} s"
+        if why := excess(warden, task.memory):
+            return why
+    return "stopped with the build"
+
+
+def _collect(work: Path) -> dict[str, bytes]:
+    """Return the page's files, with the work folder's path taken out of its text."""
+    pages = work / "site" / "recipes"
+    files = {}
+    for path in sorted(pages.glob("*/**/*")):
+        if path.is_file() and path.name not in {"index.rst", "sg_execution_times.rst"}:
+            content = path.read_bytes()
+            if path.suffix == ".rst":
+                content = content.replace(f"{work}{os.sep}".encode(), b"")
+            files[str(path.relative_to(pages))] = content
+    return files
+
+
+def _judge(work: Path, ended: int | str) -> dict[str, Any]:
+    """Return what the run came to, as `Run` has it: the outputs, or the failure and the last lines that tell of it."""
+    result = work / "result.json"
+    if ended == 0 and result.exists():
+        outcome: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        if "outputs" in outcome:
+            return {"outputs": from_json(list[Output], outcome["outputs"])}
+        what, detail = outcome["failure"], outcome["detail"]
+    else:
+        with open(work / "log.txt", "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
+            detail = log.read().decode(errors="replace")
+        # faulthandler writes the innermost frame first: those below the recipe are sphinx-gallery's
+        detail = re.split(r"\n.*/sphinx_gallery/", detail, maxsplit=1)[0]
+        if isinstance(ended, str):
+            what = ended
+        elif ended < 0:
+            names = {number.value: f" ({number.name})" for number in signal.Signals}
+            what = f"killed by signal {-ended}{names.get(-ended, '')}"
+        else:
+            what = f"ended with status {ended} before its last cell"
+    return {"failure": what, "detail": detail.replace(f"{work}{os.sep}", "").strip()[-TAIL:]}

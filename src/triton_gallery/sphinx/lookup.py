@@ -1,0 +1,57 @@
+"""What is known of the recipe on a page."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.records.pages import Pages, Run
+from triton_gallery.records.peers import PeerRow, load_all
+from triton_gallery.records.recorded import Record, Records
+
+if TYPE_CHECKING:
+    from sphinx.environment import BuildEnvironment
+
+
+@dataclass(frozen=True)
+class RecipePage:
+    """A recipe, the run that made its page, and its records, the best first."""
+
+    recipe: Recipe
+    run: Run | None
+    records: list[Record]
+
+    @property
+    def record(self) -> Record | None:
+        """The record that the page shows where this machine gave no output."""
+        return self.records[0] if self.records else None
+
+
+def recipes(env: "BuildEnvironment") -> dict[str, Recipe]:
+    """Return the recipes by the names of their pages."""
+    conf = env.config.sphinx_gallery_conf
+    gallery = Path(env.srcdir, conf["examples_dirs"]).resolve()
+    return {f"{conf['gallery_dirs']}/{recipe.key}": recipe for recipe in load(gallery)}
+
+
+def pages(env: "BuildEnvironment") -> Pages:
+    """Return the folder of generated pages."""
+    return Pages(Path(env.srcdir, env.config.sphinx_gallery_conf["gallery_dirs"]))
+
+
+def records(env: "BuildEnvironment") -> Records:
+    """Return the folder of records."""
+    return Records(Path(env.srcdir, "_records"))
+
+
+def peers(env: "BuildEnvironment") -> list[PeerRow]:
+    """Return our ops' figures beside other libraries'."""
+    return load_all(records(env).folder)
+
+
+def recipe_page(env: "BuildEnvironment", page: str) -> RecipePage | None:
+    """Return what is known of the recipe on a page; None if the page is another."""
+    recipe = recipes(env).get(page)
+    if recipe is None:
+        return None
+    return RecipePage(recipe, pages(env).run(recipe.key), records(env).of(recipe))

@@ -1,0 +1,157 @@
+"""Our ops beside other libraries': all of them on the performance page, and on each recipe's page its own."""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, ClassVar
+
+from docutils import nodes
+from sphinx.transforms import SphinxTransform
+from sphinx.util.docutils import SphinxDirective
+
+from triton_gallery.recipes.cells import is_footer
+from triton_gallery.recipes.contents import Recipe
+from triton_gallery.recipes.tables import ROOF, TRITON
+from triton_gallery.records.peers import PeerRow
+from triton_gallery.sphinx import lookup
+from triton_gallery.sphinx.show import figure, first_cells, grid
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+    from sphinx.environment import BuildEnvironment
+    from sphinx.util.typing import ExtensionMetadata
+
+STATE = "peers"  # the key in a page's metadata for what it shows
+TITLE = "Beside other libraries"
+AFTER = "Go further"  # the section of a recipe that follows
+
+
+def setup(app: "Sphinx") -> "ExtensionMetadata":
+    """Add the directive and the transform, and make pages follow what is recorded."""
+    app.add_directive("peers", PeersDirective)
+    app.add_transform(PeersOfRecipe)
+    app.connect("env-get-outdated", _outdated)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+class PeersDirective(SphinxDirective):
+    """`peers`: the rows of all recipes."""
+
+    has_content: ClassVar[bool] = False
+
+    def run(self) -> list[nodes.Node]:
+        """Return the nodes."""
+        rows, recipes = lookup.peers(self.env), list(lookup.recipes(self.env).values())
+        self.env.metadata[self.env.docname][STATE] = _state(rows, recipes)
+        if not rows:
+            return [nodes.paragraph("", "Nothing has been measured beside other libraries yet.")]
+        gallery = self.env.config.sphinx_gallery_conf["gallery_dirs"]
+        links = {recipe.key: f"{gallery}/{recipe.key}.html" for recipe in recipes}
+        return _tables(rows, recipes, links, "filterable")
+
+
+class PeersOfRecipe(SphinxTransform):
+    """Gives a recipe's page a section with the recipe's rows."""
+
+    default_priority = 600
+
+    def apply(self, **kwargs: object) -> None:
+        """Insert the section, if there are rows: before what a reader does next, else at the end."""
+        name = self.env.current_document.docname
+        recipe = lookup.recipes(self.env).get(name)
+        if recipe is None:
+            return
+        rows = _of(recipe, lookup.peers(self.env))
+        self.env.metadata[name][STATE] = _state(rows, [recipe])
+        if not rows:
+            return
+        about = nodes.paragraph("", "The op and the same work through other libraries, as ")
+        about += nodes.literal("", "make peers")
+        about += nodes.Text(" measured them: the median rates, with the launch hidden and the L2 cache emptied.")
+        section = nodes.section("", nodes.title("", TITLE), about, ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
+        section += _tables(rows, [recipe], {})
+        sections = list(self.document.findall(nodes.section))
+        ends = [(parent, node) for parent in sections for node in parent if _is_end(node)]
+        parent, end = ends[0] if ends else (sections[0], None)
+        parent.insert(parent.index(end) if end else len(parent), section)
+
+
+def _is_end(node: nodes.Node) -> bool:
+    """Whether a child of a section is what follows the figures: a section of its own, or the files to download."""
+    return node[0].astext() == AFTER if isinstance(node, nodes.section) else is_footer(node)
+
+
+def _tables(rows: Sequence[PeerRow], recipes: Sequence[Recipe], links: dict[str, str], *kinds: str) -> list[nodes.Node]:
+    """Return for each device a line for each run, then a table for each unit; the works of `links` lead there.
+
+    Where there are several runs, each row names its own.
+    """
+    shown: list[nodes.Node] = []
+    for device, of_device in groupby(rows, key=lambda row: row.device.name):
+        there = list(of_device)
+        runs = dict.fromkeys(_facts(row) for row in there)
+        shown += [nodes.paragraph("", "", nodes.strong("", device), nodes.Text(facts)) for facts in runs]
+        for unit in dict.fromkeys(row.unit for row in there):
+            of_unit = [row for row in there if row.unit == unit]
+            columns, cells = _cells(of_unit, unit)
+            if len(runs) > 1:
+                columns.append("measured")
+                cells = [[*texts, _when(row)] for texts, row in zip(cells, of_unit, strict=True)]
+            table = grid(columns, cells, "peers", "sortable", *kinds)
+            for place, row in zip(first_cells(table), of_unit, strict=True):
+                place += _name(row, recipes, links)
+            shown.append(table)
+    return shown
+
+
+def _facts(row: PeerRow) -> str:
+    """Say when and with what a row was measured."""
+    versions = {"driver": row.device.driver, "torch": row.device.torch, "triton": row.device.triton, **row.packages}
+    facts = [_when(row), *(f"{name} {version}" for name, version in versions.items() if version)]
+    if row.commit:
+        facts.append(f"commit {row.commit[:10]}")
+    return "".join(f" · {fact}" for fact in facts)
+
+
+def _when(row: PeerRow) -> str:
+    """Return the minute in which a row's run began: by it the row finds its caption."""
+    return row.date[:16].replace("T", " ")
+
+
+def _cells(rows: Sequence[PeerRow], unit: str) -> tuple[list[str], list[list[str]]]:
+    """Return the titles of a table's columns, and its rows without their names."""
+    others = [name for row in rows for name in row.rates if name not in {TRITON, ROOF}]
+    series = [TRITON, *dict.fromkeys(others), ROOF]
+    columns = ["work", "size", "Triton / best other", "Triton / roof", f"Triton Gallery ({unit})", *series[1:]]
+    cells = []
+    for row in rows:
+        other, roof = row.table.ratio(0), row.table.of_roof(0)
+        ratios = [f"{other:.2f}{' (tie)' if row.is_tie else ''}" if other else "", f"{roof:.2f}" if roof else ""]
+        medians = [figure(rate[0] if (rate := row.rates.get(name)) else None) for name in series]
+        cells.append(["", row.size, *ratios, *medians])
+    return columns, cells
+
+
+def _name(row: PeerRow, recipes: Sequence[Recipe], links: dict[str, str]) -> list[nodes.Node]:
+    """Return what stands first in a row: its work, and whether it is stale."""
+    link = links.get(row.recipe)
+    name = nodes.reference("", row.work, refuri=link, internal=True) if link else nodes.Text(row.work)
+    return [name] if row.is_fresh(recipes) else [name, nodes.strong("", ", stale", classes=["stale"])]
+
+
+def _of(recipe: Recipe, rows: Sequence[PeerRow]) -> list[PeerRow]:
+    return [row for row in rows if row.recipe == recipe.key]
+
+
+def _state(rows: Sequence[PeerRow], recipes: Sequence[Recipe]) -> str:
+    """Identify what a page shows of these rows."""
+    return hashlib.sha256(repr([(row, row.is_fresh(recipes)) for row in rows]).encode()).hexdigest()
+
+
+def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
+    """Name the pages that show something else than they would now."""
+    rows, recipes = lookup.peers(env), lookup.recipes(env)
+    shown = {name: data[STATE] for name, data in env.metadata.items() if STATE in data and name in env.all_docs}
+    now = dict.fromkeys(shown, _state(rows, list(recipes.values())))
+    now |= {name: _state(_of(recipe, rows), [recipe]) for name, recipe in recipes.items()}
+    return [name for name, state in shown.items() if state != now[name]]

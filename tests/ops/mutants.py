@@ -1,0 +1,51 @@
+"""Runs the tests of a recipe on a broken copy of the gallery, and says whether they noticed.
+
+Each run is a process that imports this module, and so no tests: they are decorated for the profile that is loaded then.
+"""
+
+import multiprocessing
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+# Processes that are forked off one that has imported what takes long
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["hypothesis.strategies", "pandas", "pytest", "torch._dynamo", "triton.testing"])
+
+
+def run_tests(gallery: Path, name: str) -> tuple[int | None, str]:
+    """Run the property tests of a recipe on another gallery; return the exit status and what they printed."""
+    log = gallery.with_name("log")
+    arguments = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-profile=bite",
+        f"--gallery={gallery}",
+        "--thorough=all",
+    ]
+    arguments += ["-k", "float32 or bool or accumulator", str(HERE / f"test_{Path(name).name}.py")]
+    process = SERVER.Process(target=in_a_process, args=(arguments, log))
+    process.start()
+    process.join(300)
+    process.kill()
+    return process.exitcode, log.read_text()
+
+
+def in_a_process(arguments: list[str], log: Path) -> None:
+    """Run pytest with its output in a file."""
+    with open(log, "wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    sys.exit(pytest.main(arguments))
+
+
+def has_noticed(status: int | None, output: str) -> bool:
+    """Whether tests noticed that a recipe is broken: an assertion of theirs failed, and nothing before them did."""
+    failed, in_set_up = (re.search(rf"(?m)^{word} ", output) for word in ("FAILED", "ERROR"))
+    return status == 1 and bool(failed) and not in_set_up and "AssertionError" in output

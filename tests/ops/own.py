@@ -1,0 +1,37 @@
+"""What the tests of each recipe say of it: its ops, its mutants; and which part of its script defines them."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from project import ROOT
+
+from triton_gallery.recipes.contents import load
+
+HERE = Path(__file__).parent
+# From such a heading on a recipe has nothing but checks, figures and prose; or down to the next heading.
+END = re.compile(r"(?m)^# (The check|Proof)\n# -+$")
+BETWEEN = re.compile(r"(?ms)^# %%\n# Is it right\?\n# -+$.*?(?=^# %%\n# [^\n]+\n# -+$|\Z)")
+
+
+def collect(name: str) -> list[tuple[str, Any]]:
+    """Return what the module `test_<recipe>` of each recipe lists under a name, with `section/name` of the recipe."""
+    found = []
+    for recipe in load(ROOT / "gallery"):
+        if (HERE / f"test_{recipe.name}.py").exists():
+            try:
+                module = importlib.import_module(f"test_{recipe.name}")
+            except pytest.skip.Exception:  # it lacks something here
+                continue
+            found += [(recipe.key, item) for item in getattr(module, name, ())]
+    return found
+
+
+def definitions(source: str) -> str:
+    """Return a recipe without its checks, which would stop the import of one that is broken; ValueError without any."""
+    head, *checks = END.split(source, maxsplit=1)
+    if not checks:
+        raise ValueError("no heading 'The check' or 'Proof': which part of this recipe are its checks?")
+    return BETWEEN.sub("", head)

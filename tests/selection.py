@@ -1,0 +1,104 @@
+"""Which tests run: the quick ones, those that prove given recipes thoroughly too, or all.
+
+Thorough are mutants, generated tests in all their examples, every autotune config, and whatever a page's own run shows
+already. A test is marked `thorough` for that, and left out of a quick run; a generated test takes few examples there,
+the same each time.
+"""
+
+import re
+import subprocess
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, is_hypothesis_test, settings
+from project import ROOT
+
+from triton_gallery.recipes.contents import Recipe, load
+
+EXAMPLES = 4  # of a generated test in a quick run
+KEYS = {recipe.name: recipe.key for recipe in load(ROOT / "gallery")}
+OWN = re.compile(r"(?:gallery/\w+|tests/ops|benchmarks/works)/(?:test_)?(\w+)\.[^/]+")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tests run.
+
+    Attributes:
+        thorough: the recipes to prove thoroughly; None is all, and whatever is of no recipe.
+        alone: the one recipe whose tests run; None is all.
+    """
+
+    thorough: Collection[str] | None
+    alone: str | None = None
+
+    def is_thorough(self, item: pytest.Item) -> bool:
+        """Whether a test runs in full."""
+        return self.thorough is None or recipe_of(item) in self.thorough
+
+    def split(self, items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+        """Return the tests that run, and those that are left out; what is generated runs as it has to."""
+        chosen = [item for item in items if self.alone is None or recipe_of(item) == self.alone]
+        runs = [item for item in chosen if self.is_thorough(item) or not item.get_closest_marker("thorough")]
+        for item in runs:
+            if not self.is_thorough(item):
+                _take_few_examples(item)
+        return runs, [item for item in items if item not in set(runs)]
+
+
+def select(thorough: str, alone: str | None) -> Selection:
+    """Return what is asked for: `all`, `changed`, or recipes `section/name`; pytest.UsageError if there is no such."""
+    if thorough == "all":
+        keys = None
+    elif thorough == "changed":
+        keys = changed(ROOT)
+    else:
+        keys = {*thorough.split(), *([alone] if alone else [])}
+    if unknown := {*(keys or ()), *([alone] if alone else [])} - {*KEYS.values()}:
+        raise pytest.UsageError(f"no such recipe: {', '.join(sorted(unknown))}; one is called section/name")
+    return Selection(keys, alone)
+
+
+def changed(root: Path) -> set[str] | None:
+    """Return the recipes of which a file differs from the commit before; None, so all, where there is none."""
+    command = ["git", "diff", "--name-only", "HEAD~1"]
+    said = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if said.returncode != 0:
+        return None
+    names = {found[1] for line in said.stdout.splitlines() if (found := OWN.fullmatch(line))}
+    return {KEYS[name] for name in names & KEYS.keys()}
+
+
+def recipe_of(item: pytest.Item) -> str | None:
+    """Return the recipe that a test is of, by its parameter or its file; None if it is of none or of several."""
+    callspec = getattr(item, "callspec", None)
+    for value in callspec.params.values() if callspec else ():
+        if isinstance(value, Recipe):
+            return value.key
+        if isinstance(key := getattr(value, "recipe", None), str):
+            return key
+    own = OWN.fullmatch("/".join(item.path.parts[-3:]))
+    return KEYS.get(own[1]) if own else None
+
+
+def left_out(count: int) -> str:
+    """Say how many tests a quick run left out, and how to run them."""
+    return (
+        f"quick: {count} thorough tests were left out, and generated tests took {EXAMPLES} examples at the most; "
+        "make test THOROUGH=1 runs all, make test RECIPE=section/name those of one recipe"
+    )
+
+
+def _take_few_examples(item: pytest.Item) -> None:
+    test = getattr(item, "obj", None)
+    if is_hypothesis_test(test):
+        full = test._hypothesis_internal_use_settings
+        test._hypothesis_internal_use_settings = settings(
+            full,
+            max_examples=min(full.max_examples, EXAMPLES),
+            derandomize=True,
+            database=None,
+            phases=[Phase.explicit, Phase.generate],
+        )

@@ -1,0 +1,29 @@
+"""Every recipe's benchmark fits into the memory of a GPU of 12 GB."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from project import ROOT
+
+from triton_gallery.recipes.contents import Recipe, load
+
+# Without a GPU these stop on the way, or take minutes. They are small, but for JAX's, which test_jax_call.py has.
+OTHERS = {"pytorch/cuda_graphs", "xla/jax_call", "first_steps/benchmarking", "pytorch/subsystems"}
+RECIPES = [
+    recipe
+    for recipe in load(ROOT / "gallery")
+    if "def benchmark(" in recipe.path.read_text() and recipe.key not in OTHERS
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.anywhere
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
+def test_benchmark_fits(recipe: Recipe) -> None:
+    """It holds ten gigabytes at most; the rest is for the CUDA context, and for what cells before it left."""
+    command = [sys.executable, Path(__file__).with_name("peak.py"), recipe.path]
+    said = subprocess.run(command, cwd=recipe.path.parent, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert 1e6 < int(said.stdout.split()[-1]) < 10e9

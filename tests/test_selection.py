@@ -1,0 +1,140 @@
+"""Which tests run: what a quick run leaves out, what one recipe's proof has, and what changed."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from project import ROOT
+from selection import EXAMPLES, KEYS, Selection, changed, select
+
+RECIPE = "first_steps/autotune"
+FILES = [
+    "tests/test_recipes.py",
+    "tests/test_contents.py",
+    *(f"tests/ops/test_{name}.py" for name in ("autotune", "strides", "bite", "on_gpu", "peer_works")),
+]
+COLLECT = """
+import json, sys, pytest
+
+for number, options in enumerate(json.loads(sys.argv[1])):
+    number and print("collected")
+    pytest.main(["--collect-only", "-q", "-n", "0", *options])
+"""
+
+
+@pytest.fixture(scope="module")
+def collected() -> dict[str, tuple[set[str], str]]:
+    """Return the tests that are collected from some files, and what the terminal showed, by the options given."""
+    asked = ["", f"--recipe {RECIPE}", f"--thorough {RECIPE}", "--thorough all"]
+    command = [sys.executable, "-c", COLLECT, json.dumps([[*options.split(), *FILES] for options in asked])]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    texts = said.split("collected\n")
+    return {
+        options: ({line for line in text.splitlines() if "::" in line}, text)
+        for options, text in zip(asked, texts, strict=True)
+    }
+
+
+def test_quick_run_leaves_out_what_is_thorough_and_says_so(collected: dict[str, tuple[set[str], str]]) -> None:
+    (quick, said), (everything, _) = collected[""], collected["--thorough all"]
+    assert quick < everything
+    left = everything - quick
+    names = {re.search(r"::(\w+)", test)[1] for test in left}
+    assert names >= {"test_broken_recipe_fails", "test_every_config_float32", "test_script_runs_alone"}
+    assert not names & {re.search(r"::(\w+)", test)[1] for test in quick}
+    assert f"quick: {len(left)} thorough tests were left out" in said
+
+
+def test_one_recipe_is_proved_thoroughly_by_its_tests_alone(collected: dict[str, tuple[set[str], str]]) -> None:
+    (own, said), (everything, _) = collected[f"--recipe {RECIPE}"], collected["--thorough all"]
+    assert "tests were left out" not in said
+    of_file = {test for test in everything if test.startswith("tests/ops/test_autotune.py")}
+    mutants = {test for test in everything if f"[{RECIPE}: " in test}
+    pages = {test for test in everything if test.startswith("tests/test_recipes.py") and f"[{RECIPE}]" in test}
+    gpu = {test for test in everything if "test_on_gpu.py" in test and f"[{RECIPE}:" in test}
+    assert min(map(len, (of_file, mutants, pages, gpu))) > 0
+    assert own >= of_file | mutants | pages | gpu
+    assert not {test for test in own if "strides" in test or "contents" in test}
+
+
+def test_some_recipes_are_proved_thoroughly_among_quick_tests(collected: dict[str, tuple[set[str], str]]) -> None:
+    (some, _), (quick, _) = collected[f"--thorough {RECIPE}"], collected[""]
+    assert quick < some
+    assert {test.partition("[")[2].partition(":")[0] for test in some - quick if "test_bite" in test} == {RECIPE}
+
+
+def test_unknown_recipe_is_told() -> None:
+    for thorough, alone in (("things/one", None), ("", "things/one")):
+        with pytest.raises(pytest.UsageError, match="no such recipe: things/one"):
+            select(thorough, alone)
+
+
+def test_generated_tests_take_few_examples_in_a_quick_run(request: pytest.FixtureRequest) -> None:
+    """The same each time; in full where they are of a recipe to be proved thoroughly."""
+    seen = []
+
+    @settings(max_examples=12)
+    @given(st.integers(0, 1000))
+    def test_generated(number: int) -> None:
+        seen.append(number)
+
+    def run(thorough: set[str] | None) -> list[int]:
+        item = pytest.Function.from_parent(request.node.parent, name="test_generated", callobj=test_generated)
+        Selection(thorough).split([item])
+        seen.clear()
+        test_generated()
+        return seen.copy()
+
+    assert len(run(None)) == 12
+    first = run(set())
+    assert len(first) == EXAMPLES
+    assert run(set()) == first
+
+
+def git(folder: Path, *arguments: str) -> None:
+    """Run git as someone."""
+    command = ["git", "-c", "user.name=Someone", "-c", "user.email=someone@example.org", *arguments]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+
+def test_recipes_that_differ_from_the_commit_before(tmp_path: Path) -> None:
+    """By the script, a companion, the test or the works; where there is no commit before, all are proved."""
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "README.md").touch()
+    git(tmp_path, "add", "--all")
+    git(tmp_path, "commit", "--quiet", "--message", "First")
+    assert changed(tmp_path) is None
+    for name in (
+        "gallery/fusion/rope.py",
+        "gallery/xla/pytorch_xla.json",
+        "tests/ops/test_softmax.py",
+        "benchmarks/works/topk.py",
+        "tests/ops/test_bite.py",
+        "docs/rope.md",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    git(tmp_path, "add", "--all")
+    git(tmp_path, "commit", "--quiet", "--message", "Second")
+    assert changed(tmp_path) == {"fusion/rope", "xla/pytorch_xla", "fusion/softmax", "fusion/topk"}
+    assert changed(tmp_path) <= set(KEYS.values())
+
+
+def test_group_shares_a_process(tmp_path: Path) -> None:
+    """With pytest 9.2 and pytest-xdist 3.8 it did not, and each process built the site."""
+    (tmp_path / "test_group.py").write_text(
+        "import os, pathlib, pytest\n\n"
+        "@pytest.mark.xdist_group('one')\n"
+        "@pytest.mark.parametrize('index', range(12))\n"
+        "def test_one(index):\n"
+        "    pathlib.Path(str(os.getpid())).touch()\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "12 passed" in result.stdout
+    assert len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == 1
