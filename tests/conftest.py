@@ -105,6 +105,7 @@ def make_project(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Proj
     def make(limit: int = 60) -> Project:
         root = tmp_path_factory.mktemp("project")
         shutil.copy(ROOT / "conf.py", root)
+        shutil.copy(ROOT / "LICENSE", root)
         with open(root / "conf.py", "a") as conf:
             conf.write(f"\nrecipe_time_limit = {limit}\n")
             conf.write('extensions.remove("sphinxext.opengraph")  # it imports matplotlib, and they are built often\n')

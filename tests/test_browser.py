@@ -125,6 +125,7 @@ def test_search_finds_a_recipe(page: Page, address: str) -> None:
 
 def test_copy_button_copies_the_code(page: Page, address: str) -> None:
     page.goto(f"{address}recipes/first_steps/vector_add.html")
+    page.locator("details.fold summary").first.click()
     block = page.locator(".highlight-Python").first
     block.hover()
     block.locator("button.copybtn").click()

@@ -106,9 +106,21 @@ def test_companion_travels_with_the_recipe(make_project: Callable[..., Project])
         status, output = project.build()
         assert status == 0, output
         assert f"it says {text}" in project.page("reads")
-    (link,) = BeautifulSoup(project.page("reads"), "html.parser").select(".recipe-strip a[href$='reads.txt']")
+    (link,) = BeautifulSoup(project.page("reads"), "html.parser").select(".glance a[href$='reads.txt']")
     built = project.root / "_build" / "html" / "recipes" / "things" / link["href"]
     assert built.read_text() == "two"
+
+
+def test_recipe_for_a_gpu_alone_is_shown_from_its_record(make_project: Callable[..., Project]) -> None:
+    """It declares which; elsewhere it is not executed."""
+    project = make_project()
+    project.write(hopper="raise SystemError('executed')")
+    file = project.root / "gallery" / "things" / "hopper.py"
+    file.write_text('# /// script\n# [tool.triton-gallery]\n# gpu = "==9.0"\n# ///\n' + file.read_text())
+    status, output = project.build()
+    assert status == 0, output
+    assert "lacks an NVIDIA GPU of compute capability ==9.0 (here is none)" in output
+    assert "an NVIDIA GPU of compute capability ==9.0" in BeautifulSoup(project.page("hopper"), "html.parser").text
 
 
 def test_needs_are_printed_for_pip(project: Project) -> None:
@@ -124,15 +136,21 @@ def test_needs_are_printed_for_pip(project: Project) -> None:
         ('# requires-python = "<3"', ["Python <3"]),
         ('# dependencies = ["torch==1.0"]', ["torch==1.0 (here is"]),
         ("# dependencies = ['rare; python_version < \"3\"']", []),
+        ('# [tool.triton-gallery]\n# gpu = "==9.0"', []),
+        ('# [tool.triton-gallery]\n# gpu = ">=10"', ["an NVIDIA GPU of compute capability >=10 (here is one of 9.0)"]),
     ],
 )
 def test_what_is_missing(block: str, lacks: list[str]) -> None:
-    found = missing(Path("recipe.py"), f"# /// script\n{block}\n# ///\n")
+    found = missing(Path("recipe.py"), f"# /// script\n{block}\n# ///\n", "9.0")
     assert len(found) == len(lacks)
     assert all(text.startswith(start) for text, start in zip(found, lacks, strict=True))
 
 
-@pytest.mark.parametrize("block", ["# dependencies = [", '# dependencies = ["a b"]', "# dependencies = [1]"])
+BAD = ["# dependencies = [", '# dependencies = ["a b"]', "# dependencies = [1]"]
+BAD += [f"# [tool.triton-gallery]\n# {line}" for line in ('gpu = "hopper"', "backward = 1", 'dtype = ["float32"]')]
+
+
+@pytest.mark.parametrize("block", BAD)
 def test_block_out_of_order_is_refused(block: str) -> None:
     with pytest.raises(ValueError, match=r"recipe\.py: its script metadata is not in order: "):
         packages(Path("recipe.py"), f"# /// script\n{block}\n# ///\n")

@@ -11,7 +11,6 @@ import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -27,12 +26,13 @@ from triton_gallery.recipes.new import TEMPLATES
 from triton_gallery.records.pages import Run
 
 RECIPES = load(ROOT / "gallery")
+CAPABILITY = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
 
 
 def lacks(recipe: Recipe) -> list[str]:
     """Return what the recipe needs and is not here."""
-    return missing(recipe.path, recipe.path.read_text())
+    return missing(recipe.path, recipe.path.read_text(), CAPABILITY)
 
 
 each_executable_recipe = pytest.mark.parametrize(
@@ -171,25 +171,6 @@ def test_dependencies_are_named(recipe: Recipe) -> None:
     assert {re.match(r"\w+", entry)[0] for entry in metadata["dependencies"]} >= {"torch", "triton"}
 
 
-@each_recipe
-def test_size_and_width(recipe: Recipe) -> None:
-    lines = recipe.path.read_text().splitlines()
-    assert [line for line in lines if len(line) > 80] == []
-    lines = lines[lines.index("# %%") :]  # the opening is alike everywhere
-    assert len(lines) <= 520
-    tree = ast.parse("\n".join(lines))
-    docstrings = sum(
-        node.end_lineno - node.lineno + 1
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    )
-    code = [line for line in lines if line.strip() and not line.strip().startswith("#")]
-    assert len(code) - docstrings <= 300
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(item) for item in node.decorator_list):
-            assert node.end_lineno - node.lineno + 1 <= 60, f"{node.name} is longer than 60 lines"
-
-
 def test_recipes_time_alike() -> None:
     """What times stands word for word the same in each recipe that has it, and in the template of new ones."""
     found = {}
@@ -222,16 +203,6 @@ def test_asserts_before_it_measures(recipe: Recipe) -> None:
     for timed in ("perf_report(", "= gpu_time("):
         if timed in text:
             assert text.index("torch.testing.assert_close(") < text.index(timed)
-
-
-@pytest.mark.parametrize(
-    ("after", "before"),
-    [(after, before) for before, after in pairwise(RECIPES) if before.section == after.section],
-    ids=lambda recipe: recipe.name,
-)
-def test_learning_path_leads_back(after: Recipe, before: Recipe) -> None:
-    """The script says what comes before it; that the page leads on, the site's own links show."""
-    assert f"``{before.name}.py``" in after.path.read_text()
 
 
 def test_ops_have_one_namespace_and_names_of_their_own() -> None:

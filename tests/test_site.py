@@ -12,6 +12,7 @@ from bs4 import BeautifulSoup
 from project import ROOT
 
 from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.records.recorded import TOOLS
 
 each_recipe = pytest.mark.parametrize("recipe", load(ROOT / "gallery"), ids=lambda recipe: recipe.key)
 FETCHED = "script[src], img[src], iframe[src], source[src], video[src], link[rel~=stylesheet], link[rel~=icon]"
@@ -64,12 +65,16 @@ def test_links_of_style_sheets_resolve(site: Path) -> None:
 @each_recipe
 def test_recipe_page_is_whole(site: Path, pages: dict[Path, BeautifulSoup], recipe: Recipe) -> None:
     page = pages[site / "recipes" / recipe.section / f"{recipe.name}.html"]
-    strip = page.select_one("h1 + .recipe-strip")
-    assert strip, "no strip under the title"
+    box = page.select_one(".glance")
+    assert box, "no box under the first sentences"
+    assert not box.find_previous(class_="highlight"), "code before the box"
+    strip = box.select_one(".recipe-strip")
     assert re.search(r"torch \d.* triton \d.* \d{4}-\d\d-\d\d .* page made in \d+ s", strip.text)
     if "interpreter" in strip.text:
         assert "no kernel is timed here" in strip.text
-    names = {Path(urlsplit(link["href"]).path).name for link in strip.select("a[download]")}
+    tools = [tool for tool in TOOLS if tool in strip.text]
+    assert [link.text for link in strip.select("a .glossary-link")] == tools
+    names = {Path(urlsplit(link["href"]).path).name for link in box.select("a.reference[download]")}
     assert names == {f"{recipe.name}.py", f"{recipe.name}.ipynb", *(path.name for path in recipe.companions)}
     assert page.select(".sphx-glr-script-out"), "no output"
     assert not page.select(".admonition.danger"), "it failed"
@@ -103,7 +108,7 @@ def test_notebook_shows_what_the_page_shows(site: Path, pages: dict[Path, Beauti
     data = [kind for output in outputs for kind in output.get("data", {})]
     page = pages[site / "recipes" / recipe.section / f"{recipe.name}.html"]
     pictures = [image for image in page.select("article img") if "_images" in image["src"]]
-    assert data.count("image/png") == len(page.select(".chart svg")) + len(pictures)
+    assert data.count("image/png") == len(page.select(".chart:not(.glance .chart) svg")) + len(pictures)
     assert data.count("text/html") == len(page.select("table.benchmark, table.dataframe"))
     printed = [output.text for output in outputs if "text" in output]
     shown = [node.text for node in page.select(".recorded-label, .here-label, p.clocks, .sphx-glr-script-out pre")]

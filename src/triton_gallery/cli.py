@@ -179,7 +179,9 @@ def sanitize_recipes(options: argparse.Namespace) -> int:
     (device, *_) = detect()
     if not device.is_gpu:
         raise UsageError("torch sees no GPU here: compute-sanitizer watches one")
-    recipes = [recipe for recipe in chosen if not missing(recipe.path, recipe.path.read_text("utf-8"))]
+    recipes = [
+        recipe for recipe in chosen if not missing(recipe.path, recipe.path.read_text("utf-8"), device.capability)
+    ]
     try:
         proof = [verdict for script, tool in PLANTED.items() for verdict in sanitize([script], [tool])]
         verdicts = sanitize([recipe.path for recipe in recipes], TOOLS)

@@ -14,6 +14,8 @@ import torch
 from compiled import Ask, h100
 from hypothesis import Phase, settings
 
+from triton_gallery.recipes.op import op_of
+
 settings.register_profile("default", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 # For recipes that are broken on purpose: the first failure is enough.
@@ -25,6 +27,17 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # JAX gives memory back, as PyTorch does when asked: the next large test may need it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+
+
+def import_code(code: str, file: Path) -> ModuleType:
+    """Write code to a file and import it."""
+    file.write_text(code)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,6 +72,18 @@ def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
         finally:
             sys.dont_write_bytecode = before
         return module
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
+    """Return a function that imports the op of a recipe as whoever takes it does: its imports and its cell alone."""
+
+    def load(path: str) -> ModuleType:
+        op = op_of(gallery.resolve() / path)
+        assert op is not None, f"{path} hands over no op"
+        return import_code(op.code, tmp_path_factory.mktemp("taken") / f"{op.name}_op.py")
 
     return load
 

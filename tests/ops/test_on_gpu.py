@@ -25,11 +25,13 @@ class Op:
         recipe: `section/name`.
         name: the op's name there.
         make: makes the arguments, given what makes random numbers of a shape, and two sizes.
+        reference: the same through PyTorch, of those that stand under the heading *The op*.
     """
 
     recipe: str
     name: str
     make: Callable[[Callable[..., torch.Tensor], int, int], tuple[torch.Tensor, ...]]
+    reference: Callable[..., object] | None = None
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """Return arguments for it."""

@@ -11,8 +11,9 @@ SOURCE_LINES = "GENERATED FROM PYTHON SOURCE LINES"
 
 @dataclass(frozen=True)
 class Cell:
-    """A code cell on a page: the node with its code, and the nodes of its output."""
+    """A code cell on a page: the comment that begins it, the node with its code, and the nodes of its output."""
 
+    start: nodes.comment
     code: nodes.literal_block
     outputs: list[nodes.Node]
 
@@ -40,7 +41,7 @@ def cells(document: nodes.document) -> list[Cell]:
             block = list(takewhile(_is_of_cell, siblings[siblings.index(comment) + 1 :]))
             code = next((node for node in block if _is_code(node)), None)
             if isinstance(code, nodes.literal_block):
-                found.append(Cell(code, [node for node in block if node is not code]))
+                found.append(Cell(comment, code, [node for node in block if node is not code]))
     return found
 
 

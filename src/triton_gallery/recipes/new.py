@@ -32,7 +32,6 @@ def create(root: Path, key: str) -> list[Path]:
     for path in files:
         if path.exists():
             raise ValueError(f"{path} is there already")
-    before = [recipe.name for recipe in recipes if recipe.section == section] or [recipes[-1].name]
     title = name.replace("_", " ").capitalize()
     words = {
         "@KEY@": key,
@@ -40,7 +39,6 @@ def create(root: Path, key: str) -> list[Path]:
         "@CONSTANT@": name.upper(),
         "@TITLE@": title,
         "@LINE@": "=" * len(title),
-        "@BEFORE@": before[-1],
     }
     contents = _listed((gallery / CONTENTS).read_text(encoding="utf-8"), section, name)
     for path, template in files.items():

@@ -25,6 +25,7 @@ from triton_gallery.run.supervise import Result, Task
 MACHINERY = (
     "recipes/cells",
     "recipes/contents",
+    "recipes/declaration",
     "recipes/device",
     "recipes/hashes",
     "recipes/needs",
@@ -138,9 +139,10 @@ def here(environments: Sequence[Environment]) -> Iterator[Submit]:
 
 
 def _current(pages: Pages, task: Task, environments: Sequence[Environment]) -> bool:
-    lacks = missing(task.recipe.path, task.source)
     run = pages.run(task.recipe.key)
-    return run is not None and run.passed(task.code, environments) and run.missing == lacks
+    if run is None or not run.passed(task.code, environments):
+        return False
+    return run.missing == missing(task.recipe.path, task.source, run.environment.capability)
 
 
 def _machinery(settings: Settings) -> bytes:

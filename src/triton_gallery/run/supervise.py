@@ -88,7 +88,7 @@ def stop() -> None:
 
 
 def _run(task: Task, environment: Environment, server: Server) -> Result:
-    lacks = missing(task.recipe.path, task.source)
+    lacks = missing(task.recipe.path, task.source, environment.capability)
     with tempfile.TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name:
         work = Path(name)
         _furnish(work, task)

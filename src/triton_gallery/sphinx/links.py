@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sphinx.util.typing import ExtensionMetadata
 
 PROSE = (nodes.paragraph, nodes.list_item)
+TERM = "term"  # the class of a word that leads to the glossary wherever it stands
 NOT_IN = (nodes.reference, nodes.literal, nodes.literal_block, nodes.title, nodes.math, nodes.strong)
 
 
@@ -76,11 +77,14 @@ def _link_terms(app: "Sphinx", document: nodes.document, docname: str) -> None:
 
 
 def _is_prose(text: nodes.Text) -> bool:
-    """Whether a text is a recipe's own prose: not code, not a heading, not already a link, not the strip."""
+    """Whether a text is a recipe's own prose: not code, not a heading, not already a link, not the box."""
     inside_prose = False
     node: nodes.Node | None = text.parent
-    while node is not None:
-        if isinstance(node, NOT_IN) or (isinstance(node, nodes.Element) and "recipe-strip" in node.get("classes", [])):
+    while isinstance(node, nodes.Element):
+        classes: list[str] = node.get("classes", [])
+        if TERM in classes:
+            return True
+        if isinstance(node, NOT_IN) or "glance" in classes:
             return False
         inside_prose = inside_prose or isinstance(node, PROSE)
         node = node.parent

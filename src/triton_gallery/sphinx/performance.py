@@ -4,24 +4,18 @@ import csv
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, ClassVar
 
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.tables import Table
 from triton_gallery.records.measurements import Measurement, all_recorded
-from triton_gallery.records.peers import PeerRow, table_of
-from triton_gallery.records.recorded import Records
+from triton_gallery.records.summary import Summary, summaries
 from triton_gallery.sphinx import lookup
 from triton_gallery.sphinx.chart import fractions_svg
-from triton_gallery.sphinx.show import figure, first_cells, grid, size
+from triton_gallery.sphinx.show import figure, first_cells, grid, where
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -42,80 +36,24 @@ def setup(app: "Sphinx") -> "ExtensionMetadata":
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A benchmark: its middle size, and the ratios over all of its sizes, without those that the CPU decided.
-
-    Attributes:
-        recipe: of what.
-        kind: what tells it from the recipe's other benchmarks.
-        table: the figures.
-        device: where they were measured.
-        date: when; of several runs, when the first began.
-        is_fresh: whether all of them are of the recipe's present code.
-        is_page: whether they are those of the recipe's page, and not of `make peers`.
-    """
-
-    recipe: Recipe
-    kind: str
-    table: Table
-    device: str
-    date: str
-    is_fresh: bool
-    is_page: bool
-
-    @property
-    def middle(self) -> int:
-        """The index of the size that is shown: the middle one, the larger of two."""
-        return self.table.settled[len(self.table.settled) // 2]
-
-    @property
-    def workload(self) -> str:
-        """What was measured, at which size."""
-        return f"{f'{self.kind}, ' if self.kind else ''}{self._size(self.middle)}"
-
-    @property
-    def of_roof(self) -> float | None:
-        """Our best figure over the roof's, at the middle size."""
-        return self.table.of_roof(self.middle)
-
-    def cells(self) -> list[str]:
-        """Return the row of the page's table."""
-        ours = self.table.best(self.table.ours, self.middle)
-        other = self.table.best(self.table.others, self.middle)
-        ratios = [(ratio, index) for index in self.table.settled if (ratio := self.table.ratio(index))]
-        ratio, roof = self.table.ratio(self.middle), self.of_roof
-        return [
-            "",
-            self.workload,
-            f"{figure(ours[1])} {self.table.unit}" if ours else "",
-            f"{other[0]}: {figure(other[1])}" if other else "",
-            f"{ratio:.2f}" if ratio else "",
-            f"{median(ratio for ratio, _ in ratios):.2f}" if ratios else "",
-            f"{min(ratios)[0]:.2f} at {self._size(min(ratios)[1])}" if ratios else "",
-            f"{roof:.2f}" if roof else "",
-            self.device,
-            self.date[:10] + ("" if self.is_fresh else ", stale"),
-        ]
-
-    def _size(self, index: int) -> str:
-        x = size(self.table.xs[index])
-        return f"{self.table.x} = {x}" if self.is_page else x
-
-
-def summaries(records: Records, rows: Sequence[PeerRow], recipes: Sequence[Recipe]) -> Iterator[Summary]:
-    """Yield the benchmarks of all recipes on all devices: those of its page, then its works beside other libraries."""
-    for recipe in recipes:
-        for record in records.of(recipe):
-            for table in (table for output in record.outputs for table in output.tables):
-                kind = table.name.removeprefix("results").strip("_").replace("_", " ")
-                yield Summary(recipe, kind, table, record.device.name, record.date, record.is_fresh(recipe), True)
-        of_recipe = (row for row in rows if row.recipe == recipe.key)
-        for (device, name), group in groupby(of_recipe, key=lambda row: (row.device.name, row.work)):
-            there = list(group)
-            kind = f"{name.removeprefix(recipe.name).strip(', ')} (make peers)".strip()
-            fresh = all(row.is_fresh([recipe]) for row in there)
-            yield Summary(recipe, kind, table_of(there), device, min(row.date for row in there), fresh, False)
+def cells(item: Summary) -> list[str]:
+    """Return the row of the page's table."""
+    middle, table = item.middle, item.table
+    ours, other = table.best(table.ours, middle), table.best(table.others, middle)
+    ratio, roof = table.ratio(middle), table.of_roof(middle)
+    over = item.over(table.ratio)
+    return [
+        "",
+        f"{f'{item.kind}, ' if item.kind else ''}{where(item, middle)}",
+        f"{figure(ours[1])} {table.unit}" if ours else "",
+        f"{other[0]}: {figure(other[1])}" if other else "",
+        f"{ratio:.2f}" if ratio else "",
+        f"{over.median:.2f}" if over else "",
+        f"{over.worst:.2f} at {where(item, over.at)}" if over else "",
+        f"{roof:.2f}" if roof else "",
+        item.device.name,
+        item.date[:10] + ("" if item.is_fresh else ", stale"),
+    ]
 
 
 class PerformanceDirective(SphinxDirective):
@@ -131,11 +69,11 @@ class PerformanceDirective(SphinxDirective):
         if not found:
             return [nodes.paragraph("", "Nothing has been recorded yet.")]
         bars = [
-            (f"{item.recipe.name}, {item.workload}", item.device, roof)
+            (f"{item.recipe.name}, {cells(item)[1]}", item.device.name, roof)
             for item in found
-            if item.is_page and (roof := item.of_roof)
+            if item.is_page and (roof := item.table.of_roof(item.middle))
         ]
-        table = grid(COLUMNS, [item.cells() for item in found], "performance", "sortable", "filterable")
+        table = grid(COLUMNS, [cells(item) for item in found], "performance", "sortable", "filterable")
         gallery = env.config.sphinx_gallery_conf["gallery_dirs"]
         for place, item in zip(first_cells(table), found, strict=True):
             place += nodes.reference("", item.recipe.name, refuri=f"{gallery}/{item.recipe.key}.html", internal=True)
@@ -148,7 +86,9 @@ class PerformanceDirective(SphinxDirective):
 
 
 def _summaries(env: "BuildEnvironment") -> list[Summary]:
-    return list(summaries(lookup.records(env), lookup.peers(env), list(lookup.recipes(env).values())))
+    records, rows = lookup.records(env), lookup.peers(env)
+    recipes = lookup.recipes(env).values()
+    return [item for recipe in recipes for item in summaries(records.of(recipe), rows, recipe)]
 
 
 def _state(found: Sequence[Summary]) -> str:

@@ -1,77 +1,47 @@
-"""The strip under a recipe's title: what executed it and when, its files to download, what went wrong if it failed."""
+"""What executed a recipe and when, in lines, and what went wrong if it failed."""
 
-import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
 from docutils import nodes
-from sphinx import addnodes
-from sphinx.transforms import SphinxTransform
 
 from triton_gallery.recipes.device import Environment
 from triton_gallery.records.formats import Device
 from triton_gallery.records.pages import Run
 from triton_gallery.records.recorded import Record
-from triton_gallery.sphinx.lookup import RecipePage, pages, recipe_page
-
-if TYPE_CHECKING:
-    from sphinx.application import Sphinx
-    from sphinx.util.typing import ExtensionMetadata
+from triton_gallery.sphinx.links import TERM
+from triton_gallery.sphinx.lookup import RecipePage
 
 
-def setup(app: "Sphinx") -> "ExtensionMetadata":
-    """Add the transform."""
-    app.add_transform(Strip)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
-
-
-class Strip(SphinxTransform):
-    """Puts the strip on each page that a run made."""
-
-    default_priority = 600  # before downloads are collected
-
-    def apply(self, **kwargs: object) -> None:
-        """Insert the strip after the title of the document, if it is a recipe's page."""
-        page = recipe_page(self.env, self.env.current_document.docname)
-        if page is None or page.run is None:
-            return
-        self.env.note_dependency(str(pages(self.env).run_file(page.recipe.key)))
-        for note in list(self.document.findall(nodes.note)):
-            if "sphx-glr-download-link-note" in note["classes"]:
-                note.parent.remove(note)
-        title = next(self.document.findall(nodes.title))
-        place = title.parent.index(title) + 1
-        title.parent.insert(place, [_strip(page, page.run, self.document), *_failure(page.run)])
-
-
-def _strip(page: RecipePage, run: Run, document: nodes.document) -> nodes.container:
+def lines(page: RecipePage, run: Run) -> list[nodes.paragraph]:
+    """Return what is to be said of a page that a run made."""
     environment = run.environment
-    facts = [*_software(environment, run.packages), run.date[:10], f"page made in {run.seconds:.0f} s"]
-    if not environment.is_gpu:
-        facts[-1] += "; no kernel is timed here"
-    lines = [_line("Executed by ", environment.name, facts)]
     record = _record(page, run)
+    sanitized = list(_sanitized(page, record)) if record else []
     if run.missing:
-        lines = [_line("Not executed where this page was built, which lacks ", ", ".join(run.missing), [])]
+        said = [_line("Not executed where this page was built, which lacks ", ", ".join(run.missing), [])]
+    else:
+        facts = [*_software(environment, run.packages), run.date[:10], f"page made in {run.seconds:.0f} s"]
+        if not environment.is_gpu:
+            facts[-1] += "; no kernel is timed here"
+        said = [_line("Executed by ", environment.name, facts)]
     if record and (run.missing or not environment.is_gpu):
         stale = [] if record.is_fresh(page.recipe) else ["of older code"]
-        facts = [*_software(record.device, record.packages), record.date[:10], *stale, *_sanitized(page, record)]
-        lines.append(_line("GPU outputs recorded on ", record.device.name, facts))
-    elif record:
-        lines[0] += nodes.Text("".join(f" · {fact}" for fact in _sanitized(page, record)))
-    downloads = nodes.paragraph(classes=["recipe-downloads"])
-    for link in list(document.findall(addnodes.download_reference)):
-        file = link["reftarget"].rpartition("/")[2]
-        if file.endswith((".py", ".ipynb")):
-            button = addnodes.download_reference("", "", nodes.Text(file), **link.attributes)
-            downloads += [button, nodes.Text(" ")]
-    for path in page.recipe.companions:
-        target = os.path.relpath(path, document.settings.env.srcdir)
-        downloads += [
-            addnodes.download_reference("", "", nodes.Text(path.name), reftarget=f"/{target}"),
-            nodes.Text(" "),
-        ]
-    return nodes.container("", nodes.container("", *lines), downloads, classes=["recipe-strip"])
+        facts = [*_software(record.device, record.packages), record.date[:10], *stale]
+        said.append(_line("GPU outputs recorded on ", record.device.name, facts))
+    said[-1] += sanitized
+    return said
+
+
+def failure(run: Run) -> list[nodes.Node]:
+    """Return a box that says what went wrong; nothing if nothing did."""
+    if run.failure is None:
+        return []
+    box = nodes.danger(
+        "", nodes.paragraph("", "This recipe failed when this page was built: ", nodes.literal("", run.failure))
+    )
+    if run.detail:
+        box += nodes.literal_block(run.detail, run.detail, language="none")
+    return [box]
 
 
 def _line(what: str, device: str, facts: list[str]) -> nodes.paragraph:
@@ -91,18 +61,11 @@ def _record(page: RecipePage, run: Run) -> Record | None:
     return page.record
 
 
-def _sanitized(page: RecipePage, record: Record) -> list[str]:
-    """Say which sanitizers found nothing, if they looked at the recipe's present code."""
+def _sanitized(page: RecipePage, record: Record) -> Iterator[nodes.Node]:
+    """Say which sanitizers found nothing, if they looked at the recipe's present code; each leads to its meaning."""
     tools = record.sanitized if record.is_fresh(page.recipe) else []
-    return [f"{', '.join(tools)} clean"] if tools else []
-
-
-def _failure(run: Run) -> list[nodes.Node]:
-    if run.failure is None:
-        return []
-    box = nodes.danger(
-        "", nodes.paragraph("", "This recipe failed when this page was built: ", nodes.literal("", run.failure))
-    )
-    if run.detail:
-        box += nodes.literal_block(run.detail, run.detail, language="none")
-    return [box]
+    for before, tool in zip([" · ", *[", "] * len(tools)], tools, strict=False):
+        yield nodes.Text(before)
+        yield nodes.inline("", tool, classes=[TERM])
+    if tools:
+        yield nodes.Text(" clean")

@@ -7,6 +7,7 @@ from docutils import nodes
 
 from triton_gallery.recipes.outputs import Frame, Output
 from triton_gallery.recipes.tables import ROOF, Table
+from triton_gallery.records.summary import Summary
 from triton_gallery.sphinx.chart import short, svg
 
 LATE = "\N{DAGGER}"  # stands at a figure that the CPU decided
@@ -87,6 +88,12 @@ def figure(value: float | None) -> str:
 def size(x: float | str) -> str:
     """Write what a benchmark varies."""
     return x if isinstance(x, str) else short(x)
+
+
+def where(item: Summary, index: int) -> str:
+    """Write at which size of a benchmark something stands."""
+    x = size(item.table.xs[index])
+    return f"{item.table.x} = {x}" if item.is_page else x
 
 
 def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], *kinds: str) -> nodes.Node:

@@ -1,0 +1,99 @@
+"""The op that a recipe hands over: the one code cell under the heading *The op*, and what it needs to stand alone."""
+
+import ast
+import builtins
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from sphinx_gallery.py_source_parser import split_code_and_text_blocks
+
+from triton_gallery.recipes.declaration import declaration
+
+HEADING = re.compile(r"(?m)^The op\n-+$")
+
+
+@dataclass(frozen=True)
+class Op:
+    """The code of an op.
+
+    Attributes:
+        name: what it is called, which is also the name of its recipe.
+        title: of the recipe.
+        imports: the recipe's imports that the cell uses, and no others, as statements.
+        cell: the text of the cell.
+    """
+
+    name: str
+    title: str
+    imports: list[str]
+    cell: str
+
+    @property
+    def code(self) -> str:
+        """The imports and the cell: all of a module but what is said of it."""
+        return "\n".join([*self.imports, "", self.cell])
+
+    @property
+    def names(self) -> list[str]:
+        """What the cell defines at its top level, in order."""
+        return list(_bound(ast.parse(self.cell).body))
+
+    @property
+    def strangers(self) -> set[str]:
+        """The names that the cell uses and neither it, nor its imports, nor Python defines."""
+        tree = ast.parse(self.code)
+        stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        caught = {node.name for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)}
+        known = {*_bound(ast.walk(tree)), *stored, *arguments, *caught, *dir(builtins)}
+        return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - known
+
+
+def op_of(path: Path) -> Op | None:
+    """Return the op in a recipe's script; None if it declares none, or no cell stands under the heading."""
+    return _op_of(path, path.read_bytes())
+
+
+@cache  # a build asks for it several times
+def _op_of(path: Path, content: bytes) -> Op | None:
+    if not declaration(path, content.decode()).of_op.dtypes:
+        return None
+    _, blocks = split_code_and_text_blocks(str(path))
+    kinds = [block.type for block in blocks]
+    places = [place for place, block in enumerate(blocks) if block.type == "text" and HEADING.search(block.content)]
+    if not places or kinds[places[0] + 1 : places[0] + 2] != ["code"]:
+        return None
+    cell = blocks[places[0] + 1].content.strip("\n") + "\n"
+    tree = ast.parse(content)
+    used = {node.id for node in ast.walk(ast.parse(cell)) if isinstance(node, ast.Name)}
+    title = next(line for line in (ast.get_docstring(tree) or path.stem).splitlines() if line)
+    return Op(path.stem, title, list(_imports(tree, used)), cell)
+
+
+def statements(tree: ast.AST) -> int:
+    """Return how many statements there are below a node; texts that stand for themselves are none."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node is not tree]
+    return sum(not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in found)
+
+
+def _imports(tree: ast.Module, used: set[str]) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            kept = [name for name in node.names if (name.asname or name.name.partition(".")[0]) in used]
+            if kept:
+                yield ast.unparse(type(node)(**{**dict(ast.iter_fields(node)), "names": kept}))
+
+
+def _bound(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the names that statements bind, but for those within functions and classes."""
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (name.asname or name.name.partition(".")[0] for name in node.names)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))

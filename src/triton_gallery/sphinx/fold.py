@@ -1,0 +1,53 @@
+"""Folds what a reader need not see at once: the opening, which is alike on all pages, and the section "Answers"."""
+
+from typing import TYPE_CHECKING
+
+from docutils import nodes
+from sphinx.transforms import SphinxTransform
+
+from triton_gallery.recipes.cells import cells, is_footer
+from triton_gallery.sphinx.lookup import recipes
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+    from sphinx.util.typing import ExtensionMetadata
+
+
+def setup(app: "Sphinx") -> "ExtensionMetadata":
+    """Add the transforms."""
+    app.add_transform(FoldAnswers)
+    app.add_transform(FoldOpening)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+class FoldAnswers(SphinxTransform):
+    """Puts what follows the title "Answers" into an element that opens on a click, so that a reader can try first."""
+
+    default_priority = 600
+
+    def apply(self, **kwargs: object) -> None:
+        """Fold the section, if the document has one."""
+        for section in self.document.findall(nodes.section):
+            if section[0].astext() == "Answers":
+                end = next((place for place, node in enumerate(section) if is_footer(node)), len(section))
+                _fold(section, 1, end, "Show the answers")
+
+
+class FoldOpening(SphinxTransform):
+    """Puts a recipe's first cell into such an element; what it put out stays in sight."""
+
+    default_priority = 610  # after outputs have been put in their places
+
+    def apply(self, **kwargs: object) -> None:
+        """Fold the cell, if the document is a recipe's page."""
+        if self.env.current_document.docname not in recipes(self.env):
+            return
+        for cell in cells(self.document)[:1]:
+            place = cell.code.parent.index(cell.code)
+            _fold(cell.code.parent, place, place + 1, "Imports, the device, and what times calls")
+
+
+def _fold(parent: nodes.Element, start: int, end: int, summary: str) -> None:
+    """Fold the children of a node from one place up to another."""
+    parent.insert(end, nodes.raw("", "</details>", format="html"))
+    parent.insert(start, nodes.raw("", f'<details class="fold"><summary>{summary}</summary>', format="html"))

@@ -1,0 +1,94 @@
+"""The form of a recipe: what a script's text tells of it. `docs/contributing.md` says what the form is for."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from triton_gallery.recipes.declaration import OfOp, declaration
+from triton_gallery.recipes.op import op_of, statements
+
+FIRST_KERNEL, FIRST_CONSTANTS, FIRST_FIGURE = 25, 4, 150  # statements, constants, lines below the opening
+OP, OP_AND_BACKWARD = 100, 200  # statements
+
+
+def faults(path: Path) -> list[str]:
+    """Return in what a recipe is not of the form, in words."""
+    source = path.read_text()
+    of_op = declaration(path, source).of_op
+    if of_op.tool:
+        return []
+    return [*_of_first_kernel(source), *_of_op(path, of_op)]
+
+
+def width(source: str) -> int:
+    """Return how wide a script is: beyond 80 columns its page scrolls sideways."""
+    return max(map(len, source.splitlines()))
+
+
+def length(path: Path) -> int:
+    """Return the lines of a script but for its opening and its op."""
+    op = op_of(path)
+    return len(_below_opening(path.read_text())) - (op.cell.count("\n") if op else 0)
+
+
+def _below_opening(source: str) -> list[str]:
+    lines = source.splitlines()
+    return lines[lines.index("# %%") :]
+
+
+def _of_first_kernel(source: str) -> Iterator[str]:
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    jitted = {node.name: node for node in functions if any("jit" in ast.unparse(by) for by in node.decorator_list)}
+    if not jitted:
+        yield "it has no kernel"
+        return
+    first = next(node for node in jitted.values() if not _is_called(node.name, jitted))
+    length = sum(statements(jitted[name]) for name in _calls(first.name, jitted))
+    if length > FIRST_KERNEL:
+        yield f"its first kernel has {length} statements, {FIRST_KERNEL} are allowed"
+    constants = sum("constexpr" in ast.unparse(arg.annotation) for arg in first.args.args if arg.annotation)
+    if constants > FIRST_CONSTANTS:
+        yield f"its first kernel has {constants} constants, {FIRST_CONSTANTS} are allowed"
+    below = "\n".join(_below_opening(source))
+    for what, call in (("check", "assert_close("), ("figure", "gpu_time(")):
+        line = below[: below.index(call)].count("\n") if call in below else None
+        if line is None or line > FIRST_FIGURE:
+            yield f"its first {what} stands in line {line} below the opening, {FIRST_FIGURE} are allowed"
+
+
+def _calls(name: str, jitted: dict[str, ast.FunctionDef]) -> set[str]:
+    """Return a jitted function and those that it calls."""
+    found = {name}
+    for node in ast.walk(jitted[name]):
+        if isinstance(node, ast.Name) and node.id in jitted and node.id not in found:
+            found |= _calls(node.id, jitted)
+    return found
+
+
+def _is_called(name: str, jitted: dict[str, ast.FunctionDef]) -> bool:
+    return any(name in _calls(other, jitted) for other in jitted if other != name)
+
+
+def _of_op(path: Path, of_op: OfOp) -> Iterator[str]:
+    if not of_op.dtypes or None in (of_op.backward, of_op.deterministic):
+        yield "it does not declare dtypes, backward and deterministic"
+        return
+    op = op_of(path)
+    if op is None:
+        yield "it has no cell under the heading 'The op'"
+        return
+    count, allowed = statements(ast.parse(op.cell)), OP_AND_BACKWARD if of_op.backward else OP
+    if count > allowed and not of_op.longer:
+        yield f"its op has {count} statements, {allowed} are allowed"
+    if op.strangers:
+        yield f"its op uses {sorted(op.strangers)}, which are not of its cell"
+    if others := [name for name in op.names if not name.lower().lstrip("_").startswith(op.name)]:
+        yield f"its op defines {others}: names begin with {op.name}"
+    if f"{op.name.upper()}_NAMESPACE" not in op.names and "torch.library" in op.code:
+        yield "its op has no constant for its namespace"
+    if of_op.backward and "float64" not in of_op.dtypes:
+        yield "its op has a backward and does not take float64"
+    after = path.read_text().partition(op.cell.strip())[2].lstrip("\n")
+    if after and not re.match(r"# %%\n# [^\n]+\n# -+\n", after):
+        yield "something else stands between its op and the next heading"

@@ -1,0 +1,46 @@
+"""The ops of all recipes in one file: each works there, beside the others."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from conftest import import_code
+from own import collect
+from torch.utils._pytree import tree_leaves
+
+from triton_gallery.recipes.op import Op, op_of
+
+Entry = tuple[str, Callable[..., tuple[torch.Tensor, ...]], Callable[..., object]]
+REFERENCES: list[tuple[str, Entry]] = [(recipe, entry) for recipe, entry in collect("OPS") if len(entry) == 3]
+
+
+@pytest.fixture(scope="module")
+def ops(gallery: Path) -> dict[str, Op]:
+    """Return the ops that recipes hand over."""
+    found = {f"{path.parent.name}/{path.stem}": op_of(path) for path in sorted(gallery.glob("*/*.py"))}
+    return {recipe: op for recipe, op in found.items() if op is not None}
+
+
+@pytest.fixture(scope="module")
+def together(ops: dict[str, Op], tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """Return a module of all of them."""
+    imports = dict.fromkeys(line for op in ops.values() for line in op.imports)
+    code = "\n".join([*imports, *(op.cell for op in ops.values())])
+    return import_code(code, tmp_path_factory.mktemp("taken") / "all_ops.py")
+
+
+def test_each_has_a_reference(ops: dict[str, Op]) -> None:
+    assert {recipe for recipe, _ in REFERENCES} == set(ops)
+
+
+@pytest.mark.parametrize(("recipe", "entry"), REFERENCES, ids=lambda value: value if isinstance(value, str) else "")
+def test_op_works_beside_the_others(together: ModuleType, recipe: str, entry: Entry) -> None:
+    name, make, reference = entry
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = make(lambda *shape: torch.randn(shape, device=device, generator=generator), 5, 100)
+    out, expected = getattr(together, name)(*inputs), reference(*inputs)
+    for one, right in zip(tree_leaves(out), tree_leaves(expected), strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-5)

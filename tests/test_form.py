@@ -1,0 +1,167 @@
+"""Recipes are of the form of a recipe."""
+
+import json
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from form import faults, length, width
+from project import ROOT
+
+from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.recipes.needs import missing
+from triton_gallery.recipes.new import create
+from triton_gallery.recipes.op import op_of
+from triton_gallery.records.pages import Run
+from triton_gallery.records.recorded import Records
+
+RECIPES = load(ROOT / "gallery")
+# Pages that have not taken the form yet. Nothing is added here.
+TO_COME = {
+    "first_steps/vector_add",
+    "first_steps/row_sum",
+    "first_steps/strides",
+    "first_steps/launch",
+    "first_steps/debugging",
+    "first_steps/benchmarking",
+    "first_steps/autotune",
+    "pytorch/torch_compile",
+    "pytorch/triton_op",
+    "pytorch/subsystems",
+    "pytorch/which_api",
+    "pytorch/aot_inductor",
+    "pytorch/cuda_graphs",
+    "xla/jax_call",
+    "xla/pytorch_xla",
+    "fusion/softmax",
+    "fusion/rms_norm",
+    "fusion/layer_norm",
+    "fusion/swiglu",
+    "fusion/rope",
+    "fusion/dropout",
+    "fusion/cross_entropy",
+    "fusion/cumsum",
+    "fusion/topk",
+}
+OF_FORM = [recipe for recipe in RECIPES if recipe.key not in TO_COME]
+each_of_form = pytest.mark.parametrize("recipe", OF_FORM, ids=lambda recipe: recipe.key)
+ADDRESS = re.compile(r"0x[0-9a-f]{8,}")
+
+
+@each_of_form
+def test_form(recipe: Recipe) -> None:
+    assert faults(recipe.path) == []
+    if length(recipe.path) > 600:
+        warnings.warn(f"{recipe.key} has {length(recipe.path)} lines: is it two pages?", stacklevel=1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
+def test_width(recipe: Recipe) -> None:
+    assert width(recipe.path.read_text()) <= 80
+
+
+def test_list_of_those_to_come_shrinks() -> None:
+    assert {recipe.key for recipe in RECIPES} >= TO_COME, "one of these is no more"
+    done = [recipe.key for recipe in RECIPES if recipe.key in TO_COME and not faults(recipe.path)]
+    assert done == [], "these have taken the form: take them off the list"
+
+
+@each_of_form
+def test_no_cell_prints_an_address(recipe: Recipe, run_of_page: Callable[[str], Run | None]) -> None:
+    """It differs from run to run, and says nothing."""
+    run = run_of_page(recipe.key)
+    shown = [*(run.outputs if run else []), *(o for r in Records(ROOT / "docs/_records").of(recipe) for o in r.outputs)]
+    assert [output.text for output in shown if ADDRESS.search(output.text)] == []
+
+
+IMPORT = """
+import json, os, random, sys, warnings
+import matplotlib.pyplot, numpy, pandas, torch, triton, triton.language
+
+def state():
+    return {
+        "torch's random numbers": torch.get_rng_state().tolist(),
+        "numpy's": repr(numpy.random.get_state()),
+        "Python's": repr(random.getstate()),
+        "warnings": repr(warnings.filters),
+        "environment": {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        "defaults": [repr(torch.get_default_dtype()), torch.is_grad_enabled(), torch.get_num_threads()],
+    }
+
+changed = {}
+for name in sys.argv[1:]:
+    before = state()
+    __import__(name)
+    changed[name] = [what for what, now in state().items() if now != before[what]]
+print(json.dumps(changed))
+"""
+
+
+@pytest.mark.anywhere
+def test_import_leaves_the_process_as_it_was() -> None:
+    capability = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    here = [recipe for recipe in OF_FORM if not missing(recipe.path, recipe.path.read_text(), capability)]
+    names = [recipe.path.stem for recipe in here]
+    folders = [str(path) for path in (ROOT / "gallery").iterdir() if path.is_dir()]
+    program = f"import os, sys; sys.dont_write_bytecode = True; sys.path += {folders}\n"
+    program += "os.environ['TRITON_INTERPRET'] = '1'\n" if capability is None else ""
+    result = subprocess.run(
+        [sys.executable, "-c", program + IMPORT, *names], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == {name: [] for name in names}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """Return the script of a new recipe."""
+    gallery = tmp_path / "gallery" / "things"
+    gallery.mkdir(parents=True)
+    (tmp_path / "tests" / "ops").mkdir(parents=True)
+    (gallery / "GALLERY_HEADER.rst").touch()
+    (gallery / "first.py").touch()
+    (gallery.parent / "contents.toml").write_text('things = ["first"]\n')
+    create(tmp_path, "things/square")
+    return gallery / "square.py"
+
+
+def test_new_recipe_is_of_the_form(script: Path) -> None:
+    assert faults(script) == []
+    op = op_of(script)
+    assert op is not None
+    assert op.names[0] == "SQUARE_NAMESPACE"
+    assert op.imports[0] == "import torch"
+    assert not any("pandas" in line or "os" in line.split() for line in op.imports)
+
+
+KERNEL = "    offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)\n"
+BROKEN = {
+    "its first kernel has 26 statements": (KERNEL, KERNEL + 22 * "    offs = offs\n"),
+    "its first kernel has 5 constants": (
+        "plain_kernel(x_ptr, out_ptr, N, BLOCK: tl",
+        "plain_kernel(x_ptr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK: tl",
+    ),
+    "its first check stands in line 2": ("# In PyTorch\n", "# In PyTorch\n" + 150 * "#\n"),
+    "no cell under the heading": ("# The op\n# ------\n", "# Our op\n# ------\n"),
+    "does not declare dtypes": ("# backward = true\n", ""),
+    r"its op has 2\d\d statements, 200 are allowed": ("SQUARE_BLOCK = 1024\n", 200 * "SQUARE_BLOCK = 1024\n"),
+    r"its op uses \['DEVICE'\]": ("x = x.contiguous()", "x = x.to(DEVICE)"),
+    r"its op defines \['helper'\]": ("SQUARE_BLOCK = 1024", "SQUARE_BLOCK = 1024\nhelper = 1"),
+    "no constant for its namespace": ("SQUARE_NAMESPACE", "SQUARE_SPACE"),
+    "does not take float64": ('"float32", "float64"', '"float32"'),
+    "something else stands between": ("# %%\n# Proof\n", "# %%\n# More of it.\n\nassert True\n\n# %%\n# Proof\n"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_form_is_checked(script: Path, fault: str) -> None:
+    text = script.read_text()
+    old, new = BROKEN[fault]
+    assert old in text
+    script.write_text(text.replace(old, new))
+    assert re.search(fault, "\n".join(faults(script)))
