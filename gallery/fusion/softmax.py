@@ -1,25 +1,32 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
 # ///
 r"""
 Softmax
 =======
 
-Softmax turns a row of numbers into positive ones that add up to 1. Operator
-by operator it goes through memory eight times; a kernel can read once and
-write once. After ``row_sum.py``, ``triton_op.py`` and this page you can
+Softmax turns a row of numbers into positive ones that add up to 1. Written with
+PyTorch's operators, it moves the matrix through memory eight times. A kernel
+that keeps a row in registers reads it once and writes it once.
 
-* count what fusion saves before you write it;
-* keep several short rows, or a longer one, in a program's registers;
-* go over a row that does not fit with the *online* softmax, and have a cache
-  serve the second pass;
-* load 16 bytes at once from rows of odd length;
-* avoid the ``-inf`` that fills a row with NaN.
+After this page you can
+
+* count what fusion saves before you write a kernel;
+* keep a row in a program's registers, and mask what lies behind its end;
+* choose the number of warps by the bytes of a row;
+* let a program take several short rows;
+* write a backward that starts from the saved result.
 """
 
 # sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
-import itertools
+import ast
+import inspect
 import math
 import os
 import time
@@ -28,13 +35,14 @@ from functools import partial
 
 import pandas as pd
 import torch
+from torch.library import triton_op, wrap_triton
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
-from torch.library import triton_op, wrap_triton
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
@@ -91,172 +99,239 @@ def rate_table(times, x, unit, work):
     return pd.DataFrame(rows, columns=columns)
 
 
-# Without a GPU, NumPy computes, and would warn of infinities.
-warnings.filterwarnings("ignore", module="triton.runtime.interpreter")
-
 # %%
-# The problem in bytes
-# --------------------
+# In PyTorch
+# ----------
 #
 # .. math:: y_n = \frac{e^{x_n - m}}{\sum_k e^{x_k - m}}, \qquad
 #    m = \max_k x_k
 #
-# The maximum cancels. It is there because :math:`e^{100}` is too large for
-# float32. In PyTorch's operators these are five kernels. This is what they
-# read and write, in multiples of ``x``:
+# The maximum :math:`m` cancels. It stands there because :math:`e^{100}` is too
+# large for float32. With PyTorch's operators, a softmax is five kernels. A
+# *dispatch mode* sees each of them, and can add up what they read and write:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
 def softmax_torch(x):
-    top = x.amax(-1, keepdim=True)  # 1 read
-    e = (x - top).exp()  # 1 read, 1 written; 1 read, 1 written
-    return e / e.sum(-1, keepdim=True)  # 1 read; 1 read, 1 written
+    shifted = x - x.amax(-1, keepdim=True)
+    e = shifted.exp()
+    return e / e.sum(-1, keepdim=True)
 
+
+class Traffic(TorchDispatchMode):
+    moved = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        read = sum(t.nbytes for t in args if isinstance(t, torch.Tensor))
+        print(f"{operator!s:22} reads {read:9,}, writes {out.nbytes:9,} bytes")
+        self.moved += read + out.nbytes
+        return out
+
+
+if __name__ == "__main__":
+    x = torch.randn(64, 4096, generator=generator, device=DEVICE)
+    with Traffic() as traffic:
+        y = softmax_torch(x)
+    print(f"in all {traffic.moved / x.nbytes:.2f} times the bytes of x;")
+    print(f"reading x and writing y: {(x.nbytes + y.nbytes) / x.nbytes:.2f}")
 
 # %%
-# Eight in all, and the floor is one read and one write. So the row has to be at
-# hand when its maximum, and then its sum, is known.
+# To get from eight to two, the row has to be at hand when its maximum is known,
+# and again when its sum is known. ``torch.softmax`` is such a kernel, and we
+# shall measure ours beside it.
+
+# %%
+# The first kernel
+# ----------------
 #
-# Rows in registers
-# -----------------
-#
-# The registers of a multiprocessor hold 256 KB, so a program can well keep a
-# row of 16384 elements in float32. A short row makes too few loads to keep the
-# memory busy (``row_sum.py`` has that), so a program takes several:
+# A multiprocessor has 256 KB of registers. A row of 4096 numbers takes 16 KB in
+# float32. So each program loads one row and keeps it. A block is a power of
+# two, and what it has behind the row's end is masked:
 #
 # .. code-block:: text
 #
-#     short:    BLOCK_N       long:              BLOCK_N
-#             +---------+              +------------------------+
-#             |  row 0  |     BLOCK_M  |  row 0                 |
-#     BLOCK_M |  row 1  |              +------------------------+
-#             |  row 2  |     What lies behind the end of a row is
-#             +---------+     -inf: never the maximum, and exp(-inf) = 0.
+#     N = 5, BLOCK_N = 8
 #
-# * The op starts a program for each tile. If fewer run, they are *persistent*:
-#   they go on to other tiles. That is for an experiment below.
-# * ``N`` and the stride come in units of ``VEC`` elements. Since the compiler
-#   knows ``VEC``, it knows that all rows begin at multiples of it, and loads
-#   ``VEC`` elements, up to 16 bytes, with one instruction.
-# * ``tl.exp`` takes three more instructions, for results that are too small to
-#   be normal float32 numbers. ``tl.exp2`` makes those zero.
-
-LOG2_E = tl.constexpr(math.log2(math.e))
-KEEP, DROP = tl.constexpr("evict_last"), tl.constexpr("evict_first")
+#     mask        1      1      1      1      1      0      0      0
+#     x          x0     x1     x2     x3     x4   -inf   -inf   -inf
+#     exp(x-m)   e0     e1     e2     e3     e4      0      0      0
+#
+# The masked elements are ``-inf``: never the maximum, and nothing in the sum.
 
 
 @triton.jit
-def exp(x):
-    return tl.exp2(x * LOG2_E)
+def row_kernel(x_ptr, y_ptr, N, BLOCK_N: tl.constexpr):
+    # In int32 the product would overflow behind element 2**31.
+    start = tl.program_id(axis=0).to(tl.int64) * N
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + start + offs, mask=mask, other=-float("inf"))
+    # In half precision, the sum of many small numbers would stand still.
+    x = x.to(tl.float32)  # (BLOCK_N,)
+    e = tl.exp(x - tl.max(x, axis=0))  # (BLOCK_N,)
+    y = e / tl.sum(e, axis=0)  # (BLOCK_N,)
+    tl.store(y_ptr + start + offs, y, mask=mask)
 
 
-@triton.jit
-def softmax_kernel(
-    x_ptr,
-    y_ptr,
-    M,
-    N_vecs,
-    stride_vecs,
-    VEC: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    # Not a global: torch.compile would write -inf, which Python cannot read.
-    HIDDEN: tl.constexpr = float("-inf")
-    # In int64, or a row's offset would overflow behind element 2**31.
-    first = tl.program_id(axis=0).to(tl.int64)
-    N = N_vecs * VEC
-    offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
-    for tile in tl.range(first, tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)):
-        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-        # Rows behind the last read that one again, and store nothing.
-        x_rows = tl.minimum(offs_m, M - 1) * stride_vecs * VEC  # (BLOCK_M, 1)
-        x = tl.load(x_ptr + x_rows + offs_n, offs_n < N, HIDDEN).to(ACC)
-        e = exp(x - tl.max(x, axis=1, keep_dims=True))
-        y = e * (1 / tl.sum(e, axis=1, keep_dims=True))
-        tl.store(y_ptr + offs_m * N + offs_n, y, (offs_m < M) & (offs_n < N))
+def softmax_rows(x, num_warps=4):
+    """Return the softmax of each row of a contiguous matrix."""
+    M, N = x.shape
+    y = torch.empty_like(x)
+    BLOCK_N = triton.next_power_of_2(N)
+    row_kernel[(M,)](x, y, N, BLOCK_N=BLOCK_N, num_warps=num_warps)
+    return y
 
 
 # %%
-# The online softmax
+# Is it right?
+# ------------
+#
+# Beside float64. The difference ``x - m`` is rounded to 24 bits. It is above
+# -20 here, so an exponential is off by a relative :math:`20 \cdot 2^{-24}`, and
+# so is the sum. Twice that is 2.4e-6. The exponential function itself and the
+# division add a few roundings more, so we allow 5e-6.
+
+if __name__ == "__main__":
+    x = torch.randn(5, 1000, generator=generator, device=DEVICE)
+    expected = torch.softmax(x.double(), -1)
+    y, rtol = softmax_rows(x).double(), 5e-6
+    error = ((y - expected) / expected).abs().max().item()
+    print(f"largest relative error {error:.1e}, allowed {rtol:.1e}")
+    torch.testing.assert_close(y, expected, rtol=rtol, atol=0)
+
+# %%
+# How fast?
+# ---------
+#
+# Three lengths in bfloat16, half a gigabyte each, beside ``torch.softmax``,
+# ``torch.compile`` and a copy, which is the roof. The rate counts the bytes of
+# the floor.
+
+ELEMENTS = 2**28
+
+
+def random(N):
+    """Return a matrix with rows of N, and as many rows as make ELEMENTS."""
+    kind = {"device": DEVICE, "dtype": torch.bfloat16}
+    return torch.randn(ELEMENTS // N, N, generator=generator, **kind)
+
+
+def contestants(function):
+    """Return what is measured on a matrix, by name."""
+    torch.compiler.reset()  # past eight lengths it would raise
+    eager = partial(torch.softmax, dim=-1)
+    fast = torch.compile(lambda x: eager(x), dynamic=False, fullgraph=True)
+    return {"Triton": function, "PyTorch": eager, "torch.compile": fast}
+
+
+def calls(function, N):
+    x = random(N)
+    out = torch.empty_like(x)
+    ops = contestants(function).items()
+    found = {name: partial(op, x) for name, op in ops}
+    return found | {"Roof": partial(out.copy_, x)}
+
+
+def rate(found):
+    """Return GB/s, for one read and one write of ELEMENTS."""
+    return 4e-6 * ELEMENTS / found[0]
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (256, 4096, 16384):
+        found = gpu_time(calls(softmax_rows, N)).items()
+        rates = [f"{who} {rate(times):.0f}" for who, times in found]
+        print(f"N = {N:5}: {', '.join(rates)} GB/s")
+
+# %%
+# How many warps?
+# ---------------
+#
+# The kernel had four warps, 128 threads, whatever the length. A thread held two
+# elements of a row of 256, and 128 elements of a row of 16384. Each element
+# takes a register, and a multiprocessor has registers for few such programs.
+# So we time each length with other numbers of warps:
+
+WARPS = [1, 2, 4, 8, 16, 32]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    print("GB/s,  N", *(f"{warps:3} warps" for warps in WARPS))
+    for N in (256, 1024, 4096, 16384):
+        x, line = random(N), f"{N:8}"
+        tried = {w: partial(softmax_rows, x, w) for w in WARPS}
+        tried = {w: call for w, call in tried.items() if 4096 * w >= N}
+        found = gpu_time(tried, turns=20)
+        for warps in WARPS:
+            known = warps in found
+            line += f"{rate(found[warps]):10.0f}" if known else " " * 10
+        print(line)
+
+# %%
+# The longer the row, the more warps it wants. What a thread holds is counted
+# in bytes, as a float64 takes two registers. The op gives a thread 64 bytes of
+# a row in float32 or float64: a row of 1024 has two warps, one of 16384 has 32.
+# More than 32 warps a program cannot have. So 64 KB is the longest row of this
+# page, 16384 elements, or 8192 in float64.
+
+# %%
+# Should a program go on to other rows?
+# -------------------------------------
+#
+# Triton's own tutorial has *persistent* programs: no more than run at a time,
+# and each goes on to another row. Here are eight for each multiprocessor:
+
+
+@triton.jit
+def loop_kernel(x_ptr, y_ptr, M, N, BLOCK_N: tl.constexpr):
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    first = tl.program_id(axis=0).to(tl.int64)
+    for row in tl.range(first, M, tl.num_programs(axis=0)):
+        x_ptrs, y_ptrs = x_ptr + row * N + offs, y_ptr + row * N + offs
+        x = tl.load(x_ptrs, mask=offs < N, other=-float("inf")).to(tl.float32)
+        e = tl.exp(x - tl.max(x, axis=0))  # (BLOCK_N,)
+        tl.store(y_ptrs, e / tl.sum(e, axis=0), mask=offs < N)
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    x, y = random(4096), random(4096)
+    gpu = torch.cuda.get_device_properties(DEVICE)
+    launch = loop_kernel[(8 * gpu.multi_processor_count,)]
+    loop = partial(launch, x, y, *x.shape, BLOCK_N=4096, num_warps=8)
+    tried = {"a program a row": partial(softmax_rows, x, 8), "a loop": loop}
+    for name, times in gpu_time(tried).items():
+        print(f"{name}: {rate(times):.0f} GB/s")
+    torch.testing.assert_close(y, softmax_rows(x, 8))
+
+# %%
+# It does not pay: the GPU starts a program as soon as another one has ended.
+
+# %%
+# Several short rows
 # ------------------
 #
-# A longer row has to come in blocks. Its maximum is known at its end, its sum a
-# pass later, or in the same pass, if the sum so far is corrected whenever the
-# maximum grows, from :math:`m` to :math:`m'`:
+# A row of 256 in bfloat16 is 512 bytes, so each program asks the memory for
+# little. Let a program take as many rows as make 8 KB in float32:
 #
-# .. math:: s' = s\,e^{m - m'} + \sum_{k \in \text{block}} e^{x_k - m'}
+# .. code-block:: text
 #
-# The block here is ``4 x BLOCK_N`` consecutive elements. Each column keeps its
-# own ``m`` and ``s``, so no thread asks another before the loop is over, and a
-# correction serves four elements.
+#     short rows:  BLOCK_N            long rows:       BLOCK_N
+#                +---------+                   +------------------------+
+#                |  row 0  |     BLOCK_M = 1   |         row 0          |
+#        BLOCK_M |  row 1  |                   +------------------------+
+#                |  row 2  |
+#                +---------+
 #
-# To write the result, a second pass reads the row again. That should not come
-# from memory: the rows under way on the whole GPU have to fit in its L2 cache.
-# This is what persistent programs are good for: the grid sets their number. The
-# first pass asks the caches to keep what it reads, ``evict_last``. The second
-# goes from the end to the start, as the end is what they saw last. (Why ``m``
-# starts at ``LOWEST``, a finite number, is in "Break it".)
+# The reductions go along ``axis=1``. If the last program's rows go beyond
+# the matrix, it does the last row again: the same values, stored in the same
+# place, and no second mask.
 #
-# If ``N`` is odd, most rows begin at no multiple of 16 bytes, where no thread
-# can load 16 bytes at once. So the blocks are a row's *body*, from its first
-# multiple to its last. In front and behind are the *edges*, less than
-# ``2 * VEC`` elements, a block of their own. (Picture: ``cross_entropy.py``.)
-
-
-@triton.jit
-def divide(x_ptr, start, N, VEC: tl.constexpr):
-    """Return a row's body, its length, its edges and which there are."""
-    head = ((VEC - start % VEC) % VEC).to(tl.int32)
-    length = tl.maximum(N - head, 0) // VEC * VEC
-    edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
-    edges = x_ptr + start + tl.where(edge < head, edge, edge + length)
-    body = x_ptr + (start + head) // VEC * VEC  # tells the compiler: aligned
-    return body, length, edges, edge < N - length
-
-
-@triton.jit
-def softmax_long_kernel(
-    x_ptr,
-    y_ptr,
-    M,
-    N,
-    stride,
-    VEC: tl.constexpr,
-    ACC: tl.constexpr,
-    LOWEST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    first = tl.program_id(axis=0).to(tl.int64)
-    HIDDEN: tl.constexpr = float("-inf")
-    BLOCK: tl.constexpr = 4 * BLOCK_N
-    block = tl.arange(0, 4)[:, None] * BLOCK_N  # (4, 1)
-    block += tl.arange(0, BLOCK_N)[None, :]  # (4, BLOCK_N)
-    for row in tl.range(first, M, tl.num_programs(axis=0)):
-        x_body, end, x_edges, mask_e = divide(x_ptr, row * stride, N, VEC)
-        y_body, _, y_edges, _ = divide(y_ptr, row * N, N, VEC)
-        x_e = tl.load(x_edges, mask_e, HIDDEN).to(ACC)  # (2 * VEC,)
-        m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)  # (BLOCK_N,)
-        s = tl.zeros((BLOCK_N,), dtype=ACC)  # (BLOCK_N,)
-        for start in range(0, N, BLOCK):
-            offs = start + block  # (4, BLOCK_N)
-            x = tl.load(x_body + offs, offs < end, HIDDEN, eviction_policy=KEEP)
-            x = x.to(ACC)  # (4, BLOCK_N)
-            larger = tl.maximum(m, tl.max(x, axis=0))
-            s *= exp(m - larger)
-            s += tl.sum(exp(x - larger[None, :]), axis=0)
-            m = larger
-        top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
-        e = exp(x_e - top)  # (2 * VEC,)
-        scale = 1 / (tl.sum(s * exp(m - top), axis=0) + tl.sum(e, axis=0))
-        tl.store(y_edges, e * scale, mask_e)
-        last = (N - 1) // BLOCK * BLOCK
-        for back in range(0, N, BLOCK):
-            offs = last - back + block  # (4, BLOCK_N)
-            x = tl.load(x_body + offs, offs < end, HIDDEN, eviction_policy=DROP)
-            y = exp(x.to(ACC) - top) * scale
-            tl.store(y_body + offs, y, offs < end, eviction_policy=DROP)
-
+# One question is left. A row of 1000 in bfloat16 begins at a multiple of 16
+# bytes, as a row of 1024 does. A thread could load 8 elements at once, but the
+# compiler does not know that: of an argument it only knows whether 16 divides
+# it. ``N // VEC * VEC`` changes nothing, and tells the compiler that ``VEC``
+# divides ``N``. (``unaligned_rows.py`` looks into that.)
 
 # %%
 # The backward
@@ -266,343 +341,381 @@ def softmax_long_kernel(
 #
 # .. math:: d_n = y_n \Big(g_n - \sum_k g_k\,y_k\Big).
 #
-# It takes ``y`` and not ``x``, so the forward saves ``y``: two reads and a
-# write. ``WHOLE`` rows stay in registers; others go by twice, in blocks.
+# It needs ``y`` and not ``x``, so the forward saves its result: two reads and a
+# write. A program keeps ``g`` and ``y`` in registers. The table behind the op
+# shows that it wants fewer warps than the forward.
+
+# %%
+# The op
+# ------
+#
+# The last dimension of a tensor of any shape, forward and backward. Rows that
+# lie apart, as in ``x[:, :1000]``, are read where they are. Other layouts are
+# copied first. The code launches on the GPU of its input, which need not be
+# PyTorch's current one.
+
+SOFTMAX_NAMESPACE = "triton_gallery"
+SOFTMAX_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+# Bytes, of a row in its accumulator's type
+SOFTMAX_LONGEST = 64 * 1024
+SOFTMAX_TILE = 8 * 1024  # what short rows share a program for
+SOFTMAX_THREAD = 64  # what a thread holds
+SOFTMAX_THREAD_BACKWARD = 256
 
 
 @triton.jit
-def softmax_backward_kernel(
+def _softmax_kernel(
+    x_ptr,
+    y_ptr,
+    M,
+    N,
+    stride_xm,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    # In int32 a row's offset would overflow behind element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    # Rows behind the last one are the last one again.
+    offs_m = tl.minimum(offs_m, M - 1)
+    offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    mask = offs_n < N
+    x_ptrs = x_ptr + offs_m * stride_xm + offs_n  # (BLOCK_M, BLOCK_N)
+    # -inf is never the maximum, and adds nothing to the sum.
+    x = tl.load(x_ptrs, mask=mask, other=-float("inf")).to(ACC)
+    e = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
+    y = e / tl.sum(e, axis=1, keep_dims=True)
+    tl.store(y_ptr + offs_m * N + offs_n, y, mask=mask)
+
+
+@triton.jit
+def _softmax_backward_kernel(
     g_ptr,
     y_ptr,
     d_ptr,
     M,
-    N_units,
-    UNIT: tl.constexpr,
-    VEC: tl.constexpr,
+    N,
     ACC: tl.constexpr,
-    WHOLE: tl.constexpr,
+    VEC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    first = tl.program_id(axis=0).to(tl.int64)
-    N = N_units * UNIT
-    block = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
-    for tile in tl.range(first, tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)):
-        offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-        if WHOLE:
-            offs = offs_m * N + block  # (BLOCK_M, BLOCK_N)
-            mask = (offs_m < M) & (block < N)
-            g = tl.load(g_ptr + offs, mask, 0).to(ACC)
-            y = tl.load(y_ptr + offs, mask, 0).to(ACC)
-            d = y * (g - tl.sum(g * y, axis=1, keep_dims=True))
-            tl.store(d_ptr + offs, d, mask)
-        else:
-            g_body, end, g_edges, mask_e = divide(g_ptr, tile * N, N, VEC)
-            y_body, _, y_edges, _ = divide(y_ptr, tile * N, N, VEC)
-            d_body, _, d_edges, _ = divide(d_ptr, tile * N, N, VEC)
-            g_e = tl.load(g_edges, mask_e, 0).to(ACC)  # (2 * VEC,)
-            y_e = tl.load(y_edges, mask_e, 0).to(ACC)
-            acc = tl.zeros((1, BLOCK_N), dtype=ACC)
-            for start in range(0, N, BLOCK_N):
-                offs = start + block  # (1, BLOCK_N)
-                g = tl.load(g_body + offs, offs < end, 0, eviction_policy=KEEP)
-                y = tl.load(y_body + offs, offs < end, 0, eviction_policy=KEEP)
-                acc += g.to(ACC) * y.to(ACC)
-            total = tl.sum(acc) + tl.sum(g_e * y_e)
-            tl.store(d_edges, y_e * (g_e - total), mask_e)
-            last = (N - 1) // BLOCK_N * BLOCK_N
-            for back in range(0, N, BLOCK_N):
-                offs = last - back + block  # (1, BLOCK_N)
-                g = tl.load(g_body + offs, offs < end, 0, eviction_policy=DROP)
-                y = tl.load(y_body + offs, offs < end, 0, eviction_policy=DROP)
-                d = y.to(ACC) * (g.to(ACC) - total)
-                tl.store(d_body + offs, d, offs < end, eviction_policy=DROP)
+    N = N // VEC * VEC
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    offs_m = tl.minimum(offs_m, M - 1)
+    offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    mask = offs_n < N
+    offs = offs_m * N + offs_n  # (BLOCK_M, BLOCK_N)
+    # Zeros behind the end add nothing to the sum of products.
+    g = tl.load(g_ptr + offs, mask=mask, other=0).to(ACC)
+    y = tl.load(y_ptr + offs, mask=mask, other=0).to(ACC)
+    d = y * (g - tl.sum(g * y, axis=1, keep_dims=True))
+    tl.store(d_ptr + offs, d, mask=mask)
 
 
-# %%
-# The launcher
-# ------------
-#
-# A row is copied if it is not contiguous. If it fits, registers keep it, 16
-# elements to a thread, more where 8 warps (backward 16) are not enough; beyond
-# ``FEW`` only if 16 bytes are loaded at once. The others are read twice, by up
-# to eight programs for each multiprocessor, as many as the cache has room for.
-
-ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
-ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
-IN_REGISTERS = 64 * 1024  # bytes of a row in its accumulator's type
-FEW = 2048  # elements of the longest in registers with narrower loads
-PROCESSORS, CACHE = 4, 2**20  # small, for the interpreter
-if DEVICE.type == "cuda":
-    gpu = torch.cuda.get_device_properties(DEVICE)
-    PROCESSORS, CACHE = gpu.multi_processor_count, gpu.L2_cache_size
+def _softmax_length(x):
+    """Return the length of x's rows; raise for what the op does not take."""
+    if x.dtype not in SOFTMAX_ACC:
+        raise TypeError(f"softmax takes a float tensor, not {x.dtype}")
+    N = int(x.shape[-1]) if x.ndim else 1
+    most = SOFTMAX_LONGEST // max(4, x.element_size())
+    if most < N:
+        raise ValueError(
+            f"softmax takes rows of up to {most} elements of {x.dtype}, "
+            f"not {N}: softmax_long takes rows of any length"
+        )
+    return N
 
 
-def plan(M, N, stride, size, tensors):
-    """Return the grid, VEC and the options for rows of as many matrices."""
-    VEC = math.gcd(N, stride, 16 // size)
-    if N * max(4, size) <= IN_REGISTERS and (VEC * size == 16 or N <= FEW):
-        BLOCK_N = triton.next_power_of_2(N)
-        BLOCK_M = max(1, 2048 // BLOCK_N)
-        options = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
-        options["num_warps"] = min(8 * tensors, BLOCK_M * BLOCK_N // 512)
-        return (triton.cdiv(M, BLOCK_M),), VEC, options
-    # Where rows of the output are not aligned as these, single elements.
-    VEC = 1 if (N - stride) * size % 16 else 16 // size
-    fit = 0.6 * CACHE / (PROCESSORS * tensors * N * size)
-    each = 2 ** min(3, int(math.log2(max(1, fit))))
-    options = {"BLOCK_N": 32 // each * 512 // size, "num_warps": 32 // each}
-    return (min(M, each * PROCESSORS),), VEC, options
+def _softmax_plan(N, stride, dtype, thread):
+    """Return how to launch rows of N, with so many bytes of them a thread."""
+    BLOCK_N = triton.next_power_of_2(N)
+    row = BLOCK_N * max(4, dtype.itemsize)
+    BLOCK_M = max(1, SOFTMAX_TILE // row)
+    return {
+        "ACC": SOFTMAX_ACC[dtype],
+        "VEC": math.gcd(N, stride, 16 // dtype.itemsize),
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "num_warps": max(4, BLOCK_M * row // (32 * thread)),
+    }
 
 
-def matrix(x):
-    """Return x as a matrix with contiguous rows, a copy only if need be."""
-    x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def check(x, *others):
-    # Compared, not hashed: under a compiler, sizes may be symbols.
-    kinds = [(t.dtype, tuple(t.shape), t.device) for t in (x, *others)]
-    if x.dtype not in ACC:
-        raise TypeError(f"takes floating dtypes, not {x.dtype}")
-    if any(kind != kinds[0] for kind in kinds):
-        raise ValueError(f"takes one dtype, shape and device, not {kinds}")
-    if x.shape[-1:].numel() > 2**30:
-        raise ValueError("takes rows of up to 2**30 elements")
-
-
-@triton_op("triton_gallery::softmax", mutates_args={})
+@triton_op(f"{SOFTMAX_NAMESPACE}::softmax", mutates_args={})
 def softmax(x: torch.Tensor) -> torch.Tensor:
-    """Return torch.softmax(x, dim=-1)."""
-    check(x)
+    """Return the softmax along the last dimension, as torch.softmax(x, -1).
+
+    Takes a tensor of float16, bfloat16, float32 or float64, of any shape and
+    layout, with rows of up to 16384 elements, 8192 in float64. The result has
+    the shape and dtype of ``x``, is contiguous, and is the same each time. A
+    row with NaN or inf, or with nothing but -inf, becomes NaN. Raises TypeError
+    for other dtypes and ValueError for longer rows. Has a gradient, which has
+    none itself.
+    """
+    N = _softmax_length(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return y
-    x = matrix(x)
-    M, N, stride = x.shape[0], int(x.shape[1]), int(x.stride(0))
-    grid, VEC, options = plan(M, N, stride, x.element_size(), 1)
+    stride = N
+    if not x.is_contiguous():
+        x = x.reshape(-1, N)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        stride = int(x.stride(0))
+    M = y.numel() // N
+    plan = _softmax_plan(N, stride, x.dtype, SOFTMAX_THREAD)
+    grid = (triton.cdiv(M, plan["BLOCK_M"]),)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        if "BLOCK_M" in options:
-            arguments = x, y, M, N // VEC, stride // VEC, VEC, ACC[x.dtype]
-            wrap_triton(softmax_kernel)[grid](*arguments, **options)
-        else:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            arguments = x, y, M, N, stride, VEC, ACC[x.dtype]
-            options["LOWEST"] = torch.finfo(wide).min
-            wrap_triton(softmax_long_kernel)[grid](*arguments, **options)
+        wrap_triton(_softmax_kernel)[grid](x, y, M, N, stride, **plan)
     return y
 
 
-@triton_op("triton_gallery::softmax_backward", mutates_args={})
+@triton_op(f"{SOFTMAX_NAMESPACE}::softmax_backward", mutates_args={})
 def softmax_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of x, for y = softmax(x) and the gradient of y."""
-    check(grad, y)
-    d = torch.empty_like(y, memory_format=torch.contiguous_format)
+    """Return the gradient of x, for y = softmax(x) and the gradient of y.
+
+    Takes two tensors of one dtype, shape and device, of any layout, and raises
+    as ``softmax`` does, and ValueError for two that differ.
+    """
+    N = _softmax_length(y)
+    kinds = [(t.dtype, tuple(t.shape), t.device) for t in (grad, y)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            "softmax_backward takes a gradient of y's dtype, shape and device, "
+            f"not {kinds[0]} for {kinds[1]}"
+        )
+    grad, y = grad.contiguous(), y.contiguous()
+    d = torch.empty_like(y)
     if d.numel() == 0:
         return d
-    grad, y = grad.contiguous(), matrix(y.contiguous())
-    M, N = y.shape[0], int(y.shape[1])
-    grid, VEC, options = plan(M, N, N, y.element_size(), 2)
-    unit = math.gcd(N, VEC)
-    options = {"WHOLE": "BLOCK_M" in options, "BLOCK_M": 1} | options
-    arguments = grad, y, d, M, N // unit, unit, VEC, ACC[y.dtype]
+    M = d.numel() // N
+    plan = _softmax_plan(N, N, y.dtype, SOFTMAX_THREAD_BACKWARD)
+    grid = (triton.cdiv(M, plan["BLOCK_M"]),)
     with torch.accelerator.device_index(y.device.index):
-        wrap_triton(softmax_backward_kernel)[grid](*arguments, **options)
+        wrap_triton(_softmax_backward_kernel)[grid](grad, y, d, M, N, **plan)
     return d
 
 
-def save(ctx, inputs, output):
+def _softmax_setup(ctx, inputs, output):
     ctx.save_for_backward(output)
 
 
-def backward(ctx, grad):
-    return softmax_backward(grad, *ctx.saved_tensors)
+def _softmax_gradient(ctx, grad):
+    (y,) = ctx.saved_tensors
+    return softmax_backward(grad, y)
 
 
-softmax.register_autograd(backward, setup_context=save)
+softmax.register_autograd(_softmax_gradient, setup_context=_softmax_setup)
 
 # %%
-# The check
-# ---------
-#
-# Against float64. The exponent is rounded to 24 bits and is less than 20 here,
-# so exponentials and sum are off by :math:`20 \cdot 2^{-24}` at most, less than
-# 2e-6. In a gradient the terms may cancel, hence the ``atol``.
+# What did each step gain? The ladder, with the statements of each kernel and,
+# for the longest row, its registers. A spilled register is one that a thread
+# keeps in memory, because it has not enough of them. Backward there are three
+# matrices, so the rate counts half as many bytes more.
 
-torch.manual_seed(0)
-cases = [(torch.float16, 3, 40), (torch.bfloat16, 2, 5, 257)]
-cases += [(torch.float16, 3, 20_001), (torch.float32, 2, 20_000)]
-for dtype, *shape in (*cases, (torch.float32, 5, 0), (torch.float32,)):
-    x = torch.randn(shape, device=DEVICE).to(dtype).requires_grad_()
-    grad, wide = torch.randn_like(x), x.detach().double().requires_grad_()
-    y, expected = softmax(x), torch.softmax(wide, -1)
-    rtol = 5e-6 + (torch.finfo(dtype).eps if dtype.itemsize == 2 else 0)
-    torch.testing.assert_close(y.double(), expected, rtol=rtol, atol=1e-7)
-    (d,) = torch.autograd.grad(y, x, grad)
-    (expected,) = torch.autograd.grad(expected, wide, grad.double())
-    torch.testing.assert_close(d.double(), expected, rtol=rtol, atol=rtol)
+
+def statements(kernel):
+    tree = ast.parse(inspect.getsource(kernel.fn))
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
+
+
+def one_row(x, y, num_warps):
+    (M, N), block = x.shape, triton.next_power_of_2(x.shape[1])
+    return row_kernel[(M,)](x, y, N, BLOCK_N=block, num_warps=num_warps)
+
+
+def tiles(x, y, **changes):
+    M, N = x.shape
+    plan = _softmax_plan(N, N, x.dtype, SOFTMAX_THREAD) | changes
+    grid = (triton.cdiv(M, plan["BLOCK_M"]),)
+    return _softmax_kernel[grid](x, y, M, N, N, **plan)
+
+
+def tiles_backward(g, y, **changes):
+    (M, N), d = g.shape, torch.empty_like(g)
+    plan = _softmax_plan(N, N, g.dtype, SOFTMAX_THREAD_BACKWARD) | changes
+    grid = (triton.cdiv(M, plan["BLOCK_M"]),)
+    return _softmax_backward_kernel[grid](g, y, d, M, N, **plan)
+
+
+def by_bytes(N):
+    return max(1, triton.next_power_of_2(N) * 4 // (32 * SOFTMAX_THREAD))
+
+
+FORWARD = {
+    "a row, 4 warps": lambda x, y: one_row(x, y, 4),
+    "a row, warps by bytes": lambda x, y: one_row(x, y, by_bytes(x.shape[1])),
+    "several rows": lambda x, y: tiles(x, y, VEC=1),
+    "the op: and VEC": tiles,
+}
+BACKWARD = {
+    f"backward, {warps} warps": partial(tiles_backward, num_warps=warps)
+    for warps in (4, 8, 16, 32)
+} | {"the op's backward": tiles_backward}
+STEPS = FORWARD | BACKWARD
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = pd.DataFrame(index=list(STEPS))
+    kernels = [row_kernel] * 2 + [_softmax_kernel] * 2
+    kernels += [_softmax_backward_kernel] * 5
+    ladder["statements"] = [statements(kernel) for kernel in kernels]
+    for N in (256, 1000, 4096, 16384):
+        x, y = random(N), torch.softmax(random(N), -1)
+        tried = {name: partial(step, x, y) for name, step in STEPS.items()}
+        found = gpu_time(tried, turns=20).items()
+        tensors = [3 if name in BACKWARD else 2 for name in STEPS]
+        rates = [rate(times) / 2 for _, times in found]
+        rates = [k * one for k, one in zip(tensors, rates, strict=True)]
+        ladder[f"GB/s at {N}"] = [round(one) for one in rates]
+    compiled = [step(x, y) for step in STEPS.values()]
+    ladder["registers"] = [kernel.n_regs for kernel in compiled]
+    ladder["spilled"] = [kernel.n_spills for kernel in compiled]
+    print(ladder.to_string())
+
+# %%
+# Proof
+# -----
+#
+# Value and gradient of every dtype beside float64. In half precision the result
+# is rounded once more. In a gradient terms may cancel, hence its ``atol``.
+
+shapes = [(3, 40), (2, 5, 257), (70, 16), (2, 8192), (5, 0), (0, 5), ()]
+for dtype in SOFTMAX_ACC:
+    unit = torch.finfo(dtype).eps if dtype.itemsize == 2 else 0
+    for shape in shapes:
+        x = torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+        grad = torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+        wide = x.double().requires_grad_()
+        y, expected = softmax(x.requires_grad_()), torch.softmax(wide, -1)
+        rtol = 5e-6 + unit
+        torch.testing.assert_close(y.double(), expected, rtol=rtol, atol=1e-7)
+        (d,) = torch.autograd.grad(y, x, grad)
+        (expected,) = torch.autograd.grad(expected, wide, grad.double())
+        torch.testing.assert_close(d.double(), expected, rtol=rtol, atol=rtol)
+
+# %%
+# Rows that lie apart, a transposed matrix, and finite differences:
+
+x = torch.randn(60, 100, generator=generator, device=DEVICE)
+for view in (x[:, :37], x[::2, 3:], x.T, x[:1].expand(9, 100)):
+    torch.testing.assert_close(softmax(view), torch.softmax(view, -1))
 
 if __name__ == "__main__":
-    x = torch.randn(4, 3, 7, device=DEVICE).double().requires_grad_()
+    x = x[:4, :7].double().requires_grad_()
     assert torch.autograd.gradcheck(softmax, x)
 
-# As in PyTorch, NaN or +inf or nothing but -inf makes a row NaN.
-special = torch.zeros(7, 20_001, device=DEVICE)
-special[0, 3], special[1, 0], special[2] = torch.nan, torch.inf, -torch.inf
-special[3, :19_000], special[4, 1:] = -torch.inf, -torch.inf
-special[5], special[6, 7] = torch.finfo(torch.float32).min, 3e38
-for rows in (special, special[:, :40]):
-    expected = torch.softmax(rows, -1)
-    torch.testing.assert_close(softmax(rows), expected, equal_nan=True)
+# %%
+# As in PyTorch, NaN or inf or nothing but ``-inf`` makes a row NaN, and no
+# other row. (Without a GPU, NumPy computes, and would warn of that.)
+
+x = torch.zeros(6, 40, device=DEVICE)
+x[0, 3], x[1, 0], x[2], x[3, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
+x[4], x[5, 7] = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", RuntimeWarning)
+    y = softmax(x)
+torch.testing.assert_close(y, torch.softmax(x, -1), equal_nan=True)
 
 # %%
-# What does a persistent program gain?
-# ------------------------------------
-#
-# Two experiments, on a gigabyte of bfloat16. In the first, rows are in
-# registers: a program for each tile, and about as many as run at a time.
+# What it does not take, it names:
 
-ELEMENTS = 2**29
-
-
-def random(N):
-    return torch.randn(ELEMENTS // N, N, device=DEVICE, dtype=torch.bfloat16)
-
-
-def launch(kernel, N, unit, each=None, **options):
-    x = random(N)
-    grid, _, known = plan(len(x), N, N, 2, 1)
-    grid = (each * PROCESSORS,) if each else grid
-    sizes = len(x), N // unit, N // unit, 8, tl.float32
-    call = partial(kernel[grid], x, torch.empty_like(x), *sizes)
-    return partial(call, **known | options)
-
-
-def rate(time):  # of two tensors
-    return 4 * ELEMENTS * 1e-6 / time[0]
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    print("GB/s   each tile  persistent")
-    for N, each in ((1024, 12), (4096, 8), (16384, 2)):
-        at = partial(launch, softmax_kernel, N, 8)
-        once, persistent = gpu_time({"once": at(), "all": at(each)}).values()
-        print(f"{N:5} {rate(once):10.0f} {rate(persistent):11.0f}")
-
-# %%
-# A program for each tile needs no care: as one ends, the next one starts, and
-# others on its multiprocessor load meanwhile. In the second, rows are in the
-# cache. More programs hide more waiting, with more rows under way. When these
-# outgrow L2, rates fall; the launcher leaves room for the results:
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    for N, each in itertools.product((32768, 65536, 131072), (4, 2, 1)):
-        options = {"num_warps": 32 // each, "BLOCK_N": 8192 // each}
-        call = launch(softmax_long_kernel, N, 1, each, LOWEST=-3e38, **options)
-        one = rate(gpu_time({"one": call})["one"])
-        part = each * PROCESSORS * N * 2 / CACHE
-        print(f"N = {N:6}, {each} each, {part:.2f} of L2: {one:5.0f} GB/s")
+if __name__ == "__main__":
+    for x in (torch.ones(3, 16385), torch.ones(3, dtype=torch.int32)):
+        try:
+            softmax(x.to(DEVICE))
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
 
 # %%
 # The benchmark
 # -------------
 #
-# bfloat16, :math:`2^{29}` elements at each length. The figure counts two
-# tensors forward and three backward, whatever a kernel really moved. ``Roof``
-# is a copy, and an addition. All backwards are called through autograd.
+# bfloat16, half a gigabyte at each length. The backward is called through
+# autograd. ``Roof`` is a copy, beside the backward an addition: two reads and a
+# write.
 
-SIZES = [256, 1024, 3000, 4096, 16384, 50257, 65536, 131072]
+SIZES = [128, 197, 512, 1000, 2880, 4096, 10000, 16384]
 
 
-def calls(N, backward):
-    x, g = random(N), random(N)
-    out = torch.empty_like(x)
-    torch.compiler.reset()  # past eight shapes it would raise
-    eager = partial(torch.softmax, dim=-1)
-    fast = torch.compile(lambda x: eager(x), fullgraph=True, dynamic=False)
-    ops = {"Triton": softmax, "PyTorch": eager, "torch.compile": fast}
-    if not backward:
-        found = {name: partial(op, x) for name, op in ops.items()}
-        return found | {"Roof": partial(out.copy_, x)}
-    x.requires_grad_()
-    found = {
-        name: partial(torch.autograd.grad, op(x), x, g, retain_graph=True)
-        for name, op in ops.items()
-    }
+def calls_backward(N):
+    x, g = random(N).requires_grad_(), random(N)
+    out = torch.empty_like(g)
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    ops = contestants(softmax).items()
+    found = {name: partial(grad, op(x), x, g) for name, op in ops}
     return found | {"Roof": partial(torch.add, x.detach(), g, out=out)}
 
 
-def table(backward):
-    times = {N: gpu_time(calls(N, backward)) for N in SIZES}
-    moved = (3 if backward else 2) * 2 * ELEMENTS
-    return rate_table(times, "N", "GB/s", lambda N: moved * 1e-6)
-
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: gpu_time(calls(softmax, N)) for N in SIZES}
+    results = rate_table(times, "N", "GB/s", lambda N: 4e-6 * ELEMENTS)
+    print("forward", results.to_string(), sep="\n")
+    wide = results.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title="forward")
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    results, results_backward = table(False), table(True)
-    for name, one in (("forward", results), ("backward", results_backward)):
-        print(f"{name}:", one.to_string(), sep="\n")
-        wide = one.pivot(index="N", columns="series", values="GB/s")
-        wide.plot(logx=True, title=name)
+    times = {N: gpu_time(calls_backward(N)) for N in SIZES}
+    moved = 6e-6 * ELEMENTS
+    results_backward = rate_table(times, "N", "GB/s", lambda N: moved)
+    print("backward", results_backward.to_string(), sep="\n")
+    wide = results_backward.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title="backward")
 
 # %%
-# Beside the best of PyTorch and ``torch.compile``, and beside the roof:
+# What a call costs the CPU, in microseconds. The GPU works through a queue that
+# the CPU fills, so these figures count where matrices are small:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for one in (results, results_backward):
-        wide = one.pivot(index="N", columns="series", values="GB/s")
-        wide = wide.loc[[1024, 4096, 16384, 65536]]
-        others = wide[["PyTorch", "torch.compile"]].max(axis=1)
-        both = wide["Triton"] / others, wide["Triton"] / wide["Roof"]
-        both = pd.concat(both, axis=1, keys=["of the best", "of the roof"])
-        print(both.round(3))
+        cost = one[one["N"] == 4096].set_index("series")["CPU us"]
+        print(cost.drop("Roof").round(1).to_dict())
 
 # %%
 # Reading the result
 # ------------------
 #
-# While a row is in registers the kernel is near the roof: other programs load
-# while one waits for its sum. Backward at 16384 there are none, for want of
-# registers; ``torch.compile`` reads those rows twice, and is faster. Longer
-# rows we read twice, too. The caches have to be fast, and large: backward, even
-# one program for each multiprocessor has too much under way with the longest.
-#
-# 50257 is odd, and stands further below the roof than its neighbours. Forward,
-# the last of its four blocks is mostly masked. In registers, the elements of
-# odd rows, up to ``FEW``, are loaded one by one.
-#
-# Break it: a maximum that starts at -inf
-# ---------------------------------------
-#
-# It seems the natural start. This row is padded on the left:
-
-if __name__ == "__main__":
-    x = torch.zeros(1, 20_000, device=DEVICE)
-    x[0, :10_000] = -torch.inf
-    y, sizes = torch.empty_like(x), (1, 20_000, 20_000, 4)
-    for lowest in (-math.inf, torch.finfo(torch.float32).min):
-        softmax_long_kernel[(1,)](x, y, *sizes, tl.float32, lowest, 1024)
-        print(f"m starts at {lowest:8.2g}: {y.isnan().sum():5} NaN")
+# Where the lines touch the roof, the kernel moves the bytes of the floor and
+# waits for nothing else. Two lengths stand lower. Rows of 197 begin at any
+# address, so each element is loaded by an instruction of its own:
+# ``unaligned_rows.py`` is about that. A row of 10000 gets a block of 16384.
+# Its program takes the registers of the longest row, and loads three fifths of
+# that row's bytes.
 
 # %%
-# After the first block ``larger`` is still ``-inf``, and ``m - larger`` is
-# ``-inf - -inf``, which is NaN, for good. From the lowest finite number, every
-# difference is a number or ``-inf``. A row of only ``-inf`` is NaN, by 0 / 0.
-#
 # Go further
 # ----------
 #
-# The backward op has no backward. What would its two gradients be for an
-# incoming ``v``, and which op computes one of them?
+# 1. ``log_softmax`` is :math:`x_n - m - \log \sum_k e^{x_k - m}`. Which lines
+#    of the two kernels change?
+# 2. The backward op has no backward. What would its two gradients be for an
+#    incoming ``v``, and which op of this page computes one of them?
 #
-# Next is ``rms_norm.py``. To read on: the online softmax's `paper
-# <https://arxiv.org/abs/1805.02867>`_.
+# To read on:
+#
+# * ``softmax_long.py`` is for rows that do not fit, a vocabulary's for
+#   instance.
+# * Triton's tutorial on softmax, with persistent programs:
+#   https://triton-lang.org/main/getting-started/tutorials/02-fused-softmax.html
 
 # %%
 # Answers
 # -------
 #
-# For :math:`g` it is :math:`y\,(v - \sum v\,y)`, the op itself for ``v``
-# and ``y``. For :math:`y` it is :math:`v\,(g - \sum g\,y) - g \sum v\,y`.
+# **1.** The forward stores ``x - m - tl.log(s)``, where ``m`` is the maximum
+# and ``s`` the sum of exponentials. The gradient is :math:`g_n - e^{y_n} \sum_k
+# g_k`. So the backward sums ``g`` alone, and takes the exponential of ``y``.
+#
+# **2.** For :math:`g` it is :math:`y\,(v - \sum v\,y)`, the backward op itself,
+# of ``v`` and ``y``. For :math:`y` it is :math:`v\,(g - \sum g\,y) - g \sum
+# v\,y`.

@@ -6,11 +6,13 @@ another process imports the recipes, as on an H100 that compiles for it and runs
 
 import importlib
 import multiprocessing
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -44,8 +46,8 @@ def h100() -> Iterator[Ask]:
             yield ask
 
 
-def ptx(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> str:
-    """Return a kernel's PTX.
+def compiled(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> Any:
+    """Return what the compiler makes of a kernel.
 
     Args:
         kernel: one of that process.
@@ -59,7 +61,25 @@ def ptx(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> str:
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr")}
     source = triton.compiler.ASTSource(kernel, types | dict.fromkeys(known, "constexpr"), known, aligned)
     target = triton.runtime.driver.active.get_current_target()
-    return triton.compile(source, target=target, options={"num_warps": num_warps}).asm["ptx"]
+    return triton.compile(source, target=target, options={"num_warps": num_warps})
+
+
+def ptx(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> str:
+    """Return a kernel's PTX; the arguments are those of `compiled`."""
+    return compiled(kernel, dtype, num_warps, **known).asm["ptx"]
+
+
+def stack(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> int:
+    """Return the bytes of a thread's stack, where registers are spilled; the arguments are those of `compiled`."""
+    import triton
+
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled(kernel, dtype, num_warps, **known).asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"STACK:(\d+)", usage)
+    return int(found)
 
 
 def graphs(op: Callable[..., Any], *inputs: torch.Tensor) -> list[list[str]]:
