@@ -1,12 +1,11 @@
 """The form of a recipe: what a script's text tells of it. `docs/contributing.md` says what the form is for."""
 
 import ast
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from triton_gallery.recipes.declaration import OfOp, declaration
-from triton_gallery.recipes.op import op_of, statements
+from triton_gallery.recipes.op import bound, op_of, statements
 
 FIRST_KERNEL, FIRST_CONSTANTS, FIRST_FIGURE = 25, 4, 150  # statements, constants, lines below the opening
 OP, OP_AND_BACKWARD = 100, 200  # statements
@@ -85,10 +84,10 @@ def _of_op(path: Path, of_op: OfOp) -> Iterator[str]:
         yield f"its op uses {sorted(op.strangers)}, which are not of its cell"
     if others := [name for name in op.names if not name.lower().lstrip("_").startswith(op.name)]:
         yield f"its op defines {others}: names begin with {op.name}"
-    if f"{op.name.upper()}_NAMESPACE" not in op.names and "torch.library" in op.code:
+    if "torch.library" in op.code and op.of("") == op:
         yield "its op has no constant for its namespace"
     if of_op.backward and "float64" not in of_op.dtypes:
         yield "its op has a backward and does not take float64"
-    after = path.read_text().partition(op.cell.strip())[2].lstrip("\n")
-    if after and not re.match(r"# %%\n# [^\n]+\n# -+\n", after):
-        yield "something else stands between its op and the next heading"
+    named = [name for name in bound(ast.parse(path.read_text()).body) if name.startswith(f"_{op.name}_")]
+    if outside := sorted({*named} - {*op.names}):
+        yield f"it defines {outside} outside of its op"

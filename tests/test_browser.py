@@ -3,6 +3,8 @@
 import functools
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -174,3 +176,29 @@ def test_performance_table_sorts_and_filters(page: Page, address: str) -> None:
     count = works.count()
     page.get_by_label("Filter the table").last.fill("softmax, backward")
     assert 0 < works.locator("visible=true").count() < count
+
+
+TAKEN = """
+import torch
+from taken_op import softmax
+
+x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+torch.testing.assert_close(softmax(x), torch.softmax(x, -1))
+assert torch.autograd.gradcheck(softmax, x)
+"""
+
+
+def test_copied_op_runs_in_an_empty_file(page: Page, address: str, tmp_path: Path) -> None:
+    """As does the one that is downloaded: it is the same."""
+    page.goto(f"{address}recipes/fusion/softmax.html")
+    page.get_by_role("button", name="Copy the op").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Take the op: softmax_op.py").click()
+    assert Path(download.value.path()).read_text() == copied
+    (tmp_path / "taken_op.py").write_text(copied)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", TAKEN]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

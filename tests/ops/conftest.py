@@ -83,7 +83,7 @@ def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     def load(path: str) -> ModuleType:
         op = op_of(gallery.resolve() / path)
         assert op is not None, f"{path} hands over no op"
-        return import_code(op.code, tmp_path_factory.mktemp("taken") / f"{op.name}_op.py")
+        return import_code(op.of("taken").code, tmp_path_factory.mktemp("taken") / f"{op.name}_op.py")
 
     return load
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 

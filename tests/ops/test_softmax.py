@@ -15,7 +15,7 @@ from compiled import Ask, ptx, stack
 from guard import Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import FLOATS, Layout, layouts, sizes
+from inputs import DEVICE, FLOATS, Layout, layouts, sizes
 from tolerance import assert_within
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
@@ -23,6 +23,12 @@ needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the recorded run shows it")
 
 LEADS = st.sampled_from([(), (1,), (0,), (5,), (2, 3), (3, 1, 2)])
+
+
+@pytest.fixture(scope="module")
+def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the op as whoever takes it imports it."""
+    return load_op("fusion/softmax.py")
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +42,9 @@ def longest(dtype: torch.dtype) -> int:
     return 64 * 1024 // max(4, dtype.itemsize)
 
 
-def assert_close(recipe: ModuleType, out: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
+def assert_close(taken: ModuleType, out: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
     """Assert that a result is as good as its accumulator and its dtype."""
-    assert out.device.type == recipe.DEVICE.type
+    assert out.device.type == DEVICE.type
     assert out.shape == expected.shape
     assert out.is_contiguous()
     # The exponent is less than 16 and is rounded, which is a relative error of 16 roundings in an exponential and in
@@ -50,45 +56,45 @@ def assert_close(recipe: ModuleType, out: torch.Tensor, expected: torch.Tensor, 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @settings(max_examples=12)
 @given(lead=LEADS, N=sizes(1024, 4500), of_x=layouts())
-def test_value(recipe: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_x: Layout) -> None:
+def test_value(taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_x: Layout) -> None:
     """The value is right for any length and layout, and its dtype is that of the argument."""
-    x = of_x.make((*lead, N), dtype, recipe.DEVICE)
-    out = guarded(recipe.softmax, x)
-    assert torch.equal(recipe.softmax(x), out)
+    x = of_x.make((*lead, N), dtype, DEVICE)
+    out = guarded(taken.softmax, x)
+    assert torch.equal(taken.softmax(x), out)
     assert out.dtype == dtype
     expected = torch.softmax(x.double(), -1)
-    assert_close(recipe, out, expected, expected)
+    assert_close(taken, out, expected, expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @settings(max_examples=12)
 @given(lead=LEADS, N=sizes(1024, 4500), of_grad=layouts(), of_y=layouts())
 def test_gradient(
-    recipe: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_grad: Layout, of_y: Layout
+    taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_grad: Layout, of_y: Layout
 ) -> None:
     """The backward op is right for any gradient and any y, in any layout."""
-    grad = of_grad.make((*lead, N), dtype, recipe.DEVICE)
-    y = torch.softmax(of_y.make((*lead, N), dtype, recipe.DEVICE).double(), -1).to(dtype)
+    grad = of_grad.make((*lead, N), dtype, DEVICE)
+    y = torch.softmax(of_y.make((*lead, N), dtype, DEVICE).double(), -1).to(dtype)
     y = y.T.contiguous().T if of_y.name == "transposed" and y.ndim == 2 else y
-    out = guarded(recipe.softmax_backward, grad, y)
-    assert torch.equal(recipe.softmax_backward(grad, y), out)
+    out = guarded(taken.softmax_backward, grad, y)
+    assert torch.equal(taken.softmax_backward(grad, y), out)
     assert out.dtype == dtype
     grad, y = grad.double(), y.double()
     expected = y * (grad - (grad * y).sum(-1, keepdim=True))
-    assert_close(recipe, out, expected, y * (grad.abs() + (grad * y).abs().sum(-1, keepdim=True)))
+    assert_close(taken, out, expected, y * (grad.abs() + (grad * y).abs().sum(-1, keepdim=True)))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @settings(max_examples=8)
 @given(lead=LEADS, N=sizes(64, 300), of_x=layouts(), of_grad=layouts())
 def test_autograd(
-    recipe: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_x: Layout, of_grad: Layout
+    taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_x: Layout, of_grad: Layout
 ) -> None:
     """Through autograd a gradient is that of float64, but for the rounding of what the forward saves."""
-    x = of_x.make((*lead, N), dtype, recipe.DEVICE)
-    grad = of_grad.make((*lead, N), dtype, recipe.DEVICE)
+    x = of_x.make((*lead, N), dtype, DEVICE)
+    grad = of_grad.make((*lead, N), dtype, DEVICE)
     wide = x.double().clone().requires_grad_()
-    (out,) = torch.autograd.grad(recipe.softmax(x.requires_grad_()), x, grad)
+    (out,) = torch.autograd.grad(taken.softmax(x.requires_grad_()), x, grad)
     y = torch.softmax(wide, -1)
     (expected,) = torch.autograd.grad(y, wide, grad.double())
     unit = torch.finfo(dtype).eps if dtype.itemsize == 2 else 2**-18
@@ -103,38 +109,38 @@ LENGTHS = [*(2**k for k in range(15)), 3, 100, 1000, 2049, 3000, 4097, 8191]
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("N", LENGTHS)
-def test_every_length(recipe: ModuleType, dtype: torch.dtype, N: int) -> None:
+def test_every_length(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
     """Rows of all lengths, more of them than a tile has, with a gap between them."""
     if longest(dtype) < N:
         pytest.skip("a longer row than the op takes")
     rows = 3 if N > 1024 else 2048 // N + 1
-    x, grad = (Layout("contiguous", k).make((rows, N + 8), dtype, recipe.DEVICE)[:, 8:] for k in range(2))
-    y = guarded(recipe.softmax, x)
+    x, grad = (Layout("contiguous", k).make((rows, N + 8), dtype, DEVICE)[:, 8:] for k in range(2))
+    y = guarded(taken.softmax, x)
     expected = torch.softmax(x.double(), -1)
-    assert_close(recipe, y, expected, expected)
+    assert_close(taken, y, expected, expected)
     wide = grad.double()
-    out, y = guarded(recipe.softmax_backward, grad, y), y.double()
+    out, y = guarded(taken.softmax_backward, grad, y), y.double()
     expected = y * (wide - (wide * y).sum(-1, keepdim=True))
-    assert_close(recipe, out, expected, y * (wide.abs() + (wide * y).abs().sum(-1, keepdim=True)))
+    assert_close(taken, out, expected, y * (wide.abs() + (wide * y).abs().sum(-1, keepdim=True)))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @settings(max_examples=8)
 @given(M=st.integers(1, 5), N=sizes(64, 300), seed=st.integers(0, 2**31))
-def test_padded_rows(recipe: ModuleType, dtype: torch.dtype, M: int, N: int, seed: int) -> None:
+def test_padded_rows(taken: ModuleType, dtype: torch.dtype, M: int, N: int, seed: int) -> None:
     """Rows of any length that begin at multiples of 16 bytes: what pads them is no part of them."""
-    x = Layout("contiguous", seed).make((M, N + 32 - N % 16), dtype, recipe.DEVICE)[:, :N]
+    x = Layout("contiguous", seed).make((M, N + 32 - N % 16), dtype, DEVICE)[:, :N]
     expected = torch.softmax(x.double(), -1)
-    assert_close(recipe, guarded(recipe.softmax, x), expected, expected)
+    assert_close(taken, guarded(taken.softmax, x), expected, expected)
 
 
-def test_plans(recipe: ModuleType) -> None:
+def test_plans(taken: ModuleType) -> None:
     """The launcher asks for what the page says: whole rows, tiles of 8 KB, and so many bytes to a thread."""
     for dtype in FLOATS:
         wide = max(4, dtype.itemsize)
         for N in (*range(1, longest(dtype), 61), longest(dtype)):
-            for thread, most in ((recipe.SOFTMAX_THREAD, 32), (recipe.SOFTMAX_THREAD_BACKWARD, 8)):
-                plan = recipe._softmax_plan(N, 3 * N, dtype, thread)
+            for thread, most in ((taken.SOFTMAX_THREAD, 32), (taken.SOFTMAX_THREAD_BACKWARD, 8)):
+                plan = taken._softmax_plan(N, 3 * N, dtype, thread)
                 assert plan["BLOCK_N"] // 2 < N <= plan["BLOCK_N"]
                 tile = plan["BLOCK_M"] * plan["BLOCK_N"] * wide
                 assert tile == max(8 * 1024, plan["BLOCK_N"] * wide)
@@ -142,8 +148,8 @@ def test_plans(recipe: ModuleType) -> None:
                 assert N % plan["VEC"] == 0
                 assert plan["VEC"] * dtype.itemsize <= 16
     for N, stride, vec in ((1000, 1000, 8), (1000, 1004, 4), (1000, 1001, 1), (1001, 1000, 1), (1000, 0, 8)):
-        assert recipe._softmax_plan(N, stride, torch.bfloat16, 64)["VEC"] == vec
-    assert recipe._softmax_plan(1000, 1000, torch.float32, 64)["VEC"] == 4
+        assert taken._softmax_plan(N, stride, torch.bfloat16, 64)["VEC"] == vec
+    assert taken._softmax_plan(1000, 1000, torch.float32, 64)["VEC"] == 4
 
 
 def test_steps_of_the_ladder(recipe: ModuleType) -> None:
@@ -165,25 +171,25 @@ def test_steps_of_the_ladder(recipe: ModuleType) -> None:
     assert [recipe.statements(kernel) for kernel in kernels] == [8, 12, 11]
 
 
-def test_guards_reach_into_the_op(recipe: ModuleType) -> None:
+def test_guards_reach_into_the_op(taken: ModuleType) -> None:
     """What the op allocates lies between guards in the tests above."""
-    x = torch.ones(5, device=recipe.DEVICE)
+    x = torch.ones(5, device=DEVICE)
     with Guard() as guard:
-        outputs = recipe.softmax(x), recipe.softmax_backward(x, x)
+        outputs = taken.softmax(x), taken.softmax_backward(x, x)
     guards = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
     assert {out.untyped_storage().data_ptr() for out in outputs} <= guards
 
 
-def test_gradcheck(recipe: ModuleType) -> None:
+def test_gradcheck(taken: ModuleType) -> None:
     """Differences agree with the gradient."""
-    x = Layout("contiguous", 0).make((2, 5), torch.float64, recipe.DEVICE).requires_grad_()
-    assert torch.autograd.gradcheck(recipe.softmax, x)
+    x = Layout("contiguous", 0).make((2, 5), torch.float64, DEVICE).requires_grad_()
+    assert torch.autograd.gradcheck(taken.softmax, x)
 
 
-def test_gradient_has_no_gradient(recipe: ModuleType) -> None:
+def test_gradient_has_no_gradient(taken: ModuleType) -> None:
     """A second derivative is refused, not zero; and the second answer has the right formula for it."""
-    x = Layout("contiguous", 0).make((3, 7), torch.float64, recipe.DEVICE).requires_grad_()
-    (d,) = torch.autograd.grad(recipe.softmax(x).square().sum(), x, create_graph=True)
+    x = Layout("contiguous", 0).make((3, 7), torch.float64, DEVICE).requires_grad_()
+    (d,) = torch.autograd.grad(taken.softmax(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         d.sum().backward()
     g, y, v = (t.double().requires_grad_() for t in torch.rand(3, 4, 9))
@@ -202,33 +208,33 @@ def test_gradient_of_log_softmax() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_special_values(recipe: ModuleType, dtype: torch.dtype) -> None:
+def test_special_values(taken: ModuleType, dtype: torch.dtype) -> None:
     """NaN, infinities and the lowest and highest numbers do what they do in PyTorch, and to no other row."""
     large, N = torch.finfo(dtype).max, 8001
-    x = torch.zeros(12, N, dtype=dtype, device=recipe.DEVICE)
+    x = torch.zeros(12, N, dtype=dtype, device=DEVICE)
     x[0, 5], x[1, N - 1], x[2, 7], x[2, 8] = torch.nan, torch.inf, torch.inf, -torch.inf
     x[3], x[4, :7000], x[5, 1:], x[6, :-1] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
     x[7], x[8, 1::2], x[9], x[10, 0] = -large, -large, large, large
     for part in (x, x[:, :5], x[:, 4000:], x[:, :1000]):
-        torch.testing.assert_close(recipe.softmax(part), torch.softmax(part, -1), equal_nan=True)
+        torch.testing.assert_close(taken.softmax(part), torch.softmax(part, -1), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_wide_accumulator(recipe: ModuleType, dtype: torch.dtype) -> None:
+def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     """A sum of many ones is not the 2048 or 256 at which half precision stands still."""
-    x = torch.zeros(2, 5000, dtype=dtype, device=recipe.DEVICE)
+    x = torch.zeros(2, 5000, dtype=dtype, device=DEVICE)
     expected = torch.full_like(x, 1 / 5000)
     rtol = torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-6
-    torch.testing.assert_close(recipe.softmax(x), expected, rtol=rtol, atol=6e-8)
+    torch.testing.assert_close(taken.softmax(x), expected, rtol=rtol, atol=6e-8)
     y = torch.full_like(x, 1 / 4096)
     expected = y.double() * (1 - 5000 / 4096)
-    torch.testing.assert_close(recipe.softmax_backward(x + 1, y), expected.to(dtype), rtol=rtol, atol=6e-8)
+    torch.testing.assert_close(taken.softmax_backward(x + 1, y), expected.to(dtype), rtol=rtol, atol=6e-8)
 
 
-def test_refuses(recipe: ModuleType) -> None:
+def test_refuses(taken: ModuleType) -> None:
     """What the ops do not take, they name."""
-    x = torch.ones(2, 3, device=recipe.DEVICE)
-    for op in (recipe.softmax, lambda x: recipe.softmax_backward(x, x)):
+    x = torch.ones(2, 3, device=DEVICE)
+    for op in (taken.softmax, lambda x: taken.softmax_backward(x, x)):
         with pytest.raises(TypeError, match=r"^softmax takes a float tensor, not torch\.int32"):
             op(x.int())
         for dtype in FLOATS:
@@ -237,46 +243,46 @@ def test_refuses(recipe: ModuleType) -> None:
             with pytest.raises(ValueError, match=rf"^softmax takes .* {most} .*{dtype}, not {most + 1}: softmax_long"):
                 op(row.expand(most + 1))
     with pytest.raises(ValueError, match=r"^softmax_backward takes .*, not .*\(3,\).* for .*\(2, 3\)"):
-        recipe.softmax_backward(x[0], x)
+        taken.softmax_backward(x[0], x)
     with pytest.raises(ValueError, match=r"torch\.float64.*torch\.float32"):
-        recipe.softmax_backward(x.double(), x)
+        taken.softmax_backward(x.double(), x)
 
 
 @pytest.mark.needs_gpu_memory(15)
-def test_beyond_int32(recipe: ModuleType) -> None:
+def test_beyond_int32(taken: ModuleType) -> None:
     """More than 2**31 elements: the last row is right."""
     rows, N = 2**17 + 1, 2**14
-    x = torch.zeros(rows, N, dtype=torch.bfloat16, device=recipe.DEVICE)
+    x = torch.zeros(rows, N, dtype=torch.bfloat16, device=DEVICE)
     x[-1, ::2] = 1
-    y = recipe.softmax(x)
+    y = taken.softmax(x)
     torch.testing.assert_close(y[-1], torch.softmax(x[-1], -1))
     assert (y[:-1] == y[0, 0]).all()
-    d = recipe.softmax_backward(x, y)
-    torch.testing.assert_close(d[-1], recipe.softmax_backward(x[-1].clone(), y[-1].clone()))
+    d = taken.softmax_backward(x, y)
+    torch.testing.assert_close(d[-1], taken.softmax_backward(x[-1].clone(), y[-1].clone()))
     assert not d[:-1].any()
     del d, y
     view = x[:, : N // 2 - 3]
-    torch.testing.assert_close(recipe.softmax(view)[-1], torch.softmax(view[-1], -1))
+    torch.testing.assert_close(taken.softmax(view)[-1], torch.softmax(view[-1], -1))
 
 
 @needs_a_gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("N", [5, 8000])
-def test_opcheck(recipe: ModuleType, dtype: torch.dtype, N: int) -> None:
+def test_opcheck(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
     """Both ops pass the whole of opcheck."""
-    x, grad = (torch.randn(7, N, device=recipe.DEVICE).to(dtype) for _ in range(2))
-    for op, inputs in ((recipe.softmax, (x.requires_grad_(),)), (recipe.softmax_backward, (grad, grad))):
+    x, grad = (torch.randn(7, N, device=DEVICE).to(dtype) for _ in range(2))
+    for op, inputs in ((taken.softmax, (x.requires_grad_(),)), (taken.softmax_backward, (grad, grad))):
         assert set(torch.library.opcheck(op, inputs).values()) == {"SUCCESS"}
 
 
 @needs_a_gpu
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(recipe: ModuleType, dynamic: bool) -> None:
+def test_compiled(taken: ModuleType, dynamic: bool) -> None:
     """torch.compile takes the op, its gradient, and other sizes."""
     torch.compiler.reset()
-    compiled = torch.compile(lambda x: recipe.softmax(x * 2), fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(lambda x: taken.softmax(x * 2), fullgraph=True, dynamic=dynamic)
     for shape in ((4, 100), (6, 100), (2, 16_000)):
-        x = torch.randn(shape, device=recipe.DEVICE, requires_grad=True)
+        x = torch.randn(shape, device=DEVICE, requires_grad=True)
         y, expected = compiled(x), torch.softmax(x * 2, -1)
         torch.testing.assert_close(y, expected)
         for a, b in zip(*(torch.autograd.grad(t.square().sum(), x) for t in (y, expected)), strict=True):
@@ -284,10 +290,10 @@ def test_compiled(recipe: ModuleType, dynamic: bool) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(recipe: ModuleType) -> None:
+def test_other_gpu(taken: ModuleType) -> None:
     """The op runs where its input is, whichever GPU is the current one."""
     x = torch.randn(5, 100, device="cuda:1", requires_grad=True)
-    y = recipe.softmax(x)
+    y = taken.softmax(x)
     torch.testing.assert_close(y, torch.softmax(x, -1))
     (d,) = torch.autograd.grad(y, x, torch.ones_like(y))
     torch.testing.assert_close(d, torch.zeros_like(d))
@@ -307,30 +313,30 @@ def test_traffic(recipe: ModuleType, capsys: pytest.CaptureFixture[str]) -> None
 NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
-def launches(recipe: ModuleType, N: int, dtype: torch.dtype) -> list[tuple[object, dict[str, object]]]:
+def launches(taken: ModuleType, N: int, dtype: torch.dtype) -> list[tuple[object, dict[str, object]]]:
     """Return both kernels, each with what is known of its arguments at a launch."""
     of = NAMES[str(dtype).removeprefix("torch.")]
-    kernels = recipe._softmax_kernel, recipe._softmax_backward_kernel
-    threads = recipe.SOFTMAX_THREAD, recipe.SOFTMAX_THREAD_BACKWARD
-    plans = [recipe._softmax_plan(N, N, dtype, thread) for thread in threads]
+    kernels = taken._softmax_kernel, taken._softmax_backward_kernel
+    threads = taken.SOFTMAX_THREAD, taken.SOFTMAX_THREAD_BACKWARD
+    plans = [taken._softmax_plan(N, N, dtype, thread) for thread in threads]
     return [(kernel, {"dtype": of, **plan}) for kernel, plan in zip(kernels, plans, strict=True)]
 
 
-def codes(recipe: ModuleType) -> dict[int, list[set[str]]]:
+def codes(taken: ModuleType) -> dict[int, list[set[str]]]:
     """Return, for rows of some lengths, how wide the loads and stores of both kernels are."""
     return {
         N: [
             set(re.findall(r"(?:ld|st)\.global\S*?\.(v\d\.b32|b16|b32)\s", ptx(kernel, **known)))
-            for kernel, known in launches(recipe, N, torch.bfloat16)
+            for kernel, known in launches(taken, N, torch.bfloat16)
         ]
         for N in (64, 1000, 1004, 1001, 16384, 16383)
     }
 
 
-def spills(recipe: ModuleType) -> dict[str, list[int]]:
+def spills(taken: ModuleType) -> dict[str, list[int]]:
     """Return the bytes that threads spill, for tiles of all sizes, aligned and odd."""
     return {
-        f"{dtype} {N}": [stack(kernel, **known) for kernel, known in launches(recipe, N, dtype)]
+        f"{dtype} {N}": [stack(kernel, **known) for kernel, known in launches(taken, N, dtype)]
         for dtype in (torch.bfloat16, torch.float32, torch.float64)
         for most in (64, 2048, 4096, 8192, 16384)
         for N in (most, most - 1)
@@ -338,9 +344,9 @@ def spills(recipe: ModuleType) -> dict[str, list[int]]:
     }
 
 
-def exponentials(recipe: ModuleType) -> list[int]:
+def exponentials(taken: ModuleType) -> list[int]:
     """Return how many exponentials in single precision there are in float64."""
-    return [ptx(kernel, **known).count("ex2") for kernel, known in launches(recipe, 1000, torch.float64)]
+    return [ptx(kernel, **known).count("ex2") for kernel, known in launches(taken, 1000, torch.float64)]
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:

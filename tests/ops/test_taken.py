@@ -27,7 +27,7 @@ def ops(gallery: Path) -> dict[str, Op]:
 def together(ops: dict[str, Op], tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """Return a module of all of them."""
     imports = dict.fromkeys(line for op in ops.values() for line in op.imports)
-    code = "\n".join([*imports, *(op.cell for op in ops.values())])
+    code = "\n".join([*imports, *(op.of("together").cell for op in ops.values())])
     return import_code(code, tmp_path_factory.mktemp("taken") / "all_ops.py")
 
 

@@ -4,7 +4,7 @@ import ast
 import builtins
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 from triton_gallery.recipes.declaration import declaration
 
+NAMESPACE = "triton_gallery"  # of the ops on the pages
 HEADING = re.compile(r"(?m)^The op\n-+$")
 
 
@@ -36,10 +37,15 @@ class Op:
         """The imports and the cell: all of a module but what is said of it."""
         return "\n".join([*self.imports, "", self.cell])
 
+    def of(self, namespace: str) -> "Op":
+        """Return the op as someone takes it who sets its namespace, as the constant for it is there for."""
+        ours, theirs = (f'{self.name.upper()}_NAMESPACE = "{name}"' for name in (NAMESPACE, namespace))
+        return replace(self, cell=self.cell.replace(ours, theirs))
+
     @property
     def names(self) -> list[str]:
         """What the cell defines at its top level, in order."""
-        return list(_bound(ast.parse(self.cell).body))
+        return list(bound(ast.parse(self.cell).body))
 
     @property
     def strangers(self) -> set[str]:
@@ -48,7 +54,7 @@ class Op:
         stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
         caught = {node.name for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)}
-        known = {*_bound(ast.walk(tree)), *stored, *arguments, *caught, *dir(builtins)}
+        known = {*bound(ast.walk(tree)), *stored, *arguments, *caught, *dir(builtins)}
         return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - known
 
 
@@ -87,7 +93,7 @@ def _imports(tree: ast.Module, used: set[str]) -> Iterator[str]:
                 yield ast.unparse(type(node)(**{**dict(ast.iter_fields(node)), "names": kept}))
 
 
-def _bound(nodes: Iterable[ast.AST]) -> Iterator[str]:
+def bound(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the names that statements bind, but for those within functions and classes."""
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
