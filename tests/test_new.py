@@ -22,6 +22,7 @@ COPIED = [
     "gallery/GALLERY_HEADER.rst",
     "conf.py",
     "pyproject.toml",
+    "LICENSE",
 ]
 COPIED += [f"gallery/first_steps/{name}" for name in ("GALLERY_HEADER.rst", "vector_add.py")]
 COPIED += ["docs/glossary.md", "docs/_static"]

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import tomllib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from project import ROOT
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.recipes.declaration import BLOCK, declaration
 from triton_gallery.recipes.needs import ORDINARY, missing, packages
 from triton_gallery.recipes.new import TEMPLATES
 from triton_gallery.records.pages import Run
@@ -164,11 +164,11 @@ def test_notebook_keeps_what_is_drawn(recipe: Recipe, site: Path) -> None:
 
 @each_recipe
 def test_dependencies_are_named(recipe: Recipe) -> None:
-    block = re.match(r"# /// script\n((?:# .*\n)+)# ///\n", recipe.path.read_text())
-    assert block, "no PEP 723 block at the top"
-    metadata = tomllib.loads("".join(line[2:] for line in block[1].splitlines(keepends=True)))
-    assert metadata["requires-python"] == ">=3.11"
-    assert {re.match(r"\w+", entry)[0] for entry in metadata["dependencies"]} >= {"torch", "triton"}
+    source = recipe.path.read_text()
+    assert BLOCK.match(source), "no PEP 723 block at the top"
+    declared = declaration(recipe.path, source)
+    assert str(declared.pythons) == ">=3.11"
+    assert {package.name for package in declared.packages} >= {"torch", "triton"}
 
 
 def test_recipes_time_alike() -> None:
