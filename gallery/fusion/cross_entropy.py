@@ -94,7 +94,7 @@ def targets(M, N, ignored=0.1):
 # The kernel
 # ----------
 #
-# A program has a row. The first pass is the online softmax of ``softmax.py``:
+# A program has a row. The first pass is ``softmax_long.py``'s online softmax:
 # columns keep a maximum ``m`` and a sum ``s`` each, combined at the end. The
 # second goes from the end of the row to its start, and stores
 #

@@ -523,8 +523,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # is left. Forward they move three for two. The second reading comes from memory
 # as well, since what is under way, with what is written, does not stay in L2.
 # PyTorch and ``torch.compile`` read them twice, too; the latter is slightly
-# ahead. ``softmax.py`` has what keeps rows in L2: persistent programs, eviction
-# policies, and a second pass from the end.
+# ahead. ``softmax_long.py`` has what keeps rows in L2: persistent programs, and
+# a second pass from the end.
 #
 # Go further
 # ----------

@@ -1,0 +1,926 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
+# ///
+r"""
+Softmax of long rows
+====================
+
+A language model's row of logits has a hundred thousand numbers or more, too
+many for the registers of one program. The *online* softmax gets the maximum and
+the sum in one pass over the row. A second pass writes the result, and a cache
+can serve it.
+
+After this page you can
+
+* find a row's maximum and its sum of exponentials in a single pass;
+* keep reductions, which make threads wait, out of a loop;
+* choose how many rows are under way, so that their second pass finds them in
+  the L2 cache;
+* avoid the ``-inf`` that fills a row with NaN.
+"""
+
+# sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
+import ast
+import functools
+import inspect
+import math
+import os
+import time
+import warnings
+from functools import partial
+
+import pandas as pd
+import torch
+from torch.library import triton_op, wrap_triton
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# The sum needs the maximum of the whole row. But it may start with the maximum
+# so far, and be corrected whenever that grows from :math:`m` to :math:`m'`:
+#
+# .. math:: s' = s\,e^{m - m'} + \sum_{k \in \text{block}} e^{x_k - m'}
+#
+# Then the row can come in blocks. This function counts how often:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+LOWEST = torch.finfo(torch.float32).min
+
+
+def softmax_blocks(x, size):
+    """Return the softmax of a float32 matrix, and the bytes that it read."""
+    m = torch.full_like(x[:, :1], LOWEST)
+    s, read, blocks = torch.zeros_like(m), 0, x.split(size, dim=1)
+    for block in blocks:
+        larger = torch.maximum(m, block.amax(1, keepdim=True))
+        s = s * (m - larger).exp() + (block - larger).exp().sum(1, keepdim=True)
+        m, read = larger, read + block.nbytes
+    y = [(block - m).exp() / s for block in blocks]
+    return torch.cat(y, dim=1), read + sum(block.nbytes for block in blocks)
+
+
+if __name__ == "__main__":
+    x = torch.randn(3, 20_000, generator=generator, device=DEVICE)
+    y, read = softmax_blocks(x, 4096)
+    torch.testing.assert_close(y, torch.softmax(x, -1))
+    print(f"x is read {read / x.nbytes:.0f} times, y is written once")
+
+# %%
+# The floor is one read and one write. The second read is one too many, unless a
+# cache has the row. That is what this page is about.
+
+# %%
+# The first kernel
+# ----------------
+#
+# A program takes a row, and goes over it twice:
+#
+# .. code-block:: text
+#
+#     the row       +---------+---------+---------+------+
+#     1st pass      | block 0 | block 1 | block 2 | mask |   m, s: numbers
+#                   +---------+---------+---------+------+
+#     2nd pass      | block 0 | block 1 | block 2 | mask |   y is stored
+#                   +---------+---------+---------+------+
+#
+# ``m`` starts at the lowest finite number: see "Break it".
+
+
+@triton.jit
+def online_kernel(
+    x_ptr,
+    y_ptr,
+    N,
+    LOWEST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # In int32 the product would overflow behind element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64) * N
+    m = tl.full((), LOWEST, dtype=tl.float32)
+    s = tl.zeros((), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        x = tl.load(x_ptr + row + offs, mask=offs < N, other=-float("inf"))
+        x = x.to(tl.float32)  # (BLOCK_N,)
+        larger = tl.maximum(m, tl.max(x, axis=0))
+        # What is in s was added while the maximum was m.
+        s = s * tl.exp(m - larger) + tl.sum(tl.exp(x - larger), axis=0)
+        m = larger
+    for start in range(0, N, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        x = tl.load(x_ptr + row + offs, mask=offs < N)
+        y = tl.exp(x.to(tl.float32) - m) / s  # (BLOCK_N,)
+        tl.store(y_ptr + row + offs, y, mask=offs < N)
+
+
+def online(x, y, num_warps=8):
+    """Store the softmax of each row of x in y, both contiguous matrices."""
+    known = {"LOWEST": LOWEST, "BLOCK_N": 512 * num_warps}
+    launch = online_kernel[(len(x),)]
+    return launch(x, y, x.shape[1], **known, num_warps=num_warps)
+
+
+def softmax_online(x):
+    online(x, y := torch.empty_like(x))
+    return y
+
+
+# %%
+# Is it right?
+# ------------
+#
+# Beside float64. ``x - m``, above -20 here, is rounded to 24 bits. So an
+# exponential is off by a relative :math:`20 \cdot 2^{-24}`, and so is the sum.
+# Each of five corrections adds a rounding or two. We allow 5e-6.
+
+if __name__ == "__main__":
+    x = torch.randn(3, 20_000, generator=generator, device=DEVICE)
+    expected = torch.softmax(x.double(), -1)
+    y, rtol = softmax_online(x).double(), 5e-6
+    error = ((y - expected) / expected).abs().max().item()
+    print(f"largest relative error {error:.1e}, allowed {rtol:.1e}")
+    torch.testing.assert_close(y, expected, rtol=rtol, atol=0)
+
+# %%
+# How fast?
+# ---------
+#
+# In bfloat16, half a gigabyte each, beside PyTorch and a copy, the roof. The
+# rate counts the floor.
+
+ELEMENTS = 2**28
+
+
+def random(N):
+    """Return a matrix with rows of N, and as many rows as make ELEMENTS."""
+    kind = {"device": DEVICE, "dtype": torch.bfloat16}
+    return torch.randn(ELEMENTS // N, N, generator=generator, **kind)
+
+
+def contestants(function):
+    """Return what is measured on a matrix, by name."""
+    torch.compiler.reset()  # past eight lengths it would raise
+    eager = partial(torch.softmax, dim=-1)
+    fast = torch.compile(lambda x: eager(x), dynamic=False, fullgraph=True)
+    return {"Triton": function, "PyTorch": eager, "torch.compile": fast}
+
+
+def calls(function, N):
+    x = random(N)
+    out = torch.empty_like(x)
+    ops = contestants(function).items()
+    found = {name: partial(op, x) for name, op in ops}
+    return found | {"Roof": partial(out.copy_, x)}
+
+
+def rate(found):
+    """Return GB/s, for one read and one write of ELEMENTS."""
+    return 4e-6 * ELEMENTS / found[0]
+
+
+LENGTHS = [32768, 65536, 131072]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in LENGTHS:
+        found = gpu_time(calls(softmax_online, N)).items()
+        rates = [f"{who} {rate(times):.0f}" for who, times in found]
+        print(f"N = {N:6}: {', '.join(rates)} GB/s")
+
+# %%
+# What does the loop wait for?
+# ----------------------------
+#
+# ``tl.max`` and ``tl.sum`` go across all threads of a program. Both make every
+# thread wait for the slowest, in each block. Instead, let each *column* of a
+# block keep a maximum and a sum of its own, and combine the columns once, after
+# the loop. With four elements to a column, a correction serves four:
+#
+# .. code-block:: text
+#
+#               BLOCK_N columns
+#             +-----------------+
+#             | x0  x1  x2  ... |
+#             |                 |   4 x BLOCK_N elements of a row
+#             |                 |
+#             |                 |
+#             +-----------------+
+#        m, s   *   *   *   ...     a maximum and a sum for each column
+#
+# Besides, ``tl.exp`` takes instructions for results that are too small to be
+# normal float32 numbers. ``tl.exp2`` makes these zero.
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def exponential(x):
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def columns_kernel(
+    x_ptr,
+    y_ptr,
+    N,
+    LOWEST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(axis=0).to(tl.int64) * N
+    block = tl.arange(0, 4)[:, None] * BLOCK_N  # (4, 1)
+    block += tl.arange(0, BLOCK_N)[None, :]  # (4, BLOCK_N)
+    m = tl.full((BLOCK_N,), LOWEST, dtype=tl.float32)
+    s = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for start in range(0, N, 4 * BLOCK_N):
+        offs = start + block  # (4, BLOCK_N)
+        x = tl.load(x_ptr + row + offs, mask=offs < N, other=-float("inf"))
+        x = x.to(tl.float32)  # (4, BLOCK_N)
+        larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
+        s *= exponential(m - larger)
+        s += tl.sum(exponential(x - larger[None, :]), axis=0)
+        m = larger
+    top = tl.max(m, axis=0)
+    total = tl.sum(s * exponential(m - top), axis=0)
+    for start in range(0, N, 4 * BLOCK_N):
+        offs = start + block  # (4, BLOCK_N)
+        x = tl.load(x_ptr + row + offs, mask=offs < N).to(tl.float32)
+        y = exponential(x - top) / total  # (4, BLOCK_N)
+        tl.store(y_ptr + row + offs, y, mask=offs < N)
+
+
+def columns(x, y, num_warps=8):
+    known = {"LOWEST": LOWEST, "BLOCK_N": 256 * num_warps}
+    launch = columns_kernel[(len(x),)]
+    return launch(x, y, x.shape[1], **known, num_warps=num_warps)
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    print("GB/s, at the best number of warps")
+    for N in LENGTHS:
+        x, y, line = random(N), random(N), f"N = {N:6}"
+        for step in (online, columns):
+            tried = {w: partial(step, x, y, w) for w in (4, 8, 16, 32)}
+            found = gpu_time(tried, turns=20)
+            best = min(found, key=lambda w: found[w])
+            line += (
+                f"   {step.__name__}: {rate(found[best]):.0f} ({best} warps)"
+            )
+        print(line)
+
+# %%
+# Does the second pass find its row?
+# ----------------------------------
+#
+# Between its passes a row should wait in the L2 cache. As many rows are under
+# way as programs run at a time. More programs have more loads in flight, but
+# their rows may be larger than the cache. So let the *grid* set the number:
+# these programs are *persistent*, and go on to other rows. The op starts one,
+# two, four or eight for each multiprocessor, as many as leave two fifths of the
+# cache for the results. The second pass goes from a row's end to its start, as
+# the caches saw the end last. The figures stand behind the op.
+
+# %%
+# Rows of 50257
+# -------------
+#
+# GPT-2 has 50257 tokens. An odd row begins at any address, and no thread can
+# load 16 bytes at once from an address that 16 does not divide. So the blocks
+# are a row's *body*, from its first multiple of 16 bytes to its last. What lies
+# in front and behind, less than ``2 * VEC`` elements, are its *edges*:
+#
+# .. code-block:: text
+#
+#     16 bytes
+#     |       |       |       |       |       |
+#     . . . x x x x x x x x x x x x x x x x . .
+#           edge|      body, in blocks    |edge
+#
+# ``unaligned_rows.py`` explains this step by step.
+
+# %%
+# The backward
+# ------------
+#
+# With the incoming gradient :math:`g`, the gradient of ``x`` is
+#
+# .. math:: d_n = y_n \Big(g_n - \sum_k g_k\,y_k\Big).
+#
+# The forward saves ``y``. The first pass sums products, each column its own,
+# and the second writes. Two tensors are under way, so half as many rows fit.
+
+# %%
+# The op
+# ------
+#
+# It takes rows of any length. Those that fit stay in registers, as on the page
+# ``softmax.py``, unless they are odd and long: then the body pays.
+
+SOFTMAX_LONG_NAMESPACE = "triton_gallery"
+SOFTMAX_LONG_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+SOFTMAX_LONG_LOG2_E = tl.constexpr(math.log2(math.e))
+# Rows that stay in registers: bytes at most, in the accumulator's type, and
+# elements at most, where each is loaded by itself.
+SOFTMAX_LONG_WHOLE = 64 * 1024
+SOFTMAX_LONG_SINGLE = 2048
+SOFTMAX_LONG_TILE = 8 * 1024  # bytes of short rows that share a program
+SOFTMAX_LONG_THREAD = 64  # bytes of a row for a thread
+SOFTMAX_LONG_THREAD_BACKWARD = 256
+SOFTMAX_LONG_CACHE = 0.6  # of L2, for the rows under way
+
+
+@triton.jit
+def _softmax_long_whole_kernel(
+    x_ptr,
+    y_ptr,
+    M,
+    N,
+    stride_xm,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    # In int32 a row's offset would overflow behind element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    # Rows behind the last one are the last one again.
+    offs_m = tl.minimum(offs_m, M - 1)
+    offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    mask = offs_n < N
+    x_ptrs = x_ptr + offs_m * stride_xm + offs_n  # (BLOCK_M, BLOCK_N)
+    x = tl.load(x_ptrs, mask=mask, other=-float("inf")).to(ACC)
+    e = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
+    y = e / tl.sum(e, axis=1, keep_dims=True)
+    tl.store(y_ptr + offs_m * N + offs_n, y, mask=mask)
+
+
+@triton.jit
+def _softmax_long_whole_backward_kernel(
+    g_ptr,
+    y_ptr,
+    d_ptr,
+    M,
+    N,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    N = N // VEC * VEC
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    offs_m = tl.minimum(offs_m, M - 1)
+    offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    mask = offs_n < N
+    offs = offs_m * N + offs_n  # (BLOCK_M, BLOCK_N)
+    g = tl.load(g_ptr + offs, mask=mask, other=0).to(ACC)
+    y = tl.load(y_ptr + offs, mask=mask, other=0).to(ACC)
+    d = y * (g - tl.sum(g * y, axis=1, keep_dims=True))
+    tl.store(d_ptr + offs, d, mask=mask)
+
+
+@triton.jit
+def _softmax_long_exp(x):
+    # tl.exp takes instructions for results below the normal numbers.
+    return tl.exp2(x * SOFTMAX_LONG_LOG2_E)
+
+
+@triton.jit
+def _softmax_long_divide(x_ptr, start, N, VEC: tl.constexpr):
+    """Return a row's body, its length, its edges and which there are."""
+    head = ((VEC - start % VEC) % VEC).to(tl.int32)
+    length = tl.maximum(N - head, 0) // VEC * VEC
+    # To divide and multiply again tells the compiler: a multiple of VEC.
+    body = x_ptr + (start + head) // VEC * VEC
+    edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
+    edges = x_ptr + start + tl.where(edge < head, edge, edge + length)
+    return body, length, edges, edge < N - length
+
+
+@triton.jit
+def _softmax_long_kernel(
+    x_ptr,
+    y_ptr,
+    M,
+    N,
+    stride_xm,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # From -inf on, the difference of two maxima could be NaN.
+    DOUBLE: tl.constexpr = tl.float64 == ACC
+    LOWEST: tl.constexpr = (
+        -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
+    )
+    BLOCK: tl.constexpr = 4 * BLOCK_N
+    block = tl.arange(0, 4)[:, None] * BLOCK_N  # (4, 1)
+    block += tl.arange(0, BLOCK_N)[None, :]  # (4, BLOCK_N)
+    first = tl.program_id(axis=0).to(tl.int64)
+    for row in tl.range(first, M, tl.num_programs(axis=0)):
+        x_body, end, x_edges, mask_e = _softmax_long_divide(
+            x_ptr, row * stride_xm, N, VEC
+        )
+        y_body, _, y_edges, _ = _softmax_long_divide(y_ptr, row * N, N, VEC)
+        x_e = tl.load(x_edges, mask=mask_e, other=-float("inf")).to(ACC)
+        # Each column has its own: no thread waits for another in the loop.
+        m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
+        s = tl.zeros((BLOCK_N,), dtype=ACC)
+        for start in range(0, end, BLOCK):
+            offs = start + block  # (4, BLOCK_N)
+            x = tl.load(x_body + offs, mask=offs < end, other=-float("inf"))
+            x = x.to(ACC)  # (4, BLOCK_N)
+            larger = tl.maximum(m, tl.max(x, axis=0))
+            s *= _softmax_long_exp(m - larger)
+            s += tl.sum(_softmax_long_exp(x - larger[None, :]), axis=0)
+            m = larger
+        top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
+        e = _softmax_long_exp(x_e - top)  # (2 * VEC,)
+        total = tl.sum(s * _softmax_long_exp(m - top), axis=0)
+        total += tl.sum(e, axis=0)
+        tl.store(y_edges, e / total, mask=mask_e)
+        # From the end to the start, as the caches saw the end last.
+        last = (end - 1) // BLOCK * BLOCK
+        for step in range(0, end, BLOCK):
+            offs = last - step + block  # (4, BLOCK_N)
+            x = tl.load(x_body + offs, mask=offs < end).to(ACC)
+            y = _softmax_long_exp(x - top) / total
+            tl.store(y_body + offs, y, mask=offs < end)
+
+
+@triton.jit
+def _softmax_long_backward_kernel(
+    g_ptr,
+    y_ptr,
+    d_ptr,
+    M,
+    N,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    block = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    first = tl.program_id(axis=0).to(tl.int64)
+    for row in tl.range(first, M, tl.num_programs(axis=0)):
+        g_body, end, g_edges, mask_e = _softmax_long_divide(
+            g_ptr, row * N, N, VEC
+        )
+        y_body, _, y_edges, _ = _softmax_long_divide(y_ptr, row * N, N, VEC)
+        d_body, _, d_edges, _ = _softmax_long_divide(d_ptr, row * N, N, VEC)
+        g_e = tl.load(g_edges, mask=mask_e, other=0).to(ACC)  # (2 * VEC,)
+        y_e = tl.load(y_edges, mask=mask_e, other=0).to(ACC)
+        s = tl.zeros((BLOCK_N,), dtype=ACC)
+        for start in range(0, end, BLOCK_N):
+            offs = start + block  # (BLOCK_N,)
+            g = tl.load(g_body + offs, mask=offs < end, other=0).to(ACC)
+            y = tl.load(y_body + offs, mask=offs < end, other=0).to(ACC)
+            s += g * y
+        total = tl.sum(s, axis=0) + tl.sum(g_e * y_e, axis=0)
+        tl.store(d_edges, y_e * (g_e - total), mask=mask_e)
+        last = (end - 1) // BLOCK_N * BLOCK_N
+        for step in range(0, end, BLOCK_N):
+            offs = last - step + block  # (BLOCK_N,)
+            g = tl.load(g_body + offs, mask=offs < end).to(ACC)
+            y = tl.load(y_body + offs, mask=offs < end).to(ACC)
+            tl.store(d_body + offs, y * (g - total), mask=offs < end)
+
+
+@functools.cache
+def _softmax_long_gpu(device):
+    """Return a GPU's number of multiprocessors and the bytes of its L2."""
+    if device.type != "cuda":
+        return 4, 2**20  # small, for the interpreter
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count, gpu.L2_cache_size
+
+
+def _softmax_long_check(x):
+    """Return the length of x's rows; raise for what the op does not take."""
+    if x.dtype not in SOFTMAX_LONG_ACC:
+        raise TypeError(f"softmax_long takes a float tensor, not {x.dtype}")
+    N = int(x.shape[-1]) if x.ndim else 1
+    if N > 2**30:
+        raise ValueError(
+            f"softmax_long takes rows of up to 2**30 elements, not {N}"
+        )
+    return N
+
+
+def _softmax_long_fits(N, stride, size, bytes_each):
+    """Return whether rows stay in registers."""
+    aligned = math.gcd(N, stride, 16 // size) * size == 16
+    few = SOFTMAX_LONG_SINGLE >= N
+    return N * bytes_each <= SOFTMAX_LONG_WHOLE and (aligned or few)
+
+
+def _softmax_long_whole_plan(x, M, N, stride, thread):
+    """Return how to launch for rows that stay in registers."""
+    size, wide = x.element_size(), max(4, x.element_size())
+    BLOCK_N = triton.next_power_of_2(N)
+    BLOCK_M = max(1, SOFTMAX_LONG_TILE // (BLOCK_N * wide))
+    return (triton.cdiv(M, BLOCK_M),), {
+        "ACC": SOFTMAX_LONG_ACC[x.dtype],
+        "VEC": math.gcd(N, stride, 16 // size),
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "num_warps": max(4, BLOCK_M * BLOCK_N * wide // (32 * thread)),
+    }
+
+
+def _softmax_long_plan(x, M, N, stride, tensors):
+    """Return how to launch for rows of so many tensors that are read twice."""
+    size = x.element_size()
+    processors, cache = _softmax_long_gpu(x.device)
+    rows = SOFTMAX_LONG_CACHE * cache / (tensors * N * size)
+    each = 1
+    while each < 8 and 2 * each * processors <= rows:
+        each *= 2
+    warps = 32 // each
+    # Rows of x and of y have to begin alike, or they have no common body.
+    alike = (N - stride) * size % 16 == 0
+    # Elements that are loaded one by one take twice the registers.
+    columns = warps * (512 if alike else 256) // size
+    return (min(M, each * processors),), {
+        "ACC": SOFTMAX_LONG_ACC[x.dtype],
+        "VEC": 16 // size if alike else 1,
+        "BLOCK_N": columns,
+        "num_warps": warps,
+    }
+
+
+@triton_op(f"{SOFTMAX_LONG_NAMESPACE}::softmax_long", mutates_args={})
+def softmax_long(x: torch.Tensor) -> torch.Tensor:
+    """Return the softmax along the last dimension, as torch.softmax(x, -1).
+
+    Takes a tensor of float16, bfloat16, float32 or float64, of any shape and
+    layout, with rows of up to 2**30 elements. The result has the shape and
+    dtype of ``x``, is contiguous, and is the same each time on one kind of GPU.
+    A row with NaN or inf, or with nothing but -inf, becomes NaN. Raises
+    TypeError for other dtypes and ValueError for longer rows. Has a gradient,
+    which has none itself. The online softmax: https://arxiv.org/abs/1805.02867
+    """
+    N = _softmax_long_check(x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if y.numel() == 0:
+        return y
+    stride = N
+    if not x.is_contiguous():
+        x = x.reshape(-1, N)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        stride = int(x.stride(0))
+    M = y.numel() // N
+    size = x.element_size()
+    if _softmax_long_fits(N, stride, size, max(4, size)):
+        kernel, thread = _softmax_long_whole_kernel, SOFTMAX_LONG_THREAD
+        grid, options = _softmax_long_whole_plan(x, M, N, stride, thread)
+    else:
+        kernel = _softmax_long_kernel
+        grid, options = _softmax_long_plan(x, M, N, stride, 1)
+    # Triton launches on the current GPU, which may not be that of x.
+    with torch.accelerator.device_index(x.device.index):
+        wrap_triton(kernel)[grid](x, y, M, N, stride, **options)
+    return y
+
+
+@triton_op(f"{SOFTMAX_LONG_NAMESPACE}::softmax_long_backward", mutates_args={})
+def softmax_long_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of x, for y = softmax_long(x) and the gradient of y.
+
+    Takes two tensors of one dtype, shape and device, of any layout, and raises
+    as ``softmax_long`` does, and ValueError for two that differ.
+    """
+    N = _softmax_long_check(y)
+    kinds = [(t.dtype, tuple(t.shape), t.device) for t in (grad, y)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            "softmax_long_backward takes a gradient of y's dtype, shape and "
+            f"device, not {kinds[0]} for {kinds[1]}"
+        )
+    grad, y = grad.contiguous(), y.contiguous()
+    d = torch.empty_like(y)
+    if d.numel() == 0:
+        return d
+    M = d.numel() // N
+    size = y.element_size()
+    # In half precision a row may be twice as long: some registers spill, which
+    # costs less than a second pass.
+    if _softmax_long_fits(N, N, size, size):
+        kernel = _softmax_long_whole_backward_kernel
+        thread = SOFTMAX_LONG_THREAD_BACKWARD
+        grid, options = _softmax_long_whole_plan(y, M, N, N, thread)
+    else:
+        kernel = _softmax_long_backward_kernel
+        grid, options = _softmax_long_plan(y, M, N, N, 2)
+    with torch.accelerator.device_index(y.device.index):
+        wrap_triton(kernel)[grid](grad, y, d, M, N, **options)
+    return d
+
+
+def _softmax_long_setup(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+def _softmax_long_gradient(ctx, grad):
+    (y,) = ctx.saved_tensors
+    return softmax_long_backward(grad, y)
+
+
+softmax_long.register_autograd(
+    _softmax_long_gradient, setup_context=_softmax_long_setup
+)
+
+# %%
+# What did each step gain? Where rows fit into registers too, the table has both
+# ways. Backward there are three matrices, so the rate counts half as many bytes
+# more. A register is *spilled* if a thread keeps it in memory.
+
+
+def statements(kernel):
+    tree = ast.parse(inspect.getsource(kernel.fn))
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
+
+
+def run(kernel, plan, kind, *tensors, **changes):
+    """Launch a kernel of the op as the op does, but for the changes."""
+    M, N = tensors[0].shape
+    grid, known = plan(tensors[0], M, N, N, kind)
+    known |= {"stride_xm": N} if len(tensors) == 2 else {}
+    launch = kernel[changes.pop("grid", grid)]
+    return launch(*tensors, M=M, N=N, **known | changes)
+
+
+WHOLE, PASSES = _softmax_long_whole_plan, _softmax_long_plan
+PARTS = {  # kernel, plan, what the plan is for, the longest row
+    "two passes": (_softmax_long_kernel, PASSES, 1, 2**30),
+    "registers": (
+        _softmax_long_whole_kernel,
+        WHOLE,
+        SOFTMAX_LONG_THREAD,
+        2**14,
+    ),
+    "backward, two passes": (_softmax_long_backward_kernel, PASSES, 2, 2**30),
+    "backward, registers": (
+        _softmax_long_whole_backward_kernel,
+        WHOLE,
+        SOFTMAX_LONG_THREAD_BACKWARD,
+        2**15,
+    ),
+}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = {}
+    for N in (10001, 32000, 50257, 131072):
+        x, y, d = random(N), random(N), random(N)
+        steps = {"numbers": partial(online, x, y)}
+        steps["columns"] = partial(columns, x, y)
+        for name, (*part, longest) in PARTS.items():
+            tensors = (x, y, d) if "backward" in name else (x, y)
+            if longest >= N:
+                steps[name] = partial(run, *part, *tensors)
+        for name, times in gpu_time(steps, turns=20).items():
+            line, compiled = ladder.setdefault(name, {}), steps[name]()
+            parts = 1.5 if "backward" in name else 1
+            line[f"GB/s at {N}"] = round(parts * rate(times))
+            line["registers"] = compiled.n_regs
+            line["spilled"] = compiled.n_spills
+    kernels = {"numbers": online_kernel, "columns": columns_kernel}
+    kernels |= {name: part[0] for name, part in PARTS.items()}
+    for name, kernel in kernels.items():
+        ladder[name]["statements"] = statements(kernel)
+    print(pd.DataFrame(ladder).T.to_string(na_rep=""))
+
+# %%
+# And how many rows should be under way?
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    processors, cache = _softmax_long_gpu(x.device)
+    for N in LENGTHS:
+        x, y, line = random(N), random(N), f"N = {N:6}"
+        for each in (8, 4, 2, 1):
+            changes = {"num_warps": 32 // each, "BLOCK_N": 256 * 32 // each}
+            changes["grid"] = (each * processors,)
+            call = partial(run, *PARTS["two passes"][:3], x, y, **changes)
+            part = each * processors * N * 2 / cache
+            line += f"   {part:.2f} of L2: {rate(gpu_time({1: call})[1]):.0f}"
+        print(line, "GB/s")
+
+# %%
+# Proof
+# -----
+#
+# Value and gradient of every dtype beside float64, in registers and in blocks,
+# with rows that begin anywhere. In half precision the result is rounded once
+# more. In a gradient terms may cancel, hence its ``atol``.
+
+shapes = [(3, 40), (2, 5, 257), (3, 20_001), (2, 20_000), (5, 0), (0, 5), ()]
+
+
+def compare(x, grad):
+    """Compare value and gradient with those of float64."""
+    wide = x.double().requires_grad_()
+    y, expected = softmax_long(x.requires_grad_()), torch.softmax(wide, -1)
+    rtol = 5e-6 + (torch.finfo(x.dtype).eps if x.dtype.itemsize == 2 else 0)
+    torch.testing.assert_close(y.double(), expected, rtol=rtol, atol=1e-7)
+    (d,) = torch.autograd.grad(y, x, grad)
+    (expected,) = torch.autograd.grad(expected, wide, grad.double())
+    torch.testing.assert_close(d.double(), expected, rtol=rtol, atol=rtol)
+
+
+# Without a GPU, NumPy computes, and would warn of exponents below all numbers.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", RuntimeWarning)
+    for dtype in SOFTMAX_LONG_ACC:
+        for shape in shapes:
+            normal = partial(torch.randn, shape, generator=generator)
+            x, grad = normal(device=DEVICE), normal(device=DEVICE)
+            compare(x.to(dtype), grad.to(dtype))
+
+# %%
+# Rows that lie apart, a transposed matrix, and finite differences. As in
+# PyTorch, NaN or inf or nothing but ``-inf`` makes a row NaN, and no other row.
+
+x = torch.randn(3, 40_000, generator=generator, device=DEVICE)
+rows = torch.zeros(7, 20_001, device=DEVICE)
+rows[0, 3], rows[1, 0], rows[2] = torch.nan, torch.inf, -torch.inf
+rows[3, :19_000], rows[4, 1:] = -torch.inf, -torch.inf
+rows[5], rows[6, 7] = LOWEST, -LOWEST
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", RuntimeWarning)
+    for view in (x[:, 7:20_001], x[::2, ::2], x.view(40_000, 3).T, rows):
+        y, expected = softmax_long(view), torch.softmax(view, -1)
+        torch.testing.assert_close(y, expected, equal_nan=True)
+
+if __name__ == "__main__":
+    x = x[:2, :5].double().requires_grad_()
+    assert torch.autograd.gradcheck(softmax_long, x)
+
+# %%
+# The benchmark
+# -------------
+#
+# bfloat16, half a gigabyte at each length: where rows stay in registers, and
+# the vocabularies of models. The backward is called through autograd. ``Roof``
+# is a copy, beside the backward an addition: two reads and a write.
+
+SIZES = [4096, 16384, 32000, 50257, 65536, 128256, 151936, 262144]
+
+
+def calls_backward(N):
+    x, g = random(N).requires_grad_(), random(N)
+    out = torch.empty_like(g)
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    ops = contestants(softmax_long).items()
+    found = {name: partial(grad, op(x), x, g) for name, op in ops}
+    return found | {"Roof": partial(torch.add, x.detach(), g, out=out)}
+
+
+def table(way, moved):
+    """Print a table, draw it, and return it."""
+    times = {N: gpu_time(way(N)) for N in SIZES}
+    found = rate_table(times, "N", "GB/s", lambda N: moved * 1e-6)
+    print(found.to_string())
+    found.pivot(index="N", columns="series", values="GB/s").plot(logx=True)
+    return found
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results = table(partial(calls, softmax_long), 4 * ELEMENTS)
+    results_backward = table(calls_backward, 6 * ELEMENTS)
+
+# %%
+# What a call costs the CPU, in microseconds:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for one in (results, results_backward):
+        cost = one[one["N"] == 32000].set_index("series")["CPU us"]
+        print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# Up to 16384 a row is read once. Beyond, it is read twice, and the rates fall
+# with the length: of longer rows fewer fit into L2, so fewer programs run, and
+# less is loaded at a time. Backward two tensors are under way. With the longest
+# rows, one program for each multiprocessor is too many for L2 to hold theirs,
+# and the second pass reads memory.
+#
+# One row, or a few, leave most of the GPU idle, as no two programs share a row.
+
+# %%
+# Break it: a maximum that starts at -inf
+# ---------------------------------------
+#
+# It seems the natural start. This row is padded on the left:
+
+if __name__ == "__main__":
+    x = torch.zeros(1, 20_000, device=DEVICE)
+    x[0, :10_000] = -torch.inf
+    y = torch.empty_like(x)
+    for lowest in (-math.inf, LOWEST):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            online_kernel[(1,)](x, y, 20_000, LOWEST=lowest, BLOCK_N=4096)
+        print(f"m starts at {lowest:8.2g}: {y.isnan().sum():5} NaN")
+
+# %%
+# After the first block ``larger`` is still ``-inf``, and ``m - larger`` is
+# ``-inf - -inf``, which is NaN, for good. From the lowest finite number, every
+# difference is a number or ``-inf``. A row of only ``-inf`` is NaN, by 0 / 0.
+
+# %%
+# Go further
+# ----------
+#
+# 1. Cross entropy's gradient is the softmax, less one at the target. What would
+#    change in the kernel?
+# 2. One multiprocessor reads a single row of 128256. How could many share it?
+#
+# To read on: the online softmax's `paper
+# <https://arxiv.org/abs/1805.02867>`_, and ``cross_entropy.py``.
+
+# %%
+# Answers
+# -------
+#
+# **1.** The second pass alone: it subtracts 1 where the column is the target.
+# The loss is :math:`m + \log s - x_t`, and known between the passes.
+#
+# **2.** Each program takes a part of the row, and writes its ``m`` and ``s``. A
+# second kernel corrects each ``s`` to the largest ``m``, as the loop does, adds
+# them up, and writes the result.
