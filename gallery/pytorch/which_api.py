@@ -539,7 +539,7 @@ gpu and claims(gpu, CLAIMS)
 # 1. Without ``register_autograd`` in ``wrap``, what becomes of ``training``?
 # 2. Write a row for ``torch.func.grad``. What becomes of the ops in it?
 #
-# Next is ``aot_inductor.py``, on programs without Python.
+# Next is ``what_a_call_costs.py``, on the CPU's time for a call of each.
 
 # %%
 # Answers
