@@ -597,7 +597,8 @@ if __name__ == "__main__":
 # The way of the gallery's ops
 # ----------------------------
 #
-# The ops of this gallery take ``triton_op, impl, register_autograd``:
+# It is ``triton_op, impl, register_autograd``. Ops of this gallery are carried
+# over to it page by page; until then they have a ``triton_op`` alone:
 #
 # .. code-block:: python
 #
@@ -618,8 +619,6 @@ if __name__ == "__main__":
 # * ``define`` costs no more, but no compiler looks into it, and a second
 #   gradient is lost without an error: its backward is an op without one.
 #
-# Their launchers take arithmetic for helpers, and a number instead of a view.
-
 # %%
 # Break it: a queue that is full
 # ------------------------------

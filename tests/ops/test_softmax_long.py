@@ -17,7 +17,7 @@ from compiled import Ask, ptx, stack
 from guard import Guard, guarded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from inputs import FLOATS, Layout, layouts, sizes
+from inputs import DEVICE, FLOATS, Layout, layouts, sizes
 from tolerance import assert_within
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
@@ -31,23 +31,29 @@ PLANS = st.sampled_from([REGISTERS, (0, 2**20), (0, 2**16), (0, 0)])
 
 
 @pytest.fixture(scope="module")
+def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the op as whoever takes it imports it."""
+    return load_op("fusion/softmax_long.py")
+
+
+@pytest.fixture(scope="module")
 def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     """Return the recipe as a module."""
     return load_recipe("fusion/softmax_long.py")
 
 
 @contextmanager
-def planned(recipe: ModuleType, plan: tuple[int, int]) -> Iterator[None]:
+def planned(taken: ModuleType, plan: tuple[int, int]) -> Iterator[None]:
     """Have the launcher decide as if registers and cache were of other sizes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "SOFTMAX_LONG_WHOLE", plan[0])
-        patch.setattr(recipe, "_softmax_long_gpu", lambda device: (4, plan[1]))
+        patch.setattr(taken, "SOFTMAX_LONG_WHOLE", plan[0])
+        patch.setattr(taken, "_softmax_long_gpu", lambda device: (4, plan[1]))
         yield
 
 
-def assert_close(recipe: ModuleType, out: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
+def assert_close(taken: ModuleType, out: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
     """Assert that a result is as good as its accumulator and its dtype."""
-    assert out.device.type == recipe.DEVICE.type
+    assert out.device.type == DEVICE.type
     assert out.shape == expected.shape
     assert out.is_contiguous()
     # The exponent is less than 16 and is rounded, which is a relative error of 16 roundings in an exponential and in
@@ -61,16 +67,16 @@ def assert_close(recipe: ModuleType, out: torch.Tensor, expected: torch.Tensor, 
 @given(lead=LEADS, N=sizes(1024, 4500), of_x=layouts(), plan=PLANS)
 @example(lead=(5,), N=1000, of_x=Layout("contiguous", 0), plan=REGISTERS)
 def test_value(
-    recipe: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_x: Layout, plan: tuple[int, int]
+    taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_x: Layout, plan: tuple[int, int]
 ) -> None:
     """The value is right for any length, layout and plan, and its dtype is that of the argument."""
-    x = of_x.make((*lead, N), dtype, recipe.DEVICE)
-    with planned(recipe, plan):
-        out = guarded(recipe.softmax_long, x)
-        assert torch.equal(recipe.softmax_long(x), out)
+    x = of_x.make((*lead, N), dtype, DEVICE)
+    with planned(taken, plan):
+        out = guarded(taken.softmax_long, x)
+        assert torch.equal(taken.softmax_long(x), out)
     assert out.dtype == dtype
     expected = torch.softmax(x.double(), -1)
-    assert_close(recipe, out, expected, expected)
+    assert_close(taken, out, expected, expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -78,7 +84,7 @@ def test_value(
 @given(lead=LEADS, N=sizes(1024, 4500), of_grad=layouts(), of_y=layouts(), plan=PLANS)
 @example(lead=(5,), N=1000, of_grad=Layout("contiguous", 0), of_y=Layout("contiguous", 1), plan=REGISTERS)
 def test_gradient(
-    recipe: ModuleType,
+    taken: ModuleType,
     dtype: torch.dtype,
     lead: tuple[int, ...],
     N: int,
@@ -87,23 +93,23 @@ def test_gradient(
     plan: tuple[int, int],
 ) -> None:
     """The backward op is right for any gradient and any y, in any layout."""
-    grad = of_grad.make((*lead, N), dtype, recipe.DEVICE)
-    y = torch.softmax(of_y.make((*lead, N), dtype, recipe.DEVICE).double(), -1).to(dtype)
+    grad = of_grad.make((*lead, N), dtype, DEVICE)
+    y = torch.softmax(of_y.make((*lead, N), dtype, DEVICE).double(), -1).to(dtype)
     y = y.T.contiguous().T if of_y.name == "transposed" and y.ndim == 2 else y
-    with planned(recipe, plan):
-        out = guarded(recipe.softmax_long_backward, grad, y)
-        assert torch.equal(recipe.softmax_long_backward(grad, y), out)
+    with planned(taken, plan):
+        out = guarded(taken.softmax_long_backward, grad, y)
+        assert torch.equal(taken.softmax_long_backward(grad, y), out)
     assert out.dtype == dtype
     grad, y = grad.double(), y.double()
     expected = y * (grad - (grad * y).sum(-1, keepdim=True))
-    assert_close(recipe, out, expected, y * (grad.abs() + (grad * y).abs().sum(-1, keepdim=True)))
+    assert_close(taken, out, expected, y * (grad.abs() + (grad * y).abs().sum(-1, keepdim=True)))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @settings(max_examples=8)
 @given(lead=LEADS, N=sizes(64, 300), of_x=layouts(), of_grad=layouts(), plan=PLANS)
 def test_autograd(
-    recipe: ModuleType,
+    taken: ModuleType,
     dtype: torch.dtype,
     lead: tuple[int, ...],
     N: int,
@@ -112,11 +118,11 @@ def test_autograd(
     plan: tuple[int, int],
 ) -> None:
     """Through autograd a gradient is that of float64, but for the rounding of what the forward saves."""
-    x = of_x.make((*lead, N), dtype, recipe.DEVICE)
-    grad = of_grad.make((*lead, N), dtype, recipe.DEVICE)
+    x = of_x.make((*lead, N), dtype, DEVICE)
+    grad = of_grad.make((*lead, N), dtype, DEVICE)
     wide = x.double().clone().requires_grad_()
-    with planned(recipe, plan):
-        (out,) = torch.autograd.grad(recipe.softmax_long(x.requires_grad_()), x, grad)
+    with planned(taken, plan):
+        (out,) = torch.autograd.grad(taken.softmax_long(x.requires_grad_()), x, grad)
     y = torch.softmax(wide, -1)
     (expected,) = torch.autograd.grad(y, wide, grad.double())
     unit = torch.finfo(dtype).eps if dtype.itemsize == 2 else 2**-18
@@ -131,27 +137,27 @@ LENGTHS = [*(2**k for k in range(15)), 3, 100, 1000, 3000, 8193, 16384 + 8, 20_0
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("N", LENGTHS)
-def test_every_length(recipe: ModuleType, dtype: torch.dtype, N: int) -> None:
+def test_every_length(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
     """Rows of all lengths, more of them than a tile has, with a gap between them."""
     rows = 3 if N > 1024 else 2048 // N + 1
-    x, grad = (Layout("contiguous", k).make((rows, N + 8), dtype, recipe.DEVICE)[:, 8:] for k in range(2))
-    y = recipe.softmax_long(x)
+    x, grad = (Layout("contiguous", k).make((rows, N + 8), dtype, DEVICE)[:, 8:] for k in range(2))
+    y = taken.softmax_long(x)
     expected = torch.softmax(x.double(), -1)
-    assert_close(recipe, y, expected, expected)
+    assert_close(taken, y, expected, expected)
     wide = grad.double()
-    out, y = recipe.softmax_long_backward(grad, y), y.double()
+    out, y = taken.softmax_long_backward(grad, y), y.double()
     expected = y * (wide - (wide * y).sum(-1, keepdim=True))
-    assert_close(recipe, out, expected, y * (wide.abs() + (wide * y).abs().sum(-1, keepdim=True)))
+    assert_close(taken, out, expected, y * (wide.abs() + (wide * y).abs().sum(-1, keepdim=True)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_gradient_of_whole_blocks(recipe: ModuleType, dtype: torch.dtype) -> None:
+def test_gradient_of_whole_blocks(taken: ModuleType, dtype: torch.dtype) -> None:
     """Going back from the end of a row, the last block is a full one."""
-    with planned(recipe, (0, 2**30)):
+    with planned(taken, (0, 2**30)):
         x = torch.empty(1, dtype=dtype)
-        block = recipe._softmax_long_plan(x, 3, 1, 1, 2)[1]["BLOCK_N"]
-        grad, y = torch.rand(2, 3, 2 * block, dtype=dtype, device=recipe.DEVICE)
-        out = recipe.softmax_long_backward(grad, y)
+        block = taken._softmax_long_plan(x, 3, 1, 1, 2)[1]["BLOCK_N"]
+        grad, y = torch.rand(2, 3, 2 * block, dtype=dtype, device=DEVICE)
+        out = taken.softmax_long_backward(grad, y)
     expected = y * (grad - (grad * y).sum(-1, keepdim=True))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-3)
 
@@ -159,17 +165,17 @@ def test_gradient_of_whole_blocks(recipe: ModuleType, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @settings(max_examples=8)
 @given(M=st.integers(1, 5), N=sizes(64, 300), seed=st.integers(0, 2**31), plan=PLANS)
-def test_padded_rows(recipe: ModuleType, dtype: torch.dtype, M: int, N: int, seed: int, plan: tuple[int, int]) -> None:
+def test_padded_rows(taken: ModuleType, dtype: torch.dtype, M: int, N: int, seed: int, plan: tuple[int, int]) -> None:
     """Rows of any length that begin at multiples of 16 bytes: what pads them is no part of them."""
-    x = Layout("contiguous", seed).make((M, N + 32 - N % 16), dtype, recipe.DEVICE)[:, :N]
+    x = Layout("contiguous", seed).make((M, N + 32 - N % 16), dtype, DEVICE)[:, :N]
     expected = torch.softmax(x.double(), -1)
-    with planned(recipe, plan):
-        assert_close(recipe, guarded(recipe.softmax_long, x), expected, expected)
+    with planned(taken, plan):
+        assert_close(taken, guarded(taken.softmax_long, x), expected, expected)
 
 
-def test_plans(recipe: ModuleType) -> None:
+def test_plans(taken: ModuleType) -> None:
     """The launcher asks for what the page says: rows that fit, and programs whose rows the cache holds."""
-    fits = recipe._softmax_long_fits
+    fits = taken._softmax_long_fits
     assert all(fits(N, N, 4, 4) == (N <= 2048 or N % 4 == 0) for N in range(1, 16385, 61))
     assert [fits(N, N, 2, 4) for N in (16384, 16392)] == [True, False]
     assert [fits(N, N, 2, 2) for N in (32768, 32776)] == [True, False]
@@ -179,7 +185,7 @@ def test_plans(recipe: ModuleType) -> None:
         x, wide = torch.empty(1, dtype=dtype), max(4, dtype.itemsize)
         for N in range(1, 64 * 1024 // wide, 61):
             for thread, most in ((64, 32), (256, 8)):
-                (programs,), plan = recipe._softmax_long_whole_plan(x, 1000, N, N, thread)
+                (programs,), plan = taken._softmax_long_whole_plan(x, 1000, N, N, thread)
                 assert plan["BLOCK_N"] // 2 < N <= plan["BLOCK_N"]
                 assert (programs - 1) * plan["BLOCK_M"] < 1000 <= programs * plan["BLOCK_M"]
                 tile = plan["BLOCK_M"] * plan["BLOCK_N"] * wide
@@ -187,15 +193,15 @@ def test_plans(recipe: ModuleType) -> None:
                 assert plan["num_warps"] == max(4, tile // (32 * thread)) <= most
     # Rows are loaded 16 bytes at a time, if those of the output begin alike.
     x = torch.empty(1, dtype=torch.bfloat16)
-    vectors = [recipe._softmax_long_plan(x, 2, 20_001, stride, 1)[1]["VEC"] for stride in (20_001, 20_009, 20_002)]
+    vectors = [taken._softmax_long_plan(x, 2, 20_001, stride, 1)[1]["VEC"] for stride in (20_001, 20_009, 20_002)]
     assert vectors == [8, 8, 1]
     x = torch.empty(1)
-    with planned(recipe, (0, 2**20)):
+    with planned(taken, (0, 2**20)):
         for N, tensors, each in ((1000, 1, 8), (10_000, 1, 2), (10_000, 2, 1), (80_000, 1, 1)):
-            grid, plan = recipe._softmax_long_plan(x, 10**6, N, N, tensors)
+            grid, plan = taken._softmax_long_plan(x, 10**6, N, N, tensors)
             assert (grid, plan["num_warps"]) == ((4 * each,), 32 // each)
             assert each == 1 or 4 * each * N * 4 * tensors <= 0.6 * 2**20
-        assert recipe._softmax_long_plan(x, 3, 1000, 1000, 1)[0] == (3,)
+        assert taken._softmax_long_plan(x, 3, 1000, 1000, 1)[0] == (3,)
 
 
 def test_steps_of_the_ladder(recipe: ModuleType) -> None:
@@ -222,27 +228,27 @@ def test_steps_of_the_ladder(recipe: ModuleType) -> None:
     assert recipe.statements(recipe.online_kernel) == 15
 
 
-def test_guards_reach_into_the_op(recipe: ModuleType) -> None:
+def test_guards_reach_into_the_op(taken: ModuleType) -> None:
     """What the op allocates lies between guards in the tests above."""
-    x = torch.ones(5, device=recipe.DEVICE)
+    x = torch.ones(5, device=DEVICE)
     with Guard() as guard:
-        outputs = recipe.softmax_long(x), recipe.softmax_long_backward(x, x)
+        outputs = taken.softmax_long(x), taken.softmax_long_backward(x, x)
     guards = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
     assert {out.untyped_storage().data_ptr() for out in outputs} <= guards
 
 
 @pytest.mark.parametrize("limit", [64 * 1024, 0])
-def test_gradcheck(recipe: ModuleType, limit: int) -> None:
+def test_gradcheck(taken: ModuleType, limit: int) -> None:
     """Differences agree with the gradient, in registers and in two passes."""
-    x = Layout("contiguous", 0).make((2, 5), torch.float64, recipe.DEVICE).requires_grad_()
-    with planned(recipe, (limit, 2**20)):
-        assert torch.autograd.gradcheck(recipe.softmax_long, x)
+    x = Layout("contiguous", 0).make((2, 5), torch.float64, DEVICE).requires_grad_()
+    with planned(taken, (limit, 2**20)):
+        assert torch.autograd.gradcheck(taken.softmax_long, x)
 
 
-def test_gradient_has_no_gradient(recipe: ModuleType) -> None:
+def test_gradient_has_no_gradient(taken: ModuleType) -> None:
     """A second derivative is refused, not zero."""
-    x = Layout("contiguous", 0).make((3, 7), torch.float64, recipe.DEVICE).requires_grad_()
-    (d,) = torch.autograd.grad(recipe.softmax_long(x).square().sum(), x, create_graph=True)
+    x = Layout("contiguous", 0).make((3, 7), torch.float64, DEVICE).requires_grad_()
+    (d,) = torch.autograd.grad(taken.softmax_long(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         d.sum().backward()
 
@@ -250,86 +256,86 @@ def test_gradient_has_no_gradient(recipe: ModuleType) -> None:
 @pytest.mark.parametrize("N", [9000, 9001])
 @pytest.mark.parametrize("limit", [64 * 1024, 0])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_special_values(recipe: ModuleType, dtype: torch.dtype, limit: int, N: int) -> None:
+def test_special_values(taken: ModuleType, dtype: torch.dtype, limit: int, N: int) -> None:
     """NaN, infinities and the lowest and highest numbers do what they do in PyTorch, and to no other row."""
     large = torch.finfo(dtype).max
-    x = torch.zeros(12, N, dtype=dtype, device=recipe.DEVICE)
+    x = torch.zeros(12, N, dtype=dtype, device=DEVICE)
     x[0, 5], x[1, N - 1], x[2, 7], x[2, 8] = torch.nan, torch.inf, torch.inf, -torch.inf
     x[3], x[4, :8000], x[5, 1:], x[6, :-1] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
     x[7], x[8, 1::2], x[9], x[10, 0] = -large, -large, large, large
-    with planned(recipe, (limit, 2**20)):
+    with planned(taken, (limit, 2**20)):
         for part in (x, x[:, :5], x[:, 4000:]):
-            torch.testing.assert_close(recipe.softmax_long(part), torch.softmax(part, -1), equal_nan=True)
+            torch.testing.assert_close(taken.softmax_long(part), torch.softmax(part, -1), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_wide_accumulator(recipe: ModuleType, dtype: torch.dtype) -> None:
+def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     """A sum of many ones is not the 2048 or 256 at which half precision stands still."""
     for N in (5000, 40_000):
-        x = torch.zeros(2, N, dtype=dtype, device=recipe.DEVICE)
+        x = torch.zeros(2, N, dtype=dtype, device=DEVICE)
         expected = torch.full_like(x, 1 / N)
         rtol = torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-6
-        torch.testing.assert_close(recipe.softmax_long(x), expected, rtol=rtol, atol=6e-8)
+        torch.testing.assert_close(taken.softmax_long(x), expected, rtol=rtol, atol=6e-8)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_growing_maximum(recipe: ModuleType, dtype: torch.dtype) -> None:
+def test_growing_maximum(taken: ModuleType, dtype: torch.dtype) -> None:
     """Each block has a new maximum, and the sum so far follows; or none has, and nothing changes."""
-    rising = torch.linspace(-6, 6, 40_000, dtype=torch.float64, device=recipe.DEVICE).to(dtype)
+    rising = torch.linspace(-6, 6, 40_000, dtype=torch.float64, device=DEVICE).to(dtype)
     for row in (rising, rising.flip(0), rising.roll(20_000)):
         expected = torch.softmax(row.double(), -1)
-        assert_close(recipe, recipe.softmax_long(row), expected, expected)
+        assert_close(taken, taken.softmax_long(row), expected, expected)
 
 
-def test_refuses(recipe: ModuleType) -> None:
+def test_refuses(taken: ModuleType) -> None:
     """What the ops do not take, they name."""
-    x = torch.ones(2, 3, device=recipe.DEVICE)
-    for op in (recipe.softmax_long, lambda x: recipe.softmax_long_backward(x, x)):
+    x = torch.ones(2, 3, device=DEVICE)
+    for op in (taken.softmax_long, lambda x: taken.softmax_long_backward(x, x)):
         with pytest.raises(TypeError, match=r"^softmax_long takes a float tensor, not torch\.int32"):
             op(x.int())
         with pytest.raises(ValueError, match=r"^softmax_long takes .* up to 2\*\*30 elements"):
             op(x[0, 0].expand(2**30 + 1))
     with pytest.raises(ValueError, match=r"^softmax_long_backward takes .*, not .*\(3,\).* for .*\(2, 3\)"):
-        recipe.softmax_long_backward(x[0], x)
+        taken.softmax_long_backward(x[0], x)
     with pytest.raises(ValueError, match=r"torch\.float64.*torch\.float32"):
-        recipe.softmax_long_backward(x.double(), x)
+        taken.softmax_long_backward(x.double(), x)
 
 
 @pytest.mark.needs_gpu_memory(15)
 @pytest.mark.parametrize(("rows", "N"), [(2**17 + 1, 2**14), (33, 2**26)])
-def test_beyond_int32(recipe: ModuleType, rows: int, N: int) -> None:
+def test_beyond_int32(taken: ModuleType, rows: int, N: int) -> None:
     """More than 2**31 elements: the last row is right, with short rows and with long ones."""
-    x = torch.zeros(rows, N, dtype=torch.bfloat16, device=recipe.DEVICE)
+    x = torch.zeros(rows, N, dtype=torch.bfloat16, device=DEVICE)
     x[-1, ::2] = 1
-    y = recipe.softmax_long(x)
+    y = taken.softmax_long(x)
     torch.testing.assert_close(y[-1], torch.softmax(x[-1], -1))
     assert (y[:-1] == y[0, 0]).all()
-    d = recipe.softmax_long_backward(x, y)
-    torch.testing.assert_close(d[-1], recipe.softmax_long_backward(x[-1].clone(), y[-1].clone()))
+    d = taken.softmax_long_backward(x, y)
+    torch.testing.assert_close(d[-1], taken.softmax_long_backward(x[-1].clone(), y[-1].clone()))
     assert not d[:-1].any()
     del d, y
     view = x[:, : N // 2 - 3]
-    torch.testing.assert_close(recipe.softmax_long(view)[-1], torch.softmax(view[-1], -1))
+    torch.testing.assert_close(taken.softmax_long(view)[-1], torch.softmax(view[-1], -1))
 
 
 @needs_a_gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("N", [5, 40_000])
-def test_opcheck(recipe: ModuleType, dtype: torch.dtype, N: int) -> None:
+def test_opcheck(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
     """Both ops pass the whole of opcheck, with each kernel."""
-    x, grad = (torch.randn(7, N, device=recipe.DEVICE).to(dtype) for _ in range(2))
-    for op, inputs in ((recipe.softmax_long, (x.requires_grad_(),)), (recipe.softmax_long_backward, (grad, grad))):
+    x, grad = (torch.randn(7, N, device=DEVICE).to(dtype) for _ in range(2))
+    for op, inputs in ((taken.softmax_long, (x.requires_grad_(),)), (taken.softmax_long_backward, (grad, grad))):
         assert set(torch.library.opcheck(op, inputs).values()) == {"SUCCESS"}
 
 
 @needs_a_gpu
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(recipe: ModuleType, dynamic: bool) -> None:
+def test_compiled(taken: ModuleType, dynamic: bool) -> None:
     """torch.compile takes the op, its gradient, and other sizes."""
     torch.compiler.reset()
-    compiled = torch.compile(lambda x: recipe.softmax_long(x * 2), fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(lambda x: taken.softmax_long(x * 2), fullgraph=True, dynamic=dynamic)
     for shape in ((4, 100), (6, 100), (2, 40_000)):
-        x = torch.randn(shape, device=recipe.DEVICE, requires_grad=True)
+        x = torch.randn(shape, device=DEVICE, requires_grad=True)
         y, expected = compiled(x), torch.softmax(x * 2, -1)
         torch.testing.assert_close(y, expected)
         for a, b in zip(*(torch.autograd.grad(t.square().sum(), x) for t in (y, expected)), strict=True):
@@ -337,10 +343,10 @@ def test_compiled(recipe: ModuleType, dynamic: bool) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(recipe: ModuleType) -> None:
+def test_other_gpu(taken: ModuleType) -> None:
     """The op runs where its input is, whichever GPU is the current one."""
     x = torch.randn(5, 100, device="cuda:1", requires_grad=True)
-    y = recipe.softmax_long(x)
+    y = taken.softmax_long(x)
     torch.testing.assert_close(y, torch.softmax(x, -1))
     (d,) = torch.autograd.grad(y, x, torch.ones_like(y))
     torch.testing.assert_close(d, torch.zeros_like(d))
@@ -349,39 +355,39 @@ def test_other_gpu(recipe: ModuleType) -> None:
 NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
-def launches(recipe: ModuleType, dtype: torch.dtype, N: int, stride: int) -> list[tuple[object, dict[str, object]]]:
+def launches(taken: ModuleType, dtype: torch.dtype, N: int, stride: int) -> list[tuple[object, dict[str, object]]]:
     """Return both kernels of long rows, each with what is known of its arguments at a launch."""
     x, of = torch.empty(1, dtype=dtype), NAMES[str(dtype).removeprefix("torch.")]
-    kernels = recipe._softmax_long_kernel, recipe._softmax_long_backward_kernel
-    plans = [recipe._softmax_long_plan(x, 1000, N, stride, tensors)[1] for tensors in (1, 2)]
+    kernels = taken._softmax_long_kernel, taken._softmax_long_backward_kernel
+    plans = [taken._softmax_long_plan(x, 1000, N, stride, tensors)[1] for tensors in (1, 2)]
     return [(kernel, {"dtype": of, **plan}) for kernel, plan in zip(kernels, plans, strict=True)]
 
 
-def widths(recipe: ModuleType) -> list[list[set[str]]]:
+def widths(taken: ModuleType) -> list[list[set[str]]]:
     """Return, for odd rows that begin alike and others, how wide the loads and stores of both kernels are."""
     return [
         [
             set(re.findall(r"(?:ld|st)\.global\S*?\.(v\d\.b32|b16|b32)\s", ptx(kernel, **known)))
-            for kernel, known in launches(recipe, torch.bfloat16, 50_257, stride)
+            for kernel, known in launches(taken, torch.bfloat16, 50_257, stride)
         ]
         for stride in (50_257, 50_264)
     ]
 
 
-def exponentials(recipe: ModuleType) -> list[set[str]]:
+def exponentials(taken: ModuleType) -> list[set[str]]:
     """Return the exponentials of both dtypes' forward."""
-    kernels = [launches(recipe, dtype, 50_000, 50_000)[0] for dtype in (torch.bfloat16, torch.float64)]
+    kernels = [launches(taken, dtype, 50_000, 50_000)[0] for dtype in (torch.bfloat16, torch.float64)]
     return [set(re.findall(r"ex2\S*", ptx(kernel, **known))) for kernel, known in kernels]
 
 
-def spills(recipe: ModuleType) -> dict[str, list[int]]:
+def spills(taken: ModuleType) -> dict[str, list[int]]:
     """Return the bytes that threads spill, with every plan for long rows."""
     found = {}
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         for cache in (2**30, 5 * 2**20, 2 * 2**20, 2**10):
             for stride in (100_001, 100_008):
-                with planned(recipe, (0, cache)):
-                    (_, plan), *_ = known = launches(recipe, dtype, 100_001, stride)
+                with planned(taken, (0, cache)):
+                    (_, plan), *_ = known = launches(taken, dtype, 100_001, stride)
                 name = f"{dtype} {plan['num_warps']} {plan['VEC']}"
                 found[name] = [stack(kernel, **options) for kernel, options in known]
     return found
