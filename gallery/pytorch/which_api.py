@@ -19,6 +19,7 @@ After this page you
 """
 
 # sphinx_gallery_tags = ["custom op", "torch.compile"]
+import gc
 import inspect
 import json
 import os
@@ -252,16 +253,17 @@ def torch_export(op, x):
 
 def aot_inductor(op, x):
     program, file = export(op, x, strict=True), f"{os.getpid()}.aot.pt2"
-    options = {"aot_inductor.precompile_headers": False}
-    package = torch._inductor.aoti_compile_and_package
-    package(program, package_path=file, inductor_configs=options)
+    torch._inductor.aoti_compile_and_package(program, package_path=file)
     torch.save(x, "x" + file)
-    # With two copies of libstdc++ it can crash: see ``aot_inductor.py``.
-    code = f"""import ctypes
+    # Why libstdc++ and this loader: see ``aot_inductor.py``.
+    code = f"""import atexit, ctypes, gc
+gc.disable()
+atexit.register(gc.freeze)
 ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
 import torch
-square = torch._inductor.aoti_load_package({file!r})
-torch.save(square(torch.load("x{file}")), "out{file}")"""
+load = torch._C._aoti.AOTIModelPackageLoader
+square = load({file!r}, "model", False, 1, -1).boxed_run
+torch.save(square([torch.load("x{file}")])[0], "out{file}")"""
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
@@ -373,7 +375,8 @@ def outcome(function, argument, device):
 
 # %%
 # The cells need Triton's compiler, not the interpreter. So the functions above
-# make a program that imports PyTorch and, the GPU still untouched, forks.
+# make a program that imports PyTorch and, the GPU still untouched, forks. The
+# garbage collector is off there: importing and ending would take twice as long.
 
 
 def serve(device, cells):
@@ -382,9 +385,16 @@ def serve(device, cells):
     def tell(cell, said):
         os.write(1, (json.dumps([*cell, said]) + "\n").encode())
 
+    config = torch._inductor.config
     # What one cell has tuned is not for others to find.
-    torch._inductor.config.autotune_local_cache = False
-    torch._inductor.config.fx_graph_cache = False
+    config.autotune_local_cache = config.fx_graph_cache = False
+    # What is compiled runs once: let the C++ compiler be quick.
+    config.cpp_cache_precompile_headers = False
+    config.aot_inductor.precompile_headers = False
+    config.aot_inductor.compile_wrapper_opt_level = "O0"
+    if device == "cpu":  # cells then find the rest of the compiler imported
+        torch.compile(torch.mm)(torch.ones(2, 2), torch.ones(2, 2))
+    gc.freeze()
     cells = sorted(cells, key=lambda cell: cell[0] == "aot_inductor")  # slow
     running = {}
     while cells or running:
@@ -403,6 +413,7 @@ def serve(device, cells):
 
 
 IMPORTS = """
+import gc; gc.disable()
 import json, os, signal, subprocess, sys, torch, triton
 import torch._inductor.compile_fx, torch.testing._internal.two_tensor
 import triton.language as tl
@@ -419,6 +430,7 @@ def run(device, cells):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         environment = os.environ | {"TRITON_INTERPRET": "0", "TMPDIR": folder}
         environment |= {"OMP_NUM_THREADS": "1", "TRITON_HOME": folder}
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": folder}
         environment |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
         environment |= {"TORCHINDUCTOR_VEC_ISA_OK": "0"}  # asking takes long
