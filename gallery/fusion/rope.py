@@ -374,10 +374,10 @@ if __name__ == "__main__":
     angles = tables(2, 4)
     for interleaved in (False, True):
         for dtype in ACC:
-            compare(dtype, 2, 6, 2, 67, 80, interleaved=interleaved)
+            compare(dtype, 2, 6, 2, 19, 80, interleaved=interleaved)
         op = partial(rope, interleaved=interleaved)
         assert torch.autograd.gradcheck(op, (q, k, *angles))
-        assert torch.autograd.gradgradcheck(op, (q, k, *angles))
+        assert torch.autograd.gradgradcheck(op, (q, k, *angles), fast_mode=True)
 
 # %%
 # Break it: an op that does not say so
