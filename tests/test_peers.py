@@ -247,10 +247,9 @@ def test_rows_of_changed_code_are_stale(project: Project) -> None:
 def test_check_records_names_stale_rows(project: Project) -> None:
     record(project)
     project.write(two="x = 3")
-    command = [*project.command, "check-records"]
-    listed = subprocess.run(command, cwd=project.root, env=project.environment, capture_output=True, text=True)
-    assert listed.returncode == 1
-    lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()]
+    status, listed = project.run("check-records")
+    assert status == 1
+    lines = [line.split(maxsplit=1) for line in listed.splitlines()]
     assert lines[:2] == [["things/one", "missing"], ["things/two", "missing, stale beside other libraries"]]
 
 
@@ -285,10 +284,9 @@ def test_results_have_the_rows(project: Project) -> None:
 
 def results(project: Project, *arguments: str) -> str:
     """Return what the command prints of the recorded figures."""
-    command = [*project.command, "results", *arguments]
-    return subprocess.run(
-        command, cwd=project.root, env=project.environment, capture_output=True, text=True, check=True
-    ).stdout
+    status, output = project.run("results", *arguments)
+    assert status == 0, output
+    return output
 
 
 def test_devices_stand_below_each_other(project: Project) -> None:
