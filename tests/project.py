@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ class Project:
     """A project of the same settings as this one, with other recipes."""
 
     root: Path
+    code = "from triton_gallery.cli import main; exit(main())"  # the project's command
 
     def write(self, **recipes: str) -> None:
         """Write recipes, by name, into the one section; `text` is the code below the title."""
@@ -40,12 +42,14 @@ class Project:
         names = sorted(path.stem for path in (self.root / "gallery" / "things").glob("*.py"))
         (self.root / "gallery" / "contents.toml").write_text(f"things = {names}\n")
 
+    def copy(self, root: Path) -> "Project":
+        """Return a copy of it in another folder."""
+        return type(self)(Path(shutil.copytree(self.root, root, symlinks=True)))
+
     def remove(self, name: str) -> None:
         """Remove a recipe."""
         (self.root / "gallery" / "things" / f"{name}.py").unlink()
         self.write()
-
-    code = "from triton_gallery.cli import main; exit(main())"  # the project's command
 
     @property
     def environment(self) -> dict[str, str]:

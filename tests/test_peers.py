@@ -27,15 +27,23 @@ TIED = {**RATES, "Liger": [303.0, 295.0, 304.0]}
 BY = " \N{MULTIPLICATION SIGN} "
 
 
-@pytest.fixture
-def project(make_project: Callable[..., Project]) -> Project:
-    """Return a gallery of two recipes, not built, and a performance page."""
+@pytest.fixture(scope="module")
+def built(make_project: Callable[..., Project]) -> Project:
+    """Return a built gallery of two recipes, and a performance page."""
     project = make_project()
     project.write(one="x = 1", two="x = 2")
     (project.root / "docs" / "performance.md").write_text("# Performance\n\n```{performance}\n```\n\n```{peers}\n```\n")
     index = project.root / "docs" / "index.md"
     index.write_text(index.read_text().replace("recipes/index", "recipes/index\nperformance"))
+    status, output = project.build()
+    assert status == 0, output
     return project
+
+
+@pytest.fixture
+def project(built: Project, tmp_path: Path) -> Project:
+    """Return a copy of it."""
+    return built.copy(tmp_path / "project")
 
 
 def a_row(project: Project, name: str, work: str, shape: list[int], rates: dict, **others: object) -> PeerRow:

@@ -6,7 +6,6 @@ No GPU is needed: a run that passed here is written as if a GPU had executed it.
 import dataclasses
 import json
 import re
-import shutil
 import subprocess
 import zipfile
 from base64 import b64decode
@@ -66,7 +65,7 @@ def built(make_project: Callable[..., Project]) -> Project:
 @pytest.fixture
 def project(built: Project, tmp_path: Path) -> Project:
     """Return a copy of it."""
-    return Project(Path(shutil.copytree(built.root, tmp_path / "project", symlinks=True)))
+    return built.copy(tmp_path / "project")
 
 
 def recipe(project: Project) -> Recipe:
@@ -402,16 +401,29 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("how", BREAKS)
-def test_bad_record_is_refused(project: Project, how: str) -> None:
+def spoil(project: Project, how: str) -> tuple[Path, str]:
+    """Write a bad record; return its file, and why it is refused."""
     change, reason = BREAKS[how]
     path = write(project)
     text = path.read_text()
     assert change(text) != text
     path.write_text(change(text))
+    return path, reason
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_bad_record_is_refused(project: Project, how: str) -> None:
+    path, reason = spoil(project, how)
     with pytest.raises(BadRecordError, match=reason) as refused:
         Records(project.root / "docs" / "_records").all()
     assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.thorough] if number else []) for number, how in enumerate(BREAKS)]
+)
+def test_bad_record_stops_the_build(project: Project, how: str) -> None:
+    _, reason = spoil(project, how)
     status, output = project.build()
     assert status != 0
     assert "docs/_records/test-gpu-9000/things/guarded.json: " in " ".join(output.split())
