@@ -135,9 +135,9 @@ def make_farm(make_project: Callable[..., Project]) -> Callable[..., Farm]:
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cluster]]:
-    """Return a function that starts a `Cluster`; it ends with the tests."""
+    """Return a function that starts a `Cluster`; it ends with the test, as processes that wait take time too."""
     clusters = []
 
     def make(protocol: str = "tcp", **variables: str) -> Cluster:

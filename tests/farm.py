@@ -38,14 +38,10 @@ class Farm(Project):
         device.write_text(device.read_text().replace("\nif __name__", FAKE_GPU))
 
     @property
-    def command(self) -> list[str]:
-        """The project's command line."""
+    def code(self) -> str:
+        """The project's command."""
         seconds = f"cluster.CONNECTING, cluster.PATIENCE = 4, {self.patience}"
-        return [
-            sys.executable,
-            "-c",
-            f"from triton_gallery import cli; from triton_gallery.run.dask import cluster; {seconds}; exit(cli.main())",
-        ]
+        return f"from triton_gallery.run.dask import cluster; {seconds}; {super().code}"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -56,7 +52,7 @@ class Farm(Project):
     def start(self, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
         """Begin to record."""
         return subprocess.Popen(
-            [*self.command, "record", *arguments],
+            [sys.executable, "-c", self.code, "record", *arguments],
             cwd=self.root,
             env={**self.environment, **variables},
             stdout=subprocess.PIPE,
@@ -64,17 +60,9 @@ class Farm(Project):
             text=True,
         )
 
-    def build(self) -> tuple[int, str]:
-        """Build the site; return the exit status and what the terminal showed."""
-        process = super().start()
-        output, _ = process.communicate(timeout=120)
-        return process.returncode, output
-
     def record(self, *arguments: str, **variables: str) -> tuple[int, str]:
         """Record; return the exit status and what the terminal showed."""
-        process = self.start(*arguments, **variables)
-        output, _ = process.communicate(timeout=120)
-        return process.returncode, output
+        return self.run("record", *arguments, **variables)
 
     def recorded(self, device: str = "test-gpu") -> dict[str, dict]:
         """Return the records by the recipes' names."""

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from forks import FORKS
 
 ROOT = Path(__file__).parents[1]
 # A recipe that starts three children, two of which leave its session and one its parent, and notes all process numbers.
@@ -30,6 +32,7 @@ class Project:
     """A project of the same settings as this one, with other recipes."""
 
     root: Path
+    code = "from triton_gallery.cli import main; exit(main())"  # the project's command
 
     def write(self, **recipes: str) -> None:
         """Write recipes, by name, into the one section; `text` is the code below the title."""
@@ -39,15 +42,14 @@ class Project:
         names = sorted(path.stem for path in (self.root / "gallery" / "things").glob("*.py"))
         (self.root / "gallery" / "contents.toml").write_text(f"things = {names}\n")
 
+    def copy(self, root: Path) -> "Project":
+        """Return a copy of it in another folder."""
+        return type(self)(Path(shutil.copytree(self.root, root, symlinks=True)))
+
     def remove(self, name: str) -> None:
         """Remove a recipe."""
         (self.root / "gallery" / "things" / f"{name}.py").unlink()
         self.write()
-
-    @property
-    def command(self) -> list[str]:
-        """The project's command line."""
-        return [sys.executable, "-m", "triton_gallery"]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -55,10 +57,14 @@ class Project:
         ours = {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
         return {**os.environ, **ours}  # Sphinx colours what it prints where CI is set
 
+    def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
+        """Run a command of the project; return the exit status and what the terminal showed."""
+        return FORKS.run(self.code, [*arguments], self.root, {**self.environment, **variables})
+
     def start(self) -> subprocess.Popen[str]:
         """Begin to build the site."""
         return subprocess.Popen(
-            [*self.command, "html"],
+            [sys.executable, "-c", self.code, "html"],
             cwd=self.root,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -68,9 +74,7 @@ class Project:
 
     def build(self) -> tuple[int, str]:
         """Build the site; return the exit status and what the terminal showed."""
-        process = self.start()
-        output, _ = process.communicate(timeout=300)
-        return process.returncode, output
+        return self.run("html")
 
     def page(self, name: str) -> str:
         """Return the built page of a recipe."""

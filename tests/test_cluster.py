@@ -20,7 +20,7 @@ from triton_gallery.recipes.device import Environment
 from triton_gallery.run.recording import FarmError, kinds
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pair(make_cluster: Callable[..., Cluster], tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """Return a cluster of two workers, which have a package that is not here."""
     package = tmp_path_factory.mktemp("packages") / "only_there.dist-info"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,9 +123,7 @@ def test_recipe_for_a_gpu_alone_is_shown_from_its_record(make_project: Callable[
 
 
 def test_needs_are_printed_for_pip(project: Project) -> None:
-    command = [*project.command, "needs", "things/rare"]
-    run = subprocess.run(command, cwd=project.root, env=project.environment, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["rare-package>=2", "torch>=2.11"]
+    assert project.run("needs", "things/rare")[1].split() == ["rare-package>=2", "torch>=2.11"]
 
 
 @pytest.mark.parametrize(

@@ -27,15 +27,23 @@ TIED = {**RATES, "Liger": [303.0, 295.0, 304.0]}
 BY = " \N{MULTIPLICATION SIGN} "
 
 
-@pytest.fixture
-def project(make_project: Callable[..., Project]) -> Project:
-    """Return a gallery of two recipes, not built, and a performance page."""
+@pytest.fixture(scope="module")
+def built(make_project: Callable[..., Project]) -> Project:
+    """Return a built gallery of two recipes, and a performance page."""
     project = make_project()
     project.write(one="x = 1", two="x = 2")
     (project.root / "docs" / "performance.md").write_text("# Performance\n\n```{performance}\n```\n\n```{peers}\n```\n")
     index = project.root / "docs" / "index.md"
     index.write_text(index.read_text().replace("recipes/index", "recipes/index\nperformance"))
+    status, output = project.build()
+    assert status == 0, output
     return project
+
+
+@pytest.fixture
+def project(built: Project, tmp_path: Path) -> Project:
+    """Return a copy of it."""
+    return built.copy(tmp_path / "project")
 
 
 def a_row(project: Project, name: str, work: str, shape: list[int], rates: dict, **others: object) -> PeerRow:
@@ -247,10 +255,9 @@ def test_rows_of_changed_code_are_stale(project: Project) -> None:
 def test_check_records_names_stale_rows(project: Project) -> None:
     record(project)
     project.write(two="x = 3")
-    command = [*project.command, "check-records"]
-    listed = subprocess.run(command, cwd=project.root, env=project.environment, capture_output=True, text=True)
-    assert listed.returncode == 1
-    lines = [line.split(maxsplit=1) for line in listed.stdout.splitlines()]
+    status, listed = project.run("check-records")
+    assert status == 1
+    lines = [line.split(maxsplit=1) for line in listed.splitlines()]
     assert lines[:2] == [["things/one", "missing"], ["things/two", "missing, stale beside other libraries"]]
 
 
@@ -285,10 +292,9 @@ def test_results_have_the_rows(project: Project) -> None:
 
 def results(project: Project, *arguments: str) -> str:
     """Return what the command prints of the recorded figures."""
-    command = [*project.command, "results", *arguments]
-    return subprocess.run(
-        command, cwd=project.root, env=project.environment, capture_output=True, text=True, check=True
-    ).stdout
+    status, output = project.run("results", *arguments)
+    assert status == 0, output
+    return output
 
 
 def test_devices_stand_below_each_other(project: Project) -> None:

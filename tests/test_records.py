@@ -6,7 +6,6 @@ No GPU is needed: a run that passed here is written as if a GPU had executed it.
 import dataclasses
 import json
 import re
-import shutil
 import subprocess
 import zipfile
 from base64 import b64decode
@@ -66,7 +65,7 @@ def built(make_project: Callable[..., Project]) -> Project:
 @pytest.fixture
 def project(built: Project, tmp_path: Path) -> Project:
     """Return a copy of it."""
-    return Project(Path(shutil.copytree(built.root, tmp_path / "project", symlinks=True)))
+    return built.copy(tmp_path / "project")
 
 
 def recipe(project: Project) -> Recipe:
@@ -98,18 +97,6 @@ def add_performance(project: Project) -> None:
     (project.root / "docs" / "performance.md").write_text("# Performance\n\n```{performance}\n```\n")
     index = project.root / "docs" / "index.md"
     index.write_text(index.read_text().replace("recipes/index", "recipes/index\nperformance"))
-
-
-def command(project: Project, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the project."""
-    return subprocess.run(
-        [*project.command, *arguments],
-        cwd=project.root,
-        env=project.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def test_record_is_shown_where_there_is_no_output(project: Project) -> None:
@@ -330,16 +317,16 @@ def test_stale_record_is_labelled(project: Project) -> None:
     page = BeautifulSoup(project.page("guarded"), "html.parser")
     assert len(page.select(".recorded .stale")) == 2
     assert "of older code" in page.select_one(".recipe-strip").text
-    listed = command(project, "check-records")
-    assert listed.returncode == 1
-    assert "things/guarded" in listed.stdout
-    assert "stale" in listed.stdout
+    status, listed = project.run("check-records")
+    assert status == 1
+    assert "things/guarded" in listed
+    assert "stale" in listed
 
 
 def test_prose_and_comments_do_not_make_a_record_stale(project: Project) -> None:
     write(project)
     project.write(guarded=GUARDED.replace("Another one.", "Other prose.").replace("x = 1", "x = 1  # a comment"))
-    assert command(project, "check-records").returncode == 0
+    assert project.run("check-records")[0] == 0
 
 
 def test_output_of_a_changed_cell_is_not_shown(project: Project) -> None:
@@ -359,9 +346,9 @@ def test_page_follows_its_record(project: Project) -> None:
 
 
 def test_missing_record_is_listed(project: Project) -> None:
-    listed = command(project, "check-records")
-    assert listed.returncode == 1
-    assert "missing" in listed.stdout
+    status, listed = project.run("check-records")
+    assert status == 1
+    assert "missing" in listed
 
 
 def test_layout_and_comments_change_no_cell() -> None:
@@ -414,16 +401,29 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("how", BREAKS)
-def test_bad_record_is_refused(project: Project, how: str) -> None:
+def spoil(project: Project, how: str) -> tuple[Path, str]:
+    """Write a bad record; return its file, and why it is refused."""
     change, reason = BREAKS[how]
     path = write(project)
     text = path.read_text()
     assert change(text) != text
     path.write_text(change(text))
+    return path, reason
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_bad_record_is_refused(project: Project, how: str) -> None:
+    path, reason = spoil(project, how)
     with pytest.raises(BadRecordError, match=reason) as refused:
         Records(project.root / "docs" / "_records").all()
     assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.thorough] if number else []) for number, how in enumerate(BREAKS)]
+)
+def test_bad_record_stops_the_build(project: Project, how: str) -> None:
+    _, reason = spoil(project, how)
     status, output = project.build()
     assert status != 0
     assert "docs/_records/test-gpu-9000/things/guarded.json: " in " ".join(output.split())
@@ -481,20 +481,20 @@ def test_failed_run_is_not_recorded(project: Project) -> None:
 
 
 def test_recording_needs_a_gpu(project: Project) -> None:
-    refused = command(project, "record")
-    assert refused.returncode == 2
-    assert "no GPU here" in refused.stdout
+    status, refusal = project.run("record")
+    assert status == 2
+    assert "no GPU here" in refusal
 
 
 def test_unknown_recipe_is_named(project: Project) -> None:
-    refused = command(project, "check-records", "things/none")
-    assert refused.returncode == 2
-    assert "no such recipe: things/none" in refused.stdout
+    status, refusal = project.run("check-records", "things/none")
+    assert status == 2
+    assert "no such recipe: things/none" in refusal
 
 
 def test_results_lists_every_figure(project: Project) -> None:
     write(project)
-    found = json.loads(command(project, "results", "--json").stdout)
+    found = json.loads(project.run("results", "--json")[1])
     rows = found["figures"]
     assert found["peers"] == []
     assert len(rows) == 7  # eight less the missing one
@@ -566,16 +566,16 @@ LATER = "2026-01-02T00:00:00+00:00"
 )
 def test_compare_judges_each_figure_by_its_own_band(recorded: Project, table: Table, status: int, said: str) -> None:
     write_again(recorded, table, LATER)
-    compared = command(recorded, "compare", "HEAD")
-    assert compared.returncode == status, compared.stdout
-    assert said in compared.stdout
+    judged, output = recorded.run("compare", "HEAD")
+    assert judged == status, output
+    assert said in output
 
 
 def test_compare_leaves_out_what_was_not_recorded_again(recorded: Project) -> None:
-    same = command(recorded, "compare", "HEAD")
-    assert same.returncode == 0
-    assert "0 of 0 figures" in same.stdout
-    assert command(recorded, "compare", "nothing").returncode == 2
+    status, output = recorded.run("compare", "HEAD")
+    assert status == 0
+    assert "0 of 0 figures" in output
+    assert recorded.run("compare", "nothing")[0] == 2
 
 
 def test_record_of_the_first_version_is_read(project: Project) -> None:

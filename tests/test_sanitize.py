@@ -1,7 +1,6 @@
 """What a run under compute-sanitizer says; a stand-in takes the tool's place, the real one needs a GPU."""
 
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,15 +62,6 @@ def plant(farm: Farm, text: str) -> None:
         (farm.root / path).write_text(text)
 
 
-def run_sanitize(farm: Farm) -> tuple[int, str]:
-    """Run the command; return the exit status and what the terminal showed."""
-    command = [*farm.command, "sanitize"]
-    ended = subprocess.run(
-        command, cwd=farm.root, env=farm.environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    return ended.returncode, ended.stdout + ended.stderr
-
-
 def test_verdicts_that_can_be_kept_are(tool: None, make_farm: Callable[..., Farm]) -> None:
     """A recipe without a record of its code costs its own verdict, and is named."""
     farm = make_farm(changed="print('before')", faulty="print('faulty')", kept="print('kept')")
@@ -81,7 +71,7 @@ def test_verdicts_that_can_be_kept_are(tool: None, make_farm: Callable[..., Farm
     farm.write(changed="print('after')")
     faulty = farm.root / "docs" / "_records" / "test-gpu" / "things" / "faulty.json"
     faulty.write_text("{")
-    status, output = run_sanitize(farm)
+    status, output = farm.run("sanitize")
     assert status == 1, output
     said = " ".join(output.split())
     assert "things/changed was looked at, but its record could not say so: " in said
@@ -91,7 +81,7 @@ def test_verdicts_that_can_be_kept_are(tool: None, make_farm: Callable[..., Farm
     faulty.unlink()
     assert {name: record["sanitized"] for name, record in farm.recorded().items()} == {"changed": [], "kept": TOOLS}
     farm.record("things/changed", "things/faulty")
-    status, output = run_sanitize(farm)
+    status, output = farm.run("sanitize")
     assert status == 0, output
     assert all(record["sanitized"] == TOOLS for record in farm.recorded().values())
 
@@ -100,7 +90,7 @@ def test_planted_fault_that_is_not_found_keeps_nothing(tool: None, make_farm: Ca
     farm = make_farm(one="print('one')")
     plant(farm, "")
     farm.record()
-    status, output = run_sanitize(farm)
+    status, output = farm.run("sanitize")
     assert status == 2
     assert "a planted fault was not found" in output
     assert farm.recorded()["one"]["sanitized"] == []

@@ -1,5 +1,6 @@
 """What the tests of all recipes share."""
 
+import functools
 import importlib.util
 import os
 import sys
@@ -76,6 +77,12 @@ def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
     return load
 
 
+@pytest.fixture(scope="module")
+def recipe_at(load_recipe: Callable[[str], ModuleType]) -> Callable[[str], ModuleType]:
+    """Return a function that imports each recipe once: a second one would tune again, and end the first one's ops."""
+    return functools.cache(load_recipe)
+
+
 @pytest.fixture(scope="session")
 def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
     """Return a function that imports the op of a recipe as whoever takes it does: its imports and its cell alone."""
@@ -96,28 +103,15 @@ def on_h100() -> Iterator[Ask]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def whole_language() -> Callable[[], None]:
-    """Return a function that gives `triton.language` back as it was at the start.
-
-    The interpreter leaves it patched after a kernel that calls another function, and the compiler then chokes on it.
-    """
+def quick_interpreter() -> Iterator[None]:
+    """Have the interpreter patch `triton.language` once for each launch, and nothing else."""
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    core = importlib.import_module("triton.language.core")
-    modules = [importlib.import_module(name) for name in ("triton.language", "triton.language.math")]
-    places = [core, *modules, *(value for value in vars(core).values() if isinstance(value, type))]
-    places = [place for place in places if isinstance(place, ModuleType) or place.__module__ == core.__name__]
-    before = {place: dict(vars(place)) for place in places}
+    from language import Patch, interpreter  # now that the choice of the interpreter is made
 
-    def restore() -> None:
-        for place, members in before.items():
-            for name in set(vars(place)) - set(members):
-                delattr(place, name)
-            for name, member in members.items():
-                if vars(place).get(name) is not member:
-                    setattr(place, name, member)
-
-    return restore
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", Patch(interpreter._patch_lang))
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

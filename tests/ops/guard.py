@@ -6,6 +6,7 @@ compared at the end; the tensor itself is filled with poison, so that an element
 """
 
 from collections.abc import Callable
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -117,6 +118,7 @@ def guarded(op: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Ten
         return op(*placed)
 
 
+@cache
 def _pattern(device: torch.device) -> torch.Tensor:
     """Return the bytes of one guard."""
     index = torch.arange(PAD, device=device)

@@ -3,7 +3,6 @@
 The ops of a recipe stand in its tests, as `OPS`: each with a function that makes its inputs.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -45,12 +44,6 @@ def normal(*shape: int) -> torch.Tensor:
 
 OPS = [Op(recipe, *entry) for recipe, entry in collect("OPS")]
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.recipe}:{op.name}")
-
-
-@pytest.fixture(scope="module")
-def recipe_at(load_recipe: Callable[[str], ModuleType]) -> Callable[[str], ModuleType]:
-    """Return a function that imports each recipe once: a second one would tune again, and end the first one's ops."""
-    return functools.cache(load_recipe)
 
 
 @pytest.fixture

@@ -41,9 +41,9 @@ def installed() -> list[str]:
     ],
 )
 def test_all_libraries_do_the_same(
-    work: measure_peers.Work, backward: bool, load_recipe: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+    work: measure_peers.Work, backward: bool, recipe_at: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure_peers, "recipe_module", lambda recipe: load_recipe(f"{recipe}.py"))
+    monkeypatch.setattr(measure_peers, "recipe_module", lambda recipe: recipe_at(f"{recipe}.py"))
     *sizes, length = work.shapes[-1]
     shape = (*(min(size, SMALL) for size in sizes), min(length, WIDE))
     trial = measure_peers.Trial(work, shape, torch.float32, "cuda" if ON_GPU else "cpu")
@@ -211,7 +211,7 @@ def test_another_result_is_not_timed() -> None:
 
 @pytest.fixture
 def host(
-    load_recipe: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe_at: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, list[measure_peers.Work]]:
     """Return the folder of records and the works of a host of which all but the GPU's times is real."""
     gpu = Environment("Test GPU 9000", "0", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")
@@ -226,7 +226,7 @@ def host(
     monkeypatch.setattr(measure_peers, "RECORDS", tmp_path)
     monkeypatch.setattr(measure_peers, "DEVICE", "cuda" if ON_GPU else "cpu")
     monkeypatch.setattr(measure_peers, "detect", lambda: [gpu])
-    monkeypatch.setattr(measure_peers, "recipe_module", lambda recipe: load_recipe(f"{recipe}.py"))
+    monkeypatch.setattr(measure_peers, "recipe_module", lambda recipe: recipe_at(f"{recipe}.py"))
     monkeypatch.setattr(measure_peers, "measure", lambda calls, restore: {name: [1e-6, 5e-7, 2e-6] for name in calls})
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     return tmp_path, works
@@ -263,11 +263,11 @@ def test_library_that_means_something_else_costs_its_figure_alone(
 def test_work_that_computes_is_recorded(
     host: tuple[Path, list[measure_peers.Work]],
     monkeypatch: pytest.MonkeyPatch,
-    load_recipe: Callable[[str], ModuleType],
+    recipe_at: Callable[[str], ModuleType],
 ) -> None:
     """In operations, beside the vendor's product of the same size and dtype."""
     records, works = host
-    linear = load_recipe("pytorch/subsystems.py").in_pytorch
+    linear = recipe_at("pytorch/subsystems.py").in_pytorch
     seen = []
 
     def measure(calls, restore):

@@ -21,12 +21,6 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     return load_recipe("pytorch/torch_compile.py")
 
 
-@pytest.fixture(autouse=True)
-def compilable(whole_language: Callable[[], None]) -> None:
-    """Have kernels of other tests, which the interpreter ran, leave no trace: here the compiler reads some."""
-    whole_language()
-
-
 @pytest.fixture
 def vectors(recipe: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two tensors that share no memory."""
