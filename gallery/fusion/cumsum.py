@@ -99,8 +99,8 @@ if __name__ == "__main__":
 #   there, so the error is that of a block, however long the row.
 # * A block of a short row is no longer than it needs to be. So that a program
 #   has enough to load, it takes ``BLOCK_M`` such rows.
-# * ``N`` and the stride come in units of ``VEC`` elements, as in
-#   ``softmax.py``, so that a thread loads up to 16 bytes at once.
+# * ``N`` and the stride come in units of ``VEC`` elements, so that a thread
+#   loads up to 16 bytes at once: ``unaligned_rows.py`` says why.
 #
 # And backwards
 # -------------

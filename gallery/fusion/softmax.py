@@ -139,7 +139,7 @@ if __name__ == "__main__":
 
 # %%
 # To get from eight to two, the row has to be at hand when its maximum is known,
-# and again when its sum is known. ``torch.softmax`` is such a kernel, and we
+# and again when its sum is known. ``torch.softmax`` is one kernel, too, and we
 # shall measure ours beside it.
 
 # %%

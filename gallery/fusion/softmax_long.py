@@ -109,7 +109,7 @@ def rate_table(times, x, unit, work):
 #
 # .. math:: s' = s\,e^{m - m'} + \sum_{k \in \text{block}} e^{x_k - m'}
 #
-# Then the row can come in blocks. This function counts how often:
+# Then the row can come in blocks. This function counts what it reads:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 LOWEST = torch.finfo(torch.float32).min
@@ -146,7 +146,7 @@ if __name__ == "__main__":
 # .. code-block:: text
 #
 #     the row       +---------+---------+---------+------+
-#     1st pass      | block 0 | block 1 | block 2 | mask |   m, s: numbers
+#     1st pass      | block 0 | block 1 | block 2 | mask |   m, s: two numbers
 #                   +---------+---------+---------+------+
 #     2nd pass      | block 0 | block 1 | block 2 | mask |   y is stored
 #                   +---------+---------+---------+------+
@@ -265,14 +265,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # .. code-block:: text
 #
-#               BLOCK_N columns
-#             +-----------------+
-#             | x0  x1  x2  ... |
-#             |                 |   4 x BLOCK_N elements of a row
-#             |                 |
-#             |                 |
-#             +-----------------+
-#        m, s   *   *   *   ...     a maximum and a sum for each column
+#     columns   0   1   2  ...  BLOCK_N - 1
+#             +-----------------------------+
+#             | x0  x1  x2  ...             |
+#             |                             |   4 x BLOCK_N elements of a row
+#             |                             |
+#             |                             |
+#             +-----------------------------+
+#        m, s   *   *   *   ...           *     a maximum and a sum each
 #
 # Besides, ``tl.exp`` takes instructions for results that are too small to be
 # normal float32 numbers. ``tl.exp2`` makes these zero.
@@ -501,7 +501,9 @@ def _softmax_long_kernel(
         # Each column has its own: no thread waits for another in the loop.
         m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
         s = tl.zeros((BLOCK_N,), dtype=ACC)
-        for start in range(0, end, BLOCK):
+        # Up to N: end comes from x_ptr. If a store's address depended on it,
+        # torch.compile would take x for written, and copy it.
+        for start in range(0, N, BLOCK):
             offs = start + block  # (4, BLOCK_N)
             x = tl.load(x_body + offs, mask=offs < end, other=-float("inf"))
             x = x.to(ACC)  # (4, BLOCK_N)
@@ -515,8 +517,8 @@ def _softmax_long_kernel(
         total += tl.sum(e, axis=0)
         tl.store(y_edges, e / total, mask=mask_e)
         # From the end to the start, as the caches saw the end last.
-        last = (end - 1) // BLOCK * BLOCK
-        for step in range(0, end, BLOCK):
+        last = (N - 1) // BLOCK * BLOCK
+        for step in range(0, N, BLOCK):
             offs = last - step + block  # (4, BLOCK_N)
             x = tl.load(x_body + offs, mask=offs < end).to(ACC)
             y = _softmax_long_exp(x - top) / total
@@ -545,15 +547,15 @@ def _softmax_long_backward_kernel(
         g_e = tl.load(g_edges, mask=mask_e, other=0).to(ACC)  # (2 * VEC,)
         y_e = tl.load(y_edges, mask=mask_e, other=0).to(ACC)
         s = tl.zeros((BLOCK_N,), dtype=ACC)
-        for start in range(0, end, BLOCK_N):
+        for start in range(0, N, BLOCK_N):
             offs = start + block  # (BLOCK_N,)
             g = tl.load(g_body + offs, mask=offs < end, other=0).to(ACC)
             y = tl.load(y_body + offs, mask=offs < end, other=0).to(ACC)
             s += g * y
         total = tl.sum(s, axis=0) + tl.sum(g_e * y_e, axis=0)
         tl.store(d_edges, y_e * (g_e - total), mask=mask_e)
-        last = (end - 1) // BLOCK_N * BLOCK_N
-        for step in range(0, end, BLOCK_N):
+        last = (N - 1) // BLOCK_N * BLOCK_N
+        for step in range(0, N, BLOCK_N):
             offs = last - step + block  # (BLOCK_N,)
             g = tl.load(g_body + offs, mask=offs < end).to(ACC)
             y = tl.load(y_body + offs, mask=offs < end).to(ACC)
@@ -746,7 +748,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     ladder = {}
     for N in (10001, 32000, 50257, 131072):
         x, y, d = random(N), random(N), random(N)
-        steps = {"numbers": partial(online, x, y)}
+        steps = {"first kernel": partial(online, x, y)}
         steps["columns"] = partial(columns, x, y)
         for name, (*part, longest) in PARTS.items():
             tensors = (x, y, d) if "backward" in name else (x, y)
@@ -758,7 +760,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             line[f"GB/s at {N}"] = round(parts * rate(times))
             line["registers"] = compiled.n_regs
             line["spilled"] = compiled.n_spills
-    kernels = {"numbers": online_kernel, "columns": columns_kernel}
+    kernels = {"first kernel": online_kernel, "columns": columns_kernel}
     kernels |= {name: part[0] for name, part in PARTS.items()}
     for name, kernel in kernels.items():
         ladder[name]["statements"] = statements(kernel)
@@ -787,7 +789,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # with rows that begin anywhere. In half precision the result is rounded once
 # more. In a gradient terms may cancel, hence its ``atol``.
 
-shapes = [(3, 40), (2, 5, 257), (3, 20_001), (2, 20_000), (5, 0), (0, 5), ()]
+shapes = [(3, 40), (2, 5, 257), (3, 3001), (1, 16_400), (5, 0), (0, 5), ()]
 
 
 def compare(x, grad):
@@ -814,14 +816,14 @@ with warnings.catch_warnings():
 # Rows that lie apart, a transposed matrix, and finite differences. As in
 # PyTorch, NaN or inf or nothing but ``-inf`` makes a row NaN, and no other row.
 
-x = torch.randn(3, 40_000, generator=generator, device=DEVICE)
-rows = torch.zeros(7, 20_001, device=DEVICE)
+x = torch.randn(3, 6000, generator=generator, device=DEVICE)
+rows = torch.zeros(7, 3001, device=DEVICE)
 rows[0, 3], rows[1, 0], rows[2] = torch.nan, torch.inf, -torch.inf
-rows[3, :19_000], rows[4, 1:] = -torch.inf, -torch.inf
+rows[3, :2900], rows[4, 1:] = -torch.inf, -torch.inf
 rows[5], rows[6, 7] = LOWEST, -LOWEST
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", RuntimeWarning)
-    for view in (x[:, 7:20_001], x[::2, ::2], x.view(40_000, 3).T, rows):
+    for view in (x[:, 7:5001], x[::2, ::2], x.view(6000, 3).T, rows):
         y, expected = softmax_long(view), torch.softmax(view, -1)
         torch.testing.assert_close(y, expected, equal_nan=True)
 

@@ -83,7 +83,10 @@ def stack(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> int:
 
 
 def graphs(op: Callable[..., Any], *inputs: torch.Tensor) -> list[list[str]]:
-    """Return what is called in the graphs, forward and backward, that torch.compile makes of an op for any sizes."""
+    """Return what is called in the graphs that torch.compile makes of an op for any sizes.
+
+    There are two, forward and backward, if inputs require gradients.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._subclasses import FakeTensorMode
 
@@ -97,7 +100,9 @@ def graphs(op: Callable[..., Any], *inputs: torch.Tensor) -> list[list[str]]:
     compiled = torch.compile(op, backend=aot_autograd(fw_compiler=keep), dynamic=True, fullgraph=True)
     with FakeTensorMode() as mode:
         out = compiled(*(mode.from_tensor(tensor) for tensor in inputs))
-        sum(tensor.sum() for tensor in tree_leaves(out)).backward()
+        total = sum(tensor.sum() for tensor in tree_leaves(out))
+        if total.requires_grad:
+            total.backward()
     return found
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import Ask, ptx, stack
+from compiled import Ask, graphs, ptx, stack
 from guard import Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -356,6 +356,21 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     expected = {64: wide, 1000: wide, 1004: half, 1001: single, 16384: wide, 16383: single}
     assert widths == {N: [one, one] for N, one in expected.items()}
     assert singles == [0, 0]
+
+
+def traced(recipe: ModuleType) -> list[list[str]]:
+    """Return the graphs, forward and backward."""
+    return graphs(recipe.softmax, torch.randn(4, 300, requires_grad=True))
+
+
+def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
+    """Neither input counts as written, either way."""
+    (found,) = on_h100(gallery / "fusion" / "softmax.py", traced)
+    for graph in found:
+        kernels = [call for call in graph if call.startswith("triton_kernel_wrapper")]
+        assert kernels == ["triton_kernel_wrapper_functional"]
+        assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]
+        assert graph.count("<built-in function getitem>") == 1
 
 
 @pytest.mark.thorough

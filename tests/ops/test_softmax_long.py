@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import Ask, ptx, stack
+from compiled import Ask, graphs, ptx, stack
 from guard import Guard, guarded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -402,13 +402,28 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     assert single == [{"ex2.approx.ftz.f32"}, set()]
 
 
+def traced(recipe: ModuleType) -> list[list[list[str]]]:
+    """Return the graphs of rows that stay in registers, and of long ones."""
+    return [graphs(recipe.softmax_long, torch.randn(3, N, requires_grad=True)) for N in (300, 20_001)]
+
+
+def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
+    """Neither input counts as written, either way: a store's address must not depend on them."""
+    (found,) = on_h100(gallery / "fusion" / "softmax_long.py", traced)
+    for graph in (graph for both in found for graph in both):
+        kernels = [call for call in graph if call.startswith("triton_kernel_wrapper")]
+        assert kernels == ["triton_kernel_wrapper_functional"]
+        assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]
+        assert graph.count("<built-in function getitem>") == 1
+
+
 @pytest.mark.thorough
 def test_registers_hardly_spill(gallery: Path, on_h100: Ask) -> None:
     """With any number of programs, aligned or not."""
     (found,) = on_h100(gallery / "fusion" / "softmax_long.py", spills)
     assert {name.split()[1] for name in found} >= {"4", "16", "32"}
     assert {name.split()[2] for name in found} == {"1", "2", "4", "8"}
-    assert {name: bytes_ for name, bytes_ in found.items() if max(bytes_) > 8} == {}
+    assert {name: bytes_ for name, bytes_ in found.items() if max(bytes_) > 16} == {}
 
 
 @pytest.mark.thorough
@@ -454,8 +469,8 @@ BREAKS = [
     ("a sum that is not corrected", "            s *= _softmax_long_exp(m - larger)\n", ""),
     (
         "a last block that is empty",
-        "        last = (end - 1) // BLOCK_N * BLOCK_N\n",
-        "        last = end // BLOCK_N * BLOCK_N\n",
+        "        last = (N - 1) // BLOCK_N * BLOCK_N\n",
+        "        last = N // BLOCK_N * BLOCK_N\n",
     ),
     ("edges that are left out of the sum", "        total += tl.sum(e, axis=0)\n", ""),
     ("edges before the body alone", "tl.where(edge < head, edge, edge + length)", "edge"),

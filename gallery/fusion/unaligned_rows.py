@@ -1,0 +1,665 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = false
+# deterministic = true
+# ///
+r"""
+Unaligned rows
+==============
+
+A thread can load 16 bytes with one instruction, if 16 divides the address and
+the mask lets in all of them or none. Give an array one element more, and the
+compiler can no longer be sure of that. This page reads the compiled code, and
+mends it with a split into a *body* and *edges*.
+
+After this page you can
+
+* say when a thread loads 16 bytes at once, and when one element;
+* read the width of loads from PTX, on a machine without a GPU;
+* split an array, or each row of a matrix, into a body and its edges;
+* tell a hint that follows from the code from a promise that nobody checks.
+"""
+
+# sphinx_gallery_tags = ["elementwise", "memory bound"]
+import ast
+import inspect
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.library import triton_op, wrap_triton
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# An addition of two long arrays. In half precision each element is 2 bytes, so
+# 16 bytes are 8 elements. The floor is to read both arrays and write one:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def random(*shape):
+    x = torch.randn(shape, generator=generator, device=DEVICE)
+    return x.to(torch.bfloat16)
+
+
+if __name__ == "__main__":
+    for N in (2**16, 2**16 + 1):
+        x, y = random(N), random(N)
+        out = x + y  # reads x, reads y, writes out
+        moved = sum(t.nbytes for t in (x, y, out))
+        print(f"{N:,} additions for {moved:,} bytes")
+
+# %%
+# One element more is 6 bytes more. It should cost nothing.
+
+# %%
+# The first kernel
+# ----------------
+#
+# The addition of ``vector_add.py``. Each program takes a block, and a mask
+# keeps the last one inside the array:
+#
+# .. code-block:: text
+#
+#     element    0 1 2 3 4 5 6 7   8 9 . . . . . .        N = 10
+#     mask       1 1 1 1 1 1 1 1   1 1 0 0 0 0 0 0
+#                16 bytes: all     16 bytes: some
+
+
+@triton.jit
+def add_kernel(x_ptr, y_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    # In int32 the product would overflow behind element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < N
+    x = tl.load(x_ptr + offs, mask=mask).to(tl.float32)
+    y = tl.load(y_ptr + offs, mask=mask).to(tl.float32)
+    tl.store(out_ptr + offs, x + y, mask=mask)
+
+
+def add(x, y):
+    """Return x + y for two contiguous arrays."""
+    out, N = torch.empty_like(x), x.numel()
+    add_kernel[(triton.cdiv(N, 1024),)](x, y, out, N, BLOCK=1024)
+    return out
+
+
+# %%
+# Is it right?
+# ------------
+#
+# Beside float64. The sum is rounded to float32, and then to the 8 bits of
+# bfloat16. The interpreter cuts bits off where a GPU rounds, so we allow a
+# whole unit of the last bit.
+
+if __name__ == "__main__":
+    x, y = random(10_001), random(10_001)
+    out, expected = add(x, y).double(), x.double() + y.double()
+    unit = torch.finfo(torch.bfloat16).eps
+    error = ((out - expected) / expected.abs().clamp(min=1e-9)).abs().max()
+    print(f"largest relative error {error:.1e}, allowed {unit:.1e}")
+    torch.testing.assert_close(out, expected, rtol=unit, atol=1e-9)
+
+# %%
+# How fast?
+# ---------
+#
+# Arrays of nearly the same length, a quarter of a gigabyte each. The roof is
+# PyTorch's addition into memory that is there already.
+
+
+def calls(function, x, y):
+    out = torch.empty_like(x)
+    torch.compiler.reset()
+    options = {"dynamic": False, "fullgraph": True}
+    compiled = torch.compile(lambda x, y: x + y, **options)
+    return {
+        "Triton": lambda: function(x, y),
+        "PyTorch": lambda: x + y,
+        "torch.compile": lambda: compiled(x, y),
+        "Roof": lambda: torch.add(x, y, out=out),
+    }
+
+
+def rates(found, N):
+    """Return the line of a table: GB/s for two reads and a write of N."""
+    each = [f"{name} {6e-6 * N / t[0]:.0f}" for name, t in found.items()]
+    return f"N = {N:,}: {', '.join(each)} GB/s"
+
+
+LENGTHS = [2**27, 2**27 + 8, 2**27 + 1]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in LENGTHS:
+        print(rates(gpu_time(calls(add, random(N), random(N))), N))
+
+# %%
+# Which loads did the compiler write?
+# -----------------------------------
+#
+# A child process, out of the interpreter's reach, compiles kernels for an H100
+# and counts the loads and stores in their PTX. It needs no GPU. ``v4.b32`` is
+# four words of 32 bits, 16 bytes in one instruction; ``b16`` is one element.
+
+CHILD = """
+import re, triton, triton.language as tl
+from collections import Counter
+from triton.backends.compiler import GPUTarget
+
+
+def show(kernel, dividing, known):
+    if "ACC" in kernel.arg_names:
+        known["ACC"] = tl.float32
+    types = {n: "*bf16" if n[-3:] == "ptr" else "i32" for n in kernel.arg_names}
+    types |= dict.fromkeys(known, "constexpr")
+    by_16 = [i for i, n in enumerate(types) if n[-3:] == "ptr" or n in dividing]
+    hints = {(i,): [["tt.divisibility", 16]] for i in by_16}
+    source = triton.compiler.ASTSource(kernel, types, known, hints)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    found = Counter(re.findall(r"(?:ld|st)\\.global[.\\w]*", ptx))
+    print(", ".join(f"{n} x {op}" for op, n in found.items()))
+"""
+
+
+def child(program):
+    """Run a program in a process without the interpreter."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "child.py")
+        file.write_text(program)
+        command, env = [sys.executable, file], os.environ
+        env = {**env, "TRITON_INTERPRET": "0"}
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+
+def loads(*sources, dividing=(), **known):
+    """Return the loads and stores of the last kernel in each source."""
+    program = CHILD
+    for source in sources:
+        name = source.rpartition("def ")[2].partition("(")[0]
+        program += f"\n{source}\nshow({name}, {dividing}, {known})\n"
+    found = child(program)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.splitlines()
+
+
+def variant(start="pid * BLOCK", mask="offs < N"):
+    """Return the source of the first kernel with another start or mask."""
+    source = inspect.getsource(add_kernel.fn)
+    return source.replace("pid * BLOCK", start).replace("offs < N", mask)
+
+
+if __name__ == "__main__":
+    for who, dividing in (("16 divides N", ("N",)), ("any other N", ())):
+        found = loads(variant(), dividing=dividing, BLOCK=1024)
+        print(f"{who:13} {found[0]}")
+
+# %%
+# These are two versions of one kernel. At a launch Triton notes which arguments
+# 16 divides, and compiles for that. A thread has 8 neighbours of a block. It
+# can load them at once if the mask is the same for all 8. ``offs < N`` may end
+# among them, unless 8 divides ``N``, and the compiler knows that of multiples
+# of 16 alone. So every block is loaded one by one, for the sake of the last.
+#
+# Could the mask say more?
+
+FORMS = [
+    "offs < tl.multiple_of(N, 8)",
+    "tl.max_constancy(offs < N, 8)",
+    "offs < N // 8 * 8",
+]
+
+if __name__ == "__main__":
+    found = loads(*(variant(mask=form) for form in FORMS), BLOCK=1024)
+    for form, line in zip(FORMS, found, strict=True):
+        print(f"{form:30} {line}")
+
+# %%
+# * ``tl.multiple_of`` on an argument is lost.
+# * ``tl.max_constancy`` is a promise that eight of the mask are alike. For most
+#   ``N`` it is not true, and the last block would write beyond the end.
+# * ``N // 8 * 8`` needs no promise: 8 divides it whatever ``N`` is, and the
+#   compiler can tell.
+#
+# So the mask ends at the last multiple of 8, which makes a *body*. One program
+# does the *edge*, the few elements that are left:
+
+
+@triton.jit
+def body_kernel(
+    x_ptr, y_ptr, out_ptr, N, VEC: tl.constexpr, BLOCK: tl.constexpr
+):
+    pid = tl.program_id(axis=0).to(tl.int64)
+    end = N // VEC * VEC
+    offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < end
+    x = tl.load(x_ptr + offs, mask=mask).to(tl.float32)
+    y = tl.load(y_ptr + offs, mask=mask).to(tl.float32)
+    tl.store(out_ptr + offs, x + y, mask=mask)
+    if pid == 0:
+        edge = end + tl.arange(0, VEC)  # (VEC,)
+        x_e = tl.load(x_ptr + edge, mask=edge < N).to(tl.float32)
+        y_e = tl.load(y_ptr + edge, mask=edge < N).to(tl.float32)
+        tl.store(out_ptr + edge, x_e + y_e, mask=edge < N)
+
+
+def add_body(x, y):
+    out, N = torch.empty_like(x), x.numel()
+    grid = (triton.cdiv(N, 1024),)
+    body_kernel[grid](x, y, out, N, VEC=16 // x.itemsize, BLOCK=1024)
+    return out
+
+
+if __name__ == "__main__":
+    source = inspect.getsource(body_kernel.fn)
+    print(*loads(source, VEC=8, BLOCK=1024))
+    x, y = random(10_001), random(10_001)
+    torch.testing.assert_close(add_body(x, y), add(x, y))
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in LENGTHS:
+        x, y = random(N), random(N)
+        ways = {"one mask": partial(add, x, y)}
+        ways["body and edge"] = partial(add_body, x, y)
+        print(rates(gpu_time(ways), N))
+
+# %%
+# Rows that begin anywhere
+# ------------------------
+#
+# Where rows of an odd length lie one after another, most begin at no multiple
+# of 16 bytes. There another mask does not help, as the address matters too:
+
+if __name__ == "__main__":
+    mask = "tl.arange(0, BLOCK) < N // 8 * 8"
+    starts = "pid * N", "pid * N // 8 * 8"
+    found = loads(*(variant(start, mask) for start in starts), BLOCK=1024)
+    for start, line in zip(starts, found, strict=True):
+        print(f"{start:17} {line}")
+
+# %%
+# 8 divides ``pid * N // 8 * 8``, but the row begins elsewhere. So let the body
+# begin at the *first* multiple in the row. Then there are two edges, in front
+# and behind, together less than ``2 * VEC`` elements:
+#
+# .. code-block:: text
+#
+#     16 bytes, here 4 elements
+#     |       |       |       |       |       |
+#     . . . x x x x x x x x x x x x x x x x . .
+#           edge|      body, in blocks    |edge
+#
+# The op adds rows, each with a weight: ``out[m] = x[m] + weight[m] * y[m]``, as
+# a mixture of experts does with an expert's output.
+
+# %%
+# The op
+# ------
+#
+# A row has to begin alike in ``x``, ``y`` and ``out``: as many elements after a
+# multiple of 16 bytes. In contiguous matrices it does. Otherwise ``VEC`` is 1,
+# the body is the whole row, and elements are loaded one by one.
+
+ADD_ROWS_NAMESPACE = "triton_gallery"
+ADD_ROWS_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+@triton.jit
+def _add_rows_divide(x_ptr, start, N, VEC: tl.constexpr):
+    """Return a row's body, its length, its edges and which there are."""
+    head = ((VEC - start % VEC) % VEC).to(tl.int32)
+    length = tl.maximum(N - head, 0) // VEC * VEC
+    # To divide and multiply again tells the compiler: a multiple of VEC.
+    body = x_ptr + (start + head) // VEC * VEC
+    edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
+    edges = x_ptr + start + tl.where(edge < head, edge, edge + length)
+    return body, length, edges, edge < N - length
+
+
+@triton.jit
+def _add_rows_kernel(
+    x_ptr,
+    y_ptr,
+    weight_ptr,
+    out_ptr,
+    N,
+    blocks,
+    stride_xm,
+    stride_ym,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # In int32 a row's offset would overflow behind element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    row, block = pid // blocks, pid % blocks
+    weight = tl.load(weight_ptr + row).to(ACC)
+    x_body, end, x_edges, mask_e = _add_rows_divide(
+        x_ptr, row * stride_xm, N, VEC
+    )
+    y_body, _, y_edges, _ = _add_rows_divide(y_ptr, row * stride_ym, N, VEC)
+    out_body, _, out_edges, _ = _add_rows_divide(out_ptr, row * N, N, VEC)
+    offs = block * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < end
+    x = tl.load(x_body + offs, mask=mask).to(ACC)  # (BLOCK,)
+    y = tl.load(y_body + offs, mask=mask).to(ACC)  # (BLOCK,)
+    tl.store(out_body + offs, x + weight * y, mask=mask)
+    # One program of each row does the edges.
+    if block == 0:
+        x_e = tl.load(x_edges, mask=mask_e).to(ACC)  # (2 * VEC,)
+        y_e = tl.load(y_edges, mask=mask_e).to(ACC)  # (2 * VEC,)
+        tl.store(out_edges, x_e + weight * y_e, mask=mask_e)
+
+
+def _add_rows_check(x, y, weight):
+    """Raise for what the op does not take."""
+    if x.dtype not in ADD_ROWS_ACC:
+        raise TypeError(f"add_rows takes float tensors, not {x.dtype}")
+    if x.ndim != 2 or x.shape != y.shape or weight.shape != x.shape[:1]:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (x, y, weight))
+        raise ValueError(
+            "add_rows takes two matrices of one shape, and a weight for each "
+            f"row, not {shapes}"
+        )
+    kinds = [(t.dtype, t.device) for t in (x, y, weight)]
+    if kinds[0] != kinds[1] or kinds[0] != kinds[2]:
+        raise ValueError(f"add_rows takes one dtype and device, not {kinds}")
+
+
+def _add_rows_apart(x):
+    """Return x with contiguous rows, and how far apart they begin."""
+    if x.is_contiguous():
+        return x, int(x.shape[1])
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, int(x.stride(0))
+
+
+@triton_op(f"{ADD_ROWS_NAMESPACE}::add_rows", mutates_args={})
+def add_rows(
+    x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Return x + weight[:, None] * y, as torch.addcmul does.
+
+    Takes two (M, N) matrices and M weights, all of float16, bfloat16, float32
+    or float64 and on one device. Rows may lie apart; other layouts are copied.
+    The result is contiguous, and the same each time. Raises TypeError for other
+    dtypes, ValueError where shapes, dtypes or devices differ. Has no gradient.
+    """
+    _add_rows_check(x, y, weight)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    M, N = int(x.shape[0]), int(x.shape[1])
+    x, stride_xm = _add_rows_apart(x)
+    y, stride_ym = _add_rows_apart(y)
+    VEC = 16 // x.element_size()
+    if (stride_xm - N) % VEC or (stride_ym - N) % VEC:
+        VEC = 1  # rows do not begin alike
+    BLOCK = min(1024, max(32, triton.next_power_of_2(N)))
+    blocks = triton.cdiv(N, BLOCK)
+    # Triton launches on the current GPU, which may not be that of x.
+    with torch.accelerator.device_index(x.device.index):
+        wrap_triton(_add_rows_kernel)[(M * blocks,)](
+            x,
+            y,
+            weight.contiguous(),
+            out,
+            N,
+            blocks,
+            stride_xm,
+            stride_ym,
+            ACC=ADD_ROWS_ACC[x.dtype],
+            VEC=VEC,
+            BLOCK=BLOCK,
+            num_warps=max(1, BLOCK // 256),
+        )
+    return out
+
+
+# %%
+# What did the step gain? The same kernel with ``VEC=1`` has no edges, and no
+# wide loads. First the instructions of both, then figures for three lengths: a
+# multiple of 16, one of 8, and an odd one.
+
+
+def statements(*kernels):
+    trees = [ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    return sum(isinstance(node, ast.stmt) for node in nodes) - len(kernels)
+
+
+def rows(x, y, weight, VEC):
+    (M, N), out = x.shape, torch.empty_like(x)
+    blocks = triton.cdiv(N, 1024)
+    launch = _add_rows_kernel[(M * blocks,)]
+    known = {"ACC": tl.float32, "VEC": VEC, "BLOCK": 1024}
+    return launch(x, y, weight, out, N, blocks, N, N, **known)
+
+
+if __name__ == "__main__":
+    op = _add_rows_divide, _add_rows_kernel
+    source = "\n".join(inspect.getsource(kernel.fn) for kernel in op)
+    for VEC in (1, 8):
+        (found,) = loads(source, VEC=VEC, BLOCK=1024)
+        print(f"VEC={VEC}: {found}")
+    kernels = {"one mask": [add_kernel], "body and edge": [body_kernel]}
+    for name, one in (kernels | {"the op": op}).items():
+        print(f"{name}: {statements(*one)} statements")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (50256, 50264, 50257):
+        M = 2**27 // N
+        x, y, weight = random(M, N), random(M, N), random(M)
+        ways = {f"VEC={v}": partial(rows, x, y, weight, v) for v in (1, 8)}
+        registers = [way().n_regs for way in ways.values()]
+        print(f"rows of {N}, {registers} registers,", end=" ")
+        print(rates(gpu_time(ways), M * N))
+
+# %%
+# Proof
+# -----
+#
+# Every dtype beside float64, rows of any length, apart and not alike. A product
+# and a sum are rounded, then the result: one unit of the dtype, of the terms.
+
+for dtype in ADD_ROWS_ACC:
+    unit = 2 * torch.finfo(dtype).eps
+    for M, N, gap in (
+        (3, 40, 0),
+        (9, 257, 0),
+        (4, 3001, 8),
+        (5, 33, 3),
+        (2, 0, 1),
+    ):
+        x = random(M, N + gap).to(dtype)[:, :N]
+        y = random(M, N + gap).to(dtype)[:, gap:]
+        weight = random(M).to(dtype)
+        out = add_rows(x, y, weight).double()
+        terms = x.double(), weight.double()[:, None] * y.double()
+        error = (out - terms[0] - terms[1]).abs()
+        assert (error <= unit * (terms[0].abs() + terms[1].abs())).all()
+
+x, y, weight = random(30, 40).T, random(40, 90)[:, ::3], random(80)[::2]
+expected = torch.addcmul(x.float(), weight[:, None].float(), y.float())
+out = add_rows(x, y, weight)
+torch.testing.assert_close(out, expected.bfloat16(), rtol=0.02, atol=0.02)
+
+# %%
+# The benchmark
+# -------------
+#
+# bfloat16, a quarter of a gigabyte a matrix, and pairs of lengths. PyTorch has
+# one kernel for it, ``torch.addcmul``.
+
+SIZES = [1000, 1001, 4096, 4097, 50256, 50257, 151936, 151937]
+
+
+def calls_of_rows(N):
+    M = 2**27 // N
+    x, y, weight = random(M, N), random(M, N), random(M)
+    out, column = torch.empty_like(x), weight[:, None]
+    torch.compiler.reset()  # past eight lengths it would raise
+    options = {"dynamic": False, "fullgraph": True}
+    compiled = torch.compile(lambda x, w, y: x + w * y, **options)
+    return {
+        "Triton": lambda: add_rows(x, y, weight),
+        "PyTorch": lambda: torch.addcmul(x, column, y),
+        "torch.compile": lambda: compiled(x, column, y),
+        "Roof": lambda: torch.add(x, y, out=out),
+    }
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: gpu_time(calls_of_rows(N)) for N in SIZES}
+    moved = {N: 6e-6 * (2**27 // N * N) for N in SIZES}
+    results = rate_table(times, "N", "GB/s", moved.get)
+    print(results.to_string())
+    results.pivot(index="N", columns="series", values="GB/s").plot(logx=True)
+    cost = results[results["N"] == 4096].set_index("series")["CPU us"]
+    print("microseconds of the CPU:", cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# The lengths of a pair differ by one element. Where our rate is the same for
+# both, the body has done its work. The edges of a row are less than 32 bytes
+# together, so they weigh more the shorter the row is.
+#
+# The op has a program for each block of a row. Rows of a few hundred elements
+# want several rows a program, as in ``softmax.py``.
+
+# %%
+# Break it: a hint that is not true
+# ---------------------------------
+#
+# ``tl.multiple_of`` on an expression is not lost. The compiler believes it:
+
+if __name__ == "__main__":
+    start, mask = (
+        "tl.multiple_of(pid * N, 8)",
+        "tl.arange(0, BLOCK) < N // 8 * 8",
+    )
+    print(*loads(variant(start, mask), BLOCK=1024))
+
+# %%
+# On a GPU, the second of two rows of 1001 is then read from an odd address:
+
+CRASH = """
+import torch
+x = torch.ones(2, 1001, dtype=torch.bfloat16, device="cuda")
+add_kernel[(2,)](x, x, torch.empty_like(x), 1001, BLOCK=1024)
+torch.cuda.synchronize()
+"""
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    said = child(CHILD + variant(start, mask) + CRASH)
+    lines = said.stderr.splitlines()
+    print(next(line for line in lines if "error" in line.lower()))
+
+# %%
+# The interpreter does not mind, nor does a test whose rows are all even.
+
+# %%
+# Go further
+# ----------
+#
+# 1. Of contiguous rows of 50257 in float32, how many begin at a multiple of 16
+#    bytes? How many in bfloat16?
+# 2. With rows of 4096, those of ``x[:, 1:]`` and ``y[:, 1:]`` begin one element
+#    after a multiple of 16 bytes, those of the result anywhere. Where should
+#    the body begin?
+# 3. Whole blocks need no mask. With two branches, ``if (pid + 1) * BLOCK <= N``
+#    and ``else``, which loads does the compiler write for the flat addition?
+#
+# To read on: ``softmax_long.py`` has bodies and edges of rows that are reduced,
+# and ``launch.py`` more on what a launch notes of its arguments.
+
+# %%
+# Answers
+# -------
+#
+# **1.** One in four, as 16 bytes are four elements of float32; and one in
+# eight. ``50257 % 4`` and ``50257 % 8`` are 1, so the rows take turns.
+#
+# **2.** At multiples of the inputs: then two tensors of three are moved 16
+# bytes at a time, and the result one element at a time.
+#
+# **3.** Both: loads of 16 bytes in the branch without a mask, loads of one
+# element in the other. It suits long arrays, and rows that begin at multiples.
