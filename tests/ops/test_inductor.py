@@ -46,7 +46,9 @@ print(json.dumps(failed))
 
 def wrapped(source: str) -> list[str]:
     """Return the names of the kernels that a recipe wraps for its ops."""
-    return sorted(set(re.findall(r"wrap_triton\(\s*(\w+)\s*\)", source)))
+    names = set(re.findall(r"wrap_triton\(\s*(\w+)\s*\)", source))
+    chosen = {name: re.findall(rf"(?m)^ +{name} = (\w+_kernel)$", source) for name in names}  # by a launcher
+    return sorted({kernel for name in names for kernel in chosen[name] or [name]})
 
 
 def failures(sources: Mapping[str, str], folder: Path) -> dict[str, str]:

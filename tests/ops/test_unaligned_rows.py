@@ -15,11 +15,17 @@ from compiled import Ask, graphs, ptx, stack
 from guard import guarded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from inputs import FLOATS, Layout, layouts, sizes
+from inputs import DEVICE, FLOATS, Layout, layouts, sizes
 from tolerance import assert_within
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the recorded run shows it")
+
+
+@pytest.fixture(scope="module")
+def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the op as whoever takes it imports it."""
+    return load_op("fusion/unaligned_rows.py")
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +34,12 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     return load_recipe("fusion/unaligned_rows.py")
 
 
-def assert_right(recipe: ModuleType, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> None:
+def assert_right(taken: ModuleType, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> None:
     """Assert that the op gives what float64 gives, but for roundings, and the same each time."""
-    out = guarded(recipe.add_rows, x, y, weight)
-    assert torch.equal(recipe.add_rows(x, y, weight), out)
+    out = guarded(taken.add_rows, x, y, weight)
+    assert torch.equal(taken.add_rows(x, y, weight), out)
     assert out.dtype == x.dtype
-    assert out.device.type == recipe.DEVICE.type
+    assert out.device.type == DEVICE.type
     assert out.is_contiguous()
     product = weight.double()[:, None] * y.double()
     magnitude = x.double().abs() + product.abs()
@@ -46,11 +52,11 @@ def assert_right(recipe: ModuleType, x: torch.Tensor, y: torch.Tensor, weight: t
 @example(M=5, N=1001, of_x=Layout("contiguous", 0), of_y=Layout("contiguous", 1), of_weight=Layout("contiguous", 2))
 @example(M=3, N=5, of_x=Layout("contiguous", 0), of_y=Layout("contiguous", 1), of_weight=Layout("contiguous", 2))
 def test_value(
-    recipe: ModuleType, dtype: torch.dtype, M: int, N: int, of_x: Layout, of_y: Layout, of_weight: Layout
+    taken: ModuleType, dtype: torch.dtype, M: int, N: int, of_x: Layout, of_y: Layout, of_weight: Layout
 ) -> None:
     """The value is right for rows of any length, in any layout, and its dtype is that of the arguments."""
-    x, y = of_x.make((M, N), dtype, recipe.DEVICE), of_y.make((M, N), dtype, recipe.DEVICE)
-    assert_right(recipe, x, y, of_weight.make((M,), dtype, recipe.DEVICE))
+    x, y = of_x.make((M, N), dtype, DEVICE), of_y.make((M, N), dtype, DEVICE)
+    assert_right(taken, x, y, of_weight.make((M,), dtype, DEVICE))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -66,7 +72,7 @@ def test_value(
 @example(M=4, N=100, gaps=(8, 3), starts=(0, 0), seed=0)
 @example(M=4, N=100, gaps=(3, 8), starts=(0, 0), seed=0)
 def test_rows_apart(
-    recipe: ModuleType,
+    taken: ModuleType,
     dtype: torch.dtype,
     M: int,
     N: int,
@@ -76,18 +82,18 @@ def test_rows_apart(
 ) -> None:
     """Rows lie apart, begin anywhere, and x's begin alike with y's or not."""
     x, y = (
-        Layout("contiguous", seed + k).make((M, N + gap), dtype, recipe.DEVICE)[:, start:][:, :N]
+        Layout("contiguous", seed + k).make((M, N + gap), dtype, DEVICE)[:, start:][:, :N]
         for k, (gap, start) in enumerate(zip(gaps, (min(pair) for pair in zip(gaps, starts, strict=True)), strict=True))
     )
-    assert_right(recipe, x, y, Layout("contiguous", seed + 2).make((M,), dtype, recipe.DEVICE))
+    assert_right(taken, x, y, Layout("contiguous", seed + 2).make((M,), dtype, DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_wide_accumulator(recipe: ModuleType, dtype: torch.dtype) -> None:
+def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     """In half precision, product and sum are rounded once, not each."""
-    x = torch.full((2, 9), -1.0, dtype=torch.float16, device=recipe.DEVICE)
-    weight = torch.full((2,), 1 + 2**-10, dtype=torch.float16, device=recipe.DEVICE)
-    out = recipe.add_rows(x, weight[:, None].expand(2, 9), weight)
+    x = torch.full((2, 9), -1.0, dtype=torch.float16, device=DEVICE)
+    weight = torch.full((2,), 1 + 2**-10, dtype=torch.float16, device=DEVICE)
+    out = taken.add_rows(x, weight[:, None].expand(2, 9), weight)
     assert (out.to(dtype) == torch.tensor(2**-9 + 2**-20, dtype=torch.float16)).all()
 
 
@@ -109,70 +115,70 @@ def test_rows_of_the_ladder(recipe: ModuleType) -> None:
     assert recipe.statements(recipe._add_rows_divide, recipe._add_rows_kernel) == 6 + 15 + 1
 
 
-def test_refuses(recipe: ModuleType) -> None:
+def test_refuses(taken: ModuleType) -> None:
     """What the op does not take, it names."""
-    x, weight = torch.ones(2, 3, device=recipe.DEVICE), torch.ones(2, device=recipe.DEVICE)
+    x, weight = torch.ones(2, 3, device=DEVICE), torch.ones(2, device=DEVICE)
     with pytest.raises(TypeError, match=r"^add_rows takes float tensors, not torch\.int32"):
-        recipe.add_rows(x.int(), x.int(), weight.int())
+        taken.add_rows(x.int(), x.int(), weight.int())
     for inputs in ((x, x[0], weight), (x[0], x[0], weight), (x, x[:, :2], weight), (x, x, weight[:1]), (x, x, x)):
         with pytest.raises(ValueError, match=r"^add_rows takes two matrices of one shape, .*, not \("):
-            recipe.add_rows(*inputs)
+            taken.add_rows(*inputs)
     for inputs in ((x, x.double(), weight), (x, x, weight.half())):
         with pytest.raises(ValueError, match=r"^add_rows takes one dtype and device, not .*float"):
-            recipe.add_rows(*inputs)
+            taken.add_rows(*inputs)
 
 
-def test_has_no_gradient(recipe: ModuleType) -> None:
+def test_has_no_gradient(taken: ModuleType) -> None:
     """A gradient is refused, not zero."""
-    x, weight = torch.ones(2, 3, device=recipe.DEVICE), torch.ones(2, device=recipe.DEVICE)
-    out = recipe.add_rows(x.requires_grad_(), x, weight)
+    x, weight = torch.ones(2, 3, device=DEVICE), torch.ones(2, device=DEVICE)
+    out = taken.add_rows(x.requires_grad_(), x, weight)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         out.sum().backward()
 
 
 @pytest.mark.needs_gpu_memory(15)
 @pytest.mark.parametrize(("M", "N"), [(2**19 + 1, 2**12 + 1), (1, 2**31 + 5)])
-def test_beyond_int32(recipe: ModuleType, M: int, N: int) -> None:
+def test_beyond_int32(taken: ModuleType, M: int, N: int) -> None:
     """More than 2**31 elements: the last ones are right."""
-    x = torch.zeros(M, N, dtype=torch.bfloat16, device=recipe.DEVICE)
+    x = torch.zeros(M, N, dtype=torch.bfloat16, device=DEVICE)
     x[-1, -1] = 1
-    out = recipe.add_rows(x, x, torch.ones(M, dtype=x.dtype, device=x.device))
+    out = taken.add_rows(x, x, torch.ones(M, dtype=x.dtype, device=x.device))
     assert out[-1, -1] == 2
     assert out.sum(dtype=torch.float32) == 2
 
 
 @needs_a_gpu
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_opcheck(recipe: ModuleType, dtype: torch.dtype) -> None:
+def test_opcheck(taken: ModuleType, dtype: torch.dtype) -> None:
     """The op passes the whole of opcheck."""
-    x, y = (torch.randn(7, 1001, device=recipe.DEVICE).to(dtype) for _ in range(2))
-    inputs = x, y, torch.randn(7, device=recipe.DEVICE).to(dtype)
-    assert set(torch.library.opcheck(recipe.add_rows, inputs).values()) == {"SUCCESS"}
+    x, y = (torch.randn(7, 1001, device=DEVICE).to(dtype) for _ in range(2))
+    inputs = x, y, torch.randn(7, device=DEVICE).to(dtype)
+    assert set(torch.library.opcheck(taken.add_rows, inputs).values()) == {"SUCCESS"}
 
 
 @needs_a_gpu
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(recipe: ModuleType, dynamic: bool) -> None:
+def test_compiled(taken: ModuleType, dynamic: bool) -> None:
     """torch.compile takes the op, and other sizes."""
     torch.compiler.reset()
-    compiled = torch.compile(lambda x, w: recipe.add_rows(x * 2, x, w), fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(lambda x, w: taken.add_rows(x * 2, x, w), fullgraph=True, dynamic=dynamic)
     for M, N in ((4, 100), (6, 100), (2, 5001)):
-        x, weight = torch.randn(M, N, device=recipe.DEVICE), torch.randn(M, device=recipe.DEVICE)
+        x, weight = torch.randn(M, N, device=DEVICE), torch.randn(M, device=DEVICE)
         torch.testing.assert_close(compiled(x, weight), torch.addcmul(x * 2, weight[:, None], x))
 
 
 NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
-def widths(recipe: ModuleType) -> dict[str, tuple[set[str], int]]:
+def widths(taken: ModuleType) -> dict[str, tuple[set[str], int]]:
     """Return, for each dtype, how wide the kernel's loads and stores are, and the bytes that threads spill."""
     found = {}
-    for dtype, ACC in recipe.ADD_ROWS_ACC.items():
+    for dtype, ACC in taken.ADD_ROWS_ACC.items():
         known = {"ACC": ACC, "VEC": 16 // dtype.itemsize, "BLOCK": 1024}
         of = NAMES[str(dtype).removeprefix("torch.")]
-        text = ptx(recipe._add_rows_kernel, of, **known)
+        text = ptx(taken._add_rows_kernel, of, **known)
         widths = set(re.findall(r"(?:ld|st)\.global\S*?\.(v\d\.b\d\d|b\d\d)\s", text))
-        found[str(dtype)] = widths, stack(recipe._add_rows_kernel, of, **known)
+        found[str(dtype)] = widths, stack(taken._add_rows_kernel, of, **known)
     return found
 
 
@@ -184,9 +190,9 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     assert found == {name: ({wide[name], single[name]}, 0) for name in single}
 
 
-def traced(recipe: ModuleType) -> list[list[str]]:
+def traced(taken: ModuleType) -> list[list[str]]:
     """Return the graph."""
-    return graphs(recipe.add_rows, torch.randn(4, 301), torch.randn(4, 301), torch.randn(4))
+    return graphs(taken.add_rows, torch.randn(4, 301), torch.randn(4, 301), torch.randn(4))
 
 
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:

@@ -13,6 +13,7 @@ from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 from triton_gallery.recipes.declaration import declaration
 
 NAMESPACE = "triton_gallery"  # of the ops on the pages
+SUFFIX = "_NAMESPACE"  # of the constant for it
 HEADING = re.compile(r"(?m)^The op\n-+$")
 
 
@@ -21,7 +22,7 @@ class Op:
     """The code of an op.
 
     Attributes:
-        name: what it is called, which is also the name of its recipe.
+        name: what it is called; the constant for its namespace says so.
         title: of the recipe.
         imports: the recipe's imports that the cell uses, and no others, as statements.
         cell: the text of the cell.
@@ -39,7 +40,7 @@ class Op:
 
     def of(self, namespace: str) -> "Op":
         """Return the op as someone takes it who sets its namespace, as the constant for it is there for."""
-        ours, theirs = (f'{self.name.upper()}_NAMESPACE = "{name}"' for name in (NAMESPACE, namespace))
+        ours, theirs = (f'{self.name.upper()}{SUFFIX} = "{name}"' for name in (NAMESPACE, namespace))
         return replace(self, cell=self.cell.replace(ours, theirs))
 
     @property
@@ -76,7 +77,9 @@ def _op_of(path: Path, content: bytes) -> Op | None:
     tree = ast.parse(content)
     used = {node.id for node in ast.walk(ast.parse(cell)) if isinstance(node, ast.Name)}
     title = next(line for line in (ast.get_docstring(tree) or path.stem).splitlines() if line)
-    return Op(path.stem, title, list(_imports(tree, used)), cell)
+    named = (name for name in bound(ast.parse(cell).body) if name.endswith(SUFFIX))
+    name = next(named, path.stem).removesuffix(SUFFIX).lower()
+    return Op(name, title, list(_imports(tree, used)), cell)
 
 
 def statements(tree: ast.AST) -> int:
