@@ -17,7 +17,8 @@ from project import ROOT, Project, wait_until
 FAKE_GPU = """
 def _probe() -> list[Environment]:
     gpus = zip(*(os.environ[name].split(",") for name in ("TEST_GPU", "CUDA_VISIBLE_DEVICES")))
-    return [Environment(name, gpu, "9.0", 1, None, None, "2", "3", platform.python_version()) for name, gpu in gpus]
+    rest = "9.0", int(float(os.environ["TEST_MEMORY"])), None, None, "2", "3", platform.python_version()
+    return [Environment(name, gpu, *rest) for name, gpu in gpus]
 
 
 if __name__"""
@@ -25,7 +26,7 @@ LOOPBACK = ["--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0"]
 
 
 class Farm(Project):
-    """A project that takes its GPUs from variables, and waits for less long."""
+    """A project that takes its GPUs from variables, has three cores whatever there are, and waits for less long."""
 
     patience = 60.0
 
@@ -41,12 +42,13 @@ class Farm(Project):
     def code(self) -> str:
         """The project's command."""
         seconds = f"cluster.CONNECTING, cluster.PATIENCE = 4, {self.patience}"
-        return f"from triton_gallery.run.dask import cluster; {seconds}; {super().code}"
+        cores = "import os; os.sched_getaffinity = lambda process: range(3)"
+        return f"{cores}; from triton_gallery.run.dask import cluster; {seconds}; {super().code}"
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables that it needs."""
-        gpu = {"TEST_GPU": "Test GPU", "CUDA_VISIBLE_DEVICES": "0"}
+        gpu = {"TEST_GPU": "Test GPU", "TEST_MEMORY": "1", "CUDA_VISIBLE_DEVICES": "0"}
         return {**super().environment, "PYTHONPATH": str(self.root / "src"), **gpu}
 
     def start(self, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
@@ -76,7 +78,7 @@ class Cluster:
     def __init__(self, folder: Path, protocol: str = "tcp", **variables: str) -> None:
         """Start the scheduler."""
         self.folder = folder
-        self.environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **variables}
+        self.environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "TEST_MEMORY": "1", **variables}
         self.processes: list[subprocess.Popen[bytes]] = []
         self._start("scheduler", "--protocol", protocol, "--port", "0")
         wait_until(lambda: "Scheduler at:" in self.log, lambda: self.log)

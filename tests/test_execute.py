@@ -240,7 +240,7 @@ def test_page_is_whole_or_not_there(make_project: Callable[..., Project]) -> Non
     project.write(good="import matplotlib.pyplot as plt\n\nplt.plot([1, 2])\nplt.show()")
     pages = Pages(project.root / "docs" / "recipes")
     recipes = load(project.root / "gallery")
-    ((recipe, run),) = refresh(recipes, pages, settings.read(project.root), lambda *_: None)
+    ((recipe, run),) = refresh(recipes, pages, settings.read(project.root), lambda *_: None, print)
     written = [path for path in pages.folder.glob("**/*") if path.is_file() and path != pages.run_file(recipe.key)]
     files = {str(path.relative_to(pages.folder)): path.read_bytes() for path in written}
     assert len(files) > 4

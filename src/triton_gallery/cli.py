@@ -130,13 +130,14 @@ def record_recipes(options: argparse.Namespace) -> int:
     if options.dask:
         console.print(f"asking the GPU workers of {options.dask} what executes there")
     farm = connect(options.dask, Path.cwd(), options.insecure) if options.dask else nullcontext(ThisMachine())
-    with farm as gpus, progress() as report:
+    with farm as gpus, progress() as (report, say):
         ended = record(
             tasks,
             gpus,
             pages,
             Records(options.out),
             report,
+            say,
             stale=options.stale,
             each_kind=options.each_kind,
             again=options.again,

@@ -10,15 +10,18 @@ import os
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
 
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.device import Environment, detect
 from triton_gallery.recipes.needs import missing
 from triton_gallery.records.pages import Pages, Run
-from triton_gallery.run import supervise
+from triton_gallery.run import rehearsal, supervise
+from triton_gallery.run.server import Server
 from triton_gallery.run.settings import Settings
 from triton_gallery.run.supervise import Result, Task
 
@@ -48,6 +51,7 @@ ELSEWHERE = {  # settings of sphinx-gallery that say where recipes lie and how t
 
 Submit = Callable[[Task], Future[Result]]
 Report = Callable[[Recipe, Run, int], None]
+Say = Callable[[str], object]
 
 
 def refresh(
@@ -55,6 +59,7 @@ def refresh(
     pages: Pages,
     settings: Settings,
     report: Report,
+    say: Say,
 ) -> list[tuple[Recipe, Run]]:
     """Execute here the recipes whose page is missing, failed, or came of other code or another environment.
 
@@ -63,6 +68,7 @@ def refresh(
         pages: where the pages are.
         settings: what `conf.py` says.
         report: called after each recipe that was executed, with the number of those still to come.
+        say: called with a line on what goes on besides.
 
     Returns:
         Every recipe with its run, executed now or before.
@@ -71,7 +77,7 @@ def refresh(
     environments = detect()
     due = [task for task in make_tasks(recipes, settings) if not _current(pages, task, environments)]
     due = longest_first(due, {recipe.key: run.seconds for recipe in recipes if (run := pages.run(recipe.key))})
-    with here(environments) as submit:
+    with here(environments, due, say) as submit:
         execute([(task, submit) for task in due], pages, report)
     return [(recipe, known) for recipe in recipes if (known := pages.run(recipe.key))]
 
@@ -111,9 +117,36 @@ def execute(work: Sequence[tuple[Task, Submit]], pages: Pages, report: Report) -
 
 
 @contextmanager
-def here(environments: Sequence[Environment]) -> Iterator[Submit]:
-    """Carry tasks out on this machine: each GPU takes one at a time, or each core without a GPU."""
-    slots = list(environments) if environments[0].is_gpu else [environments[0]] * len(os.sched_getaffinity(0))
+def here(environments: Sequence[Environment], tasks: Sequence[Task], say: Say) -> Iterator[Submit]:
+    """Carry tasks out on this machine: each GPU takes one at a time, or each core without a GPU.
+
+    Args:
+        environments: the GPUs, or that of the CPU.
+        tasks: what will be carried out; it is rehearsed first where that is quicker.
+        say: called with a line on a rehearsal.
+    """
+    alone = list(environments) if environments[0].is_gpu else [environments[0]] * len(os.sched_getaffinity(0))
+    crowd = rehearsal.places(environments, len(tasks))
+    supervise.allow()
+    with (
+        closing(supervise.start_server(environments[0])) as server,
+        TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name,
+    ):
+        caches = Path(name) if crowd else None
+        if caches:
+            say(f"rehearsing {len(tasks)} recipes, {len(crowd)} at a time")
+            start = monotonic()
+            with _on(crowd, server, caches, rehearsal=True) as submit:
+                wait([submit(task) for task in tasks])  # what fails will fail again, alone
+            rehearsal.forget_tuning(caches)
+            say(f"rehearsed in {monotonic() - start:.1f} s")
+        with _on(alone, server, caches) as submit:
+            yield submit
+
+
+@contextmanager
+def _on(slots: Sequence[Environment], server: Server, caches: Path | None, rehearsal: bool = False) -> Iterator[Submit]:
+    """Carry tasks out, each slot one at a time; all have ended when the context is left."""
     free: queue.SimpleQueue[Environment] = queue.SimpleQueue()
     for slot in slots:
         free.put(slot)
@@ -121,12 +154,10 @@ def here(environments: Sequence[Environment]) -> Iterator[Submit]:
     def on_free_slot(task: Task) -> Result:
         environment = free.get()
         try:
-            return supervise.run(task, environment, server)
+            return supervise.run(task, environment, server, caches, rehearsal)
         finally:
             free.put(environment)
 
-    supervise.allow()
-    server = supervise.start_server(environments[0])
     pool = ThreadPoolExecutor(max_workers=len(slots))
     try:
         yield lambda task: pool.submit(on_free_slot, task)
@@ -135,7 +166,6 @@ def here(environments: Sequence[Environment]) -> Iterator[Submit]:
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        server.close()
 
 
 def _current(pages: Pages, task: Task, environments: Sequence[Environment]) -> bool:

@@ -1,6 +1,6 @@
 """What the terminal shows while recipes are executed: a bar, and a line for each recipe that has ended."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -9,11 +9,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.records.pages import Run
+from triton_gallery.run.execute import Report, Say
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[Recipe, Run, int], None]]:
-    """Show progress while the context lasts; yield what `execute.refresh` reports to."""
+def progress() -> Iterator[tuple[Report, Say]]:
+    """Show progress while the context lasts; yield what `execute.refresh` reports to, and says lines to."""
     columns = (SpinnerColumn(), TextColumn("executing recipes"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(highlight=False), transient=True) as bar:
         task = bar.add_task("", total=None)
@@ -26,4 +27,4 @@ def progress() -> Iterator[Callable[[Recipe, Run, int], None]]:
                 outcome = f"[yellow]not executed, lacks {escape(', '.join(run.missing))}"
             bar.console.print(f"  {recipe.key:<32} {run.environment.name}  {run.seconds:6.1f} s  {outcome}")
 
-        yield report
+        yield report, bar.console.print

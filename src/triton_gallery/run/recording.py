@@ -15,7 +15,7 @@ from triton_gallery.recipes.device import Environment, detect
 from triton_gallery.records.formats import BadRecordError, changed, commit
 from triton_gallery.records.pages import Pages, Run
 from triton_gallery.records.recorded import Records
-from triton_gallery.run.execute import Report, Submit, execute, here, longest_first
+from triton_gallery.run.execute import Report, Say, Submit, execute, here, longest_first
 from triton_gallery.run.supervise import Task
 
 
@@ -30,8 +30,8 @@ class Farm(Protocol):
     def environments(self) -> Sequence[Environment]:
         """What executes there: one for each GPU."""
 
-    def on(self, kind: Sequence[Environment]) -> AbstractContextManager[Submit]:
-        """Return what carries tasks out on these environments, which are all of one kind."""
+    def on(self, kind: Sequence[Environment], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
+        """Return what carries these tasks out on these environments, which are all of one kind."""
 
 
 class ThisMachine:
@@ -46,9 +46,9 @@ class ThisMachine:
         if not self.environments[0].is_gpu:
             raise FarmError("torch sees no GPU here: a record is made on one")
 
-    def on(self, kind: Sequence[Environment]) -> AbstractContextManager[Submit]:
-        """Return what carries tasks out on some of them."""
-        return here(kind)
+    def on(self, kind: Sequence[Environment], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
+        """Return what carries tasks out on some of them, after a rehearsal."""
+        return here(kind, tasks, say)
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ def record(
     pages: Pages,
     records: Records,
     report: Report,
+    say: Say,
     *,
     stale: bool,
     each_kind: bool,
@@ -87,6 +88,7 @@ def record(
         pages: where their pages are, with the runs that made them, and where new ones go.
         records: where their records go.
         report: called after each recipe that was executed, with the number of those still to come.
+        say: called with a line on what goes on besides.
         stale: leave those out that have a record of their present code on that kind of GPU.
         each_kind: record a recipe once on each kind of GPU; otherwise all GPUs have to be alike.
         again: execute those too that ran before.
@@ -130,8 +132,9 @@ def record(
             for recipe, run in ran.items():
                 keep(recipe, run, before=True)
             left = [task for task in of_kind if task.recipe not in ran]
-            submit = stack.enter_context(farm.on(kind))
-            work += [(task, submit) for task in longest_first(left, records.seconds(kind[0].name))]
+            left = longest_first(left, records.seconds(kind[0].name))
+            submit = stack.enter_context(farm.on(kind, left, say))
+            work += [(task, submit) for task in left]
         execute(work, pages, keep_and_report)
     return ended
 

@@ -61,13 +61,22 @@ def start_server(environment: Environment) -> Server:
     return Server(_variables(environment) | ({} if environment.is_gpu else {"TRITON_INTERPRET": "1"}))
 
 
-def run(task: Task, environment: Environment, server: Server) -> Result:
+def run(
+    task: Task, environment: Environment, server: Server, caches: Path | None = None, rehearsal: bool = False
+) -> Result:
     """Execute one recipe in a process of its own; whatever goes wrong is told in the run that is returned.
 
     Where the recipe needs what this environment has not, its page is laid out without executing it.
+
+    Args:
+        task: the recipe.
+        environment: what executes it.
+        server: what forks its process.
+        caches: where Inductor has a folder for each recipe; None: among what ends with the recipe.
+        rehearsal: whether others have the GPU meanwhile, and nothing that is measured is kept.
     """
     try:
-        return _run(task, environment, server)
+        return _run(task, environment, server, caches, rehearsal)
     except Exception as error:  # whatever it is, it costs this recipe's page alone
         return failed(task, environment, f"could not be executed: {error!r}", traceback.format_exc())
 
@@ -87,13 +96,18 @@ def stop() -> None:
     _stopping.set()
 
 
-def _run(task: Task, environment: Environment, server: Server) -> Result:
+def _run(task: Task, environment: Environment, server: Server, caches: Path | None, rehearsal: bool) -> Result:
     lacks = missing(task.recipe.path, task.source, environment.capability)
     with tempfile.TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name:
         work = Path(name)
         _furnish(work, task)
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        ended, seconds = _supervise(work, task, environment, server, execute=not lacks)
+        variables = {**_variables(environment), "TMPDIR": str(work / "tmp")}
+        if caches:
+            variables["TORCHINDUCTOR_CACHE_DIR"] = str(caches / task.recipe.key)
+        if environment.visible is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = environment.visible
+        ended, seconds = _supervise(task, server, Order(work, task.confdir, not lacks, variables, rehearsal))
         outcome = _judge(work, ended)
         files = _collect(work)
         text = len(files.get(f"{task.recipe.key}.rst", b""))
@@ -129,18 +143,13 @@ def _variables(environment: Environment) -> dict[str, str]:
     return variables
 
 
-def _supervise(
-    work: Path, task: Task, environment: Environment, server: Server, execute: bool
-) -> tuple[int | str, float]:
+def _supervise(task: Task, server: Server, order: Order) -> tuple[int | str, float]:
     """Return the exit status of the recipe's process, or why it was stopped, and the seconds that it took."""
-    variables = {**_variables(environment), "TMPDIR": str(work / "tmp")}
-    if environment.visible is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = environment.visible
-    with open(work / "log.txt", "wb") as log:
+    with open(order.work / "log.txt", "wb") as log:
         warden, line = server.fork(task.source, log.fileno())
     start = monotonic()
     with line:  # leaving it ends the recipe
-        line.send(Order(work, task.confdir, execute, variables))
+        line.send(order)
         why = _watch(warden, line, task)
         try:
             if why:

@@ -37,8 +37,8 @@ def _execute(app: "Sphinx") -> None:
         records = Records(Path(app.srcdir, "_records"))
         records.all()
         settings = read(Path(app.confdir))
-        with progress() as report:
-            runs = refresh(recipes, pages, settings, report)
+        with progress() as (report, say):
+            runs = refresh(recipes, pages, settings, report, say)
     except (ValueError, RuntimeError) as error:  # the gallery's contents, a bad record or limit, no torch
         raise ConfigError(str(error)) from None
     for recipe, run in runs:

@@ -25,7 +25,7 @@ from triton_gallery.recipes.device import Environment
 from triton_gallery.recipes.outputs import from_json
 from triton_gallery.run.dask.courier import Kit, make_courier, pack
 from triton_gallery.run.dask.on_worker import Request, unpack
-from triton_gallery.run.execute import Submit
+from triton_gallery.run.execute import Say, Submit
 from triton_gallery.run.recording import FarmError
 from triton_gallery.run.supervise import Result, Task, failed
 
@@ -103,8 +103,8 @@ class Cluster:
             await self._changed.wait()
         self.environments = await asyncio.gather(*self._slots.values())
 
-    def on(self, kind: Sequence[Environment]) -> AbstractContextManager[Submit]:
-        """Return what carries tasks out on the workers of a kind, one at a time on each."""
+    def on(self, kind: Sequence[Environment], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
+        """Return what carries tasks out on the workers of a kind, one at a time on each and without a rehearsal."""
         loop = self._client.loop.asyncio_loop
         return nullcontext(lambda task: asyncio.run_coroutine_threadsafe(self._execute(task, kind[0]), loop))
 
