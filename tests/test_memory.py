@@ -1,5 +1,6 @@
 """A recipe that uses too much memory is stopped, alone or as the largest of several."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +57,8 @@ def test_recipe_that_eats_memory_is_stopped(limited: Callable[..., Project]) -> 
     """What its children hold counts."""
     _, output = limited(eats=EATS_APART).build()
     table = output.partition("Recipes that failed")[2]
-    assert "stopped: it used more than 2.5 GB of memory" in " ".join(table.split())
+    # Other tests may run recipes beside it, which count: then it is the one that used the most
+    assert re.search(r"stopped: (it|recipes) used more than 2.5 GB of memory", " ".join(table.split())), table
     assert 'File "gallery/things/eats.py", line 18' in table, "where it was is not told"
 
 
