@@ -38,7 +38,6 @@ TO_COME = {
     "pytorch/cuda_graphs",
     "xla/jax_call",
     "xla/pytorch_xla",
-    "fusion/rms_norm",
     "fusion/layer_norm",
     "fusion/swiglu",
     "fusion/rope",
@@ -62,6 +61,13 @@ def test_form(recipe: Recipe) -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
 def test_width(recipe: Recipe) -> None:
     assert width(recipe.path.read_text()) <= 80
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
+def test_each_cell_begins_after_an_empty_line(recipe: Recipe) -> None:
+    """Otherwise its page shows the marker, and its heading as text."""
+    lines = recipe.path.read_text().splitlines()
+    assert [number for number, line in enumerate(lines) if line == "# %%" and lines[number - 1]] == []
 
 
 def test_list_of_those_to_come_shrinks() -> None:

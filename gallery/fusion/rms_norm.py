@@ -1,37 +1,46 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
+# longer = "two ops share its kernels: with a residual and without"
 # ///
 r"""
 RMSNorm
 =======
 
-RMSNorm divides each row by its root mean square, and multiplies by a weight.
-Most language models do it twice per layer. Forward it is a reduction inside an
-elementwise op; backward it also adds up across all rows.
+RMSNorm divides each row by its root mean square and multiplies it by a weight.
+A language model does that twice in each layer, right after it added a residual.
+One kernel does both, and reads each number once.
 
-After ``softmax.py`` and this page you can
+After this page you can
 
-* put a reduction into a fusion, so that a row is read once and used twice;
-* derive a backward that saves nothing but its inputs;
-* add up a weight's gradient in parallel, without locks, and get the same bits
-  each time;
-* see where the registers end, and what to do with longer rows.
+* let a program use a row twice that it has loaded once;
+* choose the number of warps for the rows of a model, and tiles for its heads;
+* put the addition in front of a norm into the same kernel;
+* add up a weight's gradient over all rows: without locks, and with the same
+  bits each time.
 """
 
 # sphinx_gallery_tags = ["autograd", "reduction", "memory bound"]
+import math
 import os
-from functools import partial
+import time
+from functools import cache, partial
 
 import pandas as pd
 import torch
+from torch.library import Library, triton_op, wrap_triton
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
-from torch.library import triton_op, wrap_triton
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
@@ -39,134 +48,321 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
 # %%
-# The problem in bytes
-# --------------------
+# In PyTorch
+# ----------
 #
-# For each row :math:`x` of ``N`` elements, with a weight :math:`w`,
+# For each row :math:`x` of :math:`N` numbers, with a weight :math:`w`,
 #
-# .. math:: y = x\,r\,w, \qquad r = 1 / \sqrt{\tfrac{1}{N} \sum x^2 + \epsilon}.
+# .. math:: y_n = x_n\,r\,w_n, \qquad
+#    r = 1 \Big/ \sqrt{\tfrac{1}{N} \sum_k x_k^2 + \epsilon}.
 #
-# This is it in plain PyTorch, in float32 inside, as models have it. Comments
-# count what is read and written, in units of a bfloat16 ``x``: 20 in all.
+# With PyTorch's operators, and in float32 inside as models have it, these are
+# eight kernels. A *dispatch mode* sees each of them and adds up what it moves:
 
-
-def rms_norm_plain(x, weight, eps):
-    wide = x.float()  # 1 read, 2 written
-    mean = wide.square().mean(-1, keepdim=True)  # 2 + 2, and 2
-    r = torch.rsqrt(mean + eps)
-    y = wide * r * weight.float()  # 2 + 2, and again 2 + 2
-    return y.to(x.dtype)  # 2 + 1
+generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
 def rms_norm_torch(x, weight, eps):
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+    wide = x.float()
+    mean = wide.square().mean(-1, keepdim=True)
+    return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)
 
 
-def inputs(*shape, dtype=torch.float64):
-    kind = {"dtype": dtype, "device": DEVICE}
-    x = torch.randn(shape, **kind).requires_grad_()
-    weight = torch.randn(shape[-1:], **kind).requires_grad_()
-    return x, weight, torch.randn(shape, **kind)
+class Traffic(TorchDispatchMode):
+    moved = 0
 
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        read = sum(t.nbytes for t in args if isinstance(t, torch.Tensor))
+        print(f"{operator!s:24} reads {read:9,}, writes {out.nbytes:9,} bytes")
+        self.moved += read + out.nbytes
+        return out
+
+
+if __name__ == "__main__":
+    x = torch.randn(512, 4096, generator=generator, device=DEVICE).bfloat16()
+    weight = torch.ones_like(x[0])
+    with Traffic() as traffic:
+        y = rms_norm_torch(x, weight, 1e-6)
+    print(f"in all {traffic.moved / x.nbytes:.1f} times the bytes of x;")
+    print(f"reading x and writing y: {(x.nbytes + y.nbytes) / x.nbytes:.1f}")
 
 # %%
-# The floor is 2: ``x`` read and ``y`` written. Backward it is 3: ``x`` and the
-# gradient of ``y`` read, that of ``x`` written. Anything per row is small.
+# The floor is two. PyTorch has ``torch.nn.functional.rms_norm`` as well, and we
+# shall measure ours beside it.
+
+# %%
+# The first kernel
+# ----------------
 #
-# The forward kernel
-# ------------------
-#
-# The row is needed twice, for the sum and for the result. If a program can hold
-# it in its registers, it is read once. Short rows share a program:
+# The row is needed twice: for the sum of squares, then for the result. A
+# program that keeps it in registers loads it once. A block is a power of two,
+# and what it has past the row's end is masked:
 #
 # .. code-block:: text
 #
-#     M = 5, N = 6, BLOCK_M = 2, BLOCK_N = 8
+#     N = 5, BLOCK_N = 8
 #
-#                      x x x x x x . .   -> sum of squares -> r, times w
-#     program 1        x x x x x x . .   -> sum of squares -> r, times w
-#                      |<-- N -->| masked, read as 0
+#     mask     1    1    1    1    1    0    0    0
+#     x       x0   x1   x2   x3   x4    0    0    0   -> sum of squares -> r
+#     y       x0*r*w0  ...  x4*r*w4     not stored
 #
-# Zeros add nothing to a sum; the mean is over ``N``, not over the block. A
-# longer row is read block by block, and then again: from the L2 cache, if the
-# rows under way fit in there together. Three things deserve a look:
-#
-# * ``ACC``, float32 for half precision.
-# * ``EPS`` is a constexpr and keeps its digits; a float argument of a kernel
-#   arrives as float32.
-# * ``UNIT``. Triton notices integer arguments that 16 divides, and then loads
-#   16 bytes at once. For bfloat16 a multiple of 8 would do, as a row of 3000.
-#   ``N // UNIT * UNIT`` is still ``N``, but now the compiler knows that it is
-#   such a multiple.
+# The masked elements are zeros, which add nothing to the sum. The mean is over
+# ``N`` elements, not over the block.
 
 
 @triton.jit
-def rms_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    y_ptr,
-    M,
-    N,
-    stride_xm,
-    EPS: tl.constexpr,
-    ACC: tl.constexpr,
-    UNIT: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    N = tl.cast(N, tl.int64) // UNIT * UNIT
-    stride_xm = tl.cast(stride_xm, tl.int64) // UNIT * UNIT
-    pid = tl.program_id(axis=0).to(tl.int64)
-    offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    block = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
-    x_rows, y_rows = x_ptr + offs_m * stride_xm, y_ptr + offs_m * N
-    if WHOLE:
-        mask = (offs_m < M) & (block < N)
-        x = tl.load(x_rows + block, mask=mask, other=0).to(ACC)
-        weight = tl.load(weight_ptr + block, mask=block < N, other=0).to(ACC)
-        r = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / N + EPS)
-        tl.store(y_rows + block, x * r * weight, mask=mask)
-    else:
-        squares = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-        for start in range(0, N, BLOCK_N):
-            offs_n = start + block
-            mask = (offs_m < M) & (offs_n < N)
-            x = tl.load(x_rows + offs_n, mask=mask, other=0).to(ACC)
-            squares += x * x
-        r = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / N + EPS)
-        for start in range(0, N, BLOCK_N):
-            offs_n = start + block
-            mask = (offs_m < M) & (offs_n < N)
-            x = tl.load(x_rows + offs_n, mask=mask).to(ACC)
-            weight = tl.load(weight_ptr + offs_n, mask=offs_n < N).to(ACC)
-            tl.store(y_rows + offs_n, x * r * weight, mask=mask)
+def row_kernel(x_ptr, weight_ptr, y_ptr, N, eps, BLOCK_N: tl.constexpr):
+    # In int32 the product would overflow past element 2**31.
+    start = tl.program_id(axis=0).to(tl.int64) * N
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + start + offs, mask=mask, other=0)
+    # In half precision the square of 300 would be infinite.
+    x = x.to(tl.float32)  # (BLOCK_N,)
+    r = tl.rsqrt(tl.sum(x * x, axis=0) / N + eps)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0).to(tl.float32)
+    tl.store(y_ptr + start + offs, x * r * weight, mask=mask)
+
+
+def norm_rows(x, weight, eps=1e-6, num_warps=4):
+    """Return the norm of each row of a contiguous matrix."""
+    M, N = x.shape
+    y = torch.empty_like(x)
+    BLOCK_N = triton.next_power_of_2(N)
+    args = x, weight, y, N, eps
+    row_kernel[(M,)](*args, BLOCK_N=BLOCK_N, num_warps=num_warps)
+    return y
 
 
 # %%
-# The backward on paper
-# ---------------------
+# Is it right?
+# ------------
 #
-# Let :math:`g = w\,\mathrm{d}y`. Each :math:`x_i` acts on the row directly and
-# through :math:`r`, whose derivative is :math:`-r^3 x_i / N`:
+# Beside float64. A sum of 1000 squares is added up in a tree: about ten
+# roundings of 24 bits, which the root halves. The root itself and three
+# products round once each. :math:`10^{-6}` is seventeen roundings.
+
+if __name__ == "__main__":
+    x = torch.randn(5, 1000, generator=generator, device=DEVICE)
+    weight = torch.randn(1000, generator=generator, device=DEVICE)
+    y, rtol = norm_rows(x, weight).double(), 1e-6
+    wide = torch.nn.functional.rms_norm(x.double(), (1000,), None, 1e-6)
+    expected = wide * weight.double()
+    error = ((y - expected) / expected).abs().max().item()
+    print(f"largest relative error {error:.1e}, allowed {rtol:.1e}")
+    torch.testing.assert_close(y, expected, rtol=rtol, atol=0)
+
+# %%
+# How fast?
+# ---------
 #
-# .. math:: \mathrm{d}x = r\,(g - c\,x), \quad
-#    c = \tfrac{r^2}{N} \sum g\,x, \qquad
-#    \mathrm{d}w = \sum_{\mathrm{rows}} \mathrm{d}y\,x\,r.
+# Three lengths in bfloat16, a quarter of a gigabyte each, beside PyTorch's
+# function, ``torch.compile`` of it, and a copy, which is the roof. The rate
+# counts the bytes of the floor.
+
+ELEMENTS = 2**27
+
+
+def random(N):
+    """Return a matrix with rows of N, and as many rows as make ELEMENTS."""
+    kind = {"device": DEVICE, "dtype": torch.bfloat16}
+    return torch.randn(ELEMENTS // N, N, generator=generator, **kind)
+
+
+def eager(x, weight):
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
+def contestants(ours, eager):
+    """Return what is measured, by name."""
+    torch.compiler.reset()  # past eight lengths it would raise
+    fast = torch.compile(eager, dynamic=False, fullgraph=True)
+    return {"Triton": ours, "PyTorch": eager, "torch.compile": fast}
+
+
+def calls(function, N):
+    x, weight = random(N), random(N)[0]
+    out = torch.empty_like(x)
+    ops = contestants(function, eager).items()
+    found = {name: partial(op, x, weight) for name, op in ops}
+    return found | {"Roof": partial(out.copy_, x)}
+
+
+def rate(found, tensors=2):
+    """Return GB/s, for so many reads and writes of ELEMENTS."""
+    return tensors * 2e-6 * ELEMENTS / found[0]
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (1024, 4096, 16384):
+        found = gpu_time(calls(norm_rows, N)).items()
+        rates = [f"{who} {rate(times):.0f}" for who, times in found]
+        print(f"N = {N:5}: {', '.join(rates)} GB/s")
+
+# %%
+# How many warps?
+# ---------------
 #
-# * Along a row there are two sums, :math:`\sum x^2` and :math:`\sum g\,x`. They
-#   don't wait for each other: one pass over the row is enough.
-# * The forward could save :math:`r`. But ``x`` is read anyway, so computing
-#   :math:`r` again costs no bytes.
-# * :math:`\mathrm{d}w` goes across the rows. Every program has some of them.
+# The kernel had four warps, 128 threads, whatever the length. In a row of 16384
+# each thread holds 128 numbers in registers, so few programs fit on a
+# multiprocessor. In a row of 768 most threads hold six. So we time lengths that
+# models have with other numbers of warps:
+
+WARPS = [1, 2, 4, 8, 16, 32]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    print("GB/s,  N", *(f"{warps:3} warps" for warps in WARPS))
+    for N in (768, 2880, 4096, 7168, 12288, 16384):
+        x, line = random(N), f"{N:8}"
+        tried = {w: partial(norm_rows, x, x[0], num_warps=w) for w in WARPS}
+        tried = {w: call for w, call in tried.items() if 4096 * w >= N}
+        found = gpu_time(tried, turns=20)
+        for warps in WARPS:
+            known = warps in found
+            line += f"{rate(found[warps]):10.0f}" if known else " " * 10
+        print(line)
+
+# %%
+# The longer the row, the more warps it wants, but 16 and 32 gain nothing here.
+# The op has four warps for up to 8 KB of a row in float32, 2048 numbers, and
+# eight beyond.
+
+# %%
+# A row in two blocks
+# -------------------
 #
-# Partial sums instead of locks
-# -----------------------------
+# A row of 5120 numbers has a block of 8192, and one of 12288 has 16384. Three
+# eighths and a quarter of these blocks are masked. Each masked element takes a
+# register and its share of all instructions. Two blocks fit better, and the
+# first of them is full:
 #
-# Programs that add to one ``dw`` take turns, by atomics or with a lock. They
-# come in any order, so the last bits change from run to run. Or each adds up
-# its own rows in its registers, and a second kernel adds up the programs:
+# .. code-block:: text
+#
+#     one block    |<------ N = 5120 ------>|   masked     |  8192
+#     two blocks   |<--- BLOCK_N = 4096 --->|REST|            4096 + 1024
+#
+# The kernel loads both, then adds two sums of squares. The op does so where one
+# block would be larger than 16 KB in float32, and a quarter of it or more would
+# be masked. The table after the op shows the gain.
+
+# %%
+# Heads: many short rows
+# ----------------------
+#
+# Some models norm each head of the queries and keys: rows of 64, 128 or 256,
+# and millions of them. A program with one such row asks the memory for 256
+# bytes. Let it take as many rows as make 8 KB in float32:
+#
+# .. code-block:: text
+#
+#     heads:       BLOCK_N            hidden states:   BLOCK_N
+#                +---------+                   +------------------------+
+#                |  row 0  |     BLOCK_M = 1   |         row 0          |
+#        BLOCK_M |  row 1  |                   +------------------------+
+#                |  row 2  |
+#                +---------+
+#
+# The sum goes along ``axis=1``. If the last program's rows go beyond the
+# matrix, it does the last row again: the same values, stored in the same place,
+# and no second mask.
+#
+# One more question: a row of 1000 in bfloat16 begins at a multiple of 16 bytes,
+# as a row of 1024 does. A thread could load 8 elements at once. The compiler
+# does not know that: of an argument it only knows whether 16 divides it. ``N //
+# VEC * VEC`` changes nothing and tells the compiler that ``VEC`` divides ``N``.
+# (``unaligned_rows.py`` looks into that.)
+
+# %%
+# The residual in the same kernel
+# -------------------------------
+#
+# In a model stands ``h = x + residual``, then the norm of ``h``. The sum ``h``
+# goes on as the next residual, so both results are needed. Two kernels move
+# five matrices: two reads and a write, then a read and a write. One kernel has
+# ``h`` in registers when it needs it, and moves four:
+#
+# .. code-block:: text
+#
+#     x -------+
+#              +--> h ---> sum of squares --> r --> y = h * r * w ---> y
+#     residual +    |
+#                   +------------------------------------------------> h
+#
+# ``h`` is rounded to its dtype before its squares are added up. So the result
+# is that of two kernels, and the backward, which starts from the stored ``h``,
+# is that of this forward.
+
+# %%
+# The backward
+# ------------
+#
+# Let :math:`g = w\,\mathrm{d}y`. Each :math:`h_n` acts on the row directly and
+# through :math:`r`, whose derivative is :math:`-r^3 h_n / N`:
+#
+# .. math:: \mathrm{d}h_n = r\,(g_n - c\,h_n), \quad
+#    c = \tfrac{r^2}{N} \sum_k g_k\,h_k, \qquad
+#    \mathrm{d}w_n = \sum_{\mathrm{rows}} \mathrm{d}y_n\,h_n\,r.
+#
+# The gradient that comes to ``h`` from further on is added to that. ``x`` and
+# the residual both get the sum. The kernel computes :math:`r` again: ``h`` is
+# read anyway, so that costs no bytes, and nothing more has to be saved.
+#
+# The sum for :math:`\mathrm{d}w` goes across the rows, which belong to
+# different programs. If all programs added to one row in memory, by atomics or
+# with a lock, the order would change from call to call, and with it the last
+# bits. So each program adds up its own rows in registers, and a second kernel
+# adds up the programs:
 #
 # .. code-block:: text
 #
@@ -174,86 +370,248 @@ def rms_norm_kernel(
 #     program 1: rows 1, 4, 7 ...  -> partial[1, :] --+--> dw[:]
 #     program 2: rows 2, 5, 8 ...  -> partial[2, :] --+
 #
-# ``partial`` is written and read: in float32, 8 bytes per column and program.
-# A program for each row would make that more than all the rest. So there are
-# about as many as run at a time, *persistent* programs, in a loop over tiles.
+# ``partial`` is written and read in float32, 8 bytes for each column and
+# program. A program for each row would make that more than all the rest. So
+# there are only as many programs as have 40 KB of rows in float32 under way on
+# each multiprocessor, four at most, and each goes on to further rows. The order
+# of all sums is fixed: the same bits each time, on one GPU.
 #
-# Rows and programs have a fixed order: the same bits each time, on one GPU.
+# Each program has its row of ``dw`` in registers, besides ``h`` and
+# :math:`\mathrm{d}y`. A row of more than 8192 numbers is two blocks here, and
+# leaves no registers for the weight. That is loaded twice for each row, from a
+# cache.
+
+# %%
+# The op
+# ------
 #
-# Short rows stay in registers, and the loop loads the next ones meanwhile
-# (``STAGES``). A row of 32 KB does not fit beside ``dw`` and is loaded again,
-# from the multiprocessor's L1 cache (``TURN = 1``). Longer rows are split among
-# programs, and the kernel runs twice: for the sums (2), then with them (3).
+# Two ops with one kernel each way: ``rms_norm``, and ``rms_norm_residual``,
+# which adds first. The last dimension of a tensor of any shape is the row. Rows
+# that lie apart, as in ``x[:, :1000]``, are read where they are; other layouts
+# are copied first. The way to register them is that of
+# ``what_a_call_costs.py``: on a GPU a call goes straight to the launcher, and
+# ``torch.compile`` looks into the ``triton_op``.
+
+RMS_NORM_NAMESPACE = "triton_gallery"
+RMS_NORM_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+# Bytes, of a row in its accumulator's type
+RMS_NORM_LONGEST = 64 * 1024
+RMS_NORM_HEAD = 1024  # up to here the backward takes larger tiles
+RMS_NORM_TILE = 8 * 1024  # what short rows share a program for
+RMS_NORM_WHOLE = 16 * 1024  # beyond it a row may be two blocks
 
 
 @triton.jit
-def again(ptrs, mask, ACC: tl.constexpr):
-    # With the policy of the first load, the compiler would make one of both.
-    return tl.load(ptrs, mask, 0, eviction_policy="evict_first").to(ACC)
+def _rms_norm_read(ptrs, mask, ACC: tl.constexpr):
+    """Load a block, zeros where it is masked. A full block has no mask."""
+    block = tl.load(ptrs) if mask is None else tl.load(ptrs, mask=mask, other=0)
+    return block.to(ACC)
 
 
 @triton.jit
-def rms_norm_backward_kernel(
-    dy_ptr,
+def _rms_norm_load(
+    x_rows,
+    residual_rows,
+    h_rows,
+    offs,
+    mask,
+    ACC: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Return a block of rows of x or, stored as well, of x + residual."""
+    x = _rms_norm_read(x_rows + offs, mask, ACC)
+    if ADD:
+        x += _rms_norm_read(residual_rows + offs, mask, ACC)
+        # Rounded as it is stored: the backward starts from what is stored.
+        h = x.to(h_rows.dtype.element_ty)
+        tl.store(h_rows + offs, h, mask=mask)
+        x = h.to(ACC)
+    return x
+
+
+@triton.jit
+def _rms_norm_kernel(
     x_ptr,
+    residual_ptr,
     weight_ptr,
-    sums_ptr,
+    h_ptr,
+    y_ptr,
+    M,
+    N,
+    stride_xm,
+    stride_rm,
+    EPS: tl.constexpr,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    ADD: tl.constexpr,  # whether there are a residual and an h
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    REST: tl.constexpr,  # the second block of a row, or 0
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    stride_rm = stride_rm // VEC * VEC
+    # In int32 a row's offset would overflow past element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    # Rows past the last one are the last one again.
+    offs_m = tl.minimum(offs_m, M - 1)
+    x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
+    residual_rows = residual_ptr + offs_m * stride_rm
+    h_rows = h_ptr + offs_m * N
+    y_rows = y_ptr + offs_m * N
+    offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    # The first of two blocks is full, and needs no mask.
+    mask = None if REST else offs_n < N
+    x = _rms_norm_load(x_rows, residual_rows, h_rows, offs_n, mask, ACC, ADD)
+    if REST:
+        # Loaded before the first sum, for which all warps wait.
+        rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
+        x_rest = _rms_norm_load(
+            x_rows, residual_rows, h_rows, rest, rest < N, ACC, ADD
+        )
+    squares = tl.sum(x * x, axis=1, keep_dims=True)  # (BLOCK_M, 1)
+    if REST:
+        squares += tl.sum(x_rest * x_rest, axis=1, keep_dims=True)
+    # The mean is over N elements, not over the blocks.
+    r = tl.rsqrt(squares / N + EPS)
+    weight = _rms_norm_read(weight_ptr + offs_n, mask, ACC)
+    tl.store(y_rows + offs_n, x * r * weight, mask=mask)
+    if REST:
+        last = _rms_norm_read(weight_ptr + rest, rest < N, ACC)
+        tl.store(y_rows + rest, x_rest * r * last, mask=rest < N)
+
+
+@triton.jit
+def _rms_norm_slope(
+    dy,
+    h,
+    weight,
+    r,
+    c,
+    dh_ptr,
+    dx_ptr,
+    offs,
+    mask,
+    ACC: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Store a block of dx and return what its rows add to dw."""
+    dx = (dy * weight - h * c) * r
+    if ADD:
+        dx += _rms_norm_read(dh_ptr + offs, mask, ACC)
+    tl.store(dx_ptr + offs, dx, mask=mask)
+    return dy * (h * r)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(
+    dy_ptr,
+    dh_ptr,
+    h_ptr,
+    weight_ptr,
     dx_ptr,
     partial_ptr,
     M,
     N,
-    stride_dym,
-    stride_xm,
+    stride_hm,
     EPS: tl.constexpr,
     ACC: tl.constexpr,
-    UNIT: tl.constexpr,
-    TURN: tl.constexpr,  # 0, 1: whole rows; 2: the sums; 3: the sums are given
+    VEC: tl.constexpr,
+    ADD: tl.constexpr,  # whether there is a gradient of h
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
+    REST: tl.constexpr,
+    STAGES: tl.constexpr,  # of how many turns loads are under way
 ):
-    N = N // UNIT * UNIT
-    stride_dym, stride_xm = stride_dym // UNIT * UNIT, stride_xm // UNIT * UNIT
-    pid, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    offs_n = part * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    weight = tl.load(weight_ptr + offs_n, offs_n < N, 0).to(ACC)
+    N = N // VEC * VEC
+    stride_hm = stride_hm // VEC * VEC
+    pid = tl.program_id(axis=0)
+    offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-    tiles, programs = tl.cdiv(M, BLOCK_M), tl.num_programs(0)
+    if REST:
+        rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
+        dw_rest = tl.zeros((BLOCK_M, REST), dtype=ACC)
+    else:
+        weight = _rms_norm_read(weight_ptr + offs_n, offs_n < N, ACC)
+    tiles, programs = tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)
     for tile in tl.range(pid, tiles, programs, num_stages=STAGES):
-        first = tl.cast(tile, tl.int64) * BLOCK_M
-        offs_m = first + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-        mask = (offs_m < M) & (offs_n < N)
-        x_ptrs = x_ptr + offs_m * stride_xm + offs_n
-        dy_ptrs = dy_ptr + offs_m * stride_dym + offs_n
-        x = tl.load(x_ptrs, mask, 0).to(ACC)  # (BLOCK_M, BLOCK_N)
-        dy = tl.load(dy_ptrs, mask, 0).to(ACC)
-        if TURN == 1:
-            weight = tl.load(weight_ptr + offs_n, offs_n < N, 0).to(ACC)
-        if TURN == 3:
-            xx = tl.load(sums_ptr + 2 * offs_m, offs_m < M, 0)  # (BLOCK_M, 1)
-            gx = tl.load(sums_ptr + 2 * offs_m + 1, offs_m < M, 0)
-        else:
-            xx = tl.sum(x * x, axis=1, keep_dims=True)  # (BLOCK_M, 1)
-            gx = tl.sum(dy * weight * x, axis=1, keep_dims=True)
-        if TURN == 2:
-            sums_ptrs = sums_ptr + 2 * (part * M + offs_m)
-            tl.store(sums_ptrs, xx, mask=offs_m < M)
-            tl.store(sums_ptrs + 1, gx, mask=offs_m < M)
-        else:
-            r = tl.rsqrt(xx / N + EPS)
-            if TURN == 1:
-                x, dy = again(x_ptrs, mask, ACC), again(dy_ptrs, mask, ACC)
-                weight = again(weight_ptr + offs_n, offs_n < N, ACC)
-            dx = (dy * weight - x * (gx / N * r * r)) * r
-            tl.store(dx_ptr + offs_m * N + offs_n, dx, mask=mask)
-            dw += dy * (x * r)
-    if TURN != 2:
-        dw = tl.sum(dw, axis=0, keep_dims=True)
-        tl.store(partial_ptr + pid.to(tl.int64) * N + offs_n, dw, offs_n < N)
+        offs_m = tl.cast(tile, tl.int64) * BLOCK_M
+        offs_m += tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+        # A row done twice would count twice in dw: here rows need a mask. With
+        # two blocks a tile is one row, and the first block is full.
+        mask = None if REST else (offs_m < M) & (offs_n < N)
+        h_rows = h_ptr + offs_m * stride_hm  # (BLOCK_M, 1)
+        rows = offs_m * N
+        h = _rms_norm_read(h_rows + offs_n, mask, ACC)
+        dy = _rms_norm_read(dy_ptr + rows + offs_n, mask, ACC)
+        if REST:
+            weight = tl.load(weight_ptr + offs_n).to(ACC)
+            h_rest = _rms_norm_read(h_rows + rest, rest < N, ACC)
+            dy_rest = _rms_norm_read(dy_ptr + rows + rest, rest < N, ACC)
+            last = _rms_norm_read(weight_ptr + rest, rest < N, ACC)
+        squares = tl.sum(h * h, axis=1, keep_dims=True)  # (BLOCK_M, 1)
+        products = tl.sum(dy * weight * h, axis=1, keep_dims=True)
+        if REST:
+            squares += tl.sum(h_rest * h_rest, axis=1, keep_dims=True)
+            products += tl.sum(dy_rest * last * h_rest, axis=1, keep_dims=True)
+        r = tl.rsqrt(squares / N + EPS)
+        c = products / N * r * r
+        if REST:
+            # A long row leaves no registers for its weight, so it is loaded
+            # again, from a cache. With the policy of the first load, the
+            # compiler would make one load of both.
+            weight = tl.load(
+                weight_ptr + offs_n, eviction_policy="evict_first"
+            ).to(ACC)
+            last = tl.load(
+                weight_ptr + rest,
+                mask=rest < N,
+                other=0,
+                eviction_policy="evict_first",
+            ).to(ACC)
+            dw_rest += _rms_norm_slope(
+                dy_rest,
+                h_rest,
+                last,
+                r,
+                c,
+                dh_ptr,
+                dx_ptr,
+                rows + rest,
+                rest < N,
+                ACC,
+                ADD,
+            )
+        dw += _rms_norm_slope(
+            dy,
+            h,
+            weight,
+            r,
+            c,
+            dh_ptr,
+            dx_ptr,
+            rows + offs_n,
+            mask,
+            ACC,
+            ADD,
+        )
+    partial_rows = partial_ptr + pid.to(tl.int64) * N
+    dw = tl.sum(dw, axis=0, keep_dims=True)  # (1, BLOCK_N)
+    tl.store(partial_rows + offs_n, dw, mask=offs_n < N)
+    if REST:
+        dw_rest = tl.sum(dw_rest, axis=0, keep_dims=True)  # (1, REST)
+        tl.store(partial_rows + rest, dw_rest, mask=rest < N)
 
 
 @triton.jit
-def sum_partial_kernel(
+def _rms_norm_sum_kernel(
     partial_ptr,
     dw_ptr,
     P,
@@ -261,187 +619,496 @@ def sum_partial_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    offs_p = tl.arange(0, BLOCK_P)[:, None]  # (BLOCK_P, 1)
     offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    dw = tl.zeros((BLOCK_P, BLOCK_N), dtype=partial_ptr.dtype.element_ty)
-    for start in range(0, tl.cast(P, tl.int64), BLOCK_P):
-        offs_p = start + tl.arange(0, BLOCK_P)[:, None]
-        mask = (offs_p < P) & (offs_n < N)
-        dw += tl.load(partial_ptr + offs_p * N + offs_n, mask=mask, other=0)
-    tl.store(dw_ptr + offs_n, tl.sum(dw, 0, keep_dims=True), offs_n < N)
+    mask = (offs_p < P) & (offs_n < N)
+    partial_ptrs = partial_ptr + offs_p * N + offs_n  # (BLOCK_P, BLOCK_N)
+    dw = tl.sum(tl.load(partial_ptrs, mask=mask, other=0), 0, keep_dims=True)
+    tl.store(dw_ptr + offs_n, dw, mask=offs_n < N)
 
 
-# %%
-# The ops
-# -------
-#
-# Two ops, as in ``triton_op.py``, with PyTorch's name and order of arguments,
-# less the shape: a row is the last dimension. ``weight`` is required, in the
-# dtype of ``x``. (``eps`` has no default: PyTorch's depends on the dtype.) Rows
-# may lie apart; those that are not contiguous are copied. Nothing is tuned: how
-# many rows and warps a program has follows from the length of a row.
-
-ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
-ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
-SMS = 2  # multiprocessors
-if DEVICE.type == "cuda":
-    SMS = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-
-
-def check(x, weight, *others):
-    dtypes = {t.dtype for t in (x, weight, *others)}
-    if x.dtype not in ACC or len(dtypes) > 1:
-        raise TypeError(f"rms_norm takes one floating dtype, not {dtypes}")
-    if x.ndim == 0 or tuple(x.shape[-1:]) != tuple(weight.shape):
-        raise ValueError("rms_norm takes shapes (..., N) and (N,)")
-    if any(t.device != x.device for t in (weight, *others)):
-        raise ValueError("rms_norm takes tensors on one device")
+def _rms_norm_check(name, weight, *matrices):
+    """Raise for what the ops do not take."""
+    x = matrices[0]
+    kinds = [(t.dtype, t.device) for t in (*matrices, weight)]
+    if x.dtype not in RMS_NORM_ACC or kinds.count(kinds[0]) < len(kinds):
+        raise TypeError(f"{name} takes one float dtype and device, not {kinds}")
+    shapes = [tuple(t.shape) for t in (*matrices, weight)]
+    same = shapes.count(shapes[0]) >= len(matrices)
+    if not same or x.ndim == 0 or shapes[-1] != shapes[0][-1:]:
+        raise ValueError(f"{name} takes shapes (..., N) and (N,), not {shapes}")
+    most = RMS_NORM_LONGEST // max(4, x.element_size())
+    if x.shape[-1] > most:
+        raise ValueError(
+            f"{name} takes rows of up to {most} elements of {x.dtype}, "
+            f"not {x.shape[-1]}"
+        )
 
 
-def as_rows(x):
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
+def _rms_norm_rows(x):
+    """Return a tensor as a matrix with contiguous rows, and their distance."""
+    N = int(x.shape[-1])
+    if x.is_contiguous():
+        return x, N
+    x = x.reshape(-1, N)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, int(x.stride(0))
 
 
-def common(N, eps, *matrices):
-    """Return the constexprs that the kernels share."""
-    unit = 16 // matrices[0].element_size()
-    if any(n % unit for n in (N, *(m.stride(0) for m in matrices))):
-        unit = 1
-    return {"EPS": eps, "ACC": ACC[matrices[0].dtype], "UNIT": unit}
+def _rms_norm_plan(x, eps, *strides, backward=False):
+    """Return how to launch for the rows of x."""
+    N, size = int(x.shape[-1]), max(4, x.element_size())
+    BLOCK_N, REST = triton.next_power_of_2(N), 0
+    # Backward the sum for dw takes registers as well.
+    split = backward and BLOCK_N * size > 2 * RMS_NORM_WHOLE
+    if split or (N * 4 <= BLOCK_N * 3 and BLOCK_N * size > RMS_NORM_WHOLE):
+        BLOCK_N //= 2
+        REST = triton.next_power_of_2(N - BLOCK_N)
+    tile, num_warps = RMS_NORM_TILE, 4
+    if backward and BLOCK_N * size <= RMS_NORM_HEAD:
+        tile, num_warps = 2 * tile, 16
+    elif (BLOCK_N + REST) * size > tile * (2 if backward else 1):
+        num_warps = 8
+    return {
+        "EPS": eps,
+        "ACC": RMS_NORM_ACC[x.dtype],
+        "VEC": math.gcd(N, *strides, 16 // x.element_size()),
+        "BLOCK_M": max(1, tile // (BLOCK_N * size)),
+        "BLOCK_N": BLOCK_N,
+        "REST": REST,
+        "num_warps": num_warps,
+    }
 
 
-@triton_op("triton_gallery::rms_norm", mutates_args={})
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return ``x`` over its root mean square (last dimension), weighted."""
-    check(x, weight)
+@cache
+def _rms_norm_gpu(device):
+    """Return the multiprocessors of a GPU, and their shared memory in bytes."""
+    if device.type != "cuda":
+        return 2, 2**17  # for the interpreter
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count, gpu.shared_memory_per_block_optin
+
+
+def _rms_norm_plan_backward(h, eps, stride, has_dh):
+    """Return how many programs to launch, and how."""
+    plan = _rms_norm_plan(h, eps, stride, backward=True)
+    block = plan["BLOCK_M"] * (plan["BLOCK_N"] + plan["REST"])
+    processors, shared = _rms_norm_gpu(h.device)
+    # As many programs as run at a time, but no more than tiles
+    size = max(4, h.element_size())
+    programs = processors * max(1, min(4, 40 * 1024 // (block * size)))
+    M = h.numel() // h.shape[-1]
+    programs = min(programs, triton.cdiv(M, plan["BLOCK_M"]))
+    # Loads for further turns of the loop wait in shared memory: two turns
+    # ahead, or as many as fit.
+    loads = 2 + has_dh + (2 if plan["REST"] else 0)
+    ahead = min(2, shared // (loads * block * h.element_size()))
+    return programs, plan | {"ADD": has_dh, "STAGES": 1 + ahead}
+
+
+def _rms_norm_forward(x, residual, weight, eps, kernel):
+    """Return the norm and, if there is a residual, the sum."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    h = y if residual is None else torch.empty_like(y)
     if y.numel() == 0:
-        return y
-    x, weight = as_rows(x), weight.contiguous()
-    M, N = x.shape
-    block = triton.next_power_of_2(int(N))
-    whole = block * x.element_size() <= 65536
-    tile = 2048 if block < 4096 else 16384  # more loads before each sum
-    rows = max(1, tile // block)
-    block = block if whole else 16384
+        return y, h
+    x, stride_xm = _rms_norm_rows(x)
+    rows, stride_rm = x, stride_xm
+    if residual is not None:
+        rows, stride_rm = _rms_norm_rows(residual)
+    N = int(y.shape[-1])
+    M = y.numel() // N
+    plan = _rms_norm_plan(y, eps, stride_xm, stride_rm)
+    grid = (triton.cdiv(M, plan["BLOCK_M"]),)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        wrap_triton(rms_norm_kernel)[(triton.cdiv(M, rows),)](
-            *(x, weight, y, M, N, x.stride(0)),
-            **common(N, eps, x),
-            WHOLE=whole,
-            BLOCK_M=rows,
-            BLOCK_N=block,
-            num_warps=min(16, max(4, rows * block // 2048)),
+        kernel[grid](
+            x,
+            rows,
+            weight.contiguous(),
+            h,
+            y,
+            M,
+            N,
+            stride_xm,
+            stride_rm,
+            ADD=residual is not None,
+            **plan,
         )
-    return y
+    return y, h
 
 
-@triton_op("triton_gallery::rms_norm_backward", mutates_args={})
-def rms_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of ``x`` and of ``weight``."""
-    check(x, weight, dy)
-    if dy.shape != x.shape:
-        raise ValueError(f"dy has the shape {dy.shape}, and x {x.shape}")
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+def _rms_norm_launch(x, weight, eps, kernel=_rms_norm_kernel):
+    _rms_norm_check("rms_norm", weight, x)
+    return _rms_norm_forward(x, None, weight, eps, kernel)[0]
+
+
+def _rms_norm_residual_launch(
+    x, residual, weight, eps, kernel=_rms_norm_kernel
+):
+    _rms_norm_check("rms_norm_residual", weight, x, residual)
+    return _rms_norm_forward(x, residual, weight, eps, kernel)
+
+
+def _rms_norm_backward_launch(
+    dy,
+    dh,
+    h,
+    weight,
+    eps,
+    kernel=_rms_norm_backward_kernel,
+    sum_kernel=_rms_norm_sum_kernel,
+):
+    given = [dy, h] if dh is None else [dy, h, dh]
+    _rms_norm_check("rms_norm_backward", weight, *given)
+    dx = torch.empty_like(h, memory_format=torch.contiguous_format)
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
     if dx.numel() == 0:
         return dx, dw.zero_()
-    dy, x, weight = as_rows(dy), as_rows(x), weight.contiguous()
-    M, N = x.shape
-    block, size = triton.next_power_of_2(int(N)), x.element_size()
-    turns = (0,) if block * size < 32768 else (1,)
-    if block * size > 32768:
-        block, turns = 4096, (2, 3)
-    rows, parts = max(1, 2048 // block), triton.cdiv(N, block)
-    num_warps = min(16, max(4, block // 512))
-    # 16 warps a multiprocessor; and no more programs than tiles.
-    programs = max(1, SMS * 16 // num_warps // parts)
-    programs = min(triton.cdiv(M, rows), programs)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    partial = x.new_empty(programs, N, dtype=wide)
-    sums = x.new_empty(parts if 2 in turns else 0, M, 2, dtype=wide)
-    with torch.accelerator.device_index(x.device.index):
-        for turn in turns:
-            wrap_triton(rms_norm_backward_kernel)[(programs, parts)](
-                *(dy, x, weight, sums, dx, partial),
-                *(M, N, dy.stride(0), x.stride(0)),
-                **common(N, eps, dy, x),
-                TURN=turn,
-                BLOCK_M=rows,
-                BLOCK_N=block,
-                STAGES=3 if turn in (0, 2) else 1,
-                num_warps=num_warps,
-            )
-            sums = sums.sum(0) if turn == 2 else sums
-        wrap_triton(sum_partial_kernel)[(triton.cdiv(N, 16),)](
-            *(partial, dw, programs, N),
-            BLOCK_P=64,
-            BLOCK_N=16,
+    h, stride_hm = _rms_norm_rows(h)
+    dy = dy.contiguous()
+    N = int(dx.shape[-1])
+    M = dx.numel() // N
+    has_dh = dh is not None
+    programs, plan = _rms_norm_plan_backward(dx, eps, stride_hm, has_dh)
+    wide = torch.promote_types(dx.dtype, torch.float32)
+    sums = dx.new_empty(programs, N, dtype=wide)
+    with torch.accelerator.device_index(dx.device.index):
+        kernel[(programs,)](
+            dy,
+            dh.contiguous() if has_dh else dy,
+            h,
+            weight.contiguous(),
+            dx,
+            sums,
+            M,
+            N,
+            stride_hm,
+            **plan,
+        )
+        BLOCK_P = triton.next_power_of_2(programs)
+        BLOCK_N = RMS_NORM_TILE // BLOCK_P
+        sum_kernel[(triton.cdiv(N, BLOCK_N),)](
+            sums,
+            dw,
+            programs,
+            N,
+            BLOCK_P=BLOCK_P,
+            BLOCK_N=BLOCK_N,
         )
     return dx, dw
 
 
-def save(ctx, inputs, output):
+@triton_op(f"{RMS_NORM_NAMESPACE}::rms_norm", mutates_args={})
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x over the root mean square of its rows, times weight.
+
+    As ``torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)``. Takes
+    float16, bfloat16, float32 or float64, one for all: ``x`` of shape (..., N)
+    and any strides, ``weight`` of shape (N,), with N up to 16384, or 8192 in
+    float64. The result has the shape and dtype of ``x``, is contiguous, and is
+    the same each time, and so are the gradients, which have none themselves.
+    Raises TypeError for other dtypes or devices that differ, and ValueError for
+    other shapes. From https://arxiv.org/abs/1910.07467.
+    """
+    return _rms_norm_launch(x, weight, eps, wrap_triton(_rms_norm_kernel))
+
+
+@triton_op(f"{RMS_NORM_NAMESPACE}::rms_norm_residual", mutates_args={})
+def rms_norm_residual(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of h = x + residual, and h.
+
+    ``residual`` has the shape and dtype of ``x``, and so have both results. All
+    else is as in ``rms_norm``.
+    """
+    kernel = wrap_triton(_rms_norm_kernel)
+    return _rms_norm_residual_launch(x, residual, weight, eps, kernel)
+
+
+@triton_op(f"{RMS_NORM_NAMESPACE}::rms_norm_backward", mutates_args={})
+def rms_norm_backward(
+    dy: torch.Tensor,
+    dh: torch.Tensor | None,
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of h and of weight, for the norm of h.
+
+    Takes the gradients of both results, ``dh`` or None for that of ``h``, in
+    the shape of ``h``, and raises as ``rms_norm`` does.
+    """
+    kernels = (
+        wrap_triton(_rms_norm_backward_kernel),
+        wrap_triton(_rms_norm_sum_kernel),
+    )
+    return _rms_norm_backward_launch(dy, dh, h, weight, eps, *kernels)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+RMS_NORM_LIBRARY = Library(RMS_NORM_NAMESPACE, "FRAGMENT")
+RMS_NORM_LIBRARY.impl("rms_norm", _rms_norm_launch, "CUDA")
+RMS_NORM_LIBRARY.impl("rms_norm_residual", _rms_norm_residual_launch, "CUDA")
+RMS_NORM_LIBRARY.impl("rms_norm_backward", _rms_norm_backward_launch, "CUDA")
+
+
+def _rms_norm_setup(ctx, inputs, output):
     x, weight, ctx.eps = inputs
     ctx.save_for_backward(x, weight)
 
 
-def backward(ctx, dy):
-    return *rms_norm_backward(dy, *ctx.saved_tensors, ctx.eps), None
+def _rms_norm_gradient(ctx, dy):
+    dx, dw = rms_norm_backward(dy, None, *ctx.saved_tensors, ctx.eps)
+    return dx, dw, None
 
 
-rms_norm.register_autograd(backward, setup_context=save)
+def _rms_norm_residual_setup(ctx, inputs, output):
+    _, _, weight, ctx.eps = inputs
+    ctx.save_for_backward(output[1], weight)
+    ctx.set_materialize_grads(False)  # None for a result that nobody used
+
+
+def _rms_norm_residual_gradient(ctx, dy, dh):
+    h, weight = ctx.saved_tensors
+    dy = torch.zeros_like(h) if dy is None else dy
+    dx, dw = rms_norm_backward(dy, dh, h, weight, ctx.eps)
+    return dx, dx, dw, None
+
+
+rms_norm.register_autograd(_rms_norm_gradient, setup_context=_rms_norm_setup)
+rms_norm_residual.register_autograd(
+    _rms_norm_residual_gradient, setup_context=_rms_norm_residual_setup
+)
 
 # %%
-# The check
-# ---------
+# What did each step gain? The ladder, with the registers of a thread for the
+# longest row. A spilled register is one that a thread keeps in memory, because
+# it has not enough of them. A residual makes four matrices each way, or five if
+# an addition comes first.
+
+
+def one_row(x, y, residual, num_warps):
+    (M, N), block = x.shape, triton.next_power_of_2(x.shape[1])
+    args = x, x[0], y, N, 1e-6
+    return row_kernel[(M,)](*args, BLOCK_N=block, num_warps=num_warps)
+
+
+def by_length(x, y, residual):
+    return one_row(x, y, residual, 4 if x.shape[1] <= 2048 else 8)
+
+
+def tiles(x, y, residual, ADD=False, **changes):
+    M, N = x.shape
+    plan = _rms_norm_plan(x, 1e-6, N) | changes
+    grid = (triton.cdiv(M, plan["BLOCK_M"]),)
+    h = torch.empty_like(x) if ADD else y
+    args = x, residual, x[0], h, y, M, N, N, N
+    return _rms_norm_kernel[grid](*args, ADD=ADD, **plan)
+
+
+def one_block(x, y, residual):
+    block = triton.next_power_of_2(x.shape[1])
+    return tiles(x, y, residual, VEC=1, BLOCK_N=block, REST=0)
+
+
+def added(x, y, residual):
+    return tiles(x + residual, y, residual)
+
+
+def backward(x, y, residual, dh=None):
+    _rms_norm_backward_launch(y, dh, x, x[0], 1e-6)
+
+
+STEPS = {  # with how many matrices the floor moves
+    "a row, 4 warps": (partial(one_row, num_warps=4), 2),
+    "a row, warps by length": (by_length, 2),
+    "several rows": (one_block, 2),
+    "two blocks": (partial(tiles, VEC=1), 2),
+    "the op: and VEC": (tiles, 2),
+    "x + residual, then the op": (added, 4),
+    "the op with a residual": (partial(tiles, ADD=True), 4),
+    "the op's backward": (backward, 3),
+    "with a residual": (lambda x, y, r: backward(x, y, r, dh=r), 4),
+}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = pd.DataFrame(index=list(STEPS))
+    for N in (128, 1000, 5120, 12288, 16384):
+        args = random(N), random(N), random(N)
+        tried = {
+            name: partial(step, *args) for name, (step, _) in STEPS.items()
+        }
+        found = gpu_time(tried, turns=20)
+        rates = [rate(found[name], moved) for name, (_, moved) in STEPS.items()]
+        ladder[f"GB/s at {N}"] = [round(one) for one in rates]
+    compiled = [step(*args) for step, _ in STEPS.values()]
+    for column in ("n_regs", "n_spills"):
+        ladder[column] = [getattr(one, column, "-") for one in compiled]
+    print(ladder.to_string())
+
+# %%
+# Proof
+# -----
 #
-# ``gradcheck`` compares gradients with differences of the op's values, so it
-# runs in float64. Then value and gradients are compared with float64 autograd
-# in other dtypes. The sums have no more than some thousand terms here, added up
-# in float32, by blocks and in trees: :math:`10^{-5}` of the largest terms
-# covers it. Then each result is rounded once, to its dtype.
+# Values and gradients of every dtype beside float64. In half precision a result
+# is rounded once more, and so is ``h``. In a gradient terms may cancel, hence
+# the ``atol``.
 
 
-def assert_right(x, weight, dy, eps=1e-6):
-    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-    expected = rms_norm_torch(*wide, eps)
-    y = rms_norm(x, weight, eps)
-    exact = torch.autograd.grad(expected, wide, dy.double())
-    got = torch.autograd.grad(y, (x, weight), dy)
-    rtol = 1e-5 + torch.finfo(x.dtype).eps
-    for a, b in zip((y, *got), (expected, *exact), strict=True):
-        assert a.dtype == x.dtype
-        torch.testing.assert_close(a.double(), b, rtol=rtol, atol=1e-5)
+def random_like(*shapes, dtype=torch.float32):
+    """Return random tensors that want gradients."""
+    made = (
+        torch.randn(shape, generator=generator, device=DEVICE)
+        for shape in shapes
+    )
+    return [t.to(dtype).requires_grad_() for t in made]
 
 
-torch.manual_seed(0)
-assert torch.autograd.gradcheck(partial(rms_norm, eps=1e-6), inputs(3, 5)[:2])
-for dtype in ACC:
-    for shape in ((7, 96), (2, 3, 1000), (0, 4), (3, 0)):
-        assert_right(*inputs(*shape, dtype=dtype))
+def prove(shape, dtype):
+    x, residual, weight = random_like(shape, shape, shape[-1:], dtype=dtype)
+    dy, dh = (t.detach() for t in random_like(shape, shape, dtype=dtype))
+    leaves = x, residual, weight
+    y, h = rms_norm_residual(*leaves, 1e-6)
+    got = y, h, *torch.autograd.grad((y, h), leaves, (dy, dh))
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(h, x + residual, rtol=eps, atol=0)
+    leaves = h.detach().double().requires_grad_(), weight.double()
+    wide = torch.nn.functional.rms_norm(leaves[0], shape[-1:], None, 1e-6)
+    y = wide * leaves[1]
+    grads = torch.autograd.grad(y, leaves, dy.double())
+    d = grads[0] + dh.double()
+    rtol = 1e-5 + eps
+    for a, b in zip(got, (y, h, d, d, grads[1]), strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b.double(), rtol=rtol, atol=rtol)
+
+
+SHAPES = [(3, 40), (2, 5, 257), (70, 16), (2, 8192), (0, 5), (5, 0)]
+if __name__ == "__main__":
+    for dtype in RMS_NORM_ACC:
+        for shape in SHAPES:
+            prove(shape, dtype)
+else:  # imported: a glance
+    prove((3, 40), torch.float32)
 
 # %%
-# Rows longer than the registers, in the narrowest and the widest dtype, and
-# rows that lie apart, a slice of something wider:
+# Rows that lie apart, a transposed matrix, a result that nobody uses, and
+# finite differences:
 
 if __name__ == "__main__":
-    for dtype, N in ((torch.bfloat16, 40_001), (torch.float64, 10_000)):
-        assert_right(*inputs(3, N, dtype=dtype))
-    x, weight, dy = inputs(5, 3000)
-    wide = torch.cat([x.detach(), dy], 1)
-    assert_right(wide[:, :3000].requires_grad_(), weight, wide[:, 3000:])
+    x, weight = random_like((60, 100), (37,))
+    x, weight = x.detach(), weight.detach()
+    for view in (
+        x[:, :37],
+        x[::2, 3:40],
+        x.T[:, :37],
+        x[:1, :37].expand(9, 37),
+    ):
+        expected = torch.nn.functional.rms_norm(view, (37,), weight, 1e-6)
+        torch.testing.assert_close(rms_norm(view, weight, 1e-6), expected)
+    leaves = random_like((4, 7), (4, 7), (7,), dtype=torch.float64)
+    op = partial(rms_norm_residual, eps=1e-6)
+    assert torch.autograd.gradcheck(op, leaves)
+    assert torch.autograd.gradcheck(partial(rms_norm, eps=1e-6), leaves[1:])
+
+# %%
+# What it does not take, it names:
+
+if __name__ == "__main__":
+    x = torch.ones(3, 16385, device=DEVICE)
+    for bad in ((x, x[0]), (x.int(), x[0].int()), (x[:, :5], x[0, :4])):
+        try:
+            rms_norm(*bad, 1e-6)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# bfloat16, a quarter of a gigabyte at each length: a head, then hidden sizes of
+# models. The backward is called through autograd. ``Roof`` is a copy, beside
+# the backward an addition: two reads and a write.
+
+SIZES = [128, 768, 1024, 2880, 4096, 7168, 12288, 16384]
+ours = partial(rms_norm, eps=1e-6)
+
+
+def calls_backward(N):
+    x, weight, dy = random(N), random(N)[0], random(N)
+    out = torch.empty_like(dy)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    ops = contestants(ours, eager).items()
+    found = {name: partial(grad, op(*leaves), leaves, dy) for name, op in ops}
+    return found | {"Roof": partial(torch.add, x.detach(), dy, out=out)}
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: gpu_time(calls(ours, N)) for N in SIZES}
+    results = rate_table(times, "N", "GB/s", lambda N: 4e-6 * ELEMENTS)
+    print("forward", results.to_string(), sep="\n")
+    wide = results.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title="forward")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: gpu_time(calls_backward(N)) for N in SIZES}
+    moved = 6e-6 * ELEMENTS
+    results_backward = rate_table(times, "N", "GB/s", lambda N: moved)
+    print("backward", results_backward.to_string(), sep="\n")
+    wide = results_backward.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title="backward")
+
+# %%
+# With a residual, at three of these lengths:
+
+
+def eager_residual(x, residual, weight):
+    h = x + residual
+    return eager(h, weight), h
+
+
+def calls_residual(N):
+    x, residual, weight = random(N), random(N), random(N)[0]
+    op = partial(rms_norm_residual, eps=1e-6)
+    ops = contestants(op, eager_residual).items()
+    return {name: partial(op, x, residual, weight) for name, op in ops}
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (2880, 4096, 7168):
+        found = gpu_time(calls_residual(N)).items()
+        rates = [f"{who} {rate(times, 4):.0f}" for who, times in found]
+        print(f"N = {N:5}: {', '.join(rates)} GB/s")
+
+# %%
+# What a call costs the CPU, in microseconds. The GPU works through a queue that
+# the CPU fills, so these figures count where matrices are small:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for one in (results, results_backward):
+        cost = one[one["N"] == 4096].set_index("series")["CPU us"]
+        print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# Forward, where a line touches the roof, the kernel moves the floor's bytes and
+# waits for nothing else. Backward the roof is an addition, which sums
+# nothing across rows. The op has its partial sums to write and read, and a
+# second kernel that cannot begin before the first has ended. Neither shrinks
+# with the number of rows, so a small matrix stays further from the roof.
 
 # %%
 # Break it: squares in half precision
 # -----------------------------------
 #
-# A model in float16 with an activation of 300, and a norm that forgot to leave
-# float16. The square is infinite, :math:`r` is 0, and the row is gone, without
-# a NaN that anyone would notice.
+# A model in float16 has an activation of 300, and its norm forgot to leave
+# float16. The square is infinite, so :math:`r` is 0, and the row is gone.
+# Nobody sees a NaN.
 
 if __name__ == "__main__":
     x = torch.tensor([[300.0, -5.0, 2.0, 1.0]], device=DEVICE).half()
@@ -449,101 +1116,25 @@ if __name__ == "__main__":
     print("ours:   ", rms_norm(x, torch.ones_like(x[0]), 1e-6).tolist())
 
 # %%
-# The benchmark
-# -------------
-#
-# bfloat16, :math:`2^{29}` elements in rows of different lengths, so that no
-# kernel is shorter than its launch; bytes of the algorithm, 2 tensors forward
-# and 3 backward. ``Roof`` is a copy of as many bytes. All backwards run through
-# autograd, on a graph built beforehand. ``do_bench`` empties the L2 cache
-# before each call; medians, with bands from the 20th to the 80th percentile.
-
-SIZES = [256, 1024, 3000, 4096, 16384, 65536, 131072]
-NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
-
-
-@triton.testing.perf_report(
-    [
-        triton.testing.Benchmark(
-            *(["N"], SIZES, "provider", NAMES, NAMES, name),
-            args={"tensors": tensors},
-            ylabel="GB/s",
-            x_log=True,
-        )
-        for name, tensors in (("rms_norm", 2), ("rms_norm_backward", 3))
-    ]
-)
-def benchmark(N, provider, tensors):
-    M = 2**29 // N
-    x, weight, dy = inputs(M, N, dtype=torch.bfloat16)
-    torch.compiler.reset()  # the ninth shape would raise an error
-    fast = torch.compile(rms_norm_torch, fullgraph=True, dynamic=False)
-    op = [rms_norm, rms_norm_torch, fast, None][NAMES.index(provider)]
-    if op is None:
-        source = torch.randn(tensors * M * N // 2, device=DEVICE).to(x.dtype)
-        call = partial(torch.empty_like(source).copy_, source)
-    elif tensors == 2:
-        call = partial(op, x.detach(), weight.detach(), 1e-6)
-    else:
-        arguments = op(x, weight, 1e-6), (x, weight), dy
-        call = partial(torch.autograd.grad, *arguments, retain_graph=True)
-    times = triton.testing.do_bench(call, quantiles=[0.5, 0.8, 0.2])
-    return tuple(tensors * 2 * M * N * 1e-6 / t for t in times)
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    results, results_backward = benchmark.run(True, True, return_df=True)
-
-# %%
-# As ratios, to the best of PyTorch and ``torch.compile``, and to the roof:
-
-
-def ratios(table):
-    table = table.set_index("N").loc[[1024, 4096, 16384]]
-    ours, *others, roof = (table[column] for column in table.columns)
-    best = pd.concat(others, axis=1).max(axis=1)
-    both = ours / best, ours / roof
-    return pd.concat(both, axis=1, keys=["of the best", "of the roof"])
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    tables = {"forward": ratios(results), "backward": ratios(results_backward)}
-    print(pd.concat(tables, axis=1).round(3))
-
-# %%
-# Reading the result
-# ------------------
-#
-# While a row is in registers, the bytes bound it. At 3000 a quarter of a block
-# is masked, so a program has less under way. Backward, at 256, a tile has more
-# rows, and its threads exchange more sums for as many bytes; at 16384 a program
-# has a multiprocessor to itself, and memory waits while it sums.
-#
-# Rows of 65536 and more move five tensors for three backward: 3 / 5 of the roof
-# is left. Forward they move three for two. The second reading comes from memory
-# as well, since what is under way, with what is written, does not stay in L2.
-# PyTorch and ``torch.compile`` read them twice, too; the latter is slightly
-# ahead. ``softmax_long.py`` has what keeps rows in L2: persistent programs, and
-# a second pass from the end.
-#
 # Go further
 # ----------
 #
-# 1. Models add a residual before they normalize: ``h = x + residual``, and both
-#    ``h`` and its norm are needed. How many tensors does a fused op move, and
-#    how many do two ops?
-# 2. ``weight`` is often frozen. What can the backward leave out then, and how
+# 1. ``weight`` is often frozen. What can the backward leave out then, and how
 #    does it learn of it?
+# 2. Some models multiply by ``1 + weight``. Which lines change?
 #
-# Next is ``layer_norm.py``. To read on: `the paper
-# <https://arxiv.org/abs/1910.07467>`_.
+# To read on:
+#
+# * ``layer_norm.py`` subtracts the mean as well.
+# * The paper: https://arxiv.org/abs/1910.07467
 
 # %%
 # Answers
 # -------
 #
-# **1.** Fused four: ``x`` and ``residual`` read, ``h`` and ``y`` written. Two
-# ops move five, since the second reads ``h`` again.
+# **1.** ``dw``, its partial sums and the second kernel. The function that is
+# given to ``register_autograd`` finds ``ctx.needs_input_grad[1]`` false, and
+# can tell the op.
 #
-# **2.** ``dw``, its partial sums and the second kernel. ``backward`` finds
-# ``ctx.needs_input_grad[1]`` false, and tells the op.
+# **2.** Both kernels add 1 to ``weight`` when they have loaded it. ``dw`` stays
+# as it is.

@@ -37,7 +37,7 @@ from functools import partial
 
 import pandas as pd
 import torch
-from torch.library import triton_op, wrap_triton
+from torch.library import Library, triton_op, wrap_triton
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -162,7 +162,7 @@ def online_kernel(
     LOWEST: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # In int32 the product would overflow behind element 2**31.
+    # In int32 the product would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64) * N
     m = tl.full((), LOWEST, dtype=tl.float32)
     s = tl.zeros((), dtype=tl.float32)
@@ -344,7 +344,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # these programs are *persistent*, and go on to other rows. The op starts one,
 # two, four or eight for each multiprocessor, as many as leave two fifths of the
 # cache for the results. The second pass goes from a row's end to its start, as
-# the caches saw the end last. The figures stand behind the op.
+# the caches saw the end last. The figures stand after the op.
 
 # %%
 # Rows of 50257
@@ -380,7 +380,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------
 #
 # It takes rows of any length. Those that fit stay in registers, as on the page
-# ``softmax.py``, unless they are odd and long: then the body pays.
+# ``softmax.py`` but always in one block, unless they are odd and long: then the
+# body pays. The op is registered in the way of ``what_a_call_costs.py``.
 
 SOFTMAX_LONG_NAMESPACE = "triton_gallery"
 SOFTMAX_LONG_ACC = {
@@ -395,8 +396,7 @@ SOFTMAX_LONG_LOG2_E = tl.constexpr(math.log2(math.e))
 SOFTMAX_LONG_WHOLE = 64 * 1024
 SOFTMAX_LONG_SINGLE = 2048
 SOFTMAX_LONG_TILE = 8 * 1024  # bytes of short rows that share a program
-SOFTMAX_LONG_THREAD = 64  # bytes of a row for a thread
-SOFTMAX_LONG_THREAD_BACKWARD = 256
+SOFTMAX_LONG_THREAD = 128  # bytes of a row for a thread
 SOFTMAX_LONG_CACHE = 0.6  # of L2, for the rows under way
 
 
@@ -415,10 +415,10 @@ def _softmax_long_whole_kernel(
     # VEC divides them, which the compiler learns here: it loads VEC at once.
     N = N // VEC * VEC
     stride_xm = stride_xm // VEC * VEC
-    # In int32 a row's offset would overflow behind element 2**31.
+    # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    # Rows behind the last one are the last one again.
+    # Rows past the last one are the last one again.
     offs_m = tl.minimum(offs_m, M - 1)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     mask = offs_n < N
@@ -590,17 +590,19 @@ def _softmax_long_fits(N, stride, size, bytes_each):
     return N * bytes_each <= SOFTMAX_LONG_WHOLE and (aligned or few)
 
 
-def _softmax_long_whole_plan(x, M, N, stride, thread):
+def _softmax_long_whole_plan(x, M, N, stride):
     """Return how to launch for rows that stay in registers."""
     size, wide = x.element_size(), max(4, x.element_size())
     BLOCK_N = triton.next_power_of_2(N)
     BLOCK_M = max(1, SOFTMAX_LONG_TILE // (BLOCK_N * wide))
+    warps = BLOCK_M * BLOCK_N * wide // (32 * SOFTMAX_LONG_THREAD)
     return (triton.cdiv(M, BLOCK_M),), {
         "ACC": SOFTMAX_LONG_ACC[x.dtype],
         "VEC": math.gcd(N, stride, 16 // size),
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
-        "num_warps": max(4, BLOCK_M * BLOCK_N * wide // (32 * thread)),
+        # In half precision the longest rows give a thread 256 bytes instead.
+        "num_warps": min(16, max(4, warps)),
     }
 
 
@@ -625,17 +627,9 @@ def _softmax_long_plan(x, M, N, stride, tensors):
     }
 
 
-@triton_op(f"{SOFTMAX_LONG_NAMESPACE}::softmax_long", mutates_args={})
-def softmax_long(x: torch.Tensor) -> torch.Tensor:
-    """Return the softmax along the last dimension, as torch.softmax(x, -1).
-
-    Takes a tensor of float16, bfloat16, float32 or float64, of any shape and
-    layout, with rows of up to 2**30 elements. The result has the shape and
-    dtype of ``x``, is contiguous, and is the same each time on one kind of GPU.
-    A row with NaN or inf, or with nothing but -inf, becomes NaN. Raises
-    TypeError for other dtypes and ValueError for longer rows. Has a gradient,
-    which has none itself. The online softmax: https://arxiv.org/abs/1805.02867
-    """
+def _softmax_long_launch(
+    x, whole=_softmax_long_whole_kernel, passes=_softmax_long_kernel
+):
     N = _softmax_long_check(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if y.numel() == 0:
@@ -648,24 +642,23 @@ def softmax_long(x: torch.Tensor) -> torch.Tensor:
     M = y.numel() // N
     size = x.element_size()
     if _softmax_long_fits(N, stride, size, max(4, size)):
-        kernel, thread = _softmax_long_whole_kernel, SOFTMAX_LONG_THREAD
-        grid, options = _softmax_long_whole_plan(x, M, N, stride, thread)
+        kernel = whole
+        grid, options = _softmax_long_whole_plan(x, M, N, stride)
     else:
-        kernel = _softmax_long_kernel
+        kernel = passes
         grid, options = _softmax_long_plan(x, M, N, stride, 1)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        wrap_triton(kernel)[grid](x, y, M, N, stride, **options)
+        kernel[grid](x, y, M, N, stride, **options)
     return y
 
 
-@triton_op(f"{SOFTMAX_LONG_NAMESPACE}::softmax_long_backward", mutates_args={})
-def softmax_long_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of x, for y = softmax_long(x) and the gradient of y.
-
-    Takes two tensors of one dtype, shape and device, of any layout, and raises
-    as ``softmax_long`` does, and ValueError for two that differ.
-    """
+def _softmax_long_backward_launch(
+    grad,
+    y,
+    whole=_softmax_long_whole_backward_kernel,
+    passes=_softmax_long_backward_kernel,
+):
     N = _softmax_long_check(y)
     kinds = [(t.dtype, tuple(t.shape), t.device) for t in (grad, y)]
     if kinds[0] != kinds[1]:
@@ -682,15 +675,49 @@ def softmax_long_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     # In half precision a row may be twice as long: some registers spill, which
     # costs less than a second pass.
     if _softmax_long_fits(N, N, size, size):
-        kernel = _softmax_long_whole_backward_kernel
-        thread = SOFTMAX_LONG_THREAD_BACKWARD
-        grid, options = _softmax_long_whole_plan(y, M, N, N, thread)
+        kernel = whole
+        grid, options = _softmax_long_whole_plan(y, M, N, N)
     else:
-        kernel = _softmax_long_backward_kernel
+        kernel = passes
         grid, options = _softmax_long_plan(y, M, N, N, 2)
     with torch.accelerator.device_index(y.device.index):
-        wrap_triton(kernel)[grid](grad, y, d, M, N, **options)
+        kernel[grid](grad, y, d, M, N, **options)
     return d
+
+
+@triton_op(f"{SOFTMAX_LONG_NAMESPACE}::softmax_long", mutates_args={})
+def softmax_long(x: torch.Tensor) -> torch.Tensor:
+    """Return the softmax along the last dimension, as torch.softmax(x, -1).
+
+    Takes a tensor of float16, bfloat16, float32 or float64, of any shape and
+    layout, with rows of up to 2**30 elements. The result has the shape and
+    dtype of ``x``, is contiguous, and is the same each time on one kind of GPU.
+    A row with NaN or inf, or with nothing but -inf, becomes NaN. Raises
+    TypeError for other dtypes and ValueError for longer rows. Has a gradient,
+    which has none itself. The online softmax: https://arxiv.org/abs/1805.02867
+    """
+    whole = wrap_triton(_softmax_long_whole_kernel)
+    return _softmax_long_launch(x, whole, wrap_triton(_softmax_long_kernel))
+
+
+@triton_op(f"{SOFTMAX_LONG_NAMESPACE}::softmax_long_backward", mutates_args={})
+def softmax_long_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of x, for y = softmax_long(x) and the gradient of y.
+
+    Takes two tensors of one dtype, shape and device, of any layout, and raises
+    as ``softmax_long`` does, and ValueError for two that differ.
+    """
+    whole = wrap_triton(_softmax_long_whole_backward_kernel)
+    passes = wrap_triton(_softmax_long_backward_kernel)
+    return _softmax_long_backward_launch(grad, y, whole, passes)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+SOFTMAX_LONG_LIBRARY = Library(SOFTMAX_LONG_NAMESPACE, "FRAGMENT")
+SOFTMAX_LONG_LIBRARY.impl("softmax_long", _softmax_long_launch, "CUDA")
+SOFTMAX_LONG_LIBRARY.impl(
+    "softmax_long_backward", _softmax_long_backward_launch, "CUDA"
+)
 
 
 def _softmax_long_setup(ctx, inputs, output):
@@ -720,26 +747,26 @@ def statements(kernel):
 def run(kernel, plan, kind, *tensors, **changes):
     """Launch a kernel of the op as the op does, but for the changes."""
     M, N = tensors[0].shape
-    grid, known = plan(tensors[0], M, N, N, kind)
+    grid, known = plan(tensors[0], M, N, N, *kind)
     known |= {"stride_xm": N} if len(tensors) == 2 else {}
     launch = kernel[changes.pop("grid", grid)]
     return launch(*tensors, M=M, N=N, **known | changes)
 
 
 WHOLE, PASSES = _softmax_long_whole_plan, _softmax_long_plan
-PARTS = {  # kernel, plan, what the plan is for, the longest row
-    "two passes": (_softmax_long_kernel, PASSES, 1, 2**30),
-    "registers": (
-        _softmax_long_whole_kernel,
-        WHOLE,
-        SOFTMAX_LONG_THREAD,
-        2**14,
+PARTS = {  # kernel, plan, of how many tensors, the longest row
+    "two passes": (_softmax_long_kernel, PASSES, [1], 2**30),
+    "registers": (_softmax_long_whole_kernel, WHOLE, [], 2**14),
+    "backward, two passes": (
+        _softmax_long_backward_kernel,
+        PASSES,
+        [2],
+        2**30,
     ),
-    "backward, two passes": (_softmax_long_backward_kernel, PASSES, 2, 2**30),
     "backward, registers": (
         _softmax_long_whole_backward_kernel,
         WHOLE,
-        SOFTMAX_LONG_THREAD_BACKWARD,
+        [],
         2**15,
     ),
 }
@@ -803,14 +830,15 @@ def compare(x, grad):
     torch.testing.assert_close(d.double(), expected, rtol=rtol, atol=rtol)
 
 
-# Without a GPU, NumPy computes, and would warn of exponents below all numbers.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", RuntimeWarning)
-    for dtype in SOFTMAX_LONG_ACC:
-        for shape in shapes:
-            normal = partial(torch.randn, shape, generator=generator)
-            x, grad = normal(device=DEVICE), normal(device=DEVICE)
-            compare(x.to(dtype), grad.to(dtype))
+if __name__ == "__main__":
+    # Without a GPU, NumPy computes, and would warn of tiny exponents.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for dtype in SOFTMAX_LONG_ACC:
+            for shape in shapes:
+                normal = partial(torch.randn, shape, generator=generator)
+                x, grad = normal(device=DEVICE), normal(device=DEVICE)
+                compare(x.to(dtype), grad.to(dtype))
 
 # %%
 # Rows that lie apart, a transposed matrix, and finite differences. As in

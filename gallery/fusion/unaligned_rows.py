@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.library import triton_op, wrap_triton
+from torch.library import Library, triton_op, wrap_triton
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -140,7 +140,7 @@ if __name__ == "__main__":
 
 @triton.jit
 def add_kernel(x_ptr, y_ptr, out_ptr, N, BLOCK: tl.constexpr):
-    # In int32 the product would overflow behind element 2**31.
+    # In int32 the product would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     mask = offs < N
@@ -369,7 +369,8 @@ if __name__ == "__main__":
 #
 # A row has to begin alike in ``x``, ``y`` and ``out``: as many elements after a
 # multiple of 16 bytes. In contiguous matrices it does. Otherwise ``VEC`` is 1,
-# the body is the whole row, and elements are loaded one by one.
+# the body is the whole row, and elements are loaded one by one. The op is
+# registered in the way of ``what_a_call_costs.py``.
 
 ADD_ROWS_NAMESPACE = "triton_gallery"
 ADD_ROWS_ACC = {
@@ -406,7 +407,7 @@ def _add_rows_kernel(
     VEC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # In int32 a row's offset would overflow behind element 2**31.
+    # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     row, block = pid // blocks, pid % blocks
     weight = tl.load(weight_ptr + row).to(ACC)
@@ -450,17 +451,7 @@ def _add_rows_apart(x):
     return x, int(x.stride(0))
 
 
-@triton_op(f"{ADD_ROWS_NAMESPACE}::add_rows", mutates_args={})
-def add_rows(
-    x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor
-) -> torch.Tensor:
-    """Return x + weight[:, None] * y, as torch.addcmul does.
-
-    Takes two (M, N) matrices and M weights, all of float16, bfloat16, float32
-    or float64 and on one device. Rows may lie apart; other layouts are copied.
-    The result is contiguous, and the same each time. Raises TypeError for other
-    dtypes, ValueError where shapes, dtypes or devices differ. Has no gradient.
-    """
+def _add_rows_launch(x, y, weight, kernel=_add_rows_kernel):
     _add_rows_check(x, y, weight)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel() == 0:
@@ -475,7 +466,7 @@ def add_rows(
     blocks = triton.cdiv(N, BLOCK)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        wrap_triton(_add_rows_kernel)[(M * blocks,)](
+        kernel[(M * blocks,)](
             x,
             y,
             weight.contiguous(),
@@ -492,8 +483,26 @@ def add_rows(
     return out
 
 
+@triton_op(f"{ADD_ROWS_NAMESPACE}::add_rows", mutates_args={})
+def add_rows(
+    x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Return x + weight[:, None] * y, as torch.addcmul does.
+
+    Takes two (M, N) matrices and M weights, all of float16, bfloat16, float32
+    or float64 and on one device. Rows may lie apart; other layouts are copied.
+    The result is contiguous, and the same each time. Raises TypeError for other
+    dtypes, ValueError where shapes, dtypes or devices differ. Has no gradient.
+    """
+    return _add_rows_launch(x, y, weight, wrap_triton(_add_rows_kernel))
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+ADD_ROWS_LIBRARY = Library(ADD_ROWS_NAMESPACE, "FRAGMENT")
+ADD_ROWS_LIBRARY.impl("add_rows", _add_rows_launch, "CUDA")
+
 # %%
-# What did the step gain? The same kernel with ``VEC=1`` has no edges, and no
+# What did the step gain? With ``VEC=1`` the same kernel has empty edges, and no
 # wide loads. First the instructions of both, then figures for three lengths: a
 # multiple of 16, one of 8, and an odd one.
 
@@ -538,22 +547,23 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Every dtype beside float64, rows of any length, apart and not alike. A product
 # and a sum are rounded, then the result: one unit of the dtype, of the terms.
 
-for dtype in ADD_ROWS_ACC:
-    unit = 2 * torch.finfo(dtype).eps
-    for M, N, gap in (
-        (3, 40, 0),
-        (9, 257, 0),
-        (4, 3001, 8),
-        (5, 33, 3),
-        (2, 0, 1),
-    ):
-        x = random(M, N + gap).to(dtype)[:, :N]
-        y = random(M, N + gap).to(dtype)[:, gap:]
-        weight = random(M).to(dtype)
-        out = add_rows(x, y, weight).double()
-        terms = x.double(), weight.double()[:, None] * y.double()
-        error = (out - terms[0] - terms[1]).abs()
-        assert (error <= unit * (terms[0].abs() + terms[1].abs())).all()
+if __name__ == "__main__":
+    for dtype in ADD_ROWS_ACC:
+        unit = 2 * torch.finfo(dtype).eps
+        for M, N, gap in (
+            (3, 40, 0),
+            (9, 257, 0),
+            (4, 3001, 8),
+            (5, 33, 3),
+            (2, 0, 1),
+        ):
+            x = random(M, N + gap).to(dtype)[:, :N]
+            y = random(M, N + gap).to(dtype)[:, gap:]
+            weight = random(M).to(dtype)
+            out = add_rows(x, y, weight).double()
+            terms = x.double(), weight.double()[:, None] * y.double()
+            error = (out - terms[0] - terms[1]).abs()
+            assert (error <= unit * (terms[0].abs() + terms[1].abs())).all()
 
 x, y, weight = random(30, 40).T, random(40, 90)[:, ::3], random(80)[::2]
 expected = torch.addcmul(x.float(), weight[:, None].float(), y.float())

@@ -219,9 +219,10 @@ def register(name, words, inputs, launcher, visible):
 
 # %%
 # Then comes the gradient. ``register_autograd`` makes a ``Function`` of two
-# functions and enters it at the autograd key. An own ``Function`` can stand in
-# front of the op. Or it is entered at that key, where it has to switch the key
-# off before it calls the op again; PyTorch documents no way to do that.
+# functions and enters it at the autograd key. Or a ``Function`` of our own
+# stands in front of the op. Or our own is entered at the autograd key. Then it
+# has to switch that key off before it calls the op, or it would call itself;
+# PyTorch documents no way to do that.
 
 
 def make(way):
@@ -366,7 +367,8 @@ if __name__ == "__main__":
         print(costs.to_string(na_rep="-"))
 
 # %%
-# Two ways that differ in one word tell what that word costs:
+# In the second table, two ways that differ in one word tell what it costs. (In
+# the first, a call finds cold caches, and the order of calls shows.)
 #
 # * ``define, impl`` beside ``launcher``: a call from C++ to Python.
 # * ``register_autograd`` is a second one. Its function asks whether a gradient
@@ -375,8 +377,10 @@ if __name__ == "__main__":
 # * ``custom_op`` and ``register_kernel`` put two functions of their own before
 #   the launcher. One hides it from ``torch.compile``, the other makes sure
 #   that no output is a view of an input.
-# * ``triton_op`` has both, a context that switches ``wrap_triton`` off, and
-#   ``wrap_triton``, which finds out what it got. ``impl`` passes by all four.
+# * ``triton_op`` has both functions. Around the launcher it has a context that
+#   switches ``wrap_triton`` off, and then ``wrap_triton`` itself: to a compiler
+#   it shows the kernel, and in a plain call it hands the kernel through.
+#   ``impl`` passes by all four.
 
 # %%
 # The launch
@@ -452,7 +456,8 @@ if __name__ == "__main__":
 # -----
 #
 # A cheap call is worth nothing if PyTorch no longer gets along with the op.
-# ``which_api.py`` tries what PyTorch does with one. These are its rows in
+# (Test this on a GPU: compilers cannot look into interpreted kernels.)
+# ``which_api.py`` tries what PyTorch does with an op. These are its rows in
 # short; each raises an error if something is wrong.
 
 
@@ -597,18 +602,18 @@ if __name__ == "__main__":
 # The way of the gallery's ops
 # ----------------------------
 #
-# It is ``triton_op, impl, register_autograd``. Ops of this gallery are carried
-# over to it page by page; until then they have a ``triton_op`` alone:
+# It is ``triton_op, impl, register_autograd``. An op with a ``Library`` in its
+# cell goes this way, as in ``softmax.py``; the others have a ``triton_op``
+# alone:
 #
 # .. code-block:: python
-#
-#    LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 #
 #    @triton_op(f"{NAMESPACE}::softmax", mutates_args={})
 #    def softmax(x: torch.Tensor) -> torch.Tensor:
 #        return launch(x, wrap_triton(softmax_kernel))
 #
-#    torch.library.impl(f"{NAMESPACE}::softmax", "cuda", launch, lib=LIBRARY)
+#    LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+#    LIBRARY.impl("softmax", launch, "CUDA")
 #    softmax.register_autograd(slope, setup_context=save)
 #
 # * It loses no row: compilers, fake tensors and other devices go on using the
@@ -616,9 +621,10 @@ if __name__ == "__main__":
 # * A call costs less than with ``triton_op`` alone. Of the ways that lose no
 #   row, the other lean one is an own function at the autograd key, and that
 #   needs what PyTorch does not document.
-# * ``define`` costs no more, but no compiler looks into it, and a second
-#   gradient is lost without an error: its backward is an op without one.
-#
+# * ``define, impl, register_autograd`` costs about as much, but no compiler
+#   looks into it, and a second gradient is lost without an error: its backward
+#   is an op without one.
+
 # %%
 # Break it: a queue that is full
 # ------------------------------

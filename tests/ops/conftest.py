@@ -41,6 +41,13 @@ def import_code(code: str, file: Path) -> ModuleType:
     return module
 
 
+def end_ops(module: ModuleType | None) -> None:
+    """End what a module registered by itself: PyTorch 2.11 refuses a second function for one device of one op."""
+    for value in list(vars(module).values()) if module else []:
+        if isinstance(value, torch.library.Library):
+            value._destroy()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Limit a test to this process's part of the GPU's memory, or give it what it needs."""
@@ -65,6 +72,7 @@ def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
         assert spec
         assert spec.loader
         module = importlib.util.module_from_spec(spec)
+        end_ops(sys.modules.get(file.stem))
         sys.modules[file.stem] = module
         before = sys.dont_write_bytecode
         sys.dont_write_bytecode = True  # no __pycache__ among the recipes
@@ -86,11 +94,14 @@ def recipe_at(load_recipe: Callable[[str], ModuleType]) -> Callable[[str], Modul
 @pytest.fixture(scope="session")
 def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
     """Return a function that imports the op of a recipe as whoever takes it does: its imports and its cell alone."""
+    loaded: dict[str, ModuleType] = {}
 
     def load(path: str) -> ModuleType:
         op = op_of(gallery.resolve() / path)
         assert op is not None, f"{path} hands over no op"
-        return import_code(op.of("taken").code, tmp_path_factory.mktemp("taken") / f"{op.name}_op.py")
+        end_ops(loaded.get(path))
+        loaded[path] = import_code(op.of("taken").code, tmp_path_factory.mktemp("taken") / f"{op.name}_op.py")
+        return loaded[path]
 
     return load
 

@@ -46,9 +46,7 @@ print(json.dumps(failed))
 
 def wrapped(source: str) -> list[str]:
     """Return the names of the kernels that a recipe wraps for its ops."""
-    names = set(re.findall(r"wrap_triton\(\s*(\w+)\s*\)", source))
-    chosen = {name: re.findall(rf"(?m)^ +{name} = (\w+_kernel)$", source) for name in names}  # by a launcher
-    return sorted({kernel for name in names for kernel in chosen[name] or [name]})
+    return sorted(set(re.findall(r"wrap_triton\(\s*(\w+)\s*\)", source)))
 
 
 def failures(sources: Mapping[str, str], folder: Path) -> dict[str, str]:

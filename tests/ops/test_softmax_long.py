@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 from compiled import Ask, graphs, ptx, stack
+from device_key import at_cuda
 from guard import Guard, guarded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -184,13 +185,13 @@ def test_plans(taken: ModuleType) -> None:
     for dtype in FLOATS:
         x, wide = torch.empty(1, dtype=dtype), max(4, dtype.itemsize)
         for N in range(1, 64 * 1024 // wide, 61):
-            for thread, most in ((64, 32), (256, 8)):
-                (programs,), plan = taken._softmax_long_whole_plan(x, 1000, N, N, thread)
-                assert plan["BLOCK_N"] // 2 < N <= plan["BLOCK_N"]
-                assert (programs - 1) * plan["BLOCK_M"] < 1000 <= programs * plan["BLOCK_M"]
-                tile = plan["BLOCK_M"] * plan["BLOCK_N"] * wide
-                assert tile == max(8 * 1024, plan["BLOCK_N"] * wide)
-                assert plan["num_warps"] == max(4, tile // (32 * thread)) <= most
+            (programs,), plan = taken._softmax_long_whole_plan(x, 1000, N, N)
+            assert plan["BLOCK_N"] // 2 < N <= plan["BLOCK_N"]
+            assert (programs - 1) * plan["BLOCK_M"] < 1000 <= programs * plan["BLOCK_M"]
+            tile = plan["BLOCK_M"] * plan["BLOCK_N"] * wide
+            assert tile == max(8 * 1024, plan["BLOCK_N"] * wide)
+            assert plan["num_warps"] == max(4, tile // (32 * 128)) <= 16
+    assert taken._softmax_long_whole_plan(torch.empty(1).half(), 1000, 32768, 32768)[1]["num_warps"] == 16
     # Rows are loaded 16 bytes at a time, if those of the output begin alike.
     x = torch.empty(1, dtype=torch.bfloat16)
     vectors = [taken._softmax_long_plan(x, 2, 20_001, stride, 1)[1]["VEC"] for stride in (20_001, 20_009, 20_002)]
@@ -202,6 +203,18 @@ def test_plans(taken: ModuleType) -> None:
             assert (grid, plan["num_warps"]) == ((4 * each,), 32 // each)
             assert each == 1 or 4 * each * N * 4 * tensors <= 0.6 * 2**20
         assert taken._softmax_long_plan(x, 3, 1000, 1000, 1)[0] == (3,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_launchers_serve_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
+    """On a GPU a call goes straight to the launcher; it does what the op does."""
+    x, grad = (Layout("contiguous", k).make((3, 3001), dtype, DEVICE) for k in range(2))
+    for plan in (REGISTERS, (0, 2**20)):
+        with planned(taken, plan):
+            y = taken.softmax_long(x)
+            assert torch.equal(at_cuda(taken.softmax_long, x), y)
+            d = taken.softmax_long_backward(grad, y)
+            assert torch.equal(at_cuda(taken.softmax_long_backward, grad, y), d)
 
 
 def test_steps_of_the_ladder(recipe: ModuleType) -> None:
@@ -456,7 +469,7 @@ BREAKS = [
     ("short rows stored without a mask", "offs_m * N + offs_n, y, mask=mask)", "offs_m * N + offs_n, y)"),
     (
         "short rows behind the last",
-        "    # Rows behind the last one are the last one again.\n    offs_m = tl.minimum(offs_m, M - 1)\n",
+        "    # Rows past the last one are the last one again.\n    offs_m = tl.minimum(offs_m, M - 1)\n",
         "",
     ),
     (
@@ -485,5 +498,15 @@ BREAKS = [
         "gradient of short rows stored without a mask",
         "tl.store(d_ptr + offs, d, mask=mask)",
         "tl.store(d_ptr + offs, d)",
+    ),
+    (
+        "no launcher for GPUs",
+        'SOFTMAX_LONG_LIBRARY.impl("softmax_long", _softmax_long_launch, "CUDA")\n',
+        "",
+    ),
+    (
+        "no launcher of the gradient for GPUs",
+        'SOFTMAX_LONG_LIBRARY.impl(\n    "softmax_long_backward", _softmax_long_backward_launch, "CUDA"\n)\n',
+        "",
     ),
 ]

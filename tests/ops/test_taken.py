@@ -1,5 +1,6 @@
 """The ops of all recipes in one file: each works there, beside the others."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -7,6 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 from conftest import import_code
+from device_key import at_cuda
+from inputs import DEVICE
 from own import collect
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +32,19 @@ def together(ops: dict[str, Op], tmp_path_factory: pytest.TempPathFactory) -> Mo
     imports = dict.fromkeys(line for op in ops.values() for line in op.imports)
     code = "\n".join([*imports, *(op.of("together").cell for op in ops.values())])
     return import_code(code, tmp_path_factory.mktemp("taken") / "all_ops.py")
+
+
+def test_loads_twice(
+    load_recipe: Callable[[str], ModuleType], load_op: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tests load twice in a process works, where PyTorch refuses a second function for one device of an op too."""
+    strict = functools.partialmethod(torch.library.Library.impl, allow_override=False)
+    monkeypatch.setattr(torch.library.Library, "impl", strict)
+    for load in (load_recipe, load_op):
+        first, second = (load("fusion/unaligned_rows.py") for _ in range(2))
+        assert first.ADD_ROWS_LIBRARY.m is None
+        x = torch.ones(2, 3, device=DEVICE)
+        assert at_cuda(second.add_rows, x, x, x[:, 0]).tolist() == [[2.0] * 3] * 2
 
 
 def test_each_has_a_reference(ops: dict[str, Op]) -> None:

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from compiled import Ask, graphs, ptx, stack
+from device_key import at_cuda
 from guard import guarded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -95,6 +96,14 @@ def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     weight = torch.full((2,), 1 + 2**-10, dtype=torch.float16, device=DEVICE)
     out = taken.add_rows(x, weight[:, None].expand(2, 9), weight)
     assert (out.to(dtype) == torch.tensor(2**-9 + 2**-20, dtype=torch.float16)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
+    """On a GPU a call goes straight to the launcher; it does what the op does."""
+    x, y = (Layout("contiguous", k).make((3, 41), dtype, DEVICE) for k in range(2))
+    weight = Layout("contiguous", 2).make((3,), dtype, DEVICE)
+    assert torch.equal(at_cuda(taken.add_rows, x, y, weight), taken.add_rows(x, y, weight))
 
 
 def test_flat_kernels(recipe: ModuleType) -> None:
@@ -273,4 +282,5 @@ BREAKS = [
     ("one weight for all rows", "tl.load(weight_ptr + row)", "tl.load(weight_ptr)"),
     ("weights taken for neighbours", "weight.contiguous(),", "weight,"),
     ("columns taken for neighbours", "x if x.stride(1) == 1 else x.contiguous()", "x"),
+    ("no launcher for GPUs", 'ADD_ROWS_LIBRARY.impl("add_rows", _add_rows_launch, "CUDA")\n', ""),
 ]
