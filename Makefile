@@ -7,7 +7,7 @@
 # THOROUGH=1 for make test: every mutant, generated test and autotune config; THOROUGH="section/name ..." of these
 #         recipes alone, THOROUGH=changed of those that differ from the commit before
 #
-# For make record:
+# For make record, and AGAIN=1 for make targets too:
 # STALE=1      only recipes whose record is missing or of older code
 # AGAIN=1      execute those too that ran here with the present code; otherwise what ran is recorded
 # EACH_KIND=1  each recipe once on each kind of GPU; otherwise all GPUs have to be alike
@@ -29,7 +29,7 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help html new record record-apart trace sanitize peers check-records compare serve test test-gpu lint clean
+.PHONY: help html new record record-apart trace sanitize peers targets check-targets check-records compare serve test test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -63,6 +63,12 @@ peers: $(SITE_READY)  ## on a GPU host, measure ops beside other libraries' and 
 
 check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
 	@$(PY) -m triton_gallery check-records $(RECIPE)
+
+targets: $(SITE_READY)  ## compile kernels for GPUs that need not be here, where they changed; RECIPE=section/name for one
+	@$(PY) -m triton_gallery compile $(if $(AGAIN),--again) $(RECIPE)
+
+check-targets: $(SITE_READY)  ## compile them the same way, keep nothing, and fail if one fitted before and no longer does
+	@$(PY) -m triton_gallery compile --check $(RECIPE)
 
 compare: $(SITE_READY)  ## compare recorded figures with those at BASE=revision
 	@$(PY) -m triton_gallery compare $(or $(BASE),$(error name a git revision: make compare BASE=revision)) $(RECIPE)

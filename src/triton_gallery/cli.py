@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from time import monotonic
 
 from rich.console import Console
 from rich.table import Table
@@ -15,22 +16,27 @@ from sphinx.cmd.build import main as sphinx_build
 
 from triton_gallery.recipes.contents import Recipe, load
 from triton_gallery.recipes.device import detect
+from triton_gallery.recipes.gpus import GPUS
 from triton_gallery.recipes.needs import missing, packages
 from triton_gallery.recipes.new import create
+from triton_gallery.records import targets
 from triton_gallery.records.compare import compare
 from triton_gallery.records.formats import BadRecordError
 from triton_gallery.records.measurements import Measurement, all_recorded
 from triton_gallery.records.pages import Pages, Run
 from triton_gallery.records.peers import load_all
 from triton_gallery.records.recorded import TOOLS, Records
+from triton_gallery.records.target_cells import COLUMNS, cells
 from triton_gallery.run.dask.cluster import connect
-from triton_gallery.run.execute import make_tasks
-from triton_gallery.run.progress import progress
+from triton_gallery.run.execute import make_tasks, refresh
+from triton_gallery.run.progress import compiling, progress
 from triton_gallery.run.recording import FarmError, ThisMachine, record
 from triton_gallery.run.sanitize import sanitize
 from triton_gallery.run.settings import read
+from triton_gallery.run.targets import Compiler, is_current, launched
 
 GALLERY, PAGES, RECORDS = Path("gallery"), Path("docs/recipes"), Path("docs/_records")
+TARGETS, CACHE = Path("docs/_targets"), Path("_build/targets")
 PLANTED = {
     Path("tests/planted/out_of_bounds.py"): "memcheck",
     Path("tests/planted/race.py"): "racecheck",
@@ -82,6 +88,19 @@ def main(arguments: list[str] | None = None) -> int:
     command = commands.add_parser("check-records", help="list recipes whose record is missing or stale")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
     command.set_defaults(run=check_records)
+
+    command = commands.add_parser("targets", help="print what the kernels compile to for GPUs that need not be here")
+    command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
+    command.add_argument("--json", action="store_true", help="as JSON")
+    command.set_defaults(run=print_targets)
+
+    command = commands.add_parser(
+        "compile", help="compile the kernels for GPUs that need not be here, where they changed"
+    )
+    command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
+    command.add_argument("--again", action="store_true", help="where nothing changed too")
+    command.add_argument("--check", action="store_true", help="keep nothing: compare with what is kept")
+    command.set_defaults(run=compile_targets)
 
     command = commands.add_parser("results", help="print every recorded figure")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
@@ -224,6 +243,63 @@ def check_records(options: argparse.Namespace) -> int:
             console.print(f"{recipe.key:<32} {', '.join(faults)}")
     console.print(f"{wanting} of {len(recipes)} recipes want a new record")
     return int(wanting > 0)
+
+
+def print_targets(options: argparse.Namespace) -> int:
+    """Print what is kept of the kernels: a table for each, or all as JSON."""
+    recipes = _recipes(options.recipe)
+    found = {recipe: kept for recipe in recipes if (kept := targets.load(TARGETS, recipe))}
+    if options.json:
+        print(json.dumps({recipe.key: targets.as_json(kept) for recipe, kept in found.items()}, indent=1))
+        return 0
+    for recipe, kept in found.items():
+        older = "" if kept.is_fresh(recipe) else ", of older code"
+        for kernel in kept.kernels:
+            title = Text(f"{recipe.key}: {kernel.launch.described}; triton {kept.triton}{older}")
+            table = Table("GPU", *COLUMNS, title=title, title_justify="left")
+            for gpu in GPUS:
+                table.add_row(*map(Text, [gpu.name, *cells(kernel, gpu)]))
+            console.print(table)
+    console.print(
+        f"{len(found)} of {len(recipes)} recipes were compiled for other GPUs; make targets compiles the rest"
+    )
+    return 0
+
+
+def compile_targets(options: argparse.Namespace) -> int:
+    """Compile what changed, for all GPUs, and keep it, or compare it: 1 if a kernel that fitted no longer does."""
+    chosen = _recipes(options.recipe)
+    kept = {recipe.key: targets.load(TARGETS, recipe) for recipe in chosen}
+    pages = Pages(PAGES)
+    pages.lock(console.print)
+    try:
+        settings = read(Path.cwd())
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    records = Records(RECORDS)
+    due = [recipe for recipe in chosen if options.again or not is_current(recipe, kept[recipe.key], records)]
+    with progress() as (report, say):
+        runs = refresh(due, pages, settings, report, say)
+    failed = _print_failures(runs)
+    work = [(recipe, *launched(recipe, run, records)) for recipe, run in runs if run.failure is None]
+    started = monotonic()
+    with compiling() as report_launch:
+        made = Compiler(CACHE).targets(work, report_launch)
+    errors = 0
+    for recipe, _, _ in work:
+        now, texts = made[recipe.key]
+        before = kept[recipe.key]
+        for is_error, what in targets.worse(before, now) if before else ():
+            errors += is_error
+            console.print(Text(f"{'error' if is_error else 'warning'}: {recipe.key}: {what}"), style="red")
+        if not options.check:
+            console.print(f"wrote {targets.write(TARGETS, recipe, now, texts)}")
+    launches = sum(len(kernel.on) for now, _ in made.values() for kernel in now.kernels)
+    console.print(
+        f"compiled {launches} launches of {len(work)} recipes in {monotonic() - started:.1f} s; "
+        f"{len(chosen) - len(due)} recipes had not changed"
+    )
+    return max(failed, int(options.check and errors > 0))
 
 
 def results(options: argparse.Namespace) -> int:

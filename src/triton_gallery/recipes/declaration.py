@@ -27,6 +27,7 @@ class OfOp:
         deterministic: whether the same arguments give the same bits each time.
         tool: whether the page is about a tool and hands over no op.
         gpu: the compute capabilities of the NVIDIA GPUs that the recipe is for alone, as a version specifier: "==9.0".
+        not_for: the GPUs that a kernel is not meant for, by its name, as `gpus.GPUS` calls them.
         longer: why the op takes more statements than an op has.
     """
 
@@ -35,6 +36,7 @@ class OfOp:
     deterministic: bool | None = None
     tool: bool = False
     gpu: str = ""
+    not_for: dict[str, list[str]] = field(default_factory=dict)
     longer: str | None = None
 
 

@@ -53,6 +53,8 @@ def from_json(kind: type[T], value: Any) -> T:
 
 def _made(kind: Any, value: Any) -> Any:
     parts = get_args(kind)
+    if kind is Any:
+        return value
     if get_origin(kind) is UnionType:
         for part in parts:
             with suppress(ValueError):

@@ -39,6 +39,13 @@ DEVICE = object_of(
     triton=TEXT,
     python=TEXT,
 )
+LAUNCH = object_of(
+    kernel={"type": "string", "pattern": r"^\w+$"},
+    signature={"type": "object"},
+    constants=list_of({"type": "array"}),
+    aligned=list_of({"type": "array"}),
+    options={"type": "object", "additionalProperties": {"type": "integer"}},
+)
 
 
 class BadRecordError(ValueError):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.device import Environment
+from triton_gallery.recipes.launches import Launch
 from triton_gallery.recipes.outputs import Output, from_json
 
 RUN_SUFFIX = ".run.json"
@@ -44,6 +45,7 @@ class Run:
         outputs: what each code cell put out; empty for a run that failed.
         packages: versions of what the recipe declares beyond the packages that any recipe may use.
         missing: what the recipe needs and did not find; then it was not executed, and its cells put out nothing.
+        launches: what was compiled, or would have been, of each kernel that it launched.
     """
 
     code: str
@@ -55,6 +57,7 @@ class Run:
     outputs: list[Output] = field(default_factory=list)
     packages: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Refuse what is no date; ValueError."""

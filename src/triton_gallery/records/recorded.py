@@ -20,12 +20,14 @@ from typing import Any
 
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.hashes import code_hash, hash_of
+from triton_gallery.recipes.launches import Launch
 from triton_gallery.recipes.outputs import Output, from_json
 from triton_gallery.records.formats import (
     COMMIT,
     DATE,
     DEVICE,
     HASH,
+    LAUNCH,
     PACKAGES,
     TEXT,
     BadRecordError,
@@ -63,7 +65,7 @@ _OUTPUT = object_of(
     tables=list_of(_TABLE),
 )
 _SCHEMA = object_of(
-    optional=["packages"],  # records of before have none
+    optional=["packages", "launches"],  # records of before have none
     schema={"const": SCHEMA_VERSION},
     code=HASH,
     device=DEVICE,
@@ -73,6 +75,7 @@ _SCHEMA = object_of(
     packages=PACKAGES,
     sanitized=list_of({"enum": TOOLS}),
     outputs=list_of(_OUTPUT),
+    launches=list_of(LAUNCH),
 )
 
 
@@ -90,6 +93,7 @@ class Record:
         sanitized: the tools of compute-sanitizer under which its checks ran without an error.
         outputs: what each code cell put out.
         packages: versions of what the recipe declares beyond the packages that any recipe may use.
+        launches: what was compiled of each kernel that it launched.
     """
 
     path: Path
@@ -101,6 +105,7 @@ class Record:
     sanitized: list[str]
     outputs: list[Output]
     packages: dict[str, str] = field(default_factory=dict)
+    launches: list[Launch] = field(default_factory=list)
 
     @property
     def key(self) -> str:
@@ -162,6 +167,7 @@ class Records:
             "packages": run.packages,
             "sanitized": standing.sanitized if standing and same_run else [],
             "outputs": [asdict(output) for output in outputs],
+            "launches": [asdict(launch) for launch in run.launches],
         }
         _validate(path, content)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +254,8 @@ def _parse(path: Path, text: bytes) -> Record:
     if code_hash(output.code for output in outputs) != content["code"]:
         raise BadRecordError(f"{path}: the hash of its code is not that of its cells")
     fields = {name: value for name, value in content.items() if name != "schema"}
-    return Record(**{**fields, "path": path, "device": Device(**content["device"]), "outputs": outputs})
+    fields |= {"path": path, "device": Device(**content["device"]), "outputs": outputs}
+    return Record(**{**fields, "launches": from_json(list[Launch], content.get("launches", []))})
 
 
 def _migrate(content: Any) -> Any:

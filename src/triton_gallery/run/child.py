@@ -9,6 +9,7 @@ import faulthandler
 import json
 import os
 import resource
+import sys
 import tempfile
 import traceback
 from contextlib import suppress
@@ -19,6 +20,7 @@ from typing import Any
 from sphinx.application import Sphinx
 
 from triton_gallery.run.capture import read
+from triton_gallery.run.launches import Watch
 
 FILE_LIMIT = 2**30
 OUTPUT_LIMIT = 1_000_000  # bytes of text on a page
@@ -88,6 +90,7 @@ def _make_page(order: Order) -> dict[str, Any]:
     site.mkdir()
     (recipe,) = (work / "gallery").glob("*/*.py")
     page = f"recipes/{recipe.parent.name}/{recipe.stem}"
+    watch = Watch(recipe.parent) if "triton" in sys.modules else None  # else the recipe imports none
     app = Sphinx(
         site,
         order.confdir,
@@ -116,4 +119,5 @@ def _make_page(order: Order) -> dict[str, Any]:
     if (site / f"{page}.rst").stat().st_size > OUTPUT_LIMIT:
         return {"outputs": []}  # the build will refuse it
     app.build()
-    return {"outputs": [asdict(output) for output in read(app.env.get_doctree(page), recipe)]}
+    outputs = [asdict(output) for output in read(app.env.get_doctree(page), recipe)]
+    return {"outputs": outputs, "launches": [asdict(launch) for launch in watch.launches] if watch else []}

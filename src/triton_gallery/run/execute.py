@@ -31,11 +31,13 @@ MACHINERY = (
     "recipes/declaration",
     "recipes/device",
     "recipes/hashes",
+    "recipes/launches",
     "recipes/needs",
     "recipes/outputs",
     "recipes/tables",
     "run/capture",
     "run/child",
+    "run/launches",
     "run/server",
     "run/supervise",
     "run/warden",
@@ -64,7 +66,7 @@ def refresh(
     """Execute here the recipes whose page is missing, failed, or came of other code or another environment.
 
     Args:
-        recipes: all recipes of the gallery; pages of others are removed.
+        recipes: those that are wanted.
         pages: where the pages are.
         settings: what `conf.py` says.
         report: called after each recipe that was executed, with the number of those still to come.
@@ -73,7 +75,6 @@ def refresh(
     Returns:
         Every recipe with its run, executed now or before.
     """
-    pages.prune(recipes)
     environments = detect()
     due = [task for task in make_tasks(recipes, settings) if not _current(pages, task, environments)]
     due = longest_first(due, {recipe.key: run.seconds for recipe in recipes if (run := pages.run(recipe.key))})

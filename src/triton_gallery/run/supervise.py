@@ -19,6 +19,7 @@ from typing import Any
 
 from triton_gallery.recipes.contents import HEADER, Recipe
 from triton_gallery.recipes.device import Environment
+from triton_gallery.recipes.launches import Launch
 from triton_gallery.recipes.needs import missing, versions
 from triton_gallery.recipes.outputs import Output, from_json
 from triton_gallery.records.pages import Run
@@ -192,7 +193,8 @@ def _judge(work: Path, ended: int | str) -> dict[str, Any]:
     if ended == 0 and result.exists():
         outcome: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         if "outputs" in outcome:
-            return {"outputs": from_json(list[Output], outcome["outputs"])}
+            launches = from_json(list[Launch], outcome.get("launches", []))
+            return {"outputs": from_json(list[Output], outcome["outputs"]), "launches": launches}
         what, detail = outcome["failure"], outcome["detail"]
     else:
         with open(work / "log.txt", "rb") as log:

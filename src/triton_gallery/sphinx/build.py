@@ -37,6 +37,7 @@ def _execute(app: "Sphinx") -> None:
         records = Records(Path(app.srcdir, "_records"))
         records.all()
         settings = read(Path(app.confdir))
+        pages.prune(recipes)
         with progress() as (report, say):
             runs = refresh(recipes, pages, settings, report, say)
     except (ValueError, RuntimeError) as error:  # the gallery's contents, a bad record or limit, no torch

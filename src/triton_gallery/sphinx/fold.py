@@ -30,7 +30,7 @@ class FoldAnswers(SphinxTransform):
         for section in self.document.findall(nodes.section):
             if section[0].astext() == "Answers":
                 end = next((place for place, node in enumerate(section) if is_footer(node)), len(section))
-                _fold(section, 1, end, "Show the answers")
+                fold(section, 1, end, "Show the answers")
 
 
 class FoldOpening(SphinxTransform):
@@ -44,10 +44,10 @@ class FoldOpening(SphinxTransform):
             return
         for cell in cells(self.document)[:1]:
             place = cell.code.parent.index(cell.code)
-            _fold(cell.code.parent, place, place + 1, "Imports, the device, and what times calls")
+            fold(cell.code.parent, place, place + 1, "Imports, the device, and what times calls")
 
 
-def _fold(parent: nodes.Element, start: int, end: int, summary: str) -> None:
+def fold(parent: nodes.Element, start: int, end: int, summary: str) -> None:
     """Fold the children of a node from one place up to another."""
     parent.insert(end, nodes.raw("", "</details>", format="html"))
     parent.insert(start, nodes.raw("", f'<details class="fold"><summary>{summary}</summary>', format="html"))

@@ -14,7 +14,7 @@ from triton_gallery.recipes.declaration import OfOp, declaration
 from triton_gallery.recipes.tables import ROOF, Table
 from triton_gallery.records.recorded import Record
 from triton_gallery.records.summary import Summary, summaries
-from triton_gallery.sphinx import provenance, take
+from triton_gallery.sphinx import provenance, take, targets
 from triton_gallery.sphinx.chart import svg
 from triton_gallery.sphinx.lookup import RecipePage, pages, peers, recipe_page, recipes
 from triton_gallery.sphinx.show import figure, grid, where
@@ -51,7 +51,13 @@ class Glance(SphinxTransform):
         measured = _measured(page.record, page, list(summaries(page.records[:1], peers(self.env), page.recipe)))
         strip = nodes.container("", *provenance.lines(page, page.run), classes=["recipe-strip"])
         box = nodes.container("", nodes.rubric("", "At a glance"), *measured, classes=["glance"])
-        box += [*_said(of_op), strip, _files(self.env, page, self.document), _path(self.env)]
+        box += [
+            *_said(of_op),
+            *targets.strip(self.env, page.recipe),
+            strip,
+            _files(self.env, page, self.document),
+            _path(self.env),
+        ]
         shown = [*provenance.failure(page.run), box]
         for cell in cells(self.document)[:1]:
             cell.start.parent.insert(cell.start.parent.index(cell.start), shown)

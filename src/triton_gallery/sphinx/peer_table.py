@@ -9,12 +9,11 @@ from docutils import nodes
 from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 
-from triton_gallery.recipes.cells import is_footer
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.tables import ROOF, TRITON
 from triton_gallery.records.peers import PeerRow
 from triton_gallery.sphinx import lookup
-from triton_gallery.sphinx.show import figure, first_cells, grid
+from triton_gallery.sphinx.show import add_section, figure, first_cells, grid
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 STATE = "peers"  # the key in a page's metadata for what it shows
 TITLE = "Beside other libraries"
-AFTER = "Go further"  # the section of a recipe that follows
 
 
 def setup(app: "Sphinx") -> "ExtensionMetadata":
@@ -70,15 +68,7 @@ class PeersOfRecipe(SphinxTransform):
         about += nodes.Text(" measured them: the median rates, with the launch hidden and the L2 cache emptied.")
         section = nodes.section("", nodes.title("", TITLE), about, ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
         section += _tables(rows, [recipe], {})
-        sections = list(self.document.findall(nodes.section))
-        ends = [(parent, node) for parent in sections for node in parent if _is_end(node)]
-        parent, end = ends[0] if ends else (sections[0], None)
-        parent.insert(parent.index(end) if end else len(parent), section)
-
-
-def _is_end(node: nodes.Node) -> bool:
-    """Whether a child of a section is what follows the figures: a section of its own, or the files to download."""
-    return node[0].astext() == AFTER if isinstance(node, nodes.section) else is_footer(node)
+        add_section(self.document, section)
 
 
 def _tables(rows: Sequence[PeerRow], recipes: Sequence[Recipe], links: dict[str, str], *kinds: str) -> list[nodes.Node]:

@@ -5,11 +5,13 @@ from statistics import median
 
 from docutils import nodes
 
+from triton_gallery.recipes.cells import is_footer
 from triton_gallery.recipes.outputs import Frame, Output
 from triton_gallery.recipes.tables import ROOF, Table
 from triton_gallery.records.summary import Summary
 from triton_gallery.sphinx.chart import short, svg
 
+AFTER = "Go further"  # the section of a recipe that follows its figures
 LATE = "\N{DAGGER}"  # stands at a figure that the CPU decided
 
 
@@ -104,6 +106,19 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], *kinds: str) -> 
     return nodes.container(
         "", nodes.table("", group, classes=[*kinds], support_smartquotes=False), classes=["table-box"]
     )
+
+
+def add_section(document: nodes.document, section: nodes.section) -> None:
+    """Put a section about the op on a recipe's page: before what a reader does next, else at the end."""
+    sections = list(document.findall(nodes.section))
+    ends = [(parent, node) for parent in sections for node in parent if _is_end(node)]
+    parent, end = ends[0] if ends else (sections[0], None)
+    parent.insert(parent.index(end) if end else len(parent), section)
+
+
+def _is_end(node: nodes.Node) -> bool:
+    """Whether a child of a section is what follows the figures: a section of its own, or the files to download."""
+    return node[0].astext() == AFTER if isinstance(node, nodes.section) else is_footer(node)
 
 
 def first_cells(table: nodes.Node) -> Iterator[nodes.paragraph]:

@@ -1,0 +1,218 @@
+"""What compilers make of the recipes' kernels for GPUs that need not be here, and the only module that knows its files.
+
+`docs/_targets/<section>/<recipe>.json` holds the figures, and beside it `<recipe>.tar.xz` the texts that compilers
+wrote, as `<kernel>/<gpu>.<stage>`. Both follow from the code and the versions alone: made again, they are the same.
+"""
+
+import io
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from triton_gallery.recipes.contents import Recipe
+from triton_gallery.recipes.gpus import GPUS, KIB, Gpu
+from triton_gallery.recipes.hashes import hash_of
+from triton_gallery.recipes.launches import Launch
+from triton_gallery.recipes.outputs import from_json
+from triton_gallery.records.formats import (
+    HASH,
+    LAUNCH,
+    OPTIONAL_TEXT,
+    TEXT,
+    BadRecordError,
+    dump,
+    list_of,
+    object_of,
+    parse,
+    replace,
+    validate,
+)
+
+THREADS = 1024  # that a program may have, on all these GPUs
+FITS, TOO_LARGE, FAILED, UNMEANT = "fits", "does not fit", "does not compile", "not meant for it"
+
+_COUNTS = {"type": "object", "additionalProperties": {"type": "integer"}}
+_NUMBER = {"type": "integer", "minimum": 0}
+_COMPILED = object_of(
+    failure=OPTIONAL_TEXT,
+    registers=_NUMBER,
+    spilled=_NUMBER,
+    shared=_NUMBER,
+    warps=_NUMBER,
+    tensor_memory=_NUMBER,
+    matrix=_COUNTS,
+    loads=_COUNTS,
+    stores=_COUNTS,
+)
+_SCHEMA = object_of(
+    schema={"const": 1},
+    code=HASH,
+    launched_by=TEXT,
+    triton=TEXT,
+    kernels=list_of(object_of(launch=LAUNCH, on={"type": "object", "additionalProperties": _COMPILED})),
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiler makes of a launch for a GPU.
+
+    Attributes:
+        failure: why it does not compile; the rest is empty then.
+        registers: of a thread; on AMD's GPUs vector registers, those for accumulators included.
+        spilled: bytes of memory that a thread uses for want of registers.
+        shared: bytes of shared memory of a program.
+        warps: of a program.
+        tensor_memory: columns of tensor memory of a program.
+        matrix: how many matrix instructions there are, by name.
+        loads: how many loads of global memory there are, by the bytes that a thread moves, or "TMA".
+        stores: the same of stores.
+    """
+
+    failure: str | None = None
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
+    warps: int = 0
+    tensor_memory: int = 0
+    matrix: dict[str, int] = field(default_factory=dict)
+    loads: dict[str, int] = field(default_factory=dict)
+    stores: dict[str, int] = field(default_factory=dict)
+
+    def verdict(self, gpu: Gpu) -> tuple[str, str]:
+        """Return what is to be expected of it on a GPU, in a word or two, and why in a line."""
+        if self.failure is not None:
+            return FAILED, self.failure
+        if self.shared > gpu.shared:
+            there = f"{gpu.shared / KIB:.0f} KiB are there"
+            return TOO_LARGE, f"it takes {self.shared / KIB:.0f} KiB of shared memory for a program, {there}"
+        if self.warps * gpu.warp > THREADS:
+            return TOO_LARGE, f"{self.warps} warps of {gpu.warp} threads are more than the {THREADS} of a program"
+        if self.tensor_memory > gpu.tensor_memory:
+            there = f"{gpu.tensor_memory} are there"
+            return TOO_LARGE, f"it takes {self.tensor_memory} columns of tensor memory, {there}"
+        return FITS, ""
+
+    def occupancy(self, gpu: Gpu) -> float:
+        """Return the part of a multiprocessor's warps that it can hold of it, at the most."""
+        return gpu.occupancy(self.warps, self.registers, self.shared)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A launch, and what it comes to, by the keys of GPUs; one that it is not meant for is not among them."""
+
+    launch: Launch
+    on: dict[str, Compiled]
+
+    def verdict(self, gpu: Gpu) -> tuple[str, str]:
+        """Return what is to be expected of it on a GPU, in a word or two, and why in a line."""
+        return self.on[gpu.key].verdict(gpu) if gpu.key in self.on else (UNMEANT, "")
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What compilers make of a recipe.
+
+    Attributes:
+        code: the hash of the recipe's code.
+        launched_by: what executed the recipe when its launches were noted.
+        triton: the version that compiled.
+        kernels: those that the recipe launches.
+    """
+
+    code: str
+    launched_by: str
+    triton: str
+    kernels: list[Kernel]
+
+    def is_fresh(self, recipe: Recipe) -> bool:
+        """Whether the recipe still has the code whose launches were compiled."""
+        return self.code == hash_of(recipe)
+
+    def verdict(self, gpu: Gpu) -> tuple[str, str]:
+        """Return the worst that is to be expected of a kernel on a GPU."""
+        found = [(kernel.verdict(gpu), kernel.launch.kernel) for kernel in self.kernels]
+        for word in (FAILED, TOO_LARGE, UNMEANT):
+            names = ", ".join(name for (said, _), name in found if said == word)
+            if names:
+                return word, names
+        return FITS, ""
+
+
+def load(folder: Path, recipe: Recipe) -> Targets | None:
+    """Return what is kept of a recipe; None if nothing is, BadRecordError if it does not fit."""
+    path = _path(folder, recipe)
+    if not path.is_file():
+        return None
+    content = parse(path, path.read_bytes())
+    validate(path, content, _SCHEMA)
+    try:
+        return from_json(Targets, {name: value for name, value in content.items() if name != "schema"})
+    except ValueError as error:
+        raise BadRecordError(f"{path}: {error}") from None
+
+
+def write(folder: Path, recipe: Recipe, targets: Targets, texts: Mapping[str, str]) -> Path:
+    """Keep what compilers make of a recipe, and the texts by their names; return the path of the figures."""
+    path = _path(folder, recipe)
+    content = {"schema": 1, **asdict(targets)}
+    validate(path, content, _SCHEMA)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:xz", format=tarfile.PAX_FORMAT, preset=6) as archive:
+        for name in sorted(texts, key=lambda name: (name.rpartition(".")[2], name)):  # alike beside alike: smaller
+            data = texts[name].encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    replace(path.with_suffix(".tar.xz"), packed.getvalue())
+    replace(path, dump(content))
+    return path
+
+
+def texts(folder: Path, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield the names and the texts that are kept of a recipe."""
+    path = _path(folder, recipe).with_suffix(".tar.xz")
+    if path.is_file():
+        with tarfile.open(path, mode="r:xz") as archive:
+            for member in archive:
+                content = archive.extractfile(member)
+                if content is not None:
+                    yield member.name, content.read().decode()
+
+
+def _path(folder: Path, recipe: Recipe) -> Path:
+    return folder / f"{recipe.key}.json"
+
+
+def worse(before: Targets, now: Targets) -> Iterator[tuple[bool, str]]:
+    """Yield what is worse than it was, in a line each, and whether it is an error rather than a warning."""
+    was = {kernel.launch.kernel: kernel for kernel in before.kernels}
+    for kernel in now.kernels:
+        name = kernel.launch.kernel
+        for gpu in GPUS:
+            old = was[name].on.get(gpu.key) if name in was else None
+            new = kernel.on.get(gpu.key)
+            if old is None or new is None:
+                continue
+            word, why = new.verdict(gpu)
+            if old.verdict(gpu)[0] == FITS and word != FITS:
+                yield True, f"{name} {word} on {gpu.name}, though it fitted before: {why}"
+            elif word == FITS and old.verdict(gpu)[0] == FITS and new.spilled > old.spilled:
+                yield False, f"{name} spills {new.spilled} bytes a thread on {gpu.name}, before {old.spilled}"
+
+
+def as_json(targets: Targets) -> dict[str, Any]:
+    """Return it as JSON has it, with what follows from the figures for each GPU."""
+    content = asdict(targets)
+    for kernel, said in zip(targets.kernels, content["kernels"], strict=True):
+        for gpu in GPUS:
+            if gpu.key in kernel.on:
+                compiled = kernel.on[gpu.key]
+                word, why = compiled.verdict(gpu)
+                occupancy = compiled.occupancy(gpu) if word == FITS else None
+                said["on"][gpu.key] |= {"verdict": word, "why": why, "occupancy": occupancy}
+    return content

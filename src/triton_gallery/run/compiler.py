@@ -1,0 +1,151 @@
+"""Compiles one launch for one GPU, in a process that ends with it: a compiler's fault costs that launch alone.
+
+No GPU need be here. The process has to have begun without Triton's interpreter.
+"""
+
+import importlib.util
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from triton_gallery.recipes.gpus import Gpu
+from triton_gallery.recipes.launches import ALIGNED, DTYPE, FLOAT, FUNCTION, TUPLE, Launch
+from triton_gallery.records.targets import Compiled
+from triton_gallery.run import machine_code
+
+REASON = 300  # characters at the most
+SMALL = [["tt.pointer_range", 32]]  # tells AMD's compiler, as a launch does, that a tensor has less than 2 GB
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be compiled.
+
+    Attributes:
+        module: the text of a module with the kernel.
+        launch: of it.
+        gpu: for which.
+    """
+
+    module: str
+    launch: Launch
+    gpu: Gpu
+
+
+def answer(job: Job, line: "Connection[Any, Any]") -> None:
+    """Send what the compiler makes of a job and its texts, or why it does not compile."""
+    with tempfile.TemporaryDirectory(prefix="triton-gallery-") as folder:
+        try:
+            said = _compiled(job, Path(folder))
+        except Exception as error:
+            said = Compiled(failure=_reason(error)), {}
+        line.send(said)
+
+
+def _compiled(job: Job, folder: Path) -> tuple[Compiled, dict[str, str]]:
+    import triton
+
+    triton.knobs.cache.dir = str(folder)
+    triton.knobs.compilation.disable_line_info = True  # a listing of the kernel, not of what a debugger needs
+    gpu = job.gpu
+    kernel = getattr(_imported(job.module, folder), job.launch.kernel)
+    made = triton.compile(_source(kernel, job.launch, gpu), target=target_of(gpu), options=job.launch.options)
+    warps = made.metadata.num_warps
+    known = {"warps": warps, "shared": made.metadata.shared, "tensor_memory": getattr(made.metadata, "tmem_size", 0)}
+    texts = {"ttgir": made.asm["ttgir"]}
+    if gpu.is_amd:
+        texts["amdgcn"] = code = made.asm["amdgcn"]
+        registers, spilled = machine_code.amd_usage(code)
+    else:
+        file = folder / "kernel.cubin"
+        file.write_bytes(made.asm["cubin"])
+        texts |= {"ptx": made.asm["ptx"], "sass": _said(triton.knobs.nvidia.nvdisasm.path, "--print-code", file)}
+        code = texts["sass"]
+        registers, spilled = machine_code.nvidia_usage(
+            _said(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file)
+        )
+    instructions = machine_code.opcodes(code, gpu.is_amd)
+    return (
+        Compiled(
+            registers=registers,
+            spilled=spilled,
+            **known,
+            matrix=machine_code.matrix(instructions),
+            loads=machine_code.widths(instructions, "loads"),
+            stores=machine_code.widths(instructions, "stores"),
+        ),
+        texts,
+    )
+
+
+def target_of(gpu: Gpu) -> Any:
+    """Return a GPU as Triton's compiler has it."""
+    from triton.backends.compiler import GPUTarget
+
+    if gpu.is_amd:
+        return GPUTarget("hip", gpu.key, gpu.warp)
+    return GPUTarget("cuda", int(gpu.key.removeprefix("sm_")), gpu.warp)
+
+
+def _imported(text: str, folder: Path) -> Any:
+    file = folder / "kernel_module.py"
+    file.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _source(kernel: Any, launch: Launch, gpu: Gpu) -> Any:
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    signature = {name: _type(said) for name, said in launch.signature.items()}
+    constants = {tuple(place): _constant(value, kernel) for place, value in launch.constants}
+    attributes = {tuple(place): [[ALIGNED, 16]] for place in launch.aligned}
+    if gpu.is_amd:
+        for place, said in enumerate(signature.values()):
+            if str(said).startswith("*"):
+                attributes[place,] = attributes.get((place,), []) + SMALL
+    return kind(kernel, signature, constants, attributes)
+
+
+def _type(said: Any) -> Any:
+    return tuple(map(_type, said)) if isinstance(said, list) else said
+
+
+def _constant(value: Any, kernel: Any) -> Any:
+    """Return a constant as Triton has it, of what a launch keeps of it."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == TUPLE:
+        return tuple(_constant(item, kernel) for item in content)
+    if kind == FLOAT:
+        return float(content)
+    if kind == DTYPE:
+        from triton.language import dtype
+
+        return dtype(content)
+    if kind == FUNCTION:
+        return kernel.fn.__globals__[content]
+    raise ValueError(f"a constant of an unknown kind: {kind}")
+
+
+def _said(*command: object) -> str:
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error in one line: what a compiler says last of why it stopped."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    said = next((line for line in lines if "error" in line.lower()), lines[-1])
+    return f"{type(error).__name__}: {said}"[:REASON]

@@ -1,0 +1,65 @@
+"""Reads what a compiler made of a kernel: how it uses registers and memory, and which instructions it has."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+SASS = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", re.MULTILINE)
+GCN = re.compile(r"^\t([a-z]\w+)", re.MULTILINE)
+MATRIX = re.compile(r"[A-Z]GMMA|[A-Z]MMA|UTC\w*MMA|v_s?mfma|v_smfmac")
+LOADS, STORES = ("LDG", "LDGSTS", "global_load", "buffer_load"), ("STG", "global_store", "buffer_store")
+TMA = {"UTMALDG": "loads", "UTMASTG": "stores"}
+WIDTHS = {"256": 32, "128": 16, "96": 12, "64": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1, "8": 1}  # in SASS
+WORD = 4
+GCN_WIDTHS = (("x4", 16), ("x3", 12), ("x2", 8), ("dword", 4), ("short", 2), ("byte", 1))
+
+
+def opcodes(code: str, is_amd: bool) -> list[str]:
+    """Return the instructions of a disassembly, or of AMD's assembly, without their operands."""
+    return (GCN if is_amd else SASS).findall(code)
+
+
+def matrix(instructions: Iterable[str]) -> dict[str, int]:
+    """Return how many there are of each matrix instruction."""
+    return dict(Counter(name for name in instructions if MATRIX.match(name)))
+
+
+def widths(instructions: Iterable[str], kind: str) -> dict[str, int]:
+    """Return how many loads or stores of global memory there are of each width.
+
+    Args:
+        instructions: those of a kernel.
+        kind: "loads" or "stores".
+
+    Returns:
+        The numbers by the bytes that one thread moves, as text, widest first; by "TMA" of those that move a tile.
+    """
+    found = Counter(_widths(instructions, kind))
+    return {name: found[name] for name in sorted(found, key=lambda name: -int(name) if name.isdigit() else 1)}
+
+
+def _widths(instructions: Iterable[str], kind: str) -> Iterator[str]:
+    names = LOADS if kind == "loads" else STORES
+    for instruction in instructions:
+        name, *parts = instruction.split(".")
+        if TMA.get(name) == kind:
+            yield "TMA"
+        elif name in names:
+            yield str(next((WIDTHS[part] for part in parts if part in WIDTHS), WORD))
+        elif name.startswith(names) and "_lds" not in name:
+            yield str(next((width for mark, width in GCN_WIDTHS if mark in name), WORD))
+
+
+def nvidia_usage(said: str) -> tuple[int, int]:
+    """Return the registers and the bytes of stack that a thread uses, as `cuobjdump --dump-resource-usage` says."""
+    return _only(said, r"REG:(\d+)"), _only(said, r"STACK:(\d+)")
+
+
+def amd_usage(assembly: str) -> tuple[int, int]:
+    """Return the vector registers and the bytes of scratch memory that a thread uses, of AMD's assembly."""
+    return _only(assembly, r"; TotalNumVgprs: (\d+)"), _only(assembly, r"; ScratchSize: (\d+)")
+
+
+def _only(text: str, pattern: str) -> int:
+    (found,) = re.findall(pattern, text)
+    return int(found)

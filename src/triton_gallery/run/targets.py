@@ -1,0 +1,169 @@
+"""Has the recipes' kernels compiled for GPUs that need not be here, on all cores; what was compiled before is kept.
+
+Each launch is compiled for each GPU in a process of its own, forked from one that has imported Triton.
+"""
+
+import gzip
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from multiprocessing import forkserver
+from pathlib import Path
+
+from triton_gallery.recipes.contents import Recipe
+from triton_gallery.recipes.declaration import declaration
+from triton_gallery.recipes.gpus import GPUS, Gpu
+from triton_gallery.recipes.hashes import hash_of
+from triton_gallery.recipes.kernels import module_of
+from triton_gallery.recipes.launches import Launch
+from triton_gallery.recipes.outputs import from_json
+from triton_gallery.records.pages import Run
+from triton_gallery.records.recorded import Record, Records
+from triton_gallery.records.targets import Compiled, Kernel, Targets
+from triton_gallery.run.compiler import Job, answer
+
+LIMIT = 120  # seconds for one launch on one GPU
+CHOICE = "TRITON_INTERPRET"
+PRELOADED = ["__main__", "triton_gallery.run.compiler_parent"]
+SOURCES = ("compiler", "machine_code")  # what shapes an answer
+
+Made = tuple[Compiled, dict[str, str]]
+
+
+class Compiler:
+    """Compiles launches; what it made before lies in a folder."""
+
+    def __init__(self, cache: Path) -> None:
+        """Take the folder; it need not exist."""
+        self._cache = cache
+        cache.mkdir(parents=True, exist_ok=True)
+        here = Path(__file__).parent
+        self._salt = version("triton").encode() + b"".join((here / f"{name}.py").read_bytes() for name in SOURCES)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        with _without_interpreter():
+            forkserver.ensure_running()
+
+    def targets(
+        self,
+        recipes: Sequence[tuple[Recipe, Sequence[Launch], str]],
+        report: Callable[[Recipe, int], None],
+    ) -> dict[str, tuple[Targets, dict[str, str]]]:
+        """Compile the launches of recipes; return what came of it and the texts, by the recipes' keys.
+
+        Args:
+            recipes: each with its launches, and with what executed it when they were noted.
+            report: called after each launch for each GPU, with the number of those still to come.
+        """
+        jobs = [
+            (recipe, launch, gpu)
+            for recipe, launches, _ in recipes
+            for launch in launches
+            for gpu in meant(recipe, launch)
+        ]
+        left = len(jobs)
+        made: dict[tuple[str, str, str], Made] = {}
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            for (recipe, launch, gpu), found in zip(jobs, pool.map(lambda job: self._make(*job), jobs), strict=True):
+                made[recipe.key, launch.kernel, gpu.key] = found
+                left -= 1
+                report(recipe, left)
+        return {recipe.key: _together(recipe, launches, by, made) for recipe, launches, by in recipes}
+
+    def _make(self, recipe: Recipe, launch: Launch, gpu: Gpu) -> Made:
+        try:
+            module = module_of(recipe.path.read_text(encoding="utf-8"), launch.kernel)
+        except LookupError as error:
+            return Compiled(failure=str(error)), {}
+        said = json.dumps([module, asdict(launch), gpu.key]).encode()
+        file = self._cache / f"{hashlib.sha256(self._salt + said).hexdigest()[:32]}.json.gz"
+        if file.is_file():
+            compiled, texts = json.loads(gzip.decompress(file.read_bytes()))
+            return from_json(Compiled, compiled), texts
+        compiled, texts = self.compile(Job(module, launch, gpu))
+        partial = file.with_suffix(f".{os.getpid()}.{gpu.key}.partial")
+        partial.write_bytes(gzip.compress(json.dumps([asdict(compiled), texts]).encode(), 1))
+        partial.replace(file)
+        return compiled, texts
+
+    def compile(self, job: Job) -> Made:
+        """Return what the compiler makes of a job, and its texts."""
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=answer, args=(job, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        with ours:
+            try:
+                if ours.poll(LIMIT):
+                    made: Made = ours.recv()
+                    return made
+                why = f"the compiler was stopped after {LIMIT} s"
+            except EOFError:
+                process.join()
+                why = f"the compiler crashed with exit status {process.exitcode}"
+            finally:
+                process.kill()
+                process.join()
+        return Compiled(failure=why), {}
+
+
+@contextmanager
+def _without_interpreter() -> Iterator[None]:
+    """Have what is started meanwhile compile, whatever this process does."""
+    before = os.environ.get(CHOICE)
+    os.environ[CHOICE] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[CHOICE]
+        if before is not None:
+            os.environ[CHOICE] = before
+
+
+def meant(recipe: Recipe, launch: Launch) -> list[Gpu]:
+    """Return the GPUs that a launch is meant for, as its recipe declares."""
+    declared = declaration(recipe.path, recipe.path.read_text(encoding="utf-8"))
+    without = declared.of_op.not_for.get(launch.kernel, [])
+    gpus = [gpu for gpu in GPUS if gpu.key not in without]
+    if declared.gpus is None:
+        return gpus
+    return [gpu for gpu in gpus if gpu.capability and declared.gpus.contains(gpu.capability)]
+
+
+def launched(recipe: Recipe, run: Run, records: Records) -> tuple[list[Launch], str]:
+    """Return the launches of a recipe, and what executed it: a GPU that recorded its present code, else its run."""
+    record = recorded(recipe, records)
+    return (record.launches, record.device.name) if record else (run.launches, run.environment.name)
+
+
+def recorded(recipe: Recipe, records: Records) -> Record | None:
+    """Return the record of a recipe's present code that has its launches, if there is one."""
+    found = [record for record in records.of(recipe) if record.is_fresh(recipe) and record.launches]
+    return found[0] if found else None
+
+
+def is_current(recipe: Recipe, kept: Targets | None, records: Records) -> bool:
+    """Whether what is kept of a recipe is of its present code, of the best launches there are, and of this Triton."""
+    if kept is None or not kept.is_fresh(recipe) or kept.triton != version("triton"):
+        return False
+    record = recorded(recipe, records)
+    return record is None or record.device.name == kept.launched_by
+
+
+def _together(
+    recipe: Recipe, launches: Sequence[Launch], by: str, made: Mapping[tuple[str, str, str], Made]
+) -> tuple[Targets, dict[str, str]]:
+    kernels: list[Kernel] = []
+    texts: dict[str, str] = {}
+    for launch in launches:
+        on = {gpu.key: made[recipe.key, launch.kernel, gpu.key] for gpu in meant(recipe, launch)}
+        kernels.append(Kernel(launch, {key: compiled for key, (compiled, _) in on.items()}))
+        for key, (_, said) in on.items():
+            texts |= {f"{launch.kernel}/{key}.{stage}": text for stage, text in said.items()}
+    return Targets(hash_of(recipe), by, version("triton"), kernels), texts

@@ -1,0 +1,204 @@
+"""What the kernels compile to for GPUs that need not be here: on each recipe's page its own, on one page all of them.
+
+The texts that compilers wrote are files of their own, loaded when a reader opens one. They are scripts, because a page
+that was opened from a disk may load nothing else.
+"""
+
+import base64
+import gzip
+import hashlib
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from docutils import nodes
+from sphinx.transforms import SphinxTransform
+from sphinx.util.docutils import SphinxDirective
+
+from triton_gallery.recipes.contents import Recipe
+from triton_gallery.recipes.gpus import GPUS
+from triton_gallery.records.target_cells import COLUMNS, cells
+from triton_gallery.records.targets import FAILED, FITS, TOO_LARGE, UNMEANT, Kernel, Targets, load, texts
+from triton_gallery.sphinx import lookup
+from triton_gallery.sphinx.fold import fold
+from triton_gallery.sphinx.show import add_section, first_cells, grid
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+    from sphinx.environment import BuildEnvironment
+    from sphinx.util.typing import ExtensionMetadata
+
+STATE = "targets"  # the key in a page's metadata for what it shows
+FOLDER = "listings"  # of the site
+TITLE = "On other GPUs"
+STAGES = {False: ("ttgir", "ptx", "sass"), True: ("ttgir", "amdgcn")}
+CLASSES = {FITS: "fits", TOO_LARGE: "too-large", FAILED: "fails", UNMEANT: "unmeant"}
+
+
+def setup(app: "Sphinx") -> "ExtensionMetadata":
+    """Add the directive and the transform, make pages follow what is kept, and have the listings written."""
+    app.add_directive("targets", TargetsDirective)
+    app.add_transform(TargetsOfRecipe)
+    app.add_js_file("listing.js", defer="defer")
+    app.connect("env-get-outdated", _outdated)
+    app.connect("build-finished", _write)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def kept(env: "BuildEnvironment", recipe: Recipe) -> Targets | None:
+    """Return what is kept of a recipe."""
+    return load(_folder(env), recipe)
+
+
+def strip(env: "BuildEnvironment", recipe: Recipe) -> list[nodes.Node]:
+    """Return a line with a mark for each GPU; nothing where nothing is kept."""
+    found = kept(env, recipe)
+    if found is None or not found.kernels:
+        return []
+    marks = []
+    for gpu in GPUS:
+        word, names = found.verdict(gpu)
+        said = "" if word == FITS else f" {word}"
+        marks.append(f'<span class="target {CLASSES[word]}" title="{escape(names or word)}">{gpu.name}{said}</span>')
+    link = f'<a href="#{nodes.make_id(TITLE)}">Compiled for</a>'
+    return [nodes.raw("", f'<p class="targets">{link} {" ".join(marks)}</p>', format="html")]
+
+
+class TargetsOfRecipe(SphinxTransform):
+    """Gives a recipe's page a section with a table for each of its kernels."""
+
+    default_priority = 601  # after the section beside other libraries
+
+    def apply(self, **kwargs: object) -> None:
+        """Insert the section, if anything is kept."""
+        name = self.env.current_document.docname
+        recipe = lookup.recipes(self.env).get(name)
+        if recipe is None:
+            return
+        found = kept(self.env, recipe)
+        self.env.metadata[name][STATE] = _state([(recipe, found)])
+        if found is None or not found.kernels:
+            return
+        section = nodes.section("", nodes.title("", TITLE), ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
+        section += _about(found, recipe)
+        start = len(section)
+        for kernel in found.kernels:
+            section += _tables(kernel, recipe)
+        fold(section, start, len(section), "Registers, memory and instructions of each kernel, and its code")
+        add_section(self.document, section)
+
+
+class TargetsDirective(SphinxDirective):
+    """`targets`: all kernels against all GPUs."""
+
+    has_content: ClassVar[bool] = False
+
+    def run(self) -> list[nodes.Node]:
+        """Return the table."""
+        found = [(recipe, kept(self.env, recipe)) for recipe in lookup.recipes(self.env).values()]
+        self.env.metadata[self.env.docname][STATE] = _state(found)
+        rows = [(recipe, kernel) for recipe, of in found if of is not None for kernel in of.kernels]
+        if not rows:
+            return [nodes.paragraph("", "Nothing has been compiled yet.")]
+        lines = [
+            ["", kernel.launch.described, *(_short(kernel, place) for place in range(len(GPUS)))] for _, kernel in rows
+        ]
+        table = grid(["recipe", "launch", *(gpu.name for gpu in GPUS)], lines, "targets", "sortable", "filterable")
+        gallery = self.env.config.sphinx_gallery_conf["gallery_dirs"]
+        anchor = nodes.make_id(TITLE)
+        for place, (recipe, _) in zip(first_cells(table), rows, strict=True):
+            place += nodes.reference("", recipe.name, refuri=f"{gallery}/{recipe.key}.html#{anchor}", internal=True)
+        return [table]
+
+
+def _about(found: Targets, recipe: Recipe) -> nodes.paragraph:
+    """Say of what the tables are."""
+    older = "" if found.is_fresh(recipe) else ", of older code than this page's"
+    about = nodes.paragraph("", "What Triton ")
+    about += nodes.Text(f"{found.triton} makes of the kernels for GPUs that need not be here{older}. ")
+    about += nodes.Text(f"Each kernel is compiled as {found.launched_by} launched it when it ran this page: ")
+    about += nodes.Text(
+        "where there were several launches, that with 16-bit types, aligned pointers and the largest tile. "
+    )
+    about += nodes.Text("Nothing here was run or timed on those GPUs.")
+    return about
+
+
+def _tables(kernel: Kernel, recipe: Recipe) -> list[nodes.Node]:
+    """Return the title of a kernel, its table with what opens its listings, and the place where they are shown."""
+    columns = ["GPU", *COLUMNS, "code"]
+    table = grid(columns, [[gpu.name, *cells(kernel, gpu), ""] for gpu in GPUS], "targets")
+    rows = [row for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)]
+    for gpu, row in zip(GPUS, rows, strict=True):
+        if gpu.key in kernel.on and kernel.on[gpu.key].failure is None:
+            last = list(row.findall(nodes.paragraph))[-1]
+            last += nodes.raw("", " ".join(_button(kernel, recipe, gpu.key, gpu.is_amd)), format="html")
+    return [
+        nodes.paragraph("", "", nodes.literal("", kernel.launch.described)),
+        table,
+        nodes.raw("", '<div class="listing" hidden></div>', format="html"),
+    ]
+
+
+def _button(kernel: Kernel, recipe: Recipe, gpu: str, is_amd: bool) -> list[str]:
+    file = f"{recipe.key}/{kernel.launch.kernel}"
+    return [
+        f'<button class="listing" type="button" data-file="{file}" data-text="{gpu}.{stage}">{stage}</button>'
+        for stage in STAGES[is_amd]
+    ]
+
+
+def _short(kernel: Kernel, place: int) -> str:
+    """Return a kernel on a GPU in a word: its registers, or what keeps it from running."""
+    word, _ = kernel.verdict(GPUS[place])
+    if word != FITS:
+        return word
+    compiled = kernel.on[GPUS[place].key]
+    spilled = f", {compiled.spilled} B spilled" if compiled.spilled else ""
+    return f"{compiled.registers}{spilled}"
+
+
+def _folder(env: "BuildEnvironment") -> Path:
+    return Path(env.srcdir, "_targets")
+
+
+def _state(found: Sequence[tuple[Recipe, Targets | None]]) -> str:
+    """Identify what a page shows."""
+    shown = [(recipe.key, targets, targets.is_fresh(recipe)) for recipe, targets in found if targets is not None]
+    return hashlib.sha256(repr(shown).encode()).hexdigest()
+
+
+def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
+    """Name the pages that show something else than they would now."""
+    recipes = lookup.recipes(env)
+    found = {name: (recipe, kept(env, recipe)) for name, recipe in recipes.items()}
+    shown = {name: data[STATE] for name, data in env.metadata.items() if STATE in data and name in env.all_docs}
+    now = dict.fromkeys(shown, _state(list(found.values()))) | {name: _state([item]) for name, item in found.items()}
+    return [name for name, state in shown.items() if state != now[name]]
+
+
+def _write(app: "Sphinx", exception: Exception | None) -> None:
+    """Write a file for each kernel, with its texts for all GPUs, where those of the recipe changed."""
+    if exception or app.builder.format != "html":
+        return
+    for recipe in lookup.recipes(app.env).values():
+        folder, archive = Path(app.outdir, FOLDER, recipe.key), _folder(app.env) / f"{recipe.key}.tar.xz"
+        mark = folder / "of"
+        content = hashlib.sha256(archive.read_bytes()).hexdigest() if archive.is_file() else ""
+        if mark.is_file() and mark.read_text(encoding="ascii") == content:
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        files: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for name, text in texts(_folder(app.env), recipe):
+            kernel, _, what = name.partition("/")
+            files[kernel][what] = text
+        folder.mkdir(parents=True)
+        for kernel, said in files.items():
+            packed = base64.b64encode(gzip.compress(json.dumps(said).encode(), 9, mtime=0)).decode()
+            script = f'showListing.loaded("{recipe.key}/{kernel}", "{packed}");\n'
+            (folder / f"{kernel}.js").write_text(script, encoding="ascii")
+        mark.write_text(content, encoding="ascii")

@@ -1,0 +1,455 @@
+"""What compilers make of kernels for GPUs that are not here: that it is told, and that it is true."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from bs4 import BeautifulSoup
+from project import Project
+
+from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.recipes.gpus import GPUS, KIB, Gpu
+from triton_gallery.recipes.kernels import module_of
+from triton_gallery.recipes.launches import Launch, typical
+from triton_gallery.records import targets
+from triton_gallery.records.formats import BadRecordError
+from triton_gallery.records.pages import Pages
+from triton_gallery.records.recorded import Records
+from triton_gallery.records.targets import FAILED, FITS, TOO_LARGE, UNMEANT, Compiled, Kernel, Targets
+from triton_gallery.run.compiler import Job
+from triton_gallery.run.targets import Compiler, is_current, launched
+
+GPU = {gpu.key: gpu for gpu in GPUS}
+HEAD = "import os\nimport triton\nimport triton.language as tl\n\n"
+DOT = """
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, c_ptr, K, BLOCK: tl.constexpr):
+    rows = tl.arange(0, BLOCK)
+    a_ptrs = a_ptr + rows[:, None] * K + rows[None, :]
+    b_ptrs = b_ptr + rows[:, None] * BLOCK + rows[None, :]
+    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for _ in range(0, K, BLOCK):
+        acc += tl.dot(tl.load(a_ptrs), tl.load(b_ptrs))
+        a_ptrs += BLOCK
+        b_ptrs += BLOCK * BLOCK
+    tl.store(c_ptr + rows[:, None] * BLOCK + rows[None, :], acc)
+"""
+HOLD = """
+@triton.jit
+def hold_kernel(x_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    tl.store(x_ptr + offs, x - tl.max(x))
+"""
+PTX = """
+@triton.jit
+def ptx_kernel(x_ptr):
+    tl.store(x_ptr, tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r", [], tl.int32, is_pure=True, pack=1))
+"""
+COPY = """
+@triton.jit
+def copy_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < N), mask=offs < N)
+"""
+
+
+def launch(
+    kernel: str, kinds: dict[str, str], block: int | None = None, aligned: bool = True, **options: int
+) -> Launch:
+    """Return a launch with arguments of these types; a constant `BLOCK` comes last."""
+    places = [[place] for place in range(len(kinds))] if aligned else []
+    constants = [] if block is None else [[[len(kinds)], block]]
+    return Launch(kernel, kinds | ({} if block is None else {"BLOCK": "constexpr"}), constants, places, options)
+
+
+BIG_DOT = launch("dot_kernel", {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*fp32", "K": "i32"}, 128, num_stages=3)
+COPYING = launch("copy_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "N": "i32"}, 1024)
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    """Return a compiler with a cache of its own."""
+    return Compiler(tmp_path_factory.mktemp("cache"))
+
+
+def test_too_much_shared_memory_for_one(compiler: Compiler) -> None:
+    """Three stages of two tiles fit an H100's multiprocessor and not one of an L4."""
+    found = {key: compiler.compile(Job(HEAD + DOT, BIG_DOT, GPU[key]))[0] for key in ("sm_89", "sm_90")}
+    assert found["sm_90"].verdict(GPU["sm_90"]) == (FITS, "")
+    word, why = found["sm_89"].verdict(GPU["sm_89"])
+    assert word == TOO_LARGE
+    assert found["sm_89"].shared > 99 * KIB
+    assert f"{found['sm_89'].shared / KIB:.0f} KiB of shared memory" in why
+    assert "99 KiB" in why
+
+
+def test_matrix_instructions_are_named(compiler: Compiler) -> None:
+    names = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
+    for key, name in names.items():
+        compiled, _ = compiler.compile(Job(HEAD + DOT, BIG_DOT, GPU[key]))
+        assert compiled.failure is None
+        assert any(found.startswith(name) for found in compiled.matrix), (key, compiled.matrix)
+
+
+def test_spilling_is_told(compiler: Compiler) -> None:
+    """A row of 8192 words that one warp holds is 256 words for each thread, which has 255 registers."""
+    kinds = {"x_ptr": "*i32"}
+    many, _ = compiler.compile(Job(HEAD + HOLD, launch("hold_kernel", kinds, 8192, num_warps=1), GPU["sm_90"]))
+    few, _ = compiler.compile(Job(HEAD + HOLD, launch("hold_kernel", kinds, 128), GPU["sm_90"]))
+    assert many.spilled > 0
+    assert few.spilled == 0
+    assert many.registers == 255
+
+
+def test_what_amd_cannot_compile_is_told(compiler: Compiler) -> None:
+    """Inline PTX is for NVIDIA's GPUs."""
+    work = launch("ptx_kernel", {"x_ptr": "*i32"})
+    for_nvidia, _ = compiler.compile(Job(HEAD + PTX, work, GPU["sm_90"]))
+    for_amd, listings = compiler.compile(Job(HEAD + PTX, work, GPU["gfx942"]))
+    assert for_nvidia.verdict(GPU["sm_90"])[0] == FITS
+    word, why = for_amd.verdict(GPU["gfx942"])
+    assert word == FAILED
+    assert why
+    assert "\n" not in why
+    assert listings == {}
+
+
+def test_compiler_that_crashes_costs_its_launch_alone(compiler: Compiler) -> None:
+    crashed, _ = compiler.compile(Job(HEAD + "os.abort()\n" + COPY, COPYING, GPU["sm_90"]))
+    assert crashed.failure == "the compiler crashed with exit status -6"
+    assert compiler.compile(Job(HEAD + COPY, COPYING, GPU["sm_90"]))[0].failure is None
+
+
+def test_figures_are_those_of_cuobjdump(compiler: Compiler, tmp_path: Path) -> None:
+    """The tool of Triton's wheel, run here, says the same of a cubin made here in another way."""
+    program = (
+        "import sys, triton, copying; from triton.backends.compiler import GPUTarget\n"
+        "types = {'x_ptr': '*bf16', 'out_ptr': '*bf16', 'N': 'i32', 'BLOCK': 'constexpr'}\n"
+        "aligned = {(place,): [['tt.divisibility', 16]] for place in range(3)}\n"
+        "source = triton.compiler.ASTSource(copying.copy_kernel, types, {(3,): 1024}, aligned)\n"
+        "made = triton.compile(source, target=GPUTarget('cuda', 90, 32))\n"
+        "open('kernel.cubin', 'wb').write(made.asm['cubin'])\n"
+        "print(triton.knobs.nvidia.cuobjdump.path, triton.knobs.nvidia.nvdisasm.path)\n"
+    )
+    (tmp_path / "copying.py").write_text(HEAD + COPY)
+    variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DISABLE_LINE_INFO": "1"}
+    cuobjdump, nvdisasm = python(tmp_path, program, variables).split()
+    said = subprocess.check_output([cuobjdump, "-res-usage", tmp_path / "kernel.cubin"], text=True)
+    code = subprocess.check_output([nvdisasm, tmp_path / "kernel.cubin"], text=True)
+    compiled, listings = compiler.compile(Job(HEAD + COPY, COPYING, GPU["sm_90"]))
+    usage = dict(re.findall(r"(REG|STACK|SHARED):(\d+)", said))
+    assert usage == {"REG": str(compiled.registers), "STACK": str(compiled.spilled), "SHARED": str(compiled.shared)}
+    assert compiled.loads == {"16": code.count("LDG.E.128")} == {"16": 1}
+    assert compiled.stores == {"16": code.count("STG.E.128")} == {"16": 1}
+    assert "LDG.E.128" in listings["sass"]
+    assert "ld.global" in listings["ptx"]
+    assert "#blocked" in listings["ttgir"]
+
+
+def python(folder: Path, program: str, variables: dict[str, str]) -> str:
+    """Run a program in a folder; return what it printed."""
+    environment = {**os.environ, **variables}
+    return subprocess.check_output([sys.executable, "-c", program], cwd=folder, env=environment, text=True)
+
+
+def test_alignment_is_part_of_a_launch(compiler: Compiler) -> None:
+    wide, _ = compiler.compile(Job(HEAD + COPY, COPYING, GPU["sm_90"]))
+    unaligned = launch("copy_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "N": "i32"}, 1024, aligned=False)
+    narrow, _ = compiler.compile(Job(HEAD + COPY, unaligned, GPU["sm_90"]))
+    assert set(wide.loads) == {"16"}
+    assert set(narrow.loads) == {"2"}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "warps", "registers", "shared", "expected"),
+    [
+        ("sm_90", 4, 32, 0, 1.0),  # 16 programs of 4 warps
+        ("sm_90", 8, 64, 0, 0.5),  # 65536 / (64 * 32) = 32 warps
+        ("sm_90", 8, 33, 0, 0.75),  # 33 registers are rounded to 40: 51 warps, 6 programs
+        ("sm_90", 4, 32, 100 * KIB, 2 * 4 / 64),  # two programs in 228 KiB
+        ("sm_89", 4, 32, 0, 1.0),
+        ("sm_90", 1, 16, 0, 0.5),  # 32 programs at the most
+        ("gfx942", 4, 64, 0, 1.0),  # 512 / 64 = 8 warps on each of four units
+        ("gfx942", 4, 128, 0, 0.5),
+        ("gfx942", 4, 32, 40 * KIB, 4 / 32),
+    ],
+)
+def test_occupancy(gpu: str, warps: int, registers: int, shared: int, expected: float) -> None:
+    assert GPU[gpu].occupancy(warps, registers, shared) == expected
+
+
+def test_more_threads_than_a_program_has() -> None:
+    """Thirty-two warps are 1024 threads on NVIDIA's GPUs and 2048 on AMD's."""
+    compiled = Compiled(registers=32, warps=32)
+    assert compiled.verdict(GPU["sm_90"])[0] == FITS
+    assert compiled.verdict(GPU["gfx942"]) == (TOO_LARGE, "32 warps of 64 threads are more than the 1024 of a program")
+
+
+def test_typical_launch() -> None:
+    """Types that models use come first, then alignment, then the larger tile."""
+    kinds = {"x_ptr": "*bf16", "out_ptr": "*bf16", "N": "i32"}
+    double = launch("copy_kernel", dict.fromkeys(kinds, "*fp64"), 4096)
+    odd, small = launch("copy_kernel", kinds, 2048, aligned=False), launch("copy_kernel", kinds, 512)
+    other = launch("hold_kernel", {"x_ptr": "*i32"}, 128)
+    assert typical([small, double, COPYING, odd, other]) == [COPYING, other]
+    assert typical([double]) == [double]
+
+
+SCRIPT = """
+import triton
+import triton.language as tl
+
+SCALE = tl.constexpr(2.0)
+OTHER = 3
+
+
+@triton.jit
+def twice(x):
+    return x * SCALE
+
+
+@triton.autotune(configs=[triton.Config({}, num_warps=4)], key=["N"])
+@triton.jit
+def twice_kernel(x_ptr, N, BLOCK: tl.constexpr):
+    OTHER = tl.arange(0, BLOCK)
+    tl.store(x_ptr + OTHER, twice(tl.load(x_ptr + OTHER, mask=OTHER < N)), mask=OTHER < N)
+
+
+print("not of the kernel")
+"""
+
+
+def test_module_of_a_kernel() -> None:
+    module = module_of(SCRIPT, "twice_kernel")
+    assert "def twice(x)" in module
+    assert "SCALE = " in module
+    assert "autotune" not in module
+    assert "@triton.jit\ndef twice_kernel" in module
+    assert "OTHER = 3" not in module, "a name of the kernel's own was taken for the module's"
+    assert "print" not in module
+    within = module_of(
+        SCRIPT + "\ndef make():\n    @triton.jit\n    def inner_kernel(x_ptr):\n        twice(1)\n", "inner_kernel"
+    )
+    assert "def twice(x)" in within
+    assert "\n@triton.jit\ndef inner_kernel" in within
+    with pytest.raises(LookupError, match="the recipe does not define nothing"):
+        module_of(SCRIPT, "nothing")
+
+
+RECIPE = """
+import os
+
+import torch
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+CONFIGS = [triton.Config({"BLOCK": 64}, num_warps=1), triton.Config({"BLOCK": 128}, num_warps=2)]
+
+
+@triton.jit
+def copy_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < N), mask=offs < N)
+
+
+@triton.autotune(CONFIGS, key=["N"], do_bench=lambda call, quantiles: (call(), [float(next(TIMES))] * 3)[1])
+@triton.jit
+def tuned_kernel(x_ptr, N, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + offs, offs, mask=offs < N)
+
+
+TIMES = iter([2, 1])
+for dtype in (torch.float32, torch.float16):
+    x = torch.arange(100, dtype=dtype)
+    out = torch.empty_like(x)
+    copy_kernel[(2,)](x, out, 100, BLOCK=64, num_warps=2)
+    assert torch.equal(x, out)
+tuned_kernel[lambda meta: (triton.cdiv(100, meta["BLOCK"]),)](torch.empty(100, dtype=torch.int32), 100)
+"""
+
+
+@pytest.fixture(scope="module")
+def project(make_project: Callable[..., Project]) -> Project:
+    """Return a project whose one recipe launches two kernels, one of them tuned."""
+    project = make_project()
+    project.write(copies=RECIPE, talks='print("no kernel")')
+    return project
+
+
+@pytest.fixture(scope="module")
+def made(project: Project) -> tuple[Recipe, Targets]:
+    """Return the recipe and what was kept of it."""
+    status, output = project.run("compile")
+    assert status == 0, output
+    assert "compiled 12 launches of 2 recipes" in output
+    (recipe, _) = load(project.root / "gallery")
+    found = targets.load(project.root / "docs" / "_targets", recipe)
+    assert found is not None
+    return recipe, found
+
+
+def test_launches_are_noted_as_a_recipe_runs(made: tuple[Recipe, Targets]) -> None:
+    """With the type, the constants and the options of the launch; of the tuned kernel, those of the config that won."""
+    _, found = made
+    copies, tuned = (kernel.launch for kernel in found.kernels)
+    assert (copies.kernel, copies.signature["x_ptr"], copies.named, copies.options) == (
+        "copy_kernel",
+        "*fp16",
+        {"BLOCK": 64},
+        {"num_warps": 2},
+    )
+    assert copies.aligned == [[0], [1]]
+    assert (tuned.kernel, tuned.named, tuned.options) == ("tuned_kernel", {"BLOCK": 128}, {"num_warps": 2})
+    assert found.launched_by == "Triton's interpreter on CPU"
+
+
+def test_every_gpu_is_compiled_for(made: tuple[Recipe, Targets]) -> None:
+    _, found = made
+    for kernel in found.kernels:
+        assert list(kernel.on) == [gpu.key for gpu in GPUS]
+        assert {kernel.verdict(gpu)[0] for gpu in GPUS} == {FITS}
+
+
+def test_made_again_it_is_the_same(project: Project, made: tuple[Recipe, Targets]) -> None:
+    folder = project.root / "docs" / "_targets" / "things"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert before.keys() == {"copies.json", "copies.tar.xz", "talks.json", "talks.tar.xz"}
+    status, output = project.run("compile")
+    assert (status, "2 recipes had not changed" in output) == (0, True), output
+    status, output = project.run("compile", "--again")
+    assert status == 0, output
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+    with tarfile.open(folder / "copies.tar.xz") as archive:
+        assert "copy_kernel/gfx942.amdgcn" in archive.getnames()
+
+
+def test_page_shows_them(project: Project, made: tuple[Recipe, Targets]) -> None:
+    status, output = project.build()
+    assert status == 0, output
+    page = BeautifulSoup(project.page("copies"), "html.parser")
+    marks = page.select(".glance .targets .target")
+    assert [mark.get_text() for mark in marks] == [gpu.name for gpu in GPUS]
+    assert all("fits" in mark["class"] for mark in marks)
+    tables = page.select("#on-other-gpus table.targets")
+    assert len(tables) == 2
+    rows = [[cell.get_text() for cell in row.select("td")] for row in tables[0].select("tbody tr")]
+    assert [row[0] for row in rows] == [gpu.name for gpu in GPUS]
+    compiled = made[1].kernels[0].on["sm_90"]
+    assert rows[2][1:3] == ["fits", str(compiled.registers)]
+    assert (project.root / "_build/html/listings/things/copies/copy_kernel.js").is_file()
+    assert not BeautifulSoup(project.page("talks"), "html.parser").select("#on-other-gpus, .target")
+
+
+def test_of_older_code(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
+    """A changed recipe's figures stay, say so, and are made anew by the next call."""
+    copy = project.copy(tmp_path / "copy")
+    copy.write(copies=RECIPE.replace("offs, mask=offs < N)\n\n\nTIMES", "offs + 1, mask=offs < N)\n\n\nTIMES"))
+    assert copy.build()[0] == 0
+    assert "of older code" in copy.page("copies")
+    assert "of older code" in copy.run("targets")[1]
+    output = copy.run("compile")[1]
+    assert "compiled 12 launches of 1 recipes" in output
+    assert "1 recipes had not changed" in output
+    assert "of older code" not in copy.run("targets")[1]
+
+
+def test_terminal_and_json(project: Project, made: tuple[Recipe, Targets]) -> None:
+    status, output = project.run("targets", "things/copies")
+    assert status == 0
+    assert "copy_kernel(fp16, BLOCK=64, num_warps=2)" in output
+    status, output = project.run("targets", "--json")
+    found = json.loads(output)["things/copies"]["kernels"][0]["on"]["sm_90"]
+    assert found["verdict"] == FITS
+    assert found["occupancy"] == made[1].kernels[0].on["sm_90"].occupancy(GPU["sm_90"])
+
+
+def test_check_fails_if_a_kernel_no_longer_fits(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
+    copy = project.copy(tmp_path / "copy")
+    large = RECIPE.replace("copy_kernel[(2,)](x, out, 100, BLOCK=64, num_warps=2)", LARGE)
+    copy.write(copies=large)
+    kept = {path.name: path.read_bytes() for path in (copy.root / "docs/_targets/things").iterdir()}
+    status, output = copy.run("compile", "--check")
+    assert status == 1, output
+    assert (
+        "error: things/copies: copy_kernel does not fit on MI300, though it fitted before: 32 warps of 64 threads"
+        in output
+    )
+    assert kept == {path.name: path.read_bytes() for path in (copy.root / "docs/_targets/things").iterdir()}
+    assert copy.run("compile")[0] == 0
+    assert copy.run("compile", "--check")[0] == 0, "what is kept now is compared with itself"
+
+
+LARGE = "copy_kernel[(1,)](x, out, 100, BLOCK=1024, num_warps=32)"
+
+
+def test_what_is_worse() -> None:
+    fits, spills = Compiled(registers=32, warps=4), Compiled(registers=255, spilled=16, warps=4)
+    fails = Compiled(failure="no")
+
+    def kept(compiled: Compiled) -> Targets:
+        return Targets("0" * 16, "", "", [Kernel(COPYING, {"sm_90": compiled})])
+
+    assert list(targets.worse(kept(fits), kept(fits))) == []
+    assert list(targets.worse(kept(fails), kept(spills))) == []
+    ((is_error, what),) = targets.worse(kept(fits), kept(spills))
+    assert (is_error, what) == (False, "copy_kernel spills 16 bytes a thread on H100, H200, before 0")
+    ((is_error, what),) = targets.worse(kept(fits), kept(fails))
+    assert (is_error, what) == (True, "copy_kernel does not compile on H100, H200, though it fitted before: no")
+
+
+def test_not_meant_for(make_project: Callable[..., Project]) -> None:
+    """What a recipe declares not to be for a GPU is not compiled for it, and is no fault there."""
+    project = make_project()
+    project.write(copies=RECIPE)
+    script = project.root / "gallery" / "things" / "copies.py"
+    declared = '# /// script\n# [tool.triton-gallery.not_for]\n# copy_kernel = ["gfx942"]\n# ///\n'
+    script.write_text(declared + script.read_text())
+    assert "compiled 11 launches" in project.run("compile")[1]
+    (recipe,) = load(project.root / "gallery")
+    found = targets.load(project.root / "docs" / "_targets", recipe)
+    assert found
+    assert found.verdict(GPU["gfx942"]) == (UNMEANT, "copy_kernel")
+    assert found.verdict(GPU["sm_90"])[0] == FITS
+
+
+def test_bad_file_is_refused(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
+    recipe, found = made
+    path = targets.write(tmp_path, recipe, found, {})
+    assert targets.load(tmp_path, recipe) == found
+    content = json.loads(path.read_text())
+    content["kernels"][0]["on"]["sm_90"]["registers"] = "many"
+    path.write_text(json.dumps(content))
+    with pytest.raises(BadRecordError, match=re.escape(f"{path}: $.kernels[0].on.sm_90.registers")):
+        targets.load(tmp_path, recipe)
+
+
+def test_launches_of_a_record_come_first(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
+    """What a GPU launched, at the sizes and with the configs that were best there, says more than small checks."""
+    recipe, found = made
+    run = Pages(project.root / "docs" / "recipes").run(recipe.key)
+    assert run
+    assert launched(recipe, run, Records(tmp_path)) == (run.launches, "Triton's interpreter on CPU")
+    gpu = dataclasses.replace(run.environment, name="Test GPU", visible="0", capability="9.0", memory=1)
+    on_gpu = dataclasses.replace(run, environment=gpu, launches=[COPYING])
+    Records(tmp_path).write(recipe, on_gpu, {}, None)
+    assert launched(recipe, run, Records(tmp_path)) == ([COPYING], "Test GPU")
+    assert not is_current(recipe, found, Records(tmp_path))
+    assert is_current(recipe, dataclasses.replace(found, launched_by="Test GPU"), Records(tmp_path))
+
+
+def test_gpus_are_distinct() -> None:
+    assert len({gpu.key for gpu in GPUS}) == len({gpu.name for gpu in GPUS}) == len(GPUS)
+    assert Gpu("sm_100", "", 1, 1, 1, 1).capability == "10.0"
+    assert GPU["gfx942"].capability is None
