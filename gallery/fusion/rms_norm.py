@@ -463,9 +463,9 @@ def _rms_norm_kernel(
     # Rows past the last one are the last one again.
     offs_m = tl.minimum(offs_m, M - 1)
     x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
-    residual_rows = residual_ptr + offs_m * stride_rm
-    h_rows = h_ptr + offs_m * N
-    y_rows = y_ptr + offs_m * N
+    residual_rows = residual_ptr + offs_m * stride_rm  # (BLOCK_M, 1)
+    h_rows = h_ptr + offs_m * N  # (BLOCK_M, 1)
+    y_rows = y_ptr + offs_m * N  # (BLOCK_M, 1)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     # The first of two blocks is full, and needs no mask.
     mask = None if REST else offs_n < N
@@ -504,9 +504,11 @@ def _rms_norm_slope(
 ):
     """Store a block of dx and return what its rows add to dw."""
     dx = (dy * weight - h * c) * r
+    # An addition of its own would read dx once more, and write it once more.
     if ADD:
         dx += _rms_norm_read(dh_ptr + offs, mask, ACC)
     tl.store(dx_ptr + offs, dx, mask=mask)
+    # Not summed over the rows: the caller does so once, behind its loop.
     return dy * (h * r)
 
 
@@ -530,37 +532,47 @@ def _rms_norm_backward_kernel(
     REST: tl.constexpr,
     STAGES: tl.constexpr,  # of how many turns loads are under way
 ):
+    # Unless 16 divides them, the compiler learns only here that VEC does.
     N = N // VEC * VEC
     stride_hm = stride_hm // VEC * VEC
     pid = tl.program_id(axis=0)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    # One row of sums for each row of a tile: a sum across a tile's rows in each
+    # turn could have threads wait for each other there.
     dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
     if REST:
         rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
         dw_rest = tl.zeros((BLOCK_M, REST), dtype=ACC)
     else:
+        # Here the weight stays in registers, for all tiles of the program.
         weight = _rms_norm_read(weight_ptr + offs_n, offs_n < N, ACC)
+    # If programs took whichever tile is next, the order of the sums, and with
+    # it their last bits, would change from call to call.
     tiles, programs = tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)
     for tile in tl.range(pid, tiles, programs, num_stages=STAGES):
+        # In int32 a row's offset would overflow past element 2**31.
         offs_m = tl.cast(tile, tl.int64) * BLOCK_M
         offs_m += tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
         # A row done twice would count twice in dw: here rows need a mask. With
         # two blocks a tile is one row, and the first block is full.
         mask = None if REST else (offs_m < M) & (offs_n < N)
         h_rows = h_ptr + offs_m * stride_hm  # (BLOCK_M, 1)
-        rows = offs_m * N
+        rows = offs_m * N  # (BLOCK_M, 1)
         h = _rms_norm_read(h_rows + offs_n, mask, ACC)
         dy = _rms_norm_read(dy_ptr + rows + offs_n, mask, ACC)
         if REST:
-            weight = tl.load(weight_ptr + offs_n).to(ACC)
+            # Loaded before the first sum, for which all warps wait.
+            weight = tl.load(weight_ptr + offs_n).to(ACC)  # (1, BLOCK_N)
             h_rest = _rms_norm_read(h_rows + rest, rest < N, ACC)
             dy_rest = _rms_norm_read(dy_ptr + rows + rest, rest < N, ACC)
             last = _rms_norm_read(weight_ptr + rest, rest < N, ACC)
+        # Each dx needs both sums, of the whole row: none can be stored before.
         squares = tl.sum(h * h, axis=1, keep_dims=True)  # (BLOCK_M, 1)
         products = tl.sum(dy * weight * h, axis=1, keep_dims=True)
         if REST:
             squares += tl.sum(h_rest * h_rest, axis=1, keep_dims=True)
             products += tl.sum(dy_rest * last * h_rest, axis=1, keep_dims=True)
+        # Computed again: h is here anyway, a stored r would have to be loaded.
         r = tl.rsqrt(squares / N + EPS)
         c = products / N * r * r
         if REST:
@@ -602,6 +614,8 @@ def _rms_norm_backward_kernel(
             ACC,
             ADD,
         )
+    # A row of its own for each program. Atomic additions to one row would come
+    # in another order each time.
     partial_rows = partial_ptr + pid.to(tl.int64) * N
     dw = tl.sum(dw, axis=0, keep_dims=True)  # (1, BLOCK_N)
     tl.store(partial_rows + offs_n, dw, mask=offs_n < N)
@@ -619,9 +633,13 @@ def _rms_norm_sum_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    # The block has all rows of partial: one program adds up a column, in the
+    # same order each time.
     offs_p = tl.arange(0, BLOCK_P)[:, None]  # (BLOCK_P, 1)
     offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    # BLOCK_P is a power of two, and there need not be as many programs.
     mask = (offs_p < P) & (offs_n < N)
+    # int32 is enough: a thousand programs with the longest rows make 2**24.
     partial_ptrs = partial_ptr + offs_p * N + offs_n  # (BLOCK_P, BLOCK_N)
     dw = tl.sum(tl.load(partial_ptrs, mask=mask, other=0), 0, keep_dims=True)
     tl.store(dw_ptr + offs_n, dw, mask=offs_n < N)

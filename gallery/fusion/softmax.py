@@ -431,7 +431,7 @@ def _softmax_kernel(
     # Rows past the last one are the last one again.
     offs_m = tl.minimum(offs_m, M - 1)
     x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
-    y_rows = y_ptr + offs_m * N
+    y_rows = y_ptr + offs_m * N  # (BLOCK_M, 1)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     # The first of two blocks is full, and needs no mask.
     mask = None if REST else offs_n < N
@@ -466,20 +466,26 @@ def _softmax_backward_kernel(
     BLOCK_N: tl.constexpr,
     REST: tl.constexpr,
 ):
+    # Unless 16 divides N, the compiler learns only here that VEC does.
     N = N // VEC * VEC
+    # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    # Without the minimum, the last program would store rows behind d's end.
     rows = tl.minimum(offs_m, M - 1) * N
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    # As forward: only a single block can reach past the row's end.
     mask = None if REST else offs_n < N
     offs = rows + offs_n  # (BLOCK_M, BLOCK_N)
     # Zeros past the end add nothing to the sum of products.
-    g = _softmax_load(g_ptr + offs, mask, 0, ACC)
-    y = _softmax_load(y_ptr + offs, mask, 0, ACC)
+    g = _softmax_load(g_ptr + offs, mask, 0, ACC)  # (BLOCK_M, BLOCK_N)
+    y = _softmax_load(y_ptr + offs, mask, 0, ACC)  # (BLOCK_M, BLOCK_N)
     if REST:
+        # After the first sum, for which all warps wait, these would come late.
         rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
         g_rest = _softmax_load(g_ptr + rows + rest, rest < N, 0, ACC)
         y_rest = _softmax_load(y_ptr + rows + rest, rest < N, 0, ACC)
+    # Each d needs the sum of its whole row, so nothing is stored before.
     total = tl.sum(g * y, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     if REST:
         total += tl.sum(g_rest * y_rest, axis=1, keep_dims=True)

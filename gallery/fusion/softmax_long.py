@@ -134,8 +134,7 @@ if __name__ == "__main__":
     print(f"x is read {read / x.nbytes:.0f} times, y is written once")
 
 # %%
-# The floor is one read and one write. The second read is one too many, unless a
-# cache has the row. That is what this page is about.
+# The floor is one read and one write. Can a cache serve the second read?
 
 # %%
 # The first kernel
@@ -150,8 +149,6 @@ if __name__ == "__main__":
 #                   +---------+---------+---------+------+
 #     2nd pass      | block 0 | block 1 | block 2 | mask |   y is stored
 #                   +---------+---------+---------+------+
-#
-# ``m`` starts at the lowest finite number: see "Break it".
 
 
 @triton.jit
@@ -164,16 +161,20 @@ def online_kernel(
 ):
     # In int32 the product would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64) * N
+    # A maximum that starts at -inf can make s NaN: see "Break it".
     m = tl.full((), LOWEST, dtype=tl.float32)
     s = tl.zeros((), dtype=tl.float32)
     for start in range(0, N, BLOCK_N):
         offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        # -inf past the end is never the maximum, and adds nothing to the sum.
         x = tl.load(x_ptr + row + offs, mask=offs < N, other=-float("inf"))
+        # In half precision, the sum of many small numbers would stand still.
         x = x.to(tl.float32)  # (BLOCK_N,)
         larger = tl.maximum(m, tl.max(x, axis=0))
         # What is in s was added while the maximum was m.
         s = s * tl.exp(m - larger) + tl.sum(tl.exp(x - larger), axis=0)
         m = larger
+    # No element could be divided earlier: only now s is of the whole row.
     for start in range(0, N, BLOCK_N):
         offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         x = tl.load(x_ptr + row + offs, mask=offs < N)
@@ -213,8 +214,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# In bfloat16, half a gigabyte each, beside PyTorch and a copy, the roof. The
-# rate counts the floor.
+# In bfloat16, half a gigabyte each. The roof is a copy. Rates count the floor.
 
 ELEMENTS = 2**28
 
@@ -293,21 +293,30 @@ def columns_kernel(
     LOWEST: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    # In int32 the product would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64) * N
+    # A line of the block is a stretch of the row. If a column were four
+    # neighbours, a thread could load only these at once, 8 bytes in bfloat16.
     block = tl.arange(0, 4)[:, None] * BLOCK_N  # (4, 1)
     block += tl.arange(0, BLOCK_N)[None, :]  # (4, BLOCK_N)
+    # One number a row would have all threads wait in each turn of the loop.
     m = tl.full((BLOCK_N,), LOWEST, dtype=tl.float32)
     s = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start in range(0, N, 4 * BLOCK_N):
         offs = start + block  # (4, BLOCK_N)
+        # -inf past the end is never the maximum, and adds nothing to a sum.
         x = tl.load(x_ptr + row + offs, mask=offs < N, other=-float("inf"))
         x = x.to(tl.float32)  # (4, BLOCK_N)
         larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
+        # What is in s was added while the maximum was m.
         s *= exponential(m - larger)
         s += tl.sum(exponential(x - larger[None, :]), axis=0)
         m = larger
+    # Only here do threads wait for each other. Columns have unlike maxima, so
+    # their sums cannot be added before each is corrected to the row's.
     top = tl.max(m, axis=0)
     total = tl.sum(s * exponential(m - top), axis=0)
+    # No element could be divided earlier: only now the row's sum is known.
     for start in range(0, N, 4 * BLOCK_N):
         offs = start + block  # (4, BLOCK_N)
         x = tl.load(x_ptr + row + offs, mask=offs < N).to(tl.float32)
@@ -441,15 +450,20 @@ def _softmax_long_whole_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    # Unless 16 divides N, the compiler learns only here that VEC does.
     N = N // VEC * VEC
+    # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    # Without it, the last program would store rows behind the end of d.
     offs_m = tl.minimum(offs_m, M - 1)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     mask = offs_n < N
     offs = offs_m * N + offs_n  # (BLOCK_M, BLOCK_N)
+    # Zeros past the end add nothing to the sum of products.
     g = tl.load(g_ptr + offs, mask=mask, other=0).to(ACC)
     y = tl.load(y_ptr + offs, mask=mask, other=0).to(ACC)
+    # Each d needs the sum of its whole row, so g and y wait in registers.
     d = y * (g - tl.sum(g * y, axis=1, keep_dims=True))
     tl.store(d_ptr + offs, d, mask=mask)
 
@@ -507,10 +521,12 @@ def _softmax_long_kernel(
             offs = start + block  # (4, BLOCK_N)
             x = tl.load(x_body + offs, mask=offs < end, other=-float("inf"))
             x = x.to(ACC)  # (4, BLOCK_N)
-            larger = tl.maximum(m, tl.max(x, axis=0))
+            larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
+            # What is in s was added while the maximum was m.
             s *= _softmax_long_exp(m - larger)
             s += tl.sum(_softmax_long_exp(x - larger[None, :]), axis=0)
             m = larger
+        # The edges are no part of the body, but of the row.
         top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
         e = _softmax_long_exp(x_e - top)  # (2 * VEC,)
         total = tl.sum(s * _softmax_long_exp(m - top), axis=0)
@@ -537,23 +553,32 @@ def _softmax_long_backward_kernel(
     BLOCK_N: tl.constexpr,
 ):
     block = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    # In int32 a row's offset would overflow past element 2**31.
     first = tl.program_id(axis=0).to(tl.int64)
+    # With a program for each row, L2 could lose rows between their passes.
     for row in tl.range(first, M, tl.num_programs(axis=0)):
+        # All three are contiguous, so a row's body is the same part of each:
+        # one end and one mask serve them all.
         g_body, end, g_edges, mask_e = _softmax_long_divide(
             g_ptr, row * N, N, VEC
         )
         y_body, _, y_edges, _ = _softmax_long_divide(y_ptr, row * N, N, VEC)
         d_body, _, d_edges, _ = _softmax_long_divide(d_ptr, row * N, N, VEC)
+        # Zeros where there is no edge add nothing to the sum of products.
         g_e = tl.load(g_edges, mask=mask_e, other=0).to(ACC)  # (2 * VEC,)
-        y_e = tl.load(y_edges, mask=mask_e, other=0).to(ACC)
+        y_e = tl.load(y_edges, mask=mask_e, other=0).to(ACC)  # (2 * VEC,)
+        # Each column has its own: no thread waits for another in the loop.
         s = tl.zeros((BLOCK_N,), dtype=ACC)
+        # Up to N and not to end, as forward, for the sake of torch.compile.
         for start in range(0, N, BLOCK_N):
             offs = start + block  # (BLOCK_N,)
             g = tl.load(g_body + offs, mask=offs < end, other=0).to(ACC)
             y = tl.load(y_body + offs, mask=offs < end, other=0).to(ACC)
             s += g * y
+        # The edges are no part of the body, but of the row's sum.
         total = tl.sum(s, axis=0) + tl.sum(g_e * y_e, axis=0)
         tl.store(d_edges, y_e * (g_e - total), mask=mask_e)
+        # From the end to the start, as the caches saw the end last.
         last = (N - 1) // BLOCK_N * BLOCK_N
         for step in range(0, N, BLOCK_N):
             offs = last - step + block  # (BLOCK_N,)

@@ -301,12 +301,14 @@ def body_kernel(
     x_ptr, y_ptr, out_ptr, N, VEC: tl.constexpr, BLOCK: tl.constexpr
 ):
     pid = tl.program_id(axis=0).to(tl.int64)
+    # Up to N, the mask could end among the elements of one wide load.
     end = N // VEC * VEC
     offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     mask = offs < end
     x = tl.load(x_ptr + offs, mask=mask).to(tl.float32)
     y = tl.load(y_ptr + offs, mask=mask).to(tl.float32)
     tl.store(out_ptr + offs, x + y, mask=mask)
+    # Without this, every program would add the same few elements again.
     if pid == 0:
         edge = end + tl.arange(0, VEC)  # (VEC,)
         x_e = tl.load(x_ptr + edge, mask=edge < N).to(tl.float32)
@@ -385,9 +387,13 @@ ADD_ROWS_ACC = {
 def _add_rows_divide(x_ptr, start, N, VEC: tl.constexpr):
     """Return a row's body, its length, its edges and which there are."""
     head = ((VEC - start % VEC) % VEC).to(tl.int32)
+    # A row may end before its first multiple. A rest of less than VEC elements
+    # is left to the edge: with it, a mask would end within a wide load.
     length = tl.maximum(N - head, 0) // VEC * VEC
     # To divide and multiply again tells the compiler: a multiple of VEC.
     body = x_ptr + (start + head) // VEC * VEC
+    # Both edges are one tile, so they take one load. What lies behind the head
+    # is moved past the body.
     edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
     edges = x_ptr + start + tl.where(edge < head, edge, edge + length)
     return body, length, edges, edge < N - length
@@ -409,19 +415,24 @@ def _add_rows_kernel(
 ):
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
+    # One axis for both: a grid's second axis ends at 65535.
     row, block = pid // blocks, pid % blocks
+    # In half precision, product and sum would be rounded before the store.
     weight = tl.load(weight_ptr + row).to(ACC)
+    # The launcher saw to it that the rows begin alike, so one end and one mask
+    # of the edges serve all three. Otherwise VEC is 1 and no row has edges.
     x_body, end, x_edges, mask_e = _add_rows_divide(
         x_ptr, row * stride_xm, N, VEC
     )
     y_body, _, y_edges, _ = _add_rows_divide(y_ptr, row * stride_ym, N, VEC)
     out_body, _, out_edges, _ = _add_rows_divide(out_ptr, row * N, N, VEC)
     offs = block * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    # VEC divides end, so the mask lets in all of a wide load, or none.
     mask = offs < end
     x = tl.load(x_body + offs, mask=mask).to(ACC)  # (BLOCK,)
     y = tl.load(y_body + offs, mask=mask).to(ACC)  # (BLOCK,)
     tl.store(out_body + offs, x + weight * y, mask=mask)
-    # One program of each row does the edges.
+    # The edges are far fewer than a block: one program of each row does them.
     if block == 0:
         x_e = tl.load(x_edges, mask=mask_e).to(ACC)  # (2 * VEC,)
         y_e = tl.load(y_edges, mask=mask_e).to(ACC)  # (2 * VEC,)
