@@ -463,7 +463,7 @@ def _softmax_long_whole_backward_kernel(
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    # Without it, the last program would store rows behind the end of d.
+    # Without the minimum, the last program would store rows behind d's end.
     offs_m = tl.minimum(offs_m, M - 1)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     mask = offs_n < N
@@ -486,9 +486,13 @@ def _softmax_long_exp(x):
 def _softmax_long_divide(x_ptr, start, N, VEC: tl.constexpr):
     """Return a row's body, its length, its edges and which there are."""
     head = ((VEC - start % VEC) % VEC).to(tl.int32)
+    # A row may end before its first multiple. A rest of less than VEC elements
+    # is left to the edge: with it, a mask would end within a wide load.
     length = tl.maximum(N - head, 0) // VEC * VEC
     # To divide and multiply again tells the compiler: a multiple of VEC.
     body = x_ptr + (start + head) // VEC * VEC
+    # Both edges are one tile, so they take one load. What lies behind the head
+    # is moved past the body.
     edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
     edges = x_ptr + start + tl.where(edge < head, edge, edge + length)
     return body, length, edges, edge < N - length
