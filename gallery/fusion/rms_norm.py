@@ -106,8 +106,8 @@ def rate_table(times, x, unit, work):
 # .. math:: y_n = x_n\,r\,w_n, \qquad
 #    r = 1 \Big/ \sqrt{\tfrac{1}{N} \sum_k x_k^2 + \epsilon}.
 #
-# With PyTorch's operators, and in float32 inside as models have it, these are
-# eight kernels. A *dispatch mode* sees each of them and adds up what it moves:
+# Models compute this in float32. With PyTorch's operators that makes eight
+# kernels. A *dispatch mode* sees each of them and adds up what it moves:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -138,16 +138,16 @@ if __name__ == "__main__":
     print(f"reading x and writing y: {(x.nbytes + y.nbytes) / x.nbytes:.1f}")
 
 # %%
-# The floor is two. PyTorch has ``torch.nn.functional.rms_norm`` as well, and we
-# shall measure ours beside it.
+# The *floor* is two: to read ``x`` and to write ``y``. PyTorch has one function
+# for it, ``torch.nn.functional.rms_norm``. We measure ours beside it.
 
 # %%
 # The first kernel
 # ----------------
 #
 # The row is needed twice: for the sum of squares, then for the result. A
-# program that keeps it in registers loads it once. A block is a power of two,
-# and what it has past the row's end is masked:
+# program that keeps the row in registers loads it once. The length of a block
+# is a power of two. What it has past the row's end is masked:
 #
 # .. code-block:: text
 #
@@ -189,9 +189,10 @@ def norm_rows(x, weight, eps=1e-6, num_warps=4):
 # Is it right?
 # ------------
 #
-# Beside float64. A sum of 1000 squares is added up in a tree: about ten
-# roundings of 24 bits, which the root halves. The root itself and three
-# products round once each. :math:`10^{-6}` is seventeen roundings.
+# We compare with float64. 1000 squares are added up in a tree, which rounds
+# about ten times to 24 bits, and the root halves that error. The root itself
+# and three products round once each. We allow :math:`10^{-6}`, seventeen
+# roundings.
 
 if __name__ == "__main__":
     x = torch.randn(5, 1000, generator=generator, device=DEVICE)
@@ -207,9 +208,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Three lengths in bfloat16, a quarter of a gigabyte each, beside PyTorch's
-# function, ``torch.compile`` of it, and a copy, which is the roof. The rate
-# counts the bytes of the floor.
+# We time three lengths in bfloat16, a quarter of a gigabyte each. Beside ours
+# stand PyTorch's function, ``torch.compile`` of it, and a copy, which is the
+# roof. The rate counts the bytes of the floor.
 
 ELEMENTS = 2**27
 
@@ -254,10 +255,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # How many warps?
 # ---------------
 #
-# The kernel had four warps, 128 threads, whatever the length. In a row of 16384
+# The kernel had four warps, 128 threads, whatever the length. Of a row of 16384
 # each thread holds 128 numbers in registers, so few programs fit on a
-# multiprocessor. In a row of 768 most threads hold six. So we time lengths that
-# models have with other numbers of warps:
+# multiprocessor. Of a row of 768 a thread holds eight numbers at most. So we
+# time lengths that models have with other numbers of warps:
 
 WARPS = [1, 2, 4, 8, 16, 32]
 
@@ -274,9 +275,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(line)
 
 # %%
-# The longer the row, the more warps it wants, but 16 and 32 gain nothing here.
-# The op has four warps for up to 8 KB of a row in float32, 2048 numbers, and
-# eight beyond.
+# The op has four warps for rows of up to 8 KB in float32, 2048 numbers, and
+# eight for longer ones. The table shows what other numbers of warps come to.
 
 # %%
 # A row in two blocks
@@ -284,25 +284,27 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # A row of 5120 numbers has a block of 8192, and one of 12288 has 16384. Three
 # eighths and a quarter of these blocks are masked. Each masked element takes a
-# register and its share of all instructions. Two blocks fit better, and the
-# first of them is full:
+# register, and is computed with. Two blocks fit better, and the first of them
+# is full:
 #
 # .. code-block:: text
 #
 #     one block    |<------ N = 5120 ------>|   masked     |  8192
 #     two blocks   |<--- BLOCK_N = 4096 --->|REST|            4096 + 1024
 #
-# The kernel loads both, then adds two sums of squares. The op does so where one
-# block would be larger than 16 KB in float32, and a quarter of it or more would
-# be masked. The table after the op shows the gain.
+# The kernel loads both blocks, and then adds their two sums of squares. The op
+# does so where one block would be larger than 16 KB in float32 and a quarter of
+# it or more would be masked. The table after the op compares one block with
+# two.
 
 # %%
 # Heads: many short rows
 # ----------------------
 #
-# Some models norm each head of the queries and keys: rows of 64, 128 or 256,
-# and millions of them. A program with one such row asks the memory for 256
-# bytes. Let it take as many rows as make 8 KB in float32:
+# Some models norm each head of the queries and keys. These are rows of 64, 128
+# or 256, and millions of them. A row of 128 in bfloat16 is 256 bytes, so a
+# program with one such row has little to load. Let it take as many rows as make
+# 8 KB in float32:
 #
 # .. code-block:: text
 #
@@ -313,24 +315,25 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #                |  row 2  |
 #                +---------+
 #
-# The sum goes along ``axis=1``. If the last program's rows go beyond the
-# matrix, it does the last row again: the same values, stored in the same place,
-# and no second mask.
+# The sum goes along ``axis=1``. The last program's rows may go beyond the
+# matrix. It then does the last row again, and stores the same values in the
+# same place. So rows need no mask.
 #
-# One more question: a row of 1000 in bfloat16 begins at a multiple of 16 bytes,
-# as a row of 1024 does. A thread could load 8 elements at once. The compiler
-# does not know that: of an argument it only knows whether 16 divides it. ``N //
-# VEC * VEC`` changes nothing and tells the compiler that ``VEC`` divides ``N``.
-# (``unaligned_rows.py`` looks into that.)
+# One question is left. A row of 1000 in bfloat16 begins at a multiple of 16
+# bytes, as a row of 1024 does. A thread could load 8 elements at once. But the
+# compiler does not know that: of an argument it only knows whether 16 divides
+# it. Let ``VEC`` be how many elements a thread may load at once. ``VEC``
+# divides ``N``, so ``N // VEC * VEC`` is ``N`` again, and now the compiler
+# knows that ``VEC`` divides it. (``unaligned_rows.py`` looks into that.)
 
 # %%
 # The residual in the same kernel
 # -------------------------------
 #
-# In a model stands ``h = x + residual``, then the norm of ``h``. The sum ``h``
-# goes on as the next residual, so both results are needed. Two kernels move
-# five matrices: two reads and a write, then a read and a write. One kernel has
-# ``h`` in registers when it needs it, and moves four:
+# A model computes ``h = x + residual``, and then the norm of ``h``. The sum
+# ``h`` goes on as the next residual, so both results are needed. Two kernels
+# move five matrices: two reads and a write, then a read and a write. One kernel
+# has ``h`` in registers when it needs it, and moves four matrices:
 #
 # .. code-block:: text
 #
@@ -340,8 +343,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #                   +------------------------------------------------> h
 #
 # ``h`` is rounded to its dtype before its squares are added up. So the result
-# is that of two kernels, and the backward, which starts from the stored ``h``,
-# is that of this forward.
+# is the same as that of two kernels. The backward starts from the stored ``h``,
+# and so from the same numbers as the forward.
 
 # %%
 # The backward
@@ -354,15 +357,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    c = \tfrac{r^2}{N} \sum_k g_k\,h_k, \qquad
 #    \mathrm{d}w_n = \sum_{\mathrm{rows}} \mathrm{d}y_n\,h_n\,r.
 #
-# The gradient that comes to ``h`` from further on is added to that. ``x`` and
-# the residual both get the sum. The kernel computes :math:`r` again: ``h`` is
-# read anyway, so that costs no bytes, and nothing more has to be saved.
+# The gradient that comes to ``h`` from later layers is added to
+# :math:`\mathrm{d}h_n`. ``x`` and the residual both get that sum. The kernel
+# computes :math:`r` again: ``h`` is read anyway, so that costs no bytes, and
+# nothing more has to be saved.
 #
 # The sum for :math:`\mathrm{d}w` goes across the rows, which belong to
-# different programs. If all programs added to one row in memory, by atomics or
-# with a lock, the order would change from call to call, and with it the last
-# bits. So each program adds up its own rows in registers, and a second kernel
-# adds up the programs:
+# different programs. All programs could add to one row in memory, by atomics or
+# with a lock. Then the order of the additions would change from call to call,
+# and with it the last bits. So each program adds up its own rows in registers,
+# and a second kernel adds up the programs:
 #
 # .. code-block:: text
 #
@@ -371,24 +375,24 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     program 2: rows 2, 5, 8 ...  -> partial[2, :] --+
 #
 # ``partial`` is written and read in float32, 8 bytes for each column and
-# program. A program for each row would make that more than all the rest. So
-# there are only as many programs as have 40 KB of rows in float32 under way on
-# each multiprocessor, four at most, and each goes on to further rows. The order
-# of all sums is fixed: the same bits each time, on one GPU.
+# program. With a program for each row that would be more than all the rest. So
+# for each multiprocessor the op starts one to four programs, as many as have 40
+# KB of rows in float32 under way together. Each goes on to further rows. The
+# order of all sums is fixed, so one GPU gives the same bits each time.
 #
 # Each program has its row of ``dw`` in registers, besides ``h`` and
-# :math:`\mathrm{d}y`. A row of more than 8192 numbers is two blocks here, and
-# leaves no registers for the weight. That is loaded twice for each row, from a
-# cache.
+# :math:`\mathrm{d}y`. In the backward, every row of more than 8192 numbers is
+# two blocks. The weight of a row in two blocks does not stay in registers as
+# well. It is loaded twice for each row, which a cache can serve.
 
 # %%
 # The op
 # ------
 #
-# Two ops with one kernel each way: ``rms_norm``, and ``rms_norm_residual``,
-# which adds first. The last dimension of a tensor of any shape is the row. Rows
-# that lie apart, as in ``x[:, :1000]``, are read where they are; other layouts
-# are copied first. The way to register them is that of
+# There are two ops: ``rms_norm``, and ``rms_norm_residual``, which adds first.
+# They share all kernels. The row is the last dimension of a tensor of any
+# shape. Rows that lie apart, as in ``x[:, :1000]``, are read where they are.
+# Other layouts are copied first. The ops are registered in the way of the page
 # ``what_a_call_costs.py``: on a GPU a call goes straight to the launcher, and
 # ``torch.compile`` looks into the ``triton_op``.
 
@@ -463,9 +467,9 @@ def _rms_norm_kernel(
     # Rows past the last one are the last one again.
     offs_m = tl.minimum(offs_m, M - 1)
     x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
-    residual_rows = residual_ptr + offs_m * stride_rm
-    h_rows = h_ptr + offs_m * N
-    y_rows = y_ptr + offs_m * N
+    residual_rows = residual_ptr + offs_m * stride_rm  # (BLOCK_M, 1)
+    h_rows = h_ptr + offs_m * N  # (BLOCK_M, 1)
+    y_rows = y_ptr + offs_m * N  # (BLOCK_M, 1)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     # The first of two blocks is full, and needs no mask.
     mask = None if REST else offs_n < N
@@ -504,9 +508,11 @@ def _rms_norm_slope(
 ):
     """Store a block of dx and return what its rows add to dw."""
     dx = (dy * weight - h * c) * r
+    # An addition of its own would read dx once more, and write it once more.
     if ADD:
         dx += _rms_norm_read(dh_ptr + offs, mask, ACC)
     tl.store(dx_ptr + offs, dx, mask=mask)
+    # Not summed over the rows: the caller does so once, behind its loop.
     return dy * (h * r)
 
 
@@ -530,37 +536,47 @@ def _rms_norm_backward_kernel(
     REST: tl.constexpr,
     STAGES: tl.constexpr,  # of how many turns loads are under way
 ):
+    # Unless 16 divides them, the compiler learns only here that VEC does.
     N = N // VEC * VEC
     stride_hm = stride_hm // VEC * VEC
     pid = tl.program_id(axis=0)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    # One row of sums for each row of a tile: a sum across a tile's rows in each
+    # turn could have threads wait for each other there.
     dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
     if REST:
         rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
         dw_rest = tl.zeros((BLOCK_M, REST), dtype=ACC)
     else:
+        # Here the weight stays in registers, for all tiles of the program.
         weight = _rms_norm_read(weight_ptr + offs_n, offs_n < N, ACC)
+    # If programs took whichever tile is next, the order of the sums, and with
+    # it their last bits, would change from call to call.
     tiles, programs = tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)
     for tile in tl.range(pid, tiles, programs, num_stages=STAGES):
+        # In int32 a row's offset would overflow past element 2**31.
         offs_m = tl.cast(tile, tl.int64) * BLOCK_M
         offs_m += tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
         # A row done twice would count twice in dw: here rows need a mask. With
         # two blocks a tile is one row, and the first block is full.
         mask = None if REST else (offs_m < M) & (offs_n < N)
         h_rows = h_ptr + offs_m * stride_hm  # (BLOCK_M, 1)
-        rows = offs_m * N
+        rows = offs_m * N  # (BLOCK_M, 1)
         h = _rms_norm_read(h_rows + offs_n, mask, ACC)
         dy = _rms_norm_read(dy_ptr + rows + offs_n, mask, ACC)
         if REST:
-            weight = tl.load(weight_ptr + offs_n).to(ACC)
+            # Loaded before the first sum, for which all warps wait.
+            weight = tl.load(weight_ptr + offs_n).to(ACC)  # (1, BLOCK_N)
             h_rest = _rms_norm_read(h_rows + rest, rest < N, ACC)
             dy_rest = _rms_norm_read(dy_ptr + rows + rest, rest < N, ACC)
             last = _rms_norm_read(weight_ptr + rest, rest < N, ACC)
+        # Each dx needs both sums, of the whole row: none can be stored before.
         squares = tl.sum(h * h, axis=1, keep_dims=True)  # (BLOCK_M, 1)
         products = tl.sum(dy * weight * h, axis=1, keep_dims=True)
         if REST:
             squares += tl.sum(h_rest * h_rest, axis=1, keep_dims=True)
             products += tl.sum(dy_rest * last * h_rest, axis=1, keep_dims=True)
+        # Computed again: h is here anyway, a stored r would have to be loaded.
         r = tl.rsqrt(squares / N + EPS)
         c = products / N * r * r
         if REST:
@@ -602,6 +618,8 @@ def _rms_norm_backward_kernel(
             ACC,
             ADD,
         )
+    # A row of its own for each program. Atomic additions to one row would come
+    # in another order each time.
     partial_rows = partial_ptr + pid.to(tl.int64) * N
     dw = tl.sum(dw, axis=0, keep_dims=True)  # (1, BLOCK_N)
     tl.store(partial_rows + offs_n, dw, mask=offs_n < N)
@@ -619,9 +637,13 @@ def _rms_norm_sum_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    # The block has all rows of partial: one program adds up a column, in the
+    # same order each time.
     offs_p = tl.arange(0, BLOCK_P)[:, None]  # (BLOCK_P, 1)
     offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    # BLOCK_P is a power of two, and there need not be as many programs.
     mask = (offs_p < P) & (offs_n < N)
+    # int32 is enough: a thousand programs with the longest rows make 2**24.
     partial_ptrs = partial_ptr + offs_p * N + offs_n  # (BLOCK_P, BLOCK_N)
     dw = tl.sum(tl.load(partial_ptrs, mask=mask, other=0), 0, keep_dims=True)
     tl.store(dw_ptr + offs_n, dw, mask=offs_n < N)
@@ -883,10 +905,12 @@ rms_norm_residual.register_autograd(
 )
 
 # %%
-# What did each step gain? The ladder, with the registers of a thread for the
-# longest row. A spilled register is one that a thread keeps in memory, because
-# it has not enough of them. A residual makes four matrices each way, or five if
-# an addition comes first.
+# What did each step gain? The table has the rates of each step and, for the
+# longest row, the registers of a thread. A spilled register is one that a
+# thread keeps in memory, because it has not enough of them. The backward has
+# two kernels, so its registers are left out. Rates count the bytes of the
+# floor. With a residual the floor is four matrices each way, though an addition
+# by itself makes five of them.
 
 
 def one_row(x, y, residual, num_warps):
@@ -952,9 +976,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Proof
 # -----
 #
-# Values and gradients of every dtype beside float64. In half precision a result
-# is rounded once more, and so is ``h``. In a gradient terms may cancel, hence
-# the ``atol``.
+# We compare values and gradients of every dtype with float64. In half precision
+# a result is rounded once more, and so is ``h``. The terms of a gradient may
+# cancel, so there is an ``atol``.
 
 
 def random_like(*shapes, dtype=torch.float32):
@@ -994,8 +1018,8 @@ else:  # imported: a glance
     prove((3, 40), torch.float32)
 
 # %%
-# Rows that lie apart, a transposed matrix, a result that nobody uses, and
-# finite differences:
+# Next come rows that lie apart, a transposed matrix and an expanded row.
+# ``gradcheck`` compares the backward with finite differences:
 
 if __name__ == "__main__":
     x, weight = random_like((60, 100), (37,))
@@ -1014,7 +1038,7 @@ if __name__ == "__main__":
     assert torch.autograd.gradcheck(partial(rms_norm, eps=1e-6), leaves[1:])
 
 # %%
-# What it does not take, it names:
+# An error names what the op does not take:
 
 if __name__ == "__main__":
     x = torch.ones(3, 16385, device=DEVICE)
@@ -1028,9 +1052,10 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# bfloat16, a quarter of a gigabyte at each length: a head, then hidden sizes of
-# models. The backward is called through autograd. ``Roof`` is a copy, beside
-# the backward an addition: two reads and a write.
+# The benchmark is in bfloat16, with a quarter of a gigabyte at each length. The
+# first length is that of a head, the others are hidden sizes of models. The
+# backward is called through autograd. ``Roof`` is a copy. For the backward it
+# is an addition, which has two reads and a write as well.
 
 SIZES = [128, 768, 1024, 2880, 4096, 7168, 12288, 16384]
 ours = partial(rms_norm, eps=1e-6)
@@ -1062,7 +1087,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide.plot(logx=True, title="backward")
 
 # %%
-# With a residual, at three of these lengths:
+# The same with a residual, at three of these lengths:
 
 
 def eager_residual(x, residual, weight):
@@ -1084,8 +1109,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"N = {N:5}: {', '.join(rates)} GB/s")
 
 # %%
-# What a call costs the CPU, in microseconds. The GPU works through a queue that
-# the CPU fills, so these figures count where matrices are small:
+# This is what a call costs the CPU, in microseconds. The GPU works through a
+# queue that the CPU fills, so these figures count where matrices are small:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for one in (results, results_backward):
@@ -1096,19 +1121,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Forward, where a line touches the roof, the kernel moves the floor's bytes and
-# waits for nothing else. Backward the roof is an addition, which sums
-# nothing across rows. The op has its partial sums to write and read, and a
-# second kernel that cannot begin before the first has ended. Neither shrinks
-# with the number of rows, so a small matrix stays further from the roof.
+# Forward, where our line touches the roof, the kernel moves the floor's bytes
+# and waits for nothing else. Backward the roof is an addition, which sums
+# nothing across rows. The op has to write its partial sums and read them again,
+# and its second kernel cannot begin before the first has ended. From a few rows
+# a program on, both cost the same however many rows there are. So they weigh
+# more in a small matrix. This page does not measure one.
 
 # %%
 # Break it: squares in half precision
 # -----------------------------------
 #
-# A model in float16 has an activation of 300, and its norm forgot to leave
-# float16. The square is infinite, so :math:`r` is 0, and the row is gone.
-# Nobody sees a NaN.
+# Let a model in float16 have an activation of 300, and let its norm compute in
+# float16. The square of 300 is infinite there. So :math:`r` is 0, and the whole
+# row becomes 0. No NaN gives that away.
 
 if __name__ == "__main__":
     x = torch.tensor([[300.0, -5.0, 2.0, 1.0]], device=DEVICE).half()

@@ -138,17 +138,18 @@ if __name__ == "__main__":
     print(f"reading x and writing y: {(x.nbytes + y.nbytes) / x.nbytes:.2f}")
 
 # %%
-# To get from eight to two, the row has to be at hand when its maximum is known,
-# and again when its sum is known. ``torch.softmax`` is one kernel, too, and we
-# shall measure ours beside it.
+# Two is the *floor*: any kernel has to read ``x`` and to write ``y``. To reach
+# the floor, one kernel has to keep a row. It needs the row again when the
+# maximum is known, and once more when the sum is known. PyTorch's own
+# ``torch.softmax`` is one kernel as well. We measure ours beside it.
 
 # %%
 # The first kernel
 # ----------------
 #
 # A multiprocessor has 256 KB of registers. A row of 4096 numbers takes 16 KB in
-# float32. So each program loads one row and keeps it. A block is a power of
-# two, and what it has past the row's end is masked:
+# float32. So each program loads one row and keeps it. The length of a block is
+# a power of two. What the block has past the row's end is masked:
 #
 # .. code-block:: text
 #
@@ -158,7 +159,8 @@ if __name__ == "__main__":
 #     x          x0     x1     x2     x3     x4   -inf   -inf   -inf
 #     exp(x-m)   e0     e1     e2     e3     e4      0      0      0
 #
-# The masked elements are ``-inf``: never the maximum, and nothing in the sum.
+# The masked elements are ``-inf``. They are never the maximum, and they add
+# nothing to the sum.
 
 
 @triton.jit
@@ -188,10 +190,10 @@ def softmax_rows(x, num_warps=4):
 # Is it right?
 # ------------
 #
-# Beside float64. The difference ``x - m`` is rounded to 24 bits. It is above
-# -20 here, so an exponential is off by a relative :math:`20 \cdot 2^{-24}`, and
-# so is the sum. Twice that is 2.4e-6. The exponential function itself and the
-# division add a few roundings more, so we allow 5e-6.
+# We compare with float64. The difference ``x - m`` is rounded to 24 bits. Here
+# it is above -20, so an exponential is off by a relative :math:`20 \cdot
+# 2^{-24}`, and so is the sum. Twice that is 2.4e-6. The exponential function
+# itself and the division add a few roundings more, so we allow 5e-6.
 
 if __name__ == "__main__":
     x = torch.randn(5, 1000, generator=generator, device=DEVICE)
@@ -205,9 +207,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Three lengths in bfloat16, half a gigabyte each, beside ``torch.softmax``,
-# ``torch.compile`` and a copy, which is the roof. The rate counts the bytes of
-# the floor.
+# We time rows of three lengths in bfloat16, half a gigabyte each. Beside our
+# kernel stand ``torch.softmax``, ``torch.compile`` of it, and a copy, which is
+# the roof. The rate counts the bytes of the floor.
 
 ELEMENTS = 2**28
 
@@ -251,9 +253,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The kernel had four warps, 128 threads, whatever the length. A thread held two
 # elements of a row of 256, and 128 elements of a row of 16384. Each element
-# takes a register, and a multiprocessor has registers for few such programs.
-# So we time each length with other numbers of warps, and two lengths between
-# powers of two:
+# takes a register, so a multiprocessor has registers for only a few programs
+# with such long rows. We time each length with other numbers of warps, and two
+# lengths between powers of two:
 
 WARPS = [1, 2, 4, 8, 16, 32]
 
@@ -270,18 +272,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(line)
 
 # %%
-# The longer the row, the more warps it wants. What a thread holds is counted
-# in bytes, as a float64 takes two registers. The op gives a thread about 128
-# bytes of a row in float32 or float64: a row of 4096 takes four warps, one of
-# 16384 takes 16. The longest row of this page is 64 KB,
-# a quarter of a multiprocessor's registers: 16384 elements, or 8192 in float64.
+# Longer rows want more warps. The op counts in bytes what a thread holds, as a
+# float64 takes two registers. It gives a thread about 128 bytes of a row in
+# float32 or float64. A row of 4096 takes four warps, one of 16384 takes 16. The
+# op's longest row has 64 KB, a quarter of a multiprocessor's registers: 16384
+# elements, or 8192 in float64.
 
 # %%
 # Should a program go on to other rows?
 # -------------------------------------
 #
-# Triton's own tutorial has *persistent* programs: no more than run at a time,
-# and each goes on to another row. Here are eight for each multiprocessor:
+# Triton's own tutorial has *persistent* programs. It starts no more of them
+# than run at a time, and each goes on to further rows. Here are eight programs
+# for each multiprocessor:
 
 
 @triton.jit
@@ -306,14 +309,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     torch.testing.assert_close(y, softmax_rows(x, 8))
 
 # %%
-# It does not pay: the loop is slower than a program for each row.
+# The loop is slower than a program for each row, so the op has no loop.
 
 # %%
 # Several short rows
 # ------------------
 #
-# A row of 256 in bfloat16 is 512 bytes, so each program asks the memory for
-# little. Let a program take as many rows as make 8 KB in float32, and have at
+# A row of 256 in bfloat16 is 512 bytes, so each program has little to load. Let
+# a program take several short rows, as many as make 8 KB in float32, with at
 # least four warps:
 #
 # .. code-block:: text
@@ -325,24 +328,26 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #                |  row 2  |
 #                +---------+
 #
-# The reductions go along ``axis=1``. If the last program's rows go beyond
-# the matrix, it does the last row again: the same values, stored in the same
-# place, and no second mask.
+# The reductions go along ``axis=1``. The last program's rows may go beyond the
+# matrix. It then does the last row again, and stores the same values in the
+# same place. So rows need no mask.
 #
 # One question is left. A row of 1000 in bfloat16 begins at a multiple of 16
-# bytes, as a row of 1024 does. A thread could load 8 elements at once, but the
+# bytes, as a row of 1024 does. A thread could load 8 elements at once. But the
 # compiler does not know that: of an argument it only knows whether 16 divides
-# it. ``N // VEC * VEC`` changes nothing, and tells the compiler that ``VEC``
-# divides ``N``. (``unaligned_rows.py`` looks into that.)
+# it. Let ``VEC`` be how many elements a thread may load at once. ``VEC``
+# divides ``N``, so ``N // VEC * VEC`` is ``N`` again, and now the compiler
+# knows that ``VEC`` divides it. (``unaligned_rows.py`` looks into that.)
 
 # %%
 # A row in two blocks
 # -------------------
 #
-# In the table of warps, rows of 5120 and 12288 at their best stay behind those
-# of 4096 and 16384. A block is the next power of two, and in theirs a quarter
-# or more is masked. A masked element moves no bytes, but it takes a register,
-# and its exponential is computed. Must a row be one block?
+# The table of warps has rows of 5120 and 12288, between powers of two. A block
+# is the next power of two. A row of 5120 leaves three eighths of its block
+# masked, and a row of 12288 leaves a quarter. A masked element moves no bytes,
+# but it takes a register, and its exponential is computed. Must a row be one
+# block?
 #
 # .. code-block:: text
 #
@@ -354,12 +359,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     two blocks    |      4096       |1024 |
 #                   | x x x x x x x x | x x |             none masked
 #
-# The first block is half of that power of two. It is full and has no mask.
-# ``REST``, the second, is the next power of two of what is left. The maximum is
-# that of both blocks, and so is the sum. The op takes two blocks where one
+# The first block is half of that power of two. It is full and has no mask. The
+# second, ``REST``, is the next power of two of what is left. The maximum and
+# the sum are those of both blocks together. The op takes two blocks where one
 # would be larger than 16 KB and where the row fills at most three quarters of
-# it. Otherwise ``REST`` is 0, and the compiler leaves its lines out. The warps
-# count the blocks together: a row of 5120 takes four, one of 12288 takes 16.
+# it. Otherwise ``REST`` is 0, and the compiler leaves its lines out. The number
+# of warps follows from both blocks together: a row of 5120 takes four, one of
+# 12288 takes 16.
 
 # %%
 # The backward
@@ -369,21 +375,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # .. math:: d_n = y_n \Big(g_n - \sum_k g_k\,y_k\Big).
 #
-# It needs ``y`` and not ``x``, so the forward saves its result: two reads and a
-# write. A program keeps ``g`` and ``y`` in registers. It has the forward's
-# blocks, and the warps that one block would have; the table after the op has
-# others beside them.
+# The formula needs ``y`` and not ``x``, so the forward saves its result. The
+# floor is two reads and a write. A program keeps ``g`` and ``y`` in registers.
+# It has the forward's blocks, and the warps that one block would have. The
+# table after the op has other numbers of warps beside them.
 
 # %%
 # The op
 # ------
 #
-# The last dimension of a tensor of any shape, forward and backward. Rows that
-# lie apart, as in ``x[:, :1000]``, are read where they are. Other layouts are
-# copied first. The code launches on the GPU of its input, which need not be
-# PyTorch's current one. It is registered in the way of
-# ``what_a_call_costs.py``: on a GPU a call goes straight to the launcher, and
-# ``torch.compile`` looks into the ``triton_op``.
+# The op works along the last dimension of a tensor of any shape, and has a
+# backward. Rows that lie apart, as in ``x[:, :1000]``, are read where they are.
+# Other layouts are copied first. The code launches on the GPU of its input,
+# which need not be PyTorch's current one. The op is registered in the way of
+# the page ``what_a_call_costs.py``: on a GPU a call goes straight to the
+# launcher, and ``torch.compile`` looks into the ``triton_op``.
 
 SOFTMAX_NAMESPACE = "triton_gallery"
 SOFTMAX_ACC = {
@@ -431,7 +437,7 @@ def _softmax_kernel(
     # Rows past the last one are the last one again.
     offs_m = tl.minimum(offs_m, M - 1)
     x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
-    y_rows = y_ptr + offs_m * N
+    y_rows = y_ptr + offs_m * N  # (BLOCK_M, 1)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     # The first of two blocks is full, and needs no mask.
     mask = None if REST else offs_n < N
@@ -466,20 +472,26 @@ def _softmax_backward_kernel(
     BLOCK_N: tl.constexpr,
     REST: tl.constexpr,
 ):
+    # Unless 16 divides N, the compiler learns only here that VEC does.
     N = N // VEC * VEC
+    # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    # Without the minimum, the last program would store rows behind d's end.
     rows = tl.minimum(offs_m, M - 1) * N
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    # As forward: only a single block can reach past the row's end.
     mask = None if REST else offs_n < N
     offs = rows + offs_n  # (BLOCK_M, BLOCK_N)
     # Zeros past the end add nothing to the sum of products.
-    g = _softmax_load(g_ptr + offs, mask, 0, ACC)
-    y = _softmax_load(y_ptr + offs, mask, 0, ACC)
+    g = _softmax_load(g_ptr + offs, mask, 0, ACC)  # (BLOCK_M, BLOCK_N)
+    y = _softmax_load(y_ptr + offs, mask, 0, ACC)  # (BLOCK_M, BLOCK_N)
     if REST:
+        # After the first sum, for which all warps wait, these would come late.
         rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
         g_rest = _softmax_load(g_ptr + rows + rest, rest < N, 0, ACC)
         y_rest = _softmax_load(y_ptr + rows + rest, rest < N, 0, ACC)
+    # Each d needs the sum of its whole row, so nothing is stored before.
     total = tl.sum(g * y, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     if REST:
         total += tl.sum(g_rest * y_rest, axis=1, keep_dims=True)
@@ -607,11 +619,11 @@ def _softmax_gradient(ctx, grad):
 softmax.register_autograd(_softmax_gradient, setup_context=_softmax_setup)
 
 # %%
-# What did each step gain? The ladder, with the statements of each kernel and,
-# for the longest row, its registers. A spilled register is one that a thread
-# keeps in memory, because it has not enough of them. Backward there are three
-# matrices, so the rate counts half as many bytes more. "One block" is the op's
-# kernel with ``REST=0`` for every row.
+# What did each step gain? The table has the rates of each step, the statements
+# of its kernel and, for the longest row, its registers. A spilled register is
+# one that a thread keeps in memory, because it has not enough of them. The
+# backward moves three matrices instead of two, so its rate counts half as many
+# bytes more. "One block" is the op's kernel with ``REST=0`` for every row.
 
 
 def statements(kernel):
@@ -687,8 +699,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Proof
 # -----
 #
-# Value and gradient of every dtype beside float64. In half precision the result
-# is rounded once more. In a gradient terms may cancel, hence its ``atol``.
+# We compare value and gradient of every dtype with float64. In half precision
+# the result is rounded once more. The terms of a gradient may cancel, so the
+# gradient has an ``atol``.
 
 
 def prove(shape, dtype):
@@ -710,7 +723,8 @@ if __name__ == "__main__":
             prove(shape, dtype)
 
 # %%
-# Rows that lie apart, a transposed matrix, and finite differences:
+# Next come rows that lie apart, a transposed matrix and an expanded row.
+# ``gradcheck`` compares the backward with finite differences:
 
 x = torch.randn(60, 100, generator=generator, device=DEVICE)
 for view in (x[:, :37], x[::2, 3:], x.T, x[:1].expand(9, 100)):
@@ -721,8 +735,9 @@ if __name__ == "__main__":
     assert torch.autograd.gradcheck(softmax, x)
 
 # %%
-# As in PyTorch, NaN or inf or nothing but ``-inf`` makes a row NaN, and no
-# other row. (Without a GPU, NumPy computes, and would warn of that.)
+# As in PyTorch, a row with NaN or inf, or with nothing but ``-inf``, becomes
+# NaN. No other row does. (Without a GPU, NumPy computes, and would warn of
+# that.)
 
 x = torch.zeros(6, 40, device=DEVICE)
 x[0, 3], x[1, 0], x[2], x[3, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
@@ -733,7 +748,7 @@ with warnings.catch_warnings():
 torch.testing.assert_close(y, torch.softmax(x, -1), equal_nan=True)
 
 # %%
-# What it does not take, it names:
+# An error names what the op does not take:
 
 if __name__ == "__main__":
     for x in (torch.ones(3, 16385), torch.ones(3, dtype=torch.int32)):
@@ -746,9 +761,9 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# bfloat16, half a gigabyte at each length. The backward is called through
-# autograd. ``Roof`` is a copy, beside the backward an addition: two reads and a
-# write.
+# The benchmark is in bfloat16, with half a gigabyte at each length. The
+# backward is called through autograd. ``Roof`` is a copy. For the backward it
+# is an addition, which has two reads and a write as well.
 
 SIZES = [128, 197, 512, 1000, 2880, 4096, 10000, 16384]
 
@@ -778,8 +793,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide.plot(logx=True, title="backward")
 
 # %%
-# What a call costs the CPU, in microseconds. The GPU works through a queue that
-# the CPU fills, so these figures count where matrices are small:
+# This is what a call costs the CPU, in microseconds. The GPU works through a
+# queue that the CPU fills, so these figures count where matrices are small:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for one in (results, results_backward):
@@ -790,16 +805,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Where the lines touch the roof, the kernel moves the bytes of the floor and
+# Where our line touches the roof, the kernel moves the bytes of the floor and
 # waits for nothing else. Rows of 197 begin at any address, so each element is
 # loaded by an instruction of its own: ``unaligned_rows.py`` is about that. A
 # row of 2880 leaves three tenths of its block masked, as the op has two blocks
-# only beyond 4096. A row of 10000 has two; the table after the op shows at
-# 5120 and 12288 what one block costs.
+# only beyond 4096. A row of 10000 has two blocks. The table after the op has
+# 5120 and 12288 in one block and in two.
 #
-# Backward, ``torch.compile`` is ahead at 16384. The table shows the registers
-# that a thread of ours takes there. With 512 threads a program has more than
-# half of a multiprocessor's 65536, so no two programs fit.
+# Backward, at 16384, our program has 512 threads. The table after the op shows
+# how many registers a thread takes there. With more than 64, no two programs
+# fit on a multiprocessor, which has 65536 registers. While the only program
+# waits, nothing else runs there.
 
 # %%
 # Go further

@@ -105,7 +105,7 @@ def rate_table(times, x, unit, work):
 # ----------
 #
 # The sum needs the maximum of the whole row. But it may start with the maximum
-# so far, and be corrected whenever that grows from :math:`m` to :math:`m'`:
+# so far, and be corrected when the maximum grows from :math:`m` to :math:`m'`:
 #
 # .. math:: s' = s\,e^{m - m'} + \sum_{k \in \text{block}} e^{x_k - m'}
 #
@@ -134,8 +134,7 @@ if __name__ == "__main__":
     print(f"x is read {read / x.nbytes:.0f} times, y is written once")
 
 # %%
-# The floor is one read and one write. The second read is one too many, unless a
-# cache has the row. That is what this page is about.
+# The floor is one read and one write. Can a cache serve the second read?
 
 # %%
 # The first kernel
@@ -150,8 +149,6 @@ if __name__ == "__main__":
 #                   +---------+---------+---------+------+
 #     2nd pass      | block 0 | block 1 | block 2 | mask |   y is stored
 #                   +---------+---------+---------+------+
-#
-# ``m`` starts at the lowest finite number: see "Break it".
 
 
 @triton.jit
@@ -164,16 +161,20 @@ def online_kernel(
 ):
     # In int32 the product would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64) * N
+    # A maximum that starts at -inf can make s NaN: see "Break it".
     m = tl.full((), LOWEST, dtype=tl.float32)
     s = tl.zeros((), dtype=tl.float32)
     for start in range(0, N, BLOCK_N):
         offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        # -inf past the end is never the maximum, and adds nothing to the sum.
         x = tl.load(x_ptr + row + offs, mask=offs < N, other=-float("inf"))
+        # In half precision, the sum of many small numbers would stand still.
         x = x.to(tl.float32)  # (BLOCK_N,)
         larger = tl.maximum(m, tl.max(x, axis=0))
         # What is in s was added while the maximum was m.
         s = s * tl.exp(m - larger) + tl.sum(tl.exp(x - larger), axis=0)
         m = larger
+    # No element could be divided earlier: only now s is of the whole row.
     for start in range(0, N, BLOCK_N):
         offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         x = tl.load(x_ptr + row + offs, mask=offs < N)
@@ -197,9 +198,9 @@ def softmax_online(x):
 # Is it right?
 # ------------
 #
-# Beside float64. ``x - m``, above -20 here, is rounded to 24 bits. So an
-# exponential is off by a relative :math:`20 \cdot 2^{-24}`, and so is the sum.
-# Each of five corrections adds a rounding or two. We allow 5e-6.
+# We compare with float64. ``x - m`` is rounded to 24 bits, and above -20 here.
+# So an exponential is off by a relative :math:`20 \cdot 2^{-24}`, and so is the
+# sum. Each of five corrections adds a rounding or two. We allow 5e-6.
 
 if __name__ == "__main__":
     x = torch.randn(3, 20_000, generator=generator, device=DEVICE)
@@ -213,8 +214,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# In bfloat16, half a gigabyte each, beside PyTorch and a copy, the roof. The
-# rate counts the floor.
+# In bfloat16, half a gigabyte each. The roof is a copy. Rates count the floor.
 
 ELEMENTS = 2**28
 
@@ -260,8 +260,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # ``tl.max`` and ``tl.sum`` go across all threads of a program. Both make every
 # thread wait for the slowest, in each block. Instead, let each *column* of a
-# block keep a maximum and a sum of its own, and combine the columns once, after
-# the loop. With four elements to a column, a correction serves four:
+# block keep a maximum and a sum of its own. The columns are combined once,
+# after the loop. A column has four elements of a block, so one correction
+# serves four:
 #
 # .. code-block:: text
 #
@@ -274,8 +275,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #             +-----------------------------+
 #        m, s   *   *   *   ...           *     a maximum and a sum each
 #
-# Besides, ``tl.exp`` takes instructions for results that are too small to be
-# normal float32 numbers. ``tl.exp2`` makes these zero.
+# There is a second change: ``tl.exp2`` in place of ``tl.exp``. It makes results
+# zero that are too small to be normal float32 numbers, and ``tl.exp`` takes
+# instructions for them. The figures below are for both changes together.
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -293,21 +295,30 @@ def columns_kernel(
     LOWEST: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    # In int32 the product would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64) * N
+    # A line of the block is a stretch of the row. If a column were four
+    # neighbours, a thread could load only these at once, 8 bytes in bfloat16.
     block = tl.arange(0, 4)[:, None] * BLOCK_N  # (4, 1)
     block += tl.arange(0, BLOCK_N)[None, :]  # (4, BLOCK_N)
+    # One number a row would have all threads wait in each turn of the loop.
     m = tl.full((BLOCK_N,), LOWEST, dtype=tl.float32)
     s = tl.zeros((BLOCK_N,), dtype=tl.float32)
     for start in range(0, N, 4 * BLOCK_N):
         offs = start + block  # (4, BLOCK_N)
+        # -inf past the end is never the maximum, and adds nothing to a sum.
         x = tl.load(x_ptr + row + offs, mask=offs < N, other=-float("inf"))
         x = x.to(tl.float32)  # (4, BLOCK_N)
         larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
+        # What is in s was added while the maximum was m.
         s *= exponential(m - larger)
         s += tl.sum(exponential(x - larger[None, :]), axis=0)
         m = larger
+    # Only here do threads wait for each other. Columns have unlike maxima, so
+    # their sums cannot be added before each is corrected to the row's.
     top = tl.max(m, axis=0)
     total = tl.sum(s * exponential(m - top), axis=0)
+    # No element could be divided earlier: only now the row's sum is known.
     for start in range(0, N, 4 * BLOCK_N):
         offs = start + block  # (4, BLOCK_N)
         x = tl.load(x_ptr + row + offs, mask=offs < N).to(tl.float32)
@@ -338,22 +349,25 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Does the second pass find its row?
 # ----------------------------------
 #
-# Between its passes a row should wait in the L2 cache. As many rows are under
-# way as programs run at a time. More programs have more loads in flight, but
-# their rows may be larger than the cache. So let the *grid* set the number:
-# these programs are *persistent*, and go on to other rows. The op starts one,
-# two, four or eight for each multiprocessor, as many as leave two fifths of the
-# cache for the results. The second pass goes from a row's end to its start, as
-# the caches saw the end last. The figures stand after the op.
+# Between its two passes a row should wait in the L2 cache. Each program that
+# runs has one row under way. More programs have more loads in flight, but their
+# rows together may be larger than the cache. So let the *grid* set the number:
+# the programs are *persistent*, and go on to further rows. For each
+# multiprocessor the op starts one, two, four or eight, as many as leave two
+# fifths of the cache for the results, but at least one. The second pass goes
+# from a row's end to its start, as the caches saw the end last. A table after
+# the op compares how many rows are under way.
 
 # %%
 # Rows of 50257
 # -------------
 #
-# GPT-2 has 50257 tokens. An odd row begins at any address, and no thread can
-# load 16 bytes at once from an address that 16 does not divide. So the blocks
-# are a row's *body*, from its first multiple of 16 bytes to its last. What lies
-# in front and behind, less than ``2 * VEC`` elements, are its *edges*:
+# GPT-2's vocabulary has 50257 tokens. Rows of an odd length begin at any
+# address, and no thread can load 16 bytes at once from an address that 16 does
+# not divide. So the op's blocks cover a row's *body*, from its first multiple
+# of 16 bytes to its last. What lies in front and behind are the row's *edges*.
+# ``VEC`` elements take 16 bytes, and the edges are fewer than ``2 * VEC``
+# elements:
 #
 # .. code-block:: text
 #
@@ -372,16 +386,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # .. math:: d_n = y_n \Big(g_n - \sum_k g_k\,y_k\Big).
 #
-# The forward saves ``y``. The first pass sums products, each column its own,
-# and the second writes. Two tensors are under way, so half as many rows fit.
+# The forward saves ``y``. The first pass sums the products :math:`g_k\,y_k`,
+# each column its own, and the second pass writes :math:`d`. Both read two
+# tensors, so half as many rows fit into the cache.
 
 # %%
 # The op
 # ------
 #
-# It takes rows of any length. Those that fit stay in registers, as on the page
-# ``softmax.py`` but always in one block, unless they are odd and long: then the
-# body pays. The op is registered in the way of ``what_a_call_costs.py``.
+# The op takes rows of any length up to ``2**30``. Rows that fit stay in
+# registers, as on the page ``softmax.py``, but always in one block. Rows of
+# more than 2048 elements that do not all begin at a multiple of 16 bytes take
+# two passes instead: only the two passes split a row into body and edges. The
+# op is registered in the way of the page ``what_a_call_costs.py``.
 
 SOFTMAX_LONG_NAMESPACE = "triton_gallery"
 SOFTMAX_LONG_ACC = {
@@ -441,15 +458,20 @@ def _softmax_long_whole_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    # Unless 16 divides N, the compiler learns only here that VEC does.
     N = N // VEC * VEC
+    # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    # Without the minimum, the last program would store rows behind d's end.
     offs_m = tl.minimum(offs_m, M - 1)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     mask = offs_n < N
     offs = offs_m * N + offs_n  # (BLOCK_M, BLOCK_N)
+    # Zeros past the end add nothing to the sum of products.
     g = tl.load(g_ptr + offs, mask=mask, other=0).to(ACC)
     y = tl.load(y_ptr + offs, mask=mask, other=0).to(ACC)
+    # Each d needs the sum of its whole row, so g and y wait in registers.
     d = y * (g - tl.sum(g * y, axis=1, keep_dims=True))
     tl.store(d_ptr + offs, d, mask=mask)
 
@@ -464,9 +486,13 @@ def _softmax_long_exp(x):
 def _softmax_long_divide(x_ptr, start, N, VEC: tl.constexpr):
     """Return a row's body, its length, its edges and which there are."""
     head = ((VEC - start % VEC) % VEC).to(tl.int32)
+    # A row may end before its first multiple. A rest of less than VEC elements
+    # is left to the edge: with it, a mask would end within a wide load.
     length = tl.maximum(N - head, 0) // VEC * VEC
     # To divide and multiply again tells the compiler: a multiple of VEC.
     body = x_ptr + (start + head) // VEC * VEC
+    # Both edges are one tile, so they take one load. What lies behind the head
+    # is moved past the body.
     edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
     edges = x_ptr + start + tl.where(edge < head, edge, edge + length)
     return body, length, edges, edge < N - length
@@ -507,10 +533,12 @@ def _softmax_long_kernel(
             offs = start + block  # (4, BLOCK_N)
             x = tl.load(x_body + offs, mask=offs < end, other=-float("inf"))
             x = x.to(ACC)  # (4, BLOCK_N)
-            larger = tl.maximum(m, tl.max(x, axis=0))
+            larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
+            # What is in s was added while the maximum was m.
             s *= _softmax_long_exp(m - larger)
             s += tl.sum(_softmax_long_exp(x - larger[None, :]), axis=0)
             m = larger
+        # The edges are no part of the body, but of the row.
         top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
         e = _softmax_long_exp(x_e - top)  # (2 * VEC,)
         total = tl.sum(s * _softmax_long_exp(m - top), axis=0)
@@ -537,23 +565,32 @@ def _softmax_long_backward_kernel(
     BLOCK_N: tl.constexpr,
 ):
     block = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    # In int32 a row's offset would overflow past element 2**31.
     first = tl.program_id(axis=0).to(tl.int64)
+    # With a program for each row, L2 could lose rows between their passes.
     for row in tl.range(first, M, tl.num_programs(axis=0)):
+        # All three are contiguous, so a row's body is the same part of each:
+        # one end and one mask serve them all.
         g_body, end, g_edges, mask_e = _softmax_long_divide(
             g_ptr, row * N, N, VEC
         )
         y_body, _, y_edges, _ = _softmax_long_divide(y_ptr, row * N, N, VEC)
         d_body, _, d_edges, _ = _softmax_long_divide(d_ptr, row * N, N, VEC)
+        # Zeros where there is no edge add nothing to the sum of products.
         g_e = tl.load(g_edges, mask=mask_e, other=0).to(ACC)  # (2 * VEC,)
-        y_e = tl.load(y_edges, mask=mask_e, other=0).to(ACC)
+        y_e = tl.load(y_edges, mask=mask_e, other=0).to(ACC)  # (2 * VEC,)
+        # Each column has its own: no thread waits for another in the loop.
         s = tl.zeros((BLOCK_N,), dtype=ACC)
+        # Up to N and not to end, as forward, for the sake of torch.compile.
         for start in range(0, N, BLOCK_N):
             offs = start + block  # (BLOCK_N,)
             g = tl.load(g_body + offs, mask=offs < end, other=0).to(ACC)
             y = tl.load(y_body + offs, mask=offs < end, other=0).to(ACC)
             s += g * y
+        # The edges are no part of the body, but of the row's sum.
         total = tl.sum(s, axis=0) + tl.sum(g_e * y_e, axis=0)
         tl.store(d_edges, y_e * (g_e - total), mask=mask_e)
+        # From the end to the start, as the caches saw the end last.
         last = (N - 1) // BLOCK_N * BLOCK_N
         for step in range(0, N, BLOCK_N):
             offs = last - step + block  # (BLOCK_N,)
@@ -734,9 +771,11 @@ softmax_long.register_autograd(
 )
 
 # %%
-# What did each step gain? Where rows fit into registers too, the table has both
-# ways. Backward there are three matrices, so the rate counts half as many bytes
-# more. A register is *spilled* if a thread keeps it in memory.
+# What did each step gain? Where rows fit into registers, the table has both
+# ways, registers and two passes. The registers and those *spilled*, which a
+# thread keeps in memory, are of the longest row in each line. The backward
+# moves three matrices instead of two, so its rate counts half as many bytes
+# more.
 
 
 def statements(kernel):
@@ -794,7 +833,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(ladder).T.to_string(na_rep=""))
 
 # %%
-# And how many rows should be under way?
+# How many rows should be under way? In front of each rate stands what part of
+# L2 these rows take:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     processors, cache = _softmax_long_gpu(x.device)
@@ -812,9 +852,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Proof
 # -----
 #
-# Value and gradient of every dtype beside float64, in registers and in blocks,
-# with rows that begin anywhere. In half precision the result is rounded once
-# more. In a gradient terms may cancel, hence its ``atol``.
+# We compare value and gradient of every dtype with float64, in registers and in
+# blocks, with rows that begin anywhere. In half precision the result is rounded
+# once more. The terms of a gradient may cancel, so the gradient has an
+# ``atol``.
 
 shapes = [(3, 40), (2, 5, 257), (3, 3001), (1, 16_400), (5, 0), (0, 5), ()]
 
@@ -841,8 +882,9 @@ if __name__ == "__main__":
                 compare(x.to(dtype), grad.to(dtype))
 
 # %%
-# Rows that lie apart, a transposed matrix, and finite differences. As in
-# PyTorch, NaN or inf or nothing but ``-inf`` makes a row NaN, and no other row.
+# Next come rows that lie apart, a transposed matrix, special values and finite
+# differences. As in PyTorch, a row with NaN or inf, or with nothing but
+# ``-inf``, becomes NaN. No other row does.
 
 x = torch.randn(3, 6000, generator=generator, device=DEVICE)
 rows = torch.zeros(7, 3001, device=DEVICE)
@@ -863,9 +905,10 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# bfloat16, half a gigabyte at each length: where rows stay in registers, and
-# the vocabularies of models. The backward is called through autograd. ``Roof``
-# is a copy, beside the backward an addition: two reads and a write.
+# The benchmark is in bfloat16, with half a gigabyte at each length. At the
+# first two lengths rows stay in registers. The others are vocabularies of
+# models. The backward is called through autograd. ``Roof`` is a copy. For the
+# backward it is an addition, which has two reads and a write as well.
 
 SIZES = [4096, 16384, 32000, 50257, 65536, 128256, 151936, 262144]
 
@@ -893,7 +936,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     results_backward = table(calls_backward, 6 * ELEMENTS)
 
 # %%
-# What a call costs the CPU, in microseconds:
+# This is what a call costs the CPU, in microseconds:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for one in (results, results_backward):
@@ -904,11 +947,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Up to 16384 a row is read once. Beyond, it is read twice, and the rates fall
-# with the length: of longer rows fewer fit into L2, so fewer programs run, and
-# less is loaded at a time. Backward two tensors are under way. With the longest
-# rows, one program for each multiprocessor is too many for L2 to hold theirs,
-# and the second pass reads memory.
+# Rows of up to 16384 elements are read once, backward in half precision those
+# of up to 32768. Longer rows are read twice. Of longer rows fewer fit into L2,
+# so fewer programs run, and less is loaded at a time. The table of rows under
+# way has both sides: too few loads in flight, and more rows than L2 holds.
+# Backward two tensors are under way. A row of 262144 in bfloat16 is then a
+# megabyte. One such row for each of 132 multiprocessors, as an H200 has, makes
+# 132 MB. Its L2 holds less, so a part of the second pass reads memory.
 #
 # One row, or a few, leave most of the GPU idle, as no two programs share a row.
 
@@ -916,7 +961,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Break it: a maximum that starts at -inf
 # ---------------------------------------
 #
-# It seems the natural start. This row is padded on the left:
+# ``-inf`` seems the natural start of a maximum. This row is padded on the left:
 
 if __name__ == "__main__":
     x = torch.zeros(1, 20_000, device=DEVICE)
@@ -929,9 +974,11 @@ if __name__ == "__main__":
         print(f"m starts at {lowest:8.2g}: {y.isnan().sum():5} NaN")
 
 # %%
-# After the first block ``larger`` is still ``-inf``, and ``m - larger`` is
-# ``-inf - -inf``, which is NaN, for good. From the lowest finite number, every
-# difference is a number or ``-inf``. A row of only ``-inf`` is NaN, by 0 / 0.
+# After the first block ``larger`` is still ``-inf``. So ``m - larger`` is
+# ``-inf - -inf``, which is NaN, and ``s`` stays NaN from then on. If the
+# maximum starts at the lowest finite number, every difference is a number or
+# ``-inf``. A row of nothing but ``-inf`` becomes NaN all the same, as its sum
+# is 0 and its result 0 / 0.
 
 # %%
 # Go further
@@ -948,8 +995,8 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** The second pass alone: it subtracts 1 where the column is the target.
-# The loss is :math:`m + \log s - x_t`, and known between the passes.
+# **1.** The second pass alone changes: it subtracts 1 where the column is the
+# target. The loss is :math:`m + \log s - x_t`, and is known between the passes.
 #
 # **2.** Each program takes a part of the row, and writes its ``m`` and ``s``. A
 # second kernel corrects each ``s`` to the largest ``m``, as the loop does, adds

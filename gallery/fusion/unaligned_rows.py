@@ -103,8 +103,8 @@ def rate_table(times, x, unit, work):
 # In PyTorch
 # ----------
 #
-# An addition of two long arrays. In half precision each element is 2 bytes, so
-# 16 bytes are 8 elements. The floor is to read both arrays and write one:
+# We add two long arrays. In half precision each element is 2 bytes, so 16 bytes
+# are 8 elements. The floor is to read both arrays and to write one:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -122,14 +122,14 @@ if __name__ == "__main__":
         print(f"{N:,} additions for {moved:,} bytes")
 
 # %%
-# One element more is 6 bytes more. It should cost nothing.
+# One element more is 6 bytes more. It should cost next to nothing.
 
 # %%
 # The first kernel
 # ----------------
 #
-# The addition of ``vector_add.py``. Each program takes a block, and a mask
-# keeps the last one inside the array:
+# This is the addition of the page ``vector_add.py``. Each program takes a
+# block, and a mask keeps the last block inside the array:
 #
 # .. code-block:: text
 #
@@ -160,8 +160,8 @@ def add(x, y):
 # Is it right?
 # ------------
 #
-# Beside float64. The sum is rounded to float32, and then to the 8 bits of
-# bfloat16. The interpreter cuts bits off where a GPU rounds, so we allow a
+# We compare with float64. The sum is rounded to float32, and then to the 8 bits
+# of bfloat16. The interpreter cuts bits off where a GPU rounds, so we allow a
 # whole unit of the last bit.
 
 if __name__ == "__main__":
@@ -176,8 +176,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Arrays of nearly the same length, a quarter of a gigabyte each. The roof is
-# PyTorch's addition into memory that is there already.
+# We time arrays of nearly the same length, a quarter of a gigabyte each. The
+# roof is PyTorch's addition into memory that is there already.
 
 
 def calls(function, x, y):
@@ -209,9 +209,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Which loads did the compiler write?
 # -----------------------------------
 #
-# A child process, out of the interpreter's reach, compiles kernels for an H100
-# and counts the loads and stores in their PTX. It needs no GPU. ``v4.b32`` is
-# four words of 32 bits, 16 bytes in one instruction; ``b16`` is one element.
+# A child process compiles the kernels for an H100, and counts the loads and
+# stores in their PTX. It runs without the interpreter, and needs no GPU.
+# ``v4.b32`` is four words of 32 bits, which are 16 bytes in one instruction.
+# ``b16`` is one element.
 
 CHILD = """
 import re, triton, triton.language as tl
@@ -267,10 +268,11 @@ if __name__ == "__main__":
 
 # %%
 # These are two versions of one kernel. At a launch Triton notes which arguments
-# 16 divides, and compiles for that. A thread has 8 neighbours of a block. It
-# can load them at once if the mask is the same for all 8. ``offs < N`` may end
-# among them, unless 8 divides ``N``, and the compiler knows that of multiples
-# of 16 alone. So every block is loaded one by one, for the sake of the last.
+# 16 divides, and compiles for that. A thread has 8 neighbouring elements of a
+# block. It can load them at once if the mask is the same for all 8. The mask
+# ``offs < N`` may end among them, unless 8 divides ``N``. The compiler knows
+# that 8 divides ``N`` only where 16 does. So the elements of every block are
+# loaded one by one, for the sake of the last block.
 #
 # Could the mask say more?
 
@@ -286,14 +288,15 @@ if __name__ == "__main__":
         print(f"{form:30} {line}")
 
 # %%
-# * ``tl.multiple_of`` on an argument is lost.
-# * ``tl.max_constancy`` is a promise that eight of the mask are alike. For most
-#   ``N`` it is not true, and the last block would write beyond the end.
+# * ``tl.multiple_of`` on an argument changes nothing.
+# * ``tl.max_constancy`` is a promise that eight neighbours in the mask are
+#   alike. For most ``N`` that is not true, and the last block would write
+#   beyond the end.
 # * ``N // 8 * 8`` needs no promise: 8 divides it whatever ``N`` is, and the
 #   compiler can tell.
 #
-# So the mask ends at the last multiple of 8, which makes a *body*. One program
-# does the *edge*, the few elements that are left:
+# So let the mask end at the last multiple of 8. The elements up to there are
+# the *body*. One program also does the *edge*, the few elements that are left:
 
 
 @triton.jit
@@ -301,12 +304,14 @@ def body_kernel(
     x_ptr, y_ptr, out_ptr, N, VEC: tl.constexpr, BLOCK: tl.constexpr
 ):
     pid = tl.program_id(axis=0).to(tl.int64)
+    # Up to N, the mask could end among the elements of one wide load.
     end = N // VEC * VEC
     offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     mask = offs < end
     x = tl.load(x_ptr + offs, mask=mask).to(tl.float32)
     y = tl.load(y_ptr + offs, mask=mask).to(tl.float32)
     tl.store(out_ptr + offs, x + y, mask=mask)
+    # Without this, every program would add the same few elements again.
     if pid == 0:
         edge = end + tl.arange(0, VEC)  # (VEC,)
         x_e = tl.load(x_ptr + edge, mask=edge < N).to(tl.float32)
@@ -338,8 +343,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Rows that begin anywhere
 # ------------------------
 #
-# Where rows of an odd length lie one after another, most begin at no multiple
-# of 16 bytes. There another mask does not help, as the address matters too:
+# Where rows of an odd length lie one after another, most do not begin at a
+# multiple of 16 bytes. Another mask does not help there, as the address matters
+# too:
 
 if __name__ == "__main__":
     mask = "tl.arange(0, BLOCK) < N // 8 * 8"
@@ -349,9 +355,10 @@ if __name__ == "__main__":
         print(f"{start:17} {line}")
 
 # %%
-# 8 divides ``pid * N // 8 * 8``, but the row begins elsewhere. So let the body
-# begin at the *first* multiple in the row. Then there are two edges, in front
-# and behind, together less than ``2 * VEC`` elements:
+# With ``pid * N // 8 * 8`` the loads are wide, but most rows begin elsewhere.
+# So let the body begin at the *first* multiple of 16 bytes in the row. Then
+# there are two edges, in front of the body and behind it. Together they have
+# less than ``2 * VEC`` elements, where ``VEC`` elements take 16 bytes:
 #
 # .. code-block:: text
 #
@@ -360,17 +367,17 @@ if __name__ == "__main__":
 #     . . . x x x x x x x x x x x x x x x x . .
 #           edge|      body, in blocks    |edge
 #
-# The op adds rows, each with a weight: ``out[m] = x[m] + weight[m] * y[m]``, as
-# a mixture of experts does with an expert's output.
+# The op adds rows, each with a weight: ``out[m] = x[m] + weight[m] * y[m]``. A
+# mixture of experts does so with an expert's output.
 
 # %%
 # The op
 # ------
 #
 # A row has to begin alike in ``x``, ``y`` and ``out``: as many elements after a
-# multiple of 16 bytes. In contiguous matrices it does. Otherwise ``VEC`` is 1,
-# the body is the whole row, and elements are loaded one by one. The op is
-# registered in the way of ``what_a_call_costs.py``.
+# multiple of 16 bytes in each. In contiguous matrices it does. Where it does
+# not, ``VEC`` is 1, the body is the whole row, and elements are loaded one by
+# one. The op is registered in the way of the page ``what_a_call_costs.py``.
 
 ADD_ROWS_NAMESPACE = "triton_gallery"
 ADD_ROWS_ACC = {
@@ -385,9 +392,13 @@ ADD_ROWS_ACC = {
 def _add_rows_divide(x_ptr, start, N, VEC: tl.constexpr):
     """Return a row's body, its length, its edges and which there are."""
     head = ((VEC - start % VEC) % VEC).to(tl.int32)
+    # A row may end before its first multiple. A rest of less than VEC elements
+    # is left to the edge: with it, a mask would end within a wide load.
     length = tl.maximum(N - head, 0) // VEC * VEC
     # To divide and multiply again tells the compiler: a multiple of VEC.
     body = x_ptr + (start + head) // VEC * VEC
+    # Both edges are one tile, so they take one load. What lies behind the head
+    # is moved past the body.
     edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
     edges = x_ptr + start + tl.where(edge < head, edge, edge + length)
     return body, length, edges, edge < N - length
@@ -409,19 +420,24 @@ def _add_rows_kernel(
 ):
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
+    # One axis for both: a grid's second axis ends at 65535.
     row, block = pid // blocks, pid % blocks
+    # In half precision, product and sum would be rounded before the store.
     weight = tl.load(weight_ptr + row).to(ACC)
+    # The launcher saw to it that the rows begin alike, so one end and one mask
+    # of the edges serve all three. Otherwise VEC is 1 and no row has edges.
     x_body, end, x_edges, mask_e = _add_rows_divide(
         x_ptr, row * stride_xm, N, VEC
     )
     y_body, _, y_edges, _ = _add_rows_divide(y_ptr, row * stride_ym, N, VEC)
     out_body, _, out_edges, _ = _add_rows_divide(out_ptr, row * N, N, VEC)
     offs = block * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    # VEC divides end, so the mask lets in all of a wide load, or none.
     mask = offs < end
     x = tl.load(x_body + offs, mask=mask).to(ACC)  # (BLOCK,)
     y = tl.load(y_body + offs, mask=mask).to(ACC)  # (BLOCK,)
     tl.store(out_body + offs, x + weight * y, mask=mask)
-    # One program of each row does the edges.
+    # The edges are far fewer than a block: one program of each row does them.
     if block == 0:
         x_e = tl.load(x_edges, mask=mask_e).to(ACC)  # (2 * VEC,)
         y_e = tl.load(y_edges, mask=mask_e).to(ACC)  # (2 * VEC,)
@@ -502,9 +518,10 @@ ADD_ROWS_LIBRARY = Library(ADD_ROWS_NAMESPACE, "FRAGMENT")
 ADD_ROWS_LIBRARY.impl("add_rows", _add_rows_launch, "CUDA")
 
 # %%
-# What did the step gain? With ``VEC=1`` the same kernel has empty edges, and no
-# wide loads. First the instructions of both, then figures for three lengths: a
-# multiple of 16, one of 8, and an odd one.
+# What did the step gain? With ``VEC=1`` the same kernel has empty edges, and
+# wide loads only where 16 divides ``N``. First come the instructions of both
+# for any other ``N``, then figures for three lengths: a multiple of 16, one of
+# 8, and an odd one.
 
 
 def statements(*kernels):
@@ -544,8 +561,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Proof
 # -----
 #
-# Every dtype beside float64, rows of any length, apart and not alike. A product
-# and a sum are rounded, then the result: one unit of the dtype, of the terms.
+# We compare every dtype with float64. The rows have several lengths, some lie
+# apart, and some do not begin alike. The product, the sum and the result are
+# rounded, so we allow twice ``eps``, relative to the two terms. Then come
+# matrices whose columns lie apart, and weights that do.
 
 if __name__ == "__main__":
     for dtype in ADD_ROWS_ACC:
@@ -574,8 +593,8 @@ torch.testing.assert_close(out, expected.bfloat16(), rtol=0.02, atol=0.02)
 # The benchmark
 # -------------
 #
-# bfloat16, a quarter of a gigabyte a matrix, and pairs of lengths. PyTorch has
-# one kernel for it, ``torch.addcmul``.
+# The benchmark is in bfloat16, with a quarter of a gigabyte in a matrix. The
+# lengths come in pairs. PyTorch has one kernel for this op, ``torch.addcmul``.
 
 SIZES = [1000, 1001, 4096, 4097, 50256, 50257, 151936, 151937]
 
@@ -612,14 +631,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # both, the body has done its work. The edges of a row are less than 32 bytes
 # together, so they weigh more the shorter the row is.
 #
-# The op has a program for each block of a row. Rows of a few hundred elements
-# want several rows a program, as in ``softmax.py``.
+# The op has a program for each block of a row. A program with a row of a few
+# hundred elements has little to load. On the page ``softmax.py`` a program
+# takes several short rows.
 
 # %%
 # Break it: a hint that is not true
 # ---------------------------------
 #
-# ``tl.multiple_of`` on an expression is not lost. The compiler believes it:
+# On an argument, ``tl.multiple_of`` changed nothing. On an expression, the
+# compiler believes it:
 
 if __name__ == "__main__":
     start, mask = (
@@ -629,7 +650,8 @@ if __name__ == "__main__":
     print(*loads(variant(start, mask), BLOCK=1024))
 
 # %%
-# On a GPU, the second of two rows of 1001 is then read from an odd address:
+# This is not true of most rows. On a GPU, the second of two rows of 1001 is
+# then read 16 bytes at a time from an address that 16 does not divide:
 
 CRASH = """
 import torch
@@ -644,7 +666,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(next(line for line in lines if "error" in line.lower()))
 
 # %%
-# The interpreter does not mind, nor does a test whose rows are all even.
+# The interpreter does not notice. Nor does a test in which 8 divides the length
+# of every row.
 
 # %%
 # Go further
@@ -656,7 +679,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    after a multiple of 16 bytes, those of the result anywhere. Where should
 #    the body begin?
 # 3. Whole blocks need no mask. With two branches, ``if (pid + 1) * BLOCK <= N``
-#    and ``else``, which loads does the compiler write for the flat addition?
+#    and ``else``, which loads does the compiler write when it adds arrays?
 #
 # To read on: ``softmax_long.py`` has bodies and edges of rows that are reduced,
 # and ``launch.py`` more on what a launch notes of its arguments.
@@ -665,11 +688,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Answers
 # -------
 #
-# **1.** One in four, as 16 bytes are four elements of float32; and one in
-# eight. ``50257 % 4`` and ``50257 % 8`` are 1, so the rows take turns.
+# **1.** In float32 one in four, as 16 bytes are four elements. In bfloat16 one
+# in eight. ``50257 % 4`` and ``50257 % 8`` are 1, so the rows take turns.
 #
-# **2.** At multiples of the inputs: then two tensors of three are moved 16
-# bytes at a time, and the result one element at a time.
+# **2.** At multiples of 16 bytes in the inputs. Then two tensors of three are
+# moved 16 bytes at a time, and the result one element at a time.
 #
-# **3.** Both: loads of 16 bytes in the branch without a mask, loads of one
-# element in the other. It suits long arrays, and rows that begin at multiples.
+# **3.** Both kinds: loads of 16 bytes in the branch without a mask, and loads
+# of one element in the other. That suits long arrays, and rows that begin at
+# multiples of 16 bytes.

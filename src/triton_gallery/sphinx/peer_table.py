@@ -65,7 +65,11 @@ class PeersOfRecipe(SphinxTransform):
             return
         about = nodes.paragraph("", "The op and the same work through other libraries, as ")
         about += nodes.literal("", "make peers")
-        about += nodes.Text(" measured them: the median rates, with the launch hidden and the L2 cache emptied.")
+        about += nodes.Text(
+            " measured them: the median rates, with the launch hidden and the L2 cache emptied. In a tie the two "
+            "bands, from the 20th to the 80th percentile, overlap. A row is stale if the recipe's code has changed "
+            "since."
+        )
         section = nodes.section("", nodes.title("", TITLE), about, ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
         section += _tables(rows, [recipe], {})
         add_section(self.document, section)

@@ -25,9 +25,10 @@ def lines(page: RecipePage, run: Run) -> list[nodes.paragraph]:
             facts[-1] += "; no kernel is timed here"
         said = [_line("Executed by ", environment.name, facts)]
     if record and (run.missing or not environment.is_gpu):
-        stale = [] if record.is_fresh(page.recipe) else ["of older code"]
-        facts = [*_software(record.device, record.packages), record.date[:10], *stale]
+        facts = [*_software(record.device, record.packages), record.date[:10]]
         said.append(_line("GPU outputs recorded on ", record.device.name, facts))
+        if not record.is_fresh(page.recipe):
+            said[-1] += [nodes.Text(" · of "), nodes.inline("", "older code", classes=[TERM])]
     said[-1] += sanitized
     return said
 
