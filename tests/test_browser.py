@@ -188,6 +188,28 @@ assert torch.autograd.gradcheck(softmax, x)
 """
 
 
+def test_listing_opens_in_the_page(page: Page, address: str) -> None:
+    """The code that a compiler wrote is loaded when a reader asks for it, and is the file that can be downloaded."""
+    page.goto(f"{address}recipes/fusion/softmax.html")
+    section = page.locator("#on-other-gpus")
+    listing = section.locator("div.listing").first
+    assert not section.locator("table").first.is_visible()
+    section.locator("summary").click()
+    assert page.locator("script[src*='listings/']").count() == 0
+    section.locator("button[data-text='sm_90.sass']").first.click()
+    listing.locator("pre").wait_for()
+    shown = listing.locator("pre").inner_text()
+    assert "LDG" in shown
+    assert listing.locator("pre .instruction").count() > 10
+    with page.expect_download() as download:
+        listing.get_by_role("link").click()
+    assert Path(download.value.path()).read_text() == listing.locator("pre").text_content()
+    section.locator("button[data-text='gfx942.amdgcn']").first.click()
+    listing.get_by_text("s_endpgm").first.wait_for()
+    section.locator("button[data-text='gfx942.amdgcn']").first.click()
+    assert not listing.is_visible()
+
+
 def test_copied_op_runs_in_an_empty_file(page: Page, address: str, tmp_path: Path) -> None:
     """As does the one that is downloaded: it is the same."""
     page.goto(f"{address}recipes/fusion/softmax.html")

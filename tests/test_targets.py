@@ -347,7 +347,7 @@ def test_page_shows_them(project: Project, made: tuple[Recipe, Targets]) -> None
     rows = [[cell.get_text() for cell in row.select("td")] for row in tables[0].select("tbody tr")]
     assert [row[0] for row in rows] == [gpu.name for gpu in GPUS]
     compiled = made[1].kernels[0].on["sm_90"]
-    assert rows[2][1:3] == ["fits", str(compiled.registers)]
+    assert rows[2][1:4] == ["ttgir ptx sass", "fits", str(compiled.registers)]
     assert (project.root / "_build/html/listings/things/copies/copy_kernel.js").is_file()
     assert not BeautifulSoup(project.page("talks"), "html.parser").select("#on-other-gpus, .target")
 

@@ -34,11 +34,16 @@ class Launch:
 
     @property
     def described(self) -> str:
-        """The launch in a line: the types of its tensors, its constants, its options."""
+        """The launch in a line."""
+        return f"{self.kernel}({self.arguments})"
+
+    @property
+    def arguments(self) -> str:
+        """The types of its tensors, its constants and its options, in a line."""
         types = dict.fromkeys(str(kind).lstrip("*") for kind in self.signature.values() if str(kind)[0] in "*t")
         said = {**self.named, **self.options}
         facts = [*types, *(f"{name}={_written(value)}" for name, value in said.items())]
-        return f"{self.kernel}({', '.join(facts)})"
+        return ", ".join(facts)
 
     @property
     def _weight(self) -> tuple[bool, int, int]:

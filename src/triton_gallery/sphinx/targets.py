@@ -20,7 +20,7 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.gpus import GPUS
+from triton_gallery.recipes.gpus import GPUS, Gpu
 from triton_gallery.records.target_cells import COLUMNS, cells
 from triton_gallery.records.targets import FAILED, FITS, TOO_LARGE, UNMEANT, Kernel, Targets, load, texts
 from triton_gallery.sphinx import lookup
@@ -105,9 +105,16 @@ class TargetsDirective(SphinxDirective):
         if not rows:
             return [nodes.paragraph("", "Nothing has been compiled yet.")]
         lines = [
-            ["", kernel.launch.described, *(_short(kernel, place) for place in range(len(GPUS)))] for _, kernel in rows
+            ["", kernel.launch.kernel, *(_short(kernel, gpu) for gpu in GPUS), kernel.launch.arguments]
+            for _, kernel in rows
         ]
-        table = grid(["recipe", "launch", *(gpu.name for gpu in GPUS)], lines, "targets", "sortable", "filterable")
+        table = grid(
+            ["recipe", "kernel", *(gpu.name for gpu in GPUS), "launched with"],
+            lines,
+            "targets",
+            "sortable",
+            "filterable",
+        )
         gallery = self.env.config.sphinx_gallery_conf["gallery_dirs"]
         anchor = nodes.make_id(TITLE)
         for place, (recipe, _) in zip(first_cells(table), rows, strict=True):
@@ -130,13 +137,13 @@ def _about(found: Targets, recipe: Recipe) -> nodes.paragraph:
 
 def _tables(kernel: Kernel, recipe: Recipe) -> list[nodes.Node]:
     """Return the title of a kernel, its table with what opens its listings, and the place where they are shown."""
-    columns = ["GPU", *COLUMNS, "code"]
-    table = grid(columns, [[gpu.name, *cells(kernel, gpu), ""] for gpu in GPUS], "targets")
+    columns = ["GPU", "code", *COLUMNS]
+    table = grid(columns, [[gpu.name, "", *cells(kernel, gpu)] for gpu in GPUS], "targets")
     rows = [row for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)]
     for gpu, row in zip(GPUS, rows, strict=True):
         if gpu.key in kernel.on and kernel.on[gpu.key].failure is None:
-            last = list(row.findall(nodes.paragraph))[-1]
-            last += nodes.raw("", " ".join(_button(kernel, recipe, gpu.key, gpu.is_amd)), format="html")
+            _, code, *_ = row.findall(nodes.paragraph)
+            code += nodes.raw("", " ".join(_button(kernel, recipe, gpu.key, gpu.is_amd)), format="html")
     return [
         nodes.paragraph("", "", nodes.literal("", kernel.launch.described)),
         table,
@@ -152,12 +159,12 @@ def _button(kernel: Kernel, recipe: Recipe, gpu: str, is_amd: bool) -> list[str]
     ]
 
 
-def _short(kernel: Kernel, place: int) -> str:
+def _short(kernel: Kernel, gpu: Gpu) -> str:
     """Return a kernel on a GPU in a word: its registers, or what keeps it from running."""
-    word, _ = kernel.verdict(GPUS[place])
+    word, _ = kernel.verdict(gpu)
     if word != FITS:
         return word
-    compiled = kernel.on[GPUS[place].key]
+    compiled = kernel.on[gpu.key]
     spilled = f", {compiled.spilled} B spilled" if compiled.spilled else ""
     return f"{compiled.registers}{spilled}"
 
