@@ -413,6 +413,7 @@ def test_not_meant_for(make_project: Callable[..., Project]) -> None:
     """What a recipe declares not to be for a GPU is not compiled for it, and is no fault there."""
     project = make_project()
     project.write(copies=RECIPE)
+    assert "compiled 12 launches" in project.run("compile")[1]
     script = project.root / "gallery" / "things" / "copies.py"
     declared = '# /// script\n# [tool.triton-gallery.not_for]\n# copy_kernel = ["gfx942"]\n# ///\n'
     script.write_text(declared + script.read_text())
@@ -420,8 +421,10 @@ def test_not_meant_for(make_project: Callable[..., Project]) -> None:
     (recipe,) = load(project.root / "gallery")
     found = targets.load(project.root / "docs" / "_targets", recipe)
     assert found
-    assert found.verdict(GPU["gfx942"]) == (UNMEANT, "copy_kernel")
-    assert found.verdict(GPU["sm_90"])[0] == FITS
+    copies, tuned = found.kernels
+    assert [kernel.verdict(GPU["gfx942"])[0] for kernel in (copies, tuned)] == [UNMEANT, FITS]
+    assert found.verdict(GPU["gfx942"]) == (FITS, "")
+    assert dataclasses.replace(found, kernels=[copies]).verdict(GPU["gfx942"]) == (UNMEANT, "")
 
 
 def test_bad_file_is_refused(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:

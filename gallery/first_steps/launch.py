@@ -1,6 +1,9 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery.not_for]  # it shows what no compiler takes
+# inverse_kernel = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 # ///
 r"""
 Launching a kernel

@@ -266,6 +266,7 @@ if __name__ == "__main__":
 # each head. *Flash attention* never stores it. A program owns ``BLOCK_M``
 # queries and walks along the keys by ``BLOCK_N``. It keeps the maximum and the
 # total of each row; where the maximum grows, it shrinks what it has summed.
+# Tiles of keys and values wait in shared memory; little of it, small tiles.
 # Arrays are ``(B, T, N, H)`` as in ``jax.nn.dot_product_attention``: batch,
 # sequence, heads, head size. ``scale`` contains :math:`\log_2 e` for ``exp2``.
 
@@ -326,6 +327,14 @@ def attention_kernel(
     tl.store(out_ptr + q_offs, acc / total[:, None], mask=mask_m)
 
 
+def block_n(H):
+    """Return how many keys a tile has: 128 of 128 take 160 KiB at least."""
+    if not torch.cuda.is_available():
+        return 64
+    shared = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    return max(64, H) if shared > 2**17 else 64
+
+
 def attend(query, key, value, is_causal):
     B, T, N, H = query.shape
     scale = np.float32(np.log2(np.e) / H**0.5)
@@ -334,7 +343,7 @@ def attend(query, key, value, is_causal):
         kernel=attention_kernel,
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         grid=(triton.cdiv(T, 128), B * N),
-        **{"N": N, "H": H, "BLOCK_M": 128, "BLOCK_N": max(64, H)},
+        **{"N": N, "H": H, "BLOCK_M": 128, "BLOCK_N": block_n(H)},
         CAUSAL=is_causal,
         num_warps=8,
     )
@@ -420,7 +429,8 @@ torch.testing.assert_close(out.double(), expected, rtol=0, atol=30 * 2**-21)
 
 qkv = torch.randn(3, 1, 150, 2, 128, device=DEVICE).half()
 out, expected = torch.empty_like(qkv[0]), sdpa(*qkv.double(), is_causal=False)
-scale, sizes = float(np.log2(np.e) / 128**0.5), (2, 128, False, 128, 128)
+scale = float(np.log2(np.e) / 128**0.5)
+sizes = 2, 128, False, 128, block_n(128)
 attention_kernel[(2, 2)](*qkv, 150, scale, out, *sizes, num_warps=8)
 atol = 2**-10 * qkv[2].abs().max().item()
 torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)

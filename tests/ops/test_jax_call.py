@@ -169,7 +169,7 @@ def test_attention_and_its_accumulator(
     def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q)
         grid = (-(-T // 128), heads[0] * heads[1])
-        sizes = {"N": heads[1], "H": H, "CAUSAL": is_causal, "BLOCK_M": 128, "BLOCK_N": max(64, H)}
+        sizes = {"N": heads[1], "H": H, "CAUSAL": is_causal, "BLOCK_M": 128, "BLOCK_N": recipe.block_n(H)}
         recipe.attention_kernel[grid](q, k, v, T, float(np.log2(np.e)) / H**0.5, out, **sizes, num_warps=8)
         return out
 
@@ -253,10 +253,20 @@ def test_environment_is_left_alone(recipe: ModuleType) -> None:
 def claims(recipe: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return StableHLO, lowered for CUDA in a process without the interpreter and without a GPU."""
     source = Path(recipe.__file__).read_text()
-    names = ["softcap_kernel", "softcap", "capped", "program", "stablehlo", "attention_kernel", "attend", "fold"]
+    names = [
+        "softcap_kernel",
+        "softcap",
+        "capped",
+        "program",
+        "stablehlo",
+        "attention_kernel",
+        "block_n",
+        "attend",
+        "fold",
+    ]
     parts = [re.search(rf"(?m)^(?:@.*\n)*def {name}\((?:.*\n)+?(?=\n\n)", source)[0] for name in names]
     script = tmp_path_factory.mktemp("claims") / "claims.py"
-    script.write_text("\n".join([recipe.TOP, *parts, CLAIMS]))
+    script.write_text("\n".join([recipe.TOP, "import torch", *parts, CLAIMS]))
     environment = os.environ | {"TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, check=False, timeout=120

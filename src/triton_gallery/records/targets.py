@@ -133,13 +133,14 @@ class Targets:
         return self.code == hash_of(recipe)
 
     def verdict(self, gpu: Gpu) -> tuple[str, str]:
-        """Return the worst that is to be expected of a kernel on a GPU."""
-        found = [(kernel.verdict(gpu), kernel.launch.kernel) for kernel in self.kernels]
-        for word in (FAILED, TOO_LARGE, UNMEANT):
-            names = ", ".join(name for (said, _), name in found if said == word)
+        """Return the worst that is to be expected of a kernel that is meant for a GPU, and which they are."""
+        found = [(kernel.verdict(gpu)[0], kernel.launch.kernel) for kernel in self.kernels]
+        meant = [(word, name) for word, name in found if word != UNMEANT]
+        for word in (FAILED, TOO_LARGE):
+            names = ", ".join(name for said, name in meant if said == word)
             if names:
                 return word, names
-        return FITS, ""
+        return (FITS if meant else UNMEANT), ""
 
 
 def load(folder: Path, recipe: Recipe) -> Targets | None:

@@ -149,8 +149,10 @@ def recorded(recipe: Recipe, records: Records) -> Record | None:
 
 
 def is_current(recipe: Recipe, kept: Targets | None, records: Records) -> bool:
-    """Whether what is kept of a recipe is of its present code, of the best launches there are, and of this Triton."""
+    """Whether what is kept of a recipe is of its code and declaration, the best launches there are, and this Triton."""
     if kept is None or not kept.is_fresh(recipe) or kept.triton != version("triton"):
+        return False
+    if any([*kernel.on] != [gpu.key for gpu in meant(recipe, kernel.launch)] for kernel in kept.kernels):
         return False
     record = recorded(recipe, records)
     return record is None or record.device.name == kept.launched_by
