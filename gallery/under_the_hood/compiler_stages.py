@@ -626,7 +626,7 @@ if __name__ == "__main__":
         ttgir = dots[gpu]["ttgir"]
         threads, lanes = threads_of(ttgir, gpu, "arith.truncf", [64, 64])
         axes.imshow(PALE[threads // lanes])
-        axes.set(title=gpu, xticks=range(0, 64, 16), yticks=range(0, 64, 16))
+        axes.set(title=gpu, xlim=(-2, 65), ylim=(65, -2))
         for thread, colour in ((0, "black"), (1, "#e06000")):
             row, col = (threads == thread).nonzero().T
             axes.bar(col, 1, 1, row - 0.5, color=colour)
