@@ -81,8 +81,8 @@ def row_sum(x):
     """Return the sums of the rows of a contiguous matrix."""
     M, N = x.shape
     out = torch.empty(M, dtype=x.dtype, device=x.device)
-    columns = triton.next_power_of_2(N)
-    row_sum_kernel[(triton.cdiv(M, 8),)](x, out, M, N, 8, columns)
+    grid = (triton.cdiv(M, 8),)
+    row_sum_kernel[grid](x, out, M, N, 8, triton.next_power_of_2(N))
     return out
 
 
@@ -123,7 +123,7 @@ from triton.backends.compiler import GPUTarget
 KERNELS
 
 def registers(made):
-    if "amdgcn" in made.asm:
+    if "amdgcn" in made.asm:  # it says so itself
         return re.search(r"\.vgpr_count: +(\d+)", made.asm["amdgcn"])[1]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -134,13 +134,14 @@ def registers(made):
     return re.search(r"REG:(\d+)", usage)[1]
 
 def texts(
-    kernel, target, constants, dtype="*fp16", odd=(), sass=True, **options
+    kernel, target, constants, dtype="*fp16", unknown=(), sass=True, **options
 ):
     kernel = globals()[kernel]
     types = {a: dtype if "_ptr" in a else "i32" for a in kernel.arg_names}
     types |= dict.fromkeys(constants, "constexpr")
-    even = [i for i, a in enumerate(types) if a not in {*constants, *odd}]
-    by_16 = {(i,): [["tt.divisibility", 16]] for i in even}
+    hidden = {*constants, *unknown}
+    known = [i for i, a in enumerate(types) if a not in hidden]
+    by_16 = {(i,): [["tt.divisibility", 16]] for i in known}
     source = triton.compiler.ASTSource(kernel, types, constants, by_16)
     made = triton.compile(source, target=GPUTarget(*target), options=options)
     if sass and "cubin" in made.asm:
@@ -170,13 +171,10 @@ def compile_all(jobs, *kernels):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "compile.py")
         file.write_text(COMPILER.replace("KERNELS", sources))
-        child = subprocess.run(
-            [sys.executable, str(file)],
-            env=os.environ | knobs,
-            input=json.dumps([*jobs.values()]),
-            capture_output=True,
-            text=True,
-        )
+        options = {"env": os.environ | knobs, "text": True}
+        options |= {"input": json.dumps([*jobs.values()])}
+        command = [sys.executable, file]
+        child = subprocess.run(command, capture_output=True, **options)
     assert child.returncode == 0, child.stderr
     return dict(zip(jobs, json.loads(child.stdout), strict=True))
 
@@ -213,7 +211,7 @@ SUM = {"kernel": "row_sum_kernel", "constants": SIZES, "dtype": "*fp32"}
 
 if __name__ == "__main__":
     jobs = {gpu: SUM | {"target": target} for gpu, target in GPUS.items()}
-    jobs["any N"] = jobs["H100"] | {"odd": ["N"]}
+    jobs["any N"] = jobs["H100"] | {"unknown": ["N"]}
     sums = compile_all(jobs, row_sum_kernel)
     h100, mi300 = sums["H100"], sums["MI300"]
     for stage, name, decides, pattern in VERDICT:
@@ -281,12 +279,12 @@ if __name__ == "__main__":
 # arguments. What if nobody knows that 16 divides ``N``?
 
 if __name__ == "__main__":
-    unknown = sums["any N"]
-    for name, texts in (("16 divides N", h100), ("any N", unknown)):
+    any_n = sums["any N"]
+    for name, texts in (("16 divides N", h100), ("any N", any_n)):
         print(f"{name}: sizePerThread = {blocked(texts)[0]}")
         show(texts["sass"], "LDG")
-    assert blocked(unknown)[0] == [1, 1]
-    assert len(find(unknown["sass"], r"LDG\.E R")) == 4
+    assert blocked(any_n)[0] == [1, 1]
+    assert len(find(any_n["sass"], r"LDG\.E R")) == 4
 
 # %%
 # Then a row may begin at any element, and no thread loads four at once.
@@ -417,16 +415,13 @@ if __name__ == "__main__":
 DOT = {"kernel": "matmul_kernel", "constants": {"BLOCK": 64}}
 
 if __name__ == "__main__":
-    jobs = {
-        gpu: DOT | {"target": target, "num_stages": 3}
-        for gpu, target in GPUS.items()
-    }
+    three = DOT | {"num_stages": 3}
+    jobs = {gpu: three | {"target": target} for gpu, target in GPUS.items()}
     for gpu in ("A100", "H100"):
         for stages in (1, 2, 3, 4):
             options = {"num_stages": stages, "sass": False}
             jobs[gpu, stages] = jobs[gpu] | options
     dots = compile_all(jobs, matmul_kernel)
-
     dot = dots["H100"]
     show(dot["ttgir"], r"^#(mma|shared) =|warp_group_dot ")
     (ptx, *_) = find(dot["ptx"], "wgmma.mma")
@@ -523,13 +518,6 @@ if __name__ == "__main__":
     print(table.iloc[:, 4:].to_string())
     for gpu in GPUS:
         assert ("tensordesc" in dots[gpu]["ttir"]) == (gpu in ("H100", "B200"))
-    for gpu, inside, behind in (
-        ("B200", "tc_gen5_mma", "tmem_load"),
-        ("MI300", "local_store", "tt.dot"),
-    ):
-        loop, _, rest = dots[gpu]["ttgir"].partition("scf.yield")
-        assert inside in loop
-        assert rest.count(f"{behind} %") == {"B200": 1, "MI300": 2}[gpu]
 
 # %%
 # * An **A100** has ``LDGSTS``, the asynchronous copy: each thread copies a
@@ -559,10 +547,7 @@ if __name__ == "__main__":
 
 
 def threads_of(ttgir, gpu, operation, shape):
-    """Return the thread that holds each element, and the lanes in a warp.
-
-    The layout is that of the last value which the operation gives.
-    """
+    """Return which thread holds each element, and the lanes in a warp."""
     from triton._C.libtriton import gluon_ir, ir
     from triton.backends.compiler import GPUTarget
 
@@ -598,13 +583,10 @@ def threads_of(ttgir, gpu, operation, shape):
 # First the tile of ``row_sum_kernel`` on an H100. Each colour is a warp. Each
 # number is a lane and stands on the four elements that it holds.
 
-PALE = torch.tensor(
-    [(0.8, 0.9, 0.95), (1, 0.87, 0.74), (0.84, 0.93, 0.84), (0.9, 0.86, 0.96)]
-)
+PALE = torch.tensor([[8, 9, 10], [10, 9, 7], [8, 9, 8], [9, 8, 10]]) / 10
 
 if __name__ == "__main__":
-    ttgir = h100["ttgir"]
-    threads, lanes = threads_of(ttgir, "H100", "tt.load", [8, 64])
+    threads, lanes = threads_of(h100["ttgir"], "H100", "tt.load", [8, 64])
     figure, axes = plt.subplots(figsize=(5, 2.6), layout="constrained")
     axes.imshow(PALE[threads // lanes], aspect="auto")
     axes.set(xticks=range(0, 64, 8), xlabel="column", ylabel="row")

@@ -174,6 +174,14 @@ def test_matrix_instructions(recipe: ModuleType, made: Texts) -> None:
         assert int(times) * work * (4 // warps) == found["times"] * 64**3
 
 
+def test_what_stands_behind_a_loop(made: Texts) -> None:
+    """The sum of a B200 is fetched there; an MI300 has two more dots there, and stores into shared memory before."""
+    loop, _, behind = made["dot", "B200"]["ttgir"].partition("scf.yield")
+    assert ("tmem_load %" in loop, behind.count("tmem_load %")) == (False, 1)
+    loop, _, behind = made["dot", "MI300"]["ttgir"].partition("scf.yield")
+    assert ("ttg.local_store %" in loop, behind.count("tt.dot %")) == (True, 2)
+
+
 def test_one_pipeline(recipe: ModuleType) -> None:
     """Buffers and copies are counted in a text; a tile that is not of a buffer has no count."""
     copy = "ttg.async_copy_global_to_local %1\n"
