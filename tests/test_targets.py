@@ -258,9 +258,14 @@ CONFIGS = [triton.Config({"BLOCK": 64}, num_warps=1), triton.Config({"BLOCK": 12
 
 
 @triton.jit
-def copy_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+def same(x):
+    return x
+
+
+@triton.jit
+def copy_kernel(x_ptr, out_ptr, N, change: tl.constexpr, BLOCK: tl.constexpr):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < N), mask=offs < N)
+    tl.store(out_ptr + offs, change(tl.load(x_ptr + offs, mask=offs < N)), mask=offs < N)
 
 
 @triton.autotune(CONFIGS, key=["N"], do_bench=lambda call, quantiles: (call(), [float(next(TIMES))] * 3)[1])
@@ -274,7 +279,7 @@ TIMES = iter([2, 1])
 for dtype in (torch.float32, torch.float16):
     x = torch.arange(100, dtype=dtype)
     out = torch.empty_like(x)
-    copy_kernel[(2,)](x, out, 100, BLOCK=64, num_warps=2)
+    copy_kernel[(2,)](x, out, 100, same, BLOCK=64, num_warps=2)
     assert torch.equal(x, out)
 tuned_kernel[lambda meta: (triton.cdiv(100, meta["BLOCK"]),)](torch.empty(100, dtype=torch.int32), 100)
 """
@@ -307,7 +312,7 @@ def test_launches_are_noted_as_a_recipe_runs(made: tuple[Recipe, Targets]) -> No
     assert (copies.kernel, copies.signature["x_ptr"], copies.named, copies.options) == (
         "copy_kernel",
         "*fp16",
-        {"BLOCK": 64},
+        {"change": {"function": "same"}, "BLOCK": 64},
         {"num_warps": 2},
     )
     assert copies.aligned == [[0], [1]]
@@ -368,7 +373,7 @@ def test_of_older_code(project: Project, made: tuple[Recipe, Targets], tmp_path:
 def test_terminal_and_json(project: Project, made: tuple[Recipe, Targets]) -> None:
     status, output = project.run("targets", "things/copies")
     assert status == 0
-    assert "copy_kernel(fp16, BLOCK=64, num_warps=2)" in output
+    assert "copy_kernel(fp16, change=same, BLOCK=64, num_warps=2)" in output
     status, output = project.run("targets", "--json")
     found = json.loads(output)["things/copies"]["kernels"][0]["on"]["sm_90"]
     assert found["verdict"] == FITS
@@ -377,7 +382,7 @@ def test_terminal_and_json(project: Project, made: tuple[Recipe, Targets]) -> No
 
 def test_check_fails_if_a_kernel_no_longer_fits(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
     copy = project.copy(tmp_path / "copy")
-    large = RECIPE.replace("copy_kernel[(2,)](x, out, 100, BLOCK=64, num_warps=2)", LARGE)
+    large = RECIPE.replace("copy_kernel[(2,)](x, out, 100, same, BLOCK=64, num_warps=2)", LARGE)
     copy.write(copies=large)
     kept = {path.name: path.read_bytes() for path in (copy.root / "docs/_targets/things").iterdir()}
     status, output = copy.run("compile", "--check")
@@ -391,7 +396,7 @@ def test_check_fails_if_a_kernel_no_longer_fits(project: Project, made: tuple[Re
     assert copy.run("compile", "--check")[0] == 0, "what is kept now is compared with itself"
 
 
-LARGE = "copy_kernel[(1,)](x, out, 100, BLOCK=1024, num_warps=32)"
+LARGE = "copy_kernel[(1,)](x, out, 100, same, BLOCK=1024, num_warps=32)"
 
 
 def test_what_is_worse() -> None:

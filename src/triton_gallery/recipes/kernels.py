@@ -2,13 +2,14 @@
 
 import ast
 import copy
+from collections.abc import Sequence
 
 from triton_gallery.recipes.op import bound
 
 LAUNCHED = "triton.jit"  # what makes a function a kernel
 
 
-def module_of(source: str, kernel: str) -> str:
+def module_of(source: str, kernel: str, given: Sequence[str] = ()) -> str:
     """Return the text of a module with one kernel, the helpers and constants that it uses, and their imports.
 
     What decorates a kernel beside `jit`, such as `autotune`, is left out: a launch says what it chose.
@@ -16,6 +17,7 @@ def module_of(source: str, kernel: str) -> str:
     Args:
         source: the recipe's text.
         kernel: the name of a function, at its top level or within another function.
+        given: the names of functions that a launch gives to the kernel.
 
     Raises:
         LookupError: if there is no such function.
@@ -26,7 +28,7 @@ def module_of(source: str, kernel: str) -> str:
         raise LookupError(f"the recipe does not define {kernel}")
     statements = tree.body if functions[0] in tree.body else [*tree.body, functions[0]]
     binds = [set(bound([node])) for node in statements]
-    wanted, kept = {kernel, LAUNCHED.partition(".")[0]}, set[int]()
+    wanted, kept = {kernel, *given, LAUNCHED.partition(".")[0]}, set[int]()
     while places := {place for place, names in enumerate(binds) if names & wanted} - kept:
         kept |= places
         for place in places:

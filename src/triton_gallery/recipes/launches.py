@@ -33,6 +33,12 @@ class Launch:
         return {names[place[0]]: value for place, value in self.constants if len(place) == 1}
 
     @property
+    def functions(self) -> list[str]:
+        """The names of the functions among its constants."""
+        values = [value for _, value in self.constants if isinstance(value, dict)]
+        return [name for value in values for kind, name in value.items() if kind == FUNCTION]
+
+    @property
     def described(self) -> str:
         """The launch in a line."""
         return f"{self.kernel}({self.arguments})"

@@ -80,17 +80,23 @@ class Watch:
         gpu = SimpleNamespace(
             get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
         )
+        known = inspect.signature(triton.JITFunction.__init__).parameters
         shadows: dict[int, Any] = {}
+
+        def shadow(value: Any) -> Any:
+            if not isinstance(value, InterpretedFunction):
+                return value
+            if id(value) not in shadows:
+                said = {name: option for name, option in value.kwargs.items() if name in known}
+                shadows[id(value)] = triton.JITFunction(value.fn, **said)
+            return shadows[id(value)]
 
         def shown(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             if kernel.fn.__code__.co_filename.startswith(self._folder) and not warmup:
-                if id(kernel) not in shadows:
-                    known = inspect.signature(triton.JITFunction.__init__).parameters
-                    said = {name: value for name, value in kernel.kwargs.items() if name in known}
-                    shadows[id(kernel)] = triton.JITFunction(kernel.fn, **said)
+                given = {name: shadow(value) for name, value in kwargs.items()}
                 driver.set_active(gpu)
                 with suppress(Exception):  # what Triton refuses, the interpreter may take: it will not be compiled
-                    shadows[id(kernel)].run(*args, grid=grid, warmup=True, **kwargs)
+                    shadow(kernel).run(*map(shadow, args), grid=grid, warmup=True, **given)
                 driver.set_active(None)
             return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 

@@ -78,7 +78,7 @@ class Compiler:
 
     def _make(self, recipe: Recipe, launch: Launch, gpu: Gpu) -> Made:
         try:
-            module = module_of(recipe.path.read_text(encoding="utf-8"), launch.kernel)
+            module = module_of(recipe.path.read_text(encoding="utf-8"), launch.kernel, launch.functions)
         except LookupError as error:
             return Compiled(failure=str(error)), {}
         said = json.dumps([module, asdict(launch), gpu.key]).encode()
