@@ -456,7 +456,7 @@ def _add_rows_check(x, y, weight):
         )
     kinds = [(t.dtype, t.device) for t in (x, y, weight)]
     if kinds[0] != kinds[1] or kinds[0] != kinds[2]:
-        raise ValueError(f"add_rows takes one dtype and device, not {kinds}")
+        raise TypeError(f"add_rows takes one dtype and device, not {kinds}")
 
 
 def _add_rows_apart(x):
@@ -508,7 +508,8 @@ def add_rows(
     Takes two (M, N) matrices and M weights, all of float16, bfloat16, float32
     or float64 and on one device. Rows may lie apart; other layouts are copied.
     The result is contiguous, and the same each time. Raises TypeError for other
-    dtypes, ValueError where shapes, dtypes or devices differ. Has no gradient.
+    dtypes and where dtypes or devices differ, ValueError where shapes do. Has
+    no gradient.
     """
     return _add_rows_launch(x, y, weight, wrap_triton(_add_rows_kernel))
 

@@ -133,7 +133,7 @@ def test_refuses(taken: ModuleType) -> None:
         with pytest.raises(ValueError, match=r"^add_rows takes two matrices of one shape, .*, not \("):
             taken.add_rows(*inputs)
     for inputs in ((x, x.double(), weight), (x, x, weight.half())):
-        with pytest.raises(ValueError, match=r"^add_rows takes one dtype and device, not .*float"):
+        with pytest.raises(TypeError, match=r"^add_rows takes one dtype and device, not .*float"):
             taken.add_rows(*inputs)
 
 
