@@ -171,19 +171,20 @@ def test_alignment_is_part_of_a_launch(compiler: Compiler) -> None:
 @pytest.mark.parametrize(
     ("gpu", "warps", "registers", "shared", "expected"),
     [
-        ("sm_90", 4, 32, 0, 1.0),  # 16 programs of 4 warps
-        ("sm_90", 8, 64, 0, 0.5),  # 65536 / (64 * 32) = 32 warps
-        ("sm_90", 8, 33, 0, 0.75),  # 33 registers are rounded to 40: 51 warps, 6 programs
-        ("sm_90", 4, 32, 100 * KIB, 2 * 4 / 64),  # two programs in 228 KiB
-        ("sm_89", 4, 32, 0, 1.0),
-        ("sm_90", 1, 16, 0, 0.5),  # 32 programs at the most
-        ("gfx942", 4, 64, 0, 1.0),  # 512 / 64 = 8 warps on each of four units
-        ("gfx942", 4, 128, 0, 0.5),
-        ("gfx942", 4, 32, 40 * KIB, 4 / 32),
+        ("sm_90", 4, 32, 0, (1.0, "registers, warps")),  # 16 programs of 4 warps
+        ("sm_90", 8, 64, 0, (0.5, "registers")),  # 65536 / (64 * 32) = 32 warps
+        ("sm_90", 8, 33, 0, (0.75, "registers")),  # 33 registers are rounded to 40: 51 warps, 6 programs
+        ("sm_90", 4, 32, 100 * KIB, (2 * 4 / 64, "shared memory")),  # two programs in 228 KiB
+        ("sm_89", 4, 32, 0, (1.0, "warps")),
+        ("sm_90", 1, 16, 0, (0.5, "warps")),  # 32 programs at the most
+        ("gfx942", 4, 64, 0, (1.0, "registers, warps")),  # 512 / 64 = 8 warps on each of four units
+        ("gfx942", 4, 128, 0, (0.5, "registers")),
+        ("gfx942", 4, 32, 40 * KIB, (4 / 32, "shared memory")),
     ],
 )
-def test_occupancy(gpu: str, warps: int, registers: int, shared: int, expected: float) -> None:
-    assert GPU[gpu].occupancy(warps, registers, shared) == expected
+def test_occupancy(gpu: str, warps: int, registers: int, shared: int, expected: tuple[float, str]) -> None:
+    part, limit = GPU[gpu].occupancy(warps, registers, shared)
+    assert (part, limit) == (expected[0], expected[1])
 
 
 def test_more_threads_than_a_program_has() -> None:
@@ -377,7 +378,7 @@ def test_terminal_and_json(project: Project, made: tuple[Recipe, Targets]) -> No
     status, output = project.run("targets", "--json")
     found = json.loads(output)["things/copies"]["kernels"][0]["on"]["sm_90"]
     assert found["verdict"] == FITS
-    assert found["occupancy"] == made[1].kernels[0].on["sm_90"].occupancy(GPU["sm_90"])
+    assert found["occupancy"] == made[1].kernels[0].on["sm_90"].occupancy(GPU["sm_90"])[0]
 
 
 def test_check_fails_if_a_kernel_no_longer_fits(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
@@ -459,5 +460,5 @@ def test_launches_of_a_record_come_first(project: Project, made: tuple[Recipe, T
 
 def test_gpus_are_distinct() -> None:
     assert len({gpu.key for gpu in GPUS}) == len({gpu.name for gpu in GPUS}) == len(GPUS)
-    assert Gpu("sm_100", "", 1, 1, 1, 1).capability == "10.0"
+    assert Gpu("sm_100", "", "", 1, 1, 1, 1).capability == "10.0"
     assert GPU["gfx942"].capability is None

@@ -68,6 +68,11 @@ const showListing = (() => {
     }
   };
 
+  // A link to a folded section opens it
+  const unfold = () => location.hash && document.querySelector(`${location.hash} > details`)?.setAttribute("open", "");
+  addEventListener("hashchange", unfold);
+  document.addEventListener("DOMContentLoaded", unfold);
+
   document.addEventListener("click", ({ target }) => {
     const button = target.closest?.("button.listing");
     if (button) show(button);

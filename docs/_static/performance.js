@@ -26,7 +26,7 @@ function makeFilterable(table) {
   const body = table.tBodies[0];
   const filter = document.createElement("input");
   filter.type = "search";
-  filter.placeholder = "Filter: a recipe, a device, …";
+  filter.placeholder = "Filter: words of a row";
   filter.setAttribute("aria-label", "Filter the table");
   filter.addEventListener("input", () => {
     const words = filter.value.toLowerCase().split(/\s+/);

@@ -90,26 +90,35 @@ def row_sum(x):
 # Is it right?
 # ------------
 #
-# The kernel runs here, beside float64. A sum of 50 numbers rounds 49 times, by
-# less than :math:`2^{-20}` each time while it stays below 16.
+# The kernel runs here, beside float64, for a length that 16 divides and for one
+# that it does not. A sum of 64 numbers rounds 63 times, by less than
+# :math:`2^{-20}` each time while it stays below 16.
 
 generator = torch.Generator().manual_seed(0)
 
 if __name__ == "__main__":
-    x = torch.randn(19, 50, generator=generator).to(DEVICE)
-    out, right = row_sum(x).double(), x.double().sum(1)
-    print(f"largest error {(out - right).abs().max():.1e}")
-    torch.testing.assert_close(out, right, rtol=0, atol=49 * 2**-20)
+    for N in (64, 50):
+        x = torch.randn(19, N, generator=generator).to(DEVICE)
+        out, right = row_sum(x).double(), x.double().sum(1)
+        print(f"N = {N}: largest error {(out - right).abs().max():.1e}")
+        torch.testing.assert_close(out, right, rtol=0, atol=63 * 2**-20)
 
 # %%
 # How to get the texts
 # --------------------
 #
-# On a GPU ``kernel[grid](...)`` returns the compiled kernel, and its ``asm`` is
-# a dictionary of texts. Triton compiles without a GPU too, and for any GPU:
-# ``triton.compile`` takes the kernel, the types of its arguments, the
-# constants, what is known of the arguments, and a target. What is known here is
-# that 16 divides each argument. At a launch, Triton looks whether that is so.
+# On a GPU, a launch returns the compiled kernel, which has all texts:
+#
+# .. code-block:: python
+#
+#     compiled = row_sum_kernel[grid](x, out, M, N, 8, 64)
+#     print(compiled.asm["ttgir"])  # or ttir, llir, ptx, sass
+#
+# Triton compiles without a GPU too, and for any GPU: ``triton.compile`` takes
+# the kernel, the types of its arguments, the constants, what is known of the
+# arguments, and a target. What is known here is that 16 divides each argument.
+# At a launch, Triton looks which arguments 16 divides, and compiles once more
+# if they are others than before.
 #
 # The compiler runs in a child process, out of the interpreter's reach. The tool
 # ``cuobjdump``, which Triton ships, counts the registers of NVIDIA's code.
@@ -195,14 +204,14 @@ def show(text, pattern):
 # -----------------
 #
 # The verdict first: each stage, what it decides, and the line that says so of
-# the load in ``row_sum_kernel``. The tile has 8 rows of 64 elements. The GPU is
-# an H100, and for AMDGCN an MI300.
+# the load in ``row_sum_kernel``, from where the decision stands. The tile has 8
+# rows of 64 elements. The GPU is an H100, and for AMDGCN an MI300.
 
 VERDICT = [  # stage, its name in asm, what it decides, how to find the line
     ("TTIR", "ttir", "shapes and types of tiles", r"tt\.load"),
-    ("TTGIR", "ttgir", "which thread holds which element", "^#blocked ="),
+    ("TTGIR", "ttgir", "which thread holds which element", "sizePerThread"),
     ("LLVM IR", "llir", "what one thread does", r"ld\.global"),
-    ("PTX", "ptx", "instructions, with registers to spare", r"ld\.global"),
+    ("PTX", "ptx", "instructions; each value has a register", r"ld\.global"),
     ("SASS", "sass", "which registers, and what waits for what", "LDG"),
     ("AMDGCN", "amdgcn", "AMD's code, in place of PTX and SASS", "global_load"),
 ]
@@ -215,12 +224,13 @@ if __name__ == "__main__":
     sums = compile_all(jobs, row_sum_kernel)
     h100, mi300 = sums["H100"], sums["MI300"]
     for stage, name, decides, pattern in VERDICT:
-        (line,) = find((mi300 | h100)[name], pattern)
+        line = find((mi300 | h100)[name], pattern)[0]
+        line = line[re.search(pattern, line).start() :]
         line = textwrap.shorten(line, 70, placeholder=" ...")
         print(f"{stage:9}{decides}\n         {line}")
 
 # %%
-# What stands above the first stage is yours: the sizes of tiles, pointers or
+# Some things no stage decides, because you did: the sizes of tiles, pointers or
 # descriptors, what is known of the arguments, ``num_warps`` and ``num_stages``.
 
 # %%
@@ -266,14 +276,17 @@ if __name__ == "__main__":
 
 # %%
 # The tile's type has got a *layout*, ``#blocked``, with a number for each
-# dimension of the tile. A thread holds ``sizePerThread`` elements,
+# dimension of the tile. A thread holds ``sizePerThread`` elements side by side,
 # ``threadsPerWarp`` threads make a warp, and ``warpsPerCTA`` warps make the
-# program: that is the option ``num_warps``, 4 unless you say otherwise. In each
-# dimension the product of the three numbers is the tile's size.
+# program (NVIDIA calls it a *CTA*): that is the option ``num_warps``, 4 unless
+# you say otherwise. Here the three numbers multiply to the tile's size in each
+# dimension. Where they make less, the layout is repeated, and a thread holds
+# several such pieces; where they make more, several threads hold the same.
 # ``order`` names the last dimension first: neighbouring threads hold
-# neighbouring elements of a row, so the load is coalesced. A warp of an MI300
-# has 64 threads, hence another layout there. The sums have a layout as well,
-# and ``convert_layout`` hands them over to the threads that store them.
+# neighbouring elements of a row, so a warp reads whole pieces of memory. A warp
+# of an MI300 has 64 threads, hence another layout there. The sums have a layout
+# as well, ``#blocked1`` with room for 128 of them, and ``convert_layout`` hands
+# them over to the threads that store them.
 #
 # The compiler chose ``#blocked`` by your pointers and by what is known of the
 # arguments. What if nobody knows that 16 divides ``N``?
@@ -287,8 +300,11 @@ if __name__ == "__main__":
     assert len(find(any_n["sass"], r"LDG\.E R")) == 4
 
 # %%
-# Then a row may begin at any element, and no thread loads four at once.
-# ``unaligned_rows.py`` has the remedy.
+# Then a row may begin at any element, and no thread loads four at once. So this
+# is where the width of a load is decided: ``sizePerThread`` is how many
+# elements a thread can load in one instruction. They must follow each other in
+# memory, begin where 16 is known to divide, and share one bit of the mask.
+# ``unaligned_rows.py`` takes these apart, and has the remedy.
 
 # %%
 # LLVM IR: what one thread does
@@ -309,8 +325,9 @@ if __name__ == "__main__":
 # The tile is gone. This is the program of one thread, which asks for its
 # number, ``tid.x``. It loads four numbers and adds them. The layout puts a row
 # into 16 threads of a warp, so four *shuffles* follow: each adds the sum of the
-# thread that is 8 places away, then 4, 2 and 1. The load stands there in
-# quotation marks: Triton wrote it in PTX already, and LLVM hands it on.
+# thread that is 8 places away (the one that is printed), then 4, 2 and 1. The
+# load stands there in quotation marks: Triton wrote it in PTX already, and LLVM
+# hands it on.
 
 # %%
 # PTX: instructions
@@ -320,15 +337,15 @@ if __name__ == "__main__":
 
 if __name__ == "__main__":
     show(h100["ptx"], r"\.reg|ld\.global|shfl.* 8,|tid\.x")
-    virtual = sum(map(int, re.findall(r"%\w+<(\d+)>", h100["ptx"])))
-    print(f"{virtual} virtual registers, {h100['registers']} real ones")
+    virtual = int(re.search(r"%r<(\d+)>", h100["ptx"])[1])
+    print(f"{h100['registers']} registers of 32 bits in the machine code")
     assert "ld.global.v4.b32" in h100["ptx"]
     assert h100["registers"] < virtual
 
 # %%
 # The instructions are there. But each value has a register of its own: ``.reg``
-# declares how many there are of each size. Which of them share a real register
-# is still open.
+# declares how many there are of each size: bits, 32 and 64. Which of them share
+# a real register is still open.
 
 # %%
 # SASS: registers and waiting
@@ -342,15 +359,22 @@ if __name__ == "__main__":
     assert "LDG.E.128 " in load
     assert len(find(h100["sass"], "SHFL")) == shuffles
     busy, waits_for = load.split(":")[2], add.split(":")[0]
-    assert int(waits_for) == 2 ** int(busy)
+    assert int(waits_for, base=16) == 2 ** int(busy)
 
 # %%
 # ``LDG.E.128`` loads 128 bits into four registers, the named one and the next
-# three. ``@P0`` in front of it is the mask. The numbers before that say what
-# waits for what. The third one is a *scoreboard*, which is busy until the
-# result is there. The first one is the sum of :math:`2^s` over the scoreboards
-# :math:`s` that an instruction waits for: here the first ``FADD`` waits for the
-# load. The last one is how many cycles pass before the next instruction.
+# three. ``@P0`` in front of it is the mask. Before that stand five fields about
+# waiting, for which a warp has a few *scoreboards*:
+#
+# 1. which scoreboards it waits for, a bit for each, hexadecimal;
+# 2. the scoreboard that is busy until it has read its operands;
+# 3. the scoreboard that is busy until its result is there;
+# 4. ``Y`` if another warp may go first;
+# 5. the cycles before the next instruction.
+#
+# Here the load keeps a scoreboard busy, and the bit of that one stands in front
+# of the first ``FADD``. The SASS at the end of this page lacks these fields: it
+# is the work of another tool, ``nvdisasm``.
 
 # %%
 # A tl.dot
@@ -397,13 +421,14 @@ def matmul(a, b):
 # What float32 rounded before is far below ``1e-3``.
 
 if __name__ == "__main__":
-    a = torch.randn(100, 136, generator=generator).half().to(DEVICE)
-    b = torch.randn(136, 72, generator=generator).half().to(DEVICE)
-    out, right = matmul(a, b).double(), a.double() @ b.double()
-    allowed = 2**-10 * right.abs() + 1e-3
-    used = ((out - right).abs() / allowed).max()
-    print(f"largest error {used:.2f} of what is allowed")
-    torch.testing.assert_close(out, right, rtol=2**-10, atol=1e-3)
+    for M, N, K in ((96, 80, 144), (100, 72, 136)):
+        a = torch.randn(M, K, generator=generator).half().to(DEVICE)
+        b = torch.randn(K, N, generator=generator).half().to(DEVICE)
+        out, right = matmul(a, b).double(), a.double() @ b.double()
+        allowed = 2**-10 * right.abs() + 1e-3
+        used = ((out - right).abs() / allowed).max()
+        print(f"{M}x{N}x{K}: largest error {used:.2f} of what is allowed")
+        torch.testing.assert_close(out, right, rtol=2**-10, atol=1e-3)
 
 # %%
 # Where is the dot?
@@ -479,8 +504,9 @@ if __name__ == "__main__":
 # stage, an A100 loads into registers instead.) The price is shared memory:
 # ``a`` and ``b`` have so many buffers each, with two bytes for each element.
 #
-# An H100 has one buffer more than an A100. Its dot reads the buffers itself,
-# and one dot may be ``pending`` while the next copies start.
+# From two stages on, an H100 has one buffer more than an A100. Its dot reads
+# the buffers itself, and one dot may be ``pending`` while the next copies
+# start.
 
 # %%
 # One tl.dot, four GPUs
@@ -518,6 +544,8 @@ if __name__ == "__main__":
     print(table.iloc[:, 4:].to_string())
     for gpu in GPUS:
         assert ("tensordesc" in dots[gpu]["ttir"]) == (gpu in ("H100", "B200"))
+    before, _, loop = dots["B200"]["ttgir"].partition("scf.for")
+    assert before.count("tc_gen5_mma ") == loop.count("tc_gen5_mma ") == 1
 
 # %%
 # * An **A100** has ``LDGSTS``, the asynchronous copy: each thread copies a
@@ -526,28 +554,31 @@ if __name__ == "__main__":
 # * An **H100** has ``UTMALDG`` (*TMA*): a unit of the GPU copies whole tiles.
 #   ``HGMMA`` reads them from shared memory. Four warps do one together.
 # * A **B200** leaves the sum in *tensor memory*, next to its matrix unit.
-#   Threads load it from there behind the loop.
+#   Threads load it from there after the loop. The text has one dot before the
+#   loop and one in it.
 # * An **MI300** loads into registers and stores from there to shared memory.
-#   The dots of the last two iterations stand behind the loop, so its code has
+#   The dots of the last two iterations stand after the loop, so its code has
 #   three times the instructions of one dot.
 #
-# Where more stays out of registers, a thread needs fewer of them: compare the
-# two tables. You asked for TMA by writing descriptors. For a GPU without it,
-# TTIR has pointers in their place, and the source need not change.
+# On NVIDIA's GPUs, where more stays out of registers, a thread needs fewer of
+# them: compare the two tables. You asked for TMA by writing descriptors. For a
+# GPU without it, TTIR has pointers in their place, and the source need not
+# change.
 
 # %%
 # Which thread holds what?
 # ------------------------
 #
-# Triton knows each layout as a *linear* one: each bit of the number of a
-# register, of a lane (a thread in its warp) and of a warp moves by a fixed step
-# through the tile, and *xor* combines the steps. Here Triton reads its own
-# TTGIR and is asked for the steps. No documented function does that, so this
-# may break in another version.
+# Triton knows each layout as a *linear* one. Write the number of a lane (a
+# thread in its warp) in binary. Each of its bits stands for a step through the
+# tile, so many rows down and columns to the right, and *xor* combines the steps
+# of the bits that are 1. The numbers of registers and of warps have steps as
+# well. Here Triton reads its own TTGIR and is asked for the steps. No
+# documented function does that, so this may break in another version.
 
 
 def threads_of(ttgir, gpu, operation, shape):
-    """Return which thread holds each element, and the lanes in a warp."""
+    """Return which thread holds each element, and the steps of a lane."""
     from triton._C.libtriton import gluon_ir, ir
     from triton.backends.compiler import GPUTarget
 
@@ -576,17 +607,20 @@ def threads_of(ttgir, gpu, operation, shape):
         row, col = row ^ is_set * down, col ^ is_set * right
     threads = torch.full(shape, -1)
     threads[row, col] = number >> len(linear.reg_bases)
-    return threads, 2 ** len(linear.lane_bases)
+    return threads, linear.lane_bases
 
 
 # %%
 # First the tile of ``row_sum_kernel`` on an H100. Each colour is a warp. Each
-# number is a lane and stands on the four elements that it holds.
+# number is a lane and stands on the four elements that it holds. The steps of a
+# lane's bits are printed, the lowest bit first.
 
 PALE = torch.tensor([[8, 9, 10], [10, 9, 7], [8, 9, 8], [9, 8, 10]]) / 10
 
 if __name__ == "__main__":
-    threads, lanes = threads_of(h100["ttgir"], "H100", "tt.load", [8, 64])
+    threads, steps = threads_of(h100["ttgir"], "H100", "tt.load", [8, 64])
+    print("[down, right]:", *steps)
+    lanes = 2 ** len(steps)
     figure, axes = plt.subplots(figsize=(5, 2.6), layout="constrained")
     axes.imshow(PALE[threads // lanes], aspect="auto")
     axes.set(xticks=range(0, 64, 8), xlabel="column", ylabel="row")
@@ -599,15 +633,15 @@ if __name__ == "__main__":
     plt.show()
 
 # %%
-# Then the sum of ``tl.dot`` on all four GPUs, 64 rows of 64 columns. Black is
-# what thread 0 holds, and orange what thread 1 holds.
+# Then the sum of ``tl.dot`` on all four GPUs, 64 rows of 64 columns. Colours
+# are warps again. Black is what thread 0 holds, and orange what thread 1 holds.
 
 if __name__ == "__main__":
     figure, grid = plt.subplots(2, 2, figsize=(5, 5.4), layout="constrained")
     for axes, gpu in zip(grid.flat, GPUS, strict=True):
         ttgir = dots[gpu]["ttgir"]
-        threads, lanes = threads_of(ttgir, gpu, "arith.truncf", [64, 64])
-        axes.imshow(PALE[threads // lanes])
+        threads, steps = threads_of(ttgir, gpu, "arith.truncf", [64, 64])
+        axes.imshow(PALE[threads // 2 ** len(steps)])
         axes.set(title=gpu, xlim=(-2, 65), ylim=(65, -2))
         for thread, colour in ((0, "black"), (1, "#e06000")):
             row, col = (threads == thread).nonzero().T

@@ -18,6 +18,7 @@ class Gpu:
     Attributes:
         key: how Triton's compiler calls it, short: `sm_90`, `gfx942`.
         name: how people call it.
+        cards: some of this kind.
         shared: bytes of shared memory that one program may have.
         shared_unit: bytes of shared memory of a multiprocessor.
         warps: how many a multiprocessor holds.
@@ -28,6 +29,7 @@ class Gpu:
 
     key: str
     name: str
+    cards: str
     shared: int
     shared_unit: int
     warps: int
@@ -51,8 +53,8 @@ class Gpu:
         """Threads of a warp."""
         return 64 if self.is_amd else 32
 
-    def occupancy(self, warps: int, registers: int, shared: int) -> float:
-        """Return the part of a multiprocessor's warps that it can hold of a kernel's.
+    def occupancy(self, warps: int, registers: int, shared: int) -> tuple[float, str]:
+        """Return the part of a multiprocessor's warps that it can hold of a kernel's, and what keeps it from more.
 
         Args:
             warps: of a program.
@@ -67,15 +69,18 @@ class Gpu:
             of_warp = GRAIN * math.ceil(max(1, registers) * self.warp / GRAIN)
             by_registers = self.registers // of_warp // warps
             by_shared = self.shared_unit // (shared + RESERVED)
-        return min(by_registers, by_shared, self.programs, self.warps // warps) * warps / self.warps
+        most = min(self.programs, self.warps // warps)
+        limits = {"registers": by_registers, "shared memory": by_shared, "warps": most}
+        held = min(limits.values())
+        return held * warps / self.warps, ", ".join(name for name, limit in limits.items() if limit == held)
 
 
 KIB = 1024
 GPUS = [
-    Gpu("sm_80", "A100", 163 * KIB, 164 * KIB, warps=64, programs=32),
-    Gpu("sm_89", "L4, RTX 40", 99 * KIB, 100 * KIB, warps=48, programs=24),
-    Gpu("sm_90", "H100, H200", 227 * KIB, 228 * KIB, warps=64, programs=32),
-    Gpu("sm_100", "B200", 227 * KIB, 228 * KIB, warps=64, programs=32, tensor_memory=512),
-    Gpu("sm_120", "RTX 50", 99 * KIB, 100 * KIB, warps=48, programs=24),
-    Gpu("gfx942", "MI300", 64 * KIB, 64 * KIB, warps=32, programs=32, registers=131072),
+    Gpu("sm_80", "A100", "A30", 163 * KIB, 164 * KIB, warps=64, programs=32),
+    Gpu("sm_89", "L4, RTX 40", "L40S, RTX 4090", 99 * KIB, 100 * KIB, warps=48, programs=24),
+    Gpu("sm_90", "H100, H200", "GH200", 227 * KIB, 228 * KIB, warps=64, programs=32),
+    Gpu("sm_100", "B200", "GB200", 227 * KIB, 228 * KIB, warps=64, programs=32, tensor_memory=512),
+    Gpu("sm_120", "RTX 50", "RTX 5090, RTX PRO 6000", 99 * KIB, 100 * KIB, warps=48, programs=24),
+    Gpu("gfx942", "MI300", "MI300X, MI325X", 64 * KIB, 64 * KIB, warps=32, programs=32, registers=131072),
 ]

@@ -49,7 +49,13 @@ class Launch:
         types = dict.fromkeys(str(kind).lstrip("*") for kind in self.signature.values() if str(kind)[0] in "*t")
         said = {**self.named, **self.options}
         facts = [*types, *(f"{name}={_written(value)}" for name, value in said.items())]
+        if odd := [name for place, (name, kind) in enumerate(self.signature.items()) if self._is_odd([place], kind)]:
+            facts.append(f"not divisible by 16: {' '.join(odd)}")
         return ", ".join(facts)
+
+    def _is_odd(self, place: list[int], kind: Any) -> bool:
+        """Whether an argument might be a multiple of 16 and is not."""
+        return str(kind).startswith(("*", "i32", "i64")) and place not in self.aligned
 
     @property
     def _weight(self) -> tuple[bool, int, int]:

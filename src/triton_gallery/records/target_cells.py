@@ -3,7 +3,7 @@
 from triton_gallery.recipes.gpus import KIB, Gpu
 from triton_gallery.records.targets import FITS, Kernel
 
-COLUMNS = ["", "registers", "spilled", "shared memory", "occupancy", "matrix instructions", "loads", "stores"]
+COLUMNS = ["verdict", "registers", "spilled", "shared memory", "occupancy", "matrix instructions", "loads", "stores"]
 
 
 def cells(kernel: Kernel, gpu: Gpu) -> list[str]:
@@ -17,12 +17,16 @@ def cells(kernel: Kernel, gpu: Gpu) -> list[str]:
         verdict,
         str(compiled.registers),
         _size(compiled.spilled),
-        f"{_size(compiled.shared)} of {_size(gpu.shared)}",
-        f"{compiled.occupancy(gpu):.0%}" if word == FITS else "",
-        ", ".join(f"{number} {name}" for name, number in compiled.matrix.items()) or "none",
+        f"{_size(compiled.shared)} / {_size(gpu.shared)}",
+        _occupancy(*compiled.occupancy(gpu)) if word == FITS else "",
+        ", ".join(f"{number} \N{MULTIPLICATION SIGN} {name}" for name, number in compiled.matrix.items()) or "none",
         _widths(compiled.loads),
         _widths(compiled.stores),
     ]
+
+
+def _occupancy(part: float, limit: str) -> str:
+    return f"{part:.0%}" if part == 1 else f"{part:.0%}: {limit}"
 
 
 def _size(count: int) -> str:
@@ -30,6 +34,7 @@ def _size(count: int) -> str:
 
 
 def _widths(found: dict[str, int]) -> str:
-    """Write how many loads or stores there are of each width: `8 of 16 B`."""
-    said = (f"{number} by {name}" if name == "TMA" else f"{number} of {name} B" for name, number in found.items())
+    """Write how many loads or stores there are of each width."""
+    times = "\N{MULTIPLICATION SIGN}"
+    said = (f"{number} {times} {name}{'' if name == 'TMA' else ' B'}" for name, number in found.items())
     return ", ".join(said) or "none"

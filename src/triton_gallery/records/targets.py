@@ -31,7 +31,7 @@ from triton_gallery.records.formats import (
 )
 
 THREADS = 1024  # that a program may have, on all these GPUs
-FITS, TOO_LARGE, FAILED, UNMEANT = "fits", "does not fit", "does not compile", "not meant for it"
+FITS, TOO_LARGE, FAILED, UNMEANT = "fits", "does not fit", "does not compile", "left out by its page"
 
 _COUNTS = {"type": "object", "additionalProperties": {"type": "integer"}}
 _NUMBER = {"type": "integer", "minimum": 0}
@@ -95,8 +95,8 @@ class Compiled:
             return TOO_LARGE, f"it takes {self.tensor_memory} columns of tensor memory, {there}"
         return FITS, ""
 
-    def occupancy(self, gpu: Gpu) -> float:
-        """Return the part of a multiprocessor's warps that it can hold of it, at the most."""
+    def occupancy(self, gpu: Gpu) -> tuple[float, str]:
+        """Return the part of a multiprocessor's warps that it can hold of it, and what keeps it from more."""
         return gpu.occupancy(self.warps, self.registers, self.shared)
 
 
@@ -214,6 +214,6 @@ def as_json(targets: Targets) -> dict[str, Any]:
             if gpu.key in kernel.on:
                 compiled = kernel.on[gpu.key]
                 word, why = compiled.verdict(gpu)
-                occupancy = compiled.occupancy(gpu) if word == FITS else None
+                occupancy = compiled.occupancy(gpu)[0] if word == FITS else None
                 said["on"][gpu.key] |= {"verdict": word, "why": why, "occupancy": occupancy}
     return content

@@ -20,7 +20,7 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.gpus import GPUS, Gpu
+from triton_gallery.recipes.gpus import GPUS, KIB, Gpu
 from triton_gallery.records.target_cells import COLUMNS, cells
 from triton_gallery.records.targets import FAILED, FITS, TOO_LARGE, UNMEANT, Kernel, Targets, load, texts
 from triton_gallery.sphinx import lookup
@@ -98,40 +98,63 @@ class TargetsDirective(SphinxDirective):
     has_content: ClassVar[bool] = False
 
     def run(self) -> list[nodes.Node]:
-        """Return the table."""
+        """Return the table, and one of what a kernel may use of each GPU."""
         found = [(recipe, kept(self.env, recipe)) for recipe in lookup.recipes(self.env).values()]
         self.env.metadata[self.env.docname][STATE] = _state(found)
-        rows = [(recipe, kernel) for recipe, of in found if of is not None for kernel in of.kernels]
+        rows = [(recipe, kernel, of.launched_by) for recipe, of in found if of is not None for kernel in of.kernels]
         if not rows:
             return [nodes.paragraph("", "Nothing has been compiled yet.")]
         lines = [
-            ["", kernel.launch.kernel, *(_short(kernel, gpu) for gpu in GPUS), kernel.launch.arguments]
-            for _, kernel in rows
+            ["", kernel.launch.kernel, *(_short(kernel, gpu) for gpu in GPUS), kernel.launch.arguments, by]
+            for _, kernel, by in rows
         ]
-        table = grid(
-            ["recipe", "kernel", *(gpu.name for gpu in GPUS), "launched with"],
-            lines,
-            "targets",
-            "sortable",
-            "filterable",
-        )
+        columns = ["recipe", "kernel", *(gpu.name for gpu in GPUS), "launched with", "launched by"]
+        table = grid(columns, lines, "targets", "sortable", "filterable")
         gallery = self.env.config.sphinx_gallery_conf["gallery_dirs"]
         anchor = nodes.make_id(TITLE)
-        for place, (recipe, _) in zip(first_cells(table), rows, strict=True):
+        for place, (recipe, _, _) in zip(first_cells(table), rows, strict=True):
             place += nodes.reference("", recipe.name, refuri=f"{gallery}/{recipe.key}.html#{anchor}", internal=True)
-        return [table]
+        return [table, _limits()]
+
+
+def _limits() -> nodes.Node:
+    """Return a table of what a kernel may use of each GPU."""
+    columns = [
+        "GPU",
+        "also",
+        "compiled for",
+        "shared memory of a program",
+        "registers of a multiprocessor",
+        "its warps",
+    ]
+    rows = [
+        [
+            gpu.name,
+            gpu.cards,
+            gpu.key,
+            f"{gpu.shared // KIB} KiB",
+            str(gpu.registers),
+            f"{gpu.warps} of {gpu.warp} threads",
+        ]
+        for gpu in GPUS
+    ]
+    return grid(columns, rows, "targets")
 
 
 def _about(found: Targets, recipe: Recipe) -> nodes.paragraph:
     """Say of what the tables are."""
     older = "" if found.is_fresh(recipe) else ", of older code than this page's"
-    about = nodes.paragraph("", "What Triton ")
-    about += nodes.Text(f"{found.triton} makes of the kernels for GPUs that need not be here{older}. ")
-    about += nodes.Text(f"Each kernel is compiled as {found.launched_by} launched it when it ran this page: ")
-    about += nodes.Text(
-        "where there were several launches, that with 16-bit types, aligned pointers and the largest tile. "
-    )
-    about += nodes.Text("Nothing here was run or timed on those GPUs.")
+    said = [
+        f"What Triton {found.triton} makes of this page's kernels for six kinds of GPU{older}.",
+        "Nothing was run or timed there.",
+        f"Of each kernel one launch is compiled, as {found.launched_by} made it when it ran this page.",
+        "Where there were several, it is the one with 16-bit types; of these, with most arguments that 16 divides;",
+        "of these, with the largest tile.",
+        "The tables do not tell of other types and sizes, nor of what a launcher would choose on another GPU. ",
+    ]
+    about = nodes.paragraph("", " ".join(said))
+    about += nodes.reference("", "How to read them", refuri="../../guide/read.html#on-other-gpus", internal=True)
+    about += nodes.Text(".")
     return about
 
 
@@ -165,8 +188,9 @@ def _short(kernel: Kernel, gpu: Gpu) -> str:
     if word != FITS:
         return word
     compiled = kernel.on[gpu.key]
+    shared = f", {compiled.shared // KIB} KiB" if compiled.shared >= KIB else ""
     spilled = f", {compiled.spilled} B spilled" if compiled.spilled else ""
-    return f"{compiled.registers}{spilled}"
+    return f"{compiled.registers}{shared}{spilled}"
 
 
 def _folder(env: "BuildEnvironment") -> Path:
