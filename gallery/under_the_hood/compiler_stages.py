@@ -209,7 +209,7 @@ def show(text, pattern):
 
 VERDICT = [  # stage, its name in asm, what it decides, how to find the line
     ("TTIR", "ttir", "shapes and types of tiles", r"tt\.load"),
-    ("TTGIR", "ttgir", "which thread holds which element", "sizePerThread"),
+    ("TTGIR", "ttgir", "which thread holds which element", r"size\w+ = \[1, "),
     ("LLVM IR", "llir", "what one thread does", r"ld\.global"),
     ("PTX", "ptx", "instructions; each value has a register", r"ld\.global"),
     ("SASS", "sass", "which registers, and what waits for what", "LDG"),
@@ -224,7 +224,7 @@ if __name__ == "__main__":
     sums = compile_all(jobs, row_sum_kernel)
     h100, mi300 = sums["H100"], sums["MI300"]
     for stage, name, decides, pattern in VERDICT:
-        line = find((mi300 | h100)[name], pattern)[0]
+        (line,) = find((mi300 | h100)[name], pattern)
         line = line[re.search(pattern, line).start() :]
         line = textwrap.shorten(line, 70, placeholder=" ...")
         print(f"{stage:9}{decides}\n         {line}")

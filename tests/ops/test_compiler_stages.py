@@ -142,12 +142,12 @@ def test_layout_decides_shuffles_and_width(recipe: ModuleType, made: Texts, tile
 
 def test_threads_of_a_load(recipe: ModuleType, made: Texts) -> None:
     """They are those that the numbers of `#blocked` mean."""
-    threads, lanes = recipe.threads_of(made["sum", "H100"]["ttgir"], "H100", "tt.load", [8, 64])
+    threads, steps = recipe.threads_of(made["sum", "H100"]["ttgir"], "H100", "tt.load", [8, 64])
     row, column = torch.meshgrid(torch.arange(8), torch.arange(64), indexing="ij")
-    assert lanes == 32
+    assert 2 ** len(steps) == 32
     assert torch.equal(threads, 16 * row + column // 4)
-    threads, lanes = recipe.threads_of(made["sum", "MI300"]["ttgir"], "MI300", "tt.load", [8, 64])
-    assert lanes == 64
+    threads, steps = recipe.threads_of(made["sum", "MI300"]["ttgir"], "MI300", "tt.load", [8, 64])
+    assert 2 ** len(steps) == 64
     assert torch.equal(threads, 32 * row + column // 2)
 
 
@@ -160,8 +160,8 @@ def test_threads_of_a_dot(recipe: ModuleType, made: Texts) -> None:
         "H100": lane + 32 * (row // 16),  # wgmma.m64nNk16
     }
     for gpu, threads in expected.items():
-        found, lanes = recipe.threads_of(made["dot", gpu]["ttgir"], gpu, "arith.truncf", [64, 64])
-        assert lanes == 32
+        found, steps = recipe.threads_of(made["dot", gpu]["ttgir"], gpu, "arith.truncf", [64, 64])
+        assert 2 ** len(steps) == 32
         assert torch.equal(found, threads), gpu
 
 
