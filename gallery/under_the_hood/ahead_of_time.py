@@ -66,10 +66,10 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 #     it needs      Python, PyTorch,    PyTorch's C++       the GPU's driver
 #                   Triton, a compiler  library
 #     compiled      at the first call   before              before
+#     tuned         at the first call   before              before
 #     for           any GPU             one architecture    one architecture
 #     a new dtype   is compiled for     is misread, or      is misread
 #                                       refused on request
-#     autotuning    at the first call   before              before
 #
 # For the middle column, ``torch.export`` records a PyTorch program, and
 # Inductor packs it with its kernels: see ``aot_inductor.py``. This page is
@@ -110,19 +110,20 @@ def scale_add(x, y, alpha):
 
 
 # %%
-# Is it right?
-# ------------
+# The check
+# ---------
 #
 # Beside float64. Product and sum are each rounded by at most :math:`2^{-24}` of
 # themselves, and neither exceeds 16: :math:`2^{-19}` is enough.
 
-generator = torch.Generator().manual_seed(0)
-for N in (1, 1003, 4096):
-    x, y = torch.randn(2, N, generator=generator).to(DEVICE)
-    out, right = scale_add(x, y, 2.5).double(), 2.5 * x.double() + y
-    error = (out - right).abs().max().item()
-    print(f"N = {N}: largest error {error:.1e}, allowed {2**-19:.1e}")
-    torch.testing.assert_close(out, right, rtol=0, atol=2**-19)
+if __name__ == "__main__":
+    generator = torch.Generator().manual_seed(0)
+    for N in (1, 1003, 4096):
+        x, y = torch.randn(2, N, generator=generator).to(DEVICE)
+        out, right = scale_add(x, y, 2.5).double(), 2.5 * x.double() + y
+        error = (out - right).abs().max().item()
+        print(f"N = {N}: largest error {error:.1e}, allowed {2**-19:.1e}")
+        torch.testing.assert_close(out, right, rtol=0, atol=2**-19)
 
 # %%
 # Triton's compiler for C
@@ -214,10 +215,10 @@ for signature in signatures:
 # Two versions, and a linker
 # --------------------------
 #
-# ``:16`` behind a type promises that 16 divides the argument; of a pointer, the
-# address in bytes. When Triton launches from Python, it finds out by itself
-# which arguments 16 divides. Here we compile two versions: ``BY_16`` for
-# arguments that keep the promise, ``ANY`` for all others. The tool writes a
+# ``:16`` behind a type promises that 16 divides the argument. For a pointer,
+# that is its address in bytes. When Triton launches from Python, it finds out
+# by itself which arguments 16 divides. Here we compile two versions: ``BY_16``
+# for arguments that keep the promise, ``ANY`` for all others. The tool writes a
 # ``.c`` and a ``.h`` file for each. ``triton.tools.link`` adds ``scale_add.c``:
 # a function that looks at its arguments and calls one of the two.
 
@@ -342,8 +343,8 @@ if __name__ == "__main__":
 #   you get is arbitrary. Don't call it.
 # * **one GPU.** The loaded kernel is a global variable, for the GPU that was
 #   current at the time. A second GPU takes a second process.
-# * **errors of loading.** You don't get to see them: ``load_scale_add`` prints
-#   them and ends the program.
+# * **errors of loading.** You can't handle them: ``load_scale_add`` prints them
+#   and ends the program.
 #
 # The trap: a float
 # -----------------
@@ -363,23 +364,22 @@ if __name__ == "__main__":
 
 # %%
 # A ``double`` has 8 bytes. The driver copies as many as the kernel takes, the
-# first 4, and in many short numbers these are 0. Nothing warns. The cause:
-# ``ty_to_cpp`` is made for launches from Python, where a ``double`` is packed
-# into the kernel's own type on the way. `Others
-# <https://github.com/InfiniTensor/ninetoothed/pull/153>`__ met this too, and
-# take ``fp64``; then alpha is a float64 in the kernel, and so is the arithmetic
-# with it. ``COMPILE`` puts the type right instead. For ``fp16`` and ``bf16`` C
-# has no type: take ``fp32``, and convert in the kernel.
+# first 4. In a number with few digits, such as 2.5, these are 0. So the kernel
+# computes with another alpha, and nothing warns. The cause: ``ty_to_cpp`` is
+# made for launches from Python, which pack a ``double`` into the kernel's own
+# type. `Others <https://github.com/InfiniTensor/ninetoothed/pull/153>`__ met
+# this too. They take ``fp64``: alpha is then a float64 in the kernel, and so is
+# the arithmetic with it. ``COMPILE`` corrects the type instead. For ``fp16``
+# and ``bf16``, C has no type: take ``fp32``, and convert in the kernel.
 #
 # The program
 # -----------
 #
-# It talks to the driver alone: start it, take memory, copy, call, copy back,
-# compare. Float32 has all its numbers exactly, so results must be equal, and
-# what lies before and behind them must stay -1. At last the program prints what
-# a call takes of the CPU: 100 times, the mean of 100 calls. The GPU is idle
-# when a hundred begins, and its queue has room for more: no call waits for the
-# GPU.
+# It talks to the driver alone: it starts the driver, takes memory, copies,
+# calls, copies back and compares. Float32 has all its numbers exactly, so
+# results must be equal, and what lies before and behind them must stay -1. At
+# last it prints what a call takes of the CPU: 100 times, the mean of 100 calls.
+# The GPU is idle when a hundred begins, and its queue holds them: none waits.
 
 MAIN = r"""
 #include <stdio.h>
