@@ -12,7 +12,7 @@ Ahead of time: a C function
 A Triton kernel can leave Python for good. Triton's own tools compile it into
 machine code and a C function that launches it. A program in C or C++ calls
 that function. Where the program runs, there is no Python, no PyTorch and no
-Triton: only the driver of the GPU.
+Triton: only NVIDIA's driver. (All of this page is about NVIDIA's GPUs.)
 
 After this page you can
 
@@ -66,21 +66,22 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 #     it needs      Python, PyTorch,    PyTorch's C++       the GPU's driver
 #                   Triton, a compiler  library
 #     compiled      at the first call   before              before
-#     tuned         at the first call   before              before
+#     tuned         at the first call   before              by you
 #     for           any GPU             one architecture    one architecture
 #     a new dtype   is compiled for     is misread, or      is misread
 #                                       refused on request
 #
 # For the middle column, ``torch.export`` records a PyTorch program, and
 # Inductor packs it with its kernels: see ``aot_inductor.py``. This page is
-# about the last column. On the way lies one trap: a float argument arrives as
-# another number, unless you correct its type.
+# about the last column. On the way lies a trap: Triton's tools declare a float
+# argument as a ``double``, the kernel reads four bytes of it, and nothing
+# warns.
 #
 # The kernel
 # ----------
 #
 # It computes ``alpha * x + y``. Each program takes a block of 1024 numbers. The
-# mask keeps the last program from what lies behind the end.
+# mask keeps the last program from reading and writing past the end.
 
 BLOCK = 1024
 
@@ -113,8 +114,8 @@ def scale_add(x, y, alpha):
 # The check
 # ---------
 #
-# Beside float64. Product and sum are each rounded by at most :math:`2^{-24}` of
-# themselves, and neither exceeds 16: :math:`2^{-19}` is enough.
+# Compared with float64. Product and sum are rounded once each, by at most
+# :math:`2^{-24}` of themselves. Neither exceeds 16: :math:`2^{-19}` is enough.
 
 if __name__ == "__main__":
     generator = torch.Generator().manual_seed(0)
@@ -133,8 +134,9 @@ if __name__ == "__main__":
 # *signature*: a type for each argument, a value for each constant. ``*fp32`` is
 # a pointer to float32, ``i32`` an integer, 1024 the value of ``BLOCK``. The
 # tool takes the grid, too, as an expression in C of the arguments. (``1023u``
-# is unsigned: the sum of a large ``N`` doesn't overflow.) A child process runs
-# the tool, in a folder with nothing but the kernel.
+# makes the sum unsigned: near :math:`2^{31}` it would overflow.) The target is
+# a kind of GPU: 90 is compute capability 9.0, an H100, and 32 the threads of a
+# warp. A child process runs the tool, in a folder with nothing but the kernel.
 
 GRID = "(N + 1023u) / 1024, 1, 1"
 ANY = "*fp32, *fp32, *fp32, fp32, i32, 1024"
@@ -169,15 +171,17 @@ if __name__ == "__main__":
     assert status != 0
 
 # %%
-# It fails: although the target was given, the tool asks the driver for the GPU
-# at hand, and without a GPU there is no driver. With a driver it fails later:
-# the tool hands the architecture on as the text ``"90"``, and the compiler
-# wants a number. (On a GPU, leave ``--target`` out.)
+# It fails: although the target was given, the tool asks Triton's driver object
+# for the GPU at hand, and without a GPU there is none. With a GPU it fails
+# later: the tool hands the architecture on as the text ``"90"``, and the
+# compiler wants a number. On a GPU the command works without ``--target``, but
+# it walks into the trap below.
 #
-# So our child calls the function behind the command, and first puts something
-# in the driver's place. The tool asks it two things: for which GPU, and what a
-# type is called in C. Now any machine compiles for any GPU. This page takes the
-# GPU at hand, or an H100 if there is none.
+# So our child calls the command's own function, ``compile_kernel``, and first
+# puts a stand-in where Triton looks for its driver object. The stand-in answers
+# two questions: for which GPU, and what a type is called in C. Now any machine
+# compiles for any of NVIDIA's GPUs. This page takes the GPU at hand, or an H100
+# if there is none.
 
 COMPILE = r"""
 import sys
@@ -215,7 +219,7 @@ for signature in signatures:
 # Two versions, and a linker
 # --------------------------
 #
-# ``:16`` behind a type promises that 16 divides the argument. For a pointer,
+# ``:16`` after a type promises that 16 divides the argument. For a pointer,
 # that is its address in bytes. When Triton launches from Python, it finds out
 # by itself which arguments 16 divides. Here we compile two versions: ``BY_16``
 # for arguments that keep the promise, ``ANY`` for all others. The tool writes a
@@ -254,10 +258,10 @@ if __name__ == "__main__":
 # What is in the files
 # --------------------
 #
-# The machine code is a *cubin*, a file for NVIDIA's driver. In the ``.c`` file
-# it is an array of bytes. We put the bytes into a file of their own, and ask
-# ``cuobjdump``, which comes with Triton: for which architecture is the code,
-# how does a thread load, and how many bytes does each argument have?
+# Each ``.c`` file holds the machine code, a *cubin*, as an array of bytes, and
+# a function that launches it. We put the bytes into a file of their own, and
+# ask ``cuobjdump``, which comes with Triton: for which architecture is the
+# code, how does a thread load, and how many bytes does each argument have?
 
 
 def look(folder):
@@ -288,10 +292,10 @@ if __name__ == "__main__":
     assert table["arguments"].nunique() == 1
 
 # %%
-# Each thread has 8 of the 1024 numbers of ``x``, and 8 of ``y``. ``LDG.E.128``
-# loads four at once. It takes an address that 16 divides, so only ``BY_16`` may
-# do it. ``N`` matters too: if 16 divides it, four neighbours lie all before the
-# end or all behind it, and one mask serves them.
+# The 128 threads have 8 of the 1024 numbers of ``x`` each, and 8 of ``y``.
+# ``LDG.E.128`` loads four at once. It takes an address that 16 divides, so only
+# ``BY_16`` may do it. ``N`` matters too: if 16 divides it, the end never falls
+# between four neighbours, and one bit of the mask serves all of them.
 #
 # The arguments are three pointers, ``alpha`` and ``N``. Triton adds two
 # pointers for its own use; this kernel needs neither, so the launcher passes 0.
@@ -319,8 +323,9 @@ if __name__ == "__main__":
 
 # %%
 # A ``CUdeviceptr`` is an address on the GPU, as an integer. Next is how the
-# linker's function chooses (``if (1)`` always holds), and what the launchers
-# have fixed: the grid, 4 warps of 32 threads, no shared memory.
+# linker's function chooses (``if (1)`` is ``ANY``, which promises nothing), and
+# what the launchers have fixed: the grid, 4 warps of 32 threads, no shared
+# memory.
 
 if __name__ == "__main__":
     chooser = (built / "scale_add.c").read_text()
@@ -358,28 +363,29 @@ if __name__ == "__main__":
     show(prototype[0])
     alpha = look(trap)["arguments"].iloc[0].split()[3]
     read = struct.unpack("f", struct.pack("d", 2.5)[: int(alpha)])
-    print(f"the kernel takes {alpha} bytes; of alpha = 2.5 it reads {read[0]}")
+    print(f"it takes {alpha} bytes; of alpha = 2.5 it would read {read[0]}")
     assert "double alpha" in prototype[0]
     assert (alpha, read[0]) == ("4", 0.0)
 
 # %%
 # A ``double`` has 8 bytes. The driver copies as many as the kernel takes, the
-# first 4. In a number with few digits, such as 2.5, these are 0. So the kernel
-# computes with another alpha, and nothing warns. The cause: ``ty_to_cpp`` is
-# made for launches from Python, which pack a ``double`` into the kernel's own
-# type. `Others <https://github.com/InfiniTensor/ninetoothed/pull/153>`__ met
-# this too. They take ``fp64``: alpha is then a float64 in the kernel, and so is
-# the arithmetic with it. ``COMPILE`` corrects the type instead. For ``fp16``
+# first 4. In a number with few binary digits, such as 2.5, these are 0. So the
+# kernel computes with another alpha, and nothing warns. The cause:
+# ``ty_to_cpp`` is made for launches from Python, where Triton takes a
+# ``double`` and converts it; the launcher in C does not. The `ninetoothed
+# project <https://github.com/InfiniTensor/ninetoothed/pull/153>`__ met this
+# too. There they take ``fp64``: alpha is then a float64 in the kernel, and so
+# is the arithmetic with it. ``COMPILE`` corrects the type instead. For ``fp16``
 # and ``bf16``, C has no type: take ``fp32``, and convert in the kernel.
 #
 # The program
 # -----------
 #
 # It talks to the driver alone: it starts the driver, takes memory, copies,
-# calls, copies back and compares. Float32 has all its numbers exactly, so
-# results must be equal, and what lies before and behind them must stay -1. At
-# last it prints what a call takes of the CPU: 100 times, the mean of 100 calls.
-# The GPU is idle when a hundred begins, and its queue holds them: none waits.
+# calls, copies back and compares. All of its numbers are exact in float32, so
+# results must be equal, and what lies before and after them must stay -1. At
+# last it prints the CPU time of a call: of 100 batches, the mean of 100 calls
+# each. The GPU is idle before each batch, so its queue is empty.
 
 MAIN = r"""
 #include <stdio.h>
@@ -470,8 +476,9 @@ int main(void) {
 #
 # The C compiler makes an *object file* of each file: machine code of the CPU,
 # with names yet to be found. ``cuda.h`` comes with Triton. Without a GPU we
-# stop here; but now we know that the files fit together. ``nm`` lists the names
-# that none of the objects defines. They are all that the program needs:
+# stop here; but now we know that the files fit together. Of the names that
+# ``nm`` lists we keep those that no object defines. What they need is all that
+# the program asks of others, but for what every C program has:
 
 CC = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
 
@@ -513,6 +520,9 @@ if __name__ == "__main__":
 #
 # On a GPU
 # --------
+#
+# Three cells of this page run on a GPU alone. Where nothing stands under them,
+# no GPU has run them for this page yet.
 #
 # With a driver, the objects become a program. ``libcuda.so.1`` is the driver's
 # library; ``readelf`` lists the libraries that the program asks for. The
@@ -568,8 +578,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     assert in_c < in_python
 
 # %%
-# The driver has the same work in both. What a launch from Python takes longer
-# is Triton's Python before it: ``what_a_call_costs.py`` takes that apart.
+# Both end in the same call of the driver. What comes before it from Python,
+# ``what_a_call_costs.py`` takes apart.
 #
 # And the trap, run: the same program around the launchers with the ``double``.
 
@@ -583,8 +593,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------------------
 #
 # The C files have machine code alone, and no PTX, the portable assembly
-# language that a driver could compile for its GPU. So we compile once more, for
-# an A100, or for an H100 if this GPU is like an A100:
+# language, so a driver cannot compile them again for another GPU. To see what
+# happens there, we compile for an A100, or for an H100 if this GPU is like an
+# A100:
 
 OTHER = 90 if ARCH // 10 == 8 else 80
 
@@ -600,14 +611,34 @@ if __name__ == "__main__":
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     status, said = child(foreign, link_c(foreign))
-    print(said.removesuffix(r"\n"))  # the tool's template writes it so
+    print(said.removesuffix(r"\n"))  # the message ends in these two letters
     assert status != 0
     assert "no kernel image is available" in said
 
 # %%
 # Code for ``sm_80`` runs on GPUs 8.0, 8.6 and 8.9, and on no 9.0. The ``a`` in
 # ``sm_90a`` means 9.0 and nothing else. Ship a cubin for each kind of GPU, and
-# choose as the program starts (exercise 3).
+# choose as the program starts (exercise 3): the files of two architectures have
+# the same names, so give each an ``out_name`` of its own.
+#
+# Your own kernel
+# ---------------
+#
+# The steps of this page, as you would type them. ``kernel.py`` has your kernel,
+# without ``triton.autotune``, and the helpers that it calls; ``compile.py`` is
+# ``COMPILE`` with its names in place of ours:
+#
+# .. code-block:: text
+#
+#     python compile.py 90 float "(N + 1023u) / 1024, 1, 1" \
+#         "*fp32:16, *fp32:16, *fp32:16, fp32, i32:16, 1024" \
+#         "*fp32, *fp32, *fp32, fp32, i32, 1024"
+#     python -m triton.tools.link scale_add.*.h --out scale_add
+#     cc -O2 -c -I(triton)/backends/nvidia/include *.c
+#     cc *.o -l:libcuda.so.1 -o program
+#
+# The numbers for other GPUs are 80 (A100), 89 (L4, RTX 40), 100 (B200) and 120
+# (RTX 50).
 #
 # When to take it
 # ---------------
@@ -647,8 +678,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # To tune, time all and remember one.
 #
 # **3.** Give ``compile_kernel`` another ``out_name`` for each architecture, so
-# that names do not clash: ``scale_add_80``, ``scale_add_90``. Link each. As the
-# program starts, ask ``cuDeviceGetAttribute`` for
-# ``CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR``, and call one of both. Or put
-# both cubins into one file, a *fat binary*, with NVIDIA's ``fatbinary``: then
-# the driver chooses.
+# that names do not clash: ``scale_add_80``, ``scale_add_90``. Run
+# ``triton.tools.link`` for each, and compile all C files into one program. As
+# the program starts, ask ``cuDeviceGetAttribute`` for
+# ``CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR``, and call one of the two. Or
+# put both cubins into one file, a *fat binary*, with NVIDIA's ``fatbinary``:
+# then the driver chooses.

@@ -231,7 +231,7 @@ if __name__ == "__main__":
 
 # %%
 # Some things no stage decides, because you did: the sizes of tiles, pointers or
-# descriptors, what is known of the arguments, ``num_warps`` and ``num_stages``.
+# descriptors, the arguments that you pass, ``num_warps`` and ``num_stages``.
 
 # %%
 # TTIR: shapes and types
@@ -367,7 +367,7 @@ if __name__ == "__main__":
 # waiting, for which a warp has a few *scoreboards*:
 #
 # 1. which scoreboards it waits for, a bit for each, hexadecimal;
-# 2. the scoreboard that is busy until it has read its operands;
+# 2. the scoreboard that is busy until the instruction has read its operands;
 # 3. the scoreboard that is busy until its result is there;
 # 4. ``Y`` if another warp may go first;
 # 5. the cycles before the next instruction.
@@ -515,7 +515,8 @@ if __name__ == "__main__":
 # The source is the same, and ``num_stages`` is 3. The first table is about
 # TTGIR: which operation is ``tl.dot``, where does it find ``a`` and ``b``,
 # where is the sum, and how often does the text have the dot? The second one is
-# about the machine code.
+# about the machine code. (Where this page ends, a table has other figures for
+# each GPU: it is of a launch above, with the usual number of stages.)
 
 
 def anatomy(texts):
