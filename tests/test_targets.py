@@ -122,6 +122,30 @@ def test_what_amd_cannot_compile_is_told(compiler: Compiler) -> None:
     assert listings == {}
 
 
+GLUON = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def gluon_kernel(x_ptr, out_ptr, BLOCK: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    offs = gl.arange(0, BLOCK, layout=layout)
+    gl.store(out_ptr + offs, gl.load(x_ptr + offs) + 1.0)
+"""
+
+
+def test_gluon_is_compiled_too(compiler: Compiler) -> None:
+    """It has no interpreter, so a launch is noted on a GPU alone; its layouts are for warps of 32 threads here."""
+    work = launch("gluon_kernel", {"x_ptr": "*fp32", "out_ptr": "*fp32"}, 512)
+    module = module_of(HEAD + GLUON, "gluon_kernel")
+    compiled, listings = compiler.compile(Job(module, work, GPU["sm_90"]))
+    assert compiled.verdict(GPU["sm_90"]) == (FITS, "")
+    assert (compiled.loads, compiled.stores) == ({"16": 1}, {"16": 1})
+    assert "sizePerThread = [4]" in listings["ttgir"]
+    assert compiler.compile(Job(module, work, GPU["gfx942"]))[0].verdict(GPU["gfx942"])[0] == FAILED
+
+
 def test_compiler_that_crashes_costs_its_launch_alone(compiler: Compiler) -> None:
     crashed, _ = compiler.compile(Job(HEAD + "os.abort()\n" + COPY, COPYING, GPU["sm_90"]))
     assert crashed.failure == "the compiler crashed with exit status -6"

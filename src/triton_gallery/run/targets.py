@@ -29,6 +29,7 @@ from triton_gallery.records.targets import Compiled, Kernel, Targets
 from triton_gallery.run.compiler import Job, answer
 
 LIMIT = 120  # seconds for one launch on one GPU
+ENDED = "the compiler"  # begins what is said of one that gave no answer
 CHOICE = "TRITON_INTERPRET"
 PRELOADED = ["__main__", "triton_gallery.run.compiler_parent"]
 SOURCES = ("compiler", "machine_code")  # what shapes an answer
@@ -87,6 +88,8 @@ class Compiler:
             compiled, texts = json.loads(gzip.decompress(file.read_bytes()))
             return from_json(Compiled, compiled), texts
         compiled, texts = self.compile(Job(module, launch, gpu))
+        if (compiled.failure or "").startswith(ENDED):  # it may have been for want of memory or time
+            return compiled, texts
         partial = file.with_suffix(f".{os.getpid()}.{gpu.key}.partial")
         partial.write_bytes(gzip.compress(json.dumps([asdict(compiled), texts]).encode(), 1))
         partial.replace(file)
@@ -103,10 +106,10 @@ class Compiler:
                 if ours.poll(LIMIT):
                     made: Made = ours.recv()
                     return made
-                why = f"the compiler was stopped after {LIMIT} s"
+                why = f"{ENDED} was stopped after {LIMIT} s"
             except EOFError:
                 process.join()
-                why = f"the compiler crashed with exit status {process.exitcode}"
+                why = f"{ENDED} crashed with exit status {process.exitcode}"
             finally:
                 process.kill()
                 process.join()
