@@ -128,8 +128,7 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def gluon_kernel(x_ptr, out_ptr, BLOCK: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+def gluon_kernel(x_ptr, out_ptr, BLOCK: gl.constexpr, layout: gl.constexpr):
     offs = gl.arange(0, BLOCK, layout=layout)
     gl.store(out_ptr + offs, gl.load(x_ptr + offs) + 1.0)
 """
@@ -138,6 +137,9 @@ def gluon_kernel(x_ptr, out_ptr, BLOCK: gl.constexpr):
 def test_gluon_is_compiled_too(compiler: Compiler) -> None:
     """It has no interpreter, so a launch is noted on a GPU alone; its layouts are for warps of 32 threads here."""
     work = launch("gluon_kernel", {"x_ptr": "*fp32", "out_ptr": "*fp32"}, 512)
+    layout = "BlockedLayout(size_per_thread=[4], threads_per_warp=[32], warps_per_cta=[4], order=[0])"
+    work.signature["layout"] = "constexpr"
+    work.constants.append([[3], {"layout": layout}])
     module = module_of(HEAD + GLUON, "gluon_kernel")
     compiled, listings = compiler.compile(Job(module, work, GPU["sm_90"]))
     assert compiled.verdict(GPU["sm_90"]) == (FITS, "")

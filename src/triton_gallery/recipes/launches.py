@@ -5,7 +5,7 @@ from typing import Any
 
 ALIGNED = "tt.divisibility"  # by 16
 NARROW = ("*bf16", "*fp16", "*fp8")  # types of pointers that models use
-DTYPE, FUNCTION, FLOAT, TUPLE = "dtype", "function", "float", "tuple"  # what a constant is that JSON has not
+DTYPE, FUNCTION, FLOAT, LAYOUT, TUPLE = "dtype", "function", "float", "layout", "tuple"  # constants that JSON has not
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 No GPU need be here. The process has to have begun without Triton's interpreter.
 """
 
+import ast
 import importlib.util
 import subprocess
 import tempfile
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_gallery.recipes.gpus import Gpu
-from triton_gallery.recipes.launches import ALIGNED, DTYPE, FLOAT, FUNCTION, TUPLE, Launch
+from triton_gallery.recipes.launches import ALIGNED, DTYPE, FLOAT, FUNCTION, LAYOUT, TUPLE, Launch
 from triton_gallery.records.targets import Compiled
 from triton_gallery.run import machine_code
 
@@ -133,9 +134,22 @@ def _constant(value: Any, kernel: Any) -> Any:
         from triton.language import dtype
 
         return dtype(content)
+    if kind == LAYOUT:
+        return _layout(content)
     if kind == FUNCTION:
         return kernel.fn.__globals__[content]
     raise ValueError(f"a constant of an unknown kind: {kind}")
+
+
+def _layout(text: str) -> Any:
+    """Return one of Gluon's layouts, given its `repr`; ValueError if it is anything else. Nothing in it is executed."""
+    from triton.experimental.gluon import language
+
+    call = ast.parse(text, mode="eval").body
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id.endswith("Layout")):
+        raise ValueError(f"no layout: {text}")
+    fields = {field.arg: ast.literal_eval(field.value) for field in call.keywords if field.arg}
+    return getattr(language, call.func.id)(**fields)
 
 
 def _said(*command: object) -> str:

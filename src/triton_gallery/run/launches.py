@@ -1,18 +1,18 @@
 """Notes what is compiled for the launches of a recipe, in the process that executes it.
 
-On a GPU Triton asks a hook when it is about to compile, and never after: what is timed stays as it is. Triton's
-interpreter compiles nothing, so each launch is shown to Triton's own front as well, up to that hook.
+On a GPU they are noted when Triton is about to compile, and never after: what is timed stays as it is. Triton's
+interpreter compiles nothing, so each launch is shown to Triton's own front as well, up to that moment. (Triton has a
+hook there, which refuses constants that JSON has not.)
 """
 
 import inspect
-import json
 import math
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from triton_gallery.recipes.launches import ALIGNED, DTYPE, FLOAT, FUNCTION, TUPLE, Launch, typical
+from triton_gallery.recipes.launches import ALIGNED, DTYPE, FLOAT, FUNCTION, LAYOUT, TUPLE, Launch, typical
 
 OPTIONS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None}  # and what they are where none is given
 ABOUT = 90  # the compute capability for which interpreted launches are specialised: the same for all of NVIDIA's
@@ -31,9 +31,9 @@ class Watch:
         self._tries: tuple[Any, Any] = (None, None)
         self._interprets = not isinstance(triton.language.sum, triton.JITFunction)
         self._watch_tuning(Autotuner)
+        self._watch_compiling(triton.JITFunction)
         if self._interprets:
             self._watch_interpreter()
-        triton.knobs.runtime.jit_cache_hook = self._note
 
     @property
     def launches(self) -> list[Launch]:
@@ -45,18 +45,31 @@ class Watch:
         ]
         return typical(found)
 
-    def _note(self, fn: Any, compile: dict[str, Any], **_: object) -> bool:
-        """Keep a launch; return whether Triton shall leave it at that."""
-        kernel = fn.jit_function
-        if kernel.fn.__code__.co_filename.startswith(self._folder):
-            constants = [[list(place), _plain(value)] for place, value in compile["constants"].items()]
-            aligned = [list(place) for place, said in compile["configs"][0].items() if [ALIGNED, 16] in said]
-            given = json.loads(compile["specialization_data"])["options"]
-            options = {name: given[name] for name, usual in OPTIONS.items() if given[name] != usual}
-            signature = {name: _listed(kind) for name, kind in compile["signature"].items()}
-            launch = Launch(kernel.fn.__name__, signature, constants, aligned, options)
-            self._seen.append((launch, *self._tries))
-        return self._interprets
+    def _watch_compiling(self, kind: Any) -> None:
+        do_compile = kind._do_compile
+
+        def noted(
+            kernel: Any,
+            key: Any,
+            signature: Any,
+            device: Any,
+            constants: Any,
+            options: Any,
+            attributes: Any,
+            warmup: Any,
+        ) -> Any:
+            if kernel.fn.__code__.co_filename.startswith(self._folder):
+                kept = [[list(place), _plain(value)] for place, value in constants.items()]
+                aligned = [list(place) for place, said in attributes.items() if [ALIGNED, 16] in said]
+                given: dict[str, Any] = {name: getattr(options, name, usual) for name, usual in OPTIONS.items()}
+                own = {name: value for name, value in given.items() if value != OPTIONS[name]}
+                kinds = {name: _listed(kind) for name, kind in signature.items()}
+                self._seen.append((Launch(kernel.fn.__name__, kinds, kept, aligned, own), *self._tries))
+            if self._interprets:
+                return None
+            return do_compile(kernel, key, signature, device, constants, options, attributes, warmup)
+
+        kind._do_compile = noted
 
     def _watch_tuning(self, kind: Any) -> None:
         bench = kind._bench
@@ -115,6 +128,8 @@ def _plain(value: Any) -> Any:
         return {TUPLE: [_plain(item) for item in value]}
     if type(value).__name__ == "dtype":
         return {DTYPE: str(value)}
+    if type(value).__name__.endswith("Layout"):
+        return {LAYOUT: repr(value)}
     return {FUNCTION: getattr(getattr(value, "fn", value), "__name__", repr(value))}
 
 
