@@ -148,6 +148,12 @@ def test_gluon_is_compiled_too(compiler: Compiler) -> None:
     assert compiler.compile(Job(module, work, GPU["gfx942"]))[0].verdict(GPU["gfx942"])[0] == FAILED
 
 
+def test_interpreter_of_this_process_does_not_matter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert Compiler(tmp_path).compile(Job(HEAD + COPY, COPYING, GPU["sm_90"]))[0].failure is None
+    assert os.environ["TRITON_INTERPRET"] == "1"
+
+
 def test_compiler_that_crashes_costs_its_launch_alone(compiler: Compiler) -> None:
     crashed, _ = compiler.compile(Job(HEAD + "os.abort()\n" + COPY, COPYING, GPU["sm_90"]))
     assert crashed.failure == "the compiler crashed with exit status -6"

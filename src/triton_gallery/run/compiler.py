@@ -1,22 +1,27 @@
-"""Compiles one launch for one GPU, in a process that ends with it: a compiler's fault costs that launch alone.
+"""Compiles launches for GPUs, each in a process that ends with it: a compiler's fault costs that launch alone.
 
-No GPU need be here. The process has to have begun without Triton's interpreter.
+`python -m triton_gallery.run.compiler LINE` imports Triton once, takes jobs on that line, and forks a process for each.
+It needs no GPU, and has to begin without Triton's interpreter.
 """
 
 import ast
 import importlib.util
+import os
+import signal
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from triton_gallery.recipes.gpus import Gpu
+from triton_gallery.recipes.gpus import GPUS, Gpu
 from triton_gallery.recipes.launches import ALIGNED, DTYPE, FLOAT, FUNCTION, LAYOUT, TUPLE, Launch
 from triton_gallery.records.targets import Compiled
 from triton_gallery.run import machine_code
 
+LIMIT = 120  # seconds for one launch on one GPU
 REASON = 300  # characters at the most
 SMALL = [["tt.pointer_range", 32]]  # tells AMD's compiler, as a launch does, that a tensor has less than 2 GB
 
@@ -36,14 +41,35 @@ class Job:
     gpu: Gpu
 
 
-def answer(job: Job, line: "Connection[Any, Any]") -> None:
-    """Send what the compiler makes of a job and its texts, or why it does not compile."""
+def main(line: "Connection[Any, Any]") -> None:
+    """Answer jobs on a line until it ends: with what `_answer` says, or the exit status of a process that crashed."""
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import triton_key
+
+    triton_key()  # reads all of Triton; what it returns is kept, as what backends do
+    for gpu in GPUS:
+        make_backend(_target(gpu)).hash()
+    while True:
+        try:
+            job = line.recv()
+        except EOFError:
+            return
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(LIMIT)
+            line.send(_answer(job))
+            os._exit(0)
+        if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            line.send(status)
+
+
+def _answer(job: Job) -> tuple[Compiled, dict[str, str]]:
+    """Return what the compiler makes of a job and its texts, or why it does not compile."""
     with tempfile.TemporaryDirectory(prefix="triton-gallery-") as folder:
         try:
-            said = _compiled(job, Path(folder))
+            return _compiled(job, Path(folder))
         except Exception as error:
-            said = Compiled(failure=_reason(error)), {}
-        line.send(said)
+            return Compiled(failure=_reason(error)), {}
 
 
 def _compiled(job: Job, folder: Path) -> tuple[Compiled, dict[str, str]]:
@@ -53,7 +79,7 @@ def _compiled(job: Job, folder: Path) -> tuple[Compiled, dict[str, str]]:
     triton.knobs.compilation.disable_line_info = True  # a listing of the kernel, not of what a debugger needs
     gpu = job.gpu
     kernel = getattr(_imported(job.module, folder), job.launch.kernel)
-    made = triton.compile(_source(kernel, job.launch, gpu), target=target_of(gpu), options=job.launch.options)
+    made = triton.compile(_source(kernel, job.launch, gpu), target=_target(gpu), options=job.launch.options)
     warps = made.metadata.num_warps
     known = {"warps": warps, "shared": made.metadata.shared, "tensor_memory": getattr(made.metadata, "tmem_size", 0)}
     texts = {"ttgir": made.asm["ttgir"]}
@@ -82,7 +108,7 @@ def _compiled(job: Job, folder: Path) -> tuple[Compiled, dict[str, str]]:
     )
 
 
-def target_of(gpu: Gpu) -> Any:
+def _target(gpu: Gpu) -> Any:
     """Return a GPU as Triton's compiler has it."""
     from triton.backends.compiler import GPUTarget
 
@@ -163,3 +189,7 @@ def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     said = next((line for line in lines if "error" in line.lower()), lines[-1])
     return f"{type(error).__name__}: {said}"[:REASON]
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))

@@ -1,20 +1,21 @@
-"""Has the recipes' kernels compiled for GPUs that need not be here, on all cores; what was compiled before is kept.
-
-Each launch is compiled for each GPU in a process of its own, forked from one that has imported Triton.
-"""
+"""Has the recipes' kernels compiled for GPUs that need not be here, on all cores; what was compiled before is kept."""
 
 import gzip
 import hashlib
 import json
-import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
-from multiprocessing import forkserver
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.declaration import declaration
@@ -26,12 +27,9 @@ from triton_gallery.recipes.outputs import from_json
 from triton_gallery.records.pages import Run
 from triton_gallery.records.recorded import Record, Records
 from triton_gallery.records.targets import Compiled, Kernel, Targets
-from triton_gallery.run.compiler import Job, answer
+from triton_gallery.run.compiler import LIMIT, Job
 
-LIMIT = 120  # seconds for one launch on one GPU
 ENDED = "the compiler"  # begins what is said of one that gave no answer
-CHOICE = "TRITON_INTERPRET"
-PRELOADED = ["__main__", "triton_gallery.run.compiler_parent"]
 SOURCES = ("compiler", "machine_code")  # what shapes an answer
 
 Made = tuple[Compiled, dict[str, str]]
@@ -46,10 +44,7 @@ class Compiler:
         cache.mkdir(parents=True, exist_ok=True)
         here = Path(__file__).parent
         self._salt = version("triton").encode() + b"".join((here / f"{name}.py").read_bytes() for name in SOURCES)
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
-        with _without_interpreter():
-            forkserver.ensure_running()
+        self._idle: queue.SimpleQueue[Connection[Any, Any]] = queue.SimpleQueue()  # the lines to processes that wait
 
     def targets(
         self,
@@ -97,36 +92,31 @@ class Compiler:
 
     def compile(self, job: Job) -> Made:
         """Return what the compiler makes of a job, and its texts."""
-        ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=answer, args=(job, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        with ours:
-            try:
-                if ours.poll(LIMIT):
-                    made: Made = ours.recv()
-                    return made
-                why = f"{ENDED} was stopped after {LIMIT} s"
-            except EOFError:
-                process.join()
-                why = f"{ENDED} crashed with exit status {process.exitcode}"
-            finally:
-                process.kill()
-                process.join()
-        return Compiled(failure=why), {}
+        try:
+            line = self._idle.get_nowait()
+        except queue.Empty:
+            line = _start()
+        line.send(job)
+        answer: Made | int = line.recv()
+        self._idle.put(line)
+        if answer == -signal.SIGALRM:
+            return Compiled(failure=f"{ENDED} was stopped after {LIMIT} s"), {}
+        if isinstance(answer, int):
+            return Compiled(failure=f"{ENDED} crashed with exit status {answer}"), {}
+        return answer
 
 
-@contextmanager
-def _without_interpreter() -> Iterator[None]:
-    """Have what is started meanwhile compile, whatever this process does."""
-    before = os.environ.get(CHOICE)
-    os.environ[CHOICE] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[CHOICE]
-        if before is not None:
-            os.environ[CHOICE] = before
+def _start() -> "Connection[Any, Any]":
+    """Start a process that compiles; return the line to it, with which it ends."""
+    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(path)}
+    ours, theirs = Pipe()
+    with theirs:
+        command = [sys.executable, "-m", "triton_gallery.run.compiler", str(theirs.fileno())]
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=variables
+        )
+    return ours
 
 
 def meant(recipe: Recipe, launch: Launch) -> list[Gpu]:
