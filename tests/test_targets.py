@@ -405,8 +405,20 @@ def test_check_fails_if_a_kernel_no_longer_fits(project: Project, made: tuple[Re
         in output
     )
     assert kept == {path.name: path.read_bytes() for path in (copy.root / "docs/_targets/things").iterdir()}
+    _commit(copy.root)
     assert copy.run("compile")[0] == 0
-    assert copy.run("compile", "--check")[0] == 0, "what is kept now is compared with itself"
+    _commit(copy.root)
+    status, output = copy.run("compile", "--check")
+    assert status == 1, "keeping the worse figures hides them"
+    assert "error: things/copies: copy_kernel does not fit on MI300" in output
+    _commit(copy.root)
+    assert copy.run("compile", "--check")[0] == 0
+
+
+def _commit(folder: Path) -> None:
+    git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org"]
+    for arguments in (["init", "-q"], ["add", "docs/_targets"], ["commit", "-q", "--allow-empty", "-m", "figures"]):
+        subprocess.run([*git, *arguments], cwd=folder, check=True)
 
 
 LARGE = "copy_kernel[(1,)](x, out, 100, BLOCK=1024, num_warps=32)"

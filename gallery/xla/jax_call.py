@@ -266,7 +266,8 @@ if __name__ == "__main__":
 # each head. *Flash attention* never stores it. A program owns ``BLOCK_M``
 # queries and walks along the keys by ``BLOCK_N``. It keeps the maximum and the
 # total of each row; where the maximum grows, it shrinks what it has summed.
-# Tiles of keys and values wait in shared memory; little of it, small tiles.
+# Tiles of keys and values wait in shared memory; where there is little of it,
+# ``block_n`` takes small ones.
 # Arrays are ``(B, T, N, H)`` as in ``jax.nn.dot_product_attention``: batch,
 # sequence, heads, head size. ``scale`` contains :math:`\log_2 e` for ``exp2``.
 
@@ -289,6 +290,7 @@ def attention_kernel(
     pid_m = tl.num_programs(axis=0) - 1 - tl.program_id(axis=0)
     pid_bn = tl.program_id(axis=1).to(tl.int64)
     row: tl.constexpr = N * H  # from one position to the next
+    # In int64: batches, positions and heads multiply to more than 2**31.
     head = (pid_bn // N * T * N + pid_bn % N) * H
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
@@ -297,11 +299,13 @@ def attention_kernel(
     q_offs = head + offs_m.to(tl.int64)[:, None] * row + offs_h[None, :]
     mask_m = (offs_m < T)[:, None]
     q = tl.load(q_ptr + q_offs, mask=mask_m, other=0)  # (BLOCK_M, H)
+    # Keys lie across, so that tl.dot(q, k) is the product with the transpose.
     k_ptrs = k_ptr + head + offs_n[None, :] * row + offs_h[:, None]
     v_ptrs = v_ptr + head + offs_n[:, None] * row + offs_h[None, :]
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)  # (BLOCK_M,)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)  # (BLOCK_M,)
     acc = tl.zeros((BLOCK_M, H), dtype=tl.float32)  # (BLOCK_M, H)
+    # Behind `end` no query of this tile sees a key; up to `full` all see all.
     end = tl.minimum(T, (pid_m + 1) * BLOCK_M) if CAUSAL else T
     full = tl.minimum(T, pid_m * BLOCK_M) if CAUSAL else T
     full = full // BLOCK_N * BLOCK_N
@@ -317,9 +321,11 @@ def attention_kernel(
             if MASKED:
                 below = start + offs_n[None, :] <= offs_m[:, None]
                 seen = keep[None, :] & (below | (not CAUSAL))
+                # A score of -inf becomes a weight of 0.
                 s = tl.where(seen, s, float("-inf"))
             above = tl.maximum(top, tl.max(s, axis=1) * scale)
             p = tl.exp2(s * scale - above[:, None])  # (BLOCK_M, BLOCK_N)
+            # What was summed so far is relative to the old maximum.
             shrink = tl.exp2(top - above)  # (BLOCK_M,)
             total = total * shrink + tl.sum(p, axis=1)
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])

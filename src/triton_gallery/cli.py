@@ -37,6 +37,7 @@ from triton_gallery.run.targets import Compiler, is_current, launched
 
 GALLERY, PAGES, RECORDS = Path("gallery"), Path("docs/recipes"), Path("docs/_records")
 TARGETS, CACHE = Path("docs/_targets"), Path("_build/targets")
+BEFORE = "HEAD~1"  # the commit that --check compares with
 PLANTED = {
     Path("tests/planted/out_of_bounds.py"): "memcheck",
     Path("tests/planted/race.py"): "racecheck",
@@ -267,7 +268,10 @@ def print_targets(options: argparse.Namespace) -> int:
 
 
 def compile_targets(options: argparse.Namespace) -> int:
-    """Compile what changed, for all GPUs, and keep it, or compare it: 1 if a kernel that fitted no longer does."""
+    """Compile what changed, for all GPUs, and keep it, or check it: 1 if a kernel that fitted no longer does.
+
+    It is compared with what was kept and, to check, with what was kept at the commit before, too.
+    """
     chosen = _recipes(options.recipe)
     kept = {recipe.key: targets.load(TARGETS, recipe) for recipe in chosen}
     pages = Pages(PAGES)
@@ -286,13 +290,14 @@ def compile_targets(options: argparse.Namespace) -> int:
     with compiling() as report_launch:
         made = Compiler(CACHE).targets(work, report_launch)
     errors = 0
-    for recipe, _, _ in work:
-        now, texts = made[recipe.key]
-        before = kept[recipe.key]
-        for is_error, what in targets.worse(before, now) if before else ():
+    for recipe in chosen:
+        now, texts = made.get(recipe.key, (kept[recipe.key], {}))
+        before = [kept[recipe.key], targets.load_at(BEFORE, TARGETS, recipe) if options.check else None]
+        worse = [what for old in before if old and now for what in targets.worse(old, now)]
+        for is_error, what in dict.fromkeys(worse):
             errors += is_error
             console.print(Text(f"{'error' if is_error else 'warning'}: {recipe.key}: {what}"), style="red")
-        if not options.check:
+        if now and recipe.key in made and not options.check:
             console.print(f"wrote {targets.write(TARGETS, recipe, now, texts)}")
     launches = sum(len(kernel.on) for now, _ in made.values() for kernel in now.kernels)
     console.print(

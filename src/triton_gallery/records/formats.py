@@ -110,6 +110,15 @@ def _git(*arguments: str) -> str | None:
     return asked.stdout if asked.returncode == 0 else None
 
 
+def shown(revision: str, path: Path) -> bytes | None:
+    """Return a file as it was at a git revision; None if there was none, or git cannot tell."""
+    try:
+        asked = subprocess.run(["git", "show", f"{revision}:./{path}"], capture_output=True, check=False)
+    except FileNotFoundError:
+        return None
+    return asked.stdout if asked.returncode == 0 else None
+
+
 def parse(path: Path, text: bytes) -> Any:
     """Return what a file's text says; BadRecordError if it is not JSON."""
     try:

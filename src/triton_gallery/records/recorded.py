@@ -11,7 +11,6 @@ not fit the schema is refused, and nothing in one is ever executed.
 import dataclasses
 import hashlib
 import re
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -37,6 +36,7 @@ from triton_gallery.records.formats import (
     object_of,
     parse,
     replace,
+    shown,
     slug,
     validate,
 )
@@ -243,8 +243,8 @@ def load(path: Path) -> Record:
 
 def load_at(revision: str, path: Path) -> Record | None:
     """Return a record as it was at a git revision, without looking for its figures; None if there was none."""
-    shown = subprocess.run(["git", "show", f"{revision}:./{path}"], capture_output=True, check=False)
-    return _parse(path, shown.stdout) if shown.returncode == 0 else None
+    content = shown(revision, path)
+    return None if content is None else _parse(path, content)
 
 
 def _parse(path: Path, text: bytes) -> Record:

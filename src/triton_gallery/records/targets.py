@@ -27,6 +27,7 @@ from triton_gallery.records.formats import (
     object_of,
     parse,
     replace,
+    shown,
     validate,
 )
 
@@ -146,9 +147,18 @@ class Targets:
 def load(folder: Path, recipe: Recipe) -> Targets | None:
     """Return what is kept of a recipe; None if nothing is, BadRecordError if it does not fit."""
     path = _path(folder, recipe)
-    if not path.is_file():
-        return None
-    content = parse(path, path.read_bytes())
+    return _parsed(path, path.read_bytes()) if path.is_file() else None
+
+
+def load_at(revision: str, folder: Path, recipe: Recipe) -> Targets | None:
+    """Return what was kept of a recipe at a git revision; None if nothing was, or git cannot tell."""
+    path = _path(folder, recipe)
+    text = shown(revision, path)
+    return None if text is None else _parsed(path, text)
+
+
+def _parsed(path: Path, text: bytes) -> Targets:
+    content = parse(path, text)
     validate(path, content, _SCHEMA)
     try:
         return from_json(Targets, {name: value for name, value in content.items() if name != "schema"})

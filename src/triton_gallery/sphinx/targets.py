@@ -145,7 +145,7 @@ def _about(found: Targets, recipe: Recipe) -> nodes.paragraph:
     """Say of what the tables are."""
     older = "" if found.is_fresh(recipe) else ", of older code than this page's"
     said = [
-        f"What Triton {found.triton} makes of this page's kernels for six kinds of GPU{older}.",
+        f"What Triton {found.triton} makes of this page's kernels for GPUs that it was not run on{older}.",
         "Nothing was run or timed there.",
         f"Of each kernel one launch is compiled, as {found.launched_by} made it when it ran this page.",
         "Where there were several, it is the one with 16-bit types; of these, with most arguments that 16 divides;",
