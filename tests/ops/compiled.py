@@ -9,7 +9,7 @@ import multiprocessing
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
@@ -46,19 +46,21 @@ def h100() -> Iterator[Ask]:
             yield ask
 
 
-def compiled(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> Any:
+def compiled(kernel: Any, dtype: str, num_warps: int = 4, multiples: Collection[str] = (), **known: Any) -> Any:
     """Return what the compiler makes of a kernel.
 
     Args:
         kernel: one of that process.
         dtype: of what the arguments named `…_ptr` point to; all of them are divisible by 16.
         num_warps: as at a launch.
+        multiples: other arguments that 16 divides.
         known: the values of constants, and the dtypes of pointers that have another; what is left are `i32`.
     """
     import triton  # where it is imported first, the choice of the interpreter is made
 
     types = {name: "*" + known.pop(name, dtype) if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr")}
+    by_16 = [i for i, name in enumerate(types) if name.endswith("_ptr") or name in multiples]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in by_16}
     source = triton.compiler.ASTSource(kernel, types | dict.fromkeys(known, "constexpr"), known, aligned)
     target = triton.runtime.driver.active.get_current_target()
     return triton.compile(source, target=target, options={"num_warps": num_warps})

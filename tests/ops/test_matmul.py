@@ -1,0 +1,385 @@
+"""The op of the recipe Matrix product and its gradient."""
+
+# ruff: noqa: N806 - a product has M, N and K, as in the recipe
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from compiled import Ask, compiled, graphs, stack
+from device_key import at_cuda
+from guard import Guard, guarded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inputs import DEVICE, FLOATS, Layout, layouts, sizes
+from tolerance import assert_within
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's NaN, in the interpreter
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+LAYOUTS = {"nn": (False, False), "nt": (False, True), "tn": (True, False), "tt": (True, True)}
+
+
+@pytest.fixture(scope="module")
+def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the op as whoever takes it imports it."""
+    return load_op("matmul/matmul.py")
+
+
+@pytest.fixture(scope="module")
+def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the recipe as a module."""
+    return load_recipe("matmul/matmul.py")
+
+
+def assert_close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Assert that a product is as good as its accumulator and its dtype."""
+    a, b = a.detach().double(), b.detach().double()
+    # A tensor core cuts off where a float32 addition rounds, so each counts twice; and in float64 the reference is
+    # rounded as well.
+    assert_within(out, a @ b, a.abs() @ b.abs(), roundings=4 * (a.shape[1] + 1))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@settings(max_examples=12)
+@given(M=sizes(128, 140), N=sizes(128, 140), K=sizes(64, 140), of_a=layouts(), of_b=layouts())
+def test_value(taken: ModuleType, dtype: torch.dtype, M: int, N: int, K: int, of_a: Layout, of_b: Layout) -> None:
+    """The value is right for any shape and layout, and its dtype is that of the arguments."""
+    a, b = of_a.make((M, K), dtype, DEVICE), of_b.make((K, N), dtype, DEVICE)
+    out = guarded(taken.matmul, a, b)
+    assert torch.equal(taken.matmul(a, b), out)
+    assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, (M, N), True)
+    assert_close(out, a, b)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("transposed", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("shape", [(1, 130, 70), (129, 1, 65), (130, 200, 1), (16, 17, 64), (257, 128, 129)], ids=str)
+def test_every_layout(
+    taken: ModuleType, dtype: torch.dtype, transposed: tuple[bool, bool], shape: tuple[int, int, int]
+) -> None:
+    """Both operands contiguous or transposed, and with gaps between their rows."""
+    M, N, K = shape
+    operands = []
+    for seed, ((rows, columns), is_transposed) in enumerate(zip(((M, K), (K, N)), transposed, strict=True)):
+        lies = (columns, rows) if is_transposed else (rows, columns)
+        made = Layout("contiguous", seed).make((lies[0], lies[1] + 8), dtype, DEVICE)[:, 8:]
+        operands.append(made.T if is_transposed else made)
+    assert_close(guarded(taken.matmul, *operands), *operands)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@settings(max_examples=8)
+@given(M=sizes(64, 70), N=sizes(64, 70), K=sizes(64, 70), of_a=layouts(), of_b=layouts(), of_grad=layouts())
+def test_gradient(
+    taken: ModuleType,
+    dtype: torch.dtype,
+    M: int,
+    N: int,
+    K: int,
+    of_a: Layout,
+    of_b: Layout,
+    of_grad: Layout,
+) -> None:
+    """Both gradients are right, for a gradient in any layout."""
+    a, b = of_a.make((M, K), dtype, DEVICE), of_b.make((K, N), dtype, DEVICE)
+    grad = of_grad.make((M, N), dtype, DEVICE)
+    inputs = a.requires_grad_(), b.requires_grad_()
+    by_a, by_b = torch.autograd.grad(taken.matmul(a, b), inputs, grad)
+    assert_close(by_a, grad, b.T)
+    assert_close(by_b, a.T, grad)
+
+
+def test_gradient_of_one_operand(taken: ModuleType) -> None:
+    """Where one gradient is wanted, one is computed."""
+    a, b = torch.ones(3, 4, device=DEVICE), torch.ones(4, 5, device=DEVICE)
+    for of, other in ((a, b), (b, a)):
+        of.requires_grad_()
+        taken.matmul(a, b).sum().backward()
+        assert of.grad is not None
+        assert other.grad is None
+        of.requires_grad_(False)
+        of.grad = None
+
+
+def test_gradcheck(taken: ModuleType) -> None:
+    """Differences agree with the gradient, and with the gradient's own."""
+    a = Layout("contiguous", 0).make((3, 5), torch.float64, DEVICE).requires_grad_()
+    b = Layout("contiguous", 1).make((5, 4), torch.float64, DEVICE).requires_grad_()
+    assert torch.autograd.gradcheck(taken.matmul, (a, b))
+    assert torch.autograd.gradgradcheck(taken.matmul, (a, b))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
+    """A long sum is rounded once, not at every step."""
+    K = 4099
+    a, b = torch.full((3, K), 0.1, device=DEVICE).to(dtype), torch.ones(K, 5, dtype=dtype, device=DEVICE)
+    expected = (a.double() @ b.double()).to(dtype)
+    eps = torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5
+    torch.testing.assert_close(taken.matmul(a, b), expected, rtol=eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_reads_nothing_beside_its_operands(taken: ModuleType, dtype: torch.dtype) -> None:
+    """NaN in what lies around an operand stays there, and NaN in one goes to its row or column alone."""
+    around = torch.full((80, 150), torch.nan, dtype=dtype, device=DEVICE)
+    around[10:40, 20:90] = 1
+    a = around[10:40, 20:90]
+    for first, second, K in ((a, a.T, 70), (a.T, a, 30)):
+        out = guarded(taken.matmul, first, second)
+        assert (out == K).all()
+    b = torch.ones(70, 60, dtype=dtype, device=DEVICE)
+    b[3, 7] = torch.nan
+    b[0, 9] = torch.inf
+    out = taken.matmul(a, b)
+    expected = (a.double() @ b.double()).to(dtype)
+    torch.testing.assert_close(out, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32", "tf32x3"])
+def test_precision(taken: ModuleType, precision: str) -> None:
+    """Float32 is as good as it says: on a GPU, tf32 is rounded to 11 bits, and the others are not."""
+    K = 256
+    a, b = (Layout("contiguous", k).make(shape, torch.float32, DEVICE) for k, shape in enumerate([(70, K), (K, 80)]))
+    inputs = a.requires_grad_(), b.requires_grad_()
+    out = taken.matmul(a, b, precision)
+    grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    for found, (x, y) in zip((out, *grads), ((a, b), (out * 0 + 1, b.T), (a.T, out * 0 + 1)), strict=True):
+        x, y = x.detach().double(), y.detach().double()
+        error, s = (found.double() - x @ y).abs(), x.abs() @ y.abs()
+        likely = x.shape[1] ** 0.5 * 2.0**-23 * s
+        if precision == "tf32":
+            assert (error <= 2.0**-10 * s + x.shape[1] * 2.0**-23 * s).all()
+            assert DEVICE.type == "cpu" or (error > likely).any()
+        else:
+            assert (error <= likely).all()
+
+
+def test_refuses(taken: ModuleType) -> None:
+    """What the op does not take, it names."""
+    a = torch.ones(2, 3, device=DEVICE)
+    with pytest.raises(TypeError, match=r"^matmul takes float matrices, not torch\.int32"):
+        taken.matmul(a.int(), a.int().T)
+    with pytest.raises(TypeError, match=r"^matmul takes .* one dtype .*float32 on .* and torch\.float64 on"):
+        taken.matmul(a, a.double().T)
+    for b in (a, a.T[None], a[0], a.T[:2]):
+        with pytest.raises(ValueError, match=rf"^matmul takes .*\(2, 3\) and {re.escape(str(tuple(b.shape)))}"):
+            taken.matmul(a, b)
+    with pytest.raises(ValueError, match=r"^matmul takes ieee, tf32 or tf32x3 .* not bf16x3"):
+        taken.matmul(a, a.T, "bf16x3")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
+    """On a GPU a call goes straight to the launcher; it does what the op does."""
+    a, b = (Layout("contiguous", k).make((40, 40), dtype, DEVICE) for k in range(2))
+    assert torch.equal(at_cuda(taken.matmul, a, b), taken.matmul(a, b))
+
+
+def test_guards_reach_into_the_op(taken: ModuleType) -> None:
+    """What the op allocates lies between guards in the tests above."""
+    a = torch.ones(5, 5, device=DEVICE)
+    with Guard() as guard:
+        out = taken.matmul(a, a)
+    assert out.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
+
+
+def test_steps_of_the_page(recipe: ModuleType) -> None:
+    """The first kernel is right with each tile of the ladder; what the page counts is so."""
+    a, b = (Layout("contiguous", k).make((140, 140), torch.float16, DEVICE) for k in range(2))
+    for tile in recipe.TILES:
+        assert_close(recipe.tile_matmul(a, b, *tile), a, b)
+    for step, how, _ in recipe.STEPS.values():
+        a, b = recipe.laid_out(how, 70, 40, 90)
+        assert (a.shape, b.shape) == ((70, 90), (90, 40))
+        assert [t.is_contiguous() for t in (a, b)] == [letter == "n" for letter in how]
+        assert_close(step(a, b), a, b)
+    assert recipe.tiles_read(100, 100, 7, 64, 32) == (8 * 96 * 7, 8)
+    assert [recipe.statements(kernel) for kernel in (recipe.tile_kernel, recipe._matmul_kernel)] == [15, 20]
+    x = torch.tensor([1 + 2.0**-10, 1 + 2.0**-11, 1 + 2.0**-11 + 2.0**-20, -(1 + 2.0**-12), 3.0])
+    assert recipe.to_tf32(x).tolist() == [1 + 2.0**-10, 1 + 2.0**-10, 1 + 2.0**-10, -1.0, 3.0]
+
+
+def test_instructions(recipe: ModuleType) -> None:
+    """On an H100, tl.dot becomes what the page says of it."""
+    found = recipe.instructions(recipe.DOTS)
+    expected = ["wgmma m64n128k16", "wgmma m64n64k16", "mma m16n8k16", None, "wgmma m64n64k8", "fma, on no tensor core"]
+    assert [ours for ours in found if "K >= 16" not in ours] == [name for name in expected if name]
+    assert "K >= 16" in found[expected.index(None)]
+
+
+def at_launch(taken: ModuleType, dtype: str, M: int, N: int, how: str, precision: str = "ieee") -> dict[str, object]:
+    """Return what the launcher passes on for matrices of which 16 divides all sizes."""
+    import triton.language as tl
+
+    most, block_k = taken.MATMUL_TILES[getattr(torch, dtype)]
+    block_m, block_n = taken._matmul_block(M, most), taken._matmul_block(N, most)
+    ones = {"n": "stride_ak", "t": "stride_am"}[how[0]], {"n": "stride_bn", "t": "stride_bk"}[how[1]]
+    sizes = {"M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn"}
+    return {
+        "dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}[dtype],
+        "num_warps": 8 if block_m * block_n == 128 * 128 else 4,
+        "multiples": sizes - set(ones),
+        **dict.fromkeys(ones, 1),
+        "ACC": tl.float64 if dtype == "float64" else tl.float32,
+        "PRECISION": precision,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+    }
+
+
+def copies(taken: ModuleType) -> dict[str, tuple[set[str], bool]]:
+    """Return, for each layout, how many bytes an asynchronous copy takes, and whether Hopper's instruction is there."""
+    found = {}
+    for how in LAYOUTS:
+        text = compiled(taken._matmul_kernel, **at_launch(taken, "float16", 4096, 4096, how)).asm["ptx"]
+        found[how] = set(re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", text)), "wgmma" in text
+    return found
+
+
+def spills(taken: ModuleType) -> dict[str, int]:
+    """Return the bytes that a thread spills, for every dtype, layout and tile."""
+    return {
+        f"{dtype} {precision} {how} {M}": stack(
+            taken._matmul_kernel, **at_launch(taken, dtype, M, 4096, how, precision)
+        )
+        for dtype, precision in (
+            ("float16", "ieee"),
+            ("float32", "ieee"),
+            ("float32", "tf32"),
+            ("float32", "tf32x3"),
+            ("float64", "ieee"),
+        )
+        for how in LAYOUTS
+        for M in (16, 32, 64, 4096)
+    }
+
+
+def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
+    """However operands lie, a thread copies 16 bytes at once, and tensor cores of Hopper multiply."""
+    (found,) = on_h100(gallery / "matmul" / "matmul.py", copies)
+    assert found == dict.fromkeys(LAYOUTS, ({"0x10"}, True))
+
+
+@pytest.mark.thorough
+def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
+    """In no dtype, layout or tile, but for two registers of float32 and of float64."""
+    (found,) = on_h100(gallery / "matmul" / "matmul.py", spills)
+    assert len(found) == 80
+    spilled = {name for name, bytes_ in found.items() if bytes_}
+    assert spilled <= {f"{name} {M}" for name in ("float32 ieee tn", "float64 ieee nt") for M in (64, 4096)}
+    assert max(found.values()) <= 8
+
+
+def traced(recipe: ModuleType) -> list[list[str]]:
+    """Return the graphs, forward and backward."""
+    return graphs(recipe.matmul, *(torch.randn(40, 40, requires_grad=True) for _ in range(2)))
+
+
+def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
+    """A product is one kernel forward and two backward, and no operand is copied."""
+    (found,) = on_h100(gallery / "matmul" / "matmul.py", traced)
+    for graph, products in zip(found, (1, 2), strict=True):
+        kernels = [call for call in graph if call.startswith("triton_kernel_wrapper")]
+        assert kernels == ["triton_kernel_wrapper_functional"] * products
+        assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]
+
+
+@pytest.mark.needs_gpu_memory(7)
+def test_beyond_int32(taken: ModuleType) -> None:
+    """More than 2**31 elements: the last row of an operand is right, and of its transpose."""
+    M, K = 2**15 + 8, 2**16 + 8
+    a = torch.zeros(M, K, dtype=torch.bfloat16, device=DEVICE)
+    a[-1], a[:, -1] = 1, 1
+    for first, expected in ((a, K), (a.T, M)):
+        b = torch.ones(first.shape[1], 16, dtype=torch.bfloat16, device=DEVICE)
+        out = taken.matmul(first, b)
+        torch.testing.assert_close(out[-1], torch.full_like(out[-1], expected))
+        assert (out[:-1] == 1).all()
+        torch.testing.assert_close(taken.matmul(b.T, first.T)[:, -1], out[-1])
+
+
+@pytest.mark.needs_gpu_memory(12)
+def test_step_beyond_int32(taken: ModuleType) -> None:
+    """A step along K is more than 2**31 elements."""
+    a = torch.zeros(80, 2**26, dtype=torch.bfloat16, device=DEVICE)
+    a[:, -1] = 1
+    out = taken.matmul(a[:, -32:].T, torch.ones(80, 16, dtype=torch.bfloat16, device=DEVICE))
+    assert (out[-1] == 80).all()
+    assert not out[:-1].any()
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_opcheck(taken: ModuleType, dtype: torch.dtype) -> None:
+    """The op passes the whole of opcheck."""
+    a, b = (torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for shape in ((70, 50), (50, 90)))
+    assert set(torch.library.opcheck(taken.matmul, (a, b)).values()) == {"SUCCESS"}
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(taken: ModuleType, dynamic: bool) -> None:
+    """torch.compile takes the op, its gradients, and other sizes."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda a, b: taken.matmul(a * 2, b), fullgraph=True, dynamic=dynamic)
+    for M, N, K in ((40, 100, 60), (60, 100, 60), (300, 20, 1000)):
+        a, b = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in ((M, K), (K, N)))
+        c, expected = compiled(a, b), (a * 2) @ b
+        torch.testing.assert_close(c, expected, rtol=1e-4, atol=1e-3)
+        grads = (torch.autograd.grad(t.sum(), (a, b)) for t in (c, expected))
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@settings(max_examples=10)
+@given(M=st.integers(1, 700), N=st.integers(1, 700), K=st.integers(1, 900), how=st.sampled_from(list(LAYOUTS)))
+def test_large(taken: ModuleType, dtype: torch.dtype, M: int, N: int, K: int, how: str) -> None:
+    """Many tiles of any shape."""
+    shapes = zip(((M, K), (K, N)), LAYOUTS[how], strict=True)
+    a, b = (Layout("transposed" if t else "contiguous", M).make(shape, dtype, DEVICE) for shape, t in shapes)
+    assert_close(taken.matmul(a, b), a, b)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_other_gpu(taken: ModuleType) -> None:
+    """The op runs where its inputs are, whichever GPU is the current one."""
+    a = torch.randn(50, 70, device="cuda:1", requires_grad=True)
+    out = taken.matmul(a, a.T)
+    torch.testing.assert_close(out, a @ a.T, rtol=1e-4, atol=1e-4)
+    out.sum().backward()
+    assert a.grad.device == a.device
+    with pytest.raises(TypeError, match="on one device"):
+        taken.matmul(a, a.T.to("cuda:0"))
+
+
+# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
+OPS = [
+    ("matmul", lambda normal, M, N: (normal(M, 170), normal(N, 170).T), torch.matmul),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("rows without a mask", "a_mask = (offs_m < M) & (offs_k[None, :] < K - start)", "a_mask = offs_m < M"),
+    ("columns without a mask", "b_mask = (offs_k[:, None] < K - start) & (offs_n < N)", "b_mask = offs_n < N"),
+    (
+        "stored past the end",
+        "    c_mask = (offs_m < M) & (offs_n < N)\n    tl.store(c_ptr + offs_m * N + offs_n, acc, mask=c_mask)\n\n\n"
+        "def _matmul_block",
+        "    c_mask = offs_n < N\n    tl.store(c_ptr + offs_m * N + offs_n, acc, mask=c_mask)\n\n\ndef _matmul_block",
+    ),
+    (
+        "half an accumulator",
+        "acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)",
+        "acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC).to(tl.float16).to(ACC)",
+    ),
+    ("rows taken for contiguous", "offs_m * stride_am + offs_k[None, :] * stride_ak", "offs_m * K + offs_k[None, :]"),
+    ("b's step along K is a's", "b_ptrs += step * stride_bk", "b_ptrs += step * stride_ak"),
+]
