@@ -1,0 +1,525 @@
+"""The op of the recipe A product of few rows."""
+
+# ruff: noqa: N806 - M, N and K are sizes, as in the recipe
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from compiled import Ask, graphs
+from device_key import at_cuda
+from guard import PAD, Guard, guarded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inputs import DEVICE, Layout, layouts, sizes
+from tolerance import assert_within
+from torch.nn.functional import linear
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the recorded run shows it")
+
+LEADS = st.sampled_from([(), (1,), (0,), (16,), (17,), (33,), (64,), (2, 3), (3, 1, 2), (5, 0)])
+
+
+@pytest.fixture(scope="module")
+def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the op as whoever takes it imports it."""
+    return load_op("matmul/skinny_matmul.py")
+
+
+@pytest.fixture(scope="module")
+def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the recipe as a module."""
+    return load_recipe("matmul/skinny_matmul.py")
+
+
+def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Return random numbers of a shape, one after another in memory."""
+    return Layout("contiguous", seed).make(shape, dtype, DEVICE)
+
+
+def assert_close(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Assert that a result is as good as its accumulator and its dtype."""
+    assert out.device.type == DEVICE.type
+    assert out.dtype == x.dtype
+    assert out.is_contiguous()
+    expected = linear(x.double(), weight.double())
+    assert out.shape == expected.shape
+    magnitude = linear(x.double().abs(), weight.double().abs())
+    # Each product is added once to an accumulator, and each part once to the others.
+    assert_within(out, expected, magnitude, roundings=weight.shape[1] + 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=16)
+@given(lead=LEADS, N=sizes(64, 150), K=sizes(128, 700), of_x=layouts(), of_weight=layouts())
+def test_value(
+    taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, K: int, of_x: Layout, of_weight: Layout
+) -> None:
+    """The value is right for any number of rows up to 64, and any sizes and layouts."""
+    x, weight = of_x.make((*lead, K), dtype, DEVICE), of_weight.make((N, K), dtype, DEVICE)
+    out = guarded(taken.skinny_matmul, x, weight)
+    assert torch.equal(taken.skinny_matmul(x, weight), out)
+    assert_close(out, x, weight)
+
+
+# Sums in 8 parts, in parts that are not full, in one part; tiles that are not full
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("N", "K"), [(64, 1024), (65, 1000), (40, 130), (1030, 129), (200, 64), (1, 1), (3, 0)])
+@pytest.mark.parametrize("M", [1, 16, 17, 33, 64])
+def test_every_tile(taken: ModuleType, dtype: torch.dtype, M: int, N: int, K: int) -> None:
+    """Rows that lie apart, weights as `Linear` keeps them and transposed."""
+    x, weight = make((M, K + 3), dtype)[:, 3:], make((N, K), dtype, 1)
+    assert_close(guarded(taken.skinny_matmul, x, weight), x, weight)
+    weight = weight.T.contiguous().T
+    assert_close(guarded(taken.skinny_matmul, x, weight), x, weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("M", [1, 64])
+def test_integers_are_exact(taken: ModuleType, dtype: torch.dtype, M: int) -> None:
+    """Sums of small integers that half precision would not hold, and every term counts once."""
+    K = 2080
+    x, weight = torch.ones(M, K, device=DEVICE), torch.ones(70, K, device=DEVICE)
+    x[:, ::2] = -1
+    x[:, 1] = 2
+    for one in (x, x.abs()):
+        expected = linear(one, weight).to(dtype)
+        assert torch.equal(taken.skinny_matmul(one.to(dtype), weight.to(dtype)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_float32_is_not_rounded_to_tf32(taken: ModuleType, dtype: torch.dtype) -> None:
+    """TF32 has ten bits after the point, and would lose the difference."""
+    x = torch.full((3, 20), 1 + 2**-20, dtype=dtype, device=DEVICE)
+    weight = torch.eye(20, dtype=dtype, device=DEVICE)
+    assert torch.equal(taken.skinny_matmul(x, weight), x)
+
+
+def launch(taken: ModuleType, x: torch.Tensor, weight: torch.Tensor, count: torch.Tensor, **changes: Any) -> Any:
+    """Launch the op's kernel by itself, with changes of its plan; return the result and the parts."""
+    (M, K), N = x.shape, weight.shape[0]
+    plan = taken._skinny_matmul_plan(M, weight) | changes
+    steps, splits = plan.pop("steps"), plan["SPLITS"]
+    grid = (-(-N // plan["BLOCK_N"]), splits)
+    y, part = x.new_empty(M, N), x.new_full((splits, M, grid[0] * plan["BLOCK_N"]), torch.nan)
+    taken._skinny_matmul_kernel[grid](x, weight, y, part, count, M, N, K, steps, x.stride(0), *weight.stride(), **plan)
+    return y, part[:, :, :N]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_counters_are_left_at_zero(taken: ModuleType, dtype: torch.dtype) -> None:
+    """So the next launch may use them; and the parts are added in their order."""
+    x, weight = make((5, 1024), dtype), make((200, 1024), dtype, 1)
+    count = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    expected = taken.skinny_matmul(x, weight)
+    for _ in range(3):
+        y, part = launch(taken, x, weight, count)
+        assert not count.any()
+        assert torch.equal(y, expected)
+        total = torch.zeros_like(y)
+        for one in part:
+            total += one
+        assert torch.equal(y, total)
+    assert len(part) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_splits_without_a_block(taken: ModuleType, dtype: torch.dtype) -> None:
+    """A split that has nothing to add does not spoil the sum; the tuning on the page has such plans."""
+    x, weight = make((5, 190), dtype)[:, :188], make((70, 188), dtype, 1)
+    count = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    for changes in ({"SPLITS": 5, "steps": 1}, {"SPLITS": 1, "steps": 3}, {"SPLITS": 2, "steps": 2, "BLOCK_N": 32}):
+        y, _ = launch(taken, x, weight, count, **changes)
+        assert_close(y, x, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_counters_of_a_machine_without_gpu(taken: ModuleType, dtype: torch.dtype) -> None:
+    """They are new in each call."""
+    x = torch.ones(2, 2, dtype=dtype)
+    one, other = (taken._skinny_matmul_counters(x, 7, keep) for keep in (True, False))
+    assert one.tolist() == other.tolist() == [0] * 7
+    assert one.data_ptr() != other.data_ptr()
+
+
+def plan_on(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+    """Have plans made for a GPU with so many multiprocessors."""
+    places = taken.SKINNY_MATMUL_PROGRAMS * processors
+    monkeypatch.setattr(taken, "_skinny_matmul_places", lambda device: places)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plans(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """No more programs than places where a sum is split; all of K, no split in vain; M decides nothing of the sums."""
+    plan_on(taken, monkeypatch, 132)
+    for N in (1, 64, 65, 2048, 5120, 8192, 8449, 14336, 151936):
+        for K in (1, 100, 128, 129, 2880, 7168, 8192, 14336):
+            weight = torch.empty(N, K, dtype=dtype, device="meta")
+            plans = [taken._skinny_matmul_plan(M, weight) for M in range(1, 65)]
+            assert len({(p["SPLITS"], p["steps"], p["BLOCK_K"]) for p in plans}) == 1
+            plan, tiles = plans[0], -(-N // 64)
+            splits, block = plan["SPLITS"], plan["BLOCK_K"]
+            assert 1 <= splits <= 8
+            assert splits == 1 or splits * tiles <= 264
+            assert splits == 1 or tiles <= 132
+            assert (splits - 1) * plan["steps"] * block < K <= splits * plan["steps"] * block
+            wide = K * dtype.itemsize % 16 == 0 or K == 1
+            assert block * dtype.itemsize == (256 if wide else 128)
+            assert [p["BLOCK_M"] for p in plans] == [16] * 16 + [32] * 16 + [64] * 32
+            assert [p["num_stages"] for p in plans] == ([4] * 16 + [3] * 48 if wide else [2] * 64)
+
+
+def test_plans_of_the_page(taken: ModuleType, recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of stream-K has the splits that the op takes on an H200."""
+    plan_on(taken, monkeypatch, recipe.PROCESSORS)
+    for _, K, N in [*recipe.SHAPES, (1, 2880, 5120)]:
+        plan = taken._skinny_matmul_plan(1, torch.empty(N, K, dtype=torch.bfloat16, device="meta"))
+        splits, steps, _ = recipe.division(N, K)
+        assert (plan["SPLITS"], plan["steps"]) == (splits, steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
+    """On a GPU a call goes straight to the launcher; it does what the op does."""
+    x, weight = make((3, 700), dtype), make((70, 700), dtype, 1)
+    assert torch.equal(at_cuda(taken.skinny_matmul, x, weight), taken.skinny_matmul(x, weight))
+
+
+def test_guards_reach_into_the_op(taken: ModuleType) -> None:
+    """What the op allocates lies between guards in the tests above: the result, the parts and the counters."""
+    x, weight = torch.ones(2, 700, device=DEVICE), torch.ones(5, 700, device=DEVICE)
+    with Guard() as guard:
+        out = taken.skinny_matmul(x, weight)
+    guards = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
+    assert out.untyped_storage().data_ptr() in guards
+    sizes = {len(buffer) - 2 * PAD for buffer in guard.outputs}
+    assert {2 * 5 * 4, taken._skinny_matmul_plan(2, weight)["SPLITS"] * 2 * 64 * 4, 4} <= sizes
+
+
+def test_refuses(taken: ModuleType) -> None:
+    """What the op does not take, it names."""
+    x, weight = torch.ones(2, 3, device=DEVICE), torch.ones(5, 3, device=DEVICE)
+    for pair in ((x.double(), weight.double()), (x.half(), weight), (x.int(), weight.int())):
+        with pytest.raises(TypeError, match=rf"^skinny_matmul takes .*float32, not {pair[0].dtype} and"):
+            taken.skinny_matmul(*pair)
+    for shapes in (((2, 4), (5, 3)), ((2, 3), (3,)), ((), (5, 3)), ((2, 3), (1, 5, 3))):
+        with pytest.raises(ValueError, match=r"^skinny_matmul takes \(\.\.\., K\) and \(N, K\)"):
+            taken.skinny_matmul(*(torch.ones(shape, device=DEVICE) for shape in shapes))
+    with pytest.raises(ValueError, match=r"not \(2, 3\) and \(5, 3\) on .* and meta"):
+        taken._skinny_matmul_check(x, weight.to("meta"))
+    for shape in ((65, 3), (5, 13, 3)):
+        with pytest.raises(ValueError, match=r"^skinny_matmul takes up to 64 rows, not 65: linear of"):
+            taken.skinny_matmul(torch.ones(shape, device=DEVICE), weight)
+
+
+def test_has_no_gradient(taken: ModuleType) -> None:
+    """PyTorch says so; nobody gets zeros."""
+    weight = torch.ones(5, 3, device=DEVICE, requires_grad=True)
+    out = taken.skinny_matmul(torch.ones(2, 3, device=DEVICE), weight)
+    assert out.requires_grad
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_steps_of_the_ladder(recipe: ModuleType, dtype: torch.dtype) -> None:
+    """Every step is right, where it is not fast."""
+    for M, K, N in ((1, 900, 100), (20, 300, 70), (33, 40, 9), (64, 129, 65)):
+        x, weight = make((M, K), dtype), make((N, K), dtype, 1)
+        for name, (step, *_) in recipe.STEPS.items():
+            if M == 1 or name != "one row, no tl.dot":
+                assert_close(guarded(step, x, weight), x, weight)
+        for splits in (1, 8):
+            assert_close(recipe.two_launches(x, weight, splits), x, weight)
+            assert_close(recipe.atomics(x, weight, splits), x, weight)
+        for BLOCK_N, splits in recipe.PLANS:
+            assert_close(recipe.planned(x, weight, BLOCK_N=BLOCK_N, SPLITS=splits), x, weight)
+    assert [recipe.statements(*kernels) for _, *kernels in recipe.STEPS.values()] == [15, 25, 19, 32, 32, 11]
+    assert recipe.results_of(lambda: x) == 1
+
+
+@pytest.mark.needs_gpu_memory(10)
+def test_beyond_int32(taken: ModuleType) -> None:
+    """More than 2**31 weights: the last row and the last column count, in either layout."""
+    N, K = 2**17 + 64, 2**14
+    weight = torch.zeros(N, K, dtype=torch.bfloat16, device=DEVICE)
+    weight[-1, ::2], weight[:, -1] = 1, 2
+    x = torch.ones(2, K, dtype=torch.bfloat16, device=DEVICE)
+    y = taken.skinny_matmul(x, weight)
+    assert (y[:, :-1] == 2).all()
+    assert (y[:, -1] == torch.tensor(K // 2 + 2.0).bfloat16()).all()
+    y = taken.skinny_matmul(x[:, :1].expand(2, N), weight.T)
+    assert y[0, 1::2][:-1].eq(0).all()
+    assert y[0, ::2].eq(1).all()
+    assert y[0, -1] == torch.tensor(2.0 * N).bfloat16()
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_do_not_depend_on_others(taken: ModuleType, dtype: torch.dtype) -> None:
+    """A row has the same bits, whatever rows come with it, in every layout of the weights."""
+    for N, K in ((2048, 7168), (8192, 1024), (100, 1000)):
+        x, weight = make((64, K), dtype), make((N, K), dtype, 1)
+        for layout in (weight, weight.T.contiguous().T):
+            y = taken.skinny_matmul(x, layout)
+            for M in (1, 2, 15, 16, 17, 31, 32, 33, 63):
+                assert torch.equal(taken.skinny_matmul(x[:M], layout), y[:M])
+                assert torch.equal(taken.skinny_matmul(x[64 - M :], layout), y[64 - M :])
+
+
+@needs_a_gpu
+def test_streams_do_not_share_counters(taken: ModuleType) -> None:
+    """Launches that overlap are right, and the counters are zero after them."""
+    x, weight = make((16, 8192), torch.bfloat16), make((512, 8192), torch.bfloat16, 1)
+    expected = taken.skinny_matmul(x, weight)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    found = []
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(taken.skinny_matmul(x, weight))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, expected) for y in found)
+    for stream in streams:
+        assert not taken._skinny_matmul_kept(x.device, stream.cuda_stream).any()
+
+
+@needs_a_gpu
+def test_graph(taken: ModuleType) -> None:
+    """A captured call has counters of its own, at zero in each replay."""
+    x, weight = make((16, 8192), torch.bfloat16), make((512, 8192), torch.bfloat16, 1)
+    expected = taken.skinny_matmul(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = taken.skinny_matmul(x, weight)
+    for _ in range(3):
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("K", [5, 8000])
+def test_opcheck(taken: ModuleType, dtype: torch.dtype, K: int) -> None:
+    """The op passes the whole of opcheck."""
+    inputs = make((7, K), dtype), make((100, K), dtype, 1)
+    assert set(torch.library.opcheck(taken.skinny_matmul, inputs).values()) == {"SUCCESS"}
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(taken: ModuleType, dynamic: bool) -> None:
+    """torch.compile takes the op, and other sizes."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, weight: taken.skinny_matmul(x * 2, weight), fullgraph=True, dynamic=dynamic)
+    for M, N, K in ((4, 100, 900), (6, 100, 900), (40, 2048, 7168), (2, 9000, 64)):
+        x, weight = make((M, K), torch.float32), make((N, K), torch.float32, 1)
+        for _ in range(2):
+            assert_close(compiled(x, weight), 2 * x, weight)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_other_gpu(taken: ModuleType) -> None:
+    """The op runs where its input is, whichever GPU is the current one."""
+    x, weight = (torch.randn(shape, device="cuda:1") for shape in ((5, 900), (100, 900)))
+    torch.testing.assert_close(taken.skinny_matmul(x, weight), linear(x, weight))
+
+
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def made(recipe: ModuleType, M: int, dtype: torch.dtype, aligned: bool, transposed: bool, **changes: Any) -> Any:
+    """Return what the compiler makes of the op's kernel for M rows."""
+    import triton
+    import triton.language as tl
+
+    kernel = recipe._skinny_matmul_kernel
+    weight = torch.empty(4096, 4096 if aligned else 4097, dtype=dtype, device="meta")
+    plan = recipe._skinny_matmul_plan(M, weight) | {"SPLITS": 8} | changes
+    stages = plan.pop("num_stages")
+    del plan["steps"]
+    assert plan["DOT"] == {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}[NAMES[dtype]]
+    known = plan | {"stride_wn" if transposed else "stride_wk": 1}
+    others = {"part_ptr": "*fp32", "count_ptr": "*i32"}
+    pointers = {name for name in kernel.arg_names if name.endswith("_ptr")}
+    types = {name: others.get(name, "*" + NAMES[dtype]) if name in pointers else "i32" for name in kernel.arg_names}
+    by_16 = pointers | ({"N", "K", "stride_xm", "stride_wn", "stride_wk"} if aligned else set())
+    places = [i for i, name in enumerate(types) if name in by_16 - known.keys()]
+    source = triton.compiler.ASTSource(
+        kernel, types | dict.fromkeys(known, "constexpr"), known, {(i,): [["tt.divisibility", 16]] for i in places}
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options={"num_stages": stages})
+
+
+def instructions(recipe: ModuleType) -> dict[str, tuple[set[str], set[str], bool]]:
+    """Return, by rows, the sizes of matrix instructions and of copies ahead of the loop; and the counter's order."""
+    found = {}
+    for M in (1, 16, 17, 32, 33, 64):
+        ptx = made(recipe, M, torch.bfloat16, aligned=True, transposed=False).asm["ptx"]
+        matrix = set(re.findall(r"\b(?:wgmma|mma)\S*\.(m\d+n\d+k\d+)", ptx))
+        copies = set(re.findall(r"cp\.async\.c\w\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx))
+        stored, rest = ptx[: ptx.index("atom.global")], ptx[ptx.index("atom.global") :]
+        last = stored[stored.rindex("st.global") :]
+        ordered = "bar.sync" in last and "atom.global.gpu.acq_rel" in rest
+        ordered &= rest.index("bar.sync") < rest.index("ld.global.cg")
+        found[str(M)] = matrix, copies, ordered
+    eight = made(recipe, 1, torch.bfloat16, aligned=True, transposed=False, BLOCK_M=8).asm["ptx"]
+    found["8 columns"] = set(re.findall(r"\b(?:wgmma|mma)\S*\.(m\d+n\d+k\d+)", eight)), set(), True
+    return found
+
+
+def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
+    """On Hopper 16 columns take its own matrix instruction, 8 the older one; weights are copied 16 bytes at a time."""
+    (found,) = on_h100(gallery / "matmul" / "skinny_matmul.py", instructions)
+    matrix, _, _ = found.pop("8 columns")
+    assert matrix == {"m16n8k16"}
+    for M, (matrix, copies, ordered) in found.items():
+        columns = 16 if int(M) <= 16 else 32 if int(M) <= 32 else 64
+        assert matrix == {f"m64n{columns}k16"}
+        assert copies <= {"0x10", "16"}
+        assert copies
+        assert ordered, "all threads store before one counts, and nobody loads before that"
+
+
+def exchanged(recipe: ModuleType) -> list[str]:
+    """Return the size of the matrix instruction with the operands of `tl.dot` exchanged, by rows."""
+    import triton
+    import triton.language as tl
+    from compiled import compiled
+
+    source = Path(recipe.__file__).with_name("exchanged.py")
+    code = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
+    code += "def kernel(x_ptr, w_ptr, y_ptr, BLOCK_M: tl.constexpr):\n"
+    code += "    m, n, k = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, 64), tl.arange(0, 128)\n"
+    code += "    x, w = tl.load(x_ptr + m * 128 + k[None, :]), tl.load(w_ptr + n[None, :] * 128 + k[:, None])\n"
+    code += "    tl.store(y_ptr + m * 64 + n[None, :], tl.dot(x, w))\n"
+    source.write_text(code)
+    import importlib
+
+    kernel = importlib.import_module("exchanged").kernel
+    assert triton
+    assert tl
+    texts = [compiled(kernel, "bf16", BLOCK_M=block, y_ptr="fp32").asm["ptx"] for block in (16, 32, 64)]
+    return [re.search(r"\b(?:wgmma|mma)\S*\.(m\d+n\d+k\d+)", text)[1] for text in texts]
+
+
+def test_first_answer(gallery: Path, on_h100: Ask) -> None:
+    """With the rows of x first, 64 of them take Hopper's instruction, and fewer the older one."""
+    (found,) = on_h100(gallery / "matmul" / "skinny_matmul.py", exchanged)
+    assert found == ["m16n8k16", "m16n8k16", "m64n64k16"]
+
+
+def resources(recipe: ModuleType) -> dict[str, tuple[int, int, int]]:
+    """Return registers, bytes of spilled ones and shared memory."""
+    import triton
+
+    found = {}
+    for dtype in DTYPES:
+        for M in (16, 32, 64):
+            for aligned, transposed in ((True, False), (False, False), (True, True)):
+                one = made(recipe, M, dtype, aligned, transposed)
+                with NamedTemporaryFile(suffix=".cubin") as file:
+                    file.write(one.asm["cubin"])
+                    file.flush()
+                    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+                    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+                registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+                found[f"{dtype} {M} {aligned} {transposed}"] = registers, stack, one.metadata.shared
+    return found
+
+
+@pytest.mark.thorough
+def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
+    """With 8 parts, in every dtype and layout; and shared memory has room for two programs."""
+    (found,) = on_h100(gallery / "matmul" / "skinny_matmul.py", resources)
+    assert len(found) == 27
+    for name, (registers, stack, shared) in found.items():
+        assert stack == 0, name
+        assert registers <= 255
+        assert 2 * (shared + 1024) <= 228 * 1024, name
+
+
+def traced(recipe: ModuleType) -> list[list[str]]:
+    """Return the graphs of a sum that is split, and of one that is not."""
+    found = []
+    for K in (3000, 60):
+        found += graphs(recipe.skinny_matmul, torch.randn(4, K), torch.randn(100, K))
+    return found
+
+
+def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
+    """Neither input counts as written."""
+    (found,) = on_h100(gallery / "matmul" / "skinny_matmul.py", traced)
+    assert len(found) == 2
+    for graph in found:
+        assert [call for call in graph if call.startswith("triton_kernel_wrapper")]
+        assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]
+
+
+@pytest.mark.thorough
+@without_a_gpu
+def test_page(gallery: Path, tmp_path: Path) -> None:
+    """What the page prints without a GPU is what its text says."""
+    command = [sys.executable, gallery.resolve() / "matmul" / "skinny_matmul.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    lines = run.stdout.splitlines()
+    shares = [float(line.split("move, ")[1].split("%")[0]) for line in lines[:3]]
+    work = [int(line.split()[-4]) for line in lines[:3]]
+    assert min(shares) > 96
+    assert max(work) < 206 / 3
+    assert "32 programs, 8 KB in flight" in run.stdout.replace("  ", " ")
+    assert re.search(r"[1-9]\d?% of sums differ in the other order", run.stdout)
+    *_, rows, shapes, dtypes, gradient = lines
+    assert rows.startswith("ValueError: skinny_matmul takes up to 64 rows, not 65")
+    assert shapes.startswith("ValueError: skinny_matmul takes (..., K) and (N, K)")
+    assert dtypes.startswith("TypeError: skinny_matmul takes two tensors of float16")
+    assert "no autograd formula" in gradient
+    assert run.stderr == ""
+
+
+# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
+OPS = [("skinny_matmul", lambda normal, M, N: (normal(min(M, 33), N), normal(M, N)), linear)]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("weights past K", "mask=mask_n & mask_k[None, :], other", "mask=mask_n, other"),
+    ("both tiles past K", "        mask_k = offs_k < K\n", "        mask_k = offs_k < K + BLOCK_K\n"),
+    ("stored without a mask", "acc, mask=mask_n & mask_m)", "acc, mask=mask_m)"),
+    ("a sum of parts stored without a mask", "total, mask=mask_n & mask_m)", "total, mask=mask_m)"),
+    ("parts of rows behind the last", "acc, mask=mask_m)", "acc)"),
+    (
+        "an accumulator in half precision",
+        "acc = tl.dot(w.to(DOT), x.to(DOT), acc, input_precision",
+        'acc += tl.dot(w.to(DOT), x.to(DOT), input_precision="ieee").to(tl.float16) #',
+    ),
+    ("weights taken for contiguous", "offs_n * stride_wn +", "offs_n * K +"),
+    ("rows of x taken for adjacent", "offs_m * stride_xm +", "offs_m * K +"),
+    ("a step that is too short", "w_ptrs += BLOCK_K * tl.cast(stride_wk, tl.int64)", "w_ptrs += BLOCK_K"),
+    ("parts that overlap", "pid_k.to(tl.int64) * steps * BLOCK_K + tl", "pid_k.to(tl.int64) * BLOCK_K + tl"),
+    (
+        "the last part left out",
+        "tl.static_range(SPLITS):\n                #",
+        "tl.static_range(SPLITS - 1):\n                #",
+    ),
+    ("added before all parts are there", "if before == SPLITS - 1:", "if before == SPLITS - 2:"),
+    ("counters that are not reset", "            tl.store(count_ptr + pid_n, 0)\n", ""),
+    ("one counter for all tiles", "tl.atomic_add(count_ptr + pid_n, 1", "tl.atomic_add(count_ptr, 1"),
+    ("splits that follow M", "min(SKINNY_MATMUL_SPLITS, blocks,", "min(M, SKINNY_MATMUL_SPLITS, blocks,"),
+    (
+        "no launcher for GPUs",
+        'SKINNY_MATMUL_LIBRARY.impl("skinny_matmul", _skinny_matmul_launch, "CUDA")\n',
+        "",
+    ),
+]
