@@ -50,7 +50,11 @@ class Peer:
     module: str
 
 
-PEERS = {"Liger": Peer("liger-kernel", "liger_kernel.transformers.functional")}
+PEERS = {
+    "Liger": Peer("liger-kernel", "liger_kernel.transformers.functional"),
+    "cuDNN": Peer("torch", "torch.nn"),  # PyTorch chooses one of these for its attention
+    "FlashAttention-2": Peer("torch", "torch.nn"),
+}
 
 
 def load_works() -> list[Work]:

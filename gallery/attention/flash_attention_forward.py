@@ -1,0 +1,907 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = false
+# deterministic = true
+# ///
+r"""
+Flash attention, forward
+========================
+
+Attention compares each query with each key. Written with PyTorch's operators,
+the scores of all pairs are a matrix in memory. A
+kernel that keeps them in registers never writes that matrix. It reads queries,
+keys and values, and writes the result.
+
+After this page you can
+
+* count what the matrix of scores costs;
+* add up values while the softmax is not yet known, block by block;
+* say why the exponential has base 2;
+* skip the half of the blocks that a causal mask hides;
+* serve several query heads with one head of keys.
+"""
+
+# sphinx_gallery_tags = ["attention", "compute bound"]
+import ast
+import inspect
+import math
+import os
+import time
+import warnings
+from functools import partial
+
+import pandas as pd
+import torch
+from torch.library import Library, triton_op, wrap_triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# .. math:: o_i = \sum_j p_{ij} v_j, \qquad p_{ij} = \frac{e^{s_{ij}}}
+#    {\sum_k e^{s_{ik}}}, \qquad s_{ij} = \frac{q_i \cdot k_j}{\sqrt D}
+#
+# With one operator after another, the product, the scaled scores :math:`s` and
+# the probabilities :math:`p` are matrices in memory. How large is one? Tensors
+# on the device ``meta`` have no data, so we can ask. The *floor* is to read
+# ``q``, ``k`` and ``v`` and to write ``o``:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def attention_torch(q, k, v):
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    return scores.softmax(-1) @ v
+
+
+if __name__ == "__main__":
+    for length in (512, 4096, 32768):
+        shape = 1, 32, length, 128  # batch, heads, length, head dimension
+        q = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        scores = (q @ q.mT).nbytes
+        print(f"{length:5} tokens: scores of {scores / 1e9:5.2f} GB,", end=" ")
+        print(f"{scores / (4 * q.nbytes):4.0f} times the floor")
+
+# %%
+# The first kernel
+# ----------------
+#
+# A kernel that writes none of these matrices has to go on from a block of
+# scores to the values at once, before it knows the sum to divide by. It can:
+# ``softmax_long.py`` has the *online* softmax, whose maximum :math:`m` and sum
+# :math:`l` grow block by block. When the maximum grows, the sum so far is
+# multiplied by :math:`e^{m - m'}`, and so is what was added up of the values:
+#
+# .. math:: l' = l\,e^{m - m'} + \sum_j e^{s_j - m'}, \qquad
+#    a' = a\,e^{m - m'} + \sum_j e^{s_j - m'} v_j, \qquad o = a / l
+#
+# A program takes a block of queries of one head, and goes along all keys. One
+# block of scores exists at a time:
+#
+# .. code-block:: text
+#
+#     start = 0      BLOCK_N    2 BLOCK_N
+#     +-----------+-----------+-----------+
+#     |   keys    |   keys    | keys   ...|
+#     +-----------+-----------+-----------+
+#     |  scores   |  scores   | scores ...|   BLOCK_M queries
+#     +-----------+-----------+-----------+
+#       m, l, a  ->  m, l, a  ->  m, l, a   ->  o = a / l
+#
+# Keys past the end get the score ``-inf``, so that their exponential is 0. In
+# the code, ``acc`` is :math:`a` and ``total`` is :math:`l`.
+
+
+@triton.jit
+def attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    scale,
+    L,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # In int32, the offset of a head would overflow past element 2**31.
+    head = tl.program_id(axis=1).to(tl.int64) * L * D
+    offs_m = tl.program_id(axis=0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    offs_d = tl.arange(0, D)[None, :]  # (1, D)
+    q = tl.load(q_ptr + head + offs_m * D + offs_d, mask=offs_m < L, other=0.0)
+    m = tl.full((BLOCK_M, 1), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    for start in range(0, L, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        offs = head + offs_n[:, None] * D + offs_d  # (BLOCK_N, D)
+        k = tl.load(k_ptr + offs, mask=offs_n[:, None] < L, other=0.0)
+        v = tl.load(v_ptr + offs, mask=offs_n[:, None] < L, other=0.0)
+        s = tl.dot(q, k.T) * scale  # (BLOCK_M, BLOCK_N)
+        s = tl.where(offs_n[None, :] < L, s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
+        p = tl.exp(s - m_new)  # (BLOCK_M, BLOCK_N)
+        # What was added up so far had the old maximum.
+        rescale = tl.exp(m - m_new)  # (BLOCK_M, 1)
+        total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
+        # The tensor cores take p in the type of v.
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale)
+        m = m_new
+    tl.store(out_ptr + head + offs_m * D + offs_d, acc / total, mask=offs_m < L)
+
+
+def attention(q, k, v, BLOCK_M=128, BLOCK_N=64, num_warps=8):
+    """Return the attention of contiguous (batch, heads, length, D)."""
+    (batch, heads, L, D), out = q.shape, torch.empty_like(q)
+    grid = (triton.cdiv(L, BLOCK_M), batch * heads)
+    tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": num_warps}
+    attention_kernel[grid](q, k, v, out, D**-0.5, L, D, **tile)
+    return out
+
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare with float64. Two things are rounded to the 11 bits of float16: the
+# probabilities before the second product, and the result. Each costs at most
+# :math:`2^{-11}` of the largest value. We allow twice that for both.
+
+
+def random(*shape, dtype=torch.float16):
+    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+
+if __name__ == "__main__":
+    q, k, v = (random(2, 3, 200, 64) for _ in range(3))
+    out, expected = attention(q, k, v), sdpa(q.double(), k.double(), v.double())
+    error, atol = (out - expected).abs().max(), 2**-9 * v.abs().max().item()
+    print(f"largest error {error:.1e}, allowed {atol:.1e}")
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+
+# %%
+# How fast?
+# ---------
+#
+# PyTorch's ``scaled_dot_product_attention``, SDPA, is a library's kernel. For a
+# score we count :math:`4 D` operations, :math:`2 D` in each product.
+
+TOKENS = 16384  # in all, at each length
+
+
+def inputs(length, D):
+    shape = TOKENS // length, 2048 // D, length, D
+    return [random(*shape) for _ in range(3)]
+
+
+def operations(length):
+    return 4e-9 * TOKENS * 2048 * length  # in units of 10**9
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for length in (512, 1024, 2048):
+        torch.compiler.reset()  # past eight shapes it would raise
+        fast = torch.compile(attention_torch, dynamic=False, fullgraph=True)
+        tried = {"Triton": attention, "PyTorch": attention_torch, "SDPA": sdpa}
+        x, tried["torch.compile"] = inputs(length, D=64), fast
+        found = gpu_time({who: partial(one, *x) for who, one in tried.items()})
+        print(f"{length} tokens, TFLOP/s:", end=" ")
+        print({w: round(operations(length) / t[0]) for w, t in found.items()})
+
+# %%
+# Which exponential?
+# ------------------
+#
+# A score takes :math:`4D` operations on the tensor cores, and one exponential
+# on another unit. A GPU has an instruction for :math:`2^x` alone. For
+# :math:`e^x`, each score is multiplied by :math:`\log_2 e` first. We multiply
+# the scale by it once, outside of the kernel:
+#
+# .. math:: e^{x / \sqrt D} = 2^{x \log_2(e) / \sqrt D}
+#
+# All else stays. The kernel below also takes a causal mask, for the next
+# question: query ``i`` sees the keys up to ``i``.
+
+
+@triton.jit
+def base2_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    scale,
+    L,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    head = tl.program_id(axis=1).to(tl.int64) * L * D
+    offs_m = tl.program_id(axis=0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    offs_d = tl.arange(0, D)[None, :]  # (1, D)
+    q = tl.load(q_ptr + head + offs_m * D + offs_d, mask=offs_m < L, other=0.0)
+    m = tl.full((BLOCK_M, 1), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    for start in range(0, L, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        offs = head + offs_n[:, None] * D + offs_d  # (BLOCK_N, D)
+        k = tl.load(k_ptr + offs, mask=offs_n[:, None] < L, other=0.0)
+        v = tl.load(v_ptr + offs, mask=offs_n[:, None] < L, other=0.0)
+        # The scale has the factor log2(e).
+        s = tl.dot(q, k.T) * scale  # (BLOCK_M, BLOCK_N)
+        last = offs_m if CAUSAL else L - 1
+        s = tl.where(offs_n[None, :] <= last, s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
+        p = tl.exp2(s - m_new)  # (BLOCK_M, BLOCK_N)
+        rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
+        total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale)
+        m = m_new
+    tl.store(out_ptr + head + offs_m * D + offs_d, acc / total, mask=offs_m < L)
+
+
+def base2(q, k, v, causal=False, BLOCK_M=128, BLOCK_N=64, num_warps=8):
+    batch, heads, L, D = q.shape
+    out = torch.empty_like(q)
+    scale = D**-0.5 * math.log2(math.e)
+    grid = (triton.cdiv(L, BLOCK_M), batch * heads)
+    tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": num_warps}
+    base2_kernel[grid](q, k, v, out, scale, L, D, causal, **tile)
+    return out
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for D in (64, 128):
+        x = inputs(4096, D)
+        found = gpu_time({"e": partial(attention, *x), "2": partial(base2, *x)})
+        for base, times in found.items():
+            rate = operations(4096) / times[0]
+            print(f"heads of {D}, base {base}: {rate:.0f} TFLOP/s")
+
+# %%
+# What does a causal mask hide?
+# -----------------------------
+#
+# With a causal mask, half of the scores are ``-inf``. The last kernel computes
+# all of them. How much time could be saved? The blocks are of three kinds:
+#
+# .. code-block:: text
+#
+#     BLOCK_M = 2 BLOCK_N         keys
+#              +------+------+------+------+------+------+
+#     program  | mask | mask |      |      |      |      |
+#        0     |      |      |      |      |      |      |
+#              +------+------+------+------+------+------+
+#     program  | full | full | mask | mask |      |      |
+#        1     |      |      |      |      |      |      |
+#              +------+------+------+------+------+------+
+#     program  | full | full | full | full | mask | mask |
+#        2     |      |      |      |      |      |      |
+#              +------+------+------+------+------+------+
+#
+# The loop is split: first the full blocks, without any mask, then those at the
+# diagonal, with one. Both are one function, compiled twice. The blocks past the
+# diagonal are not even loaded. The last block of keys may be ragged; it belongs
+# to the second half as well. Programs of later queries have more to do, so they
+# start first. If queries and keys differ in number, query ``i`` still sees the
+# keys up to ``i``, as SDPA has it.
+
+# %%
+# Several heads of queries
+# ------------------------
+#
+# In *grouped-query attention* several heads of queries share one head of keys
+# and values, so that a cache of them is small. PyTorch's older way is to repeat
+# the keys in memory. Here it takes a division: head ``h`` of the queries reads
+# head ``h // GROUP``.
+#
+# Heads mostly lie side by side in memory, in the order (batch, length, heads,
+# D), and a transposed view is what attention gets. The op takes any strides but
+# for the last dimension. Where ``D`` is no power of two, as 80 or 96, its block
+# is padded with zeros, which add nothing to a score.
+
+# %%
+# The op
+# ------
+#
+# A row whose scores are all ``-inf`` sees nothing. Its sum is 0, and the result
+# is defined as 0, as in PyTorch. So ``m`` begins with the lowest finite number:
+# ``-inf`` minus ``-inf`` would be NaN.
+
+FLASH_ATTENTION_FORWARD_NAMESPACE = "triton_gallery"
+FLASH_ATTENTION_FORWARD_DTYPES = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+# For a padded head: queries and keys of a block, warps, stages
+FLASH_ATTENTION_FORWARD_TILES = {
+    16: (128, 64, 4, 3),
+    32: (128, 64, 4, 3),
+    64: (128, 64, 4, 3),
+    128: (128, 64, 8, 3),
+    256: (64, 32, 8, 2),
+}
+
+
+@triton.jit
+def _flash_attention_forward_keys(
+    acc,
+    total,
+    m,
+    q,
+    k_ptrs,
+    v_ptrs,
+    stride_kl,
+    stride_vl,
+    offs_m,
+    offs_d,
+    first,
+    end,
+    LK,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Go along the keys from first to end; return the sums and the maximum."""
+    for start in range(first, end, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        mask = offs_d < D  # (1, BLOCK_D)
+        if MASKED:
+            mask = mask & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
+        row = offs_n[:, None].to(tl.int64)
+        k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
+        s = tl.dot(q, k.T, input_precision="ieee", out_dtype=acc.dtype) * SCALE
+        if MASKED:
+            seen = offs_n[None, :] < LK
+            if CAUSAL:
+                seen = seen & (offs_n[None, :] <= offs_m)
+            s = tl.where(seen, s, -float("inf"))  # (BLOCK_M, BLOCK_N)
+        m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
+        p = tl.exp2(s - m_new)  # (BLOCK_M, BLOCK_N)
+        # What was added up so far had the old maximum.
+        rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
+        total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
+        v = tl.load(v_ptrs + row * stride_vl, mask=mask, other=0.0)
+        # The tensor cores take p in the type of v.
+        p = p.to(v.dtype)
+        acc = acc * rescale
+        acc = tl.dot(p, v, acc, input_precision="ieee", out_dtype=acc.dtype)
+        m = m_new
+    return acc, total, m
+
+
+@triton.jit
+def _flash_attention_forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    LQ,
+    LK,
+    HEADS,
+    stride_qb,
+    stride_qh,
+    stride_ql,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_vb,
+    stride_vh,
+    stride_vl,
+    stride_ob,
+    stride_oh,
+    stride_ol,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ACC: tl.constexpr,
+    LOWEST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    blocks = tl.cdiv(LQ, BLOCK_M)
+    pid = tl.program_id(axis=0)
+    # Later queries see more keys: programs with the most work start first.
+    pid_m = blocks - 1 - pid % blocks
+    # In int32, an offset would overflow past element 2**31.
+    head = (pid // blocks % HEADS).to(tl.int64)
+    batch = (pid // blocks // HEADS).to(tl.int64)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
+    row = offs_m.to(tl.int64)
+    q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_d
+    k_ptrs = k_ptr + batch * stride_kb + head // GROUP * stride_kh + offs_d
+    v_ptrs = v_ptr + batch * stride_vb + head // GROUP * stride_vh + offs_d
+    o_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_d
+    mask = (offs_m < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
+    q = tl.load(q_ptrs + row * stride_ql, mask=mask, other=0.0)
+    m = tl.full((BLOCK_M, 1), LOWEST, dtype=ACC)
+    total = tl.zeros((BLOCK_M, 1), dtype=ACC)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
+    # Keys up to here need no mask; from here to the end, some are not seen.
+    full, end = LK // BLOCK_N * BLOCK_N, LK
+    if CAUSAL:
+        full = tl.minimum(full, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
+        end = tl.minimum(LK, (pid_m + 1) * BLOCK_M)
+    for MASKED in tl.static_range(2):
+        acc, total, m = _flash_attention_forward_keys(
+            acc,
+            total,
+            m,
+            q,
+            k_ptrs,
+            v_ptrs,
+            stride_kl,
+            stride_vl,
+            offs_m,
+            offs_d,
+            full if MASKED else 0,
+            end if MASKED else full,
+            LK,
+            D=D,
+            SCALE=SCALE,
+            CAUSAL=CAUSAL,
+            MASKED=MASKED,
+            BLOCK_N=BLOCK_N,
+        )
+    # A row that saw nothing has a sum of 0, and a result of 0.
+    acc = acc / tl.where(total == 0, 1.0, total)
+    tl.store(o_ptrs + row * stride_ol, acc, mask=mask)
+
+
+def _flash_attention_forward_check(q, k, v):
+    name = "flash_attention_forward"
+    if q.dtype not in FLASH_ATTENTION_FORWARD_DTYPES:
+        raise TypeError(f"{name} takes float tensors, not {q.dtype}")
+    if len({(t.dtype, t.device) for t in (q, k, v)}) > 1:
+        found = ", ".join(f"{t.dtype} on {t.device}" for t in (q, k, v))
+        raise TypeError(f"{name} takes one dtype on one device, not {found}")
+    fits = (
+        q.ndim == k.ndim == v.ndim == 4
+        and k.shape == v.shape
+        and q.shape[0] == k.shape[0]
+        and q.shape[3] == k.shape[3]
+        and 1 <= q.shape[3] <= 256
+        and k.shape[1] > 0
+        and q.shape[1] % k.shape[1] == 0
+    )
+    if not fits:
+        found = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+        raise ValueError(
+            f"{name} takes q of (batch, heads, queries, D), and k and v of "
+            "(batch, heads / n, keys, D), with D up to 256, not " + found
+        )
+
+
+def _flash_attention_forward_launch(
+    q, k, v, causal=False, scale=None, kernel=_flash_attention_forward_kernel
+):
+    _flash_attention_forward_check(q, k, v)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    batch, heads, LQ, D = q.shape
+    D = int(D)  # torch.compile would keep it open, and a constant cannot be
+    scale = D**-0.5 if scale is None else scale
+    BLOCK_D = max(16, triton.next_power_of_2(D))
+    tile = FLASH_ATTENTION_FORWARD_TILES[BLOCK_D]
+    BLOCK_M, BLOCK_N, num_warps, num_stages = tile
+    if q.dtype.itemsize > 2:  # ordinary arithmetic: operands take registers
+        BLOCK_M, BLOCK_N, num_warps, num_stages = 32, 16, 4, 1
+    if torch.version.hip:  # AMD's shared memory has 64 KiB
+        num_stages = min(num_stages, 2)
+    q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
+    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
+        # The interpreter would multiply the bits as if they were integers.
+        q, k, v = q.float(), k.float(), v.float()
+    grid = (triton.cdiv(LQ, BLOCK_M) * batch * heads,)
+    # Triton launches on the current GPU, which may not be that of q.
+    with torch.accelerator.device_index(q.device.index):
+        kernel[grid](
+            q,
+            k,
+            v,
+            out,
+            LQ,
+            k.shape[2],
+            heads,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *out.stride()[:3],
+            GROUP=int(heads // k.shape[1]),
+            D=D,
+            # exp(x) is exp2(x * log2(e)).
+            SCALE=scale * math.log2(math.e),
+            CAUSAL=causal,
+            ACC=tl.float64 if q.dtype == torch.float64 else tl.float32,
+            LOWEST=torch.finfo(torch.float32).min,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            BLOCK_D=BLOCK_D,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    return out
+
+
+@triton_op(
+    f"{FLASH_ATTENTION_FORWARD_NAMESPACE}::flash_attention_forward",
+    mutates_args={},
+)
+def flash_attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return softmax(q @ k.mT * scale) @ v, as PyTorch's SDPA does.
+
+    Takes q of (batch, heads, queries, D), k and v of (batch, heads / n, keys,
+    D), all of float16, bfloat16, float32 or float64, with any strides and D up
+    to 256: each n heads of q share one of k and v. Float32 keeps its 24 bits,
+    so it does without tensor cores. With ``causal``, query i sees keys 0
+    to i. ``scale`` is 1 / sqrt(D) if not given; the kernel is compiled for it.
+    The result is contiguous, of the shape and dtype of q, and the same each
+    time. A query that sees nothing, or whose scores are all -inf, gives 0. A
+    NaN in k or v may reach queries that it is hidden from. Raises TypeError for
+    other dtypes and ValueError for other shapes. Has no gradient. The method:
+    https://arxiv.org/abs/2307.08691
+    """
+    kernel = wrap_triton(_flash_attention_forward_kernel)
+    return _flash_attention_forward_launch(q, k, v, causal, scale, kernel)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+FLASH_ATTENTION_FORWARD_LIBRARY = Library(
+    FLASH_ATTENTION_FORWARD_NAMESPACE, "FRAGMENT"
+)
+FLASH_ATTENTION_FORWARD_LIBRARY.impl(
+    "flash_attention_forward", _flash_attention_forward_launch, "CUDA"
+)
+
+# %%
+# What did each step gain? The table has TFLOP/s at 4096 tokens, the statements
+# of each kernel, and its registers for heads of 128. A causal mask counts half
+# of the operations, so a kernel that computes all of them shows half its rate.
+
+
+def statements(*kernels):
+    trees = (ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels)
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    texts = [n for n in nodes if isinstance(n, ast.Expr)]
+    texts = [n for n in texts if isinstance(n.value, ast.Constant)]
+    found = sum(isinstance(node, ast.stmt) for node in nodes)
+    return found - len(texts) - len(kernels)
+
+
+OP = _flash_attention_forward_kernel, _flash_attention_forward_keys
+STEPS = {
+    "first kernel": (attention, False, attention_kernel),
+    "base 2": (base2, False, base2_kernel),
+    "the op": (flash_attention_forward, False, *OP),
+    "base 2, causal": (partial(base2, causal=True), True, base2_kernel),
+    "the op, causal": (
+        partial(flash_attention_forward, causal=True),
+        True,
+        *OP,
+    ),
+}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = pd.DataFrame(index=list(STEPS))
+    ladder["statements"] = [statements(*step[2:]) for step in STEPS.values()]
+    for D in (64, 128):
+        x = inputs(4096, D)
+        tried = {name: partial(step[0], *x) for name, step in STEPS.items()}
+        found = gpu_time(tried)
+        ladder[f"heads of {D}"] = [
+            round(operations(4096) / (1 + step[1]) / found[name][0])
+            for name, step in STEPS.items()
+        ]
+    print(ladder.to_string())
+
+# %%
+# Proof
+# -----
+#
+# We compare each dtype with float64: ragged lengths, more keys than queries and
+# fewer, padded heads, shared heads of keys, none at all. For each element we
+# allow two roundings of :math:`\sum_j p_j |v_j|` and two of the result. A
+# rounding is :math:`2^{-11}` in float16, and :math:`2^{-7}` in bfloat16, where
+# the interpreter cuts off. In float32 and float64, those of the scores are
+# left, which are sums of ``D`` terms.
+
+EPS = {
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-7,
+    torch.float32: 2.0**-18,
+    torch.float64: 2.0**-45,
+}
+SHAPES = [  # batch, heads, heads of keys, queries, keys, D
+    (1, 2, 2, 128, 128, 64),
+    (1, 4, 2, 130, 70, 32),
+    (2, 3, 1, 33, 150, 80),
+    (1, 1, 1, 5, 0, 16),
+    (1, 2, 1, 0, 7, 16),
+]
+
+
+def reference(q, k, v, causal=False):
+    """Return the attention in float64, and the sum of p |v|."""
+    q, k, v = (t.double() for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    with sdpa_kernel(SDPBackend.MATH):
+        outs = [sdpa(q, k, t, is_causal=causal) for t in (v, v.abs())]
+    return outs
+
+
+def worst(out, expected, terms, eps):
+    """Return the largest error, as a part of what is allowed."""
+    allowed = 2 * eps * (terms + expected.abs()) + 1e-300
+    return ((out.double() - expected).abs() / allowed).max().item()
+
+
+def prove(shape, dtype, causal):
+    batch, heads, shared, LQ, LK, D = shape
+    q = random(batch, heads, LQ, D, dtype=dtype)
+    k, v = (random(batch, shared, LK, D, dtype=dtype) for _ in range(2))
+    out = flash_attention_forward(q, k, v, causal)
+    assert out.dtype == dtype
+    assert out.shape == q.shape
+    if out.numel():
+        expected = reference(q, k, v, causal)
+        assert worst(out, *expected, EPS[dtype]) <= 1, (shape, dtype, causal)
+
+
+if __name__ == "__main__":
+    for dtype in EPS:
+        for shape in SHAPES:
+            for causal in (False, True):
+                prove(shape, dtype, causal)
+
+# %%
+# Next come heads side by side in memory, a scale of one's own, and scores in
+# the thousands: without subtracting the maximum, their exponentials would be
+# inf.
+
+x = random(1, 70, 3, 2, 64)  # batch, length, q k v, heads, D
+q, k, v = x.transpose(1, 3).unbind(2)
+out = flash_attention_forward(q, k, v)
+assert worst(out, *reference(q, k, v), 2.0**-11) <= 1
+
+if __name__ == "__main__":
+    out = flash_attention_forward(q, k, v, scale=0.5)
+    assert worst(out, *reference(q * 4, k, v), 2.0**-11) <= 1
+    large = [random(1, 1, 70, 64, dtype=torch.float64) * 40 for _ in range(3)]
+    out = flash_attention_forward(*large)
+    assert worst(out, *reference(*large), 2.0**-40) <= 1
+
+# %%
+# A key of ``-inf`` gets the score ``-inf`` from a positive query: no weight. A
+# query with no other key sees nothing, and its result is 0, as in PyTorch.
+# (Without a GPU, NumPy computes, and would warn.)
+
+if __name__ == "__main__":
+    q = random(1, 1, 40, 32).abs()
+    k, v = random(1, 1, 50, 32), random(1, 1, 50, 32)
+    k[:, :, :30] = -torch.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for causal in (False, True):
+            out = flash_attention_forward(q, k, v, causal)
+            assert worst(out, *reference(q, k, v, causal), 2.0**-11) <= 1
+            assert (out[:, :, :30] == 0).all() == causal
+
+# %%
+# An error names what the op does not take:
+
+if __name__ == "__main__":
+    q = torch.ones(1, 4, 3, 16, device=DEVICE).half()
+    for k in (q.float(), q[:, :3], q[..., :8]):
+        try:
+            flash_attention_forward(q, k, k)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# The benchmark is causal, in float16, with heads of 128 and then of 64. At each
+# length there are 16384 tokens in all. A causal mask leaves half of the
+# operations. SDPA is told which library to call.
+
+
+def cudnn(*inputs, **options):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return sdpa(*inputs, **options)
+
+
+def flash(*inputs, **options):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return sdpa(*inputs, **options)
+
+
+LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
+
+
+def calls(length, D):
+    ops = {
+        "Triton": partial(flash_attention_forward, causal=True),
+        "cuDNN": partial(cudnn, is_causal=True),
+        "FlashAttention-2": partial(flash, is_causal=True),
+    }
+    x = inputs(length, D)
+    return {name: partial(op, *x) for name, op in ops.items()}
+
+
+def benchmark(D):
+    times = {length: gpu_time(calls(length, D)) for length in LENGTHS}
+    table = rate_table(
+        times, "tokens", "TFLOP/s", lambda length: operations(length) / 2
+    )
+    print(f"heads of {D}", table.to_string(), sep="\n")
+    wide = table.pivot(index="tokens", columns="series", values="TFLOP/s")
+    wide.plot(logx=True, title=f"causal, heads of {D}")
+    return table
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results = benchmark(D=128)
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results_of_64 = benchmark(D=64)
+
+# %%
+# Reading the result
+# ------------------
+#
+# With heads of 64, a score has half as many operations of the tensor cores for
+# its one exponential as with heads of 128. So the exponentials weigh twice as
+# much. A program of this page does one thing after the other: it multiplies, it
+# takes exponentials, it multiplies again. The tensor cores wait meanwhile,
+# unless another program runs on the same multiprocessor. At short lengths, a
+# causal program has few full blocks, and the masked ones weigh more.
+
+# %%
+# Break it
+# --------
+#
+# The bug that everybody writes once is to leave out the factor of what was
+# added up before. The result looks plausible, and is right whenever the first
+# block has the largest score. Here is the loop in PyTorch, with the factor and
+# without it. ``seed`` orders the keys, which must not matter:
+
+
+def attention_blocks(q, k, v, size, forget):
+    """Return attention, block by block; the factor may be forgotten."""
+    m = torch.full_like(q[..., :1], -torch.inf)
+    total, acc = torch.zeros_like(m), torch.zeros_like(q)
+    for keys, values in zip(k.split(size, 2), v.split(size, 2), strict=True):
+        s = q @ keys.mT * q.shape[-1] ** -0.5
+        m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+        p = (s - m_new).exp()
+        rescale = 1.0 if forget else (m - m_new).exp()
+        total = total * rescale + p.sum(-1, keepdim=True)
+        acc = acc * rescale + p @ values
+        m = m_new
+    return acc / total
+
+
+if __name__ == "__main__":
+    q, k, v = (random(1, 1, 256, 64, dtype=torch.float64) for _ in range(3))
+    expected, _ = reference(q, k, v)
+    for size in (256, 64):
+        for forget in (False, True):
+            out = attention_blocks(q, k, v, size, forget)
+            error = (out - expected).abs().max().item()
+            done = "forgotten" if forget else "kept"
+            print(f"blocks of {size:3}, factor {done:9}: error {error:.1e}")
+            assert (error > 1e-3) == (forget and size < 256)
+
+# %%
+# With one block there is nothing to rescale, so a test with few keys finds
+# nothing. Test with more keys than a block has, and compare with float64.
+
+# %%
+# Go further
+# ----------
+#
+# 1. A backward needs the probabilities again. Which two numbers of each row are
+#    enough to recompute them from ``q`` and ``k``, and can they be one?
+# 2. The op computes ``p`` in float32 and rounds it to the type of ``v``. What
+#    would be lost if ``p`` were normalised, divided by its sum, before that?
+#
+# To read on:
+#
+# * `FlashAttention-2 <https://arxiv.org/abs/2307.08691>`_, with the order of
+#   loops that this page has.
+# * ``matmul.py`` is about ``tl.dot`` and its tiles.
+
+# %%
+# Answers
+# -------
+#
+# **1.** The maximum :math:`m` and the sum :math:`l`. As :math:`p_{ij} =
+# e^{s_{ij} - m} / l = e^{s_{ij} - (m + \log l)}`, the *log-sum-exp*
+# :math:`m + \log l` is enough.
+#
+# **2.** The sum is known at the end only, so each block would have to be
+# divided by the sum so far and be corrected by two factors. Rounding loses the
+# same either way: it is relative.
