@@ -1,0 +1,42 @@
+"""The works of matmul/tile_order beside other libraries."""
+
+from operator import attrgetter
+
+from work import Product, Work
+
+LAYERS = [(4096, 14336), (7168, 2048), (2880, 5120), (5120, 151936)]  # K and N of models
+TOKENS = [1, 16, 128, 1024, 4096, 16384]
+
+WORKS = [
+    Work(
+        "matmul/tile_order",
+        variant=f"tuned_matmul, {name}",
+        ours=attrgetter("tuned_matmul"),
+        torch=lambda torch: lambda a, b: a @ b,
+        shapes=shapes,
+        inputs=inputs,
+        forward=lambda shape, itemsize: Product(M=shape[0], N=shape[2], K=shape[1]),
+        backward=None,
+        dtype=dtype,
+    )
+    for name, dtype, shapes, inputs in [
+        (
+            "weights (N, K)",
+            "bfloat16",
+            [(M, K, N) for K, N in LAYERS for M in TOKENS if M * N < 2**31],
+            lambda random, shape: (random(shape[:2]), random(shape[:0:-1]).T),
+        ),
+        (
+            "weights (K, N)",
+            "float16",
+            [(4096, 4096, 14336), (8192, 8192, 8192), (8191, 4097, 8193)],
+            lambda random, shape: (random(shape[:2]), random(shape[1:])),
+        ),
+        (
+            "float32",
+            "float32",
+            [(4096, 4096, 4096)],
+            lambda random, shape: (random(shape[:2]), random(shape[1:])),
+        ),
+    ]
+]
