@@ -452,21 +452,21 @@ if __name__ == "__main__":
 # ------
 #
 # The op counts its tiles row by row, in one number: in its second and third
-# dimension, a grid may have only 65535 programs. A tile has 128 rows and
-# columns in half precision and 64 in float32 and float64. It is smaller where
-# the matrix is: a single row takes a tile of 16. ``num_stages`` is how many
-# steps wait in shared memory. Float32 has all its bits, as in PyTorch, unless
-# ``input_precision`` says otherwise. One program owns a tile and goes along
-# ``K`` in order, so the result is the same each time. The op is registered in
-# the way of the page ``what_a_call_costs.py``.
+# dimension, a grid may have only 65535 programs. A tile has 128 rows and 256
+# columns in half precision, and 64 of each in float32 and float64. It is
+# smaller where the matrix is: a row takes a tile of 16. ``num_stages`` is how
+# many steps wait in shared memory. Float32 has all its bits, as in PyTorch,
+# unless ``input_precision`` says otherwise. One program owns a tile and goes
+# along ``K`` in order, so the result is the same each time. The op is
+# registered in the way of the page ``what_a_call_costs.py``.
 
 MATMUL_NAMESPACE = "triton_gallery"
-# How far a tile reaches along M and N, and along K
+# A tile along M, N and K, and its warps
 MATMUL_TILES = {
-    torch.float16: (128, 64),
-    torch.bfloat16: (128, 64),
-    torch.float32: (64, 32),
-    torch.float64: (64, 16),
+    torch.float16: (128, 256, 64, 8),
+    torch.bfloat16: (128, 256, 64, 8),
+    torch.float32: (64, 64, 32, 4),
+    torch.float64: (64, 64, 16, 4),
 }
 
 
@@ -545,8 +545,8 @@ def _matmul_launch(a, b, input_precision="ieee", kernel=_matmul_kernel):
     c = torch.empty(M, N, dtype=a.dtype, device=a.device)
     if c.numel() == 0:
         return c
-    most, BLOCK_K = MATMUL_TILES[a.dtype]
-    BLOCK_M, BLOCK_N = _matmul_block(M, most), _matmul_block(N, most)
+    most_m, most_n, BLOCK_K, num_warps = MATMUL_TILES[a.dtype]
+    BLOCK_M, BLOCK_N = _matmul_block(M, most_m), _matmul_block(N, most_n)
     if triton.knobs.runtime.interpret and a.dtype == torch.bfloat16:
         # The interpreter would multiply the bits as if they were integers.
         a, b = a.float(), b.float()
@@ -567,8 +567,9 @@ def _matmul_launch(a, b, input_precision="ieee", kernel=_matmul_kernel):
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
             BLOCK_K=BLOCK_K,
-            num_warps=8 if BLOCK_M * BLOCK_N == 128 * 128 else 4,
-            num_stages=3,
+            num_warps=num_warps if BLOCK_M * BLOCK_N > 64 * 128 else 4,
+            # AMD's shared memory has room for two.
+            num_stages=2 if torch.version.hip else 3,
         )
     return c
 
@@ -633,10 +634,15 @@ def laid_out(how, M, N, K, dtype=torch.float16):
     return a, b
 
 
-LARGE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8}
+LARGE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8}
 STEPS = {
     "tiles of 64": (tile_matmul, tile_kernel, "nn", 4096),
-    "tiles of 128": (partial(tile_matmul, **LARGE), tile_kernel, "nn", 4096),
+    "tiles of 128 x 256": (
+        partial(tile_matmul, **LARGE),
+        tile_kernel,
+        "nn",
+        4096,
+    ),
     "the op, nn": (matmul, _matmul_kernel, "nn", 4096),
     "the op, nt": (matmul, _matmul_kernel, "nt", 4096),
     "the op, tn": (matmul, _matmul_kernel, "tn", 4096),
@@ -681,7 +687,7 @@ def prove(M, N, K, dtype, how):
     assert ((out.double() - expected).abs() <= bound).all()
 
 
-SHAPES = [(1, 1, 1), (1, 130, 70), (150, 130, 65), (128, 128, 64)]
+SHAPES = [(1, 1, 1), (1, 130, 70), (150, 260, 65), (128, 256, 64)]
 SHAPES += [(20, 30, 0), (0, 3, 4)]
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def test_counters_are_left_at_zero(taken: ModuleType, dtype: torch.dtype) -> Non
         for one in part:
             total += one
         assert torch.equal(y, total)
-    assert len(part) == 4
+    assert len(part) > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)

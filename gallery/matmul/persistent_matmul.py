@@ -1,0 +1,972 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
+#
+# [tool.triton-gallery.not_for]
+# tile_kernel = ["sm_80", "sm_89", "gfx942"]
+# walk_kernel = ["sm_80", "sm_89", "gfx942"]
+# _persistent_matmul_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
+# ///
+r"""
+Persistent matmul
+=================
+
+A matrix product that runs one program for each multiprocessor. Each program
+goes on from tile to tile, so it loads the next tile before it stores the last
+one. The copy engine of NVIDIA's GPUs since Hopper fetches the tiles, through
+tensor descriptors.
+
+After this page you can
+
+* multiply matrices through tensor descriptors;
+* write a persistent kernel, and say what flattening its loops does;
+* count what its shared memory holds, and make room for one stage more;
+* choose a tile by counting, without autotuning.
+"""
+
+# sphinx_gallery_tags = ["matmul", "compute bound", "TMA", "autograd"]
+import os
+import re
+import time
+import warnings
+from functools import cache, partial
+
+import pandas as pd
+import torch
+from torch.library import Library, custom_op
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+# Whether there is a copy engine. The interpreter can do without.
+CAN = DEVICE.type == "cpu" or (
+    not torch.version.hip and torch.cuda.get_device_capability() >= (9, 0)
+)
+if __name__ == "__main__" and not CAN:
+    print("This GPU has no copy engine: nothing is launched or timed on it.")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# ``a @ b`` calls cuBLAS, the vendor's library. How much is there to do?
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def random(rows, columns, dtype=torch.float16):
+    """Return a random matrix."""
+    kind = {"device": DEVICE, "dtype": dtype}
+    return torch.randn(rows, columns, generator=generator, **kind)
+
+
+# M, K and N
+SIZES = [(8192, 8192, 8192), (8192, 512, 8192), (4096, 4096, 4096)]
+
+if __name__ == "__main__":
+    for M, K, N in SIZES:
+        flops, moved = 2 * M * N * K, 2 * (M * K + K * N + M * N)
+        print(f"({M}, {K}) @ ({K}, {N}) in float16: {flops / 1e12:.2f} Tflop,")
+        print(f"    {moved / 1e6:.0f} MB, {flops / moved:.0f} flop a byte")
+
+# %%
+# The bytes are those of the *floor*: each element of ``a`` and ``b`` is read
+# once, and each of the result is written once. By its data sheet, an H200 does
+# about 200 operations in the time of reading a byte. So these products are
+# bound by the matrix units, and a kernel has to keep them busy.
+
+# %%
+# The first kernel
+# ----------------
+#
+# A *tensor descriptor* has a matrix's address, shape and strides, and the shape
+# of a tile. The kernel asks the GPU's copy engine for the tile at a row and a
+# column. Past the matrix's edge a tile has zeros, and nothing is stored there.
+# So the kernel has neither masks nor pointers. ``tensor_descriptors.py`` is
+# about what that spares. GPUs of compute capability 9.0 and more have the
+# engine.
+#
+# .. code-block:: text
+#
+#     a            K              b     off_n           c     off_n
+#         +-----------------+       +----------+          +----------+
+#         |                 |       |   |  |   |          |          |
+#     M   |       +-----+   |       |   +--+   | k        |   +--+   | off_m
+#         |       |     |   | off_m |   |  |   |          |   |  |   |
+#         |       +-----+   |       |   +--+   |          |   +--+   |
+#         +-----------------+       |   |  |   |          +----------+
+#                 k                 +----------+
+#
+# Each program computes one tile of the result. Neighbouring programs take eight
+# rows of tiles together (``tile_order.py`` draws that order).
+
+
+@triton.jit
+def place(tile, tiles_m, tiles_n):
+    """Return the row and the column of a tile: column by column, in groups."""
+    first = tile // (8 * tiles_n) * 8
+    rows = tl.minimum(tiles_m - first, 8)
+    within = tile % (8 * tiles_n)
+    return first + within % rows, within // rows
+
+
+@triton.jit
+def tile_kernel(a_desc, b_desc, c_desc):
+    # The descriptors know the sizes: those of matrices and those of tiles.
+    M, K = a_desc.shape
+    BLOCK_M: tl.constexpr = c_desc.block_shape[0]
+    BLOCK_N: tl.constexpr = c_desc.block_shape[1]
+    BLOCK_K: tl.constexpr = a_desc.block_shape[1]
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(c_desc.shape[1], BLOCK_N)
+    pid_m, pid_n = place(tl.program_id(axis=0), tiles_m, tiles_n)
+    # Rows and columns fit int32, even where the number of elements does not.
+    off_m, off_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = a_desc.load([off_m, k])  # (BLOCK_M, BLOCK_K)
+        b = b_desc.load([k, off_n])  # (BLOCK_K, BLOCK_N)
+        # Past the edge of K both are zero, so what lies there adds nothing.
+        acc = tl.dot(a, b, acc)
+    c_desc.store([off_m, off_n], acc.to(c_desc.dtype))
+
+
+def descriptors(a, b, c, tile, parts=1):
+    """Describe three matrices; c in so many parts of a tile."""
+    m, n, k = tile
+    blocks = [m, k], [k, n], [m, n // parts]
+    pairs = zip((a, b, c), blocks, strict=True)
+    return [TensorDescriptor.from_tensor(*pair) for pair in pairs]
+
+
+def tiles_of(M, N, tile):
+    return triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1])
+
+
+TILE, BIG = (128, 128, 64), (128, 256, 64)  # rows, columns, and of the sum
+
+
+def by_tiles(a, b, tile=TILE, num_warps=8, num_stages=3):
+    """Multiply row-major float16 matrices; 8 divides the length of a row."""
+    c = a.new_empty(a.shape[0], b.shape[1])
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    launch = tile_kernel[(tiles_of(*c.shape, tile),)]
+    launch(*descriptors(a, b, c, tile), **options)
+    return c
+
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare with float64. A sum of ``K`` products in float32 is off by at most
+# ``K`` roundings of :math:`2^{-24}`, of the sum of the products' magnitudes.
+# The result is rounded once more. We allow a whole ``eps`` for that, as
+# Triton's interpreter cuts bfloat16 off instead of rounding. ``error_of``
+# returns the error as a part of what is allowed.
+
+
+def error_of(out, a, b):
+    a, b = a.detach().double(), b.detach().double()
+    expected, info = a @ b, torch.finfo(out.dtype)
+    unit = 2**-53 if out.dtype == torch.float64 else 2**-24
+    bound = a.shape[1] * unit * (a.abs() @ b.abs())
+    bound += info.eps * (expected.abs() + info.tiny)
+    return (out.double() - expected) / bound
+
+
+if __name__ == "__main__" and CAN:
+    for M, K, N in ((256, 256, 256), (200, 72, 136)):
+        a, b = random(M, K), random(K, N)
+        error = error_of(by_tiles(a, b), a, b)
+        print(f"{M}x{K}x{N}: error {error.abs().max():.2f} of the allowed")
+        torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
+
+# %%
+# How fast?
+# ---------
+#
+# Beside it stands cuBLAS. ``torch.compile`` calls cuBLAS for a product, too.
+# Each step of this page is tried with the same tiles, warps and stages, by
+# turns, and a table has the best of each.
+
+
+def rates(calls, M, K, N):
+    """Return the TFLOP/s of calls that multiply (M, K) by (K, N)."""
+    work = 2e-9 * M * N * K
+    calls = {name: call for name, call in calls.items() if starts(call)}
+    found = gpu_time(calls, turns=20).items()
+    return {name: round(work / ms) for name, (ms, *_) in found}
+
+
+def starts(call):
+    """Whether there is enough shared memory. This compiles, too."""
+    try:
+        call()
+    except triton.OutOfResources:
+        return False
+    return True
+
+
+TRIED = [(TILE, 4, 4), (TILE, 8, 4), (BIG, 8, 3), (BIG, 8, 4)]
+CUBLAS = {"cuBLAS": torch.matmul}
+
+
+def rate_of(steps, others, sizes=SIZES):
+    """Print a table of the best rates of steps, and of other functions."""
+    rows = {}
+    for M, K, N in sizes:
+        a, b = random(M, K), random(K, N)
+        tried = {(name, ""): partial(f, a, b) for name, f in others.items()}
+        for name, step in steps.items():
+            for how in TRIED:
+                tried[name, str(how)] = partial(step, a, b, *how)
+        best = pd.Series(rates(tried, M, K, N)).groupby(level=0).max()
+        rows[f"{M}x{K}x{N}"] = best.reindex([*steps, *others])
+    print("TFLOP/s", pd.DataFrame(rows).T.to_string(), sep="\n")
+
+
+if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
+    rate_of({"a program a tile": by_tiles}, CUBLAS)
+
+# %%
+# Should a program go on to other tiles?
+# --------------------------------------
+#
+# A program begins with empty buffers and waits for its first tiles. It ends
+# with a store, and no matrix unit works meanwhile. The next program on the
+# multiprocessor does both again. A *persistent* program goes on to another tile
+# instead. ``flatten=True`` makes one loop of the loop over tiles and the loop
+# over ``K``. So the next tile's loads can start before this tile is stored:
+#
+# .. code-block:: text
+#
+#     a program a tile   load | dots        | store | load | dots      | store
+#
+#     persistent         load | dots        | store | dots      | store
+#                                      load ......|        load ......|
+#
+# There are as many programs as multiprocessors. On an H200, which has 132,
+# program 0 takes the tiles 0, 132, 264 and so on. The shorter the sum over
+# ``K``, the larger the part of beginning and end: look at the line with a ``K``
+# of 512 first.
+#
+# The next kernel has two switches: ``FLATTEN``, and ``PARTS``, which is for the
+# next section. ``PARTS=2`` stores the accumulator in two halves.
+
+
+@triton.jit
+def walk_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    FLATTEN: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    M, N = c_desc.shape
+    BLOCK_M: tl.constexpr = c_desc.block_shape[0]
+    BLOCK_N: tl.constexpr = b_desc.block_shape[1]
+    BLOCK_K: tl.constexpr = a_desc.block_shape[1]
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(
+        tl.program_id(axis=0),
+        tiles_m * tiles_n,
+        tl.num_programs(axis=0),
+        flatten=FLATTEN,
+    ):
+        pid_m, pid_n = place(tile, tiles_m, tiles_n)
+        off_m, off_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, a_desc.shape[1], BLOCK_K):
+            a = a_desc.load([off_m, k])  # (BLOCK_M, BLOCK_K)
+            b = b_desc.load([k, off_n])  # (BLOCK_K, BLOCK_N)
+            acc = tl.dot(a, b, acc)
+        if PARTS == 2:
+            # tl.split takes the last dimension apart, so the halves go there.
+            both = tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2))
+            left, right = tl.split(both.permute(0, 2, 1))
+            c_desc.store([off_m, off_n], left.to(c_desc.dtype))
+            right = right.to(c_desc.dtype)  # (BLOCK_M, BLOCK_N // 2)
+            c_desc.store([off_m, off_n + BLOCK_N // 2], right)
+        else:
+            c_desc.store([off_m, off_n], acc.to(c_desc.dtype))
+
+
+PROGRAMS = 2  # without a GPU
+if DEVICE.type == "cuda":
+    gpu = torch.cuda.get_device_properties(DEVICE)
+    PROGRAMS = gpu.multi_processor_count
+
+
+def walk(a, b, tile=TILE, num_warps=8, num_stages=3, flatten=True, parts=1):
+    c = a.new_empty(a.shape[0], b.shape[1])
+    walk_kernel[(min(PROGRAMS, tiles_of(*c.shape, tile)),)](
+        *descriptors(a, b, c, tile, parts),
+        FLATTEN=flatten,
+        PARTS=parts,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return c
+
+
+STEPS = {
+    "a program a tile": by_tiles,
+    "persistent": partial(walk, flatten=False),
+    "flattened": walk,
+    "in halves": partial(walk, parts=2),
+    "in halves, not flattened": partial(walk, parts=2, flatten=False),
+}
+
+if __name__ == "__main__" and CAN:
+    a, b = random(200, 72), random(72, 264)
+    expected = by_tiles(a, b)
+    for step in STEPS.values():
+        c = step(a, b)
+        torch.testing.assert_close(c, expected, rtol=0, atol=0)
+
+if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
+    rate_of({name: STEPS[name] for name in [*STEPS][:3]}, CUBLAS)
+
+# %%
+# What does shared memory hold?
+# -----------------------------
+#
+# A larger tile does more with what it loads. With a tile of 128x256, each
+# element of ``a`` is multiplied 256 times, and each of ``b`` 128 times. But all
+# that is under way lies in shared memory, and a program on an H100 has 227 KB
+# of it:
+#
+# .. code-block:: text
+#
+#     a stage of the loop        (128 + 256) * 64 * 2 bytes      48 KB
+#     the tile that is stored     128 * 256       * 2 bytes      64 KB
+#     half of that tile           128 * 128       * 2 bytes      32 KB
+#
+# A fourth stage does not fit, unless the tile is stored in two halves, one
+# after the other. The accumulator lies in registers: eight warps hold 128x256
+# numbers, 128 in each thread.
+
+ROOM = 227 * 1024  # bytes
+
+
+def held(tile, stages, parts, itemsize=2):
+    """Return the bytes of shared memory that a program needs, by counting."""
+    m, n, k = tile
+    return (stages * (m + n) * k + m * n // parts) * itemsize
+
+
+if __name__ == "__main__":
+    for parts in (1, 2):
+        for stages in (3, 4):
+            needs = held(BIG, stages, parts)
+            fits = "fits" if needs + 1024 <= ROOM else "does not fit"
+            print(f"{stages} stages, {parts} part(s): {needs} bytes, {fits}")
+            assert (fits == "fits") == ((parts, stages) != (1, 4))
+
+# %%
+# The compiler adds some bytes for barriers. In halves, the large tile has a
+# fourth stage to try:
+
+if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
+    rate_of({name: STEPS[name] for name in [*STEPS][2:]}, CUBLAS)
+
+# %%
+# Which tile?
+# -----------
+#
+# A large tile loads less for each multiplication. But if a product has only a
+# few large tiles, many multiprocessors have none. So the op counts. Tiles are
+# done in *rounds*: in each round every multiprocessor does one tile. The time
+# of a tile grows with its area, which is multiplied, and with its edges, which
+# are loaded. The op takes the tile of :math:`m` rows and :math:`n` columns with
+# the least
+#
+# .. math:: \Big\lceil \frac{\text{tiles}}{\text{multiprocessors}} \Big\rceil
+#    \big( m\,n + 64\,(m + n) \big).
+#
+# Nothing is tuned at the first call, and a sum has the same order in each run.
+# The tile has as many stages as shared memory has room for, up to four. The
+# figures after the op compare the choice with each of the tiles.
+
+# %%
+# Transposed operands
+# -------------------
+#
+# The engine wants rows of adjacent elements, each beginning at a multiple of 16
+# bytes. ``weight.T`` has adjacent columns instead. Its transpose has adjacent
+# rows, so the descriptor is of the transpose, and the kernel transposes the
+# tile, by ``.T``. In half precision that is no instruction: the matrix units of
+# an H100 read either order from shared memory. So the op takes all four pairs
+# of orders. The backward needs them:
+#
+# .. math:: \frac{\partial}{\partial a} = g\,b^T, \qquad
+#    \frac{\partial}{\partial b} = a^T g.
+#
+# Both are products of the same op. If ``a`` is a transpose itself, we compute
+# :math:`(b\,g^T)^T` for it instead. Then the gradient lies in memory as ``a``
+# does, and its rows are as long.
+
+# %%
+# The op
+# ------
+#
+# A host descriptor is no tensor. PyTorch 2.13 traces a ``triton_op`` with one,
+# and loses the kernel: what it compiles would return memory that nobody wrote.
+# So this op is a ``custom_op``, into which ``torch.compile`` does not look. On
+# a GPU a call goes straight to the launcher, as ``what_a_call_costs.py``
+# explains.
+#
+# Rows of the result begin at multiples of 16 bytes, for the engine stores them.
+# Where ``N`` is odd, for instance, there is a gap between them.
+
+PERSISTENT_MATMUL_NAMESPACE = "triton_gallery"
+PERSISTENT_MATMUL_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+# BLOCK_M, BLOCK_N, BLOCK_K and warps, of half precision and of wider dtypes
+PERSISTENT_MATMUL_TILES = [
+    (128, 256, 64, 8),
+    (128, 128, 64, 8),
+    (64, 128, 64, 4),
+    (64, 64, 64, 4),
+]
+PERSISTENT_MATMUL_WIDE = [(64, 64, 16, 8)]
+PERSISTENT_MATMUL_EDGE = 64  # what an edge of a tile costs, beside its area
+PERSISTENT_MATMUL_STAGES = (3, 4)  # the fewest and the most
+PERSISTENT_MATMUL_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _persistent_matmul_place(tile, tiles_m, tiles_n):
+    """Return the row and the column of a tile: column by column, in groups."""
+    # Eight rows of tiles together: what is read again is still in L2.
+    first = tile // (8 * tiles_n) * 8
+    rows = tl.minimum(tiles_m - first, 8)
+    within = tile % (8 * tiles_n)
+    return first + within % rows, within // rows
+
+
+@triton.jit
+def _persistent_matmul_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    A_T: tl.constexpr,  # a_desc is of a's transpose
+    B_T: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    M, N = c_desc.shape
+    K = a_desc.shape[0 if A_T else 1]
+    BLOCK_M: tl.constexpr = c_desc.block_shape[0]
+    BLOCK_N: tl.constexpr = c_desc.block_shape[1] * 2  # c's block is half
+    BLOCK_K: tl.constexpr = a_desc.block_shape[0 if A_T else 1]
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
+    # Flattened, the loads of the next tile begin before this one is stored.
+    for tile in tl.range(first, tiles_m * tiles_n, programs, flatten=True):
+        pid_m, pid_n = _persistent_matmul_place(tile, tiles_m, tiles_n)
+        # Rows and columns fit int32, whatever their product is.
+        off_m, off_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+        for k in range(0, K, BLOCK_K):
+            # The engine fills with zeros past K, so those add nothing.
+            # (BLOCK_M, BLOCK_K) and (BLOCK_K, BLOCK_N)
+            a = a_desc.load([k, off_m]).T if A_T else a_desc.load([off_m, k])
+            b = b_desc.load([off_n, k]).T if B_T else b_desc.load([k, off_n])
+            if PERSISTENT_MATMUL_INTERPRETED:
+                # Triton's interpreter multiplies bfloat16 wrongly.
+                a, b = a.to(ACC), b.to(ACC)
+            # "ieee": float32 is not rounded to TF32 before it is multiplied.
+            acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
+        # In halves, the store needs half as much shared memory, and the loads
+        # have a stage more. tl.split takes apart the last dimension.
+        both = tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)).permute(0, 2, 1)
+        left, right = tl.split(both)  # (BLOCK_M, BLOCK_N // 2)
+        c_desc.store([off_m, off_n], left.to(c_desc.dtype))
+        c_desc.store([off_m, off_n + BLOCK_N // 2], right.to(c_desc.dtype))
+
+
+@cache
+def _persistent_matmul_gpu(device):
+    """Return how many multiprocessors there are, and their shared memory."""
+    if device.type == "cpu":  # interpreted: few programs, with many tiles each
+        return 4, 227 * 1024
+    driver = triton.runtime.driver.active
+    with torch.accelerator.device_index(device.index):
+        target = driver.get_current_target()
+    if target.backend != "cuda" or target.arch < 90:
+        raise RuntimeError(
+            "persistent_matmul takes tensors on NVIDIA GPUs of compute "
+            f"capability 9.0 or more, which have a copy engine, and this is "
+            f"{target.backend} {target.arch}: tile_order takes any GPU"
+        )
+    gpu = driver.utils.get_device_properties(device.index)
+    return gpu["multiprocessor_count"], gpu["max_shared_mem"]
+
+
+def _persistent_matmul_stages(tile, itemsize, shared):
+    """Return how many stages a tile may have at the most, by shared memory."""
+    BLOCK_M, BLOCK_N, BLOCK_K, _ = tile
+    half = BLOCK_M * BLOCK_N // 2 * itemsize  # of the tile that is stored
+    stage = (BLOCK_M + BLOCK_N) * BLOCK_K * itemsize
+    free = shared - half - 1024  # barriers take less
+    return min(PERSISTENT_MATMUL_STAGES[1], free // stage)
+
+
+def _persistent_matmul_plan(M, N, itemsize, multiprocessors, shared):
+    """Return the number of programs, their tile and its stages."""
+    wide = itemsize > 2
+    tiles = PERSISTENT_MATMUL_WIDE if wide else PERSISTENT_MATMUL_TILES
+    fewest = PERSISTENT_MATMUL_STAGES[0]
+    stages = {t: _persistent_matmul_stages(t, itemsize, shared) for t in tiles}
+    tiles = [tile for tile in tiles if stages[tile] >= fewest]
+
+    def number(tile):
+        return triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1])
+
+    def cost(tile):
+        rounds = triton.cdiv(number(tile), multiprocessors)
+        edges = PERSISTENT_MATMUL_EDGE * (tile[0] + tile[1])
+        return rounds * (tile[0] * tile[1] + edges)
+
+    tile = min(tiles, key=cost)
+    return min(multiprocessors, number(tile)), tile, stages[tile]
+
+
+def _persistent_matmul_check(a, b):
+    """Raise for what the op does not take, as far as no address tells."""
+    if a.dtype != b.dtype or a.dtype not in PERSISTENT_MATMUL_ACC:
+        raise TypeError(
+            "persistent_matmul takes two float matrices of one dtype, not "
+            f"{a.dtype} and {b.dtype}"
+        )
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(
+            "persistent_matmul takes matrices of shapes (M, K) and (K, N), not "
+            f"{tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    if a.device != b.device:
+        raise ValueError(
+            "persistent_matmul takes two matrices on one device, not on "
+            f"{a.device} and {b.device}"
+        )
+
+
+def _persistent_matmul_padded(length, itemsize):
+    """Return the elements of a row, and what lies before the next one."""
+    unit = 16 // itemsize
+    return (length + unit - 1) // unit * unit
+
+
+def _persistent_matmul_rows(M, N, like):
+    """Return a new matrix whose rows begin at multiples of 16 bytes."""
+    stride = _persistent_matmul_padded(N, like.element_size())
+    # The engine stores 16 bytes at a time, so the last row has its padding too.
+    return like.new_empty(M, stride)[:, :N]
+
+
+def _persistent_matmul_side(x):
+    """Return x or x.T: one with rows that the engine takes, if there is one."""
+    for side in (x, x.T):
+        (rows, length), (stride, step) = side.shape, side.stride()
+        # Rows that overlap, as those of an expanded tensor, it does not take.
+        apart = stride >= length and stride * x.element_size() % 16 == 0
+        if step == 1 and (apart or rows == 1):
+            return side
+    return None
+
+
+def _persistent_matmul_descriptor(side, block_shape):
+    rows, length = side.shape
+    # The stride of an only row may be anything.
+    only = _persistent_matmul_padded(length, side.element_size())
+    strides = [side.stride(0) if rows > 1 else only, 1]
+    return TensorDescriptor(side, [rows, length], strides, block_shape)
+
+
+def _persistent_matmul_launch(a, b):
+    _persistent_matmul_check(a, b)
+    multiprocessors, shared = _persistent_matmul_gpu(a.device)
+    (M, K), N = a.shape, b.shape[1]
+    c = _persistent_matmul_rows(M, N, a)
+    if M * N * K == 0:
+        return c.zero_()
+    sides = [_persistent_matmul_side(x) for x in (a, b)]
+    for x, side in zip((a, b), sides, strict=True):
+        if side is None or x.data_ptr() % 16:
+            raise ValueError(
+                "persistent_matmul takes matrices with rows or columns of "
+                "adjacent elements that begin at multiples of 16 bytes, not "
+                f"strides {tuple(x.stride())} of {x.element_size()} bytes from "
+                f"address {x.data_ptr():#x}: tile_order takes any strides"
+            )
+    A_T, B_T = sides[0] is not a, sides[1] is not b
+    size = a.element_size()
+    plan = _persistent_matmul_plan(M, N, size, multiprocessors, shared)
+    programs, (m, n, k, num_warps), num_stages = plan
+    describe = _persistent_matmul_descriptor
+    # Triton launches on the current GPU, which may not be that of a.
+    with torch.accelerator.device_index(a.device.index):
+        _persistent_matmul_kernel[(programs,)](
+            describe(sides[0], [k, m] if A_T else [m, k]),
+            describe(sides[1], [n, k] if B_T else [k, n]),
+            describe(c, [m, n // 2]),
+            A_T=A_T,
+            B_T=B_T,
+            ACC=PERSISTENT_MATMUL_ACC[a.dtype],
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    return c
+
+
+@custom_op(f"{PERSISTENT_MATMUL_NAMESPACE}::persistent_matmul", mutates_args=())
+def persistent_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the matrix product of a (M, K) and b (K, N), as a @ b.
+
+    Takes float16, bfloat16, float32 and float64, both of one dtype, and sums in
+    float32, or float64 for float64. Of each matrix, rows or columns have
+    adjacent elements and begin at multiples of 16 bytes. The result has the
+    dtype of ``a`` and rows that begin at multiples of 16 bytes: it is
+    contiguous where 16 divides the bytes of a row. It is the same each time on
+    one kind of GPU. Raises TypeError for other dtypes, ValueError for other
+    shapes, strides and addresses, and RuntimeError for GPUs without a copy
+    engine. Has a gradient, which has one as well.
+    """
+    return _persistent_matmul_launch(a, b)
+
+
+@persistent_matmul.register_fake
+def _persistent_matmul_fake(a, b):
+    _persistent_matmul_check(a, b)
+    return _persistent_matmul_rows(a.shape[0], b.shape[1], a)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the custom_op.
+PERSISTENT_MATMUL_LIBRARY = Library(PERSISTENT_MATMUL_NAMESPACE, "FRAGMENT")
+PERSISTENT_MATMUL_LIBRARY.impl(
+    "persistent_matmul", _persistent_matmul_launch, "CUDA"
+)
+
+
+def _persistent_matmul_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _persistent_matmul_as(x, left, right):
+    """Return left @ right, by rows or by columns as x."""
+    if x.stride(1) == 1:
+        return persistent_matmul(left, right)
+    return persistent_matmul(right.T, left.T).T
+
+
+def _persistent_matmul_gradient(ctx, grad):
+    a, b = ctx.saved_tensors
+    begins = grad.storage_offset() * grad.element_size() % 16
+    if begins or _persistent_matmul_side(grad) is None:
+        # It may be an expanded number, or have rows of any length.
+        rows = _persistent_matmul_rows(*grad.shape, grad)
+        grad = rows.copy_(grad)
+    d_a = d_b = None
+    if ctx.needs_input_grad[0]:
+        d_a = _persistent_matmul_as(a, grad, b.T)
+    if ctx.needs_input_grad[1]:
+        d_b = _persistent_matmul_as(b, a.T, grad)
+    return d_a, d_b
+
+
+persistent_matmul.register_autograd(
+    _persistent_matmul_gradient, setup_context=_persistent_matmul_setup
+)
+
+# %%
+# What did each step gain?
+
+PRODUCTS = {"Triton": persistent_matmul, "cuBLAS": torch.matmul}
+
+if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
+    rate_of(STEPS, PRODUCTS, [*SIZES, (8192, 2048, 8192)])
+
+# %%
+# And the tile that the op chooses? For some products of models, this is its
+# choice on an H200, and how much of the time of all rounds is filled. On a GPU
+# the rates of all four tiles follow, with a star at the choice.
+
+LAYERS = [
+    (128, 4096, 14336),
+    (1024, 7168, 2048),
+    (2048, 2880, 5120),
+    (4096, 4096, 14336),
+]
+
+
+def chosen(M, N, gpu=(132, ROOM)):
+    """Return the tile, its stages, its number and the rounds that it takes."""
+    _, tile, stages = _persistent_matmul_plan(M, N, 2, *gpu)
+    tiles = tiles_of(M, N, tile)
+    return tile[:2], stages, tiles, triton.cdiv(tiles, gpu[0])
+
+
+def with_tile(tile, a, b):
+    """Return persistent_matmul(a, b) as if there were one tile alone."""
+    kept = PERSISTENT_MATMUL_TILES.copy()
+    try:
+        PERSISTENT_MATMUL_TILES[:] = [tile]
+        return persistent_matmul(a, b)
+    finally:
+        PERSISTENT_MATMUL_TILES[:] = kept
+
+
+if __name__ == "__main__":
+    for M, K, N in LAYERS:
+        tile, stages, tiles, rounds = chosen(M, N)
+        print(f"{M}x{K}x{N}: {tiles} tiles of {tile} with {stages} stages,")
+        print(f"    {rounds} round(s), filled to {tiles / rounds / 132:.0%}")
+
+if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
+    rows = {}
+    for M, K, N in LAYERS:
+        a, b = random(M, K), random(N, K).T
+        gpu = _persistent_matmul_gpu(a.device)
+        tried = {"cuBLAS": partial(torch.matmul, a, b)}
+        for tile in PERSISTENT_MATMUL_TILES:
+            if _persistent_matmul_stages(tile, 2, gpu[1]) >= 3:
+                star = "*" * (tile[:2] == chosen(M, N, gpu)[0])
+                tried[f"{tile[:2]}{star}"] = partial(with_tile, tile, a, b)
+        rows[M, K, N] = rates(tried, M, K, N)
+    for size, row in rows.items():
+        print(size, "TFLOP/s:", row)
+
+# %%
+# Proof
+# -----
+#
+# Value and gradients of every dtype and every pair of orders are compared with
+# float64. A gradient is a product, so the same bound holds for it.
+
+
+def prove(M, K, N, dtype, a_t, b_t):
+    a = random(K, M, dtype).T if a_t else random(M, K, dtype)
+    b = random(N, K, dtype).T if b_t else random(K, N, dtype)
+    grad = random(M, N, dtype)
+    c = persistent_matmul(a.requires_grad_(), b.requires_grad_())
+    d_a, d_b = torch.autograd.grad(c, (a, b), grad)
+    for out, pair in ((c, (a, b)), (d_a, (grad, b.T)), (d_b, (a.T, grad))):
+        assert error_of(out.detach(), *pair).abs().max() <= 1
+    assert d_a.stride() == a.stride()
+    assert d_b.stride() == b.stride()
+
+
+if __name__ == "__main__" and CAN:
+    prove(128, 72, 1024, torch.float16, False, False)  # large tiles
+    for dtype in PERSISTENT_MATMUL_ACC:
+        for a_t in (False, True):
+            for b_t in (False, True):
+                prove(72, 136, 200, dtype, a_t, b_t)
+    a, b = random(5, 4, torch.float64), random(6, 4, torch.float64).T
+    pair = a.requires_grad_(), b.requires_grad_()
+    assert torch.autograd.gradcheck(persistent_matmul, pair)
+    assert torch.autograd.gradgradcheck(persistent_matmul, pair)
+
+# %%
+# Next come rows with gaps, rows of an odd length, and matrices with nothing in
+# them:
+
+if __name__ == "__main__" and CAN:
+    x = random(40, 48)
+    for pair in ((x[:, :21], x[:21]), (x[::2, 8:], x[:, :40].T)):
+        assert error_of(persistent_matmul(*pair), *pair).abs().max() <= 1
+    for M, K, N in ((0, 8, 8), (8, 8, 0), (8, 0, 8)):
+        out = persistent_matmul(random(M, K), random(K, N))
+        assert out.shape == (M, N)
+        assert not out.any()
+
+# %%
+# NaN and inf go into the rows or columns of the result to which they belong,
+# and into no other, at the edges too. (`An open report
+# <https://github.com/triton-lang/triton/issues/9719>`_ has NaN from host
+# descriptors, without a program that shows it.)
+
+if __name__ == "__main__" and CAN:
+    a, b = random(72, 88), random(88, 104)
+    a[3, 87], a[71, 0], b[87, 103], b[87, 5] = torch.tensor(
+        [torch.nan, torch.inf, -torch.inf, torch.nan]
+    )
+    with warnings.catch_warnings():  # NumPy warns, in the interpreter
+        warnings.simplefilter("ignore", RuntimeWarning)
+        c = persistent_matmul(a, b)
+    spoilt = torch.zeros_like(c, dtype=torch.bool)
+    spoilt[[3, 71]], spoilt[:, [5, 103]] = True, True
+    assert torch.equal(c.isfinite(), ~spoilt)
+    torch.testing.assert_close(c, a @ b, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+# %%
+# An error names what the engine or the op does not take. ``tile_order.py``
+# takes these strides:
+
+if __name__ == "__main__" and CAN:
+    odd, even = random(21, 21), random(24, 24)
+    strides = (odd, even[:21]), (even[:, 1:17], even[:16])
+    for pair in (*strides, (even[:, ::2], even[:12]), (even, even.int())):
+        try:
+            persistent_matmul(*pair)
+        except (TypeError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+            print(re.sub("0x[0-9a-f]+", "0x...", said))
+
+# %%
+# The benchmark
+# -------------
+#
+# This is a layer of a model with 4096 inputs and 14336 outputs, in bfloat16,
+# for so many tokens at a time. The weight is a transpose, as in
+# ``torch.nn.Linear``. The backward computes both gradients, through autograd.
+# ``CPU us`` is what a call costs the CPU, which encodes three descriptors.
+
+TOKENS = [256, 1024, 2048, 4096, 8192, 16384]
+INPUTS, OUTPUTS = 4096, 14336
+
+
+def layer_calls(tokens):
+    x = random(tokens, INPUTS, torch.bfloat16)
+    weight = random(OUTPUTS, INPUTS, torch.bfloat16)
+    return {who: partial(op, x, weight.T) for who, op in PRODUCTS.items()}
+
+
+def layer_calls_backward(tokens):
+    x = random(tokens, INPUTS, torch.bfloat16).requires_grad_()
+    weight = random(OUTPUTS, INPUTS, torch.bfloat16).requires_grad_()
+    g = random(tokens, OUTPUTS, torch.bfloat16)
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    outs = {who: op(x, weight.T) for who, op in PRODUCTS.items()}
+    return {who: partial(grad, y, (x, weight), g) for who, y in outs.items()}
+
+
+def work(tokens, products=1):
+    return products * 2e-9 * tokens * INPUTS * OUTPUTS
+
+
+if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
+    times = {n: gpu_time(layer_calls(n), turns=30) for n in TOKENS}
+    results = rate_table(times, "tokens", "TFLOP/s", work)
+    print("forward", results.to_string(), sep="\n")
+    wide = results.pivot(index="tokens", columns="series", values="TFLOP/s")
+    wide.plot(logx=True, title="forward")
+
+if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
+    times = {n: gpu_time(layer_calls_backward(n), turns=20) for n in TOKENS}
+    work_of_two = partial(work, products=2)
+    results_backward = rate_table(times, "tokens", "TFLOP/s", work_of_two)
+    print("backward", results_backward.to_string(), sep="\n")
+    wide = results_backward.pivot(
+        index="tokens", columns="series", values="TFLOP/s"
+    )
+    wide.plot(logx=True, title="backward")
+
+# %%
+# Reading the result
+# ------------------
+#
+# Where our line lies below that of cuBLAS, three things can be counted.
+#
+# * *Rounds*: the table of choices says how much of all rounds is filled. A last
+#   round of a few tiles leaves the other multiprocessors without work.
+# * *Bytes*: with 256 tokens the weight is read for few operations.
+#   ``skinny_matmul.py`` is about still fewer.
+# * *Beginning and end*: with a short ``K`` the first loads and the last stores
+#   are a larger part of a tile's time. The table of steps has such a size.
+
+# %%
+# Go further
+# ----------
+#
+# 1. Let ``BLOCK_K`` be 128. How many stages of a tile of 128x256 fit into 227
+#    KB, if it is stored in halves?
+# 2. How would the kernel compute ``c + a @ b``?
+#
+# To read on:
+#
+# * ``tile_order.py`` takes any strides, with pointers.
+# * ``tensor_descriptors.py`` is about descriptors, and about warps with
+#   different work. This op does not ask for those: with eight warps, the
+#   compiler ignores it on an H100.
+# * Triton's tutorials, of which *Persistent Matmul* includes float8:
+#   https://triton-lang.org/main/getting-started/tutorials/
+
+# %%
+# Answers
+# -------
+#
+# **1.** A stage has 384 rows of 256 bytes, 96 KB. Beside the half tile of 32 KB
+# two fit. As many bytes are under way as with four stages of 64.
+#
+# **2.** The accumulator would begin as a tile of ``c`` instead of zeros. The
+# descriptor of ``c`` has half a tile as its block, so the kernel loads two and
+# joins them by ``tl.join``, the reverse of ``tl.split``.
