@@ -437,6 +437,10 @@ def test_what_is_worse() -> None:
     assert (is_error, what) == (False, "copy_kernel spills 16 bytes a thread on H100, H200, before 0")
     ((is_error, what),) = targets.worse(kept(fits), kept(fails))
     assert (is_error, what) == (True, "copy_kernel does not compile on H100, H200, though it fitted before: no")
+    # A record brought another launch: that one fits less is told, and stops nobody.
+    ((is_error, what),) = targets.worse(kept(fits), dataclasses.replace(kept(fails), launched_by="Test GPU"))
+    assert not is_error
+    assert what.endswith("fitted before: no (as Test GPU launched it; before,  did)")
 
 
 def test_not_meant_for(make_project: Callable[..., Project]) -> None:

@@ -331,6 +331,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             print(f"heads of {D}, base {base}: {rate:.0f} TFLOP/s")
 
 # %%
+# Base 2 is faster for both lengths of a head. The op has it.
+
+# %%
 # What does a causal mask hide?
 # -----------------------------
 #
@@ -702,6 +705,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(ladder.to_string())
 
 # %%
+# Each step pays. The split pays without a causal mask too: the full blocks have
+# no mask on their scores.
+
+# %%
 # Proof
 # -----
 #
@@ -863,6 +870,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
+# On an H200, the op lies between FlashAttention-2 and cuDNN at each length.
 # A multiprocessor of an H200 does 4096 operations of the tensor cores in a
 # cycle, by its data sheet, and 16 exponentials, by CUDA's programming guide. So
 # a score takes 1/8 of a cycle of the tensor cores with heads of 128, 1/16 with

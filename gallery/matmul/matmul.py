@@ -666,6 +666,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(ladder.to_string())
 
 # %%
+# No operand is copied, but not every layout is as fast: with a transposed
+# ``b``, each column of its tile is a row in memory, and the op reaches less of
+# cuBLAS. In an odd size, where a thread loads each number alone, both are far
+# slower. ``tile_order.py`` looks into both.
+
+# %%
 # Proof
 # -----
 #
@@ -786,7 +792,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Few tokens are another problem: there the weight has to be read, and its bytes
 # decide, not the arithmetic. ``skinny_matmul.py`` is about them. With many
-# tokens, this kernel has three things left to do. Its programs start row by
+# tokens, the weight is a transposed ``b``, as in the slower rows of the table
+# above. The backward has a product of each layout, and comes closer to cuBLAS.
+# This kernel has three things left to do. Its programs start row by
 # row, whatever they share in the L2 cache, and ``num_stages`` is a guess:
 # ``tile_order.py`` looks into both. Its threads compute addresses and masks
 # while the tensor cores could work, and no program loads the next tile while it

@@ -32,6 +32,7 @@ After this page you can
 # sphinx_gallery_tags = ["matmul", "compute bound", "TMA", "autograd"]
 import os
 import re
+import threading
 import time
 import warnings
 from functools import cache, partial
@@ -484,6 +485,7 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # Where ``N`` is odd, for instance, there is a gap between them.
 
 PERSISTENT_MATMUL_NAMESPACE = "triton_gallery"
+PERSISTENT_MATMUL_THREAD = threading.local()
 PERSISTENT_MATMUL_ACC = {
     torch.float16: tl.float32,
     torch.bfloat16: tl.float32,
@@ -643,6 +645,14 @@ def _persistent_matmul_side(x):
     return None
 
 
+def _persistent_matmul_begin(device):
+    """Give this thread CUDA's context, without which no descriptor is made."""
+    begun = hasattr(PERSISTENT_MATMUL_THREAD, "begun")
+    if device.type == "cuda" and not begun:
+        # Autograd has threads of its own. The first work of one may be ours.
+        PERSISTENT_MATMUL_THREAD.begun = torch.zeros(1, device=device)
+
+
 def _persistent_matmul_descriptor(side, block_shape):
     rows, length = side.shape
     # The stride of an only row may be anything.
@@ -674,6 +684,7 @@ def _persistent_matmul_launch(a, b):
     describe = _persistent_matmul_descriptor
     # Triton launches on the current GPU, which may not be that of a.
     with torch.accelerator.device_index(a.device.index):
+        _persistent_matmul_begin(a.device)
         _persistent_matmul_kernel[(programs,)](
             describe(sides[0], [k, m] if A_T else [m, k]),
             describe(sides[1], [n, k] if B_T else [k, n]),

@@ -966,9 +966,9 @@ if __name__ == "__main__":
     jobs = {f"{one}, masks of K": op_job(one, even=False) for one in LAYOUTS}
     jobs |= {f"{one}, EVEN_K": op_job(one, even=True) for one in LAYOUTS}
     jobs["A, B, odd N"] = op_job("A, B", even=False, by_16=())
-    wide = compile_all(jobs, *OP)
+    of_op = compile_all(jobs, *OP)
     found = {f"{x}, masks of M, N, K": widths(plain[x]) for x in LAYOUTS}
-    found |= {name: widths(made) for name, made in wide.items()}
+    found |= {name: widths(made) for name, made in of_op.items()}
     print(pd.DataFrame(found).T.to_string())
 
 # %%
@@ -1207,7 +1207,7 @@ def purposes(loop):
 
 
 if __name__ == "__main__":
-    made = wide["A, B, EVEN_K"]
+    made = of_op["A, B, EVEN_K"]
     loop = loop_of(made["sass"])
     found = purposes(re.findall(OPCODE, loop))
     for purpose, count in found.most_common():

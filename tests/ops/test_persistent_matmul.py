@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -312,6 +313,14 @@ def test_other_gpu(taken: ModuleType) -> None:
     torch.testing.assert_close(out, a @ a.T)
     (d,) = torch.autograd.grad(out.sum(), a)
     assert d.device == a.device
+
+
+@needs_a_gpu
+def test_first_work_of_a_thread(taken: ModuleType) -> None:
+    """A thread that has not used the GPU yet, as autograd's may be, can make descriptors."""
+    a, b = (torch.randn(256, 256, device=DEVICE).half() for _ in range(2))
+    with ThreadPoolExecutor(1) as pool:
+        assert_product(pool.submit(taken.persistent_matmul, a, b).result(), a, b)
 
 
 @needs_a_gpu

@@ -200,8 +200,13 @@ def _path(folder: Path, recipe: Recipe) -> Path:
 
 
 def worse(before: Targets, now: Targets) -> Iterator[tuple[bool, str]]:
-    """Yield what is worse than it was, in a line each, and whether it is an error rather than a warning."""
+    """Yield what is worse than it was, in a line each, and whether it is an error rather than a warning.
+
+    A GPU launches what suits it, and another than the interpreter: where someone else launched, nothing is an error.
+    """
     was = {kernel.launch.kernel: kernel for kernel in before.kernels}
+    is_alike = before.launched_by == now.launched_by
+    launched = "" if is_alike else f" (as {now.launched_by} launched it; before, {before.launched_by} did)"
     for kernel in now.kernels:
         name = kernel.launch.kernel
         for gpu in GPUS:
@@ -211,9 +216,9 @@ def worse(before: Targets, now: Targets) -> Iterator[tuple[bool, str]]:
                 continue
             word, why = new.verdict(gpu)
             if old.verdict(gpu)[0] == FITS and word != FITS:
-                yield True, f"{name} {word} on {gpu.name}, though it fitted before: {why}"
+                yield is_alike, f"{name} {word} on {gpu.name}, though it fitted before: {why}{launched}"
             elif word == FITS and old.verdict(gpu)[0] == FITS and new.spilled > old.spilled:
-                yield False, f"{name} spills {new.spilled} bytes a thread on {gpu.name}, before {old.spilled}"
+                yield False, f"{name} spills {new.spilled} bytes a thread on {gpu.name}, before {old.spilled}{launched}"
 
 
 def as_json(targets: Targets) -> dict[str, Any]:
