@@ -667,9 +667,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # No operand is copied, but not every layout is as fast: with a transposed
-# ``b``, each column of its tile is a row in memory, and the op reaches less of
-# cuBLAS. In an odd size, where a thread loads each number alone, both are far
-# slower. ``tile_order.py`` looks into both.
+# ``b``, the op reaches less of cuBLAS. We leave open why. In an odd size, where
+# a thread loads each number alone, both are far slower; ``tile_order.py`` looks
+# into that. With the same tile, the op is faster than the first kernel: it
+# steps its pointers, and its tiles come in another order.
 
 # %%
 # Proof
@@ -793,12 +794,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Few tokens are another problem: there the weight has to be read, and its bytes
 # decide, not the arithmetic. ``skinny_matmul.py`` is about them. With many
 # tokens, the weight is a transposed ``b``, as in the slower rows of the table
-# above. The backward has a product of each layout, and comes closer to cuBLAS.
-# This kernel has three things left to do. Its programs start row by
-# row, whatever they share in the L2 cache, and ``num_stages`` is a guess:
-# ``tile_order.py`` looks into both. Its threads compute addresses and masks
-# while the tensor cores could work, and no program loads the next tile while it
-# stores the last: ``persistent_matmul.py`` hands the loads to the copy engine.
+# above. Neither product of the backward has a transposed ``b``; from 1024
+# tokens on it comes closer to cuBLAS. This kernel has four things left to do.
+# Its programs start row by row, whatever they share in the L2 cache, and
+# ``num_stages`` is a guess: ``tile_order.py`` looks into both. Its threads
+# compute addresses and masks and hold them in registers, and no program loads
+# the next tile while it stores the last: ``persistent_matmul.py`` hands the
+# loads to the copy engine.
 
 # %%
 # Break it

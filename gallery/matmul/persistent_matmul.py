@@ -567,7 +567,7 @@ def _persistent_matmul_gpu(device):
         raise RuntimeError(
             "persistent_matmul takes tensors on NVIDIA GPUs of compute "
             f"capability 9.0 or more, which have a copy engine, and this is "
-            f"{target.backend} {target.arch}: tile_order takes any GPU"
+            f"{target.backend} {target.arch}: tuned_matmul takes any GPU"
         )
     gpu = driver.utils.get_device_properties(device.index)
     return gpu["multiprocessor_count"], gpu["max_shared_mem"]
@@ -675,7 +675,7 @@ def _persistent_matmul_launch(a, b):
                 "persistent_matmul takes matrices with rows or columns of "
                 "adjacent elements that begin at multiples of 16 bytes, not "
                 f"strides {tuple(x.stride())} of {x.element_size()} bytes from "
-                f"address {x.data_ptr():#x}: tile_order takes any strides"
+                f"address {x.data_ptr():#x}: tuned_matmul takes any strides"
             )
     A_T, B_T = sides[0] is not a, sides[1] is not b
     size = a.element_size()

@@ -418,10 +418,11 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 #
 # ``integer`` counts the instructions that compute with integers. ``LDGSTS`` is
 # an asynchronous copy of up to 16 bytes for each thread. With ``UTMALDG`` one
-# thread asks the copy engine for a whole tile. Addresses and masks are gone,
-# and the registers for them. The multiplications, ``HGMMA``, are the same. What
-# a program has in registers and instructions to spare, it can use for a larger
-# tile, or for work on the result.
+# thread asks the copy engine for a whole tile. Most integer instructions are
+# gone, and the registers for addresses and masks. The multiplications,
+# ``HGMMA`` (``wgmma`` in PTX), are the same. On an H200 the large product is
+# faster for it, and each call costs the CPU more. What a program has in
+# registers to spare, it can use for a larger tile, or for work on the result.
 
 # %%
 # Who makes the descriptor?
@@ -429,7 +430,8 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 #
 # ``scratch`` is what the allocator is asked for, in bytes for each program. A
 # kernel that makes its descriptors has more instructions, too, and each program
-# executes them before its first load.
+# executes them before its first load. In the table of times, that costs the
+# small product most.
 #
 # Make a descriptor on the host when its shape is known at the launch, as here.
 # The CPU pays for it at each call. Make it in the kernel when the kernel alone
@@ -506,7 +508,8 @@ if __name__ == "__main__":
 #
 # In the kernels above, all warps do all things. With *warp specialisation* one
 # warp starts the copies, and others multiply. ``warp_specialize=True`` on a
-# loop asks the compiler for that. The compiler may do nothing, and not say so.
+# loop asks the compiler for that. The compiler may fail, or do nothing and not
+# say so.
 # The TTGIR tells: an operation ``ttg.warp_specialize`` stands there, or not.
 
 

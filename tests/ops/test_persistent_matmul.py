@@ -254,7 +254,7 @@ def test_refuses_strides(taken: ModuleType, dtype: torch.dtype) -> None:
     expanded = x[:1].expand(8, 24), x[:, :1].expand(24, 8)
     assert [taken._persistent_matmul_side(rows) for rows in expanded] == [None, None]
     for a in (odd, odd.T, shifted, x[:, 1:], x[1:, 1:], x[:, ::2], x[::2, ::2], *expanded):
-        refusal = rf"^persistent_matmul takes .* 16 bytes, not strides \(.*\) of {dtype.itemsize} bytes .*: tile_order"
+        refusal = rf"^persistent_matmul takes .* 16 bytes, not strides \(.*\) of {dtype.itemsize} bytes .*: tuned_matmul"
         with pytest.raises(ValueError, match=refusal):
             op(a, x[: a.shape[1]])
         with pytest.raises(ValueError, match=refusal):
@@ -273,7 +273,7 @@ def test_refuses_gpus_without_the_engine(
     monkeypatch.setattr(taken.triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
     look = taken._persistent_matmul_gpu.__wrapped__
-    with pytest.raises(RuntimeError, match=rf"^persistent_matmul takes .* 9\.0 .* {backend} {arch}: tile_order"):
+    with pytest.raises(RuntimeError, match=rf"^persistent_matmul takes .* 9\.0 .* {backend} {arch}: tuned_matmul"):
         look(torch.device("cuda", 0))
     target.backend, target.arch = "cuda", 90
     assert look(torch.device("cuda", 0)) == (132, 227 * 1024)
@@ -506,7 +506,7 @@ def test_page(gallery: Path, tmp_path: Path) -> None:
     assert run.stderr == ""
     assert re.findall(r"(\d) stages, (\d) part\(s\): \d+ bytes, does not fit\n", out) == [("4", "1")]
     assert re.search(r"1792 tiles of \(128, 256\) with 4 stages,\n +14 round\(s\), filled to 97%\n", out)
-    assert len(re.findall(r"tile_order takes any strides\n", out)) == 3
+    assert len(re.findall(r"tuned_matmul takes any strides\n", out)) == 3
     assert out.endswith(
         "TypeError: persistent_matmul takes two float matrices of one dtype, not torch.float16 and torch.int32\n"
     )
