@@ -944,8 +944,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Our line lies at PyTorch's read of the weights, or above it. cuBLAS is ahead by
-# most for 64 x 7168 x 2048, where the first two of these count:
+# Our line lies at PyTorch's read of the weights, or above it. cuBLAS is ahead
+# by most for 64 x 7168 x 2048, where the first two of these count:
 #
 # * **The rows of x.** Each program reads its part of ``x`` out of the L2 cache.
 #   With 64 rows that is as many bytes again as the weights have.

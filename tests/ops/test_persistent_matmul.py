@@ -254,7 +254,7 @@ def test_refuses_strides(taken: ModuleType, dtype: torch.dtype) -> None:
     expanded = x[:1].expand(8, 24), x[:, :1].expand(24, 8)
     assert [taken._persistent_matmul_side(rows) for rows in expanded] == [None, None]
     for a in (odd, odd.T, shifted, x[:, 1:], x[1:, 1:], x[:, ::2], x[::2, ::2], *expanded):
-        refusal = rf"^persistent_matmul takes .* 16 bytes, not strides \(.*\) of {dtype.itemsize} bytes .*: tuned_matmul"
+        refusal = rf"^persistent_matmul .* 16 bytes, not strides \(.*\) of {dtype.itemsize} bytes .*: tuned_matmul"
         with pytest.raises(ValueError, match=refusal):
             op(a, x[: a.shape[1]])
         with pytest.raises(ValueError, match=refusal):
