@@ -624,8 +624,8 @@ if __name__ == "__main__":
 # Which tile?
 # -----------
 #
-# A larger tile loads less for each product: :math:`1/\text{BLOCK_M} +
-# 1/\text{BLOCK_N}` elements. A smaller one gives more programs, and two of them
+# A larger tile loads less for each product: ``1 / BLOCK_M + 1 / BLOCK_N``
+# elements. A smaller one gives more programs, and two of them
 # fit on a multiprocessor, so that one stores while the other multiplies. Which
 # one wins depends on the shape, so ``triton.autotune`` times all candidates.
 # ``autotune.py`` explains it. Three decisions are the product's own:
