@@ -128,8 +128,7 @@ if __name__ == "__main__":
 # %%
 # Nearly all bytes are weights. An H200's data sheet has 989 TFLOP/s and 4.8
 # TB/s, 206 operations a byte, and these products need a third of that at most.
-# So the floor is to read the weights once. Beside the products we measure such
-# a *read*, by PyTorch; a short one does not reach the data sheet's rate.
+# So the floor is one *read* of the weights; we measure PyTorch's beside ours.
 
 # %%
 # The first kernel

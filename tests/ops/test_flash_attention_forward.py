@@ -159,10 +159,11 @@ def test_nan_goes_to_its_queries(taken: ModuleType) -> None:
     assert not out[0, 0, :256].isnan().any()
 
 
-def test_reads_nothing_beside_its_inputs(taken: ModuleType) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_reads_nothing_beside_its_inputs(taken: ModuleType, dtype: torch.dtype) -> None:
     """NaN in what lies around the keys stays there."""
-    around = torch.full((2, 100, 3, 96), torch.nan, dtype=torch.float16, device=DEVICE)
-    around[:, 5:75, 1:, 8:88] = Layout("contiguous", 0).make((2, 70, 2, 80), torch.float16, DEVICE)
+    around = torch.full((2, 100, 3, 96), torch.nan, dtype=dtype, device=DEVICE)
+    around[:, 5:75, 1:, 8:88] = Layout("contiguous", 0).make((2, 70, 2, 80), dtype, DEVICE)
     x = around[:, 5:75, 1:, 8:88].transpose(1, 2)
     for causal in (False, True):
         assert_close(taken.flash_attention_forward(x, x, x, causal), x, x, x, causal)
