@@ -287,6 +287,7 @@ def base2_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    # As in the first kernel; only the marked lines differ.
     head = tl.program_id(axis=1).to(tl.int64) * L * D
     offs_m = tl.program_id(axis=0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     offs_d = tl.arange(0, D)[None, :]  # (1, D)
@@ -301,9 +302,11 @@ def base2_kernel(
         v = tl.load(v_ptr + offs, mask=offs_n[:, None] < L, other=0.0)
         # The scale has the factor log2(e).
         s = tl.dot(q, k.T) * scale  # (BLOCK_M, BLOCK_N)
+        # The last key that a query sees; a score past it may not count.
         last = offs_m if CAUSAL else L - 1
         s = tl.where(offs_n[None, :] <= last, s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
+        # Both powers have base 2, or the two sums would not fit together.
         p = tl.exp2(s - m_new)  # (BLOCK_M, BLOCK_N)
         rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
         total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
@@ -432,13 +435,17 @@ def _flash_attention_forward_keys(
     """Go along the keys from first to end; return the sums and the maximum."""
     for start in range(first, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        # Past D lies another head, or nothing of ours.
         mask = offs_d < D  # (1, BLOCK_D)
         if MASKED:
+            # Only the last block of keys can be ragged, and it is in this half.
             mask = mask & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
+        # In int32, a key's offset would overflow past element 2**31.
         row = offs_n[:, None].to(tl.int64)
         k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
         s = tl.dot(q, k.T, input_precision="ieee", out_dtype=acc.dtype) * SCALE
         if MASKED:
+            # A padded key is zeros: its score is 0, and would have a weight.
             seen = offs_n[None, :] < LK
             if CAUSAL:
                 seen = seen & (offs_n[None, :] <= offs_m)
@@ -448,6 +455,7 @@ def _flash_attention_forward_keys(
         # What was added up so far had the old maximum.
         rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
         total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
+        # NaN from past the end would stay NaN even with a weight of 0.
         v = tl.load(v_ptrs + row * stride_vl, mask=mask, other=0.0)
         # The tensor cores take p in the type of v.
         p = p.to(v.dtype)
@@ -705,8 +713,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(ladder.to_string())
 
 # %%
-# Each step pays. The split pays without a causal mask too: the full blocks have
-# no mask on their scores.
+# Each step is faster than the one before, and the op is so without a causal
+# mask too.
 
 # %%
 # Proof
@@ -875,9 +883,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # cycle, by its data sheet, and 16 exponentials, by CUDA's programming guide. So
 # a score takes 1/8 of a cycle of the tensor cores with heads of 128, 1/16 with
 # heads of 64, and 1/16 for its exponential. With heads of 64 both take the same
-# time. A program of this page does one after the other. The tensor cores wait
-# meanwhile, unless another program runs on the same multiprocessor. At short
-# lengths, a causal program has few full blocks, and the masked ones weigh more.
+# time. In the loop, the exponentials need the first product, and the second
+# product needs the exponentials. How long the tensor cores wait for them, no
+# figure here tells. At short lengths, a causal program has few full blocks.
 
 # %%
 # Break it

@@ -287,9 +287,9 @@ if __name__ == "__main__":
 # %%
 # With a small K fusion saves much, with a large one little. And for any K, an
 # epilogue of 26 instructions for each element takes as long as fusion saves. In
-# a kernel of its own, a GELU's instructions are hidden: they run while other
-# threads wait for memory. In an epilogue they are not, as long as the tensor
-# cores wait for it. Here is a multiprocessor's time, ``#`` for a loop and ``*``
+# a kernel of its own, a GELU's instructions can hide: they run while other
+# threads wait for memory. In an epilogue they cannot, if the tensor cores wait
+# for it. Here is a multiprocessor's time, ``#`` for a loop and ``*``
 # for an epilogue:
 #
 # .. code-block:: text

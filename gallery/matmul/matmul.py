@@ -176,8 +176,10 @@ def tile_kernel(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
+        # In b, k is a row and is multiplied by N, so int64 here too.
         offs_k = start + tl.arange(0, BLOCK_K).to(tl.int64)  # (BLOCK_K,)
         k_of_a, k_of_b = offs_k[None, :], offs_k[:, None]
+        # Past K, the next row's numbers would be added to the sum.
         a_mask = (offs_m < M) & (k_of_a < K)  # (BLOCK_M, BLOCK_K)
         b_mask = (k_of_b < K) & (offs_n < N)  # (BLOCK_K, BLOCK_N)
         a = tl.load(a_ptr + offs_m * K + k_of_a, mask=a_mask, other=0.0)
@@ -669,8 +671,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # No operand is copied, but not every layout is as fast: with a transposed
 # ``b``, the op reaches less of cuBLAS. We leave open why. In an odd size, where
 # a thread loads each number alone, both are far slower; ``tile_order.py`` looks
-# into that. With the same tile, the op is faster than the first kernel: it
-# steps its pointers, and its tiles come in another order.
+# into that. With the same tile, the op is faster than the first kernel. Two
+# things differ: the op steps its pointers, and its tiles come in another order.
+# The table does not tell the two apart.
 
 # %%
 # Proof

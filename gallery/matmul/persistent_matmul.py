@@ -146,10 +146,10 @@ if __name__ == "__main__":
 #
 # A *tensor descriptor* has a matrix's address, shape and strides, and the shape
 # of a tile. The kernel asks the GPU's copy engine for the tile at a row and a
-# column. Past the matrix's edge a tile has zeros, and nothing is stored there.
-# So the kernel has neither masks nor pointers. ``tensor_descriptors.py`` is
-# about what that spares. GPUs of compute capability 9.0 and more have the
-# engine.
+# column. Past the matrix's edge a tile has zeros, and a store leaves out what
+# lies there. So the kernel has neither masks nor pointers.
+# ``tensor_descriptors.py`` is about what that spares. GPUs of compute
+# capability 9.0 and more have the engine.
 #
 # .. code-block:: text
 #
@@ -340,6 +340,7 @@ def walk_kernel(
     ):
         pid_m, pid_n = place(tile, tiles_m, tiles_n)
         off_m, off_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+        # Zeros for each tile: the last one's sum is still in these registers.
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, a_desc.shape[1], BLOCK_K):
             a = a_desc.load([off_m, k])  # (BLOCK_M, BLOCK_K)

@@ -196,9 +196,9 @@ def compile_all(jobs, *kernels):
 #                 k
 #
 # What a tile has past the matrix's edge is zero. What a store has past the edge
-# is not written. So this kernel has neither masks nor pointers. Each program
-# computes one tile of the product of two float16 matrices. (``SPECIALIZE`` is
-# for a later section.)
+# is not written, but for the rest of the last 16 bytes. So this kernel has
+# neither masks nor pointers. Each program computes one tile of the product of
+# two float16 matrices. (``SPECIALIZE`` is for a later section.)
 
 
 @triton.jit
@@ -307,11 +307,13 @@ def pointer_kernel(
     b_ptrs = b_ptr + offs_k[:, None].to(tl.int64) * N + offs_n
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
+        # Zeros past the end of K, or the next row would be added.
         mask_k = offs_k < K - k
         a = tl.load(a_ptrs, mask=(offs_m < M) & mask_k[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=mask_k[:, None] & (offs_n < N), other=0.0)
         acc = tl.dot(a, b, acc)
         a_ptrs += BLOCK_K
+        # A step along K is rows of b, which may be beyond int32 as well.
         b_ptrs += BLOCK_K * N.to(tl.int64)
     c_ptrs = c_ptr + offs_m * N + offs_n  # (BLOCK_M, BLOCK_N)
     c = acc.to(tl.float16)  # (BLOCK_M, BLOCK_N)
@@ -420,9 +422,10 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # an asynchronous copy of up to 16 bytes for each thread. With ``UTMALDG`` one
 # thread asks the copy engine for a whole tile. Most integer instructions are
 # gone, and the registers for addresses and masks. The multiplications,
-# ``HGMMA`` (``wgmma`` in PTX), are the same. On an H200 the large product is
-# faster for it, and each call costs the CPU more. What a program has in
-# registers to spare, it can use for a larger tile, or for work on the result.
+# ``HGMMA`` (``wgmma`` in PTX), are the same. On an H200, the large product is
+# faster with descriptors by the host, and each call costs the CPU more. What a
+# program has in registers to spare, it can use for a larger tile, or for work
+# on the result.
 
 # %%
 # Who makes the descriptor?

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import Ask, compiled, graphs, stack
+from compiled import Ask, compiled, graphs, ptx, stack
 from device_key import at_cuda
 from guard import Guard, guarded
 from hypothesis import given, settings
@@ -272,6 +272,19 @@ def spills(taken: ModuleType) -> dict[str, int]:
         for D in (16, 32, 64, 96, 128, 256)
         for causal in (False, True)
     }
+
+
+def exponentials(recipe: ModuleType) -> list[set[str]]:
+    """Return which instructions the exponentials of the page's kernels of base e and 2 become."""
+    known = {"D": 64, "BLOCK_M": 128, "BLOCK_N": 64, "scale": 0.125}
+    made = [(recipe.attention_kernel, known), (recipe.base2_kernel, known | {"CAUSAL": False})]
+    return [set(re.findall(r"ex2\.[\w.]+", ptx(kernel, "fp16", num_warps=8, **of))) for kernel, of in made]
+
+
+def test_exponentials(gallery: Path, on_h100: Ask) -> None:
+    """That of base e keeps very small results, which takes more than the instruction; that of base 2 does not."""
+    (found,) = on_h100(gallery / RECIPE, exponentials)
+    assert found == [{"ex2.approx.f32"}, {"ex2.approx.ftz.f32"}]
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import ModuleType, SimpleNamespace
@@ -432,7 +433,11 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     assert len(found) == 4 * (6 + 6 + 4)
     for (gpu, dtype, tile, *_), known in found.items():
         # Triton 3.6 spills a few registers of some tiles on the smallest of the three GPUs, and 3.7 none.
-        assert known["spilled"] <= (24 if gpu == 120 else 0), (gpu, dtype, tile)
+        assert known["spilled"] <= (24 if gpu == 120 and version("triton").startswith("3.6.") else 0), (
+            gpu,
+            dtype,
+            tile,
+        )
         assert known["shared"] <= ROOMS[gpu]
         assert known["copies"] > 0
         assert known["pointers"] == known["tf32"] == 0
