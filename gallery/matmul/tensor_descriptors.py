@@ -314,7 +314,7 @@ def pointer_kernel(
         acc = tl.dot(a, b, acc)
         a_ptrs += BLOCK_K
         # A step along K is rows of b, which may be beyond int32 as well.
-        b_ptrs += BLOCK_K * N.to(tl.int64)
+        b_ptrs += BLOCK_K * tl.cast(N, tl.int64)
     c_ptrs = c_ptr + offs_m * N + offs_n  # (BLOCK_M, BLOCK_N)
     c = acc.to(tl.float16)  # (BLOCK_M, BLOCK_N)
     tl.store(c_ptrs, c, mask=(offs_m < M) & (offs_n < N))

@@ -33,10 +33,16 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 def import_code(code: str, file: Path) -> ModuleType:
     """Write code to a file and import it."""
     file.write_text(code)
+    return import_file(file)
+
+
+def import_file(file: Path) -> ModuleType:
+    """Import a file, as `import <stem>` would: torch.compile looks functions' modules up by name."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
     spec.loader.exec_module(module)
     return module
 
@@ -68,19 +74,13 @@ def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
 
     def load(path: str) -> ModuleType:
         file = gallery.resolve() / path
-        spec = importlib.util.spec_from_file_location(file.stem, file)
-        assert spec
-        assert spec.loader
-        module = importlib.util.module_from_spec(spec)
         end_ops(sys.modules.get(file.stem))
-        sys.modules[file.stem] = module
         before = sys.dont_write_bytecode
         sys.dont_write_bytecode = True  # no __pycache__ among the recipes
         try:
-            spec.loader.exec_module(module)
+            return import_file(file)
         finally:
             sys.dont_write_bytecode = before
-        return module
 
     return load
 
