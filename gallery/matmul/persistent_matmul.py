@@ -448,11 +448,14 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # the least
 #
 # .. math:: \Big\lceil \frac{\text{tiles}}{\text{multiprocessors}} \Big\rceil
-#    \big( m\,n + 64\,(m + n) \big).
+#    \big( m\,n + 48\,(m + n) \big).
 #
 # Nothing is tuned at the first call, and a sum has the same order in each run.
-# The tile has as many stages as shared memory has room for, up to four. The
-# figures after the op compare the choice with each of the tiles.
+# The tile has as many stages as shared memory has room for, up to four or six. A
+# multiprocessor has one program, so all that it waits for is under way in that
+# program. Tiles of 64 rows go along ``K`` by 128 instead of 64: their steps are
+# short, and half as many wait half as often. The figures after the op compare
+# the choice with each of the tiles.
 
 # %%
 # Transposed operands
@@ -493,16 +496,18 @@ PERSISTENT_MATMUL_ACC = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-# BLOCK_M, BLOCK_N, BLOCK_K and warps, of half precision and of wider dtypes
+# BLOCK_M, BLOCK_N, BLOCK_K, warps and the most stages, of half precision and
+# of wider dtypes
 PERSISTENT_MATMUL_TILES = [
-    (128, 256, 64, 8),
-    (128, 128, 64, 8),
-    (64, 128, 64, 4),
-    (64, 64, 64, 4),
+    (128, 256, 64, 8, 4),
+    (128, 128, 64, 4, 6),
+    (64, 128, 128, 4, 4),
+    (64, 64, 128, 4, 6),
+    (64, 128, 64, 4, 6),  # where shared memory is small
 ]
-PERSISTENT_MATMUL_WIDE = [(64, 64, 16, 8)]
-PERSISTENT_MATMUL_EDGE = 64  # what an edge of a tile costs, beside its area
-PERSISTENT_MATMUL_STAGES = (3, 4)  # the fewest and the most
+PERSISTENT_MATMUL_WIDE = [(64, 64, 16, 8, 4)]
+PERSISTENT_MATMUL_EDGE = 48  # what an edge of a tile costs, beside its area
+PERSISTENT_MATMUL_STAGES = 3  # the fewest
 PERSISTENT_MATMUL_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -575,21 +580,20 @@ def _persistent_matmul_gpu(device):
 
 
 def _persistent_matmul_stages(tile, itemsize, shared):
-    """Return how many stages a tile may have at the most, by shared memory."""
-    BLOCK_M, BLOCK_N, BLOCK_K, _ = tile
+    """Return how many stages a tile has, as far as shared memory has room."""
+    BLOCK_M, BLOCK_N, BLOCK_K, _, most = tile
     half = BLOCK_M * BLOCK_N // 2 * itemsize  # of the tile that is stored
     stage = (BLOCK_M + BLOCK_N) * BLOCK_K * itemsize
     free = shared - half - 1024  # barriers take less
-    return min(PERSISTENT_MATMUL_STAGES[1], free // stage)
+    return min(most, free // stage)
 
 
 def _persistent_matmul_plan(M, N, itemsize, multiprocessors, shared):
     """Return the number of programs, their tile and its stages."""
     wide = itemsize > 2
     tiles = PERSISTENT_MATMUL_WIDE if wide else PERSISTENT_MATMUL_TILES
-    fewest = PERSISTENT_MATMUL_STAGES[0]
     stages = {t: _persistent_matmul_stages(t, itemsize, shared) for t in tiles}
-    tiles = [tile for tile in tiles if stages[tile] >= fewest]
+    tiles = [t for t in tiles if stages[t] >= PERSISTENT_MATMUL_STAGES]
 
     def number(tile):
         return triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1])
@@ -681,7 +685,7 @@ def _persistent_matmul_launch(a, b):
     A_T, B_T = sides[0] is not a, sides[1] is not b
     size = a.element_size()
     plan = _persistent_matmul_plan(M, N, size, multiprocessors, shared)
-    programs, (m, n, k, num_warps), num_stages = plan
+    programs, (m, n, k, num_warps, _), num_stages = plan
     describe = _persistent_matmul_descriptor
     # Triton launches on the current GPU, which may not be that of a.
     with torch.accelerator.device_index(a.device.index):
@@ -769,10 +773,11 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # %%
 # And the tile that the op chooses? For some products of models, this is its
 # choice on an H200, and how much of the time of all rounds is filled. On a GPU
-# the rates of all four tiles follow, with a star at the choice.
+# the rates of all tiles follow, with a star at the choice.
 
 LAYERS = [
     (128, 4096, 14336),
+    (256, 7168, 2048),
     (1024, 7168, 2048),
     (2048, 2880, 5120),
     (4096, 4096, 14336),
@@ -783,7 +788,7 @@ def chosen(M, N, gpu=(132, ROOM)):
     """Return the tile, its stages, its number and the rounds that it takes."""
     _, tile, stages = _persistent_matmul_plan(M, N, 2, *gpu)
     tiles = tiles_of(M, N, tile)
-    return tile[:2], stages, tiles, triton.cdiv(tiles, gpu[0])
+    return tile[:3], stages, tiles, triton.cdiv(tiles, gpu[0])
 
 
 def with_tile(tile, a, b):
@@ -809,9 +814,10 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
         gpu = _persistent_matmul_gpu(a.device)
         tried = {"cuBLAS": partial(torch.matmul, a, b)}
         for tile in PERSISTENT_MATMUL_TILES:
-            if _persistent_matmul_stages(tile, 2, gpu[1]) >= 3:
-                star = "*" * (tile[:2] == chosen(M, N, gpu)[0])
-                tried[f"{tile[:2]}{star}"] = partial(with_tile, tile, a, b)
+            stages = _persistent_matmul_stages(tile, 2, gpu[1])
+            if stages >= PERSISTENT_MATMUL_STAGES:
+                star = "*" * (tile[:3] == chosen(M, N, gpu)[0])
+                tried[f"{tile[:3]}{star}"] = partial(with_tile, tile, a, b)
         rows[M, K, N] = rates(tried, M, K, N)
     for size, row in rows.items():
         print(size, "TFLOP/s:", row)
