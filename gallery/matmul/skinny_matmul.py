@@ -566,19 +566,13 @@ SKINNY_MATMUL_LIBRARY.impl("skinny_matmul", _skinny_matmul_launch, "CUDA")
 #
 # The op needs a second launch to add the parts. Two ways need none. With
 # *atomics* there is one sum in float32, and every program adds its part to it
-# by ``tl.atomic_add``. The sum has to be zero before, and to be rounded after:
-# PyTorch launches both. The programs add in the order in which they finish.
+# by ``tl.atomic_add``, in the order in which the programs finish. The sum has
+# to be zero before, and rounded after: PyTorch launches both.
 #
 # With a *counter* for each tile, every program stores its part and then raises
 # the counter by one. ``tl.atomic_add`` returns what the counter was. The
 # program that finds ``SPLITS - 1`` came last, and adds all parts in their
 # order. Nobody waits for another program, which might wait for its place.
-#
-# .. code-block:: text
-#
-#     program    (0, 1)    (0, 0)    (0, 3)    (0, 2)         time ->
-#     stores     part 1    part 0    part 3    part 2
-#     finds         0         1         2         3   last: adds 0, 1, 2, 3
 
 
 @triton.jit
@@ -658,7 +652,9 @@ if __name__ == "__main__":
 # %%
 # What does each gain? The table has GB/s of weights for each shape, and the
 # statements of the kernels. All have the same blocks and stages. Where the op's
-# plan has one part, the other two have nothing to add up.
+# plan has one part, the last two have nothing to add up. A sum in float32
+# depends on its order, so the table also counts the different results of 20
+# calls, for the last shape in float32.
 
 
 def statements(*kernels):
@@ -667,9 +663,16 @@ def statements(*kernels):
     return sum(isinstance(node, ast.stmt) for node in nodes) - len(kernels)
 
 
+def results_of(function, x, weight):
+    found = (function(x, weight).float().cpu() for _ in range(20))
+    return len({y.numpy().tobytes() for y in found})
+
+
 if __name__ == "__main__" and DEVICE.type == "cuda":
     ladder = pd.DataFrame(index=list(STEPS))
     ladder["statements"] = [statements(*of) for _, *of in STEPS.values()]
+    x, weight = random(*SHAPES[-1], torch.float32)
+    ladder["results"] = [results_of(of[0], x, weight) for of in STEPS.values()]
     for M, K, N in SHAPES:
         x, weight = random(M, K, N)
         tried = {who: partial(of[0], x, weight) for who, of in STEPS.items()}
@@ -755,25 +758,18 @@ if __name__ == "__main__":
 
 # %%
 # A row has the same bits each time, and whatever rows come with it. We count
-# elements that differ, and the different results of 20 calls, of atomics too: a
-# sum in float32 depends on its order. (Without a GPU, NumPy adds up each block,
-# in an order that may depend on the number of rows.)
-
-
-def results_of(function, x, weight):
-    found = (function(x, weight).float().cpu() for _ in range(20))
-    return len({y.numpy().tobytes() for y in found})
-
+# elements that differ. (Without a GPU, NumPy adds up each block, in an order
+# that may depend on the number of rows.)
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for dtype in SKINNY_MATMUL_DTYPES:
         x, weight = random(64, 7168, 2048, dtype)
         y, rows = skinny_matmul(x, weight), (1, 2, 16, 17, 32, 33, 63)
         differ = [(skinny_matmul(x[:M], weight) != y[:M]).sum() for M in rows]
-        print(f"{dtype}: with fewer rows, {sum(differ).item()} elements differ")
-        counts = {w: results_of(f, x, weight) for w, (f, *_) in STEPS.items()}
-        print(f"different results of 20 calls: {counts}")
-        assert counts["the op"] == 1
+        found = results_of(skinny_matmul, x, weight)
+        print(f"{dtype}: {found} result of 20 calls; with fewer rows, ", end="")
+        print(f"{sum(differ).item()} elements differ")
+        assert found == 1
 
 # %%
 # An error names what the op does not take. It has no gradient either, and
@@ -857,21 +853,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # 1. Exchange the operands: let the rows of ``x`` be the first operand of
 #    ``tl.dot``, and the weights, transposed, the second. For how many rows does
 #    an H100 now use its own matrix instruction? What may that change?
-# 2. Add a bias. In which kernel, and how often?
-# 3. Of 132 multiprocessors, 80 tiles leave 52 without a program. `Stream-K
+# 2. Of 132 multiprocessors, 80 tiles leave 52 without a program. `Stream-K
 #    <https://arxiv.org/abs/2301.03598>`_ puts the blocks of all tiles in one
 #    line, and cuts the line into equal pieces, one for each program that runs
 #    at a time. With ``K = 2880``, how many blocks does a program have, with
 #    stream-K and without? What has to be added up, and where?
-# 4. For one row, 15 of 16 columns are masked. A kernel without ``tl.dot`` could
+# 3. For one row, 15 of 16 columns are masked. A kernel without ``tl.dot`` could
 #    multiply element by element. Which promise of the op would it break?
 #
 # To read on:
 #
 # * ``matmul.py`` and ``tile_order.py`` are about products of many rows.
-# * An illegal read of shared memory is `reported
-#   <https://github.com/triton-lang/triton/issues/11366>`_ of Triton 3.7.1 on
-#   Hopper, for a kernel with several small ``tl.dot``. Ours have one each.
+# * ``cuda_graphs.py`` is about launches that a model repeats for each token.
 
 # %%
 # Answers
@@ -881,14 +874,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # operand. Up to 32 rows the compiler takes the one of older GPUs. The two may
 # round sums differently, so a row's bits may change with the number of rows.
 #
-# **2.** After the sum, in float32: in the second kernel, or in the first where
-# there is but one part, before the store. Added to each part, it would count
-# ``SPLITS`` times.
-#
-# **3.** 23 blocks of 128 without it, and 1840 / 132, so at most 14, with it. A
+# **2.** 23 blocks of 128 without it, and 1840 / 132, so at most 14, with it. A
 # piece begins and ends anywhere in a tile, so a tile may be in two pieces or
 # three. Their sums have to come together, in a fixed order, as here. The cuts
 # follow from ``N`` and ``K``, so ``M`` still has no say in the sums.
 #
-# **4.** A row that comes alone would be added up in another order than the same
+# **3.** A row that comes alone would be added up in another order than the same
 # row among others. So its bits would depend on how many come with it.

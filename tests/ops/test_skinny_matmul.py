@@ -563,7 +563,7 @@ BREAKS = [
     ("a step that is too short", "w_ptrs += BLOCK_K * tl.cast(stride_wk, tl.int64)", "w_ptrs += BLOCK_K"),
     ("sums that overlap", "offs_k = pid_k * steps * BLOCK_K + tl", "offs_k = pid_k * BLOCK_K + tl"),
     ("parts stored over each other", "tl.program_id(axis=1).to(tl.int64) * M * N + offs", "offs"),
-    ("parts in the dtype of x", "(splits, M, N), dtype=torch.float32)", "(splits, M, N))"),
+    ("parts in half precision", "(splits, M, N), dtype=torch.float32)", "(splits, M, N), dtype=torch.float16)"),
     (
         "the last part left out",
         "tl.static_range(SPLITS):\n        part_ptrs",
