@@ -268,7 +268,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # A memory keeps its rate only while enough loads are under way. If a load takes
 # a microsecond and the memory gives 4.8 TB/s, 4.8 MB have to be in flight, 36
 # KB for each of the 132 multiprocessors of an H200. A program of ours has
-# ``num_stages - 1`` blocks of weights in flight, of 16 KB each: the compiler
+# ``num_stages - 1`` blocks of weights in flight, of 16 KiB each: the compiler
 # copies them into shared memory ahead of the loop (``tile_order.py`` shows
 # how). What comes to a multiprocessor on average, with three and five stages?
 
@@ -279,7 +279,7 @@ if __name__ == "__main__":
         programs = triton.cdiv(N, 64)
         kib = [programs * (s - 1) * 16 / PROCESSORS for s in (3, 5)]
         print(f"{M:2} x {K} x {N:5}: {programs:3} programs, ", end="")
-        print(f"{kib[0]:2.0f} or {kib[1]:3.0f} KB in flight for each")
+        print(f"{kib[0]:2.0f} or {kib[1]:3.0f} KiB in flight for each")
 
 # %%
 # More stages take more shared memory: a block of weights and its block of ``x``
@@ -837,8 +837,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # What bounds the product is the read of the weights. The reference is the roof,
 # PyTorch's own read of the same bytes, and not the data sheet, whose rate a
-# short read does not come up to. cuBLAS is at about that read itself. Three
-# things may keep our op from cuBLAS:
+# short read does not come up to. cuBLAS is near that read, or above it: a sum
+# of rows is a kernel too, and no limit. Three things may keep our op from
+# cuBLAS:
 #
 # * **Multiprocessors without a program.** With 80 tiles, 52 of 132 have none.
 # * **The rows of x.** Each program reads its part of ``x`` out of the L2 cache.

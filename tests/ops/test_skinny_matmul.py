@@ -534,7 +534,7 @@ def test_page(gallery: Path, tmp_path: Path) -> None:
     work = [int(line.split()[-4]) for line in lines[:3]]
     assert min(shares) > 96
     assert max(work) < 206 / 3
-    assert " 32 programs,  8 or  16 KB in flight" in run.stdout
+    assert " 32 programs,  8 or  16 KiB in flight" in run.stdout
     assert [int(parts) for parts in re.findall(r"(\d+) parts of a sum", run.stdout)] == [1, 1, 4]
     *_, rows, shapes, dtypes, gradient = lines
     assert rows.startswith("ValueError: skinny_matmul takes up to 64 rows, not 65")
