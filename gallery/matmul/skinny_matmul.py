@@ -15,13 +15,14 @@ A language model that writes one token at a time multiplies few rows, often a
 single one, by each of its weight matrices. Such a product has to read all
 weights and does little with each of them, so the memory sets the pace, and not
 the tensor cores. The tiles of an ordinary matrix product are too few to keep
-the memory busy. This page splits the sum over ``K`` among more programs.
+the memory busy. This page keeps more loads under way in each program, and
+splits the sum over ``K`` among more programs.
 
 After this page you can
 
 * tell by counting whether memory or arithmetic bounds a product;
-* split the sum over ``K`` among programs, and add up what they found;
-* do so in one launch, with a counter, and with the same bits each time;
+* count how much is under way, and choose stages and splits by it;
+* split the sum over ``K``, and add the parts with the same bits each time;
 * keep the result of a row independent of the rows beside it.
 """
 
@@ -150,9 +151,8 @@ if __name__ == "__main__":
 # The weights are the first operand of ``tl.dot``; the few rows of ``x`` are the
 # columns of the second. On Hopper the matrix instruction takes 64 rows of the
 # first operand, and from 8 columns of the second on. Triton uses it from 16
-# columns on, and below falls back to one of older GPUs. (A test reads this in
-# compiled code.) So ``BLOCK_M`` is at least 16. Columns past ``M`` are masked:
-# they are computed, but not loaded or stored.
+# columns on, so ``BLOCK_M`` is at least 16. Columns past ``M`` are masked: they
+# are computed, but not loaded or stored.
 
 
 @triton.jit
@@ -187,20 +187,20 @@ def first_kernel(
     tl.store(y_ptrs, acc, mask=(offs_n < N) & (offs_m < M))
 
 
-def blocks(x):
-    """Return the blocks of the first kernels, with 256 bytes of a row."""
-    BLOCK_M = max(16, triton.next_power_of_2(x.shape[0]))
-    stages = 4 if BLOCK_M < 32 else 3  # what shared memory has room for, twice
-    sizes = {"BLOCK_M": BLOCK_M, "BLOCK_N": 64, "num_stages": stages}
-    return sizes | {"BLOCK_K": 256 // x.element_size()}
+SHARED = 64 * 1024  # bytes of a program; the interpreter takes any
+if DEVICE.type == "cuda":
+    gpu = torch.cuda.get_device_properties(DEVICE)
+    SHARED = gpu.shared_memory_per_block_optin
 
 
 def whole_sum(x, weight):
     """Return linear(x, weight), for two contiguous matrices."""
     (M, K), N = x.shape, weight.shape[0]
-    y = x.new_empty(M, N)
-    grid = (triton.cdiv(N, 64),)
-    first_kernel[grid](x, weight, y, M, N, K, **blocks(x))
+    y, grid = x.new_empty(M, N), (triton.cdiv(N, 64),)
+    BLOCK_M = max(16, triton.next_power_of_2(M))
+    tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": 64, "BLOCK_K": 256 // x.itemsize}
+    stages = min(5, SHARED // ((BLOCK_M + 64) * 256))  # a question below
+    first_kernel[grid](x, weight, y, M, N, K, **tile, num_stages=stages)
     return y
 
 
@@ -221,17 +221,17 @@ def random(M, K, N, dtype=torch.bfloat16):
     return torch.randn(M, K, **kind), torch.randn(N, K, **kind)
 
 
-def check(function, M, K, N, dtype=torch.float16):
+def check(who, function, M, K, N, dtype=torch.float16):
     x, weight = random(M, K, N, dtype)
     error = function(x, weight).double() - linear(x.double(), weight.double())
     error /= linear(x.double().abs(), weight.double().abs())
     allowed = K * 2**-24 + torch.finfo(dtype).eps
-    print(f"{function.__name__}: {error.abs().max():.1e} of {allowed:.1e}")
+    print(f"{who}: {error.abs().max():.1e} of {allowed:.1e}")
     torch.testing.assert_close(error, 0 * error, rtol=0, atol=allowed)
 
 
 if __name__ == "__main__":
-    check(whole_sum, M=20, K=304, N=112)
+    check("whole sum", whole_sum, M=20, K=304, N=112)
 
 # %%
 # How fast?
@@ -262,294 +262,81 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{M} x {K} x {N}, GB/s: {found}")
 
 # %%
-# Are there enough programs?
-# --------------------------
+# How many loads are under way?
+# -----------------------------
 #
 # A memory keeps its rate only while enough loads are under way. If a load takes
 # a microsecond and the memory gives 4.8 TB/s, 4.8 MB have to be in flight, 36
 # KB for each of the 132 multiprocessors of an H200. A program of ours has
-# ``num_stages - 1`` blocks of weights in flight, of 16 KB each: the compiler
+# ``num_stages - 1`` blocks of weights in flight, of 16 KiB each: the compiler
 # copies them into shared memory ahead of the loop (``tile_order.py`` shows
-# how). How many programs are there for a multiprocessor?
+# how). What comes to a multiprocessor on average, with three and five stages?
 
 PROCESSORS = 132  # of an H200
 
 if __name__ == "__main__":
     for M, K, N in SHAPES:
         programs = triton.cdiv(N, 64)
-        flight = programs * (blocks(meta(M, K))["num_stages"] - 1) * 64 * 256
+        kib = [programs * (s - 1) * 16 / PROCESSORS for s in (3, 5)]
         print(f"{M:2} x {K} x {N:5}: {programs:3} programs, ", end="")
-        print(f"{flight / PROCESSORS / 1024:2.0f} KB in flight for each")
+        print(f"{kib[0]:2.0f} or {kib[1]:3.0f} KiB in flight for each")
 
 # %%
-# With 2048 rows of weights, three of four multiprocessors have no program.
-# Smaller blocks of ``N`` would make more programs. But each program reads all
-# of ``x``, out of the L2 cache. With 64 rows of ``x`` and ``BLOCK_N = 64``,
-# that is as many bytes of ``x`` as of weights. The other way is to let several
-# programs share the sum of a tile.
+# More stages take more shared memory: a block of weights and its block of ``x``
+# are ``(64 + BLOCK_M) * 256`` bytes, 20 KiB for up to 16 rows and 32 KiB for
+# 64. An H200 has 227 KiB for a program, an L4 99 KiB. The op takes five stages,
+# or as many as fit. Their number changes no bit: the sum keeps its order.
+#
+# For the last shape no number of stages is enough: three of four
+# multiprocessors have no program. Smaller blocks of ``N`` would make more
+# programs. But each program reads all of ``x``, out of the L2 cache. With 64
+# rows of ``x`` and ``BLOCK_N = 64``, that is as many bytes of ``x`` as of
+# weights. The other way is to let several programs share the sum of a tile.
 
 # %%
 # Split K
 # -------
 #
 # The grid gets a second axis. Program ``(n, k)`` adds up part ``k`` of the sum
-# of tile ``n``. Then the *partial sums* have to come together.
+# of tile ``n``, and stores it in float32. A second kernel adds these *partial
+# sums*, always in the order from the first to the last, and rounds once.
 #
 # .. code-block:: text
 #
-#     weight     K ->                             partial sums
+#     weight     K ->                             partial sums         y.T
 #               +-----------+-----------+
-#     tile 0    | (0, 0)    | (0, 1)    |        [0, tile 0]  [1, tile 0]
-#               +-----------+-----------+
-#     tile 1    | (1, 0)    | (1, 1)    |        [0, tile 1]  [1, tile 1]
-#               +-----------+-----------+
+#     tile 0    | (0, 0)    | (0, 1)    |        [0, tile 0]
+#               +-----------+-----------+         + [1, tile 0]   ->  tile 0
+#     tile 1    | (1, 0)    | (1, 1)    |        [0, tile 1]
+#               +-----------+-----------+         + [1, tile 1]   ->  tile 1
 #
-# In the first way each program stores its part in float32, and a second kernel
-# adds the parts. ``ATOMIC`` is for the way after this one.
-
-
-@triton.jit
-def split_kernel(
-    x_ptr,
-    w_ptr,
-    part_ptr,
-    M,
-    N,
-    K,
-    steps,
-    ATOMIC: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    pid_n = tl.program_id(axis=0).to(tl.int64)
-    pid_k = tl.program_id(axis=1)
-    # In int64, as in the first kernel.
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
-    offs_m = tl.arange(0, BLOCK_M)[None, :]  # (1, BLOCK_M)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    # The loop is as before, over this program's part of K.
-    for step in range(pid_k * steps, (pid_k + 1) * steps):
-        offs_k = step * BLOCK_K + tl.arange(0, BLOCK_K)  # (BLOCK_K,)
-        # The last part may reach past K; zeros there add nothing.
-        mask_w = (offs_n < N) & (offs_k < K)[None, :]
-        mask_x = (offs_m < M) & (offs_k < K)[:, None]
-        w_ptrs = w_ptr + offs_n * K + offs_k[None, :]
-        x_ptrs = x_ptr + offs_m * K + offs_k[:, None]
-        w = tl.load(w_ptrs, mask=mask_w, other=0.0)  # (BLOCK_N, BLOCK_K)
-        x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # (BLOCK_K, BLOCK_M)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
-    mask = (offs_n < N) & (offs_m < M)
-    part_ptrs = part_ptr + offs_m * N + offs_n  # (BLOCK_N, BLOCK_M)
-    if ATOMIC:
-        # Nobody reads the sum before the kernel ends, so no order is needed.
-        tl.atomic_add(part_ptrs, acc, mask=mask, sem="relaxed")
-    else:
-        tl.store(part_ptrs + pid_k * M * N, acc, mask=mask)
-
-
-@triton.jit
-def add_kernel(
-    part_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr
-):
-    offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    # The order is fixed, so the bits are the same each time.
-    for split in tl.static_range(SPLITS):
-        part_ptrs = part_ptr + split * size + offs
-        total += tl.load(part_ptrs, mask=offs < size, other=0.0)
-    tl.store(y_ptr + offs, total, mask=offs < size)
-
-
-def split(x, weight, part, splits, ATOMIC=False):
-    (M, K), N, tile = x.shape, weight.shape[0], blocks(x)
-    steps = triton.cdiv(triton.cdiv(K, tile["BLOCK_K"]), splits)
-    grid = (triton.cdiv(N, 64), splits)
-    split_kernel[grid](x, weight, part, M, N, K, steps, ATOMIC, **tile)
-
-
-def two_launches(x, weight, splits=4):
-    M, N = x.shape[0], weight.shape[0]
-    part = x.new_empty(splits, M, N, dtype=torch.float32)
-    split(x, weight, part, splits)
-    y = x.new_empty(M, N)
-    grid = (triton.cdiv(M * N, 256),)
-    add_kernel[grid](part, y, M * N, SPLITS=splits, BLOCK=256)
-    return y
-
+# How many parts? The second launch costs time, and the parts are written once
+# and read once, mostly in the L2 cache. So there are only as many parts as give
+# each multiprocessor a program, and one where there are tiles enough:
 
 if __name__ == "__main__":
-    check(two_launches, M=20, K=912, N=112)
     for M, K, N in SHAPES:
-        part, weight = meta(8, M, N, dtype=torch.float32), meta(N, K)
-        share = part.nbytes / weight.nbytes
-        print(f"{M:2} x {K} x {N:5}: 8 parts are {share:.1%} of the weights")
-
-# %%
-# The parts are written once and read once, mostly in the L2 cache. For 64 rows
-# that counts, so there should be no more splits than fill the GPU.
-
-# %%
-# Atomics instead?
-# ----------------
-#
-# In the second way there is one partial sum, and every program adds to it with
-# ``tl.atomic_add``. The sum has to be zero before, and to be rounded after:
-# that is two more launches. And the programs add in the order in which they
-# finish. A sum in float32 depends on its order:
-
-
-def atomics(x, weight, splits=4):
-    M, N = x.shape[0], weight.shape[0]
-    y = x.new_zeros(M, N, dtype=torch.float32)
-    split(x, weight, y, splits, ATOMIC=True)
-    return y.to(x.dtype)
-
-
-if __name__ == "__main__":
-    check(atomics, M=20, K=912, N=112)
-    x, weight = random(20, 900, 100, torch.float32)
-    part = x.new_empty(4, 20, 100)
-    split(x, weight, part, splits=4)
-    a, b, c, d = part
-    differs = (a + b + c + d) != (d + c + b + a)
-    print(f"{differs.float().mean():.0%} of sums differ in the other order")
-    assert differs.any()
-
-# %%
-# Does the order on a GPU change from call to call? We count the different
-# results of 20 calls:
-
-
-def results_of(function, turns=20):
-    found = (function().float().cpu() for _ in range(turns))
-    return len({y.numpy().tobytes() for y in found})
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    x, weight = random(64, 7168, 2048, torch.float32)
-    for function in (two_launches, atomics):
-        found = results_of(partial(function, x, weight, splits=8))
-        print(f"{function.__name__}: {found} different results of 20 calls")
-
-# %%
-# One launch with a counter
-# -------------------------
-#
-# In the third way every program stores its part, as in the first way, and then
-# raises a *counter* of its tile by one. ``tl.atomic_add`` returns what the
-# counter was before. The program that finds ``SPLITS - 1`` came last. All parts
-# are there now, and this program adds them, always in the order from 0 to
-# ``SPLITS - 1``. So the bits are the same each time.
-#
-# .. code-block:: text
-#
-#     program    (0, 1)    (0, 0)    (0, 3)    (0, 2)         time ->
-#     stores     part 1    part 0    part 3    part 2
-#     finds         0         1         2         3   last: adds 0, 1, 2, 3,
-#                                                     sets the counter to 0
-#
-# Four things make it right:
-#
-# * **A barrier before the atomic.** One thread of a program raises the counter.
-#   ``tl.debug_barrier()`` makes it wait until all threads have stored.
-# * **The atomic releases and acquires** (``sem="acq_rel"``). Stores before it
-#   and loads after it do not pass it. So other multiprocessors see a part
-#   before they see it counted.
-# * **Nobody waits for another program,** which might wait for its place.
-# * **The last one sets the counter to 0 again.** So the next launch finds
-#   zeros, and needs no other launch to write them. The op keeps a set of
-#   counters for each stream, as two launches in a stream never overlap. While a
-#   CUDA graph is captured, it takes new ones: the graph may run on any stream.
-
-# %%
-# Does one row need tl.dot?
-# -------------------------
-#
-# For one row, 15 of 16 columns are masked. The alternative multiplies element
-# by element and sums at the end, without shared memory:
-
-
-@triton.jit
-def one_row_kernel(
-    x_ptr,
-    w_ptr,
-    y_ptr,
-    N,
-    K,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    pid_n = tl.program_id(axis=0).to(tl.int64)
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
-    acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
-        offs_k = k + tl.arange(0, BLOCK_K)[None, :]  # (1, BLOCK_K)
-        x = tl.load(x_ptr + offs_k, mask=offs_k < K, other=0.0)
-        mask = (offs_n < N) & (offs_k < K)
-        w = tl.load(w_ptr + offs_n * K + offs_k, mask=mask, other=0.0)
-        # Products in half precision would be rounded one by one.
-        acc += w.to(tl.float32) * x.to(tl.float32)
-    y = tl.sum(acc, axis=1, keep_dims=True)  # (BLOCK_N, 1)
-    tl.store(y_ptr + offs_n, y, mask=offs_n < N)
-
-
-def one_row(x, weight):
-    N, K = weight.shape
-    y, grid = x.new_empty(1, N), (triton.cdiv(N, 8),)
-    one_row_kernel[grid](x, weight, y, N, K, BLOCK_N=8, BLOCK_K=512)
-    return y
-
-
-if __name__ == "__main__":
-    check(one_row, M=1, K=912, N=112)
-
-# %%
-# The table after the op has its rate. The op does not have it: a row that comes
-# alone would be added up in another way than the same row among others.
-
-# %%
-# Should every program do the same?
-# ---------------------------------
-#
-# The op chooses ``splits`` so that about two programs run on each
-# multiprocessor. That seldom comes out even. `Stream-K
-# <https://arxiv.org/abs/2301.03598>`_ puts the blocks of all tiles in one line,
-# and cuts the line into as many equal pieces as programs run at a time. How
-# much would that change?
-
-
-def division(N, K, places=2 * PROCESSORS):
-    """Return splits, blocks of a program, and blocks for each place."""
-    tiles, total = triton.cdiv(N, 64), triton.cdiv(K, 128)
-    splits = max(1, min(8, total, places // tiles))
-    return splits, triton.cdiv(total, splits), tiles * total / places
-
-
-if __name__ == "__main__":
-    for _, K, N in [*SHAPES, (1, 2880, 5120)]:
-        splits, steps, even = division(N, K)
-        print(f"K = {K}, N = {N:5}: {splits} splits, {steps} blocks ", end="")
-        print(f"for a program; stream-K: {even:.1f}")
-
-# %%
-# With stream-K a program has fewer blocks where places are empty. That would be
-# the gain if each program had a speed of its own. Here all wait for one memory.
-# While they keep enough loads in flight, an empty place costs nothing: each of
-# the others gets a larger share. So the op has equal splits.
+        parts = max(1, PROCESSORS // triton.cdiv(N, 64))
+        size = parts * M * N * 4 if parts > 1 else 0
+        print(f"{M:2} x {K} x {N:5}: {parts} parts of a sum, ", end="")
+        print(f"{size / (2 * K * N):.1%} of the weights' bytes")
 
 # %%
 # The op
 # ------
 #
 # ``x`` may have any shape with up to 64 rows in all. The weights may lie in any
-# way, as ``torch.nn.Linear`` keeps them or transposed. The number of splits
+# way, as ``torch.nn.Linear`` keeps them or transposed. The number of parts
 # follows from ``N``, ``K`` and the number of multiprocessors, and not from
 # ``M``. So each row is added up in the same parts, however many rows there are.
+# One kernel serves with and without a split: alone, a part is the result, and
+# is stored in its dtype.
 #
 # In half precision, rows of weights that do not begin at multiples of 16 bytes
 # go through registers into shared memory. Their blocks are half as long, and
-# fewer of them are under way, so that the registers suffice.
+# fewer of them are under way, so that the registers suffice. The op is
+# registered in the way of the page ``what_a_call_costs.py``: on a GPU a call
+# goes straight to the launcher.
 
 SKINNY_MATMUL_NAMESPACE = "triton_gallery"
 SKINNY_MATMUL_DTYPES = {
@@ -558,17 +345,14 @@ SKINNY_MATMUL_DTYPES = {
     torch.float32: tl.float32,
 }
 SKINNY_MATMUL_ROWS = 64  # at most, in all
-SKINNY_MATMUL_PROGRAMS = 2  # for each multiprocessor, about
-SKINNY_MATMUL_SPLITS = 8  # at most: the last program adds so many parts
+SKINNY_MATMUL_SPLITS = 8  # of a sum, at most
+SKINNY_MATMUL_STAGES = 5  # at most; as many as shared memory holds
 
 
 @triton.jit
-def _skinny_matmul_kernel(
+def _skinny_matmul_part(
     x_ptr,
     w_ptr,
-    y_ptr,
-    part_ptr,
-    count_ptr,
     M,
     N,
     K,
@@ -576,25 +360,25 @@ def _skinny_matmul_kernel(
     stride_xm,
     stride_wn,
     stride_wk,
-    SPLITS: tl.constexpr,
     DOT: tl.constexpr,  # the type in which tl.dot gets its tiles
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    pid_n = tl.program_id(axis=0)
-    pid_k = tl.program_id(axis=1)
     # In int32 offsets into the weights would overflow past element 2**31.
-    offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    offs_k = pid_k.to(tl.int64) * steps * BLOCK_K + tl.arange(0, BLOCK_K)
+    pid_n = tl.program_id(axis=0).to(tl.int64)
+    pid_k = tl.program_id(axis=1).to(tl.int64)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
     offs_m = tl.arange(0, BLOCK_M)[None, :].to(tl.int64)  # (1, BLOCK_M)
-    mask_n = offs_n < N  # (BLOCK_N, 1)
-    mask_m = offs_m < M  # (1, BLOCK_M)
+    # The loop goes over this program's part of K.
+    offs_k = pid_k * steps * BLOCK_K + tl.arange(0, BLOCK_K)  # (BLOCK_K,)
+    mask_n = offs_n < N
+    mask_m = offs_m < M
     w_ptrs = w_ptr + offs_n * stride_wn + offs_k[None, :] * stride_wk
     x_ptrs = x_ptr + offs_m * stride_xm + offs_k[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for _ in range(steps):
-        # The last split may reach beyond K: zeros there add nothing.
+        # The last part may reach beyond K: zeros there add nothing.
         mask_k = offs_k < K
         w = tl.load(w_ptrs, mask=mask_n & mask_k[None, :], other=0.0)
         x = tl.load(x_ptrs, mask=mask_m & mask_k[:, None], other=0.0)
@@ -602,86 +386,104 @@ def _skinny_matmul_kernel(
         offs_k += BLOCK_K
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * tl.cast(stride_wk, tl.int64)
-    y_ptrs = y_ptr + offs_m * N + offs_n  # (BLOCK_N, BLOCK_M)
-    if SPLITS == 1:
-        tl.store(y_ptrs, acc, mask=mask_n & mask_m)
-    else:
-        # Parts have whole tiles, so they are aligned whatever N is.
-        width = tl.num_programs(axis=0).to(tl.int64) * BLOCK_N
-        part_ptrs = part_ptr + offs_m * width + offs_n
-        tl.store(part_ptrs + pid_k * M * width, acc, mask=mask_m)
-        # One thread counts: it has to wait until all threads have stored.
-        tl.debug_barrier()
-        # Release: others see the part before the count. Acquire: the last
-        # program sees all parts.
-        before = tl.atomic_add(count_ptr + pid_n, 1, sem="acq_rel")
-        if before == SPLITS - 1:
-            total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-            # In this order whoever is last, so the bits are always the same.
-            for split in tl.static_range(SPLITS):
-                # ".cg": from the L2 cache, where all multiprocessors store.
-                total += tl.load(
-                    part_ptrs + split * M * width,
-                    mask=mask_m,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-            tl.store(y_ptrs, total, mask=mask_n & mask_m)
-            # The next launch has to find a zero.
-            tl.store(count_ptr + pid_n, 0)
+    # The part, (BLOCK_N, BLOCK_M), and where it stands in (M, N)
+    return acc, offs_m * N + offs_n, mask_n & mask_m
+
+
+@triton.jit
+def _skinny_matmul_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    steps,
+    stride_xm,
+    stride_wn,
+    stride_wk,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    acc, offs, mask = _skinny_matmul_part(
+        x_ptr,
+        w_ptr,
+        M,
+        N,
+        K,
+        steps,
+        stride_xm,
+        stride_wn,
+        stride_wk,
+        DOT,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    # With one part this is the result, in its dtype; else a part, in float32.
+    y_ptrs = y_ptr + tl.program_id(axis=1).to(tl.int64) * M * N + offs
+    tl.store(y_ptrs, acc, mask=mask)
+
+
+@triton.jit
+def _skinny_matmul_add_kernel(
+    part_ptr,
+    y_ptr,
+    size,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Few columns are split, so all parts together are far below 2**31.
+    offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < size
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    # The order is fixed, so the bits are the same each time.
+    for split in tl.static_range(SPLITS):
+        part_ptrs = part_ptr + split * size + offs
+        total += tl.load(part_ptrs, mask=mask, other=0.0)
+    tl.store(y_ptr + offs, total, mask=mask)
 
 
 @functools.cache
-def _skinny_matmul_places(device):
-    """Return how many programs the launcher wants to have at a time."""
+def _skinny_matmul_gpu(device):
+    """Return a GPU's multiprocessors, and a program's shared memory."""
     if device.type != "cuda":  # the interpreter: few, and yet splits
-        return 16
+        return 8, 64 * 1024
     gpu = torch.cuda.get_device_properties(device)
-    return SKINNY_MATMUL_PROGRAMS * gpu.multi_processor_count
-
-
-@functools.cache
-def _skinny_matmul_kept(device, stream):
-    """Return a stream's counters. A launch finds and leaves them at zero."""
-    # A tile is split only where there are two places for each.
-    count = _skinny_matmul_places(device) // 2
-    return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-def _skinny_matmul_counters(x, tiles, keep):
-    """Return a counter for each tile, at zero."""
-    # A graph that is being captured may later run on any stream.
-    if keep and x.is_cuda and not torch.cuda.is_current_stream_capturing():
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        return _skinny_matmul_kept(x.device, stream)
-    return torch.zeros(tiles, dtype=torch.int32, device=x.device)
+    shared = getattr(gpu, "shared_memory_per_block_optin", 64 * 1024)
+    return gpu.multi_processor_count, shared
 
 
 def _skinny_matmul_plan(M, weight):
-    """Return how to launch for M rows. M has no say in the sums."""
+    """Return splits, steps and blocks. M has no say in the sums."""
     N, K = map(int, weight.shape)
     size = weight.element_size()
+    processors, shared = _skinny_matmul_gpu(weight.device)
     apart = [s * size % 16 for s in weight.stride() if s != 1]
     # Otherwise weights go through registers, which have less room.
     wide = 1 in weight.stride() and not any(apart)
-    BLOCK_K = (256 if wide else 128) // size
-    blocks = triton.cdiv(K, BLOCK_K)
-    places = _skinny_matmul_places(weight.device)
-    splits = min(SKINNY_MATMUL_SPLITS, blocks, places // triton.cdiv(N, 64))
+    BLOCK_M = 16 if M <= 16 else 32 if M <= 32 else 64
+    BLOCK_N, BLOCK_K = 64, (256 if wide else 128) // size
+    # A program for each multiprocessor, where there are too few tiles
+    blocks, tiles = triton.cdiv(K, BLOCK_K), triton.cdiv(N, BLOCK_N)
+    splits = min(SKINNY_MATMUL_SPLITS, blocks, processors // tiles)
     steps = triton.cdiv(blocks, max(1, splits))
+    fit = shared // ((BLOCK_M + BLOCK_N) * BLOCK_K * size)
     # The interpreter's tl.dot takes the bits of bfloat16 for integers.
     widen = triton.knobs.runtime.interpret and weight.dtype == torch.bfloat16
-    # What shared memory has room for, twice
-    stages = 4 if M <= 16 else 3
-    return {
-        "steps": steps,
-        "SPLITS": max(1, triton.cdiv(blocks, max(1, steps))),
-        "DOT": tl.float32 if widen else SKINNY_MATMUL_DTYPES[weight.dtype],
-        "BLOCK_M": 16 if M <= 16 else 32 if M <= 32 else 64,
-        "BLOCK_N": 64,
-        "BLOCK_K": BLOCK_K,
-        "num_stages": stages if wide else 2,
-    }
+    return (
+        max(1, triton.cdiv(blocks, max(1, steps))),
+        steps,
+        {
+            "DOT": tl.float32 if widen else SKINNY_MATMUL_DTYPES[weight.dtype],
+            "BLOCK_M": BLOCK_M,
+            "BLOCK_N": BLOCK_N,
+            "BLOCK_K": BLOCK_K,
+            "num_stages": min(SKINNY_MATMUL_STAGES, fit) if wide else 2,
+        },
+    )
 
 
 def _skinny_matmul_check(x, weight):
@@ -706,28 +508,34 @@ def _skinny_matmul_check(x, weight):
         )
 
 
-def _skinny_matmul_launch(
-    x, weight, kernel=_skinny_matmul_kernel, keep_counters=True
-):
-    _skinny_matmul_check(x, weight)
-    N, K = weight.shape
-    y = x.new_empty((*x.shape[:-1], N))
-    if y.numel() == 0:
-        return y
-    x = x.unsqueeze(0).flatten(0, -2)  # (M, K)
-    x = x if x.stride(1) == 1 else x.contiguous()
-    M = x.shape[0]
-    plan = _skinny_matmul_plan(M, weight)
-    grid = (triton.cdiv(N, plan["BLOCK_N"]), plan["SPLITS"])
-    part = count = None
+def _skinny_matmul_run(x, weight, y, plan, kernel, add):
+    """Launch for a matrix x as a plan says."""
+    splits, steps, tile = plan
+    (M, K), N = x.shape, weight.shape[0]
+    part = y
+    if splits > 1:
+        part = x.new_empty((splits, M, N), dtype=torch.float32)
+    grid = (triton.cdiv(N, tile["BLOCK_N"]), splits)
+    sizes = (M, N, K, steps, x.stride(0), *weight.stride())
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        if plan["SPLITS"] > 1:
-            shape = (plan["SPLITS"], M, grid[0] * plan["BLOCK_N"])
-            part = x.new_empty(shape, dtype=torch.float32)
-            count = _skinny_matmul_counters(x, grid[0], keep_counters)
-        sizes = (M, N, K, plan.pop("steps"), x.stride(0), *weight.stride())
-        kernel[grid](x, weight, y, part, count, *sizes, **plan)
+        kernel[grid](x, weight, part, *sizes, **tile)
+        if splits > 1:
+            grid = (triton.cdiv(M * N, 256),)
+            add[grid](part, y, M * N, SPLITS=splits, BLOCK=256)
+    return y
+
+
+def _skinny_matmul_launch(
+    x, weight, kernel=_skinny_matmul_kernel, add=_skinny_matmul_add_kernel
+):
+    _skinny_matmul_check(x, weight)
+    y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    if y.numel() > 0:
+        x = x.unsqueeze(0).flatten(0, -2)  # (M, K)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        plan = _skinny_matmul_plan(x.shape[0], weight)
+        _skinny_matmul_run(x, weight, y, plan, kernel, add)
     return y
 
 
@@ -744,7 +552,8 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     devices that do not fit. Has no gradient: a backward through it raises.
     """
     kernel = wrap_triton(_skinny_matmul_kernel)
-    return _skinny_matmul_launch(x, weight, kernel, keep_counters=False)
+    add = wrap_triton(_skinny_matmul_add_kernel)
+    return _skinny_matmul_launch(x, weight, kernel, add)
 
 
 # On a GPU a call goes to the launcher; all else goes on to the triton_op.
@@ -752,10 +561,100 @@ SKINNY_MATMUL_LIBRARY = Library(SKINNY_MATMUL_NAMESPACE, "FRAGMENT")
 SKINNY_MATMUL_LIBRARY.impl("skinny_matmul", _skinny_matmul_launch, "CUDA")
 
 # %%
-# What did each step gain? The table has GB/s of weights for each shape, and the
-# statements of the kernels. All steps have the same blocks, and the op's
-# splits. "Counter, zeroed" is the op's kernel with new counters in each call,
-# which is one launch more.
+# Could one launch do?
+# --------------------
+#
+# The op needs a second launch to add the parts. Two ways need none. With
+# *atomics* there is one sum in float32, and every program adds its part to it
+# by ``tl.atomic_add``, in the order in which the programs finish. The sum has
+# to be zero before, and rounded after: PyTorch launches both.
+#
+# With a *counter* for each tile, every program stores its part and then raises
+# the counter by one. ``tl.atomic_add`` returns what the counter was. The
+# program that finds ``SPLITS - 1`` came last, and adds all parts in their
+# order. Nobody waits for another program, which might wait for its place.
+
+
+@triton.jit
+def one_launch_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    part_ptr,
+    count_ptr,
+    M,
+    N,
+    K,
+    steps,
+    ATOMIC: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    acc, offs, mask = _skinny_matmul_part(
+        x_ptr, w_ptr, M, N, K, steps, K, K, 1, DOT, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    part_ptrs = part_ptr + offs  # (BLOCK_N, BLOCK_M)
+    if ATOMIC:
+        # Nobody reads the sum before the kernel ends, so no order is needed.
+        tl.atomic_add(part_ptrs, acc, mask=mask, sem="relaxed")
+    else:
+        tl.store(part_ptrs + tl.program_id(axis=1) * M * N, acc, mask=mask)
+        # One thread counts: it has to wait until all threads have stored.
+        tl.debug_barrier()
+        # Release: others see the part before the count. Acquire: the last
+        # program sees all parts.
+        count_ptrs = count_ptr + tl.program_id(axis=0)
+        if tl.atomic_add(count_ptrs, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.zeros_like(acc)
+            for split in tl.static_range(SPLITS):
+                # ".cg": from the L2 cache, where all multiprocessors store.
+                ptrs = part_ptrs + split * M * N
+                total += tl.load(ptrs, mask=mask, cache_modifier=".cg")
+            tl.store(y_ptr + offs, total, mask=mask)
+
+
+def planned(x, weight, splits=None, **changes):
+    """Return the op's plan, with changes."""
+    ours, _, tile = _skinny_matmul_plan(x.shape[0], weight)
+    tile, splits = tile | changes, splits or ours
+    blocks = triton.cdiv(weight.shape[1], tile["BLOCK_K"])
+    return splits, triton.cdiv(blocks, splits), tile
+
+
+def one_launch(x, weight, ATOMIC, splits=None):
+    (M, K), N = x.shape, weight.shape[0]
+    splits, steps, tile = planned(x, weight, splits)
+    y, tiles = x.new_empty(M, N), triton.cdiv(N, 64)
+    new = torch.zeros if ATOMIC else torch.empty
+    part = new(1 if ATOMIC else splits, M, N, device=x.device)
+    count = torch.zeros(tiles, dtype=torch.int32, device=x.device)
+    one_launch_kernel[tiles, splits](
+        x, weight, y, part, count, M, N, K, steps, ATOMIC, splits, **tile
+    )
+    return part[0].to(y.dtype) if ATOMIC else y
+
+
+PARTS = (_skinny_matmul_part, _skinny_matmul_kernel, _skinny_matmul_add_kernel)
+STEPS = {
+    "whole sum": (whole_sum, first_kernel),
+    "the op": (skinny_matmul, *PARTS),
+    "atomics": (partial(one_launch, ATOMIC=True), PARTS[0], one_launch_kernel),
+    "counter": (partial(one_launch, ATOMIC=False), PARTS[0], one_launch_kernel),
+}
+
+if __name__ == "__main__":
+    for who, (function, *_) in STEPS.items():
+        check(who, function, M=20, K=912, N=112)
+
+# %%
+# What does each gain? The table has GB/s of weights for each shape, and the
+# statements of the kernels. All have the same blocks and stages. Where the op's
+# plan has one part, the last two have nothing to add up. A sum in float32
+# depends on its order, so the table also counts the different results of 20
+# calls, for the last shape in float32.
 
 
 def statements(*kernels):
@@ -764,77 +663,61 @@ def statements(*kernels):
     return sum(isinstance(node, ast.stmt) for node in nodes) - len(kernels)
 
 
-def planned(x, weight, count=None, **changes):
-    """Call the op's kernel with another plan, and counters at zero."""
-    (M, K), N = x.shape, weight.shape[0]
-    plan = _skinny_matmul_plan(M, weight) | changes
-    del plan["steps"]
-    tiles, splits = triton.cdiv(N, plan["BLOCK_N"]), plan["SPLITS"]
-    if count is None:
-        count = torch.zeros(tiles, dtype=torch.int32, device=x.device)
-    width = tiles * plan["BLOCK_N"]
-    part = x.new_empty(splits, M, width, dtype=torch.float32)
-    y = x.new_empty(M, N)
-    steps = triton.cdiv(triton.cdiv(K, plan["BLOCK_K"]), splits)
-    sizes = (M, N, K, steps, K, K, 1)
-    _skinny_matmul_kernel[tiles, splits](
-        x, weight, y, part, count, *sizes, **plan
-    )
-    return y
+def results_of(function, x, weight):
+    found = (function(x, weight).float().cpu() for _ in range(20))
+    return len({y.numpy().tobytes() for y in found})
 
-
-STEPS = {
-    "whole sum": (whole_sum, first_kernel),
-    "two launches": (two_launches, split_kernel, add_kernel),
-    "atomics": (atomics, split_kernel),
-    "counter, zeroed": (planned, _skinny_matmul_kernel),
-    "the op": (skinny_matmul, _skinny_matmul_kernel),
-    "one row, no tl.dot": (one_row, one_row_kernel),
-}
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     ladder = pd.DataFrame(index=list(STEPS))
     ladder["statements"] = [statements(*of) for _, *of in STEPS.values()]
+    x, weight = random(*SHAPES[-1], torch.float32)
+    ladder["results"] = [results_of(of[0], x, weight) for of in STEPS.values()]
     for M, K, N in SHAPES:
         x, weight = random(M, K, N)
-        splits = _skinny_matmul_plan(M, weight)["SPLITS"]
         tried = {who: partial(of[0], x, weight) for who, of in STEPS.items()}
-        for who in ("two launches", "atomics"):
-            tried[who] = partial(tried[who], splits=splits)
-        if M > 1:
-            del tried["one row, no tl.dot"]
-        name = f"{M} x {K} x {N}, {splits} splits"
+        name = f"{M} x {K} x {N}, {planned(x, weight)[0]} parts"
         ladder[name] = pd.Series(rates(tried, weight))
-    print(ladder.to_string(na_rep="", float_format="%.0f"))
+    print(ladder.to_string())
 
 # %%
-# On an H200, with 2 splits the counter is faster than two launches. With 8
-# parts of 64 rows, two launches are faster, and by more. So over these two
-# shapes the counter does not pay; the op has it nevertheless. With enough
-# programs, as for the first two shapes, no split is as fast as any.
+# The split is for the last shape, which has few tiles. The op has neither
+# atomics nor a counter: a second launch needs nothing that is zero before it,
+# and when this op was designed neither of them was faster on an H200.
 
 # %%
-# Is the plan right? This table has other blocks and splits for the op's kernel,
-# with counters that are kept. A star marks what the op takes.
+# Is the plan right? This table has other blocks, parts and stages for the op's
+# kernels. A star marks what the op takes. One rule for all shapes need not be
+# the best for each; the table shows what that costs.
 
-PLANS = [(32, 1), (32, 4), (64, 1), (64, 2), (64, 4), (64, 8), (128, 8)]
+PLANS = [(64, 1, 3), (64, 1, 5), (64, 2, 5), (64, 4, 3), (64, 4, 5), (64, 8, 5)]
+PLANS += [(32, 1, 5), (32, 4, 5), (128, 4, 3)]  # BLOCK_N, parts, stages
+
+
+def replanned(x, weight, BLOCK_N, splits, num_stages):
+    """Call the op's kernels with another plan."""
+    blocks = {"BLOCK_N": BLOCK_N, "num_stages": num_stages}
+    plan = planned(x, weight, splits, **blocks)
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    return _skinny_matmul_run(x, weight, y, plan, *PARTS[1:])
+
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     table = pd.DataFrame(index=[str(of) for of in PLANS])
     for M, K, N in SHAPES:
         x, weight = random(M, K, N)
-        count = torch.zeros(N // 32, dtype=torch.int32, device=DEVICE)
-        ours = (64, _skinny_matmul_plan(M, weight)["SPLITS"])
-        call = partial(planned, x, weight, count)
-        tried = {of: partial(call, BLOCK_N=of[0], SPLITS=of[1]) for of in PLANS}
+        splits, _, tile = planned(x, weight)
+        ours = (tile["BLOCK_N"], splits, tile["num_stages"])
+        tried = {
+            of: partial(replanned, x, weight, *of)
+            for of in PLANS
+            if (of[0] + tile["BLOCK_M"]) * 256 * of[2] <= SHARED
+        }
         found = rates(tried, weight, turns=20).items()
-        cells = [f"{one}{'*' if of == ours else ' '}" for of, one in found]
-        table[f"{M} x {K} x {N}"] = cells
-    print("GB/s for (BLOCK_N, splits)", table.to_string(), sep="\n")
-
-# %%
-# On an H200, the op's plan is the best or a few percent from it. One rule for
-# all shapes costs that.
+        cells = {str(of): f"{gb}{' *'[of == ours]}" for of, gb in found}
+        table[f"{M} x {K} x {N}"] = pd.Series(cells)
+    print("GB/s for (BLOCK_N, parts, stages)")
+    print(table.to_string(na_rep=""))
 
 # %%
 # Proof
@@ -881,12 +764,12 @@ if __name__ == "__main__":
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for dtype in SKINNY_MATMUL_DTYPES:
         x, weight = random(64, 7168, 2048, dtype)
-        call = partial(skinny_matmul, x, weight)
-        y, rows = call(), (1, 2, 16, 17, 32, 33, 63)
+        y, rows = skinny_matmul(x, weight), (1, 2, 16, 17, 32, 33, 63)
         differ = [(skinny_matmul(x[:M], weight) != y[:M]).sum() for M in rows]
-        print(f"{dtype}: {results_of(call)} result of 20 calls; with", end=" ")
-        print(f"fewer rows, {sum(differ).item()} elements differ")
-        assert results_of(call) == 1
+        found = results_of(skinny_matmul, x, weight)
+        print(f"{dtype}: {found} result of 20 calls; with fewer rows, ", end="")
+        print(f"{sum(differ).item()} elements differ")
+        assert found == 1
 
 # %%
 # An error names what the op does not take. It has no gradient either, and
@@ -908,11 +791,18 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# First come weights of 8192 x 8192 with more and more rows, then layers of
-# models.
+# First come weights of 8192 x 8192 with more and more rows. Then come layers of
+# models, with rows, ``K`` and ``N``: two projections, an expert, queries with
+# keys and values, and a vocabulary.
 
 ROWS = [1, 2, 4, 8, 16, 32, 64]
-LAYERS = [*SHAPES, (16, 2880, 5120), (32, 5120, 151936)]
+LAYERS = {
+    "Llama 8B": (1, 4096, 14336),
+    "Llama 70B": (16, 8192, 8192),
+    "DeepSeek": (64, 7168, 2048),
+    "gpt-oss": (16, 2880, 5120),
+    "Qwen": (32, 5120, 151936),
+}
 
 
 def measure(M, K, N):
@@ -928,10 +818,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide.plot(logx=True, title="8192 x 8192")
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    names = {" x ".join(map(str, layer)): layer for layer in LAYERS}
-    times = {name: measure(*layer) for name, layer in names.items()}
-    moved = {name: 2e-6 * K * N for name, (_, K, N) in names.items()}
-    results_layers = rate_table(times, "M x K x N", "GB/s", moved.get)
+    times = {name: measure(*layer) for name, layer in LAYERS.items()}
+    moved = {name: 2e-6 * K * N for name, (_, K, N) in LAYERS.items()}
+    results_layers = rate_table(times, "layer", "GB/s", moved.get)
     print("layers of models", results_layers.to_string(), sep="\n")
 
 # %%
@@ -946,13 +835,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Our line lies at PyTorch's read of the weights, or above it. cuBLAS is ahead
-# by most for 64 x 7168 x 2048, where the first two of these count:
+# What bounds the product is the read of the weights. The reference is the roof,
+# PyTorch's own read of the same bytes, and not the data sheet, whose rate a
+# short read does not come up to. cuBLAS is near that read, or above it: a sum
+# of rows is a kernel too, and no limit. Three things may keep our op from
+# cuBLAS:
 #
+# * **Multiprocessors without a program.** With 80 tiles, 52 of 132 have none.
 # * **The rows of x.** Each program reads its part of ``x`` out of the L2 cache.
 #   With 64 rows that is as many bytes again as the weights have.
-# * **The end.** The last program of a tile reads up to 8 parts while little
-#   else is left to do. The smaller the weights, the larger that share.
 # * **Arithmetic in float32.** Tensor cores do not take all its bits. With 64
 #   rows each weight of four bytes costs 128 operations.
 
@@ -963,15 +854,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # 1. Exchange the operands: let the rows of ``x`` be the first operand of
 #    ``tl.dot``, and the weights, transposed, the second. For how many rows does
 #    an H100 now use its own matrix instruction? What may that change?
-# 2. Add a bias. In which programs, and how often?
-# 3. What goes wrong if two streams share counters? What if a launch is aborted?
+# 2. Of 132 multiprocessors, 80 tiles leave 52 without a program. `Stream-K
+#    <https://arxiv.org/abs/2301.03598>`_ puts the blocks of all tiles in one
+#    line, and cuts the line into equal pieces, one for each program that runs
+#    at a time. With ``K = 2880``, how many blocks does a program have, with
+#    stream-K and without? What has to be added up, and where?
+# 3. For one row, 15 of 16 columns are masked. A kernel without ``tl.dot`` could
+#    multiply element by element. Which promise of the op would it break?
 #
 # To read on:
 #
 # * ``matmul.py`` and ``tile_order.py`` are about products of many rows.
-# * An illegal read of shared memory is `reported
-#   <https://github.com/triton-lang/triton/issues/11366>`_ of Triton 3.7.1 on
-#   Hopper, for a kernel with several small ``tl.dot``. Ours have one each.
+# * ``cuda_graphs.py`` is about launches that a model repeats for each token.
 
 # %%
 # Answers
@@ -981,11 +875,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # operand. Up to 32 rows the compiler takes the one of older GPUs. The two may
 # round sums differently, so a row's bits may change with the number of rows.
 #
-# **2.** After the sum, in float32: in the last program of each tile, or in the
-# only one, before the store. Added to each part, it would count ``SPLITS``
-# times.
+# **2.** 23 blocks of 128 without it, and 1840 / 132, so at most 14, with it. A
+# piece begins and ends anywhere in a tile, so a tile may be in two pieces or
+# three. Their sums have to come together, in a fixed order, as here. The cuts
+# follow from ``N`` and ``K``, so ``M`` still has no say in the sums.
 #
-# **3.** Two launches count the same tile. A program may find ``SPLITS - 1``
-# before all parts of its launch are there, and add what is not written yet. A
-# launch that is aborted leaves counters above zero. CUDA then refuses all
-# further work of the process, so no launch meets them.
+# **3.** A row that comes alone would be added up in another order than the same
+# row among others. So its bits would depend on how many come with it.
