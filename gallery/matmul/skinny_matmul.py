@@ -968,7 +968,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # To read on:
 #
-# * ``matmul.py`` and ``tile_order.py`` are about products of many rows.
+# * ``matmul.py`` and ``tuned_matmul.py`` are about products of many rows.
 # * An illegal read of shared memory is `reported
 #   <https://github.com/triton-lang/triton/issues/11366>`_ of Triton 3.7.1 on
 #   Hopper, for a kernel with several small ``tl.dot``. Ours have one each.

@@ -432,10 +432,10 @@ if __name__ == "__main__":
 # Do multiplications wait for each other?
 # ---------------------------------------
 #
-# An H100 multiplies *asynchronously*: a warp starts a product and goes on. A
-# round of the loop starts four products, ``HGMMA``. It needs one wait, for the
-# products of the round before. Where a row of the table has four waits, each
-# product waits for the one before it.
+# An H100 has *asynchronous products*: a warp starts one and goes on. A round of
+# the loop starts four of them, ``HGMMA``. It needs one wait, for the products
+# of the round before. Where a row of the table has four waits, each product
+# waits for the one before it.
 #
 # Triton's compiler does not write these waits. The assembler ``ptxas`` adds
 # them, and says so if it is asked. It does that where a register of the
