@@ -669,11 +669,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # No operand is copied, but not every layout is as fast: with a transposed
-# ``b``, the op reaches less of cuBLAS. In an odd size, where a thread loads each
-# number alone, both are far slower. ``tuned_matmul.py`` looks into both. With
-# the same tile, the op is faster than the first kernel. Two things differ: the
-# op steps its pointers, and its tiles come in another order. The table does not
-# tell the two apart.
+# ``b``, the op reaches less of cuBLAS. In an odd size, where a thread loads
+# each number alone, both are far slower. ``tuned_matmul.py`` looks into these
+# two. With the same tile, the op is faster than the first kernel. Two things
+# differ: the op steps its pointers, and its tiles come in another order. The
+# table does not tell the two apart.
 
 # %%
 # Proof
