@@ -449,7 +449,7 @@ if __name__ == "__main__":
 # at least once, and there is no path around it. Whether a layout needs that
 # depends on the tile and on Triton's version. Here are the counts with ``LEAST
 # = 1``, and all that the assembler says of this version's code, with 0 and 1.
-# The ladder behind the op has the rates.
+# The ladder behind the op has the rates. The op takes 1 for ``B.T`` alone.
 
 if __name__ == "__main__":
     jobs = {f"{one}, LEAST = 1": job(one, LEAST=1) for one in LAYOUTS}
@@ -607,9 +607,10 @@ def _tuned_matmul_kernel(
     a_end = tl.cdiv(K, VEC_AK) * VEC_AK
     b_end = tl.cdiv(K, VEC_BK) * VEC_BK
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)  # (BLOCK_M, BLOCK_N)
-    # K is at least 1 anyway, but the compiler has to know. If there was a path
-    # around the loop, products might wait for each other.
-    for k in range(0, tl.maximum(K, 1), BLOCK_K):
+    # K is at least 1 anyway. Where B lies along K, the compiler has to know, or
+    # products may wait for each other. Elsewhere that would cost more.
+    LEAST: tl.constexpr = 1 if VEC_BK > 1 else 0
+    for k in range(0, tl.maximum(K, LEAST), BLOCK_K):
         if EVEN_K:
             a = tl.load(a_ptrs)  # (BLOCK_M, BLOCK_K)
             b = tl.load(b_ptrs)  # (BLOCK_K, BLOCK_N)
