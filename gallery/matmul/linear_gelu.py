@@ -1060,7 +1060,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # To read on:
 #
-# * ``tile_order.py`` is about the order of the tiles, stages and the tuner.
+# * ``tile_order.py`` is about the order of the tiles and stages, and
+#   ``tuned_matmul.py`` about the tuner.
 # * cuBLASLt's epilogues:
 #   https://docs.nvidia.com/cuda/cublas/#cublasltepilogue-t
 

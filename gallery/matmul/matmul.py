@@ -669,11 +669,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # No operand is copied, but not every layout is as fast: with a transposed
-# ``b``, the op reaches less of cuBLAS. We leave open why. In an odd size, where
-# a thread loads each number alone, both are far slower; ``tile_order.py`` looks
-# into that. With the same tile, the op is faster than the first kernel. Two
-# things differ: the op steps its pointers, and its tiles come in another order.
-# The table does not tell the two apart.
+# ``b``, the op reaches less of cuBLAS. In an odd size, where a thread loads
+# each number alone, both are far slower. ``tuned_matmul.py`` looks into these
+# two. With the same tile, the op is faster than the first kernel. Two things
+# differ: the op steps its pointers, and its tiles come in another order. The
+# table does not tell the two apart.
 
 # %%
 # Proof
@@ -883,7 +883,8 @@ if __name__ == "__main__":
 # To read on:
 #
 # * ``tile_order.py`` has this kernel's programs share the L2 cache, and looks
-#   at what ``num_stages`` does.
+#   at what ``num_stages`` does. ``tuned_matmul.py`` looks at the loads and
+#   waits of each layout, and has a tile for each shape.
 # * `NVIDIA's guide to matrix products
 #   <https://docs.nvidia.com/deeplearning/performance>`_, with the shapes that
 #   tensor cores like.

@@ -886,7 +886,7 @@ if __name__ == "__main__" and CAN:
     torch.testing.assert_close(c, a @ b, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 # %%
-# An error names what the engine or the op does not take. ``tile_order.py``
+# An error names what the engine or the op does not take. ``tuned_matmul.py``
 # takes these strides:
 
 if __name__ == "__main__" and CAN:
@@ -971,7 +971,7 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 #
 # To read on:
 #
-# * ``tile_order.py`` takes any strides, with pointers.
+# * ``tuned_matmul.py`` takes any strides, with pointers.
 # * ``tensor_descriptors.py`` is about descriptors, and about warps with
 #   different work. This op does not ask for those: with eight warps, the
 #   compiler ignores it on an H100.

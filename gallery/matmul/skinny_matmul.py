@@ -864,7 +864,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # To read on:
 #
-# * ``matmul.py`` and ``tile_order.py`` are about products of many rows.
+# * ``matmul.py`` and ``tuned_matmul.py`` are about products of many rows.
 # * ``cuda_graphs.py`` is about launches that a model repeats for each token.
 
 # %%

@@ -1,4 +1,4 @@
-"""The works of matmul/tile_order beside other libraries."""
+"""The works of matmul/tuned_matmul beside other libraries."""
 
 from operator import attrgetter
 
@@ -9,8 +9,8 @@ TOKENS = [1, 16, 128, 1024, 4096, 16384]
 
 WORKS = [
     Work(
-        "matmul/tile_order",
-        variant=f"tuned_matmul, {name}",
+        "matmul/tuned_matmul",
+        variant=name,
         ours=attrgetter("tuned_matmul"),
         torch=lambda torch: lambda a, b: a @ b,
         shapes=shapes,

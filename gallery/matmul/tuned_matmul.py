@@ -1,0 +1,1063 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
+# ///
+r"""
+A product for every shape and layout
+====================================
+
+The kernel of ``matmul.py`` takes matrices of any size and any strides, but it
+is not as fast for all of them. Some it loads number by number. For others, it
+waits between two multiplications. This page looks into the compiled code for
+what each kind lacks, and makes an op that chooses its tile for each shape.
+
+After this page you can
+
+* say which layouts and sizes are loaded 16 bytes at a time, and help others;
+* see in compiled code whether multiplications wait for each other, and why;
+* leave out masks that nothing needs;
+* tune a product for each shape, and know what tuning costs.
+"""
+
+# sphinx_gallery_tags = ["matmul", "compute bound", "autotuning", "autograd"]
+import inspect
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch.library import Library, triton_op, wrap_triton
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+CHILD = r"""
+import json, re, subprocess, sys, tempfile
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+KERNELS
+
+def said(tool, *options):
+    command = [getattr(triton.knobs.nvidia, tool).path, *options]
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+def answer(kernel, gpu, constants, by_16, warps, stages):
+    kernel = globals()[kernel]
+    if "ACC" in kernel.arg_names:
+        constants["ACC"] = tl.float32
+    types = {n: "*fp16" if n[-3:] == "ptr" else "i32" for n in kernel.arg_names}
+    types |= dict.fromkeys(constants, "constexpr")
+    known = {n for n in types if n[-3:] == "ptr" or n in by_16} - {*constants}
+    places = [i for i, n in enumerate(types) if n in known]
+    hints = {(i,): [["tt.divisibility", 16]] for i in places}
+    source = triton.compiler.ASTSource(kernel, types, constants, hints)
+    options = {"num_warps": warps, "num_stages": stages}
+    target = GPUTarget("cuda", gpu, 32)
+    made = triton.compile(source, target=target, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        sass = said("nvdisasm", "--print-code", file.name)
+        usage = said("cuobjdump", "--dump-resource-usage", file.name)
+    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+        file.write(made.asm["ptx"])
+        file.flush()
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"-arch=sm_{gpu}a"]
+        command += [file.name, "-o", "/dev/null"]
+        log = subprocess.run(command, capture_output=True, text=True)
+    notes = re.findall(r"Loss: (.*?) in the function", log.stdout + log.stderr)
+    found = {"sass": sass, "shared": made.metadata.shared, "notes": notes}
+    for name in ("REG", "STACK"):
+        found[name] = int(re.search(name + r":(\d+)", usage)[1])
+    return found
+
+json.dump([answer(**job) for job in json.load(sys.stdin)], sys.stdout)
+"""
+
+
+def compile_all(jobs, *functions):
+    """Return what answer() returns for each job, compiled without a GPU."""
+    sources = "\n".join(inspect.getsource(one.fn) for one in functions)
+    knobs = {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "child.py")
+        file.write_text(CHILD.replace("KERNELS", sources))
+        options = {"env": os.environ | knobs, "text": True}
+        options |= {"input": json.dumps([*jobs.values()])}
+        command = [sys.executable, file]
+        child = subprocess.run(command, capture_output=True, **options)
+    assert child.returncode == 0, child.stderr
+    return dict(zip(jobs, json.loads(child.stdout), strict=True))
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# The product of an (M, K) and a (K, N) matrix is ``a @ b``, however they lie.
+# The weight of ``torch.nn.Linear`` is an (N, K) matrix, and its transpose,
+# ``weight.T``, is a view with other strides. A kernel that wants it otherwise
+# needs a copy. What would that add to the floor, each matrix once?
+
+LAYOUTS = ["A, B", "A, B.T", "A.T, B", "A.T, B.T"]
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def random(M, K, N, dtype=torch.float16, layout="A, B"):
+    """Return two matrices to multiply; one with .T is a transposed view."""
+    kind = {"device": DEVICE, "dtype": dtype, "generator": generator}
+    a, b = torch.randn(M, K, **kind), torch.randn(K, N, **kind)
+    a = a.T.contiguous().T if "A.T" in layout else a
+    return a, b.T.contiguous().T if "B.T" in layout else b
+
+
+if __name__ == "__main__":
+    a, b = random(256, 512, 384, layout="A, B.T")
+    floor = a.nbytes + b.nbytes + (a @ b).nbytes
+    print(f"floor {floor:,} bytes, b.contiguous() {2 * b.nbytes:,} more")
+
+# %%
+# The first kernel
+# ----------------
+#
+# Like that of ``matmul.py``, this kernel takes strides, and copies nothing. A
+# tile of ``b`` may lie in memory in two ways. The arrows are neighbours:
+#
+# .. code-block:: text
+#
+#     B: stride_bn = 1                    B.T: stride_bk = 1
+#
+#              N                                   N
+#         +-------+-------+                   +-------+-------+
+#         | ----> | ----> |                   | | | | | | | | |
+#      K  | ----> | ----> |                K  | | | | | | | | |
+#         | ----> | ----> |                   | v v v | v v v |
+#         +-------+-------+                   +-------+-------+
+#
+# Programs take their tiles in groups of eight rows, which ``tile_order.py``
+# explains. ``LEAST`` is for a later section.
+
+
+@triton.jit
+def first_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    first_m = tl.program_id(axis=0) // (8 * tiles_n) * 8
+    # The last group may have fewer rows. Else some tiles would be left out.
+    height = tl.minimum(tl.cdiv(M, BLOCK_M) - first_m, 8)
+    place = tl.program_id(axis=0) % (8 * tiles_n)
+    pid_m, pid_n = first_m + place % height, place // height
+    # In int32 a product with a stride would overflow past element 2**31.
+    offs_m = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+    offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
+    a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
+    b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
+    in_m, in_n = (offs_m < M)[:, None], (offs_n < N)[None, :]
+    # Half precision would stop growing at 2048.
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)  # (BLOCK_M, BLOCK_N)
+    for k in range(0, tl.maximum(K, LEAST), BLOCK_K):
+        in_k = offs_k < K - k
+        # What is masked is 0, and adds nothing to the sum.
+        a = tl.load(a_ptrs, mask=in_m & in_k[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=in_k[:, None] & in_n, other=0.0)
+        acc = tl.dot(a, b, acc)
+        a_ptrs += BLOCK_K * stride_ak
+        b_ptrs += BLOCK_K * stride_bk
+    c_ptrs = c_ptr + offs_m[:, None] * N + offs_n[None, :]
+    tl.store(c_ptrs, acc.to(tl.float16), mask=in_m & in_n)
+
+
+def first_matmul(a, b, tile=(128, 256, 64), warps=8, LEAST=0):
+    """Return the product of two matrices in float16."""
+    (M, K), N = a.shape, b.shape[1]
+    c = a.new_empty(M, N)
+    grid = (triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1]),)
+    sizes = M, N, K, *a.stride(), *b.stride(), *tile, LEAST
+    first_kernel[grid](a, b, c, *sizes, num_warps=warps, num_stages=3)
+    return c
+
+
+# %%
+# Is it right?
+# ------------
+#
+# An addition in float32 is rounded, or cut off. So a sum of ``K`` terms is off
+# by at most :math:`K \cdot 2^{-23}` of the sum of their magnitudes, and the
+# result is rounded once more. The tiles are small here: there are many.
+
+
+def check(function, a, b):
+    """Return the largest error as a part of what is allowed; at most 1."""
+    c, K = function(a, b).double(), a.shape[1]
+    right, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    unit = 2.0 ** (-52 if a.dtype == torch.float64 else -23)
+    # A whole unit of the last bit: the interpreter cuts where a GPU rounds.
+    last = torch.finfo(a.dtype)
+    allowed = (K + 1) * unit * size + last.eps * right.abs() + last.tiny
+    part = (c - right).abs() / allowed
+    torch.testing.assert_close(part, part.clamp(max=1), rtol=0, atol=0)
+    return part.max().item()
+
+
+small = partial(first_matmul, tile=(16, 32, 16), warps=4)
+
+if __name__ == "__main__":
+    for layout in LAYOUTS:
+        part = check(small, *random(150, 45, 100, layout=layout))
+        print(f"{layout}: largest error {part:.2f} of what is allowed")
+
+# %%
+# How fast?
+# ---------
+#
+# PyTorch calls cuBLAS, the vendor's library, which is the roof here. The rate
+# counts two operations for each of the ``M N K`` products. All matrices are
+# square: in four layouts, then of sizes that 8 divides and 16 does not, and of
+# odd ones.
+
+
+def rates(calls, M, K, N, turns=20):
+    """Return the TFLOP/s of calls, by name."""
+    found = gpu_time(calls, turns=turns).items()
+    return {name: round(2e-9 * M * K * N / times[0]) for name, times in found}
+
+
+def contestants(function):
+    """Return what is measured on two matrices, by name."""
+    torch.compiler.reset()  # past eight shapes it would raise
+    options = {"dynamic": False, "fullgraph": True}
+    compiled = torch.compile(lambda a, b: torch.mm(a, b), **options)
+    return {"Triton": function, "cuBLAS": torch.mm, "torch.compile": compiled}
+
+
+KINDS = [(layout, 4096) for layout in LAYOUTS]
+KINDS += [("A, B", 4104), ("A, B", 4095)]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for layout, size in KINDS:
+        operands = random(size, size, size, layout=layout)
+        ops = contestants(first_matmul).items()
+        tried = {name: partial(op, *operands) for name, op in ops}
+        print(f"{layout}, {size}: {rates(tried, size, size, size)} TFLOP/s")
+
+# %%
+# Which loads are wide?
+# ---------------------
+#
+# A thread copies 4, 8 or 16 bytes at a time from memory to shared memory, ahead
+# of the loop's multiplications (``tile_order.py``). Triton notes of each
+# integer argument whether it is 1 and whether 16 divides it, and compiles for
+# that. So a stride of 1 is known, and with it the direction in which elements
+# lie side by side. What becomes of each kind? We compile for an H100, in a
+# child process that needs no GPU: ``compile_all`` stands in the opening. The
+# table counts what the compiled loop has of copies, loads, products, waits for
+# products and instructions in all, and the bytes of registers that spill.
+
+TILE_M, TILE_N = 128, 256
+BLOCKS = {"BLOCK_M": TILE_M, "BLOCK_N": TILE_N, "BLOCK_K": 64}
+STRIDES = ["stride_am", "stride_ak", "stride_bk", "stride_bn"]
+
+
+def ones(layout):
+    """Return which strides are 1, for A and B as they lie."""
+    along_a = "stride_am" if "A.T" in layout else "stride_ak"
+    return along_a, "stride_bk" if "B.T" in layout else "stride_bn"
+
+
+def job(layout="A, B", by_16=("M", "N", "K", *STRIDES), LEAST=0, **options):
+    """Return what answer() takes: as a launch of 128 x 256 x 64 would be."""
+    constants = BLOCKS | dict.fromkeys(ones(layout), 1)
+    constants |= options.pop("constants", {"LEAST": LEAST})
+    usual = {"kernel": "first_kernel", "warps": 8, "stages": 3} | options
+    return usual | {"gpu": 90, "constants": constants, "by_16": [*by_16]}
+
+
+OPCODE = r"(?m)^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)"
+
+
+def loop_of(sass):
+    """Return the shortest loop that multiplies, as text."""
+    loops = []
+    for label in re.findall(r"(?m)^(\.L_x_\d+):", sass):
+        body = sass.split(f"\n{label}:")[1]
+        if f"`({label})" in body:  # a jump back to it
+            loops.append(body[: body.rindex(f"`({label})")])
+    return min((loop for loop in loops if "MMA" in loop), key=len)
+
+
+COUNTED = {
+    "copies 16 B": r"LDGSTS.*128",
+    "loads 2 B": r"LDG\.E\.U16",
+    "products": "HGMMA",
+    "waits": r"WARPGROUP\.DEPBAR",
+    "in all": "",
+}
+
+
+def table(made):
+    """Return what the loop of each compiled kernel has."""
+    rows = {}
+    for name, one in made.items():
+        loop = re.findall(OPCODE, loop_of(one["sass"]))
+        rows[name] = {
+            what: sum(bool(re.match(pattern, op)) for op in loop)
+            for what, pattern in COUNTED.items()
+        }
+        rows[name] |= {"registers": one["REG"], "spilled": one["STACK"]}
+    return pd.DataFrame(rows).T.to_string()
+
+
+if __name__ == "__main__":
+    jobs = {layout: job(layout) for layout in LAYOUTS}
+    jobs["A, B, multiples of 8, or odd"] = job(by_16=[])
+    jobs["A, B, odd K alone"] = job(by_16=["N", "stride_bk"])
+    plain = compile_all(jobs, first_kernel)
+    print(f"Triton {triton.__version__}", table(plain), sep="\n")
+
+# %%
+# All four layouts are read by copies of 16 bytes, and the kernel has no switch
+# for them. If 16 divides neither sizes nor strides, each element is a load of
+# its own: it goes to a register, and from there to shared memory. Nothing is
+# copied ahead, and some registers spill. Two remedies, for two cases:
+#
+# * **8 divides the sizes**, as for rows of 1000. Nothing forbids copies of 16
+#   bytes, and only the compiler does not know it. So a constant ``VEC_AK`` says
+#   how many elements of A lie side by side along K, and the kernel computes
+#   ``stride_am // VEC_AK * VEC_AK``. That is ``stride_am`` again, but known to
+#   be a multiple. (``unaligned_rows.py`` explains the trick.)
+# * **Odd sizes.** Rows of 8193 elements begin at any address, and no copy of 4
+#   bytes can be used. The launcher copies the operand once into a buffer whose
+#   rows begin at multiples of 16 bytes, with zeros behind each row:
+#
+# .. code-block:: text
+#
+#     K = 5, 4 elements side by side       the buffer, 8 elements a row
+#
+#     a0 a1 a2 a3 a4 | b0 b1 b2 ..         a0 a1 a2 a3 a4  0  0  0
+#     b3 b4 | c0 ..                        b0 b1 b2 b3 b4  0  0  0
+#
+# The copy reads and writes an operand once. The product reads it once for each
+# row or column of tiles. So an operand is copied unless the other is narrow.
+
+# %%
+# Do multiplications wait for each other?
+# ---------------------------------------
+#
+# An H100 has *asynchronous products*: a warp starts one and goes on. A round of
+# the loop starts four of them, ``HGMMA``. It needs one wait, for the products
+# of the round before. Where a row of the table has four waits, each product
+# waits for the one before it.
+#
+# Triton's compiler does not write these waits. The assembler ``ptxas`` adds
+# them, and says so if it is asked. It does that where a register of the
+# accumulator is written by another instruction than a product, in a stretch of
+# code where products may be under way. Which instruction is that? If ``K`` is
+# 0, the loop does not run and the result is zeros. The compiler may write these
+# zeros on a path of its own, around the loop.
+#
+# A launcher can see to it that ``K`` is at least 1, but the compiler has to
+# know. With ``LEAST = 1``, the loop goes up to ``tl.maximum(K, 1)``. So it runs
+# at least once, and there is no path around it. Whether a layout needs that
+# depends on the tile and on Triton's version. Here are the counts with ``LEAST
+# = 1``, and all that the assembler says of this version's code, with 0 and 1.
+# The ladder behind the op has the rates. The op takes 1 for ``B.T`` alone.
+
+if __name__ == "__main__":
+    jobs = {f"{one}, LEAST = 1": job(one, LEAST=1) for one in LAYOUTS}
+    least = compile_all(jobs, first_kernel)
+    print(f"Triton {triton.__version__}", table(least), sep="\n")
+    for name, made in (plain | least).items():
+        for note in made["notes"]:
+            print(f"ptxas on {name}: {note}")
+
+# %%
+# Can the masks go?
+# -----------------
+#
+# The loop compares for every copy, in three dimensions. For M and N there is a
+# simpler way: a tile at the edge goes on at the first row. ``offs_m % M`` is
+# computed once, before the loop. It loads some rows in vain, and the mask of
+# the store drops their results. For K there is none: a wrong term would be
+# added to right sums. But where ``BLOCK_K`` divides ``K``, nothing overruns. A
+# constant ``EVEN_K`` tells the compiler. A table behind the op has the loops.
+
+# %%
+# Which tile?
+# -----------
+#
+# A larger tile loads less for each product: ``1 / BLOCK_M + 1 / BLOCK_N``
+# elements. A smaller one gives more programs, and two of them fit on a
+# multiprocessor, so that one stores while the other multiplies. Which one wins
+# depends on the shape, so ``triton.autotune`` (``autotune.py``) times all
+# candidates. Three decisions are the product's own:
+#
+# * *Its own list for each kind.* Up to 32 rows, tiles of 16 or 32 rows waste
+#   less. Float32 in full precision runs without tensor cores, and float64 has
+#   twice the bytes: both take smaller tiles.
+# * *The key.* Tuning again for each number of tokens would stop a server again
+#   and again. The key has the sizes rounded up to three bits, 5000 to 5120.
+# * *The clock.* 25 ms for each candidate instead of Triton's 125.
+
+# %%
+# The op
+# ------
+#
+# The op takes matrices of any strides and has a backward: the gradients are
+# products of transposed operands, by the same op. On a GPU a call goes straight
+# to the launcher, and ``torch.compile`` looks into the ``triton_op``, as the
+# page ``what_a_call_costs.py`` explains.
+
+TUNED_MATMUL_NAMESPACE = "triton_gallery"
+TUNED_MATMUL_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+# BLOCK_M, BLOCK_N, BLOCK_K, warps and stages; the first fits every GPU
+TUNED_MATMUL_TILES = {
+    "few rows": [
+        (16, 64, 128, 4, 3),
+        (16, 32, 128, 4, 5),
+        (16, 64, 128, 4, 5),
+        (16, 128, 128, 8, 3),
+        (32, 32, 128, 4, 4),
+        (32, 64, 128, 4, 4),
+        (32, 128, 64, 4, 4),
+    ],
+    "2 bytes": [
+        (64, 128, 64, 4, 3),
+        (64, 64, 64, 4, 5),
+        (128, 64, 64, 4, 4),
+        (64, 256, 64, 4, 3),
+        (128, 128, 64, 4, 3),
+        (128, 128, 64, 8, 4),
+        (128, 256, 64, 8, 3),
+        (128, 256, 64, 8, 4),
+        (256, 128, 64, 8, 3),
+    ],
+    "4 bytes": [
+        (64, 64, 16, 4, 3),
+        (32, 32, 32, 4, 3),
+        (64, 64, 32, 4, 3),
+        (64, 128, 16, 8, 3),
+        (128, 64, 16, 8, 3),
+        (128, 128, 16, 8, 3),
+    ],
+    "8 bytes": [
+        (64, 64, 16, 4, 3),
+        (32, 32, 32, 4, 3),
+        (64, 64, 16, 8, 3),
+        (64, 128, 16, 8, 3),
+        (128, 64, 16, 8, 3),
+    ],
+}
+TUNED_MATMUL_FEW = 32  # rows
+TUNED_MATMUL_GROUP = 8
+TUNED_MATMUL_COPY = 128  # an operand is copied if the other is wider
+TUNED_MATMUL_PITCH = 2**24  # 128 of them fit into int32
+TUNED_MATMUL_KEY = ["like_m", "like_n", "like_k", "VEC_AK", "VEC_BK"]
+
+
+@triton.jit
+def _tuned_matmul_tile(pid, M, N, BLOCK_M, BLOCK_N, GROUP_M):
+    """Return the row and the column of a program's tile, in groups of rows."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    first_m = pid // (GROUP_M * tiles_n) * GROUP_M
+    # The last group has what is left. Without this, tiles would be missed.
+    height = tl.minimum(tiles_m - first_m, GROUP_M)
+    place = pid % (GROUP_M * tiles_n)
+    return first_m + place % height, place // height
+
+
+@triton.jit(do_not_specialize=["M", "like_m", "like_n", "like_k"])
+def _tuned_matmul_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    like_m,  # for the key of autotune alone
+    like_n,
+    like_k,
+    ACC: tl.constexpr,
+    VEC_AM: tl.constexpr,  # elements of A that lie side by side along M
+    VEC_AK: tl.constexpr,
+    VEC_BK: tl.constexpr,
+    VEC_BN: tl.constexpr,
+    EVEN_K: tl.constexpr,  # whether BLOCK_K divides K
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # The compiler learns only here that rows begin at multiples of 16 bytes.
+    stride_am = stride_am // VEC_AK * VEC_AK
+    stride_ak = stride_ak // VEC_AM * VEC_AM
+    stride_bk = stride_bk // VEC_BN * VEC_BN
+    stride_bn = stride_bn // VEC_BK * VEC_BK
+    pid = tl.program_id(axis=0)
+    pid_m, pid_n = _tuned_matmul_tile(pid, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    # In int32 a product with a stride would overflow past element 2**31.
+    offs_m = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+    offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
+    # Past the edge the first rows come again, and the loop needs no mask for
+    # them. Wide loads may take what pads a row: the store leaves it out.
+    a_m = offs_m % (tl.cdiv(M, VEC_AM) * VEC_AM)  # (BLOCK_M,)
+    b_n = offs_n % (tl.cdiv(N, VEC_BN) * VEC_BN)  # (BLOCK_N,)
+    a_ptrs = a_ptr + a_m[:, None] * stride_am + offs_k[None, :] * stride_ak
+    b_ptrs = b_ptr + offs_k[:, None] * stride_bk + b_n[None, :] * stride_bn
+    # Along K the padding is zeros, which add nothing.
+    a_end = tl.cdiv(K, VEC_AK) * VEC_AK
+    b_end = tl.cdiv(K, VEC_BK) * VEC_BK
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)  # (BLOCK_M, BLOCK_N)
+    # K is at least 1 anyway. Where B lies along K, the compiler has to know, or
+    # products may wait for each other. Elsewhere that would cost more.
+    LEAST: tl.constexpr = 1 if VEC_BK > 1 else 0
+    for k in range(0, tl.maximum(K, LEAST), BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_ptrs)  # (BLOCK_M, BLOCK_K)
+            b = tl.load(b_ptrs)  # (BLOCK_K, BLOCK_N)
+        else:
+            a = tl.load(a_ptrs, mask=(offs_k < a_end - k)[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=(offs_k < b_end - k)[:, None], other=0.0)
+        # "ieee": float32 is not rounded to TF32 before it is multiplied.
+        acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
+        a_ptrs += BLOCK_K * stride_ak
+        b_ptrs += BLOCK_K * stride_bk
+    c_ptrs = c_ptr + offs_m[:, None] * N + offs_n[None, :]
+    c = acc.to(c_ptr.dtype.element_ty)  # (BLOCK_M, BLOCK_N)
+    tl.store(c_ptrs, c, mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
+
+
+def _tuned_matmul_clock(call, quantiles):
+    """Time a candidate, in a fifth of the time of Triton's own clock."""
+    return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
+
+
+def _tuned_matmul_tuner(tiles):
+    """Return the kernel, tuned over tiles."""
+    configs = []
+    for BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages in tiles:
+        blocks = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K}
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        configs.append(triton.Config(blocks, **options))
+    return triton.autotune(
+        configs=configs[:1] if triton.knobs.runtime.interpret else configs,
+        key=TUNED_MATMUL_KEY,
+        do_bench=_tuned_matmul_clock,
+    )(_tuned_matmul_kernel)
+
+
+TUNED_MATMUL_TUNED = {
+    kind: _tuned_matmul_tuner(tiles)
+    for kind, tiles in TUNED_MATMUL_TILES.items()
+}
+
+
+def _tuned_matmul_kind(M, dtype):
+    """Return which of the lists of tiles is for so many rows."""
+    few = M <= TUNED_MATMUL_FEW and dtype.itemsize == 2
+    return "few rows" if few else f"{dtype.itemsize} bytes"
+
+
+def _tuned_matmul_like(n):
+    """Return a size rounded up to three bits; a symbolic one as it is."""
+    if not isinstance(n, int):
+        return n
+    step = max(1, triton.next_power_of_2(n) // 8)
+    return triton.cdiv(n, step) * step
+
+
+def _tuned_matmul_operand(x, copy):
+    """Return x, and how many elements lie side by side along each dimension.
+
+    Where rows do not begin at multiples of 16 bytes, it is one. If ``copy``
+    is true, such an operand is copied, and zeros pad its rows.
+    """
+    vec = 16 // x.element_size()
+    begins = x.storage_offset() % vec == 0
+    for dim in (1, 0):
+        aligned = x.stride(1 - dim) % vec == 0 and x.shape[dim] % vec == 0
+        if begins and aligned and x.stride(dim) == 1:
+            return x, 1 if dim else vec, vec if dim else 1
+    if not copy:
+        return x, 1, 1
+    # Rows of the copy are what lies side by side.
+    transposed = x.stride(0) == 1 and x.shape[0] < TUNED_MATMUL_PITCH
+    rows = x.T if transposed else x
+    width = rows.shape[1]
+    buffer = x.new_empty(rows.shape[0], triton.cdiv(width, vec) * vec)
+    buffer[:, :width] = rows
+    buffer[:, width:] = 0
+    rows = buffer[:, :width]
+    return (rows.T, vec, 1) if transposed else (rows, 1, vec)
+
+
+def _tuned_matmul_check(a, b):
+    """Raise for what the op does not take."""
+    for x in (a, b):
+        if x.dtype not in TUNED_MATMUL_ACC:
+            raise TypeError(f"tuned_matmul takes float tensors, not {x.dtype}")
+    if a.dtype != b.dtype:
+        raise TypeError(
+            f"tuned_matmul takes one dtype, not {a.dtype}, {b.dtype}"
+        )
+    if a.device != b.device:
+        raise ValueError(
+            f"tuned_matmul takes one device, not {a.device}, {b.device}"
+        )
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(
+            "tuned_matmul takes an (M, K) and a (K, N) matrix, "
+            f"not {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    if max(a.stride(1), b.stride(0)) >= TUNED_MATMUL_PITCH:
+        raise ValueError(
+            "tuned_matmul takes strides along K below "
+            f"{TUNED_MATMUL_PITCH}, not {a.stride(1)} and {b.stride(0)}"
+        )
+
+
+def _tuned_matmul_launch(a, b, wrap=lambda kernel: kernel):
+    _tuned_matmul_check(a, b)
+    (M, K), N, dtype = a.shape, b.shape[1], a.dtype
+    if M == 0 or N == 0 or K == 0:
+        return a.new_zeros(M, N)
+    c = a.new_empty(M, N)
+    if triton.knobs.runtime.interpret and dtype == torch.bfloat16:
+        a, b = a.float(), b.float()  # which tl.dot gets wrong there
+    copy = M > TUNED_MATMUL_COPY and N > TUNED_MATMUL_COPY
+    a, VEC_AM, VEC_AK = _tuned_matmul_operand(a, copy)
+    b, VEC_BK, VEC_BN = _tuned_matmul_operand(b, copy)
+
+    def grid(config):
+        tiles_m = triton.cdiv(M, config["BLOCK_M"])
+        return (tiles_m * triton.cdiv(N, config["BLOCK_N"]),)
+
+    kind = _tuned_matmul_kind(M, dtype)
+    kernel = wrap(TUNED_MATMUL_TUNED[kind])
+    # Triton launches on the current GPU, which may not be that of a.
+    with torch.accelerator.device_index(a.device.index):
+        kernel[grid](
+            a,
+            b,
+            c,
+            M,
+            N,
+            K,
+            *a.stride(),
+            *b.stride(),
+            *map(_tuned_matmul_like, (M, N, K)),
+            ACC=TUNED_MATMUL_ACC[dtype],
+            VEC_AM=VEC_AM,
+            VEC_AK=VEC_AK,
+            VEC_BK=VEC_BK,
+            VEC_BN=VEC_BN,
+            EVEN_K=all(K % tile[2] == 0 for tile in TUNED_MATMUL_TILES[kind]),
+            GROUP_M=TUNED_MATMUL_GROUP,
+        )
+    return c
+
+
+@triton_op(f"{TUNED_MATMUL_NAMESPACE}::tuned_matmul", mutates_args={})
+def tuned_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the product of two matrices, as a @ b.
+
+    Takes an (M, K) and a (K, N) matrix of one dtype, float16, bfloat16, float32
+    or float64, with any strides. The result has their dtype and is contiguous.
+    Sums are in float32, for float64 in float64; float32 is multiplied in full
+    precision, not in TF32. The first call with new sizes tunes, and the result
+    is the same each time after it. Sizes that lie close together share what was
+    tuned. Raises TypeError for other dtypes and for two that differ, and
+    ValueError for shapes that do not fit, tensors on two devices and strides
+    along K of 2**24 or more. Has a gradient, which has one itself.
+    """
+    return _tuned_matmul_launch(a, b, wrap_triton)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+TUNED_MATMUL_LIBRARY = Library(TUNED_MATMUL_NAMESPACE, "FRAGMENT")
+TUNED_MATMUL_LIBRARY.impl("tuned_matmul", _tuned_matmul_launch, "CUDA")
+
+
+def _tuned_matmul_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _tuned_matmul_gradient(ctx, grad):
+    a, b = ctx.saved_tensors
+    by_a, by_b = ctx.needs_input_grad
+    return (
+        tuned_matmul(grad, b.T) if by_a else None,
+        tuned_matmul(a.T, grad) if by_b else None,
+    )
+
+
+tuned_matmul.register_autograd(
+    _tuned_matmul_gradient, setup_context=_tuned_matmul_setup
+)
+
+# %%
+# Is it what we wanted? First the compiled code, on any machine, with tiles of
+# 128 x 256 x 64. ``VEC`` is 8 where a row lies, and nothing else is known.
+
+
+def op_job(layout, even, by_16=("N",)):
+    """Return what answer() takes, for the op's kernel."""
+    names = dict(zip(STRIDES, ("AM", "AK", "BK", "BN"), strict=True))
+    constants = {
+        f"VEC_{name}": 8 if stride in ones(layout) else 1
+        for stride, name in names.items()
+    }
+    constants |= {"EVEN_K": even, "GROUP_M": TUNED_MATMUL_GROUP}
+    kernel = "_tuned_matmul_kernel"
+    return job(layout, by_16, kernel=kernel, constants=constants)
+
+
+if __name__ == "__main__":
+    jobs = {f"{one}, masks of K": op_job(one, even=False) for one in LAYOUTS}
+    jobs |= {f"{one}, EVEN_K": op_job(one, even=True) for one in LAYOUTS}
+    jobs["A, B, odd N"] = op_job("A, B", even=False, by_16=())
+    print(table(compile_all(jobs, _tuned_matmul_tile, _tuned_matmul_kernel)))
+
+# %%
+# With ``VEC`` no size needs to be a multiple of 16. Without masks every loop is
+# shorter than that of the first kernel. With masks of K alone it may be longer:
+# K ends at one place for A and at another for B, since one of them may be
+# padded. Where ``N`` is odd, the result is stored by 2 bytes, and registers may
+# spill around the store. What is each step worth? On a GPU, with tiles of 128 x
+# 256 x 64 and 3 stages, and then the op:
+
+LADDER = {
+    "square": (8192, 8192, 8192, "A, B"),
+    "a layer": (4096, 4096, 14336, "A, B.T"),
+    "both .T": (4096, 4096, 4096, "A.T, B.T"),
+    "multiples of 8": (4104, 4104, 4104, "A, B.T"),
+    "odd": (4097, 4095, 8193, "A, B.T"),
+}
+
+
+def fixed(a, b, copy):
+    """Return the product by the op's kernel with one tile for all shapes."""
+    (M, K), N = a.shape, b.shape[1]
+    c = a.new_empty(M, N)
+    a, *vec_a = _tuned_matmul_operand(a, copy)
+    b, *vec_b = _tuned_matmul_operand(b, copy)
+    grid = (triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N),)
+    sizes = M, N, K, *a.stride(), *b.stride(), M, N, K
+    constants = tl.float32, *vec_a, *vec_b, K % 64 == 0, TUNED_MATMUL_GROUP
+    options = BLOCKS | {"num_warps": 8, "num_stages": 3}
+    _tuned_matmul_kernel[grid](a, b, c, *sizes, *constants, **options)
+    return c
+
+
+RUNGS = {
+    "first kernel": first_matmul,
+    "LEAST = 1": partial(first_matmul, LEAST=1),
+    "VEC, fewer masks": partial(fixed, copy=False),
+    "rows copied": partial(fixed, copy=True),
+    "the op: tuned": tuned_matmul,
+    "cuBLAS": torch.mm,
+}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = {}
+    for name, (M, K, N, layout) in LADDER.items():
+        operands = random(M, K, N, layout=layout)
+        tried = {rung: partial(f, *operands) for rung, f in RUNGS.items()}
+        ladder[name] = rates(tried, M, K, N, turns=10)
+    print("TFLOP/s", pd.DataFrame(ladder).to_string(), sep="\n")
+
+# %%
+# What does tuning cost, and who wins?
+# ------------------------------------
+#
+# The first call with new sizes compiles and times each candidate, the second is
+# an ordinary one. We print both, and each winner. (What Triton's cache has on
+# disk is not compiled again.) The sizes are tokens x K x N of models' layers.
+
+TOKENS = [1, 16, 128, 1024, 4096]
+LAYERS = [(4096, 14336), (7168, 2048)]
+
+
+def seconds(call):
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for (K, N), M in itertools.product(LAYERS, TOKENS):
+        call = partial(tuned_matmul, *random(M, K, N, layout="A, B.T"))
+        first, second = seconds(call), seconds(call)
+        kind = _tuned_matmul_kind(M, torch.float16)
+        best = TUNED_MATMUL_TUNED[kind].best_config
+        print(f"{M} x {K} x {N}: first call {first:.2f} s", end=", ")
+        print(f"second {1e3 * second:.2f} ms", end=", ")
+        blocks = " x ".join(map(str, best.kwargs.values()))
+        print(f"{blocks}, {best.num_warps} warps, {best.num_stages} stages")
+
+# %%
+# What to look for: where there are few tiles, small ones keep more
+# multiprocessors busy; where there are many, large ones load less. And a wave
+# that is nearly empty takes as long as a full one, as ``tile_order.py`` counts.
+
+# %%
+# Proof
+# -----
+#
+# We compare value and gradients of every dtype with float64, for odd sizes,
+# with and without a copy of operands. Matrices that lie in other ways follow,
+# and empty ones. To tune for each of these would take a GPU some minutes, so
+# here the lists have one candidate each. (The tests run all candidates.)
+
+
+@contextmanager
+def one_candidate():
+    """Let the op take the first candidate of each list meanwhile."""
+    tuners = TUNED_MATMUL_TUNED.values()
+    lists = [tuner.configs for tuner in tuners]
+    for tuner in tuners:
+        tuner.configs = tuner.configs[:1]
+    yield
+    for tuner, configs in zip(tuners, lists, strict=True):
+        tuner.configs = configs
+
+
+def prove(M, K, N, dtype):
+    a, b = random(M, K, N, dtype)
+    grad, _ = random(M, N, 1, dtype)
+    check(tuned_matmul, a, b)
+    c = tuned_matmul(a.requires_grad_(), b.requires_grad_())
+    grads = torch.autograd.grad(c, (a, b), grad)
+    a, b = a.detach(), b.detach()
+    for got, left, right in ((grads[0], grad, b.T), (grads[1], a.T, grad)):
+        check(lambda *_, got=got: got, left, right)
+
+
+if __name__ == "__main__":
+    with one_candidate():
+        for dtype in TUNED_MATMUL_ACC:
+            prove(133, 45, 131, dtype)
+        prove(16, 64, 8, torch.float16)
+        for layout in LAYOUTS:
+            a, b = random(40, 70, 100, layout=layout)
+            check(tuned_matmul, a, b)
+        check(tuned_matmul, a[::2, ::2], b[::2, 3:])
+        check(tuned_matmul, a[:1].expand(40, 70), b)
+        for M, K, N in ((0, 3, 4), (3, 0, 4), (3, 4, 0)):
+            assert not tuned_matmul(*random(M, K, N)).any()
+
+# %%
+# ``gradcheck`` compares the backward with finite differences, and
+# ``gradgradcheck`` the backward of the backward:
+
+a, b = random(3, 4, 5, torch.float64)
+with one_candidate():
+    torch.testing.assert_close(tuned_matmul(a, b), a @ b)
+
+if __name__ == "__main__":
+    with one_candidate():
+        inputs = a.requires_grad_(), b.requires_grad_()
+        assert torch.autograd.gradcheck(tuned_matmul, inputs)
+        assert torch.autograd.gradgradcheck(tuned_matmul, inputs)
+
+# %%
+# An error names what the op does not take:
+
+if __name__ == "__main__":
+    a, b = random(3, 4, 5)
+    for wrong in ((a, b.float()), (a, b.T), (a.int(), b.int())):
+        try:
+            tuned_matmul(*wrong)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# The benchmark is in bfloat16, for a layer with 4096 features in and 14336 out,
+# as a Llama of 8 billion parameters has them, whose weight lies as (N, K). The
+# rate of few tokens is set by the memory, which has to deliver the weight.
+# ``skinny_matmul.py`` is for those.
+
+SIZES = [1, 16, 64, 256, 1000, 4096, 8192]
+LAYER = 4096, 14336
+
+
+def calls(M, backward=False):
+    a, b = random(M, *LAYER, dtype=torch.bfloat16, layout="A, B.T")
+    ops = contestants(tuned_matmul).items()
+    if not backward:
+        return {name: partial(op, a, b) for name, op in ops}
+    a, b = a.requires_grad_(), b.requires_grad_()
+    g, _ = random(M, LAYER[1], 1, dtype=torch.bfloat16)
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    return {name: partial(grad, op(a, b), (a, b), g) for name, op in ops}
+
+
+def work(M):
+    """Return operations, so that by milliseconds they are TFLOP/s."""
+    return 2e-9 * M * LAYER[0] * LAYER[1]
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {M: gpu_time(calls(M), turns=20) for M in SIZES}
+    results = rate_table(times, "M", "TFLOP/s", work)
+    print("forward", results.to_string(), sep="\n")
+    wide = results.pivot(index="M", columns="series", values="TFLOP/s")
+    wide.plot(logx=True, title="forward")
+
+# %%
+# The backward has two products, and so twice the operations:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {M: gpu_time(calls(M, True), turns=10) for M in (256, 1000, 4096)}
+    results_backward = rate_table(times, "M", "TFLOP/s", lambda M: 2 * work(M))
+    print("backward", results_backward.to_string(), sep="\n")
+
+# %%
+# This is what a call costs the CPU, in microseconds. The launcher looks up the
+# tuned config by its key each time:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for one in (results, results_backward):
+        cost = one[one["M"] == 1000].set_index("series")["CPU us"]
+        print(cost.round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# An H200 has 989 TFLOP/s for 4.8 TB/s by its data sheet, about 200 operations
+# for a byte. A weight in bfloat16 is read at least once, and gives ``M``
+# operations for a byte. So up to about 200 tokens the memory bounds the
+# product, and beyond that the tensor cores do. What these may wait for is
+# counted above. At 1000 tokens, compare with the table of waves: how many tiles
+# are there for how many places?
+
+# %%
+# Go further
+# ----------
+#
+# 1. The result of a product with an odd ``N`` has rows that begin at odd
+#    addresses, and is stored by 2 bytes. Which change of the op gives wide
+#    stores, and what is its price?
+# 2. The op copies an odd weight in each call. What can the weight's owner do?
+#
+# To read on:
+#
+# * ``persistent_matmul.py`` has the copy engine of Hopper load the tiles.
+# * ``unaligned_rows.py`` is about rows at odd addresses.
+# * ``autotune.py`` is about the tuner itself.
+
+# %%
+# Answers
+# -------
+#
+# **1.** Allocate the result with rows of a multiple of 8 elements, pass its
+# stride to the kernel, and return the first ``N`` columns. The result is then
+# not contiguous, and many ops that follow copy it.
+#
+# **2.** Store it with zeros behind each row, up to a multiple of 8 elements, do
+# the same to the activations, and multiply with the longer ``K``.

@@ -1,0 +1,529 @@
+"""The op of the recipe A product for every shape and layout, and its gradient."""
+
+# ruff: noqa: N806 - a product has M, N and K, as in the recipe
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compiled import Ask, graphs, ptx, stack
+from device_key import at_cuda
+from guard import Guard, guarded
+from hypothesis import given, settings
+from inputs import DEVICE, FLOATS, Layout, layouts, sizes
+from tolerance import assert_within
+
+RECIPE = Path("matmul") / "tuned_matmul.py"
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the recorded run shows it")
+
+
+@pytest.fixture(scope="module")
+def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the op as whoever takes it imports it, with one candidate: to tune for each size would take hours."""
+    module = load_op(str(RECIPE))
+    for tuner in module.TUNED_MATMUL_TUNED.values():
+        tuner.configs = tuner.configs[:1]
+    return module
+
+
+@pytest.fixture(scope="module")
+def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the recipe as a module."""
+    return load_recipe(str(RECIPE))
+
+
+def assert_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Assert that a result is as good as its accumulator and its dtype."""
+    assert out.dtype == a.dtype
+    assert out.device.type == DEVICE.type
+    assert out.is_contiguous()
+    a, b = a.double(), b.double()
+    # Products in half precision are exact, others round once; then come K sums, in any order.
+    assert_within(out, a @ b, a.abs() @ b.abs(), roundings=a.shape[1] + 2)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@settings(max_examples=12)
+@given(M=sizes(64, 140), K=sizes(64, 150), N=sizes(128, 140), of_a=layouts(), of_b=layouts())
+def test_value(taken: ModuleType, dtype: torch.dtype, M: int, K: int, N: int, of_a: Layout, of_b: Layout) -> None:
+    """The value is right for any sizes and layouts, and nothing is stored beside it."""
+    a, b = of_a.make((M, K), dtype, DEVICE), of_b.make((K, N), dtype, DEVICE)
+    out = guarded(taken.tuned_matmul, a, b)
+    assert torch.equal(taken.tuned_matmul(a, b), out)
+    assert_product(out, a, b)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@settings(max_examples=8)
+@given(M=sizes(16, 40), K=sizes(16, 40), N=sizes(16, 40), of_a=layouts(), of_b=layouts(), of_grad=layouts())
+def test_autograd(
+    taken: ModuleType, dtype: torch.dtype, M: int, K: int, N: int, of_a: Layout, of_b: Layout, of_grad: Layout
+) -> None:
+    """Both gradients are products, as good as any; one that is not wanted is not computed."""
+    a, b = of_a.make((M, K), dtype, DEVICE), of_b.make((K, N), dtype, DEVICE)
+    grad = of_grad.make((M, N), dtype, DEVICE)
+    a.requires_grad_()
+    (alone,) = torch.autograd.grad(taken.tuned_matmul(a, b), a, grad)
+    b.requires_grad_()
+    of_a_, of_b_ = torch.autograd.grad(taken.tuned_matmul(a, b), (a, b), grad)
+    a, b = a.detach(), b.detach()
+    assert torch.equal(alone, of_a_)
+    for out, left, right in ((of_a_, grad, b.T), (of_b_, a.T, grad)):
+        assert_within(
+            out, left.double() @ right.double(), left.double().abs() @ right.double().abs(), left.shape[1] + 2
+        )
+
+
+def test_gradcheck(taken: ModuleType) -> None:
+    """Differences agree with the gradient, and with the gradient of the gradient."""
+    inputs = [
+        Layout("contiguous", k).make(s, torch.float64, DEVICE).requires_grad_() for k, s in enumerate([(3, 4), (4, 2)])
+    ]
+    assert torch.autograd.gradcheck(taken.tuned_matmul, inputs)
+    assert torch.autograd.gradgradcheck(taken.tuned_matmul, inputs)
+
+
+# Rows at multiples of 16 bytes or not; more than 128 rows and columns, or fewer, where nothing is copied.
+SHAPES = [(130, 24, 136), (133, 40, 131), (131, 45, 144), (144, 45, 131), (133, 45, 131), (7, 45, 131), (133, 45, 9)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_padded_rows(taken: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """In all four layouts, with what pads a row NaN: neither it nor what follows the operand enters a result."""
+    M, K, N = shape
+
+    def lie(shape: tuple[int, int], seed: int, transposed: bool, aligned: bool) -> torch.Tensor:
+        rows, width = shape[::-1] if transposed else shape
+        gap = 16 - width % 16 if aligned else 5
+        x = torch.full((rows, width + gap), torch.nan, dtype=dtype, device=DEVICE)[:, :width]
+        x.copy_(Layout("contiguous", seed).make((rows, width), dtype, DEVICE))
+        return x.T if transposed else x
+
+    for first in (False, True):
+        for second in (False, True):
+            for aligned in (False, True):
+                a, b = lie((M, K), 0, first, aligned), lie((K, N), 1, second, aligned)
+                assert_product(guarded(taken.tuned_matmul, a, b), a, b)
+
+
+def test_operands(taken: ModuleType) -> None:
+    """What lies side by side is what it says, and a copy has rows of 16 bytes and zeros behind them."""
+    x = Layout("contiguous", 0).make((40, 48), torch.float16, DEVICE)
+    wide = taken._tuned_matmul_operand
+    for view, vecs in ((x, (1, 8)), (x.T, (8, 1)), (x[:, :40], (1, 8)), (x[:3].expand(3, 48), (1, 8))):
+        found, *along = wide(view, copy=True)
+        assert found is view
+        assert tuple(along) == vecs
+    for view in (
+        x[:, 1:41],
+        x[:, :41],
+        x[:, ::2],
+        x[:41, 5:].T,
+        x[:1, :1].expand(30, 30),
+        x.flatten()[:1517].view(41, 37),
+    ):
+        found, *along = wide(view, copy=False)
+        assert found is view
+        assert along == [1, 1]
+        found, *along = wide(view, copy=True)
+        assert torch.equal(found, view)
+        (dim,) = [d for d in (0, 1) if along[d] == 8]
+        assert along[1 - dim] == 1
+        assert found.stride(dim) == 1
+        assert found.stride(1 - dim) % 8 == 0
+        assert found.storage_offset() == 0
+        rows = found if dim else found.T
+        padding = rows.as_strided((rows.shape[0], rows.stride(0)), rows.stride())[:, rows.shape[1] :]
+        assert not padding.any()
+
+
+def test_key(taken: ModuleType) -> None:
+    """Sizes of models have a key of their own; there are few keys, and a size is at most a quarter below its own."""
+    like = taken._tuned_matmul_like
+    for n in (1, 2, 3, 8, 16, 2048, 4096, 5120, 7168, 8192, 14336):
+        assert like(n) == n
+    assert like(5000) == 5120
+    assert all(n <= like(n) < 1.25 * n for n in range(8, 5000))
+    assert len({like(n) for n in range(1, 16385)}) < 64
+
+
+def test_kinds(taken: ModuleType) -> None:
+    """Few rows of half precision have tiles of their own; the first of each list fits a GPU with 64 KiB."""
+    kind = taken._tuned_matmul_kind
+    assert kind(32, torch.bfloat16) == "few rows"
+    assert [kind(33, dtype) for dtype in FLOATS] == ["2 bytes", "2 bytes", "4 bytes", "8 bytes"]
+    assert kind(1, torch.float32) == "4 bytes"
+    for name, tiles in taken.TUNED_MATMUL_TILES.items():
+        assert len(tiles) >= 4
+        assert len(set(tiles)) == len(tiles)
+        BLOCK_M, BLOCK_N, BLOCK_K, _, stages = tiles[0]
+        size = 2 if name == "few rows" else int(name[0])
+        assert (stages - 1) * (BLOCK_M + BLOCK_N) * BLOCK_K * size <= 64 * 1024
+
+
+def test_guards_reach_into_the_op(taken: ModuleType) -> None:
+    """What the op allocates lies between guards in the tests above."""
+    x = torch.ones(131, 131, device=DEVICE)
+    with Guard() as guard:
+        out = taken.tuned_matmul(x, x)
+    assert len(guard.outputs) >= 3  # with copies of both operands
+    assert out.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
+
+
+def test_wide_accumulator(taken: ModuleType) -> None:
+    """A sum of many ones is not the 2048 or 256 at which half precision stands still."""
+    for dtype in FLOATS:
+        a = torch.ones(2, 4096, dtype=dtype, device=DEVICE)
+        assert (taken.tuned_matmul(a, a.T) == 4096).all()
+    a = torch.tensor([[1.0, 2.0**-40]], dtype=torch.float64, device=DEVICE)
+    assert taken.tuned_matmul(a, torch.ones_like(a).T).item() == 1 + 2.0**-40
+
+
+def test_float32_is_not_rounded(taken: ModuleType) -> None:
+    """Float32 is multiplied in full precision: TF32 has 11 bits."""
+    a = torch.tensor([[1 + 2.0**-20]], device=DEVICE)
+    assert taken.tuned_matmul(a, torch.ones_like(a)).item() == a.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
+    """On a GPU a call goes straight to the launcher; it does what the op does."""
+    a, b = (Layout("contiguous", k).make((50, 50), dtype, DEVICE) for k in range(2))
+    assert torch.equal(at_cuda(taken.tuned_matmul, a, b), taken.tuned_matmul(a, b))
+
+
+def test_refuses(taken: ModuleType) -> None:
+    """What the op does not take, it names."""
+    x = torch.ones(2, 3, device=DEVICE)
+    op = taken.tuned_matmul
+    with pytest.raises(TypeError, match=r"^tuned_matmul takes float tensors, not torch\.int32"):
+        op(x.int(), x.T.int())
+    with pytest.raises(TypeError, match=r"^tuned_matmul .*torch\.float32, torch\.float64"):
+        op(x, x.T.double())
+    for a, b in ((x, x), (x[0], x.T), (x, x.T[None])):
+        with pytest.raises(ValueError, match=r"^tuned_matmul takes an \(M, K\) and a \(K, N\) matrix, not \("):
+            op(a, b)
+    with pytest.raises(ValueError, match=r"^tuned_matmul takes one device"):
+        op(x, x.T.to("meta"))
+    far = torch.empty(2**24 + 1, dtype=torch.float16, device=DEVICE).as_strided((1, 2), (1, 2**24))
+    for a, b in ((far, far.T[:, :1]), (x[:1, :2].half(), far.T)):
+        with pytest.raises(ValueError, match=r"^tuned_matmul takes strides along K below 16777216"):
+            op(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_first_kernel(recipe: ModuleType, dtype: torch.dtype) -> None:
+    """The first kernel takes all layouts, and the ladder's kernel agrees; dtype is that of the reference."""
+    a, b = recipe.random(170, 37, 150)
+    right = (a.to(dtype) @ b.to(dtype)).half()
+    for layout in recipe.LAYOUTS:
+        one, other = (x.T.contiguous().T if f"{n}.T" in layout else x for n, x in (("A", a), ("B", b)))
+        assert recipe.random(5, 6, 7, layout=layout)[0].is_contiguous() == ("A.T" not in layout)
+        for LEAST in (0, 1):
+            c = recipe.first_matmul(one, other, tile=(16, 32, 16), warps=4, LEAST=LEAST)
+            torch.testing.assert_close(c, right, rtol=2**-9, atol=2e-3)
+    for copy in (False, True):
+        torch.testing.assert_close(recipe.fixed(a, b, copy=copy), right, rtol=2**-9, atol=2e-3)
+
+
+def in_python(function: Any) -> Callable[..., tuple[int, int]]:
+    """Return a jitted function of integers as one of Python's."""
+    language = SimpleNamespace(cdiv=lambda n, d: -(-n // d), minimum=min)
+    return FunctionType(function.fn.__code__, {"tl": language})
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 5), (8, 3), (3, 20), (64, 32)])
+def test_order(taken: ModuleType, rows: int, columns: int) -> None:
+    """Every tile is taken once, in groups of rows."""
+    tile = in_python(taken._tuned_matmul_tile)
+    for GROUP_M in (1, 2, 3, 8, 32):
+        sizes_ = 16 * rows - 3, 32 * columns - 5, 16, 32, GROUP_M
+        found = [tile(pid, *sizes_) for pid in range(rows * columns)]
+        assert sorted(found) == [(m, n) for m in range(rows) for n in range(columns)]
+        assert found == sorted(found, key=lambda at: (at[0] // GROUP_M, at[1], at[0]))
+
+
+class Alone:
+    """A kernel with one config, chosen here and not by the tuner."""
+
+    def __init__(self, tuner: Any, tile: tuple[int, ...]) -> None:
+        """Take the tuner of the kernel and a tile of the recipe's lists."""
+        names = "BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages"
+        self.kernel, self.config = tuner.fn, dict(zip(names, tile, strict=True))
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        """Return what launches it."""
+        return partial(self.kernel[grid], **self.config)
+
+
+CANDIDATES = {"few rows": 7, "2 bytes": 9, "4 bytes": 6, "8 bytes": 5}
+DTYPES = {"few rows": torch.bfloat16, "2 bytes": torch.float16, "4 bytes": torch.float32, "8 bytes": torch.float64}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "index"), [(kind, i) for kind, count in CANDIDATES.items() for i in range(count)])
+def test_every_config(taken: ModuleType, kind: str, index: int, record_property: Callable[[str, object], None]) -> None:
+    """Each candidate of each list is right, for several tiles of it and what is left over, masked along K and not."""
+    record_property("config", f"_tuned_matmul_kernel {kind} {index}")
+    tile = taken.TUNED_MATMUL_TILES[kind][index]
+    BLOCK_M, BLOCK_N, BLOCK_K, *_ = tile
+    M = 29 if kind == "few rows" else 2 * BLOCK_M + 5
+    for K in (BLOCK_K + 9, 2 * BLOCK_K, 128):
+        a = Layout("contiguous", 0).make((M, K), DTYPES[kind], DEVICE)
+        b = Layout("transposed", 1).make((K, 2 * BLOCK_N + 3), DTYPES[kind], DEVICE)
+        assert taken._tuned_matmul_kind(M, a.dtype) == kind
+        assert_product(taken._tuned_matmul_launch(a, b, lambda tuner: Alone(tuner, tile)), a, b)
+
+
+def test_all_configs_are_tested(recipe: ModuleType) -> None:
+    """The numbers above are those of the recipe, whose tuners have all of them on a GPU."""
+    assert {kind: len(tiles) for kind, tiles in recipe.TUNED_MATMUL_TILES.items()} == CANDIDATES
+    if not recipe.triton.knobs.runtime.interpret:
+        assert {kind: len(tuner.configs) for kind, tuner in recipe.TUNED_MATMUL_TUNED.items()} == CANDIDATES
+
+
+@pytest.mark.needs_gpu_memory(15)
+def test_beyond_int32(taken: ModuleType) -> None:
+    """More than 2**31 elements in an operand and in the result: the last row is right."""
+    rows, K = 2**17 + 1, 2**14
+    a = torch.zeros(rows, K, dtype=torch.float16, device=DEVICE)
+    a[-1, -1] = 1
+    b = torch.ones(K, 16, dtype=torch.float16, device=DEVICE)
+    c = taken.tuned_matmul(a, b)
+    assert (c[-1] == 1).all()
+    assert not c[:-1].any()
+    c = taken.tuned_matmul(b.T, a.T)
+    assert (c[:, -1] == 1).all()
+    assert not c[:, :-1].any()
+    del a, b, c
+    a = torch.zeros(rows, 16, dtype=torch.float16, device=DEVICE)
+    a[-1, -1] = 1
+    c = taken.tuned_matmul(a, torch.ones(16, K, dtype=torch.float16, device=DEVICE))
+    assert (c[-1] == 1).all()
+    assert not c[:-1].any()
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_opcheck(taken: ModuleType, dtype: torch.dtype) -> None:
+    """The op passes the whole of opcheck, with and without copies."""
+    for M, K, N in ((7, 16, 24), (133, 45, 131)):
+        a, b = (torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for shape in ((M, K), (K, N)))
+        assert set(torch.library.opcheck(taken.tuned_matmul, (a, b)).values()) == {"SUCCESS"}
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(taken: ModuleType, dynamic: bool) -> None:
+    """torch.compile takes the op, its gradient, and other sizes."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda a, b: taken.tuned_matmul(a * 2, b), fullgraph=True, dynamic=dynamic)
+    for M, K, N in ((64, 48, 80), (96, 48, 80), (133, 45, 131), (8, 48, 80)):
+        a, b = (
+            torch.randn(shape, device=DEVICE, dtype=torch.float64, requires_grad=True) for shape in ((M, K), (K, N))
+        )
+        c, right = compiled(a, b), a * 2 @ b
+        torch.testing.assert_close(c, right)
+        for x, y in zip(*(torch.autograd.grad(t.square().sum(), (a, b)) for t in (c, right)), strict=True):
+            torch.testing.assert_close(x, y)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_other_gpu(taken: ModuleType) -> None:
+    """The op runs where its inputs are, whichever GPU is the current one."""
+    a = torch.randn(50, 50, device="cuda:1", dtype=torch.float64, requires_grad=True)
+    c = taken.tuned_matmul(a, a)
+    torch.testing.assert_close(c, a @ a)
+    (d,) = torch.autograd.grad(c.sum(), a)
+    torch.testing.assert_close(d, torch.autograd.grad((a @ a).sum(), a)[0])
+
+
+LAYOUTS = [(along_a, along_b) for along_a in (False, True) for along_b in (False, True)]  # whether along K
+
+
+def known(taken: ModuleType, kind: str, tile: tuple[int, ...], along: tuple[bool, bool], **more: Any) -> dict[str, Any]:
+    """Return what a launch knows, of operands whose rows begin at multiples of 16 bytes."""
+    import triton.language as tl
+
+    size = 2 if kind == "few rows" else int(kind[0])
+    vec, (along_a, along_b) = 16 // size, along
+    found = {"dtype": {2: "fp16", 4: "fp32", 8: "fp64"}[size], "num_warps": tile[3]}
+    found |= {"ACC": tl.float64 if size == 8 else tl.float32, "GROUP_M": 8, "EVEN_K": False}
+    found |= dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=False))
+    found |= {"VEC_AM": 1 if along_a else vec, "VEC_AK": vec if along_a else 1}
+    found |= {"VEC_BK": vec if along_b else 1, "VEC_BN": 1 if along_b else vec}
+    found |= {"stride_ak" if along_a else "stride_am": 1, "stride_bk" if along_b else "stride_bn": 1}
+    return found | more
+
+
+def notes(taken: ModuleType) -> list[str]:
+    """Return what the assembler says of products that wait for each other, for tiles with tensor cores."""
+    import triton
+
+    found = []
+    for kind, along in product(("few rows", "2 bytes"), LAYOUTS):
+        for tile in taken.TUNED_MATMUL_TILES[kind]:
+            code = ptx(taken._tuned_matmul_kernel, **known(taken, kind, tile, along, N=4096))
+            with NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+                file.write(code)
+                file.flush()
+                command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+                log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            assert "Used" in log
+            found += [f"{tile} {along} {line}" for line in log.splitlines() if "Potential Performance" in line]
+    return found
+
+
+def codes(taken: ModuleType) -> list[tuple[set[str], int, int]]:
+    """Return, for all layouts, the bytes of copies, the loads that are none, and the lines of code without masks."""
+    found = []
+    for along in LAYOUTS:
+        text = ptx(taken._tuned_matmul_kernel, **known(taken, "2 bytes", (128, 256, 64, 8), along))
+        even = ptx(taken._tuned_matmul_kernel, **known(taken, "2 bytes", (128, 256, 64, 8), along, EVEN_K=True))
+        widths = set(re.findall(r"cp\.async\S* \[.*?\], \[.*?\], (\w+)", text))
+        found.append((widths, text.count("ld.global"), len(text.splitlines()) - len(even.splitlines())))
+    return found
+
+
+def spills(taken: ModuleType) -> dict[str, int]:
+    """Return the bytes that threads spill, for every tile and layout."""
+    return {
+        f"{kind} {tile} {along}": stack(taken._tuned_matmul_kernel, **known(taken, kind, tile, along, N=4096))
+        for kind, tiles in taken.TUNED_MATMUL_TILES.items()
+        for tile in tiles
+        for along in LAYOUTS
+    }
+
+
+def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
+    """Where rows begin at multiples of 16 bytes, all loads are copies of 16, whatever divides the sizes."""
+    (found,) = on_h100(gallery / RECIPE, codes)
+    for widths, loads, longer in found:
+        assert {int(width, base=0) for width in widths} == {16}
+        assert loads == 0
+        assert longer > 0
+
+
+@pytest.mark.thorough
+def test_products_do_not_wait_for_each_other(gallery: Path, on_h100: Ask) -> None:
+    """With no tile and in no layout has the assembler to put products one after the other."""
+    (found,) = on_h100(gallery / RECIPE, notes)
+    assert found == []
+
+
+@pytest.mark.thorough
+def test_register_spills(gallery: Path, on_h100: Ask) -> None:
+    """With no tile and in no layout more than four registers."""
+    (found,) = on_h100(gallery / RECIPE, spills)
+    assert len(found) == 4 * sum(CANDIDATES.values())
+    assert {name: size for name, size in found.items() if size > 16} == {}
+
+
+def traced(recipe: ModuleType) -> list[list[str]]:
+    """Return the graphs, forward and backward."""
+    return graphs(recipe.tuned_matmul, *(torch.randn(64, 64, requires_grad=True) for _ in range(2)))
+
+
+def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
+    """No input counts as written, either way."""
+    ((forward, backward),) = on_h100(gallery / RECIPE, traced)
+    for found, products in ((forward, 1), (backward, 2)):
+        kernels = [call for call in found if call.startswith("triton_kernel_wrapper")]
+        assert kernels == products * ["triton_kernel_wrapper_functional"]
+        assert not [call for call in found if re.match(r"aten\.(clone|add|copy)", call)]
+
+
+@pytest.mark.thorough
+@without_a_gpu
+def test_page(gallery: Path, tmp_path: Path) -> None:
+    """What the page prints without a GPU is what its text says."""
+    command = [sys.executable, gallery.resolve() / RECIPE]
+    run = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        env=os.environ | {"MPLBACKEND": "agg"},
+    )
+    lines = [line.split() for line in run.stdout.splitlines()]
+    counts = [line for line in lines if line[:1] in (["A,"], ["A.T,"]) and "error" not in line]
+    found = {" ".join(line[:-7]): tuple(map(int, line[-7:])) for line in counts}
+    for name in (f"{a}, {b}" for a in ("A", "A.T") for b in ("B", "B.T")):
+        for more in ("", ", LEAST = 1", ", masks of K", ", EVEN_K"):
+            assert found[name + more][:3] == (12, 0, 4)
+        for more in (", LEAST = 1", ", masks of K", ", EVEN_K"):
+            assert found[name + more][3] == 1
+        assert found[f"{name}, EVEN_K"][4] < found[name][4]
+        assert found[name][6] == found[f"{name}, EVEN_K"][6] == 0
+    copies, loads, *_, spilled = found["A, B, multiples of 8, or odd"]
+    assert (copies, loads) == (0, 96)
+    assert spilled > 0
+    errors = [line for line in run.stdout.splitlines() if "Error: tuned_matmul takes" in line]
+    assert len(errors) == 3
+    assert run.stderr == ""
+
+
+# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
+OPS = [
+    ("tuned_matmul", lambda normal, M, N: (normal(M, N), normal(N, 517)), lambda a, b: a @ b),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    (
+        "stored without a mask",
+        "tl.store(c_ptrs, c, mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])",
+        "tl.store(c_ptrs, c)",
+    ),
+    (
+        "stored with a mask of rows alone",
+        "tl.store(c_ptrs, c, mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])",
+        "tl.store(c_ptrs, c, mask=(offs_m < M)[:, None])",
+    ),
+    ("loads of A past K", "tl.load(a_ptrs, mask=(offs_k < a_end - k)[None, :], other=0.0)", "tl.load(a_ptrs)"),
+    ("loads of B past K", "tl.load(b_ptrs, mask=(offs_k < b_end - k)[:, None], other=0.0)", "tl.load(b_ptrs)"),
+    (
+        "a sum of the last step alone",
+        'tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)',
+        'tl.dot(a, b, input_precision="ieee", out_dtype=ACC)',
+    ),
+    ("an accumulator of float32", "torch.float64: tl.float64", "torch.float64: tl.float32"),
+    (
+        "the first step of A again and again",
+        "out_dtype=ACC)\n        a_ptrs += BLOCK_K * stride_ak\n",
+        "out_dtype=ACC)\n",
+    ),
+    ("rows of A taken for those of a contiguous one", "a_ptr + a_m[:, None] * stride_am", "a_ptr + a_m[:, None] * K"),
+    ("padding that is not zero", "    buffer[:, width:] = 0\n", ""),
+    (
+        "rows taken for aligned",
+        "aligned = x.stride(1 - dim) % vec == 0 and x.shape[dim] % vec == 0",
+        "aligned = x.shape[dim] % vec == 0",
+    ),
+    (
+        "sizes taken for multiples",
+        "aligned = x.stride(1 - dim) % vec == 0 and x.shape[dim] % vec == 0",
+        "aligned = x.stride(1 - dim) % vec == 0",
+    ),
+    ("no mask where one is needed", "EVEN_K=all(K % tile[2] == 0 for", "EVEN_K=all(K % 8 == 0 for"),
+    (
+        "a gradient of zero",
+        "tuned_matmul(grad, b.T) if by_a else None",
+        "tuned_matmul(grad, b.T) * 0 if by_a else None",
+    ),
+    ("no launcher for GPUs", 'TUNED_MATMUL_LIBRARY.impl("tuned_matmul", _tuned_matmul_launch, "CUDA")\n', ""),
+]
