@@ -490,21 +490,6 @@ def _varlen_attention_list_kernel(
 
 
 @triton.jit
-def _varlen_attention_place(list_ptr, cu_q_ptr, cu_k_ptr, HEADS):
-    """Return a program's block and head, and where its sequence lies."""
-    slot = tl.program_id(axis=0) // HEADS
-    head = tl.program_id(axis=0) % HEADS
-    seq = tl.load(list_ptr + 2 * slot)
-    block = tl.load(list_ptr + 2 * slot + 1)
-    begin_q, begin_k = tl.load(cu_q_ptr + seq), tl.load(cu_k_ptr + seq)
-    LQ = tl.load(cu_q_ptr + seq + 1) - begin_q
-    LK = tl.load(cu_k_ptr + seq + 1) - begin_k
-    # In int32, an offset would overflow past element 2**31.
-    head, begin_q = head.to(tl.int64), begin_q.to(tl.int64)
-    return block, head, begin_q, LQ, begin_k.to(tl.int64), LK
-
-
-@triton.jit
 def _varlen_attention_load(
     ptrs,
     offs,
@@ -600,11 +585,19 @@ def _varlen_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    block, head, begin_q, LQ, begin_k, LK = _varlen_attention_place(
-        list_ptr, cu_q_ptr, cu_k_ptr, HEADS
-    )
+    # Not in a helper: torch.compile would take these pointers for written to,
+    # as a helper gets them and returns what leads to the stores.
+    slot, head = tl.program_id(axis=0) // HEADS, tl.program_id(axis=0) % HEADS
+    block = tl.load(list_ptr + 2 * slot + 1)
     if block < 0:
         return
+    seq = tl.load(list_ptr + 2 * slot)
+    begin_q, begin_k = tl.load(cu_q_ptr + seq), tl.load(cu_k_ptr + seq)
+    LQ = tl.load(cu_q_ptr + seq + 1) - begin_q
+    LK = tl.load(cu_k_ptr + seq + 1) - begin_k
+    # In int32, an offset would overflow past element 2**31.
+    begin_q, begin_k = begin_q.to(tl.int64), begin_k.to(tl.int64)
+    head = head.to(tl.int64)
     offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
     q_ptrs = q_ptr + begin_q * stride_qt + head * stride_qh
     k_ptrs = k_ptr + begin_k * stride_kt + head // GROUP * stride_kh
@@ -686,11 +679,17 @@ def _varlen_attention_dq_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    block, head, begin_q, LQ, begin_k, LK = _varlen_attention_place(
-        list_ptr, cu_q_ptr, cu_k_ptr, HEADS
-    )
+    slot, head = tl.program_id(axis=0) // HEADS, tl.program_id(axis=0) % HEADS
+    block = tl.load(list_ptr + 2 * slot + 1)
     if block < 0:
         return
+    seq = tl.load(list_ptr + 2 * slot)
+    begin_q, begin_k = tl.load(cu_q_ptr + seq), tl.load(cu_k_ptr + seq)
+    LQ = tl.load(cu_q_ptr + seq + 1) - begin_q
+    LK = tl.load(cu_k_ptr + seq + 1) - begin_k
+    # In int32, an offset would overflow past element 2**31.
+    begin_q, begin_k = begin_q.to(tl.int64), begin_k.to(tl.int64)
+    head = head.to(tl.int64)
     offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
     q_ptrs = q_ptr + begin_q * stride_qt + head * stride_qh
     k_ptrs = k_ptr + begin_k * stride_kt + head // GROUP * stride_kh
@@ -770,11 +769,17 @@ def _varlen_attention_dkdv_kernel(
     BLOCK_D: tl.constexpr,
 ):
     # HEADS are those of the keys; each adds up what its GROUP of queries gives.
-    block, head, begin_q, LQ, begin_k, LK = _varlen_attention_place(
-        list_ptr, cu_q_ptr, cu_k_ptr, HEADS
-    )
+    slot, head = tl.program_id(axis=0) // HEADS, tl.program_id(axis=0) % HEADS
+    block = tl.load(list_ptr + 2 * slot + 1)
     if block < 0:
         return
+    seq = tl.load(list_ptr + 2 * slot)
+    begin_q, begin_k = tl.load(cu_q_ptr + seq), tl.load(cu_k_ptr + seq)
+    LQ = tl.load(cu_q_ptr + seq + 1) - begin_q
+    LK = tl.load(cu_k_ptr + seq + 1) - begin_k
+    # In int32, an offset would overflow past element 2**31.
+    begin_q, begin_k = begin_q.to(tl.int64), begin_k.to(tl.int64)
+    head = head.to(tl.int64)
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
     k_ptrs = k_ptr + begin_k * stride_kt + head * stride_kh
     v_ptrs = v_ptr + begin_k * stride_vt + head * stride_vh
