@@ -337,9 +337,9 @@ def test_list_too_short_bool(taken: ModuleType) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradcheck_accumulator(taken: ModuleType, causal: bool) -> None:
     """PyTorch's check by differences, in float64, of ragged sequences and shared heads."""
-    q = Layout("contiguous", 0).make((4, 2, 3), torch.float64, DEVICE).requires_grad_()
-    k, v = (Layout("contiguous", seed).make((5, 1, 3), torch.float64, DEVICE).requires_grad_() for seed in (1, 2))
-    known = cu([1, 0, 3]), cu([2, 1, 2]), 3, 2
+    q = Layout("contiguous", 0).make((3, 2, 2), torch.float64, DEVICE).requires_grad_()
+    k, v = (Layout("contiguous", seed).make((4, 1, 2), torch.float64, DEVICE).requires_grad_() for seed in (1, 2))
+    known = cu([1, 0, 2]), cu([1, 1, 2]), 2, 2
     assert torch.autograd.gradcheck(lambda *x: taken.varlen_attention(*x, *known, causal, 0.7), (q, k, v))
 
 
@@ -606,7 +606,23 @@ OPS = [("varlen_attention", two_sequences, by_pytorch)]
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
-    ("keys of the next sequence are seen", "    seen = offs_n < LK\n", "    seen = offs_n < LK + BLOCK\n"),
-    ("tokens of the next sequence are loaded", "mask = mask & (offs < L)", "mask = mask & (offs < L + 1)"),
-    ("queries see the next key", "offs_n <= offs_m + LK - LQ)", "offs_n <= offs_m + LK - LQ + 1)"),
+    ("keys past the end are seen", "    seen = offs_n < LK\n", "    seen = offs_n < LK + 64\n"),
+    ("tokens of the next sequence are loaded", "mask = mask & (offs < L)", "mask = mask & (offs < L + 64)"),
+    ("padding of a head is read", "    mask = offs_d < D\n", "    mask = offs_d < D + 8\n"),
+    ("queries see the next key", "seen & (offs_n <= offs_m + LK - LQ)", "seen & (offs_n <= offs_m + LK - LQ + 1)"),
+    ("the first query sees one key", "seen & (offs_n <= offs_m + LK - LQ)", "seen & (offs_n <= offs_m)"),
+    ("the diagonal begins late", "tl.minimum(seen + 1, LK)", "tl.minimum(seen + BLOCK_N, LK)"),
+    ("sums of before not rescaled", "acc = acc * rescale\n", "acc = acc * 1.0\n"),
+    ("the difference is not subtracted", "ds = p * (dp - delta[None, :])", "ds = p * dp"),
+    ("backward, queries see the next key", "<= offs_m[None, :] + LK - LQ\n", "<= offs_m[None, :] + LK - LQ + 1\n"),
+    (
+        "backward, the diagonal begins late",
+        "some = some // BLOCK_M * BLOCK_M",
+        "some = tl.cdiv(some, BLOCK_M) * BLOCK_M",
+    ),
+    ("backward, the diagonal ends early", "(block + 1) * BLOCK_N - 1 + LQ - LK", "block * BLOCK_N + LQ - LK"),
+    ("one member of a group counts", "of_q = head * GROUP + member", "of_q = head * GROUP"),
+    ("equally long sequences share places", "(other == work) & (offs < seq)", "(other == work) & (offs < 0)"),
+    ("what is left over says nothing", "range(count + seq, SLOTS, BATCH)", "range(count + seq, SLOTS - 1, BATCH)"),
+    ("tiles past the list are written", "(offs < tiles) & (first + offs < SLOTS)", "offs < tiles"),
 ]
