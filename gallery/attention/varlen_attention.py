@@ -147,9 +147,9 @@ if __name__ == "__main__":
 #
 #                block 0   block 1   block 2   block 3   block 4
 #
-#     sequence a  | run   |   run   |   run   |   run   |   run   |
-#     sequence b  | run   |   run   |   end   |   end   |   end   |
-#     sequence c  | run   |   end   |   end   |   end   |   end   |
+#     sequence a   | run   |   run   |   run   |   run   |   run |
+#     sequence b   | run   |   run   |   end   |   end   |   end |
+#     sequence c   | run   |   end   |   end   |   end   |   end |
 #
 # Past the end of a sequence lie tokens of the next one, which must be masked.
 
@@ -212,8 +212,7 @@ def packed(q, k, v, cu, longest):
 # ------------
 #
 # We compare with float64. In float16, the probabilities and the result are
-# rounded, each by :math:`2^{-11}` of the largest value at most. We allow twice
-# that.
+# rounded, each by :math:`2^{-11}` of the largest value. We allow twice that.
 
 
 def inputs(lengths, D, dtype=torch.float16, heads=None):
@@ -289,7 +288,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # its grid alone. So let us claim that it is 2, 4 and 8 times what it is. That
 # adds idle programs, and changes nothing else.
 
-
 if __name__ == "__main__":
     for longest in LONGEST[::2]:
         programs = 64 * triton.cdiv(longest, 128)
@@ -357,9 +355,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #   the *last* query sees all keys, the one before it all but the last, and so
 #   on: a model that continues a text has few new queries at the end of many
 #   keys. (PyTorch's ``is_causal`` counts from the first query instead.)
-# * ``s * scale - m`` is one instruction, a fused multiply-add. So the maximum
-#   is taken of the scores before the scale, and multiplied by it. That needs a
-#   scale above 0.
 
 # %%
 # The backward
@@ -385,17 +380,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # :math:`\mathrm{d}q`. The other takes a block of keys and goes along the
 # queries. That is seven products where five would do, but the same bits each
 # time. The first pass also computes :math:`\delta`, for both.
-#
-# .. code-block:: text
-#
-#     dq: a block of queries              dk, dv: a block of keys
-#                   keys                                keys
-#          +---+---+---+---+                    +---+---+---+---+
-#          |                                    |   | : |
-#          |                                    |   | : |
-#          | > > > |             queries        |   | v |        queries
-#          |                                    |   | v |
-#          +---+---+---+---+                    +---+---+---+---+
 #
 # The second pass has a list of its own, of blocks of keys. With a causal mask
 # the first keys are seen by the most queries, so they come first. A head of
@@ -1071,7 +1055,7 @@ def varlen_attention_forward(
     """Return varlen_attention, and the log-sum-exp of each row of scores.
 
     That has shape (heads, tokens) and base 2, is float32, or float64 with
-    float64, and has no gradient.
+    float64, and has no gradient. It is inf for a query that sees nothing.
     """
     return _varlen_attention_launch(
         q,
@@ -1180,7 +1164,7 @@ def varlen_attention(
     and, by cu_seqlens_k, its keys: both are int32 on the GPU, have batch + 1
     numbers that do not fall, from 0 to the number of tokens. That is not
     checked, for the GPU alone knows them. A sequence may be empty. No sequence
-    may be longer than max_seqlen_q and max_seqlen_k, or queries are left out.
+    may be longer than max_seqlen_q and max_seqlen_k, or tokens are left out.
     With causal, a sequence's last query sees all its keys, the one before it
     all but one, and so on. A query that sees nothing gives 0. scale is 1 /
     sqrt(D) if not given, else above 0; the kernels are compiled for it. The
@@ -1212,19 +1196,15 @@ def varlen_attention(
 
 def orders(lengths, BLOCK):
     """Return lists of tiles, by name."""
-    tiles = list(
-        itertools.product(
-            range(len(lengths)), range(triton.cdiv(max(lengths), BLOCK))
-        )
-    )
+    blocks = range(triton.cdiv(max(lengths), BLOCK))
+    tiles = [*itertools.product(range(len(lengths)), blocks)]
     real = [tile for tile in tiles if tile[1] * BLOCK < lengths[tile[0]]]
+    by_sequence = sorted(real, key=lambda tile: (tile[0], -tile[1]))
     return {
         "grid": [(s, n if n * BLOCK < lengths[s] else -1) for s, n in tiles],
         "as packed": real,
         "most work first": sorted(real, key=lambda tile: -tile[1]),
-        "longest first": sorted(
-            real, key=lambda tile: (-lengths[tile[0]], tile[0], -tile[1])
-        ),
+        "longest first": sorted(by_sequence, key=lambda t: -lengths[t[0]]),
     }
 
 
@@ -1265,10 +1245,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # keys, with a causal mask and without. For each element of the result we allow
 # two roundings of :math:`\sum_j p_j |v_j|` and two of the result. A rounding is
 # :math:`2^{-11}` in float16. In bfloat16 we allow :math:`2^{-7}`, as the
-# interpreter cuts off. In float32 and float64, the roundings of the scores are
-# left; we allow :math:`2^{-18}` and :math:`2^{-45}`. An element of a gradient
-# is a sum of terms that cancel, so there we compare the length of the
-# difference with the length of the gradient, and allow four roundings.
+# interpreter cuts off; in float32 and float64, for the scores, :math:`2^{-18}`
+# and :math:`2^{-45}`. A gradient has terms that cancel. There we compare the
+# length of the difference with that of the gradient, and allow four roundings.
 
 EPS = {
     torch.float16: 2.0**-11,
@@ -1328,8 +1307,8 @@ if __name__ == "__main__":
                 prove(case, dtype, causal)
 
 # %%
-# Next come queries, keys and values side by side in memory, as one projection
-# leaves them, and PyTorch's check of the gradient by differences.
+# Next come queries, keys and values side by side in memory, and PyTorch's check
+# of the gradient by differences.
 
 lengths = [40, 0, 9]
 side, _, _, cu = inputs(lengths, 48, heads=2)
@@ -1353,13 +1332,11 @@ if __name__ == "__main__":
 # -------------
 #
 # The benchmark is causal, in float16, with heads of 128. The operations are
-# those of the sequences, without padding; a backward counts 2.5 times those of
-# a forward, five products for two. Beside the op stand
-#
-# * cuDNN and FlashAttention-2 on the padded batch, without the time that
-#   padding takes;
-# * PyTorch's ``varlen_attn``, which has FlashAttention-2 for packed sequences;
-# * SDPA of a *nested tensor*, PyTorch's own form of a packed batch.
+# those of the sequences; a backward counts 2.5 times those of a forward, five
+# products for two. Beside the op stand cuDNN and FlashAttention-2 on the padded
+# batch, without the time that padding takes; PyTorch's ``varlen_attn``, which
+# has FlashAttention-2 for packed sequences; and SDPA of a *nested tensor*,
+# PyTorch's own form of a packed batch.
 
 
 def packed_flash(q, k, v, cu, longest):
@@ -1379,17 +1356,19 @@ def nested(q, k, v, cu, longest):
     return sdpa(*x, is_causal=True).transpose(1, 2).values()
 
 
-def calls(lengths, D, backward=False):
+def calls(lengths, D, backward=False, alone=False):
     """Return calls by name, of the forward or of the backward alone."""
     longest, (*x, cu) = max(lengths), inputs(lengths, D)
-    wide, known = padded_inputs(lengths, D), (cu, cu, longest, longest, True)
-    functions = {
-        "Triton": (lambda *x: varlen_attention(*x, *known), x),
-        "cuDNN, padded": (partial(by_library, CUDNN), wide),
-        "Flash, padded": (partial(by_library, FLASH), wide),
-        "varlen_attn": (lambda *x: packed_flash(*x, cu, longest), x),
-        "nested": (lambda *x: nested(*x, cu, longest), x),
-    }
+    known = cu, cu, longest, longest, True
+    functions = {"Triton": (lambda *x: varlen_attention(*x, *known), x)}
+    if not alone:
+        wide = padded_inputs(lengths, D)
+        functions |= {
+            "cuDNN, padded": (partial(by_library, CUDNN), wide),
+            "Flash, padded": (partial(by_library, FLASH), wide),
+            "varlen_attn": (lambda *x: packed_flash(*x, cu, longest), x),
+            "nested": (lambda *x: nested(*x, cu, longest), x),
+        }
     found = {}
     for name, (function, given) in functions.items():
         found[name] = partial(function, *given)
@@ -1437,17 +1416,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     rows = {}
     for longest in LONGEST:
         lengths = lengths_of(longest)
-        equal = round(math.sqrt(sum(n * n for n in lengths) / 64))
+        equal = [round(math.sqrt(sum(n * n for n in lengths) / 64))] * 64
+        row = rows[longest] = {}
         for D, backward in itertools.product((64, 128), (False, True)):
-            batches = {"unequal": lengths, "equal": [equal] * 64}
+            batches = {"some": lengths, "same": equal}
             tried = {
-                name: calls(batch, D, backward)["Triton"]
-                for name, batch in batches.items()
+                who: calls(batch, D, backward, alone=True)["Triton"]
+                for who, batch in batches.items()
             }
             found = rates(tried, lengths)
             name = f"{'backward' if backward else 'forward'}, {D}"
-            ratio = round(found["unequal"] / found["equal"], 2)
-            rows.setdefault(longest, {})[name] = ratio
+            row[name] = round(found["some"] / found["same"], 2)
     print("unequal / equal", pd.DataFrame(rows).T.to_string(), sep="\n")
 
 # %%
@@ -1464,13 +1443,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # --------
 #
 # The bug that everybody writes once is to mask by the end of the tensor, not by
-# the end of the sequence. Without a causal mask, the last queries of a sequence
-# then see the first keys of the next one. Here it is in PyTorch, with blocks of
-# 64 keys:
+# the end of the sequence. Without a causal mask, a sequence then sees the first
+# keys of the next one. Here it is in PyTorch, with blocks of 64 keys:
 
 
 def by_blocks(q, k, v, lengths, BLOCK):
-    """Return attention to whole blocks of keys, to the end of the tensor."""
     begin, outs = 0, []
     for length in lengths:
         end = begin + math.ceil(length / BLOCK) * BLOCK
@@ -1497,17 +1474,13 @@ if __name__ == "__main__":
 # Go further
 # ----------
 #
-# 1. The op's list has the order of whole sequences. For which batch would tiles
-#    with the most work first, of all sequences, balance better?
-# 2. Keys and values of generated text are mostly kept in pages that lie
-#    anywhere. Which line of the forward kernel would change?
+# 1. The op's list has whole sequences, one after the other. For which batch
+#    would tiles with the most work first, of all sequences, balance better?
 #
 # To read on:
 #
 # * `FlashAttention-2 <https://arxiv.org/abs/2307.08691>`_, with the formulas of
 #   the backward.
-# * `Nested tensors <https://docs.pytorch.org/docs/stable/nested.html>`_ of
-#   PyTorch, with the layout ``torch.jagged``.
 # * ``tile_order.py`` is about the order of a product's tiles.
 
 # %%
@@ -1517,7 +1490,3 @@ if __name__ == "__main__":
 # **1.** For one with a single long sequence and few others. Its tiles start
 # first in either order, but in the op's order those with little work, its first
 # blocks, come before the longest tiles of the other sequences.
-#
-# **2.** Those that load ``k`` and ``v``: a token's row would be looked up in a
-# table of pages, instead of counted from the begin of the sequence. The list,
-# the masks and the sums stay.
