@@ -18,20 +18,19 @@ def lengths_of(shape: tuple[int, ...]) -> list[int]:
 
 
 def packed(random: Function, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return q, k, v, where each sequence begins, and the longest length."""
+    """Return q, k, v, where each sequence begins, and the places in the longest, whose number the CPU knows."""
     import torch
 
     lengths = lengths_of(shape)
     x = [random((sum(lengths), *shape[2:])) for _ in range(3)]
     begins = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=x[0].device)
-    return *x, begins, max(lengths)
+    return *x, begins, torch.arange(max(lengths), device=x[0].device)
 
 
 def by_padding(torch: Any) -> Function:
     """Return attention of the padded batch, with the copies that padding takes."""
 
-    def attention(q: Any, k: Any, v: Any, begins: Any, longest: int) -> Any:
-        places = torch.arange(longest, device=q.device)
+    def attention(q: Any, k: Any, v: Any, begins: Any, places: Any) -> Any:
         rows = (begins[:-1, None] + places).clamp(max=len(q) - 1)
         padded = [t[rows].transpose(1, 2) for t in (q, k, v)]
         out = torch.nn.functional.scaled_dot_product_attention(*padded, is_causal=True)
@@ -49,7 +48,7 @@ def flash(nn: Any) -> Function:
 
     window = "window_size" in inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = {"window_size": (-1, 0)} if window else {"is_causal": True}
-    return lambda q, k, v, begins, longest: varlen_attn(q, k, v, begins, begins, longest, longest, **causal)
+    return lambda q, k, v, begins, places: varlen_attn(q, k, v, begins, begins, len(places), len(places), **causal)
 
 
 def products(factor: float) -> Amount:
@@ -67,7 +66,9 @@ WORKS = [
     Work(
         "attention/varlen_attention",
         ours=lambda recipe: (
-            lambda q, k, v, begins, longest: recipe.varlen_attention(q, k, v, begins, begins, longest, longest, True)
+            lambda q, k, v, begins, places: recipe.varlen_attention(
+                q, k, v, begins, begins, len(places), len(places), True
+            )
         ),
         torch=by_padding,
         shapes=SHAPES,
