@@ -108,8 +108,7 @@ def rate_table(times, x, unit, work):
 # *Packed*, all tokens of a batch are rows of one tensor, and ``cu_seqlens``
 # says where each sequence begins, and where the last one ends: ``[0, 5, 7, 9]``
 # for sequences of 5, 2 and 2 tokens. We take 64 sequences, from 128 tokens to
-# the longest, in equal factors. A query sees the keys of its sequence up to its
-# own place.
+# the longest, in equal factors. A query sees its sequence up to its own place.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 LONGEST = [512, 1024, 2048, 4096, 8192]
@@ -138,18 +137,19 @@ if __name__ == "__main__":
 # ----------------
 #
 # It is that of ``flash_attention_forward.py``: a program takes a block of
-# queries, and goes along the keys of its sequence. Which block of which
-# sequence? The lengths are on the GPU, and to read them, the CPU would have to
-# wait. But one mostly knows the longest. So launch programs for as many blocks
-# as that has, for each sequence. A program without queries ends at once:
+# queries, and goes along the keys of its sequence. Which block of which one?
+# The lengths are on the GPU; to read them, the CPU would have to wait. But one
+# mostly knows the longest. So launch programs for as many blocks as that has,
+# for each sequence. A program without queries ends at once:
 #
 # .. code-block:: text
 #
-#                block 0   block 1   block 2   block 3   block 4
-#
-#     sequence a   | run   |   run   |   run   |   run   |   run |
-#     sequence b   | run   |   run   |   end   |   end   |   end |
-#     sequence c   | run   |   end   |   end   |   end   |   end |
+#                  block 0   block 1   block 2   block 3   block 4
+#                +---------+---------+---------+---------+---------+
+#     sequence a |   run   |   run   |   run   |   run   |   run   |
+#     sequence b |   run   |   run   |   end   |   end   |   end   |
+#     sequence c |   run   |   end   |   end   |   end   |   end   |
+#                +---------+---------+---------+---------+---------+
 #
 # Past the end of a sequence lie tokens of the next one, which must be masked.
 

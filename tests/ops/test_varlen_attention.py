@@ -157,6 +157,37 @@ def both(taken: ModuleType, x: tuple[torch.Tensor, ...], do: torch.Tensor, *know
     return [out.detach(), *torch.autograd.grad(out, x, do)]
 
 
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), min_size=1, max_size=300),
+    BLOCK=st.sampled_from([16, 64]),
+    down=st.booleans(),
+    slack=st.sampled_from([0, 1, 10**6]),
+)
+def test_list_of_tiles_bool(
+    taken: ModuleType, lengths: list[tuple[int, int]], BLOCK: int, down: bool, slack: int
+) -> None:
+    """It has each tile once, longest work first, and at most one idle entry for each sequence."""
+    own, other = ([pair[side] for pair in lengths] for side in (0, 1))
+    known = {"total": sum(own), "longest": max(own) + slack, "BLOCK": BLOCK, "DOWN": down}
+    tiles = guarded(partial(taken._varlen_attention_list, **known), cu(own), cu(other))
+    rows = tiles.tolist()
+    count = sum(-(-length // BLOCK) for length in own)
+    assert rows[count:] == [[0, -1]] * (len(rows) - count)
+    assert len(rows) - count <= len(lengths)
+    order = sorted(range(len(lengths)), key=lambda seq: (-other[seq], seq))
+    expected = [[seq, block] for seq in order for block in range(-(-own[seq] // BLOCK))[:: -1 if down else 1]]
+    assert rows[:count] == expected
+
+
+def test_list_too_short_bool(taken: ModuleType) -> None:
+    """A longest length that is too small loses tiles, and writes nowhere else."""
+    lengths = [40, 100, 7]
+    known = {"total": 147, "longest": 16, "BLOCK": 16, "DOWN": False}
+    tiles = guarded(partial(taken._varlen_attention_list, **known), cu(lengths), cu(lengths))
+    assert tiles.tolist() == [[1, 0], [1, 1], [1, 2]]
+
+
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @settings(max_examples=10)
 @given(
@@ -301,37 +332,6 @@ def test_longest_may_be_longer(taken: ModuleType, longest: int) -> None:
     expected = both(taken, tuple(x[:3]), x[3], *known, 70, 70)
     for found, right in zip(both(taken, tuple(x[:3]), x[3], *known, longest, longest), expected, strict=True):
         assert torch.equal(found, right)
-
-
-@settings(max_examples=30)
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), min_size=1, max_size=300),
-    BLOCK=st.sampled_from([16, 64]),
-    down=st.booleans(),
-    slack=st.sampled_from([0, 1, 10**6]),
-)
-def test_list_of_tiles_bool(
-    taken: ModuleType, lengths: list[tuple[int, int]], BLOCK: int, down: bool, slack: int
-) -> None:
-    """It has each tile once, longest work first, and at most one idle entry for each sequence."""
-    own, other = ([pair[side] for pair in lengths] for side in (0, 1))
-    known = {"total": sum(own), "longest": max(own) + slack, "BLOCK": BLOCK, "DOWN": down}
-    tiles = guarded(partial(taken._varlen_attention_list, **known), cu(own), cu(other))
-    rows = tiles.tolist()
-    count = sum(-(-length // BLOCK) for length in own)
-    assert rows[count:] == [[0, -1]] * (len(rows) - count)
-    assert len(rows) - count <= len(lengths)
-    order = sorted(range(len(lengths)), key=lambda seq: (-other[seq], seq))
-    expected = [[seq, block] for seq in order for block in range(-(-own[seq] // BLOCK))[:: -1 if down else 1]]
-    assert rows[:count] == expected
-
-
-def test_list_too_short_bool(taken: ModuleType) -> None:
-    """A longest length that is too small loses tiles, and writes nowhere else."""
-    lengths = [40, 100, 7]
-    known = {"total": 147, "longest": 16, "BLOCK": 16, "DOWN": False}
-    tiles = guarded(partial(taken._varlen_attention_list, **known), cu(lengths), cu(lengths))
-    assert tiles.tolist() == [[1, 0], [1, 1], [1, 2]]
 
 
 @pytest.mark.parametrize("causal", [False, True])
