@@ -575,7 +575,7 @@ if __name__ == "__main__":
 #     consumers        products of tile 0   store   products of tile 1 ...
 #
 # The steps ``n`` are counted through all tiles, so the ring does not begin
-# anew. Three more things change:
+# anew. Two more things change:
 #
 # * *The store waits later.* The copy engine writes the result to device memory
 #   by itself. A consumer has two small buffers for pieces of its result, and
@@ -584,8 +584,6 @@ if __name__ == "__main__":
 #   room for a fourth stage of the ring: 4 * 48 KB and 2 * 2 * 8 KB.
 # * *Groups of tiles.* Eight rows of tiles are walked together, column by column
 #   (``tile_order.py`` draws it), so that what is read again is still in L2.
-# * *Nothing is set to zero.* ``use_acc=step > 0`` has the first product of a
-#   tile overwrite the sums.
 
 # %%
 # Transposed operands
@@ -706,7 +704,6 @@ def _gluon_matmul_consume(
                 left.permute([1, 0]) if A_T else left,
                 right.permute([1, 0]) if B_T else right,
                 acc,
-                use_acc=k > 0,  # a tile's first product overwrites
                 is_async=True,
             )
             # One product may be under way, this one. The one before has read
