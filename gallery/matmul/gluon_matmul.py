@@ -27,6 +27,7 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["matmul", "compute bound", "TMA", "Gluon"]
+import itertools
 import os
 import re
 import threading
@@ -107,6 +108,7 @@ def rate_table(times, x, unit, work):
     columns = [x, "series", unit, "low", "high", "CPU us", "late"]
     return pd.DataFrame(rows, columns=columns)
 
+
 # %%
 # In PyTorch
 # ----------
@@ -123,12 +125,8 @@ def random(rows, columns, dtype=torch.float16):
 
 
 # M, K and N
-SIZES = [
-    (8192, 8192, 8192),
-    (8192, 2048, 8192),
-    (8192, 512, 8192),
-    (4096, 4096, 4096),
-]
+SIZES = [(8192, 8192, 8192), (8192, 2048, 8192), (8192, 512, 8192)]
+SIZES += [(4096, 4096, 4096)]
 
 if __name__ == "__main__":
     for M, K, N in SIZES:
@@ -137,18 +135,17 @@ if __name__ == "__main__":
         print(f"    {moved / 1e6:.0f} MB, {flops / moved:.0f} flop a byte")
 
 # %%
-# The bytes are the *floor*: each element of ``a`` and ``b`` is read once, and
-# each of the result is written once. By its data sheet, an H200 does about 200
-# operations in the time of reading a byte. So the matrix units bound these
-# products, and a kernel has to keep them busy.
+# The bytes are the *floor*: each element is read or written once. By its data
+# sheet, an H200 does about 200 operations in the time of reading a byte. So the
+# matrix units bound these products, and a kernel has to keep them busy.
 
 # %%
 # The first kernel
 # ----------------
 #
 # A program computes one tile of the result, as in ``persistent_matmul.py``. It
-# copies a tile of ``a`` and a tile of ``b`` into shared memory, multiplies
-# them, and goes on along ``K``:
+# copies a tile of ``a`` and one of ``b`` into shared memory, multiplies them,
+# and goes on along ``K``:
 #
 # .. code-block:: text
 #
@@ -157,22 +154,19 @@ if __name__ == "__main__":
 #     a_desc [off_m, k] --> a (128, 64)  \
 #                                          wgmma -->  acc (128, 128)
 #     b_desc [k, off_n] --> b (64, 128)  /               |
-#                                                        v
 #     c_desc         <----  c (128, 128)  <------- float16, at the end
 #
-# Triton would find each of these places by itself. In Gluon you name them:
+# Triton would find these places by itself. In Gluon you name them:
 #
-# * A *shared layout* says where an element of a tile lies in shared memory.
-#   ``NVMMASharedLayout`` is the one that the copy engine writes and the matrix
-#   units read: rows of 128 bytes, whose pieces of 16 bytes are swapped so that
-#   no bank of memory is asked twice.
-# * A *register layout* says which thread holds which element.
-#   ``NVMMADistributedLayout`` is the one in which Hopper's matrix instruction,
-#   ``wgmma``, leaves its sum. Four warps, a *warpgroup*, issue it together.
-# * The copy engine works beside the warps. A copy ends at an *mbarrier*, a
-#   counter in shared memory. The program tells it how many bytes to *expect*,
-#   and then waits. The barrier alternates between phase 0 and phase 1, so a
-#   wait has to name the phase that it waits for.
+# * A *shared layout* says where an element lies in shared memory. The copy
+#   engine writes ``NVMMASharedLayout``, and the matrix units read it: rows of
+#   128 bytes, whose pieces of 16 bytes are swapped to spread over the banks.
+# * A *register layout* says which thread holds which element. Hopper's matrix
+#   instruction, ``wgmma``, leaves its sum in ``NVMMADistributedLayout``. Four
+#   warps, a *warpgroup*, issue it together.
+# * A copy ends at an *mbarrier*, a counter in shared memory. The program tells
+#   it how many bytes to *expect*, and waits. Its phases are 0 and 1 by turns,
+#   and a wait names the phase that it waits for.
 
 
 @gluon.jit
@@ -182,12 +176,9 @@ def tile_kernel(a_desc, b_desc, c_desc):
     BLOCK_K: gl.constexpr = a_desc.block_shape[1]
     off_m = gl.program_id(axis=0) * BLOCK_M
     off_n = gl.program_id(axis=1) * BLOCK_N
-    a = gl.allocate_shared_memory(
-        a_desc.dtype, [BLOCK_M, BLOCK_K], a_desc.layout
-    )
-    b = gl.allocate_shared_memory(
-        b_desc.dtype, [BLOCK_K, BLOCK_N], b_desc.layout
-    )
+    dtype: gl.constexpr = c_desc.dtype
+    a = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_K], a_desc.layout)
+    b = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_N], b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)  # a phase ends with one arrival and all bytes
     # Version 3 is Hopper's. Warps have rows of their own, 16 each at a time.
@@ -195,23 +186,18 @@ def tile_kernel(a_desc, b_desc, c_desc):
         [3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16]
     )
     acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, sums)
-    phase = 0
     for k in range(0, a_desc.shape[1], BLOCK_K):
         # expect is the one arrival. It names the bytes of both copies.
-        mbarrier.expect(
-            full, a_desc.block_type.nbytes + b_desc.block_type.nbytes
-        )
+        nbytes: gl.constexpr = a_desc.block_type.nbytes
+        mbarrier.expect(full, nbytes + b_desc.block_type.nbytes)
         # Past the matrix's edge the engine fills with zeros, and counts them.
         tma.async_copy_global_to_shared(a_desc, [off_m, k], full, a)
         tma.async_copy_global_to_shared(b_desc, [k, off_n], full, b)
-        mbarrier.wait(full, phase)
+        mbarrier.wait(full, k // BLOCK_K & 1)
         acc = warpgroup_mma(a, b, acc)  # ends when a and b have been read
-        phase ^= 1
     mbarrier.invalidate(full)  # its eight bytes may become part of c
-    c = gl.allocate_shared_memory(
-        c_desc.dtype, [BLOCK_M, BLOCK_N], c_desc.layout
-    )
-    c.store(acc.to(c_desc.dtype))
+    c = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], c_desc.layout)
+    c.store(acc.to(dtype))
     fence_async_shared()  # else the engine may read what was there before
     tma.async_copy_shared_to_global(c_desc, [off_m, off_n], c)
     tma.store_wait(0)  # this program's shared memory is the next one's
@@ -227,13 +213,13 @@ def describe(x, block):
 TILE, BIG = (128, 128, 64), (128, 256, 64)  # rows, columns, and of the sum
 
 
-def by_tiles(a, b, tile=TILE, num_warps=4):
+def by_tiles(a, b, kernel=tile_kernel, tile=TILE, num_warps=4, **constants):
     """Multiply row-major matrices; 8 divides the length of a row."""
     c = a.new_empty(a.shape[0], b.shape[1])
     m, n, k = tile
     descriptors = describe(a, [m, k]), describe(b, [k, n]), describe(c, [m, n])
     grid = triton.cdiv(c.shape[0], m), triton.cdiv(c.shape[1], n)
-    tile_kernel[grid](*descriptors, num_warps=num_warps)
+    kernel[grid](*descriptors, **constants, num_warps=num_warps)
     return c
 
 
@@ -241,10 +227,9 @@ def by_tiles(a, b, tile=TILE, num_warps=4):
 # Is it right?
 # ------------
 #
-# We compare with float64. A sum of ``K`` products in float32 is off by at most
-# ``K`` roundings of :math:`2^{-24}`, of the sum of the products' magnitudes.
-# Half an ``eps`` comes on top, as the result is rounded once more; we allow a
-# whole one. ``error_of`` returns the error as a part of what is allowed.
+# A sum of ``K`` products in float32 is off by at most ``K`` roundings of
+# :math:`2^{-24}`, of the sum of the products' magnitudes. For the last rounding
+# we allow one ``eps``. ``error_of`` returns the error as a part of all that.
 
 
 def error_of(out, a, b):
@@ -266,38 +251,29 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Beside it stands cuBLAS, which ``torch.compile`` calls for a product, too. A
-# step of this page is tried with each of its variants, by turns, and a table
-# has the best of each.
+# ``torch.compile`` calls cuBLAS for a product, too. Of each step of this page,
+# variants are tried by turns, and a table has the best.
 
 
-def rates(calls, M, K, N):
-    """Return the TFLOP/s of calls that multiply (M, K) by (K, N)."""
-    found = gpu_time(calls, turns=20).items()
-    return {name: 2e-9 * M * N * K / ms for name, (ms, *_) in found}
-
-
-STEPS = {
-    "wait at once": [
-        by_tiles,
-        partial(by_tiles, tile=BIG, num_warps=8),
-    ],
-}
+LARGE = {"tile": BIG, "num_warps": 8}
+STEPS = {"wait at once": [by_tiles, partial(by_tiles, **LARGE)]}
 CUBLAS = {"cuBLAS": [torch.matmul]}
 
 
-def rate_of(steps, sizes=SIZES):
+def rate_of(steps):
     """Print a table of the best rates of steps, each of several variants."""
     rows = {}
-    for M, K, N in sizes:
+    for M, K, N in SIZES:
         a, b = random(M, K), random(K, N)
         calls = {
             (name, place): partial(variant, a, b)
             for name, variants in steps.items()
             for place, variant in enumerate(variants)
         }
-        best = pd.Series(rates(calls, M, K, N)).groupby(level=0).max()
-        rows[f"{M}x{K}x{N}"] = best.reindex([*steps]).round()
+        found = gpu_time(calls, turns=20).items()
+        best = pd.Series({key: ms for key, (ms, *_) in found})
+        rate = 2e-9 * M * N * K / best.groupby(level=0).min()
+        rows[f"{M}x{K}x{N}"] = rate.reindex([*steps]).round()
     print("TFLOP/s", pd.DataFrame(rows).T.to_string(), sep="\n")
 
 
@@ -308,29 +284,27 @@ if __name__ == "__main__":
 # Can loads fly ahead?
 # --------------------
 #
-# The first kernel waits for a load, then multiplies, then asks for the next
-# load. While it waits, it has no product under way. Triton's ``num_stages``
-# makes a *ring* of buffers. In Gluon you write the ring. Step ``n`` uses buffer
-# ``n % STAGES``, for the ``n // STAGES``-th time. So its phase is ``n // STAGES
-# & 1``, and no variable has to remember it:
+# While the first kernel waits for a load, it has no product under way. Triton's
+# ``num_stages`` makes a *ring* of buffers. In Gluon you write the ring. Step
+# ``n`` uses buffer ``n % STAGES``, and the phase is ``n // STAGES & 1``:
 #
 # .. code-block:: text
 #
-#     step n          0   1   2   3   4   5   6   7   8   9 ...
-#     buffer          0   1   2   3   0   1   2   3   0   1 ...
-#     phase           0   0   0   0   1   1   1   1   0   0 ...
+#     step n     0   1   2   3   4   5   6   7   8   9 ...
+#     buffer     0   1   2   3   0   1   2   3   0   1 ...
+#     phase      0   0   0   0   1   1   1   1   0   0 ...
 #
 # ``is_async=True`` lets ``warpgroup_mma`` return at once. Then
 # ``warpgroup_mma_wait(1)`` waits until one product at most is under way. So
 # when step ``n`` has been issued, step ``n - 1`` is done, and its buffer can
 # take the load of step ``n - 1 + STAGES``.
 #
-# Each warpgroup waits for its own products only. A barrier of all warps has to
-# stand between that wait and a load into the same buffer. Otherwise the first
-# warp would start a load that overwrites what another warpgroup still reads.
-# (Triton's versions before August 2026 do not put one there:
-# `issue 11047 <https://github.com/triton-lang/triton/issues/11047>`_.)
+# Each warpgroup waits for its own products only. So a barrier of all warps has
+# to stand before that load, or it overwrites what another warpgroup still
+# reads. (A `report <https://github.com/triton-lang/triton/issues/11047>`_ shows
+# such a program: the compiler did not put a barrier there.)
 
+copy_in = tma.async_copy_global_to_shared  # a shorter name
 # Triton 3.6 called it thread_barrier.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -339,19 +313,13 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 def start_load(n, a_desc, b_desc, place, ring):
     off_m, off_n, steps = place
     a, b, full = ring
-    stage = n % b.shape[0]
-    k = n * b_desc.block_shape[0]
+    stage, k = n % b.shape[0], n * b_desc.block_shape[0]
+    bar, a_now, b_now = full.index(stage), a.index(stage), b.index(stage)
     nbytes: gl.constexpr = a_desc.block_type.nbytes
-    bar = full.index(stage)
-    # Past the last step nothing is expected, and nothing is copied.
-    within = n < steps
+    within = n < steps  # else nothing is expected, and nothing is copied
     mbarrier.expect(bar, nbytes + b_desc.block_type.nbytes, pred=within)
-    tma.async_copy_global_to_shared(
-        a_desc, [off_m, k], bar, a.index(stage), pred=within
-    )
-    tma.async_copy_global_to_shared(
-        b_desc, [k, off_n], bar, b.index(stage), pred=within
-    )
+    copy_in(a_desc, [off_m, k], bar, a_now, pred=within)
+    copy_in(b_desc, [k, off_n], bar, b_now, pred=within)
 
 
 @gluon.jit
@@ -362,15 +330,12 @@ def ring_kernel(a_desc, b_desc, c_desc, STAGES: gl.constexpr):
     off_m = gl.program_id(axis=0) * BLOCK_M
     off_n = gl.program_id(axis=1) * BLOCK_N
     dtype: gl.constexpr = c_desc.dtype
-    a = gl.allocate_shared_memory(
-        dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout
-    )
-    b = gl.allocate_shared_memory(
-        dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout
-    )
-    full = gl.allocate_shared_memory(
-        gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()
-    )
+    a_shape: gl.constexpr = [STAGES] + a_desc.block_shape
+    b_shape: gl.constexpr = [STAGES] + b_desc.block_shape
+    a = gl.allocate_shared_memory(dtype, a_shape, a_desc.layout)
+    b = gl.allocate_shared_memory(dtype, b_shape, b_desc.layout)
+    kind: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     sums: gl.constexpr = gl.NVMMADistributedLayout(
@@ -398,21 +363,9 @@ def ring_kernel(a_desc, b_desc, c_desc, STAGES: gl.constexpr):
     tma.store_wait(0)
 
 
-def ringed(a, b, tile=TILE, num_warps=4, STAGES=4):
-    c = a.new_empty(a.shape[0], b.shape[1])
-    m, n, k = tile
-    descriptors = describe(a, [m, k]), describe(b, [k, n]), describe(c, [m, n])
-    grid = triton.cdiv(c.shape[0], m), triton.cdiv(c.shape[1], n)
-    ring_kernel[grid](*descriptors, STAGES=STAGES, num_warps=num_warps)
-    return c
-
-
-STEPS["a ring of buffers"] = [
-    partial(ringed, STAGES=3),
-    ringed,
-    partial(ringed, tile=BIG, num_warps=8, STAGES=3),
-    partial(ringed, tile=BIG, num_warps=8),
-]
+ringed = partial(by_tiles, kernel=ring_kernel, STAGES=4)
+STEPS["a ring of buffers"] = [ringed, partial(ringed, **LARGE)]
+STEPS["a ring of buffers"] += [partial(ringed, **LARGE, STAGES=3)]
 
 if __name__ == "__main__":
     rate_of(STEPS | CUBLAS)
@@ -428,29 +381,23 @@ if __name__ == "__main__":
 # .. code-block:: text
 #
 #     producer    1 warp     waits for an empty buffer, starts its three loads
-#     consumer 0  4 warps    rows  0 to  63 of the tile: waits for a full
-#     consumer 1  4 warps    rows 64 to 127: buffer, multiplies, gives it back
+#     consumer 0  4 warps    rows  0 to  63: waits for a full buffer,
+#     consumer 1  4 warps    rows 64 to 127: multiplies, gives it back
 #
-# The roles meet at two barriers for each buffer. A buffer is *full* when its
-# bytes have arrived, and *empty* when both consumers have given it back:
+# The roles meet at two barriers for each buffer. *Full* ends a phase when all
+# bytes have arrived, for which both consumers wait. *Empty* ends one when both
+# consumers have arrived, for which the producer waits.
 #
-# .. code-block:: text
+# Can this ring stop for ever? The producer waits at step ``n`` for both
+# consumers' step ``n - STAGES``, and a consumer waits at step ``n`` for its
+# load. So each step waits for earlier ones alone, and the earliest step that is
+# not done can go on. In the first ``STAGES`` steps the producer asks for phase
+# 1: a new barrier counts the phase before phase 0 as ended.
 #
-#     barrier      a phase ends when            who waits
-#     full         expect, and all bytes        both consumers
-#     empty        two arrivals                 the producer
-#
-# Can this ring stop for ever? Both sides count the same steps. The producer
-# waits at step ``n`` for the arrivals of step ``n - STAGES``, and consumers
-# wait for the loads of step ``n``. A consumer waits only for loads, and a
-# load waits only for an earlier step, so the earliest step that is not done can
-# always go on. For the first ``STAGES`` steps the producer asks for phase 1,
-# the one before phase 0: a new barrier counts that as ended.
-#
-# A thread of a consumer holds 64 * 256 / 128 = 128 sums. The producer needs few
-# registers. ``maxnreg=168`` reserves 168 for each thread of three warpgroups:
-# the producer's warp counts as four. The kernel then moves them: 24 remain with
-# the producer, and 240 go to each thread of a consumer.
+# A thread of a consumer holds 64 * 256 / 128 = 128 sums, and the producer needs
+# few registers. ``maxnreg=168`` reserves 168 for each thread of three
+# warpgroups; the producer's warp counts as four. The kernel then moves them:
+# the producer keeps 24, and a consumer's threads have 240.
 
 
 @gluon.jit
@@ -461,16 +408,13 @@ def produce(a_desc, b_desc, place, ring):
     ROWS: gl.constexpr = a_desc.block_shape[0]
     nbytes: gl.constexpr = a_desc.block_type.nbytes
     for n in range(steps):
-        stage = n % STAGES
+        stage, k = n % STAGES, n * b_desc.block_shape[0]
         mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
-        k = n * b_desc.block_shape[0]
-        bar = full.index(stage)
+        bar, upper, lower = full.index(stage), 2 * stage, 2 * stage + 1
         mbarrier.expect(bar, 2 * nbytes + b_desc.block_type.nbytes)
-        for half in gl.static_range(2):
-            tma.async_copy_global_to_shared(
-                a_desc, [off_m + half * ROWS, k], bar, a.index(2 * stage + half)
-            )
-        tma.async_copy_global_to_shared(b_desc, [k, off_n], bar, b.index(stage))
+        copy_in(a_desc, [off_m, k], bar, a.index(upper))
+        copy_in(a_desc, [off_m + ROWS, k], bar, a.index(lower))
+        copy_in(b_desc, [k, off_n], bar, b.index(stage))
 
 
 @gluon.jit
@@ -494,11 +438,10 @@ def consume(HALF: gl.constexpr, c_desc, c, place, ring):
         mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=n > 0)
     # Nobody waits for the last buffer, so nobody gives it back.
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    c.index(HALF).store(acc.to(c_desc.dtype))
+    part, row = c.index(HALF), off_m + HALF * ROWS
+    part.store(acc.to(c_desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(
-        c_desc, [off_m + HALF * ROWS, off_n], c.index(HALF)
-    )
+    tma.async_copy_shared_to_global(c_desc, [row, off_n], part)
     tma.store_wait(0)
 
 
@@ -510,13 +453,12 @@ def roles_kernel(a_desc, b_desc, c_desc, STAGES: gl.constexpr):
     off_m = gl.program_id(axis=0) * 2 * ROWS
     off_n = gl.program_id(axis=1) * BLOCK_N
     dtype: gl.constexpr = c_desc.dtype
-    a = gl.allocate_shared_memory(
-        dtype, [2 * STAGES, ROWS, BLOCK_K], a_desc.layout
-    )
-    b = gl.allocate_shared_memory(
-        dtype, [STAGES, BLOCK_K, BLOCK_N], b_desc.layout
-    )
-    c = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_N], c_desc.layout)
+    a_shape: gl.constexpr = [2 * STAGES] + a_desc.block_shape
+    b_shape: gl.constexpr = [STAGES] + b_desc.block_shape
+    c_shape: gl.constexpr = [2] + c_desc.block_shape
+    a = gl.allocate_shared_memory(dtype, a_shape, a_desc.layout)
+    b = gl.allocate_shared_memory(dtype, b_shape, b_desc.layout)
+    c = gl.allocate_shared_memory(dtype, c_shape, c_desc.layout)
     kind: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
@@ -538,23 +480,21 @@ def roles_kernel(a_desc, b_desc, c_desc, STAGES: gl.constexpr):
     )
 
 
-def with_roles(a, b, STAGES=3):
+def with_roles(a, b):
     c = a.new_empty(a.shape[0], b.shape[1])
-    m, n, k = BIG
-    half = m // 2
-    blocks = [half, k], [k, n], [half, n]
-    descriptors = [describe(*p) for p in zip((a, b, c), blocks, strict=True)]
-    grid = triton.cdiv(c.shape[0], m), triton.cdiv(c.shape[1], n)
-    roles_kernel[grid](*descriptors, STAGES=STAGES, num_warps=4, maxnreg=168)
+    pairs = zip((a, b, c), ([64, 64], [64, 256], [64, 256]), strict=True)
+    descriptors = [describe(*pair) for pair in pairs]
+    grid = triton.cdiv(c.shape[0], 128), triton.cdiv(c.shape[1], 256)
+    roles_kernel[grid](*descriptors, STAGES=3, num_warps=4, maxnreg=168)
     return c
 
 
 STEPS["roles for warps"] = [with_roles]
 
 if __name__ == "__main__":
-    for M, K, N in ((256, 512, 256), (200, 72, 136), (64, 1000, 520)):
+    for M, K, N in ((200, 72, 136), (64, 1000, 520)):
         a, b = random(M, K), random(K, N)
-        for variant in sum(STEPS.values(), []):
+        for variant in itertools.chain(*STEPS.values()):
             error = error_of(variant(a, b), a, b)
             torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
     rate_of(STEPS | CUBLAS)
@@ -566,8 +506,7 @@ if __name__ == "__main__":
 # A program ends with a store, and the next one begins with empty buffers. A
 # *persistent* program goes on to its next tile instead, as in
 # ``persistent_matmul.py``. With roles that takes one more loop in each of them.
-# The producer does not know of the store: it loads the next tile's first
-# buffers while the consumers store this tile:
+# While the consumers store, the producer loads the next tile's first buffers:
 #
 # .. code-block:: text
 #
@@ -577,11 +516,11 @@ if __name__ == "__main__":
 # The steps ``n`` are counted through all tiles, so the ring does not begin
 # anew. Two more things change:
 #
-# * *The store waits later.* The copy engine writes the result to device memory
-#   by itself. A consumer has two small buffers for pieces of its result, and
-#   before it fills one, it waits for all stores but the last one. So the last
-#   stores run while the next tile is multiplied. Pieces of 64 columns leave
-#   room for a fourth stage of the ring: 4 * 48 KB and 2 * 2 * 8 KB.
+# * *The store waits later.* The copy engine writes the result by itself. A
+#   consumer has two buffers for pieces of its result, and fills one when all
+#   stores but the last one have read theirs. So the last stores run during the
+#   next tile. Pieces of 64 columns leave room for a fourth stage: 4 * 48 KB and
+#   2 * 2 * 8 KB.
 # * *Groups of tiles.* Eight rows of tiles are walked together, column by column
 #   (``tile_order.py`` draws it), so that what is read again is still in L2.
 
@@ -592,7 +531,6 @@ if __name__ == "__main__":
 # The copy engine wants rows of adjacent elements. ``weight.T`` has adjacent
 # columns. So its descriptor is of ``weight``, and the buffer in shared memory
 # is permuted: no byte moves, ``wgmma`` reads 16-bit numbers in either order.
-# The op does so for each operand whose columns are adjacent.
 
 # %%
 # The op
@@ -746,7 +684,7 @@ def _gluon_matmul_kernel(
     ROWS: gl.constexpr = c_desc.block_shape[0]
     BLOCK_N: gl.constexpr = b_desc.block_shape[0 if B_T else 1]
     dtype: gl.constexpr = c_desc.dtype
-    gl.static_assert(BLOCK_N == 4 * c_desc.block_shape[1])
+    gl.static_assert(4 * c_desc.block_shape[1] == BLOCK_N)
     a_shape: gl.constexpr = [2 * STAGES] + a_desc.block_shape
     b_shape: gl.constexpr = [STAGES] + b_desc.block_shape
     c_shape: gl.constexpr = [4] + c_desc.block_shape
@@ -890,63 +828,19 @@ GLUON_MATMUL_LIBRARY = Library(GLUON_MATMUL_NAMESPACE, "FRAGMENT")
 GLUON_MATMUL_LIBRARY.impl("gluon_matmul", _gluon_matmul_launch, "CUDA")
 
 # %%
-# What did each step gain? The last line is Triton's own text of such a product,
-# of ``persistent_matmul.py``, in brief: tiles of 128x256 through descriptors, a
-# flattened loop, the same order of tiles.
-
-
-@triton.jit
-def triton_kernel(a_desc, b_desc, c_desc):
-    M, N = c_desc.shape
-    tiles_n = tl.cdiv(N, 256)
-    tiles = tl.cdiv(M, 128) * tiles_n
-    first, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
-    for tile in tl.range(first, tiles, programs, flatten=True):
-        group = tile // (8 * tiles_n) * 8
-        rows = tl.minimum(tl.cdiv(M, 128) - group, 8)
-        off_m = (group + tile % (8 * tiles_n) % rows) * 128
-        off_n = tile % (8 * tiles_n) // rows * 256
-        acc = tl.zeros((128, 256), dtype=tl.float32)
-        for k in range(0, a_desc.shape[1], 64):
-            a = a_desc.load([off_m, k])  # (128, 64)
-            b = b_desc.load([k, off_n])  # (64, 256)
-            acc = tl.dot(a, b, acc)
-        both = tl.reshape(acc, (128, 2, 128)).permute(0, 2, 1)
-        left, right = tl.split(both)  # (128, 128): two stores need less room
-        c_desc.store([off_m, off_n], left.to(c_desc.dtype))
-        c_desc.store([off_m, off_n + 128], right.to(c_desc.dtype))
-
-
-def in_triton(a, b, num_stages=4):
-    from triton.tools.tensor_descriptor import TensorDescriptor as Described
-
-    c = a.new_empty(a.shape[0], b.shape[1])
-    blocks = [128, 64], [64, 256], [128, 128]
-    pairs = zip((a, b, c), blocks, strict=True)
-    triton_kernel[(_gluon_matmul_gpu(a.device),)](
-        *(Described.from_tensor(*pair) for pair in pairs),
-        num_warps=8,
-        num_stages=num_stages,
-    )
-    return c
-
+# What did each step gain?
 
 STEPS["persistent, the op"] = [gluon_matmul]
-IN_TRITON = {"in Triton": [in_triton, partial(in_triton, num_stages=3)]}
 
 if __name__ == "__main__":
-    a, b = random(200, 72), random(72, 520)
-    for variant in sum((STEPS | IN_TRITON).values(), []):
-        error = error_of(variant(a, b), a, b)
-        torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
-    rate_of(STEPS | IN_TRITON | CUBLAS)
+    rate_of(STEPS | CUBLAS)
 
 # %%
-# What did the compiler make of them? ``HGMMA`` is ``wgmma`` in machine code. The
-# last one of a group is marked. If as many are marked as there are, the
-# compiler waits after each of them: it does so where code touches the sums
-# while they are computed. ``BAR`` counts the barriers of warps. Registers are
-# those at the start; a program with roles moves them afterwards.
+# What did the compiler make of them? ``HGMMA`` is ``wgmma`` in machine code,
+# and *groups* counts those that end a group of products. If each ended one, the
+# compiler would wait after each: it does so where code touches the sums while
+# they are computed. ``BAR`` counts the barriers of warps. Registers are those
+# at the start; with roles, they are moved afterwards.
 
 
 def made(kernel):
@@ -956,29 +850,28 @@ def made(kernel):
     code = compiled.asm["sass"]
     return {
         "HGMMA": len(re.findall(r"HGMMA", code)),
-        "marked": len(re.findall(r"HGMMA.*gsb0", code)),
+        "groups": len(re.findall(r"HGMMA.*gsb0", code)),
         "BAR": len(re.findall(r"BAR\.SYNC", code)),
         "registers": compiled.n_regs,
         "spilled": compiled.n_spills,
         "shared": compiled.metadata.shared,
-        "warps": compiled.metadata.num_warps,
     }
 
 
 if __name__ == "__main__":
     kernels = tile_kernel, ring_kernel, roles_kernel, _gluon_matmul_kernel
-    table = {kernel.fn.__name__: made(kernel) for kernel in kernels}
-    print(pd.DataFrame(table).T.to_string())
-    assert not any(row["spilled"] for row in table.values())
-    assert all(row["marked"] < row["HGMMA"] for row in table.values())
+    table = pd.DataFrame({f.fn.__name__: made(f) for f in kernels}).T
+    print(table.to_string())
+    assert not table["spilled"].any()
+    assert (table["groups"] < table["HGMMA"]).all()
 
 # %%
 # Proof
 # -----
 #
 # Every pair of orders, in both dtypes, at sizes with edges in all directions,
-# with fewer steps than the ring has buffers, and with several tiles for each
-# program:
+# with fewer steps than buffers, and with several tiles for each program. Then
+# rows with gaps, rows of an odd length, and matrices with nothing in them:
 
 
 def prove(M, K, N, dtype, a_t, b_t):
@@ -993,12 +886,6 @@ if __name__ == "__main__":
             for b_t in (False, True):
                 for M, K, N in ((8, 8, 8), (72, 136, 520), (4104, 328, 3080)):
                     prove(M, K, N, dtype, a_t, b_t)
-
-# %%
-# Next come rows with gaps, rows of an odd length, and matrices with nothing in
-# them:
-
-if __name__ == "__main__":
     x = random(40, 48)
     for pair in ((x[:, :21], x[:21]), (x[::2, 8:], x[:, :40].T)):
         assert error_of(gluon_matmul(*pair), *pair).abs().max() <= 1
@@ -1008,14 +895,12 @@ if __name__ == "__main__":
         assert not out.any()
 
 # %%
-# NaN and inf go into the rows or columns of the result to which they belong,
-# and into no other:
+# NaN and inf go where they belong, and nowhere else:
 
 if __name__ == "__main__":
     a, b = random(72, 88), random(88, 104)
-    a[3, 87], a[71, 0], b[87, 103], b[87, 5] = torch.tensor(
-        [torch.nan, torch.inf, -torch.inf, torch.nan]
-    )
+    a[3, 87], a[71, 0] = torch.nan, torch.inf
+    b[87, 103], b[87, 5] = -torch.inf, torch.nan
     c = gluon_matmul(a, b)
     spoilt = torch.zeros_like(c, dtype=torch.bool)
     spoilt[[3, 71]], spoilt[:, [5, 103]] = True, True
@@ -1044,10 +929,9 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# This is a layer of a model with 4096 inputs and 14336 outputs, in bfloat16,
-# for so many tokens at a time. The weight is a transpose, as in
-# ``torch.nn.Linear``. ``CPU us`` is what a call costs the CPU, which encodes
-# three descriptors.
+# This is a layer of a model, in bfloat16, for so many tokens at a time. The
+# weight is a transpose, as in ``torch.nn.Linear``. ``CPU us`` is what a call
+# costs the CPU, which encodes three descriptors.
 
 TOKENS = [1024, 2048, 4096, 8192, 16384]
 INPUTS, OUTPUTS = 4096, 14336
@@ -1060,13 +944,10 @@ def layer_calls(tokens):
     return {who: partial(op, x, weight.T) for who, op in PRODUCTS.items()}
 
 
-def work(tokens):
-    return 2e-9 * tokens * INPUTS * OUTPUTS
-
-
 if __name__ == "__main__":
     times = {n: gpu_time(layer_calls(n), turns=30) for n in TOKENS}
-    results = rate_table(times, "tokens", "TFLOP/s", work)
+    flops = 2e-9 * INPUTS * OUTPUTS
+    results = rate_table(times, "tokens", "TFLOP/s", flops.__mul__)
     print(results.to_string())
     wide = results.pivot(index="tokens", columns="series", values="TFLOP/s")
     wide.plot(logx=True)
@@ -1075,27 +956,26 @@ if __name__ == "__main__":
 # Reading the result
 # ------------------
 #
-# Where our line lies below that of cuBLAS, two things can be counted. There is
+# Where our line lies below that of cuBLAS, one thing can be counted. There is
 # one tile, of 128x256, so a product of few tiles leaves multiprocessors without
-# work: 1024 tokens give 448 tiles, 3.4 for each of 132. And a last round of few
-# tiles does so as well. ``persistent_matmul.py`` has four tiles to choose from.
+# work, and so does a last round of few tiles. 1024 tokens give 448 tiles, 3.4
+# for each of 132. ``persistent_matmul.py`` has four tiles to choose from.
 #
-# What Triton did for you, and you did here:
+# What Triton does for you, and you did here:
 #
-# * It chose layouts for shared memory and for registers.
-# * It allocated buffers, as many as ``num_stages`` says, and counted phases.
-# * It placed fences and waits, and found which products may be under way.
-# * It still places the barriers of warps, as the table shows. In Gluon, too,
-#   all warps of a role meet where one of them writes what another one reads.
+# * It chooses the layouts of shared memory and of registers.
+# * It allocates the buffers that ``num_stages`` asks for, and counts phases.
+# * It places fences and waits. In Gluon, too, it places barriers of warps where
+#   one warp of a role reads what another one wrote: ``BAR`` counts them.
 #
-# What it withheld, and you had here:
+# What it withholds, and you had here:
 #
-# * Roles for warps with registers of their own. ``tensor_descriptors.py`` asks
-#   for roles by ``warp_specialize=True``, and shows what comes of it.
+# * Roles for warps, with registers to match (``tensor_descriptors.py`` asks
+#   Triton for them).
 # * Two consumers that share a tile of ``b`` and never wait for each other.
-# * A store that ends during the next tile, in pieces of your choice.
+# * Stores that end during the next tile, in pieces of your choice.
 #
-# The price: the op runs on Hopper alone. Triton's text runs on every GPU.
+# The price: this op runs on Hopper alone, and Triton's text runs anywhere.
 
 # %%
 # Go further
@@ -1104,14 +984,11 @@ if __name__ == "__main__":
 # 1. In ``consume``, move ``mbarrier.arrive`` above ``warpgroup_mma_wait(1)``.
 #    What may go wrong, and why would few tests notice?
 # 2. Initialize the barriers of empty buffers with ``count=1``. What happens?
-# 3. ``STAGES`` is 4. What would have to shrink for a fifth stage?
 #
-# To read on:
-#
-# * ``persistent_matmul.py`` is the same product in Triton, for any of its GPUs.
-# * ``compiler_stages.py`` shows layouts as the compiler writes them.
-# * Triton's tutorials on Gluon, which go on to Blackwell:
-#   https://github.com/triton-lang/triton/tree/main/python/tutorials/gluon
+# To read on: ``persistent_matmul.py`` has the same product in Triton, and
+# ``compiler_stages.py`` shows layouts as the compiler writes them. Triton's
+# tutorials on Gluon go on to Blackwell:
+# https://github.com/triton-lang/triton/tree/main/python/tutorials/gluon
 
 # %%
 # Answers
@@ -1121,11 +998,7 @@ if __name__ == "__main__":
 # before may still read. The producer would load into it. The load takes time to
 # arrive, and most often the product is done by then. So wrong results are rare.
 #
-# **2.** One consumer's arrival would end the phase. The producer would overwrite
-# what the other consumer still reads. The second arrival then counts for the
-# next phase, so from then on the phases of barrier and code differ, and the
-# program may stop for ever.
-#
-# **3.** A stage takes 48 KB, and 227 KB are there. Four stages and the pieces
-# take 224 KB. With ``BLOCK_K`` of 32 a stage takes 24 KB, and eight of them fit:
-# as many bytes are under way, and there are twice as many barriers to wait at.
+# **2.** One consumer's arrival would end the phase, and the producer would
+# overwrite what the other consumer still reads. The second arrival counts for
+# the next phase, so the barrier's phases are no longer those of the code, and
+# the program may stop for ever.

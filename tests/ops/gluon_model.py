@@ -339,7 +339,6 @@ def _store(descriptor: Descriptor, place: list[int], piece: Shared) -> None:
     assert piece.shape == descriptor.block_shape
     part = descriptor.part(place)
 
-
     def happen() -> None:
         part.copy_(piece.view[: part.shape[0], : part.shape[1]])
 
