@@ -113,20 +113,17 @@ def rate_table(times, x, unit, work):
 # In PyTorch
 # ----------
 #
-# ``a @ b`` calls cuBLAS, the vendor's library. How much is there to do?
+# ``a @ b`` calls cuBLAS. How much is there to do?
 
-generator = torch.Generator(device=DEVICE).manual_seed(0)
+rng = torch.Generator(device=DEVICE).manual_seed(0)
 
 
 def random(rows, columns, dtype=torch.float16):
-    """Return a random matrix."""
-    kind = {"device": DEVICE, "dtype": dtype}
-    return torch.randn(rows, columns, generator=generator, **kind)
+    return torch.randn(rows, columns, generator=rng, device=DEVICE, dtype=dtype)
 
 
-# M, K and N
 SIZES = [(8192, 8192, 8192), (8192, 2048, 8192), (8192, 512, 8192)]
-SIZES += [(4096, 4096, 4096)]
+SIZES += [(4096, 4096, 4096)]  # M, K and N
 
 if __name__ == "__main__":
     for M, K, N in SIZES:
@@ -136,16 +133,15 @@ if __name__ == "__main__":
 
 # %%
 # The bytes are the *floor*: each element is read or written once. By its data
-# sheet, an H200 does about 200 operations in the time of reading a byte. So the
-# matrix units bound these products, and a kernel has to keep them busy.
+# sheet, an H200 does about 200 operations in the time of reading a byte. So its
+# matrix units bound these products.
 
 # %%
 # The first kernel
 # ----------------
 #
-# A program computes one tile of the result, as in ``persistent_matmul.py``. It
-# copies a tile of ``a`` and one of ``b`` into shared memory, multiplies them,
-# and goes on along ``K``:
+# A program computes one tile. It copies tiles of ``a`` and of ``b`` into shared
+# memory, multiplies them, and goes on along ``K``:
 #
 # .. code-block:: text
 #
@@ -181,7 +177,7 @@ def tile_kernel(a_desc, b_desc, c_desc):
     b = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_N], b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)  # a phase ends with one arrival and all bytes
-    # Version 3 is Hopper's. Warps have rows of their own, 16 each at a time.
+    # Version 3 is Hopper's. A warp has 16 rows.
     sums: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16]
     )
@@ -214,7 +210,7 @@ TILE, BIG = (128, 128, 64), (128, 256, 64)  # rows, columns, and of the sum
 
 
 def by_tiles(a, b, kernel=tile_kernel, tile=TILE, num_warps=4, **constants):
-    """Multiply row-major matrices; 8 divides the length of a row."""
+    """Multiply matrices by rows, whose lengths 8 divides."""
     c = a.new_empty(a.shape[0], b.shape[1])
     m, n, k = tile
     descriptors = describe(a, [m, k]), describe(b, [k, n]), describe(c, [m, n])
@@ -255,27 +251,24 @@ if __name__ == "__main__":
 # variants are tried by turns, and a table has the best.
 
 
-LARGE = {"tile": BIG, "num_warps": 8}
-STEPS = {"wait at once": [by_tiles, partial(by_tiles, **LARGE)]}
-CUBLAS = {"cuBLAS": [torch.matmul]}
-
-
 def rate_of(steps):
     """Print a table of the best rates of steps, each of several variants."""
     rows = {}
     for M, K, N in SIZES:
-        a, b = random(M, K), random(K, N)
-        calls = {
-            (name, place): partial(variant, a, b)
-            for name, variants in steps.items()
-            for place, variant in enumerate(variants)
-        }
+        a, b, calls = random(M, K), random(K, N), {}
+        for name, variants in steps.items():
+            for place, variant in enumerate(variants):
+                calls[name, place] = partial(variant, a, b)
         found = gpu_time(calls, turns=20).items()
         best = pd.Series({key: ms for key, (ms, *_) in found})
         rate = 2e-9 * M * N * K / best.groupby(level=0).min()
         rows[f"{M}x{K}x{N}"] = rate.reindex([*steps]).round()
     print("TFLOP/s", pd.DataFrame(rows).T.to_string(), sep="\n")
 
+
+LARGE = {"tile": BIG, "num_warps": 8}
+STEPS = {"wait at once": [by_tiles, partial(by_tiles, **LARGE)]}
+CUBLAS = {"cuBLAS": [torch.matmul]}
 
 if __name__ == "__main__":
     rate_of(STEPS | CUBLAS)

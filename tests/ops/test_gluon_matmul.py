@@ -49,7 +49,7 @@ def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.fixture(scope="module")
 def modelled(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the recipe with a model in place of Gluon, on a GPU of two multiprocessors."""
-    source = definitions((gallery / RECIPE).read_text()).replace('NAMESPACE = "triton_gallery"', 'NAMESPACE = "modelled"')
+    source = definitions((gallery / RECIPE).read_text()).replace('= "triton_gallery"', '= "modelled"')
     lines = source.splitlines()
     for node in ast.parse(source).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton.experimental"):
@@ -97,7 +97,7 @@ def test_accumulator_by_a_model(
 ) -> None:
     """Whatever happens first, the op is right: no wait is for ever, and nothing is written while it is read."""
     gluon_model.SEEDS[0] = seed
-    a, b = (matrix(*of, dtype, t, seed + i, "cpu") for i, (of, t) in enumerate(zip(((M, K), (K, N)), order)))
+    a, b = matrix(M, K, dtype, order[0], seed, "cpu"), matrix(K, N, dtype, order[1], seed + 1, "cpu")
     assert_product(modelled._gluon_matmul_launch(a, b), a, b)
 
 
@@ -122,8 +122,6 @@ def test_accumulator_of_the_steps_by_a_model(modelled: ModuleType, seed: int) ->
         for step in steps:
             c = step(a.contiguous(), b.contiguous())
             assert_product(c, a, b)
-
-
 
 
 def compiled(recipe: ModuleType, kernel: Any, call: Callable[[], object]) -> dict[str, Any]:
@@ -182,7 +180,7 @@ def all_codes(recipe: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 @pytest.mark.parametrize("look", [codes, pytest.param(all_codes, marks=pytest.mark.thorough)])
 def test_compiled_accumulator(gallery: Path, on_h100: Ask, look: Any) -> None:
-    """The products of a consumer follow each other, sums stay in registers, all fits, and warps meet where they have to."""
+    """A consumer's products follow each other, sums stay in registers, all fits, and warps meet where they must."""
     (found,) = on_h100(gallery / RECIPE, look)
     assert len(found) == (2 if look is codes else 8)
     for known in found.values():
@@ -220,7 +218,7 @@ def codes_of_steps(recipe: ModuleType) -> list[dict[str, Any]]:
 def test_compiled_steps(gallery: Path, on_h100: Ask) -> None:
     """Each variant of the ladder fits, spills nothing, and waits for groups of products."""
     (found,) = on_h100(gallery / RECIPE, codes_of_steps)
-    assert len(found) == 7
+    assert len(found) == 6
     for known in found:
         assert known["spilled"] == known["pointers"] == 0
         assert known["shared"] <= ROOM
@@ -349,7 +347,7 @@ def test_steps_of_the_ladder(load_recipe: Callable[[str], ModuleType]) -> None:
     recipe = load_recipe(str(RECIPE))
     for M, K, N in ((40, 64, 72), (300, 1000, 264)):
         a, b = (torch.randn(*of, device=DEVICE).half() for of in ((M, K), (K, N)))
-        for variant in [*itertools.chain(*recipe.STEPS.values()), *recipe.[]]:
+        for variant in itertools.chain(*recipe.STEPS.values()):
             assert_product(variant(a, b), a, b)
 
 
@@ -396,7 +394,11 @@ BREAKS = [
     ),
     ("the first step gives one back", "mbarrier.arrive(before, pred=k > 0)", "mbarrier.arrive(before)"),
     ("the wrong buffer is given back", "before = empty.index((n + STAGES - 1)", "before = empty.index((n)"),
-    ("fewer bytes are expected", "(bar, 2 * nbytes + b_desc.block_type.nbytes)\n            for half in gl.static_range(2):\n                row", "(bar, nbytes + b_desc.block_type.nbytes)\n            for half in gl.static_range(2):\n                row"),
+    (
+        "fewer bytes are expected",
+        "(bar, 2 * nbytes + b_desc.block_type.nbytes)\n            for",
+        "(bar, nbytes + b_desc.block_type.nbytes)\n            for",
+    ),
     ("no fence", "            fence_async_shared()  # what threads wrote", "            # what threads wrote"),
     ("pieces do not wait", "            tma.store_wait(1)\n", "            tma.store_wait(2)\n"),
     ("the end does not wait", "    tma.store_wait(0)  # the shared", "    tma.store_wait(1)  # the shared"),
@@ -408,7 +410,7 @@ BREAKS = [
     ("b is multiplied by rows alone", "right.permute([1, 0]) if B_T else right", "right"),
     ("sums in half the registers", "maxnreg=168,  # of", "maxnreg=80,  # of"),
     ("one stage too many", "GLUON_MATMUL_STAGES = 4", "GLUON_MATMUL_STAGES = 5"),
-    ("each product is awaited", "                is_async=True,\n            )\n", "                is_async=False,\n            )\n"),
+    ("each product is awaited", "                is_async=True,\n            )\n", "            )\n"),
     ("rows of any length", "apart = stride >= length and stride % 8 == 0", "apart = stride >= length"),
     ("rows that overlap", "apart = stride >= length and stride % 8 == 0", "apart = stride % 8 == 0"),
     ("any address", " and x.data_ptr() % 16 == 0", ""),
