@@ -7,11 +7,14 @@ or count stops the program, which is noticed, and a buffer that is written while
 Registers, layouts, and the warps of a role are not modelled: the compiler knows those.
 """
 
+import ast
+import importlib.util
 import random
 import threading
 from collections.abc import Callable, Iterator
 from itertools import product
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -391,6 +394,23 @@ gl = SimpleNamespace(
     NVMMADistributedLayout=lambda *of: of,
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: dtype),
 )
+
+
+def load(source: str, file: Path) -> ModuleType:
+    """Import a recipe from a file that is written for it: its text, with a model of what it imports of Gluon."""
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton.experimental"):
+            for line in range(node.lineno - 1, node.end_lineno or node.lineno):
+                lines[line] = ""
+    lines.insert(lines.index("import torch"), f"import {__name__}\n\nglobals().update({__name__}.names())")
+    file.write_text("\n".join(lines))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def names() -> dict[str, Any]:

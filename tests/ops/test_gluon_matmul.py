@@ -2,11 +2,10 @@
 
 # ruff: noqa: N806 - a product has M, N and K, as in the recipe
 
-import ast
 import itertools
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -17,7 +16,6 @@ import gluon_model
 import pytest
 import torch
 from compiled import Ask, graphs
-from conftest import end_ops, import_code
 from device_key import at_cuda
 from guard import guarded
 from hypothesis import given, settings
@@ -47,21 +45,15 @@ def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def modelled(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def modelled(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """Return the recipe with a model in place of Gluon, on a GPU of two multiprocessors."""
     source = definitions((gallery / RECIPE).read_text()).replace('= "triton_gallery"', '= "modelled"')
-    lines = source.splitlines()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton.experimental"):
-            for line in range(node.lineno - 1, node.end_lineno or node.lineno):
-                lines[line] = ""
-    lines.insert(lines.index("import torch"), "import gluon_model; globals().update(gluon_model.names())")
-    recipe = import_code("\n".join(lines), tmp_path_factory.mktemp("modelled") / "modelled.py")
+    recipe = gluon_model.load(source, tmp_path_factory.mktemp("modelled") / "modelled.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
         patch.setattr(recipe, "_gluon_matmul_gpu", lambda _: 2)
         yield recipe
-    end_ops(recipe)
+    recipe.GLUON_MATMUL_LIBRARY._destroy()  # PyTorch 2.11 refuses a second one
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, transposed: bool, seed: int, device: Any) -> torch.Tensor:
