@@ -9,6 +9,7 @@ Registers, layouts, and the warps of a role are not modelled: the compiler knows
 
 import ast
 import importlib.util
+import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ import torch
 
 Done = Callable[[], bool]
 LIMIT = 20  # seconds for a thread to reach its next wait
+ROOM, REGISTERS = 227 * 1024, 65536  # bytes of shared memory, and registers, of a program
+SPARE = 24  # registers that a thread needs beside its sums
 
 
 class Stop(BaseException):
@@ -36,6 +39,8 @@ class Machine:
         self.later: list[Any] = []  # copies and products, of which `ready` ones may happen
         self.waiting: dict[threading.Thread, tuple[threading.Semaphore, Done]] = {}
         self.turn = threading.Semaphore(0)  # of who draws lots
+        self.shared = 0  # bytes
+        self.registers: dict[threading.Thread, int] = {}  # of each thread of a role
         self.unfenced: set[tuple[threading.Thread, int]] = set()  # what a thread wrote, and no fence followed
         self.failed: BaseException | None = None
 
@@ -262,7 +267,7 @@ class Kernel:
 
         def launch(*arguments: Any, num_warps: int, maxnreg: int = 0, **constants: Any) -> None:
             global MACHINE
-            gl.num_warps = lambda: num_warps
+            gl.num_warps, gl.maxnreg = lambda: num_warps, maxnreg or 255
             gl.num_programs = lambda axis: grid[axis]
             for place in product(*(range(extent) for extent in grid)):
                 gl.program_id = lambda axis, place=place: place[axis]
@@ -276,6 +281,8 @@ SEEDS = [0]  # what the next launch draws lots by
 
 
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
+    MACHINE.shared += math.prod(shape) * dtype.torch.itemsize
+    assert MACHINE.shared <= ROOM, "too much shared memory"
     if dtype is gl.int64:
         barriers = [[None] for _ in range(shape[0])] if len(shape) == 2 else [None]
         return Shared(torch.zeros(shape, dtype=torch.int64), barriers)
@@ -285,9 +292,24 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
 def _specialize(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
     assert len(roles) == len(warps) + 1 == len(registers) + 1
     (first, arguments), *others = roles
+    # Registers are given to warpgroups; those of the first role are what the others leave.
+    groups = [-(-number // 4) for number in warps]
+    own = gl.num_warps() // 4
+    all_of_them = gl.maxnreg * (own + sum(groups))
+    assert all_of_them * 128 <= REGISTERS, "too many registers"
+    left = all_of_them - sum(number * each for number, each in zip(groups, registers, strict=True))
+    MACHINE.registers[threading.current_thread()] = left // own
     threads = [MACHINE.start(function, *given) for function, given in others]
+    MACHINE.registers |= zip(threads, registers, strict=True)
     first(*arguments)
     MACHINE.until(lambda: not any(thread in MACHINE.waiting for thread in threads))
+
+
+def _zeros(shape: tuple[int, ...], dtype: Dtype, layout: Any) -> Values:
+    registers = MACHINE.registers.get(threading.current_thread(), gl.maxnreg)
+    held = math.prod(shape) // (32 * gl.num_warps())
+    assert held + SPARE <= registers, "sums do not fit into the registers"
+    return Values(torch.zeros(shape, dtype=dtype.torch))
 
 
 def _static_range(count: int) -> Iterator[int]:
@@ -390,7 +412,7 @@ gl = SimpleNamespace(
     allocate_shared_memory=_allocate,
     warp_specialize=_specialize,
     barrier=lambda: None,
-    zeros=lambda shape, dtype, layout: Values(torch.zeros(shape, dtype=dtype.torch)),
+    zeros=_zeros,
     NVMMADistributedLayout=lambda *of: of,
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: dtype),
 )

@@ -21,7 +21,6 @@ from guard import guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import DEVICE, values
-from own import definitions
 from tolerance import assert_within
 
 HOPPER = torch.cuda.is_available() and not torch.version.hip and torch.cuda.get_device_capability() == (9, 0)
@@ -47,7 +46,7 @@ def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.fixture(scope="module")
 def modelled(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """Return the recipe with a model in place of Gluon, on a GPU of two multiprocessors."""
-    source = definitions((gallery / RECIPE).read_text()).replace('= "triton_gallery"', '= "modelled"')
+    source = (gallery / RECIPE).read_text().replace('= "triton_gallery"', '= "modelled"')
     recipe = gluon_model.load(source, tmp_path_factory.mktemp("modelled") / "modelled.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
@@ -171,7 +170,7 @@ def all_codes(recipe: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("look", [codes, pytest.param(all_codes, marks=pytest.mark.thorough)])
-def test_compiled_accumulator(gallery: Path, on_h100: Ask, look: Any) -> None:
+def test_compiled_code(gallery: Path, on_h100: Ask, look: Any) -> None:
     """A consumer's products follow each other, sums stay in registers, all fits, and warps meet where they must."""
     (found,) = on_h100(gallery / RECIPE, look)
     assert len(found) == (2 if look is codes else 8)
@@ -217,7 +216,7 @@ def test_compiled_steps(gallery: Path, on_h100: Ask) -> None:
         assert 0 < known["groups"] < len(known["wgmma"])
 
 
-def test_refuses(taken: ModuleType) -> None:
+def test_accumulator_refuses(taken: ModuleType) -> None:
     """What the op does not take, it names, wherever it is asked."""
     a = torch.ones(16, 16, dtype=torch.float16, device=DEVICE)
     for call in (taken.gluon_matmul, lambda *pair: at_cuda(taken.gluon_matmul, *pair), taken._gluon_matmul_fake):
@@ -233,7 +232,7 @@ def test_refuses(taken: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_refuses_strides(modelled: ModuleType, place: int) -> None:
+def test_accumulator_refuses_strides(modelled: ModuleType, place: int) -> None:
     """Rows of other lengths, with steps, at odd addresses or that overlap are refused, in either operand."""
     x = torch.zeros(24, 24).half()
     good = torch.zeros(16, 16).half()
@@ -247,7 +246,7 @@ def test_refuses_strides(modelled: ModuleType, place: int) -> None:
             modelled._gluon_matmul_launch(*pair)
 
 
-def test_empty(modelled: ModuleType) -> None:
+def test_accumulator_of_nothing(modelled: ModuleType) -> None:
     """Nothing is launched for it, and a sum of nothing is zero."""
     for M, K, N in ((0, 8, 8), (8, 8, 0), (8, 0, 8)):
         out = guarded(modelled._gluon_matmul_launch, torch.zeros(M, K).half(), torch.zeros(K, N).half())
@@ -255,7 +254,7 @@ def test_empty(modelled: ModuleType) -> None:
         assert not out.any()
 
 
-def test_refuses_gpus(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accumulator_refuses_gpus(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no GPU, an older, a newer and AMD's are refused."""
     look = taken._gluon_matmul_gpu.__wrapped__
     message = r"^gluon_matmul takes tensors on NVIDIA GPUs of compute capability 9\.0 alone.*: matmul takes any"
@@ -402,7 +401,6 @@ BREAKS = [
     ("b is multiplied by rows alone", "right.permute([1, 0]) if B_T else right", "right"),
     ("sums in half the registers", "maxnreg=168,  # of", "maxnreg=80,  # of"),
     ("one stage too many", "GLUON_MATMUL_STAGES = 4", "GLUON_MATMUL_STAGES = 5"),
-    ("each product is awaited", "                is_async=True,\n            )\n", "            )\n"),
     ("rows of any length", "apart = stride >= length and stride % 8 == 0", "apart = stride >= length"),
     ("rows that overlap", "apart = stride >= length and stride % 8 == 0", "apart = stride % 8 == 0"),
     ("any address", " and x.data_ptr() % 16 == 0", ""),
