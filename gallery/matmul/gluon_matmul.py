@@ -177,7 +177,7 @@ def tile_kernel(a_desc, b_desc, c_desc):
     b = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_N], b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)  # a phase ends with one arrival and all bytes
-    # Version 3 is Hopper's. A warp has 16 rows.
+    # Version 3 is Hopper's. A warp has 16 rows at a time.
     sums: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16]
     )
@@ -965,10 +965,10 @@ if __name__ == "__main__":
 #
 # * Roles for warps, with registers to match (``tensor_descriptors.py`` asks
 #   Triton for them).
-# * Two consumers that share a tile of ``b`` and never wait for each other.
+# * Two consumers that share a tile of ``b`` and meet at no barrier of their own.
 # * Stores that end during the next tile, in pieces of your choice.
 #
-# The price: this op runs on Hopper alone, and Triton's text runs anywhere.
+# The price: this op runs on Hopper alone.
 
 # %%
 # Go further
