@@ -965,7 +965,7 @@ if __name__ == "__main__":
 #
 # * Roles for warps, with registers to match (``tensor_descriptors.py`` asks
 #   Triton for them).
-# * Two consumers that share a tile of ``b`` and meet at no barrier of their own.
+# * Two consumers that share a tile of ``b`` and have no barrier in common.
 # * Stores that end during the next tile, in pieces of your choice.
 #
 # The price: this op runs on Hopper alone.
