@@ -95,7 +95,7 @@ def test_accumulator_by_a_model(
 @pytest.mark.parametrize("shape", [(300, 1000, 700), (257, 200, 1300), (1400, 72, 300)])
 @pytest.mark.parametrize("seed", range(6))
 def test_accumulator_of_many_tiles_by_a_model(modelled: ModuleType, shape: tuple[int, int, int], seed: int) -> None:
-    """Two programs have several tiles each, of more and of fewer steps than buffers, and rows of tiles in two groups."""
+    """Two programs have several tiles each, of more and of fewer steps than buffers, and tiles in two groups."""
     M, K, N = shape
     gluon_model.SEEDS[0] = seed
     a = matrix(M, K, torch.float16, seed % 2 == 1, seed, "cpu")
