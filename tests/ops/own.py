@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from project import ROOT
 
 from triton_gallery.recipes.contents import load
+from triton_gallery.recipes.needs import missing
 
 HERE = Path(__file__).parent
 # From such a heading on a recipe has nothing but checks, figures and prose; or down to the next heading.
@@ -27,6 +29,13 @@ def collect(name: str) -> list[tuple[str, Any]]:
                 continue
             found += [(recipe.key, item) for item in getattr(module, name, ())]
     return found
+
+
+def runs_here(recipe: str) -> bool:
+    """Whether a recipe's op runs on this machine: some are for one kind of GPU alone."""
+    path = ROOT / "gallery" / f"{recipe}.py"
+    capability = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    return not missing(path, path.read_text(), capability)
 
 
 def definitions(source: str) -> str:

@@ -9,9 +9,12 @@ from types import ModuleType
 import measure_peers
 import pytest
 import torch
+from own import runs_here
+from project import ROOT
 from works.dropout import kept_by_both
 
 from triton_gallery.recipes.contents import load
+from triton_gallery.recipes.declaration import declaration
 from triton_gallery.recipes.device import Environment
 from triton_gallery.records.peers import load_all
 
@@ -44,9 +47,14 @@ def test_all_libraries_do_the_same(
     work: measure_peers.Work, backward: bool, recipe_at: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure_peers, "recipe_module", lambda recipe: recipe_at(f"{recipe}.py"))
+    if not runs_here(work.recipe):
+        pytest.skip("needs another GPU")
     *sizes, length = work.shapes[-1]
     shape = (*(min(size, SMALL) for size in sizes), min(length, WIDE))
-    trial = measure_peers.Trial(work, shape, torch.float32, "cuda" if ON_GPU else "cpu")
+    path = ROOT / f"gallery/{work.recipe}.py"
+    taken = declaration(path, path.read_text()).of_op.dtypes
+    dtype = torch.float32 if not taken or "float32" in taken else getattr(torch, work.dtype)
+    trial = measure_peers.Trial(work, shape, dtype, "cuda" if ON_GPU else "cpu")
     functions = measure_peers.contestants(work, installed())
     if not ON_GPU:
         del functions["torch.compile"]

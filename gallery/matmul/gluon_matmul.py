@@ -1,0 +1,997 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# dtypes = ["float16", "bfloat16"]
+# backward = false
+# deterministic = true
+# longer = "its warps have two roles, each a function"
+# gpu = "==9.0"
+# ///
+r"""
+A product in Gluon
+==================
+
+Gluon is the language below Triton. It has Triton's syntax and its compiler, but
+you place the tiles in shared memory, you start the copies, and you wait for
+them. This page writes one matrix product in Gluon for Hopper, in four steps.
+Each step takes over one decision that Triton makes for you.
+
+After this page you can
+
+* say what the layouts of shared memory and of registers are for;
+* load tiles with the copy engine, and wait for them at an *mbarrier*;
+* keep loads in flight with a ring of buffers, and say why it cannot deadlock;
+* give loading and multiplying to different warps, with registers to match.
+"""
+
+# sphinx_gallery_tags = ["matmul", "compute bound", "TMA", "Gluon"]
+import itertools
+import os
+import re
+import threading
+import time
+from functools import cache, partial
+
+import pandas as pd
+import torch
+from torch.library import Library, custom_op
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# ``a @ b`` calls cuBLAS. How much is there to do?
+
+rng = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def random(rows, columns, dtype=torch.float16):
+    return torch.randn(rows, columns, generator=rng, device=DEVICE, dtype=dtype)
+
+
+SIZES = [(8192, 8192, 8192), (8192, 2048, 8192), (8192, 512, 8192)]
+SIZES += [(4096, 4096, 4096)]  # M, K and N
+
+if __name__ == "__main__":
+    for M, K, N in SIZES:
+        flops, moved = 2 * M * N * K, 2 * (M * K + K * N + M * N)
+        print(f"({M}, {K}) @ ({K}, {N}) in float16: {flops / 1e12:.2f} Tflop,")
+        print(f"    {moved / 1e6:.0f} MB, {flops / moved:.0f} flop a byte")
+
+# %%
+# The bytes are the *floor*: each element is read or written once. By its data
+# sheet, an H200 does about 200 operations in the time of reading a byte. So its
+# matrix units bound these products.
+
+# %%
+# The first kernel
+# ----------------
+#
+# A program computes one tile. It copies tiles of ``a`` and of ``b`` into shared
+# memory, multiplies them, and goes on along ``K``:
+#
+# .. code-block:: text
+#
+#     device memory         shared memory              registers
+#
+#     a_desc [off_m, k] --> a (128, 64)  \
+#                                          wgmma -->  acc (128, 128)
+#     b_desc [k, off_n] --> b (64, 128)  /               |
+#     c_desc         <----  c (128, 128)  <------- float16, at the end
+#
+# Triton would find these places by itself. In Gluon you name them:
+#
+# * A *shared layout* says where an element lies in shared memory. The copy
+#   engine writes ``NVMMASharedLayout``, and the matrix units read it: rows of
+#   128 bytes, whose pieces of 16 bytes are swapped to spread over the banks.
+# * A *register layout* says which thread holds which element. Hopper's matrix
+#   instruction, ``wgmma``, leaves its sum in ``NVMMADistributedLayout``. Four
+#   warps, a *warpgroup*, issue it together.
+# * A copy ends at an *mbarrier*, a counter in shared memory. The program tells
+#   it how many bytes to *expect*, and waits. Its phases are 0 and 1 by turns,
+#   and a wait names the phase that it waits for.
+
+
+@gluon.jit
+def tile_kernel(a_desc, b_desc, c_desc):
+    BLOCK_M: gl.constexpr = c_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = c_desc.block_shape[1]
+    BLOCK_K: gl.constexpr = a_desc.block_shape[1]
+    off_m = gl.program_id(axis=0) * BLOCK_M
+    off_n = gl.program_id(axis=1) * BLOCK_N
+    dtype: gl.constexpr = c_desc.dtype
+    a = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_K], a_desc.layout)
+    b = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_N], b_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)  # a phase ends with one arrival and all bytes
+    # Version 3 is Hopper's. A warp has 16 rows at a time.
+    sums: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16]
+    )
+    acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, sums)
+    for k in range(0, a_desc.shape[1], BLOCK_K):
+        # expect is the one arrival. It names the bytes of both copies.
+        nbytes: gl.constexpr = a_desc.block_type.nbytes
+        mbarrier.expect(full, nbytes + b_desc.block_type.nbytes)
+        # Past the matrix's edge the engine fills with zeros, and counts them.
+        tma.async_copy_global_to_shared(a_desc, [off_m, k], full, a)
+        tma.async_copy_global_to_shared(b_desc, [k, off_n], full, b)
+        mbarrier.wait(full, k // BLOCK_K & 1)
+        acc = warpgroup_mma(a, b, acc)  # ends when a and b have been read
+    mbarrier.invalidate(full)  # its eight bytes may become part of c
+    c = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], c_desc.layout)
+    c.store(acc.to(dtype))
+    fence_async_shared()  # else the engine may read what was there before
+    tma.async_copy_shared_to_global(c_desc, [off_m, off_n], c)
+    tma.store_wait(0)  # this program's shared memory is the next one's
+
+
+def describe(x, block):
+    """Describe a matrix to the copy engine, by tiles of a block's shape."""
+    kind = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+    return TensorDescriptor.from_tensor(x, block, layout)
+
+
+TILE, BIG = (128, 128, 64), (128, 256, 64)  # rows, columns, and of the sum
+
+
+def by_tiles(a, b, kernel=tile_kernel, tile=TILE, num_warps=4, **constants):
+    """Multiply matrices by rows, whose lengths 8 divides."""
+    c = a.new_empty(a.shape[0], b.shape[1])
+    m, n, k = tile
+    descriptors = describe(a, [m, k]), describe(b, [k, n]), describe(c, [m, n])
+    grid = triton.cdiv(c.shape[0], m), triton.cdiv(c.shape[1], n)
+    kernel[grid](*descriptors, **constants, num_warps=num_warps)
+    return c
+
+
+# %%
+# Is it right?
+# ------------
+#
+# A sum of ``K`` products in float32 is off by at most ``K`` roundings of
+# :math:`2^{-24}`, of the sum of the products' magnitudes. For the last rounding
+# we allow one ``eps``. ``error_of`` returns the error as a part of all that.
+
+
+def error_of(out, a, b):
+    a, b = a.double(), b.double()
+    expected, info = a @ b, torch.finfo(out.dtype)
+    bound = a.shape[1] * 2**-24 * (a.abs() @ b.abs())
+    bound += info.eps * (expected.abs() + info.tiny)
+    return (out.double() - expected) / bound
+
+
+if __name__ == "__main__":
+    for M, K, N in ((256, 256, 256), (200, 72, 136)):
+        a, b = random(M, K), random(K, N)
+        error = error_of(by_tiles(a, b), a, b)
+        print(f"{M}x{K}x{N}: error {error.abs().max():.2f} of the allowed")
+        torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
+
+# %%
+# How fast?
+# ---------
+#
+# ``torch.compile`` calls cuBLAS for a product, too. Of each step of this page,
+# variants are tried by turns, and a table has the best.
+
+
+def rate_of(steps):
+    """Print a table of the best rates of steps, each of several variants."""
+    rows = {}
+    for M, K, N in SIZES:
+        a, b, calls = random(M, K), random(K, N), {}
+        for name, variants in steps.items():
+            for place, variant in enumerate(variants):
+                calls[name, place] = partial(variant, a, b)
+        found = gpu_time(calls, turns=20).items()
+        best = pd.Series({key: ms for key, (ms, *_) in found})
+        rate = 2e-9 * M * N * K / best.groupby(level=0).min()
+        rows[f"{M}x{K}x{N}"] = rate.reindex([*steps]).round()
+    print("TFLOP/s", pd.DataFrame(rows).T.to_string(), sep="\n")
+
+
+LARGE = {"tile": BIG, "num_warps": 8}
+STEPS = {"wait at once": [by_tiles, partial(by_tiles, **LARGE)]}
+CUBLAS = {"cuBLAS": [torch.matmul]}
+
+if __name__ == "__main__":
+    rate_of(STEPS | CUBLAS)
+
+# %%
+# Can loads fly ahead?
+# --------------------
+#
+# While the first kernel waits for a load, it has no product under way. Triton's
+# ``num_stages`` makes a *ring* of buffers. In Gluon you write the ring. Step
+# ``n`` uses buffer ``n % STAGES``, and the phase is ``n // STAGES & 1``:
+#
+# .. code-block:: text
+#
+#     step n     0   1   2   3   4   5   6   7   8   9 ...
+#     buffer     0   1   2   3   0   1   2   3   0   1 ...
+#     phase      0   0   0   0   1   1   1   1   0   0 ...
+#
+# ``is_async=True`` lets ``warpgroup_mma`` return at once. Then
+# ``warpgroup_mma_wait(1)`` waits until one product at most is under way. So
+# when step ``n`` has been issued, step ``n - 1`` is done, and its buffer can
+# take the load of step ``n - 1 + STAGES``.
+#
+# Each warpgroup waits for its own products only. So a barrier of all warps has
+# to stand before that load, or it overwrites what another warpgroup still
+# reads. (A `report <https://github.com/triton-lang/triton/issues/11047>`_ shows
+# such a program: the compiler did not put a barrier there.)
+
+copy_in = tma.async_copy_global_to_shared  # a shorter name
+# Triton 3.6 called it thread_barrier.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def start_load(n, a_desc, b_desc, place, ring):
+    off_m, off_n, steps = place
+    a, b, full = ring
+    stage, k = n % b.shape[0], n * b_desc.block_shape[0]
+    bar, a_now, b_now = full.index(stage), a.index(stage), b.index(stage)
+    nbytes: gl.constexpr = a_desc.block_type.nbytes
+    within = n < steps  # else nothing is expected, and nothing is copied
+    mbarrier.expect(bar, nbytes + b_desc.block_type.nbytes, pred=within)
+    copy_in(a_desc, [off_m, k], bar, a_now, pred=within)
+    copy_in(b_desc, [k, off_n], bar, b_now, pred=within)
+
+
+@gluon.jit
+def ring_kernel(a_desc, b_desc, c_desc, STAGES: gl.constexpr):
+    BLOCK_M: gl.constexpr = c_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = c_desc.block_shape[1]
+    BLOCK_K: gl.constexpr = a_desc.block_shape[1]
+    off_m = gl.program_id(axis=0) * BLOCK_M
+    off_n = gl.program_id(axis=1) * BLOCK_N
+    dtype: gl.constexpr = c_desc.dtype
+    a_shape: gl.constexpr = [STAGES] + a_desc.block_shape
+    b_shape: gl.constexpr = [STAGES] + b_desc.block_shape
+    a = gl.allocate_shared_memory(dtype, a_shape, a_desc.layout)
+    b = gl.allocate_shared_memory(dtype, b_shape, b_desc.layout)
+    kind: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    sums: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16]
+    )
+    acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, sums)
+    steps = gl.cdiv(a_desc.shape[1], BLOCK_K)
+    place, ring = (off_m, off_n, steps), (a, b, full)
+    for i in gl.static_range(STAGES - 1):
+        start_load(i, a_desc, b_desc, place, ring)
+    for n in range(steps):
+        stage = n % STAGES
+        mbarrier.wait(full.index(stage), n // STAGES & 1)
+        acc = warpgroup_mma(a.index(stage), b.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        barrier()  # now all warps are done with step n - 1
+        start_load(n - 1 + STAGES, a_desc, b_desc, place, ring)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    for i in gl.static_range(STAGES):
+        mbarrier.invalidate(full.index(i))
+    c = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], c_desc.layout)
+    c.store(acc.to(dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(c_desc, [off_m, off_n], c)
+    tma.store_wait(0)
+
+
+ringed = partial(by_tiles, kernel=ring_kernel, STAGES=4)
+STEPS["a ring of buffers"] = [ringed, partial(ringed, **LARGE)]
+STEPS["a ring of buffers"] += [partial(ringed, **LARGE, STAGES=3)]
+
+if __name__ == "__main__":
+    rate_of(STEPS | CUBLAS)
+
+# %%
+# Who starts the loads?
+# ---------------------
+#
+# In the ring all warps stop at the barrier, so that one of them can start a
+# load. A program can have warps of several roles instead. ``warp_specialize``
+# gives each role a function and warps of its own:
+#
+# .. code-block:: text
+#
+#     producer    1 warp     waits for an empty buffer, starts its three loads
+#     consumer 0  4 warps    rows  0 to  63: waits for a full buffer,
+#     consumer 1  4 warps    rows 64 to 127: multiplies, gives it back
+#
+# The roles meet at two barriers for each buffer. *Full* ends a phase when all
+# bytes have arrived, for which both consumers wait. *Empty* ends one when both
+# consumers have arrived, for which the producer waits.
+#
+# Can this ring stop for ever? The producer waits at step ``n`` for both
+# consumers' step ``n - STAGES``, and a consumer waits at step ``n`` for its
+# load. So each step waits for earlier ones alone, and the earliest step that is
+# not done can go on. In the first ``STAGES`` steps the producer asks for phase
+# 1: a new barrier counts the phase before phase 0 as ended.
+#
+# A thread of a consumer holds 64 * 256 / 128 = 128 sums, and the producer needs
+# few registers. ``maxnreg=168`` reserves 168 for each thread of three
+# warpgroups; the producer's warp counts as four. The kernel then moves them:
+# the producer keeps 24, and a consumer's threads have 240.
+
+
+@gluon.jit
+def produce(a_desc, b_desc, place, ring):
+    off_m, off_n, steps = place
+    a, b, full, empty = ring
+    STAGES: gl.constexpr = b.shape[0]
+    ROWS: gl.constexpr = a_desc.block_shape[0]
+    nbytes: gl.constexpr = a_desc.block_type.nbytes
+    for n in range(steps):
+        stage, k = n % STAGES, n * b_desc.block_shape[0]
+        mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
+        bar, upper, lower = full.index(stage), 2 * stage, 2 * stage + 1
+        mbarrier.expect(bar, 2 * nbytes + b_desc.block_type.nbytes)
+        copy_in(a_desc, [off_m, k], bar, a.index(upper))
+        copy_in(a_desc, [off_m + ROWS, k], bar, a.index(lower))
+        copy_in(b_desc, [k, off_n], bar, b.index(stage))
+
+
+@gluon.jit
+def consume(HALF: gl.constexpr, c_desc, c, place, ring):
+    off_m, off_n, steps = place
+    a, b, full, empty = ring
+    STAGES: gl.constexpr = b.shape[0]
+    ROWS: gl.constexpr = c_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = c_desc.block_shape[1]
+    sums: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16]
+    )
+    acc = gl.zeros((ROWS, BLOCK_N), gl.float32, sums)
+    for n in range(steps):
+        stage = n % STAGES
+        mbarrier.wait(full.index(stage), n // STAGES & 1)
+        mine = a.index(2 * stage + HALF)
+        acc = warpgroup_mma(mine, b.index(stage), acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        # Step n - 1 is done. Before the first step there is none.
+        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), pred=n > 0)
+    # Nobody waits for the last buffer, so nobody gives it back.
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    part, row = c.index(HALF), off_m + HALF * ROWS
+    part.store(acc.to(c_desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(c_desc, [row, off_n], part)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def roles_kernel(a_desc, b_desc, c_desc, STAGES: gl.constexpr):
+    ROWS: gl.constexpr = a_desc.block_shape[0]
+    BLOCK_K: gl.constexpr = b_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = b_desc.block_shape[1]
+    off_m = gl.program_id(axis=0) * 2 * ROWS
+    off_n = gl.program_id(axis=1) * BLOCK_N
+    dtype: gl.constexpr = c_desc.dtype
+    a_shape: gl.constexpr = [2 * STAGES] + a_desc.block_shape
+    b_shape: gl.constexpr = [STAGES] + b_desc.block_shape
+    c_shape: gl.constexpr = [2] + c_desc.block_shape
+    a = gl.allocate_shared_memory(dtype, a_shape, a_desc.layout)
+    b = gl.allocate_shared_memory(dtype, b_shape, b_desc.layout)
+    c = gl.allocate_shared_memory(dtype, c_shape, c_desc.layout)
+    kind: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    steps = gl.cdiv(a_desc.shape[1], BLOCK_K)
+    place, ring = (off_m, off_n, steps), (a, b, full, empty)
+    # The first function runs in the warps of the launch, the others in new
+    # ones: so many warps, and so many registers for each of their threads.
+    gl.warp_specialize(
+        [
+            (consume, (0, c_desc, c, place, ring)),
+            (consume, (1, c_desc, c, place, ring)),
+            (produce, (a_desc, b_desc, place, ring)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def with_roles(a, b):
+    c = a.new_empty(a.shape[0], b.shape[1])
+    pairs = zip((a, b, c), ([64, 64], [64, 256], [64, 256]), strict=True)
+    descriptors = [describe(*pair) for pair in pairs]
+    grid = triton.cdiv(c.shape[0], 128), triton.cdiv(c.shape[1], 256)
+    roles_kernel[grid](*descriptors, STAGES=3, num_warps=4, maxnreg=168)
+    return c
+
+
+STEPS["roles for warps"] = [with_roles]
+
+if __name__ == "__main__":
+    for M, K, N in ((200, 72, 136), (64, 1000, 520)):
+        a, b = random(M, K), random(K, N)
+        for variant in itertools.chain(*STEPS.values()):
+            error = error_of(variant(a, b), a, b)
+            torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
+    rate_of(STEPS | CUBLAS)
+
+# %%
+# What happens between two tiles?
+# -------------------------------
+#
+# A program ends with a store, and the next one begins with empty buffers. A
+# *persistent* program goes on to its next tile instead, as in
+# ``persistent_matmul.py``. With roles that takes one more loop in each of them.
+# While the consumers store, the producer loads the next tile's first buffers:
+#
+# .. code-block:: text
+#
+#     producer    loads of tile 0       loads of tile 1       loads of ...
+#     consumers        products of tile 0   store   products of tile 1 ...
+#
+# The steps ``n`` are counted through all tiles, so the ring does not begin
+# anew. Two more things change:
+#
+# * *The store waits later.* The copy engine writes the result by itself. A
+#   consumer has two buffers for pieces of its result, and fills one when all
+#   stores but the last one have read theirs. So the last stores run during the
+#   next tile. Pieces of 64 columns leave room for a fourth stage: 4 * 48 KB and
+#   2 * 2 * 8 KB.
+# * *Groups of tiles.* Eight rows of tiles are walked together, column by column
+#   (``tile_order.py`` draws it), so that what is read again is still in L2.
+
+# %%
+# Transposed operands
+# -------------------
+#
+# The copy engine wants rows of adjacent elements. ``weight.T`` has adjacent
+# columns. So its descriptor is of ``weight``, and the buffer in shared memory
+# is permuted: no byte moves, ``wgmma`` reads 16-bit numbers in either order.
+
+# %%
+# The op
+# ------
+#
+# A host descriptor is no tensor, so the op is a ``custom_op``, into which
+# ``torch.compile`` does not look; ``persistent_matmul.py`` says more. Rows of
+# the result begin at multiples of 16 bytes, as the copy engine stores them.
+
+GLUON_MATMUL_NAMESPACE = "triton_gallery"
+GLUON_MATMUL_THREAD = threading.local()
+GLUON_MATMUL_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+# Rows of a consumer, columns and depth of a tile, columns of a stored piece
+GLUON_MATMUL_TILE = (64, 256, 64, 64)
+GLUON_MATMUL_STAGES = 4
+
+
+@gluon.jit
+def _gluon_matmul_place(tile, M, N, BLOCK_M, BLOCK_N):
+    """Return where a tile begins: column by column, in groups of rows."""
+    # Eight rows of tiles together: what is read again is still in L2.
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    first = tile // (8 * tiles_n) * 8
+    rows = gl.minimum(gl.cdiv(M, BLOCK_M) - first, 8)
+    within = tile % (8 * tiles_n)
+    # Rows and columns fit int32, whatever their product is.
+    return (first + within % rows) * BLOCK_M, within // rows * BLOCK_N
+
+
+@gluon.jit
+def _gluon_matmul_produce(
+    a_desc,
+    b_desc,
+    sizes,
+    ring,
+    A_T: gl.constexpr,
+    B_T: gl.constexpr,
+):
+    tiles, M, N, K = sizes
+    a, b, full, empty = ring
+    STAGES: gl.constexpr = b.shape[0]
+    ROWS: gl.constexpr = a_desc.block_shape[1 if A_T else 0]
+    BLOCK_N: gl.constexpr = b_desc.block_shape[0 if B_T else 1]
+    BLOCK_K: gl.constexpr = b_desc.block_shape[1 if B_T else 0]
+    nbytes: gl.constexpr = a_desc.block_type.nbytes
+    n = 0  # steps of all tiles
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        off_m, off_n = _gluon_matmul_place(tile, M, N, 2 * ROWS, BLOCK_N)
+        for k in range(0, K, BLOCK_K):
+            stage = n % STAGES
+            # Both consumers have arrived for step n - STAGES. A new barrier
+            # counts the phase before its first one as ended.
+            mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
+            # The one arrival at full. The phase ends with the last byte;
+            # those that the engine fills with zeros count as well.
+            bar = full.index(stage)
+            mbarrier.expect(bar, 2 * nbytes + b_desc.block_type.nbytes)
+            for half in gl.static_range(2):
+                row = off_m + half * ROWS
+                tma.async_copy_global_to_shared(
+                    a_desc,
+                    [k, row] if A_T else [row, k],
+                    bar,
+                    a.index(2 * stage + half),
+                )
+            tma.async_copy_global_to_shared(
+                b_desc, [off_n, k] if B_T else [k, off_n], bar, b.index(stage)
+            )
+            n += 1
+
+
+@gluon.jit
+def _gluon_matmul_halves(x):
+    """Return the left and the right half of a tile's columns."""
+    # split takes the last dimension apart. No number changes its thread.
+    parts = x.reshape([x.shape[0], 2, x.shape[1] // 2])
+    return parts.permute(0, 2, 1).split()
+
+
+@gluon.jit
+def _gluon_matmul_consume(
+    HALF: gl.constexpr,
+    c_desc,
+    c,
+    sizes,
+    ring,
+    A_T: gl.constexpr,
+    B_T: gl.constexpr,
+):
+    tiles, M, N, K = sizes
+    a, b, full, empty = ring
+    STAGES: gl.constexpr = b.shape[0]
+    ROWS: gl.constexpr = c_desc.block_shape[0]
+    PIECE: gl.constexpr = c_desc.block_shape[1]
+    BLOCK_N: gl.constexpr = b.shape[1 if B_T else 2]
+    BLOCK_K: gl.constexpr = b.shape[2 if B_T else 1]
+    sums: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16]
+    )
+    n = 0  # steps of all tiles, as the producer counts them
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        off_m, off_n = _gluon_matmul_place(tile, M, N, 2 * ROWS, BLOCK_N)
+        acc = gl.zeros((ROWS, BLOCK_N), gl.float32, sums)
+        for k in range(0, K, BLOCK_K):
+            stage = n % STAGES
+            mbarrier.wait(full.index(stage), n // STAGES & 1)
+            left, right = a.index(2 * stage + HALF), b.index(stage)
+            acc = warpgroup_mma(
+                left.permute([1, 0]) if A_T else left,
+                right.permute([1, 0]) if B_T else right,
+                acc,
+                is_async=True,
+            )
+            # One product may be under way, this one. The one before has read
+            # its buffers, and the compiler has all warps of this consumer
+            # meet before the one arrival of this consumer.
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            before = empty.index((n + STAGES - 1) % STAGES)
+            mbarrier.arrive(before, pred=k > 0)
+            n += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        # The tile's last step: so each step has one arrival of each consumer.
+        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
+        left, right = _gluon_matmul_halves(acc.to(c_desc.dtype))
+        pieces = _gluon_matmul_halves(left) + _gluon_matmul_halves(right)
+        for i in gl.static_range(4):
+            # Two buffers take turns. The store before the last one has read
+            # the buffer; the last one may go on.
+            tma.store_wait(1)
+            piece = c.index(2 * HALF + i % 2)
+            piece.store(pieces[i])
+            fence_async_shared()  # what threads wrote, the engine reads
+            tma.async_copy_shared_to_global(
+                c_desc, [off_m + HALF * ROWS, off_n + i * PIECE], piece
+            )
+    tma.store_wait(0)  # the shared memory is another program's soon
+
+
+@gluon.jit
+def _gluon_matmul_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    A_T: gl.constexpr,  # a_desc is of a's transpose
+    B_T: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    M, N = c_desc.shape
+    SUM: gl.constexpr = 0 if A_T else 1
+    K = a_desc.shape[SUM]
+    ROWS: gl.constexpr = c_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = b_desc.block_shape[0 if B_T else 1]
+    dtype: gl.constexpr = c_desc.dtype
+    gl.static_assert(4 * c_desc.block_shape[1] == BLOCK_N)
+    a_shape: gl.constexpr = [2 * STAGES] + a_desc.block_shape
+    b_shape: gl.constexpr = [STAGES] + b_desc.block_shape
+    c_shape: gl.constexpr = [4] + c_desc.block_shape
+    a = gl.allocate_shared_memory(dtype, a_shape, a_desc.layout)
+    b = gl.allocate_shared_memory(dtype, b_shape, b_desc.layout)
+    c = gl.allocate_shared_memory(dtype, c_shape, c_desc.layout)
+    kind: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)  # the producer's expect
+        mbarrier.init(empty.index(stage), count=2)  # one of each consumer
+    tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, BLOCK_N)
+    sizes, ring = (tiles, M, N, K), (a, b, full, empty)
+    gl.warp_specialize(
+        [
+            (_gluon_matmul_consume, (0, c_desc, c, sizes, ring, A_T, B_T)),
+            (_gluon_matmul_consume, (1, c_desc, c, sizes, ring, A_T, B_T)),
+            (_gluon_matmul_produce, (a_desc, b_desc, sizes, ring, A_T, B_T)),
+        ],
+        [4, 1],  # warps of the second consumer and of the producer
+        [240, 24],  # and registers of their threads
+    )
+
+
+@cache
+def _gluon_matmul_gpu(device):
+    """Return how many multiprocessors there are."""
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        if not torch.version.hip and (gpu.major, gpu.minor) == (9, 0):
+            return gpu.multi_processor_count
+    raise RuntimeError(
+        "gluon_matmul takes tensors on NVIDIA GPUs of compute capability 9.0 "
+        f"alone, whose instructions it names, not on {device}: matmul takes any"
+    )
+
+
+def _gluon_matmul_check(a, b):
+    """Raise for what the op does not take, as far as no address tells."""
+    if a.dtype != b.dtype or a.dtype not in GLUON_MATMUL_DTYPES:
+        raise TypeError(
+            "gluon_matmul takes two matrices of float16 or of bfloat16, not "
+            f"{a.dtype} and {b.dtype}: matmul takes others"
+        )
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(
+            "gluon_matmul takes matrices of shapes (M, K) and (K, N), not "
+            f"{tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    if a.device != b.device:
+        raise ValueError(
+            "gluon_matmul takes two matrices on one device, not on "
+            f"{a.device} and {b.device}"
+        )
+
+
+def _gluon_matmul_rows(M, N, like):
+    """Return a new matrix whose rows begin at multiples of 16 bytes."""
+    # The engine stores 16 bytes at a time, so the last row has its padding too.
+    return like.new_empty(M, triton.cdiv(N, 8) * 8)[:, :N]
+
+
+def _gluon_matmul_side(x):
+    """Return x or x.T: the one with rows that the engine takes."""
+    for side in (x, x.T):
+        (rows, length), (stride, step) = side.shape, side.stride()
+        # Rows that overlap, as those of an expanded tensor, it does not take.
+        apart = stride >= length and stride % 8 == 0
+        if step == 1 and (apart or rows == 1) and x.data_ptr() % 16 == 0:
+            return side
+    raise ValueError(
+        "gluon_matmul takes matrices with rows or columns of adjacent elements "
+        "that begin at multiples of 16 bytes, not strides "
+        f"{tuple(x.stride())} from address {x.data_ptr():#x}: matmul takes any"
+    )
+
+
+def _gluon_matmul_descriptor(side, block):
+    rows, length = side.shape
+    # The stride of an only row may be anything.
+    stride = side.stride(0) if rows > 1 else triton.cdiv(length, 8) * 8
+    kind = GLUON_MATMUL_DTYPES[side.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+    return TensorDescriptor(side, [rows, length], [stride, 1], block, layout)
+
+
+def _gluon_matmul_launch(a, b):
+    _gluon_matmul_check(a, b)
+    multiprocessors = _gluon_matmul_gpu(a.device)
+    (M, K), N = a.shape, b.shape[1]
+    c = _gluon_matmul_rows(M, N, a)
+    if M * N * K == 0:
+        return c.zero_()
+    sides = [_gluon_matmul_side(x) for x in (a, b)]
+    A_T, B_T = sides[0] is not a, sides[1] is not b
+    m, n, k, piece = GLUON_MATMUL_TILE
+    tiles = triton.cdiv(M, 2 * m) * triton.cdiv(N, n)
+    # Triton launches on the current GPU, which may not be that of a.
+    with torch.accelerator.device_index(a.device.index):
+        if not hasattr(GLUON_MATMUL_THREAD, "begun"):
+            # A thread has no context until torch uses it, and no descriptor
+            # is made without one. Autograd has threads of its own.
+            GLUON_MATMUL_THREAD.begun = torch.zeros(1, device=a.device)
+        _gluon_matmul_kernel[(min(tiles, multiprocessors),)](
+            _gluon_matmul_descriptor(sides[0], [k, m] if A_T else [m, k]),
+            _gluon_matmul_descriptor(sides[1], [n, k] if B_T else [k, n]),
+            _gluon_matmul_descriptor(c, [m, piece]),
+            A_T=A_T,
+            B_T=B_T,
+            STAGES=GLUON_MATMUL_STAGES,
+            num_warps=4,  # of the first consumer
+            maxnreg=168,  # of all three warpgroups, before they are moved
+        )
+    return c
+
+
+@custom_op(f"{GLUON_MATMUL_NAMESPACE}::gluon_matmul", mutates_args=())
+def gluon_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the matrix product of a (M, K) and b (K, N), as a @ b.
+
+    Takes float16 and bfloat16, both of one dtype, and sums in float32. Of each
+    matrix, rows or columns have adjacent elements and begin at multiples of 16
+    bytes. The result has rows that begin at multiples of 16 bytes: it is
+    contiguous where 8 divides N. It is the same each time. Raises TypeError
+    for other dtypes, ValueError for other shapes, strides and addresses, and
+    RuntimeError for GPUs other than those of compute capability 9.0. Has no
+    gradient: a backward raises RuntimeError.
+    """
+    return _gluon_matmul_launch(a, b)
+
+
+@gluon_matmul.register_fake
+def _gluon_matmul_fake(a, b):
+    _gluon_matmul_check(a, b)
+    return _gluon_matmul_rows(a.shape[0], b.shape[1], a)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the custom_op.
+GLUON_MATMUL_LIBRARY = Library(GLUON_MATMUL_NAMESPACE, "FRAGMENT")
+GLUON_MATMUL_LIBRARY.impl("gluon_matmul", _gluon_matmul_launch, "CUDA")
+
+# %%
+# What did each step gain?
+
+STEPS["persistent, the op"] = [gluon_matmul]
+
+if __name__ == "__main__":
+    rate_of(STEPS | CUBLAS)
+
+# %%
+# What did the compiler make of them? ``HGMMA`` is ``wgmma`` in machine code,
+# and *groups* counts those that end a group of products. If each ended one, the
+# compiler would wait after each: it does so where code touches the sums while
+# they are computed. ``BAR`` counts the barriers of warps. Registers are those
+# at the start; with roles, they are moved afterwards.
+
+
+def made(kernel):
+    """Return what was compiled last of a kernel."""
+    found, *_ = next(iter(kernel.device_caches.values()))
+    compiled = [*found.values()][-1]
+    code = compiled.asm["sass"]
+    return {
+        "HGMMA": len(re.findall(r"HGMMA", code)),
+        "groups": len(re.findall(r"HGMMA.*gsb0", code)),
+        "BAR": len(re.findall(r"BAR\.SYNC", code)),
+        "registers": compiled.n_regs,
+        "spilled": compiled.n_spills,
+        "shared": compiled.metadata.shared,
+    }
+
+
+if __name__ == "__main__":
+    kernels = tile_kernel, ring_kernel, roles_kernel, _gluon_matmul_kernel
+    table = pd.DataFrame({f.fn.__name__: made(f) for f in kernels}).T
+    print(table.to_string())
+    assert not table["spilled"].any()
+    assert (table["groups"] < table["HGMMA"]).all()
+
+# %%
+# Proof
+# -----
+#
+# Every pair of orders, in both dtypes, at sizes with edges in all directions,
+# with fewer steps than buffers, and with several tiles for each program. Then
+# rows with gaps, rows of an odd length, and matrices with nothing in them:
+
+
+def prove(M, K, N, dtype, a_t, b_t):
+    a = random(K, M, dtype).T if a_t else random(M, K, dtype)
+    b = random(N, K, dtype).T if b_t else random(K, N, dtype)
+    assert error_of(gluon_matmul(a, b), a, b).abs().max() <= 1
+
+
+if __name__ == "__main__":
+    for dtype in GLUON_MATMUL_DTYPES:
+        for a_t in (False, True):
+            for b_t in (False, True):
+                for M, K, N in ((8, 8, 8), (72, 136, 520), (4104, 328, 3080)):
+                    prove(M, K, N, dtype, a_t, b_t)
+    x = random(40, 48)
+    for pair in ((x[:, :21], x[:21]), (x[::2, 8:], x[:, :40].T)):
+        assert error_of(gluon_matmul(*pair), *pair).abs().max() <= 1
+    for M, K, N in ((0, 8, 8), (8, 8, 0), (8, 0, 8)):
+        out = gluon_matmul(random(M, K), random(K, N))
+        assert out.shape == (M, N)
+        assert not out.any()
+
+# %%
+# NaN and inf go where they belong, and nowhere else:
+
+if __name__ == "__main__":
+    a, b = random(72, 88), random(88, 104)
+    a[3, 87], a[71, 0] = torch.nan, torch.inf
+    b[87, 103], b[87, 5] = -torch.inf, torch.nan
+    c = gluon_matmul(a, b)
+    spoilt = torch.zeros_like(c, dtype=torch.bool)
+    spoilt[[3, 71]], spoilt[:, [5, 103]] = True, True
+    assert torch.equal(c.isfinite(), ~spoilt)
+    torch.testing.assert_close(c, a @ b, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+# %%
+# An error names what the op does not take. It has no gradient either, and
+# PyTorch says so in the backward:
+
+if __name__ == "__main__":
+    odd, even = random(21, 21), random(24, 24)
+    strides = (odd, even[:21]), (even[:, 1:17], even[:16])
+    for pair in (*strides, (even[:, ::2], even[:12]), (even, even.float())):
+        try:
+            gluon_matmul(*pair)
+        except (TypeError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+            print(re.sub("0x[0-9a-f]+", "0x...", said))
+    try:
+        gluon_matmul(even.requires_grad_(), random(24, 8)).sum().backward()
+    except RuntimeError as error:
+        print(f"RuntimeError: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# This is a layer of a model, in bfloat16, for so many tokens at a time. The
+# weight is a transpose, as in ``torch.nn.Linear``. ``CPU us`` is what a call
+# costs the CPU, which encodes three descriptors.
+
+TOKENS = [1024, 2048, 4096, 8192, 16384]
+INPUTS, OUTPUTS = 4096, 14336
+PRODUCTS = {"Triton": gluon_matmul, "cuBLAS": torch.matmul}
+
+
+def layer_calls(tokens):
+    x = random(tokens, INPUTS, torch.bfloat16)
+    weight = random(OUTPUTS, INPUTS, torch.bfloat16)
+    return {who: partial(op, x, weight.T) for who, op in PRODUCTS.items()}
+
+
+if __name__ == "__main__":
+    times = {n: gpu_time(layer_calls(n), turns=30) for n in TOKENS}
+    flops = 2e-9 * INPUTS * OUTPUTS
+    results = rate_table(times, "tokens", "TFLOP/s", flops.__mul__)
+    print(results.to_string())
+    wide = results.pivot(index="tokens", columns="series", values="TFLOP/s")
+    wide.plot(logx=True)
+
+# %%
+# Reading the result
+# ------------------
+#
+# Where our line lies below that of cuBLAS, one thing can be counted. There is
+# one tile, of 128x256, so a product of few tiles leaves multiprocessors without
+# work, and so does a last round of few tiles. 1024 tokens give 448 tiles, 3.4
+# for each of 132. ``persistent_matmul.py`` has four tiles to choose from.
+#
+# What Triton does for you, and you did here:
+#
+# * It chooses the layouts of shared memory and of registers.
+# * It allocates the buffers that ``num_stages`` asks for, and counts phases.
+# * It places fences and waits. In Gluon, too, it places barriers of warps where
+#   one warp of a role reads what another one wrote: ``BAR`` counts them.
+#
+# What it withholds, and you had here:
+#
+# * Roles for warps, with registers to match (``tensor_descriptors.py`` asks
+#   Triton for them).
+# * Two consumers that share a tile of ``b`` and have no barrier in common.
+# * Stores that end during the next tile, in pieces of your choice.
+#
+# The price: this op runs on Hopper alone.
+
+# %%
+# Go further
+# ----------
+#
+# 1. In ``consume``, move ``mbarrier.arrive`` above ``warpgroup_mma_wait(1)``.
+#    What may go wrong, and why would few tests notice?
+# 2. Initialize the barriers of empty buffers with ``count=1``. What happens?
+#
+# To read on: ``persistent_matmul.py`` has the same product in Triton, and
+# ``compiler_stages.py`` shows layouts as the compiler writes them. Triton's
+# tutorials on Gluon go on to Blackwell:
+# https://github.com/triton-lang/triton/tree/main/python/tutorials/gluon
+
+# %%
+# Answers
+# -------
+#
+# **1.** The consumer would give back a buffer that the product of the step
+# before may still read. The producer would load into it. The load takes time to
+# arrive, and most often the product is done by then. So wrong results are rare.
+#
+# **2.** One consumer's arrival would end the phase, and the producer would
+# overwrite what the other consumer still reads. The second arrival counts for
+# the next phase, so the barrier's phases are no longer those of the code, and
+# the program may stop for ever.

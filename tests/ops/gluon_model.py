@@ -1,0 +1,453 @@
+"""A model of a multiprocessor that runs Gluon kernels for Hopper: Gluon has no interpreter, and a GPU shows few races.
+
+A kernel's text runs as it is, with the names of this module in place of Gluon's. Each role is a thread. Copies and
+asynchronous products happen later than they are asked for: whatever can happen next is drawn by lot. So a wrong phase
+or count stops the program, which is noticed, and a buffer that is written while something reads it is named.
+
+Registers, layouts, and the warps of a role are not modelled: the compiler knows those.
+"""
+
+import ast
+import importlib.util
+import math
+import random
+import threading
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+Done = Callable[[], bool]
+LIMIT = 20  # seconds for a thread to reach its next wait
+ROOM, REGISTERS = 227 * 1024, 65536  # bytes of shared memory, and registers, of a program
+SPARE = 24  # registers that a thread needs beside its sums
+
+
+class Stop(BaseException):
+    """Ends the threads of a program that has failed."""
+
+
+class Machine:
+    """A program's threads and what its engines have still to do; one thing happens at a time."""
+
+    def __init__(self, seed: int) -> None:
+        """Begin with a thread for nothing yet."""
+        self.lot = random.Random(seed)
+        self.later: list[Any] = []  # copies and products, of which `ready` ones may happen
+        self.waiting: dict[threading.Thread, tuple[threading.Semaphore, Done]] = {}
+        self.turn = threading.Semaphore(0)  # of who draws lots
+        self.shared = 0  # bytes
+        self.registers: dict[threading.Thread, int] = {}  # of each thread of a role
+        self.unfenced: set[tuple[threading.Thread, int]] = set()  # what a thread wrote, and no fence followed
+        self.failed: BaseException | None = None
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> threading.Thread:
+        """Have a thread run a function; it waits for its turn first."""
+
+        def run() -> None:
+            try:
+                self._pause(own, lambda: True, first=True)
+                function(*arguments)
+            except Stop:
+                pass
+            except BaseException as error:
+                self.failed = error
+            finally:
+                self.turn.release()
+
+        own = threading.Semaphore(0)
+        thread = threading.Thread(target=run, daemon=True)
+        self.waiting[thread] = own, lambda: True
+        thread.start()
+        return thread
+
+    def until(self, done: Done) -> None:
+        """Let others go on until something is so; it may be so already."""
+        self._pause(threading.Semaphore(0), done)
+
+    def _pause(self, own: threading.Semaphore, done: Done, first: bool = False) -> None:
+        if not first:
+            self.waiting[threading.current_thread()] = own, done
+            self.turn.release()
+        own.acquire()
+        if self.failed:
+            raise Stop
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Run a function and all that it starts to the end; AssertionError if that does not come."""
+        self.start(function, *arguments)
+        while self.waiting and not self.failed:
+            able = [thread for thread, (_, done) in self.waiting.items() if done()]
+            chosen = [*able, *(event for event in self.later if event.ready())]
+            try:
+                assert chosen, "the program stops for ever: all that is left waits"
+                self._go(self.lot.choice(chosen))
+            except AssertionError as error:
+                self.failed = error
+        while self.waiting:  # after a failure
+            _, (own, _) = self.waiting.popitem()
+            own.release()
+        if self.failed:
+            raise self.failed
+        assert not self.later, f"the program ends before a {self.later[0].kind} does"
+
+    def _go(self, chosen: Any) -> None:
+        if isinstance(chosen, threading.Thread):
+            own, _ = self.waiting.pop(chosen)
+            own.release()
+            assert self.turn.acquire(timeout=LIMIT), "a thread does not come to a wait"
+        else:
+            self.later.remove(chosen)
+            chosen.happen()
+
+
+class Event:
+    """Something that an engine does later: it reads some shared memory and writes some."""
+
+    def __init__(self, kind: str, reads: list[Any], writes: list[Any], happen: Callable[[], None]) -> None:
+        """Take it, and ask whether it disturbs what is under way."""
+        self.kind, self.reads, self.writes, self.happen = kind, reads, writes, happen
+        self.thread = threading.current_thread()
+        for other in MACHINE.later:
+            for mine, theirs in [*product(writes, other.reads + other.writes), *product(reads, other.writes)]:
+                assert not mine.overlaps(theirs), f"a {kind} meets a {other.kind} in the same buffer"
+        MACHINE.later.append(self)
+
+    def ready(self) -> bool:
+        """Whether it is the first of its kind that its thread asked for; loads come in any order."""
+        return self.kind == "load" or self is next(e for e in _mine(self.kind, self.thread))
+
+
+def _mine(kind: str, thread: threading.Thread | None = None) -> list[Event]:
+    asked = thread or threading.current_thread()
+    return [event for event in MACHINE.later if event.kind == kind and event.thread is asked]
+
+
+MACHINE = Machine(0)
+
+
+class Dtype:
+    """A dtype as Gluon has it."""
+
+    def __init__(self, torch_dtype: torch.dtype) -> None:
+        """Take torch's."""
+        self.torch = torch_dtype
+
+
+class Values:
+    """Numbers in registers."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        """Take them."""
+        self._values = values
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The numbers, of which no product is under way."""
+        for event in MACHINE.later:
+            assert getattr(event, "sums", None) is not self, "sums are read while a product is under way"
+        return self._values
+
+    @property
+    def shape(self) -> list[int]:
+        """As Gluon has it."""
+        return list(self._values.shape)
+
+    def to(self, dtype: Dtype) -> "Values":
+        """Round."""
+        return Values(self.values.to(dtype.torch))
+
+    def reshape(self, shape: list[int]) -> "Values":
+        """Give it another shape."""
+        return Values(self.values.reshape(shape))
+
+    def permute(self, *order: int) -> "Values":
+        """Exchange dimensions."""
+        return Values(self.values.permute(*order))
+
+    def split(self) -> "tuple[Values, Values]":
+        """Take the last dimension apart."""
+        left, right = self.values.unbind(-1)
+        return Values(left), Values(right)
+
+
+class Shared:
+    """A piece of shared memory."""
+
+    def __init__(self, values: torch.Tensor, barriers: Any = None) -> None:
+        """Take memory, or barriers."""
+        self.view, self.barriers = values, barriers
+
+    @property
+    def shape(self) -> list[int]:
+        """As Gluon has it."""
+        return list(self.view.shape)
+
+    def index(self, place: int) -> "Shared":
+        """Return one of several buffers."""
+        assert 0 <= place < len(self.view), f"there is no buffer {place}"
+        return Shared(self.view[place], self.barriers and self.barriers[place])
+
+    def permute(self, order: list[int]) -> "Shared":
+        """Read it in another order."""
+        return Shared(self.view.permute(order))
+
+    def overlaps(self, other: "Shared") -> bool:
+        """Whether both have a byte: buffers are of one kind, so they begin at the same one."""
+        return self.view.data_ptr() == other.view.data_ptr()
+
+    def store(self, values: Values) -> None:
+        """Write registers to it."""
+        assert self.shape == values.shape
+        for event in MACHINE.later:
+            for theirs in event.reads + event.writes:
+                assert not self.overlaps(theirs), f"a thread writes where a {event.kind} is under way"
+        self.view.copy_(values.values)
+        MACHINE.unfenced.add((threading.current_thread(), self.view.data_ptr()))
+
+
+class Barrier:
+    """An mbarrier: a phase ends when nothing is pending, arrivals or bytes."""
+
+    def __init__(self, count: int) -> None:
+        """Begin with phase 0."""
+        self.count = self.pending = count
+        self.bytes, self.ended = 0, 0
+
+    def change(self, arrivals: int, expected: int) -> None:
+        """Count arrivals and bytes."""
+        self.pending -= arrivals
+        self.bytes += expected
+        assert self.pending >= 0, "more arrivals than a phase has"
+        if self.pending == 0 and self.bytes == 0:
+            self.ended, self.pending = self.ended + 1, self.count
+
+
+class Descriptor:
+    """A matrix as the copy engine knows it."""
+
+    def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any) -> None:
+        """Take it, on the conditions of the engine."""
+        assert base.data_ptr() % 16 == 0
+        assert strides[0] * base.element_size() % 16 == 0
+        assert strides[1] == 1
+        self.matrix = torch.as_strided(base, shape, strides)
+        self.shape, self.block_shape, self.layout, self.dtype = shape, block, layout, Dtype(base.dtype)
+        self.block_type = SimpleNamespace(nbytes=block[0] * block[1] * base.element_size())
+
+    @staticmethod
+    def from_tensor(x: torch.Tensor, block: list[int], layout: Any) -> "Descriptor":
+        """Describe a tensor."""
+        return Descriptor(x, [*x.shape], [*x.stride()], block, layout)
+
+    def part(self, place: list[int]) -> torch.Tensor:
+        """Return the part of a block that lies within the matrix."""
+        row, column = place
+        assert row >= 0
+        assert column >= 0
+        return self.matrix[row : row + self.block_shape[0], column : column + self.block_shape[1]]
+
+
+class Kernel:
+    """A jitted function."""
+
+    def __init__(self, fn: Callable[..., None]) -> None:
+        """Take it."""
+        self.fn = fn
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run it within another one."""
+        return self.fn(*arguments, **named)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return what launches it."""
+
+        def launch(*arguments: Any, num_warps: int, maxnreg: int = 0, **constants: Any) -> None:
+            global MACHINE
+            gl.num_warps, gl.maxnreg = lambda: num_warps, maxnreg or 255
+            gl.num_programs = lambda axis: grid[axis]
+            for place in product(*(range(extent) for extent in grid)):
+                gl.program_id = lambda axis, place=place: place[axis]
+                MACHINE = Machine(hash((SEEDS[0], place)))
+                MACHINE.run(lambda: self.fn(*arguments, **constants))
+
+        return launch
+
+
+SEEDS = [0]  # what the next launch draws lots by
+
+
+def _allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
+    MACHINE.shared += math.prod(shape) * dtype.torch.itemsize
+    assert MACHINE.shared <= ROOM, "too much shared memory"
+    if dtype is gl.int64:
+        barriers = [[None] for _ in range(shape[0])] if len(shape) == 2 else [None]
+        return Shared(torch.zeros(shape, dtype=torch.int64), barriers)
+    return Shared(torch.full(shape, torch.nan, dtype=torch.float64))
+
+
+def _specialize(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    assert len(roles) == len(warps) + 1 == len(registers) + 1
+    (first, arguments), *others = roles
+    # Registers are given to warpgroups; those of the first role are what the others leave.
+    groups = [-(-number // 4) for number in warps]
+    own = gl.num_warps() // 4
+    all_of_them = gl.maxnreg * (own + sum(groups))
+    assert all_of_them * 128 <= REGISTERS, "too many registers"
+    left = all_of_them - sum(number * each for number, each in zip(groups, registers, strict=True))
+    MACHINE.registers[threading.current_thread()] = left // own
+    threads = [MACHINE.start(function, *given) for function, given in others]
+    MACHINE.registers |= zip(threads, registers, strict=True)
+    first(*arguments)
+    MACHINE.until(lambda: not any(thread in MACHINE.waiting for thread in threads))
+
+
+def _zeros(shape: tuple[int, ...], dtype: Dtype, layout: Any) -> Values:
+    registers = MACHINE.registers.get(threading.current_thread(), gl.maxnreg)
+    held = math.prod(shape) // (32 * gl.num_warps())
+    assert held + SPARE <= registers, "sums do not fit into the registers"
+    return Values(torch.zeros(shape, dtype=dtype.torch))
+
+
+def _static_range(count: int) -> Iterator[int]:
+    return iter(range(count))
+
+
+def _static_assert(condition: bool) -> None:
+    assert condition
+
+
+def _init(barrier: Shared, count: int) -> None:
+    assert barrier.barriers[0] is None
+    barrier.barriers[0] = Barrier(count)
+
+
+def _invalidate(barrier: Shared) -> None:
+    barrier.barriers[0] = None
+
+
+def _expect(barrier: Shared, expected: int, pred: bool = True) -> None:
+    if pred:
+        barrier.barriers[0].change(1, expected)
+
+
+def _arrive(barrier: Shared, *, count: int = 1, pred: bool = True) -> None:
+    if pred:
+        barrier.barriers[0].change(count, 0)
+
+
+def _wait(barrier: Shared, phase: int) -> None:
+    (found,) = barrier.barriers
+    MACHINE.until(lambda: found.ended & 1 != phase)
+
+
+def _load(descriptor: Descriptor, place: list[int], barrier: Shared, into: Shared, pred: bool = True) -> None:
+    if not pred:
+        return
+    assert into.shape == descriptor.block_shape
+    part, (found,) = descriptor.part(place), barrier.barriers
+
+    def happen() -> None:
+        into.view.zero_()
+        into.view[: part.shape[0], : part.shape[1]] = part
+        found.change(0, -descriptor.block_type.nbytes)
+
+    Event("load", [], [into], happen)
+
+
+def _store(descriptor: Descriptor, place: list[int], piece: Shared) -> None:
+    written = {address for _, address in MACHINE.unfenced}
+    assert piece.view.data_ptr() not in written, "the engine reads what no fence made visible"
+    assert piece.shape == descriptor.block_shape
+    part = descriptor.part(place)
+
+    def happen() -> None:
+        part.copy_(piece.view[: part.shape[0], : part.shape[1]])
+
+    Event("store", [piece], [], happen)
+
+
+def _fence() -> None:
+    MACHINE.unfenced -= {written for written in MACHINE.unfenced if written[0] is threading.current_thread()}
+
+
+def _multiply(a: Shared, b: Shared, acc: Values, use_acc: bool = True, is_async: bool = False) -> Values:
+    assert a.view.shape[1] == b.view.shape[0]
+    assert acc.shape == [a.view.shape[0], b.view.shape[1]]
+
+    def happen() -> None:
+        acc._values = (acc._values if use_acc else 0) + a.view @ b.view
+
+    event = Event("product", [a, b], [], happen)
+    event.sums = acc
+    if not is_async:
+        _wait_products(0, deps=(acc,))
+    return acc
+
+
+def _wait_products(outstanding: int, deps: tuple[Values, ...]) -> Values:
+    asked = threading.current_thread()
+    MACHINE.until(lambda: len(_mine("product", asked)) <= outstanding)
+    return deps[0]
+
+
+def _wait_stores(pendings: int) -> None:
+    asked = threading.current_thread()
+    MACHINE.until(lambda: len(_mine("store", asked)) <= pendings)
+
+
+gl = SimpleNamespace(
+    constexpr=object,
+    int64=Dtype(torch.int64),
+    float32=Dtype(torch.float64),  # sums are exact: what is tested is what is added up
+    float16=Dtype(torch.float16),
+    bfloat16=Dtype(torch.bfloat16),
+    cdiv=lambda x, y: -(-x // y),
+    minimum=min,
+    static_range=_static_range,
+    static_assert=_static_assert,
+    allocate_shared_memory=_allocate,
+    warp_specialize=_specialize,
+    barrier=lambda: None,
+    zeros=_zeros,
+    NVMMADistributedLayout=lambda *of: of,
+    NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: dtype),
+)
+
+
+def load(source: str, file: Path) -> ModuleType:
+    """Import a recipe from a file that is written for it: its text, with a model of what it imports of Gluon."""
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("triton.experimental"):
+            for line in range(node.lineno - 1, node.end_lineno or node.lineno):
+                lines[line] = ""
+    lines.insert(lines.index("import torch"), f"import {__name__}\n\nglobals().update({__name__}.names())")
+    file.write_text("\n".join(lines))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def names() -> dict[str, Any]:
+    """Return what a recipe imports of Gluon, modelled."""
+    return {
+        "gl": gl,
+        "gluon": SimpleNamespace(jit=Kernel),
+        "mbarrier": SimpleNamespace(
+            MBarrierLayout=lambda: None, init=_init, invalidate=_invalidate, expect=_expect, arrive=_arrive, wait=_wait
+        ),
+        "tma": SimpleNamespace(
+            async_copy_global_to_shared=_load, async_copy_shared_to_global=_store, store_wait=_wait_stores
+        ),
+        "fence_async_shared": _fence,
+        "warpgroup_mma": _multiply,
+        "warpgroup_mma_wait": _wait_products,
+        "TensorDescriptor": Descriptor,
+    }
