@@ -6,6 +6,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = false
 # deterministic = true
+# longer = "two kernels, and a cache in pages has much to check"
 # ///
 r"""
 Decode attention with a paged cache
@@ -100,29 +101,40 @@ def rate_table(times, x, unit, work):
     columns = [x, "series", unit, "low", "high", "CPU us", "late"]
     return pd.DataFrame(rows, columns=columns)
 
+
 # %%
 # In PyTorch
 # ----------
 #
 # Sequences grow and end at different times. So a serving engine divides the
-# cache into *pages* of a few keys each, and gives a page to whichever sequence
-# needs one. The *block table* of a sequence lists its pages in order:
+# cache into *pages* of a few keys, and gives a page to whichever sequence needs
+# one. The *block table* of a sequence lists its pages in order:
 #
 # .. code-block:: text
 #
 #     block_table          cache: (pages, page size, heads, D)
-#
-#     sequence 0: 4 1      page 0 | - - - - |
+#     sequence 0: 3 1      page 0 | - - - - |
 #     sequence 1: 2        page 1 | 4 5 6 - |  <- keys 4 to 6 of sequence 0
 #                          page 2 | 0 1 2 - |  <- keys 0 to 2 of sequence 1
-#     seq_lens:   7 3      page 3 | - - - - |
-#                          page 4 | 0 1 2 3 |  <- keys 0 to 3 of sequence 0
+#     seq_lens:   7 3      page 3 | 0 1 2 3 |  <- keys 0 to 3 of sequence 0
 #
-# PyTorch gathers the pages and calls its attention, SDPA. Eight heads of keys
-# serve 32 heads of queries, as in many models:
+# PyTorch gathers the pages into a copy, and calls its attention, SDPA. The copy
+# is written and read again. The *floor* is one read of keys and values:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
-HEADS, SHARED, D = 32, 8, 128
+HEADS, SHARED, D = 32, 8, 128  # heads of queries and of keys, as models have
+
+
+def problem(lengths, page=16, queries=1, heads=HEADS, D=D, dtype=torch.float16):
+    """Return queries, a cache of random keys, shuffled pages and lengths."""
+    width = triton.cdiv(max(lengths), page)
+    kind = {"device": DEVICE, "generator": generator}
+    table = torch.randperm(len(lengths) * width, **kind).view(-1, width).int()
+    kind["dtype"] = dtype
+    cache = torch.randn(2, table.numel(), page, heads // 4, D, **kind)
+    q = torch.randn(len(lengths), queries, heads, D, **kind)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    return q, *cache, table, seq_lens
 
 
 def attention_torch(q, k_cache, v_cache, block_table, seq_lens):
@@ -135,51 +147,29 @@ def attention_torch(q, k_cache, v_cache, block_table, seq_lens):
 
 
 if __name__ == "__main__":
-    for batch, keys in ((1, 131072), (32, 8192)):
-        shape = batch * keys // 16, 16, SHARED, D
-        cache = torch.empty(shape, dtype=torch.float16, device="meta")
-        block_table = torch.empty(
-            (batch, keys // 16), dtype=torch.int32, device="meta"
-        )
-        floor = 2 * cache.nbytes  # keys and values, each read once
-        copies = 2 * cache[block_table].nbytes
-        flops = 4 * batch * keys * HEADS * D
-        print(
-            f"{batch:2} x {keys} keys: at least {floor / 1e9:.2f} GB, PyTorch"
-            f" {(floor + 2 * copies) / 1e9:.2f} GB, {flops / floor:.0f} FLOP"
-            " a byte"
-        )
-
-# %%
-# The gathered copy is written and read again. So PyTorch moves three times the
-# *floor*, which is to read the keys and values once. An H200 can do about 200
-# operations in the time of a byte (``matmul.py``): the floor is all that counts
-# here.
+    q, k_cache, v_cache, block_table, seq_lens = problem([1024, 1024])
+    floor, copy = 2 * k_cache.nbytes, 2 * k_cache[block_table].nbytes
+    print(f"floor {floor:,} bytes, PyTorch {floor + 2 * copy:,}; ", end="")
+    print(f"{4 * 2048 * HEADS * D / floor:.0f} operations a byte of the floor")
 
 # %%
 # The first kernel
 # ----------------
 #
-# A program takes one head of keys of one sequence. The query heads of a *group*
-# share these keys. They become the rows of ``tl.dot``, so that a key is loaded
-# once for all of them. A matrix instruction has 16 rows; with four heads in a
-# group, twelve rows are zeros.
+# An H200 can do about 200 operations in the time of a byte (``matmul.py``). So
+# bytes decide here. A program takes one head of keys of one sequence. The query
+# heads of a *group* share these keys. They become the rows of ``tl.dot``, so a
+# key is loaded once for all. A matrix instruction has 16 rows; here 12 are 0.
 #
 # .. code-block:: text
 #
-#                        start = 0        BLOCK_N       2 BLOCK_N
-#                        +-------------+-------------+-------------+
-#     block table  ->    |  16 pages   |  16 pages   |  ...        |
-#                        +-------------+-------------+-------------+
-#     head 0 of group    |             |             |             |
-#     head 1             |   scores    |   scores    |             |  16 rows
-#     ...                |             |             |             |
-#     zeros              |             |             |             |
-#                        +-------------+-------------+-------------+
+#                       BLOCK_N keys: 4 pages of 16
+#                     +--------+--------+--------+--------+
+#     heads of group  | page 7 | page 2 | page 9 | page 4 |  start = BLOCK_N
+#     and zeros       +--------+--------+--------+--------+  ...
 #
-# Each key has an address of its own: the block table names its page. Along the
-# keys the kernel does what ``flash_attention_forward.py`` explains: the online
-# softmax, with the maximum ``m``, the sum ``total`` and the values ``acc``.
+# Along the keys, the kernel has the online softmax in base 2, which the page
+# ``flash_attention_forward.py`` explains.
 
 
 @triton.jit
@@ -221,7 +211,6 @@ def paged_kernel(
         s = tl.where(inside[None, :], tl.dot(q, k.T) * scale, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
         p = tl.exp2(s - m_new)  # (16, BLOCK_N)
-        # What was added up so far had the old maximum.
         total = total * tl.exp2(m - m_new) + tl.sum(p, 1, keep_dims=True)
         acc = tl.dot(p.to(v.dtype), v, acc * tl.exp2(m - m_new))
         m = m_new
@@ -230,14 +219,12 @@ def paged_kernel(
 
 def first(q, k_cache, v_cache, block_table, seq_lens):
     """Return the attention of one query; all is contiguous, no length is 0."""
-    (batch, _, heads, D), (_, page, shared, _) = q.shape, k_cache.shape
-    out = torch.empty_like(q)
+    (_, page, shared, D), out = k_cache.shape, torch.empty_like(q)
+    scale, width = D**-0.5 * math.log2(math.e), block_table.shape[1]
     tensors = q, k_cache, v_cache, block_table, seq_lens, out
-    sizes = D**-0.5 * math.log2(math.e), shared, block_table.shape[1]
-    # As the page's number has to be there first, five steps are under way.
-    paged_kernel[batch, shared](
-        *tensors, *sizes, heads // shared, page, D, BLOCK_N=64, num_stages=5
-    )
+    sizes = scale, shared, width, q.shape[2] // shared, page, D
+    # Keys wait for their page's number: five stages have two steps under way.
+    paged_kernel[len(q), shared](*tensors, *sizes, BLOCK_N=64, num_stages=5)
     return out
 
 
@@ -245,66 +232,22 @@ def first(q, k_cache, v_cache, block_table, seq_lens):
 # Is it right?
 # ------------
 #
-# The pages are shuffled, and the lengths differ: one ends within a page, one
-# with a page, and one has a single key. We compare with PyTorch in float64.
-# Two things are rounded to the 11 bits of float16, the probabilities and the
-# result. Each costs at most :math:`2^{-11}` of the largest value, together
-# :math:`2^{-10}`. We allow twice that.
-
-
-def random(*shape, dtype=torch.float16):
-    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
-
-
-def problem(lengths, page=16, queries=1, dtype=torch.float16, heads=HEADS, D=D):
-    """Return queries, a cache of random keys, shuffled pages and lengths."""
-    width = max(1, triton.cdiv(max(lengths), page))
-    shape = 2, len(lengths) * width, page, heads // 4, D
-    # Half precision at once: a cache of gigabytes has no room for a copy.
-    half = dtype if dtype.itemsize == 2 else torch.float32
-    cache = torch.empty(shape, dtype=half, device=DEVICE)
-    k_cache, v_cache = cache.normal_(generator=generator).to(dtype)
-    order = torch.randperm(shape[1], generator=generator, device=DEVICE)
-    block_table = order.int().view(-1, width)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    q = random(len(lengths), queries, heads, D, dtype=dtype)
-    return q, k_cache, v_cache, block_table, seq_lens
-
+# Probabilities and result are rounded to the 11 bits of float16, each by at
+# most :math:`2^{-11}` of the largest value. We allow twice that.
 
 if __name__ == "__main__":
-    x = problem([200, 48, 1], heads=8, D=64)
-    q, k_cache, v_cache, *pages = x
-    expected = attention_torch(
-        q.double(), k_cache.double(), v_cache.double(), *pages
-    )
-    error = (first(*x) - expected).abs().max()
-    atol = 2**-9 * v_cache.abs().max().item()
+    q, k_cache, v_cache, *pages = x = problem([200, 48, 1], heads=8, D=64)
+    wide = [t.double() for t in (q, k_cache, v_cache)]
+    out, expected = first(*x).double(), attention_torch(*wide, *pages)
+    error, atol = (out - expected).abs().max(), 2**-9 * v_cache.abs().max()
     print(f"largest error {error:.1e}, allowed {atol:.1e}")
-    torch.testing.assert_close(first(*x).double(), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(out, expected, rtol=0, atol=atol.item())
 
 # %%
 # How fast?
 # ---------
 #
-# The rate counts one read of keys and values. "SDPA" is PyTorch's attention on
-# keys that lie side by side, without pages. The roof is a sum over the bytes of
-# the cache, taken for float32. The L2 cache is empty before each call.
-
-SIZES = [(1, 131072), (16, 8192), (128, 1024)]  # sequences, keys of each
-
-
-def unpaged(q, k_cache, v_cache, block_table, seq_lens):
-    """Return SDPA's inputs: the same sequences, of one length, no pages."""
-    keys = seq_lens[0].item()
-    caches = (k_cache, v_cache)
-    k, v = (c[block_table].flatten(1, 2)[:, :keys] for c in caches)
-    return [t.transpose(1, 2).contiguous() for t in (q, k, v)]
-
-
-def read(k_cache, v_cache):
-    """Read the cache once, which is the roof."""
-    for cache in (k_cache, v_cache):
-        torch.sum(cache.view(torch.float32).view(-1, 4096), 1)
+# The rate counts one read of keys and values. The roof sums up these bytes.
 
 
 def rates(calls, moved, turns=50):
@@ -313,22 +256,24 @@ def rates(calls, moved, turns=50):
     return {who: round(1e-6 * moved / times[0]) for who, times in found}
 
 
+def read(*caches):
+    for cache in caches:
+        torch.sum(cache.view(torch.float32).view(-1, 4096), 1)
+
+
+SIZES = [(1, 131072), (16, 8192), (128, 1024)]  # sequences, keys of each
+
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for batch, keys in SIZES:
         x = problem([keys] * batch)
         torch.compiler.reset()
         fast = torch.compile(attention_torch, dynamic=False, fullgraph=True)
-        library = partial(sdpa, *unpaged(*x), enable_gqa=True)
-        calls = {
-            "Triton": partial(first, *x),
-            "PyTorch": partial(attention_torch, *x),
-            "torch.compile": partial(fast, *x),
-            "SDPA": library,
-            "Roof": partial(read, *x[1:3]),
-        }
+        calls = {"Triton": first, "PyTorch": attention_torch}
+        calls = {who: partial(call, *x) for who, call in calls.items()}
+        calls["torch.compile"] = partial(fast, *x)
+        calls["Roof"] = partial(read, *x[1:3])
         found = rates(calls, moved=x[1].nbytes + x[2].nbytes)
         print(f"{batch} x {keys} keys, GB/s: {found}")
-    del x, library, calls  # gigabytes
 
 # %%
 # Are there enough programs?
@@ -357,19 +302,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #                                                |
 #                                                o
 #
-# The parts are always combined in the same order, so the bits are the same each
-# time. How many parts? Three things decide:
-#
-# * There should be several programs for each multiprocessor, so that enough
-#   loads are under way and the last programs to end leave little idle.
-# * A part costs bytes of its own: its result in float32 is written and read.
-# * The number has to be known when the kernel is launched. The lengths are on
-#   the GPU. To ask for them would make the CPU wait for the GPU, and a CUDA
-#   graph could not record it.
-#
-# So the launcher takes a *bound* of the lengths: the argument ``max_seq_len``,
-# or what the block table has room for. The kernel divides the true length. If
-# the bound is far too high, the parts are short, and the result is the same.
+# The order is fixed, so the bits are the same each time. How many parts? There
+# should be several programs for each multiprocessor. But a part costs bytes of
+# its own: its result is written in float32, and read. And the number has to be
+# known at the launch. The lengths are on the GPU; to ask for them would make
+# the CPU wait, and a CUDA graph could not record it. So the launcher takes a
+# *bound* of the lengths: the argument ``max_seq_len``, or what the block table
+# has room for. The kernel divides the true length. If the bound is far too
+# high, the parts are short, and the result is right.
 
 MULTIPROCESSORS = 132  # of an H200
 
@@ -416,12 +356,10 @@ if __name__ == "__main__":
 # The op
 # ------
 #
-# A step takes about 32 KB of keys and values, so longer heads have shorter
-# steps. The loop has a load that waits for another load, the page for its
-# number; of five stages, two are for keys and values that are under way.
-# The parts are chosen so that there are about eight programs for a
-# multiprocessor, and at least 256 keys in a part. A query with no key gives 0.
-# The op is registered in the way of the page ``what_a_call_costs.py``.
+# In half precision a step takes 32 KB of keys and values, so longer heads have
+# shorter steps. The launcher asks for about eight programs a multiprocessor,
+# with at least 256 keys in a part. A query that sees no key gives 0. The op is
+# registered in the way of the page ``what_a_call_costs.py``.
 
 DECODE_ATTENTION_NAMESPACE = "triton_gallery"
 DECODE_ATTENTION_DTYPES = {
@@ -584,32 +522,25 @@ def _decode_attention_parts(programs, longest, device):
 
 
 def _decode_attention_check(q, k_cache, v_cache, block_table, seq_lens, scales):
-    name, tensors = "decode_attention", [q, k_cache, v_cache]
-    ints, kinds = [block_table, seq_lens], (q.dtype, torch.float8_e4m3fn)
-    if q.dtype not in DECODE_ATTENTION_DTYPES:
-        raise TypeError(f"{name} takes float queries, not {q.dtype}")
-    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in kinds:
+    name, scales = "decode_attention", [t for t in scales if t is not None]
+    tensors = (q, k_cache, v_cache, block_table, seq_lens, *scales)
+    found = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
+    kinds = [torch.int32] * 2 + [torch.float32] * len(scales)
+    small = torch.float8_e4m3fn if q.dtype.itemsize == 2 else q.dtype
+    fits = (
+        q.dtype in DECODE_ATTENTION_DTYPES
+        and k_cache.dtype == v_cache.dtype
+        and k_cache.dtype in (q.dtype, small)
+        and [t.dtype for t in tensors[3:]] == kinds
+        and len({t.device for t in tensors}) == 1
+    )
+    if not fits:
         raise TypeError(
-            f"{name} takes a cache of the queries' {q.dtype} or of "
-            f"float8_e4m3fn, not {k_cache.dtype} and {v_cache.dtype}"
+            f"{name} takes a float q, two caches of its dtype, or, if that has "
+            "16 bits, of float8_e4m3fn, a block_table and seq_lens of int32, "
+            f"and scales of float32, on one device, not {found}"
         )
-    wide = k_cache.dtype == q.dtype and any(t is not None for t in scales)
-    single = [t is None for t in scales].count(True) == 1
-    if wide or single:
-        raise ValueError(f"{name} takes two scales, with a float8 cache only")
-    scales = [t for t in scales if t is not None]
-    for t, dtype in [(t, torch.int32) for t in ints] + [
-        (t, torch.float32) for t in scales
-    ]:
-        if t.dtype != dtype:
-            raise TypeError(
-                f"{name} takes block_table and seq_lens of int32, and scales "
-                f"of float32, not {t.dtype}"
-            )
-    if len({t.device for t in (*tensors, *ints, *scales)}) > 1:
-        raise ValueError(f"{name} takes tensors on one device")
-    if any(t.requires_grad for t in (*tensors, *scales)):
-        raise ValueError(f"{name} has no gradient: detach what requires grad")
+    found = ", ".join(str(tuple(t.shape)) for t in tensors)
     fits = (
         q.ndim == k_cache.ndim == 4
         and k_cache.shape == v_cache.shape
@@ -620,16 +551,15 @@ def _decode_attention_check(q, k_cache, v_cache, block_table, seq_lens, scales):
         and block_table.ndim == 2
         and block_table.shape[0] == q.shape[0]
         and seq_lens.shape == q.shape[:1]
+        and len(scales) != 1
         and all(t.shape in ((1,), k_cache.shape[2:3]) for t in scales)
     )
     if not fits:
-        found = (*tensors, *ints, *scales)
-        found = ", ".join(str(tuple(t.shape)) for t in found)
         raise ValueError(
             f"{name} takes q of (batch, queries, heads, D), two caches of "
             "(pages, page size, heads / n, D), a block_table of (batch, most "
-            "pages), seq_lens of (batch,), and scales of (1,) or (heads / n,),"
-            f" with D up to 256, not {found}"
+            "pages), seq_lens of (batch,), and no or two scales of (1,) or "
+            f"(heads / n,), with D up to 256, not {found}"
         )
     rows = q.shape[1] * (q.shape[2] // k_cache.shape[2])
     if rows > DECODE_ATTENTION_ROWS:
@@ -639,6 +569,8 @@ def _decode_attention_check(q, k_cache, v_cache, block_table, seq_lens, scales):
         )
     if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
         raise ValueError(f"{name} takes caches that are contiguous along D")
+    if any(t.requires_grad for t in tensors):
+        raise ValueError(f"{name} has no gradient: detach what requires grad")
 
 
 def _decode_attention_launch(
@@ -664,11 +596,8 @@ def _decode_attention_launch(
     q = q if q.stride(3) == 1 else q.contiguous()
     block_table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
     programs = batch * shared
-    if parts is None:
-        longest = block_table.shape[1] * page
-        if max_seq_len is not None:
-            longest = min(longest, max_seq_len)
-        parts = _decode_attention_parts(programs, int(longest), q.device)
+    bound = block_table.shape[1] * page if max_seq_len is None else max_seq_len
+    parts = parts or _decode_attention_parts(programs, int(bound), q.device)
     scale = D**-0.5 if scale is None else scale
     rows = queries * (heads // shared)
     BLOCK_M = max(16, triton.next_power_of_2(rows))
@@ -678,14 +607,12 @@ def _decode_attention_launch(
     widen = triton.knobs.runtime.interpret and q.dtype == torch.bfloat16
     stages = (5 if BLOCK_M < 64 else 3) if half else 1
     ACC = torch.float64 if q.dtype == torch.float64 else torch.float32
-    LOWEST = torch.finfo(torch.float32).min
     part, lse = out, None
     if parts > 1:
         part = q.new_empty((batch, queries, heads, parts, D), dtype=ACC)
         lse = q.new_empty((batch, queries, heads, parts), dtype=ACC)
-    strides = [0, 0]
-    if k_scale is not None:  # one scale for all heads, or one for each
-        strides = [t.stride(0) if t.numel() > 1 else 0 for t in scales]
+    # One scale for all heads, or one for each
+    apart = [0 if t is None or t.numel() == 1 else t.stride(0) for t in scales]
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
         wrap(_decode_attention_kernel)[(programs, parts)](
@@ -702,7 +629,7 @@ def _decode_attention_launch(
             *k_cache.stride()[:3],
             *v_cache.stride()[:3],
             block_table.stride(0),
-            *strides,
+            *apart,
             QUERIES=queries,
             HEADS=heads,
             GROUP=heads // shared,
@@ -714,7 +641,7 @@ def _decode_attention_launch(
             SPLIT=parts > 1,
             DOT=tl.float32 if widen else DECODE_ATTENTION_DTYPES[q.dtype],
             ACC=DECODE_ATTENTION_DTYPES[ACC],
-            LOWEST=LOWEST,
+            LOWEST=torch.finfo(torch.float32).min,
             BLOCK_M=BLOCK_M,
             # Float32 and float64 are multiplied in registers, which are few.
             BLOCK_N=DECODE_ATTENTION_STEPS[BLOCK_D] if half else 16,
@@ -730,7 +657,7 @@ def _decode_attention_launch(
                 out,
                 parts,
                 D=D,
-                LOWEST=LOWEST,
+                LOWEST=torch.finfo(torch.float32).min,
                 BLOCK_P=triton.next_power_of_2(parts),
                 BLOCK_D=BLOCK_D,
                 num_warps=8 if parts > 32 else 4,
@@ -738,9 +665,7 @@ def _decode_attention_launch(
     return out
 
 
-@triton_op(
-    f"{DECODE_ATTENTION_NAMESPACE}::decode_attention", mutates_args={}
-)
+@triton_op(f"{DECODE_ATTENTION_NAMESPACE}::decode_attention", mutates_args={})
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -759,11 +684,11 @@ def decode_attention(
     (batch,), both int32. Key j of sequence b lies in page block_table[b, j //
     page size]; these numbers are not checked. Each n heads of q share a head of
     keys. Query i sees keys 0 to seq_lens[b] - queries + i; one that sees none
-    gives 0. Takes float16, bfloat16, float32 or float64, caches of the same or
-    of float8_e4m3fn, D up to 256, any page size, and up to 64 queries times n.
-    Caches are contiguous along D, with any other strides. A float8 cache may
-    have a k_scale and v_scale of float32, (1,) or (heads / n,): the true keys
-    are k_scale * k_cache. ``scale`` is 1 / sqrt(D) if not given; the kernel is
+    gives 0. Takes float16, bfloat16, float32 or float64, caches of the same or,
+    with 16 bits, of float8_e4m3fn, D up to 256, any page size, and up to 64 queries times n.
+    Caches are contiguous along D, with any other strides. They may have a
+    k_scale and v_scale of float32, (1,) or (heads / n,): the true keys are
+    k_scale * k_cache. ``scale`` is 1 / sqrt(D) if not given; the kernel is
     compiled for it. ``max_seq_len`` is a bound of seq_lens, else the table's
     width is. It sets the number of parts only; the result is right if it is
     too low. The result is contiguous, of q's shape and dtype, and the same each
@@ -894,12 +819,12 @@ if __name__ == "__main__":
     for dtype in EPS:
         for page, queries in ((16, 1), (64, 3), (48, 2), (256, 8)):
             lengths = [0, 1, page - 1, page, 2 * page + 1, 290]
-            x = problem(lengths, page, queries, dtype, heads=8, D=64)
+            x = problem(lengths, page, queries, 8, 64, dtype)
             prove(x)
             prove(x, max_seq_len=10**9)
             prove(x, max_seq_len=1)
     for D_ in (16, 80, 128, 256):
-        prove(problem([70, 5], 32, 2, torch.float16, heads=4, D=D_))
+        prove(problem([70, 5], 32, 2, heads=4, D=D_))
 
 # %%
 # Next come scores in the thousands, whose exponentials would overflow; a table
@@ -932,10 +857,8 @@ if __name__ == "__main__":
         x = problem([600, 33], dtype=torch.float16, heads=8, D=64)
         scales = [torch.rand(shape, device=DEVICE) + 0.1 for _ in range(2)]
         small = [c.to(torch.float8_e4m3fn) for c in x[1:3]]
-        wide = [
-            c.double() * s[:, None]
-            for c, s in zip(small, scales, strict=True)
-        ]
+        wide = zip(small, scales, strict=True)
+        wide = [cache.double() * s[:, None] for cache, s in wide]
         out = decode_attention(
             x[0], *small, *x[3:], k_scale=scales[0], v_scale=scales[1]
         )
@@ -963,6 +886,13 @@ if __name__ == "__main__":
 # First there are more and more sequences of 8192 keys, then one sequence of
 # more and more keys. The libraries read keys without pages; "SDPA" is what
 # PyTorch chooses, and it is also told which library to call.
+
+
+def unpaged(q, k_cache, v_cache, block_table, seq_lens):
+    """Return the same for SDPA: sequences of one length, without pages."""
+    caches = (k_cache, v_cache)
+    k, v = (c[block_table].flatten(1, 2) for c in caches)
+    return [t.transpose(1, 2).contiguous() for t in (q, k, v)]
 
 
 def library(backend):
@@ -1047,7 +977,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     rows = {}
     for name, options in VARIANTS.items():
         call, size = variant(**options)
-        (ms, *_, cpu, _), = gpu_time({name: call}, turns=20).values()
+        ms = gpu_time({name: call}, turns=20)[name][0]
         rows[name] = {"GB/s": round(size * 1e-6 / ms), "us": round(ms * 1e3)}
         del call
     print(pd.DataFrame(rows).T.to_string())
@@ -1088,7 +1018,8 @@ def mean_of_parts(s, v, parts):
 
 
 if __name__ == "__main__":
-    s, v = (random(*of, dtype=torch.float64) for of in ((1, 8192), (8192, 8)))
+    kind = {"dtype": torch.float64, "device": DEVICE, "generator": generator}
+    s, v = torch.randn(1, 8192, **kind), torch.randn(8192, 8, **kind)
     for name, peak in (("random scores", 0), ("one score of 20", 20)):
         s[0, 100] = max(s[0, 100], peak)
         right = s.softmax(-1) @ v
