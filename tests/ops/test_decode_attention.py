@@ -1,6 +1,6 @@
 """The op of the recipe Decode attention with a paged cache."""
 
-# ruff: noqa: N803, N806 - head dimensions have the recipe's names
+# ruff: noqa: N806 - head dimensions have the recipe's names
 
 import math
 import re
@@ -269,7 +269,7 @@ def test_refuses(taken: ModuleType) -> None:
         found = ", ".join(f"{t.dtype} on {t.device}" for t in wrong)
         with pytest.raises(TypeError, match=rf"^decode_attention takes a float q, .*{re.escape(found)}$"):
             op(*wrong)
-    with pytest.raises(TypeError, match="torch.float64 on"):
+    with pytest.raises(TypeError, match=r"torch\.float64 on"):
         op(*x, k_scale=one.double(), v_scale=one)
     for wrong in (
         (q[0], k, v, table, lens),
