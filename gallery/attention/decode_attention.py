@@ -524,7 +524,6 @@ def _decode_attention_parts(programs, longest, device):
 def _decode_attention_check(q, k_cache, v_cache, block_table, seq_lens, scales):
     name, scales = "decode_attention", [t for t in scales if t is not None]
     tensors = (q, k_cache, v_cache, block_table, seq_lens, *scales)
-    found = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
     kinds = [torch.int32] * 2 + [torch.float32] * len(scales)
     small = torch.float8_e4m3fn if q.dtype.itemsize == 2 else q.dtype
     fits = (
@@ -535,12 +534,12 @@ def _decode_attention_check(q, k_cache, v_cache, block_table, seq_lens, scales):
         and len({t.device for t in tensors}) == 1
     )
     if not fits:
+        found = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
         raise TypeError(
             f"{name} takes a float q, two caches of its dtype, or, if that has "
             "16 bits, of float8_e4m3fn, a block_table and seq_lens of int32, "
             f"and scales of float32, on one device, not {found}"
         )
-    found = ", ".join(str(tuple(t.shape)) for t in tensors)
     fits = (
         q.ndim == k_cache.ndim == 4
         and k_cache.shape == v_cache.shape
@@ -555,6 +554,7 @@ def _decode_attention_check(q, k_cache, v_cache, block_table, seq_lens, scales):
         and all(t.shape in ((1,), k_cache.shape[2:3]) for t in scales)
     )
     if not fits:
+        found = ", ".join(str(tuple(t.shape)) for t in tensors)
         raise ValueError(
             f"{name} takes q of (batch, queries, heads, D), two caches of "
             "(pages, page size, heads / n, D), a block_table of (batch, most "
