@@ -318,23 +318,21 @@ if __name__ == "__main__":
         for parts in (1, 8, 64):
             programs = batch * SHARED * parts / MULTIPROCESSORS
             share = 2 * parts * HEADS * 4 * D / (4 * keys * SHARED * D)
-            print(
-                f"{batch:3} x {keys:6} keys, {parts:2} parts: {programs:5.1f}"
-                f" programs for each multiprocessor, {share:6.2%} more bytes"
-            )
+            print(f"{batch:3} x {keys:6} keys, {parts:2} parts: ", end="")
+            print(f"{programs:5.1f} programs a multiprocessor, ", end="")
+            print(f"{share:6.2%} more bytes")
 
 # %%
 # Fewer bytes for a key
 # ---------------------
 #
-# Where memory sets the pace, a cache of half the bytes takes half the time.
-# ``float8_e4m3fn`` has 4 bits of exponent, 3 of the fraction, and no number
-# above 448. So keys are divided by a *scale* before they are rounded. Serving
-# engines keep one scale for all keys of a layer and one for its values, or one
-# for each head; the op takes both. A scale of a whole head need not be
-# multiplied with each key. It is a factor of the scores, and the scale of the
-# values is one of the result. The tensor cores get the keys in the type of the
-# query: eight bits become sixteen in registers.
+# A cache of ``float8_e4m3fn`` has half the bytes. This type has 4 bits of
+# exponent, 3 of the fraction, and no number above 448. So keys are divided by a
+# *scale* before they are rounded (``kv_cache_write.py``). Serving engines keep
+# one scale for all keys of a layer and one for its values, or one for each
+# head; the op takes both. A scale of a whole head is a factor of its scores,
+# and that of the values is one of the result: no key is multiplied. The tensor
+# cores get keys in the type of the query, so eight bits become sixteen first.
 
 # %%
 # Several queries
@@ -347,10 +345,9 @@ if __name__ == "__main__":
 # .. math:: \text{query } i \text{ of } n \text{ sees key } j \text{ if } j \le
 #    \mathit{length} - n + i.
 #
-# Four queries of four heads are 16 rows. The first kernel computes as many, and
-# twelve of them were zeros. Up to 64 rows are allowed; for more queries the
-# tensor cores set the pace, and ``flash_attention_forward.py`` is the better
-# page.
+# Four queries of four heads are 16 rows; the first kernel computes as many, and
+# twelve are zeros. The op takes up to 64. ``flash_attention_forward.py`` is for
+# more queries.
 
 # %%
 # The op
@@ -824,7 +821,7 @@ if __name__ == "__main__":
             prove(x, max_seq_len=10**9)
             prove(x, max_seq_len=1)
     for D_ in (16, 80, 128, 256):
-        prove(problem([70, 5], 32, 2, heads=4, D=D_))
+        prove(problem([700, 5], 64, 2, heads=8, D=D_))
 
 # %%
 # Next come scores in the thousands, whose exponentials would overflow; a table
@@ -853,9 +850,10 @@ if __name__ == "__main__":
 # A float8 cache with scales gives what the same numbers give in float64:
 
 if __name__ == "__main__":
-    for shape in ((1,), (2,)):
-        x = problem([600, 33], dtype=torch.float16, heads=8, D=64)
-        scales = [torch.rand(shape, device=DEVICE) + 0.1 for _ in range(2)]
+    kind = {"device": DEVICE, "generator": generator}
+    for count in (1, 2):  # scales: of all heads, of each
+        x = problem([600, 33], heads=8, D=64)
+        scales = (torch.rand(2, count + 1, **kind) + 0.1)[:, 1:]
         small = [c.to(torch.float8_e4m3fn) for c in x[1:3]]
         wide = zip(small, scales, strict=True)
         wide = [cache.double() * s[:, None] for cache, s in wide]
@@ -994,19 +992,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# The roof is a read of the same bytes. With few keys in all, the time is that
-# of two launches and of the loads that wait for each other: a length, a page's
-# number, a key. Where the line of the op lies near the roof, no other kernel
-# can be much faster with this cache; what is left is a smaller cache.
+# The roof is a read of the same bytes. Where the op's line lies near it, no
+# other kernel can be much faster with this cache, and what is left is a smaller
+# cache. With few keys in all, a part has at least 256 keys, so there are few
+# programs.
 
 # %%
 # Break it
 # --------
 #
-# Parts have weights. What if somebody forgets them, and takes the mean of the
-# parts? With random keys all parts have nearly the same sum, so a test on
-# random data sees a small error, which looks like rounding in half precision.
-# In a trained model, one key may matter more than all others.
+# Parts have weights. What if somebody takes the mean of the parts? With random
+# keys all parts have nearly the same sum, so a test on random data sees a small
+# error, which looks like rounding. But one key may matter more than all others.
 
 
 def mean_of_parts(s, v, parts):
@@ -1045,7 +1042,7 @@ if __name__ == "__main__":
 # To read on:
 #
 # * ``flash_attention_forward.py`` is about many queries.
-# * ``cuda_graphs.py`` records a step of decoding, which costs the CPU little.
+# * ``kv_cache_write.py`` writes what this op reads.
 # * `Flash-Decoding <https://pytorch.org/blog/flash-decoding/>`_ introduced the
 #   split over keys, `PagedAttention <https://arxiv.org/abs/2309.06180>`_ the
 #   pages.

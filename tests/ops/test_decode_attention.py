@@ -403,11 +403,10 @@ def spills(taken: ModuleType) -> dict[str, int]:
     """Return the bytes that a thread spills, for every tile."""
     kernel = taken._decode_attention_kernel
     return {
-        f"{dtype} {cache} {D} {rows} {split}": stack(kernel, **at_launch(taken, dtype, cache, D, rows, split))
-        for dtype, cache in CACHES
-        for D in (64, 96, 128, 256)
-        for rows in (4, 32, 64)
-        for split in (False, True)
+        f"{dtype} {cache} {D} {rows}": stack(kernel, **at_launch(taken, dtype, cache, D, rows, True))
+        for dtype, cache in (CACHES[0], CACHES[3])
+        for D in (64, 128, 256)
+        for rows in (4, 64)
     }
 
 
@@ -427,7 +426,7 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
 def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
     """For no head in half precision; float32 and float64 are for proofs."""
     (found,) = on_h100(gallery / RECIPE, spills)
-    assert len(found) == 96
+    assert len(found) == 12
     assert {name: size for name, size in found.items() if size} == {}
 
 
