@@ -7,6 +7,9 @@
 # backward = false
 # deterministic = true
 # longer = "two kernels, and a cache in pages has much to check"
+#
+# [tool.triton-gallery.not_for]  # with five stages; the launcher gives it two
+# _decode_attention_kernel = ["gfx942"]
 # ///
 r"""
 Decode attention with a paged cache
