@@ -1,0 +1,1069 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = false
+# deterministic = true
+# longer = "two kernels, and a cache in pages has much to check"
+#
+# [tool.triton-gallery.not_for]  # with five stages; the launcher gives it two
+# _decode_attention_kernel = ["gfx942"]
+# ///
+r"""
+Decode attention with a paged cache
+===================================
+
+A language model that writes text computes the attention of one new token a
+step, over the keys and values of all tokens before it. These lie in a *cache*,
+in pages. The step reads the whole cache once and does little with it, so the
+memory sets the pace.
+
+After this page you can
+
+* read keys through a block table, in a kernel;
+* serve the query heads of a group with one load of their keys;
+* split the keys of a sequence among programs, and combine what they found;
+* choose the number of parts without asking the GPU for the lengths;
+* halve the bytes with a cache of float8, and check several tokens in one step.
+"""
+
+# sphinx_gallery_tags = ["attention", "memory bound", "split-K", "inference"]
+import ast
+import functools
+import inspect
+import math
+import os
+import time
+from functools import partial
+
+import pandas as pd
+import torch
+from torch.library import Library, triton_op, wrap_triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# Sequences grow and end at different times. So a serving engine divides the
+# cache into *pages* of a few keys, and gives a page to whichever sequence needs
+# one. The *block table* of a sequence lists its pages in order:
+#
+# .. code-block:: text
+#
+#     block_table          cache: (pages, page size, heads, D)
+#     sequence 0: 3 1      page 0 | - - - - |
+#     sequence 1: 2        page 1 | 4 5 6 - |  <- keys 4 to 6 of sequence 0
+#                          page 2 | 0 1 2 - |  <- keys 0 to 2 of sequence 1
+#     seq_lens:   7 3      page 3 | 0 1 2 3 |  <- keys 0 to 3 of sequence 0
+#
+# PyTorch gathers the pages into a copy, and calls its attention, SDPA. The copy
+# is written and read again. The *floor* is one read of keys and values:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+HEADS, SHARED, D = 32, 8, 128  # heads of queries and of keys, as models have
+
+
+def problem(lengths, page=16, queries=1, heads=HEADS, D=D, dtype=torch.float16):
+    """Return queries, a cache of random keys, shuffled pages and lengths."""
+    width = triton.cdiv(max(lengths), page)
+    kind = {"device": DEVICE, "generator": generator}
+    table = torch.randperm(len(lengths) * width, **kind).view(-1, width).int()
+    kind["dtype"] = dtype
+    cache = torch.randn(2, table.numel(), page, heads // 4, D, **kind)
+    q = torch.randn(len(lengths), queries, heads, D, **kind)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    return q, *cache, table, seq_lens
+
+
+def attention_torch(q, k_cache, v_cache, block_table, seq_lens):
+    caches = (k_cache, v_cache)
+    k, v = (c[block_table].flatten(1, 2).transpose(1, 2) for c in caches)
+    keys = torch.arange(k.shape[2], device=q.device)
+    seen = (keys < seq_lens[:, None])[:, None, None]
+    out = sdpa(q.transpose(1, 2), k, v, attn_mask=seen, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+if __name__ == "__main__":
+    q, k_cache, v_cache, block_table, seq_lens = problem([1024, 1024])
+    floor, copy = 2 * k_cache.nbytes, 2 * k_cache[block_table].nbytes
+    print(f"floor {floor:,} bytes, PyTorch {floor + 2 * copy:,}; ", end="")
+    print(f"{4 * 2048 * HEADS * D / floor:.0f} operations a byte of the floor")
+
+# %%
+# The first kernel
+# ----------------
+#
+# An H200 can do about 200 operations in the time of a byte (``matmul.py``). So
+# bytes decide here. A program takes one head of keys of one sequence. The query
+# heads of a *group* share these keys. They become the rows of ``tl.dot``, so a
+# key is loaded once for all. A matrix instruction has 16 rows; here 12 are 0.
+#
+# .. code-block:: text
+#
+#                       BLOCK_N keys: 4 pages of 16
+#                     +--------+--------+--------+--------+
+#     heads of group  | page 7 | page 2 | page 9 | page 4 |  start = BLOCK_N
+#     and zeros       +--------+--------+--------+--------+  ...
+#
+# Along the keys, the kernel has the online softmax in base 2, which the page
+# ``flash_attention_forward.py`` explains.
+
+
+@triton.jit
+def paged_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    lens_ptr,
+    out_ptr,
+    scale,
+    heads,
+    stride_tb,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    batch, head = tl.program_id(axis=0), tl.program_id(axis=1)
+    rows = tl.arange(0, 16)[:, None]  # (16, 1)
+    offs_d = tl.arange(0, D)[None, :]  # (1, D)
+    offs = ((batch * heads + head) * GROUP + rows) * D + offs_d  # (16, D)
+    q = tl.load(q_ptr + offs, mask=rows < GROUP, other=0.0)
+    length = tl.load(lens_ptr + batch)
+    m = tl.full((16, 1), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((16, 1), dtype=tl.float32)
+    acc = tl.zeros((16, D), dtype=tl.float32)
+    for start in range(0, length, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        inside = offs_n < length
+        # Past the end of a sequence, its table may hold anything.
+        page_ptrs = table_ptr + batch * stride_tb + offs_n // PAGE
+        page = tl.load(page_ptrs, mask=inside, other=0)
+        # In int32, the offset of a page would overflow past element 2**31.
+        slot = page.to(tl.int64) * PAGE + offs_n % PAGE  # (BLOCK_N,)
+        offs_k = (slot * heads + head)[:, None] * D + offs_d  # (BLOCK_N, D)
+        k = tl.load(k_ptr + offs_k, mask=inside[:, None], other=0.0)
+        v = tl.load(v_ptr + offs_k, mask=inside[:, None], other=0.0)
+        s = tl.where(inside[None, :], tl.dot(q, k.T) * scale, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
+        p = tl.exp2(s - m_new)  # (16, BLOCK_N)
+        total = total * tl.exp2(m - m_new) + tl.sum(p, 1, keep_dims=True)
+        acc = tl.dot(p.to(v.dtype), v, acc * tl.exp2(m - m_new))
+        m = m_new
+    tl.store(out_ptr + offs, acc / total, mask=rows < GROUP)
+
+
+def first(q, k_cache, v_cache, block_table, seq_lens):
+    """Return the attention of one query; all is contiguous, no length is 0."""
+    (_, page, shared, D), out = k_cache.shape, torch.empty_like(q)
+    scale, width = D**-0.5 * math.log2(math.e), block_table.shape[1]
+    tensors = q, k_cache, v_cache, block_table, seq_lens, out
+    sizes = scale, shared, width, q.shape[2] // shared, page, D
+    # Keys wait for their page's number: five stages have two steps under way.
+    paged_kernel[len(q), shared](*tensors, *sizes, BLOCK_N=64, num_stages=5)
+    return out
+
+
+# %%
+# Is it right?
+# ------------
+#
+# Probabilities and result are rounded to the 11 bits of float16, each by at
+# most :math:`2^{-11}` of the largest value. We allow twice that.
+
+if __name__ == "__main__":
+    q, k_cache, v_cache, *pages = x = problem([200, 48, 1], heads=8, D=64)
+    wide = [t.double() for t in (q, k_cache, v_cache)]
+    out, expected = first(*x).double(), attention_torch(*wide, *pages)
+    error, atol = (out - expected).abs().max(), 2**-9 * v_cache.abs().max()
+    print(f"largest error {error:.1e}, allowed {atol:.1e}")
+    torch.testing.assert_close(out, expected, rtol=0, atol=atol.item())
+
+# %%
+# How fast?
+# ---------
+#
+# The rate counts one read of keys and values. The roof sums up these bytes.
+
+
+def rates(calls, moved, turns=50):
+    """Return GB/s of each call for so many bytes."""
+    found = gpu_time(calls, turns).items()
+    return {who: round(1e-6 * moved / times[0]) for who, times in found}
+
+
+def read(*caches):
+    for cache in caches:
+        torch.sum(cache.view(torch.float32).view(-1, 4096), 1)
+
+
+SIZES = [(1, 131072), (16, 8192), (128, 1024)]  # sequences, keys of each
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for batch, keys in SIZES:
+        x = problem([keys] * batch)
+        torch.compiler.reset()
+        fast = torch.compile(attention_torch, dynamic=False, fullgraph=True)
+        calls = {"Triton": first, "PyTorch": attention_torch}
+        calls = {who: partial(call, *x) for who, call in calls.items()}
+        calls["torch.compile"] = partial(fast, *x)
+        calls["Roof"] = partial(read, *x[1:3])
+        found = rates(calls, moved=x[1].nbytes + x[2].nbytes)
+        print(f"{batch} x {keys} keys, GB/s: {found}")
+
+# %%
+# Are there enough programs?
+# --------------------------
+#
+# The first kernel has a program for each sequence and head of keys. A single
+# sequence has 8 of them, and an H200 has 132 multiprocessors. As in
+# ``skinny_matmul.py``, the work of a program has to be split. Here the sum over
+# the keys is a softmax. Each *part* of the keys has a result :math:`o_i` of its
+# own, and the logarithm :math:`\lambda_i` of its sum of powers:
+#
+# .. math:: \lambda_i = \log_2 \sum_{j \in i} 2^{s_j}, \qquad
+#    o = \frac{\sum_i 2^{\lambda_i} o_i}{\sum_i 2^{\lambda_i}}
+#
+# A part's result counts with the weight of its sum. In the code, the largest
+# :math:`\lambda` is subtracted first, so that no power overflows. A second
+# kernel combines the parts:
+#
+# .. code-block:: text
+#
+#     keys of a sequence   |  part 0  |  part 1  |  part 2  |  part 3 |
+#                               |          |          |          |
+#     launch 1               o0, lse0   o1, lse1   o2, lse2   o3, lse3
+#                               |          |          |          |
+#     launch 2                  +----------+-----+----+----------+
+#                                                |
+#                                                o
+#
+# The order is fixed, so the bits are the same each time. How many parts? There
+# should be several programs for each multiprocessor. But a part costs bytes of
+# its own: its result is written in float32, and read. And the number has to be
+# known at the launch. The lengths are on the GPU; to ask for them would make
+# the CPU wait, and a CUDA graph could not record it. So the launcher takes a
+# *bound* of the lengths: the argument ``max_seq_len``, or what the block table
+# has room for. The kernel divides the true length. If the bound is far too
+# high, the parts are short, and the result is right.
+
+MULTIPROCESSORS = 132  # of an H200
+
+if __name__ == "__main__":
+    for batch, keys in SIZES:
+        for parts in (1, 8, 64):
+            programs = batch * SHARED * parts / MULTIPROCESSORS
+            share = 2 * parts * HEADS * 4 * D / (4 * keys * SHARED * D)
+            print(f"{batch:3} x {keys:6} keys, {parts:2} parts: ", end="")
+            print(f"{programs:5.1f} programs a multiprocessor, ", end="")
+            print(f"{share:6.2%} more bytes")
+
+# %%
+# Fewer bytes for a key
+# ---------------------
+#
+# A cache of ``float8_e4m3fn`` has half the bytes. This type has 4 bits of
+# exponent, 3 of the fraction, and no number above 448. So keys are divided by a
+# *scale* before they are rounded (``kv_cache_write.py``). Serving engines keep
+# one scale for all keys of a layer and one for its values, or one for each
+# head; the op takes both. A scale of a whole head is a factor of its scores,
+# and that of the values is one of the result: no key is multiplied. The tensor
+# cores get keys in the type of the query, so eight bits become sixteen first.
+
+# %%
+# Several queries
+# ---------------
+#
+# In *speculative decoding* a small model guesses a few tokens, and the large
+# model checks them all in one step. The keys of all are in the cache already,
+# so the last query sees the whole sequence, and each earlier one a key less:
+#
+# .. math:: \text{query } i \text{ of } n \text{ sees key } j \text{ if } j \le
+#    \mathit{length} - n + i.
+#
+# Four queries of four heads are 16 rows; the first kernel computes as many, and
+# twelve are zeros. The op takes up to 64. ``flash_attention_forward.py`` is for
+# more queries.
+
+# %%
+# The op
+# ------
+#
+# In half precision a step takes 32 KB of keys and values, so longer heads have
+# shorter steps. The launcher asks for about eight programs a multiprocessor,
+# with at least 256 keys in a part. A query that sees no key gives 0. The op is
+# registered in the way of the page ``what_a_call_costs.py``.
+
+DECODE_ATTENTION_NAMESPACE = "triton_gallery"
+DECODE_ATTENTION_DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+# For a padded head: keys of a step, in half precision or float8
+DECODE_ATTENTION_STEPS = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}
+DECODE_ATTENTION_ROWS = 64  # queries times heads of a group
+DECODE_ATTENTION_PROGRAMS = 8  # for each multiprocessor
+DECODE_ATTENTION_KEYS = 256  # of a part, at least
+DECODE_ATTENTION_PARTS = 128  # of a sequence, at most
+
+
+@triton.jit
+def _decode_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    lens_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_qb,
+    stride_ql,
+    stride_qh,
+    stride_kp,
+    stride_kl,
+    stride_kh,
+    stride_vp,
+    stride_vl,
+    stride_vh,
+    stride_tb,
+    stride_ks,
+    stride_vs,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DOT: tl.constexpr,
+    ACC: tl.constexpr,
+    LOWEST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # In int32, an offset would overflow past element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    batch, head = pid // (HEADS // GROUP), pid % (HEADS // GROUP)
+    part, parts = tl.program_id(axis=1), tl.num_programs(axis=1)
+    # Rows are the queries of one head of keys: first by place, then by head.
+    rows = tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    query = rows // GROUP  # (BLOCK_M, 1)
+    offs_h = head * GROUP + rows % GROUP  # (BLOCK_M, 1)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
+    mask = (query < QUERIES) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
+    q_ptrs = q_ptr + batch * stride_qb + query * stride_ql + offs_h * stride_qh
+    q = tl.load(q_ptrs + offs_d, mask=mask, other=0.0).to(DOT)
+    # Scales of a whole head are factors of its scores and of its result. A bare
+    # number would become float32 here, whatever ACC is.
+    k_factor = tl.full((1, 1), SCALE, dtype=ACC)
+    v_factor = tl.full((1, 1), 1.0, dtype=ACC)
+    if SCALED:
+        k_factor *= tl.load(k_scale_ptr + head * stride_ks).to(ACC)
+        v_factor *= tl.load(v_scale_ptr + head * stride_vs).to(ACC)
+    length = tl.load(lens_ptr + batch)
+    last = length - QUERIES + query  # (BLOCK_M, 1)
+    # Parts are equal in blocks, by the true length: no bound can cut it off.
+    keys = tl.cdiv(tl.cdiv(length, parts), BLOCK_N) * BLOCK_N
+    end = tl.minimum((part + 1) * keys, length)
+    table_ptrs = table_ptr + batch * stride_tb
+    k_ptrs = k_ptr + head * stride_kh + offs_d
+    v_ptrs = v_ptr + head * stride_vh + offs_d
+    m = tl.full((BLOCK_M, 1), LOWEST, dtype=ACC)
+    total = tl.zeros((BLOCK_M, 1), dtype=ACC)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
+    for start in range(part * keys, end, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        inside = offs_n < end
+        # Past the end, the table may hold anything.
+        page = tl.load(table_ptrs + offs_n // PAGE, mask=inside, other=0)
+        page = page.to(tl.int64)[:, None]
+        slot = (offs_n % PAGE)[:, None]
+        there = inside[:, None] & (offs_d < D)  # (BLOCK_N, BLOCK_D)
+        k_page = k_ptrs + page * stride_kp
+        k = tl.load(k_page + slot * stride_kl, mask=there, other=0.0)
+        s = tl.dot(q, k.to(DOT).T, input_precision="ieee", out_dtype=ACC)
+        # Keys past the last one would have the score 0, and so a weight.
+        s = tl.where(offs_n[None, :] <= last, s * k_factor, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
+        p = tl.exp2(s - m_new)  # (BLOCK_M, BLOCK_N)
+        rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
+        total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
+        v_page = v_ptrs + page * stride_vp
+        # NaN in a slot not written yet would stay NaN with a weight of 0.
+        v = tl.load(v_page + slot * stride_vl, mask=there, other=0.0)
+        p, v = p.to(DOT), v.to(DOT)
+        acc = acc * rescale
+        acc = tl.dot(p, v, acc, input_precision="ieee", out_dtype=ACC)
+        m = m_new
+    # A row that saw nothing has a sum of 0, and a result of 0.
+    some = tl.where(total == 0, 1.0, total)  # (BLOCK_M, 1)
+    acc = acc * (v_factor / some)
+    row = ((batch * QUERIES + query) * HEADS + offs_h) * parts + part
+    tl.store(out_ptr + row * D + offs_d, acc, mask=mask)
+    if SPLIT:
+        # Of a part without keys it is -inf, which gives it no weight.
+        lse = tl.where(total == 0, -float("inf"), m + tl.log2(some))
+        tl.store(lse_ptr + row, lse, mask=query < QUERIES)
+
+
+@triton.jit
+def _decode_attention_combine(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    parts,
+    D: tl.constexpr,
+    LOWEST: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(axis=0).to(tl.int64)
+    offs_p = tl.arange(0, BLOCK_P)[:, None]  # (BLOCK_P, 1)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
+    lse_ptrs = lse_ptr + row * parts + offs_p
+    lse = tl.load(lse_ptrs, mask=offs_p < parts, other=-float("inf"))
+    # Where no part saw a key, -inf minus -inf would be NaN.
+    m = tl.maximum(tl.max(lse, axis=0, keep_dims=True), LOWEST)
+    weight = tl.exp2(lse - m)  # (BLOCK_P, 1)
+    total = tl.sum(weight, axis=0, keep_dims=True)
+    weight = weight / tl.where(total == 0, 1.0, total)
+    mask = (offs_p < parts) & (offs_d < D)  # (BLOCK_P, BLOCK_D)
+    part_ptrs = part_ptr + (row * parts + offs_p) * D + offs_d
+    part = tl.load(part_ptrs, mask=mask, other=0.0)
+    out = tl.sum(part * weight, axis=0, keep_dims=True)  # (1, BLOCK_D)
+    tl.store(out_ptr + row * D + offs_d, out, mask=offs_d < D)
+
+
+@functools.cache
+def _decode_attention_places(device):
+    """Return how many programs the launcher wants to have."""
+    if device.type != "cuda":  # the interpreter: few, and yet parts
+        return 16
+    gpu = torch.cuda.get_device_properties(device)
+    return DECODE_ATTENTION_PROGRAMS * gpu.multi_processor_count
+
+
+def _decode_attention_parts(programs, longest, device):
+    """Return in how many parts to split sequences, by a bound of lengths."""
+    enough = _decode_attention_places(device) // programs
+    most = min(DECODE_ATTENTION_PARTS, longest // DECODE_ATTENTION_KEYS)
+    return max(1, min(enough, most))
+
+
+def _decode_attention_check(q, k_cache, v_cache, block_table, seq_lens, scales):
+    name, scales = "decode_attention", [t for t in scales if t is not None]
+    tensors = (q, k_cache, v_cache, block_table, seq_lens, *scales)
+    kinds = [torch.int32] * 2 + [torch.float32] * len(scales)
+    small = torch.float8_e4m3fn if q.dtype.itemsize == 2 else q.dtype
+    fits = (
+        q.dtype in DECODE_ATTENTION_DTYPES
+        and k_cache.dtype == v_cache.dtype
+        and k_cache.dtype in (q.dtype, small)
+        and [t.dtype for t in tensors[3:]] == kinds
+        and len({t.device for t in tensors}) == 1
+    )
+    if not fits:
+        found = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
+        raise TypeError(
+            f"{name} takes a float q, two caches of its dtype, or, if that has "
+            "16 bits, of float8_e4m3fn, a block_table and seq_lens of int32, "
+            f"and scales of float32, on one device, not {found}"
+        )
+    fits = (
+        q.ndim == k_cache.ndim == 4
+        and k_cache.shape == v_cache.shape
+        and k_cache.shape[1] * k_cache.shape[2] > 0
+        and 1 <= q.shape[3] <= 256
+        and q.shape[3] == k_cache.shape[3]
+        and q.shape[2] % k_cache.shape[2] == 0
+        and block_table.ndim == 2
+        and block_table.shape[0] == q.shape[0]
+        and seq_lens.shape == q.shape[:1]
+        and len(scales) != 1
+        and all(t.shape in ((1,), k_cache.shape[2:3]) for t in scales)
+    )
+    if not fits:
+        found = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise ValueError(
+            f"{name} takes q of (batch, queries, heads, D), two caches of "
+            "(pages, page size, heads / n, D), a block_table of (batch, most "
+            "pages), seq_lens of (batch,), and no or two scales of (1,) or "
+            f"(heads / n,), with D up to 256, not {found}"
+        )
+    rows = q.shape[1] * (q.shape[2] // k_cache.shape[2])
+    if rows > DECODE_ATTENTION_ROWS:
+        raise ValueError(
+            f"{name} takes up to {DECODE_ATTENTION_ROWS} queries times heads "
+            f"of a group, not {rows}"
+        )
+    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+        raise ValueError(f"{name} takes caches that are contiguous along D")
+    if any(t.requires_grad for t in tensors):
+        raise ValueError(f"{name} has no gradient: detach what requires grad")
+
+
+def _decode_attention_launch(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    max_seq_len=None,
+    scale=None,
+    k_scale=None,
+    v_scale=None,
+    parts=None,
+    wrap=lambda kernel: kernel,
+):
+    scales = (k_scale, v_scale)
+    _decode_attention_check(q, k_cache, v_cache, block_table, seq_lens, scales)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    batch, queries, heads, D = map(int, q.shape)
+    _, page, shared, _ = map(int, k_cache.shape)
+    q = q if q.stride(3) == 1 else q.contiguous()
+    block_table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
+    programs = batch * shared
+    bound = block_table.shape[1] * page if max_seq_len is None else max_seq_len
+    parts = parts or _decode_attention_parts(programs, int(bound), q.device)
+    scale = D**-0.5 if scale is None else scale
+    rows = queries * (heads // shared)
+    BLOCK_M = max(16, triton.next_power_of_2(rows))
+    BLOCK_D = max(16, triton.next_power_of_2(D))
+    half = q.dtype.itemsize == 2
+    # The interpreter's tl.dot takes the bits of bfloat16 for integers.
+    widen = triton.knobs.runtime.interpret and q.dtype == torch.bfloat16
+    stages = (5 if BLOCK_M < 64 else 3) if half else 1
+    ACC = torch.float64 if q.dtype == torch.float64 else torch.float32
+    part, lse = out, None
+    if parts > 1:
+        part = q.new_empty((batch, queries, heads, parts, D), dtype=ACC)
+        lse = q.new_empty((batch, queries, heads, parts), dtype=ACC)
+    # One scale for all heads, or one for each
+    apart = [0 if t is None or t.numel() == 1 else t.stride(0) for t in scales]
+    # Triton launches on the current GPU, which may not be that of q.
+    with torch.accelerator.device_index(q.device.index):
+        wrap(_decode_attention_kernel)[(programs, parts)](
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            k_scale,
+            v_scale,
+            part,
+            lse,
+            *q.stride()[:3],
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            block_table.stride(0),
+            *apart,
+            QUERIES=queries,
+            HEADS=heads,
+            GROUP=heads // shared,
+            PAGE=page,
+            D=D,
+            # exp(x) is exp2(x * log2(e)).
+            SCALE=scale * math.log2(math.e),
+            SCALED=k_scale is not None,
+            SPLIT=parts > 1,
+            DOT=tl.float32 if widen else DECODE_ATTENTION_DTYPES[q.dtype],
+            ACC=DECODE_ATTENTION_DTYPES[ACC],
+            LOWEST=torch.finfo(torch.float32).min,
+            BLOCK_M=BLOCK_M,
+            # Float32 and float64 are multiplied in registers, which are few.
+            BLOCK_N=DECODE_ATTENTION_STEPS[BLOCK_D] if half else 16,
+            BLOCK_D=BLOCK_D,
+            num_warps=8 if BLOCK_M == 64 else 4,
+            # Two stages fit AMD's shared memory.
+            num_stages=min(stages, 2) if torch.version.hip else stages,
+        )
+        if parts > 1:
+            wrap(_decode_attention_combine)[(batch * queries * heads,)](
+                part,
+                lse,
+                out,
+                parts,
+                D=D,
+                LOWEST=torch.finfo(torch.float32).min,
+                BLOCK_P=triton.next_power_of_2(parts),
+                BLOCK_D=BLOCK_D,
+                num_warps=8 if parts > 32 else 4,
+            )
+    return out
+
+
+@triton_op(f"{DECODE_ATTENTION_NAMESPACE}::decode_attention", mutates_args={})
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int | None = None,
+    scale: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the attention of the last queries of sequences in a paged cache.
+
+    Takes q of (batch, queries, heads, D), k_cache and v_cache of (pages, page
+    size, heads / n, D), block_table of (batch, most pages) and seq_lens of
+    (batch,), both int32. Key j of sequence b lies in page block_table[b, j //
+    page size]; these numbers are not checked. Each n heads of q share a head of
+    keys. Query i sees keys 0 to seq_lens[b] - queries + i; one that sees none
+    gives 0. Takes float16, bfloat16, float32 or float64, caches of the same or,
+    with 16 bits, of float8_e4m3fn, D up to 256, any page size, and up to 64
+    queries times n. Caches are contiguous along D, with any other strides. They
+    may have a k_scale and v_scale of float32, (1,) or (heads / n,): the true
+    keys are k_scale * k_cache. ``scale`` is 1 / sqrt(D) if not given; the
+    kernel is compiled for it. ``max_seq_len`` is a bound of seq_lens, else the
+    table's width is. It decides the number of parts; if it is too low, the
+    result is right. The result is contiguous, of q's shape and dtype, and has
+    the same bits each time for the same shapes and bound. Raises TypeError for
+    other dtypes, ValueError for other shapes and for what requires grad. The
+    method: https://pytorch.org/blog/flash-decoding/
+    """
+    return _decode_attention_launch(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        max_seq_len,
+        scale,
+        k_scale,
+        v_scale,
+        wrap=wrap_triton,
+    )
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+DECODE_ATTENTION_LIBRARY = Library(DECODE_ATTENTION_NAMESPACE, "FRAGMENT")
+DECODE_ATTENTION_LIBRARY.impl(
+    "decode_attention", _decode_attention_launch, "CUDA"
+)
+
+# %%
+# What did each step gain? The table has GB/s, and the statements of each
+# kernel. The op in one part is the first kernel with all that the op takes.
+
+
+def statements(*kernels):
+    trees = [ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    return sum(isinstance(node, ast.stmt) for node in nodes) - len(kernels)
+
+
+OP = _decode_attention_kernel, _decode_attention_combine
+STEPS = {
+    "first kernel": (first, paged_kernel),
+    "the op in one part": (partial(_decode_attention_launch, parts=1), OP[0]),
+    "the op": (decode_attention, *OP),
+}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = pd.DataFrame(index=list(STEPS))
+    ladder["statements"] = [statements(*of) for _, *of in STEPS.values()]
+    for batch, keys in SIZES:
+        x = problem([keys] * batch)
+        tried = {name: partial(step[0], *x) for name, step in STEPS.items()}
+        found = rates(tried, moved=x[1].nbytes + x[2].nbytes)
+        ladder[f"{batch} x {keys}"] = pd.Series(found)
+    print(ladder.to_string())
+
+# %%
+# Is the rule for the parts right? A star marks what the op takes.
+
+PARTS = [1, 2, 4, 8, 16, 32, 64, 128]
+MORE = [(1, 1024), (1, 8192), *SIZES, (100, 2048)]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    table = pd.DataFrame(index=PARTS)
+    for batch, keys in MORE:
+        x = problem([keys] * batch)
+        ours = _decode_attention_parts(batch * SHARED, keys, x[0].device)
+        tried = sorted({*PARTS, ours})
+        call = partial(_decode_attention_launch, *x)
+        found = {parts: partial(call, parts=parts) for parts in tried}
+        found = rates(found, moved=x[1].nbytes + x[2].nbytes, turns=20)
+        table = table.reindex(sorted({*table.index, ours}))
+        cells = {n: f"{found[n]}{'*' if n == ours else ' '}" for n in tried}
+        table[f"{batch} x {keys}"] = pd.Series(cells)
+    print("GB/s for parts", table.fillna("").to_string(), sep="\n")
+
+# %%
+# Proof
+# -----
+#
+# The reference gathers the pages of each sequence and computes in float64. For
+# each element we allow two roundings of :math:`\sum_j p_j |v_j|` and two of the
+# result. A rounding is :math:`2^{-11}` in float16. In bfloat16 we allow
+# :math:`2^{-7}`, as the interpreter cuts off. In float32 and float64, the
+# roundings of the scores are left, which are sums of ``D`` terms; we allow
+# :math:`2^{-18}` and :math:`2^{-45}`.
+
+EPS = {
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-7,
+    torch.float32: 2.0**-18,
+    torch.float64: 2.0**-45,
+}
+
+
+def reference(q, k_cache, v_cache, block_table, seq_lens):
+    """Return the attention in float64, and the sum of p |v|."""
+    (_, queries, heads, D), outs = q.shape, []
+    group = heads // k_cache.shape[2]
+    for one, pages, length in zip(q, block_table, seq_lens, strict=True):
+        pages = pages[: triton.cdiv(length.item(), k_cache.shape[1])]
+        caches = (k_cache, v_cache)
+        k, v = (c[pages].flatten(0, 1)[:length].double() for c in caches)
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        s = torch.einsum("qhd,khd->hqk", one.double(), k) * D**-0.5
+        last = length - queries + torch.arange(queries, device=q.device)
+        keys = torch.arange(k.shape[0], device=q.device)
+        s = s.masked_fill(keys > last[:, None], -torch.inf)
+        p = s.softmax(-1).nan_to_num(0)  # a query that sees nothing
+        outs.append([torch.einsum("hqk,khd->qhd", p, t) for t in (v, v.abs())])
+    return [torch.stack(of) for of in zip(*outs, strict=True)]
+
+
+def worst(out, expected, terms, eps):
+    """Return the largest error, as a part of what is allowed."""
+    allowed = 2 * eps * (terms + expected.abs()) + 1e-300
+    return ((out.double() - expected).abs() / allowed).max().item()
+
+
+def prove(x, eps=None, **options):
+    out = decode_attention(*x, **options)
+    assert out.dtype == x[0].dtype
+    assert out.shape == x[0].shape
+    assert worst(out, *reference(*x), eps or EPS[out.dtype]) <= 1, options
+
+
+prove(problem([300, 0, 17], heads=8, D=64))
+if __name__ == "__main__":
+    for dtype in EPS:
+        for page, queries in ((16, 1), (64, 3), (48, 2), (256, 8)):
+            lengths = [0, 1, page - 1, page, 2 * page + 1, 290]
+            x = problem(lengths, page, queries, 8, 64, dtype)
+            prove(x)
+            prove(x, max_seq_len=10**9)
+            prove(x, max_seq_len=1)
+    for D_ in (16, 80, 128, 256):
+        prove(problem([700, 5], 64, 2, heads=8, D=D_))
+
+# %%
+# Next come scores in the thousands, whose exponentials would overflow; a table
+# that ends with rubbish; slots that nobody has written; and a cache in which
+# keys and values of a page lie side by side.
+
+if __name__ == "__main__":
+    x = problem([900, 40], dtype=torch.float64, heads=4, D=16)
+    x[0].mul_(100)
+    x[1].mul_(100)
+    prove(x, eps=2.0**-35)
+    q, k_cache, v_cache, block_table, seq_lens = problem([70, 5], heads=4, D=32)
+    block_table[1, 1:] = -(2**30)
+    out = decode_attention(q, k_cache, v_cache, block_table, seq_lens)
+    written = torch.zeros_like(k_cache, dtype=torch.bool)
+    written[block_table[0, :4].long()] = True
+    written[block_table[0, 4], :6] = True
+    written[block_table[1, 0], :5] = True
+    k_cache[~written] = v_cache[~written] = torch.nan
+    side = torch.stack([k_cache, v_cache], dim=1)
+    for caches in ((k_cache, v_cache), side.unbind(1)):
+        again = decode_attention(q, *caches, block_table, seq_lens)
+        assert torch.equal(again, out)
+
+# %%
+# A float8 cache with scales gives what the same numbers give in float64:
+
+if __name__ == "__main__":
+    kind = {"device": DEVICE, "generator": generator}
+    for count in (1, 2):  # scales: of all heads, of each
+        x = problem([600, 33], heads=8, D=64)
+        scales = (torch.rand(2, count + 1, **kind) + 0.1)[:, 1:]
+        small = [c.to(torch.float8_e4m3fn) for c in x[1:3]]
+        wide = zip(small, scales, strict=True)
+        wide = [cache.double() * s[:, None] for cache, s in wide]
+        out = decode_attention(
+            x[0], *small, *x[3:], k_scale=scales[0], v_scale=scales[1]
+        )
+        assert worst(out, *reference(x[0], *wide, *x[3:]), 2.0**-11) <= 1
+
+# %%
+# An error names what the op does not take:
+
+if __name__ == "__main__":
+    q, *x = problem([3], heads=8, D=16)
+    for one in (q.float(), q[:, :, :3], q.repeat(1, 17, 1, 1)):
+        try:
+            decode_attention(one, *x)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+    try:
+        decode_attention(q.requires_grad_(), *x)
+    except ValueError as error:
+        print(f"{type(error).__name__}: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# First there are more and more sequences of 8192 keys, then one sequence of
+# more and more keys. The libraries read keys without pages; "SDPA" is what
+# PyTorch chooses, and it is also told which library to call.
+
+
+def unpaged(q, k_cache, v_cache, block_table, seq_lens):
+    """Return the same for SDPA: sequences of one length, without pages."""
+    caches = (k_cache, v_cache)
+    k, v = (c[block_table].flatten(1, 2) for c in caches)
+    return [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+
+
+def library(backend):
+    def call(*inputs):
+        with sdpa_kernel(backend):
+            return sdpa(*inputs, enable_gqa=True)
+
+    return call
+
+
+BATCHES = [1, 2, 4, 8, 16, 32, 64]
+KEYS = [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
+
+
+def contestants(batch, keys):
+    x = problem([keys] * batch)
+    plain = unpaged(*x)
+    return {
+        "Triton": partial(decode_attention, *x),
+        "SDPA": partial(sdpa, *plain, enable_gqa=True),
+        "cuDNN": partial(library(SDPBackend.CUDNN_ATTENTION), *plain),
+        "FlashAttention-2": partial(
+            library(SDPBackend.FLASH_ATTENTION), *plain
+        ),
+        "Roof": partial(read, *x[1:3]),
+    }
+
+
+def moved(keys):
+    """Return the bytes of keys and values, in units of 10**6."""
+    return 4e-6 * keys * SHARED * D
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {}
+    for batch in BATCHES:
+        times[batch] = gpu_time(contestants(batch, 8192), turns=30)
+    results = rate_table(times, "batch", "GB/s", lambda n: moved(8192 * n))
+    print("sequences of 8192 keys", results.to_string(), sep="\n")
+    wide = results.pivot(index="batch", columns="series", values="GB/s")
+    wide.plot(logx=True, title="sequences of 8192 keys")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {}
+    for keys in KEYS:
+        times[keys] = gpu_time(contestants(1, keys), turns=30)
+    results_of_one = rate_table(times, "keys", "GB/s", moved)
+    print("one sequence", results_of_one.to_string(), sep="\n")
+    wide = results_of_one.pivot(index="keys", columns="series", values="GB/s")
+    wide.plot(logx=True, title="one sequence")
+
+# %%
+# Now page sizes, types, several queries and unequal lengths, for 32 sequences
+# and 262144 keys in all. A float8 cache has half of the bytes, so its time
+# tells more than its rate. With unequal lengths, the longest sequence has
+# fifteen times as many keys as the shortest.
+
+UNEQUAL = [1024 + 482 * i for i in range(31)] + [6270]
+VARIANTS = {
+    "pages of 16": {},
+    "pages of 64": {"page": 64},
+    "pages of 256": {"page": 256},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float8": {"dtype": torch.float8_e4m3fn},
+    "4 queries": {"queries": 4},
+    "16 queries": {"queries": 16},
+    "unequal lengths": {"lengths": UNEQUAL},
+}
+
+
+def variant(lengths=(8192,) * 32, dtype=torch.float16, **options):
+    """Return a call of the op, and the bytes of its keys and values."""
+    small = dtype == torch.float8_e4m3fn
+    half = torch.float16 if small else dtype
+    q, *caches, table, lens = problem(list(lengths), dtype=half, **options)
+    caches = [c.to(dtype) for c in caches]
+    call = partial(decode_attention, q, *caches, table, lens)
+    return call, 2 * sum(lengths) * caches[0][0, 0].nbytes
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    rows = {}
+    for name, options in VARIANTS.items():
+        call, size = variant(**options)
+        ms = gpu_time({name: call}, turns=20)[name][0]
+        rows[name] = {"GB/s": round(size * 1e-6 / ms), "us": round(ms * 1e3)}
+        del call
+    print(pd.DataFrame(rows).T.to_string())
+
+# %%
+# This is what a call costs the CPU, in microseconds. A model that decodes may
+# wait for it; ``cuda_graphs.py`` is about that.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    cost = results[results["batch"] == 16].set_index("series")["CPU us"]
+    print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# The roof is a read of the same bytes. Where the op's line lies near it, no
+# other kernel can be much faster with this cache, and what is left is a smaller
+# cache. With few keys in all, a part has at least 256 keys, so there are few
+# programs.
+
+# %%
+# Break it
+# --------
+#
+# Parts have weights. What if somebody takes the mean of the parts? With random
+# keys all parts have nearly the same sum, so a test on random data sees a small
+# error, which looks like rounding. But one key may matter more than all others.
+
+
+def mean_of_parts(s, v, parts):
+    outs = [
+        one.softmax(-1) @ values
+        for one, values in zip(s.chunk(parts, -1), v.chunk(parts), strict=True)
+    ]
+    return torch.stack(outs).mean(0)
+
+
+if __name__ == "__main__":
+    kind = {"dtype": torch.float64, "device": DEVICE, "generator": generator}
+    s, v = torch.randn(1, 8192, **kind), torch.randn(8192, 8, **kind)
+    for name, peak in (("random scores", 0), ("one score of 20", 20)):
+        s[0, 100] = max(s[0, 100], peak)
+        right = s.softmax(-1) @ v
+        error = (mean_of_parts(s, v, 8) - right).abs().max()
+        print(f"{name}: error {error:.1e} of {right.abs().max():.1e}")
+        assert (error > 0.1) == (peak > 0)
+
+# %%
+# Test with scores that differ widely between parts, and with lengths that leave
+# a part without keys.
+
+# %%
+# Go further
+# ----------
+#
+# 1. Many sequences begin with the same text, and their tables with the same
+#    pages. Each program reads these pages again. Who could share a load?
+# 2. All sequences have the same number of parts. When is that wrong, and what
+#    would a launcher have to know to do better?
+# 3. Bits may change with the number of parts, and so with the batch. How would
+#    you make the result of a sequence independent of the others?
+#
+# To read on:
+#
+# * ``flash_attention_forward.py`` is about many queries.
+# * ``kv_cache_write.py`` writes what this op reads.
+# * `Flash-Decoding <https://pytorch.org/blog/flash-decoding/>`_ introduced the
+#   split over keys, `PagedAttention <https://arxiv.org/abs/2309.06180>`_ the
+#   pages.
+
+# %%
+# Answers
+# -------
+#
+# **1.** Queries of several sequences can be the rows of one ``tl.dot``, as the
+# heads of a group are. A launch over the common pages treats all sequences as
+# one, a second launch treats the rest, and the two are combined like parts.
+#
+# **2.** One long sequence among short ones has few programs, and they run when
+# all others have ended. With the lengths, a launcher could give each sequence
+# parts of equal size. A kernel on the GPU can prepare such a plan.
+#
+# **3.** Choose parts of a fixed number of keys, whatever the batch is. A part
+# of a long sequence then has the same keys each time, and the combination has
+# the same order.

@@ -1,0 +1,830 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = false
+# deterministic = true
+# longer = "it turns and writes four tensors, each with a layout of its own"
+# ///
+r"""
+Writing to a paged cache
+========================
+
+Before a model can attend to a new token, its key has to be turned by its
+position, perhaps rounded to float8, and put into a page of the cache. With
+PyTorch's operators that is a dozen kernels. This page does it in one, for
+queries, keys and values together.
+
+After this page you can
+
+* put rows where a list of slots says, and leave padding out;
+* turn queries and keys in registers, on the way to where they go;
+* round to float8 with a scale, so that a large number does not become NaN;
+* register an op that changes the cache, and returns the rest.
+"""
+
+# sphinx_gallery_tags = ["attention", "memory bound", "custom op", "inference"]
+import ast
+import inspect
+import os
+import time
+from functools import partial
+
+import pandas as pd
+import torch
+from torch.library import Library, custom_op
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# A cache in pages is a row of *slots*, each for the key of one token. The page
+# ``decode_attention.py`` reads it. The engine chooses a slot for each token:
+# page size times the page's number, plus the place in it. Some tokens are
+# padding, so that batches have few sizes; their slot is -1:
+#
+# .. code-block:: text
+#
+#     tokens  0  1  2  3      page 0     page 1     page 2
+#     slots   9  4 -1  5    | - - - - | 1 3 - - | - 0 - - |
+#
+# ``rope.py`` explains how a position turns a query and a key. The floor is to
+# read ``q``, ``k`` and ``v``, to write turned ``q`` and ``k``, and the cache:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+HEADS, SHARED, D, PAGE = 32, 8, 128, 16  # heads of queries and of keys
+
+
+def turned(x, cos, sin):
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+
+
+def turn_torch(q, k, positions, cos, sin):
+    cos, sin = cos[positions][:, None], sin[positions][:, None]
+    return turned(q, cos, sin).to(q.dtype), turned(k, cos, sin).to(k.dtype)
+
+
+def write_torch(q, k, v, k_cache, v_cache, slots, *turn):
+    """Return q and k, turned, after a write to the caches; no padding."""
+    q, k = turn_torch(q, k, *turn)
+    k_cache.view(-1, *k.shape[1:])[slots] = k
+    v_cache.view(-1, *v.shape[1:])[slots] = v
+    return q, k
+
+
+def problem(tokens, dtype=torch.float16, heads=HEADS, D=D, R=None):
+    """Return inputs: random heads, slots in pages, positions and tables."""
+    kind = {"device": DEVICE, "generator": generator}
+    q = torch.randn(tokens, heads, D, dtype=dtype, **kind)
+    k, v = torch.randn(2, tokens, heads // 4, D, dtype=dtype, **kind)
+    pages = triton.cdiv(tokens, PAGE) + 1
+    caches = q.new_zeros(2, pages, PAGE, heads // 4, D)
+    slots = torch.randperm(pages * PAGE, **kind)[:tokens]
+    positions = torch.randint(0, 4096, (tokens,), **kind)
+    half = (D if R is None else R) // 2
+    theta = 10_000.0 ** -(torch.arange(half, device=DEVICE) / half)
+    angles = torch.arange(4096, device=DEVICE)[:, None] * theta
+    return q, k, v, *caches, slots, positions, angles.cos(), angles.sin()
+
+
+class Traffic(TorchDispatchMode):
+    moved = 0  # bytes that operators read and write; views do not
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            self.moved += sum(getattr(t, "nbytes", 0) for t in (*args, out))
+        return out
+
+
+if __name__ == "__main__":
+    q, k, v, *_, positions, cos, sin = problem(64)
+    with Traffic() as counter:
+        turn_torch(q, k, positions, cos, sin)
+    moved = counter.moved + 2 * (k.nbytes + v.nbytes)
+    floor = 2 * (q.nbytes + k.nbytes + v.nbytes) + k.nbytes
+    print(f"floor {floor:,} bytes, operator by operator {moved:,}")
+
+# %%
+# The first kernel
+# ----------------
+#
+# It only writes. A program takes a token and all its heads, which lie side by
+# side, in ``k`` as in a slot of the cache:
+#
+# .. code-block:: text
+#
+#     k       | token 0: heads 0, 1, ... | token 1: heads 0, 1, ... | ...
+#                   |                           |
+#                   +-------------+    +--------+
+#                                 v    v
+#     k_cache | slot 0 | ... | slot 9 | slot 4 ...
+
+
+@triton.jit
+def put_kernel(
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # In int32, a slot times SIZE would overflow past element 2**31.
+    token = tl.program_id(axis=0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    offs = tl.arange(0, BLOCK)  # (BLOCK,)
+    # Padding has the slot -1: a store there would hit what lies before.
+    mask = (offs < SIZE) & (slot >= 0)
+    k = tl.load(k_ptr + token * SIZE + offs, mask=mask)
+    v = tl.load(v_ptr + token * SIZE + offs, mask=mask)
+    tl.store(k_cache_ptr + slot * SIZE + offs, k, mask=mask)
+    tl.store(v_cache_ptr + slot * SIZE + offs, v, mask=mask)
+
+
+def put(k, v, k_cache, v_cache, slots):
+    """Write k and v to the slots of the caches; all are contiguous."""
+    size = k[0].numel()
+    sizes = {"SIZE": size, "BLOCK": triton.next_power_of_2(size)}
+    put_kernel[(len(k),)](k, v, k_cache, v_cache, slots, **sizes)
+
+
+def first(q, k, v, k_cache, v_cache, slots, *turn):
+    """Turn with PyTorch, and write with the kernel."""
+    q, k = turn_torch(q, k, *turn)
+    put(k, v, k_cache, v_cache, slots)
+    return q, k
+
+
+# %%
+# Is it right?
+# ------------
+#
+# A copy has no error. After it, each slot has its token and the others are 0:
+
+if __name__ == "__main__":
+    q, k, v, k_cache, v_cache, slots, *_ = problem(40)
+    slots[7] = -1
+    put(k, v, k_cache, v_cache, slots)
+    expected = torch.zeros_like(k_cache).view(-1, *k.shape[1:])
+    expected[slots[slots >= 0]] = k[slots >= 0]
+    right = expected.view_as(k_cache)
+    print(f"largest error {(k_cache - right).abs().max():.0e}, allowed 0")
+    torch.testing.assert_close(k_cache, right, rtol=0, atol=0)
+
+# %%
+# How fast?
+# ---------
+#
+# The rate counts the floor. The roof is a copy of as many bytes. 32 tokens are
+# a step of 32 sequences, 8192 a long prompt.
+
+
+def rates(calls, moved):
+    """Return GB/s of each call for so many bytes."""
+    found = gpu_time(calls).items()
+    return {who: round(1e-6 * moved / times[0]) for who, times in found}
+
+
+def floor_of(q, k, v, k_cache, *others):
+    """Return the bytes to read and to write."""
+    return 2 * q.nbytes + 3 * k.nbytes + 2 * k.numel() * k_cache.itemsize
+
+
+def contestants(op, x):
+    torch.compiler.reset()
+    fast = torch.compile(write_torch, dynamic=False, fullgraph=True)
+    many = torch.empty(floor_of(*x) // 2, dtype=torch.int8, device=DEVICE)
+    calls = {"Triton": op, "PyTorch": write_torch, "torch.compile": fast}
+    calls = {who: partial(call, *x) for who, call in calls.items()}
+    return calls | {"Roof": partial(torch.clone, many)}
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for tokens in (32, 1024, 8192):
+        x = problem(tokens)
+        found = rates(contestants(first, x), floor_of(*x))
+        print(f"{tokens} tokens, GB/s: {found}")
+
+# %%
+# Turn in the same kernel
+# -----------------------
+#
+# The kernel writes what PyTorch had turned, and PyTorch is where the bytes are.
+# The turn needs the numbers ``i`` and ``i + R / 2`` of a head, its position's
+# row of the tables, and nothing else. So the program loads both halves of all
+# heads of a token as two tiles, and turns them in registers:
+#
+# .. code-block:: text
+#
+#                   R / 2         R / 2       D - R
+#               +-------------+-------------+-------+
+#     head 0    |             |             |       |
+#     head 1    |     x1      |     x2      | rest  |
+#     ...       |             |             |       |
+#               +-------------+-------------+-------+
+#
+# The turned keys go to the cache, and are returned too, because the attention
+# of a prompt needs them. Some models turn only the first ``R`` numbers of a
+# head. The rest stays as it is.
+
+# %%
+# Round to float8
+# ---------------
+#
+# A cache of ``float8_e4m3fn`` has half the bytes. Its largest number is 448, so
+# keys are divided by a *scale*, one for all heads or one for each. Serving
+# engines choose scales before they run, from examples. So a number may be
+# larger than they expected. What it becomes depends on who converts it:
+
+if __name__ == "__main__":
+    x = [0.1, 447.0, 480.0, 1e4, float("nan")]
+    small = torch.tensor(x).to(torch.float8_e4m3fn).tolist()
+    print("PyTorch:", dict(zip(x, small, strict=True)))
+
+# %%
+# One NaN in a key would spoil all later tokens. So the op clamps to 448 first.
+# A NaN that was there stays one. The turned key is rounded once, from float32
+# to float8, not to float16 on the way.
+
+# %%
+# The op
+# ------
+#
+# A tile has at most 2048 points, so a token of many heads takes several. The op
+# declares that it changes both caches, and refuses what requires grad. It is a
+# ``custom_op``, into which compilers do not look. (``rope.py`` says what they
+# may do to a tensor that a ``triton_op`` changes.)
+
+KV_CACHE_WRITE_NAMESPACE = "triton_gallery"
+KV_CACHE_WRITE_DTYPES = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+KV_CACHE_WRITE_TILE = 2048  # elements of half a head, for several heads
+
+
+@triton.jit
+def _kv_cache_write_put(
+    ptrs, x, scale, mask, SCALED: tl.constexpr, LARGEST: tl.constexpr
+):
+    """Store to a cache, divided by a scale and clamped, if asked for."""
+    if SCALED:
+        x = x / scale
+    if LARGEST > 0:
+        # Past its largest number, float8 has NaN only. NaN stays NaN here.
+        x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+    tl.store(ptrs, x.to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _kv_cache_write_turn(x_ptrs, out_ptrs, mask, cos, sin, HALF: tl.constexpr):
+    """Turn heads, store them, and return their halves."""
+    x1 = tl.load(x_ptrs, mask=mask, other=0.0).to(cos.dtype)
+    x2 = tl.load(x_ptrs + HALF, mask=mask, other=0.0).to(cos.dtype)
+    y1 = x1 * cos - x2 * sin
+    y2 = x2 * cos + x1 * sin
+    tl.store(out_ptrs, y1, mask=mask)
+    tl.store(out_ptrs + HALF, y2, mask=mask)
+    return y1, y2
+
+
+@triton.jit
+def _kv_cache_write_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    slots_ptr,
+    positions_ptr,
+    cos_ptr,
+    sin_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_kcp,
+    stride_kcl,
+    stride_kch,
+    stride_vcp,
+    stride_vcl,
+    stride_vch,
+    stride_cos,
+    stride_sin,
+    stride_ks,
+    stride_vs,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # In int32, offsets would overflow past element 2**31.
+    token = tl.program_id(axis=0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    position = tl.load(positions_ptr + token)
+    offs_r = tl.arange(0, BLOCK_R)[None, :]  # (1, BLOCK_R)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
+    half = offs_r < HALF
+    rest = (offs_d >= 2 * HALF) & (offs_d < D)  # what is not turned
+    cos_ptrs = cos_ptr + position * stride_cos + offs_r
+    sin_ptrs = sin_ptr + position * stride_sin + offs_r
+    cos = tl.load(cos_ptrs, mask=half, other=0.0).to(ACC)  # (1, BLOCK_R)
+    sin = tl.load(sin_ptrs, mask=half, other=0.0).to(ACC)
+    for first in tl.static_range(0, HEADS, BLOCK_H):
+        offs_h = first + tl.arange(0, BLOCK_H)[:, None]  # (BLOCK_H, 1)
+        there = offs_h < HEADS
+        q_ptrs = q_ptr + token * stride_qt + offs_h * stride_qh
+        out_ptrs = q_out_ptr + (token * HEADS + offs_h) * D
+        _kv_cache_write_turn(
+            q_ptrs + offs_r, out_ptrs + offs_r, there & half, cos, sin, HALF
+        )
+        if 2 * HALF < D:
+            q = tl.load(q_ptrs + offs_d, mask=there & rest)
+            tl.store(out_ptrs + offs_d, q, mask=there & rest)
+    k_cell = k_cache_ptr + slot // PAGE * stride_kcp + slot % PAGE * stride_kcl
+    v_cell = v_cache_ptr + slot // PAGE * stride_vcp + slot % PAGE * stride_vcl
+    for first in tl.static_range(0, SHARED, BLOCK_S):
+        offs_h = first + tl.arange(0, BLOCK_S)[:, None]  # (BLOCK_S, 1)
+        there = offs_h < SHARED
+        # Padding has no slot: a store there would hit what lies before.
+        slotted = there & (slot >= 0)
+        k_scale, v_scale = 1.0, 1.0
+        if SCALED:
+            k_scale_ptrs = k_scale_ptr + offs_h * stride_ks
+            v_scale_ptrs = v_scale_ptr + offs_h * stride_vs
+            k_scale = tl.load(k_scale_ptrs, mask=there, other=1.0).to(ACC)
+            v_scale = tl.load(v_scale_ptrs, mask=there, other=1.0).to(ACC)
+        k_ptrs = k_ptr + token * stride_kt + offs_h * stride_kh
+        out_ptrs = k_out_ptr + (token * SHARED + offs_h) * D
+        cells = k_cell + offs_h * stride_kch
+        y1, y2 = _kv_cache_write_turn(
+            k_ptrs + offs_r, out_ptrs + offs_r, there & half, cos, sin, HALF
+        )
+        mask = slotted & half  # (BLOCK_S, BLOCK_R)
+        _kv_cache_write_put(cells + offs_r, y1, k_scale, mask, SCALED, LARGEST)
+        _kv_cache_write_put(
+            cells + HALF + offs_r, y2, k_scale, mask, SCALED, LARGEST
+        )
+        if 2 * HALF < D:
+            k = tl.load(k_ptrs + offs_d, mask=there & rest)
+            tl.store(out_ptrs + offs_d, k, mask=there & rest)
+            _kv_cache_write_put(
+                cells + offs_d,
+                k.to(ACC),
+                k_scale,
+                slotted & rest,
+                SCALED,
+                LARGEST,
+            )
+        v_ptrs = v_ptr + token * stride_vt + offs_h * stride_vh + offs_d
+        cells = v_cell + offs_h * stride_vch + offs_d
+        mask = slotted & (offs_d < D)  # (BLOCK_S, BLOCK_D)
+        v = tl.load(v_ptrs, mask=mask, other=0.0).to(ACC)
+        _kv_cache_write_put(cells, v, v_scale, mask, SCALED, LARGEST)
+
+
+def _kv_cache_write_check(
+    q, k, v, k_cache, v_cache, slots, positions, cos, sin, scales
+):
+    name, scales = "kv_cache_write_", [t for t in scales if t is not None]
+    tensors = (q, k, v, k_cache, v_cache, slots, positions, cos, sin, *scales)
+    small = torch.float8_e4m3fn if q.dtype.itemsize == 2 else q.dtype
+    fits = (
+        q.dtype in KV_CACHE_WRITE_DTYPES
+        and q.dtype == k.dtype == v.dtype
+        and k_cache.dtype == v_cache.dtype
+        and k_cache.dtype in (q.dtype, small)
+        and slots.dtype == positions.dtype == torch.int64
+        and {cos.dtype, sin.dtype} <= KV_CACHE_WRITE_DTYPES
+        and all(t.dtype == torch.float32 for t in scales)
+        and len({t.device for t in tensors}) == 1
+    )
+    if not fits:
+        found = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
+        raise TypeError(
+            f"{name} takes q, k and v of one float dtype, two caches of it, or,"
+            " if it has 16 bits, of float8_e4m3fn, slots and positions of "
+            "int64, float tables, and scales of float32, on one device, not "
+            + found
+        )
+    fits = (
+        q.ndim == k.ndim == 3
+        and q.shape[::2] == k.shape[::2]
+        and k.shape == v.shape
+        and k.shape[1] * k.shape[2] > 0
+        and k_cache.ndim == 4
+        and k_cache.shape == v_cache.shape
+        and k_cache.shape[1] > 0
+        and k_cache.shape[2:] == k.shape[1:]
+        and slots.shape == positions.shape == q.shape[:1]
+        and cos.ndim == 2
+        and cos.shape == sin.shape
+        and 2 <= 2 * cos.shape[1] <= q.shape[2]
+        and len(scales) != 1
+        and all(t.shape in ((1,), k.shape[1:2]) for t in scales)
+    )
+    if not fits:
+        found = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise ValueError(
+            f"{name} takes q of (tokens, heads, D), k and v of (tokens, some "
+            "heads, D), two caches of (pages, page size, some heads, D), slots "
+            "and positions of (tokens,), cos and sin of (positions, R / 2), R "
+            "up to D, and no or two scales of (1,) or (some heads,), not "
+            + found
+        )
+    if any(t.requires_grad for t in tensors):
+        raise ValueError(f"{name} has no gradient: detach what requires grad")
+    if any(t.stride(-1) != 1 for t in (k_cache, v_cache)):
+        raise ValueError(f"{name} takes caches that are contiguous along D")
+
+
+def _kv_cache_write_launch(
+    q,
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slots,
+    positions,
+    cos,
+    sin,
+    k_scale=None,
+    v_scale=None,
+):
+    scales = (k_scale, v_scale)
+    _kv_cache_write_check(
+        q, k, v, k_cache, v_cache, slots, positions, cos, sin, scales
+    )
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k_out = torch.empty_like(k, memory_format=torch.contiguous_format)
+    if len(q) == 0:
+        return q_out, k_out
+    rows = [t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v)]
+    cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
+    # One scale for all heads, or one for each
+    apart = [0 if t is None or t.numel() == 1 else t.stride(0) for t in scales]
+    (_, heads, D), shared, half = q.shape, k.shape[1], cos.shape[1]
+    BLOCK_R = triton.next_power_of_2(half)
+    most = max(1, KV_CACHE_WRITE_TILE // BLOCK_R)
+    small = k_cache.dtype == torch.float8_e4m3fn
+    # The interpreter rounds 1.999 to 1 in float8: there, PyTorch rounds.
+    by_torch = small and triton.knobs.runtime.interpret
+    caches = [t.float() if by_torch else t for t in (k_cache, v_cache)]
+    # Triton launches on the current GPU, which may not be that of q.
+    with torch.accelerator.device_index(q.device.index):
+        _kv_cache_write_kernel[(len(q),)](
+            *rows,
+            q_out,
+            k_out,
+            *caches,
+            slots.contiguous(),
+            positions.contiguous(),
+            cos,
+            sin,
+            k_scale,
+            v_scale,
+            *(n for t in rows for n in t.stride()[:2]),
+            *caches[0].stride()[:3],
+            *caches[1].stride()[:3],
+            cos.stride(0),
+            sin.stride(0),
+            *apart,
+            HEADS=heads,
+            SHARED=shared,
+            D=D,
+            HALF=half,
+            PAGE=k_cache.shape[1],
+            SCALED=k_scale is not None,
+            LARGEST=torch.finfo(k_cache.dtype).max if small else 0.0,
+            ACC=tl.float64 if q.dtype == torch.float64 else tl.float32,
+            BLOCK_H=min(triton.next_power_of_2(heads), most),
+            BLOCK_S=min(triton.next_power_of_2(shared), most),
+            BLOCK_R=BLOCK_R,
+            BLOCK_D=triton.next_power_of_2(D),
+        )
+    if by_torch:
+        k_cache.copy_(caches[0])
+        v_cache.copy_(caches[1])
+    return q_out, k_out
+
+
+@custom_op(
+    f"{KV_CACHE_WRITE_NAMESPACE}::kv_cache_write_",
+    mutates_args=("k_cache", "v_cache"),
+)
+def kv_cache_write_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q and k, turned by their positions; write k and v to the cache.
+
+    Takes q of (tokens, heads, D), k and v of (tokens, heads / n, D), caches of
+    (pages, page size, heads / n, D), contiguous along D, with any other
+    strides, slots and positions of (tokens,), int64, and tables of (positions,
+    R / 2). Slot s is place s % page size of page s // page size; a token with a
+    negative slot is not written. Slots and positions are not checked, and two
+    tokens may not have the same slot. RoPE turns number i of a head with
+    number i + R / 2, up to R; the rest stays. q, k and v are of one dtype,
+    float16, bfloat16, float32 or float64, the caches of the same or, with 16
+    bits, of float8_e4m3fn. k_scale and v_scale, float32, (1,) or (heads / n,),
+    divide what is written; float8 is clamped to its largest number, and NaN
+    stays NaN. The results are contiguous, of the dtype of q. Everything is the
+    same each time. Raises TypeError for other dtypes, ValueError for other
+    shapes and for what requires grad.
+    """
+    return _kv_cache_write_launch(
+        q, k, v, k_cache, v_cache, slots, positions, cos, sin, k_scale, v_scale
+    )
+
+
+@kv_cache_write_.register_fake
+def _kv_cache_write_fake(q, k, *others, k_scale=None, v_scale=None):
+    tensors, scales = others[:7], others[7:] or (k_scale, v_scale)
+    _kv_cache_write_check(q, k, *tensors, scales)
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the custom_op.
+KV_CACHE_WRITE_LIBRARY = Library(KV_CACHE_WRITE_NAMESPACE, "FRAGMENT")
+KV_CACHE_WRITE_LIBRARY.impl("kv_cache_write_", _kv_cache_write_launch, "CUDA")
+
+# %%
+# What did the turn gain? The table has GB/s of the floor, and the statements of
+# each kernel.
+
+
+def statements(*kernels):
+    trees = [ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    texts = [n for n in nodes if isinstance(n, ast.Expr)]
+    texts = [n for n in texts if isinstance(n.value, ast.Constant)]
+    found = sum(isinstance(node, ast.stmt) for node in nodes)
+    return found - len(texts) - len(kernels)
+
+
+OP = _kv_cache_write_kernel, _kv_cache_write_turn, _kv_cache_write_put
+STEPS = {"first kernel": (first, put_kernel), "the op": (kv_cache_write_, *OP)}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = pd.DataFrame(index=list(STEPS))
+    ladder["statements"] = [statements(*of) for _, *of in STEPS.values()]
+    for tokens in (32, 1024, 8192):
+        x = problem(tokens)
+        tried = {who: partial(of[0], *x) for who, of in STEPS.items()}
+        found = rates(tried, floor_of(*x))
+        ladder[f"{tokens} tokens"] = pd.Series(found)
+    print(ladder.to_string())
+
+# %%
+# Proof
+# -----
+#
+# The reference turns in float64 and writes with an index. A turn is the sum of
+# two products. In float32 each is rounded once and the sum once, by at most
+# :math:`2^{-24}` each; a result is rounded to its dtype, in the interpreter cut
+# off. A float8 number has 4 bits: rounding costs :math:`2^{-4}` of it, or half
+# of the smallest one, :math:`2^{-10}`. A slot without a new token may not
+# change.
+
+
+def reference(q, k, v, k_cache, v_cache, slots, positions, cos, sin, *scales):
+    """Return, in float64, q and k, and the caches after the write."""
+    half = cos.shape[1]
+    cos, sin = (t[positions][:, None].double() for t in (cos, sin))
+    outs, tops = [], []
+    for x in (q, k):
+        front, rest = x.double().split([2 * half, x.shape[2] - 2 * half], 2)
+        outs.append(torch.cat([turned(front, cos, sin), rest], 2))
+        front = turned(front.abs(), cos.abs(), -sin.abs())
+        tops.append(
+            torch.cat([front[..., :half].repeat(1, 1, 2), rest.abs()], 2)
+        )
+    caches = [k_cache.double(), v_cache.double()]
+    some = slots >= 0
+    for cache, x, scale in zip(caches, (outs[1], v), scales, strict=True):
+        new = x.double() / (1 if scale is None else scale.double()[:, None])
+        if k_cache.dtype == torch.float8_e4m3fn:
+            new = new.clamp(-448, 448)
+        cache.view(-1, *k.shape[1:])[slots[some]] = new[some]
+    return *outs, *caches
+
+
+def prove(x, *scales):
+    """Compare a write with the reference."""
+    eps = torch.finfo(x[0].dtype).eps
+    largest = max(t.abs().max().item() for t in x[:3])
+    expected = reference(*x, *(scales or (None, None)))
+    got = *kv_cache_write_(*x, *scales), x[3], x[4]
+    small = x[3].dtype == torch.float8_e4m3fn
+    for i, (one, right) in enumerate(zip(got, expected, strict=True)):
+        rough = small and i > 1
+        allowed = (2**-4 if rough else eps) * right.abs()
+        allowed += 2**-10 if rough else 0
+        atol = largest * max(2.0**-50, min(eps, 2.0**-22))
+        if scales and i > 1:
+            atol = atol / scales[i - 2].min().item()
+        assert ((one.double() - right).abs() <= allowed + atol).all(), i
+
+
+prove(problem(9, heads=8, D=16))
+if __name__ == "__main__":
+    kind = {"device": DEVICE, "generator": generator}
+    for dtype in KV_CACHE_WRITE_DTYPES:
+        for heads, D_, R in ((4, 64, 64), (12, 80, 32), (40, 128, 128)):
+            x = problem(20, dtype, heads, D_, R)
+            x[5][3:5] = -1
+            prove(x)
+            if dtype.itemsize == 2:
+                small = [t.to(torch.float8_e4m3fn) for t in x[3:5]]
+                scales = torch.rand(2, heads // 4 + 1, **kind) + 0.01
+                prove((*x[:3], *small, *x[5:]), *scales[:, 1:])
+
+# %%
+# Numbers that are too large become 448, and NaN stays. Parts of one product,
+# as a model's projection leaves them, need no copy:
+
+if __name__ == "__main__":
+    q, k, v, *x = problem(3, heads=4, D=16)
+    v[0], v[1, 0, 0] = -1e4, torch.nan
+    x[:2] = [t.to(torch.float8_e4m3fn) for t in x[:2]]
+    kv_cache_write_(q, k, v, *x)
+    wrote = x[1].float().view(-1, 16)[x[2]]
+    assert (wrote[0] == -448).all()
+    assert wrote.isnan().sum() == 1
+    joint = torch.cat([q, k, v], 1)
+    outs = kv_cache_write_(*joint.split([4, 1, 1], 1), *x)
+    assert torch.equal(outs[0], kv_cache_write_(q, k, v, *x)[0])
+
+# %%
+# An error names what the op does not take:
+
+if __name__ == "__main__":
+    q, k, v, *x = problem(3, heads=4, D=16)
+    for wrong in ((q, k.float(), v), (q, k[:2], v), (q, k, v.requires_grad_())):
+        try:
+            kv_cache_write_(*wrong, *x)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {str(error)[:76]}")
+    print(kv_cache_write_._opoverload._schema)
+
+# %%
+# The benchmark
+# -------------
+#
+# From one token, a step of one sequence, to a long prompt. Then the types of a
+# cache, for 8192 tokens.
+
+TOKENS = [1, 32, 128, 512, 2048, 8192, 32768]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times, moved = {}, {}
+    for tokens in TOKENS:
+        x = problem(tokens)
+        moved[tokens] = 1e-6 * floor_of(*x)
+        times[tokens] = gpu_time(contestants(kv_cache_write_, x), turns=30)
+    results = rate_table(times, "tokens", "GB/s", moved.get)
+    print(results.to_string())
+    wide = results.pivot(index="tokens", columns="series", values="GB/s")
+    wide.plot(logx=True, title="turn and write")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    calls, moved = {}, {}
+    for cache in (torch.float16, torch.float8_e4m3fn):
+        q, k, v, k_cache, v_cache, *others = problem(8192)
+        caches = k_cache.to(cache), v_cache.to(cache)
+        calls[str(cache)] = partial(kv_cache_write_, q, k, v, *caches, *others)
+        moved[str(cache)] = floor_of(q, k, v, *caches)
+    for name, times in gpu_time(calls).items():
+        rate = 1e-6 * moved[name] / times[0]
+        print(f"{name}: {times[0] * 1e3:.1f} us, {rate:.0f} GB/s")
+
+# %%
+# This is what a call costs the CPU, in microseconds. In a step of few tokens,
+# that is more than the GPU takes, unless a CUDA graph records it.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    cost = results[results["tokens"] == 32].set_index("series")["CPU us"]
+    print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# With few tokens the time is that of a launch and of three loads that wait for
+# each other: a position, its row of the tables, a store. With many tokens the
+# floor's bytes decide, and the roof is a copy of as many.
+
+# %%
+# Go further
+# ----------
+#
+# 1. Two tokens of one launch have the same slot. What does the cache hold then?
+# 2. Why does the op return the turned queries, and not turn them in place?
+#
+# To read on:
+#
+# * ``decode_attention.py`` reads what this op wrote.
+# * ``rope.py`` has the turn with a backward, and in place.
+
+# %%
+# Answers
+# -------
+#
+# **1.** Either token, or a part of each: two programs store to the same
+# addresses, and nothing orders them. A test would mostly pass.
+#
+# **2.** A caller may still need the queries. Memory is no reason: the result
+# lives as long as the attention of one layer. And a second call with the same
+# tensors would turn them twice.
