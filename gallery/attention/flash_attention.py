@@ -117,9 +117,9 @@ def backward_of(op, q, k, v, grad):
 # .. math:: o_i = \sum_j p_{ij} v_j, \qquad p_{ij} = e^{s_{ij} - \ell_i},
 #    \qquad \ell_i = \log \sum_k e^{s_{ik}}
 #
-# with :math:`\ell`, a row's *log-sum-exp*. Let :math:`o` have the gradient
-# :math:`g`. Then :math:`p_{ij}` has :math:`g_i \cdot v_j`. A score acts on all
-# its row by :math:`\ell`, which subtracts the row's weighted mean:
+# with :math:`\ell`, the row's *log-sum-exp*. If :math:`o` has the gradient
+# :math:`g`, then :math:`p_{ij}` has :math:`g_i \cdot v_j`. A score acts on its
+# own weight and, by :math:`\ell`, on the row: the row's mean is subtracted.
 #
 # .. math:: \mathrm{d}s_{ij} = p_{ij} (g_i \cdot v_j - \delta_i), \quad
 #    \delta_i = \sum_j p_{ij}\, (g_i \cdot v_j) = g_i \cdot o_i
@@ -198,7 +198,7 @@ def backward_kernel(
         lse = tl.load(lse_ptr + head + offs_m, mask=mask, other=0.0)
         delta = tl.load(delta_ptr + head + offs_m, mask=mask, other=0.0)
         p = tl.exp(tl.dot(k, q.T) * scale - lse[None, :])  # (BLOCK_N, BLOCK_M)
-        # A padded key is zeros: without a mask, it would have a weight.
+        # A padded key has the score 0: p may be inf there, and dq then NaN.
         p = tl.where(offs_n < L, p, 0.0)
         dv = tl.dot(p.to(grad.dtype), grad, dv)
         ds = (p * (tl.dot(v, grad.T) - delta[None, :])).to(q.dtype)
@@ -326,8 +326,7 @@ if __name__ == "__main__":
 # In grouped-query attention several heads of queries share a head of keys, and
 # the gradient of a shared head is a sum over its group. The program for keys
 # goes along the queries of each head in turn, and adds all up in registers. So
-# nothing is stored for each head, and no second kernel adds. There are fewer
-# programs, one for each block of a *shared* head, and each has more to do.
+# nothing is stored for each head, and no second kernel adds.
 
 # %%
 # The op
@@ -572,7 +571,7 @@ def _flash_attention_along_queries(
         s = tl.dot(k, q.T, input_precision="ieee", out_dtype=dk.dtype)
         p = tl.exp2(s * SCALE_2 - lse[None, :])  # (BLOCK_N, BLOCK_M)
         if MASKED:
-            # A padded key is zeros: its p may be inf, and would reach dq.
+            # A padded key has the score 0: p may be inf there, and dq then NaN.
             seen = offs_n < LK
             if CAUSAL:
                 seen = seen & (offs_n <= offs_m[None, :])
@@ -1304,9 +1303,9 @@ if __name__ == "__main__":
 # the op gets along with fake tensors, autograd and ``torch.compile``:
 
 if __name__ == "__main__":
-    leaves = [random(1, 2, 3, 2, dtype=torch.float64) for _ in range(3)]
-    leaves[1:] = [t[:, :1] for t in leaves[1:]]
-    leaves = [t.clone().requires_grad_() for t in leaves]
+    shapes = (1, 2, 3, 2), (1, 1, 3, 2), (1, 1, 3, 2)
+    leaves = [random(*shape, dtype=torch.float64) for shape in shapes]
+    leaves = [t.requires_grad_() for t in leaves]
     for way in range(4):
         op = ours(bool(way & 1), bool(way & 2))
         assert torch.autograd.gradcheck(op, leaves)
@@ -1334,13 +1333,12 @@ class Block(torch.nn.Module):
         super().__init__()
         self.attention = attention
         self.tokens = torch.nn.Embedding(16, 64)
-        self.places = torch.nn.Embedding(40, 64)
         self.heads = torch.nn.Linear(64, (4 + 2 + 2) * 16)
         self.out = torch.nn.Linear(64, 64)
         self.scores = torch.nn.Linear(64, 16)
 
     def forward(self, tokens):
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        x = self.tokens(tokens)
         heads = self.heads(x).unflatten(-1, (8, 16)).transpose(1, 2)
         mixed = self.attention(*heads.split((4, 2, 2), dim=1))
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -1414,22 +1412,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # operations. SDPA is told which library to call.
 
 
-def cudnn(*inputs, **options):
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return sdpa(*inputs, **options)
-
-
-def flash(*inputs, **options):
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return sdpa(*inputs, **options)
+def by(library, *inputs):
+    with sdpa_kernel(library):
+        return sdpa(*inputs, is_causal=True)
 
 
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
 OPS = {
     "Triton": ours(False, True),
     "Triton, deterministic": ours(True, True),
-    "cuDNN": partial(cudnn, is_causal=True),
-    "FlashAttention-2": partial(flash, is_causal=True),
+    "cuDNN": partial(by, SDPBackend.CUDNN_ATTENTION),
+    "FlashAttention-2": partial(by, SDPBackend.FLASH_ATTENTION),
 }
 
 
@@ -1461,8 +1454,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # can be counted: each block of 128 keys adds to all rows of ``dq`` that see it.
 # Without a mask, 4096 keys add 32 times to each element, in float32. That is
 # 128 bytes for an element of two. How long the additions take beside the
-# products, no figure here tells. At short lengths, a causal program has few
-# full blocks.
+# products, no figure here tells.
 
 # %%
 # Break it
