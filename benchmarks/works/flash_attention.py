@@ -3,6 +3,7 @@
 from functools import partial
 
 from work import Product, Work
+
 from works.flash_attention_forward import LIBRARIES, SHAPES, of_library
 
 
