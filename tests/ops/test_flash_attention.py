@@ -464,10 +464,10 @@ def spills(taken: ModuleType) -> dict[str, int]:
 
 @pytest.mark.thorough
 def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """For no head of up to 128 in half precision, but for six numbers where 96 is padded; float64 is for proofs."""
+    """For no head of up to 128 in half precision, but for eight numbers where 96 is padded; float64 is for proofs."""
     (found,) = on_h100(gallery / RECIPE, spills)
     assert len(found) == 60
-    assert {name: size for name, size in found.items() if size > 24 * (" 96 " in name)} == {}
+    assert {name: size for name, size in found.items() if size > 32 * (" 96 " in name)} == {}
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:
