@@ -1,0 +1,1502 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = false
+# longer = "its backward has two ways: in one pass, and with the same bits"
+# ///
+r"""
+Flash attention
+===============
+
+This is attention to train with. The forward keeps one number of each row, the
+log-sum-exp. From it, the backward recomputes the probabilities block by block,
+so no matrix of scores gets to memory either way.
+
+After ``flash_attention_forward.py`` and this page you can
+
+* derive the gradients of attention, and recompute what they need;
+* say which program owns which sum, and what the others do with theirs;
+* choose between one pass with atomic additions and two with the same bits each
+  time;
+* skip what a causal mask hides, and add up a group of heads.
+"""
+
+# sphinx_gallery_tags = ["attention", "autograd", "compute bound"]
+import ast
+import functools
+import inspect
+import math
+import os
+import time
+from functools import partial
+
+import pandas as pd
+import torch
+from torch.library import Library, triton_op, wrap_triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def backward_of(op, q, k, v, grad):
+    """Return a call that computes an op's gradients through autograd."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    grads = partial(torch.autograd.grad, retain_graph=True)
+    return partial(grads, op(*leaves), leaves, grad)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# Forward, with the scores :math:`s_{ij} = q_i \cdot k_j / \sqrt D`,
+#
+# .. math:: o_i = \sum_j p_{ij} v_j, \qquad p_{ij} = e^{s_{ij} - \ell_i},
+#    \qquad \ell_i = \log \sum_k e^{s_{ik}}
+#
+# with :math:`\ell`, the row's *log-sum-exp*. If :math:`o` has the gradient
+# :math:`g`, then :math:`p_{ij}` has :math:`g_i \cdot v_j`. A score acts on its
+# own weight and, by :math:`\ell`, on the row: the row's mean is subtracted.
+#
+# .. math:: \mathrm{d}s_{ij} = p_{ij} (g_i \cdot v_j - \delta_i), \quad
+#    \delta_i = \sum_j p_{ij}\, (g_i \cdot v_j) = g_i \cdot o_i
+#
+# .. math:: \mathrm{d}v_j = \sum_i p_{ij}\, g_i, \quad \mathrm{d}k_j =
+#    \sum_i \mathrm{d}s_{ij}\, q_i / \sqrt D, \quad \mathrm{d}q_i =
+#    \sum_j \mathrm{d}s_{ij}\, k_j / \sqrt D
+#
+# PyTorch's operators keep :math:`p` for that. (On ``meta`` there are no data.)
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def attention_torch(q, k, v):
+    return ((q @ k.mT) * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+if __name__ == "__main__":
+    for length in (512, 4096, 32768):  # 32 heads of dimension 128
+        q = torch.empty(32, length, 128, dtype=torch.bfloat16, device="meta")
+        p, floor = (q @ q.mT).nbytes, 8 * q.nbytes  # read five, write three
+        print(f"{length:5} tokens: {floor / 1e9:.2f} GB, and p {p / 1e9:.2f}")
+
+# %%
+# The first kernel
+# ----------------
+#
+# A program takes a block of keys and goes along all queries. It has ``dk`` and
+# ``dv`` in registers. Its part of ``dq`` it adds to memory by *atomic*
+# additions, which no other program can come between:
+#
+# .. code-block:: text
+#
+#                     start = 0    BLOCK_M   2 BLOCK_M
+#                    +----------+----------+----------+
+#      BLOCK_N keys  |  queries |  queries | queries..|  ->  dk, dv
+#                    +----------+----------+----------+
+#                      add to     add to     add to   dq
+#
+# The weights ``p`` are recomputed from the log-sum-exp, and transposed: on an
+# H100 a product's left operand may come from registers, its right one comes
+# from shared memory. Past the end ``q``, ``g`` and ``delta`` are 0, and add 0.
+
+
+@triton.jit
+def backward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    scale,
+    L,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # In int32, an element's offset would overflow past element 2**31.
+    head = tl.program_id(axis=1).to(tl.int64) * L
+    offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    own = (head + offs_n) * D + tl.arange(0, D)[None, :]  # (BLOCK_N, D)
+    k = tl.load(k_ptr + own, mask=offs_n < L, other=0.0)
+    v = tl.load(v_ptr + own, mask=offs_n < L, other=0.0)
+    dk = tl.zeros((BLOCK_N, D), dtype=tl.float32)
+    dv = tl.zeros((BLOCK_N, D), dtype=tl.float32)
+    for start in range(0, L, BLOCK_M):
+        offs_m = start + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+        mask = offs_m < L
+        offs = (head + offs_m[:, None]) * D + tl.arange(0, D)[None, :]
+        q = tl.load(q_ptr + offs, mask=mask[:, None], other=0.0)
+        grad = tl.load(grad_ptr + offs, mask=mask[:, None], other=0.0)
+        lse = tl.load(lse_ptr + head + offs_m, mask=mask, other=0.0)
+        delta = tl.load(delta_ptr + head + offs_m, mask=mask, other=0.0)
+        p = tl.exp(tl.dot(k, q.T) * scale - lse[None, :])  # (BLOCK_N, BLOCK_M)
+        # A padded key has the score 0: p may be inf there, and dq then NaN.
+        p = tl.where(offs_n < L, p, 0.0)
+        dv = tl.dot(p.to(grad.dtype), grad, dv)
+        ds = (p * (tl.dot(v, grad.T) - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk)
+        dq = tl.dot(ds.T, k) * scale  # (BLOCK_M, D)
+        tl.atomic_add(dq_ptr + offs, dq, mask=mask[:, None], sem="relaxed")
+    tl.store(dk_ptr + own, dk * scale, mask=offs_n < L)
+    tl.store(dv_ptr + own, dv, mask=offs_n < L)
+
+
+def backward(q, k, v, out, lse, grad, BLOCK_M=64, BLOCK_N=128):
+    """Return the gradients of contiguous (batch, heads, length, D)."""
+    (batch, heads, L, D), dk, dv = q.shape, *map(torch.empty_like, (k, v))
+    # Each addition would round, so the sum is in float32.
+    dq, delta = torch.zeros_like(q).float(), (grad.float() * out).sum(-1)
+    args = q, k, v, grad, lse, delta, dq, dk, dv, D**-0.5, L, D
+    grid = (triton.cdiv(L, BLOCK_N), batch * heads)
+    backward_kernel[grid](*args, BLOCK_M, BLOCK_N, num_warps=8, num_stages=2)
+    return dq.to(q.dtype), dk, dv
+
+
+def random(*shape, dtype=torch.float16):
+    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+
+def first_kernel(q, k, v, grad):
+    scores = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
+    return partial(backward, q, k, v, sdpa(q, k, v), scores.logsumexp(-1), grad)
+
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare with float64. ``p``, ``ds`` and the result are rounded, by at most
+# :math:`2^{-11}` of their size. We allow :math:`2^{-9}` of the largest element.
+
+
+if __name__ == "__main__":
+    x = [random(1, 2, 200, 64) for _ in range(4)]
+    expected = backward_of(attention_torch, *(t.double() for t in x))()
+    for one, right in zip(first_kernel(*x)(), expected, strict=True):
+        error, atol = (one - right).abs().max(), 2**-9 * right.abs().max()
+        print(f"largest error {error:.1e}, allowed {atol:.1e}")
+        torch.testing.assert_close(one.double(), right, rtol=0, atol=atol)
+
+# %%
+# How fast?
+# ---------
+#
+# For each score, we count five products of :math:`2D` operations.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for L in (512, 1024, 2048):
+        x = [random(4, 32, L, 64) for _ in range(4)]
+        fast = torch.compile(attention_torch, dynamic=False, fullgraph=True)
+        tried = {"SDPA": sdpa, "PyTorch": attention_torch, "compiled": fast}
+        tried = {who: backward_of(op, *x) for who, op in tried.items()}
+        tried["Triton"] = first_kernel(*x)
+        for who, (ms, *_) in gpu_time(tried, turns=20).items():
+            rate = 1e-8 * x[0].numel() * L / ms
+            print(f"{L} tokens, {who}: {rate:.0f} TFLOP/s")
+
+# %%
+# The same bits each time?
+# ------------------------
+#
+# The programs of a head all add to the same ``dq``, in the order in which they
+# get there. Additions in another order round to another sum:
+
+if __name__ == "__main__":
+    call = first_kernel(*(random(1, 2, 512, 64) for _ in range(4)))
+    first, again = call()[0], call()[0]
+    print(f"{(first != again).sum()} of {first.numel()} elements of dq differ")
+
+# %%
+# (The interpreter runs one program after the other, so there none differs.) For
+# the same bits each time, every sum needs one owner. So take two passes:
+#
+# .. code-block:: text
+#
+#                 owner           goes along     products
+#     one pass    key block       all queries    s dp dv dk, and part of dq
+#     two passes  key block       all queries    s dp dv dk
+#                 query block     all keys       s dp dq
+#
+# The second of two computes ``s`` and ``dp`` again: seven products instead of
+# five. At the same rate, they take 7/5 of the time. One pass has the additions
+# to memory instead, the zeros that they begin from, and the conversion of their
+# float32 sum. The op has both. It takes two passes if PyTorch is told to be
+# deterministic, or the caller says so. The table after the op shows the cost.
+
+# %%
+# What does a causal mask hide?
+# -----------------------------
+#
+# With a causal mask, a key is seen by its own query and later ones. A kernel
+# that computes all pairs would set nearly half of the probabilities to 0. A
+# program for keys can begin at the diagonal:
+#
+# .. code-block:: text
+#
+#     BLOCK_N = 2 BLOCK_M          queries
+#              +------+------+------+------+------+------+
+#     program  | mask | mask | full | full | full | full |
+#        0     |      |      |      |      |      |      |
+#              +------+------+------+------+------+------+
+#     program  | skip | skip | mask | mask | full | full |
+#        1     |      |      |      |      |      |      |
+#              +------+------+------+------+------+------+
+#     program  | skip | skip | skip | skip | mask | mask |
+#        2     |      |      |      |      |      |      |
+#              +------+------+------+------+------+------+
+#
+# So the loop is split in two, as in the forward: first the blocks at the
+# diagonal, with a mask, then the full ones. This is the forward's picture,
+# turned: there the full blocks come first. Program 0 has the most work, and
+# starts first. For the last, ragged block of keys all blocks count as masked,
+# with or without a causal mask. The pass for ``dq`` has the forward's order.
+
+# %%
+# A group of heads
+# ----------------
+#
+# In grouped-query attention several heads of queries share a head of keys, and
+# the gradient of a shared head is a sum over its group. The program for keys
+# goes along the queries of each head in turn, and adds all up in registers. So
+# nothing is stored for each head, and no second kernel adds.
+
+# %%
+# The op
+# ------
+#
+# ``flash_attention`` is a function around an op with two results, the second of
+# which is the log-sum-exp. It has base 2, like the exponentials. A row that
+# sees nothing gets ``inf``. A third kernel computes :math:`\delta` first. The
+# ops are registered in the way of the page ``what_a_call_costs.py``.
+
+FLASH_ATTENTION_NAMESPACE = "triton_gallery"
+FLASH_ATTENTION_DTYPES = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+# For a padded head: queries and keys of a block, warps and stages. Of the
+# forward, of dk and dv in one pass and in the first of two, and of dq
+FLASH_ATTENTION_TILES = {
+    16: [(128, 64, 8, 3), (64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3)],
+    32: [(128, 64, 8, 3), (64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3)],
+    64: [(128, 64, 8, 3), (64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3)],
+    128: [(128, 64, 8, 3), (64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3)],
+    256: [(128, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)],
+}
+# Where a program has less shared memory than an A100's, in bytes
+FLASH_ATTENTION_ROOM = 160_000
+FLASH_ATTENTION_SMALL = {
+    128: [(128, 64, 8, 3), (32, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)],
+    256: [(64, 32, 8, 2), (16, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1)],
+}
+
+
+@triton.jit
+def _flash_attention_place(L, HEADS, BLOCK: tl.constexpr):
+    """Return which block of a head this program has, the head and the batch."""
+    blocks = tl.cdiv(L, BLOCK)
+    pid = tl.program_id(axis=0)
+    # In int32, an offset would overflow past element 2**31.
+    head = (pid // blocks % HEADS).to(tl.int64)
+    batch = (pid // blocks // HEADS).to(tl.int64)
+    return pid % blocks, head, batch
+
+
+@triton.jit
+def _flash_attention_online(
+    acc,
+    total,
+    m,
+    q,
+    k_ptrs,
+    v_ptrs,
+    stride_kl,
+    stride_vl,
+    offs_m,
+    offs_d,
+    first,
+    end,
+    LK,
+    D: tl.constexpr,
+    SCALE_2: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Go along the keys from first to end; return the sums and the maximum."""
+    for start in range(first, end, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        # Past D lies another head, or nothing of ours.
+        mask = offs_d < D  # (1, BLOCK_D)
+        if MASKED:
+            # Only the last block of keys can be ragged, and it is in this half.
+            mask = mask & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
+        # In int32, a key's offset would overflow past element 2**31.
+        row = offs_n[:, None].to(tl.int64)
+        k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
+        s = tl.dot(q, k.T, input_precision="ieee", out_dtype=acc.dtype)
+        s = s * SCALE_2
+        if MASKED:
+            # A padded key is zeros: its score is 0, and would have a weight.
+            seen = offs_n[None, :] < LK
+            if CAUSAL:
+                seen = seen & (offs_n[None, :] <= offs_m)
+            s = tl.where(seen, s, -float("inf"))  # (BLOCK_M, BLOCK_N)
+        m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
+        p = tl.exp2(s - m_new)  # (BLOCK_M, BLOCK_N)
+        # What was added up so far had the old maximum.
+        rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
+        total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
+        # NaN from past the end would stay NaN even with a weight of 0.
+        v = tl.load(v_ptrs + row * stride_vl, mask=mask, other=0.0)
+        # The tensor cores take p in the type of v.
+        p = p.to(v.dtype)
+        acc = acc * rescale
+        acc = tl.dot(p, v, acc, input_precision="ieee", out_dtype=acc.dtype)
+        m = m_new
+    return acc, total, m
+
+
+@triton.jit
+def _flash_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    LQ,
+    LK,
+    HEADS,
+    stride_qb,
+    stride_qh,
+    stride_ql,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_vb,
+    stride_vh,
+    stride_vl,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SCALE_2: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ACC: tl.constexpr,
+    LOWEST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    pid, head, batch = _flash_attention_place(LQ, HEADS, BLOCK_M)
+    # Later queries see more keys: programs with the most work start first.
+    pid_m = tl.cdiv(LQ, BLOCK_M) - 1 - pid
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
+    row = offs_m.to(tl.int64)
+    q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_d
+    k_ptrs = k_ptr + batch * stride_kb + head // GROUP * stride_kh + offs_d
+    v_ptrs = v_ptr + batch * stride_vb + head // GROUP * stride_vh + offs_d
+    mask = (offs_m < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
+    q = tl.load(q_ptrs + row * stride_ql, mask=mask, other=0.0)
+    m = tl.full((BLOCK_M, 1), LOWEST, dtype=ACC)
+    total = tl.zeros((BLOCK_M, 1), dtype=ACC)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
+    # Keys up to here need no mask; from here to the end, some are not seen.
+    full, end = LK // BLOCK_N * BLOCK_N, LK
+    if CAUSAL:
+        full = tl.minimum(full, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
+        end = tl.minimum(LK, (pid_m + 1) * BLOCK_M)
+    for MASKED in tl.static_range(2):
+        acc, total, m = _flash_attention_online(
+            acc,
+            total,
+            m,
+            q,
+            k_ptrs,
+            v_ptrs,
+            stride_kl,
+            stride_vl,
+            offs_m,
+            offs_d,
+            full if MASKED else 0,
+            end if MASKED else full,
+            LK,
+            D=D,
+            SCALE_2=SCALE_2,
+            CAUSAL=CAUSAL,
+            MASKED=MASKED,
+            BLOCK_N=BLOCK_N,
+        )
+    rows = (batch * HEADS + head) * LQ + row  # (BLOCK_M, 1)
+    # A row that saw nothing has a sum of 0, and a result of 0.
+    divisor = tl.where(total == 0, 1.0, total)
+    tl.store(out_ptr + rows * D + offs_d, acc / divisor, mask=mask)
+    # Less inf, each of its scores has the power 0 in the backward.
+    lse = tl.where(total == 0, float("inf"), m + tl.log2(divisor))
+    tl.store(lse_ptr + rows, lse, mask=offs_m < LQ)
+
+
+@triton.jit
+def _flash_attention_delta_kernel(
+    out_ptr,
+    grad_ptr,
+    delta_ptr,
+    LQ,
+    HEADS,
+    stride_gb,
+    stride_gh,
+    stride_gl,
+    D: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    pid_m, head, batch = _flash_attention_place(LQ, HEADS, BLOCK_M)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
+    mask = (offs_m < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
+    row = (batch * HEADS + head) * LQ + offs_m  # (BLOCK_M, 1)
+    out = tl.load(out_ptr + row * D + offs_d, mask=mask, other=0.0).to(ACC)
+    grad_ptrs = grad_ptr + batch * stride_gb + head * stride_gh + offs_d
+    grad = tl.load(grad_ptrs + offs_m * stride_gl, mask=mask, other=0.0)
+    delta = tl.sum(out * grad, axis=1, keep_dims=True)  # (BLOCK_M, 1)
+    tl.store(delta_ptr + row, delta, mask=offs_m < LQ)
+
+
+@triton.jit
+def _flash_attention_along_queries(
+    dk,
+    dv,
+    k,
+    v,
+    q_ptrs,
+    grad_ptrs,
+    dq_ptrs,
+    lse_ptrs,
+    delta_ptrs,
+    stride_ql,
+    stride_gl,
+    stride_dql,
+    offs_n,
+    offs_d,
+    first,
+    end,
+    LQ,
+    LK,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_2: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Go along the queries from first to end; return the sums for keys."""
+    for start in range(first, end, BLOCK_M):
+        offs_m = start + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+        row = offs_m[:, None].to(tl.int64)
+        # Past the end, q, grad and delta are zeros, and so is what they add.
+        mask = (row < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
+        q = tl.load(q_ptrs + row * stride_ql, mask=mask, other=0.0)
+        lse = tl.load(lse_ptrs + offs_m, mask=offs_m < LQ, other=0.0)
+        s = tl.dot(k, q.T, input_precision="ieee", out_dtype=dk.dtype)
+        p = tl.exp2(s * SCALE_2 - lse[None, :])  # (BLOCK_N, BLOCK_M)
+        if MASKED:
+            # A padded key has the score 0: p may be inf there, and dq then NaN.
+            seen = offs_n < LK
+            if CAUSAL:
+                seen = seen & (offs_n <= offs_m[None, :])
+            p = tl.where(seen, p, 0.0)
+        grad = tl.load(grad_ptrs + row * stride_gl, mask=mask, other=0.0)
+        dv = tl.dot(
+            p.to(grad.dtype),
+            grad,
+            dv,
+            input_precision="ieee",
+            out_dtype=dv.dtype,
+        )
+        dp = tl.dot(v, grad.T, input_precision="ieee", out_dtype=dv.dtype)
+        delta = tl.load(delta_ptrs + offs_m, mask=offs_m < LQ, other=0.0)
+        # The tensor cores take ds in the type of q.
+        ds = (p * (dp - delta[None, :])).to(q.dtype)  # (BLOCK_N, BLOCK_M)
+        dk = tl.dot(ds, q, dk, input_precision="ieee", out_dtype=dk.dtype)
+        if ONE_PASS:
+            dq = tl.dot(ds.T, k, input_precision="ieee", out_dtype=dk.dtype)
+            # Nothing else is ordered by these additions: relaxed is enough.
+            tl.atomic_add(
+                dq_ptrs + row * stride_dql,
+                dq * SCALE,
+                mask=mask,
+                sem="relaxed",
+            )
+    return dk, dv
+
+
+@triton.jit
+def _flash_attention_dkv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    LQ,
+    LK,
+    HEADS,
+    stride_qb,
+    stride_qh,
+    stride_ql,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_vb,
+    stride_vh,
+    stride_vl,
+    stride_gb,
+    stride_gh,
+    stride_gl,
+    stride_dqb,
+    stride_dqh,
+    stride_dql,
+    stride_dkb,
+    stride_dkh,
+    stride_dkl,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_2: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # Earlier keys are seen by more queries: the most work starts first.
+    pid_n, shared, batch = _flash_attention_place(LK, HEADS // GROUP, BLOCK_N)
+    begin = pid_n * BLOCK_N
+    offs_n = begin + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
+    mask = (offs_n < LK) & (offs_d < D)  # (BLOCK_N, BLOCK_D)
+    row = offs_n.to(tl.int64)
+    k_ptrs = k_ptr + batch * stride_kb + shared * stride_kh + offs_d
+    v_ptrs = v_ptr + batch * stride_vb + shared * stride_vh + offs_d
+    k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
+    v = tl.load(v_ptrs + row * stride_vl, mask=mask, other=0.0)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
+    # Queries before the first see none of these keys; from full on, all.
+    first, full = 0, 0
+    if CAUSAL:
+        first = begin // BLOCK_M * BLOCK_M
+        full = tl.cdiv(begin + BLOCK_N, BLOCK_M) * BLOCK_M
+    full = LQ if begin + BLOCK_N > LK else tl.minimum(full, LQ)
+    for member in range(GROUP):
+        head = shared * GROUP + member
+        sums = (batch * HEADS + head) * LQ
+        for MASKED in tl.static_range(1, -1, -1):
+            dk, dv = _flash_attention_along_queries(
+                dk,
+                dv,
+                k,
+                v,
+                q_ptr + batch * stride_qb + head * stride_qh + offs_d,
+                grad_ptr + batch * stride_gb + head * stride_gh + offs_d,
+                dq_ptr + batch * stride_dqb + head * stride_dqh + offs_d,
+                lse_ptr + sums,
+                delta_ptr + sums,
+                stride_ql,
+                stride_gl,
+                stride_dql,
+                offs_n,
+                offs_d,
+                first if MASKED else full,
+                full if MASKED else LQ,
+                LQ,
+                LK,
+                D=D,
+                SCALE=SCALE,
+                SCALE_2=SCALE_2,
+                CAUSAL=CAUSAL,
+                MASKED=MASKED,
+                ONE_PASS=ONE_PASS,
+                BLOCK_M=BLOCK_M,
+            )
+    offs = batch * stride_dkb + shared * stride_dkh + row * stride_dkl + offs_d
+    tl.store(dk_ptr + offs, dk * SCALE, mask=mask)
+    tl.store(dv_ptr + offs, dv, mask=mask)
+
+
+@triton.jit
+def _flash_attention_along_keys(
+    dq,
+    q,
+    grad,
+    lse,
+    delta,
+    k_ptrs,
+    v_ptrs,
+    stride_kl,
+    stride_vl,
+    offs_m,
+    offs_d,
+    first,
+    end,
+    LK,
+    D: tl.constexpr,
+    SCALE_2: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Go along the keys from first to end; return the sum for queries."""
+    for start in range(first, end, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        mask = offs_d < D  # (1, BLOCK_D)
+        if MASKED:
+            mask = mask & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
+        row = offs_n[:, None].to(tl.int64)
+        k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
+        s = tl.dot(q, k.T, input_precision="ieee", out_dtype=dq.dtype)
+        p = tl.exp2(s * SCALE_2 - lse)  # (BLOCK_M, BLOCK_N)
+        if MASKED:
+            seen = offs_n[None, :] < LK
+            if CAUSAL:
+                seen = seen & (offs_n[None, :] <= offs_m)
+            p = tl.where(seen, p, 0.0)
+        v = tl.load(v_ptrs + row * stride_vl, mask=mask, other=0.0)
+        dp = tl.dot(grad, v.T, input_precision="ieee", out_dtype=dq.dtype)
+        ds = (p * (dp - delta)).to(k.dtype)  # (BLOCK_M, BLOCK_N)
+        dq = tl.dot(ds, k, dq, input_precision="ieee", out_dtype=dq.dtype)
+    return dq
+
+
+@triton.jit
+def _flash_attention_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    grad_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    LQ,
+    LK,
+    HEADS,
+    stride_qb,
+    stride_qh,
+    stride_ql,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_vb,
+    stride_vh,
+    stride_vl,
+    stride_gb,
+    stride_gh,
+    stride_gl,
+    stride_dqb,
+    stride_dqh,
+    stride_dql,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_2: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    pid, head, batch = _flash_attention_place(LQ, HEADS, BLOCK_M)
+    # Later queries see more keys: the most work starts first.
+    pid_m = tl.cdiv(LQ, BLOCK_M) - 1 - pid
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
+    row = offs_m.to(tl.int64)
+    mask = (offs_m < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
+    q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_d
+    k_ptrs = k_ptr + batch * stride_kb + head // GROUP * stride_kh + offs_d
+    v_ptrs = v_ptr + batch * stride_vb + head // GROUP * stride_vh + offs_d
+    grad_ptrs = grad_ptr + batch * stride_gb + head * stride_gh + offs_d
+    dq_ptrs = dq_ptr + batch * stride_dqb + head * stride_dqh + offs_d
+    q = tl.load(q_ptrs + row * stride_ql, mask=mask, other=0.0)
+    grad = tl.load(grad_ptrs + row * stride_gl, mask=mask, other=0.0)
+    sums = (batch * HEADS + head) * LQ + row
+    lse = tl.load(lse_ptr + sums, mask=offs_m < LQ, other=0.0)
+    delta = tl.load(delta_ptr + sums, mask=offs_m < LQ, other=0.0)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
+    full, end = LK // BLOCK_N * BLOCK_N, LK
+    if CAUSAL:
+        full = tl.minimum(full, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
+        end = tl.minimum(LK, (pid_m + 1) * BLOCK_M)
+    for MASKED in tl.static_range(2):
+        dq = _flash_attention_along_keys(
+            dq,
+            q,
+            grad,
+            lse,
+            delta,
+            k_ptrs,
+            v_ptrs,
+            stride_kl,
+            stride_vl,
+            offs_m,
+            offs_d,
+            full if MASKED else 0,
+            end if MASKED else full,
+            LK,
+            D=D,
+            SCALE_2=SCALE_2,
+            CAUSAL=CAUSAL,
+            MASKED=MASKED,
+            BLOCK_N=BLOCK_N,
+        )
+    tl.store(dq_ptrs + row * stride_dql, dq * SCALE, mask=mask)
+
+
+@functools.cache
+def _flash_attention_tiles(device, BLOCK_D, itemsize):
+    """Return the blocks, warps and stages of the four kernels."""
+    room = FLASH_ATTENTION_ROOM
+    if device.type == "cuda":  # not the interpreter
+        gpu = torch.cuda.get_device_properties(device)
+        room = getattr(gpu, "shared_memory_per_block_optin", 64 * 1024)
+    tiles = FLASH_ATTENTION_TILES[BLOCK_D]
+    if room < FLASH_ATTENTION_ROOM:
+        tiles = FLASH_ATTENTION_SMALL.get(BLOCK_D, tiles)
+    if itemsize > 2:  # float32 and float64: operands take registers
+        n = 32 if BLOCK_D <= 64 else 16
+        tiles = [(32, 16, 4, 1), *[(16, n, 4, 1)] * 2, (n, 16, 4, 1)]
+    names = "BLOCK_M", "BLOCK_N", "num_warps", "num_stages"
+    tiles = [dict(zip(names, tile, strict=True)) for tile in tiles]
+    for tile in tiles if torch.version.hip else ():
+        # Two stages fit AMD's shared memory.
+        tile["num_stages"] = min(2, tile["num_stages"])
+    return tiles
+
+
+def _flash_attention_check(q, k, v):
+    name = "flash_attention"
+    if q.dtype not in FLASH_ATTENTION_DTYPES:
+        raise TypeError(f"{name} takes float tensors, not {q.dtype}")
+    if len({(t.dtype, t.device) for t in (q, k, v)}) > 1:
+        found = ", ".join(f"{t.dtype} on {t.device}" for t in (q, k, v))
+        raise TypeError(f"{name} takes one dtype on one device, not {found}")
+    fits = (
+        q.ndim == k.ndim == v.ndim == 4
+        and k.shape == v.shape
+        and q.shape[0] == k.shape[0]
+        and q.shape[3] == k.shape[3]
+        and 1 <= q.shape[3] <= 256
+        and k.shape[1] > 0
+        and q.shape[1] % k.shape[1] == 0
+    )
+    if not fits:
+        found = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+        raise ValueError(
+            f"{name} takes q of (batch, heads, queries, D), and k and v of one "
+            "shape (batch, heads / n, keys, D), with D up to 256, not " + found
+        )
+
+
+def _flash_attention_rows(*tensors):
+    """Return tensors that are contiguous along D."""
+    return [t if t.stride(3) == 1 else t.contiguous() for t in tensors]
+
+
+def _flash_attention_read(*tensors):
+    """Return tensors as kernels read them, and their strides."""
+    if triton.knobs.runtime.interpret and tensors[0].dtype == torch.bfloat16:
+        # The interpreter would multiply the bits as if they were integers.
+        tensors = [t.float() for t in tensors]
+    return tensors, [stride for t in tensors for stride in t.stride()[:3]]
+
+
+def _flash_attention_launch(
+    q,
+    k,
+    v,
+    causal=False,
+    scale=None,
+    deterministic=None,
+    kernel=_flash_attention_kernel,
+):
+    _flash_attention_check(q, k, v)
+    batch, heads, LQ, D = q.shape
+    D = int(D)  # torch.compile would keep it open, and a constant cannot be
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_empty(q.shape[:3], dtype=wide)
+    if out.numel() == 0:
+        return out, lse
+    scale = D**-0.5 if scale is None else scale
+    BLOCK_D = max(16, triton.next_power_of_2(D))
+    tile = _flash_attention_tiles(q.device, BLOCK_D, q.dtype.itemsize)[0]
+    read, strides = _flash_attention_read(*_flash_attention_rows(q, k, v))
+    grid = (triton.cdiv(LQ, tile["BLOCK_M"]) * batch * heads,)
+    # Triton launches on the current GPU, which may not be that of q.
+    with torch.accelerator.device_index(q.device.index):
+        kernel[grid](
+            *read,
+            out,
+            lse,
+            LQ,
+            k.shape[2],
+            heads,
+            *strides,
+            GROUP=int(heads // k.shape[1]),
+            D=D,
+            # exp(x) is exp2(x * log2(e)).
+            SCALE_2=scale * math.log2(math.e),
+            CAUSAL=causal,
+            ACC=tl.float64 if wide == torch.float64 else tl.float32,
+            LOWEST=torch.finfo(torch.float32).min,
+            BLOCK_D=BLOCK_D,
+            **tile,
+        )
+    return out, lse
+
+
+def _flash_attention_backward_launch(
+    grad,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    causal,
+    scale,
+    deterministic,
+    delta_kernel=_flash_attention_delta_kernel,
+    dkv_kernel=_flash_attention_dkv_kernel,
+    dq_kernel=_flash_attention_dq_kernel,
+):
+    q, k, v, grad = _flash_attention_rows(q, k, v, grad)
+    batch, heads, LQ, D = q.shape
+    shared, LK, D = int(k.shape[1]), k.shape[2], int(D)
+    # The gradients lie in memory as q and k do: autograd need not copy them.
+    dk, dv = torch.empty_like(k), torch.empty_like(k)
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), dk.zero_(), dv.zero_()
+    if deterministic:
+        dq = torch.empty_like(q)
+    else:  # to be added to, by atomics: in float32, or each would round
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+    delta = torch.empty_like(lse)
+    scale = D**-0.5 if scale is None else scale
+    BLOCK_D = max(16, triton.next_power_of_2(D))
+    tiles = _flash_attention_tiles(q.device, BLOCK_D, q.dtype.itemsize)
+    tile = tiles[2 if deterministic else 1]
+    read, strides = _flash_attention_read(q, k, v, grad)
+    ACC = tl.float64 if lse.dtype == torch.float64 else tl.float32
+    common = {
+        "GROUP": int(heads // shared),
+        "D": D,
+        "SCALE": scale,
+        "SCALE_2": scale * math.log2(math.e),
+        "CAUSAL": causal,
+        "ACC": ACC,
+        "BLOCK_D": BLOCK_D,
+    }
+    with torch.accelerator.device_index(q.device.index):
+        delta_kernel[(triton.cdiv(LQ, 32) * batch * heads,)](
+            out.contiguous(),
+            read[3],
+            delta,
+            LQ,
+            heads,
+            *strides[9:],
+            D=D,
+            ACC=ACC,
+            BLOCK_M=32,
+            BLOCK_D=BLOCK_D,
+        )
+        dkv_kernel[(triton.cdiv(LK, tile["BLOCK_N"]) * batch * shared,)](
+            *read,
+            lse,
+            delta,
+            dq,
+            dk,
+            dv,
+            LQ,
+            LK,
+            heads,
+            *strides,
+            *dq.stride()[:3],
+            *dk.stride()[:3],
+            ONE_PASS=not deterministic,
+            **common,
+            **tile,
+        )
+        if not deterministic:
+            return dq.to(q.dtype), dk, dv
+        tile = tiles[3]
+        dq_kernel[(triton.cdiv(LQ, tile["BLOCK_M"]) * batch * heads,)](
+            *read,
+            lse,
+            delta,
+            dq,
+            LQ,
+            LK,
+            heads,
+            *strides,
+            *dq.stride()[:3],
+            **common,
+            **tile,
+        )
+    return dq, dk, dv
+
+
+@triton_op(f"{FLASH_ATTENTION_NAMESPACE}::flash_attention", mutates_args={})
+def flash_attention_with_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what flash_attention does, and the log-sum-exp of each row.
+
+    That is log2(sum(exp(q @ k.mT * scale))), in float32, or float64 for
+    float64; ``inf`` for a query that sees nothing. It has no gradient.
+    """
+    kernel = wrap_triton(_flash_attention_kernel)
+    return _flash_attention_launch(
+        q, k, v, causal, scale, deterministic, kernel
+    )
+
+
+@triton_op(
+    f"{FLASH_ATTENTION_NAMESPACE}::flash_attention_backward", mutates_args={}
+)
+def flash_attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of q, k and v, given that of out.
+
+    Takes what ``flash_attention_with_lse`` took and returned. The gradients
+    have no gradient themselves.
+    """
+    kernels = (
+        wrap_triton(_flash_attention_delta_kernel),
+        wrap_triton(_flash_attention_dkv_kernel),
+        wrap_triton(_flash_attention_dq_kernel),
+    )
+    return _flash_attention_backward_launch(
+        grad, q, k, v, out, lse, causal, scale, deterministic, *kernels
+    )
+
+
+def _flash_attention_setup(ctx, inputs, output):
+    q, k, v, ctx.causal, ctx.scale, ctx.deterministic = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _flash_attention_gradient(ctx, grad, _):
+    deterministic = ctx.deterministic
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    options = ctx.causal, ctx.scale, deterministic
+    grads = flash_attention_backward(grad, *ctx.saved_tensors, *options)
+    return *grads, None, None, None
+
+
+flash_attention_with_lse.register_autograd(
+    _flash_attention_gradient, setup_context=_flash_attention_setup
+)
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+FLASH_ATTENTION_LIBRARY = Library(FLASH_ATTENTION_NAMESPACE, "FRAGMENT")
+FLASH_ATTENTION_LIBRARY.impl("flash_attention", _flash_attention_launch, "CUDA")
+FLASH_ATTENTION_LIBRARY.impl(
+    "flash_attention_backward", _flash_attention_backward_launch, "CUDA"
+)
+
+
+def flash_attention(
+    q, k, v, causal=False, scale=None, deterministic=None
+) -> torch.Tensor:
+    """Return softmax(q @ k.mT * scale) @ v, as PyTorch's SDPA does.
+
+    Takes q of (batch, heads, queries, D), k and v of (batch, heads / n, keys,
+    D), all of float16, bfloat16, float32 or float64, with D up to 256 and any
+    strides; it copies what is not contiguous along D. Each n heads of q share
+    one of k and v. Float32 keeps its 24 bits, so it does without tensor cores.
+    With ``causal``, query i sees keys 0 to i. ``scale`` is 1 / sqrt(D) if not
+    given; the kernels are compiled for it. The result is contiguous, of the
+    shape and dtype of q, and the same each time. A query that sees nothing, or
+    whose scores are all -inf, gives 0. A NaN or an infinity may reach queries
+    and keys that it is hidden from; gradients ask for finite inputs.
+
+    The gradients have the dtype of q, and no gradient themselves. With
+    ``deterministic`` they are the same each time; without, that of q is added
+    up in any order, in float32. None asks
+    ``torch.are_deterministic_algorithms_enabled()``, during the backward.
+    Raises TypeError for other dtypes and ValueError for other shapes. The
+    method: https://arxiv.org/abs/2307.08691
+    """
+    return flash_attention_with_lse(q, k, v, causal, scale, deterministic)[0]
+
+
+# %%
+# What did each step gain? The table has TFLOP/s of the backward at 4096 tokens,
+# and the statements of the kernels that it runs. Five products are counted for
+# each of them, and half of the operations with a causal mask. So a kernel that
+# computes seven products shows at most 5/7 of its rate.
+
+
+def statements(*kernels):
+    """Count the statements of kernels, but for their heads and texts."""
+    trees = (ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels)
+    nodes = [node for tree in trees for node in ast.walk(tree.body[0])]
+    texts = sum(bool(kernel.fn.__doc__) for kernel in kernels)
+    found = sum(isinstance(node, ast.stmt) for node in nodes)
+    return found - texts - len(kernels)
+
+
+def first_step(q, k, v, grad):
+    out, lse = flash_attention_with_lse(q, k, v)
+    lse = lse * math.log(2)  # the first kernel's has base e
+    return partial(backward, q, k, v, out, lse, grad)
+
+
+TOKENS = 16384  # in all, at each length
+
+
+def ours(deterministic, causal=False):
+    return partial(flash_attention, causal=causal, deterministic=deterministic)
+
+
+ONE = (
+    _flash_attention_place,
+    _flash_attention_delta_kernel,
+    _flash_attention_dkv_kernel,
+    _flash_attention_along_queries,
+)
+TWO = *ONE, _flash_attention_dq_kernel, _flash_attention_along_keys
+# What makes a call, whether it is causal, and the kernels
+STEPS = {"first kernel": (first_step, False, backward_kernel)}
+for causal in (False, True):
+    for name, kernels in {"one pass": ONE, "two passes": TWO}.items():
+        make = partial(backward_of, ours(kernels is TWO, causal))
+        STEPS[name + ", causal" * causal] = make, causal, *kernels
+
+
+def inputs(length, D):
+    shape = TOKENS // length, 2048 // D, length, D
+    return [random(*shape) for _ in range(4)]
+
+
+def operations(length, products=5):
+    return products * 2e-9 * TOKENS * 2048 * length
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = pd.DataFrame(index=list(STEPS))
+    ladder["statements"] = [statements(*step[2:]) for step in STEPS.values()]
+    for D in (64, 128):
+        x = inputs(4096, D)
+        tried = {name: step[0](*x) for name, step in STEPS.items()}
+        found = gpu_time(tried, turns=20)
+        ladder[f"heads of {D}"] = [
+            round(operations(4096) / (1 + step[1]) / found[name][0])
+            for name, step in STEPS.items()
+        ]
+    print(ladder.to_string())
+
+# %%
+# Proof
+# -----
+#
+# We compare each dtype with float64: ragged lengths, more keys than queries and
+# fewer, padded heads, shared heads of keys, none at all; full and causal, in
+# one pass and in two. A gradient is a sum. For each element we allow two
+# roundings of the sum of its terms' sizes, and two of the result. The size of
+# ``ds`` is :math:`p_{ij} (|g_i| \cdot |v_j| + |g_i| \cdot |o_i|)`. A rounding
+# is :math:`2^{-11}` in float16. In bfloat16 we allow :math:`2^{-7}`, as the
+# interpreter cuts off, and in float32 and float64, where the roundings of the
+# scores are left, :math:`2^{-18}` and :math:`2^{-45}`.
+
+EPS = {
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-7,
+    torch.float32: 2.0**-18,
+    torch.float64: 2.0**-45,
+}
+SHAPES = [  # batch, heads, heads of keys, queries, keys, D
+    (1, 2, 2, 128, 128, 64),
+    (1, 4, 2, 50, 40, 32),
+    (2, 3, 1, 20, 70, 80),
+    (1, 1, 1, 20, 40, 256),
+    (1, 1, 1, 5, 0, 16),
+    (1, 2, 1, 0, 7, 16),
+]
+
+
+def expected_of(*tensors, **options):
+    """Return SDPA's gradients in float64."""
+    op = partial(sdpa, enable_gqa=True, **options)
+    with sdpa_kernel(SDPBackend.MATH):
+        return backward_of(op, *(t.double() for t in tensors))()
+
+
+def terms_of(q, k, v, grad, causal=False, scale=None):
+    """Return the sizes of what is added up for each gradient, in float64."""
+    least = torch.finfo(q.dtype).smallest_normal  # less has fewer bits
+    q, k, v, grad = (t.detach().double() for t in (q, k, v, grad))
+    heads, scale = k.shape[1], scale or q.shape[-1] ** -0.5
+    k, v = (t.repeat_interleave(q.shape[1] // heads, 1) for t in (k, v))
+    s = (q @ k.mT) * scale
+    if causal:
+        hidden = torch.ones_like(s, dtype=torch.bool).triu(1)
+        s = s.masked_fill(hidden, -torch.inf)
+    p = s.softmax(-1)
+    size = (grad.abs() * (p @ v).abs()).sum(-1, keepdim=True)
+    ds = (p * (grad.abs() @ v.mT.abs() + size) + least) * scale
+    shared = ds.mT @ q.abs(), (p + least).mT @ grad.abs()
+    shared = [t.unflatten(1, (heads, -1)).sum(2) for t in shared]
+    return [sizes + least for sizes in (ds @ k.abs(), *shared)]
+
+
+def worst(found, expected, terms, eps):
+    """Return the largest error, as a part of what is allowed."""
+    errors = [
+        (one.double() - right).abs() / (2 * eps * (size + right.abs()))
+        for one, right, size in zip(found, expected, terms, strict=True)
+    ]
+    return max(error.max().item() for error in errors)
+
+
+def proved(op, q, k, v, grad, causal=False, scale=None, looser=1):
+    """Return the gradients that the op has, once they are proved."""
+    found = backward_of(partial(op, scale=scale), q, k, v, grad)()
+    for one, t in zip(found, (q, k, v), strict=True):
+        assert (one.shape, one.dtype) == (t.shape, t.dtype)
+    if k.shape[2] == 0:  # no query sees anything
+        assert not found[0].any()
+    elif q.shape[2]:
+        expected = expected_of(q, k, v, grad, is_causal=causal, scale=scale)
+        terms = terms_of(q, k, v, grad, causal, scale)
+        assert worst(found, expected, terms, EPS[q.dtype]) <= looser
+    return found
+
+
+def prove(shape, dtype, causal, deterministic):
+    batch, heads, shared, LQ, LK, D = shape
+    q, grad = (random(batch, heads, LQ, D, dtype=dtype) for _ in range(2))
+    k, v = (random(batch, shared, LK, D, dtype=dtype) for _ in range(2))
+    proved(ours(deterministic, causal), q, k, v, grad, causal)
+
+
+if __name__ == "__main__":
+    for dtype in EPS:
+        for shape in SHAPES:
+            for way in range(4):
+                prove(shape, dtype, bool(way & 1), bool(way & 2))
+else:  # imported: a glance
+    prove((1, 2, 1, 33, 70, 32), torch.float16, True, False)
+
+# %%
+# Next come heads side by side in memory, a scale of one's own, and large
+# scores. Gradients lie in memory as their tensors do.
+
+if __name__ == "__main__":
+    q = random(2, 150, 4, 64)[:, :140].transpose(1, 2)
+    k = random(2, 100, 2, 64).transpose(1, 2)
+    v, grad = random(2, 2, 100, 64), random(1, 4, 140, 1).expand(2, 4, 140, 64)
+    for deterministic in (False, True):
+        op = ours(deterministic, causal=True)
+        dq, dk, dv = proved(op, q, k, v, grad, causal=True)
+        assert dq.transpose(1, 2).is_contiguous()
+        assert dk.transpose(1, 2).is_contiguous()
+        op = ours(deterministic)
+        proved(op, q, k, v, grad, scale=0.5)
+        large = [random(1, 1, 70, 64, dtype=torch.float64) for _ in range(4)]
+        proved(op, *(t * 20 for t in large), looser=32)  # scores in thousands
+
+# %%
+# ``gradcheck`` compares with differences of the forward. Two backwards have the
+# same bits if PyTorch's switch asks for that. ``opcheck`` tests, on a GPU, that
+# the op gets along with fake tensors, autograd and ``torch.compile``:
+
+if __name__ == "__main__":
+    shapes = (1, 2, 3, 2), (1, 1, 3, 2), (1, 1, 3, 2)
+    leaves = [random(*shape, dtype=torch.float64) for shape in shapes]
+    leaves = [t.requires_grad_() for t in leaves]
+    for way in range(4):
+        op = ours(bool(way & 1), bool(way & 2))
+        assert torch.autograd.gradcheck(op, leaves)
+    x = [random(1, 2, 300, 64) for _ in range(4)]
+    call = backward_of(flash_attention, *x)
+    torch.use_deterministic_algorithms(True)
+    first, again = call(), call()
+    torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    q, k, v = (random(1, 2, 70, 64).requires_grad_() for _ in range(3))
+    print(torch.library.opcheck(flash_attention_with_lse, (q, k, v, True)))
+
+# %%
+# A model learns
+# --------------
+#
+# A block of a transformer learns to count, each time in other steps. It learns
+# twice from the same start: with SDPA and with the op. The losses must agree.
+
+
+class Block(torch.nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+        self.tokens = torch.nn.Embedding(16, 64)
+        self.heads = torch.nn.Linear(64, (4 + 2 + 2) * 16)
+        self.out = torch.nn.Linear(64, 64)
+        self.scores = torch.nn.Linear(64, 16)
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        heads = self.heads(x).unflatten(-1, (8, 16)).transpose(1, 2)
+        mixed = self.attention(*heads.split((4, 2, 2), dim=1))
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return self.scores(x).transpose(1, 2)
+
+
+def losses(attention, steps):
+    """Return the losses of a block that learns, from the same start."""
+    block, random = Block(attention), torch.Generator().manual_seed(0)
+    for parameter in block.parameters():
+        parameter.data.normal_(0, 0.1, generator=random)
+    learning = torch.optim.AdamW(block.to(DEVICE).parameters(), lr=0.01)
+    found = []
+    for _ in range(steps):
+        steps_of = torch.randint(16, (4, 1), generator=random)
+        tokens = (torch.arange(40) * steps_of % 16).to(DEVICE)
+        scores = block(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(scores, tokens[:, 1:])
+        found.append(loss.item())
+        learning.zero_grad()
+        loss.backward()
+        learning.step()
+    return torch.tensor(found)
+
+
+if __name__ == "__main__":
+    steps = 100 if DEVICE.type == "cuda" else 5
+    with torch.random.fork_rng():  # the layers' first values, thrown away
+        theirs = losses(partial(sdpa, is_causal=True, enable_gqa=True), steps)
+        found = losses(ours(None, True), steps)
+    for step in (0, steps // 2, steps - 1):
+        print(f"step {step}: SDPA {theirs[step]:.5f}, the op {found[step]:.5f}")
+    torch.testing.assert_close(found, theirs, rtol=1e-3, atol=0)
+
+# %%
+# How much memory?
+# ----------------
+#
+# This is the most that a forward and a backward take besides their inputs, for
+# 16 heads of 64 in float16. The matrix grows with the square of the length.
+
+
+def memory(op, length):
+    """Return the megabytes that a forward and a backward take at most."""
+    x = [random(1, 16, length, 64) for _ in range(4)]
+    call = partial(backward_of, op, *x)
+    call()()  # compiles
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    lengths = [512, 1024, 2048, 4096, 8192]
+    tried = {"the op": ours(False), "two passes": ours(True)}
+    tried |= {"SDPA": sdpa, "PyTorch": attention_torch}
+    used = pd.DataFrame(
+        {who: [memory(op, n) for n in lengths] for who, op in tried.items()},
+        index=pd.Index(lengths, name="tokens"),
+    )
+    print("MB", used.round(1).to_string(), sep="\n")
+    used.plot(logx=True, logy=True, ylabel="MB", title="forward and backward")
+
+# %%
+# The benchmark
+# -------------
+#
+# The backward is causal, in float16, with heads of 64 and then of 128. At each
+# length there are 16384 tokens in all. A causal mask leaves half of the
+# operations. SDPA is told which library to call.
+
+
+def by(library, *inputs):
+    with sdpa_kernel(library):
+        return sdpa(*inputs, is_causal=True)
+
+
+LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
+OPS = {
+    "Triton": ours(False, True),
+    "Triton, deterministic": ours(True, True),
+    "cuDNN": partial(by, SDPBackend.CUDNN_ATTENTION),
+    "FlashAttention-2": partial(by, SDPBackend.FLASH_ATTENTION),
+}
+
+
+def calls(length, D):
+    x = inputs(length, D)
+    return {who: backward_of(op, *x) for who, op in OPS.items()}
+
+
+def benchmark(D):
+    times = {length: gpu_time(calls(length, D), 30) for length in LENGTHS}
+    work = partial(operations, products=5 / 2)  # the mask leaves half
+    table = rate_table(times, "tokens", "TFLOP/s", work)
+    print(f"heads of {D}", table.to_string(), sep="\n")
+    wide = table.pivot(index="tokens", columns="series", values="TFLOP/s")
+    wide.plot(logx=True, title=f"backward, causal, heads of {D}")
+    return table
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results_backward_of_64 = benchmark(D=64)
+    results_backward = benchmark(D=128)
+
+# %%
+# Reading the result
+# ------------------
+#
+# One pass computes five products for each score, two passes compute seven. The
+# table of steps tells how much of that ratio of 7/5 shows. What one pass adds
+# can be counted: each block of 128 keys adds to all rows of ``dq`` that see it.
+# Without a mask, 4096 keys add 32 times to each element, in float32. That is
+# 128 bytes for an element of two. How long the additions take beside the
+# products, no figure here tells.
+
+# %%
+# Break it
+# --------
+#
+# A backward may mask always, beside a forward that need not. Where all tests
+# are causal, all tests pass. Here is that backward after both forwards:
+
+if __name__ == "__main__":
+    *x, grad = (random(1, 2, 200, 64) for _ in range(4))
+    for causal in (True, False):
+        saved = *x, *flash_attention_with_lse(*x, causal)
+        found = flash_attention_backward(grad, *saved, True, None, True)
+        expected = expected_of(*x, grad, is_causal=causal)
+        of = worst(found, expected, terms_of(*x, grad, causal), 2.0**-11)
+        print(f"causal forward: {causal!s:5}, error {of:.2g} of the allowed")
+        assert (of > 1) == (not causal)
+
+# %%
+# Only the gradients of full attention find it. So the proof above is causal and
+# full, in one pass and in two.
+
+# %%
+# Go further
+# ----------
+#
+# 1. What changes if the log-sum-exp has a gradient, too?
+# 2. Which of the two passes could compute :math:`\delta` on its way?
+#
+# To read on:
+#
+# * `FlashAttention-2 <https://arxiv.org/abs/2307.08691>`_, whose backward is
+#   one pass, too.
+# * ``rms_norm.py`` has partial sums and a second kernel, instead of atomics.
+
+# %%
+# Answers
+# -------
+#
+# **1.** As :math:`\partial \ell_i / \partial s_{ij} = p_{ij}`, its gradient is
+# added to :math:`\mathrm{d}p_{ij}`. So the kernels stay, and :math:`\delta_i`
+# becomes :math:`g_i \cdot o_i` minus that gradient.
+#
+# **2.** That for ``dq``, if it comes first. Its program has the rows of ``g``,
+# and could read those of ``o``. One pass would still need a kernel for it.
