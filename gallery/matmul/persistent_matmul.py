@@ -451,11 +451,11 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 #    \big( m\,n + 48\,(m + n) \big).
 #
 # Nothing is tuned at the first call, and a sum has the same order in each run.
-# The tile has as many stages as shared memory has room for, up to four or six. A
-# multiprocessor has one program, so all that it waits for is under way in that
-# program. Tiles of 64 rows go along ``K`` by 128 instead of 64: their steps are
-# short, and half as many wait half as often. The figures after the op compare
-# the choice with each of the tiles.
+# The tile has as many stages as shared memory has room for, up to four or six.
+# A multiprocessor has one program, so all that it waits for is under way in
+# that program. Tiles of 64 rows go along ``K`` by 128 instead of 64: their
+# steps are short, and half as many wait half as often. The figures after the op
+# compare the choice with each of the tiles.
 
 # %%
 # Transposed operands
