@@ -176,6 +176,23 @@ def test_refuses(taken: ModuleType) -> None:
         taken.matmul(a, a.T, "bf16x3")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+@pytest.mark.parametrize(("how", "least"), [("nn", 0), ("nt", 1), ("tn", 0), ("tt", 1)])
+def test_least(taken: ModuleType, how: str, least: int, dtype: torch.dtype) -> None:
+    """The kernel learns whether b is transposed: the loop runs at least once there."""
+    found = []
+
+    class Kernel:
+        def __getitem__(self, _: object) -> Callable[..., None]:
+            return lambda *_, **known: found.append(known["LEAST"])
+
+    lie = (torch.zeros(shape, dtype=dtype, device=DEVICE) for shape in ((20, 30), (30, 40)))
+    a, b = (x.T.contiguous().T if t else x for x, t in zip(lie, LAYOUTS[how], strict=True))
+    taken._matmul_launch(a, b, kernel=Kernel())
+    assert found == [least]
+    assert type(found[0]) is int  # torch.compile takes no bool from a symbolic stride
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
     """On a GPU a call goes straight to the launcher; it does what the op does."""
@@ -318,22 +335,6 @@ def test_products_do_not_wait_for_each_other(gallery: Path, on_h100: Ask) -> Non
     """In no layout has the assembler to put products one after the other."""
     (found,) = on_h100(gallery / "matmul" / "matmul.py", notes)
     assert found == []
-
-
-@pytest.mark.parametrize(("how", "least"), [("nn", 0), ("nt", 1), ("tn", 0), ("tt", 1)])
-def test_least(taken: ModuleType, how: str, least: int) -> None:
-    """The kernel learns whether b is transposed: the loop runs at least once there."""
-    found = []
-
-    class Kernel:
-        def __getitem__(self, _: object) -> Callable[..., None]:
-            return lambda *_, **known: found.append(known["LEAST"])
-
-    lie = (torch.zeros(shape, device=DEVICE) for shape in ((20, 30), (30, 40)))
-    a, b = (x.T.contiguous().T if t else x for x, t in zip(lie, LAYOUTS[how], strict=True))
-    taken._matmul_launch(a, b, kernel=Kernel())
-    assert found == [least]
-    assert type(found[0]) is int  # torch.compile takes no bool from a symbolic stride
 
 
 @pytest.mark.thorough
