@@ -543,7 +543,9 @@ def _linear_gelu_kernel(
     x_ptrs = x_ptr + rows_x[:, None] + offs_k[None, :]
     weight_ptrs = weight_ptr + rows_w[None, :] + offs_k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-    for k in range(0, K, BLOCK_K):
+    # If the loop might not run, ptxas would have each multiplication of a large
+    # tile wait for the one before: tuned_matmul.py shows it.
+    for k in range(0, tl.maximum(K, 1), BLOCK_K):
         # What lies past a row's end may be NaN, and only zeros add nothing.
         mask_k = offs_k < K - k
         x = tl.load(x_ptrs, mask=mask_k[None, :], other=0)

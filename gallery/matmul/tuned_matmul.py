@@ -20,7 +20,6 @@ After this page you can
 
 * say which layouts and sizes are loaded 16 bytes at a time, and help others;
 * see in compiled code whether multiplications wait for each other, and why;
-* leave out masks that nothing needs;
 * tune a product for each shape, and know what tuning costs.
 """
 
@@ -288,9 +287,8 @@ def check(function, a, b):
     return part.max().item()
 
 
-small = partial(first_matmul, tile=(16, 32, 16), warps=4)
-
 if __name__ == "__main__":
+    small = partial(first_matmul, tile=(16, 32, 16), warps=4)
     for layout in LAYOUTS:
         part = check(small, *random(150, 45, 100, layout=layout))
         print(f"{layout}: largest error {part:.2f} of what is allowed")
@@ -342,8 +340,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # table counts what the compiled loop has of copies, loads, products, waits for
 # products and instructions in all, and the bytes of registers that spill.
 
-TILE_M, TILE_N = 128, 256
-BLOCKS = {"BLOCK_M": TILE_M, "BLOCK_N": TILE_N, "BLOCK_K": 64}
+BLOCKS = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64}
 STRIDES = ["stride_am", "stride_ak", "stride_bk", "stride_bn"]
 
 
@@ -399,7 +396,6 @@ def table(made):
 if __name__ == "__main__":
     jobs = {layout: job(layout) for layout in LAYOUTS}
     jobs["A, B, multiples of 8, or odd"] = job(by_16=[])
-    jobs["A, B, odd K alone"] = job(by_16=["N", "stride_bk"])
     plain = compile_all(jobs, first_kernel)
     print(f"Triton {triton.__version__}", table(plain), sep="\n")
 
@@ -454,21 +450,10 @@ if __name__ == "__main__":
 if __name__ == "__main__":
     jobs = {f"{one}, LEAST = 1": job(one, LEAST=1) for one in LAYOUTS}
     least = compile_all(jobs, first_kernel)
-    print(f"Triton {triton.__version__}", table(least), sep="\n")
+    print(table(least))
     for name, made in (plain | least).items():
         for note in made["notes"]:
             print(f"ptxas on {name}: {note}")
-
-# %%
-# Can the masks go?
-# -----------------
-#
-# The loop compares for every copy, in three dimensions. For M and N there is a
-# simpler way: a tile at the edge goes on at the first row. ``offs_m % M`` is
-# computed once, before the loop. It loads some rows in vain, and the mask of
-# the store drops their results. For K there is none: a wrong term would be
-# added to right sums. But where ``BLOCK_K`` divides ``K``, nothing overruns. A
-# constant ``EVEN_K`` tells the compiler. A table behind the op has the loops.
 
 # %%
 # Which tile?
@@ -580,7 +565,6 @@ def _tuned_matmul_kernel(
     VEC_AK: tl.constexpr,
     VEC_BK: tl.constexpr,
     VEC_BN: tl.constexpr,
-    EVEN_K: tl.constexpr,  # whether BLOCK_K divides K
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -597,13 +581,12 @@ def _tuned_matmul_kernel(
     offs_m = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
-    # Past the edge the first rows come again, and the loop needs no mask for
-    # them. Wide loads may take what pads a row: the store leaves it out.
-    a_m = offs_m % (tl.cdiv(M, VEC_AM) * VEC_AM)  # (BLOCK_M,)
-    b_n = offs_n % (tl.cdiv(N, VEC_BN) * VEC_BN)  # (BLOCK_N,)
-    a_ptrs = a_ptr + a_m[:, None] * stride_am + offs_k[None, :] * stride_ak
-    b_ptrs = b_ptr + offs_k[:, None] * stride_bk + b_n[None, :] * stride_bn
-    # Along K the padding is zeros, which add nothing.
+    a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
+    b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
+    # A wide load is masked as a whole, so it may take what pads a row. Along M
+    # and N the store leaves that out. Along K it is zeros, which add nothing.
+    a_rows = (offs_m < tl.cdiv(M, VEC_AM) * VEC_AM)[:, None]  # (BLOCK_M, 1)
+    b_columns = (offs_n < tl.cdiv(N, VEC_BN) * VEC_BN)[None, :]  # (1, BLOCK_N)
     a_end = tl.cdiv(K, VEC_AK) * VEC_AK
     b_end = tl.cdiv(K, VEC_BK) * VEC_BK
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)  # (BLOCK_M, BLOCK_N)
@@ -611,12 +594,10 @@ def _tuned_matmul_kernel(
     # products may wait for each other. Elsewhere that would cost more.
     LEAST: tl.constexpr = 1 if VEC_BK > 1 else 0
     for k in range(0, tl.maximum(K, LEAST), BLOCK_K):
-        if EVEN_K:
-            a = tl.load(a_ptrs)  # (BLOCK_M, BLOCK_K)
-            b = tl.load(b_ptrs)  # (BLOCK_K, BLOCK_N)
-        else:
-            a = tl.load(a_ptrs, mask=(offs_k < a_end - k)[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=(offs_k < b_end - k)[:, None], other=0.0)
+        a_mask = a_rows & (offs_k < a_end - k)[None, :]  # (BLOCK_M, BLOCK_K)
+        b_mask = (offs_k < b_end - k)[:, None] & b_columns  # (BLOCK_K, BLOCK_N)
+        a = tl.load(a_ptrs, mask=a_mask, other=0.0)
+        b = tl.load(b_ptrs, mask=b_mask, other=0.0)
         # "ieee": float32 is not rounded to TF32 before it is multiplied.
         acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
         a_ptrs += BLOCK_K * stride_ak
@@ -731,8 +712,7 @@ def _tuned_matmul_launch(a, b, wrap=lambda kernel: kernel):
         tiles_m = triton.cdiv(M, config["BLOCK_M"])
         return (tiles_m * triton.cdiv(N, config["BLOCK_N"]),)
 
-    kind = _tuned_matmul_kind(M, dtype)
-    kernel = wrap(TUNED_MATMUL_TUNED[kind])
+    kernel = wrap(TUNED_MATMUL_TUNED[_tuned_matmul_kind(M, dtype)])
     # Triton launches on the current GPU, which may not be that of a.
     with torch.accelerator.device_index(a.device.index):
         kernel[grid](
@@ -750,7 +730,6 @@ def _tuned_matmul_launch(a, b, wrap=lambda kernel: kernel):
             VEC_AK=VEC_AK,
             VEC_BK=VEC_BK,
             VEC_BN=VEC_BN,
-            EVEN_K=all(K % tile[2] == 0 for tile in TUNED_MATMUL_TILES[kind]),
             GROUP_M=TUNED_MATMUL_GROUP,
         )
     return c
@@ -799,31 +778,25 @@ tuned_matmul.register_autograd(
 # 128 x 256 x 64. ``VEC`` is 8 where a row lies, and nothing else is known.
 
 
-def op_job(layout, even, by_16=("N",)):
+def op_job(layout, by_16=("N",)):
     """Return what answer() takes, for the op's kernel."""
-    names = dict(zip(STRIDES, ("AM", "AK", "BK", "BN"), strict=True))
-    constants = {
-        f"VEC_{name}": 8 if stride in ones(layout) else 1
-        for stride, name in names.items()
-    }
-    constants |= {"EVEN_K": even, "GROUP_M": TUNED_MATMUL_GROUP}
+    constants = {"GROUP_M": TUNED_MATMUL_GROUP}
+    for one in STRIDES:
+        constants["VEC_" + one[-2:].upper()] = 8 if one in ones(layout) else 1
     kernel = "_tuned_matmul_kernel"
     return job(layout, by_16, kernel=kernel, constants=constants)
 
 
 if __name__ == "__main__":
-    jobs = {f"{one}, masks of K": op_job(one, even=False) for one in LAYOUTS}
-    jobs |= {f"{one}, EVEN_K": op_job(one, even=True) for one in LAYOUTS}
-    jobs["A, B, odd N"] = op_job("A, B", even=False, by_16=())
+    jobs = {f"{one}, the op": op_job(one) for one in LAYOUTS}
+    jobs["A, B, odd N"] = op_job("A, B", by_16=())
     print(table(compile_all(jobs, _tuned_matmul_tile, _tuned_matmul_kernel)))
 
 # %%
-# With ``VEC`` no size needs to be a multiple of 16. Without masks every loop is
-# shorter than that of the first kernel. With masks of K alone it may be longer:
-# K ends at one place for A and at another for B, since one of them may be
-# padded. Where ``N`` is odd, the result is stored by 2 bytes, and registers may
-# spill around the store. What is each step worth? On a GPU, with tiles of 128 x
-# 256 x 64 and 3 stages, and then the op:
+# With ``VEC`` no size needs to be a multiple of 16. The loop may be longer than
+# that of the first kernel, as it compares with two ends of K: A may be padded,
+# or B. Where ``N`` is odd, the result is stored by 2 bytes, and registers may
+# spill around the store. What is each step worth, with this tile and 3 stages?
 
 LADDER = {
     "square": (8192, 8192, 8192, "A, B"),
@@ -840,9 +813,9 @@ def fixed(a, b, copy):
     c = a.new_empty(M, N)
     a, *vec_a = _tuned_matmul_operand(a, copy)
     b, *vec_b = _tuned_matmul_operand(b, copy)
-    grid = (triton.cdiv(M, TILE_M) * triton.cdiv(N, TILE_N),)
+    grid = (triton.cdiv(M, 128) * triton.cdiv(N, 256),)
     sizes = M, N, K, *a.stride(), *b.stride(), M, N, K
-    constants = tl.float32, *vec_a, *vec_b, K % 64 == 0, TUNED_MATMUL_GROUP
+    constants = tl.float32, *vec_a, *vec_b, TUNED_MATMUL_GROUP
     options = BLOCKS | {"num_warps": 8, "num_stages": 3}
     _tuned_matmul_kernel[grid](a, b, c, *sizes, *constants, **options)
     return c
@@ -851,7 +824,7 @@ def fixed(a, b, copy):
 RUNGS = {
     "first kernel": first_matmul,
     "LEAST = 1": partial(first_matmul, LEAST=1),
-    "VEC, fewer masks": partial(fixed, copy=False),
+    "VEC": partial(fixed, copy=False),
     "rows copied": partial(fixed, copy=True),
     "the op: tuned": tuned_matmul,
     "cuBLAS": torch.mm,
@@ -876,30 +849,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 TOKENS = [1, 16, 128, 1024, 4096]
 LAYERS = [(4096, 14336), (7168, 2048)]
 
-
-def seconds(call):
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for (K, N), M in itertools.product(LAYERS, TOKENS):
-        call = partial(tuned_matmul, *random(M, K, N, layout="A, B.T"))
-        first, second = seconds(call), seconds(call)
+        a, b = random(M, K, N, layout="A, B.T")
+        took = []
+        for _ in range(2):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            tuned_matmul(a, b)
+            torch.cuda.synchronize()
+            took.append(time.perf_counter() - began)
         kind = _tuned_matmul_kind(M, torch.float16)
         best = TUNED_MATMUL_TUNED[kind].best_config
-        print(f"{M} x {K} x {N}: first call {first:.2f} s", end=", ")
-        print(f"second {1e3 * second:.2f} ms", end=", ")
-        blocks = " x ".join(map(str, best.kwargs.values()))
-        print(f"{blocks}, {best.num_warps} warps, {best.num_stages} stages")
-
-# %%
-# What to look for: where there are few tiles, small ones keep more
-# multiprocessors busy; where there are many, large ones load less. And a wave
-# that is nearly empty takes as long as a full one, as ``tile_order.py`` counts.
+        print(f"{M} x {K} x {N}: first call {took[0]:.2f} s", end=", ")
+        print(f"second {1e3 * took[1]:.2f} ms: {best}")
 
 # %%
 # Proof
@@ -951,13 +914,9 @@ if __name__ == "__main__":
 # ``gradcheck`` compares the backward with finite differences, and
 # ``gradgradcheck`` the backward of the backward:
 
-a, b = random(3, 4, 5, torch.float64)
-with one_candidate():
-    torch.testing.assert_close(tuned_matmul(a, b), a @ b)
-
 if __name__ == "__main__":
+    inputs = [x.requires_grad_() for x in random(3, 4, 5, torch.float64)]
     with one_candidate():
-        inputs = a.requires_grad_(), b.requires_grad_()
         assert torch.autograd.gradcheck(tuned_matmul, inputs)
         assert torch.autograd.gradgradcheck(tuned_matmul, inputs)
 
@@ -979,10 +938,12 @@ if __name__ == "__main__":
 # The benchmark is in bfloat16, for a layer with 4096 features in and 14336 out,
 # as a Llama of 8 billion parameters has them, whose weight lies as (N, K). The
 # rate of few tokens is set by the memory, which has to deliver the weight.
-# ``skinny_matmul.py`` is for those.
+# ``skinny_matmul.py`` is for those. The backward has two products, and so twice
+# the operations.
 
 SIZES = [1, 16, 64, 256, 1000, 4096, 8192]
 LAYER = 4096, 14336
+WORK = 2e-9 * LAYER[0] * LAYER[1]  # of a token: by ms they are TFLOP/s
 
 
 def calls(M, backward=False):
@@ -996,24 +957,17 @@ def calls(M, backward=False):
     return {name: partial(grad, op(a, b), (a, b), g) for name, op in ops}
 
 
-def work(M):
-    """Return operations, so that by milliseconds they are TFLOP/s."""
-    return 2e-9 * M * LAYER[0] * LAYER[1]
-
-
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times = {M: gpu_time(calls(M), turns=20) for M in SIZES}
-    results = rate_table(times, "M", "TFLOP/s", work)
+    results = rate_table(times, "M", "TFLOP/s", lambda M: WORK * M)
     print("forward", results.to_string(), sep="\n")
     wide = results.pivot(index="M", columns="series", values="TFLOP/s")
     wide.plot(logx=True, title="forward")
 
-# %%
-# The backward has two products, and so twice the operations:
-
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times = {M: gpu_time(calls(M, True), turns=10) for M in (256, 1000, 4096)}
-    results_backward = rate_table(times, "M", "TFLOP/s", lambda M: 2 * work(M))
+    table_of = partial(rate_table, times, "M", "TFLOP/s")
+    results_backward = table_of(lambda M: 2 * WORK * M)
     print("backward", results_backward.to_string(), sep="\n")
 
 # %%
@@ -1033,8 +987,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # for a byte. A weight in bfloat16 is read at least once, and gives ``M``
 # operations for a byte. So up to about 200 tokens the memory bounds the
 # product, and beyond that the tensor cores do. What these may wait for is
-# counted above. At 1000 tokens, compare with the table of waves: how many tiles
-# are there for how many places?
+# counted above. At 1000 tokens, count the tiles of the tuner's choice: a wave
+# that is nearly empty takes as long as a full one (``tile_order.py``).
 
 # %%
 # Go further
@@ -1048,8 +1002,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # To read on:
 #
 # * ``persistent_matmul.py`` has the copy engine of Hopper load the tiles.
-# * ``unaligned_rows.py`` is about rows at odd addresses.
-# * ``autotune.py`` is about the tuner itself.
 
 # %%
 # Answers

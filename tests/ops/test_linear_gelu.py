@@ -551,12 +551,11 @@ def spills(taken: ModuleType) -> dict[str, int]:
 
 @pytest.mark.thorough
 def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """In no configuration, dtype or direction, but for a few behind the loop of the tallest tile, when z is kept."""
+    """In no configuration, dtype or direction, but for two of 128 x 128 by 4 warps, and a few of the tallest tile."""
     (found,) = on_h100(gallery / "matmul" / "linear_gelu.py", spills)
     assert len(found) == 7 * 4 + 6
-    spilled = {name: bytes_ for name, bytes_ in found.items() if bytes_}
-    assert spilled.keys() <= {"5 none True", "5 tanh True"}
-    assert all(bytes_ <= 64 for bytes_ in spilled.values())
+    most = {name: {"1": 8, "5": 64}.get(name.split()[0], 0) for name in found}
+    assert {name: bytes_ for name, bytes_ in found.items() if bytes_ > most[name]} == {}
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:

@@ -3,13 +3,16 @@
 # ruff: noqa: N806 - a product has M, N and K, as in the recipe
 
 import re
+import subprocess
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import ModuleType
 
 import pytest
 import torch
-from compiled import Ask, compiled, graphs, stack
+from compiled import Ask, compiled, graphs, ptx, stack
 from device_key import at_cuda
 from guard import Guard, guarded
 from hypothesis import given, settings
@@ -173,6 +176,23 @@ def test_refuses(taken: ModuleType) -> None:
         taken.matmul(a, a.T, "bf16x3")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+@pytest.mark.parametrize(("how", "least"), [("nn", 0), ("nt", 1), ("tn", 0), ("tt", 1)])
+def test_least(taken: ModuleType, how: str, least: int, dtype: torch.dtype) -> None:
+    """The kernel learns whether b is transposed: the loop runs at least once there."""
+    found = []
+
+    class Kernel:
+        def __getitem__(self, _: object) -> Callable[..., None]:
+            return lambda *_, **known: found.append(known["LEAST"])
+
+    lie = (torch.zeros(shape, dtype=dtype, device=DEVICE) for shape in ((20, 30), (30, 40)))
+    a, b = (x.T.contiguous().T if t else x for x, t in zip(lie, LAYOUTS[how], strict=True))
+    taken._matmul_launch(a, b, kernel=Kernel())
+    assert found == [least]
+    assert type(found[0]) is int  # torch.compile takes no bool from a symbolic stride
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
     """On a GPU a call goes straight to the launcher; it does what the op does."""
@@ -251,6 +271,7 @@ def at_launch(taken: ModuleType, dtype: str, M: int, N: int, how: str, precision
         "num_warps": num_warps if block_m * block_n > 64 * 128 else 4,
         "multiples": sizes - set(ones),
         **dict.fromkeys(ones, 1),
+        "LEAST": int(how[1] == "t"),
         "ACC": tl.float64 if dtype == "float64" else tl.float32,
         "PRECISION": precision,
         "BLOCK_M": block_m,
@@ -265,6 +286,23 @@ def copies(taken: ModuleType) -> dict[str, tuple[set[str], bool]]:
     for how in LAYOUTS:
         text = compiled(taken._matmul_kernel, **at_launch(taken, "float16", 4096, 4096, how)).asm["ptx"]
         found[how] = set(re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", text)), "wgmma" in text
+    return found
+
+
+def notes(taken: ModuleType) -> list[str]:
+    """Return what the assembler says of products that wait for each other."""
+    import triton
+
+    found = []
+    for how, dtype, M in product(LAYOUTS, ("float16", "bfloat16"), (64, 128)):
+        code = ptx(taken._matmul_kernel, **at_launch(taken, dtype, M, 4096, how))
+        with NamedTemporaryFile(suffix=".ptx", mode="w") as file:
+            file.write(code)
+            file.flush()
+            command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+            log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert "Used" in log
+        found += [f"{how} {dtype} {M} {line}" for line in log.splitlines() if "Potential Performance" in line]
     return found
 
 
@@ -290,6 +328,13 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """However operands lie, a thread copies 16 bytes at once, and tensor cores of Hopper multiply."""
     (found,) = on_h100(gallery / "matmul" / "matmul.py", copies)
     assert found == dict.fromkeys(LAYOUTS, ({"0x10"}, True))
+
+
+@pytest.mark.thorough
+def test_products_do_not_wait_for_each_other(gallery: Path, on_h100: Ask) -> None:
+    """In no layout has the assembler to put products one after the other."""
+    (found,) = on_h100(gallery / "matmul" / "matmul.py", notes)
+    assert found == []
 
 
 @pytest.mark.thorough
@@ -407,5 +452,6 @@ BREAKS = [
         "acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC).to(tl.float16).to(ACC)",
     ),
     ("rows taken for contiguous", "offs_m * stride_am + offs_k[None, :] * stride_ak", "offs_m * K + offs_k[None, :]"),
+    ("a loop that always runs", "LEAST=int(b.stride(0) == 1)", "LEAST=1"),
     ("b's step along K is a's", "b_ptrs += step * stride_bk", "b_ptrs += step * stride_ak"),
 ]
