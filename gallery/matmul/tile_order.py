@@ -10,16 +10,17 @@ Tile order and stages
 =====================
 
 The kernel of ``matmul.py`` computes one tile of the result in each program.
-This page leaves that as it is, and turns two things around it: the order in
-which programs take tiles, and the copies that run ahead of the loop. Then it
-counts what still separates the kernel from the vendor's library.
+This page keeps its arithmetic, and changes two other things: the order in
+which programs take tiles, and how early a program starts to copy what it
+multiplies later. Then it counts what still holds the kernel up, and lists why
+a matmul may be slower than cuBLAS, the vendor's library.
 
 After this page you can
 
 * order programs so that those which run together read the same tiles;
 * compute what an order reads from memory, and say what the model leaves out;
 * find in compiled code what ``num_stages`` does, and what it takes;
-* count what a program does besides multiplying.
+* count what a program does besides multiplying, and find what to mend first.
 """
 
 # sphinx_gallery_tags = ["matmul", "compute bound", "compiler"]
@@ -144,8 +145,10 @@ def compile_all(jobs, *functions):
 #
 # The product of an (M, K) and a (K, N) matrix is ``a @ b``. Its floor is to
 # read each operand once and to write the result once. But a tile of the result
-# needs a strip of rows of A and a strip of columns of B, and a kernel with one
-# tile for each program loads each strip again for each tile in its way:
+# needs a whole strip of A, its rows, and a whole strip of B, its columns. With
+# one tile for each program, every tile in a row of tiles loads the same strip
+# of A again, and every tile in a column the same strip of B. Here are the bytes
+# for tiles of 128 x 256. (The floor includes the result, the loads do not.)
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -166,12 +169,12 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# It can afford this only if most loads never reach the GPU's memory. Between
-# the multiprocessors and the memory lies the L2 cache. What one program has
-# loaded, another finds there, if it comes soon enough. Programs start in the
-# order of their ids, and the kernel decides which tile an id stands for. Row by
-# row is the plain order. The *grouped* order goes down ``GROUP_M`` tiles before
-# it goes on to the right. Here twelve programs run at a time:
+# Not all of these loads have to reach the GPU's memory. Between the
+# multiprocessors and the memory lies the L2 cache. What one program has loaded,
+# another finds there, if it comes soon enough. Programs start in the order of
+# their ids, and the kernel decides which tile an id stands for. Row by row is
+# the plain order. The *grouped* order goes down ``GROUP_M`` tiles before it
+# goes on to the right. Here twelve programs, 0 to 11, run at a time:
 #
 # .. code-block:: text
 #
@@ -185,7 +188,9 @@ if __name__ == "__main__":
 #            +-----------------------+           +-----------------------+
 #     ids 0 to 11 read 2 rows + 8 columns        3 rows + 4 columns
 #
-# All else is the kernel of ``matmul.py``. ``GROUP_M = 1`` gives its order.
+# A group is ``GROUP_M`` rows of tiles, from the left edge to the right.
+# ``tile_of`` finds the tile of an id. All else is the kernel of ``matmul.py``,
+# whose order is that of ``GROUP_M = 1``.
 
 
 @triton.jit
@@ -193,8 +198,10 @@ def tile_of(pid, M, N, BLOCK_M, BLOCK_N, GROUP_M):
     """Return the row and the column of a program's tile."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
+    # A group has GROUP_M * tiles_n tiles: these are the rows above its own.
     first_m = pid // (GROUP_M * tiles_n) * GROUP_M
-    # The last group may be lower. Else some tiles would be left out.
+    # The last group may have fewer rows. With GROUP_M rows, some of its ids
+    # would stand for tiles below the matrix, and some tiles would have no id.
     height = tl.minimum(tiles_m - first_m, GROUP_M)
     place = pid % (GROUP_M * tiles_n)
     return first_m + place % height, place // height
@@ -226,7 +233,7 @@ def matmul_kernel(
     a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
     b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
     in_m, in_n = (offs_m < M)[:, None], (offs_n < N)[None, :]
-    # Half precision would stop growing at 2048.
+    # In float16, 2048 + 1 is 2048: a sum would stop growing.
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)  # (BLOCK_M, BLOCK_N)
     for k in range(0, K, BLOCK_K):
         in_k = offs_k < K - k
@@ -241,7 +248,7 @@ def matmul_kernel(
 
 
 def matmul_in_order(a, b, GROUP_M=8, tile=(128, 256, 64), warps=8, stages=3):
-    """Return the product of two matrices in float16."""
+    """Return the product of two float16 matrices, and check nothing."""
     (M, K), N = a.shape, b.shape[1]
     c = a.new_empty(M, N)
     grid = (triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1]),)
@@ -257,7 +264,8 @@ def matmul_in_order(a, b, GROUP_M=8, tile=(128, 256, 64), warps=8, stages=3):
 #
 # An addition in float32 is rounded, or cut off. So a sum of ``K`` terms is off
 # by at most :math:`K \cdot 2^{-23}` of the sum of their magnitudes, and the
-# result is rounded once more. The tiles are small: there are several groups.
+# result is rounded once more. With small tiles, even small matrices have
+# several groups, and a last one that is not full.
 
 
 def check(function, a, b):
@@ -282,10 +290,10 @@ if __name__ == "__main__":
 # The verdict
 # -----------
 #
-# What is the order worth, what are the stages, and both? A GPU prints that. One
-# stage has no copies ahead of the loop. PyTorch calls cuBLAS, the vendor's
-# library, which is the roof here. The rate counts two operations for each of
-# the ``M N K`` products.
+# What is the order worth, what are the stages, and both? A GPU prints that.
+# With three stages, the copies of a tile start two rounds of the loop before it
+# is multiplied. With one stage, nothing is loaded early. PyTorch calls cuBLAS,
+# the roof here. The rate counts two operations for each of ``M N K`` products.
 
 VERDICT = {
     "row by row, 1 stage": {"GROUP_M": 1, "stages": 1},
@@ -317,11 +325,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What does the order change?
 # ---------------------------
 #
-# Take two matrices of 8192 x 8192, larger than the L2 cache. A program with a
-# tile of 128 x 256 fills a multiprocessor. An H200 has 132 of these: the first
-# *wave* are programs 0 to 131. The figure shows their tiles in two orders.
-# Orange are the strips of A, on the left, and of B, on top, that the wave
-# reads. (Without a GPU, the page takes the numbers of an H200.)
+# Take two matrices of 8192 x 8192, larger than the L2 cache. Only one program
+# with a tile of 128 x 256 fits on a multiprocessor, as a later table counts. An
+# H200 has 132 multiprocessors, so programs 0 to 131 run first. They are the
+# first *wave*. In the figure, their tiles are blue. The strips that they read
+# are orange: those of A stand on the left, and those of B on top. (Without a
+# GPU, the page takes the numbers of an H200.)
 
 SIZE, TILE_M, TILE_N = 8192, 128, 256
 GROUPS = [1, 2, 4, 8, 16, 32]
@@ -357,16 +366,21 @@ if __name__ == "__main__":
     plt.show()
 
 # %%
-# Row by row, the wave reads five strips of A and all of B. Grouped, it reads 8
-# strips of A and half of B. **The table is a model**: of the first wave, the
-# bytes of the different strips, which have to come from memory, the bytes that
-# its programs load, and how many of these loads can hit the L2 if the wave runs
-# in step. The last column simulates an L2 of this GPU's size, for all waves. It
-# forgets what was used least recently (*LRU*). Real caches do more.
+# Row by row, the wave reads 5 strips of A and all 32 of B. In groups of eight
+# rows, it reads 8 strips of A and about half of B. **The table is a model**, no
+# measurement. *From memory* are the bytes of the first wave's strips, each
+# counted once. *Loaded* is what its programs load, all together. *Hits* is the
+# part of the loads that find their bytes in the L2, if the programs go along
+# ``K`` in step. The last column is about all waves: what comes from memory if
+# an L2 of this GPU's size drops what was used least recently (*LRU*). A real
+# cache may choose otherwise.
 
 
 def simulate(tiles, capacity, step=512):
-    """Return the bytes that an LRU cache of so many bytes has to fetch."""
+    """Return the bytes that an LRU cache of so many bytes has to fetch.
+
+    The programs of a wave go along K in step, ``step`` elements at a time.
+    """
     cache, held, fetched = OrderedDict(), 0, 0
     size = 2 * step * TILE_M, 2 * step * TILE_N
     waves = [wave.tolist() for wave in tiles.split(SMS)]
@@ -398,10 +412,17 @@ if __name__ == "__main__":
     print("model, not measured:", model.to_string(index=False), sep="\n")
 
 # %%
-# The wave's tiles cover an area, and their strips are shortest if the area is
-# square in elements. With tiles of 128 x 256, that is a group of about
-# :math:`\sqrt{132 \cdot 256 / 128} \approx 16`. Up to 4 a wave still reads all
-# of B. Is the model right? **This is measured**, in TFLOP/s by ``GROUP_M``:
+# Up to ``GROUP_M = 4`` a wave still reads all of B. The wave's tiles cover an
+# area of ``GROUP_M * 128`` rows and ``132 / GROUP_M * 256`` columns of the
+# result. It reads the fewest bytes if both are equal, for ``GROUP_M`` near
+# :math:`\sqrt{132 \cdot 256 / 128} \approx 16`.
+#
+# How much time is that? The data sheet of an H200 has 4.8 TB/s and 989 TFLOP/s.
+# At these rates, the product takes 1.1 ms, and the bytes of the last column 0.5
+# ms row by row, or 0.25 ms in groups of 16. The loads of all waves would take
+# 2.7 ms without a cache. So in this model the L2 matters most, and with it no
+# order is bound by its bytes. But a load that misses the L2 takes longer, and
+# has to start earlier. **This is measured**, in TFLOP/s by ``GROUP_M``:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     operands = random(SIZE, SIZE, SIZE)
@@ -413,11 +434,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------------
 #
 # A load from memory takes hundreds of cycles. A program that loads, waits and
-# multiplies would leave the tensor cores idle meanwhile. With ``num_stages``,
-# the compiler *pipelines* the loop: it has copies for later rounds under way
-# while it multiplies. We compile the kernel for an H100, in a child process
-# that needs no GPU, and read the TTGIR. (``compiler_stages.py`` explains it,
-# and ``compile_all`` stands in the opening of this page.)
+# then multiplies would leave the tensor cores idle while it waits. With
+# ``num_stages``, the compiler *pipelines* the loop: copies for later rounds of
+# the loop are under way while it multiplies. We compile the kernel for an H100,
+# in a child process that needs no GPU, and read the TTGIR, one of the
+# compiler's forms of the kernel. (``compiler_stages.py`` explains it, and
+# ``compile_all`` stands in the opening of this page.) We print the lines about
+# buffers, copies and products, each with its tile's shape. *Wait for copies but
+# 2* means: wait until at most two copies are still under way.
 
 BLOCKS = {"BLOCK_M": TILE_M, "BLOCK_N": TILE_N, "BLOCK_K": 64, "GROUP_M": 8}
 # Integers that 16 divides here; a stride along a row is 1.
@@ -462,13 +486,14 @@ if __name__ == "__main__":
 
 # %%
 # Three buffers lie in shared memory for A and three for B. Before the loop, the
-# copies for the first two rounds start. Each round of the loop waits until its
-# own tiles have arrived, starts the multiplication, waits for the one of the
-# round before, and starts the copies for two rounds ahead, into the buffers
-# that the round before has read. The loads of the kernel were turned into
-# *asynchronous copies*: a thread starts one and goes on, and nothing passes
+# copies for the first two rounds start, one of A and one of B for each. A round
+# waits until its own two tiles have arrived; the next round's may be under way.
+# It starts its multiplication. Then it waits for that of the round before, so
+# that the buffers of that round are free, and starts the copies of the round
+# after the next, into these buffers. The compiler made *asynchronous copies* of
+# the kernel's loads: a thread starts one and goes on, and nothing passes
 # through its registers. The table has one to five stages, on an H100 (sm_90)
-# and on an L4 (sm_89).
+# and on an L4 (sm_89). *Copies ahead* are those that start before the loop.
 
 FITS = {90: 227, 89: 99}  # KiB of shared memory that a program may have
 
@@ -486,11 +511,12 @@ if __name__ == "__main__":
 
 # %%
 # With one stage the loads go into registers, and from there to the one buffer.
-# On an H100 the tensor cores read both tiles from shared memory, while the next
-# copies arrive, so each stage is a buffer: 48 KiB with these tiles, and the
-# fifth is too many. The L4's instructions read registers, so a buffer is free
-# again as soon as it is read, and there is one less. On it these tiles fit
-# with three stages at most. What are stages worth? On a GPU:
+# On an H100 the tensor cores read both tiles from shared memory until the
+# multiplication has ended. So each stage needs a buffer of its own, 48 KiB with
+# these tiles, and five of them are too many. On an L4 the instructions multiply
+# registers. A tile is first read into these, its buffer is free at once, and
+# there is one buffer less than stages. So three stages of these tiles fit. What
+# are stages worth? On a GPU:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for tile, warps in (((128, 256, 64), 8), ((128, 128, 64), 4)):
@@ -505,15 +531,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(tile, rates(tried, SIZE), "TFLOP/s")
 
 # %%
-# Why is it not yet cuBLAS?
+# What holds the kernel up?
 # -------------------------
 #
-# The verdict says by how much. What may hold the kernel up can be counted in
-# its compiled code, without a clock. First the loop with three stages, by what
-# its instructions are for. A multiprocessor has four schedulers, and each
-# issues an instruction of one of its warps in a cycle. The 989 TFLOP/s of an
-# H200's data sheet are 4096 operations in a cycle for each of 132
-# multiprocessors, at 1.83 GHz.
+# The verdict says how far the kernel is from cuBLAS. What may hold it up can be
+# counted in its compiled code, without a clock. We sort the instructions of the
+# loop with three stages by their purpose, and compare two times of a round:
+#
+# * to issue its instructions: a multiprocessor has four schedulers, and each
+#   issues one instruction of one warp in a cycle. The program has 8 warps;
+# * to multiply its tiles: the 989 TFLOP/s of an H200's data sheet are 4096
+#   operations in a cycle for each of 132 multiprocessors, at 1.83 GHz.
 
 OPCODE = r"(?m)^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)"
 
@@ -531,8 +559,8 @@ def loop_of(sass):
 PURPOSE = {
     "multiply": r"HGMMA",
     "copy": r"LDGSTS|LDGDEPBAR",
-    "read shared memory": r"LDS",
-    "wait": r"DEPBAR|BAR|WARP|NOP|MEMBAR",
+    "wait for copies, products": r"DEPBAR|WARPGROUP|WARPSYNC|MEMBAR|FENCE",
+    "meet all warps": r"BAR",
     "addresses, masks, counting": r"U?(IMAD|IADD|ISETP|SEL|LEA|LOP|SHF|PRMT)",
 }
 
@@ -541,7 +569,7 @@ def purposes(loop):
     """Return how many instructions of a loop have each purpose."""
     found = Counter()
     for op in loop:
-        fits = (k for k, v in PURPOSE.items() if re.match(rf"({v})\d*\b", op))
+        fits = (k for k, v in PURPOSE.items() if re.match(v, op))
         found[next(fits, "other")] += 1
     return found
 
@@ -549,31 +577,39 @@ def purposes(loop):
 if __name__ == "__main__":
     made = staged[3, 90]
     loop = loop_of(made["sass"])
-    found = purposes(re.findall(OPCODE, loop))
+    # "@!PT" is a condition that never holds.
+    issued = "\n".join(x for x in loop.splitlines() if "@!PT" not in x)
+    found = purposes(re.findall(OPCODE, issued))
     for purpose, count in found.most_common():
         print(f"{purpose:28}{count:4}")
     print(f"cycles to issue them, 8 warps: {found.total() * 8 // 4}")
     print(f"cycles to multiply: {2 * TILE_M * TILE_N * 64 // 4096}")
-    pairs = set(re.findall(r"LDGSTS.*\[(R\d+)\.64", loop))
     _, _, rest = made["sass"].partition(loop)
-    print(f"{len(pairs)} pairs of registers hold addresses of copies")
     print(f"copies behind the loop: {rest.count('LDGSTS')}")
     print(f"stores behind the loop: {rest.count('STG')}")
 
 # %%
-# * **The loop has room.** The multiplication is four instructions, which keep
-#   the tensor cores busy for longer than it takes to issue all others. But all
-#   warps go the same way: they wait for copies, multiply, then copy.
-# * **Every thread copies.** Each has to know its addresses, keep them in
-#   registers and move them on, which is most of the loop. GPUs since Hopper
-#   have a copy engine that takes a tile by one instruction of one thread.
-# * **The end is bare.** Behind the loop the program stores its tile and starts
-#   no copy, for it has no next tile. With one program on a multiprocessor, the
-#   tensor cores are idle meanwhile, and at the start of the next program as
-#   well.
+# * **Instructions are not the limit.** The four that multiply take 16 of the
+#   round's 64 steps along ``K`` each, and keep the tensor cores busy for longer
+#   than it takes to issue the whole loop.
+# * **All warps go in step.** They meet at two barriers in a round. One stands
+#   before the multiplication, as a warp multiplies what others have copied. The
+#   other stands before the copies, which overwrite what another warp may still
+#   multiply. A warp that is late holds up all others.
+# * **Every thread copies.** It computes the addresses and masks of its copies,
+#   which are most of the loop, and it keeps addresses in registers. GPUs since
+#   Hopper have a copy engine: one thread asks it for a whole tile by one
+#   instruction.
+# * **Nothing overlaps a program's end.** Behind the loop it stores its tile and
+#   starts no copy, for it has no next tile. If it is the only program on its
+#   multiprocessor, the tensor cores are idle meanwhile, and again until the
+#   first tiles of the next program have arrived. The shorter ``K``, the larger
+#   is this part of the time.
 #
-# The last loss is the wave that is not full. How many programs fit on a
-# multiprocessor follows from registers and shared memory. The rest is division.
+# A wave that is not full costs time as well. From the registers, the shared
+# memory and the warps of a program follows how many fit on a multiprocessor at
+# a time. All multiprocessors have 132 times as many *places*. A product's
+# tiles, divided by the places, are its waves.
 
 
 def at_a_time(made, warps, registers=65536, shared=228):
@@ -608,18 +644,52 @@ if __name__ == "__main__":
     print(pd.DataFrame(rows, columns=columns).to_string(index=False))
 
 # %%
-# *Busy* is the share of places that have a tile, if all tiles take as long and
-# waves do not overlap. Smaller tiles fill the last wave better, and load more
-# for each product. ``persistent_matmul.py`` answers all of these points: it
-# takes the copy engine, and a program there goes on from tile to tile.
+# *Busy* is the share of places that have a tile, over all waves, if all tiles
+# take equally long and no wave overlaps the next. The first shape has few
+# tiles, and the smallest tile fills more of its places. It does not always:
+# compare 4096 x 2880 x 5120. And smaller tiles load more for each product.
+#
+# A place is not a multiprocessor. With tiles of 128 x 128, the first shape has
+# 128 programs for 264 places. If the GPU spreads them, only four of its 132
+# multiprocessors have no work, though half of the places have none.
+
+# %%
+# Why is my matmul slower than cuBLAS?
+# ------------------------------------
+#
+# Look for these, in this order. The words in italics are headings.
+#
+# 1. **The comparison.** Are both called by turns, with the same data and a cold
+#    L2, and do both take float32 as TF32, or neither? ``benchmarking.py``, and
+#    ``matmul.py``, *What becomes of tl.dot?* Small matrices may show the time
+#    of the CPU: ``what_a_call_costs.py``.
+# 2. **Few rows.** Then the memory sets the pace: ``skinny_matmul.py``.
+# 3. **Narrow loads.** If 16 divides neither sizes nor strides, the compiler
+#    loads number by number: ``tuned_matmul.py``, *Which loads are wide?*
+# 4. **Too large a tile**, which spills: ``matmul.py``, *How large a tile?*
+# 5. **Products that wait for each other.** The assembler says so if it is
+#    asked: ``tuned_matmul.py``, *Do multiplications wait for each other?*
+# 6. **Masks** that nothing needs: ``tuned_matmul.py``, *Can the masks go?*
+# 7. **Few tiles, or few in the last wave**, as counted above:
+#    ``tuned_matmul.py`` and ``persistent_matmul.py``, *Which tile?*
+# 8. **The order of tiles**: *What does the order change?* on this page.
+# 9. **Too few stages**: *What does num_stages do?* on this page. To make room
+#    for one: ``persistent_matmul.py``, *What does shared memory hold?*
+# 10. **Every thread copies.** The copy engine spares that:
+#     ``tensor_descriptors.py``, *What is gone?*
+# 11. **Each program begins and ends alone.** A persistent one goes on to its
+#     next tile: ``persistent_matmul.py``, *Should a program go on to other
+#     tiles?*
+# 12. **Barriers for all warps.** Let some warps copy and others multiply:
+#     ``gluon_matmul.py``, *Who starts the loads?*
 
 # %%
 # Proof
 # -----
 #
 # Every order takes each tile once, also where the last group is not full. The
-# kernel is right in each of them, for sizes that no block divides, and for
-# matrices that lie the other way:
+# kernel is right in each order, for sizes that no block divides, and for
+# transposed views:
 
 if __name__ == "__main__":
     for rows, columns in ((1, 1), (7, 5), (8, 3), (3, 20)):
@@ -645,7 +715,8 @@ if __name__ == "__main__":
 #
 # * ``tuned_matmul.py`` makes an op of this kernel: with loads that are wide for
 #   any layout and size, and a tile for each shape.
-# * ``persistent_matmul.py`` takes up the points above.
+# * ``persistent_matmul.py`` has the copy engine, and programs that go on from
+#   tile to tile.
 # * Triton's third tutorial, on the matrix product, has grouped order as well:
 #   https://triton-lang.org/main/getting-started/tutorials/
 # * How a kernel in CUDA comes near to cuBLAS, step by step:
@@ -655,12 +726,12 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** The area of a wave should be square, and either way can make it so. It
-# differs where a group cannot be full: with two tiles along M and hundreds
-# along N, a group has two rows, and the wave reads many columns once each. No
-# order helps there, since every column is needed once for each row of tiles.
-# Groups of columns are the same order for the transposed product.
+# **1.** Seldom. Either kind can make the area of a wave nearly square: with
+# tiles of 128 x 256, by about 16 rows of tiles in a group, or by about 8
+# columns. But with 17 rows of tiles, the last group of 16 rows would have one
+# row alone, for which all of B is read again. Groups of 8 columns do without
+# that, if 8 divides the number of columns. ``simulate`` says what that saves.
 #
-# **2.** A tile of A and one of B are ``(128 + 128) * 64 * 2`` bytes, 32 KiB. Of
-# 99 KiB, three such buffers fit, and on an L4 there is one buffer less than
-# stages. So four stages fit.
+# **2.** A tile of A and one of B are ``(128 + 128) * 64 * 2`` bytes, 32 KiB.
+# Three such pairs of buffers fit into 99 KiB. On an L4 there is one buffer less
+# than stages, so four stages fit.
