@@ -15,10 +15,12 @@ r"""
 Decode attention with a paged cache
 ===================================
 
-A language model that writes text computes the attention of one new token a
-step, over the keys and values of all tokens before it. These lie in a *cache*,
-in pages. The step reads the whole cache once and does little with it, so the
-memory sets the pace.
+A language model writes one token a step. The query of the new token attends to
+the keys and values of all tokens before it, which are kept in a *cache*. A step
+reads the whole cache and computes little with it, so the speed of the memory
+decides. Sequences grow and end at different times. So a serving engine divides
+the cache into *pages* of a few keys, and gives a page to whichever sequence
+needs one.
 
 After this page you can
 
@@ -109,9 +111,8 @@ def rate_table(times, x, unit, work):
 # In PyTorch
 # ----------
 #
-# Sequences grow and end at different times. So a serving engine divides the
-# cache into *pages* of a few keys, and gives a page to whichever sequence needs
-# one. The *block table* of a sequence lists its pages in order:
+# The *block table* of a sequence lists its pages in order. Here a page has room
+# for four keys, and ``-`` is free:
 #
 # .. code-block:: text
 #
@@ -121,8 +122,8 @@ def rate_table(times, x, unit, work):
 #                          page 2 | 0 1 2 - |  <- keys 0 to 2 of sequence 1
 #     seq_lens:   7 3      page 3 | 0 1 2 3 |  <- keys 0 to 3 of sequence 0
 #
-# PyTorch gathers the pages into a copy, and calls its attention, SDPA. The copy
-# is written and read again. The *floor* is one read of keys and values:
+# PyTorch gathers the pages into a copy for its attention, SDPA. So each key is
+# read, written, and read again. The *floor* is one read of keys and values:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 HEADS, SHARED, D = 32, 8, 128  # heads of queries and of keys, as models have
@@ -159,20 +160,19 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# An H200 can do about 200 operations in the time of a byte (``matmul.py``). So
-# bytes decide here. A program takes one head of keys of one sequence. The query
-# heads of a *group* share these keys. They become the rows of ``tl.dot``, so a
-# key is loaded once for all. A matrix instruction has 16 rows; here 12 are 0.
+# An H200 can do about 200 operations while it reads a byte (``matmul.py``), so
+# bytes decide here. A program takes one head of keys of one sequence. A *group*
+# of four query heads shares it. They are rows of ``tl.dot``, so each key is
+# loaded once for all four. A matrix instruction has 16 rows: twelve are zeros.
+# The loop over the keys is an online softmax with powers of 2, which the page
+# ``flash_attention_forward.py`` explains.
 #
 # .. code-block:: text
 #
 #                       BLOCK_N keys: 4 pages of 16
 #                     +--------+--------+--------+--------+
-#     heads of group  | page 7 | page 2 | page 9 | page 4 |  start = BLOCK_N
+#     heads of group  | page 7 | page 2 | page 9 | page 4 |  next BLOCK_N keys
 #     and zeros       +--------+--------+--------+--------+  ...
-#
-# Along the keys, the kernel has the online softmax in base 2, which the page
-# ``flash_attention_forward.py`` explains.
 
 
 @triton.jit
@@ -211,6 +211,7 @@ def paged_kernel(
         offs_k = (slot * heads + head)[:, None] * D + offs_d  # (BLOCK_N, D)
         k = tl.load(k_ptr + offs_k, mask=inside[:, None], other=0.0)
         v = tl.load(v_ptr + offs_k, mask=inside[:, None], other=0.0)
+        # A key past the end would have the score 0, and so a weight.
         s = tl.where(inside[None, :], tl.dot(q, k.T) * scale, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
         p = tl.exp2(s - m_new)  # (16, BLOCK_N)
@@ -226,7 +227,8 @@ def first(q, k_cache, v_cache, block_table, seq_lens):
     scale, width = D**-0.5 * math.log2(math.e), block_table.shape[1]
     tensors = q, k_cache, v_cache, block_table, seq_lens, out
     sizes = scale, shared, width, q.shape[2] // shared, page, D
-    # Keys wait for their page's number: five stages have two steps under way.
+    # A load of keys waits for the load of its page's number. So it takes five
+    # stages to have the keys of two steps under way.
     paged_kernel[len(q), shared](*tensors, *sizes, BLOCK_N=64, num_stages=5)
     return out
 
@@ -235,8 +237,8 @@ def first(q, k_cache, v_cache, block_table, seq_lens):
 # Is it right?
 # ------------
 #
-# Probabilities and result are rounded to the 11 bits of float16, each by at
-# most :math:`2^{-11}` of the largest value. We allow twice that.
+# The probabilities are rounded to float16, and the result is. Each rounding
+# costs at most :math:`2^{-11}` of the largest value. We allow twice their sum.
 
 if __name__ == "__main__":
     q, k_cache, v_cache, *pages = x = problem([200, 48, 1], heads=8, D=64)
@@ -250,7 +252,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# The rate counts one read of keys and values. The roof sums up these bytes.
+# The rate is the floor's bytes by the time. The roof is a sum of these bytes.
 
 
 def rates(calls, moved, turns=50):
@@ -283,36 +285,34 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # --------------------------
 #
 # The first kernel has a program for each sequence and head of keys. A single
-# sequence has 8 of them, and an H200 has 132 multiprocessors. As in
-# ``skinny_matmul.py``, the work of a program has to be split. Here the sum over
-# the keys is a softmax. Each *part* of the keys has a result :math:`o_i` of its
-# own, and the logarithm :math:`\lambda_i` of its sum of powers:
+# sequence has 8 of them, and an H200 has 132 multiprocessors. So the keys of a
+# sequence are split into *parts*, each with a program, as in
+# ``skinny_matmul.py``. But results of a softmax cannot just be added. So part
+# :math:`i` leaves its result :math:`o_i` and the logarithm :math:`\lambda_i` of
+# its sum of powers, called ``lse`` in the code:
 #
 # .. math:: \lambda_i = \log_2 \sum_{j \in i} 2^{s_j}, \qquad
 #    o = \frac{\sum_i 2^{\lambda_i} o_i}{\sum_i 2^{\lambda_i}}
 #
-# A part's result counts with the weight of its sum. In the code, the largest
+# A part with a larger sum has a larger weight. In the code, the largest
 # :math:`\lambda` is subtracted first, so that no power overflows. A second
-# kernel combines the parts:
+# kernel combines the parts in a fixed order, so the bits are always the same:
 #
 # .. code-block:: text
 #
-#     keys of a sequence   |  part 0  |  part 1  |  part 2  |  part 3 |
-#                               |          |          |          |
+#     keys of a sequence   |  part 0  |  part 1  |  part 2  |  part 3  |
 #     launch 1               o0, lse0   o1, lse1   o2, lse2   o3, lse3
-#                               |          |          |          |
-#     launch 2                  +----------+-----+----+----------+
-#                                                |
-#                                                o
+#                               +----------+-----+----+----------+
+#     launch 2                                   o
 #
-# The order is fixed, so the bits are the same each time. How many parts? There
-# should be several programs for each multiprocessor. But a part costs bytes of
-# its own: its result is written in float32, and read. And the number has to be
-# known at the launch. The lengths are on the GPU; to ask for them would make
-# the CPU wait, and a CUDA graph could not record it. So the launcher takes a
-# *bound* of the lengths: the argument ``max_seq_len``, or what the block table
-# has room for. The kernel divides the true length. If the bound is far too
-# high, the parts are short, and the result is right.
+# How many parts? There should be several programs for each multiprocessor. But
+# the result of a part is written in float32, and read again. The table below
+# shows both: a long sequence has many parts nearly for nothing, and many short
+# sequences have programs enough without parts. The number has to be known at
+# the launch, but the lengths are on the GPU. To ask for them would make the CPU
+# wait, and a CUDA graph could not record it. So the launcher takes a *bound* of
+# the lengths: the argument ``max_seq_len``, or what the block table has room
+# for. The kernel divides the true length, so any bound gives the right result.
 
 MULTIPROCESSORS = 132  # of an H200
 
@@ -330,36 +330,34 @@ if __name__ == "__main__":
 # ---------------------
 #
 # A cache of ``float8_e4m3fn`` has half the bytes. This type has 4 bits of
-# exponent, 3 of the fraction, and no number above 448. So keys are divided by a
-# *scale* before they are rounded (``kv_cache_write.py``). Serving engines keep
-# one scale for all keys of a layer and one for its values, or one for each
-# head; the op takes both. A scale of a whole head is a factor of its scores,
-# and that of the values is one of the result: no key is multiplied. The tensor
-# cores get keys in the type of the query, so eight bits become sixteen first.
+# exponent, 3 of the fraction, and no number above 448. So keys and values are
+# divided by *scales* before they are rounded (``kv_cache_write.py``). Serving
+# engines keep two scales for a layer or two for each head; the op takes both.
+# All keys of a head share a scale, so the kernel multiplies their scores by it,
+# not the keys, and the result by the scale of the values. The tensor cores get
+# keys in the type of the query, so eight bits become sixteen first.
 
 # %%
 # Several queries
 # ---------------
 #
 # In *speculative decoding* a small model guesses a few tokens, and the large
-# model checks them all in one step. The keys of all are in the cache already,
-# so the last query sees the whole sequence, and each earlier one a key less:
+# model checks them all in one step. Their keys are in the cache already. So the
+# last query sees the whole sequence, and each earlier one a key less. Counted
+# from 0, query i of n sees key j if :math:`j \le \mathit{length} - n + i`.
 #
-# .. math:: \text{query } i \text{ of } n \text{ sees key } j \text{ if } j \le
-#    \mathit{length} - n + i.
-#
-# Four queries of four heads are 16 rows; the first kernel computes as many, and
-# twelve are zeros. The op takes up to 64. ``flash_attention_forward.py`` is for
-# more queries.
+# Four queries of four heads fill 16 rows, of which the first kernel left twelve
+# empty. The op takes up to 64 rows: queries times heads of a group. For more
+# queries there is ``flash_attention_forward.py``.
 
 # %%
 # The op
 # ------
 #
-# In half precision a step takes 32 KB of keys and values, so longer heads have
-# shorter steps. The launcher asks for about eight programs a multiprocessor,
-# with at least 256 keys in a part. A query that sees no key gives 0. The op is
-# registered in the way of the page ``what_a_call_costs.py``.
+# In half precision a step of the loop loads at most 32 KB, so a larger ``D``
+# means fewer keys. The launcher asks for about eight programs a multiprocessor,
+# with at least 256 keys in a part. A query that sees no key gives 0. The page
+# ``what_a_call_costs.py`` explains how the op is registered.
 
 DECODE_ATTENTION_NAMESPACE = "triton_gallery"
 DECODE_ATTENTION_DTYPES = {
@@ -368,7 +366,7 @@ DECODE_ATTENTION_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-# For a padded head: keys of a step, in half precision or float8
+# Keys of a step for each padded D, in half precision or float8
 DECODE_ATTENTION_STEPS = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}
 DECODE_ATTENTION_ROWS = 64  # queries times heads of a group
 DECODE_ATTENTION_PROGRAMS = 8  # for each multiprocessor
@@ -418,7 +416,7 @@ def _decode_attention_kernel(
     pid = tl.program_id(axis=0).to(tl.int64)
     batch, head = pid // (HEADS // GROUP), pid % (HEADS // GROUP)
     part, parts = tl.program_id(axis=1), tl.num_programs(axis=1)
-    # Rows are the queries of one head of keys: first by place, then by head.
+    # First come the heads of a group for query 0, then those for query 1, ...
     rows = tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
     query = rows // GROUP  # (BLOCK_M, 1)
     offs_h = head * GROUP + rows % GROUP  # (BLOCK_M, 1)
@@ -426,8 +424,8 @@ def _decode_attention_kernel(
     mask = (query < QUERIES) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
     q_ptrs = q_ptr + batch * stride_qb + query * stride_ql + offs_h * stride_qh
     q = tl.load(q_ptrs + offs_d, mask=mask, other=0.0).to(DOT)
-    # Scales of a whole head are factors of its scores and of its result. A bare
-    # number would become float32 here, whatever ACC is.
+    # Scales of a whole head are factors of its scores and of its result. A
+    # Python number would become float32 here, and ACC may be float64.
     k_factor = tl.full((1, 1), SCALE, dtype=ACC)
     v_factor = tl.full((1, 1), 1.0, dtype=ACC)
     if SCALED:
@@ -435,7 +433,7 @@ def _decode_attention_kernel(
         v_factor *= tl.load(v_scale_ptr + head * stride_vs).to(ACC)
     length = tl.load(lens_ptr + batch)
     last = length - QUERIES + query  # (BLOCK_M, 1)
-    # Parts are equal in blocks, by the true length: no bound can cut it off.
+    # Parts are whole blocks of the true length: no bound can cut keys off.
     keys = tl.cdiv(tl.cdiv(length, parts), BLOCK_N) * BLOCK_N
     end = tl.minimum((part + 1) * keys, length)
     table_ptrs = table_ptr + batch * stride_tb
@@ -462,7 +460,7 @@ def _decode_attention_kernel(
         rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
         total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
         v_page = v_ptrs + page * stride_vp
-        # NaN in a slot not written yet would stay NaN with a weight of 0.
+        # A slot not written yet may hold NaN, and 0 times NaN is NaN.
         v = tl.load(v_page + slot * stride_vl, mask=there, other=0.0)
         p, v = p.to(DOT), v.to(DOT)
         acc = acc * rescale
@@ -474,7 +472,7 @@ def _decode_attention_kernel(
     row = ((batch * QUERIES + query) * HEADS + offs_h) * parts + part
     tl.store(out_ptr + row * D + offs_d, acc, mask=mask)
     if SPLIT:
-        # Of a part without keys it is -inf, which gives it no weight.
+        # A part without keys has -inf here, and so the weight 0.
         lse = tl.where(total == 0, -float("inf"), m + tl.log2(some))
         tl.store(lse_ptr + row, lse, mask=query < QUERIES)
 
@@ -510,7 +508,7 @@ def _decode_attention_combine(
 @functools.cache
 def _decode_attention_places(device):
     """Return how many programs the launcher wants to have."""
-    if device.type != "cuda":  # the interpreter: few, and yet parts
+    if device.type != "cuda":  # the interpreter: few, but enough for parts
         return 16
     gpu = torch.cuda.get_device_properties(device)
     return DECODE_ATTENTION_PROGRAMS * gpu.multi_processor_count
@@ -683,20 +681,26 @@ def decode_attention(
 
     Takes q of (batch, queries, heads, D), k_cache and v_cache of (pages, page
     size, heads / n, D), block_table of (batch, most pages) and seq_lens of
-    (batch,), both int32. Key j of sequence b lies in page block_table[b, j //
-    page size]; these numbers are not checked. Each n heads of q share a head of
-    keys. Query i sees keys 0 to seq_lens[b] - queries + i; one that sees none
-    gives 0. Takes float16, bfloat16, float32 or float64, caches of the same or,
-    with 16 bits, of float8_e4m3fn, D up to 256, any page size, and up to 64
-    queries times n. Caches are contiguous along D, with any other strides. They
-    may have a k_scale and v_scale of float32, (1,) or (heads / n,): the true
-    keys are k_scale * k_cache. ``scale`` is 1 / sqrt(D) if not given; the
-    kernel is compiled for it. ``max_seq_len`` is a bound of seq_lens, else the
-    table's width is. It decides the number of parts; if it is too low, the
-    result is right. The result is contiguous, of q's shape and dtype, and has
-    the same bits each time for the same shapes and bound. Raises TypeError for
-    other dtypes, ValueError for other shapes and for what requires grad. The
-    method: https://pytorch.org/blog/flash-decoding/
+    (batch,), both int32. Each n heads of q share a head of keys. Key j of
+    sequence b is number j % page size of page block_table[b, j // page size].
+    These numbers are not checked, nor is that a length fits into the table.
+    Lengths count the keys of the queries, which are in the cache already: query
+    i sees keys 0 to seq_lens[b] - queries + i. One that sees none gives 0.
+
+    Takes float16, bfloat16, float32 or float64, caches of the same or, with 16
+    bits, of float8_e4m3fn (on NVIDIA from compute capability 8.9 on), D up to
+    256, any page size, and up to 64 queries times n. Caches are contiguous
+    along D, with any other strides. They may have both a k_scale and a v_scale,
+    float32, of (1,) or (heads / n,): the true keys are k_scale * k_cache.
+    ``scale`` is a factor of the scores, 1 / sqrt(D) if not given; the kernel is
+    compiled for its value. ``max_seq_len`` is a bound of seq_lens, else the
+    room of the table is. It decides the number of parts that the keys are split
+    into; if it is wrong, the result is right.
+
+    The result is contiguous, of q's shape and dtype, and on one GPU has the
+    same bits each time for the same shapes and bound. Raises TypeError for
+    other dtypes and devices, ValueError for other shapes and for what requires
+    grad. The method: https://pytorch.org/blog/flash-decoding/
     """
     return _decode_attention_launch(
         q,
@@ -720,7 +724,7 @@ DECODE_ATTENTION_LIBRARY.impl(
 
 # %%
 # What did each step gain? The table has GB/s, and the statements of each
-# kernel. The op in one part is the first kernel with all that the op takes.
+# kernel. "The op in one part" takes all that the op takes, but splits no keys.
 
 
 def statements(*kernels):
@@ -747,7 +751,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(ladder.to_string())
 
 # %%
-# Is the rule for the parts right? A star marks what the op takes.
+# Does the launcher choose a good number of parts? A star marks its choice:
 
 PARTS = [1, 2, 4, 8, 16, 32, 64, 128]
 MORE = [(1, 1024), (1, 8192), *SIZES, (100, 2048)]
@@ -770,12 +774,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Proof
 # -----
 #
-# The reference gathers the pages of each sequence and computes in float64. For
-# each element we allow two roundings of :math:`\sum_j p_j |v_j|` and two of the
-# result. A rounding is :math:`2^{-11}` in float16. In bfloat16 we allow
-# :math:`2^{-7}`, as the interpreter cuts off. In float32 and float64, the
-# roundings of the scores are left, which are sums of ``D`` terms; we allow
-# :math:`2^{-18}` and :math:`2^{-45}`.
+# The reference gathers the pages of each sequence and computes in float64. In
+# half precision the op rounds each :math:`p_j` and the result. We allow twice
+# that: two roundings of :math:`\sum_j p_j |v_j|`, two of the result. A rounding
+# is :math:`2^{-11}` in float16. In bfloat16 we allow :math:`2^{-7}`, as the
+# interpreter cuts off. In float32 and float64 we allow :math:`2^{-18}` and
+# :math:`2^{-45}`, as the scores, sums of ``D`` terms, are rounded as well.
 
 EPS = {
     torch.float16: 2.0**-11,
@@ -830,8 +834,8 @@ if __name__ == "__main__":
 
 # %%
 # Next come scores in the thousands, whose exponentials would overflow; a table
-# that ends with rubbish; slots that nobody has written; and a cache in which
-# keys and values of a page lie side by side.
+# that ends with rubbish; NaN in slots that nobody has written; and a cache in
+# which keys and values of a page lie side by side.
 
 if __name__ == "__main__":
     x = problem([900, 40], dtype=torch.float64, heads=4, D=16)
@@ -887,8 +891,8 @@ if __name__ == "__main__":
 # -------------
 #
 # First there are more and more sequences of 8192 keys, then one sequence of
-# more and more keys. The libraries read keys without pages; "SDPA" is what
-# PyTorch chooses, and it is also told which library to call.
+# more and more keys. PyTorch gets the keys without pages. "SDPA" calls the
+# library that PyTorch chooses, the other two lines call the one they name.
 
 
 def unpaged(q, k_cache, v_cache, block_table, seq_lens):
@@ -987,7 +991,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # This is what a call costs the CPU, in microseconds. A model that decodes may
-# wait for it; ``cuda_graphs.py`` is about that.
+# wait for the CPU; ``cuda_graphs.py`` shows how to avoid that.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     cost = results[results["batch"] == 16].set_index("series")["CPU us"]
@@ -998,17 +1002,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # The roof is a read of the same bytes. Where the op's line lies near it, no
-# other kernel can be much faster with this cache, and what is left is a smaller
-# cache. With few keys in all, a part has at least 256 keys, so there are few
-# programs.
+# other kernel can be much faster; only a smaller cache can. A part has at least
+# 256 keys, so few keys in all make few programs.
 
 # %%
 # Break it
 # --------
 #
-# Parts have weights. What if somebody takes the mean of the parts? With random
-# keys all parts have nearly the same sum, so a test on random data sees a small
-# error, which looks like rounding. But one key may matter more than all others.
+# What if somebody takes the mean of the parts, without weights? With random
+# keys all parts have nearly the same sum. So the error is small, and passes a
+# test with a loose tolerance. But one key may matter more than all others.
 
 
 def mean_of_parts(s, v, parts):
@@ -1039,14 +1042,13 @@ if __name__ == "__main__":
 #
 # 1. Many sequences begin with the same text, and their tables with the same
 #    pages. Each program reads these pages again. Who could share a load?
-# 2. All sequences have the same number of parts. When is that wrong, and what
+# 2. All sequences have the same number of parts. When is that slow, and what
 #    would a launcher have to know to do better?
 # 3. Bits may change with the number of parts, and so with the batch. How would
 #    you make the result of a sequence independent of the others?
 #
 # To read on:
 #
-# * ``flash_attention_forward.py`` is about many queries.
 # * ``kv_cache_write.py`` writes what this op reads.
 # * `Flash-Decoding <https://pytorch.org/blog/flash-decoding/>`_ introduced the
 #   split over keys, `PagedAttention <https://arxiv.org/abs/2309.06180>`_ the
@@ -1060,9 +1062,9 @@ if __name__ == "__main__":
 # heads of a group are. A launch over the common pages treats all sequences as
 # one, a second launch treats the rest, and the two are combined like parts.
 #
-# **2.** One long sequence among short ones has few programs, and they run when
-# all others have ended. With the lengths, a launcher could give each sequence
-# parts of equal size. A kernel on the GPU can prepare such a plan.
+# **2.** One long sequence among short ones has few programs, and they still run
+# when all others have ended. With the lengths, a launcher could cut all
+# sequences into parts of one size. A kernel on the GPU can prepare this plan.
 #
 # **3.** Choose parts of a fixed number of keys, whatever the batch is. A part
 # of a long sequence then has the same keys each time, and the combination has

@@ -12,17 +12,18 @@ r"""
 Writing to a paged cache
 ========================
 
-Before a model can attend to a new token, its key has to be turned by its
-position, perhaps rounded to float8, and put into a page of the cache. With
-PyTorch's operators that is a dozen kernels. This page does it in one, for
-queries, keys and values together.
+Before a model can attend to a new token, three things happen to its key. Rotary
+position embedding (RoPE) turns it by the token's position, it may be rounded to
+float8, and it is put into a page of the cache that ``decode_attention.py``
+reads. With PyTorch's operators these are many kernels, and each reads and
+writes memory. This page does it in one, for queries, keys and values together.
 
 After this page you can
 
 * put rows where a list of slots says, and leave padding out;
 * turn queries and keys in registers, on the way to where they go;
-* round to float8 with a scale, so that a large number does not become NaN;
-* register an op that changes the cache, and returns the rest.
+* round to float8 with a scale, and clamp what is still too large;
+* register an op that changes the cache, and returns turned queries and keys.
 """
 
 # sphinx_gallery_tags = ["attention", "memory bound", "custom op", "inference"]
@@ -102,10 +103,10 @@ def rate_table(times, x, unit, work):
 # In PyTorch
 # ----------
 #
-# A cache in pages is a row of *slots*, each for the key of one token. The page
-# ``decode_attention.py`` reads it. The engine chooses a slot for each token:
-# page size times the page's number, plus the place in it. Some tokens are
-# padding, so that batches have few sizes; their slot is -1:
+# A cache in pages is a row of *slots*, each for one token. The engine chooses a
+# slot for each token: page size times the page's number, plus the place in the
+# page. *Padding* keeps batches to a few sizes; its slot is -1. Here pages have
+# four slots, which show the tokens that go there:
 #
 # .. code-block:: text
 #
@@ -153,7 +154,7 @@ def problem(tokens, dtype=torch.float16, heads=HEADS, D=D, R=None):
 
 
 class Traffic(TorchDispatchMode):
-    moved = 0  # bytes that operators read and write; views do not
+    moved = 0  # bytes of tensors that operators take and return; views: none
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -174,16 +175,16 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# It only writes. A program takes a token and all its heads, which lie side by
-# side, in ``k`` as in a slot of the cache:
+# It only writes. A program takes a token with all its heads, which lie side by
+# side both in ``k`` and in a slot of the cache:
 #
 # .. code-block:: text
 #
 #     k       | token 0: heads 0, 1, ... | token 1: heads 0, 1, ... | ...
-#                   |                           |
-#                   +-------------+    +--------+
-#                                 v    v
-#     k_cache | slot 0 | ... | slot 9 | slot 4 ...
+#                   |                            |
+#                   +----------------------------|----------+
+#                                 +--------------+          |
+#     k_cache | slot 0 | ... |  slot 4  | slot 5 | ... | slot 9 | ...
 
 
 @triton.jit
@@ -242,8 +243,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# The rate counts the floor. The roof is a copy of as many bytes. 32 tokens are
-# a step of 32 sequences, 8192 a long prompt.
+# The rate is the floor's bytes by the time. The roof is a copy of as many
+# bytes. 32 tokens are a step of 32 sequences, 8192 a long prompt.
 
 
 def rates(calls, moved):
@@ -276,10 +277,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Turn in the same kernel
 # -----------------------
 #
-# The kernel writes what PyTorch had turned, and PyTorch is where the bytes are.
-# The turn needs the numbers ``i`` and ``i + R / 2`` of a head, its position's
-# row of the tables, and nothing else. So the program loads both halves of all
-# heads of a token as two tiles, and turns them in registers:
+# The first kernel leaves the turn to PyTorch, which moves most of the bytes
+# there. But RoPE turns number ``i`` of a head with number ``i + R / 2`` alone,
+# by the tables' row of its position. So a program loads both halves of all
+# heads as two tiles, and turns them in registers. Some models turn only the
+# first ``R`` numbers of a head, and the rest stays as it is:
 #
 # .. code-block:: text
 #
@@ -291,8 +293,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #               +-------------+-------------+-------+
 #
 # The turned keys go to the cache, and are returned too, because the attention
-# of a prompt needs them. Some models turn only the first ``R`` numbers of a
-# head. The rest stays as it is.
+# of a prompt needs them.
 
 # %%
 # Round to float8
@@ -301,7 +302,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # A cache of ``float8_e4m3fn`` has half the bytes. Its largest number is 448, so
 # keys are divided by a *scale*, one for all heads or one for each. Serving
 # engines choose scales before they run, from examples. So a number may be
-# larger than they expected. What it becomes depends on who converts it:
+# larger than they expected. The type has no infinity: such a number becomes 448
+# or NaN. PyTorch's conversion on the CPU made it NaN `until 2026
+# <https://github.com/pytorch/pytorch/pull/178817>`_. The version here gives:
 
 if __name__ == "__main__":
     x = [0.1, 447.0, 480.0, 1e4, float("nan")]
@@ -309,18 +312,18 @@ if __name__ == "__main__":
     print("PyTorch:", dict(zip(x, small, strict=True)))
 
 # %%
-# One NaN in a key would spoil all later tokens. So the op clamps to 448 first.
-# A NaN that was there stays one. The turned key is rounded once, from float32
-# to float8, not to float16 on the way.
+# A NaN in one key makes the attention of all later tokens NaN. So the op clamps
+# to 448 first. A NaN that was there before stays NaN. The turned key is rounded
+# once, from float32 to float8, not to float16 on the way.
 
 # %%
 # The op
 # ------
 #
-# A tile has at most 2048 points, so a token of many heads takes several. The op
-# declares that it changes both caches, and refuses what requires grad. It is a
-# ``custom_op``, into which compilers do not look. (``rope.py`` says what they
-# may do to a tensor that a ``triton_op`` changes.)
+# A tile has at most 2048 numbers, so a token of many heads takes several tiles.
+# The op declares that it changes both caches, and refuses what requires grad.
+# It is a ``custom_op``: compilers do not look into it. (``rope.py`` says what
+# they may do to a tensor that a ``triton_op`` changes.)
 
 KV_CACHE_WRITE_NAMESPACE = "triton_gallery"
 KV_CACHE_WRITE_DTYPES = {
@@ -340,7 +343,8 @@ def _kv_cache_write_put(
     if SCALED:
         x = x / scale
     if LARGEST > 0:
-        # Past its largest number, float8 has NaN only. NaN stays NaN here.
+        # Float8 has no infinity: what is larger may become NaN. A comparison
+        # with NaN is false, so NaN stays NaN.
         x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
     tl.store(ptrs, x.to(ptrs.dtype.element_ty), mask=mask)
 
@@ -550,7 +554,8 @@ def _kv_cache_write_launch(
     BLOCK_R = triton.next_power_of_2(half)
     most = max(1, KV_CACHE_WRITE_TILE // BLOCK_R)
     small = k_cache.dtype == torch.float8_e4m3fn
-    # The interpreter rounds 1.999 to 1 in float8: there, PyTorch rounds.
+    # The interpreter would round 1.999 to 1 in float8. There the kernel writes
+    # float32, and PyTorch rounds.
     by_torch = small and triton.knobs.runtime.interpret
     caches = [t.float() if by_torch else t for t in (k_cache, v_cache)]
     # Triton launches on the current GPU, which may not be that of q.
@@ -612,17 +617,22 @@ def kv_cache_write_(
 
     Takes q of (tokens, heads, D), k and v of (tokens, heads / n, D), caches of
     (pages, page size, heads / n, D), contiguous along D, with any other
-    strides, slots and positions of (tokens,), int64, and tables of (positions,
-    R / 2). Slot s is place s % page size of page s // page size; a token with a
-    negative slot is not written. Slots and positions are not checked, and two
-    tokens may not have the same slot. RoPE turns number i of a head with
-    number i + R / 2, up to R; the rest stays. q, k and v are of one dtype,
-    float16, bfloat16, float32 or float64, the caches of the same or, with 16
-    bits, of float8_e4m3fn. k_scale and v_scale, float32, (1,) or (heads / n,),
-    divide what is written; float8 is clamped to its largest number, and NaN
-    stays NaN. The results are contiguous, of the dtype of q. Everything is the
-    same each time. Raises TypeError for other dtypes, ValueError for other
-    shapes and for what requires grad.
+    strides, slots and positions of (tokens,), int64, and cos and sin, float
+    tables of (positions, R / 2). A token's turned k and its v go to slot s,
+    place s % page size of page s // page size; a token with a negative slot is
+    not written. Slots and positions are not checked, and two tokens may not
+    have the same slot. RoPE turns number i of a head with number i + R / 2, by
+    column i of the tables; numbers from R on stay.
+
+    q, k and v are of one dtype, float16, bfloat16, float32 or float64, the
+    caches of the same or, with 16 bits, of float8_e4m3fn (on NVIDIA from
+    compute capability 8.9 on). k_scale and v_scale, both or none, float32, of
+    (1,) or (heads / n,), divide what is written to a cache of any dtype; float8
+    is clamped to its largest number, and NaN stays NaN.
+
+    The results are contiguous, of the dtype of q. They and what is written have
+    the same bits each time. Raises TypeError for other dtypes and devices,
+    ValueError for other shapes and for what requires grad.
     """
     return _kv_cache_write_launch(
         q, k, v, k_cache, v_cache, slots, positions, cos, sin, k_scale, v_scale
@@ -641,8 +651,8 @@ KV_CACHE_WRITE_LIBRARY = Library(KV_CACHE_WRITE_NAMESPACE, "FRAGMENT")
 KV_CACHE_WRITE_LIBRARY.impl("kv_cache_write_", _kv_cache_write_launch, "CUDA")
 
 # %%
-# What did the turn gain? The table has GB/s of the floor, and the statements of
-# each kernel.
+# What did it gain to turn in the kernel? The table has GB/s of the floor, and
+# the statements of each kernel.
 
 
 def statements(*kernels):
@@ -672,11 +682,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----
 #
 # The reference turns in float64 and writes with an index. A turn is the sum of
-# two products. In float32 each is rounded once and the sum once, by at most
-# :math:`2^{-24}` each; a result is rounded to its dtype, in the interpreter cut
-# off. A float8 number has 4 bits: rounding costs :math:`2^{-4}` of it, or half
-# of the smallest one, :math:`2^{-10}`. A slot without a new token may not
-# change.
+# two products. In float32 each product is rounded, and the sum, by at most
+# :math:`2^{-24}` of itself. Then a result is rounded to its dtype; the
+# interpreter cuts bfloat16 off. A float8 number has 4 bits, so rounding costs
+# :math:`2^{-4}` of it, or half of the smallest one, :math:`2^{-10}`. A slot
+# without a new token may not change.
 
 
 def reference(q, k, v, k_cache, v_cache, slots, positions, cos, sin, *scales):
@@ -732,8 +742,8 @@ if __name__ == "__main__":
                 prove((*x[:3], *small, *x[5:]), *scales[:, 1:])
 
 # %%
-# Numbers that are too large become 448, and NaN stays. Parts of one product,
-# as a model's projection leaves them, need no copy:
+# Numbers that are too large become 448 or -448, and NaN stays. ``q``, ``k`` and
+# ``v`` may be parts of one tensor, as a model's projection leaves them:
 
 if __name__ == "__main__":
     q, k, v, *x = problem(3, heads=4, D=16)
@@ -748,7 +758,8 @@ if __name__ == "__main__":
     assert torch.equal(outs[0], kv_cache_write_(q, k, v, *x)[0])
 
 # %%
-# An error names what the op does not take:
+# An error names what the op does not take; these are its first words. The last
+# line is the op's schema: ``!`` marks the arguments that it changes.
 
 if __name__ == "__main__":
     q, k, v, *x = problem(3, heads=4, D=16)
@@ -763,8 +774,8 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# From one token, a step of one sequence, to a long prompt. Then the types of a
-# cache, for 8192 tokens.
+# The first table goes from one token, a step of one sequence, to a long prompt.
+# The second has two types of the cache, for 8192 tokens.
 
 TOKENS = [1, 32, 128, 512, 2048, 8192, 32768]
 
@@ -791,8 +802,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{name}: {times[0] * 1e3:.1f} us, {rate:.0f} GB/s")
 
 # %%
-# This is what a call costs the CPU, in microseconds. In a step of few tokens,
-# that is more than the GPU takes, unless a CUDA graph records it.
+# This is what a call costs the CPU, in microseconds. In a step of few tokens
+# the GPU may wait for the CPU; ``cuda_graphs.py`` shows how to avoid that.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     cost = results[results["tokens"] == 32].set_index("series")["CPU us"]
@@ -802,9 +813,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# With few tokens the time is that of a launch and of three loads that wait for
-# each other: a position, its row of the tables, a store. With many tokens the
-# floor's bytes decide, and the roof is a copy of as many.
+# With few tokens there are few bytes. But a program still takes three steps,
+# one after the other: it loads a position, loads a row of the tables, and
+# stores. With many tokens the bytes decide, so compare with the roof.
 
 # %%
 # Go further
@@ -825,6 +836,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # **1.** Either token, or a part of each: two programs store to the same
 # addresses, and nothing orders them. A test would mostly pass.
 #
-# **2.** A caller may still need the queries. Memory is no reason: the result
-# lives as long as the attention of one layer. And a second call with the same
-# tensors would turn them twice.
+# **2.** A caller may still need the queries, and a second call with the same
+# tensors would turn them twice. To turn in place would save little memory, for
+# the result is needed no longer than the attention of one layer.
