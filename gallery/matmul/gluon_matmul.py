@@ -15,13 +15,15 @@ A product in Gluon
 
 Gluon is the language below Triton. It has Triton's syntax and its compiler, but
 you place the tiles in shared memory, you start the copies, and you wait for
-them. This page writes one matrix product in Gluon for Hopper, in four steps.
-Each step takes over one decision that Triton makes for you.
+them. This page writes one matrix product in Gluon for Hopper, which is NVIDIA's
+GPUs of compute capability 9.0: H100 and H200. There are four steps: load and
+wait, a ring of buffers, roles for warps, and programs that go on to other
+tiles. Triton decides most of this for you.
 
 After this page you can
 
 * say what the layouts of shared memory and of registers are for;
-* load tiles with the copy engine, and wait for them at an *mbarrier*;
+* load tiles with the copy engine (TMA), and wait for them at an *mbarrier*;
 * keep loads in flight with a ring of buffers, and say why it cannot deadlock;
 * give loading and multiplying to different warps, with registers to match.
 """
@@ -133,8 +135,8 @@ if __name__ == "__main__":
 
 # %%
 # The bytes are the *floor*: each element is read or written once. By its data
-# sheet, an H200 does about 200 operations in the time of reading a byte. So its
-# matrix units bound these products.
+# sheet, an H200 does about 200 operations in the time of reading a byte. These
+# products have more for each byte, so the matrix units bound them.
 
 # %%
 # The first kernel
@@ -152,17 +154,17 @@ if __name__ == "__main__":
 #     b_desc [k, off_n] --> b (64, 128)  /               |
 #     c_desc         <----  c (128, 128)  <------- float16, at the end
 #
-# Triton would find these places by itself. In Gluon you name them:
+# Triton would choose all this by itself. In Gluon you write it:
 #
 # * A *shared layout* says where an element lies in shared memory. The copy
-#   engine writes ``NVMMASharedLayout``, and the matrix units read it: rows of
-#   128 bytes, whose pieces of 16 bytes are swapped to spread over the banks.
+#   engine writes ``NVMMASharedLayout``, and the matrix units read it: pieces of
+#   16 bytes change places, so that a column is read from all banks at once.
 # * A *register layout* says which thread holds which element. Hopper's matrix
 #   instruction, ``wgmma``, leaves its sum in ``NVMMADistributedLayout``. Four
-#   warps, a *warpgroup*, issue it together.
-# * A copy ends at an *mbarrier*, a counter in shared memory. The program tells
-#   it how many bytes to *expect*, and waits. Its phases are 0 and 1 by turns,
-#   and a wait names the phase that it waits for.
+#   warps, a *warpgroup*, issue it together, for 64 rows: each has 16 of them.
+# * A copy ends at an *mbarrier*, a counter in shared memory. A phase of it ends
+#   when all arrivals that ``init`` asks for and all bytes that ``expect`` names
+#   have come. Phases are 0 and 1 by turns. A wait for a phase awaits its end.
 
 
 @gluon.jit
@@ -177,7 +179,7 @@ def tile_kernel(a_desc, b_desc, c_desc):
     b = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_N], b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)  # a phase ends with one arrival and all bytes
-    # Version 3 is Hopper's. A warp has 16 rows at a time.
+    # Hopper's version; the warps of rows and of columns; a warp's M, N and K
     sums: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16]
     )
@@ -189,28 +191,28 @@ def tile_kernel(a_desc, b_desc, c_desc):
         # Past the matrix's edge the engine fills with zeros, and counts them.
         tma.async_copy_global_to_shared(a_desc, [off_m, k], full, a)
         tma.async_copy_global_to_shared(b_desc, [k, off_n], full, b)
-        mbarrier.wait(full, k // BLOCK_K & 1)
+        mbarrier.wait(full, k // BLOCK_K & 1)  # each step has a phase
         acc = warpgroup_mma(a, b, acc)  # ends when a and b have been read
     mbarrier.invalidate(full)  # its eight bytes may become part of c
     c = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], c_desc.layout)
     c.store(acc.to(dtype))
     fence_async_shared()  # else the engine may read what was there before
     tma.async_copy_shared_to_global(c_desc, [off_m, off_n], c)
-    tma.store_wait(0)  # this program's shared memory is the next one's
+    tma.store_wait(0)  # until c is read: its memory is the next program's
 
 
 def describe(x, block):
-    """Describe a matrix to the copy engine, by tiles of a block's shape."""
+    """Return the descriptor of a matrix that is copied by blocks."""
     kind = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for(block, kind)
     return TensorDescriptor.from_tensor(x, block, layout)
 
 
-TILE, BIG = (128, 128, 64), (128, 256, 64)  # rows, columns, and of the sum
+TILE, BIG = (128, 128, 64), (128, 256, 64)  # BLOCK_M, BLOCK_N, BLOCK_K
 
 
 def by_tiles(a, b, kernel=tile_kernel, tile=TILE, num_warps=4, **constants):
-    """Multiply matrices by rows, whose lengths 8 divides."""
+    """Multiply row-major matrices; 8 divides the length of a row."""
     c = a.new_empty(a.shape[0], b.shape[1])
     m, n, k = tile
     descriptors = describe(a, [m, k]), describe(b, [k, n]), describe(c, [m, n])
@@ -223,9 +225,9 @@ def by_tiles(a, b, kernel=tile_kernel, tile=TILE, num_warps=4, **constants):
 # Is it right?
 # ------------
 #
-# A sum of ``K`` products in float32 is off by at most ``K`` roundings of
-# :math:`2^{-24}`, of the sum of the products' magnitudes. For the last rounding
-# we allow one ``eps``. ``error_of`` returns the error as a part of all that.
+# A sum of ``K`` products in float32 has at most ``K`` roundings, each at most
+# :math:`2^{-24}` of the sum of the products' magnitudes. For the last rounding
+# we allow one ``eps``. ``error_of`` divides the error by what is allowed.
 
 
 def error_of(out, a, b):
@@ -247,8 +249,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# ``torch.compile`` calls cuBLAS for a product, too. Of each step of this page,
-# variants are tried by turns, and a table has the best.
+# Each step of this page has variants. They are timed by turns, and a table has
+# the best rate of each step. ``torch.compile`` calls cuBLAS for a product, too.
 
 
 def rate_of(steps):
@@ -277,9 +279,10 @@ if __name__ == "__main__":
 # Can loads fly ahead?
 # --------------------
 #
-# While the first kernel waits for a load, it has no product under way. Triton's
-# ``num_stages`` makes a *ring* of buffers. In Gluon you write the ring. Step
-# ``n`` uses buffer ``n % STAGES``, and the phase is ``n // STAGES & 1``:
+# While the first kernel waits for a load, it has no product under way. With a
+# *ring* of ``STAGES`` buffers, later loads go on meanwhile. Triton's
+# ``num_stages`` makes one, in Gluon you write it. Step ``n`` uses buffer
+# ``n % STAGES``, and waits for phase ``n // STAGES & 1`` of its mbarrier:
 #
 # .. code-block:: text
 #
@@ -288,14 +291,14 @@ if __name__ == "__main__":
 #     phase      0   0   0   0   1   1   1   1   0   0 ...
 #
 # ``is_async=True`` lets ``warpgroup_mma`` return at once. Then
-# ``warpgroup_mma_wait(1)`` waits until one product at most is under way. So
-# when step ``n`` has been issued, step ``n - 1`` is done, and its buffer can
-# take the load of step ``n - 1 + STAGES``.
+# ``warpgroup_mma_wait(1)`` waits until one product at most is under way: that
+# of step ``n``. So step ``n - 1`` is done, and its buffer can take the load of
+# step ``n - 1 + STAGES``.
 #
-# Each warpgroup waits for its own products only. So a barrier of all warps has
-# to stand before that load, or it overwrites what another warpgroup still
-# reads. (A `report <https://github.com/triton-lang/triton/issues/11047>`_ shows
-# such a program: the compiler did not put a barrier there.)
+# Each warpgroup waits for its own products only. So all warps have to meet at a
+# barrier before that load, or it overwrites what another warpgroup still reads.
+# In the first kernel the compiler places one. With asynchronous products it may
+# not: see a `report <https://github.com/triton-lang/triton/issues/11047>`_.
 
 copy_in = tma.async_copy_global_to_shared  # a shorter name
 # Triton 3.6 called it thread_barrier.
@@ -373,24 +376,27 @@ if __name__ == "__main__":
 #
 # .. code-block:: text
 #
-#     producer    1 warp     waits for an empty buffer, starts its three loads
-#     consumer 0  4 warps    rows  0 to  63: waits for a full buffer,
-#     consumer 1  4 warps    rows 64 to 127: multiplies, gives it back
+#     producer    1 warp     waits for an empty buffer, loads b and both halves
+#                            of a into it
+#     consumer 0  4 warps    for rows  0 to  63 \  wait for a full buffer,
+#     consumer 1  4 warps    for rows 64 to 127 /  multiply, give it back
 #
-# The roles meet at two barriers for each buffer. *Full* ends a phase when all
-# bytes have arrived, for which both consumers wait. *Empty* ends one when both
-# consumers have arrived, for which the producer waits.
+# The roles meet at two mbarriers for each buffer. A phase of *full* ends when
+# all bytes have arrived: both consumers wait for that. A phase of *empty* ends
+# when both consumers have given the buffer back: the producer waits for that.
 #
-# Can this ring stop for ever? The producer waits at step ``n`` for both
-# consumers' step ``n - STAGES``, and a consumer waits at step ``n`` for its
-# load. So each step waits for earlier ones alone, and the earliest step that is
-# not done can go on. In the first ``STAGES`` steps the producer asks for phase
-# 1: a new barrier counts the phase before phase 0 as ended.
+# Can this ring stop for ever? The producer's step ``n`` waits for the buffer of
+# step ``n - STAGES``. A consumer gives it back in step ``n - STAGES + 1``, and
+# waits in each step for the load of that step. So with two buffers or more, a
+# load waits for earlier steps alone, and the earliest step that is not done can
+# go on. In the first ``STAGES`` steps all buffers are empty. The producer asks
+# for phase 1 there: a new mbarrier counts the phase before phase 0 as ended.
 #
 # A thread of a consumer holds 64 * 256 / 128 = 128 sums, and the producer needs
 # few registers. ``maxnreg=168`` reserves 168 for each thread of three
-# warpgroups; the producer's warp counts as four. The kernel then moves them:
-# the producer keeps 24, and a consumer's threads have 240.
+# warpgroups; the producer's warp counts as four. The kernel then moves some: a
+# thread of the producer keeps 24, two of consumers get 240, and 24 + 2 * 240 is
+# 3 * 168.
 
 
 @gluon.jit
@@ -460,8 +466,8 @@ def roles_kernel(a_desc, b_desc, c_desc, STAGES: gl.constexpr):
         mbarrier.init(empty.index(stage), count=2)
     steps = gl.cdiv(a_desc.shape[1], BLOCK_K)
     place, ring = (off_m, off_n, steps), (a, b, full, empty)
-    # The first function runs in the warps of the launch, the others in new
-    # ones: so many warps, and so many registers for each of their threads.
+    # The first function runs in the warps of the launch. The lists say how many
+    # warps the others get, and how many registers each of their threads has.
     gl.warp_specialize(
         [
             (consume, (0, c_desc, c, place, ring)),
@@ -497,8 +503,8 @@ if __name__ == "__main__":
 # -------------------------------
 #
 # A program ends with a store, and the next one begins with empty buffers. A
-# *persistent* program goes on to its next tile instead, as in
-# ``persistent_matmul.py``. With roles that takes one more loop in each of them.
+# *persistent* program, one for each multiprocessor, goes on to its next tile
+# instead, as in ``persistent_matmul.py``. So each role gets a loop over tiles.
 # While the consumers store, the producer loads the next tile's first buffers:
 #
 # .. code-block:: text
@@ -509,11 +515,11 @@ if __name__ == "__main__":
 # The steps ``n`` are counted through all tiles, so the ring does not begin
 # anew. Two more things change:
 #
-# * *The store waits later.* The copy engine writes the result by itself. A
-#   consumer has two buffers for pieces of its result, and fills one when all
-#   stores but the last one have read theirs. So the last stores run during the
-#   next tile. Pieces of 64 columns leave room for a fourth stage: 4 * 48 KB and
-#   2 * 2 * 8 KB.
+# * *The store waits later.* A consumer cuts its result into pieces of 64
+#   columns, and has two buffers for them. It fills one when the copy engine has
+#   read what was there. So the last stores run during the next tile. The
+#   buffers take 2 * 2 * 8 KB, and leave room for a fourth stage: 4 * 48 KB more
+#   are 224 KB, of 227 KB that a program can have.
 # * *Groups of tiles.* Eight rows of tiles are walked together, column by column
 #   (``tile_order.py`` draws it), so that what is read again is still in L2.
 
@@ -523,15 +529,15 @@ if __name__ == "__main__":
 #
 # The copy engine wants rows of adjacent elements. ``weight.T`` has adjacent
 # columns. So its descriptor is of ``weight``, and the buffer in shared memory
-# is permuted: no byte moves, ``wgmma`` reads 16-bit numbers in either order.
+# is permuted. No byte moves: ``wgmma`` reads 16-bit numbers in either order.
 
 # %%
 # The op
 # ------
 #
-# A host descriptor is no tensor, so the op is a ``custom_op``, into which
-# ``torch.compile`` does not look; ``persistent_matmul.py`` says more. Rows of
-# the result begin at multiples of 16 bytes, as the copy engine stores them.
+# A descriptor made on the CPU is no tensor. So the op is a ``custom_op``, into
+# which ``torch.compile`` does not look; ``persistent_matmul.py`` says more. The
+# result's rows begin at multiples of 16 bytes: the engine stores no others.
 
 GLUON_MATMUL_NAMESPACE = "triton_gallery"
 GLUON_MATMUL_THREAD = threading.local()
@@ -801,11 +807,13 @@ def gluon_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     Takes float16 and bfloat16, both of one dtype, and sums in float32. Of each
     matrix, rows or columns have adjacent elements and begin at multiples of 16
-    bytes. The result has rows that begin at multiples of 16 bytes: it is
-    contiguous where 8 divides N. It is the same each time. Raises TypeError
-    for other dtypes, ValueError for other shapes, strides and addresses, and
-    RuntimeError for GPUs other than those of compute capability 9.0. Has no
-    gradient: a backward raises RuntimeError.
+    bytes: so do those of a new contiguous matrix with rows of a length that 8
+    divides, and of its transpose. The result has the dtype of ``a``, and
+    rows that begin at multiples of 16 bytes: it is contiguous where 8 divides
+    N. It is the same each time. Raises TypeError for other dtypes, ValueError
+    for other shapes, strides and addresses, and RuntimeError on devices other
+    than NVIDIA's GPUs of compute capability 9.0. Has no gradient: a backward
+    raises RuntimeError.
     """
     return _gluon_matmul_launch(a, b)
 
@@ -830,10 +838,12 @@ if __name__ == "__main__":
 
 # %%
 # What did the compiler make of them? ``HGMMA`` is ``wgmma`` in machine code,
-# and *groups* counts those that end a group of products. If each ended one, the
-# compiler would wait after each: it does so where code touches the sums while
-# they are computed. ``BAR`` counts the barriers of warps. Registers are those
-# at the start; with roles, they are moved afterwards.
+# and *groups* counts those that end a group of products. One waits for whole
+# groups. Where code touches sums that are being computed, the compiler ends a
+# group with each ``HGMMA``, and waits. The cell asserts that it did not.
+# ``BAR`` counts the barriers of warps, *spilled* what found no register, and
+# *shared* the bytes of shared memory. *Registers* are those of a thread at the
+# start; with roles, some are moved afterwards.
 
 
 def made(kernel):
@@ -862,9 +872,9 @@ if __name__ == "__main__":
 # Proof
 # -----
 #
-# Every pair of orders, in both dtypes, at sizes with edges in all directions,
-# with fewer steps than buffers, and with several tiles for each program. Then
-# rows with gaps, rows of an odd length, and matrices with nothing in them:
+# Every pair of orders, in both dtypes, at sizes that no tile divides, with few
+# steps and with more than there are buffers, and with several tiles for each
+# program. Then rows with gaps or of an odd length, and empty matrices:
 
 
 def prove(M, K, N, dtype, a_t, b_t):
@@ -949,26 +959,19 @@ if __name__ == "__main__":
 # Reading the result
 # ------------------
 #
-# Where our line lies below that of cuBLAS, one thing can be counted. There is
-# one tile, of 128x256, so a product of few tiles leaves multiprocessors without
-# work, and so does a last round of few tiles. 1024 tokens give 448 tiles, 3.4
-# for each of 132. ``persistent_matmul.py`` has four tiles to choose from.
+# Where our line lies below that of cuBLAS, one thing can be counted: rounds, in
+# which each multiprocessor has a tile. All tiles are of 128x256. So 1024 tokens
+# give 448 of them: three full rounds of an H200's 132 multiprocessors, and one
+# of 52. ``persistent_matmul.py`` chooses among tiles.
 #
-# What Triton does for you, and you did here:
+# Triton would have chosen the layouts, made the ring, counted its phases, and
+# placed fences and waits. In Gluon, too, the compiler places barriers where one
+# warp of a role reads what another one wrote: ``BAR`` counts them.
 #
-# * It chooses the layouts of shared memory and of registers.
-# * It allocates the buffers that ``num_stages`` asks for, and counts phases.
-# * It places fences and waits. In Gluon, too, it places barriers of warps where
-#   one warp of a role reads what another one wrote: ``BAR`` counts them.
-#
-# What it withholds, and you had here:
-#
-# * Roles for warps, with registers to match (``tensor_descriptors.py`` asks
-#   Triton for them).
-# * Two consumers that share a tile of ``b`` and have no barrier in common.
-# * Stores that end during the next tile, in pieces of your choice.
-#
-# The price: this op runs on Hopper alone.
+# Triton would not have let you say that two consumers share a tile of ``b`` and
+# have no barrier in common, nor in what pieces a tile is stored while the next
+# one begins. (``tensor_descriptors.py`` asks Triton for roles.) The price: this
+# op runs on Hopper alone.
 
 # %%
 # Go further
@@ -978,9 +981,8 @@ if __name__ == "__main__":
 #    What may go wrong, and why would few tests notice?
 # 2. Initialize the barriers of empty buffers with ``count=1``. What happens?
 #
-# To read on: ``persistent_matmul.py`` has the same product in Triton, and
-# ``compiler_stages.py`` shows layouts as the compiler writes them. Triton's
-# tutorials on Gluon go on to Blackwell:
+# To read on: ``compiler_stages.py`` shows layouts as the compiler writes them.
+# Triton's tutorials on Gluon go on to Blackwell:
 # https://github.com/triton-lang/triton/tree/main/python/tutorials/gluon
 
 # %%

@@ -18,8 +18,8 @@ Persistent matmul
 
 A matrix product that runs one program for each multiprocessor. Each program
 goes on from tile to tile, so it loads the next tile before it stores the last
-one. The copy engine of NVIDIA's GPUs since Hopper fetches the tiles, through
-tensor descriptors.
+one. The copy engine fetches the tiles, through tensor descriptors. NVIDIA's
+GPUs have it from compute capability 9.0 on, which is Hopper's.
 
 After this page you can
 
@@ -135,10 +135,10 @@ if __name__ == "__main__":
         print(f"    {moved / 1e6:.0f} MB, {flops / moved:.0f} flop a byte")
 
 # %%
-# The bytes are those of the *floor*: each element of ``a`` and ``b`` is read
-# once, and each of the result is written once. By its data sheet, an H200 does
-# about 200 operations in the time of reading a byte. So these products are
-# bound by the matrix units, and a kernel has to keep them busy.
+# The bytes are the *floor*: each element of ``a`` and ``b`` is read once, and
+# each of the result is written once. By its data sheet, an H200 does about 200
+# operations in the time of reading a byte. These products have more for each
+# byte. So the matrix units bound them, and a kernel has to keep those busy.
 
 # %%
 # The first kernel
@@ -148,22 +148,21 @@ if __name__ == "__main__":
 # of a tile. The kernel asks the GPU's copy engine for the tile at a row and a
 # column. Past the matrix's edge a tile has zeros, and a store leaves out what
 # lies there. So the kernel has neither masks nor pointers.
-# ``tensor_descriptors.py`` is about what that spares. GPUs of compute
-# capability 9.0 and more have the engine.
+# ``tensor_descriptors.py`` is about what that spares.
 #
 # .. code-block:: text
 #
 #     a            K              b     off_n           c     off_n
 #         +-----------------+       +----------+          +----------+
 #         |                 |       |   |  |   |          |          |
-#     M   |       +-----+   |       |   +--+   | k        |   +--+   | off_m
-#         |       |     |   | off_m |   |  |   |          |   |  |   |
-#         |       +-----+   |       |   +--+   |          |   +--+   |
+#     M   |-------+-----+---| off_m |   +--+   | k        |   +--+   | off_m
+#         |       |     |   |       |   |  |   |          |   |  |   |
+#         |-------+-----+---|       |   +--+   |          |   +--+   |
 #         +-----------------+       |   |  |   |          +----------+
 #                 k                 +----------+
 #
-# Each program computes one tile of the result. Neighbouring programs take eight
-# rows of tiles together (``tile_order.py`` draws that order).
+# Each program computes one tile of the result. Neighbours take eight rows of
+# tiles together, to read more from L2 (``tile_order.py`` draws that order).
 
 
 @triton.jit
@@ -196,7 +195,7 @@ def tile_kernel(a_desc, b_desc, c_desc):
 
 
 def descriptors(a, b, c, tile, parts=1):
-    """Describe three matrices; c in so many parts of a tile."""
+    """Return descriptors; a block of c is one of so many parts of a tile."""
     m, n, k = tile
     blocks = [m, k], [k, n], [m, n // parts]
     pairs = zip((a, b, c), blocks, strict=True)
@@ -207,7 +206,7 @@ def tiles_of(M, N, tile):
     return triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1])
 
 
-TILE, BIG = (128, 128, 64), (128, 256, 64)  # rows, columns, and of the sum
+TILE, BIG = (128, 128, 64), (128, 256, 64)  # BLOCK_M, BLOCK_N, BLOCK_K
 
 
 def by_tiles(a, b, tile=TILE, num_warps=8, num_stages=3):
@@ -223,11 +222,10 @@ def by_tiles(a, b, tile=TILE, num_warps=8, num_stages=3):
 # Is it right?
 # ------------
 #
-# We compare with float64. A sum of ``K`` products in float32 is off by at most
-# ``K`` roundings of :math:`2^{-24}`, of the sum of the products' magnitudes.
-# The result is rounded once more. We allow a whole ``eps`` for that, as
-# Triton's interpreter cuts bfloat16 off instead of rounding. ``error_of``
-# returns the error as a part of what is allowed.
+# We compare with float64. A sum of ``K`` products in float32 has at most ``K``
+# roundings, each at most :math:`2^{-24}` of the products' summed magnitudes.
+# For the last rounding we allow one ``eps``: Triton's interpreter cuts bfloat16
+# off instead of rounding. ``error_of`` divides the error by what is allowed.
 
 
 def error_of(out, a, b):
@@ -250,9 +248,9 @@ if __name__ == "__main__" and CAN:
 # How fast?
 # ---------
 #
-# Beside it stands cuBLAS. ``torch.compile`` calls cuBLAS for a product, too.
-# Each step of this page is tried with the same tiles, warps and stages, by
-# turns, and a table has the best of each.
+# The table has this kernel and cuBLAS, which ``torch.compile`` calls, too. Each
+# step of this page is tried with the same tiles, warps and stages. They are
+# timed by turns, and a table has the best rate of each step.
 
 
 def rates(calls, M, K, N):
@@ -272,7 +270,7 @@ def starts(call):
     return True
 
 
-TRIED = [(TILE, 4, 4), (TILE, 8, 4), (BIG, 8, 3), (BIG, 8, 4)]
+TRIED = [(TILE, 4, 4), (TILE, 8, 4), (BIG, 8, 3), (BIG, 8, 4)]  # warps, stages
 CUBLAS = {"cuBLAS": torch.matmul}
 
 
@@ -315,8 +313,9 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # ``K``, the larger the part of beginning and end: look at the line with a ``K``
 # of 512 first.
 #
-# The next kernel has two switches: ``FLATTEN``, and ``PARTS``, which is for the
-# next section. ``PARTS=2`` stores the accumulator in two halves.
+# The next kernel has two switches. Without ``FLATTEN`` (*persistent* in the
+# table) each tile still begins with empty buffers. ``PARTS=2`` stores the
+# accumulator in two halves, for the next section.
 
 
 @triton.jit
@@ -398,9 +397,9 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # -----------------------------
 #
 # A larger tile does more with what it loads. With a tile of 128x256, each
-# element of ``a`` is multiplied 256 times, and each of ``b`` 128 times. But all
-# that is under way lies in shared memory, and a program on an H100 has 227 KB
-# of it:
+# element of ``a`` is multiplied 256 times, and each of ``b`` 128 times. But
+# what is loaded lies in shared memory, and so does the tile that the engine
+# stores. A program on an H100 or an H200 has 227 KB of it:
 #
 # .. code-block:: text
 #
@@ -430,8 +429,8 @@ if __name__ == "__main__":
             assert (fits == "fits") == ((parts, stages) != (1, 4))
 
 # %%
-# The compiler adds some bytes for barriers. In halves, the large tile has a
-# fourth stage to try:
+# The 1024 bytes are more than enough for barriers, which the compiler adds. In
+# halves, the large tile has a fourth stage to try:
 
 if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
     rate_of({name: STEPS[name] for name in [*STEPS][2:]}, CUBLAS)
@@ -441,7 +440,7 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # -----------
 #
 # A large tile loads less for each multiplication. But if a product has only a
-# few large tiles, many multiprocessors have none. So the op counts. Tiles are
+# few large tiles, many multiprocessors get none. So the op counts. Tiles are
 # done in *rounds*: in each round every multiprocessor does one tile. The time
 # of a tile grows with its area, which is multiplied, and with its edges, which
 # are loaded. The op takes the tile of :math:`m` rows and :math:`n` columns with
@@ -450,12 +449,12 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # .. math:: \Big\lceil \frac{\text{tiles}}{\text{multiprocessors}} \Big\rceil
 #    \big( m\,n + 48\,(m + n) \big).
 #
-# Nothing is tuned at the first call, and a sum has the same order in each run.
-# The tile has as many stages as shared memory has room for, up to four or six.
-# A multiprocessor has one program, so all that it waits for is under way in
-# that program. Tiles of 64 rows go along ``K`` by 128 instead of 64: their
-# steps are short, and half as many wait half as often. The figures after the op
-# compare the choice with each of the tiles.
+# The 48 weighs loads against products; we chose it by timing layers of models.
+# Nothing is tuned at the first call, so a sum has the same order in each run.
+# The tile has as many stages as shared memory has room for, up to four or six:
+# a multiprocessor has one program, so no other program's work fills its waits.
+# Tiles of 64 rows have little to multiply in a step, so they take 128 of ``K``
+# instead of 64, and wait half as often.
 
 # %%
 # Transposed operands
@@ -466,27 +465,24 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # rows, so the descriptor is of the transpose, and the kernel transposes the
 # tile, by ``.T``. In half precision that is no instruction: the matrix units of
 # an H100 read either order from shared memory. So the op takes all four pairs
-# of orders. The backward needs them:
+# of orders. The backward needs them: from the gradient :math:`g` of the result
+# it computes those of ``a`` and of ``b``, by the same op.
 #
-# .. math:: \frac{\partial}{\partial a} = g\,b^T, \qquad
-#    \frac{\partial}{\partial b} = a^T g.
+# .. math:: d_a = g\,b^T, \qquad d_b = a^T g.
 #
-# Both are products of the same op. If ``a`` is a transpose itself, we compute
-# :math:`(b\,g^T)^T` for it instead. Then the gradient lies in memory as ``a``
-# does, and its rows are as long.
+# If ``a`` is a transpose itself, we compute :math:`(b\,g^T)^T` for it instead.
+# Then the gradient lies in memory as ``a`` does.
 
 # %%
 # The op
 # ------
 #
-# A host descriptor is no tensor. PyTorch 2.13 traces a ``triton_op`` with one,
-# and loses the kernel: what it compiles would return memory that nobody wrote.
-# So this op is a ``custom_op``, into which ``torch.compile`` does not look. On
-# a GPU a call goes straight to the launcher, as ``what_a_call_costs.py``
-# explains.
-#
-# Rows of the result begin at multiples of 16 bytes, for the engine stores them.
-# Where ``N`` is odd, for instance, there is a gap between them.
+# A *host descriptor*, one made on the CPU, is no tensor. If a ``triton_op`` has
+# one, ``torch.compile`` of PyTorch 2.13 loses the kernel, and nobody writes the
+# result. So this op is a ``custom_op``, into which ``torch.compile`` does not
+# look. On a GPU a call goes straight to the launcher: ``what_a_call_costs.py``
+# explains how. The engine stores only rows that begin at multiples of 16 bytes.
+# So the result's rows do: where ``N`` is odd, for example, gaps follow them.
 
 PERSISTENT_MATMUL_NAMESPACE = "triton_gallery"
 PERSISTENT_MATMUL_THREAD = threading.local()
@@ -709,12 +705,15 @@ def persistent_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     Takes float16, bfloat16, float32 and float64, both of one dtype, and sums in
     float32, or float64 for float64. Of each matrix, rows or columns have
-    adjacent elements and begin at multiples of 16 bytes. The result has the
-    dtype of ``a`` and rows that begin at multiples of 16 bytes: it is
-    contiguous where 16 divides the bytes of a row. It is the same each time on
-    one kind of GPU. Raises TypeError for other dtypes, ValueError for other
-    shapes, strides and addresses, and RuntimeError for GPUs without a copy
-    engine. Has a gradient, which has one as well.
+    adjacent elements and begin at multiples of 16 bytes: so do those of a new
+    contiguous matrix with rows of such a length, and of its transpose. The
+    result has the dtype of ``a`` and rows that begin at multiples of 16 bytes:
+    it is contiguous where 16 divides the bytes of a row. It is the same each
+    time on one kind of GPU. Raises TypeError for other dtypes, ValueError for
+    other shapes, strides and addresses, and RuntimeError for GPUs without a
+    copy engine, which NVIDIA's have from compute capability 9.0 on. Without a
+    GPU, it needs Triton's interpreter, TRITON_INTERPRET=1. Has a gradient,
+    which can be differentiated again.
     """
     return _persistent_matmul_launch(a, b)
 
@@ -763,7 +762,7 @@ persistent_matmul.register_autograd(
 )
 
 # %%
-# What did each step gain?
+# What did each step gain? *Triton* is the op.
 
 PRODUCTS = {"Triton": persistent_matmul, "cuBLAS": torch.matmul}
 
@@ -869,8 +868,8 @@ if __name__ == "__main__" and CAN:
 # %%
 # NaN and inf go into the rows or columns of the result to which they belong,
 # and into no other, at the edges too. (`An open report
-# <https://github.com/triton-lang/triton/issues/9719>`_ has NaN from host
-# descriptors, without a program that shows it.)
+# <https://github.com/triton-lang/triton/issues/9719>`_ tells of NaN
+# from host descriptors, but has no program that shows it.)
 
 if __name__ == "__main__" and CAN:
     a, b = random(72, 88), random(88, 104)
@@ -956,8 +955,8 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 #
 # * *Rounds*: the table of choices says how much of all rounds is filled. A last
 #   round of a few tiles leaves the other multiprocessors without work.
-# * *Bytes*: with 256 tokens the weight is read for few operations.
-#   ``skinny_matmul.py`` is about still fewer.
+# * *Bytes*: 256 tokens give about 240 operations a byte, little more than the
+#   200 of the data sheet. ``skinny_matmul.py`` is about still fewer tokens.
 # * *Beginning and end*: with a short ``K`` the first loads and the last stores
 #   are a larger part of a tile's time. The table of steps has such a size.
 
@@ -971,10 +970,9 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 #
 # To read on:
 #
-# * ``tuned_matmul.py`` takes any strides, with pointers.
 # * ``tensor_descriptors.py`` is about descriptors, and about warps with
-#   different work. This op does not ask for those: with eight warps, the
-#   compiler ignores it on an H100.
+#   different work. This op does not ask for such warps: where a program has
+#   eight, the compiler ignores that on an H100, as that page shows.
 # * Triton's tutorials, of which *Persistent Matmul* includes float8:
 #   https://triton-lang.org/main/getting-started/tutorials/
 
