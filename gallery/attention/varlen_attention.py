@@ -12,15 +12,15 @@ r"""
 Variable-length attention
 =========================
 
-Sequences of a batch differ in length. Padded to the longest, most of what
-attention computes may be padding. A kernel can take the sequences *packed*, one
-behind the other without a gap, and compute nothing else.
+Sequences of a batch differ in length. If all are padded to the longest one,
+most of what attention computes may be padding. A kernel can take the sequences
+*packed*, one behind the other without a gap, and compute nothing for padding.
 
 After this page you can
 
 * count what padding costs;
 * tell each program which piece of which sequence is its own;
-* say what programs without work cost, and launch nearly none;
+* measure what programs without work cost, and launch nearly none;
 * start the longest work first;
 * compute the gradient in two passes that give the same bits each time.
 """
@@ -105,10 +105,11 @@ def rate_table(times, x, unit, work):
 # In PyTorch
 # ----------
 #
-# *Packed*, all tokens of a batch are rows of one tensor, and ``cu_seqlens``
-# says where each sequence begins, and where the last one ends: ``[0, 5, 7, 9]``
-# for sequences of 5, 2 and 2 tokens. We take 64 sequences, from 128 tokens to
-# the longest, in equal factors. A query sees its sequence up to its own place.
+# *Packed*, all tokens of a batch are the rows of one tensor. The cumulated
+# lengths, ``cu_seqlens``, say where each sequence begins and where the last one
+# ends: ``[0, 5, 7, 9]`` for sequences of 5, 2 and 2 tokens. We take 64 lengths,
+# from 128 to the longest, that grow by one factor, shuffled. Attention is
+# *causal*: a query sees the keys of its sequence up to its own place.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 LONGEST = [512, 1024, 2048, 4096, 8192]
@@ -136,11 +137,10 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# It is that of ``flash_attention_forward.py``: a program takes a block of
-# queries, and goes along the keys of its sequence. Which block of which one?
-# The lengths are on the GPU; to read them, the CPU would have to wait. But one
-# mostly knows the longest. So launch programs for as many blocks as that has,
-# for each sequence. A program without queries ends at once:
+# As in ``flash_attention_forward.py``, a program takes a block of queries, and
+# goes along the keys of their sequence. The CPU would have to wait for lengths
+# that are on the GPU, but mostly knows the longest. So each sequence gets as
+# many programs as the longest has blocks. Those without queries end at once:
 #
 # .. code-block:: text
 #
@@ -151,7 +151,9 @@ if __name__ == "__main__":
 #     sequence c |   run   |   end   |   end   |   end   |   end   |
 #                +---------+---------+---------+---------+---------+
 #
-# Past the end of a sequence lie tokens of the next one, which must be masked.
+# Past a sequence's end lie tokens of the next. Loads and stores mask them, and
+# the causal mask hides their scores. As on that page, ``m`` is the maximum so
+# far, ``total`` the sum of exponentials, ``acc`` the weighted sum of values.
 
 
 @triton.jit
@@ -180,7 +182,7 @@ def packed_kernel(
     m = tl.full((BLOCK_M, 1), -float("inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-    # No query of the block sees a key behind its last one.
+    # No query of the block sees a key behind the block's last query.
     for start in range(begin, tl.minimum(end, row + BLOCK_M), BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
         of_keys = offs_n.to(tl.int64) * HEADS * D + offs_d  # (BLOCK_N, D)
@@ -212,7 +214,7 @@ def packed(q, k, v, cu, longest):
 # ------------
 #
 # We compare with float64. In float16, the probabilities and the result are
-# rounded, each by :math:`2^{-11}` of the largest value. We allow twice that.
+# rounded, each by :math:`2^{-11}` of the largest ``v``. We allow twice the sum.
 
 
 def inputs(lengths, D, dtype=torch.float16, heads=None):
@@ -243,8 +245,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Beside it stands PyTorch's SDPA, for one sequence after the other, and for the
-# padded batch. Rates count what the sequences need.
+# Beside the kernel stands PyTorch's SDPA, for one sequence after the other, and
+# for the padded batch. Rates count only the work that the sequences need.
 
 
 def rates(calls, lengths):
@@ -284,9 +286,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What do programs without work cost?
 # -----------------------------------
 #
-# Many programs end at once; call them idle. The kernel takes ``longest`` for
-# its grid alone. So let us claim that it is 2, 4 and 8 times what it is. That
-# adds idle programs, and changes nothing else.
+# Many programs end at once; call them *idle*. The launcher uses ``longest`` for
+# the grid alone. So we pass 2, 4 and 8 times the true length. That adds idle
+# programs, and changes nothing else.
 
 if __name__ == "__main__":
     for longest in LONGEST[::2]:
@@ -309,8 +311,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # A list of tiles
 # ---------------
 #
-# A program could look up in a list what it has to do: a sequence, and a block
-# of it. The grid then has as many programs as the list has entries:
+# Idle programs may be most of the grid, as the output above shows. Instead, a
+# program could look up its *tile* in a list: a sequence, and a block of its
+# queries. Each head then has as many programs as the list has entries:
 #
 # .. code-block:: text
 #
@@ -320,49 +323,37 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     block    |  4  |  3  |  2  |  1  |  0  |  1  |  0  |  0  |
 #              +-----+-----+-----+-----+-----+-----+-----+-----+
 #
-# A list also has an order, and that is ours to choose. If a tile with much work
-# starts among the last ones, it runs on when all others have ended. With a
-# causal mask, block ``n`` goes along the blocks of keys up to its own. Three
-# orders may be tried: as packed; the tiles with the most work first; or the
-# longest sequence first, and of each sequence the last block first, as in the
-# picture. Then most tiles that run at the same time read the same keys.
+# We also choose the order. If a tile with much work starts among the last ones,
+# it still runs when all others have ended. With a causal mask, block ``n`` goes
+# along the blocks of keys up to its own: a sequence's last block has the most
+# work. We try three orders: as packed; the tiles with the most work first; and
+# the longest sequence first, and of each the last block first, as in the
+# picture. In the third, most tiles that run at one time read the same keys.
 
 # %%
-# A list that no CPU waits for
-# ----------------------------
+# The GPU makes the list
+# ----------------------
 #
-# The op takes the third order, and a small kernel of one program a sequence
-# makes the list. How many tiles come before those of my sequence? Those of all
-# longer sequences, and of equally long ones with a smaller number. A program
-# adds them up: no sorting is needed, and no program waits for another. Then it
-# writes its own tiles behind them.
+# The op takes the third order. A small kernel of one program a sequence makes
+# the list. A program adds up the tiles of all longer sequences, and of equally
+# long ones with a smaller number: so many come before its own. Then it writes
+# its own behind them. Nothing is sorted, and no program waits for another.
 #
-# The grid needs a number, and the CPU does not know how many tiles there are.
-# But it knows a bound. :math:`T` tokens fill at most :math:`T / b` whole blocks
-# of :math:`b`, and each of :math:`B` sequences has at most one ragged block. So
-# the list has :math:`\lfloor T / b \rfloor + B` entries, or as many as the
-# longest length allows if these are fewer. What is left over has the block
-# ``-1``, and a program that finds it ends. There are at most :math:`B` such
-# programs a head, whatever the longest length is.
-
-# %%
-# What else the op does
-# ---------------------
-#
-# * As in ``flash_attention_forward.py``, keys that all queries of a block see
-#   need no mask, and several heads of queries may share one of keys.
-# * Queries and keys may differ in number, with a ``cu_seqlens`` for each. Then
-#   the *last* query sees all keys, the one before it all but the last, and so
-#   on: a model that continues a text has few new queries at the end of many
-#   keys. (PyTorch's ``is_causal`` counts from the first query instead.)
+# The CPU has to size the grid, and does not know how many tiles there are. But
+# it knows a bound. :math:`T` tokens fill at most :math:`T / b` whole blocks of
+# :math:`b`, and each of :math:`B` sequences has at most one *ragged* block, one
+# that is not full. The list has :math:`\lfloor T / b \rfloor + B` entries, or
+# what the longest length allows if that is less. Those left over have the block
+# ``-1``, and a program that finds it ends. Each head has at most :math:`B` such
+# programs, whatever the longest length is.
 
 # %%
 # The backward
 # ------------
 #
-# The forward keeps the *log-sum-exp* of each row,
+# The forward keeps the *log-sum-exp* of each row of scores,
 # :math:`\lambda_i = \log \sum_j e^{s_{ij}}`. With it, a probability needs no
-# sum:
+# sum. (:math:`\mathrm{d}x` is the gradient with respect to :math:`x`.)
 #
 # .. math:: p_{ij} = e^{s_{ij} - \lambda_i}, \qquad
 #    \mathrm{d}p_{ij} = \mathrm{d}o_i \cdot v_j, \qquad
@@ -373,27 +364,36 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    \qquad \mathrm{d}k_j = \tfrac{1}{\sqrt D} \sum_i \mathrm{d}s_{ij} q_i,
 #    \qquad \mathrm{d}v_j = \sum_i p_{ij}\, \mathrm{d}o_i
 #
-# One sum goes along the keys, and two along the queries. One kernel for all
-# three would have to add to some of them in memory, from many programs, in an
-# order that changes. So there are two passes, and each recomputes the
-# probabilities. One takes a block of queries and goes along the keys, for
-# :math:`\mathrm{d}q`. The other takes a block of keys and goes along the
-# queries. That is seven products where five would do, but the same bits each
-# time. The first pass also computes :math:`\delta`, for both.
+# One sum goes along the keys, and two along the queries. In one kernel for all
+# three, many programs would have to add to the same place in memory, in an
+# order that changes. So there are two passes. One takes a block of queries and
+# goes along the keys, for :math:`\mathrm{d}q`. The other takes a block of keys
+# and goes along the queries. Each recomputes the scores and
+# :math:`\mathrm{d}p`. That makes seven products where five would do, but the
+# same bits each time. The first pass also computes :math:`\delta`, for both.
 #
 # The second pass has a list of its own, of blocks of keys. With a causal mask
-# the first keys are seen by the most queries, so they come first. A head of
-# keys that several heads of queries share goes along the queries of all of
-# them.
+# the first keys are seen by the most queries, so they come first. Where several
+# heads of queries share one of keys, a program goes along all their queries.
 
 # %%
 # The op
 # ------
 #
-# The list's kernel runs before each of the others. The op itself is
-# ``varlen_attention_forward``, which returns the log-sum-exp too;
-# ``varlen_attention`` leaves that out. The op is registered in the way of the
-# page ``what_a_call_costs.py``.
+# The cell has four kernels. The first writes a list, and runs before each of
+# the others: the first kernel of this page, with a list, and the two passes of
+# the backward. The op does more than the first kernel:
+#
+# * As in ``flash_attention_forward.py``, blocks of keys that all queries of a
+#   tile see need no mask, and several heads of queries may share one of keys.
+# * Queries and keys may differ in number, with a ``cu_seqlens`` for each. With
+#   a causal mask the *last* query sees all keys, the one before it all but the
+#   last, and so on: a model that continues a text has few new queries at the
+#   end of many keys. (PyTorch's ``is_causal`` counts from the first query.)
+#
+# The op itself is ``varlen_attention_forward``, which also returns the
+# log-sum-exp, in base 2; ``varlen_attention`` leaves that out. The op is
+# registered in the way of the page ``what_a_call_costs.py``.
 
 VARLEN_ATTENTION_NAMESPACE = "triton_gallery"
 VARLEN_ATTENTION_DTYPES = {
@@ -402,7 +402,8 @@ VARLEN_ATTENTION_DTYPES = {
     torch.float32,
     torch.float64,
 }
-# Of each kernel, for a padded head: BLOCK_M, BLOCK_N, warps, stages
+# Of each kernel, by a head's size, padded to a power of two: BLOCK_M, BLOCK_N,
+# warps, stages
 VARLEN_ATTENTION_TILES = {
     "forward": {
         64: (128, 64, 8, 3),
@@ -420,10 +421,11 @@ VARLEN_ATTENTION_TILES = {
         256: (32, 64, 8, 2),
     },
 }
-# Where a program has less shared memory than an A100's, in bytes
+# Heads padded to 256 take the small tile where a program gets fewer bytes of
+# shared memory than this. (On an A100 it gets more.)
 VARLEN_ATTENTION_ROOM = 160_000
 VARLEN_ATTENTION_SMALL = (32, 32, 4, 1)
-# For float32 and float64, in short heads and in long ones
+# For float32 and float64: heads of up to 64, and longer ones
 VARLEN_ATTENTION_WIDE = [(32, 32, 4, 1), (16, 16, 4, 1)]
 
 
@@ -440,7 +442,8 @@ def _varlen_attention_list_kernel(
 ):
     """Write the tiles of one sequence into the list: the sequence, the block.
 
-    A tile goes along the other side's tokens. The more, the sooner its place.
+    The list is of one side, queries or keys. A tile goes along the tokens of
+    the other side. The sequence with most of these comes first.
     """
     seq = tl.program_id(axis=0)
     tokens = tl.load(cu_ptr + seq + 1) - tl.load(cu_ptr + seq)
@@ -454,7 +457,7 @@ def _varlen_attention_list_kernel(
         tiles = tl.cdiv(tiles, BLOCK)  # (BLOCK_B,)
         begin = tl.load(cu_other_ptr + offs, mask=mask, other=0)
         other = tl.load(cu_other_ptr + offs + 1, mask=mask, other=0) - begin
-        # Of equally long ones the first: no two may have the same places.
+        # Equally long sequences come by number: two never share a place.
         sooner = (other > work) | ((other == work) & (offs < seq))
         first += tl.sum(tl.where(sooner, tiles, 0))
         count += tl.sum(tiles)
@@ -463,11 +466,12 @@ def _varlen_attention_list_kernel(
         offs = start + tl.arange(0, BLOCK_B)  # (BLOCK_B,)
         # With a causal mask, the last queries and the first keys have the most.
         block = tiles - 1 - offs if DOWN else offs
-        # Past the end only if max_seqlen was too small: then tiles get lost.
+        # Tiles go past the end only if max_seqlen was too small. They are
+        # left out then, rather than written beside the list.
         mask = (offs < tiles) & (first + offs < SLOTS)
         tl.store(list_ptr + 2 * (first + offs), seq, mask=mask)
         tl.store(list_ptr + 2 * (first + offs) + 1, block, mask=mask)
-    # What is left over says so by a block of -1.
+    # Entries that are left over get the block -1. The programs share them.
     for slot in range(count + seq, SLOTS, BATCH):
         tl.store(list_ptr + 2 * slot, 0)
         tl.store(list_ptr + 2 * slot + 1, -1)
@@ -519,7 +523,7 @@ def _varlen_attention_keys(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return up to where a block of queries sees all keys, and up to where any.
+    """Return the ends of the keys that all, and that some, of a block see.
 
     Query i sees the keys up to i + LK - LQ: the last query sees all of them.
     """
@@ -528,7 +532,7 @@ def _varlen_attention_keys(
         seen = block * BLOCK_M + LK - LQ
         full = tl.maximum(tl.minimum(seen + 1, LK), 0)
         end = tl.maximum(tl.minimum(seen + BLOCK_M, LK), 0)
-    # Whole blocks of keys; the last, ragged one needs a mask.
+    # Rounded down to whole blocks: a ragged block needs a mask.
     return full // BLOCK_N * BLOCK_N, end
 
 
@@ -569,8 +573,9 @@ def _varlen_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # Not in a helper: torch.compile would take these pointers for written to,
-    # as a helper gets them and returns what leads to the stores.
+    # These lines are not in a helper. A helper would get these pointers and
+    # return numbers that the stores' addresses depend on. torch.compile would
+    # then believe that the kernel writes to these tensors, and copy them.
     slot, head = tl.program_id(axis=0) // HEADS, tl.program_id(axis=0) % HEADS
     block = tl.load(list_ptr + 2 * slot + 1)
     if block < 0:
@@ -587,10 +592,13 @@ def _varlen_attention_kernel(
     k_ptrs = k_ptr + begin_k * stride_kt + head // GROUP * stride_kh
     v_ptrs = v_ptr + begin_k * stride_vt + head // GROUP * stride_vh
     q = _varlen_attention_load(q_ptrs, offs_m, stride_qt, LQ, D, BLOCK_D, True)
+    # Not -inf: for a query that has seen no key yet, -inf - -inf is NaN.
     m = tl.full((BLOCK_M, 1), LOWEST, dtype=ACC)
     total = tl.zeros((BLOCK_M, 1), dtype=ACC)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
     full, end = _varlen_attention_keys(block, LQ, LK, CAUSAL, BLOCK_M, BLOCK_N)
+    # First the keys that all queries of the block see, without a mask; then the
+    # others, with one.
     for MASKED in tl.static_range(2):
         for start in range(
             full if MASKED else 0, end if MASKED else full, BLOCK_N
@@ -604,7 +612,7 @@ def _varlen_attention_kernel(
                 offs = offs_n[None, :]
                 seen = _varlen_attention_seen(offs_m, offs, LQ, LK, CAUSAL)
                 s = tl.where(seen, s, -float("inf"))  # (BLOCK_M, BLOCK_N)
-            # The scale is positive, so the largest score is known before it.
+            # The scale is positive, so it may be applied after the maximum.
             most = tl.max(s, axis=1, keep_dims=True) * SCALE
             m_new = tl.maximum(m, most)
             p = tl.exp2(s * SCALE - m_new)  # (BLOCK_M, BLOCK_N)
@@ -619,7 +627,7 @@ def _varlen_attention_kernel(
             p = p.to(v.dtype)
             acc = tl.dot(p, v, acc, input_precision="ieee", out_dtype=ACC)
             m = m_new
-    # A query that saw nothing has a result of 0. With an infinite lse, the
+    # A query that saw nothing has a result of 0. As its lse is infinite, the
     # backward computes probabilities of 0 for it.
     nothing = total == 0
     total = tl.where(nothing, 1.0, total)
@@ -688,10 +696,12 @@ def _varlen_attention_dq_kernel(
     row = head * TOTAL + begin_q + offs_m  # (BLOCK_M, 1)
     lse = tl.load(lse_ptr + row, mask=offs_m < LQ, other=float("inf"))
     delta = tl.sum(out.to(ACC) * do.to(ACC), axis=1, keep_dims=True)
-    # The other pass needs it as well.
+    # The other pass runs after this one, and reads delta.
     tl.store(delta_ptr + row, delta, mask=offs_m < LQ)
     dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
     full, end = _varlen_attention_keys(block, LQ, LK, CAUSAL, BLOCK_M, BLOCK_N)
+    # First the keys that all queries of the block see, without a mask; then the
+    # others, with one.
     for MASKED in tl.static_range(2):
         for start in range(
             full if MASKED else 0, end if MASKED else full, BLOCK_N
@@ -708,12 +718,13 @@ def _varlen_attention_dq_kernel(
             if MASKED:
                 offs = offs_n[None, :]
                 seen = _varlen_attention_seen(offs_m, offs, LQ, LK, CAUSAL)
-                # A key that is not seen may have a huge power; 0 * inf is NaN.
+                # For a key that is not seen, exp2 may give inf. Multiplied by
+                # a mask's 0, that would be NaN, so we select.
                 p = tl.where(seen, p, 0.0)
             dp = tl.dot(do, v.T, input_precision="ieee", out_dtype=ACC)
             ds = (p * (dp - delta)).to(k.dtype)  # (BLOCK_M, BLOCK_N)
             dq = tl.dot(ds, k, dq, input_precision="ieee", out_dtype=ACC)
-    # SCALE has the factor log2(e), which the derivative has not.
+    # SCALE contains log2(e), and the derivative does not: ln(2) cancels it.
     dq = dq * (SCALE * 0.6931471805599453)
     _varlen_attention_store(
         dq_ptr, dq, begin_q, offs_m, LQ, head, HEADS, D, BLOCK_D
@@ -752,7 +763,7 @@ def _varlen_attention_dkdv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # HEADS are those of the keys; each adds up what its GROUP of queries gives.
+    # HEADS counts the heads of keys. GROUP heads of queries share each of them.
     slot, head = tl.program_id(axis=0) // HEADS, tl.program_id(axis=0) % HEADS
     block = tl.load(list_ptr + 2 * slot + 1)
     if block < 0:
@@ -771,7 +782,7 @@ def _varlen_attention_dkdv_kernel(
     v = _varlen_attention_load(v_ptrs, offs_n, stride_vt, LK, D, BLOCK_D, True)
     dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
     dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
-    # The first query that sees any of these keys, and the first that sees all
+    # From query some on, a query sees some of these keys; from full on, all.
     some, full = 0, 0
     if CAUSAL:
         some = tl.minimum(tl.maximum(block * BLOCK_N + LQ - LK, 0), LQ)
@@ -783,6 +794,7 @@ def _varlen_attention_dkdv_kernel(
         q_ptrs = q_ptr + begin_q * stride_qt + of_q * stride_qh
         d_ptrs = do_ptr + begin_q * stride_dt + of_q * stride_dh
         row = of_q * TOTAL + begin_q
+        # With a causal mask, first the queries that need it; then the others.
         for MASKED in tl.static_range(CAUSAL, -1, -1):
             for start in range(
                 some if MASKED else full, full if MASKED else LQ, BLOCK_M
@@ -795,10 +807,11 @@ def _varlen_attention_dkdv_kernel(
                 do = _varlen_attention_load(
                     d_ptrs, offs_m[:, None], stride_dt, LQ, D, BLOCK_D, True
                 )
-                # Past the end p is 0.
+                # Past the end, lse is inf, so p is 0.
                 lse = tl.load(lse_ptr + row + offs_m, mask, other=float("inf"))
                 delta = tl.load(delta_ptr + row + offs_m, mask, other=0.0)
-                # Transposed: p is what the sum over queries multiplies.
+                # Keys by queries: p is the first operand of the sum over
+                # queries, below.
                 s = tl.dot(k, q.T, input_precision="ieee", out_dtype=ACC)
                 p = tl.exp2(s * SCALE - lse[None, :])  # (BLOCK_N, BLOCK_M)
                 if MASKED:
@@ -868,7 +881,7 @@ def _varlen_attention_tile(kind, like, scale):
     room = _varlen_attention_room(like.device)
     if BLOCK_D == 256 and room < VARLEN_ATTENTION_ROOM:
         tile = VARLEN_ATTENTION_SMALL
-    if like.dtype.itemsize > 2:  # their operands take registers
+    if like.dtype.itemsize > 2:  # their operands take more registers
         tile = VARLEN_ATTENTION_WIDE[BLOCK_D > 64]
     BLOCK_M, BLOCK_N, num_warps, num_stages = tile
     return {
@@ -896,8 +909,8 @@ def _varlen_attention_list(
 ):
     """Return the list of the tiles of one side, (slots, 2), on the GPU."""
     batch = cu.shape[0] - 1
-    # The GPU alone knows how many there are. At most one of each sequence is
-    # ragged, and none has more than the longest.
+    # The GPU alone knows how many tiles there are. Each sequence has at most
+    # one ragged tile, and no more tiles than the longest.
     slots = torch.sym_min(
         total // BLOCK + batch, batch * triton.cdiv(longest, BLOCK)
     )
@@ -1054,8 +1067,9 @@ def varlen_attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return varlen_attention, and the log-sum-exp of each row of scores.
 
-    That has shape (heads, tokens) and base 2, is float32, or float64 with
-    float64, and has no gradient. It is inf for a query that sees nothing.
+    Takes what varlen_attention takes. The log-sum-exp has the shape (heads,
+    tokens) and the base 2, is float32, or float64 for float64, and has no
+    gradient. It is inf for a query that sees nothing.
     """
     return _varlen_attention_launch(
         q,
@@ -1158,19 +1172,28 @@ def varlen_attention(
     """Return the attention of packed sequences, each with itself alone.
 
     Takes q of (tokens, heads, D), and k and v of (tokens, heads / n, D), all
-    of float16, bfloat16, float32 or float64, with D up to 256 and any strides;
-    what is not contiguous along D is copied. Each n heads of q share one of k
-    and v. Sequence i has the queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] - 1
-    and, by cu_seqlens_k, its keys: both are int32 on the GPU, have batch + 1
-    numbers that do not fall, from 0 to the number of tokens. That is not
-    checked, for the GPU alone knows them. A sequence may be empty. No sequence
-    may be longer than max_seqlen_q and max_seqlen_k, or tokens are left out.
+    of one dtype, float16, bfloat16, float32 or float64, with D up to 256 and
+    any strides; what is not contiguous along D is copied. Head h of q takes
+    head h // n of k and v. q and k may differ in tokens.
+
+    cu_seqlens_q and cu_seqlens_k say where sequences begin and end: sequence i
+    has the queries cu_seqlens_q[i] to cu_seqlens_q[i + 1] - 1, and its keys
+    likewise. Both are int32 on the device of q, and have batch + 1 numbers that
+    never fall, from 0 to the number of tokens. A sequence may be empty.
+    max_seqlen_q and max_seqlen_k are integers, at least the lengths of the
+    longest sequence. These numbers are not checked, as the CPU would have to
+    wait for them. With wrong ones, the op may read and write outside of the
+    tensors, or leave rows of the result or of a gradient unwritten.
+
     With causal, a sequence's last query sees all its keys, the one before it
-    all but one, and so on. A query that sees nothing gives 0. scale is 1 /
-    sqrt(D) if not given, else above 0; the kernels are compiled for it. The
-    result is contiguous, and it and its gradients are the same each time; they
-    have none themselves. Raises TypeError for other dtypes or devices that
-    differ, and ValueError for other shapes. The method:
+    all but the last, and so on. A query that sees nothing gives 0. scale
+    multiplies the scores. It is above 0, and 1 / sqrt(D) if not given; the
+    kernels are compiled anew for each scale.
+
+    The result has the shape and dtype of q and is contiguous. It and the
+    gradients of q, k and v have the same bits each time. The gradients have no
+    gradient. Raises TypeError for other dtypes and for dtypes or devices that
+    differ, and ValueError for other shapes or scales. The method:
     https://arxiv.org/abs/2307.08691
     """
     return varlen_attention_forward(
@@ -1187,11 +1210,11 @@ def varlen_attention(
 
 
 # %%
-# What did each step gain? The table has the TFLOP/s of the forward. The op gets
-# other lists there. ``grid`` also has an entry for each block that a sequence
-# lacks to be as long as the longest: as many programs are idle as in the first
-# kernel. The last line has the same tiles as the one before it, but the op's
-# own list, which the GPU makes within the time that is shown.
+# What did each step gain? The table has the TFLOP/s of the forward. Rows with a
+# comma are the op with a list that was made before. ``grid`` lists all programs
+# of the first kernel, the idle ones too: only the kernel is new. Then come the
+# three orders. The last row has the tiles of the one before it, but its time
+# includes the kernel that makes the list.
 
 
 def orders(lengths, BLOCK):
@@ -1245,9 +1268,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # keys, with a causal mask and without. For each element of the result we allow
 # two roundings of :math:`\sum_j p_j |v_j|` and two of the result. A rounding is
 # :math:`2^{-11}` in float16. In bfloat16 we allow :math:`2^{-7}`, as the
-# interpreter cuts off; in float32 and float64, for the scores, :math:`2^{-18}`
-# and :math:`2^{-45}`. A gradient has terms that cancel. There we compare the
-# length of the difference with that of the gradient, and allow four roundings.
+# interpreter cuts bits off; in float32 and float64, where the rounding of the
+# scores counts most, :math:`2^{-18}` and :math:`2^{-45}`. A gradient has terms
+# that cancel. So there we compare norms, and allow four roundings.
 
 EPS = {
     torch.float16: 2.0**-11,
@@ -1307,8 +1330,8 @@ if __name__ == "__main__":
                 prove(case, dtype, causal)
 
 # %%
-# Next come queries, keys and values side by side in memory, and PyTorch's check
-# of the gradient by differences.
+# Next come queries, keys and values that are views of one tensor, and PyTorch's
+# ``gradcheck``, which compares the gradient with differences of the result.
 
 lengths = [40, 0, 9]
 side, _, _, cu = inputs(lengths, 48, heads=2)
@@ -1331,12 +1354,12 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# The benchmark is causal, in float16, with heads of 128. The operations are
-# those of the sequences; a backward counts 2.5 times those of a forward, five
-# products for two. Beside the op stand cuDNN and FlashAttention-2 on the padded
-# batch, without the time that padding takes; PyTorch's ``varlen_attn``, which
-# has FlashAttention-2 for packed sequences; and SDPA of a *nested tensor*,
-# PyTorch's own form of a packed batch.
+# The benchmark is causal, in float16, with heads of 128. For ``n`` tokens we
+# count ``n * n / 2`` scores, and a score four operations for each element of a
+# head, in two products. A backward counts 2.5 times as many, for five products.
+# Beside the op stand cuDNN and FlashAttention-2 on the padded batch, without
+# the time to pad it; PyTorch's ``varlen_attn``, FlashAttention-2 for packed
+# sequences; and SDPA of a *nested tensor*, PyTorch's form of a packed batch.
 
 
 def packed_flash(q, k, v, cu, longest):
@@ -1410,7 +1433,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # How much do unequal lengths cost? The next table has the op's rates for these
-# batches, and for 64 sequences of one length that need as many operations.
+# batches, divided by those for 64 equal lengths that need as many operations.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     rows = {}
@@ -1433,18 +1456,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# The first output of this page counts what a padded batch computes beyond its
-# sequences. Whichever library computes it, its rate falls by that factor. The
-# curves show how the op compares with padded batches, and with libraries that
-# take packed ones. The last table shows what unequal lengths leave of the rate.
+# The first output of this page counts how many times the work a padded batch
+# takes. Rates count the work that the sequences need, so padding divides a rate
+# by that factor. The curves compare the op with padded batches and with packed
+# ones. The last table shows what unequal lengths leave of the rate.
 
 # %%
 # Break it
 # --------
 #
-# The bug that everybody writes once is to mask by the end of the tensor, not by
-# the end of the sequence. Without a causal mask, a sequence then sees the first
-# keys of the next one. Here it is in PyTorch, with blocks of 64 keys:
+# The classic bug is to mask by the end of the tensor, not by the end of the
+# sequence. Without a causal mask, a sequence then sees the first keys of the
+# next one. Here it is in PyTorch, with blocks of 64 keys:
 
 
 def by_blocks(q, k, v, lengths, BLOCK):
@@ -1467,15 +1490,15 @@ if __name__ == "__main__":
         assert (error > 1e-3) == (60 in lengths)
 
 # %%
-# A test with lengths that the block divides finds nothing, and neither does one
-# with a single sequence. Test with odd lengths, several of them.
+# A test whose lengths are multiples of the block finds nothing, and neither
+# does a test with a single sequence. Test with several odd lengths.
 
 # %%
 # Go further
 # ----------
 #
 # 1. The op's list has whole sequences, one after the other. For which batch
-#    would tiles with the most work first, of all sequences, balance better?
+#    would it be better to sort the tiles of all sequences by their work?
 #
 # To read on:
 #
@@ -1487,6 +1510,6 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** For one with a single long sequence and few others. Its tiles start
-# first in either order, but in the op's order those with little work, its first
-# blocks, come before the longest tiles of the other sequences.
+# **1.** For a batch of one long sequence and few others. The tiles of the long
+# one start first in either order. But the op's order puts even its first
+# blocks, which have little work, before the longest tiles of the others.

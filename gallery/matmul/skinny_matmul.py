@@ -13,17 +13,17 @@ A product of few rows
 
 A language model that writes one token at a time multiplies few rows, often a
 single one, by each of its weight matrices. Such a product has to read all
-weights and does little with each of them, so the memory sets the pace, and not
-the tensor cores. The tiles of an ordinary matrix product are too few to keep
-the memory busy. This page keeps more loads under way in each program, and
-splits the sum over ``K`` among more programs.
+weights and computes little with each of them. So the memory sets the pace, and
+not the tensor cores. The tiles of an ordinary matrix product are too few to
+keep the memory busy. This page keeps more loads under way in each program, and
+splits the sum over ``K``, the columns of the weights, among more programs.
 
 After this page you can
 
 * tell by counting whether memory or arithmetic bounds a product;
-* count how much is under way, and choose stages and splits by it;
+* count how many bytes are under way, and choose stages and splits by it;
 * split the sum over ``K``, and add the parts with the same bits each time;
-* keep the result of a row independent of the rows beside it.
+* sum each row in the same parts, however many rows come with it.
 """
 
 # sphinx_gallery_tags = ["matmul", "memory bound", "split-K", "atomics"]
@@ -108,7 +108,7 @@ def rate_table(times, x, unit, work):
 #
 # ``linear(x, weight)`` multiplies ``M`` rows by a weight matrix:
 #
-# .. math:: y_{mn} = \sum_{k<K} x_{mk}\,w_{nk}, \qquad n < N.
+# .. math:: y_{mn} = \sum_{k=0}^{K-1} x_{mk}\,w_{nk}, \qquad 0 \le n \lt N.
 #
 # How much does that move, and how much does it compute? Tensors on the device
 # ``meta`` have no data, so the count costs nothing. Three layers of models:
@@ -128,14 +128,14 @@ if __name__ == "__main__":
 
 # %%
 # Nearly all bytes are weights. An H200's data sheet has 989 TFLOP/s and 4.8
-# TB/s, 206 operations a byte, and these products need a third of that at most.
-# So the floor is one *read* of the weights; we measure PyTorch's beside ours.
+# TB/s, 206 operations a byte. These products need a third at most, so memory
+# bounds them. The floor is one *read* of the weights; we measure PyTorch's too.
 
 # %%
 # The first kernel
 # ----------------
 #
-# A program takes ``BLOCK_N`` rows of the weights and goes along ``K``.
+# A program goes along ``BLOCK_N`` rows of weights. Stars: program 1 reads them.
 #
 # .. code-block:: text
 #
@@ -148,11 +148,11 @@ if __name__ == "__main__":
 #     program 1   |   *   |   *   |   *   |        | *  |        |acc | BLOCK_N
 #                 +-------+-------+-------+        | *  |        +----+
 #
-# The weights are the first operand of ``tl.dot``; the few rows of ``x`` are the
-# columns of the second. On Hopper the matrix instruction takes 64 rows of the
-# first operand, and from 8 columns of the second on. Triton uses it from 16
-# columns on, so ``BLOCK_M`` is at least 16. Columns past ``M`` are masked: they
-# are computed, but not loaded or stored.
+# The weights are the first operand of ``tl.dot``. The few rows of ``x`` are the
+# columns of the second one. The reason is the matrix instruction of Hopper, the
+# H100 and H200: it takes 64 rows of the first operand, but as few as 8 columns
+# of the second. Triton uses it from 16 columns on, so ``BLOCK_M`` is at least
+# 16. Columns past ``M`` are computed, but not loaded or stored.
 
 
 @triton.jit
@@ -181,13 +181,13 @@ def first_kernel(
         x_ptrs = x_ptr + offs_m * K + offs_k[:, None]
         w = tl.load(w_ptrs, mask=mask_w, other=0.0)  # (BLOCK_N, BLOCK_K)
         x = tl.load(x_ptrs, mask=mask_x, other=0.0)  # (BLOCK_K, BLOCK_M)
-        # "ieee": float32 is not rounded to TF32 first.
+        # "ieee": without it, float32 would be rounded to TF32, of 11 bits.
         acc = tl.dot(w, x, acc, input_precision="ieee")
     y_ptrs = y_ptr + offs_m * N + offs_n  # (BLOCK_N, BLOCK_M)
     tl.store(y_ptrs, acc, mask=(offs_n < N) & (offs_m < M))
 
 
-SHARED = 64 * 1024  # bytes of a program; the interpreter takes any
+SHARED = 64 * 1024  # bytes that a program gets; the interpreter takes any
 if DEVICE.type == "cuda":
     gpu = torch.cuda.get_device_properties(DEVICE)
     SHARED = gpu.shared_memory_per_block_optin
@@ -199,7 +199,7 @@ def whole_sum(x, weight):
     y, grid = x.new_empty(M, N), (triton.cdiv(N, 64),)
     BLOCK_M = max(16, triton.next_power_of_2(M))
     tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": 64, "BLOCK_K": 256 // x.itemsize}
-    stages = min(5, SHARED // ((BLOCK_M + 64) * 256))  # a question below
+    stages = min(5, SHARED // ((BLOCK_M + 64) * 256))  # the reason is below
     first_kernel[grid](x, weight, y, M, N, K, **tile, num_stages=stages)
     return y
 
@@ -210,8 +210,8 @@ def whole_sum(x, weight):
 #
 # We compare with float64. A sum of ``K`` products is rounded ``K`` times at
 # most, each time by :math:`2^{-24}` of the sum of magnitudes at most, and once
-# to the dtype of ``x``. The cell prints the error in units of that sum. (With
-# bfloat16, the interpreter's ``tl.dot`` is wrong. The op converts it there.)
+# to the dtype of ``x``. The cell prints the error in units of that sum. It
+# takes float16: with bfloat16, the interpreter's ``tl.dot`` is wrong.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -237,8 +237,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# The rate counts the weights' bytes. ``linear`` calls cuBLAS. The roof is a sum
-# of each row of those bytes, taken for float32. The cache is empty before each.
+# The rate counts the weights' bytes alone. ``linear`` calls cuBLAS. For the
+# roof, PyTorch reads the same bytes as if they were float32, and sums each row.
+# Before each call the L2 cache is emptied.
 
 
 def contestants(function, x, weight):
@@ -265,12 +266,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # How many loads are under way?
 # -----------------------------
 #
-# A memory keeps its rate only while enough loads are under way. If a load takes
-# a microsecond and the memory gives 4.8 TB/s, 4.8 MB have to be in flight, 36
-# KB for each of the 132 multiprocessors of an H200. A program of ours has
-# ``num_stages - 1`` blocks of weights in flight, of 16 KiB each: the compiler
-# copies them into shared memory ahead of the loop (``tile_order.py`` shows
-# how). What comes to a multiprocessor on average, with three and five stages?
+# A memory keeps its rate only while enough loads are *in flight*: begun and not
+# yet done. Suppose that a load takes a microsecond. At 4.8 TB/s, 4.8 MB then
+# have to be in flight, 36 KB for each of the 132 multiprocessors of an H200. A
+# program of ours has ``num_stages - 1`` blocks of weights in flight, of 16 KiB
+# each: the compiler copies them into shared memory ahead of the loop
+# (``tile_order.py`` shows how). With three and with five stages, how much is in
+# flight for a multiprocessor, on average?
 
 PROCESSORS = 132  # of an H200
 
@@ -282,16 +284,19 @@ if __name__ == "__main__":
         print(f"{kib[0]:2.0f} or {kib[1]:3.0f} KiB in flight for each")
 
 # %%
-# More stages take more shared memory: a block of weights and its block of ``x``
-# are ``(64 + BLOCK_M) * 256`` bytes, 20 KiB for up to 16 rows and 32 KiB for
-# 64. An H200 has 227 KiB for a program, an L4 99 KiB. The op takes five stages,
-# or as many as fit. Their number changes no bit: the sum keeps its order.
+# For the second shape, three stages are too few by this count, and five are
+# enough. More stages take more shared memory: a block of weights and its block
+# of ``x`` are ``(64 + BLOCK_M) * 256`` bytes, 20 KiB for up to 16 rows and 32
+# KiB for 64. An H200 has 227 KiB for a program, an L4 99 KiB. The op takes five
+# stages, or as many as fit. Their number changes no bit: the sum keeps its
+# order.
 #
 # For the last shape no number of stages is enough: three of four
-# multiprocessors have no program. Smaller blocks of ``N`` would make more
-# programs. But each program reads all of ``x``, out of the L2 cache. With 64
-# rows of ``x`` and ``BLOCK_N = 64``, that is as many bytes of ``x`` as of
-# weights. The other way is to let several programs share the sum of a tile.
+# multiprocessors have no program. With a smaller ``BLOCK_N`` there would be
+# more programs. But each program reads all of ``x``, out of the L2 cache. With
+# 64 rows of ``x`` and ``BLOCK_N = 64``, that is already as many bytes of ``x``
+# as of weights. The other way is to let several programs share the sum of a
+# tile.
 
 # %%
 # Split K
@@ -310,9 +315,9 @@ if __name__ == "__main__":
 #     tile 1    | (1, 0)    | (1, 1)    |        [0, tile 1]
 #               +-----------+-----------+         + [1, tile 1]   ->  tile 1
 #
-# How many parts? The second launch costs time, and the parts are written once
-# and read once, mostly in the L2 cache. So there are only as many parts as give
-# each multiprocessor a program, and one where there are tiles enough:
+# How many parts? The second launch costs time, and so do the parts, which are
+# written once and read once. So we take only as many parts as there are
+# multiprocessors for, and one where more than half of them have a tile:
 
 if __name__ == "__main__":
     for M, K, N in SHAPES:
@@ -325,18 +330,18 @@ if __name__ == "__main__":
 # The op
 # ------
 #
-# ``x`` may have any shape with up to 64 rows in all. The weights may lie in any
-# way, as ``torch.nn.Linear`` keeps them or transposed. The number of parts
+# ``x`` may have any shape with up to 64 rows in all. The weights may have any
+# layout: as ``torch.nn.Linear`` keeps them, or transposed. The number of parts
 # follows from ``N``, ``K`` and the number of multiprocessors, and not from
 # ``M``. So each row is added up in the same parts, however many rows there are.
-# One kernel serves with and without a split: alone, a part is the result, and
-# is stored in its dtype.
+# One kernel serves with and without a split: a single part is the result, and
+# is stored in the result's dtype.
 #
-# In half precision, rows of weights that do not begin at multiples of 16 bytes
-# go through registers into shared memory. Their blocks are half as long, and
-# fewer of them are under way, so that the registers suffice. The op is
-# registered in the way of the page ``what_a_call_costs.py``: on a GPU a call
-# goes straight to the launcher.
+# Some weights cannot be copied into shared memory 16 bytes at a time, as their
+# rows do not begin at multiples of 16 bytes. In half precision, they then go
+# through registers. For such weights the op halves ``BLOCK_K`` and takes two
+# stages, so that the registers suffice. The op is registered in the way of the
+# page ``what_a_call_costs.py``: on a GPU a call goes straight to the launcher.
 
 SKINNY_MATMUL_NAMESPACE = "triton_gallery"
 SKINNY_MATMUL_DTYPES = {
@@ -345,8 +350,8 @@ SKINNY_MATMUL_DTYPES = {
     torch.float32: tl.float32,
 }
 SKINNY_MATMUL_ROWS = 64  # at most, in all
-SKINNY_MATMUL_SPLITS = 8  # of a sum, at most
-SKINNY_MATMUL_STAGES = 5  # at most; as many as shared memory holds
+SKINNY_MATMUL_SPLITS = 8  # parts of a sum, at most
+SKINNY_MATMUL_STAGES = 5  # at most; fewer where shared memory holds fewer
 
 
 @triton.jit
@@ -435,7 +440,7 @@ def _skinny_matmul_add_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Few columns are split, so all parts together are far below 2**31.
+    # Only a product of few tiles is split, so int32 holds these offsets.
     offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     mask = offs < size
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -449,7 +454,7 @@ def _skinny_matmul_add_kernel(
 @functools.cache
 def _skinny_matmul_gpu(device):
     """Return a GPU's multiprocessors, and a program's shared memory."""
-    if device.type != "cuda":  # the interpreter: few, and yet splits
+    if device.type != "cuda":  # the interpreter: some sums split
         return 8, 64 * 1024
     gpu = torch.cuda.get_device_properties(device)
     shared = getattr(gpu, "shared_memory_per_block_optin", 64 * 1024)
@@ -457,16 +462,16 @@ def _skinny_matmul_gpu(device):
 
 
 def _skinny_matmul_plan(M, weight):
-    """Return splits, steps and blocks. M has no say in the sums."""
+    """Return splits, steps and blocks. The first two do not depend on M."""
     N, K = map(int, weight.shape)
     size = weight.element_size()
     processors, shared = _skinny_matmul_gpu(weight.device)
     apart = [s * size % 16 for s in weight.stride() if s != 1]
-    # Otherwise weights go through registers, which have less room.
+    # Other weights go through registers, which have less room.
     wide = 1 in weight.stride() and not any(apart)
     BLOCK_M = 16 if M <= 16 else 32 if M <= 32 else 64
     BLOCK_N, BLOCK_K = 64, (256 if wide else 128) // size
-    # A program for each multiprocessor, where there are too few tiles
+    # With fewer tiles than multiprocessors, split: up to one program for each.
     blocks, tiles = triton.cdiv(K, BLOCK_K), triton.cdiv(N, BLOCK_N)
     splits = min(SKINNY_MATMUL_SPLITS, blocks, processors // tiles)
     steps = triton.cdiv(blocks, max(1, splits))
@@ -541,15 +546,18 @@ def _skinny_matmul_launch(
 
 @triton_op(f"{SKINNY_MATMUL_NAMESPACE}::skinny_matmul", mutates_args={})
 def skinny_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x @ weight.T for few rows, as torch.nn.functional.linear.
+    """Return x @ weight.T for few rows: torch.nn.functional.linear, no bias.
 
     Takes ``x`` (..., K) with at most 64 rows in all, and ``weight`` (N, K), of
-    one dtype, float16, bfloat16 or float32, in any layout, on one device. The
-    result (..., N) has their dtype and is contiguous. Sums are in float32, and
-    float32 is not rounded to TF32. The result is the same each time. The parts
-    in which a row is summed do not depend on the number of rows. Raises
-    TypeError for other dtypes, ValueError for more rows, and for shapes and
-    devices that do not fit. Has no gradient: a backward through it raises.
+    one dtype, float16, bfloat16 or float32, on one device, in any layout. An
+    ``x`` that is not contiguous along K, or whose rows no single stride
+    reaches, is copied; ``weight`` never is. The result (..., N) has their dtype
+    and is contiguous. Sums are in float32, and float32 is not rounded to TF32.
+    The result has the same bits each time. The parts in which a row is summed
+    do not depend on the number of rows. Raises TypeError for other dtypes or
+    two dtypes, and ValueError for more rows, for shapes that do not fit and for
+    two devices. Has no gradient: inputs may require one, and then a backward
+    through the op raises RuntimeError.
     """
     kernel = wrap_triton(_skinny_matmul_kernel)
     add = wrap_triton(_skinny_matmul_add_kernel)
@@ -564,15 +572,18 @@ SKINNY_MATMUL_LIBRARY.impl("skinny_matmul", _skinny_matmul_launch, "CUDA")
 # Could one launch do?
 # --------------------
 #
-# The op needs a second launch to add the parts. Two ways need none. With
-# *atomics* there is one sum in float32, and every program adds its part to it
-# by ``tl.atomic_add``, in the order in which the programs finish. The sum has
-# to be zero before, and rounded after: PyTorch launches both.
+# The op needs a second kernel to add the parts. There are two ways to add them
+# in the first one. With *atomics* there is one sum in float32, and every
+# program adds its part to it by ``tl.atomic_add``, in the order in which the
+# programs finish. But the sum has to be set to zero before, and rounded after:
+# PyTorch launches a kernel for each.
 #
 # With a *counter* for each tile, every program stores its part and then raises
 # the counter by one. ``tl.atomic_add`` returns what the counter was. The
 # program that finds ``SPLITS - 1`` came last, and adds all parts in their
-# order. Nobody waits for another program, which might wait for its place.
+# order. No program waits for another one, which might never start: the programs
+# that wait could hold every place on the GPU. The counters, too, have to be set
+# to zero before.
 
 
 @triton.jit
@@ -598,11 +609,11 @@ def one_launch_kernel(
     )
     part_ptrs = part_ptr + offs  # (BLOCK_N, BLOCK_M)
     if ATOMIC:
-        # Nobody reads the sum before the kernel ends, so no order is needed.
+        # No program reads the sum, so none needs an order of memory accesses.
         tl.atomic_add(part_ptrs, acc, mask=mask, sem="relaxed")
     else:
         tl.store(part_ptrs + tl.program_id(axis=1) * M * N, acc, mask=mask)
-        # One thread counts: it has to wait until all threads have stored.
+        # One thread of the program counts. All of them must have stored first.
         tl.debug_barrier()
         # Release: others see the part before the count. Acquire: the last
         # program sees all parts.
@@ -610,7 +621,7 @@ def one_launch_kernel(
         if tl.atomic_add(count_ptrs, 1, sem="acq_rel") == SPLITS - 1:
             total = tl.zeros_like(acc)
             for split in tl.static_range(SPLITS):
-                # ".cg": from the L2 cache, where all multiprocessors store.
+                # ".cg" reads the L2 cache, to which all multiprocessors write.
                 ptrs = part_ptrs + split * M * N
                 total += tl.load(ptrs, mask=mask, cache_modifier=".cg")
             tl.store(y_ptr + offs, total, mask=mask)
@@ -651,10 +662,10 @@ if __name__ == "__main__":
 
 # %%
 # What does each gain? The table has GB/s of weights for each shape, and the
-# statements of the kernels. All have the same blocks and stages. Where the op's
-# plan has one part, the last two have nothing to add up. A sum in float32
-# depends on its order, so the table also counts the different results of 20
-# calls, for the last shape in float32.
+# number of statements in the kernels. All have the same blocks and stages.
+# Where the op's plan has one part, the last two rows have nothing to add up. A
+# sum in float32 depends on its order. So the column ``results`` counts how many
+# different results 20 calls gave, for the last shape in float32.
 
 
 def statements(*kernels):
@@ -683,12 +694,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # The split is for the last shape, which has few tiles. The op has neither
 # atomics nor a counter: a second launch needs nothing that is zero before it,
-# and when this op was designed neither of them was faster on an H200.
+# and when this op was designed, neither of the two was faster on an H200.
 
 # %%
 # Is the plan right? This table has other blocks, parts and stages for the op's
-# kernels. A star marks what the op takes. One rule for all shapes need not be
-# the best for each; the table shows what that costs.
+# kernels. A star marks what the op takes. The op has one rule for all shapes,
+# which need not be the best for each; the table shows what that costs.
 
 PLANS = [(64, 1, 3), (64, 1, 5), (64, 2, 5), (64, 4, 3), (64, 4, 5), (64, 8, 5)]
 PLANS += [(32, 1, 5), (32, 4, 5), (128, 4, 3)]  # BLOCK_N, parts, stages
@@ -723,9 +734,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Proof
 # -----
 #
-# We compare every dtype with float64, with sums that are split and sums that
-# are not, and without rows, columns or terms. In the interpreter, half
-# precision is cut, not rounded, so a whole ``eps`` is allowed.
+# We compare every dtype with float64: sums that are split and sums that are
+# not, and tensors where ``M``, ``N`` or ``K`` is 0. The interpreter cuts off
+# bits of half precision where a GPU rounds, so a whole ``eps`` is allowed.
 
 
 def prove(x, weight):
@@ -757,9 +768,10 @@ if __name__ == "__main__":
     prove(weight[:64, :12], x.T)
 
 # %%
-# A row has the same bits each time, and whatever rows come with it. We count
-# elements that differ. (Without a GPU, NumPy adds up each block, in an order
-# that may depend on the number of rows.)
+# A row should have the same bits each time, and whatever rows come with it. We
+# count the results of 20 calls, and the elements of a row that differ when
+# fewer rows come with it. (This needs a GPU. In the interpreter, NumPy adds up
+# each block, in an order that may depend on the number of rows.)
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for dtype in SKINNY_MATMUL_DTYPES:
@@ -772,7 +784,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         assert found == 1
 
 # %%
-# An error names what the op does not take. It has no gradient either, and
+# What the op does not take, it refuses with an error. It has no gradient, and
 # PyTorch says so in the backward:
 
 if __name__ == "__main__":
@@ -792,8 +804,8 @@ if __name__ == "__main__":
 # -------------
 #
 # First come weights of 8192 x 8192 with more and more rows. Then come layers of
-# models, with rows, ``K`` and ``N``: two projections, an expert, queries with
-# keys and values, and a vocabulary.
+# models, each with ``M``, ``K`` and ``N``: two projections, an expert of a
+# mixture, the product for queries, keys and values, and a vocabulary.
 
 ROWS = [1, 2, 4, 8, 16, 32, 64]
 LAYERS = {
@@ -835,25 +847,28 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# What bounds the product is the read of the weights. The reference is the roof,
-# PyTorch's own read of the same bytes, and not the data sheet, whose rate a
-# short read does not come up to. cuBLAS is near that read, or above it: a sum
-# of rows is a kernel too, and no limit. Three things may keep our op from
-# cuBLAS:
+# The read of the weights bounds the product. We compare with the roof,
+# PyTorch's own read of the same bytes, and not with the data sheet: a short
+# read does not reach the data sheet's rate. A rate may be above the roof, since
+# PyTorch's sum of rows is a kernel like others, and not a limit of the GPU.
+# Three things may keep our op below cuBLAS:
 #
-# * **Multiprocessors without a program.** With 80 tiles, 52 of 132 have none.
+# * **Multiprocessors without a program.** The layer of gpt-oss has 80 tiles. So
+#   52 of 132 multiprocessors have no program, and a split in two would give
+#   some of them two programs.
 # * **The rows of x.** Each program reads its part of ``x`` out of the L2 cache.
 #   With 64 rows that is as many bytes again as the weights have.
-# * **Arithmetic in float32.** Tensor cores do not take all its bits. With 64
-#   rows each weight of four bytes costs 128 operations.
+# * **Arithmetic in float32.** This is for weights in float32 alone, which the
+#   benchmark does not have. Tensor cores would round them to TF32, so the op
+#   does not use them. With 64 rows each weight costs 128 operations.
 
 # %%
 # Go further
 # ----------
 #
 # 1. Exchange the operands: let the rows of ``x`` be the first operand of
-#    ``tl.dot``, and the weights, transposed, the second. For how many rows does
-#    an H100 now use its own matrix instruction? What may that change?
+#    ``tl.dot``, and the weights, transposed, the second. From how many rows on
+#    does an H100 now use the matrix instruction of 64 rows? What may change?
 # 2. Of 132 multiprocessors, 80 tiles leave 52 without a program. `Stream-K
 #    <https://arxiv.org/abs/2301.03598>`_ puts the blocks of all tiles in one
 #    line, and cuts the line into equal pieces, one for each program that runs
@@ -871,14 +886,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Answers
 # -------
 #
-# **1.** From 33 rows on, as that instruction takes 64 rows of its first
-# operand. Up to 32 rows the compiler takes the one of older GPUs. The two may
-# round sums differently, so a row's bits may change with the number of rows.
+# **1.** From 33 rows on, as then ``BLOCK_M`` is 64. Up to 32 rows the compiler
+# takes the instruction of older GPUs. The two may round sums differently, so a
+# row's bits may change with the number of rows.
 #
-# **2.** 23 blocks of 128 without it, and 1840 / 132, so at most 14, with it. A
-# piece begins and ends anywhere in a tile, so a tile may be in two pieces or
-# three. Their sums have to come together, in a fixed order, as here. The cuts
-# follow from ``N`` and ``K``, so ``M`` still has no say in the sums.
+# **2.** Without stream-K, a program has the 23 blocks of its tile, each of 128
+# columns. With it, 80 tiles are 1840 blocks, so each of 132 programs has at
+# most 14. A piece begins and ends anywhere in a tile, so a tile may be in two
+# pieces or three. Their sums have to be added up in a fixed order, as here. The
+# cuts follow from ``N`` and ``K``, so the sums still do not depend on ``M``.
 #
 # **3.** A row that comes alone would be added up in another order than the same
 # row among others. So its bits would depend on how many come with it.
