@@ -37,6 +37,7 @@ import pandas as pd
 import torch
 from torch.library import Library, custom_op
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -105,8 +106,7 @@ def rate_table(times, x, unit, work):
 #
 # A cache in pages is a row of *slots*, each for one token. The engine chooses a
 # slot for each token: page size times the page's number, plus the place in the
-# page. *Padding* keeps batches to a few sizes; its slot is -1. Here pages have
-# four slots, which show the tokens that go there:
+# page. *Padding* keeps batches to a few sizes; its slot is -1. Pages of four:
 #
 # .. code-block:: text
 #
@@ -148,8 +148,8 @@ def problem(tokens, dtype=torch.float16, heads=HEADS, D=D, R=None):
     slots = torch.randperm(pages * PAGE, **kind)[:tokens]
     positions = torch.randint(0, 4096, (tokens,), **kind)
     half = (D if R is None else R) // 2
-    theta = 10_000.0 ** -(torch.arange(half, device=DEVICE) / half)
-    angles = torch.arange(4096, device=DEVICE)[:, None] * theta
+    places = torch.arange(4096, device=DEVICE)
+    angles = places[:, None] * 10_000.0 ** -(places[:half] / half)
     return q, k, v, *caches, slots, positions, angles.cos(), angles.sin()
 
 
@@ -158,8 +158,11 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.index.Tensor:  # reads what it returns
+            args = out, *args[1:]
         if not function.is_view:
-            self.moved += sum(getattr(t, "nbytes", 0) for t in (*args, out))
+            some = tree_leaves((args, out))
+            self.moved += sum(getattr(t, "nbytes", 0) for t in some)
         return out
 
 
@@ -167,9 +170,9 @@ if __name__ == "__main__":
     q, k, v, *_, positions, cos, sin = problem(64)
     with Traffic() as counter:
         turn_torch(q, k, positions, cos, sin)
-    moved = counter.moved + 2 * (k.nbytes + v.nbytes)
-    floor = 2 * (q.nbytes + k.nbytes + v.nbytes) + k.nbytes
-    print(f"floor {floor:,} bytes, operator by operator {moved:,}")
+    moved, caches = counter.moved, 2 * (k.nbytes + v.nbytes)
+    print(f"floor {2 * q.nbytes + k.nbytes + caches:,} bytes, ", end="")
+    print(f"operator by operator {moved + caches:,}")
 
 # %%
 # The first kernel
@@ -181,7 +184,6 @@ if __name__ == "__main__":
 # .. code-block:: text
 #
 #     k       | token 0: heads 0, 1, ... | token 1: heads 0, 1, ... | ...
-#                   |                            |
 #                   +----------------------------|----------+
 #                                 +--------------+          |
 #     k_cache | slot 0 | ... |  slot 4  | slot 5 | ... | slot 9 | ...
@@ -233,9 +235,8 @@ if __name__ == "__main__":
     q, k, v, k_cache, v_cache, slots, *_ = problem(40)
     slots[7] = -1
     put(k, v, k_cache, v_cache, slots)
-    expected = torch.zeros_like(k_cache).view(-1, *k.shape[1:])
-    expected[slots[slots >= 0]] = k[slots >= 0]
-    right = expected.view_as(k_cache)
+    right = torch.zeros_like(k_cache)
+    right.view(-1, *k.shape[1:])[slots[slots >= 0]] = k[slots >= 0]
     print(f"largest error {(k_cache - right).abs().max():.0e}, allowed 0")
     torch.testing.assert_close(k_cache, right, rtol=0, atol=0)
 
@@ -499,6 +500,7 @@ def _kv_cache_write_check(
         and q.shape[::2] == k.shape[::2]
         and k.shape == v.shape
         and k.shape[1] * k.shape[2] > 0
+        and q.shape[1] % k.shape[1] == 0
         and k_cache.ndim == 4
         and k_cache.shape == v_cache.shape
         and k_cache.shape[1] > 0
@@ -693,14 +695,10 @@ def reference(q, k, v, k_cache, v_cache, slots, positions, cos, sin, *scales):
     """Return, in float64, q and k, and the caches after the write."""
     half = cos.shape[1]
     cos, sin = (t[positions][:, None].double() for t in (cos, sin))
-    outs, tops = [], []
+    outs = []
     for x in (q, k):
         front, rest = x.double().split([2 * half, x.shape[2] - 2 * half], 2)
         outs.append(torch.cat([turned(front, cos, sin), rest], 2))
-        front = turned(front.abs(), cos.abs(), -sin.abs())
-        tops.append(
-            torch.cat([front[..., :half].repeat(1, 1, 2), rest.abs()], 2)
-        )
     caches = [k_cache.double(), v_cache.double()]
     some = slots >= 0
     for cache, x, scale in zip(caches, (outs[1], v), scales, strict=True):

@@ -669,18 +669,17 @@ if __name__ == "__main__":
 # 4. **Too large a tile**, which spills: ``matmul.py``, *How large a tile?*
 # 5. **Products that wait for each other.** The assembler says so if it is
 #    asked: ``tuned_matmul.py``, *Do multiplications wait for each other?*
-# 6. **Masks** that nothing needs: ``tuned_matmul.py``, *Can the masks go?*
-# 7. **Few tiles, or few in the last wave**, as counted above:
+# 6. **Few tiles, or few in the last wave**, as counted above:
 #    ``tuned_matmul.py`` and ``persistent_matmul.py``, *Which tile?*
-# 8. **The order of tiles**: *What does the order change?* on this page.
-# 9. **Too few stages**: *What does num_stages do?* on this page. To make room
+# 7. **The order of tiles**: *What does the order change?* on this page.
+# 8. **Too few stages**: *What does num_stages do?* on this page. To make room
 #    for one: ``persistent_matmul.py``, *What does shared memory hold?*
-# 10. **Every thread copies.** The copy engine spares that:
-#     ``tensor_descriptors.py``, *What is gone?*
-# 11. **Each program begins and ends alone.** A persistent one goes on to its
+# 9. **Every thread copies.** The copy engine spares that:
+#    ``tensor_descriptors.py``, *What is gone?*
+# 10. **Each program begins and ends alone.** A persistent one goes on to its
 #     next tile: ``persistent_matmul.py``, *Should a program go on to other
 #     tiles?*
-# 12. **Barriers for all warps.** Let some warps copy and others multiply:
+# 11. **Barriers for all warps.** Let some warps copy and others multiply:
 #     ``gluon_matmul.py``, *Who starts the loads?*
 
 # %%

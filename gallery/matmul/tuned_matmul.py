@@ -12,9 +12,10 @@ A product for every shape and layout
 ====================================
 
 The kernel of ``matmul.py`` takes matrices of any size and any strides, but it
-is not as fast for all of them. Some it loads number by number. For others, it
-waits between two multiplications. This page looks into the compiled code for
-what each kind lacks, and makes an op that chooses its tile for each shape.
+is not as fast for all of them. Some matrices are loaded number by number. With
+others, each multiplication may wait for the one before it. This page finds both
+in the compiled code, removes both, and makes an op that also chooses its tile
+for each shape.
 
 After this page you can
 
@@ -167,10 +168,11 @@ def compile_all(jobs, *functions):
 # In PyTorch
 # ----------
 #
-# The product of an (M, K) and a (K, N) matrix is ``a @ b``, however they lie.
-# The weight of ``torch.nn.Linear`` is an (N, K) matrix, and its transpose,
-# ``weight.T``, is a view with other strides. A kernel that wants it otherwise
-# needs a copy. What would that add to the floor, each matrix once?
+# The product of an (M, K) and a (K, N) matrix is ``a @ b``, however the two lie
+# in memory. The weight of ``torch.nn.Linear`` is an (N, K) matrix, and its
+# transpose, ``weight.T``, is a view with other strides. A kernel that takes
+# contiguous matrices alone needs a copy of this view. The floor is to read each
+# operand once and to write the result once. What would the copy add to that?
 
 LAYOUTS = ["A, B", "A, B.T", "A.T, B", "A.T, B.T"]
 generator = torch.Generator(device=DEVICE).manual_seed(0)
@@ -194,7 +196,8 @@ if __name__ == "__main__":
 # ----------------
 #
 # Like that of ``matmul.py``, this kernel takes strides, and copies nothing. A
-# tile of ``b`` may lie in memory in two ways. The arrows are neighbours:
+# tile of ``b`` may lie in memory in two ways. Along an arrow, elements are
+# neighbours in memory:
 #
 # .. code-block:: text
 #
@@ -208,7 +211,8 @@ if __name__ == "__main__":
 #         +-------+-------+                   +-------+-------+
 #
 # Programs take their tiles in groups of eight rows, which ``tile_order.py``
-# explains. ``LEAST`` is for a later section.
+# explains. ``LEAST`` is 0 for now and changes nothing. The section on waits
+# needs it.
 
 
 @triton.jit
@@ -241,7 +245,7 @@ def first_kernel(
     a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
     b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
     in_m, in_n = (offs_m < M)[:, None], (offs_n < N)[None, :]
-    # Half precision would stop growing at 2048.
+    # In float16, 2048 + 1 is 2048: a sum would stop growing.
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)  # (BLOCK_M, BLOCK_N)
     for k in range(0, tl.maximum(K, LEAST), BLOCK_K):
         in_k = offs_k < K - k
@@ -271,7 +275,8 @@ def first_matmul(a, b, tile=(128, 256, 64), warps=8, LEAST=0):
 #
 # An addition in float32 is rounded, or cut off. So a sum of ``K`` terms is off
 # by at most :math:`K \cdot 2^{-23}` of the sum of their magnitudes, and the
-# result is rounded once more. The tiles are small here: there are many.
+# result is rounded once more. We take small tiles here, so that even small
+# matrices have many of them.
 
 
 def check(function, a, b):
@@ -297,10 +302,11 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# PyTorch calls cuBLAS, the vendor's library, which is the roof here. The rate
-# counts two operations for each of the ``M N K`` products. All matrices are
-# square: in four layouts, then of sizes that 8 divides and 16 does not, and of
-# odd ones.
+# PyTorch calls cuBLAS, NVIDIA's library, which is the roof here. The rate
+# counts two operations, a multiplication and an addition, for each of the
+# ``M N K`` terms. All matrices are square. Those of 4096 come in four layouts.
+# Then come 4104, which 8 divides and 16 does not, and 4095, which is odd. A GPU
+# prints the rates:
 
 
 def rates(calls, M, K, N, turns=20):
@@ -331,14 +337,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Which loads are wide?
 # ---------------------
 #
-# A thread copies 4, 8 or 16 bytes at a time from memory to shared memory, ahead
-# of the loop's multiplications (``tile_order.py``). Triton notes of each
-# integer argument whether it is 1 and whether 16 divides it, and compiles for
-# that. So a stride of 1 is known, and with it the direction in which elements
-# lie side by side. What becomes of each kind? We compile for an H100, in a
-# child process that needs no GPU: ``compile_all`` stands in the opening. The
-# table counts what the compiled loop has of copies, loads, products, waits for
-# products and instructions in all, and the bytes of registers that spill.
+# Ahead of the loop's multiplications, threads copy the next tiles from memory
+# to shared memory (``tile_order.py``): 4, 8 or 16 bytes at a time, if the
+# compiler knows that so many lie side by side. For each integer argument of a
+# launch, Triton notes whether it is 1 and whether 16 divides it, and compiles
+# the kernel for that. So a stride of 1 is known, and with it the direction in
+# which elements lie side by side.
+#
+# What becomes of each layout and size? We compile for an H100, in a child
+# process that needs no GPU (``compile_all`` stands in the opening), and read
+# the SASS, the GPU's own instructions. The table counts those of the loop:
+# copies of 16 bytes, loads of 2 bytes, multiplications of tiles (*products*),
+# waits for products, and all instructions. Its last columns are the registers
+# of a thread, and the bytes of registers that it *spills*, which is to keep
+# them in memory. The last row stands for sizes like 4104 and like 4095: of
+# both, the compiler knows alike that 16 does not divide them.
 
 BLOCKS = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64}
 STRIDES = ["stride_am", "stride_ak", "stride_bk", "stride_bn"]
@@ -395,57 +408,64 @@ def table(made):
 
 if __name__ == "__main__":
     jobs = {layout: job(layout) for layout in LAYOUTS}
-    jobs["A, B, multiples of 8, or odd"] = job(by_16=[])
+    jobs["A, B, not by 16"] = job(by_16=[])
     plain = compile_all(jobs, first_kernel)
     print(f"Triton {triton.__version__}", table(plain), sep="\n")
 
 # %%
 # All four layouts are read by copies of 16 bytes, and the kernel has no switch
-# for them. If 16 divides neither sizes nor strides, each element is a load of
-# its own: it goes to a register, and from there to shared memory. Nothing is
-# copied ahead, and some registers spill. Two remedies, for two cases:
+# for them. In the last row, each element is a load of its own: it goes to a
+# register, and from there to shared memory. Nothing is copied ahead, and some
+# registers spill. There are two remedies, for two cases:
 #
-# * **8 divides the sizes**, as for rows of 1000. Nothing forbids copies of 16
-#   bytes, and only the compiler does not know it. So a constant ``VEC_AK`` says
-#   how many elements of A lie side by side along K, and the kernel computes
-#   ``stride_am // VEC_AK * VEC_AK``. That is ``stride_am`` again, but known to
-#   be a multiple. (``unaligned_rows.py`` explains the trick.)
-# * **Odd sizes.** Rows of 8193 elements begin at any address, and no copy of 4
-#   bytes can be used. The launcher copies the operand once into a buffer whose
-#   rows begin at multiples of 16 bytes, with zeros behind each row:
+# * **8 divides the sizes**, as for rows of 1000. Then each row begins at a
+#   multiple of 16 bytes, and copies of 16 bytes would be right, but the
+#   compiler does not know it. The op tells it by a constant for each stride.
+#   ``VEC_AK`` is 8 if rows of A lie along K and begin at multiples of 8
+#   elements, else 1. The kernel computes ``stride_am // VEC_AK * VEC_AK``. That
+#   is ``stride_am`` again, but the compiler knows that 8 divides it.
+#   (``unaligned_rows.py`` explains the trick.)
+# * **Other sizes**, such as odd ones. Every other row of 8193 elements begins
+#   at an odd multiple of 2 bytes, where not even 4 bytes can be copied at a
+#   time. The launcher first copies such an operand into a buffer. There, rows
+#   begin at multiples of 16 bytes, and zeros stand behind each row:
 #
 # .. code-block:: text
 #
-#     K = 5, 4 elements side by side       the buffer, 8 elements a row
+#     K = 5: memory, 16 bytes a line       the buffer, 16 bytes a row
 #
-#     a0 a1 a2 a3 a4 | b0 b1 b2 ..         a0 a1 a2 a3 a4  0  0  0
-#     b3 b4 | c0 ..                        b0 b1 b2 b3 b4  0  0  0
+#     a0 a1 a2 a3 a4 | b0 b1 b2            a0 a1 a2 a3 a4  0  0  0
+#     b3 b4 | c0 c1 c2 c3 c4 | d0          b0 b1 b2 b3 b4  0  0  0
 #
-# The copy reads and writes an operand once. The product reads it once for each
-# row or column of tiles. So an operand is copied unless the other is narrow.
+# The copy reads and writes an operand once. The product reads A once for each
+# column of tiles, and B once for each row of tiles. The fewer these are, the
+# less a copy can save. So the op copies only if M and N are both above 128.
 
 # %%
 # Do multiplications wait for each other?
 # ---------------------------------------
 #
-# An H100 has *asynchronous products*: a warp starts one and goes on. A round of
-# the loop starts four of them, ``HGMMA``. It needs one wait, for the products
-# of the round before. Where a row of the table has four waits, each product
-# waits for the one before it.
+# An H100 has *asynchronous products*: a warp starts one and goes on. A product
+# is one instruction, ``HGMMA``, and takes 16 steps along K. So a round of the
+# loop starts four of them for its 64 steps. It needs one wait, for the products
+# of the round before. Four waits in a row of the table mean that each product
+# waits for the one before it. The version of Triton decides: for ``B.T`` and
+# this tile, the code of Triton 3.6 has four waits, and that of 3.7 has one.
 #
-# Triton's compiler does not write these waits. The assembler ``ptxas`` adds
-# them, and says so if it is asked. It does that where a register of the
-# accumulator is written by another instruction than a product, in a stretch of
-# code where products may be under way. Which instruction is that? If ``K`` is
-# 0, the loop does not run and the result is zeros. The compiler may write these
-# zeros on a path of its own, around the loop.
+# Triton's compiler does not write the three further waits. ``ptxas``, NVIDIA's
+# assembler, adds them, and says why if it is asked. It adds them where an
+# instruction that is no product writes a register of the accumulator, while
+# products may be under way. Which instruction is that? If ``K`` is 0, the loop
+# does not run, and the result is zeros. The compiler may write these zeros on a
+# path of their own, around the loop.
 #
 # A launcher can see to it that ``K`` is at least 1, but the compiler has to
-# know. With ``LEAST = 1``, the loop goes up to ``tl.maximum(K, 1)``. So it runs
-# at least once, and there is no path around it. Whether a layout needs that
-# depends on the tile and on Triton's version. Here are the counts with ``LEAST
-# = 1``, and all that the assembler says of this version's code, with 0 and 1.
-# The ladder behind the op has the rates. The op takes 1 for ``B.T`` alone.
+# know it too. With ``LEAST = 1``, the loop goes up to ``tl.maximum(K, 1)``. So
+# it runs at least once, and there is no path around it. This table has the
+# counts with ``LEAST = 1``. Under it stands what ``ptxas`` says of the code of
+# both tables. If nothing stands there, ``ptxas`` said nothing. The ladder after
+# the op has the rates with 0 and with 1. The op takes 1 if ``B`` is transposed,
+# and else 0.
 
 if __name__ == "__main__":
     jobs = {f"{one}, LEAST = 1": job(one, LEAST=1) for one in LAYOUTS}
@@ -459,18 +479,21 @@ if __name__ == "__main__":
 # Which tile?
 # -----------
 #
-# A larger tile loads less for each product: ``1 / BLOCK_M + 1 / BLOCK_N``
-# elements. A smaller one gives more programs, and two of them fit on a
-# multiprocessor, so that one stores while the other multiplies. Which one wins
-# depends on the shape, so ``triton.autotune`` (``autotune.py``) times all
-# candidates. Three decisions are the product's own:
+# A larger tile loads less: ``1 / BLOCK_M + 1 / BLOCK_N`` elements for each
+# multiplication of two numbers. Smaller tiles give more programs, and two of
+# these may fit on a multiprocessor, so that one stores while the other
+# multiplies. Which tile wins depends on the shape, so ``triton.autotune``
+# (``autotune.py``) times all candidates. Three decisions are special to this
+# op:
 #
-# * *Its own list for each kind.* Up to 32 rows, tiles of 16 or 32 rows waste
-#   less. Float32 in full precision runs without tensor cores, and float64 has
-#   twice the bytes: both take smaller tiles.
-# * *The key.* Tuning again for each number of tokens would stop a server again
-#   and again. The key has the sizes rounded up to three bits, 5000 to 5120.
-# * *The clock.* 25 ms for each candidate instead of Triton's 125.
+# * *A list of candidates for each kind of product.* For up to 32 rows, tiles of
+#   16 or 32 rows have fewer masked ones. Float32 in full precision runs without
+#   tensor cores, and float64 has twice the bytes: both take smaller tiles.
+# * *The key.* ``autotune`` tunes for each new key. With the sizes as they are,
+#   it would tune for each new number of tokens, and a server would stop each
+#   time. So the key has each size rounded up to its first three bits: 5000,
+#   which is 1001110001000 in binary, becomes 1010000000000, which is 5120.
+# * *The clock.* Each candidate is timed for 25 ms. Triton's clock takes 125.
 
 # %%
 # The op
@@ -478,8 +501,8 @@ if __name__ == "__main__":
 #
 # The op takes matrices of any strides and has a backward: the gradients are
 # products of transposed operands, by the same op. On a GPU a call goes straight
-# to the launcher, and ``torch.compile`` looks into the ``triton_op``, as the
-# page ``what_a_call_costs.py`` explains.
+# to the launcher, and ``torch.compile`` looks into the ``triton_op``:
+# ``what_a_call_costs.py`` explains both.
 
 TUNED_MATMUL_NAMESPACE = "triton_gallery"
 TUNED_MATMUL_ACC = {
@@ -528,8 +551,8 @@ TUNED_MATMUL_TILES = {
 }
 TUNED_MATMUL_FEW = 32  # rows
 TUNED_MATMUL_GROUP = 8
-TUNED_MATMUL_COPY = 128  # an operand is copied if the other is wider
-TUNED_MATMUL_PITCH = 2**24  # 128 of them fit into int32
+TUNED_MATMUL_COPY = 128  # operands may be copied if M and N are above it
+TUNED_MATMUL_PITCH = 2**24  # strides along K are below: 128 steps fit int32
 TUNED_MATMUL_KEY = ["like_m", "like_n", "like_k", "VEC_AK", "VEC_BK"]
 
 
@@ -545,6 +568,8 @@ def _tuned_matmul_tile(pid, M, N, BLOCK_M, BLOCK_N, GROUP_M):
     return first_m + place % height, place // height
 
 
+# M may be a number of tokens. If it were specialized, M = 1, multiples of 16
+# and all other M would each be compiled.
 @triton.jit(do_not_specialize=["M", "like_m", "like_n", "like_k"])
 def _tuned_matmul_kernel(
     a_ptr,
@@ -561,7 +586,7 @@ def _tuned_matmul_kernel(
     like_n,
     like_k,
     ACC: tl.constexpr,
-    VEC_AM: tl.constexpr,  # elements of A that lie side by side along M
+    VEC_AM: tl.constexpr,  # 16 bytes of elements if rows lie along M, or 1
     VEC_AK: tl.constexpr,
     VEC_BK: tl.constexpr,
     VEC_BN: tl.constexpr,
@@ -583,15 +608,17 @@ def _tuned_matmul_kernel(
     offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
     a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
     b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
-    # A wide load is masked as a whole, so it may take what pads a row. Along M
-    # and N the store leaves that out. Along K it is zeros, which add nothing.
+    # A wide load is masked as a whole, so masks end at multiples of VEC. Behind
+    # the end of a row, such a load takes padding. Along M and N the store
+    # leaves that out. Along K it is zeros, which add nothing.
     a_rows = (offs_m < tl.cdiv(M, VEC_AM) * VEC_AM)[:, None]  # (BLOCK_M, 1)
     b_columns = (offs_n < tl.cdiv(N, VEC_BN) * VEC_BN)[None, :]  # (1, BLOCK_N)
     a_end = tl.cdiv(K, VEC_AK) * VEC_AK
     b_end = tl.cdiv(K, VEC_BK) * VEC_BK
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)  # (BLOCK_M, BLOCK_N)
-    # K is at least 1 anyway. Where B lies along K, the compiler has to know, or
-    # products may wait for each other. Elsewhere that would cost more.
+    # The launcher has no K of 0. Where rows of B lie along K, the compiler has
+    # to know it, or products may wait for each other. Elsewhere that would cost
+    # more.
     LEAST: tl.constexpr = 1 if VEC_BK > 1 else 0
     for k in range(0, tl.maximum(K, LEAST), BLOCK_K):
         a_mask = a_rows & (offs_k < a_end - k)[None, :]  # (BLOCK_M, BLOCK_K)
@@ -633,13 +660,16 @@ TUNED_MATMUL_TUNED = {
 
 
 def _tuned_matmul_kind(M, dtype):
-    """Return which of the lists of tiles is for so many rows."""
+    """Return which list of tiles is for M rows of a dtype."""
     few = M <= TUNED_MATMUL_FEW and dtype.itemsize == 2
     return "few rows" if few else f"{dtype.itemsize} bytes"
 
 
 def _tuned_matmul_like(n):
-    """Return a size rounded up to three bits; a symbolic one as it is."""
+    """Return a size rounded up to its first three bits, for the key.
+
+    A symbolic size, which ``torch.compile`` passes, stays as it is.
+    """
     if not isinstance(n, int):
         return n
     step = max(1, triton.next_power_of_2(n) // 8)
@@ -647,10 +677,12 @@ def _tuned_matmul_like(n):
 
 
 def _tuned_matmul_operand(x, copy):
-    """Return x, and how many elements lie side by side along each dimension.
+    """Return x, or a copy, and its VEC along the first and second dimension.
 
-    Where rows do not begin at multiples of 16 bytes, it is one. If ``copy``
-    is true, such an operand is copied, and zeros pad its rows.
+    VEC is the number of elements in 16 bytes, along the dimension in which rows
+    lie, if all rows begin at multiples of 16 bytes. Else it is 1. If ``copy``
+    is true, an operand without such rows is copied, and zeros pad the rows of
+    the copy.
     """
     vec = 16 // x.element_size()
     begins = x.storage_offset() % vec == 0
@@ -660,7 +692,8 @@ def _tuned_matmul_operand(x, copy):
             return x, 1 if dim else vec, vec if dim else 1
     if not copy:
         return x, 1, 1
-    # Rows of the copy are what lies side by side.
+    # Rows of the copy are what lies side by side in x, unless the copy would
+    # have too large a stride along K.
     transposed = x.stride(0) == 1 and x.shape[0] < TUNED_MATMUL_PITCH
     rows = x.T if transposed else x
     width = rows.shape[1]
@@ -703,7 +736,8 @@ def _tuned_matmul_launch(a, b, wrap=lambda kernel: kernel):
         return a.new_zeros(M, N)
     c = a.new_empty(M, N)
     if triton.knobs.runtime.interpret and dtype == torch.bfloat16:
-        a, b = a.float(), b.float()  # which tl.dot gets wrong there
+        # The interpreter's tl.dot gets bfloat16 wrong.
+        a, b = a.float(), b.float()
     copy = M > TUNED_MATMUL_COPY and N > TUNED_MATMUL_COPY
     a, VEC_AM, VEC_AK = _tuned_matmul_operand(a, copy)
     b, VEC_BK, VEC_BN = _tuned_matmul_operand(b, copy)
@@ -739,14 +773,22 @@ def _tuned_matmul_launch(a, b, wrap=lambda kernel: kernel):
 def tuned_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the product of two matrices, as a @ b.
 
-    Takes an (M, K) and a (K, N) matrix of one dtype, float16, bfloat16, float32
-    or float64, with any strides. The result has their dtype and is contiguous.
-    Sums are in float32, for float64 in float64; float32 is multiplied in full
-    precision, not in TF32. The first call with new sizes tunes, and the result
-    is the same each time after it. Sizes that lie close together share what was
-    tuned. Raises TypeError for other dtypes and for two that differ, and
-    ValueError for shapes that do not fit, tensors on two devices and strides
-    along K of 2**24 or more. Has a gradient, which has one itself.
+    Takes an (M, K) and a (K, N) matrix on one device, of one dtype: float16,
+    bfloat16, float32 or float64. They may lie in memory in any way. Of a batch,
+    flatten the leading dimensions of ``a`` first. The result has their dtype
+    and is contiguous. Sums are in float32, for float64 in float64; float32 is
+    multiplied in full precision, not in TF32.
+
+    The first call with new sizes tunes: it times several tiles. Sizes that lie
+    close together share a tile. After the first call, the result is the same
+    each time; another process may choose another tile. If M and N are both
+    above 128, an operand whose rows do not begin at multiples of 16 bytes is
+    copied in each call.
+
+    Has a gradient, which has one itself. Raises TypeError for other dtypes and
+    for two that differ, and ValueError for shapes that do not fit, tensors on
+    two devices and strides along K of 2**24 or more. The backward is a product
+    along N and one along M, with the same limit for strides along these.
     """
     return _tuned_matmul_launch(a, b, wrap_triton)
 
@@ -774,8 +816,11 @@ tuned_matmul.register_autograd(
 )
 
 # %%
-# Is it what we wanted? First the compiled code, on any machine, with tiles of
-# 128 x 256 x 64. ``VEC`` is 8 where a row lies, and nothing else is known.
+# Does the op's kernel have what the sections above ask for? First its compiled
+# code, which needs no GPU, with tiles of 128 x 256 x 64. ``VEC`` is 8 along the
+# rows of each operand. Of the sizes and strides, the compiler knows which
+# strides are 1, and that 16 divides ``N``. In the last row, it does not know
+# that of ``N`` either.
 
 
 def op_job(layout, by_16=("N",)):
@@ -793,10 +838,15 @@ if __name__ == "__main__":
     print(table(compile_all(jobs, _tuned_matmul_tile, _tuned_matmul_kernel)))
 
 # %%
-# With ``VEC`` no size needs to be a multiple of 16. The loop may be longer than
-# that of the first kernel, as it compares with two ends of K: A may be padded,
-# or B. Where ``N`` is odd, the result is stored by 2 bytes, and registers may
-# spill around the store. What is each step worth, with this tile and 3 stages?
+# All copies have 16 bytes: with ``VEC``, the loads need no size that 16
+# divides. The loop may be longer than that of the first kernel. It compares
+# with two ends of K, ``a_end`` and ``b_end``, because the rows of one operand
+# may be padded and those of the other not. Where ``N`` is odd, the result is
+# stored by 2 bytes, and registers may spill.
+#
+# What is each step worth? All rungs of this ladder but the last two have this
+# tile and three stages. *VEC* runs the op's kernel on the operands as they lie.
+# *Rows copied* first copies those that need it. The sizes are M, K and N:
 
 LADDER = {
     "square": (8192, 8192, 8192, "A, B"),
@@ -843,8 +893,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------------------------
 #
 # The first call with new sizes compiles and times each candidate, the second is
-# an ordinary one. We print both, and each winner. (What Triton's cache has on
-# disk is not compiled again.) The sizes are tokens x K x N of models' layers.
+# an ordinary one. We print the time of both, and the tile that won. (A kernel
+# that Triton's cache has on disk is not compiled again.) The sizes are tokens x
+# K x N, of models' layers, in float16.
 
 TOKENS = [1, 16, 128, 1024, 4096]
 LAYERS = [(4096, 14336), (7168, 2048)]
@@ -936,10 +987,10 @@ if __name__ == "__main__":
 # -------------
 #
 # The benchmark is in bfloat16, for a layer with 4096 features in and 14336 out,
-# as a Llama of 8 billion parameters has them, whose weight lies as (N, K). The
-# rate of few tokens is set by the memory, which has to deliver the weight.
-# ``skinny_matmul.py`` is for those. The backward has two products, and so twice
-# the operations.
+# as a Llama of 8 billion parameters has them. Its weight lies as (N, K). With
+# few tokens, the memory sets the rate, as it has to deliver the weight, and
+# ``skinny_matmul.py`` is the page for these. The backward has two products, and
+# so twice the operations.
 
 SIZES = [1, 16, 64, 256, 1000, 4096, 8192]
 LAYER = 4096, 14336
@@ -971,8 +1022,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print("backward", results_backward.to_string(), sep="\n")
 
 # %%
-# This is what a call costs the CPU, in microseconds. The launcher looks up the
-# tuned config by its key each time:
+# This is what a call costs the CPU, in microseconds, forward and backward. In
+# each call, the tuner looks up the tile by the key:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for one in (results, results_backward):
@@ -986,22 +1037,25 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # An H200 has 989 TFLOP/s for 4.8 TB/s by its data sheet, about 200 operations
 # for a byte. A weight in bfloat16 is read at least once, and gives ``M``
 # operations for a byte. So up to about 200 tokens the memory bounds the
-# product, and beyond that the tensor cores do. What these may wait for is
-# counted above. At 1000 tokens, count the tiles of the tuner's choice: a wave
-# that is nearly empty takes as long as a full one (``tile_order.py``).
+# product, and beyond that the tensor cores do. The tables above count what
+# these may wait for: narrow loads, and products before them. At 1000 tokens the
+# number of tiles matters too: a last wave of few tiles takes as long as a full
+# one (``tile_order.py``). In the key, 1000 tokens are 1024, and the section on
+# tuning prints the tile for 1024, in float16.
 
 # %%
 # Go further
 # ----------
 #
-# 1. The result of a product with an odd ``N`` has rows that begin at odd
-#    addresses, and is stored by 2 bytes. Which change of the op gives wide
-#    stores, and what is its price?
+# 1. If ``N`` is odd, every other row of the result begins at an odd multiple of
+#    2 bytes, and the result is stored by 2 bytes. Which change of the op gives
+#    wide stores, and what is its price?
 # 2. The op copies an odd weight in each call. What can the weight's owner do?
 #
 # To read on:
 #
-# * ``persistent_matmul.py`` has the copy engine of Hopper load the tiles.
+# * ``tensor_descriptors.py`` has Hopper's copy engine load the tiles, and
+#   ``persistent_matmul.py`` makes an op of that.
 
 # %%
 # Answers
@@ -1011,5 +1065,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # stride to the kernel, and return the first ``N`` columns. The result is then
 # not contiguous, and many ops that follow copy it.
 #
-# **2.** Store it with zeros behind each row, up to a multiple of 8 elements, do
-# the same to the activations, and multiply with the longer ``K``.
+# **2.** The owner can store the weight with zeros behind each row, up to a
+# multiple of 8 elements, do the same with the activations, and multiply along
+# the longer ``K``.

@@ -222,6 +222,7 @@ def test_refuses(taken: ModuleType) -> None:
         (0, q[0]),
         (0, q[:2]),
         (0, q[..., :8]),
+        (0, q[:, :3]),
         (1, k[:, :1]),
         (2, v[:, :1]),
         (3, k_cache[:1]),

@@ -466,7 +466,7 @@ def test_page(gallery: Path, tmp_path: Path) -> None:
         for more in (", LEAST = 1", ", the op"):
             assert found[name + more][3] == 1
         assert found[name][6] == found[f"{name}, the op"][6] == 0
-    copies, loads, *_, spilled = found["A, B, multiples of 8, or odd"]
+    copies, loads, *_, spilled = found["A, B, not by 16"]
     assert (copies, loads) == (0, 96)
     assert spilled > 0
     errors = [line for line in run.stdout.splitlines() if "Error: tuned_matmul takes" in line]
