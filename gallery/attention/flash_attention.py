@@ -6,7 +6,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
-# longer = "its backward has two ways: in one pass, and with the same bits"
+# longer = "five kernels; three go along blocks with and without a mask"
 # ///
 r"""
 Flash attention
@@ -20,8 +20,7 @@ After ``flash_attention_forward.py`` and this page you can
 
 * derive the gradients of attention, and recompute what they need;
 * say which program owns which sum, and what the others do with theirs;
-* choose between one pass with atomic additions and two with the same bits each
-  time;
+* weigh one pass with atomic additions against two with the same bits each time;
 * skip what a causal mask hides, and add up a group of heads.
 """
 
@@ -1271,7 +1270,8 @@ if __name__ == "__main__":
     leaves = [t.requires_grad_() for t in leaves]
     assert torch.autograd.gradcheck(flash_attention, leaves)
     assert torch.autograd.gradcheck(CAUSAL, leaves)
-    call = backward_of(flash_attention, *(random(1, 2, 300, 64) for _ in "qkvg"))
+    x = [random(1, 2, 300, 64) for _ in range(4)]
+    call = backward_of(flash_attention, *x)
     assert all(map(torch.equal, call(), call()))
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -1433,8 +1433,7 @@ if __name__ == "__main__":
         assert (of > 1) == (not causal)
 
 # %%
-# Only the gradients of full attention find it. So the proof above is causal and
-# full.
+# Only the gradients of full attention find it. So the proof above has both.
 
 # %%
 # Go further
