@@ -318,8 +318,9 @@ if __name__ == "__main__":
 # So the loop is split in two, as in the forward: first the blocks at the
 # diagonal, with a mask, then the full ones. This is the forward's picture,
 # turned: there the full blocks come first. Program 0 has the most work, and
-# starts first. For the last, ragged block of keys all blocks count as masked,
-# with or without a causal mask. The pass for ``dq`` has the forward's order.
+# starts first. The pass for ``dq`` has the forward's order. It also masks the
+# last, ragged block of keys. The pass for keys need not: what a padded key adds
+# up is its own, and is not stored.
 
 # %%
 # A group of heads
@@ -558,10 +559,8 @@ def _flash_attention_along_queries(
     first,
     end,
     LQ,
-    LK,
     D: tl.constexpr,
     SCALE_2: tl.constexpr,
-    CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
@@ -575,12 +574,8 @@ def _flash_attention_along_queries(
         lse = tl.load(lse_ptrs + offs_m, mask=offs_m < LQ, other=0.0)
         s = tl.dot(k, q.T, input_precision="ieee", out_dtype=dk.dtype)
         p = tl.exp2(s * SCALE_2 - lse[None, :])  # (BLOCK_N, BLOCK_M)
-        if MASKED:
-            # A padded key has the score 0: p may be inf there, and dq then NaN.
-            seen = offs_n < LK
-            if CAUSAL:
-                seen = seen & (offs_n <= offs_m[None, :])
-            p = tl.where(seen, p, 0.0)
+        if MASKED:  # padded keys need none: their sums are not stored
+            p = tl.where(offs_n <= offs_m[None, :], p, 0.0)
         grad = tl.load(grad_ptrs + row * stride_gl, mask=mask, other=0.0)
         dv = tl.dot(
             p.to(grad.dtype),
@@ -653,7 +648,8 @@ def _flash_attention_dkv_kernel(
     if CAUSAL:
         first = begin // BLOCK_M * BLOCK_M
         full = tl.cdiv(begin + BLOCK_N, BLOCK_M) * BLOCK_M
-    full = LQ if begin + BLOCK_N > LK else tl.minimum(full, LQ)
+        # Ragged keys need no more masks, but with them registers do not spill.
+        full = LQ if begin + BLOCK_N > LK else tl.minimum(full, LQ)
     for member in range(GROUP):
         head = shared * GROUP + member
         sums = (batch * HEADS + head) * LQ
@@ -674,10 +670,8 @@ def _flash_attention_dkv_kernel(
                 first if MASKED else full,
                 full if MASKED else LQ,
                 LQ,
-                LK,
                 D=D,
                 SCALE_2=SCALE_2,
-                CAUSAL=CAUSAL,
                 MASKED=MASKED,
                 BLOCK_M=BLOCK_M,
             )
@@ -719,6 +713,7 @@ def _flash_attention_along_keys(
         s = tl.dot(q, k.T, input_precision="ieee", out_dtype=dq.dtype)
         p = tl.exp2(s * SCALE_2 - lse)  # (BLOCK_M, BLOCK_N)
         if MASKED:
+            # A padded key has the score 0: its p may be inf, and dq then NaN.
             seen = offs_n[None, :] < LK
             if CAUSAL:
                 seen = seen & (offs_n[None, :] <= offs_m)
@@ -1091,8 +1086,8 @@ def flash_attention(q, k, v, causal=False, scale=None) -> torch.Tensor:
 # What did each step gain? The table has TFLOP/s of the backward at 4096 tokens,
 # and the statements of the kernels that it runs. Five products are counted for
 # each of them, and half of the operations with a causal mask. So two passes,
-# which compute seven, show at most 5/7 of their rate. The first kernel has the
-# better of its two tiles for each head.
+# which compute seven, show at most 5/7 of their rate. One pass is the first
+# kernel; ``wide``, it has blocks of 128 queries for heads of 64.
 
 
 def statements(*kernels):
@@ -1104,10 +1099,10 @@ def statements(*kernels):
     return found - texts - len(kernels)
 
 
-def first_step(q, k, v, grad):
+def first_step(q, k, v, grad, wide=False):
     out, lse = flash_attention_with_lse(q, k, v)
     lse = lse * math.log(2)  # the first kernel's has base e
-    BLOCK_M = 128 if q.shape[-1] <= 64 else 64
+    BLOCK_M = 8192 // q.shape[-1] if wide else 64
     return partial(backward, q, k, v, out, lse, grad, BLOCK_M)
 
 
@@ -1124,6 +1119,7 @@ KERNELS = (
 # What makes a call, whether it is causal, and the kernels
 STEPS = {
     "one pass": (first_step, False, backward_kernel),
+    "one pass, wide": (partial(first_step, wide=True), False, backward_kernel),
     "two passes": (partial(backward_of, flash_attention), False, *KERNELS),
     "causal": (partial(backward_of, CAUSAL), True, *KERNELS),
 }

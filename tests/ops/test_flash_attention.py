@@ -318,6 +318,15 @@ def test_same_bits(taken: ModuleType, causal: bool) -> None:
     assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
 
 
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@each_way
+def test_nothing_to_see(taken: ModuleType, dtype: torch.dtype, causal: bool) -> None:
+    """Queries without keys, and keys without queries, have gradients of 0."""
+    for lengths in ((9, 0), (0, 9)):
+        *_, dq, dk, dv = assert_right(taken, *heads_of(2, 1, *lengths, 16, dtype), causal)
+        assert not any(gradient.any() for gradient in (dq, dk, dv))
+
+
 def test_gradient_has_no_gradient(taken: ModuleType) -> None:
     """A second derivative is refused, not zero."""
     q = torch.randn(1, 1, 3, 16, dtype=torch.float64, device=DEVICE, requires_grad=True)
@@ -585,11 +594,6 @@ BREAKS = [
     ("no delta in the pass for keys", "(p * (dp - delta[None, :]))", "(p * dp)"),
     ("no delta in the pass for queries", "ds = (p * (dp - delta)).to(k.dtype)", "ds = (p * dp).to(k.dtype)"),
     (
-        "full attention's keys get a causal backward",
-        "            seen = offs_n < LK\n            if CAUSAL:\n",
-        "            seen = offs_n < LK\n            if True:\n",
-    ),
-    (
         "keys begin at the diagonal, mask or not",
         "    first, full = 0, 0\n    if CAUSAL:\n",
         "    first, full = 0, 0\n    if True:\n",
@@ -599,16 +603,16 @@ BREAKS = [
         PASS_FOR_QUERIES,
         PASS_FOR_QUERIES.replace("if CAUSAL:", "if True:"),
     ),
-    ("keys see the query before", "seen & (offs_n <= offs_m[None, :])", "seen & (offs_n <= offs_m[None, :] + 1)"),
+    ("keys see the query before", "offs_n <= offs_m[None, :], p", "offs_n <= offs_m[None, :] + 1, p"),
     (
         "keys skip the rest of the diagonal",
         "full = tl.cdiv(begin + BLOCK_N, BLOCK_M) * BLOCK_M",
         "full = tl.cdiv(begin, BLOCK_M) * BLOCK_M",
     ),
     (
-        "the ragged block has no mask",
-        "full = LQ if begin + BLOCK_N > LK else tl.minimum(full, LQ)",
-        "full = tl.minimum(full, LQ)",
+        "padded keys add to queries",
+        "            p = tl.where(seen, p, 0.0)\n",
+        "            p = tl.where(seen | (offs_n[None, :] >= LK), p, 0.0)\n",
     ),
     ("a group is its first head", "for member in range(GROUP):", "for member in range(1):"),
     ("queries past the end are read", "mask = (row < LQ) & (offs_d < D)", "mask = (row < LQ + 99) & (offs_d < D)"),
@@ -617,7 +621,11 @@ BREAKS = [
         "tl.store(dk_ptr + offs, dk * SCALE, mask=mask)",
         "tl.store(dk_ptr + offs, dk, mask=mask)",
     ),
-    ("the gradient of queries has no scale", "                dq * SCALE,\n", "                dq,\n"),
+    (
+        "the gradient of queries has no scale",
+        "tl.store(dq_ptrs + row * stride_dql, dq * SCALE, mask=mask)",
+        "tl.store(dq_ptrs + row * stride_dql, dq, mask=mask)",
+    ),
     (
         "padding of a head is read",
         "mask = (row < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)",
