@@ -356,7 +356,7 @@ FLASH_ATTENTION_TILES = {
     128: [(128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 3)],
     256: [(128, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)],
 }
-# On Hopper; other GPUs would spill registers
+# On Hopper. Elsewhere, those for heads of 64 may spill registers.
 FLASH_ATTENTION_HOPPER = {
     16: [(128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 8, 4)],
     32: [(128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 8, 4)],
@@ -648,7 +648,7 @@ def _flash_attention_dkv_kernel(
     if CAUSAL:
         first = begin // BLOCK_M * BLOCK_M
         full = tl.cdiv(begin + BLOCK_N, BLOCK_M) * BLOCK_M
-        # Ragged keys need no more masks, but with them registers do not spill.
+        # Ragged keys need no more masks; without them, Hopper's code spills.
         full = LQ if begin + BLOCK_N > LK else tl.minimum(full, LQ)
     for member in range(GROUP):
         head = shared * GROUP + member
