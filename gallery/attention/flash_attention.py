@@ -5,8 +5,8 @@
 # [tool.triton-gallery]
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
-# deterministic = false
-# longer = "its backward has two ways: in one pass, and with the same bits"
+# deterministic = true
+# longer = "five kernels; three go along blocks with and without a mask"
 # ///
 r"""
 Flash attention
@@ -20,8 +20,7 @@ After ``flash_attention_forward.py`` and this page you can
 
 * derive the gradients of attention, and recompute what they need;
 * say which program owns which sum, and what the others do with theirs;
-* choose between one pass with atomic additions and two with the same bits each
-  time;
+* weigh one pass with atomic additions against two with the same bits each time;
 * skip what a causal mask hides, and add up a group of heads.
 """
 
@@ -288,8 +287,8 @@ if __name__ == "__main__":
 # The second of two computes ``s`` and ``dp`` again: seven products instead of
 # five. At the same rate, they take 7/5 of the time. One pass has the additions
 # to memory instead, the zeros that they begin from, and the conversion of their
-# float32 sum. The op has both. It takes two passes if PyTorch is told to be
-# deterministic, or the caller says so. The table after the op shows the cost.
+# float32 sum. Besides, each of two passes has a tile of its own. The table
+# after the op compares them. The op takes two passes.
 
 # %%
 # What does a causal mask hide?
@@ -301,23 +300,27 @@ if __name__ == "__main__":
 #
 # .. code-block:: text
 #
-#     BLOCK_N = 2 BLOCK_M          queries
-#              +------+------+------+------+------+------+
-#     program  | mask | mask | full | full | full | full |
-#        0     |      |      |      |      |      |      |
-#              +------+------+------+------+------+------+
-#     program  | skip | skip | mask | mask | full | full |
-#        1     |      |      |      |      |      |      |
-#              +------+------+------+------+------+------+
-#     program  | skip | skip | skip | skip | mask | mask |
-#        2     |      |      |      |      |      |      |
-#              +------+------+------+------+------+------+
+#     BLOCK_M = 2 BLOCK_N   queries
+#              +------+------+------+------+
+#     program  | mask | full | full | full |
+#        0     |      |      |      |      |
+#              +------+------+------+------+
+#     program  | mask | full | full | full |
+#        1     |      |      |      |      |
+#              +------+------+------+------+
+#     program  | skip | mask | full | full |
+#        2     |      |      |      |      |
+#              +------+------+------+------+
+#     program  | skip | mask | full | full |
+#        3     |      |      |      |      |
+#              +------+------+------+------+
 #
 # So the loop is split in two, as in the forward: first the blocks at the
 # diagonal, with a mask, then the full ones. This is the forward's picture,
 # turned: there the full blocks come first. Program 0 has the most work, and
-# starts first. For the last, ragged block of keys all blocks count as masked,
-# with or without a causal mask. The pass for ``dq`` has the forward's order.
+# starts first. The pass for ``dq`` has the forward's order. It also masks the
+# last, ragged block of keys. The pass for keys need not: what a padded key adds
+# up is its own, and is not stored.
 
 # %%
 # A group of heads
@@ -345,19 +348,26 @@ FLASH_ATTENTION_DTYPES = {
     torch.float64,
 }
 # For a padded head: queries and keys of a block, warps and stages. Of the
-# forward, of dk and dv in one pass and in the first of two, and of dq
+# forward, of dk and dv, and of dq
 FLASH_ATTENTION_TILES = {
-    16: [(128, 64, 8, 3), (64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3)],
-    32: [(128, 64, 8, 3), (64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3)],
-    64: [(128, 64, 8, 3), (64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3)],
-    128: [(128, 64, 8, 3), (64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 3)],
-    256: [(128, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)],
+    16: [(128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 3)],
+    32: [(128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 3)],
+    64: [(128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 3)],
+    128: [(128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 3)],
+    256: [(128, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)],
+}
+# On Hopper. Elsewhere, those for heads of 64 may spill registers.
+FLASH_ATTENTION_HOPPER = {
+    16: [(128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 8, 4)],
+    32: [(128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 8, 4)],
+    64: [(128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 8, 4)],
+    128: [(128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 8, 3)],
 }
 # Where a program has less shared memory than an A100's, in bytes
 FLASH_ATTENTION_ROOM = 160_000
 FLASH_ATTENTION_SMALL = {
-    128: [(128, 64, 8, 3), (32, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)],
-    256: [(64, 32, 8, 2), (16, 32, 4, 1), (16, 32, 4, 1), (32, 32, 4, 1)],
+    128: [(128, 64, 8, 3), (32, 64, 4, 2), (64, 32, 4, 2)],
+    256: [(64, 32, 8, 2), (16, 32, 4, 1), (32, 32, 4, 1)],
 }
 
 
@@ -540,24 +550,18 @@ def _flash_attention_along_queries(
     v,
     q_ptrs,
     grad_ptrs,
-    dq_ptrs,
     lse_ptrs,
     delta_ptrs,
     stride_ql,
     stride_gl,
-    stride_dql,
     offs_n,
     offs_d,
     first,
     end,
     LQ,
-    LK,
     D: tl.constexpr,
-    SCALE: tl.constexpr,
     SCALE_2: tl.constexpr,
-    CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
-    ONE_PASS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """Go along the queries from first to end; return the sums for keys."""
@@ -570,12 +574,8 @@ def _flash_attention_along_queries(
         lse = tl.load(lse_ptrs + offs_m, mask=offs_m < LQ, other=0.0)
         s = tl.dot(k, q.T, input_precision="ieee", out_dtype=dk.dtype)
         p = tl.exp2(s * SCALE_2 - lse[None, :])  # (BLOCK_N, BLOCK_M)
-        if MASKED:
-            # A padded key has the score 0: p may be inf there, and dq then NaN.
-            seen = offs_n < LK
-            if CAUSAL:
-                seen = seen & (offs_n <= offs_m[None, :])
-            p = tl.where(seen, p, 0.0)
+        if MASKED:  # padded keys need none: their sums are not stored
+            p = tl.where(offs_n <= offs_m[None, :], p, 0.0)
         grad = tl.load(grad_ptrs + row * stride_gl, mask=mask, other=0.0)
         dv = tl.dot(
             p.to(grad.dtype),
@@ -589,15 +589,6 @@ def _flash_attention_along_queries(
         # The tensor cores take ds in the type of q.
         ds = (p * (dp - delta[None, :])).to(q.dtype)  # (BLOCK_N, BLOCK_M)
         dk = tl.dot(ds, q, dk, input_precision="ieee", out_dtype=dk.dtype)
-        if ONE_PASS:
-            dq = tl.dot(ds.T, k, input_precision="ieee", out_dtype=dk.dtype)
-            # Nothing else is ordered by these additions: relaxed is enough.
-            tl.atomic_add(
-                dq_ptrs + row * stride_dql,
-                dq * SCALE,
-                mask=mask,
-                sem="relaxed",
-            )
     return dk, dv
 
 
@@ -609,7 +600,6 @@ def _flash_attention_dkv_kernel(
     grad_ptr,
     lse_ptr,
     delta_ptr,
-    dq_ptr,
     dk_ptr,
     dv_ptr,
     LQ,
@@ -627,9 +617,6 @@ def _flash_attention_dkv_kernel(
     stride_gb,
     stride_gh,
     stride_gl,
-    stride_dqb,
-    stride_dqh,
-    stride_dql,
     stride_dkb,
     stride_dkh,
     stride_dkl,
@@ -638,7 +625,6 @@ def _flash_attention_dkv_kernel(
     SCALE: tl.constexpr,
     SCALE_2: tl.constexpr,
     CAUSAL: tl.constexpr,
-    ONE_PASS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -662,7 +648,8 @@ def _flash_attention_dkv_kernel(
     if CAUSAL:
         first = begin // BLOCK_M * BLOCK_M
         full = tl.cdiv(begin + BLOCK_N, BLOCK_M) * BLOCK_M
-    full = LQ if begin + BLOCK_N > LK else tl.minimum(full, LQ)
+        # Ragged keys need no more masks; without them, Hopper's code spills.
+        full = LQ if begin + BLOCK_N > LK else tl.minimum(full, LQ)
     for member in range(GROUP):
         head = shared * GROUP + member
         sums = (batch * HEADS + head) * LQ
@@ -674,24 +661,18 @@ def _flash_attention_dkv_kernel(
                 v,
                 q_ptr + batch * stride_qb + head * stride_qh + offs_d,
                 grad_ptr + batch * stride_gb + head * stride_gh + offs_d,
-                dq_ptr + batch * stride_dqb + head * stride_dqh + offs_d,
                 lse_ptr + sums,
                 delta_ptr + sums,
                 stride_ql,
                 stride_gl,
-                stride_dql,
                 offs_n,
                 offs_d,
                 first if MASKED else full,
                 full if MASKED else LQ,
                 LQ,
-                LK,
                 D=D,
-                SCALE=SCALE,
                 SCALE_2=SCALE_2,
-                CAUSAL=CAUSAL,
                 MASKED=MASKED,
-                ONE_PASS=ONE_PASS,
                 BLOCK_M=BLOCK_M,
             )
     offs = batch * stride_dkb + shared * stride_dkh + row * stride_dkl + offs_d
@@ -732,6 +713,7 @@ def _flash_attention_along_keys(
         s = tl.dot(q, k.T, input_precision="ieee", out_dtype=dq.dtype)
         p = tl.exp2(s * SCALE_2 - lse)  # (BLOCK_M, BLOCK_N)
         if MASKED:
+            # A padded key has the score 0: its p may be inf, and dq then NaN.
             seen = offs_n[None, :] < LK
             if CAUSAL:
                 seen = seen & (offs_n[None, :] <= offs_m)
@@ -829,17 +811,18 @@ def _flash_attention_dq_kernel(
 
 @functools.cache
 def _flash_attention_tiles(device, BLOCK_D, itemsize):
-    """Return the blocks, warps and stages of the four kernels."""
-    room = FLASH_ATTENTION_ROOM
+    """Return the blocks, warps and stages of the three kernels."""
+    tiles = FLASH_ATTENTION_TILES[BLOCK_D]
     if device.type == "cuda":  # not the interpreter
         gpu = torch.cuda.get_device_properties(device)
         room = getattr(gpu, "shared_memory_per_block_optin", 64 * 1024)
-    tiles = FLASH_ATTENTION_TILES[BLOCK_D]
-    if room < FLASH_ATTENTION_ROOM:
-        tiles = FLASH_ATTENTION_SMALL.get(BLOCK_D, tiles)
+        if room < FLASH_ATTENTION_ROOM:
+            tiles = FLASH_ATTENTION_SMALL.get(BLOCK_D, tiles)
+        elif gpu.major == 9:
+            tiles = FLASH_ATTENTION_HOPPER.get(BLOCK_D, tiles)
     if itemsize > 2:  # float32 and float64: operands take registers
-        n = 32 if BLOCK_D <= 64 else 16
-        tiles = [(32, 16, 4, 1), *[(16, n, 4, 1)] * 2, (n, 16, 4, 1)]
+        n, num_warps = (32, 4) if BLOCK_D <= 64 else (16, 8)
+        tiles = [(32, 16, 4, 1), (16, n, 4, 1), (n, 16, num_warps, 1)]
     names = "BLOCK_M", "BLOCK_N", "num_warps", "num_stages"
     tiles = [dict(zip(names, tile, strict=True)) for tile in tiles]
     for tile in tiles if torch.version.hip else ():
@@ -891,7 +874,6 @@ def _flash_attention_launch(
     v,
     causal=False,
     scale=None,
-    deterministic=None,
     kernel=_flash_attention_kernel,
 ):
     _flash_attention_check(q, k, v)
@@ -939,7 +921,6 @@ def _flash_attention_backward_launch(
     lse,
     causal,
     scale,
-    deterministic,
     delta_kernel=_flash_attention_delta_kernel,
     dkv_kernel=_flash_attention_dkv_kernel,
     dq_kernel=_flash_attention_dq_kernel,
@@ -948,18 +929,14 @@ def _flash_attention_backward_launch(
     batch, heads, LQ, D = q.shape
     shared, LK, D = int(k.shape[1]), k.shape[2], int(D)
     # The gradients lie in memory as q and k do: autograd need not copy them.
-    dk, dv = torch.empty_like(k), torch.empty_like(k)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
     if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), dk.zero_(), dv.zero_()
-    if deterministic:
-        dq = torch.empty_like(q)
-    else:  # to be added to, by atomics: in float32, or each would round
-        dq = torch.zeros_like(q, dtype=lse.dtype)
+        return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
     scale = D**-0.5 if scale is None else scale
     BLOCK_D = max(16, triton.next_power_of_2(D))
     tiles = _flash_attention_tiles(q.device, BLOCK_D, q.dtype.itemsize)
-    tile = tiles[2 if deterministic else 1]
+    for_keys, for_queries = tiles[1:]
     read, strides = _flash_attention_read(q, k, v, grad)
     ACC = tl.float64 if lse.dtype == torch.float64 else tl.float32
     common = {
@@ -984,27 +961,23 @@ def _flash_attention_backward_launch(
             BLOCK_M=32,
             BLOCK_D=BLOCK_D,
         )
-        dkv_kernel[(triton.cdiv(LK, tile["BLOCK_N"]) * batch * shared,)](
+        blocks = triton.cdiv(LK, for_keys["BLOCK_N"])
+        dkv_kernel[(blocks * batch * shared,)](
             *read,
             lse,
             delta,
-            dq,
             dk,
             dv,
             LQ,
             LK,
             heads,
             *strides,
-            *dq.stride()[:3],
             *dk.stride()[:3],
-            ONE_PASS=not deterministic,
             **common,
-            **tile,
+            **for_keys,
         )
-        if not deterministic:
-            return dq.to(q.dtype), dk, dv
-        tile = tiles[3]
-        dq_kernel[(triton.cdiv(LQ, tile["BLOCK_M"]) * batch * heads,)](
+        blocks = triton.cdiv(LQ, for_queries["BLOCK_M"])
+        dq_kernel[(blocks * batch * heads,)](
             *read,
             lse,
             delta,
@@ -1015,7 +988,7 @@ def _flash_attention_backward_launch(
             *strides,
             *dq.stride()[:3],
             **common,
-            **tile,
+            **for_queries,
         )
     return dq, dk, dv
 
@@ -1027,7 +1000,6 @@ def flash_attention_with_lse(
     v: torch.Tensor,
     causal: bool = False,
     scale: float | None = None,
-    deterministic: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what flash_attention does, and the log-sum-exp of each row.
 
@@ -1035,9 +1007,7 @@ def flash_attention_with_lse(
     float64; ``inf`` for a query that sees nothing. It has no gradient.
     """
     kernel = wrap_triton(_flash_attention_kernel)
-    return _flash_attention_launch(
-        q, k, v, causal, scale, deterministic, kernel
-    )
+    return _flash_attention_launch(q, k, v, causal, scale, kernel)
 
 
 @triton_op(
@@ -1052,7 +1022,6 @@ def flash_attention_backward(
     lse: torch.Tensor,
     causal: bool,
     scale: float | None,
-    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v, given that of out.
 
@@ -1065,23 +1034,20 @@ def flash_attention_backward(
         wrap_triton(_flash_attention_dq_kernel),
     )
     return _flash_attention_backward_launch(
-        grad, q, k, v, out, lse, causal, scale, deterministic, *kernels
+        grad, q, k, v, out, lse, causal, scale, *kernels
     )
 
 
 def _flash_attention_setup(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.scale, ctx.deterministic = inputs
+    q, k, v, ctx.causal, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _flash_attention_gradient(ctx, grad, _):
-    deterministic = ctx.deterministic
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    options = ctx.causal, ctx.scale, deterministic
+    options = ctx.causal, ctx.scale
     grads = flash_attention_backward(grad, *ctx.saved_tensors, *options)
-    return *grads, None, None, None
+    return *grads, None, None
 
 
 flash_attention_with_lse.register_autograd(
@@ -1096,9 +1062,7 @@ FLASH_ATTENTION_LIBRARY.impl(
 )
 
 
-def flash_attention(
-    q, k, v, causal=False, scale=None, deterministic=None
-) -> torch.Tensor:
+def flash_attention(q, k, v, causal=False, scale=None) -> torch.Tensor:
     """Return softmax(q @ k.mT * scale) @ v, as PyTorch's SDPA does.
 
     Takes q of (batch, heads, queries, D), k and v of (batch, heads / n, keys,
@@ -1111,21 +1075,19 @@ def flash_attention(
     whose scores are all -inf, gives 0. A NaN or an infinity may reach queries
     and keys that it is hidden from; gradients ask for finite inputs.
 
-    The gradients have the dtype of q, and no gradient themselves. With
-    ``deterministic`` they are the same each time; without, that of q is added
-    up in any order, in float32. None asks
-    ``torch.are_deterministic_algorithms_enabled()``, during the backward.
-    Raises TypeError for other dtypes and ValueError for other shapes. The
-    method: https://arxiv.org/abs/2307.08691
+    The gradients have the dtype of q, the same bits each time, and no gradient
+    themselves. Raises TypeError for other dtypes and ValueError for other
+    shapes. The method: https://arxiv.org/abs/2307.08691
     """
-    return flash_attention_with_lse(q, k, v, causal, scale, deterministic)[0]
+    return flash_attention_with_lse(q, k, v, causal, scale)[0]
 
 
 # %%
 # What did each step gain? The table has TFLOP/s of the backward at 4096 tokens,
 # and the statements of the kernels that it runs. Five products are counted for
-# each of them, and half of the operations with a causal mask. So a kernel that
-# computes seven products shows at most 5/7 of its rate.
+# each of them, and half of the operations with a causal mask. So two passes,
+# which compute seven, show at most 5/7 of their rate. One pass is the first
+# kernel; ``wide``, it has blocks of 128 queries for heads of 64.
 
 
 def statements(*kernels):
@@ -1137,32 +1099,30 @@ def statements(*kernels):
     return found - texts - len(kernels)
 
 
-def first_step(q, k, v, grad):
+def first_step(q, k, v, grad, wide=False):
     out, lse = flash_attention_with_lse(q, k, v)
     lse = lse * math.log(2)  # the first kernel's has base e
-    return partial(backward, q, k, v, out, lse, grad)
+    BLOCK_M = 8192 // q.shape[-1] if wide else 64
+    return partial(backward, q, k, v, out, lse, grad, BLOCK_M)
 
 
 TOKENS = 16384  # in all, at each length
-
-
-def ours(deterministic, causal=False):
-    return partial(flash_attention, causal=causal, deterministic=deterministic)
-
-
-ONE = (
+CAUSAL = partial(flash_attention, causal=True)
+KERNELS = (
     _flash_attention_place,
     _flash_attention_delta_kernel,
     _flash_attention_dkv_kernel,
     _flash_attention_along_queries,
+    _flash_attention_dq_kernel,
+    _flash_attention_along_keys,
 )
-TWO = *ONE, _flash_attention_dq_kernel, _flash_attention_along_keys
 # What makes a call, whether it is causal, and the kernels
-STEPS = {"first kernel": (first_step, False, backward_kernel)}
-for causal in (False, True):
-    for name, kernels in {"one pass": ONE, "two passes": TWO}.items():
-        make = partial(backward_of, ours(kernels is TWO, causal))
-        STEPS[name + ", causal" * causal] = make, causal, *kernels
+STEPS = {
+    "one pass": (first_step, False, backward_kernel),
+    "one pass, wide": (partial(first_step, wide=True), False, backward_kernel),
+    "two passes": (partial(backward_of, flash_attention), False, *KERNELS),
+    "causal": (partial(backward_of, CAUSAL), True, *KERNELS),
+}
 
 
 def inputs(length, D):
@@ -1192,9 +1152,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----
 #
 # We compare each dtype with float64: ragged lengths, more keys than queries and
-# fewer, padded heads, shared heads of keys, none at all; full and causal, in
-# one pass and in two. A gradient is a sum. For each element we allow two
-# roundings of the sum of its terms' sizes, and two of the result. The size of
+# fewer, padded heads, shared heads of keys, none at all; full and causal. A
+# gradient is a sum. For each element we allow two roundings of the sum of its
+# terms' sizes, and two of the result. The size of
 # ``ds`` is :math:`p_{ij} (|g_i| \cdot |v_j| + |g_i| \cdot |o_i|)`. A rounding
 # is :math:`2^{-11}` in float16. In bfloat16 we allow :math:`2^{-7}`, as the
 # interpreter cuts off, and in float32 and float64, where the roundings of the
@@ -1264,20 +1224,21 @@ def proved(op, q, k, v, grad, causal=False, scale=None, looser=1):
     return found
 
 
-def prove(shape, dtype, causal, deterministic):
+def prove(shape, dtype, causal):
     batch, heads, shared, LQ, LK, D = shape
     q, grad = (random(batch, heads, LQ, D, dtype=dtype) for _ in range(2))
     k, v = (random(batch, shared, LK, D, dtype=dtype) for _ in range(2))
-    proved(ours(deterministic, causal), q, k, v, grad, causal)
+    op = partial(flash_attention, causal=causal)
+    proved(op, q, k, v, grad, causal)
 
 
 if __name__ == "__main__":
     for dtype in EPS:
         for shape in SHAPES:
-            for way in range(4):
-                prove(shape, dtype, bool(way & 1), bool(way & 2))
+            prove(shape, dtype, causal=False)
+            prove(shape, dtype, causal=True)
 else:  # imported: a glance
-    prove((1, 2, 1, 33, 70, 32), torch.float16, True, False)
+    prove((1, 2, 1, 33, 70, 32), torch.float16, causal=True)
 
 # %%
 # Next come heads side by side in memory, a scale of one's own, and large
@@ -1287,34 +1248,27 @@ if __name__ == "__main__":
     q = random(2, 150, 4, 64)[:, :140].transpose(1, 2)
     k = random(2, 100, 2, 64).transpose(1, 2)
     v, grad = random(2, 2, 100, 64), random(1, 4, 140, 1).expand(2, 4, 140, 64)
-    for deterministic in (False, True):
-        op = ours(deterministic, causal=True)
-        dq, dk, dv = proved(op, q, k, v, grad, causal=True)
-        assert dq.transpose(1, 2).is_contiguous()
-        assert dk.transpose(1, 2).is_contiguous()
-        op = ours(deterministic)
-        proved(op, q, k, v, grad, scale=0.5)
-        large = [random(1, 1, 70, 64, dtype=torch.float64) for _ in range(4)]
-        proved(op, *(t * 20 for t in large), looser=32)  # scores in thousands
+    dq, dk, dv = proved(CAUSAL, q, k, v, grad, causal=True)
+    assert dq.transpose(1, 2).is_contiguous()
+    assert dk.transpose(1, 2).is_contiguous()
+    proved(flash_attention, q, k, v, grad, scale=0.5)
+    large = [20 * random(1, 1, 70, 64, dtype=torch.float64) for _ in range(4)]
+    proved(flash_attention, *large, looser=32)  # scores in thousands
 
 # %%
 # ``gradcheck`` compares with differences of the forward. Two backwards have the
-# same bits if PyTorch's switch asks for that. ``opcheck`` tests, on a GPU, that
-# the op gets along with fake tensors, autograd and ``torch.compile``:
+# same bits. ``opcheck`` tests, on a GPU, that the op gets along with fake
+# tensors, autograd and ``torch.compile``:
 
 if __name__ == "__main__":
     shapes = (1, 2, 3, 2), (1, 1, 3, 2), (1, 1, 3, 2)
     leaves = [random(*shape, dtype=torch.float64) for shape in shapes]
     leaves = [t.requires_grad_() for t in leaves]
-    for way in range(4):
-        op = ours(bool(way & 1), bool(way & 2))
-        assert torch.autograd.gradcheck(op, leaves)
+    assert torch.autograd.gradcheck(flash_attention, leaves)
+    assert torch.autograd.gradcheck(CAUSAL, leaves)
     x = [random(1, 2, 300, 64) for _ in range(4)]
     call = backward_of(flash_attention, *x)
-    torch.use_deterministic_algorithms(True)
-    first, again = call(), call()
-    torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    assert all(map(torch.equal, call(), call()))
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     q, k, v = (random(1, 2, 70, 64).requires_grad_() for _ in range(3))
@@ -1368,7 +1322,7 @@ if __name__ == "__main__":
     steps = 100 if DEVICE.type == "cuda" else 5
     with torch.random.fork_rng():  # the layers' first values, thrown away
         theirs = losses(partial(sdpa, is_causal=True, enable_gqa=True), steps)
-        found = losses(ours(None, True), steps)
+        found = losses(CAUSAL, steps)
     for step in (0, steps // 2, steps - 1):
         print(f"step {step}: SDPA {theirs[step]:.5f}, the op {found[step]:.5f}")
     torch.testing.assert_close(found, theirs, rtol=1e-3, atol=0)
@@ -1394,8 +1348,8 @@ def memory(op, length):
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     lengths = [512, 1024, 2048, 4096, 8192]
-    tried = {"the op": ours(False), "two passes": ours(True)}
-    tried |= {"SDPA": sdpa, "PyTorch": attention_torch}
+    tried = {"the op": flash_attention, "SDPA": sdpa}
+    tried["PyTorch"] = attention_torch
     used = pd.DataFrame(
         {who: [memory(op, n) for n in lengths] for who, op in tried.items()},
         index=pd.Index(lengths, name="tokens"),
@@ -1419,8 +1373,7 @@ def by(library, *inputs):
 
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
 OPS = {
-    "Triton": ours(False, True),
-    "Triton, deterministic": ours(True, True),
+    "Triton": CAUSAL,
     "cuDNN": partial(by, SDPBackend.CUDNN_ATTENTION),
     "FlashAttention-2": partial(by, SDPBackend.FLASH_ATTENTION),
 }
@@ -1450,11 +1403,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # One pass computes five products for each score, two passes compute seven. The
-# table of steps tells how much of that ratio of 7/5 shows. What one pass adds
-# can be counted: each block of 128 keys adds to all rows of ``dq`` that see it.
-# Without a mask, 4096 keys add 32 times to each element, in float32. That is
-# 128 bytes for an element of two. How long the additions take beside the
-# products, no figure here tells.
+# table of steps counts five for both. If two passes show no less there, the
+# time of two products is won back. What one pass does instead can be counted:
+# each block of 128 keys adds to all rows of ``dq`` that see it. Without a mask,
+# 4096 keys add 32 times to each element, in float32. That is 128 bytes for an
+# element of two. How long the additions take beside the products, no figure
+# here tells. The kernels differ in more, too: the op's have tiles of their own,
+# exponentials of base 2, and a mask only in the blocks that need one.
 
 # %%
 # Break it
@@ -1467,15 +1422,14 @@ if __name__ == "__main__":
     *x, grad = (random(1, 2, 200, 64) for _ in range(4))
     for causal in (True, False):
         saved = *x, *flash_attention_with_lse(*x, causal)
-        found = flash_attention_backward(grad, *saved, True, None, True)
+        found = flash_attention_backward(grad, *saved, True, None)
         expected = expected_of(*x, grad, is_causal=causal)
         of = worst(found, expected, terms_of(*x, grad, causal), 2.0**-11)
         print(f"causal forward: {causal!s:5}, error {of:.2g} of the allowed")
         assert (of > 1) == (not causal)
 
 # %%
-# Only the gradients of full attention find it. So the proof above is causal and
-# full, in one pass and in two.
+# Only the gradients of full attention find it. So the proof above has both.
 
 # %%
 # Go further
@@ -1487,7 +1441,7 @@ if __name__ == "__main__":
 # To read on:
 #
 # * `FlashAttention-2 <https://arxiv.org/abs/2307.08691>`_, whose backward is
-#   one pass, too.
+#   one pass.
 # * ``rms_norm.py`` has partial sums and a second kernel, instead of atomics.
 
 # %%
@@ -1499,4 +1453,4 @@ if __name__ == "__main__":
 # becomes :math:`g_i \cdot o_i` minus that gradient.
 #
 # **2.** That for ``dq``, if it comes first. Its program has the rows of ``g``,
-# and could read those of ``o``. One pass would still need a kernel for it.
+# and could read those of ``o``.

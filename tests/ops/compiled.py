@@ -46,7 +46,14 @@ def h100() -> Iterator[Ask]:
             yield ask
 
 
-def compiled(kernel: Any, dtype: str, num_warps: int = 4, multiples: Collection[str] = (), **known: Any) -> Any:
+def compiled(
+    kernel: Any,
+    dtype: str,
+    num_warps: int = 4,
+    multiples: Collection[str] = (),
+    num_stages: int = 3,
+    **known: Any,
+) -> Any:
     """Return what the compiler makes of a kernel.
 
     Args:
@@ -54,6 +61,7 @@ def compiled(kernel: Any, dtype: str, num_warps: int = 4, multiples: Collection[
         dtype: of what the arguments named `…_ptr` point to; all of them are divisible by 16.
         num_warps: as at a launch.
         multiples: other arguments that 16 divides.
+        num_stages: as at a launch.
         known: the values of constants, and the dtypes of pointers that have another; what is left are `i32`.
     """
     import triton  # where it is imported first, the choice of the interpreter is made
@@ -63,7 +71,7 @@ def compiled(kernel: Any, dtype: str, num_warps: int = 4, multiples: Collection[
     aligned = {(i,): [["tt.divisibility", 16]] for i in by_16}
     source = triton.compiler.ASTSource(kernel, types | dict.fromkeys(known, "constexpr"), known, aligned)
     target = triton.runtime.driver.active.get_current_target()
-    return triton.compile(source, target=target, options={"num_warps": num_warps})
+    return triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
 
 
 def ptx(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> str:
