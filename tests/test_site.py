@@ -69,18 +69,21 @@ def test_recipe_page_is_whole(site: Path, pages: dict[Path, BeautifulSoup], reci
     assert box, "no box under the first sentences"
     assert not box.find_previous(class_="highlight"), "code before the box"
     strip = box.select_one(".recipe-strip")
-    assert re.search(r"torch \d.* triton \d.* \d{4}-\d\d-\d\d .* page made in \d+ s", strip.text)
+    unseen = "lacks an NVIDIA GPU" in strip.text  # nor has it a record yet
+    assert unseen or re.search(r"torch \d.* triton \d.* \d{4}-\d\d-\d\d .* page made in \d+ s", strip.text)
     if "interpreter" in strip.text:
         assert "no kernel is timed here" in strip.text
     explained = [word for word in ["older code", *TOOLS] if word in strip.text]
     assert [link.text for link in strip.select("a .glossary-link")] == explained
     names = {Path(urlsplit(link["href"]).path).name for link in box.select("a.reference[download]")}
     assert names == {f"{recipe.name}.py", f"{recipe.name}.ipynb", *(path.name for path in recipe.companions)}
-    assert page.select(".sphx-glr-script-out"), "no output"
+    assert unseen or page.select(".sphx-glr-script-out"), "no output"
     assert not page.select(".admonition.danger"), "it failed"
     assert not page.select(".system-message, .problematic")
     assert not page.select(".sphx-glr-timing, .sphx-glr-download-link-note")
     assert page.select("a .glossary-link"), "no word leads to the glossary"
+    if unseen:
+        pytest.skip("it needs a GPU that is not here, and has no record: its page shows no output")
 
 
 @each_recipe

@@ -169,7 +169,7 @@ if __name__ == "__main__":
 #
 # .. code-block:: text
 #
-#                       BLOCK_N keys: 4 pages of 16
+#     a step          BLOCK_N keys: 4 pages of 16
 #                     +--------+--------+--------+--------+
 #     heads of group  | page 7 | page 2 | page 9 | page 4 |  next BLOCK_N keys
 #     and zeros       +--------+--------+--------+--------+  ...

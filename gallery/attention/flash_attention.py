@@ -12,16 +12,17 @@ r"""
 Flash attention
 ===============
 
-This is attention to train with. The forward keeps one number of each row, the
-log-sum-exp. From it, the backward recomputes the probabilities block by block,
-so no matrix of scores gets to memory either way.
+This is attention to train with. For each query, the forward stores one number
+beside the result: the log-sum-exp of its scores. With it, the backward
+recomputes the probabilities block by block. So the matrix of scores is never in
+memory, neither forward nor backward.
 
 After ``flash_attention_forward.py`` and this page you can
 
 * derive the gradients of attention, and recompute what they need;
-* say which program owns which sum, and what the others do with theirs;
+* say which program adds up which gradient, and what is left for the others;
 * weigh one pass with atomic additions against two with the same bits each time;
-* skip what a causal mask hides, and add up a group of heads.
+* skip what a causal mask hides, and add up the gradients of a group of heads.
 """
 
 # sphinx_gallery_tags = ["attention", "autograd", "compute bound"]
@@ -116,9 +117,9 @@ def backward_of(op, q, k, v, grad):
 # .. math:: o_i = \sum_j p_{ij} v_j, \qquad p_{ij} = e^{s_{ij} - \ell_i},
 #    \qquad \ell_i = \log \sum_k e^{s_{ik}}
 #
-# with :math:`\ell`, the row's *log-sum-exp*. If :math:`o` has the gradient
+# with :math:`\ell_i`, the row's *log-sum-exp*. If :math:`o` has the gradient
 # :math:`g`, then :math:`p_{ij}` has :math:`g_i \cdot v_j`. A score acts on its
-# own weight and, by :math:`\ell`, on the row: the row's mean is subtracted.
+# whole row, through :math:`\ell_i`. So a mean, weighted by p, is subtracted:
 #
 # .. math:: \mathrm{d}s_{ij} = p_{ij} (g_i \cdot v_j - \delta_i), \quad
 #    \delta_i = \sum_j p_{ij}\, (g_i \cdot v_j) = g_i \cdot o_i
@@ -127,7 +128,7 @@ def backward_of(op, q, k, v, grad):
 #    \sum_i \mathrm{d}s_{ij}\, q_i / \sqrt D, \quad \mathrm{d}q_i =
 #    \sum_j \mathrm{d}s_{ij}\, k_j / \sqrt D
 #
-# PyTorch's operators keep :math:`p` for that. (On ``meta`` there are no data.)
+# PyTorch's operators keep :math:`p` for that. See its bytes beside the floor's:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -146,21 +147,21 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# A program takes a block of keys and goes along all queries. It has ``dk`` and
-# ``dv`` in registers. Its part of ``dq`` it adds to memory by *atomic*
-# additions, which no other program can come between:
+# ``dk`` and ``dv`` are sums over queries. A program with a block of keys that
+# goes along all queries adds them up in registers. Its part of ``dq`` goes to
+# memory by *atomic* additions: each reads, adds and writes as one step.
 #
 # .. code-block:: text
 #
-#                     start = 0    BLOCK_M   2 BLOCK_M
+#     start =             0       BLOCK_M   2 BLOCK_M
 #                    +----------+----------+----------+
 #      BLOCK_N keys  |  queries |  queries | queries..|  ->  dk, dv
 #                    +----------+----------+----------+
 #                      add to     add to     add to   dq
 #
-# The weights ``p`` are recomputed from the log-sum-exp, and transposed: on an
-# H100 a product's left operand may come from registers, its right one comes
-# from shared memory. Past the end ``q``, ``g`` and ``delta`` are 0, and add 0.
+# ``p`` is recomputed transposed, as the left operand of the product for ``dv``.
+# On an H100 a left operand may come from registers, the right one comes from
+# shared memory. Past the end, ``q``, ``grad`` and ``delta`` are 0, and add 0.
 
 
 @triton.jit
@@ -223,7 +224,7 @@ def random(*shape, dtype=torch.float16):
     return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
 
 
-def first_kernel(q, k, v, grad):
+def first_kernel(q, k, v, grad):  # after a forward by PyTorch
     scores = (q.float() @ k.float().mT) * q.shape[-1] ** -0.5
     return partial(backward, q, k, v, sdpa(q, k, v), scores.logsumexp(-1), grad)
 
@@ -232,9 +233,9 @@ def first_kernel(q, k, v, grad):
 # Is it right?
 # ------------
 #
-# We compare with float64. ``p``, ``ds`` and the result are rounded, by at most
-# :math:`2^{-11}` of their size. We allow :math:`2^{-9}` of the largest element.
-
+# We compare ``dq``, ``dk`` and ``dv`` with float64. ``p``, ``ds`` and the
+# result are each rounded by at most :math:`2^{-11}` of their size. We allow a
+# little more than all three, :math:`2^{-9}` of the largest element.
 
 if __name__ == "__main__":
     x = [random(1, 2, 200, 64) for _ in range(4)]
@@ -248,7 +249,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# For each score, we count five products of :math:`2D` operations.
+# For each score, we count :math:`2D` operations in each of five products.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for L in (512, 1024, 2048):
@@ -265,8 +266,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The same bits each time?
 # ------------------------
 #
-# The programs of a head all add to the same ``dq``, in the order in which they
-# get there. Additions in another order round to another sum:
+# All programs of a head add to the same ``dq``, in the order in which they get
+# there. In another order, the additions may round to another sum:
 
 if __name__ == "__main__":
     call = first_kernel(*(random(1, 2, 512, 64) for _ in range(4)))
@@ -275,20 +276,21 @@ if __name__ == "__main__":
 
 # %%
 # (The interpreter runs one program after the other, so there none differs.) For
-# the same bits each time, every sum needs one owner. So take two passes:
+# the same bits each time, each sum needs an *owner*: the one program that adds
+# it up, in a fixed order. So take two passes:
 #
 # .. code-block:: text
 #
-#                 owner           goes along     products
+#     way         owner           goes along     products
 #     one pass    key block       all queries    s dp dv dk, and part of dq
 #     two passes  key block       all queries    s dp dv dk
 #                 query block     all keys       s dp dq
 #
-# The second of two computes ``s`` and ``dp`` again: seven products instead of
-# five. At the same rate, they take 7/5 of the time. One pass has the additions
-# to memory instead, the zeros that they begin from, and the conversion of their
-# float32 sum. Besides, each of two passes has a tile of its own. The table
-# after the op compares them. The op takes two passes.
+# The second of the two passes repeats ``s`` and ``dp`` (:math:`g_i \cdot v_j`):
+# seven products instead of five. At the same rate, these take 7/5 of the time.
+# One pass has other work: it fills ``dq`` with zeros, adds to memory, and
+# converts the sum from float32. And each of two passes can have a tile that
+# suits it. The op takes two passes. The table after it compares them with one.
 
 # %%
 # What does a causal mask hide?
@@ -296,49 +298,41 @@ if __name__ == "__main__":
 #
 # With a causal mask, a key is seen by its own query and later ones. A kernel
 # that computes all pairs would set nearly half of the probabilities to 0. A
-# program for keys can begin at the diagonal:
+# program of the pass for ``dk`` and ``dv`` can begin at the diagonal:
 #
 # .. code-block:: text
 #
 #     BLOCK_M = 2 BLOCK_N   queries
-#              +------+------+------+------+
-#     program  | mask | full | full | full |
-#        0     |      |      |      |      |
-#              +------+------+------+------+
-#     program  | mask | full | full | full |
-#        1     |      |      |      |      |
-#              +------+------+------+------+
-#     program  | skip | mask | full | full |
-#        2     |      |      |      |      |
-#              +------+------+------+------+
-#     program  | skip | mask | full | full |
-#        3     |      |      |      |      |
-#              +------+------+------+------+
+#                +------+------+------+------+
+#     program 0  | mask | full | full | full |
+#     program 1  | mask | full | full | full |
+#     program 2  | skip | mask | full | full |
+#     program 3  | skip | mask | full | full |
+#                +------+------+------+------+
 #
-# So the loop is split in two, as in the forward: first the blocks at the
-# diagonal, with a mask, then the full ones. This is the forward's picture,
-# turned: there the full blocks come first. Program 0 has the most work, and
-# starts first. The pass for ``dq`` has the forward's order. It also masks the
-# last, ragged block of keys. The pass for keys need not: what a padded key adds
-# up is its own, and is not stored.
+# So the loop is split in two: first the blocks at the diagonal, with a mask,
+# then the full ones. Program 0 has the most work, and starts first. The pass
+# for ``dq`` goes along keys, like the forward: there, full blocks come first.
+# It also masks the last, ragged block of keys: padded keys would add to ``dq``.
+# In the other pass, a padded key adds to a row of its own, which is not stored.
 
 # %%
 # A group of heads
 # ----------------
 #
 # In grouped-query attention several heads of queries share a head of keys, and
-# the gradient of a shared head is a sum over its group. The program for keys
-# goes along the queries of each head in turn, and adds all up in registers. So
-# nothing is stored for each head, and no second kernel adds.
+# the gradient of a shared head is a sum over its group. A program with a block
+# of keys goes along the queries of one head after the other, and adds all up in
+# the same registers. It stores one sum, and no second kernel has to add.
 
 # %%
 # The op
 # ------
 #
-# ``flash_attention`` is a function around an op with two results, the second of
-# which is the log-sum-exp. It has base 2, like the exponentials. A row that
-# sees nothing gets ``inf``. A third kernel computes :math:`\delta` first. The
-# ops are registered in the way of the page ``what_a_call_costs.py``.
+# ``flash_attention`` returns the first of an op's two results. The second is
+# the log-sum-exp, in base 2 like the exponentials; it is ``inf`` for a query
+# that sees nothing. The backward has three kernels: one for :math:`\delta`, and
+# one for each pass. ``what_a_call_costs.py`` explains how ops are registered.
 
 FLASH_ATTENTION_NAMESPACE = "triton_gallery"
 FLASH_ATTENTION_DTYPES = {
@@ -347,8 +341,8 @@ FLASH_ATTENTION_DTYPES = {
     torch.float32,
     torch.float64,
 }
-# For a padded head: queries and keys of a block, warps and stages. Of the
-# forward, of dk and dv, and of dq
+# For D, padded to a power of two: the tiles of the forward, of the pass for dk
+# and dv, and of the pass for dq. A tile is BLOCK_M, BLOCK_N, warps and stages.
 FLASH_ATTENTION_TILES = {
     16: [(128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 3)],
     32: [(128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 3)],
@@ -356,14 +350,15 @@ FLASH_ATTENTION_TILES = {
     128: [(128, 64, 8, 3), (64, 128, 8, 2), (128, 64, 8, 3)],
     256: [(128, 64, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)],
 }
-# On Hopper. Elsewhere, those for heads of 64 may spill registers.
+# Tiles for Hopper. On other GPUs, those for heads of 64 may spill registers.
 FLASH_ATTENTION_HOPPER = {
     16: [(128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 8, 4)],
     32: [(128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 8, 4)],
     64: [(128, 64, 8, 3), (128, 64, 4, 2), (128, 64, 8, 4)],
     128: [(128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 8, 3)],
 }
-# Where a program has less shared memory than an A100's, in bytes
+# In bytes. GPUs with less shared memory for a program than this (an A100 has
+# more) take the SMALL tiles.
 FLASH_ATTENTION_ROOM = 160_000
 FLASH_ATTENTION_SMALL = {
     128: [(128, 64, 8, 3), (32, 64, 4, 2), (64, 32, 4, 2)],
@@ -382,6 +377,7 @@ def _flash_attention_place(L, HEADS, BLOCK: tl.constexpr):
     return pid % blocks, head, batch
 
 
+# The forward, as in flash_attention_forward.py; it stores the log-sum-exp, too.
 @triton.jit
 def _flash_attention_online(
     acc,
@@ -406,18 +402,18 @@ def _flash_attention_online(
     """Go along the keys from first to end; return the sums and the maximum."""
     for start in range(first, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-        # Past D lies another head, or nothing of ours.
+        # Past D lies another head, or memory of another tensor.
         mask = offs_d < D  # (1, BLOCK_D)
         if MASKED:
-            # Only the last block of keys can be ragged, and it is in this half.
+            # Only the last block of keys can be ragged. The masked loop has it.
             mask = mask & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
         # In int32, a key's offset would overflow past element 2**31.
         row = offs_n[:, None].to(tl.int64)
         k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
         s = tl.dot(q, k.T, input_precision="ieee", out_dtype=acc.dtype)
-        s = s * SCALE_2
+        s = s * SCALE_2  # which has the factor log2(e), for exp2
         if MASKED:
-            # A padded key is zeros: its score is 0, and would have a weight.
+            # A padded key is zeros: with its score of 0 it would get a weight.
             seen = offs_n[None, :] < LK
             if CAUSAL:
                 seen = seen & (offs_n[None, :] <= offs_m)
@@ -510,11 +506,12 @@ def _flash_attention_kernel(
     # A row that saw nothing has a sum of 0, and a result of 0.
     divisor = tl.where(total == 0, 1.0, total)
     tl.store(out_ptr + rows * D + offs_d, acc / divisor, mask=mask)
-    # Less inf, each of its scores has the power 0 in the backward.
+    # The backward computes exp2(s - lse): with inf that is 0, as it should be.
     lse = tl.where(total == 0, float("inf"), m + tl.log2(divisor))
     tl.store(lse_ptr + rows, lse, mask=offs_m < LQ)
 
 
+# The backward: first delta, then the pass for dk and dv, then the pass for dq.
 @triton.jit
 def _flash_attention_delta_kernel(
     out_ptr,
@@ -568,13 +565,15 @@ def _flash_attention_along_queries(
     for start in range(first, end, BLOCK_M):
         offs_m = start + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
         row = offs_m[:, None].to(tl.int64)
-        # Past the end, q, grad and delta are zeros, and so is what they add.
+        # Queries past the end have zeros for q, grad and delta: they add zeros.
         mask = (row < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
         q = tl.load(q_ptrs + row * stride_ql, mask=mask, other=0.0)
         lse = tl.load(lse_ptrs + offs_m, mask=offs_m < LQ, other=0.0)
         s = tl.dot(k, q.T, input_precision="ieee", out_dtype=dk.dtype)
         p = tl.exp2(s * SCALE_2 - lse[None, :])  # (BLOCK_N, BLOCK_M)
-        if MASKED:  # padded keys need none: their sums are not stored
+        if MASKED:
+            # Later keys are hidden. Padded keys may stay: their sums, which are
+            # in rows of their own, are not stored.
             p = tl.where(offs_n <= offs_m[None, :], p, 0.0)
         grad = tl.load(grad_ptrs + row * stride_gl, mask=mask, other=0.0)
         dv = tl.dot(
@@ -643,12 +642,13 @@ def _flash_attention_dkv_kernel(
     v = tl.load(v_ptrs + row * stride_vl, mask=mask, other=0.0)
     dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
     dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
-    # Queries before the first see none of these keys; from full on, all.
+    # Queries before `first` see none of these keys; from `full` on, all.
     first, full = 0, 0
     if CAUSAL:
         first = begin // BLOCK_M * BLOCK_M
         full = tl.cdiv(begin + BLOCK_N, BLOCK_M) * BLOCK_M
-        # Ragged keys need no more masks; without them, Hopper's code spills.
+        # A ragged block of keys masks up to the end. It need not, but without
+        # that the code for Hopper spills registers.
         full = LQ if begin + BLOCK_N > LK else tl.minimum(full, LQ)
     for member in range(GROUP):
         head = shared * GROUP + member
@@ -707,6 +707,7 @@ def _flash_attention_along_keys(
         offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         mask = offs_d < D  # (1, BLOCK_D)
         if MASKED:
+            # Only the last block of keys can be ragged. The masked loop has it.
             mask = mask & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
         row = offs_n[:, None].to(tl.int64)
         k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
@@ -780,6 +781,7 @@ def _flash_attention_dq_kernel(
     lse = tl.load(lse_ptr + sums, mask=offs_m < LQ, other=0.0)
     delta = tl.load(delta_ptr + sums, mask=offs_m < LQ, other=0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
+    # As in the forward: keys up to `full` need no mask.
     full, end = LK // BLOCK_N * BLOCK_N, LK
     if CAUSAL:
         full = tl.minimum(full, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
@@ -928,7 +930,7 @@ def _flash_attention_backward_launch(
     q, k, v, grad = _flash_attention_rows(q, k, v, grad)
     batch, heads, LQ, D = q.shape
     shared, LK, D = int(k.shape[1]), k.shape[2], int(D)
-    # The gradients lie in memory as q and k do: autograd need not copy them.
+    # The gradients lie in memory as q and k do, so autograd need not copy them.
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
@@ -1003,8 +1005,9 @@ def flash_attention_with_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what flash_attention does, and the log-sum-exp of each row.
 
-    That is log2(sum(exp(q @ k.mT * scale))), in float32, or float64 for
-    float64; ``inf`` for a query that sees nothing. It has no gradient.
+    That is log2(sum(exp(q @ k.mT * scale))), a sum over the keys that a query
+    sees: of (batch, heads, queries), in float32, or float64 for float64. It is
+    ``inf`` for a query that sees nothing. It has no gradient.
     """
     kernel = wrap_triton(_flash_attention_kernel)
     return _flash_attention_launch(q, k, v, causal, scale, kernel)
@@ -1025,8 +1028,8 @@ def flash_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v, given that of out.
 
-    Takes what ``flash_attention_with_lse`` took and returned. The gradients
-    have no gradient themselves.
+    Takes what ``flash_attention_with_lse`` took and returned, and checks none
+    of it. The gradients have no gradient themselves.
     """
     kernels = (
         wrap_triton(_flash_attention_delta_kernel),
@@ -1069,25 +1072,30 @@ def flash_attention(q, k, v, causal=False, scale=None) -> torch.Tensor:
     D), all of float16, bfloat16, float32 or float64, with D up to 256 and any
     strides; it copies what is not contiguous along D. Each n heads of q share
     one of k and v. Float32 keeps its 24 bits, so it does without tensor cores.
-    With ``causal``, query i sees keys 0 to i. ``scale`` is 1 / sqrt(D) if not
-    given; the kernels are compiled for it. The result is contiguous, of the
-    shape and dtype of q, and the same each time. A query that sees nothing, or
-    whose scores are all -inf, gives 0. A NaN or an infinity may reach queries
-    and keys that it is hidden from; gradients ask for finite inputs.
+    With ``causal``, query i sees keys 0 to i; there is no other mask, and no
+    dropout. ``scale`` is a number, 1 / sqrt(D) if not given; the kernels are
+    compiled for each. The result is contiguous, of the shape and dtype of q,
+    with the same bits each time. A query that sees nothing, or whose scores are
+    all -inf, gives 0. A NaN or an infinity may reach queries and keys that it
+    is hidden from.
 
     The gradients have the dtype of q, the same bits each time, and no gradient
-    themselves. Raises TypeError for other dtypes and ValueError for other
-    shapes. The method: https://arxiv.org/abs/2307.08691
+    themselves. They are right for finite inputs only. With float16 inputs, the
+    backward rounds the probabilities and the gradients of scores to float16:
+    below 2**-14 these lose bits, from 2**-25 down they count as 0.
+
+    Raises TypeError for other dtypes and for tensors on different devices, and
+    ValueError for other shapes. The method: https://arxiv.org/abs/2307.08691
     """
     return flash_attention_with_lse(q, k, v, causal, scale)[0]
 
 
 # %%
 # What did each step gain? The table has TFLOP/s of the backward at 4096 tokens,
-# and the statements of the kernels that it runs. Five products are counted for
-# each of them, and half of the operations with a causal mask. So two passes,
-# which compute seven, show at most 5/7 of their rate. One pass is the first
-# kernel; ``wide``, it has blocks of 128 queries for heads of 64.
+# and the statements of the kernels that it runs. We count five products for
+# each step, and half of the operations with a causal mask. Two passes compute
+# seven: for them the table shows 5/7 of the rate at which they ran. *One pass*
+# is the first kernel. *Wide*, it has blocks of 128 queries for heads of 64.
 
 
 def statements(*kernels):
@@ -1101,7 +1109,7 @@ def statements(*kernels):
 
 def first_step(q, k, v, grad, wide=False):
     out, lse = flash_attention_with_lse(q, k, v)
-    lse = lse * math.log(2)  # the first kernel's has base e
+    lse = lse * math.log(2)  # the first kernel takes it in base e
     BLOCK_M = 8192 // q.shape[-1] if wide else 64
     return partial(backward, q, k, v, out, lse, grad, BLOCK_M)
 
@@ -1151,14 +1159,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Proof
 # -----
 #
-# We compare each dtype with float64: ragged lengths, more keys than queries and
-# fewer, padded heads, shared heads of keys, none at all; full and causal. A
-# gradient is a sum. For each element we allow two roundings of the sum of its
-# terms' sizes, and two of the result. The size of
-# ``ds`` is :math:`p_{ij} (|g_i| \cdot |v_j| + |g_i| \cdot |o_i|)`. A rounding
-# is :math:`2^{-11}` in float16. In bfloat16 we allow :math:`2^{-7}`, as the
-# interpreter cuts off, and in float32 and float64, where the roundings of the
-# scores are left, :math:`2^{-18}` and :math:`2^{-45}`.
+# We compare each dtype with float64, full and causal: ragged lengths, more keys
+# than queries and fewer, padded heads, shared heads of keys, no keys, no
+# queries. A gradient is a sum. For each element we allow two roundings of the
+# sum of its terms' sizes, and two of the result. For the size of ``ds`` we take
+# :math:`p_{ij} (|g_i| \cdot |v_j| + |g_i| \cdot |o_i|)`. A rounding is
+# :math:`2^{-11}` in float16. In bfloat16 we allow :math:`2^{-7}`, because the
+# interpreter cuts bits off where a GPU rounds. In float32 and float64 we allow
+# :math:`2^{-18}` and :math:`2^{-45}`: a score is a sum of D rounded terms.
 
 EPS = {
     torch.float16: 2.0**-11,
@@ -1185,7 +1193,7 @@ def expected_of(*tensors, **options):
 
 def terms_of(q, k, v, grad, causal=False, scale=None):
     """Return the sizes of what is added up for each gradient, in float64."""
-    least = torch.finfo(q.dtype).smallest_normal  # less has fewer bits
+    least = torch.finfo(q.dtype).smallest_normal  # below, bits are lost
     q, k, v, grad = (t.detach().double() for t in (q, k, v, grad))
     heads, scale = k.shape[1], scale or q.shape[-1] ** -0.5
     k, v = (t.repeat_interleave(q.shape[1] // heads, 1) for t in (k, v))
@@ -1241,8 +1249,8 @@ else:  # imported: a glance
     prove((1, 2, 1, 33, 70, 32), torch.float16, causal=True)
 
 # %%
-# Next come heads side by side in memory, a scale of one's own, and large
-# scores. Gradients lie in memory as their tensors do.
+# Next come heads side by side in memory, another scale, and large scores. In
+# memory, ``dq`` and ``dk`` have the order of dimensions of ``q`` and ``k``.
 
 if __name__ == "__main__":
     q = random(2, 150, 4, 64)[:, :140].transpose(1, 2)
@@ -1256,9 +1264,9 @@ if __name__ == "__main__":
     proved(flash_attention, *large, looser=32)  # scores in thousands
 
 # %%
-# ``gradcheck`` compares with differences of the forward. Two backwards have the
-# same bits. ``opcheck`` tests, on a GPU, that the op gets along with fake
-# tensors, autograd and ``torch.compile``:
+# ``gradcheck`` compares the gradients with differences of the forward. Then two
+# backwards must give the same bits. On a GPU, ``opcheck`` tests that the op
+# works with autograd, with tensors that have no data, and ``torch.compile``:
 
 if __name__ == "__main__":
     shapes = (1, 2, 3, 2), (1, 1, 3, 2), (1, 1, 3, 2)
@@ -1278,8 +1286,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # A model learns
 # --------------
 #
-# A block of a transformer learns to count, each time in other steps. It learns
-# twice from the same start: with SDPA and with the op. The losses must agree.
+# A block of a transformer learns to count modulo 16, in steps that differ by
+# sequence. It learns twice, with SDPA and with the op: the losses must agree.
 
 
 class Block(torch.nn.Module):
@@ -1331,8 +1339,8 @@ if __name__ == "__main__":
 # How much memory?
 # ----------------
 #
-# This is the most that a forward and a backward take besides their inputs, for
-# 16 heads of 64 in float16. The matrix grows with the square of the length.
+# The table has the most memory that a forward and a backward take besides their
+# inputs, for 16 heads of 64 in float16. PyTorch's operators keep the matrix.
 
 
 def memory(op, length):
@@ -1402,21 +1410,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# One pass computes five products for each score, two passes compute seven. The
-# table of steps counts five for both. If two passes show no less there, the
-# time of two products is won back. What one pass does instead can be counted:
-# each block of 128 keys adds to all rows of ``dq`` that see it. Without a mask,
-# 4096 keys add 32 times to each element, in float32. That is 128 bytes for an
-# element of two. How long the additions take beside the products, no figure
-# here tells. The kernels differ in more, too: the op's have tiles of their own,
-# exponentials of base 2, and a mask only in the blocks that need one.
+# The table of steps counts five products for one pass and for two. Where two
+# passes show the higher rate, they are faster although they compute seven. What
+# one pass does instead can be counted. Without a mask, each block of 128 keys
+# adds to all rows of ``dq``. So 4096 keys add 32 float32 numbers to each
+# element: 128 bytes, for a result of two. No figure here tells how long the
+# additions take beside the products. The kernels differ in more, too: the op's
+# have tiles of their own, exponentials of base 2, and masks only where needed.
 
 # %%
 # Break it
 # --------
 #
-# A backward may mask always, beside a forward that need not. Where all tests
-# are causal, all tests pass. Here is that backward after both forwards:
+# A classic bug is a backward that always masks, though its forward need not. If
+# all tests are causal, all of them pass. Only gradients of full attention show
+# it, so the proof above has both. Here is that backward after each forward:
 
 if __name__ == "__main__":
     *x, grad = (random(1, 2, 200, 64) for _ in range(4))
@@ -1429,13 +1437,10 @@ if __name__ == "__main__":
         assert (of > 1) == (not causal)
 
 # %%
-# Only the gradients of full attention find it. So the proof above has both.
-
-# %%
 # Go further
 # ----------
 #
-# 1. What changes if the log-sum-exp has a gradient, too?
+# 1. What changes if the loss uses the log-sum-exp, which then has a gradient?
 # 2. Which of the two passes could compute :math:`\delta` on its way?
 #
 # To read on:
@@ -1448,9 +1453,9 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** As :math:`\partial \ell_i / \partial s_{ij} = p_{ij}`, its gradient is
-# added to :math:`\mathrm{d}p_{ij}`. So the kernels stay, and :math:`\delta_i`
-# becomes :math:`g_i \cdot o_i` minus that gradient.
+# **1.** As :math:`\partial \ell_i / \partial s_{ij} = p_{ij}`, its gradient
+# joins :math:`g_i \cdot v_j` in the parentheses. So both passes stay as they
+# are, and :math:`\delta_i` becomes :math:`g_i \cdot o_i` minus that gradient.
 #
-# **2.** That for ``dq``, if it comes first. Its program has the rows of ``g``,
-# and could read those of ``o``.
+# **2.** The pass for ``dq``, if it comes first. Its program has the rows of
+# ``g``, and could read those of ``o``.

@@ -286,7 +286,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # .. code-block:: text
 #
-#                   R / 2         R / 2       D - R
+#     numbers       R / 2         R / 2       D - R
 #               +-------------+-------------+-------+
 #     head 0    |             |             |       |
 #     head 1    |     x1      |     x2      | rest  |

@@ -144,7 +144,7 @@ if __name__ == "__main__":
 #
 # .. code-block:: text
 #
-#                  block 0   block 1   block 2   block 3   block 4
+#     block           0         1         2         3         4
 #                +---------+---------+---------+---------+---------+
 #     sequence a |   run   |   run   |   run   |   run   |   run   |
 #     sequence b |   run   |   run   |   end   |   end   |   end   |

@@ -213,8 +213,9 @@ def test_value_and_gradient(
     *x, do = (layout.make(shape, dtype, DEVICE) for layout, shape in zip(of, shapes, strict=True))
     known = cu(queries), cu(keys), max(queries), max(keys), causal
     first = both(taken, tuple(x), do, *known)
-    for one, again in zip(first, both(taken, tuple(x), do, *known), strict=True):
-        assert torch.equal(one, again)
+    if DEVICE.type == "cuda":  # in the interpreter, nothing runs side by side
+        for one, again in zip(first, both(taken, tuple(x), do, *known), strict=True):
+            assert torch.equal(one, again)
     assert_close(first[0], tuple(x), queries, keys, causal)
     assert_gradients_close(tuple(first[1:]), tuple(x), do, queries, keys, causal)
 
