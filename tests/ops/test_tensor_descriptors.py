@@ -153,7 +153,11 @@ def test_page(gallery: Path, tmp_path: Path) -> None:
 BREAKS = [
     ("columns of the sum without a mask", "mask_k = offs_k < K - k", "mask_k = offs_k < K"),
     ("stored without a mask", "tl.store(c_ptrs, c, mask=(offs_m < M) & (offs_n < N))", "tl.store(c_ptrs, c)"),
-    ("a step of the wrong matrix", "b_ptrs += BLOCK_K * tl.cast(N, tl.int64)", "b_ptrs += BLOCK_K * tl.cast(K, tl.int64)"),
+    (
+        "a step of the wrong matrix",
+        "b_ptrs += BLOCK_K * tl.cast(N, tl.int64)",
+        "b_ptrs += BLOCK_K * tl.cast(K, tl.int64)",
+    ),
     ("no accumulator with pointers", "acc = tl.dot(a, b, acc)\n        a_ptrs", "acc = tl.dot(a, b)\n        a_ptrs"),
     ("no accumulator", "acc = tl.dot(a, b, acc)\n    c_desc", "acc = tl.dot(a, b)\n    c_desc"),
     ("a stride of the wrong matrix", "b_ptr, shape=[K, N], strides=[N, 1]", "b_ptr, shape=[K, N], strides=[K, 1]"),
