@@ -140,9 +140,8 @@ def attention_torch(q, k, v):
 if __name__ == "__main__":
     for length in (512, 4096, 32768):  # 32 heads of dimension 128
         q = torch.empty(32, length, 128, dtype=torch.bfloat16, device="meta")
-        p, floor = (q @ q.mT).nbytes, 8 * q.nbytes  # read five, write three
-        sizes = f"floor {floor / 1e9:.2f} GB, p alone {p / 1e9:.2f} GB"
-        print(f"{length:5} tokens: {sizes}")
+        p, floor = (q @ q.mT).nbytes / 1e9, 8 * q.nbytes / 1e9  # 5 in, 3 out
+        print(f"{length:5} tokens: floor {floor:.2f} GB, p alone {p:.2f} GB")
 
 # %%
 # The first kernel
@@ -241,10 +240,9 @@ def first_kernel(q, k, v, grad):  # after a forward by PyTorch
 if __name__ == "__main__":
     x = [random(1, 2, 200, 64) for _ in range(4)]
     expected = backward_of(attention_torch, *(t.double() for t in x))()
-    found = zip(("dq", "dk", "dv"), first_kernel(*x)(), expected, strict=True)
-    for name, one, right in found:
+    for t, one, right in zip("qkv", first_kernel(*x)(), expected, strict=True):
         error, atol = (one - right).abs().max(), 2**-9 * right.abs().max()
-        print(f"{name}: largest error {error:.1e}, allowed {atol:.1e}")
+        print(f"d{t}: largest error {error:.1e}, allowed {atol:.1e}")
         torch.testing.assert_close(one.double(), right, rtol=0, atol=atol)
 
 # %%
