@@ -71,6 +71,15 @@ def test_value(
     assert_close(out, x, weight)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nothing_past_k(taken: ModuleType, dtype: torch.dtype) -> None:
+    """NaN that lies behind the rows of views reaches no result."""
+    x, weight = make((5, 140), dtype), make((70, 140), dtype, 1)
+    x[:, 130:] = weight[:, 130:] = torch.nan
+    x, weight = x[:, :130], weight[:, :130]
+    assert_close(taken.skinny_matmul(x, weight), x, weight)
+
+
 # Sums in 8 parts, in parts that are not full, in one part; tiles that are not full
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("N", "K"), [(64, 1024), (65, 1000), (40, 130), (1030, 129), (200, 64), (1, 1), (3, 0)])
