@@ -288,7 +288,7 @@ def test_recipe_ends_with_its_parent(make_project: Callable[..., Project], tmp_p
 FORKED = """
 import sys
 
-imported = {{"torch", "triton"}} <= set(sys.modules), "pandas" in sys.modules
+imported = {{"torch", "torch._dynamo", "triton"}} <= set(sys.modules), "pandas" in sys.modules
 
 import os, tempfile
 from pathlib import Path

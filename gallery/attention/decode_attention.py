@@ -488,6 +488,8 @@ def _decode_attention_combine(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    # A program has one head of one query. In int32, its row times the parts
+    # and D would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64)
     offs_p = tl.arange(0, BLOCK_P)[:, None]  # (BLOCK_P, 1)
     offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
@@ -498,6 +500,7 @@ def _decode_attention_combine(
     weight = tl.exp2(lse - m)  # (BLOCK_P, 1)
     total = tl.sum(weight, axis=0, keep_dims=True)
     weight = weight / tl.where(total == 0, 1.0, total)
+    # BLOCK_P is a power of two: rows past the last part are other heads'.
     mask = (offs_p < parts) & (offs_d < D)  # (BLOCK_P, BLOCK_D)
     part_ptrs = part_ptr + (row * parts + offs_p) * D + offs_d
     part = tl.load(part_ptrs, mask=mask, other=0.0)

@@ -532,9 +532,11 @@ def _flash_attention_delta_kernel(
     offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
     mask = (offs_m < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
     row = (batch * HEADS + head) * LQ + offs_m  # (BLOCK_M, 1)
+    # Products of half precision would be rounded one by one.
     out = tl.load(out_ptr + row * D + offs_d, mask=mask, other=0.0).to(ACC)
     grad_ptrs = grad_ptr + batch * stride_gb + head * stride_gh + offs_d
     grad = tl.load(grad_ptrs + offs_m * stride_gl, mask=mask, other=0.0)
+    # Padding of the head is zero in both, so it adds nothing.
     delta = tl.sum(out * grad, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     tl.store(delta_ptr + row, delta, mask=offs_m < LQ)
 
@@ -705,10 +707,12 @@ def _flash_attention_along_keys(
     """Go along the keys from first to end; return the sum for queries."""
     for start in range(first, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        # Past D lies another head, or memory of another tensor.
         mask = offs_d < D  # (1, BLOCK_D)
         if MASKED:
             # Only the last block of keys can be ragged. The masked loop has it.
             mask = mask & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
+        # In int32, a key's offset would overflow past element 2**31.
         row = offs_n[:, None].to(tl.int64)
         k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
         s = tl.dot(q, k.T, input_precision="ieee", out_dtype=dq.dtype)
@@ -721,6 +725,7 @@ def _flash_attention_along_keys(
             p = tl.where(seen, p, 0.0)
         v = tl.load(v_ptrs + row * stride_vl, mask=mask, other=0.0)
         dp = tl.dot(grad, v.T, input_precision="ieee", out_dtype=dq.dtype)
+        # The tensor cores take ds in the type of k.
         ds = (p * (dp - delta)).to(k.dtype)  # (BLOCK_M, BLOCK_N)
         dq = tl.dot(ds, k, dq, input_precision="ieee", out_dtype=dq.dtype)
     return dq
@@ -777,6 +782,7 @@ def _flash_attention_dq_kernel(
     dq_ptrs = dq_ptr + batch * stride_dqb + head * stride_dqh + offs_d
     q = tl.load(q_ptrs + row * stride_ql, mask=mask, other=0.0)
     grad = tl.load(grad_ptrs + row * stride_gl, mask=mask, other=0.0)
+    # One log-sum-exp and one delta for each query of each head
     sums = (batch * HEADS + head) * LQ + row
     lse = tl.load(lse_ptr + sums, mask=offs_m < LQ, other=0.0)
     delta = tl.load(delta_ptr + sums, mask=offs_m < LQ, other=0.0)
@@ -808,6 +814,7 @@ def _flash_attention_dq_kernel(
             MASKED=MASKED,
             BLOCK_N=BLOCK_N,
         )
+    # All terms have the factor SCALE: once at the end is cheaper than for each.
     tl.store(dq_ptrs + row * stride_dql, dq * SCALE, mask=mask)
 
 

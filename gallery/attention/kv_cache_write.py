@@ -416,6 +416,7 @@ def _kv_cache_write_kernel(
     rest = (offs_d >= 2 * HALF) & (offs_d < D)  # what is not turned
     cos_ptrs = cos_ptr + position * stride_cos + offs_r
     sin_ptrs = sin_ptr + position * stride_sin + offs_r
+    # One angle serves all heads of a token, so it is loaded before the loops.
     cos = tl.load(cos_ptrs, mask=half, other=0.0).to(ACC)  # (1, BLOCK_R)
     sin = tl.load(sin_ptrs, mask=half, other=0.0).to(ACC)
     for first in tl.static_range(0, HEADS, BLOCK_H):
@@ -429,6 +430,7 @@ def _kv_cache_write_kernel(
         if 2 * HALF < D:
             q = tl.load(q_ptrs + offs_d, mask=there & rest)
             tl.store(out_ptrs + offs_d, q, mask=there & rest)
+    # Padding has the slot -1, and no valid address: masks keep it unused.
     k_cell = k_cache_ptr + slot // PAGE * stride_kcp + slot % PAGE * stride_kcl
     v_cell = v_cache_ptr + slot // PAGE * stride_vcp + slot % PAGE * stride_vcl
     for first in tl.static_range(0, SHARED, BLOCK_S):

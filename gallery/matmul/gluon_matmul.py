@@ -340,6 +340,7 @@ def ring_kernel(a_desc, b_desc, c_desc, STAGES: gl.constexpr):
     acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, sums)
     steps = gl.cdiv(a_desc.shape[1], BLOCK_K)
     place, ring = (off_m, off_n, steps), (a, b, full)
+    # All but one: the first product frees no buffer yet.
     for i in gl.static_range(STAGES - 1):
         start_load(i, a_desc, b_desc, place, ring)
     for n in range(steps):

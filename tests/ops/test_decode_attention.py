@@ -364,7 +364,7 @@ def at_launch(taken: ModuleType, dtype: str, cache: str, D: int, rows: int, spli
         "v_ptr": cache,
         "table_ptr": "i32",
         "lens_ptr": "i32",
-        "out_ptr": "fp32" if split else dtype,
+        "out_ptr": "fp32" if split and dtype != "fp64" else dtype,
         "QUERIES": max(1, rows // 4),
         "HEADS": 32,
         "GROUP": 4,
@@ -373,11 +373,11 @@ def at_launch(taken: ModuleType, dtype: str, cache: str, D: int, rows: int, spli
         "SCALE": D**-0.5 * math.log2(math.e),
         "SCALED": cache != dtype,
         "SPLIT": split,
-        "DOT": {"fp16": tl.float16, "bf16": tl.bfloat16}[dtype],
-        "ACC": tl.float32,
+        "DOT": {"fp16": tl.float16, "bf16": tl.bfloat16, "fp64": tl.float64}[dtype],
+        "ACC": tl.float64 if dtype == "fp64" else tl.float32,
         "LOWEST": torch.finfo(torch.float32).min,
         "BLOCK_M": BLOCK_M,
-        "BLOCK_N": taken.DECODE_ATTENTION_STEPS[BLOCK_D],
+        "BLOCK_N": 16 if dtype == "fp64" else taken.DECODE_ATTENTION_STEPS[BLOCK_D],
         "BLOCK_D": BLOCK_D,
     }
 
@@ -420,6 +420,20 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
         "fp8e4nv 64": {"wgmma"},
     }
     assert all("0x10" in widths and power for widths, _, power in found.values())
+
+
+def constants(taken: ModuleType) -> list[float]:
+    """Return the constants between 0 and 1 of the kernel for float64."""
+    made = compiled(taken._decode_attention_kernel, **at_launch(taken, "fp64", "fp64", 64, 4, False))
+    found = re.findall(r"arith\.constant (?:dense<)?([\d.E+-]+)>? : \S*f64", made.asm["ttir"])
+    return [number for number in map(float, found) if 0 < number < 1]
+
+
+def test_float64_stays(gallery: Path, on_h100: Ask) -> None:
+    """The scale is not rounded to float32 first, which the interpreter would not show."""
+    (found,) = on_h100(gallery / RECIPE, constants)
+    assert found
+    assert found == [pytest.approx(0.125 * math.log2(math.e), rel=1e-15)] * len(found)
 
 
 @pytest.mark.thorough
