@@ -22,12 +22,11 @@ extensions = [
     "notfound.extension",
     "sphinx.ext.githubpages",
     "sphinx_copybutton",
-    "sphinx_design",
     "sphinxcontrib.katex",
     "sphinxext.opengraph",
 ]
 nitpicky = True
-exclude_patterns = ["_records", "_targets"]  # data, whatever lies there
+exclude_patterns = ["_records", "_targets", "_templates"]  # data, whatever lies there
 
 # The gallery. triton_gallery executes every recipe, in a process of its own; sphinx-gallery then assembles the pages.
 plot_gallery = "False"
@@ -36,7 +35,6 @@ recipe_memory_limit = 0.8  # of the machine's memory, for all that run at once
 sphinx_gallery_conf = {
     "examples_dirs": "../gallery",
     "gallery_dirs": "recipes",
-    "default_thumb_file": str(ROOT / "docs" / "_static" / "thumbnail.png"),
     "filename_pattern": r"\.py$",
     "subsection_order": [f"../gallery/{section}" for section in sections(ROOT / "gallery")],
     "within_subsection_order": "triton_gallery.recipes.contents.RecipeOrder",
@@ -50,15 +48,16 @@ sphinx_gallery_conf = {
 
 # Look
 html_theme = "furo"
+templates_path = [str(ROOT / "docs" / "_templates")]
 html_title = "Triton Gallery"
 html_static_path = [str(ROOT / "docs" / "_static")]
 html_css_files = ["gallery.css"]
 html_favicon = str(ROOT / "docs" / "_static" / "favicon.svg")
 html_copy_source = False
+html_search_scorer = str(ROOT / "docs" / "_static" / "scorer.js")
 html_show_sphinx = False
+html_logo = str(ROOT / "docs" / "_static" / "favicon.svg")
 html_theme_options = {
-    "light_logo": "logo-light.svg",
-    "dark_logo": "logo-dark.svg",
     "light_css_variables": {
         "color-brand-primary": "#1f6685",
         "color-brand-content": "#1f6685",
@@ -89,8 +88,8 @@ html_theme_options = {
     },
     "top_of_page_buttons": [],
 }
-pygments_style = "friendly"
-pygments_dark_style = "github-dark"
+pygments_style = "a11y-high-contrast-light"
+pygments_dark_style = "a11y-high-contrast-dark"
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_selector = "div:not(.sphx-glr-script-out) > div.highlight > pre"
 
@@ -99,10 +98,16 @@ copybutton_selector = "div:not(.sphx-glr-script-out) > div.highlight > pre"
 html_baseurl = os.environ.get("SITE_URL", "")
 ogp_site_url = html_baseurl
 ogp_social_cards = {"enable": False}
+notfound_template = "404.html"
 notfound_urls_prefix = urlparse(html_baseurl).path or "/"
 
+# The project's repository: SITE_REPOSITORY=https://github.com/user/triton-gallery has each recipe's page lead to its
+# source; SITE_NOTEBOOKS, the name of a branch there that has the notebooks, to Colab.
+gallery_repository = os.environ.get("SITE_REPOSITORY", "")
+gallery_notebooks = os.environ.get("SITE_NOTEBOOKS", "")
+
 # Text
-myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 suppress_warnings = ["config.cache", "sphinx_gallery.space_in_filename"]  # the second: of the checkout's folder
 

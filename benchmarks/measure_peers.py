@@ -52,8 +52,12 @@ class Peer:
 
 PEERS = {
     "Liger": Peer("liger-kernel", "liger_kernel.transformers.functional"),
+    "PyTorch in chunks": Peer("torch", "torch.nn"),  # from 2.13 on
     "cuDNN": Peer("torch", "torch.nn"),  # PyTorch chooses one of these for its attention
     "FlashAttention-2": Peer("torch", "torch.nn"),
+    "FLA": Peer("fla-core", "fla.ops.simple_gla"),
+    "FLA's gated delta rule": Peer("fla-core", "fla.ops.gated_delta_rule"),
+    "flex_attention": Peer("torch", "torch"),
 }
 
 

@@ -115,7 +115,8 @@ def make_project(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Proj
         (things.parent / "GALLERY_HEADER.rst").write_text("Recipes\n=======\n")
         (things / "GALLERY_HEADER.rst").write_text("Things\n======\n")
         (root / "docs").mkdir()
-        (root / "docs" / "_static").symlink_to(ROOT / "docs" / "_static")
+        for name in ("_static", "_templates"):
+            (root / "docs" / name).symlink_to(ROOT / "docs" / name)
         (root / "docs" / "index.md").write_text("# Small\n\n```{toctree}\nrecipes/index\n```\n")
         return Project(root)
 

@@ -24,7 +24,6 @@ PACKAGES = (
     "rich.progress",
     "sphinx.cmd.build",
     "sphinx_copybutton",
-    "sphinx_design.extension",
     "sphinx_gallery.gen_gallery",
     "sphinxcontrib.katex",
 )

@@ -16,6 +16,7 @@ from hypothesis import Phase, is_hypothesis_test, settings
 from project import ROOT
 
 from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.recipes.hashes import cell_hash
 
 EXAMPLES = 4  # of a generated test in a quick run
 KEYS = {recipe.name: recipe.key for recipe in load(ROOT / "gallery")}
@@ -62,13 +63,29 @@ def select(thorough: str, alone: str | None) -> Selection:
 
 
 def changed(root: Path) -> set[str] | None:
-    """Return the recipes of which a file differs from the commit before; None, so all, where there is none."""
-    command = ["git", "diff", "--name-only", "HEAD~1"]
-    said = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    """Return the recipes of which a file differs from the commit before; None, so all, where there is none.
+
+    Of the script, that is its code: comments and prose prove nothing.
+    """
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+
+    said = git("diff", "--name-only", "HEAD~1")
     if said.returncode != 0:
         return None
-    names = {found[1] for line in said.stdout.splitlines() if (found := OWN.fullmatch(line))}
+    files = [line for line in said.stdout.splitlines() if OWN.fullmatch(line)]
+    names = {
+        OWN.sub(r"\1", line) for line in files if not _same_code(git("show", f"HEAD~1:{line}").stdout, root / line)
+    }
     return {KEYS[name] for name in names & KEYS.keys()}
+
+
+def _same_code(before: str, path: Path) -> bool:
+    """Whether a file is a script of a recipe with the code that it had."""
+    if path.parts[-3] != "gallery" or path.suffix != ".py" or not before or not path.exists():
+        return False
+    return cell_hash(before) == cell_hash(path.read_text(encoding="utf-8"))
 
 
 def recipe_of(item: pytest.Item) -> str | None:

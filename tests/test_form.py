@@ -38,13 +38,6 @@ TO_COME = {
     "pytorch/cuda_graphs",
     "xla/jax_call",
     "xla/pytorch_xla",
-    "fusion/layer_norm",
-    "fusion/swiglu",
-    "fusion/rope",
-    "fusion/dropout",
-    "fusion/cross_entropy",
-    "fusion/cumsum",
-    "fusion/topk",
 }
 OF_FORM = [recipe for recipe in RECIPES if recipe.key not in TO_COME]
 each_of_form = pytest.mark.parametrize("recipe", OF_FORM, ids=lambda recipe: recipe.key)

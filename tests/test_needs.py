@@ -118,8 +118,8 @@ def test_recipe_for_a_gpu_alone_is_shown_from_its_record(make_project: Callable[
     file.write_text('# /// script\n# [tool.triton-gallery]\n# gpu = "==9.0"\n# ///\n' + file.read_text())
     status, output = project.build()
     assert status == 0, output
-    assert "lacks an NVIDIA GPU of compute capability ==9.0 (here is none)" in output
-    assert "an NVIDIA GPU of compute capability ==9.0" in BeautifulSoup(project.page("hopper"), "html.parser").text
+    assert "lacks an NVIDIA GPU of compute capability 9.0 (here is none)" in output
+    assert "an NVIDIA GPU of compute capability 9.0" in BeautifulSoup(project.page("hopper"), "html.parser").text
 
 
 def test_needs_are_printed_for_pip(project: Project) -> None:

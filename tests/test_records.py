@@ -26,6 +26,7 @@ from triton_gallery.records.formats import BadRecordError
 from triton_gallery.records.pages import Pages, Run
 from triton_gallery.records.recorded import SCHEMA_VERSION, Records
 from triton_gallery.sphinx import chart
+from triton_gallery.sphinx.notebook import OURS
 
 GUARDED = """
 x = 1
@@ -114,21 +115,23 @@ def test_record_is_shown_where_there_is_no_output(project: Project) -> None:
     assert {label.text for label in chart.select("svg text")} >= {"Triton", "PyTorch", "torch.compile", "Roof", "GB/s"}
     rows = [[cell.text.strip() for cell in row.select("td")] for row in chart.select("table.benchmark tbody tr")]
     assert rows == [
-        ["1024", "10", "20", "-", "400", "0.50", "0.03"],
-        ["2048", "300", "100", "150", "400", "2.00", "0.75"],
+        ["1024", "0.50", "0.03", "10", "20", "-", "400"],
+        ["2048", "2.00", "0.75", "300", "100", "150", "400"],
     ]
     strip = page.select_one(".recipe-strip").text
     assert "GPU outputs recorded on Test GPU 9000 · driver 1.2" in strip
 
 
 def notebook(project: Project) -> list[list[dict]]:
-    """Return the outputs of the recipe's notebook, as it is offered for download, cell by cell."""
+    """Return the outputs of the recipe's notebook, as it is offered for download, by the cells of its page."""
     (path,) = (project.root / "_build" / "html" / "_downloads").glob("*/guarded.ipynb")
     (zipped,) = path.parents[1].glob("*/guarded.zip")
     assert zipfile.ZipFile(zipped).read(path.name) == path.read_bytes()
     found = nbformat.read(path, as_version=4)
     nbformat.validate(found)
-    return [cell.outputs for cell in found.cells if cell.cell_type == "code"]
+    installs, *cells = [cell for cell in found.cells if cell.cell_type == "code"]
+    assert installs.metadata["tags"] == [OURS]
+    return [cell.outputs for cell in cells]
 
 
 def test_notebook_has_what_was_recorded(project: Project) -> None:
@@ -147,7 +150,7 @@ def test_notebook_has_what_was_recorded(project: Project) -> None:
     assert "<script" not in frame.data["text/html"]
     assert BeautifulSoup(frame.data["text/html"], "html.parser").select_one("tbody td").text == EVIL
     assert b64decode(chart.data["image/png"]).startswith(b"\x89PNG")
-    assert table.data["text/plain"].splitlines()[2].split() == ["2048", "300", "100", "150", "400", "2.00", "0.75"]
+    assert table.data["text/plain"].splitlines()[2].split() == ["2048", "2.00", "0.75", "300", "100", "150", "400"]
     path.unlink()
     assert project.build()[0] == 0
     assert notebook(project) == [[], [], []]
@@ -271,7 +274,7 @@ def test_outputs_of_two_machines_stand_side_by_side(make_project: Callable[..., 
     page = BeautifulSoup(project.page("guarded"), "html.parser")
     here = [box.text.split() for box in page.select(".here")]
     label = "Here, without a GPU"
-    assert here == [text.split() for text in (f"{label} on a CPU", f"{label} took 1", f"{label} a 0 here")]
+    assert here == [text.split() for text in (f"{label} on a CPU", f"{label} took 1", f"{label} a here")]
     there = page.select(".recorded")
     assert all(box.p.text.startswith("Recorded on Test GPU, 20") for box in there)
     texts = [" ".join(pre.text.strip() for pre in box.select("pre")) for box in there]
@@ -596,8 +599,8 @@ def test_bands_and_clocks_are_shown(project: Project) -> None:
     (shown,) = [box for box in BeautifulSoup(project.page("guarded"), "html.parser").select(".recorded") if box.svg]
     rows = [[cell.text.strip() for cell in row.select("td")] for row in shown.select("table.benchmark tbody tr")]
     assert rows == [
-        ["1024", "10", "20 †", "-", "400", "0.50 †", "0.03"],
-        ["2048", "300", "100", "150", "400", "2.00", "0.75"],
+        ["1024", "0.50 †", "0.03", "10", "20 †", "-", "400"],
+        ["2048", "2.00", "0.75", "300", "100", "150", "400"],
     ]
     late, cpu = (note.text for note in shown.select("p.clocks"))
     assert late.startswith("†, in the chart a ring: the GPU had to wait for the CPU")
@@ -684,8 +687,8 @@ def test_live_benchmark_is_one_chart_and_one_table(make_project: Callable[..., P
     assert len(page.select(".chart svg")) == len(page.select("table.benchmark")) == 1
     (text,) = page.select(".sphx-glr-script-out pre")
     assert text.text.strip() == "first\nlast"
-    thumbnail = project.root / "docs" / "recipes" / "things" / "images" / "thumb" / "sphx_glr_bench_thumb.png"
-    assert thumbnail.stat().st_size > 5000, "the chart is not the recipe's picture"
+    index = BeautifulSoup((project.root / "_build" / "html" / "recipes" / "index.html").read_text(), "html.parser")
+    assert index.select(".card svg polyline"), "the chart is not the recipe's picture"
 
 
 def test_bad_table_fails_its_recipe(make_project: Callable[..., Project]) -> None:
@@ -714,7 +717,7 @@ def test_two_devices_stand_side_by_side(project: Project) -> None:
     assert sorted(row[8] for row in rows) == ["Other GPU", "Test GPU 9000"]
     ratios = ["2.00", "1.25", "0.50 at N = 1024", "0.75"]
     for row in rows:
-        assert row[:8] == ["guarded", "N = 2048", "300 GB/s", "torch.compile: 150", *ratios]
+        assert row[:8] == ["guarded", "N = 2048", *ratios, "300 GB/s", "torch.compile: 150 GB/s"]
     assert page.select_one(".chart svg").text.count("guarded, N = 2048") == 2
     assert "Other GPU, Test GPU 9000" in page.select_one(".chart svg").text
     assert len(json.loads((site / "performance.json").read_text())["figures"]) == 14

@@ -1,5 +1,7 @@
 """The built site: every link leads somewhere, every recipe page is whole, nothing comes from another host."""
 
+import base64
+import hashlib
 import re
 import zipfile
 from itertools import pairwise
@@ -12,7 +14,8 @@ from bs4 import BeautifulSoup
 from project import ROOT
 
 from triton_gallery.recipes.contents import Recipe, load
-from triton_gallery.records.recorded import TOOLS
+from triton_gallery.records.recorded import TOOLS, Records
+from triton_gallery.sphinx.lookup import line
 
 each_recipe = pytest.mark.parametrize("recipe", load(ROOT / "gallery"), ids=lambda recipe: recipe.key)
 FETCHED = "script[src], img[src], iframe[src], source[src], video[src], link[rel~=stylesheet], link[rel~=icon]"
@@ -121,7 +124,7 @@ def test_notebook_shows_what_the_page_shows(site: Path, pages: dict[Path, Beauti
 
 def test_recipes_stand_in_their_order(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
     index = pages[site / "recipes" / "index.html"]
-    links = [link["href"] for link in index.select(".sphx-glr-thumbcontainer a")]
+    links = [link["href"] for link in index.select(".card a")]
     assert links == [f"{recipe.section}/{recipe.name}.html" for recipe in load(ROOT / "gallery")]
 
 
@@ -135,8 +138,113 @@ def test_page_before_leads_on(site: Path, pages: dict[Path, BeautifulSoup], afte
     assert link["href"] == f"{after.name}.html"
 
 
-def test_failure_page_for_missing_addresses(pages: dict[Path, BeautifulSoup], site: Path) -> None:
-    assert pages[site / "404.html"].select_one("h1")
+def test_page_for_missing_addresses_leads_on(pages: dict[Path, BeautifulSoup], site: Path) -> None:
+    """Its links are absolute, below the path where the site is served: here the root."""
+    links = [link["href"] for link in pages[site / "404.html"].select("article li a")]
+    assert links == ["/recipes/index.html", "/glossary.html", "/index.html"]
+    assert all((site / link.removeprefix("/")).is_file() for link in links)
+
+
+@each_recipe
+def test_recipe_has_its_line(site: Path, pages: dict[Path, BeautifulSoup], recipe: Recipe) -> None:
+    """It is a plain sentence, and search engines, link previews and both indexes have the same."""
+    said = line(recipe)
+    assert re.fullmatch(r"[A-Z][^`*|<>]+\.", said)
+    assert len(said) <= 160
+    page = pages[site / "recipes" / recipe.section / f"{recipe.name}.html"]
+    found = page.select("meta[name=description], meta[property='og:description']")
+    assert [meta["content"] for meta in found] == [said, said]
+    for index, link in (("", f"{recipe.section}/{recipe.name}.html"), (recipe.section, f"{recipe.name}.html")):
+        card = pages[site / "recipes" / index / "index.html"].select_one(f".card:has(a[href='{link}'])")
+        assert card.select("p")[1].text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'") == said
+
+
+def test_every_page_is_described_in_whole_sentences(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
+    said = {}
+    for path, page in pages.items():
+        if path.name not in {"404.html", "genindex.html", "search.html"}:
+            (meta,) = page.select("meta[name=description]")
+            said[path.relative_to(site)] = meta["content"]
+    assert [path for path, text in said.items() if not re.fullmatch(r".{20,200}[.?!]", text)] == []
+    assert len(set(said.values())) == len(said), "two pages say the same of themselves"
+
+
+def test_no_markup_shows(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
+    shown = []
+    for path, page in pages.items():
+        texts = page.select_one("article").find_all(string=re.compile(r"```|:::|:doc:|\{\w+\}`|``"))
+        shown += [f"{path.relative_to(site)}: {text}" for text in texts if not text.find_parent(["pre", "code"])]
+    assert shown == []
+
+
+def test_every_recipe_has_a_picture_of_its_own(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
+    index = pages[site / "recipes" / "index.html"]
+    pictures = [str(card.select_one("svg.picture")) for card in index.select(".card")]
+    assert len(set(pictures)) == len(pictures) == len(load(ROOT / "gallery"))
+    assert all("var(--" in picture for picture in pictures), "it does not follow the theme"
+    assert not index.select("article img")
+
+
+def test_charts_are_told_apart_and_can_be_read(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
+    """Each has a name of its own; on a telephone, where a chart is 330 pixels wide, its letters are ten high."""
+    for path, page in pages.items():
+        charts = page.select(".chart svg")
+        names = [chart["aria-label"] for chart in charts]
+        assert len(set(names)) == len(names), path
+        for chart in charts:
+            _, _, width, height = map(float, chart["viewbox"].split())
+            sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", str(chart))]
+            assert min(sizes) * 330 / width >= 10, path
+            places = [float(place) for place in re.findall(r"translate\([\d.]+ ([\d.]+)\)", str(chart))]
+            places += [float(text["y"]) for text in chart.select("text[y]")]
+            assert all(0 < place < height for place in places), path
+
+
+def test_pages_forbid_other_hosts_and_scripts_that_others_write(pages: dict[Path, BeautifulSoup]) -> None:
+    for path, page in pages.items():
+        (meta,) = page.select("meta[http-equiv=Content-Security-Policy]")
+        policy = dict(part.strip().split(" ", 1) for part in meta["content"].split(";"))
+        assert not re.search(r"\*|http|//|[\w-]\.\w", meta["content"]), path
+        assert policy["default-src"] == "'self' file:"
+        inline = [script.string for script in page.select("script:not([src])") if script.string]
+        allowed = {base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inline}
+        assert {f"'sha256-{digest}'" for digest in allowed} == {
+            part for part in policy["script-src"].split() if part.startswith("'sha256")
+        }
+
+
+def test_pages_load_what_they_use(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
+    """And no more files than that: a recipe's page less than twenty, besides figures and formulas."""
+    for path, page in pages.items():
+        fetched = [urlsplit(one.get("src") or one["href"]).path for one in page.select(FETCHED)]
+        files = {name for name in (Path(file).name for file in fetched) if not name.startswith("sphx_glr_")}
+        assert ("formulas.js" in files) == bool(page.select(".math")), path
+        assert ("copybutton.js" in files) == bool(page.select(".highlight")), path
+        assert ("filter.js" in files) == bool(page.select(".filters")), path
+        assert ("performance.js" in files) == bool(page.select("table.sortable")), path
+        assert not [file for file in files if file.startswith(("sg", "katex", "sphinx-design"))], path
+        assert len(files) < 19, path  # and the page itself
+
+
+@each_recipe
+def test_breadcrumbs(site: Path, pages: dict[Path, BeautifulSoup], recipe: Recipe) -> None:
+    page = pages[site / "recipes" / recipe.section / f"{recipe.name}.html"]
+    links = [link["href"] for link in page.select("nav.breadcrumbs a")]
+    assert links == ["../../index.html", "../index.html", "index.html"]
+
+
+def test_home_counts_what_there_is(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
+    recipes, records = load(ROOT / "gallery"), Records(ROOT / "docs" / "_records")
+    home = pages[site / "index.html"]
+    claims = home.select_one("ul.claims").text
+    assert f"{len(recipes)} recipes" in claims
+    assert f"{len(list((site / 'ops').glob('*.py')))} ops" in claims
+    rows = pages[site / "targets.html"].select("table.sortable tbody tr")
+    assert f"{len(rows)} kernels" in claims
+    for device in {record.device.name for recipe in recipes for record in records.of(recipe)}:
+        assert re.search(rf"\d+ recipes run on {device}, \d{{4}}-\d\d-\d\d", claims)
+    assert home.select(".shown svg")
+    assert re.search(r"Recorded on .+, \d{4}-\d\d-\d\d", home.select_one(".shown").text)
 
 
 def test_no_path_of_the_building_machine(site: Path) -> None:

@@ -141,7 +141,7 @@ def test_path_leads_on_and_back(page: BeautifulSoup, project: Project) -> None:
     links = {link.text: link["href"] for link in page.select(".recipe-path a")}
     assert links == {"before": "before.html", "after": "after.html"}
     first = BeautifulSoup(project.page("before"), "html.parser").select_one(".recipe-path").text
-    assert first.split() == ["Next:", "Square"]
+    assert first.split() == ["Next:", "Square", "Related:", "after"]
 
 
 def test_opening_is_folded(page: BeautifulSoup) -> None:

@@ -7,26 +7,19 @@ from work import Work, tensors
 WORKS = [
     Work(
         "fusion/topk",
-        variant="float32, k = 8",
+        variant=f"{dtype}, k = {k}",
         ours=attrgetter("topk"),
         torch=attrgetter("topk"),
-        shapes=[(16384, 128), (16384, 4096), (4096, 32000)],
+        shapes=shapes,
         inputs=lambda random, shape: (random(shape),),
-        constants=(8,),
+        constants=(k,),
         forward=tensors(1, 0),
         backward=None,
-        dtype="float32",
-    ),
-    Work(
-        "fusion/topk",
-        variant="float32, k = 64",
-        ours=attrgetter("topk"),
-        torch=attrgetter("topk"),
-        shapes=[(1, 151936), (64, 128256), (4096, 32000)],
-        inputs=lambda random, shape: (random(shape),),
-        constants=(64,),
-        forward=tensors(1, 0),
-        backward=None,
-        dtype="float32",
-    ),
+        dtype=dtype,
+    )
+    for dtype, k, shapes in (
+        ("float32", 8, [(64, 128), (16384, 64), (16384, 128), (16384, 1000), (16384, 4096), (4096, 8192)]),
+        ("float32", 64, [(16384, 256), (16384, 1000), (16384, 4096)]),
+        ("bfloat16", 8, [(16384, 128), (16384, 4096)]),
+    )
 ]

@@ -3,6 +3,7 @@ function makeSortable(table) {
   const body = table.tBodies[0];
   const key = (row, column) => row.cells[column].textContent.trim();
   const number = (text) => parseFloat(text.replace(/^[^0-9.-]*/, ""));
+  const unit = (text) => text.match(/ (\S+\/s)$/)?.[1] ?? ""; // rates of unlike units are not compared
 
   table.querySelectorAll("thead th").forEach((title, column) => {
     const button = document.createElement("button");
@@ -14,6 +15,7 @@ function makeSortable(table) {
       title.setAttribute("aria-sort", down ? "descending" : "ascending");
       const sorted = [...body.rows].sort((a, b) => {
         const [x, y] = [key(a, column), key(b, column)];
+        if (unit(x) !== unit(y)) return unit(x).localeCompare(unit(y));
         const order = isNaN(number(x)) || isNaN(number(y)) ? x.localeCompare(y) : number(x) - number(y);
         return down ? -order : order;
       });

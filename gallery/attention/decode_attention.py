@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Attend from a new token to a cache in pages, and split the keys of a long
+# sequence among programs."""
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = false
 # deterministic = true

@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Compute attention with the scores in registers, so that the matrix of scores
+# is never written to memory."""
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = false
 # deterministic = true

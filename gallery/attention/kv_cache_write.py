@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Turn queries and keys by their positions, round to float8 and write to a
+# paged cache, all in one kernel."""
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = false
 # deterministic = true

@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Attend within packed sequences of different lengths, and compute nothing for
+# padding."""
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
@@ -25,7 +28,7 @@ After this page you can
 * compute the gradient in two passes that give the same bits each time.
 """
 
-# sphinx_gallery_tags = ["attention", "compute bound", "backward"]
+# sphinx_gallery_tags = ["attention", "compute bound", "autograd"]
 import functools
 import inspect
 import itertools
@@ -107,9 +110,9 @@ def rate_table(times, x, unit, work):
 #
 # *Packed*, all tokens of a batch are the rows of one tensor. The cumulated
 # lengths, ``cu_seqlens``, say where each sequence begins and where the last one
-# ends: ``[0, 5, 7, 9]`` for sequences of 5, 2 and 2 tokens. We take 64 lengths,
-# from 128 to the longest, that grow by one factor, shuffled. Attention is
-# *causal*: a query sees the keys of its sequence up to its own place.
+# ends: ``[0, 5, 7, 9]`` for sequences of 5, 2 and 2 tokens. We take 64 lengths
+# from 128 to the longest, which grow by one factor, and shuffle them. Attention
+# is *causal*: a query sees the keys of its sequence up to its own place.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 LONGEST = [512, 1024, 2048, 4096, 8192]
@@ -138,8 +141,8 @@ if __name__ == "__main__":
 # ----------------
 #
 # As in ``flash_attention_forward.py``, a program takes a block of queries, and
-# goes along the keys of their sequence. The CPU would have to wait for lengths
-# that are on the GPU, but mostly knows the longest. So each sequence gets as
+# goes along the keys of their sequence. The lengths are on the GPU; the CPU
+# does not wait for them, but mostly knows the longest. So each sequence gets as
 # many programs as the longest has blocks. Those without queries end at once:
 #
 # .. code-block:: text
@@ -151,9 +154,9 @@ if __name__ == "__main__":
 #     sequence c |   run   |   end   |   end   |   end   |   end   |
 #                +---------+---------+---------+---------+---------+
 #
-# Past a sequence's end lie tokens of the next. Loads and stores mask them, and
-# the causal mask hides their scores. As on that page, ``m`` is the maximum so
-# far, ``total`` the sum of exponentials, ``acc`` the weighted sum of values.
+# Past a sequence's end lie tokens of the next. Loads and stores mask them; the
+# causal mask hides their scores. As on that page, ``m`` is the maximum so far,
+# ``total`` the sum of exponentials, ``acc`` the weighted sum of values.
 
 
 @triton.jit
@@ -245,8 +248,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Beside the kernel stands PyTorch's SDPA, for one sequence after the other, and
-# for the padded batch. Rates count only the work that the sequences need.
+# Beside the kernel stands PyTorch's ``scaled_dot_product_attention``, SDPA: one
+# sequence after the other, and the padded batch. Rates count only needed work.
 
 
 def rates(calls, lengths):
@@ -327,25 +330,26 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # it still runs when all others have ended. With a causal mask, block ``n`` goes
 # along the blocks of keys up to its own: a sequence's last block has the most
 # work. We try three orders: as packed; the tiles with the most work first; and
-# the longest sequence first, and of each the last block first, as in the
-# picture. In the third, most tiles that run at one time read the same keys.
+# the longest sequence first, each from its last block, as in the picture.
+# There, neighbours in the list mostly read the same keys.
 
 # %%
 # The GPU makes the list
 # ----------------------
 #
-# The op takes the third order. A small kernel of one program a sequence makes
-# the list. A program adds up the tiles of all longer sequences, and of equally
-# long ones with a smaller number: so many come before its own. Then it writes
-# its own behind them. Nothing is sorted, and no program waits for another.
+# The op takes the third order; the table below it compares them. A kernel of
+# one program a sequence makes the list. A program adds up the tiles of all
+# longer sequences, and of equally long ones with a smaller number. It writes
+# its own tiles behind so many. Nothing is sorted, and no program waits for
+# another.
 #
 # The CPU has to size the grid, and does not know how many tiles there are. But
 # it knows a bound. :math:`T` tokens fill at most :math:`T / b` whole blocks of
 # :math:`b`, and each of :math:`B` sequences has at most one *ragged* block, one
 # that is not full. The list has :math:`\lfloor T / b \rfloor + B` entries, or
-# what the longest length allows if that is less. Those left over have the block
-# ``-1``, and a program that finds it ends. Each head has at most :math:`B` such
-# programs, whatever the longest length is.
+# the longest length's blocks times :math:`B` if that is less. Those left over
+# have the block ``-1``, and a program that finds it ends. Each head has at most
+# :math:`B` such programs, whatever the longest length is.
 
 # %%
 # The backward
@@ -381,8 +385,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------
 #
 # The cell has four kernels. The first writes a list, and runs before each of
-# the others: the first kernel of this page, with a list, and the two passes of
-# the backward. The op does more than the first kernel:
+# the others. These are the first kernel of this page, with a list, and the two
+# passes of the backward. The op does more than the first kernel:
 #
 # * As in ``flash_attention_forward.py``, blocks of keys that all queries of a
 #   tile see need no mask, and several heads of queries may share one of keys.
@@ -403,20 +407,20 @@ VARLEN_ATTENTION_DTYPES = {
     torch.float64,
 }
 # Of each kernel, by a head's size, padded to a power of two: BLOCK_M, BLOCK_N,
-# warps, stages
+# warps, stages. Heads below 64 take the tiles of 64.
 VARLEN_ATTENTION_TILES = {
     "forward": {
-        64: (128, 64, 8, 3),
-        128: (128, 64, 8, 3),
+        64: (64, 64, 4, 3),
+        128: (64, 64, 4, 3),
         256: (128, 64, 8, 2),
     },
     "dq": {
         64: (128, 64, 8, 3),
-        128: (128, 64, 8, 2),
+        128: (64, 64, 4, 2),
         256: (64, 32, 8, 2),
     },
     "dkdv": {
-        64: (64, 128, 8, 3),
+        64: (128, 64, 4, 2),
         128: (64, 128, 8, 2),
         256: (32, 64, 8, 2),
     },
@@ -1210,11 +1214,12 @@ def varlen_attention(
 
 
 # %%
-# What did each step gain? The table has the TFLOP/s of the forward. Rows with a
-# comma are the op with a list that was made before. ``grid`` lists all programs
-# of the first kernel, the idle ones too: only the kernel is new. Then come the
-# three orders. The last row has the tiles of the one before it, but its time
-# includes the kernel that makes the list.
+# What did each step gain? The table has the TFLOP/s of the forward. In rows
+# with a comma, the op gets a list made before. ``grid`` lists the longest
+# length's blocks for each sequence, idle ones too, like the first kernel's
+# grid; kernel and tile are the op's. Then come the three orders. The last row
+# has the tiles of the one before it; its time includes the kernel that makes
+# the list.
 
 
 def orders(lengths, BLOCK):
@@ -1457,9 +1462,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # The first output of this page counts how many times the work a padded batch
-# takes. Rates count the work that the sequences need, so padding divides a rate
-# by that factor. The curves compare the op with padded batches and with packed
-# ones. The last table shows what unequal lengths leave of the rate.
+# takes. Rates count the work that the sequences need. So a kernel that computes
+# padding loses that factor. The curves compare the op with padded batches and
+# with packed ones; the last table shows what unequal lengths leave of the rate.
 
 # %%
 # Break it

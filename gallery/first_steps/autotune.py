@@ -1,6 +1,11 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Let triton.autotune choose the block sizes and warps of a matrix-vector
+# product, and learn what it never checks."""
 # ///
 r"""
 Autotuning

@@ -1,6 +1,11 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Time a kernel, and not the compiler, Python or the cache: each mistake
+# stands beside the right number."""
 # ///
 r"""
 Benchmarking a kernel

@@ -1,6 +1,11 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Find out why a kernel does not compile, stops the GPU or is wrong, and learn
+# what each tool cannot see."""
 # ///
 r"""
 Debugging a kernel

@@ -4,6 +4,11 @@
 #
 # [tool.triton-gallery.not_for]  # it shows what no compiler takes
 # inverse_kernel = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
+#
+# [tool.triton-gallery]
+# description = """
+# See what happens between a call in Python and the GPU: how Triton finds,
+# compiles and launches a kernel."""
 # ///
 r"""
 Launching a kernel

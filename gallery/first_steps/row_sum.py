@@ -1,6 +1,11 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Add up the rows of a matrix: the first kernel that finds its way through two
+# dimensions and returns less than it reads."""
 # ///
 r"""
 Row sum

@@ -1,6 +1,11 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Transpose a matrix in tiles, and learn in which order a kernel should read
+# and write memory."""
 # ///
 r"""
 Strides and tiles

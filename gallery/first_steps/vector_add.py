@@ -1,6 +1,11 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Add two vectors: the smallest kernel that has all the parts of a large one,
+# and a count of bytes that says how fast it can be."""
 # ///
 r"""
 Vector addition

@@ -1,119 +1,333 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Compute a language model's loss with one read of its logits, and the gradient
+# with one more read and one write."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
 # ///
 r"""
 Cross entropy
 =============
 
-The loss of a language model compares a row of logits, one for each token of its
-vocabulary, with one target. The logits are the largest matrix of the model, and
-their gradient is as large again. This page can write it over the logits. As the
-mask of ``dropout.py``, probabilities are computed again and not stored.
+The loss of a language model compares a row of *logits*, one for each token of
+the vocabulary, with one target. The logits are often the largest tensor of a
+training step. PyTorch stores a second tensor of that size for the backward.
+This op stores three numbers for each row instead, and computes the
+probabilities again.
 
-After ``softmax.py`` and this page you can
+After this page you can
 
-* take the logarithm of a sum of exponentials over a row of any length;
-* have the loss and the gradient for one read and one write;
-* keep loads wide where rows begin at odd addresses;
-* write an op that works in place, and say who may use it.
+* compute a loss over rows of any length, and read each logit once;
+* take the mean over the rows that count, in one launch;
+* give a few long rows more threads than many rows;
+* write a backward that needs no more than a row's maximum and sum.
 """
 
-# sphinx_gallery_tags = ["reduction", "memory bound", "autograd", "in place"]
+# sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
+import ast
+import functools
+import inspect
 import math
 import os
+import time
 import warnings
 from functools import partial
 
 import pandas as pd
 import torch
+from torch.library import Library, triton_op, wrap_triton
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
-from torch import Tensor
-from torch.library import custom_op, triton_op, wrap_triton
-from triton.testing import Benchmark, do_bench
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
 ) or torch.device("cpu")
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
-# Without a GPU, NumPy computes, and would warn of infinities.
-warnings.filterwarnings("ignore", module="triton.runtime.interpreter")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
 
 # %%
-# The problem in bytes
-# --------------------
+# In PyTorch
+# ----------
 #
 # For a row of logits :math:`x` and its target :math:`t`,
 #
-# .. math:: \text{loss} = \log \sum_n e^{x_n} - x_t, \qquad
-#    \frac{\partial\,\text{loss}}{\partial x_n} = p_n - [n = t], \qquad
-#    p_n = \frac{e^{x_n}}{\sum_k e^{x_k}}.
+# .. math:: \text{loss} = \log \sum_n e^{x_n} - x_t.
 #
-# The mean is over the rows whose target is not ``ignore_index``. In PyTorch the
-# loss is two operators, and its backward two more. This is what they do, with
-# what they read and write in multiples of the logits:
+# A batch has the mean over the rows whose target is not ``ignore_index``. A
+# *dispatch mode* sees which operators PyTorch has for it:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+eager = torch.nn.functional.cross_entropy
 
 
-def cross_entropy_plain(logits, target):
-    log_p = torch.log_softmax(logits, -1)  # 1 read, 1 written, and kept
-    loss = torch.nn.functional.nll_loss(log_p, target)
-    # 1 written
-    d = torch.zeros_like(log_p).scatter_(1, target[:, None], -1 / len(target))
-    return loss, d - log_p.exp() * d.sum(-1, keepdim=True)  # 2 read, 1 written
+def random(M, N, dtype=torch.bfloat16):
+    """Return logits and targets, a tenth of which is ignored."""
+    kind = {"device": DEVICE, "generator": generator}
+    ignored = torch.rand(M, **kind) < 0.1
+    targets = torch.randint(N, (M,), **kind).masked_fill(ignored, -100)
+    return torch.randn(M, N, **kind).to(dtype), targets
 
 
-cross_entropy_torch = torch.nn.functional.cross_entropy
+class Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        first = out[0] if isinstance(out, tuple) else out
+        if not operator.is_view:
+            print(f"{operator!s:40} makes {first.nbytes:9,} bytes")
+        return out
 
 
-def normal(*shape, dtype=torch.bfloat16):
-    return torch.randn(shape, device=DEVICE).to(dtype)
+if __name__ == "__main__":
+    x, targets = random(64, 32000)
+    print(f"The logits are {x.nbytes:,} bytes.")
+    with Operators():
+        loss = eager(x.requires_grad_(), targets)
+        torch.autograd.grad(loss, x)
+
+# %%
+# Three tensors are as large as the logits. The first is kept for the backward,
+# the last is the gradient. The *floor* is one read of the logits for the loss,
+# and one more read and one write for the gradient.
+
+# %%
+# The first kernel
+# ----------------
+#
+# A program goes over a row in blocks. It keeps the maximum ``m`` so far and the
+# sum ``s`` of :math:`e^{x_n - m}`, as in ``softmax_long.py``. At the end, the
+# logarithm of the row's sum is :math:`m + \log s`:
+#
+# .. code-block:: text
+#
+#     the row     +---------+---------+---------+------+
+#                 | block 0 | block 1 | block 2 | mask |   -> m, s
+#                 +---------+---------+---------+------+
+#     the target               x_t                     loss = m + log s - x_t
 
 
-def targets(M, N, ignored=0.1):
-    """Return M targets, some of them to be ignored."""
-    target = torch.randint(N, (M,), device=DEVICE)
-    return target.masked_fill(torch.rand(M, device=DEVICE) < ignored, -100)
+@triton.jit
+def loss_kernel(
+    x_ptr,
+    targets_ptr,
+    losses_ptr,
+    N,
+    ignore_index,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(axis=0).to(tl.int64)  # row * N may pass 2**31
+    x_row_ptr = x_ptr + row * N
+    # The lowest number. With -inf, m - larger could be NaN.
+    m = tl.full((), -3.4028234663852886e38, dtype=tl.float32)
+    s = tl.zeros((), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        # -inf past the end is never the maximum, and adds nothing to the sum.
+        x = tl.load(x_row_ptr + offs, mask=offs < N, other=-float("inf"))
+        # In half precision, the sum of many small numbers would stand still.
+        x = x.to(tl.float32)  # (BLOCK_N,)
+        larger = tl.maximum(m, tl.max(x, axis=0))
+        # What is in s was added while the maximum was m.
+        s = s * tl.exp(m - larger) + tl.sum(tl.exp(x - larger), axis=0)
+        m = larger
+    target = tl.load(targets_ptr + row)
+    # A wrong target would read another row's logit. It makes the loss NaN.
+    known = (target >= 0) & (target < N)
+    x_t = tl.load(x_row_ptr + target, mask=known, other=float("nan"))
+    # log(s) is small. It is lost if it is added to a large m first.
+    loss = tl.log(s) + (m - x_t.to(tl.float32))
+    tl.store(losses_ptr + row, tl.where(target != ignore_index, loss, 0.0))
+
+
+def first_loss(x, targets, num_warps=8):
+    """Return the mean loss of a contiguous matrix."""
+    losses = torch.empty(len(x), device=x.device)
+    args = x, targets, losses, x.shape[1], -100
+    known = {"BLOCK_N": 512 * num_warps, "num_warps": num_warps}
+    loss_kernel[(len(x),)](*args, **known)
+    return losses.sum() / (targets != -100).sum()
 
 
 # %%
-# (The last line is one operator there.) Six in all, and up to three matrices
-# beside the logits. With 4096 tokens, a vocabulary of 128256 and bfloat16 each
-# of them is a gigabyte.
+# Is it right?
+# ------------
 #
-# The floor for the loss is one read, and for loss and gradient together one
-# read and one write. The sum needs the whole row before any element of the
-# gradient is known, so a kernel goes over a row twice. But a row of 250 KB can
-# still be in the L2 cache the second time.
+# We compare with float64. ``x - m`` is rounded to 24 bits, and above -20 here.
+# So an exponential is off by a relative :math:`20 \cdot 2^{-24}`, and the sum
+# too. Its logarithm is off by as much in absolute terms. We allow 5e-6.
+
+if __name__ == "__main__":
+    x, targets = random(40, 5003, torch.float32)
+    expected = eager(x.double(), targets)
+    loss = first_loss(x, targets).double()
+    print(f"error {(loss - expected).abs():.1e}, allowed 5.0e-06")
+    torch.testing.assert_close(loss, expected, rtol=0, atol=5e-6)
+
+# %%
+# How fast?
+# ---------
 #
-# The kernel
-# ----------
+# We time 4096 rows in bfloat16, or 1024 on a small GPU. The roof is a copy that
+# moves as many bytes as the floor: half of them are read, half are written.
+
+LARGE = DEVICE.type == "cuda" and torch.cuda.mem_get_info()[1] > 2**35
+ROWS = 4096 if LARGE else 1024
+
+
+def contestants(ours):
+    torch.compiler.reset()  # past eight lengths it would raise
+    fast = torch.compile(eager, dynamic=False, fullgraph=True)
+    return {"Triton": ours, "PyTorch": eager, "torch.compile": fast}
+
+
+def calls(ours, N, M=ROWS):
+    x, targets = random(M, N)
+    half = x.view(-1)[: M * N // 2]
+    out = torch.empty_like(half)
+    ops = contestants(ours).items()
+    found = {name: partial(op, x, targets) for name, op in ops}
+    return found | {"Roof": partial(out.copy_, half)}
+
+
+def rate(found, N, M=ROWS, tensors=1):
+    """Return GB/s, for so many reads and writes of the logits."""
+    return 2e-6 * tensors * M * N / found[0]
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (32000, 50257, 128256):
+        found = gpu_time(calls(first_loss, N)).items()
+        rates = [f"{who} {rate(times, N):.0f}" for who, times in found]
+        print(f"N = {N:6}: {', '.join(rates)} GB/s")
+
+# %%
+# Which launches make a mean?
+# ---------------------------
 #
-# A program has a row. The first pass is ``softmax_long.py``'s online softmax:
-# columns keep a maximum ``m`` and a sum ``s`` each, combined at the end. The
-# second goes from the end of the row to its start, and stores
+# The kernel is one launch of our first version. The mean behind it is more:
+
+if __name__ == "__main__":
+    losses = torch.empty(8, device=DEVICE)
+    targets = random(8, 1000)[1]
+    with Operators():
+        losses.sum() / (targets != -100).sum()
+
+# %%
+# Each of these waits for the one before, however few numbers it has. On a GPU,
+# the run prints the time of the rows alone and of all, in microseconds:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for M in (8, ROWS):
+        x, targets = random(M, 32000)
+        args = x, targets, torch.empty(M, device=DEVICE), 32000, -100
+        rows = partial(loss_kernel[(M,)], *args, BLOCK_N=4096, num_warps=8)
+        tried = {"rows": rows, "and mean": partial(first_loss, x, targets)}
+        found = gpu_time(tried, turns=20).items()
+        print(f"{M:4}:", {who: round(1e3 * t[0], 1) for who, t in found})
+
+# %%
+# The op has a second kernel of one program instead. It adds up the losses,
+# counts the targets that are not ignored, and divides. The order of its sum is
+# fixed, so the result is the same each time.
+
+# %%
+# A maximum for each column
+# -------------------------
 #
-# .. math:: d_n = \Big(p_n - \frac{\epsilon}{N} - (1 - \epsilon)\,[n = t]
-#    \Big) \cdot \text{scale}.
+# ``tl.max`` and ``tl.sum`` in the loop make all threads of a program wait for
+# each other, in each block. The op's loop keeps a maximum and a sum for each
+# *column* of a block with several lines, and combines the columns once, after
+# the loop. ``softmax_long.py`` has that step by itself, and why ``tl.exp2``
+# stands in for ``tl.exp``.
 #
-# *Label smoothing* :math:`\epsilon` makes the target a mixture: :math:`1 -
-# \epsilon` of it, and :math:`\epsilon` of all tokens alike. ``scale`` is one
-# over the number of rows in the mean.
+# .. code-block:: text
 #
-# * ``LOSS`` alone keeps a row's maximum and sum, ``GRADIENT`` alone begins with
-#   these. With both, ``d_ptr`` may be ``x_ptr``: nobody else reads that row.
-# * Asking at each element whether it is the target's takes three instructions
-#   of a dozen. So the target's is stored again, alone, behind a barrier.
+#     columns   0   1   2  ...  BLOCK_N - 1
+#             +-----------------------------+
+#             | x0  x1  x2  ...             |
+#             |            ...              |   LINES x BLOCK_N elements
+#             |                             |
+#             +-----------------------------+
+#        m, s   *   *   *   ...           *     a maximum and a sum each
+
+# %%
+# Few rows, many rows
+# -------------------
 #
-# GPT-2 has 50257 tokens. Of such rows seven in eight begin at an address that
-# is no multiple of 16 bytes, where no thread can load 16 bytes at once. So the
-# *body* of a row begins at the first multiple, and ends at the last. What lies
-# in front and behind is a block of its own, of up to ``2 * VEC - 2`` elements:
+# One row is one program's work. With fewer rows than multiprocessors, some of
+# these have nothing to do, and the others should load as much as they can at
+# once: they take 32 warps. With many rows, several programs share a
+# multiprocessor, and four warps each are enough. A table after the op has both.
+#
+# A row whose target is ignored needs no logit. The op does not read it.
+
+# %%
+# A vocabulary of 50257
+# ---------------------
+#
+# GPT-2's vocabulary is an odd number. Of such rows seven in eight begin at an
+# address that 16 does not divide, where no thread can load 16 bytes at once. So
+# the op's blocks cover a row's *body*, from its first multiple of 16 bytes to
+# its last. The *edges* in front and behind are a small block of their own.
+# ``unaligned_rows.py`` explains this step by step:
 #
 # .. code-block:: text
 #
@@ -122,429 +336,768 @@ def targets(M, N, ignored=0.1):
 #     . . . x x x x x x x x x x x x x x x x . .
 #           edge|      body, in blocks    |edge
 
-LOG2_E = tl.constexpr(math.log2(math.e))
-KEEP, DROP = tl.constexpr("evict_last"), tl.constexpr("evict_first")
+# %%
+# The backward
+# ------------
+#
+# The gradient of a row's loss is its softmax, less one at the target:
+#
+# .. math:: \frac{\partial\,\text{loss}}{\partial x_n} = p_n - [n = t], \qquad
+#    p_n = \frac{e^{x_n - m}}{s}.
+#
+# The forward saves ``m`` and ``s`` of each row. With them every element stands
+# for itself: nothing is summed, and any program can have any part of a row. So
+# for few rows the op gives each row to several programs. In the mean, each row
+# is multiplied by one over the number of rows that count. The kernel of the
+# mean saves that number.
+#
+# *Label smoothing* :math:`\epsilon` makes the target a mixture: :math:`1 -
+# \epsilon` of it, and :math:`\epsilon` of all tokens alike. The loss needs the
+# mean of the logits then, and the gradient is
+#
+# .. math:: p_n - \frac{\epsilon}{N} - (1 - \epsilon)\,[n = t].
+
+# %%
+# The op
+# ------
+#
+# The op takes logits of any shape and layout. The last dimension is the
+# vocabulary. Rows that lie apart are read where they are. The loss is float32,
+# also for half precision: a loss of 11 in bfloat16 could only change in steps
+# of 0.0625. The op is registered in the way of the page
+# ``what_a_call_costs.py``.
+
+CROSS_ENTROPY_NAMESPACE = "triton_gallery"
+CROSS_ENTROPY_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+CROSS_ENTROPY_LOG2_E = tl.constexpr(math.log2(math.e))
+CROSS_ENTROPY_WARPS = 4  # of a program, if there are many rows
+CROSS_ENTROPY_MOST = 32  # if there are few
+CROSS_ENTROPY_BACKWARD = 8  # warps of the backward
+CROSS_ENTROPY_SUM = 8192  # losses that the mean adds up at one time
 
 
 @triton.jit
-def exp(x):
-    return tl.exp2(x * LOG2_E)
+def _cross_entropy_exp(x):
+    # tl.exp takes instructions for results below the normal numbers.
+    return tl.exp2(x * CROSS_ENTROPY_LOG2_E)
 
 
 @triton.jit
-def first_pass(x_ptr, x_e, mask_e, x_t, length, N, block, EPS, LOWEST):
-    """Return a row's maximum, its sum of exponentials, and its loss."""
-    m = tl.full(block.shape[1:], LOWEST, x_e.dtype)  # (BLOCK_N,)
-    s, mean = tl.zeros_like(m), tl.zeros_like(m)
-    share = 1 / tl.cast(N, x_e.dtype)
-    for start in range(0, N, block.numel):
-        offs = start + block  # (ROWS, BLOCK_N)
-        mask = offs < length
-        x = tl.load(x_ptr + offs, mask, float("-inf"), eviction_policy=KEEP)
-        x = x.to(x_e.dtype)
-        larger = tl.maximum(m, tl.max(x, axis=0))
-        s *= exp(m - larger)
-        s += tl.sum(exp(x - larger[None, :]), axis=0)
-        m = larger
-        if EPS > 0:
-            mean += tl.sum(tl.where(mask, x, 0) * share, axis=0)
-    top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
-    s = tl.sum(s * exp(m - top), axis=0) + tl.sum(exp(x_e - top), axis=0)
-    loss = (1 - EPS) * (tl.log(s) + (top - x_t))
-    if EPS > 0:
-        x_e = tl.where(mask_e, x_e, 0) * share
-        mean = tl.sum(mean, axis=0) + tl.sum(x_e, axis=0)
-        loss += EPS * (tl.log(s) + (top - mean))
-    return top, s, loss
+def _cross_entropy_target(targets_ptr, row, N, ignore_index):
+    """Return a row's target, whether the row counts, and if it has that."""
+    target = tl.load(targets_ptr + row)
+    counts = target != ignore_index
+    return target, counts, counts & (target >= 0) & (target < N)
 
 
 @triton.jit
-def cross_entropy_kernel(
+def _cross_entropy_divide(start, N, VEC: tl.constexpr):
+    """Return where a row's body begins, its length, edges, which there are."""
+    head = ((VEC - start % VEC) % VEC).to(tl.int32)
+    # A row may end before its first multiple. A rest of less than VEC elements
+    # is left to the edge: with it, a mask would end within a wide load.
+    length = tl.maximum(N - head, 0) // VEC * VEC
+    # Both edges are one tile, so they take one load. What lies behind the head
+    # is moved past the body.
+    edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
+    offs_e = tl.where(edge < head, edge, edge + length)
+    return head, length, offs_e, edge < N - length
+
+
+@triton.jit
+def _cross_entropy_kernel(
     x_ptr,
-    target_ptr,
+    targets_ptr,
+    losses_ptr,
+    stats_ptr,
+    M,
+    N,
+    stride_xm,
+    ignore_index,
+    ACC: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    VEC: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # From -inf on, the difference of two maxima could be NaN.
+    DOUBLE: tl.constexpr = tl.float64 == ACC
+    LOWEST: tl.constexpr = (
+        -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
+    )
+    # In int32 a row's offset would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    target, counts, known = _cross_entropy_target(
+        targets_ptr, row, N, ignore_index
+    )
+    x_row = row * stride_xm
+    # Any other target would read another row. NaN goes on to the loss.
+    x_t = tl.load(x_ptr + x_row + target, mask=known, other=float("nan"))
+    x_t = x_t.to(ACC)
+    head, length, offs_e, mask_e = _cross_entropy_divide(x_row, N, VEC)
+    # To divide and multiply again tells the compiler: a multiple of VEC.
+    x_body = x_ptr + (x_row + head) // VEC * VEC
+    x_e = tl.load(
+        x_ptr + x_row + offs_e, mask=counts & mask_e, other=-float("inf")
+    ).to(ACC)
+    block = tl.arange(0, LINES)[:, None] * BLOCK_N  # (LINES, 1)
+    block += tl.arange(0, BLOCK_N)[None, :]  # (LINES, BLOCK_N)
+    # Each column has its own: no thread waits for another in the loop.
+    m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
+    s = tl.zeros((BLOCK_N,), dtype=ACC)
+    mean = tl.zeros((BLOCK_N,), dtype=ACC)
+    share = 1 / tl.cast(N, ACC)
+    # A row that does not count is not read.
+    for start in range(0, tl.where(counts, N, 0), LINES * BLOCK_N):
+        offs = start + block  # (LINES, BLOCK_N)
+        mask = offs < length
+        x = tl.load(x_body + offs, mask=mask, other=-float("inf")).to(ACC)
+        larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
+        # What is in s was added while the maximum was m.
+        s *= _cross_entropy_exp(m - larger)
+        s += tl.sum(_cross_entropy_exp(x - larger[None, :]), axis=0)
+        m = larger
+        if SMOOTHING > 0:
+            # Divided one by one: their sum could be infinite.
+            mean += tl.sum(tl.where(mask, x * share, 0), axis=0)
+    # The edges are no part of the body, but of the row.
+    top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
+    total = tl.sum(s * _cross_entropy_exp(m - top), axis=0)
+    total += tl.sum(_cross_entropy_exp(x_e - top), axis=0)
+    # The logarithm is small. It is lost if it is added to a large top first.
+    loss = tl.log(total) + (top - x_t)
+    if SMOOTHING > 0:
+        middle = tl.sum(mean, axis=0)
+        middle += tl.sum(tl.where(mask_e, x_e * share, 0), axis=0)
+        smooth = tl.log(total) + (top - middle)
+        loss = loss * (1 - SMOOTHING) + smooth * SMOOTHING
+    tl.store(stats_ptr + row, top)
+    tl.store(stats_ptr + M + row, total)
+    tl.store(losses_ptr + row, tl.where(counts, loss, 0.0))
+
+
+@triton.jit
+def _cross_entropy_mean_kernel(
+    losses_ptr,
+    targets_ptr,
+    loss_ptr,
     scale_ptr,
+    M,
+    ignore_index,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    total = tl.zeros((BLOCK,), dtype=ACC)
+    count = tl.zeros((BLOCK,), dtype=tl.int32)
+    # One program, so that the losses are added in the same order each time.
+    for start in range(0, M, BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
+        mask = offs < M
+        total += tl.load(losses_ptr + offs, mask=mask, other=0)
+        targets = tl.load(targets_ptr + offs, mask=mask, other=0)
+        count += (mask & (targets != ignore_index)).to(tl.int32)
+    # Without a row that counts this is 0 / 0, so NaN, as in PyTorch.
+    rows = tl.sum(count, axis=0).to(ACC)
+    tl.store(loss_ptr, tl.sum(total, axis=0) / rows)
+    tl.store(scale_ptr, 1 / rows)
+
+
+@triton.jit
+def _cross_entropy_backward_kernel(
+    grad_ptr,
+    x_ptr,
+    targets_ptr,
     stats_ptr,
     d_ptr,
     M,
     N,
+    stride_gm,
     stride_xm,
-    stride_dm,
     ignore_index,
-    LOSS: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    LOWEST: tl.constexpr,
     ACC: tl.constexpr,
+    MEAN: tl.constexpr,
+    SMOOTHING: tl.constexpr,
     VEC: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    # In int32 a row's offset would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64)
-    x_row, d_row = row * stride_xm, row * stride_dm
-    head = ((VEC - x_row % VEC) % VEC).to(tl.int32)
-    length = tl.maximum(N - head, 0) // VEC * VEC
-    # Multiples of VEC already: rounding down tells the compiler.
+    part = tl.program_id(axis=1)
+    target, counts, known = _cross_entropy_target(
+        targets_ptr, row, N, ignore_index
+    )
+    top = tl.load(stats_ptr + row)
+    total = tl.load(stats_ptr + M + row)
+    grad = tl.load(grad_ptr + row * stride_gm)
+    if MEAN:
+        grad *= tl.load(stats_ptr + 2 * M)
+    # A wrong target makes its row NaN, as well as the loss.
+    grad = tl.where(known, grad, float("nan"))
+    # An ignored row is not read: 0 * exp(0 - 0) is 0, whatever it holds.
+    grad = tl.where(counts, grad, 0.0)
+    a = grad / tl.where(counts, total, 1.0)
+    top = tl.where(counts, top, 0.0)
+    b = grad * SMOOTHING / N
+    hit = grad * (1 - SMOOTHING)
+    x_row, d_row = row * stride_xm, row * N
+    head, length, offs_e, mask_e = _cross_entropy_divide(x_row, N, VEC)
     x_body = x_ptr + (x_row + head) // VEC * VEC
     d_body = d_ptr + (d_row + head) // VEC * VEC
-    column, edge = tl.arange(0, BLOCK_N)[None, :], tl.arange(0, 2 * VEC)
-    block = tl.arange(0, ROWS)[:, None] * BLOCK_N + column  # (ROWS, BLOCK_N)
-    offs_e = tl.where(edge < head, edge, edge + length)  # (2 * VEC,)
-    mask_e = edge < N - length
-    x_e = tl.load(x_ptr + x_row + offs_e, mask_e, float("-inf")).to(ACC)
-    target, scale = tl.load(target_ptr + row), tl.load(scale_ptr)
-    used, known = target != ignore_index, (target >= 0) & (target < N)
-    x_t = tl.load(x_ptr + x_row + target, used & known, float("nan")).to(ACC)
-    if LOSS:
-        top, s, loss = first_pass(
-            x_body, x_e, mask_e, x_t, length, N, block, SMOOTHING, LOWEST
+    # One of the row's programs has the edges.
+    mask_e = mask_e & (part == 0)
+    x_e = tl.load(x_ptr + x_row + offs_e, mask=counts & mask_e, other=0)
+    d_e = _cross_entropy_exp(x_e.to(ACC) - top) * a - b  # (2 * VEC,)
+    d_e = tl.where(offs_e == target, d_e - hit, d_e)
+    tl.store(d_ptr + d_row + offs_e, d_e, mask=mask_e)
+    step = tl.num_programs(axis=1) * BLOCK_N
+    for start in range(part * BLOCK_N, N, step):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        mask = offs < length
+        x = tl.load(x_body + offs, mask=counts & mask, other=0).to(ACC)
+        d = _cross_entropy_exp(x - top) * a - b  # (BLOCK_N,)
+        d = tl.where(offs + head == target, d - hit, d)
+        tl.store(d_body + offs, d, mask=mask)
+
+
+def _cross_entropy_check(logits, targets, label_smoothing, reduction):
+    name = "cross_entropy"
+    if logits.dtype not in CROSS_ENTROPY_ACC or targets.dtype != torch.int64:
+        raise TypeError(
+            f"{name} takes float logits and int64 targets, not "
+            f"{logits.dtype} and {targets.dtype}"
         )
-        tl.store(stats_ptr + row, top)
-        tl.store(stats_ptr + M + row, s)
-        tl.store(stats_ptr + M + M + row, tl.where(used, loss, 0) * scale)
-    if GRADIENT:
-        if not LOSS:
-            top, s = tl.load(stats_ptr + row), tl.load(stats_ptr + M + row)
-        # Ignored: exp(0 - 0) * 0 - 0. Out of range: NaN.
-        top, x_e = tl.where(used, top, 0), tl.where(used, x_e, 0)
-        c = tl.where(used, tl.where(known, scale, float("nan")), 0)
-        a, b = tl.where(used, c / s, 0), c * SMOOTHING / N
-        tl.store(d_ptr + d_row + offs_e, exp(x_e - top) * a - b, mask_e)
-        last = (N - 1) // (ROWS * BLOCK_N) * (ROWS * BLOCK_N)
-        for back in range(0, N, ROWS * BLOCK_N):
-            offs = last - back + block
-            x_ptrs, mask = x_body + offs, offs < length
-            x = tl.load(x_ptrs, used & mask, 0, eviction_policy=DROP)
-            d = exp(x.to(ACC) - top) * a - b  # (ROWS, BLOCK_N)
-            tl.store(d_body + offs, d, mask, eviction_policy=DROP)
-        d_t = exp(x_t - top) * a - b - c * (1 - SMOOTHING)
-        tl.debug_barrier()  # behind the stores of all threads
-        tl.store(d_ptr + d_row + target, d_t, used & known)
+    shapes = tuple(logits.shape), tuple(targets.shape)
+    if logits.ndim == 0 or shapes[0][:-1] != shapes[1]:
+        raise ValueError(
+            f"{name} takes logits (..., N) and targets (...), not {shapes}"
+        )
+    if logits.device != targets.device or logits.shape[-1] > 2**30:
+        raise ValueError(
+            f"{name} takes one device and rows of up to 2**30 elements"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"{name} takes label_smoothing from 0 to 1, not {label_smoothing}"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(
+            f"{name} takes a reduction mean, sum or none, not {reduction!r}"
+        )
 
 
-# %%
-# The ops
-# -------
-#
-# The backward of the functional op gets a row's maximum and sum. They are not
-# added up to one number, the logarithm of the sum of exponentials: near 1000
-# that would leave :math:`x_n` minus it four of the seven digits of float32.
-
-ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
-ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
+def _cross_entropy_wide(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def check(logits, target, smoothing):
-    if logits.dtype not in ACC or target.dtype != torch.int64:
-        given = f"{logits.dtype} and {target.dtype}"
-        raise TypeError(f"takes floating logits and int64 targets, not {given}")
-    shapes = tuple(logits.shape), tuple(target.shape)
-    if logits.ndim not in (1, 2) or shapes[0][:-1] != shapes[1]:
-        raise ValueError(f"takes shapes (M, N) and (M,), not {shapes}")
-    if logits.device != target.device or logits.shape[-1] > 2**30:
-        raise ValueError("takes one device, and rows of up to 2**30 elements")
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"takes smoothing from 0 to 1, not {smoothing}")
+def _cross_entropy_rows(x, M):
+    """Return a tensor as a matrix with contiguous rows, and their distance."""
+    N = int(x.shape[-1])
+    if x.is_contiguous():
+        return x, N
+    x = x.reshape(M, N)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, int(x.stride(0))
 
 
-def scale_and_stats(x, target, ignore_index):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    scale = (target != ignore_index).sum(dtype=wide).reciprocal()
-    return scale, scale.new_empty(3, target.numel())
+@functools.cache
+def _cross_entropy_processors(device):
+    """Return a GPU's number of multiprocessors."""
+    if device.type != "cuda":
+        return 4  # for the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch(kernel, loss, gradient, x, target, scale, stats, d, ignored, eps):
-    M, N, size = target.numel(), int(x.shape[-1]), x.element_size()
-    strides = [int(t.stride(0)) if t.ndim == 2 else N for t in (x, d)]
-    # Where rows of d are not aligned as those of x, single elements.
-    VEC = 16 // size if (strides[0] - strides[1]) * size % 16 == 0 else 1
-    # Measured. The longest rows, twice: few programs, which share the cache.
-    most = (8 if N * size <= 2**17 else 32) if loss and gradient else 32
-    most = most if gradient else 4
-    warps = min(most, max(1, triton.next_power_of_2(N * size) // 8192))
-    BLOCK_N = warps * 512 // size  # 16 bytes for each thread
-    ROWS = min(8, triton.next_power_of_2(triton.cdiv(N, BLOCK_N)))
-    tensors = x, target.contiguous(), scale, stats, d
-    constants = torch.finfo(scale.dtype).min, ACC[x.dtype], VEC, ROWS, BLOCK_N
-    constants = ignored, loss, gradient, eps, *constants
-    # Triton launches on the current GPU, which may not be that of x.
-    with torch.accelerator.device_index(x.device.index):
-        kernel[(M,)](*tensors, M, N, *strides, *constants, num_warps=warps)
+def _cross_entropy_plan(x, M):
+    """Return how to launch the forward for so many rows."""
+    size, warps = x.element_size(), CROSS_ENTROPY_WARPS
+    # float64 takes twice the registers.
+    most = CROSS_ENTROPY_MOST * 4 // max(4, size)
+    processors = _cross_entropy_processors(x.device)
+    while warps < most and 2 * warps * M <= 16 * processors:
+        warps *= 2
+    return {
+        "ACC": CROSS_ENTROPY_ACC[x.dtype],
+        "VEC": 16 // size,
+        # More of a row than this, and 32 warps would not have the registers.
+        "LINES": 4 if warps == CROSS_ENTROPY_MOST else 8,
+        "BLOCK_N": warps * 512 // size,
+        "num_warps": warps,
+    }
 
 
-@triton_op("triton_gallery::cross_entropy_forward", mutates_args={})
-def cross_entropy_forward(
-    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    check(logits, target, label_smoothing)
-    scale, stats = scale_and_stats(logits, target, ignore_index)
-    if logits.numel() == 0:
-        return logits.new_full((), torch.nan), stats
-    x = logits if logits.stride(-1) == 1 else logits.contiguous()
-    arguments = x, target, scale, stats, x, ignore_index, label_smoothing
-    launch(wrap_triton(cross_entropy_kernel), True, False, *arguments)
-    return stats[2].sum().to(x.dtype), stats
+def _cross_entropy_plan_backward(x, M, N, stride):
+    """Return a grid and how to launch the backward on it."""
+    size = x.element_size()
+    # Of 64 bytes for each thread
+    BLOCK_N = CROSS_ENTROPY_BACKWARD * 2048 // size
+    # With few rows, each is shared by as many programs as fill the GPU.
+    many = 8 * _cross_entropy_processors(x.device)
+    parts = max(1, min(triton.cdiv(N, BLOCK_N), many // M))
+    # Rows of x and of d have to begin alike, or they have no common body.
+    alike = (N - stride) * size % 16 == 0
+    return (M, parts), {
+        "ACC": CROSS_ENTROPY_ACC[x.dtype],
+        "VEC": 16 // size if alike else 1,
+        "BLOCK_N": BLOCK_N,
+        "num_warps": CROSS_ENTROPY_BACKWARD,
+    }
 
 
-@triton_op("triton_gallery::cross_entropy_backward", mutates_args={})
-def cross_entropy_backward(
-    grad: Tensor, x: Tensor, t: Tensor, stats: Tensor, ignored: int, eps: float
-) -> Tensor:
-    check(x, t, eps)
-    d = torch.empty_like(x, memory_format=torch.contiguous_format)
+def _cross_entropy_launch(
+    logits,
+    targets,
+    ignore_index,
+    label_smoothing,
+    reduction,
+    kernel=_cross_entropy_kernel,
+    mean_kernel=_cross_entropy_mean_kernel,
+):
+    _cross_entropy_check(logits, targets, label_smoothing, reduction)
+    wide, mean = _cross_entropy_wide(logits), reduction == "mean"
+    losses = targets.new_empty(targets.shape, dtype=wide)
+    M, N = targets.numel(), int(logits.shape[-1])
+    # Maxima, sums and, behind them, one over the rows that count
+    stats = losses.new_empty(2 * M + mean)
+    targets = targets.contiguous()
+    # Triton launches on the current GPU, which may not be that of logits.
+    with torch.accelerator.device_index(logits.device.index):
+        if M > 0:
+            x, stride = _cross_entropy_rows(logits, M)
+            kernel[(M,)](
+                x,
+                targets,
+                losses,
+                stats,
+                M,
+                N,
+                stride,
+                ignore_index,
+                SMOOTHING=label_smoothing,
+                **_cross_entropy_plan(x, M),
+            )
+        if not mean:
+            return losses if reduction == "none" else losses.sum(), stats
+        loss = losses.new_empty(())
+        few = M <= CROSS_ENTROPY_SUM // 8
+        mean_kernel[(1,)](
+            losses,
+            targets,
+            loss,
+            stats[2 * M :],
+            M,
+            ignore_index,
+            ACC=CROSS_ENTROPY_ACC[logits.dtype],
+            BLOCK=CROSS_ENTROPY_SUM // 8 if few else CROSS_ENTROPY_SUM,
+            num_warps=4 if few else 32,
+        )
+    return loss, stats
+
+
+def _cross_entropy_backward_launch(
+    grad,
+    logits,
+    targets,
+    stats,
+    ignore_index,
+    label_smoothing,
+    reduction,
+    kernel=_cross_entropy_backward_kernel,
+):
+    _cross_entropy_check(logits, targets, label_smoothing, reduction)
+    each = reduction == "none"
+    if grad.dtype != stats.dtype or (each and grad.shape != targets.shape):
+        raise ValueError(
+            "cross_entropy_backward takes a gradient like the loss, not "
+            f"{grad.dtype} of {tuple(grad.shape)}"
+        )
+    d = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if d.numel() == 0:
         return d
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    scale = grad * scale_and_stats(x, t, ignored)[0]
-    arguments = x, t, scale, stats, d, ignored, eps
-    launch(wrap_triton(cross_entropy_kernel), False, True, *arguments)
+    M, N = targets.numel(), int(logits.shape[-1])
+    x, stride = _cross_entropy_rows(logits, M)
+    grid, plan = _cross_entropy_plan_backward(x, M, N, stride)
+    with torch.accelerator.device_index(logits.device.index):
+        kernel[grid](
+            grad.contiguous(),
+            x,
+            targets.contiguous(),
+            stats,
+            d,
+            M,
+            N,
+            1 if each else 0,
+            stride,
+            ignore_index,
+            MEAN=reduction == "mean",
+            SMOOTHING=label_smoothing,
+            **plan,
+        )
     return d
 
 
-def save(ctx, inputs, output):
-    logits, target, *ctx.options = inputs
+@triton_op(f"{CROSS_ENTROPY_NAMESPACE}::cross_entropy", mutates_args={})
+def cross_entropy_forward(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss, and what the backward needs of each row."""
+    kernels = (
+        wrap_triton(_cross_entropy_kernel),
+        wrap_triton(_cross_entropy_mean_kernel),
+    )
+    return _cross_entropy_launch(
+        logits, targets, ignore_index, label_smoothing, reduction, *kernels
+    )
+
+
+@triton_op(
+    f"{CROSS_ENTROPY_NAMESPACE}::cross_entropy_backward", mutates_args={}
+)
+def cross_entropy_backward(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    stats: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> torch.Tensor:
+    """Return the gradient of the logits, given that of the loss."""
+    return _cross_entropy_backward_launch(
+        grad,
+        logits,
+        targets,
+        stats,
+        ignore_index,
+        label_smoothing,
+        reduction,
+        wrap_triton(_cross_entropy_backward_kernel),
+    )
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+CROSS_ENTROPY_LIBRARY = Library(CROSS_ENTROPY_NAMESPACE, "FRAGMENT")
+CROSS_ENTROPY_LIBRARY.impl("cross_entropy", _cross_entropy_launch, "CUDA")
+CROSS_ENTROPY_LIBRARY.impl(
+    "cross_entropy_backward", _cross_entropy_backward_launch, "CUDA"
+)
+
+
+def _cross_entropy_setup(ctx, inputs, output):
+    logits, targets, *ctx.options = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(logits, target, output[1])
+    ctx.set_materialize_grads(False)  # stats have none: no zeros for them
+    ctx.save_for_backward(logits, targets, output[1])
 
 
-def backward(ctx, grad, _):
-    d = cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return d, None, None, None
+def _cross_entropy_gradient(ctx, grad, _):
+    d = None
+    if grad is not None:
+        d = cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return d, None, None, None, None
 
 
-cross_entropy_forward.register_autograd(backward, setup_context=save)
+cross_entropy_forward.register_autograd(
+    _cross_entropy_gradient, setup_context=_cross_entropy_setup
+)
 
 
-def cross_entropy(logits, target, ignore_index=-100, label_smoothing=0.0):
-    """Return the mean loss of logits (M, N) with int64 targets (M,)."""
-    options = ignore_index, label_smoothing
-    return cross_entropy_forward(logits, target, *options)[0]
+def cross_entropy(
+    logits, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean"
+):
+    """Return the cross entropy of logits (..., N) with targets (...).
 
+    As ``torch.nn.functional.cross_entropy`` with rows along the last dimension.
+    Takes logits of float16, bfloat16, float32 or float64 and any layout, with N
+    up to 2**30, and int64 targets. The loss is float32 (float64 for float64):
+    with ``reduction="mean"`` the mean over the rows whose target is not
+    ``ignore_index``, NaN if there are none; with "sum" the sum; with "none" a
+    loss for each row, in the shape of ``targets``, which is 0 where ignored.
+    An ignored row is not read, and its gradient is 0. If any other target is
+    not in range(N), the loss is NaN, and so is that row's gradient.
 
-def fake(logits, target, ignore_index=-100, label_smoothing=0.0):
-    check(logits, target, label_smoothing)
-    if logits.requires_grad:
-        raise ValueError("cross_entropy_ takes no logits that require grad")
-    N = logits.shape[-1]
-    apart = target.numel() < 2 or logits.stride(0) >= N
-    if logits.stride(-1) != 1 or not apart:
-        raise ValueError("cross_entropy_ takes contiguous rows, none twice")
-    return logits.new_full((), torch.nan)
+    Loss and gradient are the same each time on one kind of GPU. The gradient is
+    contiguous, has the dtype of the logits, and has no gradient itself. Raises
+    TypeError for other dtypes, and ValueError for other shapes, for tensors on
+    two devices, for longer rows, and for options that are not as above. The
+    online log-sum-exp: https://arxiv.org/abs/1805.02867
+    """
+    return cross_entropy_forward(
+        logits, targets, ignore_index, label_smoothing, reduction
+    )[0]
 
-
-@custom_op("triton_gallery::cross_entropy_", mutates_args={"logits"})
-def cross_entropy_(
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Return the mean loss, and write its gradient over the logits."""
-    loss = fake(logits, target, ignore_index, label_smoothing)
-    scale, stats = scale_and_stats(logits, target, ignore_index)
-    if logits.numel() == 0:
-        return loss
-    arguments = target, scale, stats, logits, ignore_index, label_smoothing
-    launch(cross_entropy_kernel, True, True, logits, *arguments)
-    return stats[2].sum().to(logits.dtype)
-
-
-cross_entropy_.register_fake(fake)
 
 # %%
-# The check
-# ---------
-#
-# Against float64 autograd. Exponents are less than 16 here and are rounded,
-# an error of :math:`16 \cdot 2^{-24}` of an exponential; sums go by columns and
-# in trees. :math:`10^{-5}` covers it, then each result is rounded to its dtype.
-# ``atol`` is for the target, where :math:`p - 1` may cancel, and for float16.
+# What did each step gain? The rates are those of the floor, one read of the
+# logits for the loss and two tensors for the backward. The statements are those
+# of the kernels of rows; registers are those of a thread at the last length,
+# and *spilled* are those that it keeps in memory.
 
 
-def compare(dtype, M, N, **options):
-    x, target = normal(M, N, dtype=dtype).requires_grad_(), targets(M, N)
-    wide, logits = x.detach().double().requires_grad_(), x.detach().clone()
-    exact = cross_entropy_torch(wide, target, **options)
-    loss = cross_entropy(x, target, **options)
-    got = [loss, *torch.autograd.grad(loss, x)]
-    got += [cross_entropy_(logits, target, **options), logits]
-    exact = [exact, *torch.autograd.grad(exact, wide)] * 2
-    eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
-    options = {"rtol": 1e-5 + eps, "atol": 1e-4 / N + least * eps}
-    options |= {"check_dtype": False, "equal_nan": True}
-    torch.testing.assert_close(got, exact, **options)
+def statements(kernel):
+    tree = ast.parse(inspect.getsource(kernel.fn))
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
 
 
-torch.manual_seed(0)
-for dtype in ACC:
-    compare(dtype, 5, 1003)
-compare(torch.float32, 5, 8, label_smoothing=0.1)
-
-if __name__ == "__main__":
-    for dtype in ACC:
-        compare(dtype, 3, 50_257, label_smoothing=0.1)
-    x, target = normal(3, 7, dtype=torch.float64), targets(3, 7)
-    assert torch.autograd.gradcheck(cross_entropy, (x.requires_grad_(), target))
-
-# %%
-# Two things differ from PyTorch. An ignored row has no gradient, whatever it
-# holds, even NaN. A target out of range makes the mean and its row NaN; there
-# PyTorch ends the program on a GPU, and for an exception each call would wait.
-#
-# Who may write over the logits
-# -----------------------------
-#
-# Whoever made them and reads them last: an accuracy computed from them later is
-# wrong, without an error. So ``cross_entropy_`` refuses what requires grad: an
-# op in front may have kept it for a backward. It is a ``custom_op`` as in
-# ``rope.py``. Its place is a function that makes the logits itself:
+def rows_alone(x, targets, **changes):
+    """Launch the op's kernel of rows."""
+    M, N = x.shape
+    losses = torch.empty(M, device=x.device)
+    stats = torch.empty(2 * M, device=x.device)
+    plan = _cross_entropy_plan(x, M) | changes
+    args = x, targets, losses, stats, M, N, N, -100
+    return _cross_entropy_kernel[(M,)](*args, SMOOTHING=0.0, **plan)
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, target):
-        d = x @ weight.T
-        loss = cross_entropy_(d, target)  # and now d is the gradient
-        ctx.save_for_backward(x, weight, d)
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, d = ctx.saved_tensors
-        return grad * (d @ weight), grad * (d.T @ x), None
+def with_warps(x, targets, warps):
+    lines = 4 if warps == 32 else 8
+    changes = {"LINES": lines, "BLOCK_N": 256 * warps, "num_warps": warps}
+    return rows_alone(x, targets, **changes)
 
 
-if __name__ == "__main__":
-    x, weight = (normal(n, 3, dtype=torch.float64) for n in (4, 9))
-    arguments = x.requires_grad_(), weight.requires_grad_(), targets(4, 9)
-    assert torch.autograd.gradcheck(LinearCrossEntropy.apply, arguments)
+def backward(x, targets):
+    stats = torch.ones(2 * len(x) + 1, device=x.device)
+    options = targets, stats, -100, 0.0, "mean"
+    return partial(_cross_entropy_backward_launch, stats[0], x, *options)
 
-# %%
-# ``grad`` multiplies the two products, which are smaller than ``d``. The most
-# memory that forward and backward take, beside the arguments:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    x, weight = (normal(n, 1024).requires_grad_() for n in (4096, 128256))
-    target = targets(4096, 128256)
-    fast = torch.compile(cross_entropy_torch, fullgraph=True, dynamic=False)
-    ops = {"PyTorch": cross_entropy_torch, "torch.compile": fast}
-    ops |= {"cross_entropy": cross_entropy, "cross_entropy_": None}
-    for name, op in ops.items():
-        torch.cuda.reset_peak_memory_stats()
-        before, apply = torch.cuda.memory_allocated(), LinearCrossEntropy.apply
-        loss = op(x @ weight.T, target) if op else apply(x, weight, target)
-        torch.autograd.grad(loss, (x, weight))
-        peak, loss = torch.cuda.max_memory_allocated() - before, None
-        print(f"{name:15} {peak / 1e9:5.2f} GB")
+    kernels = {
+        "first kernel, PyTorch's mean": loss_kernel,
+        "the op": _cross_entropy_kernel,
+        "the op's rows": _cross_entropy_kernel,
+        "the op's backward": _cross_entropy_backward_kernel,
+    }
+    ladder = {name: {} for name in kernels}
+    for M, N in ((8, 151936), (ROWS, 32000), (ROWS, 50257), (ROWS, 128256)):
+        x, targets = random(M, N)
+        steps = {
+            "first kernel, PyTorch's mean": partial(first_loss, x, targets),
+            "the op": partial(cross_entropy, x, targets),
+            "the op's rows": partial(rows_alone, x, targets),
+            "the op's backward": backward(x, targets),
+        }
+        for name, times in gpu_time(steps, turns=20).items():
+            tensors = 2 if "backward" in name else 1
+            figure = round(rate(times, N, M, tensors))
+            ladder[name][f"GB/s at {M} x {N}"] = figure
+        compiled = rows_alone(x, targets)
+    for name, kernel in kernels.items():
+        ladder[name]["statements"] = statements(kernel)
+    ladder["the op's rows"]["registers"] = compiled.n_regs
+    ladder["the op's rows"]["spilled"] = compiled.n_spills
+    print(pd.DataFrame(ladder).T.to_string(na_rep=""))
 
 # %%
-# Break it: a scale that comes too late
-# -------------------------------------
+# How many warps should a row have? The rates are those of the kernel of rows:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for M, N in ((8, 151936), (256, 128256), (ROWS, 32000), (ROWS, 128256)):
+        x, targets = random(M, N)
+        tried = {w: partial(with_warps, x, targets, w) for w in (4, 8, 16, 32)}
+        found = gpu_time(tried, turns=20)
+        rates = [f"{w} warps {rate(t, N, M):.0f}" for w, t in found.items()]
+        print(f"{M:4} x {N:6}: {', '.join(rates)} GB/s")
+
+# %%
+# Proof
+# -----
 #
-# float16 ends at 6e-8, not at 1e-38 as bfloat16, and a gradient may well be
-# smaller. So a ``GradScaler`` multiplies the loss, say by 32768. The functional
-# op gets that as ``grad``, and then rounds. The other one has rounded already
-# (exercise 1):
+# We compare loss and gradient of every dtype with those of float64, with each
+# reduction, with label smoothing, and with rows that begin anywhere. A gradient
+# in half precision is rounded once more. At the target, :math:`p_t - 1` may
+# cancel, so there is an ``atol``.
+
+
+def compare(x, targets, **options):
+    """Compare loss and gradient with those of float64."""
+    wide = x.detach().double().requires_grad_()
+    expected, loss = (
+        op(logits, targets, **options)
+        for op, logits in ((eager, wide), (cross_entropy, x.requires_grad_()))
+    )
+    torch.testing.assert_close(
+        loss.double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True
+    )
+    grad = torch.rand(loss.shape, generator=generator, device=DEVICE)
+    (d,) = torch.autograd.grad(loss, x, grad.to(loss.dtype))
+    (right,) = torch.autograd.grad(expected, wide, grad.double())
+    eps = torch.finfo(x.dtype).eps
+    torch.testing.assert_close(
+        d.double(), right, rtol=1e-5 + eps, atol=1e-6 + 1e-4 * eps
+    )
+
+
+def quietly(function):
+    """Call a function. Without a GPU, NumPy would warn of infinities."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        function()
+
+
+def prove():
+    for dtype in CROSS_ENTROPY_ACC:
+        for reduction in ("mean", "sum", "none"):
+            compare(*random(5, 1003, dtype), reduction=reduction)
+        compare(*random(3, 50_257, dtype), label_smoothing=0.1)
+        x, targets = random(6, 2000, dtype)
+        compare(x[:, 7:1010], targets.clamp(max=1002))
+        compare(x.T.contiguous().T[:, :9], targets.clamp(max=8))
+
+
+# Imported, it is a glance.
+glance = partial(compare, *random(3, 1003, torch.float32))
+quietly(prove if __name__ == "__main__" else glance)
+
+# %%
+# Finite differences; an ignored row that holds NaN; no rows; a wrong target.
+# For a wrong target PyTorch ends the program on a GPU. Raising an exception
+# would make every call wait for the GPU, so our op returns NaN:
+
+
+def special():
+    x, targets = random(3, 7, torch.float64)
+    targets[1] = -100
+    op = partial(cross_entropy, targets=targets)
+    assert torch.autograd.gradcheck(op, x.requires_grad_())
+    x, targets = random(4, 9, torch.float32)
+    targets[:] = torch.tensor([-100, 1, 2, 3])
+    x[0, 5] = torch.nan
+    loss = cross_entropy(x, targets)
+    torch.testing.assert_close(loss, cross_entropy(x[1:], targets[1:]))
+    print(f"no rows: {cross_entropy(x[:0], targets[:0]).item()}")
+    print(f"a wrong target: {cross_entropy(x, targets + 6).item()}")
+    try:
+        cross_entropy(x, targets.int())
+    except TypeError as error:
+        print(f"TypeError: {error}")
+
 
 if __name__ == "__main__":
-    x, target = 2 * normal(32, 20_000, dtype=torch.float16), targets(32, 20_000)
-    leaf = x.clone().requires_grad_()
-    (d,) = torch.autograd.grad(32768 * cross_entropy(leaf, target), leaf)
-    cross_entropy_(x, target)
-    for name, gradient in (("scaled loss", d), ("in place", x)):
-        lost = (gradient[target != -100] == 0).float().mean()
-        print(f"{name:12} {lost:6.1%} of the gradient is zero")
+    quietly(special)
 
 # %%
 # The benchmark
 # -------------
 #
-# bfloat16, :math:`2^{29}` logits at each length of a row. First loss and
-# gradient, two tensors of traffic: in place (over earlier gradients), beside
-# forward and backward of the others. Then the functional op's forward, one
-# tensor, and its backward, two. ``Roof`` is a copy of as many bytes.
+# The benchmark has the vocabularies of models, in bfloat16. The backward is
+# called through autograd. Its roof is a copy of the logits.
 
-NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
-SIZES = [1000, 4096, 32000, 50257, 128256, 256000]
-curve = partial(Benchmark, ["N"], SIZES, "provider", NAMES, NAMES, x_log=True)
-TASKS = ["_", "", "_backward"]
-CURVES = [curve("cross_entropy" + t, {"task": t}, ylabel="GB/s") for t in TASKS]
+SIZES = [32000, 50257, 128256, 151936, 201088]
 
 
-@triton.testing.perf_report(CURVES)
-def benchmark(N, provider, task):
-    M, tensors = 2**29 // N, 2 if task else 1
-    x, target = normal(M, N).requires_grad_(), targets(M, N, ignored=0)
-    torch.compiler.reset()  # the ninth shape would raise an error
-    fast = torch.compile(cross_entropy_torch, fullgraph=True, dynamic=False)
-    op = [cross_entropy, cross_entropy_torch, fast, None][NAMES.index(provider)]
-    if op is None:
-        call = x.detach().view(-1)[: tensors * M * N // 2].clone
-    elif task == "":
-        call = partial(op, x.detach(), target)
-    elif task == "_backward":
-        call = partial(torch.autograd.grad, op(x, target), x, retain_graph=True)
-    elif provider == "Triton":
-        call = partial(cross_entropy_, x.detach(), target)
-    else:
-        call = lambda: torch.autograd.grad(op(x, target), x)  # noqa: E731
-    times = do_bench(call, quantiles=[0.5, 0.8, 0.2])
-    return [2e-6 * tensors * M * N / t for t in times]
+def calls_backward(N):
+    x, targets = random(ROWS, N)
+    out = torch.empty_like(x)
+    roof = partial(out.copy_, x.detach())
+    x.requires_grad_()
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    # Otherwise torch.compile takes its buffers back, and runs only once.
+    with torch._functorch.config.patch(donated_buffer=False):
+        ops = contestants(cross_entropy).items()
+        found = {name: partial(grad, op(x, targets), x) for name, op in ops}
+    return found | {"Roof": roof}
+
+
+def table(way, tensors):
+    """Print a table, draw it, and return it."""
+    times = {N: gpu_time(way(N), turns=20) for N in SIZES}
+    work = 2e-6 * tensors * ROWS
+    found = rate_table(times, "N", "GB/s", lambda N: work * N)
+    print(found.to_string())
+    found.pivot(index="N", columns="series", values="GB/s").plot()
+    return found
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    torch._functorch.config.donated_buffer = False  # run it again
-    tables = benchmark.run(print_data=True, show_plots=True, return_df=True)
-    results, results_forward, results_backward = tables
+    results = table(partial(calls, cross_entropy), 1)
+    results_backward = table(calls_backward, 2)
 
 # %%
-# Beside the best of PyTorch and ``torch.compile``, and beside the roof:
+# These are few rows, in microseconds of the GPU:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    for name, table in zip(TASKS, tables, strict=True):
-        table = table.set_index("N").set_axis(NAMES, axis=1)
-        others = table[NAMES[1:3]].max(axis=1), table["Roof"]
-        ratios = [(table["Triton"] / other).round(2) for other in others]
-        print(f"cross_entropy{name}")
-        print(pd.concat(ratios, axis=1, keys=["of the best", "of the roof"]))
+    for M in (1, 8, 64):
+        found = gpu_time(calls(cross_entropy, 128256, M)).items()
+        times = [f"{who} {1e3 * t[0]:.1f}" for who, t in found]
+        print(f"{M:2} rows: {', '.join(times)}")
+
+# %%
+# This is what a call costs the CPU, in microseconds:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for one in (results, results_backward):
+        cost = one[one["N"] == 32000].set_index("series")["CPU us"]
+        print(cost.drop("Roof").round(1).to_dict())
 
 # %%
 # Reading the result
 # ------------------
 #
-# Forward and backward go over the logits once, and many programs share a
-# multiprocessor: long rows come nearer the roof. In place a program has two
-# passes, which do not overlap. While rows are short, others load meanwhile. The
-# longest leave room for one program, and the caches less of a row for its
-# second pass. Tried without gain: a persistent grid; the gradient of a row and
-# the sum of the next in one loop; the next block held in registers. What might
-# help is a row in the shared memory of several multiprocessors, a cluster's.
+# Both directions go over the logits once, and keep nothing of their size. So
+# the distance to the roof is what the kernels do besides. Each row has its
+# edges, its target and the columns to combine, and the mean waits for the last
+# row. All of that weighs more where rows are few or short.
 #
-# Rows of 1000 pay for what every row has once: edges, statistics, the target,
-# and its logit. In place, 50257 elements fill three quarters of their blocks.
-# The rest is computed for nothing, twice.
+# One row is read by one multiprocessor, whatever the GPU has. The table of few
+# rows shows what that comes to. For vocabularies of less than a thousand, a
+# program should have several rows, as in ``softmax.py``.
+
+# %%
+# Break it: one number in place of two
+# ------------------------------------
 #
+# The two numbers of a row could be saved as one, :math:`l = m + \log s`, and
+# the probability is :math:`e^{x_n - l}` then. Here are four logits of a million
+# each. Every probability is a quarter:
+
+
+def a_million():
+    x = torch.full((1, 4), 1e6, device=DEVICE, requires_grad=True)
+    target = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    (d,) = torch.autograd.grad(cross_entropy(x, target), x)
+    d[0, 0] += 1  # what the target's gradient has less
+    m, s = x.max(), (x - x.max()).exp().sum()
+    one = (x - (m + s.log())).exp()
+    for name, p in (("two numbers", d), ("one number", one)):
+        print(f"{name:11}", [round(each, 3) for each in p[0].tolist()])
+
+
+if __name__ == "__main__":
+    quietly(a_million)
+
+# %%
+# The neighbours of a million in float32 are a sixteenth apart. So the logarithm
+# of four is rounded to a multiple of that, before it is subtracted again.
+
+# %%
 # Go further
 # ----------
 #
-# 1. Tell ``cross_entropy_`` the factor by which the loss will be multiplied.
-# 2. Give both ops ``reduction="none"``, a loss per row. What does the backward
-#    get, and why can the op in place not have it?
-# 3. ``LinearCrossEntropy`` could take the tokens in chunks, and never have all
-#    logits. What has to be computed in its forward then?
+# 1. Some losses add :math:`z\,(m + \log s)^2`, which keeps the logits small.
+#    What does the forward need for it, and what the backward?
+# 2. Which rows of a batch does the forward read if nine in ten are ignored, and
+#    what does the backward still do for the others?
 #
-# Next is ``cumsum.py``. To read on: the online softmax's `paper
-# <https://arxiv.org/abs/1805.02867>`_; one that never stores the logits, `Cut
-# Your Losses <https://arxiv.org/abs/2411.09009>`_.
+# Next is ``cross_entropy_in_place.py``, where the gradient takes the logits'
+# place. ``linear_cross_entropy.py`` never has all logits at once. To read on:
+# the online softmax's `paper <https://arxiv.org/abs/1805.02867>`_.
 
 # %%
 # Answers
 # -------
 #
-# **1.** Multiply ``scale`` by it for the gradient alone; the loss keeps
-# ``scale``. The Function's backward divides ``grad`` by it.
+# **1.** The forward has :math:`m` and :math:`s` already. The derivative of that
+# term is :math:`2 z\,(m + \log s)\,p_n`, so the backward multiplies
+# :math:`p_n` by :math:`1 + 2 z\,(m + \log s)`. It has both numbers, too.
 #
-# **2.** A gradient per row, which takes the place of ``scale``. In place it is
-# not known yet.
-#
-# **3.** Both products, as a chunk's logits are gone with the next: the gradient
-# of ``x`` by chunks, that of ``weight`` added up over them, in float32.
+# **2.** One in ten. The backward reads no more than these either, but it has to
+# write zeros for the others.

@@ -1,56 +1,110 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Compute the cumulative sums of many rows, and their gradient with the same
+# kernel, from right to left."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
 # ///
 r"""
 Cumulative sum
 ==============
 
-Every element of a *scan* depends on all before it, and still a GPU can compute
-them side by side. With many rows, each has a program of its own. With few, the
-programs have to work on one row together, and tell each other how far the sum
-has come. Here you learn to
+Each element of a cumulative sum depends on all elements before it. A loop adds
+them one after another. A GPU computes them side by side, block by block, and
+reads each number once.
+
+After this page you can
 
 * scan a block with ``tl.cumsum``, and hand a carry from block to block;
-* run a scan backwards at no cost, for the gradient;
-* have programs wait for each other within one kernel, without a deadlock;
-* keep the bits the same in each run, and the error the same at each length.
+* choose the type of the carry by an error that you measure;
+* give a program one long row, or several short ones;
+* run the same kernel from right to left, for the gradient.
 """
 
 # sphinx_gallery_tags = ["scan", "memory bound", "autograd"]
 import math
 import os
-import warnings
+import time
 from functools import partial
 
 import pandas as pd
 import torch
+from torch.library import Library, triton_op, wrap_triton
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
-from torch.library import triton_op, wrap_triton
-from triton.testing import Benchmark, do_bench
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
 ) or torch.device("cpu")
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
-# Without a GPU, NumPy computes, and would warn of infinities.
-warnings.filterwarnings("ignore", module="triton.runtime.interpreter")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
 
 # %%
-# The problem in bytes
-# --------------------
+# In PyTorch
+# ----------
 #
 # .. math:: y_n = \sum_{k \le n} x_k
 #
-# A loop does it with one addition per element, one after another. In parallel
-# it takes steps of doubling length: add to each element its left neighbour,
-# then the one two to the left, then four.
+# This is also called a *scan* of :math:`x`. To compute it in parallel, add to
+# each element its left neighbour, then the one two to the left, then four:
 #
 # .. code-block:: text
 #
@@ -58,346 +112,675 @@ warnings.filterwarnings("ignore", module="triton.runtime.interpreter")
 #     shift 1    1   3   5   7   9  11  13  15
 #     shift 2    1   3   6  10  14  18  22  26
 #     shift 4    1   3   6  10  15  21  28  36
+#
+# With PyTorch's operators each step goes through memory. We count the bytes:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
-def cumsum_plain(x):
-    shift = 1
+def cumsum_torch(x):
+    """Return the cumulative sums of rows, and the bytes that were moved."""
+    moved, shift = 0, 1
     while shift < x.shape[-1]:
-        left, right = x[..., :-shift], x[..., shift:]  # 2 read, 1 written
-        x = torch.cat([x[..., :shift], left + right], -1)  # 1 read, 1 written
+        left, right = x[..., :-shift], x[..., shift:]
+        both = left + right
+        x = torch.cat([x[..., :shift], both], dim=-1)
+        # The sum reads two tensors and writes one, and cat copies all of x.
+        moved += 3 * both.nbytes + 2 * x.nbytes
         shift *= 2
-    return x
+    return x, moved
 
 
 if __name__ == "__main__":
-    print(cumsum_plain(torch.arange(1, 9, device=DEVICE)).tolist())
+    print(cumsum_torch(torch.arange(1, 9, device=DEVICE))[0].tolist())
+    x = torch.rand(64, 4096, generator=generator, device=DEVICE)
+    y, moved = cumsum_torch(x)
+    print(f"rows of 4096: {moved / x.nbytes:.1f} times the bytes of x;")
+    print(f"reading x and writing y: {(x.nbytes + y.nbytes) / x.nbytes:.1f}")
 
 # %%
-# Five tensors go through memory in each step. A row of 16384 elements has 14
-# steps, so 70, and the floor is two: one read, one write. In a kernel the steps
-# happen in registers, and the threads of a warp hand each other their numbers,
-# in *shuffles*.
+# The *floor* is two: to read ``x`` and to write ``y``. PyTorch has one function
+# for it, ``torch.cumsum``. We measure ours beside it.
+
+# %%
+# The first kernel
+# ----------------
 #
-# Many rows: a carry
-# ------------------
-#
-# A program goes along its row block by block, as in ``cross_entropy.py``, where
-# only the last sum counted. ``tl.cumsum`` scans a block, and the sum of all
-# blocks before, the *carry*, is added to it:
+# A program goes along its row, block by block. ``tl.cumsum`` scans a block in
+# registers: there the threads of a warp hand each other their numbers, in
+# *shuffles*. The program adds the sum of all earlier blocks, the *carry*:
 #
 # .. code-block:: text
 #
-#     x        3  1  4  1 | 5  9  2  6 | 5  3  .  .     BLOCK_N = 4
+#     N = 10, BLOCK_N = 4
+#
+#     x        3  1  4  1 | 5  9  2  6 | 5  3  .  .     . is masked, a zero
 #     cumsum   3  4  8  9 | 5 14 16 22 | 5  8  .  .
 #     carry          0    |      9     |     31
 #     y        3  4  8  9 |14 23 25 31 |36 39  .  .
+
+
+@triton.jit
+def row_kernel(x_ptr, y_ptr, N, ACC: tl.constexpr, BLOCK_N: tl.constexpr):
+    # In int32 the product would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64) * N
+    carry = tl.zeros((1,), dtype=ACC)  # (1,)
+    for start in range(0, N, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        mask = offs < N
+        # Half precision could not count past 2048 ones.
+        x = tl.load(x_ptr + row + offs, mask=mask, other=0).to(tl.float32)
+        y = tl.cumsum(x, axis=0) + carry.to(tl.float32)
+        tl.store(y_ptr + row + offs, y, mask=mask)
+        carry += tl.sum(x, axis=0)
+
+
+def cumsum_rows(x, ACC=tl.float32, BLOCK_N=1024, num_warps=4):
+    """Return the cumulative sums of each row of a contiguous matrix."""
+    M, N = x.shape
+    y = torch.empty_like(x)
+    plan = {"ACC": ACC, "BLOCK_N": BLOCK_N, "num_warps": num_warps}
+    row_kernel[(M,)](x, y, N, **plan)
+    return y
+
+
+# %%
+# Is it right?
+# ------------
 #
-# * A program has two warps. The threads of a warp scan among themselves, but
-#   warps have to wait for each other at barriers. Many small programs share a
-#   multiprocessor, and some load while others scan.
-# * The carry is float64, one number per row. Additions along the row happen
-#   there, so the error is that of a block, however long the row.
-# * A block of a short row is no longer than it needs to be. So that a program
-#   has enough to load, it takes ``BLOCK_M`` such rows.
-# * ``N`` and the stride come in units of ``VEC`` elements, so that a thread
-#   loads up to 16 bytes at once: ``unaligned_rows.py`` says why.
+# We compare with float64. These numbers are positive, so nothing cancels. In a
+# block a sum takes a few dozen additions one after another on a GPU, and up to
+# 1024 in the interpreter, which has NumPy add them. Then comes an addition for
+# each block. Each rounds by at most :math:`2^{-24}`, mostly by less, and up as
+# often as down. We allow the 1024 of a block, :math:`6 \cdot 10^{-5}`.
+
+if __name__ == "__main__":
+    x = torch.rand(5, 3000, generator=generator, device=DEVICE)
+    y, expected = cumsum_rows(x).double(), x.double().cumsum(-1)
+    rtol = 6e-5
+    error = ((y - expected) / expected).abs().max().item()
+    print(f"largest relative error {error:.1e}, allowed {rtol:.1e}")
+    torch.testing.assert_close(y, expected, rtol=rtol, atol=0)
+
+# %%
+# How fast?
+# ---------
 #
-# And backwards
-# -------------
+# We time three lengths in float32, half a gigabyte each. Beside ours stand
+# PyTorch's function, ``torch.compile`` of it, and a copy, which is the roof.
+# The rate counts the bytes of the floor.
+
+ELEMENTS = 2**27
+
+
+def random(N, dtype=torch.float32):
+    """Return a matrix with rows of N, and as many rows as make ELEMENTS."""
+    shape = ELEMENTS // N, N
+    return torch.rand(shape, generator=generator, device=DEVICE, dtype=dtype)
+
+
+def eager(x):
+    return torch.cumsum(x, dim=-1)
+
+
+def contestants(ours):
+    """Return what is measured, by name."""
+    torch.compiler.reset()  # past eight lengths it would raise
+    fast = torch.compile(eager, dynamic=False, fullgraph=True)
+    return {"Triton": ours, "PyTorch": eager, "torch.compile": fast}
+
+
+def calls(function, x):
+    out = torch.empty_like(x)
+    found = {name: partial(op, x) for name, op in contestants(function).items()}
+    return found | {"Roof": partial(out.copy_, x)}
+
+
+def rate(found, size=4):
+    """Return GB/s, for one read and one write of ELEMENTS."""
+    return 2e-6 * size * ELEMENTS / found[0]
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (256, 4096, 32000):
+        found = gpu_time(calls(cumsum_rows, random(N))).items()
+        rates = [f"{who} {rate(times):.0f}" for who, times in found]
+        print(f"N = {N:5}: {', '.join(rates)} GB/s")
+
+# %%
+# How far does the error grow?
+# ----------------------------
 #
-# :math:`x_k` is in all :math:`y_n` from :math:`k` on, so its gradient is the
-# sum of all gradients *from there to the end*, a scan from right to left.
-# ``tl.cumsum`` has a ``reverse``, but it turns the block round across the
-# threads and back, and that takes several times the shuffles of a scan. To load
-# the elements in reverse order would break up the wide loads.
+# The carry takes an addition for each block, so a longer row has more
+# roundings. Let the carry be float64, one number a row. It takes an addition in
+# float64 for each block, not for each element:
+
+LONG = 2**24 if DEVICE.type == "cuda" else 2**15  # interpreted, it takes long
+
+if __name__ == "__main__":
+    print("largest relative error   float32 carry   float64 carry")
+    for N in (2**12, 2**15, LONG):
+        x = torch.rand(1, N, generator=generator, device=DEVICE)
+        exact, line = x.double().cumsum(-1), f"N = {N:18}"
+        for ACC in (tl.float32, tl.float64):
+            y = cumsum_rows(x, ACC=ACC).double()
+            line += f"{((y - exact) / exact).abs().max().item():16.1e}"
+        print(line)
+    ones = torch.ones(1, 2**14, device=DEVICE)
+    ones[0, 0] = 2**31  # from here on float32 goes in steps of 256
+    ends = [
+        cumsum_rows(ones, ACC=ACC, BLOCK_N=128)[0, -1].item() - 2**31
+        for ACC in (tl.float32, tl.float64)
+    ]
+    print(f"2**31, then {ones.numel() - 1} ones in blocks of 128 add {ends}")
+
+# %%
+# The roundings of random numbers mostly cancel. The last line has numbers that
+# always round the same way: the float32 carry loses each block of ones. The op
+# has a float64 carry. With it the error of a row is that of one block and of
+# one more rounding, however long the row is.
+
+# %%
+# How long a block, how many warps?
+# ---------------------------------
 #
-# So load the vectors in reverse order, each one whole, and turn round what each
-# thread has. That only renames its registers. No instruction is left of it:
+# The threads of a warp scan among themselves, but warps have to wait for each
+# other. A program with few warps waits less. A short block has few loads in
+# flight, and then more programs have to share a multiprocessor:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    tiles = [(512, 1), (1024, 1), (1024, 2), (1024, 4), (2048, 2), (2048, 4)]
+    tiles += [(4096, 4), (4096, 8)]
+    print("GB/s,  N", *(f"{block:5}/{warps}" for block, warps in tiles))
+    for N in (1024, 4096, 16384, 128256):
+        x, line = random(N), f"{N:8}"
+        tried = {
+            (block, warps): partial(
+                cumsum_rows,
+                x,
+                ACC=tl.float64,
+                BLOCK_N=block,
+                num_warps=warps,
+            )
+            for block, warps in tiles
+        }
+        found = gpu_time(tried, turns=20)
+        print(line, *(f"{rate(found[tile]):7.0f}" for tile in tiles))
+
+# %%
+# Columns are elements of a block / warps. The longer the rows, the fewer they
+# are: the last line has a thousand. Then there are few programs, and each needs
+# a longer block to have as many loads in flight. The op has blocks of 1024 and
+# two warps. Where rows are fewer than 2048 and loads are wide, it has blocks of
+# 4096 and four warps.
+
+# %%
+# Short rows share a program
+# --------------------------
+#
+# A row of 64 fills a sixteenth of such a block, and the rest is masked. Let a
+# program have as many rows as make 1024 elements:
+#
+# .. code-block:: text
+#
+#     short rows:  BLOCK_N            long rows:  BLOCK_N   BLOCK_N
+#                +---------+                    +---------+---------+--
+#                |  row 0  |      BLOCK_M = 1   |       row 0, in blocks
+#        BLOCK_M |  row 1  |                    +---------+---------+--
+#                |  row 2  |
+#                +---------+
+#
+# The scan goes along ``axis=1``, and each row has a carry of its own.
+
+# %%
+# Wide loads
+# ----------
+#
+# A row of 1000 in float32 begins at a multiple of 16 bytes, as a row of 1024
+# does. A thread could load four elements at once. But the compiler does not
+# know that: of an argument it only knows whether 16 divides it. Let ``VEC`` be
+# how many elements a thread may load at once. ``VEC`` divides ``N``, so
+# ``N // VEC * VEC`` is ``N`` again, and now the compiler knows that ``VEC``
+# divides it. Wide loads spare shuffles, too: a thread first adds up its own
+# ``VEC`` neighbours. (``unaligned_rows.py`` looks into rows of odd lengths.)
+
+# %%
+# The backward
+# ------------
+#
+# :math:`x_k` is part of all :math:`y_n` from :math:`k` on. So its gradient is
+# the sum of all gradients *from there to the end*, a scan from right to left:
+#
+# .. math:: \mathrm{d}x_k = \sum_{n \ge k} \mathrm{d}y_n
+#
+# PyTorch turns the rows round, scans, and turns them round again. That moves
+# six tensors instead of two. A kernel has better ways:
+#
+# * ``tl.cumsum`` has an option ``reverse``. It turns the block round across the
+#   threads and back, which takes many shuffles.
+# * Load the elements in reverse order. Then neighbours in a thread are in the
+#   wrong order in memory, and no load is wide.
+# * Load the *vectors* in reverse order, each one whole. Then turn round the
+#   elements that each thread has. That only renames its registers:
 #
 # .. code-block:: text
 #
 #     in memory                  a b c d | e f g h | i j k l       VEC = 4
 #     loaded, vectors reversed   i j k l | e f g h | a b c d
 #     turned                     l k j i | h g f e | d c b a
+#
+# To turn a vector, swap its halves, then the halves of its halves. Triton has
+# no swap. But the sum of two integers, less one of them, is the other, even
+# where the sum overflows. The compiler sees through that and adds nothing. The
+# table after the op has all three ways, and shows what they come to.
+
+# %%
+# The op
+# ------
+#
+# The row is the last dimension of a tensor of any shape. Rows that lie apart,
+# as in ``x[:, :1000]``, are read where they are. Other layouts are copied
+# first. The forward and the backward are one kernel, and each is the gradient
+# of the other. So gradients have gradients, and nothing is saved. The op is
+# registered in the way of the page ``what_a_call_costs.py``.
+
+CUMSUM_NAMESPACE = "triton_gallery"
+CUMSUM_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+CUMSUM_LONGEST = 2**30  # elements; their offsets are int32
+CUMSUM_BLOCK = 1024  # elements that two warps scan at a time
+CUMSUM_FEW = 2048  # fewer rows take four times the block and twice the warps
 
 
 @triton.jit
-def columns(BLOCK_N: tl.constexpr, VEC: tl.constexpr, REVERSE: tl.constexpr):
-    block = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-    if REVERSE:
-        block = (BLOCK_N // VEC - 1 - block // VEC) * VEC + block % VEC
-    return block
-
-
-@triton.jit
-def swapped(x, SIZE: tl.constexpr):
+def _cumsum_swap(x, SIZE: tl.constexpr):
     """Swap neighbouring pieces of SIZE elements."""
-    # As tl.flip does, which takes long in the interpreter. The larger and the
-    # smaller of a pair, less one of them, is the other; compilers know that.
     INT: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
     pairs = tl.reshape(x, (x.numel // SIZE // 2, 2, SIZE))
     pairs = pairs.to(INT, bitcast=True)
-    both = tl.max(pairs, 1, keep_dims=True) + tl.min(pairs, 1, keep_dims=True)
-    return tl.reshape((both - pairs).to(x.dtype, bitcast=True), x.shape)
+    # Of integers: the bits of a NaN or a -0.0 would not survive additions.
+    swapped = tl.sum(pairs, axis=1, keep_dims=True, dtype=INT) - pairs
+    return tl.reshape(swapped.to(x.dtype, bitcast=True), x.shape)
 
 
 @triton.jit
-def turned(x, VEC: tl.constexpr, REVERSE: tl.constexpr):
-    """Swap the halves of each vector, then their halves, then elements."""
-    for log in tl.static_range(0, 3):
-        if REVERSE and VEC >> log > 1:
-            x = swapped(x, VEC >> log + 1)
+def _cumsum_turn(x, VEC: tl.constexpr):
+    """Turn round each vector of up to 8 elements."""
+    if VEC == 8:
+        x = _cumsum_swap(x, 4)
+    if VEC >= 4:
+        x = _cumsum_swap(x, 2)
+    if VEC >= 2:
+        x = _cumsum_swap(x, 1)
     return x
 
 
 @triton.jit
-def cumsum_kernel(
+def _cumsum_kernel(
     x_ptr,
     y_ptr,
     M,
-    N_vecs,
-    stride_vecs,
-    VEC: tl.constexpr,
+    N,
+    stride_xm,
     ACC: tl.constexpr,
+    VEC: tl.constexpr,
     REVERSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # In int64, or a row's offset would overflow behind element 2**31.
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
-    N = N_vecs * VEC
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    x_rows, y_rows = x_ptr + offs_m * stride_vecs * VEC, y_ptr + offs_m * N
-    block = columns(BLOCK_N, VEC, REVERSE)[None, :]  # (1, BLOCK_N)
-    last = (N - 1) // BLOCK_N * BLOCK_N
+    x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
+    y_rows = y_ptr + offs_m * N  # (BLOCK_M, 1)
+    block = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    # In float32 each block of a long row would add a rounding.
     carry = tl.zeros((BLOCK_M, 1), dtype=tl.float64)  # (BLOCK_M, 1)
     for start in range(0, N, BLOCK_N):
-        offs = (last - start if REVERSE else start) + block  # (1, BLOCK_N)
-        mask = (offs_m < M) & (offs < N)
-        x = tl.load(x_rows + offs, mask, 0).to(ACC)  # (BLOCK_M, BLOCK_N)
-        y = tl.cumsum(turned(x, VEC, REVERSE), axis=1) + carry.to(ACC)
-        tl.store(y_rows + offs, turned(y, VEC, REVERSE), mask)
+        offs = start + block  # (1, BLOCK_N)
+        if REVERSE:
+            # Vectors from the last to the first, each one from left to right.
+            offs = N - VEC - start - block // VEC * VEC + block % VEC
+        mask = (offs_m < M) & (offs >= 0 if REVERSE else offs < N)
+        x = tl.load(x_rows + offs, mask=mask, other=0).to(ACC)
+        if REVERSE:
+            x = _cumsum_turn(x, VEC)
+        y = tl.cumsum(x, axis=1) + carry.to(ACC)  # (BLOCK_M, BLOCK_N)
+        if REVERSE:
+            y = _cumsum_turn(y, VEC)
+        tl.store(y_rows + offs, y, mask=mask)
         carry += tl.sum(x, axis=1, keep_dims=True)
 
 
-# %%
-# Few rows: a chain of programs
-# -----------------------------
-#
-# One long row would keep one program busy and leave the rest of the GPU idle.
-# So a row is cut into tiles, a program each. A tile needs the sum of all before
-# it. Two passes over the row would do, sums first, then the scans: three
-# tensors of traffic, not two. For one pass, a program has to wait for others
-# *while it holds its tile*. Each has a word in memory. It writes there
-#
-# * the sum of its tile, at once;
-# * but if it is the last of a group of ``GROUP`` tiles, the sum of everything
-#   up to here, as soon as it knows.
-#
-# .. code-block:: text
-#
-#     GROUP = 4
-#     tile    0    1    2    3    4    5    6    7    8
-#     word   s0   s1   s2   P3   s4   s5   s6   P7   s8
-#
-#     tile 6 adds  P3 + s4 + s5
-#     tile 7 adds  P3 + s4 + s5 + s6, and then its own for P7
-#
-# So a tile reads a group of words at most. Nobody waits for a chain of all
-# tiles, only for one with a link per group, and what is added is always the
-# same in the same order: the same bits in each run. The *decoupled look-back*
-# of Merrill and Garland goes back until it finds any sum of everything. That
-# needs no groups, and rounds as chance will have it.
-#
-# A program that waits keeps its place on a multiprocessor. If all that run
-# waited for one that has not started, they would wait for ever. Programs may
-# start in any order, so the order of tiles is not that of ``tl.program_id``:
-# each program takes a *ticket* when it starts. Those with earlier ones have
-# started, too.
-#
-# Usually one writes a value and then a flag, and has to see to it that nobody
-# sees them the other way round (``sem="release"`` and ``"acquire"``). Here the
-# word is its own flag, so there is no order to keep. Memory is filled with -1,
-# and these 64 bits are a NaN that is never written as a sum.
+def _cumsum_check(name, x):
+    """Raise for what the ops do not take."""
+    if x.dtype not in CUMSUM_ACC:
+        raise TypeError(f"{name} takes floating dtypes, not {x.dtype}")
+    if x.shape[-1:].numel() > CUMSUM_LONGEST:
+        raise ValueError(
+            f"{name} takes rows of up to {CUMSUM_LONGEST} elements, "
+            f"not {x.shape[-1]}"
+        )
 
 
-@triton.jit
-def publish(word_ptr, total):
-    word = total.to(tl.int64, bitcast=True)
-    # Any NaN is written as this one.
-    word = tl.where(total == total, word, 0x7FF8000000000000)
-    tl.atomic_xchg(word_ptr, word, sem="relaxed")
+def _cumsum_plan(x, stride, REVERSE):
+    """Return how to launch for the rows of x."""
+    M, N = x.shape
+    size = x.element_size()
+    VEC = math.gcd(N, stride, 16 // size)
+    # Few programs need long blocks to have enough loads in flight.
+    few = M < CUMSUM_FEW and N > CUMSUM_BLOCK and VEC * size == 16
+    block = 4 * CUMSUM_BLOCK if few else CUMSUM_BLOCK
+    BLOCK_N = min(block, triton.next_power_of_2(N))
+    return {
+        "ACC": CUMSUM_ACC[x.dtype],
+        "VEC": VEC,
+        "REVERSE": REVERSE,
+        "BLOCK_M": max(1, CUMSUM_BLOCK // BLOCK_N),
+        "BLOCK_N": BLOCK_N,
+        "num_warps": 4 if few else 2,
+    }
 
 
-@triton.jit
-def wait(word_ptrs, mask):
-    # Volatile: read memory each time, not a register or a near cache.
-    words = tl.load(word_ptrs, mask, 0, volatile=True)
-    while tl.max((words == -1).to(tl.int32), axis=0) == 1:
-        words = tl.load(word_ptrs, mask, 0, volatile=True)
-    return words.to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def cumsum_long_kernel(
-    x_ptr,
-    y_ptr,
-    words_ptr,
-    tiles,
-    N_vecs,
-    stride_vecs,
-    VEC: tl.constexpr,
-    ACC: tl.constexpr,
-    REVERSE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    # The first word counts tickets, from -1. It is int64, as a row has to be.
-    ticket = tl.atomic_add(words_ptr, 1, sem="relaxed") + 1
-    row, tile = ticket // tiles, (ticket % tiles).to(tl.int32)
-    N = N_vecs * VEC
-    x_row, y_row = x_ptr + row * stride_vecs * VEC, y_ptr + row * N
-    offs = (tiles - 1 - tile if REVERSE else tile) * BLOCK_N
-    offs += columns(BLOCK_N, VEC, REVERSE)[None, :]  # (1, BLOCK_N)
-    x = tl.load(x_row + offs, offs < N, 0).to(ACC)  # (1, BLOCK_N)
-    total = tl.sum(x).to(tl.float64)
-    word_ptr = words_ptr + 1 + ticket
-    closes = tile % GROUP == GROUP - 1
-    if not closes:
-        publish(word_ptr, total)
-    y = tl.cumsum(turned(x, VEC, REVERSE), axis=1)  # (1, BLOCK_N)
-    y = turned(y, VEC, REVERSE)
-    before = tile // GROUP * GROUP - 1 + tl.arange(0, GROUP)  # (GROUP,)
-    needed = (before >= 0) & (before < tile)
-    carry = tl.sum(wait(word_ptr - tile + before, needed), axis=0)
-    if closes:
-        publish(word_ptr, carry + total)
-    tl.store(y_row + offs, y + carry.to(ACC), offs < N)
-
-
-# %%
-# The launcher
-# ------------
-#
-# The number of rows decides: few long ones are scanned by chains. A group is so
-# large that to read and write it takes longer than to hand on its sum.
-
-ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
-ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
-BLOCK, TILE = 1024, 8192  # elements that 2 warps scan at a time, or 4
-GROUP = 2**20  # elements
-FEW = 1024  # fewer rows leave part of a GPU idle, with a program for each
-
-
-def check(x):
-    if x.dtype not in ACC:
-        raise TypeError(f"takes floating dtypes, not {x.dtype}")
-    if x.shape[-1:].numel() > 2**30:
-        raise ValueError("takes rows of up to 2**30 elements")
-
-
-def matrix(x):
-    """Return x as a matrix with contiguous rows, a copy only if need be."""
-    x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def scan(x, REVERSE):
-    check(x)
+def _cumsum_launch_either(name, x, kernel, REVERSE):
+    _cumsum_check(name, x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return y
-    x = matrix(x)
-    M, N, stride = x.shape[0], int(x.shape[1]), int(x.stride(0))
-    VEC = math.gcd(N, stride, 16 // x.element_size())
-    sizes = N // VEC, stride // VEC, VEC, ACC[x.dtype], REVERSE
+    N = int(x.shape[-1]) if x.ndim else 1
+    x = x.reshape(-1, N)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    M, stride = int(x.shape[0]), int(x.stride(0))
+    plan = _cumsum_plan(x, stride, REVERSE)
+    grid = (triton.cdiv(M, plan["BLOCK_M"]),)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        if M < FEW and N > TILE:
-            # Twice the bytes in each register, half the elements.
-            tile = TILE // 2 if x.dtype == torch.float64 else TILE
-            tiles = triton.cdiv(N, tile)
-            words = x.new_full((1 + M * tiles,), -1, dtype=torch.int64)
-            wrap_triton(cumsum_long_kernel)[(M * tiles,)](
-                *(x, y, words, tiles, *sizes),
-                GROUP=GROUP // TILE,
-                BLOCK_N=tile,
-                num_warps=4,
-            )
-        else:
-            block = min(BLOCK, triton.next_power_of_2(N))
-            rows = BLOCK // block
-            wrap_triton(cumsum_kernel)[(triton.cdiv(M, rows),)](
-                *(x, y, M, *sizes),
-                BLOCK_M=rows,
-                BLOCK_N=block,
-                num_warps=2,
-            )
+        kernel[grid](x, y, M, N, stride, **plan)
     return y
 
 
-@triton_op("triton_gallery::cumsum", mutates_args={})
+def _cumsum_launch(x, kernel=_cumsum_kernel):
+    return _cumsum_launch_either("cumsum", x, kernel, False)
+
+
+def _cumsum_backward_launch(grad, kernel=_cumsum_kernel):
+    return _cumsum_launch_either("cumsum_backward", grad, kernel, True)
+
+
+@triton_op(f"{CUMSUM_NAMESPACE}::cumsum", mutates_args={})
 def cumsum(x: torch.Tensor) -> torch.Tensor:
-    """Return torch.cumsum(x, dim=-1)."""
-    return scan(x, False)
+    """Return the cumulative sums of the rows, as torch.cumsum(x, -1).
+
+    Takes a tensor of float16, bfloat16, float32 or float64, of any shape and
+    layout, with rows of up to 2**30 elements. Sums up in float32 and from block
+    to block in float64, or all in float64. The result has the shape and dtype
+    of ``x``, is contiguous, and is the same each time on one kind of GPU. Each
+    row has one program, so many rows are fast and few are slow. NaN and inf
+    reach the elements behind them. Raises TypeError for other dtypes and
+    ValueError for longer rows. Has gradients of any order.
+    """
+    return _cumsum_launch(x, wrap_triton(_cumsum_kernel))
 
 
-@triton_op("triton_gallery::cumsum_backward", mutates_args={})
+@triton_op(f"{CUMSUM_NAMESPACE}::cumsum_backward", mutates_args={})
 def cumsum_backward(grad: torch.Tensor) -> torch.Tensor:
-    """Return the sums of all elements from each one to the end of its row."""
-    return scan(grad, True)
+    """Return the sums from each element to the end of its row.
 
+    That is the gradient of ``cumsum``, whose gradient is ``cumsum``. All else
+    is as in ``cumsum``.
+    """
+    return _cumsum_backward_launch(grad, wrap_triton(_cumsum_kernel))
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+CUMSUM_LIBRARY = Library(CUMSUM_NAMESPACE, "FRAGMENT")
+CUMSUM_LIBRARY.impl("cumsum", _cumsum_launch, "CUDA")
+CUMSUM_LIBRARY.impl("cumsum_backward", _cumsum_backward_launch, "CUDA")
+
+
+def _cumsum_gradient(ctx, grad):
+    return cumsum_backward(grad)
+
+
+def _cumsum_backward_gradient(ctx, grad):
+    return cumsum(grad)
+
+
+cumsum.register_autograd(_cumsum_gradient)
+cumsum_backward.register_autograd(_cumsum_backward_gradient)
 
 # %%
-# Nothing is saved, and each op is the gradient of the other one. So gradients
-# of gradients come for free.
+# What did each step gain? The table has the rates of each step, and the
+# registers of a thread in the longest row's kernel. The first lines go forward,
+# and the last five backward. ``tl.cumsum`` reversed needs a kernel of its own:
 
-cumsum.register_autograd(lambda ctx, grad: cumsum_backward(grad))
-cumsum_backward.register_autograd(lambda ctx, grad: cumsum(grad))
+
+@triton.jit
+def reverse_kernel(x_ptr, y_ptr, N, VEC: tl.constexpr, BLOCK_N: tl.constexpr):
+    N = N // VEC * VEC
+    row = tl.program_id(axis=0).to(tl.int64) * N
+    carry = tl.zeros((1,), dtype=tl.float64)  # (1,)
+    last = (N - 1) // BLOCK_N * BLOCK_N
+    for step in range(0, N, BLOCK_N):
+        offs = last - step + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        x = tl.load(x_ptr + row + offs, mask=offs < N, other=0)
+        y = tl.cumsum(x, axis=0, reverse=True) + carry.to(tl.float32)
+        tl.store(y_ptr + row + offs, y, mask=offs < N)
+        carry += tl.sum(x, axis=0)
+
+
+def one_row(x, y, ACC=tl.float64, num_warps=2):
+    plan = {"ACC": ACC, "BLOCK_N": 1024, "num_warps": num_warps}
+    return row_kernel[(x.shape[0],)](x, y, x.shape[1], **plan)
+
+
+def tiles(x, y, REVERSE=False, small=False, **changes):
+    M, N = x.shape
+    plan = _cumsum_plan(x, N, REVERSE) | changes
+    if small:
+        block = min(CUMSUM_BLOCK, plan["BLOCK_N"])
+        plan |= {"BLOCK_N": block, "num_warps": 2}
+    grid = (triton.cdiv(M, plan["BLOCK_M"]),)
+    return _cumsum_kernel[grid](x, y, M, N, N, **plan)
+
+
+def turned_round(x, y):
+    torch.flip(cumsum(torch.flip(x, (-1,))), (-1,))
+
+
+def language(x, y):
+    M, N = x.shape
+    plan = {"VEC": math.gcd(N, 4), "BLOCK_N": 1024, "num_warps": 2}
+    return reverse_kernel[(M,)](x, y, N, **plan)
+
+
+STEPS = {
+    "a row, 4 warps": partial(one_row, ACC=tl.float32, num_warps=4),
+    "and 2 warps": partial(one_row, ACC=tl.float32),
+    "and a float64 carry": one_row,
+    "short rows together": partial(tiles, VEC=1, small=True),
+    "and VEC": partial(tiles, small=True),
+    "the op: and blocks by rows": tiles,
+    "backward: flip, scan, flip": turned_round,
+    "tl.cumsum, reversed": language,
+    "elements in reverse": partial(tiles, REVERSE=True, VEC=1, small=True),
+    "vectors in reverse": partial(tiles, REVERSE=True, small=True),
+    "the op backward": partial(tiles, REVERSE=True),
+}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = pd.DataFrame(index=list(STEPS))
+    for N in (64, 1000, 4096, 16384, 128256):
+        x = random(N)
+        args = x, torch.empty_like(x)
+        tried = {name: partial(step, *args) for name, step in STEPS.items()}
+        found = gpu_time(tried, turns=20)
+        ladder[f"GB/s at {N}"] = [round(rate(found[name])) for name in STEPS]
+    compiled = [step(*args) for step in STEPS.values()]
+    for column in ("n_regs", "n_spills"):
+        ladder[column] = [getattr(one, column, "-") for one in compiled]
+    print(ladder.to_string())
 
 # %%
-# The check
-# ---------
+# Proof
+# -----
 #
-# The reference is in float64. A sum within a tile has few additions one after
-# another: up to 8 in a thread, 5 across a warp, and one for each part that a
-# warp scans at once, 128 of 8192 elements here, so 64. The carry adds in
-# float64, is rounded once, and added once. These numbers are positive, nothing
-# cancels, and the relative error is below :math:`79 \cdot 2^{-24} < 5 \cdot
-# 10^{-6}`, however many tiles there are. (At an odd length a warp scans 32
-# elements at once. A whole tile then has four times the parts.)
+# We compare values and gradients of every dtype with float64. In half precision
+# the result is rounded once more. Gradients may cancel, so their errors are
+# measured by the sums of absolute values.
 
-torch.manual_seed(0)
-cases = [(torch.float16, 3, 40), (torch.bfloat16, 2, 5, 257)]
-cases += [(torch.float16, 1030, 9), (torch.float32, 2, 20_000)]
-for dtype, *shape in (*cases, (torch.float32, 5, 0), (torch.float32,)):
-    x = torch.rand(shape, device=DEVICE).to(dtype).requires_grad_()
-    grad, wide = torch.rand_like(x), x.detach().double().requires_grad_()
-    y, expected = cumsum(x), torch.cumsum(wide, -1)
-    rtol = 5e-6 + (torch.finfo(dtype).eps if dtype.itemsize == 2 else 0)
-    torch.testing.assert_close(y.double(), expected, rtol=rtol, atol=0)
-    (d,) = torch.autograd.grad(y, x, grad)
-    (expected,) = torch.autograd.grad(expected, wide, grad.double())
-    torch.testing.assert_close(d.double(), expected, rtol=rtol, atol=0)
+
+def random_like(shape, dtype):
+    x = torch.randn(shape, generator=generator, device=DEVICE)
+    return x.to(dtype).requires_grad_()
+
+
+def prove(shape, dtype):
+    x, dy = random_like(shape, dtype), random_like(shape, dtype).detach()
+    y = cumsum(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    eps = torch.finfo(dtype).eps
+    wide, turned = x.detach().double(), dy.double().flip(-1)
+    for out, terms in ((y, wide), (dx.flip(-1), turned)):
+        assert out.dtype == dtype
+        expected, most = terms.cumsum(-1), terms.abs().cumsum(-1)
+        error = (out.double() - expected).abs()
+        assert (error <= 6e-5 * most + eps * expected.abs()).all()
+
+
+SHAPES = [(3, 40), (2, 5, 257), (70, 16), (2, 5000), (0, 5), (5, 0), (7,)]
+if __name__ == "__main__":
+    for dtype in CUMSUM_ACC:
+        for shape in SHAPES:
+            prove(shape, dtype)
+else:  # imported: a glance
+    prove((3, 40), torch.float32)
+
+# %%
+# Next come rows that lie apart, a transposed matrix and an expanded row.
+# ``gradcheck`` compares gradients with finite differences, and those of the
+# gradients as well:
 
 if __name__ == "__main__":
-    x = torch.randn(2, 3, 7, device=DEVICE).double().requires_grad_()
-    long = torch.randn(2, 5000, device=DEVICE).double().requires_grad_()
-    assert torch.autograd.gradcheck(cumsum, x)
-    assert torch.autograd.gradgradcheck(cumsum, x, fast_mode=True)
-    assert torch.autograd.gradcheck(cumsum, long, fast_mode=True)
+    x = torch.randn(60, 100, generator=generator, device=DEVICE)
+    for view in (x[:, :37], x[::2, 3:40], x.T, x[:1].expand(9, 100)):
+        torch.testing.assert_close(cumsum(view), torch.cumsum(view, -1))
+        expected = torch.cumsum(view.flip(-1), -1).flip(-1)
+        torch.testing.assert_close(cumsum_backward(view), expected)
+    leaf = random_like((4, 7), torch.float64)
+    assert torch.autograd.gradcheck(cumsum, leaf)
+    assert torch.autograd.gradgradcheck(cumsum, leaf)
 
-# NaN and infinities reach the elements behind them, and no others.
-x = torch.zeros(3, 10_000, device=DEVICE)
-x[0, 5000], x[1, 30], x[2, 7000], x[2, 9000] = torch.nan, 3e38, -math.inf, 1
-torch.testing.assert_close(cumsum(x), torch.cumsum(x, -1), equal_nan=True)
+# %%
+# NaN and infinities reach the elements behind them, in their own row:
+
+if __name__ == "__main__":
+    x = torch.zeros(4, 3000, device=DEVICE)
+    x[0, 1500], x[1, 30], x[2, 70], x[2, 900] = math.nan, 3e38, -math.inf, 1
+    torch.testing.assert_close(cumsum(x), torch.cumsum(x, -1), equal_nan=True)
+
+# %%
+# An error names what the op does not take:
+
+if __name__ == "__main__":
+    row = torch.ones(1, device=DEVICE)
+    for bad in (row.int(), row.expand(2**30 + 1)):
+        try:
+            cumsum(bad)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# The benchmark is in float32, with half a gigabyte at each length. The longest
+# row is that of a vocabulary, whose probabilities a sampler adds up. The
+# backward is called through autograd. ``Roof`` is a copy.
+
+SIZES = [64, 256, 1000, 4096, 16384, 32000, 50257, 128256]
+
+
+def calls_backward(x):
+    dy, out = torch.rand_like(x), torch.empty_like(x)
+    x = x.requires_grad_()
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    ops = contestants(cumsum).items()
+    found = {name: partial(grad, op(x), x, dy) for name, op in ops}
+    return found | {"Roof": partial(out.copy_, dy)}
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: gpu_time(calls(cumsum, random(N))) for N in SIZES}
+    results = rate_table(times, "N", "GB/s", lambda N: 8e-6 * ELEMENTS)
+    print("forward", results.to_string(), sep="\n")
+    wide = results.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title="forward")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: gpu_time(calls_backward(random(N))) for N in SIZES}
+    results_backward = rate_table(times, "N", "GB/s", lambda N: 8e-6 * ELEMENTS)
+    print("backward", results_backward.to_string(), sep="\n")
+    wide = results_backward.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title="backward")
+
+# %%
+# The same in bfloat16, forward, at three of these lengths:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (256, 4096, 32000):
+        found = gpu_time(calls(cumsum, random(N, torch.bfloat16))).items()
+        rates = [f"{who} {rate(times, size=2):.0f}" for who, times in found]
+        print(f"N = {N:5}: {', '.join(rates)} GB/s")
+
+# %%
+# With fewer rows there are fewer programs. These are rows of 32000 in float32,
+# in ever fewer of them:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for M in (2048, 512, 128, 32):
+        x = random(32000)[:M]
+        found = gpu_time(calls(cumsum, x), turns=20).items()
+        moved = 8e-6 * x.numel()
+        rates = [f"{who} {moved / times[0]:.0f}" for who, times in found]
+        print(f"{M:4} rows: {', '.join(rates)} GB/s")
+
+# %%
+# This is what a call costs the CPU, in microseconds. The GPU works through a
+# queue that the CPU fills, so these figures count where matrices are small:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for one in (results, results_backward):
+        cost = one[one["N"] == 4096].set_index("series")["CPU us"]
+        print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# Where our line touches the roof, the kernel moves the floor's bytes and waits
+# for nothing else. PyTorch's backward is three kernels, a flip, a scan and a
+# flip, and moves six tensors. At 50257, an odd length, ``VEC`` is 1, and each
+# thread loads its elements one by one. The table after the op has the cost of
+# ``VEC = 1`` at other lengths.
+#
+# The table with ever fewer rows shows the limit of this page. A program for
+# each row leaves a GPU idle that has more places than there are rows. On the
+# page ``cumsum_long.py`` many programs share a row.
 
 # %%
 # Break it: the gradient by subtraction
 # -------------------------------------
 #
-# What comes behind an element is the total, less what comes before. One could
-# keep the forward kernel, and subtract:
+# The sum from an element to the end is the total, less what comes before. One
+# could keep the forward kernel, and subtract:
 
 
 def backward_by_subtraction(grad):
@@ -413,138 +796,29 @@ if __name__ == "__main__":
         print("backwards  ", cumsum_backward(grad).tolist())
 
 # %%
-# One large gradient spoils all that come after, though their sums have nothing
-# to do with it. The total is near :math:`10^8`, where float32 goes in steps of
-# 8, so it has lost the 3, the 2 and the 1. With an infinity the difference is
-# ``inf - inf``, which is NaN.
-#
-# How many rows are few?
-# ----------------------
-#
-# The carry takes a program per row, the chain one per tile. Both on 2 GiB of
-# float32, in ever fewer rows:
-
-ELEMENTS = 2**28
-
-
-def random(N):
-    return torch.rand(ELEMENTS // N, N, device=DEVICE)
-
-
-def rates(call, read_and_written=2 * 4 * ELEMENTS):
-    times = do_bench(call, quantiles=[0.5, 0.8, 0.2])
-    return [read_and_written * 1e-6 / t for t in times]
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    usual = FEW
-    print(" rows      carry      chain, GB/s")
-    for M in (4096, 2048, 1024, 512, 256):
-        x = random(ELEMENTS // M)
-        FEW = 0
-        carry = rates(partial(cumsum, x))[0]
-        FEW = math.inf
-        chain = rates(partial(cumsum, x))[0]
-        print(f"{M:5}{carry:11.0f}{chain:11.0f}")
-    FEW = usual
+# One large gradient spoils all sums behind it, though it is no part of them.
+# The total is near :math:`10^8`, where float32 goes in steps of 8, so it has
+# lost the 3, the 2 and the 1. With an infinity the difference is ``inf - inf``,
+# which is NaN.
 
 # %%
-# With fewer rows than ``FEW`` the carry has too few programs to keep the memory
-# busy, and the chain has as many as ever. With more, long rows are as well off
-# with the chain, or slightly better. Short ones would fill little of a tile.
-#
-# The benchmark
-# -------------
-#
-# float32, :math:`2^{28}` elements at each length; the last two have 8 rows and
-# one. Two tensors forward and two backward. ``Roof`` is a copy.
-
-NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
-SIZES = [256, 3000, 16384, 50257, 2**20, 2**25, 2**28]
-curve = partial(Benchmark, ["N"], SIZES, "provider", NAMES, NAMES, x_log=True)
-CURVES = [curve("cumsum", {"backward": False}, ylabel="GB/s")]
-CURVES += [curve("cumsum_backward", {"backward": True}, ylabel="GB/s")]
-
-
-@triton.testing.perf_report(CURVES)
-def benchmark(N, provider, backward):
-    x = random(N)
-    torch.compiler.reset()  # the ninth shape would raise an error
-    eager = partial(torch.cumsum, dim=-1)
-    fast = torch.compile(lambda x: eager(x), fullgraph=True, dynamic=False)
-    op = [cumsum, eager, fast, None][NAMES.index(provider)]
-    if provider == "Roof":
-        call = partial(torch.empty_like(x).copy_, x)
-    elif not backward:
-        call = partial(op, x)
-    else:
-        y, g = op(x.requires_grad_()), random(N)
-        call = partial(torch.autograd.grad, y, x, g, retain_graph=True)
-    return rates(call, 8 * x.numel())
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    results, results_backward = benchmark.run(True, True, return_df=True)
-
-# %%
-# Beside the best of PyTorch and ``torch.compile``, and beside the roof:
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    for table in (results, results_backward):
-        table = table.set_index("N")[[f"{name} (GB/s)" for name in NAMES]]
-        table.columns = NAMES
-        others = table[NAMES[1:3]].max(axis=1), table["Roof"]
-        ratios = [(table["Triton"] / other).round(2) for other in others]
-        print(pd.concat(ratios, axis=1, keys=["of the best", "of the roof"]))
-
-# %%
-# Reading the result
-# ------------------
-#
-# With many rows the bytes bound it. A row of 256 is one block, with nothing to
-# hand on, and forward ``torch.compile`` is as fast. In a longer row a program
-# loads a block only when the last one is scanned. PyTorch's backward is three
-# kernels, a flip, a scan and a flip, and moves six tensors.
-#
-# At 50257, an odd length, ``VEC`` is 1: a vector of one element makes four
-# times the loads, and a step of the scan between threads for each element, not
-# for four. (``cross_entropy.py`` keeps loads wide there.)
-#
-# The last three lengths are chains, each about as fast as the others. A chain
-# hands on its sums one group after another, and each time that takes the way to
-# the L2 cache and back. Smaller groups make more of such steps, larger ones
-# keep more programs waiting. And a program that waits, with its tile in
-# registers, loads nothing. PyTorch has a scan of this kind for a single row.
-# Several long rows it scans with one program each.
-#
 # Go further
 # ----------
 #
-# 1. Let ``cumsum_long_kernel`` take its tile from ``tl.program_id``, without a
-#    ticket. When does it hang? Why not under the interpreter?
-# 2. An exclusive scan leaves out the element itself: ``y[n]`` is the sum of
+# 1. An exclusive scan leaves out the element itself: ``y[n]`` is the sum of
 #    ``x[:n]``. Why not ``cumsum(x) - x``, and what else?
-# 3. Write ``cummax``, the values alone. What are the carry, the masked elements
-#    and the words of the chain? What comes before the first tile?
+# 2. Write ``cummax``, the values alone. What are the carry and the masked
+#    elements?
 #
-# Next is ``topk.py``. To read on: Merrill and Garland, "Single-pass Parallel
-# Prefix Scan with Decoupled Look-back", NVIDIA, 2016; Yan, Long and Zhang,
-# `StreamScan <https://doi.org/10.1145/2442516.2442539>`_, in which each tile
-# waits for the one before it.
+# To read on: ``cumsum_long.py`` scans one long row with many programs.
 
 # %%
 # Answers
 # -------
 #
-# **1.** When the programs that fill the GPU all wait for one that has not been
-# started. CUDA promises no order of starting them; mostly it is that of the
-# numbers, so it may run for years. The interpreter runs programs one after
-# another, each to its end, in order.
-#
-# **2.** The subtraction rounds, and makes NaN of ``inf - inf``. Shift instead:
+# **1.** The subtraction rounds, and makes NaN of ``inf - inf``. Shift instead:
 # load the element to the left, 0 for the first one, and scan that.
 #
-# **3.** The largest element so far; ``-inf``; the largest of a tile, or of
-# everything, with a NaN that is not -1; ``-inf``. ``tl.associative_scan`` takes
-# the function, here ``tl.maximum`` with ``propagate_nan``. A maximum does not
-# round, so any order gives the same bits.
+# **2.** The largest element so far, and ``-inf`` for both. The function that
+# ``tl.associative_scan`` takes is ``tl.maximum`` with ``propagate_nan``. A
+# maximum does not round, so a float32 carry is exact.

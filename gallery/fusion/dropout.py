@@ -1,21 +1,30 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Compute each random number of dropout from the element's position, so that
+# the backward needs no stored mask."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
 # ///
 r"""
 Dropout
 =======
 
 Dropout sets each element to 0 with probability ``p``, and scales up the rest.
-For that the forward needs a random number per element, and the backward the
-same ones again. A kernel does not have to store them: it computes each from
-its position, whenever it is asked for.
+For that the forward needs a random number for each element. The backward needs
+the same numbers again. A kernel does not have to store them. It computes each
+from the element's position, whenever it is needed.
 
 After this page you can
 
-* get random numbers from a counter, alike on every GPU and without one;
+* get random numbers from a counter, the same on every GPU and without one;
 * recompute a mask in the backward, and store nothing;
-* weigh instructions against bytes, where arithmetic is not free;
+* share one call of the generator between eight elements;
+* draw a seed without waiting for the GPU;
 * test that random numbers are used rightly.
 """
 
@@ -23,17 +32,18 @@ After this page you can
 import hashlib
 import math
 import os
+import time
 from functools import partial
 
 import pandas as pd
 import torch
+from torch.library import Library, triton_op, wrap_triton
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
-from torch.library import triton_op, wrap_triton
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
@@ -41,34 +51,98 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
 # %%
-# The problem in bytes
-# --------------------
+# In PyTorch
+# ----------
 #
-# In plain PyTorch, with the bytes per element that each line reads and writes
-# for a bfloat16 ``x``:
+# In plain PyTorch dropout takes four operators. We count the bytes that each of
+# them reads and writes, for a bfloat16 ``x``:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
 def dropout_plain(x, p):
-    u = torch.rand_like(x, dtype=torch.float32)  # writes 4
-    keep = u >= p  # 4 + 1
-    y = x * keep  # 3 + 2
-    return y / (1 - p)  # 2 + 2
+    u = torch.rand(x.shape, generator=generator, device=x.device)
+    keep = u >= p
+    zeroed = x * keep
+    y = zeroed / (1 - p)
+    return y, [(u,), (u, keep), (x, keep, zeroed), (zeroed, y)]
 
+
+def random(*shape, dtype=torch.bfloat16):
+    x = torch.randn(shape, generator=generator, device=DEVICE)
+    return x.to(dtype)
+
+
+if __name__ == "__main__":
+    x = random(1000)
+    y, moved = dropout_plain(x, 0.1)
+    sizes = [sum(t.nbytes for t in tensors) / x.numel() for tensors in moved]
+    print("bytes for each element:", *sizes, "in all", sum(sizes))
+    print("reading x and writing y:", (x.nbytes + y.nbytes) / x.numel())
 
 # %%
-# 18 in all, and the mask waits in memory for the backward. PyTorch's own op has
-# one kernel that reads ``x`` and writes ``y`` and the mask, 5 bytes; its
-# backward reads the mask, 5 again. The floor is 4: ``x`` read, ``y`` written.
-#
+# The *floor* is to read ``x`` and to write ``y``. PyTorch has one function for
+# it, ``torch.nn.functional.dropout``. Its kernel writes a mask too, a byte for
+# each element, and its backward reads that mask.
+
+# %%
 # Random numbers from a counter
 # -----------------------------
 #
 # Most generators have a state, and each number needs the one before. A
-# counter-based generator is a function: of a *key*, our seed, and a *counter*,
-# say the index of an element, to bits that look random. Nobody has to keep
-# anything, and threads don't wait for each other. Triton, and PyTorch on a GPU,
-# use Philox, ten rounds of two products, whose halves are mixed:
+# *counter-based generator* is a function of a *key*, our seed, and a *counter*,
+# such as the index of an element. It returns bits that look random. Triton, and
+# PyTorch on a GPU, use Philox: ten rounds of two products, with mixed halves.
 
 
 def philox(seed, n):
@@ -82,23 +156,112 @@ def philox(seed, n):
     return c
 
 
-assert [f"{n:x}" for n in philox(0, 0)] == [
-    *("6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8")  # its authors' test
-]
+if __name__ == "__main__":
+    # The authors of Philox publish what comes out for zeros.
+    words = [f"{word:x}" for word in philox(0, 0)]
+    print("Philox of zeros:", *words)
+    assert words == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
 
 # %%
-# Products and XORs of integers have no rounding, so a seed gives the same mask
-# everywhere. In Triton this function is ``tl.randint4x(seed, n)``.
+# Integers are not rounded. So a seed gives the same mask on every machine. In
+# Triton the function is ``tl.randint4x(seed, n)``.
+
+# %%
+# The first kernel
+# ----------------
 #
-# What can we afford?
-# -------------------
+# ``tl.rand(seed, n)`` makes a number from 0 to 1 of the first of the four. Let
+# the index of an element be the counter, whatever program works on it:
 #
-# In the time in which memory moves 4 bytes, an H200 issues some 30
-# instructions, and fewer where they multiply integers. A round is 5 of them, so
-# a call costs about 50. The common ``tl.rand`` makes a call for each element
-# and throws three of its four numbers away: the kernel would wait for
-# arithmetic. Four elements can share a call, and eight can, if 16 bits are
-# enough for one:
+# .. code-block:: text
+#
+#     program          0               1
+#     counter     0   1   2   3   4   5   6   7
+#     tl.rand    .43 .02 .77 .91 .10 .58 .36 .05
+#     p = 0.4     1   0   1   1   0   1   0   0     kept
+#
+# So neither the block nor the number of programs changes the mask.
+
+
+@triton.jit
+def rand_kernel(x_ptr, y_ptr, N, p, seed, BLOCK: tl.constexpr):
+    # In int32 the product would overflow past element 2**31.
+    start = tl.program_id(axis=0).to(tl.int64) * BLOCK
+    offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < N
+    x = tl.load(x_ptr + offs, mask=mask).to(tl.float32)  # (BLOCK,)
+    keep = tl.rand(seed, offs) >= p  # (BLOCK,)
+    tl.store(y_ptr + offs, tl.where(keep, x / (1 - p), 0), mask=mask)
+
+
+def drop_each(x, p, seed, block=1024):
+    """Return dropout of a contiguous tensor."""
+    y, N = torch.empty_like(x), x.numel()
+    rand_kernel[(triton.cdiv(N, block),)](x, y, N, p, seed, BLOCK=block)
+    return y
+
+
+# %%
+# Is it right?
+# ------------
+#
+# Kept elements have to be ``x / (1 - p)``, to two roundings. The number of the
+# others has a standard deviation of :math:`\sqrt{N p (1 - p)}`. We allow five.
+
+if __name__ == "__main__":
+    x, p = random(30_000, dtype=torch.float32), 0.1
+    y, rtol = drop_each(x, p, seed=7), 2.5e-7
+    kept = x.double() / (1 - p) * (y != 0)
+    torch.testing.assert_close(y.double(), kept, rtol=rtol, atol=0)
+    error = ((y.double() - kept) / x).abs().max().item()
+    print(f"largest relative error {error:.1e}, allowed {rtol:.1e}")
+    deviation = math.sqrt(x.numel() * p * (1 - p))
+    off = ((y == 0).sum().item() - x.numel() * p) / deviation
+    print(f"dropped: off by {off:.1f} standard deviations, allowed 5")
+    assert abs(off) < 5
+
+# %%
+# How fast?
+# ---------
+#
+# We time three sizes in bfloat16. The rate counts the bytes of the floor. The
+# roof is a copy.
+
+
+def contestants(ours):
+    """Return what is measured, by name."""
+    torch.compiler.reset()  # past eight sizes it would raise
+    eager = partial(torch.nn.functional.dropout, p=0.1)
+    fast = torch.compile(lambda x: eager(x), dynamic=False, fullgraph=True)
+    return {"Triton": ours, "PyTorch": eager, "torch.compile": fast}
+
+
+def calls(ours, *shape):
+    x = random(*shape)
+    found = {name: partial(op, x) for name, op in contestants(ours).items()}
+    return found | {"Roof": partial(torch.empty_like(x).copy_, x)}
+
+
+def rate(found, size):
+    """Return GB/s: so many elements of 16 bits are read and written."""
+    return 4e-6 * size / found[0]
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    first = partial(drop_each, p=0.1, seed=7)
+    for M in (1, 512, 8192):
+        found = gpu_time(calls(first, M, 14336)).items()
+        rates = [f"{who} {rate(times, M * 14336):.0f}" for who, times in found]
+        print(f"{M:4} rows: {', '.join(rates)} GB/s")
+
+# %%
+# What does a number cost?
+# ------------------------
+#
+# The kernel moves the bytes of the copy, and is far from its rate. What it does
+# besides is Philox: ten rounds for each element. And ``tl.rand`` throws three
+# of its four numbers away. Four elements can share a call. Eight can, if 16
+# bits are enough for one:
 #
 # .. code-block:: text
 #
@@ -107,181 +270,362 @@ assert [f"{n:x}" for n in philox(0, 0)] == [
 #     half        | lo  hi  lo  hi  lo  hi  lo  hi| lo  hi  lo  hi
 #     element     | 8n  +1  +2  +3  +4  +5  +6  +7| 8(n+1)  ...
 #
-# With 16 bits ``p`` is a multiple of :math:`2^{-16}`, off by :math:`2^{-17}` at
-# most: a smaller ``p`` drops nothing. To notice at ``p = 0.1``, one would have
-# to count a billion elements. The scale is computed from the ``p`` that is
-# used, so ``y`` is ``x`` on average.
-#
-# The kernel
-# ----------
-#
-# Four words per counter become a row of elements: ``tl.join`` puts two tiles
-# side by side in a new last dimension, and ``tl.reshape`` makes one row of it.
-# Since all eight elements belong to one thread, nothing moves. The comparison
-# is of signed integers, and ``limit`` has zeros in its lower half: the upper 16
-# bits decide, and what else is in a word does not matter.
-#
-# The last program alone has a mask, the others need none. That way the compiler
-# knows that eight elements can be loaded at once, whatever ``N`` is.
+# In the kernel, ``tl.join`` puts two tiles side by side in a new last
+# dimension. ``tl.reshape`` makes one row of it. All eight elements belong to
+# one thread, so nothing moves between threads. First four:
 
 
 @triton.jit
-def random_bits(seed, first, PER, BLOCK):
-    """Return BLOCK numbers for the elements from ``first`` on."""
-    # In int64: behind 2**32 counters the mask would begin again.
-    n = tl.cast(first, tl.int64) // PER + tl.arange(0, BLOCK // PER)
-    w0, w1, w2, w3 = tl.randint4x(seed, n)
-    if PER == 1:
-        bits = w0
-    else:
-        bits = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (BLOCK // PER, 2, 2)
-        if PER == 8:
-            bits = tl.join(bits << 16, bits)  # (BLOCK // 8, 2, 2, 2)
-    return tl.reshape(bits, (BLOCK,)).to(tl.int32, bitcast=True)
+def four_kernel(x_ptr, y_ptr, N, p, seed, BLOCK: tl.constexpr):
+    start = tl.program_id(axis=0).to(tl.int64) * BLOCK
+    offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < N
+    x = tl.load(x_ptr + offs, mask=mask).to(tl.float32)  # (BLOCK,)
+    n = start // 4 + tl.arange(0, BLOCK // 4)  # (BLOCK // 4,)
+    u0, u1, u2, u3 = tl.rand4x(seed, n)
+    u = tl.join(tl.join(u0, u2), tl.join(u1, u3))  # (BLOCK // 4, 2, 2)
+    keep = tl.reshape(u, (BLOCK,)) >= p
+    tl.store(y_ptr + offs, tl.where(keep, x / (1 - p), 0), mask=mask)
 
 
-@triton.jit
-def drop(x_ptrs, out_ptrs, mask, seed, first, limit, ACC, PER, BLOCK):
-    x = tl.load(x_ptrs, mask).to(ACC)  # (BLOCK,)
-    bits = random_bits(seed, first, PER, BLOCK)  # (BLOCK,)
-    kept = 2147483648 - tl.cast(limit, tl.int64)  # out of 2**32
-    scale = 4294967296.0 / kept.to(ACC)
-    tl.store(out_ptrs, tl.where(bits >= limit, x * scale, 0), mask)
+def drop_four(x, p, seed, block=1024):
+    y, N = torch.empty_like(x), x.numel()
+    four_kernel[(triton.cdiv(N, block),)](x, y, N, p, seed, BLOCK=block)
+    return y
 
 
-@triton.jit
-def dropout_kernel(
-    x_ptr,
-    seed_ptr,
-    out_ptr,
-    N,
-    limit,
-    ACC: tl.constexpr,
-    PER: tl.constexpr,  # elements per call of Philox: 8, 4 or 1
-    BLOCK: tl.constexpr,
-):
-    first = tl.program_id(axis=0).to(tl.int64) * BLOCK
-    offs = first + tl.arange(0, BLOCK)  # (BLOCK,)
-    seed = tl.load(seed_ptr)
-    x_ptrs, out_ptrs = x_ptr + offs, out_ptr + offs
-    if first + BLOCK <= N:
-        drop(x_ptrs, out_ptrs, None, seed, first, limit, ACC, PER, BLOCK)
-    else:
-        mask = offs < N
-        drop(x_ptrs, out_ptrs, mask, seed, first, limit, ACC, PER, BLOCK)
+# %%
+# The op has eight. The table after it counts the products of all three, and has
+# their rates.
+#
+# With 16 bits ``p`` becomes a multiple of :math:`2^{-16}`. It is off by
+# :math:`2^{-17}` at most, and a smaller ``p`` drops nothing. To notice that at
+# ``p = 0.1``, somebody would have to count a billion elements. The scale
+# follows from the ``p`` that is used. So ``y`` is ``x`` on average.
 
+# %%
+# The backward is the op itself
+# -----------------------------
+#
+# The gradient of a kept element is the scale. The gradient of a dropped one is
+# 0. So the backward is dropout of the incoming gradient, with the same seed:
+#
+# .. math:: y = \frac{m\,x}{1 - p}, \qquad
+#    \mathrm{d}x = \frac{m\,\mathrm{d}y}{1 - p}, \qquad
+#    m = m(\mathrm{seed}, \mathrm{index}).
+#
+# The mask is recomputed, not stored. Autograd keeps the seed alone. The op is
+# its own backward, so it has gradients of any order.
+
+# %%
+# A seed that the CPU never sees
+# ------------------------------
+#
+# Each call needs a seed of its own. A number drawn on the GPU and read by the
+# CPU, ``.item()``, makes the CPU wait until the GPU has done all before it. A
+# number drawn on the CPU is a fixed argument of the launch, and a captured CUDA
+# graph would repeat it for ever (``cuda_graphs.py``). So the seed is a tensor
+# on the GPU, and the kernel loads it. ``dropout_seed`` draws one from a
+# ``torch.Generator`` or from PyTorch's own. The seed must not change between
+# forward and backward, and autograd sees to that.
 
 # %%
 # The op
 # ------
 #
-# The gradient of a kept element is the scale, that of a dropped one 0: dropout
-# of the gradient, with the same seed. So the op is its own backward, as in
-# ``rope.py``, and autograd keeps nothing but the seed.
-#
-# The seed is a tensor, ``torch.randint(2**63 - 1, (1,), device=...)``. A number
-# would have to come from the CPU each time; a captured CUDA graph would keep
-# the first one for ever (``cuda_graphs.py``). It must not change before the
-# backward, and autograd sees to that.
-#
-# What is dropped is 0, also where ``x`` is NaN or infinite. PyTorch multiplies
-# by 0, and NaN stays.
+# A program with all of its elements inside takes a branch without a mask. So
+# the compiler knows that eight elements can be loaded at once, whatever ``N``
+# is. What is dropped is 0, also where ``x`` is NaN or infinite. PyTorch
+# multiplies by 0, and NaN stays.
 
-ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
-ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
-
-
-def new_seed(seed):
-    return torch.tensor([seed], device=DEVICE)
+DROPOUT_NAMESPACE = "triton_gallery"
+DROPOUT_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+DROPOUT_BLOCK = 2048  # elements of a program
 
 
-def launch(kernel, x, p, seed, out, per=8, block=2048):
-    limit = round(float(p) * 2**16) * 2**16 - 2**31
-    # Triton launches on the current GPU, which may not be that of x.
-    with torch.accelerator.device_index(x.device.index):
-        return kernel[(triton.cdiv(x.numel(), block),)](
-            *(x, seed, out, x.numel(), limit, ACC[x.dtype], per, block)
-        )
+@triton.jit
+def _dropout_bits(seed, first, BLOCK: tl.constexpr):
+    """Return 16 bits for each of the elements from ``first`` on, in int32."""
+    # In int64: past 2**32 counters the mask would begin again.
+    n = first.to(tl.int64) // 8 + tl.arange(0, BLOCK // 8)  # (BLOCK // 8,)
+    w0, w1, w2, w3 = tl.randint4x(seed, n)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (BLOCK // 8, 2, 2)
+    halves = tl.join(words & 0xFFFF, words >> 16)  # (BLOCK // 8, 2, 2, 2)
+    return tl.reshape(halves, (BLOCK,)).to(tl.int32)
 
 
-@triton_op("triton_gallery::dropout", mutates_args={})
-def dropout(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
-    """Return x with elements set to 0 with probability p, others scaled."""
-    if x.dtype not in ACC:
-        raise TypeError(f"dropout takes floating dtypes, not {x.dtype}")
+@triton.jit
+def _dropout_block(
+    x_ptrs,
+    y_ptrs,
+    mask,
+    seed,
+    first,
+    threshold,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Loaded first: behind Philox, x would wait for the seed.
+    x = tl.load(x_ptrs, mask=mask).to(ACC)  # (BLOCK,)
+    bits = _dropout_bits(seed, first, BLOCK)  # (BLOCK,)
+    # With p = 1 nothing is kept, and the scale does not matter.
+    kept = tl.maximum(65536 - threshold, 1)
+    scale = 65536.0 / kept.to(ACC)
+    tl.store(y_ptrs, tl.where(bits >= threshold, x * scale, 0), mask=mask)
+
+
+@triton.jit
+def _dropout_kernel(
+    x_ptr,
+    seed_ptr,
+    y_ptr,
+    N,
+    threshold,  # of 65536 values of 16 bits, how many drop an element
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # In int32 the product would overflow past element 2**31.
+    first = tl.program_id(axis=0).to(tl.int64) * BLOCK
+    offs = first + tl.arange(0, BLOCK)  # (BLOCK,)
+    seed = tl.load(seed_ptr)
+    x_ptrs, y_ptrs = x_ptr + offs, y_ptr + offs
+    if first + BLOCK <= N:
+        _dropout_block(x_ptrs, y_ptrs, None, seed, first, threshold, ACC, BLOCK)
+    else:
+        mask = offs < N
+        _dropout_block(x_ptrs, y_ptrs, mask, seed, first, threshold, ACC, BLOCK)
+
+
+def dropout_seed(device, generator=None):
+    """Return a seed on a device, drawn there: the CPU does not wait for it."""
+    return torch.randint(2**63 - 1, (1,), device=device, generator=generator)
+
+
+def _dropout_check(x, p, seed):
+    """Raise for what the op does not take."""
+    if x.dtype not in DROPOUT_ACC:
+        raise TypeError(f"dropout takes a float tensor, not {x.dtype}")
     if not 0 <= p <= 1:
         raise ValueError(f"dropout takes a p from 0 to 1, not {p}")
     if seed.dtype != torch.int64 or seed.numel() != 1:
-        raise TypeError("dropout takes a tensor with one int64 as its seed")
+        raise TypeError(
+            "dropout takes a tensor with one int64 as its seed, "
+            f"not {tuple(seed.shape)} of {seed.dtype}"
+        )
     if seed.device != x.device:
-        raise ValueError(f"x is on {x.device}, and the seed on {seed.device}")
+        raise TypeError(
+            f"dropout takes a seed on the device of x, {x.device}, "
+            f"not on {seed.device}"
+        )
+
+
+def _dropout_launch(
+    x, p, seed, kernel=_dropout_kernel, block=DROPOUT_BLOCK, num_warps=4
+):
+    _dropout_check(x, p, seed)
     x = x.contiguous()
-    out = torch.empty_like(x)
-    if x.numel():
-        launch(wrap_triton(dropout_kernel), x, p, seed, out)
-    return out
+    y = torch.empty_like(x)
+    N = x.numel()
+    if N == 0:
+        return y
+    threshold = round(float(p) * 65536)
+    # Triton launches on the current GPU, which may not be that of x.
+    with torch.accelerator.device_index(x.device.index):
+        kernel[(triton.cdiv(N, block),)](
+            x,
+            seed,
+            y,
+            N,
+            threshold,
+            ACC=DROPOUT_ACC[x.dtype],
+            BLOCK=block,
+            num_warps=num_warps,
+        )
+    return y
 
 
-def save(ctx, inputs, output):
+@triton_op(f"{DROPOUT_NAMESPACE}::dropout", mutates_args={})
+def dropout(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
+    """Return x with elements set to 0 with probability p, others scaled.
+
+    Takes float16, bfloat16, float32 or float64 of any shape; ``p`` from 0 to 1,
+    which is rounded to a multiple of 2**-16; and a seed, an int64 tensor with
+    one element on the device of ``x``, as ``dropout_seed`` draws it. Kept
+    elements are divided by 1 - p. Dropped ones are 0, even NaN.
+
+    The mask depends on seed, p and the index of an element alone: neither on
+    the dtype, the layout, nor the GPU. The result is contiguous. It has the
+    shape and dtype of ``x``, and gradients of any order. Nothing is kept for
+    the backward but the seed. Raises TypeError for other dtypes, seeds or
+    devices that differ, and ValueError for other p. The generator is Philox,
+    https://doi.org/10.1145/2063384.2063405.
+    """
+    return _dropout_launch(x, p, seed, wrap_triton(_dropout_kernel))
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+DROPOUT_LIBRARY = Library(DROPOUT_NAMESPACE, "FRAGMENT")
+DROPOUT_LIBRARY.impl("dropout", _dropout_launch, "CUDA")
+
+
+def _dropout_setup(ctx, inputs, output):
     _, ctx.p, seed = inputs
     ctx.save_for_backward(seed)
 
 
-def backward(ctx, grad):
+def _dropout_gradient(ctx, grad):
     return dropout(grad, ctx.p, *ctx.saved_tensors), None, None
 
 
-dropout.register_autograd(backward, setup_context=save)
+dropout.register_autograd(_dropout_gradient, setup_context=_dropout_setup)
 
 # %%
-# The check
-# ---------
+# What does sharing a call bring? A launch returns what was compiled. There we
+# count the instructions that compute the upper half of a product. Philox needs
+# two for each round, less what the compiler knows to be zero. The table has
+# them for each element of a thread, and GB/s of sizes that models have. The
+# last column's size is odd.
+
+SHAPES = [(1, 14336), (128, 14336), (4096, 2880), (8192, 14336), (8191, 14335)]
+
+
+def first_step(x, y, kernel=rand_kernel):
+    grid, N = (triton.cdiv(x.numel(), 1024),), x.numel()
+    return kernel[grid](x, y, N, 0.1, 7, BLOCK=1024)
+
+
+def op_step(x, y, seed, block=DROPOUT_BLOCK, num_warps=4):
+    N = x.numel()
+    return _dropout_kernel[(triton.cdiv(N, block),)](
+        *(x, seed, y, N, 6554),
+        ACC=tl.float32,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
+
+
+def steps(seed):
+    """Return a launch of each step, by name, and its elements of a thread.
+
+    The op's count twice: its code has Philox in both branches.
+    """
+    found = {
+        "1 element a call": (first_step, 8),
+        "4 elements a call": (partial(first_step, kernel=four_kernel), 8),
+        "the op: 8 elements a call": (partial(op_step, seed=seed), 32),
+    }
+    for block, warps in ((512, 2), (1024, 4), (4096, 8)):
+        options = {"seed": seed, "block": block, "num_warps": warps}
+        name = f"the op, block {block}, {warps} warps"
+        found[name] = partial(op_step, **options), block // warps // 16
+    return found
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    tried, table = steps(dropout_seed(DEVICE, generator)), {}
+    x = random(2**14)
+    y = torch.empty_like(x)
+    table["products"] = {
+        name: step(x, y).asm["ptx"].count("mul.hi") / elements
+        for name, (step, elements) in tried.items()
+    }
+    for shape in SHAPES:
+        x = random(*shape)
+        y = torch.empty_like(x)
+        launches = {k: partial(step, x, y) for k, (step, _) in tried.items()}
+        launches["a copy"] = partial(y.copy_, x)
+        found = gpu_time(launches, turns=20).items()
+        column = f"{shape[0]} x {shape[1]}"
+        table[column] = {name: rate(ms, x.numel()) for name, ms in found}
+    print(pd.DataFrame(table).round(1).to_string(na_rep="-"))
+
+# %%
+# Proof
+# -----
 #
-# The mask is compared with the function in Python, and by a checksum with the
-# mask that this page was written with: on every machine the same. Each element
-# is multiplied by a rounded scale and rounded. The last 3 of 4099 elements are
-# a call of Philox that is not used up, in a program with a mask.
+# We compare the mask with the function in Python, and by a checksum with the
+# mask that this page was written with. It is the same on every machine. Each
+# element is multiplied by a rounded scale and rounded. The last 3 of 4099
+# elements do not use up their call of Philox, in a program with a mask.
 
 
 def mask_python(N, p, seed):
     words = [w for n in range(triton.cdiv(N, 8)) for w in philox(seed, n)]
     halves = torch.tensor([h for w in words for h in (w % 2**16, w >> 16)])
-    signed = torch.where(halves < 2**15, halves, halves - 2**16)
-    return signed[:N] >= round(p * 2**16) - 2**15
+    return halves[:N] >= round(p * 2**16)
 
 
-torch.manual_seed(0)
-N, p, seed = 4099, 0.3, 0x0123_4567_89AB_CDEF
-keep = mask_python(N, p, seed)
-checksum = hashlib.sha256(bytes(keep.tolist())).hexdigest()
-assert checksum.startswith("9a09311ba44e26f5"), checksum
-keep, kept = keep.to(DEVICE), 1 - round(p * 2**16) / 2**16
-for dtype in ACC:
-    x, grad = torch.randn(2, N, device=DEVICE).to(dtype)
-    y = dropout(x.requires_grad_(), p, new_seed(seed))
-    (dx,) = torch.autograd.grad(y, x, grad)
-    rtol = 1e-6 + torch.finfo(dtype).eps
-    for out, source in ((y, x), (dx, grad)):
-        expected = torch.where(keep, source.double() / kept, 0)
-        torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=0)
+def prove(N=4099, p=0.3, number=0x0123_4567_89AB_CDEF):
+    keep = mask_python(N, p, number)
+    checksum = hashlib.sha256(bytes(keep.tolist())).hexdigest()[:16]
+    seed = torch.tensor([number], device=DEVICE)
+    keep, kept = keep.to(DEVICE), 1 - round(p * 2**16) / 2**16
+    for dtype in DROPOUT_ACC:
+        x, grad = random(2, N, dtype=dtype)
+        y = dropout(x.requires_grad_(), p, seed)
+        (dx,) = torch.autograd.grad(y, x, grad)
+        rtol = 1e-6 + torch.finfo(dtype).eps
+        for out, source in ((y, x), (dx, grad)):
+            expected = torch.where(keep, source.double() / kept, 0)
+            torch.testing.assert_close(
+                out.double(), expected, rtol=rtol, atol=0
+            )
+    return checksum
+
 
 if __name__ == "__main__":
-    x = torch.randn(3, 5, device=DEVICE).double().requires_grad_()
-    op = partial(dropout, p=0.5, seed=new_seed(1))
+    checksum = prove()
+    print("checksum of the mask", checksum)
+    assert checksum == "9b273ffd06820cb8"
+else:  # imported: a glance
+    prove(N=99)
+
+# %%
+# Next come the ends of ``p``, where the gradient is the incoming one or 0.
+# ``gradcheck`` compares first and second derivatives with differences. Another
+# block gives the same bits:
+
+if __name__ == "__main__":
+    seed = dropout_seed(DEVICE, generator)
+    x = random(3, 5, dtype=torch.float64).requires_grad_()
+    for p, expected in ((0.0, x), (1.0, torch.zeros_like(x))):
+        assert torch.equal(dropout(x, p, seed), expected)
+    op = partial(dropout, p=0.5, seed=seed)
     assert torch.autograd.gradcheck(op, x)
     assert torch.autograd.gradgradcheck(op, x)
+    x = random(33, 100)
+    for block in (64, 512, 1024):
+        same = _dropout_launch(x, 0.5, seed, block=block)
+        assert torch.equal(same, dropout(x, 0.5, seed))
+    assert torch.equal(dropout(x.T, 0.5, seed), dropout(x.T.clone(), 0.5, seed))
+
+# %%
+# An error names what the op does not take:
+
+if __name__ == "__main__":
+    for bad in ((x.int(), 0.5, seed), (x, 1.5, seed), (x, 0.5, seed.int())):
+        try:
+            dropout(*bad)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
 
 # %%
 # Is it random?
 # -------------
 #
 # Philox has passed the batteries of tests for generators. What can go wrong is
-# its use: numbers that are used twice, shifted, or for two purposes. So look at
-# masks. Count a kept element as :math:`p` and a dropped one as :math:`p - 1`,
-# over the standard deviation :math:`\sqrt{p (1 - p)}`. The sum over ``n``
-# elements, and that of products of any two that should know nothing of each
-# other, over :math:`\sqrt{n}`, are nearly normal then, with deviation 1. So 100
-# seeds should give deviations around 1, and nothing beyond 5:
+# its use: numbers that are used twice, shifted, or for two purposes. So we look
+# at masks. Count a kept element as :math:`p` and a dropped one as
+# :math:`p - 1`, over the standard deviation :math:`\sqrt{p (1 - p)}`. Add these
+# up over ``n`` elements and divide by :math:`\sqrt{n}`. The result is nearly
+# normal, with deviation 1. The same goes for products of two elements that
+# should know nothing of each other. So 100 seeds should give deviations around
+# 1, and nothing beyond 5:
 
 
 def deviations(masks, p):
@@ -298,9 +642,10 @@ def deviations(masks, p):
 
 if __name__ == "__main__":
     table, ones = {}, torch.ones(8, 1024, device=DEVICE)
+    seeds = torch.arange(100, device=DEVICE)
     for p in (0.1, 0.5):
-        masks = [dropout(ones, p, new_seed(n)) != 0 for n in range(100)]
-        for name, z in deviations(torch.stack(masks), p).items():
+        masks = torch.stack([dropout(ones, p, seed) != 0 for seed in seeds])
+        for name, z in deviations(masks, p).items():
             table[p, name] = float(z.std()), float(z.abs().max())
     table = pd.DataFrame(table.values(), table, ["deviation", "largest"])
     print(table.round(2))
@@ -308,12 +653,70 @@ if __name__ == "__main__":
     assert (table["largest"] < 5).all()
 
 # %%
+# The benchmark
+# -------------
+#
+# 4096 rows of ``N`` bfloat16, ``p = 0.1``. The rate counts two tensors, forward
+# and backward. ``Roof`` is a copy. The backward is called through autograd.
+
+SIZES = [8, 128, 1000, 2880, 4096, 8192, 14336, 28672]
+
+
+def calls_backward(ours, *shape):
+    x, grad = random(*shape).requires_grad_(), random(*shape)
+    gradient = partial(torch.autograd.grad, retain_graph=True)
+    found = {
+        name: partial(gradient, op(x), x, grad)
+        for name, op in contestants(ours).items()
+    }
+    return found | {"Roof": partial(torch.empty_like(grad).copy_, grad)}
+
+
+def curve(calls):
+    ours = partial(dropout, p=0.1, seed=dropout_seed(DEVICE, generator))
+    times = {N: gpu_time(calls(ours, 4096, N)) for N in SIZES}
+    found = rate_table(times, "N", "GB/s", lambda N: 4e-6 * 4096 * N)
+    print(found.to_string())
+    title = "backward" if calls is calls_backward else "forward"
+    wide = found.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title=title)
+    return found
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results = curve(calls)
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    torch._functorch.config.donated_buffer = False  # its backward runs again
+    results_backward = curve(calls_backward)
+
+# %%
+# This is what a call costs the CPU, in microseconds:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for one in (results, results_backward):
+        cost = one[one["N"] == 4096].set_index("series")["CPU us"]
+        print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# With long rows our line and the roof show what the arithmetic costs on top of
+# the bytes. The table of steps has the same kernel with more calls of Philox
+# and the same bytes. So where its rates are lower, the calls are the reason.
+# PyTorch's function and the code of ``torch.compile`` keep a mask for the
+# backward. A byte for it is a quarter more than the floor.
+#
+# With short rows there is little to move, and a copy is slow too.
+
+# %%
 # Break it: a seed for each program
 # ---------------------------------
 #
 # A natural idea: each program begins to count at 0, and adds its number to the
-# seed. Every mask looks right. But layers and steps have seeds too, usually
-# neighbouring ones:
+# seed. Every mask looks right. But layers and steps have seeds too, and these
+# are often neighbours:
 
 
 @triton.jit
@@ -334,99 +737,8 @@ if __name__ == "__main__":
 # Two masks should agree in half of their elements. These are one mask, shifted
 # by a block: layers forget the same things. The counter is for what belongs to
 # one mask, the key for the masks.
-#
-# Elements per call
-# -----------------
-#
-# What sharing a call brings, for :math:`2^{27}` elements in bfloat16. A launch
-# of the kernel itself, not of the op, returns what was compiled; there we count
-# the instructions that compute the upper half of a product. A call has 20, less
-# what the compiler knows to be zero, and what only numbers need that are thrown
-# away:
-
-
-def bench(call, size):
-    """Return GB/s for bfloat16: the median, then the worst and best 20 %."""
-    times = triton.testing.do_bench(call, quantiles=[0.5, 0.8, 0.2])
-    return [4e-6 * size / t for t in times]
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    x, seed = torch.randn(2**27, device=DEVICE).bfloat16(), new_seed(1)
-    y = torch.empty_like(x)
-    for per in (1, 4, 8):
-        call = partial(launch, dropout_kernel, x, 0.1, seed, y, per)
-        products = call().asm["ptx"].count("mul.hi")
-        products /= 2 * 16  # branches, and elements of a thread
-        rate = bench(call, x.numel())[0]
-        print(
-            f"{per} elements per call: {products:4.1f} upper halves "
-            f"per element, {rate:4.0f} GB/s"
-        )
-    print(f"a copy: {bench(partial(y.copy_, x), x.numel())[0]:.0f} GB/s")
 
 # %%
-# The benchmark
-# -------------
-#
-# 8192 rows of ``N`` bfloat16, ``p = 0.1``. The figure counts two tensors, 4
-# bytes per element, forward and backward, whatever moved. ``Roof`` is a copy.
-# Backwards run through autograd.
-
-SIZES = [8, 128, 1000, 4096, 14336, 32768]
-NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
-curve = partial(
-    *(triton.testing.Benchmark, ["N"], SIZES, "provider", NAMES, NAMES),
-    ylabel="GB/s",
-    x_log=True,
-)
-CURVES = [curve("dropout", {"gradient": False})]
-CURVES += [curve("dropout_backward", {"gradient": True})]
-
-
-@triton.testing.perf_report(CURVES)
-def benchmark(N, provider, gradient):
-    x, grad = torch.randn(2, 8192, N, device=DEVICE).bfloat16()
-    torch.compiler.reset()  # the ninth shape would raise an error
-    eager = partial(torch.nn.functional.dropout, p=0.1)
-    fast = torch.compile(lambda x: eager(x), fullgraph=True, dynamic=False)
-    ours = partial(dropout, p=0.1, seed=new_seed(1))
-    op = [ours, eager, fast, None][NAMES.index(provider)]
-    if provider == "Roof":
-        call = partial(torch.empty_like(x).copy_, x)
-    elif gradient:
-        y = op(x.requires_grad_())
-        call = partial(torch.autograd.grad, y, x, grad, retain_graph=True)
-    else:
-        call = partial(op, x)
-    return bench(call, x.numel())
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    torch._functorch.config.donated_buffer = False  # run it again
-    results, results_backward = benchmark.run(True, True, return_df=True)
-    for table in (results, results_backward):
-        row = table.set_index("N").iloc[-1].rename(lambda x: x.split(" (")[0])
-        peer = max(row["PyTorch"], row["torch.compile"])
-        print(
-            f"to the best peer {row['Triton'] / peer:.2f}, "
-            f"to the roof {row['Triton'] / row['Roof']:.2f}"
-        )
-
-# %%
-# Reading the result
-# ------------------
-#
-# With eight elements per call memory is the bound again. Forward,
-# ``torch.compile`` makes a call for each element, and waits for arithmetic.
-# PyTorch shares calls, but writes a mask, and falls behind by more than that
-# byte. Backward both read a mask, and there that byte is what they lose.
-#
-# On the left the GPU waits for the CPU. PyTorch's op and its backward are C++;
-# ours are Python, and so is what autograd calls for them. So forward PyTorch is
-# ahead with rows of up to 128, backward up to 4096, and at 14336 some of it is
-# still in our figure. A CUDA graph leaves all that out (``cuda_graphs.py``).
-#
 # Go further
 # ----------
 #
@@ -437,19 +749,22 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # 3. Two GPUs hold the left and the right half of ``x``. What does the op need
 #    so that both together have the mask of one GPU?
 #
-# Next is ``cross_entropy.py``. To read on: the `paper on Philox
-# <https://doi.org/10.1145/2063384.2063405>`_ and `on dropout
-# <https://jmlr.org/papers/v15/srivastava14a.html>`_.
+# To read on:
+#
+# * ``cross_entropy.py`` comes next.
+# * Philox: https://doi.org/10.1145/2063384.2063405
+# * Dropout: https://jmlr.org/papers/v15/srivastava14a.html
 
 # %%
 # Answers
 # -------
 #
 # **1.** Three tensors instead of five. The gradient of the residual is the
-# incoming one, untouched; the backward is that of dropout, and keeps the seed.
+# incoming one, untouched. The backward of ``x`` is that of dropout, and keeps
+# the seed.
 #
-# **2.** Less arithmetic, so four elements per call would be enough for the
-# bytes; another mask, and so another checksum.
+# **2.** Less arithmetic, so four elements a call might be enough. It gives
+# another mask, and so another checksum.
 #
 # **3.** The index in the whole tensor. For halves of columns a row of ``x`` is
-# not contiguous there, so an offset will not do: it takes the strides too.
+# not contiguous there, so an offset will not do. It takes the strides too.

@@ -1,37 +1,48 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Normalize rows with a variance that does not cancel, from registers, and add
+# up the gradients of weight and bias without a lock."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
+# longer = "a long row is two blocks, and two gradients go across the rows"
 # ///
 r"""
 LayerNorm
 =========
 
-LayerNorm takes each row to mean 0 and variance 1, then scales and shifts its
-columns. Forward, one sum waits for another. Backward, every program has
-something to add to the gradients of weight and bias.
+LayerNorm gives each row the mean 0 and the variance 1. Then it scales and
+shifts the columns. The variance needs the mean first, so one sum waits for
+another. A kernel that holds its row in registers takes both sums and still
+reads each number once.
 
-After ``rms_norm.py`` and this page you can
+After this page you can
 
-* compute a variance that does not cancel, of rows of any length;
-* put a lock around a sum, and see why to do without.
+* compute a variance that does not cancel;
+* save what a backward needs, where computing it again costs more;
+* add up two gradients over all rows, and say why not with a lock.
 """
 
 # sphinx_gallery_tags = ["autograd", "reduction", "memory bound"]
 import math
 import os
-from functools import partial
+import time
+from functools import cache, partial
 
+import pandas as pd
 import torch
-import torch._functorch.config
+from torch.library import Library, triton_op, wrap_triton
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
-from torch import Tensor
-from torch.library import triton_op, wrap_triton
-from triton.testing import Benchmark
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
@@ -39,85 +50,395 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
 # %%
-# The problem in bytes
-# --------------------
+# In PyTorch
+# ----------
 #
-# For a row :math:`x` of ``N`` elements, a weight :math:`w`, a bias :math:`b`,
+# For each row :math:`x` of :math:`N` numbers, with a weight :math:`w` and a
+# bias :math:`b`,
 #
-# .. math:: y = (x - \mu)\,r\,w + b, \quad \mu = \tfrac{1}{N} \sum x, \quad
-#    r = 1 / \sqrt{\tfrac{1}{N} \sum (x - \mu)^2 + \epsilon}.
+# .. math:: y_n = (x_n - \mu)\,r\,w_n + b_n, \quad
+#    \mu = \tfrac{1}{N} \sum_k x_k, \quad
+#    r = 1 \Big/ \sqrt{\tfrac{1}{N} \sum_k (x_k - \mu)^2 + \epsilon}.
 #
-# In PyTorch's operators, in float32 inside, these are the reads and writes, in
-# units of a bfloat16 ``x``: 30 in all. The floor is 2.
-#
-# .. code-block:: python
-#
-#     wide = x.float()                                # 1 read, 2 written
-#     d = wide - wide.mean(-1, True)                  # 2; 2 + 2
-#     r = rsqrt(d.square().mean(-1, True) + eps)      # 2 + 2; 2
-#     y = (d * r * weight + bias).to(x.dtype)         # 2 + 2, 3 times; 2 + 1
+# Models compute this in float32. We write it with PyTorch's operators. A
+# *dispatch mode* sees each of them and adds up what it moves. The *floor* is
+# two times the bytes of ``x``: to read ``x`` and to write ``y``.
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
 def layer_norm_torch(x, weight, bias, eps):
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    wide = x.float()
+    d = wide - wide.mean(-1, keepdim=True)
+    r = torch.rsqrt(d.square().mean(-1, keepdim=True) + eps)
+    return (d * r * weight + bias).to(x.dtype)
 
 
-def inputs(*shape, dtype=torch.float64):
-    x, dy = torch.randn(2, *shape, dtype=dtype, device=DEVICE)
-    weight, bias = torch.randn(2, *shape[-1:], dtype=dtype, device=DEVICE)
-    return *(t.detach().requires_grad_() for t in (x, weight, bias)), dy
+class Traffic(TorchDispatchMode):
+    operators = moved = 0
 
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        read = sum(t.nbytes for t in args if isinstance(t, torch.Tensor))
+        self.operators += 1
+        self.moved += read + out.nbytes
+        return out
+
+
+if __name__ == "__main__":
+    x = torch.randn(99, 4096, generator=generator, device=DEVICE).bfloat16()
+    ones = torch.ones_like(x[0])
+    with Traffic() as traffic:
+        layer_norm_torch(x, ones, ones, 1e-5)
+    times = traffic.moved / x.nbytes
+    print(f"{traffic.operators} operators: {times:.1f} times the bytes of x")
 
 # %%
-# Two passes in registers
-# -----------------------
+# The first kernel
+# ----------------
 #
-# The variance needs the mean, so one sum waits for the other. It looks like two
-# passes over memory. But a program that holds its row in registers passes over
-# it as often as it likes, and reads it once:
+# One program loads one row, once, and passes over it twice in registers. The
+# first pass adds up the elements, the second one their squared differences from
+# the mean. A block's length is a power of two. Past the row's end it is masked:
 #
 # .. code-block:: text
 #
-#     program 0   x x x x x x . .  -> sum -> x - mean -> sum of squares -> r
-#     program 1   x x x x x x . .  -> sum -> x - mean -> sum of squares -> r
-#                 |<-- N -->| masked: read as 0, and after x - mean 0 again
+#     N = 5, BLOCK_N = 8
 #
-# But for each sum a program's threads have to *meet*, to exchange their parts.
-# So the kernel first tries one meeting for two sums, of :math:`x` and
-# :math:`x^2` (``tl.join`` makes one tile of two). The variance is the mean of
-# squares less :math:`\mu^2`. If :math:`\mu^2` is no larger than the variance,
-# that loses two bits at most. Otherwise the second pass follows.
+#     mask     1    1    1    1    1    0    0    0
+#     x       x0   x1   x2   x3   x4    0    0    0   -> sum -> mean
+#     d      x0-m x1-m x2-m x3-m x4-m   0    0    0   -> sum of squares -> r
+#     y      d*r*w+b   ...              not stored
 #
-# Welford for longer rows
-# -----------------------
-#
-# A row that does not fit comes in blocks, and there Welford's method takes both
-# sums in one pass. From the mean :math:`\mu` of ``k - 1`` elements, and the sum
-# :math:`s` of their squared differences from it, the next element makes
-#
-# .. math:: \mu' = \mu + \tfrac{1}{k} (x - \mu), \qquad
-#    s' = s + (x - \mu)(x - \mu').
-#
-# Each column of the block has such a state of its own, so no thread waits for
-# another. At the end they are merged, in two passes: with ``k`` elements in
-# column :math:`c`,
-#
-# .. math:: \mu = \tfrac{1}{N} \sum_c k\,\mu_c, \qquad
-#    s = \sum_c \big( s_c + k\,(\mu_c - \mu)^2 \big).
-#
-# Then the row is read once more. (``rms_norm.py`` has ``ACC`` and ``UNIT``.)
-
-NONE, DROP = tl.constexpr(""), tl.constexpr("evict_first")
+# A masked element is loaded as 0. Its difference from the mean is not 0, so the
+# kernel sets that to 0 before it squares the differences.
 
 
 @triton.jit
-def read(ptrs, mask, ACC: tl.constexpr, POLICY: tl.constexpr):
-    return tl.load(ptrs, mask, 0, eviction_policy=POLICY).to(ACC)
+def row_kernel(x_ptr, w_ptr, b_ptr, y_ptr, N, eps, BLOCK_N: tl.constexpr):
+    # In int32 the product would overflow past element 2**31.
+    start = tl.program_id(axis=0).to(tl.int64) * N
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + start + offs, mask=mask, other=0).to(tl.float32)
+    mean = tl.sum(x, axis=0) / N
+    # Behind the row's end x - mean is not 0, and would count as a difference.
+    d = tl.where(mask, x - mean, 0)  # (BLOCK_N,)
+    r = tl.rsqrt(tl.sum(d * d, axis=0) / N + eps)
+    w = tl.load(w_ptr + offs, mask=mask, other=0).to(tl.float32)
+    b = tl.load(b_ptr + offs, mask=mask, other=0).to(tl.float32)
+    tl.store(y_ptr + start + offs, d * r * w + b, mask=mask)
+
+
+def norm_rows(x, weight, bias, kernel=row_kernel, num_warps=4):
+    """Return the norm of each row of a contiguous matrix."""
+    M, N = x.shape
+    y = torch.empty_like(x)
+    BLOCK_N = triton.next_power_of_2(N)
+    args = x, weight, bias, y, N, 1e-5
+    kernel[(M,)](*args, BLOCK_N=BLOCK_N, num_warps=num_warps)
+    return y
+
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare with float64. A sum goes through ten levels of a tree, and each may
+# round. A result may cancel with the bias, so the tolerance is absolute:
+# :math:`2 \cdot 10^{-6}`, 34 roundings of a number near 1.
+
+if __name__ == "__main__":
+    x = torch.randn(5, 1000, generator=generator, device=DEVICE)
+    w, b = torch.randn(2, 1000, generator=generator, device=DEVICE)
+    y, atol = norm_rows(x, w, b).double(), 2e-6
+    wide = x.double(), (1000,), w.double(), b.double(), 1e-5
+    expected = torch.nn.functional.layer_norm(*wide)
+    error = (y - expected).abs().max().item()
+    print(f"largest error {error:.1e}, allowed {atol:.1e}")
+    torch.testing.assert_close(y, expected, rtol=0, atol=atol)
+
+# %%
+# How fast?
+# ---------
+#
+# We time three lengths in bfloat16, a quarter of a gigabyte each. Beside ours
+# stand ``torch.nn.functional.layer_norm``, ``torch.compile`` of it, and a copy,
+# which is the roof. The rate counts the bytes of the floor.
+
+ELEMENTS = 2**27
+
+
+def random(N):
+    """Return a matrix with rows of N, and as many rows as make ELEMENTS."""
+    kind = {"device": DEVICE, "dtype": torch.bfloat16}
+    return torch.randn(ELEMENTS // N, N, generator=generator, **kind)
+
+
+def eager(x, weight, bias):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+
+def contestants(ours):
+    torch.compiler.reset()  # past eight lengths it would raise
+    fast = torch.compile(eager, dynamic=False, fullgraph=True)
+    return {"Triton": ours, "PyTorch": eager, "torch.compile": fast}
+
+
+def calls(function, N):
+    x = random(N)
+    out, ops = torch.empty_like(x), contestants(function).items()
+    found = {name: partial(op, x, x[0], x[1]) for name, op in ops}
+    return found | {"Roof": partial(out.copy_, x)}
+
+
+def rate(found, tensors=2):
+    """Return GB/s, for so many reads and writes of ELEMENTS."""
+    return tensors * 2e-6 * ELEMENTS / found[0]
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (1024, 4096, 16384):
+        found = gpu_time(calls(norm_rows, N)).items()
+        rates = [f"{who} {rate(times):.0f}" for who, times in found]
+        print(f"N = {N:5}: {', '.join(rates)} GB/s")
+
+# %%
+# Why not both sums at once?
+# --------------------------
+#
+# For each sum all threads of a program wait for the last of them. The variance
+# is also :math:`\tfrac{1}{N} \sum x^2 - \mu^2`: two sums that need not wait.
 
 
 @triton.jit
-def layer_norm_kernel(
+def one_pass_kernel(x_ptr, w_ptr, b_ptr, y_ptr, N, eps, BLOCK_N: tl.constexpr):
+    start = tl.program_id(axis=0).to(tl.int64) * N
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + start + offs, mask=mask, other=0).to(tl.float32)
+    mean = tl.sum(x, axis=0) / N
+    var = tl.sum(x * x, axis=0) / N - mean * mean
+    r = tl.rsqrt(tl.maximum(var, 0) + eps)
+    w = tl.load(w_ptr + offs, mask=mask, other=0).to(tl.float32)
+    b = tl.load(b_ptr + offs, mask=mask, other=0).to(tl.float32)
+    tl.store(y_ptr + start + offs, (x - mean) * r * w + b, mask=mask)
+
+
+# %%
+# Let the mean be 10,000 and the variance 1. The two terms are near
+# :math:`10^8`, where neighbours in float32 are 8 apart. Their difference of 1
+# has no bit left: it *cancels*. A negative difference counts as 0. The standard
+# deviation of each result should be 1:
+
+if __name__ == "__main__":
+    one, zero = torch.ones(900, device=DEVICE), torch.zeros(900, device=DEVICE)
+    kernels = {"two passes": row_kernel, "one pass": one_pass_kernel}
+    for mean in (0, 100, 1000, 10_000):
+        x = torch.randn(1, 900, generator=generator, device=DEVICE) + mean
+        line = f"mean {mean:6}"
+        for name, kernel in kernels.items():
+            y = norm_rows(x, one, zero, kernel).double()
+            line += f", {name} {y.std(correction=0).item():9.4f}"
+        print(line)
+
+# %%
+# And what would it gain, where it is right?
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (1024, 4096, 16384):
+        x = random(N)
+        tried = {
+            name: partial(norm_rows, x, x[0], x[1], kernel, num_warps=8)
+            for name, kernel in kernels.items()
+        }
+        found = gpu_time(tried, turns=20).items()
+        rates = [f"{who} {rate(times):.0f}" for who, times in found]
+        print(f"N = {N:5}: {', '.join(rates)} GB/s")
+
+# %%
+# The op makes two passes. Where a row does not fit into registers, a second
+# pass would read it again. There Welford's method has both sums in one pass
+# that does not cancel. (An exercise at the end is about it.)
+
+# %%
+# How many warps?
+# ---------------
+#
+# The kernel had four warps. Of a row of 768 each thread holds six numbers, of a
+# row of 16384 it holds 128. We time lengths of models with other warps:
+
+WARPS = [2, 4, 8, 16]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    lines = {}
+    for N in (768, 2880, 4096, 7168, 12288, 16384):
+        x = random(N)
+        call = partial(norm_rows, x, x[0], x[1])
+        tried = {w: partial(call, num_warps=w) for w in WARPS if 4096 * w >= N}
+        found = gpu_time(tried, turns=20)
+        lines[N] = {f"{w} warps": round(rate(found[w])) for w in found}
+    print(pd.DataFrame(lines).T.to_string(float_format="%.0f", na_rep="-"))
+
+# %%
+# Tiles of other shapes
+# ---------------------
+#
+# The op takes three more steps, which ``rms_norm.py`` draws and explains. The
+# table after the op has what they gain here.
+#
+# * Of short rows a program takes as many as make 16 KB in float32.
+# * A row of more than 8192 is two blocks, and so is a shorter one of more than
+#   4096 with a quarter of its block masked. The first block is full.
+# * ``VEC`` divides the length and the distance of rows. The compiler learns
+#   from ``N // VEC * VEC`` that it may load ``VEC`` elements at once.
+
+# %%
+# A few rows
+# ----------
+#
+# With few rows, each program has one, and there is no other program to run
+# while it waits. It waits for ``x``, twice for a sum, and then for the weight
+# and the bias. These do not depend on the sums. If they are loaded first, the
+# program waits for them and for ``x`` at the same time:
+#
+# .. code-block:: text
+#
+#     load x  ->  sum  ->  sum  ->  load w, b  ->  store y
+#
+#     load x  ->  sum  ->  sum  ->  store y
+#     load w, b ----------------------^
+#
+# In exchange, registers hold them during the sums. Then fewer programs of a
+# long row fit on a multiprocessor at a time. So the op loads them first where
+# there are no more rows than multiprocessors, or where a row is no longer than
+# 16 KB in float32. After the op, a table compares.
+
+
+# %%
+# The backward
+# ------------
+#
+# Let :math:`\hat{x} = (x - \mu)\,r` and :math:`g = w\,\mathrm{d}y`. An element
+# acts on its row directly, through the mean and through :math:`r`:
+#
+# .. math:: \mathrm{d}x = r\,\Big(g - \tfrac{1}{N} \sum g
+#    - \hat{x}\,\tfrac{1}{N} \sum g\,\hat{x}\Big), \quad
+#    \mathrm{d}w = \sum_{\mathrm{rows}} \mathrm{d}y\,\hat{x}, \quad
+#    \mathrm{d}b = \sum_{\mathrm{rows}} \mathrm{d}y.
+#
+# RMSNorm's backward computes :math:`r` again, together with the sum that it
+# needs anyway. Here that would be two more sums, one after the other, before
+# the first product. So the forward saves :math:`\mu` and :math:`r`: 8 bytes for
+# each row.
+#
+# The sums for :math:`\mathrm{d}w` and :math:`\mathrm{d}b` go across the rows.
+# Each program goes through several rows and adds them up in registers. It
+# stores two rows of *partial sums*. A second kernel adds up the programs:
+#
+# .. code-block:: text
+#
+#     program 0: rows 0, 3, 6 ...  -> sums[:, 0, :] --+
+#     program 1: rows 1, 4, 7 ...  -> sums[:, 1, :] --+--> dw[:], db[:]
+#     program 2: rows 2, 5, 8 ...  -> sums[:, 2, :] --+
+#
+# The number of programs is fixed, and so is the order of all sums. One GPU
+# gives the same bits each time.
+#
+# For a row of 16384, both sums together take half of a multiprocessor's
+# registers. So the weight of a row in two blocks does not stay in registers as
+# well. It is loaded twice for each row, which a cache can serve. Rows that come
+# next wait in shared memory: ``tl.range`` begins to load them one or two turns
+# ahead, if they fit.
+
+# %%
+# The op
+# ------
+#
+# The row is the last dimension of a tensor of any shape. Rows that lie apart,
+# as in ``x[:, :1000]``, are read where they are. Other layouts are copied
+# first. The ops are registered in the way of the page
+# ``what_a_call_costs.py``: on a GPU a call goes straight to the launcher, and
+# ``torch.compile`` looks into the ``triton_op``.
+
+LAYER_NORM_NAMESPACE = "triton_gallery"
+LAYER_NORM_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+# Bytes, of a row in its accumulator's type
+LAYER_NORM_LONGEST = 64 * 1024
+LAYER_NORM_TILE = 8 * 1024  # short rows share a program: forward twice that
+LAYER_NORM_WHOLE = 16 * 1024  # beyond it a row may be two blocks
+# Up to how many bytes a row has how many warps
+LAYER_NORM_WARPS = [(20 * 1024, 4), (LAYER_NORM_LONGEST, 8)]
+LAYER_NORM_WARPS_BACKWARD = [
+    (8 * 1024, 4),
+    (20 * 1024, 8),
+    (LAYER_NORM_LONGEST, 16),
+]
+
+
+@triton.jit
+def _layer_norm_read(ptrs, mask):
+    """Load a block, zeros where it is masked. A full block has no mask."""
+    return tl.load(ptrs) if mask is None else tl.load(ptrs, mask=mask, other=0)
+
+
+@triton.jit
+def _layer_norm_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -128,422 +449,706 @@ def layer_norm_kernel(
     stride_xm,
     EPS: tl.constexpr,
     ACC: tl.constexpr,
-    UNIT: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SAVE: tl.constexpr,
+    VEC: tl.constexpr,
+    EARLY: tl.constexpr,  # whether weight and bias are loaded before the sums
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    REST: tl.constexpr,  # the second block of a row, or 0
 ):
-    N, stride_xm = N // UNIT * UNIT, stride_xm // UNIT * UNIT
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_m, mask_m = rows[:, None], rows[:, None] < M  # (BLOCK_M, 1)
-    block = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
-    x_rows, y_rows = x_ptr + offs_m * stride_xm, y_ptr + offs_m * N
-    if WHOLE:
-        x = read(x_rows + block, mask_m & (block < N), ACC, NONE)
-        mean, square = tl.split(tl.sum(tl.join(x, x * x), axis=1) / N)
-        var = square - mean * mean  # (BLOCK_M,)
-        if tl.min((mean * mean <= var).to(tl.int32), axis=0) == 0:
-            d = tl.where(block < N, x - mean[:, None], 0)
-            var = tl.sum(d * d, axis=1) / N
-    else:
-        means = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-        squares = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-        for start in range(0, N, BLOCK_N):
-            mask = mask_m & (start + block < N)
-            x = read(x_rows + start + block, mask, ACC, NONE)
-            d = tl.where(mask, x - means, 0)
-            step = d * (1 / tl.cast(start // BLOCK_N + 1, ACC))
-            means += step
-            squares += d * (d - step)
-        k = tl.cdiv(N - block, BLOCK_N)  # elements of each column
-        mean = tl.sum(k * means, axis=1) / N
-        d = means - mean[:, None]
-        var = tl.sum(squares + k * d * d, axis=1) / N
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    # In int32 a row's offset would overflow past element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    # Rows past the last one are the last one again.
+    offs_m = tl.minimum(offs_m, M - 1)
+    x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
+    y_rows = y_ptr + offs_m * N  # (BLOCK_M, 1)
+    offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    # The first of two blocks is full, and needs no mask.
+    mask = None if REST else offs_n < N
+    x = _layer_norm_read(x_rows + offs_n, mask).to(ACC)  # (BLOCK_M, BLOCK_N)
+    if EARLY:
+        # Not widened yet: in half precision they take half the registers.
+        weight = _layer_norm_read(weight_ptr + offs_n, mask)  # (1, BLOCK_N)
+        bias = _layer_norm_read(bias_ptr + offs_n, mask)  # (1, BLOCK_N)
+    if REST:
+        # Loaded before the first sum, for which all warps wait.
+        rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
+        x_rest = _layer_norm_read(x_rows + rest, rest < N).to(ACC)
+    mean = tl.sum(x, axis=1, keep_dims=True) / N  # (BLOCK_M, 1)
+    if REST:
+        mean += tl.sum(x_rest, axis=1, keep_dims=True) / N
+    # Behind the row's end x - mean is not 0, and would count as a difference.
+    d = x - mean if REST else tl.where(mask, x - mean, 0)
+    var = tl.sum(d * d, axis=1, keep_dims=True) / N  # (BLOCK_M, 1)
+    if REST:
+        d_rest = tl.where(rest < N, x_rest - mean, 0)  # (BLOCK_M, REST)
+        var += tl.sum(d_rest * d_rest, axis=1, keep_dims=True) / N
     r = tl.rsqrt(var + EPS)
-    if SAVE:
-        tl.store(stats_ptr + rows, mean, rows < M)
-        tl.store(stats_ptr + M + rows, r, rows < M)
-    for start in range(0, BLOCK_N if WHOLE else N, BLOCK_N):
-        offs_n = start + block  # (1, BLOCK_N)
-        if not WHOLE:
-            x = read(x_rows + offs_n, mask_m & (offs_n < N), ACC, DROP)
-        weight = read(weight_ptr + offs_n, offs_n < N, ACC, NONE)
-        bias = read(bias_ptr + offs_n, offs_n < N, ACC, NONE)
-        y = (x - mean[:, None]) * r[:, None] * weight + bias
-        tl.store(y_rows + offs_n, y, mask_m & (offs_n < N))
-
-
-# %%
-# The backward on paper
-# ---------------------
-#
-# Let :math:`\hat{x} = (x - \mu)\,r` and :math:`g = w\,\mathrm{d}y`. An element
-# acts on its row directly, through the mean and through :math:`r`:
-#
-# .. math:: \mathrm{d}x = r\,\Big(g - \tfrac{1}{N} \sum g
-#    - \hat{x}\,\tfrac{1}{N} \sum g\,\hat{x}\Big), \quad
-#    \mathrm{d}w = \sum_{\mathrm{rows}} \mathrm{d}y\,\hat{x}, \quad
-#    \mathrm{d}b = \sum_{\mathrm{rows}} \mathrm{d}y.
-#
-# RMSNorm's backward computed :math:`r` again, along with its own sum. Here that
-# would be one more meeting or two. So the forward saves it, and the mean.
-#
-# ``dw`` and ``db`` go across the rows. As in ``rms_norm.py``, there are about
-# as many programs as run at a time, in a loop over rows (three stages: the next
-# rows come while one is added up). Each adds up its own rows in registers and
-# stores ``partial[program, 0:2, :]``; a sum over ``partial`` is the result.
-# For rows of 16384 these sums fill half of a multiprocessor's registers. So
-# nothing but them is held while the threads meet: with ``AGAIN``, the row is
-# read once more, from L1. (The other eviction policy keeps the compiler from
-# merging the two loads.) A longer row is split among programs, by columns, and
-# the kernel runs twice: for the sums (``TURN = 1``), then with them given.
+    tl.store(stats_ptr + offs_m, mean)
+    tl.store(stats_ptr + M + offs_m, r)
+    if not EARLY:
+        weight = _layer_norm_read(weight_ptr + offs_n, mask)
+        bias = _layer_norm_read(bias_ptr + offs_n, mask)
+    y = d * r * weight.to(ACC) + bias.to(ACC)
+    tl.store(y_rows + offs_n, y, mask=mask)
+    if REST:
+        weight = _layer_norm_read(weight_ptr + rest, rest < N).to(ACC)
+        bias = _layer_norm_read(bias_ptr + rest, rest < N).to(ACC)
+        tl.store(y_rows + rest, d_rest * r * weight + bias, mask=rest < N)
 
 
 @triton.jit
-def layer_norm_backward_kernel(
+def _layer_norm_backward_kernel(
     dy_ptr,
     x_ptr,
     weight_ptr,
     stats_ptr,
-    sums_ptr,
     dx_ptr,
-    partial_ptr,
+    sums_ptr,
     M,
     N,
-    stride_dym,
     stride_xm,
     ACC: tl.constexpr,
-    UNIT: tl.constexpr,
-    TURN: tl.constexpr,  # 0: whole rows; 1: the sums; 2: the sums are given
-    AGAIN: tl.constexpr,
+    VEC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    REST: tl.constexpr,
+    STAGES: tl.constexpr,  # of how many turns loads are under way
 ):
-    N = N // UNIT * UNIT
-    stride_dym, stride_xm = stride_dym // UNIT * UNIT, stride_xm // UNIT * UNIT
-    pid, part = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    offs_n = part * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    weight = read(weight_ptr + offs_n, offs_n < N, ACC, NONE)  # (1, BLOCK_N)
-    dw, db = tl.zeros((1, BLOCK_N), ACC), tl.zeros((1, BLOCK_N), ACC)
-    tiles, programs = tl.cdiv(M, BLOCK_M), tl.num_programs(0)
-    for tile in tl.range(pid, tiles, programs, num_stages=1 if AGAIN else 3):
-        rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        offs_m, mask_m = rows[:, None], rows < M  # (BLOCK_M, 1), (BLOCK_M,)
-        mask = mask_m[:, None] & (offs_n < N)  # (BLOCK_M, BLOCK_N)
-        x_ptrs = x_ptr + offs_m * stride_xm + offs_n
-        dy_ptrs = dy_ptr + offs_m * stride_dym + offs_n
-        x, dy = read(x_ptrs, mask, ACC, NONE), read(dy_ptrs, mask, ACC, NONE)
-        mean = tl.load(stats_ptr + rows, mask_m, 0)[:, None]  # (BLOCK_M, 1)
-        r = tl.load(stats_ptr + M + rows, mask_m, 0)[:, None]
-        if AGAIN:
-            weight = read(weight_ptr + offs_n, offs_n < N, ACC, NONE)
-        x, g = (x - mean) * r, dy * weight
-        if TURN == 2:
-            sum_g = tl.load(sums_ptr + rows, mask_m, 0)  # (BLOCK_M,)
-            sum_gx = tl.load(sums_ptr + M + rows, mask_m, 0)
-        else:
-            sum_g, sum_gx = tl.sum(g, axis=1), tl.sum(g * x, axis=1)
-        if TURN == 1:
-            tl.store(sums_ptr + 2 * part * M + rows, sum_g, mask_m)
-            tl.store(sums_ptr + (2 * part + 1) * M + rows, sum_gx, mask_m)
-        else:
-            if AGAIN:
-                x = read(x_ptrs, mask, ACC, DROP)
-                dy = read(dy_ptrs, mask, ACC, DROP)
-                weight = read(weight_ptr + offs_n, offs_n < N, ACC, DROP)
-                x, g = (x - mean) * r, dy * weight
-            dx = g - sum_g[:, None] / N - x * (sum_gx[:, None] / N)
-            tl.store(dx_ptr + offs_m * N + offs_n, dx * r, mask)
-            dw += tl.sum(dy * x, axis=0, keep_dims=True)
-            db += tl.sum(dy, axis=0, keep_dims=True)
-    partial_ptrs = partial_ptr + 2 * pid.to(tl.int64) * N + offs_n
-    tl.store(partial_ptrs, dw, offs_n < N)
-    tl.store(partial_ptrs + N, db, offs_n < N)
+    # Unless 16 divides them, the compiler learns only here that VEC does.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    pid = tl.program_id(axis=0)
+    offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    # One row of sums for each row of a tile: a sum across a tile's rows in each
+    # turn could have threads wait for each other there.
+    dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    db = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    if REST:
+        rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
+        dw_rest = tl.zeros((BLOCK_M, REST), dtype=ACC)
+        db_rest = tl.zeros((BLOCK_M, REST), dtype=ACC)
+    else:
+        # Here the weight stays in registers, for all tiles of the program.
+        weight = _layer_norm_read(weight_ptr + offs_n, offs_n < N).to(ACC)
+    # If programs took whichever tile is next, the order of the sums, and with
+    # it their last bits, would change from call to call.
+    tiles, programs = tl.cdiv(M, BLOCK_M), tl.num_programs(axis=0)
+    for tile in tl.range(pid, tiles, programs, num_stages=STAGES):
+        # In int32 a row's offset would overflow past element 2**31.
+        offs_m = tl.cast(tile, tl.int64) * BLOCK_M
+        offs_m += tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+        # A row done twice would count twice in dw: here rows need a mask. With
+        # two blocks a tile is one row, and the first block is full.
+        mask = None if REST else (offs_m < M) & (offs_n < N)
+        x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
+        rows = offs_m * N  # (BLOCK_M, 1)
+        x = _layer_norm_read(x_rows + offs_n, mask).to(ACC)
+        dy = _layer_norm_read(dy_ptr + rows + offs_n, mask).to(ACC)
+        mean = tl.load(stats_ptr + offs_m, mask=offs_m < M, other=0)
+        r = tl.load(stats_ptr + M + offs_m, mask=offs_m < M, other=0)
+        if REST:
+            # Loaded before the first sum, for which all warps wait.
+            x_rest = _layer_norm_read(x_rows + rest, rest < N).to(ACC)
+            dy_rest = _layer_norm_read(dy_ptr + rows + rest, rest < N).to(ACC)
+            weight = tl.load(weight_ptr + offs_n).to(ACC)  # (1, BLOCK_N)
+            last = _layer_norm_read(weight_ptr + rest, rest < N).to(ACC)
+        # What is masked has dy = 0, and so adds nothing to any sum.
+        h = (x - mean) * r
+        g = dy * weight
+        dw += dy * h
+        db += dy
+        sum_g = tl.sum(g, axis=1, keep_dims=True)  # (BLOCK_M, 1)
+        sum_gh = tl.sum(g * h, axis=1, keep_dims=True)
+        if REST:
+            h_rest = (x_rest - mean) * r
+            g_rest = dy_rest * last
+            dw_rest += dy_rest * h_rest
+            db_rest += dy_rest
+            sum_g += tl.sum(g_rest, axis=1, keep_dims=True)
+            sum_gh += tl.sum(g_rest * h_rest, axis=1, keep_dims=True)
+            # A long row leaves no registers for its weight, so it is loaded
+            # again, from a cache. With the policy of the first load, the
+            # compiler would make one load of both.
+            weight = tl.load(
+                weight_ptr + offs_n, eviction_policy="evict_first"
+            ).to(ACC)
+            last = tl.load(
+                weight_ptr + rest,
+                mask=rest < N,
+                other=0,
+                eviction_policy="evict_first",
+            ).to(ACC)
+            g_rest = dy_rest * last
+            dx_rest = (g_rest - sum_g / N - h_rest * (sum_gh / N)) * r
+            tl.store(dx_ptr + rows + rest, dx_rest, mask=rest < N)
+        dx = (dy * weight - sum_g / N - h * (sum_gh / N)) * r
+        tl.store(dx_ptr + rows + offs_n, dx, mask=mask)
+    # Rows of its own for each program. Atomic additions to one row would come
+    # in another order each time.
+    dw_rows = sums_ptr + pid.to(tl.int64) * N
+    db_rows = dw_rows + programs.to(tl.int64) * N
+    dw = tl.sum(dw, axis=0, keep_dims=True)  # (1, BLOCK_N)
+    db = tl.sum(db, axis=0, keep_dims=True)  # (1, BLOCK_N)
+    tl.store(dw_rows + offs_n, dw, mask=offs_n < N)
+    tl.store(db_rows + offs_n, db, mask=offs_n < N)
+    if REST:
+        dw_rest = tl.sum(dw_rest, axis=0, keep_dims=True)  # (1, REST)
+        db_rest = tl.sum(db_rest, axis=0, keep_dims=True)  # (1, REST)
+        tl.store(dw_rows + rest, dw_rest, mask=rest < N)
+        tl.store(db_rows + rest, db_rest, mask=rest < N)
 
 
-# %%
-# The ops
-# -------
-#
-# As in PyTorch, ``layer_norm`` is ``native_layer_norm`` less the statistics,
-# which have no gradient. A row is the last dimension, copied if not contiguous.
-# ``weight`` and ``bias`` are required, in the dtype of ``x``.
-
-ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
-ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
-SMS = 2  # multiprocessors
-if DEVICE.type == "cuda":
-    SMS = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-
-
-def check(x, dy, *vectors):
-    kinds = {(t.dtype, t.device) for t in (x, dy, *vectors)}
-    if x.dtype not in ACC or len(kinds) > 1:
-        raise TypeError(f"takes one floating dtype and device, not {kinds}")
-    wrong = [t for t in vectors if tuple(t.shape) != tuple(x.shape[-1:])]
-    if x.ndim == 0 or tuple(dy.shape) != tuple(x.shape) or wrong:
-        raise ValueError("takes shapes (..., N), (N,) and (N,), and dy like x")
-
-
-def as_rows(x):
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 else x.contiguous()
+@triton.jit
+def _layer_norm_sum_kernel(
+    sums_ptr,
+    dw_ptr,
+    db_ptr,
+    P,
+    N,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # The block has all programs' sums: one program adds up a column, in the
+    # same order each time.
+    offs_p = tl.arange(0, BLOCK_P)[:, None]  # (BLOCK_P, 1)
+    offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    # BLOCK_P is a power of two, and there need not be as many programs.
+    mask = (offs_p < P) & (offs_n < N)
+    # int32 is enough: a thousand programs with the longest rows make 2**25.
+    offs = (tl.program_id(axis=1) * P + offs_p) * N + offs_n
+    sums = tl.load(sums_ptr + offs, mask=mask, other=0)  # (BLOCK_P, BLOCK_N)
+    total = tl.sum(sums, axis=0, keep_dims=True)  # (1, BLOCK_N)
+    if tl.program_id(axis=1) == 0:
+        tl.store(dw_ptr + offs_n, total, mask=offs_n < N)
+    else:
+        tl.store(db_ptr + offs_n, total, mask=offs_n < N)
 
 
-def common(N, *matrices):
-    size, N = matrices[0].element_size(), int(N)
-    unit = math.gcd(16 // size, N, *(int(m.stride(0)) for m in matrices))
-    full = triton.next_power_of_2(N)
-    block = full if full * size <= 32768 else 4096
-    options = {"ACC": ACC[matrices[0].dtype], "UNIT": unit, "BLOCK_N": block}
-    return full, block, options
+def _layer_norm_check(name, matrices, vectors):
+    """Raise for what the ops do not take."""
+    x = matrices[0]
+    kinds = [(t.dtype, t.device) for t in (*matrices, *vectors)]
+    if x.dtype not in LAYER_NORM_ACC or kinds.count(kinds[0]) < len(kinds):
+        raise TypeError(f"{name} takes one float dtype and device, not {kinds}")
+    shapes = [tuple(t.shape) for t in (*matrices, *vectors)]
+    same = shapes.count(shapes[0]) >= len(matrices)
+    row = shapes[0][-1:]
+    if not same or x.ndim == 0 or any(tuple(t.shape) != row for t in vectors):
+        raise ValueError(f"{name} takes shapes (..., N) and (N,), not {shapes}")
+    most = LAYER_NORM_LONGEST // max(4, x.element_size())
+    if x.shape[-1] > most:
+        raise ValueError(
+            f"{name} takes rows of up to {most} elements of {x.dtype}, "
+            f"not {x.shape[-1]}"
+        )
 
 
-@triton_op("triton_gallery::native_layer_norm", mutates_args={})
-def native_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, save: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the norm of each row; to ``save``, each row's mean and factor."""
-    check(x, x, weight, bias)
+def _layer_norm_rows(x):
+    """Return a tensor as a matrix with contiguous rows, and their distance."""
+    N = int(x.shape[-1])
+    if x.is_contiguous():
+        return x, N
+    x = x.reshape(-1, N)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, int(x.stride(0))
+
+
+@cache
+def _layer_norm_gpu(device):
+    """Return the multiprocessors of a GPU, and their shared memory in bytes."""
+    if device.type != "cuda":
+        return 2, 2**17  # for the interpreter
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count, gpu.shared_memory_per_block_optin
+
+
+def _layer_norm_blocks(x, stride, warps):
+    """Return the blocks of a row, how it is read, and by how many warps."""
+    N, size = int(x.shape[-1]), max(4, x.element_size())
+    BLOCK_N, REST = triton.next_power_of_2(N), 0
+    masked = N * 4 <= BLOCK_N * 3 and BLOCK_N * size > LAYER_NORM_WHOLE
+    if masked or BLOCK_N * size > 2 * LAYER_NORM_WHOLE:
+        BLOCK_N //= 2
+        REST = triton.next_power_of_2(N - BLOCK_N)
+    row = (BLOCK_N + REST) * size
+    num_warps = next(w for most, w in warps if row <= most)
+    return {
+        "ACC": LAYER_NORM_ACC[x.dtype],
+        "VEC": math.gcd(N, stride, 16 // x.element_size()),
+        "BLOCK_N": BLOCK_N,
+        "REST": REST,
+        "num_warps": num_warps,
+    }
+
+
+def _layer_norm_plan(x, stride):
+    """Return how to launch the forward for the rows of x."""
+    N, size = int(x.shape[-1]), max(4, x.element_size())
+    plan = _layer_norm_blocks(x, stride, LAYER_NORM_WARPS)
+    if plan["REST"]:  # 16 bytes for each thread, or they would exchange it
+        least = 16 * 32 * plan["num_warps"] // x.element_size()
+        plan["REST"] = max(plan["REST"], least)
+    few = x.numel() // N <= _layer_norm_gpu(x.device)[0]
+    row = (plan["BLOCK_N"] + plan["REST"]) * size
+    return plan | {
+        "EARLY": few or row <= LAYER_NORM_WHOLE,
+        "BLOCK_M": max(1, 2 * LAYER_NORM_TILE // (plan["BLOCK_N"] * size)),
+    }
+
+
+def _layer_norm_plan_backward(x, stride):
+    """Return how many programs to launch for the gradients, and how."""
+    N, size = int(x.shape[-1]), max(4, x.element_size())
+    plan = _layer_norm_blocks(x, stride, LAYER_NORM_WARPS_BACKWARD)
+    BLOCK_M = max(1, LAYER_NORM_TILE // (plan["BLOCK_N"] * size))
+    block = BLOCK_M * (plan["BLOCK_N"] + plan["REST"])
+    processors, shared = _layer_norm_gpu(x.device)
+    # As many programs as run at a time, but no more than tiles
+    each = max(1, min(4, 40 * 1024 // (block * size)))
+    programs = min(processors * each, triton.cdiv(x.numel() // N, BLOCK_M))
+    # Loads for further turns of the loop wait in shared memory: two turns
+    # ahead, or as many as fit.
+    loads = each * (4 if plan["REST"] else 2)
+    ahead = min(2, shared // (loads * block * x.element_size()))
+    return programs, plan | {"BLOCK_M": BLOCK_M, "STAGES": 1 + ahead}
+
+
+def _layer_norm_launch(x, weight, bias, eps, kernel=_layer_norm_kernel):
+    _layer_norm_check("layer_norm", [x], [weight, bias])
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     wide = torch.promote_types(x.dtype, torch.float32)
-    stats = x.new_empty(2, x.shape[:-1].numel() * save, dtype=wide)
+    stats = x.new_empty(2, math.prod(x.shape[:-1]), dtype=wide)
     if y.numel() == 0:
         return y, stats.zero_()
-    x, weight, bias = as_rows(x), weight.contiguous(), bias.contiguous()
-    M, N = x.shape
-    full, block, options = common(N, x)
-    rows, num_warps = max(1, 1024 // full), min(8, max(1, full // 1024))
-    options |= {"WHOLE": block == full, "SAVE": save, "BLOCK_M": rows}
+    x, stride_xm = _layer_norm_rows(x)
+    N = int(y.shape[-1])
+    M = y.numel() // N
+    plan = _layer_norm_plan(y, stride_xm)
+    grid = (triton.cdiv(M, plan["BLOCK_M"]),)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        wrap_triton(layer_norm_kernel)[(triton.cdiv(M, rows),)](
-            *(x, weight, bias, y, stats, M, N, x.stride(0), eps),
-            **options | {"num_warps": num_warps},
+        kernel[grid](
+            x,
+            weight.contiguous(),
+            bias.contiguous(),
+            y,
+            stats,
+            M,
+            N,
+            stride_xm,
+            EPS=eps,
+            **plan,
         )
     return y, stats
 
 
-@triton_op("triton_gallery::native_layer_norm_backward", mutates_args={})
-def native_layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, stats: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``x``, ``weight`` and ``bias``."""
-    check(x, dy, weight)
+def _layer_norm_backward_launch(
+    dy,
+    x,
+    weight,
+    stats,
+    kernel=_layer_norm_backward_kernel,
+    sum_kernel=_layer_norm_sum_kernel,
+):
+    _layer_norm_check("layer_norm_backward", [dy, x], [weight])
+    if tuple(stats.shape) != (2, math.prod(x.shape[:-1])):
+        raise ValueError(
+            "layer_norm_backward takes the stats of as many rows, not of shape "
+            f"{tuple(stats.shape)}"
+        )
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    db = torch.empty_like(dw)
     if dx.numel() == 0:
-        return dx, torch.zeros_like(weight), torch.zeros_like(weight)
-    dy, x = as_rows(dy), as_rows(x)
-    M, N = x.shape
-    if stats.numel() != 2 * M:
-        raise ValueError("stats have to be those of a forward that saved them")
-    full, block, options = common(N, dy, x)
-    num_warps, again = min(8, max(1, full // 256)), block * x.itemsize > 16384
-    rows, parts = 2 if full <= 2048 else 1, triton.cdiv(N, block)
-    programs = SMS * min(16 // num_warps, max(1, 8192 // block))
-    programs = min(triton.cdiv(M, rows), max(1, programs // parts))
-    partial = stats.new_empty(programs, 2, N)
-    sums, weight = stats.new_empty(parts, 2, M), weight.contiguous()
-    options |= {"AGAIN": again, "BLOCK_M": rows, "num_warps": num_warps}
-    with torch.accelerator.device_index(x.device.index):
-        for turn in (0,) if parts == 1 else (1, 2):
-            sums = sums.sum(0) if turn == 2 else sums
-            wrap_triton(layer_norm_backward_kernel)[(programs, parts)](
-                *(dy, x, weight, stats.contiguous(), sums, dx, partial, M, N),
-                *(dy.stride(0), x.stride(0)),
-                **options | {"TURN": turn},
-            )
-    return dx, *(d.clone() for d in partial.sum(0).to(x.dtype))
+        return dx, dw.zero_(), db.zero_()
+    x, stride_xm = _layer_norm_rows(x)
+    N = int(dx.shape[-1])
+    M = dx.numel() // N
+    programs, plan = _layer_norm_plan_backward(dx, stride_xm)
+    sums = stats.new_empty(2, programs, N)
+    with torch.accelerator.device_index(dx.device.index):
+        kernel[(programs,)](
+            dy.contiguous(),
+            x,
+            weight.contiguous(),
+            stats.contiguous(),
+            dx,
+            sums,
+            M,
+            N,
+            stride_xm,
+            **plan,
+        )
+        BLOCK_P = triton.next_power_of_2(programs)
+        BLOCK_N = LAYER_NORM_TILE // BLOCK_P
+        sum_kernel[(triton.cdiv(N, BLOCK_N), 2)](
+            sums,
+            dw,
+            db,
+            programs,
+            N,
+            BLOCK_P=BLOCK_P,
+            BLOCK_N=BLOCK_N,
+        )
+    return dx, dw, db
 
 
-def save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:2], output[1])
+@triton_op(f"{LAYER_NORM_NAMESPACE}::layer_norm", mutates_args={})
+def layer_norm_with_stats(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what layer_norm does, and the mean and 1 / deviation of each row.
+
+    They are of shape (2, rows), in float32, or float64 for float64. They have
+    no gradient.
+    """
+    kernel = wrap_triton(_layer_norm_kernel)
+    return _layer_norm_launch(x, weight, bias, eps, kernel)
+
+
+@triton_op(f"{LAYER_NORM_NAMESPACE}::layer_norm_backward", mutates_args={})
+def layer_norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stats: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of x, weight and bias, given that of the norm.
+
+    Takes ``stats`` as ``layer_norm_with_stats`` returned them, and raises as
+    ``layer_norm`` does.
+    """
+    kernels = (
+        wrap_triton(_layer_norm_backward_kernel),
+        wrap_triton(_layer_norm_sum_kernel),
+    )
+    return _layer_norm_backward_launch(dy, x, weight, stats, *kernels)
+
+
+def _layer_norm_setup(ctx, inputs, output):
+    x, weight, _, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def backward(ctx, dy, _):
-    return *native_layer_norm_backward(dy, *ctx.saved_tensors), None, None
+def _layer_norm_gradient(ctx, dy, _):
+    return *layer_norm_backward(dy, *ctx.saved_tensors), None
 
 
-native_layer_norm.register_autograd(backward, setup_context=save)
+layer_norm_with_stats.register_autograd(
+    _layer_norm_gradient, setup_context=_layer_norm_setup
+)
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+LAYER_NORM_LIBRARY = Library(LAYER_NORM_NAMESPACE, "FRAGMENT")
+LAYER_NORM_LIBRARY.impl("layer_norm", _layer_norm_launch, "CUDA")
+LAYER_NORM_LIBRARY.impl(
+    "layer_norm_backward", _layer_norm_backward_launch, "CUDA"
+)
 
 
-def layer_norm(x, weight, bias, eps):
-    """Return the norm of the last dimension, scaled and shifted."""
-    return native_layer_norm(x, weight, bias, eps, torch.is_grad_enabled())[0]
+def layer_norm(x, weight, bias, eps) -> torch.Tensor:
+    """Return the rows of x with mean 0 and variance 1, times weight, plus bias.
+
+    As ``torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)``.
+    Takes float16, bfloat16, float32 or float64, one for all: ``x`` of shape
+    (..., N) and any strides, ``weight`` and ``bias`` of shape (N,), with N up
+    to 16384, or 8192 in float64. The kernel is compiled for each ``eps``. The
+    result has the shape and dtype of ``x``, is contiguous, and is the same each
+    time, and so are the gradients, which have none themselves. Raises TypeError
+    for other dtypes or devices that differ, and ValueError for other shapes.
+    From https://arxiv.org/abs/1607.06450.
+    """
+    return layer_norm_with_stats(x, weight, bias, eps)[0]
 
 
 # %%
-# The check
-# ---------
-#
-# ``gradcheck`` compares gradients with differences, in float64. Then all is
-# compared with float64 autograd: sums of 20,000 terms at most, by blocks and in
-# trees, for which :math:`10^{-5}` will do; then a rounding to the dtype.
+# What did each step gain? The table has the rates of each step and, for the
+# longest row, the registers of a thread. Rates count the bytes of the floor.
 
 
-def assert_right(*leaves, dy, eps=1e-5):
-    wide = [t.detach().double().requires_grad_() for t in leaves]
-    expected, y = layer_norm_torch(*wide, eps), layer_norm(*leaves, eps)
-    exact = torch.autograd.grad(expected, wide, dy.double())
-    got = torch.autograd.grad(y, leaves, dy)
-    rtol = 1e-5 + torch.finfo(dy.dtype).eps
-    for a, b in zip((y, *got), (expected, *exact), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=rtol, atol=1e-5)
+def one_row(x, y, num_warps):
+    (M, N), block = x.shape, triton.next_power_of_2(x.shape[1])
+    args = x, x[0], x[1], y, N, 1e-5
+    return row_kernel[(M,)](*args, BLOCK_N=block, num_warps=num_warps)
 
 
-torch.manual_seed(0)
-assert torch.autograd.gradcheck(partial(layer_norm, eps=0.1), inputs(3, 5)[:3])
-for dtype in ACC:
-    for shape in ((7, 96), (2, 3, 300), (0, 4), (3, 0), (1, 20_000)):
-        *leaves, dy = inputs(*shape, dtype=dtype)
-        assert_right(*leaves, dy=dy)
+def tiles(x, y, **changes):
+    M, N = x.shape
+    plan = _layer_norm_plan(x, N) | changes
+    stats = x.new_empty(2, M, dtype=torch.float32)
+    grid = (triton.cdiv(M, plan["BLOCK_M"]),)
+    args = x, x[0], x[1], y, stats, M, N, N
+    return _layer_norm_kernel[grid](*args, EPS=1e-5, **plan)
+
+
+def one_block(x, y):
+    block = triton.next_power_of_2(x.shape[1])
+    return tiles(x, y, VEC=1, BLOCK_N=block, REST=0)
+
+
+def backward(x, y):
+    stats = x.new_ones(2, len(x), dtype=torch.float32)
+    _layer_norm_backward_launch(y, x, x[0], stats)
+
+
+STEPS = {  # with how many matrices the floor moves
+    "a row, 4 warps": (partial(one_row, num_warps=4), 2),
+    "a row, 8 warps": (partial(one_row, num_warps=8), 2),
+    "several rows": (one_block, 2),
+    "two blocks": (partial(tiles, VEC=1), 2),
+    "the op: and VEC": (tiles, 2),
+    "the op's backward": (backward, 3),
+}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = pd.DataFrame(index=list(STEPS))
+    for N in (128, 1000, 5120, 12288, 16384):
+        args = random(N), random(N)
+        tried = {
+            name: partial(step, *args) for name, (step, _) in STEPS.items()
+        }
+        found = gpu_time(tried, turns=20)
+        rates = [rate(found[name], moved) for name, (_, moved) in STEPS.items()]
+        ladder[f"GB/s at {N}"] = [round(one) for one in rates]
+    compiled = [step(*args) for step, _ in STEPS.values()]
+    for column in ("n_regs", "n_spills"):
+        ladder[column] = [getattr(one, column, "-") for one in compiled]
+    print(ladder.to_string())
 
 # %%
-# Break it: the variance in one pass
-# ----------------------------------
+# Are weight and bias loaded first? This is the GPU time in microseconds, for
+# rows of 7168. What the op does depends on the number of rows.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    full = random(7168)
+    for M in (1, 16, 128, 4096):
+        x, y = full[:M], torch.empty_like(full[:M])
+        found = contestants(partial(layer_norm, eps=1e-5)).items()
+        tried = {name: partial(op, x, x[0], x[0]) for name, op in found}
+        tried["w, b first"] = partial(tiles, x, y, EARLY=True)
+        tried["w, b last"] = partial(tiles, x, y, EARLY=False)
+        found = gpu_time(tried).items()
+        times = [f"{who} {times[0] * 1e3:.1f}" for who, times in found]
+        print(f"{M:5} rows: {', '.join(times)}")
+
+# %%
+# Proof
+# -----
 #
-# Why not always the mean of squares less :math:`\mu^2`? If the mean is 10,000,
-# squares are near :math:`10^8`, where neighbours in float32 are 8 apart. The
-# formula's variance, the kernel's, and the exact one, which is near 1:
+# We compare values and gradients of every dtype with float64 autograd. The
+# terms of a sum may cancel, so there is an ``atol``.
+
+
+def random_like(*shapes, dtype=torch.float32):
+    """Return random tensors that want gradients."""
+    made = (
+        torch.randn(shape, generator=generator, device=DEVICE)
+        for shape in shapes
+    )
+    return [t.to(dtype).requires_grad_() for t in made]
+
+
+def prove(shape, dtype):
+    leaves = random_like(shape, shape[-1:], shape[-1:], dtype=dtype)
+    dy = random_like(shape, dtype=dtype)[0].detach()
+    y = layer_norm(*leaves, 1e-5)
+    got = y, *torch.autograd.grad(y, leaves, dy)
+    leaves = [t.detach().double().requires_grad_() for t in leaves]
+    y = torch.nn.functional.layer_norm(leaves[0], shape[-1:], *leaves[1:], 1e-5)
+    expected = y, *torch.autograd.grad(y, leaves, dy.double())
+    tolerance = 1e-5 + torch.finfo(dtype).eps
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(
+            a.double(), b, rtol=tolerance, atol=tolerance
+        )
+
+
+SHAPES = [(3, 40), (2, 5, 257), (70, 16), (2, 8192), (0, 5), (5, 0)]
+if __name__ == "__main__":
+    for dtype in LAYER_NORM_ACC:
+        for shape in SHAPES:
+            prove(shape, dtype)
+else:  # imported: a glance
+    prove((3, 40), torch.float32)
+
+# %%
+# Next come rows that lie apart, a transposed matrix and an expanded row.
+# ``gradcheck`` compares the backward with finite differences:
 
 if __name__ == "__main__":
-    for mean in (0, 100, 1000, 10_000):
-        x = torch.randn(9000, device=DEVICE) + mean
-        naive = x.square().mean() - x.mean().square()
-        _, (_, r) = native_layer_norm(x, x, x, 0.0, True)
-        variances = naive, r.pow(-2), x.double().var(correction=0)
-        print(f"mean {mean:6}:", *(f"{v.item():9.4f}" for v in variances))
+    x, w, b = (t.detach() for t in random_like((60, 100), (37,), (37,)))
+    for view in (
+        x[:, :37],
+        x[::2, 3:40],
+        x.T[:, :37],
+        x[:1, :37].expand(9, 37),
+    ):
+        expected = torch.nn.functional.layer_norm(view, (37,), w, b, 1e-5)
+        torch.testing.assert_close(layer_norm(view, w, b, 1e-5), expected)
+    leaves = random_like((4, 7), (7,), (7,), dtype=torch.float64)
+    assert torch.autograd.gradcheck(partial(layer_norm, eps=1e-5), leaves)
+
+# %%
+# An error names what the op does not take:
+
+if __name__ == "__main__":
+    x = torch.ones(3, 16385, device=DEVICE)
+    for bad in ((x, x[0]), (x.int(), x[0].int()), (x[:, :5], x[0, :4])):
+        try:
+            layer_norm(*bad, bad[1], 1e-5)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# All is in bfloat16, a quarter of a gigabyte at each length: that of a head and
+# hidden sizes of models. The backward is called through autograd. ``Roof`` is a
+# copy, and for the backward an addition, of two reads and a write as well.
+
+SIZES = [128, 768, 1024, 2880, 4096, 7168, 12288, 16384]
+ours = partial(layer_norm, eps=1e-5)
+
+
+def calls_backward(N):
+    x, dy = random(N), random(N)
+    leaves = [t.clone().requires_grad_() for t in (x, x[0], x[1])]
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    ops = contestants(ours).items()
+    found = {name: partial(grad, op(*leaves), leaves, dy) for name, op in ops}
+    out = torch.empty_like(dy)
+    return found | {"Roof": partial(torch.add, x, dy, out=out)}
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: gpu_time(calls(ours, N)) for N in SIZES}
+    results = rate_table(times, "N", "GB/s", lambda N: 4e-6 * ELEMENTS)
+    print("forward", results.to_string(), sep="\n")
+    wide = results.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title="forward")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: gpu_time(calls_backward(N)) for N in SIZES}
+    moved = 6e-6 * ELEMENTS
+    results_backward = rate_table(times, "N", "GB/s", lambda N: moved)
+    print("backward", results_backward.to_string(), sep="\n")
+    wide = results_backward.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title="backward")
+
+# %%
+# This is what a call costs the CPU in microseconds, which small inputs feel:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for one in (results, results_backward):
+        cost = one[one["N"] == 4096].set_index("series")["CPU us"]
+        print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# Forward, where our line touches the roof, the kernel moves the floor's bytes
+# and waits for nothing else. Backward the roof is an addition, which sums
+# nothing across rows. The op has to write its partial sums and read them again,
+# and its second kernel cannot begin before the first has ended. From a few rows
+# a program on, both cost the same for any number of rows.
 
 # %%
 # Break it: a lock without a barrier
 # ----------------------------------
 #
-# Could the programs not add to one ``dw``? They would have to take turns, by a
-# *spin lock*: a number in memory. Who changes it from 0 to 1 may go on, and
-# sets it back at the end; ``tl.atomic_cas`` compares and swaps in one step.
+# Could the programs add to one ``dw``? They would take turns, by a *spin lock*:
+# a number in memory. Who changes it from 0 to 1 goes on, and resets it later.
 
 
 @triton.jit
 def add_under_lock_kernel(
-    partial_ptr,
+    sums_ptr,
     total_ptr,
     lock_ptr,
     N,
     BARRIER: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    offs_n = tl.arange(0, BLOCK_N)
-    acc = tl.load(partial_ptr + tl.program_id(0) * N + offs_n, offs_n < N)
+    offs = tl.arange(0, BLOCK_N)
+    mask = offs < N
+    row = sums_ptr + tl.program_id(axis=0).to(tl.int64) * N
+    acc = tl.load(row + offs, mask=mask)
     while tl.atomic_cas(lock_ptr, 0, 1) == 1:
         pass
-    acc += tl.load(total_ptr + offs_n, offs_n < N)
-    tl.store(total_ptr + offs_n, acc, offs_n < N)
+    acc += tl.load(total_ptr + offs, mask=mask)
+    tl.store(total_ptr + offs, acc, mask=mask)
     if BARRIER:
         tl.debug_barrier()
     tl.atomic_xchg(lock_ptr, 0)
 
 
-def add_under_lock(partial, barrier=True):
-    total, lock = torch.zeros_like(partial[0]), partial.new_zeros(1).int()
-    arguments = partial, total, lock, partial.shape[1], barrier, 16384
-    return total, add_under_lock_kernel[(len(partial),)](*arguments)
+def add_under_lock(sums, barrier=True):
+    total, lock = torch.zeros_like(sums[0]), sums.new_zeros(1).int()
+    args = sums, total, lock, sums.shape[1]
+    grid, constants = (len(sums),), {"BARRIER": barrier, "BLOCK_N": 16384}
+    add_under_lock_kernel[grid](*args, **constants)
+    return total
 
 
 # %%
 # A program is many threads, and *one* of them releases the lock. Only the
-# barrier makes it wait for the stores of the others. Without it the next
-# program may read a total that is not complete, and what came late is lost.
-#
-# Triton's compiler places barriers itself where threads hand each other
-# something in shared memory, such as what ``tl.atomic_cas`` returned. Here it
-# sees no need. So the race shows in some kernels, now and then; without a GPU
-# never, as the interpreter runs one program after another. Ones are added, so
-# the sums are known:
+# barrier makes it wait for the stores of the others. Without the barrier the
+# next program may read a total that is not complete, and what came late is
+# lost. This race shows in some kernels, now and then, and never under the
+# interpreter, which runs one program after another. We add up ones, so the sums
+# are known, and then random numbers, twice:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     ones = torch.ones(2048, 16384, device=DEVICE)
     for barrier in (True, False):
         runs = [add_under_lock(ones, barrier) for _ in range(9)]
-        wrong = sum((total != 2048).sum().item() for total, _ in runs)
-        ptx = runs[0][1].asm["ptx"]
-        count = ptx[ptx.rindex("st.global") : ptx.index("exch")].count("bar.")
-        print(f"barriers before the release: {count}, wrong sums: {wrong}")
+        wrong = sum((total != 2048).sum().item() for total in runs)
+        print(f"barrier {barrier}: {wrong} wrong sums")
         assert wrong == 0 or not barrier
-    noise = torch.randn_like(ones)
-    for add in (lambda: add_under_lock(noise)[0], lambda: noise.sum(0)):
-        differ, time = (add() != add()).sum(), triton.testing.do_bench(add)
-        print(f"{time:6.3f} ms, {differ:5} sums differ in another run")
-    assert differ == 0
+    noise = torch.randn(ones.shape, generator=generator, device=DEVICE)
+    adders = {
+        "with a lock": partial(add_under_lock, noise),
+        "without": partial(torch.sum, noise, dim=0),
+    }
+    for name, found in gpu_time(adders, turns=10).items():
+        differ = (adders[name]() != adders[name]()).sum()
+        print(f"{name}: {found[0]:.3f} ms, {differ} sums differ in another run")
 
 # %%
-# A zero in the second line would prove nothing. With its barrier the lock is
-# right, and still no good (third line): programs take turns, and in any order,
-# so the last bits change. Partial sums (last line) always have the same bits.
-#
-# The benchmark
-# -------------
-#
-# As in ``rms_norm.py``: bfloat16, :math:`2^{29}` elements, 2 tensors forward, 3
-# backward, medians with bands. ``Roof`` is a copy. The forward runs
-# under ``torch.no_grad``, as in inference, and saves nothing.
-
-SIZES = [256, 1024, 3000, 4096, 16384, 65536, 131072]
-NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
-curve = partial(Benchmark, ["N"], SIZES, "provider", NAMES, NAMES, x_log=True)
-CURVES = [curve("layer_norm", {"tensors": 2}, ylabel="GB/s")]
-CURVES += [curve("layer_norm_backward", {"tensors": 3}, ylabel="GB/s")]
-
-
-@triton.testing.perf_report(CURVES)
-def benchmark(N, provider, tensors):
-    *leaves, dy = inputs(2**29 // N, N, dtype=torch.bfloat16)
-    torch.compiler.reset()  # the ninth shape would raise an error
-    fast = torch.compile(layer_norm_torch, fullgraph=True, dynamic=False)
-    op = [layer_norm, layer_norm_torch, fast, None][NAMES.index(provider)]
-    if op is None:
-        call, tensors = partial(torch.empty_like(dy).copy_, dy), 2
-    elif tensors == 2:
-        call = torch.no_grad()(partial(op, *leaves, 1e-5))
-    else:
-        arguments = op(*leaves, 1e-5), leaves, dy
-        call = partial(torch.autograd.grad, *arguments, retain_graph=True)
-    times = triton.testing.do_bench(call, quantiles=[0.5, 0.8, 0.2])
-    return tuple(tensors * 2 * dy.numel() * 1e-6 / t for t in times)
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    torch._functorch.config.donated_buffer = False  # for retain_graph
-    results, results_backward = benchmark.run(True, True, return_df=True)
+# No wrong sum in the second line would prove nothing. With its barrier the lock
+# is right, but programs take turns in any order, and the last bits change.
 
 # %%
-# Reading the result
-# ------------------
-#
-# The bytes bound it, as long as a row is in registers and the next one on its
-# way. At 16384 the backward's two sums leave no room for that: one program has
-# a multiprocessor to itself, and memory waits while it adds. At 3000 a quarter
-# of a block is masked, so less is under way. Longer rows move five tensors for
-# three backward. Forward they are read twice from memory, by the others too;
-# ``rms_norm.py`` has the reason.
-#
 # Go further
 # ----------
 #
-# 1. How are two of Welford's states merged, of ``k`` and ``l`` elements?
+# 1. Welford's method adds one element at a time to a mean and to a sum of
+#    squared differences from it. How are two such states merged, of ``k`` and
+#    of ``l`` elements?
 # 2. ``tl.atomic_add`` needs no lock. What is left to object to?
 #
-# Next is ``swiglu.py``. To read on: the `paper
-# <https://arxiv.org/abs/1607.06450>`_; Welford's, Technometrics 4 (1962).
+# To read on:
+#
+# * ``rms_norm.py`` leaves out the mean, and adds a residual in front.
+# * The papers: `LayerNorm <https://arxiv.org/abs/1607.06450>`_, and
+#   Welford's, Technometrics 4 (1962)
 
 # %%
 # Answers
 # -------
 #
 # **1.** With :math:`\delta = \mu_l - \mu_k`, the mean is
-# :math:`\mu_k + \delta\,l / (k + l)`, and
+# :math:`\mu_k + \delta\,l / (k + l)`. The sum is
 # :math:`s = s_k + s_l + \delta^2\,k\,l / (k + l)`. ``tl.reduce`` takes such a
-# function, and merges a block of states in one meeting.
+# function, and merges a block of states at once.
 #
-# **2.** Any order, so the last bits change. Where that is no matter, use it.
+# **2.** The order of the additions changes from call to call, and the last bits
+# with it. Where that does not matter, use it.

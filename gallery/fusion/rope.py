@@ -1,34 +1,49 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Turn queries and keys by angles that grow with the position, in one kernel
+# where models read and write everything five times."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
 # ///
 r"""
 RoPE
 ====
 
-Rotary position embeddings turn queries and keys by angles that grow with the
-position. Nearly every language model does it in every layer, and PyTorch has
-no op for it: models spell it out, and read and write everything five times.
+Rotary position embeddings (RoPE) turn queries and keys by angles that grow with
+the position. Nearly every language model does that in every layer. PyTorch has
+no function for it. Models spell it out, and move everything through memory five
+times as often as one kernel does.
 
 After this page you can
 
-* turn queries and keys in one launch, in whatever layout they lie;
-* write an op that changes its arguments, and know who reads its declaration.
+* load a table once for several heads;
+* read and write tensors in whatever layout they lie;
+* let one launch serve two tensors, here queries and keys;
+* use an op as its own backward;
+* write an op that changes its arguments, and say so to PyTorch.
 """
 
 # sphinx_gallery_tags = ["elementwise", "autograd", "custom op", "memory bound"]
 import os
+import time
 from functools import partial
 
 import pandas as pd
 import torch
+from torch.library import Library, custom_op, triton_op, wrap_triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
-from torch.library import custom_op, triton_op, wrap_triton
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
@@ -36,9 +51,77 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def calls(T, B=8, D=128, **ours):
+    """Return what the page times, by name: ours, and what stands beside it."""
+    q, k = heads(B, T, 32, D), heads(B, T, 8, D)
+    cos, sin = tables(T, D, q.dtype)
+    torch.compiler.reset()  # past eight lengths it would raise
+    fast = torch.compile(rope_torch, dynamic=False, fullgraph=True)
+    found = {name: partial(f, q, k, cos, sin) for name, f in ours.items()}
+    wide = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    found |= {"PyTorch": partial(rope_torch, q, k, *wide)}
+    found |= {"torch.compile": partial(fast, q, k, *wide)}
+    x = torch.cat([q.flatten(), k.flatten()])
+    return found | {"Roof": partial(torch.empty_like(x).copy_, x)}
+
+
+def rate(found, T, B=8, D=128):
+    """Return GB/s: queries and keys are read and written, in 16 bits."""
+    return 2 * 2 * B * T * 40 * D / found[0] * 1e-6
+
+
 # %%
-# The problem in bytes
-# --------------------
+# In PyTorch
+# ----------
 #
 # A head of ``D`` numbers is ``D / 2`` points in the plane. At position
 # :math:`t` the point :math:`i` is turned by the angle :math:`t\,\theta_i`:
@@ -47,9 +130,194 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 #    y_2 = x_2 \cos t\theta_i + x_1 \sin t\theta_i, \qquad
 #    \theta_i = 10000^{-2i/D}.
 #
-# Positions enter the product of a turned query and a turned key by their
-# distance alone. Which two numbers make a point? There are two answers, and a
-# model works with the one that it was trained with:
+# Then the product of a query and a key depends on their distance alone. In
+# Llama's form, :math:`x_1` is in the first half of the head, :math:`x_2` in the
+# second. Models on Hugging Face keep tables of cosines and sines for each
+# position, with each column twice, and swap the halves by ``rotate_half``. A
+# *dispatch mode* sees each operator and adds up what it moves:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def tables(T, D, dtype=torch.float64):
+    """Return the cosines and the sines, each (T, D / 2)."""
+    theta = 10_000 ** (-2 * torch.arange(D // 2, dtype=torch.float64) / D)
+    angles = torch.outer(torch.arange(T, dtype=torch.float64), theta)
+    return [f(angles).to(DEVICE, dtype) for f in (torch.cos, torch.sin)]
+
+
+def rotate_half(x):
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat([-x2, x1], dim=-1)
+
+
+def rope_torch(q, k, cos, sin):
+    """Turn queries and keys by tables with each column twice, (T, D)."""
+    return [x * cos + rotate_half(x) * sin for x in (q, k)]
+
+
+def heads(B, T, H, D, dtype=torch.bfloat16):
+    """Return (B, H, T, D), a view of (B, T, H, D), as attention layers do."""
+    x = torch.randn(B, T, H, D, generator=generator, device=DEVICE)
+    return x.to(dtype).transpose(1, 2)
+
+
+class Traffic(TorchDispatchMode):
+    moved = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        if not operator.is_view:  # a view moves nothing
+            tensors = tree_leaves((args, out))
+            self.moved += sum(getattr(t, "nbytes", 0) for t in tensors)
+        return out
+
+
+if __name__ == "__main__":
+    q, k = heads(2, 256, 8, 64), heads(2, 256, 2, 64)
+    wide = [torch.cat([table] * 2, -1) for table in tables(256, 64, q.dtype)]
+    with Traffic() as traffic:
+        rope_torch(q, k, *wide)
+    print(f"moves {traffic.moved / (q.nbytes + k.nbytes):.1f} times q and k")
+
+# %%
+# The *floor* is two: to read ``q`` and ``k``, and to write what comes out. The
+# tables are small, because all heads and sequences share them.
+
+# %%
+# The first kernel
+# ----------------
+#
+# A projection makes a token's heads one after the other, ``(B, T, H, D)``. Let
+# a program turn the heads of one token. All of them turn by the same angles. So
+# the program loads one row of each table, and *broadcasting* lays it over the
+# heads:
+#
+# .. code-block:: text
+#
+#     columns      D / 2         D / 2
+#              +------------+------------+
+#     head 0   |     x1     |     x2     |      cos  +------------+
+#     head 1   |     x1     |     x2     |           +------------+
+#     head 2   |     x1     |     x2     |      sin  +------------+
+#              +------------+------------+           +------------+
+#
+# ``BLOCK_H`` is a power of two. A mask hides the rows past the last head.
+
+
+@triton.jit
+def token_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    T,
+    H,
+    HALF: tl.constexpr,  # D / 2, here a power of two
+    BLOCK_H: tl.constexpr,
+):
+    # In int32 the products would overflow past element 2**31.
+    token = tl.program_id(axis=0).to(tl.int64)
+    offs_d = tl.arange(0, HALF)[None, :]  # (1, HALF)
+    # Each sequence begins with the first row of the tables.
+    row = (token % T) * HALF
+    cos = tl.load(cos_ptr + row + offs_d).to(tl.float32)  # (1, HALF)
+    sin = tl.load(sin_ptr + row + offs_d).to(tl.float32)  # (1, HALF)
+    offs_h = tl.arange(0, BLOCK_H)[:, None]  # (BLOCK_H, 1)
+    mask = offs_h < H
+    offs = (token * H + offs_h) * 2 * HALF + offs_d  # (BLOCK_H, HALF)
+    x1 = tl.load(x_ptr + offs, mask=mask).to(tl.float32)
+    x2 = tl.load(x_ptr + HALF + offs, mask=mask).to(tl.float32)
+    tl.store(y_ptr + offs, x1 * cos - x2 * sin, mask=mask)
+    tl.store(y_ptr + HALF + offs, x2 * cos + x1 * sin, mask=mask)
+
+
+def turn_tokens(q, k, cos, sin):
+    """Turn queries and keys, each a (B, H, T, D) view of a (B, T, H, D)."""
+    out = []
+    for x in (q, k):
+        B, H, T, D = x.shape
+        y = torch.empty_like(x)  # with the strides of x
+        BLOCK_H = triton.next_power_of_2(H)
+        args = x, cos, sin, y, T, H
+        token_kernel[(B * T,)](*args, HALF=D // 2, BLOCK_H=BLOCK_H)
+        out.append(y)
+    return out
+
+
+# %%
+# Is it right?
+# ------------
+#
+# A result is two products and a sum. Each rounds once to 24 bits, and so do the
+# numbers of the tables. We allow :math:`10^{-5}`, sixteen roundings near 5.
+
+if __name__ == "__main__":
+    q, k = (heads(2, 19, H, 64, dtype=torch.float32) for H in (5, 2))
+    found = turn_tokens(q, k, *tables(19, 64, torch.float32))
+    wide = [torch.cat([table] * 2, -1) for table in tables(19, 64)]
+    for y, x in zip(found, rope_torch(q, k, *wide), strict=True):
+        print(f"largest error {(y - x).abs().max():.1e}, allowed 1.0e-05")
+        torch.testing.assert_close(y.double(), x, rtol=0, atol=1e-5)
+
+# %%
+# How fast?
+# ---------
+#
+# We time 32 heads of queries and 8 of keys in eight sequences, bfloat16. The
+# roof is a copy of as many bytes. Rates count the bytes of the floor.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for T in (256, 2048, 8192):
+        found = gpu_time(calls(T, Triton=turn_tokens)).items()
+        rates = [f"{who} {rate(times, T):.0f}" for who, times in found]
+        print(f"{T:5} tokens: {', '.join(rates)} GB/s")
+
+# %%
+# Any layout
+# ----------
+#
+# The kernel takes one layout. A model may hand over ``(B, H, T, D)`` in memory,
+# or a slice of a larger projection. A copy would move as many bytes again. So
+# the op's kernel gets the strides of batch, heads and positions. Only the
+# numbers of a head have to lie side by side.
+#
+# Where all heads of one position are no longer neighbours, a program for each
+# token is one choice of many. The op's kernel turns a tile of heads and
+# positions, ``BLOCK_H`` by ``BLOCK_T``:
+#
+# .. code-block:: text
+#
+#     cos, sin   (1, BLOCK_T, BLOCK_D)          BLOCK_D >= D / 2
+#     x1, x2     (BLOCK_H, BLOCK_T, BLOCK_D)
+#
+# Each piece of the tables serves ``BLOCK_H`` heads. The table after the op
+# compares tiles in both layouts.
+
+# %%
+# One launch for queries and keys
+# -------------------------------
+#
+# Keys are often few: models let four or eight heads of queries share one head
+# of keys. A launch for the keys alone has little to do, and the GPU drains
+# before it and after it. So one launch does both. It numbers the groups of
+# heads of ``k`` behind those of ``q``, and a program asks for which tensor it
+# was started:
+#
+# .. code-block:: text
+#
+#     group      0      1      2   ...   7      8      9
+#                q      q      q         q      k      k
+#
+# An ``if`` on a number that all threads share costs little: all of them go the
+# same way.
+
+# %%
+# Which two numbers make a point?
+# -------------------------------
+#
+# There are two answers, and a model works with the one that it was trained
+# with:
 #
 # .. code-block:: text
 #
@@ -59,84 +327,92 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 #      \__________/                      \__/  \__/  \__/  \__/
 #         \__________/       ...
 #
-# ``q`` is ``(B, Hq, T, D)``, ``k`` is ``(B, Hk, T, D)``, often with fewer
-# heads. Sines and cosines are tables, ``(T, D // 2)``. Models on Hugging Face
-# have each twice, side by side, and ours is ``cos[0, :, : D // 2]`` of theirs.
-# Comments count reads and writes, in units of ``q`` and ``k``:
-
-
-def tables(T, D, dtype=torch.float64):
-    theta = 10_000 ** (-2 * torch.arange(D // 2, dtype=torch.float64) / D)
-    angles = torch.outer(torch.arange(T, dtype=torch.float64), theta)
-    return [f(angles).to(DEVICE, dtype) for f in (torch.cos, torch.sin)]
-
-
-def rotate_half(x):
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat([-x2, x1], dim=-1)  # 1/2 + 1/2, then 1 + 1
-
-
-def rope_torch(q, k, cos, sin):  # with double tables
-    q_out = q * cos + rotate_half(q) * sin  # 1 + 1, 1 + 1, and 2 + 1
-    k_out = k * cos + rotate_half(k) * sin
-    return q_out, k_out
-
+# A thread should load 16 bytes at a time. Interleaved, ``x1`` is every other
+# number. Loads of every other number would fetch single elements. So the kernel
+# loads all of a head, and ``tl.split`` parts the pairs in registers. Before the
+# store, ``tl.join`` puts them together again.
 
 # %%
-# 10 in all, and a kernel has to read once and write once: 2. The tables are
-# shared by all heads and sequences. A point in the plane is a complex number, a
-# rotation is a product: that is a reference for both pairings.
-
-
-def rope_complex(x, cos, sin, interleaved):
-    x = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).mT
-    y = torch.view_as_complex(x.contiguous()) * torch.complex(cos, sin)
-    y = torch.view_as_real(y)
-    return (y if interleaved else y.mT).flatten(-2)
-
+# The backward turns back
+# -----------------------
+#
+# The gradient of a rotation is the rotation back, by the negative angle:
+#
+# .. math:: \mathrm{d}x_1 = \mathrm{d}y_1 \cos + \mathrm{d}y_2 \sin, \qquad
+#    \mathrm{d}x_2 = \mathrm{d}y_2 \cos - \mathrm{d}y_1 \sin.
+#
+# Only ``sin`` changes its sign. So with a flag, ``conjugate``, the op is its
+# own backward, and has a second derivative too. Autograd keeps the tables, and
+# neither ``q`` nor ``k``.
 
 # %%
-# The kernel
-# ----------
+# Writing over the arguments
+# --------------------------
 #
-# A program turns ``BLOCK_H`` heads at ``BLOCK_T`` positions. It loads the piece
-# of the tables once, and broadcasting lays it over the heads:
+# An engine that serves a model needs no gradient. It may write the results over
+# ``q`` and ``k``, and save their memory. That is a second op, ``rope_``. It
+# names in ``mutates_args`` what it changes. Such an op can have no backward
+# (``triton_op.py``), so it refuses tensors that require one. It refuses
+# elements that share memory too, because they would be turned twice.
 #
-# .. code-block:: text
+# A compiler looks into a ``triton_op`` and copies what the launch changes.
+# Where ``q`` is a part of a larger tensor, that copy may `read out of bounds
+# <https://github.com/pytorch/pytorch/pull/184050>`_. So ``rope_`` is a
+# ``custom_op``, into which no compiler looks.
+
+# %%
+# The op
+# ------
 #
-#     cos, sin   (1, BLOCK_T, BLOCK_D)
-#     x1, x2     (BLOCK_H, BLOCK_T, BLOCK_D)      BLOCK_D >= D / 2
-#
-# Alone, a head would load as many bytes of tables as of itself. The heads of
-# ``k`` are numbered behind those of ``q``: one launch does both.
-#
-# A thread should move 16 bytes at a time. In halves, ``x1`` and ``x2`` are two
-# loads. Interleaved, ``x1`` is every other element: load all, and ``tl.split``
-# them, which moves nothing between threads, as each has whole pairs. Strides in
-# units of ``UNIT`` tell the compiler what is aligned (``swiglu.py``).
+# Both ops share the kernel. A program turns 512 points of each of four heads.
+# With four warps that is 16 points a thread, four loads of 16 bytes in half
+# precision. ``rope`` is registered in the way of ``what_a_call_costs.py``: on a
+# GPU a call goes straight to the launcher, and ``torch.compile`` looks into the
+# ``triton_op``.
+
+ROPE_NAMESPACE = "triton_gallery"
+ROPE_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+# What a program turns: so many heads, and so many points of each
+ROPE_TILE = 4, 512
 
 
 @triton.jit
-def turn(x_ptrs, out_ptrs, rows, cos, sin, D, BLOCK_D, INTERLEAVED):
+def _rope_turn(
+    x_ptrs,
+    y_ptrs,
+    rows,
+    cos,
+    sin,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Turn a tile of heads; rows is its mask, (BLOCK_H, BLOCK_T, 1)."""
     if INTERLEAVED:
         offs_d = tl.arange(0, 2 * BLOCK_D)[None, None, :]
         mask = rows & (offs_d < D)
-        x = tl.load(x_ptrs + offs_d, mask).to(cos.dtype)
+        x = tl.load(x_ptrs + offs_d, mask=mask).to(cos.dtype)
+        # Each thread has whole pairs, so parting them moves nothing.
         pairs = tl.reshape(x, (x.shape[0], x.shape[1], BLOCK_D, 2))
-        x1, x2 = tl.split(pairs)
+        x1, x2 = tl.split(pairs)  # (BLOCK_H, BLOCK_T, BLOCK_D)
         y = tl.join(x1 * cos - x2 * sin, x2 * cos + x1 * sin)
-        tl.store(out_ptrs + offs_d, tl.reshape(y, x.shape), mask)
+        tl.store(y_ptrs + offs_d, tl.reshape(y, x.shape), mask=mask)
     else:
         offs_d = tl.arange(0, BLOCK_D)[None, None, :]
         mask = rows & (offs_d < D // 2)
-        x1 = tl.load(x_ptrs + offs_d, mask).to(cos.dtype)
-        x2 = tl.load(x_ptrs + D // 2 + offs_d, mask).to(cos.dtype)
-        tl.store(out_ptrs + offs_d, x1 * cos - x2 * sin, mask)
-        tl.store(out_ptrs + D // 2 + offs_d, x2 * cos + x1 * sin, mask)
+        x1 = tl.load(x_ptrs + offs_d, mask=mask).to(cos.dtype)
+        x2 = tl.load(x_ptrs + D // 2 + offs_d, mask=mask).to(cos.dtype)
+        tl.store(y_ptrs + offs_d, x1 * cos - x2 * sin, mask=mask)
+        tl.store(y_ptrs + D // 2 + offs_d, x2 * cos + x1 * sin, mask=mask)
 
 
 @triton.jit
-def rope_kernel(
+def _rope_kernel(
     q_ptr,
     k_ptr,
     cos_ptr,
@@ -144,9 +420,9 @@ def rope_kernel(
     q_out_ptr,
     k_out_ptr,
     T,
-    Hq,
-    Hk,
-    stride_qb,  # strides are in units of UNIT elements
+    HEADS_Q,
+    HEADS_K,
+    stride_qb,
     stride_qh,
     stride_qt,
     stride_kb,
@@ -164,100 +440,125 @@ def rope_kernel(
     INTERLEAVED: tl.constexpr,
     CONJUGATE: tl.constexpr,
     ACC: tl.constexpr,
-    UNIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    groups_q, groups_k = tl.cdiv(Hq, BLOCK_H), tl.cdiv(Hk, BLOCK_H)
-    # In int32 products overflow, in tensors of 2**31 elements.
+    groups_q = tl.cdiv(HEADS_Q, BLOCK_H)
+    groups = groups_q + tl.cdiv(HEADS_K, BLOCK_H)
+    # In int32 the products with strides would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
-    group, pid = pid % (groups_q + groups_k), pid // (groups_q + groups_k)
-    b, tile = pid // tl.cdiv(T, BLOCK_T), pid % tl.cdiv(T, BLOCK_T)
+    # Programs with the same piece of the tables start one after another.
+    group = pid % groups
+    tile = pid // groups % tl.cdiv(T, BLOCK_T)
+    b = pid // groups // tl.cdiv(T, BLOCK_T)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)[None, :, None]
     offs_d = tl.arange(0, BLOCK_D)[None, None, :]
     mask = (t < T) & (offs_d < D // 2)  # (1, BLOCK_T, BLOCK_D)
-    cos = tl.load(cos_ptr + t * stride_cos * UNIT + offs_d, mask).to(ACC)
-    sin = tl.load(sin_ptr + t * stride_sin * UNIT + offs_d, mask).to(ACC)
+    cos = tl.load(cos_ptr + t * stride_cos + offs_d, mask=mask).to(ACC)
+    sin = tl.load(sin_ptr + t * stride_sin + offs_d, mask=mask).to(ACC)
     if CONJUGATE:
         sin = -sin
     h = group * BLOCK_H + tl.arange(0, BLOCK_H)[:, None, None]
+    # All pointers below are (BLOCK_H, BLOCK_T, 1), and so is rows.
     if group < groups_q:
-        x = b * stride_qb + h * stride_qh + t * stride_qt
-        out = b * stride_q_out_b + h * stride_q_out_h + t * stride_q_out_t
-        x_ptrs, out_ptrs = q_ptr + x * UNIT, q_out_ptr + out * UNIT
-        rows = (h < Hq) & (t < T)  # (BLOCK_H, BLOCK_T, 1)
-        turn(x_ptrs, out_ptrs, rows, cos, sin, D, BLOCK_D, INTERLEAVED)
+        rows = (h < HEADS_Q) & (t < T)
+        x_ptrs = q_ptr + b * stride_qb + h * stride_qh + t * stride_qt
+        y_ptrs = q_out_ptr + b * stride_q_out_b
+        y_ptrs = y_ptrs + h * stride_q_out_h + t * stride_q_out_t
+        _rope_turn(x_ptrs, y_ptrs, rows, cos, sin, D, BLOCK_D, INTERLEAVED)
     else:
         h -= groups_q * BLOCK_H
-        x = b * stride_kb + h * stride_kh + t * stride_kt
-        out = b * stride_k_out_b + h * stride_k_out_h + t * stride_k_out_t
-        x_ptrs, out_ptrs = k_ptr + x * UNIT, k_out_ptr + out * UNIT
-        rows = (h < Hk) & (t < T)
-        turn(x_ptrs, out_ptrs, rows, cos, sin, D, BLOCK_D, INTERLEAVED)
+        rows = (h < HEADS_K) & (t < T)
+        x_ptrs = k_ptr + b * stride_kb + h * stride_kh + t * stride_kt
+        y_ptrs = k_out_ptr + b * stride_k_out_b
+        y_ptrs = y_ptrs + h * stride_k_out_h + t * stride_k_out_t
+        _rope_turn(x_ptrs, y_ptrs, rows, cos, sin, D, BLOCK_D, INTERLEAVED)
 
 
-# %%
-# The launcher
-# ------------
-#
-# Attention layers compute ``(B, T, H, D)`` and transpose. So any strides will
-# do, except in the last dimension. A program turns 512 points of each of 4
-# heads, a thread 16: in half precision these are 4 loads of 16 bytes.
-
-ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
-ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
-
-
-def check(q, k, cos, sin):
+def _rope_check(name, q, k, cos, sin):
+    """Raise for what the ops do not take."""
     tensors = q, k, cos, sin
     dtypes = [t.dtype for t in tensors]
+    if q.dtype != k.dtype or any(dtype not in ROPE_ACC for dtype in dtypes):
+        raise TypeError(
+            f"{name} takes q and k of one float dtype, and tables of any, "
+            f"not {dtypes}"
+        )
+    devices = [t.device for t in tensors]
+    if devices.count(q.device) < 4:
+        raise TypeError(f"{name} takes tensors on one device, not {devices}")
     shapes = [tuple(t.shape) for t in tensors]
-    if q.dtype != k.dtype or any(dtype not in ACC for dtype in dtypes):
-        raise TypeError(f"takes one floating dtype and tables, not {dtypes}")
-    (B, _, T, D), Hk = q.shape if q.ndim == 4 else [0] * 4, k.shape[1:2]
-    fit = (B, *Hk, T, D), (T, D // 2), (T, D // 2)
-    if q.ndim != 4 or D % 2 or shapes[1:] != [*fit]:
-        raise ValueError(f"q, k, cos and sin do not fit together: {shapes}")
-    if any(t.device != q.device for t in tensors):
-        raise ValueError("takes tensors on one device")
-
-
-def rows(x):
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def launch(kernel, q, k, cos, sin, q_out, k_out, interleaved, conjugate):
-    (B, Hq, T, D), Hk = q.shape, k.shape[1]
-    if q.numel() + k.numel() == 0:
-        return
-    cos, sin = rows(cos), rows(sin)
-    tensors = q, k, cos, sin, q_out, k_out
-    strides = [n for t in tensors for n in t.stride()[:-1]]
-    UNIT = 16 // q.element_size()
-    UNIT = UNIT if all(n % UNIT == 0 for n in (D // 2, *strides)) else 1
-    BLOCK_D = triton.next_power_of_2(int(D) // 2)
-    BLOCK_H, BLOCK_T = 4, max(1, 512 // BLOCK_D)
-    groups = triton.cdiv(Hq, BLOCK_H) + triton.cdiv(Hk, BLOCK_H)
-    # Triton launches on the current GPU, which may not be that of q.
-    with torch.accelerator.device_index(q.device.index):
-        kernel[(B * triton.cdiv(T, BLOCK_T) * groups,)](
-            *(*tensors, T, Hq, Hk, *(n // UNIT for n in strides)),
-            *(int(D), interleaved, conjugate, ACC[q.dtype], UNIT),
-            *(BLOCK_H, BLOCK_T, BLOCK_D),
+    fit = False
+    if q.ndim == k.ndim == 4 and q.shape[-1] % 2 == 0:
+        B, _, T, D = q.shape
+        table = T, D // 2
+        fit = shapes[1:] == [(B, k.shape[1], T, D), table, table]
+    if not fit:
+        raise ValueError(
+            f"{name} takes q (B, Hq, T, D) and k (B, Hk, T, D), D even, and "
+            f"cos and sin (T, D / 2), not {shapes}"
         )
 
 
-# %%
-# The op with a backward
-# ----------------------
-#
-# The gradient of a rotation is the rotation back: ``sin`` changes its sign.
-# With the flag ``conjugate`` the op is its own backward, and that has one too.
-# Autograd keeps neither ``q`` nor ``k``. Results lie as these do.
+def _rope_rows(x):
+    """Return a tensor whose last dimension lies side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@triton_op("triton_gallery::rope", mutates_args={})
+def _rope_run(
+    kernel,
+    q,
+    k,
+    cos,
+    sin,
+    q_out,
+    k_out,
+    interleaved,
+    conjugate,
+    tile=ROPE_TILE,
+):
+    """Launch for tensors with heads that lie side by side."""
+    B, HEADS_Q, T, D = q.shape
+    HEADS_K, D = k.shape[1], int(D)
+    if q.numel() + k.numel() == 0:
+        return
+    cos, sin = _rope_rows(cos), _rope_rows(sin)
+    tensors = q, k, cos, sin, q_out, k_out
+    strides = [stride for t in tensors for stride in t.stride()[:-1]]
+    BLOCK_H, points = tile
+    BLOCK_D = triton.next_power_of_2(D // 2)
+    BLOCK_T = max(1, points // BLOCK_D)
+    groups = triton.cdiv(HEADS_Q, BLOCK_H) + triton.cdiv(HEADS_K, BLOCK_H)
+    # Triton launches on the current GPU, which may not be that of q.
+    with torch.accelerator.device_index(q.device.index):
+        kernel[(B * triton.cdiv(T, BLOCK_T) * groups,)](
+            *tensors,
+            T,
+            HEADS_Q,
+            HEADS_K,
+            *strides,
+            D=D,
+            INTERLEAVED=interleaved,
+            CONJUGATE=conjugate,
+            ACC=ROPE_ACC[q.dtype],
+            BLOCK_H=BLOCK_H,
+            BLOCK_T=BLOCK_T,
+            BLOCK_D=BLOCK_D,
+        )
+
+
+def _rope_launch(
+    q, k, cos, sin, interleaved=False, conjugate=False, kernel=_rope_kernel
+):
+    _rope_check("rope", q, k, cos, sin)
+    q, k = _rope_rows(q), _rope_rows(k)
+    out = torch.empty_like(q), torch.empty_like(k)
+    _rope_run(kernel, q, k, cos, sin, *out, interleaved, conjugate)
+    return out
+
+
+@triton_op(f"{ROPE_NAMESPACE}::rope", mutates_args={})
 def rope(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -266,55 +567,59 @@ def rope(
     interleaved: bool = False,
     conjugate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q and k, turned by the angles of the tables, or back."""
-    check(q, k, cos, sin)
-    q, k = rows(q), rows(k)
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    tensors = q, k, cos, sin, q_out, k_out
-    launch(wrap_triton(rope_kernel), *tensors, interleaved, conjugate)
-    return q_out, k_out
+    """Return q and k with rotary position embeddings.
+
+    Takes float16, bfloat16, float32 or float64: ``q`` of shape (B, Hq, T, D),
+    ``k`` (B, Hk, T, D) of the same dtype, with an even D, in any layout;
+    ``cos`` and ``sin`` (T, D / 2), of any of these dtypes. The row of the
+    tables is the position. Point i of a head is its numbers i and i + D / 2,
+    or, interleaved, 2 i and 2 i + 1. With ``conjugate`` it turns back.
+
+    The results have the shapes, dtypes and layouts of ``q`` and ``k``, without
+    gaps, and are the same each time. ``q`` and ``k`` have gradients of any
+    order, ``cos`` and ``sin`` have none. Raises TypeError for other dtypes or
+    devices that differ, and ValueError for other shapes, or for tables that
+    require a gradient. From https://arxiv.org/abs/2104.09864.
+    """
+    kernel = wrap_triton(_rope_kernel)
+    return _rope_launch(q, k, cos, sin, interleaved, conjugate, kernel)
 
 
-def save(ctx, inputs, output):
-    *_, cos, sin, ctx.interleaved, ctx.conjugate = inputs
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+ROPE_LIBRARY = Library(ROPE_NAMESPACE, "FRAGMENT")
+ROPE_LIBRARY.impl("rope", _rope_launch, "CUDA")
+
+
+def _rope_setup(ctx, inputs, output):
+    _, _, cos, sin, ctx.interleaved, ctx.conjugate = inputs
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("rope has no gradients for cos and sin")
     ctx.save_for_backward(cos, sin)
 
 
-def backward(ctx, dq, dk):
+def _rope_gradient(ctx, dq, dk):
     flags = ctx.interleaved, not ctx.conjugate
-    return *rope(dq, dk, *ctx.saved_tensors, *flags), *[None] * 4
+    dq, dk = rope(dq, dk, *ctx.saved_tensors, *flags)
+    return dq, dk, None, None, None, None
 
 
-rope.register_autograd(backward, setup_context=save)
-
-# %%
-# The op that writes over its arguments
-# -------------------------------------
-#
-# In place takes no memory, which is for serving. ``mutates_args`` names what
-# changes. The op can have no backward (``triton_op.py``) and refuses tensors
-# that require one, when traced too, by its *fake* function. It refuses elements
-# that share memory: they would be turned more than once.
-#
-# Compilers look into a ``triton_op`` and copy what the launch changes. Where
-# ``q`` is a part of a tensor, that may `read out of bounds
-# <https://github.com/pytorch/pytorch/pull/184050>`_. So it is a ``custom_op``,
-# which has no need for ``wrap_triton``: there it would only launch more slowly.
+rope.register_autograd(_rope_gradient, setup_context=_rope_setup)
 
 
-def check_in_place(q, k, cos, sin, interleaved=False, conjugate=False):
-    check(q, k, cos, sin)
+def _rope_check_in_place(q, k, cos, sin, interleaved=False, conjugate=False):
+    _rope_check("rope_", q, k, cos, sin)
     if any(t.requires_grad for t in (q, k, cos, sin)):
         raise ValueError("rope_ has no backward: use rope")
     for x in (q, k):
-        expanded = any(x.stride(i) == 0 and x.shape[i] > 1 for i in range(4))
-        if expanded or x.stride(-1) != 1:
-            raise ValueError("rope_ takes contiguous heads that lie apart")
+        shared = any(x.stride(i) == 0 and x.shape[i] > 1 for i in range(4))
+        if shared or x.stride(-1) != 1:
+            raise ValueError(
+                "rope_ takes heads whose numbers lie side by side and share no "
+                f"memory, not strides {x.stride()} of {tuple(x.shape)}"
+            )
 
 
-@custom_op("triton_gallery::rope_", mutates_args={"q", "k"})
+@custom_op(f"{ROPE_NAMESPACE}::rope_", mutates_args={"q", "k"})
 def rope_(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -323,76 +628,246 @@ def rope_(
     interleaved: bool = False,
     conjugate: bool = False,
 ) -> None:
-    """Turn q and k in place."""
-    check_in_place(q, k, cos, sin)
-    launch(rope_kernel, q, k, cos, sin, q, k, interleaved, conjugate)
+    """Give q and k rotary position embeddings, in place.
+
+    Takes what ``rope`` takes, where the numbers of a head lie side by side and
+    no two elements share memory. q and k must not overlap: nothing checks that.
+    Raises ValueError for other layouts and for tensors that require a gradient.
+    """
+    _rope_check_in_place(q, k, cos, sin)
+    _rope_run(_rope_kernel, q, k, cos, sin, q, k, interleaved, conjugate)
 
 
-rope_.register_fake(check_in_place)
+@rope_.register_fake
+def _rope_fake_in_place(q, k, cos, sin, interleaved=False, conjugate=False):
+    _rope_check_in_place(q, k, cos, sin)
 
-if __name__ == "__main__":
-    print(torch.ops.triton_gallery.rope_.default._schema)
 
 # %%
-# The check
-# ---------
+# What did each step gain? The table has GB/s with queries and keys in two
+# layouts: heads inside, ``(B, T, H, D)``, and heads outside, ``(B, H, T, D)``.
+# There are 64 sequences with one new token, or 8 with 4096 tokens. The first
+# kernel takes heads inside alone. Then comes the op's kernel with other tiles,
+# in heads and points of each, and with one launch for ``q`` and one for ``k``.
+
+
+def run(q, k, cos, sin, tile=ROPE_TILE):
+    """Launch the op's kernel, with any tile."""
+    out = torch.empty_like(q), torch.empty_like(k)
+    _rope_run(_rope_kernel, q, k, cos, sin, *out, False, False, tile)
+    return out
+
+
+def apart(q, k, cos, sin):
+    """Launch for q, then for k."""
+    q_out, _ = run(q, k[:, :0], cos, sin)
+    _, k_out = run(q[:, :0], k, cos, sin)
+    return q_out, k_out
+
+
+STEPS = {
+    f"tile {tile}": partial(run, tile=tile) for tile in [(1, 2048), (32, 64)]
+}
+STEPS |= {"the op, two launches": apart, "the op": rope}
+
+
+def ladder(inside, B, T, D=128):
+    """Return a call of each step, by name."""
+    q, k = heads(B, T, 32, D), heads(B, T, 8, D)
+    if not inside:
+        q, k = q.contiguous(), k.contiguous()
+    steps = {"first kernel": turn_tokens} | STEPS if inside else STEPS
+    args = q, k, *tables(T, D, q.dtype)
+    return {name: partial(step, *args) for name, step in steps.items()}
+
+
+if __name__ == "__main__":
+    for inside in (True, False):
+        found = ladder(inside, B=2, T=9, D=64)
+        expected = found.pop("the op")()
+        for step in found.values():
+            for one, other in zip(step(), expected, strict=True):
+                torch.testing.assert_close(one, other)
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    table = {}
+    for inside in (True, False):
+        for B, T in ((64, 1), (8, 4096)):
+            found = gpu_time(ladder(inside, B, T)).items()
+            column = f"{'inside' if inside else 'outside'}, {B} x {T}"
+            table[column] = {who: rate(ms, T, B) for who, ms in found}
+    print(pd.DataFrame(table).round().to_string(na_rep="-"))
+
+# %%
+# Proof
+# -----
 #
-# Against the complex product in float64, and its autograd. Two products, each
-# to within :math:`10^{-6}`, may cancel, hence ``atol``; then comes the dtype.
+# A point in the plane is a complex number, and turning it is a product. That is
+# our reference, in float64. We compare values and gradients of every dtype, in
+# both pairings and layouts. The two products of a result may cancel, so we
+# measure the error against the length of the point. We allow :math:`10^{-6}` of
+# it, sixteen roundings to 24 bits, and one rounding to the result's dtype. The
+# op in place has to give the same bits.
 
 
-def inputs(B, Hq, Hk, T, D, dtype=torch.float64):
-    """Return q and k, and their gradients, as attention layers have them."""
-    new = [torch.randn(B, T, H, D, device=DEVICE) for H in (Hq, Hk) * 2]
-    q, k, dq, dk = (x.to(dtype).transpose(1, 2) for x in new)
-    return [q.requires_grad_(), k.requires_grad_()], [dq, dk]
+def rope_complex(x, cos, sin, interleaved=False):
+    """Return x in float64, turned as complex numbers."""
+    x = x.double()
+    x = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).mT
+    turn = torch.complex(cos.double(), sin.double())
+    y = torch.view_as_real(torch.view_as_complex(x.contiguous()) * turn)
+    return (y if interleaved else y.mT).flatten(-2)
 
 
-def compare(dtype, *shape, interleaved):
-    leaves, gradients = inputs(*shape, dtype=dtype)
-    cos, sin = tables(*shape[-2:])
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    exact = [rope_complex(x, cos, sin, interleaved) for x in wide]
+def assert_close(y, x, cos, sin, interleaved=False):
+    """Compare with the reference."""
+    expected = rope_complex(x, cos, sin, interleaved)
+    points = expected.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    length = points.norm(dim=-1 if interleaved else -2, keepdim=True)
+    length = length.expand_as(points).flatten(-2)
+    error = ((y.double() - expected).abs() / length).nan_to_num(0)
+    allowed = 1e-6 + torch.finfo(y.dtype).eps
+    assert (error <= allowed).all()
+
+
+def prove(dtype, interleaved, inside, B=2, T=9, D=80):
+    q, k = heads(B, T, 6, D, dtype), heads(B, T, 2, D, dtype)
+    dq, dk = heads(B, T, 6, D, dtype), heads(B, T, 2, D, dtype)
+    if not inside:
+        q, dk = q.contiguous(), dk.contiguous()
+    cos, sin = tables(T, D)
+    leaves = q.requires_grad_(), k.requires_grad_()
     out = rope(*leaves, cos, sin, interleaved)
-    got = [*out, *torch.autograd.grad(out, leaves, gradients)]
-    gradients = [x.double() for x in gradients]
-    exact += torch.autograd.grad(exact, wide, gradients)
-    rtol = 1e-6 + torch.finfo(dtype).eps
-    for a, b in zip(got, exact, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=rtol, atol=1e-5)
+    grads = torch.autograd.grad(out, leaves, (dq, dk))
+    for y, x in zip(out, leaves, strict=True):
+        assert_close(y.detach(), x.detach(), cos, sin, interleaved)
+    for dx, dy in zip(grads, (dq, dk), strict=True):
+        assert_close(dx, dy, cos, -sin, interleaved)
     in_place = [x.detach().clone() for x in leaves]
     rope_(*in_place, cos, sin, interleaved)
     assert all(torch.equal(a, b) for a, b in zip(in_place, out, strict=True))
 
 
-torch.manual_seed(0)
-compare(torch.bfloat16, 1, 5, 2, 19, 16, interleaved=False)
-compare(torch.float32, 1, 5, 2, 19, 16, interleaved=True)
+if __name__ == "__main__":
+    for dtype in ROPE_ACC:
+        for interleaved in (False, True):
+            for inside in (False, True):
+                prove(dtype, interleaved, inside)
+    q, k = heads(1, 2, 2, 4, torch.float64), heads(1, 2, 1, 4, torch.float64)
+    leaves = q.requires_grad_(), k.requires_grad_(), *tables(2, 4)
+    for interleaved in (False, True):
+        op = partial(rope, interleaved=interleaved)
+        assert torch.autograd.gradcheck(op, leaves)
+        assert torch.autograd.gradgradcheck(op, leaves, fast_mode=True)
+    rope(q[:, :, :0], k[:, :, :0], *tables(0, 4))  # no tokens
+else:  # imported: a glance
+    prove(torch.float32, interleaved=False, inside=True, B=1, T=5, D=16)
+
+# %%
+# What RoPE is for: the product of a query and a key at the same distance is the
+# same at all positions.
 
 if __name__ == "__main__":
-    (q, k), _ = inputs(1, 2, 1, 2, 4)
-    angles = tables(2, 4)
-    for interleaved in (False, True):
-        for dtype in ACC:
-            compare(dtype, 2, 6, 2, 19, 80, interleaved=interleaved)
-        op = partial(rope, interleaved=interleaved)
-        assert torch.autograd.gradcheck(op, (q, k, *angles))
-        assert torch.autograd.gradgradcheck(op, (q, k, *angles), fast_mode=True)
+    q = heads(1, 1, 2, 16, torch.float64).expand(1, 2, 20, 16)
+    turned, _ = rope(q, q[:, :0], *tables(20, 16))
+    scores = turned[0, 0] @ turned[0, 1].T
+    seen = [scores.diagonal(n) for n in range(-19, 20)]
+    spread = max((line.max() - line.min()).item() for line in seen)
+    print(f"products at one distance differ by {spread:.0e} at most")
+    assert spread < 1e-12
+
+# %%
+# An error names what an op does not take:
+
+if __name__ == "__main__":
+    q, (cos, sin) = heads(1, 3, 4, 8), tables(3, 8)
+    for op, bad in (
+        (rope, (q, q.half(), cos, sin)),
+        (rope, (q, q, cos, sin[:2])),
+        (rope_, (q.detach().requires_grad_(), q, cos, sin)),
+        (rope_, (q[:, :1].expand(1, 4, 3, 8), q, cos, sin)),
+    ):
+        try:
+            op(*bad)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# Eight sequences of ``T`` tokens, 32 heads of queries and 8 of keys, of 128
+# numbers each, in bfloat16 and with heads inside. The backward is called
+# through autograd. ``Roof`` is a copy of as many bytes.
+
+SIZES = [256, 1000, 2048, 4096, 8192, 16384]
+
+
+def calls_backward(T, B=8, D=128):
+    q, k, dq, dk = (heads(B, T, H, D) for H in (32, 8, 32, 8))
+    leaves = q.requires_grad_(), k.requires_grad_()
+    cos, sin = tables(T, D, q.dtype)
+    wide = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    torch.compiler.reset()
+    fast = torch.compile(rope_torch, dynamic=False, fullgraph=True)
+    out = {
+        "Triton": rope(*leaves, cos, sin),
+        "PyTorch": rope_torch(*leaves, *wide),
+        "torch.compile": fast(*leaves, *wide),
+    }
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    x = torch.cat([dq.flatten(), dk.flatten()])
+    found = {who: partial(grad, y, leaves, (dq, dk)) for who, y in out.items()}
+    return found | {"Roof": partial(torch.empty_like(x).copy_, x)}
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ours = {"Triton": rope, "Triton, in place": rope_}
+    times = {T: gpu_time(calls(T, **ours)) for T in SIZES}
+    results = rate_table(times, "T", "GB/s", lambda T: rate([1], T))
+    print("forward", results.to_string(), sep="\n")
+    wide = results.pivot(index="T", columns="series", values="GB/s")
+    wide.plot(logx=True, title="forward")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {T: gpu_time(calls_backward(T)) for T in SIZES}
+    results_backward = rate_table(times, "T", "GB/s", lambda T: rate([1], T))
+    print("backward", results_backward.to_string(), sep="\n")
+    wide = results_backward.pivot(index="T", columns="series", values="GB/s")
+    wide.plot(logx=True, title="backward")
+
+# %%
+# This is what a call costs the CPU, in microseconds:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for one in (results, results_backward):
+        cost = one[one["T"] == 4096].set_index("series")["CPU us"]
+        print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# The kernel moves the floor's bytes and the tables. Where our line touches the
+# roof, it waits for nothing else. With few tokens there is little to move, and
+# a copy does not reach its rate either. In place, the op moves as many bytes
+# as the other: it saves memory, not traffic.
 
 # %%
 # Break it: an op that does not say so
 # ------------------------------------
 #
-# By the declaration autograd counts changes, and stops when a tensor that it
-# kept has one. Compilers order reads and writes by it, ``opcheck`` tests it.
-# Declare nothing, and turn what the exponential kept for its backward:
+# PyTorch counts the changes of a tensor by the declaration of ops. When a
+# tensor that autograd kept was changed, the backward stops with an error.
+# ``exp`` keeps its result. Change that by ``rope_``, and by an op that declares
+# nothing:
 
 
 @custom_op("triton_gallery::rope_undeclared", mutates_args=())
 def rope_undeclared(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> None:
-    launch(rope_kernel, q, k, cos, sin, q, k, False, False)
+    _rope_run(_rope_kernel, q, k, cos, sin, q, k, False, False)
 
 
 if __name__ == "__main__":
@@ -407,144 +882,34 @@ if __name__ == "__main__":
             print(op._name, str(error).partition(":")[0])
 
 # %%
-# The gradient should be 1 everywhere. In code that is not an op,
-# ``torch.autograd.graph.increment_version`` tells autograd of a change.
-#
-# In place under a compiler
-# -------------------------
-#
-# ``torch.compile`` first makes a graph in which nothing changes: the op becomes
-# one that returns turned copies. Where nobody reads the old values later, the
-# copies are taken away again. Bytes at the peak, in units of ``x``:
-
-
-def turn_parts(x, cos, sin):
-    x = x + 1
-    rope_(x[:, :32], x[:, 32:], cos, sin)
-    return x
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    x = torch.randn(8, 40, 1024, 128, device=DEVICE).bfloat16()
-    for kind, compiler in (("eager", lambda f: f), ("compiled", torch.compile)):
-        call = partial(compiler(turn_parts), x, *tables(1024, 128, x.dtype))
-        call()
-        torch.cuda.reset_peak_memory_stats()
-        peak = -torch.cuda.memory_allocated()
-        call()
-        print(kind, (peak + torch.cuda.max_memory_allocated()) / x.nbytes)
+# The gradient should be 1 everywhere. The second op gets it wrong, and says
+# nothing. Compilers order reads and writes by the same declaration, and
+# ``torch.library.opcheck`` tests it.
 
 # %%
-# The benchmark
-# -------------
-#
-# Eight sequences of ``T`` tokens, 32 heads of queries and 8 of keys with 128
-# dimensions, bfloat16, transposed. GB/s count ``q``, ``k``, their results and
-# the tables once. ``Roof`` is a copy of as many bytes. Backwards run through
-# autograd. The ratios are those of the longest ``T``.
-
-SIZES = [256, 1000, 4096, 8192, 16384]
-NAMES = ["Triton", "Triton, in place", "PyTorch", "torch.compile", "Roof"]
-
-
-def bench(call, *tensors):
-    times = triton.testing.do_bench(call, quantiles=[0.5, 0.8, 0.2])
-    moved = sum(2 * x.nbytes for x in tensors)
-    return [1e-6 * moved / t for t in times]
-
-
-@triton.testing.perf_report(
-    [
-        triton.testing.Benchmark(
-            *(["T"], SIZES, "provider", names, names, name),
-            args={"gradient": gradient},
-            ylabel="GB/s",
-            x_log=True,
-        )
-        for name, names, gradient in (
-            ("rope", NAMES, False),
-            ("rope_backward", [NAMES[0], *NAMES[2:]], True),
-        )
-    ]
-)
-def benchmark(T, provider, gradient):
-    leaves, gradients = inputs(8, 32, 8, T, 128, dtype=torch.bfloat16)
-    angles = tables(T, 128, torch.bfloat16)
-    double = [torch.cat([t, t], -1) for t in angles]
-    torch.compiler.reset()  # the ninth shape would raise an error
-    fast = torch.compile(rope_torch, fullgraph=True, dynamic=False)
-    op = [rope, rope_, rope_torch, fast, None][NAMES.index(provider)]
-    arguments = angles if provider in NAMES[:2] else double
-    if provider == "Roof":
-        x = torch.cat([x.flatten() for x in (*gradients, angles[0])])
-        call = partial(torch.empty_like(x).copy_, x)
-    elif gradient:
-        graph = op(*leaves, *arguments), leaves, gradients
-        call = partial(torch.autograd.grad, *graph, retain_graph=True)
-    else:
-        call = partial(op, *(x.detach() for x in leaves), *arguments)
-    return bench(call, *leaves, angles[0])
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    results, results_backward = benchmark.run(True, True, return_df=True)
-    for table in (results, results_backward):
-        row = table.set_index("T").iloc[-1].rename(lambda x: x.split(" (")[0])
-        peer, roof = max(row["PyTorch"], row["torch.compile"]), row["Roof"]
-        ratios = {"to the best peer": row / peer, "to the roof": row / roof}
-        print(pd.DataFrame(ratios).filter(like="Triton", axis=0).round(3))
-
-# %%
-# In place on parts of one tensor, ``T = 8192``, in either order of heads and
-# tokens, in halves and interleaved; last the formula and a copy, compiled:
-
-
-@partial(torch.compile, dynamic=False)
-def write_over(q, k, cos, sin):
-    for x, y in zip((q, k), rope_torch(q, k, cos, sin), strict=True):
-        x.copy_(y)
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    x = torch.randn(8, 40, 8192, 128, device=DEVICE).bfloat16()
-    angles = tables(8192, 128, x.dtype)
-    double = [torch.cat([t, t], -1) for t in angles]
-    for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
-        apart = x.permute(order).contiguous().permute(order)
-        parts = apart.split([32, 8], dim=1)
-        calls = [partial(rope_, *parts, *angles, pairing) for pairing in (0, 1)]
-        calls.append(partial(write_over, *parts, *double))
-        print(order, *(round(bench(call, x, angles[0])[0]) for call in calls))
-
-# %%
-# Reading the result
-# ------------------
-#
-# From 8192 tokens on memory bounds it, and ``torch.compile`` too, but forward
-# only. Backward, it makes contiguous gradients of transposed ones. In place,
-# results go to new memory, then into a new ``x``. PyTorch is slower than its
-# bytes explain: its kernels load single elements of transposed tensors.
-#
-# With few tokens the GPU waits for Python; ``torch.compile`` needs least.
-#
 # Go further
 # ----------
 #
-# 1. Some models turn the first 32 dimensions only. Which op is good for that?
+# 1. Some models turn the first 32 numbers of a head only. Which op is good for
+#    that?
 # 2. Packed sequences begin anywhere. What has to change in the kernel?
 # 3. How many of the positions 0 to 4095 are left in bfloat16?
 #
-# Next is ``dropout.py``. To read on: `the paper
-# <https://arxiv.org/abs/2104.09864>`_.
+# To read on:
+#
+# * ``kv_cache_write.py`` turns the keys while it writes them to a cache.
+# * The paper: https://arxiv.org/abs/2104.09864
 
 # %%
 # Answers
 # -------
 #
 # **1.** ``rope_(q[..., :32], k[..., :32], cos, sin)``, with tables of 16
-# columns. After the functional op somebody would have to concatenate.
+# columns. After ``rope`` somebody would have to concatenate.
 #
-# **2.** It loads each token's position, and ``t * stride_cos`` uses that.
+# **2.** It loads each token's position, and takes that row of the tables
+# instead of row ``t``.
 #
 # **3.** 769. With 8 bits for a number all are there up to 256, then every
-# second one, from 512 every fourth. So compute tables in float32 at least.
+# second one, from 512 on every fourth. So compute the angles in float32 at
+# least.

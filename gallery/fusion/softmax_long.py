@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Take the softmax of rows too long for registers: maximum and sum in one
+# pass, then a second pass that a cache can serve."""
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
@@ -989,7 +992,8 @@ if __name__ == "__main__":
 # 2. One multiprocessor reads a single row of 128256. How could many share it?
 #
 # To read on: the online softmax's `paper
-# <https://arxiv.org/abs/1805.02867>`_, and ``cross_entropy.py``.
+# <https://arxiv.org/abs/1805.02867>`_, ``cross_entropy.py``, and
+# ``few_long_rows.py``, which spreads a row over many programs.
 
 # %%
 # Answers

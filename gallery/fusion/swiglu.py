@@ -1,6 +1,14 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Multiply one projection by the SiLU of another: there is little to compute,
+# so what counts is how often memory is read."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
 # ///
 r"""
 SwiGLU
@@ -8,33 +16,34 @@ SwiGLU
 
 The feed-forward layer of most language models multiplies one projection by the
 SiLU of another. No element needs its neighbours, so there is nothing clever to
-compute: this page is about how often memory is read and written.
+compute. What counts is how often memory is read and written.
 
-After it you can
+After this page you can
 
 * count what any PyTorch function moves, forward and backward;
 * recompute in a backward what others keep for it;
 * read two halves of a projection in place, and write both gradients into one;
-* say what one odd element costs.
+* load 16 bytes at a time, though one odd element is left over.
 """
 
 # sphinx_gallery_tags = ["fusion", "elementwise", "autograd", "memory bound"]
+import math
 import os
-import re
+import time
 from functools import partial
 
 import pandas as pd
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.library import Library, triton_op, wrap_triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
-from torch.autograd.graph import saved_tensors_hooks
-from torch.library import triton_op, wrap_triton
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
@@ -42,17 +51,70 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
 # %%
-# The problem in tensors
-# ----------------------
+# In PyTorch
+# ----------
 #
-# .. math:: \text{out} = \text{silu}(\text{gate}) \cdot \text{up},
-#    \qquad \text{silu}(x) = x\,\sigma(x) = \frac{x}{1 + e^{-x}}
+# SwiGLU takes two tensors of one shape:
 #
-# All tensors have one size here, so the unit of traffic is *a tensor*, read or
-# written once. A *dispatch mode* sees the arguments and results of every
-# operator that PyTorch runs, autograd's too, and so can count. (Views move
-# nothing.) A hook sees what is kept for the backward.
+# .. math:: \mathrm{out} = \mathrm{silu}(\mathrm{gate}) \cdot \mathrm{up},
+#    \qquad \mathrm{silu}(x) = x\,\sigma(x) = \frac{x}{1 + e^{-x}}
+#
+# All tensors have one size here. So we count traffic in *tensors*: one tensor
+# is that size, read or written once. A *dispatch mode* sees the arguments and
+# results of every operator that PyTorch runs, those of the backward too. Views
+# move nothing. A hook sees what is kept for the backward.
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
 def swiglu_torch(gate, up):
@@ -62,11 +124,11 @@ def swiglu_torch(gate, up):
 class Traffic(TorchDispatchMode):
     moved = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view and "empty" not in str(func):
-            tensors = {id(t): t for t in tree_leaves((args, out))}.values()
-            tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        if not operator.is_view and "empty" not in str(operator):
+            found = {id(t): t for t in tree_leaves((args, out))}.values()
+            tensors = [t for t in found if isinstance(t, torch.Tensor)]
             self.moved += sum(t.numel() for t in tensors)
         return out
 
@@ -84,306 +146,202 @@ def count(function, *inputs):
     return [n / size for n in (forward.moved, backward.moved, kept)]
 
 
-def normal(*shape, dtype=torch.bfloat16):
-    return torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True)
+def random(*shape, dtype=torch.bfloat16):
+    x = torch.randn(shape, generator=generator, device=DEVICE)
+    return x.to(dtype).requires_grad_()
 
 
 if __name__ == "__main__":
-    moved = count(swiglu_torch, normal(7, 15), normal(7, 15))
+    moved = count(swiglu_torch, random(7, 15), random(7, 15))
     print("tensors forward, backward, kept:", *moved)
-    assert moved == [5, 9, 3]
+    print("floor: 3 forward, 5 backward")
 
 # %%
-# A kernel that leaves the rest in registers reads two tensors and writes one,
-# 3 instead of 5. With :math:`g` for the incoming gradient, and :math:`\sigma`
-# for :math:`\sigma(\text{gate})`, the backward is
+# The *floor* has two reads and one write forward. Backward it has three reads
+# and two writes. A dozen operations for these bytes are little for a GPU. So we
+# expect that the tensors decide the time.
+
+# %%
+# The first kernel
+# ----------------
 #
-# .. math:: d_\text{gate} = g \cdot \text{up} \cdot
-#    \sigma\,(1 + \text{gate}\,(1 - \sigma)),
-#    \qquad d_\text{up} = g \cdot \text{gate} \cdot \sigma,
-#
-# three reads and two writes, 5 instead of 9. A dozen operations for ten bytes:
-# tensors should decide the time, and 5/3 and 9/5 be all that there is to gain.
-#
-# The kernels
-# -----------
-#
-# ``layer_norm.py`` had rows to reduce. Here a row matters only because the next
-# may lie elsewhere: gate and up are often halves of *one* matrix. So a program
-# takes a tile, and each tensor brings its row stride.
+# The shape does not matter if both tensors are contiguous. They are one long
+# row of ``N`` elements each. A program takes a block of it. The last block goes
+# beyond the end, so it has a mask:
 #
 # .. code-block:: text
 #
-#     stride_gate = stride_up = 2 * N           stride_out = N
-#     +--------- gate ---------+---------- up ----------+
-#     |       BLOCK_N          |       BLOCK_N          |      BLOCK_N
-#     |      [       ] BLOCK_M |      [       ]         | ->  [       ]
-#     +------------------------+------------------------+
-#
-# A thread moves 16 bytes at once if the compiler can prove that they are
-# aligned and on one side of the mask. Triton tells it which integers 16
-# divides, but 8 would do for bfloat16. So sizes and strides come in units of 8
-# elements where they can, and are multiplied out here:
+#     program        0            1            2
+#     gate, up   [ BLOCK ]    [ BLOCK ]    [ BLO|  ]
+#     mask       1 1 1 1 1    1 1 1 1 1    1 1 1 0 0
 
 
 @triton.jit
-def tile(M, N, UNIT, BLOCK_M, BLOCK_N):
-    pid, tiles_n = tl.program_id(axis=0), tl.cdiv(N, BLOCK_N // UNIT)
-    # In int32 products overflow, in tensors of 2**31 elements.
-    pid_m, pid_n = (pid // tiles_n).to(tl.int64), (pid % tiles_n).to(tl.int64)
-    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
-    mask = (offs_m < M) & (offs_n < tl.cast(N, tl.int64) * UNIT)
-    return offs_m * UNIT, offs_n, mask
+def flat_kernel(gate_ptr, up_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    # In int32 the product would overflow past element 2**31.
+    start = tl.program_id(axis=0).to(tl.int64) * BLOCK
+    offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < N
+    # In half precision each step would round.
+    gate = tl.load(gate_ptr + offs, mask=mask).to(tl.float32)  # (BLOCK,)
+    up = tl.load(up_ptr + offs, mask=mask).to(tl.float32)  # (BLOCK,)
+    tl.store(out_ptr + offs, gate * tl.sigmoid(gate) * up, mask=mask)
 
 
-@triton.jit
-def swiglu_kernel(
-    gate_ptr,
-    up_ptr,
-    out_ptr,
-    M,
-    N,  # like the strides, in units of UNIT elements
-    stride_gate,
-    stride_up,
-    stride_out,
-    ACC: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    offs_m, offs_n, mask = tile(M, N, UNIT, BLOCK_M, BLOCK_N)
-    gate = tl.load(gate_ptr + offs_m * stride_gate + offs_n, mask).to(ACC)
-    up = tl.load(up_ptr + offs_m * stride_up + offs_n, mask).to(ACC)
-    out = gate * tl.sigmoid(gate) * up  # (BLOCK_M, BLOCK_N)
-    tl.store(out_ptr + offs_m * stride_out + offs_n, out, mask)
-
-
-@triton.jit
-def swiglu_backward_kernel(
-    grad_ptr,
-    gate_ptr,
-    up_ptr,
-    d_ptr,  # to dgate; dup is some way on
-    M,
-    N,  # like the strides, in units of UNIT elements
-    stride_grad,
-    stride_gate,
-    stride_up,
-    stride_d,
-    offset_dup,
-    ACC: tl.constexpr,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    offs_m, offs_n, mask = tile(M, N, UNIT, BLOCK_M, BLOCK_N)
-    grad = tl.load(grad_ptr + offs_m * stride_grad + offs_n, mask).to(ACC)
-    gate = tl.load(gate_ptr + offs_m * stride_gate + offs_n, mask).to(ACC)
-    up = tl.load(up_ptr + offs_m * stride_up + offs_n, mask).to(ACC)
-    s = tl.sigmoid(gate)  # recomputed: an exponential, and no byte
-    dgate = grad * up * s * (1 + gate * (1 - s))  # (BLOCK_M, BLOCK_N)
-    dgate_ptrs = d_ptr + offs_m * stride_d + offs_n
-    tl.store(dgate_ptrs, dgate, mask)
-    dup_ptrs = dgate_ptrs + tl.cast(offset_dup, tl.int64) * UNIT
-    tl.store(dup_ptrs, grad * gate * s, mask)
+def swiglu_flat(gate, up, block=1024, num_warps=4):
+    """Return SwiGLU of two contiguous tensors."""
+    out = torch.empty_like(gate)
+    N = out.numel()
+    grid = (triton.cdiv(N, block),)
+    args = gate, up, out, N
+    flat_kernel[grid](*args, BLOCK=block, num_warps=num_warps)
+    return out
 
 
 # %%
-# The launcher
+# Is it right?
 # ------------
 #
-# ``rows`` makes a matrix of any tensor, and copies only what has no contiguous
-# rows. Where everything is contiguous, row ends mean nothing, and the matrix
-# becomes one long row. Short rows that lie apart share a tile.
-
-ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
-ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
-empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
-
-
-def rows(x):
-    x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
-def launch(kernel, inputs, out, *offset, block=1024, num_warps=4, unit=8):
-    if inputs[0].numel() == 0:
-        return None
-    inputs = [rows(x) for x in inputs]
-    (M, N), length = inputs[0].shape, rows(out).shape[1]
-    strides = [*(x.stride(0) for x in inputs), length]
-    if length == N and all(x.is_contiguous() for x in inputs):
-        M, N = 1, M * N
-    if M == 1:
-        strides = [0] * len(strides)
-    sizes = N, *strides, *offset
-    UNIT = unit if all(n % unit == 0 for n in sizes) else 1
-    BLOCK_N = next((2**k for k in range(10) if 2**k >= N), block)
-    BLOCK_M = block // BLOCK_N
-    # Triton launches on the current GPU, which may not be that of the tensors.
-    with torch.accelerator.device_index(out.device.index):
-        return kernel[(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N),)](
-            *(*inputs, out, M, *(n // UNIT for n in sizes)),
-            *(ACC[out.dtype], UNIT, BLOCK_M, BLOCK_N),
-            num_warps=num_warps,
-        )
-
-
-# %%
-# The ops
-# -------
-#
-# ``triton_op.py`` explains how a kernel becomes an op. ``swiglu(gate, up)``, of
-# one shape and dtype, has two gradients. ``swiglu_packed(x)`` takes the whole
-# projection, gate in front, and has one. Either backward fills one buffer, and
-# hands it on whole: of a view that a kernel writes to, Inductor makes a copy.
-
-
-def check(*tensors):
-    kinds = [(t.dtype, tuple(t.shape), t.device) for t in tensors]
-    if tensors[0].dtype not in ACC:
-        raise TypeError(f"takes floating dtypes, not {tensors[0].dtype}")
-    if any(kind != kinds[0] for kind in kinds):
-        raise ValueError(f"takes one dtype, shape and device, not {kinds}")
-
-
-def halves(x):
-    if x.ndim == 0 or x.shape[-1] % 2:
-        raise ValueError(f"takes an even last dimension, not {tuple(x.shape)}")
-    return x.tensor_split(2, dim=-1)
-
-
-@triton_op("triton_gallery::swiglu", mutates_args={})
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    check(gate, up)
-    out = empty(gate)
-    launch(wrap_triton(swiglu_kernel), (gate, up), out)
-    return out
-
-
-@triton_op("triton_gallery::swiglu_backward", mutates_args={})
-def swiglu_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> torch.Tensor:
-    check(grad, gate, up)
-    d = gate.new_empty(2, *gate.shape)  # dgate and dup
-    inputs = grad, gate, up
-    launch(wrap_triton(swiglu_backward_kernel), inputs, d, gate.numel())
-    return d
-
-
-@triton_op("triton_gallery::swiglu_packed", mutates_args={})
-def swiglu_packed(x: torch.Tensor) -> torch.Tensor:
-    gate, up = halves(x)
-    check(gate)
-    out = empty(gate)
-    launch(wrap_triton(swiglu_kernel), (gate, up), out)
-    return out
-
-
-@triton_op("triton_gallery::swiglu_packed_backward", mutates_args={})
-def swiglu_packed_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    inputs, dx = (grad, *halves(x)), empty(x)
-    check(*inputs)
-    launch(wrap_triton(swiglu_backward_kernel), inputs, dx, x.shape[-1] // 2)
-    return dx
-
-
-def save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def backward(ctx, grad):
-    return swiglu_backward(grad, *ctx.saved_tensors).unbind()
-
-
-def backward_packed(ctx, grad):
-    return swiglu_packed_backward(grad, *ctx.saved_tensors)
-
-
-swiglu.register_autograd(backward, setup_context=save)
-swiglu_packed.register_autograd(backward_packed, setup_context=save)
-
-# %%
-# The check
-# ---------
-#
-# Against float64 autograd. All is computed to within :math:`10^{-5}`, rounded
-# once. (``atol`` is for derivatives near 0, where terms cancel.) In float64,
-# ``gradcheck`` compares with differences of the forward.
-
-
-def split(op, x):
-    return op(*x.chunk(2, dim=-1))
-
-
-def passes(op, grad, *inputs):
-    """Return the forward and the backward, as calls."""
-    out, leaves = op(*inputs), [x.detach() for x in inputs]
-    backward = partial(torch.autograd.grad, out, inputs, grad)
-    return partial(op, *leaves), partial(backward, retain_graph=True)
-
-
-def compare(dtype, *shape):
-    gate, up = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
-    x, split_torch = torch.cat([gate, up], -1), partial(split, swiglu_torch)
-    for op, reference, *inputs in (
-        (swiglu, swiglu_torch, gate, up),
-        (partial(split, swiglu), split_torch, x),
-        (swiglu_packed, split_torch, x),
-    ):
-        tensors = torch.randn_like(gate), *inputs
-        wide = [t.detach().double().requires_grad_() for t in tensors]
-        both = passes(op, *tensors), passes(reference, *wide)
-        got, exact = ([forward(), *gradient()] for forward, gradient in both)
-        rtol = 1e-5 + torch.finfo(dtype).eps
-        for a, b in zip(got, exact, strict=True):
-            torch.testing.assert_close(a.double(), b, rtol=rtol, atol=1e-5)
-
-
-torch.manual_seed(0)
-compare(torch.bfloat16, 2, 3, 40)
+# We compare with float64. The exponent, the sum, the quotient and two products
+# round once each, and the exponential is good to about two roundings. Where
+# the argument of the exponential is large, its own rounding counts more often:
+# five times for a gate of 5. We allow :math:`10^{-6}`, sixteen roundings.
 
 if __name__ == "__main__":
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        for shape in ((3, 0), (31, 65), (40, 16), (2, 2, 1100)):
-            compare(dtype, *shape)
-    x, y, z = (normal(2, n, dtype=torch.float64) for n in (3, 3, 6))
-    assert torch.autograd.gradcheck(swiglu, (x, y))
-    assert torch.autograd.gradcheck(swiglu_packed, z)
+    gate, up = random(3, 1000, dtype=torch.float32), random(3, 1000).float()
+    out, rtol = swiglu_flat(gate, up).double(), 1e-6
+    expected = swiglu_torch(gate.double(), up.double())
+    error = ((out - expected) / expected).abs().max().item()
+    print(f"largest relative error {error:.1e}, allowed {rtol:.1e}")
+    torch.testing.assert_close(out, expected, rtol=rtol, atol=0)
+
+# %%
+# How fast?
+# ---------
+#
+# We time three numbers of tokens in bfloat16, with the hidden size of an 8B
+# model. The roof is an addition: it has two reads and a write as well. The rate
+# counts the floor's three tensors.
+
+
+def contestants(ours, eager):
+    """Return what is measured, by name."""
+    torch.compiler.reset()  # past eight sizes it would raise
+    fast = torch.compile(eager, dynamic=False, fullgraph=True)
+    return {"Triton": ours, "PyTorch": eager, "torch.compile": fast}
+
+
+def calls(M, N=14336, ours=swiglu_flat):
+    gate, up = random(M, N).detach(), random(M, N).detach()
+    ops = contestants(ours, swiglu_torch).items()
+    found = {name: partial(op, gate, up) for name, op in ops}
+    return found | {"Roof": partial(torch.add, gate, up, out=gate.clone())}
+
+
+def rate(found, size, tensors=3):
+    """Return GB/s for so many tensors of so many elements in 16 bits."""
+    return 2e-6 * tensors * size / found[0]
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for M in (1, 512, 8192):
+        found = gpu_time(calls(M)).items()
+        rates = [f"{who} {rate(times, M * 14336):.0f}" for who, times in found]
+        print(f"{M:4} tokens: {', '.join(rates)} GB/s")
+
+# %%
+# How many elements a program?
+# ----------------------------
+#
+# A thread has eight elements in a block of 1024 with four warps. That is 16
+# bytes in bfloat16, the most that a thread can load at once. Smaller blocks
+# spread few tokens over more multiprocessors. Larger blocks need fewer
+# programs. GB/s by the number of tokens:
+
+BLOCKS = [(256, 1), (512, 2), (512, 4), (1024, 4), (2048, 4)]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    table = {}
+    for M in (1, 16, 128, 1024, 8192):
+        gate, up = random(M, 14336).detach(), random(M, 14336).detach()
+        tried = {
+            f"block {block}, {warps} warps": partial(
+                swiglu_flat, gate, up, block, warps
+            )
+            for block, warps in BLOCKS
+        }
+        found = gpu_time(tried, turns=20).items()
+        table[M] = {who: rate(times, gate.numel()) for who, times in found}
+    print(pd.DataFrame(table).round().to_string())
+
+# %%
+# With four warps, the op has 512 elements a program for tensors of up to a
+# million, and 1024 for larger ones.
 
 # %%
 # Two halves of one projection
 # ----------------------------
 #
-# Five ways from a projection to the output: PyTorch's operators; our op on
-# copies of the halves, on slices, on chunks; the packed op. The gradients of
-# halves have to become one tensor: autograd concatenates those of chunks, and
-# pads and adds up those of slices. The packed op writes it at once.
-
-WAYS = {
-    "PyTorch": partial(split, swiglu_torch),
-    "copies": lambda x: swiglu(*(half + 0 for half in x.chunk(2, -1))),
-    "slices": lambda x: swiglu(*halves(x)),
-    "chunks": partial(split, swiglu),
-    "packed": swiglu_packed,
-}
-if __name__ == "__main__":
-    moved = [count(way, normal(7, 30)) for way in WAYS.values()]
-    traffic = pd.DataFrame(moved, WAYS, ["forward", "backward", "kept"])
-    assert moved[-1] == [3, 5, 2]
-    print(traffic)
+# Most models compute gate and up by one matrix product. They are the halves of
+# its rows. To copy them first would move four more tensors. So the op's kernel
+# gets the distance between rows, of each tensor its own:
+#
+# .. code-block:: text
+#
+#     stride_gm = stride_um = 2 * N                stride_om = N
+#     +--------- gate ---------+---------- up ----------+
+#     |       BLOCK_N          |       BLOCK_N          |      BLOCK_N
+#     |      [       ] BLOCK_M |      [       ]         | ->  [       ]
+#     +------------------------+------------------------+
+#
+# Short rows share a program, ``BLOCK_M`` of them. Where a quarter of the tiles
+# or more is masked, as in rows of 1100, a program takes twice as many elements.
+# Where all tensors are contiguous, they are still one long row.
+#
+# The gradients of two halves have to become one tensor again. Autograd does
+# that after our backward: it concatenates the gradients of chunks. It pads the
+# gradients of slices and adds them up. So there is a second op,
+# ``swiglu_packed``. It takes the whole projection, and writes its gradient at
+# once. The table after the op counts what each of these ways moves.
 
 # %%
-# Recompute or keep
-# -----------------
+# One odd element
+# ---------------
 #
-# The backward needs :math:`\sigma`, which the forward had in registers. Why not
-# keep it, as PyTorch keeps ``silu(gate)``? Because a tensor is kept in memory:
-# written by the forward, read by the backward, 4 and 6 instead of 3 and 5, and
-# rounded on the way. What it follows from is read anyway. To test that, have
-# ``torch.compile`` write kernels that keep it. GB/s are of the traffic counted:
+# A thread loads 16 bytes at once if the compiler can prove two things: that
+# the address is a multiple of 16 bytes, and that all these elements are on one
+# side of the mask. It knows of an argument only whether 16 divides it. So one
+# element too many at the end makes every load of the first kernel narrow. And
+# halves of 3000 begin at a multiple of eight elements, 16 bytes, but the
+# compiler does not learn of the eight.
+#
+# There is a cure for each:
+#
+# * A program whose tile is full takes a branch without a mask.
+# * Let ``VEC`` divide ``N`` and all strides, and be eight at most in bfloat16.
+#   Then ``N // VEC * VEC`` is ``N`` again, and the compiler knows that ``VEC``
+#   divides it.
+#
+# The table after the op shows what both come to. Rows of an odd length that lie
+# apart have no cure here, because every other row begins at an odd address.
+# (``unaligned_rows.py`` looks into that.)
+
+# %%
+# The backward recomputes
+# -----------------------
+#
+# Let :math:`g` be the gradient that comes in, and :math:`\sigma` stand for
+# :math:`\sigma(\mathrm{gate})`:
+#
+# .. math:: \mathrm{d}_\mathrm{gate} = g \cdot \mathrm{up} \cdot
+#    \sigma\,(1 + \mathrm{gate}\,(1 - \sigma)),
+#    \qquad \mathrm{d}_\mathrm{up} = g \cdot \mathrm{gate} \cdot \sigma.
+#
+# The forward had :math:`\sigma` in registers. To keep it, the forward would
+# write one more tensor and the backward would read it: 4 and 6 tensors instead
+# of 3 and 5. It would be rounded on the way, too. ``gate`` is read anyway. So
+# the backward computes :math:`\sigma` again. To test that, the table after the
+# op has ``torch.compile`` of these two functions, which keep it:
 
 
 def keep(gate, up):
@@ -395,156 +353,632 @@ def keep_backward(grad, gate, up, s):
     return grad * up * s * (1 + gate * (1 - s)), grad * gate * s
 
 
-def bench(call, tensors, size):
-    """Return GB/s for bfloat16: the median, then the worst and best 20 %."""
-    times = triton.testing.do_bench(call, quantiles=[0.5, 0.8, 0.2])
-    return [2e-6 * tensors * size / t for t in times]
+# %%
+# The op
+# ------
+#
+# There are two ops. ``swiglu(gate, up)`` has two gradients, and
+# ``swiglu_packed(x)`` has one. Each backward fills one buffer and returns it
+# whole. If a kernel wrote into views of it, ``torch.compile`` would copy them.
+
+SWIGLU_NAMESPACE = "triton_gallery"
+SWIGLU_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+SWIGLU_TILE = 1024  # elements of a program
+SWIGLU_FEW = 2**20  # elements of a tensor: up to there, a program has half
 
 
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    M, N = 8192, 14336
-    grad, x = normal(M, N).detach(), normal(M, 2 * N)
-    gate, up = x.detach().view(2, M, N)
-    keeping = torch.compile(keep)
-    inputs = grad, gate, up, keeping(gate, up)[1]
-    calls = {"kept, forward": (4, partial(keeping, gate, up))}
-    calls["kept, backward"] = 6, partial(torch.compile(keep_backward), *inputs)
-    for name, way in WAYS.items():
-        for kind, call in zip(traffic, passes(way, grad, x), strict=False):
-            calls[f"{name}, {kind}"] = traffic.loc[name, kind], call
-    table = []
-    for name, (tensors, call) in calls.items():
-        rate = bench(call, tensors, M * N)[0]
-        table.append([name, tensors, 2e-6 * tensors * M * N / rate, rate])
-    table = pd.DataFrame(table, columns=["", "tensors", "ms", "GB/s"])
-    print(table.sort_values("tensors").round(2).to_string(index=False))
+@triton.jit
+def _swiglu_tile(
+    M,
+    N,
+    tiles_n,
+    FLAT: tl.constexpr,  # one long row
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return a tile's rows and columns, and whether all of it is inside."""
+    # In int32 products of these would overflow past element 2**31.
+    pid_m = tl.cast(0, tl.int64)
+    pid_n = tl.program_id(axis=0).to(tl.int64)
+    if not FLAT:
+        pid = tl.program_id(axis=0)
+        pid_m = (pid // tiles_n).to(tl.int64)
+        pid_n = (pid % tiles_n).to(tl.int64)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    full_m = (pid_m + 1) * BLOCK_M <= M
+    full_n = (pid_n + 1) * BLOCK_N <= N
+    return offs_m, offs_n, full_m & full_n
+
+
+@triton.jit
+def _swiglu_forward(gate_ptrs, up_ptrs, out_ptrs, mask, ACC: tl.constexpr):
+    gate = tl.load(gate_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
+    up = tl.load(up_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
+    tl.store(out_ptrs, gate * tl.sigmoid(gate) * up, mask=mask)
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate_ptr,
+    up_ptr,
+    out_ptr,
+    M,
+    N,
+    tiles_n,
+    stride_gm,
+    stride_um,
+    stride_om,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    FLAT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    stride_gm = stride_gm // VEC * VEC
+    stride_um = stride_um // VEC * VEC
+    stride_om = stride_om // VEC * VEC
+    offs_m, offs_n, full = _swiglu_tile(M, N, tiles_n, FLAT, BLOCK_M, BLOCK_N)
+    gate_ptrs = gate_ptr + offs_m * stride_gm + offs_n  # (BLOCK_M, BLOCK_N)
+    up_ptrs = up_ptr + offs_m * stride_um + offs_n  # (BLOCK_M, BLOCK_N)
+    out_ptrs = out_ptr + offs_m * stride_om + offs_n  # (BLOCK_M, BLOCK_N)
+    # If N is odd, loads with a mask are narrow. Full tiles need none.
+    if full:
+        _swiglu_forward(gate_ptrs, up_ptrs, out_ptrs, None, ACC)
+    else:
+        mask = (offs_m < M) & (offs_n < N)
+        _swiglu_forward(gate_ptrs, up_ptrs, out_ptrs, mask, ACC)
+
+
+@triton.jit
+def _swiglu_gradients(
+    grad_ptrs, gate_ptrs, up_ptrs, dgate_ptrs, dup_ptrs, mask, ACC: tl.constexpr
+):
+    grad = tl.load(grad_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
+    gate = tl.load(gate_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
+    up = tl.load(up_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
+    s = tl.sigmoid(gate)  # recomputed: an exponential, and no byte
+    dgate = grad * up * s * (1 + gate * (1 - s))
+    tl.store(dgate_ptrs, dgate, mask=mask)
+    tl.store(dup_ptrs, grad * gate * s, mask=mask)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    grad_ptr,
+    gate_ptr,
+    up_ptr,
+    d_ptr,  # to dgate
+    M,
+    N,
+    tiles_n,
+    stride_dm,
+    stride_gm,
+    stride_um,
+    stride_om,
+    gap,  # from an element of dgate to that of dup
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    FLAT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # As forward: the compiler learns that VEC divides them.
+    N = N // VEC * VEC
+    stride_dm = stride_dm // VEC * VEC
+    stride_gm = stride_gm // VEC * VEC
+    stride_um = stride_um // VEC * VEC
+    stride_om = stride_om // VEC * VEC
+    gap = gap // VEC * VEC
+    offs_m, offs_n, full = _swiglu_tile(M, N, tiles_n, FLAT, BLOCK_M, BLOCK_N)
+    grad_ptrs = grad_ptr + offs_m * stride_dm + offs_n  # (BLOCK_M, BLOCK_N)
+    gate_ptrs = gate_ptr + offs_m * stride_gm + offs_n  # (BLOCK_M, BLOCK_N)
+    up_ptrs = up_ptr + offs_m * stride_um + offs_n  # (BLOCK_M, BLOCK_N)
+    d_ptrs = d_ptr + offs_m * stride_om + offs_n  # (BLOCK_M, BLOCK_N)
+    dup_ptrs = d_ptrs + gap
+    if full:
+        _swiglu_gradients(
+            grad_ptrs, gate_ptrs, up_ptrs, d_ptrs, dup_ptrs, None, ACC
+        )
+    else:
+        mask = (offs_m < M) & (offs_n < N)
+        _swiglu_gradients(
+            grad_ptrs, gate_ptrs, up_ptrs, d_ptrs, dup_ptrs, mask, ACC
+        )
+
+
+def _swiglu_check(name, *tensors):
+    """Raise for what the ops do not take."""
+    dtypes = [t.dtype for t in tensors]
+    if dtypes[0] not in SWIGLU_ACC or len(set(dtypes)) > 1:
+        raise TypeError(f"{name} takes one float dtype, not {dtypes}")
+    devices = [t.device for t in tensors]
+    if len(set(devices)) > 1:
+        raise TypeError(f"{name} takes tensors on one device, not {devices}")
+    shapes = [tuple(t.shape) for t in tensors]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(f"{name} takes tensors of one shape, not {shapes}")
+
+
+def _swiglu_halves(name, x):
+    """Return gate and up, as views."""
+    if x.ndim == 0 or x.shape[-1] % 2:
+        raise ValueError(
+            f"{name} takes an even last dimension, not {tuple(x.shape)}"
+        )
+    return x.tensor_split(2, dim=-1)
+
+
+def _swiglu_plan(numel, N, flat):
+    """Return the shape of a program's tile."""
+    tile = SWIGLU_TILE
+    if numel <= SWIGLU_FEW:
+        tile //= 2
+    elif not flat:
+        block = min(tile, triton.next_power_of_2(N))
+        covered = triton.cdiv(N, block) * block
+        # If a quarter of the tiles or more is masked, less is under way.
+        tile *= 2 if covered * 3 >= N * 4 else 1
+    BLOCK_N = tile if flat else min(tile, triton.next_power_of_2(N))
+    return {"BLOCK_M": tile // BLOCK_N, "BLOCK_N": BLOCK_N}
+
+
+def _swiglu_run(kernel, inputs, out, stride_om, *gap, vec=8, **changes):
+    """Launch for inputs of one shape and a result with rows stride_om apart."""
+    numel = inputs[0].numel()
+    if numel == 0:
+        return
+    N = int(inputs[0].shape[-1]) if inputs[0].ndim else 1
+    inputs = [x.reshape(-1, N) for x in inputs]
+    inputs = [x if x.stride(1) == 1 else x.contiguous() for x in inputs]
+    flat = stride_om == N and all(x.is_contiguous() for x in inputs)
+    strides = [int(x.stride(0)) for x in inputs]
+    strides = [0] * (len(inputs) + 1) if flat else [*strides, stride_om]
+    VEC = math.gcd(N, *strides, vec, 16 // out.element_size())
+    plan = _swiglu_plan(numel, N, flat) | changes
+    M, N = (1, numel) if flat else (numel // N, N)
+    tiles_n = triton.cdiv(N, plan["BLOCK_N"])
+    grid = (triton.cdiv(M, plan["BLOCK_M"]) * tiles_n,)
+    # Triton launches on the current GPU, which may not be that of the tensors.
+    with torch.accelerator.device_index(out.device.index):
+        kernel[grid](
+            *inputs,
+            out,
+            M,
+            N,
+            tiles_n,
+            *strides,
+            *gap,
+            ACC=SWIGLU_ACC[out.dtype],
+            VEC=VEC,
+            FLAT=flat,
+            **plan,
+        )
+
+
+def _swiglu_launch(gate, up, kernel=_swiglu_kernel):
+    _swiglu_check("swiglu", gate, up)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    N = int(gate.shape[-1]) if gate.ndim else 1
+    _swiglu_run(kernel, (gate, up), out, N)
+    return out
+
+
+def _swiglu_backward_launch(grad, gate, up, kernel=_swiglu_backward_kernel):
+    _swiglu_check("swiglu_backward", grad, gate, up)
+    d = gate.new_empty(2, *gate.shape)
+    N = int(gate.shape[-1]) if gate.ndim else 1
+    _swiglu_run(kernel, (grad, gate, up), d, N, gate.numel())
+    return d
+
+
+def _swiglu_packed_launch(x, kernel=_swiglu_kernel):
+    gate, up = _swiglu_halves("swiglu_packed", x)
+    _swiglu_check("swiglu_packed", gate, up)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    _swiglu_run(kernel, (gate, up), out, int(gate.shape[-1]))
+    return out
+
+
+def _swiglu_packed_backward_launch(grad, x, kernel=_swiglu_backward_kernel):
+    gate, up = _swiglu_halves("swiglu_packed_backward", x)
+    _swiglu_check("swiglu_packed_backward", grad, gate, up)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    N = int(gate.shape[-1])
+    _swiglu_run(kernel, (grad, gate, up), dx, 2 * N, N)
+    return dx
+
+
+@triton_op(f"{SWIGLU_NAMESPACE}::swiglu", mutates_args={})
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up.
+
+    Takes two tensors of float16, bfloat16, float32 or float64, of one dtype and
+    one shape, which may be any. Rows along the last dimension may lie apart, as
+    halves of a projection do. Other layouts are copied. The result is
+    contiguous. It and the gradients have the shape and dtype of the arguments,
+    and the same bits each time. The gradients have none themselves. Raises
+    TypeError for other dtypes or devices that differ, and ValueError for shapes
+    that differ. From https://arxiv.org/abs/2002.05202.
+    """
+    return _swiglu_launch(gate, up, wrap_triton(_swiglu_kernel))
+
+
+@triton_op(f"{SWIGLU_NAMESPACE}::swiglu_backward", mutates_args={})
+def swiglu_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradients of gate and up, stacked along a new dimension.
+
+    Takes three tensors of one shape, and raises as ``swiglu`` does.
+    """
+    kernel = wrap_triton(_swiglu_backward_kernel)
+    return _swiglu_backward_launch(grad, gate, up, kernel)
+
+
+@triton_op(f"{SWIGLU_NAMESPACE}::swiglu_packed", mutates_args={})
+def swiglu_packed(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up for x = (gate, up) along the last dimension.
+
+    The same as ``swiglu`` of both halves, with a gradient that is one tensor.
+    Raises ValueError for an odd last dimension or none.
+    """
+    return _swiglu_packed_launch(x, wrap_triton(_swiglu_kernel))
+
+
+@triton_op(f"{SWIGLU_NAMESPACE}::swiglu_packed_backward", mutates_args={})
+def swiglu_packed_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of x, for a gradient of half its last dimension."""
+    kernel = wrap_triton(_swiglu_backward_kernel)
+    return _swiglu_packed_backward_launch(grad, x, kernel)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+SWIGLU_LIBRARY = Library(SWIGLU_NAMESPACE, "FRAGMENT")
+SWIGLU_LIBRARY.impl("swiglu", _swiglu_launch, "CUDA")
+SWIGLU_LIBRARY.impl("swiglu_backward", _swiglu_backward_launch, "CUDA")
+SWIGLU_LIBRARY.impl("swiglu_packed", _swiglu_packed_launch, "CUDA")
+SWIGLU_LIBRARY.impl(
+    "swiglu_packed_backward", _swiglu_packed_backward_launch, "CUDA"
+)
+
+
+def _swiglu_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _swiglu_gradient(ctx, grad):
+    return swiglu_backward(grad, *ctx.saved_tensors).unbind()
+
+
+def _swiglu_packed_gradient(ctx, grad):
+    return swiglu_packed_backward(grad, *ctx.saved_tensors)
+
+
+swiglu.register_autograd(_swiglu_gradient, setup_context=_swiglu_setup)
+swiglu_packed.register_autograd(
+    _swiglu_packed_gradient, setup_context=_swiglu_setup
+)
 
 # %%
-# Where GB/s are the same, the count explains the time. They are lower where an
-# operator of PyTorch reads or writes a half in place, element by element.
-#
-# How wide
-# --------
-#
-# What ``UNIT`` is for, with the bytes per load from PTX, and forward GB/s:
+# What does each step gain? First the halves of a projection: five ways to the
+# output, with the tensors that the run counts for each, and the time on a GPU,
+# forward and backward. Kept sigmoids come from ``torch.compile``.
+
+
+def split(op, x):
+    return op(*x.chunk(2, dim=-1))
+
+
+def slices(x):
+    N = x.shape[-1] // 2
+    return swiglu(x[..., :N], x[..., N:])
+
+
+WAYS = {
+    "PyTorch": partial(split, swiglu_torch),
+    "the op on copies": lambda x: swiglu(*(t + 0 for t in x.chunk(2, -1))),
+    "the op on slices": slices,
+    "the op on chunks": partial(split, swiglu),
+    "the packed op": swiglu_packed,
+}
+
+
+def passes(op, grad, *inputs):
+    """Return the forward and the backward, as calls."""
+    out, leaves = op(*inputs), [x.detach() for x in inputs]
+    backward = partial(torch.autograd.grad, out, inputs, grad)
+    return partial(op, *leaves), partial(backward, retain_graph=True)
+
+
+if __name__ == "__main__":
+    moved = [count(way, random(7, 30)) for way in WAYS.values()]
+    traffic = pd.DataFrame(moved, WAYS, ["forward", "backward", "kept"])
+    if DEVICE.type == "cuda":
+        M, N = 8192, 14336
+        grad, x = random(M, N).detach(), random(M, 2 * N)
+        both = {name: passes(way, grad, x) for name, way in WAYS.items()}
+        gate, up = x.detach().view(2, M, N)
+        torch.compiler.reset()
+        keep_fast, back_fast = torch.compile(keep), torch.compile(keep_backward)
+        kept = keep_fast(gate, up)[1]
+        both["sigmoid kept"] = (
+            partial(keep_fast, gate, up),
+            partial(back_fast, grad, gate, up, kept),
+        )
+        traffic.loc["sigmoid kept"] = [4, 6, 3]
+        for i, which in enumerate(("forward ms", "backward ms")):
+            tried = {name: pair[i] for name, pair in both.items()}
+            found = gpu_time(tried, turns=20).items()
+            traffic[which] = pd.Series({name: ms[0] for name, ms in found})
+    print(traffic.round(3).to_string())
+
+# %%
+# Then the width of loads. The table has GB/s, forward and backward, of the
+# first kernel and of the op. ``VEC = 1`` tells the compiler nothing about
+# strides. "1024 elements" is the op without larger tiles for short rows.
 
 LAYOUTS = {
-    "contiguous": (8192, 14336, False, 8),
-    "contiguous, odd": (8191, 14335, False, 8),
-    "halves of 3000": (32768, 3000, True, 8),
-    "halves of 3000, UNIT = 1": (32768, 3000, True, 1),
-    "halves of 2999": (32768, 2999, True, 8),
+    "contiguous": (8192, 14336, False),
+    "contiguous, odd": (8191, 14335, False),
+    "halves of 3000": (32768, 3000, True),
+    "halves of 1100": (65536, 1100, True),
+    "halves of 2999": (32768, 2999, True),
 }
+
+
+def steps(M, N, packed):
+    """Return a call of each step, by name, and the tensors that it moves."""
+    grad, gate, up = (random(M, N).detach() for _ in range(3))
+    if packed:
+        gate, up = random(M, 2 * N).detach().chunk(2, -1)
+    out, d, pair = torch.empty_like(grad), grad.new_empty(2, M, N), (gate, up)
+    run = partial(_swiglu_run, _swiglu_kernel, pair, out, N)
+    back = partial(_swiglu_run, _swiglu_backward_kernel, (grad, *pair), d, N)
+    block = min(1024, triton.next_power_of_2(N)) if packed else 1024
+    tile = {"BLOCK_M": 1024 // block, "BLOCK_N": block}
+    found = {
+        "the op, 1024 elements": (partial(run, **tile), 3),
+        "the op, VEC = 1": (partial(run, vec=1), 3),
+        "the op": (run, 3),
+        "backward, VEC = 1": (partial(back, M * N, vec=1), 5),
+        "the op's backward": (partial(back, M * N), 5),
+    }
+    if not packed:
+        first = partial(swiglu_flat, gate, up)
+        found = {"the first kernel": (first, 3)} | found
+    return found
+
+
 if __name__ == "__main__" and DEVICE.type == "cuda":
     table = {}
-    for name, (M, N, packed, unit) in LAYOUTS.items():
-        out, gate, up, x = (normal(M, n * N).detach() for n in (1, 1, 1, 2))
-        inputs = halves(x) if packed else (gate, up)
-        call = partial(launch, swiglu_kernel, inputs, out, unit=unit)
-        load = re.search(r"ld\.global(?:\.v(\d))?\.b(\d+)", call().asm["ptx"])
-        width = int(load[1] or 1) * int(load[2]) // 8
-        table[name] = width, bench(call, 3, M * N)[0]
-    columns = ["bytes per load", "GB/s"]
-    print(pd.DataFrame(table.values(), table, columns).round().to_string())
+    for name, layout in LAYOUTS.items():
+        M, N, _ = layout
+        tried = steps(*layout)
+        found = gpu_time({k: call for k, (call, _) in tried.items()}, turns=20)
+        table[name] = {
+            k: rate(found[k], M * N, tensors)
+            for k, (_, tensors) in tried.items()
+        }
+    print(pd.DataFrame(table).round().to_string(na_rep="-"))
 
 # %%
-# One odd element at the end, and no mask is known to cover eight at a time: the
-# compiler falls back to loads of one element, for all of the tensor. It costs
-# most in the contiguous one, where a thread still has eight neighbours and a
-# warp's loads leave gaps. Keep the sizes of a projection multiples of eight.
+# Proof
+# -----
 #
+# We compare values and gradients of every dtype with autograd in float64. In
+# half precision a result is rounded once more. The terms of a derivative near 0
+# cancel, so there is an ``atol``.
+
+
+def prove(dtype, *shape):
+    grad = random(*shape, dtype=dtype).detach()
+    gate, up = random(*shape, dtype=dtype), random(*shape, dtype=dtype)
+    x = torch.cat([gate, up], -1).detach().requires_grad_()
+    reference = partial(split, swiglu_torch)
+    for op, exact, *inputs in (
+        (swiglu, swiglu_torch, gate, up),
+        (partial(split, swiglu), reference, x),
+        (swiglu_packed, reference, x),
+    ):
+        tensors = grad, *inputs
+        wide = [t.detach().double().requires_grad_() for t in tensors]
+        both = passes(op, *tensors), passes(exact, *wide)
+        got, right = ([forward(), *gradient()] for forward, gradient in both)
+        rtol = 1e-5 + torch.finfo(dtype).eps
+        for a, b in zip(got, right, strict=True):
+            assert a.dtype == dtype
+            torch.testing.assert_close(a.double(), b, rtol=rtol, atol=1e-5)
+
+
+if __name__ == "__main__":
+    for dtype in SWIGLU_ACC:
+        for shape in ((3, 0), (31, 65), (40, 16), (2, 2, 1100)):
+            prove(dtype, *shape)
+    x, y, z = (random(2, n, dtype=torch.float64) for n in (3, 3, 6))
+    assert torch.autograd.gradcheck(swiglu, (x, y))
+    assert torch.autograd.gradcheck(swiglu_packed, z)
+else:  # imported: a glance
+    prove(torch.float32, 2, 3, 40)
+
+# %%
+# Rows that lie apart and rows that repeat give what contiguous tensors give.
+# Other layouts are copied:
+
+if __name__ == "__main__":
+    x = random(9, 90).detach()
+    views = x[:, 5:45], x[:, 50:], x[:1, :40].expand(9, -1), x[:, ::2][:, :40]
+    for gate in views:
+        got = swiglu(gate, views[0])
+        assert torch.equal(got, swiglu(gate.clone(), views[0].clone()))
+
+# %%
+# An error names what an op does not take:
+
+if __name__ == "__main__":
+    x = torch.ones(2, 3, device=DEVICE)
+    for op, *bad in ((swiglu, x, x.half()), (swiglu, x, x[0])):
+        try:
+            op(*bad)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+    try:
+        swiglu_packed(x)
+    except ValueError as error:
+        print(f"ValueError: {error}")
+
+# %%
 # The benchmark
 # -------------
 #
-# First by tokens ``M``, gate and up apart, ``N = 14336``; then the halves of a
-# projection by ``N``, with ``M * N`` fixed. GB/s are those of the algorithm in
-# bfloat16, 3 tensors forward and 5 backward, through autograd. ``Roof`` is an
-# addition of as many bytes: the forward's mix, and near the backward's.
+# First by tokens ``M``, gate and up apart, ``N = 14336``, in bfloat16. Then the
+# halves of a projection by ``N``, with as many rows as make 128 million
+# elements. The rates count the floor, 3 tensors forward and 5 backward. The
+# backward is called through autograd. ``Roof`` is an addition of as many bytes.
 
-NAMES = ["Triton", "PyTorch", "torch.compile", "Roof"]
-CURVES = {
-    "swiglu": ("M", [64, 512, 1000, 2048, 8192, 16384]),
-    "swiglu_packed": ("N", [256, 1000, 3000, 14336, 40960, 131072]),
-}
+TOKENS = [1, 16, 128, 1000, 4096, 8192]
+HIDDEN = [256, 1000, 2880, 4864, 8192, 14336, 28672]
+ELEMENTS = 2**27
 
 
-@triton.testing.perf_report(
-    [
-        triton.testing.Benchmark(
-            *([x], sizes, "provider", NAMES, NAMES, name + kind),
-            {"tensors": tensors},
-            ylabel="GB/s",
-            x_log=True,
-        )
-        for name, (x, sizes) in CURVES.items()
-        for kind, tensors in (("", 3), ("_backward", 5))
-    ]
-)
-def benchmark(provider, tensors, M=None, N=14336):
-    packed, M = M is None, M or 2**27 // N
-    op, inputs = swiglu_torch, [normal(M, N), normal(M, N)]
+def contest(M, N, packed, backward):
+    """Return what is measured, by name."""
+    eager, ours = swiglu_torch, swiglu
+    inputs = [random(M, N), random(M, N)]
     if packed:
-        op, inputs = partial(split, op), [normal(M, 2 * N)]
-    torch.compiler.reset()  # the ninth shape would raise an error
-    if provider == "Triton":
-        op = swiglu_packed if packed else swiglu
-    elif provider == "torch.compile":
-        op = torch.compile(op, fullgraph=True, dynamic=False)
-    call = passes(op, normal(M, N).detach(), *inputs)[tensors == 5]
-    if provider == "Roof":
-        x, y, out = normal(3, tensors * M * N // 24 * 8).detach()
-        call = partial(torch.add, x, y, out=out)
-    return bench(call, tensors, M * N)
+        eager, ours = partial(split, swiglu_torch), swiglu_packed
+        inputs = [random(M, 2 * N)]
+    grad = random(M, N).detach()
+    found = {
+        name: passes(op, grad, *inputs)[backward]
+        for name, op in contestants(ours, eager).items()
+    }
+    tensors = 5 if backward else 3
+    x, y, out = random(3, tensors * M * N // 24 * 8).detach()
+    return found | {"Roof": partial(torch.add, x, y, out=out)}
+
+
+def table(x, sizes, packed, backward):
+    """Return the rates of one pass, by tokens or by hidden size."""
+    by_tokens = {M: (M, 14336) for M in sizes}
+    by_hidden = {N: (ELEMENTS // N, N) for N in sizes}
+    shapes = by_hidden if packed else by_tokens
+    times = {
+        size: gpu_time(contest(*shape, packed, backward))
+        for size, shape in shapes.items()
+    }
+    moved = 2e-6 * (5 if backward else 3)
+    found = rate_table(times, x, "GB/s", lambda n: moved * math.prod(shapes[n]))
+    print(found.to_string())
+    title = (
+        f"{'halves' if packed else 'apart'}, {('for', 'back')[backward]}ward"
+    )
+    wide = found.pivot(index=x, columns="series", values="GB/s")
+    wide.plot(logx=True, title=title)
+    return found
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    tables = benchmark.run(print_data=True, show_plots=True, return_df=True)
-    results, results_backward, results_packed, results_packed_backward = tables
-    usual = [t[t.iloc[:, 0].isin([8192, 14336])] for t in tables]
-    usual = pd.concat(usual).rename(columns=lambda name: name.split(" (")[0])
-    peer = usual[["PyTorch", "torch.compile"]].max(axis=1)
-    usual["of the best peer"] = usual["Triton"] / peer
-    usual["of the roof"] = usual["Triton"] / usual["Roof"]
-    usual.index = ["forward", "backward", "forward, halves", "backward, halves"]
-    print(usual.iloc[:, -2:].round(3).to_string())
+    results = table("M", TOKENS, packed=False, backward=False)
+    results_backward = table("M", TOKENS, packed=False, backward=True)
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results_packed = table("N", HIDDEN, packed=True, backward=False)
+    results_packed_backward = table("N", HIDDEN, packed=True, backward=True)
+
+# %%
+# This is what a call costs the CPU, in microseconds:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for one in (results, results_backward):
+        cost = one[one["M"] == 4096].set_index("series")["CPU us"]
+        print(cost.drop("Roof").round(1).to_dict())
 
 # %%
 # Reading the result
 # ------------------
 #
-# With many tokens the forward is, to memory, the addition of the roof, and so
-# is the code that ``torch.compile`` writes: fusion is what compilers do best.
-# In the backward of the halves that falls behind, as if it read its inputs
-# twice, once for each half of the result.
+# To memory the forward is the addition of the roof: two reads and a write.
+# Where our line touches the roof, the exponential costs nothing. The code that
+# ``torch.compile`` generates moves the same bytes where gate and up are apart.
+# For the gradient of a projection compare its line with ours.
 #
-# With few tokens you see the cost of a call, more than PyTorch's, as launcher
-# and autograd formula are Python. ``cuda_graphs.py`` takes it away.
+# With few tokens the time hardly depends on their number. It is the time to
+# start a kernel and to wait for the first bytes. The CPU needs longer than that
+# for a call, as the last table shows. ``cuda_graphs.py`` takes that away.
+
+# %%
+# Break it: gradients over the inputs
+# -----------------------------------
 #
+# Some libraries write the gradients over gate and up. That saves memory, and no
+# traffic. But others may have kept these tensors. ``exp`` keeps its result, and
+# reads it in its own backward. Nobody told PyTorch that a launch changed it:
+
+
+class Overwriting(torch.autograd.Function):
+    tell = False
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return swiglu_packed(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        inputs, N = (grad, *x.chunk(2, -1)), x.shape[-1] // 2
+        _swiglu_run(_swiglu_backward_kernel, inputs, x, 2 * N, N)
+        if Overwriting.tell:
+            torch.autograd.graph.increment_version(x)
+        return x.clone()
+
+
+def gradient(op):
+    x = torch.tensor([[0.0, 0.5, 1.0, 1.5]], device=DEVICE, requires_grad=True)
+    return torch.autograd.grad(op(x.exp()).sum(), x)[0]
+
+
+if __name__ == "__main__":
+    for name, op in (("op", swiglu_packed), ("overwriting", Overwriting.apply)):
+        print(f"{name:12}", *(f"{d:.2f}" for d in gradient(op).flatten()))
+    Overwriting.tell = True
+    try:
+        gradient(Overwriting.apply)
+    except RuntimeError as error:
+        print("told:", str(error).partition(":")[0])
+
+# %%
+# The gradient was wrong without an error. ``increment_version`` tells PyTorch
+# what was changed, and then the backward stops.
+
+# %%
 # Go further
 # ----------
 #
-# 1. ``launch`` takes ``block`` and ``num_warps``. Why are they not tuned?
-# 2. Some libraries write ``dgate`` and ``dup`` over ``gate`` and ``up``. What
-#    does that save, and what may break?
-# 3. The matrix product behind the op keeps its input, our ``out``, for the
+# 1. GeGLU has a GELU instead of the SiLU. Which lines change?
+# 2. The matrix product behind the op keeps its input, our ``out``, for the
 #    gradient of its weight. What would it cost to recompute that too?
 #
-# Next is ``rope.py``. The op comes `from here
-# <https://arxiv.org/abs/2002.05202>`_.
+# To read on:
+#
+# * ``rope.py`` comes next.
+# * ``linear_gelu.py`` has an activation in the epilogue of a matrix product.
+# * The paper: https://arxiv.org/abs/2002.05202
 
 # %%
 # Answers
 # -------
 #
-# **1.** They stand on a plateau: 8 or 16 elements per thread, 512 to 4096 per
-# program, are equal within the spread. Larger programs leave gaps where they
-# end, and so does a persistent grid. Smaller ones have too little in flight.
+# **1.** The product with the sigmoid in ``_swiglu_forward``, and the two
+# derivatives in ``_swiglu_gradients``. All else knows nothing of the function.
 #
-# **2.** Memory, but no traffic. Other readers of gate and up get gradients
-# instead, `without an error
-# <https://github.com/linkedin/Liger-Kernel/issues/272>`_: ``exp``, say, which
-# keeps its result, or a second backward. PyTorch does not see what a launch
-# writes, unless ``torch.autograd.graph.increment_version`` tells it.
-#
-# **3.** One write more, 6 tensors instead of 5. But it has to be there before
-# that product's backward begins, so the two must become one op.
+# **2.** One write more, 6 tensors instead of 5. But ``out`` has to be there
+# before that product's backward begins, so the two must become one op.

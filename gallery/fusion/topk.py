@@ -1,36 +1,47 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Find the k largest of each row and where they are: sort a few hundredths of
+# the row, and leave the rest alone."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
 # ///
 r"""
 Top-k
 =====
 
-The ``k`` largest of each row, and where they are: a language model samples its
-next token among them, a router picks experts. Sorting the row would be too
-much. For a small ``k`` this kernel sorts a few hundredths of it. You learn to
+Top-k finds the ``k`` largest elements of each row, and where they are. A router
+picks experts that way, a language model the tokens among which it samples. To
+sort the whole row would be too much work. The kernel of this page sorts a few
+hundredths of it.
+
+After this page you can
 
 * pack a float and its index into one integer that sorts like both;
 * say what is larger than NaN, and which of two equals comes first;
-* select through maxima, so that few elements are ever compared in a sort;
-* share a long row among programs.
+* rule out most of a row by the maxima of its columns;
+* let one warp take several short rows.
 """
 
 # sphinx_gallery_tags = ["selection", "sorting", "memory bound", "autograd"]
-import math
+import functools
 import os
+import time
 from functools import partial
 
 import pandas as pd
 import torch
+from torch.library import Library, triton_op, wrap_triton
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
-from torch.library import triton_op, wrap_triton
-from triton.testing import Benchmark, do_bench
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
@@ -38,513 +49,803 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
 # %%
-# The problem in bytes
-# --------------------
+# In PyTorch
+# ----------
 #
-# A row of ``N`` is read, ``k`` values and ``k`` indices are written: with a
-# small ``k``, the floor is the input once. The simplest way takes the maximum,
-# removes it, and starts again:
+# The simplest way takes the maximum of each row, removes it, and starts again.
+# This function counts what it reads:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
-def topk_plain(x, k):
-    x, values, indices = x.clone(), [], []
+def topk_by_maxima(x, k):
+    """Return the k largest of each row, where they are, and bytes read."""
+    left, found, read = x.clone(), [], 0
     for _ in range(k):
-        value, index = x.max(-1, keepdim=True)  # 1 read
-        x.scatter_(-1, index, -math.inf)
-        values.append(value)
-        indices.append(index)
-    return torch.cat(values, -1), torch.cat(indices, -1)
+        found.append(left.max(-1, keepdim=True))
+        left.scatter_(-1, found[-1].indices, -torch.inf)
+        read += left.nbytes
+    values, indices = zip(*found, strict=True)
+    return torch.cat(values, -1), torch.cat(indices, -1), read
 
 
 if __name__ == "__main__":
     x = torch.tensor([[3.0, 1, 4, 1, 5, 9, 2, 6]], device=DEVICE)
-    print(*(t.tolist() for t in topk_plain(x, 3)))
+    values, indices, read = topk_by_maxima(x, 3)
+    print(values.tolist(), indices.tolist())
+    print(f"x is read {read / x.nbytes:.0f} times; the floor is once")
 
 # %%
-# That reads the row ``k`` times, and fails with fewer than ``k`` numbers above
-# ``-inf``. PyTorch's op looks for the ``k``-th largest a few bits at a time.
+# One integer for both
+# --------------------
 #
-# What is larger?
-# ---------------
-#
-# In PyTorch NaN is larger than any number, and -0.0 equals 0.0. Which of two
-# equals comes first is left open; here it is the one with the lower index. Then
-# there are no ties, and one integer can say all:
+# A sort has to move each value with its index. Both fit into one integer, a
+# *word*:
 #
 # .. code-block:: text
 #
 #     63                         32 31                         0
 #     +----------------------------+----------------------------+
-#     |  the float, as an integer  |  the index, bits inverted  |
+#     |  the float, as an integer  |    2**31 - 1 - the index   |
 #     +----------------------------+----------------------------+
 #
-# The bits of positive floats, as integers, are in the floats' order. Those of
-# negative ones are in reverse, until all bits below the sign are inverted. Half
-# precision is converted to float32 first, which is exact.
-
-LOWEST = tl.constexpr(-(2**63))  # below all words
-LAST = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def key_of(x):
-    """Return integers in the order of the floats."""
-    wide: tl.constexpr = x.dtype == tl.float64
-    INT: tl.constexpr = tl.int64 if wide else tl.int32
-    TOP: tl.constexpr = 2**63 - 1 if wide else 2**31 - 1
-    bits = x.to(INT, bitcast=True)
-    bits = tl.where(x == 0, 0, bits)  # both zeros
-    key = tl.where(bits < 0, bits ^ TOP, bits)
-    return tl.where(x == x, key, TOP)
-
-
-@triton.jit
-def pack(x, index, valid):
-    word = (key_of(x).to(tl.int64) << 32) | (index ^ LAST)
-    return tl.where(valid, word, LOWEST)
-
-
-@triton.jit
-def index_of(word):
-    return ((word & LAST) ^ LAST).to(tl.int32)
-
+# The bits of positive floats, read as integers, are in the floats' order. Those
+# of negative floats are in reverse order, until all bits but the sign are
+# inverted. As in PyTorch, NaN is larger than any number, and ``-0.0`` equals
+# ``0.0``. Of equals, the lower index makes the larger word. So no two words are
+# equal, and the result is the same each time.
 
 # %%
-# With float64 there is no room for an index. It gets the simple kernel: ``k``
-# times along the row, for the first element, in this order, behind the last.
-
-
-@triton.jit
-def topk_passes_kernel(
-    x_ptr,
-    values_ptr,
-    indices_ptr,
-    k,
-    N,
-    stride_xm,
-    BLOCK_N: tl.constexpr,
-):
-    pid = tl.program_id(axis=0).to(tl.int64)
-    x_row = x_ptr + pid * stride_xm
-    found, index = tl.full((), 2**63 - 1, tl.int64), tl.full((), -1, tl.int32)
-    for j in range(k):
-        best = tl.full((BLOCK_N,), LOWEST, dtype=tl.int64)  # (BLOCK_N,)
-        where = tl.full((BLOCK_N,), LAST, dtype=tl.int32)  # (BLOCK_N,)
-        for start in range(0, N, BLOCK_N):
-            offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-            key = key_of(tl.load(x_row + offs, offs < N, 0)).to(tl.int64)
-            after = (key < found) | ((key == found) & (offs > index))
-            better = after & (key > best) & (offs < N)
-            best = tl.where(better, key, best)
-            where = tl.where(better, offs, where)
-        found = tl.max(best, axis=0)
-        index = tl.min(tl.where(best == found, where, LAST), axis=0)
-        tl.store(values_ptr + pid * k + j, tl.load(x_row + index))
-        tl.store(indices_ptr + pid * k + j, index.to(tl.int64))
-
-
-# %%
-# Few survive
-# -----------
+# The first kernel
+# ----------------
 #
-# ``tl.topk`` sorts a block with a *bitonic network*: pairs are compared and
-# exchanged, between registers or between threads. Most take part in several
-# exchanges, and that is more work than reading. A maximum is one instruction
-# per element. So first find out where not to look. Divide a row in any way: its
-# ``k`` largest elements are in the ``k`` parts with the largest maxima, for one
-# in another part would be smaller than those. This is used twice, for *pieces*
-# of 16 bytes and for *sets* of pieces:
+# A program takes a row, and ``tl.topk`` sorts its words:
 #
 # .. code-block:: text
 #
-#     a row of 4096 float32, k = 8
-#     1024 pieces of 4  ->  128 sets of 8      ->  8 sets      tl.topk
-#     a maximum each        a maximum each
-#                           64 pieces of 4     ->  8 pieces    tl.topk
-#                           (read again)
-#                           32 elements        ->  8 elements  tl.topk
+#     N = 5, BLOCK_N = 8, k = 2
 #
-# * Ties: a maximum has to carry the place of its *first* occurrence. A piece
-#   is contiguous, so its number will do. A set keeps the largest such word.
-# * Every ``SETS``-th piece belongs to the same set, which a thread keeps in a
-#   register. Up to 128 sets are sorted by one warp, without barriers.
-# * A thread loads a piece at once, if it is at a multiple of 16 bytes. So they
-#   begin at a row's first multiple: its *body*, as in ``cross_entropy.py``. Its
-#   *edges* are sorted last. ``num_stages``: loads are ahead.
+#     x       3     1     4     1     5     .     .     .
+#     words   3|0   1|1   4|2   1|3   5|4   low   low   low
+#     best    5|4   4|2                     tl.topk(words, 2)
+#
+# ``low`` is below the word of any float.
 
 
 @triton.jit
-def larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def body(x_ptr, row, N, stride, P: tl.constexpr):
-    """Return where a row's pieces begin, elements before, and their number."""
-    head = ((P - row * stride % P) % P).to(tl.int32)
-    start = (row * stride + head) // P * P  # tells the compiler: no remainder
-    return x_ptr + start, head, tl.maximum(N - head, 0) // P
-
-
-@triton.jit
-def load_piece(x_body, piece, pieces, P: tl.constexpr):
-    offs = piece[:, None] * P + tl.arange(0, P)[None, :]  # (pieces, P)
-    x = tl.load(x_body + offs, (piece < pieces)[:, None], -float("inf"))
-    return x.to(tl.float32), offs
-
-
-@triton.jit
-def maxima(x_body, piece, pieces, P: tl.constexpr):
-    """Return a word for each piece: its largest element, its number."""
-    x, _ = load_piece(x_body, piece, pieces, P)
-    return pack(tl.reduce(x, 1, larger), piece, piece < pieces)
-
-
-@triton.jit
-def finish(x_ptr, values_ptr, indices_ptr, row, best, k, N, stride, P, K):
-    """Store the k largest elements of the K pieces in best, and the edges."""
-    x_row = x_ptr + row * stride
-    x_body, head, pieces = body(x_ptr, row, N, stride, P)
-    # In a short row there may be fewer pieces; the one behind it is empty.
-    piece = tl.where(best == LOWEST, pieces, index_of(best))  # (K,)
-    x, offs = load_piece(x_body, piece, pieces, P)  # (K, P)
-    words = pack(x, head + offs, (piece < pieces)[:, None])
-    best = tl.topk(tl.reshape(words, (K * P,)), K)  # (K,)
-    length = pieces * P
-    if length < N:
-        edge = tl.arange(0, K * P)  # in front and behind, less than 2 * P
-        mask = edge < N - length
-        offs_e = tl.where(edge < head, edge, edge + length)
-        x_e = tl.load(x_row + offs_e, mask, 0).to(tl.float32)
-        both = tl.join(best, tl.topk(pack(x_e, offs_e, mask), K))  # (K, 2)
-        best = tl.topk(tl.reshape(both, (2 * K,)), K)
-    index = index_of(best)  # (K,)
-    offs, mask = row * k + tl.arange(0, K), tl.arange(0, K) < k
-    tl.store(values_ptr + offs, tl.load(x_row + index, mask), mask)
-    tl.store(indices_ptr + offs, index.to(tl.int64), mask)
-
-
-@triton.jit
-def topk_kernel(
+def sort_kernel(
     x_ptr,
     values_ptr,
     indices_ptr,
-    words_ptr,
-    k,
-    parts,
     N,
-    stride,
-    P: tl.constexpr,
-    K: tl.constexpr,
-    SETS: tl.constexpr,
-    EACH: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    # In int64, or a row's offset would overflow behind element 2**31.
-    pid = tl.program_id(axis=0).to(tl.int64)
-    row, part = pid // parts, (pid % parts).to(tl.int32)
-    x_body, _, pieces = body(x_ptr, row, N, stride, P)
-    first = part * SETS * EACH
-    last = tl.minimum(first + SETS * EACH, pieces)
-    sets = tl.full((SETS,), LOWEST, dtype=tl.int64)  # (SETS,)
-    for start in tl.range(first, last, SETS, num_stages=3):
-        piece = start + tl.arange(0, SETS)  # (SETS,)
-        sets = tl.maximum(sets, maxima(x_body, piece, pieces, P))
-    best = tl.topk(sets, K)  # (K,)
-    if EACH > 1:
-        # All pieces of a set have the same number, modulo SETS.
-        piece = first + (index_of(best) % SETS)[:, None]  # (K, 1)
-        piece += SETS * tl.arange(0, EACH)[None, :]  # (K, EACH)
-        piece = tl.where(best[:, None] == LOWEST, pieces, piece)
-        piece = tl.reshape(piece, (K * EACH,))
-        best = tl.topk(maxima(x_body, piece, pieces, P), K)
-    if WHOLE:
-        finish(x_ptr, values_ptr, indices_ptr, row, best, k, N, stride, P, K)
-    else:
-        tl.store(words_ptr + pid * K + tl.arange(0, K), best)
-
-
-# %%
-# Few rows
-# --------
-#
-# Logits are long and few. Then several programs share a row. Each leaves the
-# ``K`` best words of its part to a second kernel. (In ``cumsum.py`` they wait.)
-
-
-@triton.jit
-def topk_merge_kernel(
-    x_ptr,
-    values_ptr,
-    indices_ptr,
-    words_ptr,
     k,
-    count,
-    N,
-    stride,
-    P: tl.constexpr,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
+    # In int32 a row's offset would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64)
-    best = tl.full((K,), LOWEST, dtype=tl.int64)  # (K,)
-    for start in range(0, count, BLOCK):
-        offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
-        words = tl.load(words_ptr + row * count + offs, offs < count, LOWEST)
-        both = tl.join(best, tl.topk(words, K))  # (K, 2)
-        best = tl.topk(tl.reshape(both, (2 * K,)), K)
-    finish(x_ptr, values_ptr, indices_ptr, row, best, k, N, stride, P, K)
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    x = tl.load(x_ptr + row * N + offs, mask=offs < N, other=0)
+    bits = x.to(tl.int32, bitcast=True)
+    # The bits of negative floats are in reverse order.
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    # The two zeros are equal, and so are all NaN.
+    key = tl.where(x == 0, 0, key)
+    key = tl.where(x == x, key, 0x7FFFFFFF)
+    words = (key.to(tl.int64) << 32) | (0x7FFFFFFF - offs)  # (BLOCK_N,)
+    # Zeros past the end would win over negative numbers.
+    best = tl.topk(tl.where(offs < N, words, -(2**63)), K)  # (K,)
+    index = 0x7FFFFFFF - (best & 0x7FFFFFFF)
+    # K is a power of two, so the last words may not be asked for.
+    offs_k = tl.arange(0, K)  # (K,)
+    mask = offs_k < k
+    # Loaded again: a key has not the sign of a zero, nor the bits of a NaN.
+    values = tl.load(x_ptr + row * N + index, mask=mask)
+    tl.store(values_ptr + row * k + offs_k, values, mask=mask)
+    tl.store(indices_ptr + row * k + offs_k, index, mask=mask)
+
+
+def sort_rows(x, k):
+    """Return the k largest of each row of a contiguous float32 matrix."""
+    M, N = x.shape
+    out = x.new_empty(M, k), x.new_empty(M, k, dtype=torch.int64)
+    known = {"K": max(2, triton.next_power_of_2(k))}
+    known["BLOCK_N"] = triton.next_power_of_2(N)
+    warps = max(1, min(16, known["BLOCK_N"] // 128))
+    sort_kernel[(M,)](x, *out, N, k, **known, num_warps=warps)
+    return out
 
 
 # %%
-# The launcher
+# Is it right?
 # ------------
 #
-# With :math:`S` sets of :math:`E` pieces each, ``tl.topk`` gets :math:`S` words
-# and then :math:`k E`. As :math:`S E` is given, the sum is least where they are
-# equal. The latter are read again, so half as many. ``K`` is two or more.
+# Nothing is rounded, so we allow no error. PyTorch's stable sort also has the
+# lower index first among equals. We ask it on the CPU, in float64.
 
-FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
-MOST = 128  # for k
-PART, PROGRAMS = 4096, 1024  # elements that are worth a program; a full GPU
+if __name__ == "__main__":
+    x = torch.randn(3, 300, generator=generator, device=DEVICE)
+    x[1] = x[1].round()  # many equals
+    values, indices = (t.cpu() for t in sort_rows(x, 5))
+    order = x.cpu().double().sort(descending=True, stable=True)
+    error = (values - order.values[:, :5]).abs().max().item()
+    print(f"largest error {error}, allowed 0.0")
+    exactly = {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(values.double(), order.values[:, :5], **exactly)
+    torch.testing.assert_close(indices, order.indices[:, :5], **exactly)
 
+# %%
+# How fast?
+# ---------
+#
+# We time three lengths in float32. The rate counts the bytes of the floor: the
+# input, and twelve for each element found. The roof is a copy of half of it.
 
-def plan(M, N, P, K):
-    """Return the number of parts of a row, and their sets and pieces."""
-    part = triton.next_power_of_2(triton.cdiv(M * N, PROGRAMS))
-    part = max(PART, min(part, 16 * PART))
-    pieces = triton.next_power_of_2(triton.cdiv(min(N, part), P))
-    sets = 2 ** round(math.log2(2 * K * pieces) / 2)
-    sets = max(K, min(sets, pieces))
-    each = max(1, pieces // sets)
-    return triton.cdiv(N, sets * each * P), sets, each
-
-
-def check(x, k):
-    if x.dtype not in FLOATS:
-        raise TypeError(f"takes floating dtypes, not {x.dtype}")
-    N = x.shape[-1:].numel()
-    if not 0 <= k <= N:
-        raise ValueError(f"takes k from 0 to the row's length {N}, not {k}")
-    if k > MOST:
-        raise ValueError(f"takes k up to {MOST}, not {k}: better sort")
-    if N > 2**30:
-        raise ValueError("takes rows of up to 2**30 elements")
+ELEMENTS = 2**27
 
 
-def matrix(x):
-    """Return x as a matrix with contiguous rows, a copy only if need be."""
-    x = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    return x if x.stride(1) == 1 else x.contiguous()
+def random(N):
+    """Return a matrix with rows of N, and as many rows as make ELEMENTS."""
+    return torch.randn(ELEMENTS // N, N, generator=generator, device=DEVICE)
 
 
-@triton_op("triton_gallery::topk", mutates_args={})
-def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return torch.topk(x, k), equals by index."""
-    check(x, k)
+def measure(ours, N, k):
+    """Time a function and what stands beside it."""
+    torch.compiler.reset()  # past eight lengths it would raise
+    fast = torch.compile(torch.topk, dynamic=False, fullgraph=True)
+    x = random(N)
+    half = x[: len(x) // 2]
+    ops = {"Triton": ours, "PyTorch": torch.topk, "torch.compile": fast}
+    calls = {name: partial(op, x, k) for name, op in ops.items()}
+    calls["Roof"] = partial(torch.empty_like(half).copy_, half)
+    return gpu_time(calls, turns=20)
+
+
+def moved(N, k):
+    """Return the bytes of the floor, in millions."""
+    return (4 * N + 12 * k) * (ELEMENTS // N) * 1e-6
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (128, 1000, 4096):
+        found = measure(sort_rows, N, 8).items()
+        rates = [f"{who} {moved(N, 8) / t[0]:.0f}" for who, t in found]
+        print(f"N = {N:4}: {', '.join(rates)} GB/s")
+
+# %%
+# Where is the time?
+# ------------------
+#
+# ``tl.topk`` sorts with a *bitonic network*. It compares words in pairs and
+# exchanges them, in fixed steps. Here are the comparisons that a word takes
+# part in, for ``k = 8``. The network first sorts groups of eight. It then
+# halves their number, again and again, and sorts what is left:
+
+
+def comparisons(words, K):
+    """Return how many comparisons and exchanges tl.topk makes."""
+    log_k = K.bit_length() - 1
+    count = words * log_k * (log_k + 1) // 2
+    while words > K:
+        words //= 2
+        count += words * (1 + log_k)
+    return count
+
+
+if __name__ == "__main__":
+    for N in (128, 1024, 4096):
+        print(f"{N:4} words: {comparisons(N, 8) / N:.1f} comparisons for each")
+
+# %%
+# Such a comparison takes several instructions, and often an exchange between
+# threads. A maximum takes far less. So first find out where not to look. Lay
+# the row out in columns:
+#
+# .. code-block:: text
+#
+#     a row of 4096, k = 8
+#
+#     columns   0    1    2   ...   63
+#             +------------------------+
+#             | x0   x1   x2  ...  x63 |    LENGTH = 64 elements
+#             | x64  x65  ...          |    in a column
+#             |                        |
+#             +------------------------+
+#     maxima    m0   m1   m2  ...  m63     64 words -> tl.topk -> 8 columns
+#
+#     8 columns, in parts of 8 elements    64 words -> tl.topk -> 8 parts
+#     8 parts, element by element          64 words -> tl.topk -> the result
+#
+# The eight largest elements are in the eight columns with the largest maxima.
+# An element of another column has eight maxima above it. The same holds for the
+# parts of these columns. So three small sorts take the place of a large one.
+#
+# Equals need care. A maximum carries the index of its *first* occurrence in the
+# column. Then columns are in the order of words too, and the argument above
+# holds for words, of which no two are equal.
+#
+# A thread keeps the maxima of its columns in registers, while it goes down the
+# columns. The elements of the winning columns are loaded again. They are few.
+
+# %%
+# Which columns?
+# --------------
+#
+# More columns make the first sort larger, and longer columns the second one.
+# The launcher tries all powers of two, and takes those with the least to sort.
+# A word of the first sort counts as two, since a column is read for it. A
+# further sort counts as 32 words. A table after the op has the times of other
+# columns.
+
+if __name__ == "__main__":
+    print("words to sort, in N: of one sort, of three")
+    for N, columns, length, part in ((1024, 32, 32, 4), (4096, 64, 64, 8)):
+        words = columns + 8 * length // part + 8 * part
+        print(f"{N:4}: {N}, {words}")
+
+# %%
+# Short rows
+# ----------
+#
+# A row of 256 has 32 columns of 8 elements. For a program that is little to
+# load. So it takes several rows, as many as make 128 columns, or 4096 elements
+# if these are fewer rows. It has one warp, as a warp needs no barrier to
+# exchange words.
+#
+# In half precision a float has 16 bits, and an index below 8192 has 13. Both
+# fit into a word of 32 bits, which is compared and exchanged in fewer
+# instructions.
+#
+# In float64 there is no room for an index. The op takes float64 so that
+# ``gradcheck`` can test the gradient. There it takes ``k`` maxima, one after
+# the other, of a row in registers.
+
+# %%
+# The backward
+# ------------
+#
+# A value's gradient goes to the element that it came from. All others are zero:
+#
+# .. math:: \mathrm{d}x_n = \sum_{j < k} \mathrm{d}v_j\,[n = i_j].
+#
+# No element is found twice, so nothing is added up. Two calls of PyTorch do it:
+# zeros, and ``scatter``.
+
+# %%
+# The op
+# ------
+#
+# The op takes rows of up to 8192 elements. ``topk_long`` takes longer ones.
+# Rows that lie apart, as in ``x[:, :1000]``, are read where they are. Other
+# layouts are copied first. The op is registered in the way of the page
+# ``what_a_call_costs.py``.
+
+TOPK_NAMESPACE = "triton_gallery"
+TOPK_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+TOPK_MOST = 128  # for k
+TOPK_LONGEST = 8192  # elements of a row
+TOPK_COLUMN = 64  # elements of a column, at most
+TOPK_WARP = 128  # columns for a warp
+TOPK_TILE = 4096  # elements for a warp
+TOPK_STEP = 32  # words that cost as much to sort as a further sort does
+
+
+@triton.jit
+def _topk_key(x):
+    """Return integers in the order of the floats, with NaN as the largest."""
+    BITS: tl.constexpr = x.dtype.primitive_bitwidth
+    INT: tl.constexpr = tl.int64 if BITS == 64 else tl.int32
+    TOP: tl.constexpr = 2 ** (BITS - 1) - 1
+    if BITS == 16:
+        bits = x.to(tl.int16, bitcast=True).to(INT)
+        wide = x.to(tl.float32)
+    else:
+        bits = x.to(INT, bitcast=True)
+        wide = x
+    # The bits of negative floats are in reverse order.
+    key = tl.where(bits < 0, bits ^ TOP, bits)
+    # The two zeros are equal, and so are all NaN.
+    key = tl.where(wide == 0, 0, key)
+    return tl.where(wide == wide, key, TOP)
+
+
+@triton.jit
+def _topk_best(
+    x_rows,
+    first,
+    N,
+    STEP: tl.constexpr,
+    LENGTH: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Return where the maxima of the K best groups of elements are.
+
+    A group begins at an element of ``first``. It has LENGTH elements, one in
+    every STEP of the row.
+    """
+    BITS: tl.constexpr = x_rows.dtype.element_ty.primitive_bitwidth
+    WORD: tl.constexpr = tl.int32 if BITS == 16 else tl.int64
+    LAST: tl.constexpr = 2 ** (BITS - 1) - 1
+    LOWEST: tl.constexpr = -(2 ** (2 * BITS - 1))
+    x = tl.load(x_rows + first, mask=first < N, other=0)  # (BLOCK_M, groups)
+    # In float32, which is exact: not every GPU compares bfloat16.
+    top, index = x.to(tl.float32), first
+    for member in tl.static_range(1, LENGTH):
+        offs = first + member * STEP
+        x = tl.load(x_rows + offs, mask=offs < N, other=-float("inf"))
+        wide = x.to(tl.float32)
+        # NaN is larger than a number, and not larger than another NaN. Of two
+        # equals the first stays.
+        larger = (~(wide <= top)) & (top == top)
+        top = tl.where(larger, wide, top)
+        index = tl.where(larger, offs, index)
+    # Only the maxima are packed, not all elements.
+    key = _topk_key(top.to(x.dtype)).to(WORD)
+    words = (key << BITS) | (LAST - index)
+    words = tl.where(first < N, words, LOWEST)
+    best = tl.topk(words, K)  # (BLOCK_M, K)
+    return LAST - (best & LAST).to(tl.int32)
+
+
+@triton.jit
+def _topk_split(
+    index,
+    SETS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Return where the parts of groups begin, given an element of each."""
+    GROUP: tl.constexpr = SETS * LENGTH
+    first = index % SETS + index // GROUP * GROUP  # (BLOCK_M, K)
+    part = tl.arange(0, LENGTH // PART) * (SETS * PART)
+    first = first[:, :, None] + part[None, None, :]
+    shape: tl.constexpr = (first.shape[0], first.shape[1] * first.shape[2])
+    return tl.reshape(first, shape)
+
+
+@triton.jit
+def _topk_kernel(
+    x_ptr,
+    values_ptr,
+    indices_ptr,
+    M,
+    N,
+    stride_xm,
+    k,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SETS: tl.constexpr,  # columns
+    LENGTH: tl.constexpr,  # of a column
+    PART: tl.constexpr,  # of a column, for the second sort
+):
+    # In int32 a row's offset would overflow past element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    # Rows past the last one are the last one again.
+    offs_m = tl.minimum(offs_m, M - 1)
+    x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
+    # Neighbours are in different columns, so that threads load side by side.
+    first = tl.arange(0, SETS)[None, :]  # (1, SETS)
+    index = _topk_best(x_rows, first, N, SETS, LENGTH, K)  # (BLOCK_M, K)
+    if PART < LENGTH:
+        first = _topk_split(index, SETS, LENGTH, PART)
+        index = _topk_best(x_rows, first, N, SETS, PART, K)
+    if PART > 1:
+        first = _topk_split(index, SETS, PART, 1)
+        index = _topk_best(x_rows, first, N, SETS, 1, K)
+    offs_k = tl.arange(0, K)[None, :]  # (1, K)
+    mask = offs_k < k
+    # Loaded again: a key has not the sign of a zero, nor the bits of a NaN.
+    values = tl.load(x_rows + index, mask=mask)
+    offs = offs_m * k + offs_k  # (BLOCK_M, K)
+    tl.store(values_ptr + offs, values, mask=mask)
+    tl.store(indices_ptr + offs, index.to(tl.int64), mask=mask)
+
+
+@triton.jit
+def _topk_passes_kernel(
+    x_ptr,
+    values_ptr,
+    indices_ptr,
+    N,
+    stride_xm,
+    k,
+    BLOCK_N: tl.constexpr,
+):
+    # In int32 a row's offset would overflow past element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    x_row = x_ptr + pid * stride_xm
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    key = _topk_key(tl.load(x_row + offs, mask=offs < N, other=0))
+    # Below all keys, that of -inf too
+    key = tl.where(offs < N, key, -(2**63))
+    for j in range(k):
+        index = tl.argmax(key, axis=0, tie_break_left=True)
+        tl.store(values_ptr + pid * k + j, tl.load(x_row + index))
+        tl.store(indices_ptr + pid * k + j, index.to(tl.int64))
+        key = tl.where(offs == index, -(2**63), key)
+
+
+@functools.cache
+def _topk_plan(N, K):
+    """Return how to launch for rows of N: with the least to sort."""
+    block = max(K, triton.next_power_of_2(N))
+    plans = []
+    for log_length in range(TOPK_COLUMN.bit_length()):
+        LENGTH = 2**log_length
+        SETS = block // LENGTH
+        if SETS < K:
+            break
+        for log_part in range(max(1, log_length)):
+            PART = 2**log_part
+            sorts = [SETS]
+            sorts += [K * LENGTH // PART] if LENGTH > 1 else []
+            sorts += [K * PART] if PART > 1 else []
+            # For a word of the first sort, a column is read and packed.
+            cost = SETS + sum(sorts) + TOPK_STEP * len(sorts)
+            plans.append((cost, len(sorts), -SETS, LENGTH, PART))
+    _, _, SETS, LENGTH, PART = min(plans)
+    SETS = -SETS
+    return {
+        "K": K,
+        "BLOCK_M": max(1, min(TOPK_WARP // SETS, TOPK_TILE // block)),
+        "SETS": SETS,
+        "LENGTH": LENGTH,
+        "PART": PART,
+        "num_warps": max(1, min(8, SETS // TOPK_WARP)),
+    }
+
+
+def _topk_check(x, k):
+    """Return the length of x's rows; raise for what the op does not take."""
+    if x.dtype not in TOPK_FLOATS:
+        raise TypeError(f"topk takes a float tensor, not {x.dtype}")
+    N = int(x.shape[-1]) if x.ndim else 1
+    if N > TOPK_LONGEST:
+        raise ValueError(
+            f"topk takes rows of up to {TOPK_LONGEST} elements, not {N}; "
+            "topk_long takes longer ones"
+        )
+    if not 0 <= k <= min(N, TOPK_MOST):
+        raise ValueError(
+            f"topk takes k from 0 to the row's length {N}, and up to "
+            f"{TOPK_MOST}, not {k}"
+        )
+    return N
+
+
+def _topk_launch(x, k, kernel=_topk_kernel, passes=_topk_passes_kernel):
+    N = _topk_check(x, k)
+    # As in PyTorch, a tensor without dimensions has one, whatever k.
+    k = int(k) if x.ndim else 1
     shape = (*x.shape[:-1], k) if x.ndim else ()
     values = x.new_empty(shape)
     indices = x.new_empty(shape, dtype=torch.int64)
     if values.numel() == 0:
         return values, indices
-    x = matrix(x)
-    M, N, stride = x.shape[0], int(x.shape[1]), int(x.stride(0))
-    out = x, values, indices
+    stride = N
+    if not x.is_contiguous():
+        x = x.reshape(-1, N)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        stride = int(x.stride(0))
+    M = values.numel() // k
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         if x.dtype == torch.float64:
-            block = min(1024, triton.next_power_of_2(N))
-            wrap_triton(topk_passes_kernel)[(M,)](*out, k, N, stride, block)
+            BLOCK_N = triton.next_power_of_2(N)
+            passes[(M,)](x, values, indices, N, stride, k, BLOCK_N=BLOCK_N)
             return values, indices
-        P = 16 // x.element_size()
-        K = max(2, triton.next_power_of_2(int(k)))
-        parts, sets, each = plan(int(M), N, P, K)
-        sizes = N, stride, P, K
-        count = parts * K if parts > 1 else 0
-        words = x.new_empty((M, count), dtype=torch.int64)
-        wrap_triton(topk_kernel)[(M * parts,)](
-            *(*out, words, k, parts, *sizes, sets, each, parts == 1),
-            num_warps=max(1, min(8, sets // 128)),
+        # A network sorts a power of two, and two elements at least.
+        plan = _topk_plan(N, max(2, triton.next_power_of_2(k)))
+        kernel[(triton.cdiv(M, plan["BLOCK_M"]),)](
+            x,
+            values,
+            indices,
+            M,
+            N,
+            stride,
+            k,
+            **plan,
         )
-        if parts > 1:
-            block = min(1024, triton.next_power_of_2(count))
-            wrap_triton(topk_merge_kernel)[(M,)](
-                *(*out, words, k, count, *sizes, block),
-                num_warps=max(1, block // 256),
-            )
     return values, indices
 
 
-# %%
-# Gradients go back to where the values came from, in plain PyTorch.
+@triton_op(f"{TOPK_NAMESPACE}::topk", mutates_args={})
+def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k largest of each row, sorted, and their indices.
+
+    As ``torch.topk(x, k)`` along the last dimension: NaN is the largest, and
+    the two zeros are equal. Of equals, the one with the lower index comes
+    first. Takes float16, bfloat16, float32 or float64, of any shape and
+    strides, with rows of up to 8192 elements and k of up to 128. The values
+    have the dtype of ``x``, the indices are int64, and both are contiguous and
+    the same each time. Raises TypeError for other dtypes, and ValueError for
+    longer rows and other k. The values have a gradient, which has one too.
+    """
+    passes = wrap_triton(_topk_passes_kernel)
+    return _topk_launch(x, k, wrap_triton(_topk_kernel), passes)
 
 
-def save(ctx, inputs, output):
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+TOPK_LIBRARY = Library(TOPK_NAMESPACE, "FRAGMENT")
+TOPK_LIBRARY.impl("topk", _topk_launch, "CUDA")
+
+
+def _topk_setup(ctx, inputs, output):
     ctx.shape = inputs[0].shape
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def backward(ctx, grad, _):
+def _topk_gradient(ctx, grad, _):
     (indices,) = ctx.saved_tensors
+    # No element is found twice, so there is no order of additions.
     return grad.new_zeros(ctx.shape).scatter(-1, indices, grad), None
 
 
-topk.register_autograd(backward, setup_context=save)
+topk.register_autograd(_topk_gradient, setup_context=_topk_setup)
 
 # %%
-# The check
-# ---------
-#
-# Nothing is rounded, so all is compared exactly, with a stable sort on the CPU:
-# on a GPU ``torch.sort`` may put NaN with a minus last.
+# What did each step gain? The table has the rates in float32, and in the last
+# line that of bfloat16, with ``k = 8``. The registers are those of the longest
+# row.
 
 
-def assert_right(x, k):
-    x, values, indices = (t.cpu() for t in (x, *topk(x, k)))
-    expected = torch.sort(x, dim=-1, descending=True, stable=True)
-    assert torch.equal(indices, expected.indices[..., :k])
-    exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
-    torch.testing.assert_close(values, torch.topk(x, k).values, **exactly)
-    torch.testing.assert_close(values, x.gather(-1, indices), **exactly)
+def launch(x, k, **changes):
+    """Run the op's kernel by its plan, but for the changes."""
+    M, N = x.shape
+    plan = _topk_plan(N, max(2, triton.next_power_of_2(k))) | changes
+    grid = (triton.cdiv(M, plan["BLOCK_M"]),)
+    out = x.new_empty(M, k), x.new_empty(M, k, dtype=torch.int64)
+    compiled = _topk_kernel[grid](x, *out, M, N, N, k, **plan)
+    return compiled, out
 
 
-torch.manual_seed(0)
-for dtype, k, *shape in (
-    *((torch.float32, 5, 2, 3, 300), (torch.bfloat16, 1, 2, 77)),
-    *((torch.float64, 3, 2, 40), (torch.float16, 7, 3, 7)),
-):
-    assert_right(torch.randn(shape, device=DEVICE).to(dtype), k)
-
-special = torch.zeros(3, 90, device=DEVICE)
-special[0, ::7], special[0, 3] = -0.0, math.nan
-special[1], special[1, 40] = -math.inf, -math.nan
-special[2, 50:60] = math.inf
-assert_right(special, 6)
-
-if __name__ == "__main__":
-    x = torch.randn(2, 5, device=DEVICE).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: topk(x, 3)[0], x)
-    assert_right(torch.randn(1, 2 * PART, device=DEVICE).round(), 4)
-
-# %%
-# Break it: bits as they are
-# --------------------------
-#
-# Without inverted bits all is well with probabilities, which have no sign. A
-# test needs rows with fewer than ``k`` positive numbers to notice.
-
-if __name__ == "__main__":
-    x = torch.tensor([-3.0, 1.0, -0.5, math.nan, -2.0, -math.nan])
-    order = x.view(torch.int32).argsort(descending=True)
-    print("by bits ", x[order].tolist())
-    print("by topk ", topk(x.to(DEVICE), 6)[0].tolist())
-
-# %%
-# What does a set save?
-# ---------------------
-#
-# Float32 rows of 4096, ``k = 8``: 16384 of them for both ops; 65536, where the
-# launch weighs less, for ``k`` passes and for ever fewer sets (ours are 128).
-
-ELEMENTS = 2**28
+def whole(x, k):
+    """Sort whole rows, one a program."""
+    block = triton.next_power_of_2(x.shape[1])
+    changes = {"SETS": block, "LENGTH": 1, "PART": 1, "BLOCK_M": 1}
+    return launch(x, k, **changes, num_warps=max(1, min(16, block // 128)))
 
 
-def random(N):
-    return torch.randn(ELEMENTS // N, N, device=DEVICE)
+def one_row(x, k):
+    return launch(x, k, BLOCK_M=1)
 
 
-def rates(call, x, k):
-    times = do_bench(call, quantiles=[0.5, 0.8, 0.2])
-    return [(4 * x.numel() + 12 * len(x) * k) * 1e-6 / t for t in times]
-
+STEPS = {
+    "whole rows": whole,
+    "columns": one_row,
+    "the op: and several rows": launch,
+}
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    x = random(4096)
-    few, grid, out = x[:16384], (len(x),), (x, *topk(x, 8))
-    print("GB/s")
-    for name, op in (("PyTorch", torch.topk), ("topk", topk)):
-        print(f"{name:14} {rates(partial(op, few, 8), few, 8)[0]:5.0f}")
-    call = partial(topk_passes_kernel[grid], *out, 8, 4096, 4096, 1024)
-    print(f"k passes       {rates(call, x, 8)[0]:5.0f}")
-    sizes = 4096, 4096, 4, 8
-    for sets in (1024, 512, 256, 128, 64, 32):
-        arguments = *out, out[2], 8, 1, *sizes, sets, 1024 // sets, True
-        warps = max(1, sets // 128)
-        call = partial(topk_kernel[grid], *arguments, num_warps=warps)
-        print(f"{sets:4} sets of {1024 // sets:2} {rates(call, x, 8)[0]:5.0f}")
+    ladder = {name: {} for name in (*STEPS, "the op in bfloat16")}
+    for N in (64, 256, 1000, 4096, 8192):
+        x = random(N)
+        tried = {name: partial(step, x, 8) for name, step in STEPS.items()}
+        tried["the op in bfloat16"] = partial(launch, x.bfloat16(), 8)
+        for name, times in gpu_time(tried, turns=20).items():
+            compiled, _ = tried[name]()
+            short = "bfloat16" in name
+            rate = moved(N, 8) / times[0] / (2 if short else 1)
+            ladder[name][f"GB/s at {N}"] = round(rate)
+            ladder[name]["registers"] = compiled.n_regs
+            ladder[name]["spilled"] = compiled.n_spills
+    print(pd.DataFrame(ladder).T.to_string())
+
+# %%
+# Are there better columns than those of the op? Here are their number, their
+# length and that of a part, and the time in microseconds. The op's come first:
+
+OTHERS = {  # and how many rows a program takes, with one warp
+    64: [(64, 1, 1, 2), (32, 2, 1, 4)],
+    256: [(64, 4, 1, 2), (256, 1, 1, 1), (16, 16, 4, 8)],
+    4096: [(128, 32, 4, 1), (256, 16, 1, 1)],
+}
+NAMES = "SETS", "LENGTH", "PART", "BLOCK_M"
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N, others in OTHERS.items():
+        plan = _topk_plan(N, 8)
+        op = tuple(plan[name] for name in NAMES)
+        x, tried = random(N), {}
+        for columns in (op, *others):
+            changes = dict(zip(NAMES, columns, strict=True))
+            tried[columns] = partial(launch, x, 8, **changes, num_warps=1)
+        for columns, times in gpu_time(tried, turns=10).items():
+            print(f"N = {N:4} {columns[:3]!s:13} {times[0] * 1e3:6.0f} us")
+
+# %%
+# Proof
+# -----
+#
+# We compare with a stable sort on the CPU, exactly: values, indices, and the
+# gradient. The rows have many equals, no dimension, no elements, gaps between
+# them, and special values.
+
+
+def prove(x, k):
+    values, indices = topk(x, k)
+    assert values.dtype == x.dtype
+    order = x.cpu().double().sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(indices.cpu(), order.indices[..., :k])
+    exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
+    expected = order.values[..., :k].to(x.dtype)
+    torch.testing.assert_close(values.cpu(), expected, **exactly)
+    wide = x.detach().clone().requires_grad_()
+    grads = [op(wide, k)[0].sum() for op in (topk, torch.topk)]
+    grads = [torch.autograd.grad(grad, wide)[0].sum(-1) for grad in grads]
+    torch.testing.assert_close(*grads, **exactly)
+
+
+SHAPES = [((3, 40), 5), ((2, 3, 257), 2), ((1, 4100), 3), ((0, 5), 2)]
+
+if __name__ == "__main__":
+    for dtype in TOPK_FLOATS:
+        for shape, k in SHAPES:
+            x = torch.randn(shape, generator=generator, device=DEVICE)
+            prove(x.to(dtype), k)
+            prove(x.round().to(dtype), k)
+        special = torch.zeros(3, 90, device=DEVICE, dtype=dtype)
+        special[0, ::7], special[0, 3] = -0.0, torch.nan
+        special[1], special[1, 40] = -torch.inf, -torch.nan
+        special[2], special[2, 50:60] = -1, torch.inf
+        prove(special, 6)
+else:  # imported: a glance
+    prove(torch.randn(3, 40, generator=generator, device=DEVICE), 5)
+
+# %%
+# Next come rows that lie apart, a transposed matrix and an expanded row.
+# ``gradcheck`` compares the backward with finite differences:
+
+if __name__ == "__main__":
+    x = torch.randn(60, 100, generator=generator, device=DEVICE)
+    for view in (x[:, :37], x[::20, 3:40], x.T[:5], x[:1].expand(3, 100)):
+        prove(view, 4)
+    x = x[:2, :6].double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: topk(x, 3)[0], x)
+    assert torch.autograd.gradgradcheck(lambda x: topk(x, 3)[0], x)
+
+# %%
+# An error names what the op does not take:
+
+if __name__ == "__main__":
+    row = torch.ones(8193, device=DEVICE)
+    for bad, k in ((row, 5), (row[:200], 129), (row[:5].int(), 2)):
+        try:
+            topk(bad, k)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
 
 # %%
 # The benchmark
 # -------------
 #
-# float32, :math:`2^{28}` elements in rows of different lengths, ``k = 8``; then
-# rows of 4096, different ``k``. Bytes: the input, and twelve for each element
-# found; ``Roof`` copies as many. ``torch.compile`` would call PyTorch's kernel.
+# The benchmark is in float32, with half a gigabyte at each length, and with
+# ``k = 8``. A router of a mixture of experts has rows of 64 to 512.
 
-NAMES = ["Triton", "PyTorch", "Roof"]
-SIZES = [256, 1000, 4096, 16384, 50257, 128256, 2**20, 2**24]
-MANY = [1, 2, 4, 8, 16, 32, 64, 128]
-curve = partial(Benchmark, line_arg="provider", line_vals=NAMES, x_log=True)
-curve = partial(curve, line_names=NAMES, ylabel="GB/s")
-CURVES = [curve(["N"], SIZES, plot_name="topk", args={"k": 8})]
-CURVES += [curve(["k"], MANY, plot_name="topk_k", args={"N": 4096})]
-
-
-@triton.testing.perf_report(CURVES)
-def benchmark(N, k, provider):
-    x = random(N)
-    half = torch.empty(ELEMENTS // 2 + 6 * len(x) * k // 4, device=DEVICE)
-    roof = partial(torch.empty_like(half).copy_, half.normal_())
-    ours, eager = partial(topk, x, k), partial(torch.topk, x, k)
-    return rates([ours, eager, roof][NAMES.index(provider)], x, k)
-
+SIZES = [64, 128, 256, 512, 1000, 2048, 4096, 8192]
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    results, results_k = benchmark.run(True, True, return_df=True)
+    times = {N: measure(topk, N, 8) for N in SIZES}
+    results = rate_table(times, "N", "GB/s", lambda N: moved(N, 8))
+    print(results.to_string())
+    wide = results.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True)
 
 # %%
-# Beside PyTorch, and beside the roof:
+# The same for other ``k``, as how many times PyTorch's rate:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    for table in (results, results_k):
-        table = table.set_index(table.columns[0])
-        table = table[[f"{name} (GB/s)" for name in NAMES]]
-        table.columns = NAMES
-        ratios = [(table["Triton"] / table[name]).round(2) for name in NAMES]
-        print(pd.concat(ratios[1:], axis=1, keys=["of PyTorch", "of the roof"]))
+    faster = pd.DataFrame()
+    for N in (128, 1000, 4096, 8192):
+        for k in (1, 8, 32, 64, 128):
+            x = random(N)
+            pair = {"ours": partial(topk, x, k)}
+            pair["PyTorch"] = partial(torch.topk, x, k)
+            found = gpu_time(pair, turns=10)
+            ratio = found["PyTorch"][0] / found["ours"][0]
+            faster.loc[f"N = {N}", f"k = {k}"] = round(ratio, 2)
+    print(faster.to_string())
+
+# %%
+# This is what a call costs the CPU, in microseconds. The GPU works through a
+# queue that the CPU fills, so these figures count where matrices are small:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    cost = results[results["N"] == 128].set_index("series")["CPU us"]
+    print(cost.drop("Roof").round(1).to_dict())
 
 # %%
 # Reading the result
 # ------------------
 #
-# A program reads, then sorts. Others read meanwhile, so long rows are near the
-# roof. Of the shortest rows, or with the largest ``k``, a third is sorted. From
-# ``k = 16`` on, 4096 elements have 256 sets and more, so a program has several
-# warps, which wait as they sort.
+# The longer a row and the smaller ``k``, the smaller the part of a row that is
+# sorted. Of a row of 64, all or half of it is, and of one with ``k = 128`` a
+# third or more. There the sort bounds the op, not the memory. The table of the
+# ladder has the sort of whole rows beside it.
+
+# %%
+# Break it: bits as they are
+# --------------------------
 #
-# 50257 is odd, so three rows in four begin at no multiple of 16 bytes. Without
-# body and edges threads would load single elements, and four share a piece.
-# *Each* would pack its maximum and keep its set, nearly four times the
-# instructions. Edges cost two more sorts, of ``k`` pieces and of ``2 k`` words.
-#
+# Without the inverted bits all is well with probabilities, which have no sign.
+# A test needs rows with fewer than ``k`` positive numbers to notice.
+
+if __name__ == "__main__":
+    x = torch.tensor([-3.0, 1.0, -0.5, torch.nan, -2.0, -torch.nan])
+    order = x.view(torch.int32).argsort(descending=True)
+    print("by bits ", x[order].tolist())
+    print("by topk ", topk(x.to(DEVICE), 6)[0].tolist())
+
+# %%
 # Go further
 # ----------
 #
 # 1. ``largest=False``. What changes, and where does PyTorch put NaN then?
-# 2. In half precision a float and an index below 65536 fit into 32 bits. What
-#    would that save? What does a row of 100000 need?
+# 2. A maximum carries the index of its first occurrence. Which row would go
+#    wrong if it carried the number of its column instead?
 #
-# This was the last recipe of the section. To read on: Gaihre and others, `Dr.
-# Top-k <https://arxiv.org/abs/2109.08219>`_, where maxima stand for parts.
+# To read on: Gaihre and others, `Dr. Top-k
+# <https://arxiv.org/abs/2109.08219>`_, where maxima stand for parts of a row.
 
 # %%
 # Answers
 # -------
 #
-# **1.** ``~key`` is in the reverse order, with NaN lowest, so last, as in
-# PyTorch. Pieces need a minimum without NaN. What is masked ``pack`` hides.
+# **1.** ``~key`` is in the reverse order, so NaN comes last, as in PyTorch. The
+# columns keep their minima, and ``low`` stays below all words.
 #
-# **2.** Half of the shuffles and of the comparisons. A row of 100000 has 12500
-# pieces, whose numbers fit. Only the last step, with elements, needs 64 bits.
+# **2.** Let ``k`` be 1, and let two columns have the same maximum. Column 0 has
+# it in its second element, column 1 in its first. The first occurrence in the
+# row is that of column 1, and column 0 would win.

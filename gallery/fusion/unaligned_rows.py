@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Load 16 bytes at once from rows of odd lengths too, by a split into a body
+# and edges, and see it in the compiled code."""
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = false
 # deterministic = true

@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Write a matrix product for Hopper in Gluon, the language below Triton:
+# shared memory, barriers and roles for warps."""
 # dtypes = ["float16", "bfloat16"]
 # backward = false
 # deterministic = true

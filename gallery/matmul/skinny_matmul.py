@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Multiply few rows by a large weight matrix: keep more loads under way, and
+# split the sum over K among more programs."""
 # dtypes = ["float16", "bfloat16", "float32"]
 # backward = false
 # deterministic = true
@@ -880,6 +883,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # To read on:
 #
 # * ``matmul.py`` and ``tuned_matmul.py`` are about products of many rows.
+# * ``few_long_rows.py`` compares the same three ways to add parts for sums of
+#   rows, where a row gives the same bits in any batch.
 # * ``cuda_graphs.py`` is about launches that a model repeats for each token.
 
 # %%

@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Multiply matrices through tensor descriptors, which the copy engine of
+# Hopper reads, and compare the compiled code."""
 # tool = true
 #
 # [tool.triton-gallery.not_for]

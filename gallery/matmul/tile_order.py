@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Change the order in which programs take tiles and how early they copy them,
+# and count what still holds a product up."""
 # tool = true
 # ///
 r"""

@@ -1,6 +1,11 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Compile a whole module ahead of time, its Triton kernel with it, into one
+# file that a server loads and calls."""
 # ///
 r"""
 Ahead of time: AOTInductor
@@ -20,7 +25,7 @@ After this page you can
 * say what it saves when a process starts, and what it is bound to.
 """
 
-# sphinx_gallery_tags = ["PyTorch", "deployment", "memory bound"]
+# sphinx_gallery_tags = ["torch.compile", "deployment", "memory bound"]
 import os
 
 import torch

@@ -1,6 +1,11 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Capture a Triton kernel in a CUDA graph, run into what the graph freezes,
+# and measure when it pays."""
 # ///
 r"""
 CUDA graphs

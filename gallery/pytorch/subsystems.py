@@ -1,6 +1,11 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Teach an op what the rest of PyTorch asks of it: other devices, flop counts,
+# tensor subclasses and vmap."""
 # ///
 r"""
 An op and PyTorch's subsystems
@@ -18,7 +23,7 @@ After this page you can
 * tell the gaps that raise an error from those that stay silent.
 """
 
-# sphinx_gallery_tags = ["torch.library", "matmul", "compute bound"]
+# sphinx_gallery_tags = ["custom op", "matmul", "compute bound"]
 import os
 import textwrap
 from functools import partial

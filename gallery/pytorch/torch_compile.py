@@ -1,6 +1,11 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Call a bare Triton kernel in a function under torch.compile, and see where
+# that goes wrong without a word."""
 # ///
 r"""
 Kernels in torch.compile

@@ -1,6 +1,11 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Make an op of a kernel with torch.library.triton_op, so that PyTorch knows
+# its name, its shapes and its gradient."""
 # ///
 r"""
 A kernel as an op
@@ -18,7 +23,7 @@ After this page you can
 * say where it beats ``torch.autograd.Function``, and where it does not.
 """
 
-# sphinx_gallery_tags = ["autograd", "elementwise", "memory bound"]
+# sphinx_gallery_tags = ["custom op", "autograd", "elementwise", "memory bound"]
 import inspect
 import os
 import sys

@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Take the CPU time of one call apart, measure every way to make an op of a
+# kernel, and choose one."""
 # tool = true
 # ///
 r"""
@@ -11,9 +14,10 @@ What a call costs
 
 Before a kernel runs on the GPU, the CPU has to call it: Python checks the
 arguments, PyTorch looks for the implementation and for a gradient, Triton
-looks for the compiled kernel. With a small tensor that takes longer than the
-kernel itself. This page takes one call apart, measures every way to make an op
-of a kernel, and chooses the way that the ops of this gallery take.
+looks for the compiled kernel. With a small tensor this overhead of a launch
+takes longer than the kernel itself. This page takes one call apart, measures
+every way to make an op of a kernel, and chooses the way that the ops of this
+gallery take.
 
 After this page you can
 

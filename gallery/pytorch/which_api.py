@@ -1,6 +1,11 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "numpy", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Choose between a plain function, triton_op and custom_op by a table of what
+# each supports, every cell of which was run."""
 # ///
 r"""
 Which API

@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Compile a kernel into machine code and a C function, and call it from a
+# program without Python, PyTorch or Triton."""
 # tool = true
 # ///
 r"""

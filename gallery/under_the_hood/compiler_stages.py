@@ -3,6 +3,9 @@
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
 #
 # [tool.triton-gallery]
+# description = """
+# Follow a load and a tl.dot through the stages of Triton's compiler, down to
+# the instructions of four GPUs."""
 # tool = true
 # ///
 r"""
@@ -22,7 +25,7 @@ After this page you can
 * say which decisions are the compiler's and which are yours.
 """
 
-# sphinx_gallery_tags = ["compiler", "layouts", "matrix product"]
+# sphinx_gallery_tags = ["compiler", "layout", "matmul"]
 import inspect
 import itertools
 import json

@@ -2,6 +2,11 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas", "numpy",
 #   "jax[cuda13]>=0.10.2,<0.12", "jax-triton==0.3.1"]
+#
+# [tool.triton-gallery]
+# description = """
+# Call a Triton kernel, flash attention at last, in a jitted JAX function, and
+# pass it PyTorch's tensors without a copy."""
 # ///
 r"""
 Triton in a JAX program

@@ -2,6 +2,11 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.11", "triton>=3.6", "pandas",
 #   "jax[cuda13]>=0.10.2,<0.12"]
+#
+# [tool.triton-gallery]
+# description = """
+# Make PyTorch/XLA's documented call of a Triton kernel work again: torch_xla
+# traces the graph, and JAX's XLA executes it."""
 # ///
 r"""
 PyTorch/XLA

@@ -52,6 +52,7 @@ def compiled(
     num_warps: int = 4,
     multiples: Collection[str] = (),
     num_stages: int = 3,
+    maxnreg: int | None = None,
     **known: Any,
 ) -> Any:
     """Return what the compiler makes of a kernel.
@@ -62,6 +63,7 @@ def compiled(
         num_warps: as at a launch.
         multiples: other arguments that 16 divides.
         num_stages: as at a launch.
+        maxnreg: as at a launch.
         known: the values of constants, and the dtypes of pointers that have another; what is left are `i32`.
     """
     import triton  # where it is imported first, the choice of the interpreter is made
@@ -71,7 +73,9 @@ def compiled(
     aligned = {(i,): [["tt.divisibility", 16]] for i in by_16}
     source = triton.compiler.ASTSource(kernel, types | dict.fromkeys(known, "constexpr"), known, aligned)
     target = triton.runtime.driver.active.get_current_target()
-    return triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+    return triton.compile(
+        source, target=target, options={"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+    )
 
 
 def ptx(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> str:

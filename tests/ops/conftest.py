@@ -16,6 +16,7 @@ from compiled import Ask, h100
 from hypothesis import Phase, settings
 
 from triton_gallery.recipes.op import op_of
+from triton_gallery.records.pages import Run
 
 settings.register_profile("default", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
@@ -63,7 +64,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that needs more memory than it can have."""
+    """Skip a test that needs more memory than it can have, or a page that was executed without a GPU."""
+    if "printed" in getattr(item, "fixturenames", ()) and torch.cuda.is_available():
+        pytest.skip("the recorded run shows it")
     for mark in item.iter_markers("needs_gpu_memory"):
         memory.require(*mark.args)
 
@@ -104,6 +107,19 @@ def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         return loaded[path]
 
     return load
+
+
+@pytest.fixture
+def printed(site: Path, run_of_page: Callable[[str], Run | None]) -> Callable[[str], str]:
+    """Return a function for what a recipe's page printed when it was executed here, `section/name`, without a GPU."""
+    assert site  # built, so all pages were executed
+
+    def read(key: str) -> str:
+        run = run_of_page(key)
+        assert run, "no run of the present code passed here"
+        return "".join(f"{output.text}\n" for output in run.outputs if output.text)
+
+    return read
 
 
 @pytest.fixture(scope="session")

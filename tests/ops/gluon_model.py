@@ -10,6 +10,7 @@ Registers, layouts, and the warps of a role are not modelled: the compiler knows
 import ast
 import importlib.util
 import math
+import operator
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ class Machine:
         self.shared = 0  # bytes
         self.registers: dict[threading.Thread, int] = {}  # of each thread of a role
         self.unfenced: set[tuple[threading.Thread, int]] = set()  # what a thread wrote, and no fence followed
+        self.asked: list[tuple[str, threading.Thread]] = []  # what engines were asked for, in order, and by whom
         self.failed: BaseException | None = None
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> threading.Thread:
@@ -115,6 +117,7 @@ class Event:
             for mine, theirs in [*product(writes, other.reads + other.writes), *product(reads, other.writes)]:
                 assert not mine.overlaps(theirs), f"a {kind} meets a {other.kind} in the same buffer"
         MACHINE.later.append(self)
+        MACHINE.asked.append((kind, self.thread))
 
     def ready(self) -> bool:
         """Whether it is the first of its kind that its thread asked for; loads come in any order."""
@@ -160,6 +163,10 @@ class Values:
         """Round."""
         return Values(self.values.to(dtype.torch))
 
+    def __getitem__(self, place: Any) -> "Values":
+        """Add dimensions."""
+        return Values(self.values[place])
+
     def reshape(self, shape: list[int]) -> "Values":
         """Give it another shape."""
         return Values(self.values.reshape(shape))
@@ -172,6 +179,64 @@ class Values:
         """Take the last dimension apart."""
         left, right = self.values.unbind(-1)
         return Values(left), Values(right)
+
+
+def _plain(x: Any) -> Any:
+    return x.values if isinstance(x, Values) else x
+
+
+def _for_each(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of numbers that are in registers, or are the same for all threads."""
+
+    def of(*numbers: Any) -> Any:
+        if not any(isinstance(number, Values) for number in numbers):
+            return compute(*numbers)
+        return Values(compute(*map(_plain, numbers)))
+
+    return of
+
+
+for _name in ("add", "sub", "mul", "truediv", "and_", "eq", "le", "lt"):
+    _operator = _for_each(getattr(operator, _name))
+    setattr(Values, f"__{_name.strip('_')}__", _operator)
+    setattr(Values, f"__r{_name.strip('_')}__", lambda mine, other, compute=_operator: compute(other, mine))
+
+
+class Int(int):
+    """A program's number and what is computed of it, which have a dtype on a GPU."""
+
+    def to(self, _: Dtype) -> "Int":
+        """Return it in another dtype."""
+        return self
+
+
+def _to_int(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def of(mine: Int, other: Any) -> Any:
+        found = compute(mine, other)
+        return found if found is NotImplemented else Int(found)
+
+    return of
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    setattr(Int, f"__{_name}__", _to_int(getattr(int, f"__{_name}__")))
+
+
+class Pointer:
+    """An address, or one for each number of a tile."""
+
+    def __init__(self, tensor: torch.Tensor, places: Any = 0) -> None:
+        """Take the tensor that it points into."""
+        self.tensor, self.places = tensor, places
+
+    def __add__(self, other: Any) -> "Pointer":
+        """Move it."""
+        return Pointer(self.tensor, self.places + _plain(other))
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All that the tensor has, one element after another."""
+        return self.tensor.view(-1)
 
 
 class Shared:
@@ -190,6 +255,10 @@ class Shared:
         """Return one of several buffers."""
         assert 0 <= place < len(self.view), f"there is no buffer {place}"
         return Shared(self.view[place], self.barriers and self.barriers[place])
+
+    def reshape(self, shape: list[int]) -> "Shared":
+        """See the same bytes in another shape."""
+        return Shared(self.view.view(shape))
 
     def permute(self, order: list[int]) -> "Shared":
         """Read it in another order."""
@@ -232,11 +301,11 @@ class Descriptor:
     def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any) -> None:
         """Take it, on the conditions of the engine."""
         assert base.data_ptr() % 16 == 0
-        assert strides[0] * base.element_size() % 16 == 0
-        assert strides[1] == 1
+        assert all(stride > 0 and stride * base.element_size() % 16 == 0 for stride in strides[:-1])
+        assert strides[-1] == 1
         self.matrix = torch.as_strided(base, shape, strides)
         self.shape, self.block_shape, self.layout, self.dtype = shape, block, layout, Dtype(base.dtype)
-        self.block_type = SimpleNamespace(nbytes=block[0] * block[1] * base.element_size())
+        self.block_type = SimpleNamespace(nbytes=math.prod(block) * base.element_size())
 
     @staticmethod
     def from_tensor(x: torch.Tensor, block: list[int], layout: Any) -> "Descriptor":
@@ -245,10 +314,9 @@ class Descriptor:
 
     def part(self, place: list[int]) -> torch.Tensor:
         """Return the part of a block that lies within the matrix."""
-        row, column = place
-        assert row >= 0
-        assert column >= 0
-        return self.matrix[row : row + self.block_shape[0], column : column + self.block_shape[1]]
+        assert all(begin >= 0 for begin in place)
+        pairs = zip(place, self.block_shape, strict=True)
+        return self.matrix[tuple(slice(begin, begin + extent) for begin, extent in pairs)]
 
 
 class Kernel:
@@ -269,10 +337,11 @@ class Kernel:
             global MACHINE
             gl.num_warps, gl.maxnreg = lambda: num_warps, maxnreg or 255
             gl.num_programs = lambda axis: grid[axis]
+            given = [Pointer(one) if isinstance(one, torch.Tensor) else one for one in arguments]
             for place in product(*(range(extent) for extent in grid)):
-                gl.program_id = lambda axis, place=place: place[axis]
+                gl.program_id = lambda axis, place=place: Int(place[axis])
                 MACHINE = Machine(hash((SEEDS[0], place)))
-                MACHINE.run(lambda: self.fn(*arguments, **constants))
+                MACHINE.run(lambda: self.fn(*given, **constants))
 
         return launch
 
@@ -305,11 +374,40 @@ def _specialize(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], regi
     MACHINE.until(lambda: not any(thread in MACHINE.waiting for thread in threads))
 
 
-def _zeros(shape: tuple[int, ...], dtype: Dtype, layout: Any) -> Values:
+def _full(shape: tuple[int, ...], value: float, dtype: Dtype, layout: Any) -> Values:
     registers = MACHINE.registers.get(threading.current_thread(), gl.maxnreg)
     held = math.prod(shape) // (32 * gl.num_warps())
     assert held + SPARE <= registers, "sums do not fit into the registers"
-    return Values(torch.zeros(shape, dtype=dtype.torch))
+    return Values(torch.full(shape, value, dtype=dtype.torch))
+
+
+def _zeros(shape: tuple[int, ...], dtype: Dtype, layout: Any) -> Values:
+    return _full(shape, 0, dtype, layout)
+
+
+def _arange(start: int, end: int, layout: Any) -> Values:
+    return Values(torch.arange(start, end))
+
+
+def _load_registers(pointers: Pointer) -> Values:
+    return Values(pointers.memory[pointers.places])
+
+
+def _store_registers(pointers: Pointer, values: Values) -> None:
+    pointers.memory[pointers.places] = values.values
+
+
+def _where(condition: Any, x: Any, y: Any) -> Values:
+    return Values(torch.where(*map(_plain, (condition, x, y))))
+
+
+def _extreme(of_tensors: Callable[..., Any], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
+    def of(*numbers: Any) -> Any:
+        if not any(isinstance(number, torch.Tensor) for number in numbers):
+            return of_numbers(numbers)
+        return of_tensors(*map(torch.as_tensor, numbers))
+
+    return _for_each(of)
 
 
 def _static_range(count: int) -> Iterator[int]:
@@ -352,7 +450,7 @@ def _load(descriptor: Descriptor, place: list[int], barrier: Shared, into: Share
 
     def happen() -> None:
         into.view.zero_()
-        into.view[: part.shape[0], : part.shape[1]] = part
+        into.view[tuple(map(slice, part.shape))] = part
         found.change(0, -descriptor.block_type.nbytes)
 
     Event("load", [], [into], happen)
@@ -365,7 +463,7 @@ def _store(descriptor: Descriptor, place: list[int], piece: Shared) -> None:
     part = descriptor.part(place)
 
     def happen() -> None:
-        part.copy_(piece.view[: part.shape[0], : part.shape[1]])
+        part.copy_(piece.view[tuple(map(slice, part.shape))])
 
     Event("store", [piece], [], happen)
 
@@ -374,24 +472,28 @@ def _fence() -> None:
     MACHINE.unfenced -= {written for written in MACHINE.unfenced if written[0] is threading.current_thread()}
 
 
-def _multiply(a: Shared, b: Shared, acc: Values, use_acc: bool = True, is_async: bool = False) -> Values:
-    assert a.view.shape[1] == b.view.shape[0]
-    assert acc.shape == [a.view.shape[0], b.view.shape[1]]
+def _multiply(a: Any, b: Shared, acc: Values, use_acc: bool = True, is_async: bool = False) -> Values:
+    """Multiply; the first operand is in shared memory, or in registers."""
+    left = a.view if isinstance(a, Shared) else a.values.double()
+    assert left.shape[1] == b.view.shape[0]
+    assert acc.shape == [left.shape[0], b.view.shape[1]]
+    sums = Values(torch.full_like(acc._values, torch.nan))
 
     def happen() -> None:
-        acc._values = (acc._values if use_acc else 0) + a.view @ b.view
+        # Products of a thread end in order, so that another one's sums are known.
+        sums._values = (acc._values if use_acc else 0) + left @ b.view
 
-    event = Event("product", [a, b], [], happen)
-    event.sums = acc
+    event = Event("product", [a, b] if isinstance(a, Shared) else [b], [], happen)
+    event.sums = sums
     if not is_async:
-        _wait_products(0, deps=(acc,))
-    return acc
+        _wait_products(0, deps=(sums,))
+    return sums
 
 
-def _wait_products(outstanding: int, deps: tuple[Values, ...]) -> Values:
+def _wait_products(outstanding: int, deps: tuple[Values, ...]) -> Any:
     asked = threading.current_thread()
     MACHINE.until(lambda: len(_mine("product", asked)) <= outstanding)
-    return deps[0]
+    return deps[0] if len(deps) == 1 else deps
 
 
 def _wait_stores(pendings: int) -> None:
@@ -405,15 +507,27 @@ gl = SimpleNamespace(
     float32=Dtype(torch.float64),  # sums are exact: what is tested is what is added up
     float16=Dtype(torch.float16),
     bfloat16=Dtype(torch.bfloat16),
-    cdiv=lambda x, y: -(-x // y),
-    minimum=min,
+    cdiv=lambda x, y: (x + y - 1) // y,
+    minimum=_extreme(torch.minimum, min),
+    maximum=_extreme(torch.maximum, max),
+    max=lambda values, axis: Values(values.values.amax(axis)),
+    sum=lambda values, axis: Values(values.values.sum(axis)),
+    exp2=_for_each(torch.exp2),
+    where=_where,
+    arange=_arange,
+    load=_load_registers,
+    store=_store_registers,
+    convert_layout=lambda values, layout: values,
     static_range=_static_range,
     static_assert=_static_assert,
     allocate_shared_memory=_allocate,
     warp_specialize=_specialize,
     barrier=lambda: None,
     zeros=_zeros,
+    full=_full,
     NVMMADistributedLayout=lambda *of: of,
+    SliceLayout=lambda *of: of,
+    DotOperandLayout=lambda *of: of,
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: dtype),
 )
 

@@ -1,19 +1,33 @@
-"""The ops of the recipe LayerNorm: value and gradients in any dtype, shape and layout, and the sum under a lock."""
+"""The ops of the recipe LayerNorm: values and gradients in any dtype, shape and layout, and the sum under a lock."""
 
+# ruff: noqa: N806 - a row has N elements, as in the recipe
+
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from compiled import Ask, stack
+from device_key import at_cuda
 from guard import guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import FLOATS, Layout, layouts, sizes
+from inputs import DEVICE, FLOATS, Layout, layouts, sizes
 from tolerance import assert_within
 
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
 EPS = 1e-5
-ROWS = st.sampled_from([(), (0,), (1,), (5,), (2, 0, 3), (2, 3)])
+LEADS = st.sampled_from([(), (0,), (1,), (5,), (2, 0, 3), (2, 3)])
+
+
+@pytest.fixture(scope="module")
+def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the op as whoever takes it imports it."""
+    return load_op("fusion/layer_norm.py")
 
 
 @pytest.fixture(scope="module")
@@ -22,101 +36,181 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     return load_recipe("fusion/layer_norm.py")
 
 
-def reference(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return value and gradients as float64 autograd has them."""
-    *leaves, dy = (t.detach().double() for t in tensors)
-    leaves = [t.requires_grad_() for t in leaves]
-    y = torch.nn.functional.layer_norm(leaves[0], leaves[1].shape, *leaves[1:], EPS)
-    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+def longest(dtype: torch.dtype) -> int:
+    """Return how many elements the longest row has that the op takes."""
+    return 64 * 1024 // max(4, dtype.itemsize)
 
 
-def ours(recipe: ModuleType, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return value and gradients as the op has them."""
-    *leaves, dy = tensors
-    leaves = [t.detach().requires_grad_() for t in leaves]
-    y = recipe.layer_norm(*leaves, EPS)
-    return y.detach(), *torch.autograd.grad(y, leaves, dy)
-
-
-def assert_right(recipe: ModuleType, *tensors: torch.Tensor) -> None:
-    """Assert that value and gradients are those of float64 autograd."""
-    dtype = tensors[0].dtype
-    # Sums in trees or of few terms, of numbers about 1; then one rounding, which the interpreter cuts.
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
-    rtol = tolerance + 2 * torch.finfo(dtype).eps
-    for got, exact in zip(ours(recipe, *tensors), reference(*tensors), strict=True):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), exact, rtol=rtol, atol=tolerance)
-
-
-def assert_close(out: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
-    """Assert that a result is as good as its accumulator and its dtype."""
-    # Sums in trees, which the interpreter may add up term by term.
-    assert_within(out, expected, magnitude, roundings=64 + out.shape[-1])
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=12)
-@given(rows=ROWS, N=sizes(64, 600), of=st.tuples(layouts(), layouts(), layouts(), layouts()))
-def test_value_and_gradients(
-    recipe: ModuleType, dtype: torch.dtype, rows: tuple[int, ...], N: int, of: tuple[Layout, ...]
+def assert_right(
+    taken: ModuleType, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dy: torch.Tensor
 ) -> None:
-    """All are right in any layout, and the ops store nowhere else and leave nothing out."""
-    dy, x = (layout.make((*rows, N), dtype, recipe.DEVICE) for layout in of[:2])
-    weight, bias = (layout.make((N,), dtype, recipe.DEVICE) for layout in of[2:])
-    y, stats = guarded(partial(recipe.native_layer_norm, eps=EPS, save=True), x, weight, bias)
-    dx, dw, db = guarded(recipe.native_layer_norm_backward, dy, x, weight, stats)
-    for a, b in zip(ours(recipe, x, weight, bias, dy), (y, dx, dw, db), strict=True):
-        assert a.dtype == dtype
-        assert torch.equal(a, b)
+    """Assert that value and gradients are right, and the ops store nowhere else and leave nothing out."""
+    y, stats = guarded(partial(taken.layer_norm_with_stats, eps=EPS), x, weight, bias)
+    dx, dw, db = guarded(taken.layer_norm_backward, dy, x, weight, stats)
+    assert all(out.dtype == x.dtype and out.is_contiguous() for out in (y, dx, dw, db))
+    assert stats.dtype == torch.promote_types(x.dtype, torch.float32)
     x, weight, bias, dy = (t.double() for t in (x, weight, bias, dy))
+    assert y.shape == dx.shape == x.shape
     if x.numel() == 0:
-        assert y.shape == dx.shape == x.shape
         assert not dw.any()
         assert not db.any()
         return
-    d = x - x.mean(-1, keepdim=True)
+    N = x.shape[-1]
+    mean = x.mean(-1, keepdim=True)
+    d = x - mean
     r = torch.rsqrt(d.square().mean(-1, keepdim=True) + EPS)
     # Where a row is nearly constant, or cancels, what is left of x are the roundings of its mean.
     loss = x.abs().amax(-1, keepdim=True) * r
     size = d.abs() * r + loss
-    assert_close(y, d * r * weight + bias, (size * weight).abs() + bias.abs())
+    # Sums in trees, which the interpreter may add up term by term
+    close = partial(assert_within, roundings=64 + N)
+    close(stats[0], mean.flatten(), x.abs().amax(-1).flatten())
+    close(stats[1], r.flatten(), (r * (1 + loss)).flatten())
+    close(y, d * r * weight + bias, (size * weight).abs() + bias.abs())
     g = dy * weight
     c, most = (d * r * g).mean(-1, keepdim=True), (size * g.abs()).mean(-1, keepdim=True)
     dx_size = (g.abs() + g.abs().mean(-1, keepdim=True) + most * size) * r * (1 + loss)
-    assert_close(dx, (g - g.mean(-1, keepdim=True) - d * r * c) * r, dx_size)
-    assert_close(dw, (dy * d * r).reshape(-1, N).sum(0), (dy.abs() * size).reshape(-1, N).sum(0))
-    assert_close(db, dy.reshape(-1, N).sum(0), dy.abs().reshape(-1, N).sum(0))
+    close(dx, (g - g.mean(-1, keepdim=True) - d * r * c) * r, dx_size)
+    close = partial(assert_within, roundings=64 + N + x.numel() // N)
+    close(dw, (dy * d * r).reshape(-1, N).sum(0), (dy.abs() * size).reshape(-1, N).sum(0))
+    close(db, dy.reshape(-1, N).sum(0), dy.abs().reshape(-1, N).sum(0))
+
+
+def make(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Return a random tensor of each shape."""
+    return [Layout("contiguous", k).make(shape, dtype, DEVICE) for k, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@settings(max_examples=12)
+@given(lead=LEADS, N=sizes(64, 600), of=st.tuples(layouts(), layouts(), layouts(), layouts()))
+def test_value_and_gradients(
+    taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of: tuple[Layout, ...]
+) -> None:
+    """They are right for any length and layout."""
+    x, dy = (layout.make((*lead, N), dtype, DEVICE) for layout in of[:2])
+    weight, bias = (layout.make((N,), dtype, DEVICE) for layout in of[2:])
+    assert_right(taken, x, weight, bias, dy)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_autograd(taken: ModuleType, dtype: torch.dtype) -> None:
+    """Autograd hands each input the gradient that the backward op has."""
+    x, dy, weight, bias = make((3, 4, 50), (3, 4, 50), (50,), (50,), dtype=dtype)
+    _, stats = taken.layer_norm_with_stats(x, weight, bias, EPS)
+    expected = taken.layer_norm_backward(dy, x, weight, stats)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    got = torch.autograd.grad(taken.layer_norm(*leaves, EPS), leaves, dy)
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+# A length for every tile, those beside them, two blocks of all kinds, and one that 8 divides and 16 does not.
+LENGTHS = [*(2**k for k in range(15)), 3, 100, 257, 1000, 2049, 3000, 4097, 5120, 6145, 8191, 8200, 12288, 12289]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("N", LENGTHS)
+def test_every_length(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
+    """Rows of all lengths, more of them than a tile has, with a gap between them."""
+    if longest(dtype) < N:
+        pytest.skip("a longer row than the op takes")
+    rows = 2 if N > 1024 else 4096 // N + 1
+    # Rows of an odd length begin, too, at addresses that 16 divides.
+    width = -(-N // 8) * 8
+    x, dy, weight, bias = make((rows, width + 8), (rows, width + 8), (N,), (N,), dtype=dtype)
+    assert_right(taken, x[:, 8 : N + 8], weight, bias, dy[:, 8 : N + 8])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_rows_apart(recipe: ModuleType, dtype: torch.dtype) -> None:
-    """Several rows for each program, that lie apart, differently in x and in its gradient."""
-    rows = 8 * recipe.SMS + 3
-    x, weight, bias, dy = (t.detach() for t in recipe.inputs(rows, 1500, dtype=dtype))
+def test_rows_apart(taken: ModuleType, dtype: torch.dtype) -> None:
+    """Rows that lie apart, differently in x and in its gradient, and NaN between them."""
+    rows = 9
+    x, dy, weight, bias = make((rows, 1500), (rows, 1500), (1500,), (1500,), dtype=dtype)
     for x_from, dy_from in ((100, 50), (0, 96), (104, 0)):
         wide = torch.cat([x.new_full((rows, x_from), torch.nan), x], 1)[:, x_from:]
         assert x_from == 0 or not wide.is_contiguous()
         grad = torch.cat([dy, dy.new_full((rows, dy_from), torch.nan)], 1)[:, :1500]
-        assert_right(recipe, wide, weight, bias, grad)
+        assert_right(taken, wide, weight, bias, grad)
 
 
-LONG = [(torch.float16, 16_384), (torch.float32, 8_200), (torch.float16, 40_001), (torch.float64, 9_000)]
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+@pytest.mark.parametrize("N", [100, 5000, 9000])
+def test_many_rows_for_each_program(taken: ModuleType, N: int, dtype: torch.dtype) -> None:
+    """The backward's programs go on to further rows, and sum their gradients with the same bits each time."""
+    plan = taken._layer_norm_plan_backward(torch.empty(10**6, N, dtype=dtype, device="meta"), N)[1]
+    rows = 1 + 2 * plan["BLOCK_M"] * taken._layer_norm_gpu(DEVICE)[0] * 4
+    rows = min(rows, 2**22 // N) if DEVICE.type == "cuda" else min(rows, 40_000 // N + 9)
+    x, dy, weight, bias = make((rows, N), (rows, N), (N,), (N,), dtype=dtype)
+    assert_right(taken, x, weight, bias, dy)
+    _, stats = taken.layer_norm_with_stats(x, weight, bias, EPS)
+    first, *others = (
+        taken.layer_norm_backward(dy, x, weight, stats) for _ in range(20 if DEVICE.type == "cuda" else 3)
+    )
+    assert all(torch.equal(*pair) for again in others for pair in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize(("dtype", "N"), LONG, ids=str)
-def test_long_rows(recipe: ModuleType, dtype: torch.dtype, N: int) -> None:
-    """Rows that a program does not hold, or holds only in part."""
-    assert_right(recipe, *recipe.inputs(3, N, dtype=dtype))
+def test_plans(taken: ModuleType) -> None:
+    """The launchers ask for what the page says."""
+    for dtype in FLOATS:
+        size = max(4, dtype.itemsize)
+        for N in (*range(1, longest(dtype), 61), 5120, 8192, longest(dtype)):
+            x = torch.empty(10**6, N, dtype=dtype, device="meta")
+            for tile, plan in (
+                (16 * 1024, taken._layer_norm_plan(x, N)),
+                (8 * 1024, taken._layer_norm_plan_backward(x, N)[1]),
+            ):
+                block, rest = plan["BLOCK_N"], plan["REST"]
+                assert block + rest >= N
+                assert block + rest < 2 * N
+                assert not rest or block < N
+                assert not rest or block * size >= 16 * 1024 // 2
+                assert plan["BLOCK_M"] == 1 or plan["BLOCK_M"] * block * size == tile
+                assert N % plan["VEC"] == 0
+            assert taken._layer_norm_plan(x, N)["num_warps"] in (4, 8)
+            programs, plan = taken._layer_norm_plan_backward(x[:1], N)
+            assert programs == 1
+            assert plan["num_warps"] in (4, 8, 16)
+            assert plan["STAGES"] in (1, 2, 3)
+    rows = torch.empty(10**6, 12288, dtype=torch.bfloat16, device="meta")
+    for dtype, stages in ((torch.bfloat16, 2), (torch.float32, 1)):
+        assert taken._layer_norm_plan_backward(rows.to(dtype), 12288)[1]["STAGES"] == stages
+    assert taken._layer_norm_plan_backward(rows, 12288)[0] == 2
+    assert [taken._layer_norm_plan(rows[:M], 12288)["EARLY"] for M in (1, 2, 3)] == [True, True, False]
+    assert taken._layer_norm_plan(rows[:, :4096], 12288)["EARLY"]
+    for N, stride, vec in ((1000, 1000, 8), (1000, 1004, 4), (1000, 1001, 1), (1001, 1000, 1)):
+        assert taken._layer_norm_plan(rows[:1, :N], stride)["VEC"] == vec
 
 
-@pytest.mark.parametrize("N", [1000, 40_000], ids="float32-{}".format)
-def test_variance_does_not_cancel(recipe: ModuleType, N: int) -> None:
+@pytest.mark.parametrize("early", [True, False], ids="float32-{}".format)
+@pytest.mark.parametrize("N", [100, 5000])
+def test_weight_early_and_late(recipe: ModuleType, N: int, early: bool) -> None:
+    """The result is the same wherever weight and bias are loaded."""
+    x, y = (t.to(recipe.DEVICE) for t in make((3, N), (3, N)))
+    recipe.tiles(x, y, EARLY=early)
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (N,), x[0], x[1], EPS))
+
+
+def test_steps_of_the_ladder(recipe: ModuleType) -> None:
+    """Every step is right, where it is not slow or fast."""
+    for N in (5, 1000, 5000):
+        (x,) = (t.to(recipe.DEVICE) for t in make((9, N)))
+        expected = torch.nn.functional.layer_norm(x, (N,), x[0], x[1], EPS)
+        for name, (step, _) in recipe.STEPS.items():
+            y = torch.full_like(x, torch.nan)
+            step(x, y)
+            if "backward" not in name:
+                torch.testing.assert_close(y, expected)
+        for kernel in (recipe.row_kernel, recipe.one_pass_kernel):
+            torch.testing.assert_close(recipe.norm_rows(x, x[0], x[1], kernel), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("N", [1000, 12_000], ids="float32-{}".format)
+def test_variance_does_not_cancel(taken: ModuleType, N: int) -> None:
     """A mean of 10,000 beside a variance of 1: E[x * x] has no bit left for it in float32."""
-    x = torch.randn(3, N, device=recipe.DEVICE) + 10_000
-    one, zero = torch.ones(2, N, device=recipe.DEVICE) * torch.tensor([[1.0], [0.0]], device=recipe.DEVICE)
-    out = recipe.layer_norm(x, one, zero, EPS).double()
-    expected, _, _, _ = reference(x, one, zero, x)
+    x = torch.randn(3, N, generator=torch.Generator().manual_seed(0)).to(DEVICE) + 10_000
+    one, zero = torch.ones(N, device=DEVICE), torch.zeros(N, device=DEVICE)
+    out = taken.layer_norm(x, one, zero, EPS).double()
+    expected = torch.nn.functional.layer_norm(x.double(), (N,), eps=EPS)
     # The sum of 10,000 terms is off by some units in its last place, the mean by 1 / 1000 of that; so is every result.
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-2)
     torch.testing.assert_close(out - out.mean(-1, keepdim=True), expected, rtol=1e-4, atol=1e-4)
@@ -124,121 +218,150 @@ def test_variance_does_not_cancel(recipe: ModuleType, N: int) -> None:
 
 @settings(max_examples=4)
 @given(N=st.integers(1, 9), M=st.integers(1, 3))
-def test_gradcheck(recipe: ModuleType, N: int, M: int) -> None:
-    """The backward is that of the forward."""
-    x, weight, bias, _ = recipe.inputs(M, N)
-    assert torch.autograd.gradcheck(lambda *leaves: recipe.layer_norm(*leaves, 0.1), (x, weight, bias))
+def test_gradcheck(taken: ModuleType, N: int, M: int) -> None:
+    """Differences agree with the gradients."""
+    leaves = [t.requires_grad_() for t in make((M, N), (N,), (N,), dtype=torch.float64)]
+    assert torch.autograd.gradcheck(lambda *leaves: taken.layer_norm(*leaves, 0.1), leaves)
+
+
+def test_gradient_has_no_gradient(taken: ModuleType) -> None:
+    """A second derivative is refused, not zero."""
+    x, weight, bias = make((3, 7), (7,), (7,), dtype=torch.float64)
+    y = taken.layer_norm(x.requires_grad_(), weight, bias, EPS)
+    (d,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        d.sum().backward()
+
+
+def test_statistics_have_no_gradient(taken: ModuleType) -> None:
+    """The op's second result is for the backward only."""
+    x, weight, bias = make((3, 5), (5,), (5,))
+    y, stats = taken.layer_norm_with_stats(x.requires_grad_(), weight, bias, EPS)
+    assert y.requires_grad
+    assert not stats.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_wide_accumulator(recipe: ModuleType, dtype: torch.dtype) -> None:
+def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     """The square of 300 is infinite in float16, and so is the sum of many."""
-    x = torch.full((2, 1000), 300.0, dtype=dtype, device=recipe.DEVICE)
+    x = torch.full((2, 1000), 300.0, dtype=dtype, device=DEVICE)
     x[:, ::2] *= -1
     one = torch.ones_like(x[0])
-    torch.testing.assert_close(recipe.layer_norm(x, one, 0 * one, EPS), x.sign())
+    torch.testing.assert_close(taken.layer_norm(x, one, 0 * one, EPS), x.sign())
+    x = 301 + x.sign()  # whose sum is infinite in float16
+    torch.testing.assert_close(taken.layer_norm(x, one, 0 * one, EPS), x - 301)
 
 
-def test_constant_rows(recipe: ModuleType) -> None:
+def test_constant_rows(taken: ModuleType) -> None:
     """A row without a variance becomes the bias, and its gradient is finite."""
-    x = torch.full((3, 50), 7.0, device=recipe.DEVICE)
-    weight, bias = torch.randn(2, 50, device=recipe.DEVICE)
-    y, dx, _, _ = ours(recipe, x, weight, bias, x)
-    assert torch.equal(y, bias.expand(3, 50))
-    assert dx.isfinite().all()
+    x = torch.full((3, 50), 7.0, device=DEVICE)
+    leaves = x.requires_grad_(), *make((50,), (50,))
+    y = taken.layer_norm(*leaves, EPS)
+    assert torch.equal(y, leaves[2].expand(3, 50))
+    assert torch.autograd.grad(y, x, x)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("N", [37, 20_000])
-def test_special_values_stay_in_their_row(recipe: ModuleType, N: int) -> None:
+@pytest.mark.parametrize("N", [37, 12_000])
+def test_special_values_stay_in_their_row(taken: ModuleType, N: int) -> None:
     """As in PyTorch, NaN and infinity make their own row NaN, and no other."""
-    x = torch.ones(5, N, device=recipe.DEVICE)
+    x = torch.ones(5, N, device=DEVICE)
     x[1, N - 1], x[2, 0], x[3, 5] = torch.nan, torch.inf, -torch.inf
-    one = torch.ones(N, device=recipe.DEVICE)
+    one = torch.ones(N, device=DEVICE)
     expected = torch.nn.functional.layer_norm(x, (N,), one, one, EPS)
-    out = recipe.layer_norm(x, one, one, EPS)
+    out = taken.layer_norm(x, one, one, EPS)
     assert torch.equal(out.isnan(), expected.isnan())
     # Rows without a variance: half a rounding of the mean is divided by the root of EPS.
     torch.testing.assert_close(out[::4], expected[::4], rtol=0, atol=2**-24 / EPS**0.5 * 2)
 
 
-def test_statistics_are_saved_for_a_gradient_alone(recipe: ModuleType) -> None:
-    """The result is the same without them, and a backward that needs them says so."""
-    x, weight, bias, _ = recipe.inputs(3, 50)
-    expected = recipe.layer_norm(x, weight, bias, EPS)
-    with torch.no_grad():
-        assert torch.equal(recipe.layer_norm(x, weight, bias, EPS), expected)
-    y, stats = recipe.native_layer_norm(x, weight, bias, EPS, False)
-    assert torch.equal(y, expected)
-    assert stats.numel() == 0
-    with pytest.raises(ValueError, match="a forward that saved them"):
-        y.sum().backward()
+def test_refuses(taken: ModuleType) -> None:
+    """What the ops do not take, they name."""
+    x, one = torch.ones(2, 3, device=DEVICE), torch.ones(3, device=DEVICE)
+    with pytest.raises(TypeError, match=r"^layer_norm takes one float dtype .*float64"):
+        taken.layer_norm(x, one.double(), one, EPS)
+    with pytest.raises(TypeError, match=r"^layer_norm takes .*float16"):
+        taken.layer_norm(x, one, one.half(), EPS)
+    with pytest.raises(TypeError, match=r"^layer_norm takes .*torch\.int32"):
+        taken.layer_norm(x.int(), one.int(), one.int(), EPS)
+    for bad in ((one[:2], one), (one, x), (one, one[:1]), (one[0], one)):
+        with pytest.raises(ValueError, match=r"^layer_norm takes shapes \(\.\.\., N\) and \(N,\), not \[\(2, 3\)"):
+            taken.layer_norm(x, *bad, EPS)
+    with pytest.raises(ValueError, match=r"^layer_norm takes shapes "):
+        taken.layer_norm(x[0, 0], one, one, EPS)
+    _, stats = taken.layer_norm_with_stats(x, one, one, EPS)
+    with pytest.raises(ValueError, match=r"^layer_norm_backward takes shapes "):
+        taken.layer_norm_backward(x[:1], x, one, stats)
+    with pytest.raises(ValueError, match=r"^layer_norm_backward takes the stats .*\(2, 1\)"):
+        taken.layer_norm_backward(x, x, one, stats[:, :1])
+    with pytest.raises(TypeError, match=r"^layer_norm_backward takes .*float16"):
+        taken.layer_norm_backward(x.half(), x, one, stats)
+    for dtype in FLOATS:
+        most = longest(dtype)
+        row = one[0].to(dtype).expand(most + 1)
+        with pytest.raises(ValueError, match=rf"^layer_norm takes rows of up to {most} .*{dtype}, not {most + 1}"):
+            taken.layer_norm(row, row, row, EPS)
 
 
-def test_statistics_have_no_gradient(recipe: ModuleType) -> None:
-    """The op's second result is for the backward only."""
-    x, weight, bias, _ = recipe.inputs(3, 5)
-    y, stats = recipe.native_layer_norm(x, weight, bias, EPS, True)
-    assert y.requires_grad
-    assert not stats.requires_grad
-
-
-def test_gradients_have_the_same_bits_each_time(recipe: ModuleType) -> None:
-    """Rows and programs are added up in a fixed order."""
-    x, weight, bias, dy = recipe.inputs(40, 300, dtype=torch.float32)
-    first = ours(recipe, x, weight, bias, dy)
-    for _ in range(3 if recipe.DEVICE.type == "cpu" else 20):
-        assert all(torch.equal(a, b) for a, b in zip(first, ours(recipe, x, weight, bias, dy), strict=True))
+def test_launchers_are_what_a_call_reaches(taken: ModuleType) -> None:
+    """On a GPU, without the triton_op in between."""
+    x, dy, stats = make((3, 40), (3, 40), (2, 3))
+    for op, inputs in (
+        (taken.layer_norm_with_stats, (x, x[0], x[1], EPS)),
+        (taken.layer_norm_backward, (dy, x, x[0], stats)),
+    ):
+        out, expected = at_cuda(op, *inputs), op(*inputs)
+        assert all(torch.equal(*pair) for pair in zip(out, expected, strict=True))
 
 
 @pytest.mark.parametrize(("programs", "N"), [(20, 256), (7, 300)])
 def test_sum_under_a_lock(recipe: ModuleType, programs: int, N: int) -> None:
     """With its barrier, the lock loses nothing (only a GPU runs many programs at a time)."""
     programs *= 1 if recipe.DEVICE.type == "cpu" else 50
-    partial = torch.randint(-9, 9, (programs, N), device=recipe.DEVICE).float()
-    total = guarded(lambda partial: recipe.add_under_lock(partial)[0], partial)
-    assert torch.equal(total, partial.sum(0))
+    sums = torch.randint(-9, 9, (programs, N), device=recipe.DEVICE).float()
+    total = guarded(lambda sums: recipe.add_under_lock(sums), sums)
+    assert torch.equal(total, sums.sum(0))
 
 
 @pytest.mark.needs_gpu_memory(14)
-def test_beyond_int32(recipe: ModuleType) -> None:
+def test_beyond_int32(taken: ModuleType) -> None:
     """A tensor may have more than 2**31 elements."""
-    for length in (2**12, 2**17):
-        x = torch.ones(2**31 // length + 1, length, dtype=torch.float16, device=recipe.DEVICE)
-        x[:, ::2] = -1
-        x[-1] *= 2
-        one = torch.ones_like(x[0])
-        y, stats = recipe.native_layer_norm(x, one, 0 * one, EPS, True)
-        assert torch.equal(y[-1].sign(), x[-1].sign())
-        assert y.abs_().sub_(1).abs_().max() < 1e-3
-        dx, _, _ = recipe.native_layer_norm_backward(x, x, one, stats)
-        assert dx.abs_().max() < 1e-2
-        del x, y, dx
+    x = torch.ones(2**19 + 1, 2**12, dtype=torch.float16, device=DEVICE)
+    x[:, ::2] = -1
+    x[-1] *= 2
+    one = torch.ones_like(x[0])
+    y, stats = taken.layer_norm_with_stats(x, one, 0 * one, EPS)
+    assert torch.equal(y[-1].sign(), x[-1].sign())
+    assert y.abs_().sub_(1).abs_().max() < 1e-3
+    del y
+    dx, _, _ = taken.layer_norm_backward(x, x, one, stats)
+    assert dx.abs_().max() < 1e-2
 
 
-def test_opcheck(recipe: ModuleType) -> None:
-    """On a GPU, both ops pass the whole of opcheck."""
-    if recipe.DEVICE.type == "cpu":
-        pytest.skip("opcheck needs a GPU")
-    for length in (100, 16_000, 40_000):
-        x, weight, bias, dy = recipe.inputs(3, length, dtype=torch.float32)
-        _, stats = recipe.native_layer_norm(x.detach(), weight.detach(), bias.detach(), EPS, True)
-        for op, args in (
-            (recipe.native_layer_norm, (x, weight, bias, EPS, True)),
-            (recipe.native_layer_norm_backward, (dy, x.detach(), weight.detach(), stats)),
-        ):
-            assert set(torch.library.opcheck(op, args).values()) == {"SUCCESS"}
+@needs_a_gpu
+@pytest.mark.parametrize("N", [100, 5000, 16384])
+def test_opcheck(taken: ModuleType, N: int) -> None:
+    """Both ops pass the whole of opcheck."""
+    x, dy, weight, bias = make((3, N), (3, N), (N,), (N,))
+    _, stats = taken.layer_norm_with_stats(x, weight, bias, EPS)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    for op, inputs in (
+        (taken.layer_norm_with_stats, (*leaves, EPS)),
+        (taken.layer_norm_backward, (dy, x, weight, stats)),
+    ):
+        assert set(torch.library.opcheck(op, inputs).values()) == {"SUCCESS"}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_a_gpu
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(recipe: ModuleType, dynamic: bool) -> None:
+def test_compiled(taken: ModuleType, dynamic: bool) -> None:
     """torch.compile takes the op, its gradients, and other sizes."""
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda x, weight, bias: recipe.layer_norm(x * 2, weight, bias, EPS), fullgraph=True, dynamic=dynamic
+        lambda x, weight, bias: taken.layer_norm(x * 2, weight, bias, EPS), fullgraph=True, dynamic=dynamic
     )
-    for shape in ((4, 100), (6, 100), (3, 16384), (2, 40_000)):
-        *leaves, dy = recipe.inputs(*shape, dtype=torch.float32)
+    for shape in ((4, 100), (6, 100), (3, 16384), (2, 5000)):
+        *leaves, dy = make(shape, shape[-1:], shape[-1:], shape)
+        leaves = [t.requires_grad_() for t in leaves]
         x, weight, bias = leaves
         out, expected = compiled(*leaves), torch.nn.functional.layer_norm(x * 2, x.shape[-1:], weight, bias, EPS)
         torch.testing.assert_close(out, expected)
@@ -246,40 +369,123 @@ def test_compiled(recipe: ModuleType, dynamic: bool) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_refuses(recipe: ModuleType) -> None:
-    """What the op does not take, it names."""
-    x, one = torch.ones(2, 3, device=recipe.DEVICE), torch.ones(3, device=recipe.DEVICE)
-    with pytest.raises(TypeError, match="one floating dtype"):
-        recipe.layer_norm(x, one.double(), one, EPS)
-    with pytest.raises(TypeError, match=r"torch\.int32"):
-        recipe.layer_norm(x.int(), one.int(), one.int(), EPS)
-    for bad in ((one[:2], one), (one, x), (one, one[:1])):
-        with pytest.raises(ValueError, match="takes shapes"):
-            recipe.layer_norm(x, *bad, EPS)
-    with pytest.raises(ValueError, match="takes shapes"):
-        recipe.layer_norm(x[0, 0], one, one, EPS)
-    _, stats = recipe.native_layer_norm(x, one, one, EPS, True)
-    with pytest.raises(ValueError, match="shape"):
-        recipe.native_layer_norm_backward(x[:1], x, one, stats)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_other_gpu(taken: ModuleType) -> None:
+    """The op runs where its inputs are, whichever GPU is the current one."""
+    x, weight, bias = (t.to("cuda:1") for t in make((5, 100), (100,), (100,)))
+    y = taken.layer_norm(x.requires_grad_(), weight, bias, EPS)
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (100,), weight, bias, EPS))
+    assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
-# Ops for test_on_gpu.py, with inputs that fit them.
+def spills(taken: ModuleType) -> dict[str, int]:
+    """Return the bytes that threads spill, for blocks of all sizes."""
+    found = {}
+    for dtype, of in ((torch.bfloat16, "bf16"), (torch.float32, "fp32"), (torch.float64, "fp64")):
+        for N in (64, 2048, 4096, 5120, 8192, 12288, 16384):
+            x = torch.empty(10**4, N, dtype=dtype, device="meta")
+            if longest(dtype) >= N:
+                wide = {"stats_ptr": "fp64" if dtype == torch.float64 else "fp32"}
+                forward = taken._layer_norm_plan(x, N) | wide | {"EPS": EPS}
+                backward = taken._layer_norm_plan_backward(x, N)[1] | wide | {"sums_ptr": wide["stats_ptr"]}
+                found[f"{of} {N}"] = stack(taken._layer_norm_kernel, dtype=of, **forward)
+                found[f"{of} {N}, backward"] = stack(taken._layer_norm_backward_kernel, dtype=of, **backward)
+    return found
+
+
+@pytest.mark.thorough
+def test_register_spills(gallery: Path, on_h100: Ask) -> None:
+    """None but for the gradients of the longest rows, and few there."""
+    (found,) = on_h100(gallery / "fusion" / "layer_norm.py", spills)
+    assert len(found) == 2 * (7 + 7 + 5)
+    spilled = {name: bytes_ for name, bytes_ in found.items() if bytes_}
+    long = {"bf16": [16384], "fp32": [12288, 16384], "fp64": [5120, 8192]}
+    assert spilled.keys() <= {f"{of} {N}, backward" for of, lengths in long.items() for N in lengths}, spilled
+    assert all(bytes_ <= 384 for bytes_ in spilled.values()), spilled
+
+
+def test_page(printed: Callable[[str], str]) -> None:
+    """What the page prints without a GPU is what its text says."""
+    out = printed("fusion/layer_norm")
+    moved, error, *means, long, integers, shapes = out.splitlines()
+    assert moved == "11 operators: 30.0 times the bytes of x"
+    assert re.fullmatch(r"largest error \d\.\de-0[67], allowed 2\.0e-06", error)
+    assert len(means) == 4
+    for line in means:
+        assert abs(float(re.findall(r"two passes +([\d.]+)", line)[0]) - 1) < 1e-3
+    one_pass = re.findall(r"one pass +([\d.]+|nan)", means[-1])
+    assert not abs(float(one_pass[0]) - 1) < 0.1
+    assert long.startswith("ValueError: layer_norm takes rows of up to 16384 elements")
+    assert integers.startswith("TypeError: ")
+    assert shapes.endswith("not [(3, 5), (4,), (4,)]")
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
 OPS = [
-    ("layer_norm", lambda normal, M, N: (normal(M, N), normal(N), normal(N), 1e-5)),
-    ("native_layer_norm_backward", lambda normal, M, N: (normal(M, N), normal(M, N), normal(N), normal(2, M))),
+    ("layer_norm", lambda normal, M, N: (normal(M, N), normal(N), normal(N), 1e-5), _norm),
+    ("layer_norm_backward", lambda normal, M, N: (normal(M, N), normal(M, N), normal(N), normal(2, M))),
 ]
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
-    ("differences behind the end of a row", "d = tl.where(block < N, x - mean[:, None], 0)", "d = x - mean[:, None]"),
-    ("Welford's columns merged without their count", "squares + k * d * d", "squares + d * d"),
-    ("a mean without a gradient", "dx = g - sum_g[:, None] / N - x", "dx = g - x"),
-    ("partial sums over each other", "partial_ptr + 2 * pid.to(tl.int64) * N", "partial_ptr + pid.to(tl.int64) * N"),
-    ("the sums of one block for all", "sums.sum(0) if turn == 2", "sums[0] if turn == 2"),
     (
-        "a norm stored without a mask",
-        "tl.store(y_rows + offs_n, y, mask_m & (offs_n < N))",
-        "tl.store(y_rows + offs_n, y, mask_m)",
+        "differences behind the end of a row",
+        "d = x - mean if REST else tl.where(mask, x - mean, 0)\n    var",
+        "d = x - mean\n    var",
     ),
-    ("squares in half precision", "ACC = {torch.float16: tl.float32", "ACC = {torch.float16: tl.float16"),
+    (
+        "differences behind the end of a second block",
+        "d_rest = tl.where(rest < N, x_rest - mean, 0)",
+        "d_rest = x_rest - mean",
+    ),
+    ("a mean without the second block", "        mean += tl.sum(x_rest", "        tl.sum(x_rest"),
+    ("a variance without the second block", "        var += tl.sum(d_rest", "        tl.sum(d_rest"),
+    (
+        "a mean over the block",
+        "mean = tl.sum(x, axis=1, keep_dims=True) / N",
+        "mean = tl.sum(x, axis=1, keep_dims=True) / BLOCK_N",
+    ),
+    (
+        "a variance in one pass",
+        "var = tl.sum(d * d, axis=1, keep_dims=True) / N",
+        "var = tl.sum(x * x, axis=1, keep_dims=True) / N - mean * mean",
+    ),
+    ("a norm stored without a mask", "tl.store(y_rows + offs_n, y, mask=mask)", "tl.store(y_rows + offs_n, y)"),
+    (
+        "rows behind the last",
+        "    # Rows past the last one are the last one again.\n    offs_m = tl.minimum(offs_m, M - 1)\n",
+        "",
+    ),
+    ("a load without a mask", "tl.load(ptrs, mask=mask, other=0)", "tl.load(ptrs)"),
+    ("vectors across rows", "math.gcd(N, stride, 16 // x", "math.gcd(stride, 16 // x"),
+    (
+        "x read with the stride of dy",
+        "x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)\n        rows",
+        "x_ptr + offs_m * N\n        rows",
+    ),
+    (
+        "dx stored without a mask",
+        "tl.store(dx_ptr + rows + offs_n, dx, mask=mask)",
+        "tl.store(dx_ptr + rows + offs_n, dx)",
+    ),
+    ("a mean without a gradient", "dx = (dy * weight - sum_g / N - h", "dx = (dy * weight - h"),
+    ("a gradient without the second block", "            sum_gh += tl.sum(", "            tl.sum("),
+    ("a weight gradient of the last rows", "        dw += dy * h\n", "        dw = dy * h\n"),
+    (
+        "a weight gradient of the last rest",
+        "            dw_rest += dy_rest * h_rest",
+        "            dw_rest = dy_rest * h_rest",
+    ),
+    ("a bias gradient of the last rest", "            db_rest += dy_rest\n", "            db_rest = dy_rest\n"),
+    (
+        "rows counted twice",
+        "        mask = None if REST else (offs_m < M) & (offs_n < N)\n",
+        "        offs_m = tl.minimum(offs_m, M - 1)\n        mask = None if REST else offs_n < N\n",
+    ),
+    ("partial sums over each other", "db_rows = dw_rows + programs.to(tl.int64) * N", "db_rows = dw_rows + N"),
+    ("sums in half precision", "torch.float16: tl.float32", "torch.float16: tl.float16"),
 ]

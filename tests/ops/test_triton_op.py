@@ -1,10 +1,7 @@
 """The ops of the recipe A kernel as an op, their gradients, and what the page says of ops."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -230,12 +227,9 @@ def test_compiler_ignores_register_kernel(recipe: ModuleType, capsys: pytest.Cap
     assert "Error" in compiled
 
 
-@pytest.mark.thorough
-@without_a_gpu
-def test_page(gallery: Path, tmp_path: Path) -> None:
+def test_page(printed: Callable[[str], str]) -> None:
     """What the page prints without a GPU is what its text says."""
-    command = [sys.executable, gallery.resolve() / "pytorch" / "triton_op.py"]
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120).stdout
+    said = printed("pytorch/triton_op")
     assert max(map(len, said.splitlines())) <= 80
     joined = re.sub(r"\s+", " ", said)
     for part in (

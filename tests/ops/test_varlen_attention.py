@@ -418,7 +418,8 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
     expected = attention(*wide, lengths, lengths, True)
     torch.testing.assert_close(recipe.one_by_one(*wide, lengths), expected)
     torch.testing.assert_close(recipe.reference(*wide, lengths, lengths, True), expected)
-    for tiles in recipe.orders(lengths, 128).values():
+    BLOCK_M = recipe.VARLEN_ATTENTION_TILES["forward"][64][0]
+    for tiles in recipe.orders(lengths, BLOCK_M).values():
         given = torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
         known = cu(lengths), cu(lengths), 140, 140, True
         out, _ = recipe._varlen_attention_launch(*x, *known, listed=lambda *_, given=given: given)

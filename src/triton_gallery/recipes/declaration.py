@@ -22,6 +22,7 @@ class OfOp:
     """What a recipe declares of its page and of the op that it hands over.
 
     Attributes:
+        description: what the page is about, for lists of pages and for search engines; see `line`.
         dtypes: those that the op takes, as torch calls them.
         backward: whether it has a gradient.
         deterministic: whether the same arguments give the same bits each time.
@@ -31,6 +32,7 @@ class OfOp:
         longer: why the op takes more statements than an op has.
     """
 
+    description: str = ""
     dtypes: list[str] = field(default_factory=list)
     backward: bool | None = None
     deterministic: bool | None = None
@@ -38,6 +40,11 @@ class OfOp:
     gpu: str = ""
     not_for: dict[str, list[str]] = field(default_factory=dict)
     longer: str | None = None
+
+    @property
+    def line(self) -> str:
+        """The description in one line; the file may break it anywhere."""
+        return " ".join(self.description.split())
 
 
 @dataclass(frozen=True)

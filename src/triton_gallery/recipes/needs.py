@@ -53,4 +53,4 @@ def _missing(declared: Declaration, capability: str | None) -> Iterator[str]:
             yield f"{package} (here is {found})"
     if declared.gpus is not None and not (capability and declared.gpus.contains(capability)):
         here = f"one of {capability}" if capability else "none"
-        yield f"an NVIDIA GPU of compute capability {declared.gpus} (here is {here})"
+        yield f"an NVIDIA GPU of compute capability {str(declared.gpus).removeprefix('==')} (here is {here})"

@@ -80,10 +80,6 @@ class Pages:
         """Return the path of a recipe's run, whether or not there is one."""
         return self.folder / (key + RUN_SUFFIX)
 
-    def thumbnail(self, recipe: Recipe) -> Path:
-        """Return the path of a recipe's picture in the index."""
-        return self.folder / recipe.section / "images" / "thumb" / f"sphx_glr_{recipe.name}_thumb.png"
-
     def notebook(self, recipe: Recipe) -> Path:
         """Return the path of a recipe's notebook."""
         return self.folder / f"{recipe.key}.ipynb"

@@ -44,7 +44,6 @@ MACHINERY = (
 )
 PACKAGES = ("sphinx", "sphinx-gallery", "matplotlib", "numpy", "pandas")  # an environment has the others
 ELSEWHERE = {  # settings of sphinx-gallery that say where recipes lie and how they are listed
-    "default_thumb_file",
     "examples_dirs",
     "gallery_dirs",
     "subsection_order",

@@ -23,7 +23,7 @@ from typing import Any
 from triton_gallery.run import warden
 
 MODULES = ("torch", "triton", "pandas")  # of recipes; none of them starts a thread that a fork would miss
-LATE = ("torch._dynamo", "torch._inductor.compile_fx")  # what PyTorch imports for the first op, and to compile
+LATE = ("torch._dynamo", "torch._inductor.compile_fx")  # what PyTorch imports late; with a GPU, they start CUDA
 NEEDED = ("matplotlib.pyplot", "sphinx_gallery.gen_gallery")  # for any page
 
 
@@ -44,7 +44,7 @@ class Server:
             log: the file that takes what the warden and the recipe write.
         """
         modules = [name for name in MODULES if re.search(rf"(?m)^ *import {name}\b", source)]
-        if "triton" in modules:
+        if "triton" in modules and "TRITON_INTERPRET" in self._variables:
             modules += LATE
         ours, theirs = Pipe()
         with self._lock, theirs:

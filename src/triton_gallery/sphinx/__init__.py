@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 def setup(app: "Sphinx") -> "ExtensionMetadata":
     """Set up what a build needs: execution first, then what pages show of it."""
     app.setup_extension("sphinx_gallery.gen_gallery")
-    pages = ("replay", "notebook", "glance", "take", "fold", "links", "performance", "peer_table", "targets")
-    for module in ("build", *pages, "resume"):
+    on_recipes = ("describe", "replay", "figures", "notebook", "repository", "glance", "take", "fold")
+    links = ("links", "code_links", "related")
+    on_others = ("cards", "claims", "performance", "peer_table", "targets", "api", "glossary")
+    files = ("bundle", "search", "markdown", "sitemap", "assets")
+    for module in ("build", *on_recipes, *links, *on_others, *files, "resume"):
         app.setup_extension(f"triton_gallery.sphinx.{module}")
     return {"version": triton_gallery.__version__, "parallel_read_safe": True, "parallel_write_safe": True}

@@ -7,13 +7,12 @@ from rich.console import Console
 from sphinx.errors import ConfigError
 from sphinx.util import logging
 
-from triton_gallery.recipes.contents import Recipe, load
-from triton_gallery.records.pages import Pages, Run
+from triton_gallery.recipes.contents import load
+from triton_gallery.records.pages import Pages
 from triton_gallery.records.recorded import Records
 from triton_gallery.run.execute import refresh
 from triton_gallery.run.progress import progress
 from triton_gallery.run.settings import read
-from triton_gallery.sphinx.chart import save_thumbnail
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -34,8 +33,7 @@ def _execute(app: "Sphinx") -> None:
     pages.lock(Console(highlight=False, soft_wrap=True).print)
     try:
         recipes = load(Path(app.srcdir, conf["examples_dirs"]).resolve())
-        records = Records(Path(app.srcdir, "_records"))
-        records.all()
+        Records(Path(app.srcdir, "_records")).all()
         settings = read(Path(app.confdir))
         pages.prune(recipes)
         with progress() as (report, say):
@@ -45,12 +43,3 @@ def _execute(app: "Sphinx") -> None:
     for recipe, run in runs:
         if run.failure is not None:
             logger.warning("%s", run.failure, location=f"{conf['gallery_dirs']}/{recipe.key}")
-        _draw_thumbnail(recipe, run, pages, records)
-
-
-def _draw_thumbnail(recipe: Recipe, run: Run, pages: Pages, records: Records) -> None:
-    """Make the first benchmark's chart the recipe's thumbnail: of this run, or of the record."""
-    outputs = [*run.outputs, *(output for record in records.of(recipe)[:1] for output in record.outputs)]
-    tables = [table for output in outputs for table in output.tables]
-    if tables:
-        save_thumbnail(tables[0], pages.thumbnail(recipe))

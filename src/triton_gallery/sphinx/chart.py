@@ -1,14 +1,14 @@
-"""Draws a benchmark table: as a PNG for thumbnails and notebooks, as an SVG whose colours follow the page's theme."""
+"""Draws a benchmark table: as a PNG for notebooks, as an SVG whose colours follow the page's theme."""
 
 import math
 import re
 from collections.abc import Callable, Sequence
 from html import escape
 from io import BytesIO, StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from triton_gallery.recipes.tables import ROOF, TRITON, Table
+from triton_gallery.records.summary import kind_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,13 +43,16 @@ PALETTE = dict(
         strict=True,
     )
 )
-LABEL_GAP = 0.055  # of the axes' height
-CHARACTER = 0.016  # of the axes' width, in a name below the axis
+SIZE, FONT = (5, 3.5), 11  # inches, points: a telephone shows a chart's text at ten pixels
+LABEL_GAP = 0.075  # of the axes' height
+CHARACTER = 6.5  # points, on the average
+WIDE, HIGH, EDGE = 160, 76, 5  # of a small chart
 
 
-def svg(table: Table) -> str:
-    """Return the chart as an SVG element for a page."""
-    return _themed(lambda: _draw(table, {color: color for color in PALETTE}), f"{table.unit} against {table.x}")
+def svg(table: Table, place: str = "") -> str:
+    """Return the chart as an SVG element for a page; `place` tells it by ear from another one of the same table."""
+    label = f"{place}{_title(table)} against {table.x}, of {'; '.join(table.series)}"
+    return _themed(lambda: _draw(table, {color: color for color in PALETTE}), label)
 
 
 def fractions_svg(bars: Sequence[tuple[str, str, float]]) -> str:
@@ -69,6 +72,7 @@ def _themed(draw: Callable[[], "Figure"], label: str) -> str:
         element = element.replace(color, variable)
     element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
     element = re.sub(r"font: [^;\"]*?(\d+(?:\.\d+)?)px[^;\"]*", r"font-size: \1px", element)
+    element = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), element)  # half the size
     size = re.search(r'viewBox="[^"]*"', element)
     head = f'<svg {size[0] if size else ""} role="img" aria-label="{escape(label)}">'
     return re.sub(r"<svg[^>]*>", lambda _: head, element, count=1)
@@ -81,26 +85,76 @@ def png(table: Table) -> bytes:
     return file.getvalue()
 
 
-def save_thumbnail(table: Table, path: Path) -> None:
-    """Write the chart as a PNG, on white, in the size of sphinx-gallery's thumbnails."""
-    figure = _draw(table, PALETTE)
-    figure.set_size_inches(5, 3.5)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=80)
+def sparkline(table: Table) -> str:
+    """Return the chart as a small SVG element, the lines alone; of a single size, or of sizes without order, points."""
+    xs, logarithmic = _sizes(table)
+    across = [math.log2(x) if logarithmic else x for x in xs]
+    values = [value for series in table.series.values() for value in series if value]
+    scale, bottom = (math.log2, math.log2(min(values))) if _falls(table) else (float, 0.0)
+
+    def at(x: float, value: float) -> tuple[float, float]:
+        right = (x - across[0]) / ((across[-1] - across[0]) or 1)
+        up = (scale(value) - bottom) / ((scale(max(values)) - bottom) or 1)
+        return EDGE + (WIDE - 2 * EDGE) * right, HIGH - EDGE - (HIGH - 2 * EDGE) * up
+
+    drawn = []
+    for name, series in table.series.items():
+        points = [at(x, value) for x, value in zip(across, series, strict=True) if value]
+        color = THEME[_colors(table).get(name, MUTED)]
+        if _is_numeric(table) and len(points) > 1:
+            style = ' stroke-dasharray="5 3"' if name == ROOF else ' stroke-width="2.5"' if name in table.ours else ""
+            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            drawn.append(f'<polyline points="{line}" stroke="{color}"{style}/>')
+        else:
+            drawn += [f'<path d="M{x:.1f} {y:.1f}h0" stroke="{color}" stroke-width="7"/>' for x, y in points]
+    return (
+        f'<svg class="picture" viewBox="0 0 {WIDE} {HIGH}" preserveAspectRatio="none" fill="none" stroke-width="1.5" '
+        f'stroke-linecap="round" aria-hidden="true">{"".join(drawn)}</svg>'
+    )
+
+
+def _title(table: Table) -> str:
+    """Return the unit of a table, and what tells the table from others of its recipe."""
+    return ", ".join(filter(None, [table.unit, kind_of(table)]))
+
+
+def _is_numeric(table: Table) -> bool:
+    return all(isinstance(x, float) for x in table.xs)
+
+
+def _sizes(table: Table) -> tuple[list[float], bool]:
+    """Return where a table's sizes stand on an axis, and whether that is a logarithmic one."""
+    if not _is_numeric(table):
+        return [float(place) for place in range(len(table.xs))], False
+    xs = [x for x in table.xs if isinstance(x, float)]
+    return xs, min(xs) > 0 and max(xs) >= 8 * min(xs)
+
+
+def _falls(table: Table) -> bool:
+    """Whether the rates fall so far that from zero up the lines would end as one."""
+    ends = [[value for value in values if value] for values in table.series.values()]
+    ends = [values for values in ends if values]
+    return bool(ends) and _is_numeric(table) and max(values[-1] for values in ends) < max(map(max, ends)) / 10
+
+
+def _colors(table: Table) -> dict[str, str]:
+    """Return the colour of each series, one that stands in for the theme's."""
+    colors = {ROOF: FOREGROUND}
+    colors |= dict(zip(sorted(table.ours, key=lambda name: name != TRITON), OURS, strict=False))
+    return colors | dict(zip(table.others, OTHERS, strict=False))
 
 
 def _draw(table: Table, palette: dict[str, str]) -> "Figure":
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+    figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
-    numeric = all(isinstance(x, float) for x in table.xs)
-    xs = [x for x in table.xs if isinstance(x, float)] if numeric else [float(i) for i in range(len(table.xs))]
-    ends = []
-    colors = {ROOF: FOREGROUND}
-    colors |= dict(zip(sorted(table.ours, key=lambda name: name != TRITON), OURS, strict=False))
-    colors |= dict(zip(table.others, OTHERS, strict=False))
+    numeric = _is_numeric(table)
+    xs, logarithmic = _sizes(table)
+    ends, colors = [], _colors(table)
+    beside = CHARACTER * (max(map(len, table.series), default=0) + 6)  # the axes: figures, and names of series
+    character = CHARACTER / (72 * SIZE[0] - beside)
     for name, values in table.series.items():
         points = [(x, value) for x, value in zip(xs, values, strict=True) if value is not None]
         if not points:
@@ -115,24 +169,28 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
             line.set(marker="o", markersize=4, linewidth=2.4 if name in table.ours else 1.6)
         _draw_band(axes, table, name, xs, color)
         ends.append((points[-1], name, color))
-    logarithmic = numeric and min(xs) > 0 and max(xs) >= 8 * min(xs)
     if logarithmic:
         axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(xs))
     axes.xaxis.set_minor_locator(NullLocator())
     names = {x: short(x) for x in xs} if numeric else dict(zip(xs, (_plain(str(x)) for x in table.xs), strict=True))
     if numeric:
-        names = _with_room(names, math.log2 if logarithmic else float)
+        names = _with_room(names, math.log2 if logarithmic else float, character)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: names.get(x, "")))
-    top = max((value for values in table.series.values() for value in values if value), default=0)
-    if numeric and ends and max(value for (_, value), _, _ in ends) < top / 10:
-        axes.set_yscale("log")  # the rates fall: from zero up, the lines would end as one
+    if _falls(table):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.9g}"))  # an exponent is too small to read
+        axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(bottom=0)
     _label(axes, ends)
-    axes.set_title(_plain(table.unit), loc="left", fontsize=10, color=palette[FOREGROUND])
-    axes.set_xlabel(_plain(table.x), color=palette[FOREGROUND])
-    axes.tick_params(colors=palette[FOREGROUND], length=3, color=palette[MUTED])
+    axes.set_title(_plain(_title(table)), loc="left", fontsize=FONT, color=palette[FOREGROUND])
+    axes.set_xlabel(_plain(table.x), fontsize=FONT, color=palette[FOREGROUND])
+    axes.tick_params(colors=palette[FOREGROUND], length=3, color=palette[MUTED], labelsize=FONT)
+    if not numeric and character * sum(len(name) + 2 for name in names.values()) > 1:
+        axes.tick_params(axis="x", labelrotation=30)
+        for label in axes.get_xticklabels():
+            label.set_horizontalalignment("right")
     axes.grid(axis="y", color=palette[MUTED], linewidth=0.4, alpha=0.5)
     for side, spine in axes.spines.items():
         spine.set_color(palette[MUTED])
@@ -155,13 +213,19 @@ def _draw_band(axes: "Axes", table: Table, name: str, xs: Sequence[float], color
         axes.plot(*zip(*late, strict=True), linestyle="none", marker="o", markersize=9, color=color, fillstyle="none")
 
 
-def _with_room(names: dict[float, str], place: Callable[[float], float]) -> dict[float, str]:
-    """Return the names that an axis has room for, given where each size stands on it: none touches the one before."""
+def _with_room(names: dict[float, str], place: Callable[[float], float], character: float) -> dict[float, str]:
+    """Return the names that an axis has room for: none touches the one before.
+
+    Args:
+        names: of the sizes.
+        place: tells where a size stands on the axis.
+        character: how much of the axis a letter takes.
+    """
     places = [place(x) for x in names]
     wide = max(places) - min(places)
     named: list[float] = []
     for x in sorted(names):
-        half = CHARACTER * (len(names[x]) + len(names[named[-1]]) + 2) / 2 if named else 0
+        half = character * (len(names[x]) + len(names[named[-1]]) + 2) / 2 if named else 0
         if not named or place(x) - place(named[-1]) >= half * wide:
             named.append(x)
     return {x: names[x] for x in named}
@@ -171,13 +235,30 @@ def _label(axes: "Axes", ends: list[tuple[tuple[float, float], str, str]]) -> No
     """Write each series' name behind its last point, moved apart where they would overlap."""
     axes.get_ylim()  # the limits are settled now
     to_fraction = axes.transData + axes.transAxes.inverted()
-    place = 1.0 + LABEL_GAP
-    for (x, value), name, color in sorted(ends, key=lambda end: -end[0][1]):
-        place = min(to_fraction.transform((x, value))[1], place - LABEL_GAP)
-        at = (1.02, place)
+    highest_first = sorted(ends, key=lambda end: -end[0][1])
+    places = _apart([float(to_fraction.transform(point)[1]) for point, _, _ in highest_first])
+    for place, (point, name, color) in zip(places, highest_first, strict=True):
         axes.annotate(
-            _plain(name), (x, value), xytext=at, textcoords="axes fraction", color=color, va="center", fontsize=10
+            _plain(name),
+            point,
+            xytext=(1.02, place),
+            textcoords="axes fraction",
+            color=color,
+            va="center",
+            fontsize=FONT,
         )
+
+
+def _apart(places: Sequence[float]) -> list[float]:
+    """Move labels apart, given where each would stand, the highest first: down, and up again from the axis."""
+    moved: list[float] = []
+    for place in places:
+        moved.append(min(place, moved[-1] - LABEL_GAP) if moved else place)
+    lowest = 0.0
+    for index in reversed(range(len(moved))):
+        moved[index] = max(moved[index], lowest)
+        lowest = moved[index] + LABEL_GAP
+    return moved
 
 
 def _draw_fractions(bars: Sequence[tuple[str, str, float]]) -> "Figure":
@@ -185,24 +266,22 @@ def _draw_fractions(bars: Sequence[tuple[str, str, float]]) -> "Figure":
 
     devices = sorted({device for _, device, _ in bars})
     colors = dict(zip(devices, [OURS[0], *OTHERS], strict=False))
-    figure = Figure(figsize=(7.2, 0.9 + 0.26 * len(bars)), layout="constrained")
+    figure = Figure(figsize=(SIZE[0], 0.7 + 0.42 * len(bars)), layout="constrained")
     axes = figure.subplots()
     places = range(len(bars), 0, -1)
-    axes.barh(places, [roof for *_, roof in bars], color=[colors[device] for _, device, _ in bars], height=0.6)
-    axes.set_yticks(places, [_plain(label) for label, *_ in bars])
-    for place, (_, _, roof) in zip(places, bars, strict=True):
+    axes.barh(places, [roof for *_, roof in bars], color=[colors[device] for _, device, _ in bars], height=0.3)
+    axes.set_yticks([])
+    axes.set_ylim(0.5, len(bars) + 0.7)
+    for place, (label, _, roof) in zip(places, bars, strict=True):
+        said = f"{roof:.2f}  {_plain(label)}"
+        above = (0, place + 0.36)
         axes.annotate(
-            f"{roof:.2f}",
-            (max(roof, 1.0), place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            color=FOREGROUND,
+            said, above, xytext=(2, 0), textcoords="offset points", color=FOREGROUND, va="center", fontsize=FONT
         )
     axes.axvline(1, color=FOREGROUND, linestyle=(0, (5, 3)), linewidth=1.2)
     axes.set_xlim(0, 1.08 * max([1.0, *(roof for *_, roof in bars)]))
-    axes.set_title(_plain(f"Triton / roof: {', '.join(devices)}"), loc="left", fontsize=10, color=FOREGROUND)
-    axes.tick_params(colors=FOREGROUND, color=MUTED, length=3)
+    axes.set_title(_plain(f"Triton / roof: {', '.join(devices)}"), loc="left", fontsize=FONT, color=FOREGROUND)
+    axes.tick_params(colors=FOREGROUND, color=MUTED, length=3, labelsize=FONT)
     for side, spine in axes.spines.items():
         spine.set_color(MUTED)
         spine.set_visible(side in {"left", "bottom"})

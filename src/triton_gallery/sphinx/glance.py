@@ -12,9 +12,8 @@ from sphinx.transforms import SphinxTransform
 from triton_gallery.recipes.cells import cells
 from triton_gallery.recipes.declaration import OfOp, declaration
 from triton_gallery.recipes.tables import ROOF, Table
-from triton_gallery.records.recorded import Record
 from triton_gallery.records.summary import Summary, summaries
-from triton_gallery.sphinx import provenance, take, targets
+from triton_gallery.sphinx import provenance, repository, take, targets
 from triton_gallery.sphinx.chart import svg
 from triton_gallery.sphinx.lookup import RecipePage, pages, peers, recipe_page, recipes
 from triton_gallery.sphinx.show import figure, grid, where
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
     from sphinx.environment import BuildEnvironment
     from sphinx.util.typing import ExtensionMetadata
-
-MAIN = "results"  # the table of the op itself
 
 
 def setup(app: "Sphinx") -> "ExtensionMetadata":
@@ -48,7 +45,7 @@ class Glance(SphinxTransform):
             if "sphx-glr-download-link-note" in note["classes"]:
                 note.parent.remove(note)
         of_op = declaration(page.recipe.path, page.recipe.path.read_text(encoding="utf-8")).of_op
-        measured = _measured(page.record, page, list(summaries(page.records[:1], peers(self.env), page.recipe)))
+        measured = _measured(page, list(summaries(page.records[:1], peers(self.env), page.recipe)))
         strip = nodes.container("", *provenance.lines(page, page.run), classes=["recipe-strip"])
         box = nodes.container("", nodes.rubric("", "At a glance"), *measured, classes=["glance"])
         box += [
@@ -63,13 +60,12 @@ class Glance(SphinxTransform):
             cell.start.parent.insert(cell.start.parent.index(cell.start), shown)
 
 
-def _measured(record: Record | None, page: RecipePage, items: list[Summary]) -> Iterator[nodes.Node]:
+def _measured(page: RecipePage, items: list[Summary]) -> Iterator[nodes.Node]:
     """Yield the chart of the op, and how its benchmarks come out."""
-    if record is None or not items:
+    record, chart = page.record, page.table
+    if record is None or chart is None or not items:
         return
-    tables = [table for output in record.outputs for table in output.tables]
-    chart = next((table for table in tables if table.name == MAIN), *tables[-1:])
-    yield nodes.raw("", f'<div class="chart">{svg(chart)}</div>', format="html")
+    yield nodes.raw("", f'<div class="chart">{svg(chart, "At a glance: ")}</div>', format="html")
     there = [item for item in items if item.device.name == record.device.name]
     columns = ["rate, median of the sizes", "of the best other's", "of the roof"]
     yield grid(columns, [[_name(item), *_ratios(item)] for item in there], "ratios")
@@ -117,6 +113,7 @@ def _files(env: "BuildEnvironment", page: RecipePage, document: nodes.document) 
             addnodes.download_reference("", "", nodes.Text(path.name), reftarget=f"/{target}"),
             nodes.Text(" "),
         ]
+    files += repository.links(env.config, page.recipe)
     return files
 
 

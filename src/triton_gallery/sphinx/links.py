@@ -1,14 +1,21 @@
 """Links in recipe pages that the notebook cannot have.
 
-The first mention of a glossary term leads to its entry, and a file name such as ``row_sum.py`` to that recipe's page.
+The first mention of a glossary term leads to its entry, that of a name such as ``tl.dot`` to its documentation. A file
+name such as ``row_sum.py``, and the name of another recipe's op, lead to that recipe's page.
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from docutils import nodes
 from sphinx.util.nodes import make_refnode
+
+from triton_gallery.recipes.names import uses
+from triton_gallery.recipes.op import op_of
+from triton_gallery.sphinx.documented import address_of, in_full
+from triton_gallery.sphinx.lookup import recipes
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -33,16 +40,32 @@ def _link(app: "Sphinx", document: nodes.document, docname: str) -> None:
     if path.parts[0] != gallery or path.name == "index":
         return
     _link_recipes(app, document, docname)
+    _link_names(app, document, docname)
     _link_terms(app, document, docname)
 
 
 def _link_recipes(app: "Sphinx", document: nodes.document, docname: str) -> None:
     pages = {f"{PurePosixPath(other).name}.py": other for other in _recipe_pages(app.env)}
+    ops = {page: op_of(recipe.path) for page, recipe in recipes(app.env).items()}
+    pages |= {op.name: page for page, op in ops.items() if op}
     for literal in list(document.findall(nodes.literal)):
         other = pages.get(literal.astext())
         if other and other != docname and not isinstance(literal.parent, nodes.reference):
             link = make_refnode(app.builder, docname, other, None, literal.deepcopy(), app.env.titles[other].astext())
             literal.replace_self(link)
+
+
+def _link_names(app: "Sphinx", document: nodes.document, docname: str) -> None:
+    """Link the first mention in prose of each name that is documented, written in full or as the script has it."""
+    recipe = recipes(app.env)[docname]
+    imported = {use.written: use.name for use in uses(recipe.path.read_text(encoding="utf-8"))}
+    seen: set[str] = set()
+    for literal in list(document.findall(nodes.literal)):
+        written = literal.astext().partition("(")[0].removeprefix("@")
+        address = address_of(imported.get(written) or in_full(written))
+        if address and address not in seen and is_prose(literal):
+            seen.add(address)
+            literal.replace_self(nodes.reference("", "", literal.deepcopy(), refuri=address, classes=["code-link"]))
 
 
 def _link_terms(app: "Sphinx", document: nodes.document, docname: str) -> None:
@@ -53,11 +76,10 @@ def _link_terms(app: "Sphinx", document: nodes.document, docname: str) -> None:
     }
     if not terms:
         return
-    longest_first = sorted(map(re.escape, terms), key=len, reverse=True)
-    pattern = re.compile(rf"\b({'|'.join(longest_first)})s?\b", re.IGNORECASE)
+    pattern = pattern_of(terms)
     seen: set[str] = set()
     for text in list(document.findall(nodes.Text)):
-        if not _is_prose(text):
+        if not is_prose(text):
             continue
         pieces: list[nodes.Node] = []
         end = 0
@@ -76,8 +98,14 @@ def _link_terms(app: "Sphinx", document: nodes.document, docname: str) -> None:
             text.parent.replace(text, [*pieces, nodes.Text(text[end:])])
 
 
-def _is_prose(text: nodes.Text) -> bool:
-    """Whether a text is a recipe's own prose: not code, not a heading, not already a link, not the box."""
+def pattern_of(terms: Iterable[str]) -> re.Pattern[str]:
+    """Return what finds terms of the glossary in a text."""
+    longest_first = sorted(map(re.escape, terms), key=len, reverse=True)
+    return re.compile(rf"\b({'|'.join(longest_first)})s?\b", re.IGNORECASE)
+
+
+def is_prose(text: nodes.Node) -> bool:
+    """Whether this is in a recipe's own prose: not code, not a heading, not already a link, not the box."""
     inside_prose = False
     node: nodes.Node | None = text.parent
     while isinstance(node, nodes.Element):

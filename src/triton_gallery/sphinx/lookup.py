@@ -5,12 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.recipes.declaration import declaration
+from triton_gallery.recipes.tables import Table
 from triton_gallery.records.pages import Pages, Run
 from triton_gallery.records.peers import PeerRow, load_all
 from triton_gallery.records.recorded import Record, Records
 
 if TYPE_CHECKING:
     from sphinx.environment import BuildEnvironment
+
+
+MAIN = "results"  # the table of the op itself
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,24 @@ class RecipePage:
         """The record that the page shows where this machine gave no output."""
         return self.records[0] if self.records else None
 
+    @property
+    def table(self) -> Table | None:
+        """The benchmark of the recipe's op itself, as recorded, or else as it ran here."""
+        made = self.record or self.run
+        tables = [table for output in made.outputs for table in output.tables] if made else []
+        return next((table for table in tables if table.name == MAIN), tables[-1] if tables else None)
+
 
 def recipes(env: "BuildEnvironment") -> dict[str, Recipe]:
     """Return the recipes by the names of their pages."""
     conf = env.config.sphinx_gallery_conf
     gallery = Path(env.srcdir, conf["examples_dirs"]).resolve()
     return {f"{conf['gallery_dirs']}/{recipe.key}": recipe for recipe in load(gallery)}
+
+
+def line(recipe: Recipe) -> str:
+    """Return what a recipe says of itself in one line."""
+    return declaration(recipe.path, recipe.path.read_text(encoding="utf-8")).of_op.line
 
 
 def pages(env: "BuildEnvironment") -> Pages:

@@ -1,5 +1,6 @@
 """Puts outputs into the notebooks on offer, which sphinx-gallery writes without: those that the recipe's page shows."""
 
+import inspect
 import json
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,16 +10,21 @@ from typing import TYPE_CHECKING, Any
 from docutils import nodes
 from sphinx_gallery.utils import zip_files
 
+from triton_gallery.recipes.needs import packages
 from triton_gallery.recipes.outputs import Frame, Output
 from triton_gallery.records.beside import HERE, STALE, Shown, pictures, recorded_on, side_by_side
 from triton_gallery.records.formats import replace
 from triton_gallery.sphinx.chart import png
+from triton_gallery.sphinx.install import install_missing
 from triton_gallery.sphinx.lookup import RecipePage, pages, recipe_page
 from triton_gallery.sphinx.show import benchmark, clocks
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
     from sphinx.util.typing import ExtensionMetadata
+
+
+OURS = "install"  # the tag of cells that the page has not
 
 
 def setup(app: "Sphinx") -> "ExtensionMetadata":
@@ -35,14 +41,30 @@ def _fill(app: "Sphinx", _: nodes.document) -> None:
     path = pages(app.env).notebook(page.recipe)
     text = path.read_text(encoding="utf-8")
     notebook = json.loads(text)
+    notebook["cells"] = [cell for cell in notebook["cells"] if OURS not in cell["metadata"].get("tags", [])]
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     figures = pages(app.env).figures(page.recipe)
     for cell, shown in zip(code, side_by_side(page.run, page.record, figures), strict=False):
         cell["outputs"] = list(_outputs(page, shown, figures))
+    first = notebook["cells"].index(code[0]) if code else 0
+    notebook["cells"][first:first] = _added(app, page)
     filled = json.dumps(notebook, indent=1)
     if filled != text:  # a newer file would have every other site of this checkout read the page again
         replace(path, filled.encode())
         zip_files([path.with_suffix(".py"), path], path.with_suffix(".zip"), path.parent)
+
+
+def _added(app: "Sphinx", page: RecipePage) -> Iterator[dict[str, Any]]:
+    """Yield the cells that a page has not: where its page is, if that is known, and what installs its packages."""
+    tags: dict[str, Any] = {"metadata": {"tags": [OURS]}}
+    if app.config.html_baseurl:
+        place = f"{app.config.sphinx_gallery_conf['gallery_dirs']}/{page.recipe.key}.html"
+        said = f"From the [Triton Gallery]({app.config.html_baseurl.rstrip('/')}/{place})."
+        yield {"cell_type": "markdown", **tags, "source": said}
+    needs = packages(page.recipe.path, page.recipe.path.read_text(encoding="utf-8"))
+    call = f"install_missing{tuple(needs)!r}".replace("'", '"')
+    source = f"{inspect.getsource(install_missing)}\n\n{call}"
+    yield {"cell_type": "code", **tags, "execution_count": None, "outputs": [], "source": source}
 
 
 def _outputs(page: RecipePage, shown: Shown, figures: Mapping[str, bytes]) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """The performance page: every recipe on every recorded device, as a chart, a table and data files."""
 
-import csv
-import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -11,10 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-from triton_gallery.records.measurements import Measurement, all_recorded
+from triton_gallery.records.measurements import all_recorded
 from triton_gallery.records.summary import Summary, summaries
 from triton_gallery.sphinx import lookup
 from triton_gallery.sphinx.chart import fractions_svg
+from triton_gallery.sphinx.figures import write_csv
 from triton_gallery.sphinx.show import figure, first_cells, grid, where
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from sphinx.util.typing import ExtensionMetadata
 
 PAGE = "performance"
-COLUMNS = ["recipe", "workload", "Triton", "best other", "Triton / best other", "median", "worst", "Triton / roof"]
+COLUMNS = ["recipe", "workload", "Triton / best other", "median", "worst", "Triton / roof", "Triton", "best other"]
 COLUMNS += ["device", "date"]
 
 
@@ -45,12 +44,12 @@ def cells(item: Summary) -> list[str]:
     return [
         "",
         f"{f'{item.kind}, ' if item.kind else ''}{where(item, middle)}",
-        f"{figure(ours[1])} {table.unit}" if ours else "",
-        f"{other[0]}: {figure(other[1])}" if other else "",
         f"{ratio:.2f}" if ratio else "",
         f"{over.median:.2f}" if over else "",
         f"{over.worst:.2f} at {where(item, over.at)}" if over else "",
         f"{roof:.2f}" if roof else "",
+        f"{figure(ours[1])} {table.unit}" if ours else "",
+        f"{other[0]}: {figure(other[1])} {table.unit}" if other else "",
         item.device.name,
         item.date[:10] + ("" if item.is_fresh else ", stale"),
     ]
@@ -109,7 +108,4 @@ def _write_data(app: "Sphinx", exception: Exception | None) -> None:
     found = all_recorded(lookup.records(app.env), recipes)
     out = Path(app.outdir)
     (out / f"{PAGE}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    with open(out / f"{PAGE}.csv", "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Measurement)])
-        writer.writeheader()
-        writer.writerows(found["figures"])
+    write_csv(out / f"{PAGE}.csv", found["figures"])

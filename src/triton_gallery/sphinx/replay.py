@@ -12,7 +12,7 @@ from triton_gallery.recipes.outputs import Output
 from triton_gallery.records.beside import HERE, STALE, Shown, recorded_on, side_by_side
 from triton_gallery.records.recorded import Record
 from triton_gallery.sphinx.lookup import pages, recipe_page, recipes, records
-from triton_gallery.sphinx.show import show
+from triton_gallery.sphinx.show import frame, show
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -43,6 +43,7 @@ class Replay(SphinxTransform):
             return
         figures = pages(self.env).figures(page.recipe)
         for cell, shown in zip(cells(self.document), side_by_side(page.run, page.record, figures), strict=False):
+            _show_frame(cell, shown.here)
             here = _chart(cell, shown.here) if shown.here.tables else cell.outputs
             if page.record and shown.there:
                 _set_beside(cell, here, shown, page.record, page.recipe)
@@ -59,6 +60,15 @@ def _set_beside(cell: Cell, here: list[nodes.Node], shown: Shown, record: Record
         for node in here:
             parent.remove(node)
         parent.insert(place, _labelled("here", [nodes.Text(HERE)], here))
+
+
+def _show_frame(cell: Cell, live: Output) -> None:
+    """Show the data frame that a cell ends with as one that was recorded, in place of what pandas makes of it."""
+    for place, node in enumerate(cell.outputs):
+        if live.frame and isinstance(node, nodes.raw) and "dataframe" in node.astext():
+            shown = frame(live.frame, "dataframe")
+            node.replace_self(shown)
+            cell.outputs[place] = shown
 
 
 def _chart(cell: Cell, live: Output) -> list[nodes.Node]:

@@ -43,12 +43,9 @@ def frame(content: Frame, kind: str) -> nodes.Node:
 
 
 def benchmark(table: Table) -> Frame:
-    """Return what a benchmark's table shows: the figures, our ratio to the best other, and the fraction of the roof."""
-    columns = [table.x, *(f"{name} ({table.unit})" for name in table.series)]
-    rows = [
-        [size(x), *(figure(values[index]) + _mark(table, [name], index) for name, values in table.series.items())]
-        for index, x in enumerate(table.xs)
-    ]
+    """Return what a benchmark's table shows: our ratio to the best other, the fraction of the roof, and the figures."""
+    columns = [table.x]
+    rows = [[size(x)] for x in table.xs]
     for title, against, names in (
         ("Triton / best other", table.ratio, [*table.ours, *table.others]),
         ("Triton / roof", table.of_roof, [*table.ours, ROOF]),
@@ -58,6 +55,10 @@ def benchmark(table: Table) -> Frame:
             columns.append(title)
             for index, (row, value) in enumerate(zip(rows, values, strict=True)):
                 row.append("" if value is None else f"{value:.2f}{_mark(table, names, index)}")
+    for name, figures in table.series.items():
+        columns.append(f"{name} ({table.unit})")
+        for index, (row, value) in enumerate(zip(rows, figures, strict=True)):
+            row.append(figure(value) + _mark(table, [name], index))
     return Frame(columns, rows)
 
 
@@ -102,6 +103,9 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], *kinds: str) -> 
     """Return a table, of these classes, in a box that scrolls sideways by itself."""
     group = nodes.tgroup("", *(nodes.colspec(colwidth=1) for _ in columns), cols=len(columns))
     group += nodes.thead("", _row(columns))
+    for title in group.findall(nodes.paragraph):
+        if not title.children:
+            title += nodes.inline("", "row", classes=["unseen"])  # for those who listen
     group += nodes.tbody("", *map(_row, rows))
     return nodes.container(
         "", nodes.table("", group, classes=[*kinds], support_smartquotes=False), classes=["table-box"]

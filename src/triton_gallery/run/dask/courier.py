@@ -9,7 +9,7 @@ from pathlib import Path
 
 Kit = dict[str, bytes]  # files by their paths
 
-SETTINGS = ("conf.py", "gallery/contents.toml", "docs/_static/thumbnail.png")  # conf.py, and what it reads
+SETTINGS = ("conf.py", "gallery/contents.toml")  # conf.py, and what it reads
 
 
 def pack(confdir: Path) -> Kit:

@@ -1,0 +1,20 @@
+"""The works of attention/hopper_attention beside other libraries: those of attention/flash_attention_forward."""
+
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+
+from work import Function
+
+from works.flash_attention_forward import work
+
+
+def ours(recipe: ModuleType, is_causal: bool) -> Function:
+    """Return the op, with a causal mask or without one."""
+    return partial(recipe.hopper_attention, causal=is_causal)
+
+
+WORKS = [
+    replace(work(is_causal), recipe="attention/hopper_attention", ours=partial(ours, is_causal=is_causal))
+    for is_causal in (False, True)
+]

@@ -1,0 +1,33 @@
+// Shows the cards of those recipes alone that have all topics whose buttons are pressed.
+document.addEventListener("DOMContentLoaded", () => {
+  const buttons = [...document.querySelectorAll(".filters [data-topic]")];
+  const cards = [...document.querySelectorAll("li.card")];
+  const said = document.querySelector(".filters [role=status]");
+  const all = document.querySelector(".filters .all");
+
+  const show = () => {
+    const pressed = buttons.filter((button) => button.getAttribute("aria-pressed") === "true");
+    for (const card of cards) card.hidden = !pressed.every(({ dataset }) => card.classList.contains(dataset.topic));
+    const shown = cards.filter((card) => !card.hidden);
+    for (const list of document.querySelectorAll("ul.cards")) {
+      list.closest("section").hidden = !shown.some((card) => list.contains(card));
+    }
+    const what = `${cards.length} recipes`;
+    said.textContent = !pressed.length ? what : shown.length ? `${shown.length} of ${what}` : "No recipe has all of these topics.";
+    all.hidden = !pressed.length;
+  };
+
+  const press = (button, on) => button.setAttribute("aria-pressed", String(on));
+  for (const button of buttons) {
+    button.addEventListener("click", () => {
+      press(button, button.getAttribute("aria-pressed") === "false");
+      show();
+    });
+  }
+  all.addEventListener("click", () => {
+    for (const button of buttons) press(button, false);
+    show();
+    buttons[0].focus();
+  });
+  show();
+});

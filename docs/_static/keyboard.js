@@ -1,0 +1,18 @@
+// Lets the keyboard reach what the pointer does: boxes whose content scrolls, and the switches of the sidebars.
+document.addEventListener("DOMContentLoaded", () => {
+  const observer = new ResizeObserver((entries) => {
+    const found = entries.map(({ target }) => [
+      target,
+      target.scrollWidth > target.clientWidth + 1 || target.scrollHeight > target.clientHeight + 1,
+    ]);
+    for (const [box, scrolls] of found) {
+      if (scrolls) box.tabIndex = 0;
+      else box.removeAttribute("tabindex");
+    }
+  });
+  for (const box of document.querySelectorAll("pre, .table-wrapper, .filters > div")) observer.observe(box);
+
+  for (const button of document.querySelectorAll("button.switch")) {
+    button.addEventListener("click", () => document.getElementById(button.dataset.for).click());
+  }
+});

@@ -1,0 +1,1097 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Write attention for Hopper in Gluon, with roles for warps and two groups that
+# take turns at the matrix units."""
+# dtypes = ["float16", "bfloat16"]
+# backward = false
+# deterministic = true
+# longer = "its warps have two roles, each a function"
+# gpu = "==9.0"
+# ///
+r"""
+Attention in Gluon
+==================
+
+``flash_attention_forward.py`` writes attention in Triton. There the compiler
+decides where tiles lie, when loads begin, and in which order products and
+exponentials are issued, and all warps do the same. In Gluon you decide that
+yourself. This page writes the same attention in Gluon for Hopper, which is
+NVIDIA's GPUs of compute capability 9.0: H100 and H200. There are three steps:
+one group of warps, roles for warps, and two products issued together. Read
+``gluon_matmul.py`` first: it explains layouts, copies and barriers.
+
+After this page you can
+
+* give the matrix units an operand from registers, and another one in shared
+  memory by columns;
+* have two groups of warps take turns at the matrix units, and measure it;
+* issue two products together, and wait for the first one alone;
+* see in compiled code what the compiler moved past a wait.
+"""
+
+# sphinx_gallery_tags = ["attention", "compute bound", "TMA", "Gluon"]
+import itertools
+import math
+import os
+import re
+import threading
+import time
+from functools import cache, partial
+
+import pandas as pd
+import torch
+from torch.library import Library, custom_op
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# ``scaled_dot_product_attention``, SDPA, calls a library. In a cycle, an H200's
+# multiprocessor does 4096 operations of the matrix units, by its data sheet,
+# and 16 exponentials, by CUDA's programming guide. For a tile of scores:
+
+rng = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def random(*shape, dtype=torch.float16):
+    return torch.randn(shape, generator=rng, device=DEVICE).to(dtype)
+
+
+if __name__ == "__main__":
+    for D in (64, 128):
+        print(f"a tile of 128 x 128 scores, heads of {D}: cycles for products")
+        print(
+            f"{4 * 128**2 * D / 4096:5.0f}, for exponentials {128**2 / 16:.0f}"
+        )
+
+# %%
+# The *floor* is bytes: ``q``, ``k`` and ``v`` are read, ``o`` is written. With
+# ``L`` tokens, these are ``L / 2`` operations a byte. In the time of a byte, an
+# H200 does about 200 operations, by its data sheet. So for long inputs memory
+# is no bound, but two units are. Each needs what the other one has computed,
+# and one after the other, their cycles add up. This page runs them together.
+
+# %%
+# The first kernel
+# ----------------
+#
+# As in ``flash_attention_forward.py``, a program takes ``M`` queries, and goes
+# along all keys with a maximum ``m``, a sum ``total`` of exponentials and a sum
+# ``acc`` of values. A step takes ``D`` keys, so all tiles have one layout:
+#
+# .. code-block:: text
+#
+#     device memory      shared memory             registers
+#
+#     q_ptr ------------------------------------>  q (M, D)
+#     k_desc [key, 0] ->  k (D, D)  -> wgmma --->  s = q k.T
+#                                                  p = 2 ** (s - m)
+#     v_desc [key, 0] ->  v (D, D)  -> wgmma --->  acc += p v
+#     o_ptr <------------------------------------  acc / total
+#
+# ``wgmma`` is the instruction for products. The scale has the factor
+# :math:`\log_2 e`, as ``exp2`` has base 2. New, beside ``gluon_matmul.py``:
+#
+# * *An operand in registers.* The first one of ``wgmma`` may lie there, in a
+#   ``DotOperandLayout``. With 16-bit numbers, each thread holds the same
+#   elements there as of a product's result. So ``p`` stays in its threads.
+# * *An operand by columns.* ``k.permute`` exchanges dimensions. No byte moves:
+#   ``wgmma`` reads 16-bit numbers by rows or by columns.
+# * *A row's maximum* has a ``SliceLayout``: a tile's layout less its columns.
+
+
+@gluon.jit
+def tile_kernel(
+    q_ptr,
+    k_desc,
+    v_desc,
+    o_ptr,
+    scale,
+    L,
+    M: gl.constexpr,
+    D: gl.constexpr,
+    TILE: gl.constexpr,
+    FIRST: gl.constexpr,
+):
+    row = gl.program_id(axis=0) * M  # of all heads' rows, one after another
+    first = row // L * L  # the first key of this head
+    offs_m = gl.arange(0, M, gl.SliceLayout(1, TILE))[:, None]  # (M, 1)
+    offs = offs_m * D + gl.arange(0, D, gl.SliceLayout(0, TILE))[None, :]
+    offs += row.to(gl.int64) * D  # past element 2**31, int32 would overflow
+    q = gl.convert_layout(gl.load(q_ptr + offs), FIRST)
+    k = gl.allocate_shared_memory(k_desc.dtype, [D, D], k_desc.layout)
+    v = gl.allocate_shared_memory(k_desc.dtype, [D, D], v_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    m = gl.full((M,), -float("inf"), gl.float32, gl.SliceLayout(1, TILE))
+    total = gl.zeros((M,), gl.float32, gl.SliceLayout(1, TILE))
+    acc = gl.zeros((M, D), gl.float32, TILE)
+    for n in range(L // D):
+        mbarrier.expect(full, 2 * k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [first + n * D, 0], full, k)
+        tma.async_copy_global_to_shared(v_desc, [first + n * D, 0], full, v)
+        mbarrier.wait(full, n & 1)
+        s = warpgroup_mma(q, k.permute([1, 0]), acc, use_acc=False)  # (M, D)
+        # The old maximum is needed once more, for what was added up with it.
+        before, m = m, gl.maximum(m, gl.max(s, axis=1) * scale)
+        p = gl.exp2(s * scale - m[:, None])  # (M, D)
+        total = total * gl.exp2(before - m) + gl.sum(p, axis=1)
+        p = gl.convert_layout(p.to(k_desc.dtype), FIRST)
+        acc = warpgroup_mma(p, v, acc * gl.exp2(before - m)[:, None])
+    gl.store(o_ptr + offs, (acc / total[:, None]).to(k_desc.dtype))
+
+
+def describe(x, rows):
+    """Return the descriptor of all heads' rows, copied by blocks of rows."""
+    x, block = x.flatten(0, -2), [rows, x.shape[-1]]
+    kind = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+    return TensorDescriptor.from_tensor(x, block, layout)
+
+
+def by_tiles(q, k, v, M=64, num_warps=4):
+    """Return the attention of contiguous (..., L, D); 128 divides L."""
+    o, (L, D) = torch.empty_like(q), q.shape[-2:]
+    tile = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    first = gl.DotOperandLayout(0, tile, 2)  # 2 numbers fill a register
+    scale, grid = D**-0.5 * math.log2(math.e), (q.numel() // (M * D),)
+    given = q, describe(k, D), describe(v, D), o, scale, L, M, D, tile, first
+    tile_kernel[grid](*given, num_warps=num_warps)
+    return o
+
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare with float64. Probabilities and result are rounded to float16. Each
+# costs at most :math:`2^{-11}` of the largest ``v``; we allow twice their sum.
+
+if __name__ == "__main__":
+    for D in (64, 128):
+        q, k, v = (random(2, 3, 384, D) for _ in range(3))
+        expected = sdpa(q.double(), k.double(), v.double())
+        out, atol = by_tiles(q, k, v).double(), 2**-9 * v.abs().max().item()
+        error = (out - expected).abs().max()
+        print(f"heads of {D}: largest error {error:.1e}, allowed {atol:.1e}")
+        torch.testing.assert_close(out, expected, rtol=0, atol=atol)
+
+# %%
+# How fast?
+# ---------
+#
+# Each step of this page has variants with other tiles, timed by turns. A table
+# has the best of each. ``torch.compile`` has no row: it calls SDPA, too.
+
+
+def rate_of(steps):
+    """Print a table of the best rates of steps, each of several variants."""
+    rows = {}
+    for D, length in ((64, 1024), (64, 16384), (128, 1024), (128, 16384)):
+        x, calls = inputs(length, D), {}
+        for name, variants in steps.items():
+            for place, variant in enumerate(variants):
+                calls[name, place] = partial(variant, *x)
+        found = gpu_time(calls, turns=20).items()
+        best = pd.Series({key: ms for key, (ms, *_) in found})
+        rate = operations(length) / best.groupby(level=0).min()
+        rows[f"heads of {D}, {length} tokens"] = rate.reindex([*steps]).round()
+    print("TFLOP/s", pd.DataFrame(rows).T.to_string(), sep="\n")
+
+
+TOKENS = 16384  # in all, at each length
+
+
+def inputs(length, D):
+    heads = 2048 // D
+    return [random(TOKENS // length, heads, length, D) for _ in range(3)]
+
+
+def operations(length):
+    return 4e-9 * TOKENS * 2048 * length  # in units of 10**9
+
+
+def library(backend, *inputs, **options):
+    with sdpa_kernel(backend):
+        return sdpa(*inputs, **options)
+
+
+cudnn = partial(library, SDPBackend.CUDNN_ATTENTION)
+flash = partial(library, SDPBackend.FLASH_ATTENTION)
+LIBRARIES = {"cuDNN": [cudnn], "FlashAttention-2": [flash]}
+STEPS = {"one group": [by_tiles, partial(by_tiles, M=128, num_warps=8)]}
+
+if __name__ == "__main__":
+    rate_of(STEPS | LIBRARIES)
+
+# %%
+# Who loads, who computes?
+# ------------------------
+#
+# The first kernel waits for a load, then for a product, then for exponentials.
+# As in ``gluon_matmul.py``, we give the warps roles. One warp, the *producer*,
+# only loads. Two groups of four warps, the *consumers*, compute: each has its
+# own 64 queries, and both read the same keys and values. So each tile is loaded
+# once for 128 queries, and while one consumer computes exponentials, the matrix
+# units are free for the other one.
+#
+# .. code-block:: text
+#
+#     producer    1 warp     loads q, then keys and values into a ring
+#     consumer 0  4 warps    queries  0 to  63 \  wait for a full buffer,
+#     consumer 1  4 warps    queries 64 to 127 /  compute, give it back
+#
+# With tiles of 128 keys, a thread of a consumer holds 64 scores and, with heads
+# of 128, 64 sums. It gets 240 registers, and a thread of the producer 24. A
+# *warpgroup* is four warps, and the producer takes up one as well. So each
+# thread begins with the average of the three groups: ``maxnreg=168``.
+#
+# So far, both consumers may compute exponentials at once, and the matrix units
+# have nothing to do then. With ``TURNS``, also called ping-pong, a consumer
+# issues products only in its turn: the values' product of a step, and the
+# scores of the next step. Then it passes the turn on:
+#
+# .. code-block:: text
+#
+#     matrix units   products of 0 | products of 1 | products of 0 | ...
+#     consumer 0     ............. | exponentials  | ............. | ...
+#     consumer 1     exponentials  | ............. | exponentials  | ...
+#
+# A turn is an mbarrier as well. Consumer 0 passes the turn on by arriving at
+# ``turn[1]``, and consumer 1 by arriving at ``turn[0]``. Each arrival ends a
+# phase. Consumer 0 begins: it waits for the phase before the first one, which
+# has ended in any new barrier. Both have the same number of steps, so nobody
+# waits for a turn that does not come. The table shows what turns give.
+
+load = tma.async_copy_global_to_shared  # a shorter name
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, place, tiles, ring):
+    row, first, steps = place
+    q, k, v = tiles
+    q_full, full, empty = ring
+    BLOCK_N: gl.constexpr = k_desc.block_shape[0]
+    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
+    load(q_desc, [row, 0], q_full, q.index(0))
+    load(q_desc, [row + 64, 0], q_full, q.index(1))
+    for n in range(steps):
+        stage, key = n % k.shape[0], first + n * BLOCK_N
+        # Both consumers have given it back; a new barrier's phase 1 has ended.
+        mbarrier.wait(empty.index(stage), (n // k.shape[0] & 1) ^ 1)
+        mbarrier.expect(full.index(stage), 2 * k_desc.block_type.nbytes)
+        load(k_desc, [key, 0], full.index(stage), k.index(stage))
+        load(v_desc, [key, 0], full.index(stage), v.index(stage))
+
+
+@gluon.jit
+def consume(HALF: gl.constexpr, both, TURNS: gl.constexpr):
+    o_desc, place, tiles, ring, turn, o, scale = both
+    row, _, steps = place
+    q, k, v = tiles
+    q_full, full, empty = ring
+    N: gl.constexpr = k.shape[1]
+    D: gl.constexpr = k.shape[2]
+    dtype: gl.constexpr = o_desc.dtype
+    warps: gl.constexpr = [gl.num_warps(), 1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps, [16, N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps, [16, D, 16])
+    m = gl.full((64,), -float("inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.zeros((64,), gl.float32, gl.SliceLayout(1, SCORES))
+    zeros = gl.zeros((64, N), gl.float32, SCORES)
+    acc = gl.zeros((64, D), gl.float32, SUMS)
+    mbarrier.wait(q_full, 0)
+    if TURNS:
+        mbarrier.wait(turn.index(HALF), HALF ^ 1)  # consumer 0 begins
+    for n in range(steps):
+        stage = n % k.shape[0]
+        mbarrier.wait(full.index(stage), n // k.shape[0] & 1)
+        keys = k.index(stage).permute([1, 0])
+        mine = q.index(HALF)
+        s = warpgroup_mma(mine, keys, zeros, use_acc=False, is_async=True)
+        if TURNS:
+            mbarrier.arrive(turn.index(1 - HALF))
+        s = warpgroup_mma_wait(0, deps=(s,))  # (64, N)
+        before, m = m, gl.maximum(m, gl.max(s, axis=1) * scale)
+        p = gl.exp2(s * scale - m[:, None])  # (64, N)
+        factor = gl.exp2(before - m)  # (64,)
+        total = total * factor + gl.sum(p, axis=1)
+        # Scores and sums differ in their columns now; no number is moved.
+        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, SUMS))
+        if TURNS:
+            mbarrier.wait(turn.index(HALF), (n + HALF) & 1)
+        acc = warpgroup_mma(p, v.index(stage), acc * factor[:, None])
+        mbarrier.arrive(empty.index(stage))
+    if TURNS:
+        mbarrier.arrive(turn.index(1 - HALF))  # the other one's last product
+    total = gl.convert_layout(total, gl.SliceLayout(1, SUMS))
+    o.index(HALF).store((acc / total[:, None]).to(dtype))
+    fence_async_shared()  # else the engine may read what was there before
+    tma.async_copy_shared_to_global(o_desc, [row + 64 * HALF, 0], o.index(HALF))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def roles_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    scale,
+    L,
+    STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
+):
+    # In its turn, a consumer waits for keys. With one buffer, those would wait
+    # for the other consumer to give it back, and that consumer for its turn.
+    gl.static_assert(STAGES >= 2)
+    dtype: gl.constexpr = o_desc.dtype
+    rows: gl.constexpr = [2] + q_desc.block_shape
+    keys: gl.constexpr = [STAGES] + k_desc.block_shape
+    q = gl.allocate_shared_memory(dtype, rows, q_desc.layout)
+    k = gl.allocate_shared_memory(dtype, keys, k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, keys, v_desc.layout)
+    o = gl.allocate_shared_memory(dtype, rows, o_desc.layout)
+    kind: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], kind)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], kind)
+    mbarrier.init(q_full, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)  # one of each consumer
+    for half in gl.static_range(2):
+        mbarrier.init(turn.index(half), count=1)
+    row = gl.program_id(axis=0) * 128
+    place = row, row // L * L, L // k_desc.block_shape[0]
+    tiles, ring = (q, k, v), (q_full, full, empty)
+    both = (o_desc, place, tiles, ring, turn, o, scale)
+    gl.warp_specialize(
+        [
+            # TURNS stands here, and not inside ``both``, to stay a constant.
+            (consume, (0, both, TURNS)),
+            (consume, (1, both, TURNS)),
+            (produce, (q_desc, k_desc, v_desc, place, tiles, ring)),
+        ],
+        [4, 1],  # warps of the second consumer and of the producer
+        [240, 24],  # and registers of their threads
+    )
+
+
+def with_roles(q, k, v, BLOCK_N=128, turns=False):
+    o, (L, D) = torch.empty_like(q), q.shape[-2:]
+    sizes = (64, BLOCK_N, BLOCK_N, 64)
+    given = [describe(*of) for of in zip((q, k, v, o), sizes, strict=True)]
+    scale, grid = D**-0.5 * math.log2(math.e), (q.numel() // (128 * D),)
+    roles_kernel[grid](
+        *given, scale, L, STAGES=2, TURNS=turns, num_warps=4, maxnreg=168
+    )
+    return o
+
+
+for name, turns in {"roles for warps": False, "roles and turns": True}.items():
+    STEPS[name] = [
+        partial(with_roles, BLOCK_N=BLOCK_N, turns=turns)
+        for BLOCK_N in (128, 64)
+    ]
+
+if __name__ == "__main__":
+    for D in (64, 128):
+        q, k, v = (random(2, 3, 384, D) for _ in range(3))
+        expected = sdpa(q.double(), k.double(), v.double())
+        for variant in itertools.chain(*STEPS.values()):
+            error = (variant(q, k, v) - expected).abs().max().item()
+            assert error <= 2**-9 * v.abs().max().item()
+    rate_of(STEPS | LIBRARIES)
+
+# %%
+# What runs during a product?
+# ---------------------------
+#
+# So far, a consumer waits for each product to end, and does nothing meanwhile.
+# But the scores of step ``n`` do not need the product with the values of step
+# ``n - 1``. So the op issues both products, one right after the other, and
+# waits until at most one is under way: ``wait(1)``. The scores are there then,
+# and the second product goes on while the warps work on them:
+#
+# .. code-block:: text
+#
+#     matrix units   scores n | values n - 1         | ...
+#     warps                   | exponentials n       | scale the sums, go on
+#                      wait(1)^               wait(0)^
+#
+# In the source, too, the exponentials of step ``n`` stand between the two
+# waits. Are they there in machine code? The compiler keeps waits, copies and
+# products in order. But it may move arithmetic past a wait for products,
+# because that changes no result. A table behind the op counts what was left in
+# between, and an exercise keeps the exponentials there.
+
+# %%
+# Masks, lengths and heads
+# ------------------------
+#
+# * *Backwards.* Only the last tile of keys can be ragged, and only the last one
+#   is at the diagonal, as tiles have 128 queries and 128 keys. So we go along
+#   the keys from the last tile to the first one. The mask belongs to the first
+#   step, which stands before the loop, and the loop has none. Tiles past the
+#   diagonal are not loaded. Query ``i`` sees the keys up to ``i``, as in SDPA.
+# * *Ragged lengths.* The descriptors have four dimensions: batch, head, row and
+#   column. Past the end of a head, the engine fills with zeros and stores
+#   nothing. With two dimensions, the rows of the next head would lie there.
+# * *Strides.* Heads may lie side by side, as a projection leaves them. Where
+#   rows do not begin at multiples of 16 bytes, the op copies first.
+# * *Shared keys.* Head ``h`` of the queries reads head ``h // group`` of keys.
+# * *Order.* Within a head, later queries start first: they see more keys.
+
+# %%
+# The op
+# ------
+#
+# Descriptors that the CPU makes are no tensors. So this is a ``custom_op``, and
+# ``torch.compile`` does not look into it; ``persistent_matmul.py`` says more.
+
+GLUON_ATTENTION_NAMESPACE = "triton_gallery"
+GLUON_ATTENTION_THREAD = threading.local()
+GLUON_ATTENTION_DTYPES = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+}
+GLUON_ATTENTION_TILE = (64, 128)  # queries of a consumer, keys of a step
+GLUON_ATTENTION_STAGES = 2
+
+
+@gluon.jit
+def _gluon_attention_produce(
+    q_desc,
+    k_desc,
+    v_desc,
+    place,
+    tiles,
+    ring,
+    group,
+):
+    batch, head, row, steps = place
+    q, k, v = tiles
+    q_full, k_full, k_empty, v_full, v_empty = ring
+    STAGES: gl.constexpr = k.shape[0]
+    ROWS: gl.constexpr = q_desc.block_shape[2]
+    BLOCK_N: gl.constexpr = k_desc.block_shape[2]
+    nbytes: gl.constexpr = k_desc.block_type.nbytes
+    shared = head // group  # the head of keys
+    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        tma.async_copy_global_to_shared(
+            q_desc, [batch, head, row + half * ROWS, 0], q_full, q.index(half)
+        )
+    for n in range(steps):
+        stage, phase = n % STAGES, n // STAGES & 1
+        key = (steps - 1 - n) * BLOCK_N  # from the last tile to the first
+        # Both consumers have arrived for step n - STAGES. A new barrier
+        # counts the phase before its first one as ended.
+        mbarrier.wait(k_empty.index(stage), phase ^ 1)
+        # The one arrival at full. The phase ends with the last byte; those
+        # that the engine fills with zeros count as well.
+        bar = k_full.index(stage)
+        mbarrier.expect(bar, nbytes)
+        tma.async_copy_global_to_shared(
+            k_desc, [batch, shared, key, 0], bar, k.index(stage)
+        )
+        # Values have barriers of their own: keys are needed, and given back,
+        # one step earlier.
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        bar = v_full.index(stage)
+        mbarrier.expect(bar, nbytes)
+        tma.async_copy_global_to_shared(
+            v_desc, [batch, shared, key, 0], bar, v.index(stage)
+        )
+
+
+@gluon.jit
+def _gluon_attention_weigh(s, m, total, scale):
+    """Return exponentials of scores, the new maximum and sum, a factor."""
+    m_new = gl.maximum(m, gl.max(s, axis=1) * scale)
+    # If all scores are -inf so far, -inf minus -inf would be NaN.
+    origin = gl.where(m_new == -float("inf"), 0.0, m_new)
+    # One instruction multiplies and subtracts.
+    p = gl.exp2(s * scale - origin[:, None])
+    # What was added up so far had the old maximum.
+    factor = gl.exp2(m - origin)
+    return p, m_new, total * factor + gl.sum(p, axis=1), factor
+
+
+@gluon.jit
+def _gluon_attention_consume(
+    HALF: gl.constexpr,
+    both,
+    CAUSAL: gl.constexpr,
+):
+    o_desc, place, tiles, ring, o, LK, scale = both
+    batch, head, row, steps = place
+    q, k, v = tiles
+    q_full, k_full, k_empty, v_full, v_empty = ring
+    STAGES: gl.constexpr = k.shape[0]
+    ROWS: gl.constexpr = q.shape[3]
+    BLOCK_N: gl.constexpr = k.shape[3]
+    D: gl.constexpr = k.shape[4]
+    dtype: gl.constexpr = o_desc.dtype
+    # Hopper's version; the warps of rows and of columns; a warp's M, N and K
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16]
+    )
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, D, 16]
+    )
+    FIRST: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    LINE: gl.constexpr = gl.SliceLayout(1, SCORES)
+    row += HALF * ROWS
+    mine = q.index(HALF).reshape([ROWS, D])
+    m = gl.full((ROWS,), -float("inf"), gl.float32, LINE)
+    total = gl.zeros((ROWS,), gl.float32, LINE)
+    zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES)
+    acc = gl.zeros((ROWS, D), gl.float32, SUMS)
+    # The last tile of keys comes first: it alone can be ragged or at the
+    # diagonal. Each query sees one of its keys.
+    mbarrier.wait(q_full, 0)
+    mbarrier.wait(k_full.index(0), 0)
+    keys = k.index(0).reshape([BLOCK_N, D]).permute([1, 0])
+    s = warpgroup_mma(mine, keys, zeros, use_acc=False)  # (ROWS, BLOCK_N)
+    mbarrier.arrive(k_empty.index(0))
+    offs_n = (steps - 1) * BLOCK_N + gl.arange(
+        0, BLOCK_N, gl.SliceLayout(0, SCORES)
+    )
+    offs_m = row + gl.arange(0, ROWS, LINE)
+    # A key past the end is zeros: its score is 0, and would have a weight.
+    last = gl.minimum(offs_m, LK - 1)[:, None] if CAUSAL else LK - 1
+    s = gl.where(offs_n[None, :] <= last, s, -float("inf"))
+    p, m, total, _ = _gluon_attention_weigh(s, m, total, scale)
+    p = gl.convert_layout(p.to(dtype), FIRST)
+    for n in range(1, steps):
+        stage, before = n % STAGES, (n - 1) % STAGES
+        mbarrier.wait(v_full.index(before), (n - 1) // STAGES & 1)
+        mbarrier.wait(k_full.index(stage), n // STAGES & 1)
+        keys = k.index(stage).reshape([BLOCK_N, D]).permute([1, 0])
+        s = warpgroup_mma(mine, keys, zeros, use_acc=False, is_async=True)
+        values = v.index(before).reshape([BLOCK_N, D])
+        acc = warpgroup_mma(p, values, acc, is_async=True)
+        # The first product is done, the second one may go on.
+        s = warpgroup_mma_wait(1, deps=(s,))
+        mbarrier.arrive(k_empty.index(stage))
+        p, m, total, factor = _gluon_attention_weigh(s, m, total, scale)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(before))
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, SUMS))
+        acc = acc * factor[:, None]
+        p = gl.convert_layout(p.to(dtype), FIRST)
+    mbarrier.wait(v_full.index((steps - 1) % STAGES), (steps - 1) // STAGES & 1)
+    values = v.index((steps - 1) % STAGES).reshape([BLOCK_N, D])
+    acc = warpgroup_mma(p, values, acc)
+    # A row that saw nothing has a sum of 0, and a result of 0.
+    total = gl.where(total == 0, 1.0, total)
+    total = gl.convert_layout(total, gl.SliceLayout(1, SUMS))
+    out = o.index(HALF)
+    out.reshape([ROWS, D]).store((acc / total[:, None]).to(dtype))
+    fence_async_shared()  # what threads wrote, the engine reads
+    tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], out)
+    tma.store_wait(0)  # the shared memory is another program's soon
+
+
+@gluon.jit
+def _gluon_attention_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    scale,
+    group,
+    CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    ROWS: gl.constexpr = q_desc.block_shape[2]
+    BLOCK_N: gl.constexpr = k_desc.block_shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    gl.static_assert(2 * ROWS == BLOCK_N)  # the mask is applied to one tile
+    q_shape: gl.constexpr = [2] + q_desc.block_shape
+    k_shape: gl.constexpr = [STAGES] + k_desc.block_shape
+    q = gl.allocate_shared_memory(dtype, q_shape, q_desc.layout)
+    k = gl.allocate_shared_memory(dtype, k_shape, k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, k_shape, v_desc.layout)
+    o = gl.allocate_shared_memory(dtype, q_shape, o_desc.layout)
+    kind: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], kind)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    mbarrier.init(q_full, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)  # the producer's expect
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)  # one of each consumer
+        mbarrier.init(v_empty.index(stage), count=2)
+    heads, LQ, LK = q_desc.shape[1], q_desc.shape[2], k_desc.shape[2]
+    blocks = gl.cdiv(LQ, 2 * ROWS)
+    pid = gl.program_id(axis=0)
+    # Later queries see more keys: programs with the most work start first.
+    row = (blocks - 1 - pid % blocks) * 2 * ROWS
+    head, batch = pid // blocks % heads, pid // blocks // heads
+    end = gl.minimum(LK, row + 2 * ROWS) if CAUSAL else LK
+    place = batch, head, row, gl.cdiv(end, BLOCK_N)
+    tiles, ring = (q, k, v), (q_full, k_full, k_empty, v_full, v_empty)
+    both = (o_desc, place, tiles, ring, o, LK, scale)
+    gl.warp_specialize(
+        [
+            # CAUSAL stands here, and not inside ``both``, to stay a constant.
+            (_gluon_attention_consume, (0, both, CAUSAL)),
+            (_gluon_attention_consume, (1, both, CAUSAL)),
+            (
+                _gluon_attention_produce,
+                (q_desc, k_desc, v_desc, place, tiles, ring, group),
+            ),
+        ],
+        [4, 1],  # warps of the second consumer and of the producer
+        [240, 24],  # and registers of their threads
+    )
+
+
+@cache
+def _gluon_attention_gpu(device):
+    """Raise for devices that the kernel is not written for."""
+    if device.type == "cuda" and not torch.version.hip:
+        gpu = torch.cuda.get_device_properties(device)
+        if (gpu.major, gpu.minor) == (9, 0):
+            return
+    raise RuntimeError(
+        "gluon_attention takes tensors on NVIDIA GPUs of compute capability "
+        "9.0 alone, whose instructions it names, not on "
+        f"{device}: flash_attention_forward takes any"
+    )
+
+
+def _gluon_attention_check(q, k, v, scale):
+    """Raise for what the op does not take; return the scale."""
+    if q.dtype not in GLUON_ATTENTION_DTYPES:
+        raise TypeError(
+            f"gluon_attention takes float16 and bfloat16, not {q.dtype}: "
+            "flash_attention_forward takes others"
+        )
+    if len({(t.dtype, t.device) for t in (q, k, v)}) > 1:
+        found = ", ".join(f"{t.dtype} on {t.device}" for t in (q, k, v))
+        raise TypeError(
+            f"gluon_attention takes one dtype on one device, not {found}"
+        )
+    fits = (
+        q.ndim == k.ndim == v.ndim == 4
+        and k.shape == v.shape
+        and q.shape[0] == k.shape[0]
+        and q.shape[3] == k.shape[3]
+        and q.shape[3] in (64, 128)
+        and k.shape[1] > 0
+        and q.shape[1] % k.shape[1] == 0
+    )
+    if not fits:
+        found = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+        raise ValueError(
+            "gluon_attention takes q of (batch, heads, queries, D), and k and "
+            "v of one shape (batch, heads / n, keys, D), with D of 64 or 128, "
+            f"not {found}: flash_attention_forward takes D up to 256"
+        )
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if not 0 < scale < math.inf:
+        # The maximum of the scores is found before they are scaled.
+        raise ValueError(
+            f"gluon_attention takes a positive scale, not {scale}: "
+            "flash_attention_forward takes any"
+        )
+    return scale
+
+
+def _gluon_attention_aligned(x):
+    """Return x, or a copy of it, with rows that the copy engine takes."""
+    D = x.shape[3]
+    sides = zip(x.shape[:3], x.stride()[:3], strict=True)
+    # Rows begin at multiples of 16 bytes, and do not overlap. The stride of a
+    # dimension of one may be anything.
+    fits = all(step >= D and step % 8 == 0 for n, step in sides if n > 1)
+    if fits and x.stride(3) == 1 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _gluon_attention_descriptor(x, rows):
+    sides = zip(x.shape, x.stride(), strict=True)
+    strides = [step if n > 1 else x.shape[3] for n, step in sides]
+    block, kind = [1, 1, rows, x.shape[3]], GLUON_ATTENTION_DTYPES[x.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, kind)
+    return TensorDescriptor(x, [*x.shape], strides, block, layout)
+
+
+def _gluon_attention_launch(q, k, v, causal=False, scale=None):
+    scale = _gluon_attention_check(q, k, v, scale)
+    _gluon_attention_gpu(q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out.numel() * k.numel() == 0:
+        return out.zero_()
+    q, k, v = (_gluon_attention_aligned(x) for x in (q, k, v))
+    rows, keys = GLUON_ATTENTION_TILE
+    batch, heads, queries, _ = q.shape
+    # Triton launches on the current GPU, which may not be that of q.
+    with torch.accelerator.device_index(q.device.index):
+        if not hasattr(GLUON_ATTENTION_THREAD, "begun"):
+            # A thread has no context until torch uses it, and no descriptor
+            # is made without one. Autograd has threads of its own.
+            GLUON_ATTENTION_THREAD.begun = torch.zeros(1, device=q.device)
+        blocks = triton.cdiv(queries, 2 * rows)
+        _gluon_attention_kernel[(blocks * batch * heads,)](
+            _gluon_attention_descriptor(q, rows),
+            _gluon_attention_descriptor(k, keys),
+            _gluon_attention_descriptor(v, keys),
+            _gluon_attention_descriptor(out, rows),
+            scale * math.log2(math.e),  # exp(x) is exp2(x * log2(e))
+            heads // k.shape[1],
+            CAUSAL=causal,
+            STAGES=GLUON_ATTENTION_STAGES,
+            num_warps=4,  # of the first consumer
+            maxnreg=168,  # of all three warpgroups, before they are moved
+        )
+    return out
+
+
+@custom_op(f"{GLUON_ATTENTION_NAMESPACE}::gluon_attention", mutates_args=())
+def gluon_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return softmax(q @ k.mT * scale) @ v, as PyTorch's SDPA does.
+
+    Takes q of (batch, heads, queries, D), k and v of (batch, heads / n, keys,
+    D), all of float16 or bfloat16, with D of 64 or 128 and any strides. A
+    tensor is copied if it is not contiguous along D, or if rows do not begin at
+    multiples of 16 bytes. Head h of q reads head h // n of k and v. With
+    ``causal``, query i sees keys 0 to i, whatever the number of keys.
+    ``scale`` is a positive number, and 1 / sqrt(D) if not given.
+
+    The result is contiguous, of the shape and dtype of q, and has the same bits
+    each time. A query that sees no key, or whose scores are all -inf, gives 0.
+    In float16, weights below 2**-25 of the largest count as 0. A NaN or an
+    infinity in v may reach queries that do not see its key.
+
+    Raises TypeError for other dtypes and for mixed dtypes or devices,
+    ValueError for other shapes and scales, and RuntimeError on devices other
+    than NVIDIA's GPUs of compute capability 9.0. Has no gradient: a backward
+    raises RuntimeError. The method: https://arxiv.org/abs/2307.08691 and
+    https://arxiv.org/abs/2407.08608
+    """
+    return _gluon_attention_launch(q, k, v, causal, scale)
+
+
+@gluon_attention.register_fake
+def _gluon_attention_fake(q, k, v, causal=False, scale=None):
+    _gluon_attention_check(q, k, v, scale)
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the custom_op.
+GLUON_ATTENTION_LIBRARY = Library(GLUON_ATTENTION_NAMESPACE, "FRAGMENT")
+GLUON_ATTENTION_LIBRARY.impl("gluon_attention", _gluon_attention_launch, "CUDA")
+
+# %%
+# What did each step gain? The op is the last step. It has no turns:
+
+STEPS["two products, the op"] = [gluon_attention]
+
+if __name__ == "__main__":
+    rate_of(STEPS | LIBRARIES)
+
+# %%
+# What did the compiler make of them? ``HGMMA`` is ``wgmma`` in machine code,
+# and *groups* counts those that end a group of products: a wait is for groups.
+# If code touched sums while they are computed, the compiler would end a group
+# with each ``HGMMA``, and wait for it. *Maxima* and *exponentials* are those
+# between the wait for scores and the one for values, of both consumers in a
+# step; a thread has 64 scores. Only the op has such a place. ``BAR`` counts
+# barriers of warps, *spilled* what found no register, *shared* the bytes of
+# shared memory. *Registers* are a thread's at the start.
+
+
+def made(kernel):
+    """Return what was compiled last of a kernel."""
+    found, *_ = next(iter(kernel.device_caches.values()))
+    compiled = [*found.values()][-1]
+    code = compiled.asm["sass"]
+    # Between a wait that leaves one group under way and the next wait
+    between = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR", code, re.DOTALL)
+    return {
+        "HGMMA": len(re.findall(r"HGMMA", code)),
+        "groups": len(re.findall(r"HGMMA.*gsb0", code)),
+        "maxima": "".join(between).count("FMNMX"),
+        "exponentials": "".join(between).count("MUFU.EX2"),
+        "BAR": len(re.findall(r"BAR\.SYNC", code)),
+        "registers": compiled.n_regs,
+        "spilled": compiled.n_spills,
+        "shared": compiled.metadata.shared,
+    }
+
+
+if __name__ == "__main__":
+    kernels = tile_kernel, roles_kernel, _gluon_attention_kernel
+    table = pd.DataFrame({f.fn.__name__: made(f) for f in kernels}).T
+    print(table.to_string())
+    assert not table["spilled"].any()
+    assert (table["groups"] < table["HGMMA"]).all()
+
+# %%
+# Proof
+# -----
+#
+# We compare both dtypes with float64: ragged lengths, more keys than queries
+# and fewer, shared heads of keys, no keys at all. For each element we allow two
+# roundings of :math:`\sum_j p_j |v_j|` and two of the result. A rounding is
+# :math:`2^{-11}` in float16 and :math:`2^{-8}` in bfloat16.
+
+EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+SHAPES = [  # batch, heads, heads of keys, queries, keys
+    (1, 2, 2, 128, 128),
+    (2, 4, 2, 270, 70),
+    (1, 3, 1, 33, 650),
+    (1, 8, 8, 1000, 1000),
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 5, 0),
+    (1, 2, 1, 0, 7),
+]
+
+
+def reference(q, k, v, causal=False, scale=None):
+    """Return the attention in float64, and the sum of p |v|."""
+    q, k, v = (t.double() for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    with sdpa_kernel(SDPBackend.MATH):
+        return [
+            sdpa(q, k, t, is_causal=causal, scale=scale) for t in (v, v.abs())
+        ]
+
+
+def worst(out, expected, terms, eps):
+    """Return the largest error, as a part of what is allowed."""
+    allowed = 2 * eps * (terms + expected.abs()) + 1e-7
+    return ((out.double() - expected).abs() / allowed).max().item()
+
+
+def prove(shape, D, dtype, causal):
+    batch, heads, shared, LQ, LK = shape
+    q = random(batch, heads, LQ, D, dtype=dtype)
+    k, v = (random(batch, shared, LK, D, dtype=dtype) for _ in range(2))
+    out = gluon_attention(q, k, v, causal)
+    assert out.dtype == dtype
+    assert out.shape == q.shape
+    if out.numel():
+        expected = reference(q, k, v, causal)
+        assert worst(out, *expected, EPS[dtype]) <= 1, (shape, D, dtype, causal)
+
+
+if __name__ == "__main__":
+    for dtype in EPS:
+        for shape in SHAPES:
+            for D in (64, 128):
+                for causal in (False, True):
+                    prove(shape, D, dtype, causal)
+
+# %%
+# Next come heads side by side in memory, rows that are copied first, a given
+# scale, and scores in the thousands, whose exponentials would be inf. Then keys
+# of ``-inf``, which have no weight: a query that sees only such keys gives 0,
+# as in PyTorch.
+
+if __name__ == "__main__":
+    q = random(2, 150, 4, 64)[:, :140].transpose(1, 2)
+    k = random(2, 400, 2, 64)[:, :100].transpose(1, 2)  # the part of a cache
+    v = random(2, 2, 100, 65)[..., 1:]
+    for options in ({}, {"causal": True}, {"scale": 0.5}, {"scale": 100.0}):
+        out = gluon_attention(q, k, v, **options)
+        assert out.is_contiguous()
+        assert worst(out, *reference(q, k, v, **options), 2.0**-11) <= 1
+    q = random(1, 1, 200, 64).abs()
+    k, v = random(1, 1, 300, 64), random(1, 1, 300, 64)
+    k[:, :, :150] = -torch.inf
+    for causal in (False, True):
+        out = gluon_attention(q, k, v, causal)
+        assert worst(out, *reference(q, k, v, causal), 2.0**-11) <= 1
+        assert (out[:, :, :150] == 0).all() == causal
+
+# %%
+# An error names what the op does not take. It has no gradient either, and
+# PyTorch says so in the backward:
+
+if __name__ == "__main__":
+    q = torch.ones(1, 4, 3, 64, device=DEVICE).half()
+    for k in (q.float(), q[:, :3], q[..., :32]):
+        try:
+            gluon_attention(q, k, k)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+    try:
+        gluon_attention(q.requires_grad_(), q, q).sum().backward()
+    except RuntimeError as error:
+        print(f"RuntimeError: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# The benchmark is causal, in float16, with heads of 128 and then of 64. At each
+# length there are 16384 tokens in all. A causal mask leaves half of the
+# operations. SDPA is told which library to call. ``CPU us`` is what a call
+# costs the CPU, which encodes four descriptors.
+
+LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
+
+
+def calls(length, D):
+    ops = {
+        "Triton": partial(gluon_attention, causal=True),
+        "cuDNN": partial(cudnn, is_causal=True),
+        "FlashAttention-2": partial(flash, is_causal=True),
+    }
+    x = inputs(length, D)
+    return {name: partial(op, *x) for name, op in ops.items()}
+
+
+def benchmark(D):
+    times = {length: gpu_time(calls(length, D)) for length in LENGTHS}
+    table = rate_table(
+        times, "tokens", "TFLOP/s", lambda length: operations(length) / 2
+    )
+    print(f"heads of {D}", table.to_string(), sep="\n")
+    wide = table.pivot(index="tokens", columns="series", values="TFLOP/s")
+    wide.plot(logx=True, title=f"causal, heads of {D}")
+    return table
+
+
+if __name__ == "__main__":
+    results = benchmark(D=128)
+
+if __name__ == "__main__":
+    results_of_64 = benchmark(D=64)
+
+# %%
+# Reading the result
+# ------------------
+#
+# A tile at the diagonal is computed whole, and half of its operations count. At
+# 512 tokens, a head has four blocks of queries with 1 to 4 tiles of keys: 10
+# tiles, of which 8 count. At 16384 tokens, 128 of 129 count. A program begins
+# with empty buffers and ends with a store. No other program fits on its
+# multiprocessor meanwhile: 384 threads of 168 registers take nearly all 65536.
+# ``gluon_matmul.py`` has programs that load the next tile then.
+#
+# Triton would have chosen layouts, ring, waits and fences. This page chose
+# two groups without a barrier in common, and a product that is under way
+# while its group does something else. The price: it runs on Hopper alone.
+
+# %%
+# Go further
+# ----------
+#
+# 1. A wait for an mbarrier is a loop in machine code. In the op, let each step
+#    wait for the values of the next one, right before
+#    ``warpgroup_mma_wait(0, ...)``. What does the table count then, and is the
+#    op faster?
+# 2. A right result does not need the turns. What would they do if one consumer
+#    had more steps than the other one?
+#
+# To read on: `FlashAttention-3 <https://arxiv.org/abs/2407.08608>`_ has turns
+# and products under way, and measures each.
+
+# %%
+# Answers
+# -------
+#
+# **1.** Before the loop, a consumer waits for ``v_full.index(0)``, in the loop
+# for ``v_full.index(stage)`` in phase ``n // STAGES & 1``, and after the loop
+# for nothing. The compiler moves no exponentials past that wait: all of them
+# stay, 64 of scores and two of factors in a thread of each consumer. Only a run
+# tells whether that pays: time both versions by turns.
+#
+# **2.** The consumer with more steps would wait forever, for a turn that nobody
+# passes on.

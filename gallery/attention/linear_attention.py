@@ -1,0 +1,1269 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Compute attention without softmax in chunks of a recurrence, with a state that
+# decays by a gate, forward and backward."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
+# ///
+r"""
+Linear attention
+================
+
+Softmax makes attention compare each query with each key. Without it, all that a
+token needs of the tokens before is one matrix, the state of a recurrence. This
+page computes that recurrence in chunks, with matrix products, forward and
+backward, and lets the state decay by a gate.
+
+After this page you can
+
+* write a recurrence as matrix products within chunks;
+* keep exponentials of decays from overflowing, however strong the decay is;
+* take what is serial out of a kernel, so that the rest runs at once;
+* derive a backward that is the forward's kernels with other inputs.
+
+The recurrence is that of `Mamba-2 <https://arxiv.org/abs/2405.21060>`_; the
+chunks are those of `gated linear attention
+<https://arxiv.org/abs/2312.06635>`_, with one gate for each token of a head.
+"""
+
+# sphinx_gallery_tags = ["attention", "memory bound"]
+import ast
+import functools
+import inspect
+import os
+import time
+from functools import partial
+
+import pandas as pd
+import torch
+from torch.library import Library, triton_op, wrap_triton
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def random(T, heads=16, D=128, dtype=torch.bfloat16):
+    """Return queries, keys, values and log decays of one sequence."""
+    normal = partial(torch.randn, generator=generator, device=DEVICE)
+    q, k, v = (normal(1, T, heads, D).to(dtype) for _ in range(3))
+    wide = torch.promote_types(dtype, torch.float32)
+    gates = normal(1, T, heads, dtype=wide) + 3
+    return q, k, v, torch.nn.functional.logsigmoid(gates)
+
+
+def weights(late, early, diagonal):
+    """Return exp(late_i - early_j) for j up to i + diagonal, else 0."""
+    exponents = late[..., :, None] - early[..., None, :]
+    seen = torch.ones_like(exponents, dtype=torch.bool).tril(diagonal)
+    return exponents.masked_fill(~seen, -torch.inf).exp()
+
+
+def linear_attention_torch(q, k, v, g, C=64):
+    """Return the outputs; the length is a multiple of C."""
+    q, k, v, g = (
+        t.unflatten(1, (-1, C)).movedim(3, 1) for t in (q, k, v, g)
+    )  # (batch, heads, chunks, C, ...)
+    decay = g.cumsum(-1)
+    total = decay[..., -1]
+    inside = (q @ k.mT * weights(decay, decay, 0)).to(v.dtype) @ v
+    left = (total[..., None] - decay).exp()[..., None]
+    added = (k.mT @ (v * left).to(v.dtype)).flatten(3).to(g.dtype)
+    since = total.cumsum(-1)
+    states = weights(since - total, since, -1) @ added
+    states = states.unflatten(3, (k.shape[-1], -1)).to(q.dtype)
+    out = inside + (q @ states) * decay.exp()[..., None]
+    out = out * q.shape[-1] ** -0.5
+    return out.to(v.dtype).movedim(1, 3).flatten(1, 2)
+
+
+def floor(T, tensors=4):
+    """Return the megabytes of so many tensors, and of the log decays."""
+    return 1e-6 * T * 16 * (tensors * 2 * 128 + 4)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# Without its softmax, attention is a *recurrence*. The keys and values of all
+# tokens so far are one matrix of size K by V, the *state* :math:`S`. A token
+# lets the state decay by its *gate* :math:`e^{g_t}`, adds its own key and
+# value, and reads the sum with its query:
+#
+# .. math:: S_t = e^{g_t} S_{t-1} + k_t v_t^\top, \qquad
+#    o_t = \frac{1}{\sqrt K}\, S_t^\top q_t, \qquad g_t \le 0
+#
+# As a loop this takes one step for each token, and each step reads and writes
+# the state. The *floor* is to read ``q``, ``k``, ``v`` and ``g`` and to write
+# ``o``. A tensor is (batch, length, heads, dimension), as a projection leaves
+# it.
+
+
+def recurrence(q, k, v, g, scale=None, state=None):
+    """Return the outputs and the final state, token by token."""
+    batch, T, heads, K = q.shape
+    if state is None:
+        state = q.new_zeros(batch, heads, K, v.shape[3])
+    out = torch.empty_like(v)
+    scale = K**-0.5 if scale is None else scale
+    for t in range(T):
+        one = k[:, t, :, :, None] * v[:, t, :, None, :]
+        state = state * g[:, t].exp()[..., None, None] + one
+        out[:, t] = scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state)
+    return out, state
+
+
+if __name__ == "__main__":
+    for T in (2048, 8192, 65536):
+        moved = 2 * 4e-9 * T * 16 * 128 * 128  # float32, 16 heads of 128
+        print(f"{T:5} tokens: {moved:5.1f} GB in {T:5} steps,", end=" ")
+        print(f"floor {floor(T) / 1e3:.2f} GB")
+
+# %%
+# The first kernel
+# ----------------
+#
+# Write the recurrence for a *chunk* of C tokens at once. With the log decays
+# :math:`G_i = g_1 + \dots + g_i` since the chunk began, and the state
+# :math:`S` before it,
+#
+# .. math:: o_i = \frac{1}{\sqrt K} \Big( e^{G_i} S^\top q_i + \sum_{j \le i}
+#    e^{G_i - G_j} (q_i \cdot k_j)\, v_j \Big)
+#
+# .. math:: S' = e^{G_C} S + \sum_j e^{G_C - G_j}\, k_j v_j^\top
+#
+# These are four matrix products, in T / C steps. Each exponent is the log decay
+# over a stretch of tokens, so it is at most 0. A program has a block of the
+# columns of a head's state in registers, and goes along all chunks:
+#
+# .. code-block:: text
+#
+#     start = 0       CHUNK         2 CHUNK
+#     +-------------+-------------+-------------+
+#     |  q k v g    |  q k v g    |  q k v ...  |   BLOCK_V columns of v
+#     +-------------+-------------+-------------+
+#      0 ->  out ->  S  ->  out ->  S  ->  out ->
+#
+# Tokens past the end have the log decay 0, and keys and values of 0. They
+# change nothing.
+
+
+@triton.jit
+def chunk_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    out_ptr,
+    scale,
+    T,
+    HEADS,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    # In int32, an offset would overflow past element 2**31.
+    place = tl.program_id(axis=0).to(tl.int64)  # of a head of a batch
+    offs_k = tl.arange(0, D)[None, :]
+    offs_v = tl.program_id(axis=1) * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    state = tl.zeros((D, BLOCK_V), dtype=tl.float32)
+    for start in range(0, T, CHUNK):
+        offs_t = start + tl.arange(0, CHUNK)  # (CHUNK,)
+        mask = offs_t < T
+        rows = (place // HEADS * T + offs_t) * HEADS + place % HEADS
+        g = tl.load(g_ptr + rows, mask=mask, other=0.0)
+        decay, total = tl.cumsum(g), tl.sum(g)
+        row, mask = rows[:, None] * D, mask[:, None]  # (CHUNK, 1)
+        q = tl.load(q_ptr + row + offs_k, mask=mask, other=0.0)
+        k = tl.load(k_ptr + row + offs_k, mask=mask, other=0.0)
+        v = tl.load(v_ptr + row + offs_v, mask=mask, other=0.0)
+        # The tensor cores take both operands in one type.
+        out = tl.dot(q, state.to(q.dtype)) * tl.exp(decay)[:, None]
+        # For later tokens the exponent may be large: they are masked there.
+        since = decay[:, None] - decay[None, :]  # (CHUNK, CHUNK)
+        earlier = offs_t[:, None] >= offs_t[None, :]
+        p = tl.dot(q, k.T) * tl.exp(tl.where(earlier, since, -float("inf")))
+        out = tl.dot(p.to(v.dtype), v, out)  # (CHUNK, BLOCK_V)
+        tl.store(out_ptr + row + offs_v, out * scale, mask=mask)
+        v = (v * tl.exp(total - decay)[:, None]).to(k.dtype)
+        state = tl.dot(k.T, v, state * tl.exp(total))
+
+
+def by_chunks(q, k, v, g, BLOCK_V=32, num_warps=4):
+    """Return the outputs of contiguous tensors; D is a power of two."""
+    (batch, T, heads, D), out = q.shape, torch.empty_like(v)
+    grid = (batch * heads, D // BLOCK_V)
+    args = q, k, v, g, out, D**-0.5, T, heads, D, 64, BLOCK_V
+    chunk_kernel[grid](*args, num_warps=num_warps, num_stages=2)
+    return out
+
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare with the loop, in float64. Weights, states, weighted values and the
+# result are each rounded to the 11 bits of float16. So each output may be off
+# by four times :math:`2^{-11}` of the sum of its terms' absolute values. The
+# loop computes these sums, too, when it gets the absolute values of the inputs.
+
+if __name__ == "__main__":
+    q, k, v, g = random(200, heads=2, D=64, dtype=torch.float16)
+    out, x = by_chunks(q, k, v, g), [t.double() for t in (q, k, v)]
+    expected, _ = recurrence(*x, g.double())
+    sizes, _ = recurrence(*(t.abs() for t in x), g.double())
+    out, expected = out / sizes, expected / sizes
+    error, atol = (out - expected).abs().max(), 4 * 2**-11
+    print(f"largest error {error:.1e}, allowed {atol:.1e}")
+    torch.testing.assert_close(out, expected, rtol=0, atol=atol)
+
+# %%
+# How fast?
+# ---------
+#
+# We time 16 heads of dimension 128 in bfloat16. A rate is the bytes of the
+# floor divided by the time; the roof copies as many. ``PyTorch`` has the same
+# chunks in operators; its function is in the first cell. It computes what each
+# chunk adds to the state, then all states by a matrix of decays between chunks.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for T in (2048, 4096, 8192):
+        x = random(T)
+        fast = torch.compile(linear_attention_torch, dynamic=False)
+        whole = torch.empty(int(floor(T) * 5e5), dtype=torch.int8).to(DEVICE)
+        found = gpu_time(
+            {
+                "Triton": partial(by_chunks, *x),
+                "PyTorch": partial(linear_attention_torch, *x),
+                "torch.compile": partial(fast, *x),
+                "Roof": partial(torch.empty_like(whole).copy_, whole),
+            }
+        )
+        print(f"{T} tokens, GB/s:", end=" ")
+        print({who: round(floor(T) / times[0]) for who, times in found.items()})
+
+# %%
+# What has to be serial?
+# ----------------------
+#
+# The first kernel goes from chunk to chunk with all of its work. How many
+# programs is that, and how many steps does each take? A GPU like the H200 has
+# 132 *multiprocessors*, each of which runs at least one program at a time:
+
+if __name__ == "__main__":
+    for T in (2048, 8192, 65536):
+        steps = triton.cdiv(T, 64)
+        text = f"{16 * 128 // 32} programs of {steps:4} steps"
+        print(f"{T:5} tokens: {text}; {16 * steps:5} chunks in all heads")
+
+# %%
+# Only the state has to go from chunk to chunk. With the state before it in
+# memory, a chunk's outputs wait for no other chunk's. So we take two kernels:
+#
+# .. code-block:: text
+#
+#     states    S0 ----> S1 ----> S2 ----> S3 ...   one program for a block of
+#                |        |        |        |       the state, all chunks
+#                v        v        v        v
+#              stored   stored   stored   stored
+#                |        |        |        |
+#                v        v        v        v
+#     tokens   chunk 0  chunk 1  chunk 2  chunk 3   one program for each chunk
+#
+# The kernel of states computes one product of the four. Its blocks have fewer
+# rows of the state as well as fewer columns, so there are more of them. The
+# price is that a state of K by V numbers is written and read again for each
+# chunk. With 64 tokens in a chunk and dimensions of 128, that is as much as two
+# more tensors written and two more read, in the type of the inputs. The table
+# after the op shows whether that pays.
+
+# %%
+# The backward is the same two kernels
+# ------------------------------------
+#
+# Let :math:`a_{ij} = e^{G_i - G_j}` for :math:`j \le i`, leave out the scale,
+# and let :math:`h_i` be the gradient of :math:`o_i` (``grad``). Call the
+# gradient of the state before a chunk :math:`D`, and that behind it :math:`D'`.
+# It goes back from chunk to chunk: :math:`D = e^{G_C} D' + \sum_i e^{G_i} q_i
+# h_i^\top`. That is the kernel of states, with other inputs and in reverse. And
+# within a chunk,
+#
+# .. math::
+#
+#    \begin{aligned}
+#    o_i &= \sum_{j \le i} a_{ij} (q_i \cdot k_j)\, v_j + e^{G_i} S^\top q_i \\
+#    \mathrm{d}q_i &= \sum_{j \le i} a_{ij} (h_i \cdot v_j)\, k_j
+#    + e^{G_i} S h_i \\
+#    \mathrm{d}k_j &= \sum_{i \ge j} a_{ij} (v_j \cdot h_i)\, q_i
+#    + e^{G_C - G_j} D' v_j \\
+#    \mathrm{d}v_j &= \sum_{i \ge j} a_{ij} (k_j \cdot q_i)\, h_i
+#    + e^{G_C - G_j} D'^\top k_j
+#    \end{aligned}
+#
+# All four are one formula: products of an ``x`` with each ``y`` weigh the
+# ``z``, and ``x`` reads a state. So the kernel of tokens runs three times more:
+#
+# .. code-block:: text
+#
+#     result     x      y      z     state          tokens that count
+#     out        q      k      v     S              up to this one
+#     dq         grad   v      k     S, transposed  up to this one
+#     dk         v      grad   q     D', transposed from this one on
+#     dv         k      q      grad  D'             from this one on
+#
+# The log decay :math:`g_t` acts on each pair of an earlier token, which writes,
+# and a token from :math:`t` on, which reads. Such a pair is a term of both
+# :math:`q_i \cdot \mathrm{d}q_i` and :math:`k_j \cdot \mathrm{d}k_j`. So within
+# a chunk
+#
+# .. math:: \mathrm{d}g_t = \sum_{i \ge t} \big( q_i \cdot \mathrm{d}q_i - k_i
+#    \cdot \mathrm{d}k_i^{\text{in}} \big) + \sum_{j < t} k_j \cdot
+#    \mathrm{d}k_j^{\text{out}} + e^{G_C} \sum S \odot D'
+#
+# where *in* is the part of :math:`\mathrm{d}k` from the same chunk, and *out*
+# the part from the state. Pairs with both tokens from :math:`t` on stand in the
+# first sum twice, and cancel. The last term has the pairs that have no token in
+# the chunk. The kernel for ``dk`` adds it all up.
+
+# %%
+# The op
+# ------
+#
+# The exponentials have base 2, as in ``flash_attention_forward.py``. A gate of
+# 0 is the log decay ``-inf``. The op bounds log decays, because a difference of
+# two infinities is NaN. Float32 and float64 have shorter chunks, because their
+# operands take more registers.
+
+LINEAR_ATTENTION_NAMESPACE = "triton_gallery"
+LINEAR_ATTENTION_DTYPES = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+# For the bytes of a number: the tokens of a chunk; BLOCK_K, BLOCK_V, warps and
+# stages of the kernel of states; BLOCK_X, BLOCK_Z and the same for tokens. All
+# of K fits into BLOCK_Z, because the gradient of g has sums along it.
+LINEAR_ATTENTION_TILES = {
+    2: (64, (64, 32, 4, 3), (64, 128, 4, 3)),
+    4: (32, (32, 32, 4, 2), (16, 128, 8, 1)),
+    8: (16, (32, 32, 4, 1), (16, 128, 8, 1)),
+}
+
+
+@triton.jit
+def _linear_attention_decays(g_ptr, rows, inside, ACC: tl.constexpr):
+    """Return the log decays since a chunk began, in base 2, and the last."""
+    # What is decayed by 2**-160 is zero in float32, by 2**-1200 in float64. The
+    # bound keeps -inf out: a difference of infinities is NaN.
+    LOWEST: tl.constexpr = -1200.0 if ACC.is_fp64() else -160.0
+    # Tokens past the end have a log decay of 0: they leave the state alone.
+    g = tl.load(g_ptr + rows, mask=inside, other=0.0) * 1.4426950408889634
+    g = tl.where(g < LOWEST, LOWEST, g)  # and NaN stays NaN
+    return tl.cumsum(g, axis=0), tl.sum(g, axis=0)
+
+
+@triton.jit
+def _linear_attention_states_kernel(
+    a_ptr,
+    b_ptr,
+    g_ptr,
+    first_ptr,
+    states_ptr,
+    last_ptr,
+    others_ptr,
+    flow_ptr,
+    T,
+    HEADS,
+    SCALE: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    STARTED: tl.constexpr,
+    REVERSE: tl.constexpr,
+    ACC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Store the state before each chunk; in reverse, the gradient behind it.
+
+    Forward, a and b are keys and values. In reverse, they are the queries and
+    the gradients of the outputs; the others are the states, and their product
+    with the gradients goes to flow: the last term of the gradient of g.
+    """
+    pid = tl.program_id(axis=0)
+    blocks_v = tl.cdiv(V, BLOCK_V)
+    blocks = blocks_v * tl.cdiv(K, BLOCK_K)
+    offs_k = pid % blocks // blocks_v * BLOCK_K + tl.arange(0, BLOCK_K)
+    offs_v = pid % blocks_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    tile = offs_k[:, None] * V + offs_v[None, :]  # (BLOCK_K, BLOCK_V)
+    mask = (offs_k[:, None] < K) & (offs_v[None, :] < V)
+    chunks = tl.cdiv(T, CHUNK)
+    # In int32, an offset would overflow past element 2**31.
+    place = (pid // blocks).to(tl.int64)  # of a head of a batch
+    head, batch = place % HEADS, place // HEADS
+    state = tl.zeros((BLOCK_K, BLOCK_V), dtype=ACC)
+    if STARTED:
+        state = tl.load(first_ptr + place * K * V + tile, mask=mask, other=0.0)
+    for step in range(chunks):
+        chunk = chunks - 1 - step if REVERSE else step
+        slot = (batch * chunks + chunk) * HEADS + head
+        # Only the stored copy is rounded. The state in registers goes on.
+        tl.store(states_ptr + slot * K * V + tile, state, mask=mask)
+        offs_t = chunk * CHUNK + tl.arange(0, CHUNK)  # (CHUNK,)
+        inside = offs_t < T
+        rows = (batch * T + offs_t) * HEADS + head
+        decay, total = _linear_attention_decays(g_ptr, rows, inside, ACC)
+        # An exponent is the log decay over a stretch of tokens: at most 0.
+        weight = tl.exp2(total - decay)
+        if REVERSE:
+            weight = tl.exp2(decay) * SCALE
+            offs = slot * K * V + tile
+            other = tl.load(others_ptr + offs, mask=mask, other=0.0)
+            flow = tl.sum(state * other) * tl.exp2(total)
+            tl.store(flow_ptr + slot * blocks + pid % blocks, flow)
+        a = tl.load(
+            a_ptr + rows[:, None] * K + offs_k[None, :],
+            mask=inside[:, None] & (offs_k[None, :] < K),
+            other=0.0,
+        )  # (CHUNK, BLOCK_K)
+        b = tl.load(
+            b_ptr + rows[:, None] * V + offs_v[None, :],
+            mask=inside[:, None] & (offs_v[None, :] < V),
+            other=0.0,
+        )  # (CHUNK, BLOCK_V)
+        # The tensor cores take both operands in the type of the inputs.
+        b = (b * weight[:, None]).to(a.dtype)
+        state = tl.dot(
+            a.T,
+            b,
+            state * tl.exp2(total),
+            input_precision="ieee",
+            out_dtype=ACC,
+        )
+    tl.store(last_ptr + place * K * V + tile, state, mask=mask)
+
+
+@triton.jit
+def _linear_attention_tokens_kernel(
+    x_ptr,
+    y_ptr,
+    z_ptr,
+    g_ptr,
+    states_ptr,
+    out_ptr,
+    partner_ptr,
+    reads_ptr,
+    flow_ptr,
+    dg_ptr,
+    T,
+    HEADS,
+    SCALE: tl.constexpr,
+    X: tl.constexpr,
+    Z: tl.constexpr,
+    TURNED: tl.constexpr,
+    REVERSE: tl.constexpr,
+    GATES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ACC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+):
+    """Store, for each x of a chunk, the sum of weighted z, and of the state.
+
+    A weight is the product of x with the y of the same token as z, times the
+    decay between the two. In reverse, the sum has later tokens.
+    """
+    # Programs side by side share a chunk, so its x stays in the L2 cache.
+    blocks = tl.cdiv(Z, BLOCK_Z)
+    pid = tl.program_id(axis=0) // blocks
+    chunks = tl.cdiv(T, CHUNK)
+    # In int32, an offset would overflow past element 2**31.
+    place = (pid // chunks).to(tl.int64)  # of a head of a batch
+    head, batch, chunk = place % HEADS, place // HEADS, pid % chunks
+    offs_t = chunk * CHUNK + tl.arange(0, CHUNK)  # (CHUNK,)
+    offs_z = tl.program_id(axis=0) % blocks * BLOCK_Z + tl.arange(0, BLOCK_Z)
+    inside = offs_t < T
+    rows = (batch * T + offs_t) * HEADS + head
+    slot = (batch * chunks + chunk) * HEADS + head
+    decay, total = _linear_attention_decays(g_ptr, rows, inside, ACC)
+    out = tl.zeros((CHUNK, BLOCK_Z), dtype=ACC)
+    p = tl.zeros((CHUNK, CHUNK), dtype=ACC)
+    for start in range(0, X, BLOCK_X):
+        offs_x = start + tl.arange(0, BLOCK_X)
+        own = rows[:, None] * X + offs_x[None, :]  # (CHUNK, BLOCK_X)
+        own_mask = inside[:, None] & (offs_x[None, :] < X)
+        x = tl.load(x_ptr + own, mask=own_mask, other=0.0)
+        y = tl.load(y_ptr + own, mask=own_mask, other=0.0)
+        tile = offs_x[:, None] * Z + offs_z[None, :]  # (BLOCK_X, BLOCK_Z)
+        if TURNED:
+            tile = offs_x[:, None] + offs_z[None, :] * X
+        state = tl.load(
+            states_ptr + slot * X * Z + tile,
+            mask=(offs_x[:, None] < X) & (offs_z[None, :] < Z),
+            other=0.0,
+        )
+        p = tl.dot(x, y.T, p, input_precision="ieee", out_dtype=ACC)
+        # What other chunks have to do with these tokens is in the state.
+        out = tl.dot(x, state, out, input_precision="ieee", out_dtype=ACC)
+    outside = tl.exp2(total - decay) if REVERSE else tl.exp2(decay) * SCALE
+    out = out * outside[:, None]  # (CHUNK, BLOCK_Z)
+    offs = rows[:, None] * Z + offs_z[None, :]
+    mask = inside[:, None] & (offs_z[None, :] < Z)
+    if GATES:
+        partner = tl.load(partner_ptr + offs, mask=mask, other=0.0)
+        far = tl.sum(out * partner, axis=1)  # (CHUNK,)
+    # Tokens on the other side are masked in the exponent: it may be large.
+    since = decay[:, None] - decay[None, :]  # (CHUNK, CHUNK)
+    seen = offs_t[:, None] >= offs_t[None, :]
+    if REVERSE:
+        since = -since
+        seen = offs_t[:, None] <= offs_t[None, :]
+    since = tl.where(seen, since, -float("inf"))
+    z = tl.load(z_ptr + offs, mask=mask, other=0.0)
+    # The tensor cores take both operands in the type of the inputs.
+    p = (p * tl.exp2(since) * SCALE).to(z.dtype)
+    out = tl.dot(p, z, out, input_precision="ieee", out_dtype=ACC)
+    tl.store(out_ptr + offs, out, mask=mask)
+    if GATES:
+        # Read again: kept until here, it would take registers.
+        partner = tl.load(partner_ptr + offs, mask=mask, other=0.0)
+        reads = tl.sum(out * partner, axis=1)
+        if REVERSE:
+            # A log decay acts on each pair of an earlier and a later token
+            # around it: both in this chunk, one of them, or none.
+            near = reads - far
+            reads = tl.load(reads_ptr + rows, mask=inside, other=0.0)
+            dg = tl.cumsum(reads - near, axis=0, reverse=True)
+            dg += tl.cumsum(far, axis=0) - far
+            for block in range(BLOCKS):
+                dg += tl.load(flow_ptr + slot * BLOCKS + block)
+            tl.store(dg_ptr + rows, dg, mask=inside)
+        else:
+            tl.store(reads_ptr + rows, reads, mask=inside)
+
+
+def _linear_attention_check(q, k, v, g, initial_state):
+    name = "linear_attention"
+    if q.dtype not in LINEAR_ATTENTION_DTYPES:
+        raise TypeError(f"{name} takes float tensors, not {q.dtype}")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    states = [] if initial_state is None else [initial_state]
+    found = [(t.dtype, t.device) for t in (q, k, v, g, *states)]
+    kinds = 3 * [q.dtype] + [wide] * (1 + len(states))
+    if found != [(kind, q.device) for kind in kinds]:
+        found = ", ".join(f"{dtype} on {device}" for dtype, device in found)
+        raise TypeError(
+            f"{name} takes q, k and v of one dtype, g and the initial state of "
+            f"{wide}, on one device, not {found}"
+        )
+    fits = (
+        q.ndim == v.ndim == 4
+        and q.shape == k.shape
+        and q.shape[:3] == v.shape[:3] == g.shape
+        and 1 <= q.shape[3] <= 128
+        and 1 <= v.shape[3] <= 256
+    )
+    for state in states:
+        batch, _, heads, K = q.shape if fits else (0, 0, 0, 0)
+        fits = fits and state.shape == (batch, heads, K, v.shape[3])
+    if not fits:
+        found = ", ".join(str(tuple(t.shape)) for t in (q, k, v, g, *states))
+        raise ValueError(
+            f"{name} takes q and k of (batch, length, heads, K), v of (batch, "
+            "length, heads, V), g of (batch, length, heads) and an initial "
+            "state of (batch, heads, K, V), with K up to 128 and V up to 256, "
+            f"not {found}"
+        )
+
+
+def _linear_attention_read(*tensors):
+    """Return tensors as the kernels read them."""
+    tensors = [t.contiguous() for t in tensors]
+    if triton.knobs.runtime.interpret and tensors[0].dtype == torch.bfloat16:
+        # The interpreter would multiply the bits as if they were integers.
+        tensors = [t.float() for t in tensors]
+    return tensors
+
+
+def _linear_attention_block(most, size):
+    """Return a block for a dimension: a power of two, at most `most`."""
+    return min(most, max(16, triton.next_power_of_2(size)))
+
+
+def _linear_attention_common(q, g, scale):
+    """Return what all launches share."""
+    return {
+        # As a constant, it keeps its 53 bits. An argument has 24.
+        "SCALE": int(q.shape[3]) ** -0.5 if scale is None else scale,
+        "T": q.shape[1],
+        "HEADS": q.shape[2],
+        "ACC": tl.float64 if g.dtype == torch.float64 else tl.float32,
+        "CHUNK": LINEAR_ATTENTION_TILES[q.dtype.itemsize][0],
+    }
+
+
+def _linear_attention_states(kernel, a, b, g, first, others, common):
+    """Return the state before each chunk, and the last; with others, reverse.
+
+    In reverse, also return the part of the gradient of g that is in states.
+    """
+    (batch, T, heads, K), V = a.shape, int(b.shape[3])
+    K = int(K)  # torch.compile would keep it open, and a constant cannot be
+    tile = LINEAR_ATTENTION_TILES[a.dtype.itemsize][1]
+    BLOCK_K = _linear_attention_block(tile[0], K)
+    BLOCK_V = _linear_attention_block(tile[1], V)
+    blocks = triton.cdiv(K, BLOCK_K) * triton.cdiv(V, BLOCK_V)
+    chunks = triton.cdiv(T, common["CHUNK"])
+    states = a.new_empty(batch, chunks, heads, K, V)
+    last = g.new_empty(batch, heads, K, V)
+    reverse = others is not None
+    # Where a kernel reads or writes nothing, any tensor will do.
+    flow = g.new_empty(batch, chunks, heads, blocks) if reverse else last
+    kernel[(batch * heads * blocks,)](
+        a,
+        b,
+        g,
+        last if first is None else first,
+        states,
+        last,
+        others if reverse else states,
+        flow,
+        **common,
+        K=K,
+        V=V,
+        STARTED=first is not None,
+        REVERSE=reverse,
+        BLOCK_K=BLOCK_K,
+        BLOCK_V=BLOCK_V,
+        num_warps=tile[2],
+        num_stages=tile[3],
+    )
+    return states, last, flow
+
+
+def _linear_attention_tokens(
+    kernel, x, y, z, g, states, common, turned=False, reverse=False, gates=()
+):
+    """Return the outputs of tokens; gates are what their gradient takes."""
+    (batch, T, heads, X), Z = x.shape, int(z.shape[3])
+    X = int(X)
+    out = torch.empty_like(z)
+    tile = LINEAR_ATTENTION_TILES[x.dtype.itemsize][2]
+    BLOCK_Z = _linear_attention_block(tile[1], Z)
+    chunks = triton.cdiv(T, common["CHUNK"])
+    partner, reads, flow, dg = gates or (out, g, g, g)
+    kernel[(chunks * batch * heads * triton.cdiv(Z, BLOCK_Z),)](
+        x,
+        y,
+        z,
+        g,
+        states,
+        out,
+        partner,
+        reads,
+        flow,
+        dg,
+        **common,
+        X=X,
+        Z=Z,
+        TURNED=turned,
+        REVERSE=reverse,
+        GATES=bool(gates),
+        BLOCKS=int(flow.shape[-1]) if gates else 1,
+        BLOCK_X=_linear_attention_block(tile[0], X),
+        BLOCK_Z=BLOCK_Z,
+        num_warps=tile[2],
+        num_stages=tile[3],
+    )
+    return out
+
+
+def _linear_attention_launch(
+    q,
+    k,
+    v,
+    g,
+    scale=None,
+    initial_state=None,
+    states_kernel=_linear_attention_states_kernel,
+    tokens_kernel=_linear_attention_tokens_kernel,
+):
+    _linear_attention_check(q, k, v, g, initial_state)
+    dtype, first = q.dtype, initial_state
+    if q.numel() == 0:  # also without tokens: the state stays
+        shape = q.shape[0], q.shape[2], q.shape[3], v.shape[3]
+        last = g.new_zeros(shape) if first is None else first.clone()
+        return v.new_empty(v.shape), last
+    q, k, v = _linear_attention_read(q, k, v)
+    g = g.contiguous()
+    first = None if first is None else first.contiguous()
+    common = _linear_attention_common(q, g, scale)
+    # Triton launches on the current GPU, which may not be that of q.
+    with torch.accelerator.device_index(q.device.index):
+        states, last, _ = _linear_attention_states(
+            states_kernel, k, v, g, first, None, common
+        )
+        out = _linear_attention_tokens(
+            tokens_kernel, q, k, v, g, states, common
+        )
+    return out.to(dtype), last
+
+
+def _linear_attention_backward_launch(
+    grad,
+    grad_last,
+    q,
+    k,
+    v,
+    g,
+    scale,
+    initial_state,
+    states_kernel=_linear_attention_states_kernel,
+    tokens_kernel=_linear_attention_tokens_kernel,
+):
+    dtype, first = q.dtype, initial_state
+    dg = torch.empty_like(g, memory_format=torch.contiguous_format)
+    if q.numel() == 0:
+        grads = [t.new_empty(t.shape) for t in (q, k, v)]
+        return *grads, dg, grad_last.clone()
+    q, k, v, grad = _linear_attention_read(q, k, v, grad)
+    g, grad_last = g.contiguous(), grad_last.contiguous()
+    first = None if first is None else first.contiguous()
+    common = _linear_attention_common(q, g, scale)
+    tokens = functools.partial(_linear_attention_tokens, tokens_kernel)
+    with torch.accelerator.device_index(q.device.index):
+        # Computed again: to keep them would take as much memory as q, k, v.
+        states, *_ = _linear_attention_states(
+            states_kernel, k, v, g, first, None, common
+        )
+        dstates, dfirst, flow = _linear_attention_states(
+            states_kernel, q, grad, g, grad_last, states, common
+        )
+        gates = torch.empty_like(dg), flow, dg
+        dq = tokens(grad, v, k, g, states, common, True, False, (q, *gates))
+        dk = tokens(v, grad, q, g, dstates, common, True, True, (k, *gates))
+        dv = tokens(k, q, grad, g, dstates, common, False, True)
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype), dg, dfirst
+
+
+@triton_op(f"{LINEAR_ATTENTION_NAMESPACE}::linear_attention", mutates_args={})
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs of gated linear attention, and its final state.
+
+    In each head, S_t = exp(g_t) * S_(t-1) + outer(k_t, v_t), and the output is
+    scale * S_t.T @ q_t, with a scale of 1 / sqrt(K) if none is given; the
+    kernels are compiled for each scale. Takes q and k of (batch, length, heads,
+    K), v of (batch, length, heads, V), with K up to 128 and V up to 256, all of
+    float16, bfloat16, float32 or float64; the log decays g of (batch, length,
+    heads) and the initial state of (batch, heads, K, V), zeros if not given,
+    both in float32, or float64 for float64. It copies what is not contiguous.
+    The log decays are at most 0, which is not checked: with larger ones,
+    results may be infinite or NaN. Returns the outputs, of the shape and dtype
+    of v, and the state after the last token, of the shape and dtype of the
+    initial one. Both are contiguous, with the same bits each time.
+
+    Between chunks of 64 tokens (32 for float32, 16 for float64) a copy of the
+    state is rounded to the dtype of q: float16 needs states below 65504, and
+    its weights lose bits below 2**-14. A NaN or an infinity may reach earlier
+    tokens of its chunk. The log decay between two tokens is a difference of two
+    sums over their chunk, and has the rounding of those. A g below -110 (-831
+    for float64) counts as that; -inf ends what was before.
+
+    Both results pass gradients on to q, k, v, g and the initial state, with the
+    same bits each time. These have no gradient themselves. Raises TypeError for
+    other dtypes and for tensors on different devices, and ValueError for other
+    shapes. The method: https://arxiv.org/abs/2312.06635
+    """
+    return _linear_attention_launch(
+        q,
+        k,
+        v,
+        g,
+        scale,
+        initial_state,
+        wrap_triton(_linear_attention_states_kernel),
+        wrap_triton(_linear_attention_tokens_kernel),
+    )
+
+
+@triton_op(
+    f"{LINEAR_ATTENTION_NAMESPACE}::linear_attention_backward", mutates_args={}
+)
+def linear_attention_backward(
+    grad: torch.Tensor,
+    grad_last: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    scale: float | None,
+    initial_state: torch.Tensor | None,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:
+    """Return the gradients of q, k, v, g and the initial state.
+
+    Takes those of both results and what ``linear_attention`` took, and checks
+    none of it. The gradients have no gradient themselves.
+    """
+    return _linear_attention_backward_launch(
+        grad,
+        grad_last,
+        q,
+        k,
+        v,
+        g,
+        scale,
+        initial_state,
+        wrap_triton(_linear_attention_states_kernel),
+        wrap_triton(_linear_attention_tokens_kernel),
+    )
+
+
+def _linear_attention_setup(ctx, inputs, output):
+    q, k, v, g, ctx.scale, initial_state = inputs
+    ctx.save_for_backward(q, k, v, g, initial_state)
+
+
+def _linear_attention_gradient(ctx, grad, grad_last):
+    *tensors, first = ctx.saved_tensors
+    *grads, dfirst = linear_attention_backward(
+        grad, grad_last, *tensors, ctx.scale, first
+    )
+    return *grads, None, None if first is None else dfirst
+
+
+linear_attention.register_autograd(
+    _linear_attention_gradient, setup_context=_linear_attention_setup
+)
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+LINEAR_ATTENTION_LIBRARY = Library(LINEAR_ATTENTION_NAMESPACE, "FRAGMENT")
+LINEAR_ATTENTION_LIBRARY.impl(
+    "linear_attention", _linear_attention_launch, "CUDA"
+)
+LINEAR_ATTENTION_LIBRARY.impl(
+    "linear_attention_backward", _linear_attention_backward_launch, "CUDA"
+)
+
+# %%
+# What did the step gain? The table has the time of the forward and of the
+# backward, in microseconds, and the statements of the kernels. Beside them
+# stands the backward of the chunks in PyTorch, through autograd.
+
+
+def statements(*kernels):
+    """Count the statements of kernels, but for their heads and texts."""
+    trees = (ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels)
+    nodes = [node for tree in trees for node in ast.walk(tree.body[0])]
+    texts = sum(bool(kernel.fn.__doc__) for kernel in kernels)
+    found = sum(isinstance(node, ast.stmt) for node in nodes)
+    return found - texts - len(kernels)
+
+
+def output(*tensors):
+    return linear_attention(*tensors)[0]
+
+
+def backward_of(op, *tensors):
+    """Return a call that computes an op's gradients through autograd."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    out = op(*leaves)
+    grad = torch.ones_like(out)
+    grads = partial(torch.autograd.grad, retain_graph=True)
+    return partial(grads, out, leaves, grad)
+
+
+KERNELS = (
+    _linear_attention_decays,
+    _linear_attention_states_kernel,
+    _linear_attention_tokens_kernel,
+)
+STEPS = {
+    "first kernel": (by_chunks, chunk_kernel),
+    "the op": (output, *KERNELS),
+}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = pd.DataFrame(
+        index=[*STEPS, "the op, backward", "PyTorch, backward"]
+    )
+    counts = [statements(*step[1:]) for step in STEPS.values()]
+    ladder["statements"] = [*counts, counts[-1], 0]
+    for T in (2048, 8192, 32768):
+        x = random(T)
+        tried = {who: partial(step[0], *x) for who, step in STEPS.items()}
+        tried["the op, backward"] = backward_of(output, *x)
+        tried["PyTorch, backward"] = backward_of(linear_attention_torch, *x)
+        found = gpu_time(tried, turns=20)
+        ladder[f"{T} tokens"] = [round(1e3 * found[who][0]) for who in tried]
+        del tried, x
+    print(ladder.to_string())
+
+# %%
+# Proof
+# -----
+#
+# We compare outputs, final states and all gradients with those of the loop in
+# float64. All terms of a sum become positive if the inputs, but for ``g``, are
+# replaced by their absolute values. So the same loop gives the sizes of the
+# sums. The gradient of ``g`` has terms that cancel: those of all later tokens.
+# For each element we allow three roundings of its size. A rounding is
+# :math:`2^{-11}` in float16. In bfloat16 we allow :math:`2^{-7}`, because the
+# interpreter cuts bits off where a GPU rounds. Float32 and float64 also have
+# the rounding of the sums of log decays, which may be as large as those are.
+
+EPS = {
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-7,
+    torch.float32: 2.0**-20,
+    torch.float64: 2.0**-48,
+}
+
+
+def results_of(op, tensors, grads, scale=None):
+    """Return the two results of an op, and the gradients of all it takes."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    *tokens, state = leaves
+    found = op(*tokens, scale, state)
+    return *found, *torch.autograd.grad(found, leaves, grads)
+
+
+def worst(found, tensors, grads, scale=None):
+    """Return the largest error, as a part of what is allowed."""
+    x, dy = ([t.double() for t in group] for group in (tensors, grads))
+    expected = results_of(recurrence, x, dy, scale)
+    q, k, v, g, state = x
+    x = q.abs(), k.abs(), v.abs(), g, state.abs()
+    sizes = list(results_of(recurrence, x, [t.abs() for t in dy], scale))
+    # The gradient of g at t has terms of all tokens from t on: q times dq.
+    later = (sizes[2] * x[0]).sum(-1).flip(1).cumsum(1).flip(1)
+    sizes[5] = sizes[5] + later
+    eps = EPS[found[0].dtype]
+    kind = torch.finfo(found[1].dtype)
+    # What is beyond the bound of a log decay is cut off.
+    eps += kind.eps * g.abs().clamp(max=850).sum(1).max().item()
+    errors = [
+        ((one.double() - right).abs() / (3 * eps * size + kind.tiny)).max()
+        for one, right, size in zip(found, expected, sizes, strict=True)
+    ]
+    return max(errors).item()
+
+
+def problem(dtype, batch, T, heads, K, V, gate=2.0):
+    """Return what the op takes, and gradients of what it returns."""
+    wide = torch.promote_types(dtype, torch.float32)
+    normal = partial(torch.randn, generator=generator, device=DEVICE)
+    q, k = (normal(batch, T, heads, K).to(dtype) for _ in range(2))
+    v, grad = (normal(batch, T, heads, V).to(dtype) for _ in range(2))
+    g = torch.nn.functional.logsigmoid(normal(batch, T, heads) + gate)
+    state, dlast = (normal(batch, heads, K, V).to(wide) for _ in range(2))
+    return [q, k, v, g.to(wide), state], [grad, dlast]
+
+
+def prove(dtype, *shape, gate=2.0, scale=None):
+    tensors, grads = problem(dtype, *shape, gate=gate)
+    found = results_of(linear_attention, tensors, grads, scale)
+    for one, t in zip(found, (tensors[2], tensors[4], *tensors), strict=True):
+        assert (one.shape, one.dtype) == (t.shape, t.dtype)
+    error = worst(found, tensors, grads, scale)
+    assert error <= 1, (dtype, shape, error)
+    return error
+
+
+SHAPES = [  # batch, length, heads, K, V
+    (2, 64, 2, 64, 64),
+    (1, 130, 1, 128, 128),
+    (1, 70, 2, 20, 40),
+    (2, 1, 1, 16, 16),
+    (1, 33, 1, 64, 256),
+]
+
+if __name__ == "__main__":
+    for dtype in EPS:
+        errors = [prove(dtype, *shape) for shape in SHAPES]
+        print(f"{dtype}: at most {max(errors):.2f} of what is allowed")
+    prove(torch.float32, 1, 70, 2, 32, 32, scale=0.5)
+else:  # imported: a glance
+    prove(torch.float32, 1, 40, 1, 16, 32)
+
+# %%
+# The gates may be near 1, where states grow, or near 0, or 0. A decay by
+# :math:`e^{-10}` in each token would overflow float32 after nine tokens, if any
+# exponent were positive. Float16 is left out: below :math:`2^{-14}` its weights
+# lose bits. With a log decay of ``-inf``, a sequence begins again:
+
+if __name__ == "__main__":
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for gate in (20.0, -10.0, -100.0):
+            prove(dtype, 1, 100, 2, 32, 32, gate=gate)
+    (q, k, v, g, state), _ = problem(torch.float32, 1, 100, 2, 32, 32)
+    g[:, 30] = -torch.inf
+    out, last = linear_attention(q, k, v, g, initial_state=state)
+    again, end = linear_attention(*(t[:, 30:] for t in (q, k, v, g)))
+    torch.testing.assert_close(out[:, 30:], again, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(last, end, rtol=1e-3, atol=1e-4)
+
+# %%
+# A long sequence in two parts, with the state handed over, gives the same as
+# one. Without tokens, the state stays. Inputs may have any strides:
+
+if __name__ == "__main__":
+    (q, k, v, g, state), _ = problem(torch.float64, 1, 90, 2, 16, 32)
+    whole, end = linear_attention(q, k, v, g, None, state)
+    parts = []
+    for begin, stop in ((0, 50), (50, 50), (50, 90)):
+        part = [t[:, begin:stop] for t in (q, k, v, g)]
+        out, state = linear_attention(*part, None, state)
+        parts.append(out)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+    torch.testing.assert_close(state, end)
+    heads_first = [t.transpose(1, 2).contiguous() for t in (q, k, v, g)]
+    strided = [t.transpose(1, 2) for t in heads_first]
+    again, plain = linear_attention(*strided), linear_attention(q, k, v, g)
+    assert all(map(torch.equal, again, plain))
+
+# %%
+# ``gradcheck`` compares gradients with differences of the forward. Two calls
+# must give the same bits. On a GPU, ``opcheck`` tests that the op works with
+# autograd, with tensors that have no data, and ``torch.compile``:
+
+if __name__ == "__main__":
+    (q, k, v, g, state), _ = problem(torch.float64, 1, 17, 1, 2, 2)
+    leaves = [t.requires_grad_() for t in (q, k, v, g, state)]
+    op = partial(linear_attention, scale=0.7)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, g, state: op(q, k, v, g, initial_state=state), leaves
+    )
+    x, dy = problem(torch.float16, 1, 200, 2, 64, 64)
+    first, again = (results_of(linear_attention, x, dy) for _ in range(2))
+    assert all(map(torch.equal, first, again))
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    (q, k, v, g, state), _ = problem(torch.float16, 1, 70, 2, 64, 64)
+    leaves = [t.requires_grad_() for t in (q, k, v, g, state)]
+    arguments = *leaves[:4], 0.5, leaves[4]
+    print(torch.library.opcheck(linear_attention, arguments))
+
+# %%
+# An error names what the op does not take:
+
+if __name__ == "__main__":
+    (q, k, v, g, state), _ = problem(torch.float16, 1, 5, 2, 16, 32)
+    for wrong in (
+        (q, k, v.float(), g),
+        (q, k, v, g.half()),
+        (q, k[:, :4], v, g),
+    ):
+        try:
+            linear_attention(*wrong)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# One sequence, 16 heads of dimension 128, bfloat16. A rate is the floor's bytes
+# divided by the time: forward four tensors of the size of ``q``, backward
+# seven. ``Roof`` is a copy of as many. PyTorch's matrix of decays between
+# chunks grows with the square of the length, so PyTorch takes part up to 16384
+# tokens.
+
+LENGTHS = [2048, 4096, 8192, 16384, 32768, 65536]
+
+
+def contestants(T, backward):
+    """Return calls at a length, one way."""
+    x = random(T)
+    ops = {"Triton": output}
+    if T <= 16384:
+        torch.compiler.reset()
+        ops["PyTorch"] = linear_attention_torch
+        ops["torch.compile"] = torch.compile(
+            linear_attention_torch, dynamic=False, fullgraph=True
+        )
+    calls = {
+        name: backward_of(op, *x) if backward else partial(op, *x)
+        for name, op in ops.items()
+    }
+    half = int(floor(T, 7 if backward else 4) * 1e6 / 2)
+    source = torch.empty(half, dtype=torch.int8, device=DEVICE)
+    return calls | {"Roof": partial(torch.empty_like(source).copy_, source)}
+
+
+def benchmark(backward):
+    times = {T: gpu_time(contestants(T, backward), 30) for T in LENGTHS}
+    moved = partial(floor, tensors=7 if backward else 4)
+    table = rate_table(times, "tokens", "GB/s", moved)
+    print(table.to_string())
+    wide = table.pivot(index="tokens", columns="series", values="GB/s")
+    wide.plot(logx=True, title="backward" if backward else "forward")
+    return table
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results = benchmark(backward=False)
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results_backward = benchmark(backward=True)
+
+# %%
+# This is what a call costs the CPU, in microseconds:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for one in (results, results_backward):
+        cost = one[one["tokens"] == 8192].set_index("series")["CPU us"]
+        print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# What the two kernels move can be counted, in tensors of the size of ``q``. The
+# kernel of tokens reads five forward, three inputs and the states, which count
+# as two, and writes one. The kernel of states writes two; it reads the keys and
+# values, each once for every block that needs them. That is ten at least, and
+# the floor has four. So where the L2 cache does not keep the states for the
+# second kernel, the op stays below the roof even if both are as fast as a copy.
+# A longer sequence gives the kernel of states more steps, but no more programs.
+# More heads, or more sequences, give it more programs.
+
+# %%
+# Break it
+# --------
+#
+# As :math:`e^{G_i - G_j} = e^{G_i} e^{-G_j}`, these factors could go into
+# queries and keys. One product would give the weights, with no exponential for
+# each pair. Here are both, *whole* and *split*, for 64 tokens and three decays:
+
+
+def chunk_torch(q, k, v, g, split):
+    """Return the outputs of one chunk; the exponential may be split."""
+    decay = g.cumsum(0)
+    if split:
+        q, k = q * decay.exp()[:, None], k * (-decay).exp()[:, None]
+        return (q @ k.T).tril() @ v
+    return (q @ k.T * weights(decay, decay, 0)) @ v
+
+
+if __name__ == "__main__":
+    q, k, v = (t[0, :, 0] for t in random(64, 1, 16, torch.float32)[:3])
+    for log_decay in (-0.1, -1.0, -2.0):
+        g = torch.full((64,), log_decay, device=DEVICE)
+        exact = chunk_torch(*(t.double() for t in (q, k, v, g)), split=False)
+        for split in (False, True):
+            out = chunk_torch(q, k, v, g, split)
+            error = (out - exact).abs().max().item()
+            form = "split" if split else "whole"
+            print(f"log decay {log_decay:4}, {form}: error {error:.1e}")
+            assert (error < 1e-3) == (not split or log_decay > -2)
+
+# %%
+# After 64 tokens of the log decay -2, :math:`e^{-G_j}` is :math:`e^{128}`, past
+# the largest float32. A test with gates near 1 does not find that.
+
+# %%
+# Go further
+# ----------
+#
+# 1. What changes if each row of the state has a gate of its own, so that
+#    :math:`g_t` is a vector of K numbers?
+# 2. The *delta rule* writes only what the state does not know yet: the value is
+#    :math:`v_t - S_{t-1}^\top k_t`. Why can a chunk not take the values of all
+#    its tokens at once any more?
+#
+# To read on:
+#
+# * `Gated linear attention <https://arxiv.org/abs/2312.06635>`_, with a gate
+#   for each row, and `Mamba-2 <https://arxiv.org/abs/2405.21060>`_.
+# * `Gated delta networks <https://arxiv.org/abs/2412.06464>`_, for the delta
+#   rule with a gate.
+# * ``cumsum.py`` is about sums that go along, too.
+
+# %%
+# Answers
+# -------
+#
+# **1.** The decay between two tokens is no number any more: it weighs each term
+# of :math:`q_i \cdot k_j` differently. So it has to go into the operands, and
+# :math:`e^{-G_j}` may overflow. One takes shorter blocks within a chunk, and
+# decays since the beginning of a block.
+#
+# **2.** What a token writes depends on the tokens before it, those of its own
+# chunk as well. Within a chunk these are linear equations whose matrix is
+# triangular, and each chunk has to solve them.

@@ -1,0 +1,868 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Compute a language model's loss and its gradient in one kernel, and write the
+# gradient over the logits."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = false
+# deterministic = true
+# longer = "its kernel is a forward and a backward in one"
+# ///
+r"""
+Cross entropy in place
+======================
+
+The logits of a language model are often the largest tensor of a training step,
+and their gradient is as large again. Nobody needs the logits once the gradient
+is known. This op computes the loss, and writes the gradient over the logits:
+one tensor where PyTorch has four.
+
+After this page you can
+
+* have a loss and its gradient for one launch over the logits;
+* let a row wait in the L2 cache between two passes of one program;
+* write an op that changes its input, and tell PyTorch so;
+* call it inside of an autograd function, which is where it belongs.
+"""
+
+# sphinx_gallery_tags = ["reduction", "memory bound", "in place"]
+import ast
+import functools
+import inspect
+import math
+import os
+import time
+import warnings
+from functools import partial
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+from torch.library import Library, custom_op
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# For a row of logits :math:`x` with the target :math:`t`, and the mean over
+# :math:`R` rows that are not ignored, loss and gradient are
+#
+# .. math:: \text{loss} = \log \sum_n e^{x_n} - x_t, \qquad
+#    d_n = \frac{1}{R}\Big(\frac{e^{x_n}}{\sum_k e^{x_k}} - [n = t]\Big).
+#
+# A *dispatch mode* sees each operator of PyTorch and what it makes:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+eager = torch.nn.functional.cross_entropy
+LARGE = DEVICE.type == "cuda" and torch.cuda.mem_get_info()[1] > 2**35
+ROWS = 4096 if LARGE else 1024
+
+
+def random(M, N, dtype=torch.bfloat16):
+    kind = {"device": DEVICE, "generator": generator}
+    ignored = torch.rand(M, **kind) < 0.1
+    targets = torch.randint(N, (M,), **kind).masked_fill(ignored, -100)
+    return torch.randn(M, N, **kind).to(dtype), targets
+
+
+def both(op, x, targets):
+    x = x.detach().requires_grad_()
+    loss = op(x, targets)
+    return loss, *torch.autograd.grad(loss, x)
+
+
+class Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        first = out[0] if isinstance(out, tuple) else out
+        if not operator.is_view:
+            print(f"{operator!s:40} makes {first.nbytes:9,} bytes")
+        return out
+
+
+if __name__ == "__main__":
+    x, targets = random(64, 32000)
+    print(f"The logits are {x.nbytes:,} bytes.")
+    with Operators():
+        both(eager, x, targets)
+
+# %%
+# Three tensors are as large as the logits. The *floor* has none of them.
+
+# %%
+# The first kernel
+# ----------------
+#
+# The gradient needs the row's sum, so a program goes over its row twice. First
+# as in ``cross_entropy.py``, and then it writes the gradient over the logits:
+#
+# .. code-block:: text
+#
+#     the row    +---------+---------+---------+------+
+#     1st pass   | block 0 | block 1 | block 2 | mask |   m, s, the loss
+#                +---------+---------+---------+------+
+#     2nd pass   | block 0 | block 1 | block 2 | mask |   each read, and written
+#                +---------+---------+---------+------+
+
+
+@triton.jit
+def both_kernel(
+    x_ptr,
+    targets_ptr,
+    scale_ptr,
+    losses_ptr,
+    N,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(axis=0).to(tl.int64)  # row * N may pass 2**31
+    target = tl.load(targets_ptr + row)
+    x_row_ptr = x_ptr + row * N
+    scale = tl.load(scale_ptr + row)  # 1 / R, or 0 if the row is ignored
+    # Read before the second pass writes over it. An ignored target is negative.
+    x_t = tl.load(x_row_ptr + target, mask=target >= 0, other=0)
+    m = tl.full((), -3.4028234663852886e38, dtype=tl.float32)
+    s = tl.zeros((), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        # -inf past the end adds nothing to the sum.
+        x = tl.load(x_row_ptr + offs, mask=offs < N, other=-float("inf"))
+        x = x.to(tl.float32)  # (BLOCK_N,)
+        larger = tl.maximum(m, tl.max(x, axis=0))
+        s = s * tl.exp(m - larger) + tl.sum(tl.exp(x - larger), axis=0)
+        m = larger
+    tl.store(losses_ptr + row, (tl.log(s) + m - x_t) * scale)
+    for start in range(0, N, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        x = tl.load(x_row_ptr + offs, mask=offs < N).to(tl.float32)
+        p = tl.exp(x - m) / s  # (BLOCK_N,)
+        d = tl.where(offs == target, p - 1, p) * scale
+        tl.store(x_row_ptr + offs, d, mask=offs < N)
+
+
+def first_both(x, targets, num_warps=8):
+    """Return the mean loss, and write its gradient over the matrix x."""
+    counts, losses = targets != -100, torch.empty(len(x), device=x.device)
+    scale = counts / counts.sum()
+    known = {"BLOCK_N": 512 * num_warps, "num_warps": num_warps}
+    both_kernel[(len(x),)](x, targets, scale, losses, x.shape[1], **known)
+    return losses.sum()
+
+
+# %%
+# Is it right?
+# ------------
+#
+# ``x - m`` is above -20 and is rounded to 24 bits, a relative :math:`20 \cdot
+# 2^{-24}` of an exponential. We allow 5e-6 of a result's largest element.
+
+if __name__ == "__main__":
+    x, targets = random(40, 5003, torch.float32)
+    expected = both(eager, x.double(), targets)
+    found = first_both(x, targets), x  # x is the gradient now
+    for one, other in zip(found, expected, strict=True):
+        one, other = (t.double() / other.abs().max() for t in (one, other))
+        print(f"error {(one - other).abs().max():.1e}, allowed 5.0e-06")
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-6)
+
+# %%
+# How fast?
+# ---------
+#
+# We time 4096 rows in bfloat16, or 1024 on a small GPU. The roof is a copy.
+
+
+def calls(ours, N, M=ROWS):
+    x, targets = random(M, N)
+    out = torch.empty_like(x)
+    torch.compiler.reset()  # past eight lengths it would raise
+    fast = torch.compile(eager, dynamic=False, fullgraph=True)
+    return {
+        "Triton": partial(ours, x.clone(), targets),
+        "PyTorch": partial(both, eager, x, targets),
+        "torch.compile": partial(both, fast, x, targets),
+        "Roof": partial(out.copy_, x),
+    }
+
+
+def rate(found, N, M=ROWS):
+    return 4e-6 * M * N / found[0]  # GB/s, for one read and one write
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (32000, 50257, 128256):
+        found = gpu_time(calls(first_both, N)).items()
+        rates = [f"{who} {rate(times, N):.0f}" for who, times in found]
+        print(f"N = {N:6}: {', '.join(rates)} GB/s")
+
+# %%
+# Does the second pass find its row?
+# ----------------------------------
+#
+# The floor has one read, and the kernel has two. If the row is still in the L2
+# cache at the second pass, the second read costs no memory traffic. Each
+# program that runs has one row under way. A program of more warps takes more of
+# a multiprocessor, so fewer rows are under way, and they need less of the
+# cache. The op has eight warps for rows of up to 128 KB, and 32 for longer
+# ones, 16 in float64. It has as many if there are no more rows than
+# multiprocessors. Its second pass goes from a row's end to its start, as the
+# caches saw the end last. A table after the op compares the numbers of warps.
+#
+# The second pass does not ask at each element whether it is the target's. It
+# stores that one element again at the end, behind a *barrier*, at which all
+# threads of a program wait for each other.
+#
+# Two steps come from ``cross_entropy.py``: a maximum and a sum for each column
+# of a block, and a row's edges apart from its body, for rows of 50257. So does
+# *label smoothing* :math:`\epsilon`, which replaces the one at the target by
+# :math:`1 - \epsilon`, and adds :math:`\epsilon / N` to all.
+
+# %%
+# Who may write over the logits?
+# ------------------------------
+#
+# Whoever made them and reads them last. An accuracy that is computed from them
+# later would be wrong, without an error. And an op in front of ours may have
+# kept its result for the backward, as ``exp`` and ``tanh`` do. So ours refuses
+# logits that require grad. It belongs into a function that makes the logits
+# itself: behind the op stands one.
+#
+# The op is a ``custom_op`` that names what it changes. PyTorch counts the
+# change, and whoever saved the logits for a backward gets an error instead of a
+# wrong gradient. A trailing underscore tells people.
+
+# %%
+# The op
+# ------
+#
+# The gradient is one of the mean, so the number of rows that count has to be
+# known before the first row is written. A kernel of one program counts them,
+# and PyTorch adds up the losses at the end: three launches.
+
+CROSS_ENTROPY_IN_PLACE_NAMESPACE = "triton_gallery"
+CROSS_ENTROPY_IN_PLACE_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+CROSS_ENTROPY_IN_PLACE_LOG2_E = tl.constexpr(math.log2(math.e))
+CROSS_ENTROPY_IN_PLACE_ROW = 128 * 1024  # bytes of a row for eight warps
+CROSS_ENTROPY_IN_PLACE_COUNT = 8192  # targets that are counted at one time
+
+
+@triton.jit
+def _cross_entropy_in_place_exp(x):
+    # tl.exp takes instructions for results below the normal numbers.
+    return tl.exp2(x * CROSS_ENTROPY_IN_PLACE_LOG2_E)
+
+
+@triton.jit
+def _cross_entropy_in_place_count_kernel(
+    targets_ptr,
+    scale_ptr,
+    M,
+    ignore_index,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    count = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, M, BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
+        targets = tl.load(targets_ptr + offs, mask=offs < M, other=0)
+        count += ((targets != ignore_index) & (offs < M)).to(tl.int32)
+    tl.store(scale_ptr, 1 / tl.sum(count, axis=0).to(ACC))
+
+
+@triton.jit
+def _cross_entropy_in_place_kernel(
+    x_ptr,
+    targets_ptr,
+    scale_ptr,
+    losses_ptr,
+    N,
+    stride_xm,
+    ignore_index,
+    ACC: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    VEC: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # From -inf on, the difference of two maxima could be NaN.
+    DOUBLE: tl.constexpr = tl.float64 == ACC
+    LOWEST: tl.constexpr = (
+        -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
+    )
+    # In int32 a row's offset would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    x_row = row * stride_xm
+    target = tl.load(targets_ptr + row)
+    counts = target != ignore_index
+    # Any other target would read another row. NaN goes on to all results.
+    known = counts & (target >= 0) & (target < N)
+    # Loaded before the second pass writes over it: between the passes all
+    # threads of the program wait for each other.
+    x_t = tl.load(x_ptr + x_row + target, mask=known, other=float("nan"))
+    x_t = x_t.to(ACC)
+    # The body begins at the first multiple of 16 bytes. What is left at its end
+    # is less than VEC elements: with it, a mask would end within a wide load.
+    head = ((VEC - x_row % VEC) % VEC).to(tl.int32)
+    length = tl.maximum(N - head, 0) // VEC * VEC
+    # To divide and multiply again tells the compiler: a multiple of VEC.
+    x_body = x_ptr + (x_row + head) // VEC * VEC
+    # Both edges are one tile: what lies behind the head is moved past the body.
+    edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
+    offs_e = tl.where(edge < head, edge, edge + length)
+    mask_e = edge < N - length
+    x_e = tl.load(
+        x_ptr + x_row + offs_e, mask=counts & mask_e, other=-float("inf")
+    ).to(ACC)
+    block = tl.arange(0, LINES)[:, None] * BLOCK_N  # (LINES, 1)
+    block += tl.arange(0, BLOCK_N)[None, :]  # (LINES, BLOCK_N)
+    # Each column has its own: no thread waits for another in the loop.
+    m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
+    s = tl.zeros((BLOCK_N,), dtype=ACC)
+    mean = tl.zeros((BLOCK_N,), dtype=ACC)
+    share = 1 / tl.cast(N, ACC)
+    # A row that does not count is not read.
+    for start in range(0, tl.where(counts, N, 0), LINES * BLOCK_N):
+        offs = start + block  # (LINES, BLOCK_N)
+        mask = offs < length
+        x = tl.load(x_body + offs, mask=mask, other=-float("inf")).to(ACC)
+        larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
+        # What is in s was added while the maximum was m.
+        s *= _cross_entropy_in_place_exp(m - larger)
+        s += tl.sum(_cross_entropy_in_place_exp(x - larger[None, :]), axis=0)
+        m = larger
+        if SMOOTHING > 0:
+            # Divided one by one: their sum could be infinite.
+            mean += tl.sum(tl.where(mask, x * share, 0), axis=0)
+    # The edges are no part of the body, but of the row.
+    top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
+    total = tl.sum(s * _cross_entropy_in_place_exp(m - top), axis=0)
+    total += tl.sum(_cross_entropy_in_place_exp(x_e - top), axis=0)
+    # The logarithm is small. It is lost if it is added to a large top first.
+    loss = tl.log(total) + (top - x_t)
+    if SMOOTHING > 0:
+        middle = tl.sum(mean, axis=0)
+        middle += tl.sum(tl.where(mask_e, x_e * share, 0), axis=0)
+        smooth = tl.log(total) + (top - middle)
+        loss = loss * (1 - SMOOTHING) + smooth * SMOOTHING
+    scale = tl.load(scale_ptr)
+    # If no row counts, scale is infinite and 0 * scale NaN, as in PyTorch.
+    tl.store(losses_ptr + row, tl.where(counts, loss, 0.0) * scale)
+    # A wrong target makes its row NaN. An ignored row is not read:
+    # 0 * exp(0 - 0) is 0, whatever it holds.
+    scale = tl.where(known, scale, float("nan"))
+    scale = tl.where(counts, scale, 0.0)
+    a = scale / tl.where(counts, total, 1.0)
+    top = tl.where(counts, top, 0.0)
+    b = scale * SMOOTHING * share
+    hit = scale * (1 - SMOOTHING)
+    x_e = tl.where(counts, x_e, 0.0)
+    d_e = _cross_entropy_in_place_exp(x_e - top) * a - b  # (2 * VEC,)
+    tl.store(x_ptr + x_row + offs_e, d_e, mask=mask_e)
+    # From the end to the start, as the caches saw the end last.
+    last = (N - 1) // (LINES * BLOCK_N) * (LINES * BLOCK_N)
+    for step in range(0, N, LINES * BLOCK_N):
+        offs = last - step + block  # (LINES, BLOCK_N)
+        mask = offs < length
+        x = tl.load(x_body + offs, mask=counts & mask, other=0).to(ACC)
+        d = _cross_entropy_in_place_exp(x - top) * a - b
+        # No other program reads this row.
+        tl.store(x_body + offs, d, mask=mask)
+    # Without the barrier, a thread of the second pass could store later.
+    d_t = _cross_entropy_in_place_exp(x_t - top) * a - b - hit
+    tl.debug_barrier()
+    tl.store(x_ptr + x_row + target, d_t, mask=known)
+
+
+def _cross_entropy_in_place_check(logits, targets, label_smoothing):
+    name = "cross_entropy_in_place_"
+    dtypes = logits.dtype, targets.dtype
+    if (
+        logits.dtype not in CROSS_ENTROPY_IN_PLACE_ACC
+        or targets.dtype != torch.int64
+    ):
+        raise TypeError(
+            f"{name} takes float logits and int64 targets, not "
+            f"{dtypes[0]} and {dtypes[1]}"
+        )
+    shapes = tuple(logits.shape), tuple(targets.shape)
+    if logits.ndim == 0 or shapes[0][:-1] != shapes[1]:
+        raise ValueError(
+            f"{name} takes logits (..., N) and targets (...), not {shapes}"
+        )
+    if logits.device != targets.device or logits.shape[-1] > 2**30:
+        raise ValueError(
+            f"{name} takes one device and rows of up to 2**30 elements"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"{name} takes label_smoothing from 0 to 1, not {label_smoothing}"
+        )
+    if logits.requires_grad:
+        raise ValueError(f"{name} takes no logits that require grad")
+    N = logits.shape[-1]
+    apart = logits.ndim == 2 and logits.stride(1) == 1 and logits.stride(0) >= N
+    if not apart and not logits.is_contiguous():
+        raise ValueError(
+            f"{name} takes a contiguous tensor, or a matrix of contiguous "
+            "rows, none of them twice"
+        )
+
+
+@functools.cache
+def _cross_entropy_in_place_processors(device):
+    """Return a GPU's number of multiprocessors."""
+    if device.type != "cuda":
+        return 2  # for the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _cross_entropy_in_place_plan(x, M):
+    """Return how to launch for so many rows."""
+    size = x.element_size()
+    processors = _cross_entropy_in_place_processors(x.device)
+    long = x.shape[-1] * size > CROSS_ENTROPY_IN_PLACE_ROW
+    # float64 takes twice the registers.
+    most = 16 if size == 8 else 32
+    warps = most if long or processors >= M else 8
+    return {
+        "ACC": CROSS_ENTROPY_IN_PLACE_ACC[x.dtype],
+        "VEC": 16 // size,
+        # More of a row than this, and 32 warps would not have the registers.
+        "LINES": 4 if warps == 32 else 8,
+        "BLOCK_N": warps * 512 // size,
+        "num_warps": warps,
+    }
+
+
+def _cross_entropy_in_place_launch(
+    logits, targets, ignore_index=-100, label_smoothing=0.0
+):
+    _cross_entropy_in_place_check(logits, targets, label_smoothing)
+    double = logits.dtype == torch.float64
+    wide = torch.float64 if double else torch.float32
+    M, N = targets.numel(), logits.shape[-1]
+    losses = targets.new_empty(M, dtype=wide)
+    scale = losses.new_empty(())
+    if M == 0:
+        return losses.new_full((), torch.nan)
+    targets = targets.contiguous()
+    plan = _cross_entropy_in_place_plan(logits, M)
+    few = M <= CROSS_ENTROPY_IN_PLACE_COUNT // 8
+    # Triton launches on the current GPU, which may not be that of logits.
+    with torch.accelerator.device_index(logits.device.index):
+        _cross_entropy_in_place_count_kernel[(1,)](
+            targets,
+            scale,
+            M,
+            ignore_index,
+            ACC=plan["ACC"],
+            BLOCK=CROSS_ENTROPY_IN_PLACE_COUNT // (8 if few else 1),
+            num_warps=4 if few else 32,
+        )
+        _cross_entropy_in_place_kernel[(M,)](
+            logits,
+            targets,
+            scale,
+            losses,
+            N,
+            N if logits.is_contiguous() else logits.stride(0),
+            ignore_index,
+            SMOOTHING=label_smoothing,
+            **plan,
+        )
+    return losses.sum()
+
+
+@custom_op(
+    f"{CROSS_ENTROPY_IN_PLACE_NAMESPACE}::cross_entropy_in_place_",
+    mutates_args=("logits",),
+)
+def cross_entropy_in_place_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Return the mean cross entropy, and write its gradient over the logits.
+
+    As ``torch.nn.functional.cross_entropy`` with rows along the last dimension,
+    and its gradient for a loss that is multiplied by nothing. Takes logits
+    (..., N) of float16, bfloat16, float32 or float64, contiguous or a matrix
+    whose rows are, with N up to 2**30, and int64 targets (...). The loss is
+    float32 (float64 for float64): the mean over the rows whose target is not
+    ``ignore_index``. Without such rows it is NaN. An ignored row is not read,
+    and its gradient is 0. If any other target is not in range(N), the loss is
+    NaN, and so is that row's gradient.
+
+    Loss and gradient are the same each time on one kind of GPU. The op has no
+    autograd formula: it is to be called where logits do not require grad, as in
+    the forward of a ``torch.autograd.Function``. Raises TypeError for other
+    dtypes, and ValueError for other shapes, layouts and options, for tensors on
+    two devices, and for logits that require grad. The online log-sum-exp:
+    https://arxiv.org/abs/1805.02867
+    """
+    return _cross_entropy_in_place_launch(
+        logits, targets, ignore_index, label_smoothing
+    )
+
+
+@cross_entropy_in_place_.register_fake
+def _cross_entropy_in_place_fake(
+    logits, targets, ignore_index=-100, label_smoothing=0.0
+):
+    _cross_entropy_in_place_check(logits, targets, label_smoothing)
+    double = logits.dtype == torch.float64
+    wide = torch.float64 if double else torch.float32
+    return logits.new_empty((), dtype=wide)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the custom_op.
+CROSS_ENTROPY_IN_PLACE_LIBRARY = Library(
+    CROSS_ENTROPY_IN_PLACE_NAMESPACE, "FRAGMENT"
+)
+CROSS_ENTROPY_IN_PLACE_LIBRARY.impl(
+    "cross_entropy_in_place_", _cross_entropy_in_place_launch, "CUDA"
+)
+
+# %%
+# This is where it belongs. The function makes the logits, the op writes over
+# them, and the backward multiplies what is smaller than the logits by ``grad``:
+
+
+class LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets):
+        d = x @ weight.T
+        loss = cross_entropy_in_place_(d, targets)  # and now d is the gradient
+        ctx.save_for_backward(x, weight, d)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, d = ctx.saved_tensors
+        grad = grad.to(d.dtype)
+        return grad * (d @ weight), grad * (d.T @ x), None
+
+
+# %%
+# What did each step gain? The rates are those of the floor. The statements and
+# registers are those of the kernel of rows, at the last length. Spilled
+# registers are those that a thread keeps in memory.
+
+
+def statements(kernel):
+    tree = ast.parse(inspect.getsource(kernel.fn))
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
+
+
+def rows_alone(x, targets, **changes):
+    """Launch the op's kernel of rows."""
+    losses = torch.ones(len(x) + 1, device=x.device)
+    plan = _cross_entropy_in_place_plan(x, len(x)) | changes
+    args = x, targets, losses[-1:], losses, x.shape[1], x.shape[1], -100
+    kernel = _cross_entropy_in_place_kernel[(len(x),)]
+    return kernel(*args, SMOOTHING=0.0, **plan)
+
+
+def with_warps(x, targets, warps):
+    lines = 4 if warps == 32 else 8
+    changes = {"LINES": lines, "BLOCK_N": 256 * warps, "num_warps": warps}
+    return rows_alone(x, targets, **changes)
+
+
+STEPS = {"first kernel": first_both, "the op": cross_entropy_in_place_}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = {name: {} for name in (*STEPS, "its rows alone")}
+    for M, N in ((8, 151936), (ROWS, 32000), (ROWS, 50257), (ROWS, 128256)):
+        x, targets = random(M, N)
+        steps = STEPS | {"its rows alone": rows_alone}
+        tried = {
+            name: partial(step, x, targets) for name, step in steps.items()
+        }
+        for name, times in gpu_time(tried, turns=20).items():
+            ladder[name][f"GB/s at {M} x {N}"] = round(rate(times, N, M))
+        compiled = rows_alone(x, targets)
+    ladder["first kernel"]["statements"] = statements(both_kernel)
+    ladder["the op"]["statements"] = statements(_cross_entropy_in_place_kernel)
+    ladder["the op"]["registers"] = compiled.n_regs
+    ladder["the op"]["spilled"] = compiled.n_spills
+    print(pd.DataFrame(ladder).T.to_string(na_rep=""))
+
+# %%
+# How many rows should be under way? These are rates of the kernel of rows:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (32000, 65536, 128256, 201088):
+        x, targets = random(ROWS, N)
+        tried = {w: partial(with_warps, x, targets, w) for w in (4, 8, 16, 32)}
+        found = gpu_time(tried, turns=20)
+        rates = [f"{w:2} warps {rate(t, N):.0f}" for w, t in found.items()]
+        print(f"N = {N:6}: {', '.join(rates)} GB/s")
+
+# %%
+# Proof
+# -----
+#
+# We compare every dtype with float64, with label smoothing, and with rows that
+# begin anywhere. In half precision the gradient is rounded once more. At the
+# target, :math:`p_t - 1` may cancel, so there is an ``atol``.
+
+
+def compare(x, targets, **options):
+    """Compare loss and gradient with those of float64."""
+    op = partial(eager, **options)
+    loss, d = both(op, x.double(), targets)
+    found = cross_entropy_in_place_(x, targets, **options)
+    torch.testing.assert_close(
+        found.double(), loss, rtol=1e-5, atol=1e-5, equal_nan=True
+    )
+    eps = torch.finfo(x.dtype).eps
+    torch.testing.assert_close(
+        x.double(), d, rtol=1e-5 + eps, atol=1e-6 + 1e-4 * eps
+    )
+
+
+def quietly(function):
+    """Call a function. Without a GPU, NumPy would warn of infinities."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        function()
+
+
+def prove():
+    for dtype in CROSS_ENTROPY_IN_PLACE_ACC:
+        compare(*random(5, 1003, dtype))
+        compare(*random(3, 50_257, dtype), label_smoothing=0.1)
+        x, targets = random(6, 2000, dtype)
+        before = x.clone()
+        compare(x[:, 7:1010], targets.clamp(max=1002))
+        # What lies between the rows is as it was.
+        assert torch.equal(x[:, :7], before[:, :7])
+        assert torch.equal(x[:, 1010:], before[:, 1010:])
+
+
+# Imported, it is a glance.
+glance = partial(compare, *random(3, 1003, torch.float32))
+quietly(prove if __name__ == "__main__" else glance)
+
+# %%
+# Finite differences of the function that makes the logits; no rows; a wrong
+# target; logits that require grad; and an ``exp`` that kept the logits:
+
+
+def special():
+    x, targets = random(4, 3, torch.float64)
+    weight = random(9, 3, torch.float64)[0]
+    leaves = x.requires_grad_(), weight.requires_grad_(), targets
+    assert torch.autograd.gradcheck(LinearLoss.apply, leaves)
+    x, targets = x.detach().clone(), targets.clamp(min=0)
+    print(f"no rows: {cross_entropy_in_place_(x[:0], targets[:0]).item()}")
+    print(f"a wrong target: {cross_entropy_in_place_(x, targets + 3).item()}")
+    try:
+        cross_entropy_in_place_(weight[:4], targets)
+    except ValueError as error:
+        print(f"ValueError: {error}")
+    leaf = torch.ones(4, 3, device=DEVICE, requires_grad=True)
+    kept = leaf.exp()
+    cross_entropy_in_place_(kept.detach(), targets)
+    try:
+        kept.sum().backward()
+    except RuntimeError as error:
+        print(f"RuntimeError: {str(error).partition(':')[0]}")
+
+
+if __name__ == "__main__":
+    quietly(special)
+
+# %%
+# The benchmark
+# -------------
+#
+# The benchmark has the vocabularies of models, in bfloat16. Ours writes over
+# its earlier gradients. The others have a forward and a backward.
+
+SIZES = [32000, 50257, 128256, 151936, 201088]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {
+        N: gpu_time(calls(cross_entropy_in_place_, N), turns=20) for N in SIZES
+    }
+    results = rate_table(times, "N", "GB/s", lambda N: 4e-6 * ROWS * N)
+    print(results.to_string())
+    results.pivot(index="N", columns="series", values="GB/s").plot()
+
+# %%
+# This is the memory of a call, besides its arguments:
+
+
+def memory(call):
+    """Return the most bytes that a call takes, results and all."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    torch.cuda.synchronize()
+    del results
+    return torch.cuda.max_memory_allocated() - before
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    taken = {}
+    for N in SIZES:
+        found = calls(cross_entropy_in_place_, N)
+        found.pop("Roof")
+        taken[N] = {name: memory(call) / 1e9 for name, call in found.items()}
+    peaks = pd.DataFrame(taken).T
+    print(peaks.round(3).to_string())
+    fig, ax = plt.subplots()
+    peaks.plot(ax=ax, marker="o")
+    ax.set(xlabel="tokens in the vocabulary", ylabel="GB", ylim=(0, None))
+    ax.set_title(f"Memory of loss and gradient, {ROWS} rows in bfloat16")
+
+# %%
+# These are few rows, in microseconds of the GPU:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for M in (1, 8, 64):
+        found = gpu_time(calls(cross_entropy_in_place_, 128256, M)).items()
+        times = [f"{who} {1e3 * t[0]:.1f}" for who, t in found]
+        print(f"{M:2} rows: {', '.join(times)}")
+
+# %%
+# This is what a call costs the CPU, in microseconds:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    cost = results[results["N"] == 32000].set_index("series")["CPU us"]
+    print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# A rate counts one read and one write. The second read is not counted, as a
+# cache should serve it. Where the rows under way are more than the cache holds,
+# some of it is memory traffic after all. The table of warps shows both sides:
+# few rows under way leave few loads in flight, and many rows do not fit.
+#
+# The memory of ours is a number for each row. The others make a tensor of the
+# logits' size for the logarithms, and another one or two for the gradient.
+#
+# Break it: a scale that comes too late
+# -------------------------------------
+#
+# float16 ends at 6e-8, and a gradient may well be smaller. So a ``GradScaler``
+# multiplies the loss, say by 32768. Autograd multiplies before it rounds the
+# gradient. The op in place has rounded already when it hears of the factor:
+
+
+def lost():
+    x, targets = random(32, 20_000, torch.float16)
+    x *= 2
+    leaf = x.clone().requires_grad_()
+    loss = 32768 * eager(leaf.float(), targets)
+    (scaled,) = torch.autograd.grad(loss, leaf)
+    cross_entropy_in_place_(x, targets)
+    for name, gradient in (("scaled loss", scaled), ("in place", x)):
+        zero = (gradient[targets != -100] == 0).float().mean()
+        print(f"{name:12} {zero:5.1%} of the gradient is zero")
+
+
+if __name__ == "__main__":
+    quietly(lost)
+
+# %%
+# Go further
+# ----------
+#
+# 1. Tell the op the factor by which the loss will be multiplied.
+# 2. Why can this op not return a loss for each row, to be weighed later?
+# 3. ``LinearLoss`` could take the tokens in chunks, and never have all logits.
+#    What has to be computed in its forward then?
+#
+# To read on: ``linear_cross_entropy.py``, which is the answer to the third; the
+# `paper on Liger Kernel <https://arxiv.org/abs/2410.10989>`_, whose loss writes
+# over the logits too; and ``kv_cache_write.py``, another op in place.
+
+# %%
+# Answers
+# -------
+#
+# **1.** Multiply ``scale`` by the factor for the gradient alone, after the loss
+# is stored. The function's backward divides ``grad`` by it.
+#
+# **2.** Each row's gradient would be multiplied by what its loss is multiplied
+# by. That is not known yet when the gradient takes the logits' place.
+#
+# **3.** Both products, as a chunk's logits are gone with the next: the gradient
+# of ``x`` by chunks, that of ``weight`` added up over them.

@@ -1,0 +1,883 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Compute the cumulative sum of one long row with many programs, which tell each
+# other how far the sum has come."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
+# ///
+r"""
+Cumulative sum of a few long rows
+=================================
+
+On the page ``cumsum.py`` a program goes along its row. With one long row, one
+program works, and the rest of the GPU is idle. Here many programs share a row.
+They wait for each other within one kernel, and still read each number once.
+
+After this page you can
+
+* hand a number from program to program with one 64-bit word of memory;
+* let programs wait for others without a deadlock;
+* look back over many words at once instead of waiting in a chain;
+* keep the bits the same in each call, whichever program runs first.
+"""
+
+# sphinx_gallery_tags = ["scan", "memory bound", "autograd", "atomics"]
+import math
+import os
+import time
+from functools import partial
+
+import pandas as pd
+import torch
+from torch.library import Library, triton_op, wrap_triton
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# Cut a row into *tiles*. The carry into a tile is the sum of all tiles before
+# it. So we sum up each tile, scan these few sums, scan each tile, and add its
+# carry. We count the bytes:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def cumsum_torch(x, BLOCK_N=4096):
+    """Return the cumulative sum of a vector, and the bytes that were moved."""
+    tiles = x.view(-1, BLOCK_N)
+    sums = tiles.sum(-1, dtype=torch.float64)  # reads x
+    carry = sums.cumsum(0) - sums
+    y = tiles.cumsum(-1)  # reads x, writes y
+    moved = x.nbytes + x.nbytes + y.nbytes
+    y += carry[:, None]  # reads y, writes y
+    return y.view(-1), moved + 2 * y.nbytes
+
+
+if __name__ == "__main__":
+    x = torch.rand(2**18, generator=generator, device=DEVICE)
+    y, moved = cumsum_torch(x)
+    print(f"a row of {len(x)}: {moved / x.nbytes:.1f} times the bytes of x;")
+    print(f"reading x and writing y: {(x.nbytes + y.nbytes) / x.nbytes:.1f}")
+
+# %%
+# The *floor* is two: to read ``x`` and to write ``y``. Two kernels, one for the
+# sums and one for the rest, would move three. For the floor a program has to
+# keep its tile in registers *while it waits* for the carry.
+
+# %%
+# The first kernel
+# ----------------
+#
+# Each tile has a program, and each program a word in memory. A program adds the
+# sum of its tile to the word before, and writes its own word:
+#
+# .. code-block:: text
+#
+#     tile     0 ----> 1 ----> 2 ----> 3         s: sum of a tile
+#     word     P0      P1      P2      P3        P: sum of all up to here
+#              s0    P0+s1   P1+s2   P2+s3
+#
+# A program that waits keeps its place on a multiprocessor. If all programs that
+# run waited for one that has not started, they would wait for ever. A GPU may
+# start programs in any order. So the order of tiles is not that of
+# ``tl.program_id``. Each program takes a *ticket* from a counter when it
+# starts: then all programs with earlier tickets have started, too.
+#
+# Usually one writes a value and then a flag, and has to see to it that nobody
+# sees them the other way round. Here one word of 64 bits is both. It holds the
+# sum in float64. Memory is filled with -1. As float64, these bits are a NaN
+# that a program never writes.
+
+
+@triton.jit
+def chain_kernel(x_ptr, y_ptr, words_ptr, tiles, N, BLOCK_N: tl.constexpr):
+    # The first word counts from -1. It is int64, as a row's offset has to be.
+    ticket = tl.atomic_add(words_ptr, 1, sem="relaxed") + 1
+    row = ticket // tiles
+    tile = (ticket % tiles).to(tl.int32)
+    offs = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0)  # (BLOCK_N,)
+    total = tl.sum(x, axis=0).to(tl.float64)
+    y = tl.cumsum(x, axis=0)  # (BLOCK_N,)
+    word_ptr = words_ptr + 1 + ticket
+    # Volatile: from memory each time, not from a register or a near cache.
+    word = tl.load(word_ptr - 1, mask=tile > 0, other=0, volatile=True)
+    while word == -1:
+        word = tl.load(word_ptr - 1, mask=tile > 0, other=0, volatile=True)
+    carry = word.to(tl.float64, bitcast=True)
+    word = (carry + total).to(tl.int64, bitcast=True)
+    # Whoever reads the word needs nothing else: no order has to be kept.
+    tl.atomic_xchg(word_ptr, word, sem="relaxed")
+    tl.store(y_ptr + row * N + offs, y + carry.to(tl.float32), mask=mask)
+
+
+def scan(kernel, x, empty=-1, BLOCK_N=8192, num_warps=4, **known):
+    """Return the cumulative sums of the rows of a float32 matrix."""
+    M, N = x.shape
+    y = torch.empty_like(x)
+    tiles = triton.cdiv(N, BLOCK_N)
+    # A counter, and a word for each tile
+    words = x.new_full((1 + M * tiles,), empty, dtype=torch.int64)
+    plan = {"BLOCK_N": BLOCK_N, "num_warps": num_warps, **known}
+    kernel[(M * tiles,)](x, y, words, tiles, N, **plan)
+    return y
+
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare with float64. These numbers are positive, so nothing cancels. A sum
+# within a tile takes about a hundred additions one after another on a GPU, and
+# up to 1024 here in the interpreter, which has NumPy add them. Each rounds by
+# at most :math:`2^{-24}`. The carry adds in float64, is rounded once, and added
+# once. We allow :math:`6 \cdot 10^{-5}`, 1024 roundings, however many tiles
+# there are.
+
+if __name__ == "__main__":
+    x = torch.rand(2, 30_000, generator=generator, device=DEVICE)
+    y, rtol = scan(chain_kernel, x, BLOCK_N=1024).double(), 6e-5
+    expected = x.double().cumsum(-1)
+    error = ((y - expected) / expected).abs().max().item()
+    print(f"largest relative error {error:.1e}, allowed {rtol:.1e}")
+    torch.testing.assert_close(y, expected, rtol=rtol, atol=0)
+
+# %%
+# How fast?
+# ---------
+#
+# We time one row of three lengths in float32. Beside ours stand PyTorch's
+# function, ``torch.compile`` of it, and a copy, which is the roof. The rate
+# counts the bytes of the floor.
+
+
+def random(*shape):
+    return torch.rand(shape, generator=generator, device=DEVICE)
+
+
+def eager(x):
+    return torch.cumsum(x, dim=-1)
+
+
+def contestants(ours):
+    """Return what is measured, by name."""
+    torch.compiler.reset()  # past eight lengths it would raise
+    fast = torch.compile(eager, dynamic=False, fullgraph=True)
+    return {"Triton": ours, "PyTorch": eager, "torch.compile": fast}
+
+
+def calls(function, x):
+    out = torch.empty_like(x)
+    found = {name: partial(op, x) for name, op in contestants(function).items()}
+    return found | {"Roof": partial(out.copy_, x)}
+
+
+def rates(tried, x, **options):
+    """Return GB/s by name, for one read and one write of x."""
+    found = gpu_time(tried, **options).items()
+    return {name: 2e-6 * x.nbytes / times[0] for name, times in found}
+
+
+def show(what, rates):
+    line = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+    print(f"{what}: {line} GB/s")
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (2**20, 2**24, 2**27):
+        x = random(1, N)
+        show(f"N = {N:9}", rates(calls(partial(scan, chain_kernel), x), x))
+
+# %%
+# Must a sum wait for the one before?
+# -----------------------------------
+#
+# A sum takes the way to the L2 cache and back for each tile, one tile after the
+# other. But a program knows the sum of its own tile at once. If it tells that,
+# others need not wait until it knows more. That is the *decoupled look-back* of
+# Merrill and Garland. A word is empty, or the sum of its tile, or the sum of
+# everything up to there, the *prefix*. A program looks back over a window of
+# words, to the last prefix there is:
+#
+# .. code-block:: text
+#
+#     tile     0    1    2    3    4    5    6
+#     word     P0   P1   P2   s3   s4   s5   ?      tile 6 adds P2+s3+s4+s5
+#
+#     state, in the word's two lowest bits:  0 empty   1 s   2 P
+#
+# The two lowest bits of a float64 weigh little: the sum still has 50 binary
+# digits, and float32 has 24. If a window has no prefix, the program adds it up
+# and looks further back.
+
+
+@triton.jit
+def look_back_kernel(
+    x_ptr,
+    y_ptr,
+    words_ptr,
+    tiles,
+    N,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Here the memory is filled with zeros.
+    ticket = tl.atomic_add(words_ptr, 1, sem="relaxed")
+    row = ticket // tiles
+    tile = (ticket % tiles).to(tl.int32)
+    offs = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0)  # (BLOCK_N,)
+    total = tl.sum(x, axis=0).to(tl.float64)
+    words_ptr += 1 + row * tiles
+    word = total.to(tl.int64, bitcast=True) & -4
+    tl.atomic_xchg(words_ptr + tile, word | 1, sem="relaxed")
+    y = tl.cumsum(x, axis=0)  # (BLOCK_N,)
+    carry = total * 0
+    end = tile  # the words from here on are added
+    while end > 0:
+        index = end - WINDOW + tl.arange(0, WINDOW)  # (WINDOW,)
+        ptrs = words_ptr + index
+        # Before the first tile comes the prefix 0.
+        words = tl.load(ptrs, mask=index >= 0, other=2, volatile=True)
+        last = tl.max(tl.where(words & 2 != 0, index, -WINDOW), axis=0)
+        # What is empty matters only behind the last prefix.
+        while tl.max(tl.where(words & 3 == 0, index, -WINDOW), axis=0) > last:
+            words = tl.load(ptrs, mask=index >= 0, other=2, volatile=True)
+            last = tl.max(tl.where(words & 2 != 0, index, -WINDOW), axis=0)
+        sums = (words & -4).to(tl.float64, bitcast=True)
+        carry += tl.sum(tl.where(index >= last, sums, 0.0), axis=0)
+        end = tl.where(last > -WINDOW, 0, end - WINDOW)
+    word = (carry + total).to(tl.int64, bitcast=True) & -4
+    tl.atomic_xchg(words_ptr + tile, word | 2, sem="relaxed")
+    tl.store(y_ptr + row * N + offs, y + carry.to(tl.float32), mask=mask)
+
+
+def look_back(x, WINDOW=128, **options):
+    return scan(look_back_kernel, x, empty=0, WINDOW=WINDOW, **options)
+
+
+if __name__ == "__main__":
+    x = random(2, 30_000)
+    y, expected = look_back(x, BLOCK_N=1024), x.double().cumsum(-1)
+    torch.testing.assert_close(y.double(), expected, rtol=6e-5, atol=0)
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in (2**20, 2**24, 2**27):
+        x, ours = random(1, N), partial(scan, chain_kernel)
+        tried = {"chain": partial(ours, x), "look-back": partial(look_back, x)}
+        show(f"N = {N:9}", rates(tried, x))
+
+# %%
+# Does it give the same bits each time? Which words are prefixes when a program
+# looks is up to chance, and with it the order of the additions. Of random
+# numbers float32 mostly shows nothing of that, as the words are float64. So let
+# us put a huge number into one tile of four, and its negative into the next.
+# What was added between the two is lost, and that depends on the order:
+
+
+def huge(N, tile=8192):
+    """Return a row whose sums tell the order of their additions."""
+    x = torch.randn(1, N, generator=generator, device=DEVICE)
+    x[:, :: 4 * tile], x[:, tile :: 4 * tile] = 2.0**60, -(2.0**60)
+    return x
+
+
+def differing(function, x, calls=20):
+    """Return how many calls give other bits than the first."""
+    first = function(x)
+    return sum(not torch.equal(function(x), first) for _ in range(calls))
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    x = huge(2**26)
+    print("chain:", differing(partial(scan, chain_kernel), x), "of 20 differ")
+    print("look-back:", differing(look_back, x), "of 20 differ")
+
+# %%
+# Can the order be fixed?
+# -----------------------
+#
+# Let the number of a tile decide what its word is, not the time. Of each
+# ``GROUP`` tiles the last one writes the prefix, and the others write the sums
+# of their tiles:
+#
+# .. code-block:: text
+#
+#     GROUP = 4
+#     tile    0    1    2    3    4    5    6    7    8
+#     word   s0   s1   s2   P3   s4   s5   s6   P7   s8
+#
+#     tile 6 adds  P3 + s4 + s5
+#     tile 7 adds  P3 + s4 + s5 + s6, and then its own for P7
+#
+# So a tile reads a group of words at most, and all of them at once. Nobody
+# waits for a chain of all tiles, only for one with a link for each group. What
+# is added is always the same, in the same order. Each word is written once, so
+# it needs no state, and -1 is again the word that nobody wrote.
+
+# %%
+# The backward
+# ------------
+#
+# The gradient is the sum of all gradients from an element to the end of its
+# row. The last tile comes first, and each tile is scanned from right to left:
+#
+# .. math:: \mathrm{d}x_k = \sum_{n \ge k} \mathrm{d}y_n
+#
+# As on the page ``cumsum.py``, vectors are loaded in reverse order, each one
+# whole, and turned round in registers.
+
+# %%
+# The op
+# ------
+#
+# Fewer programs than a GPU has places would leave places idle, so the tile is
+# smaller where the rows are few and not that long. The row is the last
+# dimension of a tensor of any shape. Rows that lie apart are read where they
+# are, and other layouts are copied first. ``VEC`` and the order from right to
+# left are those of ``cumsum.py``. The op is registered in the way of the page
+# ``what_a_call_costs.py``.
+
+CUMSUM_LONG_NAMESPACE = "triton_gallery"
+CUMSUM_LONG_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+CUMSUM_LONG_LONGEST = 2**30  # elements; their offsets are int32
+CUMSUM_LONG_TILE = 16 * 1024  # bytes at most, in the accumulator's type
+CUMSUM_LONG_PLACES = 512  # programs that a GPU should have, if it can
+CUMSUM_LONG_GROUP = 128  # tiles
+# What no program writes: as float64, this is a NaN
+CUMSUM_LONG_EMPTY = tl.constexpr(-1)
+CUMSUM_LONG_NAN = tl.constexpr(0x7FF8000000000000)
+
+
+@triton.jit
+def _cumsum_long_swap(x, SIZE: tl.constexpr):
+    """Swap neighbouring pieces of SIZE elements."""
+    INT: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
+    pairs = tl.reshape(x, (x.numel // SIZE // 2, 2, SIZE))
+    pairs = pairs.to(INT, bitcast=True)
+    # The sum less one of two integers is the other, even if it overflows.
+    swapped = tl.sum(pairs, axis=1, keep_dims=True, dtype=INT) - pairs
+    return tl.reshape(swapped.to(x.dtype, bitcast=True), x.shape)
+
+
+@triton.jit
+def _cumsum_long_turn(x, VEC: tl.constexpr):
+    """Turn round each vector of up to 8 elements."""
+    if VEC == 8:
+        x = _cumsum_long_swap(x, 4)
+    if VEC >= 4:
+        x = _cumsum_long_swap(x, 2)
+    if VEC >= 2:
+        x = _cumsum_long_swap(x, 1)
+    return x
+
+
+@triton.jit
+def _cumsum_long_publish(word_ptr, total):
+    """Write a sum: the word is its own flag."""
+    word = total.to(tl.int64, bitcast=True)
+    # A NaN could have the bits of a word that nobody wrote.
+    word = tl.where(total == total, word, CUMSUM_LONG_NAN)
+    tl.atomic_xchg(word_ptr, word, sem="relaxed")
+
+
+@triton.jit
+def _cumsum_long_wait(word_ptrs, mask):
+    """Return sums when all of them are written."""
+    # Volatile: from memory each time, not from a register or a near cache.
+    words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
+    while tl.max((words == CUMSUM_LONG_EMPTY).to(tl.int32), axis=0) == 1:
+        words = tl.load(word_ptrs, mask=mask, other=0, volatile=True)
+    return words.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _cumsum_long_kernel(
+    x_ptr,
+    y_ptr,
+    words_ptr,
+    tiles,
+    N,
+    stride_xm,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    REVERSE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    # The first word counts from -1. It is int64, as a row's offset has to be.
+    ticket = tl.atomic_add(words_ptr, 1, sem="relaxed") + 1
+    row = ticket // tiles
+    tile = (ticket % tiles).to(tl.int32)
+    block = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    offs = tile * BLOCK_N + block
+    if REVERSE:
+        # Vectors from the last to the first, each one from left to right.
+        offs = N - VEC - tile * BLOCK_N - block // VEC * VEC + block % VEC
+    mask = offs >= 0 if REVERSE else offs < N
+    x_ptrs = x_ptr + row * stride_xm + offs  # (BLOCK_N,)
+    x = tl.load(x_ptrs, mask=mask, other=0).to(ACC)
+    total = tl.sum(x, axis=0).to(tl.float64)
+    word_ptr = words_ptr + 1 + ticket
+    closes = tile % GROUP == GROUP - 1
+    # Before the scan, as others may wait for it already.
+    if not closes:
+        _cumsum_long_publish(word_ptr, total)
+    if REVERSE:
+        x = _cumsum_long_turn(x, VEC)
+    y = tl.cumsum(x, axis=0)  # (BLOCK_N,)
+    if REVERSE:
+        y = _cumsum_long_turn(y, VEC)
+    # The last tile of the group before has the sum of everything up to there.
+    before = tile // GROUP * GROUP - 1 + tl.arange(0, GROUP)  # (GROUP,)
+    needed = (before >= 0) & (before < tile)
+    sums = _cumsum_long_wait(word_ptr - tile + before, needed)
+    carry = tl.sum(sums, axis=0)
+    if closes:
+        _cumsum_long_publish(word_ptr, carry + total)
+    tl.store(y_ptr + row * N + offs, y + carry.to(ACC), mask=mask)
+
+
+def _cumsum_long_check(name, x):
+    """Raise for what the ops do not take."""
+    if x.dtype not in CUMSUM_LONG_ACC:
+        raise TypeError(f"{name} takes floating dtypes, not {x.dtype}")
+    if x.shape[-1:].numel() > CUMSUM_LONG_LONGEST:
+        raise ValueError(
+            f"{name} takes rows of up to {CUMSUM_LONG_LONGEST} elements, "
+            f"not {x.shape[-1]}"
+        )
+
+
+def _cumsum_long_plan(x, stride, REVERSE):
+    """Return how to launch for the rows of a matrix."""
+    M, N = x.shape
+    size = max(4, x.element_size())
+    BLOCK_N = CUMSUM_LONG_TILE // size
+    while BLOCK_N > 1024 and M * triton.cdiv(N, BLOCK_N) < CUMSUM_LONG_PLACES:
+        BLOCK_N //= 2
+    BLOCK_N = min(BLOCK_N, triton.next_power_of_2(N))
+    return {
+        "ACC": CUMSUM_LONG_ACC[x.dtype],
+        "VEC": math.gcd(N, stride, 16 // x.element_size()),
+        "REVERSE": REVERSE,
+        "GROUP": CUMSUM_LONG_GROUP,
+        "BLOCK_N": BLOCK_N,
+        "num_warps": 4 if BLOCK_N * size > 8 * 1024 else 2,
+    }
+
+
+def _cumsum_long_launch_either(name, x, kernel, REVERSE):
+    _cumsum_long_check(name, x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if y.numel() == 0:
+        return y
+    N = int(x.shape[-1]) if x.ndim else 1
+    x = x.reshape(-1, N)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    M, stride = int(x.shape[0]), int(x.stride(0))
+    plan = _cumsum_long_plan(x, stride, REVERSE)
+    tiles = triton.cdiv(N, plan["BLOCK_N"])
+    # A counter, and a word for each tile
+    words = x.new_full((1 + M * tiles,), -1, dtype=torch.int64)
+    # Triton launches on the current GPU, which may not be that of x.
+    with torch.accelerator.device_index(x.device.index):
+        kernel[(M * tiles,)](x, y, words, tiles, N, stride, **plan)
+    return y
+
+
+def _cumsum_long_launch(x, kernel=_cumsum_long_kernel):
+    return _cumsum_long_launch_either("cumsum_long", x, kernel, False)
+
+
+def _cumsum_long_backward_launch(grad, kernel=_cumsum_long_kernel):
+    name = "cumsum_long_backward"
+    return _cumsum_long_launch_either(name, grad, kernel, True)
+
+
+@triton_op(f"{CUMSUM_LONG_NAMESPACE}::cumsum_long", mutates_args={})
+def cumsum_long(x: torch.Tensor) -> torch.Tensor:
+    """Return the cumulative sums of a few long rows, as torch.cumsum(x, -1).
+
+    Takes a tensor of float16, bfloat16, float32 or float64, of any shape and
+    layout, with rows of up to 2**30 elements. Sums up in float32 and from tile
+    to tile in float64, or all in float64. The result has the shape and dtype of
+    ``x``, is contiguous, and is the same each time on one kind of GPU: whatever
+    the order in which programs run, each sum is added up in one order. NaN and
+    inf reach the elements behind them. Raises TypeError for other dtypes and
+    ValueError for longer rows. Has gradients of any order. After the decoupled
+    look-back of Merrill and Garland, Single-pass Parallel Prefix Scan, 2016.
+    """
+    return _cumsum_long_launch(x, wrap_triton(_cumsum_long_kernel))
+
+
+@triton_op(f"{CUMSUM_LONG_NAMESPACE}::cumsum_long_backward", mutates_args={})
+def cumsum_long_backward(grad: torch.Tensor) -> torch.Tensor:
+    """Return the sums from each element to the end of its row.
+
+    That is the gradient of ``cumsum_long``, whose gradient is ``cumsum_long``.
+    All else is as in ``cumsum_long``.
+    """
+    return _cumsum_long_backward_launch(grad, wrap_triton(_cumsum_long_kernel))
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+CUMSUM_LONG_LIBRARY = Library(CUMSUM_LONG_NAMESPACE, "FRAGMENT")
+CUMSUM_LONG_LIBRARY.impl("cumsum_long", _cumsum_long_launch, "CUDA")
+CUMSUM_LONG_LIBRARY.impl(
+    "cumsum_long_backward", _cumsum_long_backward_launch, "CUDA"
+)
+
+
+def _cumsum_long_gradient(ctx, grad):
+    return cumsum_long_backward(grad)
+
+
+def _cumsum_long_backward_gradient(ctx, grad):
+    return cumsum_long(grad)
+
+
+cumsum_long.register_autograd(_cumsum_long_gradient)
+cumsum_long_backward.register_autograd(_cumsum_long_backward_gradient)
+
+# %%
+# What did each step gain? The table has the three ways, each at its best tile
+# of 4096 or 8192 elements, and the tile that the op chooses itself. Shapes are
+# rows and their length. The registers are those of the longest row's kernel.
+
+
+def kernel_alone(x, REVERSE=False, **changes):
+    """Launch the op's kernel as the op does, but for the changes."""
+    M, N = x.shape
+    plan = _cumsum_long_plan(x, N, REVERSE) | changes
+    tiles = triton.cdiv(N, plan["BLOCK_N"])
+    words = x.new_full((1 + M * tiles,), -1, dtype=torch.int64)
+    y = torch.empty_like(x)
+    args = x, y, words, tiles, N, N
+    return y, _cumsum_long_kernel[(M * tiles,)](*args, **plan)
+
+
+STEPS = {
+    "chain": partial(scan, chain_kernel),
+    "look-back": look_back,
+    "groups of 128": lambda x, **tile: kernel_alone(x, **tile)[0],
+    "groups of 32": lambda x, **tile: kernel_alone(x, GROUP=32, **tile)[0],
+}
+SHAPES = [(1, 2**17), (4, 128256), (64, 2**18), (8, 2**23), (1, 2**27)]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = pd.DataFrame(index=[*STEPS, "the op", "the op's backward"])
+    for shape in SHAPES:
+        x = random(*shape)
+        tried = {
+            (name, tile): partial(step, x, BLOCK_N=tile, num_warps=4)
+            for name, step in STEPS.items()
+            for tile in (4096, 8192)
+        }
+        tried["the op"] = partial(cumsum_long, x)
+        tried["the op's backward"] = partial(cumsum_long_backward, x)
+        found = rates(tried, x, turns=20)
+        best = {
+            name: max(found[name, tile] for tile in (4096, 8192))
+            for name in STEPS
+        }
+        line = best | {name: found[name] for name in list(tried)[-2:]}
+        ladder[f"GB/s {shape}"] = [round(line[name]) for name in ladder.index]
+    print(ladder.to_string())
+    for REVERSE in (False, True):
+        compiled = kernel_alone(x, REVERSE)[1]
+        print(f"{compiled.n_regs} registers, {compiled.n_spills} spilled")
+    found = differing(cumsum_long, huge(2**26))
+    print("the op:", found, "of 20 calls differ")
+
+# %%
+# Which tile? Tiles are elements / warps, in GB/s:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    tiles = [(1024, 2), (2048, 2), (2048, 4), (4096, 4), (8192, 4), (8192, 8)]
+    for shape in SHAPES:
+        x = random(*shape)
+        tried = {
+            f"{block}/{warps}": partial(
+                kernel_alone, x, BLOCK_N=block, num_warps=warps
+            )
+            for block, warps in tiles
+        }
+        show(shape, rates(tried, x, turns=20))
+
+# %%
+# Proof
+# -----
+#
+# We compare values and gradients of every dtype with float64. In half precision
+# the result is rounded once more. Numbers may cancel, so errors are measured by
+# the sums of absolute values.
+
+
+def random_like(shape, dtype):
+    x = torch.randn(shape, generator=generator, device=DEVICE)
+    return x.to(dtype).requires_grad_()
+
+
+def prove(shape, dtype):
+    x, dy = random_like(shape, dtype), random_like(shape, dtype).detach()
+    y = cumsum_long(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    eps = torch.finfo(dtype).eps
+    wide, turned = x.detach().double(), dy.double().flip(-1)
+    for out, terms in ((y, wide), (dx.flip(-1), turned)):
+        assert out.dtype == dtype
+        expected, most = terms.cumsum(-1), terms.abs().cumsum(-1)
+        error = (out.double() - expected).abs()
+        assert (error <= 6e-5 * most + eps * expected.abs()).all()
+
+
+CASES = [(3, 40), (2, 5, 257), (2, 5000), (1, 20_001), (0, 5), (5, 0), (7,)]
+if __name__ == "__main__":
+    for dtype in CUMSUM_LONG_ACC:
+        for shape in CASES:
+            prove(shape, dtype)
+else:  # imported: a glance
+    prove((3, 2500), torch.float32)
+
+# %%
+# Next come rows that lie apart, a transposed matrix and an expanded row.
+# ``gradcheck`` compares gradients with finite differences, and those of the
+# gradients as well:
+
+if __name__ == "__main__":
+    x = torch.rand(60, 300, generator=generator, device=DEVICE)[:6]
+    for view in (x[:, :37], x[::2, 3:204], x.T, x[:1].expand(9, 300)):
+        expected = torch.cumsum(view.double(), -1).float()
+        close = partial(torch.testing.assert_close, rtol=6e-5, atol=0)
+        close(cumsum_long(view), expected)
+        expected = torch.cumsum(view.double().flip(-1), -1).flip(-1).float()
+        close(cumsum_long_backward(view), expected)
+    leaf = random_like((4, 7), torch.float64)
+    assert torch.autograd.gradcheck(cumsum_long, leaf)
+    assert torch.autograd.gradgradcheck(cumsum_long, leaf)
+
+# %%
+# NaN and infinities reach the elements behind them, in their own row. The last
+# row has NaNs with the bits of -1, for which nobody must wait:
+
+if __name__ == "__main__":
+    x = torch.zeros(4, 3000, device=DEVICE, dtype=torch.float64)
+    x[0, 1500], x[1, 30], x[2, 70], x[2, 900] = math.nan, 3e38, -math.inf, 1
+    x[3] = torch.tensor(-1).view(torch.float64)
+    expected = torch.cumsum(x, -1)
+    torch.testing.assert_close(cumsum_long(x), expected, equal_nan=True)
+
+# %%
+# An error names what the op does not take:
+
+if __name__ == "__main__":
+    row = torch.ones(1, device=DEVICE)
+    for bad in (row.int(), row.expand(2**30 + 1)):
+        try:
+            cumsum_long(bad)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# The benchmark has one row of float32. The backward is called through autograd.
+# ``Roof`` is a copy.
+
+SIZES = [2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28]
+
+
+def calls_backward(x):
+    dy, out = torch.rand_like(x), torch.empty_like(x)
+    x = x.requires_grad_()
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    ops = contestants(cumsum_long).items()
+    found = {name: partial(grad, op(x), x, dy) for name, op in ops}
+    return found | {"Roof": partial(out.copy_, dy)}
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: gpu_time(calls(cumsum_long, random(1, N))) for N in SIZES}
+    results = rate_table(times, "N", "GB/s", lambda N: 8e-6 * N)
+    print("forward", results.to_string(), sep="\n")
+    wide = results.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title="forward")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: gpu_time(calls_backward(random(1, N))) for N in SIZES}
+    results_backward = rate_table(times, "N", "GB/s", lambda N: 8e-6 * N)
+    print("backward", results_backward.to_string(), sep="\n")
+    wide = results_backward.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title="backward")
+
+# %%
+# The same with several rows, forward. The first two are a sampler's: the
+# probabilities of a vocabulary, for a few texts.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for shape in ((4, 128256), (32, 50257), (64, 2**18), (8, 2**23)):
+        x = random(*shape)
+        show(shape, rates(calls(cumsum_long, x), x))
+
+# %%
+# This is what a call costs the CPU, in microseconds. The GPU works through a
+# queue that the CPU fills, so these figures count where rows are short:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for one in (results, results_backward):
+        cost = one[one["N"] == 2**20].set_index("series")["CPU us"]
+        print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# The rate climbs with the length of the row. In a short row there are few bytes
+# to move, and still the same steps: fill the words, load a tile, scan it, and
+# wait for each group before. A program that waits has its tile in registers and
+# loads nothing meanwhile. The table of steps says what groups cost or gain
+# beside a look-back as far as needed, and the lines with the bits say what
+# groups are for.
+#
+# PyTorch's backward is a flip, a scan and a flip, and moves six tensors.
+
+# %%
+# Break it: a tile for each program's number
+# ------------------------------------------
+#
+# Without tickets, the tile of a program is its ``tl.program_id``. That works as
+# long as programs start in the order of their numbers, which no one promises.
+# Here is a model of a GPU. It has a few places, starts programs in a given
+# order, and a program ends once the tile before its own has ended:
+
+
+TILES = "numbers", "tickets"
+
+
+def ends(order, places, tickets):
+    """Return whether all programs of a chain come to an end."""
+    waiting, done = set(), 0
+    for started, number in enumerate(order):
+        waiting.add(started if tickets else number)
+        while done in waiting:
+            waiting.remove(done)
+            done += 1
+        if len(waiting) == places:
+            return False  # no place for the program that all wait for
+    return True
+
+
+if __name__ == "__main__":
+    for order in (list(range(8)), [4, 5, 6, 7, 0, 1, 2, 3]):
+        found = {kind: ends(order, 4, kind == "tickets") for kind in TILES}
+        print(f"started as {order}, comes to an end: {found}")
+
+# %%
+# With tickets the first of all that wait can always go on. The interpreter runs
+# programs one after another, in the order of their numbers. So it never shows
+# this bug, and a GPU may hide it for years.
+
+# %%
+# Go further
+# ----------
+#
+# 1. Why is there no state in the words of groups, and what would go wrong if a
+#    program wrote its word twice?
+# 2. Write ``cummax`` of a long row, the values alone. What are the words, and
+#    which of the three kernels gives the same bits each time?
+#
+# To read on: Merrill and Garland, "Single-pass Parallel Prefix Scan with
+# Decoupled Look-back", NVIDIA, 2016; Yan, Long and Zhang,
+# `StreamScan <https://doi.org/10.1145/2442516.2442539>`_, whose tiles wait for
+# the tile before them, as in the first kernel.
+
+# %%
+# Answers
+# -------
+#
+# **1.** The number of a tile says what its word means, so whoever reads a word
+# that is not empty knows it. A program that wrote the sum of its tile first and
+# the prefix later would need a state to tell them apart, and readers would see
+# the one or the other by chance.
+#
+# **2.** The largest of a tile, or of everything so far, with a NaN that is not
+# -1. ``tl.associative_scan`` takes ``tl.maximum`` with ``propagate_nan``. A
+# maximum does not round, so all three give the same bits.

@@ -1,0 +1,1008 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Spread a row over many programs, where a batch has few rows: two passes,
+# atomics or a counter, and the same bits in any batch."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
+# ///
+r"""
+Few long rows
+=============
+
+A program for each row is a good plan for thousands of rows. A model that writes
+one token has a single row of logits. Then one program works, and the rest of
+the GPU waits. This page spreads a row over many programs.
+
+After this page you can
+
+* tell from the grid whether a GPU has enough to do;
+* finish a sum that many programs share: in a second pass, by atomics, or in the
+  program that comes last;
+* promise that a row gives the same bits in any batch, and keep that promise.
+"""
+
+# sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
+import ast
+import functools
+import inspect
+import math
+import os
+import time
+import warnings
+from functools import partial
+
+import pandas as pd
+import torch
+from torch.library import Library, triton_op, wrap_triton
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# The page has two reductions of each row: the sum, and the *log-sum-exp*
+#
+# .. math:: y = m + \log \sum_k e^{x_k - m}, \qquad m = \max_k x_k.
+#
+# With the log-sum-exp of a row of logits, the probability of a token is
+# :math:`e^{x_n - y}`. A *dispatch mode* sees each operator of PyTorch, and adds
+# up what it reads and writes:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def logsumexp_torch(x):
+    m = x.amax(-1, keepdim=True)
+    return (x - m).exp().sum(-1).log() + m[:, 0]
+
+
+class Traffic(TorchDispatchMode):
+    moved = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        tensors = [t for t in (*args, out) if isinstance(t, torch.Tensor)]
+        self.moved += sum(t.nbytes for t in tensors)
+        return out
+
+
+if __name__ == "__main__":
+    x = torch.randn(4, 128256, generator=generator, device=DEVICE)
+    for function in (partial(torch.sum, dim=-1), logsumexp_torch):
+        with Traffic() as traffic:
+            function(x)
+        print(f"{traffic.moved / x.nbytes:.2f} times the bytes of x")
+
+# %%
+# The *floor* is to read ``x`` once. The results are a few numbers. PyTorch's
+# sum is at the floor already, and only its time can be better.
+
+# %%
+# The first kernel
+# ----------------
+#
+# A program takes a row, and goes over it in blocks:
+#
+# .. code-block:: text
+#
+#     row 0     +---------+---------+---------+------+
+#     program 0 | block 0 | block 1 | block 2 | mask |  -> out[0]
+#               +---------+---------+---------+------+
+#     row 1     +---------+---------+---------+------+
+#     program 1 | block 0 | block 1 | block 2 | mask |  -> out[1]
+#               +---------+---------+---------+------+
+#
+# The sum of a block's elements waits until the end of the loop. Until then each
+# element of a block has a sum of its own.
+
+
+@triton.jit
+def row_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    # In int32 the product would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64) * N
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, N, BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
+        # Zeros past the end add nothing.
+        x = tl.load(x_ptr + row + offs, mask=offs < N, other=0)  # (BLOCK,)
+        # In half precision, a sum of many numbers would soon stand still.
+        acc += x.to(tl.float32)
+    tl.store(out_ptr + tl.program_id(axis=0), tl.sum(acc, axis=0))
+
+
+def program_a_row(x):
+    """Return the sums of the rows of a contiguous matrix, in float32."""
+    M, N = x.shape
+    out = torch.empty(M, device=x.device)
+    row_kernel[(M,)](x, out, N, BLOCK=8192, num_warps=16)
+    return out
+
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare with float64. A sum of 20000 elements takes two additions in the
+# loop and 13 in a tree. Each addition rounds to 24 bits. Terms may cancel, so
+# the error is relative to the sum of their absolute values: 15 roundings are
+# below :math:`10^{-6}` of it.
+
+if __name__ == "__main__":
+    x = torch.randn(3, 20_000, generator=generator, device=DEVICE)
+    expected, terms = x.double().sum(-1), x.abs().double().sum(-1)
+    out = program_a_row(x).double()
+    error, rtol = ((out - expected).abs() / terms).max().item(), 1e-6
+    print(f"largest error {error:.1e} of the terms, allowed {rtol:.1e}")
+    torch.testing.assert_close(out / terms, expected / terms, rtol=0, atol=rtol)
+
+# %%
+# How fast?
+# ---------
+#
+# We sum rows of logits in bfloat16: one row and 64 rows of Llama's 128256
+# tokens, and one row of :math:`2^{24}`. ``Roof`` is a copy that moves as many
+# bytes: it reads half of ``x`` and writes as much. Below a few megabytes the
+# roof is no bandwidth. It is the time that any kernel takes to start and end.
+
+
+def random(M, N):
+    kind = {"device": DEVICE, "dtype": torch.bfloat16}
+    return torch.randn(M, N, generator=generator, **kind)
+
+
+def sum_torch(x):
+    return torch.sum(x, -1, dtype=torch.float32)
+
+
+def contestants(ours, eager, x):
+    """Return what is measured on a matrix, by name."""
+    torch.compiler.reset()  # past eight shapes it would raise
+    fast = torch.compile(eager, dynamic=False, fullgraph=True)
+    functions = {"Triton": ours, "PyTorch": eager, "torch.compile": fast}
+    found = {name: partial(f, x) for name, f in functions.items()}
+    half = x.view(-1)[: x.numel() // 2]
+    return found | {"Roof": partial(torch.empty_like(half).copy_, half)}
+
+
+SHAPES = [(1, 128256), (64, 128256), (1, 2**24)]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for M, N in SHAPES:
+        found = gpu_time(contestants(program_a_row, sum_torch, random(M, N)))
+        line = [f"{who} {1000 * t[0]:.1f}" for who, t in found.items()]
+        print(f"{M:2} x {N:8}: {', '.join(line)} microseconds")
+
+# %%
+# Are there enough programs?
+# --------------------------
+#
+# One row is one program, on one multiprocessor. The other 131 of an H200 have
+# nothing to do. So let a program take one *part* of a row, a single block:
+#
+# .. code-block:: text
+#
+#     row 0      +---------+---------+---------+------+
+#                | part 0  | part 1  | part 2  | mask |
+#                +---------+---------+---------+------+
+#     programs        0         1         2        3
+#                     |         |         |        |
+#     partial    [ sum 0     sum 1     sum 2    sum 3 ]  -> out[0]
+#
+# The *partial sums* of a row are a row again, a short one. The same kernel sums
+# them in a second launch. A kernel sees all that was stored by the launches
+# before it, so nothing else has to be synchronized. This way has two *passes*.
+
+
+@triton.jit
+def part_kernel(x_ptr, out_ptr, N, parts, BLOCK: tl.constexpr):
+    # In int32 a row's offset would overflow past element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    row, part = pid // parts, pid % parts
+    offs = part * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    x = tl.load(x_ptr + row * N + offs, mask=offs < N, other=0)  # (BLOCK,)
+    tl.store(out_ptr + pid, tl.sum(x.to(tl.float32), axis=0))
+
+
+def two_passes(x, BLOCK=8192, num_warps=8):
+    (M, N), parts = x.shape, triton.cdiv(x.shape[1], BLOCK)
+    sums, out = (torch.empty(n, device=x.device) for n in (M * parts, M))
+    launch = part_kernel[(M * parts,)]
+    launch(x, sums, N, parts, BLOCK=BLOCK, num_warps=num_warps)
+    BLOCK = triton.next_power_of_2(parts)
+    part_kernel[(M,)](sums, out, parts, 1, BLOCK=BLOCK)
+    return out
+
+
+# %%
+# Could one launch do?
+# --------------------
+#
+# A second launch has to wait for the first one to end. There are two ways to
+# finish in the first one.
+#
+# With *atomics*, each program adds its sum to the result in memory. The
+# programs do so in the order in which they finish, and that order changes from
+# call to call. A sum in float32 depends on its order.
+#
+# With a *counter* for each row, each program stores its partial sum, and then
+# raises the counter by one. ``tl.atomic_add`` returns what the counter was. The
+# program that finds ``parts - 1`` came last. It sums the partial sums, always
+# in the same order. No program waits for another one, so none can wait forever.
+#
+# .. code-block:: text
+#
+#     program 2   store sum 2, count 0 -> 1
+#     program 0   store sum 0, count 1 -> 2
+#     program 3   store sum 3, count 2 -> 3
+#     program 1   store sum 1, count 3 -> 4   the last one:
+#                 out = sum 0 + sum 1 + sum 2 + sum 3, count = 0
+#
+# The counter has to be zero before. A launch that sets it to zero would be a
+# second launch again. So the last program leaves the counter at zero, for the
+# next call.
+
+
+@triton.jit
+def atomic_kernel(x_ptr, out_ptr, N, parts, BLOCK: tl.constexpr):
+    pid = tl.program_id(axis=0).to(tl.int64)
+    row, part = pid // parts, pid % parts
+    offs = part * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    x = tl.load(x_ptr + row * N + offs, mask=offs < N, other=0)  # (BLOCK,)
+    total = tl.sum(x.to(tl.float32), axis=0)
+    # No program reads the result, so none needs an order of memory accesses.
+    tl.atomic_add(out_ptr + row, total, sem="relaxed")
+
+
+@triton.jit
+def counter_kernel(
+    x_ptr,
+    sums_ptr,
+    out_ptr,
+    count_ptr,
+    N,
+    parts,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    pid = tl.program_id(axis=0).to(tl.int64)
+    row, part = pid // parts, pid % parts
+    offs = part * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    x = tl.load(x_ptr + row * N + offs, mask=offs < N, other=0)  # (BLOCK,)
+    tl.store(sums_ptr + pid, tl.sum(x.to(tl.float32), axis=0))
+    # One thread counts. The thread that stores must have done so before.
+    tl.debug_barrier()
+    # Release: who sees the count sees the partial sum. Acquire: the last
+    # program sees all partial sums.
+    if tl.atomic_add(count_ptr + row, 1, sem="acq_rel") == parts - 1:
+        offs_p = tl.arange(0, PARTS)  # (PARTS,)
+        ptrs = sums_ptr + row * parts + offs_p
+        # ".cg" reads the L2 cache, to which all multiprocessors write.
+        sums = tl.load(ptrs, offs_p < parts, 0, cache_modifier=".cg")
+        tl.store(out_ptr + row, tl.sum(sums, axis=0))
+        # The next call counts from zero.
+        tl.store(count_ptr + row, 0)
+
+
+COUNTS = torch.zeros(64, dtype=torch.int32, device=DEVICE)  # one for each row
+
+
+def atomics(x, BLOCK=8192, num_warps=8):
+    (M, N), parts = x.shape, triton.cdiv(x.shape[1], BLOCK)
+    out = torch.zeros(M, device=x.device)
+    launch = atomic_kernel[(M * parts,)]
+    launch(x, out, N, parts, BLOCK=BLOCK, num_warps=num_warps)
+    return out
+
+
+def counter(x, BLOCK=8192, num_warps=8):
+    (M, N), parts = x.shape, triton.cdiv(x.shape[1], BLOCK)
+    sums, out = (torch.empty(n, device=x.device) for n in (M * parts, M))
+    tile = {"BLOCK": BLOCK, "PARTS": triton.next_power_of_2(parts)}
+    launch = counter_kernel[(M * parts,)]
+    launch(x, sums, out, COUNTS, N, parts, **tile, num_warps=num_warps)
+    return out
+
+
+STEPS = {
+    "a program a row": (program_a_row, row_kernel),
+    "two passes": (two_passes, part_kernel),
+    "atomics": (atomics, atomic_kernel),
+    "a counter": (counter, counter_kernel),
+}
+
+if __name__ == "__main__":
+    x = torch.randn(3, 20_000, generator=generator, device=DEVICE)
+    terms = x.abs().double().sum(-1)
+    for step, _ in STEPS.values():
+        error = (step(x).double() - x.double().sum(-1)).abs() / terms
+        assert error.max() < 1e-6
+
+# %%
+# The table has microseconds, the statements of each kernel, and how many
+# different results 20 calls gave for one row of :math:`2^{24}`. The atomics
+# need a zero first, which PyTorch writes in a launch of its own.
+
+
+def statements(kernel):
+    tree = ast.parse(inspect.getsource(kernel.fn))
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
+
+
+def results_of(function, x):
+    return len({function(x).item() for _ in range(20)})
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = pd.DataFrame(index=list(STEPS))
+    kernels = [kernel for _, kernel in STEPS.values()]
+    ladder["statements"] = [statements(kernel) for kernel in kernels]
+    for M, N in SHAPES:
+        x = random(M, N)
+        tried = {name: partial(step, x) for name, (step, _) in STEPS.items()}
+        found = gpu_time(tried).values()
+        ladder[f"{M} x {N}"] = [f"{1000 * times[0]:.1f}" for times in found]
+    ladder["results"] = [results_of(step, x) for step, _ in STEPS.values()]
+    print(ladder.to_string())
+
+# %%
+# So the op has a counter. But a counter needs memory that is zero before the
+# first call, and that no other call uses meanwhile: two calls on two streams
+# would count together. The op keeps counters for each stream. A CUDA graph may
+# be replayed on any stream, so what it captures has two passes. So has what
+# ``torch.compile`` compiles, which may keep calls in a graph too. Both ways add
+# up in the same order, and give the same bits.
+
+# %%
+# The same bits in any batch
+# --------------------------
+#
+# An inference engine puts the requests of many users into one batch. With one
+# user more, a row may be split in another way, and then its sum has other last
+# bits. So the answer to one request depends on the other requests. Horace He
+# and others at Thinking Machines Lab traced answers that differ from run to run
+# to that, and asked for kernels that are *batch-invariant*
+# (https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/).
+#
+# It is tempting to split a row into as many parts as keep the GPU busy:
+
+
+def by_programs(x, programs=64):
+    """Sum rows with about so many programs in all, however many rows."""
+    BLOCK = triton.next_power_of_2(triton.cdiv(x.numel(), programs))
+    return two_passes(x, BLOCK=BLOCK)
+
+
+def changed(function, x):
+    """Return how many rows give other bits alone than in their batch."""
+    alone = [function(x[row : row + 1]) for row in range(len(x))]
+    return (function(x) != torch.cat(alone)).sum().item()
+
+
+if __name__ == "__main__":
+    x = torch.randn(8, 20_000, generator=generator, device=DEVICE)
+    for function in (by_programs, two_passes):
+        name, rows = function.__name__, changed(function, x)
+        print(f"{name}: {rows} of {len(x)} rows give other bits alone")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    torch.compiler.reset()
+    fast = torch.compile(sum_torch, dynamic=False, fullgraph=True)
+    x = random(64, 128256)
+    for name, function in (("PyTorch", sum_torch), ("torch.compile", fast)):
+        print(f"{name}: {changed(function, x)} of {len(x)} rows")
+
+# %%
+# The rule for the op: how a row is split depends on its length and dtype alone.
+# So the kernel does not even know how many rows there are.
+#
+# One more thing decides about the order of a sum: which thread holds which
+# elements. Where a row begins at a multiple of 16 bytes, the compiler may give
+# a thread several neighbours, to load them at once. The page
+# ``unaligned_rows.py`` is about that. So this, too, must not depend on where
+# the row happens to lie. Let ``VEC`` be the elements of 16 bytes if they divide
+# ``N``, otherwise 1. With ``VEC``, all rows of a matrix begin at multiples of
+# 16 bytes; a view with rows that begin elsewhere is copied first. With 1, each
+# element is loaded by itself, wherever the row begins.
+
+# %%
+# The log-sum-exp, and its backward
+# ---------------------------------
+#
+# If :math:`y_i` is the log-sum-exp of part :math:`i`, that of the whole row is
+#
+# .. math:: \log \sum_i e^{y_i}.
+#
+# So a row of parts is finished as a row of numbers is, here as well. Where the
+# maximum is infinite, :math:`x - m` would be NaN. So an infinite maximum is not
+# subtracted.
+#
+# With an incoming gradient :math:`g`, which is one number for each row, the
+# gradients are :math:`d_n = g` for the sum, and for the log-sum-exp
+#
+# .. math:: d_n = g\,e^{x_n - y}.
+#
+# No element needs another one of its row, so there is nothing to finish.
+
+# %%
+# The op
+# ------
+#
+# The op returns float32 for half precision. In bfloat16, a log-sum-exp of 12
+# would be rounded to a multiple of 1/16, and a probability from it would be off
+# by up to 3 %. A row of up to 32768 numbers, 16384 in float64, is one part: one
+# program loads it at once, and nothing has to be finished. Without counters,
+# the passes go on until a row is one number. The op is registered in the way of
+# the page ``what_a_call_costs.py``.
+
+FEW_LONG_ROWS_NAMESPACE = "triton_gallery"
+FEW_LONG_ROWS_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+# Bytes, of elements in the accumulator's type
+FEW_LONG_ROWS_WHOLE = 128 * 1024  # of a row that is one part
+FEW_LONG_ROWS_PART = 32 * 1024  # of a part of longer rows
+FEW_LONG_ROWS_ALONE = 2048  # elements that a program of the backward has
+FEW_LONG_ROWS_COUNTS = 1024  # rows that have a counter
+
+
+@triton.jit
+def _few_long_rows_reduce(x, LOG: tl.constexpr):
+    """Return the sum of a block, or its log-sum-exp."""
+    if LOG:
+        top = tl.max(x, axis=0)
+        # inf - inf would be NaN.
+        top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+        result = top + tl.log(tl.sum(tl.exp(x - top), axis=0))
+    else:
+        result = tl.sum(x, axis=0)
+    return result
+
+
+@triton.jit
+def _few_long_rows_kernel(
+    x_ptr,
+    part_ptr,
+    out_ptr,
+    count_ptr,
+    N,
+    parts,
+    stride_xm,
+    LOG: tl.constexpr,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,  # a block for all parts of a row, or 0: no counter
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    # It may also know that 16 divides the stride of these rows, and then it
+    # would add up in another order. With the number of a program, always 0 on
+    # this axis, it cannot know.
+    stride_xm = (stride_xm + tl.program_id(axis=1)) // VEC * VEC
+    # In int32 a row's offset would overflow past element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    row, part = pid // parts, pid % parts
+    offs = part * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    # Past the end, zeros add nothing to a sum, and exp(-inf) is zero.
+    OTHER: tl.constexpr = -float("inf") if LOG else 0.0
+    x_ptrs = x_ptr + row * stride_xm + offs  # (BLOCK,)
+    x = tl.load(x_ptrs, mask=offs < N, other=OTHER).to(ACC)
+    tl.store(part_ptr + pid, _few_long_rows_reduce(x, LOG))
+    if PARTS:
+        # One thread counts. The thread that stores must have done so before.
+        tl.debug_barrier()
+        # Acquire and release: who finds the last count sees all parts.
+        if tl.atomic_add(count_ptr + row, 1, sem="acq_rel") == parts - 1:
+            offs_p = tl.arange(0, PARTS)  # (PARTS,)
+            # From pid - part the compiler cannot tell what divides parts.
+            y_ptrs = part_ptr + (pid - part) + offs_p  # (PARTS,)
+            # ".cg" reads the L2 cache, to which all multiprocessors write.
+            y = tl.load(y_ptrs, offs_p < parts, OTHER, cache_modifier=".cg")
+            tl.store(out_ptr + row, _few_long_rows_reduce(y, LOG))
+            # The next launch counts from zero.
+            tl.store(count_ptr + row, 0)
+
+
+@triton.jit
+def _few_long_rows_backward_kernel(
+    g_ptr,
+    x_ptr,
+    y_ptr,
+    d_ptr,
+    N,
+    parts,
+    stride_xm,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    pid = tl.program_id(axis=0).to(tl.int64)
+    row, part = pid // parts, pid % parts
+    g, y = tl.load(g_ptr + row), tl.load(y_ptr + row)
+    offs = part * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < N
+    x = tl.load(x_ptr + row * stride_xm + offs, mask=mask).to(ACC)
+    tl.store(d_ptr + row * N + offs, g * tl.exp(x - y), mask=mask)
+
+
+def _few_long_rows_check(x):
+    """Return the dtype of the results; raise for what the op does not take."""
+    if x.dtype not in FEW_LONG_ROWS_ACC:
+        raise TypeError(f"few_long_rows takes a float tensor, not {x.dtype}")
+    if x.ndim == 0:
+        raise ValueError("few_long_rows takes a tensor with a last dimension")
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _few_long_rows_matrix(x):
+    """Return x as a matrix that can be loaded as its plan says."""
+    N = int(x.shape[-1])
+    x = x.reshape(-1, N)
+    VEC = _few_long_rows_plan(N, x.dtype)["VEC"]
+    begins = int(x.stride(0)) % VEC or x.storage_offset() % VEC
+    if x.stride(1) != 1 or begins:
+        x = torch.clone(x, memory_format=torch.contiguous_format)
+    return x
+
+
+@functools.cache
+def _few_long_rows_plan(N, dtype):
+    """Return how to launch for rows of N, however many rows there are."""
+    VEC, size = 16 // dtype.itemsize, max(4, dtype.itemsize)
+    BLOCK, num_warps = FEW_LONG_ROWS_PART // size, 8
+    if N * size <= FEW_LONG_ROWS_WHOLE:
+        # Few programs: many warps each, a thread for 64 bytes of a row.
+        BLOCK = triton.next_power_of_2(N)
+        num_warps = min(32, max(4, BLOCK * size // 2048))
+    return {
+        "ACC": FEW_LONG_ROWS_ACC[dtype],
+        # All or nothing. With half of VEC, some rows of a matrix would begin
+        # at multiples of 16 bytes, and others would not.
+        "VEC": VEC if N % VEC == 0 else 1,
+        "BLOCK": BLOCK,
+        "num_warps": num_warps,
+    }
+
+
+def _few_long_rows_plan_backward(N, dtype):
+    """Return the same for the backward, whose parts need not be finished."""
+    plan = _few_long_rows_plan(N, dtype)
+    BLOCK = min(plan["BLOCK"], FEW_LONG_ROWS_ALONE)
+    return plan | {"BLOCK": BLOCK, "num_warps": 4}
+
+
+@functools.cache
+def _few_long_rows_counters(device, stream):
+    """Return counters for a stream, whose launches do not overlap.
+
+    A launch leaves them at zero, so they are set to zero only here.
+    """
+    return torch.zeros(FEW_LONG_ROWS_COUNTS, dtype=torch.int32, device=device)
+
+
+def _few_long_rows_launch(x, LOG, kernel, count=None):
+    """Reduce rows: in one launch with counters, in passes without."""
+    dtype = _few_long_rows_check(x)
+    out = x.new_empty(x.shape[:-1], dtype=dtype)
+    if x.numel() == 0:
+        return out.fill_(-math.inf if LOG else 0)
+    x, M = _few_long_rows_matrix(x), out.numel()
+    plan = _few_long_rows_plan(int(x.shape[1]), x.dtype)
+    counts = count is not None and count.numel() >= M
+    parts = PARTS = 0
+    while parts != 1 and not PARTS:
+        N, stride = int(x.shape[1]), int(x.stride(0))
+        parts = triton.cdiv(N, plan["BLOCK"])
+        to = x.new_empty((M, parts), dtype=dtype) if parts > 1 else out
+        if counts and 1 < parts <= plan["BLOCK"]:
+            PARTS = triton.next_power_of_2(parts)
+        # Triton launches on the current GPU, which may not be that of x.
+        with torch.accelerator.device_index(x.device.index):
+            kernel[(M * parts,)](
+                x,
+                to,
+                out,
+                count if PARTS else out,
+                N,
+                parts,
+                stride,
+                LOG,
+                PARTS=PARTS,
+                **plan,
+            )
+        # The results of the parts are a shorter row, for the next pass. It adds
+        # them up in the order in which a launch with counters does.
+        BLOCK = min(triton.next_power_of_2(parts), plan["BLOCK"])
+        x, plan = to, plan | {"VEC": 1, "BLOCK": BLOCK}
+    return out
+
+
+def _few_long_rows_launch_on_gpu(x, LOG):
+    # A graph may be replayed on any stream, beside calls on that stream.
+    count = None
+    if x.is_cuda and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        count = _few_long_rows_counters(x.device, stream)
+    return _few_long_rows_launch(x, LOG, _few_long_rows_kernel, count)
+
+
+def _few_long_rows_backward_launch(grad, x, y, kernel):
+    dtype = _few_long_rows_check(x)
+    for t in (grad, y):
+        if (t.dtype, t.shape, t.device) != (dtype, x.shape[:-1], x.device):
+            raise ValueError(
+                "few_long_rows_logsumexp_backward takes a gradient and a "
+                f"result of dtype {dtype} and shape {tuple(x.shape[:-1])}, on "
+                f"one device, not {t.dtype} and {tuple(t.shape)}"
+            )
+    d = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if d.numel() == 0:
+        return d
+    N, x = int(x.shape[-1]), _few_long_rows_matrix(x)
+    plan = _few_long_rows_plan_backward(N, x.dtype)
+    parts = triton.cdiv(N, plan["BLOCK"])
+    g, y, stride = grad.contiguous(), y.contiguous(), int(x.stride(0))
+    with torch.accelerator.device_index(x.device.index):
+        kernel[(y.numel() * parts,)](g, x, y, d, N, parts, stride, **plan)
+    return d
+
+
+@triton_op(f"{FEW_LONG_ROWS_NAMESPACE}::few_long_rows_sum", mutates_args={})
+def few_long_rows_sum(x: torch.Tensor) -> torch.Tensor:
+    """Return the sums along the last dimension, as torch.sum(x, -1).
+
+    Takes a tensor of float16, bfloat16, float32 or float64 with one dimension
+    or more, of any layout. Returns float64 for float64, and float32 for the
+    others. The result of a row is the same each time on one kind of GPU, and
+    the same in any batch: it does not depend on other rows, nor on how many
+    there are. Raises TypeError for other dtypes, and ValueError for a tensor
+    without dimensions. Has a gradient.
+    """
+    kernel = wrap_triton(_few_long_rows_kernel)
+    return _few_long_rows_launch(x, False, kernel)
+
+
+@triton_op(
+    f"{FEW_LONG_ROWS_NAMESPACE}::few_long_rows_logsumexp", mutates_args={}
+)
+def few_long_rows_logsumexp(x: torch.Tensor) -> torch.Tensor:
+    """Return log(sum(exp(x))) along the last dimension.
+
+    Does what torch.logsumexp(x, -1) does, without overflow. Takes, returns and
+    raises what ``few_long_rows_sum`` does. Infinities are what they are in
+    PyTorch. Has a gradient, which has none itself.
+    """
+    kernel = wrap_triton(_few_long_rows_kernel)
+    return _few_long_rows_launch(x, True, kernel)
+
+
+@triton_op(
+    f"{FEW_LONG_ROWS_NAMESPACE}::few_long_rows_logsumexp_backward",
+    mutates_args={},
+)
+def few_long_rows_logsumexp_backward(
+    grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of x, for y = few_long_rows_logsumexp(x).
+
+    Takes the gradient of ``y``, ``x`` and ``y``. Raises as
+    ``few_long_rows_sum`` does, and ValueError where ``grad`` or ``y`` is not
+    what the forward returns for ``x``.
+    """
+    kernel = wrap_triton(_few_long_rows_backward_kernel)
+    return _few_long_rows_backward_launch(grad, x, y, kernel)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+FEW_LONG_ROWS_LIBRARY = Library(FEW_LONG_ROWS_NAMESPACE, "FRAGMENT")
+FEW_LONG_ROWS_LIBRARY.impl(
+    "few_long_rows_sum",
+    lambda x: _few_long_rows_launch_on_gpu(x, False),
+    "CUDA",
+)
+FEW_LONG_ROWS_LIBRARY.impl(
+    "few_long_rows_logsumexp",
+    lambda x: _few_long_rows_launch_on_gpu(x, True),
+    "CUDA",
+)
+FEW_LONG_ROWS_LIBRARY.impl(
+    "few_long_rows_logsumexp_backward",
+    lambda grad, x, y: _few_long_rows_backward_launch(
+        grad, x, y, _few_long_rows_backward_kernel
+    ),
+    "CUDA",
+)
+
+
+def _few_long_rows_sum_setup(ctx, inputs, output):
+    ctx.shape, ctx.dtype = inputs[0].shape, inputs[0].dtype
+
+
+def _few_long_rows_sum_gradient(ctx, grad):
+    return grad.unsqueeze(-1).to(ctx.dtype).expand(ctx.shape)
+
+
+def _few_long_rows_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, output)
+
+
+def _few_long_rows_gradient(ctx, grad):
+    return few_long_rows_logsumexp_backward(grad, *ctx.saved_tensors)
+
+
+few_long_rows_sum.register_autograd(
+    _few_long_rows_sum_gradient, setup_context=_few_long_rows_sum_setup
+)
+few_long_rows_logsumexp.register_autograd(
+    _few_long_rows_gradient, setup_context=_few_long_rows_setup
+)
+
+# %%
+# How large should a part be? Small parts are many programs, large ones are
+# fewer partial sums. The table has microseconds of the op's kernel with other
+# parts and other numbers of warps.
+
+
+def with_part(x, BLOCK, num_warps):
+    """Return sums by the op's kernel, with other parts."""
+    (M, N), parts = x.shape, triton.cdiv(x.shape[1], BLOCK)
+    plan = _few_long_rows_plan(N, x.dtype) | {"BLOCK": BLOCK, "LOG": False}
+    PARTS = triton.next_power_of_2(parts) if parts > 1 else 0
+    sums, out = (torch.empty(n, device=x.device) for n in (M * parts, M))
+    _few_long_rows_kernel[(M * parts,)](
+        x,
+        sums if PARTS else out,
+        out,
+        COUNTS,
+        N,
+        parts,
+        N,
+        **plan | {"PARTS": PARTS, "num_warps": num_warps},
+    )
+    return out
+
+
+TILES = [(2048, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (32768, 32)]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    table = pd.DataFrame(index=[f"{n}, {w} warps" for n, w in TILES])
+    for M, N in [(1, 16384), (1, 32000), (1, 65536), *SHAPES]:
+        x = random(M, N)
+        tried = {tile: partial(with_part, x, *tile) for tile in TILES}
+        found = gpu_time(tried, turns=20).values()
+        table[f"{M} x {N}"] = [f"{1000 * times[0]:.1f}" for times in found]
+    print(table.to_string())
+
+# %%
+# Proof
+# -----
+#
+# We compare values and gradients of every dtype with float64. In half precision
+# a gradient is rounded once more.
+
+OPS = {
+    few_long_rows_sum: torch.sum,
+    few_long_rows_logsumexp: torch.logsumexp,
+}
+
+
+def prove(op, shape, dtype):
+    x = torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+    wide = x.double().requires_grad_()
+    y, expected = op(x.requires_grad_()), OPS[op](wide, -1)
+    atol = 1e-6 * shape[-1] if OPS[op] is torch.sum else 5e-6
+    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=atol)
+    grad = torch.randn(y.shape, generator=generator, device=DEVICE)
+    (d,) = torch.autograd.grad(y, x, grad.to(y.dtype))
+    (expected,) = torch.autograd.grad(expected, wide, grad.double())
+    rtol = 2e-5 + (torch.finfo(dtype).eps if dtype.itemsize == 2 else 0)
+    torch.testing.assert_close(d.double(), expected, rtol=rtol, atol=1e-7)
+
+
+SHAPES_OF_PROOF = [(3, 40), (2, 5, 257), (2, 40_000), (1, 8192), (5, 0), (0, 5)]
+if __name__ == "__main__":
+    for op in OPS:
+        for dtype in FEW_LONG_ROWS_ACC:
+            for shape in SHAPES_OF_PROOF:
+                prove(op, shape, dtype)
+
+# %%
+# Next come rows that lie apart or begin anywhere, a transposed matrix and an
+# expanded row, then finite differences, and the same bits in any batch:
+
+x = torch.randn(60, 100, generator=generator, device=DEVICE)
+for view in (x[:, :37], x[::2, 3:], x.T, x[:1].expand(9, 100)):
+    for op, function in OPS.items():
+        torch.testing.assert_close(op(view), function(view, -1))
+
+if __name__ == "__main__":
+    for op in OPS:
+        small = x[:4, :7].double().requires_grad_()
+        assert torch.autograd.gradcheck(op, small)
+        for N in (40_000, 40_001):
+            rows = torch.randn(4, N, generator=generator, device=DEVICE)
+            assert changed(op, rows) == 0
+
+# %%
+# Infinities and NaN are what they are in PyTorch. (Without a GPU, NumPy
+# computes, and would warn of them.)
+
+x = torch.zeros(6, 40, device=DEVICE)
+x[0, 3], x[1, 0], x[2], x[3, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
+x[4, 0], x[4, 1], x[5, 7] = torch.inf, -torch.inf, 1e38
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", RuntimeWarning)
+    found = [op(x) for op in OPS]
+for y, function in zip(found, OPS.values(), strict=True):
+    torch.testing.assert_close(y, function(x, -1), equal_nan=True)
+
+# %%
+# An error names what the op does not take:
+
+if __name__ == "__main__":
+    for x in (torch.tensor(1.0), torch.ones(3, dtype=torch.int32)):
+        try:
+            few_long_rows_sum(x.to(DEVICE))
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# The benchmark is in bfloat16: the sum of one row, the sum of several rows of
+# 128256, and the log-sum-exp of eight rows. PyTorch's log-sum-exp has bfloat16
+# results.
+
+SIZES = [4096, 16384, 32000, 50257, 128256, 201088, 2**20, 2**24]
+ROWS = [1, 2, 4, 8, 16, 32, 64]
+
+
+def benchmark(sizes, x, shape_of, ours, eager):
+    times = {}
+    for size in sizes:
+        matrix = random(*shape_of(size))
+        times[size] = gpu_time(contestants(ours, eager, matrix))
+
+    def moved(size):
+        return 2e-6 * math.prod(shape_of(size))
+
+    return rate_table(times, x, "GB/s", moved)
+
+
+def shown(title, found, x):
+    print(title, found.to_string(), sep="\n")
+    wide = found.pivot(index=x, columns="series", values="GB/s")
+    wide.plot(logx=True, logy=True, title=title)
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ways = few_long_rows_sum, sum_torch
+    results = benchmark(SIZES, "N", lambda N: (1, N), *ways)
+    shown("sum of one row", results, "N")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results_rows = benchmark(ROWS, "M", lambda M: (M, 128256), *ways)
+    shown("sum of M rows of 128256", results_rows, "M")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ways = few_long_rows_logsumexp, partial(torch.logsumexp, dim=-1)
+    results_logsumexp = benchmark(SIZES, "N", lambda N: (8, N), *ways)
+    shown("log-sum-exp of 8 rows", results_logsumexp, "N")
+
+# %%
+# This is what a call costs the CPU, in microseconds:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    cost = results[results["N"] == 128256].set_index("series")["CPU us"]
+    print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# Of a short row, the rate is low for everybody, the copy included: the time is
+# that of a launch and of one load. A row of 50257 begins anywhere, so its
+# elements are loaded one by one. With many rows or a very long one, the rate is
+# that of the memory.
+
+# %%
+# Go further
+# ----------
+#
+# 1. How would you compute the softmax of few long rows with what is here? What
+#    does it read and write?
+# 2. And RMSNorm, which divides a row by its root mean square?
+# 3. The cross entropy of a row with the target :math:`t` is :math:`y - x_t`.
+#    Which program should subtract?
+#
+# To read on:
+#
+# * ``skinny_matmul.py`` splits the sum of a matrix product, and
+#   ``decode_attention.py`` the keys of a sequence.
+# * ``cumsum.py`` has programs of one row that wait for each other.
+
+# %%
+# Answers
+# -------
+#
+# **1.** ``few_long_rows_logsumexp``, and then a kernel that stores
+# :math:`e^{x_n - y}`, which is the backward's kernel for a gradient of 1. The
+# row is read twice and written once; of few rows, the second read may come from
+# the L2 cache.
+#
+# **2.** Each part sums up squares. The last program of a row adds up the parts
+# as they are. A second kernel multiplies each part of the row by what came out.
+#
+# **3.** The last one of a row: it knows :math:`y`, and loads :math:`x_t` alone.

@@ -1,0 +1,916 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Train with a large vocabulary and never hold all its logits: compute the loss
+# and its gradients a few tokens at a time."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
+# ///
+r"""
+Linear cross entropy
+====================
+
+The last layer of a language model gives each token a *logit* for each word of
+the vocabulary: a product of two matrices. The loss makes one number of all
+logits. The logits are often the largest tensor of a training step, and their
+gradient is as large again. This op computes the loss and the gradients of the
+layer's input and weight, and holds the logits of only a few tokens at a time.
+
+After this page you can
+
+* compute a gradient during the forward, and so keep no logits for the backward;
+* write a gradient over the values that it is made from;
+* choose a number of tokens that keeps matrix products fast and memory small;
+* leave the matrix products to cuBLAS, and write a kernel for the rest alone.
+"""
+
+# sphinx_gallery_tags = ["reduction", "compute bound", "autograd"]
+import os
+import time
+from functools import partial
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+from torch.library import Library, custom_op
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# ``x`` (T, D) has a row for each token, ``weight`` (V, D) for each word;
+# ``targets`` (T,) are the right words. A token with logits :math:`z_v` has the
+# loss :math:`\log \sum_v e^{z_v} - z_\text{target}`. PyTorch stores 4 matrices:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def random(T, D, V, dtype=torch.float32):
+    kind = {"device": DEVICE, "generator": generator}
+    x = torch.randn(T, D, dtype=dtype, **kind)
+    weight = torch.randn(V, D, dtype=dtype, **kind) * D**-0.5  # logits near 1
+    return x, weight, torch.randint(V, (T,), **kind)
+
+
+def two_calls(x, weight, targets):
+    return functional.cross_entropy(functional.linear(x, weight), targets)
+
+
+def gradients(function, x, weight, targets):
+    leaves = [t.detach().requires_grad_() for t in (x, weight)]
+    loss = function(*leaves, targets)
+    return loss, *torch.autograd.grad(loss, leaves)
+
+
+class LargeTensors(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if getattr(out, "shape", None) == (512, 8192) and not func.is_view:
+            print(f"{func!s:39} makes {out.nbytes:,} bytes")
+        return out
+
+
+if __name__ == "__main__":
+    x, weight, targets = random(T=512, D=64, V=8192)
+    with LargeTensors():
+        gradients(two_calls, x, weight, targets)
+
+# %%
+# The *floor* is none of these, but three products of :math:`2TDV` operations.
+#
+# The first kernel
+# ----------------
+#
+# The gradient of a logit is its softmax, less one at the target. It depends on
+# the logits of its own token alone. So a *chunk* of tokens goes through all
+# steps before the next chunk begins, and all chunks use one buffer in turn:
+#
+# .. code-block:: text
+#
+#     +-------+     +----------+     the buffer: +----------------------+
+#     | chunk |  @  | weight.T |  =              | logits               |
+#     +-------+     +----------+                 |  v the kernel        |
+#     |  ...  |                                  | gradient of logits   |
+#     +-------+                                  +----------------------+
+#     gradients:  of chunk = the buffer @ weight, of weight += buffer.T @ chunk
+#
+# cuBLAS does the products. A program of the kernel has one row. Its first pass
+# finds maximum and sum, as in ``softmax_long.py``; the second writes gradients.
+
+
+@triton.jit
+def gradient_kernel(
+    logits_ptr,
+    targets_ptr,
+    losses_ptr,
+    V,
+    BLOCK_V: tl.constexpr,
+):
+    pid = tl.program_id(axis=0).to(tl.int64)  # pid * V may pass 2**31
+    target = tl.load(targets_ptr + pid)
+    row_ptr = logits_ptr + pid * V
+    # The second pass writes over it, but only after all threads have met.
+    chosen = tl.load(row_ptr + target).to(tl.float32)
+    # float32's lowest number. With -inf, m - larger could be NaN.
+    m = tl.full((), -3.4028234663852886e38, dtype=tl.float32)
+    s = tl.zeros((), dtype=tl.float32)
+    for start in range(0, V, BLOCK_V):
+        offs = start + tl.arange(0, BLOCK_V)  # (BLOCK_V,)
+        # -inf past the end is never the maximum, and adds nothing to the sum.
+        z = tl.load(row_ptr + offs, mask=offs < V, other=-float("inf"))
+        z = z.to(tl.float32)  # (BLOCK_V,)
+        larger = tl.maximum(m, tl.max(z, axis=0))
+        # What is in s was added while the maximum was m.
+        s = s * tl.exp(m - larger) + tl.sum(tl.exp(z - larger), axis=0)
+        m = larger
+    tl.store(losses_ptr + pid, m + tl.log(s) - chosen)
+    for start in range(0, V, BLOCK_V):
+        offs = start + tl.arange(0, BLOCK_V)  # (BLOCK_V,)
+        z = tl.load(row_ptr + offs, mask=offs < V).to(tl.float32)
+        d = tl.exp(z - m) / s - (offs == target).to(tl.float32)
+        tl.store(row_ptr + offs, d, mask=offs < V)
+
+
+def chunked(x, weight, targets, chunk=2048, num_warps=8):
+    """Return the mean loss, and the gradients of x and weight."""
+    losses = x.new_empty(len(x), dtype=torch.float32)
+    d_x, d_weight = torch.empty_like(x), torch.zeros_like(weight)
+    for start in range(0, len(x), chunk):
+        part = slice(start, start + chunk)
+        logits = x[part] @ weight.T  # (chunk, V), the buffer
+        known = {"BLOCK_V": 512 * num_warps, "num_warps": num_warps}
+        tensors = logits, targets[part], losses[part]
+        gradient_kernel[(len(logits),)](*tensors, len(weight), **known)
+        torch.mm(logits, weight, out=d_x[part])  # now the gradient
+        d_weight.addmm_(logits.T, x[part], alpha=1 / len(x))
+    return losses.mean(), d_x.div_(len(x)), d_weight
+
+
+# %%
+# Is it right?
+# ------------
+#
+# We allow 1e-5 of the largest element: in sums of 5003, most roundings cancel.
+
+if __name__ == "__main__":
+    x, weight, targets = random(T=100, D=64, V=5003)
+    expected = gradients(two_calls, x.double(), weight.double(), targets)
+    found = chunked(x, weight, targets, chunk=32)
+    for one, other in zip(found, expected, strict=True):
+        atol = 1e-5 * other.abs().max().item()
+        print(f"error {(one - other).abs().max():.1e}, allowed {atol:.1e}")
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=atol)
+
+# %%
+# How fast?
+# ---------
+#
+# In bfloat16. ``Roof`` is the products alone, of words up to a multiple of 16.
+
+
+def calls(ours, V):
+    x, weight, targets = random(T, D, V, torch.bfloat16)
+    more = torch.cat([weight, weight[: -V % 16]])
+    torch.compiler.reset()  # past eight sizes it would raise
+    fast = torch.compile(two_calls, dynamic=False, fullgraph=True)
+    return {
+        "Triton": partial(ours, x, weight, targets),
+        "PyTorch": partial(gradients, two_calls, x, weight, targets),
+        "torch.compile": partial(gradients, fast, x, weight, targets),
+        "Roof": lambda: (z := x @ more.T, z @ more, z.T @ x),
+    }
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    T, D = (8192 if torch.cuda.mem_get_info()[1] > 2**35 else 1024), 4096
+    for V in (32000, 128256, 201088):
+        for who, times in gpu_time(calls(chunked, V), turns=5).items():
+            print(f"{V:6} {who:13} {6e-9 * T * D * V / times[0]:4.0f} TFLOP/s")
+
+# %%
+# How many tokens at once?
+# ------------------------
+#
+# A chunk of few tokens needs little memory. But each chunk reads the whole
+# weight, and reads and writes the whole gradient of the weight. With a chunk of
+# :math:`C` tokens, that gradient takes :math:`2CDV` operations and moves
+# :math:`4DV` bytes, so there are :math:`C / 2` operations a byte. A GPU needs
+# some hundreds, or its products wait for memory. And a product of few rows has
+# few tiles, maybe fewer than the GPU has multiprocessors. On a GPU, the run
+# prints the rate and the memory of each chunk: the most that a call holds
+# besides its arguments and results, in GB, and then as a part of the bytes that
+# all logits and their gradient would take.
+
+
+def rate(times, V):
+    """Return TFLOP/s."""
+    return 6e-9 * T * D * V / times[0]
+
+
+def memory(call):
+    """Return the most bytes that a call takes besides what it returns."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    kept = sum(tensor.nbytes for tensor in results)
+    return peak - before - kept
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    V = 128256
+    x, weight, targets = random(T, D, V, torch.bfloat16)
+    sizes = [c for c in (256, 512, 1024, 2048, 4096, 8192) if c <= T]
+    tried = {c: partial(chunked, x, weight, targets, c) for c in sizes}
+    lines = {}
+    for chunk, times in gpu_time(tried, turns=5).items():
+        most = memory(tried[chunk])
+        lines[chunk] = {
+            "TFLOP/s": round(rate(times, V)),
+            "GB": round(most / 1e9, 2),
+            "of logits and gradient": round(most / (4 * T * V), 3),
+        }
+    print(pd.DataFrame(lines).T.rename_axis("tokens").to_string())
+
+# %%
+# The op takes 2048 tokens at a time. With 8192 tokens, its buffer is an eighth
+# of what all logits and their gradient take.
+
+# %%
+# Is the kernel worth more work?
+# ------------------------------
+#
+# These are the parts of one chunk, and the kernel with four numbers of warps:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    chunk = min(T, 2048)
+    x, weight, targets = random(chunk, D, V, torch.bfloat16)
+    logits = x @ weight.T
+    losses = torch.empty(chunk, device=DEVICE)
+    d_x, d_weight = torch.empty_like(x), torch.zeros_like(weight)
+    parts = {
+        "logits": lambda: torch.mm(x, weight.T, out=logits),
+        "gradient of x": lambda: torch.mm(logits, weight, out=d_x),
+        "gradient of weight": lambda: d_weight.addmm_(logits.T, x),
+    }
+    for warps in (4, 8, 16, 32):
+        parts[f"the kernel, {warps} warps"] = partial(
+            gradient_kernel[(chunk,)],
+            logits,
+            targets,
+            losses,
+            V,
+            BLOCK_V=512 * warps,
+            num_warps=warps,
+        )
+    for name, times in gpu_time(parts, turns=9).items():
+        print(f"{name:20} {times[0]:6.3f} ms")
+
+# %%
+# The kernel moves each logit three times at most: each pass reads it, and the
+# second writes its gradient. A better kernel could save no more than the
+# kernel's own line; compare it with the three lines of the products. The op
+# keeps the two passes and has eight warps.
+
+# %%
+# A vocabulary of 50257
+# ---------------------
+#
+# GPT-2's vocabulary is an odd number. In a matrix whose rows have 50257
+# elements of two bytes, most rows begin at an address that 16 does not divide,
+# and a GPU cannot load 16 bytes at once from there. So each row of the op's
+# buffer has *room* for a few more logits, up to a multiple of 16 elements.
+#
+# The kernel needs the room too. A mask that ends at 50257 may end between any
+# two elements, so the compiler loads each element by itself. The op's mask ends
+# at the end of the room, at a multiple of 16, and a ``tl.where`` makes what
+# lies past the vocabulary ``-inf``.
+#
+# Is the room enough for cuBLAS? Or do its products want sizes that 16 divides,
+# too? Then the last word can have small products of its own. On a GPU, the run
+# times the three products, with rows as they are, with room behind them, and
+# with the room and the last word apart:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    V = 50257
+    x, weight, targets = random(chunk, D, V, torch.bfloat16)
+    d_x, d_weight = torch.empty_like(x), torch.zeros_like(weight)
+    kind = {"device": DEVICE, "dtype": torch.bfloat16}
+    rows = torch.randn(chunk, V, **kind)
+    roomy = torch.randn(chunk, V + 15, **kind)[:, :V]
+
+    def three(logits, *words):
+        for some in words:
+            torch.mm(x, weight[some].T, out=logits[:, some])
+        for some in words:
+            d_x.addmm_(logits[:, some], weight[some])
+            d_weight[some].addmm_(logits[:, some].T, x)
+
+    parts = {
+        "rows of 50257": partial(three, rows, slice(0, V)),
+        "rows of 50272": partial(three, roomy, slice(0, V)),
+        "the last apart": partial(
+            three, roomy, slice(0, V - 1), slice(V - 1, V)
+        ),
+    }
+    for name, times in gpu_time(parts, turns=9).items():
+        print(f"{name} {6e-9 * chunk * D * V / times[0]:5.0f} TFLOP/s")
+
+# %%
+# The backward
+# ------------
+#
+# The loss is one number, and so is the gradient that the backward gets for it,
+# ``grad``. Both of our gradients are to be multiplied by it. So the forward can
+# compute them for a ``grad`` of one, and the backward multiplies them *in
+# place*: a second matrix as large as the weight could need more memory than the
+# chunk's logits. PyTorch notices if somebody asks for the same gradients a
+# second time, and raises a RuntimeError.
+#
+# A kernel multiplies them, in float32. ``mul_`` may round the factor to the
+# gradient's dtype first, and float16 cannot hold 65536, a usual factor by which
+# losses are scaled. *Proof* prints what both make of it on this device. Most
+# backwards begin at the loss itself. Then ``grad`` is one: each program of the
+# kernel reads that number and ends, and the CPU need not wait for it.
+
+# %%
+# The op
+# ------
+#
+# The op is a ``custom_op``: ``torch.compile`` does not look into it. If it did,
+# it could reorder the products of two chunks, and hold the logits of both.
+
+LINEAR_CROSS_ENTROPY_NAMESPACE = "triton_gallery"
+LINEAR_CROSS_ENTROPY_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+LINEAR_CROSS_ENTROPY_CHUNK = 2048  # tokens whose logits exist at one time
+LINEAR_CROSS_ENTROPY_BLOCK = 4096  # elements that a program has at one time
+LINEAR_CROSS_ENTROPY_WARPS = 8
+
+
+@triton.jit
+def _linear_cross_entropy_load(row_ptr, offs, V, room, ACC: tl.constexpr):
+    # A mask up to V could end between any two elements, so each would be
+    # loaded by itself. 16 divides the room.
+    z = tl.load(row_ptr + offs, mask=offs < room).to(ACC)
+    # -inf is never the maximum, and adds nothing to the sum.
+    return tl.where(offs < V, z, -float("inf"))
+
+
+@triton.jit
+def _linear_cross_entropy_kernel(
+    logits_ptr,
+    targets_ptr,
+    losses_ptr,
+    scale_ptr,
+    V,
+    room,
+    ignore_index,
+    ACC: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    # The lowest number of ACC. With -inf, m - larger could be NaN.
+    DOUBLE: tl.constexpr = tl.float64 == ACC
+    LOWEST: tl.constexpr = (
+        -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
+    )
+    # In int32 a row's offset would overflow past element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    row_ptr = logits_ptr + pid * room
+    target = tl.load(targets_ptr + pid)
+    counts = target != ignore_index
+    # Any other target would read another row's logit, or past the buffer.
+    known = counts & (target >= 0) & (target < V)
+    # Read before the second pass writes over it: the reductions between them
+    # make all threads wait for each other.
+    chosen = tl.load(row_ptr + target, mask=known, other=float("nan")).to(ACC)
+    m = tl.full((), LOWEST, dtype=ACC)
+    s = tl.zeros((), dtype=ACC)
+    for start in range(0, V, BLOCK_V):
+        offs = start + tl.arange(0, BLOCK_V)  # (BLOCK_V,)
+        z = _linear_cross_entropy_load(row_ptr, offs, V, room, ACC)
+        larger = tl.maximum(m, tl.max(z, axis=0))
+        # What is in s was added while the maximum was m.
+        s = s * tl.exp(m - larger) + tl.sum(tl.exp(z - larger), axis=0)
+        m = larger
+    loss = tl.where(counts, m + tl.log(s) - chosen, 0.0)
+    tl.store(losses_ptr + pid, loss)
+    if GRADIENT:
+        scale = tl.load(scale_ptr)
+        # A wrong target makes its row of gradients NaN, as well as the loss.
+        s = tl.where(chosen == chosen, s, float("nan"))
+        for start in range(0, V, BLOCK_V):
+            offs = start + tl.arange(0, BLOCK_V)  # (BLOCK_V,)
+            z = _linear_cross_entropy_load(row_ptr, offs, V, room, ACC)
+            d = tl.exp(z - m) / s - (offs == target).to(ACC)  # (BLOCK_V,)
+            # The products go over ignored tokens too: these add nothing.
+            d = tl.where(counts, d * scale, 0.0)
+            # What is stored past V, nobody reads.
+            tl.store(row_ptr + offs, d, mask=offs < room)
+
+
+@triton.jit
+def _linear_cross_entropy_scale_kernel(
+    d_ptr,
+    factor_ptr,
+    numel,
+    BLOCK: tl.constexpr,
+):
+    factor = tl.load(factor_ptr)
+    # Most steps go back from the loss itself: then there is nothing to do.
+    if factor != 1.0:
+        # In int32 the offsets would overflow past element 2**31.
+        pid = tl.program_id(axis=0).to(tl.int64)
+        offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+        d = tl.load(d_ptr + offs, mask=offs < numel).to(factor.dtype)
+        tl.store(d_ptr + offs, d * factor, mask=offs < numel)
+
+
+def _linear_cross_entropy_check(x, weight, targets):
+    name = "linear_cross_entropy"
+    dtypes = x.dtype, weight.dtype, targets.dtype
+    if (
+        x.dtype not in LINEAR_CROSS_ENTROPY_ACC
+        or weight.dtype != x.dtype
+        or targets.dtype != torch.int64
+    ):
+        raise TypeError(
+            f"{name} takes x and weight of one float dtype and int64 targets, "
+            f"not {', '.join(map(str, dtypes))}"
+        )
+    devices = {tensor.device for tensor in (x, weight, targets)}
+    shapes = [tuple(tensor.shape) for tensor in (x, weight, targets)]
+    if (
+        len(devices) > 1
+        or x.ndim == 0
+        or weight.ndim != 2
+        or x.shape[-1] != weight.shape[1]
+        or x.shape[:-1] != targets.shape
+        or not 0 < weight.shape[0] < 2**30
+    ):
+        raise ValueError(
+            f"{name} takes x (..., D), weight (V, D) with V from 1 to 2**30 "
+            f"and targets (...), on one device, not {shapes}"
+        )
+
+
+def _linear_cross_entropy_empty(x, weight, of_x, of_weight):
+    """Return where the gradients go; nothing for those not wanted."""
+    d_x = torch.zeros(x.shape if of_x else 0, dtype=x.dtype, device=x.device)
+    d_weight = torch.zeros(
+        weight.shape if of_weight else 0, dtype=x.dtype, device=x.device
+    )
+    return d_x, d_weight
+
+
+def _linear_cross_entropy_launch(
+    x, weight, targets, ignore_index, of_x, of_weight
+):
+    _linear_cross_entropy_check(x, weight, targets)
+    d_x, d_weight = _linear_cross_entropy_empty(x, weight, of_x, of_weight)
+    V, D = weight.shape
+    T = targets.numel()
+    rows, x = d_x.view(-1, D), x.reshape(T, D)
+    targets = targets.reshape(T).contiguous()
+    ACC = LINEAR_CROSS_ENTROPY_ACC[x.dtype]
+    wide = torch.float64 if tl.float64 == ACC else torch.float32
+    losses = torch.empty(T, dtype=wide, device=x.device)
+    count = (targets != ignore_index).sum()
+    # The mean divides by count, the number of tokens that count, which only the
+    # GPU knows. If the kernel divided by it, small gradients would become zero
+    # in float16. So the kernel multiplies by total / count, and the products
+    # divide by total. It is 2**15 at most, as float16 ends at 65504.
+    total = min(max(T, 1), 2**15)
+    # Without a token that counts the gradients are zero, as in PyTorch.
+    scale = total / count.clamp(min=1).to(wide)
+    chunk = min(T, LINEAR_CROSS_ENTROPY_CHUNK)
+    # With room behind each row, all rows begin at a multiple of 16 bytes. The
+    # compiler knows it: Triton compiles a kernel for numbers that 16 divides.
+    room = triton.cdiv(V, 16) * 16
+    # cuBLAS is slow where 16 does not divide the number of words. So the words
+    # past the last multiple have small products of their own.
+    cut = V // 16 * 16
+    edges = [(0, cut), (cut, V)] if 0 < cut < V else [(0, V)]
+    words = [slice(*edge) for edge in edges]
+    buffer = torch.empty(chunk, room, dtype=x.dtype, device=x.device)
+    # Triton launches on the current GPU, which may not be that of x.
+    with torch.accelerator.device_index(x.device.index):
+        for start in range(0, T, max(1, chunk)):
+            part = slice(start, start + chunk)
+            logits = buffer[: len(x[part]), :V]
+            for some in words:
+                torch.mm(x[part], weight[some].T, out=logits[:, some])
+            _linear_cross_entropy_kernel[(len(logits),)](
+                logits,
+                targets[part],
+                losses[part],
+                scale,
+                V,
+                room,
+                ignore_index,
+                ACC=ACC,
+                GRADIENT=of_x or of_weight,
+                BLOCK_V=LINEAR_CROSS_ENTROPY_BLOCK,
+                num_warps=LINEAR_CROSS_ENTROPY_WARPS,
+            )
+            # Now the buffer has the gradient of the logits.
+            for some in words:
+                d, alpha = logits[:, some], 1 / total
+                if of_x:
+                    rows[part].addmm_(d, weight[some], alpha=alpha)
+                if of_weight:
+                    d_weight[some].addmm_(d.T, x[part], alpha=alpha)
+    # Without a token that counts 0 / 0, so NaN, as in PyTorch.
+    return losses.sum() / count, d_x, d_weight
+
+
+@custom_op(
+    f"{LINEAR_CROSS_ENTROPY_NAMESPACE}::linear_cross_entropy", mutates_args=()
+)
+def _linear_cross_entropy_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int,
+    of_x: bool,
+    of_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the loss and its gradients; nothing for those not wanted."""
+    return _linear_cross_entropy_launch(
+        x, weight, targets, ignore_index, of_x, of_weight
+    )
+
+
+@_linear_cross_entropy_forward.register_fake
+def _linear_cross_entropy_fake(
+    x, weight, targets, ignore_index, of_x, of_weight
+):
+    _linear_cross_entropy_check(x, weight, targets)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    gradients = _linear_cross_entropy_empty(x, weight, of_x, of_weight)
+    return x.new_empty((), dtype=wide), *gradients
+
+
+@custom_op(
+    f"{LINEAR_CROSS_ENTROPY_NAMESPACE}::linear_cross_entropy_scale",
+    mutates_args=("d",),
+)
+def _linear_cross_entropy_scale(d: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply d, in the factor's precision, whatever the dtype of d is."""
+    grid = (triton.cdiv(d.numel(), LINEAR_CROSS_ENTROPY_BLOCK),)
+    # An op that mutates: PyTorch notes that d is no longer what was saved.
+    with torch.accelerator.device_index(d.device.index):
+        _linear_cross_entropy_scale_kernel[grid](
+            d,
+            factor,
+            d.numel(),
+            BLOCK=LINEAR_CROSS_ENTROPY_BLOCK,
+            num_warps=LINEAR_CROSS_ENTROPY_WARPS,
+        )
+
+
+def _linear_cross_entropy_setup(ctx, inputs, output):
+    ctx.wanted = inputs[-2:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+
+
+def _linear_cross_entropy_backward(ctx, grad, *_):
+    gradients = [None, None]
+    for which, d in enumerate(ctx.saved_tensors):
+        if ctx.wanted[which]:
+            _linear_cross_entropy_scale(d, grad)
+            gradients[which] = d
+    return *gradients, None, None, None, None
+
+
+_linear_cross_entropy_forward.register_autograd(
+    _linear_cross_entropy_backward, setup_context=_linear_cross_entropy_setup
+)
+# On a GPU a call goes to the launcher; all else goes on to the custom_op.
+LINEAR_CROSS_ENTROPY_LIBRARY = Library(
+    LINEAR_CROSS_ENTROPY_NAMESPACE, "FRAGMENT"
+)
+LINEAR_CROSS_ENTROPY_LIBRARY.impl(
+    "linear_cross_entropy", _linear_cross_entropy_launch, "CUDA"
+)
+
+
+def linear_cross_entropy(x, weight, targets, ignore_index=-100):
+    """Return the mean cross entropy of the logits x @ weight.T.
+
+    As PyTorch's ``cross_entropy(linear(x, weight), targets)``, but the logits
+    of at most ``LINEAR_CROSS_ENTROPY_CHUNK`` tokens exist at one time.
+
+    Takes x (..., D) and weight (V, D), both float16, bfloat16, float32 or
+    float64 and of any layout, and int64 targets (...), with D and V from 1 on
+    and V up to 2**30. All are on one device. Autocast does not convert them:
+    cast x and weight to one dtype before. The loss is a float32 scalar (float64
+    for float64): the mean over the tokens whose target is not ``ignore_index``,
+    an int. Without such tokens the loss is NaN. If any other target is not in
+    range(V), the loss is NaN, and so are the gradient of weight and the one of
+    that token's x. The logits and their gradient are rounded to the dtype of x,
+    and so is the gradient of the weight after each chunk. On one kind of GPU,
+    the results have the same bits each time if those of its library's matrix
+    products do.
+
+    The gradients are computed with the loss, for those of x and weight that
+    require grad, and kept for the backward. The backward multiplies them in
+    place: a second backward of one loss raises RuntimeError. The gradients have
+    no gradients themselves. The method: https://arxiv.org/abs/2410.10989
+    Raises TypeError for other dtypes, and ValueError for other shapes and for
+    tensors on several devices.
+    """
+    wanted = torch.is_grad_enabled()
+    loss, *_ = _linear_cross_entropy_forward(
+        x,
+        weight,
+        targets,
+        ignore_index,
+        wanted and x.requires_grad,
+        wanted and weight.requires_grad,
+    )
+    return loss
+
+
+# %%
+# On a GPU, the run times the op beside the first kernel's launcher. The loss
+# alone, without gradients, needs one of the three products, so its rate counts
+# the operations of one.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = {}
+    for V in (50257, 128256):
+        x, weight, targets = random(T, D, V, torch.bfloat16)
+        tried = {
+            "first kernel": partial(chunked, x, weight, targets),
+            "the op": partial(
+                gradients, linear_cross_entropy, x, weight, targets
+            ),
+            "the op, loss": partial(
+                torch.no_grad()(linear_cross_entropy), x, weight, targets
+            ),
+        }
+        for name, times in gpu_time(tried, turns=5).items():
+            products = 1 if "loss" in name else 3
+            figure = round(rate(times, V) * products / 3)
+            ladder.setdefault(name, {})[f"TFLOP/s at {V}"] = figure
+    print(pd.DataFrame(ladder).T.to_string())
+
+# %%
+# Proof
+# -----
+#
+# We compare every dtype with float64, with chunks of five tokens, ignored
+# tokens and a strided ``x``. In half precision, three things are rounded, to 8
+# bits in bfloat16: the logits, their gradients, and the weight's gradient after
+# each chunk. We allow six such roundings of the largest element.
+
+
+def compare(x, weight, targets, tolerance):
+    """Compare the loss and both gradients with those of float64."""
+    found = gradients(linear_cross_entropy, x, weight, targets)
+    wide = x.detach().double(), weight.detach().double()
+    expected = gradients(two_calls, *wide, targets)
+    for one, other in zip(found, expected, strict=True):
+        atol = tolerance * other.abs().max().item()
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=atol)
+
+
+def small(dtype=torch.float64, T=13, D=24, V=70):
+    """Return inputs of which every third token is ignored."""
+    x, weight, targets = random(T, 2 * D, V)
+    targets[::3] = -100
+    return x.to(dtype)[:, ::2], weight.to(dtype)[:, :D], targets
+
+
+LINEAR_CROSS_ENTROPY_CHUNK, before = 5, LINEAR_CROSS_ENTROPY_CHUNK
+for dtype in LINEAR_CROSS_ENTROPY_ACC:
+    compare(*small(dtype), max(1e-5, 6 * torch.finfo(dtype).eps))
+LINEAR_CROSS_ENTROPY_CHUNK = before
+
+# %%
+# ``gradcheck`` asks for each gradient twice, which the op refuses. So we take
+# finite differences by hand: half the difference of the losses one step to
+# either side, along a random direction. Then we ask a second time:
+
+x, weight, targets = small()
+leaves = x.requires_grad_(), weight.requires_grad_()
+loss = linear_cross_entropy(*leaves, targets)
+found = torch.autograd.grad(3 * loss, leaves, retain_graph=True)
+for tensor, d in zip(leaves, found, strict=True):
+    step = torch.randn(tensor.shape, generator=generator, device=DEVICE)
+    step = step.to(tensor.dtype) * 1e-6
+    sides = []
+    for sign in (1, -1):
+        moved = [t + sign * step if t is tensor else t for t in leaves]
+        sides.append(3 * linear_cross_entropy(*moved, targets).detach())
+    torch.testing.assert_close((d * step).sum(), (sides[0] - sides[1]) / 2)
+try:
+    torch.autograd.grad(loss, leaves)
+except RuntimeError as error:
+    print("a second time:", str(error).partition(":")[0])
+
+# %%
+# The gradient of a scaled loss, in float16: 1e-4 times 65536 is 6.55. Where
+# ``mul_`` rounds the factor to float16 first, it prints ``inf``:
+
+if __name__ == "__main__":
+    factor = torch.tensor(65536.0, device=DEVICE)
+    for name, multiply in (
+        ("mul_", torch.Tensor.mul_),
+        ("the op", _linear_cross_entropy_scale),
+    ):
+        d = torch.full((1,), 1e-4, dtype=torch.float16, device=DEVICE)
+        multiply(d, factor)
+        print(f"{name}: {d.item():.2f}")
+
+# %%
+# Tokens that are all ignored, no tokens, and a wrong target:
+
+if __name__ == "__main__":
+    x, weight, targets = random(T=4, D=8, V=9)
+    for case, name in (
+        (torch.full_like(targets, -100), "all ignored"),
+        (targets + 9, "wrong targets"),
+    ):
+        print(f"{name}: loss {linear_cross_entropy(x, weight, case).item()}")
+    loss = linear_cross_entropy(x[:0], weight, targets[:0]).item()
+    print(f"no tokens: loss {loss}")
+    try:
+        linear_cross_entropy(x, weight.half(), targets)
+    except TypeError as error:
+        print(f"TypeError: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# The benchmark times loss and both gradients, at vocabularies of models. The
+# roof's products take all tokens at once, so they need the whole matrix of
+# logits. Its rows begin at multiples of 16 bytes.
+
+SIZES = [32000, 50257, 128256, 151936, 201088]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ours = partial(gradients, linear_cross_entropy)
+    times = {V: gpu_time(calls(ours, V), turns=5) for V in SIZES}
+    work = 6e-9 * T * D
+    results = rate_table(times, "V", "TFLOP/s", lambda V: work * V)
+    print(results.to_string())
+    results.pivot(index="V", columns="series", values="TFLOP/s").plot()
+
+# %%
+# This is the memory of a call, besides its arguments and the two gradients:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    taken = {}
+    for V in SIZES:
+        found = calls(ours, V)
+        found.pop("Roof")
+        taken[V] = {name: memory(call) / 1e9 for name, call in found.items()}
+    peaks = pd.DataFrame(taken).T
+    print(peaks.round(2).to_string())
+    fig, ax = plt.subplots()
+    peaks.plot(ax=ax, marker="o")
+    ax.set(xlabel="words in the vocabulary", ylabel="GB", ylim=(0, None))
+    ax.set_title(f"Memory of a step of {T} tokens")
+
+# %%
+# This is what a call costs the CPU, in microseconds:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    cost = results[results["V"] == 32000].set_index("series")["CPU us"]
+    print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# The rate counts the floor's operations, and cuBLAS's products do all of them.
+# Three things are the op's alone, and not the roof's: the kernel, reading the
+# weight again for each chunk, and adding to the weight's gradient. The lines of
+# one chunk above show the time of the kernel beside that of each product.
+#
+# With 2048 tokens or fewer there is one chunk. Then all logits exist at once,
+# and the op saves only the second matrix, which would hold their gradient.
+#
+# Break it: a gradient that is divided too early
+# ----------------------------------------------
+#
+# The mean divides by the number of tokens. What happens in float16 if the
+# gradient of the logits is divided before it is rounded?
+
+if __name__ == "__main__":
+    x, weight, targets = random(T=64, D=32, V=50_257)
+    d = torch.softmax(x @ weight.T, -1)
+    for tokens in (1, 8192):
+        lost = ((d / tokens).half() == 0).float().mean()
+        print(f"divided by {tokens:4}: {lost:6.1%} of the elements become zero")
+
+# %%
+# The smallest number of float16 is 6e-8, and less than half of it rounds to
+# zero. A softmax over 50257 words has many elements of about 1e-5. Divided by
+# 8192, these are zero in float16. So the op's products divide, after they have
+# added up in float32. The kernel itself multiplies by a number that is at least
+# one for up to 32768 tokens.
+
+# %%
+# Go further
+# ----------
+#
+# 1. *Soft-capping* replaces a logit by :math:`c \tanh(z / c)`. What changes in
+#    the kernel?
+# 2. Could the kernel of the product find maximum and sum too, so that no logits
+#    are ever in memory? What would the backward have to do again?
+#
+# To read on: ``cross_entropy.py``, for logits that exist; `Cut your losses in
+# large-vocabulary language models <https://arxiv.org/abs/2411.09009>`_, for the
+# other answer; and ``torch.nn.functional.linear_cross_entropy`` of PyTorch
+# 2.13, which takes chunks too if its ``options`` ask for it.
+
+# %%
+# Answers
+# -------
+#
+# **1.** Both passes replace each logit right after they load it. The second
+# multiplies the gradient by :math:`1 - \tanh^2(z / c)`.
+#
+# **2.** The end of the product's kernel can store a maximum and a sum for each
+# row of its tile. The backward then has no logits, and multiplies ``x`` and
+# ``weight`` once more: four products instead of three.

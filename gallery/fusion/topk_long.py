@@ -1,0 +1,868 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Find the k largest of long rows: many programs share a row, and further
+# kernels merge what each of them found."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
+# ///
+r"""
+Top-k of long rows
+==================
+
+A language model samples among the ``k`` largest of a hundred thousand logits.
+Such rows are long, and often few. So many programs share a row. Each finds the
+``k`` largest of its part, and further kernels merge what they found.
+
+After this page you can
+
+* divide a row among programs, and merge their results;
+* go down a row's columns in a loop, so that a part may have any length;
+* choose the length of a part for few rows and for many.
+"""
+
+# sphinx_gallery_tags = ["selection", "sorting", "memory bound", "autograd"]
+import functools
+import os
+import time
+from functools import partial
+
+import pandas as pd
+import torch
+from torch.library import Library, triton_op, wrap_triton
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# The ``k`` largest of a row are among the ``k`` largest of its parts. This
+# function counts what it reads. The floor is to read each number once:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def topk_by_parts(x, k, part):
+    """Return the k largest of each row, and how many numbers were read."""
+    found = [torch.topk(p, k).values for p in x.split(part, dim=1)]
+    found = torch.cat(found, dim=1)
+    return torch.topk(found, k).values, x.numel() + found.numel()
+
+
+if __name__ == "__main__":
+    x = torch.randn(3, 20_000, generator=generator, device=DEVICE)
+    values, read = topk_by_parts(x, 8, 4096)
+    torch.testing.assert_close(values, torch.topk(x, 8).values)
+    print(f"{read:,} numbers are read, of {x.numel():,} in x")
+
+# %%
+# The first kernel
+# ----------------
+#
+# As on the page ``topk.py``, a *word* is an integer that has a float in its
+# upper half and its index, in reverse order, in its lower half. ``tl.topk``
+# sorts words. The first kernel sorts those of a part. The second kernel sorts
+# what all parts of a row have kept:
+#
+# .. code-block:: text
+#
+#     a row    +----------+----------+----------+------+
+#              |  part 0  |  part 1  |  part 2  |  3   |   a program each
+#              +----------+----------+----------+------+
+#     words       k best     k best     k best    k best
+#                    \          |          |        /
+#                     +---------+----------+-------+
+#                            k best of the row             one program
+#
+# A shorter part is filled up with ``LOWEST``.
+
+LOWEST = tl.constexpr(-(2**63))
+LAST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def part_kernel(x_ptr, words_ptr, N, K: tl.constexpr, PART: tl.constexpr):
+    # In int32 a row's offset would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    part = tl.program_id(axis=1)
+    offs = part * PART + tl.arange(0, PART)  # (PART,)
+    x = tl.load(x_ptr + row * N + offs, mask=offs < N, other=0)
+    bits = x.to(tl.int32, bitcast=True)
+    # The bits of negative floats are in reverse order.
+    key = tl.where(bits < 0, bits ^ LAST, bits)
+    # The two zeros are equal, and so are all NaN.
+    key = tl.where(x == 0, 0, key)
+    key = tl.where(x == x, key, LAST)
+    words = (key.to(tl.int64) << 32) | (LAST - offs)  # (PART,)
+    best = tl.topk(tl.where(offs < N, words, LOWEST), K)  # (K,)
+    place = (row * tl.num_programs(axis=1) + part) * K
+    tl.store(words_ptr + place + tl.arange(0, K), best)
+
+
+@triton.jit
+def merge_kernel(
+    x_ptr,
+    values_ptr,
+    indices_ptr,
+    words_ptr,
+    N,
+    k,
+    count,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)  # (BLOCK,)
+    words_row = words_ptr + row * count
+    words = tl.load(words_row + offs, mask=offs < count, other=LOWEST)
+    index = LAST - (tl.topk(words, K) & LAST)  # (K,)
+    # K is a power of two, so the last words may not be asked for.
+    offs_k = tl.arange(0, K)  # (K,)
+    mask = offs_k < k
+    # Loaded again: a key has not the sign of a zero, nor the bits of a NaN.
+    values = tl.load(x_ptr + row * N + index, mask=mask)
+    tl.store(values_ptr + row * k + offs_k, values, mask=mask)
+    tl.store(indices_ptr + row * k + offs_k, index, mask=mask)
+
+
+def sort_parts(x, k, PART=4096):
+    """Return the k largest of each row of a contiguous float32 matrix."""
+    M, N = x.shape
+    K = max(2, triton.next_power_of_2(k))
+    parts = triton.cdiv(N, PART)
+    count = parts * K
+    values = x.new_empty(M, k)
+    indices = torch.empty_like(values, dtype=torch.int64)
+    words = indices.new_empty(M, count)
+    part_kernel[(M, parts)](x, words, N, K=K, PART=PART, num_warps=8)
+    BLOCK = triton.next_power_of_2(count)
+    out = values, indices
+    merge_kernel[(M,)](x, *out, words, N, k, count, K=K, BLOCK=BLOCK)
+    return out
+
+
+# %%
+# Is it right?
+# ------------
+#
+# Nothing is rounded, so we allow no error. PyTorch's stable sort also has the
+# lower index first among equals. We ask it on the CPU, in float64.
+
+if __name__ == "__main__":
+    x = torch.randn(2, 1000, generator=generator, device=DEVICE)
+    x[1] = x[1].round()  # many equals
+    values, indices = (t.cpu() for t in sort_parts(x, 5, PART=256))
+    order = x.cpu().double().sort(descending=True, stable=True)
+    error = (values - order.values[:, :5]).abs().max().item()
+    print(f"largest error {error}, allowed 0.0")
+    exactly = {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(values.double(), order.values[:, :5], **exactly)
+    torch.testing.assert_close(indices, order.indices[:, :5], **exactly)
+
+# %%
+# How fast?
+# ---------
+#
+# We time one row, 64 and 1024 rows of a vocabulary, in float32. The rate counts
+# the bytes of the floor: the input, and twelve for each element found. The roof
+# is a copy of half of the input, which moves as many bytes as it takes to read.
+
+
+def random(M, N):
+    return torch.randn(M, N, generator=generator, device=DEVICE)
+
+
+def measure(ours, M, N, k):
+    """Time a function and what stands beside it."""
+    torch.compiler.reset()  # past eight shapes it would raise
+    fast = torch.compile(torch.topk, dynamic=False, fullgraph=True)
+    x = random(M, N)
+    half = x.view(-1)[: x.numel() // 2]
+    ops = {"Triton": ours, "PyTorch": torch.topk, "torch.compile": fast}
+    calls = {name: partial(op, x, k) for name, op in ops.items()}
+    calls["Roof"] = partial(torch.empty_like(half).copy_, half)
+    return gpu_time(calls, turns=20)
+
+
+def moved(M, N, k):
+    """Return the bytes of the floor, in millions."""
+    return (4 * N + 12 * k) * M * 1e-6
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for M in (1, 64, 1024):
+        found = measure(sort_parts, M, 128256, 8).items()
+        rates = [f"{who} {moved(M, 128256, 8) / t[0]:.0f}" for who, t in found]
+        print(f"{M:4} rows: {', '.join(rates)} GB/s")
+
+# %%
+# Columns, in a loop
+# ------------------
+#
+# The page ``topk.py`` finds the ``k`` columns with the largest maxima first,
+# and sorts only what is in them. Here a part is larger than what fits into
+# registers. So each thread goes down its columns in a loop, and keeps of each
+# column the largest element so far, and where it was:
+#
+# .. code-block:: text
+#
+#     columns     0     1     2   ...  SETS - 1
+#               +------------------------------+
+#               |                              |   8 elements of a column are
+#     a turn    | ...                          |   loaded in each turn
+#               +------------------------------+
+#     next turn | ...                          |
+#               +------------------------------+
+#     top         *     *     *   ...     *        a number and its index each
+#
+# Then the ``k`` best columns are divided into *shares*, the ``k`` best shares
+# are found, and their elements are sorted. The launcher chooses the columns as
+# that page does: with the least to sort.
+#
+# In half precision a word of a part has 32 bits: 16 of the float, and 15 of the
+# index within the part. So a part has at most 16384 elements there. The words
+# that a part keeps have 64 bits, and the index within the row.
+
+# %%
+# How long is a part?
+# -------------------
+#
+# A part's sorts cost the same, whether they follow much reading or little. So
+# long parts are better, as long as there are enough programs for the GPU. The
+# op makes about 1024 programs, of 4096 elements at least and of 65536 at most.
+# A table after the op compares other lengths.
+
+# %%
+# Many parts
+# ----------
+#
+# A row of a million has 245 parts of 4096. With ``k = 128`` they keep 31360
+# words, which is too much for one sort. So a program merges 1024 words. What is
+# left is merged again, until one program merges all of it:
+#
+# .. code-block:: text
+#
+#     words    31360 -> 31 programs ->  3968 -> 4 programs -> 512 -> 1 program
+#
+# The order of words has no equals. So the result is the same for any parts, and
+# whichever program ends first.
+
+# %%
+# The backward
+# ------------
+#
+# A value's gradient goes to the element that it came from. All others are zero:
+#
+# .. math:: \mathrm{d}x_n = \sum_{j < k} \mathrm{d}v_j\,[n = i_j].
+#
+# No element is found twice, so nothing is added up. Two calls of PyTorch do it:
+# zeros, and ``scatter``.
+
+# %%
+# The op
+# ------
+#
+# The op takes rows of any length up to ``2**30``. A row of one part needs no
+# merging, and the first kernel stores its result. In float64 a word has no room
+# for an index. The op takes float64 so that ``gradcheck`` can test the
+# gradient, and goes over the row ``k`` times. The op is registered in the way
+# of the page ``what_a_call_costs.py``.
+
+TOPK_LONG_NAMESPACE = "triton_gallery"
+TOPK_LONG_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+TOPK_LONG_MOST = 128  # for k
+TOPK_LONG_PART = 4096  # elements that are worth a program
+TOPK_LONG_WIDE = 2**16  # elements of a part, at most
+TOPK_LONG_HALF = 2**14  # in half precision: an index has 15 bits there
+TOPK_LONG_PROGRAMS = 1024  # that fill a GPU
+TOPK_LONG_WARP = 128  # columns, or words to merge, for a warp
+TOPK_LONG_STEP = 32  # words that cost as much to sort as a further sort does
+TOPK_LONG_MERGE = 1024  # words that a program merges
+
+
+@triton.jit
+def _topk_long_key(x):
+    """Return integers in the order of the floats, with NaN as the largest."""
+    BITS: tl.constexpr = x.dtype.primitive_bitwidth
+    INT: tl.constexpr = tl.int64 if BITS == 64 else tl.int32
+    TOP: tl.constexpr = 2 ** (BITS - 1) - 1
+    if BITS == 16:
+        bits = x.to(tl.int16, bitcast=True).to(INT)
+        wide = x.to(tl.float32)
+    else:
+        bits = x.to(INT, bitcast=True)
+        wide = x
+    # The bits of negative floats are in reverse order.
+    key = tl.where(bits < 0, bits ^ TOP, bits)
+    # The two zeros are equal, and so are all NaN.
+    key = tl.where(wide == 0, 0, key)
+    return tl.where(wide == wide, key, TOP)
+
+
+@triton.jit
+def _topk_long_best(
+    x_part,
+    first,
+    N,
+    STEP: tl.constexpr,
+    LENGTH: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Return the words of the K best groups of elements, and their indices.
+
+    A group begins at an element of ``first``. It has LENGTH elements, one in
+    every STEP of the part. Its word is that of its largest element.
+    """
+    BITS: tl.constexpr = x_part.dtype.element_ty.primitive_bitwidth
+    WORD: tl.constexpr = tl.int32 if BITS == 16 else tl.int64
+    LAST: tl.constexpr = 2 ** (BITS - 1) - 1
+    UNROLL: tl.constexpr = min(LENGTH, 8)
+    # In float32, which is exact: not every GPU compares bfloat16.
+    top = tl.full(first.shape, -float("inf"), dtype=tl.float32)  # (groups,)
+    index = first
+    for start in range(0, LENGTH, UNROLL):
+        # So many loads at least are under way at a time.
+        for member in tl.static_range(UNROLL):
+            offs = first + (start + member) * STEP
+            x = tl.load(x_part + offs, mask=offs < N, other=-float("inf"))
+            wide = x.to(tl.float32)
+            # NaN is larger than a number, and not larger than another NaN.
+            larger = (~(wide <= top)) & (top == top)
+            top = tl.where(larger, wide, top)
+            index = tl.where(larger, offs, index)
+    key = _topk_long_key(top.to(x_part.dtype.element_ty)).to(WORD)
+    words = (key << BITS) | (LAST - index)
+    # A group past the end has the key of -inf. It comes after the row's own
+    # elements of -inf, because its index is larger.
+    best = tl.topk(words, K)  # (K,)
+    return best, LAST - (best & LAST).to(tl.int32)
+
+
+@triton.jit
+def _topk_long_split(
+    index,
+    N,
+    SETS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    SHARE: tl.constexpr,
+):
+    """Return where the shares of groups begin, given an element of each."""
+    GROUP: tl.constexpr = SETS * LENGTH
+    first = index % SETS + index // GROUP * GROUP  # (K,)
+    # A row's last part may have less than K groups. A group past the end gives
+    # itself: its index is where it begins.
+    share = tl.arange(0, LENGTH // SHARE) * (SETS * SHARE)
+    first = first[:, None] + share[None, :]
+    return tl.reshape(first, (first.shape[0] * first.shape[1],))
+
+
+@triton.jit
+def _topk_long_store(
+    x_row,
+    values_row,
+    indices_row,
+    index,
+    k,
+    K: tl.constexpr,
+):
+    offs = tl.arange(0, K)  # (K,)
+    mask = offs < k
+    # Loaded again: a key has not the sign of a zero, nor the bits of a NaN.
+    values = tl.load(x_row + index, mask=mask)
+    tl.store(values_row + offs, values, mask=mask)
+    tl.store(indices_row + offs, index.to(tl.int64), mask=mask)
+
+
+@triton.jit
+def _topk_long_kernel(
+    x_ptr,
+    values_ptr,
+    indices_ptr,
+    words_ptr,
+    N,
+    stride_xm,
+    k,
+    parts,
+    K: tl.constexpr,
+    SETS: tl.constexpr,  # columns of a part
+    LENGTH: tl.constexpr,  # of a column
+    SHARE: tl.constexpr,  # of a column, for the second sort
+    WHOLE: tl.constexpr,  # whether a part is the whole row
+):
+    # In int32 a row's offset would overflow past element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    row = pid // parts
+    start = (pid % parts).to(tl.int32) * (SETS * LENGTH)
+    x_row = x_ptr + row * stride_xm
+    x_part = x_row + start
+    count = tl.minimum(N - start, SETS * LENGTH)
+    first = tl.arange(0, SETS)  # (SETS,)
+    best, index = _topk_long_best(x_part, first, count, SETS, LENGTH, K)
+    if SHARE < LENGTH:
+        first = _topk_long_split(index, count, SETS, LENGTH, SHARE)
+        best, index = _topk_long_best(x_part, first, count, SETS, SHARE, K)
+    if SHARE > 1:
+        first = _topk_long_split(index, count, SETS, SHARE, 1)
+        best, index = _topk_long_best(x_part, first, count, SETS, 1, K)
+    if WHOLE:
+        _topk_long_store(
+            x_row, values_ptr + row * k, indices_ptr + row * k, index, k, K
+        )
+    else:
+        # Other parts count their elements from another start.
+        key = best >> (16 if best.dtype == tl.int32 else 32)
+        words = (key.to(tl.int64) << 32) | (2**31 - 1 - (start + index))
+        tl.store(words_ptr + pid * K + tl.arange(0, K), words)
+
+
+@triton.jit
+def _topk_long_merge_kernel(
+    x_ptr,
+    values_ptr,
+    indices_ptr,
+    words_ptr,
+    merged_ptr,
+    count,
+    stride_xm,
+    k,
+    parts,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # whether these are all words of a row
+):
+    pid = tl.program_id(axis=0).to(tl.int64)
+    row = pid // parts
+    offs = (pid % parts) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    words_row = words_ptr + row * count
+    # No element has the lowest word, so what fills the block up never wins.
+    words = tl.load(words_row + offs, mask=offs < count, other=-(2**63))
+    best = tl.topk(words, K)  # (K,)
+    if WHOLE:
+        index = (2**31 - 1 - (best & (2**31 - 1))).to(tl.int32)
+        x_row = x_ptr + row * stride_xm
+        _topk_long_store(
+            x_row, values_ptr + row * k, indices_ptr + row * k, index, k, K
+        )
+    else:
+        tl.store(merged_ptr + pid * K + tl.arange(0, K), best)
+
+
+@triton.jit
+def _topk_long_passes_kernel(
+    x_ptr,
+    values_ptr,
+    indices_ptr,
+    N,
+    stride_xm,
+    k,
+    BLOCK_N: tl.constexpr,
+):
+    pid = tl.program_id(axis=0).to(tl.int64)
+    x_row = x_ptr + pid * stride_xm
+    # The last one found: at first, no key is above it and no index before it.
+    found = tl.full((), 2**63 - 1, dtype=tl.int64)
+    index = tl.full((), -1, dtype=tl.int32)
+    for j in range(k):
+        best = tl.full((BLOCK_N,), -(2**63), dtype=tl.int64)  # (BLOCK_N,)
+        place = tl.full((BLOCK_N,), 2**31 - 1, dtype=tl.int32)  # (BLOCK_N,)
+        for start in range(0, N, BLOCK_N):
+            offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+            key = _topk_long_key(tl.load(x_row + offs, mask=offs < N, other=0))
+            # Behind the last one found, in the order of words
+            after = (key < found) | ((key == found) & (offs > index))
+            # A column's first maximum stays, so its index is the lowest.
+            larger = after & (key > best) & (offs < N)
+            best = tl.where(larger, key, best)
+            place = tl.where(larger, offs, place)
+        found = tl.max(best, axis=0)
+        index = tl.min(tl.where(best == found, place, 2**31 - 1), axis=0)
+        tl.store(values_ptr + pid * k + j, tl.load(x_row + index))
+        tl.store(indices_ptr + pid * k + j, index.to(tl.int64))
+
+
+@functools.cache
+def _topk_long_columns(part, K):
+    """Return the columns of a part with the least to sort."""
+    plans = []
+    for log_length in range(part.bit_length()):
+        LENGTH = 2**log_length
+        SETS = part // LENGTH
+        if SETS < K:
+            break
+        for log_share in range(max(1, log_length)):
+            SHARE = 2**log_share
+            sorts = [SETS]
+            sorts += [K * LENGTH // SHARE] if LENGTH > 1 else []
+            sorts += [K * SHARE] if SHARE > 1 else []
+            # For a word of the first sort, a column is read and packed.
+            cost = SETS + sum(sorts) + TOPK_LONG_STEP * len(sorts)
+            plans.append((cost, len(sorts), -SETS, LENGTH, SHARE))
+    _, _, SETS, LENGTH, SHARE = min(plans)
+    SETS = -SETS
+    warps = max(1, min(8, SETS // TOPK_LONG_WARP))
+    names = "K", "SETS", "LENGTH", "SHARE", "num_warps"
+    return dict(zip(names, (K, SETS, LENGTH, SHARE, warps), strict=True))
+
+
+def _topk_long_plan(M, N, K, size):
+    """Return how to launch for so many rows: long parts if there are many."""
+    most = TOPK_LONG_HALF if size == 2 else TOPK_LONG_WIDE
+    part = triton.next_power_of_2(triton.cdiv(M * N, TOPK_LONG_PROGRAMS))
+    part = min(most, max(TOPK_LONG_PART, part), triton.next_power_of_2(N))
+    return _topk_long_columns(max(part, K), K)
+
+
+def _topk_long_check(x, k):
+    """Return the length of x's rows; raise for what the op does not take."""
+    if x.dtype not in TOPK_LONG_FLOATS:
+        raise TypeError(f"topk_long takes a float tensor, not {x.dtype}")
+    N = int(x.shape[-1]) if x.ndim else 1
+    if N > 2**30:
+        raise ValueError(
+            f"topk_long takes rows of up to 2**30 elements, not {N}"
+        )
+    if not 0 <= k <= min(N, TOPK_LONG_MOST):
+        raise ValueError(
+            f"topk_long takes k from 0 to the row's length {N}, and up to "
+            f"{TOPK_LONG_MOST}, not {k}"
+        )
+    return N
+
+
+def _topk_long_launch(
+    x,
+    k,
+    kernel=_topk_long_kernel,
+    merge=_topk_long_merge_kernel,
+    passes=_topk_long_passes_kernel,
+    plan=None,
+):
+    N = _topk_long_check(x, k)
+    # As in PyTorch, a tensor without dimensions has one, whatever k.
+    k = int(k) if x.ndim else 1
+    shape = (*x.shape[:-1], k) if x.ndim else ()
+    values = x.new_empty(shape)
+    indices = x.new_empty(shape, dtype=torch.int64)
+    if values.numel() == 0:
+        return values, indices
+    stride = N
+    if not x.is_contiguous():
+        x = x.reshape(-1, N)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        stride = int(x.stride(0))
+    M = values.numel() // k
+    out = x, values, indices
+    # Triton launches on the current GPU, which may not be that of x.
+    with torch.accelerator.device_index(x.device.index):
+        if x.dtype == torch.float64:
+            BLOCK_N = min(1024, triton.next_power_of_2(N))
+            passes[(M,)](*out, N, stride, k, BLOCK_N=BLOCK_N)
+            return values, indices
+        # A network sorts a power of two, and two elements at least.
+        K = max(2, triton.next_power_of_2(k))
+        plan = plan or _topk_long_plan(M, N, K, x.element_size())
+        parts = triton.cdiv(N, plan["SETS"] * plan["LENGTH"])
+        words = indices if parts == 1 else indices.new_empty(M * parts * K)
+        kernel[(M * parts,)](
+            *out, words, N, stride, k, parts, WHOLE=parts == 1, **plan
+        )
+        while parts > 1:
+            count = parts * K
+            BLOCK = min(TOPK_LONG_MERGE, triton.next_power_of_2(count))
+            parts = triton.cdiv(count, BLOCK)
+            merged = words if parts == 1 else words.new_empty(M * parts * K)
+            merge[(M * parts,)](
+                *out,
+                words,
+                merged,
+                count,
+                stride,
+                k,
+                parts,
+                K=K,
+                BLOCK=BLOCK,
+                WHOLE=parts == 1,
+                num_warps=max(1, BLOCK // TOPK_LONG_WARP),
+            )
+            words = merged
+    return values, indices
+
+
+@triton_op(f"{TOPK_LONG_NAMESPACE}::topk_long", mutates_args={})
+def topk_long(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k largest of each row, sorted, and their indices.
+
+    As ``torch.topk(x, k)`` along the last dimension: NaN is the largest, and
+    the two zeros are equal. Of equals, the one with the lower index comes
+    first. Takes float16, bfloat16, float32 or float64, of any shape and
+    strides, with rows of up to 2**30 elements and k of up to 128. The values
+    have the dtype of ``x``, the indices are int64, and both are contiguous and
+    the same each time. Raises TypeError for other dtypes, and ValueError for
+    longer rows and other k. The values have a gradient, which has one too.
+    """
+    kernels = (
+        wrap_triton(_topk_long_kernel),
+        wrap_triton(_topk_long_merge_kernel),
+        wrap_triton(_topk_long_passes_kernel),
+    )
+    return _topk_long_launch(x, k, *kernels)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+TOPK_LONG_LIBRARY = Library(TOPK_LONG_NAMESPACE, "FRAGMENT")
+TOPK_LONG_LIBRARY.impl("topk_long", _topk_long_launch, "CUDA")
+
+
+def _topk_long_setup(ctx, inputs, output):
+    ctx.shape = inputs[0].shape
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _topk_long_gradient(ctx, grad, _):
+    (indices,) = ctx.saved_tensors
+    # No element is found twice, so there is no order of additions.
+    return grad.new_zeros(ctx.shape).scatter(-1, indices, grad), None
+
+
+topk_long.register_autograd(_topk_long_gradient, setup_context=_topk_long_setup)
+
+# %%
+# What did each step gain? The table has the rates in float32, of rows of
+# 128256 with ``k = 8``, and in the last line those of bfloat16.
+
+STEPS = {"the first kernel": sort_parts, "the op: columns": topk_long}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = {}
+    for M in (1, 64, 1024):
+        x = random(M, 128256)
+        tried = {name: partial(step, x, 8) for name, step in STEPS.items()}
+        tried["the op in bfloat16"] = partial(topk_long, x.bfloat16(), 8)
+        for name, times in gpu_time(tried, turns=20).items():
+            rate = moved(M, 128256, 8) / times[0]
+            rate = rate / 2 if "bfloat16" in name else rate
+            ladder.setdefault(name, {})[f"GB/s, {M} rows"] = round(rate)
+    print(pd.DataFrame(ladder).T.to_string())
+
+# %%
+# How long should a part be? In microseconds, with the op's length in front:
+
+
+def with_parts(x, k, part):
+    """Launch the op with parts of another length."""
+    K = max(2, triton.next_power_of_2(k))
+    return _topk_long_launch(x, k, plan=_topk_long_columns(part, K))
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for M, N, k in ((1, 151936, 64), (64, 128256, 64), (1024, 50257, 8)):
+        x = random(M, N)
+        plan = _topk_long_plan(M, N, triton.next_power_of_2(k), 4)
+        length = plan["SETS"] * plan["LENGTH"]
+        tried = {p: partial(with_parts, x, k, p) for p in (2048, 4096, 16384)}
+        tried = {length: partial(topk_long, x, k)} | tried
+        found = gpu_time(tried, turns=10).items()
+        line = [f"{part}: {times[0] * 1e3:.0f}" for part, times in found]
+        print(f"{M:4} rows of {N}, k = {k:2}   {'   '.join(line)}")
+
+# %%
+# Proof
+# -----
+#
+# We compare with a stable sort on the CPU, exactly: values, indices, and the
+# gradient. The rows have many equals, no dimension, no elements, gaps between
+# them, and special values.
+
+
+def prove(x, k):
+    values, indices = topk_long(x, k)
+    assert values.dtype == x.dtype
+    order = x.cpu().double().sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(indices.cpu(), order.indices[..., :k])
+    exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
+    expected = order.values[..., :k].to(x.dtype)
+    torch.testing.assert_close(values.cpu(), expected, **exactly)
+    wide = x.detach().clone().requires_grad_()
+    grads = [op(wide, k)[0].sum() for op in (topk_long, torch.topk)]
+    grads = [torch.autograd.grad(grad, wide)[0].sum(-1) for grad in grads]
+    torch.testing.assert_close(*grads, **exactly)
+
+
+SHAPES = [((3, 40), 5), ((1, 4200), 2), ((0, 5), 2)]
+
+if __name__ == "__main__":
+    for dtype in TOPK_LONG_FLOATS:
+        for shape, k in SHAPES:
+            x = torch.randn(shape, generator=generator, device=DEVICE)
+            prove(x.round().to(dtype), k)
+        special = torch.zeros(2, 4200, device=DEVICE, dtype=dtype)
+        special[0, ::7], special[0, 4090:4100] = -0.0, torch.nan
+        special[1], special[1, 4190] = -torch.inf, -torch.nan
+        prove(special, 2)
+else:  # imported: a glance
+    prove(torch.randn(3, 40, generator=generator, device=DEVICE), 5)
+
+# %%
+# Next come rows that lie apart and a transposed matrix. ``gradcheck`` compares
+# the backward with finite differences:
+
+if __name__ == "__main__":
+    x = torch.randn(2, 600, generator=generator, device=DEVICE)
+    for view in (x[:, 7:450], x[:, ::2], x.view(600, 2).T):
+        prove(view, 4)
+    x = x[:2, :6].double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: topk_long(x, 3)[0], x)
+
+# %%
+# The benchmark
+# -------------
+#
+# The benchmark is in float32, with ``k = 64``, half a gigabyte at each length.
+# Most lengths are vocabularies of models.
+
+ELEMENTS = 2**27
+SIZES = [10000, 16384, 32000, 50257, 128256, 151936, 201088, 2**20]
+
+
+def rows(N):
+    return ELEMENTS // N
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: measure(topk_long, rows(N), N, 64) for N in SIZES}
+    results = rate_table(times, "N", "GB/s", lambda N: moved(rows(N), N, 64))
+    print(results.to_string())
+    wide = results.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True)
+
+# %%
+# The same for other ``k`` and few rows, as how many times PyTorch's rate:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    faster = pd.DataFrame()
+    for M in (1, 8, 64, 1024):
+        for k in (1, 8, 64, 128):
+            x = random(M, 128256)
+            pair = {"ours": partial(topk_long, x, k)}
+            pair["PyTorch"] = partial(torch.topk, x, k)
+            found = gpu_time(pair, turns=10)
+            ratio = found["PyTorch"][0] / found["ours"][0]
+            faster.loc[f"{M} rows", f"k = {k}"] = round(ratio, 2)
+    print(faster.to_string())
+
+# %%
+# This is what a call costs the CPU, in microseconds. The GPU works through a
+# queue that the CPU fills, so these figures count where matrices are small:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    cost = results[results["N"] == 32000].set_index("series")["CPU us"]
+    print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# The larger ``k``, the more words there are to sort and to merge, while the
+# floor stays nearly the same. One row is shared by few programs, and the GPU
+# waits for two or three kernels, one after the other.
+
+# %%
+# Break it: parts that keep fewer
+# -------------------------------
+#
+# It is tempting to let each of many parts keep fewer than ``k``, as the largest
+# will hardly all be in one part. In a row that is sorted they are:
+
+if __name__ == "__main__":
+    x = torch.arange(16.0)[None]
+    kept = [torch.topk(part, 2).values for part in x.split(4, dim=1)]
+    print("2 of each part", torch.topk(torch.cat(kept, 1), 4).values.tolist())
+    print("topk_long     ", topk_long(x.to(DEVICE), 4)[0].tolist())
+
+# %%
+# Go further
+# ----------
+#
+# 1. Sampling needs the probabilities of the ``k`` tokens. What would the first
+#    kernel have to keep besides words?
+# 2. With ``k`` in the thousands, sorts are too much. What would find the
+#    ``k``-th largest without one?
+#
+# To read on: Gaihre and others, `Dr. Top-k
+# <https://arxiv.org/abs/2109.08219>`_, where maxima stand for parts of a row.
+
+# %%
+# Answers
+# -------
+#
+# **1.** Each part's maximum and its sum of exponentials, as in
+# ``softmax_long.py``. The merge corrects the sums to the row's maximum.
+#
+# **2.** A histogram of the keys' upper bits tells in which bin the ``k``-th
+# largest is. The next bits are counted for that bin alone, and so on. Then all
+# words above that key are collected, in one more pass.

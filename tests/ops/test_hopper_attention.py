@@ -1,0 +1,562 @@
+"""The op of the recipe Attention on Hopper."""
+
+# ruff: noqa: N806 - lengths and head dimensions have the recipe's names
+
+import itertools
+import math
+import re
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compiled import Ask, graphs
+from device_key import at_cuda
+from guard import Guard, guarded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inputs import DEVICE, Layout, layouts, sizes
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+RECIPE = Path("attention") / "hopper_attention.py"
+KINDS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
+HEADS = [8, 16, 40, 64, 72, 96, 128]
+ROOMS = {90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes of shared memory
+
+
+@pytest.fixture(scope="module")
+def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the op as whoever takes it imports it."""
+    return load_op(str(RECIPE))
+
+
+@pytest.fixture(scope="module")
+def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the recipe as a module."""
+    return load_recipe(str(RECIPE))
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, scale: float | None = None
+) -> torch.Tensor:
+    """Return the attention by its formula, in float64; a query that sees nothing gives 0."""
+    q, k, v = (t.double() for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
+    p = (s - s.amax(-1, keepdim=True).clamp(min=-1e300)).exp() if s.shape[-1] else s
+    total = p.sum(-1, keepdim=True)
+    return p @ v / total.masked_fill(total == 0, 1)
+
+
+def assert_close(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+) -> None:
+    """Assert that a result is as good as the roundings of probabilities and of itself."""
+    assert (out.dtype, out.shape, out.device.type) == (q.dtype, q.shape, DEVICE.type)
+    assert out.is_contiguous()
+    expected, terms = attention(q, k, v, causal, scale), attention(q, k, v.double().abs(), causal, scale)
+    smallest = torch.finfo(q.dtype).smallest_normal
+    allowed = 2 * KINDS[q.dtype] * (terms + expected.abs() + smallest)
+    assert ((out.double() - expected).abs() <= allowed).all()
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """Return a contiguous tensor of random numbers."""
+    return Layout("contiguous", seed).make(shape, dtype, DEVICE)
+
+
+# The tests of broken recipes run what has "accumulator" in its name: see mutants.py.
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@settings(max_examples=16)
+@given(
+    LQ=sizes(128, 140),
+    LK=sizes(64, 140),
+    D=st.sampled_from(HEADS),
+    groups=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)]),
+    causal=st.booleans(),
+    of=st.tuples(layouts(), layouts(), layouts()),
+)
+def test_accumulator_value(
+    taken: ModuleType,
+    dtype: torch.dtype,
+    LQ: int,
+    LK: int,
+    D: int,
+    groups: tuple[int, int],
+    causal: bool,
+    of: tuple[Layout, Layout, Layout],
+) -> None:
+    """The value is right for any lengths, heads and layouts."""
+    heads, shared = groups
+    shapes = (1, heads, LQ, D), (1, shared, LK, D), (1, shared, LK, D)
+    q, k, v = (layout.make(shape, dtype, DEVICE) for layout, shape in zip(of, shapes, strict=True))
+    out = guarded(partial(taken.hopper_attention, causal=causal), q, k, v)
+    assert torch.equal(taken.hopper_attention(q, k, v, causal), out)
+    assert_close(out, q, k, v, causal)
+
+
+LENGTHS = [(1, 1), (1, 300), (64, 64), (127, 129), (129, 127), (200, 64), (256, 256), (33, 0), (0, 33)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("room", [227 * 1024, 99 * 1024])
+def test_accumulator_of_every_tile(
+    taken: ModuleType, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], D: int, causal: bool, room: int
+) -> None:
+    """Each tile, at lengths around its edges; heads side by side in memory, as a projection leaves them."""
+    monkeypatch.setattr(taken, "_hopper_attention_room", lambda _: room)
+    LQ, LK = lengths
+    q = normal(2, LQ, 2, D).transpose(1, 2)
+    k, v = normal(2, LK, 2, 1, D, seed=1).permute(2, 0, 3, 1, 4).unbind(0)
+    out = guarded(partial(taken.hopper_attention, causal=causal), q, k, v)
+    assert_close(out, q, k, v, causal)
+
+
+@pytest.mark.parametrize("near", [1, 2, 3, 5, 6, 7])
+def test_accumulator_of_groups_of_heads(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, near: int) -> None:
+    """Each tile is computed once, whether or not a group divides the heads."""
+    LK = 150
+    monkeypatch.setattr(taken, "HOPPER_ATTENTION_NEAR", near * 4 * LK * 16)
+    q, k, v = (normal(2, 3, n, 16, seed=n) for n in (300, LK, LK))
+    assert_close(guarded(partial(taken.hopper_attention, causal=True), q, k, v), q, k, v, True)
+
+
+def launches(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, *inputs: torch.Tensor) -> dict[str, Any]:
+    """Return what the launcher passes to the kernel."""
+    found: dict[str, Any] = {}
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*arguments: Any, **known: Any) -> None:
+                found.update(known, grid=grid, blocks=[d.block_shape for d in arguments[:4]], near=arguments[4])
+
+            return launch
+
+    monkeypatch.setattr(taken, "_hopper_attention_kernel", Kernel())
+    taken.hopper_attention(*inputs)
+    return found
+
+
+def test_accumulator_tiles(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile depends on the head and on the shared memory; a group of heads, on the bytes of their keys."""
+    for room, tiles in ((227 * 1024, taken.HOPPER_ATTENTION_TILES), (99 * 1024, None)):
+        monkeypatch.setattr(taken, "_hopper_attention_room", lambda _, room=room: room)
+        for D in HEADS:
+            BLOCK_D = 64 if D <= 64 else 128
+            m, n, num_warps, num_stages = tiles[BLOCK_D] if tiles else taken.HOPPER_ATTENTION_SMALL
+            with monkeypatch.context() as patch:
+                q, k = normal(2, 3, 500, D), normal(2, 3, 20000, D)
+                found = launches(taken, patch, q, k, k)
+            assert found["blocks"] == [[1, 1, k, BLOCK_D] for k in (m, n, n, m)]
+            assert (found["num_warps"], found["num_stages"]) == (num_warps, num_stages)
+            assert found["grid"] == (6 * -(-500 // m),)
+            assert found["near"] == min(6, max(1, 2**24 // (2 * k[0, 0].nbytes)))
+
+
+def test_accumulator_takes_strides(taken: ModuleType) -> None:
+    """What the engine takes is not copied, and what it does not take is: of the same values."""
+    x = normal(4, 6, 40, 32)
+    wide = torch.zeros(2 * x.numel() + 8, dtype=x.dtype, device=DEVICE)
+    only = x[:1].as_strided((1, 6, 40, 32), (3, 1280, 32, 1))  # the stride of an only one may be anything
+    for fit in (x, x[1:, ::2, 3:, 8:], x.transpose(1, 2), x.transpose(0, 2), only):
+        assert taken._hopper_attention_taken(fit) is fit
+        strides = taken._hopper_attention_descriptor(fit, [16, 64]).strides
+        assert all(s % 8 == 0 for s in strides[:3])
+    others = [x[..., 4:], x[..., ::2], x.mT, x[:, :1].expand(4, 6, 40, 32), x[:, :, :1].expand(4, 6, 40, 32)]
+    others += [wide[1:].as_strided(x.shape, x.stride()), wide.as_strided(x.shape, (7681, 1280, 32, 1))]
+    for other in others:
+        copy = taken._hopper_attention_taken(other)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() != other.data_ptr()
+        assert torch.equal(copy, other)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_accumulator_scale(taken: ModuleType, dtype: torch.dtype) -> None:
+    """A scale of one's own, small and large."""
+    q, k, v = (normal(1, 2, 70, 32, seed=seed, dtype=dtype) for seed in range(3))
+    for scale in (1e-30, 0.3, 1, 2.5):
+        assert_close(taken.hopper_attention(q, k, v, scale=scale), q, k, v, scale=scale)
+
+
+@pytest.mark.parametrize("order", ["rising", "falling"])
+def test_accumulator_of_large_scores(taken: ModuleType, order: str) -> None:
+    """Scores in the thousands that rise or fall along the keys: the maximum changes in every block, or never."""
+    q = torch.ones(1, 1, 3, 64, dtype=torch.float16, device=DEVICE)
+    steps = torch.arange(300, dtype=torch.float16, device=DEVICE)
+    steps = steps if order == "rising" else steps.flip(0)
+    k = (steps * 2)[None, None, :, None].expand(1, 1, 300, 64)
+    v = normal(1, 1, 300, 64)
+    assert_close(taken.hopper_attention(q, k, v), q, k, v)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_accumulator_of_infinities(taken: ModuleType, dtype: torch.dtype, causal: bool) -> None:
+    """A key of -inf has no weight; a query that sees none but such keys gives 0, and no other is touched."""
+    q = normal(1, 1, 150, 32, dtype=dtype).abs()
+    k, v = (normal(1, 1, 170, 32, seed=seed, dtype=dtype) for seed in (1, 2))
+    for hidden in (slice(0, 90), slice(60, 140), slice(0, 170)):
+        some = k.clone()
+        some[:, :, hidden] = -torch.inf
+        out = taken.hopper_attention(q, some, v, causal)
+        assert_close(out, q, some, v, causal)
+        if hidden.start == 0:
+            assert not out[:, :, : hidden.stop if causal else 150].any() or (not causal and hidden.stop < 170)
+
+
+def test_accumulator_of_nan(taken: ModuleType) -> None:
+    """A query with NaN gives NaN alone; a key with NaN goes to no query of earlier blocks."""
+    q, k, v = (normal(1, 1, 300, 32, seed=seed) for seed in range(3))
+    q[0, 0, 7, 3] = torch.nan
+    out = taken.hopper_attention(q, k, v, causal=True)
+    assert out[0, 0].isnan().any(1).nonzero().flatten().tolist() == [7]
+    q[0, 0, 7, 3], k[0, 0, 290, 5] = 0, torch.nan
+    out = taken.hopper_attention(q, k, v, causal=True)
+    assert out[0, 0, 290:].isnan().all()
+    assert not out[0, 0, :256].isnan().any()
+
+
+def test_accumulator_reads_nothing_beside_its_inputs(taken: ModuleType) -> None:
+    """NaN in what lies around the keys stays there."""
+    around = torch.full((2, 100, 3, 96), torch.nan, dtype=torch.float16, device=DEVICE)
+    around[:, 5:75, 1:, 8:88] = normal(2, 70, 2, 80)
+    x = around[:, 5:75, 1:, 8:88].transpose(1, 2)
+    assert taken._hopper_attention_taken(x) is x
+    for causal in (False, True):
+        assert_close(taken.hopper_attention(x, x, x, causal), x, x, x, causal)
+
+
+def refusal(error: type[Exception], call: Callable[[], object]) -> str:
+    """Return what such an error says, or nothing if there is none: a broken recipe has to fail an assertion."""
+    try:
+        call()
+    except error as raised:
+        return str(raised)
+    return ""
+
+
+def test_accumulator_refuses(taken: ModuleType) -> None:
+    """What the op does not take, it names."""
+    q = torch.ones(2, 4, 3, 16, dtype=torch.float16, device=DEVICE)
+    for wide in (q.float(), q.double(), q.int()):
+        said = refusal(TypeError, partial(taken.hopper_attention, wide, wide, wide))
+        assert said.startswith(f"hopper_attention takes float16 and bfloat16, not {wide.dtype}: flash_attention_for")
+    with pytest.raises(TypeError, match=r"one dtype .*float16.*, torch\.bfloat16"):
+        taken.hopper_attention(q, q.bfloat16(), q)
+    for k, v in (
+        (q[:, :3], q[:, :3]),
+        (q[:, :0], q[:, :0]),
+        (q, q[:, :2]),
+        (q[..., :8], q[..., :8]),
+        (q[:1], q[:1]),
+        (q[0], q[0]),
+        (q, q[:, :, :2]),
+    ):
+        found = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+        with pytest.raises(ValueError, match=rf"^hopper_attention takes q of .*{re.escape(found)}: flash_attention"):
+            taken.hopper_attention(q, k, v)
+    for D in (0, 4, 12, 100, 136, 256):
+        x = q.new_ones(1, 1, 3, D)
+        with pytest.raises(ValueError, match="a multiple of 8 up to 128"):
+            taken.hopper_attention(x, x, x)
+    for scale in (0.0, -0.5, math.inf, math.nan):
+        said = refusal(ValueError, partial(taken.hopper_attention, q, q, q, scale=scale))
+        assert said.startswith(f"hopper_attention takes a positive scale, not {scale}: flash_attention_forward")
+
+
+def test_accumulator_has_no_gradient(taken: ModuleType) -> None:
+    """A gradient is refused, not zero, and the error says what has one."""
+    q = torch.ones(1, 1, 3, 16, dtype=torch.float16, device=DEVICE, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^hopper_attention has no gradient: flash_attention does$"):
+        taken.hopper_attention(q, q, q).sum().backward()
+
+
+@pytest.mark.parametrize(("backend", "arch"), [("cuda", 80), ("cuda", 89), ("hip", "gfx942")])
+def test_accumulator_refuses_gpus(
+    taken: ModuleType, monkeypatch: pytest.MonkeyPatch, backend: str, arch: int | str
+) -> None:
+    """A GPU without a copy engine is named, and asked for once it is called."""
+    target = SimpleNamespace(backend=backend, arch=arch)
+    utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": 227 * 1024})
+    active = SimpleNamespace(get_current_target=lambda: target, utils=utils)
+    monkeypatch.setattr(taken.triton.runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
+    look = partial(taken._hopper_attention_room.__wrapped__, torch.device("cuda", 0))
+    said = refusal(RuntimeError, look)
+    assert re.match(rf"hopper_attention takes .* 9\.0 .* this is {backend} {arch}: flash_attention_forward", said)
+    target.backend, target.arch = "cuda", 90
+    assert look() == 227 * 1024
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_accumulator_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
+    """On a GPU a call goes straight to the launcher; it does what the op does."""
+    inputs = *(normal(1, 2, 40, 32, seed=seed, dtype=dtype) for seed in range(3)), True
+    assert torch.equal(at_cuda(taken.hopper_attention, *inputs), taken.hopper_attention(*inputs))
+
+
+def test_guards_reach_into_the_op(taken: ModuleType) -> None:
+    """What the op allocates lies between guards in the tests above."""
+    q = torch.ones(1, 1, 5, 16, dtype=torch.float16, device=DEVICE)
+    with Guard() as guard:
+        out = taken.hopper_attention(q, q, q)
+    assert out.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
+
+
+def test_steps_of_the_page(recipe: ModuleType) -> None:
+    """The first kernel is right, the op handed out head by head, and the kernel that can be split."""
+    for length in (128, 200, 300):
+        x = [normal(1, 3, length, 64, seed=seed) for seed in range(3)]
+        for tile in (*recipe.TILES, (64, 32, 4, 2)):
+            assert_close(recipe.attention(*x, tile=tile), *x)
+        assert_close(recipe.one_by_one(*x), *x, True)
+        assert recipe.HOPPER_ATTENTION_NEAR == 2**24
+        for causal in (False, True):
+            # Split, it is wrong with some compilers: the page tries it in a child process, and says so.
+            assert_close(recipe.walk(*x, causal, specialize=False), *x, causal)
+
+
+def test_orders_of_the_page(recipe: ModuleType) -> None:
+    """Each order has each tile once, and the persistent kernel takes those of pairs."""
+    for heads, length in ((64, 4096), (5, 1100), (7, 900)):
+        rows = -(-length // 64)
+        everything = sorted((h, r) for h in range(heads) for r in range(rows))
+        near = 2**24 // (512 * length)
+        assert sorted(recipe.in_groups(heads, rows, near)) == everything
+        assert sorted(itertools.chain(*recipe.in_pairs(heads, rows))) == everything
+        lists = recipe.hand_out(recipe.in_groups(heads, rows, near), 264)
+        assert sorted(itertools.chain(*lists)) == everything
+        total = sum(r + 2 for _, r in everything)
+        found = recipe.orders(length, heads)
+        assert len(found) == 4
+        assert all(len(work) == 264 and sum(work) == total for work in found.values())
+        # Nobody is handed a tile while another has been free for longer.
+        first = recipe.orders(length, heads)["handed out, in groups"]
+        assert max(first) - min(first) <= rows + 1
+
+
+def code(kernel: Any, dtype: str, tile: tuple[int, ...], D: int, causal: bool, gpu: int) -> dict[str, Any]:
+    """Return what the compiler says of the op's kernel."""
+    import triton  # where it is imported first, the choice of the interpreter is made
+
+    m, n, num_warps, num_stages = tile
+    sizes = {"q_desc": m, "k_desc": n, "v_desc": n, "out_desc": m}
+    types = {name: f"tensordesc<{dtype}{[1, 1, size, D]}>" for name, size in sizes.items()} | {"NEAR": "i32"}
+    known = {"GROUP": 1, "SCALE": D**-0.5 * math.log2(math.e), "CAUSAL": causal}
+    known["LOWEST"] = torch.finfo(torch.float32).min
+    source = triton.compiler.ASTSource(kernel, types | dict.fromkeys(known, "constexpr"), known)
+    target = triton.backends.compiler.GPUTarget("cuda", gpu, 32)
+    made = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = made.asm["ptx"]
+    registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
+    return {
+        "registers": registers,
+        "spilled": stack,
+        "shared": made.metadata.shared,
+        "wgmma": len(re.findall(r"wgmma\.mma_async", text)),
+        "copies": len(re.findall(r"cp\.async\.bulk\.tensor\.4d\S*global\.mbarrier", text)),
+        "pointers": len(re.findall(r"ld\.global|st\.global|cp\.async\.c[ag]", text)),
+        "exponentials": set(re.findall(r"ex2\.[\w.]+", text)),
+    }
+
+
+def codes(taken: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Return that for all tiles on the GPUs that get them."""
+    found = {}
+    for gpu, room in ROOMS.items():
+        for D, tile in taken.HOPPER_ATTENTION_TILES.items():
+            tile = taken.HOPPER_ATTENTION_SMALL if room < taken.HOPPER_ATTENTION_ROOM else tile
+            for dtype, causal in itertools.product(("fp16", "bf16"), (False, True)):
+                found[gpu, dtype, D, causal] = code(taken._hopper_attention_kernel, dtype, tile, D, causal, gpu)
+    return found
+
+
+@pytest.mark.thorough
+def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
+    """Nothing spills on Hopper, all fits, the engine copies every block, and each exponential is one instruction."""
+    (found,) = on_h100(gallery / RECIPE, codes)
+    assert len(found) == 3 * 2 * 2 * 2
+    for (gpu, dtype, D, causal), known in found.items():
+        # The tiles are chosen for Hopper. On Blackwell two registers spill in one of eight kernels.
+        assert known["spilled"] <= (0 if gpu == 90 else 8), (gpu, dtype, D, causal)
+        assert known["shared"] + 1024 <= ROOMS[gpu] + 1024
+        assert known["copies"] > 0
+        assert known["pointers"] == 0
+        assert known["exponentials"] == {"ex2.approx.ftz.f32"}
+        assert (known["wgmma"] > 0) == (gpu == 90)
+        if gpu == 90:  # two programs, so one can work while the other waits
+            programs = 65536 // (128 * -(-known["registers"] // 8 * 8)), 228 * 1024 // (known["shared"] + 1024)
+            assert min(programs) >= 2
+
+
+def traced(recipe: ModuleType) -> list[list[str]]:
+    """Return the graph of a causal call."""
+    x = torch.randn(2, 4, 40, 64, dtype=torch.float16)
+    return graphs(lambda q, k, v: recipe.hopper_attention(q, k, v, True), x, x[:, :2], x[:, :2])
+
+
+def test_graph(gallery: Path, on_h100: Ask) -> None:
+    """The op is one call, and nothing is copied beside it."""
+    ((graph,),) = on_h100(gallery / RECIPE, traced)
+    assert graph == ["triton_gallery.hopper_attention.default"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(taken: ModuleType, dynamic: bool) -> None:
+    """torch.compile takes the op, and other sizes."""
+    torch.compiler.reset()
+    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+    op = torch.compile(
+        lambda q, k, v: taken.hopper_attention(q * 2, k, v, True), fullgraph=True, dynamic=dynamic, backend=backend
+    )
+    for length in (40, 70, 300):
+        q, k, v = (normal(2, 3, length, 64, seed=seed) for seed in range(3))
+        assert_close(op(q, k, v), q * 2, k, v, True)
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_opcheck(taken: ModuleType, dtype: torch.dtype) -> None:
+    """The op passes the whole of opcheck."""
+    q = torch.randn(2, 4, 70, 64, device=DEVICE).to(dtype)
+    found = torch.library.opcheck(taken.hopper_attention, (q, q[:, :2], q[:, :2], True))
+    assert set(found.values()) == {"SUCCESS"}
+
+
+@needs_a_gpu
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("D", HEADS)
+@settings(max_examples=6)
+@given(LQ=st.integers(1, 1500), LK=st.integers(1, 1500), causal=st.booleans())
+def test_long(taken: ModuleType, dtype: torch.dtype, D: int, LQ: int, LK: int, causal: bool) -> None:
+    """Many blocks of any lengths."""
+    q = torch.randn(2, 4, LQ, D, device=DEVICE).to(dtype)
+    k, v = (torch.randn(2, 2, LK, D, device=DEVICE).to(dtype) for _ in range(2))
+    assert_close(taken.hopper_attention(q, k, v, causal), q, k, v, causal)
+
+
+@needs_a_gpu
+def test_first_work_of_a_thread(taken: ModuleType) -> None:
+    """A thread that has not used the GPU yet can make descriptors."""
+    q, k, v = (normal(1, 2, 300, 64, seed=seed) for seed in range(3))
+    with ThreadPoolExecutor(1) as pool:
+        assert_close(pool.submit(taken.hopper_attention, q, k, v).result(), q, k, v)
+
+
+@needs_a_gpu
+def test_in_a_cuda_graph(taken: ModuleType) -> None:
+    """A descriptor is captured with its launch."""
+    q, k, v = (normal(1, 2, 300, 64, seed=seed) for seed in range(3))
+    taken.hopper_attention(q, k, v)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = taken.hopper_attention(q, k, v)
+    q.copy_(normal(1, 2, 300, 64, seed=9))
+    graph.replay()
+    assert_close(out, q, k, v)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_other_gpu(taken: ModuleType) -> None:
+    """The op runs where its inputs are, whichever GPU is the current one."""
+    q = torch.randn(1, 2, 50, 64, device="cuda:1").half()
+    assert_close(taken.hopper_attention(q, q, q), q, q, q)
+
+
+@pytest.mark.needs_gpu_memory(18)
+def test_beyond_int32(taken: ModuleType) -> None:
+    """More than 2**31 elements: the last head is right."""
+    q = torch.zeros(1, 2**13 + 1, 2048, 128, dtype=torch.float16, device=DEVICE)
+    q[0, -1] = torch.randn(2048, 128, device=DEVICE)
+    k = torch.randn(1, 1, 100, 128, device=DEVICE).half()
+    out = taken.hopper_attention(q, k, k)
+    assert_close(out[:, -1:], q[:, -1:], k, k)
+    torch.testing.assert_close(out[0, 0, 0], k[0, 0].float().mean(0).half(), rtol=0, atol=1e-3)
+
+
+def test_page(printed: Callable[[str], str]) -> None:
+    """What the page prints without a GPU is what its text says."""
+    out = printed("attention/hopper_attention")
+    assert re.search(r"heads of 64, \[64, 128\], 4 warps, 2 stages +\d+ +0 +\d+ +3\n", out)
+    assert re.search(r"heads of 128, \[64, 64\], 4 warps, 3 stages +\d+ +0 +\d+ +2\n", out)
+    assert re.search(r"handed out, in groups( +1\.0[0-2]\d){6}\n", out)
+    assert re.search(r"persistent, in pairs( +1\.03\d){6}\n", out)
+    assert re.search(r"\nasked, 8 warps +not split +8 ", out)
+    assert re.search(r"\nasked, 4 warps +split +12 +\d+ +0 +\[128\] +\[40, .*232.*\]\n", out)
+    assert re.search(r"\nthe mask under an if +not split +4 ", out)
+    assert re.search(r"\na second loop +the compiler fails *\n", out)
+    assert re.search(r"\nq by the host +the compiler fails *\n", out)
+    assert "takes a positive scale, not -1.0: flash_attention_forward takes any\n" in out
+
+
+def some_heads(normal: Callable[..., torch.Tensor], M: int, N: int) -> tuple[torch.Tensor, ...]:
+    """Return inputs for the op: of so many queries and keys, but few, and two heads that share one."""
+    shapes = (1, 2, M % 300, 64), (1, 1, N % 300, 64), (1, 1, N % 300, 64)
+    return tuple(normal(*shape).half() for shape in shapes)
+
+
+# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
+OPS = [
+    (
+        "hopper_attention",
+        some_heads,
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+    ),
+]
+
+# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("sums of before not rescaled", "acc = tl.dot(p, v, acc * rescale[:, None])\n", "acc = tl.dot(p, v, acc)\n"),
+    ("keys past the end are seen", "seen = offs_n < k_desc.shape[2]\n", "seen = offs_n < k_desc.shape[2] + BLOCK_N\n"),
+    ("queries see the next key", "seen & (offs_n <= offs_m)\n", "seen & (offs_n <= offs_m + 1)\n"),
+    (
+        "the diagonal begins a block late",
+        "off_m // BLOCK_N * BLOCK_N)\n",
+        "off_m // BLOCK_N * BLOCK_N + BLOCK_N)\n",
+    ),
+    ("heads do not share keys", "            head // GROUP,\n", "            head,\n"),
+    ("a row of nothing is divided by 0", "tl.where(total == 0, 1.0, total)", "total"),
+    ("the first heads alone", "    head = first + within % near\n", "    head = within % near\n"),
+    (
+        "the last group is as large as others",
+        "near = tl.minimum(q_desc.shape[0] * HEADS - first, NEAR)\n",
+        "near = NEAR\n",
+    ),
+    ("any strides", "if apart and x.stride(3) == 1 and", "if x.stride(3) == 1 and"),
+    ("any address", "x.stride(3) == 1 and x.data_ptr() % 16 == 0:", "x.stride(3) == 1:"),
+    ("columns as rows", "if apart and x.stride(3) == 1 and", "if apart and"),
+    ("rows that overlap", "all(s >= x.shape[3] and s % 8 == 0 for", "all(s % 8 == 0 for"),
+    ("the stride of an only one", "strides = [s if n > 1 else x.shape[3] for", "strides = [s for"),
+    ("the interpreter's bfloat16", "        q = q.to(tl.float32)  # the", "        pass  # the"),
+    ("one tile for all GPUs", "    if room < HOPPER_ATTENTION_ROOM:\n", "    if room < 0:\n"),
+    ("groups of all heads", "HOPPER_ATTENTION_NEAR // (4 * LK * D)", "HOPPER_ATTENTION_NEAR"),
+    ("any scale", "not 0 < scale < math.inf:", "scale == 0:"),
+    ("a gradient without a word", "hopper_attention.register_autograd(_hopper_attention_gradient)\n", ""),
+    ("no launcher for GPUs", '_hopper_attention_launch, "CUDA"\n', '_hopper_attention_launch, "XPU"\n'),
+    ("any GPU", 'target.backend != "cuda" or target.arch < 90:', 'target.backend != "cuda":'),
+]

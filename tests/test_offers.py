@@ -1,0 +1,162 @@
+"""What the site offers besides pages: Markdown, zips of sections, the numbers of figures, and links elsewhere."""
+
+import csv
+import json
+import re
+import subprocess
+import xml.etree.ElementTree as ElementTree
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from bs4 import BeautifulSoup
+from project import ROOT, Project
+from sphinx_gallery.py_source_parser import split_code_and_text_blocks
+
+from triton_gallery.recipes.contents import Recipe, load, sections
+from triton_gallery.sphinx.install import install_missing
+from triton_gallery.sphinx.notebook import OURS
+
+RECIPES = load(ROOT / "gallery")
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
+
+
+def page_of(site: Path, recipe: Recipe) -> BeautifulSoup:
+    """Return the page of a recipe."""
+    return BeautifulSoup((site / "recipes" / f"{recipe.key}.html").read_text(), "html.parser")
+
+
+@each_recipe
+def test_page_has_a_twin_in_markdown(site: Path, recipe: Recipe) -> None:
+    """It has all of the code and what the page shows, and no picture spelled out in letters."""
+    (link,) = page_of(site, recipe).select("link[rel=alternate][type='text/markdown']")
+    twin = (site / "recipes" / recipe.section / link["href"]).read_text()
+    assert twin.startswith("# ")
+    _, blocks = split_code_and_text_blocks(str(recipe.path))
+    code = [block.content.strip("\n") for block in blocks if block.type == "code"]
+    listed = "\n".join(re.findall(r"(?s)```python\n(.*?)\n```", twin))
+    assert all(line in listed for cell in code for line in cell.splitlines() if "sphinx_gallery" not in line)
+    assert "```text\n" in twin or recipe.name.startswith("gluon_"), "no output"
+    assert "install_missing" not in twin
+    assert "iVBOR" not in twin
+    assert len(twin) < 200_000
+
+
+def test_llms_txt_lists_every_page(site: Path) -> None:
+    title, about, *lines = [line for line in (site / "llms.txt").read_text().splitlines() if line]
+    assert title == "# Triton Gallery"
+    assert re.fullmatch(r"> .{20,}", about)
+    assert sum(line.startswith("## ") for line in lines) == len(sections(ROOT / "gallery")) + 1
+    links = [re.fullmatch(r"- \[.+?\]\((.+?)\): .{20,}", line) for line in lines if not line.startswith("## ")]
+    assert all(links)
+    addresses = [link[1] for link in links if link]
+    assert addresses[: len(RECIPES)] == [f"recipes/{recipe.key}.md" for recipe in RECIPES]
+    assert "guide/run.html" in addresses
+    assert [address for address in addresses if not (site / address).is_file()] == []
+
+
+@pytest.mark.parametrize("section", sections(ROOT / "gallery"))
+def test_section_comes_as_one_zip(site: Path, section: str) -> None:
+    index = BeautifulSoup((site / "recipes" / section / "index.html").read_text(), "html.parser")
+    (link,) = index.select("a[href$='.zip']")
+    recipes = [recipe for recipe in RECIPES if recipe.section == section]
+    files = {path.name: path for recipe in recipes for path in (recipe.path, *recipe.companions)}
+    files |= {f"{recipe.name}.ipynb": next(site.glob(f"_downloads/*/{recipe.name}.ipynb")) for recipe in recipes}
+    files["LICENSE"] = ROOT / "LICENSE"
+    with zipfile.ZipFile(site / "recipes" / section / link["href"]) as archive:
+        held = {name: archive.read(name) for name in archive.namelist()}
+    assert held == {f"{section}/{name}": path.read_bytes() for name, path in files.items()}
+
+
+@each_recipe
+def test_figures_have_addresses_and_numbers(site: Path, recipe: Recipe) -> None:
+    page = page_of(site, recipe)
+    with open(site / "performance.csv") as file:
+        recorded = [row for row in csv.DictReader(file) if row["recipe"] == recipe.key]
+    charts = page.select("div.chart:not(.glance div.chart)")
+    lines = [chart.find_next_sibling(class_="figure-links") for chart in charts]
+    found = []
+    for line in lines:
+        here, *numbers = line.select("a")
+        assert page.find(id=here["href"].removeprefix("#"))
+        for link in numbers:
+            with open((site / "recipes" / recipe.section / link["href"]).resolve()) as file:
+                rows = list(csv.DictReader(file))
+            assert rows == [row for row in recorded if row["table"] == Path(link["href"]).stem]
+            assert all(row["date"] and row["torch"] and row["triton"] and row["device"] for row in rows)
+            found += rows
+    assert len({id(line) for line in lines}) == len(charts)
+    assert {row["table"] for row in found} == {row["table"] for row in recorded if charts}
+
+
+@each_recipe
+def test_page_leads_to_those_alike(site: Path, recipe: Recipe) -> None:
+    path = page_of(site, recipe).select_one(".glance .recipe-path")
+    links = [link["href"] for link in path.select("a")]
+    assert "Related: " in path.text
+    assert len(links) == len(set(links)) >= 4
+    assert f"{recipe.name}.html" not in links
+
+
+def test_without_an_address_nothing_needs_one(site: Path) -> None:
+    assert not (site / "sitemap.xml").exists()
+    assert not list(page_of(site, RECIPES[0]).select("a.elsewhere"))
+
+
+@pytest.fixture(scope="module")
+def known(make_project: Callable[..., Project]) -> Project:
+    """Return a project that knows its address and its repository, built."""
+    project = make_project()
+    project.write(good="print('good')")
+    variables = {
+        "SITE_URL": "https://example.org/gallery/",
+        "SITE_REPOSITORY": "https://github.com/someone/gallery",
+        "SITE_NOTEBOOKS": "notebooks",
+    }
+    status, output = project.run("html", **variables)
+    assert status == 0, output
+    return project
+
+
+def test_known_address_is_used(known: Project) -> None:
+    html = known.root / "_build" / "html"
+    tree = ElementTree.parse(html / "sitemap.xml")
+    places = [place.text or "" for place in tree.iter("{http://www.sitemaps.org/schemas/sitemap/0.9}loc")]
+    assert "https://example.org/gallery/recipes/things/good.html" in places
+    assert [
+        place for place in places if not (html / place.removeprefix("https://example.org/gallery/")).is_file()
+    ] == []
+    assert "(https://example.org/gallery/recipes/things/good.md)" in (html / "llms.txt").read_text()
+    notebook = json.loads(next(html.glob("_downloads/*/good.ipynb")).read_text())
+    texts = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"]
+    assert any("(https://example.org/gallery/recipes/things/good.html)" in text for text in texts)
+
+
+def test_known_repository_is_linked(known: Project) -> None:
+    page = BeautifulSoup(known.page("good"), "html.parser")
+    links = {link.text: unquote(link["href"]) for link in page.select(".glance a.elsewhere")}
+    place = "someone/gallery/blob"
+    assert links == {
+        "Source": f"https://github.com/{place}/HEAD/gallery/things/good.py",
+        "Open in Colab": f"https://colab.research.google.com/github/{place}/notebooks/docs/recipes/things/good.ipynb",
+    }
+
+
+@each_recipe
+def test_notebook_begins_with_what_installs_its_packages(site: Path, recipe: Recipe) -> None:
+    notebook = json.loads(next(site.glob(f"_downloads/*/{recipe.name}.ipynb")).read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [OURS in cell["metadata"].get("tags", []) for cell in code] == [True, *(False for _ in code[1:])]
+    assert code[0]["source"].rpartition("\n")[2].startswith('install_missing("torch>=2.11", "triton>=3.6"')
+
+
+def test_only_what_is_missing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: called.append(command))
+    install_missing("torch>=2.11", "pytest")
+    assert called == []
+    install_missing("torch>=2.11", "pytest>=1000", "no-such-package")
+    (command,) = called
+    assert command[1:] == ["-m", "pip", "install", "--quiet", "pytest>=1000", "no-such-package"]
