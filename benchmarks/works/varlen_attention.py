@@ -18,26 +18,25 @@ def lengths_of(shape: tuple[int, ...]) -> list[int]:
 
 
 def packed(random: Function, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return q, k, v, where each sequence begins, and the places in the longest, whose number the CPU knows."""
+    """Return q, k, v, where each sequence begins, the row of each padded token, and the padded place of each row."""
     import torch
 
     lengths = lengths_of(shape)
     x = [random((sum(lengths), *shape[2:])) for _ in range(3)]
-    begins = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=x[0].device)
-    return *x, begins, torch.arange(max(lengths), device=x[0].device)
+    begins = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    tokens = torch.arange(max(lengths))
+    rows = (begins[:-1, None] + tokens).clamp(max=begins[-1] - 1)
+    places = (tokens < begins.diff()[:, None]).flatten().nonzero()[:, 0]
+    return *x, *(index.to(x[0].device) for index in (begins, rows, places))
 
 
 def by_padding(torch: Any) -> Function:
-    """Return attention of the padded batch, with the copies that padding takes."""
+    """Return attention of the padded batch, with the copies that padding takes; a model makes its indices once."""
 
-    def attention(q: Any, k: Any, v: Any, begins: Any, places: Any) -> Any:
-        rows = (begins[:-1, None] + places).clamp(max=len(q) - 1)
+    def attention(q: Any, k: Any, v: Any, begins: Any, rows: Any, places: Any) -> Any:
         padded = [t[rows].transpose(1, 2) for t in (q, k, v)]
         out = torch.nn.functional.scaled_dot_product_attention(*padded, is_causal=True)
-        # Where each token stands among the padded ones
-        seq = torch.searchsorted(begins[1:], torch.arange(len(q), device=q.device), right=True)
-        own = torch.arange(len(q), device=q.device) - begins[seq]
-        return out.transpose(1, 2)[seq, own]
+        return out.transpose(1, 2).flatten(0, 1)[places]
 
     return attention
 
@@ -48,7 +47,9 @@ def flash(nn: Any) -> Function:
 
     window = "window_size" in inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = {"window_size": (-1, 0)} if window else {"is_causal": True}
-    return lambda q, k, v, begins, places: varlen_attn(q, k, v, begins, begins, len(places), len(places), **causal)
+    return lambda q, k, v, begins, rows, places: varlen_attn(
+        q, k, v, begins, begins, rows.shape[1], rows.shape[1], **causal
+    )
 
 
 def products(factor: float) -> Amount:
@@ -66,8 +67,8 @@ WORKS = [
     Work(
         "attention/varlen_attention",
         ours=lambda recipe: (
-            lambda q, k, v, begins, places: recipe.varlen_attention(
-                q, k, v, begins, begins, len(places), len(places), True
+            lambda q, k, v, begins, rows, places: recipe.varlen_attention(
+                q, k, v, begins, begins, rows.shape[1], rows.shape[1], True
             )
         ),
         torch=by_padding,
