@@ -94,7 +94,7 @@ def test_every_page_loads_cleanly(page: Page, address: str, site: Path) -> None:
         assert page.locator("article").count(), name
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.thorough)])
 def test_nothing_scrolls_sideways_on_a_phone(page: Page, address: str, site: Path, theme: str) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     page.emulate_media(color_scheme=theme)

@@ -368,8 +368,9 @@ def test_flex_attention(taken: ModuleType) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_gradcheck(taken: ModuleType) -> None:
-    """Differences agree with the gradients, those of the sinks too."""
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_gradcheck(taken: ModuleType, fast: bool) -> None:
+    """Differences agree with the gradients, those of the sinks too, in one direction or in each."""
     shapes = [(1, 2, 3, 2), (1, 1, 3, 2), (1, 1, 3, 2), (2,)]
     leaves = [t.requires_grad_() for t in some(shapes, torch.float64)]
     for score in scores_of(2):
@@ -377,7 +378,7 @@ def test_gradcheck(taken: ModuleType) -> None:
         def op(q: Any, k: Any, v: Any, sinks: Any, score: Named = score) -> Any:
             return taken.attention_variants(q, k, v, score, ("window", 2), sinks, scale=0.7)
 
-        assert torch.autograd.gradcheck(op, leaves)
+        assert torch.autograd.gradcheck(op, leaves, fast_mode=fast)
 
 
 def test_layouts_of_gradients(taken: ModuleType) -> None:

@@ -295,11 +295,12 @@ def test_parts(taken: ModuleType, dtype: torch.dtype) -> None:
     torch.testing.assert_close(state, end, rtol=0, atol=16 * KINDS[dtype] * end.abs().max().item())
 
 
-def test_gradcheck(taken: ModuleType) -> None:
-    """Differences agree with the gradients, over several chunks."""
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_gradcheck(taken: ModuleType, fast: bool) -> None:
+    """Differences agree with the gradients, over several chunks, in one direction or in each."""
     tensors, _ = problem(torch.float64, 1, 17, 1, 2, 2)
     leaves = [t.clone().requires_grad_() for t in tensors]
-    assert torch.autograd.gradcheck(lambda *x: taken.gated_delta_rule(*x, 0.7), leaves)
+    assert torch.autograd.gradcheck(lambda *x: taken.gated_delta_rule(*x, 0.7), leaves, fast_mode=fast)
 
 
 @each_dtype

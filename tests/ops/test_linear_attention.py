@@ -252,11 +252,16 @@ def test_parts(taken: ModuleType, dtype: torch.dtype) -> None:
     torch.testing.assert_close(state, end, rtol=0, atol=16 * KINDS[dtype] * end.abs().max().item())
 
 
-def test_gradcheck(taken: ModuleType) -> None:
-    """Differences agree with the gradients, over several chunks."""
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_gradcheck(taken: ModuleType, fast: bool) -> None:
+    """Differences agree with the gradients, over several chunks, in one direction or in each."""
     (q, k, v, g, first), _ = problem(torch.float64, 1, 17, 1, 2, 2)
     leaves = [t.clone().requires_grad_() for t in (q, k, v, g, first)]
-    assert torch.autograd.gradcheck(lambda q, k, v, g, s: taken.linear_attention(q, k, v, g, 0.7, s), leaves)
+
+    def op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, first: torch.Tensor) -> Tensors:
+        return taken.linear_attention(q, k, v, g, 0.7, first)
+
+    assert torch.autograd.gradcheck(op, leaves, fast_mode=fast)
 
 
 @each_dtype
