@@ -1225,10 +1225,10 @@ def terms_of(q, k, v, grad, causal=False, scale=None):
 def worst(found, expected, terms, eps):
     """Return the largest error, as a part of what is allowed."""
     errors = [
-        (one.double() - right).abs() / (2 * eps * (size + right.abs()))
+        ((one.double() - right).abs() / (2 * eps * (size + right.abs()))).max()
         for one, right, size in zip(found, expected, terms, strict=True)
     ]
-    return max(error.max().item() for error in errors)
+    return torch.stack(errors).max().item()  # NaN, if there is any
 
 
 def proved(op, q, k, v, grad, causal=False, scale=None, looser=1):

@@ -17,14 +17,14 @@ Cross entropy
 The loss of a language model compares a row of *logits*, one for each token of
 the vocabulary, with one target. The logits are often the largest tensor of a
 training step. PyTorch stores a second tensor of that size for the backward.
-This op stores three numbers for each row instead, and computes the
-probabilities again.
+This op stores two numbers for each row instead, and computes the probabilities
+again.
 
 After this page you can
 
 * compute a loss over rows of any length, and read each logit once;
 * take the mean over the rows that count, in one launch;
-* give a few long rows more threads than many rows;
+* give a row more threads if there are few rows;
 * write a backward that needs no more than a row's maximum and sum.
 """
 
@@ -389,7 +389,10 @@ def _cross_entropy_exp(x):
 
 @triton.jit
 def _cross_entropy_target(targets_ptr, row, N, ignore_index):
-    """Return a row's target, whether the row counts, and if it has that."""
+    """Return a row's target, if the row counts, and if the target is known.
+
+    A target is known if the row counts and has such a column.
+    """
     target = tl.load(targets_ptr + row)
     counts = target != ignore_index
     return target, counts, counts & (target >= 0) & (target < N)
@@ -397,7 +400,7 @@ def _cross_entropy_target(targets_ptr, row, N, ignore_index):
 
 @triton.jit
 def _cross_entropy_divide(start, N, VEC: tl.constexpr):
-    """Return where a row's body begins, its length, edges, which there are."""
+    """Return where a row's body begins, its length, the edges and a mask."""
     head = ((VEC - start % VEC) % VEC).to(tl.int32)
     # A row may end before its first multiple. A rest of less than VEC elements
     # is left to the edge: with it, a mask would end within a wide load.
@@ -817,12 +820,13 @@ def cross_entropy(
 
     As ``torch.nn.functional.cross_entropy`` with rows along the last dimension.
     Takes logits of float16, bfloat16, float32 or float64 and any layout, with N
-    up to 2**30, and int64 targets. The loss is float32 (float64 for float64):
-    with ``reduction="mean"`` the mean over the rows whose target is not
+    up to 2**30, and int64 targets: no probabilities, and there are no weights
+    of classes. The loss is float32 (float64 for float64): with
+    ``reduction="mean"`` the mean over the rows whose target is not
     ``ignore_index``, NaN if there are none; with "sum" the sum; with "none" a
-    loss for each row, in the shape of ``targets``, which is 0 where ignored.
-    An ignored row is not read, and its gradient is 0. If any other target is
-    not in range(N), the loss is NaN, and so is that row's gradient.
+    loss for each row, in the shape of ``targets``, which is 0 where ignored. An
+    ignored row is not read, and its gradient is 0. If any other target is not
+    in range(N), the loss is NaN, and so is that row's gradient.
 
     Loss and gradient are the same each time on one kind of GPU. The gradient is
     contiguous, has the dtype of the logits, and has no gradient itself. Raises
@@ -1013,7 +1017,8 @@ def table(way, tensors):
     work = 2e-6 * tensors * ROWS
     found = rate_table(times, "N", "GB/s", lambda N: work * N)
     print(found.to_string())
-    found.pivot(index="N", columns="series", values="GB/s").plot()
+    wide = found.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(ylabel="GB/s")
     return found
 
 

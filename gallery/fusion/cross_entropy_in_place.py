@@ -467,13 +467,16 @@ def _cross_entropy_in_place_check(logits, targets, label_smoothing):
             f"{name} takes label_smoothing from 0 to 1, not {label_smoothing}"
         )
     if logits.requires_grad:
-        raise ValueError(f"{name} takes no logits that require grad")
+        raise ValueError(
+            f"{name} takes no logits that require grad: call it in the forward "
+            "of a torch.autograd.Function"
+        )
     N = logits.shape[-1]
     apart = logits.ndim == 2 and logits.stride(1) == 1 and logits.stride(0) >= N
     if not apart and not logits.is_contiguous():
         raise ValueError(
             f"{name} takes a contiguous tensor, or a matrix of contiguous "
-            "rows, none of them twice"
+            "rows, none of them twice: make the logits contiguous first"
         )
 
 
@@ -565,9 +568,11 @@ def cross_entropy_in_place_(
 
     Loss and gradient are the same each time on one kind of GPU. The op has no
     autograd formula: it is to be called where logits do not require grad, as in
-    the forward of a ``torch.autograd.Function``. Raises TypeError for other
-    dtypes, and ValueError for other shapes, layouts and options, for tensors on
-    two devices, and for logits that require grad. The online log-sum-exp:
+    the forward of a ``torch.autograd.Function``. The backward of that function
+    multiplies the written gradient by the gradient of the loss. Raises
+    TypeError for other dtypes, and ValueError for other shapes, layouts and
+    options, for tensors on two devices, and for logits that require grad. The
+    online log-sum-exp:
     https://arxiv.org/abs/1805.02867
     """
     return _cross_entropy_in_place_launch(
@@ -759,7 +764,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     }
     results = rate_table(times, "N", "GB/s", lambda N: 4e-6 * ROWS * N)
     print(results.to_string())
-    results.pivot(index="N", columns="series", values="GB/s").plot()
+    wide = results.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(ylabel="GB/s")
 
 # %%
 # This is the memory of a call, besides its arguments:
@@ -817,7 +823,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The memory of ours is a number for each row. The others make a tensor of the
 # logits' size for the logarithms, and another one or two for the gradient.
-#
+
+# %%
 # Break it: a scale that comes too late
 # -------------------------------------
 #

@@ -259,7 +259,7 @@ LONG = 2**24 if DEVICE.type == "cuda" else 2**15  # interpreted, it takes long
 
 if __name__ == "__main__":
     print("largest relative error   float32 carry   float64 carry")
-    for N in (2**12, 2**15, LONG):
+    for N in sorted({2**12, 2**15, LONG}):
         x = torch.rand(1, N, generator=generator, device=DEVICE)
         exact, line = x.double().cumsum(-1), f"N = {N:18}"
         for ACC in (tl.float32, tl.float64):

@@ -296,15 +296,15 @@ def look_back_kernel(
     mask = offs < N
     x = tl.load(x_ptr + row * N + offs, mask=mask, other=0)  # (BLOCK_N,)
     total = tl.sum(x, axis=0).to(tl.float64)
-    words_ptr += 1 + row * tiles
+    row_words_ptr = words_ptr + 1 + row * tiles
     word = total.to(tl.int64, bitcast=True) & -4
-    tl.atomic_xchg(words_ptr + tile, word | 1, sem="relaxed")
+    tl.atomic_xchg(row_words_ptr + tile, word | 1, sem="relaxed")
     y = tl.cumsum(x, axis=0)  # (BLOCK_N,)
     carry = total * 0
     end = tile  # the words from here on are added
     while end > 0:
         index = end - WINDOW + tl.arange(0, WINDOW)  # (WINDOW,)
-        ptrs = words_ptr + index
+        ptrs = row_words_ptr + index
         # Before the first tile comes the prefix 0.
         words = tl.load(ptrs, mask=index >= 0, other=2, volatile=True)
         last = tl.max(tl.where(words & 2 != 0, index, -WINDOW), axis=0)
@@ -316,7 +316,7 @@ def look_back_kernel(
         carry += tl.sum(tl.where(index >= last, sums, 0.0), axis=0)
         end = tl.where(last > -WINDOW, 0, end - WINDOW)
     word = (carry + total).to(tl.int64, bitcast=True) & -4
-    tl.atomic_xchg(words_ptr + tile, word | 2, sem="relaxed")
+    tl.atomic_xchg(row_words_ptr + tile, word | 2, sem="relaxed")
     tl.store(y_ptr + row * N + offs, y + carry.to(tl.float32), mask=mask)
 
 
@@ -581,7 +581,8 @@ def cumsum_long(x: torch.Tensor) -> torch.Tensor:
     ``x``, is contiguous, and is the same each time on one kind of GPU: whatever
     the order in which programs run, each sum is added up in one order. NaN and
     inf reach the elements behind them. Raises TypeError for other dtypes and
-    ValueError for longer rows. Has gradients of any order. After the decoupled
+    ValueError for longer rows. Has gradients of any order. For many rows take
+    ``cumsum``, whose programs do not wait for each other. After the decoupled
     look-back of Merrill and Garland, Single-pass Parallel Prefix Scan, 2016.
     """
     return _cumsum_long_launch(x, wrap_triton(_cumsum_long_kernel))

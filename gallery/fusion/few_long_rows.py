@@ -723,11 +723,12 @@ def few_long_rows_sum(x: torch.Tensor) -> torch.Tensor:
     """Return the sums along the last dimension, as torch.sum(x, -1).
 
     Takes a tensor of float16, bfloat16, float32 or float64 with one dimension
-    or more, of any layout. Returns float64 for float64, and float32 for the
-    others. The result of a row is the same each time on one kind of GPU, and
-    the same in any batch: it does not depend on other rows, nor on how many
-    there are. Raises TypeError for other dtypes, and ValueError for a tensor
-    without dimensions. Has a gradient.
+    or more, of any layout. One whose rows do not fit into a matrix of
+    contiguous rows is copied first. Returns float64 for float64, and float32
+    for the others. The result of a row is the same each time on one kind of
+    GPU, and the same in any batch: it does not depend on other rows, nor on how
+    many there are. Raises TypeError for other dtypes, and ValueError for a
+    tensor without dimensions. Has a gradient.
     """
     kernel = wrap_triton(_few_long_rows_kernel)
     return _few_long_rows_launch(x, False, kernel)

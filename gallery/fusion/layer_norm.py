@@ -857,9 +857,10 @@ def layer_norm(x, weight, bias, eps) -> torch.Tensor:
     As ``torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)``.
     Takes float16, bfloat16, float32 or float64, one for all: ``x`` of shape
     (..., N) and any strides, ``weight`` and ``bias`` of shape (N,), with N up
-    to 16384, or 8192 in float64. The kernel is compiled for each ``eps``. The
-    result has the shape and dtype of ``x``, is contiguous, and is the same each
-    time, and so are the gradients, which have none themselves. Raises TypeError
+    to 16384, or 8192 in float64. Both are needed: give ones and zeros for what
+    is ``None`` elsewhere. The kernel is compiled for each ``eps``. The result
+    has the shape and dtype of ``x``, is contiguous, and is the same each time,
+    and so are the gradients, which have none themselves. Raises TypeError
     for other dtypes or devices that differ, and ValueError for other shapes.
     From https://arxiv.org/abs/1607.06450.
     """

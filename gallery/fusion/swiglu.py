@@ -459,10 +459,10 @@ def _swiglu_backward_kernel(
     M,
     N,
     tiles_n,
-    stride_dm,
+    stride_grad_m,
     stride_gm,
     stride_um,
-    stride_om,
+    stride_dm,
     gap,  # from an element of dgate to that of dup
     ACC: tl.constexpr,
     VEC: tl.constexpr,
@@ -472,16 +472,16 @@ def _swiglu_backward_kernel(
 ):
     # As forward: the compiler learns that VEC divides them.
     N = N // VEC * VEC
-    stride_dm = stride_dm // VEC * VEC
+    stride_grad_m = stride_grad_m // VEC * VEC
     stride_gm = stride_gm // VEC * VEC
     stride_um = stride_um // VEC * VEC
-    stride_om = stride_om // VEC * VEC
+    stride_dm = stride_dm // VEC * VEC
     gap = gap // VEC * VEC
     offs_m, offs_n, full = _swiglu_tile(M, N, tiles_n, FLAT, BLOCK_M, BLOCK_N)
-    grad_ptrs = grad_ptr + offs_m * stride_dm + offs_n  # (BLOCK_M, BLOCK_N)
+    grad_ptrs = grad_ptr + offs_m * stride_grad_m + offs_n  # (BLOCK_M, BLOCK_N)
     gate_ptrs = gate_ptr + offs_m * stride_gm + offs_n  # (BLOCK_M, BLOCK_N)
     up_ptrs = up_ptr + offs_m * stride_um + offs_n  # (BLOCK_M, BLOCK_N)
-    d_ptrs = d_ptr + offs_m * stride_om + offs_n  # (BLOCK_M, BLOCK_N)
+    d_ptrs = d_ptr + offs_m * stride_dm + offs_n  # (BLOCK_M, BLOCK_N)
     dup_ptrs = d_ptrs + gap
     if full:
         _swiglu_gradients(
@@ -844,7 +844,7 @@ if __name__ == "__main__":
 # backward is called through autograd. ``Roof`` is an addition of as many bytes.
 
 TOKENS = [1, 16, 128, 1000, 4096, 8192]
-HIDDEN = [256, 1000, 2880, 4864, 8192, 14336, 28672]
+WIDTHS = [256, 1000, 2880, 4864, 8192, 14336, 28672]
 ELEMENTS = 2**27
 
 
@@ -868,8 +868,8 @@ def contest(M, N, packed, backward):
 def table(x, sizes, packed, backward):
     """Return the rates of one pass, by tokens or by hidden size."""
     by_tokens = {M: (M, 14336) for M in sizes}
-    by_hidden = {N: (ELEMENTS // N, N) for N in sizes}
-    shapes = by_hidden if packed else by_tokens
+    by_width = {N: (ELEMENTS // N, N) for N in sizes}
+    shapes = by_width if packed else by_tokens
     times = {
         size: gpu_time(contest(*shape, packed, backward))
         for size, shape in shapes.items()
@@ -890,8 +890,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     results_backward = table("M", TOKENS, packed=False, backward=True)
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    results_packed = table("N", HIDDEN, packed=True, backward=False)
-    results_packed_backward = table("N", HIDDEN, packed=True, backward=True)
+    results_packed = table("N", WIDTHS, packed=True, backward=False)
+    results_packed_backward = table("N", WIDTHS, packed=True, backward=True)
 
 # %%
 # This is what a call costs the CPU, in microseconds:
