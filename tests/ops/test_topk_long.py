@@ -281,9 +281,11 @@ def test_register_spills(gallery: Path, on_h100: Ask) -> None:
 
 def test_page(printed: Callable[[str], str]) -> None:
     """What the page prints without a GPU is what its text says."""
-    read, error, wrong, right = printed("fusion/topk_long").splitlines()
-    assert read == "60,120 numbers are read, of 60,000 in x"
+    read, error, many, long, integers, wrong, right = printed("fusion/topk_long").splitlines()
+    assert read == "60,120 numbers are read; x has 60,000"
     assert error == "largest error 0.0, allowed 0.0"
+    assert all(line.startswith("ValueError: topk_long takes k from 0 to the row's length") for line in (many, long))
+    assert integers == "TypeError: topk_long takes a float tensor, not torch.int32"
     assert wrong == "2 of each part [[15.0, 14.0, 11.0, 10.0]]"
     assert right == "topk_long      [[15.0, 14.0, 13.0, 12.0]]"
 

@@ -105,14 +105,15 @@ def pattern_of(terms: Iterable[str]) -> re.Pattern[str]:
 
 
 def is_prose(text: nodes.Node) -> bool:
-    """Whether this is in a recipe's own prose: not code, not a heading, not already a link, not the box."""
+    """Whether this is in a recipe's own prose: not code, not a heading, not already a link, not a table of figures."""
     inside_prose = False
     node: nodes.Node | None = text.parent
     while isinstance(node, nodes.Element):
         classes: list[str] = node.get("classes", [])
         if TERM in classes:
             return True
-        if isinstance(node, NOT_IN) or "glance" in classes:
+        # A column's title is a button where a table can be sorted, and a button holds no link.
+        if isinstance(node, NOT_IN) or not {"glance", "sortable"}.isdisjoint(classes):
             return False
         inside_prose = inside_prose or isinstance(node, PROSE)
         node = node.parent
