@@ -15,14 +15,15 @@ r"""
 Gated delta rule
 ================
 
-Linear attention adds each value to its state, whatever stands there already.
-The delta rule reads first, and writes only what the state has wrong. So what a
-token writes depends on the tokens before it. This page solves that dependence
-for a whole chunk at once, as a triangular system.
+Linear attention has a matrix as its state. It adds each token's value to the
+state, whatever stands there already. The delta rule first reads what stands
+there, and then corrects only the error. So what a token writes depends on the
+tokens before it. This page solves this dependence for a whole chunk of tokens
+at once, as a triangular system.
 
 After this page you can
 
-* write a recurrence that depends on itself as a triangular system;
+* write a recurrence, within a chunk, as a triangular system;
 * invert a triangular matrix in registers, by products of whole tiles;
 * solve all chunks before any state is known;
 * derive the backward, which is the same system transposed.
@@ -172,20 +173,22 @@ def floor(T, tensors=4):
 # In PyTorch
 # ----------
 #
-# Read ``linear_attention.py`` first: the state, its decay, and chunks are from
-# there. The *delta rule* changes what a token writes. The state
-# :math:`S_{t-1}` has decayed by the gate :math:`e^{g_t}`. The token reads with
-# its key what the state has for it, and writes a part :math:`\beta_t` of the
-# *error*, so that the state has more of :math:`v_t` for this key:
+# Read ``linear_attention.py`` first: it explains the state, its decay, and
+# chunks. The *delta rule* changes what a token writes. First the state
+# :math:`S_{t-1}` decays by the gate :math:`e^{g_t}`. Then the token reads what
+# the state has for its key :math:`k_t`. The *error* :math:`x_t` is its value
+# :math:`v_t` less what it read. The token writes a part :math:`\beta_t` of the
+# error for its key, so that the state has more of :math:`v_t` there:
 #
 # .. math:: x_t = v_t - e^{g_t} S_{t-1}^\top k_t, \qquad
 #    S_t = e^{g_t} S_{t-1} + \beta_t\, k_t x_t^\top, \qquad
 #    o_t = \frac{1}{\sqrt K}\, S_t^\top q_t
 #
 # With keys of length 1 and :math:`\beta_t = 1`, the state then has exactly
-# :math:`v_t` for :math:`k_t`. As a loop, each step reads and writes the state.
-# The *floor* is to read ``q``, ``k``, ``v``, ``g`` and ``beta``, and to write
-# the outputs. Tensors are (batch, length, heads, dimension).
+# :math:`v_t` for :math:`k_t`. In a loop over the tokens, each step reads and
+# writes the state. The *floor* is to read ``q``, ``k``, ``v``, ``g`` and
+# ``beta``, and to write the outputs. Tensors are (batch, length, heads,
+# dimension).
 
 
 def recurrence(q, k, v, g, beta, state=None, scale=None):
@@ -213,8 +216,8 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# The simplest kernel is the loop with the state in registers. The columns of a
-# state know nothing of each other, so a program has a block of them:
+# The simplest kernel is this loop with the state in registers. No column of a
+# state depends on another, so a program has a block of columns:
 #
 # .. code-block:: text
 #
@@ -272,7 +275,8 @@ def by_token(q, k, v, g, beta, BLOCK_V=16, num_warps=4):
 #
 # We compare with the loop, in float64. The state stays in float32, and an
 # output is rounded once, to the 11 bits of float16. So an output may be off by
-# :math:`2^{-11}` of itself, and by what float32 leaves of the largest.
+# :math:`2^{-11}` of itself. For the rounding of float32 we allow
+# :math:`2^{-18}` of the largest output besides.
 
 if __name__ == "__main__":
     x = random(70, heads=1, D=64, dtype=torch.float16)
@@ -290,9 +294,10 @@ if __name__ == "__main__":
 # ---------
 #
 # We time 16 heads of dimension 128 in bfloat16. A rate is the bytes of the
-# floor divided by the time; the roof copies as many. ``PyTorch`` has chunks as
-# in the next section, and a loop over them; its functions are in the first
-# cell. ``torch.compile`` has their two parts compiled.
+# floor divided by the time. ``Roof`` is a copy that moves as many bytes.
+# ``PyTorch`` is a loop over chunks, which the next section explains. Its two
+# functions, for what comes before the loop and for a step of it, are in the
+# first cell. In ``torch.compile``, both functions are compiled.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for T in (512, 1024, 2048):
@@ -315,23 +320,29 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----------------------------
 #
 # The kernel takes a step for each token, and none of its sums is a matrix
-# product. Linear attention has chunks for that. Here a chunk does not know what
-# its tokens write, as each error depends on those before. But it depends on
-# them *linearly*. With the log decays :math:`G_i` since the chunk began, and
-# the state :math:`S` before it, the error of token :math:`i` is
+# product. Linear attention takes a chunk of tokens at a time for this reason.
+# Here we do not know at first what the tokens of a chunk write, because each
+# error depends on the errors before it. But it depends on them *linearly*. Let
+# :math:`G_i` be the sum of the log decays since the chunk began, up to token
+# :math:`i`, and :math:`S` the state before the chunk. Then the error of token
+# :math:`i` is given by
 #
 # .. math:: x_i + \sum_{j < i} M_{ij}\, x_j = v_i - e^{G_i} S^\top k_i, \qquad
 #    M_{ij} = e^{G_i - G_j}\, (k_i \cdot k_j)\, \beta_j
 #
-# For all tokens of the chunk, these are linear equations with the unit lower
-# triangular matrix :math:`I + M`, which does not depend on the state. So every
-# chunk can solve for both parts of the right side before any state is known:
+# For all tokens of the chunk, these are linear equations. Their matrix
+# :math:`I + M` is lower triangular with ones on its diagonal, and does not
+# depend on the state. The right side has two parts, and only one of them is
+# multiplied by the state. So every chunk can solve for both parts before any
+# state is known. With one row of :math:`X`, :math:`V` and :math:`K` for each
+# token,
 #
 # .. math:: X = \underbrace{(I + M)^{-1} V}_{Y} - \underbrace{(I + M)^{-1}
 #    \mathrm{diag}(e^G) K}_{W}\, S
 #
-# Behind this, the chunk is one of linear attention, with :math:`\beta_j x_j` as
-# its values. Only ``states`` goes from chunk to chunk:
+# With its errors, a chunk is one of linear attention that has
+# :math:`\beta_j x_j` as its values. The op has three kernels. Only ``states``
+# goes from chunk to chunk:
 #
 # .. code-block:: text
 #
@@ -348,16 +359,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------------------------
 #
 # A forward substitution goes row by row: 64 steps for 64 tokens, none of them a
-# matrix product. Two triangular blocks on the diagonal are inverted together:
+# matrix product. But the inverses of two neighbouring triangular blocks on the
+# diagonal, :math:`A` and :math:`B`, give the inverse of both together:
 #
 # .. math:: \begin{pmatrix} A & 0 \\ C & B \end{pmatrix}^{-1} =
 #    \begin{pmatrix} A^{-1} & 0 \\ -B^{-1} C A^{-1} & B^{-1} \end{pmatrix}
 #
-# Blocks of one token are their own inverses. So six doublings invert a chunk of
-# 64. If ``inverse`` has the inverses of all blocks of a size on its diagonal,
-# and ``between`` the blocks :math:`C` of ``M``, then ``inverse - inverse @
-# between @ inverse`` has those of twice the size. All are whole tiles. Tokens
-# :math:`i > j` meet at the doubling of the highest bit in which they differ:
+# A block of one token is a one, which is its own inverse. Each step makes the
+# blocks twice as long, so six such *doublings* invert a chunk of 64. Let
+# ``inverse`` have the inverses of all blocks of one size on its diagonal, and
+# let ``between`` have the blocks :math:`C` of ``M`` that stand between two of
+# them. Then ``inverse - inverse @ between @ inverse`` has the inverses of the
+# blocks of twice the size. All of these are whole tiles. The element of ``M``
+# for two tokens :math:`i > j` is in ``between`` at one doubling: that of the
+# highest bit in which :math:`i` and :math:`j` differ. (The second function
+# here, ``powers``, is for the end of the page.)
 
 
 def doubled(M):
@@ -395,24 +411,28 @@ if __name__ == "__main__":
 # The backward is the system transposed
 # -------------------------------------
 #
-# Let :math:`h_i` be the gradient of :math:`o_i` with the scale, :math:`a_{ij} =
-# e^{G_i - G_j}`, and :math:`D'` the gradient of the state behind the chunk. A
-# token's written :math:`\beta_j x_j` reaches queries of its chunk and the state
-# behind it. That is the gradient :math:`F` of the errors as linear attention
-# has it:
+# Let :math:`h_i` be the gradient of :math:`o_i` times the scale,
+# :math:`a_{ij} = e^{G_i - G_j}`, and :math:`D'` the gradient of the state after
+# the chunk. What token :math:`j` writes, :math:`\beta_j x_j`, reaches the
+# queries of its chunk and the state after the chunk. From both, the error
+# :math:`x_j` has the gradient that it would have in linear attention. It is the
+# row :math:`f_j` of a matrix :math:`F`:
 #
 # .. math:: f_j = \beta_j \Big( \sum_{i \ge j} a_{ij} (k_j \cdot q_i)\, h_i +
 #    e^{G_C - G_j} D'^\top k_j \Big)
 #
-# It also reaches the errors of later tokens. Through :math:`X = (I + M)^{-1} R`
-# for the right side :math:`R`, all of that is the transposed inverse:
+# The error :math:`x_j` also reaches the errors of later tokens. The system
+# contains all of these effects: with its right side :math:`R`, the errors are
+# :math:`X = (I + M)^{-1} R`. So the gradient of :math:`R` is a product with the
+# transposed inverse:
 #
 # .. math:: \mathrm{d}V = \mathrm{d}R = (I + M)^{-\top} F, \qquad
 #    \mathrm{d}M = -\,\mathrm{d}R\, X^\top
 #
-# and the state before the chunk gets :math:`D = e^{G_C} D' + \sum_i e^{G_i} q_i
-# h_i^\top - W^\top F`. This is the second serial kernel, ``flows``: it goes
-# back. The rest is known within each chunk:
+# The state before the chunk has the gradient
+# :math:`D = e^{G_C} D' + \sum_i e^{G_i} q_i h_i^\top - W^\top F`. It is
+# computed by a second serial kernel, ``flows``, which goes from the last chunk
+# back to the first. The other gradients are computed within each chunk:
 #
 # .. math::
 #
@@ -427,19 +447,20 @@ if __name__ == "__main__":
 #    \mathrm{d}\beta_j = m_j \cdot k_j
 #    \end{aligned}
 #
-# A key has two parts: one where it reads, as a query with the gradient
-# :math:`-\mathrm{d}v_i`, and one where it writes. The gradient of a log decay
-# adds up all pairs of a token that writes and a later one that reads, around
-# it, as in ``linear_attention.py``; keys read as well as queries.
+# The gradient of a key has two parts: one where the key reads, as a query with
+# the gradient :math:`-\mathrm{d}v_i`, and one where it writes. A log decay acts
+# on all pairs of an earlier token that writes, and of its own or a later token
+# that reads. Its gradient adds up these pairs, as in ``linear_attention.py``.
+# Here keys read as well as queries.
 
 # %%
 # The op
 # ------
 #
 # Float32 and float64 have shorter chunks, because their operands take more
-# registers. The inverse of a chunk in half precision is computed with TF32: it
-# has the 11 bits of float16, and the range of float32. Offsets within a chunk
-# are int32, as 64-bit ones would take twice the registers.
+# registers. In half precision, the inverse of a chunk is computed with TF32,
+# which has the 11 bits of float16 and the range of float32. Offsets within a
+# chunk are int32, because int64 offsets would take twice the registers.
 
 GATED_DELTA_RULE_NAMESPACE = "triton_gallery"
 GATED_DELTA_RULE_DTYPES = {
@@ -450,7 +471,7 @@ GATED_DELTA_RULE_DTYPES = {
 }
 # For the bytes of a number: the tokens of a chunk, how products of float32 are
 # computed, then BLOCK_K, BLOCK_V, warps and stages of each kernel. The second
-# and the fourth go along the chunks: narrow blocks make more programs of them.
+# and the fourth go along the chunks: narrow blocks give them more programs.
 GATED_DELTA_RULE_TILES = {
     2: (
         (64, "tf32"),
@@ -1263,8 +1284,8 @@ GATED_DELTA_RULE_LIBRARY.impl(
 
 # %%
 # What did the chunks gain? The table has the time of the forward and of the
-# backward, in microseconds, and the statements of the kernels. Beside them
-# stands the backward of the chunks in PyTorch, through autograd.
+# backward, in microseconds, and the statements of the kernels. Its last line is
+# the backward of the chunks in PyTorch, through autograd.
 
 
 def statements(*kernels):
@@ -1321,12 +1342,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----
 #
 # We compare outputs, final states and all gradients with those of the loop in
-# float64. An error that a token makes is corrected by later tokens, so we
-# compare with the largest result: an error may be four roundings of that. A
-# rounding is :math:`2^{-11}` in float16. In bfloat16 we allow :math:`2^{-7}`,
-# because the interpreter cuts bits off where a GPU rounds. Float32 and float64
-# also have the rounding of the sums of log decays. The gradient of ``g`` is a
-# sum of terms that cancel, so there the largest term counts as well.
+# float64. Later tokens read a token's rounding error and correct it. So an
+# error is not measured by its own element, but by the largest element of a
+# result: we allow four roundings of the largest. A rounding is :math:`2^{-11}`
+# in float16. In bfloat16 we allow :math:`2^{-7}`, because the interpreter cuts
+# bits off where a GPU rounds. The sums of log decays are rounded as well, and
+# we allow for their rounding too. The gradient of ``g`` is a sum of terms that
+# cancel, so there the largest term counts as well.
 
 EPS = {
     torch.float16: 2.0**-11,
@@ -1401,8 +1423,8 @@ else:  # imported: a glance
 
 # %%
 # The gates may be near 1, or near 0, or 0. With a log decay of ``-inf``, a
-# sequence begins again. With a ``beta`` of 0, a token writes nothing, and its
-# ``beta`` has a gradient all the same:
+# sequence begins again. With a ``beta`` of 0, a token writes nothing, but its
+# ``beta`` has a gradient:
 
 if __name__ == "__main__":
     for gate in (20.0, -10.0, -100.0):
@@ -1420,8 +1442,9 @@ if __name__ == "__main__":
     torch.testing.assert_close(last, end, rtol=1e-3, atol=1e-4)
 
 # %%
-# A long sequence in two parts, with the state handed over, gives the same as
-# one. Without tokens, the state stays. Inputs may have any strides:
+# A sequence in parts, with the state handed over, gives the same as the whole
+# sequence. A part without tokens leaves the state as it is. Inputs may have any
+# strides:
 
 if __name__ == "__main__":
     x, _ = problem(torch.float64, 1, 60, 1, 16, 16)
@@ -1477,10 +1500,11 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# One sequence, 16 heads of dimension 128, bfloat16. A rate is the floor's bytes
-# divided by the time: forward four tensors of the size of ``q``, backward
-# seven. ``Roof`` is a copy of as many. PyTorch launches some kernels for each
-# chunk, so it takes part up to 8192 tokens.
+# The benchmark has one sequence with 16 heads of dimension 128, in bfloat16. A
+# rate is the bytes of the floor divided by the time. The floor has four tensors
+# of the size of ``q`` forward, and seven backward. ``Roof`` is a copy that
+# moves as many bytes. PyTorch launches several kernels for each chunk, so we
+# time it for up to 8192 tokens.
 
 LENGTHS = [2048, 4096, 8192, 16384, 32768, 65536]
 
@@ -1531,22 +1555,25 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # What the three kernels move can be counted, in tensors of the size of ``q``.
-# The kernel of solves reads ``k`` and ``v``, and writes ``w``, ``y`` and the
-# inverses, which count as a half. The kernel of states reads ``w``, ``y`` and
-# ``k``, and writes the errors and the states, which count as two. The kernel of
-# outputs reads five and writes one. That is sixteen and a half at least, and
-# the floor has four. Where ``late`` is true in the table, the GPU waited for
-# the CPU: PyTorch's loop launches some kernels for each chunk.
+# The kernel ``solve`` reads ``k`` and ``v``, and writes ``w``, ``y`` and the
+# inverses, which count as a half. The kernel ``states`` reads ``w``, ``y`` and
+# ``k``, and writes the errors and the states, which count as two. The kernel
+# ``outputs`` reads ``q``, ``k``, the errors and the states, and writes the
+# outputs. The sum is sixteen and a half at least, and the floor has four. Where
+# ``late`` is true in the table, the GPU waited for the CPU: PyTorch's loop
+# launches several kernels for each chunk.
 
 # %%
 # Break it
 # --------
 #
-# :math:`(I + M)^{-1}` is also a product, :math:`(I - M)(I + M^2)(I + M^4)
-# \cdots`: it ends, as :math:`M^{64} = 0`, and takes as many products of tiles.
-# ``powers`` computes it. Now let a sequence repeat a token, so that keys are
-# equal, without decays. The numbers in :math:`M^{32}` are as large as
-# :math:`\binom{63}{32}`, and those in the inverse are 1 and -1:
+# There is another way to invert. :math:`(I + M)^{-1}` is also a product,
+# :math:`(I - M)(I + M^2)(I + M^4) \cdots`. The product ends, because
+# :math:`M^{64} = 0`, and takes about as many products of tiles. The function
+# ``powers``, which stands beside ``doubled``, computes it. Now let a sequence
+# repeat a token, so that its keys are equal, without decays and with
+# :math:`\beta = 1`. The numbers in :math:`M^{32}` are as large as
+# :math:`\binom{62}{31}`, while those in the inverse are 1, 0 and -1:
 
 if __name__ == "__main__":
     k = random(64, heads=1, dtype=torch.float64)[1][0, :, 0]
@@ -1561,18 +1588,19 @@ if __name__ == "__main__":
             assert (error < 1e-3) == (how is doubled or alike == 0)
 
 # %%
-# The doublings stay right, because their blocks are inverses of parts of the
-# sequence, and those have no large numbers. A test with random keys does not
-# find the difference.
+# The doublings stay right, because each block is the inverse of a part of the
+# sequence, and such inverses have no large numbers. A test with random keys
+# does not find the difference.
 
 # %%
 # Go further
 # ----------
 #
-# 1. A token's state is :math:`(I - \beta k k^\top)` times the one before. What
-#    does a :math:`\beta` of 2 do to it, for a key of length 1?
-# 2. The backward computes inverses and states again. What would it take to keep
-#    them?
+# 1. Before its value is added, a token multiplies the decayed state by
+#    :math:`I - \beta k k^\top`. What does a :math:`\beta` of 2 do to the state,
+#    for a key of length 1?
+# 2. The backward computes inverses, W, states and errors again. How much memory
+#    would it take to keep them?
 #
 # To read on:
 #
@@ -1587,6 +1615,6 @@ if __name__ == "__main__":
 # **1.** It is a reflection: the part along the key changes its sign, and the
 # state keeps its size. Beyond 2 the state grows.
 #
-# **2.** For each token and head, W and Y count as two tensors of the size of
-# ``q``, the errors as one, the inverse as a half, and the states as two. The
-# inputs are three.
+# **2.** We count in tensors of the size of ``q``. W and the errors count as one
+# each, the inverses as a half, and the states as two. These are four and a
+# half, and the inputs are three.

@@ -18,14 +18,14 @@ The loss of a language model compares a row of *logits*, one for each token of
 the vocabulary, with one target. The logits are often the largest tensor of a
 training step. PyTorch stores a second tensor of that size for the backward.
 This op stores two numbers for each row instead, and computes the probabilities
-again.
+again in the backward.
 
 After this page you can
 
 * compute a loss over rows of any length, and read each logit once;
-* take the mean over the rows that count, in one launch;
+* take the mean over the rows that are not ignored, in one more launch;
 * give a row more threads if there are few rows;
-* write a backward that needs no more than a row's maximum and sum.
+* write a backward for which the forward saves two numbers of each row.
 """
 
 # sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
@@ -112,8 +112,9 @@ def rate_table(times, x, unit, work):
 #
 # .. math:: \text{loss} = \log \sum_n e^{x_n} - x_t.
 #
-# A batch has the mean over the rows whose target is not ``ignore_index``. A
-# *dispatch mode* sees which operators PyTorch has for it:
+# The loss of a batch is the mean over the rows whose target is not
+# ``ignore_index``. The other rows are *ignored*. A *dispatch mode* is called
+# for each operator that PyTorch runs, and prints what the operator makes:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 eager = torch.nn.functional.cross_entropy
@@ -144,9 +145,10 @@ if __name__ == "__main__":
         torch.autograd.grad(loss, x)
 
 # %%
-# Three tensors are as large as the logits. The first is kept for the backward,
-# the last is the gradient. The *floor* is one read of the logits for the loss,
-# and one more read and one write for the gradient.
+# Three tensors are as large as the logits. The first is kept for the backward.
+# The last is the gradient. The *floor* is the traffic that any kernel needs:
+# one read of the logits for the loss, and one more read and one write for the
+# gradient.
 
 # %%
 # The first kernel
@@ -210,9 +212,11 @@ def first_loss(x, targets, num_warps=8):
 # Is it right?
 # ------------
 #
-# We compare with float64. ``x - m`` is rounded to 24 bits, and above -20 here.
-# So an exponential is off by a relative :math:`20 \cdot 2^{-24}`, and the sum
-# too. Its logarithm is off by as much in absolute terms. We allow 5e-6.
+# We compare with float64. Here ``x - m`` lies between -20 and 0, and float32
+# rounds it to 24 bits. So an exponential has a relative error of up to
+# :math:`20 \cdot 2^{-24}`, and so has the sum of exponentials. The logarithm of
+# the sum has an absolute error of the same size. We allow 5e-6, about four
+# times as much.
 
 if __name__ == "__main__":
     x, targets = random(40, 5003, torch.float32)
@@ -262,7 +266,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Which launches make a mean?
 # ---------------------------
 #
-# The kernel is one launch of our first version. The mean behind it is more:
+# In our first version, the losses of the rows take one launch. The mean takes
+# several operators of PyTorch besides:
 
 if __name__ == "__main__":
     losses = torch.empty(8, device=DEVICE)
@@ -271,8 +276,9 @@ if __name__ == "__main__":
         losses.sum() / (targets != -100).sum()
 
 # %%
-# Each of these waits for the one before, however few numbers it has. On a GPU,
-# the run prints the time of the rows alone and of all, in microseconds:
+# Each operator waits for the one before, however few numbers it works on. On a
+# GPU, the run prints two times in microseconds: that of the kernel alone, and
+# that of the kernel and the mean.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for M in (8, ROWS):
@@ -284,19 +290,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{M:4}:", {who: round(1e3 * t[0], 1) for who, t in found})
 
 # %%
-# The op has a second kernel of one program instead. It adds up the losses,
-# counts the targets that are not ignored, and divides. The order of its sum is
-# fixed, so the result is the same each time.
+# In place of these operators, the op launches a second kernel, of one program.
+# This program adds up the losses, counts the targets that are not ignored, and
+# divides. It adds in a fixed order, so the result is the same each time.
 
 # %%
 # A maximum for each column
 # -------------------------
 #
-# ``tl.max`` and ``tl.sum`` in the loop make all threads of a program wait for
-# each other, in each block. The op's loop keeps a maximum and a sum for each
-# *column* of a block with several lines, and combines the columns once, after
-# the loop. ``softmax_long.py`` has that step by itself, and why ``tl.exp2``
-# stands in for ``tl.exp``.
+# In the loop, ``tl.max`` and ``tl.sum`` make all threads of a program wait for
+# each other, at each block. The op lays a block out in several lines, and its
+# loop keeps a maximum and a sum for each *column*. The columns are combined
+# once, after the loop. The page ``softmax_long.py`` takes this step by itself.
+# It also shows why ``tl.exp2`` stands in for ``tl.exp``.
 #
 # .. code-block:: text
 #
@@ -312,22 +318,24 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Few rows, many rows
 # -------------------
 #
-# One row is one program's work. With fewer rows than multiprocessors, some of
-# these have nothing to do, and the others should load as much as they can at
-# once: they take 32 warps. With many rows, several programs share a
-# multiprocessor, and four warps each are enough. A table after the op has both.
+# One program takes one row. With fewer rows than multiprocessors, some
+# multiprocessors have nothing to do. The others should have as many loads in
+# flight as they can, so their programs have up to 32 warps. With many rows,
+# several programs share a multiprocessor, and four warps for each program are
+# enough. A table after the op compares the numbers of warps.
 #
-# A row whose target is ignored needs no logit. The op does not read it.
+# The loss of an ignored row needs none of its logits. The op does not read
+# them.
 
 # %%
 # A vocabulary of 50257
 # ---------------------
 #
-# GPT-2's vocabulary is an odd number. Of such rows seven in eight begin at an
-# address that 16 does not divide, where no thread can load 16 bytes at once. So
-# the op's blocks cover a row's *body*, from its first multiple of 16 bytes to
-# its last. The *edges* in front and behind are a small block of their own.
-# ``unaligned_rows.py`` explains this step by step:
+# GPT-2's vocabulary is an odd number. In half precision, seven of eight such
+# rows begin at an address that 16 does not divide. There no thread can load 16
+# bytes at once. So the op's blocks cover a row's *body*, from its first
+# multiple of 16 bytes to its last. The *edges*, before and after the body, are
+# a small block of their own. ``unaligned_rows.py`` explains this step by step:
 #
 # .. code-block:: text
 #
@@ -345,15 +353,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # .. math:: \frac{\partial\,\text{loss}}{\partial x_n} = p_n - [n = t], \qquad
 #    p_n = \frac{e^{x_n - m}}{s}.
 #
-# The forward saves ``m`` and ``s`` of each row. With them every element stands
-# for itself: nothing is summed, and any program can have any part of a row. So
-# for few rows the op gives each row to several programs. In the mean, each row
-# is multiplied by one over the number of rows that count. The kernel of the
-# mean saves that number.
+# The forward saves ``m`` and ``s`` of each row. With both numbers, an element
+# of the gradient needs one logit alone. The backward sums up nothing, and a
+# program can take any part of a row. So for few rows the op gives each row to
+# several programs. For the mean, each row's gradient is multiplied by one over
+# the number of rows that are not ignored. The kernel of the mean saves this
+# factor.
 #
-# *Label smoothing* :math:`\epsilon` makes the target a mixture: :math:`1 -
-# \epsilon` of it, and :math:`\epsilon` of all tokens alike. The loss needs the
-# mean of the logits then, and the gradient is
+# *Label smoothing* :math:`\epsilon` replaces the target by a mixture: a weight
+# of :math:`1 - \epsilon` for the target, and another :math:`\epsilon / N` for
+# every token. The loss then needs the mean of the row's logits too, and the
+# gradient is
 #
 # .. math:: p_n - \frac{\epsilon}{N} - (1 - \epsilon)\,[n = t].
 
@@ -362,9 +372,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------
 #
 # The op takes logits of any shape and layout. The last dimension is the
-# vocabulary. Rows that lie apart are read where they are. The loss is float32,
-# also for half precision: a loss of 11 in bfloat16 could only change in steps
-# of 0.0625. The op is registered in the way of the page
+# vocabulary. Rows with gaps between them are read where they are. The loss is
+# float32, also for half precision: a loss of 11 in bfloat16 could only change
+# in steps of 0.0625. The op is registered as on the page
 # ``what_a_call_costs.py``.
 
 CROSS_ENTROPY_NAMESPACE = "triton_gallery"
@@ -375,15 +385,15 @@ CROSS_ENTROPY_ACC = {
     torch.float64: tl.float64,
 }
 CROSS_ENTROPY_LOG2_E = tl.constexpr(math.log2(math.e))
-CROSS_ENTROPY_WARPS = 4  # of a program, if there are many rows
-CROSS_ENTROPY_MOST = 32  # if there are few
+CROSS_ENTROPY_WARPS = 4  # of a program of the forward, for many rows
+CROSS_ENTROPY_MOST = 32  # of a program of the forward, for few rows
 CROSS_ENTROPY_BACKWARD = 8  # warps of the backward
 CROSS_ENTROPY_SUM = 8192  # losses that the mean adds up at one time
 
 
 @triton.jit
 def _cross_entropy_exp(x):
-    # tl.exp takes instructions for results below the normal numbers.
+    # tl.exp takes more instructions, for results below the normal numbers.
     return tl.exp2(x * CROSS_ENTROPY_LOG2_E)
 
 
@@ -428,7 +438,7 @@ def _cross_entropy_kernel(
     LINES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # From -inf on, the difference of two maxima could be NaN.
+    # The first maximum. With -inf, the difference of two could be NaN.
     DOUBLE: tl.constexpr = tl.float64 == ACC
     LOWEST: tl.constexpr = (
         -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
@@ -439,18 +449,18 @@ def _cross_entropy_kernel(
         targets_ptr, row, N, ignore_index
     )
     x_row = row * stride_xm
-    # Any other target would read another row. NaN goes on to the loss.
+    # A wrong target would read another row. Its NaN makes the loss NaN.
     x_t = tl.load(x_ptr + x_row + target, mask=known, other=float("nan"))
     x_t = x_t.to(ACC)
     head, length, offs_e, mask_e = _cross_entropy_divide(x_row, N, VEC)
-    # To divide and multiply again tells the compiler: a multiple of VEC.
+    # Dividing and multiplying tells the compiler: a multiple of VEC.
     x_body = x_ptr + (x_row + head) // VEC * VEC
     x_e = tl.load(
         x_ptr + x_row + offs_e, mask=counts & mask_e, other=-float("inf")
     ).to(ACC)
     block = tl.arange(0, LINES)[:, None] * BLOCK_N  # (LINES, 1)
     block += tl.arange(0, BLOCK_N)[None, :]  # (LINES, BLOCK_N)
-    # Each column has its own: no thread waits for another in the loop.
+    # Each column has its own m and s: in the loop, no thread waits.
     m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
     s = tl.zeros((BLOCK_N,), dtype=ACC)
     mean = tl.zeros((BLOCK_N,), dtype=ACC)
@@ -466,9 +476,9 @@ def _cross_entropy_kernel(
         s += tl.sum(_cross_entropy_exp(x - larger[None, :]), axis=0)
         m = larger
         if SMOOTHING > 0:
-            # Divided one by one: their sum could be infinite.
+            # Each is divided first, as the sum of logits could be infinite.
             mean += tl.sum(tl.where(mask, x * share, 0), axis=0)
-    # The edges are no part of the body, but of the row.
+    # The row has edges, too, which the loop left out.
     top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
     total = tl.sum(s * _cross_entropy_exp(m - top), axis=0)
     total += tl.sum(_cross_entropy_exp(x_e - top), axis=0)
@@ -539,7 +549,7 @@ def _cross_entropy_backward_kernel(
     grad = tl.load(grad_ptr + row * stride_gm)
     if MEAN:
         grad *= tl.load(stats_ptr + 2 * M)
-    # A wrong target makes its row NaN, as well as the loss.
+    # A wrong target makes the gradient of its row NaN, like the loss.
     grad = tl.where(known, grad, float("nan"))
     # An ignored row is not read: 0 * exp(0 - 0) is 0, whatever it holds.
     grad = tl.where(counts, grad, 0.0)
@@ -626,7 +636,7 @@ def _cross_entropy_plan(x, M):
     return {
         "ACC": CROSS_ENTROPY_ACC[x.dtype],
         "VEC": 16 // size,
-        # More of a row than this, and 32 warps would not have the registers.
+        # With more lines, 32 warps would not have enough registers.
         "LINES": 4 if warps == CROSS_ENTROPY_MOST else 8,
         "BLOCK_N": warps * 512 // size,
         "num_warps": warps,
@@ -636,7 +646,7 @@ def _cross_entropy_plan(x, M):
 def _cross_entropy_plan_backward(x, M, N, stride):
     """Return a grid and how to launch the backward on it."""
     size = x.element_size()
-    # Of 64 bytes for each thread
+    # A block has 64 bytes for each thread.
     BLOCK_N = CROSS_ENTROPY_BACKWARD * 2048 // size
     # With few rows, each is shared by as many programs as fill the GPU.
     many = 8 * _cross_entropy_processors(x.device)
@@ -840,10 +850,10 @@ def cross_entropy(
 
 
 # %%
-# What did each step gain? The rates are those of the floor, one read of the
-# logits for the loss and two tensors for the backward. The statements are those
-# of the kernels of rows; registers are those of a thread at the last length,
-# and *spilled* are those that it keeps in memory.
+# What did each step gain? A rate counts the bytes of the floor: the logits once
+# for the loss, and twice for the backward. The statements are those of the
+# kernel that goes over the rows. The registers are those of a thread at the
+# last length. *Spilled* registers are those that a thread keeps in memory.
 
 
 def statements(kernel):
@@ -901,7 +911,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(ladder).T.to_string(na_rep=""))
 
 # %%
-# How many warps should a row have? The rates are those of the kernel of rows:
+# How many warps should a row have? These are rates of the op's kernel that goes
+# over the rows, without the mean:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for M, N in ((8, 151936), (256, 128256), (ROWS, 32000), (ROWS, 128256)):
@@ -917,8 +928,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # We compare loss and gradient of every dtype with those of float64, with each
 # reduction, with label smoothing, and with rows that begin anywhere. A gradient
-# in half precision is rounded once more. At the target, :math:`p_t - 1` may
-# cancel, so there is an ``atol``.
+# in half precision is rounded to that dtype, so its tolerance is wider. At the
+# target, :math:`p_t - 1` may be small because its terms cancel, so there is an
+# ``atol``.
 
 
 def compare(x, targets, **options):
@@ -957,14 +969,15 @@ def prove():
         compare(x.T.contiguous().T[:, :9], targets.clamp(max=8))
 
 
-# Imported, it is a glance.
+# When the page is imported, one case is enough.
 glance = partial(compare, *random(3, 1003, torch.float32))
 quietly(prove if __name__ == "__main__" else glance)
 
 # %%
-# Finite differences; an ignored row that holds NaN; no rows; a wrong target.
-# For a wrong target PyTorch ends the program on a GPU. Raising an exception
-# would make every call wait for the GPU, so our op returns NaN:
+# Next come finite differences, an ignored row that holds NaN, no rows, and a
+# wrong target. At a wrong target, PyTorch's kernel ends with a failed assertion
+# on a GPU. For our op to raise an exception, every call would have to wait for
+# the GPU. So our op returns NaN:
 
 
 def special():
@@ -993,7 +1006,7 @@ if __name__ == "__main__":
 # -------------
 #
 # The benchmark has the vocabularies of models, in bfloat16. The backward is
-# called through autograd. Its roof is a copy of the logits.
+# called through autograd. The backward's roof is a copy of the logits.
 
 SIZES = [32000, 50257, 128256, 151936, 201088]
 
@@ -1027,7 +1040,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     results_backward = table(calls_backward, 2)
 
 # %%
-# These are few rows, in microseconds of the GPU:
+# With few rows, the GPU takes so many microseconds:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for M in (1, 8, 64):
@@ -1047,29 +1060,29 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Both directions go over the logits once, and keep nothing of their size. So
-# the distance to the roof is what the kernels do besides. Each row has its
-# edges, its target and the columns to combine, and the mean waits for the last
-# row. All of that weighs more where rows are few or short.
+# Forward and backward each go over the logits once, and save nothing of their
+# size. So the distance to the roof is what the kernels do besides. Each row has
+# its edges, its target and its columns to combine, and the mean waits for the
+# last row. This work weighs more where rows are few or short.
 #
-# One row is read by one multiprocessor, whatever the GPU has. The table of few
-# rows shows what that comes to. For vocabularies of less than a thousand, a
-# program should have several rows, as in ``softmax.py``.
+# In the forward, a single multiprocessor reads a row, however many the GPU has.
+# The table of few rows shows what this costs. For vocabularies of fewer than a
+# thousand tokens, a program should have several rows, as in ``softmax.py``.
 
 # %%
 # Break it: one number in place of two
 # ------------------------------------
 #
-# The two numbers of a row could be saved as one, :math:`l = m + \log s`, and
-# the probability is :math:`e^{x_n - l}` then. Here are four logits of a million
-# each. Every probability is a quarter:
+# The forward could save one number of a row in place of two,
+# :math:`l = m + \log s`. The probability would then be :math:`e^{x_n - l}`.
+# Here are four logits of a million each. Every probability is a quarter:
 
 
 def a_million():
     x = torch.full((1, 4), 1e6, device=DEVICE, requires_grad=True)
     target = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     (d,) = torch.autograd.grad(cross_entropy(x, target), x)
-    d[0, 0] += 1  # what the target's gradient has less
+    d[0, 0] += 1  # the gradient at the target is p - 1
     m, s = x.max(), (x - x.max()).exp().sum()
     one = (x - (m + s.log())).exp()
     for name, p in (("two numbers", d), ("one number", one)):
@@ -1080,17 +1093,19 @@ if __name__ == "__main__":
     quietly(a_million)
 
 # %%
-# The neighbours of a million in float32 are a sixteenth apart. So the logarithm
-# of four is rounded to a multiple of that, before it is subtracted again.
+# Near a million, the numbers of float32 are a sixteenth apart. So the logarithm
+# of four is rounded to a multiple of a sixteenth when it is added to a million.
+# Subtracting :math:`l` does not bring the lost digits back.
 
 # %%
 # Go further
 # ----------
 #
-# 1. Some losses add :math:`z\,(m + \log s)^2`, which keeps the logits small.
-#    What does the forward need for it, and what the backward?
-# 2. Which rows of a batch does the forward read if nine in ten are ignored, and
-#    what does the backward still do for the others?
+# 1. Some losses add :math:`z\,(m + \log s)^2` with a constant :math:`z`, which
+#    keeps the logits small. What does the forward need for this term, and what
+#    does the backward need?
+# 2. Nine in ten rows of a batch are ignored. Which rows does the forward read?
+#    What does the backward still do for the ignored rows?
 #
 # Next is ``cross_entropy_in_place.py``, where the gradient takes the logits'
 # place. ``linear_cross_entropy.py`` never has all logits at once. To read on:
@@ -1100,9 +1115,10 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** The forward has :math:`m` and :math:`s` already. The derivative of that
-# term is :math:`2 z\,(m + \log s)\,p_n`, so the backward multiplies
-# :math:`p_n` by :math:`1 + 2 z\,(m + \log s)`. It has both numbers, too.
+# **1.** The forward has :math:`m` and :math:`s` already. The derivative of the
+# new term is :math:`2 z\,(m + \log s)\,p_n`, so the backward multiplies
+# :math:`p_n` by :math:`1 + 2 z\,(m + \log s)`. The backward has both numbers,
+# too.
 #
-# **2.** One in ten. The backward reads no more than these either, but it has to
-# write zeros for the others.
+# **2.** The forward reads the one row in ten that is not ignored. The backward
+# reads no more rows either, but it has to write zeros for the ignored rows.

@@ -22,10 +22,10 @@ one tensor where PyTorch has four.
 
 After this page you can
 
-* have a loss and its gradient for one launch over the logits;
+* compute a loss and its gradient in one launch over the logits;
 * let a row wait in the L2 cache between two passes of one program;
 * write an op that changes its input, and tell PyTorch so;
-* call it inside of an autograd function, which is where it belongs.
+* call such an op inside an autograd function, where it is safe.
 """
 
 # sphinx_gallery_tags = ["reduction", "memory bound", "in place"]
@@ -109,8 +109,10 @@ def rate_table(times, x, unit, work):
 # In PyTorch
 # ----------
 #
-# For a row of logits :math:`x` with the target :math:`t`, and the mean over
-# :math:`R` rows that are not ignored, loss and gradient are
+# A row of logits :math:`x` has the target :math:`t`. The loss is the mean over
+# the :math:`R` rows that are not *ignored*, whose target is not
+# ``ignore_index``. The loss of one row, and the gradient of the mean for its
+# logits, are
 #
 # .. math:: \text{loss} = \log \sum_n e^{x_n} - x_t, \qquad
 #    d_n = \frac{1}{R}\Big(\frac{e^{x_n}}{\sum_k e^{x_k}} - [n = t]\Big).
@@ -152,14 +154,17 @@ if __name__ == "__main__":
         both(eager, x, targets)
 
 # %%
-# Three tensors are as large as the logits. The *floor* has none of them.
+# Three tensors are as large as the logits. The *floor*, what any kernel needs,
+# is one read and one write of the logits. It has none of these tensors.
 
 # %%
 # The first kernel
 # ----------------
 #
-# The gradient needs the row's sum, so a program goes over its row twice. First
-# as in ``cross_entropy.py``, and then it writes the gradient over the logits:
+# The gradient needs the sum over the whole row, so a program goes over its row
+# twice. The first pass keeps the maximum ``m`` so far and the sum ``s`` of
+# :math:`e^{x_n - m}`, as in ``cross_entropy.py``. The second pass writes the
+# gradient over the logits:
 #
 # .. code-block:: text
 #
@@ -217,8 +222,9 @@ def first_both(x, targets, num_warps=8):
 # Is it right?
 # ------------
 #
-# ``x - m`` is above -20 and is rounded to 24 bits, a relative :math:`20 \cdot
-# 2^{-24}` of an exponential. We allow 5e-6 of a result's largest element.
+# Here ``x - m`` lies between -20 and 0, and float32 rounds it to 24 bits. So an
+# exponential has a relative error of up to :math:`20 \cdot 2^{-24}`. We allow
+# an error of 5e-6, relative to the largest element of a result.
 
 if __name__ == "__main__":
     x, targets = random(40, 5003, torch.float32)
@@ -233,7 +239,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We time 4096 rows in bfloat16, or 1024 on a small GPU. The roof is a copy.
+# We time 4096 rows in bfloat16, or 1024 on a small GPU. ``PyTorch`` and
+# ``torch.compile`` compute the loss and its gradient. The roof is a copy of the
+# logits.
 
 
 def calls(ours, N, M=ROWS):
@@ -266,42 +274,47 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The floor has one read, and the kernel has two. If the row is still in the L2
 # cache at the second pass, the second read costs no memory traffic. Each
 # program that runs has one row under way. A program of more warps takes more of
-# a multiprocessor, so fewer rows are under way, and they need less of the
+# a multiprocessor. Then fewer rows are under way, and they need less of the
 # cache. The op has eight warps for rows of up to 128 KB, and 32 for longer
-# ones, 16 in float64. It has as many if there are no more rows than
-# multiprocessors. Its second pass goes from a row's end to its start, as the
-# caches saw the end last. A table after the op compares the numbers of warps.
+# rows, or 16 in float64. It also has 32, or 16, if there are no more rows than
+# multiprocessors. Its second pass goes from a row's end to its start, because
+# the caches saw the end last. A table after the op compares the numbers of
+# warps.
 #
-# The second pass does not ask at each element whether it is the target's. It
-# stores that one element again at the end, behind a *barrier*, at which all
-# threads of a program wait for each other.
+# The second pass does not compare each index with the target. Instead, the
+# program stores the target's element once more at the end, after a *barrier*.
+# At a barrier, all threads of a program wait for each other.
 #
 # Two steps come from ``cross_entropy.py``: a maximum and a sum for each column
-# of a block, and a row's edges apart from its body, for rows of 50257. So does
-# *label smoothing* :math:`\epsilon`, which replaces the one at the target by
-# :math:`1 - \epsilon`, and adds :math:`\epsilon / N` to all.
+# of a block, and, for rows of 50257, a row's edges apart from its body. *Label
+# smoothing* :math:`\epsilon` comes from there, too. The target has a weight of
+# :math:`1 - \epsilon` instead of one, and every token has another
+# :math:`\epsilon / N`.
 
 # %%
 # Who may write over the logits?
 # ------------------------------
 #
-# Whoever made them and reads them last. An accuracy that is computed from them
-# later would be wrong, without an error. And an op in front of ours may have
-# kept its result for the backward, as ``exp`` and ``tanh`` do. So ours refuses
-# logits that require grad. It belongs into a function that makes the logits
-# itself: behind the op stands one.
+# Only code that made the logits, and that reads them for the last time. An
+# accuracy that is computed from them later would be wrong, without an error.
+# And the operator that made the logits may have kept them for its backward, as
+# ``exp`` and ``tanh`` keep their results. So our op refuses logits that require
+# grad. It belongs into an autograd function that makes the logits itself. Such
+# a function stands after the op.
 #
-# The op is a ``custom_op`` that names what it changes. PyTorch counts the
-# change, and whoever saved the logits for a backward gets an error instead of a
-# wrong gradient. A trailing underscore tells people.
+# The op is a ``custom_op`` that names the argument that it changes. PyTorch
+# counts the change. If an operator had saved the logits for its backward, this
+# backward raises an error and returns no wrong gradient. The underscore at the
+# end of the op's name tells people of the change.
 
 # %%
 # The op
 # ------
 #
-# The gradient is one of the mean, so the number of rows that count has to be
-# known before the first row is written. A kernel of one program counts them,
-# and PyTorch adds up the losses at the end: three launches.
+# The gradient is that of the mean. So the number of rows that are not ignored
+# has to be known before the first row is written. The op has three launches: a
+# kernel of one program counts these rows, a second kernel goes over the rows,
+# and PyTorch adds up the losses.
 
 CROSS_ENTROPY_IN_PLACE_NAMESPACE = "triton_gallery"
 CROSS_ENTROPY_IN_PLACE_ACC = {
@@ -317,7 +330,7 @@ CROSS_ENTROPY_IN_PLACE_COUNT = 8192  # targets that are counted at one time
 
 @triton.jit
 def _cross_entropy_in_place_exp(x):
-    # tl.exp takes instructions for results below the normal numbers.
+    # tl.exp takes more instructions, for results below the normal numbers.
     return tl.exp2(x * CROSS_ENTROPY_IN_PLACE_LOG2_E)
 
 
@@ -353,7 +366,7 @@ def _cross_entropy_in_place_kernel(
     LINES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # From -inf on, the difference of two maxima could be NaN.
+    # The first maximum. With -inf, the difference of two could be NaN.
     DOUBLE: tl.constexpr = tl.float64 == ACC
     LOWEST: tl.constexpr = (
         -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
@@ -363,7 +376,7 @@ def _cross_entropy_in_place_kernel(
     x_row = row * stride_xm
     target = tl.load(targets_ptr + row)
     counts = target != ignore_index
-    # Any other target would read another row. NaN goes on to all results.
+    # A wrong target would read another row. Its NaN reaches all results.
     known = counts & (target >= 0) & (target < N)
     # Loaded before the second pass writes over it: between the passes all
     # threads of the program wait for each other.
@@ -373,7 +386,7 @@ def _cross_entropy_in_place_kernel(
     # is less than VEC elements: with it, a mask would end within a wide load.
     head = ((VEC - x_row % VEC) % VEC).to(tl.int32)
     length = tl.maximum(N - head, 0) // VEC * VEC
-    # To divide and multiply again tells the compiler: a multiple of VEC.
+    # Dividing and multiplying tells the compiler: a multiple of VEC.
     x_body = x_ptr + (x_row + head) // VEC * VEC
     # Both edges are one tile: what lies behind the head is moved past the body.
     edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
@@ -384,7 +397,7 @@ def _cross_entropy_in_place_kernel(
     ).to(ACC)
     block = tl.arange(0, LINES)[:, None] * BLOCK_N  # (LINES, 1)
     block += tl.arange(0, BLOCK_N)[None, :]  # (LINES, BLOCK_N)
-    # Each column has its own: no thread waits for another in the loop.
+    # Each column has its own m and s: in the loop, no thread waits.
     m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
     s = tl.zeros((BLOCK_N,), dtype=ACC)
     mean = tl.zeros((BLOCK_N,), dtype=ACC)
@@ -400,9 +413,9 @@ def _cross_entropy_in_place_kernel(
         s += tl.sum(_cross_entropy_in_place_exp(x - larger[None, :]), axis=0)
         m = larger
         if SMOOTHING > 0:
-            # Divided one by one: their sum could be infinite.
+            # Each is divided first, as the sum of logits could be infinite.
             mean += tl.sum(tl.where(mask, x * share, 0), axis=0)
-    # The edges are no part of the body, but of the row.
+    # The row has edges, too, which the loop left out.
     top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
     total = tl.sum(s * _cross_entropy_in_place_exp(m - top), axis=0)
     total += tl.sum(_cross_entropy_in_place_exp(x_e - top), axis=0)
@@ -427,7 +440,7 @@ def _cross_entropy_in_place_kernel(
     x_e = tl.where(counts, x_e, 0.0)
     d_e = _cross_entropy_in_place_exp(x_e - top) * a - b  # (2 * VEC,)
     tl.store(x_ptr + x_row + offs_e, d_e, mask=mask_e)
-    # From the end to the start, as the caches saw the end last.
+    # From the end to the start, because the caches saw the end last.
     last = (N - 1) // (LINES * BLOCK_N) * (LINES * BLOCK_N)
     for step in range(0, N, LINES * BLOCK_N):
         offs = last - step + block  # (LINES, BLOCK_N)
@@ -499,7 +512,7 @@ def _cross_entropy_in_place_plan(x, M):
     return {
         "ACC": CROSS_ENTROPY_IN_PLACE_ACC[x.dtype],
         "VEC": 16 // size,
-        # More of a row than this, and 32 warps would not have the registers.
+        # With more lines, 32 warps would not have enough registers.
         "LINES": 4 if warps == 32 else 8,
         "BLOCK_N": warps * 512 // size,
         "num_warps": warps,
@@ -599,8 +612,9 @@ CROSS_ENTROPY_IN_PLACE_LIBRARY.impl(
 )
 
 # %%
-# This is where it belongs. The function makes the logits, the op writes over
-# them, and the backward multiplies what is smaller than the logits by ``grad``:
+# This is the function that makes the logits. The op writes the gradient over
+# them. The backward multiplies the two products by ``grad``, because they are
+# smaller than the logits:
 
 
 class LinearLoss(torch.autograd.Function):
@@ -619,9 +633,9 @@ class LinearLoss(torch.autograd.Function):
 
 
 # %%
-# What did each step gain? The rates are those of the floor. The statements and
-# registers are those of the kernel of rows, at the last length. Spilled
-# registers are those that a thread keeps in memory.
+# What did each step gain? A rate counts the bytes of the floor. The statements
+# and registers are those of the kernel that goes over the rows, the registers
+# at the last length. Spilled registers are those that a thread keeps in memory.
 
 
 def statements(kernel):
@@ -664,7 +678,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(ladder).T.to_string(na_rep=""))
 
 # %%
-# How many rows should be under way? These are rates of the kernel of rows:
+# How many rows should be under way? The more warps a program has, the fewer.
+# These are rates of the op's kernel that goes over the rows:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for N in (32000, 65536, 128256, 201088):
@@ -679,8 +694,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----
 #
 # We compare every dtype with float64, with label smoothing, and with rows that
-# begin anywhere. In half precision the gradient is rounded once more. At the
-# target, :math:`p_t - 1` may cancel, so there is an ``atol``.
+# begin anywhere. A gradient in half precision is rounded to that dtype, so its
+# tolerance is wider. At the target, :math:`p_t - 1` may be small because its
+# terms cancel, so there is an ``atol``.
 
 
 def compare(x, targets, **options):
@@ -716,13 +732,13 @@ def prove():
         assert torch.equal(x[:, 1010:], before[:, 1010:])
 
 
-# Imported, it is a glance.
+# When the page is imported, one case is enough.
 glance = partial(compare, *random(3, 1003, torch.float32))
 quietly(prove if __name__ == "__main__" else glance)
 
 # %%
-# Finite differences of the function that makes the logits; no rows; a wrong
-# target; logits that require grad; and an ``exp`` that kept the logits:
+# Next come finite differences of ``LinearLoss``, no rows, a wrong target,
+# logits that require grad, and logits that ``exp`` kept for its backward:
 
 
 def special():
@@ -753,8 +769,9 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# The benchmark has the vocabularies of models, in bfloat16. Ours writes over
-# its earlier gradients. The others have a forward and a backward.
+# The benchmark has the vocabularies of models, in bfloat16. Our op is called
+# again and again on one tensor, so it writes over its earlier gradients.
+# PyTorch and ``torch.compile`` have a forward and a backward.
 
 SIZES = [32000, 50257, 128256, 151936, 201088]
 
@@ -768,7 +785,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide.plot(ylabel="GB/s")
 
 # %%
-# This is the memory of a call, besides its arguments:
+# This is the memory that a call takes besides its arguments:
 
 
 def memory(call):
@@ -797,7 +814,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     ax.set_title(f"Memory of loss and gradient, {ROWS} rows in bfloat16")
 
 # %%
-# These are few rows, in microseconds of the GPU:
+# With few rows, the GPU takes so many microseconds:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for M in (1, 8, 64):
@@ -816,21 +833,25 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# A rate counts one read and one write. The second read is not counted, as a
-# cache should serve it. Where the rows under way are more than the cache holds,
-# some of it is memory traffic after all. The table of warps shows both sides:
-# few rows under way leave few loads in flight, and many rows do not fit.
+# A rate counts one read and one write. The second read is not counted, because
+# a cache should serve it. Where the cache does not hold all rows that are under
+# way, some of the second read is memory traffic after all. The table of warps
+# shows both sides: with few rows under way, few loads are in flight, and with
+# many, the rows do not fit into the cache.
 #
-# The memory of ours is a number for each row. The others make a tensor of the
-# logits' size for the logarithms, and another one or two for the gradient.
+# Our op takes the memory of one number for each row. PyTorch and
+# ``torch.compile`` make a tensor of the logits' size for the logarithms of the
+# probabilities, and one or two more for the gradient.
 
 # %%
 # Break it: a scale that comes too late
 # -------------------------------------
 #
-# float16 ends at 6e-8, and a gradient may well be smaller. So a ``GradScaler``
-# multiplies the loss, say by 32768. Autograd multiplies before it rounds the
-# gradient. The op in place has rounded already when it hears of the factor:
+# The smallest positive number of float16 is 6e-8, and a gradient may well be
+# smaller. So a ``GradScaler`` multiplies the loss by a factor, say 32768.
+# Autograd multiplies by the factor before it rounds the gradient. The op in
+# place rounds the gradient in the forward, before the function's backward gets
+# the factor:
 
 
 def lost():
@@ -853,11 +874,11 @@ if __name__ == "__main__":
 # ----------
 #
 # 1. Tell the op the factor by which the loss will be multiplied.
-# 2. Why can this op not return a loss for each row, to be weighed later?
+# 2. Why can this op not return a loss for each row, to be weighted later?
 # 3. ``LinearLoss`` could take the tokens in chunks, and never have all logits.
 #    What has to be computed in its forward then?
 #
-# To read on: ``linear_cross_entropy.py``, which is the answer to the third; the
+# To read on: ``linear_cross_entropy.py``, which answers the third exercise; the
 # `paper on Liger Kernel <https://arxiv.org/abs/2410.10989>`_, whose loss writes
 # over the logits too; and ``kv_cache_write.py``, another op in place.
 
@@ -866,10 +887,12 @@ if __name__ == "__main__":
 # -------
 #
 # **1.** Multiply ``scale`` by the factor for the gradient alone, after the loss
-# is stored. The function's backward divides ``grad`` by it.
+# is stored. The function's backward divides ``grad`` by the factor.
 #
-# **2.** Each row's gradient would be multiplied by what its loss is multiplied
-# by. That is not known yet when the gradient takes the logits' place.
+# **2.** The gradient of each row would have to be multiplied by the weight of
+# the row's loss. This weight is not known yet when the gradient takes the
+# logits' place.
 #
-# **3.** Both products, as a chunk's logits are gone with the next: the gradient
-# of ``x`` by chunks, that of ``weight`` added up over them.
+# **3.** Both products of the backward, because the next chunk takes the place
+# of a chunk's gradient. The gradient of ``x`` is computed by chunks. That of
+# ``weight`` is added up over the chunks.

@@ -104,7 +104,8 @@ def rate_table(times, x, unit, work):
 # .. math:: y_n = \sum_{k \le n} x_k
 #
 # This is also called a *scan* of :math:`x`. To compute it in parallel, add to
-# each element its left neighbour, then the one two to the left, then four:
+# each element its left neighbour, then the number two places to the left, then
+# four places:
 #
 # .. code-block:: text
 #
@@ -140,15 +141,16 @@ if __name__ == "__main__":
 
 # %%
 # The *floor* is two: to read ``x`` and to write ``y``. PyTorch has one function
-# for it, ``torch.cumsum``. We measure ours beside it.
+# for the scan, ``torch.cumsum``. We measure it beside our kernel.
 
 # %%
 # The first kernel
 # ----------------
 #
 # A program goes along its row, block by block. ``tl.cumsum`` scans a block in
-# registers: there the threads of a warp hand each other their numbers, in
-# *shuffles*. The program adds the sum of all earlier blocks, the *carry*:
+# registers: the threads of a warp hand each other their numbers by instructions
+# called *shuffles*. The program adds the sum of all earlier blocks, the
+# *carry*:
 #
 # .. code-block:: text
 #
@@ -168,7 +170,7 @@ def row_kernel(x_ptr, y_ptr, N, ACC: tl.constexpr, BLOCK_N: tl.constexpr):
     for start in range(0, N, BLOCK_N):
         offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         mask = offs < N
-        # Half precision could not count past 2048 ones.
+        # In float16 a sum of ones would stop at 2048.
         x = tl.load(x_ptr + row + offs, mask=mask, other=0).to(tl.float32)
         y = tl.cumsum(x, axis=0) + carry.to(tl.float32)
         tl.store(y_ptr + row + offs, y, mask=mask)
@@ -189,10 +191,11 @@ def cumsum_rows(x, ACC=tl.float32, BLOCK_N=1024, num_warps=4):
 # ------------
 #
 # We compare with float64. These numbers are positive, so nothing cancels. In a
-# block a sum takes a few dozen additions one after another on a GPU, and up to
-# 1024 in the interpreter, which has NumPy add them. Then comes an addition for
-# each block. Each rounds by at most :math:`2^{-24}`, mostly by less, and up as
-# often as down. We allow the 1024 of a block, :math:`6 \cdot 10^{-5}`.
+# block, a sum takes a few dozen additions one after another on a GPU. In the
+# interpreter, where NumPy adds, it takes up to 1024. Then comes an addition for
+# each block. Each addition rounds by at most :math:`2^{-24}`, mostly by less,
+# and up as often as down. We allow 1024 roundings, as many as a block may have:
+# :math:`6 \cdot 10^{-5}`.
 
 if __name__ == "__main__":
     x = torch.rand(5, 3000, generator=generator, device=DEVICE)
@@ -206,9 +209,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We time three lengths in float32, half a gigabyte each. Beside ours stand
-# PyTorch's function, ``torch.compile`` of it, and a copy, which is the roof.
-# The rate counts the bytes of the floor.
+# We time rows of three lengths in float32, half a gigabyte of each. Beside ours
+# stand PyTorch's function, ``torch.compile`` of it, and a copy, which is the
+# roof. The rate counts the bytes of the floor.
 
 ELEMENTS = 2**27
 
@@ -252,8 +255,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ----------------------------
 #
 # The carry takes an addition for each block, so a longer row has more
-# roundings. Let the carry be float64, one number a row. It takes an addition in
-# float64 for each block, not for each element:
+# roundings. Let the carry be float64, one number a row. That takes an addition
+# in float64 for each block, not for each element. The last line of the output
+# has ones behind a huge number:
 
 LONG = 2**24 if DEVICE.type == "cuda" else 2**15  # interpreted, it takes long
 
@@ -275,9 +279,9 @@ if __name__ == "__main__":
     print(f"2**31, then {ones.numel() - 1} ones in blocks of 128 add {ends}")
 
 # %%
-# The roundings of random numbers mostly cancel. The last line has numbers that
+# The roundings of random numbers mostly cancel. The ones of the last line
 # always round the same way: the float32 carry loses each block of ones. The op
-# has a float64 carry. With it the error of a row is that of one block and of
+# has a float64 carry. With it, the error of a row is that of one block and of
 # one more rounding, however long the row is.
 
 # %%
@@ -286,7 +290,7 @@ if __name__ == "__main__":
 #
 # The threads of a warp scan among themselves, but warps have to wait for each
 # other. A program with few warps waits less. A short block has few loads in
-# flight, and then more programs have to share a multiprocessor:
+# flight, and then more programs have to share a multiprocessor. We try both:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     tiles = [(512, 1), (1024, 1), (1024, 2), (1024, 4), (2048, 2), (2048, 4)]
@@ -308,18 +312,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(line, *(f"{rate(found[tile]):7.0f}" for tile in tiles))
 
 # %%
-# Columns are elements of a block / warps. The longer the rows, the fewer they
-# are: the last line has a thousand. Then there are few programs, and each needs
-# a longer block to have as many loads in flight. The op has blocks of 1024 and
-# two warps. Where rows are fewer than 2048 and loads are wide, it has blocks of
-# 4096 and four warps.
+# A column's name is the elements of a block / the warps. All matrices have the
+# same number of elements, so longer rows are fewer: the last line has a
+# thousand rows. Then there are few programs, and each needs a longer block to
+# have as many loads in flight. The op has blocks of 1024 and two warps. If
+# there are fewer than 2048 rows and loads are wide (see below), it has blocks
+# of 4096 and four warps.
 
 # %%
 # Short rows share a program
 # --------------------------
 #
-# A row of 64 fills a sixteenth of such a block, and the rest is masked. Let a
-# program have as many rows as make 1024 elements:
+# A row of 64 fills a sixteenth of a block of 1024, and the rest is masked. Let
+# a program have as many short rows as make 1024 elements:
 #
 # .. code-block:: text
 #
@@ -338,10 +343,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # A row of 1000 in float32 begins at a multiple of 16 bytes, as a row of 1024
 # does. A thread could load four elements at once. But the compiler does not
-# know that: of an argument it only knows whether 16 divides it. Let ``VEC`` be
-# how many elements a thread may load at once. ``VEC`` divides ``N``, so
-# ``N // VEC * VEC`` is ``N`` again, and now the compiler knows that ``VEC``
-# divides it. Wide loads spare shuffles, too: a thread first adds up its own
+# know that: of an integer argument it knows only whether 16 divides it. Let
+# ``VEC`` be how many elements a thread may load at once. ``VEC`` divides ``N``,
+# so ``N // VEC * VEC`` is ``N`` again, and now the compiler knows that ``VEC``
+# divides ``N``. Wide loads spare shuffles, too: a thread first adds up its own
 # ``VEC`` neighbours. (``unaligned_rows.py`` looks into rows of odd lengths.)
 
 # %%
@@ -349,19 +354,22 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------
 #
 # :math:`x_k` is part of all :math:`y_n` from :math:`k` on. So its gradient is
-# the sum of all gradients *from there to the end*, a scan from right to left:
+# the sum of all incoming gradients *from there to the end*, a scan from right
+# to left:
 #
 # .. math:: \mathrm{d}x_k = \sum_{n \ge k} \mathrm{d}y_n
 #
 # PyTorch turns the rows round, scans, and turns them round again. That moves
-# six tensors instead of two. A kernel has better ways:
+# six tensors instead of two. A kernel can scan from right to left itself, in
+# three ways:
 #
 # * ``tl.cumsum`` has an option ``reverse``. It turns the block round across the
 #   threads and back, which takes many shuffles.
 # * Load the elements in reverse order. Then neighbours in a thread are in the
 #   wrong order in memory, and no load is wide.
-# * Load the *vectors* in reverse order, each one whole. Then turn round the
-#   elements that each thread has. That only renames its registers:
+# * Load the *vectors* in reverse order, each one whole, ``VEC`` elements. Then
+#   turn round the elements that each thread has. That only renames its
+#   registers:
 #
 # .. code-block:: text
 #
@@ -369,20 +377,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     loaded, vectors reversed   i j k l | e f g h | a b c d
 #     turned                     l k j i | h g f e | d c b a
 #
-# To turn a vector, swap its halves, then the halves of its halves. Triton has
-# no swap. But the sum of two integers, less one of them, is the other, even
-# where the sum overflows. The compiler sees through that and adds nothing. The
-# table after the op has all three ways, and shows what they come to.
+# To turn a vector, swap its halves, then the halves of each half. Triton has no
+# swap. But the sum of two integers, less one of them, is the other, even where
+# the sum overflows. The compiler sees through that and adds nothing. The table
+# after the op compares all three ways.
 
 # %%
 # The op
 # ------
 #
-# The row is the last dimension of a tensor of any shape. Rows that lie apart,
-# as in ``x[:, :1000]``, are read where they are. Other layouts are copied
-# first. The forward and the backward are one kernel, and each is the gradient
-# of the other. So gradients have gradients, and nothing is saved. The op is
-# registered in the way of the page ``what_a_call_costs.py``.
+# A row is the last dimension of a tensor of any shape. Rows that lie apart, as
+# in ``x[:, :1000]``, are read where they are. Other layouts are copied first.
+# The forward and the backward share one kernel, and each is the gradient of the
+# other. So gradients have gradients, and nothing is saved. The op is registered
+# as on the page ``what_a_call_costs.py``.
 
 CUMSUM_NAMESPACE = "triton_gallery"
 CUMSUM_ACC = {
@@ -402,7 +410,7 @@ def _cumsum_swap(x, SIZE: tl.constexpr):
     INT: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
     pairs = tl.reshape(x, (x.numel // SIZE // 2, 2, SIZE))
     pairs = pairs.to(INT, bitcast=True)
-    # Of integers: the bits of a NaN or a -0.0 would not survive additions.
+    # Added as integers: additions would not keep the bits of a NaN or a -0.0.
     swapped = tl.sum(pairs, axis=1, keep_dims=True, dtype=INT) - pairs
     return tl.reshape(swapped.to(x.dtype, bitcast=True), x.shape)
 
@@ -558,8 +566,9 @@ cumsum_backward.register_autograd(_cumsum_backward_gradient)
 
 # %%
 # What did each step gain? The table has the rates of each step, and the
-# registers of a thread in the longest row's kernel. The first lines go forward,
-# and the last five backward. ``tl.cumsum`` reversed needs a kernel of its own:
+# registers of a thread in the longest row's kernel. The first six lines go
+# forward, and the last five backward. ``tl.cumsum`` with ``reverse`` needs a
+# kernel of its own:
 
 
 @triton.jit
@@ -633,8 +642,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----
 #
 # We compare values and gradients of every dtype with float64. In half precision
-# the result is rounded once more. Gradients may cancel, so their errors are
-# measured by the sums of absolute values.
+# the result is rounded once more. The terms of a sum may cancel, so an error is
+# measured against the sum of their absolute values.
 
 
 def random_like(shape, dtype):
@@ -665,8 +674,8 @@ else:  # imported: a glance
 
 # %%
 # Next come rows that lie apart, a transposed matrix and an expanded row.
-# ``gradcheck`` compares gradients with finite differences, and those of the
-# gradients as well:
+# ``gradcheck`` compares gradients with finite differences, and
+# ``gradgradcheck`` compares the gradients of gradients:
 
 if __name__ == "__main__":
     x = torch.randn(60, 100, generator=generator, device=DEVICE)
@@ -702,7 +711,7 @@ if __name__ == "__main__":
 # -------------
 #
 # The benchmark is in float32, with half a gigabyte at each length. The longest
-# row is that of a vocabulary, whose probabilities a sampler adds up. The
+# row has the length of a vocabulary, whose probabilities a sampler adds up. The
 # backward is called through autograd. ``Roof`` is a copy.
 
 SIZES = [64, 256, 1000, 4096, 16384, 32000, 50257, 128256]
@@ -732,7 +741,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide.plot(logx=True, title="backward")
 
 # %%
-# The same in bfloat16, forward, at three of these lengths:
+# These are the rates in bfloat16, forward, at three of these lengths:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for N in (256, 4096, 32000):
@@ -741,8 +750,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"N = {N:5}: {', '.join(rates)} GB/s")
 
 # %%
-# With fewer rows there are fewer programs. These are rows of 32000 in float32,
-# in ever fewer of them:
+# With fewer rows there are fewer programs. Here are fewer and fewer rows of
+# 32000, in float32:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for M in (2048, 512, 128, 32):
@@ -754,7 +763,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # This is what a call costs the CPU, in microseconds. The GPU works through a
-# queue that the CPU fills, so these figures count where matrices are small:
+# queue that the CPU fills, so this time matters where matrices are small:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for one in (results, results_backward):
@@ -771,16 +780,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # thread loads its elements one by one. The table after the op has the cost of
 # ``VEC = 1`` at other lengths.
 #
-# The table with ever fewer rows shows the limit of this page. A program for
-# each row leaves a GPU idle that has more places than there are rows. On the
-# page ``cumsum_long.py`` many programs share a row.
+# The table with ever fewer rows shows the limit of this page. A row has one
+# program. If a GPU can run more programs at a time than there are rows, a part
+# of it is idle. On the page ``cumsum_long.py`` many programs share a row.
 
 # %%
 # Break it: the gradient by subtraction
 # -------------------------------------
 #
-# The sum from an element to the end is the total, less what comes before. One
-# could keep the forward kernel, and subtract:
+# The sum from an element to the end is the total, less the sum of what comes
+# before. One could keep the forward kernel, and subtract:
 
 
 def backward_by_subtraction(grad):
@@ -796,7 +805,7 @@ if __name__ == "__main__":
         print("backwards  ", cumsum_backward(grad).tolist())
 
 # %%
-# One large gradient spoils all sums behind it, though it is no part of them.
+# One large gradient spoils all sums behind it, though it is not a term of them.
 # The total is near :math:`10^8`, where float32 goes in steps of 8, so it has
 # lost the 3, the 2 and the 1. With an infinity the difference is ``inf - inf``,
 # which is NaN.
@@ -806,7 +815,7 @@ if __name__ == "__main__":
 # ----------
 #
 # 1. An exclusive scan leaves out the element itself: ``y[n]`` is the sum of
-#    ``x[:n]``. Why not ``cumsum(x) - x``, and what else?
+#    ``x[:n]``. What is wrong with ``cumsum(x) - x``, and what is better?
 # 2. Write ``cummax``, the values alone. What are the carry and the masked
 #    elements?
 #
@@ -817,8 +826,9 @@ if __name__ == "__main__":
 # -------
 #
 # **1.** The subtraction rounds, and makes NaN of ``inf - inf``. Shift instead:
-# load the element to the left, 0 for the first one, and scan that.
+# load the element to the left, or 0 for the first element, and scan these.
 #
-# **2.** The largest element so far, and ``-inf`` for both. The function that
-# ``tl.associative_scan`` takes is ``tl.maximum`` with ``propagate_nan``. A
-# maximum does not round, so a float32 carry is exact.
+# **2.** The carry is the largest element so far, and begins as ``-inf``. Masked
+# elements are ``-inf`` too. The function that ``tl.associative_scan`` takes is
+# ``tl.maximum`` with ``propagate_nan``. A maximum does not round, so a float32
+# carry is exact.

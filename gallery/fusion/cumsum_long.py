@@ -102,8 +102,8 @@ def rate_table(times, x, unit, work):
 # ----------
 #
 # Cut a row into *tiles*. The carry into a tile is the sum of all tiles before
-# it. So we sum up each tile, scan these few sums, scan each tile, and add its
-# carry. We count the bytes:
+# it. So we sum up each tile, scan these few sums, scan each tile, and add the
+# tile's carry. We count the bytes:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -127,8 +127,8 @@ if __name__ == "__main__":
 
 # %%
 # The *floor* is two: to read ``x`` and to write ``y``. Two kernels, one for the
-# sums and one for the rest, would move three. For the floor a program has to
-# keep its tile in registers *while it waits* for the carry.
+# sums and one for the rest, would move three. To reach the floor, a program has
+# to keep its tile in registers *while it waits* for the carry.
 
 # %%
 # The first kernel
@@ -145,19 +145,21 @@ if __name__ == "__main__":
 #
 # A program that waits keeps its place on a multiprocessor. If all programs that
 # run waited for one that has not started, they would wait for ever. A GPU may
-# start programs in any order. So the order of tiles is not that of
-# ``tl.program_id``. Each program takes a *ticket* from a counter when it
-# starts: then all programs with earlier tickets have started, too.
+# start programs in any order. So a program does not take its tile by
+# ``tl.program_id``. It takes a *ticket* from a counter when it starts, and the
+# ticket gives its tile. All programs with earlier tickets have then started,
+# too.
 #
-# Usually one writes a value and then a flag, and has to see to it that nobody
-# sees them the other way round. Here one word of 64 bits is both. It holds the
-# sum in float64. Memory is filled with -1. As float64, these bits are a NaN
-# that a program never writes.
+# Usually one writes a value and then a flag, and nobody must see the flag
+# before the value. Here one word of 64 bits is both. It holds the sum in
+# float64. Before the launch, the words are filled with -1. As float64, these
+# bits are a NaN that a program never writes.
 
 
 @triton.jit
 def chain_kernel(x_ptr, y_ptr, words_ptr, tiles, N, BLOCK_N: tl.constexpr):
-    # The first word counts from -1. It is int64, as a row's offset has to be.
+    # The first word is the counter and begins at -1. A ticket is int64, as a
+    # row's offset has to be.
     ticket = tl.atomic_add(words_ptr, 1, sem="relaxed") + 1
     row = ticket // tiles
     tile = (ticket % tiles).to(tl.int32)
@@ -173,7 +175,7 @@ def chain_kernel(x_ptr, y_ptr, words_ptr, tiles, N, BLOCK_N: tl.constexpr):
         word = tl.load(word_ptr - 1, mask=tile > 0, other=0, volatile=True)
     carry = word.to(tl.float64, bitcast=True)
     word = (carry + total).to(tl.int64, bitcast=True)
-    # Whoever reads the word needs nothing else: no order has to be kept.
+    # A reader of the word needs nothing else, so no order has to be kept.
     tl.atomic_xchg(word_ptr, word, sem="relaxed")
     tl.store(y_ptr + row * N + offs, y + carry.to(tl.float32), mask=mask)
 
@@ -195,11 +197,11 @@ def scan(kernel, x, empty=-1, BLOCK_N=8192, num_warps=4, **known):
 # ------------
 #
 # We compare with float64. These numbers are positive, so nothing cancels. A sum
-# within a tile takes about a hundred additions one after another on a GPU, and
-# up to 1024 here in the interpreter, which has NumPy add them. Each rounds by
-# at most :math:`2^{-24}`. The carry adds in float64, is rounded once, and added
-# once. We allow :math:`6 \cdot 10^{-5}`, 1024 roundings, however many tiles
-# there are.
+# within a tile takes about a hundred additions one after another on a GPU. In
+# the interpreter, where NumPy adds, it takes up to 1024 here. Each addition
+# rounds by at most :math:`2^{-24}`. The carry is added up in float64, then
+# rounded once, and added once. We allow :math:`6 \cdot 10^{-5}`, 1024
+# roundings, however many tiles there are.
 
 if __name__ == "__main__":
     x = torch.rand(2, 30_000, generator=generator, device=DEVICE)
@@ -213,7 +215,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We time one row of three lengths in float32. Beside ours stand PyTorch's
+# We time one row in float32, of three lengths. Beside ours stand PyTorch's
 # function, ``torch.compile`` of it, and a copy, which is the roof. The rate
 # counts the bytes of the floor.
 
@@ -259,12 +261,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Must a sum wait for the one before?
 # -----------------------------------
 #
-# A sum takes the way to the L2 cache and back for each tile, one tile after the
-# other. But a program knows the sum of its own tile at once. If it tells that,
-# others need not wait until it knows more. That is the *decoupled look-back* of
-# Merrill and Garland. A word is empty, or the sum of its tile, or the sum of
-# everything up to there, the *prefix*. A program looks back over a window of
-# words, to the last prefix there is:
+# In the chain, a sum goes to the L2 cache and back for each tile, one tile
+# after the other. But a program knows the sum of its own tile at once. If it
+# writes that sum into its word, others need not wait until it knows more. That
+# is the *decoupled look-back* of Merrill and Garland. A word is empty, or has
+# the sum of its tile, or has the *prefix*: the sum of everything up to the end
+# of its tile. A program looks back over a window of words, to the last prefix
+# in it:
 #
 # .. code-block:: text
 #
@@ -273,9 +276,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 #     state, in the word's two lowest bits:  0 empty   1 s   2 P
 #
-# The two lowest bits of a float64 weigh little: the sum still has 50 binary
-# digits, and float32 has 24. If a window has no prefix, the program adds it up
-# and looks further back.
+# The two lowest bits of a float64 weigh little: the sum still has 51 binary
+# digits, and float32 has 24. If a window has no prefix, the program adds up all
+# its sums and looks further back.
 
 
 @triton.jit
@@ -336,11 +339,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         show(f"N = {N:9}", rates(tried, x))
 
 # %%
-# Does it give the same bits each time? Which words are prefixes when a program
-# looks is up to chance, and with it the order of the additions. Of random
-# numbers float32 mostly shows nothing of that, as the words are float64. So let
-# us put a huge number into one tile of four, and its negative into the next.
-# What was added between the two is lost, and that depends on the order:
+# Does the look-back give the same bits each time? Which words are prefixes when
+# a program looks is up to chance, and so is the order of the additions. With
+# random numbers, the float32 results mostly hide that, because the words are
+# float64. So we put a huge number into one tile of four, and its negative into
+# the next tile. What is added between the two is lost, and what is lost depends
+# on the order:
 
 
 def huge(N, tile=8192):
@@ -365,9 +369,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Can the order be fixed?
 # -----------------------
 #
-# Let the number of a tile decide what its word is, not the time. Of each
-# ``GROUP`` tiles the last one writes the prefix, and the others write the sums
-# of their tiles:
+# Let the number of a tile decide what its word is, not the moment when a
+# program looks. Of each ``GROUP`` tiles, the last one writes the prefix, and
+# the others write the sums of their tiles:
 #
 # .. code-block:: text
 #
@@ -378,32 +382,33 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     tile 6 adds  P3 + s4 + s5
 #     tile 7 adds  P3 + s4 + s5 + s6, and then its own for P7
 #
-# So a tile reads a group of words at most, and all of them at once. Nobody
-# waits for a chain of all tiles, only for one with a link for each group. What
-# is added is always the same, in the same order. Each word is written once, so
-# it needs no state, and -1 is again the word that nobody wrote.
+# So a program reads ``GROUP`` words at most, and all of them at once. It waits
+# for a chain with one link for each group, not for each tile. It always adds
+# the same numbers in the same order. Each word is written once, so it needs no
+# state, and -1 is again the word that nobody wrote yet.
 
 # %%
 # The backward
 # ------------
 #
-# The gradient is the sum of all gradients from an element to the end of its
-# row. The last tile comes first, and each tile is scanned from right to left:
+# The gradient of an element is the sum of all incoming gradients from there to
+# the end of its row:
 #
 # .. math:: \mathrm{d}x_k = \sum_{n \ge k} \mathrm{d}y_n
 #
-# As on the page ``cumsum.py``, vectors are loaded in reverse order, each one
+# So the last tile comes first, and each tile is scanned from right to left. As
+# on the page ``cumsum.py``, vectors are loaded in reverse order, each one
 # whole, and turned round in registers.
 
 # %%
 # The op
 # ------
 #
-# Fewer programs than a GPU has places would leave places idle, so the tile is
-# smaller where the rows are few and not that long. The row is the last
-# dimension of a tensor of any shape. Rows that lie apart are read where they
-# are, and other layouts are copied first. ``VEC`` and the order from right to
-# left are those of ``cumsum.py``. The op is registered in the way of the page
+# A GPU has places for many programs at a time. If a few rows make fewer tiles
+# than that, places are idle, so there the op takes smaller tiles. A row is the
+# last dimension of a tensor of any shape. Rows that lie apart are read where
+# they are, and other layouts are copied first. ``cumsum.py`` explains ``VEC``
+# and the order from right to left. The op is registered as on the page
 # ``what_a_call_costs.py``.
 
 CUMSUM_LONG_NAMESPACE = "triton_gallery"
@@ -415,9 +420,9 @@ CUMSUM_LONG_ACC = {
 }
 CUMSUM_LONG_LONGEST = 2**30  # elements; their offsets are int32
 CUMSUM_LONG_TILE = 16 * 1024  # bytes at most, in the accumulator's type
-CUMSUM_LONG_PLACES = 512  # programs that a GPU should have, if it can
+CUMSUM_LONG_PLACES = 512  # programs that a launch should have, if it can
 CUMSUM_LONG_GROUP = 128  # tiles
-# What no program writes: as float64, this is a NaN
+# The word that no program writes: as float64, its bits are a NaN.
 CUMSUM_LONG_EMPTY = tl.constexpr(-1)
 CUMSUM_LONG_NAN = tl.constexpr(0x7FF8000000000000)
 
@@ -428,7 +433,7 @@ def _cumsum_long_swap(x, SIZE: tl.constexpr):
     INT: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
     pairs = tl.reshape(x, (x.numel // SIZE // 2, 2, SIZE))
     pairs = pairs.to(INT, bitcast=True)
-    # The sum less one of two integers is the other, even if it overflows.
+    # The sum of two integers, less either, is the other, even if it overflows.
     swapped = tl.sum(pairs, axis=1, keep_dims=True, dtype=INT) - pairs
     return tl.reshape(swapped.to(x.dtype, bitcast=True), x.shape)
 
@@ -449,7 +454,7 @@ def _cumsum_long_turn(x, VEC: tl.constexpr):
 def _cumsum_long_publish(word_ptr, total):
     """Write a sum: the word is its own flag."""
     word = total.to(tl.int64, bitcast=True)
-    # A NaN could have the bits of a word that nobody wrote.
+    # A NaN could have the bits of the word that no program writes.
     word = tl.where(total == total, word, CUMSUM_LONG_NAN)
     tl.atomic_xchg(word_ptr, word, sem="relaxed")
 
@@ -481,7 +486,8 @@ def _cumsum_long_kernel(
     # VEC divides them, which the compiler learns here: it loads VEC at once.
     N = N // VEC * VEC
     stride_xm = stride_xm // VEC * VEC
-    # The first word counts from -1. It is int64, as a row's offset has to be.
+    # The first word is the counter and begins at -1. A ticket is int64, as a
+    # row's offset has to be.
     ticket = tl.atomic_add(words_ptr, 1, sem="relaxed") + 1
     row = ticket // tiles
     tile = (ticket % tiles).to(tl.int32)
@@ -496,7 +502,7 @@ def _cumsum_long_kernel(
     total = tl.sum(x, axis=0).to(tl.float64)
     word_ptr = words_ptr + 1 + ticket
     closes = tile % GROUP == GROUP - 1
-    # Before the scan, as others may wait for it already.
+    # Before the scan, as others may wait for this word already.
     if not closes:
         _cumsum_long_publish(word_ptr, total)
     if REVERSE:
@@ -618,9 +624,11 @@ cumsum_long.register_autograd(_cumsum_long_gradient)
 cumsum_long_backward.register_autograd(_cumsum_long_backward_gradient)
 
 # %%
-# What did each step gain? The table has the three ways, each at its best tile
-# of 4096 or 8192 elements, and the tile that the op chooses itself. Shapes are
-# rows and their length. The registers are those of the longest row's kernel.
+# What did each step gain? The table has the chain, the look-back, and groups of
+# two sizes, each with the better tile of 4096 and 8192 elements. The op chooses
+# its tile itself. A column's name has the rows and their length. Below are the
+# registers of the op's kernel for the longest row, forward and backward. The
+# last line counts how many calls of the op give other bits.
 
 
 def kernel_alone(x, REVERSE=False, **changes):
@@ -668,7 +676,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print("the op:", found, "of 20 calls differ")
 
 # %%
-# Which tile? Tiles are elements / warps, in GB/s:
+# Which tile is best? A tile's name is its elements / its warps, and the rates
+# are GB/s:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     tiles = [(1024, 2), (2048, 2), (2048, 4), (4096, 4), (8192, 4), (8192, 8)]
@@ -687,8 +696,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----
 #
 # We compare values and gradients of every dtype with float64. In half precision
-# the result is rounded once more. Numbers may cancel, so errors are measured by
-# the sums of absolute values.
+# the result is rounded once more. The terms of a sum may cancel, so an error is
+# measured against the sum of their absolute values.
 
 
 def random_like(shape, dtype):
@@ -719,8 +728,8 @@ else:  # imported: a glance
 
 # %%
 # Next come rows that lie apart, a transposed matrix and an expanded row.
-# ``gradcheck`` compares gradients with finite differences, and those of the
-# gradients as well:
+# ``gradcheck`` compares gradients with finite differences, and
+# ``gradgradcheck`` compares the gradients of gradients:
 
 if __name__ == "__main__":
     x = torch.rand(60, 300, generator=generator, device=DEVICE)[:6]
@@ -736,7 +745,8 @@ if __name__ == "__main__":
 
 # %%
 # NaN and infinities reach the elements behind them, in their own row. The last
-# row has NaNs with the bits of -1, for which nobody must wait:
+# row has NaNs with the bits of -1. No program may take their sum for an empty
+# word, and wait for ever:
 
 if __name__ == "__main__":
     x = torch.zeros(4, 3000, device=DEVICE, dtype=torch.float64)
@@ -790,8 +800,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide.plot(logx=True, title="backward")
 
 # %%
-# The same with several rows, forward. The first two are a sampler's: the
-# probabilities of a vocabulary, for a few texts.
+# These are the rates with several rows, forward. The first two shapes are a
+# sampler's: the probabilities of a vocabulary, for a few texts.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for shape in ((4, 128256), (32, 50257), (64, 2**18), (8, 2**23)):
@@ -800,7 +810,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # This is what a call costs the CPU, in microseconds. The GPU works through a
-# queue that the CPU fills, so these figures count where rows are short:
+# queue that the CPU fills, so this time matters where rows are short:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for one in (results, results_backward):
@@ -814,9 +824,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The rate climbs with the length of the row. In a short row there are few bytes
 # to move, and still the same steps: fill the words, load a tile, scan it, and
 # wait for each group before. A program that waits has its tile in registers and
-# loads nothing meanwhile. The table of steps says what groups cost or gain
-# beside a look-back as far as needed, and the lines with the bits say what
-# groups are for.
+# loads nothing meanwhile. The table of steps shows what groups cost or gain
+# beside the look-back. The lines that count differing calls show what groups
+# are for.
 #
 # PyTorch's backward is a flip, a scan and a flip, and moves six tensors.
 
@@ -826,8 +836,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Without tickets, the tile of a program is its ``tl.program_id``. That works as
 # long as programs start in the order of their numbers, which no one promises.
-# Here is a model of a GPU. It has a few places, starts programs in a given
-# order, and a program ends once the tile before its own has ended:
+# Here is a model of a GPU in Python. It has a few places and starts programs in
+# a given order. A program ends once the program of the tile before has ended:
 
 
 TILES = "numbers", "tickets"
@@ -852,15 +862,15 @@ if __name__ == "__main__":
         print(f"started as {order}, comes to an end: {found}")
 
 # %%
-# With tickets the first of all that wait can always go on. The interpreter runs
-# programs one after another, in the order of their numbers. So it never shows
-# this bug, and a GPU may hide it for years.
+# With tickets, of all programs that wait, the one with the first ticket can
+# always go on. The interpreter runs programs one after another, in the order of
+# their numbers. So it never shows this bug, and a GPU may hide it for years.
 
 # %%
 # Go further
 # ----------
 #
-# 1. Why is there no state in the words of groups, and what would go wrong if a
+# 1. Why do the words of groups need no state, and what would go wrong if a
 #    program wrote its word twice?
 # 2. Write ``cummax`` of a long row, the values alone. What are the words, and
 #    which of the three kernels gives the same bits each time?
@@ -874,11 +884,12 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** The number of a tile says what its word means, so whoever reads a word
-# that is not empty knows it. A program that wrote the sum of its tile first and
-# the prefix later would need a state to tell them apart, and readers would see
-# the one or the other by chance.
+# **1.** The number of a tile says what its word means, so a reader of a word
+# that is not empty knows its meaning. A program that wrote the sum of its tile
+# first and the prefix later would need a state to tell them apart, and readers
+# would see the one or the other by chance.
 #
-# **2.** The largest of a tile, or of everything so far, with a NaN that is not
-# -1. ``tl.associative_scan`` takes ``tl.maximum`` with ``propagate_nan``. A
-# maximum does not round, so all three give the same bits.
+# **2.** A word is the largest element of a tile, or of everything so far. A NaN
+# must not have the bits of -1. ``tl.associative_scan`` takes ``tl.maximum``
+# with ``propagate_nan``. A maximum does not round, so all three kernels give
+# the same bits.

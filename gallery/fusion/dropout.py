@@ -16,8 +16,9 @@ Dropout
 
 Dropout sets each element to 0 with probability ``p``, and scales up the rest.
 For that the forward needs a random number for each element. The backward needs
-the same numbers again. A kernel does not have to store them. It computes each
-from the element's position, whenever it is needed.
+the same numbers again. A kernel does not have to store these numbers. It
+computes each one from the element's position, in the forward and again in the
+backward.
 
 After this page you can
 
@@ -132,8 +133,8 @@ if __name__ == "__main__":
 
 # %%
 # The *floor* is to read ``x`` and to write ``y``. PyTorch has one function for
-# it, ``torch.nn.functional.dropout``. Its kernel writes a mask too, a byte for
-# each element, and its backward reads that mask.
+# dropout, ``torch.nn.functional.dropout``. Its kernel writes a mask too, a byte
+# for each element, and its backward reads that mask.
 
 # %%
 # Random numbers from a counter
@@ -142,7 +143,8 @@ if __name__ == "__main__":
 # Most generators have a state, and each number needs the one before. A
 # *counter-based generator* is a function of a *key*, our seed, and a *counter*,
 # such as the index of an element. It returns bits that look random. Triton, and
-# PyTorch on a GPU, use Philox: ten rounds of two products, with mixed halves.
+# PyTorch on a GPU, use Philox. Each of its ten rounds multiplies twice, and
+# mixes the halves of both products.
 
 
 def philox(seed, n):
@@ -164,14 +166,16 @@ if __name__ == "__main__":
 
 # %%
 # Integers are not rounded. So a seed gives the same mask on every machine. In
-# Triton the function is ``tl.randint4x(seed, n)``.
+# Triton the function is ``tl.randint4x(seed, n)``. It returns four words of 32
+# bits.
 
 # %%
 # The first kernel
 # ----------------
 #
-# ``tl.rand(seed, n)`` makes a number from 0 to 1 of the first of the four. Let
-# the index of an element be the counter, whatever program works on it:
+# ``tl.rand(seed, n)`` makes a number from 0 to 1 of the first of these four
+# words. Let the index of an element be the counter, whatever program works on
+# the element:
 #
 # .. code-block:: text
 #
@@ -180,7 +184,7 @@ if __name__ == "__main__":
 #     tl.rand    .43 .02 .77 .91 .10 .58 .36 .05
 #     p = 0.4     1   0   1   1   0   1   0   0     kept
 #
-# So neither the block nor the number of programs changes the mask.
+# So neither the block's length nor the number of programs changes the mask.
 
 
 @triton.jit
@@ -205,8 +209,10 @@ def drop_each(x, p, seed, block=1024):
 # Is it right?
 # ------------
 #
-# Kept elements have to be ``x / (1 - p)``, to two roundings. The number of the
-# others has a standard deviation of :math:`\sqrt{N p (1 - p)}`. We allow five.
+# A kept element has to be ``x / (1 - p)``. The difference and the quotient
+# round, and we allow :math:`2.5 \cdot 10^{-7}`, four roundings. The number of
+# dropped elements has a standard deviation of :math:`\sqrt{N p (1 - p)}`. It
+# may be off by five of these deviations.
 
 if __name__ == "__main__":
     x, p = random(30_000, dtype=torch.float32), 0.1
@@ -258,10 +264,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What does a number cost?
 # ------------------------
 #
-# The kernel moves the bytes of the copy, and is far from its rate. What it does
-# besides is Philox: ten rounds for each element. And ``tl.rand`` throws three
-# of its four numbers away. Four elements can share a call. Eight can, if 16
-# bits are enough for one:
+# The kernel moves as many bytes as the copy, at a much lower rate. Besides, it
+# computes Philox: ten rounds for each element. And ``tl.rand`` throws three of
+# its four words away. Four elements can share a call. Eight elements can, if 16
+# bits are enough for each:
 #
 # .. code-block:: text
 #
@@ -271,8 +277,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     element     | 8n  +1  +2  +3  +4  +5  +6  +7| 8(n+1)  ...
 #
 # In the kernel, ``tl.join`` puts two tiles side by side in a new last
-# dimension. ``tl.reshape`` makes one row of it. All eight elements belong to
-# one thread, so nothing moves between threads. First four:
+# dimension. ``tl.reshape`` makes one row of the result. All elements of a call
+# belong to one thread, so nothing moves between threads. This kernel shares a
+# call between four elements:
 
 
 @triton.jit
@@ -295,13 +302,13 @@ def drop_four(x, p, seed, block=1024):
 
 
 # %%
-# The op has eight. The table after it counts the products of all three, and has
-# their rates.
+# The op shares a call between eight elements. The table after the op counts the
+# products of all three kernels, and has their rates.
 #
-# With 16 bits ``p`` becomes a multiple of :math:`2^{-16}`. It is off by
-# :math:`2^{-17}` at most, and a smaller ``p`` drops nothing. To notice that at
-# ``p = 0.1``, somebody would have to count a billion elements. The scale
-# follows from the ``p`` that is used. So ``y`` is ``x`` on average.
+# With 16 bits, ``p`` is rounded to a multiple of :math:`2^{-16}`. It is off by
+# :math:`2^{-17}` at most, and a ``p`` below that drops nothing. To notice the
+# rounding of ``p = 0.1``, somebody would have to count billions of elements.
+# The scale follows from the rounded ``p``. So ``y`` is ``x`` on average.
 
 # %%
 # The backward is the op itself
@@ -314,29 +321,30 @@ def drop_four(x, p, seed, block=1024):
 #    \mathrm{d}x = \frac{m\,\mathrm{d}y}{1 - p}, \qquad
 #    m = m(\mathrm{seed}, \mathrm{index}).
 #
-# The mask is recomputed, not stored. Autograd keeps the seed alone. The op is
+# The mask is recomputed, not stored. Autograd keeps only the seed. The op is
 # its own backward, so it has gradients of any order.
 
 # %%
 # A seed that the CPU never sees
 # ------------------------------
 #
-# Each call needs a seed of its own. A number drawn on the GPU and read by the
-# CPU, ``.item()``, makes the CPU wait until the GPU has done all before it. A
-# number drawn on the CPU is a fixed argument of the launch, and a captured CUDA
-# graph would repeat it for ever (``cuda_graphs.py``). So the seed is a tensor
-# on the GPU, and the kernel loads it. ``dropout_seed`` draws one from a
-# ``torch.Generator`` or from PyTorch's own. The seed must not change between
-# forward and backward, and autograd sees to that.
+# Each call needs a seed of its own. If the seed is drawn on the GPU and read by
+# the CPU, by ``.item()``, the CPU waits until the GPU has done all work before
+# it. If the seed is drawn on the CPU, it is a fixed argument of the launch, and
+# a captured CUDA graph would repeat it for ever (``cuda_graphs.py``). So the
+# seed is a tensor on the GPU, and the kernel loads it. ``dropout_seed`` draws a
+# seed from a ``torch.Generator``, or from PyTorch's own generator. The seed
+# must not change between forward and backward: autograd raises an error if it
+# does.
 
 # %%
 # The op
 # ------
 #
-# A program with all of its elements inside takes a branch without a mask. So
-# the compiler knows that eight elements can be loaded at once, whatever ``N``
-# is. What is dropped is 0, also where ``x`` is NaN or infinite. PyTorch
-# multiplies by 0, and NaN stays.
+# A program whose elements are all inside the tensor takes a branch without a
+# mask. There the compiler knows that eight elements can be loaded at once,
+# whatever ``N`` is. A dropped element is 0, even where ``x`` is NaN or
+# infinite. PyTorch multiplies such an ``x`` by 0, which gives NaN.
 
 DROPOUT_NAMESPACE = "triton_gallery"
 DROPOUT_ACC = {
@@ -370,7 +378,7 @@ def _dropout_block(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Loaded first: behind Philox, x would wait for the seed.
+    # x is loaded first: behind Philox, its load would wait for the seed.
     x = tl.load(x_ptrs, mask=mask).to(ACC)  # (BLOCK,)
     bits = _dropout_bits(seed, first, BLOCK)  # (BLOCK,)
     # With p = 1 nothing is kept, and the scale does not matter.
@@ -490,11 +498,11 @@ def _dropout_gradient(ctx, grad):
 dropout.register_autograd(_dropout_gradient, setup_context=_dropout_setup)
 
 # %%
-# What does sharing a call bring? A launch returns what was compiled. There we
-# count the instructions that compute the upper half of a product. Philox needs
-# two for each round, less what the compiler knows to be zero. The table has
-# them for each element of a thread, and GB/s of sizes that models have. The
-# last column's size is odd.
+# What does sharing a call bring? A launch returns the compiled kernel. In its
+# PTX code, we count ``mul.hi``, the instruction that computes the upper half of
+# a product. Philox needs two for each round, and fewer where the compiler knows
+# a word to be zero. The table has their number for each element of a thread,
+# and GB/s at sizes that models have. The last size is odd.
 
 SHAPES = [(1, 14336), (128, 14336), (4096, 2880), (8192, 14336), (8191, 14335)]
 
@@ -553,10 +561,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Proof
 # -----
 #
-# We compare the mask with the function in Python, and by a checksum with the
-# mask that this page was written with. It is the same on every machine. Each
-# element is multiplied by a rounded scale and rounded. The last 3 of 4099
-# elements do not use up their call of Philox, in a program with a mask.
+# We compare the mask with that of ``philox``, the function in Python. A
+# checksum compares it with the mask that this page was written with, because it
+# is the same on every machine. A kept element is multiplied by a rounded scale
+# and rounded. The last 3 of 4099 elements have a call of Philox to themselves,
+# in a program with a mask.
 
 
 def mask_python(N, p, seed):
@@ -591,9 +600,9 @@ else:  # imported: a glance
     prove(N=99)
 
 # %%
-# Next come the ends of ``p``, where the gradient is the incoming one or 0.
-# ``gradcheck`` compares first and second derivatives with differences. Another
-# block gives the same bits:
+# Next come the ends of ``p``, where the result is ``x`` or 0. ``gradcheck`` and
+# ``gradgradcheck`` compare first and second derivatives with finite
+# differences. Other blocks give the same bits, and so does a transposed ``x``:
 
 if __name__ == "__main__":
     seed = dropout_seed(DEVICE, generator)
@@ -623,14 +632,15 @@ if __name__ == "__main__":
 # Is it random?
 # -------------
 #
-# Philox has passed the batteries of tests for generators. What can go wrong is
-# its use: numbers that are used twice, shifted, or for two purposes. So we look
-# at masks. Count a kept element as :math:`p` and a dropped one as
-# :math:`p - 1`, over the standard deviation :math:`\sqrt{p (1 - p)}`. Add these
-# up over ``n`` elements and divide by :math:`\sqrt{n}`. The result is nearly
-# normal, with deviation 1. The same goes for products of two elements that
-# should know nothing of each other. So 100 seeds should give deviations around
-# 1, and nothing beyond 5:
+# Philox has passed the batteries of tests for random generators. What can go
+# wrong is its use: numbers that are used twice, shifted, or for two purposes.
+# So we look at masks. Let a kept element count :math:`p` and a dropped one
+# :math:`p - 1`, both divided by the standard deviation
+# :math:`\sqrt{p (1 - p)}`. Add these up over ``n`` elements and divide by
+# :math:`\sqrt{n}`. The result is nearly normal, with deviation 1. The same goes
+# for products of two elements that should know nothing of each other, such as
+# neighbours, or one element under two seeds. So the results of 100 seeds should
+# have deviations around 1, and none should be beyond 5:
 
 
 def deviations(masks, p):
@@ -661,8 +671,9 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# 4096 rows of ``N`` bfloat16, ``p = 0.1``. The rate counts two tensors, forward
-# and backward. ``Roof`` is a copy. The backward is called through autograd.
+# The benchmark has 4096 rows of ``N`` elements in bfloat16, with ``p = 0.1``.
+# The rate counts two tensors, forward and backward. ``Roof`` is a copy. The
+# backward is called through autograd.
 
 SIZES = [8, 128, 1000, 2880, 4096, 8192, 14336, 28672]
 
@@ -707,11 +718,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# With long rows our line and the roof show what the arithmetic costs on top of
-# the bytes. The table of steps has the same kernel with more calls of Philox
-# and the same bytes. So where its rates are lower, the calls are the reason.
+# With long rows, our line and the roof show what the arithmetic costs on top of
+# the bytes. In the table of steps, kernels with more calls of Philox move the
+# same bytes. So where their rates are lower, the calls are the reason.
 # PyTorch's function and the code of ``torch.compile`` keep a mask for the
-# backward. A byte for it is a quarter more than the floor.
+# backward. Its byte for each element is a quarter more than the floor.
 #
 # With short rows there is little to move, and a copy is slow too.
 
@@ -719,9 +730,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Break it: a seed for each program
 # ---------------------------------
 #
-# A natural idea: each program begins to count at 0, and adds its number to the
-# seed. Every mask looks right. But layers and steps have seeds too, and these
-# are often neighbours:
+# It is a natural idea that each program counts from 0, and adds its number to
+# the seed. Each mask looks right. But layers and training steps have seeds too,
+# and these are often neighbours. Here are the masks of the seeds 7 and 8:
 
 
 @triton.jit
@@ -739,18 +750,18 @@ if __name__ == "__main__":
     print("the share of equal elements, of each two blocks:", same, sep="\n")
 
 # %%
-# Two masks should agree in half of their elements. These are one mask, shifted
-# by a block: layers forget the same things. The counter is for what belongs to
-# one mask, the key for the masks.
+# Two masks should agree in half of their elements. These two are one mask,
+# shifted by a block, so two layers drop the same elements. Use the counter for
+# the elements of one mask, and the key for different masks.
 
 # %%
 # Go further
 # ----------
 #
 # 1. A transformer adds what it drops to a residual, ``residual + dropout(x)``.
-#    What would one op for both move, and what keeps its backward?
-# 2. Philox with 7 rounds passes the tests of its authors too. What would change
-#    in the table above, and what in the checksum?
+#    What would one op for both move, and what would its backward keep?
+# 2. Philox with 7 rounds passes its authors' tests too. What would change in
+#    the table above, and what in the checksum?
 # 3. Two GPUs hold the left and the right half of ``x``. What does the op need
 #    so that both together have the mask of one GPU?
 #
@@ -764,12 +775,14 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** Three tensors instead of five. The gradient of the residual is the
-# incoming one, untouched. The backward of ``x`` is that of dropout, and keeps
-# the seed.
+# **1.** The op would move three tensors instead of five. The gradient of the
+# residual is the incoming one, untouched. The gradient of ``x`` is that of
+# dropout, and needs only the seed.
 #
-# **2.** Less arithmetic, so four elements a call might be enough. It gives
-# another mask, and so another checksum.
+# **2.** There is less arithmetic, so four elements a call might be enough.
+# Seven rounds give another mask, and so another checksum.
 #
-# **3.** The index in the whole tensor. For halves of columns a row of ``x`` is
-# not contiguous there, so an offset will not do. It takes the strides too.
+# **3.** The op needs each element's index in the whole tensor. If the halves
+# are halves of the columns, a row of ``x`` is not contiguous in the whole
+# tensor. Then one offset is not enough, and the op needs the strides of the
+# whole tensor too.

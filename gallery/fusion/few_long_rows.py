@@ -106,13 +106,13 @@ def rate_table(times, x, unit, work):
 # In PyTorch
 # ----------
 #
-# The page has two reductions of each row: the sum, and the *log-sum-exp*
+# This page computes two reductions of each row: the sum, and the *log-sum-exp*
 #
 # .. math:: y = m + \log \sum_k e^{x_k - m}, \qquad m = \max_k x_k.
 #
 # With the log-sum-exp of a row of logits, the probability of a token is
 # :math:`e^{x_n - y}`. A *dispatch mode* sees each operator of PyTorch, and adds
-# up what it reads and writes:
+# up what the operators read and write:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -140,7 +140,7 @@ if __name__ == "__main__":
         print(f"{traffic.moved / x.nbytes:.2f} times the bytes of x")
 
 # %%
-# The *floor* is to read ``x`` once. The results are a few numbers. PyTorch's
+# The *floor* is to read ``x`` once, as the results are a few numbers. PyTorch's
 # sum is at the floor already, and only its time can be better.
 
 # %%
@@ -158,8 +158,8 @@ if __name__ == "__main__":
 #     program 1 | block 0 | block 1 | block 2 | mask |  -> out[1]
 #               +---------+---------+---------+------+
 #
-# The sum of a block's elements waits until the end of the loop. Until then each
-# element of a block has a sum of its own.
+# In the loop, each place of the block has a sum of its own. ``tl.sum`` adds up
+# these sums once, after the loop.
 
 
 @triton.jit
@@ -188,10 +188,10 @@ def program_a_row(x):
 # Is it right?
 # ------------
 #
-# We compare with float64. A sum of 20000 elements takes two additions in the
-# loop and 13 in a tree. Each addition rounds to 24 bits. Terms may cancel, so
-# the error is relative to the sum of their absolute values: 15 roundings are
-# below :math:`10^{-6}` of it.
+# We compare with float64. In a sum of 20000 elements, an element passes two
+# additions in the loop and 13 in the tree of ``tl.sum``. Each addition rounds
+# to 24 bits. Terms may cancel, so we divide the error by the sum of their
+# absolute values. 15 roundings are below :math:`10^{-6}` of this sum.
 
 if __name__ == "__main__":
     x = torch.randn(3, 20_000, generator=generator, device=DEVICE)
@@ -207,8 +207,9 @@ if __name__ == "__main__":
 #
 # We sum rows of logits in bfloat16: one row and 64 rows of Llama's 128256
 # tokens, and one row of :math:`2^{24}`. ``Roof`` is a copy that moves as many
-# bytes: it reads half of ``x`` and writes as much. Below a few megabytes the
-# roof is no bandwidth. It is the time that any kernel takes to start and end.
+# bytes: it reads half of ``x`` and writes as much. Below a few megabytes, the
+# roof does not show the bandwidth, but the time that any kernel takes to start
+# and end.
 
 
 def random(M, N):
@@ -256,7 +257,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The *partial sums* of a row are a row again, a short one. The same kernel sums
 # them in a second launch. A kernel sees all that was stored by the launches
-# before it, so nothing else has to be synchronized. This way has two *passes*.
+# before it, so nothing else has to be synchronized. This way takes two
+# *passes*.
 
 
 @triton.jit
@@ -284,10 +286,11 @@ def two_passes(x, BLOCK=8192, num_warps=8):
 # --------------------
 #
 # A second launch has to wait for the first one to end. There are two ways to
-# finish in the first one.
+# finish the sum in the first launch.
 #
-# With *atomics*, each program adds its sum to the result in memory. The
-# programs do so in the order in which they finish, and that order changes from
+# With *atomics*, each program adds its sum to the result in memory. No other
+# program can come between the read and the write of such an addition. But the
+# programs add in the order in which they finish, and this order changes from
 # call to call. A sum in float32 depends on its order.
 #
 # With a *counter* for each row, each program stores its partial sum, and then
@@ -303,7 +306,7 @@ def two_passes(x, BLOCK=8192, num_warps=8):
 #     program 1   store sum 1, count 3 -> 4   the last one:
 #                 out = sum 0 + sum 1 + sum 2 + sum 3, count = 0
 #
-# The counter has to be zero before. A launch that sets it to zero would be a
+# The counter has to be zero before the launch. To set it to zero would take a
 # second launch again. So the last program leaves the counter at zero, for the
 # next call.
 
@@ -335,7 +338,7 @@ def counter_kernel(
     offs = part * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     x = tl.load(x_ptr + row * N + offs, mask=offs < N, other=0)  # (BLOCK,)
     tl.store(sums_ptr + pid, tl.sum(x.to(tl.float32), axis=0))
-    # One thread counts. The thread that stores must have done so before.
+    # One thread counts, after the thread that stores has stored.
     tl.debug_barrier()
     # Release: who sees the count sees the partial sum. Acquire: the last
     # program sees all partial sums.
@@ -384,9 +387,10 @@ if __name__ == "__main__":
         assert error.max() < 1e-6
 
 # %%
-# The table has microseconds, the statements of each kernel, and how many
-# different results 20 calls gave for one row of :math:`2^{24}`. The atomics
-# need a zero first, which PyTorch writes in a launch of its own.
+# The table has the time in microseconds, the statements of each kernel, and how
+# many different results 20 calls gave for one row of :math:`2^{24}`. The
+# atomics need a result of zero to add to. PyTorch writes this zero in a launch
+# of its own.
 
 
 def statements(kernel):
@@ -411,12 +415,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(ladder.to_string())
 
 # %%
-# So the op has a counter. But a counter needs memory that is zero before the
-# first call, and that no other call uses meanwhile: two calls on two streams
-# would count together. The op keeps counters for each stream. A CUDA graph may
-# be replayed on any stream, so what it captures has two passes. So has what
-# ``torch.compile`` compiles, which may keep calls in a graph too. Both ways add
-# up in the same order, and give the same bits.
+# So the op uses a counter. The counter has to be zero before the first call,
+# and no other call may use it at the same time: two calls on two streams would
+# count together. So the op keeps counters for each stream. A CUDA graph may be
+# replayed on any stream, so a call that a graph captures takes two passes. A
+# call that ``torch.compile`` compiles takes two passes too, as it may be kept
+# in a graph. Counters and passes add up in the same order, and give the same
+# bits.
 
 # %%
 # The same bits in any batch
@@ -425,8 +430,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # An inference engine puts the requests of many users into one batch. With one
 # user more, a row may be split in another way, and then its sum has other last
 # bits. So the answer to one request depends on the other requests. Horace He
-# and others at Thinking Machines Lab traced answers that differ from run to run
-# to that, and asked for kernels that are *batch-invariant*
+# and others at Thinking Machines Lab found that this is why answers differ from
+# run to run. They asked for *batch-invariant* kernels, which give a row the
+# same bits in any batch
 # (https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/).
 #
 # It is tempting to split a row into as many parts as keep the GPU busy:
@@ -458,17 +464,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{name}: {changed(function, x)} of {len(x)} rows")
 
 # %%
-# The rule for the op: how a row is split depends on its length and dtype alone.
-# So the kernel does not even know how many rows there are.
+# The op has a rule: how a row is split depends on its length and dtype alone.
+# The kernel is not even told how many rows there are.
 #
-# One more thing decides about the order of a sum: which thread holds which
+# The order of a sum depends on one more thing: which thread holds which
 # elements. Where a row begins at a multiple of 16 bytes, the compiler may give
-# a thread several neighbours, to load them at once. The page
-# ``unaligned_rows.py`` is about that. So this, too, must not depend on where
-# the row happens to lie. Let ``VEC`` be the elements of 16 bytes if they divide
-# ``N``, otherwise 1. With ``VEC``, all rows of a matrix begin at multiples of
-# 16 bytes; a view with rows that begin elsewhere is copied first. With 1, each
-# element is loaded by itself, wherever the row begins.
+# a thread several neighbours, to load them at once, as the page
+# ``unaligned_rows.py`` explains. Which thread holds which elements must not
+# depend on where a row happens to lie. So let ``VEC`` be the number of elements
+# in 16 bytes if it divides ``N``, and 1 otherwise. If it divides ``N``, all
+# rows of a contiguous matrix begin at multiples of 16 bytes. A view whose rows
+# begin elsewhere is copied first. If ``VEC`` is 1, each element is loaded by
+# itself, wherever the row begins.
 
 # %%
 # The log-sum-exp, and its backward
@@ -478,16 +485,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # .. math:: \log \sum_i e^{y_i}.
 #
-# So a row of parts is finished as a row of numbers is, here as well. Where the
-# maximum is infinite, :math:`x - m` would be NaN. So an infinite maximum is not
-# subtracted.
+# So the results of the parts are reduced as the numbers of a row are. Where the
+# maximum is infinite, :math:`x - m` could be :math:`\infty - \infty`, which is
+# NaN. So an infinite maximum is not subtracted.
 #
 # With an incoming gradient :math:`g`, which is one number for each row, the
 # gradients are :math:`d_n = g` for the sum, and for the log-sum-exp
 #
 # .. math:: d_n = g\,e^{x_n - y}.
 #
-# No element needs another one of its row, so there is nothing to finish.
+# Given :math:`y`, no element needs another one of its row. So any program can
+# take any part, and nothing has to be finished.
 
 # %%
 # The op
@@ -496,9 +504,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The op returns float32 for half precision. In bfloat16, a log-sum-exp of 12
 # would be rounded to a multiple of 1/16, and a probability from it would be off
 # by up to 3 %. A row of up to 32768 numbers, 16384 in float64, is one part: one
-# program loads it at once, and nothing has to be finished. Without counters,
-# the passes go on until a row is one number. The op is registered in the way of
-# the page ``what_a_call_costs.py``.
+# program loads it at once, and nothing has to be finished. Where the op has no
+# counters, it takes passes until each row is one number. The op is registered
+# as on the page ``what_a_call_costs.py``.
 
 FEW_LONG_ROWS_NAMESPACE = "triton_gallery"
 FEW_LONG_ROWS_ACC = {
@@ -507,7 +515,7 @@ FEW_LONG_ROWS_ACC = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-# Bytes, of elements in the accumulator's type
+# The next two are bytes of elements in the accumulator's type.
 FEW_LONG_ROWS_WHOLE = 128 * 1024  # of a row that is one part
 FEW_LONG_ROWS_PART = 32 * 1024  # of a part of longer rows
 FEW_LONG_ROWS_ALONE = 2048  # elements that a program of the backward has
@@ -542,11 +550,11 @@ def _few_long_rows_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,  # a block for all parts of a row, or 0: no counter
 ):
-    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    # VEC divides N. The compiler learns it here, and loads VEC at once.
     N = N // VEC * VEC
-    # It may also know that 16 divides the stride of these rows, and then it
-    # would add up in another order. With the number of a program, always 0 on
-    # this axis, it cannot know.
+    # The compiler may also know that 16 divides the stride, and then it would
+    # add up in another order. A program's number, always 0 on this axis, is
+    # added so that it cannot know.
     stride_xm = (stride_xm + tl.program_id(axis=1)) // VEC * VEC
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
@@ -558,7 +566,7 @@ def _few_long_rows_kernel(
     x = tl.load(x_ptrs, mask=offs < N, other=OTHER).to(ACC)
     tl.store(part_ptr + pid, _few_long_rows_reduce(x, LOG))
     if PARTS:
-        # One thread counts. The thread that stores must have done so before.
+        # One thread counts, after the thread that stores has stored.
         tl.debug_barrier()
         # Acquire and release: who finds the last count sees all parts.
         if tl.atomic_add(count_ptr + row, 1, sem="acq_rel") == parts - 1:
@@ -810,7 +818,7 @@ few_long_rows_logsumexp.register_autograd(
 )
 
 # %%
-# How large should a part be? Small parts are many programs, large ones are
+# How large should a part be? Small parts make many programs, large parts make
 # fewer partial sums. The table has microseconds of the op's kernel with other
 # parts and other numbers of warps.
 
@@ -849,8 +857,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Proof
 # -----
 #
-# We compare values and gradients of every dtype with float64. In half precision
-# a gradient is rounded once more.
+# We compare values and gradients of every dtype with float64. A gradient in
+# half precision is rounded to that dtype, so its tolerance is wider.
 
 OPS = {
     few_long_rows_sum: torch.sum,
@@ -896,8 +904,8 @@ if __name__ == "__main__":
             assert changed(op, rows) == 0
 
 # %%
-# Infinities and NaN are what they are in PyTorch. (Without a GPU, NumPy
-# computes, and would warn of them.)
+# With infinities and NaN, the results are those of PyTorch. (Without a GPU,
+# NumPy computes, and would warn of them.)
 
 x = torch.zeros(6, 40, device=DEVICE)
 x[0, 3], x[1, 0], x[2], x[3, 1:] = torch.nan, torch.inf, -torch.inf, -torch.inf
@@ -923,8 +931,8 @@ if __name__ == "__main__":
 # -------------
 #
 # The benchmark is in bfloat16: the sum of one row, the sum of several rows of
-# 128256, and the log-sum-exp of eight rows. PyTorch's log-sum-exp has bfloat16
-# results.
+# 128256, and the log-sum-exp of eight rows. PyTorch returns its log-sum-exp in
+# bfloat16, and our op in float32.
 
 SIZES = [4096, 16384, 32000, 50257, 128256, 201088, 2**20, 2**24]
 ROWS = [1, 2, 4, 8, 16, 32, 64]
@@ -973,18 +981,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Of a short row, the rate is low for everybody, the copy included: the time is
-# that of a launch and of one load. A row of 50257 begins anywhere, so its
-# elements are loaded one by one. With many rows or a very long one, the rate is
+# For a short row, every rate is low, the rate of the copy included: the time is
+# that of a launch and of one load. A row of 50257 may begin anywhere, so its
+# elements are loaded one by one. With many rows or a very long row, the rate is
 # that of the memory.
 
 # %%
 # Go further
 # ----------
 #
-# 1. How would you compute the softmax of few long rows with what is here? What
-#    does it read and write?
-# 2. And RMSNorm, which divides a row by its root mean square?
+# 1. How would you compute the softmax of few long rows with the ops of this
+#    page? What would your softmax read and write?
+# 2. How would you compute RMSNorm, which divides a row by its root mean square?
 # 3. The cross entropy of a row with the target :math:`t` is :math:`y - x_t`.
 #    Which program should subtract?
 #
@@ -992,18 +1000,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # * ``skinny_matmul.py`` splits the sum of a matrix product, and
 #   ``decode_attention.py`` the keys of a sequence.
-# * ``cumsum.py`` has programs of one row that wait for each other.
+# * ``cumsum_long.py`` has programs of one row that wait for each other.
 
 # %%
 # Answers
 # -------
 #
 # **1.** ``few_long_rows_logsumexp``, and then a kernel that stores
-# :math:`e^{x_n - y}`, which is the backward's kernel for a gradient of 1. The
-# row is read twice and written once; of few rows, the second read may come from
-# the L2 cache.
+# :math:`e^{x_n - y}`. The backward's kernel does so for a gradient of 1. The
+# row is read twice and written once. If rows are few, the second read may come
+# from the L2 cache.
 #
-# **2.** Each part sums up squares. The last program of a row adds up the parts
-# as they are. A second kernel multiplies each part of the row by what came out.
+# **2.** Each part sums up squares. The last program of a row adds up the sums
+# of the parts, and does not square them again. A second kernel multiplies each
+# part of the row by the factor that follows from the sum.
 #
-# **3.** The last one of a row: it knows :math:`y`, and loads :math:`x_t` alone.
+# **3.** The last program of a row. It knows :math:`y`, and has to load
+# :math:`x_t` alone.

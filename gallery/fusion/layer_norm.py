@@ -22,9 +22,9 @@ reads each number once.
 
 After this page you can
 
-* compute a variance that does not cancel;
-* save what a backward needs, where computing it again costs more;
-* add up two gradients over all rows, and say why not with a lock.
+* compute a variance that stays right where the mean is large;
+* save for the backward what would cost more to compute again;
+* add up two gradients over all rows without a lock, and say why.
 """
 
 # sphinx_gallery_tags = ["autograd", "reduction", "memory bound"]
@@ -111,8 +111,9 @@ def rate_table(times, x, unit, work):
 #    r = 1 \Big/ \sqrt{\tfrac{1}{N} \sum_k (x_k - \mu)^2 + \epsilon}.
 #
 # Models compute this in float32. We write it with PyTorch's operators. A
-# *dispatch mode* sees each of them and adds up what it moves. The *floor* is
-# two times the bytes of ``x``: to read ``x`` and to write ``y``.
+# *dispatch mode* sees each operator and adds up the bytes that it reads and
+# writes. The *floor* is what any kernel has to move: it reads ``x`` and writes
+# ``y``, two times the bytes of ``x``.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -161,7 +162,7 @@ if __name__ == "__main__":
 #     y      d*r*w+b   ...              not stored
 #
 # A masked element is loaded as 0. Its difference from the mean is not 0, so the
-# kernel sets that to 0 before it squares the differences.
+# kernel sets this difference to 0 before it squares it.
 
 
 @triton.jit
@@ -194,9 +195,10 @@ def norm_rows(x, weight, bias, kernel=row_kernel, num_warps=4):
 # Is it right?
 # ------------
 #
-# We compare with float64. A sum goes through ten levels of a tree, and each may
-# round. A result may cancel with the bias, so the tolerance is absolute:
-# :math:`2 \cdot 10^{-6}`, 34 roundings of a number near 1.
+# We compare with float64. ``tl.sum`` adds up a row in a tree of ten levels, and
+# each level may round. The scaled difference and the bias may cancel, so the
+# tolerance is absolute: :math:`2 \cdot 10^{-6}`, 34 roundings of a number near
+# 1.
 
 if __name__ == "__main__":
     x = torch.randn(5, 1000, generator=generator, device=DEVICE)
@@ -212,9 +214,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We time three lengths in bfloat16, a quarter of a gigabyte each. Beside ours
-# stand ``torch.nn.functional.layer_norm``, ``torch.compile`` of it, and a copy,
-# which is the roof. The rate counts the bytes of the floor.
+# We time rows of three lengths in bfloat16, a quarter of a gigabyte of each.
+# Beside ours stand ``torch.nn.functional.layer_norm``, ``torch.compile`` of it,
+# and a copy, which is the roof. The rate counts the bytes of the floor.
 
 ELEMENTS = 2**27
 
@@ -257,8 +259,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Why not both sums at once?
 # --------------------------
 #
-# For each sum all threads of a program wait for the last of them. The variance
-# is also :math:`\tfrac{1}{N} \sum x^2 - \mu^2`: two sums that need not wait.
+# At each sum, all threads of a program wait for each other. The variance is
+# also :math:`\tfrac{1}{N} \sum x^2 - \mu^2`. With this formula, neither sum has
+# to wait for the other.
 
 
 @triton.jit
@@ -277,9 +280,9 @@ def one_pass_kernel(x_ptr, w_ptr, b_ptr, y_ptr, N, eps, BLOCK_N: tl.constexpr):
 
 # %%
 # Let the mean be 10,000 and the variance 1. The two terms are near
-# :math:`10^8`, where neighbours in float32 are 8 apart. Their difference of 1
-# has no bit left: it *cancels*. A negative difference counts as 0. The standard
-# deviation of each result should be 1:
+# :math:`10^8`, where neighbours in float32 are 8 apart. Their difference should
+# be 1, and no bit of it is left: the terms *cancel*. The kernel replaces a
+# negative difference by 0. The standard deviation of each result should be 1:
 
 if __name__ == "__main__":
     one, zero = torch.ones(900, device=DEVICE), torch.zeros(900, device=DEVICE)
@@ -293,7 +296,8 @@ if __name__ == "__main__":
         print(line)
 
 # %%
-# And what would it gain, where it is right?
+# What would one pass gain, where it is right? Here both kernels have eight
+# warps:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for N in (1024, 4096, 16384):
@@ -307,16 +311,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"N = {N:5}: {', '.join(rates)} GB/s")
 
 # %%
-# The op makes two passes. Where a row does not fit into registers, a second
-# pass would read it again. There Welford's method has both sums in one pass
-# that does not cancel. (An exercise at the end is about it.)
+# The op makes two passes. If a row did not fit into registers, the second pass
+# would read it from memory again. For such rows, Welford's method computes both
+# sums in one pass that does not cancel. (The first exercise at the end is about
+# it.)
 
 # %%
 # How many warps?
 # ---------------
 #
-# The kernel had four warps. Of a row of 768 each thread holds six numbers, of a
-# row of 16384 it holds 128. We time lengths of models with other warps:
+# The first kernel had four warps, 128 threads. A thread holds six numbers of a
+# row of 768, and 128 numbers of a row of 16384. We time lengths that models
+# use, with other numbers of warps:
 
 WARPS = [2, 4, 8, 16]
 
@@ -335,22 +341,25 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ---------------------
 #
 # The op takes three more steps, which ``rms_norm.py`` draws and explains. The
-# table after the op has what they gain here.
+# table after the op shows what they gain here.
 #
-# * Of short rows a program takes as many as make 16 KB in float32.
-# * A row of more than 8192 is two blocks, and so is a shorter one of more than
-#   4096 with a quarter of its block masked. The first block is full.
-# * ``VEC`` divides the length and the distance of rows. The compiler learns
-#   from ``N // VEC * VEC`` that it may load ``VEC`` elements at once.
+# * A program takes several short rows, as many as make 16 KB in float32.
+# * A row of more than 8192 elements is two blocks. So is a row of more than
+#   4096, if one block would have a quarter or more of it masked. The first of
+#   the two blocks is full.
+# * ``VEC`` divides the length of rows and the distance between them. The
+#   compiler learns that from ``N // VEC * VEC``, and loads ``VEC`` elements at
+#   once.
 
 # %%
 # A few rows
 # ----------
 #
-# With few rows, each program has one, and there is no other program to run
-# while it waits. It waits for ``x``, twice for a sum, and then for the weight
-# and the bias. These do not depend on the sums. If they are loaded first, the
-# program waits for them and for ``x`` at the same time:
+# With few rows, a multiprocessor has one program at most, and nothing else to
+# run while that program waits. The program waits for ``x``, then for two sums,
+# and then for the weight and the bias. The weight and the bias do not depend on
+# the sums. If they are loaded first, the program waits for them and for ``x``
+# at the same time:
 #
 # .. code-block:: text
 #
@@ -359,10 +368,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     load x  ->  sum  ->  sum  ->  store y
 #     load w, b ----------------------^
 #
-# In exchange, registers hold them during the sums. Then fewer programs of a
-# long row fit on a multiprocessor at a time. So the op loads them first where
-# there are no more rows than multiprocessors, or where a row is no longer than
-# 16 KB in float32. After the op, a table compares.
+# In exchange, the weight and the bias take registers during the sums. With long
+# rows, fewer programs then fit on a multiprocessor at a time. So the op loads
+# them first in two cases: where there are no more rows than multiprocessors, or
+# where a row takes no more than 16 KB in float32. A table after the op compares
+# both orders.
 
 
 # %%
@@ -370,21 +380,24 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------
 #
 # Let :math:`\hat{x} = (x - \mu)\,r` and :math:`g = w\,\mathrm{d}y`. An element
-# acts on its row directly, through the mean and through :math:`r`:
+# acts on its row in three ways: directly, through the mean, and through
+# :math:`r`. So its gradient has three terms:
 #
 # .. math:: \mathrm{d}x = r\,\Big(g - \tfrac{1}{N} \sum g
 #    - \hat{x}\,\tfrac{1}{N} \sum g\,\hat{x}\Big), \quad
 #    \mathrm{d}w = \sum_{\mathrm{rows}} \mathrm{d}y\,\hat{x}, \quad
 #    \mathrm{d}b = \sum_{\mathrm{rows}} \mathrm{d}y.
 #
-# RMSNorm's backward computes :math:`r` again, together with the sum that it
-# needs anyway. Here that would be two more sums, one after the other, before
-# the first product. So the forward saves :math:`\mu` and :math:`r`: 8 bytes for
-# each row.
+# RMSNorm's backward computes :math:`r` again, together with a sum that it needs
+# anyway. Here, to compute :math:`\mu` and :math:`r` again would take two more
+# sums, one after the other, before the first product. So the forward saves
+# :math:`\mu` and :math:`r`, two numbers for each row.
 #
 # The sums for :math:`\mathrm{d}w` and :math:`\mathrm{d}b` go across the rows.
-# Each program goes through several rows and adds them up in registers. It
-# stores two rows of *partial sums*. A second kernel adds up the programs:
+# Each program goes through several rows, and adds up their terms in registers.
+# Then it stores two rows of *partial sums*, one for :math:`\mathrm{d}w` and one
+# for :math:`\mathrm{d}b`. A second kernel adds up the partial sums of all
+# programs:
 #
 # .. code-block:: text
 #
@@ -392,24 +405,24 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     program 1: rows 1, 4, 7 ...  -> sums[:, 1, :] --+--> dw[:], db[:]
 #     program 2: rows 2, 5, 8 ...  -> sums[:, 2, :] --+
 #
-# The number of programs is fixed, and so is the order of all sums. One GPU
-# gives the same bits each time.
+# For one shape, dtype and GPU, the number of programs is fixed, and so is the
+# order of all additions. So one GPU gives the same bits each time.
 #
-# For a row of 16384, both sums together take half of a multiprocessor's
-# registers. So the weight of a row in two blocks does not stay in registers as
-# well. It is loaded twice for each row, which a cache can serve. Rows that come
-# next wait in shared memory: ``tl.range`` begins to load them one or two turns
-# ahead, if they fit.
+# For a row of 16384, the sums for :math:`\mathrm{d}w` and :math:`\mathrm{d}b`
+# together take half of a multiprocessor's registers. So, if a row is two
+# blocks, the kernel does not keep the weight in registers. It loads the weight
+# twice for each row, which a cache can serve. The next rows wait in shared
+# memory: ``tl.range`` begins to load them one or two turns ahead, if they fit.
 
 # %%
 # The op
 # ------
 #
-# The row is the last dimension of a tensor of any shape. Rows that lie apart,
-# as in ``x[:, :1000]``, are read where they are. Other layouts are copied
-# first. The ops are registered in the way of the page
-# ``what_a_call_costs.py``: on a GPU a call goes straight to the launcher, and
-# ``torch.compile`` looks into the ``triton_op``.
+# A row is the last dimension of a tensor of any shape. Rows that lie apart, as
+# in ``x[:, :1000]``, are read where they are. Other layouts are copied first.
+# The ops are registered as on the page ``what_a_call_costs.py``: on a GPU a
+# call goes straight to the launcher, and ``torch.compile`` looks into the
+# ``triton_op``.
 
 LAYER_NORM_NAMESPACE = "triton_gallery"
 LAYER_NORM_ACC = {
@@ -418,11 +431,11 @@ LAYER_NORM_ACC = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-# Bytes, of a row in its accumulator's type
+# In bytes of a row, counted in the type of its accumulator
 LAYER_NORM_LONGEST = 64 * 1024
-LAYER_NORM_TILE = 8 * 1024  # short rows share a program: forward twice that
-LAYER_NORM_WHOLE = 16 * 1024  # beyond it a row may be two blocks
-# Up to how many bytes a row has how many warps
+LAYER_NORM_TILE = 8 * 1024  # of short rows in a program; forward twice as much
+LAYER_NORM_WHOLE = 16 * 1024  # a longer row may be two blocks
+# Rows of up to so many bytes have so many warps.
 LAYER_NORM_WARPS = [(20 * 1024, 4), (LAYER_NORM_LONGEST, 8)]
 LAYER_NORM_WARPS_BACKWARD = [
     (8 * 1024, 4),
@@ -516,15 +529,15 @@ def _layer_norm_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     REST: tl.constexpr,
-    STAGES: tl.constexpr,  # of how many turns loads are under way
+    STAGES: tl.constexpr,  # how many turns have loads under way
 ):
     # Unless 16 divides them, the compiler learns only here that VEC does.
     N = N // VEC * VEC
     stride_xm = stride_xm // VEC * VEC
     pid = tl.program_id(axis=0)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
-    # One row of sums for each row of a tile: a sum across a tile's rows in each
-    # turn could have threads wait for each other there.
+    # Each row of a tile has sums of its own. A sum across the rows in each turn
+    # could make threads wait for each other there.
     dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
     db = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
     if REST:
@@ -570,9 +583,9 @@ def _layer_norm_backward_kernel(
             db_rest += dy_rest
             sum_g += tl.sum(g_rest, axis=1, keep_dims=True)
             sum_gh += tl.sum(g_rest * h_rest, axis=1, keep_dims=True)
-            # A long row leaves no registers for its weight, so it is loaded
-            # again, from a cache. With the policy of the first load, the
-            # compiler would make one load of both.
+            # A long row leaves no registers for its weight, so the weight is
+            # loaded again, from a cache. With the eviction policy of the first
+            # load, the compiler would make one load of both.
             weight = tl.load(
                 weight_ptr + offs_n, eviction_policy="evict_first"
             ).to(ACC)
@@ -587,7 +600,7 @@ def _layer_norm_backward_kernel(
             tl.store(dx_ptr + rows + rest, dx_rest, mask=rest < N)
         dx = (dy * weight - sum_g / N - h * (sum_gh / N)) * r
         tl.store(dx_ptr + rows + offs_n, dx, mask=mask)
-    # Rows of its own for each program. Atomic additions to one row would come
+    # Each program has rows of its own. Atomic additions to one row would come
     # in another order each time.
     dw_rows = sums_ptr + pid.to(tl.int64) * N
     db_rows = dw_rows + programs.to(tl.int64) * N
@@ -689,7 +702,7 @@ def _layer_norm_plan(x, stride):
     """Return how to launch the forward for the rows of x."""
     N, size = int(x.shape[-1]), max(4, x.element_size())
     plan = _layer_norm_blocks(x, stride, LAYER_NORM_WARPS)
-    if plan["REST"]:  # 16 bytes for each thread, or they would exchange it
+    if plan["REST"]:  # 16 bytes a thread, or threads would exchange them
         least = 16 * 32 * plan["num_warps"] // x.element_size()
         plan["REST"] = max(plan["REST"], least)
     few = x.numel() // N <= _layer_norm_gpu(x.device)[0]
@@ -870,6 +883,8 @@ def layer_norm(x, weight, bias, eps) -> torch.Tensor:
 # %%
 # What did each step gain? The table has the rates of each step and, for the
 # longest row, the registers of a thread. Rates count the bytes of the floor.
+# Backward, the floor is three matrices: ``dy`` and ``x`` are read, and the
+# gradient of ``x`` is written.
 
 
 def one_row(x, y, num_warps):
@@ -922,8 +937,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(ladder.to_string())
 
 # %%
-# Are weight and bias loaded first? This is the GPU time in microseconds, for
-# rows of 7168. What the op does depends on the number of rows.
+# What does it gain to load weight and bias first? These are GPU times in
+# microseconds, for rows of 7168. ``Triton`` is the op, which chooses by the
+# number of rows.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     full = random(7168)
@@ -1010,9 +1026,10 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# All is in bfloat16, a quarter of a gigabyte at each length: that of a head and
-# hidden sizes of models. The backward is called through autograd. ``Roof`` is a
-# copy, and for the backward an addition, of two reads and a write as well.
+# All inputs are bfloat16, a quarter of a gigabyte at each length. The lengths
+# are that of a head, 128, and hidden sizes of models. The backward is called
+# through autograd. Forward, ``Roof`` is a copy. Backward it is an addition,
+# which has two reads and a write as well.
 
 SIZES = [128, 768, 1024, 2880, 4096, 7168, 12288, 16384]
 ours = partial(layer_norm, eps=1e-5)
@@ -1044,7 +1061,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide.plot(logx=True, title="backward")
 
 # %%
-# This is what a call costs the CPU in microseconds, which small inputs feel:
+# This is what a call costs the CPU, in microseconds. It matters where inputs
+# are small:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for one in (results, results_backward):
@@ -1056,17 +1074,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # Forward, where our line touches the roof, the kernel moves the floor's bytes
-# and waits for nothing else. Backward the roof is an addition, which sums
+# and waits for nothing else. Backward, the roof is an addition, which sums
 # nothing across rows. The op has to write its partial sums and read them again,
-# and its second kernel cannot begin before the first has ended. From a few rows
-# a program on, both cost the same for any number of rows.
+# and its second kernel cannot begin before the first has ended. Once each
+# program has a few rows, both costs are the same for any number of rows.
 
 # %%
 # Break it: a lock without a barrier
 # ----------------------------------
 #
-# Could the programs add to one ``dw``? They would take turns, by a *spin lock*:
-# a number in memory. Who changes it from 0 to 1 goes on, and resets it later.
+# Could all programs add to one ``dw``? They would take turns with a *spin
+# lock*, a number in memory. The program that changes the number from 0 to 1 may
+# go on, and resets it to 0 later. The others try again until they can do so.
 
 
 @triton.jit
@@ -1101,11 +1120,12 @@ def add_under_lock(sums, barrier=True):
 
 # %%
 # A program is many threads, and *one* of them releases the lock. Only the
-# barrier makes it wait for the stores of the others. Without the barrier the
-# next program may read a total that is not complete, and what came late is
-# lost. This race shows in some kernels, now and then, and never under the
-# interpreter, which runs one program after another. We add up ones, so the sums
-# are known, and then random numbers, twice:
+# barrier makes that thread wait for the stores of the others. Without the
+# barrier, the next program may read a total that is not complete, and what came
+# late is lost. This race shows in some kernels, now and then. It never shows
+# under the interpreter, which runs one program after another. We add up ones,
+# so the sums are known. Then we add up random numbers twice, with the lock and
+# with ``torch.sum``:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     ones = torch.ones(2048, 16384, device=DEVICE)
@@ -1124,17 +1144,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{name}: {found[0]:.3f} ms, {differ} sums differ in another run")
 
 # %%
-# No wrong sum in the second line would prove nothing. With its barrier the lock
-# is right, but programs take turns in any order, and the last bits change.
+# If the second line has no wrong sum, that proves nothing: the race need not
+# show. With the barrier the lock is right, but programs take turns in any
+# order, and the last bits of the sums change.
 
 # %%
 # Go further
 # ----------
 #
 # 1. Welford's method adds one element at a time to a mean and to a sum of
-#    squared differences from it. How are two such states merged, of ``k`` and
-#    of ``l`` elements?
-# 2. ``tl.atomic_add`` needs no lock. What is left to object to?
+#    squared differences from it. How do you merge two such states, one of ``k``
+#    and one of ``l`` elements?
+# 2. ``tl.atomic_add`` needs no lock. What still speaks against it?
 #
 # To read on:
 #
@@ -1152,4 +1173,4 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # function, and merges a block of states at once.
 #
 # **2.** The order of the additions changes from call to call, and the last bits
-# with it. Where that does not matter, use it.
+# with it. Where that does not matter, use ``tl.atomic_add``.

@@ -16,8 +16,8 @@ RoPE
 
 Rotary position embeddings (RoPE) turn queries and keys by angles that grow with
 the position. Nearly every language model does that in every layer. PyTorch has
-no function for it. Models spell it out, and move everything through memory five
-times as often as one kernel does.
+no function for it. Models write it as several operators, and move everything
+through memory five times as often as one kernel does.
 
 After this page you can
 
@@ -123,18 +123,20 @@ def rate(found, T, B=8, D=128):
 # In PyTorch
 # ----------
 #
-# A head of ``D`` numbers is ``D / 2`` points in the plane. At position
-# :math:`t` the point :math:`i` is turned by the angle :math:`t\,\theta_i`:
+# RoPE takes the ``D`` numbers of a head for ``D / 2`` points in the plane. At
+# position :math:`t` the point :math:`i` is turned by the angle
+# :math:`t\,\theta_i`:
 #
 # .. math:: y_1 = x_1 \cos t\theta_i - x_2 \sin t\theta_i, \qquad
 #    y_2 = x_2 \cos t\theta_i + x_1 \sin t\theta_i, \qquad
 #    \theta_i = 10000^{-2i/D}.
 #
-# Then the product of a query and a key depends on their distance alone. In
-# Llama's form, :math:`x_1` is in the first half of the head, :math:`x_2` in the
-# second. Models on Hugging Face keep tables of cosines and sines for each
-# position, with each column twice, and swap the halves by ``rotate_half``. A
-# *dispatch mode* sees each operator and adds up what it moves:
+# Then the product of a query and a key depends on the distance of their
+# positions alone. In Llama's form, :math:`x_1` is in the first half of the
+# head, and :math:`x_2` in the second. Models on Hugging Face keep tables of
+# cosines and sines for each position, with each column twice, and swap the
+# halves by ``rotate_half``. A *dispatch mode* sees each operator and adds up
+# the bytes that it reads and writes:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -181,17 +183,17 @@ if __name__ == "__main__":
     print(f"moves {traffic.moved / (q.nbytes + k.nbytes):.1f} times q and k")
 
 # %%
-# The *floor* is two: to read ``q`` and ``k``, and to write what comes out. The
+# The *floor* is two: to read ``q`` and ``k``, and to write both results. The
 # tables are small, because all heads and sequences share them.
 
 # %%
 # The first kernel
 # ----------------
 #
-# A projection makes a token's heads one after the other, ``(B, T, H, D)``. Let
+# A projection writes a token's heads one after the other, ``(B, T, H, D)``. Let
 # a program turn the heads of one token. All of them turn by the same angles. So
-# the program loads one row of each table, and *broadcasting* lays it over the
-# heads:
+# the program loads one row of each table, and *broadcasting* lays both rows
+# over the heads:
 #
 # .. code-block:: text
 #
@@ -250,7 +252,7 @@ def turn_tokens(q, k, cos, sin):
 # ------------
 #
 # A result is two products and a sum. Each rounds once to 24 bits, and so do the
-# numbers of the tables. We allow :math:`10^{-5}`, sixteen roundings near 5.
+# numbers of the tables. We allow :math:`10^{-5}`, 42 roundings near 5.
 
 if __name__ == "__main__":
     q, k = (heads(2, 19, H, 64, dtype=torch.float32) for H in (5, 2))
@@ -264,7 +266,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We time 32 heads of queries and 8 of keys in eight sequences, bfloat16. The
+# We time 32 heads of queries and 8 of keys in eight sequences, in bfloat16. The
 # roof is a copy of as many bytes. Rates count the bytes of the floor.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -277,14 +279,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Any layout
 # ----------
 #
-# The kernel takes one layout. A model may hand over ``(B, H, T, D)`` in memory,
-# or a slice of a larger projection. A copy would move as many bytes again. So
-# the op's kernel gets the strides of batch, heads and positions. Only the
-# numbers of a head have to lie side by side.
+# The first kernel takes one layout. A model may have ``(B, H, T, D)`` in
+# memory, or a slice of a larger projection. A copy would move as many bytes
+# again. So the op's kernel gets the strides of batch, heads and positions. Only
+# the numbers of a head have to lie side by side.
 #
-# Where all heads of one position are no longer neighbours, a program for each
-# token is one choice of many. The op's kernel turns a tile of heads and
-# positions, ``BLOCK_H`` by ``BLOCK_T``:
+# In other layouts, the heads of one position need not be neighbours in memory.
+# Then a program for each token is only one of many choices. The op's kernel
+# turns a tile of heads and positions, ``BLOCK_H`` by ``BLOCK_T``:
 #
 # .. code-block:: text
 #
@@ -298,25 +300,26 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # One launch for queries and keys
 # -------------------------------
 #
-# Keys are often few: models let four or eight heads of queries share one head
-# of keys. A launch for the keys alone has little to do, and the GPU drains
-# before it and after it. So one launch does both. It numbers the groups of
-# heads of ``k`` behind those of ``q``, and a program asks for which tensor it
-# was started:
+# There are often few heads of keys: models let four or eight heads of queries
+# share one head of keys. A launch for the keys alone has little to do, and the
+# GPU runs empty before it and after it. So one launch does both. It numbers
+# groups of ``BLOCK_H`` heads, first those of ``q``, then those of ``k``. A
+# program knows its tensor by the number of its group. Here are 32 heads of
+# ``q`` and 8 of ``k``, in groups of four:
 #
 # .. code-block:: text
 #
 #     group      0      1      2   ...   7      8      9
 #                q      q      q         q      k      k
 #
-# An ``if`` on a number that all threads share costs little: all of them go the
-# same way.
+# An ``if`` on a number that all threads share costs little, because all threads
+# take the same branch.
 
 # %%
 # Which two numbers make a point?
 # -------------------------------
 #
-# There are two answers, and a model works with the one that it was trained
+# There are two answers. A model works only with the one that it was trained
 # with:
 #
 # .. code-block:: text
@@ -327,10 +330,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #      \__________/                      \__/  \__/  \__/  \__/
 #         \__________/       ...
 #
-# A thread should load 16 bytes at a time. Interleaved, ``x1`` is every other
-# number. Loads of every other number would fetch single elements. So the kernel
-# loads all of a head, and ``tl.split`` parts the pairs in registers. Before the
-# store, ``tl.join`` puts them together again.
+# A thread should load 16 bytes at a time. In an interleaved head, ``x1`` is
+# every other number. Loads of every other number would fetch single elements.
+# So the kernel loads the whole head, and ``tl.split`` parts the pairs in
+# registers. Before the store, ``tl.join`` puts them together again.
 
 # %%
 # The backward turns back
@@ -342,7 +345,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    \mathrm{d}x_2 = \mathrm{d}y_2 \cos - \mathrm{d}y_1 \sin.
 #
 # Only ``sin`` changes its sign. So with a flag, ``conjugate``, the op is its
-# own backward, and has a second derivative too. Autograd keeps the tables, and
+# own backward, and has second derivatives too. Autograd keeps the tables, but
 # neither ``q`` nor ``k``.
 
 # %%
@@ -350,15 +353,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # --------------------------
 #
 # An engine that serves a model needs no gradient. It may write the results over
-# ``q`` and ``k``, and save their memory. That is a second op, ``rope_``. It
-# names in ``mutates_args`` what it changes. Such an op can have no backward
-# (``triton_op.py``), so it refuses tensors that require one. It refuses
-# elements that share memory too, because they would be turned twice.
+# ``q`` and ``k``, and save the memory for new tensors. A second op does that,
+# ``rope_``. It names in ``mutates_args`` what it changes. An op that changes
+# its arguments can have no backward (``triton_op.py``), so ``rope_`` refuses
+# tensors that require a gradient. It also refuses tensors with elements that
+# share memory, because such elements would be turned twice.
 #
-# A compiler looks into a ``triton_op`` and copies what the launch changes.
-# Where ``q`` is a part of a larger tensor, that copy may `read out of bounds
-# <https://github.com/pytorch/pytorch/pull/184050>`_. So ``rope_`` is a
-# ``custom_op``, into which no compiler looks.
+# ``torch.compile`` looks into a ``triton_op`` and copies what the launch
+# changes. Where ``q`` is a part of a larger tensor, that copy may
+# `read out of bounds <https://github.com/pytorch/pytorch/pull/184050>`_. So
+# ``rope_`` is a ``custom_op``, into which no compiler looks.
 
 # %%
 # The op
@@ -366,9 +370,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Both ops share the kernel. A program turns 512 points of each of four heads.
 # With four warps that is 16 points a thread, four loads of 16 bytes in half
-# precision. ``rope`` is registered in the way of ``what_a_call_costs.py``: on a
-# GPU a call goes straight to the launcher, and ``torch.compile`` looks into the
-# ``triton_op``.
+# precision. ``rope`` is registered as on the page ``what_a_call_costs.py``: on
+# a GPU a call goes straight to the launcher, and ``torch.compile`` looks into
+# the ``triton_op``.
 
 ROPE_NAMESPACE = "triton_gallery"
 ROPE_ACC = {
@@ -651,8 +655,9 @@ def _rope_fake_in_place(q, k, cos, sin, interleaved=False, conjugate=False):
 # What did each step gain? The table has GB/s with queries and keys in two
 # layouts: heads inside, ``(B, T, H, D)``, and heads outside, ``(B, H, T, D)``.
 # There are 64 sequences with one new token, or 8 with 4096 tokens. The first
-# kernel takes heads inside alone. Then comes the op's kernel with other tiles,
-# in heads and points of each, and with one launch for ``q`` and one for ``k``.
+# kernel takes only heads inside. Then comes the op's kernel with other tiles. A
+# tile's name has its heads and its points of each head. Next, the op's kernel
+# has one launch for ``q`` and one for ``k``. The last line is the op.
 
 
 def run(q, k, cos, sin, tile=ROPE_TILE):
@@ -706,12 +711,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Proof
 # -----
 #
-# A point in the plane is a complex number, and turning it is a product. That is
-# our reference, in float64. We compare values and gradients of every dtype, in
-# both pairings and layouts. The two products of a result may cancel, so we
-# measure the error against the length of the point. We allow :math:`10^{-6}` of
-# it, sixteen roundings to 24 bits, and one rounding to the result's dtype. The
-# op in place has to give the same bits.
+# A point in the plane is a complex number, and turning a point is a product.
+# That product is our reference, in float64. We compare values and gradients of
+# every dtype, in both pairings and layouts. The two products of a result may
+# cancel, so we measure the error against the length of the point. We allow
+# :math:`10^{-6}` of this length, sixteen roundings to 24 bits, and one rounding
+# to the result's dtype. The op in place has to give the same bits.
 
 
 def rope_complex(x, cos, sin, interleaved=False):
@@ -767,8 +772,8 @@ else:  # imported: a glance
     prove(torch.float32, interleaved=False, inside=True, B=1, T=5, D=16)
 
 # %%
-# What RoPE is for: the product of a query and a key at the same distance is the
-# same at all positions.
+# This is what RoPE is for: the product of a query and a key at the same
+# distance is the same at all positions.
 
 if __name__ == "__main__":
     q = heads(1, 1, 2, 16, torch.float64).expand(1, 2, 20, 16)
@@ -799,9 +804,9 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# Eight sequences of ``T`` tokens, 32 heads of queries and 8 of keys, of 128
-# numbers each, in bfloat16 and with heads inside. The backward is called
-# through autograd. ``Roof`` is a copy of as many bytes.
+# The benchmark has eight sequences of ``T`` tokens, with 32 heads of queries
+# and 8 of keys. A head has 128 numbers in bfloat16, and heads are inside. The
+# backward is called through autograd. ``Roof`` is a copy of as many bytes.
 
 SIZES = [256, 1000, 2048, 4096, 8192, 16384]
 
@@ -852,18 +857,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # The kernel moves the floor's bytes and the tables. Where our line touches the
-# roof, it waits for nothing else. With few tokens there is little to move, and
-# a copy does not reach its rate either. In place, the op moves as many bytes
-# as the other: it saves memory, not traffic.
+# roof, the kernel waits for nothing else. With few tokens there is little to
+# move, and a copy does not reach its full rate either. ``rope_`` moves as many
+# bytes as ``rope``: it saves memory, not traffic.
 
 # %%
 # Break it: an op that does not say so
 # ------------------------------------
 #
-# PyTorch counts the changes of a tensor by the declaration of ops. When a
-# tensor that autograd kept was changed, the backward stops with an error.
-# ``exp`` keeps its result. Change that by ``rope_``, and by an op that declares
-# nothing:
+# PyTorch counts the changes of each tensor, and relies on what ops declare. If
+# a tensor that autograd kept was changed, the backward stops with an error.
+# Here ``exp`` keeps its result. We change that result by ``rope_``, and by an
+# op that declares nothing:
 
 
 @custom_op("triton_gallery::rope_undeclared", mutates_args=())
@@ -885,18 +890,19 @@ if __name__ == "__main__":
             print(op._name, str(error).partition(":")[0])
 
 # %%
-# The gradient should be 1 everywhere. The second op gets it wrong, and says
-# nothing. Compilers order reads and writes by the same declaration, and
-# ``torch.library.opcheck`` tests it.
+# The gradient should be 1 everywhere. With the second op it is wrong, without
+# an error. Compilers order reads and writes by the same declaration, and
+# ``torch.library.opcheck`` tests the declaration.
 
 # %%
 # Go further
 # ----------
 #
-# 1. Some models turn the first 32 numbers of a head only. Which op is good for
+# 1. Some models turn only the first 32 numbers of a head. Which op is good for
 #    that?
 # 2. Packed sequences begin anywhere. What has to change in the kernel?
-# 3. How many of the positions 0 to 4095 are left in bfloat16?
+# 3. How many of the positions 0 to 4095 are still different numbers in
+#    bfloat16?
 #
 # To read on:
 #
@@ -908,11 +914,12 @@ if __name__ == "__main__":
 # -------
 #
 # **1.** ``rope_(q[..., :32], k[..., :32], cos, sin)``, with tables of 16
-# columns. After ``rope`` somebody would have to concatenate.
+# columns. ``rope`` would return the 32 numbers alone, and somebody would have
+# to concatenate them with the rest.
 #
-# **2.** It loads each token's position, and takes that row of the tables
-# instead of row ``t``.
+# **2.** The kernel loads each token's position, and takes that row of the
+# tables instead of row ``t``.
 #
-# **3.** 769. With 8 bits for a number all are there up to 256, then every
-# second one, from 512 on every fourth. So compute the angles in float32 at
-# least.
+# **3.** 769. A bfloat16 has 8 binary digits. Up to 256 all positions are there,
+# then every second one, from 512 on every fourth, and so on. So compute the
+# angles in float32 at least.

@@ -21,9 +21,10 @@ compute. What counts is how often memory is read and written.
 After this page you can
 
 * count what any PyTorch function moves, forward and backward;
-* recompute in a backward what others keep for it;
-* read two halves of a projection in place, and write both gradients into one;
-* load 16 bytes at a time, though one odd element is left over.
+* recompute in a backward what others store for it;
+* read two halves of a projection in place, and write both gradients into one
+  tensor;
+* load 16 bytes at a time, even if there is one odd element at the end.
 """
 
 # sphinx_gallery_tags = ["fusion", "elementwise", "autograd", "memory bound"]
@@ -111,8 +112,8 @@ def rate_table(times, x, unit, work):
 #
 # All tensors have one size here. So we count traffic in *tensors*: one tensor
 # is that size, read or written once. A *dispatch mode* sees the arguments and
-# results of every operator that PyTorch runs, those of the backward too. Views
-# move nothing. A hook sees what is kept for the backward.
+# results of every operator that PyTorch runs, in the backward too. Views move
+# nothing. A hook sees each tensor that autograd keeps for the backward.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -157,17 +158,17 @@ if __name__ == "__main__":
     print("floor: 3 forward, 5 backward")
 
 # %%
-# The *floor* has two reads and one write forward. Backward it has three reads
-# and two writes. A dozen operations for these bytes are little for a GPU. So we
-# expect that the tensors decide the time.
+# The *floor* is what any kernel has to move: forward two reads and one write,
+# backward three reads and two writes. A dozen operations for each element are
+# little for a GPU. So we expect that the number of tensors decides the time.
 
 # %%
 # The first kernel
 # ----------------
 #
-# The shape does not matter if both tensors are contiguous. They are one long
-# row of ``N`` elements each. A program takes a block of it. The last block goes
-# beyond the end, so it has a mask:
+# If both tensors are contiguous, their shape does not matter: each is one long
+# row of ``N`` elements. A program takes a block of this row. The last block
+# goes beyond the end, so it has a mask:
 #
 # .. code-block:: text
 #
@@ -202,10 +203,11 @@ def swiglu_flat(gate, up, block=1024, num_warps=4):
 # Is it right?
 # ------------
 #
-# We compare with float64. The exponent, the sum, the quotient and two products
-# round once each, and the exponential is good to about two roundings. Where
-# the argument of the exponential is large, its own rounding counts more often:
-# five times for a gate of 5. We allow :math:`10^{-6}`, sixteen roundings.
+# We compare with float64. The argument of the exponential, the sum, the
+# quotient and two products round once each, and the exponential is good to
+# about two roundings. The exponential magnifies the rounding of a large
+# argument: five times for a gate of 5. We allow :math:`10^{-6}`, sixteen
+# roundings.
 
 if __name__ == "__main__":
     gate, up = random(3, 1000, dtype=torch.float32), random(3, 1000).float()
@@ -219,9 +221,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We time three numbers of tokens in bfloat16, with the hidden size of an 8B
-# model. The roof is an addition: it has two reads and a write as well. The rate
-# counts the floor's three tensors.
+# We time three numbers of tokens in bfloat16. The width, 14336, is that of the
+# feed-forward layer in an 8B model. The roof is an addition, which has two
+# reads and a write as well. The rate counts the floor's three tensors.
 
 
 def contestants(ours, eager):
@@ -253,10 +255,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # How many elements a program?
 # ----------------------------
 #
-# A thread has eight elements in a block of 1024 with four warps. That is 16
+# In a block of 1024 with four warps, a thread has eight elements. That is 16
 # bytes in bfloat16, the most that a thread can load at once. Smaller blocks
 # spread few tokens over more multiprocessors. Larger blocks need fewer
-# programs. GB/s by the number of tokens:
+# programs. The table has GB/s by the number of tokens:
 
 BLOCKS = [(256, 1), (512, 2), (512, 4), (1024, 4), (2048, 4)]
 
@@ -275,16 +277,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(table).round().to_string())
 
 # %%
-# With four warps, the op has 512 elements a program for tensors of up to a
-# million, and 1024 for larger ones.
+# The op has four warps. A program takes 512 elements if a tensor has up to
+# ``2**20`` of them, and 1024 if it has more.
 
 # %%
 # Two halves of one projection
 # ----------------------------
 #
-# Most models compute gate and up by one matrix product. They are the halves of
-# its rows. To copy them first would move four more tensors. So the op's kernel
-# gets the distance between rows, of each tensor its own:
+# Most models compute gate and up by one matrix product. Gate is the left half
+# of its rows, and up is the right half. Copying both halves first would move
+# four more tensors. So the op's kernel gets, for each tensor, the distance
+# between its rows:
 #
 # .. code-block:: text
 #
@@ -294,26 +297,26 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     |      [       ] BLOCK_M |      [       ]         | ->  [       ]
 #     +------------------------+------------------------+
 #
-# Short rows share a program, ``BLOCK_M`` of them. Where a quarter of the tiles
-# or more is masked, as in rows of 1100, a program takes twice as many elements.
-# Where all tensors are contiguous, they are still one long row.
+# A program takes ``BLOCK_M`` short rows. If the mask hides a quarter or more of
+# the elements in the tiles, as in rows of 1100, a program takes twice as many
+# elements. If all tensors are contiguous, they are still one long row.
 #
 # The gradients of two halves have to become one tensor again. Autograd does
-# that after our backward: it concatenates the gradients of chunks. It pads the
-# gradients of slices and adds them up. So there is a second op,
-# ``swiglu_packed``. It takes the whole projection, and writes its gradient at
-# once. The table after the op counts what each of these ways moves.
+# that after our backward. The gradients of chunks are concatenated. The
+# gradients of slices are padded with zeros and added up. So there is a second
+# op, ``swiglu_packed``. It takes the whole projection, and writes one gradient
+# for all of it. The table after the op counts what each of these ways moves.
 
 # %%
 # One odd element
 # ---------------
 #
-# A thread loads 16 bytes at once if the compiler can prove two things: that
-# the address is a multiple of 16 bytes, and that all these elements are on one
-# side of the mask. It knows of an argument only whether 16 divides it. So one
-# element too many at the end makes every load of the first kernel narrow. And
-# halves of 3000 begin at a multiple of eight elements, 16 bytes, but the
-# compiler does not learn of the eight.
+# A thread loads 16 bytes at once if the compiler can prove two things: that the
+# address is a multiple of 16 bytes, and that all these elements are on one side
+# of the mask. Of an integer argument, the compiler knows only whether 16
+# divides it. So one element too many at the end makes every load of the first
+# kernel narrow. Halves of 3000 begin at a multiple of eight elements, 16 bytes.
+# But 16 does not divide 3000, and the compiler does not learn that 8 does.
 #
 # There is a cure for each:
 #
@@ -322,8 +325,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #   Then ``N // VEC * VEC`` is ``N`` again, and the compiler knows that ``VEC``
 #   divides it.
 #
-# The table after the op shows what both come to. Rows of an odd length that lie
-# apart have no cure here, because every other row begins at an odd address.
+# The table after the op shows what both cures gain. Rows of an odd length that
+# lie apart have no cure here, because every other row begins at an odd address.
 # (``unaligned_rows.py`` looks into that.)
 
 # %%
@@ -339,9 +342,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The forward had :math:`\sigma` in registers. To keep it, the forward would
 # write one more tensor and the backward would read it: 4 and 6 tensors instead
-# of 3 and 5. It would be rounded on the way, too. ``gate`` is read anyway. So
-# the backward computes :math:`\sigma` again. To test that, the table after the
-# op has ``torch.compile`` of these two functions, which keep it:
+# of 3 and 5. In half precision, storing would also round :math:`\sigma`. The
+# backward reads ``gate`` anyway, so it computes :math:`\sigma` again. To test
+# this choice, the table after the op times ``torch.compile`` of these two
+# functions, which keep :math:`\sigma`:
 
 
 def keep(gate, up):
@@ -358,8 +362,9 @@ def keep_backward(grad, gate, up, s):
 # ------
 #
 # There are two ops. ``swiglu(gate, up)`` has two gradients, and
-# ``swiglu_packed(x)`` has one. Each backward fills one buffer and returns it
-# whole. If a kernel wrote into views of it, ``torch.compile`` would copy them.
+# ``swiglu_packed(x)`` has one. Each backward fills one buffer and returns all
+# of it. If a kernel wrote into views of the buffer, ``torch.compile`` would
+# copy the views.
 
 SWIGLU_NAMESPACE = "triton_gallery"
 SWIGLU_ACC = {
@@ -369,7 +374,7 @@ SWIGLU_ACC = {
     torch.float64: tl.float64,
 }
 SWIGLU_TILE = 1024  # elements of a program
-SWIGLU_FEW = 2**20  # elements of a tensor: up to there, a program has half
+SWIGLU_FEW = 2**20  # in a tensor of up to so many elements: half a tile
 
 
 @triton.jit
@@ -429,7 +434,7 @@ def _swiglu_kernel(
     gate_ptrs = gate_ptr + offs_m * stride_gm + offs_n  # (BLOCK_M, BLOCK_N)
     up_ptrs = up_ptr + offs_m * stride_um + offs_n  # (BLOCK_M, BLOCK_N)
     out_ptrs = out_ptr + offs_m * stride_om + offs_n  # (BLOCK_M, BLOCK_N)
-    # If N is odd, loads with a mask are narrow. Full tiles need none.
+    # If N is odd, loads with a mask are narrow. Full tiles need no mask.
     if full:
         _swiglu_forward(gate_ptrs, up_ptrs, out_ptrs, None, ACC)
     else:
@@ -444,7 +449,7 @@ def _swiglu_gradients(
     grad = tl.load(grad_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
     gate = tl.load(gate_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
     up = tl.load(up_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
-    s = tl.sigmoid(gate)  # recomputed: an exponential, and no byte
+    s = tl.sigmoid(gate)  # recomputed: an exponential, but no byte moved
     dgate = grad * up * s * (1 + gate * (1 - s))
     tl.store(dgate_ptrs, dgate, mask=mask)
     tl.store(dup_ptrs, grad * gate * s, mask=mask)
@@ -463,14 +468,14 @@ def _swiglu_backward_kernel(
     stride_gm,
     stride_um,
     stride_dm,
-    gap,  # from an element of dgate to that of dup
+    gap,  # from an element of dgate to the same one of dup
     ACC: tl.constexpr,
     VEC: tl.constexpr,
     FLAT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    # As forward: the compiler learns that VEC divides them.
+    # As in the forward: here the compiler learns that VEC divides them.
     N = N // VEC * VEC
     stride_grad_m = stride_grad_m // VEC * VEC
     stride_gm = stride_gm // VEC * VEC
@@ -524,7 +529,8 @@ def _swiglu_plan(numel, N, flat):
     elif not flat:
         block = min(tile, triton.next_power_of_2(N))
         covered = triton.cdiv(N, block) * block
-        # If a quarter of the tiles or more is masked, less is under way.
+        # If a quarter or more of the tiles is masked, fewer loads are in
+        # flight.
         tile *= 2 if covered * 3 >= N * 4 else 1
     BLOCK_N = tile if flat else min(tile, triton.next_power_of_2(N))
     return {"BLOCK_M": tile // BLOCK_N, "BLOCK_N": BLOCK_N}
@@ -668,9 +674,11 @@ swiglu_packed.register_autograd(
 )
 
 # %%
-# What does each step gain? First the halves of a projection: five ways to the
-# output, with the tensors that the run counts for each, and the time on a GPU,
-# forward and backward. Kept sigmoids come from ``torch.compile``.
+# What does each step gain? The first table is about the halves of a projection.
+# It has five ways to the output, the tensors that the run counts for each, and
+# the GPU time of forward and backward. The row "sigmoid kept" is
+# ``torch.compile`` of ``keep`` and ``keep_backward``, with gate and up apart.
+# Its tensors are counted by hand.
 
 
 def split(op, x):
@@ -721,9 +729,10 @@ if __name__ == "__main__":
     print(traffic.round(3).to_string())
 
 # %%
-# Then the width of loads. The table has GB/s, forward and backward, of the
-# first kernel and of the op. ``VEC = 1`` tells the compiler nothing about
-# strides. "1024 elements" is the op without larger tiles for short rows.
+# The second table is about the width of loads. It has GB/s, forward and
+# backward, of the first kernel and of the op. ``VEC = 1`` tells the compiler
+# nothing about strides. "1024 elements" is the op without larger tiles where
+# much is masked.
 
 LAYOUTS = {
     "contiguous": (8192, 14336, False),
@@ -774,8 +783,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----
 #
 # We compare values and gradients of every dtype with autograd in float64. In
-# half precision a result is rounded once more. The terms of a derivative near 0
-# cancel, so there is an ``atol``.
+# half precision a result is rounded once more. Where a derivative is near 0,
+# its terms cancel, so there is an ``atol``.
 
 
 def prove(dtype, *shape):
@@ -809,8 +818,8 @@ else:  # imported: a glance
     prove(torch.float32, 2, 3, 40)
 
 # %%
-# Rows that lie apart and rows that repeat give what contiguous tensors give.
-# Other layouts are copied:
+# Rows that lie apart and rows that repeat give the same bits as contiguous
+# tensors. Other layouts are copied:
 
 if __name__ == "__main__":
     x = random(9, 90).detach()
@@ -838,10 +847,11 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# First by tokens ``M``, gate and up apart, ``N = 14336``, in bfloat16. Then the
-# halves of a projection by ``N``, with as many rows as make 128 million
-# elements. The rates count the floor, 3 tensors forward and 5 backward. The
-# backward is called through autograd. ``Roof`` is an addition of as many bytes.
+# The first two charts are in bfloat16 by the number of tokens ``M``, with gate
+# and up apart and ``N = 14336``. The other two have the halves of a projection,
+# by ``N``, with as many rows as make ``2**27`` elements. The rates count the
+# floor, 3 tensors forward and 5 backward. The backward is called through
+# autograd. ``Roof`` is an addition of as many bytes.
 
 TOKENS = [1, 16, 128, 1000, 4096, 8192]
 WIDTHS = [256, 1000, 2880, 4864, 8192, 14336, 28672]
@@ -905,22 +915,25 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# To memory the forward is the addition of the roof: two reads and a write.
-# Where our line touches the roof, the exponential costs nothing. The code that
-# ``torch.compile`` generates moves the same bytes where gate and up are apart.
-# For the gradient of a projection compare its line with ours.
+# The forward moves what the addition of the roof moves: two reads and a write.
+# Where our line touches the roof, the exponential costs nothing. Where gate and
+# up are apart, the code that ``torch.compile`` generates moves the same bytes.
+# For the gradient of a projection, compare the line of ``torch.compile`` with
+# ours.
 #
-# With few tokens the time hardly depends on their number. It is the time to
+# With few tokens, the time hardly depends on their number. It is the time to
 # start a kernel and to wait for the first bytes. The CPU needs longer than that
-# for a call, as the last table shows. ``cuda_graphs.py`` takes that away.
+# for a call, as the last lines show. CUDA graphs save this CPU time
+# (``cuda_graphs.py``).
 
 # %%
 # Break it: gradients over the inputs
 # -----------------------------------
 #
-# Some libraries write the gradients over gate and up. That saves memory, and no
-# traffic. But others may have kept these tensors. ``exp`` keeps its result, and
-# reads it in its own backward. Nobody told PyTorch that a launch changed it:
+# Some libraries write the gradients over gate and up. That saves memory, but no
+# traffic. And other operators may have kept these tensors for their own
+# backward. Here ``exp`` makes ``x`` and keeps it. Nobody tells PyTorch that a
+# launch changed ``x``:
 
 
 class Overwriting(torch.autograd.Function):
@@ -956,8 +969,8 @@ if __name__ == "__main__":
         print("told:", str(error).partition(":")[0])
 
 # %%
-# The gradient was wrong without an error. ``increment_version`` tells PyTorch
-# what was changed, and then the backward stops.
+# The gradient was wrong, without an error. ``increment_version`` tells PyTorch
+# that ``x`` was changed, and then the backward stops with an error.
 
 # %%
 # Go further
@@ -965,7 +978,7 @@ if __name__ == "__main__":
 #
 # 1. GeGLU has a GELU instead of the SiLU. Which lines change?
 # 2. The matrix product behind the op keeps its input, our ``out``, for the
-#    gradient of its weight. What would it cost to recompute that too?
+#    gradient of its weight. What would it cost to recompute ``out`` too?
 #
 # To read on:
 #
@@ -978,7 +991,8 @@ if __name__ == "__main__":
 # -------
 #
 # **1.** The product with the sigmoid in ``_swiglu_forward``, and the two
-# derivatives in ``_swiglu_gradients``. All else knows nothing of the function.
+# derivatives in ``_swiglu_gradients``. No other line knows the function.
 #
 # **2.** One write more, 6 tensors instead of 5. But ``out`` has to be there
-# before that product's backward begins, so the two must become one op.
+# before the matrix product's backward begins, so the product and SwiGLU must
+# become one op.

@@ -15,14 +15,14 @@ Top-k
 =====
 
 Top-k finds the ``k`` largest elements of each row, and where they are. A router
-picks experts that way. A language model picks the tokens that it samples from.
-Sorting the whole row would be too much work. The kernel of this page sorts less
-than a twentieth of a row of 4096.
+of a mixture of experts picks experts by top-k. A language model picks the
+tokens that it samples from. Sorting the whole row would be too much work. With
+``k = 8``, the op of this page sorts less than a twentieth of a row of 4096.
 
 After this page you can
 
-* pack a float and its index into one integer that sorts like both;
-* say what is larger than NaN, and which of two equals comes first;
+* pack a float and its index into one integer, and sort such integers;
+* decide where NaN belongs in the order, and which of two equals comes first;
 * rule out most of a row by the maxima of its columns;
 * let one warp take several short rows.
 """
@@ -139,11 +139,11 @@ if __name__ == "__main__":
 #     |  the float, as an integer  |    2**31 - 1 - the index   |
 #     +----------------------------+----------------------------+
 #
-# The bits of positive floats, read as integers, are in the floats' order. Those
-# of negative floats are in reverse order, until all bits but the sign are
-# inverted. As in PyTorch, NaN is larger than any number, and ``-0.0`` equals
-# ``0.0``. Of equals, the lower index makes the larger word. So no two words are
-# equal, and the result is the same each time.
+# The bits of positive floats, read as integers, are in the order of the floats.
+# The bits of negative floats are in reverse order, so we invert all of them but
+# the sign. As in PyTorch, NaN is larger than any number, and ``-0.0`` equals
+# ``0.0``. Of two equal floats, the one with the lower index makes the larger
+# word. So no two words are equal, and the result is the same each time.
 
 # %%
 # The first kernel
@@ -159,7 +159,8 @@ if __name__ == "__main__":
 #     words   3|0   1|1   4|2   1|3   5|4   low   low   low
 #     best    5|4   4|2                     tl.topk(words, 2)
 #
-# ``low`` is below the word of any float.
+# ``3|0`` is the word of the value 3 at the index 0. ``low`` is below the word
+# of any float.
 
 
 @triton.jit
@@ -189,7 +190,7 @@ def sort_kernel(
     # K is a power of two, so the last words may not be asked for.
     offs_k = tl.arange(0, K)  # (K,)
     mask = offs_k < k
-    # Loaded again: a key has not the sign of a zero, nor the bits of a NaN.
+    # Loaded again: a key lacks the sign of a zero, and the bits of a NaN.
     values = tl.load(x_ptr + row * N + index, mask=mask)
     tl.store(values_ptr + row * k + offs_k, values, mask=mask)
     tl.store(indices_ptr + row * k + offs_k, index, mask=mask)
@@ -211,7 +212,7 @@ def sort_rows(x, k):
 # ------------
 #
 # Nothing is rounded, so we allow no error. PyTorch's stable sort also has the
-# lower index first among equals. We ask it on the CPU, in float64.
+# lower index first among equals. We run this sort on the CPU, in float64.
 
 if __name__ == "__main__":
     x = torch.randn(3, 300, generator=generator, device=DEVICE)
@@ -229,7 +230,9 @@ if __name__ == "__main__":
 # ---------
 #
 # We time three lengths in float32. The rate counts the bytes of the floor: the
-# input, and twelve for each element found. The roof is a copy of half of it.
+# input, and twelve bytes for each element found, four of its value and eight of
+# its index. The roof is a copy of half of the input, which moves as many bytes
+# as one read of the input.
 
 ELEMENTS = 2**27
 
@@ -266,10 +269,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Where is the time?
 # ------------------
 #
-# ``tl.topk`` sorts with a *bitonic network*. It compares words in pairs and
-# exchanges them, in fixed steps. Here are the comparisons that a word takes
-# part in, for ``k = 8``. The network first sorts groups of eight. It then
-# halves their number, again and again, and sorts what is left:
+# ``tl.topk`` sorts with a *bitonic network*, which compares words in pairs and
+# exchanges them, in fixed steps. For ``k = 8``, the network first sorts groups
+# of eight words. It then halves the number of groups, again and again, and
+# sorts what is left. The run prints in how many comparisons a word takes part:
 
 
 def comparisons(words, K):
@@ -288,8 +291,8 @@ if __name__ == "__main__":
 
 # %%
 # Such a comparison takes several instructions, and often an exchange between
-# threads. A maximum takes far less. So first find out where not to look. Lay
-# the row out in columns:
+# threads. A maximum takes far less. So the op first finds out where it need not
+# look. It lays the row out in columns:
 #
 # .. code-block:: text
 #
@@ -306,13 +309,14 @@ if __name__ == "__main__":
 #     8 columns, in parts of 8 elements    64 words -> tl.topk -> 8 parts
 #     8 parts, element by element          64 words -> tl.topk -> the result
 #
-# The eight largest elements are in the eight columns with the largest maxima.
-# An element of another column has eight maxima above it. The same holds for the
-# parts of these columns. So three small sorts take the place of a large one.
+# The eight largest elements are in the eight columns with the largest maxima,
+# because an element of another column has eight maxima above it. For the same
+# reason, they are in the eight parts of these columns with the largest maxima.
+# So three small sorts take the place of a large one.
 #
-# Equals need care. A maximum carries the index of its *first* occurrence in the
-# column. Then columns are in the order of words too, and the argument above
-# holds for words, of which no two are equal.
+# Equals need care. The op keeps with a maximum the index of its *first*
+# occurrence in the column. Then the word of the maximum is the largest word of
+# the column. So the argument above holds for words, of which no two are equal.
 #
 # A thread keeps the maxima of its columns in registers, while it goes down the
 # columns. The elements of the winning columns are loaded again. They are few.
@@ -321,11 +325,11 @@ if __name__ == "__main__":
 # Which columns?
 # --------------
 #
-# More columns make the first sort larger, and longer columns the second one.
-# The launcher tries all powers of two, and takes those with the least to sort.
-# A word of the first sort counts as two, since a column is read for it. A
-# further sort counts as 32 words. A table after the op has the times of other
-# columns.
+# More columns make the first sort larger, and longer columns make the second
+# sort larger. The launcher tries all powers of two, and takes those with the
+# least cost. A word to sort costs one, and a word of the first sort costs two,
+# because a column is read for it. Each sort costs another 32. A table after the
+# op has the times of other columns.
 
 if __name__ == "__main__":
     print("N: words to sort in one sort, in three")
@@ -337,37 +341,39 @@ if __name__ == "__main__":
 # Short rows
 # ----------
 #
-# A row of 256 has 32 columns of 8 elements. For a program that is little to
-# load. So it takes several rows, as many as make 128 columns, or 4096 elements
-# if these are fewer rows. It has one warp, as a warp needs no barrier to
-# exchange words.
+# For ``k = 8``, a row of 256 has 32 columns of 8 elements. This is little to
+# load for a program. So a program takes several rows: as many as have 128
+# columns together, but at most 4096 elements. Such a program has one warp,
+# because a warp needs no barrier to exchange words.
 #
 # In half precision a float has 16 bits, and an index below 8192 has 13. Both
 # fit into a word of 32 bits, which is compared and exchanged in fewer
 # instructions.
 #
-# In float64 there is no room for an index. The op takes float64 so that
-# ``gradcheck`` can test the gradient. There it takes ``k`` maxima, one after
-# the other, of a row in registers.
+# In float64 a word has no room for an index. The op takes float64 so that
+# ``gradcheck`` can test the gradient. A kernel of its own keeps the row in
+# registers, and takes one maximum after the other, ``k`` times.
 
 # %%
 # The backward
 # ------------
 #
-# A value's gradient goes to the element that it came from. All others are zero:
+# A value's gradient goes to the element that the value came from. All other
+# elements have a gradient of zero. With the values :math:`v_j` and their
+# indices :math:`i_j`,
 #
 # .. math:: \mathrm{d}x_n = \sum_{j < k} \mathrm{d}v_j\,[n = i_j].
 #
-# No element is found twice, so nothing is added up. Two calls of PyTorch do it:
-# zeros, and ``scatter``.
+# No element is found twice, so nothing is added up. Two calls of PyTorch
+# compute the gradient: one makes zeros, and ``scatter`` writes to them.
 
 # %%
 # The op
 # ------
 #
 # The op takes rows of up to 8192 elements. ``topk_long`` takes longer ones.
-# Rows that lie apart, as in ``x[:, :1000]``, are read where they are. Other
-# layouts are copied first. The op is registered in the way of the page
+# Rows with gaps between them, as in ``x[:, :1000]``, are read where they are.
+# Other layouts are copied first. The op is registered as on the page
 # ``what_a_call_costs.py``.
 
 TOPK_NAMESPACE = "triton_gallery"
@@ -377,7 +383,7 @@ TOPK_LONGEST = 8192  # elements of a row
 TOPK_COLUMN = 64  # elements of a column, at most
 TOPK_WARP = 128  # columns for a warp
 TOPK_TILE = 4096  # elements for a warp
-TOPK_STEP = 32  # words that cost as much to sort as a further sort does
+TOPK_STEP = 32  # words to sort that cost as much as one more sort
 
 
 @triton.jit
@@ -485,7 +491,7 @@ def _topk_kernel(
         index = _topk_best(x_rows, first, N, SETS, 1, K)
     offs_k = tl.arange(0, K)[None, :]  # (1, K)
     mask = offs_k < k
-    # Loaded again: a key has not the sign of a zero, nor the bits of a NaN.
+    # Loaded again: a key lacks the sign of a zero, and the bits of a NaN.
     values = tl.load(x_rows + index, mask=mask)
     offs = offs_m * k + offs_k  # (BLOCK_M, K)
     tl.store(values_ptr + offs, values, mask=mask)
@@ -637,8 +643,8 @@ def _topk_gradient(ctx, grad, _):
 topk.register_autograd(_topk_gradient, setup_context=_topk_setup)
 
 # %%
-# What did each step gain? The table has the rates in float32, and in the last
-# line that of bfloat16, with ``k = 8``. The registers are those of the longest
+# What did each step gain? The table has the rates with ``k = 8`` in float32,
+# and in its last line those in bfloat16. The registers are those of the longest
 # row.
 
 
@@ -685,8 +691,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(ladder).T.to_string())
 
 # %%
-# Are there better columns than those of the op? Here are their number, their
-# length and that of a part, and the time in microseconds. The op's come first:
+# Are there better columns than those of the op? Each line has the number of
+# columns, their length, the length of a part, and the time in microseconds. The
+# op's own columns come first:
 
 OTHERS = {  # and how many rows a program takes, with one warp
     64: [(64, 1, 1, 2), (32, 2, 1, 4)],
@@ -711,8 +718,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----
 #
 # We compare with a stable sort on the CPU, exactly: values, indices, and the
-# gradient of the sum of the values. The rows have many equals, no elements,
-# gaps between them, and special values.
+# gradient of the sum of the values. Some inputs have many equals, one has no
+# rows, and some have special values.
 
 
 def prove(x, k):
@@ -742,7 +749,7 @@ if __name__ == "__main__":
         special[1], special[1, 40] = -torch.inf, -torch.nan
         special[2], special[2, 50:60] = -1, torch.inf
         prove(special, 6)
-else:  # imported: a glance
+else:  # imported: one case is enough
     prove(torch.randn(3, 40, generator=generator, device=DEVICE), 5)
 
 # %%
@@ -785,7 +792,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide.plot(logx=True, ylabel="GB/s")
 
 # %%
-# The same for other ``k``, as how many times PyTorch's rate:
+# For other ``k``, the table has our rate divided by PyTorch's:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     faster = pd.DataFrame()
@@ -801,7 +808,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # This is what a call costs the CPU, in microseconds. The GPU works through a
-# queue that the CPU fills, so these figures count where matrices are small:
+# queue that the CPU fills, so these figures matter where matrices are small:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     cost = results[results["N"] == 128].set_index("series")["CPU us"]
@@ -812,16 +819,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # The longer a row and the smaller ``k``, the smaller the part of a row that is
-# sorted. Of a row of 64, all or half of it is, and of one with ``k = 128`` a
-# third or more. There the sort bounds the op, not the memory. The table of the
-# ladder has the sort of whole rows beside it.
+# sorted. With ``k = 8``, three quarters of a row of 64 are sorted. With
+# ``k = 128``, nearly a third of a row of 4096 is sorted. There the sort bounds
+# the op, not the memory. The table of the steps has the sort of whole rows
+# beside the op.
 
 # %%
 # Break it: bits as they are
 # --------------------------
 #
-# Without the inverted bits all is well with probabilities, which have no sign.
-# A test needs rows with fewer than ``k`` positive numbers to notice.
+# A kernel that does not invert bits is right for probabilities, which have no
+# sign. A test notices the error only in rows with fewer than ``k`` positive
+# numbers.
 
 if __name__ == "__main__":
     x = torch.tensor([-3.0, 1.0, -0.5, torch.nan, -2.0, -torch.nan])
@@ -835,8 +844,8 @@ if __name__ == "__main__":
 #
 # 1. Return the smallest elements, as ``largest=False`` does. What changes, and
 #    where does PyTorch put NaN then?
-# 2. A maximum carries the index of its first occurrence. Which row would go
-#    wrong if it carried the number of its column instead?
+# 2. The op keeps with a maximum the index of its first occurrence. Which row
+#    would go wrong if the op kept the number of the column instead?
 #
 # To read on: Gaihre and others, `Dr. Top-k
 # <https://arxiv.org/abs/2109.08219>`_, where maxima stand for parts of a row.
@@ -845,9 +854,10 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** ``~key`` is in the reverse order, so NaN comes last, as in PyTorch. The
-# columns keep their minima, and ``low`` stays below all words.
+# **1.** Use ``~key``, which is in the reverse order. Then NaN comes last, as in
+# PyTorch. The op keeps the minima of the columns, and ``low`` stays below all
+# words.
 #
 # **2.** Let ``k`` be 1, and let two columns have the same maximum. Column 0 has
 # it in its second element, column 1 in its first. The first occurrence in the
-# row is that of column 1, and column 0 would win.
+# row is that of column 1, but column 0 would win.

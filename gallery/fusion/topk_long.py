@@ -16,7 +16,8 @@ Top-k of long rows
 
 A language model samples among the ``k`` largest of a hundred thousand logits.
 Such rows are long, and often few. So many programs share a row. Each finds the
-``k`` largest of its part, and further kernels merge what they found.
+``k`` largest of its part, and further kernels merge what the programs found.
+This page builds on ``topk.py``.
 
 After this page you can
 
@@ -100,8 +101,9 @@ def rate_table(times, x, unit, work):
 # In PyTorch
 # ----------
 #
-# The ``k`` largest of a row are among the ``k`` largest of its parts. This
-# function counts what it reads. The floor is to read each number once:
+# The ``k`` largest of a row are among the ``k`` largest of each of its parts.
+# This function counts the numbers that it reads. The floor is to read each
+# number once:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -125,8 +127,8 @@ if __name__ == "__main__":
 #
 # As on the page ``topk.py``, a *word* is an integer that has a float in its
 # upper half and its index, in reverse order, in its lower half. ``tl.topk``
-# sorts words. The first kernel sorts those of a part. The second kernel sorts
-# what all parts of a row have kept:
+# sorts words. The first kernel sorts the words of a part, and keeps the ``k``
+# best. The second kernel sorts what all parts of a row have kept:
 #
 # .. code-block:: text
 #
@@ -138,7 +140,8 @@ if __name__ == "__main__":
 #                     +---------+----------+-------+
 #                            k best of the row             one program
 #
-# A shorter part is filled up with ``LOWEST``.
+# The last part may be shorter. It is filled up with ``LOWEST``, which is below
+# the word of any float.
 
 LOWEST = tl.constexpr(-(2**63))
 LAST = tl.constexpr(2**31 - 1)
@@ -183,7 +186,7 @@ def merge_kernel(
     # K is a power of two, so the last words may not be asked for.
     offs_k = tl.arange(0, K)  # (K,)
     mask = offs_k < k
-    # Loaded again: a key has not the sign of a zero, nor the bits of a NaN.
+    # Loaded again: a key lacks the sign of a zero, and the bits of a NaN.
     values = tl.load(x_ptr + row * N + index, mask=mask)
     tl.store(values_ptr + row * k + offs_k, values, mask=mask)
     tl.store(indices_ptr + row * k + offs_k, index, mask=mask)
@@ -210,7 +213,7 @@ def sort_parts(x, k, PART=4096):
 # ------------
 #
 # Nothing is rounded, so we allow no error. PyTorch's stable sort also has the
-# lower index first among equals. We ask it on the CPU, in float64.
+# lower index first among equals. We run this sort on the CPU, in float64.
 
 if __name__ == "__main__":
     x = torch.randn(2, 1000, generator=generator, device=DEVICE)
@@ -227,9 +230,10 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We time one row, 64 and 1024 rows of a vocabulary, in float32. The rate counts
-# the bytes of the floor: the input, and twelve for each element found. The roof
-# is a copy of half of the input, which moves as many bytes as it takes to read.
+# We time one row, 64 and 1024 rows of a vocabulary of 128256, in float32. The
+# rate counts the bytes of the floor: the input, and twelve bytes for each
+# element found. The roof is a copy of half of the input, which moves as many
+# bytes as one read of the input.
 
 
 def random(M, N):
@@ -264,9 +268,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # The page ``topk.py`` finds the ``k`` columns with the largest maxima first,
-# and sorts only what is in them. Here a part is larger than what fits into
-# registers. So each thread goes down its columns in a loop, and keeps of each
-# column the largest element so far, and where it was:
+# and sorts only what is in them. Here a part may be larger than what fits into
+# registers. So each thread goes down its columns in a loop. It keeps of each
+# column the largest element so far, and its index:
 #
 # .. code-block:: text
 #
@@ -279,69 +283,72 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #               +------------------------------+
 #     top         *     *     *   ...     *        a number and its index each
 #
-# Then the ``k`` best columns are divided into *shares*, the ``k`` best shares
-# are found, and their elements are sorted. The launcher chooses the columns as
-# that page does: with the least to sort.
+# Then the ``k`` best columns are divided into *shares*, which are called parts
+# on the page ``topk.py``. The ``k`` best shares are found, and their elements
+# are sorted. The launcher chooses columns and shares as on that page: those
+# with the least cost.
 #
-# In half precision a word of a part has 32 bits: 16 of the float, and 15 of the
-# index within the part. So a part may have 32768 elements there, and the op
-# takes at most 16384. The words that a part keeps have 64 bits, and the index
-# within the row.
+# In half precision, a program sorts words of 32 bits: 16 for the float, and 15
+# for the index within the part. So a part could have 32768 elements there, and
+# the op takes at most 16384. The words that a part hands on have 64 bits, and
+# the index within the row.
 
 # %%
 # How long is a part?
 # -------------------
 #
-# A part's sorts cost the same, whether they follow much reading or little. So
-# long parts are better, as long as there are enough programs for the GPU. The
-# op makes about 1024 programs, of 4096 elements at least and of 65536 at most.
-# A table after the op compares other lengths.
+# The sorts of a part cost the same, whether much was read before them or
+# little. So long parts are better, as long as there are enough programs for the
+# GPU. The op makes about 1024 programs, with parts of 4096 elements at least
+# and of 65536 at most. A table after the op compares other lengths.
 
 # %%
 # Many parts
 # ----------
 #
-# A row of a million has 245 parts of 4096. With ``k = 128`` they keep 31360
-# words, which is too much for one sort. So a program merges 1024 words. What is
-# left is merged again, until one program merges all of it:
+# A row of a million has 245 parts of 4096. With ``k = 128`` the parts keep
+# 31360 words, too many for one sort. So a program merges 1024 words. The words
+# that are left are merged again, until one program merges all of them:
 #
 # .. code-block:: text
 #
 #     words    31360 -> 31 programs ->  3968 -> 4 programs -> 512 -> 1 program
 #
-# The order of words has no equals. So the result is the same for any parts, and
-# whichever program ends first.
+# No two words are equal. So the result is the same for any parts, and whichever
+# program ends first.
 
 # %%
 # The backward
 # ------------
 #
-# A value's gradient goes to the element that it came from. All others are zero:
+# A value's gradient goes to the element that the value came from. All other
+# elements have a gradient of zero. With the values :math:`v_j` and their
+# indices :math:`i_j`,
 #
 # .. math:: \mathrm{d}x_n = \sum_{j < k} \mathrm{d}v_j\,[n = i_j].
 #
-# No element is found twice, so nothing is added up. Two calls of PyTorch do it:
-# zeros, and ``scatter``.
+# No element is found twice, so nothing is added up. Two calls of PyTorch
+# compute the gradient: one makes zeros, and ``scatter`` writes to them.
 
 # %%
 # The op
 # ------
 #
 # The op takes rows of any length up to ``2**30``. A row of one part needs no
-# merging, and the first kernel stores its result. In float64 a word has no room
+# merging, so the first kernel stores its result. In float64 a word has no room
 # for an index. The op takes float64 so that ``gradcheck`` can test the
-# gradient, and goes over the row ``k`` times. The op is registered in the way
-# of the page ``what_a_call_costs.py``.
+# gradient. A kernel of its own goes over the row ``k`` times. The op is
+# registered as on the page ``what_a_call_costs.py``.
 
 TOPK_LONG_NAMESPACE = "triton_gallery"
 TOPK_LONG_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TOPK_LONG_MOST = 128  # for k
-TOPK_LONG_PART = 4096  # elements that are worth a program
+TOPK_LONG_PART = 4096  # elements of a part, at least
 TOPK_LONG_WIDE = 2**16  # elements of a part, at most
 TOPK_LONG_HALF = 2**14  # in half precision, where an index has 15 bits
 TOPK_LONG_PROGRAMS = 1024  # that fill a GPU
 TOPK_LONG_WARP = 128  # columns, or words to merge, for a warp
-TOPK_LONG_STEP = 32  # words that cost as much to sort as a further sort does
+TOPK_LONG_STEP = 32  # words to sort that cost as much as one more sort
 TOPK_LONG_MERGE = 1024  # words that a program merges
 
 
@@ -386,7 +393,7 @@ def _topk_long_best(
     top = tl.full(first.shape, -float("inf"), dtype=tl.float32)  # (groups,)
     index = first
     for start in range(0, LENGTH, UNROLL):
-        # So many loads at least are under way at a time.
+        # At least UNROLL loads are under way at a time.
         for member in tl.static_range(UNROLL):
             offs = first + (start + member) * STEP
             x = tl.load(x_part + offs, mask=offs < N, other=-float("inf"))
@@ -413,8 +420,8 @@ def _topk_long_split(
     """Return where the shares of groups begin, given an element of each."""
     GROUP: tl.constexpr = SETS * LENGTH
     first = index % SETS + index // GROUP * GROUP  # (K,)
-    # A row's last part may have less than K groups. A group past the end gives
-    # itself: its index is where it begins.
+    # A row's last part may have fewer than K groups. The index of a group past
+    # the end is where this group begins.
     share = tl.arange(0, LENGTH // SHARE) * (SETS * SHARE)
     first = first[:, None] + share[None, :]
     return tl.reshape(first, (first.shape[0] * first.shape[1],))
@@ -431,7 +438,7 @@ def _topk_long_store(
 ):
     offs = tl.arange(0, K)  # (K,)
     mask = offs < k
-    # Loaded again: a key has not the sign of a zero, nor the bits of a NaN.
+    # Loaded again: a key lacks the sign of a zero, and the bits of a NaN.
     values = tl.load(x_row + index, mask=mask)
     tl.store(values_row + offs, values, mask=mask)
     tl.store(indices_row + offs, index.to(tl.int64), mask=mask)
@@ -473,7 +480,7 @@ def _topk_long_kernel(
             x_row, values_ptr + row * k, indices_ptr + row * k, index, k, K
         )
     else:
-        # Other parts count their elements from another start.
+        # All parts of a row need indices from the row's start.
         key = best >> (16 if best.dtype == tl.int32 else 32)
         words = (key.to(tl.int64) << 32) | (2**31 - 1 - (start + index))
         tl.store(words_ptr + pid * K + tl.arange(0, K), words)
@@ -693,8 +700,8 @@ def _topk_long_gradient(ctx, grad, _):
 topk_long.register_autograd(_topk_long_gradient, setup_context=_topk_long_setup)
 
 # %%
-# What did each step gain? The table has the rates in float32, of rows of
-# 128256 with ``k = 8``, and in the last line those of bfloat16.
+# What did each step gain? The table has the rates of rows of 128256 with
+# ``k = 8`` in float32, and in its last line those in bfloat16.
 
 STEPS = {"the first kernel": sort_parts, "the op: columns": topk_long}
 
@@ -711,7 +718,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(ladder).T.to_string())
 
 # %%
-# How long should a part be? In microseconds, with the op's length in front:
+# How long should a part be? For each length there is the time in microseconds,
+# with the op's own length in front:
 
 
 def with_parts(x, k, part):
@@ -736,8 +744,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----
 #
 # We compare with a stable sort on the CPU, exactly: values, indices, and the
-# gradient of the sum of the values. The rows have many equals, no elements,
-# gaps between them, and special values.
+# gradient of the sum of the values. Some inputs have many equals, one has no
+# rows, and some have special values.
 
 
 def prove(x, k):
@@ -765,7 +773,7 @@ if __name__ == "__main__":
         special[0, ::7], special[0, 4090:4100] = -0.0, torch.nan
         special[1], special[1, 4190] = -torch.inf, -torch.nan
         prove(special, 2)
-else:  # imported: a glance
+else:  # imported: one case is enough
     prove(torch.randn(3, 40, generator=generator, device=DEVICE), 5)
 
 # %%
@@ -814,7 +822,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide.plot(logx=True, ylabel="GB/s")
 
 # %%
-# The same for other ``k`` and few rows, as how many times PyTorch's rate:
+# For other ``k`` and few rows, the table has our rate divided by PyTorch's:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     faster = pd.DataFrame()
@@ -830,7 +838,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # This is what a call costs the CPU, in microseconds. The GPU works through a
-# queue that the CPU fills, so these figures count where matrices are small:
+# queue that the CPU fills, so these figures matter where matrices are small:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     cost = results[results["N"] == 32000].set_index("series")["CPU us"]
@@ -841,15 +849,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # The larger ``k``, the more words there are to sort and to merge, while the
-# floor stays nearly the same. One row is shared by few programs, and the GPU
-# waits for two or three kernels, one after the other.
+# floor stays nearly the same. A single row is shared by few programs, and its
+# two or three kernels run one after the other.
 
 # %%
 # Break it: parts that keep fewer
 # -------------------------------
 #
-# It is tempting to let each of many parts keep fewer than ``k``, as the largest
-# will hardly all be in one part. In a row that is sorted they are:
+# It is tempting to let each of many parts keep fewer than ``k``, as one part
+# will hardly have all of the largest. In a sorted row, one part has them all:
 
 if __name__ == "__main__":
     x = torch.arange(16.0)[None]
@@ -863,8 +871,8 @@ if __name__ == "__main__":
 #
 # 1. Sampling needs the probabilities of the ``k`` tokens. What would the first
 #    kernel have to keep besides words?
-# 2. With ``k`` in the thousands, sorts are too much. What would find the
-#    ``k``-th largest without one?
+# 2. With ``k`` in the thousands, sorts are too much work. What would find the
+#    ``k``-th largest element without a sort?
 #
 # To read on: Gaihre and others, `Dr. Top-k
 # <https://arxiv.org/abs/2109.08219>`_, where maxima stand for parts of a row.
@@ -876,6 +884,6 @@ if __name__ == "__main__":
 # **1.** Each part's maximum and its sum of exponentials, as in
 # ``softmax_long.py``. The merge corrects the sums to the row's maximum.
 #
-# **2.** A histogram of the keys' upper bits tells in which bin the ``k``-th
-# largest is. The next bits are counted for that bin alone, and so on. Then all
-# words above that key are collected, in one more pass.
+# **2.** A histogram of the words' upper bits tells in which bin the ``k``-th
+# largest word is. The next bits are counted for that bin alone, and so on. Then
+# one more pass collects that word and all words above it.
