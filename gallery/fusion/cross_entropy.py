@@ -112,9 +112,8 @@ def rate_table(times, x, unit, work):
 #
 # .. math:: \text{loss} = \log \sum_n e^{x_n} - x_t.
 #
-# The loss of a batch is the mean over the rows whose target is not
-# ``ignore_index``. The other rows are *ignored*. A *dispatch mode* is called
-# for each operator that PyTorch runs, and prints what the operator makes:
+# A batch has the mean over the rows whose target is not ``ignore_index``. A
+# *dispatch mode* sees which operators PyTorch has for it:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 eager = torch.nn.functional.cross_entropy
@@ -145,10 +144,9 @@ if __name__ == "__main__":
         torch.autograd.grad(loss, x)
 
 # %%
-# Three tensors are as large as the logits. The first is kept for the backward.
-# The last is the gradient. The *floor* is the traffic that any kernel needs:
-# one read of the logits for the loss, and one more read and one write for the
-# gradient.
+# Three tensors are as large as the logits. The first is kept for the backward,
+# the last is the gradient. The *floor* is one read of the logits for the loss,
+# and one more read and one write for the gradient.
 
 # %%
 # The first kernel
@@ -212,11 +210,9 @@ def first_loss(x, targets, num_warps=8):
 # Is it right?
 # ------------
 #
-# We compare with float64. Here ``x - m`` lies between -20 and 0, and float32
-# rounds it to 24 bits. So an exponential has a relative error of up to
-# :math:`20 \cdot 2^{-24}`, and so has the sum of exponentials. The logarithm of
-# the sum has an absolute error of the same size. We allow 5e-6, about four
-# times as much.
+# We compare with float64. ``x - m`` is rounded to 24 bits, and above -20 here.
+# So an exponential is off by a relative :math:`20 \cdot 2^{-24}`, and the sum
+# too. Its logarithm is off by as much in absolute terms. We allow 5e-6.
 
 if __name__ == "__main__":
     x, targets = random(40, 5003, torch.float32)

@@ -109,10 +109,8 @@ def rate_table(times, x, unit, work):
 # In PyTorch
 # ----------
 #
-# A row of logits :math:`x` has the target :math:`t`. The loss is the mean over
-# the :math:`R` rows that are not *ignored*, whose target is not
-# ``ignore_index``. The loss of one row, and the gradient of the mean for its
-# logits, are
+# For a row of logits :math:`x` with the target :math:`t`, and the mean over
+# :math:`R` rows that are not ignored, loss and gradient are
 #
 # .. math:: \text{loss} = \log \sum_n e^{x_n} - x_t, \qquad
 #    d_n = \frac{1}{R}\Big(\frac{e^{x_n}}{\sum_k e^{x_k}} - [n = t]\Big).
@@ -154,17 +152,14 @@ if __name__ == "__main__":
         both(eager, x, targets)
 
 # %%
-# Three tensors are as large as the logits. The *floor*, what any kernel needs,
-# is one read and one write of the logits. It has none of these tensors.
+# Three tensors are as large as the logits. The *floor* has none of them.
 
 # %%
 # The first kernel
 # ----------------
 #
-# The gradient needs the sum over the whole row, so a program goes over its row
-# twice. The first pass keeps the maximum ``m`` so far and the sum ``s`` of
-# :math:`e^{x_n - m}`, as in ``cross_entropy.py``. The second pass writes the
-# gradient over the logits:
+# The gradient needs the row's sum, so a program goes over its row twice. First
+# as in ``cross_entropy.py``, and then it writes the gradient over the logits:
 #
 # .. code-block:: text
 #
@@ -222,9 +217,8 @@ def first_both(x, targets, num_warps=8):
 # Is it right?
 # ------------
 #
-# Here ``x - m`` lies between -20 and 0, and float32 rounds it to 24 bits. So an
-# exponential has a relative error of up to :math:`20 \cdot 2^{-24}`. We allow
-# an error of 5e-6, relative to the largest element of a result.
+# ``x - m`` is above -20 and is rounded to 24 bits, a relative :math:`20 \cdot
+# 2^{-24}` of an exponential. We allow 5e-6 of a result's largest element.
 
 if __name__ == "__main__":
     x, targets = random(40, 5003, torch.float32)
@@ -239,9 +233,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We time 4096 rows in bfloat16, or 1024 on a small GPU. ``PyTorch`` and
-# ``torch.compile`` compute the loss and its gradient. The roof is a copy of the
-# logits.
+# We time 4096 rows in bfloat16, or 1024 on a small GPU. The roof is a copy.
 
 
 def calls(ours, N, M=ROWS):

@@ -133,8 +133,8 @@ if __name__ == "__main__":
 
 # %%
 # The *floor* is to read ``x`` and to write ``y``. PyTorch has one function for
-# dropout, ``torch.nn.functional.dropout``. Its kernel writes a mask too, a byte
-# for each element, and its backward reads that mask.
+# it, ``torch.nn.functional.dropout``. Its kernel writes a mask too, a byte for
+# each element, and its backward reads that mask.
 
 # %%
 # Random numbers from a counter
@@ -143,8 +143,7 @@ if __name__ == "__main__":
 # Most generators have a state, and each number needs the one before. A
 # *counter-based generator* is a function of a *key*, our seed, and a *counter*,
 # such as the index of an element. It returns bits that look random. Triton, and
-# PyTorch on a GPU, use Philox. Each of its ten rounds multiplies twice, and
-# mixes the halves of both products.
+# PyTorch on a GPU, use Philox: ten rounds of two products, with mixed halves.
 
 
 def philox(seed, n):
@@ -166,16 +165,14 @@ if __name__ == "__main__":
 
 # %%
 # Integers are not rounded. So a seed gives the same mask on every machine. In
-# Triton the function is ``tl.randint4x(seed, n)``. It returns four words of 32
-# bits.
+# Triton the function is ``tl.randint4x(seed, n)``.
 
 # %%
 # The first kernel
 # ----------------
 #
-# ``tl.rand(seed, n)`` makes a number from 0 to 1 of the first of these four
-# words. Let the index of an element be the counter, whatever program works on
-# the element:
+# ``tl.rand(seed, n)`` makes a number from 0 to 1 of the first of the four. Let
+# the index of an element be the counter, whatever program works on it:
 #
 # .. code-block:: text
 #
@@ -184,7 +181,7 @@ if __name__ == "__main__":
 #     tl.rand    .43 .02 .77 .91 .10 .58 .36 .05
 #     p = 0.4     1   0   1   1   0   1   0   0     kept
 #
-# So neither the block's length nor the number of programs changes the mask.
+# So neither the block nor the number of programs changes the mask.
 
 
 @triton.jit
@@ -209,10 +206,8 @@ def drop_each(x, p, seed, block=1024):
 # Is it right?
 # ------------
 #
-# A kept element has to be ``x / (1 - p)``. The difference and the quotient
-# round, and we allow :math:`2.5 \cdot 10^{-7}`, four roundings. The number of
-# dropped elements has a standard deviation of :math:`\sqrt{N p (1 - p)}`. It
-# may be off by five of these deviations.
+# Kept elements have to be ``x / (1 - p)``, to four roundings. The number of the
+# others has a standard deviation of :math:`\sqrt{N p (1 - p)}`. We allow five.
 
 if __name__ == "__main__":
     x, p = random(30_000, dtype=torch.float32), 0.1

@@ -111,9 +111,8 @@ def rate_table(times, x, unit, work):
 #    r = 1 \Big/ \sqrt{\tfrac{1}{N} \sum_k (x_k - \mu)^2 + \epsilon}.
 #
 # Models compute this in float32. We write it with PyTorch's operators. A
-# *dispatch mode* sees each operator and adds up the bytes that it reads and
-# writes. The *floor* is what any kernel has to move: it reads ``x`` and writes
-# ``y``, two times the bytes of ``x``.
+# *dispatch mode* sees each of them and adds up what it moves. The *floor* is
+# two times the bytes of ``x``: to read ``x`` and to write ``y``.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -162,7 +161,7 @@ if __name__ == "__main__":
 #     y      d*r*w+b   ...              not stored
 #
 # A masked element is loaded as 0. Its difference from the mean is not 0, so the
-# kernel sets this difference to 0 before it squares it.
+# kernel sets that to 0 before it squares the differences.
 
 
 @triton.jit
@@ -195,10 +194,9 @@ def norm_rows(x, weight, bias, kernel=row_kernel, num_warps=4):
 # Is it right?
 # ------------
 #
-# We compare with float64. ``tl.sum`` adds up a row in a tree of ten levels, and
-# each level may round. The scaled difference and the bias may cancel, so the
-# tolerance is absolute: :math:`2 \cdot 10^{-6}`, 34 roundings of a number near
-# 1.
+# We compare with float64. A sum goes through ten levels of a tree, and each may
+# round. A result may cancel with the bias, so the tolerance is absolute:
+# :math:`2 \cdot 10^{-6}`, 34 roundings of a number near 1.
 
 if __name__ == "__main__":
     x = torch.randn(5, 1000, generator=generator, device=DEVICE)

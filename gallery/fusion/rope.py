@@ -123,20 +123,18 @@ def rate(found, T, B=8, D=128):
 # In PyTorch
 # ----------
 #
-# RoPE takes the ``D`` numbers of a head for ``D / 2`` points in the plane. At
-# position :math:`t` the point :math:`i` is turned by the angle
-# :math:`t\,\theta_i`:
+# A head of ``D`` numbers is ``D / 2`` points in the plane. At position
+# :math:`t` the point :math:`i` is turned by the angle :math:`t\,\theta_i`:
 #
 # .. math:: y_1 = x_1 \cos t\theta_i - x_2 \sin t\theta_i, \qquad
 #    y_2 = x_2 \cos t\theta_i + x_1 \sin t\theta_i, \qquad
 #    \theta_i = 10000^{-2i/D}.
 #
-# Then the product of a query and a key depends on the distance of their
-# positions alone. In Llama's form, :math:`x_1` is in the first half of the
-# head, and :math:`x_2` in the second. Models on Hugging Face keep tables of
-# cosines and sines for each position, with each column twice, and swap the
-# halves by ``rotate_half``. A *dispatch mode* sees each operator and adds up
-# the bytes that it reads and writes:
+# Then the product of a query and a key depends on their distance alone. In
+# Llama's form, :math:`x_1` is in the first half of the head, :math:`x_2` in the
+# second. Models on Hugging Face keep tables of cosines and sines for each
+# position, with each column twice, and swap the halves by ``rotate_half``. A
+# *dispatch mode* sees each operator and adds up what it moves:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -183,17 +181,17 @@ if __name__ == "__main__":
     print(f"moves {traffic.moved / (q.nbytes + k.nbytes):.1f} times q and k")
 
 # %%
-# The *floor* is two: to read ``q`` and ``k``, and to write both results. The
+# The *floor* is two: to read ``q`` and ``k``, and to write what comes out. The
 # tables are small, because all heads and sequences share them.
 
 # %%
 # The first kernel
 # ----------------
 #
-# A projection writes a token's heads one after the other, ``(B, T, H, D)``. Let
+# A projection makes a token's heads one after the other, ``(B, T, H, D)``. Let
 # a program turn the heads of one token. All of them turn by the same angles. So
-# the program loads one row of each table, and *broadcasting* lays both rows
-# over the heads:
+# the program loads one row of each table, and *broadcasting* lays it over the
+# heads:
 #
 # .. code-block:: text
 #
@@ -252,7 +250,7 @@ def turn_tokens(q, k, cos, sin):
 # ------------
 #
 # A result is two products and a sum. Each rounds once to 24 bits, and so do the
-# numbers of the tables. We allow :math:`10^{-5}`, 42 roundings near 5.
+# numbers of the tables. We allow :math:`10^{-5}`, sixteen roundings near 5.
 
 if __name__ == "__main__":
     q, k = (heads(2, 19, H, 64, dtype=torch.float32) for H in (5, 2))
