@@ -413,8 +413,11 @@ NORMS_LONG_ACC = {
     torch.float64: tl.float64,
 }
 NORMS_LONG_CACHE = 0.6  # of L2, for the rows under way
-NORMS_LONG_THREAD = 32  # bytes that a thread loads in a turn, of x and dy
-NORMS_LONG_TILE = (4, 1024)  # rows and columns, for the gradient of the weight
+NORMS_LONG_THREAD = 16  # bytes of each tensor that a thread loads in a turn
+NORMS_LONG_TILE = (
+    4,
+    2048,
+)  # rows, and bytes of each, for the weight's gradient
 
 
 @triton.jit
@@ -623,7 +626,7 @@ def _norms_long_plan(x, stride, tensors):
     while each < 8 and 2 * each * processors <= rows:
         each *= 2
     warps = 32 // each
-    columns = 32 * warps * NORMS_LONG_THREAD // (tensors * size)
+    columns = 32 * warps * NORMS_LONG_THREAD // size
     return (min(x.numel() // N, each * processors),), {
         "ACC": NORMS_LONG_ACC[x.dtype],
         "VEC": math.gcd(N, stride, 16 // size),
@@ -634,8 +637,8 @@ def _norms_long_plan(x, stride, tensors):
 
 def _norms_long_plan_weight(x):
     """Return the grid and the tile for the gradients of weight and bias."""
-    BLOCK_M, BLOCK_N = NORMS_LONG_TILE
-    N = int(x.shape[-1])
+    BLOCK_M, length = NORMS_LONG_TILE
+    N, BLOCK_N = int(x.shape[-1]), length // x.element_size()
     groups = triton.cdiv(N, BLOCK_N)
     # Four programs for each multiprocessor, but no more than tiles
     most = triton.cdiv(4 * _norms_long_gpu(x.device)[0], groups)
@@ -869,7 +872,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     for N in LENGTHS:
         x, y, line = random(N), random(N), f"N = {N:6}"
         for each in (8, 4, 2, 1):
-            changes = {"num_warps": 32 // each, "BLOCK_N": 512 * 32 // each}
+            changes = {"num_warps": 32 // each, "BLOCK_N": 256 * 32 // each}
             changes["grid"] = (each * processors,)
             call = partial(forward, x, x[0], x[1], y, **changes)
             part = each * processors * N * 2 / cache
