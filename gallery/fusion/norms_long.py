@@ -508,7 +508,7 @@ def _norms_long_backward_kernel(
         mean = tl.load(stats_ptr + M + row) if CENTER else 0.0
         # Each column has its own: no thread waits for another in the loop.
         sum_g = tl.zeros((BLOCK_N,), dtype=ACC)
-        sum_gh = tl.zeros((BLOCK_N,), dtype=ACC)
+        sum_gd = tl.zeros((BLOCK_N,), dtype=ACC)
         for start in range(0, N, BLOCK_N):
             offs = start + columns  # (BLOCK_N,)
             x = tl.load(x_row + offs, mask=offs < N, other=0).to(ACC)
@@ -516,8 +516,9 @@ def _norms_long_backward_kernel(
             g = tl.load(dy_row + offs, mask=offs < N, other=0).to(ACC)
             g *= tl.load(weight_ptr + offs, mask=offs < N, other=0).to(ACC)
             sum_g += g
-            sum_gh += g * ((x - mean) * r)
-        c = tl.sum(sum_gh, axis=0) / N
+            sum_gd += g * (x - mean)
+        # Both factors r wait until here: in the loop they would take registers.
+        c = tl.sum(sum_gd, axis=0) / N * r * r
         # Only a mean has a gradient through the sum of g.
         shift = tl.sum(sum_g, axis=0) / N if CENTER else 0.0
         # From the end to the start, as the caches saw the end last.
@@ -527,7 +528,7 @@ def _norms_long_backward_kernel(
             x = tl.load(x_row + offs, mask=offs < N).to(ACC)
             g = tl.load(dy_row + offs, mask=offs < N).to(ACC)
             g *= tl.load(weight_ptr + offs, mask=offs < N).to(ACC)
-            dx = (g - shift - (x - mean) * r * c) * r  # (BLOCK_N,)
+            dx = (g - shift - (x - mean) * c) * r  # (BLOCK_N,)
             tl.store(dx_ptr + row * N + offs, dx, mask=offs < N)
 
 

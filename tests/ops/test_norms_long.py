@@ -355,9 +355,10 @@ def test_refuses(taken: ModuleType) -> None:
 
 
 @each_norm
-def test_launchers_are_what_a_call_reaches(taken: ModuleType, center: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_launchers_are_what_a_call_reaches(taken: ModuleType, dtype: torch.dtype, center: bool) -> None:
     """On a GPU, without the triton_op in between."""
-    x, dy, stats = make((3, 40), (3, 40), (1 + center, 3))
+    x, dy, stats = make((3, 40), (3, 40), (1 + center, 3), dtype=dtype)
     for op, inputs in (
         (taken.norms_long_with_stats, (x, x[0], x[1] if center else None, EPS)),
         (taken.norms_long_backward, (dy, x, x[0], stats)),
@@ -592,7 +593,7 @@ BREAKS = [
     ),
     ("rows of x taken for adjacent in tiles", "x_ptr + offs_m * stride_xm", "x_ptr + offs_m * N"),
     ("a mean without a gradient", "dx = (g - shift - (x", "dx = (g - (x"),
-    ("a gradient of the last block", "            sum_gh += g *", "            sum_gh = g *"),
+    ("a gradient of the last block", "            sum_gd += g *", "            sum_gd = g *"),
     ("a shift of the last block", "            sum_g += g\n", "            sum_g = g\n"),
     ("a weight gradient of the last rows", "        dw += dy * (h", "        dw = dy * (h"),
     ("a bias gradient of the last rows", "            db += dy\n", "            db = dy\n"),
