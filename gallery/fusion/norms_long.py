@@ -111,7 +111,7 @@ def rate_table(times, x, unit, work):
 # LayerNorm subtracts a row's mean and divides by its standard deviation. Let a
 # part of the row have :math:`n` elements, the mean :math:`\mu`, and the sum of
 # squared differences :math:`s = \sum (x_k - \mu)^2`. Let the next block have
-# :math:`n'`, :math:`\mu'` and :math:`s'`. Both together have
+# :math:`n'`, :math:`\mu'` and :math:`s'`. Chan's formula is for both together:
 #
 # .. math:: \mu + \delta\,\frac{n'}{n + n'}, \qquad
 #    s + s' + \delta^2\,\frac{n\,n'}{n + n'}, \qquad
@@ -290,7 +290,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # .. math:: \mu = \frac{1}{N} \sum_c n_c\,\mu_c, \qquad
 #    s = \sum_c \big( s_c + n_c\,(\mu_c - \mu)^2 \big).
 #
-# All terms are positive, so :math:`s` cannot cancel.
+# No term is negative, so :math:`s` cannot cancel.
 
 
 @triton.jit
@@ -342,8 +342,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(line)
 
 # %%
-# RMSNorm has no mean to subtract. Its columns keep a sum of squares each, and
-# the row's sum is the sum of these. Nothing else changes.
+# RMSNorm has no mean to subtract: its columns keep a sum of squares each.
 
 # %%
 # Does the second pass find its row?
@@ -644,7 +643,11 @@ def _norms_long_plan_weight(x):
     # Four programs for each multiprocessor, but no more than tiles
     most = triton.cdiv(4 * _norms_long_gpu(x.device)[0], groups)
     programs = min(most, triton.cdiv(x.numel() // N, BLOCK_M))
-    return (groups, programs), {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
+    return (groups, programs), {
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "num_warps": 8,
+    }
 
 
 def _norms_long_launch(x, weight, bias, eps, kernel=_norms_long_kernel):
@@ -708,7 +711,7 @@ def _norms_long_backward_launch(
         kernel[grid](
             dy, x, weight.contiguous(), stats, dx, *sizes, CENTER=center, **plan
         )
-        plan |= {**tile, "num_warps": 8}
+        plan |= tile
         weight_kernel[groups](dy, x, stats, sums, *sizes, CENTER=center, **plan)
     return dx, sums.sum(1).to(dx.dtype)
 
@@ -885,8 +888,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----
 #
 # We compare values and gradients of every dtype with float64 autograd. The
-# terms of a sum may cancel, so there is an ``atol``. A gradient of the weight
-# adds up as many terms as there are rows, so it takes part in that.
+# terms of a sum may cancel, so there is an ``atol``.
 
 
 def random_like(*shapes, dtype=torch.float32):
@@ -1044,7 +1046,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # can find its row in L2: between the two kernels lies the whole matrix.
 #
 # One row, or a few, leave most of the GPU idle, as no two programs share a row.
-# Rows that do not begin at a multiple of 16 bytes are loaded in smaller pieces.
+# Rows that do not begin at a multiple of 16 bytes are loaded in smaller pieces,
+# as ``unaligned_rows.py`` explains.
 
 # %%
 # Break it: the mean of the squares
@@ -1094,9 +1097,9 @@ if __name__ == "__main__":
 # -------
 #
 # **1.** It is the formula of the section *In PyTorch*. It divides by the sum of
-# two counts in each step of the tree, and two columns past a short row's end
-# make that 0. With the whole of the columns at hand, their mean is known before
-# the second sum, and no step divides.
+# two counts in each step of the tree. Two columns past a short row's end make
+# that sum 0. The op has all columns at hand: it takes their mean first, and then
+# no step divides.
 #
 # **2.** The weight's pointer: element ``offs`` of a row belongs to channel
 # ``offs // pixels`` of its group.

@@ -88,7 +88,7 @@ def assert_right(
     close(stats[0], r.flatten(), (r * (1 + loss)).flatten())
     if center:
         close(stats[1], mean.flatten(), x.abs().amax(-1).flatten())
-    shift = bias.double() if center else torch.zeros_like(weight)
+    shift = torch.zeros_like(weight) if bias is None else bias.double()
     close(y, d * r * weight + shift, (size * weight).abs() + shift.abs())
     g = dy * weight
     c, most = (d * r * g).mean(-1, keepdim=True), (size * g.abs()).mean(-1, keepdim=True)
@@ -174,8 +174,8 @@ def test_many_rows_for_each_program(taken: ModuleType, dtype: torch.dtype, cente
         x, dy, weight, bias = make((45, 1500), (45, 1500), (1500,), (1500,), dtype=dtype)
         (programs,), _ = taken._norms_long_plan(x, 1500, 1)
         assert programs == 2
-        (groups, programs), tile = taken._norms_long_plan_weight(x)
-        assert (groups, programs, tile["BLOCK_M"]) == (3, 3, 4)
+        grid, tile = taken._norms_long_plan_weight(x)
+        assert (*grid, tile["BLOCK_M"]) == (3, 3, 4)
         assert_right(taken, x, weight, bias if center else None, dy)
         _, stats = taken.norms_long_with_stats(x, weight, bias if center else None, EPS)
         first, *others = (
@@ -444,7 +444,7 @@ def launches(taken: ModuleType, dtype: torch.dtype, N: int, center: bool) -> lis
     wide = "fp64" if dtype == torch.float64 else "fp32"
     known = {"dtype": NAMES[dtype], "stats_ptr": wide, "CENTER": center}
     (_, forward), (_, backward) = (taken._norms_long_plan(x, N, tensors) for tensors in (1, 2))
-    tile = taken._norms_long_plan_weight(x)[1] | {"num_warps": 8}
+    tile = taken._norms_long_plan_weight(x)[1]
     return [
         (taken._norms_long_kernel, {**known, **forward, "EPS": EPS}),
         (taken._norms_long_backward_kernel, {**known, **backward}),
