@@ -1098,7 +1098,7 @@ if __name__ == "__main__":
 #
 # **1.** It is the formula of the section *In PyTorch*. It divides by the sum of
 # two counts in each step of the tree. Two columns past a short row's end make
-# that sum 0. The op has all columns at hand: it takes their mean first, and then
+# that sum 0. The op has all columns at hand, so it takes their mean first. Then
 # no step divides.
 #
 # **2.** The weight's pointer: element ``offs`` of a row belongs to channel
