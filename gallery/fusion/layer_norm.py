@@ -311,8 +311,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # The op makes two passes. If a row did not fit into registers, the second pass
 # would read it from memory again. For such rows, Welford's method computes both
-# sums in one pass that does not cancel. (The first exercise at the end is about
-# it.)
+# sums in one pass that does not cancel: see ``norms_long.py``.
 
 # %%
 # How many warps?
@@ -654,7 +653,7 @@ def _layer_norm_check(name, matrices, vectors):
     if x.shape[-1] > most:
         raise ValueError(
             f"{name} takes rows of up to {most} elements of {x.dtype}, "
-            f"not {x.shape[-1]}"
+            f"not {x.shape[-1]}: norms_long takes rows of any length"
         )
 
 
@@ -868,11 +867,12 @@ def layer_norm(x, weight, bias, eps) -> torch.Tensor:
     As ``torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)``.
     Takes float16, bfloat16, float32 or float64, one for all: ``x`` of shape
     (..., N) and any strides, ``weight`` and ``bias`` of shape (N,), with N up
-    to 16384, or 8192 in float64. Both are needed: give ones and zeros for what
-    is ``None`` elsewhere. The kernel is compiled for each ``eps``. The result
-    has the shape and dtype of ``x``, is contiguous, and is the same each time,
-    and so are the gradients, which have none themselves. Raises TypeError
-    for other dtypes or devices that differ, and ValueError for other shapes.
+    to 16384, or 8192 in float64; longer rows are for ``norms_long``. Both are
+    needed: give ones and zeros for what is ``None`` elsewhere. The kernel is
+    compiled for each ``eps``. The result has the shape and dtype of ``x``, is
+    contiguous, and is the same each time, and so are the gradients, which have
+    none themselves. Raises TypeError for other dtypes or devices that differ,
+    and ValueError for other shapes.
     From https://arxiv.org/abs/1607.06450.
     """
     return layer_norm_with_stats(x, weight, bias, eps)[0]
@@ -1158,6 +1158,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # To read on:
 #
 # * ``rms_norm.py`` leaves out the mean, and adds a residual in front.
+# * ``norms_long.py`` is for rows that do not fit into registers.
 # * The papers: `LayerNorm <https://arxiv.org/abs/1607.06450>`_, and
 #   Welford's, Technometrics 4 (1962)
 

@@ -1,0 +1,1105 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# LayerNorm and RMSNorm of rows too long for registers: a variance in one pass
+# that does not cancel, by Welford's method and Chan's."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
+# ///
+r"""
+Norms of long rows
+==================
+
+LayerNorm and RMSNorm need a number from the whole row before they can write the
+first element. A row of an image's features can have a hundred thousand
+elements, too many for the registers of one program. *Welford's method* finds
+the mean and the variance in one pass over such a row. A second pass writes the
+result, and a cache can serve it.
+
+After this page you can
+
+* compute a mean and a variance in one pass, without cancellation;
+* merge the means and variances of two parts of a row;
+* keep reductions, which make threads wait, out of a loop;
+* add up the gradients of weight and bias in a fixed order.
+"""
+
+# sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
+import ast
+import functools
+import inspect
+import itertools
+import math
+import os
+import time
+import warnings
+from functools import partial
+
+import pandas as pd
+import torch
+from torch.library import Library, triton_op, wrap_triton
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+
+def gpu_time(calls, turns=50):
+    """Time a dictionary of calls by turns, each with the L2 cache emptied.
+
+    Returns for each the median of its GPU time in milliseconds, the 20th and
+    the 80th percentile, its CPU time in microseconds, and whether the GPU had
+    to wait for the CPU. The GPU sleeps before a call: that hides the launch.
+    """
+    cache = torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+    seen = {name: [] for name in calls}
+    for turn in range(-5, turns):
+        for name, call in calls.items():
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(3_000_000)  # cycles of its clock, about 1.5 ms
+            cache.zero_()
+            start.record()
+            began = time.perf_counter()
+            call()
+            cpu = time.perf_counter() - began
+            end.record()
+            late = start.query()  # the GPU got there before the CPU was done
+            torch.cuda.synchronize()
+            if turn >= 0:  # those before compile, tune and warm up
+                seen[name].append((start.elapsed_time(end), cpu * 1e6, late))
+    low, middle, high = turns // 5, turns // 2, turns * 4 // 5
+    found = {}
+    for name, rows in seen.items():
+        gpu, cpu, late = map(sorted, zip(*rows, strict=True))
+        found[name] = gpu[middle], gpu[low], gpu[high], cpu[middle], late[high]
+    return found
+
+
+def rate_table(times, x, unit, work):
+    """Return a data frame of rates: work(size) for each millisecond.
+
+    ``times`` has, for each size, what ``gpu_time`` returned.
+    """
+    import pandas as pd
+
+    rows = []
+    for size, calls in times.items():
+        for name, (median, fast, slow, cpu, late) in calls.items():
+            rates = [work(size) / ms for ms in (median, slow, fast)]
+            rows.append([size, name, *rates, cpu, late])
+    columns = [x, "series", unit, "low", "high", "CPU us", "late"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# LayerNorm subtracts a row's mean and divides by its standard deviation. Let a
+# part of the row have :math:`n` elements, the mean :math:`\mu`, and the sum of
+# squared differences :math:`s = \sum (x_k - \mu)^2`. Let the next block have
+# :math:`n'`, :math:`\mu'` and :math:`s'`. Chan's formula is for both together:
+#
+# .. math:: \mu + \delta\,\frac{n'}{n + n'}, \qquad
+#    s + s' + \delta^2\,\frac{n\,n'}{n + n'}, \qquad
+#    \delta = \mu' - \mu.
+#
+# So a row can come in blocks. This function counts what it reads:
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def layer_norm_blocks(x, size, eps=1e-5):
+    """Return the LayerNorm of a float32 matrix, and the bytes that it read."""
+    mean, s, n, read, blocks = 0, 0, 0, 0, x.split(size, dim=1)
+    for block in blocks:
+        k = block.shape[1]
+        variance, middle = torch.var_mean(block, 1, correction=0, keepdim=True)
+        delta = middle - mean
+        mean = mean + delta * (k / (n + k))
+        s = s + variance * k + delta**2 * (n * k / (n + k))
+        n, read = n + k, read + block.nbytes
+    y = [(block - mean) * torch.rsqrt(s / n + eps) for block in blocks]
+    return torch.cat(y, dim=1), read + sum(block.nbytes for block in blocks)
+
+
+if __name__ == "__main__":
+    x = torch.randn(3, 20_000, generator=generator, device=DEVICE)
+    y, read = layer_norm_blocks(x, 4096)
+    expected = torch.nn.functional.layer_norm(x, (20_000,))
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    print(f"x is read {read / x.nbytes:.0f} times, y is written once")
+
+# %%
+# The first kernel
+# ----------------
+#
+# A program takes a row, and goes over it twice. Can a cache serve the second?
+#
+# .. code-block:: text
+#
+#     the row     +---------+---------+---------+------+
+#     1st pass    | block 0 | block 1 | block 2 | mask |   mean, s: two numbers
+#                 +---------+---------+---------+------+
+#     2nd pass    | block 0 | block 1 | block 2 | mask |   y is stored
+#                 +---------+---------+---------+------+
+
+
+@triton.jit
+def blocks_kernel(x_ptr, w_ptr, b_ptr, y_ptr, N, eps, BLOCK_N: tl.constexpr):
+    # In int32 the product would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64) * N
+    mean = tl.zeros((), dtype=tl.float32)
+    s = tl.zeros((), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        x = tl.load(x_ptr + row + offs, mask=offs < N, other=0).to(tl.float32)
+        # The last block may be shorter: zeros past the end are not counted.
+        k = tl.minimum(N - start, BLOCK_N)
+        mean_block = tl.sum(x, axis=0) / k
+        # Past the end the difference is not 0, and would be squared.
+        d = tl.where(offs < N, x - mean_block, 0)  # (BLOCK_N,)
+        delta = mean_block - mean
+        part = k / (start + k)
+        mean += delta * part
+        # start * k could overflow in int32: so the product is of floats.
+        s += tl.sum(d * d, axis=0) + delta * delta * part * start
+    # No element could be divided earlier: only now s is of the whole row.
+    r = tl.rsqrt(s / N + eps)
+    for start in range(0, N, BLOCK_N):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        x = tl.load(x_ptr + row + offs, mask=offs < N).to(tl.float32)
+        w = tl.load(w_ptr + offs, mask=offs < N).to(tl.float32)
+        b = tl.load(b_ptr + offs, mask=offs < N).to(tl.float32)
+        tl.store(y_ptr + row + offs, (x - mean) * r * w + b, mask=offs < N)
+
+
+def blocks(x, w, b, y, num_warps=8, kernel=blocks_kernel):
+    """Store the norm of each row of x in y, both contiguous matrices."""
+    known = {"BLOCK_N": 512 * num_warps, "num_warps": num_warps}
+    return kernel[(len(x),)](x, w, b, y, x.shape[1], 1e-5, **known)
+
+
+def norm_blocks(x, w, b):
+    blocks(x, w, b, y := torch.empty_like(x))
+    return y
+
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare with float64. The largest results are below 32, where a rounding is
+# at most :math:`10^{-6}`. We allow :math:`10^{-5}`, ten of these.
+
+if __name__ == "__main__":
+    y, atol = norm_blocks(x, x[0], x[1]).double(), 1e-5
+    wide = x.double()
+    expected = torch.nn.functional.layer_norm(wide, (20_000,), wide[0], wide[1])
+    error = (y - expected).abs().max().item()
+    print(f"largest error {error:.1e}, allowed {atol:.1e}")
+    torch.testing.assert_close(y, expected, rtol=0, atol=atol)
+
+# %%
+# How fast?
+# ---------
+#
+# In bfloat16, half a gigabyte each. The roof is a copy. Rates count the floor:
+# one read and one write.
+
+ELEMENTS = 2**28
+
+
+def random(N):
+    """Return ELEMENTS numbers in rows of N."""
+    kind = {"device": DEVICE, "dtype": torch.bfloat16}
+    return torch.randn(ELEMENTS // N, N, generator=generator, **kind)
+
+
+def eager(x, weight, bias):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
+
+
+def contestants(ours, eager):
+    torch.compiler.reset()  # past eight lengths it would raise
+    fast = torch.compile(eager, dynamic=False, fullgraph=True)
+    return {"Triton": ours, "PyTorch": eager, "torch.compile": fast}
+
+
+def calls(ours, eager, vectors, N):
+    x = random(N)
+    out, ops = torch.empty_like(x), contestants(ours, eager).items()
+    found = {name: partial(op, x, *x[:vectors]) for name, op in ops}
+    return found | {"Roof": partial(out.copy_, x)}
+
+
+def rate(found):  # in GB/s
+    return 4e-6 * ELEMENTS / found[0]
+
+
+LENGTHS = [32768, 65536, 131072]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for N in LENGTHS:
+        found = gpu_time(calls(norm_blocks, eager, 2, N)).items()
+        rates = [f"{who} {rate(times):.0f}" for who, times in found]
+        print(f"N = {N:6}: {', '.join(rates)} GB/s")
+
+# %%
+# What does the loop wait for?
+# ----------------------------
+#
+# In each block all threads wait for two sums, one after the other. The page
+# ``softmax_long.py`` has a remedy: each *column* of the blocks keeps its own
+# numbers. A column gets one element of each block. Welford's method adds an
+# element :math:`x`, the :math:`n`-th of its column, to a mean and to a sum of
+# squared differences :math:`s`. It is the formula above for a block of one
+# element:
+#
+# .. math:: \mu' = \mu + \frac{x - \mu}{n}, \qquad
+#    s' = s + (x - \mu)(x - \mu').
+#
+# .. code-block:: text
+#
+#     columns     0   1   2  ...  BLOCK_N - 1
+#               +-----------------------------+
+#     block 0   | x   x   x   ...           x |
+#     block 1   | x   x   x   ...           x |
+#     block 2   | x   x   x   ...   . . . . . |   masked past the end
+#               +-----------------------------+
+#     mean, s     *   *   *   ...           *     two numbers each
+#
+# No thread waits for another in the loop. The columns are merged once, behind
+# it. The row's mean is the mean of the columns' means, each weighted with its
+# count. A column's mean :math:`\mu_c` differs from the row's :math:`\mu`, so
+# each of the :math:`n_c` elements of the column adds :math:`(\mu_c - \mu)^2`:
+#
+# .. math:: \mu = \frac{1}{N} \sum_c n_c\,\mu_c, \qquad
+#    s = \sum_c \big( s_c + n_c\,(\mu_c - \mu)^2 \big).
+#
+# No term is negative, so :math:`s` cannot cancel.
+
+
+@triton.jit
+def columns_kernel(x_ptr, w_ptr, b_ptr, y_ptr, N, eps, BLOCK_N: tl.constexpr):
+    # In int32 the product would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64) * N
+    columns = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    # One number a row would have all threads wait in each turn of the loop.
+    mean = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    s = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    n = tl.zeros((), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        offs = start + columns  # (BLOCK_N,)
+        x = tl.load(x_ptr + row + offs, mask=offs < N, other=0).to(tl.float32)
+        n += 1
+        # A difference of 0 changes neither number: past the end none is added.
+        d = tl.where(offs < N, x - mean, 0)  # (BLOCK_N,)
+        mean += d * (1 / n)
+        s += d * (x - mean)
+    # Only here do threads wait for each other. The columns past the end of the
+    # last block have one element less than n.
+    count = tl.cdiv(tl.maximum(N - columns, 0), BLOCK_N)  # (BLOCK_N,)
+    total = tl.sum(count * mean, axis=0) / N
+    d = mean - total  # (BLOCK_N,)
+    r = tl.rsqrt(tl.sum(s + count * d * d, axis=0) / N + eps)
+    for start in range(0, N, BLOCK_N):
+        offs = start + columns  # (BLOCK_N,)
+        x = tl.load(x_ptr + row + offs, mask=offs < N).to(tl.float32)
+        w = tl.load(w_ptr + offs, mask=offs < N).to(tl.float32)
+        b = tl.load(b_ptr + offs, mask=offs < N).to(tl.float32)
+        tl.store(y_ptr + row + offs, (x - total) * r * w + b, mask=offs < N)
+
+
+STEPS = {
+    "first kernel": partial(blocks, kernel=blocks_kernel),
+    "columns": partial(blocks, kernel=columns_kernel),
+}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    print("GB/s, at the best number of warps")
+    for N in LENGTHS:
+        x, y, line = random(N), random(N), f"N = {N:6}"
+        for name, step in STEPS.items():
+            call = partial(step, x, x[0], x[1], y)
+            tried = {w: partial(call, num_warps=w) for w in (4, 8, 16, 32)}
+            found = gpu_time(tried, turns=20)
+            best = min(found, key=lambda w: found[w])
+            line += f"   {name}: {rate(found[best]):.0f} ({best} warps)"
+        print(line)
+
+# %%
+# RMSNorm has no mean to subtract: its columns keep a sum of squares each.
+
+# %%
+# Does the second pass find its row?
+# ----------------------------------
+#
+# Between its two passes a row should wait in the L2 cache. As in
+# ``softmax_long.py``, the *grid* sets how many rows are under way: the programs
+# are *persistent*, and go on to further rows. For each multiprocessor the op
+# starts one, two, four or eight, as many as leave two fifths of the cache for
+# the results, but at least one. The second pass goes from a row's end to its
+# start, as the caches saw the end last. Weight and bias are the same for all
+# rows, so L2 can serve them. A table after the op compares how many rows are
+# under way.
+
+# %%
+# The backward
+# ------------
+#
+# Let :math:`r` be 1 over the standard deviation,
+# :math:`\hat{x} = (x - \mu)\,r`, and :math:`g = w\,\mathrm{d}y`. Then
+#
+# .. math:: \mathrm{d}x = r\,\Big(g - \tfrac{1}{N} \sum g
+#    - \hat{x}\,\tfrac{1}{N} \sum g\,\hat{x}\Big), \quad
+#    \mathrm{d}w = \sum_{\mathrm{rows}} \mathrm{d}y\,\hat{x}, \quad
+#    \mathrm{d}b = \sum_{\mathrm{rows}} \mathrm{d}y.
+#
+# For RMSNorm, :math:`\mu` is 0, and the term with :math:`\sum g` is missing.
+# The forward saves :math:`r` and :math:`\mu` of each row. One kernel computes
+# :math:`\mathrm{d}x` in two passes over a row, as the forward does: the first
+# pass takes the sums, the second one writes.
+#
+# The sums for :math:`\mathrm{d}w` and :math:`\mathrm{d}b` go across the rows.
+# In ``layer_norm.py`` a program keeps them in registers for a whole row. Here a
+# whole row does not fit. So a kernel of its own cuts the matrix into columns of
+# tiles. Each program goes down one column, takes some of its tiles, and stores
+# *partial sums*. ``torch.sum`` adds up the programs of a column:
+#
+# .. code-block:: text
+#
+#              0 ...          1024 ...
+#            +--------------+--------------+
+#     rows   | program 0, 0 | program 1, 0 |  --> sums[:, 0, :] --+
+#            | program 0, 1 | program 1, 1 |  --> sums[:, 1, :] --+--> dw, db
+#            | program 0, 0 | program 1, 0 |
+#            | program 0, 1 | program 1, 1 |
+#            +--------------+--------------+
+#
+# This kernel reads ``x`` and ``dy`` once more. In exchange it needs no lock and
+# no atomics, and the order of its sums is fixed.
+
+# %%
+# The op
+# ------
+#
+# There are two functions, ``norms_long_layer_norm`` and
+# ``norms_long_rms_norm``, and they share all kernels. The row is the last
+# dimension of a tensor of any shape. Rows that lie apart, as in
+# ``x[:, :20000]``, are read where they are. Other layouts are copied first. As
+# in ``layer_norm.py``, ``VEC`` is how many elements a thread may load at once.
+# The op is registered in the way of the page ``what_a_call_costs.py``.
+
+NORMS_LONG_NAMESPACE = "triton_gallery"
+NORMS_LONG_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+NORMS_LONG_CACHE = 0.6  # of L2, for the rows under way
+NORMS_LONG_THREAD = 16  # bytes of each tensor that a thread loads in a turn
+NORMS_LONG_TILE = (
+    4,
+    2048,
+)  # rows, and bytes of each, for the weight's gradient
+
+
+@triton.jit
+def _norms_long_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    stats_ptr,
+    M,
+    N,
+    stride_xm,
+    EPS: tl.constexpr,
+    CENTER: tl.constexpr,  # LayerNorm: whether there are a mean and a bias
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    columns = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    # Columns past the end of the last block have one element less.
+    count = tl.cdiv(tl.maximum(N - columns, 0), BLOCK_N).to(ACC)  # (BLOCK_N,)
+    # In int32 a row's offset would overflow past element 2**31.
+    first = tl.program_id(axis=0).to(tl.int64)
+    # With a program for each row, L2 could lose rows between their passes.
+    for row in tl.range(first, M, tl.num_programs(axis=0)):
+        x_row = x_ptr + row * stride_xm
+        # Each column has its own: no thread waits for another in the loop.
+        mean = tl.zeros((BLOCK_N,), dtype=ACC)
+        s = tl.zeros((BLOCK_N,), dtype=ACC)
+        n = tl.zeros((), dtype=ACC)
+        for start in range(0, N, BLOCK_N):
+            offs = start + columns  # (BLOCK_N,)
+            x = tl.load(x_row + offs, mask=offs < N, other=0).to(ACC)
+            if CENTER:
+                n += 1
+                # A difference of 0 changes neither the mean nor s.
+                d = tl.where(offs < N, x - mean, 0)  # (BLOCK_N,)
+                mean += d * (1 / n)
+                s += d * (x - mean)
+            else:
+                s += x * x
+        total = tl.sum(count * mean, axis=0) / N if CENTER else 0.0
+        if CENTER:
+            # What lies between the columns' means is part of the variance.
+            s += count * (mean - total) * (mean - total)
+            tl.store(stats_ptr + M + row, total)
+        r = tl.rsqrt(tl.sum(s, axis=0) / N + EPS)
+        tl.store(stats_ptr + row, r)
+        # From the end to the start, as the caches saw the end last.
+        last = (N - 1) // BLOCK_N * BLOCK_N
+        for step in range(0, N, BLOCK_N):
+            offs = last - step + columns  # (BLOCK_N,)
+            x = tl.load(x_row + offs, mask=offs < N).to(ACC)
+            y = (x - total) * r * tl.load(weight_ptr + offs, offs < N).to(ACC)
+            if CENTER:
+                y += tl.load(bias_ptr + offs, mask=offs < N).to(ACC)
+            tl.store(y_ptr + row * N + offs, y, mask=offs < N)
+
+
+@triton.jit
+def _norms_long_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    stats_ptr,
+    dx_ptr,
+    M,
+    N,
+    stride_xm,
+    CENTER: tl.constexpr,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Unless 16 divides them, the compiler learns only here that VEC does.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    columns = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    # In int32 a row's offset would overflow past element 2**31.
+    first = tl.program_id(axis=0).to(tl.int64)
+    for row in tl.range(first, M, tl.num_programs(axis=0)):
+        x_row = x_ptr + row * stride_xm
+        dy_row = dy_ptr + row * N
+        r = tl.load(stats_ptr + row)
+        mean = tl.load(stats_ptr + M + row) if CENTER else 0.0
+        # Each column has its own: no thread waits for another in the loop.
+        sum_g = tl.zeros((BLOCK_N,), dtype=ACC)
+        sum_gd = tl.zeros((BLOCK_N,), dtype=ACC)
+        for start in range(0, N, BLOCK_N):
+            offs = start + columns  # (BLOCK_N,)
+            x = tl.load(x_row + offs, mask=offs < N, other=0).to(ACC)
+            # Zeros past the end add nothing to either sum.
+            g = tl.load(dy_row + offs, mask=offs < N, other=0).to(ACC)
+            g *= tl.load(weight_ptr + offs, mask=offs < N, other=0).to(ACC)
+            sum_g += g
+            sum_gd += g * (x - mean)
+        # Both factors r wait until here: in the loop they would take registers.
+        c = tl.sum(sum_gd, axis=0) / N * r * r
+        # Only a mean has a gradient through the sum of g.
+        shift = tl.sum(sum_g, axis=0) / N if CENTER else 0.0
+        # From the end to the start, as the caches saw the end last.
+        last = (N - 1) // BLOCK_N * BLOCK_N
+        for step in range(0, N, BLOCK_N):
+            offs = last - step + columns  # (BLOCK_N,)
+            x = tl.load(x_row + offs, mask=offs < N).to(ACC)
+            g = tl.load(dy_row + offs, mask=offs < N).to(ACC)
+            g *= tl.load(weight_ptr + offs, mask=offs < N).to(ACC)
+            dx = (g - shift - (x - mean) * c) * r  # (BLOCK_N,)
+            tl.store(dx_ptr + row * N + offs, dx, mask=offs < N)
+
+
+@triton.jit
+def _norms_long_weight_kernel(
+    dy_ptr,
+    x_ptr,
+    stats_ptr,
+    sums_ptr,
+    M,
+    N,
+    stride_xm,
+    CENTER: tl.constexpr,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Unless 16 divides them, the compiler learns only here that VEC does.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    first, programs = tl.program_id(axis=1), tl.num_programs(axis=1)
+    # One row of sums for each row of a tile: a sum across a tile's rows in each
+    # turn could have threads wait for each other there.
+    dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    db = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    # If programs took whichever tile is next, the order of the sums, and with
+    # it their last bits, would change from call to call.
+    for tile in tl.range(first, tl.cdiv(M, BLOCK_M), programs):
+        # In int32 a row's offset would overflow past element 2**31.
+        offs_m = tl.cast(tile, tl.int64) * BLOCK_M
+        offs_m += tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+        mask = (offs_m < M) & (offs_n < N)  # (BLOCK_M, BLOCK_N)
+        x = tl.load(x_ptr + offs_m * stride_xm + offs_n, mask=mask, other=0)
+        dy = tl.load(dy_ptr + offs_m * N + offs_n, mask=mask, other=0).to(ACC)
+        h = x.to(ACC)  # (BLOCK_M, BLOCK_N)
+        if CENTER:
+            h -= tl.load(stats_ptr + M + offs_m, mask=offs_m < M, other=0)
+            db += dy
+        # Rows past the last one have dy = 0, and add nothing.
+        dw += dy * (h * tl.load(stats_ptr + offs_m, mask=offs_m < M, other=0))
+    # A row of its own for each program. Atomic additions to one row would come
+    # in another order each time.
+    sums_ptrs = sums_ptr + first.to(tl.int64) * N + offs_n  # (1, BLOCK_N)
+    dw = tl.sum(dw, axis=0, keep_dims=True)  # (1, BLOCK_N)
+    tl.store(sums_ptrs, dw, mask=offs_n < N)
+    if CENTER:
+        sums_ptrs += programs.to(tl.int64) * N
+        db = tl.sum(db, axis=0, keep_dims=True)  # (1, BLOCK_N)
+        tl.store(sums_ptrs, db, mask=offs_n < N)
+
+
+def _norms_long_check(name, matrices, vectors):
+    """Raise for what the ops do not take."""
+    x = matrices[0]
+    kinds = [(t.dtype, t.device) for t in (*matrices, *vectors)]
+    if x.dtype not in NORMS_LONG_ACC or kinds.count(kinds[0]) < len(kinds):
+        raise TypeError(f"{name} takes one float dtype and device, not {kinds}")
+    shapes = [tuple(t.shape) for t in (*matrices, *vectors)]
+    same = shapes.count(shapes[0]) >= len(matrices)
+    row = shapes[0][-1:]
+    if not same or x.ndim == 0 or any(tuple(t.shape) != row for t in vectors):
+        raise ValueError(f"{name} takes shapes (..., N) and (N,), not {shapes}")
+    if x.shape[-1] > 2**30:
+        raise ValueError(
+            f"{name} takes rows of up to 2**30 elements, not {x.shape[-1]}"
+        )
+
+
+def _norms_long_rows(x):
+    """Return a tensor as a matrix with contiguous rows, and their distance."""
+    N = int(x.shape[-1])
+    if x.is_contiguous():
+        return x, N
+    x = x.reshape(-1, N)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, int(x.stride(0))
+
+
+@functools.cache
+def _norms_long_gpu(device):
+    """Return a GPU's number of multiprocessors and the bytes of its L2."""
+    if device.type != "cuda":
+        return 4, 2**20  # small, for the interpreter
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count, gpu.L2_cache_size
+
+
+def _norms_long_plan(x, stride, tensors):
+    """Return how to launch for rows of so many tensors that are read twice."""
+    N, size = int(x.shape[-1]), x.element_size()
+    processors, cache = _norms_long_gpu(x.device)
+    rows = NORMS_LONG_CACHE * cache / (tensors * N * size)
+    each = 1
+    while each < 8 and 2 * each * processors <= rows:
+        each *= 2
+    warps = 32 // each
+    columns = 32 * warps * NORMS_LONG_THREAD // size
+    return (min(x.numel() // N, each * processors),), {
+        "ACC": NORMS_LONG_ACC[x.dtype],
+        "VEC": math.gcd(N, stride, 16 // size),
+        "BLOCK_N": min(columns, triton.next_power_of_2(N)),
+        "num_warps": warps,
+    }
+
+
+def _norms_long_plan_weight(x):
+    """Return the grid and the tile for the gradients of weight and bias."""
+    BLOCK_M, length = NORMS_LONG_TILE
+    N, BLOCK_N = int(x.shape[-1]), length // x.element_size()
+    groups = triton.cdiv(N, BLOCK_N)
+    # Four programs for each multiprocessor, but no more than tiles
+    most = triton.cdiv(4 * _norms_long_gpu(x.device)[0], groups)
+    programs = min(most, triton.cdiv(x.numel() // N, BLOCK_M))
+    return (groups, programs), {
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "num_warps": 8,
+    }
+
+
+def _norms_long_launch(x, weight, bias, eps, kernel=_norms_long_kernel):
+    center = bias is not None
+    name = "norms_long_layer_norm" if center else "norms_long_rms_norm"
+    _norms_long_check(name, [x], [weight, bias] if center else [weight])
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    stats = x.new_empty(1 + center, math.prod(x.shape[:-1]), dtype=wide)
+    if y.numel() == 0:
+        return y, stats.zero_()
+    x, stride_xm = _norms_long_rows(x)
+    N = int(y.shape[-1])
+    grid, plan = _norms_long_plan(y, stride_xm, 1)
+    weight = weight.contiguous()
+    # Triton launches on the current GPU, which may not be that of x.
+    with torch.accelerator.device_index(x.device.index):
+        kernel[grid](
+            x,
+            weight,
+            bias.contiguous() if center else weight,
+            y,
+            stats,
+            y.numel() // N,
+            N,
+            stride_xm,
+            EPS=eps,
+            CENTER=center,
+            **plan,
+        )
+    return y, stats
+
+
+def _norms_long_backward_launch(
+    dy,
+    x,
+    weight,
+    stats,
+    kernel=_norms_long_backward_kernel,
+    weight_kernel=_norms_long_weight_kernel,
+):
+    _norms_long_check("norms_long_backward", [dy, x], [weight])
+    kinds, rows = len(stats), math.prod(x.shape[:-1])
+    if kinds not in (1, 2) or tuple(stats.shape[1:]) != (rows,):
+        raise ValueError(
+            "norms_long_backward takes the stats of as many rows, not of shape "
+            f"{tuple(stats.shape)}"
+        )
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if dx.numel() == 0:
+        return dx, weight.new_zeros(kinds, *weight.shape)
+    x, stride_xm = _norms_long_rows(x)
+    N = int(dx.shape[-1])
+    dy, stats = dy.contiguous(), stats.contiguous()
+    grid, plan = _norms_long_plan(dx, stride_xm, 2)
+    groups, tile = _norms_long_plan_weight(dx)
+    sums = stats.new_empty(kinds, groups[1], N)
+    sizes = (dx.numel() // N, N, stride_xm)
+    center = kinds == 2
+    with torch.accelerator.device_index(dx.device.index):
+        kernel[grid](
+            dy, x, weight.contiguous(), stats, dx, *sizes, CENTER=center, **plan
+        )
+        plan |= tile
+        weight_kernel[groups](dy, x, stats, sums, *sizes, CENTER=center, **plan)
+    return dx, sums.sum(1).to(dx.dtype)
+
+
+@triton_op(f"{NORMS_LONG_NAMESPACE}::norms_long", mutates_args={})
+def norms_long_with_stats(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of each row, and statistics: RMSNorm where bias is None.
+
+    The statistics are of shape (1, rows), 1 over the root mean square, and for
+    LayerNorm of shape (2, rows), 1 / deviation and the mean. They are in
+    float32, or float64 for float64, and have no gradient.
+    """
+    kernel = wrap_triton(_norms_long_kernel)
+    return _norms_long_launch(x, weight, bias, eps, kernel)
+
+
+@triton_op(f"{NORMS_LONG_NAMESPACE}::norms_long_backward", mutates_args={})
+def norms_long_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stats: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of x and, as the rows of a matrix, of the vectors.
+
+    Takes ``stats`` as ``norms_long_with_stats`` returned them, and raises as
+    the norms do. The matrix has the weight's gradient and, for LayerNorm, the
+    bias's.
+    """
+    kernels = (
+        wrap_triton(_norms_long_backward_kernel),
+        wrap_triton(_norms_long_weight_kernel),
+    )
+    return _norms_long_backward_launch(dy, x, weight, stats, *kernels)
+
+
+def _norms_long_setup(ctx, inputs, output):
+    x, weight, _, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _norms_long_gradient(ctx, dy, _):
+    dx, vectors = norms_long_backward(dy, *ctx.saved_tensors)
+    db = vectors[1] if len(vectors) == 2 else None
+    return dx, vectors[0], db, None
+
+
+norms_long_with_stats.register_autograd(
+    _norms_long_gradient, setup_context=_norms_long_setup
+)
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+NORMS_LONG_LIBRARY = Library(NORMS_LONG_NAMESPACE, "FRAGMENT")
+NORMS_LONG_LIBRARY.impl("norms_long", _norms_long_launch, "CUDA")
+NORMS_LONG_LIBRARY.impl(
+    "norms_long_backward", _norms_long_backward_launch, "CUDA"
+)
+
+
+def norms_long_layer_norm(x, weight, bias, eps) -> torch.Tensor:
+    """Return the rows of x with mean 0 and variance 1, times weight, plus bias.
+
+    As ``torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)``.
+    Takes float16, bfloat16, float32 or float64, one for all: ``x`` of shape
+    (..., N) and any strides, ``weight`` and ``bias`` of shape (N,), with N up
+    to 2**30. Both are needed: give ones and zeros for what is ``None``
+    elsewhere. The kernel is compiled for each ``eps``. The result has the shape
+    and dtype of ``x``, is contiguous, and is the same each time on one kind of
+    GPU, and so are the gradients, which have none themselves. Raises TypeError
+    for other dtypes or devices that differ, and ValueError for other shapes.
+    The variance: https://doi.org/10.1080/00401706.1962.10490022 and
+    https://doi.org/10.1080/00031305.1983.10483115.
+    """
+    if bias is None:
+        raise TypeError("norms_long_layer_norm takes a bias, not None")
+    return norms_long_with_stats(x, weight, bias, eps)[0]
+
+
+def norms_long_rms_norm(x, weight, eps) -> torch.Tensor:
+    """Return x over the root mean square of its rows, times weight.
+
+    As ``torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)``. All else
+    is as in ``norms_long_layer_norm``, without a bias.
+    """
+    return norms_long_with_stats(x, weight, None, eps)[0]
+
+
+# %%
+# What did each step gain? The registers and those *spilled*, which a thread
+# keeps in memory, are of the longest row. The backward has two kernels and a
+# sum, so its registers are left out. It moves three matrices at least, so its
+# rate counts half as many bytes more.
+
+
+def statements(kernel):
+    tree = ast.parse(inspect.getsource(kernel.fn))
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
+
+
+def forward(x, w, b, y, **changes):
+    """Launch the kernel of the op as the op does, but for the changes."""
+    M, N = x.shape
+    grid, plan = _norms_long_plan(x, N, 1)
+    plan |= {"CENTER": b is not None, "EPS": 1e-5}
+    stats = x.new_empty(2, M, dtype=torch.promote_types(x.dtype, torch.float32))
+    launch = _norms_long_kernel[changes.pop("grid", grid)]
+    b = w if b is None else b
+    return launch(x, w, b, y, stats, M, N, N, **plan | changes)
+
+
+def rms(x, w, b, y):
+    return forward(x, w, None, y)
+
+
+def backward(x, w, b, y, kinds=2):
+    stats = x.new_ones(kinds, len(x), dtype=torch.float32)
+    _norms_long_backward_launch(y, x, w, stats)
+
+
+KERNELS = {
+    "first kernel": blocks_kernel,
+    "columns": columns_kernel,
+    "the op": _norms_long_kernel,
+    "the op, RMSNorm": _norms_long_kernel,
+}
+STEPS |= {
+    "the op": forward,
+    "the op, RMSNorm": rms,
+    "the op's backward": backward,
+    "RMSNorm's backward": partial(backward, kinds=1),
+}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ladder = {name: {} for name in STEPS}
+    for N in LENGTHS:
+        x, y = random(N), random(N)
+        tried = {
+            n: partial(step, x, x[0], x[1], y) for n, step in STEPS.items()
+        }
+        for name, times in gpu_time(tried, turns=20).items():
+            parts = 1.5 if "backward" in name else 1
+            ladder[name][f"GB/s at {N}"] = round(parts * rate(times))
+    for name, kernel in KERNELS.items():
+        compiled = tried[name]()
+        ladder[name]["registers"] = compiled.n_regs
+        ladder[name]["spilled"] = compiled.n_spills
+        ladder[name]["statements"] = statements(kernel)
+    print(pd.DataFrame(ladder).T.to_string(na_rep=""))
+
+# %%
+# How many rows should be under way? In front of each rate stands what part of
+# L2 these rows take:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    processors, cache = _norms_long_gpu(x.device)
+    for N in LENGTHS:
+        x, y, line = random(N), random(N), f"N = {N:6}"
+        for each in (8, 4, 2, 1):
+            changes = {"num_warps": 32 // each, "BLOCK_N": 256 * 32 // each}
+            changes["grid"] = (each * processors,)
+            call = partial(forward, x, x[0], x[1], y, **changes)
+            part = each * processors * N * 2 / cache
+            line += f"   {part:.2f} of L2: {rate(gpu_time({1: call})[1]):.0f}"
+        print(line, "GB/s")
+
+# %%
+# Proof
+# -----
+#
+# We compare values and gradients of every dtype with float64 autograd. The
+# terms of a sum may cancel, so there is an ``atol``.
+
+
+def random_like(*shapes, dtype=torch.float32):
+    """Return random tensors that want gradients."""
+    made = (
+        torch.randn(shape, generator=generator, device=DEVICE)
+        for shape in shapes
+    )
+    return [t.to(dtype).requires_grad_() for t in made]
+
+
+def eager_rms(x, weight):
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-5)
+
+
+OPS = [  # ours, PyTorch's, and how many vectors they take
+    (partial(norms_long_layer_norm, eps=1e-5), eager, 2),
+    (partial(norms_long_rms_norm, eps=1e-5), eager_rms, 1),
+]
+
+
+def prove(op, reference, vectors, shape, dtype):
+    leaves = random_like(shape, *[shape[-1:]] * vectors, dtype=dtype)
+    dy = random_like(shape, dtype=dtype)[0].detach()
+    y = op(*leaves)
+    got = y, *torch.autograd.grad(y, leaves, dy)
+    leaves = [t.detach().double().requires_grad_() for t in leaves]
+    y = reference(*leaves)
+    expected = y, *torch.autograd.grad(y, leaves, dy.double())
+    tolerance = 1e-5 + torch.finfo(dtype).eps
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(
+            a.double(), b, rtol=tolerance, atol=tolerance
+        )
+
+
+SHAPES = [(3, 40), (2, 5, 257), (2, 20_001), (0, 5), (5, 0)]
+if __name__ == "__main__":
+    for dtype in NORMS_LONG_ACC:
+        for shape in SHAPES:
+            for one in OPS:
+                prove(*one, shape, dtype)
+else:  # imported: a glance
+    for one in OPS:
+        prove(*one, (3, 40), torch.float32)
+
+# %%
+# Next come rows that lie apart, a transposed matrix and an expanded row.
+# ``gradcheck`` compares the backward with finite differences. NaN and infinity
+# make their own row NaN, as in PyTorch, and no other:
+
+if __name__ == "__main__":
+    x = random_like((60, 100))[0].detach()
+    views = [x[:, :37], x[::2, 3:40], x.T[:, :37], x[:1, :37].expand(9, 37)]
+    views.append(torch.ones(4, 20_001, device=DEVICE))
+    views[-1][1, -1], views[-1][2, 0] = torch.nan, torch.inf
+    # Without a GPU, NumPy computes, and would warn of infinities.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for view, (op, reference, vectors) in itertools.product(views, OPS):
+            given = torch.ones(vectors, view.shape[-1], device=DEVICE)
+            y, expected = op(view, *given), reference(view, *given)
+            torch.testing.assert_close(
+                y, expected, rtol=1e-5, atol=1e-4, equal_nan=True
+            )
+    for op, _, vectors in OPS:
+        leaves = random_like((2, 5), *[(5,)] * vectors, dtype=torch.float64)
+        assert torch.autograd.gradcheck(op, leaves)
+
+# %%
+# An error names what the op does not take:
+
+if __name__ == "__main__":
+    x = torch.ones(3, 5, device=DEVICE)
+    for bad in ((x.int(), x[0].int()), (x, x[0, :4])):
+        try:
+            norms_long_rms_norm(*bad, 1e-5)
+        except (TypeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error}")
+
+# %%
+# The benchmark
+# -------------
+#
+# The benchmark is in bfloat16, with half a gigabyte at each length. Some models
+# norm all features of an image at once: 64 channels of 28 by 28 pixels are
+# 50176 elements, 64 of 56 by 56 are 200704. The chart is of LayerNorm, and a
+# table of RMSNorm follows. The backward is called through autograd. ``Roof`` is
+# a copy. For the backward it is an addition, which has two reads and a write as
+# well.
+
+SIZES = [20480, 32768, 50176, 65536, 100352, 131072, 200704, 262144]
+
+
+def calls_backward(ours, eager, vectors, N):
+    x, dy = random(N), random(N)
+    leaves = [t.clone().requires_grad_() for t in (x, *x[:vectors])]
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    ops = contestants(ours, eager).items()
+    found = {name: partial(grad, op(*leaves), leaves, dy) for name, op in ops}
+    out = torch.empty_like(dy)
+    return found | {"Roof": partial(torch.add, x, dy, out=out)}
+
+
+def table(way, sizes, moved):
+    """Time the calls that a function makes of a size, and print a table."""
+    times = {N: gpu_time(way(N)) for N in sizes}
+    found = rate_table(times, "N", "GB/s", lambda N: moved * 1e-6)
+    print(found.to_string())
+    return found
+
+
+def draw(found, title):
+    wide = found.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title=title)
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    results = table(partial(calls, *OPS[0]), SIZES, 4 * ELEMENTS)
+    draw(results, "forward")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    way = partial(calls_backward, *OPS[0])
+    results_backward = table(way, SIZES, 6 * ELEMENTS)
+    draw(results_backward, "backward")
+
+# %%
+# RMSNorm, forward and backward:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    table(partial(calls, *OPS[1]), LENGTHS, 4 * ELEMENTS)
+    table(partial(calls_backward, *OPS[1]), LENGTHS, 6 * ELEMENTS)
+
+# %%
+# This is what a call costs the CPU, in microseconds:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for one in (results, results_backward):
+        cost = one[one["N"] == 32768].set_index("series")["CPU us"]
+        print(cost.drop("Roof").round(1).to_dict())
+
+# %%
+# Reading the result
+# ------------------
+#
+# Rows are read twice, and the second time from L2 if it still holds them. Of
+# longer rows fewer fit into L2, so fewer programs run. The table of rows under
+# way has both sides: too few loads in flight, and more rows than L2 holds.
+# Weight and bias are as long as a row, so each row reads as much of them as of
+# itself. These reads do not count in the rates.
+#
+# Backward the floor is three matrices. The op reads ``x`` and ``dy`` in two
+# passes, and once more for the gradients of the vectors. Only the second pass
+# can find its row in L2: between the two kernels lies the whole matrix.
+#
+# One row, or a few, leave most of the GPU idle, as no two programs share a row.
+# Rows that do not begin at a multiple of 16 bytes are loaded in smaller pieces,
+# as ``unaligned_rows.py`` explains.
+
+# %%
+# Break it: the mean of the squares
+# ---------------------------------
+#
+# The variance is also :math:`\tfrac{1}{N} \sum x^2 - \mu^2`. That takes two
+# sums in one pass, and neither Welford nor Chan. Let the mean be 10,000 and the
+# variance 1. The two terms are near :math:`10^8`, where neighbours in float32
+# are 8 apart. Their difference of 1 has no bit left: it *cancels*. We print the
+# variance that each way finds, and that of float64:
+
+if __name__ == "__main__":
+    one = torch.ones(20_000, device=DEVICE)
+    for mean in (0, 100, 1000, 10_000):
+        x = torch.randn(1, 20_000, generator=generator, device=DEVICE) + mean
+        r = norms_long_with_stats(x, one, one, 1e-5)[1][0]
+        found = {
+            "the op": r**-2 - 1e-5,
+            "float64": x.double().var(correction=0),
+        }
+        found["squares"] = x.square().mean() - x.mean().square()
+        line = [f"{name} {float(value):8.4f}" for name, value in found.items()]
+        print(f"mean {mean:6}: {', '.join(line)}")
+
+# %%
+# Welford's method subtracts the mean before it squares. Its differences are
+# near 1, and so their squares lose nothing.
+
+# %%
+# Go further
+# ----------
+#
+# 1. ``tl.reduce`` merges numbers by a function of two of them. What would that
+#    function be for (count, mean, s), and why does the op do without it?
+# 2. GroupNorm norms several channels of an image as one row, and has one weight
+#    for each channel. Which line changes?
+#
+# To read on:
+#
+# * ``layer_norm.py`` and ``rms_norm.py`` are for rows that fit into registers.
+# * ``few_long_rows.py`` spreads a row over many programs.
+# * The papers: `Welford <https://doi.org/10.1080/00401706.1962.10490022>`_, and
+#   `Chan, Golub and LeVeque <https://doi.org/10.1080/00031305.1983.10483115>`_
+
+# %%
+# Answers
+# -------
+#
+# **1.** It is the formula of the section *In PyTorch*. It divides by the sum of
+# two counts in each step of the tree. Two columns past a short row's end make
+# that sum 0. The op has all columns at hand, so it takes their mean first. Then
+# no step divides.
+#
+# **2.** The weight's pointer: element ``offs`` of a row belongs to channel
+# ``offs // pixels`` of its group.
