@@ -382,7 +382,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # .. code-block:: text
 #
-#              0 ...          1024 ...
+#     columns  0 ...          1024 ...
 #            +--------------+--------------+
 #     rows   | program 0, 0 | program 1, 0 |  --> sums[:, 0, :] --+
 #            | program 0, 1 | program 1, 1 |  --> sums[:, 1, :] --+--> dw, db
