@@ -372,8 +372,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # them. Then ``inverse - inverse @ between @ inverse`` has the inverses of the
 # blocks of twice the size. All of these are whole tiles. The element of ``M``
 # for two tokens :math:`i > j` is in ``between`` at one doubling: that of the
-# highest bit in which :math:`i` and :math:`j` differ. (The second function
-# here, ``powers``, is for the end of the page.)
+# highest bit in which :math:`i` and :math:`j` differ.
 
 
 def doubled(M):
@@ -386,16 +385,6 @@ def doubled(M):
         between = M * (apart // size == 1)
         inverse = inverse - inverse @ between @ inverse
         size *= 2
-    return inverse
-
-
-def powers(M):
-    """Return the same as a product: (I - M) (I + M^2) (I + M^4) ..."""
-    C = M.shape[-1]
-    one = torch.eye(C, dtype=M.dtype, device=M.device)
-    inverse, power, size = one - M, M @ M, 2
-    while size < C:
-        inverse, power, size = inverse @ (one + power), power @ power, size * 2
     return inverse
 
 
@@ -574,8 +563,9 @@ def _gated_delta_rule_solve_kernel(
     apart = offs[:, None] ^ offs[None, :]  # (CHUNK, CHUNK)
     inverse = tl.where(apart == 0, 1.0, 0.0).to(ACC)
     inverse -= tl.where(apart == 1, pairs, 0.0)
-    LEVELS: tl.constexpr = 6 if CHUNK == 64 else 5 if CHUNK == 32 else 4
-    for level in range(1, LEVELS):  # blocks of 2, 4, ... become twice as long
+    # Blocks of 2, 4, ..., 32 become twice as long. In a shorter chunk no tokens
+    # are left for the last doublings: they change nothing.
+    for level in range(1, 6):
         between = tl.where(apart >> level == 1, pairs, 0.0)
         between = tl.dot(
             between, inverse, input_precision=PRECISION, out_dtype=ACC
@@ -1569,11 +1559,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # There is another way to invert. :math:`(I + M)^{-1}` is also a product,
 # :math:`(I - M)(I + M^2)(I + M^4) \cdots`. The product ends, because
-# :math:`M^{64} = 0`, and takes about as many products of tiles. The function
-# ``powers``, which stands beside ``doubled``, computes it. Now let a sequence
+# :math:`M^{64} = 0`, and takes about as many products of tiles. Let a sequence
 # repeat a token, so that its keys are equal, without decays and with
 # :math:`\beta = 1`. The numbers in :math:`M^{32}` are as large as
 # :math:`\binom{62}{31}`, while those in the inverse are 1, 0 and -1:
+
+
+def powers(M):
+    """Return the inverse as a product: (I - M) (I + M^2) (I + M^4) ..."""
+    C = M.shape[-1]
+    one = torch.eye(C, dtype=M.dtype, device=M.device)
+    inverse, power, size = one - M, M @ M, 2
+    while size < C:
+        inverse, power, size = inverse @ (one + power), power @ power, size * 2
+    return inverse
+
 
 if __name__ == "__main__":
     k = random(64, heads=1, dtype=torch.float64)[1][0, :, 0]

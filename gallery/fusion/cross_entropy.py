@@ -112,8 +112,8 @@ def rate_table(times, x, unit, work):
 #
 # .. math:: \text{loss} = \log \sum_n e^{x_n} - x_t.
 #
-# A batch has the mean over the rows whose target is not ``ignore_index``. A
-# *dispatch mode* sees which operators PyTorch has for it:
+# A batch has the mean over the rows. Those with the target ``ignore_index`` are
+# *ignored*. A *dispatch mode* sees which operators PyTorch has for it:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 eager = torch.nn.functional.cross_entropy
@@ -826,8 +826,8 @@ def cross_entropy(
 
     As ``torch.nn.functional.cross_entropy`` with rows along the last dimension.
     Takes logits of float16, bfloat16, float32 or float64 and any layout, with N
-    up to 2**30, and int64 targets: no probabilities, and there are no weights
-    of classes. The loss is float32 (float64 for float64): with
+    up to 2**30, and int64 targets. Takes neither probabilities as targets nor
+    weights of classes. The loss is float32 (float64 for float64): with
     ``reduction="mean"`` the mean over the rows whose target is not
     ``ignore_index``, NaN if there are none; with "sum" the sum; with "none" a
     loss for each row, in the shape of ``targets``, which is 0 where ignored. An

@@ -563,7 +563,7 @@ def cross_entropy_in_place_(
     """Return the mean cross entropy, and write its gradient over the logits.
 
     As ``torch.nn.functional.cross_entropy`` with rows along the last dimension,
-    and its gradient for a loss that is multiplied by nothing. Takes logits
+    and the gradient of that mean itself, multiplied by nothing. Takes logits
     (..., N) of float16, bfloat16, float32 or float64, contiguous or a matrix
     whose rows are, with N up to 2**30, and int64 targets (...). The loss is
     float32 (float64 for float64): the mean over the rows whose target is not

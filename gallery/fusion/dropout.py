@@ -133,8 +133,8 @@ if __name__ == "__main__":
 
 # %%
 # The *floor* is to read ``x`` and to write ``y``. PyTorch has one function for
-# it, ``torch.nn.functional.dropout``. Its kernel writes a mask too, a byte for
-# each element, and its backward reads that mask.
+# dropout, ``torch.nn.functional.dropout``. Its kernel writes a mask too, a byte
+# for each element, and its backward reads that mask.
 
 # %%
 # Random numbers from a counter
@@ -181,7 +181,7 @@ if __name__ == "__main__":
 #     tl.rand    .43 .02 .77 .91 .10 .58 .36 .05
 #     p = 0.4     1   0   1   1   0   1   0   0     kept
 #
-# So neither the block nor the number of programs changes the mask.
+# So neither the block's length nor the number of programs changes the mask.
 
 
 @triton.jit
@@ -510,7 +510,11 @@ def first_step(x, y, kernel=rand_kernel):
 def op_step(x, y, seed, block=DROPOUT_BLOCK, num_warps=4):
     N = x.numel()
     return _dropout_kernel[(triton.cdiv(N, block),)](
-        *(x, seed, y, N, 6554),
+        x,
+        seed,
+        y,
+        N,
+        round(0.1 * 2**16),
         ACC=tl.float32,
         BLOCK=block,
         num_warps=num_warps,
@@ -520,7 +524,7 @@ def op_step(x, y, seed, block=DROPOUT_BLOCK, num_warps=4):
 def steps(seed):
     """Return a launch of each step, by name, and its elements of a thread.
 
-    The op's count twice: its code has Philox in both branches.
+    Those of the op count twice, as its code has Philox in both branches.
     """
     found = {
         "1 element a call": (first_step, 8),

@@ -161,7 +161,7 @@ if __name__ == "__main__":
 #     y      d*r*w+b   ...              not stored
 #
 # A masked element is loaded as 0. Its difference from the mean is not 0, so the
-# kernel sets that to 0 before it squares the differences.
+# kernel sets this difference to 0 before it squares it.
 
 
 @triton.jit
@@ -945,8 +945,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         x, y = full[:M], torch.empty_like(full[:M])
         found = contestants(partial(layer_norm, eps=1e-5)).items()
         tried = {name: partial(op, x, x[0], x[0]) for name, op in found}
-        tried["w, b first"] = partial(tiles, x, y, EARLY=True)
-        tried["w, b last"] = partial(tiles, x, y, EARLY=False)
+        tried["loaded first"] = partial(tiles, x, y, EARLY=True)
+        tried["loaded last"] = partial(tiles, x, y, EARLY=False)
         found = gpu_time(tried).items()
         times = [f"{who} {times[0] * 1e3:.1f}" for who, times in found]
         print(f"{M:5} rows: {', '.join(times)}")
@@ -1135,7 +1135,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     noise = torch.randn(ones.shape, generator=generator, device=DEVICE)
     adders = {
         "with a lock": partial(add_under_lock, noise),
-        "without": partial(torch.sum, noise, dim=0),
+        "torch.sum": partial(torch.sum, noise, dim=0),
     }
     for name, found in gpu_time(adders, turns=10).items():
         differ = (adders[name]() != adders[name]()).sum()

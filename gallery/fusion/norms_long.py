@@ -194,7 +194,8 @@ def blocks(x, w, b, y, num_warps=8, kernel=blocks_kernel):
 
 
 def norm_blocks(x, w, b):
-    blocks(x, w, b, y := torch.empty_like(x))
+    y = torch.empty_like(x)
+    blocks(x, w, b, y)
     return y
 
 
@@ -217,8 +218,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# In bfloat16, half a gigabyte each. The roof is a copy. Rates count the floor:
-# one read and one write.
+# In bfloat16, with a copy as the roof. Rates count the floor: a read, a write.
 
 ELEMENTS = 2**28
 
@@ -413,10 +413,8 @@ NORMS_LONG_ACC = {
 }
 NORMS_LONG_CACHE = 0.6  # of L2, for the rows under way
 NORMS_LONG_THREAD = 16  # bytes of each tensor that a thread loads in a turn
-NORMS_LONG_TILE = (
-    4,
-    2048,
-)  # rows, and bytes of each, for the weight's gradient
+NORMS_LONG_TILE_M = 4  # rows of a tile, for the weight's gradient
+NORMS_LONG_TILE_N = 2048  # bytes of each of these rows
 
 
 @triton.jit
@@ -473,7 +471,8 @@ def _norms_long_kernel(
         for step in range(0, N, BLOCK_N):
             offs = last - step + columns  # (BLOCK_N,)
             x = tl.load(x_row + offs, mask=offs < N).to(ACC)
-            y = (x - total) * r * tl.load(weight_ptr + offs, offs < N).to(ACC)
+            weight = tl.load(weight_ptr + offs, mask=offs < N).to(ACC)
+            y = (x - total) * r * weight  # (BLOCK_N,)
             if CENTER:
                 y += tl.load(bias_ptr + offs, mask=offs < N).to(ACC)
             tl.store(y_ptr + row * N + offs, y, mask=offs < N)
@@ -637,8 +636,8 @@ def _norms_long_plan(x, stride, tensors):
 
 def _norms_long_plan_weight(x):
     """Return the grid and the tile for the gradients of weight and bias."""
-    BLOCK_M, length = NORMS_LONG_TILE
-    N, BLOCK_N = int(x.shape[-1]), length // x.element_size()
+    N = int(x.shape[-1])
+    BLOCK_M, BLOCK_N = NORMS_LONG_TILE_M, NORMS_LONG_TILE_N // x.element_size()
     groups = triton.cdiv(N, BLOCK_N)
     # Four programs for each multiprocessor, but no more than tiles
     most = triton.cdiv(4 * _norms_long_gpu(x.device)[0], groups)

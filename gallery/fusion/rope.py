@@ -181,17 +181,17 @@ if __name__ == "__main__":
     print(f"moves {traffic.moved / (q.nbytes + k.nbytes):.1f} times q and k")
 
 # %%
-# The *floor* is two: to read ``q`` and ``k``, and to write what comes out. The
+# The *floor* is two: to read ``q`` and ``k``, and to write both results. The
 # tables are small, because all heads and sequences share them.
 
 # %%
 # The first kernel
 # ----------------
 #
-# A projection makes a token's heads one after the other, ``(B, T, H, D)``. Let
+# A projection writes a token's heads one after the other, ``(B, T, H, D)``. Let
 # a program turn the heads of one token. All of them turn by the same angles. So
-# the program loads one row of each table, and *broadcasting* lays it over the
-# heads:
+# the program loads one row of each table, and *broadcasting* lays both rows
+# over the heads:
 #
 # .. code-block:: text
 #
@@ -250,7 +250,7 @@ def turn_tokens(q, k, cos, sin):
 # ------------
 #
 # A result is two products and a sum. Each rounds once to 24 bits, and so do the
-# numbers of the tables. We allow :math:`10^{-5}`, sixteen roundings near 5.
+# numbers of the tables. We allow :math:`10^{-5}`, 42 roundings near 5.
 
 if __name__ == "__main__":
     q, k = (heads(2, 19, H, 64, dtype=torch.float32) for H in (5, 2))

@@ -876,7 +876,7 @@ def contest(M, N, packed, backward):
 
 
 def table(x, sizes, packed, backward):
-    """Return the rates of one pass, by tokens or by hidden size."""
+    """Return the rates of one pass, by tokens or by width."""
     by_tokens = {M: (M, 14336) for M in sizes}
     by_width = {N: (ELEMENTS // N, N) for N in sizes}
     shapes = by_width if packed else by_tokens

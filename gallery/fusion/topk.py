@@ -139,11 +139,11 @@ if __name__ == "__main__":
 #     |  the float, as an integer  |    2**31 - 1 - the index   |
 #     +----------------------------+----------------------------+
 #
-# The bits of positive floats, read as integers, are in the floats' order. Those
-# of negative floats are in reverse order, until all bits but the sign are
-# inverted. As in PyTorch, NaN is larger than any number, and ``-0.0`` equals
-# ``0.0``. Of equals, the lower index makes the larger word. So no two words are
-# equal, and the result is the same each time.
+# The bits of positive floats, read as integers, are in the order of the floats.
+# The bits of negative floats are in reverse order, so we invert all of them but
+# the sign. As in PyTorch, NaN is larger than any number, and ``-0.0`` equals
+# ``0.0``. Of two equal floats, the one with the lower index makes the larger
+# word. So no two words are equal, and the result is the same each time.
 
 # %%
 # The first kernel
@@ -159,7 +159,7 @@ if __name__ == "__main__":
 #     words   3|0   1|1   4|2   1|3   5|4   low   low   low
 #     best    5|4   4|2                     tl.topk(words, 2)
 #
-# ``low`` is below the word of any float.
+# ``3|0`` is the word of 3 at index 0. ``low`` is below the word of any float.
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def sort_kernel(
     # K is a power of two, so the last words may not be asked for.
     offs_k = tl.arange(0, K)  # (K,)
     mask = offs_k < k
-    # Loaded again: a key has not the sign of a zero, nor the bits of a NaN.
+    # Loaded again: a key lacks the sign of a zero, and the bits of a NaN.
     values = tl.load(x_ptr + row * N + index, mask=mask)
     tl.store(values_ptr + row * k + offs_k, values, mask=mask)
     tl.store(indices_ptr + row * k + offs_k, index, mask=mask)
@@ -211,7 +211,7 @@ def sort_rows(x, k):
 # ------------
 #
 # Nothing is rounded, so we allow no error. PyTorch's stable sort also has the
-# lower index first among equals. We ask it on the CPU, in float64.
+# lower index first among equals. We run this sort on the CPU, in float64.
 
 if __name__ == "__main__":
     x = torch.randn(3, 300, generator=generator, device=DEVICE)

@@ -126,8 +126,8 @@ if __name__ == "__main__":
 #
 # As on the page ``topk.py``, a *word* is an integer that has a float in its
 # upper half and its index, in reverse order, in its lower half. ``tl.topk``
-# sorts words. The first kernel sorts those of a part. The second kernel sorts
-# what all parts of a row have kept:
+# sorts words. The first kernel sorts the words of a part, and keeps the ``k``
+# best. The second kernel sorts what all parts of a row have kept:
 #
 # .. code-block:: text
 #
@@ -184,7 +184,7 @@ def merge_kernel(
     # K is a power of two, so the last words may not be asked for.
     offs_k = tl.arange(0, K)  # (K,)
     mask = offs_k < k
-    # Loaded again: a key has not the sign of a zero, nor the bits of a NaN.
+    # Loaded again: a key lacks the sign of a zero, and the bits of a NaN.
     values = tl.load(x_ptr + row * N + index, mask=mask)
     tl.store(values_ptr + row * k + offs_k, values, mask=mask)
     tl.store(indices_ptr + row * k + offs_k, index, mask=mask)
@@ -211,7 +211,7 @@ def sort_parts(x, k, PART=4096):
 # ------------
 #
 # Nothing is rounded, so we allow no error. PyTorch's stable sort also has the
-# lower index first among equals. We ask it on the CPU, in float64.
+# lower index first among equals. We run this sort on the CPU, in float64.
 
 if __name__ == "__main__":
     x = torch.randn(2, 1000, generator=generator, device=DEVICE)

@@ -624,7 +624,7 @@ BREAKS = [
         "_gated_delta_rule_weights(decay, CHUNK)",
     ),
     ("the system has beta in rows", "(decay, CHUNK) * beta[None, :]", "(decay, CHUNK) * beta[:, None]"),
-    ("a doubling is left out", "for level in range(1, LEVELS):", "for level in range(1, LEVELS - 1):"),
+    ("a doubling is left out", "for level in range(1, 6):", "for level in range(1, 4):"),
     ("the first doubling is left out", "    inverse -= tl.where(apart == 1, pairs, 0.0)\n", ""),
     ("outputs have no beta", "        p *= tl.load(beta_ptr + begin + rows, mask=inside, other=0.0)[None, :]\n", ""),
     ("no token reads itself", "seen = offs[:, None] >= offs[None, :]", "seen = offs[:, None] > offs[None, :]"),
