@@ -666,7 +666,7 @@ def _rms_norm_check(name, weight, *matrices):
     if x.shape[-1] > most:
         raise ValueError(
             f"{name} takes rows of up to {most} elements of {x.dtype}, "
-            f"not {x.shape[-1]}"
+            f"not {x.shape[-1]}: norms_long takes rows of any length"
         )
 
 
@@ -831,10 +831,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     As ``torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)``. Takes
     float16, bfloat16, float32 or float64, one for all: ``x`` of shape (..., N)
     and any strides, ``weight`` of shape (N,), with N up to 16384, or 8192 in
-    float64. The result has the shape and dtype of ``x``, is contiguous, and is
-    the same each time, and so are the gradients, which have none themselves.
-    Raises TypeError for other dtypes or devices that differ, and ValueError for
-    other shapes. From https://arxiv.org/abs/1910.07467.
+    float64; longer rows are for ``norms_long``. The result has the shape and
+    dtype of ``x``, is contiguous, and is the same each time, and so are the
+    gradients, which have none themselves. Raises TypeError for other dtypes or
+    devices that differ, and ValueError for other shapes. From
+    https://arxiv.org/abs/1910.07467.
     """
     return _rms_norm_launch(x, weight, eps, wrap_triton(_rms_norm_kernel))
 
@@ -1155,6 +1156,7 @@ if __name__ == "__main__":
 # To read on:
 #
 # * ``layer_norm.py`` subtracts the mean as well.
+# * ``norms_long.py`` is for rows that do not fit into registers.
 # * The paper: https://arxiv.org/abs/1910.07467
 
 # %%
