@@ -248,7 +248,8 @@ def test_refuses(taken: ModuleType) -> None:
     for dtype in FLOATS:
         most = longest(dtype)
         row = weight[0].to(dtype).expand(most + 1)
-        with pytest.raises(ValueError, match=rf"^rms_norm takes rows of up to {most} .*{dtype}, not {most + 1}: norms_long"):
+        refusal = rf"^rms_norm takes rows of up to {most} .*{dtype}, not {most + 1}: norms_long"
+        with pytest.raises(ValueError, match=refusal):
             taken.rms_norm(row, row, EPS)
 
 
