@@ -24,6 +24,7 @@ from triton_gallery.records.pages import Pages
 from triton_gallery.records.recorded import Records
 from triton_gallery.records.targets import FAILED, FITS, TOO_LARGE, UNMEANT, Compiled, Kernel, Targets
 from triton_gallery.run.compiler import Job
+from triton_gallery.run.machine_code import unwritten
 from triton_gallery.run.targets import Compiler, is_current, launched
 
 GPU = {gpu.key: gpu for gpu in GPUS}
@@ -70,6 +71,19 @@ def launch(
     return Launch(kernel, kinds | ({} if block is None else {"BLOCK": "constexpr"}), constants, places, options)
 
 
+NARROW = """
+@triton.jit
+def narrow_kernel(x_ptr, state_ptr, z_ptr, out_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, 64)
+    x = tl.load(x_ptr + offs[:, None] * 64 + offs[None, :])
+    tile = offs[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    p = tl.dot(x, x.T)
+    out = tl.dot(x, tl.load(state_ptr + tile))
+    out = tl.dot(tl.exp2(p).to(x.dtype), tl.load(z_ptr + tile), out)
+    tl.store(out_ptr + tile, out)
+"""
+
+
 BIG_DOT = launch("dot_kernel", {"a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*fp32", "K": "i32"}, 128, num_stages=3)
 COPYING = launch("copy_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "N": "i32"}, 1024)
 
@@ -97,6 +111,43 @@ def test_matrix_instructions_are_named(compiler: Compiler) -> None:
         compiled, _ = compiler.compile(Job(HEAD + DOT, BIG_DOT, GPU[key]))
         assert compiled.failure is None
         assert any(found.startswith(name) for found in compiled.matrix), (key, compiled.matrix)
+
+
+@pytest.mark.parametrize(("block", "right"), [(16, False), (32, False), (64, True)])
+def test_wrong_code_of_ptxas_is_told(compiler: Compiler, block: int, right: bool) -> None:
+    """Three products, the last two with tiles of 16 or 32 columns: ptxas 12.8 leaves out a part of a descriptor."""
+    kinds = dict.fromkeys(("x_ptr", "state_ptr", "z_ptr", "out_ptr"), "*fp16")
+    compiled, _ = compiler.compile(Job(HEAD + NARROW, launch("narrow_kernel", kinds, block), GPU["sm_90"]))
+    assert (compiled.failure is None) == right
+    if not right:
+        word, why = compiled.verdict(GPU["sm_90"])
+        assert word == FAILED
+        assert re.search(r"ptxas: its code reads UR\d+.*, which nothing wrote$", why), why
+
+
+def sass(*instructions: str) -> str:
+    """Return a listing as a disassembler writes one; what ends in a colon is the beginning of a function."""
+    lines = (
+        line if line.endswith(":") else f"        /*{16 * n:04x}*/    {line} ;" for n, line in enumerate(instructions)
+    )
+    return "\n".join(lines)
+
+
+def test_registers_that_nothing_wrote() -> None:
+    """Whether read alone, in a pair or in the two descriptors of a product."""
+    product = "HGMMA.64x16x16.F32 R56, gdesc[UR8].tnspB, R56"
+    assert unwritten(sass("UMOV UR4, URZ", "UIADD3.X UR5, UR6, -0x3ffffff0, URZ, UP0, !UPT")) == ["UR6"]
+    assert unwritten(sass("UMOV UR8, UR4", "ULDC.64 UR4, c[0x0][0x210]")) == ["UR4"]
+    assert unwritten(sass("UMOV UR8, 0x1", "UIADD3.64 UR10, UR8, 0x2, URZ", product)) == ["UR9"]
+    assert unwritten(sass("ULDC.64 UR10, c[0x0][0x210]", product)) == ["UR8", "UR9"]
+    # Registers hold the first side: there is one descriptor.
+    assert unwritten(sass("ULDC.64 UR10, c[0x0][0x210]", "HGMMA.64x16x16.F32 R56, R32, gdesc[UR8], R56")) == []
+    # LDS.64 reads a pair of words of memory, at an address in one register.
+    assert unwritten(sass("UMOV UR6, 0x400", "LDS.64 R8, [R18+UR6]")) == []
+    # A function returns its result in a register.
+    called = "CALL.REL.NOINC `($__internal_0_$__cuda_sm20_div_s64)", "UMOV UR4, UR32", "EXIT"
+    assert unwritten(sass(*called, "$__internal_0_$__cuda_sm20_div_s64:", "UMOV UR32, UR25")) == []
+    assert unwritten(sass(*called)) == ["UR32"]
 
 
 def test_spilling_is_told(compiler: Compiler) -> None:

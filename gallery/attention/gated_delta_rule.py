@@ -459,15 +459,15 @@ GATED_DELTA_RULE_DTYPES = {
     torch.float64,
 }
 # For the bytes of a number: the tokens of a chunk, how products of float32 are
-# computed, then BLOCK_K, BLOCK_V, warps and stages of each kernel. The second
-# and the fourth go along the chunks: narrow blocks give them more programs.
+# computed, then BLOCK_K, BLOCK_V, warps and stages of each kernel. A program of
+# the second and the fourth has a block of V, and goes along all chunks.
 GATED_DELTA_RULE_TILES = {
     2: (
         (64, "tf32"),
         (128, 64, 4, 2),
-        (128, 16, 4, 3),
+        (128, 64, 4, 2),
         (64, 128, 4, 2),
-        (128, 16, 4, 3),
+        (128, 64, 4, 2),
         (128, 64, 4, 2),
         (32, 32, 4, 2),
     ),
@@ -490,6 +490,11 @@ GATED_DELTA_RULE_TILES = {
         (16, 16, 4, 1),
     ),
 }
+# The narrowest block, for the bytes of a number. For tiles of half precision
+# narrower than 128 bytes, the assembler of Triton 3.6 and 3.7 may read a
+# register that nothing wrote. The last kernel has too few registers for wider
+# tiles: a test reads its machine code.
+GATED_DELTA_RULE_LEAST = {2: 64, 4: 16, 8: 16}
 
 
 @triton.jit
@@ -1014,8 +1019,9 @@ def _gated_delta_rule_call(
     (_, T, heads, K), V = q.shape, int(v.shape[3])
     K = int(K)  # torch.compile would keep it open, and a constant cannot be
     (CHUNK, PRECISION), *tiles = GATED_DELTA_RULE_TILES[q.dtype.itemsize]
+    least = GATED_DELTA_RULE_LEAST[q.dtype.itemsize]
     most_k, most_v, num_warps, num_stages = tiles[which]
-    BLOCK_V = min(most_v, max(16, triton.next_power_of_2(V)))
+    BLOCK_V = min(most_v, max(least, triton.next_power_of_2(V)))
     grid = (programs * (triton.cdiv(V, BLOCK_V) if parts else 1),)
     kernels[which][grid](
         *pointers,
@@ -1026,7 +1032,7 @@ def _gated_delta_rule_call(
         ACC=tl.float64 if q.dtype == torch.float64 else tl.float32,
         PRECISION=PRECISION,
         CHUNK=CHUNK,
-        BLOCK_K=min(most_k, max(16, triton.next_power_of_2(K))),
+        BLOCK_K=min(most_k, max(least, triton.next_power_of_2(K))),
         BLOCK_V=BLOCK_V,
         num_warps=num_warps,
         num_stages=num_stages,

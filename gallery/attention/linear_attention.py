@@ -410,10 +410,14 @@ LINEAR_ATTENTION_DTYPES = {
 # stages of the kernel of states; BLOCK_X, BLOCK_Z and the same for tokens. All
 # of K fits into BLOCK_Z, because the gradient of g has sums along it.
 LINEAR_ATTENTION_TILES = {
-    2: (64, (64, 32, 4, 3), (64, 128, 4, 3)),
+    2: (64, (64, 64, 4, 3), (64, 128, 4, 3)),
     4: (32, (32, 32, 4, 2), (16, 128, 8, 1)),
     8: (16, (32, 32, 4, 1), (16, 128, 8, 1)),
 }
+# The narrowest block, for the bytes of a number. In half precision it is never
+# below 128 bytes: for narrower tiles, the assembler of Triton 3.6 and 3.7 may
+# read a register that nothing wrote.
+LINEAR_ATTENTION_LEAST = {2: 64, 4: 16, 8: 16}
 
 
 @triton.jit
@@ -652,9 +656,10 @@ def _linear_attention_read(*tensors):
     return tensors
 
 
-def _linear_attention_block(most, size):
+def _linear_attention_block(most, size, itemsize):
     """Return a block for a dimension: a power of two, at most `most`."""
-    return min(most, max(16, triton.next_power_of_2(size)))
+    least = LINEAR_ATTENTION_LEAST[itemsize]
+    return min(most, max(least, triton.next_power_of_2(size)))
 
 
 def _linear_attention_common(q, g, scale):
@@ -676,9 +681,10 @@ def _linear_attention_states(kernel, a, b, g, first, others, common):
     """
     (batch, T, heads, K), V = a.shape, int(b.shape[3])
     K = int(K)  # torch.compile would keep it open, and a constant cannot be
-    tile = LINEAR_ATTENTION_TILES[a.dtype.itemsize][1]
-    BLOCK_K = _linear_attention_block(tile[0], K)
-    BLOCK_V = _linear_attention_block(tile[1], V)
+    size = a.dtype.itemsize
+    tile = LINEAR_ATTENTION_TILES[size][1]
+    BLOCK_K = _linear_attention_block(tile[0], K, size)
+    BLOCK_V = _linear_attention_block(tile[1], V, size)
     blocks = triton.cdiv(K, BLOCK_K) * triton.cdiv(V, BLOCK_V)
     chunks = triton.cdiv(T, common["CHUNK"])
     states = a.new_empty(batch, chunks, heads, K, V)
@@ -715,8 +721,9 @@ def _linear_attention_tokens(
     (batch, T, heads, X), Z = x.shape, int(z.shape[3])
     X = int(X)
     out = torch.empty_like(z)
-    tile = LINEAR_ATTENTION_TILES[x.dtype.itemsize][2]
-    BLOCK_Z = _linear_attention_block(tile[1], Z)
+    size = x.dtype.itemsize
+    tile = LINEAR_ATTENTION_TILES[size][2]
+    BLOCK_Z = _linear_attention_block(tile[1], Z, size)
     chunks = triton.cdiv(T, common["CHUNK"])
     partner, reads, flow, dg = gates or (out, g, g, g)
     kernel[(chunks * batch * heads * triton.cdiv(Z, BLOCK_Z),)](
@@ -737,7 +744,7 @@ def _linear_attention_tokens(
         REVERSE=reverse,
         GATES=bool(gates),
         BLOCKS=int(flow.shape[-1]) if gates else 1,
-        BLOCK_X=_linear_attention_block(tile[0], X),
+        BLOCK_X=_linear_attention_block(tile[0], X, size),
         BLOCK_Z=BLOCK_Z,
         num_warps=tile[2],
         num_stages=tile[3],

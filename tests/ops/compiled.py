@@ -21,6 +21,8 @@ import torch
 from own import definitions
 from torch.utils._pytree import tree_leaves
 
+from triton_gallery.run import machine_code
+
 Ask = Callable[..., list[Any]]
 
 
@@ -57,6 +59,8 @@ def compiled(
 ) -> Any:
     """Return what the compiler makes of a kernel.
 
+    It asserts that the machine code reads nothing that nothing wrote: an error that Triton's ptxas makes.
+
     Args:
         kernel: one of that process.
         dtype: of what the arguments named `…_ptr` point to; all of them are divisible by 16.
@@ -73,9 +77,23 @@ def compiled(
     aligned = {(i,): [["tt.divisibility", 16]] for i in by_16}
     source = triton.compiler.ASTSource(kernel, types | dict.fromkeys(known, "constexpr"), known, aligned)
     target = triton.runtime.driver.active.get_current_target()
-    return triton.compile(
+    made = triton.compile(
         source, target=target, options={"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
     )
+    if "wgmma" in made.asm["ptx"]:
+        wrong = machine_code.unwritten(
+            _said(triton.knobs.nvidia.nvdisasm.path, "--print-code", cubin=made.asm["cubin"])
+        )
+        assert not wrong, f"{kernel.__name__} reads {wrong}, which nothing wrote"
+    return made
+
+
+def _said(*command: str, cubin: bytes) -> str:
+    """Return what a tool says of machine code."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def ptx(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> str:
@@ -87,11 +105,8 @@ def stack(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> int:
     """Return the bytes of a thread's stack, where registers are spilled; the arguments are those of `compiled`."""
     import triton
 
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled(kernel, dtype, num_warps, **known).asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    cubin = compiled(kernel, dtype, num_warps, **known).asm["cubin"]
+    usage = _said(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin=cubin)
     (found,) = re.findall(r"STACK:(\d+)", usage)
     return int(found)
 

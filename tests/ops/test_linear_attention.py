@@ -2,6 +2,7 @@
 
 # ruff: noqa: N806 - lengths and dimensions have the recipe's names
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -371,7 +372,7 @@ def at_launch(taken: ModuleType, which: str, dtype: str, K: int, V: int) -> tupl
     """Return a kernel, and what the launchers pass on to it, for lengths and heads that 16 divides."""
     import triton.language as tl
 
-    block = taken._linear_attention_block
+    block = functools.partial(taken._linear_attention_block, itemsize=SIZES[dtype])
     CHUNK, states, tokens = taken.LINEAR_ATTENTION_TILES[SIZES[dtype]]
     wide = "fp64" if dtype == "fp64" else "fp32"
     of_wide = "g_ptr", "first_ptr", "last_ptr", "flow_ptr", "reads_ptr", "dg_ptr"
@@ -399,6 +400,22 @@ def codes(taken: ModuleType) -> dict[tuple[int, str], tuple[set[str], bool, bool
         matrix = set(re.findall(r"(wgmma|mma)\.\S*?m\d+n\d+", text))
         found[D, which] = matrix, "ex2.approx" in text, bool(re.search(r"\b(atom|red)\.global", text))
     return found
+
+
+def narrow(taken: ModuleType) -> int:
+    """Compile every kernel for narrow heads, for lengths that 16 divides and others; return how many that were."""
+    number = 0
+    for (K, V), which, multiples in itertools.product([(1, 64), (16, 64), (64, 16)], KERNELS, [["T", "HEADS"], []]):
+        kernel, known = at_launch(taken, which, "fp16", K, V)
+        compiled(kernel, **known | {"multiples": multiples})
+        number += 1
+    return number
+
+
+@pytest.mark.thorough
+def test_narrow_heads_read_nothing_unwritten(gallery: Path, on_h100: Ask) -> None:
+    """On an H100, tiles as narrow as these heads had wrong results: `compiled` looks for the cause."""
+    assert on_h100(gallery / RECIPE, narrow) == [6 * len(KERNELS)]
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:

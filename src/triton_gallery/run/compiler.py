@@ -23,6 +23,7 @@ from triton_gallery.run import machine_code
 
 LIMIT = 120  # seconds for one launch on one GPU
 REASON = 300  # characters at the most
+HOPPER = "sm_90"  # whose code tells which registers are never written
 SMALL = [["tt.pointer_range", 32]]  # tells AMD's compiler, as a launch does, that a tensor has less than 2 GB
 
 
@@ -95,6 +96,8 @@ def _compiled(job: Job, folder: Path) -> tuple[Compiled, dict[str, str]]:
             _said(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file)
         )
     instructions = machine_code.opcodes(code, gpu.is_amd)
+    if gpu.key == HOPPER and (wrong := machine_code.unwritten(code)):
+        raise ValueError(f"an error of ptxas: its code reads {', '.join(wrong)}, which nothing wrote")
     return (
         Compiled(
             registers=registers,

@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 SASS = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", re.MULTILINE)
+STEP = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)([^;]*);|^(\$__internal\S+):", re.MULTILINE)
+UNIFORM = re.compile(r"(gdesc\[)?\bUR(\d+)\b")
 GCN = re.compile(r"^\t([a-z]\w+)", re.MULTILINE)
 MATRIX = re.compile(r"[A-Z]GMMA|[A-Z]MMA|UTC\w*MMA|v_s?mfma|v_smfmac")
 LOADS, STORES = ("LDG", "LDGSTS", "global_load", "buffer_load"), ("STG", "global_store", "buffer_store")
@@ -48,6 +50,41 @@ def _widths(instructions: Iterable[str], kind: str) -> Iterator[str]:
             yield str(next((WIDTHS[part] for part in parts if part in WIDTHS), WORD))
         elif name.startswith(names) and "_lds" not in name:
             yield str(next((width for mark, width in GCN_WIDTHS if mark in name), WORD))
+
+
+def unwritten(code: str) -> list[str]:
+    """Return the uniform registers that code for Hopper reads before anything writes them, in the order of its text.
+
+    The ptxas 12.8 of Triton 3.6 and 3.7 makes such code of some kernels with narrow tiles. A descriptor of a tile in
+    shared memory is then wrong: so are results, or the GPU stops at an address outside. What is written in a function
+    that the kernel calls counts as written from the beginning.
+    """
+    steps = list(STEP.finditer(code))
+    called = next((place for place, step in enumerate(steps) if step[3]), len(steps))
+    written = {number for step in steps[called:] for number in _writes(step)}
+    unknown: dict[int, None] = {}
+    for step in steps[:called]:
+        unknown |= dict.fromkeys(number for number in _reads(step) if number not in written)
+        written.update(_writes(step))
+    return [f"UR{number}" for number in unknown]
+
+
+def _writes(step: re.Match[str]) -> range:
+    """Return the uniform registers that an instruction writes."""
+    into = re.match(r"\s*UR(\d+)\s*(,|$)", step[2] or "")
+    first = int(into[1]) if into else 0
+    return range(first, first + (2 if re.search(r"\.64|WIDE", step[1]) else 1) if into else 0)
+
+
+def _reads(step: re.Match[str]) -> Iterator[int]:
+    """Return the uniform registers that an instruction reads."""
+    instruction, operands = step[1], step[2].split(",")
+    pair = instruction.startswith("U") and ".64" in instruction
+    for operand in operands[bool(_writes(step)) :]:
+        for descriptor, number in UNIFORM.findall(operand):
+            # Of the two descriptors of a product, the first is left out where registers hold that side.
+            held = bool(descriptor) and re.match(r"\s*R\d", operands[1]) is not None
+            yield from range(int(number) + 2 * held, int(number) + (4 if descriptor else 2 if pair else 1))
 
 
 def nvidia_usage(said: str) -> tuple[int, int]:
