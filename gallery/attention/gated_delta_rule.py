@@ -459,17 +459,17 @@ GATED_DELTA_RULE_DTYPES = {
     torch.float64,
 }
 # For the bytes of a number: the tokens of a chunk, how products of float32 are
-# computed, then BLOCK_K, BLOCK_V, warps and stages of each kernel. A program of
-# the second and the fourth has a block of V, and goes along all chunks.
+# computed, then BLOCK_K, BLOCK_V, warps and stages of each kernel. The second
+# and the fourth go along the chunks: narrow blocks give them more programs.
 GATED_DELTA_RULE_TILES = {
     2: (
         (64, "tf32"),
         (128, 64, 4, 2),
+        (128, 16, 4, 3),
+        (64, 128, 8, 2),
+        (128, 16, 8, 3),
         (128, 64, 4, 2),
-        (64, 128, 4, 2),
-        (128, 64, 4, 2),
-        (128, 64, 4, 2),
-        (32, 32, 4, 2),
+        (32, 32, 8, 2),
     ),
     4: (
         (32, "tf32x3"),
@@ -490,11 +490,19 @@ GATED_DELTA_RULE_TILES = {
         (16, 16, 4, 1),
     ),
 }
-# The narrowest block, for the bytes of a number. For tiles of half precision
-# narrower than 128 bytes, the assembler of Triton 3.6 and 3.7 may read a
-# register that nothing wrote. The last kernel has too few registers for wider
-# tiles: a test reads its machine code.
-GATED_DELTA_RULE_LEAST = {2: 64, 4: 16, 8: 16}
+# Half precision on Hopper. For tiles narrower than 128 bytes, the assembler of
+# Triton 3.6 and 3.7 may make code that is wrong there: wrong_code.py shows it.
+# The last kernel has too few registers for wider ones, and a test reads its
+# machine code.
+GATED_DELTA_RULE_HOPPER = (
+    (64, "tf32"),
+    (128, 64, 4, 2),
+    (128, 64, 4, 2),
+    (64, 128, 4, 2),
+    (128, 64, 4, 2),
+    (128, 64, 4, 2),
+    (32, 32, 4, 2),
+)
 
 
 @triton.jit
@@ -1012,6 +1020,13 @@ def _gated_delta_rule_read(*tensors):
     return tensors
 
 
+@functools.cache
+def _gated_delta_rule_is_hopper(device):
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_properties(device).major == 9
+
+
 def _gated_delta_rule_call(
     kernels, which, q, v, programs, parts, *pointers, **constants
 ):
@@ -1019,7 +1034,10 @@ def _gated_delta_rule_call(
     (_, T, heads, K), V = q.shape, int(v.shape[3])
     K = int(K)  # torch.compile would keep it open, and a constant cannot be
     (CHUNK, PRECISION), *tiles = GATED_DELTA_RULE_TILES[q.dtype.itemsize]
-    least = GATED_DELTA_RULE_LEAST[q.dtype.itemsize]
+    least = 16
+    if q.dtype.itemsize == 2 and _gated_delta_rule_is_hopper(q.device):
+        (CHUNK, PRECISION), *tiles = GATED_DELTA_RULE_HOPPER
+        least = 64
     most_k, most_v, num_warps, num_stages = tiles[which]
     BLOCK_V = min(most_v, max(least, triton.next_power_of_2(V)))
     grid = (programs * (triton.cdiv(V, BLOCK_V) if parts else 1),)

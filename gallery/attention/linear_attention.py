@@ -414,9 +414,9 @@ LINEAR_ATTENTION_TILES = {
     4: (32, (32, 32, 4, 2), (16, 128, 8, 1)),
     8: (16, (32, 32, 4, 1), (16, 128, 8, 1)),
 }
-# The narrowest block, for the bytes of a number. In half precision it is never
-# below 128 bytes: for narrower tiles, the assembler of Triton 3.6 and 3.7 may
-# read a register that nothing wrote.
+# The narrowest block, for the bytes of a number. For tiles of half precision
+# narrower than 128 bytes, the assembler of Triton 3.6 and 3.7 may make code
+# that is wrong on Hopper: wrong_code.py shows it.
 LINEAR_ATTENTION_LEAST = {2: 64, 4: 16, 8: 16}
 
 

@@ -424,15 +424,16 @@ OF_WIDE = "g_ptr", "beta_ptr", "first_ptr", "last_ptr", "grad_last_ptr", "dfirst
 
 
 def at_launch(taken: ModuleType, which: str, dtype: str, K: int, V: int) -> tuple[object, dict[str, object]]:
-    """Return a kernel, and what the launchers pass on to it, for lengths and heads that 16 divides."""
+    """Return a kernel, and what the launchers pass on to it on an H100, for lengths and heads that 16 divides."""
     import triton
     import triton.language as tl
 
     number, constants = KERNELS[which]
     kernel = taken.GATED_DELTA_RULE_KERNELS[number]
-    (CHUNK, PRECISION), *tiles = taken.GATED_DELTA_RULE_TILES[SIZES[dtype]]
+    half = SIZES[dtype] == 2
+    (CHUNK, PRECISION), *tiles = taken.GATED_DELTA_RULE_HOPPER if half else taken.GATED_DELTA_RULE_TILES[SIZES[dtype]]
     most_k, most_v, num_warps, num_stages = tiles[number]
-    least = taken.GATED_DELTA_RULE_LEAST[SIZES[dtype]]
+    least = 64 if half else 16
     wide = "fp64" if dtype == "fp64" else "fp32"
     known = {
         "SCALE": K**-0.5,
