@@ -142,6 +142,9 @@ def test_registers_that_nothing_wrote() -> None:
     assert unwritten(sass("ULDC.64 UR10, c[0x0][0x210]", product)) == ["UR8", "UR9"]
     # Registers hold the first side: there is one descriptor.
     assert unwritten(sass("ULDC.64 UR10, c[0x0][0x210]", "HGMMA.64x16x16.F32 R56, R32, gdesc[UR8], R56")) == []
+    # A predicate may stand before what is written, and a comparison writes predicates alone.
+    assert unwritten(sass("ULOP3.LUT UP0, UR4, URZ, 0x1, URZ, 0xc0, !UPT", "UMOV UR5, UR4")) == []
+    assert unwritten(sass("UISETP.NE.AND UP0, UPT, UR4, URZ, UPT", "UMOV UR4, URZ")) == ["UR4"]
     # LDS.64 reads a pair of words of memory, at an address in one register.
     assert unwritten(sass("UMOV UR6, 0x400", "LDS.64 R8, [R18+UR6]")) == []
     # A function returns its result in a register.

@@ -13,9 +13,9 @@ When the assembler is wrong
 ===========================
 
 A kernel gives wrong numbers, or stops at an illegal address. Nearly always the
-kernel is at fault. Now and then it is the tool that makes machine code of it.
-This page has a kernel of ten lines which is right, and of which ``ptxas``,
-NVIDIA's assembler, makes wrong code for an H100. It needs no GPU to show it.
+kernel is at fault. Sometimes the assembler is, which turns it into machine
+code. This page has a right kernel of ten lines. NVIDIA's assembler, ``ptxas``,
+makes wrong code of it for an H100. The page needs no GPU to show that.
 
 After this page you can
 
@@ -55,8 +55,8 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 #
 # It has three products, as a chunk of linear attention has: the products of
 # rows of ``x`` with each other are weights for the rows of ``z``, and ``x``
-# times ``y`` comes on top. Half precision has tiles of 64 rows here, and of
-# ``BLOCK`` columns.
+# times ``y`` comes on top. All tiles are in half precision: ``x`` is 64 x 64,
+# ``y`` and ``z`` are 64 x ``BLOCK``.
 
 
 @triton.jit
@@ -84,9 +84,9 @@ def three_products(x, y, z):
 # --------------------
 #
 # On a GPU, an illegal address would end the process, and with it what comes
-# after on this page. So a child process runs the kernel beside float64, and
-# tells the largest error as a part of what rounding may do. A weight, and then
-# the result, is rounded to the 11 bits of float16.
+# after on this page. So a child process runs the kernel beside float64. It
+# prints the largest error, divided by a bound for two roundings to the 11 bits
+# of float16: that of a weight, and that of the result.
 
 WIDTHS = [16, 32, 64]
 RUN = """
@@ -149,13 +149,13 @@ if __name__ == "__main__":
         print(f"BLOCK = {block}: {said}")
     if DEVICE.type == "cpu":  # no assembler has a part in it
         errors = torch.tensor([float(said) for said in ran.values()])
-        torch.testing.assert_close(errors, 0 * errors, rtol=0, atol=1)
+        zeros = torch.zeros(len(WIDTHS))
+        torch.testing.assert_close(errors, zeros, rtol=0, atol=1)
 
 # %%
-# A number below 1 is right. The interpreter has one for all widths, so the
-# kernel says what it should. But on an H100, two ops of this gallery that
-# multiply like this had wrong results, or stopped at an illegal address. In
-# both, a tile was narrower than another.
+# A number below 1 is right. In the interpreter all three are, so the kernel is
+# right. But two ops of this gallery that multiply like this had wrong results
+# on an H100, or stopped at an illegal address, where heads were narrow.
 
 # %%
 # What the machine code reads
@@ -163,10 +163,11 @@ if __name__ == "__main__":
 #
 # Hopper's matrix instruction, ``HGMMA`` in machine code, takes a *descriptor*
 # of a tile in shared memory: its address, and how its rows lie. A descriptor
-# stands in *uniform registers*, ``UR0`` to ``UR62``, which the threads of a
-# warp share. We go through the instructions in their order, and note which of
-# these registers each one writes and reads. What is read first is suspect: no
-# instruction before it put anything there.
+# stands in two *uniform registers*, ``UR0`` to ``UR62``, which the threads of a
+# warp share; ``gdesc[UR8]`` names two descriptors, in four registers from
+# ``UR8`` on. We go through the instructions in their order, and note which of
+# these registers each one writes and reads. A register that is read before
+# anything wrote it is suspect.
 
 STEP = re.compile(r"^\s*/\*\w+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)([^;]*);", re.M)
 
@@ -183,27 +184,27 @@ def registers(text):
 def unwritten(sass):
     """Return the instructions that read what no instruction before wrote.
 
-    It is for kernels without a division of 64-bit numbers: those call a
-    function, which returns its result in registers too.
+    It follows the text, not the branches, and it is for kernels without a
+    division of 64-bit numbers: those call a function, which returns its result
+    in registers too.
     """
     written, suspects = set(), []
     for name, operands in STEP.findall(sass):
-        first, *others = operands.split(",")
-        writes = re.fullmatch(r"\s*UR\d+\s*", first) is not None
-        read = [n for one in others for n in registers(one)]
-        if not writes:
-            read += registers(first)
-        if name.startswith("HGMMA") and re.match(r"\s*R\d", others[0]):
-            # Registers hold the first side: the descriptor of it is left out.
+        # A predicate, UP0 for example, may be written first.
+        into = re.match(r"\s*(?:U?P\d\s*,\s*)?UR(\d+)\s*(?:,|$)", operands)
+        if "SETP" in name:  # a comparison writes predicates alone
+            into = None
+        read = registers(operands[into.end() :] if into else operands)
+        if name.startswith("HGMMA") and re.match(r"[^,]*,\s*R\d", operands):
+            # Registers hold the first side: its descriptor is left out.
             read = [n for n in read if n - min(read) > 1]
         if unknown := sorted({*read} - written):
             names = ", ".join(f"UR{n}" for n in unknown)
             line = re.sub(r"-?0x\w+", "CONSTANT", f"{name} {operands.strip()}")
             suspects.append(f"{line}: {names} unwritten")
-        if writes:
-            (number,) = registers(first)
-            pair = ".64" in name or "WIDE" in name
-            written |= {number, number + 1} if pair else {number}
+        if into:
+            first, pair = int(into[1]), ".64" in name or "WIDE" in name
+            written |= {first, first + 1} if pair else {first}
     return suspects
 
 
@@ -226,55 +227,101 @@ SOURCE
 def said(*command):
     return subprocess.check_output([*map(str, command)], text=True)
 
-kernel, found = three_products_kernel, []
-tools = Path(triton.knobs.nvidia.ptxas.path).parent
-for block in json.load(sys.stdin):
-    types = {a: "*fp16" for a in kernel.arg_names} | {"BLOCK": "constexpr"}
-    by_16 = {(i,): [["tt.divisibility", 16]] for i in range(4)}
-    source = triton.compiler.ASTSource(kernel, types, {"BLOCK": block}, by_16)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    for name in ("ptxas", "ptxas-blackwell"):
+tools, found = triton.knobs.nvidia, []
+name, jobs = json.load(sys.stdin)
+for types, constants, options in jobs:
+    pointers = [i for i, a in enumerate(types) if types[a].startswith("*")]
+    by_16 = {(i,): [["tt.divisibility", 16]] for i in pointers}
+    types |= dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(globals()[name], types, constants, by_16)
+    target = GPUTarget("cuda", 90, 32)
+    ptx = triton.compile(source, target=target, options=options).asm["ptx"]
+    for tool in (tools.ptxas.path, tools.ptxas_blackwell.path):
         with tempfile.TemporaryDirectory() as folder:
-            ptx, cubin = Path(folder, "a.ptx"), Path(folder, "a.cubin")
-            ptx.write_text(made.asm["ptx"])
-            said(tools / name, "--gpu-name", "sm_90a", ptx, "-o", cubin)
-            sass = said(triton.knobs.nvidia.nvdisasm.path, "-c", cubin)
-        (version,) = re.findall(r"V([\\d.]+)", said(tools / name, "--version"))
-        found.append([block, f"ptxas {version}", sass])
+            text, cubin = Path(folder, "a.ptx"), Path(folder, "a.cubin")
+            text.write_text(ptx)
+            said(tool, "--gpu-name", "sm_90a", text, "-o", cubin)
+            sass = said(tools.nvdisasm.path, "-c", cubin)
+        (version,) = re.findall(r"V([\\d.]+)", said(tool, "--version"))
+        found.append([f"ptxas {version}", ptx, sass])
 json.dump(found, sys.stdout)
 """
 
 
-def machine_code(blocks):
-    """Return a list of widths, assemblers and the machine code for an H100."""
-    kernel = inspect.getsource(three_products_kernel.fn).partition("\n")[2]
-    code = COMPILE.replace("SOURCE", "@triton.jit\n" + kernel)
-    ended = child(code, stdin=json.dumps(blocks), TRITON_INTERPRET="0")
+def machine_code(kernel, *jobs):
+    """Return a list of assemblers, PTX and machine code for an H100.
+
+    A job has the types of a kernel's arguments in their order, its constants,
+    and options of a launch such as ``num_warps``. It has two places in the
+    list: one for Triton's assembler, one for the newer.
+    """
+    source = inspect.getsource(kernel.fn).partition("@triton.jit")[2]
+    code = COMPILE.replace("SOURCE", "@triton.jit" + source)
+    stdin = json.dumps([kernel.fn.__name__, jobs])
+    ended = child(code, stdin=stdin, TRITON_INTERPRET="0")
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
 
+TYPES = dict.fromkeys(["x_ptr", "y_ptr", "z_ptr", "out_ptr"], "*fp16")
+
 if __name__ == "__main__":
-    codes = machine_code(WIDTHS)
-    for block, assembler, sass in codes:
-        products = len(re.findall("HGMMA", sass))
-        print(f"BLOCK = {block}, {assembler}: {products} matrix instructions")
+    jobs = [(TYPES, {"BLOCK": block}, {}) for block in WIDTHS]
+    codes = machine_code(three_products_kernel, *jobs)
+    both = [block for block in WIDTHS for _ in range(2)]
+    for block, (assembler, _, sass) in zip(both, codes, strict=True):
+        number = len(re.findall("HGMMA", sass))
+        print(f"BLOCK = {block}, {assembler}: {number} matrix instructions")
         for suspect in unwritten(sass):
             print("   ", suspect)
 
 # %%
 # The code of the newer one reads nothing that it did not write, in any width.
-# That of the older one does, where a tile has 16 or 32 columns. There
-# ``UIADD3`` adds to the lower half of a descriptor, and ``UIADD3.X`` adds to
-# the upper half, with the carry. What they add to is in a register that may
-# hold anything. So the matrix instruction may read anything, in shared memory
-# or beyond its end.
+# That of the older one does, where a tile has 16 or 32 columns. ``UIADD3`` adds
+# a constant to the lower half of a descriptor, and ``UIADD3.X`` adds one to the
+# upper half, with the carry. ``UP0`` holds the carry, ``URZ`` is zero. But the
+# register that they add to was never written. So it may hold anything, and the
+# descriptor may name any place, in shared memory or beyond its end.
+
+# %%
+# Is the PTX to blame?
+# --------------------
+#
+# If nothing wrote the value in PTX either, Triton would be at fault. We take
+# the last matrix instruction, ``wgmma`` in PTX, and follow the descriptor of
+# its second tile back to where it comes from:
+
+
+def origin(ptx, register):
+    """Return the lines that make a register's value, the last one first."""
+    lines = []
+    while register:
+        pattern = rf"^\s*([\w.]+\s+{register},\s*([^;]*));"
+        line = re.search(pattern, ptx, re.M)
+        if line is None:
+            return [*lines, f"nothing writes {register}"]
+        lines.append(" ".join(line[1].split()))
+        register = next(iter(re.findall(r"%r\w*", line[2])), None)
+    return lines
+
+
+if __name__ == "__main__":
+    _, ptx, _ = codes[0]
+    last = re.findall(r"wgmma\.mma_async[^;]*\}, (%rd\d+), ", ptx)[-1]
+    lines = origin(ptx, last)
+    print(*lines, sep="\n")
+    assert "nothing writes" not in lines[-1]
+
+# %%
+# Each value has its line. The last one is the place of shared memory itself. So
+# the PTX is complete, and both assemblers were given the same.
 
 # %%
 # The check
 # ---------
 #
-# The table is the verdict. The run asserts what this page says of it.
+# The table is the verdict. The run asserts what this page says of ``ptxas``
+# 12.8, as Triton 3.6 and 3.7 have it.
 
 if __name__ == "__main__":
     rows = [
@@ -284,16 +331,20 @@ if __name__ == "__main__":
             "assembler": assembler,
             "reads unwritten": len(unwritten(sass)),
         }
-        for block, assembler, sass in codes
+        for block, (assembler, _, sass) in zip(both, codes, strict=True)
     ]
     print(pd.DataFrame(rows).to_string(index=False))
     print(f"On this device ({DEVICE.type}):", ran)
-    assert any(unwritten(sass) for _, _, sass in codes)
-    assert not any(unwritten(sass) for block, _, sass in codes if block == 64)
+    for row in rows:
+        if row["assembler"].startswith("ptxas 12.8"):
+            assert (row["reads unwritten"] > 0) == (row["columns"] < 64)
+        else:
+            assert row["reads unwritten"] == 0
 
 # %%
-# A run on a GPU takes Triton's choice, the older assembler. It may be right by
-# chance: what ran before decides what the register holds.
+# A run on Hopper takes Triton's choice, the older assembler. It may be right by
+# chance: what ran before decides what the register holds. And code without a
+# line of this kind may still be wrong: the second question below says why.
 
 # %%
 # What to do
@@ -303,15 +354,15 @@ if __name__ == "__main__":
 #
 # 1. Is it right in the interpreter, for the same shape and strides? If not, the
 #    kernel is wrong. ``debugging.py`` goes on from there.
-# 2. Does compute-sanitizer report a read *outside of shared memory*? Triton
-#    places tiles there, not you. An address in the GPU's memory is yours.
+# 2. Does ``compute-sanitizer python script.py`` report an invalid *shared*
+#    read? Triton places tiles in shared memory, not you.
 # 3. Does the error come and go with the width of a tile or the number of warps,
 #    where the result must not change? Then read the machine code as above.
 #
 # If it is the assembler:
 #
-# * Make the tiles wider, 128 bytes or more in a row, and mask what is too much.
-#   The op of ``linear_attention.py`` does.
+# * Make the tiles wider, mask what is too much, and read the machine code
+#   again. Rows of 128 bytes are enough here, and in ``linear_attention.py``.
 # * Or name a newer assembler in the variable ``TRITON_PTXAS_PATH``. Triton has
 #   one for Blackwell, at ``triton.knobs.nvidia.ptxas_blackwell.path``, and the
 #   package ``nvidia-cuda-nvcc`` has others. An old driver may not load their
@@ -323,25 +374,28 @@ if __name__ == "__main__":
 # Go further
 # ----------
 #
-# 1. Which of your kernels multiply narrow tiles? Compile each for an H100, at
-#    the smallest heads that you take, and call ``unwritten``.
+# 1. Which of your kernels multiply narrow tiles? Compile each for an H100, with
+#    the narrowest tiles that it takes, and call ``unwritten``.
 # 2. Why does ``unwritten`` find nothing in wrong code where a register was
 #    written for another purpose before?
 #
 # To read on:
 #
 # * ``compiler_stages.py`` reads the text of each stage.
-# * Others met it in `flash-linear-attention
-#   <https://github.com/fla-org/flash-linear-attention/pull/1262>`_, and with an
-#   open cause in Triton's `report 11366
-#   <https://github.com/triton-lang/triton/issues/11366>`_.
+# * Users of flash-linear-attention `found more faults
+#   <https://github.com/fla-org/flash-linear-attention/pull/1262>`_ of
+#   ``ptxas`` 12.8 and 13.0 on Hopper. With 13.1 their kernels were right.
+# * Triton's `report 11366
+#   <https://github.com/triton-lang/triton/issues/11366>`_ has a kernel with
+#   narrow tiles that reads outside of shared memory.
 
 # %%
 # Answers
 # -------
 #
-# **1.** Replace the kernel in ``machine_code``, and its types and constants. A
-# width of 64 half-precision numbers fills 128 bytes.
+# **1.** Give ``machine_code`` your kernel and a job for each tile:
+# ``({"x_ptr": "*bf16", "N": "i32"}, {"BLOCK": 16}, {"num_warps": 8})``. If the
+# kernel calls other jitted functions, put their text into ``COMPILE`` too.
 #
 # **2.** The function asks whether anything was written, not whether it was the
 # right thing. To find that, compare with the code of another assembler.

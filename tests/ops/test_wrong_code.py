@@ -29,8 +29,9 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.fixture(scope="module")
 def codes(recipe: ModuleType) -> Codes:
     """Return the machine code of each width, of Triton's assembler for an H100 (0) and of the newer one (1)."""
-    made = recipe.machine_code(recipe.WIDTHS)
-    return {(block, number % 2): sass for number, (block, _, sass) in enumerate(made)}
+    jobs = [(recipe.TYPES, {"BLOCK": block}, {}) for block in recipe.WIDTHS]
+    made = recipe.machine_code(recipe.three_products_kernel, *jobs)
+    return {(recipe.WIDTHS[number // 2], number % 2): sass for number, (_, _, sass) in enumerate(made)}
 
 
 @given(block=st.sampled_from(WIDTHS), seed=st.integers(0, 2**31))
@@ -67,6 +68,8 @@ def test_it_finds_what_the_build_finds(recipe: ModuleType, codes: Codes) -> None
         (["ULDC.64 UR10, c[0x0][0x218]", "HGMMA.64x16x16.F32 R8, R32, gdesc[UR8], R8"], []),
         (["UMOV UR6, 0x400", "@!P5 STS.128 [R73+UR6+0x800], R28"], []),
         (["STS.128 [R73+UR6+0x800], R28"], ["UR6"]),
+        (["ULOP3.LUT UP0, UR4, URZ, 0x1, URZ, 0xc0, !UPT", "UMOV UR5, UR4"], []),
+        (["UISETP.NE.AND UP0, UPT, UR4, URZ, UPT"], ["UR4"]),
     ],
 )
 def test_unwritten_before_an_accumulator(recipe: ModuleType, instructions: list[str], expected: list[str]) -> None:
@@ -75,18 +78,27 @@ def test_unwritten_before_an_accumulator(recipe: ModuleType, instructions: list[
     assert [line.partition(": ")[2].removesuffix(" unwritten") for line in recipe.unwritten(sass)] == expected
 
 
-def test_newer_assembler_can_be_named(recipe: ModuleType) -> None:
-    """As the page says: Triton's own for Blackwell, in a variable."""
+def test_newer_assembler_can_be_named(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the page says: Triton's own for Blackwell, in a variable. Triton's choice for an H100 is that one then."""
     look = "import triton, sys; sys.stdout.write(triton.knobs.nvidia.ptxas_blackwell.path)"
-    newer = recipe.child(look).stdout
-    # Triton now writes PTX of that version, which the older assembler does not take: both are the newer one.
-    both = recipe.COMPILE.replace('("ptxas", "ptxas-blackwell")', '("ptxas-blackwell",)')
-    kernel = "@triton.jit\n" + recipe.inspect.getsource(recipe.three_products_kernel.fn).partition("\n")[2]
-    ended = recipe.child(both.replace("SOURCE", kernel), stdin="[16]", TRITON_INTERPRET="0", TRITON_PTXAS_PATH=newer)
-    assert ended.returncode == 0, ended.stderr
-    ((_, _, sass),) = recipe.json.loads(ended.stdout)
-    assert "HGMMA" in sass
-    assert recipe.unwritten(sass) == []
+    monkeypatch.setenv("TRITON_PTXAS_PATH", recipe.child(look).stdout)
+    for assembler, _, sass in recipe.machine_code(recipe.three_products_kernel, (recipe.TYPES, {"BLOCK": 16}, {})):
+        assert not assembler.startswith("ptxas 12.8")
+        assert "HGMMA" in sass
+        assert recipe.unwritten(sass) == []
+
+
+def test_options_of_a_launch(recipe: ModuleType) -> None:
+    """Eight warps are two groups, which share the columns: an instruction has half of them."""
+    job = recipe.TYPES, {"BLOCK": 64}, {"num_warps": 8}
+    sass = recipe.machine_code(recipe.three_products_kernel, job)[0][2]
+    assert "HGMMA.64x32x16" in sass
+
+
+def test_origin(recipe: ModuleType) -> None:
+    ptx = "\tmov.b32 \t%r1, global_smem;\n\tcvt.u64.u32 \t%rd2, %r1;\n\tadd.s64 \t%rd3, %rd2, 32;\n"
+    assert recipe.origin(ptx, "%rd3") == ["add.s64 %rd3, %rd2, 32", "cvt.u64.u32 %rd2, %r1", "mov.b32 %r1, global_smem"]
+    assert recipe.origin(ptx, "%rd4") == ["nothing writes %rd4"]
 
 
 def test_child_that_ends_is_told(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,5 +123,6 @@ BREAKS = [
     ("z is y", "z = tl.load(z_ptr + tile)", "z = tl.load(y_ptr + tile)"),
     ("a descriptor of two registers", "(4 if descriptor else 1)", "(2 if descriptor else 1)"),
     ("both sides always in memory", 'name.startswith("HGMMA") and', "False and"),
-    ("one register of a pair", "{number, number + 1} if pair", "{number} if pair"),
+    ("one register of a pair", "{first, first + 1} if pair", "{first} if pair"),
+    ("predicates are in the way", r"(?:U?P\d\s*,\s*)?UR", "UR"),
 ]

@@ -69,22 +69,27 @@ def unwritten(code: str) -> list[str]:
     return [f"UR{number}" for number in unknown]
 
 
+def _into(step: re.Match[str]) -> re.Match[str] | None:
+    """Return the uniform register that an instruction writes; a predicate may stand before it."""
+    return None if "SETP" in step[1] else re.match(r"\s*(?:U?P\d\s*,\s*)?UR(\d+)\s*(?:,|$)", step[2])
+
+
 def _writes(step: re.Match[str]) -> range:
     """Return the uniform registers that an instruction writes."""
-    into = re.match(r"\s*UR(\d+)\s*(,|$)", step[2] or "")
+    into = _into(step) if step[1] else None
     first = int(into[1]) if into else 0
     return range(first, first + (2 if re.search(r"\.64|WIDE", step[1]) else 1) if into else 0)
 
 
 def _reads(step: re.Match[str]) -> Iterator[int]:
     """Return the uniform registers that an instruction reads."""
-    instruction, operands = step[1], step[2].split(",")
-    pair = instruction.startswith("U") and ".64" in instruction
-    for operand in operands[bool(_writes(step)) :]:
-        for descriptor, number in UNIFORM.findall(operand):
-            # Of the two descriptors of a product, the first is left out where registers hold that side.
-            held = bool(descriptor) and re.match(r"\s*R\d", operands[1]) is not None
-            yield from range(int(number) + 2 * held, int(number) + (4 if descriptor else 2 if pair else 1))
+    into, operands = _into(step), step[2]
+    pair = step[1].startswith("U") and ".64" in step[1]
+    # Of the two descriptors of a product, the first is left out where registers hold that side.
+    held = re.match(r"[^,]*,\s*R\d", operands) is not None
+    for descriptor, number in UNIFORM.findall(operands[into.end() :] if into else operands):
+        first = int(number)
+        yield from range(first + 2 * (bool(descriptor) and held), first + (4 if descriptor else 2 if pair else 1))
 
 
 def nvidia_usage(said: str) -> tuple[int, int]:
