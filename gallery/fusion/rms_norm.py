@@ -383,6 +383,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # KB of rows in float32 under way together. Each goes on to further rows. The
 # order of all sums is fixed, so one GPU gives the same bits each time.
 #
+# Where a program has several rows at a time, its last ones may lie beyond the
+# matrix. Forward they are the last row again. In a sum over rows they would
+# count twice, so the backward masks them.
+#
 # Each program has its row of ``dw`` in registers, besides ``h`` and
 # :math:`\mathrm{d}y`. In the backward, every row of more than 8192 numbers is
 # two blocks. The weight of a row in two blocks does not stay in registers as
@@ -812,6 +816,7 @@ def _rms_norm_backward_launch(
             **plan,
         )
         BLOCK_P = triton.next_power_of_2(programs)
+        # Elements here, not bytes: each program has one row of sums to add.
         BLOCK_N = RMS_NORM_TILE // BLOCK_P
         sum_kernel[(triton.cdiv(N, BLOCK_N),)](
             sums,

@@ -333,7 +333,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The reductions go along ``axis=1``. The last program's rows may go beyond the
 # matrix. It then does the last row again, and stores the same values in the
-# same place. So rows need no mask.
+# same place. So rows need no mask here. (A sum over rows does: a row that is
+# done twice would count twice. ``rms_norm.py`` has such a sum.)
 #
 # One question is left. A row of 1000 in bfloat16 begins at a multiple of 16
 # bytes, as a row of 1024 does. A thread could load 8 elements at once. But the

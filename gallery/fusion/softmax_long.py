@@ -280,7 +280,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # There is a second change: ``tl.exp2`` in place of ``tl.exp``. It makes results
 # zero that are too small to be normal float32 numbers, and ``tl.exp`` takes
-# instructions for them. The figures below are for both changes together.
+# instructions for them. The figures below are for both changes together. A
+# kernel may read a number that is defined outside of it only if that is a
+# ``tl.constexpr``: then nobody can change it after the kernel was compiled.
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 

@@ -460,9 +460,11 @@ if __name__ == "__main__":
 # -----
 #
 # A cheap call is worth nothing if PyTorch no longer gets along with the op.
-# (Test this on a GPU: compilers cannot look into interpreted kernels.)
 # ``which_api.py`` tries what PyTorch does with an op. These are its rows in
-# short; each raises an error if something is wrong.
+# short; each raises an error if something is wrong. Without a GPU, PyTorch's
+# own operators stand in for the kernels here: compilers cannot look into
+# interpreted kernels, and fail with "Cannot access data pointer". So test an op
+# of yours on a GPU.
 
 
 same = torch.testing.assert_close
