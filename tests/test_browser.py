@@ -240,9 +240,7 @@ def test_index_is_filtered_by_keyboard(page: Page, address: str) -> None:
     assert 0 < left < shown
     assert said.inner_text() == f"{left} of {count} recipes"
     assert 0 < sections.locator("visible=true").count() < sections_count, "a section without cards is shown"
-    page.locator(".filters button", has_text="debugging").or_(page.locator(".filters button", has_text="TMA")).press(
-        " "
-    )
+    page.locator(".filters button", has_text="debugging").press(" ")
     assert cards.locator("visible=true").count() == sections.locator("visible=true").count() == 0
     assert "No recipe" in said.inner_text()
     page.get_by_role("button", name="Show all").press("Enter")

@@ -658,8 +658,10 @@ def _linear_attention_read(*tensors):
 
 def _linear_attention_block(most, size, itemsize):
     """Return a block for a dimension: a power of two, at most `most`."""
-    least = LINEAR_ATTENTION_LEAST[itemsize]
-    return min(most, max(least, triton.next_power_of_2(size)))
+    return min(
+        most,
+        max(LINEAR_ATTENTION_LEAST[itemsize], triton.next_power_of_2(size)),
+    )
 
 
 def _linear_attention_common(q, g, scale):
