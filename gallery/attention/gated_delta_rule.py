@@ -490,12 +490,11 @@ GATED_DELTA_RULE_TILES = {
         (16, 16, 4, 1),
     ),
 }
-# Half precision on Hopper. For tiles narrower than 128 bytes, the assembler of
-# Triton 3.6 and 3.7 may make code that is wrong there: wrong_code.py shows it.
-# The last kernel has too few registers for wider ones, and a test reads its
-# machine code.
+# The same of each kernel for half precision on Hopper. For tiles narrower than
+# 128 bytes, the assembler of Triton 3.6 and 3.7 may make code that is wrong
+# there: wrong_code.py shows it. The last kernel has too few registers for wider
+# ones, and a test reads its machine code.
 GATED_DELTA_RULE_HOPPER = (
-    (64, "tf32"),
     (128, 64, 4, 2),
     (128, 64, 4, 2),
     (64, 128, 4, 2),
@@ -1036,8 +1035,7 @@ def _gated_delta_rule_call(
     (CHUNK, PRECISION), *tiles = GATED_DELTA_RULE_TILES[q.dtype.itemsize]
     least = 16
     if q.dtype.itemsize == 2 and _gated_delta_rule_is_hopper(q.device):
-        (CHUNK, PRECISION), *tiles = GATED_DELTA_RULE_HOPPER
-        least = 64
+        tiles, least = GATED_DELTA_RULE_HOPPER, 64
     most_k, most_v, num_warps, num_stages = tiles[which]
     BLOCK_V = min(most_v, max(least, triton.next_power_of_2(V)))
     grid = (programs * (triton.cdiv(V, BLOCK_V) if parts else 1),)

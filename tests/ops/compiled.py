@@ -5,6 +5,7 @@ another process imports the recipes, as on an H100 that compiles for it and runs
 """
 
 import importlib
+import itertools
 import multiprocessing
 import re
 import subprocess
@@ -109,6 +110,20 @@ def stack(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> int:
     usage = _said(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin=cubin)
     (found,) = re.findall(r"STACK:(\d+)", usage)
     return int(found)
+
+
+def narrow(taken: ModuleType, at_launch: Callable[..., Any], kernels: Collection[str]) -> None:
+    """Compile kernels for narrow heads, for lengths that 16 divides and others: `compiled` fails if one is wrong.
+
+    Args:
+        taken: the op, as its test imports it.
+        at_launch: returns a kernel, and what the launchers pass on to it, given its name, a dtype and the heads' sizes.
+        kernels: their names.
+    """
+    jobs = itertools.product([(1, 64), (16, 256), (64, 16)], kernels, [["T", "HEADS"], []])
+    for (K, V), which, multiples in jobs:  # noqa: N806 - sizes have the recipes' names
+        kernel, known = at_launch(taken, which, "fp16", K, V)
+        compiled(kernel, **known | {"multiples": multiples})
 
 
 def graphs(op: Callable[..., Any], *inputs: torch.Tensor) -> list[list[str]]:

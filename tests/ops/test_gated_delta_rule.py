@@ -2,6 +2,7 @@
 
 # ruff: noqa: N806 - lengths and dimensions have the recipe's names
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import Ask, compiled, graphs, stack
+from compiled import Ask, compiled, graphs, narrow, stack
 from device_key import at_cuda
 from guard import Guard, guarded
 from hypothesis import given, settings
@@ -431,8 +432,8 @@ def at_launch(taken: ModuleType, which: str, dtype: str, K: int, V: int) -> tupl
     number, constants = KERNELS[which]
     kernel = taken.GATED_DELTA_RULE_KERNELS[number]
     half = SIZES[dtype] == 2
-    (CHUNK, PRECISION), *tiles = taken.GATED_DELTA_RULE_HOPPER if half else taken.GATED_DELTA_RULE_TILES[SIZES[dtype]]
-    most_k, most_v, num_warps, num_stages = tiles[number]
+    (CHUNK, PRECISION), *tiles = taken.GATED_DELTA_RULE_TILES[SIZES[dtype]]
+    most_k, most_v, num_warps, num_stages = (taken.GATED_DELTA_RULE_HOPPER if half else tiles)[number]
     least = 64 if half else 16
     wide = "fp64" if dtype == "fp64" else "fp32"
     known = {
@@ -462,20 +463,10 @@ def codes(taken: ModuleType) -> dict[str, tuple[set[str], bool, bool]]:
     return found
 
 
-def narrow(taken: ModuleType) -> int:
-    """Compile every kernel for narrow heads, for lengths that 16 divides and others; return how many that were."""
-    number = 0
-    for (K, V), which, multiples in itertools.product([(1, 64), (16, 256), (64, 16)], KERNELS, [["T", "HEADS"], []]):
-        kernel, known = at_launch(taken, which, "fp16", K, V)
-        compiled(kernel, **known | {"multiples": multiples})
-        number += 1
-    return number
-
-
 @pytest.mark.thorough
 def test_narrow_heads_read_nothing_unwritten(gallery: Path, on_h100: Ask) -> None:
     """On an H100, tiles as narrow as these heads had wrong results: `compiled` looks for the cause."""
-    assert on_h100(gallery / RECIPE, narrow) == [6 * len(KERNELS)]
+    on_h100(gallery / RECIPE, functools.partial(narrow, at_launch=at_launch, kernels=tuple(KERNELS)))
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import Ask, compiled, graphs, stack
+from compiled import Ask, compiled, graphs, narrow, stack
 from device_key import at_cuda
 from guard import Guard, guarded
 from hypothesis import given, settings
@@ -402,20 +402,10 @@ def codes(taken: ModuleType) -> dict[tuple[int, str], tuple[set[str], bool, bool
     return found
 
 
-def narrow(taken: ModuleType) -> int:
-    """Compile every kernel for narrow heads, for lengths that 16 divides and others; return how many that were."""
-    number = 0
-    for (K, V), which, multiples in itertools.product([(1, 64), (16, 64), (64, 16)], KERNELS, [["T", "HEADS"], []]):
-        kernel, known = at_launch(taken, which, "fp16", K, V)
-        compiled(kernel, **known | {"multiples": multiples})
-        number += 1
-    return number
-
-
 @pytest.mark.thorough
 def test_narrow_heads_read_nothing_unwritten(gallery: Path, on_h100: Ask) -> None:
     """On an H100, tiles as narrow as these heads had wrong results: `compiled` looks for the cause."""
-    assert on_h100(gallery / RECIPE, narrow) == [6 * len(KERNELS)]
+    on_h100(gallery / RECIPE, functools.partial(narrow, at_launch=at_launch, kernels=tuple(KERNELS)))
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:

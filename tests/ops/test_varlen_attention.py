@@ -490,11 +490,11 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
 
 @pytest.mark.thorough
 def test_few_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """None, but some in the gradient of keys, most for heads of 64."""
+    """None, but some in the gradient of keys, and there most for heads of 64."""
     (found,) = on_h100(gallery / RECIPE, spills)
     assert len(found) == 36
     assert {what for what, size in found.items() if size} <= {what for what in found if what.startswith("dkdv")}
-    assert max(found.values()) <= 280
+    assert {what: size for what, size in found.items() if size > (280 if " 64 " in what else 128)} == {}
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:
