@@ -348,14 +348,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Does the second pass find its row?
 # ----------------------------------
 #
-# Between its two passes a row should wait in the L2 cache. As in
-# ``softmax_long.py``, the *grid* sets how many rows are under way: the programs
-# are *persistent*, and go on to further rows. For each multiprocessor the op
-# starts 1, 2, 4 or 8 programs, of 32 warps in all: as many as leave two fifths
-# of the cache for the results. The second pass goes from a row's end to its
-# start, as the caches saw the end last. Weight and bias are the same for all
-# rows, so L2 can serve them. A table after the op compares how many rows are
-# under way.
+# Between its two passes a row should wait in the L2 cache. Each program at work
+# has a row *under way*. A multiprocessor's registers have room for about 32
+# warps of the op's kernel: four programs of 8 warps, two of 16, or one of 32.
+# So the number of warps sets how many rows are under way. The op takes the
+# fewest warps with which these rows leave two fifths of the cache for all else.
+#
+# The op's loads and stores tell the caches what comes next. Those of the first
+# pass, and of weight and bias, are *evicted last*. Those of the second pass are
+# evicted first. The second pass goes from a row's end to its start, as the
+# caches saw the end last. A table after the op compares how many rows are under
+# way.
 
 # %%
 # The backward
@@ -413,7 +416,9 @@ NORMS_LONG_ACC = {
     torch.float64: tl.float64,
 }
 NORMS_LONG_CACHE = 0.6  # of L2, for the rows under way
-NORMS_LONG_THREAD = 16  # bytes of each tensor that a thread loads in a turn
+# Warps of a program, and the bytes of each tensor that a thread loads in a turn
+NORMS_LONG_PROGRAMS = [(8, 16), (16, 16), (32, 32)]
+NORMS_LONG_WARPS = 32  # of the programs on a multiprocessor, by registers
 NORMS_LONG_TILE_M = 4  # rows of a tile, for the weight's gradient
 NORMS_LONG_TILE_N = 2048  # bytes of each of these rows
 
@@ -438,45 +443,55 @@ def _norms_long_kernel(
     N = N // VEC * VEC
     stride_xm = stride_xm // VEC * VEC
     columns = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-    # Columns past the end of the last block have one element less.
-    count = tl.cdiv(tl.maximum(N - columns, 0), BLOCK_N).to(ACC)  # (BLOCK_N,)
     # In int32 a row's offset would overflow past element 2**31.
-    first = tl.program_id(axis=0).to(tl.int64)
-    # A program for each row would have more rows under way than L2 can hold.
-    for row in tl.range(first, M, tl.num_programs(axis=0)):
-        x_row = x_ptr + row * stride_xm
-        # Each column has its own: no thread waits for another in the loop.
-        mean = tl.zeros((BLOCK_N,), dtype=ACC)
-        s = tl.zeros((BLOCK_N,), dtype=ACC)
-        n = tl.zeros((), dtype=ACC)
-        for start in range(0, N, BLOCK_N):
-            offs = start + columns  # (BLOCK_N,)
-            x = tl.load(x_row + offs, mask=offs < N, other=0).to(ACC)
-            if CENTER:
-                n += 1
-                # A difference of 0 changes neither the mean nor s.
-                d = tl.where(offs < N, x - mean, 0)  # (BLOCK_N,)
-                mean += d * (1 / n)
-                s += d * (x - mean)
-            else:
-                s += x * x
-        total = tl.sum(count * mean, axis=0) / N if CENTER else 0.0
+    row = tl.program_id(axis=0).to(tl.int64)
+    x_row = x_ptr + row * stride_xm
+    # Each column has its own: no thread waits for another in the loop.
+    mean = tl.zeros((BLOCK_N,), dtype=ACC)
+    s = tl.zeros((BLOCK_N,), dtype=ACC)
+    n = tl.zeros((), dtype=ACC)
+    for start in range(0, N, BLOCK_N):
+        offs = start + columns  # (BLOCK_N,)
+        # To be evicted last, as the second pass reads it again.
+        x = tl.load(
+            x_row + offs, mask=offs < N, other=0, eviction_policy="evict_last"
+        ).to(ACC)
         if CENTER:
-            # The columns' means differ: that spread is part of the variance.
-            s += count * (mean - total) * (mean - total)
-            tl.store(stats_ptr + M + row, total)
-        r = tl.rsqrt(tl.sum(s, axis=0) / N + EPS)
-        tl.store(stats_ptr + row, r)
-        # From the end to the start, as the caches saw the end last.
-        last = (N - 1) // BLOCK_N * BLOCK_N
-        for step in range(0, N, BLOCK_N):
-            offs = last - step + columns  # (BLOCK_N,)
-            x = tl.load(x_row + offs, mask=offs < N).to(ACC)
-            weight = tl.load(weight_ptr + offs, mask=offs < N).to(ACC)
-            y = (x - total) * r * weight  # (BLOCK_N,)
-            if CENTER:
-                y += tl.load(bias_ptr + offs, mask=offs < N).to(ACC)
-            tl.store(y_ptr + row * N + offs, y, mask=offs < N)
+            n += 1
+            # A difference of 0 changes neither the mean nor s.
+            d = tl.where(offs < N, x - mean, 0)  # (BLOCK_N,)
+            mean += d * (1 / n)
+            s += d * (x - mean)
+        else:
+            s += x * x
+    total = 0.0
+    if CENTER:
+        # Columns past the end of the last block have one element less.
+        count = tl.cdiv(tl.maximum(N - columns, 0), BLOCK_N).to(ACC)
+        total = tl.sum(count * mean, axis=0) / N
+        # The columns' means differ: that spread is part of the variance.
+        s += count * (mean - total) * (mean - total)
+        tl.store(stats_ptr + M + row, total)
+    r = tl.rsqrt(tl.sum(s, axis=0) / N + EPS)
+    tl.store(stats_ptr + row, r)
+    # From the end to the start, as the caches saw the end last.
+    last = (N - 1) // BLOCK_N * BLOCK_N
+    for step in range(0, N, BLOCK_N):
+        offs = last - step + columns  # (BLOCK_N,)
+        mask = offs < N
+        # Nobody reads these elements again, and all rows read the weight.
+        x = tl.load(x_row + offs, mask=mask, eviction_policy="evict_first")
+        weight = tl.load(
+            weight_ptr + offs, mask=mask, eviction_policy="evict_last"
+        )
+        y = (x.to(ACC) - total) * r * weight.to(ACC)  # (BLOCK_N,)
+        if CENTER:
+            bias = tl.load(
+                bias_ptr + offs, mask=mask, eviction_policy="evict_last"
+            )
+            y += bias.to(ACC)
+        y_ptrs = y_ptr + row * N + offs
+        tl.store(y_ptrs, y, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -499,36 +514,48 @@ def _norms_long_backward_kernel(
     stride_xm = stride_xm // VEC * VEC
     columns = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     # In int32 a row's offset would overflow past element 2**31.
-    first = tl.program_id(axis=0).to(tl.int64)
-    for row in tl.range(first, M, tl.num_programs(axis=0)):
-        x_row = x_ptr + row * stride_xm
-        dy_row = dy_ptr + row * N
-        r = tl.load(stats_ptr + row)
-        mean = tl.load(stats_ptr + M + row) if CENTER else 0.0
-        # Each column has its own: no thread waits for another in the loop.
-        sum_g = tl.zeros((BLOCK_N,), dtype=ACC)
-        sum_gd = tl.zeros((BLOCK_N,), dtype=ACC)
-        for start in range(0, N, BLOCK_N):
-            offs = start + columns  # (BLOCK_N,)
-            x = tl.load(x_row + offs, mask=offs < N, other=0).to(ACC)
-            # Zeros past the end add nothing to either sum.
-            g = tl.load(dy_row + offs, mask=offs < N, other=0).to(ACC)
-            g *= tl.load(weight_ptr + offs, mask=offs < N, other=0).to(ACC)
-            sum_g += g
-            sum_gd += g * (x - mean)
-        # Both factors r wait until here: in the loop they would take registers.
-        c = tl.sum(sum_gd, axis=0) / N * r * r
-        # Only a mean has a gradient through the sum of g.
-        shift = tl.sum(sum_g, axis=0) / N if CENTER else 0.0
-        # From the end to the start, as the caches saw the end last.
-        last = (N - 1) // BLOCK_N * BLOCK_N
-        for step in range(0, N, BLOCK_N):
-            offs = last - step + columns  # (BLOCK_N,)
-            x = tl.load(x_row + offs, mask=offs < N).to(ACC)
-            g = tl.load(dy_row + offs, mask=offs < N).to(ACC)
-            g *= tl.load(weight_ptr + offs, mask=offs < N).to(ACC)
-            dx = (g - shift - (x - mean) * c) * r  # (BLOCK_N,)
-            tl.store(dx_ptr + row * N + offs, dx, mask=offs < N)
+    row = tl.program_id(axis=0).to(tl.int64)
+    x_row = x_ptr + row * stride_xm
+    dy_row = dy_ptr + row * N
+    r = tl.load(stats_ptr + row)
+    mean = tl.load(stats_ptr + M + row) if CENTER else 0.0
+    # Each column has its own: no thread waits for another in the loop.
+    sum_g = tl.zeros((BLOCK_N,), dtype=ACC)
+    sum_gd = tl.zeros((BLOCK_N,), dtype=ACC)
+    for start in range(0, N, BLOCK_N):
+        offs = start + columns  # (BLOCK_N,)
+        mask = offs < N
+        # All of it is read again, and evicted last. Zeros add to no sum.
+        x = tl.load(
+            x_row + offs, mask=mask, other=0, eviction_policy="evict_last"
+        )
+        dy = tl.load(
+            dy_row + offs, mask=mask, other=0, eviction_policy="evict_last"
+        )
+        weight = tl.load(
+            weight_ptr + offs, mask=mask, other=0, eviction_policy="evict_last"
+        )
+        g = dy.to(ACC) * weight.to(ACC)  # (BLOCK_N,)
+        sum_g += g
+        sum_gd += g * (x.to(ACC) - mean)
+    # Both factors r wait until here: in the loop they would take registers.
+    c = tl.sum(sum_gd, axis=0) / N * r * r
+    # Only a mean has a gradient through the sum of g.
+    shift = tl.sum(sum_g, axis=0) / N if CENTER else 0.0
+    # From the end to the start, as the caches saw the end last.
+    last = (N - 1) // BLOCK_N * BLOCK_N
+    for step in range(0, N, BLOCK_N):
+        offs = last - step + columns  # (BLOCK_N,)
+        mask = offs < N
+        x = tl.load(x_row + offs, mask=mask, eviction_policy="evict_first")
+        dy = tl.load(dy_row + offs, mask=mask, eviction_policy="evict_first")
+        weight = tl.load(
+            weight_ptr + offs, mask=mask, eviction_policy="evict_last"
+        )
+        g = dy.to(ACC) * weight.to(ACC)  # (BLOCK_N,)
+        dx = (g - shift - (x.to(ACC) - mean) * c) * r
+        dx_ptrs = dx_ptr + row * N + offs
+        tl.store(dx_ptrs, dx, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -621,13 +648,12 @@ def _norms_long_plan(x, stride, tensors):
     """Return how to launch for rows of so many tensors that are read twice."""
     N, size = int(x.shape[-1]), x.element_size()
     processors, cache = _norms_long_gpu(x.device)
-    rows = NORMS_LONG_CACHE * cache / (tensors * N * size)
-    each = 1
-    while each < 8 and 2 * each * processors <= rows:
-        each *= 2
-    warps = 32 // each
-    columns = 32 * warps * NORMS_LONG_THREAD // size
-    return (min(x.numel() // N, each * processors),), {
+    rows = NORMS_LONG_CACHE * cache / (tensors * N * size * processors)
+    most = NORMS_LONG_PROGRAMS[-1]  # with the fewest rows
+    fits = (p for p in NORMS_LONG_PROGRAMS if NORMS_LONG_WARPS // p[0] <= rows)
+    warps, thread = next(fits, most)
+    columns = 32 * warps * thread // size
+    return {
         "ACC": NORMS_LONG_ACC[x.dtype],
         "VEC": math.gcd(N, stride, 16 // size),
         "BLOCK_N": min(columns, triton.next_power_of_2(N)),
@@ -661,22 +687,22 @@ def _norms_long_launch(x, weight, bias, eps, kernel=_norms_long_kernel):
         return y, stats.zero_()
     x, stride_xm = _norms_long_rows(x)
     N = int(y.shape[-1])
-    grid, plan = _norms_long_plan(y, stride_xm, 1)
+    M = y.numel() // N
     weight = weight.contiguous()
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        kernel[grid](
+        kernel[(M,)](
             x,
             weight,
             bias.contiguous() if center else weight,
             y,
             stats,
-            y.numel() // N,
+            M,
             N,
             stride_xm,
             EPS=eps,
             CENTER=center,
-            **plan,
+            **_norms_long_plan(y, stride_xm, 1),
         )
     return y, stats
 
@@ -702,13 +728,13 @@ def _norms_long_backward_launch(
     x, stride_xm = _norms_long_rows(x)
     N = int(dx.shape[-1])
     dy, stats = dy.contiguous(), stats.contiguous()
-    grid, plan = _norms_long_plan(dx, stride_xm, 2)
+    plan = _norms_long_plan(dx, stride_xm, 2)
     groups, tile = _norms_long_plan_weight(dx)
     sums = stats.new_empty(kinds, groups[1], N)
     sizes = (dx.numel() // N, N, stride_xm)
     center = kinds == 2
     with torch.accelerator.device_index(dx.device.index):
-        kernel[grid](
+        kernel[(sizes[0],)](
             dy, x, weight.contiguous(), stats, dx, *sizes, CENTER=center, **plan
         )
         plan |= tile
@@ -821,12 +847,11 @@ def statements(kernel):
 def forward(x, w, b, y, **changes):
     """Launch the kernel of the op as the op does, but for the changes."""
     M, N = x.shape
-    grid, plan = _norms_long_plan(x, N, 1)
-    plan |= {"CENTER": b is not None, "EPS": 1e-5}
+    plan = _norms_long_plan(x, N, 1) | {"CENTER": b is not None, "EPS": 1e-5}
     stats = x.new_empty(2, M, dtype=torch.promote_types(x.dtype, torch.float32))
-    launch = _norms_long_kernel[changes.pop("grid", grid)]
     b = w if b is None else b
-    return launch(x, w, b, y, stats, M, N, N, **plan | changes)
+    args = (x, w, b, y, stats, M, N, N)
+    return _norms_long_kernel[(M,)](*args, **plan | changes)
 
 
 def rms(x, w, b, y):
@@ -876,11 +901,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     processors, cache = _norms_long_gpu(x.device)
     for N in LENGTHS:
         x, y, line = random(N), random(N), f"N = {N:6}"
-        for each in (8, 4, 2, 1):
-            changes = {"num_warps": 32 // each, "BLOCK_N": 256 * 32 // each}
-            changes["grid"] = (each * processors,)
+        for warps, thread in NORMS_LONG_PROGRAMS:
+            changes = {"num_warps": warps, "BLOCK_N": 16 * warps * thread}
             call = partial(forward, x, x[0], x[1], y, **changes)
-            part = each * processors * N * 2 / cache
+            part = NORMS_LONG_WARPS // warps * processors * N * 2 / cache
             line += f"   {part:.2f} of L2: {rate(gpu_time({1: call})[1]):.0f}"
         print(line, "GB/s")
 

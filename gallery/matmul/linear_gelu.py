@@ -9,6 +9,10 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# longer = "two forward kernels: through descriptors, and by pointers"
+#
+# [tool.triton-gallery.not_for]
+# _linear_gelu_engine_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
 # ///
 r"""
 A linear layer with GELU
@@ -29,12 +33,13 @@ After this page you can
 # sphinx_gallery_tags = ["matmul", "fusion", "autograd", "compute bound"]
 import math
 import os
+import threading
 import time
-from functools import partial
+from functools import cache, partial
 
 import pandas as pd
 import torch
-from torch.library import Library, triton_op, wrap_triton
+from torch.library import Library, custom_op, triton_op, wrap_triton
 from torch.nn.functional import gelu, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,6 +49,7 @@ if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
 import triton
 import triton.language as tl
 from torch.utils.flop_counter import FlopCounterMode
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
@@ -398,63 +404,66 @@ if __name__ == "__main__":
 # that.
 
 # %%
+# A product at cuBLAS's speed
+# ---------------------------
+#
+# Fusion saves a small part of the time, so a slower product would lose it. The
+# page ``persistent_matmul.py`` brings a product to about cuBLAS's speed, on
+# NVIDIA's GPUs from Hopper on. The copy engine loads the tiles, through tensor
+# descriptors. There is one program for each multiprocessor: it goes from tile
+# to tile, and loads for the next one during its epilogue. The tile is stored
+# in two halves, so shared memory has room for one more step of loads. A copy
+# engine wants rows that begin at multiples of 16 bytes.
+
+# %%
 # The op
 # ------
 #
-# The op takes an ``x`` of any shape, works along its last dimension, and has a
-# backward. Rows that lie apart are read where they are. Other layouts are
-# copied first. The programs go through the tiles in the order that
-# ``tile_order.py`` explains. Triton's autotuner chooses the tile: the first two
-# configurations leave room for two programs on a multiprocessor of an H200. For
-# small products, and in float32 and float64, the tile is fixed.
+# So the op has two forward kernels with one epilogue. In half precision, the
+# first one serves GPUs with a copy engine and that much shared memory. Matrices
+# whose rows do not suit the engine are copied first, into rows that do. The
+# second one loads by pointers. It serves other GPUs and wider dtypes. Both go
+# through the tiles in the order that ``tile_order.py`` explains. The first
+# one's tile is the one of least cost, by the formula of
+# ``persistent_matmul.py``; nothing is tuned.
 #
-# The op is registered in the way of the page ``what_a_call_costs.py``: on a GPU
-# a call goes straight to the launcher, and ``torch.compile`` looks into the
-# ``triton_op``. That op returns ``y`` and ``z``. The function around it asks
-# whether a gradient is wanted.
+# The op takes an ``x`` of any shape and works along its last dimension.
+# Descriptors are made on the CPU, and ``torch.compile`` loses such a kernel in
+# a ``triton_op``. So the forward is a ``custom_op``, into which
+# ``torch.compile`` does not look. It returns ``y`` and ``z``. The function
+# around it asks whether a gradient is wanted.
 
 LINEAR_GELU_NAMESPACE = "triton_gallery"
+LINEAR_GELU_THREAD = threading.local()
 LINEAR_GELU_ACC = {
     torch.float16: tl.float32,
     torch.bfloat16: tl.float32,
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-LINEAR_GELU_INTERPRETED = triton.knobs.runtime.interpret
 # What tl.dot is given. The interpreter multiplies bfloat16 tiles wrongly.
 LINEAR_GELU_DOT = {
     torch.float16: tl.float16,
-    torch.bfloat16: tl.float32 if LINEAR_GELU_INTERPRETED else tl.bfloat16,
+    torch.bfloat16: (
+        tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
+    ),
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-# Numbers of rows up to which a choice of the autotuner holds
-LINEAR_GELU_ROWS = (256, 1024, 4096, 16384)
-
-
-def _linear_gelu_config(BLOCK_M, BLOCK_N, num_warps, num_stages):
-    block = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": 64}
-    return triton.Config(
-        block | {"GROUP_M": 8}, num_warps=num_warps, num_stages=num_stages
-    )
-
-
-LINEAR_GELU_CONFIGS = [
-    _linear_gelu_config(128, 128, num_warps=8, num_stages=3),
-    _linear_gelu_config(128, 128, num_warps=4, num_stages=3),
-    _linear_gelu_config(128, 128, num_warps=8, num_stages=4),
-    _linear_gelu_config(128, 256, num_warps=8, num_stages=3),
-    _linear_gelu_config(128, 256, num_warps=8, num_stages=4),
-    _linear_gelu_config(256, 128, num_warps=8, num_stages=3),
-    _linear_gelu_config(64, 128, num_warps=4, num_stages=4),
+# Through descriptors: BLOCK_M, BLOCK_N, BLOCK_K, warps and stages
+LINEAR_GELU_TILES = [
+    (128, 256, 64, 8, 4),
+    (128, 128, 64, 8, 6),
+    (64, 128, 128, 4, 4),
+    (64, 64, 128, 4, 6),
 ]
-# Below so many products of numbers, no configuration is worth the tuner's time.
-LINEAR_GELU_TUNED = 2**27
-LINEAR_GELU_SMALL = {
+LINEAR_GELU_EDGE = 48  # what an edge of a tile costs, beside its area
+LINEAR_GELU_ROOM = 227 * 1024  # bytes of shared memory that these take
+# Through pointers
+LINEAR_GELU_HALF = {
     "BLOCK_M": 128,
     "BLOCK_N": 128,
     "BLOCK_K": 64,
-    "GROUP_M": 8,
     "num_warps": 8,
     "num_stages": 3,
 }
@@ -463,7 +472,6 @@ LINEAR_GELU_WIDE = {
     "BLOCK_M": 64,
     "BLOCK_N": 64,
     "BLOCK_K": 16,
-    "GROUP_M": 8,
     "num_warps": 4,
     "num_stages": 3,
 }
@@ -494,19 +502,67 @@ def _linear_gelu_phi(z, GELU: tl.constexpr):
 
 
 @triton.jit
-def _linear_gelu_tile(pid, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Return which tile is a program's: GROUP_M rows of tiles share columns."""
-    group = pid // (GROUP_M * tiles_n)
-    # The last group may have fewer rows.
-    rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    place = pid % (GROUP_M * tiles_n)
-    return group * GROUP_M + place % rows, place // rows
+def _linear_gelu_place(tile, tiles_m, tiles_n):
+    """Return the row and the column of a tile: column by column, in groups."""
+    # Eight rows of tiles together: what is read again is still in L2.
+    first = tile // (8 * tiles_n) * 8
+    rows = tl.minimum(tiles_m - first, 8)
+    within = tile % (8 * tiles_n)
+    return first + within % rows, within // rows
 
 
-@triton.autotune(
-    configs=LINEAR_GELU_CONFIGS[: 1 if LINEAR_GELU_INTERPRETED else None],
-    key=["like_m", "N", "K"],
-)
+@triton.jit
+def _linear_gelu_add_bias(acc, bias_ptr, offs_n, N):
+    bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0)
+    return acc + bias[None, :].to(acc.dtype)
+
+
+@triton.jit
+def _linear_gelu_engine_kernel(
+    x_desc,
+    weight_desc,
+    bias_ptr,
+    y_desc,
+    z_desc,
+    GELU: tl.constexpr,  # "none" or "tanh"
+    BIAS: tl.constexpr,  # whether there is one
+    KEEP: tl.constexpr,  # whether z is wanted
+    DOT: tl.constexpr,
+):
+    M, N = y_desc.shape
+    BLOCK_M: tl.constexpr = y_desc.block_shape[0]
+    HALF: tl.constexpr = y_desc.block_shape[1]  # of a tile's columns
+    BLOCK_K: tl.constexpr = x_desc.block_shape[1]
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, 2 * HALF)
+    first, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
+    # Flattened, the loads of the next tile begin before this one's epilogue.
+    for tile in tl.range(first, tiles_m * tiles_n, programs, flatten=True):
+        pid_m, pid_n = _linear_gelu_place(tile, tiles_m, tiles_n)
+        # Rows and columns fit int32, whatever their product is.
+        off_m, off_n = pid_m * BLOCK_M, pid_n * 2 * HALF
+        acc = tl.zeros((BLOCK_M, 2 * HALF), dtype=tl.float32)
+        for k in range(0, x_desc.shape[1], BLOCK_K):
+            # The engine fills with zeros past K, so those add nothing.
+            x = x_desc.load([off_m, k]).to(DOT)  # (BLOCK_M, BLOCK_K)
+            weight = weight_desc.load([off_n, k]).to(DOT)  # (2 HALF, BLOCK_K)
+            acc = tl.dot(x, weight.T, acc)
+        # Of halves, shared memory holds one at a time, beside more of x and
+        # weight. tl.split takes apart the last dimension.
+        both = tl.reshape(acc, (BLOCK_M, 2, HALF)).permute(0, 2, 1)
+        left, right = tl.split(both)  # (BLOCK_M, HALF)
+        if BIAS:
+            offs_n = off_n + tl.arange(0, HALF)
+            left = _linear_gelu_add_bias(left, bias_ptr, offs_n, N)
+            right = _linear_gelu_add_bias(right, bias_ptr, offs_n + HALF, N)
+        y = left * _linear_gelu_phi(left, GELU)
+        y_desc.store([off_m, off_n], y.to(y_desc.dtype))
+        y = right * _linear_gelu_phi(right, GELU)
+        y_desc.store([off_m, off_n + HALF], y.to(y_desc.dtype))
+        if KEEP:
+            z_desc.store([off_m, off_n], left.to(y_desc.dtype))
+            z_desc.store([off_m, off_n + HALF], right.to(y_desc.dtype))
+
+
 @triton.jit
 def _linear_gelu_kernel(
     x_ptr,
@@ -519,7 +575,6 @@ def _linear_gelu_kernel(
     K,
     stride_xm,
     stride_wn,
-    like_m,  # for the tuner alone
     GELU: tl.constexpr,  # "none", "tanh", or "erf": exact, by tl.erf
     BIAS: tl.constexpr,  # whether there is one
     KEEP: tl.constexpr,  # whether z is wanted
@@ -528,13 +583,9 @@ def _linear_gelu_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
 ):
-    pid_m, pid_n = _linear_gelu_tile(
-        tl.program_id(axis=0),
-        tl.cdiv(M, BLOCK_M),
-        tl.cdiv(N, BLOCK_N),
-        GROUP_M,
+    pid_m, pid_n = _linear_gelu_place(
+        tl.program_id(axis=0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     )
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
@@ -545,28 +596,21 @@ def _linear_gelu_kernel(
     rows_w = tl.minimum(offs_n, N - 1).to(tl.int64) * stride_wn
     x_ptrs = x_ptr + rows_x[:, None] + offs_k[None, :]
     weight_ptrs = weight_ptr + rows_w[None, :] + offs_k[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    z = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
     # If the loop might not run, ptxas would have each multiplication of a large
     # tile wait for the one before: tuned_matmul.py shows it.
     for k in range(0, tl.maximum(K, 1), BLOCK_K):
         # What lies past a row's end may be NaN, and only zeros add nothing.
         mask_k = offs_k < K - k
-        x = tl.load(x_ptrs, mask=mask_k[None, :], other=0)
-        weight = tl.load(weight_ptrs, mask=mask_k[:, None], other=0)
-        acc = tl.dot(
-            x.to(DOT),
-            weight.to(DOT),
-            acc,
-            # float32 stays float32, as PyTorch has it, and is not cut to TF32.
-            input_precision="ieee",
-            out_dtype=ACC,
-        )
+        x = tl.load(x_ptrs, mask=mask_k[None, :], other=0).to(DOT)
+        weight = tl.load(weight_ptrs, mask=mask_k[:, None], other=0).to(DOT)
+        # "ieee": float32 stays float32, as PyTorch has it, and is not cut to
+        # TF32.
+        z = tl.dot(x, weight, z, input_precision="ieee", out_dtype=ACC)
         x_ptrs += BLOCK_K
         weight_ptrs += BLOCK_K
-    z = acc  # (BLOCK_M, BLOCK_N)
     if BIAS:
-        bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0)
-        z += bias[None, :].to(ACC)
+        z = _linear_gelu_add_bias(z, bias_ptr, offs_n, N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     offs = offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
     # z is stored last: stored first, registers would spill.
@@ -644,53 +688,118 @@ def _linear_gelu_kind(x, approximate):
     return "erf" if exact else approximate
 
 
-def _linear_gelu_rows(x, M, K):
-    """Return a tensor as a matrix with contiguous rows."""
-    x = x.reshape(M, K)
-    return x if x.stride(1) == 1 else x.contiguous()
+@cache
+def _linear_gelu_programs(device):
+    """Return how many programs a GPU's copy engine serves; 0 without one."""
+    if device.type == "cpu":  # interpreted: few programs, with many tiles each
+        return 4
+    if device.type != "cuda" or torch.version.hip:
+        return 0
+    gpu = torch.cuda.get_device_properties(device)
+    has_room = gpu.shared_memory_per_block_optin >= LINEAR_GELU_ROOM
+    return gpu.multi_processor_count if gpu.major >= 9 and has_room else 0
 
 
-def _linear_gelu_launch(x, weight, bias, approximate, keep, wrap=lambda k: k):
+def _linear_gelu_rows(x, unit):
+    """Return a matrix with contiguous rows: x, if it has them, or a copy.
+
+    The rows begin at multiples of ``unit`` elements, if that is more than one.
+    """
+    (rows, length), (stride, step) = x.shape, x.stride()
+    if unit == 1:
+        return x if step == 1 else x.contiguous()
+    begins = x.data_ptr() % 16 == 0 and stride % unit == 0
+    # Rows that overlap, as those of an expanded tensor, no engine takes.
+    if begins and step == 1 and stride >= length:
+        return x
+    return _linear_gelu_empty(x, rows, length, unit).copy_(x)
+
+
+def _linear_gelu_empty(x, rows, length, unit):
+    """Return a new matrix like x, with rows of a multiple of unit elements."""
+    return x.new_empty(rows, triton.cdiv(length, unit) * unit)[:, :length]
+
+
+def _linear_gelu_plan(M, N, programs):
+    """Return the number of programs and their tile: that of least cost."""
+
+    def number(tile):
+        return triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1])
+
+    def cost(tile):
+        edges = LINEAR_GELU_EDGE * (tile[0] + tile[1])
+        rounds = triton.cdiv(number(tile), programs)
+        return rounds * (tile[0] * tile[1] + edges)
+
+    tile = min(LINEAR_GELU_TILES, key=cost)
+    return min(programs, number(tile)), tile
+
+
+def _linear_gelu_by_engine(x, weight, bias, y, z, known):
+    """Launch the kernel with descriptors, on rows that begin at 16 bytes."""
+    if x.device.type == "cuda" and not hasattr(LINEAR_GELU_THREAD, "begun"):
+        # A thread makes descriptors in a CUDA context, which its first work
+        # gives it. Autograd, for one, has threads of its own.
+        LINEAR_GELU_THREAD.begun = torch.zeros(1, device=x.device)
+    programs, (m, n, k, num_warps, num_stages) = _linear_gelu_plan(
+        *y.shape, _linear_gelu_programs(x.device)
+    )
+    describe = TensorDescriptor.from_tensor
+    y_desc = describe(y, [m, n // 2])
+    return _linear_gelu_engine_kernel[(programs,)](
+        describe(x, [m, k]),
+        describe(weight, [n, k]),
+        bias,
+        y_desc,
+        describe(z, [m, n // 2]) if known["KEEP"] else y_desc,
+        DOT=LINEAR_GELU_DOT[x.dtype],
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **known,
+    )
+
+
+def _linear_gelu_by_pointers(x, weight, bias, y, z, known):
+    """Launch the kernel with pointers on matrices with contiguous rows."""
+    plan = LINEAR_GELU_HALF if x.element_size() == 2 else LINEAR_GELU_WIDE
+    (M, K), N = x.shape, weight.shape[0]
+    tiles_m = triton.cdiv(M, plan["BLOCK_M"])
+    return _linear_gelu_kernel[(tiles_m * triton.cdiv(N, plan["BLOCK_N"]),)](
+        *(x, weight, bias, y, z, M, N, K, x.stride(0), weight.stride(0)),
+        ACC=LINEAR_GELU_ACC[x.dtype],
+        DOT=LINEAR_GELU_DOT[x.dtype],
+        **known,
+        **plan,
+    )
+
+
+def _linear_gelu_launch(x, weight, bias, approximate, keep):
     _linear_gelu_check(x, weight, bias, approximate)
-    N, K = weight.shape
-    y = x.new_empty(*x.shape[:-1], N)
-    z = torch.empty_like(y) if keep else x.new_empty(0)
-    M = math.prod(x.shape[:-1])
+    (N, K), lead = weight.shape, x.shape[:-1]
+    M = math.prod(lead)
     if M == 0 or N == 0:
-        return y, z
-    x, weight = _linear_gelu_rows(x, M, K), _linear_gelu_rows(weight, N, K)
-    kernel, plan = _linear_gelu_kernel, {}
-    if x.element_size() > 2:
-        kernel, plan = kernel.fn, LINEAR_GELU_WIDE
-    elif M * N * K < LINEAR_GELU_TUNED:
-        kernel, plan = kernel.fn, LINEAR_GELU_SMALL
+        y = x.new_empty(*lead, N)
+        return y, torch.empty_like(y) if keep else x.new_empty(0)
+    half = x.element_size() == 2 and K > 0
+    engine = half and _linear_gelu_programs(x.device)
+    launch = _linear_gelu_by_engine if engine else _linear_gelu_by_pointers
+    unit = 8 if engine else 1  # the engine's rows begin at 16 bytes
+    y = _linear_gelu_empty(x, M, N, unit)
+    z = _linear_gelu_empty(x, M, N, unit) if keep else x.new_empty(0)
+    GELU = _linear_gelu_kind(x, approximate)
+    known = {"GELU": GELU, "BIAS": bias is not None, "KEEP": keep}
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        wrap(kernel)[
-            lambda meta: (
-                triton.cdiv(M, meta["BLOCK_M"])
-                * triton.cdiv(N, meta["BLOCK_N"]),
-            )
-        ](
-            x,
-            weight,
-            weight if bias is None else bias.contiguous(),
+        launch(
+            _linear_gelu_rows(x.reshape(M, K), unit),
+            _linear_gelu_rows(weight, unit),
+            y if bias is None else bias.contiguous(),
             y,
             z,
-            M,
-            N,
-            K,
-            x.stride(0),
-            weight.stride(0),
-            like_m=next((m for m in LINEAR_GELU_ROWS if m >= M), 2**30),
-            GELU=_linear_gelu_kind(x, approximate),
-            BIAS=bias is not None,
-            KEEP=keep,
-            ACC=LINEAR_GELU_ACC[x.dtype],
-            DOT=LINEAR_GELU_DOT[x.dtype],
-            **plan,
+            known,
         )
-    return y, z
+    y = y.contiguous().view(*lead, N)
+    return y, z.contiguous().view(*lead, N) if keep else z
 
 
 def _linear_gelu_backward_launch(grad, z, approximate, wrap=lambda k: k):
@@ -729,7 +838,7 @@ def _linear_gelu_backward_launch(grad, z, approximate, wrap=lambda k: k):
     return dz, partial.sum(0).to(z.dtype)
 
 
-@triton_op(f"{LINEAR_GELU_NAMESPACE}::linear_gelu_forward", mutates_args={})
+@custom_op(f"{LINEAR_GELU_NAMESPACE}::linear_gelu_forward", mutates_args=())
 def linear_gelu_forward(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -738,7 +847,14 @@ def linear_gelu_forward(
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y of linear_gelu and, if ``keep``, z; else an empty tensor."""
-    return _linear_gelu_launch(x, weight, bias, approximate, keep, wrap_triton)
+    return _linear_gelu_launch(x, weight, bias, approximate, keep)
+
+
+@linear_gelu_forward.register_fake
+def _linear_gelu_fake(x, weight, bias, approximate, keep):
+    _linear_gelu_check(x, weight, bias, approximate)
+    y = x.new_empty(*x.shape[:-1], weight.shape[0])
+    return y, torch.empty_like(y) if keep else x.new_empty(0)
 
 
 @triton_op(f"{LINEAR_GELU_NAMESPACE}::linear_gelu_backward", mutates_args={})
@@ -753,7 +869,7 @@ def linear_gelu_backward(
     return _linear_gelu_backward_launch(grad, z, approximate, wrap_triton)
 
 
-# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+# On a GPU a call goes to the launcher; all else goes on to the op.
 LINEAR_GELU_LIBRARY = Library(LINEAR_GELU_NAMESPACE, "FRAGMENT")
 LINEAR_GELU_LIBRARY.impl("linear_gelu_forward", _linear_gelu_launch, "CUDA")
 LINEAR_GELU_LIBRARY.impl(
@@ -807,37 +923,29 @@ def linear_gelu(x, weight, bias=None, approximate="none"):
 
 
 # %%
-# What did each step gain? The rows are the first kernel, then the op's kernel
-# in the tuner's configurations. "erf" is a kernel that calls ``tl.erf``, where
-# the op has the polynomial, "none". The last columns are registers, spilled
-# registers, and the epilogue's instructions for an element, counted behind the
-# last one of the tensor cores: addresses and stores are included. (None are
-# counted where the disassembler did not reach the kernel's end.)
+# What did each step gain? The rows are the first kernel, then each of the op's,
+# on rows that suit both. "erf" is a kernel that calls ``tl.erf``, where the op
+# has the polynomial, "none". The last columns are registers, spilled registers,
+# and the epilogue's instructions for an element. We count those behind the last
+# one of the tensor cores, with addresses and stores. Through descriptors, the
+# loop over tiles has them between others, so we do not count there. (Nor where
+# the disassembler did not reach the kernel's end.)
 
 
-def tiled(config, GELU, x, weight, bias, y):
-    """Launch the op's kernel as the tuner would; return what was compiled."""
-    (M, K), N, plan = x.shape, weight.shape[0], config.all_kwargs()
-    tiles_m = triton.cdiv(M, plan["BLOCK_M"])
-    grid = (tiles_m * triton.cdiv(N, plan["BLOCK_N"]),)
-    known = {"BIAS": True, "KEEP": False, "ACC": tl.float32}
-    return _linear_gelu_kernel.fn[grid](
-        *(x, weight, bias, y, y, M, N, K, K, K, 2**30),
-        GELU=GELU,
-        DOT=LINEAR_GELU_DOT[x.dtype],
-        **known,
-        **plan,
-    )
+def launched(launch, GELU, x, weight, bias, y):
+    """Launch one of the op's kernels; return what was compiled."""
+    known = {"GELU": GELU, "BIAS": True, "KEEP": False}
+    return launch(x, weight, bias, y, y, known)
 
 
-def epilogue(compiled, config):
+def epilogue(compiled):
     """Return how many instructions an epilogue has for an element."""
     lines = [line for line in compiled.asm["sass"].splitlines() if ";" in line]
     if not any("EXIT" in line for line in lines[-50:]):
         return math.nan
     last = max(i for i, line in enumerate(lines) if "MMA" in line)
     count = sum("NOP" not in line for line in lines[last + 1 :])
-    plan = config.all_kwargs()
+    plan = LINEAR_GELU_HALF
     return count * 32 * plan["num_warps"] / plan["BLOCK_M"] / plan["BLOCK_N"]
 
 
@@ -846,45 +954,42 @@ def work(K):
     return 2e-9 * 8192 * K * 4 * K
 
 
-def steps():
-    """Yield the rows for the op's kernel: a name, the call, its config."""
-    for config in LINEAR_GELU_CONFIGS:
-        plan = config.all_kwargs()
-        name = "{BLOCK_M}x{BLOCK_N}, {num_warps} warps, {num_stages} stages"
-        few = plan["BLOCK_M"] == 128 and plan["num_stages"] == 3
-        for GELU in ("erf", "none", "tanh") if few else ("none",):
-            call = partial(tiled, config, GELU)
-            yield f"{GELU}, {name.format(**plan)}", call, config
-
+STEPS = {
+    f"{name}, {GELU}": partial(launched, launch, GELU)
+    for name, launch in (
+        ("pointers", _linear_gelu_by_pointers),
+        ("descriptors", _linear_gelu_by_engine),
+    )
+    for GELU in ("erf", "none", "tanh")
+    if name == "pointers" or _linear_gelu_programs(DEVICE)
+}
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    rows = list(steps())
-    ladder = pd.DataFrame(index=["first kernel"] + [name for name, *_ in rows])
+    ladder = pd.DataFrame(index=["first kernel", *STEPS])
     for K in (512, 4096):
         inputs = layer(8192, K, 4 * K)
         tried = {"first kernel": partial(first_linear_gelu, *inputs)}
         inputs.append(torch.empty_like(tried["first kernel"]()))
-        tried |= {name: partial(call, *inputs) for name, call, _ in rows}
+        tried |= {name: partial(step, *inputs) for name, step in STEPS.items()}
         found = gpu_time(tried, turns=20)
         rates = [work(K) / times[0] for times in found.values()]
         ladder[f"TFLOP/s at {K}"] = [round(rate) for rate in rates]
-    for name, call, config in rows:
-        made = call(*inputs)
+    for name, step in STEPS.items():
+        made = step(*inputs)
         ladder.loc[name, "registers"] = made.n_regs
         ladder.loc[name, "spilled"] = made.n_spills
-        ladder.loc[name, "instructions"] = round(epilogue(made, config), 1)
-    print(ladder.to_string())
+        if name.startswith("pointers"):
+            ladder.loc[name, "instructions"] = round(epilogue(made), 1)
+    print(ladder.to_string(na_rep=""))
 
 # %%
-# A program of 8 warps with up to 128 registers a thread takes half of a
-# multiprocessor's, and so does one of 4 warps with up to 255. Three stages of a
-# 128x128 tile take 96 KB of its 227 KB of shared memory. So of the first two
-# configurations two programs fit, and of those with larger tiles one.
+# A program by pointers has 8 warps with up to 128 registers a thread, which are
+# half of a multiprocessor's, and its three stages take 96 KB. So two programs
+# fit, and one has its loop while the other has its epilogue. Through
+# descriptors there is one, and the copy engine works during its epilogue.
 #
-# Read the table in pairs. "erf" and "none" in one configuration differ by the
-# instructions of the epilogue alone. At K = 512, a tile of 128x128 and one of
-# 128x256 show what two programs at a time are worth. At K = 4096 the epilogue
-# is a smaller part, and a larger tile loads ``x`` and ``weight`` less often.
+# "erf" and "none" of one kernel differ by the instructions of the epilogue
+# alone. At K = 4096 that is a smaller part of the time than at K = 512.
 
 # %%
 # Proof
@@ -1022,14 +1127,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide.plot(logx=True, title="backward")
 
 # %%
-# This is what a call costs the CPU, in microseconds, and what the tuner chose:
+# This is what a call costs the CPU, in microseconds:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for one in (results, results_backward):
         cost = one[one["K"] == 1600].set_index("series")["CPU us"]
         print(cost.drop("Roof").round(1).to_dict())
-    for key, config in _linear_gelu_kernel.cache.items():
-        print(key[:3], config)
 
 # %%
 # Reading the result
@@ -1047,9 +1150,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # with the GELU in their epilogue as well. That compiles for tens of seconds a
 # layer, so it is not part of this page.
 #
-# Where 16 does not divide ``K``, the compiler must expect rows to begin at any
-# address. A thread then loads one element at a time, and no copy runs in the
-# background. The sizes of models are multiples of 16; others are best padded.
+# Where 8 does not divide ``K``, the inputs are copied into longer rows, and
+# where it does not divide ``N``, so is the result. That takes part of a
+# millisecond for matrices of the largest size here. By pointers, each thread
+# would load such rows one element at a time, with no copy in the background.
 #
 # Backward, two plain products by cuBLAS take most of the time, ours and
 # PyTorch's alike. What is left to gain is the pass that sums the bias gradient.
@@ -1066,7 +1170,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # To read on:
 #
 # * ``tile_order.py`` is about the order of the tiles and stages, and
-#   ``tuned_matmul.py`` about the tuner.
+#   ``persistent_matmul.py`` about descriptors and programs that go on.
 # * cuBLASLt's epilogues:
 #   https://docs.nvidia.com/cuda/cublas/#cublasltepilogue-t
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -426,10 +427,11 @@ def spills(taken: ModuleType) -> dict[str, int]:
 
 @pytest.mark.thorough
 def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """But for two numbers in float32."""
+    """But for two numbers in float32, and in Triton 3.6 in float64."""
     (found,) = on_h100(gallery / RECIPE, spills)
     assert len(found) == 4 * 3 * 6
-    assert {name: size for name, size in found.items() if size > 8 * ("fp32" in name)} == {}
+    some = ("fp32", "fp64") if version("triton").startswith("3.6.") else ("fp32",)
+    assert {name: size for name, size in found.items() if size > 8 * any(dtype in name for dtype in some)} == {}
 
 
 def rooms(taken: ModuleType) -> list[int]:
