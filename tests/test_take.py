@@ -99,6 +99,7 @@ def test_op_says_what_it_is(taken: Path) -> None:
     assert head[0] == "# Square: an op of the Triton Gallery, recipes/things/square.html"
     assert "# SPDX-License-Identifier: MIT" in head
     assert "# Needs torch>=2.11 and triton>=3.6. SQUARE_NAMESPACE is yours to set, to a Python identifier." in head
+    assert "# Without a GPU, set TRITON_INTERPRET=1 before triton is imported." in head
     place = next(place for place, line in enumerate(head) if line.startswith("# Test GPU, torch "))
     assert head[place].endswith(": GB/s")
     assert [line.split() for line in head[place + 1 :]] == [

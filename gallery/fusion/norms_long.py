@@ -108,13 +108,16 @@ def rate_table(times, x, unit, work):
 # In PyTorch
 # ----------
 #
-# LayerNorm subtracts a row's mean and divides by its standard deviation. Let a
-# part of the row have :math:`n` elements, the mean :math:`\mu`, and the sum of
-# squared differences :math:`s = \sum (x_k - \mu)^2`. Let the next block have
-# :math:`n'`, :math:`\mu'` and :math:`s'`. Chan's formula merges both parts:
+# LayerNorm subtracts a row's mean and divides by its standard deviation. Then
+# it multiplies by a weight and adds a bias. RMSNorm divides by the root of the
+# mean square, and has a weight alone. A small ``eps`` keeps both roots from 0.
 #
-# .. math:: \mu + \delta\,\frac{n'}{n + n'}, \qquad
-#    s + s' + \delta^2\,\frac{n\,n'}{n + n'}, \qquad
+# Let a part of the row have :math:`n` elements, the mean :math:`\mu`, and the
+# sum of squared differences :math:`s = \sum (x_k - \mu)^2`. Let the next block
+# have :math:`n'`, :math:`\mu'` and :math:`s'`. Chan's formula merges both:
+#
+# .. math:: \mu_{\mathrm{both}} = \mu + \delta\,\frac{n'}{n + n'}, \qquad
+#    s_{\mathrm{both}} = s + s' + \delta^2\,\frac{n\,n'}{n + n'}, \qquad
 #    \delta = \mu' - \mu.
 #
 # So a row can come in blocks. This function counts what it reads:
@@ -264,13 +267,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # In each block all threads wait for two sums, one after the other. The page
 # ``softmax_long.py`` has a remedy: each *column* of the blocks keeps its own
-# numbers. A column gets one element of each block. Welford's method adds an
-# element :math:`x`, the :math:`n`-th of its column, to a mean and to a sum of
-# squared differences :math:`s`. It is the formula above for a block of one
-# element:
+# numbers. A column gets one element of each block, always by the same thread.
+# Welford's method adds an element :math:`x`, the :math:`n`-th of its column, to
+# a mean and to a sum of squared differences. It is the formula above for a
+# block of this one element:
 #
-# .. math:: \mu' = \mu + \frac{x - \mu}{n}, \qquad
-#    s' = s + (x - \mu)(x - \mu').
+# .. math:: \mu_{\mathrm{new}} = \mu + \frac{x - \mu}{n}, \qquad
+#    s_{\mathrm{new}} = s + (x - \mu)(x - \mu_{\mathrm{new}}).
 #
 # .. code-block:: text
 #
@@ -325,8 +328,8 @@ def columns_kernel(x_ptr, w_ptr, b_ptr, y_ptr, N, eps, BLOCK_N: tl.constexpr):
 
 
 STEPS = {
-    "first kernel": partial(blocks, kernel=blocks_kernel),
-    "columns": partial(blocks, kernel=columns_kernel),
+    "first kernel": partial(blocks, num_warps=16, kernel=blocks_kernel),
+    "columns": partial(blocks, num_warps=16, kernel=columns_kernel),
 }
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -349,16 +352,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ----------------------------------
 #
 # Between its two passes a row should wait in the L2 cache. Each program at work
-# has a row *under way*. A multiprocessor's registers have room for about 32
-# warps of the op's kernel: four programs of 8 warps, two of 16, or one of 32.
-# So the number of warps sets how many rows are under way. The op takes the
-# fewest warps with which these rows leave two fifths of the cache for all else.
+# has a row *under way*. More of them keep more loads in flight, but the cache
+# has to hold their rows. A multiprocessor holds many programs of 8 warps, half
+# as many of 16, and one or two of 32. So the number of warps sets how many rows
+# are under way. The op takes the fewest warps, of 8, 16 and 32, with which the
+# rows of 32 warps on each multiprocessor take three fifths of L2 at most. If
+# there are none, it takes 32. We chose this by timing. A table after the op has
+# the other choices.
 #
-# The op's loads and stores tell the caches what comes next. Those of the first
-# pass, and of weight and bias, are *evicted last*. Those of the second pass are
-# evicted first. The second pass goes from a row's end to its start, as the
-# caches saw the end last. A table after the op compares how many rows are under
-# way.
+# The op's loads and stores tell the caches what comes next. These are hints,
+# which a cache may ignore. The loads of the first pass, and of weight and bias,
+# are to leave it last (``evict_last``). The loads of the second pass and the
+# stores are to leave it first. The second pass goes from a row's end to its
+# start, as the caches saw the end last.
 
 # %%
 # The backward
@@ -379,14 +385,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The sums for :math:`\mathrm{d}w` and :math:`\mathrm{d}b` run over all rows.
 # In ``layer_norm.py`` a program keeps them in registers for a whole row. Here a
-# whole row does not fit. So a kernel of its own cuts the matrix into columns of
-# tiles. Each program goes down one column, takes some of its tiles, and stores
-# *partial sums*. ``torch.sum`` adds up the programs of a column. A tile has
-# 1024 columns in half precision:
+# whole row does not fit. So a kernel of its own cuts the matrix into strips,
+# and these into tiles. Each program goes down one strip, takes some of its
+# tiles, and stores *partial sums*. ``torch.sum`` adds up those of a strip. In
+# half precision a strip is 1024 elements wide:
 #
 # .. code-block:: text
 #
-#     columns  0 ...          1024 ...
+#     element  0 ...          1024 ...
 #            +--------------+--------------+
 #     rows   | program 0, 0 | program 1, 0 |  --> sums[:, 0, :] --+
 #            | program 0, 1 | program 1, 1 |  --> sums[:, 1, :] --+--> dw, db
@@ -418,7 +424,7 @@ NORMS_LONG_ACC = {
 NORMS_LONG_CACHE = 0.6  # of L2, for the rows under way
 # Warps of a program, and the bytes of each tensor that a thread loads in a turn
 NORMS_LONG_PROGRAMS = [(8, 16), (16, 16), (32, 32)]
-NORMS_LONG_WARPS = 32  # of the programs on a multiprocessor, by registers
+NORMS_LONG_WARPS = 32  # on a multiprocessor, whose rows these are
 NORMS_LONG_TILE_M = 4  # rows of a tile, for the weight's gradient
 NORMS_LONG_TILE_N = 2048  # bytes of each of these rows
 
@@ -832,11 +838,11 @@ def norms_long_rms_norm(x, weight, eps) -> torch.Tensor:
 
 
 # %%
-# What did each step gain? The first two steps have 8 warps here, and the op has
-# the launch of its plan. Registers, and those *spilled* to memory, are for the
-# longest row. Statements are those of the kernel. The backward has two kernels
-# and a sum, so its registers are left out. It moves three matrices at least, so
-# its rate counts half as many bytes more.
+# What did each step gain? The first two steps have 16 warps here, and the op
+# has the launch of its plan. Two rows of ``x`` serve as weight and bias.
+# Registers, and those *spilled* to memory, are for the longest row. Statements
+# are those of the kernel. The backward has two kernels and a sum, so its
+# registers are left out. Its rate counts three matrices instead of two.
 
 
 def statements(kernel):
@@ -894,8 +900,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(ladder).T.to_string(na_rep=""))
 
 # %%
-# How many rows should be under way? In front of each rate stands what part of
-# L2 these rows take:
+# How many rows should be under way? In front of each rate stand the warps of a
+# program, and what part of L2 the rows of 32 warps on each multiprocessor take:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     processors, cache = _norms_long_gpu(x.device)
@@ -905,7 +911,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             changes = {"num_warps": warps, "BLOCK_N": 16 * warps * thread}
             call = partial(forward, x, x[0], x[1], y, **changes)
             part = NORMS_LONG_WARPS // warps * processors * N * 2 / cache
-            line += f"   {part:.2f} of L2: {rate(gpu_time({1: call})[1]):.0f}"
+            found = rate(gpu_time({1: call}, turns=20)[1])
+            line += f"   {warps}, {part:.2f} of L2: {found:.0f}"
         print(line, "GB/s")
 
 # %%
@@ -952,7 +959,9 @@ def prove(op, reference, vectors, shape, dtype):
         )
 
 
-SHAPES = [(3, 40), (2, 5, 257), (2, 20_001), (0, 5), (5, 0)]
+# So many rows that each program of a strip takes more than one tile
+MANY = 70 if DEVICE.type == "cpu" else 5000
+SHAPES = [(3, 40), (2, 5, 257), (MANY, 257), (2, 20_001), (0, 5), (5, 0)]
 if __name__ == "__main__":
     for dtype in NORMS_LONG_ACC:
         for shape in SHAPES:
@@ -1062,17 +1071,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Rows are read twice, and the second time from L2 if it still holds them. Fewer
-# long rows fit into L2, so fewer programs run. The table of rows under way has
-# both sides: too few loads in flight, and more rows than L2 holds.
-# Weight and bias are as long as a row, so each row reads as much of them as of
-# itself. These reads do not count in the rates. Forward, ``torch.compile`` is
-# ahead for the two shortest rows of the chart.
+# Rows are read twice, and the second time from L2 if it still holds them. A
+# forward that never finds a row there moves three matrices instead of two, so
+# it has 0.67 of the roof at most. What is above that was found. Weight and bias
+# are as long as a row, so each row reads as much of them as of itself. These
+# reads do not count in the rates.
+#
+# The longer the rows, the fewer fit into L2. With fewer rows under way, there
+# are too few loads in flight. The table of rows under way shows where more of
+# them stop to pay.
 #
 # The backward moves at least ``x``, ``dy`` and ``dx``. The op reads ``x`` and
 # ``dy`` in two passes, and once more for the gradients of the vectors. Only the
 # second pass can find its row in L2: the kernel for the vectors starts after
-# the whole matrix has gone through.
+# the whole matrix has gone through. So it moves five matrices at least, 0.6 of
+# the roof, and seven at most, 0.43.
 #
 # One row, or a few, leave most of the GPU idle, as no two programs share a row.
 # Rows that do not begin at a multiple of 16 bytes are loaded in smaller pieces,
@@ -1102,7 +1115,8 @@ if __name__ == "__main__":
         print(f"mean {mean:6}: {', '.join(line)}")
 
 # %%
-# Welford's method subtracts the mean before it squares. After a column's first
+# A negative variance has no root, so such a row would be NaN. Welford's method
+# subtracts the mean before it squares. After a column's first
 # element its differences are near 1, and none of their squares cancels.
 
 # %%

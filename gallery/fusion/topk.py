@@ -674,7 +674,7 @@ STEPS = {
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     ladder = {name: {} for name in (*STEPS, "the op in bfloat16")}
-    for N in (64, 256, 1000, 4096, 8192):
+    for N in (64, 256, 1000, 4096):
         x = random(N)
         tried = {name: partial(step, x, 8) for name, step in STEPS.items()}
         tried["the op in bfloat16"] = partial(launch, x.bfloat16(), 8)
@@ -793,8 +793,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     faster = pd.DataFrame()
-    for N in (128, 1000, 4096, 8192):
-        for k in (1, 8, 32, 64, 128):
+    for N in (128, 1000, 4096):
+        for k in (1, 8, 128):
             x = random(N)
             pair = {"ours": partial(topk, x, k)}
             pair["PyTorch"] = partial(torch.topk, x, k)

@@ -53,10 +53,11 @@ def text_of(env: "BuildEnvironment", op: Op, page: RecipePage) -> str:
     address = f"{env.config.html_baseurl.rstrip('/')}/" if env.config.html_baseurl else ""
     place = f"{env.config.sphinx_gallery_conf['gallery_dirs']}/{page.recipe.key}.html"
     facts = [f"{op.title}: an op of the Triton Gallery, {address}{place}", "", *LICENCE.splitlines(), ""]
-    declared = declaration(page.recipe.path, page.recipe.path.read_text(encoding="utf-8")).packages
-    needs = " and ".join(str(package) for package in declared if package.name in {"torch", "triton"})
+    declared = declaration(page.recipe.path, page.recipe.path.read_text(encoding="utf-8"))
+    needs = " and ".join(str(package) for package in declared.packages if package.name in {"torch", "triton"})
     spaces = [name for name in op.names if name.endswith("_NAMESPACE")]
     facts += [f"Needs {needs}. {name} is yours to set, to a Python identifier." for name in spaces]
+    facts += [] if declared.gpus else ["Without a GPU, set TRITON_INTERPRET=1 before triton is imported."]
     for item in summaries(page.records[:1], [], page.recipe):
         facts += ["", *_measured(item)]
     head = "\n".join(f"# {fact}".rstrip() for fact in facts)
