@@ -155,7 +155,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the whole site with plain `sphinx-build`, warnings being errors; return its folder, `…/gallery`."""
     out = tmp_path_factory.mktemp("served") / "gallery"
     build = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-c", ".", "-E", "-W", "--keep-going", "-n", "docs", str(out)],
+        [sys.executable, "-m", "sphinx", "-c", ".", "-j", "auto", "-E", "-W", "--keep-going", "-n", "docs", str(out)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

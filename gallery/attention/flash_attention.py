@@ -10,6 +10,9 @@
 # backward = true
 # deterministic = true
 # longer = "five kernels; three go along blocks with and without a mask"
+#
+# [tool.triton-gallery.not_for]  # with Hopper's tiles; others get smaller ones
+# _flash_attention_dq_kernel = ["sm_89", "sm_120"]
 # ///
 r"""
 Flash attention

@@ -129,7 +129,7 @@ def html(options: argparse.Namespace) -> int:
     recipes = _recipes([])
     index = options.out / "index.html"
     index.unlink(missing_ok=True)
-    status = sphinx_build(["-c", ".", "-W", "--keep-going", "-n", "-q", "docs", str(options.out)])
+    status = sphinx_build(["-c", ".", "-j", "auto", "-W", "--keep-going", "-n", "-q", "docs", str(options.out)])
     pages = Pages(PAGES)
     failed = _print_failures([(recipe, run) for recipe in recipes if (run := pages.run(recipe.key))])
     if index.exists():

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 PACKAGES = ("torch", "triton")
 
@@ -20,6 +21,7 @@ class Use:
     name: str
 
 
+@cache  # a build asks three times for each page
 def uses(source: str) -> list[Use]:
     """Return the names of torch and triton that a script uses, each way to write one once, in order."""
     tree = ast.parse(source)

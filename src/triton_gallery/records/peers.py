@@ -8,6 +8,7 @@ stand in one file. If the recipe has changed since, the row is stale.
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,12 @@ def load_all(folder: Path) -> list[PeerRow]:
 
 def load(path: Path) -> list[PeerRow]:
     """Return the rows in a file; BadRecordError if it does not fit."""
-    content = _migrate(path, parse(path, path.read_bytes()))
+    return list(_parse(path, path.read_bytes()))
+
+
+@cache  # a build asks for them dozens of times
+def _parse(path: Path, text: bytes) -> Sequence[PeerRow]:
+    content = _migrate(path, parse(path, text))
     validate(path, content, _SCHEMA)
     rows = [PeerRow(**{**row, "device": Device(**row["device"])}) for row in content["rows"]]
     for name in (row.device.name for row in rows):

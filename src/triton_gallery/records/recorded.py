@@ -14,6 +14,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,7 @@ def load_at(revision: str, path: Path) -> Record | None:
     return None if content is None else _parse(path, content)
 
 
+@cache  # a build asks for each record dozens of times
 def _parse(path: Path, text: bytes) -> Record:
     content = _migrate(parse(path, text))
     _validate(path, content)
