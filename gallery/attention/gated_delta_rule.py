@@ -1426,8 +1426,9 @@ SHAPES = [  # batch, length, heads, K, V
 ]
 
 if __name__ == "__main__":
-    for dtype in EPS:
-        errors = [prove(dtype, *shape) for shape in SHAPES]
+    for dtype in EPS:  # each shape and dtype compiles six kernels
+        shapes = SHAPES if dtype == torch.bfloat16 else SHAPES[:1]
+        errors = [prove(dtype, *shape) for shape in shapes]
         print(f"{dtype}: at most {max(errors):.2f} of what is allowed")
     prove(torch.float32, 1, 40, 1, 32, 32, scale=0.5)
 else:  # imported: a glance

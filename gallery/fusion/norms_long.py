@@ -9,6 +9,10 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+#
+# [tool.triton-gallery.not_for]  # with 32 warps; the launcher gives it 16
+# _norms_long_kernel = ["gfx942"]
+# _norms_long_backward_kernel = ["gfx942"]
 # ///
 r"""
 Norms of long rows
@@ -655,9 +659,10 @@ def _norms_long_plan(x, stride, tensors):
     N, size = int(x.shape[-1]), x.element_size()
     processors, cache = _norms_long_gpu(x.device)
     rows = NORMS_LONG_CACHE * cache / (tensors * N * size * processors)
-    most = NORMS_LONG_PROGRAMS[-1]  # with the fewest rows
-    fits = (p for p in NORMS_LONG_PROGRAMS if NORMS_LONG_WARPS // p[0] <= rows)
-    warps, thread = next(fits, most)
+    # A program has 1024 threads at most. On AMD's GPUs, they are 16 warps.
+    programs = NORMS_LONG_PROGRAMS[: 2 if torch.version.hip else None]
+    fits = (p for p in programs if NORMS_LONG_WARPS // p[0] <= rows)
+    warps, thread = next(fits, programs[-1])  # or with the fewest rows
     columns = 32 * warps * thread // size
     return {
         "ACC": NORMS_LONG_ACC[x.dtype],

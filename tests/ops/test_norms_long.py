@@ -182,7 +182,7 @@ def test_many_tiles_for_each_program(taken: ModuleType, dtype: torch.dtype, cent
     assert all(torch.equal(*pair) for again in others for pair in zip(first, again, strict=True))
 
 
-def test_plans(taken: ModuleType) -> None:
+def test_plans(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launchers ask for what the page says: the fewest warps with which the cache holds the rows under way."""
     for dtype in FLOATS:
         with cached(taken, 50 * 2**20, processors=132):
@@ -199,6 +199,9 @@ def test_plans(taken: ModuleType) -> None:
             assert taken._norms_long_plan_weight(x[:, :20_000])[0] == (groups, -(-4 * 132 // groups))
             assert taken._norms_long_plan_weight(x[:9, :20_000])[0] == (groups, 3)
             assert taken._norms_long_plan_weight(x)[0][1] == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "hip", "6.4")
+        assert taken._norms_long_plan(x, 10**6, 1)["num_warps"] == 16
     rows = torch.empty(2, 1001, dtype=torch.bfloat16, device="meta")
     for N, stride, vec in ((1000, 1000, 8), (1000, 1004, 4), (1000, 1001, 1), (1001, 1000, 1)):
         assert taken._norms_long_plan(rows[:, :N], stride, 1)["VEC"] == vec
