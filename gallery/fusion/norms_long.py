@@ -112,19 +112,16 @@ def rate_table(times, x, unit, work):
 # In PyTorch
 # ----------
 #
-# LayerNorm subtracts a row's mean and divides by its standard deviation. Then
-# it multiplies by a weight and adds a bias. RMSNorm divides by the root of the
-# mean square, and has a weight alone. A small ``eps`` keeps both roots from 0.
-#
-# Let a part of the row have :math:`n` elements, the mean :math:`\mu`, and the
-# sum of squared differences :math:`s = \sum (x_k - \mu)^2`. Let the next block
-# have :math:`n'`, :math:`\mu'` and :math:`s'`. Chan's formula merges both:
+# LayerNorm subtracts a row's mean and divides by its standard deviation.
+# RMSNorm divides by the root of the mean square. Let a part of the row have
+# :math:`n` elements, the mean :math:`\mu`, and :math:`s = \sum (x_k - \mu)^2`.
+# Let the next block have :math:`n'`, :math:`\mu'` and :math:`s'`. They merge by
 #
 # .. math:: \mu_{\mathrm{both}} = \mu + \delta\,\frac{n'}{n + n'}, \qquad
 #    s_{\mathrm{both}} = s + s' + \delta^2\,\frac{n\,n'}{n + n'}, \qquad
 #    \delta = \mu' - \mu.
 #
-# So a row can come in blocks. This function counts what it reads:
+# This is Chan's formula. So a row can come in blocks. Here, we count the reads:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -496,12 +493,12 @@ def _norms_long_kernel(
         )
         y = (x.to(ACC) - total) * r * weight.to(ACC)  # (BLOCK_N,)
         if CENTER:
-            bias = tl.load(
+            y += tl.load(
                 bias_ptr + offs, mask=mask, eviction_policy="evict_last"
-            )
-            y += bias.to(ACC)
-        y_ptrs = y_ptr + row * N + offs
-        tl.store(y_ptrs, y, mask=mask, eviction_policy="evict_first")
+            ).to(ACC)
+        tl.store(
+            y_ptr + row * N + offs, y, mask=mask, eviction_policy="evict_first"
+        )
 
 
 @triton.jit
@@ -564,8 +561,12 @@ def _norms_long_backward_kernel(
         )
         g = dy.to(ACC) * weight.to(ACC)  # (BLOCK_N,)
         dx = (g - shift - (x.to(ACC) - mean) * c) * r
-        dx_ptrs = dx_ptr + row * N + offs
-        tl.store(dx_ptrs, dx, mask=mask, eviction_policy="evict_first")
+        tl.store(
+            dx_ptr + row * N + offs,
+            dx,
+            mask=mask,
+            eviction_policy="evict_first",
+        )
 
 
 @triton.jit
@@ -661,13 +662,14 @@ def _norms_long_plan(x, stride, tensors):
     rows = NORMS_LONG_CACHE * cache / (tensors * N * size * processors)
     # A program has 1024 threads at most. On AMD's GPUs, they are 16 warps.
     programs = NORMS_LONG_PROGRAMS[: 2 if torch.version.hip else None]
-    fits = (p for p in programs if NORMS_LONG_WARPS // p[0] <= rows)
-    warps, thread = next(fits, programs[-1])  # or with the fewest rows
-    columns = 32 * warps * thread // size
+    warps, thread = next(
+        (p for p in programs if NORMS_LONG_WARPS // p[0] <= rows),
+        programs[-1],  # with the fewest rows
+    )
     return {
         "ACC": NORMS_LONG_ACC[x.dtype],
         "VEC": math.gcd(N, stride, 16 // size),
-        "BLOCK_N": min(columns, triton.next_power_of_2(N)),
+        "BLOCK_N": min(32 * warps * thread // size, triton.next_power_of_2(N)),
         "num_warps": warps,
     }
 

@@ -580,9 +580,13 @@ BREAKS = [
         "        offs = last - step + columns  # (BLOCK_N,)\n        mask = offs < N\n        # Nobody",
         "        offs = N // BLOCK_N * BLOCK_N - step + columns\n        mask = offs < N\n        # Nobody",
     ),
-    ("a norm stored without a mask", "tl.store(y_ptrs, y, mask=mask, ev", "tl.store(y_ptrs, y, ev"),
-    ("dx stored without a mask", "tl.store(dx_ptrs, dx, mask=mask, ev", "tl.store(dx_ptrs, dx, ev"),
-    ("a norm without a bias", "y += bias.to(ACC)", "pass"),
+    ("a norm stored without a mask", "row * N + offs, y, mask=mask, ev", "row * N + offs, y, ev"),
+    ("dx stored without a mask", "            dx,\n            mask=mask,\n", "            dx,\n"),
+    (
+        "a norm without a bias",
+        "            y += tl.load(\n                bias_ptr",
+        "            y += 0 * tl.load(\n                bias_ptr",
+    ),
     (
         "rows of x taken for adjacent",
         "    x_row = x_ptr + row * stride_xm\n    # Each",
