@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 from farm import Farm
-from project import HANGS, ROOT, is_alive, wait_until
+from project import HANGS, is_alive, wait_until
 
 from triton_gallery.recipes.device import Environment
-from triton_gallery.run.child import _once
-from triton_gallery.run.rehearsal import LASTING, places, shortened
+from triton_gallery.run.rehearsal import LASTING, places
 
 GPU = Environment("Test GPU", "0", "9.0", 80_000_000_000, None, "13.0", "2", "3", "3.12")
 NOTES = """
@@ -34,23 +33,6 @@ if cache:
     (folder / "kernel.best_config").touch()
 with open({notes!r}, "a") as notes:
     notes.write(json.dumps([began, time.time(), cache, there]) + "\\n")
-"""
-TIMES = """
-import json
-
-import torch
-import triton
-
-def gpu_time(call, turns=3):
-    for turn in range(-5, turns):
-        call()
-    return [turn] * turns
-
-calls = []
-kept = gpu_time(lambda: calls.append(1))
-modules = [torch.cuda._sleep.__module__, triton.testing.do_bench.__module__]
-with open({notes!r}, "a") as notes:
-    notes.write(json.dumps([*modules, len(calls), len(kept)]) + "\\n")
 """
 BEGINS = "from pathlib import Path\n\nwith open({notes!r}, 'a') as notes:\n    notes.write('.')\n"
 
@@ -162,36 +144,14 @@ def test_failure_counts_in_the_timed_run_alone(make_farm: Callable[..., Farm], t
     assert "('run', '.')" not in output
 
 
-def test_calls_are_timed_in_the_timed_run_alone(make_farm: Callable[..., Farm], tmp_path: Path) -> None:
-    """Beside others, each would wait for the sleeps and the turns of all."""
+def test_gpu_sleeps_in_the_timed_run_alone(make_farm: Callable[..., Farm], tmp_path: Path) -> None:
+    """Beside others, each would wait for the sleep of all."""
     notes = {name: tmp_path / name for name in ("one", "other")}
-    farm = make_farm(**{name: TIMES.format(notes=str(path)) for name, path in notes.items()})
+    tells = "import torch\n\nwith open({notes!r}, 'a') as notes:\n    print(torch.cuda._sleep.__module__, file=notes)\n"
+    farm = make_farm(**{name: tells.format(notes=str(path)) for name, path in notes.items()})
     status, output = farm.record(TEST_MEMORY="25e9")
     assert status == 0, output
-    ours = "triton_gallery.run.child"
-    for path in notes.values():
-        assert read(path) == [[ours, ours, 2, 1], ["torch.cuda", "triton.testing", 8, 3]]
-
-
-def test_tuner_tries_each_config_once() -> None:
-    """It gets as many times as it asks for, all alike."""
-    calls: list[int] = []
-    for quantiles, expected in (((0.5, 0.2, 0.8), [1.0] * 3), ([0.5], 1.0)):
-        assert _once(lambda: calls.append(1), warmup=25, rep=100, quantiles=quantiles) == expected
-    assert _once(lambda: calls.append(1)) == 1.0
-    assert len(calls) == 3
-
-
-def test_every_timing_is_shortened() -> None:
-    """All recipes that time calls have the loop that a rehearsal shortens, and no line of theirs moves."""
-    sources = [path.read_text() for path in (ROOT / "gallery").glob("*/*.py")]
-    times = [source for source in sources if "def gpu_time(" in source]
-    assert len(times) > 30
-    for source in times:
-        short = shortened(source)
-        assert short != source
-        assert short.count("\n") == source.count("\n")
-    assert [source for source in sources if source not in times and shortened(source) != source] == []
+    assert {path.read_text() for path in notes.values()} == {"triton_gallery.run.child\ntorch.cuda\n"}
 
 
 def test_stop_ends_a_rehearsal(make_farm: Callable[..., Farm], tmp_path: Path) -> None:

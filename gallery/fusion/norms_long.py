@@ -422,10 +422,10 @@ NORMS_LONG_ACC = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-NORMS_LONG_CACHE = 0.6  # of L2, for the rows under way
+NORMS_LONG_CACHE = 0.6  # of L2: so much, at most, for the rows of
+NORMS_LONG_WARPS = 32  # on each multiprocessor
 # Warps of a program, and the bytes of each tensor that a thread loads in a turn
 NORMS_LONG_PROGRAMS = [(8, 16), (16, 16), (32, 32)]
-NORMS_LONG_WARPS = 32  # on a multiprocessor, whose rows these are
 NORMS_LONG_TILE_M = 4  # rows of a tile, for the weight's gradient
 NORMS_LONG_TILE_N = 2048  # bytes of each of these rows
 
@@ -1080,9 +1080,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Rows are read twice, and the second time from L2 if it still holds them. A
 # forward that never finds a row there moves three matrices instead of two, so
-# it has 0.67 of the roof at most. What is above that was found. Weight and bias
-# are as long as a row, so each row reads as much of them as of itself. These
-# reads do not count in the rates.
+# it has 0.67 of the roof at most. A higher rate shows that L2 served reads.
+# Weight and bias are as long as a row, so each row reads as much of them as of
+# itself. These reads do not count in the rates.
 #
 # The longer the rows, the fewer fit into L2. With fewer rows under way, there
 # are too few loads in flight. The table of rows under way shows where more of

@@ -1,4 +1,4 @@
-"""No op has wrong second derivatives, whatever they are asked of: they are right, or they are refused."""
+"""No op has wrong second derivatives: they are right, or they are refused, by whatever error."""
 
 from collections.abc import Callable, Sequence
 from types import ModuleType

@@ -12,7 +12,6 @@ import resource
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,18 +78,10 @@ def _start_anew(variables: dict[str, str]) -> None:
 
 
 def _let_others_have_the_gpu() -> None:
-    """Have the GPU never sleep, as it does before a timed call, and Triton's tuner try each config once."""
+    """Have the GPU never sleep, as it does before a timed call: others rehearse on it meanwhile."""
     import torch
-    from triton import testing
 
     torch.cuda._sleep = lambda cycles: None
-    testing.do_bench = _once
-
-
-def _once(call: Callable[[], object], *_: object, quantiles: Sequence[float] = (), **__: object) -> float | list[float]:
-    """Call, and return as many times as `do_bench` would, all alike."""
-    call()
-    return [1.0] * len(quantiles) if len(quantiles) > 1 else 1.0
 
 
 def _make_page(order: Order) -> dict[str, Any]:

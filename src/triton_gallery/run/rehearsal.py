@@ -2,7 +2,7 @@
 
 On a GPU most of a recipe's time goes into compiling, on one core. A rehearsal does that on all cores. What it compiles
 stays in Triton's cache, and in one of Inductor's that the recipe has to itself until all have ended. What it measures
-is thrown away, as others have the GPU too. So it measures little: no call is timed more than once.
+is thrown away, as others have the GPU too.
 """
 
 import os
@@ -12,8 +12,6 @@ from pathlib import Path
 from triton_gallery.recipes.device import Environment
 
 EACH = 12e9  # bytes of GPU memory with which every recipe runs
-# The loop of a recipe's `gpu_time`, and what takes its place; no line moves, as Triton knows kernels by their lines.
-TURNS, ONCE = "range(-5, turns)", "range(-1, turns := 1)"
 LASTING = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_AUTOTUNING"}  # what is tuned beside others would stay
 
 
@@ -25,11 +23,6 @@ def places(environments: Sequence[Environment], tasks: int) -> list[Environment]
     crowd = [gpu for n in range(max(rooms)) for gpu, room in zip(environments, rooms, strict=True) if n < room]
     crowd = crowd[: min(tasks, len(os.sched_getaffinity(0)))]
     return crowd if len(crowd) > len(environments) else []
-
-
-def shortened(source: str) -> str:
-    """Return a recipe's text with each call timed once."""
-    return source.replace(TURNS, ONCE)
 
 
 def forget_tuning(caches: Path) -> None:

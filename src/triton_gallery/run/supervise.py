@@ -25,7 +25,6 @@ from triton_gallery.recipes.outputs import Output, from_json
 from triton_gallery.records.pages import Run
 from triton_gallery.run.child import OUTPUT_LIMIT, Order
 from triton_gallery.run.memory import POLL, excess
-from triton_gallery.run.rehearsal import shortened
 from triton_gallery.run.server import Server
 
 TAIL = 4_000
@@ -102,7 +101,7 @@ def _run(task: Task, environment: Environment, server: Server, caches: Path | No
     lacks = missing(task.recipe.path, task.source, environment.capability)
     with tempfile.TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name:
         work = Path(name)
-        _furnish(work, task, shortened(task.source) if rehearsal else task.source)
+        _furnish(work, task)
         date = datetime.now(UTC).isoformat(timespec="seconds")
         variables = {**_variables(environment), "TMPDIR": str(work / "tmp")}
         if caches:
@@ -120,10 +119,10 @@ def _run(task: Task, environment: Environment, server: Server, caches: Path | No
         return Run(task.code, environment, date, seconds, packages=packages, missing=lacks, **outcome), files
 
 
-def _furnish(work: Path, task: Task, source: str) -> None:
+def _furnish(work: Path, task: Task) -> None:
     section = work / "gallery" / task.recipe.section
     section.mkdir(parents=True)
-    (section / f"{task.recipe.name}.py").write_text(source, encoding="utf-8")
+    (section / f"{task.recipe.name}.py").write_text(task.source, encoding="utf-8")
     for name, content in task.companions.items():
         (section / name).write_bytes(content)
     for folder in (section.parent, section):
