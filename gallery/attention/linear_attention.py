@@ -9,6 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# longer = "four kernels: the forward runs in segments, the backward in chunks"
 # ///
 r"""
 Linear attention
@@ -23,7 +24,7 @@ After this page you can
 
 * write a recurrence as matrix products within chunks;
 * keep exponentials of decays from overflowing, however strong the decay is;
-* take what is serial out of a kernel, so that the rest runs at once;
+* cut a recurrence into segments that run at once;
 * derive a backward that is the forward's kernels with other inputs.
 
 The recurrence is that of `Mamba-2 <https://arxiv.org/abs/2405.21060>`_; the
@@ -322,36 +323,37 @@ if __name__ == "__main__":
         print(f"{T:5} tokens: {text}; {16 * steps:5} chunks in all heads")
 
 # %%
-# Only the state has to go from chunk to chunk. With the state before it in
-# memory, a chunk's outputs wait for no other chunk's. So we take two kernels:
+# Only the state has to go from chunk to chunk. And what a *segment*, several
+# chunks, does to it is simple. Let :math:`E` be the state behind the segment if
+# it begins with zeros, and :math:`G` the segment's log decay. A segment that
+# begins with :math:`S` leaves :math:`e^G S + E`. So we compute the :math:`E` of
+# all segments first, all at once. Then a second kernel has a program for each
+# segment. It makes its first state from those of earlier segments, and goes
+# along its own chunks like the first kernel:
 #
 # .. code-block:: text
 #
-#     states    S0 ----> S1 ----> S2 ----> S3 ...   one program for a block of
-#                |        |        |        |       the state, all chunks
-#                v        v        v        v
-#              stored   stored   stored   stored
-#                |        |        |        |
-#                v        v        v        v
-#     tokens   chunk 0  chunk 1  chunk 2  chunk 3   one program for each chunk
+#     ends       segment 0 -> E0      segment 1 -> E1      all at once
 #
-# The kernel of states computes one product of the four. Its blocks have fewer
-# rows of the state as well as fewer columns, so there are more of them. The
-# price is that a state of K by V numbers is written and read again for each
-# chunk. With 64 tokens in a chunk and dimensions of 128, that is as much as two
-# more tensors written and two more read, in the type of the inputs. The table
-# after the op shows whether that pays.
+#     forward    S0 -> segment 0      S0 is the initial state, or zeros
+#                S1 -> segment 1      S1 = exp(G0) * S0 + E0
+#                S2 -> segment 2      S2 = exp(G1) * S1 + E1
+#                ...                                       all at once
+#
+# The price is that keys and values are read twice. Many sequences, or many
+# heads, are one segment each: enough programs run at once without a cut. The
+# table after the op shows what this gains.
 
 # %%
-# The backward is the same two kernels
-# ------------------------------------
+# The backward
+# ------------
 #
 # Let :math:`a_{ij} = e^{G_i - G_j}` for :math:`j \le i`, leave out the scale,
 # and let :math:`h_i` be the gradient of :math:`o_i` (``grad``). Call the
 # gradient of the state before a chunk :math:`D`, and that behind it :math:`D'`.
 # It goes back from chunk to chunk: :math:`D = e^{G_C} D' + \sum_i e^{G_i} q_i
-# h_i^\top`. That is the kernel of states, with other inputs and in reverse. And
-# within a chunk,
+# h_i^\top`. That is the recurrence of the state, with other inputs and in
+# reverse. And within a chunk,
 #
 # .. math::
 #
@@ -366,7 +368,7 @@ if __name__ == "__main__":
 #    \end{aligned}
 #
 # All four are one formula: products of an ``x`` with each ``y`` weigh the
-# ``z``, and ``x`` reads a state. So the kernel of tokens runs three times more:
+# ``z``, and ``x`` reads a state. One kernel computes the last three:
 #
 # .. code-block:: text
 #
@@ -389,6 +391,19 @@ if __name__ == "__main__":
 # the part from the state. Pairs with both tokens from :math:`t` on stand in the
 # first sum twice, and cancel. The last term has the pairs that have no token in
 # the chunk. The kernel for ``dk`` adds it all up.
+#
+# This last term has the state before a chunk and the gradient behind the same
+# chunk. The one is known going forward, the other going back. So the backward
+# keeps both in memory. A kernel of states goes along the segments, once in each
+# direction, and stores the state at each chunk. Then a kernel of tokens takes
+# all chunks at once:
+#
+# .. code-block:: text
+#
+#     states    S0 ----> S1 ----> S2 ----> S3 ...   and D', in reverse
+#                |        |        |        |
+#                v        v        v        v
+#     tokens   chunk 0  chunk 1  chunk 2  chunk 3   for dq, for dk, for dv
 
 # %%
 # The op
@@ -406,14 +421,18 @@ LINEAR_ATTENTION_DTYPES = {
     torch.float32,
     torch.float64,
 }
-# For the bytes of a number: the tokens of a chunk; BLOCK_K, BLOCK_V, warps and
-# stages of the kernel of states; BLOCK_X, BLOCK_Z and the same for tokens. All
-# of K fits into BLOCK_Z, because the gradient of g has sums along it.
+# For the bytes of a number: CHUNK, BLOCK_V, warps and stages of the forward;
+# CHUNK, BLOCK_K, BLOCK_V, warps and stages of the kernel of states; BLOCK_X,
+# BLOCK_Z, warps and stages of the kernel of tokens, whose chunks are those of
+# states. All of K fits into BLOCK_Z: the gradient of g has sums along it.
 LINEAR_ATTENTION_TILES = {
-    2: (64, (64, 64, 4, 3), (64, 128, 4, 3)),
-    4: (32, (32, 32, 4, 2), (16, 128, 8, 1)),
-    8: (16, (32, 32, 4, 1), (16, 128, 8, 1)),
+    2: ((64, 64, 4, 2), (64, 64, 64, 4, 3), (64, 128, 4, 3)),
+    4: ((16, 16, 8, 1), (32, 32, 32, 4, 2), (16, 128, 8, 1)),
+    8: ((16, 16, 8, 1), (16, 32, 32, 4, 1), (16, 128, 8, 1)),
 }
+# The sequences of all heads are cut into so many segments together, each of a
+# multiple of so many tokens. All chunks' lengths divide that.
+LINEAR_ATTENTION_SEGMENTS, LINEAR_ATTENTION_UNIT = 128, 64
 # The narrowest block, for the bytes of a number. For tiles of half precision
 # narrower than 128 bytes, the assembler of Triton 3.6 and 3.7 may make code
 # that is wrong on Hopper: wrong_code.py shows it.
@@ -433,22 +452,135 @@ def _linear_attention_decays(g_ptr, rows, inside, ACC: tl.constexpr):
 
 
 @triton.jit
+def _linear_attention_start(
+    state,
+    ends_ptr,
+    sums_ptr,
+    place,
+    segment,
+    segments,
+    size,
+    tile,
+    mask,
+):
+    """Return the state before a segment, given the one before the first."""
+    for slot in range(place * segments, place * segments + segment):
+        end = tl.load(ends_ptr + slot * size + tile, mask=mask, other=0.0)
+        state = state * tl.exp2(tl.load(sums_ptr + slot)) + end
+    return state
+
+
+# A kernel for each number of segments would not be faster.
+@triton.jit(do_not_specialize=["segments"])
+def _linear_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    first_ptr,
+    ends_ptr,
+    sums_ptr,
+    out_ptr,
+    last_ptr,
+    T,
+    HEADS,
+    segments,
+    length,
+    SCALE: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    STARTED: tl.constexpr,
+    ACC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Store the outputs of a segment's tokens, chunk by chunk."""
+    pid = tl.program_id(axis=0)
+    blocks = tl.cdiv(V, BLOCK_V)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_v = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    tile = offs_k[:, None] * V + offs_v[None, :]  # (BLOCK_K, BLOCK_V)
+    mask = (offs_k[:, None] < K) & (offs_v[None, :] < V)
+    segment = pid // blocks % segments
+    # In int32, an offset would overflow past element 2**31.
+    place = (pid // blocks // segments).to(tl.int64)  # of a head of a batch
+    head, batch = place % HEADS, place // HEADS
+    state = tl.zeros((BLOCK_K, BLOCK_V), dtype=ACC)
+    if STARTED:
+        state = tl.load(first_ptr + place * K * V + tile, mask=mask, other=0.0)
+    state = _linear_attention_start(
+        state,
+        ends_ptr,
+        sums_ptr,
+        place,
+        segment,
+        segments,
+        K * V,
+        tile,
+        mask,
+    )
+    end = tl.minimum(segment * length + length, T)
+    for chunk in range(segment * length // CHUNK, tl.cdiv(end, CHUNK)):
+        offs_t = chunk * CHUNK + tl.arange(0, CHUNK)  # (CHUNK,)
+        inside = offs_t < T
+        rows = (batch * T + offs_t) * HEADS + head
+        decay, total = _linear_attention_decays(g_ptr, rows, inside, ACC)
+        own = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
+        own_mask = inside[:, None] & (offs_k[None, :] < K)
+        q = tl.load(q_ptr + own, mask=own_mask, other=0.0)
+        k = tl.load(k_ptr + own, mask=own_mask, other=0.0)
+        offs = rows[:, None] * V + offs_v[None, :]  # (CHUNK, BLOCK_V)
+        out_mask = inside[:, None] & (offs_v[None, :] < V)
+        v = tl.load(v_ptr + offs, mask=out_mask, other=0.0)
+        p = tl.dot(q, k.T, input_precision="ieee", out_dtype=ACC)
+        # The tensor cores take both operands in the type of the inputs. Only
+        # this copy of the state is rounded. The one in registers goes on.
+        out = tl.dot(
+            q, state.to(q.dtype), input_precision="ieee", out_dtype=ACC
+        )
+        out = out * (tl.exp2(decay) * SCALE)[:, None]
+        # Later tokens are masked in the exponent: it may be large.
+        since = decay[:, None] - decay[None, :]  # (CHUNK, CHUNK)
+        seen = offs_t[:, None] >= offs_t[None, :]
+        since = tl.where(seen, since, -float("inf"))
+        p = (p * tl.exp2(since) * SCALE).to(v.dtype)
+        out = tl.dot(p, v, out, input_precision="ieee", out_dtype=ACC)
+        tl.store(out_ptr + offs, out, mask=out_mask)
+        v = (v * tl.exp2(total - decay)[:, None]).to(k.dtype)
+        state = tl.dot(
+            k.T,
+            v,
+            state * tl.exp2(total),
+            input_precision="ieee",
+            out_dtype=ACC,
+        )
+    if segment == segments - 1:
+        tl.store(last_ptr + place * K * V + tile, state, mask=mask)
+
+
+@triton.jit(do_not_specialize=["segments"])
 def _linear_attention_states_kernel(
     a_ptr,
     b_ptr,
     g_ptr,
     first_ptr,
+    ends_ptr,
+    sums_ptr,
     states_ptr,
     last_ptr,
     others_ptr,
     flow_ptr,
     T,
     HEADS,
+    segments,
+    length,
     SCALE: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     STARTED: tl.constexpr,
     REVERSE: tl.constexpr,
+    ENDS: tl.constexpr,
     ACC: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -456,9 +588,11 @@ def _linear_attention_states_kernel(
 ):
     """Store the state before each chunk; in reverse, the gradient behind it.
 
-    Forward, a and b are keys and values. In reverse, they are the queries and
-    the gradients of the outputs; the others are the states, and their product
-    with the gradients goes to flow: the last term of the gradient of g.
+    For the ends, store no more than what each segment adds to the state, and
+    its log decay. Forward, a and b are keys and values. In reverse, they are
+    the queries and the gradients of the outputs; the others are the states, and
+    their product with the gradients goes to flow: the last term of the gradient
+    of g.
     """
     pid = tl.program_id(axis=0)
     blocks_v = tl.cdiv(V, BLOCK_V)
@@ -467,27 +601,43 @@ def _linear_attention_states_kernel(
     offs_v = pid % blocks_v * BLOCK_V + tl.arange(0, BLOCK_V)
     tile = offs_k[:, None] * V + offs_v[None, :]  # (BLOCK_K, BLOCK_V)
     mask = (offs_k[:, None] < K) & (offs_v[None, :] < V)
-    chunks = tl.cdiv(T, CHUNK)
-    # In int32, an offset would overflow past element 2**31.
-    place = (pid // blocks).to(tl.int64)  # of a head of a batch
+    segment = pid // blocks % segments
+    place = (pid // blocks // segments).to(tl.int64)  # of a head of a batch
     head, batch = place % HEADS, place // HEADS
     state = tl.zeros((BLOCK_K, BLOCK_V), dtype=ACC)
     if STARTED:
         state = tl.load(first_ptr + place * K * V + tile, mask=mask, other=0.0)
-    for step in range(chunks):
+    if not ENDS:
+        state = _linear_attention_start(
+            state,
+            ends_ptr,
+            sums_ptr,
+            place,
+            segment,
+            segments,
+            K * V,
+            tile,
+            mask,
+        )
+    chunks = tl.cdiv(T, CHUNK)
+    passed = tl.zeros((), dtype=ACC)
+    end = tl.minimum(segment * length + length, T)
+    for step in range(segment * length // CHUNK, tl.cdiv(end, CHUNK)):
         chunk = chunks - 1 - step if REVERSE else step
         slot = (batch * chunks + chunk) * HEADS + head
-        # Only the stored copy is rounded. The state in registers goes on.
-        tl.store(states_ptr + slot * K * V + tile, state, mask=mask)
+        offs = slot * K * V + tile
+        if not ENDS:
+            tl.store(states_ptr + offs, state, mask=mask)
         offs_t = chunk * CHUNK + tl.arange(0, CHUNK)  # (CHUNK,)
         inside = offs_t < T
         rows = (batch * T + offs_t) * HEADS + head
         decay, total = _linear_attention_decays(g_ptr, rows, inside, ACC)
+        passed += total
         # An exponent is the log decay over a stretch of tokens: at most 0.
         weight = tl.exp2(total - decay)
         if REVERSE:
             weight = tl.exp2(decay) * SCALE
-            offs = slot * K * V + tile
+        if REVERSE and not ENDS:
             other = tl.load(others_ptr + offs, mask=mask, other=0.0)
             flow = tl.sum(state * other) * tl.exp2(total)
             tl.store(flow_ptr + slot * blocks + pid % blocks, flow)
@@ -501,7 +651,6 @@ def _linear_attention_states_kernel(
             mask=inside[:, None] & (offs_v[None, :] < V),
             other=0.0,
         )  # (CHUNK, BLOCK_V)
-        # The tensor cores take both operands in the type of the inputs.
         b = (b * weight[:, None]).to(a.dtype)
         state = tl.dot(
             a.T,
@@ -510,7 +659,12 @@ def _linear_attention_states_kernel(
             input_precision="ieee",
             out_dtype=ACC,
         )
-    tl.store(last_ptr + place * K * V + tile, state, mask=mask)
+    if ENDS:
+        slot = place * segments + segment
+        tl.store(ends_ptr + slot * K * V + tile, state, mask=mask)
+        tl.store(sums_ptr + slot, passed)  # of all blocks the same
+    elif segment == segments - 1:
+        tl.store(last_ptr + place * K * V + tile, state, mask=mask)
 
 
 @triton.jit
@@ -530,9 +684,8 @@ def _linear_attention_tokens_kernel(
     SCALE: tl.constexpr,
     X: tl.constexpr,
     Z: tl.constexpr,
-    TURNED: tl.constexpr,
     REVERSE: tl.constexpr,
-    GATES: tl.constexpr,
+    GATES: tl.constexpr,  # of dq and dk: the state is transposed, too
     BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -566,7 +719,7 @@ def _linear_attention_tokens_kernel(
         x = tl.load(x_ptr + own, mask=own_mask, other=0.0)
         y = tl.load(y_ptr + own, mask=own_mask, other=0.0)
         tile = offs_x[:, None] * Z + offs_z[None, :]  # (BLOCK_X, BLOCK_Z)
-        if TURNED:
+        if GATES:
             tile = offs_x[:, None] + offs_z[None, :] * X
         state = tl.load(
             states_ptr + slot * X * Z + tile,
@@ -672,8 +825,56 @@ def _linear_attention_common(q, g, scale):
         "T": q.shape[1],
         "HEADS": q.shape[2],
         "ACC": tl.float64 if g.dtype == torch.float64 else tl.float32,
-        "CHUNK": LINEAR_ATTENTION_TILES[q.dtype.itemsize][0],
     }
+
+
+def _linear_attention_cut(q):
+    """Return how many segments a sequence is cut into, and their length."""
+    batch, T, heads, _ = q.shape
+    most = max(1, LINEAR_ATTENTION_SEGMENTS // (batch * heads))
+    units = triton.cdiv(triton.cdiv(T, LINEAR_ATTENTION_UNIT), most)
+    # Each segment reads the ends of all before it: a short one would not pay.
+    length = max(4, units) * LINEAR_ATTENTION_UNIT
+    return {"segments": triton.cdiv(T, length), "length": length}
+
+
+def _linear_attention_blocks(a, b):
+    """Return in how many blocks a state is computed, and the constants."""
+    K, V = int(a.shape[3]), int(b.shape[3])
+    size = a.dtype.itemsize
+    tile = LINEAR_ATTENTION_TILES[size][1]
+    BLOCK_K = _linear_attention_block(tile[1], K, size)
+    BLOCK_V = _linear_attention_block(tile[2], V, size)
+    return triton.cdiv(K, BLOCK_K) * triton.cdiv(V, BLOCK_V), {
+        # torch.compile would keep it open, and a constant cannot be.
+        "K": K,
+        "V": V,
+        "CHUNK": tile[0],
+        "BLOCK_K": BLOCK_K,
+        "BLOCK_V": BLOCK_V,
+        "num_warps": tile[3],
+        "num_stages": tile[4],
+    }
+
+
+def _linear_attention_ends(kernel, a, b, g, cut, common, reverse=False):
+    """Return what each segment adds to the state, and its log decay."""
+    if cut["segments"] == 1:  # Where nothing is read, any tensor will do.
+        return g, g
+    (batch, _, heads, K), segments = a.shape, cut["segments"]
+    ends = g.new_empty(batch, heads, segments, K, b.shape[3])
+    sums = g.new_empty(batch, heads, segments)
+    blocks, constants = _linear_attention_blocks(a, b)
+    kernel[(batch * heads * segments * blocks,)](
+        *(a, b, g, g, ends, sums, a, g, a, g),
+        STARTED=False,
+        REVERSE=reverse,
+        ENDS=True,
+        **cut,
+        **common,
+        **constants,
+    )
+    return ends, sums
 
 
 def _linear_attention_states(kernel, a, b, g, first, others, common):
@@ -681,52 +882,47 @@ def _linear_attention_states(kernel, a, b, g, first, others, common):
 
     In reverse, also return the part of the gradient of g that is in states.
     """
-    (batch, T, heads, K), V = a.shape, int(b.shape[3])
-    K = int(K)  # torch.compile would keep it open, and a constant cannot be
-    size = a.dtype.itemsize
-    tile = LINEAR_ATTENTION_TILES[size][1]
-    BLOCK_K = _linear_attention_block(tile[0], K, size)
-    BLOCK_V = _linear_attention_block(tile[1], V, size)
-    blocks = triton.cdiv(K, BLOCK_K) * triton.cdiv(V, BLOCK_V)
-    chunks = triton.cdiv(T, common["CHUNK"])
+    (batch, T, heads, K), V = a.shape, b.shape[3]
+    reverse = others is not None
+    cut = _linear_attention_cut(a)
+    ends, sums = _linear_attention_ends(kernel, a, b, g, cut, common, reverse)
+    blocks, constants = _linear_attention_blocks(a, b)
+    chunks = triton.cdiv(T, constants["CHUNK"])
     states = a.new_empty(batch, chunks, heads, K, V)
     last = g.new_empty(batch, heads, K, V)
-    reverse = others is not None
-    # Where a kernel reads or writes nothing, any tensor will do.
     flow = g.new_empty(batch, chunks, heads, blocks) if reverse else last
-    kernel[(batch * heads * blocks,)](
+    kernel[(batch * heads * cut["segments"] * blocks,)](
         a,
         b,
         g,
         last if first is None else first,
+        ends,
+        sums,
         states,
         last,
         others if reverse else states,
         flow,
-        **common,
-        K=K,
-        V=V,
         STARTED=first is not None,
         REVERSE=reverse,
-        BLOCK_K=BLOCK_K,
-        BLOCK_V=BLOCK_V,
-        num_warps=tile[2],
-        num_stages=tile[3],
+        ENDS=False,
+        **cut,
+        **common,
+        **constants,
     )
     return states, last, flow
 
 
 def _linear_attention_tokens(
-    kernel, x, y, z, g, states, common, turned=False, reverse=False, gates=()
+    kernel, x, y, z, g, states, common, reverse=False, gates=()
 ):
-    """Return the outputs of tokens; gates are what their gradient takes."""
+    """Return a gradient of tokens; gates are what that of g takes."""
     (batch, T, heads, X), Z = x.shape, int(z.shape[3])
     X = int(X)
     out = torch.empty_like(z)
     size = x.dtype.itemsize
-    tile = LINEAR_ATTENTION_TILES[size][2]
+    (CHUNK, *_), tile = LINEAR_ATTENTION_TILES[size][1:]
     BLOCK_Z = _linear_attention_block(tile[1], Z, size)
-    chunks = triton.cdiv(T, common["CHUNK"])
+    chunks = triton.cdiv(T, CHUNK)
     partner, reads, flow, dg = gates or (out, g, g, g)
     kernel[(chunks * batch * heads * triton.cdiv(Z, BLOCK_Z),)](
         x,
@@ -742,10 +938,10 @@ def _linear_attention_tokens(
         **common,
         X=X,
         Z=Z,
-        TURNED=turned,
         REVERSE=reverse,
         GATES=bool(gates),
         BLOCKS=int(flow.shape[-1]) if gates else 1,
+        CHUNK=CHUNK,
         BLOCK_X=_linear_attention_block(tile[0], X, size),
         BLOCK_Z=BLOCK_Z,
         num_warps=tile[2],
@@ -761,26 +957,50 @@ def _linear_attention_launch(
     g,
     scale=None,
     initial_state=None,
+    kernel=_linear_attention_kernel,
     states_kernel=_linear_attention_states_kernel,
-    tokens_kernel=_linear_attention_tokens_kernel,
 ):
     _linear_attention_check(q, k, v, g, initial_state)
     dtype, first = q.dtype, initial_state
+    (batch, _, heads, K), V = q.shape, int(v.shape[3])
+    last = g.new_empty(batch, heads, K, V)
     if q.numel() == 0:  # also without tokens: the state stays
-        shape = q.shape[0], q.shape[2], q.shape[3], v.shape[3]
-        last = g.new_zeros(shape) if first is None else first.clone()
+        last = g.new_zeros(last.shape) if first is None else first.clone()
         return v.new_empty(v.shape), last
     q, k, v = _linear_attention_read(q, k, v)
     g = g.contiguous()
-    first = None if first is None else first.contiguous()
-    common = _linear_attention_common(q, g, scale)
+    out = torch.empty_like(v)
+    size = q.dtype.itemsize
+    CHUNK, most, num_warps, num_stages = LINEAR_ATTENTION_TILES[size][0]
+    BLOCK_V = _linear_attention_block(most, V, size)
+    common, cut = (
+        _linear_attention_common(q, g, scale),
+        _linear_attention_cut(q),
+    )
+    grid = batch * heads * cut["segments"] * triton.cdiv(V, BLOCK_V)
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
-        states, last, _ = _linear_attention_states(
-            states_kernel, k, v, g, first, None, common
-        )
-        out = _linear_attention_tokens(
-            tokens_kernel, q, k, v, g, states, common
+        ends, sums = _linear_attention_ends(states_kernel, k, v, g, cut, common)
+        kernel[(grid,)](
+            q,
+            k,
+            v,
+            g,
+            last if first is None else first.contiguous(),
+            ends,
+            sums,
+            out,
+            last,
+            **cut,
+            **common,
+            K=int(K),
+            V=V,
+            STARTED=first is not None,
+            CHUNK=CHUNK,
+            BLOCK_K=_linear_attention_block(128, int(K), size),
+            BLOCK_V=BLOCK_V,
+            num_warps=num_warps,
+            num_stages=num_stages,
         )
     return out.to(dtype), last
 
@@ -808,7 +1028,6 @@ def _linear_attention_backward_launch(
     common = _linear_attention_common(q, g, scale)
     tokens = functools.partial(_linear_attention_tokens, tokens_kernel)
     with torch.accelerator.device_index(q.device.index):
-        # Computed again: to keep them would take as much memory as q, k, v.
         states, *_ = _linear_attention_states(
             states_kernel, k, v, g, first, None, common
         )
@@ -816,9 +1035,9 @@ def _linear_attention_backward_launch(
             states_kernel, q, grad, g, grad_last, states, common
         )
         gates = torch.empty_like(dg), flow, dg
-        dq = tokens(grad, v, k, g, states, common, True, False, (q, *gates))
-        dk = tokens(v, grad, q, g, dstates, common, True, True, (k, *gates))
-        dv = tokens(k, q, grad, g, dstates, common, False, True)
+        dq = tokens(grad, v, k, g, states, common, False, (q, *gates))
+        dk = tokens(v, grad, q, g, dstates, common, True, (k, *gates))
+        dv = tokens(k, q, grad, g, dstates, common, True)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype), dg, dfirst
 
 
@@ -845,9 +1064,9 @@ def linear_attention(
     of v, and the state after the last token, of the shape and dtype of the
     initial one. Both are contiguous, with the same bits each time.
 
-    Between chunks of 64 tokens (32 for float32, 16 for float64) a copy of the
-    state is rounded to the dtype of q: float16 needs states below 65504, and
-    its weights lose bits below 2**-14. A NaN or an infinity may reach earlier
+    After each chunk of 64 tokens a copy of the state is rounded to float16 or
+    bfloat16, if q is of that: float16 needs states below 65504, and its weights
+    lose bits below 2**-14. A NaN or an infinity may reach earlier
     tokens of its chunk. The log decay between two tokens is a difference of two
     sums over their chunk, and has the rounding of those. A g below -110 (-831
     for float64) counts as that; -inf ends what was before.
@@ -864,8 +1083,8 @@ def linear_attention(
         g,
         scale,
         initial_state,
+        wrap_triton(_linear_attention_kernel),
         wrap_triton(_linear_attention_states_kernel),
-        wrap_triton(_linear_attention_tokens_kernel),
     )
 
 
@@ -959,12 +1178,14 @@ def backward_of(op, *tensors):
 
 KERNELS = (
     _linear_attention_decays,
+    _linear_attention_start,
+    _linear_attention_kernel,
     _linear_attention_states_kernel,
     _linear_attention_tokens_kernel,
 )
 STEPS = {
     "first kernel": (by_chunks, chunk_kernel),
-    "the op": (output, *KERNELS),
+    "the op": (output, *KERNELS[:-1]),
 }
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -972,7 +1193,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         index=[*STEPS, "the op, backward", "PyTorch, backward"]
     )
     counts = [statements(*step[1:]) for step in STEPS.values()]
-    ladder["statements"] = [*counts, counts[-1], 0]
+    ladder["statements"] = [*counts, statements(*KERNELS), 0]
     for T in (2048, 8192, 32768):
         x = random(T)
         tried = {who: partial(step[0], *x) for who, step in STEPS.items()}
@@ -1203,14 +1424,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# What the two kernels move can be counted, in tensors of the size of ``q``. The
-# kernel of tokens reads five forward, three inputs and the states, which count
-# as two, and writes one. The kernel of states writes two; it reads the keys and
-# values, each once for every block that needs them. That is ten at least, and
-# the floor has four. So where the L2 cache does not keep the states for the
-# second kernel, the op stays below the roof even if both are as fast as a copy.
-# A longer sequence gives the kernel of states more steps, but no more programs.
-# More heads, or more sequences, give it more programs.
+# What the kernels move can be counted, in tensors of the size of ``q``. The
+# forward reads three and writes one, as the floor does. If there is more than
+# one segment, the ends take the keys and values once more, each for every block
+# that needs them. That is six for a floor of four.
+#
+# The backward's kernel of tokens runs three times. Each time it reads three
+# tensors and a state, which counts as two, and writes one. For dq and dk it
+# reads one more. The kernel of states reads two and writes two, and in reverse
+# reads two more; the ends read two, twice. That makes 34 for a floor of seven.
 
 # %%
 # Break it

@@ -409,7 +409,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # together take half of a multiprocessor's registers. So, if a row is two
 # blocks, the kernel does not keep the weight in registers. It loads the weight
 # twice for each row, which a cache can serve. The next rows wait in shared
-# memory: ``tl.range`` begins to load them one or two turns ahead, if they fit.
+# memory: ``tl.range`` begins to load them two turns ahead, if they fit. A tile
+# of four rows or more does without. The table after the op shows both.
 
 # %%
 # The op
@@ -720,11 +721,12 @@ def _layer_norm_plan_backward(x, stride):
     # As many programs as run at a time, but no more than tiles
     each = max(1, min(4, 40 * 1024 // (block * size)))
     programs = min(processors * each, triton.cdiv(x.numel() // N, BLOCK_M))
-    # Loads for further turns of the loop wait in shared memory: two turns
-    # ahead, or as many as fit.
+    # Loads for further turns of the loop wait in shared memory. Long rows of
+    # which two turns do not fit, and tiles of short rows, are faster without.
     loads = each * (4 if plan["REST"] else 2)
-    ahead = min(2, shared // (loads * block * x.element_size()))
-    return programs, plan | {"BLOCK_M": BLOCK_M, "STAGES": 1 + ahead}
+    fit = 2 * loads * block * x.element_size() <= shared
+    STAGES = 3 if fit and BLOCK_M < 4 else 1
+    return programs, plan | {"BLOCK_M": BLOCK_M, "STAGES": STAGES}
 
 
 def _layer_norm_launch(x, weight, bias, eps, kernel=_layer_norm_kernel):
@@ -882,7 +884,8 @@ def layer_norm(x, weight, bias, eps) -> torch.Tensor:
 # What did each step gain? The table has the rates of each step and, for the
 # longest row, the registers of a thread. Rates count the bytes of the floor.
 # Backward, the floor is three matrices: ``dy`` and ``x`` are read, and the
-# gradient of ``x`` is written.
+# gradient of ``x`` is written. The last two rows are the backward's first
+# kernel alone, with other loads ahead than the op has.
 
 
 def one_row(x, y, num_warps):
@@ -910,6 +913,16 @@ def backward(x, y):
     _layer_norm_backward_launch(y, x, x[0], stats)
 
 
+def backward_tiles(x, y, STAGES):
+    """Run the backward's first kernel, with loads so many turns ahead."""
+    (M, N), stats = x.shape, x.new_ones(2, len(x), dtype=torch.float32)
+    programs, plan = _layer_norm_plan_backward(x, N)
+    sums = x.new_empty(2, programs, N, dtype=torch.float32)
+    args = y, x, x[0], stats, torch.empty_like(x), sums, M, N, N
+    plan["STAGES"] = STAGES
+    return _layer_norm_backward_kernel[(programs,)](*args, **plan)
+
+
 STEPS = {  # with how many matrices the floor moves
     "a row, 4 warps": (partial(one_row, num_warps=4), 2),
     "a row, 8 warps": (partial(one_row, num_warps=8), 2),
@@ -917,6 +930,8 @@ STEPS = {  # with how many matrices the floor moves
     "two blocks": (partial(tiles, VEC=1), 2),
     "the op: and VEC": (tiles, 2),
     "the op's backward": (backward, 3),
+    "backward, no loads ahead": (partial(backward_tiles, STAGES=1), 3),
+    "backward, a turn ahead": (partial(backward_tiles, STAGES=2), 3),
 }
 
 if __name__ == "__main__" and DEVICE.type == "cuda":

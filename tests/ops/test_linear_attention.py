@@ -171,6 +171,25 @@ def test_every_tile(taken: ModuleType, dtype: torch.dtype, T: int, dims: tuple[i
 
 
 @each_dtype
+@pytest.mark.parametrize("T", [256, 257, 600])
+def test_segments(taken: ModuleType, dtype: torch.dtype, T: int) -> None:
+    """A sequence of up to three segments, with states that last."""
+    assert taken._linear_attention_cut(torch.empty(1, T, 2, 32))["segments"] == -(-T // 256)
+    assert_right(taken, *problem(dtype, 1, T, 2, 32, 32, gate=5.0))
+
+
+def test_cut(taken: ModuleType) -> None:
+    """Segments are as many as there is room for, all of them have tokens, and chunks do not cross their borders."""
+    chunks = {tile[0] for tiles in taken.LINEAR_ATTENTION_TILES.values() for tile in tiles[:2]}
+    for batch, heads, T in itertools.product((1, 3, 64), (1, 16, 200), (1, 255, 256, 257, 8192, 65536, 100_001)):
+        cut = taken._linear_attention_cut(torch.empty(batch, T, heads, 128, device="meta"))
+        assert (cut["segments"] - 1) * cut["length"] < T <= cut["segments"] * cut["length"]
+        assert cut["segments"] == 1 or cut["segments"] * batch * heads <= 128
+        assert all(cut["length"] % chunk == 0 for chunk in chunks)
+    assert taken._linear_attention_cut(torch.empty(1, 8192, 16, 128, device="meta")) == {"segments": 8, "length": 1024}
+
+
+@each_dtype
 def test_scale(taken: ModuleType, dtype: torch.dtype) -> None:
     """A scale of one's own; with zero, all that is left is what the last state was given."""
     for scale in (0.0, -0.3, 1.0):
@@ -359,12 +378,14 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
 
 
 KERNELS = {
-    "states": {"REVERSE": False, "STARTED": False},
-    "states, reverse": {"REVERSE": True, "STARTED": True},
-    "out": {"TURNED": False, "REVERSE": False, "GATES": False},
-    "dq": {"TURNED": True, "REVERSE": False, "GATES": True},
-    "dk": {"TURNED": True, "REVERSE": True, "GATES": True},
-    "dv": {"TURNED": False, "REVERSE": True, "GATES": False},
+    "out": {"STARTED": True},
+    "ends": {"REVERSE": False, "STARTED": False, "ENDS": True},
+    "ends, reverse": {"REVERSE": True, "STARTED": False, "ENDS": True},
+    "states": {"REVERSE": False, "STARTED": False, "ENDS": False},
+    "states, reverse": {"REVERSE": True, "STARTED": True, "ENDS": False},
+    "dq": {"REVERSE": False, "GATES": True},
+    "dk": {"REVERSE": True, "GATES": True},
+    "dv": {"REVERSE": True, "GATES": False},
 }
 SIZES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
@@ -374,21 +395,24 @@ def at_launch(taken: ModuleType, which: str, dtype: str, K: int, V: int) -> tupl
     import triton.language as tl
 
     block = functools.partial(taken._linear_attention_block, itemsize=SIZES[dtype])
-    CHUNK, states, tokens = taken.LINEAR_ATTENTION_TILES[SIZES[dtype]]
+    forward, states, tokens = taken.LINEAR_ATTENTION_TILES[SIZES[dtype]]
     wide = "fp64" if dtype == "fp64" else "fp32"
-    of_wide = "g_ptr", "first_ptr", "last_ptr", "flow_ptr", "reads_ptr", "dg_ptr"
-    known = {"SCALE": K**-0.5, "ACC": getattr(tl, {"fp64": "float64", "fp32": "float32"}[wide]), "CHUNK": CHUNK}
-    if "states" in which:
-        kernel, (most_k, most_v, num_warps, num_stages) = taken._linear_attention_states_kernel, states
+    of_wide = "g_ptr", "first_ptr", "last_ptr", "ends_ptr", "sums_ptr", "flow_ptr", "reads_ptr", "dg_ptr"
+    known = {"SCALE": K**-0.5, "ACC": getattr(tl, {"fp64": "float64", "fp32": "float32"}[wide]), "CHUNK": states[0]}
+    if which == "out":
+        kernel, (chunk, most_v, num_warps, num_stages) = taken._linear_attention_kernel, forward
+        known |= {"K": K, "V": V, "BLOCK_K": block(128, K), "BLOCK_V": block(most_v, V), "CHUNK": chunk}
+    elif "ENDS" in KERNELS[which]:
+        kernel, (_, most_k, most_v, num_warps, num_stages) = taken._linear_attention_states_kernel, states
         known |= {"K": K, "V": V, "BLOCK_K": block(most_k, K), "BLOCK_V": block(most_v, V)}
     else:
         kernel, (most_x, most_z, num_warps, num_stages) = taken._linear_attention_tokens_kernel, tokens
-        X, Z = (V, K) if KERNELS[which]["TURNED"] else (K, V)
-        blocks = -(-K // block(states[0], K)) * -(-V // block(states[1], V))
+        X, Z = (V, K) if KERNELS[which]["GATES"] else (K, V)
+        blocks = -(-K // block(states[1], K)) * -(-V // block(states[2], V))
         known |= {"X": X, "Z": Z, "BLOCK_X": block(most_x, X), "BLOCK_Z": block(most_z, Z)}
         known["BLOCKS"] = blocks if KERNELS[which]["GATES"] else 1
     pointers = dict.fromkeys((name for name in of_wide if name in kernel.arg_names), wide)
-    options = {"dtype": dtype, "num_warps": num_warps, "num_stages": num_stages, "multiples": ["T", "HEADS"]}
+    options = {"dtype": dtype, "num_warps": num_warps, "num_stages": num_stages, "multiples": ["T", "HEADS", "length"]}
     return kernel, options | known | KERNELS[which] | pointers
 
 
@@ -427,11 +451,12 @@ def spills(taken: ModuleType) -> dict[str, int]:
 
 @pytest.mark.thorough
 def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """But for two numbers in float32, and in Triton 3.6 in float64."""
+    """But for two numbers in float32, in Triton 3.6 in float64, and some of the forward, which has the whole state."""
     (found,) = on_h100(gallery / RECIPE, spills)
-    assert len(found) == 4 * 3 * 6
+    assert len(found) == 4 * 3 * 8
     some = ("fp32", "fp64") if version("triton").startswith("3.6.") else ("fp32",)
-    assert {name: size for name, size in found.items() if size > 8 * any(dtype in name for dtype in some)} == {}
+    most = {name: 96 if name.startswith("out") else 8 * any(dtype in name for dtype in some) for name in found}
+    assert {name: size for name, size in found.items() if size > most[name]} == {}
 
 
 def rooms(taken: ModuleType) -> list[int]:
@@ -447,24 +472,25 @@ def rooms(taken: ModuleType) -> list[int]:
 def test_fits(gallery: Path, on_h100: Ask) -> None:
     """A GPU whose programs may have 99 KiB of shared memory has room for the largest dimensions."""
     (found,) = on_h100(gallery / RECIPE, rooms)
-    assert len(found) == 24
+    assert len(found) == 32
     assert max(found) <= 99 * 1024
 
 
-def traced(recipe: ModuleType) -> list[list[str]]:
-    """Return the graphs of a call, forward and backward."""
-    q, k, v = (torch.randn(2, 40, 3, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
-    g = torch.randn(2, 40, 3, requires_grad=True)
+def traced(recipe: ModuleType, T: int) -> list[list[str]]:
+    """Return the graphs of a call with so many tokens, forward and backward."""
+    q, k, v = (torch.randn(2, T, 3, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    g = torch.randn(2, T, 3, requires_grad=True)
     first = torch.randn(2, 3, 64, 64, requires_grad=True)
     return graphs(lambda q, k, v, g, first: recipe.linear_attention(q, k, v, g, 0.3, first), q, k, v, g, first)
 
 
 def test_torch_compile_looks_into_it(gallery: Path, on_h100: Ask) -> None:
-    """It sees two kernels forward and five backward."""
-    ((forward, backward),) = on_h100(gallery / RECIPE, traced)
-    for graph, number in ((forward, 2), (backward, 5)):
-        assert sum(call.startswith("triton_kernel_wrapper") for call in graph) == number
-        assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
+    """It sees a kernel forward and five backward; with segments, one more for each direction of a state."""
+    looks = (functools.partial(traced, T=T) for T in (40, 300))
+    for pair, numbers in zip(on_h100(gallery / RECIPE, *looks), ((1, 5), (2, 7)), strict=True):
+        for graph, number in zip(pair, numbers, strict=True):
+            assert sum(call.startswith("triton_kernel_wrapper") for call in graph) == number
+            assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
 
 
 @pytest.mark.needs_gpu_memory(30)
@@ -569,12 +595,32 @@ OPS = [("linear_attention", some_tokens, by_pairs)]
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
-    ("the state does not decay", "            state * tl.exp2(total),\n", "            state,\n"),
+    (
+        "the state does not decay",
+        "            v,\n            state * tl.exp2(total),\n",
+        "            v,\n            state,\n",
+    ),
+    (
+        "backward the state does not decay",
+        "            b,\n            state * tl.exp2(total),\n",
+        "            b,\n            state,\n",
+    ),
+    ("forward a token does not decay", "(v * tl.exp2(total - decay)[:, None])", "v"),
+    (
+        "forward the state has no scale",
+        "out = out * (tl.exp2(decay) * SCALE)[:, None]",
+        "out = out * tl.exp2(decay)[:, None]",
+    ),
+    (
+        "forward no token reads itself",
+        "        seen = offs_t[:, None] >= offs_t[None, :]\n        since = tl.where",
+        "        seen = offs_t[:, None] > offs_t[None, :]\n        since = tl.where",
+    ),
     ("what a token writes does not decay", "weight = tl.exp2(total - decay)\n", "weight = tl.exp2(total - total)\n"),
     (
         "no token reads itself",
-        "    seen = offs_t[:, None] >= offs_t[None, :]\n",
-        "    seen = offs_t[:, None] > offs_t[None, :]\n",
+        "(CHUNK, CHUNK)\n    seen = offs_t[:, None] >= offs_t[None, :]\n",
+        "(CHUNK, CHUNK)\n    seen = offs_t[:, None] > offs_t[None, :]\n",
     ),
     (
         "no token is read by itself",
@@ -587,7 +633,29 @@ BREAKS = [
         "g = tl.load(g_ptr + rows, mask=inside, other=0.0) *",
         "g = tl.load(g_ptr + rows, mask=inside, other=-1.0) *",
     ),
-    ("the first state is forgotten", "STARTED=first is not None,", "STARTED=False,"),
+    (
+        "the first state is forgotten",
+        "            STARTED=first is not None,\n            CHUNK",
+        "            STARTED=False,\n            CHUNK",
+    ),
+    (
+        "the backward forgets the first state",
+        "        STARTED=first is not None,\n        REVERSE",
+        "        STARTED=False,\n        REVERSE",
+    ),
+    ("segments forget earlier ones", "state * tl.exp2(tl.load(sums_ptr + slot)) + end", "end"),
+    ("the state of a segment does not decay", "state * tl.exp2(tl.load(sums_ptr + slot)) + end", "state + end"),
+    ("a segment has no log decay", "        passed += total\n", ""),
+    (
+        "the last state is that of the first segment",
+        "    if segment == segments - 1:\n        tl.store(last",
+        "    if segment == 0:\n        tl.store(last",
+    ),
+    (
+        "the reverse's ends go forward",
+        "        REVERSE=reverse,\n        ENDS=True,",
+        "        REVERSE=False,\n        ENDS=True,",
+    ),
     ("the flow through a chunk does not decay", "tl.sum(state * other) * tl.exp2(total)", "tl.sum(state * other)"),
     ("the flow is that of one block", "for block in range(BLOCKS):", "for block in range(1):"),
     ("a gate acts on its own token", "tl.cumsum(far, axis=0) - far", "tl.cumsum(far, axis=0)"),
