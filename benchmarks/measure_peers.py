@@ -186,8 +186,10 @@ def measure(calls: dict[str, Function], restore: Function) -> dict[str, list[flo
 def rates(trial: Trial, amount: Bytes | Product, backward: bool, peers: Sequence[str]) -> dict[str, list[float] | None]:
     """Check and measure one work at one size, one way; return the rates by the name of who was measured."""
     import torch
+    import torch._functorch.config
 
     torch.compiler.reset()  # a function is compiled for eight shapes at the most
+    torch._functorch.config.donated_buffer = False  # else torch.compile refuses a backward that is run again
     functions = contestants(trial.work, peers)
     calls: dict[str, Function] = {}
     ours: tuple[Any, ...] = ()
