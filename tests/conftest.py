@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bs4 import BeautifulSoup
 from farm import Cluster, Farm
 from memory import processes
 from project import ROOT, Project
@@ -164,3 +166,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert build.returncode == 0, build.stdout
     return out
+
+
+@pytest.fixture(scope="session")
+def parsed(site: Path) -> Callable[[str], BeautifulSoup]:
+    """Return a function that parses a page of the site, by its address there, once for all tests."""
+    return cache(lambda address: BeautifulSoup((site / address).read_text(), "html.parser"))

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -85,9 +86,9 @@ def test_code_keeps_its_text_and_gets_links() -> None:
 
 
 @pytest.fixture(scope="module")
-def listed(site: Path) -> dict[str, set[str]]:
+def listed(parsed: Callable[[str], BeautifulSoup]) -> dict[str, set[str]]:
     """Return the names on the page of names, and the recipes of each."""
-    page = BeautifulSoup((site / "api.html").read_text(), "html.parser")
+    page = parsed("api.html")
     terms = page.select("dl.names > dt")
     return {
         term["id"].removeprefix("name-"): {
@@ -117,8 +118,8 @@ def test_names_can_be_searched(site: Path) -> None:
 
 
 @each_recipe
-def test_names_in_code_lead_to_their_documentation(site: Path, recipe: Recipe) -> None:
-    page = BeautifulSoup((site / "recipes" / f"{recipe.key}.html").read_text(), "html.parser")
+def test_names_in_code_lead_to_their_documentation(parsed: Callable[[str], BeautifulSoup], recipe: Recipe) -> None:
+    page = parsed(f"recipes/{recipe.key}.html")
     links = page.select(".highlight-Python a.code-link")
     assert links
     by_name = {use.written: use.name for use in uses(recipe.path.read_text())}
@@ -129,15 +130,15 @@ def test_names_in_code_lead_to_their_documentation(site: Path, recipe: Recipe) -
     assert sum(link.text == "tl.load" for link in links) == loads
 
 
-def test_names_in_prose_are_linked_once(site: Path) -> None:
-    page = BeautifulSoup((site / "recipes" / "matmul" / "matmul.html").read_text(), "html.parser")
+def test_names_in_prose_are_linked_once(parsed: Callable[[str], BeautifulSoup]) -> None:
+    page = parsed("recipes/matmul/matmul.html")
     links = [link["href"] for link in page.select("p a.code-link, li a.code-link")]
     assert address_of("triton.language.dot") in links
     assert len(links) == len(set(links))
 
 
-def test_terms_lead_to_recipes_that_show_them(site: Path) -> None:
-    page = BeautifulSoup((site / "glossary.html").read_text(), "html.parser")
+def test_terms_lead_to_recipes_that_show_them(parsed: Callable[[str], BeautifulSoup]) -> None:
+    page = parsed("glossary.html")
     shown = {
         term["id"].removeprefix("term-"): [link.text for link in term.find_next_sibling("dd").select(".shown-in a")]
         for term in page.select("dl.glossary > dt")

@@ -23,15 +23,16 @@ RECIPES = load(ROOT / "gallery")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
 
 
-def page_of(site: Path, recipe: Recipe) -> BeautifulSoup:
-    """Return the page of a recipe."""
-    return BeautifulSoup((site / "recipes" / f"{recipe.key}.html").read_text(), "html.parser")
+@pytest.fixture(scope="module")
+def page_of(parsed: Callable[[str], BeautifulSoup]) -> Callable[[Recipe], BeautifulSoup]:
+    """Return a function that returns the page of a recipe."""
+    return lambda recipe: parsed(f"recipes/{recipe.key}.html")
 
 
 @each_recipe
-def test_page_has_a_twin_in_markdown(site: Path, recipe: Recipe) -> None:
+def test_page_has_a_twin_in_markdown(site: Path, page_of: Callable[[Recipe], BeautifulSoup], recipe: Recipe) -> None:
     """It has all of the code and what the page shows, and no picture spelled out in letters."""
-    (link,) = page_of(site, recipe).select("link[rel=alternate][type='text/markdown']")
+    (link,) = page_of(recipe).select("link[rel=alternate][type='text/markdown']")
     twin = (site / "recipes" / recipe.section / link["href"]).read_text()
     assert twin.startswith("# ")
     _, blocks = split_code_and_text_blocks(str(recipe.path))
@@ -58,8 +59,8 @@ def test_llms_txt_lists_every_page(site: Path) -> None:
 
 
 @pytest.mark.parametrize("section", sections(ROOT / "gallery"))
-def test_section_comes_as_one_zip(site: Path, section: str) -> None:
-    index = BeautifulSoup((site / "recipes" / section / "index.html").read_text(), "html.parser")
+def test_section_comes_as_one_zip(site: Path, parsed: Callable[[str], BeautifulSoup], section: str) -> None:
+    index = parsed(f"recipes/{section}/index.html")
     (link,) = index.select("a[href$='.zip']")
     recipes = [recipe for recipe in RECIPES if recipe.section == section]
     files = {path.name: path for recipe in recipes for path in (recipe.path, *recipe.companions)}
@@ -71,16 +72,19 @@ def test_section_comes_as_one_zip(site: Path, section: str) -> None:
 
 
 @each_recipe
-def test_figures_have_addresses_and_numbers(site: Path, recipe: Recipe) -> None:
-    page = page_of(site, recipe)
+def test_figures_have_addresses_and_numbers(
+    site: Path, page_of: Callable[[Recipe], BeautifulSoup], recipe: Recipe
+) -> None:
+    page = page_of(recipe)
     with open(site / "performance.csv") as file:
         recorded = [row for row in csv.DictReader(file) if row["recipe"] == recipe.key]
     charts = page.select("div.chart:not(.glance div.chart)")
     lines = [chart.find_next_sibling(class_="figure-links") for chart in charts]
+    anchors = {element["id"] for element in page.select("[id]")}
     found = []
     for line in lines:
         here, *numbers = line.select("a")
-        assert page.find(id=here["href"].removeprefix("#"))
+        assert here["href"].removeprefix("#") in anchors
         for link in numbers:
             with open((site / "recipes" / recipe.section / link["href"]).resolve()) as file:
                 rows = list(csv.DictReader(file))
@@ -92,17 +96,17 @@ def test_figures_have_addresses_and_numbers(site: Path, recipe: Recipe) -> None:
 
 
 @each_recipe
-def test_page_leads_to_those_alike(site: Path, recipe: Recipe) -> None:
-    path = page_of(site, recipe).select_one(".glance .recipe-path")
+def test_page_leads_to_those_alike(page_of: Callable[[Recipe], BeautifulSoup], recipe: Recipe) -> None:
+    path = page_of(recipe).select_one(".glance .recipe-path")
     links = [link["href"] for link in path.select("a")]
     assert "Related: " in path.text
     assert len(links) == len(set(links)) >= 4
     assert f"{recipe.name}.html" not in links
 
 
-def test_without_an_address_nothing_needs_one(site: Path) -> None:
+def test_without_an_address_nothing_needs_one(site: Path, page_of: Callable[[Recipe], BeautifulSoup]) -> None:
     assert not (site / "sitemap.xml").exists()
-    assert not list(page_of(site, RECIPES[0]).select("a.elsewhere"))
+    assert not list(page_of(RECIPES[0]).select("a.elsewhere"))
 
 
 @pytest.fixture(scope="module")

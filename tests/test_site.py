@@ -4,6 +4,7 @@ import base64
 import hashlib
 import re
 import zipfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -23,13 +24,14 @@ NOT_PAGES = {"404.html"}  # its links are absolute: it is shown at any address
 
 
 @pytest.fixture(scope="module")
-def pages(site: Path) -> dict[Path, BeautifulSoup]:
+def pages(site: Path, parsed: Callable[[str], BeautifulSoup]) -> dict[Path, BeautifulSoup]:
     """Return the parsed pages by their paths."""
-    return {path: BeautifulSoup(path.read_text(), "html.parser") for path in sorted(site.rglob("*.html"))}
+    return {path: parsed(str(path.relative_to(site))) for path in sorted(site.rglob("*.html"))}
 
 
 def test_internal_links_resolve(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
     broken = []
+    anchors = {path: {element["id"] for element in page.select("[id]")} for path, page in pages.items()}
     for path, page in pages.items():
         if path.name in NOT_PAGES:
             continue
@@ -41,7 +43,7 @@ def test_internal_links_resolve(site: Path, pages: dict[Path, BeautifulSoup]) ->
             file = file / "index.html" if file.is_dir() else file
             if not file.is_relative_to(site) or not file.is_file():
                 broken.append(f"{path.relative_to(site)} -> {target.geturl()}")
-            elif target.fragment and file in pages and not pages[file].find(id=unquote(target.fragment)):
+            elif target.fragment and file in pages and unquote(target.fragment) not in anchors[file]:
                 broken.append(f"{path.relative_to(site)} -> {target.geturl()} (no such anchor)")
     assert broken == []
 

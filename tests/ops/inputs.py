@@ -2,13 +2,21 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
+
+def first_quickly(*values: Any) -> list[Any]:
+    """Return the values of a parameter, of which a quick run of the tests takes the first alone."""
+    return [values[0], *(pytest.param(value, marks=pytest.mark.thorough) for value in values[1:])]
+
 
 NAMES = ["contiguous", "offset", "transposed", "strided", "expanded"]
 

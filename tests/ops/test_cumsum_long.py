@@ -16,7 +16,7 @@ from device_key import at_cuda
 from guard import PAD, Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, layouts, sizes
+from inputs import DEVICE, FLOATS, Layout, first_quickly, layouts, sizes
 from tolerance import assert_within
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
@@ -137,7 +137,7 @@ def test_autograd(
 LENGTHS = [*(2**k for k in range(0, 18, 2)), 3, 100, 1023, 1025, 3000, 8191, 8193, 20_001, 140_001]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", first_quickly(torch.bfloat16, torch.float64), ids=str)
 @pytest.mark.parametrize("N", LENGTHS)
 def test_every_length(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
     """Rows of all lengths as the launcher plans them, with a gap between them."""

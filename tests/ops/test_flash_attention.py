@@ -17,7 +17,7 @@ from device_key import at_cuda
 from guard import Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, Layout, layouts, sizes
+from inputs import DEVICE, Layout, first_quickly, layouts, sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -158,7 +158,7 @@ def test_every_tile(taken: ModuleType, lengths: tuple[int, int], D: int, causal:
     assert_right(taken, q, k, v, grad, causal)
 
 
-@each_way
+@pytest.mark.parametrize("causal", first_quickly(True, False))
 @pytest.mark.parametrize("tiles", ["FLASH_ATTENTION_TILES", "FLASH_ATTENTION_HOPPER", "FLASH_ATTENTION_SMALL"])
 def test_tiles_of_gpus(taken: ModuleType, tiles: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of Hopper, and of a GPU with little shared memory, at lengths around their edges."""

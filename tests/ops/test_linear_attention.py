@@ -17,7 +17,7 @@ from device_key import at_cuda
 from guard import Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, Layout, amid, layouts, sizes
+from inputs import DEVICE, Layout, amid, first_quickly, layouts, sizes
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -171,7 +171,7 @@ def test_every_tile(taken: ModuleType, dtype: torch.dtype, T: int, dims: tuple[i
 
 
 @each_dtype
-@pytest.mark.parametrize("T", [256, 257, 600])
+@pytest.mark.parametrize("T", first_quickly(600, 256, 257))
 def test_segments(taken: ModuleType, dtype: torch.dtype, T: int) -> None:
     """A sequence of up to three segments, with states that last."""
     assert taken._linear_attention_cut(torch.empty(1, T, 2, 32))["segments"] == -(-T // 256)

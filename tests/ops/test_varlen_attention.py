@@ -17,7 +17,7 @@ from device_key import at_cuda
 from guard import Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, Layout, layouts
+from inputs import DEVICE, Layout, first_quickly, layouts
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -228,7 +228,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", first_quickly(torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", [16, 64, 100, 256])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
@@ -292,7 +292,7 @@ def test_large_scores(taken: ModuleType, dtype: torch.dtype) -> None:
             assert all(tensor.isfinite().all() for tensor in found)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", first_quickly(torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_sequences_do_not_touch(taken: ModuleType, dtype: torch.dtype, causal: bool) -> None:
     """NaN in one sequence reaches no other, neither forward nor backward."""
@@ -335,13 +335,19 @@ def test_longest_may_be_longer(taken: ModuleType, longest: int) -> None:
         assert torch.equal(found, right)
 
 
+@pytest.mark.parametrize("fast", first_quickly(True, False))
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradcheck_accumulator(taken: ModuleType, causal: bool) -> None:
-    """PyTorch's check by differences, in float64, of ragged sequences and shared heads."""
+def test_gradcheck_accumulator(taken: ModuleType, causal: bool, fast: bool) -> None:
+    """PyTorch's check by differences, in float64, of ragged sequences and shared heads, in one direction or in each."""
     q = Layout("contiguous", 0).make((3, 2, 2), torch.float64, DEVICE).requires_grad_()
     k, v = (Layout("contiguous", seed).make((4, 1, 2), torch.float64, DEVICE).requires_grad_() for seed in (1, 2))
     known = cu([1, 0, 2]), cu([1, 1, 2]), 2, 2
-    assert torch.autograd.gradcheck(lambda *x: taken.varlen_attention(*x, *known, causal, 0.7), (q, k, v))
+
+    def op(*x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = taken.varlen_attention(*x, *known, causal, 0.7)
+        return result
+
+    assert torch.autograd.gradcheck(op, (q, k, v), fast_mode=fast)
 
 
 def test_no_second_gradient(taken: ModuleType) -> None:
