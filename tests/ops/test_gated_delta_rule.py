@@ -54,7 +54,7 @@ def by_token(tensors: Tensors, grads: Tensors, scale: float | None) -> tuple[Ten
         errors.append(v[:, t] - (k[:, t, :, None] @ decayed)[:, :, 0])
         states.append(decayed + k[:, t, :, :, None] * (beta[:, t, :, None] * errors[-1])[:, :, None])
     out, dq, dk, dv, dg, dbeta = (torch.zeros_like(t) for t in (v, q, k, v, g, beta))
-    of_keys, added = torch.zeros_like(k), torch.zeros_like(first)
+    of_keys, of_betas, added = torch.zeros_like(k), torch.zeros_like(beta), torch.zeros_like(first)
     if q.shape[1]:
         added = decayed.abs() + (states[-1] - decayed).abs()
     for t in reversed(range(q.shape[1])):
@@ -64,6 +64,7 @@ def by_token(tensors: Tensors, grads: Tensors, scale: float | None) -> tuple[Ten
         back = back + scale * q[:, t, :, :, None] * grad[:, t, :, None, :]
         written = (k[:, t, :, None] @ back)[:, :, 0]
         dbeta[:, t] = (written * errors[t]).sum(-1)
+        of_betas[:, t] = (written * errors[t]).abs().sum(-1)
         dv[:, t] = beta[:, t, :, None] * written
         one, other = back * (beta[:, t, :, None] * errors[t])[:, :, None], decayed * dv[:, t, :, None]
         dk[:, t] = (one - other).sum(-1)
@@ -73,7 +74,7 @@ def by_token(tensors: Tensors, grads: Tensors, scale: float | None) -> tuple[Ten
         back = back * a[:, t]
     # Terms of the gradient of g: pairs of two tokens that are both later.
     of_gates = (dq * q).abs().sum(-1) + (dk * k).abs().sum(-1)
-    terms = {"last": added, "dk": of_keys, "dg": of_gates}
+    terms = {"last": added, "dk": of_keys, "dg": of_gates, "dbeta": of_betas}
     return (out, states[-1], dq, dk, dv, dg, dbeta, back), {
         name: t.max() if t.numel() else torch.zeros(()) for name, t in terms.items()
     }
