@@ -180,13 +180,18 @@ def test_formulas_are_typeset(page: Page, address: str) -> None:
     assert any("KaTeX_Main" in family for family in families), families
 
 
-KINDS = [  # a page of each kind; the thorough test below has all pages
+KINDS = [  # a page of each kind, and of what axe once found
     "index.html",
     "recipes/index.html",
     "recipes/fusion/softmax.html",
+    "recipes/first_steps/launch.html",
+    "recipes/xla/pytorch_xla.html",
     "performance.html",
+    "targets.html",
     "glossary.html",
+    "api.html",
     "search.html?q=tl.dot",
+    "guide/read.html",
     "guide/run.html",
 ]
 

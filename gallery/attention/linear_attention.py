@@ -376,7 +376,7 @@ if __name__ == "__main__":
 #
 # All four are one formula: products of an ``x`` with each ``y`` weigh the
 # ``z``, and ``x`` reads a state. One kernel computes the last three. In this
-# table and in the code, ``dS`` is :math:`\bar S'`:
+# table, ``dS`` is :math:`\bar S'`:
 #
 # .. code-block:: text
 #
@@ -486,7 +486,7 @@ def _linear_attention_start(
     return state
 
 
-# One kernel for any number of segments, not one more for those that 16 divides.
+# Without this, one segment and multiples of 16 would each compile anew.
 @triton.jit(do_not_specialize=["segments"])
 def _linear_attention_kernel(
     q_ptr,
@@ -618,6 +618,7 @@ def _linear_attention_states_kernel(
     tile = offs_k[:, None] * V + offs_v[None, :]  # (BLOCK_K, BLOCK_V)
     mask = (offs_k[:, None] < K) & (offs_v[None, :] < V)
     segment = pid // blocks % segments
+    # In int32, an offset would overflow past element 2**31.
     place = (pid // blocks // segments).to(tl.int64)  # of a head of a batch
     head, batch = place % HEADS, place // HEADS
     state = tl.zeros((BLOCK_K, BLOCK_V), dtype=ACC)
@@ -643,6 +644,7 @@ def _linear_attention_states_kernel(
         slot = (batch * chunks + chunk) * HEADS + head
         offs = slot * K * V + tile
         if not ENDS:
+            # Only the stored copy is rounded. The state in registers goes on.
             tl.store(states_ptr + offs, state, mask=mask)
         offs_t = chunk * CHUNK + tl.arange(0, CHUNK)  # (CHUNK,)
         inside = offs_t < T
@@ -654,6 +656,7 @@ def _linear_attention_states_kernel(
         if REVERSE:
             weight = tl.exp2(decay) * SCALE
         if REVERSE and not ENDS:
+            # The last term of the gradient of g: states times their gradients.
             other = tl.load(others_ptr + offs, mask=mask, other=0.0)
             flow = tl.sum(state * other) * tl.exp2(total)
             tl.store(flow_ptr + slot * blocks + pid % blocks, flow)
@@ -667,6 +670,7 @@ def _linear_attention_states_kernel(
             mask=inside[:, None] & (offs_v[None, :] < V),
             other=0.0,
         )  # (CHUNK, BLOCK_V)
+        # The tensor cores take both operands in the type of the inputs.
         b = (b * weight[:, None]).to(a.dtype)
         state = tl.dot(
             a.T,
@@ -888,7 +892,16 @@ def _linear_attention_ends(kernel, a, b, g, cut, common, reverse=False):
     sums = g.new_empty(batch, heads, segments)
     blocks, constants = _linear_attention_blocks(a, b)
     kernel[(batch * heads * segments * blocks,)](
-        *(a, b, g, g, ends, sums, a, g, a, g),
+        a,
+        b,
+        g,
+        g,
+        ends,
+        sums,
+        a,
+        g,
+        a,
+        g,
         STARTED=False,
         REVERSE=reverse,
         ENDS=True,
@@ -1003,10 +1016,8 @@ def _linear_attention_launch(
     size = q.dtype.itemsize
     CHUNK, most, num_warps, num_stages = LINEAR_ATTENTION_TILES[size][0]
     BLOCK_V = _linear_attention_block(most, V, size)
-    common, cut = (
-        _linear_attention_common(q, g, scale),
-        _linear_attention_cut(q),
-    )
+    common = _linear_attention_common(q, g, scale)
+    cut = _linear_attention_cut(q)
     grid = batch * heads * cut["segments"] * triton.cdiv(V, BLOCK_V)
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):

@@ -721,8 +721,8 @@ def _layer_norm_plan_backward(x, stride):
     # As many programs as run at a time, but no more than tiles
     each = max(1, min(4, 40 * 1024 // (block * size)))
     programs = min(processors * each, triton.cdiv(x.numel() // N, BLOCK_M))
-    # Loads for further turns of the loop wait in shared memory. Long rows of
-    # which two turns do not fit, and tiles of short rows, are faster without.
+    # Loads for further turns of the loop wait in shared memory: those of two
+    # turns if they fit, else none. Tiles of short rows have none, either.
     loads = each * (4 if plan["REST"] else 2)
     fit = 2 * loads * block * x.element_size() <= shared
     STAGES = 3 if fit and BLOCK_M < 4 else 1
@@ -885,7 +885,8 @@ def layer_norm(x, weight, bias, eps) -> torch.Tensor:
 # longest row, the registers of a thread. Rates count the bytes of the floor.
 # Backward, the floor is three matrices: ``dy`` and ``x`` are read, and the
 # gradient of ``x`` is written. The last two rows are the backward's first
-# kernel alone, with other loads ahead than the op has.
+# kernel alone. With ``STAGES=1``, no turn of its loop loads for a later one.
+# With ``STAGES=2``, each turn loads for the next one.
 
 
 def one_row(x, y, num_warps):
