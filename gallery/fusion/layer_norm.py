@@ -9,7 +9,9 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
-# longer = "a long row is two blocks, and two gradients go across the rows"
+# longer = """
+# a long row is two blocks, two gradients go across the rows, and few rows want
+# one launch"""
 # ///
 r"""
 LayerNorm
@@ -24,7 +26,8 @@ After this page you can
 
 * compute a variance that stays right where the mean is large;
 * save for the backward what would cost more to compute again;
-* add up two gradients over all rows without a lock, and say why.
+* add up two gradients over all rows without a lock, and say why;
+* put two kinds of work into one launch, if neither waits for the other.
 """
 
 # sphinx_gallery_tags = ["autograd", "reduction", "memory bound"]
@@ -411,6 +414,22 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # twice for each row, which a cache can serve. The next rows wait in shared
 # memory: ``tl.range`` begins to load them two turns ahead, if they fit. A tile
 # of four rows or more does without. The table after the op shows both.
+#
+# With few rows, both kernels are short, and the second waits for the first. So
+# for at most four rows for each multiprocessor, the op launches one kernel. Its
+# programs are of two kinds, and none waits for another:
+#
+# .. code-block:: text
+#
+#     program 0:    columns 0 to 63 of all rows    -> dw[0:64], db[0:64]
+#     program 1:    columns 64 to 127 of all rows  -> dw[64:128], db[64:128]
+#     ...
+#     program C:    row 0                          -> dx[0, :]
+#     program C+1:  row 1                          -> dx[1, :]
+#     ...
+#
+# Both kinds read ``x`` and ``dy``, so this reads twice as much. A table after
+# the op has the times of one launch and of two.
 
 # %%
 # The op
@@ -433,6 +452,8 @@ LAYER_NORM_ACC = {
 LAYER_NORM_LONGEST = 64 * 1024
 LAYER_NORM_TILE = 8 * 1024  # of short rows in a program; forward twice as much
 LAYER_NORM_WHOLE = 16 * 1024  # a longer row may be two blocks
+LAYER_NORM_FEW = 4  # rows for each multiprocessor, at most: they are few
+LAYER_NORM_COLUMNS = 256  # of each of few rows, for one program
 # Rows of up to so many bytes have so many warps.
 LAYER_NORM_WARPS = [(20 * 1024, 4), (LAYER_NORM_LONGEST, 8)]
 LAYER_NORM_WARPS_BACKWARD = [
@@ -488,9 +509,13 @@ def _layer_norm_kernel(
         # Loaded before the first sum, for which all warps wait.
         rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
         x_rest = _layer_norm_read(x_rows + rest, rest < N).to(ACC)
-    mean = tl.sum(x, axis=1, keep_dims=True) / N  # (BLOCK_M, 1)
+    total = tl.sum(x, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     if REST:
-        mean += tl.sum(x_rest, axis=1, keep_dims=True) / N
+        total += tl.sum(x_rest, axis=1, keep_dims=True)
+    # A GPU's `/` of float32 may be off by two roundings, and so a mean that is
+    # large beside the differences from it.
+    count = tl.cast(N, ACC)
+    mean = tl.div_rn(total, count) if ACC.is_fp32() else total / count
     # Behind the row's end x - mean is not 0, and would count as a difference.
     d = x - mean if REST else tl.where(mask, x - mean, 0)
     var = tl.sum(d * d, axis=1, keep_dims=True) / N  # (BLOCK_M, 1)
@@ -639,6 +664,120 @@ def _layer_norm_sum_kernel(
         tl.store(db_ptr + offs_n, total, mask=offs_n < N)
 
 
+@triton.jit
+def _layer_norm_row_gradient(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    stats_ptr,
+    dx_ptr,
+    row,
+    M,
+    N,
+    stride_xm,
+    ACC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + row * stride_xm + offs, mask=mask, other=0).to(ACC)
+    dy = tl.load(dy_ptr + row * N + offs, mask=mask, other=0).to(ACC)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0).to(ACC)
+    r = tl.load(stats_ptr + M + row)
+    h = (x - tl.load(stats_ptr + row)) * r
+    g = dy * weight  # 0 where it is masked
+    sum_g, sum_gh = tl.sum(g, axis=0), tl.sum(g * h, axis=0)
+    dx = (g - sum_g / N - h * (sum_gh / N)) * r
+    tl.store(dx_ptr + row * N + offs, dx, mask=mask)
+
+
+@triton.jit
+def _layer_norm_column_gradients(
+    dy_ptr,
+    x_ptr,
+    stats_ptr,
+    dw_ptr,
+    db_ptr,
+    block,
+    M,
+    N,
+    stride_xm,
+    ACC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    offs_n = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    dw = tl.zeros((BLOCK_M, COLUMNS), dtype=ACC)
+    db = tl.zeros((BLOCK_M, COLUMNS), dtype=ACC)
+    for start in range(0, M, BLOCK_M):
+        # In int32 a row's offset would overflow past element 2**31.
+        offs_m = (start + tl.arange(0, BLOCK_M)[:, None]).to(tl.int64)
+        mask = (offs_m < M) & (offs_n < N)  # (BLOCK_M, COLUMNS)
+        x = tl.load(x_ptr + offs_m * stride_xm + offs_n, mask=mask, other=0)
+        dy = tl.load(dy_ptr + offs_m * N + offs_n, mask=mask, other=0).to(ACC)
+        mean = tl.load(stats_ptr + offs_m, mask=offs_m < M, other=0)
+        r = tl.load(stats_ptr + M + offs_m, mask=offs_m < M, other=0)
+        dw += dy * ((x.to(ACC) - mean) * r)
+        db += dy
+    dw = tl.sum(dw, axis=0, keep_dims=True)  # (1, COLUMNS)
+    db = tl.sum(db, axis=0, keep_dims=True)  # (1, COLUMNS)
+    tl.store(dw_ptr + offs_n, dw, mask=offs_n < N)
+    tl.store(db_ptr + offs_n, db, mask=offs_n < N)
+
+
+@triton.jit
+def _layer_norm_few_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    stats_ptr,
+    dx_ptr,
+    dw_ptr,
+    db_ptr,
+    M,
+    N,
+    stride_xm,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    # Unless 16 divides them, the compiler learns only here that VEC does.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    pid, blocks = tl.program_id(axis=0), tl.cdiv(N, COLUMNS)
+    if pid < blocks:
+        _layer_norm_column_gradients(
+            dy_ptr,
+            x_ptr,
+            stats_ptr,
+            dw_ptr,
+            db_ptr,
+            pid,
+            M,
+            N,
+            stride_xm,
+            ACC,
+            BLOCK_M,
+            COLUMNS,
+        )
+    else:
+        _layer_norm_row_gradient(
+            dy_ptr,
+            x_ptr,
+            weight_ptr,
+            stats_ptr,
+            dx_ptr,
+            (pid - blocks).to(tl.int64),
+            M,
+            N,
+            stride_xm,
+            ACC,
+            BLOCK_N,
+        )
+
+
 def _layer_norm_check(name, matrices, vectors):
     """Raise for what the ops do not take."""
     x = matrices[0]
@@ -729,6 +868,19 @@ def _layer_norm_plan_backward(x, stride):
     return programs, plan | {"BLOCK_M": BLOCK_M, "STAGES": STAGES}
 
 
+def _layer_norm_plan_few(x, stride):
+    """Return how to launch the gradients of few rows at once."""
+    plan = _layer_norm_blocks(x, stride, LAYER_NORM_WARPS)
+    del plan["REST"]  # a row is one block
+    N = int(x.shape[-1])
+    M = x.numel() // N
+    return plan | {
+        "BLOCK_M": 16 if M <= 16 else 32 if M <= 32 else 64,
+        "BLOCK_N": triton.next_power_of_2(N),
+        "COLUMNS": LAYER_NORM_COLUMNS // max(4, x.element_size()),
+    }
+
+
 def _layer_norm_launch(x, weight, bias, eps, kernel=_layer_norm_kernel):
     _layer_norm_check("layer_norm", [x], [weight, bias])
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -765,6 +917,8 @@ def _layer_norm_backward_launch(
     stats,
     kernel=_layer_norm_backward_kernel,
     sum_kernel=_layer_norm_sum_kernel,
+    few_kernel=_layer_norm_few_kernel,
+    few=LAYER_NORM_FEW,
 ):
     _layer_norm_check("layer_norm_backward", [dy, x], [weight])
     if tuple(stats.shape) != (2, math.prod(x.shape[:-1])):
@@ -780,21 +934,17 @@ def _layer_norm_backward_launch(
     x, stride_xm = _layer_norm_rows(x)
     N = int(dx.shape[-1])
     M = dx.numel() // N
-    programs, plan = _layer_norm_plan_backward(dx, stride_xm)
-    sums = stats.new_empty(2, programs, N)
+    inputs = dy.contiguous(), x, weight.contiguous(), stats.contiguous()
+    sizes = M, N, stride_xm
     with torch.accelerator.device_index(dx.device.index):
-        kernel[(programs,)](
-            dy.contiguous(),
-            x,
-            weight.contiguous(),
-            stats.contiguous(),
-            dx,
-            sums,
-            M,
-            N,
-            stride_xm,
-            **plan,
-        )
+        if few * _layer_norm_gpu(dx.device)[0] >= M:
+            plan = _layer_norm_plan_few(dx, stride_xm)
+            grid = (M + triton.cdiv(N, plan["COLUMNS"]),)
+            few_kernel[grid](*inputs, dx, dw, db, *sizes, **plan)
+            return dx, dw, db
+        programs, plan = _layer_norm_plan_backward(dx, stride_xm)
+        sums = stats.new_empty(2, programs, N)
+        kernel[(programs,)](*inputs, dx, sums, *sizes, **plan)
         BLOCK_P = triton.next_power_of_2(programs)
         BLOCK_N = LAYER_NORM_TILE // BLOCK_P
         sum_kernel[(triton.cdiv(N, BLOCK_N), 2)](
@@ -837,6 +987,7 @@ def layer_norm_backward(
     kernels = (
         wrap_triton(_layer_norm_backward_kernel),
         wrap_triton(_layer_norm_sum_kernel),
+        wrap_triton(_layer_norm_few_kernel),
     )
     return _layer_norm_backward_launch(dy, x, weight, stats, *kernels)
 
@@ -915,7 +1066,7 @@ def backward(x, y):
 
 
 def backward_tiles(x, y, STAGES):
-    """Run the backward's first kernel, with loads so many turns ahead."""
+    """Run the first kernel of many rows; STAGES - 1 turns load ahead."""
     (M, N), stats = x.shape, x.new_ones(2, len(x), dtype=torch.float32)
     programs, plan = _layer_norm_plan_backward(x, N)
     sums = x.new_empty(2, programs, N, dtype=torch.float32)
@@ -968,6 +1119,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{M:5} rows: {', '.join(times)}")
 
 # %%
+# And the backward of few rows, in one launch and in two? Microseconds again:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    for M in (1, 16, 128, 512, 2048):
+        x = full[:M]
+        stats = x.new_ones(2, M, dtype=torch.float32)
+        both = partial(_layer_norm_backward_launch, x, x, x[0], stats)
+        tried = {"one": partial(both, few=M), "two": partial(both, few=0)}
+        found = gpu_time(tried).items()
+        times = [f"{how} {times[0] * 1e3:.1f}" for how, times in found]
+        print(f"{M:5} rows: {', '.join(times)}")
+
+# %%
 # Proof
 # -----
 #
@@ -1000,7 +1164,7 @@ def prove(shape, dtype):
         )
 
 
-SHAPES = [(3, 40), (2, 5, 257), (70, 16), (2, 8192), (0, 5), (5, 0)]
+SHAPES = [(3, 40), (2, 5, 257), (999, 16), (2, 8192), (0, 5), (5, 0)]
 if __name__ == "__main__":
     for dtype in LAYER_NORM_ACC:
         for shape in SHAPES:

@@ -568,6 +568,7 @@ def _linear_cross_entropy_launch(
     edges = [(0, cut), (cut, V)] if 0 < cut < V else [(0, V)]
     words = [slice(*edge) for edge in edges]
     buffer = torch.empty(chunk, room, dtype=x.dtype, device=x.device)
+    buffer[:, V:] = 0  # read, though nothing of it counts
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         for start in range(0, T, max(1, chunk)):

@@ -342,6 +342,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # it. Let ``VEC`` be how many elements a thread may load at once. ``VEC``
 # divides ``N``, so ``N // VEC * VEC`` is ``N`` again, and now the compiler
 # knows that ``VEC`` divides it. (``unaligned_rows.py`` looks into that.)
+#
+# In a row of 197, ``VEC`` is 1: the 32 threads of a warp load 32 elements at
+# once. The next 32 go to the next warp, so all four warps share each row, and
+# in both reductions they wait for each other. So where ``VEC`` is less than 16
+# bytes and a warp's loads are narrower than a row, a program has half as many
+# rows, and one warp, or two for rows of more than 1 KB in float32. Nothing
+# changes for rows that take more than 4 KB.
 
 # %%
 # A row in two blocks
@@ -406,6 +413,7 @@ SOFTMAX_ACC = {
 SOFTMAX_LONGEST = 64 * 1024
 SOFTMAX_TILE = 8 * 1024  # what short rows share a program for
 SOFTMAX_WHOLE = 16 * 1024  # beyond it a row may be two blocks
+SOFTMAX_ALONE = 1024  # up to it an unaligned row has one warp
 SOFTMAX_THREAD = 128  # what a thread holds, about
 
 
@@ -530,14 +538,21 @@ def _softmax_plan(N, stride, dtype, backward=False):
     BLOCK_M = max(1, SOFTMAX_TILE // (BLOCK_N * size))
     held = BLOCK_M * (whole if backward else BLOCK_N + REST) * size
     warps = held / (32 * SOFTMAX_THREAD)
+    # The nearest power of two, by ratio: 10 is nearer to 8, 12 to 16.
+    num_warps = max(4, 2 ** round(math.log2(warps)))
+    VEC = math.gcd(N, stride, 16 // dtype.itemsize)
+    row, tile = BLOCK_N * size, SOFTMAX_TILE // 2
+    # A warp loads 32 times VEC elements at once. Warps that share a row wait
+    # for each other in both reductions.
+    if 32 * VEC < BLOCK_N and VEC * dtype.itemsize < 16 and row <= tile:
+        BLOCK_M, num_warps = tile // row, 1 if row <= SOFTMAX_ALONE else 2
     return {
         "ACC": SOFTMAX_ACC[dtype],
-        "VEC": math.gcd(N, stride, 16 // dtype.itemsize),
+        "VEC": VEC,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
         "REST": REST,
-        # The nearest power of two, by ratio: 10 is nearer to 8, 12 to 16.
-        "num_warps": max(4, 2 ** round(math.log2(warps))),
+        "num_warps": num_warps,
     }
 
 
@@ -627,7 +642,9 @@ softmax.register_autograd(_softmax_gradient, setup_context=_softmax_setup)
 # of its kernel and, for the longest row, its registers. A spilled register is
 # one that a thread keeps in memory, because it has not enough of them. The
 # backward moves three matrices instead of two, so its rate counts half as many
-# bytes more. "One block" is the op's kernel with ``REST=0`` for every row.
+# bytes more. "One block" is the op's kernel with ``REST=0`` for every row, in
+# tiles of 8 KB. The table has also in how many places of the code for 197 all
+# warps of a program wait for each other.
 
 
 def statements(kernel):
@@ -646,8 +663,13 @@ def one_row(x, y, num_warps):
 
 def one_block(N):
     """Return what changes in the plan of a row that may be one block alone."""
-    warps = max(4, by_bytes(N))
-    return {"BLOCK_N": triton.next_power_of_2(N), "REST": 0, "num_warps": warps}
+    block = triton.next_power_of_2(N)
+    return {
+        "BLOCK_M": max(1, SOFTMAX_TILE // (block * 4)),
+        "BLOCK_N": block,
+        "REST": 0,
+        "num_warps": max(4, by_bytes(N)),
+    }
 
 
 def tiles(x, y, whole=False, **changes):
@@ -671,7 +693,7 @@ FORWARD = {
     "a row, warps by bytes": lambda x, y: one_row(x, y, by_bytes(x.shape[1])),
     "several rows, one block": lambda x, y: tiles(x, y, whole=True, VEC=1),
     "one block, and VEC": lambda x, y: tiles(x, y, whole=True),
-    "the op: and two blocks": tiles,
+    "the op: two blocks, fewer warps": tiles,
 }
 BACKWARD = {
     f"backward, {warps} warps": partial(tiles_backward, num_warps=warps)
@@ -686,7 +708,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     kernels = [row_kernel] * 2 + [_softmax_kernel] * 3
     kernels += [_softmax_backward_kernel] * len(BACKWARD)
     ladder["statements"] = [statements(kernel) for kernel in kernels]
-    for N in (256, 1000, 4096, 5120, 12288, 16384):
+    for N in (197, 256, 1000, 4096, 5120, 12288, 16384):
         x, y = random(N), torch.softmax(random(N), -1)
         tried = {name: partial(step, x, y) for name, step in STEPS.items()}
         found = gpu_time(tried, turns=20).items()
@@ -694,6 +716,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         rates = [rate(times) / 2 for _, times in found]
         rates = [k * one for k, one in zip(tensors, rates, strict=True)]
         ladder[f"GB/s at {N}"] = [round(one) for one in rates]
+        if N == 197:
+            code = [step(x, y).asm["ptx"] for step in STEPS.values()]
+            ladder["waits"] = [one.count("bar.sync") for one in code]
     compiled = [step(x, y) for step in STEPS.values()]
     ladder["registers"] = [kernel.n_regs for kernel in compiled]
     ladder["spilled"] = [kernel.n_spills for kernel in compiled]
