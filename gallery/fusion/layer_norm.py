@@ -337,6 +337,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(lines).T.to_string(float_format="%.0f", na_rep="-"))
 
 # %%
+# The op gives a row of up to 20 KB in float32 four warps, and a longer one
+# eight. The backward holds more, so there it gives up to 16.
+
+# %%
 # Tiles of other shapes
 # ---------------------
 #
@@ -413,11 +417,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # blocks, the kernel does not keep the weight in registers. It loads the weight
 # twice for each row, which a cache can serve. The next rows wait in shared
 # memory: ``tl.range`` begins to load them two turns ahead, if they fit. A tile
-# of four rows or more does without. The table after the op shows both.
+# of four rows or more does without. The table after the op compares no loads
+# ahead with those of one turn, which fit for all its lengths.
 #
 # With few rows, both kernels are short, and the second waits for the first. So
-# for at most four rows for each multiprocessor, the op launches one kernel. Its
-# programs are of two kinds, and none waits for another:
+# up to four rows for each multiprocessor have one launch. Its programs are of
+# two kinds, and none waits for another. The first C programs have 64 columns
+# each (32 in float64). Each of the others has a row:
 #
 # .. code-block:: text
 #
@@ -428,8 +434,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     program C+1:  row 1                          -> dx[1, :]
 #     ...
 #
-# Both kinds read ``x`` and ``dy``, so this reads twice as much. A table after
-# the op has the times of one launch and of two.
+# Both kinds read ``x`` and ``dy``, so this reads twice as much. In exchange,
+# there are no partial sums. A row is one block, however long: with one row for
+# each program, no sums for other rows take registers. A table after the op has
+# the times of one launch and of two.
 
 # %%
 # The op
@@ -452,8 +460,7 @@ LAYER_NORM_ACC = {
 LAYER_NORM_LONGEST = 64 * 1024
 LAYER_NORM_TILE = 8 * 1024  # of short rows in a program; forward twice as much
 LAYER_NORM_WHOLE = 16 * 1024  # a longer row may be two blocks
-LAYER_NORM_FEW = 4  # rows for each multiprocessor, at most: they are few
-LAYER_NORM_COLUMNS = 256  # of each of few rows, for one program
+LAYER_NORM_COLUMNS = 256  # a program's part, with few rows: 64 numbers
 # Rows of up to so many bytes have so many warps.
 LAYER_NORM_WARPS = [(20 * 1024, 4), (LAYER_NORM_LONGEST, 8)]
 LAYER_NORM_WARPS_BACKWARD = [
@@ -461,6 +468,9 @@ LAYER_NORM_WARPS_BACKWARD = [
     (20 * 1024, 8),
     (LAYER_NORM_LONGEST, 16),
 ]
+# So many rows for each multiprocessor have one launch for all gradients.
+LAYER_NORM_FEW = 4
+LAYER_NORM_SUMS = 8192  # partial sums that a program adds up
 
 
 @triton.jit
@@ -512,8 +522,8 @@ def _layer_norm_kernel(
     total = tl.sum(x, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     if REST:
         total += tl.sum(x_rest, axis=1, keep_dims=True)
-    # A GPU's `/` of float32 may be off by two roundings, and so a mean that is
-    # large beside the differences from it.
+    # A GPU's `/` of float32 may be off by two roundings. Of a large mean, that
+    # would be much beside the differences from it.
     count = tl.cast(N, ACC)
     mean = tl.div_rn(total, count) if ACC.is_fp32() else total / count
     # Behind the row's end x - mean is not 0, and would count as a difference.
@@ -678,6 +688,7 @@ def _layer_norm_row_gradient(
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Store the gradient of one row of x."""
     offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     mask = offs < N
     x = tl.load(x_ptr + row * stride_xm + offs, mask=mask, other=0).to(ACC)
@@ -706,11 +717,12 @@ def _layer_norm_column_gradients(
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Store the gradients of weight and bias in a block of columns."""
     offs_n = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     dw = tl.zeros((BLOCK_M, COLUMNS), dtype=ACC)
     db = tl.zeros((BLOCK_M, COLUMNS), dtype=ACC)
     for start in range(0, M, BLOCK_M):
-        # In int32 a row's offset would overflow past element 2**31.
+        # Rows may lie far apart: in int32, offsets would overflow.
         offs_m = (start + tl.arange(0, BLOCK_M)[:, None]).to(tl.int64)
         mask = (offs_m < M) & (offs_n < N)  # (BLOCK_M, COLUMNS)
         x = tl.load(x_ptr + offs_m * stride_xm + offs_n, mask=mask, other=0)
@@ -747,7 +759,7 @@ def _layer_norm_few_kernel(
     N = N // VEC * VEC
     stride_xm = stride_xm // VEC * VEC
     pid, blocks = tl.program_id(axis=0), tl.cdiv(N, COLUMNS)
-    if pid < blocks:
+    if pid < blocks:  # in all rows
         _layer_norm_column_gradients(
             dy_ptr,
             x_ptr,
@@ -946,7 +958,7 @@ def _layer_norm_backward_launch(
         sums = stats.new_empty(2, programs, N)
         kernel[(programs,)](*inputs, dx, sums, *sizes, **plan)
         BLOCK_P = triton.next_power_of_2(programs)
-        BLOCK_N = LAYER_NORM_TILE // BLOCK_P
+        BLOCK_N = LAYER_NORM_SUMS // BLOCK_P
         sum_kernel[(triton.cdiv(N, BLOCK_N), 2)](
             sums,
             dw,
@@ -1028,6 +1040,10 @@ def layer_norm(x, weight, bias, eps) -> torch.Tensor:
     and ValueError for other shapes.
     From https://arxiv.org/abs/1607.06450.
     """
+    if weight is None or bias is None:
+        raise TypeError(
+            "layer_norm takes a weight and a bias: give ones and zeros for None"
+        )
     return layer_norm_with_stats(x, weight, bias, eps)[0]
 
 
@@ -1066,7 +1082,7 @@ def backward(x, y):
 
 
 def backward_tiles(x, y, STAGES):
-    """Run the first kernel of many rows; STAGES - 1 turns load ahead."""
+    """Run the first of two kernels, with loads STAGES - 1 turns ahead."""
     (M, N), stats = x.shape, x.new_ones(2, len(x), dtype=torch.float32)
     programs, plan = _layer_norm_plan_backward(x, N)
     sums = x.new_empty(2, programs, N, dtype=torch.float32)
@@ -1119,23 +1135,28 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{M:5} rows: {', '.join(times)}")
 
 # %%
-# And the backward of few rows, in one launch and in two? Microseconds again:
+# And the backward, in one launch and in two? With ``few=M``, all have one
+# launch, with ``few=0`` all have two. The op takes one for up to 528 rows on a
+# GPU of 132 multiprocessors. Microseconds again:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    for M in (1, 16, 128, 512, 2048):
-        x = full[:M]
-        stats = x.new_ones(2, M, dtype=torch.float32)
-        both = partial(_layer_norm_backward_launch, x, x, x[0], stats)
-        tried = {"one": partial(both, few=M), "two": partial(both, few=0)}
-        found = gpu_time(tried).items()
-        times = [f"{how} {times[0] * 1e3:.1f}" for how, times in found]
-        print(f"{M:5} rows: {', '.join(times)}")
+    for N in (768, 7168, 16384):
+        full, line = random(N), f"rows of {N:5}"
+        for M in (1, 16, 128, 512, 1024):
+            x = full[:M]
+            stats = x.new_ones(2, M, dtype=torch.float32)
+            both = partial(_layer_norm_backward_launch, x, x, x[0], stats)
+            tried = {"one": partial(both, few=M), "two": partial(both, few=0)}
+            one, two = (f[0] * 1e3 for f in gpu_time(tried, turns=20).values())
+            line += f"; {M}: one {one:.1f}, two {two:.1f}"
+        print(line)
 
 # %%
 # Proof
 # -----
 #
 # We compare values and gradients of every dtype with float64 autograd. The
+# gradients are those of one launch or two, as the op chooses, and of two. The
 # terms of a sum may cancel, so there is an ``atol``.
 
 
@@ -1153,18 +1174,21 @@ def prove(shape, dtype):
     dy = random_like(shape, dtype=dtype)[0].detach()
     y = layer_norm(*leaves, 1e-5)
     got = y, *torch.autograd.grad(y, leaves, dy)
+    x, weight, bias = (t.detach() for t in leaves)
+    _, stats = layer_norm_with_stats(x, weight, bias, 1e-5)
+    two = _layer_norm_backward_launch(dy, x, weight, stats, few=0)
     leaves = [t.detach().double().requires_grad_() for t in leaves]
     y = torch.nn.functional.layer_norm(leaves[0], shape[-1:], *leaves[1:], 1e-5)
     expected = y, *torch.autograd.grad(y, leaves, dy.double())
     tolerance = 1e-5 + torch.finfo(dtype).eps
-    for a, b in zip(got, expected, strict=True):
+    for a, b in zip((*got, *two), expected + expected[1:], strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(
             a.double(), b, rtol=tolerance, atol=tolerance
         )
 
 
-SHAPES = [(3, 40), (2, 5, 257), (999, 16), (2, 8192), (0, 5), (5, 0)]
+SHAPES = [(3, 40), (2, 5, 257), (999, 16), (2, 5120), (0, 5), (5, 0)]
 if __name__ == "__main__":
     for dtype in LAYER_NORM_ACC:
         for shape in SHAPES:
@@ -1253,9 +1277,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Forward, where our line touches the roof, the kernel moves the floor's bytes
 # and waits for nothing else. Backward, the roof is an addition, which sums
-# nothing across rows. The op has to write its partial sums and read them again,
-# and its second kernel cannot begin before the first has ended. Once each
-# program has a few rows, both costs are the same for any number of rows.
+# nothing across rows. In two launches, the op has to write its partial sums and
+# read them again, and its second kernel cannot begin before the first has
+# ended. Once each program has several rows, both costs are the same for any
+# number of rows. In one launch, it has to read ``x`` and ``dy`` twice.
 
 # %%
 # Break it: a lock without a barrier

@@ -336,19 +336,24 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # same place. So rows need no mask here. (A sum over rows does: a row that is
 # done twice would count twice. ``rms_norm.py`` has such a sum.)
 #
-# One question is left. A row of 1000 in bfloat16 begins at a multiple of 16
-# bytes, as a row of 1024 does. A thread could load 8 elements at once. But the
-# compiler does not know that: of an argument it only knows whether 16 divides
-# it. Let ``VEC`` be how many elements a thread may load at once. ``VEC``
-# divides ``N``, so ``N // VEC * VEC`` is ``N`` again, and now the compiler
-# knows that ``VEC`` divides it. (``unaligned_rows.py`` looks into that.)
+# How many elements may a thread load at once? Each row of 1000 in bfloat16
+# begins at a multiple of 16 bytes, so 8. But the compiler does not know that:
+# of an argument it only knows whether 16 divides it. Let ``VEC`` be how many
+# elements it may load. ``VEC`` divides ``N``, so ``N // VEC * VEC`` is ``N``
+# again, and now the compiler knows that ``VEC`` divides it.
+# (``unaligned_rows.py`` looks into that.)
 #
-# In a row of 197, ``VEC`` is 1: the 32 threads of a warp load 32 elements at
-# once. The next 32 go to the next warp, so all four warps share each row, and
-# in both reductions they wait for each other. So where ``VEC`` is less than 16
-# bytes and a warp's loads are narrower than a row, a program has half as many
-# rows, and one warp, or two for rows of more than 1 KB in float32. Nothing
-# changes for rows that take more than 4 KB.
+# With rows of 197, ``VEC`` is 1. The 32 threads of a warp then load 32 elements
+# at once, and the next 32 are another warp's. So all four warps have a part of
+# each row, and have to wait for each other in both reductions. One warp has
+# nobody to wait for. Hence an exception to the four warps, where
+#
+# * ``VEC`` elements are less than 16 bytes,
+# * a row has more than ``32 * VEC`` elements, and
+# * its block has at most 4 KB in float32.
+#
+# A program then has 4 KB of rows. It has one warp if a block has at most 1 KB,
+# and else two.
 
 # %%
 # A row in two blocks
@@ -388,8 +393,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The formula needs ``y`` and not ``x``, so the forward saves its result. The
 # floor is two reads and a write. A program keeps ``g`` and ``y`` in registers.
-# It has the forward's blocks, and the warps that one block would have. The
-# table after the op has other numbers of warps beside them.
+# It has the forward's blocks. If there are two, it has the warps that one would
+# have. The table after the op has other numbers of warps beside them.
 
 # %%
 # The op
@@ -413,7 +418,7 @@ SOFTMAX_ACC = {
 SOFTMAX_LONGEST = 64 * 1024
 SOFTMAX_TILE = 8 * 1024  # what short rows share a program for
 SOFTMAX_WHOLE = 16 * 1024  # beyond it a row may be two blocks
-SOFTMAX_ALONE = 1024  # up to it an unaligned row has one warp
+SOFTMAX_ALONE = 1024  # up to it a row that warps would share has one
 SOFTMAX_THREAD = 128  # what a thread holds, about
 
 
@@ -641,10 +646,12 @@ softmax.register_autograd(_softmax_gradient, setup_context=_softmax_setup)
 # What did each step gain? The table has the rates of each step, the statements
 # of its kernel and, for the longest row, its registers. A spilled register is
 # one that a thread keeps in memory, because it has not enough of them. The
-# backward moves three matrices instead of two, so its rate counts half as many
-# bytes more. "One block" is the op's kernel with ``REST=0`` for every row, in
-# tiles of 8 KB. The table has also in how many places of the code for 197 all
-# warps of a program wait for each other.
+# backward moves three matrices instead of two, so its rate counts 1.5 times the
+# bytes. "One block" is the op's kernel with ``REST=0`` for every row, in tiles
+# of 8 KB and with four warps or more. What fewer warps gain shows at 197 and at
+# 513, what two blocks gain shows at 5120 and 12288. The rows with other warps
+# have the op's tiles. ``waits`` counts the barriers in the code for 197, where
+# all warps of a program wait for each other.
 
 
 def statements(kernel):
@@ -708,7 +715,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     kernels = [row_kernel] * 2 + [_softmax_kernel] * 3
     kernels += [_softmax_backward_kernel] * len(BACKWARD)
     ladder["statements"] = [statements(kernel) for kernel in kernels]
-    for N in (197, 256, 1000, 4096, 5120, 12288, 16384):
+    for N in (197, 256, 513, 1000, 4096, 5120, 12288, 16384):
         x, y = random(N), torch.softmax(random(N), -1)
         tried = {name: partial(step, x, y) for name, step in STEPS.items()}
         found = gpu_time(tried, turns=20).items()
@@ -745,7 +752,8 @@ def prove(shape, dtype):
     torch.testing.assert_close(d.double(), expected, rtol=rtol, atol=rtol)
 
 
-SHAPES = [(3, 40), (2, 5, 257), (70, 16), (2, 5000), (5, 0), (0, 5), ()]
+SHAPES = [(3, 40), (9, 197), (2, 5, 257), (70, 16), (2, 5000), (5, 0), (0, 5)]
+SHAPES.append(())
 if __name__ == "__main__":
     for dtype in SOFTMAX_ACC:
         for shape in SHAPES:

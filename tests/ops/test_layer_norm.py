@@ -54,7 +54,7 @@ def assert_right(
     if 0 < x.numel() <= x.shape[-1] * few * taken._layer_norm_gpu(DEVICE)[0]:
         ways += [partial(taken._layer_norm_backward_launch, few=most) for most in (0, few)]
     gradients = [guarded(backward, dy, x, weight, stats) for backward in ways]
-    assert all(out.dtype == x.dtype and out.is_contiguous() for out in (y, *sum(gradients, ())))
+    assert all(out.dtype == x.dtype and out.is_contiguous() for outs in ((y,), *gradients) for out in outs)
     assert stats.dtype == torch.promote_types(x.dtype, torch.float32)
     x, weight, bias, dy = (t.double() for t in (x, weight, bias, dy))
     assert {out.shape for out in (y, *(dx for dx, *_ in gradients))} == {x.shape}
@@ -291,6 +291,8 @@ def test_refuses(taken: ModuleType) -> None:
         taken.layer_norm(x, one.double(), one, EPS)
     with pytest.raises(TypeError, match=r"^layer_norm takes .*float16"):
         taken.layer_norm(x, one, one.half(), EPS)
+    with pytest.raises(TypeError, match=r"^layer_norm takes a weight and a bias: give ones"):
+        taken.layer_norm(x, one, None, EPS)
     with pytest.raises(TypeError, match=r"^layer_norm takes .*torch\.int32"):
         taken.layer_norm(x.int(), one.int(), one.int(), EPS)
     for bad in ((one[:2], one), (one, x), (one, one[:1]), (one[0], one)):
