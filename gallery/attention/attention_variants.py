@@ -411,9 +411,13 @@ if __name__ == "__main__":
 #    \mathrm{d}z_h = -\sum_i \frac{e^{z_h}}{e^{z_h} + \sum_k e^{s_{ik}}}
 #    \, \delta_i
 #
-# The online softmax starts with the sink: the maximum begins as the sink,
-# and the sum as 1 instead of 0. No loop changes. The sink's gradient needs only
-# what the backward has: the log-sum-exp of each row, and :math:`\delta`.
+# The online softmax starts with the sink: the maximum begins as the sink, and
+# the sum as 1 instead of 0. No loop changes. The sink's gradient needs only
+# what the backward has: the log-sum-exp of each row, and :math:`\delta`. This
+# page does not time a sink. The paper on attention sinks, below, has another
+# way: it keeps the keys of the first tokens, beside a window. These do not lie
+# side by side, so no span has both. A score of ``-inf`` with the span "causal"
+# can hide the keys between them, but does not skip their tiles.
 
 # %%
 # The op
@@ -1209,6 +1213,7 @@ def attention_variants(
 # %%
 # What did it gain to skip tiles, and to mask fewer? The table has TFLOP/s of
 # the forward, for seen scores with ALiBi and a window of 1024, and statements.
+# It does not tell the two apart, and the op has exponentials of base 2 besides.
 
 
 def statements(*kernels):
@@ -1392,9 +1397,10 @@ if __name__ == "__main__":
 # -------------
 #
 # Each variant has float16, heads of 128, and 16384 tokens in all; the op stands
-# beside compiled ``flex_attention``, whose block mask is made beforehand. A
-# window is 1024; a sequence has twelve documents of mixed length. A score that
-# is seen counts as :math:`4D` operations forward, :math:`10D` backward.
+# beside compiled ``flex_attention``, whose block mask is made beforehand.
+# Libraries with a window of their own were not measured. A window is 1024; a
+# sequence has twelve documents of mixed length. A score that is seen counts as
+# :math:`4D` operations forward, :math:`10D` backward.
 
 
 def variants(length):
@@ -1461,7 +1467,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``flex_attention`` where a block of its block mask does. A soft cap takes one
 # exponential and one division more for each score. By the count above, a window
 # masks a larger part of its tiles than a causal mask does, and a program has
-# fewer of them. Where a window's rate is the lower one, look there first.
+# fewer of them. In the table, a window has a lower rate than ALiBi, whose span
+# is causal. Whether these two things cause that, no figure here tells.
 
 # %%
 # Break it

@@ -163,12 +163,12 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# An H200 can do about 200 operations while it reads a byte (``matmul.py``), so
-# bytes decide here. A program takes one head of keys of one sequence. A *group*
-# of four query heads shares it. They are rows of ``tl.dot``, so each key is
-# loaded once for all four. A matrix instruction has 16 rows: twelve are zeros.
-# The loop over the keys is an online softmax with powers of 2, which the page
-# ``flash_attention_forward.py`` explains.
+# In the time of a byte, an H200 can do about 200 operations (``matmul.py``), an
+# H100 about 300. So bytes decide here. A program takes one head of keys of one
+# sequence. A *group* of four query heads shares it. They are rows of
+# ``tl.dot``, so each key is loaded once for all four. A matrix instruction has
+# 16 rows: twelve are zeros. The loop over the keys is an online softmax with
+# powers of 2 (``flash_attention_forward.py``).
 #
 # .. code-block:: text
 #
@@ -288,11 +288,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # --------------------------
 #
 # The first kernel has a program for each sequence and head of keys. A single
-# sequence has 8 of them, and an H200 has 132 multiprocessors. So the keys of a
-# sequence are split into *parts*, each with a program, as in
-# ``skinny_matmul.py``. But results of a softmax cannot just be added. So part
-# :math:`i` leaves its result :math:`o_i` and the logarithm :math:`\lambda_i` of
-# its sum of powers, called ``lse`` in the code:
+# sequence has 8 of them, and an H200, like an H100 with SXM, has 132
+# multiprocessors. So the keys of a sequence are split into *parts*, each with a
+# program, as in ``skinny_matmul.py``. But results of a softmax cannot just be
+# added. So part :math:`i` leaves its result :math:`o_i` and the logarithm
+# :math:`\lambda_i` of its sum of powers, called ``lse`` in the code:
 #
 # .. math:: \lambda_i = \log_2 \sum_{j \in i} 2^{s_j}, \qquad
 #    o = \frac{\sum_i 2^{\lambda_i} o_i}{\sum_i 2^{\lambda_i}}
@@ -308,14 +308,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #                               +----------+-----+----+----------+
 #     launch 2                                   o
 #
-# How many parts? There should be several programs for each multiprocessor. But
-# the result of a part is written in float32, and read again. The table below
-# shows both: a long sequence has many parts nearly for nothing, and many short
-# sequences have programs enough without parts. The number has to be known at
-# the launch, but the lengths are on the GPU. To ask for them would make the CPU
-# wait, and a CUDA graph could not record it. So the launcher takes a *bound* of
-# the lengths: the argument ``max_seq_len``, or what the block table has room
-# for. The kernel divides the true length, so any bound gives the right result.
+# How many parts? More parts make more programs. But the result of a part is
+# written in float32, and read again. The table below counts both: in a long
+# sequence, many parts add few bytes, and many short sequences have enough
+# programs without parts. The table after the op times some numbers of parts.
+# The number has to be known at the launch, but the lengths are on the GPU. To
+# ask for them would make the CPU wait, and a CUDA graph could not record it. So
+# the launcher takes a *bound* of the lengths: the argument ``max_seq_len``, or
+# what the block table has room for. The kernel divides the true length, so any
+# bound gives the right result.
 
 MULTIPROCESSORS = 132  # of an H200
 
@@ -351,7 +352,9 @@ if __name__ == "__main__":
 #
 # Four queries of four heads fill 16 rows, of which the first kernel left twelve
 # empty. The op takes up to 64 rows: queries times heads of a group. For more
-# queries there is ``flash_attention_forward.py``.
+# queries, gather the pages and use ``varlen_attention.py``. With its causal
+# mask, too, the last query sees all keys. (In ``flash_attention_forward.py``,
+# query ``i`` sees the keys up to ``i``.)
 
 # %%
 # The op
@@ -897,8 +900,9 @@ if __name__ == "__main__":
 # -------------
 #
 # First there are more and more sequences of 8192 keys, then one sequence of
-# more and more keys. PyTorch gets the keys without pages. "SDPA" calls the
-# library that PyTorch chooses, the other two lines call the one they name.
+# more and more keys. PyTorch gets the keys without pages; libraries that read
+# pages were not measured. "SDPA" calls the library that PyTorch chooses, the
+# other two lines call the one they name.
 
 
 def unpaged(q, k_cache, v_cache, block_table, seq_lens):
@@ -959,9 +963,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # Now page sizes, types, several queries and unequal lengths, for 32 sequences
-# and 262144 keys in all. A float8 cache has half of the bytes, so its time
-# tells more than its rate. With unequal lengths, the longest sequence has
-# fifteen times as many keys as the shortest.
+# and 262144 keys in all. A float8 cache has half of the bytes. Its rate is
+# lower, so its time is more than half; here it has no scales. With unequal
+# lengths, the longest sequence has fifteen times as many keys as the shortest.
 
 UNEQUAL = [1024 + 482 * i for i in range(31)] + [6270]
 VARIANTS = {
@@ -996,8 +1000,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(rows).T.to_string())
 
 # %%
-# This is what a call costs the CPU, in microseconds. A model that decodes may
-# wait for the CPU; ``cuda_graphs.py`` shows how to avoid that.
+# This is what a call costs the CPU, in microseconds, for 16 sequences. If calls
+# are made one by one, and take less time on the GPU than this, the GPU waits
+# for the CPU. ``cuda_graphs.py`` shows how to avoid that.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     cost = results[results["batch"] == 16].set_index("series")["CPU us"]
@@ -1007,9 +1012,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# The roof is a read of the same bytes. Where the op's line lies near it, no
-# other kernel can be much faster; only a smaller cache can. A part has at least
-# 256 keys, so few keys in all make few programs.
+# The roof is one kernel that reads the same bytes, not a bound. With few keys
+# the op is faster, and cuDNN, which gets the keys without pages, is faster than
+# the roof in each row. It is faster than the op in all rows but one.
+#
+# In the table of parts, the launcher's number is the best one where there are a
+# hundred sequences or more. In the other columns another number is up to a
+# fifth faster. A part has at least 256 keys. For one sequence of 1024 keys,
+# that allows four parts, and smaller ones are faster there.
 
 # %%
 # Break it

@@ -123,8 +123,8 @@ def rate_table(times, x, unit, work):
 # In PyTorch
 # ----------
 #
-# ``scaled_dot_product_attention``, SDPA, calls a library. In a cycle, an H200's
-# multiprocessor does 4096 operations of the matrix units, by its data sheet,
+# ``scaled_dot_product_attention``, SDPA, calls a library. In a cycle, a Hopper
+# multiprocessor does 4096 operations of the matrix units, by the data sheets,
 # and 16 exponentials, by CUDA's programming guide. For a tile of scores:
 
 rng = torch.Generator(device=DEVICE).manual_seed(0)
@@ -144,9 +144,9 @@ if __name__ == "__main__":
 # %%
 # The *floor* is bytes: ``q``, ``k`` and ``v`` are read, ``o`` is written. With
 # ``L`` tokens, these are ``L / 2`` operations a byte. In the time of a byte, an
-# H200 does about 200 operations, by its data sheet. So for long inputs memory
-# is no bound, but two units are. Each needs what the other one has computed,
-# and one after the other, their cycles add up. This page runs them together.
+# H200 does about 200, and an H100 about 300, by their data sheets. So for long
+# inputs memory is no bound, but two units are. Each needs what the other has
+# computed, and one after the other, their cycles add up. We run them together.
 
 # %%
 # The first kernel
@@ -491,7 +491,8 @@ if __name__ == "__main__":
 # But the scores of step ``n`` do not need the product with the values of step
 # ``n - 1``. So the op issues both products, one right after the other, and
 # waits until at most one is under way: ``wait(1)``. The scores are there then,
-# and the second product goes on while the warps work on them:
+# and the second product may go on while the warps work on them. The source has
+# this order:
 #
 # .. code-block:: text
 #
@@ -499,11 +500,11 @@ if __name__ == "__main__":
 #     warps                   | exponentials n       | scale the sums, go on
 #                      wait(1)^               wait(0)^
 #
-# In the source, too, the exponentials of step ``n`` stand between the two
-# waits. Are they there in machine code? The compiler keeps waits, copies and
-# products in order. But it may move arithmetic past a wait for products,
-# because that changes no result. A table behind the op counts what was left in
-# between, and an exercise keeps the exponentials there.
+# Are the exponentials between the two waits in machine code, too? The compiler
+# keeps waits, copies and products in order. But it may move arithmetic past a
+# wait for products, because that changes no result. A table behind the op
+# counts what was left in between. With Triton 3.6.0 these are maxima, and no
+# exponentials. An exercise keeps the exponentials there.
 
 # %%
 # Masks, lengths and heads
@@ -877,7 +878,8 @@ GLUON_ATTENTION_LIBRARY = Library(GLUON_ATTENTION_NAMESPACE, "FRAGMENT")
 GLUON_ATTENTION_LIBRARY.impl("gluon_attention", _gluon_attention_launch, "CUDA")
 
 # %%
-# What did each step gain? The op is the last step. It has no turns:
+# What did each step gain? The op is the last step. It has no turns. That is
+# faster with heads of 128; with heads of 64, *roles and turns* is:
 
 STEPS["two products, the op"] = [gluon_attention]
 
@@ -1022,7 +1024,8 @@ if __name__ == "__main__":
 # The benchmark is causal, in float16, with heads of 128 and then of 64. At each
 # length there are 16384 tokens in all. A causal mask leaves half of the
 # operations. SDPA is told which library to call. ``CPU us`` is what a call
-# costs the CPU, which encodes four descriptors.
+# costs the CPU, which encodes four descriptors. If short calls are made one by
+# one, the GPU waits for the CPU; ``cuda_graphs.py`` shows how to avoid that.
 
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
 
@@ -1067,7 +1070,7 @@ if __name__ == "__main__":
 #
 # Triton would have chosen layouts, ring, waits and fences. This page chose
 # two groups without a barrier in common, and a product that is under way
-# while its group does something else. The price: it runs on Hopper alone.
+# while its group computes maxima. The price: it runs on Hopper alone.
 
 # %%
 # Go further

@@ -1198,8 +1198,9 @@ LINEAR_ATTENTION_LIBRARY.impl(
 # %%
 # What do the segments gain? Each row is a step: the statements of its kernels,
 # and its time in microseconds. The second row has the op's kernel, and one
-# segment for each sequence of a head. The last row is the backward of the
-# chunks in PyTorch, through autograd.
+# segment for each sequence of a head. Its blocks are 64 wide, so it has half as
+# many programs as the first kernel. The last row is the backward of the chunks
+# in PyTorch, through autograd.
 
 
 def statements(*kernels):
@@ -1269,11 +1270,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # replaced by their absolute values. So the same loop gives the sizes of the
 # sums. The gradient of ``g`` has terms that cancel: those of all later tokens.
 # For each element we allow three roundings of its size. A rounding is
-# :math:`2^{-11}` in float16. In bfloat16 we allow :math:`2^{-7}`, because the
-# interpreter cuts bits off where a GPU rounds. In float32 and float64 we allow
-# for the roundings of long sums. For the sums of log decays, we add a rounding
-# of the largest of them. A segment has at least 256 tokens. So one shape has
-# 530 tokens: three segments.
+# :math:`2^{-11}` in float16. In bfloat16 it is :math:`2^{-8}`, and we allow
+# twice as much. (Without a GPU, the op computes bfloat16 in float32, and rounds
+# at the end.) In float32 and float64 we allow for the roundings of long sums.
+# For the sums of log decays, we add a rounding of the largest of them. A
+# segment has at least 256 tokens. So one shape has 530 tokens: three segments.
 
 EPS = {
     torch.float16: 2.0**-11,
@@ -1434,8 +1435,8 @@ if __name__ == "__main__":
 # One sequence, 16 heads of dimension 128, bfloat16. A rate is the floor's bytes
 # divided by the time: forward four tensors of the size of ``q``, backward
 # seven. ``Roof`` is a copy of as many. PyTorch's matrix of decays between
-# chunks grows with the square of the length, so PyTorch takes part up to 16384
-# tokens.
+# chunks grows with the square of the length, so it is timed up to 16384 tokens,
+# and for 65536 in the last table of this page alone.
 
 LENGTHS = [2048, 4096, 8192, 16384, 32768, 65536]
 
@@ -1495,13 +1496,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The forward reads three tensors and writes one, as the floor does. If there is
 # more than one segment, the launch for the ends reads keys and values once
 # more. That is six for a floor of four. So a memory that is as fast as the
-# roof's copy allows two thirds of the roof.
+# roof's copy allows two thirds of the roof. The rates are below that, so memory
+# is not all that the kernels wait for: within a segment, a chunk still waits
+# for the state of the one before.
 #
 # The backward's kernel of tokens runs three times. Each time it reads three
 # tensors and a state, and writes one. For dq and dk it reads one more. The
 # kernel of states reads two and writes a state, and in reverse it reads a state
-# more. The ends of each direction read two. That makes 34 for a floor of seven,
-# a fifth of the roof.
+# more. The ends of each direction read two. That makes 34 for a floor of seven:
+# a fifth of the roof at most.
+#
+# A call costs the CPU some hundreds of microseconds. With few tokens that is
+# more than the GPU takes, and only a queue of other work or a CUDA graph hides
+# it: ``cuda_graphs.py``.
 
 # %%
 # Break it
@@ -1534,8 +1541,9 @@ if __name__ == "__main__":
             assert (error < 1e-3) == (not split or log_decay > -2)
 
 # %%
-# After 64 tokens of the log decay -2, :math:`e^{-G_j}` is :math:`e^{128}`, past
-# the largest float32. A test with gates near 1 does not find that.
+# After 64 tokens of the log decay -2, :math:`e^{-G_j}` is :math:`e^{128}`. In
+# float32 that is infinite, and :math:`e^{G_i}` is 0. Their product is NaN. A
+# test with gates near 1 does not find that.
 
 # %%
 # Go further

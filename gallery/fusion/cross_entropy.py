@@ -297,8 +297,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # In the loop, ``tl.max`` and ``tl.sum`` make all threads of a program wait for
 # each other, at each block. The op lays a block out in several lines, and its
 # loop keeps a maximum and a sum for each *column*. The columns are combined
-# once, after the loop. The page ``softmax_long.py`` takes this step by itself.
-# It also shows why ``tl.exp2`` stands in for ``tl.exp``.
+# once, after the loop. The page ``softmax_long.py`` takes this step, together
+# with ``tl.exp2`` in place of ``tl.exp``.
 #
 # .. code-block:: text
 #
@@ -1057,9 +1057,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # Forward and backward each go over the logits once, and save nothing of their
-# size. So the distance to the roof is what the kernels do besides. Each row has
-# its edges, its target and its columns to combine, and the mean waits for the
-# last row. This work weighs more where rows are few or short.
+# size. The roof is a copy, and half of its bytes are written. The forward
+# writes next to nothing, so it can be faster than a copy, as it is with long
+# rows. Besides its logits, each row has its edges, its target and its columns
+# to combine, and the mean waits for the last row. This work weighs more where
+# rows are few or short.
 #
 # In the forward, a single multiprocessor reads a row, however many the GPU has.
 # The table of few rows shows what this costs. For vocabularies of fewer than a

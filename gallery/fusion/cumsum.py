@@ -289,8 +289,9 @@ if __name__ == "__main__":
 # ---------------------------------
 #
 # The threads of a warp scan among themselves, but warps have to wait for each
-# other. A program with few warps waits less. A short block has few loads in
-# flight, and then more programs have to share a multiprocessor. We try both:
+# other. A program with few warps has fewer to wait for, and each thread scans
+# more elements. A short block has few loads in flight, and then more programs
+# have to share a multiprocessor. We try both:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     tiles = [(512, 1), (1024, 1), (1024, 2), (1024, 4), (2048, 2), (2048, 4)]
@@ -314,10 +315,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # A column's name is the elements of a block / the warps. All matrices have the
 # same number of elements, so longer rows are fewer: the last line has a
-# thousand rows. Then there are few programs, and each needs a longer block to
-# have as many loads in flight. The op has blocks of 1024 and two warps. If
-# there are fewer than 2048 rows and loads are wide (see below), it has blocks
-# of 4096 and four warps.
+# thousand rows. Then there are few programs, and a longer block gives each of
+# them more loads in flight. The op has blocks of 1024 and two warps. If there
+# are fewer than 2048 rows and loads are wide (see below), it has blocks of 4096
+# and four warps. On an H100, these larger blocks lose at 128256, as the table
+# after the op shows too. At one length of block, more warps are mostly as fast
+# or faster.
 
 # %%
 # Short rows share a program
@@ -380,7 +383,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # To turn a vector, swap its halves, then the halves of each half. Triton has no
 # swap. But the sum of two integers, less one of them, is the other, even where
 # the sum overflows. The compiler sees through that and adds nothing. The table
-# after the op compares all three ways.
+# after the op compares all three ways. In long rows they come close to each
+# other.
 
 # %%
 # The op
@@ -777,8 +781,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Where our line touches the roof, the kernel moves the floor's bytes and waits
 # for nothing else. PyTorch's backward is three kernels, a flip, a scan and a
 # flip, and moves six tensors. At 50257, an odd length, ``VEC`` is 1, and each
-# thread loads its elements one by one. The table after the op has the cost of
-# ``VEC = 1`` at other lengths.
+# thread loads its elements one by one. In the table after the op, the step *and
+# VEC* gains nothing at 1000. So the page does not show what the rows of 50257
+# wait for.
 #
 # The table with ever fewer rows shows the limit of this page. A row has one
 # program. If a GPU can run more programs at a time than there are rows, a part

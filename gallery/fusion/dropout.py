@@ -719,9 +719,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # With long rows, our line and the roof show what the arithmetic costs on top of
 # the bytes. In the table of steps, kernels with more calls of Philox move the
-# same bytes. So where their rates are lower, the calls are the reason.
-# PyTorch's function and the code of ``torch.compile`` keep a mask for the
-# backward. Its byte for each element is a quarter more than the floor.
+# same bytes. So where their rates are lower at even sizes, the calls are the
+# reason. At the odd size their loads are narrow too, as only the op has a
+# branch without a mask. PyTorch's function and the code of ``torch.compile``
+# keep a mask for the backward. Its byte for each element is a quarter more than
+# the floor. With long rows, this is about the distance to the op in the
+# backward. In the forward the distance is larger, so the mask explains only a
+# part of it.
 #
 # With short rows there is little to move, and a copy is slow too.
 
@@ -750,8 +754,8 @@ if __name__ == "__main__":
 
 # %%
 # Two masks should agree in half of their elements. These two are one mask,
-# shifted by a block, so two layers drop the same elements. Use the counter for
-# the elements of one mask, and the key for different masks.
+# shifted by a block: what one layer drops, another drops one block further on.
+# Use the counter for the elements of one mask, and the key for different masks.
 
 # %%
 # Go further

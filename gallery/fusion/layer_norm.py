@@ -418,7 +418,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # twice for each row, which a cache can serve. The next rows wait in shared
 # memory: ``tl.range`` begins to load them two turns ahead, if they fit. A tile
 # of four rows or more does without. The table after the op compares no loads
-# ahead with those of one turn, which fit for all its lengths.
+# ahead with those of one turn, which fit for all its lengths and pay only at
+# some.
 #
 # With few rows, both kernels are short, and the second waits for the first. So
 # up to four rows for each multiprocessor have one launch. Its programs are of
@@ -1275,12 +1276,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Forward, where our line touches the roof, the kernel moves the floor's bytes
-# and waits for nothing else. Backward, the roof is an addition, which sums
-# nothing across rows. In two launches, the op has to write its partial sums and
-# read them again, and its second kernel cannot begin before the first has
-# ended. Once each program has several rows, both costs are the same for any
-# number of rows. In one launch, it has to read ``x`` and ``dy`` twice.
+# Forward, the kernel moves the floor's bytes, and the table shows how close it
+# comes to the roof. At some lengths ``torch.compile`` is faster. The page does
+# not show why. Backward, the roof is an addition, which sums nothing across
+# rows. In two launches, the op has to write its partial sums and read them
+# again, and its second kernel cannot begin before the first has ended. Once
+# each program has several rows, both costs are the same for any number of rows.
+# In one launch, it has to read ``x`` and ``dy`` twice. None of this explains
+# the low rate at 16K. There, loads two turns ahead do not fit into shared
+# memory, so the op has none, and the table after the op has spilled registers.
 
 # %%
 # Break it: a lock without a barrier

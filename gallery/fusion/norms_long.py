@@ -1091,8 +1091,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The backward moves at least ``x``, ``dy`` and ``dx``. The op reads ``x`` and
 # ``dy`` in two passes, and once more for the gradients of the vectors. Only the
 # second pass can find its row in L2: the kernel for the vectors starts after
-# the whole matrix has gone through. So it moves five matrices at least, 0.6 of
-# the roof, and seven at most, 0.43.
+# the whole matrix has gone through. So it moves five matrices at least and
+# seven at most: 0.6 and 0.43 of the roof, if nothing else took time. Where the
+# table has less, these matrices do not explain it alone: each row also reads
+# the weight, and the programs wait for sums.
 #
 # One row, or a few, leave most of the GPU idle, as no two programs share a row.
 # Rows that do not begin at a multiple of 16 bytes are loaded in smaller pieces,
@@ -1122,9 +1124,10 @@ if __name__ == "__main__":
         print(f"mean {mean:6}: {', '.join(line)}")
 
 # %%
-# A negative variance has no root, so such a row would be NaN. Welford's method
-# subtracts the mean before it squares. After a column's first
-# element its differences are near 1, and none of their squares cancels.
+# In other rows the difference may be negative. A negative variance has no root,
+# so such a row would be NaN. Welford's method subtracts the mean before it
+# squares. After a column's first element its differences are near 1, and none
+# of their squares cancels.
 
 # %%
 # Go further

@@ -292,7 +292,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     x1, x2     (BLOCK_H, BLOCK_T, BLOCK_D)
 #
 # Each piece of the tables serves ``BLOCK_H`` heads. The table after the op
-# compares tiles in both layouts.
+# compares tiles in both layouts. On an H100, tiles of 32 heads and 64 points
+# are a little faster than the op's.
 
 # %%
 # One launch for queries and keys
@@ -857,7 +858,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The kernel moves the floor's bytes and the tables. Where our line touches the
 # roof, the kernel waits for nothing else. With few tokens there is little to
 # move, and a copy does not reach its full rate either. ``rope_`` moves as many
-# bytes as ``rope``: it saves memory, not traffic.
+# bytes as ``rope``: it saves memory, not traffic. With few tokens it is faster
+# all the same. The page does not show why.
 
 # %%
 # Break it: an op that does not say so

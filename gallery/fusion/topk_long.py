@@ -296,9 +296,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------------------
 #
 # The sorts of a part cost the same, whether much was read before them or
-# little. So long parts are better, as long as there are enough programs for the
-# GPU. The op makes about 1024 programs, with parts of 4096 elements at least
-# and of 65536 at most. A table after the op compares other lengths.
+# little. So long parts need fewer sorts, and short parts make more programs.
+# The op makes about 1024 programs, with parts of 4096 elements at least and of
+# 65536 at most. This rule is not the best everywhere: a table after the op has
+# other lengths, some of them faster.
 
 # %%
 # Many parts

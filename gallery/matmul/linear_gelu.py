@@ -26,7 +26,7 @@ After this page you can
 
 * finish a product's tile in registers, in what is called an *epilogue*;
 * count what that saves, and what the epilogue's instructions cost;
-* write an exact GELU with about as few instructions as the tanh one;
+* write an exact GELU with fewer instructions than ``erf`` takes;
 * choose what the forward keeps for the backward.
 """
 
@@ -277,7 +277,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # H200 1/128 of a cycle. Its tensor cores do 2048 products and additions in a
 # cycle, so the tile's product takes :math:`K/2048` cycles for each element. So
 # :math:`E` instructions take :math:`16 E / K` of the product's time. The table
-# takes :math:`R` and :math:`B` from an H200's data sheet:
+# takes :math:`R` and :math:`B` from an H200's data sheet. (An H100's has the
+# same :math:`R` and a smaller :math:`B`, so there fusion saves more.)
 
 RATE, BANDWIDTH = 989e12, 4.8e12  # bfloat16, dense; bytes
 
@@ -294,12 +295,12 @@ if __name__ == "__main__":
     print(table.round(1).to_string(index=False))
 
 # %%
-# With a small K fusion saves much, with a large one little. And for any K, an
-# epilogue of 26 instructions for each element takes as long as fusion saves. In
-# a kernel of its own, a GELU's instructions can hide: they run while other
-# threads wait for memory. In an epilogue they cannot, if the tensor cores wait
-# for it. Here is a multiprocessor's time, ``-`` for a wait for the first tiles
-# to load, ``#`` for a loop and ``*`` for an epilogue:
+# With a small K fusion could save much, with a large one little. And for any K,
+# by these figures, an epilogue of 26 instructions for each element takes as
+# long as fusion saves. In a kernel of its own, a GELU's instructions can hide:
+# they run while other threads wait for memory. In an epilogue they cannot, if
+# the tensor cores wait for it. Here is a multiprocessor's time, ``-`` for a
+# wait for the first tiles to load, ``#`` for a loop and ``*`` for an epilogue:
 #
 # .. code-block:: text
 #
@@ -395,7 +396,7 @@ if __name__ == "__main__":
 # keep. There are two answers. The forward can *store* ``z`` beside ``y``, which
 # is a write, and later a read. Or the backward can *recompute* it, which is one
 # more product. The store and the read take what fusion saved, :math:`2R/BK` of
-# that product. By the data sheet this is less than the product where K is above
+# that product. By this data sheet it is less than the product where K is above
 # 412. PyTorch keeps ``z`` too. With a gradient wanted, fusion is left with one
 # read to save; without one, the op stores nothing.
 #
@@ -412,13 +413,13 @@ if __name__ == "__main__":
 # A product at cuBLAS's speed
 # ---------------------------
 #
-# Fusion saves a small part of the time, so a slower product would lose it. The
-# page ``persistent_matmul.py`` brings a product to about cuBLAS's speed. On an
-# H100, H200 or B200, the *copy engine* (TMA) loads the tiles. A *tensor
-# descriptor* tells it where the matrix lies, and how long its rows are. So
-# threads compute no addresses. There is one program for each multiprocessor: it
-# goes from tile to tile, and the engine loads for the next one during the
-# epilogue.
+# With a large K, fusion saves a small part of the time, and a slower product
+# would lose it. The page ``persistent_matmul.py`` brings a product to about
+# cuBLAS's speed. On an H100, H200 or B200, the *copy engine* (TMA) loads the
+# tiles. A *tensor descriptor* tells it where the matrix lies, and how long its
+# rows are. So threads compute no addresses. There is one program for each
+# multiprocessor: it goes from tile to tile, and the engine loads for the next
+# one during the epilogue.
 #
 # A tile of 128x256 is stored in two halves. Then shared memory, of 227 KB, has
 # room for four stages of 48 KB and half a tile of 32 KB. The engine wants rows
@@ -1003,7 +1004,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # descriptors there is one, and the copy engine works during its epilogue.
 #
 # "erf" and "none" of one kernel differ by the instructions of the epilogue
-# alone. At K = 4096 that is a smaller part of the time than at K = 512.
+# alone. At K = 4096 that is a smaller part of the time than at K = 512. There,
+# the exact GELU by pointers is ahead of the one through descriptors, which the
+# op takes all the same: it has one rule for all K.
 
 # %%
 # Proof
@@ -1164,11 +1167,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # operations. The roof is that product alone, by cuBLAS. By the counts above,
 # both what fusion saves and what the epilogue costs shrink with K. So the
 # distance to the roof is large at K = 512 and small at K = 6144. A layer with a
-# large K gains little from any fusion, and then the better product wins.
+# large K gains little from any fusion, and then the better product wins. At
+# K = 512 the op gains little as well: it keeps little of what fusion could
+# save. For the tanh GELU, ``torch._addmm_activation`` is ahead of the op, and
+# at odd sizes ``torch.compile`` is, as *Beside other libraries* shows.
 #
 # A call costs the CPU time too. For a small layer it takes longer than the GPU
 # needs. Called one by one, such layers gain nothing from a faster kernel, but
-# behind other work, or in a CUDA graph, they do.
+# behind other work, or in a CUDA graph (``cuda_graphs.py``), they do.
 #
 # ``torch.compile`` leaves the product to cuBLAS here, and writes one kernel for
 # the GELU. With ``mode="max-autotune-no-cudagraphs"`` it tries Triton products

@@ -129,11 +129,11 @@ if __name__ == "__main__":
         print(f"{moved:,} bytes, {flops / moved:.0f} operations a byte")
 
 # %%
-# NVIDIA's data sheet of the H200 has 989 TFLOP/s in float16 and 4.8 TB/s, so
-# about 200 operations for each byte. A softmax has fewer, and waits for memory.
-# A large product has more, if it reads each matrix about once. But an element
-# of ``c`` needs a whole row and a whole column. So a program computes a *tile*
-# of ``c``, and uses what it has read for many elements.
+# By their data sheets, an H100 and an H200 do 200 to 300 operations in float16
+# for each byte that they read. A softmax has fewer, and waits for memory. A
+# large product has more, if it reads each matrix about once. But an element of
+# ``c`` needs a whole row and a whole column. So a program computes a *tile* of
+# ``c``, and uses what it has read for many elements.
 
 # %%
 # The first kernel
@@ -676,11 +676,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # No operand is copied, but not every layout is as fast: with a transposed
-# ``b``, the op reaches less of cuBLAS. In an odd size, where a thread loads
-# each number alone, both are far slower. ``tuned_matmul.py`` looks into these
-# two. With the same tile, the op is faster than the first kernel. Two things
-# differ: the op steps its pointers, and its tiles come in another order. The
-# table does not tell the two apart.
+# ``b``, the op reaches less of cuBLAS. In an odd size, a thread of the op loads
+# each number alone. cuBLAS is far slower there too, and no roof:
+# ``torch.compile`` has a much higher rate in ``tuned_matmul.py``, which looks
+# into both cases. With the same tile, the op is faster than the first kernel.
+# Two things differ: the op steps its pointers, and its tiles come in another
+# order. The table does not tell the two apart.
 
 # %%
 # Proof
@@ -806,12 +807,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # decide, not the arithmetic. ``skinny_matmul.py`` is about them. With many
 # tokens, the weight is a transposed ``b``, as in the slower rows of the table
 # above. Neither product of the backward has a transposed ``b``; from 1024
-# tokens on it comes closer to cuBLAS. This kernel has four things left to do.
-# Its programs start row by row, whatever they share in the L2 cache, and
-# ``num_stages`` is a guess: ``tile_order.py`` looks into both. Its threads
-# compute addresses and masks and hold them in registers, and no program loads
-# the next tile while it stores the last: ``persistent_matmul.py`` hands the
-# loads to the copy engine.
+# tokens on it comes closer to cuBLAS. This layout is what costs most here:
+# ``tuned_matmul.py`` looks for the cause. Three more things are left to do. Its
+# programs start row by row, whatever they share in the L2 cache:
+# ``tile_order.py`` measures what another order gains, and other numbers of
+# stages. Its threads compute addresses and masks and hold them in registers,
+# and no program loads the next tile while it stores the last:
+# ``persistent_matmul.py`` hands the loads to the copy engine.
+#
+# A call costs the CPU more than one of cuBLAS does. Called one by one, small
+# products wait for the CPU; in a CUDA graph (``cuda_graphs.py``) they do not.
 
 # %%
 # Break it

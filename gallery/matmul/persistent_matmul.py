@@ -139,9 +139,10 @@ if __name__ == "__main__":
 
 # %%
 # The bytes are the *floor*: each element of ``a`` and ``b`` is read once, and
-# each of the result is written once. By its data sheet, an H200 does about 200
-# operations in the time of reading a byte. These products have more for each
-# byte. So the matrix units bound them, and a kernel has to keep those busy.
+# each of the result is written once. By their data sheets, an H100 and an H200
+# do 200 to 300 operations in the time of reading a byte. These products have
+# more for each byte. So the matrix units bound them, and a kernel has to keep
+# those busy.
 
 # %%
 # The first kernel
@@ -253,7 +254,8 @@ if __name__ == "__main__" and CAN:
 #
 # The table has this kernel and cuBLAS, which ``torch.compile`` calls, too. Each
 # step of this page is tried with the same tiles, warps and stages. They are
-# timed by turns, and a table has the best rate of each step.
+# timed by turns. A table has the best rate of each step, and does not say which
+# tile and how many stages gave it.
 
 
 def rates(calls, M, K, N):
@@ -909,6 +911,8 @@ if __name__ == "__main__" and CAN:
 # for so many tokens at a time. The weight is a transpose, as in
 # ``torch.nn.Linear``. The backward computes both gradients, through autograd.
 # ``CPU us`` is what a call costs the CPU, which encodes three descriptors.
+# Called one by one, small products wait for the CPU; in a CUDA graph
+# (``cuda_graphs.py``) they do not.
 
 TOKENS = [256, 1024, 2048, 4096, 8192, 16384]
 INPUTS, OUTPUTS = 4096, 14336
@@ -954,12 +958,15 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Where our line lies below that of cuBLAS, three things can be counted.
+# Where our line lies below that of cuBLAS, four things can be counted.
 #
 # * *Rounds*: the table of choices says how much of all rounds is filled. A last
 #   round of a few tiles leaves the other multiprocessors without work.
-# * *Bytes*: 256 tokens give about 240 operations a byte, little more than the
-#   200 of the data sheet. ``skinny_matmul.py`` is about still fewer tokens.
+# * *Tile*: for 1024 tokens, the formula takes tiles of 128x128 to fill its
+#   rounds. On the largest product in the table of choices, the smaller tile has
+#   a lower rate than 128x256.
+# * *Bytes*: 256 tokens give about 240 operations a byte, which lies within the
+#   200 to 300 of the data sheets. ``skinny_matmul.py`` is about fewer tokens.
 # * *Beginning and end*: with a short ``K`` the first loads and the last stores
 #   are a larger part of a tile's time. The table of steps has such a size.
 

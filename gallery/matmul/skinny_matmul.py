@@ -130,8 +130,8 @@ if __name__ == "__main__":
         print(f"{weight.nbytes / moved:.1%} weights; {work:2.0f} FLOP a byte")
 
 # %%
-# Nearly all bytes are weights. An H200's data sheet has 989 TFLOP/s and 4.8
-# TB/s, 206 operations a byte. These products need a third at most, so memory
+# Nearly all bytes are weights. An H100 and an H200 do 200 to 300 operations a
+# byte by their data sheets. These products need a third at most, so memory
 # bounds them. The floor is one *read* of the weights; we measure PyTorch's too.
 
 # %%
@@ -271,11 +271,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # A memory keeps its rate only while enough loads are *in flight*: begun and not
 # yet done. Suppose that a load takes a microsecond. At 4.8 TB/s, 4.8 MB then
-# have to be in flight, 36 KB for each of the 132 multiprocessors of an H200. A
-# program of ours has ``num_stages - 1`` blocks of weights in flight, of 16 KiB
-# each: the compiler copies them into shared memory ahead of the loop
-# (``tile_order.py`` shows how). With three and with five stages, how much is in
-# flight for a multiprocessor, on average?
+# have to be in flight, 36 KB for each of the 132 multiprocessors of an H200, or
+# 25 KB at the 3.35 TB/s of an H100. A program of ours has ``num_stages - 1``
+# blocks of weights in flight, of 16 KiB each: the compiler copies them into
+# shared memory ahead of the loop (``tile_order.py`` shows how). With three and
+# with five stages, how much is in flight for a multiprocessor, on average?
 
 PROCESSORS = 132  # of an H200
 
@@ -287,12 +287,12 @@ if __name__ == "__main__":
         print(f"{kib[0]:2.0f} or {kib[1]:3.0f} KiB in flight for each")
 
 # %%
-# For the second shape, three stages are too few by this count, and five are
-# enough. More stages take more shared memory: a block of weights and its block
-# of ``x`` are ``(64 + BLOCK_M) * 256`` bytes, 20 KiB for up to 16 rows and 32
-# KiB for 64. An H200 has 227 KiB for a program, an L4 99 KiB. The op takes five
-# stages, or as many as fit. Their number changes no bit: the sum keeps its
-# order.
+# For the second shape, three stages are too few for an H200 by this count, and
+# five are enough. The table of plans, after the op, times both. More stages
+# take more shared memory: a block of weights and its block of ``x`` are
+# ``(64 + BLOCK_M) * 256`` bytes, 20 KiB for up to 16 rows and 32 KiB for 64. An
+# H200 has 227 KiB for a program, an L4 99 KiB. The op takes five stages, or as
+# many as fit. Their number changes no bit: the sum keeps its order.
 #
 # For the last shape no number of stages is enough: three of four
 # multiprocessors have no program. With a smaller ``BLOCK_N`` there would be
@@ -697,7 +697,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # The split is for the last shape, which has few tiles. The op has neither
 # atomics nor a counter: a second launch needs nothing that is zero before it,
-# and when this op was designed, neither of the two was faster on an H200.
+# and where the sum is split, neither of the two is faster in the table.
 
 # %%
 # Is the plan right? This table has other blocks, parts and stages for the op's
@@ -854,11 +854,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # PyTorch's own read of the same bytes, and not with the data sheet: a short
 # read does not reach the data sheet's rate. A rate may be above the roof, since
 # PyTorch's sum of rows is a kernel like others, and not a limit of the GPU.
-# Three things may keep our op below cuBLAS:
+# In the chart of layers, the op is below cuBLAS for DeepSeek's, with 64 rows
+# and a sum in four parts. Three things may cost the op time. The tables do not
+# tell them apart:
 #
 # * **Multiprocessors without a program.** The layer of gpt-oss has 80 tiles. So
 #   52 of 132 multiprocessors have no program, and a split in two would give
-#   some of them two programs.
+#   some of them two programs. The chart has it about level with cuBLAS.
 # * **The rows of x.** Each program reads its part of ``x`` out of the L2 cache.
 #   With 64 rows that is as many bytes again as the weights have.
 # * **Arithmetic in float32.** This is for weights in float32 alone, which the
@@ -882,7 +884,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # To read on:
 #
-# * ``matmul.py`` and ``tuned_matmul.py`` are about products of many rows.
+# * ``persistent_matmul.py`` is about products of many rows, ``tuned_matmul.py``
+#   too, for any strides and any GPU.
 # * ``few_long_rows.py`` compares the same three ways to add parts for sums of
 #   rows, where a row gives the same bits in any batch.
 # * ``cuda_graphs.py`` is about launches that a model repeats for each token.

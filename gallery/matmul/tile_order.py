@@ -333,7 +333,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # H200 has 132 multiprocessors, so programs 0 to 131 run first. They are the
 # first *wave*. In the figure, their tiles are blue. The strips that they read
 # are orange: those of A stand on the left, and those of B on top. (Without a
-# GPU, the page takes the numbers of an H200.)
+# GPU, the page takes 132 multiprocessors and an L2 of 50 MiB.)
 
 SIZE, TILE_M, TILE_N = 8192, 128, 256
 GROUPS = [1, 2, 4, 8, 16, 32]
@@ -424,8 +424,11 @@ if __name__ == "__main__":
 # At these rates, the product takes 1.1 ms, and the bytes of the last column 0.5
 # ms row by row, or 0.25 ms in groups of 16. The loads of all waves would take
 # 2.7 ms without a cache. So in this model the L2 matters most, and with it no
-# order is bound by its bytes. But a load that misses the L2 takes longer, and
-# has to start earlier. **This is measured**, in TFLOP/s by ``GROUP_M``:
+# order is bound by its bytes. The model does not explain all that follows: its
+# bytes are about the same up to ``GROUP_M = 4``, and the rates rise there too.
+# In the verdict, the order gains most with three stages, at the largest size.
+# With one stage it gains nothing there. **This is measured**, in TFLOP/s by
+# ``GROUP_M``:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     operands = random(SIZE, SIZE, SIZE)
@@ -518,8 +521,10 @@ if __name__ == "__main__":
 # multiplication has ended. So each stage needs a buffer of its own, 48 KiB with
 # these tiles, and five of them are too many. On an L4 the instructions multiply
 # registers. A tile is first read into these, its buffer is free at once, and
-# there is one buffer less than stages. So three stages of these tiles fit. What
-# are stages worth? On a GPU:
+# there is one buffer less than stages. So three stages of these tiles fit. The
+# buffers also decide how many programs share a multiprocessor. With tiles of
+# 128 x 128 x 64, an H100 has room for two programs of three stages, but for one
+# of four. What are stages worth? On a GPU:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for tile, warps in (((128, 256, 64), 8), ((128, 128, 64), 4)):
@@ -667,9 +672,11 @@ if __name__ == "__main__":
 #    ``matmul.py``, *What becomes of tl.dot?* Small matrices may show the time
 #    of the CPU: ``what_a_call_costs.py``.
 # 2. **Few rows.** Then the memory sets the pace: ``skinny_matmul.py``.
-# 3. **Narrow loads.** If 16 divides neither sizes nor strides, the compiler
-#    loads number by number: ``tuned_matmul.py``, *Which loads are wide?*
-# 4. **Too large a tile**, which spills: ``matmul.py``, *How large a tile?*
+# 3. **Narrow loads.** Unless 16 divides the sizes, and the strides other than
+#    1, the compiler may load number by number: ``tuned_matmul.py``, *Which
+#    loads are wide?*
+# 4. **Spilled registers**, as of too large a tile. ``matmul.py``, *How large a
+#    tile?*, counts them. None of its tiles has any.
 # 5. **Products that wait for each other.** The assembler says so if it is
 #    asked: ``tuned_matmul.py``, *Do multiplications wait for each other?*
 # 6. **Few tiles, or few in the last wave**, as counted above:
@@ -682,8 +689,9 @@ if __name__ == "__main__":
 # 10. **Each program begins and ends alone.** A persistent one goes on to its
 #     next tile: ``persistent_matmul.py``, *Should a program go on to other
 #     tiles?*
-# 11. **Barriers for all warps.** Let some warps copy and others multiply:
-#     ``gluon_matmul.py``, *Who starts the loads?*
+# 11. **Barriers for all warps.** Some warps can copy and others multiply:
+#     ``gluon_matmul.py``, *Who starts the loads?* By itself that gains little
+#     or nothing there.
 
 # %%
 # Proof

@@ -17,8 +17,8 @@ A product for every shape and layout
 The kernel of ``matmul.py`` takes matrices of any size and any strides, but it
 is not as fast for all of them. Some matrices are loaded number by number. With
 others, each multiplication may wait for the one before it. This page finds both
-in the compiled code, removes both, and makes an op that also chooses its tile
-for each shape.
+in the compiled code, removes both, and measures what that gains. Its op also
+chooses a tile for each shape.
 
 After this page you can
 
@@ -305,11 +305,12 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# PyTorch calls cuBLAS, NVIDIA's library, which is the roof here. The rate
-# counts two operations, a multiplication and an addition, for each of the
-# ``M N K`` terms. All matrices are square. Those of 4096 come in four layouts.
-# Then come 4104, which 8 divides and 16 does not, and 4095, which is odd. A GPU
-# prints the rates:
+# PyTorch calls cuBLAS, NVIDIA's library, which is the roof here but for the odd
+# size: there ``torch.compile`` is far ahead of it. The rate counts two
+# operations, a multiplication and an addition, for each of the ``M N K`` terms.
+# All matrices are square. Those of 4096 come in four layouts. Then come 4104,
+# which 8 divides and 16 does not, and 4095, which is odd. A GPU prints the
+# rates:
 
 
 def rates(calls, M, K, N, turns=20):
@@ -844,12 +845,18 @@ if __name__ == "__main__":
 # All copies have 16 bytes: with ``VEC``, the loads need no size that 16
 # divides. The loop may be longer than that of the first kernel. It compares
 # with two ends of K, ``a_end`` and ``b_end``, because the rows of one operand
-# may be padded and those of the other not. Where ``N`` is odd, the result is
-# stored by 2 bytes, and registers may spill.
+# may be padded and those of the other not. Where 16 does not divide ``N``, the
+# compiler stores 2 bytes at a time. Whether registers spill there depends on
+# the version of Triton.
 #
 # What is each step worth? All rungs of this ladder but the last two have this
 # tile and three stages. *VEC* runs the op's kernel on the operands as they lie.
-# *Rows copied* first copies those that need it. The sizes are M, K and N:
+# *Rows copied* first copies those that need it. Each step helps some columns
+# and slows others. ``LEAST = 1`` helps where ``B`` is transposed and 16 divides
+# the sizes. It costs speed in the first column, though its loop is shorter. The
+# page does not show why. ``VEC`` helps multiples of 8, and where no operand
+# needs it, it costs some speed. Copied rows help odd sizes, where cuBLAS is no
+# roof. The sizes are M, K and N:
 
 LADDER = {
     "square": (8192, 8192, 8192, "A, B"),
@@ -896,9 +903,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------------------------
 #
 # The first call with new sizes compiles and times each candidate, the second is
-# an ordinary one. We print the time of both, and the tile that won. (A kernel
-# that Triton's cache has on disk is not compiled again.) The sizes are tokens x
-# K x N, of models' layers, in float16.
+# an ordinary one. We print the time of both, and the tile that won. Kernels
+# that an earlier shape, the ladder or Triton's cache on disk has compiled are
+# timed alone, so at most the longest first call compiles. The ladder has tuned
+# 4096 x 4096 x 14336 already. The sizes are tokens x K x N, of models' layers,
+# in float16.
 
 TOKENS = [1, 16, 128, 1024, 4096]
 LAYERS = [(4096, 14336), (7168, 2048)]
@@ -1026,7 +1035,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # This is what a call costs the CPU, in microseconds, forward and backward. In
-# each call, the tuner looks up the tile by the key:
+# each call, the tuner looks up the tile by the key. Called one by one, small
+# products wait for the CPU; in a CUDA graph (``cuda_graphs.py``) they do not.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for one in (results, results_backward):
@@ -1041,10 +1051,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # for a byte. A weight in bfloat16 is read at least once, and gives ``M``
 # operations for a byte. So up to about 200 tokens the memory bounds the
 # product, and beyond that the tensor cores do. The tables above count what
-# these may wait for: narrow loads, and products before them. At 1000 tokens the
-# number of tiles matters too: a last wave of few tiles takes as long as a full
-# one (``tile_order.py``). In the key, 1000 tokens are 1024, and the section on
-# tuning prints the tile for 1024, in float16.
+# these may wait for: narrow loads, and products before them. The op has wide
+# copies and one wait in every layout, and still the benchmark has it below
+# cuBLAS from 256 tokens on. So something else holds it up, which these counts
+# do not show. ``persistent_matmul.py`` comes closer to cuBLAS with such
+# weights. At 1000 tokens the number of tiles matters too: a last wave of few
+# tiles takes as long as a full one (``tile_order.py``). In the key, 1000 tokens
+# are 1024, and the section on tuning prints the tile for 1024, in float16.
 
 # %%
 # Go further

@@ -275,6 +275,15 @@ def test_memory(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         assert largest.size == 8 * 1008 * 4
 
 
+def test_backward_takes_no_memory(taken: ModuleType) -> None:
+    """It multiplies in place, and nothing is made for the results that have no gradient."""
+    x, weight, targets = (t.requires_grad_(t.is_floating_point()) for t in inputs(64, 400, 101, torch.float32))
+    loss = taken.linear_cross_entropy(x, weight, targets)
+    with Largest() as largest:
+        torch.autograd.grad(2 * loss, (x, weight))
+    assert largest.size <= 8
+
+
 def test_refuses(taken: ModuleType) -> None:
     """What the op does not take, it names."""
     x, weight, targets = inputs(4, 8, 9, torch.float32)
