@@ -125,6 +125,12 @@ class Work:
         return counted(shape, itemsize)
 
 
+def layers(*tokens: int) -> list[tuple[int, int, int]]:
+    """Return sizes M, K and N of models' layers, for so many tokens each, with results of less than 2**31 elements."""
+    weights = [(4096, 14336), (7168, 2048), (2880, 5120), (5120, 151936)]
+    return [(M, K, N) for K, N in weights for M in tokens if M * N < 2**31]
+
+
 def hidden(*more: tuple[int, int]) -> list[tuple[int, int]]:
     """Return sizes of activations: 4096 tokens of the hidden sizes of models, and further ones."""
     return [*((4096, size) for size in (768, 2048, 2880, 3584, 4096, 5120, 7168, 12288, 16384)), *more]

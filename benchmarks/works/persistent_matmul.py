@@ -4,7 +4,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from work import Function, Product, Work
+from work import Function, Product, Work, layers
 
 SQUARE = [(8192, 8192, 8192), (4096, 4096, 4096), (8192, 2048, 8192), (8192, 512, 8192)]  # M, K and N
 LAYERS = [(8192, 4096, 14336), (4096, 7168, 2048), (4096, 2880, 5120), (1024, 4096, 14336)]
@@ -32,13 +32,14 @@ WORKS = [
         shapes=shapes,
         inputs=partial(matrices, a_t=a_t, b_t=b_t),
         forward=products,
-        backward=partial(products, times=2) if a_t is False and b_t else None,
+        backward=partial(products, times=2) if variant == "" else None,
         variant=variant,
         dtype=dtype,
     )
     for variant, dtype, shapes, a_t, b_t in (
         ("fp16", "float16", SQUARE, False, False),
         ("", "bfloat16", [*SQUARE, *LAYERS], False, True),
+        ("tokens", "bfloat16", layers(128, 512, 2048, 16384), False, True),
         ("a transposed", "bfloat16", SQUARE[:2], True, False),
         ("both transposed", "bfloat16", SQUARE[:2], True, True),
     )

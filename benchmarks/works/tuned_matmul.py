@@ -2,10 +2,7 @@
 
 from operator import attrgetter
 
-from work import Product, Work
-
-LAYERS = [(4096, 14336), (7168, 2048), (2880, 5120), (5120, 151936)]  # K and N of models
-TOKENS = [1, 16, 128, 1024, 4096, 16384]
+from work import Product, Work, layers
 
 WORKS = [
     Work(
@@ -23,7 +20,7 @@ WORKS = [
         (
             "weights (N, K)",
             "bfloat16",
-            [(M, K, N) for K, N in LAYERS for M in TOKENS if M * N < 2**31],
+            layers(1, 16, 128, 1024, 4096, 16384),
             lambda random, shape: (random(shape[:2]), random(shape[:0:-1]).T),
         ),
         (
