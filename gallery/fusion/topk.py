@@ -248,7 +248,7 @@ def measure(ours, N, k):
     ops = {"Triton": ours, "PyTorch": torch.topk, "torch.compile": fast}
     calls = {name: partial(op, x, k) for name, op in ops.items()}
     calls["Roof"] = partial(torch.empty_like(half).copy_, half)
-    return gpu_time(calls, turns=20)
+    return gpu_time(calls, turns=10)
 
 
 def moved(N, k):
@@ -733,7 +733,7 @@ def prove(x, k):
     assert torch.equal(grad, torch.zeros_like(x).scatter(-1, indices, ones))
 
 
-SHAPES = [((3, 40), 5), ((2, 3, 257), 2), ((1, 4100), 3), ((0, 5), 2)]
+SHAPES = [((3, 40), 5), ((2, 3, 57), 2), ((0, 5), 2)]
 
 if __name__ == "__main__":
     for dtype in TOPK_FLOATS:
@@ -746,6 +746,8 @@ if __name__ == "__main__":
         special[1], special[1, 40] = -torch.inf, -torch.nan
         special[2], special[2, 50:60] = -1, torch.inf
         prove(special, 6)
+    for shape, k in (((2, 257), 2), ((1, 4100), 3)):  # these compile longest
+        prove(torch.randn(shape, generator=generator, device=DEVICE), k)
 else:  # imported: one case is enough
     prove(torch.randn(3, 40, generator=generator, device=DEVICE), 5)
 
