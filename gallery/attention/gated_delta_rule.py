@@ -1355,14 +1355,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # We compare outputs, final states and all gradients with those of the loop in
 # float64. A rounding error is in the state, and so reaches later tokens, whose
-# own values may be small. So it is not measured by its own element, but by the
-# largest element of a
-# result: we allow four roundings of the largest. A rounding is :math:`2^{-11}`
-# in float16. In bfloat16 it is :math:`2^{-8}`, and we allow twice as much.
-# (Without a GPU, the op computes bfloat16 in float32, and rounds at the end.)
-# The sums of log decays are rounded as well, and we allow for their rounding
-# too. The gradient of ``g`` is a sum of terms that cancel, so there the largest
-# term counts as well.
+# own values may be small. So an error is not measured by its own element, but
+# by the largest element of a result: we allow four roundings of the largest. A
+# rounding is :math:`2^{-11}` in float16. In bfloat16 it is :math:`2^{-8}`, and
+# we allow twice as much. (Without a GPU, the op computes bfloat16 in float32,
+# and rounds at the end.) The sums of log decays are rounded as well, and we
+# allow for their rounding too. The gradient of ``g`` is a sum of terms that
+# cancel, so there the largest term counts as well.
 
 EPS = {
     torch.float16: 2.0**-11,

@@ -1093,8 +1093,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # second pass can find its row in L2: the kernel for the vectors starts after
 # the whole matrix has gone through. So it moves five matrices at least and
 # seven at most: 0.6 and 0.43 of the roof, if nothing else took time. Where the
-# table has less, these matrices do not explain it alone: each row also reads
-# the weight, and the programs wait for sums.
+# table has less, these matrices alone do not explain it.
 #
 # One row, or a few, leave most of the GPU idle, as no two programs share a row.
 # Rows that do not begin at a multiple of 16 bytes are loaded in smaller pieces,

@@ -43,16 +43,18 @@ def longest(dtype: torch.dtype) -> int:
 
 
 def assert_right(
-    taken: ModuleType, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dy: torch.Tensor, few: int = 4
+    taken: ModuleType, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dy: torch.Tensor, few: int = 0
 ) -> None:
     """Assert that value and gradients are right, and the ops store nowhere else and leave nothing out.
 
-    Gradients are computed in two launches, and in one for up to `few` rows for each multiprocessor.
+    The op computes gradients in one launch or in two. The other way is tried too: two for few rows, and one for more if
+    so many rows for each multiprocessor are to be `few`.
     """
     y, stats = guarded(partial(taken.layer_norm_with_stats, eps=EPS), x, weight, bias)
     ways = [taken.layer_norm_backward]
-    if 0 < x.numel() <= x.shape[-1] * few * taken._layer_norm_gpu(DEVICE)[0]:
-        ways += [partial(taken._layer_norm_backward_launch, few=most) for most in (0, few)]
+    is_few = 0 < x.numel() <= x.shape[-1] * taken.LAYER_NORM_FEW * taken._layer_norm_gpu(DEVICE)[0]
+    if is_few or few:
+        ways.append(partial(taken._layer_norm_backward_launch, few=0 if is_few else few))
     gradients = [guarded(backward, dy, x, weight, stats) for backward in ways]
     assert all(out.dtype == x.dtype and out.is_contiguous() for outs in ((y,), *gradients) for out in outs)
     assert stats.dtype == torch.promote_types(x.dtype, torch.float32)
