@@ -99,7 +99,9 @@ def contestants(work: Work, peers: Sequence[str]) -> dict[str, Function]:
 
     # Ours before all that imports triton: without a GPU, the recipe chooses the interpreter.
     ours, plain = work.ours(recipe_module(work.recipe)), work.torch(torch)
-    functions = {"PyTorch": plain, "torch.compile": torch.compile(plain, fullgraph=True, dynamic=False)}
+    functions = {"PyTorch": plain}
+    if work.compiles:
+        functions["torch.compile"] = torch.compile(plain, fullgraph=True, dynamic=False)
     for name in (name for name in peers if name in work.peers):
         functions[name] = work.peers[name](importlib.import_module(PEERS[name].module))
     return {TRITON: ours, **{name: work.called(function) for name, function in functions.items()}}

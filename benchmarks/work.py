@@ -86,7 +86,8 @@ class Work:
     Attributes:
         recipe: `section/name` of ours.
         ours: returns our op, given the recipe's module.
-        torch: the same in plain PyTorch, given the module `torch`; `torch.compile` gets it too.
+        torch: the same in plain PyTorch, given the module `torch`.
+        compiles: whether `torch.compile` gets it too.
         shapes: the sizes.
         inputs: returns the tensors, given what makes random ones of a shape, and one of `shapes`.
         constants: further arguments.
@@ -104,6 +105,7 @@ class Work:
     torch: Callable[[Any], Function]
     shapes: Sequence[tuple[int, ...]]
     inputs: Callable[[Function, tuple[int, ...]], tuple[Any, ...]]
+    compiles: bool = True
     constants: tuple[Any, ...] = ()
     forward: Amount = COPY
     backward: Amount | None = ADD
@@ -123,6 +125,11 @@ class Work:
         """Return how much is done at a size, one way."""
         counted = self.backward if backward and self.backward else self.forward
         return counted(shape, itemsize)
+
+
+def floats(got: Any, ours: Any) -> tuple[Any, Any]:
+    """Return two results to compare if they are floats: PyTorch may choose other indices of equal values than we."""
+    return (got, ours) if got.is_floating_point() else (ours, ours)
 
 
 def layers(*tokens: int) -> list[tuple[int, int, int]]:

@@ -27,7 +27,10 @@ def inputs(random: Function, shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def in_chunks(torch: Any) -> Function:
-    """Return the same through PyTorch's operators: a system for each chunk, and a loop over the chunks."""
+    """Return the same through PyTorch's operators: a system for each chunk, and a loop over the chunks.
+
+    It is not compiled: that takes minutes, as the loop becomes a graph of thousands of operators.
+    """
 
     def attention(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
         size, scale = min(64, q.shape[1]), q.shape[-1] ** -0.5
@@ -70,6 +73,7 @@ WORKS = [
         inputs=inputs,
         forward=moved(3, 1),
         backward=moved(4, 3),
+        compiles=False,
         peers={"FLA's gated delta rule": of_library},
     )
 ]

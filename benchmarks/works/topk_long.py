@@ -2,7 +2,7 @@
 
 from operator import attrgetter
 
-from work import Work, tensors
+from work import Work, floats, tensors
 
 WORKS = [
     Work(
@@ -16,6 +16,7 @@ WORKS = [
         forward=tensors(1, 0),
         backward=None,
         dtype=dtype,
+        alike=floats,
     )
     for dtype, k, shapes in (
         ("float32", 8, [(4096, 32000), (1024, 50257)]),

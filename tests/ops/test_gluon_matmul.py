@@ -315,9 +315,12 @@ def test_large(taken: ModuleType, dtype: torch.dtype, shape: tuple[int, int, int
 
 @on_hopper
 def test_opcheck_and_compile(taken: ModuleType) -> None:
-    """The op passes opcheck, also where rows of the result have a gap, and torch.compile takes it."""
+    """The op passes opcheck, also where rows of the result have a gap, and torch.compile takes it.
+
+    A second matrix with a gap would not do: opcheck copies its inputs, and the copy has none.
+    """
     a = matrix(40, 24, torch.float16, False, 1, DEVICE)
-    for b in (matrix(24, 16, torch.float16, True, 2, DEVICE), matrix(24, 21, torch.float16, False, 3, DEVICE)):
+    for b in (matrix(24, 16, torch.float16, True, 2, DEVICE), matrix(24, 21, torch.float16, True, 3, DEVICE)):
         assert set(torch.library.opcheck(taken.gluon_matmul, (a, b)).values()) == {"SUCCESS"}
         compiled_op = torch.compile(lambda a, b: taken.gluon_matmul(a * 2, b) + 1, fullgraph=True)
         torch.testing.assert_close(compiled_op(a, b), (a * 2) @ b + 1, rtol=1e-2, atol=1e-2)
