@@ -10,6 +10,11 @@
 # backward = true
 # deterministic = true
 # longer = "six kernels: what is serial is apart from the rest, both ways"
+#
+# [tool.triton-gallery.not_for]  # with Hopper's tiles; others get smaller ones
+# _gated_delta_rule_states_kernel = ["sm_89", "sm_120"]
+# _gated_delta_rule_flows_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
+# _gated_delta_rule_gradients_kernel = ["sm_89", "sm_120"]
 # ///
 r"""
 Gated delta rule
@@ -341,18 +346,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    \mathrm{diag}(e^G) K}_{W}\, S
 #
 # With its errors, a chunk is one of linear attention that has
-# :math:`\beta_j x_j` as its values. The op has three kernels. Only ``states``
-# goes from chunk to chunk:
+# :math:`\beta_j x_j` as its values. The forward has three kernels. Only
+# ``states`` goes from chunk to chunk:
 #
 # .. code-block:: text
 #
-#     solve      W0 Y0     W1 Y1     W2 Y2      one program for each chunk
-#                  |         |         |
+#     solve      W0 Y0     W1 Y1     W2 Y2      a program for each chunk of a
+#                  |         |         |        head
 #                  v         v         v
-#     states  S0 ----> S1 ------> S2 ------> .. one program for a block of
-#                  |         |         |        columns, all chunks
+#     states  S0 ----> S1 ------> S2 ------> .. a program for a block of
+#                  |         |         |        columns, all chunks of a head
 #                  v         v         v
-#     outputs   chunk 0   chunk 1   chunk 2     one program for each chunk
+#     outputs   chunk 0   chunk 1   chunk 2     a program for a block of
+#                                               columns of a chunk
 
 # %%
 # How to invert a triangle?
@@ -450,6 +456,14 @@ if __name__ == "__main__":
 # registers. In half precision, the inverse of a chunk is computed with TF32,
 # which has the 11 bits of float16 and the range of float32. Offsets within a
 # chunk are int32, because int64 offsets would take twice the registers.
+#
+# The log decays since a chunk began are running sums, for which threads wait
+# for each other. ``solve`` adds them up once, and the other kernels read them.
+#
+# The backward launches ``solve`` and ``states`` again, to have what they store.
+# Then ``outputs`` computes what queries of the same chunk give each error,
+# ``flows`` goes back along the chunks, ``pairs`` has what pairs of tokens give,
+# and ``gradients`` the rest.
 
 GATED_DELTA_RULE_NAMESPACE = "triton_gallery"
 GATED_DELTA_RULE_DTYPES = {
@@ -495,9 +509,9 @@ GATED_DELTA_RULE_TILES = {
 # there: wrong_code.py shows it. The last kernel has too few registers for wider
 # ones, and a test reads its machine code.
 GATED_DELTA_RULE_HOPPER = (
-    (128, 64, 4, 2),
-    (128, 64, 4, 2),
-    (64, 128, 4, 2),
+    (128, 128, 4, 1),
+    (128, 64, 4, 3),
+    (128, 64, 4, 1),
     (128, 64, 4, 2),
     (128, 64, 4, 2),
     (32, 32, 4, 2),
@@ -516,15 +530,10 @@ def _gated_delta_rule_tokens(slot, T, HEADS, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _gated_delta_rule_decays(g_ptrs, inside, ACC: tl.constexpr):
+def _gated_delta_rule_decays(decay_ptr, slot, CHUNK: tl.constexpr):
     """Return the log decays since a chunk began, in base 2, and the last."""
-    # What is decayed by 2**-160 is zero in float32, by 2**-1200 in float64. The
-    # bound keeps -inf out: a difference of infinities is NaN.
-    LOWEST: tl.constexpr = -1200.0 if ACC.is_fp64() else -160.0
-    # Tokens past the end have a log decay of 0: they leave the state alone.
-    g = tl.load(g_ptrs, mask=inside, other=0.0) * 1.4426950408889634
-    g = tl.where(g < LOWEST, LOWEST, g)  # and NaN stays NaN
-    return tl.cumsum(g, axis=0), tl.sum(g, axis=0)
+    decays = decay_ptr + slot * CHUNK
+    return tl.load(decays + tl.arange(0, CHUNK)), tl.load(decays + CHUNK - 1)
 
 
 @triton.jit
@@ -543,6 +552,7 @@ def _gated_delta_rule_solve_kernel(
     v_ptr,
     g_ptr,
     beta_ptr,
+    decay_ptr,
     inverse_ptr,
     w_ptr,
     y_ptr,
@@ -556,11 +566,19 @@ def _gated_delta_rule_solve_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Store the inverse for a chunk, and its products with keys and values."""
+    """Store a chunk's decays, and its inverse times keys and values."""
     # In int32, an offset would overflow past element 2**31.
     slot = tl.program_id(axis=0).to(tl.int64)
     begin, rows, inside = _gated_delta_rule_tokens(slot, T, HEADS, CHUNK)
-    decay, _ = _gated_delta_rule_decays(g_ptr + begin + rows, inside, ACC)
+    # What is decayed by 2**-160 is zero in float32, by 2**-1200 in float64. The
+    # bound keeps -inf out: a difference of infinities is NaN.
+    LOWEST: tl.constexpr = -1200.0 if ACC.is_fp64() else -160.0
+    # Tokens past the end have a log decay of 0: they leave the state alone.
+    g = tl.load(g_ptr + begin + rows, mask=inside, other=0.0)
+    g *= 1.4426950408889634  # of base 2
+    g = tl.where(g < LOWEST, LOWEST, g)  # and NaN stays NaN
+    decay = tl.cumsum(g, axis=0)  # (CHUNK,)
+    tl.store(decay_ptr + slot * CHUNK + tl.arange(0, CHUNK), decay)
     beta = tl.load(beta_ptr + begin + rows, mask=inside, other=0.0)
     offs_k = tl.arange(0, BLOCK_K)
     keys = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
@@ -603,7 +621,7 @@ def _gated_delta_rule_solve_kernel(
 @triton.jit
 def _gated_delta_rule_states_kernel(
     k_ptr,
-    g_ptr,
+    decay_ptr,
     beta_ptr,
     w_ptr,
     y_ptr,
@@ -639,9 +657,7 @@ def _gated_delta_rule_states_kernel(
         # Only the stored copy is rounded. The state in registers goes on.
         tl.store(states_ptr + slot * K * V + tile, state, mask=mask)
         begin, rows, inside = _gated_delta_rule_tokens(slot, T, HEADS, CHUNK)
-        decay, total = _gated_delta_rule_decays(
-            g_ptr + begin + rows, inside, ACC
-        )
+        decay, total = _gated_delta_rule_decays(decay_ptr, slot, CHUNK)
         beta = tl.load(beta_ptr + begin + rows, mask=inside, other=0.0)
         keys = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
         keys_mask = inside[:, None] & (offs_k[None, :] < K)
@@ -667,7 +683,7 @@ def _gated_delta_rule_outputs_kernel(
     q_ptr,
     k_ptr,
     x_ptr,
-    g_ptr,
+    decay_ptr,
     beta_ptr,
     states_ptr,
     out_ptr,
@@ -692,7 +708,7 @@ def _gated_delta_rule_outputs_kernel(
     blocks = tl.cdiv(V, BLOCK_V)
     slot = (tl.program_id(axis=0) // blocks).to(tl.int64)
     begin, rows, inside = _gated_delta_rule_tokens(slot, T, HEADS, CHUNK)
-    decay, _ = _gated_delta_rule_decays(g_ptr + begin + rows, inside, ACC)
+    decay, _ = _gated_delta_rule_decays(decay_ptr, slot, CHUNK)
     offs_v = tl.program_id(axis=0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     p = tl.zeros((CHUNK, CHUNK), dtype=ACC)
     out = tl.zeros((CHUNK, BLOCK_V), dtype=ACC)
@@ -731,7 +747,7 @@ def _gated_delta_rule_flows_kernel(
     grad_ptr,
     q_ptr,
     k_ptr,
-    g_ptr,
+    decay_ptr,
     beta_ptr,
     w_ptr,
     near_ptr,
@@ -768,9 +784,7 @@ def _gated_delta_rule_flows_kernel(
         slot = place * chunks + chunks - 1 - step
         tl.store(flows_ptr + slot * K * V + tile, flow, mask=mask)
         begin, rows, inside = _gated_delta_rule_tokens(slot, T, HEADS, CHUNK)
-        decay, total = _gated_delta_rule_decays(
-            g_ptr + begin + rows, inside, ACC
-        )
+        decay, total = _gated_delta_rule_decays(decay_ptr, slot, CHUNK)
         beta = tl.load(beta_ptr + begin + rows, mask=inside, other=0.0)
         keys = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
         keys_mask = inside[:, None] & (offs_k[None, :] < K)
@@ -801,7 +815,7 @@ def _gated_delta_rule_flows_kernel(
 @triton.jit
 def _gated_delta_rule_pairs_kernel(
     grad_ptr,
-    g_ptr,
+    decay_ptr,
     inverse_ptr,
     x_ptr,
     f_ptr,
@@ -822,7 +836,7 @@ def _gated_delta_rule_pairs_kernel(
     """Store the gradients of values, and of products of queries and keys."""
     slot = tl.program_id(axis=0).to(tl.int64)
     begin, rows, inside = _gated_delta_rule_tokens(slot, T, HEADS, CHUNK)
-    decay, _ = _gated_delta_rule_decays(g_ptr + begin + rows, inside, ACC)
+    decay, _ = _gated_delta_rule_decays(decay_ptr, slot, CHUNK)
     offs = tl.arange(0, CHUNK)
     tile = rows[:, None] * CHUNK + offs[None, :]  # (CHUNK, CHUNK)
     inverse_ptrs = inverse_ptr + begin * CHUNK + tile
@@ -860,7 +874,7 @@ def _gated_delta_rule_gradients_kernel(
     grad_ptr,
     q_ptr,
     k_ptr,
-    g_ptr,
+    decay_ptr,
     beta_ptr,
     x_ptr,
     dv_ptr,
@@ -886,7 +900,7 @@ def _gated_delta_rule_gradients_kernel(
     """Store the other gradients of the tokens of a chunk."""
     slot = tl.program_id(axis=0).to(tl.int64)
     begin, rows, inside = _gated_delta_rule_tokens(slot, T, HEADS, CHUNK)
-    decay, total = _gated_delta_rule_decays(g_ptr + begin + rows, inside, ACC)
+    decay, total = _gated_delta_rule_decays(decay_ptr, slot, CHUNK)
     beta = tl.load(beta_ptr + begin + rows, mask=inside, other=0.0)
     offs = tl.arange(0, CHUNK)
     dbeta = tl.zeros((CHUNK,), dtype=ACC)
@@ -979,15 +993,18 @@ def _gated_delta_rule_check(q, k, v, g, beta, initial_state):
     if q.dtype not in GATED_DELTA_RULE_DTYPES:
         raise TypeError(f"{name} takes float tensors, not {q.dtype}")
     wide = torch.promote_types(q.dtype, torch.float32)
-    states = [] if initial_state is None else [initial_state]
-    tensors = [q, k, v, g, beta, *states]
-    found = [(t.dtype, t.device) for t in tensors]
-    kinds = 3 * [q.dtype] + [wide] * (2 + len(states))
-    if found != [(kind, q.device) for kind in kinds]:
-        found = ", ".join(f"{dtype} on {device}" for dtype, device in found)
+    given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    if initial_state is not None:
+        given["initial_state"] = initial_state
+    kinds = dict.fromkeys(given, wide) | dict.fromkeys("qkv", q.dtype)
+    found = {who: (t.dtype, t.device) for who, t in given.items()}
+    if found != {who: (kind, q.device) for who, kind in kinds.items()}:
+        text = ", ".join(
+            f"{who} {t.dtype} on {t.device}" for who, t in given.items()
+        )
         raise TypeError(
             f"{name} takes q, k and v of one dtype, g, beta and the initial "
-            f"state of {wide}, on one device, not {found}"
+            f"state of {wide}, on one device, not {text}"
         )
     fits = (
         q.ndim == v.ndim == 4
@@ -997,16 +1014,16 @@ def _gated_delta_rule_check(q, k, v, g, beta, initial_state):
         and 1 <= q.shape[3] <= 128
         and 1 <= v.shape[3] <= 256
     )
-    for state in states:
-        batch, _, heads, K = q.shape if fits else (0, 0, 0, 0)
-        fits = fits and state.shape == (batch, heads, K, v.shape[3])
+    if fits and initial_state is not None:
+        batch, _, heads, K = q.shape
+        fits = initial_state.shape == (batch, heads, K, v.shape[3])
     if not fits:
-        found = ", ".join(str(tuple(t.shape)) for t in tensors)
+        text = ", ".join(f"{who} {tuple(t.shape)}" for who, t in given.items())
         raise ValueError(
             f"{name} takes q and k of (batch, length, heads, K), v of (batch, "
             "length, heads, V), g and beta of (batch, length, heads) and an "
             "initial state of (batch, heads, K, V), with fewer than 65536 "
-            f"heads, K up to 128 and V up to 256, not {found}"
+            f"heads, K up to 128 and V up to 256, not {text}"
         )
 
 
@@ -1057,18 +1074,19 @@ def _gated_delta_rule_call(
 
 
 def _gated_delta_rule_states(kernels, q, k, v, g, beta, first):
-    """Return what does not need the queries: inverses, states and errors."""
+    """Return what does not need the queries: states, errors and the like."""
     (batch, T, heads, K), V = q.shape, v.shape[3]
     CHUNK = GATED_DELTA_RULE_TILES[q.dtype.itemsize][0][0]
     chunks = triton.cdiv(T, CHUNK)
     inverse = k.new_empty(batch, T, heads, CHUNK)
     w, y, x = torch.empty_like(k), torch.empty_like(v), torch.empty_like(v)
     states = k.new_empty(batch, heads, chunks, K, V)
+    decay = g.new_empty(batch, heads, chunks, CHUNK)
     last = g.new_empty(batch, heads, K, V)
-    pointers = k, v, g, beta, inverse, w, y
+    pointers = k, v, g, beta, decay, inverse, w, y
     programs = batch * heads * chunks
     _gated_delta_rule_call(kernels, 0, q, v, programs, False, *pointers)
-    pointers = k, g, beta, w, y, last if first is None else first
+    pointers = k, decay, beta, w, y, last if first is None else first
     _gated_delta_rule_call(
         kernels,
         1,
@@ -1082,7 +1100,7 @@ def _gated_delta_rule_states(kernels, q, k, v, g, beta, first):
         last,
         STARTED=first is not None,
     )
-    return inverse, w, states, x, last, programs
+    return decay, inverse, w, states, x, last, programs
 
 
 def _gated_delta_rule_launch(
@@ -1109,10 +1127,10 @@ def _gated_delta_rule_launch(
     out = torch.empty_like(v)
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
-        *_, states, x, last, programs = _gated_delta_rule_states(
+        decay, _, _, states, x, last, programs = _gated_delta_rule_states(
             kernels, q, k, v, g, beta, first
         )
-        pointers = q, k, x, g, beta, states, out
+        pointers = q, k, x, decay, beta, states, out
         constants = {"SCALE": SCALE, "BACKWARD": False}
         _gated_delta_rule_call(
             kernels, 2, q, v, programs, True, *pointers, **constants
@@ -1145,21 +1163,22 @@ def _gated_delta_rule_backward_launch(
     near, f, dfirst = (torch.empty_like(t) for t in (v, v, grad_last))
     with torch.accelerator.device_index(q.device.index):
         # Computed again: to keep them would take more memory than q, k and v.
-        inverse, w, states, x, _, programs = _gated_delta_rule_states(
+        decay, inverse, w, states, x, _, programs = _gated_delta_rule_states(
             kernels, q, k, v, g, beta, first
         )
         flows = torch.empty_like(states)
         queries, errors = torch.empty_like(inverse), torch.empty_like(inverse)
         call = functools.partial(_gated_delta_rule_call, SCALE=SCALE)
-        pointers = q, k, grad, g, beta, states, near
+        pointers = q, k, grad, decay, beta, states, near
         call(kernels, 2, q, v, programs, True, *pointers, BACKWARD=True)
-        pointers = grad, q, k, g, beta, w, near, grad_last, flows, f, dfirst
+        pointers = grad, q, k, decay, beta, w, near, grad_last
+        pointers = *pointers, flows, f, dfirst
         heads = q.shape[0] * q.shape[2]
         call(kernels, 3, q, v, heads, True, *pointers)
-        pointers = grad, g, inverse, x, f, dv, queries, errors
+        pointers = grad, decay, inverse, x, f, dv, queries, errors
         call(kernels, 4, q, v, programs, False, *pointers)
-        pointers = grad, q, k, g, beta, x, dv, queries, errors, states, flows
-        pointers = *pointers, dq, dk, dg, dbeta
+        pointers = grad, q, k, decay, beta, x, dv, queries, errors
+        pointers = *pointers, states, flows, dq, dk, dg, dbeta
         call(kernels, 5, q, v, programs, False, *pointers)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype), dg, dbeta, dfirst
 
@@ -1358,7 +1377,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # own values may be small. So an error is not measured by its own element, but
 # by the largest element of a result: we allow four roundings of the largest. A
 # rounding is :math:`2^{-11}` in float16. In bfloat16 it is :math:`2^{-8}`, and
-# we allow twice as much. (Without a GPU, the op computes bfloat16 in float32,
+# we allow twice as much. Of float32 and float64 we ask for 20 and 48 bits.
+# (Without a GPU, the op computes bfloat16 in float32,
 # and rounds at the end.) The sums of log decays are rounded as well, and we
 # allow for their rounding too. The gradient of ``g`` is a sum of terms that
 # cancel, so there the largest term counts as well.
@@ -1573,11 +1593,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # inverses, which count as a half. The kernel ``states`` reads ``w``, ``y`` and
 # ``k``, and writes the errors and the states, which count as two. The kernel
 # ``outputs`` reads ``q``, ``k``, the errors and the states, and writes the
-# outputs. In bfloat16, with dimensions of 128, the sum is sixteen and a half at
-# least, and the floor has four. So memory allows a quarter of the roof, and the
-# rates are less than half of that. But ``states`` goes along the chunks, one
-# after the other. With blocks of 64 columns, as on Hopper, it has two programs
-# for a head: 32 for 132 multiprocessors.
+# outputs. Decays and betas are small beside these. In bfloat16, with dimensions
+# of 128, the sum is sixteen and a half at least, and the floor has four. So
+# memory allows a quarter of the roof, and the rates are about half of that. But
+# ``states`` goes along the chunks, one after the other. With blocks of 64
+# columns, as on Hopper, it has two programs for a head: 32 for 132
+# multiprocessors. With more heads or sequences the rate grows, as the table
+# beside other libraries shows.
 #
 # Where the GPU waited for the CPU, a rate says little. PyTorch's loop launches
 # several kernels for each chunk. A backward of ours costs the CPU about as long
@@ -1619,8 +1641,8 @@ if __name__ == "__main__":
 
 # %%
 # The doublings stay right, because each block is the inverse of a part of the
-# sequence, and for equal keys such inverses have no large numbers. Above, keys
-# that are not alike do not tell the two apart.
+# sequence, and for equal keys such inverses have no large numbers. With keys
+# that are not alike, both ways are right: such keys would not test them.
 
 # %%
 # Go further

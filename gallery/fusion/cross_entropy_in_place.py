@@ -152,7 +152,8 @@ if __name__ == "__main__":
         both(eager, x, targets)
 
 # %%
-# Three tensors are as large as the logits. The *floor* has none of them.
+# Three tensors are as large as the logits. The *floor*, one read and one write
+# of the logits, has none of them.
 
 # %%
 # The first kernel
@@ -267,12 +268,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # cache at the second pass, the second read costs no memory traffic. Each
 # program that runs has one row under way. A program of more warps takes more of
 # a multiprocessor. Then fewer rows are under way, and they need less of the
-# cache. The op has eight warps for rows of up to 128 KB, and 32 for longer
+# cache. The op has eight warps for rows of up to 112 KB, and 32 for longer
 # rows, or 16 in float64. It also has 32, or 16, if there are no more rows than
-# multiprocessors. Its second pass goes from a row's end to its start, because
-# the caches saw the end last. A table after the op compares the numbers of
-# warps. In it, rows of 65536, which have 128 KB, are faster with more than
-# eight.
+# multiprocessors. A table after the op compares the numbers of warps.
+#
+# The op's loads and stores tell the caches what comes next. These are hints,
+# which a cache may ignore. The loads of the first pass are to leave it last
+# (``evict_last``), those of the second pass and its stores first. The second
+# pass goes from a row's end to its start, as the caches saw the end last.
 #
 # The second pass does not compare each index with the target. Instead, the
 # program stores the target's element once more at the end, after a *barrier*.
@@ -292,13 +295,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # accuracy that is computed from them later would be wrong, without an error.
 # And the operator that made the logits may have kept them for its backward, as
 # ``exp`` and ``tanh`` keep their results. So our op refuses logits that require
-# grad. It belongs into an autograd function that makes the logits itself. Such
-# a function stands after the op.
+# grad. It belongs in an autograd function that makes the logits itself. Such a
+# function stands after the op.
 #
 # The op is a ``custom_op`` that names the argument that it changes. PyTorch
 # counts the change. If an operator had saved the logits for its backward, this
-# backward raises an error and returns no wrong gradient. The underscore at the
-# end of the op's name tells people of the change.
+# backward raises an error instead of returning a wrong gradient. The underscore
+# at the end of the op's name tells people of the change.
 
 # %%
 # The op
@@ -317,7 +320,7 @@ CROSS_ENTROPY_IN_PLACE_ACC = {
     torch.float64: tl.float64,
 }
 CROSS_ENTROPY_IN_PLACE_LOG2_E = tl.constexpr(math.log2(math.e))
-CROSS_ENTROPY_IN_PLACE_ROW = 128 * 1024  # bytes of a row for eight warps
+CROSS_ENTROPY_IN_PLACE_ROW = 112 * 1024  # bytes of a row for eight warps
 CROSS_ENTROPY_IN_PLACE_COUNT = 8192  # targets that are counted at one time
 
 
@@ -399,7 +402,13 @@ def _cross_entropy_in_place_kernel(
     for start in range(0, tl.where(counts, N, 0), LINES * BLOCK_N):
         offs = start + block  # (LINES, BLOCK_N)
         mask = offs < length
-        x = tl.load(x_body + offs, mask=mask, other=-float("inf")).to(ACC)
+        x = tl.load(
+            x_body + offs,
+            mask=mask,
+            other=-float("inf"),
+            eviction_policy="evict_last",  # the second pass reads it again
+        )
+        x = x.to(ACC)  # (LINES, BLOCK_N)
         larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
         # What is in s was added while the maximum was m.
         s *= _cross_entropy_in_place_exp(m - larger)
@@ -438,10 +447,15 @@ def _cross_entropy_in_place_kernel(
     for step in range(0, N, LINES * BLOCK_N):
         offs = last - step + block  # (LINES, BLOCK_N)
         mask = offs < length
-        x = tl.load(x_body + offs, mask=counts & mask, other=0).to(ACC)
-        d = _cross_entropy_in_place_exp(x - top) * a - b
+        x = tl.load(
+            x_body + offs,
+            mask=counts & mask,
+            other=0,
+            eviction_policy="evict_first",
+        )
+        d = _cross_entropy_in_place_exp(x.to(ACC) - top) * a - b
         # No other program reads this row.
-        tl.store(x_body + offs, d, mask=mask)
+        tl.store(x_body + offs, d, mask=mask, eviction_policy="evict_first")
     # Without the barrier, a thread of the second pass could store later.
     d_t = _cross_entropy_in_place_exp(x_t - top) * a - b - hit
     tl.debug_barrier()
@@ -672,7 +686,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # How many rows should be under way? The more warps a program has, the fewer.
-# These are rates of the op's kernel that goes over the rows:
+# These are rates of the op's kernel that goes over the rows. With 32 warps a
+# block has four lines instead of eight:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for N in (32000, 65536, 128256, 201088):
@@ -826,8 +841,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# A rate counts one read and one write. The second read is not counted, because
-# a cache should serve it. Where the cache does not hold all rows that are under
+# A rate counts one read and one write of all rows. But one row in ten does not
+# count here: it is written and not read, so 1.9 matrices move. The table beside
+# other libraries has no such rows. The second read is not counted, because a
+# cache should serve it. Where the cache does not hold all rows that are under
 # way, some of the second read is memory traffic after all. The table of warps
 # shows both sides: with few rows under way, few loads are in flight, and with
 # many, the rows do not fit into the cache.
@@ -841,7 +858,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------------------------------------
 #
 # The smallest positive number of float16 is 6e-8, and a gradient may well be
-# smaller. So a ``GradScaler`` multiplies the loss by a factor, say 32768.
+# smaller. So a ``GradScaler`` multiplies the loss by a factor, say 32768. (In
+# bfloat16, which has the range of float32, there is no need.)
 # Autograd multiplies by the factor before it rounds the gradient. The op in
 # place rounds the gradient in the forward, before the function's backward gets
 # the factor:

@@ -9,6 +9,12 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+#
+# [tool.triton-gallery.not_for]  # with 32 warps; the launcher gives it 16
+# online_kernel = ["gfx942"]
+# columns_kernel = ["gfx942"]
+# _softmax_long_kernel = ["gfx942"]
+# _softmax_long_backward_kernel = ["gfx942"]
 # ///
 r"""
 Softmax of long rows
@@ -261,6 +267,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What does the loop wait for?
 # ----------------------------
 #
+# A kernel that reads each row twice from memory moves three matrices instead of
+# two. It has 0.67 of the roof at most, and the first kernel is near that.
+#
 # ``tl.max`` and ``tl.sum`` go across all threads of a program. Both make every
 # thread wait for the slowest, in each block. Instead, let each *column* of a
 # block keep a maximum and a sum of its own. The columns are combined once,
@@ -278,9 +287,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #             +-----------------------------+
 #        m, s   *   *   *   ...           *     a maximum and a sum each
 #
-# There is a second change: ``tl.exp2`` in place of ``tl.exp``. It makes results
-# zero that are too small to be normal float32 numbers, and ``tl.exp`` takes
-# instructions for them. The figures below are for both changes together. A
+# There is a second change: ``tl.exp2`` in place of ``tl.exp``. It makes zero of
+# a result that is too small to be a normal float32 number. ``tl.exp`` takes
+# instructions to keep it. The figures below are for both changes together. A
 # kernel may read a number that is defined outside of it only if that is a
 # ``tl.constexpr``: then nobody can change it after the kernel was compiled.
 
@@ -354,14 +363,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Does the second pass find its row?
 # ----------------------------------
 #
-# Between its two passes a row should wait in the L2 cache. Each program that
-# runs has one row under way. More programs have more loads in flight, but their
-# rows together may be larger than the cache. So let the *grid* set the number:
-# the programs are *persistent*, and go on to further rows. For each
-# multiprocessor the op starts one, two, four or eight, as many as leave two
-# fifths of the cache for the results, but at least one. The second pass goes
-# from a row's end to its start, as the caches saw the end last. A table after
-# the op compares how many rows are under way.
+# Between its two passes a row should wait in the L2 cache. Each program at work
+# has a row *under way*. More of them keep more loads in flight, but the cache
+# has to hold their rows. In half precision, a multiprocessor of an H100 holds
+# about eight programs of 4 warps, and half as many of twice the warps. So the
+# number of warps sets how many rows are under way. The op takes the fewest
+# warps with which these rows take about half of L2 at most. If there are none,
+# it takes 32. We chose this by timing. A table after the op has the other
+# choices.
+#
+# The op's loads and stores tell the caches what comes next. These are hints,
+# which a cache may ignore. The loads of the first pass are to leave it last
+# (``evict_last``). The loads of the second pass and the stores are to leave it
+# first (``evict_first``). The second pass goes from a row's end to its start,
+# as the caches saw the end last.
 
 # %%
 # Rows of 50257
@@ -381,6 +396,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     . . . x x x x x x x x x x x x x x x x . .
 #           edge|      body, in blocks    |edge
 #
+# Rows of ``x`` and of the result have to begin alike. Where they do not, as
+# with rows of 50257 that lie 50264 apart, the op loads each element by itself.
 # ``unaligned_rows.py`` explains this step by step.
 
 # %%
@@ -393,7 +410,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The forward saves ``y``. The first pass sums the products :math:`g_k\,y_k`,
 # each column its own, and the second pass writes :math:`d`. Both read two
-# tensors, so half as many rows fit into the cache.
+# tensors, so half as many rows fit into the cache. But with 16 bytes of each
+# tensor for a thread, the kernel needs half as many registers, and a
+# multiprocessor holds twice as many programs of as many warps. These rows may
+# take seven tenths of L2. Where two programs of 32 warps would take more, a
+# thread loads 32 bytes of each tensor in a turn, so that only one program fits.
 
 # %%
 # The op
@@ -415,11 +436,17 @@ SOFTMAX_LONG_ACC = {
 SOFTMAX_LONG_LOG2_E = tl.constexpr(math.log2(math.e))
 # Rows that stay in registers: bytes at most, in the accumulator's type, and
 # elements at most, where each is loaded by itself.
-SOFTMAX_LONG_WHOLE = 64 * 1024
+SOFTMAX_LONG_WHOLE = 32 * 1024
 SOFTMAX_LONG_SINGLE = 2048
 SOFTMAX_LONG_TILE = 8 * 1024  # bytes of short rows that share a program
 SOFTMAX_LONG_THREAD = 128  # bytes of a row for a thread
-SOFTMAX_LONG_CACHE = 0.6  # of L2, for the rows under way
+# By the tensors that are read twice: how much of L2 is for the rows under way,
+# then warps, the bytes of each tensor that a thread loads at once, and how many
+# such programs a multiprocessor holds
+SOFTMAX_LONG_PROGRAMS = {
+    1: (0.52, [(4, 16, 8), (8, 16, 4), (16, 16, 2), (32, 16, 1)]),
+    2: (0.7, [(8, 16, 8), (16, 16, 4), (32, 16, 2), (32, 32, 1)]),
+}
 
 
 @triton.jit
@@ -507,7 +534,6 @@ def _softmax_long_divide(x_ptr, start, N, VEC: tl.constexpr):
 def _softmax_long_kernel(
     x_ptr,
     y_ptr,
-    M,
     N,
     stride_xm,
     ACC: tl.constexpr,
@@ -520,42 +546,51 @@ def _softmax_long_kernel(
         -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
     )
     BLOCK: tl.constexpr = 4 * BLOCK_N
+    # In int32 a row's offset would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    x_body, end, x_edges, mask_e = _softmax_long_divide(
+        x_ptr, row * stride_xm, N, VEC
+    )
+    y_body, _, y_edges, _ = _softmax_long_divide(y_ptr, row * N, N, VEC)
+    x_e = tl.load(x_edges, mask=mask_e, other=-float("inf")).to(ACC)
     block = tl.arange(0, 4)[:, None] * BLOCK_N  # (4, 1)
     block += tl.arange(0, BLOCK_N)[None, :]  # (4, BLOCK_N)
-    first = tl.program_id(axis=0).to(tl.int64)
-    for row in tl.range(first, M, tl.num_programs(axis=0)):
-        x_body, end, x_edges, mask_e = _softmax_long_divide(
-            x_ptr, row * stride_xm, N, VEC
+    # Each column has its own: no thread waits for another in the loop.
+    m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
+    s = tl.zeros((BLOCK_N,), dtype=ACC)
+    # Up to N: end comes from x_ptr. If a store's address depended on it,
+    # torch.compile would take x for written, and copy it.
+    for start in range(0, N, BLOCK):
+        offs = start + block  # (4, BLOCK_N)
+        x = tl.load(
+            x_body + offs,
+            mask=offs < end,
+            other=-float("inf"),
+            eviction_policy="evict_last",  # the second pass reads it again
         )
-        y_body, _, y_edges, _ = _softmax_long_divide(y_ptr, row * N, N, VEC)
-        x_e = tl.load(x_edges, mask=mask_e, other=-float("inf")).to(ACC)
-        # Each column has its own: no thread waits for another in the loop.
-        m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
-        s = tl.zeros((BLOCK_N,), dtype=ACC)
-        # Up to N: end comes from x_ptr. If a store's address depended on it,
-        # torch.compile would take x for written, and copy it.
-        for start in range(0, N, BLOCK):
-            offs = start + block  # (4, BLOCK_N)
-            x = tl.load(x_body + offs, mask=offs < end, other=-float("inf"))
-            x = x.to(ACC)  # (4, BLOCK_N)
-            larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
-            # What is in s was added while the maximum was m.
-            s *= _softmax_long_exp(m - larger)
-            s += tl.sum(_softmax_long_exp(x - larger[None, :]), axis=0)
-            m = larger
-        # The edges are no part of the body, but of the row.
-        top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
-        e = _softmax_long_exp(x_e - top)  # (2 * VEC,)
-        total = tl.sum(s * _softmax_long_exp(m - top), axis=0)
-        total += tl.sum(e, axis=0)
-        tl.store(y_edges, e / total, mask=mask_e)
-        # From the end to the start, as the caches saw the end last.
-        last = (N - 1) // BLOCK * BLOCK
-        for step in range(0, N, BLOCK):
-            offs = last - step + block  # (4, BLOCK_N)
-            x = tl.load(x_body + offs, mask=offs < end).to(ACC)
-            y = _softmax_long_exp(x - top) / total
-            tl.store(y_body + offs, y, mask=offs < end)
+        x = x.to(ACC)  # (4, BLOCK_N)
+        larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
+        # What is in s was added while the maximum was m.
+        s *= _softmax_long_exp(m - larger)
+        s += tl.sum(_softmax_long_exp(x - larger[None, :]), axis=0)
+        m = larger
+    # The edges are no part of the body, but of the row.
+    top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
+    e = _softmax_long_exp(x_e - top)  # (2 * VEC,)
+    total = tl.sum(s * _softmax_long_exp(m - top), axis=0)
+    total += tl.sum(e, axis=0)
+    tl.store(y_edges, e / total, mask=mask_e)
+    # From the end to the start, as the caches saw the end last.
+    last = (N - 1) // BLOCK * BLOCK
+    for step in range(0, N, BLOCK):
+        offs = last - step + block  # (4, BLOCK_N)
+        x = tl.load(
+            x_body + offs, mask=offs < end, eviction_policy="evict_first"
+        )
+        y = _softmax_long_exp(x.to(ACC) - top) / total  # (4, BLOCK_N)
+        tl.store(
+            y_body + offs, y, mask=offs < end, eviction_policy="evict_first"
+        )
 
 
 @triton.jit
@@ -563,45 +598,48 @@ def _softmax_long_backward_kernel(
     g_ptr,
     y_ptr,
     d_ptr,
-    M,
     N,
     ACC: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    block = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     # In int32 a row's offset would overflow past element 2**31.
-    first = tl.program_id(axis=0).to(tl.int64)
-    # With a program for each row, L2 could lose rows between their passes.
-    for row in tl.range(first, M, tl.num_programs(axis=0)):
-        # All three are contiguous, so a row's body is the same part of each:
-        # one end and one mask serve them all.
-        g_body, end, g_edges, mask_e = _softmax_long_divide(
-            g_ptr, row * N, N, VEC
+    row = tl.program_id(axis=0).to(tl.int64)
+    # All three are contiguous, so a row's body is the same part of each: one
+    # end and one mask serve them all.
+    g_body, end, g_edges, mask_e = _softmax_long_divide(g_ptr, row * N, N, VEC)
+    y_body, _, y_edges, _ = _softmax_long_divide(y_ptr, row * N, N, VEC)
+    d_body, _, d_edges, _ = _softmax_long_divide(d_ptr, row * N, N, VEC)
+    # Zeros where there is no edge add nothing to the sum of products.
+    g_e = tl.load(g_edges, mask=mask_e, other=0).to(ACC)  # (2 * VEC,)
+    y_e = tl.load(y_edges, mask=mask_e, other=0).to(ACC)  # (2 * VEC,)
+    block = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    # Each column has its own: no thread waits for another in the loop.
+    s = tl.zeros((BLOCK_N,), dtype=ACC)
+    # Up to N and not to end, as forward, for the sake of torch.compile.
+    for start in range(0, N, BLOCK_N):
+        offs = start + block  # (BLOCK_N,)
+        mask = offs < end
+        # Both are read again, so the caches are to leave them last.
+        g = tl.load(
+            g_body + offs, mask=mask, other=0, eviction_policy="evict_last"
         )
-        y_body, _, y_edges, _ = _softmax_long_divide(y_ptr, row * N, N, VEC)
-        d_body, _, d_edges, _ = _softmax_long_divide(d_ptr, row * N, N, VEC)
-        # Zeros where there is no edge add nothing to the sum of products.
-        g_e = tl.load(g_edges, mask=mask_e, other=0).to(ACC)  # (2 * VEC,)
-        y_e = tl.load(y_edges, mask=mask_e, other=0).to(ACC)  # (2 * VEC,)
-        # Each column has its own: no thread waits for another in the loop.
-        s = tl.zeros((BLOCK_N,), dtype=ACC)
-        # Up to N and not to end, as forward, for the sake of torch.compile.
-        for start in range(0, N, BLOCK_N):
-            offs = start + block  # (BLOCK_N,)
-            g = tl.load(g_body + offs, mask=offs < end, other=0).to(ACC)
-            y = tl.load(y_body + offs, mask=offs < end, other=0).to(ACC)
-            s += g * y
-        # The edges are no part of the body, but of the row's sum.
-        total = tl.sum(s, axis=0) + tl.sum(g_e * y_e, axis=0)
-        tl.store(d_edges, y_e * (g_e - total), mask=mask_e)
-        # From the end to the start, as the caches saw the end last.
-        last = (N - 1) // BLOCK_N * BLOCK_N
-        for step in range(0, N, BLOCK_N):
-            offs = last - step + block  # (BLOCK_N,)
-            g = tl.load(g_body + offs, mask=offs < end).to(ACC)
-            y = tl.load(y_body + offs, mask=offs < end).to(ACC)
-            tl.store(d_body + offs, y * (g - total), mask=offs < end)
+        y = tl.load(
+            y_body + offs, mask=mask, other=0, eviction_policy="evict_last"
+        )
+        s += g.to(ACC) * y.to(ACC)
+    # The edges are no part of the body, but of the row's sum.
+    total = tl.sum(s, axis=0) + tl.sum(g_e * y_e, axis=0)
+    tl.store(d_edges, y_e * (g_e - total), mask=mask_e)
+    # From the end to the start, as the caches saw the end last.
+    last = (N - 1) // BLOCK_N * BLOCK_N
+    for step in range(0, N, BLOCK_N):
+        offs = last - step + block  # (BLOCK_N,)
+        mask = offs < end
+        g = tl.load(g_body + offs, mask=mask, eviction_policy="evict_first")
+        y = tl.load(y_body + offs, mask=mask, eviction_policy="evict_first")
+        d = y.to(ACC) * (g.to(ACC) - total)  # (BLOCK_N,)
+        tl.store(d_body + offs, d, mask=mask, eviction_policy="evict_first")
 
 
 @functools.cache
@@ -641,10 +679,10 @@ def _softmax_long_whole_plan(x, M, N, stride):
     return (triton.cdiv(M, BLOCK_M),), {
         "ACC": SOFTMAX_LONG_ACC[x.dtype],
         "VEC": math.gcd(N, stride, 16 // size),
+        "M": M,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
-        # In half precision the longest rows give a thread 256 bytes instead.
-        "num_warps": min(16, max(4, warps)),
+        "num_warps": max(4, warps),
     }
 
 
@@ -652,16 +690,16 @@ def _softmax_long_plan(x, M, N, stride, tensors):
     """Return how to launch for rows of so many tensors that are read twice."""
     size = x.element_size()
     processors, cache = _softmax_long_gpu(x.device)
-    rows = SOFTMAX_LONG_CACHE * cache / (tensors * N * size)
-    each = 1
-    while each < 8 and 2 * each * processors <= rows:
-        each *= 2
-    warps = 32 // each
+    share, programs = SOFTMAX_LONG_PROGRAMS[tensors]
+    rows = share * cache / (tensors * N * size * processors)
+    warps, thread, _ = next((p for p in programs if p[2] <= rows), programs[-1])
+    # A program has 1024 threads at most. On AMD's GPUs, they are 16 warps.
+    warps = min(warps, 16) if torch.version.hip else warps
     # Rows of x and of y have to begin alike, or they have no common body.
     alike = (N - stride) * size % 16 == 0
     # Elements that are loaded one by one take twice the registers.
-    columns = warps * (512 if alike else 256) // size
-    return (min(M, each * processors),), {
+    columns = 32 * warps * thread // (size if alike else 2 * size)
+    return (M,), {
         "ACC": SOFTMAX_LONG_ACC[x.dtype],
         "VEC": 16 // size if alike else 1,
         "BLOCK_N": columns,
@@ -691,7 +729,7 @@ def _softmax_long_launch(
         grid, options = _softmax_long_plan(x, M, N, stride, 1)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        kernel[grid](x, y, M, N, stride, **options)
+        kernel[grid](x, y, N=N, stride_xm=stride, **options)
     return y
 
 
@@ -714,8 +752,7 @@ def _softmax_long_backward_launch(
         return d
     M = d.numel() // N
     size = y.element_size()
-    # In half precision a row may be twice as long: some registers spill, which
-    # costs less than a second pass.
+    # In half precision a row may be twice as long.
     if _softmax_long_fits(N, N, size, size):
         kernel = whole
         grid, options = _softmax_long_whole_plan(y, M, N, N)
@@ -723,7 +760,7 @@ def _softmax_long_backward_launch(
         kernel = passes
         grid, options = _softmax_long_plan(y, M, N, N, 2)
     with torch.accelerator.device_index(y.device.index):
-        kernel[grid](grad, y, d, M, N, **options)
+        kernel[grid](grad, y, d, N=N, **options)
     return d
 
 
@@ -793,8 +830,7 @@ def run(kernel, plan, kind, *tensors, **changes):
     M, N = tensors[0].shape
     grid, known = plan(tensors[0], M, N, N, *kind)
     known |= {"stride_xm": N} if len(tensors) == 2 else {}
-    launch = kernel[changes.pop("grid", grid)]
-    return launch(*tensors, M=M, N=N, **known | changes)
+    return kernel[grid](*tensors, N=N, **known | changes)
 
 
 WHOLE, PASSES = _softmax_long_whole_plan, _softmax_long_plan
@@ -817,7 +853,7 @@ PARTS = {  # kernel, plan, of how many tensors, the longest row
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     ladder = {}
-    for N in (10001, 32000, 50257, 131072):
+    for N in (10000, 32000, 50257, 131072):
         x, y, d = random(N), random(N), random(N)
         steps = {"first kernel": partial(online, x, y)}
         steps["columns"] = partial(columns, x, y)
@@ -843,15 +879,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     processors, cache = _softmax_long_gpu(x.device)
-    for N in LENGTHS:
-        x, y, line = random(N), random(N), f"N = {N:6}"
-        for each in (8, 4, 2, 1):
-            changes = {"num_warps": 32 // each, "BLOCK_N": 256 * 32 // each}
-            changes["grid"] = (each * processors,)
-            call = partial(run, *PARTS["two passes"][:3], x, y, **changes)
-            part = each * processors * N * 2 / cache
-            line += f"   {part:.2f} of L2: {rate(gpu_time({1: call})[1]):.0f}"
-        print(line, "GB/s")
+    for name, tensors in (("two passes", 1), ("backward, two passes", 2)):
+        print(f"{name}, GB/s")
+        for N in LENGTHS:
+            x, y, d = random(N), random(N), random(N)
+            line, of = f"N = {N:6}", (x, y, d)[: tensors + 1]
+            for warps, thread, held in SOFTMAX_LONG_PROGRAMS[tensors][1]:
+                changes = {"num_warps": warps, "BLOCK_N": 16 * warps * thread}
+                call = partial(run, *PARTS[name][:3], *of, **changes)
+                found = rate(gpu_time({1: call}, turns=20)[1])
+                part = held * processors * tensors * N * 2 / cache
+                line += f"   {part:.2f}: {found * (tensors + 1) / 2:.0f}"
+            print(line)
 
 # %%
 # Proof
@@ -911,9 +950,10 @@ if __name__ == "__main__":
 # -------------
 #
 # The benchmark is in bfloat16, with half a gigabyte at each length. At the
-# first two lengths rows stay in registers. The others are vocabularies of
-# models. The backward is called through autograd. ``Roof`` is a copy. For the
-# backward it is an addition, which has two reads and a write as well.
+# first length rows stay in registers, and backward at the second as well. The
+# others are vocabularies of models. The backward is called through autograd.
+# ``Roof`` is a copy. For the backward it is an addition, which has two reads
+# and a write as well.
 
 SIZES = [4096, 16384, 32000, 50257, 65536, 128256, 151936, 262144]
 
@@ -952,13 +992,24 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Rows of up to 16384 elements are read once, backward in half precision those
-# of up to 32768. Longer rows are read twice. Of longer rows fewer fit into L2,
-# so fewer programs run, and less is loaded at a time. The table of rows under
-# way has both sides: too few loads in flight, and more rows than L2 holds.
-# Backward two tensors are under way. A row of 262144 in bfloat16 is then a
-# megabyte. One such row for each of 132 multiprocessors, as an H200 has, makes
-# 132 MB. Its L2 holds less, so a part of the second pass reads memory.
+# In half precision, rows of up to 8192 elements are read once, and backward
+# those of up to 16384. Longer rows are read twice, and the second time from L2
+# if it still holds them. Without that, a forward has 0.67 of the roof at most,
+# and a backward, with five matrices for three, 0.6. A higher rate shows that L2
+# served reads. The forward is as fast as the copy at 16384 and 32000.
+#
+# At 131072, ``columns`` with 32 warps has as many rows under way as the op, but
+# little more than 0.67 of the roof. The op also has the hints, and its second
+# pass goes the other way.
+#
+# ``torch.compile`` is a little faster backward at 4096, and more so at 32000.
+#
+# The longer the rows, the fewer fit into L2. The table of rows under way has
+# both sides: too few loads in flight, and more rows than L2 holds. Backward two
+# tensors are under way. A row of 262144 in bfloat16 is then a megabyte. One
+# such row for each of 132 multiprocessors, as an H100 or H200 has, makes 138
+# MB, and the L2 of an H100 has 50 MB. So a part of the second pass reads
+# memory.
 #
 # One row, or a few, leave most of the GPU idle, as no two programs share a row.
 

@@ -240,9 +240,11 @@ def test_few_keys_for_many_queries(taken: ModuleType) -> None:
 
 
 def test_rule_of_parts(taken: ModuleType) -> None:
-    """Enough programs, but not more parts than pay, and at least one."""
-    parts = partial(taken._decode_attention_parts, device=torch.device("cpu"))
+    """Enough programs, twice as many with float8, but not more parts than pay, and at least one."""
+    small = torch.empty(1, dtype=torch.float8_e4m3fn)
+    parts, of_small = (partial(taken._decode_attention_parts, cache=cache) for cache in (torch.empty(1), small))
     assert [parts(programs, 100_000) for programs in (1, 2, 5, 16, 17, 1000)] == [16, 8, 3, 1, 1, 1]
+    assert [of_small(programs, 100_000) for programs in (1, 2, 5, 16, 17, 1000)] == [32, 16, 6, 2, 1, 1]
     least = taken.DECODE_ATTENTION_KEYS
     assert [parts(1, longest) for longest in (0, 1, least, 2 * least - 1, 2 * least)] == [1, 1, 1, 1, 2]
 

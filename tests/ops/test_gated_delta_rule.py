@@ -343,7 +343,7 @@ def test_refuses(taken: ModuleType) -> None:
         (q, k, v, g, beta.half()),
         (q, k, v, g, beta, first.half()),
     ):
-        with pytest.raises(TypeError, match=r"^gated_delta_rule takes q, k and v of one dtype, .* of torch\.float32"):
+        with pytest.raises(TypeError, match=r"^gated_delta_rule takes q, k and v of one .*, not q torch\.float16 on "):
             taken.gated_delta_rule(*tensors)
     for tensors in (
         (q[0], k[0], v[0], g[0], beta[0]),
@@ -361,7 +361,8 @@ def test_refuses(taken: ModuleType) -> None:
         (q, k, v, g, beta, first[:1]),
         tuple(t[:, :, :1].expand(2, 5, 65536, *t.shape[3:]) for t in (q, k, v, g, beta)),
     ):
-        found = ", ".join(str(tuple(t.shape)) for t in tensors)
+        names = "q", "k", "v", "g", "beta", "initial_state"
+        found = ", ".join(f"{who} {tuple(t.shape)}" for who, t in zip(names, tensors, strict=False))
         with pytest.raises(
             ValueError, match=rf"^gated_delta_rule takes q and k of .* V up to 256, not {re.escape(found)}$"
         ):
@@ -423,7 +424,7 @@ KERNELS = {
     "gradients": (5, {}),
 }
 SIZES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
-OF_WIDE = "g_ptr", "beta_ptr", "first_ptr", "last_ptr", "grad_last_ptr", "dfirst_ptr", "dg_ptr", "dbeta_ptr"
+OF_WIDE = [f"{of}_ptr" for of in ["g", "decay", "beta", "first", "last", "grad_last", "dfirst", "dg", "dbeta"]]
 
 
 def at_launch(taken: ModuleType, which: str, dtype: str, K: int, V: int) -> tuple[object, dict[str, object]]:

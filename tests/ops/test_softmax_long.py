@@ -24,7 +24,7 @@ needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 
 LEADS = st.sampled_from([(), (1,), (0,), (5,), (2, 3), (3, 1, 2)])
 # What is small enough for registers, and what the cache holds: the launcher's two decisions.
-REGISTERS = (64 * 1024, 2**20)
+REGISTERS = (32 * 1024, 2**20)
 PLANS = st.sampled_from([REGISTERS, (0, 2**20), (0, 2**16), (0, 0)])
 
 
@@ -174,32 +174,31 @@ def test_padded_rows(taken: ModuleType, dtype: torch.dtype, M: int, N: int, seed
 def test_plans(taken: ModuleType) -> None:
     """The launcher asks for what the page says: rows that fit, and programs whose rows the cache holds."""
     fits = taken._softmax_long_fits
-    assert all(fits(N, N, 4, 4) == (N <= 2048 or N % 4 == 0) for N in range(1, 16385, 61))
-    assert [fits(N, N, 2, 4) for N in (16384, 16392)] == [True, False]
-    assert [fits(N, N, 2, 2) for N in (32768, 32776)] == [True, False]
-    assert [fits(N, N, 8, 8) for N in (8192, 8194)] == [True, False]
+    assert all(fits(N, N, 4, 4) == (N <= 2048 or N % 4 == 0) for N in range(1, 8193, 61))
+    assert [fits(N, N, 2, 4) for N in (8192, 8200)] == [True, False]
+    assert [fits(N, N, 2, 2) for N in (16384, 16392)] == [True, False]
+    assert [fits(N, N, 8, 8) for N in (4096, 4098)] == [True, False]
     assert [fits(4096, stride, 2, 4) for stride in (4096, 4104, 4100)] == [True, True, False]
     for dtype in FLOATS:
         x, wide = torch.empty(1, dtype=dtype), max(4, dtype.itemsize)
-        for N in range(1, 64 * 1024 // wide, 61):
+        for N in range(1, 32 * 1024 // wide, 61):
             (programs,), plan = taken._softmax_long_whole_plan(x, 1000, N, N)
             assert plan["BLOCK_N"] // 2 < N <= plan["BLOCK_N"]
             assert (programs - 1) * plan["BLOCK_M"] < 1000 <= programs * plan["BLOCK_M"]
             tile = plan["BLOCK_M"] * plan["BLOCK_N"] * wide
             assert tile == max(8 * 1024, plan["BLOCK_N"] * wide)
             assert plan["num_warps"] == max(4, tile // (32 * 128)) <= 16
-    assert taken._softmax_long_whole_plan(torch.empty(1).half(), 1000, 32768, 32768)[1]["num_warps"] == 16
+    assert taken._softmax_long_whole_plan(torch.empty(1).half(), 1000, 16384, 16384)[1]["num_warps"] == 16
     # Rows are loaded 16 bytes at a time, if those of the output begin alike.
     x = torch.empty(1, dtype=torch.bfloat16)
     vectors = [taken._softmax_long_plan(x, 2, 20_001, stride, 1)[1]["VEC"] for stride in (20_001, 20_009, 20_002)]
     assert vectors == [8, 8, 1]
     x = torch.empty(1)
     with planned(taken, (0, 2**20)):
-        for N, tensors, each in ((1000, 1, 8), (10_000, 1, 2), (10_000, 2, 1), (80_000, 1, 1)):
+        for N, tensors, rows in ((1000, 1, 8), (10_000, 1, 2), (10_000, 2, 1), (80_000, 1, 1)):
             grid, plan = taken._softmax_long_plan(x, 10**6, N, N, tensors)
-            assert (grid, plan["num_warps"]) == ((4 * each,), 32 // each)
-            assert each == 1 or 4 * each * N * 4 * tensors <= 0.6 * 2**20
-        assert taken._softmax_long_plan(x, 3, 1000, 1000, 1)[0] == (3,)
+            assert (grid, plan["num_warps"]) == ((10**6,), 32 // rows)
+            assert rows == 1 or 4 * rows * N * 4 * tensors <= 0.7 * 2**20
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
@@ -233,7 +232,7 @@ def test_steps_of_the_ladder(recipe: ModuleType) -> None:
             recipe.run(*part, g, y, d)
             torch.testing.assert_close(d, expected)
     y = torch.full_like(x, torch.nan)
-    recipe.run(*recipe.PARTS["two passes"][:3], x, y, grid=(2,), num_warps=8, BLOCK_N=512)
+    recipe.run(*recipe.PARTS["two passes"][:3], x, y, num_warps=8, BLOCK_N=512)
     torch.testing.assert_close(y, torch.softmax(x, -1))
     assert recipe.statements(recipe.online_kernel) == 15
 
@@ -247,7 +246,7 @@ def test_guards_reach_into_the_op(taken: ModuleType) -> None:
     assert {out.untyped_storage().data_ptr() for out in outputs} <= guards
 
 
-@pytest.mark.parametrize("limit", [64 * 1024, 0])
+@pytest.mark.parametrize("limit", [32 * 1024, 0])
 def test_gradcheck(taken: ModuleType, limit: int) -> None:
     """Differences agree with the gradient, in registers and in two passes."""
     x = Layout("contiguous", 0).make((2, 5), torch.float64, DEVICE).requires_grad_()
@@ -472,13 +471,13 @@ BREAKS = [
     ),
     ("rows taken for adjacent", "x_ptr + offs_m * stride_xm", "x_ptr + offs_m * N"),
     ("long rows taken for adjacent", "x_ptr, row * stride_xm, N, VEC", "x_ptr, row * N, N, VEC"),
-    ("a sum that is not corrected", "            s *= _softmax_long_exp(m - larger)\n", ""),
+    ("a sum that is not corrected", "        s *= _softmax_long_exp(m - larger)\n", ""),
     (
         "a last block that is empty",
-        "        last = (N - 1) // BLOCK_N * BLOCK_N\n",
-        "        last = N // BLOCK_N * BLOCK_N\n",
+        "    last = (N - 1) // BLOCK_N * BLOCK_N\n",
+        "    last = N // BLOCK_N * BLOCK_N\n",
     ),
-    ("edges that are left out of the sum", "        total += tl.sum(e, axis=0)\n", ""),
+    ("edges that are left out of the sum", "    total += tl.sum(e, axis=0)\n", ""),
     ("edges before the body alone", "tl.where(edge < head, edge, edge + length)", "edge"),
     ("a body where rows do not begin alike", '"VEC": 16 // size if alike else 1', '"VEC": 16 // size'),
     (
@@ -486,7 +485,7 @@ BREAKS = [
         '"VEC": math.gcd(N, stride, 16 // size)',
         '"VEC": math.gcd(stride, 16 // size)',
     ),
-    ("gradient stored without a mask", "y * (g - total), mask=offs < end)", "y * (g - total))"),
+    ("gradient stored without a mask", "tl.store(d_body + offs, d, mask=mask,", "tl.store(d_body + offs, d,"),
     (
         "gradient of short rows stored without a mask",
         "tl.store(d_ptr + offs, d, mask=mask)",
