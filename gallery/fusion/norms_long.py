@@ -11,6 +11,8 @@
 # deterministic = true
 #
 # [tool.triton-gallery.not_for]  # with 32 warps; the launcher gives it 16
+# blocks_kernel = ["gfx942"]
+# columns_kernel = ["gfx942"]
 # _norms_long_kernel = ["gfx942"]
 # _norms_long_backward_kernel = ["gfx942"]
 # ///
