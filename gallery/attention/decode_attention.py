@@ -256,8 +256,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# A rate is the bytes of the floor, divided by the time. The roof is a kernel
-# for each cache that adds up its numbers.
+# A rate is the floor's bytes, divided by the time. The roof sums each cache.
 
 
 def rates(calls, moved, turns=50):

@@ -1428,7 +1428,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # The table of steps counts five products for one pass and for two. Where two
-# passes show the higher rate, they are faster although they compute seven. What
+# passes show the higher rate, as they do with both heads, they are faster
+# although they compute seven. What
 # one pass does instead can be counted. Without a mask, each block of 128 keys
 # adds to all rows of ``dq``. So 4096 keys add 32 float32 numbers to each
 # element: 128 bytes, for a result of two. No figure here tells how long the
@@ -1440,7 +1441,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # In the benchmark, the op's backward is faster than cuDNN's at 512 tokens.
 # cuDNN's is faster with heads of 128 from 1024 tokens on, and with heads of 64
-# from 2048 on, and its lead grows with the length.
+# from 2048 on, and its lead grows with the length. A backward costs the CPU
+# about twice what cuDNN's does, and at 512 tokens more than the GPU takes. So
+# the op's lead there counts only behind other work, or in a CUDA graph.
+#
+# In the table beside other libraries, cuDNN's forward is faster at each size,
+# and so is its backward without a mask. The op is faster than FlashAttention-2
+# in all rows. PyTorch and ``torch.compile`` call SDPA there, and have cuDNN's
+# rate. ``hopper_attention.py`` and ``gluon_attention.py`` have faster forwards.
 
 # %%
 # Break it

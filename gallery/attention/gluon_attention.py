@@ -1066,7 +1066,11 @@ if __name__ == "__main__":
 # tiles, of which 8 count. At 16384 tokens, 128 of 129 count. A program begins
 # with empty buffers and ends with a store. No other program fits on its
 # multiprocessor meanwhile: 384 threads of 168 registers take nearly all 65536.
-# ``gluon_matmul.py`` has programs that load the next tile then.
+# In ``gluon_matmul.py``, a program loads its next tile while it stores.
+#
+# With heads of 128 and a causal mask, the op is faster than cuDNN from 4096
+# tokens on. With heads of 64, cuDNN is faster at each length, and so is
+# ``hopper_attention.py``, as the tables beside other libraries show.
 #
 # Triton would have chosen layouts, ring, waits and fences. This page chose
 # two groups without a barrier in common, and a product that is under way

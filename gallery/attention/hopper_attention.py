@@ -1114,6 +1114,11 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # multiprocessor has to do both at the same time. Two programs of the op do so
 # if they happen to be at different places of the loop. In
 # ``gluon_attention.py``, one program has two groups of warps that do not meet.
+#
+# With heads of 128, cuDNN is faster at each length: the op has 0.74 to 0.86 of
+# its rate. With heads of 64 and a causal mask, the two are within 2 % from 4096
+# tokens on, and without a mask the op has 0.91 to 0.97 of cuDNN's rate. The op
+# is faster than FlashAttention-2 in all rows.
 
 # %%
 # Go further

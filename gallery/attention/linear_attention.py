@@ -1506,9 +1506,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # more. The ends of each direction read two. That makes 34 for a floor of seven:
 # a fifth of the roof at most.
 #
-# A call costs the CPU some hundreds of microseconds. With few tokens that is
-# more than the GPU takes, and only a queue of other work or a CUDA graph hides
-# it: ``cuda_graphs.py``.
+# A forward costs the CPU some hundreds of microseconds, and a backward more
+# than a thousand. With few tokens that is more than the GPU takes, and only a
+# queue of other work or a CUDA graph hides it: ``cuda_graphs.py``.
 
 # %%
 # Break it

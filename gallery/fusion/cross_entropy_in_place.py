@@ -152,8 +152,7 @@ if __name__ == "__main__":
         both(eager, x, targets)
 
 # %%
-# Three tensors are as large as the logits. The *floor*, one read and one write
-# of the logits, has none of them.
+# Three are as large as the logits. The *floor* reads and writes these once.
 
 # %%
 # The first kernel

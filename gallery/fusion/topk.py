@@ -642,7 +642,9 @@ topk.register_autograd(_topk_gradient, setup_context=_topk_setup)
 # %%
 # What did each step gain? The table has the rates with ``k = 8`` in float32,
 # and in its last line those in bfloat16. The registers are those of the longest
-# row.
+# row. Rows of 64 gain by several rows in a program, rows of 4096 by columns. In
+# bfloat16 a row has half the bytes: a call is faster, though its rate is lower
+# in most columns.
 
 
 def launch(x, k, **changes):
@@ -690,7 +692,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # Are there better columns than those of the op? Each line has the number of
 # columns, their length, the length of a part, and the time in microseconds. The
-# op's own columns come first:
+# op's own columns come first. At 256 and 4096, others are a little faster:
 
 OTHERS = {  # and how many rows a program takes, with one warp
     64: [(64, 1, 1, 2), (32, 2, 1, 4)],
@@ -807,7 +809,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # This is what a call costs the CPU, in microseconds. The GPU works through a
-# queue that the CPU fills, so these figures matter where matrices are small:
+# queue that the CPU fills, so these figures matter where matrices are small. A
+# call of ours costs the CPU several times what PyTorch's costs, so for a few
+# short rows PyTorch's call may end first:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     cost = results[results["N"] == 128].set_index("series")["CPU us"]
@@ -818,10 +822,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # The longer a row and the smaller ``k``, the smaller the part of a row that is
-# sorted. With ``k = 8``, three quarters of a row of 64 are sorted. With
-# ``k = 128``, nearly a third of a row of 4096 is sorted. There the sort bounds
-# the op, not the memory. The table of the steps has the sort of whole rows
-# beside the op.
+# sorted. With ``k = 8``, three quarters of a row of 64 are sorted. With ``k =
+# 128``, nearly a third of a row of 4096 is sorted. With a large ``k`` most of
+# the time is the sort's: the table beside other libraries has the same rows
+# with ``k = 8`` and with 64. (That table counts the bytes of the input alone.
+# The roof of this page moves no more than these, so its rate for short rows is
+# higher than the memory's.)
+#
+# Up to 1000 elements, the op comes nearer to the roof as rows grow. For longer
+# rows it is further away, though a smaller part is sorted, and PyTorch gains on
+# long rows. The page does not show why.
 
 # %%
 # Break it: bits as they are

@@ -1167,10 +1167,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # operations. The roof is that product alone, by cuBLAS. By the counts above,
 # both what fusion saves and what the epilogue costs shrink with K. So the
 # distance to the roof is large at K = 512 and small at K = 6144. A layer with a
-# large K gains little from any fusion, and then the better product wins. At
-# K = 512 the op gains little as well: it keeps little of what fusion could
-# save. For the tanh GELU, ``torch._addmm_activation`` is ahead of the op, and
-# at odd sizes ``torch.compile`` is, as *Beside other libraries* shows.
+# large K gains little from any fusion, and then the better product wins. At K =
+# 512 the op gains little as well, and the kernel by pointers is faster. For the
+# tanh GELU, ``torch._addmm_activation`` is ahead of the op, and at odd sizes
+# ``torch.compile`` is, as *Beside other libraries* shows.
 #
 # A call costs the CPU time too. For a small layer it takes longer than the GPU
 # needs. Called one by one, such layers gain nothing from a faster kernel, but

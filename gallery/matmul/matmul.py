@@ -289,12 +289,12 @@ if __name__ == "__main__":
 # up to the L2 cache, as programs side by side read the same tiles. What limits
 # a tile? A multiprocessor has 65536 registers, and a thread has at most 255. An
 # accumulator of 128 x 256 is 128 registers for each of 256 threads, which are 8
-# warps. One of 256 x 256 would be 256. The tiles of ``a`` and ``b`` wait in
-# *shared memory*, a few steps ahead of the one that is multiplied
-# (``tile_order.py`` is about that). Three steps of 64 for a tile of 128 x 128
-# are ``3 * (128 + 128) * 64 * 2`` bytes, 96 KiB, of the 227 KiB that a program
-# may have. We time four tiles. A spilled register is one that a thread keeps in
-# memory, because it has not enough of them:
+# warps. One of 256 x 256 would need 256 in a thread, one too many. The tiles of
+# ``a`` and ``b`` wait in *shared memory*, a few steps ahead of the one that is
+# multiplied (``tile_order.py`` is about that). Three steps of 64 for a tile of
+# 128 x 128 are ``3 * (128 + 128) * 64 * 2`` bytes, 96 KiB, of the 227 KiB that
+# a program may have. We time four tiles. A spilled register is one that a
+# thread keeps in memory, because it has not enough of them:
 
 TILES = [(32, 32, 32, 4), (64, 64, 32, 4), (128, 128, 64, 8), (128, 256, 64, 8)]
 
@@ -807,8 +807,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # decide, not the arithmetic. ``skinny_matmul.py`` is about them. With many
 # tokens, the weight is a transposed ``b``, as in the slower rows of the table
 # above. Neither product of the backward has a transposed ``b``; from 1024
-# tokens on it comes closer to cuBLAS. This layout is what costs most here:
-# ``tuned_matmul.py`` looks for the cause. Three more things are left to do. Its
+# tokens on it comes closer to cuBLAS. With fewer tokens it is further away than
+# the forward. The page does not show why. ``tuned_matmul.py`` looks for what a
+# transposed ``b`` costs. Three more things are left to do. Its
 # programs start row by row, whatever they share in the L2 cache:
 # ``tile_order.py`` measures what another order gains, and other numbers of
 # stages. Its threads compute addresses and masks and hold them in registers,

@@ -854,18 +854,25 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # PyTorch's own read of the same bytes, and not with the data sheet: a short
 # read does not reach the data sheet's rate. A rate may be above the roof, since
 # PyTorch's sum of rows is a kernel like others, and not a limit of the GPU.
-# In the chart of layers, the op is below cuBLAS for DeepSeek's, with 64 rows
-# and a sum in four parts. Three things may cost the op time. The tables do not
-# tell them apart:
 #
+# On an H100, the op is behind cuBLAS for DeepSeek's layer, 7168 x 2048, with 1
+# and with 64 rows. Three things may cost it time. The tables do not tell them
+# apart:
+#
+# * **A second kernel.** The sum is in four parts, and another launch adds them.
+# * **The rows of x.** Each program reads its part of ``x`` out of the L2 cache.
+#   With 64 rows that is as many bytes again as the weights have.
 # * **Multiprocessors without a program.** The layer of gpt-oss has 80 tiles. So
 #   52 of 132 multiprocessors have no program, and a split in two would give
 #   some of them two programs. The chart has it about level with cuBLAS.
-# * **The rows of x.** Each program reads its part of ``x`` out of the L2 cache.
-#   With 64 rows that is as many bytes again as the weights have.
-# * **Arithmetic in float32.** This is for weights in float32 alone, which the
-#   benchmark does not have. Tensor cores would round them to TF32, so the op
-#   does not use them. With 64 rows each weight costs 128 operations.
+#
+# With weights in float32, which the benchmark does not have, the op does not
+# use tensor cores, which would round to TF32. With 64 rows each weight costs
+# 128 operations.
+#
+# In the table beside other libraries, a rate counts operations, and the roof is
+# the same product by cuBLAS, not the read of the charts above. The op gains
+# most for a vocabulary, 5120 x 151936.
 
 # %%
 # Go further

@@ -524,7 +524,7 @@ if __name__ == "__main__":
 # there is one buffer less than stages. So three stages of these tiles fit. The
 # buffers also decide how many programs share a multiprocessor. With tiles of
 # 128 x 128 x 64, an H100 has room for two programs of three stages, but for one
-# of four. What are stages worth? On a GPU:
+# of four. So there a fourth stage costs more than it gains. On a GPU:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for tile, warps in (((128, 256, 64), 8), ((128, 128, 64), 4)):
@@ -671,7 +671,10 @@ if __name__ == "__main__":
 #    L2, and do both take float32 as TF32, or neither? ``benchmarking.py``, and
 #    ``matmul.py``, *What becomes of tl.dot?* Small matrices may show the time
 #    of the CPU: ``what_a_call_costs.py``.
-# 2. **Few rows.** Then the memory sets the pace: ``skinny_matmul.py``.
+# 2. **Few rows.** Then the memory sets the pace: ``skinny_matmul.py``, for up
+# to
+#    64. From 65 to some 500 rows no op of ours is for certain as fast as
+#    cuBLAS: take it there.
 # 3. **Narrow loads.** Unless 16 divides the sizes, and the strides other than
 #    1, the compiler may load number by number: ``tuned_matmul.py``, *Which
 #    loads are wide?*
@@ -680,7 +683,8 @@ if __name__ == "__main__":
 # 5. **Products that wait for each other.** The assembler says so if it is
 #    asked: ``tuned_matmul.py``, *Do multiplications wait for each other?*
 # 6. **Few tiles, or few in the last wave**, as counted above:
-#    ``tuned_matmul.py`` and ``persistent_matmul.py``, *Which tile?*
+#    ``tuned_matmul.py`` and ``persistent_matmul.py``, *Which tile?* For few
+#    rows the sum can be split: ``skinny_matmul.py``, *Split K*.
 # 7. **The order of tiles**: *What does the order change?* on this page.
 # 8. **Too few stages**: *What does num_stages do?* on this page. To make room
 #    for one: ``persistent_matmul.py``, *What does shared memory hold?*
@@ -691,7 +695,7 @@ if __name__ == "__main__":
 #     tiles?*
 # 11. **Barriers for all warps.** Some warps can copy and others multiply:
 #     ``gluon_matmul.py``, *Who starts the loads?* By itself that gains little
-#     or nothing there.
+#     there, or loses.
 
 # %%
 # Proof

@@ -851,12 +851,12 @@ if __name__ == "__main__":
 #
 # What is each step worth? All rungs of this ladder but the last two have this
 # tile and three stages. *VEC* runs the op's kernel on the operands as they lie.
-# *Rows copied* first copies those that need it. Each step helps some columns
-# and slows others. ``LEAST = 1`` helps where ``B`` is transposed and 16 divides
-# the sizes. It costs speed in the first column, though its loop is shorter. The
-# page does not show why. ``VEC`` helps multiples of 8, and where no operand
-# needs it, it costs some speed. Copied rows help odd sizes, where cuBLAS is no
-# roof. The sizes are M, K and N:
+# *Rows copied* first copies those that need it. ``LEAST = 1`` helps where ``B``
+# is transposed and 16 divides the sizes. It costs speed in the other columns,
+# though its loop is shorter. The page does not show why. ``VEC`` helps
+# multiples of 8, and where no operand needs it, it costs some speed. Copied
+# rows help odd sizes, where cuBLAS is far below ``torch.compile``, and change
+# no other column. The sizes are M, K and N:
 
 LADDER = {
     "square": (8192, 8192, 8192, "A, B"),
@@ -1055,9 +1055,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # copies and one wait in every layout, and still the benchmark has it below
 # cuBLAS from 256 tokens on. So something else holds it up, which these counts
 # do not show. ``persistent_matmul.py`` comes closer to cuBLAS with such
-# weights. At 1000 tokens the number of tiles matters too: a last wave of few
-# tiles takes as long as a full one (``tile_order.py``). In the key, 1000 tokens
-# are 1024, and the section on tuning prints the tile for 1024, in float16.
+# weights. For narrow layers, such as 7168 x 2048, the table beside other
+# libraries has it below cuBLAS at fewer tokens too: their tiles are too few for
+# the multiprocessors. At 1000 tokens the number of tiles matters too: a last
+# wave of few tiles takes as long as a full one (``tile_order.py``). In the key,
+# 1000 tokens are 1024, and the section on tuning prints the tile for 1024, in
+# float16.
 
 # %%
 # Go further
