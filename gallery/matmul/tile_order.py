@@ -671,10 +671,8 @@ if __name__ == "__main__":
 #    L2, and do both take float32 as TF32, or neither? ``benchmarking.py``, and
 #    ``matmul.py``, *What becomes of tl.dot?* Small matrices may show the time
 #    of the CPU: ``what_a_call_costs.py``.
-# 2. **Few rows.** Then the memory sets the pace: ``skinny_matmul.py``, for up
-# to
-#    64. From 65 to some 500 rows no op of ours is for certain as fast as
-#    cuBLAS: take it there.
+# 2. **Few rows.** Then the memory sets the pace. ``skinny_matmul.py`` is for up
+#    to 64. From 65 to some 500 rows, cuBLAS may be faster than all ops here.
 # 3. **Narrow loads.** Unless 16 divides the sizes, and the strides other than
 #    1, the compiler may load number by number: ``tuned_matmul.py``, *Which
 #    loads are wide?*
