@@ -1378,10 +1378,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # by the largest element of a result: we allow four roundings of the largest. A
 # rounding is :math:`2^{-11}` in float16. In bfloat16 it is :math:`2^{-8}`, and
 # we allow twice as much. Of float32 and float64 we ask for 20 and 48 bits.
-# (Without a GPU, the op computes bfloat16 in float32,
-# and rounds at the end.) The sums of log decays are rounded as well, and we
-# allow for their rounding too. The gradient of ``g`` is a sum of terms that
-# cancel, so there the largest term counts as well.
+# (Without a GPU, the op computes bfloat16 in float32, and rounds at the end.)
+# The sums of log decays are rounded as well, and we allow for their rounding
+# too. The gradient of ``g`` is a sum of terms that cancel, so there the largest
+# term counts as well.
 
 EPS = {
     torch.float16: 2.0**-11,
