@@ -1428,16 +1428,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # The table of steps counts five products for one pass and for two. Where two
-# passes show the higher rate, as they do with both heads, they are faster
-# although they compute seven. What
-# one pass does instead can be counted. Without a mask, each block of 128 keys
-# adds to all rows of ``dq``. So 4096 keys add 32 float32 numbers to each
-# element: 128 bytes, for a result of two. No figure here tells how long the
-# additions take beside the products. The kernels differ in more, too: the op's
-# have tiles of their own, exponentials of base 2, and masks only where needed.
-# And with heads of 64, *one pass, wide* spills registers, as *Compiled for*
-# shows. So the table compares these kernels, and not one pass with two in
-# general.
+# passes show the higher rate, as for both head dimensions here, they are faster
+# although they compute seven. What one pass does instead can be counted.
+# Without a mask, each block of 128 keys adds to all rows of ``dq``. So 4096
+# keys add 32 float32 numbers to each element: 128 bytes, for a result of two.
+# No figure here tells how long the additions take beside the products. The
+# kernels differ in more, too: the op's have tiles of their own, exponentials of
+# base 2, and masks only where needed. And with heads of 64, *one pass, wide*
+# spills registers, as *Compiled for* shows. So the table compares these
+# kernels, and not one pass with two in general.
 #
 # In the benchmark, the op's backward is faster than cuDNN's at 512 tokens.
 # cuDNN's is faster with heads of 128 from 1024 tokens on, and with heads of 64

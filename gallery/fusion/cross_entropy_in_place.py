@@ -152,7 +152,7 @@ if __name__ == "__main__":
         both(eager, x, targets)
 
 # %%
-# Three are as large as the logits. The *floor* reads and writes these once.
+# The *floor* is one read and one write of the logits, and none of these.
 
 # %%
 # The first kernel

@@ -368,8 +368,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # has to hold their rows. In half precision, a multiprocessor of an H100 holds
 # about eight programs of 4 warps, and half as many of twice the warps. So the
 # number of warps sets how many rows are under way. The op takes the fewest
-# warps with which these rows take about half of L2 at most. If there are none,
-# it takes 32. We chose this by timing. A table after the op has the other
+# warps with which these rows take about half of L2 at most, and 32 where all
+# take more. We chose this by timing. A table after the op has the other
 # choices.
 #
 # The op's loads and stores tell the caches what comes next. These are hints,

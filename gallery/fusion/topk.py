@@ -822,12 +822,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # The longer a row and the smaller ``k``, the smaller the part of a row that is
-# sorted. With ``k = 8``, three quarters of a row of 64 are sorted. With ``k =
-# 128``, nearly a third of a row of 4096 is sorted. With a large ``k`` most of
-# the time is the sort's: the table beside other libraries has the same rows
-# with ``k = 8`` and with 64. (That table counts the bytes of the input alone.
-# The roof of this page moves no more than these, so its rate for short rows is
-# higher than the memory's.)
+# sorted. With ``k = 8``, three quarters of a row of 64 are sorted. With
+# ``k = 128``, nearly a third of a row of 4096 is sorted. The table beside other
+# libraries has the same rows with ``k = 8`` and with 64: they are slower with
+# 64, while the bytes are nearly the same.
+#
+# That table counts the bytes of the input alone. The roof of this page moves no
+# more than these, but its rate counts the results too. So for short rows the
+# rate is higher than the memory's.
 #
 # Up to 1000 elements, the op comes nearer to the roof as rows grow. For longer
 # rows it is further away, though a smaller part is sorted, and PyTorch gains on

@@ -809,12 +809,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # above. Neither product of the backward has a transposed ``b``; from 1024
 # tokens on it comes closer to cuBLAS. With fewer tokens it is further away than
 # the forward. The page does not show why. ``tuned_matmul.py`` looks for what a
-# transposed ``b`` costs. Three more things are left to do. Its
-# programs start row by row, whatever they share in the L2 cache:
-# ``tile_order.py`` measures what another order gains, and other numbers of
-# stages. Its threads compute addresses and masks and hold them in registers,
-# and no program loads the next tile while it stores the last:
-# ``persistent_matmul.py`` hands the loads to the copy engine.
+# transposed ``b`` costs. Three more things are left to do. Its programs start
+# row by row, whatever they share in the L2 cache: ``tile_order.py`` measures
+# what another order gains, and other numbers of stages. Its threads compute
+# addresses and masks and hold them in registers, and no program loads the next
+# tile while it stores the last: ``persistent_matmul.py`` hands the loads to the
+# copy engine.
 #
 # A call costs the CPU more than one of cuBLAS does. Called one by one, small
 # products wait for the CPU; in a CUDA graph (``cuda_graphs.py``) they do not.

@@ -856,15 +856,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # PyTorch's sum of rows is a kernel like others, and not a limit of the GPU.
 #
 # On an H100, the op is behind cuBLAS for DeepSeek's layer, 7168 x 2048, with 1
-# and with 64 rows. Three things may cost it time. The tables do not tell them
+# and with 64 rows. Two things may cost it time. The tables do not tell them
 # apart:
 #
 # * **A second kernel.** The sum is in four parts, and another launch adds them.
 # * **The rows of x.** Each program reads its part of ``x`` out of the L2 cache.
 #   With 64 rows that is as many bytes again as the weights have.
-# * **Multiprocessors without a program.** The layer of gpt-oss has 80 tiles. So
-#   52 of 132 multiprocessors have no program, and a split in two would give
-#   some of them two programs. The chart has it about level with cuBLAS.
+#
+# The layer of gpt-oss has 80 tiles. So 52 of 132 multiprocessors have no
+# program, and a split in two would give some of them two programs. The chart
+# has it about level with cuBLAS all the same.
 #
 # With weights in float32, which the benchmark does not have, the op does not
 # use tensor cores, which would round to TF32. With 64 rows each weight costs

@@ -1056,11 +1056,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # cuBLAS from 256 tokens on. So something else holds it up, which these counts
 # do not show. ``persistent_matmul.py`` comes closer to cuBLAS with such
 # weights. For narrow layers, such as 7168 x 2048, the table beside other
-# libraries has it below cuBLAS at fewer tokens too: their tiles are too few for
-# the multiprocessors. At 1000 tokens the number of tiles matters too: a last
-# wave of few tiles takes as long as a full one (``tile_order.py``). In the key,
-# 1000 tokens are 1024, and the section on tuning prints the tile for 1024, in
-# float16.
+# libraries has it below cuBLAS at fewer tokens too. With few tokens such a
+# layer has fewer tiles than there are multiprocessors. At 1000 tokens the
+# number of tiles matters too: a last wave of few tiles takes as long as a full
+# one (``tile_order.py``). In the key, 1000 tokens are 1024, and the section on
+# tuning prints the tile for 1024, in float16.
 
 # %%
 # Go further
