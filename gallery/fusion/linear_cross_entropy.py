@@ -788,10 +788,11 @@ for tensor, d in zip(leaves, found, strict=True):
         moved = [t + sign * step if t is tensor else t for t in leaves]
         sides.append(3 * linear_cross_entropy(*moved, targets).detach())
     torch.testing.assert_close((d * step).sum(), (sides[0] - sides[1]) / 2)
-try:
-    torch.autograd.grad(loss, leaves)
-except RuntimeError as error:
-    print("a second time:", str(error).partition(":")[0])
+if __name__ == "__main__":
+    try:
+        torch.autograd.grad(loss, leaves)
+    except RuntimeError as error:
+        print("a second time:", str(error).partition(":")[0])
 
 # %%
 # The gradient of a scaled loss, in float16: 1e-4 times 65536 is 6.55. Where
