@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 
@@ -68,8 +69,11 @@ class PeersOfRecipe(SphinxTransform):
         about += nodes.Text(
             " measured them: the median rates, with the launch hidden and the L2 cache emptied. In a tie the two "
             "bands, from the 20th to the 80th percentile, overlap. A row is stale if the recipe's code has changed "
-            "since."
+            "since. "
         )
+        link = {"reftype": "doc", "refdomain": "std", "reftarget": "/performance", "refexplicit": False}
+        about += addnodes.pending_xref("", nodes.inline(), refwarn=True, **link)
+        about += nodes.Text(" says what the sizes are of.")
         section = nodes.section("", nodes.title("", TITLE), about, ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
         section += _tables(rows, [recipe], {})
         add_section(self.document, section)
