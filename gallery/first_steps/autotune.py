@@ -75,9 +75,11 @@ if __name__ == "__main__":
 #     A  BLOCK_M |         |   ->    |         |         | |
 #                +---------+---------+---------+         +-+
 #
-# More rows in a tile: ``x`` is fetched less often. Fewer: more programs. More
-# elements per thread: more loads in flight, more registers. More ``STAGES``:
-# loads of later iterations in flight, in shared memory. Who can weigh that?
+# With more rows in a tile, ``x`` is fetched less often, but there are fewer
+# programs. More elements per thread put more loads in flight and take more
+# registers. More ``STAGES`` load for later iterations ahead of time, into
+# shared memory. Which effect wins is hard to predict, so we try.
+#
 # A ``triton.Config`` is one choice: a dictionary of the kernel's own
 # parameters, then launch options.
 
@@ -93,13 +95,14 @@ TALL = [(64, 32), (64, 32, 4, 4), (128, 16)]
 CONFIGS = [tile(*sizes) for sizes in WIDE + TALL]
 
 # %%
-# The launch option ``num_stages`` pipelines only loads that feed a ``tl.dot``;
-# ``tl.range(num_stages=STAGES)`` does `most loads
-# <https://github.com/triton-lang/triton/pull/3425>`_. Three more pieces:
+# The launch option ``num_stages`` loads ahead (*pipelines*) only what feeds a
+# ``tl.dot``; ``tl.range(num_stages=STAGES)`` does so for `most loads
+# <https://github.com/triton-lang/triton/pull/3425>`_. Four more pieces:
 # ``prune`` throws out configs that cannot win. ``bench`` is the clock: shorter
-# than Triton's own, which takes 125 ms for a config, and a stopwatch where
-# there is no GPU. ``EVEN_N`` is a *heuristic*: a parameter computed from
-# others, here from the ``BLOCK_N`` that the tuner has picked.
+# than Triton's own, which takes 125 ms for a config, and a stopwatch without a
+# GPU. ``EVEN_N`` is a *heuristic*: a parameter computed from others, here from
+# the ``BLOCK_N`` that the tuner has picked. ``KEY`` names what the choice
+# depends on: ``M`` and ``N`` rounded up to powers of two, and the memory order.
 
 
 def prune(configs, args, **kwargs):
@@ -234,8 +237,9 @@ def mv(A, x):
 #
 # ``mv_kernel.fn`` is what lies below the tuner, and ``config.all_kwargs()`` is
 # what the tuner would pass to it. An element takes part in a product and in
-# ``ceil(N / BLOCK_N) + log2(BLOCK_N)`` additions, fewer than 50 roundings, and
-# nothing cancels: :math:`50 \cdot 2^{-24} < 3 \cdot 10^{-6}`.
+# ``ceil(N / BLOCK_N) + log2(BLOCK_N)`` additions. Even for the narrowest tile
+# here that is fewer than 50 roundings, and nothing cancels:
+# :math:`50 \cdot 2^{-24} < 3 \cdot 10^{-6}`.
 
 
 def check(config, A, x, out):
@@ -262,8 +266,8 @@ if __name__ == "__main__":
 # A key is the values of the arguments named in ``key`` and the dtypes of all
 # tensors. A call with a new key times all configs, and ``kernel.cache`` keeps
 # the fastest. With exact sizes as keys, a server with varying batches is never
-# done, so this kernel also gets them rounded up to powers of two. A decorator
-# is a function; here are two more tuners of the kernel:
+# done: hence the rounding in ``KEY``. A decorator is a function; here are two
+# more tuners of the kernel:
 
 
 def tuner(kernel, configs, **options):
@@ -292,7 +296,8 @@ if __name__ == "__main__":
 # ---------------------
 #
 # ``early_config_prune`` is a filter. A ``perf_model`` guesses times, and only
-# the ``top_k`` best guesses are put on the clock. This one likes many rows.
+# the ``top_k`` best guesses, here three, are timed. This model guesses that the
+# tile with most rows is fastest.
 
 if __name__ == "__main__":
     guess = {**DROP, "perf_model": lambda BLOCK_M, **rest: -BLOCK_M, "top_k": 3}
@@ -305,7 +310,7 @@ if __name__ == "__main__":
     assert len(tuned.configs_timings) == 3
 
 # %%
-# A model that ranks the best config fourth loses it silently.
+# A config that the model ranks fourth is never timed, even if it is the best.
 #
 # The order of the decorators
 # ---------------------------
@@ -329,7 +334,8 @@ if __name__ == "__main__":
 # --------------------------------------------------
 #
 # The tuner runs your kernel again and again, on your tensors. This kernel adds
-# 1 to its argument, which starts at 100. Two calls should make 102.
+# 1 to an argument that is 100. The run prints its value after the first call
+# and after the second; 101 and 102 are right.
 
 
 @triton.jit
@@ -360,13 +366,14 @@ if __name__ == "__main__":
 #   before each run and back afterwards. The copies are timed, too.
 # * ``reset_to_zero``, for an output that starts at zero (here it loses the
 #   100). It acts `only while tuning
-#   <https://github.com/triton-lang/triton/issues/7181>`_; for other calls zero
-#   it yourself, or in a ``Config(pre_hook=...)``, called before every run.
+#   <https://github.com/triton-lang/triton/issues/7181>`_, so not with timings
+#   read from disk. For all calls, zero it yourself or in a
+#   ``Config(pre_hook=...)``, called before every run.
 #
 # What does not fit, and where nothing runs
 # -----------------------------------------
 #
-# An H200 has `227 KiB of shared memory
+# An H200 has `227 KiB (232448 bytes) of shared memory
 # <https://docs.nvidia.com/cuda/hopper-tuning-guide/index.html>`_ for a program.
 # Compiling needs no GPU, so a child process compiles our kernel with a huge
 # tile. Then it lets a tuner choose between two configs without a GPU.
@@ -413,7 +420,8 @@ if __name__ == "__main__":
 # * float32 does not fit. The tuner notes the time ``inf`` and goes on, as for
 #   a failed ``tl.static_assert`` or an error of ``ptxas``. If all are ``inf``
 #   it launches the first and you get its error.
-# * No driver, no clock, unless you bring one, as with ``bench`` above.
+# * Without a driver Triton's clock fails. Pass one of your own, like ``bench``
+#   above, as ``do_bench``.
 # * ``torch.compile`` tunes by itself. Its tutorial, *Using User-Defined Triton
 #   Kernels with torch.compile*, speaks of ``configs`` and ``key`` only;
 #   `reset_to_zero <https://github.com/pytorch/pytorch/pull/140982>`_ and
@@ -526,10 +534,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# For the largest matrix the memory is the limit, and all are close. For the
+# ``Roof`` is a copy, which writes half of its bytes; the product writes hardly
+# any, and can pass it. For the largest matrix Triton is ahead of all. For the
 # smaller ones ``torch.compile`` is ahead on an H200. Configs closer together
 # than two runs of one are equal, and chance picks among them. Tuning pays by
-# avoiding the bad ones, and by noticing that the next GPU wants another tile.
+# avoiding the slow ones, and by choosing anew: in float16 another tile leads.
 #
 # Go further
 # ----------

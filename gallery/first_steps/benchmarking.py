@@ -96,7 +96,7 @@ if __name__ == "__main__":
 #
 # .. math:: I_\text{ridge} = \text{peak} / \text{bandwidth}.
 #
-# Left of it a kernel is memory bound and you quote GB/s; right of it it is
+# Below it a kernel is memory bound and you quote GB/s. Above it a kernel is
 # *compute bound* and you quote TFLOP/s.
 #
 # The kernels
@@ -226,9 +226,9 @@ if __name__ == "__main__":
     print(pd.DataFrame(runs).to_string(float_format="{:.3f}".format))
 
 # %%
-# The mean, ``std`` and the maximum take in whatever else the machine did. The
-# minimum is the luckiest call, and more calls are luckier. The median, with the
-# 20 and 80 % quantiles as error bar, is the best guess at another run's.
+# One slow call, often the first, moves the mean, ``std`` and the maximum. The
+# minimum is the luckiest call, and more calls are luckier. The median is a
+# typical call: quote it, with the 20 and 80 % quantiles as its error bar.
 #
 # What Triton's helpers do
 # ------------------------
@@ -241,7 +241,8 @@ if __name__ == "__main__":
 # 2. Time five calls, clearing the cache before each. From that, clearing
 #    included, follows how many calls fill ``warmup`` and ``rep`` milliseconds.
 # 3. Warm up, without clearing.
-# 4. Repeat: overwrite 256 MB, which empties L2; event; call; event.
+# 4. Repeat: overwrite 256 MB, so that L2, the cache of the whole GPU, holds no
+#    input (it is *cold*); event; call; event.
 # 5. Synchronize and summarize the times between the events of a pair.
 #
 # ``do_bench_cudagraph`` records calls as a *CUDA graph* and replays it ten
@@ -296,17 +297,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show("one addition", rows, ["microseconds", "GB/s"])
 
 # %%
-# A rate far above the roofs below timed something else: without waiting,
-# Python filling the queue. Synchronizing after each call adds the launch and
-# the way back; one wait for all is fair while kernels outlast their launches.
+# Without waiting, the clock stops when Python has filled the queue: that rate
+# is far above the roofs further down. Synchronizing after each call adds the
+# launch and the way back. One wait for all is fair while kernels outlast their
+# launches. Making an input inside the timed function times that as well.
 #
 # Cold and warm
 # -------------
 #
 # ``do_bench`` starts with a cold L2 cache; a graph repeats a call whose data,
 # if it fits, is warm. Their launches differ too, so another graph stands
-# between: its calls take turns among inputs that together exceed the cache. So
-# first the launching goes, then the cold.
+# between: its calls take turns among inputs that together exceed the cache, so
+# each call finds its input cold.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     cache, rows = torch.cuda.get_device_properties(DEVICE).L2_cache_size, {}
@@ -322,14 +324,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show("row sum: microseconds, then GB/s", rows, columns)
 
 # %%
-# Both occur: what was just written is warm. But never compare cold with warm.
+# The last two columns differ while the matrix fits into L2, and agree beyond.
+# The first differs from both at every size, so don't mix the two helpers. Both
+# caches occur: what was just written is warm. Never compare cold with warm.
 #
 # What a launch costs
 # -------------------
 #
 # Four ops on one element or none; ``loop`` is the time from call to call in
-# Python. Events see the GPU wait, too: Python's time hides behind the clearing
-# of the cache, and what is longer counts. The last row sleeps in Python.
+# Python. A pair of events also counts the time that the GPU waits for Python.
+# While the cache is cleared Python runs ahead, so only the part of its time
+# that outlasts the clearing counts. The last row sleeps in Python.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x, rows = torch.rand(1, device=DEVICE), {}
@@ -352,7 +357,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Flipping bits takes power, a GPU at its power limit lowers its clock, and a
 # product of zeros flips few. Each kind of data keeps the GPU busy for a while;
-# then the driver is asked, under load. A row starts at the last one's clock.
+# then the driver is asked, under load. Each row starts at the clock at which
+# the row above it ended.
 
 
 def sustain(op, seconds):
@@ -394,8 +400,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show("bfloat16, 8192^3: TFLOP/s", rows, columns)
 
 # %%
-# So use data like your users', and mind who goes first: ``A`` and ``B`` are two
-# names of that same product, timed after a rest.
+# Random data ends at more watts, fewer MHz and a lower rate than zeros. So use
+# data like your users', and mind who goes first: ``A`` and ``B`` are two names
+# of the product of random data, timed after a rest.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     rows = {}
@@ -407,14 +414,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show("TFLOP/s", rows, ["A", "B", "std of A", "std of B"])
 
 # %%
-# What separates ``A`` from ``B`` is no property of a kernel. Take turns, and
-# call two versions equal when they are closer than their spread.
+# ``A`` and ``B`` are one call, so their difference is no property of a kernel.
+# (One timing has no ``std``.) Take turns, and call two versions equal when they
+# are closer than their spread.
 #
 # The roofs of this machine
 # -------------------------
 #
-# Memory has a roof for each mix of reads and writes, arithmetic one for each
-# type: the vendor's matrix product (FMAs in ``float32``), at today's clock.
+# Memory has a roof for each mix of reads and writes. Arithmetic has one for
+# each type: the vendor's matrix product (FMAs in ``float32``), at the clock
+# that it gets.
 
 
 def measure_roofs():
@@ -448,7 +457,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The addition by the number of its multiply-adds: operations per second, the
 # median and the 20 and 80 % quantiles. ``Roof`` is what it can attain with the
 # ``add`` and ``float32`` above. PyTorch runs each step as separate kernels,
-# so its intensity stays low; ``torch.compile`` unrolls them (up to 64 here).
+# so its intensity stays low; ``torch.compile`` unrolls them (only to 64 here).
+# The flat part of ``Roof`` is a matrix product's, not this kernel's.
 
 
 @triton.testing.perf_report(
@@ -525,10 +535,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# Under the slant, arithmetic is free and only bytes count; under a flat line
-# it is the other way round. A point far below both, such as the small product,
-# is bound by what the picture leaves out, its launch or too few programs. Next
-# comes ``autotune.py``, which chooses by measuring.
+# Far left of the ridge point only bytes count, far right only operations; near
+# it both do, and a kernel stays further below. A roof is a measurement too: at
+# another clock the largest product passes it. The smallest product takes little
+# longer than an empty kernel, so its rate says nothing about its arithmetic.
+# Next comes ``autotune.py``, which chooses by measuring.
 #
 # Go further
 # ----------

@@ -13,15 +13,16 @@ Debugging a kernel
 
 A kernel fails in one of three ways: the compiler refuses it, the GPU stops
 it, or it runs and the result is wrong. Each way has its own tools, and each
-tool has things that it cannot see. You know ``vector_add.py`` and
-``row_sum.py``, and how a kernel is launched from ``launch.py``.
+tool has things that it cannot see. You know ``vector_add.py``, ``row_sum.py``
+and ``launch.py``.
 
 After this page you can
 
 * stop inside a kernel and look at its tiles;
 * print and assert in a kernel that runs on the GPU;
 * read the ten errors that nearly everyone meets, and fix them;
-* find a stray access, an unwritten input and a race, or know who can't.
+* find a stray access, an unwritten input and a race, and know which tool
+  misses them.
 """
 
 # sphinx_gallery_tags = ["debugging"]
@@ -42,12 +43,12 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 # %%
-# One process for each crime
-# --------------------------
+# One process for each failure
+# ----------------------------
 #
 # What this page shows is meant to fail, and a failure on the GPU takes the
-# process with it. So every culprit is a script of its own, and the page prints
-# what it said. Do so with yours: no tool is worth more than a short script.
+# process with it. So each failing kernel is a script of its own, and the page
+# prints the script's output. Do the same with your own failures.
 
 import json
 import re
@@ -113,8 +114,8 @@ if __name__ == "__main__":
 
 # %%
 # There it is: the fourth element, which the mask turns off, takes part in the
-# maximum. (``p`` prints any expression, ``n`` steps to the next line.) Behind
-# the end of a row has to stand what changes no maximum:
+# maximum. (``p`` prints any expression, ``n`` steps to the next line.) Masked
+# elements must hold a value that changes no maximum:
 
 
 @triton.jit
@@ -148,7 +149,8 @@ for shape in ((1, 3), (5, 64)):
 #
 # The next script only compiles, which takes no GPU: ``triton.compile`` is told
 # the types of the arguments and what to compile for, here an H100. It prints
-# the messages in the intermediate code, without debug mode and with it.
+# which messages are left in the compiler's code, first without debug mode,
+# which drops ``device_assert``, then with it.
 
 COMPILER = """
 import json, re, runpy, sys
@@ -202,7 +204,8 @@ if __name__ == "__main__":
     assert [said.count(w) for w in ("is x:", "negative", "int32")] == [2, 1, 1]
 
 # %%
-# Debug mode puts an assertion on int32 sums and products as well.
+# Debug mode also asserts that int32 sums and products stay in range: the second
+# list has one for the product with ``program_id``.
 # ``TRITON_DEBUG=1`` turns it on for all kernels, ``@triton.jit(debug=True)``
 # for one; without it ``device_assert`` `does nothing
 # <https://github.com/triton-lang/triton/issues/1448>`_. The static ones are
@@ -234,7 +237,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     assert len(re.findall("= .*device-side assert triggered", said)) == 2, said
 
 # %%
-# The third launch is blameless and fails with the second one's error: after a
+# The third launch is right and yet fails with the second one's error: after a
 # failed assertion, or an illegal access, the process is done with that GPU.
 # (The interpreter checks no ``device_assert``, whatever ``TRITON_DEBUG`` is.)
 #
@@ -357,7 +360,9 @@ if __name__ == "__main__":
 
 # %%
 # The caret stands under what was refused; read the last line first. The last
-# three get past the compiler: a **launch** raises them, so they take a GPU.
+# three get past the compiler and need a GPU. The **launch** raises 8 and 9.
+# Number 10 appears later, in the next call that waits for the GPU, unless
+# ``CUDA_LAUNCH_BLOCKING=1`` makes each launch wait.
 #
 # 8. `#2925 <https://github.com/triton-lang/triton/issues/2925>`__: a tensor
 #    on the CPU, or on a GPU that isn't the current one.
@@ -402,7 +407,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What the interpreter cannot tell
 # --------------------------------
 #
-# A kernel that is right there has its arithmetic right, but for four things:
+# A kernel that is right in the interpreter has the right formulas. The
+# interpreter still misleads about four things:
 #
 # * **bfloat16.** The interpreter computes with its bits as if they were an
 #   integer (`#4972 <https://github.com/triton-lang/triton/issues/4972>`__).
@@ -410,9 +416,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # * **Races.** Programs run one after another. Here 1000 of them add 1 to the
 #   same number, by a load and a store or atomically.
 # * **Stray reads.** What lies behind a tensor is read without a word, on the
-#   GPU too: eight of five ones. A masked load gives 0 here, anything there.
-# * **False promises.** ``tl.multiple_of`` promises the compiler that it may
-#   read 16 bytes at a time. With offsets that start at 3, it may not.
+#   GPU too: a sum of eight elements of a tensor of five. A masked load without
+#   ``other`` gives 0 in the interpreter and may give anything on a GPU.
+# * **False promises.** ``tl.multiple_of`` promises that offsets start at a
+#   multiple of 16, so the compiler reads 16 bytes at a time. These start at 3.
 
 PITFALLS = r"""
 @triton.jit
@@ -460,16 +467,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # finds accesses outside of all allocations, *initcheck* reads of what nobody
 # wrote, *racecheck* races in shared memory among the threads of a program.
 #
-# PyTorch cuts tensors out of large pieces of memory, so what lies behind a
-# tensor is a valid address. ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` gives every
-# tensor an allocation of its own. A stray read is run both ways below.
+# PyTorch cuts tensors out of large pieces of memory and uses them again. So
+# what lies behind a tensor is a valid address, and the memory of
+# ``torch.empty`` may have been written before. With
+# ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` every tensor has an allocation of its
+# own. A stray read is run both ways below.
 #
-# In plain Triton code the compiler places the barriers, so a report of
-# racecheck is its bug. Inline assembly can do it wrong: here each thread puts
-# its number into a slot and takes that of another warp, with a barrier in
+# In plain Triton code the compiler places the barriers, so a race in shared
+# memory would be its bug. Inline assembly can do it wrong: here each thread
+# puts its number into a slot and takes that of another warp, with a barrier in
 # between (``SAFE``) or without (``RACY``). The race of ``count_kernel`` is in
-# *global* memory, among programs, where racecheck doesn't look: a wrong sum
-# that moves is all you get.
+# *global* memory, among programs, where racecheck doesn't look: the last check
+# finds nothing, and only the wrong sum tells you.
 
 EXCHANGE = r"""
 SAFE = '''{ .shared .b32 slots[128]; .reg .b32 base, mine, other;
@@ -546,8 +555,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Answers
 # -------
 #
-# **1.** Only ``tl.device_print``, by showing the 0: no access is stray, nobody
-# races. A check against PyTorch finds it, on negative numbers in a ragged row.
+# **1.** Only ``tl.device_print``, by showing the 0: no access is stray, and one
+# program cannot race. A check against PyTorch finds it, on negative numbers in
+# a row shorter than the block.
 #
 # **2.** ``while tl.load(x_ptr + i, mask=i < N, other=-1.0) >= 0``: behind the
 # end stands a number that ends the loop.

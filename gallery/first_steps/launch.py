@@ -79,7 +79,7 @@ if __name__ == "__main__":
 # The grid
 # --------
 #
-# In the square brackets stands the *grid*: how many programs, along up to
+# The *grid* stands in the square brackets: how many programs, along up to
 # three axes. Here each program writes its place in the grid as two digits.
 
 
@@ -108,8 +108,8 @@ assert out.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
 # * other functions decorated with ``@triton.jit``;
 # * global constants, if they are wrapped in ``tl.constexpr``.
 #
-# This kernel uses all of it. It adds up ``TERMS`` terms of the power series of
-# :math:`e^x`, innermost bracket first: :math:`1 + x (1 + x (1/2 + \dots))`.
+# This kernel uses some of each. It adds up ``TERMS`` terms of the power series
+# of :math:`e^x`, innermost bracket first: :math:`1 + x (1 + x (1/2 + \dots))`.
 # ``tl.static_range`` unrolls its loop, so that each ``k`` is a constant.
 
 SERIES = tl.constexpr((1.0, 1.0, 1 / 2, 1 / 6, 1 / 24, 1 / 120))
@@ -139,9 +139,9 @@ def exp_kernel(
 
 # %%
 # The grid may also be a function. Triton calls it with a dictionary of the
-# kernel's arguments. Take the *meta-parameters* from there, the constexprs:
-# whoever chooses ``BLOCK``, you today or ``autotune.py`` later, the grid
-# follows. Options of the launch, such as ``num_warps``, are not in it.
+# kernel's arguments. Take constexprs such as ``BLOCK`` (*meta-parameters*) from
+# there: then the grid is still right when ``autotune.py`` chooses ``BLOCK``.
+# Options of the launch, such as ``num_warps``, are not in the dictionary.
 
 
 def exp_series(x):
@@ -160,9 +160,9 @@ def exp_series(x):
 
 
 # %%
-# The check, for ``|x| <= 1``. Six times a coefficient, a product and a sum, all
-# below 3, are rounded, and multiplying by ``x`` enlarges no error. That makes
-# :math:`6 \cdot 3 \cdot 3 \cdot 2^{-24} < 4 \cdot 10^{-6}` at most.
+# The check, for ``|x| <= 1``. Each of six steps rounds a coefficient, a product
+# and a sum, all below 3, and a product with ``x`` enlarges no error. So the
+# error is :math:`6 \cdot 3 \cdot 3 \cdot 2^{-24} < 4 \cdot 10^{-6}` at most.
 
 torch.manual_seed(0)
 for N in (1, 1000, 4096):
@@ -281,8 +281,9 @@ if __name__ == "__main__":
     REFUSED += [returns]
 
 # %%
-# Each is decorated and compiled in the other process. Printed is the last line
-# of the exception; the lines before it quote the source.
+# Each is decorated and compiled in the other process; first, ``empty_kernel``
+# is called without a grid. The cell prints the last line of each exception. The
+# lines before it quote the source.
 
 if __name__ == "__main__":
 
@@ -376,9 +377,10 @@ if __name__ == "__main__":
 options
 
 # %%
-# What some of them do to ``exp_kernel``: registers per thread, and bytes of
-# stack, where spilled registers go, are read from the machine code; fused
-# instructions are counted in its PTX, which also holds the directives.
+# What some of them do to ``exp_kernel``. Registers per thread, and bytes of
+# stack for spilled ones, are read from the machine code. Fused instructions and
+# directives are read from the PTX, NVIDIA's portable assembly. ``.reqntid`` is
+# the number of threads of a block, 32 for each warp.
 
 if __name__ == "__main__":
 
@@ -404,9 +406,9 @@ if __name__ == "__main__":
     print(pd.DataFrame(rows.values(), rows, columns).to_string())
 
 # %%
-# (``launch_pdl`` leaves the code alone: it goes with the launch.) Options that
-# are gone: device and stream are PyTorch's current ones now, ``warmup`` is a
-# method, and ``num_ctas`` is the size of a cluster.
+# (``launch_pdl`` leaves the code alone: it goes with the launch.) Some options
+# are gone. Device, its type and the stream are PyTorch's current ones,
+# ``warmup`` is a method, and ``num_ctas`` is the size of a cluster.
 
 if __name__ == "__main__":
 
@@ -425,8 +427,8 @@ if __name__ == "__main__":
 # type of each argument with a hint. An integer 1 becomes a constant. Of other
 # integers and of addresses it is noted whether 16 divides them; of floats,
 # nothing. This *specialization* makes code faster, and each new key costs a
-# compilation. The table has the type of ``N`` and the loads of each thread for
-# its eight elements, on its right with ``do_not_specialize=["N"]``.
+# compilation. The table has the type of ``N``, and a thread's loads for its
+# eight elements. Its right column is with ``do_not_specialize=["N"]``.
 
 if __name__ == "__main__":
 
@@ -451,11 +453,13 @@ if __name__ == "__main__":
     assert "16 bytes" in free["N = 4096"] != fixed["N = 4096"]
 
 # %%
-# Where the mask may end among four elements, they cannot be loaded as one. So
-# ``do_not_specialize`` is for arguments that touch neither mask nor address;
-# for others it trades compilations for slower loads, as Helion `found out
+# Where the mask may end among four elements, or 16 does not divide the address,
+# four elements cannot be loaded as one. So ``do_not_specialize`` is for
+# arguments that touch neither mask nor address; for others it trades
+# compilations for narrower loads, as Helion `found out
 # <https://github.com/pytorch/helion/pull/2426>`_. On a GPU, the next cell
-# counts the kernels of real launches, and shows what a launch refuses.
+# counts the kernels of real launches. It also shows two refusals: a second axis
+# that is too long, and a tensor on the CPU.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x, kernels = torch.rand(1024, device=DEVICE), {}
@@ -472,9 +476,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What the compiler leaves behind
 # -------------------------------
 #
-# ``warmup`` returns the compiled kernel. Its ``asm`` has every stage on the way
-# to machine code. They lie on disk too, in ``TRITON_CACHE_DIR`` or
-# ``~/.triton/cache``, where other processes find them.
+# ``warmup`` returns the compiled kernel. Its ``asm`` has every stage: Triton's
+# own (``ttir``, ``ttgir``), LLVM's (``llir``), ``ptx``, and machine code
+# (``cubin``). The files lie in ``TRITON_CACHE_DIR`` or ``~/.triton/cache``,
+# where other processes find them.
 
 if __name__ == "__main__":
 
@@ -500,7 +505,9 @@ if __name__ == "__main__":
 
 # %%
 # The key on disk also has the source of the kernel and of all that it calls,
-# the number of its first line, Triton's own source, and ``ptxas``' version.
+# the constexpr globals, the number of the first line (a kernel that moves down
+# is compiled again), Triton's own source, the version of ``ptxas``, and the
+# environment variables that change code.
 #
 # Break it: works for every size but one
 # --------------------------------------
@@ -534,8 +541,8 @@ if __name__ == "__main__":
 # %%
 # At ``N = 1`` the argument is the constant 1, and a number has no ``.to``: an
 # `open issue of Triton <https://github.com/triton-lang/triton/issues/2939>`_.
-# ``tl.cast`` takes both. A test with sizes like 1000 never sees it, and the
-# interpreter neither; let every test have a size 1.
+# ``tl.cast`` takes both. A test with sizes like 1000 never sees it, and neither
+# does the interpreter. Let every test have a size 1.
 #
 # Go further
 # ----------
@@ -552,7 +559,9 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** One; at most three (1, multiples of 16, all others); one per length.
+# **1.** One with ``do_not_specialize``. Without it at most three: for 1, for
+# multiples of 16, and for all others. As a constexpr, each length has its own.
 #
-# **2.** Call ``warmup`` at the start, with a dtype in the place of each tensor
-# and 1, 16 and 17 for each integer, or ship the cache's folder.
+# **2.** Call ``warmup`` at the start, with the same options and constexprs, a
+# dtype in the place of each tensor, and 1, 16 and 17 for each integer. That
+# covers addresses that 16 divides. Or ship the cache's folder.

@@ -62,7 +62,7 @@ if __name__ == "__main__":
 # A matrix is a pointer and two strides
 # -------------------------------------
 #
-# A kernel gets the address of the first element, ``a_ptr``, and nothing else.
+# Of a tensor, a kernel gets only the address of the first element, ``a_ptr``.
 # The *strides* say how many elements to skip in order to move down by one row
 # or right by one column. Element ``(m, n)`` of any PyTorch matrix lies at
 #
@@ -190,8 +190,9 @@ if __name__ == "__main__":
 #                      \______\______\______\_____ tl.sum, once
 #
 # Adding block to block, every thread adds its own elements to its own sums.
-# ``tl.sum`` across the block is where threads have to talk to each other,
-# through shuffles and shared memory, so it waits until the loop is over.
+# ``tl.sum`` across the block is where threads have to talk to each other: by
+# shuffles, which pass registers around within a warp, and through the shared
+# memory of the multiprocessor. So it waits until the loop is over.
 #
 # ``acc`` has a type of its own, ``ACC``. In registers a wide type is cheap:
 # the bytes that count are those that come from memory, and they stay the same.
@@ -223,11 +224,11 @@ def sum_row_kernel(
 # The launcher
 # ------------
 #
-# The types follow PyTorch: integers and truth values are counted in int64, a
+# The types follow PyTorch: integers and truth values are summed in int64, a
 # floating type comes back as it went in. Half precision is accumulated in
 # float32 and rounded once, by the store. The strides are passed on, so no
-# input is ever copied. An empty row needs no special case, because the loop
-# does nothing and ``acc`` is zero; only an empty grid does.
+# input is ever copied. An empty row needs no special case: the loop does
+# nothing and ``acc`` is zero. A matrix without rows does: its grid is empty.
 
 ACC = {
     torch.float16: tl.float32,
@@ -282,7 +283,7 @@ def sum_row(A):
 #
 # An element takes part in at most ``ceil(N / BLOCK_N)`` additions in the loop
 # and in ``log2(BLOCK_N)`` in ``tl.sum``, which adds in a tree. That makes 15
-# for the longest row below, each off by a relative :math:`2^{-24}` at most.
+# for the longest row below. Each is off by a relative :math:`2^{-24}` at most.
 # These elements are positive, so nothing cancels and the errors stay relative
 # to the sum: :math:`15 \cdot 2^{-24} < 10^{-6}`. The reference is in float64.
 
@@ -293,7 +294,7 @@ for M, N in ((3, 4096), (5, 10_007), (7, 1), (2, 0), (0, 3)):
     torch.testing.assert_close(sum_row(A).double(), expected, rtol=1e-6, atol=0)
 
 # %%
-# The strides have to matter, and they have to cost no exactness. Integers are
+# Views with other strides have to be as exact as the matrix. Integers are
 # compared exactly. A float16 result is rounded once more, to 11 bits.
 
 A = torch.rand(100, 60, device=DEVICE)
@@ -330,17 +331,17 @@ if __name__ == "__main__":
         print(f"{block:10}", *(f"{block // (32 * w):11}" for w in WARPS))
 
 # %%
-# An element per thread is a register, and also a load that is under way at the
-# same time as the others. Memory answers hundreds of cycles later, so a GPU
-# reaches its bandwidth only with many bytes *in flight*: by Little's law, as
-# many as the bandwidth times the time to the answer. Too few elements per
-# thread and too few programs leave the memory idle. Too many elements cost so
-# many registers that fewer programs fit beside each other, and when all of
-# them wait in ``tl.sum`` at once, nothing is in flight either.
+# Each float32 element that a thread holds takes a register, and its bytes are
+# under way together with the others. Memory answers hundreds of cycles later,
+# so a GPU reaches its bandwidth only with many bytes *in flight*: by Little's
+# law, as many as the bandwidth times the time to the answer. Too few elements
+# in all the programs together leave the memory idle. Too many in a thread cost
+# so many registers that fewer programs fit beside each other. While every
+# program waits in ``tl.sum``, no load is in flight.
 #
-# Which side weighs more is for the hardware to say. On a GPU, the next cell
-# tries the whole grid on a float32 matrix of 16384 by 16384. (Without one it
-# prints nothing, and the benchmark below is left out too.)
+# Which matters more has to be measured. On a GPU, the next cell tries the whole
+# grid on a float32 matrix of 16384 by 16384. (Without one it prints nothing,
+# and the benchmark below is left out too.)
 
 
 def gigabytes_per_second(M, N, milliseconds):
@@ -438,20 +439,22 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# For large matrices all of them read the same bytes, and the memory decides.
-# Where the loop and the single block agree, the loop costs nothing and takes
-# rows of any length; that is why ``sum_row`` is the loop. ``torch.compile``
-# writes a Triton kernel of this kind itself; call it a draw when two lines are
-# closer than their bands are wide. The roof need not be a ceiling: a copy
-# makes the memory turn around between reading and writing, and a sum hardly
-# ever writes. In the table of warps, look for the plateau. Where neighbours
-# agree the choice does not matter; where a thread has too many elements, it
-# does.
+# All of them read the same bytes. For the largest matrix, both Triton kernels
+# and ``torch.compile`` reach the roof; PyTorch's kernel stays below it. The
+# loop and the single block stay close for large matrices, and only the loop
+# takes rows of any length; that is why ``sum_row`` is the loop.
+# ``torch.compile`` writes a Triton kernel of this kind itself; call it a draw
+# when two lines are closer than their bands are wide. The roof need not be a
+# ceiling: half of the bytes of a copy are written, and a sum hardly writes any.
+# In the table of warps, compare neighbours: where they agree, the choice does
+# not matter. The last line is the slowest for any number of warps. There a
+# block is a whole row, so the loop runs only once.
 #
 # For small matrices a launch takes longer than the bytes do (``vector_add.py``
-# takes that apart), and in between, a kernel's start and end still weigh;
-# ``torch.compile`` may lead there. A dip with a wide band is not the kernel's:
-# the CPU took longer to make the call than the GPU to empty its cache.
+# takes that apart). In between, ``torch.compile`` leads; this page does not
+# find out why. ``do_bench`` does not hide the launch: where the CPU takes
+# longer to make the call than the GPU to empty its cache, the figure holds CPU
+# time too.
 
 # %%
 # Break it: the wrong accumulator
@@ -487,8 +490,8 @@ if __name__ == "__main__":
 #
 # 1. For rows of 8 elements, a program per row leaves most of its warp idle.
 #    Give each program a block of ``(BLOCK_M, BLOCK_N)`` elements.
-# 2. ``sum_row(A.T)`` is right for a contiguous ``A``. Why is it slow, and how
-#    does your kernel from 1 help?
+# 2. ``sum_row(A.T)`` is right for a contiguous ``A``. What does each of its
+#    loads move, and how does your kernel from 1 help?
 # 3. ``sum_row`` of a single row with :math:`10^8` elements uses one program,
 #    and so one multiprocessor. Use them all, without a new kernel.
 #

@@ -94,7 +94,7 @@ if __name__ == "__main__":
 
 # %%
 # Down a column, each thread gets a sector to itself and uses four bytes of it.
-# With 16 bytes per thread, an instruction moves the most it can on an H100.
+# Sixteen bytes per thread are the most for one instruction on an H100 or H200.
 #
 # Step 1: a row per program
 # -------------------------
@@ -153,8 +153,8 @@ torch.testing.assert_close(transpose_rows(x), x.t(), rtol=0, atol=0)
 #                                             +-----+-----+
 #
 # Two ranges make a tile: ``offs_m[:, None]`` is a column, ``offs_n[None, :]`` a
-# row, and their sum broadcasts to all pairs. In PyTorch it does, too. For a
-# tile of 2 by 4, an ``x`` of 1000 columns and an ``out`` of 100:
+# row, and their sum broadcasts to all pairs, as in PyTorch. For a tile of 2 by
+# 4, an ``x`` of 1000 columns and an ``out`` of 100:
 
 if __name__ == "__main__":
     offs_m, offs_n = torch.arange(2)[:, None], torch.arange(4)[None, :]
@@ -169,8 +169,9 @@ if __name__ == "__main__":
 # Step 3: the order of the tiles
 # ------------------------------
 #
-# Programs start about in the order of their numbers, and hundreds are under way
-# at a time. ``tl.swizzle2d`` lets ``GROUP`` rows of tiles advance together:
+# CUDA promises no order of programs, but they start about as they are numbered,
+# many at a time. ``tl.swizzle2d`` lets ``GROUP`` rows of tiles advance
+# together:
 #
 # .. code-block:: text
 #
@@ -180,11 +181,12 @@ if __name__ == "__main__":
 #      8   9  10  11            8  10  12  14
 #     12  13  14  15            9  11  13  15
 #
-# Of 256 by 256 tiles, the first 1024 are 4 whole rows if ``GROUP`` is 1: they
-# write a narrow strip to *every* row of ``out``. If it is 32, they are a
-# square; if it is 256, 4 whole columns, which finish whole rows of ``out``. A
-# table below compares the three. Memory likes neighbours beyond the sector: it
-# opens wide rows of cells at once, and caches the translations of its pages.
+# A matrix of 16384 by 16384 has 256 rows of 256 tiles of 64 by 64. If ``GROUP``
+# is 1, the first 1024 of them are 4 whole rows: they write a narrow strip to
+# *every* row of ``out``. If it is 32, they are a square; if it is 256, 4 whole
+# columns, which finish whole rows of ``out``. A table below compares the three.
+# (Wide rows of DRAM and cached translations of pages may make the difference.
+# This page does not measure them.)
 #
 # The kernel
 # ----------
@@ -272,21 +274,23 @@ if __name__ == "__main__":
     assert "shared" not in view
 
 # %%
-# ``v4`` is four elements at once. The row kernel has to store one by one, the
-# tile kernel loads and stores in fours. For either side the compiler chose a
-# *layout*, a plan of which thread holds which element, that follows the stride
-# of 1; the tile goes from one to the other through *shared memory*. For a
-# transposed view, both sides follow the same direction, the detour is gone,
-# and what remains is a copy. (Triton compiles a stride of 1 as a constant, and
-# notes which arguments 16 divides. An odd row length loses the ``v4``.)
+# ``v4`` is four elements at once. The row kernel loads in fours but has to
+# store one by one; the tile kernel does both in fours. For either side the
+# compiler chose a *layout*, a plan of which thread holds which element. Between
+# two layouts, elements go through *shared memory* (``st.shared``, then
+# ``ld.shared`` or ``ldmatrix``). In the tile kernel each follows the stride of
+# 1. For a transposed view, both sides follow the same direction, the detour is
+# gone, and what remains is a copy. (Triton compiles a stride of 1 as a
+# constant, and notes which arguments 16 divides. An odd row length loses the
+# ``v4``.)
 #
 # The launcher
 # ------------
 #
 # A transpose moves bits and need not know what they mean. Viewed as integers
-# of equal size, all dtypes share the code of four. (complex128 would need
-# integers of 16 bytes. Triton has none, so the op refuses it.) In a matrix
-# thinner than a tile, the tile gets longer as it gets narrower.
+# of the same size, all dtypes are served by four versions of the kernel.
+# (complex128 would need integers of 16 bytes. Triton has none, so the op
+# refuses it.) For a thin matrix, the launcher takes a narrower, longer tile.
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # For each size of an element: BLOCK_M, BLOCK_N, num_warps.
@@ -359,6 +363,7 @@ for other in (x > 0, x.bfloat16(), x.double(), torch.complex(x, -x).conj()):
 #
 # A large tile has long rows on both sides; of small ones, more are under way
 # at a time. On a GPU, the next cell tries ``(BLOCK_M, BLOCK_N, num_warps)``.
+# Look for the best tile, and for what a square of tiles (``GROUP = 32``) gains.
 
 SIZES = (32, 64, 128)
 VARIANTS = [(m, n, m * n // 1024) for m in SIZES for n in SIZES]
@@ -388,7 +393,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Square float32 matrices; the figure is ``8 * M * N / time``. Three lines are
 # our three steps: a row per program, tiles row after row, and the op. ``Roof``
-# copies the matrix. Medians of cold calls, with 20 and 80 % quantiles.
+# copies the matrix. Before each call the L2 cache is emptied. For the smallest
+# matrices the GPU waits for the CPU, and the figure holds that time too.
 
 LINES = ["Triton, uncoalesced", "Triton, GROUP = 1", "Triton"]
 LINES += ["PyTorch", "torch.compile", "Roof"]
@@ -460,12 +466,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# All but the roof move elements between the same addresses; what lies between
-# the lines is order. From a row per program to tiles it is the order within a
-# warp: a store of 128 bytes in 32 sectors becomes one of 512 in 16. (Add the
-# load, and the sectors fall from 36 to 8 for each 128 bytes.) From ``GROUP =
-# 1`` to the op it is the order among programs: the last few percent. The
-# fastest transpose never happens: a kernel that takes strides reads the view.
+# All but the roof move elements between the same addresses, in other orders.
+# From a row per program to tiles it is the order within a warp: a store of 128
+# bytes in 32 sectors becomes one of 512 in 16. (With the load, 36 sectors for
+# each 128 bytes become 8. For large matrices the rate gains more than that, so
+# the count is not all.) From ``GROUP = 1`` to the op it is the order among
+# programs: for large matrices, the last few percent. Fastest is no transpose: a
+# kernel that takes strides reads the view. In the last table the odd row length
+# stands out: it has lost the ``v4``.
 
 # %%
 # Break it: an offset of 32 bits
@@ -474,7 +482,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``tl.program_id`` and ``tl.arange`` are int32, and so is each size or stride
 # that fits. The product of two int32 is an int32, and beyond
 # :math:`2^{31} - 1` it wraps around without a word. This kernel reads the first
-# elements of four rows, or without a matrix, only their offsets:
+# element of each of four rows. Without a matrix, it returns their offsets:
 
 
 @triton.jit
@@ -509,7 +517,7 @@ if __name__ == "__main__":
 
 # %%
 # Row 32768 begins at :math:`2^{31}`; its int32 offset lies *before* the matrix.
-# Mostly the kernel would die there. On a GPU, we place a neighbour there first:
+# That memory is seldom ours. On a GPU, the next cell puts a neighbour there:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     M, N = 2**15 + 4, 2**16
@@ -524,7 +532,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     torch.testing.assert_close(transpose(x)[:, -9:], x[-9:].t())
 
 # %%
-# Two rows of the neighbour, read as ours; a store would have overwritten them.
+# The two -1 are the neighbour's; a store would have overwritten them.
 # The cure is ``.to(tl.int64)`` *before* the product. Published kernels `have
 # needed it <https://github.com/fla-org/flash-linear-attention/pull/1082>`_. So
 # test with more than :math:`2^{31}` elements: in int8 that is 2 GiB.
@@ -551,5 +559,5 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # **1.** A second axis of the grid counts the matrices. Its id, in int64, times
 # the strides between matrices moves both pointers before anything else.
 #
-# **2.** No stride is 1, so the compiler follows the last dimension, here the
-# long way. A launcher could compare the strides and say which way is short.
+# **2.** No stride is 1, so neighbouring threads follow the last dimension. Its
+# stride is the long one here. A launcher could swap the two dimensions' roles.

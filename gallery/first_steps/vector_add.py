@@ -147,7 +147,8 @@ if __name__ == "__main__":
 #   gives another compiled kernel.
 # * An ``if`` on a dtype is settled while compiling; the branches not taken
 #   leave no trace in the machine code.
-# * Nothing here mentions threads. The compiler spreads the block over the 32
+# * Nothing here mentions threads. A program is one of CUDA's thread blocks; a
+#   *block* here is a piece of the array. The compiler spreads it over the 32
 #   threads of each of ``num_warps`` warps (4 unless you say otherwise).
 
 
@@ -224,8 +225,8 @@ if __name__ == "__main__":
 # The compiler decides which thread holds which element, and it writes that
 # plan as a map from the bits of a thread's number to the bits of an element's
 # index. (The paper on `linear layouts <https://arxiv.org/abs/2505.23819>`_ has
-# the details.) A map of bits covers 2, 4, 8, ... elements, all of them or
-# none. The mask turns that fixed number into the one you need.
+# the details.) With ``k`` bits one counts exactly ``2**k`` elements, so that is
+# what a block has. The mask switches off those that you don't need.
 #
 # The launcher
 # ------------
@@ -306,9 +307,8 @@ b = torch.tensor([False, False, True, True], device=DEVICE)
 torch.testing.assert_close(add(a, b), a + b)
 
 # %%
-# For bfloat16 the result is correctly rounded on a GPU too. (Without one, the
-# interpreter cuts the last bits off where the hardware rounds.) What the op
-# does not take, it names:
+# There is no check in bfloat16: without a GPU, the interpreter cuts the last
+# bits off where the hardware rounds. The op names what it does not take:
 
 if __name__ == "__main__":
     for other in (torch.rand(3, 1), torch.rand(2, 3).to(torch.complex64)):
@@ -328,8 +328,9 @@ if __name__ == "__main__":
 #
 # ``gpu_time``, in the opening of this script, takes the three by turns. Before
 # each call the GPU sleeps and then empties its L2 cache. Meanwhile the CPU
-# prepares the launch, so the time is that of the kernel alone. The line is the
-# median, the band around it runs from the 20th to the 80th percentile.
+# prepares the launch, so no CPU time is in the figure. ``GB/s`` is the median
+# rate, ``low`` and ``high`` are its 20th and 80th percentile, and ``late`` says
+# whether the GPU had to wait for the CPU.
 #
 # The numbers need a GPU. Without one, the recipe stops at the checks here:
 # timing the interpreter would say nothing about the kernel.
@@ -359,9 +360,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ----------------------------------
 #
 # On the left of the figure the vectors are so short that their bytes take next
-# to no time. What remains is the cost of starting a kernel. This table takes
-# it apart. ``GPU`` is the time that passes on the GPU; ``CPU`` is the time that
-# a call takes on the CPU, before the GPU hears of it.
+# to no time. What remains is the time to start a kernel and to finish it: the
+# column ``GPU`` below. ``CPU`` is the time until a call returns. The figure
+# leaves it out; a program that calls one short op after another pays it.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     print("microseconds   Triton: GPU     CPU   PyTorch: GPU     CPU")
@@ -376,20 +377,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# On the right, our curve and PyTorch's run into the roof. Both move exactly
-# the bytes of the floor, the memory is busy all the time, and a cleverer
-# kernel has nothing left to win. The only way to make this addition cheaper is
-# not to do it alone: a kernel that does it on the way, while the data is in
-# registers anyway, saves all ``12 * N`` bytes. That is *fusion*.
+# The three curves lie together from end to end: all three calls move exactly
+# the bytes of the floor. On the right they level off. There the memory sets the
+# pace, and a cleverer kernel has next to nothing left to win. The only way to
+# make this addition cheaper is not to do it alone. A kernel that has an operand
+# in registers anyway saves its bytes, and up to all ``12 * N`` of them. That is
+# *fusion*.
 #
 # On the left, the time hardly depends on ``N``, so the rate grows in step with
-# it. That is the ``GPU`` column: what it takes to start a kernel and to drain
-# it. The ``CPU`` column has the checks, the allocation and the launch. Compare
-# the ops there: our checks and Triton's launcher are mostly Python, PyTorch's
-# are C++. The GPU works through a queue that the CPU fills. So a loop over tiny
-# ops goes at the speed of the ``CPU`` column while the GPU waits. The cure is
-# fewer launches: more work in each kernel, or a CUDA graph that replays many
-# launches as one.
+# ``N``. The ``GPU`` column has that time: a kernel's start and end. The ``CPU``
+# column has the checks, the allocation and the launch. Compare the ops there:
+# our checks and Triton's launcher are mostly Python, PyTorch's are C++. The GPU
+# works through a queue that the CPU fills. So a loop over tiny ops goes at the
+# speed of the ``CPU`` column while the GPU waits. The cure is fewer launches:
+# more work in each kernel, or a CUDA graph that replays many launches as one.
 
 # %%
 # Break it: the missing mask
@@ -426,7 +427,7 @@ if __name__ == "__main__":
     print("with the mask:  out", out.tolist(), "neighbour", neighbour.tolist())
 
 # %%
-# ``out`` is right both times, which is what makes this bug so patient. PyTorch
+# ``out`` is right both times, so a test of ``out`` alone finds nothing. PyTorch
 # cuts small tensors out of larger blocks that it holds (its `memory notes
 # <https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management>`_
 # tell how). The store that overruns one of them seldom faults: it changes
@@ -501,7 +502,8 @@ torch.testing.assert_close(out, 2.0 * x + y)
 #
 # **3.** The gradient of a sum is the incoming gradient, once for each input.
 # ``torch.library.triton_op`` makes an op of the launcher that autograd and
-# ``torch.compile`` both understand.
+# ``torch.compile`` both understand. To keep it short, the cell leaves out the
+# checks of ``add``. An op for others needs all but the last of them.
 
 from torch.library import triton_op, wrap_triton
 

@@ -11,11 +11,12 @@ r"""
 Ahead of time: AOTInductor
 ==========================
 
-A Triton kernel is compiled by the process that first calls it, and that
-process needs your source, Triton and some time. AOTInductor compiles a whole
-module beforehand, the kernel with it, into one file: the *package*. A server
-loads it and calls it. ``which_api.py`` compared the ways to register a kernel;
-here the choice decides whether the kernel gets into the package.
+A Triton kernel is compiled, or fetched from a cache, by the process that first
+calls it, and that process needs your source, Triton and some time. AOTInductor
+compiles a whole module beforehand, the kernel with it, into one file: the
+*package*. A server loads it and calls it. ``which_api.py`` compared the ways to
+register a kernel; here the choice decides whether the kernel gets into the
+package.
 
 After this page you can
 
@@ -46,12 +47,13 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 # The module, in bytes
 # --------------------
 #
-# An embedding model often ends like this: subtract the mean of all embeddings,
+# An embedding model can end like this: subtract the mean of all embeddings,
 # then scale each row to length 1. In PyTorch that is ``normalize(x - mean,
 # dim=-1)``. For each float32 element the subtraction reads and writes 8 bytes,
-# the lengths read 4, the division moves 8 again: 20 bytes, where the floor is
-# 8. Our kernel normalizes a row in one go; the subtraction is left to Inductor,
-# PyTorch's compiler, for the package to have a kernel of each kind.
+# the lengths read 4, the division moves 8 again: 20 bytes. Any kernel has to
+# read and write each element once: 8 bytes, the *floor*. Ours normalizes a row
+# in one go; the subtraction is left to Inductor, PyTorch's compiler, so that
+# the package has a kernel of each kind.
 #
 # The kernel and its op
 # ---------------------
@@ -120,8 +122,8 @@ class Head(torch.nn.Module):
 # The check
 # ---------
 #
-# Squares are positive, so nothing cancels: their sum is off by about a dozen
-# roundings, which the root halves. :math:`10^{-6}` is twice what remains.
+# Squares are never negative, so nothing cancels. Their sum is off by about a
+# dozen roundings, and the root halves that error. :math:`10^{-6}` is twice it.
 
 torch.manual_seed(0)
 for shape in ((31, 257), (4, 8, 1024), (0, 257)):
@@ -262,9 +264,9 @@ if __name__ == "__main__":
 
 # %%
 # The op is one node of the exported graph, not looked into yet. Compiling opens
-# it, and compiles the kernel for the GPU at hand. On a machine without a GPU
-# Inductor gives up, as shown here. There ``run_decompositions`` puts PyTorch's
-# own functions in the op's place, and the program becomes a package for CPUs.
+# it, and compiles the kernel for the GPU at hand. Without a GPU Inductor gives
+# up; only there the next cell prints how. ``run_decompositions`` then puts
+# PyTorch's own functions in the op's place, for a package for CPUs.
 
 if __name__ == "__main__" and DEVICE.type == "cpu":
     print(refusal, *re.findall(CALLS, compiled), sep="\n")
@@ -298,8 +300,8 @@ if __name__ == "__main__":
 
 # %%
 # ``head.wrapper.cpp`` does what Python did: it allocates, computes the grid,
-# launches. Here are its calls, where ``s`` with a number is the size of the
-# batch, and the number of elements that Inductor's kernel was planned for.
+# launches. Below are its calls; ``s`` with a number is the size of the batch.
+# ``size_hints`` is how many elements Inductor's kernel was planned for.
 
 if __name__ == "__main__":
     wrapper = files["head.wrapper.cpp"].decode()
@@ -361,7 +363,8 @@ if __name__ == "__main__":
 #
 # With ``opaque=True`` it was ``custom_op`` that registered the op, and Inductor
 # can't look into that. The package calls the op by its name and has no kernel
-# of ours. So the server looks for the op (on a CPU, too: see ``which_api.py``):
+# of ours. The server does not know that name (``which_api.py`` has the same on
+# a CPU):
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     assert "normalize_kernel" not in kernels(unzip(OPAQUE))
@@ -372,14 +375,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(re.search(r"Could not find .*::normalize_opaque", str(error))[0])
 
 # %%
-# It would have to import the module that registers the op, and so Triton. Use
-# ``triton_op`` for what is to be deployed.
+# The server would have to import the module that registers it, and so Triton.
+# Use ``triton_op`` for what is to be deployed.
 #
 # What the package does not check
 # -------------------------------
 #
-# A package believes what it is told. ``serve`` gave it five odd inputs, first
-# without and then with the environment variable ``AOTI_RUNTIME_CHECK_INPUTS``:
+# A package checks its inputs only if it is asked to. ``serve`` gave it five odd
+# inputs, without and then with the variable ``AOTI_RUNTIME_CHECK_INPUTS``:
 
 if __name__ == "__main__":
     errors = re.findall(r"^Error: input_handles\[0\]: (.*)", errors, re.M)
@@ -389,11 +392,11 @@ if __name__ == "__main__":
     assert not accepted["float64"]
 
 # %%
-# Without it wrong dtypes, strides and widths give wrong numbers and no error.
-# (The batch beyond the range is right because nothing in this kernel depends on
-# it.) With it all five are refused, even the batch of 1, which is valid: the
-# check begins at 2, since export treats the sizes 0 and 1 as special cases.
-# Switch it on in tests; in production check where requests come in.
+# Without the check wrong dtypes, strides and widths give wrong numbers and no
+# error. (The batch beyond the range is right: neither kernel uses the limit.)
+# With it all five are refused, even the batch of 1, which is valid: the check
+# begins at 2, since export treats the sizes 0 and 1 as special cases. Switch it
+# on in tests; in production check where requests come in.
 #
 # What the package is bound to
 # ----------------------------
@@ -407,9 +410,9 @@ if __name__ == "__main__":
     print("C++ library:", "linked into the .so" if own else "shared")
 
 # %%
-# Some compilers link the C++ library into the ``.so``. Beside the one in use by
-# PyTorch, that can crash as the package is loaded; ``RTLD_GLOBAL`` in ``TOP``
-# makes both use the same. How strict is the loader? On a GPU, the next cell
+# Some compilers link the C++ library into the ``.so``. PyTorch then has another
+# one in use. We load it with ``RTLD_GLOBAL`` in ``TOP``, so that both use the
+# same one and cannot clash. How strict is the loader? On a GPU, the next cell
 # forges a package: its metadata and kernels are those of an A100.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -483,8 +486,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # than compiling everything, and the package loses what it should save. On a GPU
 # server set ``TORCHINDUCTOR_VEC_ISA_OK=0``, as ``elsewhere`` does: it says that
 # there are none. (Don't set it where you build for CPUs: their code would lose
-# its vectors.) The last row skips all that: the loader beneath is private in
-# Python, but public in C++ as ``torch::inductor::AOTIModelPackageLoader``.
+# its vectors.) Warm caches do not spare it. Without it, what the package saves
+# is in the first call; the import of Inductor is left, and only the last row is
+# without that: its loader is private in Python, but public in C++ as
+# ``torch::inductor::AOTIModelPackageLoader``.
 #
 # The benchmark
 # -------------
@@ -534,9 +539,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # On the right even the best write the centred rows and read them again: twice
-# the floor, so half of the roof, as Inductor fuses nothing into our op. PyTorch
-# takes longer than its bytes would. ``torch.compile`` plans for each size, the
-# package once. On the left launches count; ``cuda_graphs.py`` is about them.
+# the floor, so half of the roof, as Inductor fuses nothing into our op.
+# ``Triton`` and PyTorch stay below what their bytes allow. On the left launches
+# count, and the package is ahead; ``cuda_graphs.py`` is about launches.
 #
 # Go further
 # ----------

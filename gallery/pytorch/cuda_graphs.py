@@ -58,7 +58,9 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 #
 # ``torch.lerp(x, end, weight)`` is ``x + weight * (end - x)``. Each step of a
 # running average is one, ``average = lerp(average, sample, weight)``. It reads
-# two vectors and writes one: ``12 * N`` bytes in float32.
+# two vectors and writes one: ``12 * N`` bytes in float32. An `H200
+# <https://www.nvidia.com/en-us/data-center/h200/>`_ moves 4.8 TB/s, by its data
+# sheet.
 
 if __name__ == "__main__":
     x, end = torch.rand(2, 4096, device=DEVICE)
@@ -66,14 +68,13 @@ if __name__ == "__main__":
     print(f"{moved:,} bytes: {moved / 4.8e3:.0f} ns at 4.8 TB/s")
 
 # %%
-# (An `H200 <https://www.nvidia.com/en-us/data-center/h200/>`_, by its data
-# sheet.) A launch from Python takes microseconds, so the GPU mostly waits.
+# A launch from Python takes microseconds, so the GPU mostly waits.
 #
 # The kernel
 # ----------
 #
-# The weight is a number or the address of one, and on that depends whether a
-# graph can change it. A ``weight_ptr`` of ``None`` is known to the compiler.
+# The weight is a number or the address of one. A graph can change it only in
+# the second case. A ``weight_ptr`` of ``None`` is known to the compiler.
 
 
 @triton.jit
@@ -106,7 +107,7 @@ def lerp_kernel(
 # ------
 #
 # What ``lerp`` calls is registered (``triton_op.py`` explains how), so that
-# ``torch.compile`` takes it.
+# ``torch.compile`` takes it. It needs the kernel above, and ``DEVICE``.
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 BLOCK = 1024
@@ -156,8 +157,8 @@ def lerp(x, end, weight):
 # The check
 # ---------
 #
-# Between 0 and 1, the weight, ``1 - w``, a difference, a product and a sum are
-# rounded, by :math:`2^{-24}` at most each; the result, to its dtype (``rtol``).
+# For inputs between 0 and 1 each step rounds by :math:`2^{-24}` at most: the
+# weight, ``1 - w``, difference, product, sum; then the dtype (``rtol``).
 
 torch.manual_seed(0)
 for shape in ((1,), (4 * BLOCK,), (31, 257)):
@@ -208,8 +209,8 @@ if __name__ == "__main__":
     assert "u64 weight_ptr\nf32 weight\nu32 N\n" in said
 
 # %%
-# A graph stores these values as they are at its capture: addresses, no tensors;
-# ``N`` and the grid, no shape; a number, or the address to read it from.
+# A graph stores these values as they are at its capture. It knows addresses but
+# no tensors, ``N`` and the grid but no shape, and the weight or its address.
 #
 # Capture and replay
 # ------------------
@@ -244,8 +245,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print("two replays, two right results")
 
 # %%
-# Nothing waits: copies and replays queue up in order. The memory of ``out``
-# belongs to the graph, and each replay overwrites it: clone what you keep.
+# The CPU does not wait: copies and replays queue up in order. The memory of
+# ``out`` belongs to the graph, and each replay overwrites it: clone what you
+# keep.
 #
 # What capture refuses
 # --------------------
@@ -302,12 +304,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     assert "not permitted" in said["reads a tensor"]
 
 # %%
-# A first launch also loads code into the GPU, which `drivers refused
-# <https://github.com/rewarped/rewarped/issues/24>`_ during a capture; the first
-# case shows what this one does. Warm up with the very arguments to be captured:
-# then each kernel is loaded, and tuners and ``torch.compile`` are done. Waits
-# also hide in ``float(tensor)``, in ``if tensor:`` and in an index by a mask;
-# after ``torch.cuda.set_sync_debug_mode("error")`` most raise in any run.
+# A first launch also loads code into the GPU. Some drivers `refused that
+# <https://github.com/rewarped/rewarped/issues/24>`_ during a capture; see the
+# case "cold" for this one. Compiling fails too, by a copy. Warm up with the
+# very arguments to be captured: then each kernel is loaded, and tuners and
+# ``torch.compile`` are done. Waits also hide in ``float(tensor)``, in ``if
+# tensor:`` and in an index by a mask; after
+# ``torch.cuda.set_sync_debug_mode("error")`` most raise in any run.
 #
 # Break it: what a graph doesn't notice
 # -------------------------------------
@@ -366,9 +369,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     assert (out[0].item(), len(short)) == (7, 3)
 
 # %%
-# So keep each input as long as the graph (newer versions of PyTorch can check:
-# ``check_input_liveness=True``), and capture a graph for each shape; servers do
-# it for a few batch sizes, and pad to the next.
+# So keep each input as long as the graph. (In newer versions of PyTorch
+# ``torch.cuda.graph(graph, check_input_liveness=True)`` checks the inputs of
+# ops.) Capture a graph for each shape; servers do it for a few batch sizes, and
+# pad to the next.
 #
 # Count the kernels
 # -----------------
@@ -416,9 +420,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What a call costs
 # -----------------
 #
-# All ways are timed alike, as in ``vector_add.py``: many calls, one wait at the
-# end, the wall clock. (``do_bench`` empties the L2 cache before each call, and
-# Python, running ahead meanwhile, hides part of what is to be measured.)
+# All ways are timed alike: many calls, one wait at the end, the wall clock.
+# (``do_bench`` empties the L2 cache before each call, and Python, running ahead
+# meanwhile, hides part of what is to be measured.)
 
 
 def seconds_per_call(call, calls):
@@ -472,13 +476,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # * **plain**: our op pays for its checks, for being registered and for
 #   Triton's launcher, mostly Python; PyTorch's is C++.
-# * **torch.compile** first checks that its code still fits, which for one step
-#   costs about what it saves, or more. In the chain it makes one kernel of
-#   PyTorch's 32; our 32 stay, launched from generated code.
+# * **torch.compile** first checks that its code still fits. For one step that
+#   costs about what it saves of our op, and far more than PyTorch's whole call.
+#   In the chain it makes one kernel of PyTorch's 32; our 32 stay, launched from
+#   generated code.
 # * **reduce-overhead** is a graph that copies its inputs to where it reads, and
 #   looks out for other numbers and shapes. That costs in every call.
 # * **graph**: one call replays one kernel or 32, whoever wrote them. What is
-#   left is the way from kernel to kernel on the GPU, so fusing still pays.
+#   left is the GPU's time, in the kernels and between them. So fusing still
+#   pays: the last row first compiles, then captures.
 #
 # The benchmark
 # -------------
@@ -527,9 +533,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Without a graph, a line starts flat: a call costs its launch, whatever the
 # size. It turns down where the GPU takes longer; from there on launches are
-# hidden, and a graph has little left to save. On the right ``reduce-overhead``
-# is lowest: copying its inputs moves more bytes than the step. (For a broadcast
-# weight PyTorch's kernel, named above, is not its vectorized one, so slower.)
+# hidden, and a graph has little left to save. ``reduce-overhead`` is lowest at
+# every size: its checks cost on the left, and on the right its copies of the
+# inputs, which move more bytes than the step. (PyTorch's kernel, named above,
+# is not its vectorized one: the weight is broadcast.)
 #
 # So large kernels need no graph. Of small ones, first launch fewer: fuse them
 # by hand or by ``torch.compile``. What stays small goes into a graph: your own,
@@ -542,14 +549,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    What is in it before the first replay, and after?
 # 2. The weight of step ``k`` is ``1 / k``. Put the counting into the graph.
 #
-# This section ends here; ``which_api.py`` sums it up. To read on: `a long post
+# This section ends here. To read on: `a long post
 # <https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/>`_.
 
 # %%
 # Answers
 # -------
 #
-# **1.** 3, of the warm-up, for a capture runs nothing; then 4.
+# **1.** 3, because the warm-up runs it three times and a capture runs nothing.
+# After the replay it is 4.
 #
 # **2.** Count in a tensor, ``k.add_(1)``, then call ``lerp(x, end, 1 / k)``.
 # The warm-up counts as well: set ``k`` to 0 after the capture.

@@ -12,9 +12,9 @@ An op and PyTorch's subsystems
 ==============================
 
 A Triton kernel that became an op (see ``triton_op.py``) runs and compiles. The
-rest of PyTorch knows nothing of it yet, and not every part says so: some raise
-an error, some are slow, some are wrong without a word. On this page each meets
-the same op twice, bare and registered, and is held against float64.
+rest of PyTorch knows nothing of it yet: some parts raise an error, some are
+slow, some are wrong without a word. This page gives each part the same op
+twice, bare and registered, and compares the results with float64.
 
 After this page you can
 
@@ -54,9 +54,10 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 # ------
 #
 # A linear layer and its activation, ``relu(x @ weight.T + bias)``, in one
-# kernel: ``2 * M * N * K`` operations, bias and relu on the way out, a tile of
-# the output for each program. The launcher, ``fused``, becomes an op twice:
-# ``linear_relu`` gets every registration of this page, ``bare`` none.
+# kernel: ``2 * M * N * K`` operations. Each program computes one tile of the
+# output, and applies bias and relu before it stores it. The launcher ``fused``
+# becomes an op twice: ``linear_relu`` gets every registration of this page, and
+# ``bare`` gets none.
 
 
 @triton.jit
@@ -228,8 +229,9 @@ if __name__ == "__main__":
 #
 # Models are also loaded, tested and debugged without a GPU. From here on, **a
 # machine without one runs** ``on_cpu`` **in every call of** ``linear_relu`` and
-# not the kernel; ``bare`` goes on with the kernel, in the interpreter. The code
-# below alone turns that off, for it hides what CPU tensors meet without it:
+# not the kernel; ``bare`` goes on with the kernel, in the interpreter. Only the
+# code below turns the interpreter off, to show what CPU tensors meet on a GPU
+# machine or with Triton's compiler:
 #
 # * Triton finds no driver or, where there is a GPU, refuses the pointer.
 # * ``torch.compile`` replaces a ``triton_op`` by its body before it looks for
@@ -270,8 +272,9 @@ if __name__ == "__main__":
 # -------------------
 #
 # Meta tensors, and the fake ones of ``torch.compile``, have a shape, a dtype
-# and no data. For them PyTorch runs the op's body without the launch, for free
-# (first line, from the cell above), unless body or interpreter read values.
+# and no data. For them PyTorch runs the op's body without the launch, so on a
+# GPU this op needs no rule: all three lines agree (the first is from the cell
+# above). Write one if the body, or Triton's interpreter, reads values.
 
 
 @linear_relu.register_fake
@@ -289,9 +292,10 @@ if __name__ == "__main__":
 # -------------------------
 #
 # ``FlopCounterMode`` knows PyTorch's products. Any other op counts as 0,
-# **silently**: of a training step, the forward third is missing. PyTorch's
-# tutorial *Using User-Defined Triton Kernels with torch.compile* has a formula
-# of the inputs' shapes alone; the counter also passes ``out_shape``.
+# **silently**. In *training* the forward is one third; without a formula it
+# would be missing. *meta* counts a layer of 65536 rows without its memory.
+# PyTorch's tutorial *Using User-Defined Triton Kernels with torch.compile* has
+# a formula of the inputs' shapes alone; the counter also passes ``out_shape``.
 
 
 @register_flop_formula(torch.ops.triton_gallery.linear_relu)
@@ -324,8 +328,8 @@ if __name__ == "__main__":
 # vmap
 # ----
 #
-# Without a rule ``torch.vmap`` loops over the samples: right, **slow**, with a
-# warning on standard error. A rule gets the batched inputs and says where its
+# Without a rule ``torch.vmap`` loops over the samples, one call for each, with
+# a warning on standard error. A rule gets the batched inputs and says where its
 # output's batch is. Samples become more rows of one call; weights get a loop.
 
 
@@ -446,7 +450,8 @@ if __name__ == "__main__":
 # ``torch.func``'s gradients, here one for each sample, don't `get through
 # <https://github.com/pytorch/pytorch/issues/170834>`_ to ``register_autograd``.
 # Forward mode has no registration: zeros, **silently**. For now, wrap the op in
-# an ``autograd.Function``: it mends the first, and makes the second an error.
+# an ``autograd.Function``: per-sample gradients are then right, and forward
+# mode raises an error instead of returning zeros.
 
 
 class LinearReLU(torch.autograd.Function):
@@ -489,7 +494,8 @@ outcomes
 # -------------
 #
 # The figure is the counted flops by the time, for square layers in bfloat16.
-# ``Roof`` is cuBLAS' product alone, at the largest size.
+# ``Roof`` is cuBLAS' product alone, always at the largest size. It is measured
+# anew for each point: how much it varies shows how exact the figures are.
 
 SIZES = [2**k for k in range(9, 14)]
 
@@ -531,9 +537,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# One kernel does the work of two, for PyTorch runs relu by itself. It has no
-# order of tiles for the L2 cache, and no TMA; what they would bring is not
-# measured. Small layers wait for Python: the op's body, checks, the launcher.
+# One kernel does the work of two, for PyTorch runs relu by itself. For large
+# layers it still loses to PyTorch's two: it has no order of tiles for the L2
+# cache and no TMA; what they would bring is not measured. The smallest layers
+# wait for the CPU. There compiled code is slowest, and PyTorch fastest.
 #
 # Go further
 # ----------
@@ -549,7 +556,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Answers
 # -------
 #
-# **1.** No, for only the strides are wrong. ``torch.library.opcheck`` does.
+# **1.** No, for only the strides are wrong. ``test_faketensor`` of
+# ``torch.library.opcheck`` finds it.
 #
 # **2.** More weights are more columns: flatten them to ``(B * N, K)``, ``bias``
 # to ``(B * N,)``, and return ``out.unflatten(1, (B, N)), 1``.

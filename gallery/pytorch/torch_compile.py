@@ -50,8 +50,8 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 # The problem in bytes
 # --------------------
 #
-# An addition seldom comes alone. Run one by one, each of the four operators
-# around this one moves ``8 * N`` bytes of float32, and the addition ``12 * N``:
+# Here an addition stands among four other operators. Run one by one, these move
+# ``8 * N`` bytes of float32 each, and the addition moves ``12 * N``: together
 # 44 for an element. The floor is 12: read ``x`` and ``y``, write the result.
 # Left alone, ``torch.compile`` reaches it, with one kernel for all five.
 
@@ -67,8 +67,8 @@ def chain_torch(x, y):
 #
 # You write a kernel for what the compiler cannot do well. An addition is no
 # such thing, but this page is about what surrounds a kernel. *Dynamo*, which
-# traces Python, follows checks and grids, but not every way to set the device.
-# Compiled code sets it by itself, so only eager calls do it here.
+# traces Python, follows checks and grids. Compiled code sets the device by
+# itself, so ``launch`` sets it in eager calls only.
 
 
 @triton.jit
@@ -228,10 +228,11 @@ if __name__ == "__main__":
 # what it writes: PyTorch compiles the kernel to Triton's first intermediate
 # code and follows each store's address back to an argument. The node writes to
 # copies of those and returns them; Inductor drops copies of what nobody needs.
-# (``TORCH_LOGS=aot_graphs,output_code`` prints all this, too.)
+# (``TORCH_LOGS=graph_code,aot_graphs`` prints both graphs, too;
+# ``output_code`` prints the generated code.)
 #
-# So a kernel that changes an argument needs no care. In ``chain_``, for
-# instance, the ``copy_`` at the end gives the caller's ``x`` its new values:
+# So an untuned kernel may change an argument that it is given. In ``chain_``,
+# the ``copy_`` at the end gives the caller's ``x`` its new values:
 
 if __name__ == "__main__":
     show(capture(chain_, (x, y))[1][0])
@@ -264,7 +265,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------------
 #
 # ``torch.compile`` hands the configs to its own tuner. Here is what it makes of
-# ``autotune``'s arguments, and of a heuristic below ``autotune``, then above:
+# ``autotune``'s arguments, and of ``@heuristics`` written below, then above it:
 
 CONFIGS = [triton.Config({"BLOCK": 256 * n}, num_warps=n) for n in (1, 2, 4)]
 PRUNE = "prune_configs_by={'early_config_prune': lambda c, *_, **__: c[:2]}"
@@ -305,9 +306,10 @@ if __name__ == "__main__":
 answers if __name__ == "__main__" else None
 
 # %%
-# Captured is not obeyed: ``do_bench`` is never called, ``key`` is ignored, and
-# each graph is tuned once. First, three sizes are run. Then a kernel that adds
-# 1 to its argument, at the start 100, is tuned and called twice.
+# Captured is not obeyed: ``do_bench`` is never called, `key is ignored
+# <https://github.com/pytorch/pytorch/issues/164124>`_, and each graph is tuned
+# once. First, three sizes are run. Then a kernel that adds 1 to its argument is
+# tuned and called twice. Its argument starts at 100.
 
 
 @triton.jit
@@ -338,8 +340,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     assert (spied.call_count, seen) == (1, [101, 102])
 
 # %%
-# With dynamic shapes, the first size decides for all. The last list
-# is right: a tuned kernel that changes an argument needs ``restore_value``.
+# With dynamic shapes, the first size decides for all. In the first list the
+# tuner's own runs were added, too; the last list is right. So a tuned kernel
+# that changes an argument needs ``restore_value``, and neither pruning nor
+# heuristics below: with them PyTorch forgets it (see ``which_api.py``).
 #
 # One graph for many shapes
 # -------------------------
@@ -347,7 +351,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Sizes are constants at first. When one changes, the second graph has a symbol
 # for it, and the grid is an expression; ``dynamic=True``, or ``mark_dynamic``
 # on a tensor, does so at once. But each ``tl.constexpr`` value takes a graph,
-# as in ``by_size``. Graphs for four sizes (more than eight are an error):
+# as in ``by_size``. Graphs for four sizes (a ninth graph of a function is an
+# error with ``fullgraph=True``; without it, the call is no longer compiled):
 
 
 def by_size(x, y):
@@ -376,7 +381,8 @@ if __name__ == "__main__":
 # Break it: writes that nobody sees
 # ---------------------------------
 #
-# All this depends on a true ``tensors_to_clone``. Three kernels make that hard:
+# A compiled kernel is right only if ``tensors_to_clone`` names all its writes
+# and no two of them share memory. Here are three hard cases:
 
 
 @triton.jit
@@ -488,8 +494,9 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# The figure is ``12 * N / time`` for both chains, eager and compiled; ``alone``
-# is without our kernel. ``Roof`` is an addition into a given output.
+# The figure is ``12 * N / time``. Eager: ``Triton`` is ``chain``, ``PyTorch``
+# is ``chain_torch``. Compiled: ``torch.compile`` is ``chain``, with our kernel,
+# and ``alone`` is ``chain_torch``. ``Roof`` is an addition into a given output.
 
 LINES = ["Triton", "PyTorch", "torch.compile", "torch.compile, alone", "Roof"]
 
@@ -531,8 +538,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # For large ``N`` the bytes decide: 44 for both eager chains, 28 with the wall,
 # 12 without it. A kernel where the compiler could have generated one is a loss,
 # however good. It has to save more than the wall costs, or do the neighbours'
-# work too. For small ``N`` the CPU decides, with guards and launches from
-# Python: figures vary from run to run, and our chain is slower if compiled.
+# work too. For small ``N`` the GPU waits for the CPU, so these figures time the
+# CPU's calls, not the kernels. There our chain is slower compiled than eager.
 #
 # Go further
 # ----------
@@ -549,7 +556,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------
 #
 # **1.** Nothing: the other operator on its side still takes a kernel, with a
-# read and a write. A whole side saves 8 bytes, both get to the floor.
+# read and a write. A whole side saves 8 bytes, and both sides save 16, which
+# reaches the floor.
 #
 # **2.** No. The op runs and changes ``x``, but to the compiler ``x * 2`` after
 # it is the same as ``x * 2`` before it: their difference can become 0.

@@ -13,7 +13,8 @@ A kernel as an op
 
 To PyTorch a launch is invisible: no gradient, no name, no shape known without
 running it. ``torch.library.triton_op`` makes an op of the function around a
-kernel. In ``torch_compile.py`` the compiler finds kernels; here PyTorch does.
+kernel. In ``torch_compile.py`` the compiler finds the kernel; here you declare
+it.
 
 After this page you can
 
@@ -103,7 +104,7 @@ def rate_table(times, x, unit, work):
 # The problem and the kernels
 # ---------------------------
 #
-# The feed-forward layers of most language models compute ``silu(x) * y``:
+# The feed-forward layers of many language models compute ``silu(x) * y``:
 #
 # .. math:: f = h(x)\,y, \qquad h(x) = x\,\sigma(x), \qquad
 #    h'(x) = \sigma(x)\,(1 + x\,(1 - \sigma(x))).
@@ -168,8 +169,8 @@ def silu_mul_backward_kernel(
 # An op is a launcher with a name, ``namespace::op``, that no other library
 # uses; with type hints, from which PyTorch infers the *schema*; and
 # ``wrap_triton``, through which it sees the launch. ``mutates_args`` names what
-# is written to. No output may alias an input, and besides launches the body may
-# only call PyTorch operators. Call the object, or the name in ``torch.ops``.
+# is written to. No output may alias an input. On tensors, the body may use only
+# PyTorch operators and launches. Call the object, or the name in ``torch.ops``.
 
 BLOCK = 1024
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
@@ -213,7 +214,7 @@ if __name__ == "__main__":
 #
 # ``register_autograd`` takes two functions: ``save`` keeps what the backward
 # needs; the backward turns a gradient per output into one per input. Written in
-# PyTorch operators it is slow, but soon done, and can be differentiated again.
+# PyTorch operators it takes several kernels, and can be differentiated again.
 # ``gradcheck`` compares it with differences :math:`(f(x + \epsilon) - f(x -
 # \epsilon)) / 2 \epsilon`, and ``gradgradcheck`` does so with the backward. In
 # float32 these are mostly rounding error, hence float64 all the way.
@@ -385,14 +386,16 @@ if __name__ == "__main__":
 # %%
 # The last two lines are ``torch.compile``'s graph. The op is gone: the compiler
 # saw the launch, read in the kernel which argument changes, and can fuse what
-# is around it. (A ``custom_op`` would stay.) The sizes are symbols, any will
-# do. CPU tensors get it too: ``register_kernel`` is for eager calls.
+# is around it. (A ``custom_op`` would stay.) The sizes are symbols: any size
+# will do. For CPU tensors the graph has the launch, too, and fails when it is
+# run: ``register_kernel`` serves eager calls only.
 #
 # The usual mistakes
 # ------------------
 #
-# Here is an op without a name, type hints or a grid, and with addresses in the
-# place of tensors. It is called before each repair; the repaired op comes last.
+# Here is an op without ``mutates_args``, name, type hints or grid, and with
+# addresses in the place of tensors. It is called before each of the first five
+# repairs. The op printed last has all six.
 
 SHOWN = """
 @triton_op
@@ -423,8 +426,8 @@ if __name__ == "__main__":
 
 # %%
 # ``data_ptr()`` is a number, which a kernel cannot load from; pass the tensor.
-# No error asks for the last repair, ``wrap_triton``: on a GPU the op works
-# without it, until it is run on fake tensors, and the kernel gets address 0:
+# No error names the last repair, ``wrap_triton``. On a GPU the op works without
+# it. Run on fake tensors, the op then launches its kernel on addresses of 0:
 
 FAKE = f"print({CALL})\nwith FakeTensorMode(): {CALL}\ntorch.cuda.synchronize()"
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -437,10 +440,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # ``torch.compile`` keeps results on disk, with the kernels' source in the key.
 # It finds the kernels by reading the op's source, where it looks for a call of
-# ``wrap_triton`` on a kernel's name. ``torch.library.wrap_triton`` it
-# overlooks, and a helper that wraps the kernel it is given. So import it by
-# name, and call it in the op. Of four processes, the second and the fourth have
-# a kernel that returns 10 times as much. The fourth gets the third's result:
+# ``wrap_triton`` on a kernel's name. It overlooks ``torch.library.wrap_triton``
+# and a helper that wraps the kernel it is given. So import it by name, and call
+# it in the op. Of four processes, the second and the fourth have a kernel that
+# returns 10 times as much. The fourth gets the third's result:
 
 COMPILED = f"print(torch.compile(lambda: {CALL})()[0].item())"
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -456,7 +459,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Why not autograd.Function
 # -------------------------
 #
-# A ``Function`` joins a kernel and its backward, too. Most code uses one:
+# A ``Function`` joins a kernel and its backward, too, and much code uses one:
 
 
 class SiluMul(torch.autograd.Function):
@@ -512,8 +515,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``torch.compile`` takes both. The differences:
 #
 # * To autograd, what a kernel in a ``Function``'s backward returns is a
-#   constant. A gradient penalty then **adds nothing, without an error**; the op
-#   raised an error above. (``gradgradcheck`` finds the fault, if you call it.)
+#   constant. A gradient penalty then **adds nothing, without an error**. (An op
+#   without a second backward raises one; ``gradgradcheck`` finds both faults.)
 # * A ``Function`` is no op, to ``opcheck`` and to all of ``subsystems.py``.
 # * In forward mode, for inputs that need no gradient, it is the op that **drops
 #   the derivative without an error**. The ``Function`` says what is missing.
@@ -521,8 +524,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # An op that changes its argument
 # -------------------------------
 #
-# Its name ends in an underscore, and it cannot have a backward. Autograd treats
-# tensors that need one as if nothing had changed, so the op has to refuse them:
+# Its name ends in an underscore, and it cannot have a backward. Autograd would
+# not notice the change of inputs that require a gradient: the op refuses them.
 
 
 @triton_op("triton_gallery::silu_mul_", mutates_args={"x"})
@@ -542,8 +545,9 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# The figure counts ``3 * N`` bfloat16 elements forward, ``5 * N`` backward, by
-# way of autograd. ``Roof`` is an addition; backward, a copy of as many bytes.
+# The figure counts ``3 * N`` bfloat16 elements forward and ``5 * N`` backward,
+# through autograd. ``Roof`` is an addition forward, and backward a copy of as
+# many bytes.
 
 SIZES = [2**k for k in range(14, 29, 2)]
 
@@ -583,10 +587,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# On the right a kernel is at the roof, whether you or Inductor wrote it, and
-# PyTorch moves nearly twice the bytes. On the left a kernel is shorter than its
-# start, and one kernel in place of two counts. The CPU's time for a call, in
-# the table, is another matter: ours is Python where PyTorch's is C++.
+# On the right a kernel is at the roof, or a little above it backward, whether
+# you or Inductor wrote it. PyTorch moves 5 arrays for our 3, backward 9 for 5.
+# On the left the time hardly depends on ``N``: the number of kernels counts.
+# The CPU's time, in the table, is another matter: our call, and a compiled one,
+# take longer than PyTorch's. (``late``: the GPU had to wait for the CPU.)
 #
 # Go further
 # ----------
@@ -602,6 +607,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Answers
 # -------
 #
-# **1.** A third value, ``None``: one for each input; a number has no gradient.
+# **1.** Both gradients times ``alpha``, and ``None``: a number has no gradient.
+# ``save`` puts ``alpha`` into ``ctx``; ``save_for_backward`` is for tensors.
 #
 # **2.** All beyond the first program. The check has a larger, ragged shape.

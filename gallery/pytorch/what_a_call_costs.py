@@ -16,7 +16,7 @@ Before a kernel runs on the GPU, the CPU has to call it: Python checks the
 arguments, PyTorch looks for the implementation and for a gradient, Triton
 looks for the compiled kernel. With a small tensor this overhead of a launch
 takes longer than the kernel itself. This page takes one call apart, measures
-every way to make an op of a kernel, and chooses the way that the ops of this
+eleven ways to make such a call, and chooses the one that most ops of this
 gallery take.
 
 After this page you can
@@ -85,7 +85,8 @@ def softmax_backward_kernel(g_ptr, y_ptr, d_ptr, N, BLOCK: tl.constexpr):
 
 # %%
 # A *launcher* is the Python function that checks, allocates and launches. Ours
-# take the kernel as an argument, because some ways have to wrap it.
+# take the kernel as an argument: a ``triton_op`` has to wrap it, so that
+# compilers see it (``triton_op.py``).
 
 
 def launch(x, kernel=softmax_kernel):
@@ -115,8 +116,8 @@ def launch_backward(g, y, kernel=softmax_backward_kernel):
 # Is it right?
 # ------------
 #
-# Beside float64. An element goes through a few roundings, and the sum of its
-# row adds some: :math:`16 \cdot 2^{-24}` is enough for values up to 1.
+# We compare with float64. An element goes through a few roundings, and the sum
+# of its row adds some: :math:`16 \cdot 2^{-24}` is enough for values up to 1.
 
 if __name__ == "__main__":
     generator = torch.Generator().manual_seed(0)
@@ -153,8 +154,8 @@ if DEVICE.type == "cpu":
 # The ways
 # --------
 #
-# The launcher itself is the first way. To autograd, compilers and modes of
-# PyTorch it is invisible. An ``autograd.Function`` adds a gradient:
+# The launcher itself is the first way. Autograd, ``torch.export``, vmap and the
+# flop counter cannot deal with it. An ``autograd.Function`` adds a gradient:
 
 
 def function_of(op, op_backward):
@@ -226,7 +227,7 @@ def register(name, words, inputs, launcher, visible):
 # functions and enters it at the autograd key. Or a ``Function`` of our own
 # stands in front of the op. Or our own is entered at the autograd key. Then it
 # has to switch that key off before it calls the op, or it would call itself;
-# PyTorch documents no way to do that.
+# PyTorch documents no way to switch it off.
 
 
 def make(way):
@@ -297,10 +298,10 @@ if __name__ == "__main__":
 # What a call costs
 # -----------------
 #
-# ``cpu_time`` calls by turns, a batch of each. The GPU is idle when a batch
-# begins, has less to do than the CPU, and its queue holds a whole batch: no
-# call waits for it. The clock is that on the wall, because autograd runs a
-# backward in a thread of its own.
+# ``cpu_time`` takes a batch of one call, then of the next, by turns. The GPU is
+# idle when a batch begins, has less to do than the CPU, and its queue holds a
+# whole batch: no call waits for it. It is wall-clock time, because autograd
+# runs a backward in a thread of its own.
 
 
 def cpu_time(calls, batch=20, turns=50):
@@ -322,9 +323,9 @@ def cpu_time(calls, batch=20, turns=50):
 # %%
 # Three columns: no gradient is wanted; one is wanted, so the call prepares for
 # it; and the backward, by ``torch.autograd.grad``. On a GPU ``torch.compile``
-# and the replay of a CUDA graph stand below. A loop finds all that it needs in
-# the CPU's caches, a call in a model may not: so in the first table a batch is
-# one call, and all other ways are called in between.
+# and the replay of a CUDA graph (``cuda_graphs.py``) stand below. A loop finds
+# all that it needs in the CPU's caches, a call in a model may not: so in the
+# first table a batch is one call, and all other ways are called in between.
 
 NO_GRADIENT = "launcher", "define, impl"
 
@@ -371,8 +372,8 @@ if __name__ == "__main__":
         print(costs.to_string(na_rep="-"))
 
 # %%
-# In the second table, two ways that differ in one word tell what it costs. (In
-# the first, a call finds cold caches, and the order of calls shows.)
+# In the second table, two ways that differ in one word tell what it costs. (Not
+# in the first: there ``launcher`` costs more than some ways that do more.)
 #
 # * ``define, impl`` beside ``launcher``: a call from C++ to Python.
 # * ``register_autograd`` is a second one. Its function asks whether a gradient
@@ -381,10 +382,10 @@ if __name__ == "__main__":
 # * ``custom_op`` and ``register_kernel`` put two functions of their own before
 #   the launcher. One hides it from ``torch.compile``, the other makes sure
 #   that no output is a view of an input.
-# * ``triton_op`` has both functions. Around the launcher it has a context that
-#   switches ``wrap_triton`` off, and then ``wrap_triton`` itself: to a compiler
-#   it shows the kernel, and in a plain call it hands the kernel through.
-#   ``impl`` passes by all four.
+# * ``triton_op`` has both functions, but compilers go round them. Around the
+#   launcher it has a context that switches ``wrap_triton`` off, and then
+#   ``wrap_triton`` itself: it shows a compiler the kernel, and in a plain call
+#   hands the kernel through. ``impl`` passes by all four.
 
 # %%
 # The launch
@@ -429,8 +430,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # ``compiled`` is what Triton looks up. Launched by hand it costs less, but
 # nobody asks any more whether it fits: it was made for addresses that 16
-# divides. The last two lines are for tensors of another GPU than the current
-# one, on which Triton launches.
+# divides. Triton launches on the current GPU. The last two lines are for
+# tensors that may be on another: to switch always costs more than to ask first.
 
 # %%
 # The lines of a launcher
@@ -451,8 +452,8 @@ if __name__ == "__main__":
     print(cost_of(LINES, 500))
 
 # %%
-# A line that makes a tensor, or a view of one, goes through the dispatcher: it
-# costs as much as several that ask a tensor something. Triton's helpers look
+# A line that makes a tensor, or a view of one, goes through the dispatcher. A
+# ``contiguous`` that has nothing to do costs much less. Triton's helpers look
 # for constexprs among their arguments; plain arithmetic does without.
 
 # %%
@@ -460,9 +461,10 @@ if __name__ == "__main__":
 # -----
 #
 # A cheap call is worth nothing if PyTorch no longer gets along with the op.
-# ``which_api.py`` tries what PyTorch does with an op. These are its rows in
-# short; each raises an error if something is wrong. Without a GPU, PyTorch's
-# own operators stand in for the kernels here: compilers cannot look into
+# ``which_api.py`` explains these rows. *wrong* is a wrong result without an
+# error; *refused*, an error instead, is better. ``opcheck`` takes ops alone:
+# for a plain function it raises ``ValueError``. Without a GPU, PyTorch's own
+# operators stand in for the kernels here: compilers cannot look into
 # interpreted kernels, and fail with "Cannot access data pointer". So test an op
 # of yours on a GPU.
 
@@ -591,8 +593,8 @@ if __name__ == "__main__":
 # -----------
 #
 # What each way costs, and which rows it loses beside a ``triton_op`` with
-# nothing added. On a GPU there is also the largest of the three costs in units
-# of what ``torch.compile`` makes of PyTorch's softmax:
+# nothing added. On a GPU there is also the largest of three ratios, to what
+# ``torch.compile`` makes of PyTorch's softmax. Below 1, no column is dearer:
 
 if __name__ == "__main__":
     verdict = costs.loc[ways]
@@ -608,9 +610,9 @@ if __name__ == "__main__":
 # The way of the gallery's ops
 # ----------------------------
 #
-# It is ``triton_op, impl, register_autograd``. An op with a ``Library`` in its
-# cell goes this way, as in ``softmax.py``; the others have a ``triton_op``
-# alone:
+# It is ``triton_op, impl, register_autograd``, as in ``softmax.py``. Where
+# compilers must not look into an op, as in ``persistent_matmul.py``, a
+# ``custom_op`` stands in the place of the ``triton_op``. In outline:
 #
 # .. code-block:: python
 #
@@ -625,8 +627,8 @@ if __name__ == "__main__":
 # * It loses no row: compilers, fake tensors and other devices go on using the
 #   decorated function.
 # * A call costs less than with ``triton_op`` alone. Of the ways that lose no
-#   row, the other lean one is an own function at the autograd key, and that
-#   needs what PyTorch does not document.
+#   row only ``triton_op, impl, own`` costs still less, but it needs what
+#   PyTorch does not document.
 # * ``define, impl, register_autograd`` costs about as much, but no compiler
 #   looks into it, and a second gradient is lost without an error: its backward
 #   is an op without one.
@@ -650,7 +652,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ----------
 #
 # Tensors made under ``torch.inference_mode`` have no autograd key. Make ``x``
-# there, and measure again. Which way should the gallery's be close to?
+# there, and measure ``forward`` again. Which way does the gallery's come close
+# to?
 #
 # To read on: ``launch.py`` on the key of a launch, ``triton_op.py`` on
 # gradients, and `torch.library

@@ -57,7 +57,8 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 #
 # PyTorch's tutorial *Using User-Defined Triton Kernels with torch.compile* has
 # `this chart <https://github.com/pytorch/tutorials/pull/3227>`_. *Mostly* is
-# short for "in the majority of cases", and the last three rows are one there.
+# short for "in the majority of cases". The last three rows are a single row
+# there.
 
 APIS = ["bare kernel", "triton_op", "custom_op"]
 CHART = {
@@ -169,8 +170,9 @@ for shape in ((1024,), (31, 257)):
 # --------
 #
 # A row of the table is a function of an op and a tensor. It returns what came
-# out and what is right. First what needs no compiler. The loss in ``training``
-# has a second term without the op; ``TwoTensor`` is a test subclass of PyTorch.
+# out and what is right. First what needs no compiler. In ``training`` the loss
+# has a second term without the op, as in a model: other paths reach ``x``, too.
+# ``TwoTensor`` is a test subclass of PyTorch.
 
 
 def inference(op, x):
@@ -214,9 +216,10 @@ def cuda_graph(op, x):
 
 
 # %%
-# Then the compilers. ``reading_values`` passes ``finite=True``. An op that
-# ``torch.compile`` traces into is not called by Inductor's code. An exported
-# program is saved and loaded. AOTInductor's package runs without our Python.
+# Then the compilers. ``reading_values`` passes ``finite=True``. ``traced_into``
+# looks whether Inductor's code still calls the op: *opaque*, or *traced*.
+# ``torch_export`` saves and loads its program. ``aot_inductor`` runs a package
+# in a process that has none of our Python.
 
 
 def torch_compile(op, x):
@@ -287,8 +290,9 @@ ROWS += [flop_counter, cpu_fallback, tensor_subclass, vmap, cuda_graph]
 #
 # The tutorial goes on: of the options of ``autotune``, ``torch.compile`` takes
 # only ``configs`` and ``key``; ``heuristics`` may stand above ``autotune``, not
-# below; flops are a function of ``(x_shape)``. Options matter to a kernel that
-# changes what it reads (see ``autotune.py``). Ours counts its runs: 1 is right.
+# below; a flop formula takes ``(x_shape)``. An option like ``restore_value``
+# matters to a kernel that changes what it reads (see ``autotune.py``). Ours
+# adds 1 to a counter. After tuning and one call the counter must be 1.
 
 
 @triton.jit
@@ -335,7 +339,8 @@ def op_formula(case, x):
 
 
 # %%
-# Each claim, its runs, and if it says that they work (*mostly* excludes none):
+# Each claim has its runs, and what it says of each: that the run works, or not.
+# A claim of *mostly* fits any outcome, so it always holds.
 
 TUNED = ["restore_value", "reset_to_zero", "pre_hook"]
 TUNED += ["restore_value, prune_configs_by"]
@@ -506,8 +511,9 @@ gpu and print_notes(gpu)
 
 # %%
 # *Wrong* is worse than *fails*: in training the gradient lacks the share of the
-# bare kernel, and no error tells (see ``triton_op.py``). AOTInductor takes this
-# kernel by a strict export, which reads the function instead of running it.
+# bare kernel, and no error tells (see ``triton_op.py``). The bare kernel fails
+# in ``torch_export``, which runs the function, but not in ``aot_inductor``,
+# which exports with ``strict=True``: that reads the function instead.
 #
 # Without a GPU
 # -------------
@@ -526,7 +532,9 @@ cpu and claims(cpu, list(CLAIMS)[-1:])
 
 # %%
 # The fallback serves whoever calls the op. ``torch.compile`` traces into
-# ``triton_op``, past its fallback, to a kernel that can't run here.
+# ``triton_op``, past its fallback, to a kernel that can't run here. CUDA graphs
+# need a GPU in any case; a note on them only shows that this page forks its
+# processes.
 #
 # Which claims hold
 # -----------------
@@ -534,7 +542,7 @@ cpu and claims(cpu, list(CLAIMS)[-1:])
 gpu and claims(gpu, CLAIMS)
 
 # %%
-# The tutorial is older than support for `restore_value
+# The tutorial does not mention that PyTorch supports `restore_value
 # <https://github.com/pytorch/pytorch/pull/139851>`_ and `heuristics below
 # <https://github.com/pytorch/pytorch/pull/142208>`_. But with heuristics below
 # or pruned configs, PyTorch makes a new tuner, which forgets ``restore_value``:
@@ -562,6 +570,7 @@ gpu and claims(gpu, CLAIMS)
 # Answers
 # -------
 #
-# **1.** It fails for both ops. Only a bare kernel's gradient goes silently.
+# **1.** It fails for both ops. Only a bare kernel loses its gradient silently.
 #
-# **2.** ``return torch.func.grad(lambda x: op(x).sum())(x), 2 * x``. Both fail.
+# **2.** ``return torch.func.grad(lambda x: op(x).sum())(x), 2 * x``. Both ops
+# fail; ``subsystems.py`` shows the error and what mends it.

@@ -137,9 +137,10 @@ if __name__ == "__main__":
 # *signature*: a type for each argument, a value for each constant. ``*fp32`` is
 # a pointer to float32, ``i32`` an integer, 1024 the value of ``BLOCK``. The
 # tool takes the grid, too, as an expression in C of the arguments. (``1023u``
-# makes the sum unsigned: near :math:`2^{31}` it would overflow.) The target is
-# a kind of GPU: 90 is compute capability 9.0, an H100, and 32 the threads of a
-# warp. A child process runs the tool, in a folder with nothing but the kernel.
+# makes the sum unsigned; a signed sum would overflow near :math:`2^{31}`.) The
+# target is a kind of GPU: 90 is compute capability 9.0, an H100, and 32 the
+# threads of a warp. A child process runs the tool, in a folder with nothing but
+# the kernel.
 
 GRID = "(N + 1023u) / 1024, 1, 1"
 ANY = "*fp32, *fp32, *fp32, fp32, i32, 1024"
@@ -255,8 +256,9 @@ if __name__ == "__main__":
         print(f"{path.stat().st_size:6} bytes  {path.name}")
 
 # %%
-# In a file's name, the first part is a hash of the signature and of the number
-# of warps. The second part says what was promised: ``4d`` is argument 4, by 16.
+# In a file's name, the first part is a hash of the signature, the warps and the
+# stages. In the second part, ``4d`` says that 16 divides argument 4; Triton 3.6
+# lists the arguments without a promise too.
 #
 # What is in the files
 # --------------------
@@ -480,8 +482,8 @@ int main(void) {
 # The C compiler makes an *object file* of each file: machine code of the CPU,
 # with names yet to be found. ``cuda.h`` comes with Triton. Without a GPU we
 # stop here; but now we know that the files fit together. Of the names that
-# ``nm`` lists we keep those that no object defines. What they need is all that
-# the program asks of others, but for what every C program has:
+# ``nm`` lists we keep those that no object defines. These are what the program
+# needs from libraries, apart from what every C program has:
 
 CC = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
 
@@ -524,8 +526,7 @@ if __name__ == "__main__":
 # On a GPU
 # --------
 #
-# Three cells of this page run on a GPU alone. Where nothing stands under them,
-# no GPU has run them for this page yet.
+# Three cells of this page run on a GPU alone.
 #
 # With a driver, the objects become a program. ``libcuda.so.1`` is the driver's
 # library; ``readelf`` lists the libraries that the program asks for. The
@@ -581,8 +582,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     assert in_c < in_python
 
 # %%
-# Both end in the same call of the driver. What comes before it from Python,
-# ``what_a_call_costs.py`` takes apart.
+# Both end in a launch by the driver, ``cuLaunchKernel`` from C and
+# ``cuLaunchKernelEx`` from Python. ``what_a_call_costs.py`` takes apart what
+# comes before it from Python.
 #
 # And the trap, run: the same program around the launchers with the ``double``.
 
@@ -629,7 +631,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The steps of this page, as you would type them. ``kernel.py`` has your kernel,
 # without ``triton.autotune``, and the helpers that it calls; ``compile.py`` is
-# ``COMPILE`` with its names in place of ours:
+# ``COMPILE`` with your kernel's name and its ``num_warps``; ``main.c`` is your
+# program:
 #
 # .. code-block:: text
 #
@@ -637,7 +640,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #         "*fp32:16, *fp32:16, *fp32:16, fp32, i32:16, 1024" \
 #         "*fp32, *fp32, *fp32, fp32, i32, 1024"
 #     python -m triton.tools.link scale_add.*.h --out scale_add
-#     cc -O2 -c -I(triton)/backends/nvidia/include *.c
+#     TRITON=$(python -c "import triton; print(triton.__path__[0])")
+#     cc -O2 -c -I"$TRITON"/backends/nvidia/include *.c
 #     cc *.o -l:libcuda.so.1 -o program
 #
 # The numbers for other GPUs are 80 (A100), 89 (L4, RTX 40), 100 (B200) and 120
@@ -649,8 +653,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # * **Take it** when the program is in C, C++, Rust or Go, has its own memory
 #   and streams, and calls a few kernels, or when it has to start fast.
 # * **Take AOTInductor** when a model of PyTorch comes along.
-# * **Stay in Python** when sizes and dtypes are many. Here every dtype, block
-#   size and number of warps is one more file.
+# * **Stay in Python** when block sizes and dtypes are many. Here each of them,
+#   and each number of warps, is one more file.
 # * **Note the versions.** The C files don't say which Triton wrote them, and
 #   Triton's manual doesn't describe the tools: look at what they write after
 #   each update. An old driver may refuse what a newer ``ptxas`` compiled.

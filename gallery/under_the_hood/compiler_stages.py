@@ -15,7 +15,7 @@ The stages of the compiler
 A kernel says ``tl.load``; the GPU executes ``LDG.E.128``. Between the two lie
 the stages of Triton's compiler. Each stage decides something and writes its
 decision down as text. This page follows one load through all stages, then a
-``tl.dot``, and compiles that ``tl.dot`` for four GPUs. It needs none of them.
+``tl.dot``, and compiles that ``tl.dot`` for four GPUs. No GPU is needed for it.
 
 After this page you can
 
@@ -94,8 +94,8 @@ def row_sum(x):
 # ------------
 #
 # The kernel runs here, beside float64, for a length that 16 divides and for one
-# that it does not. A sum of 64 numbers rounds 63 times, by less than
-# :math:`2^{-20}` each time while it stays below 16.
+# that it does not. A sum of 64 numbers rounds 63 times, by at most
+# :math:`2^{-20}` each time while it stays below 32.
 
 generator = torch.Generator().manual_seed(0)
 
@@ -206,9 +206,9 @@ def show(text, pattern):
 # Who decides what?
 # -----------------
 #
-# The verdict first: each stage, what it decides, and the line that says so of
-# the load in ``row_sum_kernel``, from where the decision stands. The tile has 8
-# rows of 64 elements. The GPU is an H100, and for AMDGCN an MI300.
+# The verdict first: each stage, what it decides, and the part of the line about
+# the load in ``row_sum_kernel`` that shows it. The tile has 8 rows of 64
+# elements. The GPU is an H100, and for AMDGCN an MI300.
 
 VERDICT = [  # stage, its name in asm, what it decides, how to find the line
     ("TTIR", "ttir", "shapes and types of tiles", r"tt\.load"),
@@ -285,7 +285,7 @@ if __name__ == "__main__":
 # you say otherwise. Here the three numbers multiply to the tile's size in each
 # dimension. Where they make less, the layout is repeated, and a thread holds
 # several such pieces; where they make more, several threads hold the same.
-# ``order`` names the last dimension first: neighbouring threads hold
+# ``order = [1, 0]`` puts the last dimension first: neighbouring threads hold
 # neighbouring elements of a row, so a warp reads whole pieces of memory. A warp
 # of an MI300 has 64 threads, hence another layout there. The sums have a layout
 # as well, ``#blocked1`` with room for 128 of them, and ``convert_layout`` hands
@@ -306,7 +306,8 @@ if __name__ == "__main__":
 # Then a row may begin at any element, and no thread loads four at once. So this
 # is where the width of a load is decided: ``sizePerThread`` is how many
 # elements a thread can load in one instruction. They must follow each other in
-# memory, begin where 16 is known to divide, and share one bit of the mask.
+# memory, begin at an address that their bytes are known to divide, and share
+# one bit of the mask.
 # ``unaligned_rows.py`` takes these apart, and has the remedy.
 
 # %%
@@ -327,10 +328,10 @@ if __name__ == "__main__":
 # %%
 # The tile is gone. This is the program of one thread, which asks for its
 # number, ``tid.x``. It loads four numbers and adds them. The layout puts a row
-# into 16 threads of a warp, so four *shuffles* follow: each adds the sum of the
-# thread that is 8 places away (the one that is printed), then 4, 2 and 1. The
-# load stands there in quotation marks: Triton wrote it in PTX already, and LLVM
-# hands it on.
+# into 16 threads of a warp, so four *shuffles* follow. The first adds the sum
+# of the thread 8 places away (its shuffle is printed), the next ones 4, 2 and
+# 1. The load stands there in quotation marks: Triton wrote it in PTX already,
+# and LLVM hands it on.
 
 # %%
 # PTX: instructions
@@ -347,8 +348,8 @@ if __name__ == "__main__":
 
 # %%
 # The instructions are there. But each value has a register of its own: ``.reg``
-# declares how many there are of each size: bits, 32 and 64. Which of them share
-# a real register is still open.
+# declares how many there are of each kind: one bit (``pred``), 32 bits and 64
+# bits. Which of them share a real register is still open.
 
 # %%
 # SASS: registers and waiting
@@ -369,11 +370,11 @@ if __name__ == "__main__":
 # three. ``@P0`` in front of it is the mask. Before that stand five fields about
 # waiting, for which a warp has a few *scoreboards*:
 #
-# 1. which scoreboards it waits for, a bit for each, hexadecimal;
+# 1. which scoreboards it waits for, a bit for each, as a decimal number;
 # 2. the scoreboard that is busy until the instruction has read its operands;
 # 3. the scoreboard that is busy until its result is there;
 # 4. ``Y`` if another warp may go first;
-# 5. the cycles before the next instruction.
+# 5. the cycles before the next instruction, hexadecimal.
 #
 # Here the load keeps a scoreboard busy, and the bit of that one stands in front
 # of the first ``FADD``. The SASS at the end of this page lacks these fields: it
@@ -518,8 +519,8 @@ if __name__ == "__main__":
 # The source is the same, and ``num_stages`` is 3. The first table is about
 # TTGIR: which operation is ``tl.dot``, where does it find ``a`` and ``b``,
 # where is the sum, and how often does the text have the dot? The second one is
-# about the machine code. (Where this page ends, a table has other figures for
-# each GPU: it is of a launch above, with the usual number of stages.)
+# about the machine code. (The table at the end of this page has other figures.
+# It compiles the launch above, with the default ``num_stages``.)
 
 
 def anatomy(texts):

@@ -13,9 +13,10 @@ When the assembler is wrong
 ===========================
 
 A kernel gives wrong numbers, or stops at an illegal address. Nearly always the
-kernel is at fault. Sometimes the assembler is, which turns it into machine
-code. This page has a right kernel of ten lines. NVIDIA's assembler, ``ptxas``,
-makes wrong code of it for an H100. The page needs no GPU to show that.
+kernel is at fault. Sometimes it is the assembler, the program that turns the
+kernel into machine code. This page has a right kernel of ten lines. NVIDIA's
+assembler, ``ptxas``, makes wrong code of it for an H100. The page needs no GPU
+to show that.
 
 After this page you can
 
@@ -141,7 +142,8 @@ def run(block):
 # Is it right?
 # ------------
 #
-# It runs here for three widths. Without a GPU, Triton's interpreter computes.
+# The kernel runs here for three widths. A number up to 1 is right, above 1 is
+# wrong. Without a GPU, Triton's interpreter computes.
 
 if __name__ == "__main__":
     ran = {block: run(block) for block in WIDTHS}
@@ -153,21 +155,21 @@ if __name__ == "__main__":
         torch.testing.assert_close(errors, zeros, rtol=0, atol=1)
 
 # %%
-# A number below 1 is right. In the interpreter all three are, so the kernel is
-# right. But two ops of this gallery that multiply like this had wrong results
-# on an H100, or stopped at an illegal address, where heads were narrow.
+# In Triton's interpreter all three numbers are below 1, so the kernel is right.
+# On an H100 the two narrow tiles give numbers far above 1, and only the widest
+# is right. Nothing but the width has changed.
 
 # %%
 # What the machine code reads
 # ---------------------------
 #
-# Hopper's matrix instruction, ``HGMMA`` in machine code, takes a *descriptor*
-# of a tile in shared memory: its address, and how its rows lie. A descriptor
-# stands in two *uniform registers*, ``UR0`` to ``UR62``, which the threads of a
-# warp share; ``gdesc[UR8]`` names two descriptors, in four registers from
-# ``UR8`` on. We go through the instructions in their order, and note which of
-# these registers each one writes and reads. A register that is read before
-# anything wrote it is suspect.
+# The matrix instruction of Hopper, the H100's generation, is ``HGMMA`` in
+# machine code. It takes a *descriptor* of a tile in shared memory: its address,
+# and how its rows lie. A descriptor stands in two *uniform registers*, ``UR0``
+# to ``UR62``, which the threads of a warp share; ``gdesc[UR8]`` names two
+# descriptors, in four registers from ``UR8`` on. We go through the instructions
+# in their order, and note which of these registers each one writes and reads. A
+# register that is read before anything wrote it is suspect.
 
 STEP = re.compile(r"^\s*/\*\w+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)([^;]*);", re.M)
 
@@ -278,9 +280,9 @@ if __name__ == "__main__":
 # %%
 # The code of the newer one reads nothing that it did not write, in any width.
 # That of the older one does, where a tile has 16 or 32 columns. ``UIADD3`` adds
-# a constant to the lower half of a descriptor, and ``UIADD3.X`` adds one to the
-# upper half, with the carry. ``UP0`` holds the carry, ``URZ`` is zero. But the
-# register that they add to was never written. So it may hold anything, and the
+# a number (``CONSTANT``) to the lower half of a descriptor, ``UIADD3.X`` one to
+# the upper half, with the carry ``UP0``. ``URZ`` is zero. Both lines add to
+# ``UR7``, and no line before them wrote it. So it may hold anything, and the
 # descriptor may name any place, in shared memory or beyond its end.
 
 # %%
@@ -313,8 +315,8 @@ if __name__ == "__main__":
     assert "nothing writes" not in lines[-1]
 
 # %%
-# Each value has its line. The last one is the place of shared memory itself. So
-# the PTX is complete, and both assemblers were given the same.
+# Each value has its line, and the last one is the place of shared memory. So
+# the PTX does write this descriptor, and both assemblers were given the same.
 
 # %%
 # The check
@@ -342,9 +344,10 @@ if __name__ == "__main__":
             assert row["reads unwritten"] == 0
 
 # %%
-# A run on Hopper takes Triton's choice, the older assembler. It may be right by
-# chance: what ran before decides what the register holds. And code without a
-# line of this kind may still be wrong: the second question below says why.
+# A run on Hopper takes Triton's choice, the older assembler. The last line has
+# its errors. On another day they may be small by chance, because the register
+# may hold anything. Code without such a line may still be wrong, see the second
+# question below.
 
 # %%
 # What to do
@@ -355,9 +358,9 @@ if __name__ == "__main__":
 # 1. Is it right in the interpreter, for the same shape and strides? If not, the
 #    kernel is wrong. ``debugging.py`` goes on from there.
 # 2. Does ``compute-sanitizer python script.py`` report an invalid *shared*
-#    read? Triton places tiles in shared memory, not you.
+#    read? Then suspect the compiler: it places tiles in shared memory, not you.
 # 3. Does the error come and go with the width of a tile or the number of warps,
-#    where the result must not change? Then read the machine code as above.
+#    though programs share no output? Then read the machine code as above.
 #
 # If it is the assembler:
 #

@@ -12,9 +12,9 @@ r"""
 Triton in a JAX program
 =======================
 
-XLA makes fast kernels of what it can fuse. For the rest there is a call that
-puts a Triton kernel of yours into the program that XLA compiles. PyTorch/XLA
-had one (``pytorch_xla.py``); ``jax_triton.triton_call`` is the one that lives.
+XLA, the compiler of JAX, makes fast kernels of what it can fuse. For the rest a
+call puts a Triton kernel of yours into the program that XLA compiles. That of
+PyTorch/XLA is gone (``pytorch_xla.py``); ``jax_triton.triton_call`` is kept up.
 
 After this page you can
 
@@ -57,10 +57,10 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 # %%
 # PyTorch and JAX can share a process, with two precautions. JAX would `reserve
 # 75 % of the GPU's memory
-# <https://docs.jax.dev/en/latest/gpu_memory_allocation.html>`_. ``jax_triton``
-# 0.3.1 empties ``TRITON_CACHE_DIR``, so that `Triton's own launches
-# <https://github.com/jax-ml/jax-triton/pull/351>`_ would fill the current
-# folder with compiled kernels; ``patch.dict`` restores it.
+# <https://docs.jax.dev/en/latest/gpu_memory_allocation.html>`_: we forbid it.
+# ``jax_triton`` 0.3.1 empties ``TRITON_CACHE_DIR``. `Triton's own launches
+# <https://github.com/jax-ml/jax-triton/pull/351>`_ would then fill the current
+# folder with compiled kernels; ``patch.dict`` restores the variable.
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
@@ -103,7 +103,7 @@ def softcap_kernel(
 # It takes the inputs, and allocates an output of the shape and dtype that you
 # name. It takes no strides: XLA hands over contiguous arrays. Without a GPU,
 # this page has a stand-in that leaves the program for Triton's interpreter.
-# (The interpreter would compute with bfloat16's bits: it is given float32.)
+# (The interpreter computes wrongly with bfloat16: it is given float32.)
 
 
 def interpret(*arguments, kernel, out_shape, grid, **options):
@@ -181,17 +181,20 @@ if __name__ == "__main__":
 # %%
 # JAX takes its arrays for immutable, and after the exchange no stream waits for
 # the other: leave a tensor alone until JAX is done with it, or hand over a
-# ``clone()``. Look twice at ``double()``: JAX has no 64-bit types, unless
-# ``jax_enable_x64`` is set, and converts in spite of ``copy=False``. The last
-# slice fails on a GPU: addresses must be multiples of 16, which is 10 in hex.
+# ``clone()``. ``x.T`` is a permutation of dense memory, which XLA knows as a
+# layout; a slice with gaps is none. Look twice at ``double()``: JAX has no
+# 64-bit types, unless ``jax_enable_x64`` is set, and converts in spite of
+# ``copy=False``. The last slice fails on a GPU: addresses must be multiples of
+# 16, which is 10 in hex.
 #
 # What XLA gets to see
 # --------------------
 #
-# ``jit`` traces, lowers to StableHLO, and has XLA compile that. Triton compiles
-# in the lowering, which needs no GPU: name the platform, and give the call a
-# ``compute_capability``. (Without a GPU, ``lowered`` goes to another process,
-# where the kernel is not interpreted.)
+# ``jit`` traces, translates (*lowers*) to `StableHLO
+# <https://openxla.org/stablehlo>`_, the language that XLA reads, and has XLA
+# compile that. Triton compiles in the lowering, which needs no GPU: name the
+# platform, and give the call a ``compute_capability``. (Without a GPU,
+# ``lowered`` goes to another process, where the kernel is not interpreted.)
 
 
 def stablehlo(function, *arguments):
@@ -257,10 +260,11 @@ if __name__ == "__main__":
 # %%
 # A trap: a Python ``float`` reaches the kernel as float64, and makes float64 of
 # all that it meets; Triton's launcher passes float32. Numbers are constants of
-# the program: one that JAX traces is an array, so the kernel gets its address.
-# The last two ``u64`` are Triton's own. One is for scratch memory, for which
-# JAX `passes null <https://github.com/jax-ml/jax/pull/38912>`_: a kernel that
-# makes a tensor descriptor faults.
+# the program. An argument of the jitted function is no constant but an array:
+# the kernel gets its address, and ``cap`` would be a pointer. The last two
+# ``u64`` are Triton's own. One is for scratch memory, for which ``jax_triton``
+# 0.3.1 `asks no size <https://github.com/jax-ml/jax-triton/pull/390>`_: a
+# kernel that makes a tensor descriptor faults.
 #
 # Flash attention
 # ---------------
@@ -369,7 +373,7 @@ def attend(query, key, value, is_causal):
 # can fold the new one into that: still one launch, with a larger grid. (JAX's
 # ``sequential_vmap`` needs no rule, and makes a loop of launches.)
 # ``custom_vjp`` takes a forward, which also says what to keep, and a backward.
-# It stands outside, for ``custom_vmap`` has no reverse mode. Our backward, that
+# It stands outside, as ``custom_vmap`` has no reverse mode. Our backward, that
 # of JAX's own attention, computes the forward again, with the matrix.
 
 
@@ -419,11 +423,12 @@ dot_product_attention.defvjp(forward, backward)
 # The check
 # ---------
 #
-# First both kernels at home, launched by Triton. Then attention in JAX with its
-# gradients, under ``vmap``, and JAX's own. In ``softcap``, ``decay`` is at most
-# 1, and ``cap`` enlarges its few roundings: ``cap * 2**-21`` covers them.
-# Attention is a mean of values. Its weights are rounded for the second product,
-# then it is rounded: twice half an ``eps`` of the largest; gradients too.
+# First Triton launches both kernels, without JAX. Then attention runs in JAX
+# with gradients and ``vmap``; so does JAX's own. In ``softcap``, ``decay`` is
+# at most 1, and ``cap`` enlarges its few roundings: ``cap * 2**-21`` covers
+# them. Attention is a mean of values. Its weights are rounded for the second
+# product, then it is rounded: twice half an ``eps`` of the largest. We ask the
+# same of the gradients.
 
 
 def sdpa(query, key, value, is_causal):
@@ -466,8 +471,9 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# Causal attention on 16384 positions, 16 heads of 128, bfloat16. Only what lies
-# below the diagonal counts as work: ``2 * T * T * H`` operations for a head.
+# Causal attention on 16384 positions in sequences of ``T``, 16 heads of 128,
+# bfloat16. Only what lies below the diagonal counts as work:
+# ``2 * T * T * H`` operations for a head.
 # ``XLA`` and ``cuDNN`` are JAX's own; the ``Roof`` is a matrix product, 8192³.
 # Each call gets the result of the one before, five make a program, and a wall
 # clock runs until all is done. ``do_bench``, in the last line, is no clock for
@@ -535,7 +541,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # On the H200 ``cuDNN`` and ``PyTorch`` are ahead of our kernel: for plain
 # attention take ``implementation="cudnn"``, for a variant of it the kernel.
 # ``XLA`` writes the matrix to memory and reads it back; ours keeps it in
-# registers. Of short sequences more tiles are on the diagonal, half masked.
+# registers. In short sequences a larger part of the tiles lies on the diagonal;
+# half of such a tile is computed and not counted.
 #
 # Pallas or Triton
 # ----------------

@@ -14,8 +14,8 @@ PyTorch/XLA
 
 PyTorch/XLA turns a PyTorch program into a graph that XLA compiles. Its `page
 on Triton <https://docs.pytorch.org/xla/release/r2.8/features/triton.html>`_
-makes a kernel a node of that graph, a *custom call*. To follow it today ends
-in an error. Here it works, in two steps: torch_xla **traces** the graph,
+makes a kernel a node of that graph, a *custom call*. Whoever follows it today
+gets an error. Here it works, in two steps: torch_xla **traces** the graph,
 without a GPU, and the XLA inside of JAX **executes** it on one. If you may
 write JAX, take ``jax_call.py``, the page before this one.
 
@@ -74,8 +74,8 @@ if DEVICE.type == "cpu" and COMPILES and not TRACING:
 # ``triton_call`` makes the *payload* of a custom call, ``_xla_gpu_custom_call``
 # puts it into the graph, and XLA's GPU client executes it. ``look`` searches a
 # wheel for the three: its list of files, and its compiled library, which has
-# the names of functions in it. That takes a gigabyte of downloads, so the first
-# step does it, and leaves the table in a file, the *companion*.
+# the names of functions in it. The downloads are large, so the step that traces
+# does it, and leaves the table in a file, the *companion*.
 
 COMPANION = Path("pytorch_xla.json")
 
@@ -123,11 +123,11 @@ releases
 
 # %%
 # The last column is a message in the library itself. 2.4 to 2.8 have all three;
-# 2.9 dropped them, and kept a more general ``_xla_custom_call``. Nor was the
-# client enough: its CUDA half was a wheel of its own, not on PyPI, and it is
-# `gone <https://github.com/pytorch/xla/pull/9597>`_ too. So torch_xla can write
-# a program down and not execute it on a GPU. JAX can: it ships XLA with CUDA,
-# and the code that the custom call names, ``triton_kernel_call``.
+# 2.9 dropped them, and kept a more general ``_xla_custom_call``. The client
+# also needed a CUDA plugin, a wheel that was not on PyPI. That is `gone
+# <https://github.com/pytorch/xla/pull/9597>`_ too. So torch_xla can write a
+# program down and not execute it on a GPU. JAX can: it ships XLA with CUDA, and
+# the code that the custom call names, ``triton_kernel_call``.
 #
 # Two kernels
 # -----------
@@ -138,7 +138,7 @@ releases
 # keys in blocks. It keeps each row's maximum ``top`` and sum ``total`` so far,
 # and scales what it has when a new maximum comes along, so the ``T`` by ``T``
 # scores are never stored: that is flash attention. Neither kernel takes
-# strides. A custom call counts on dense operands, row by row.
+# strides: both count on dense operands, row by row.
 
 
 @triton.jit
@@ -280,7 +280,7 @@ def layer(x, w_qkv, w_out, attention):
 # -----
 #
 # ``triton_call`` of torch_xla 2.8.1 compiles a kernel and packs what a GPU will
-# need: PTX, warps, shared memory, grid, arguments. It asks for a GPU twice. Its
+# need: PTX, warps, shared memory, grid, arguments. Two parts ask for a GPU.
 # Triton asks the driver for the *target* (``launch.py`` has the same stand-in),
 # and torch_xla asks JAX for the compute capability. Both are answered here, for
 # an H100 or H200: a compiler does not need the hardware that it compiles for.
@@ -330,10 +330,11 @@ def traced(kernel, grid, operands, *scalars, general=False, **blocks):
 
 # %%
 # An operator on tensors of the device ``xla`` computes nothing, it adds a node.
-# ``trace`` takes the graph behind a result as HLO, to read, and as StableHLO,
-# which `later versions <https://openxla.org/stablehlo/compatibility>`_ of XLA
-# take too. Shapes are part of a graph, so each is traced. The companion names
-# the versions it is from; a change to a function in ``TRACED`` makes it stale.
+# ``trace`` takes the graph behind a result as HLO, XLA's own language, to read,
+# and as StableHLO, its exchange format, which `later versions
+# <https://openxla.org/stablehlo/compatibility>`_ of XLA take too. Shapes are
+# part of a graph, so each is traced. The companion names the versions it is
+# from; a change to a function in ``TRACED`` makes it stale.
 
 B, D = 2, 1024
 
@@ -424,10 +425,11 @@ if companion:
 # The graph
 # ---------
 #
-# A line is an instruction. Before its name stands the shape of its result, in
-# braces the order of the dimensions in memory, fastest first. The transposes in
-# the layer rename dimensions and leave the memory as it is. But the kernel
-# counts on rows: ``operand_layout_constraints`` makes XLA copy for it.
+# A line is an instruction: its name, ``=``, the shape of its result, what it
+# does. Braces hold the order of the dimensions in memory, fastest first. The
+# transposes in the layer rename dimensions and leave the memory as it is. But
+# the kernel counts on rows, and ``operand_layout_constraints`` asks XLA for
+# them.
 
 
 def show(hlo, names=r"[\w-]+"):
@@ -451,8 +453,9 @@ if GRAPHS:
 # Execute
 # -------
 #
-# JAX's client takes StableHLO as it is, and PyTorch's tensors by DLPack. Its
-# client for the CPU has no code for the custom call, and says so:
+# JAX's client takes StableHLO as it is, and PyTorch's tensors by DLPack (see
+# ``jax_call.py``). Its client for the CPU has no code for the custom call, and
+# says so:
 
 
 def executable(graph, platform=None):
@@ -525,16 +528,17 @@ if EXECUTES:
     show(run["layer, general"].hlo, "(?:bitcast|custom-call)")
 
 # %%
-# This call demands no layout. So XLA left the operands as the product made
-# them, ``{3,1,2,0}``, and the kernel took them for ``{3,2,1,0}``. Sizes and
-# dtypes are right, nothing complains. Use it for vectors: they have one layout.
+# This call demands no layout. So XLA left the operands as the slices of the
+# product lie, ``{3,1,2,0}``, and the kernel took them for ``{3,2,1,0}``. Sizes
+# and dtypes are right, and nothing complains. Use this call for vectors: they
+# have one layout.
 #
 # What lives
 # ----------
 #
-# * ``triton_call`` and ``_xla_gpu_custom_call``: up to 2.8.1, to make graphs.
-# * ``_xla_custom_call``: in 2.9 too, not tried there; it needs 2.8's payload.
-# * What executes them: in JAX. In torch_xla, CUDA is gone. New work is for JAX,
+# * ``triton_call`` and ``_xla_gpu_custom_call`` make graphs, from 2.4 to 2.8.1.
+# * ``_xla_custom_call`` is in 2.9 too, not tried there; it needs 2.8's payload.
+# * JAX has what executes them. In torch_xla, CUDA is gone. New work is for JAX,
 #   or for ``torch.compile``, which takes Triton kernels as they are.
 #
 # Go further
