@@ -222,11 +222,11 @@ def test_performance_page_sums_up_each_work(project: Project) -> None:
     assert cells(shown(project), "performance") == [
         *(
             [
-                *("one", f"forward (make peers), 8{BY}2", "1.50", "1.50", f"0.90 at 1{BY}4", "0.75"),
+                *("one", f"forward, beside libraries, 8{BY}2", "1.50", "1.50", f"0.90 at 1{BY}4", "0.75"),
                 *("300 GB/s", "Liger: 200 GB/s", "Test GPU 9000", "2025-01-01"),
             ],
             [
-                *("one", "(make peers), 9", "0.90", "0.90", "0.90 at 9", "0.90", "90 GB/s", "PyTorch: 100 GB/s"),
+                *("one", "beside libraries, 9", "0.90", "0.90", "0.90 at 9", "0.90", "90 GB/s", "PyTorch: 100 GB/s"),
                 *("Test GPU 9000", "2026-01-02"),
             ],
         )

@@ -10,6 +10,7 @@ import subprocess
 import zipfile
 from base64 import b64decode
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import nbformat
@@ -107,7 +108,9 @@ def test_record_is_shown_where_there_is_no_output(project: Project) -> None:
     assert status == 0, output
     page = BeautifulSoup(project.page("guarded"), "html.parser")
     text, chart = page.select(".recorded")
-    assert text.select_one(".recorded-label").text.startswith("Recorded on Test GPU 9000, 20")
+    assert text.select_one(".recorded-label").text.startswith(
+        f"Recorded on Test GPU 9000, Triton {version('triton')}, 20"
+    )
     assert EVIL in text.select_one("pre").text
     assert EVIL in text.select_one("table.dataframe").text
     assert not page.find("script", string="alert")
@@ -143,7 +146,7 @@ def test_notebook_has_what_was_recorded(project: Project) -> None:
     assert first == []
     assert label.text == also_label.text
     assert re.fullmatch(
-        r"Recorded on Test GPU 9000, \d{4}-\d\d-\d\d · stale: this recipe has changed since:\n", label.text
+        r"Recorded on Test GPU 9000, Triton \S+, \d{4}-\d\d-\d\d · stale: this recipe has changed since:\n", label.text
     )
     assert text.text == f"{EVIL}\n"
     assert frame.data["text/plain"].split() == ["a", *EVIL.split()]
@@ -273,10 +276,10 @@ def test_outputs_of_two_machines_stand_side_by_side(make_project: Callable[..., 
     assert status == 0, output
     page = BeautifulSoup(project.page("guarded"), "html.parser")
     here = [box.text.split() for box in page.select(".here")]
-    label = "Here, without a GPU"
+    label = f"Here, without a GPU, Triton {version('triton')}"
     assert here == [text.split() for text in (f"{label} on a CPU", f"{label} took 1", f"{label} a here")]
     there = page.select(".recorded")
-    assert all(box.p.text.startswith("Recorded on Test GPU, 20") for box in there)
+    assert all(box.p.text.startswith(f"Recorded on Test GPU, Triton {version('triton')}, 20") for box in there)
     texts = [" ".join(pre.text.strip() for pre in box.select("pre")) for box in there]
     assert texts == ["on a GPU", "and ends", "took 16", "first", "second", "", "after"]
     assert there[1].select("svg")
@@ -719,7 +722,9 @@ def test_two_devices_stand_side_by_side(project: Project) -> None:
     for row in rows:
         assert row[:8] == ["guarded", "N = 2048", *ratios, "300 GB/s", "torch.compile: 150 GB/s"]
     assert page.select_one(".chart svg").text.count("guarded, N = 2048") == 2
-    assert "Other GPU, Test GPU 9000" in page.select_one(".chart svg").text
+    named = page.select_one(".chart svg").text
+    assert "Other GPU" in named
+    assert "Test GPU 9000" in named
     assert len(json.loads((site / "performance.json").read_text())["figures"]) == 14
     assert len((site / "performance.csv").read_text().splitlines()) == 15
 

@@ -18,6 +18,7 @@ from triton_gallery.recipes.contents import Recipe, load
 from triton_gallery.recipes.gpus import GPUS, KIB, Gpu
 from triton_gallery.recipes.kernels import module_of
 from triton_gallery.recipes.launches import Launch, typical
+from triton_gallery.recipes.op import Op
 from triton_gallery.records import targets
 from triton_gallery.records.formats import BadRecordError
 from triton_gallery.records.pages import Pages
@@ -511,8 +512,18 @@ def test_not_meant_for(make_project: Callable[..., Project]) -> None:
     assert found
     copies, one = found.kernels
     assert [kernel.verdict(GPU["gfx942"])[0] for kernel in (copies, one)] == [UNMEANT, FITS]
-    assert found.verdict(GPU["gfx942"]) == (FITS, "")
-    assert dataclasses.replace(found, kernels=[copies]).verdict(GPU["gfx942"]) == (UNMEANT, "")
+    assert found.verdict(GPU["gfx942"], None) == (FITS, "")
+    assert dataclasses.replace(found, kernels=[copies]).verdict(GPU["gfx942"], None) == (UNMEANT, "")
+
+
+def test_the_kernels_of_the_op_count() -> None:
+    """What a page's other kernels come to is no fault of its op."""
+    gpu = GPU["sm_90"]
+    compiled = {"_op_kernel": Compiled(), "first_kernel": Compiled(failure="no")}
+    both = Targets("code", "a GPU", "3.7.1", [Kernel(launch(name, {}), {gpu.key: of}) for name, of in compiled.items()])
+    assert both.verdict(gpu, Op("op", "An op", [], "@triton.jit\ndef _op_kernel():\n    pass\n")) == (FITS, "")
+    assert both.verdict(gpu, None) == (FAILED, "first_kernel")
+    assert both.verdict(gpu, Op("op", "An op without kernels", [], "")) == (FAILED, "first_kernel")
 
 
 def test_bad_file_is_refused(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from triton_gallery.recipes.outputs import Output
 from triton_gallery.records.pages import Run
 from triton_gallery.records.recorded import Record
 
-HERE = "Here, without a GPU"
 STALE = " · stale: this recipe has changed since"
 
 
@@ -50,9 +49,14 @@ def pictures(record: Record, output: Output) -> dict[str, bytes]:
     return {name: (record.path.parent / name).read_bytes() for name in output.figures}
 
 
+def ran_here(run: Run) -> str:
+    """Return what stands above what this machine put out, where a record has something else."""
+    return f"Here, without a GPU, Triton {run.environment.triton}"
+
+
 def recorded_on(record: Record) -> str:
     """Return what stands above what a record has."""
-    return f"Recorded on {record.device.name}, {record.date[:10]}"
+    return f"Recorded on {record.device.name}, Triton {record.device.triton}, {record.date[:10]}"
 
 
 def _numbered(outputs: Iterable[Output]) -> Iterator[tuple[tuple[str, int], Output]]:

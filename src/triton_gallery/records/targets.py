@@ -15,6 +15,7 @@ from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.gpus import GPUS, KIB, Gpu
 from triton_gallery.recipes.hashes import hash_of
 from triton_gallery.recipes.launches import Launch
+from triton_gallery.recipes.op import Op
 from triton_gallery.recipes.outputs import from_json
 from triton_gallery.records.formats import (
     HASH,
@@ -133,9 +134,13 @@ class Targets:
         """Whether the recipe still has the code whose launches were compiled."""
         return self.code == hash_of(recipe)
 
-    def verdict(self, gpu: Gpu) -> tuple[str, str]:
-        """Return the worst that is to be expected of a kernel that is meant for a GPU, and which they are."""
-        found = [(kernel.verdict(gpu)[0], kernel.launch.kernel) for kernel in self.kernels]
+    def verdict(self, gpu: Gpu, op: Op | None) -> tuple[str, str]:
+        """Return the worst that is to be expected of a kernel that is meant for a GPU, and which they are.
+
+        Only the kernels of the op count, if a recipe has an op and launches kernels of it.
+        """
+        of_op = [kernel for kernel in self.kernels if op and f"def {kernel.launch.kernel}(" in op.cell]
+        found = [(kernel.verdict(gpu)[0], kernel.launch.kernel) for kernel in of_op or self.kernels]
         meant = [(word, name) for word, name in found if word != UNMEANT]
         for word in (FAILED, TOO_LARGE):
             names = ", ".join(name for said, name in meant if said == word)

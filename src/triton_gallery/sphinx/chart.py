@@ -263,6 +263,7 @@ def _apart(places: Sequence[float]) -> list[float]:
 
 def _draw_fractions(bars: Sequence[tuple[str, str, float]]) -> "Figure":
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     devices = sorted({device for _, device, _ in bars})
     colors = dict(zip(devices, [OURS[0], *OTHERS], strict=False))
@@ -280,7 +281,8 @@ def _draw_fractions(bars: Sequence[tuple[str, str, float]]) -> "Figure":
         )
     axes.axvline(1, color=FOREGROUND, linestyle=(0, (5, 3)), linewidth=1.2)
     axes.set_xlim(0, 1.08 * max([1.0, *(roof for *_, roof in bars)]))
-    axes.set_title(_plain(f"Triton / roof: {', '.join(devices)}"), loc="left", fontsize=FONT, color=FOREGROUND)
+    keys = [Patch(color=color, label=_plain(f"Triton / roof, {device}")) for device, color in colors.items()]
+    figure.legend(handles=keys, loc="outside upper left", frameon=False, fontsize=FONT, labelcolor=FOREGROUND)
     axes.tick_params(colors=FOREGROUND, color=MUTED, length=3, labelsize=FONT)
     for side, spine in axes.spines.items():
         spine.set_color(MUTED)

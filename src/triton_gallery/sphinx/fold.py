@@ -44,7 +44,8 @@ class FoldOpening(SphinxTransform):
             return
         for cell in cells(self.document)[:1]:
             place = cell.code.parent.index(cell.code)
-            fold(cell.code.parent, place, place + 1, "Imports, the device, and what times calls")
+            timer = ", and what times calls" if "def gpu_time(" in cell.code.astext() else ""
+            fold(cell.code.parent, place, place + 1, f"Imports, the device{timer}")
 
 
 def fold(parent: nodes.Element, start: int, end: int, summary: str) -> None:

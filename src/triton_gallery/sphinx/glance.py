@@ -67,7 +67,7 @@ def _measured(page: RecipePage, items: list[Summary]) -> Iterator[nodes.Node]:
         return
     yield nodes.raw("", f'<div class="chart">{svg(chart, "At a glance: ")}</div>', format="html")
     there = [item for item in items if item.device.name == record.device.name]
-    columns = ["rate, median of the sizes", "of the best other's", "of the roof"]
+    columns = [f"on {record.device.name}, median of the sizes", "over the best other", "over the roof"]
     yield grid(columns, [[_name(item), *_ratios(item)] for item in there], "ratios")
     cpu = _cpu(chart)
     if cpu:

@@ -12,7 +12,7 @@ from sphinx_gallery.utils import zip_files
 
 from triton_gallery.recipes.needs import packages
 from triton_gallery.recipes.outputs import Frame, Output
-from triton_gallery.records.beside import HERE, STALE, Shown, pictures, recorded_on, side_by_side
+from triton_gallery.records.beside import STALE, Shown, pictures, ran_here, recorded_on, side_by_side
 from triton_gallery.records.formats import replace
 from triton_gallery.sphinx.chart import png
 from triton_gallery.sphinx.install import install_missing
@@ -69,8 +69,8 @@ def _added(app: "Sphinx", page: RecipePage) -> Iterator[dict[str, Any]]:
 
 def _outputs(page: RecipePage, shown: Shown, figures: Mapping[str, bytes]) -> Iterator[dict[str, Any]]:
     """Yield what a cell put out here and what a record has beyond it, labelled as on the page."""
-    if shown.differ:
-        yield _text(f"{HERE}:")
+    if page.run and shown.differ:
+        yield _text(f"{ran_here(page.run)}:")
     yield from _made(shown.here, figures)
     if page.record and shown.there:
         yield _text(f"{recorded_on(page.record)}{'' if page.record.is_fresh(page.recipe) else STALE}:")

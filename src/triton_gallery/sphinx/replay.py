@@ -9,7 +9,7 @@ from sphinx.transforms import SphinxTransform
 from triton_gallery.recipes.cells import Cell, cells
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.outputs import Output
-from triton_gallery.records.beside import HERE, STALE, Shown, recorded_on, side_by_side
+from triton_gallery.records.beside import STALE, Shown, ran_here, recorded_on, side_by_side
 from triton_gallery.records.recorded import Record
 from triton_gallery.sphinx.lookup import pages, recipe_page, recipes, records
 from triton_gallery.sphinx.show import frame, show
@@ -46,20 +46,26 @@ class Replay(SphinxTransform):
             _show_frame(cell, shown.here)
             here = _chart(cell, shown.here) if shown.here.tables else cell.outputs
             if page.record and shown.there:
-                _set_beside(cell, here, shown, page.record, page.recipe)
+                label = _label(page.record, page.recipe)
+                _set_beside(cell, here, shown, ran_here(page.run), label, _folder(page.record))
 
 
-def _set_beside(cell: Cell, here: list[nodes.Node], shown: Shown, record: Record, recipe: Recipe) -> None:
+def _folder(record: Record) -> str:
+    return f"/_records/{record.path.parents[1].name}/{record.path.parent.name}"
+
+
+def _set_beside(
+    cell: Cell, here: list[nodes.Node], shown: Shown, ran: str, recorded: list[nodes.Node], folder: str
+) -> None:
     """Show what a record has of a cell and this machine has not; where they differ, both say what they are."""
-    folder = f"/_records/{record.path.parents[1].name}/{record.path.parent.name}"
     last = here[-1] if here else cell.code
     parent = cell.code.parent
-    parent.insert(parent.index(last) + 1, _labelled("recorded", _label(record, recipe), show(shown.there, folder)))
+    parent.insert(parent.index(last) + 1, _labelled("recorded", recorded, show(shown.there, folder)))
     if shown.differ:
         place = parent.index(here[0])
         for node in here:
             parent.remove(node)
-        parent.insert(place, _labelled("here", [nodes.Text(HERE)], here))
+        parent.insert(place, _labelled("here", [nodes.Text(ran)], here))
 
 
 def _show_frame(cell: Cell, live: Output) -> None:

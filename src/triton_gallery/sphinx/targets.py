@@ -21,6 +21,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.gpus import GPUS, KIB, Gpu
+from triton_gallery.recipes.op import op_of
 from triton_gallery.records.target_cells import COLUMNS, cells
 from triton_gallery.records.targets import FAILED, FITS, TOO_LARGE, UNMEANT, Kernel, Targets, load, texts
 from triton_gallery.sphinx import lookup
@@ -59,9 +60,9 @@ def strip(env: "BuildEnvironment", recipe: Recipe) -> list[nodes.Node]:
     found = kept(env, recipe)
     if found is None or not found.kernels:
         return []
-    marks = []
+    marks, op = [], op_of(recipe.path)
     for gpu in GPUS:
-        word, names = found.verdict(gpu)
+        word, names = found.verdict(gpu, op)
         said = "" if word == FITS else f" {word}"
         marks.append(f'<span class="target {CLASSES[word]}" title="{escape(names or word)}">{gpu.name}{said}</span>')
     link = f'<a href="#{nodes.make_id(TITLE)}">Compiled for</a>'
