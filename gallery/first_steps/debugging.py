@@ -43,6 +43,22 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 # %%
+# In which order
+# --------------
+#
+# What to do for each symptom; the sections below show how:
+#
+# .. code-block:: text
+#
+#     symptom                           what to do
+#     the compiler refuses it           last line, caret, tl.static_print
+#     wrong in the interpreter too      print, breakpoint()
+#     wrong in only one of the two      bfloat16, races, promises, masks
+#     wrong from some size on           TRITON_DEBUG=1, for int32
+#     another result each time          initcheck; atomics
+#     illegal or misaligned access      memcheck, without caching
+#     an error at an innocent line      CUDA_LAUNCH_BLOCKING=1
+#
 # One process for each failure
 # ----------------------------
 #
@@ -527,20 +543,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # Each report names a line of ``demo.py``: Triton keeps line numbers in its
 # kernels unless ``TRITON_DISABLE_LINE_INFO=1`` is set.
-#
-# In which order
-# --------------
-#
-# .. code-block:: text
-#
-#     symptom                           what to do
-#     the compiler refuses it           last line, caret, tl.static_print
-#     wrong in the interpreter too      print, breakpoint()
-#     wrong in only one of the two      bfloat16, races, promises, masks
-#     wrong from some size on           TRITON_DEBUG=1, for int32
-#     another result each time          initcheck; atomics
-#     illegal or misaligned access      memcheck, without caching
-#     an error at an innocent line      CUDA_LAUNCH_BLOCKING=1
 #
 # Go further
 # ----------

@@ -456,8 +456,8 @@ if __name__ == "__main__":
 # Where the mask may end among four elements, or 16 does not divide the address,
 # four elements cannot be loaded as one. So ``do_not_specialize`` is for
 # arguments that touch neither mask nor address; for others it trades
-# compilations for narrower loads, as Helion `found out
-# <https://github.com/pytorch/helion/pull/2426>`_. On a GPU, the next cell
+# compilations for narrower loads. (Users of Helion `asked for that trade
+# <https://github.com/pytorch/helion/issues/1539>`_.) On a GPU, the next cell
 # counts the kernels of real launches. It also shows two refusals: a second axis
 # that is too long, and a tensor on the CPU.
 
