@@ -326,6 +326,18 @@ def test_recipes_share_imports_alone(make_project: Callable[..., Project], tmp_p
     assert all(one != other for one, other in own)
 
 
+def test_warnings_of_torch_are_not_on_the_page(make_project: Callable[..., Project]) -> None:
+    """They say where it lies on the machine. A recipe's own are."""
+    project = make_project()
+    of_torch = 'warnings.warn_explicit("of torch", UserWarning, "graph.py", 1, module="torch.autograd.graph")'
+    project.write(warns=f'import warnings\n\n{of_torch}\nwarnings.warn("of mine", stacklevel=1)')
+    status, output = project.build()
+    assert status == 0, output
+    page = project.page("warns")
+    assert "UserWarning: of mine" in page
+    assert "UserWarning: of torch" not in page
+
+
 def test_what_forks_recipes_may_end(make_project: Callable[..., Project]) -> None:
     project = make_project()
     project.write(**{f"kills_{number}": KILLS for number in range(2 * (os.cpu_count() or 1))})

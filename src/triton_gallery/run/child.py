@@ -12,6 +12,7 @@ import resource
 import sys
 import tempfile
 import traceback
+import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,6 +76,8 @@ def _start_anew(variables: dict[str, str]) -> None:
     os.environ.update(variables)
     tempfile.tempdir = None
     numpy.random.seed()
+    # They say where PyTorch lies on this machine, and nothing of the recipe.
+    warnings.filterwarnings("ignore", module=r"torch\.")
 
 
 def _let_others_have_the_gpu() -> None:
