@@ -202,7 +202,7 @@ def test_roof_moves_as_many_bytes() -> None:
 
 def test_work_that_computes_is_counted_in_operations() -> None:
     (work,) = (work for work in measure_peers.WORKS if work.recipe == "pytorch/subsystems")
-    amount = work.amount((512, 4096, 128), itemsize=2, backward=False)
+    amount = work.amount((512, 128, 4096), itemsize=2, backward=False)
     assert (amount.unit, amount.rate(milliseconds=1e-9)) == ("TFLOP/s", 2 * 512 * 4096 * 128)
     product = amount.roof(torch.bfloat16, "cpu")()
     assert (product.shape, product.dtype) == ((512, 4096), torch.bfloat16), "the vendor's product of the same size"
