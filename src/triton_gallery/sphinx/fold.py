@@ -44,8 +44,9 @@ class FoldOpening(SphinxTransform):
             return
         for cell in cells(self.document)[:1]:
             place = cell.code.parent.index(cell.code)
-            timer = ", and what times calls" if "def gpu_time(" in cell.code.astext() else ""
-            fold(cell.code.parent, place, place + 1, f"Imports, the device{timer}")
+            times = "def gpu_time(" in cell.code.astext()
+            summary = "Imports, the device, and what times calls" if times else "Imports and the device"
+            fold(cell.code.parent, place, place + 1, summary)
 
 
 def fold(parent: nodes.Element, start: int, end: int, summary: str) -> None:
