@@ -536,9 +536,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # Far left of the ridge point only bytes count, far right only operations; near
-# it both do, and a kernel stays further below. A roof is a measurement too: at
-# another clock the largest product passes it. The smallest product takes little
-# longer than an empty kernel, so its rate says nothing about its arithmetic.
+# it both do, and a kernel stays further below. A roof is a measurement too: the
+# largest product passes it a little. The smallest product takes not much longer
+# than an empty kernel, so its rate says nothing about its arithmetic.
 # Next comes ``autotune.py``, which chooses by measuring.
 #
 # Go further

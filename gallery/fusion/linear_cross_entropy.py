@@ -883,9 +883,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # all logits exist at once, as they do in ``torch.compile``, and the op saves no
 # memory beside it.
 #
-# Where the op's figures are marked as late, the CPU's part is small: a call
-# costs the CPU 2 to 3 ms, the sleep before it takes 1.5 ms, and the GPU works
-# for 9 ms or more.
+# Where the op's figures are marked as late, the CPU took longer to prepare the
+# call than the GPU slept, so they hold a little of the CPU's time.
 #
 # In the table beside other libraries, the roof at 50257 is a product with an
 # odd number of words, which cuBLAS does slowly: it is no roof. There a dash

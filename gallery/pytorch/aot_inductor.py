@@ -486,10 +486,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # than compiling everything, and the package loses what it should save. On a GPU
 # server set ``TORCHINDUCTOR_VEC_ISA_OK=0``, as ``elsewhere`` does: it says that
 # there are none. (Don't set it where you build for CPUs: their code would lose
-# its vectors.) Warm caches do not spare it. Without it, what the package saves
-# is in the first call; the import of Inductor is left, and only the last row is
-# without that: its loader is private in Python, but public in C++ as
-# ``torch::inductor::AOTIModelPackageLoader``.
+# its vectors.) Warm caches do not spare this probe. Without the probe, the
+# package saves time in the first call, but Inductor is still imported. Only the
+# last row does without that import: its loader is private in Python, but public
+# in C++ as ``torch::inductor::AOTIModelPackageLoader``.
 #
 # The benchmark
 # -------------

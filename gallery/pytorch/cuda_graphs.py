@@ -107,7 +107,8 @@ def lerp_kernel(
 # ------
 #
 # What ``lerp`` calls is registered (``triton_op.py`` explains how), so that
-# ``torch.compile`` takes it. It needs the kernel above, and ``DEVICE``.
+# ``torch.compile`` takes it. Who takes this cell takes the kernel above along,
+# and ``DEVICE``.
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 BLOCK = 1024
@@ -306,10 +307,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # A first launch also loads code into the GPU. Some drivers `refused that
 # <https://github.com/rewarped/rewarped/issues/24>`_ during a capture; see the
-# case "cold" for this one. Compiling fails too, by a copy. Warm up with the
-# very arguments to be captured: then each kernel is loaded, and tuners and
-# ``torch.compile`` are done. Waits also hide in ``float(tensor)``, in ``if
-# tensor:`` and in an index by a mask; after
+# case "cold" for this one. Compiling during a capture fails too, and its error
+# names a copy. Warm up with the very arguments to be captured: then each kernel
+# is loaded, and tuners and ``torch.compile`` are done. Waits also hide in
+# ``float(tensor)``, in ``if tensor:`` and in an index by a mask; after
 # ``torch.cuda.set_sync_debug_mode("error")`` most raise in any run.
 #
 # Break it: what a graph doesn't notice

@@ -4,8 +4,8 @@
 #
 # [tool.triton-gallery]
 # description = """
-# Take the CPU time of one call apart, measure every way to make an op of a
-# kernel, and choose one."""
+# Take the CPU time of one call apart, measure eleven ways to call a kernel, and
+# choose one."""
 # tool = true
 # ///
 r"""

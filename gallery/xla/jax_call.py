@@ -5,8 +5,8 @@
 #
 # [tool.triton-gallery]
 # description = """
-# Call a Triton kernel, flash attention at last, in a jitted JAX function, and
-# pass it PyTorch's tensors without a copy."""
+# Call Triton kernels, up to flash attention, in a jitted JAX function, and pass
+# them PyTorch's tensors without a copy."""
 # ///
 r"""
 Triton in a JAX program
