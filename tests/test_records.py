@@ -723,8 +723,8 @@ def test_two_devices_stand_side_by_side(project: Project) -> None:
         assert row[:8] == ["guarded", "N = 2048", *ratios, "300 GB/s", "torch.compile: 150 GB/s"]
     assert page.select_one(".chart svg").text.count("guarded, N = 2048") == 2
     named = page.select_one(".chart svg").text
-    assert "Other GPU" in named
-    assert "Test GPU 9000" in named
+    assert "Triton / roof, Other GPU" in named
+    assert "Triton / roof, Test GPU 9000" in named
     assert len(json.loads((site / "performance.json").read_text())["figures"]) == 14
     assert len((site / "performance.csv").read_text().splitlines()) == 15
 

@@ -13,6 +13,7 @@ from triton_gallery.recipes.names import uses
 from triton_gallery.sphinx import lookup
 from triton_gallery.sphinx.documented import address_of
 from triton_gallery.sphinx.fold import fold
+from triton_gallery.sphinx.show import page_link
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -66,9 +67,8 @@ class NamesDirective(SphinxDirective):
         term.insert(0, addnodes.index(entries=entries))
         line = nodes.paragraph()
         for place, page in enumerate(users):
-            link = {"reftype": "doc", "refdomain": "std", "reftarget": f"/{page}", "refexplicit": False}
             line += nodes.Text(" · " if place else "")
-            line += addnodes.pending_xref("", nodes.inline(), refwarn=True, **link)
+            line += page_link(page)
         definition = nodes.definition("", line)
         if len(users) > MANY:
             fold(definition, 0, 1, f"{len(users)} recipes")

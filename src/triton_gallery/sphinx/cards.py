@@ -14,6 +14,7 @@ from sphinx_gallery.py_source_parser import extract_file_config
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.sphinx.chart import sparkline
 from triton_gallery.sphinx.lookup import line, recipe_page, recipes
+from triton_gallery.sphinx.show import page_link
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -84,8 +85,7 @@ def _is_toctree(node: nodes.Node) -> bool:
 def _card(env: "BuildEnvironment", recipe: Recipe) -> nodes.list_item:
     """Return a card: the title, which leads to the page, the line, and the picture."""
     gallery = env.config.sphinx_gallery_conf["gallery_dirs"]
-    link = {"reftype": "doc", "refdomain": "std", "reftarget": f"/{gallery}/{recipe.key}", "refexplicit": False}
-    title = nodes.paragraph("", "", addnodes.pending_xref("", nodes.inline(), refwarn=True, **link))
+    title = nodes.paragraph("", "", page_link(f"{gallery}/{recipe.key}"))
     return nodes.list_item(
         "",
         title,

@@ -4,7 +4,6 @@ import hashlib
 from typing import TYPE_CHECKING, ClassVar
 
 from docutils import nodes
-from sphinx import addnodes
 from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.recipes.gpus import GPUS
@@ -13,6 +12,7 @@ from triton_gallery.records.beside import STALE, recorded_on
 from triton_gallery.records.recorded import Record
 from triton_gallery.sphinx import lookup, targets
 from triton_gallery.sphinx.chart import svg
+from triton_gallery.sphinx.show import page_link
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -45,9 +45,8 @@ class ClaimsDirective(SphinxDirective):
         claims = nodes.bullet_list("", *(_item(claim) for claim in _claims(self.env)), classes=["claims"])
         if page.record is None or page.table is None:
             return [claims]
-        link = {"reftype": "doc", "refdomain": "std", "reftarget": f"/{name}", "refexplicit": False}
         stale = "" if page.record.is_fresh(page.recipe) else STALE
-        label = nodes.paragraph("", "", addnodes.pending_xref("", nodes.inline(), refwarn=True, **link))
+        label = nodes.paragraph("", "", page_link(name))
         label += nodes.Text(f", {page.table.unit}: more is better. {recorded_on(page.record)}{stale}.")
         chart = nodes.raw("", f'<div class="chart">{svg(page.table)}</div>', format="html")
         return [claims, nodes.container("", chart, label, classes=["shown"])]

@@ -16,7 +16,7 @@ from triton_gallery.records.summary import Summary, summaries
 from triton_gallery.sphinx import provenance, repository, take, targets
 from triton_gallery.sphinx.chart import svg
 from triton_gallery.sphinx.lookup import RecipePage, pages, peers, recipe_page, recipes
-from triton_gallery.sphinx.show import figure, grid, where
+from triton_gallery.sphinx.show import figure, grid, page_link, where
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -124,6 +124,5 @@ def _path(env: "BuildEnvironment") -> nodes.paragraph:
     path = nodes.paragraph(classes=["recipe-path"])
     for word, neighbours in (("Before: ", order[:place][-1:]), ("Next: ", order[place + 1 :][:1])):
         for name in neighbours:
-            link = {"reftype": "doc", "refdomain": "std", "reftarget": f"/{name}", "refexplicit": False}
-            path += nodes.inline("", word, addnodes.pending_xref("", nodes.inline(), refwarn=True, **link))
+            path += nodes.inline("", word, page_link(name))
     return path

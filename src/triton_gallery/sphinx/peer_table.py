@@ -6,7 +6,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar
 
 from docutils import nodes
-from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 
@@ -14,7 +13,7 @@ from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.tables import ROOF, TRITON
 from triton_gallery.records.peers import PeerRow
 from triton_gallery.sphinx import lookup
-from triton_gallery.sphinx.show import add_section, figure, first_cells, grid
+from triton_gallery.sphinx.show import add_section, figure, first_cells, grid, page_link
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -71,9 +70,8 @@ class PeersOfRecipe(SphinxTransform):
             "bands, from the 20th to the 80th percentile, overlap. A row is stale if the recipe's code has changed "
             "since. "
         )
-        link = {"reftype": "doc", "refdomain": "std", "reftarget": "/performance", "refexplicit": False}
-        about += addnodes.pending_xref("", nodes.inline(), refwarn=True, **link)
-        about += nodes.Text(" says what the sizes are of.")
+        about += page_link("performance")
+        about += nodes.Text(" says what each size means.")
         section = nodes.section("", nodes.title("", TITLE), about, ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
         section += _tables(rows, [recipe], {})
         add_section(self.document, section)

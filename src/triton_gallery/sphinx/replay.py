@@ -10,6 +10,7 @@ from triton_gallery.recipes.cells import Cell, cells
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.outputs import Output
 from triton_gallery.records.beside import STALE, Shown, ran_here, recorded_on, side_by_side
+from triton_gallery.records.pages import Run
 from triton_gallery.records.recorded import Record
 from triton_gallery.sphinx.lookup import pages, recipe_page, recipes, records
 from triton_gallery.sphinx.show import frame, show
@@ -46,26 +47,20 @@ class Replay(SphinxTransform):
             _show_frame(cell, shown.here)
             here = _chart(cell, shown.here) if shown.here.tables else cell.outputs
             if page.record and shown.there:
-                label = _label(page.record, page.recipe)
-                _set_beside(cell, here, shown, ran_here(page.run), label, _folder(page.record))
+                _set_beside(cell, here, shown, page.run, page.record, page.recipe)
 
 
-def _folder(record: Record) -> str:
-    return f"/_records/{record.path.parents[1].name}/{record.path.parent.name}"
-
-
-def _set_beside(
-    cell: Cell, here: list[nodes.Node], shown: Shown, ran: str, recorded: list[nodes.Node], folder: str
-) -> None:
+def _set_beside(cell: Cell, here: list[nodes.Node], shown: Shown, run: Run, record: Record, recipe: Recipe) -> None:
     """Show what a record has of a cell and this machine has not; where they differ, both say what they are."""
+    folder = f"/_records/{record.path.parents[1].name}/{record.path.parent.name}"
     last = here[-1] if here else cell.code
     parent = cell.code.parent
-    parent.insert(parent.index(last) + 1, _labelled("recorded", recorded, show(shown.there, folder)))
+    parent.insert(parent.index(last) + 1, _labelled("recorded", _label(record, recipe), show(shown.there, folder)))
     if shown.differ:
         place = parent.index(here[0])
         for node in here:
             parent.remove(node)
-        parent.insert(place, _labelled("here", [nodes.Text(ran)], here))
+        parent.insert(place, _labelled("here", [nodes.Text(ran_here(run))], here))
 
 
 def _show_frame(cell: Cell, live: Output) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from docutils import nodes
+from sphinx import addnodes
 
 from triton_gallery.recipes.cells import is_footer
 from triton_gallery.recipes.outputs import Frame, Output
@@ -110,6 +111,12 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], *kinds: str) -> 
     return nodes.container(
         "", nodes.table("", group, classes=[*kinds], support_smartquotes=False), classes=["table-box"]
     )
+
+
+def page_link(name: str) -> addnodes.pending_xref:
+    """Return a link to a page of the site, whose text is the page's title."""
+    link = {"reftype": "doc", "refdomain": "std", "reftarget": f"/{name}", "refexplicit": False}
+    return addnodes.pending_xref("", nodes.inline(), refwarn=True, **link)
 
 
 def add_section(document: nodes.document, section: nodes.section) -> None:
