@@ -715,7 +715,9 @@ def _rms_norm_gpu(device):
     if device.type != "cuda":
         return 2, 2**17  # for the interpreter
     gpu = torch.cuda.get_device_properties(device)
-    return gpu.multi_processor_count, gpu.shared_memory_per_block_optin
+    # On AMD's GPUs torch does not tell.
+    shared = getattr(gpu, "shared_memory_per_block_optin", 64 * 1024)
+    return gpu.multi_processor_count, shared
 
 
 def _rms_norm_plan_backward(h, eps, stride, has_dh):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -191,6 +191,12 @@ def test_plans(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken._layer_norm_plan(rows[:, :4096], 12288)["EARLY"]
     for N, stride, vec in ((1000, 1000, 8), (1000, 1004, 4), (1000, 1001, 1), (1001, 1000, 1)):
         assert taken._layer_norm_plan(rows[:1, :N], stride)["VEC"] == vec
+
+
+def test_gpu_that_does_not_tell_its_shared_memory(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of AMD's, torch has no such property."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=304))
+    assert taken._layer_norm_gpu.__wrapped__(torch.device("cuda")) == (304, 64 * 1024)
 
 
 @pytest.mark.parametrize("early", [True, False], ids="float32-{}".format)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -397,6 +397,14 @@ OPS = [
 ]
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+
+
+def test_gpu_that_does_not_tell_its_shared_memory(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of AMD's, torch has no such property."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=304))
+    assert taken._rms_norm_gpu.__wrapped__(torch.device("cuda")) == (304, 64 * 1024)
+
+
 BREAKS = [
     (
         "a mean over the block",
