@@ -434,10 +434,11 @@ SOFTMAX_LONG_ACC = {
     torch.float64: tl.float64,
 }
 SOFTMAX_LONG_LOG2_E = tl.constexpr(math.log2(math.e))
-# Rows that stay in registers: bytes at most, in the accumulator's type, and
-# elements at most, where each is loaded by itself.
-SOFTMAX_LONG_WHOLE = 32 * 1024
-SOFTMAX_LONG_SINGLE = 2048
+# Bytes of a row that stays in registers, at most: forward in the accumulator's
+# type, backward in the row's own. In half precision half of that, as two passes
+# are faster there.
+SOFTMAX_LONG_WHOLE = 64 * 1024
+SOFTMAX_LONG_SINGLE = 2048  # elements, where each is loaded by itself
 SOFTMAX_LONG_TILE = 8 * 1024  # bytes of short rows that share a program
 SOFTMAX_LONG_THREAD = 128  # bytes of a row for a thread
 # By the tensors that are read twice: how much of L2 is for the rows under way,
@@ -651,15 +652,13 @@ def _softmax_long_gpu(device):
     return gpu.multi_processor_count, gpu.L2_cache_size
 
 
-def _softmax_long_check(x):
+def _softmax_long_check(x, name):
     """Return the length of x's rows; raise for what the op does not take."""
     if x.dtype not in SOFTMAX_LONG_ACC:
-        raise TypeError(f"softmax_long takes a float tensor, not {x.dtype}")
+        raise TypeError(f"{name} takes a float tensor, not {x.dtype}")
     N = int(x.shape[-1]) if x.ndim else 1
     if N > 2**30:
-        raise ValueError(
-            f"softmax_long takes rows of up to 2**30 elements, not {N}"
-        )
+        raise ValueError(f"{name} takes rows of up to 2**30 elements, not {N}")
     return N
 
 
@@ -667,7 +666,8 @@ def _softmax_long_fits(N, stride, size, bytes_each):
     """Return whether rows stay in registers."""
     aligned = math.gcd(N, stride, 16 // size) * size == 16
     few = SOFTMAX_LONG_SINGLE >= N
-    return N * bytes_each <= SOFTMAX_LONG_WHOLE and (aligned or few)
+    most = SOFTMAX_LONG_WHOLE // (2 if size == 2 else 1)
+    return N * bytes_each <= most and (aligned or few)
 
 
 def _softmax_long_whole_plan(x, M, N, stride):
@@ -710,7 +710,7 @@ def _softmax_long_plan(x, M, N, stride, tensors):
 def _softmax_long_launch(
     x, whole=_softmax_long_whole_kernel, passes=_softmax_long_kernel
 ):
-    N = _softmax_long_check(x)
+    N = _softmax_long_check(x, "softmax_long")
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return y
@@ -739,7 +739,7 @@ def _softmax_long_backward_launch(
     whole=_softmax_long_whole_backward_kernel,
     passes=_softmax_long_backward_kernel,
 ):
-    N = _softmax_long_check(y)
+    N = _softmax_long_check(y, "softmax_long_backward")
     kinds = [(t.dtype, tuple(t.shape), t.device) for t in (grad, y)]
     if kinds[0] != kinds[1]:
         raise ValueError(
@@ -752,7 +752,6 @@ def _softmax_long_backward_launch(
         return d
     M = d.numel() // N
     size = y.element_size()
-    # In half precision a row may be twice as long.
     if _softmax_long_fits(N, N, size, size):
         kernel = whole
         grid, options = _softmax_long_whole_plan(y, M, N, N)
