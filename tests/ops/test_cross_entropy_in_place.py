@@ -304,12 +304,12 @@ def test_refuses(taken: ModuleType) -> None:
             op(x, target, label_smoothing=smoothing)
     with pytest.raises(ValueError, match=name + r".*up to 2\*\*30 elements"):
         op(x[0, 0].expand(2**30 + 1), target[0])
-    with pytest.raises(ValueError, match=name + "one device"):
+    with pytest.raises(ValueError, match=name + "logits and targets on one device, not meta and"):
         op(x.to("meta"), target)
     apart = x.new_ones(2, 4, 6)[:, ::2]
     for logits in (x.T[:2], x.new_ones(2, 6)[:, ::2], x[:1].expand(2, 3), apart):
         at = target[:, None].expand(2, 2) if logits.ndim == 3 else target[: len(logits)]
-        with pytest.raises(ValueError, match=name + "a contiguous tensor, or a matrix of contiguous rows, none of"):
+        with pytest.raises(ValueError, match=name + "a contiguous tensor, or a matrix of contiguous rows that share"):
             op(logits, at)
     for logits in (x.clone().requires_grad_(), x.clone().requires_grad_() * 2):
         with pytest.raises(ValueError, match=name + "no logits that require grad"):
@@ -327,6 +327,14 @@ def test_linear_loss(recipe: ModuleType) -> None:
     torch.testing.assert_close(loss, expected)
     for got, exact in zip(*(torch.autograd.grad(3 * t, (x, weight)) for t in (loss, expected)), strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-6)
+
+
+def test_linear_loss_of_a_large_factor(recipe: ModuleType) -> None:
+    """In float16, too, a loss may be multiplied by the 65536 with which GradScaler begins."""
+    x, weight = (Layout("contiguous", n).make((n, 8), torch.float16, DEVICE).requires_grad_() for n in (5, 40))
+    target = torch.tensor([3, -100, 39, 0, 7], device=DEVICE)
+    grads = torch.autograd.grad(65536 * recipe.LinearLoss.apply(x, weight * 1e-3, target), (x,))
+    assert all(grad.isfinite().all() for grad in grads)
 
 
 def test_launcher_is_what_a_call_reaches(taken: ModuleType) -> None:
