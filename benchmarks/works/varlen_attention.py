@@ -56,9 +56,10 @@ def products(factor: float) -> Amount:
     """Return a product of as many operations: two for each pair of query and key, of which a mask leaves half."""
 
     def amount(shape: tuple[int, ...], _: int) -> Product:
-        side = 8192
         pairs = sum(length**2 for length in lengths_of(shape)) / 2
-        return Product(side, side, max(1, round(factor * 2 * pairs * math.prod(shape[2:]) / side**2)))
+        size = factor * 2 * pairs * math.prod(shape[2:])
+        side = 64 * max(1, round(size ** (1 / 3) / 64))  # nearly a cube: an odd inner side would be no roof
+        return Product(round(size / side**2), side, side)
 
     return amount
 

@@ -536,8 +536,13 @@ def _decode_attention_parts(programs, longest, cache):
 
 
 def _decode_attention_check(q, k_cache, v_cache, block_table, seq_lens, scales):
-    name, scales = "decode_attention", [t for t in scales if t is not None]
-    tensors = (q, k_cache, v_cache, block_table, seq_lens, *scales)
+    name = "decode_attention"
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    given |= {"block_table": block_table, "seq_lens": seq_lens}
+    names = zip(("k_scale", "v_scale"), scales, strict=True)
+    given |= {who: t for who, t in names if t is not None}
+    tensors = list(given.values())
+    scales = tensors[5:]
     kinds = [torch.int32] * 2 + [torch.float32] * len(scales)
     small = torch.float8_e4m3fn if q.dtype.itemsize == 2 else q.dtype
     fits = (
@@ -548,7 +553,9 @@ def _decode_attention_check(q, k_cache, v_cache, block_table, seq_lens, scales):
         and len({t.device for t in tensors}) == 1
     )
     if not fits:
-        found = ", ".join(f"{t.dtype} on {t.device}" for t in tensors)
+        found = ", ".join(
+            f"{who} {t.dtype} on {t.device}" for who, t in given.items()
+        )
         raise TypeError(
             f"{name} takes a float q, two caches of its dtype, or, if that has "
             "16 bits, of float8_e4m3fn, a block_table and seq_lens of int32, "
@@ -568,7 +575,7 @@ def _decode_attention_check(q, k_cache, v_cache, block_table, seq_lens, scales):
         and all(t.shape in ((1,), k_cache.shape[2:3]) for t in scales)
     )
     if not fits:
-        found = ", ".join(str(tuple(t.shape)) for t in tensors)
+        found = ", ".join(f"{who} {tuple(t.shape)}" for who, t in given.items())
         raise ValueError(
             f"{name} takes q of (batch, queries, heads, D), two caches of "
             "(pages, page size, heads / n, D), a block_table of (batch, most "

@@ -1486,8 +1486,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The table beside other libraries is of an H100, and the outputs above are of
 # an H200. There PyTorch pads within its time, and lengths grow from a 64th of
-# the longest. Its roof is a product with an odd inner size, which the library
-# does slowly: it is no roof.
+# the longest.
 
 # %%
 # Break it

@@ -268,7 +268,8 @@ def test_refuses(taken: ModuleType) -> None:
         (q, k, v, table.long(), lens),
         (q, k, v, table, lens.long()),
     ):
-        found = ", ".join(f"{t.dtype} on {t.device}" for t in wrong)
+        named = zip(("q", "k_cache", "v_cache", "block_table", "seq_lens"), wrong, strict=True)
+        found = ", ".join(f"{who} {t.dtype} on {t.device}" for who, t in named)
         with pytest.raises(TypeError, match=rf"^decode_attention takes a float q, .*{re.escape(found)}$"):
             op(*wrong)
     with pytest.raises(TypeError, match=r"torch\.float64 on"):
@@ -285,11 +286,14 @@ def test_refuses(taken: ModuleType) -> None:
         (q, k, v, table[:1], lens),
         (q, k, v, table, lens[:1]),
     ):
-        found = ", ".join(str(tuple(t.shape)) for t in wrong)
+        named = zip(("q", "k_cache", "v_cache", "block_table", "seq_lens"), wrong, strict=True)
+        found = ", ".join(f"{who} {tuple(t.shape)}" for who, t in named)
         with pytest.raises(ValueError, match=rf"^decode_attention takes q of .*{re.escape(found)}$"):
             op(*wrong)
     for scales in ({"k_scale": one}, {"v_scale": one}, {"k_scale": one, "v_scale": one.expand(3)}):
-        with pytest.raises(ValueError, match="no or two scales"):
+        with pytest.raises(
+            ValueError, match=rf"no or two scales.*{', '.join(scales)}" if len(scales) == 1 else "no or two"
+        ):
             op(*x, **scales)
     with pytest.raises(ValueError, match="up to 64 queries times heads of a group, not 66"):
         op(q.repeat(1, 33, 1, 1), k, v, table, lens)
