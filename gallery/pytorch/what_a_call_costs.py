@@ -4,7 +4,7 @@
 #
 # [tool.triton-gallery]
 # description = """
-# Take the CPU time of one call apart, measure eleven ways to call a kernel, and
+# Take the CPU time of one call apart, measure twelve ways to call a kernel, and
 # choose one."""
 # tool = true
 # ///
@@ -16,7 +16,7 @@ Before a kernel runs on the GPU, the CPU has to call it: Python checks the
 arguments, PyTorch looks for the implementation and for a gradient, Triton
 looks for the compiled kernel. With a small tensor this overhead of a launch
 takes longer than the kernel itself. This page takes one call apart, measures
-eleven ways to make such a call, and chooses the one that most ops of this
+twelve ways to make such a call, and chooses the one that most ops of this
 gallery take.
 
 After this page you can
@@ -282,6 +282,7 @@ WAYS = [
     "define, impl, register_autograd",
     "define, impl, own",
     "custom_op, register_autograd",
+    "custom_op, impl, register_autograd",
     "triton_op, register_autograd",
     "triton_op, register_kernel, register_autograd",
     "triton_op, impl, register_autograd",

@@ -363,7 +363,7 @@ if __name__ == "__main__":
     assert "LDG.E.128 " in load
     assert len(find(h100["sass"], "SHFL")) == shuffles
     busy, waits_for = load.split(":")[2], add.split(":")[0]
-    assert int(waits_for, base=16) == 2 ** int(busy)
+    assert int(waits_for) == 2 ** int(busy)
 
 # %%
 # ``LDG.E.128`` loads 128 bits into four registers, the named one and the next
