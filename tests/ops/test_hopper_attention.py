@@ -338,7 +338,7 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
 def test_orders_of_the_page(recipe: ModuleType) -> None:
     """Each order has each tile once, and the persistent kernel takes those of pairs."""
     for heads, length in ((64, 4096), (5, 1100), (7, 900)):
-        rows = -(-length // 64)
+        rows = -(-length // 128)
         everything = sorted((h, r) for h in range(heads) for r in range(rows))
         near = 2**24 // (512 * length)
         assert sorted(recipe.in_groups(heads, rows, near)) == everything
@@ -397,12 +397,12 @@ def codes(taken: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 @pytest.mark.thorough
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
-    """Nothing spills on Hopper, all fits, the engine copies every block, and each exponential is one instruction."""
+    """Heads of 128 spill a little, all fits, the engine copies every block, and each exponential is one instruction."""
     (found,) = on_h100(gallery / RECIPE, codes)
     assert len(found) == 3 * 2 * 2 * 2
     for (gpu, dtype, D, causal), known in found.items():
-        # The tiles are chosen for Hopper. On Blackwell two registers spill in one of eight kernels.
-        assert known["spilled"] <= (0 if gpu == 90 else 8), (gpu, dtype, D, causal)
+        # The page says about 100 bytes for heads of 128. The tiles are chosen for Hopper.
+        assert known["spilled"] <= (120 if D == 128 else 8 * (gpu != 90)), (gpu, dtype, D, causal)
         assert known["shared"] + 1024 <= ROOMS[gpu] + 1024
         assert known["copies"] > 0
         assert known["pointers"] == 0
@@ -503,8 +503,8 @@ def test_page(printed: Callable[[str], str]) -> None:
     """What the page prints without a GPU is what its text says."""
     out = printed("attention/hopper_attention")
     assert re.search(r"heads of 64, \[64, 128\], 4 warps, 2 stages +\d+ +0 +\d+ +3\n", out)
-    assert re.search(r"heads of 128, \[64, 64\], 4 warps, 3 stages +\d+ +0 +\d+ +2\n", out)
-    assert re.search(r"handed out, in groups( +1\.0[0-2]\d){6}\n", out)
+    assert re.search(r"heads of 128, \[128, 64\], 4 warps, 2 stages +\d+ +0 +\d+ +2\n", out)
+    assert re.search(r"handed out, in groups( +1\.0[0-3]\d){6}\n", out)
     assert re.search(r"persistent, in pairs( +1\.03\d){6}\n", out)
     assert re.search(r"\nasked, 8 warps +not split +8 ", out)
     assert re.search(r"\nasked, 4 warps +split +12 +\d+ +0 +\[128\] +\[40, .*232.*\]\n", out)
