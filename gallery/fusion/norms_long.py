@@ -356,12 +356,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Between its two passes a row should wait in the L2 cache. Each program at work
 # has a row *under way*. More of them keep more loads in flight, but the cache
-# has to hold their rows. A multiprocessor holds many programs of 8 warps, half
-# as many of 16, and one or two of 32. So the number of warps sets how many rows
-# are under way. The op takes the fewest warps, of 8, 16 and 32, with which the
-# rows of 32 warps on each multiprocessor take three fifths of L2 at most. If
-# there are none, it takes 32. We chose this by timing. A table after the op has
-# the other choices.
+# has to hold their rows. A multiprocessor holds half as many programs of 32
+# warps as of 16. So the number of warps sets how many rows are under way. The
+# op asks what part of L2 a row on each multiprocessor takes. Up to 0.15 it
+# takes 16 warps, then 32. In a turn, a thread loads 16 bytes of each tensor,
+# and 32 where a row takes more than 0.3. In half precision, rows that do not
+# begin at multiples of 16 bytes have the first choice at any length. We chose
+# this by timing. A table after the op has the other choices.
 #
 # The op's loads and stores tell the caches what comes next. These are hints,
 # which a cache may ignore. The loads of the first pass, and of weight and bias,
@@ -384,7 +385,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # For RMSNorm, :math:`\mu` is 0, and the term with :math:`\sum g` is missing.
 # The forward saves :math:`r` and :math:`\mu` of each row. One kernel computes
 # :math:`\mathrm{d}x` in two passes over a row, as the forward does: the first
-# pass takes the sums, the second one writes.
+# pass takes the sums, the second one writes. LayerNorm's takes more sums than
+# RMSNorm's, and 32 warps leave a thread 64 registers at most. So it has 16
+# warps, and its threads load 64 bytes in a turn where rows are longest.
 #
 # The sums for :math:`\mathrm{d}w` and :math:`\mathrm{d}b` run over all rows.
 # In ``layer_norm.py`` a program keeps them in registers for a whole row. Here a
@@ -424,10 +427,13 @@ NORMS_LONG_ACC = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-NORMS_LONG_CACHE = 0.6  # of L2: so much, at most, for the rows of
-NORMS_LONG_WARPS = 32  # on each multiprocessor
-# Warps of a program, and the bytes of each tensor that a thread loads in a turn
-NORMS_LONG_PROGRAMS = [(8, 16), (16, 16), (32, 32)]
+# The parts of L2 that a row on each multiprocessor takes: to here, and to here
+NORMS_LONG_PARTS = 0.15, 0.3
+# For these and for longer rows: the warps of a program, and how many bytes of
+# each tensor a thread loads in a turn
+NORMS_LONG_PROGRAMS = (16, 16), (32, 16), (32, 32)
+# The same, where 32 warps are too many
+NORMS_LONG_SMALL = (16, 16), (16, 16), (16, 64)
 NORMS_LONG_TILE_M = 4  # rows of a tile, for the weight's gradient
 NORMS_LONG_TILE_N = 2048  # bytes of each of these rows
 
@@ -613,12 +619,10 @@ def _norms_long_weight_kernel(
     # Each program stores a row of its own. Atomic additions to one row would
     # come in another order each time.
     sums_ptrs = sums_ptr + first.to(tl.int64) * N + offs_n  # (1, BLOCK_N)
-    dw = tl.sum(dw, axis=0, keep_dims=True)  # (1, BLOCK_N)
-    tl.store(sums_ptrs, dw, mask=offs_n < N)
+    tl.store(sums_ptrs, tl.sum(dw, axis=0, keep_dims=True), mask=offs_n < N)
     if CENTER:
         sums_ptrs += programs.to(tl.int64) * N
-        db = tl.sum(db, axis=0, keep_dims=True)  # (1, BLOCK_N)
-        tl.store(sums_ptrs, db, mask=offs_n < N)
+        tl.store(sums_ptrs, tl.sum(db, axis=0, keep_dims=True), mask=offs_n < N)
 
 
 def _norms_long_check(name, matrices, vectors):
@@ -657,20 +661,21 @@ def _norms_long_gpu(device):
     return gpu.multi_processor_count, gpu.L2_cache_size
 
 
-def _norms_long_plan(x, stride, tensors):
+def _norms_long_plan(x, stride, tensors, center):
     """Return how to launch for rows of so many tensors that are read twice."""
     N, size = int(x.shape[-1]), x.element_size()
     processors, cache = _norms_long_gpu(x.device)
-    rows = NORMS_LONG_CACHE * cache / (tensors * N * size * processors)
+    taken = processors * tensors * N * size  # bytes of the cache
+    vec = math.gcd(N, stride, 16 // size)
+    # In half precision, loads of a few bytes are too many for longer turns.
+    parts = NORMS_LONG_PARTS if size > 2 or vec == 8 else ()
     # A program has 1024 threads at most. On AMD's GPUs, they are 16 warps.
-    programs = NORMS_LONG_PROGRAMS[: 2 if torch.version.hip else None]
-    warps, thread = next(
-        (p for p in programs if NORMS_LONG_WARPS // p[0] <= rows),
-        programs[-1],  # with the fewest rows
-    )
+    few = torch.version.hip or (center and tensors == 2)
+    programs = NORMS_LONG_SMALL if few else NORMS_LONG_PROGRAMS
+    warps, thread = programs[sum(taken > part * cache for part in parts)]
     return {
         "ACC": NORMS_LONG_ACC[x.dtype],
-        "VEC": math.gcd(N, stride, 16 // size),
+        "VEC": vec,
         "BLOCK_N": min(32 * warps * thread // size, triton.next_power_of_2(N)),
         "num_warps": warps,
     }
@@ -702,8 +707,7 @@ def _norms_long_launch(x, weight, bias, eps, kernel=_norms_long_kernel):
         return y, stats.zero_()
     x, stride_xm = _norms_long_rows(x)
     N = int(y.shape[-1])
-    M = y.numel() // N
-    weight = weight.contiguous()
+    M, weight = y.numel() // N, weight.contiguous()
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         kernel[(M,)](
@@ -717,7 +721,7 @@ def _norms_long_launch(x, weight, bias, eps, kernel=_norms_long_kernel):
             stride_xm,
             EPS=eps,
             CENTER=center,
-            **_norms_long_plan(y, stride_xm, 1),
+            **_norms_long_plan(y, stride_xm, 1, center),
         )
     return y, stats
 
@@ -743,11 +747,11 @@ def _norms_long_backward_launch(
     x, stride_xm = _norms_long_rows(x)
     N = int(dx.shape[-1])
     dy, stats = dy.contiguous(), stats.contiguous()
-    plan = _norms_long_plan(dx, stride_xm, 2)
+    center = kinds == 2
+    plan = _norms_long_plan(dx, stride_xm, 2, center)
     groups, tile = _norms_long_plan_weight(dx)
     sums = stats.new_empty(kinds, groups[1], N)
     sizes = (dx.numel() // N, N, stride_xm)
-    center = kinds == 2
     with torch.accelerator.device_index(dx.device.index):
         kernel[(sizes[0],)](
             dy, x, weight.contiguous(), stats, dx, *sizes, CENTER=center, **plan
@@ -861,8 +865,8 @@ def statements(kernel):
 
 def forward(x, w, b, y, **changes):
     """Launch the kernel of the op as the op does, but for the changes."""
-    M, N = x.shape
-    plan = _norms_long_plan(x, N, 1) | {"CENTER": b is not None, "EPS": 1e-5}
+    (M, N), center = x.shape, b is not None
+    plan = _norms_long_plan(x, N, 1, center) | {"CENTER": center, "EPS": 1e-5}
     stats = x.new_empty(2, M, dtype=torch.promote_types(x.dtype, torch.float32))
     b = w if b is None else b
     args = (x, w, b, y, stats, M, N, N)
@@ -909,19 +913,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(ladder).T.to_string(na_rep=""))
 
 # %%
-# How many rows should be under way? In front of each rate stand the warps of a
-# program, and what part of L2 the rows of 32 warps on each multiprocessor take:
+# How many rows should be under way? Beside each length stands what part of L2 a
+# row on each multiprocessor takes. In front of each rate stand the warps of a
+# program, and how many bytes a thread loads in a turn:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     processors, cache = _norms_long_gpu(x.device)
-    for N in LENGTHS:
-        x, y, line = random(N), random(N), f"N = {N:6}"
+    for N in (24576, *LENGTHS):
+        x, y, tried = random(N), random(N), {}
         for warps, thread in NORMS_LONG_PROGRAMS:
             changes = {"num_warps": warps, "BLOCK_N": 16 * warps * thread}
             call = partial(forward, x, x[0], x[1], y, **changes)
-            part = NORMS_LONG_WARPS // warps * processors * N * 2 / cache
-            found = rate(gpu_time({1: call}, turns=20)[1])
-            line += f"   {warps}, {part:.2f} of L2: {found:.0f}"
+            tried[f"{warps}, {thread} bytes"] = call
+        line = f"N = {N:6}, {processors * N * 2 / cache:.2f} of L2"
+        for name, times in gpu_time(tried, turns=20).items():
+            line += f"   {name}: {rate(times):.0f}"
         print(line, "GB/s")
 
 # %%

@@ -2,6 +2,7 @@
 
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ each_norm = pytest.mark.parametrize("center", [True, False], ids=["layer_norm", 
 
 EPS = 1e-5
 LEADS = st.sampled_from([(), (0,), (1,), (5,), (2, 0, 3), (2, 3)])
-CACHES = st.sampled_from([2**24, 2**20, 2**14, 0])  # from four programs for each multiprocessor to one
+CACHES = st.sampled_from([2**24, 2**20, 2**14, 1])  # from four programs for each multiprocessor to one
 
 
 @pytest.fixture(scope="module")
@@ -183,28 +184,30 @@ def test_many_tiles_for_each_program(taken: ModuleType, dtype: torch.dtype, cent
 
 
 def test_plans(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launchers ask for what the page says: the fewest warps with which the cache holds the rows under way."""
+    """The launchers ask for what the page says, by the part of the cache that a row on each multiprocessor takes."""
     for dtype in FLOATS:
         with cached(taken, 50 * 2**20, processors=132):
             for N in (20_000, 32_768, 50_176, 10**6):
-                for tensors in (1, 2):
+                for tensors, center in itertools.product((1, 2), (True, False)):
                     x = torch.empty(10**6, N, dtype=dtype, device="meta")
-                    plan = taken._norms_long_plan(x, N, tensors)
-                    warps = plan["num_warps"]
-                    assert plan["BLOCK_N"] == 32 * warps * (32 if warps == 32 else 16) // dtype.itemsize
-                    rows = tensors * N * dtype.itemsize * 132
-                    assert warps == 32 or 32 // warps * rows <= 0.6 * 50 * 2**20
-                    assert warps == 8 or 64 // warps * rows > 0.6 * 50 * 2**20
+                    plan = taken._norms_long_plan(x, N, tensors, center)
+                    part = tensors * N * dtype.itemsize * 132 / (50 * 2**20)
+                    few = center and tensors == 2
+                    assert plan["num_warps"] == (16 if few or part <= 0.15 else 32)
+                    bytes_ = 2**13 if part <= 0.15 or (few and part <= 0.3) else 2**14 if part <= 0.3 else 2**15
+                    assert plan["BLOCK_N"] == bytes_ // dtype.itemsize
             groups = -(-20_000 // (2048 // dtype.itemsize))
             assert taken._norms_long_plan_weight(x[:, :20_000])[0] == (groups, -(-4 * 132 // groups))
             assert taken._norms_long_plan_weight(x[:9, :20_000])[0] == (groups, 3)
             assert taken._norms_long_plan_weight(x)[0][1] == 1
     with monkeypatch.context() as patch:
         patch.setattr(torch.version, "hip", "6.4")
-        assert taken._norms_long_plan(x, 10**6, 1)["num_warps"] == 16
+        assert taken._norms_long_plan(x, 10**6, 1, False)["num_warps"] == 16
     rows = torch.empty(2, 1001, dtype=torch.bfloat16, device="meta")
     for N, stride, vec in ((1000, 1000, 8), (1000, 1004, 4), (1000, 1001, 1), (1001, 1000, 1)):
-        assert taken._norms_long_plan(rows[:, :N], stride, 1)["VEC"] == vec
+        with cached(taken, 2**10):
+            plan = taken._norms_long_plan(rows[:, :N], stride, 1, False)
+        assert (plan["VEC"], plan["num_warps"]) == (vec, 32 if vec == 8 else 16)
 
 
 def test_steps_of_the_ladder(recipe: ModuleType) -> None:
@@ -242,7 +245,7 @@ def test_variance_does_not_cancel(taken: ModuleType, N: int) -> None:
 
 def test_means_of_columns_differ(taken: ModuleType) -> None:
     """A row that repeats itself each block: all of its variance lies between the columns (float32)."""
-    plan, N = taken._norms_long_plan(torch.empty(2, 20_000, device="meta"), 20_000, 1), 20_000
+    plan, N = taken._norms_long_plan(torch.empty(2, 20_000, device="meta"), 20_000, 1, False), 20_000
     column = torch.arange(N, device=DEVICE) % plan["BLOCK_N"]
     x = column.float().expand(2, N)
     one, zero = torch.ones(N, device=DEVICE), torch.zeros(N, device=DEVICE)
@@ -443,7 +446,7 @@ def launches(taken: ModuleType, dtype: torch.dtype, N: int, center: bool) -> lis
     x = torch.empty(10**4, N, dtype=dtype, device="meta")
     wide = "fp64" if dtype == torch.float64 else "fp32"
     known = {"dtype": NAMES[dtype], "stats_ptr": wide, "CENTER": center}
-    forward, backward = (taken._norms_long_plan(x, N, tensors) for tensors in (1, 2))
+    forward, backward = (taken._norms_long_plan(x, N, tensors, center) for tensors in (1, 2))
     tile = taken._norms_long_plan_weight(x)[1]
     return [
         (taken._norms_long_kernel, {**known, **forward, "EPS": EPS}),
@@ -457,11 +460,11 @@ def spills(taken: ModuleType) -> dict[str, list[int]]:
     found = {}
     for dtype in FLOATS:
         for center in (True, False):
-            for each in (4, 2, 1):
+            for part in (0.07, 0.14, 0.29, 0.31):  # the backward's part is twice that
                 for N in (100_000, 100_001):
-                    with cached(taken, int(each * 4 * 1.25 * N * dtype.itemsize / 0.6)):
+                    with cached(taken, int(4 * N * dtype.itemsize / part)):
                         known = launches(taken, dtype, N, center)
-                    name = f"{dtype} {center} {known[0][1]['num_warps']} {known[0][1]['VEC']}"
+                    name = f"{dtype} {center} {part} {known[0][1]['VEC']}"
                     found[name] = [stack(kernel, **options) for kernel, options in known]
     return found
 
@@ -500,12 +503,12 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
 
 @pytest.mark.thorough
 def test_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """None for rows that begin at multiples of 16 bytes; for others, some backward."""
+    """At most two registers for rows that begin at multiples of 16 bytes; for others, some more backward."""
     (found,) = on_h100(gallery / "fusion" / "norms_long.py", spills)
-    assert {name.split()[2] for name in found} == {"8", "16", "32"}
+    assert len(found) == 4 * 2 * 4 * 2
     aligned = {name: bytes_ for name, bytes_ in found.items() if not name.endswith(" 1")}
-    assert {name: bytes_ for name, bytes_ in aligned.items() if any(bytes_)} == {}
-    assert {name: bytes_ for name, bytes_ in found.items() if max(bytes_) > 112 or bytes_[0] or bytes_[2]} == {}
+    assert {name: bytes_ for name, bytes_ in aligned.items() if max(bytes_) > 8} == {}
+    assert {name: bytes_ for name, bytes_ in found.items() if max(bytes_) > 112 or bytes_[0] > 8 or bytes_[2]} == {}
 
 
 def test_page(printed: Callable[[str], str]) -> None:
@@ -605,7 +608,7 @@ BREAKS = [
     ("a bias gradient of the last rows", "            db += dy\n", "            db = dy\n"),
     ("rows past the last", "mask = (offs_m < M) & (offs_n < N)  #", "mask = (offs_n < N) & (offs_m >= 0)  #"),
     ("partial sums over each other", "sums_ptrs += programs.to(tl.int64) * N", "sums_ptrs += N"),
-    ("a weight gradient of one row of tiles", "    dw = tl.sum(dw, axis=0", "    dw = tl.max(dw, axis=0"),
+    ("a weight gradient of one row of tiles", "(sums_ptrs, tl.sum(dw, axis=0", "(sums_ptrs, tl.max(dw, axis=0"),
     ("vectors across rows", "math.gcd(N, stride, 16 // size)", "math.gcd(stride, 16 // size)"),
     ("sums in half precision", "torch.float16: tl.float32", "torch.float16: tl.float16"),
     (
