@@ -296,6 +296,28 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # are a little faster than the op's.
 
 # %%
+# Which program is next?
+# ----------------------
+#
+# The GPU starts programs in the order of their numbers. So programs with
+# neighbouring numbers work at the same time, and what they read should lie
+# close together. Where heads lie inside, the next group of heads is the
+# neighbour in memory. Where positions lie inside, it is the next tile of
+# positions. But each group of heads reads the tables again, from a cache if
+# they are still there. So programs take 2 MB of the tables: they go along its
+# positions with one group of heads, then with the next. Here the first 4 tiles
+# have 2 MB of the tables:
+#
+# .. code-block:: text
+#
+#     heads inside          positions inside
+#
+#     tile     0   1  ...   tile     0   1   2   3     4   5
+#     group 0  0   3        group 0  0   1   2   3    12  13
+#     group 1  1   4        group 1  4   5   6   7    14  15
+#     group 2  2   5        group 2  8   9  10  11    16  17
+
+# %%
 # One launch for queries and keys
 # -------------------------------
 #
@@ -382,6 +404,7 @@ ROPE_ACC = {
 }
 # What a program turns: so many heads, and so many points of each
 ROPE_TILE = 4, 512
+ROPE_NEAR = 2**21  # bytes of the tables that programs go along before the next
 
 
 @triton.jit
@@ -425,6 +448,7 @@ def _rope_kernel(
     T,
     HEADS_Q,
     HEADS_K,
+    NEAR,
     stride_qb,
     stride_qh,
     stride_qt,
@@ -451,10 +475,13 @@ def _rope_kernel(
     groups = groups_q + tl.cdiv(HEADS_K, BLOCK_H)
     # In int32 the products with strides would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
-    # Programs with the same piece of the tables start one after another.
-    group = pid % groups
-    tile = pid // groups % tl.cdiv(T, BLOCK_T)
-    b = pid // groups // tl.cdiv(T, BLOCK_T)
+    # First NEAR tiles of each group, then the next tiles of each
+    tiles = tl.cdiv(T, BLOCK_T)
+    b, pid = pid // (tiles * groups), pid % (tiles * groups)
+    first = pid // (NEAR * groups) * NEAR
+    near = tl.minimum(tiles - first, NEAR)
+    pid = pid % (NEAR * groups)
+    group, tile = pid // near, first + pid % near
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)[None, :, None]
     offs_d = tl.arange(0, BLOCK_D)[None, None, :]
     mask = (t < T) & (offs_d < D // 2)  # (1, BLOCK_T, BLOCK_D)
@@ -533,6 +560,9 @@ def _rope_run(
     BLOCK_D = triton.next_power_of_2(D // 2)
     BLOCK_T = max(1, points // BLOCK_D)
     groups = triton.cdiv(HEADS_Q, BLOCK_H) + triton.cdiv(HEADS_K, BLOCK_H)
+    near = 1
+    if q.stride(2) < q.stride(1):  # positions inside
+        near = max(1, ROPE_NEAR // (BLOCK_T * D * cos.element_size()))
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
         kernel[(B * triton.cdiv(T, BLOCK_T) * groups,)](
@@ -540,6 +570,7 @@ def _rope_run(
             T,
             HEADS_Q,
             HEADS_K,
+            near,
             *strides,
             D=D,
             INTERLEAVED=interleaved,
@@ -656,7 +687,8 @@ def _rope_fake_in_place(q, k, cos, sin, interleaved=False, conjugate=False):
 # There are 64 sequences with one new token, or 8 with 4096 tokens. The first
 # kernel takes only heads inside. Then comes the op's kernel with other tiles. A
 # tile's name has its heads and its points of each head. Next, the op's kernel
-# has one launch for ``q`` and one for ``k``. The last line is the op.
+# has one launch for ``q`` and one for ``k``. Then its programs go on to the
+# next heads after each tile, in both layouts. The last line is the op.
 
 
 def run(q, k, cos, sin, tile=ROPE_TILE):
@@ -673,10 +705,21 @@ def apart(q, k, cos, sin):
     return q_out, k_out
 
 
+def by_tiles(q, k, cos, sin):
+    """Launch once; all groups of heads take a tile, then the next tile."""
+    global ROPE_NEAR
+    kept, ROPE_NEAR = ROPE_NEAR, 0
+    try:
+        return run(q, k, cos, sin)
+    finally:
+        ROPE_NEAR = kept
+
+
 STEPS = {
     f"tile {tile}": partial(run, tile=tile) for tile in [(1, 2048), (32, 64)]
 }
-STEPS |= {"the op, two launches": apart, "the op": rope}
+STEPS |= {"the op, two launches": apart, "the op, by tiles": by_tiles}
+STEPS["the op"] = rope
 
 
 def ladder(inside, B, T, D=128):

@@ -336,6 +336,16 @@ def test_launcher_is_what_a_call_reaches(taken: ModuleType) -> None:
     assert all(torch.equal(*pair) for pair in zip(out, expected, strict=True))
 
 
+@pytest.mark.parametrize("T", [40, 200, 300])
+def test_programs_along_positions(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, T: int) -> None:
+    """Where positions lie inside, programs go along some tiles with each group of heads; the last ones are fewer."""
+    monkeypatch.setattr(taken, "ROPE_NEAR", 3 * 32 * 32 * 4)  # three tiles of 32 positions
+    q, k = (Layout("contiguous", H).make((2, H, T, 32), torch.float32, DEVICE) for H in (9, 3))
+    tables = angles(T, 32, torch.float32, DEVICE)
+    for y, x in zip(taken.rope(q, k, *tables), (q, k), strict=True):
+        assert_turned(y, x, *tables, False)
+
+
 def test_steps_of_the_page(recipe: ModuleType) -> None:
     """The first kernel is right for any number of heads, and so is every step of the ladder."""
     for H in (1, 5, 8):
@@ -344,7 +354,7 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
             assert_turned(y, x, *angles(9, 16, torch.float32, DEVICE), False)
     for inside in (True, False):
         calls = recipe.ladder(inside, B=2, T=9, D=64)
-        assert len(calls) == 4 + inside
+        assert len(calls) == 5 + inside
         for call in calls.values():
             for y, x in zip(call(), call.args, strict=False):
                 assert_turned(y, x, *call.args[2:], False)
@@ -518,5 +528,6 @@ BREAKS = [
         "x_ptrs = k_ptr + b * stride_kb + h * stride_kt + t * stride_kh",
     ),
     ("sines of another position", "sin_ptr + t * stride_sin", "sin_ptr + t * stride_cos"),
-    ("one sequence for all", "b = pid // groups // tl.cdiv(T, BLOCK_T)", "b = pid * 0"),
+    ("one sequence for all", "b, pid = pid // (tiles * groups), pid", "b, pid = pid * 0, pid"),
+    ("as many tiles at the end", "near = tl.minimum(tiles - first, NEAR)", "near = NEAR"),
 ]
