@@ -935,7 +935,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----
 #
 # We compare values and gradients of every dtype with float64 autograd. The
-# terms of a sum may cancel, so there is an ``atol``.
+# terms of a sum may cancel, so there is an ``atol``. The gradients of weight
+# and bias are sums over all rows. Their errors grow about as the root of the
+# number of rows, and so does what we allow.
 
 
 def random_like(*shapes, dtype=torch.float32):
@@ -969,9 +971,8 @@ def prove(op, reference, vectors, shape, dtype):
     tolerance = least + torch.finfo(dtype).eps
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == dtype
-        torch.testing.assert_close(
-            a.double(), b, rtol=tolerance, atol=tolerance
-        )
+        atol = tolerance * math.sqrt(y.numel() / max(b.numel(), 1))
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=atol)
 
 
 # So many rows that each program of a strip takes more than one tile
