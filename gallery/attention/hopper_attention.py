@@ -544,7 +544,7 @@ HOPPER_ATTENTION_THREAD = threading.local()
 # For D rounded up to 64 or 128: BLOCK_M, BLOCK_N, warps, stages
 HOPPER_ATTENTION_TILES = {64: (64, 128, 4, 2), 128: (128, 64, 4, 2)}
 HOPPER_ATTENTION_SMALL = (128, 32, 8, 2)  # where shared memory is small
-HOPPER_ATTENTION_ROOM = 200_000  # bytes of it that the tiles above may need
+HOPPER_ATTENTION_ROOM = 200_000  # bytes of it: with less, the small tile
 HOPPER_ATTENTION_NEAR = 2**24  # bytes of a group's keys and values
 HOPPER_ATTENTION_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -696,10 +696,12 @@ def _hopper_attention_check(q, k, v, scale):
     )
     if not fits:
         found = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+        other = q.ndim == 4 and q.shape[3] not in range(8, 129, 8)
+        hint = ": flash_attention_forward takes other D" if other else ""
         raise ValueError(
             "hopper_attention takes q of (batch, heads, queries, D), and k and "
             "v of one shape (batch, heads / n, keys, D), with D a multiple of "
-            f"8 up to 128, not {found}: flash_attention_forward takes other D"
+            f"8 up to 128, not {found}{hint}"
         )
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(

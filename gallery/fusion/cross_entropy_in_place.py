@@ -31,6 +31,7 @@ After this page you can
 # sphinx_gallery_tags = ["reduction", "memory bound", "in place"]
 import ast
 import functools
+import gc
 import inspect
 import math
 import os
@@ -804,6 +805,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 def memory(call):
     """Return the most bytes that a call takes, results and all."""
     call()
+    gc.collect()  # what the first call left, were it freed by the second
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

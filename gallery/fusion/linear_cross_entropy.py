@@ -525,11 +525,12 @@ def _linear_cross_entropy_check(x, weight, targets):
         or weight.ndim != 2
         or x.shape[-1] != weight.shape[1]
         or x.shape[:-1] != targets.shape
-        or not 0 < weight.shape[0] < 2**30
+        or not 0 < weight.shape[0] <= 2**30
+        or weight.shape[1] == 0
     ):
         raise ValueError(
             f"{name} takes x (..., D), weight (V, D) with V from 1 to 2**30 "
-            f"and targets (...), on one device, not {shapes}"
+            f"and D from 1, and targets (...), on one device, not {shapes}"
         )
 
 

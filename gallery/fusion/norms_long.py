@@ -356,19 +356,20 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Between its two passes a row should wait in the L2 cache. Each program at work
 # has a row *under way*. More of them keep more loads in flight, but the cache
-# has to hold their rows. A multiprocessor holds half as many programs of 32
-# warps as of 16. So the number of warps sets how many rows are under way. The
-# op asks what part of L2 a row on each multiprocessor takes. Up to 0.15 it
-# takes 16 warps, then 32. In a turn, a thread loads 16 bytes of each tensor,
-# and 32 where a row takes more than 0.3. In half precision, rows that do not
-# begin at multiples of 16 bytes have the first choice at any length. We chose
-# this by timing. A table after the op has the other choices.
+# has to hold their rows. With more warps, or more bytes for a thread, fewer
+# programs fit on a multiprocessor at a time. So both set how many rows are
+# under way. The op asks what part of L2 a row on each multiprocessor takes. Up
+# to 0.15, a program has 16 warps, beyond it has 32. In a turn, a thread loads
+# 16 bytes of each tensor, or 32 if that part is beyond 0.3. In half precision,
+# rows that do not begin at multiples of 16 bytes have 16 warps and 16 bytes at
+# any length. We chose this by timing. A table after the op has the other
+# choices, for the forward of LayerNorm.
 #
 # The op's loads and stores tell the caches what comes next. These are hints,
-# which a cache may ignore. The loads of the first pass, and of weight and bias,
-# are to leave it last (``evict_last``). The loads of the second pass and the
-# stores are to leave it first. The second pass goes from a row's end to its
-# start, as the caches saw the end last.
+# which a cache may ignore. What the first pass loads, and weight and bias, are
+# to leave the cache last (``evict_last``). What the second pass loads or stores
+# is to leave it first. The second pass goes from a row's end to its start, as
+# the caches saw the end last.
 
 # %%
 # The backward
@@ -385,9 +386,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # For RMSNorm, :math:`\mu` is 0, and the term with :math:`\sum g` is missing.
 # The forward saves :math:`r` and :math:`\mu` of each row. One kernel computes
 # :math:`\mathrm{d}x` in two passes over a row, as the forward does: the first
-# pass takes the sums, the second one writes. LayerNorm's takes more sums than
-# RMSNorm's, and 32 warps leave a thread 64 registers at most. So it has 16
-# warps, and its threads load 64 bytes in a turn where rows are longest.
+# pass takes the sums, the second one writes. Both read ``x`` and ``dy``, so a
+# row takes twice the part of L2. For LayerNorm, 16 warps were faster at any
+# length. Beyond 0.3, its threads load 64 bytes of each tensor in a turn.
 #
 # The sums for :math:`\mathrm{d}w` and :math:`\mathrm{d}b` run over all rows.
 # In ``layer_norm.py`` a program keeps them in registers for a whole row. Here a
@@ -427,10 +428,10 @@ NORMS_LONG_ACC = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-# The parts of L2 that a row on each multiprocessor takes: to here, and to here
+# What part of L2 a row on each multiprocessor takes: the limits of three cases
 NORMS_LONG_PARTS = 0.15, 0.3
-# For these and for longer rows: the warps of a program, and how many bytes of
-# each tensor a thread loads in a turn
+# For each case: the warps of a program, and how many bytes of each tensor a
+# thread loads in a turn
 NORMS_LONG_PROGRAMS = (16, 16), (32, 16), (32, 32)
 # The same, where 32 warps are too many
 NORMS_LONG_SMALL = (16, 16), (16, 16), (16, 64)
@@ -628,10 +629,11 @@ def _norms_long_weight_kernel(
 def _norms_long_check(name, matrices, vectors):
     """Raise for what the ops do not take."""
     x = matrices[0]
-    kinds = [(t.dtype, t.device) for t in (*matrices, *vectors)]
+    given = *matrices, *vectors
+    kinds = [t if t is None else (t.dtype, t.device) for t in given]
     if x.dtype not in NORMS_LONG_ACC or kinds.count(kinds[0]) < len(kinds):
         raise TypeError(f"{name} takes one float dtype and device, not {kinds}")
-    shapes = [tuple(t.shape) for t in (*matrices, *vectors)]
+    shapes = [tuple(t.shape) for t in given]
     same = shapes.count(shapes[0]) >= len(matrices)
     row = shapes[0][-1:]
     if not same or x.ndim == 0 or any(tuple(t.shape) != row for t in vectors):
@@ -667,9 +669,10 @@ def _norms_long_plan(x, stride, tensors, center):
     processors, cache = _norms_long_gpu(x.device)
     taken = processors * tensors * N * size  # bytes of the cache
     vec = math.gcd(N, stride, 16 // size)
-    # In half precision, loads of a few bytes are too many for longer turns.
+    # In half precision, rows at odd addresses are fastest in the first way.
     parts = NORMS_LONG_PARTS if size > 2 or vec == 8 else ()
-    # A program has 1024 threads at most. On AMD's GPUs, they are 16 warps.
+    # LayerNorm's backward is faster with 16 warps. On AMD's GPUs, they are 1024
+    # threads, and a program has no more.
     few = torch.version.hip or (center and tensors == 2)
     programs = NORMS_LONG_SMALL if few else NORMS_LONG_PROGRAMS
     warps, thread = programs[sum(taken > part * cache for part in parts)]

@@ -659,10 +659,11 @@ def _rms_norm_sum_kernel(
 def _rms_norm_check(name, weight, *matrices):
     """Raise for what the ops do not take."""
     x = matrices[0]
-    kinds = [(t.dtype, t.device) for t in (*matrices, weight)]
+    given = *matrices, weight
+    kinds = [t if t is None else (t.dtype, t.device) for t in given]
     if x.dtype not in RMS_NORM_ACC or kinds.count(kinds[0]) < len(kinds):
         raise TypeError(f"{name} takes one float dtype and device, not {kinds}")
-    shapes = [tuple(t.shape) for t in (*matrices, weight)]
+    shapes = [tuple(t.shape) for t in given]
     same = shapes.count(shapes[0]) >= len(matrices)
     if not same or x.ndim == 0 or shapes[-1] != shapes[0][-1:]:
         raise ValueError(f"{name} takes shapes (..., N) and (N,), not {shapes}")
@@ -838,8 +839,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     As ``torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)``. Takes
     float16, bfloat16, float32 or float64, one for all: ``x`` of shape (..., N)
     and any strides, ``weight`` of shape (N,), with N up to 16384, or 8192 in
-    float64; longer rows are for ``norms_long``. The result has the shape and
-    dtype of ``x``, is contiguous, and is the same each time, and so are the
+    float64; longer rows are for ``norms_long``. Give ones for a weight of
+    ``None``. The kernel is compiled for each ``eps``. The result has the shape
+    and dtype of ``x``, is contiguous, and is the same each time, and so are the
     gradients, which have none themselves. Raises TypeError for other dtypes or
     devices that differ, and ValueError for other shapes. From
     https://arxiv.org/abs/1910.07467.

@@ -402,9 +402,11 @@ ROPE_ACC = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-# What a program turns: so many heads, and so many points of each
+# What a program turns: so many heads, at as many positions as have so many
+# points of a head
 ROPE_TILE = 4, 512
-ROPE_NEAR = 2**21  # bytes of the tables that programs go along before the next
+# Bytes of the tables that each group of heads goes along in turn
+ROPE_NEAR = 2**21
 
 
 @triton.jit
@@ -611,11 +613,12 @@ def rope(
     share the tables. Point i of a head is its numbers i and i + D / 2, or,
     interleaved, 2 i and 2 i + 1. With ``conjugate`` it turns back.
 
-    The results have the shapes, dtypes and layouts of ``q`` and ``k``, without
-    gaps, and are the same each time. ``q`` and ``k`` have gradients of any
-    order, ``cos`` and ``sin`` have none. Raises TypeError for other dtypes or
-    devices that differ, and ValueError for other shapes, or for tables that
-    require a gradient. From https://arxiv.org/abs/2104.09864.
+    The results have the shapes and dtypes of ``q`` and ``k``, and their layouts
+    without gaps, and are the same each time. Where the numbers of a head do not
+    lie side by side, a contiguous copy is turned. ``q`` and ``k`` have
+    gradients of any order, ``cos`` and ``sin`` have none. Raises TypeError for
+    other dtypes or devices that differ, and ValueError for other shapes, or for
+    tables that require a gradient. From https://arxiv.org/abs/2104.09864.
     """
     kernel = wrap_triton(_rope_kernel)
     return _rope_launch(q, k, cos, sin, interleaved, conjugate, kernel)

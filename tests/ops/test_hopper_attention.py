@@ -272,11 +272,11 @@ def test_accumulator_refuses(taken: ModuleType) -> None:
         (q, q[:, :, :2]),
     ):
         found = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
-        with pytest.raises(ValueError, match=rf"^hopper_attention takes q of .*{re.escape(found)}: flash_attention"):
+        with pytest.raises(ValueError, match=rf"^hopper_attention takes q of .*{re.escape(found)}$"):
             taken.hopper_attention(q, k, v)
     for D in (0, 4, 12, 100, 136, 256):
         x = q.new_ones(1, 1, 3, D)
-        with pytest.raises(ValueError, match="a multiple of 8 up to 128"):
+        with pytest.raises(ValueError, match=r"a multiple of 8 up to 128.*: flash_attention_forward takes other D$"):
             taken.hopper_attention(x, x, x)
     for scale in (0.0, -0.5, math.inf, math.nan):
         said = refusal(ValueError, partial(taken.hopper_attention, q, q, q, scale=scale))

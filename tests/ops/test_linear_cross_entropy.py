@@ -296,6 +296,7 @@ def test_refuses(taken: ModuleType) -> None:
         (x, weight[0], targets),
         (x, weight, targets[1:]),
         (x, weight[:0], targets),
+        (x[..., :0], weight[:, :0], targets),
     ):
         with pytest.raises(ValueError, match=r"linear_cross_entropy takes x \(\.\.\., D\), weight \(V, D\) with V"):
             op(*wrong)

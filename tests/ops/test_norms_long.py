@@ -335,6 +335,10 @@ def test_refuses(taken: ModuleType) -> None:
         layer_norm(x, one, None, EPS)
     with pytest.raises(TypeError, match=r"^norms_long_rms_norm takes .*torch\.int32"):
         rms_norm(x.int(), one.int(), EPS)
+    with pytest.raises(TypeError, match=r"^norms_long_rms_norm takes one float dtype and device, not .*, None\]"):
+        rms_norm(x, None, EPS)
+    with pytest.raises(TypeError, match=r"^norms_long_layer_norm takes one float dtype and device, not .*None, \("):
+        layer_norm(x, None, one, EPS)
     for bad in ((one[:2], one), (one, x), (one, one[:1]), (one[0], one)):
         with pytest.raises(
             ValueError, match=r"^norms_long_layer_norm takes shapes \(\.\.\., N\) and \(N,\), not \[\(2"

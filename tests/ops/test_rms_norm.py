@@ -233,6 +233,8 @@ def test_refuses(taken: ModuleType) -> None:
         taken.rms_norm(x, weight.double(), EPS)
     with pytest.raises(TypeError, match=r"^rms_norm takes .*torch\.int32"):
         taken.rms_norm(x.int(), weight.int(), EPS)
+    with pytest.raises(TypeError, match=r"^rms_norm takes one float dtype and device, not .*, None\]"):
+        taken.rms_norm(x, None, EPS)
     with pytest.raises(TypeError, match=r"^rms_norm_residual takes .*float16"):
         taken.rms_norm_residual(x, x.half(), weight, EPS)
     for bad in (weight[:2], x, weight[0]):
