@@ -164,7 +164,7 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# In the time of a byte, an H200 can do about 200 operations (``matmul.py``), an
+# While an H200 reads a byte, it can do about 200 operations (``matmul.py``), an
 # H100 about 300. So bytes decide here. A program takes one head of keys of one
 # sequence. A *group* of four query heads shares it. They are rows of
 # ``tl.dot``, so each key is loaded once for all four. A matrix instruction has
@@ -317,6 +317,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # program for each multiprocessor, or two with keys of float8. A part has 64
 # keys or more, and a sequence 128 parts at most. The table after the op times
 # other numbers.
+#
 # The number has to be known at the launch, but the lengths are on the GPU. To
 # ask for them would make the CPU wait, and a CUDA graph could not record it. So
 # the launcher takes a *bound* of the lengths: the argument ``max_seq_len``, or
@@ -341,7 +342,7 @@ if __name__ == "__main__":
 # A cache of ``float8_e4m3fn`` has half the bytes. This type has 4 bits of
 # exponent, 3 of the fraction, and no number above 448. So keys and values are
 # divided by *scales* before they are rounded (``kv_cache_write.py``). Serving
-# engines keep two scales for a layer or two for each head; the op takes both.
+# engines keep two scales for a layer or two for each head; the op takes either.
 # All keys of a head share a scale, so the kernel multiplies their scores by it,
 # not the keys, and the result by the scale of the values. The tensor cores get
 # keys in the type of the query, so eight bits become sixteen first.
@@ -772,7 +773,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(ladder.to_string())
 
 # %%
-# Does the launcher choose a good number of parts? A star marks its choice:
+# Only the one long sequence gains from the split. Does the launcher choose a
+# good number of parts? A star marks its choice:
 
 PARTS = [1, 2, 4, 8, 16, 32, 64, 128]
 MORE = [(1, 1024), (1, 8192), *SIZES, (100, 2048)]
@@ -1025,14 +1027,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # The roof is two kernels that read the same bytes, not a bound. With few keys
-# the op is faster, and cuDNN, which gets the keys without pages, is faster than
-# the roof in each row. It is faster than the op in all rows but three.
+# the op is faster. In this page's tables, cuDNN, which gets the keys without
+# pages, is faster than the roof in each row. It is faster than the op in all
+# rows but three, and about equal in those.
 #
 # In the table of parts, the launcher's number is the best one in all columns
 # but one, where twice as many parts are hardly faster.
 #
-# The op has a lower rate with 64 sequences than with 32, and with unequal
-# lengths. The second exercise has a reason for the latter.
+# The op has a lower rate with 64 sequences than with 32, with 16 queries than
+# with one, and with unequal lengths. The second exercise has a reason for the
+# last.
 
 # %%
 # Break it

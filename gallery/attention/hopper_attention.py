@@ -398,7 +398,8 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # there. Larger blocks are fewer, and so are barriers. But while its warps wait,
 # a multiprocessor has nothing to do, unless a second program is on it. It has
 # 65536 registers and 228 KB of shared memory for its *programs*. *Registers*
-# are those of a thread, *spilled* the bytes that found no register.
+# are those of a thread, *spilled* the bytes that found no register. *Stages*
+# are how many blocks of keys may be on their way or in use.
 # ``compile_for_h100`` compiles in a child process, and counts what fits:
 
 TILES = [(128, 64, 8, 2), (128, 128, 8, 2)]  # queries, keys, warps, stages
@@ -427,17 +428,17 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # %%
 # The op takes the fastest: 64 queries and 128 keys with heads of 64, and 128
 # queries and 64 keys with heads of 128. Both have four warps, and more than one
-# program fits. With 128 queries, each block of keys is loaded for twice as many
-# of them. Then a thread has hardly a register left.
+# program fits. With heads of 128, 128 queries are faster than 64, although they
+# need nearly all of the 255 registers that a thread can have.
 
 # %%
 # Which tile starts first?
 # ------------------------
 #
 # With a causal mask, query ``i`` sees the keys up to ``i``. We call the tiles
-# of a head its *rows*. If a tile has as many queries as keys, row ``r`` needs
-# ``r + 1`` blocks of keys: the last row works longest. The GPU *hands out* the
-# programs in the order of their numbers: a free *place* on a multiprocessor
+# of a head its *rows*. If a block has as many keys as a tile has queries, row
+# ``r`` needs ``r + 1`` blocks: the last row works longest. The GPU *hands out*
+# the programs in the order of their numbers: a free *place* on a multiprocessor
 # gets the next one. If two programs fit on each, the 132 multiprocessors of an
 # H200, or of an H100 with SXM, have 264 places. A *persistent* program keeps
 # its place, and computes several tiles one after another. Four orders, for
@@ -446,14 +447,15 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # .. code-block:: text
 #
 #     handed out, by heads       head 0: rows 3 2 1 0    head 1: rows 3 2 1 0
-#     handed out, in groups      row 3 of heads 0 to 7, then row 2 of them, ...
+#     handed out, in groups      row 3 of heads 0 to 63, then row 2 of them, ...
 #     persistent, by heads       program p: tiles p, p + 264, p + 528, ...
 #     persistent, in pairs       rows 3 and 0, or 2 and 1: 5 blocks each
 #
 # The programs of a head share its keys and values in the L2 cache. So a group's
-# heads have at most 16 MB of them together. The run counts the blocks of keys
-# of each place, and one more for each tile's beginning and end. It prints the
-# work of the busiest place, divided by the mean; the best is 1.
+# heads have at most 16 MB of them together. The run has heads of 128, and tiles
+# of 128 queries, as the op. It counts blocks of 128 keys for each place, and
+# one more for each tile's beginning and end. It prints the work of the busiest
+# place, divided by the mean; the best is 1.
 
 
 def in_groups(heads, rows, near):
@@ -517,12 +519,13 @@ if __name__ == "__main__":
 # %%
 # By heads, the long rows of the last head start when little else is left, and
 # end late. In groups, the last tiles are the short ones of several heads. A
-# persistent program takes every 264th tile. If 264 is nearly a multiple of the
-# rows of a head, it gets nearly the same row each time, and another program
-# gets only shorter ones. All pairs are equally long, so the work of two
-# programs differs by one pair at most. The op hands out its tiles in groups. At
-# 4096 tokens, the busiest place has 15 % more than the mean by heads, and less
-# than 1 % more in groups. In the table after the op, the gain is smaller.
+# persistent program takes every 264th tile. If the rows of a head divide 264,
+# as 4 and 8 do, it gets the same row each time, and another program gets only
+# shorter ones. All pairs are equally long, so the work of two programs differs
+# by one pair at most. The op hands out its tiles in groups. At 4096 tokens, the
+# busiest place has 15 % more than the mean by heads, and less than 1 % more in
+# groups. In the table after the op, the gain is smaller, and least with heads
+# of 64.
 
 # %%
 # The op
@@ -531,12 +534,13 @@ if __name__ == "__main__":
 # The op has the first kernel's loop twice, as ``flash_attention_forward.py``
 # has: without a mask up to the diagonal, and with one at the diagonal and in a
 # ragged last block. Keys past the diagonal's block are not loaded. With heads
-# of 128, the two loops spill about 100 bytes a thread, and no other tile that
-# we tried is faster. In *grouped-query attention*, several heads of ``q`` share
-# one of ``k`` and ``v``. Strides may be any multiples of 16 bytes, so heads may
-# lie side by side in memory; the op copies what the engine does not take. Where
-# ``D`` is less than its block of 64 or 128, the engine fills the block with
-# zeros, which add nothing to a score. ``persistent_matmul.py`` says why it is a
+# of 128, the two loops need more registers than a thread has, and spill some.
+# They are faster than the first kernel all the same, as the table after the op
+# shows. In *grouped-query attention*, several heads of ``q`` share one of ``k``
+# and ``v``. Strides may be any multiples of 16 bytes, so heads may lie side by
+# side in memory; the op copies what the engine does not take. Where ``D`` is
+# less than its block of 64 or 128, the engine fills the block with zeros, which
+# add nothing to a score. ``persistent_matmul.py`` says why it is a
 # ``custom_op``.
 
 HOPPER_ATTENTION_NAMESPACE = "triton_gallery"
@@ -981,11 +985,11 @@ if __name__ == "__main__":
 
 # %%
 # The form that is split has twelve warps: four that copy, with 40 registers a
-# thread, and two groups of four that compute, with 232. The other two numbers
-# hold only before and after. Each ``bar.sync`` waits for 128 threads, one
-# group. To be split, a kernel has to ask for four warps, and have one loop over
-# the keys, no ``if`` around the mask, and descriptors of ``q`` and the result
-# that it makes itself. The op has two loops, to spare most blocks the mask.
+# thread, and two groups of four that compute, with 232. The page does not use
+# the other two numbers. Each ``bar.sync`` waits for 128 threads, one group. To
+# be split, a kernel has to ask for four warps, and have one loop over the keys,
+# no ``if`` around the mask, and descriptors of ``q`` and the result that it
+# makes itself. The op has two loops, to spare most blocks the mask.
 #
 # Is one loop that is split faster than two that are not? On a Hopper GPU, a
 # child process tries the split kernel first, as it could crash or hang. If it
@@ -1122,10 +1126,9 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # if they happen to be at different places of the loop. In
 # ``gluon_attention.py``, one program has two groups of warps that do not meet.
 #
-# With heads of 128, cuDNN is faster at each length: the op has 0.74 to 0.86 of
-# its rate. With heads of 64 and a causal mask, the two are within 2 % from 4096
-# tokens on, and without a mask the op has 0.91 to 0.97 of cuDNN's rate. The op
-# is faster than FlashAttention-2 in all rows.
+# With heads of 128, cuDNN is faster at each length. With heads of 64 and a
+# causal mask, the two are about equal from 4096 tokens on, and cuDNN is faster
+# below. The op is faster than FlashAttention-2 in all rows.
 
 # %%
 # Go further

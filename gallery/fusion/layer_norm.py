@@ -285,8 +285,9 @@ def one_pass_kernel(x_ptr, w_ptr, b_ptr, y_ptr, N, eps, BLOCK_N: tl.constexpr):
 # %%
 # Let the mean be 10,000 and the variance 1. The two terms are near
 # :math:`10^8`, where neighbours in float32 are 8 apart. Their difference should
-# be 1, and no bit of it is left: the terms *cancel*. The kernel replaces a
-# negative difference by 0. The standard deviation of each result should be 1:
+# be 1, and no bit of it is left: the terms *cancel*. What comes out may be near
+# 8, or negative, which the kernel replaces by 0. The standard deviation of each
+# result should be 1:
 
 if __name__ == "__main__":
     one, zero = torch.ones(900, device=DEVICE), torch.zeros(900, device=DEVICE)
@@ -300,8 +301,8 @@ if __name__ == "__main__":
         print(line)
 
 # %%
-# What would one pass gain, where it is right? Here both kernels have eight
-# warps:
+# What would one pass gain, where it is right? Both kernels have eight warps
+# here, too many for short rows, as the next section shows:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for N in (1024, 4096, 16384):
@@ -315,17 +316,18 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"N = {N:5}: {', '.join(rates)} GB/s")
 
 # %%
-# The op makes two passes. If a row did not fit into registers, the second pass
-# would read it from memory again. For such rows, Welford's method computes both
-# sums in one pass that does not cancel: see ``norms_long.py``.
+# One pass gains little at 1024, and less at the other two lengths. So the op
+# makes two. If a row did not fit into registers, the second pass would read it
+# from memory again. For such rows, Welford's method computes both sums in one
+# pass that does not cancel: see ``norms_long.py``.
 
 # %%
 # How many warps?
 # ---------------
 #
-# The first kernel had four warps, 128 threads. A thread holds six numbers of a
-# row of 768, and 128 numbers of a row of 16384. We time lengths that models
-# use, with other numbers of warps:
+# The first kernel had four warps, 128 threads. A thread holds eight numbers at
+# most of a row of 768, and 128 numbers of a row of 16384. We time lengths that
+# models use, with other numbers of warps:
 
 WARPS = [2, 4, 8, 16]
 
@@ -425,9 +427,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # some.
 #
 # With few rows, both kernels are short, and the second waits for the first. So
-# up to four rows for each multiprocessor have one launch. Its programs are of
-# two kinds, and none waits for another. The first C programs have 64 columns
-# each (32 in float64). Each of the others has a row:
+# a matrix of up to four rows for each multiprocessor has one launch. Its
+# programs are of two kinds, and none waits for another. The first C programs
+# have 64 columns each (32 in float64). Each of the others has a row:
 #
 # .. code-block:: text
 #
@@ -439,9 +441,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     ...
 #
 # Both kinds read ``x`` and ``dy``, so this reads twice as much. In exchange,
-# there are no partial sums. A row is one block, however long: with one row for
-# each program, no sums for other rows take registers. A table after the op has
-# the times of one launch and of two.
+# there are no partial sums. A row is one block, however long: a program keeps
+# no sums of other rows in registers. A table after the op has the times of one
+# launch and of two.
 
 # %%
 # The op
@@ -1058,8 +1060,10 @@ def layer_norm(x, weight, bias, eps) -> torch.Tensor:
 # longest row, the registers of a thread. Rates count the bytes of the floor.
 # Backward, the floor is three matrices: ``dy`` and ``x`` are read, and the
 # gradient of ``x`` is written. The last two rows are the backward's first
-# kernel alone. With ``STAGES=1``, no turn of its loop loads for a later one.
-# With ``STAGES=2``, each turn loads for the next one.
+# kernel alone. The op's backward has two kernels, so its registers are left
+# out. ``n_spills`` counts values that a thread keeps in memory. With
+# ``STAGES=1``, no turn of its loop loads for a later one. With ``STAGES=2``,
+# each turn loads for the next one.
 
 
 def one_row(x, y, num_warps):
@@ -1284,14 +1288,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # Forward, the kernel moves the floor's bytes, and the table shows how close it
-# comes to the roof. At some lengths ``torch.compile`` is faster. The page does
-# not show why. Backward, the roof is an addition, which sums nothing across
-# rows. In two launches, the op has to write its partial sums and read them
-# again, and its second kernel cannot begin before the first has ended. Once
-# each program has several rows, both costs are the same for any number of rows.
-# In one launch, it has to read ``x`` and ``dy`` twice. None of this explains
-# the low rate at 16K. There, loads two turns ahead do not fit into shared
-# memory, so the op has none, and the table after the op has spilled registers.
+# comes to the roof. Up to 1024, ``torch.compile`` is as fast or a little
+# faster. Backward, the roof is an addition, which sums nothing across rows. In
+# two launches, the op has to write its partial sums and read them again, and
+# its second kernel cannot begin before the first has ended. Once each program
+# has several rows, both costs are the same for any number of rows. With few
+# rows, none of them in this table, one launch reads ``x`` and ``dy`` twice.
+# None of this explains the low rate at 16384. There, loads two turns ahead do
+# not fit into shared memory, so the op has none, and the table after the op has
+# spilled registers.
 
 # %%
 # Break it: a lock without a barrier
@@ -1359,8 +1364,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # If the second line has no wrong sum, that proves nothing: the race need not
-# show. With the barrier the lock is right, but programs take turns in any
-# order, and the last bits of the sums change.
+# show. With the barrier the lock is right, but slow: programs wait for their
+# turns. They take turns in any order, so the last bits of the sums change.
 
 # %%
 # Go further

@@ -235,7 +235,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# In bfloat16. ``Roof`` is the products alone, of words up to a multiple of 16.
+# We time bfloat16. ``Roof``: the products alone, of a multiple of 16 words.
 
 
 def calls(ours, V):
@@ -306,9 +306,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # This launcher makes the logits of a chunk while those of the chunk before
-# still exist, so it holds two buffers. The op makes one buffer before the loop,
-# and takes 2048 tokens at a time: of 8192 tokens, that is an eighth of what all
-# logits and their gradient take. More tokens would be faster, and take more.
+# still exist, so it holds two buffers, or one if there is one chunk. The op
+# makes one buffer before the loop, and takes 2048 tokens at a time: of 8192
+# tokens, that is an eighth of what all logits and their gradient take. More
+# tokens would be faster, and take more.
 
 # %%
 # Is the kernel worth more work?
@@ -343,8 +344,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # The kernel moves each logit three times at most: each pass reads it, and the
 # second writes its gradient. A better kernel could save no more than the
-# kernel's own line, which is a sixteenth of the chunk's time. The number of
-# warps hardly matters, so the op keeps the two passes and has eight.
+# kernel's own line, a small part of the chunk's time. The number of warps
+# hardly matters, so the op keeps the two passes and has eight.
 
 # %%
 # A vocabulary of 50257
@@ -741,6 +742,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(ladder).T.to_string())
 
 # %%
+# The op gains at 50257. At 128256, which 16 divides, it is about as fast as the
+# first kernel.
+
+# %%
 # Proof
 # -----
 #
@@ -877,15 +882,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # op as in the roof. Three things are the op's alone: the kernel, reading the
 # weight again for each chunk, and adding to the weight's gradient.
 #
-# With gradients, ``torch.compile`` is as fast as the op or up to a tenth
-# faster, but at 50257. For the loss alone, the op is faster. Besides the
-# gradients, the op takes a quarter of the memory of ``torch.compile`` or less,
-# and a tenth of PyTorch's. With 2048 tokens or fewer there is one chunk. Then
-# all logits exist at once, as they do in ``torch.compile``, and the op saves no
-# memory beside it.
+# With gradients, the op is faster at 50257, and ``torch.compile`` elsewhere, by
+# less than a tenth. For the loss alone, the op is faster: see the table beside
+# other libraries. Besides the gradients, the op takes a quarter of the memory
+# of ``torch.compile`` or less, and a tenth of PyTorch's. With 2048 tokens or
+# fewer there is one chunk. Then all logits exist at once, as they do in
+# ``torch.compile``, and the op saves no memory beside it.
 #
-# Where the op's figures are marked as late, the CPU took longer to prepare the
-# call than the GPU slept, so they hold a little of the CPU's time.
+# The figures of the op and of ``torch.compile`` are marked: the CPU took longer
+# to prepare the call than the GPU slept. They may hold a little of its time.
 #
 # In the table beside other libraries, the roof at 50257 is a product with an
 # odd number of words, which cuBLAS does slowly: it is no roof. There a dash
@@ -905,11 +910,11 @@ if __name__ == "__main__":
         print(f"divided by {tokens:4}: {lost:6.1%} of the elements become zero")
 
 # %%
-# The smallest number of float16 is 6e-8, and less than half of it rounds to
-# zero. A softmax over 50257 words has many elements of about 1e-5. Divided by
-# 8192, these are zero in float16. So the op's products divide, after they have
-# added up in float32. The kernel itself multiplies by a number that is at least
-# one for up to 32768 tokens.
+# The smallest positive number of float16 is 6e-8, and less than half of it
+# rounds to zero. A softmax over 50257 words has many elements of about 1e-5.
+# Divided by 8192, these are zero in float16. So the op's products divide, after
+# they have added up in float32. The kernel itself multiplies by a number that
+# is at least one for up to 32768 tokens.
 
 # %%
 # Go further

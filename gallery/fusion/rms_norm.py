@@ -298,7 +298,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The kernel loads both blocks, and then adds their two sums of squares. The op
 # does so where one block would be larger than 16 KB in float32 and a quarter of
 # it or more would be masked. The table after the op compares one block with
-# two. On an H100, two gain nothing in the forward.
+# two. On an H100, two gain nothing in this forward. In that of
+# ``layer_norm.py``, they do.
 
 # %%
 # Heads: many short rows
@@ -390,7 +391,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Each program has its row of ``dw`` in registers, besides ``h`` and
 # :math:`\mathrm{d}y`. In the backward, every row of more than 8192 numbers is
 # two blocks. The weight of a row in two blocks does not stay in registers as
-# well. It is loaded twice for each row, which a cache can serve.
+# well. It is loaded twice for each row, which a cache can serve. The loop loads
+# up to two turns ahead, into shared memory: see ``layer_norm.py``.
 
 # %%
 # The op
@@ -922,8 +924,8 @@ rms_norm_residual.register_autograd(
 # longest row, the registers of a thread. A spilled register is one that a
 # thread keeps in memory, because it has not enough of them. The backward has
 # two kernels, so its registers are left out. Rates count the bytes of the
-# floor. With a residual the floor is four matrices each way, though an addition
-# by itself makes five of them.
+# floor. With a residual the floor is four matrices each way. The row "x +
+# residual, then the op" moves five, and its rate counts four of them.
 
 
 def one_row(x, y, residual, num_warps):
@@ -1135,12 +1137,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # Forward, where our line touches the roof, the kernel moves the floor's bytes
-# and waits for nothing else. Backward the roof is an addition, which sums
-# nothing across rows. The op has to write its partial sums and read them again,
-# and its second kernel cannot begin before the first has ended. From a few rows
-# a program on, both cost the same however many rows there are. So they weigh
-# more in a small matrix. On the site, the table *Beside other libraries* has
-# small matrices, and their backward is further from the roof.
+# and waits for nothing else. At 12288 ``torch.compile`` is a little faster. The
+# page does not show why. Backward the roof is an addition, which sums nothing
+# across rows. The op has to write its partial sums and read them again, and its
+# second kernel cannot begin before the first has ended. Once each program has
+# several rows, both cost the same for any number of rows. So they weigh more in
+# a small matrix. On the site, the table *Beside other libraries* has small
+# matrices, and their backward is further from the roof.
 
 # %%
 # Break it: squares in half precision

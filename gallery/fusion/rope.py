@@ -292,27 +292,29 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     x1, x2     (BLOCK_H, BLOCK_T, BLOCK_D)
 #
 # Each piece of the tables serves ``BLOCK_H`` heads. The table after the op
-# compares tiles in both layouts. On an H100, tiles of 32 heads and 64 points
-# are a little faster than the op's.
+# compares tiles in both layouts. On an H100, none is the fastest in all
+# columns. Tiles of 32 heads and 64 points gain a little with one token, and
+# lose more with 4096 tokens where heads are outside.
 
 # %%
 # Which program is next?
 # ----------------------
 #
 # The GPU starts programs in the order of their numbers. So programs with
-# neighbouring numbers work at the same time, and what they read should lie
-# close together. Where heads lie inside, the next group of heads is the
-# neighbour in memory. Where positions lie inside, it is the next tile of
-# positions. But each group of heads reads the tables again, from a cache if
-# they are still there. So programs take 2 MB of the tables: they go along its
-# positions with one group of heads, then with the next. Here the first 4 tiles
-# have 2 MB of the tables:
+# neighbouring numbers work at the same time, and should read neighbours in
+# memory. If heads are *inside*, ``(B, T, H, D)``, that is the next *group* of
+# ``BLOCK_H`` heads. If they are *outside*, ``(B, H, T, D)``, that is the next
+# ``BLOCK_T`` positions. But then each group reads the tables again, from a
+# cache if they are still there. So one group goes along the positions of 2 MB
+# of the tables, then the next group does, and so on. Only then come the
+# positions of the next 2 MB. The strides of ``q`` decide. Here 2 MB last for
+# four times ``BLOCK_T`` positions, and a number is that of a program:
 #
 # .. code-block:: text
 #
-#     heads inside          positions inside
+#     heads inside          heads outside
 #
-#     tile     0   1  ...   tile     0   1   2   3     4   5
+#     BLOCK_T  0   1  ...   BLOCK_T  0   1   2   3     4   5
 #     group 0  0   3        group 0  0   1   2   3    12  13
 #     group 1  1   4        group 1  4   5   6   7    14  15
 #     group 2  2   5        group 2  8   9  10  11    16  17
@@ -333,8 +335,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     group      0      1      2   ...   7      8      9
 #                q      q      q         q      k      k
 #
-# An ``if`` on a number that all threads share costs little, because all threads
-# take the same branch.
+# All threads of a program share this number, so all take the same branch of the
+# ``if``.
 
 # %%
 # Which two numbers make a point?
@@ -389,11 +391,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The op
 # ------
 #
-# Both ops share the kernel. A program turns 512 points of each of four heads.
-# With four warps that is 16 points a thread, four loads of 16 bytes in half
-# precision. ``rope`` is registered as on the page ``what_a_call_costs.py``: on
-# a GPU a call goes straight to the launcher, and ``torch.compile`` looks into
-# the ``triton_op``.
+# Both ops share the kernel. A program turns four heads, at as many positions as
+# have 512 points of a head. With four warps that is 16 points a thread, four
+# loads of 16 bytes in half precision. ``rope`` is registered as on the page
+# ``what_a_call_costs.py``: on a GPU a call goes straight to the launcher, and
+# ``torch.compile`` looks into the ``triton_op``.
 
 ROPE_NAMESPACE = "triton_gallery"
 ROPE_ACC = {
@@ -690,8 +692,9 @@ def _rope_fake_in_place(q, k, cos, sin, interleaved=False, conjugate=False):
 # There are 64 sequences with one new token, or 8 with 4096 tokens. The first
 # kernel takes only heads inside. Then comes the op's kernel with other tiles. A
 # tile's name has its heads and its points of each head. Next, the op's kernel
-# has one launch for ``q`` and one for ``k``. Then its programs go on to the
-# next heads after each tile, in both layouts. The last line is the op.
+# has one launch for ``q`` and one for ``k``. In the row *by tiles*, all groups
+# of heads take a tile before the next, in both layouts. The last line is the
+# op.
 
 
 def run(q, k, cos, sin, tile=ROPE_TILE):
@@ -751,6 +754,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             column = f"{'inside' if inside else 'outside'}, {B} x {T}"
             table[column] = {who: rate(ms, T, B) for who, ms in found}
     print(pd.DataFrame(table).round().to_string(na_rep="-"))
+
+# %%
+# With one token the two layouts are the same, and where heads are inside, the
+# op goes by tiles. So the order matters in the last column alone. There, going
+# along the positions is faster. The tables of 4096 positions have 1 MB, so this
+# column does not show what the limit of 2 MB gains.
 
 # %%
 # Proof
@@ -901,11 +910,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# The kernel moves the floor's bytes and the tables. Where our line touches the
-# roof, the kernel waits for nothing else. With few tokens there is little to
-# move, and a copy does not reach its full rate either. ``rope_`` moves as many
-# bytes as ``rope``: it saves memory, not traffic. With few tokens it is faster
-# all the same. The page does not show why.
+# The kernel moves the floor's bytes and the tables. Near the roof, little is
+# left to gain. With few tokens there is little to move: a copy does not reach
+# its full rate, and our line can lie above it. The op is ahead of
+# ``torch.compile`` here, most of all backward. With heads outside,
+# ``torch.compile`` may be ahead forward: see the rows beside libraries.
+# ``rope_`` moves as many bytes as ``rope``: it saves memory, not traffic. With
+# few tokens it is faster all the same. The page does not show why.
 
 # %%
 # Break it: an op that does not say so

@@ -20,7 +20,7 @@ r"""
 Softmax of long rows
 ====================
 
-A language model's row of logits has a hundred thousand numbers or more, too
+A language model's row of logits can have a hundred thousand numbers, too
 many for the registers of one program. The *online* softmax gets the maximum and
 the sum in one pass over the row. A second pass writes the result, and a cache
 can serve it.
@@ -223,7 +223,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# In bfloat16, half a gigabyte each. The roof is a copy. Rates count the floor.
+# We time 512 MB of bfloat16. The roof is a copy. Rates count the floor.
 
 ELEMENTS = 2**28
 
@@ -268,7 +268,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ----------------------------
 #
 # A kernel that reads each row twice from memory moves three matrices instead of
-# two. It has 0.67 of the roof at most, and the first kernel is near that.
+# two. It has 0.67 of the roof at most, and the first kernel is near that. More
+# warps help, as the next section explains. But what do they wait for?
 #
 # ``tl.max`` and ``tl.sum`` go across all threads of a program. Both make every
 # thread wait for the slowest, in each block. Instead, let each *column* of a
@@ -373,10 +374,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # choices.
 #
 # The op's loads and stores tell the caches what comes next. These are hints,
-# which a cache may ignore. The loads of the first pass are to leave it last
-# (``evict_last``). The loads of the second pass and the stores are to leave it
-# first (``evict_first``). The second pass goes from a row's end to its start,
-# as the caches saw the end last.
+# which a cache may ignore. What the first pass loads is to leave the cache last
+# (``evict_last``). What the second pass loads or stores is to leave it first
+# (``evict_first``). The second pass goes from a row's end to its start, as the
+# caches saw the end last.
 
 # %%
 # Rows of 50257
@@ -410,11 +411,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The forward saves ``y``. The first pass sums the products :math:`g_k\,y_k`,
 # each column its own, and the second pass writes :math:`d`. Both read two
-# tensors, so half as many rows fit into the cache. But with 16 bytes of each
-# tensor for a thread, the kernel needs half as many registers, and a
-# multiprocessor holds twice as many programs of as many warps. These rows may
-# take seven tenths of L2. Where two programs of 32 warps would take more, a
-# thread loads 32 bytes of each tensor in a turn, so that only one program fits.
+# tensors, so half as many rows fit into the cache. With 16 bytes of each tensor
+# for a thread, the kernel needs half the forward's registers. A multiprocessor
+# then holds twice as many programs of as many warps. These rows may take seven
+# tenths of L2. Where two programs of 32 warps would take more, a thread loads
+# 32 bytes of each tensor, and only one program fits.
 
 # %%
 # The op
@@ -812,11 +813,12 @@ softmax_long.register_autograd(
 )
 
 # %%
-# What did each step gain? Where rows fit into registers, the table has both
-# ways, registers and two passes. The registers and those *spilled*, which a
-# thread keeps in memory, are of the longest row in each line. The backward
-# moves three matrices instead of two, so its rate counts half as many bytes
-# more.
+# What did each step gain? The first two have eight warps here. Where rows fit
+# into registers, the table has both ways. Backward the op takes registers at
+# 10000 and two passes at 32000, on an H100 the slower way each time. The
+# registers and those *spilled*, which a thread keeps in memory, are of the
+# longest row in each line. The backward moves three matrices instead of two, so
+# its rate counts 1.5 times the bytes.
 
 
 def statements(kernel):
@@ -874,7 +876,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # How many rows should be under way? In front of each rate stands what part of
-# L2 these rows take:
+# L2 these rows take. The op takes the first that is at most 0.52 forward, and
+# 0.7 backward, or else the last:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     processors, cache = _softmax_long_gpu(x.device)
@@ -991,17 +994,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Reading the result
 # ------------------
 #
-# In half precision, rows of up to 8192 elements are read once, and backward
-# those of up to 16384. Longer rows are read twice, and the second time from L2
-# if it still holds them. Without that, a forward has 0.67 of the roof at most,
-# and a backward, with five matrices for three, 0.6. A higher rate shows that L2
-# served reads. The forward is as fast as the copy at 16384 and 32000.
+# In half precision, aligned rows of up to 8192 elements are read once, and
+# backward those of up to 16384. Longer rows are read twice, and the second time
+# from L2 if it still holds them. Without that, a forward has 0.67 of the roof
+# at most, and a backward, with five matrices for three, 0.6. A higher rate
+# shows that L2 served reads. The forward is as fast as the copy at 16384 and
+# 32000.
 #
-# At 131072, ``columns`` with 32 warps has as many rows under way as the op, but
-# little more than 0.67 of the roof. The op also has the hints, and its second
-# pass goes the other way.
+# In the table of the best warps, ``columns`` at 131072 has 32, and so as many
+# rows under way as the op, but little more than 0.67 of the roof. The op also
+# has the hints, and its second pass goes the other way.
 #
 # ``torch.compile`` is a little faster backward at 4096, and more so at 32000.
+# There, registers are faster than the op's two passes, as the table shows.
 #
 # The longer the rows, the fewer fit into L2. The table of rows under way has
 # both sides: too few loads in flight, and more rows than L2 holds. Backward two

@@ -233,7 +233,7 @@ if __name__ == "__main__":
         print(f"{stage:9}{decides}\n         {line}")
 
 # %%
-# Some things no stage decides, because you did: the sizes of tiles, pointers or
+# No stage decides what you decided: the sizes of tiles, pointers or
 # descriptors, the arguments that you pass, ``num_warps`` and ``num_stages``.
 
 # %%
@@ -306,8 +306,7 @@ if __name__ == "__main__":
 # Then a row may begin at any element, and no thread loads four at once. So this
 # is where the width of a load is decided: ``sizePerThread`` is how many
 # elements a thread can load in one instruction. They must follow each other in
-# memory, begin at an address that their bytes are known to divide, and share
-# one bit of the mask.
+# memory, begin at a known multiple of their bytes, and be masked together.
 # ``unaligned_rows.py`` takes these apart, and has the remedy.
 
 # %%
@@ -347,7 +346,7 @@ if __name__ == "__main__":
     assert h100["registers"] < virtual
 
 # %%
-# The instructions are there. But each value has a register of its own: ``.reg``
+# The instructions are there. But each value has a register of its own. ``.reg``
 # declares how many there are of each kind: one bit (``pred``), 32 bits and 64
 # bits. Which of them share a real register is still open.
 
@@ -506,7 +505,8 @@ if __name__ == "__main__":
 # With *n* stages, the copies of ``a`` and ``b`` for *n* - 1 iterations start
 # before the loop. From then on each iteration starts two copies. (With one
 # stage, an A100 loads into registers instead.) The price is shared memory:
-# ``a`` and ``b`` have so many buffers each, with two bytes for each element.
+# ``a`` and ``b`` have so many ``buffers`` each, of two bytes an element. (The 8
+# bytes more for each stage of an H100 tell it that a copy has ended.)
 #
 # From two stages on, an H100 has one buffer more than an A100. Its dot reads
 # the buffers itself, and one dot may be ``pending`` while the next copies

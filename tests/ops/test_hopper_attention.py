@@ -401,7 +401,7 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     (found,) = on_h100(gallery / RECIPE, codes)
     assert len(found) == 3 * 2 * 2 * 2
     for (gpu, dtype, D, causal), known in found.items():
-        # The page says about 100 bytes for heads of 128. The tiles are chosen for Hopper.
+        # The page says that heads of 128 spill some. The tiles are chosen for Hopper.
         assert known["spilled"] <= (120 if D == 128 else 8 * (gpu != 90)), (gpu, dtype, D, causal)
         assert known["shared"] + 1024 <= ROOMS[gpu] + 1024
         assert known["copies"] > 0
