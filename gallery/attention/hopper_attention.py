@@ -286,9 +286,10 @@ if __name__ == "__main__":
 # that head's results. With four dimensions, the engine gives zeros past the end
 # of each head, and stores nothing there.
 #
-# A score is ``s * scale``. The kernel finds the largest ``s`` of a row, and
-# multiplies that one by ``scale``. So the scale has to be positive. It contains
-# the factor :math:`\log_2 e`, because ``tl.exp2`` has base 2.
+# With ``s``, a query times a key, a score is ``s * scale``. The kernel finds a
+# query's largest ``s``, and multiplies that one by ``scale``. So the scale has
+# to be positive. It contains the factor :math:`\log_2 e`, because ``tl.exp2``
+# has base 2.
 
 
 @triton.jit
@@ -356,8 +357,8 @@ if __name__ == "__main__" and CAN:
 # How fast?
 # ---------
 #
-# cuDNN and FlashAttention-2 are two libraries that SDPA can call. For a score
-# we count :math:`4 D` operations, :math:`2 D` in each product.
+# cuDNN and FlashAttention-2 are libraries that SDPA can call. A call has 16384
+# tokens in all, in float16, unmasked. A score counts :math:`4 D` operations.
 
 
 def library(backend, *inputs, **options):
@@ -395,11 +396,11 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 #
 # For each block of keys, a program takes the maximum of rows and rescales
 # ``acc``, and its warps meet at *barriers*: no warp goes on before all are
-# there. Larger blocks are fewer, and so are barriers. But while its warps wait,
-# a multiprocessor has nothing to do, unless a second program is on it. It has
-# 65536 registers and 228 KB of shared memory for its *programs*. *Registers*
-# are those of a thread, *spilled* the bytes that found no register. *Stages*
-# are how many blocks of keys may be on their way or in use.
+# there. Larger blocks are fewer, and so are barriers. But they leave less room
+# for a second program, which works while the first one waits. A multiprocessor
+# has 65536 registers and 228 KB of shared memory for its *programs*.
+# *Registers* are those of a thread, *spilled* the bytes that found no register.
+# *Stages* are how many blocks of keys may be on their way or in use.
 # ``compile_for_h100`` compiles in a child process, and counts what fits:
 
 TILES = [(128, 64, 8, 2), (128, 128, 8, 2)]  # queries, keys, warps, stages
@@ -519,13 +520,13 @@ if __name__ == "__main__":
 # %%
 # By heads, the long rows of the last head start when little else is left, and
 # end late. In groups, the last tiles are the short ones of several heads. A
-# persistent program takes every 264th tile. If the rows of a head divide 264,
-# as 4 and 8 do, it gets the same row each time, and another program gets only
-# shorter ones. All pairs are equally long, so the work of two programs differs
-# by one pair at most. The op hands out its tiles in groups. At 4096 tokens, the
-# busiest place has 15 % more than the mean by heads, and less than 1 % more in
-# groups. In the table after the op, the gain is smaller, and least with heads
-# of 64.
+# persistent program takes every 264th tile. If a head has 4 or 8 rows, it gets
+# the same row each time; of 128 rows, it gets one only 8 lower. Another program
+# gets only shorter ones. All pairs are equally long, so the work of two
+# programs differs by one pair at most. The op hands out its tiles in groups. At
+# 4096 tokens, the busiest place has 15 % more than the mean by heads, and less
+# than 1 % more in groups. In the table after the op, the gain is smaller, and
+# least with heads of 64.
 
 # %%
 # The op
@@ -534,14 +535,13 @@ if __name__ == "__main__":
 # The op has the first kernel's loop twice, as ``flash_attention_forward.py``
 # has: without a mask up to the diagonal, and with one at the diagonal and in a
 # ragged last block. Keys past the diagonal's block are not loaded. With heads
-# of 128, the two loops need more registers than a thread has, and spill some.
-# They are faster than the first kernel all the same, as the table after the op
-# shows. In *grouped-query attention*, several heads of ``q`` share one of ``k``
-# and ``v``. Strides may be any multiples of 16 bytes, so heads may lie side by
-# side in memory; the op copies what the engine does not take. Where ``D`` is
-# less than its block of 64 or 128, the engine fills the block with zeros, which
-# add nothing to a score. ``persistent_matmul.py`` says why it is a
-# ``custom_op``.
+# of 128, the two loops spill registers, unlike the first kernel in the table of
+# tiles. They are faster than it all the same, as the table after the op shows.
+# In *grouped-query attention*, several heads of ``q`` share one of ``k`` and
+# ``v``. Strides may be any multiples of 16 bytes, so heads may lie side by side
+# in memory; the op copies what the engine does not take. Where ``D`` is less
+# than its block of 64 or 128, the engine fills the block with zeros, which add
+# nothing to a score. ``persistent_matmul.py`` says why it is a ``custom_op``.
 
 HOPPER_ATTENTION_NAMESPACE = "triton_gallery"
 HOPPER_ATTENTION_THREAD = threading.local()
@@ -986,17 +986,17 @@ if __name__ == "__main__":
 # %%
 # The form that is split has twelve warps: four that copy, with 40 registers a
 # thread, and two groups of four that compute, with 232. The page does not use
-# the other two numbers. Each ``bar.sync`` waits for 128 threads, one group. To
-# be split, a kernel has to ask for four warps, and have one loop over the keys,
-# no ``if`` around the mask, and descriptors of ``q`` and the result that it
-# makes itself. The op has two loops, to spare most blocks the mask.
+# the other two numbers. Each ``bar.sync`` waits for 128 threads, one group. Of
+# the forms, one alone is split: it asks for four warps, has one loop over the
+# keys and no ``if`` around the mask, and makes the descriptors of ``q`` and the
+# result itself. The op has two loops, to spare most blocks the mask.
 #
 # Is one loop that is split faster than two that are not? On a Hopper GPU, a
 # child process tries the split kernel first, as it could crash or hang. If it
-# is right, it is timed, too. With Triton 3.6.0 it is not: there, the split form
-# cannot be used, and the question stays open. *Walk* is that kernel with eight
-# warps, not split, and blocks of 128 queries and 128 keys. The table of tiles
-# has this tile, too; without a causal mask, *walk* has nearly the same rates.
+# is right, it is timed, too. With Triton 3.6.0 it is wrong or crashes, and the
+# question stays open. *Walk* is that kernel with eight warps, not split, and
+# blocks of 128 queries and 128 keys. The table of tiles has this tile, too;
+# without a causal mask, *walk* has nearly the same rates.
 
 if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
     hopper = torch.cuda.get_device_capability()[0] == 9
@@ -1086,10 +1086,10 @@ if __name__ == "__main__" and CAN:
 # The benchmark
 # -------------
 #
-# The benchmark is causal, in float16, of 16384 tokens. Half of the operations
-# count. ``CPU us`` is what a call costs the CPU, which encodes descriptors. If
-# short calls are made one by one, the GPU waits for the CPU; ``cuda_graphs.py``
-# shows how to avoid that.
+# The benchmark is causal, in float16, with 16384 tokens in all at each length.
+# Half of the operations count. ``CPU us`` is what a call costs the CPU, which
+# encodes descriptors. If short calls are made one by one, the GPU waits for the
+# CPU; ``cuda_graphs.py`` shows how to avoid that.
 
 
 def benchmark(D):

@@ -130,7 +130,7 @@ def rate(found, T, B=8, D=128):
 #    y_2 = x_2 \cos t\theta_i + x_1 \sin t\theta_i, \qquad
 #    \theta_i = 10000^{-2i/D}.
 #
-# Then the product of a query and a key depends on their distance alone. In
+# Then the product of a given query and key depends on their distance alone. In
 # Llama's form, :math:`x_1` is in the first half of the head, :math:`x_2` in the
 # second. Models on Hugging Face keep tables of cosines and sines for each
 # position, with each column twice, and swap the halves by ``rotate_half``. A
@@ -250,7 +250,7 @@ def turn_tokens(q, k, cos, sin):
 # ------------
 #
 # A result is two products and a sum. Each rounds once to 24 bits, and so do the
-# numbers of the tables. We allow :math:`10^{-5}`, 42 roundings near 5.
+# numbers of the tables. We allow :math:`10^{-5}`, 42 roundings between 4 and 8.
 
 if __name__ == "__main__":
     q, k = (heads(2, 19, H, 64, dtype=torch.float32) for H in (5, 2))
@@ -291,10 +291,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     cos, sin   (1, BLOCK_T, BLOCK_D)          BLOCK_D >= D / 2
 #     x1, x2     (BLOCK_H, BLOCK_T, BLOCK_D)
 #
-# Each piece of the tables serves ``BLOCK_H`` heads. The table after the op
-# compares tiles in both layouts. On an H100, none is the fastest in all
-# columns. Tiles of 32 heads and 64 points gain a little with one token, and
-# lose more with 4096 tokens where heads are outside.
+# Each piece of the tables serves ``BLOCK_H`` heads. The op turns 4 heads, and
+# 512 points of each. The table after the op has other tiles, on an H100: 1 head
+# gains a little with 4096 tokens, and loses more with one. 32 heads gain a
+# little with one token, and lose more with 4096 where heads are outside.
 
 # %%
 # Which program is next?
@@ -307,8 +307,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``BLOCK_T`` positions. But then each group reads the tables again, from a
 # cache if they are still there. So one group goes along the positions of 2 MB
 # of the tables, then the next group does, and so on. Only then come the
-# positions of the next 2 MB. The strides of ``q`` decide. Here 2 MB last for
-# four times ``BLOCK_T`` positions, and a number is that of a program:
+# positions of the next 2 MB. The strides of ``q`` tell the layout. Here 2 MB
+# last for four times ``BLOCK_T`` positions, and a number is that of a program:
 #
 # .. code-block:: text
 #
@@ -379,8 +379,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``q`` and ``k``, and save the memory for new tensors. A second op does that,
 # ``rope_``. It names in ``mutates_args`` what it changes. An op that changes
 # its arguments can have no backward (``triton_op.py``), so ``rope_`` refuses
-# tensors that require a gradient. It also refuses tensors with elements that
-# share memory, because such elements would be turned twice.
+# tensors that require a gradient. It also refuses expanded tensors, whose
+# elements share memory: they would be turned twice.
 #
 # ``torch.compile`` looks into a ``triton_op`` and copies what the launch
 # changes. Where ``q`` is a part of a larger tensor, that copy may
@@ -769,8 +769,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # That product is our reference, in float64. We compare values and gradients of
 # every dtype, in both pairings and layouts. The two products of a result may
 # cancel, so we measure the error against the length of the point. We allow
-# :math:`10^{-6}` of this length, sixteen roundings to 24 bits, and one rounding
-# to the result's dtype. The op in place has to give the same bits.
+# :math:`10^{-6}` of this length, 16 roundings to 24 bits, and two roundings to
+# the result's dtype. The op in place has to give the same bits.
 
 
 def rope_complex(x, cos, sin, interleaved=False):
@@ -826,7 +826,7 @@ else:  # imported: a glance
     prove(torch.float32, interleaved=False, inside=True, B=1, T=5, D=16)
 
 # %%
-# This is what RoPE is for: the product of a query and a key at the same
+# This is what RoPE is for: the product of one query and one key at the same
 # distance is the same at all positions.
 
 if __name__ == "__main__":
@@ -912,9 +912,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The kernel moves the floor's bytes and the tables. Near the roof, little is
 # left to gain. With few tokens there is little to move: a copy does not reach
-# its full rate, and our line can lie above it. The op is ahead of
+# its full rate, and our lines can lie above it. The op is ahead of
 # ``torch.compile`` here, most of all backward. With heads outside,
-# ``torch.compile`` may be ahead forward: see the rows beside libraries.
+# ``torch.compile`` may be ahead forward: see *Beside other libraries* below.
 # ``rope_`` moves as many bytes as ``rope``: it saves memory, not traffic. With
 # few tokens it is faster all the same. The page does not show why.
 
