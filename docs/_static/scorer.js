@@ -13,7 +13,8 @@ var Scorer = {
     const weights = searchWeights[page] ?? {};
     const stemmer = new Stemmer();
     const query = new URLSearchParams(location.search).get("q").toLowerCase().trim();
-    const words = splitQuery(query).filter((word) => !stopwords.has(word)).map((word) => stemmer.stemWord(word));
+    const said = splitQuery(query).filter((word) => !stopwords.has(word) && word !== "vs"); // of two, not of "vs"
+    const words = said.map((word) => stemmer.stemWord(word));
     const pairs = words.slice(1).map((word, place) => `${words[place]} ${word}`);
     const own = kind === "text" ? 0 : kind === "index" ? score / 50 : score;
     return [...words, ...pairs].reduce((sum, word) => sum + (weights[word] ?? 0), own);

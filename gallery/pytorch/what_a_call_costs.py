@@ -14,16 +14,16 @@ What a call costs
 
 Before a kernel runs on the GPU, the CPU has to call it: Python checks the
 arguments, PyTorch looks for the implementation and for a gradient, Triton
-looks for the compiled kernel. With a small tensor this overhead of a launch
-takes longer than the kernel itself. This page takes one call apart, measures
+looks for the compiled kernel. With a small tensor, this launch overhead takes
+longer than the kernel itself. This page takes one call apart, measures
 twelve ways to make such a call, and chooses the one that most ops of this
 gallery take.
 
 After this page you can
 
 * measure the CPU time of a call, and not the GPU's by mistake;
-* say what a launch, a check, an allocation and the registration of an op cost,
-  and which lines of your own are worth replacing;
+* say what the launch overhead is made of: a launch, a check, an allocation, the
+  registration of an op, and lines of your own that are worth replacing;
 * choose a way to register an op by what its call costs, and by what PyTorch
   can still do with it.
 """
@@ -392,7 +392,7 @@ if __name__ == "__main__":
 # The launch
 # ----------
 #
-# On a GPU, ``launcher`` has a launch in it. Triton's side of a launch is mostly
+# On a GPU, ``launcher`` has a launch in it. Triton's launch overhead is mostly
 # Python: it binds arguments to names, makes a key of their types and of the
 # options (``launch.py``), looks up the kernel, and passes all on to the driver.
 

@@ -11,14 +11,15 @@ r"""
 Which API
 =========
 
-A plain function can launch a kernel, or be made an op by ``triton_op`` or by
-``custom_op``. PyTorch has a chart of what each way supports. This page tries
+A plain function can launch a kernel, or be made an op by ``custom_op`` or by
+``triton_op``. PyTorch has a chart of what each way supports. This page tries
 it, and more, on the PyTorch at hand: every cell is a run in a process of its
 own, and its numbers have to be right. ``subsystems.py`` explains most rows.
 
 After this page you
 
-* choose one of the three by what your kernel has to get along with;
+* choose a plain function, ``custom_op`` or ``triton_op`` by what your kernel
+  has to get along with;
 * know what fails without a GPU, and what goes wrong without an error;
 * know which sentences of the documentation still hold.
 """
@@ -556,7 +557,8 @@ gpu and claims(gpu, CLAIMS)
 # * Take ``custom_op`` if the launcher can't be traced or compiled code may find
 #   no GPU. The price: no compiler sees its kernel, and no package holds it.
 # * A **bare kernel** will do for inference in your own code: plain, compiled,
-#   in a package or a CUDA graph. Write its gradient, or make it an op.
+#   in a package or a CUDA graph. Write its gradient, or make it an op, by
+#   ``custom_op`` or ``triton_op``.
 #
 # Go further
 # ----------
