@@ -669,7 +669,8 @@ def _norms_long_plan(x, stride, tensors, center):
     processors, cache = _norms_long_gpu(x.device)
     taken = processors * tensors * N * size  # bytes of the cache
     vec = math.gcd(N, stride, 16 // size)
-    # In half precision, rows at odd addresses are fastest in the first way.
+    # In half precision, rows that do not begin at multiples of 16 bytes are
+    # fastest as in the first case.
     parts = NORMS_LONG_PARTS if size > 2 or vec == 8 else ()
     # LayerNorm's backward is faster with 16 warps. On AMD's GPUs, they are 1024
     # threads, and a program has no more.

@@ -565,7 +565,7 @@ def _rope_run(
     BLOCK_T = max(1, points // BLOCK_D)
     groups = triton.cdiv(HEADS_Q, BLOCK_H) + triton.cdiv(HEADS_K, BLOCK_H)
     near = 1
-    if q.stride(2) < q.stride(1):  # positions inside
+    if q.stride(2) < q.stride(1):  # heads are outside
         near = max(1, ROPE_NEAR // (BLOCK_T * D * cos.element_size()))
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):

@@ -397,12 +397,13 @@ def codes(taken: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 @pytest.mark.thorough
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
-    """Heads of 128 spill a little, all fits, the engine copies every block, and each exponential is one instruction."""
+    """Heads of 128 alone spill on Hopper, all fit, the engine copies every block, an exponential is one instruction."""
     (found,) = on_h100(gallery / RECIPE, codes)
     assert len(found) == 3 * 2 * 2 * 2
     for (gpu, dtype, D, causal), known in found.items():
-        # The page says that heads of 128 spill some. The tiles are chosen for Hopper.
-        assert known["spilled"] <= (120 if D == 128 else 8 * (gpu != 90)), (gpu, dtype, D, causal)
+        # The page says that heads of 128 spill some on Hopper, for which the tiles are chosen.
+        most = 0 if gpu == 90 else 8
+        assert known["spilled"] <= (120 if (gpu, D) == (90, 128) else most), (gpu, dtype, D, causal)
         assert known["shared"] + 1024 <= ROOMS[gpu] + 1024
         assert known["copies"] > 0
         assert known["pointers"] == 0

@@ -26,7 +26,7 @@ each_norm = pytest.mark.parametrize("center", [True, False], ids=["layer_norm", 
 
 EPS = 1e-5
 LEADS = st.sampled_from([(), (0,), (1,), (5,), (2, 0, 3), (2, 3)])
-CACHES = st.sampled_from([2**24, 2**20, 2**14, 1])  # from four programs for each multiprocessor to one
+CACHES = st.sampled_from([2**24, 2**20, 2**14, 0])  # from four programs for each multiprocessor to one
 
 
 @pytest.fixture(scope="module")
@@ -507,12 +507,16 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
 
 @pytest.mark.thorough
 def test_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """At most two registers for rows that begin at multiples of 16 bytes; for others, some more backward."""
+    """At most two registers for rows that begin at multiples of 16 bytes, in two plans; for others, some backward."""
     (found,) = on_h100(gallery / "fusion" / "norms_long.py", spills)
     assert len(found) == 4 * 2 * 4 * 2
     aligned = {name: bytes_ for name, bytes_ in found.items() if not name.endswith(" 1")}
-    assert {name: bytes_ for name, bytes_ in aligned.items() if max(bytes_) > 8} == {}
-    assert {name: bytes_ for name, bytes_ in found.items() if max(bytes_) > 112 or bytes_[0] > 8 or bytes_[2]} == {}
+    # LayerNorm's: the forward of half precision with 32 warps, the backward of float64 with 64 bytes a thread
+    known = {f"{dtype} True 0.29 8": [8, 0, 0] for dtype in (torch.float16, torch.bfloat16)}
+    known |= {f"torch.float64 True {part} 2": [0, 8, 0] for part in (0.29, 0.31)}
+    assert {name: bytes_ for name, bytes_ in aligned.items() if any(bytes_)} == known
+    others = {name: bytes_ for name, bytes_ in found.items() if name not in aligned}
+    assert {name: bytes_ for name, bytes_ in others.items() if max(bytes_) > 112 or bytes_[0] or bytes_[2]} == {}
 
 
 def test_page(printed: Callable[[str], str]) -> None:
