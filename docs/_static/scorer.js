@@ -13,7 +13,7 @@ var Scorer = {
     const weights = searchWeights[page] ?? {};
     const stemmer = new Stemmer();
     const query = new URLSearchParams(location.search).get("q").toLowerCase().trim();
-    const said = splitQuery(query).filter((word) => !stopwords.has(word) && word !== "vs"); // of two, not of "vs"
+    const said = splitQuery(query).filter((word) => !stopwords.has(word) && word !== "vs"); // "a vs b" asks for both
     const words = said.map((word) => stemmer.stemWord(word));
     const pairs = words.slice(1).map((word, place) => `${words[place]} ${word}`);
     const own = kind === "text" ? 0 : kind === "index" ? score / 50 : score;
