@@ -158,6 +158,29 @@ def test_copy_button_copies_the_code(page: Page, address: str) -> None:
     assert copied.startswith("import os")
 
 
+LONG = ("recipes/fusion/softmax.html", "recipes/attention/flash_attention.html", "performance.html")
+
+
+@pytest.mark.parametrize("how", ["opened", "clicked"])
+def test_link_to_a_section_shows_it(page: Page, address: str, how: str) -> None:
+    """Blocks that are laid out late, above it, would push it out of the window."""
+    missed = {}
+    for name in LONG:
+        page.goto(address + name)
+        links = page.locator(".toc-tree a[href^='#']").evaluate_all("links => links.map(link => link.hash)")
+        for link in [link for link in links if link][-4:]:
+            page.goto("about:blank")
+            page.goto(address + name + link * (how == "opened"))
+            if how == "clicked":
+                page.locator(f".toc-tree a[href='{link}']").evaluate("link => link.click()")
+            page.wait_for_timeout(100)
+            top = page.locator(link).evaluate("section => section.getBoundingClientRect().top")
+            if not 0 <= top < page.viewport_size["height"]:
+                missed[name + link] = top
+        assert links, name
+    assert missed == {}
+
+
 def test_outputs_have_no_copy_button(page: Page, address: str) -> None:
     page.goto(f"{address}recipes/first_steps/vector_add.html")
     assert page.locator(".sphx-glr-script-out").count()
@@ -204,7 +227,7 @@ def accessible(page: Page, address: str, name: str) -> list[str]:
         page.goto(address + name)
         page.evaluate("document.querySelectorAll('details').forEach((fold) => (fold.open = true))")
         for step in range(page.evaluate("document.documentElement.scrollHeight") // 800 + 1):
-            page.mouse.wheel(0, 800)  # what is far from the window is laid out when it comes near
+            page.mouse.wheel(0, 800)  # formulas are typeset as they come near the window
             page.wait_for_timeout(30 if step else 200)
         violations = Axe().run(page).response["violations"]
         found += [f"{name}, {theme}: {one['id']}: {one['nodes'][0]['html'][:200]}" for one in violations]
