@@ -95,6 +95,7 @@ copybutton_selector = "div:not(.sphx-glr-script-out) > div.highlight > pre"
 
 # Where the site is served: SITE_URL=https://user.github.io/triton-gallery/. Pages use relative links; only the page for
 # missing addresses, link previews and the sitemap need it.
+html_use_index = False  # the search finds names
 html_baseurl = os.environ.get("SITE_URL", "")
 ogp_site_url = html_baseurl
 ogp_social_cards = {"enable": False}

@@ -130,11 +130,13 @@ SEARCHED = {
     "flash attention backward": "recipes/attention/flash_attention",
     "compared with Liger-Kernel": "performance",
     "run without GPU": "guide/run",
+    "layer norm": "recipes/fusion/layer_norm",
+    "torch.nn.functional.softmax": "recipes/fusion/softmax",
 }
 
 
 def test_search_has_the_best_page_first(page: Page, address: str) -> None:
-    """Of ten searches, nine do."""
+    """All but one of these searches do; none shows of a page what leads elsewhere."""
     found = {}
     for words, wanted in SEARCHED.items():
         page.goto(f"{address}search.html?q={quote_plus(words)}")
@@ -142,6 +144,9 @@ def test_search_has_the_best_page_first(page: Page, address: str) -> None:
         links = page.locator("#search-results li a").evaluate_all("links => links.map(link => link.pathname)")
         pages = [link.partition("/gallery/")[2].removesuffix(".html") for link in links]
         found[words] = pages.index(wanted) + 1 if wanted in pages else None, pages[:1]
+        shown = page.locator("#search-results p.context").first
+        shown.wait_for()
+        assert "Triton Gallery\nRecipes" not in shown.inner_text()
     missed = {words: place for words, place in found.items() if place[0] != 1}
     assert len(missed) <= 1, missed
 
@@ -271,6 +276,22 @@ def test_index_is_filtered_by_keyboard(page: Page, address: str) -> None:
     assert page.locator(".filters [aria-pressed=true]").count() == 0
 
 
+def test_filtered_index_has_an_address(page: Page, address: str) -> None:
+    """One can send it, and reload; the contents have the sections that are left."""
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto(f"{address}recipes/index.html")
+    contents = page.locator(".toc-tree a[href^='#']").locator("visible=true")
+    sections = contents.count()
+    page.locator(".filters button", has_text="attention").click()
+    said = page.get_by_role("status").inner_text()
+    assert "topic=" in page.url
+    assert 0 < contents.count() < sections
+    page.goto("about:blank")
+    page.go_back()
+    page.reload()
+    assert page.get_by_role("status").inner_text() == said
+
+
 def test_filters_leave_a_telephone_its_first_screen(page: Page, address: str) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     page.goto(f"{address}recipes/index.html")
@@ -344,6 +365,32 @@ def test_paper_has_what_is_folded(page: Page, address: str) -> None:
     assert page.locator("#answers > details > p").first.bounding_box()["height"] > 10
     assert not page.locator(".recipe-downloads").first.is_visible()
     assert not page.locator(".sidebar-drawer").is_visible()
+    assert not page.locator(".skip-to-content").is_visible()
+
+
+def test_paper_has_formulas(page: Page, address: str) -> None:
+    """Of a page on which one was in sight, all; and no table goes on beyond the paper."""
+    page.goto(f"{address}recipes/attention/flash_attention_forward.html")
+    page.locator(".math").first.scroll_into_view_if_needed()
+    page.locator(".math .katex").first.wait_for()
+    page.set_viewport_size({"width": 720, "height": 1000})
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator(".math:not(:has(.katex))").count() == 0
+    for table in page.locator(".table-wrapper table").all():
+        assert table.evaluate("table => table.getBoundingClientRect().right") <= 720
+
+
+def test_contents_of_a_telephone_close(page: Page, address: str) -> None:
+    """When they have led to a section, and on Escape."""
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(f"{address}recipes/fusion/softmax.html")
+    link = page.locator(".toc-drawer a", has_text="The benchmark")
+    for leave in (link.click, lambda: page.keyboard.press("Escape")):
+        page.get_by_role("button", name="This page").press("Enter")
+        expect(link).to_be_in_viewport()
+        leave()
+        expect(link).not_to_be_in_viewport()
 
 
 def test_performance_table_sorts_and_filters(page: Page, address: str) -> None:
@@ -364,9 +411,18 @@ def test_performance_table_sorts_and_filters(page: Page, address: str) -> None:
     for unit in units:
         of_unit = [float(rate) for rate, its in rates if its == unit]
         assert of_unit == sorted(of_unit, reverse=True)
+    page.locator("table.performance th button").nth(7).click()
+    texts = page.locator("table.performance tbody td:nth-child(8)").all_inner_texts()
+    others = [float(text.split()[-2]) for text in texts if text.endswith("TFLOP/s")]
+    assert others == sorted(others, reverse=True), "the name before a figure, or a digit in it, has a say"
+    page.locator("table.performance th button").nth(9).click()
+    dates = page.locator("table.performance tbody td:nth-child(10)").all_inner_texts()
+    assert dates == sorted(dates)
+    assert len(set(dates)) > 1
     words = page.get_by_label("Filter the table").first
     words.fill("jax_call h200")
     assert rows.locator("visible=true").count() == 1
+    expect(page.get_by_role("status").first).to_have_text(f"1 of {count} rows")
     words.fill("no such thing")
     assert rows.locator("visible=true").count() == 0
     works = page.locator("table.peers tbody tr")

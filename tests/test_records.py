@@ -607,7 +607,7 @@ def test_bands_and_clocks_are_shown(project: Project) -> None:
     ]
     late, cpu = (note.text for note in shown.select("p.clocks"))
     assert late.startswith("†, in the chart a ring: the GPU had to wait for the CPU")
-    assert "in microseconds: Triton 60.5, PyTorch 8.5." in cpu
+    assert "in microseconds: Triton 60.5 · PyTorch 8.5." in cpu
     assert chart.svg(BANDED).count("FillBetweenPolyCollection") == 2
     assert chart.svg(TABLE).count("FillBetweenPolyCollection") == 0
 
@@ -626,7 +626,7 @@ columns = ["N", "series", "GB/s", "low", "high", "CPU us", "late"]
 rows = [[1024, "Triton", 10.0, 9.0, 11.0, 60.0, False], [1024, "Roof", 20.0, 19.0, 21.0, 7.0, True]]
 rows.append([4096, "Triton", 12.0, 11.0, 13.0, 61.0, False])
 results = pandas.DataFrame(rows, columns=columns)
-print("table:", results.to_string(), "last", sep="\\n")
+print("first", "rows of 64:", results.to_string(), "last", sep="\\n")
 """
 
 
@@ -638,7 +638,7 @@ def test_frame_of_rates_is_a_table(make_project: Callable[..., Project]) -> None
     run = Pages(project.root / "docs" / "recipes").run("things/timed")
     assert run
     (made,) = run.outputs
-    assert made.text == "last"
+    assert made.text == "first\nlast"
     series = {"Triton": [10.0, 12.0], "Roof": [20.0, None]}
     assert made.tables == [
         Table(
@@ -651,8 +651,23 @@ def test_frame_of_rates_is_a_table(make_project: Callable[..., Project]) -> None
             high={"Triton": [11.0, 13.0], "Roof": [21.0, None]},
             cpu={"Triton": [60.0, 61.0], "Roof": [7.0, None]},
             late={"Triton": [False, False], "Roof": [True, False]},
+            title="rows of 64",
         )
     ]
+
+
+def test_table_says_what_it_is() -> None:
+    """By its title, which need not repeat the name of the variable."""
+    named = {
+        ("results", ""): "",
+        ("results", "forward"): "forward",
+        ("results_of_rows", ""): "of rows",
+        ("results_of_64", "heads of 64"): "heads of 64",
+        ("results_backward_of_64", "heads of 64"): "backward, heads of 64",
+        ("results_backward", "backward"): "backward",
+    }
+    for (name, title), kind in named.items():
+        assert dataclasses.replace(TABLE, name=name, title=title).kind == kind
 
 
 def test_output_knows_whether_it_is_empty() -> None:

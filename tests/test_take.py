@@ -132,7 +132,7 @@ def test_box_says_what_the_op_comes_to(page: BeautifulSoup) -> None:
     (row,) = [[cell.text.strip() for cell in row.select("td")] for row in box.select("table.ratios tbody tr")]
     assert row == ["this page", "2.00; worst 0.50 at N = 1024", "0.75; worst 0.03 at N = 1024"]
     text = " ".join(box.text.split())
-    assert "CPU time of a call, in microseconds: Triton 31, PyTorch 9." in text
+    assert "CPU time of a call, in microseconds: Triton 31 · PyTorch 9." in text
     assert "Takes float16, bfloat16, float32, float64 · with a backward · the same bits each time" in text
     assert "GPU outputs recorded on Test GPU" in text
     assert "memcheck clean" in text

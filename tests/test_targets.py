@@ -189,17 +189,24 @@ def gluon_kernel(x_ptr, out_ptr, BLOCK: gl.constexpr, layout: gl.constexpr):
 """
 
 
-def test_gluon_is_compiled_too(compiler: Compiler) -> None:
+BLOCKED = "BlockedLayout(size_per_thread=[4], threads_per_warp=[32], warps_per_cta=[4], order=[0])"
+ROWS = "BlockedLayout(size_per_thread=[4, 1], threads_per_warp=[32, 1], warps_per_cta=[4, 1], order=[0, 1])"
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [(BLOCKED, "sizePerThread = [4]"), (f"SliceLayout(dim=1, parent={ROWS})", "sizePerThread = [4, 1]")],
+)
+def test_gluon_is_compiled_too(compiler: Compiler, layout: str, said: str) -> None:
     """It has no interpreter, so a launch is noted on a GPU alone; its layouts are for warps of 32 threads here."""
     work = launch("gluon_kernel", {"x_ptr": "*fp32", "out_ptr": "*fp32"}, 512)
-    layout = "BlockedLayout(size_per_thread=[4], threads_per_warp=[32], warps_per_cta=[4], order=[0])"
     work.signature["layout"] = "constexpr"
     work.constants.append([[3], {"layout": layout}])
     module = module_of(HEAD + GLUON, "gluon_kernel")
     compiled, listings = compiler.compile(Job(module, work, GPU["sm_90"]))
     assert compiled.verdict(GPU["sm_90"]) == (FITS, "")
     assert (compiled.loads, compiled.stores) == ({"16": 1}, {"16": 1})
-    assert "sizePerThread = [4]" in listings["ttgir"]
+    assert said in listings["ttgir"]
     assert compiler.compile(Job(module, work, GPU["gfx942"]))[0].verdict(GPU["gfx942"])[0] == FAILED
 
 

@@ -1,4 +1,4 @@
-// Shows the cards of those recipes alone that have all topics whose buttons are pressed.
+// Shows the cards of those recipes alone that have all topics whose buttons are pressed; the address has the topics.
 document.addEventListener("DOMContentLoaded", () => {
   const buttons = [...document.querySelectorAll(".filters [data-topic]")];
   const cards = [...document.querySelectorAll("li.card")];
@@ -10,11 +10,18 @@ document.addEventListener("DOMContentLoaded", () => {
     for (const card of cards) card.hidden = !pressed.every(({ dataset }) => card.classList.contains(dataset.topic));
     const shown = cards.filter((card) => !card.hidden);
     for (const list of document.querySelectorAll("ul.cards")) {
-      list.closest("section").hidden = !shown.some((card) => list.contains(card));
+      const section = list.closest("section");
+      section.hidden = !shown.some((card) => list.contains(card));
+      const link = document.querySelector(`.toc-tree a[href="#${section.id}"]`);
+      if (link) link.parentElement.hidden = section.hidden;
     }
     const what = `${cards.length} recipes`;
     said.textContent = !pressed.length ? what : shown.length ? `${shown.length} of ${what}` : "No recipe has all of these topics.";
     all.hidden = !pressed.length;
+    if (location.protocol === "file:") return; // there the address must stay
+    const address = new URL(location);
+    address.search = new URLSearchParams(pressed.map(({ dataset }) => ["topic", dataset.topic]));
+    history.replaceState(null, "", address);
   };
 
   const press = (button, on) => button.setAttribute("aria-pressed", String(on));
@@ -29,5 +36,7 @@ document.addEventListener("DOMContentLoaded", () => {
     show();
     buttons[0].focus();
   });
+  const asked = new URLSearchParams(location.search).getAll("topic");
+  for (const button of buttons) press(button, asked.includes(button.dataset.topic));
   show();
 });

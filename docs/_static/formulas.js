@@ -9,8 +9,7 @@ document.addEventListener("DOMContentLoaded", () => {
       document.head.append(style, script);
     }));
 
-  const typeset = async (element) => {
-    await load();
+  const typeset = (element) => {
     const tex = element.textContent.trim().replace(/^\\[([]|\\[)\]]$/g, "");
     katex.render(tex, element, { displayMode: element.matches("div"), throwOnError: false });
   };
@@ -19,10 +18,17 @@ document.addEventListener("DOMContentLoaded", () => {
       for (const { isIntersecting, target } of entries) {
         if (!isIntersecting) continue;
         observer.unobserve(target);
-        typeset(target);
+        waiting.delete(target);
+        load().then(() => typeset(target));
       }
     },
     { rootMargin: "100% 0px" },
   );
-  for (const element of document.querySelectorAll(".math")) observer.observe(element);
+  const waiting = new Set(document.querySelectorAll(".math"));
+  for (const element of waiting) observer.observe(element);
+  addEventListener("beforeprint", () => {
+    if (!loaded) return; // no formula was near the window, and paper does not wait
+    for (const element of waiting) typeset(element);
+    waiting.clear();
+  });
 });

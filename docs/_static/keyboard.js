@@ -1,4 +1,5 @@
-// Lets the keyboard reach what the pointer does: boxes whose content scrolls, and the switches of the sidebars.
+// Lets the keyboard reach what the pointer does: boxes whose content scrolls, and the switches of the sidebars. These
+// close as a reader goes to a section, or leaves them with Escape.
 document.addEventListener("DOMContentLoaded", () => {
   const observer = new ResizeObserver((entries) => {
     const found = entries.map(({ target }) => [
@@ -15,4 +16,9 @@ document.addEventListener("DOMContentLoaded", () => {
   for (const button of document.querySelectorAll("button.switch")) {
     button.addEventListener("click", () => document.getElementById(button.dataset.for).click());
   }
+  const close = () => {
+    for (const box of document.querySelectorAll("#__navigation, #__toc")) box.checked = false;
+  };
+  document.querySelector(".toc-drawer")?.addEventListener("click", ({ target }) => target.closest("a") && close());
+  document.addEventListener("keydown", ({ key }) => key === "Escape" && close());
 });

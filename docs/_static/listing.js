@@ -68,14 +68,15 @@ const showListing = (() => {
     }
   };
 
-  // A link to a folded section opens it
-  const unfold = () => location.hash && document.querySelector(`${location.hash} > details`)?.setAttribute("open", "");
+  // A link to a folded section opens it, each time
+  const unfold = () => document.querySelector(":target > details")?.setAttribute("open", "");
   addEventListener("hashchange", unfold);
-  document.addEventListener("DOMContentLoaded", unfold);
+  addEventListener("load", unfold);
 
   document.addEventListener("click", ({ target }) => {
     const button = target.closest?.("button.listing");
     if (button) show(button);
+    if (target.closest?.("a[href^='#']")) setTimeout(unfold);
   });
   return { loaded: (file, packed) => load.found[file](packed) };
 })();

@@ -2,22 +2,31 @@
 function makeSortable(table) {
   const body = table.tBodies[0];
   const key = (row, column) => row.cells[column].textContent.trim();
-  const number = (text) => parseFloat(text.replace(/^[^0-9.-]*/, ""));
   const unit = (text) => text.match(/ (\S+\/s)$/)?.[1] ?? ""; // rates of unlike units are not compared
+  // A number is what a text begins with, or what follows a name and a colon: not of a size, a date or a type
+  const number = (text) => parseFloat(text.match(/^(?:[^:]*: )?(-?\d+(?:\.\d+)?)(?![\d.]| ?[×x-] ?\d|[A-Za-z])/)?.[1]);
+  const empty = (text) => text === "" || text === "-";
+  const compare = (x, y) => {
+    if (unit(x) !== unit(y)) return unit(x).localeCompare(unit(y));
+    const order = number(x) - number(y);
+    return isNaN(order) ? x.localeCompare(y, undefined, { numeric: true }) : order;
+  };
 
   table.querySelectorAll("thead th").forEach((title, column) => {
     const button = document.createElement("button");
     button.append(...title.childNodes);
     title.append(button);
     button.addEventListener("click", () => {
-      const down = title.getAttribute("aria-sort") !== "descending";
+      const texts = [...body.rows].map((row) => key(row, column)).filter((text) => !empty(text));
+      const orders = ["descending", "ascending"]; // of numbers the largest first
+      if (texts.some((text) => isNaN(number(text)))) orders.reverse();
+      const order = orders[Number(title.getAttribute("aria-sort") === orders[0])];
       table.querySelectorAll("th").forEach((other) => other.removeAttribute("aria-sort"));
-      title.setAttribute("aria-sort", down ? "descending" : "ascending");
+      title.setAttribute("aria-sort", order);
       const sorted = [...body.rows].sort((a, b) => {
         const [x, y] = [key(a, column), key(b, column)];
-        if (unit(x) !== unit(y)) return unit(x).localeCompare(unit(y));
-        const order = isNaN(number(x)) || isNaN(number(y)) ? x.localeCompare(y) : number(x) - number(y);
-        return down ? -order : order;
+        if (empty(x) || empty(y)) return empty(x) - empty(y);
+        return order === "descending" ? compare(y, x) : compare(x, y);
       });
       body.append(...sorted);
     });
@@ -30,14 +39,21 @@ function makeFilterable(table) {
   filter.type = "search";
   filter.placeholder = "Filter: words of a row";
   filter.setAttribute("aria-label", "Filter the table");
-  filter.addEventListener("input", () => {
+  const said = document.createElement("span");
+  said.setAttribute("role", "status");
+  const show = () => {
     const words = filter.value.toLowerCase().split(/\s+/);
     for (const row of body.rows) {
-      const text = row.textContent.toLowerCase();
+      const links = [...row.querySelectorAll("a")].map((link) => link.getAttribute("href"));
+      const text = [row.textContent, ...links].join(" ").toLowerCase();
       row.hidden = !words.every((word) => text.includes(word));
     }
-  });
-  table.closest(".table-box").before(filter);
+    const shown = [...body.rows].filter((row) => !row.hidden).length;
+    said.textContent = filter.value && ` ${shown} of ${body.rows.length} rows`;
+  };
+  filter.addEventListener("input", show);
+  addEventListener("pageshow", show); // a browser that comes back has kept the words
+  table.closest(".table-box").before(filter, said);
 }
 
 document.addEventListener("DOMContentLoaded", () => {

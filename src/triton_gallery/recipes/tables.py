@@ -33,6 +33,7 @@ class Table:
         high: the 80th percentile, likewise.
         cpu: the CPU's microseconds for a call, likewise.
         late: whether the GPU had to wait for the CPU, so that the figure is partly the CPU's; likewise.
+        title: the line that the cell printed above the table; empty if none.
     """
 
     name: str
@@ -44,6 +45,15 @@ class Table:
     high: dict[str, list[float | None]] = field(default_factory=dict)
     cpu: dict[str, list[float | None]] = field(default_factory=dict)
     late: dict[str, list[bool]] = field(default_factory=dict)
+    title: str = ""
+
+    @property
+    def kind(self) -> str:
+        """What tells the benchmark from the others of its recipe: its title, or else what its variable's name says."""
+        named = self.name.removeprefix("results").strip("_").replace("_", " ")
+        if self.title and "backward" in named and "backward" not in self.title:
+            return f"backward, {self.title}"
+        return self.title or named
 
     @property
     def fault(self) -> str | None:

@@ -69,13 +69,21 @@ def _numbered(outputs: Iterable[Output]) -> Iterator[tuple[tuple[str, int], Outp
 
 def _beyond(here: Output, recorded: Output, same_figures: bool) -> Output:
     """Return what a record has of a cell that this machine did not put out; of a text that begins alike, the rest."""
+    rest = recorded.text.removeprefix(f"{here.text}\n").strip("\n")
     return Output(
         recorded.code,
-        "" if recorded.text == here.text else recorded.text.removeprefix(f"{here.text}\n").strip("\n"),
+        "" if _anywhere(recorded.text) == _anywhere(here.text) else rest,
         [] if same_figures else recorded.figures,
         None if recorded.frame == here.frame else recorded.frame,
         [table for table in recorded.tables if table not in here.tables],
     )
+
+
+def _anywhere(text: str) -> str:
+    """Return a text as it is where PyTorch has its tensors on the CPU."""
+    for there, here in ((", device='cuda:0'", ""), ("type='cuda', index=0", "type='cpu'"), ("cuda:0", "cpu")):
+        text = text.replace(there, here)
+    return text
 
 
 def _differ(here: Output, recorded: Output, more: Output) -> bool:

@@ -48,6 +48,7 @@ TOOLS = ["memcheck", "racecheck", "initcheck"]
 
 _FIGURES = {"type": "object", "additionalProperties": list_of({"type": ["number", "null"]})}
 _TABLE = object_of(
+    optional=["title"],  # tables of before have none
     name={"type": "string", "pattern": "^results"},
     x=TEXT,
     unit=TEXT,
@@ -57,6 +58,7 @@ _TABLE = object_of(
     high=_FIGURES,
     cpu=_FIGURES,
     late={"type": "object", "additionalProperties": list_of({"type": "boolean"})},
+    title=TEXT,
 )
 _OUTPUT = object_of(
     code=HASH,

@@ -54,11 +54,6 @@ class Summary:
         return Over(median(value for value, _ in found), *min(found)) if found else None
 
 
-def kind_of(table: Table) -> str:
-    """Return what tells a benchmark from the others of its recipe."""
-    return table.name.removeprefix("results").strip("_").replace("_", " ")
-
-
 def summaries(records: Sequence[Record], rows: Sequence[PeerRow], recipe: Recipe) -> Iterator[Summary]:
     """Yield the benchmarks of a recipe on all devices: those of its page, then its works beside other libraries.
 
@@ -69,7 +64,7 @@ def summaries(records: Sequence[Record], rows: Sequence[PeerRow], recipe: Recipe
     """
     for record in records:
         for table in (table for output in record.outputs for table in output.tables):
-            yield Summary(recipe, kind_of(table), table, record.device, record.date, record.is_fresh(recipe), True)
+            yield Summary(recipe, table.kind, table, record.device, record.date, record.is_fresh(recipe), True)
     of_recipe = (row for row in rows if row.recipe == recipe.key)
     for (_, name), group in groupby(of_recipe, key=lambda row: (row.device.name, row.work)):
         there = list(group)

@@ -2,10 +2,11 @@
 
 `scrape` is called by sphinx-gallery after each code cell: it keeps what the page alone does not tell, the benchmark
 tables in variables whose names begin with `results` and the data frame that a cell ends with. `read` puts that together
-with the text and the figures of the page.
+with the text and the figures of the page; a line that stands above a printed benchmark table is the table's title.
 """
 
 import re
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,7 @@ class _Captured:
     def __init__(self) -> None:
         self.cell = -1
         self.frames: dict[int, Frame] = {}
-        self.tables: dict[int, list[Table]] = {}
-        self.printed: dict[int, list[str]] = {}
+        self.tables: dict[int, list[tuple[Table, str]]] = {}  # each with what it looks like in print
         self.seen: dict[str, object] = {}
 
 
@@ -44,8 +44,8 @@ def scrape(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any],
     for name, value in list(variables.items()):
         if name.startswith(PREFIX) and _is_frame(value) and _captured.seen.get(name) is not value:
             _captured.seen[name] = value
-            _captured.tables.setdefault(_captured.cell, []).append(from_frame(name, value))
-            _captured.printed.setdefault(_captured.cell, []).append(value.to_string())
+            table = from_frame(name, value), value.to_string()
+            _captured.tables.setdefault(_captured.cell, []).append(table)
     last = variables.get("___")
     if _is_frame(last) and _captured.seen.get("___") is not last:
         _captured.seen["___"] = last
@@ -79,15 +79,10 @@ def read(document: nodes.document, script: Path) -> list[Output]:
             found.append(Output(code))
             continue
         text = "\n".join(node.astext() for node in cell.texts)
-        for printed in _captured.printed.get(index, []):
-            text = re.sub(rf"(?m)^(?:.*:\n)?{re.escape(printed)}\n?", "", text)
-        found.append(
-            Output(
-                code,
-                text.strip("\n"),
-                cell.figures,
-                _captured.frames.get(index),
-                _captured.tables.get(index, []),
-            )
-        )
+        tables = []
+        for table, printed in _captured.tables.get(index, []):
+            there = re.search(rf"(?m)^(?:(.*)\n)?{re.escape(printed)}\n?", text)
+            tables.append(replace(table, title=(there[1] or "").rstrip(":") if there else ""))
+            text = text.replace(there[0], "", 1) if there else text
+        found.append(Output(code, text.strip("\n"), cell.figures, _captured.frames.get(index), tables))
     return found

@@ -172,12 +172,19 @@ def _constant(value: Any, kernel: Any) -> Any:
 
 def _layout(text: str) -> Any:
     """Return one of Gluon's layouts, given its `repr`; ValueError if it is anything else. Nothing in it is executed."""
+    return _made_layout(ast.parse(text, mode="eval").body)
+
+
+def _made_layout(call: ast.expr) -> Any:
     from triton.experimental.gluon import language
 
-    call = ast.parse(text, mode="eval").body
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id.endswith("Layout")):
-        raise ValueError(f"no layout: {text}")
-    fields = {field.arg: ast.literal_eval(field.value) for field in call.keywords if field.arg}
+        raise ValueError(f"no layout: {ast.unparse(call)}")
+    values = {field.arg: field.value for field in call.keywords if field.arg}
+    fields = {
+        name: _made_layout(value) if isinstance(value, ast.Call) else ast.literal_eval(value)
+        for name, value in values.items()
+    }
     return getattr(language, call.func.id)(**fields)
 
 

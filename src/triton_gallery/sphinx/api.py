@@ -57,7 +57,7 @@ class NamesDirective(SphinxDirective):
 
     def _term(self, name: str, users: list[str]) -> nodes.definition_list_item:
         """Return a name, indexed, with a link to its documentation, and its recipes."""
-        short = name.replace(LANGUAGE, "tl.")
+        short = name.replace(f"{GLUON}language.", "gl.").replace(LANGUAGE, "tl.")
         anchor = f"name-{name}"
         written = nodes.literal("", short)
         address = address_of(name)

@@ -8,7 +8,6 @@ from io import BytesIO, StringIO
 from typing import TYPE_CHECKING
 
 from triton_gallery.recipes.tables import ROOF, TRITON, Table
-from triton_gallery.records.summary import kind_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,7 +114,7 @@ def sparkline(table: Table) -> str:
 
 def _title(table: Table) -> str:
     """Return the unit of a table, and what tells the table from others of its recipe."""
-    return ", ".join(filter(None, [table.unit, kind_of(table)]))
+    return ", ".join(filter(None, [table.unit, table.kind]))
 
 
 def _is_numeric(table: Table) -> bool:
@@ -148,9 +147,10 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
+    if not _is_numeric(table):
+        return _draw_rows(table, palette)
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
-    numeric = _is_numeric(table)
     xs, logarithmic = _sizes(table)
     ends, colors = [], _colors(table)
     beside = CHARACTER * (max(map(len, table.series), default=0) + 6)  # the axes: figures, and names of series
@@ -161,9 +161,7 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
             continue
         color = palette[colors.get(name, MUTED)]
         line = axes.plot(*zip(*points, strict=True), color=color, linewidth=1.6)[0]
-        if not numeric:
-            line.set(linestyle="none", marker="_" if name == ROOF else "o", markersize=9)
-        elif name == ROOF:
+        if name == ROOF:
             line.set(linestyle=(0, (5, 3)), linewidth=1.2)
         else:
             line.set(marker="o", markersize=4, linewidth=2.4 if name in table.ours else 1.6)
@@ -173,9 +171,7 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
         axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(xs))
     axes.xaxis.set_minor_locator(NullLocator())
-    names = {x: short(x) for x in xs} if numeric else dict(zip(xs, (_plain(str(x)) for x in table.xs), strict=True))
-    if numeric:
-        names = _with_room(names, math.log2 if logarithmic else float, character)
+    names = _with_room({x: short(x) for x in xs}, math.log2 if logarithmic else float, character)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: names.get(x, "")))
     if _falls(table):
         axes.set_yscale("log")
@@ -187,15 +183,50 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
     axes.set_title(_plain(_title(table)), loc="left", fontsize=FONT, color=palette[FOREGROUND])
     axes.set_xlabel(_plain(table.x), fontsize=FONT, color=palette[FOREGROUND])
     axes.tick_params(colors=palette[FOREGROUND], length=3, color=palette[MUTED], labelsize=FONT)
-    if not numeric and character * sum(len(name) + 2 for name in names.values()) > 1:
-        axes.tick_params(axis="x", labelrotation=30)
-        for label in axes.get_xticklabels():
-            label.set_horizontalalignment("right")
     axes.grid(axis="y", color=palette[MUTED], linewidth=0.4, alpha=0.5)
-    for side, spine in axes.spines.items():
-        spine.set_color(palette[MUTED])
-        spine.set_visible(side in {"left", "bottom"})
+    _draw_sides(axes, palette[MUTED])
     return figure
+
+
+def _draw_rows(table: Table, palette: dict[str, str]) -> "Figure":
+    """Draw a table whose sizes have no order: a row for each, in it a point for each series, with its band."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(SIZE[0], 0.9 + 0.35 * len(table.xs)), layout="constrained")
+    axes = figure.subplots()
+    rows = range(len(table.xs), 0, -1)
+    for place, (name, values) in enumerate(table.series.items()):
+        color = palette[_colors(table).get(name, MUTED)]
+        above = 0.5 * (0.5 - (place + 0.5) / len(table.series))  # of a row, so that no point lies on another
+        label = _plain(name)
+        for index, (row, value) in enumerate(zip(rows, values, strict=True)):
+            if value is None:
+                continue
+            axes.plot(value, row + above, "|" if name == ROOF else "o", color=color, markersize=7, label=label)
+            label = ""  # in the legend once
+            ends = [side[name][index] for side in (table.low, table.high) if name in side]
+            band = [end for end in ends if end is not None]
+            axes.plot(band, len(band) * [row + above], color=color, linewidth=4, alpha=0.4)
+            if table.is_late(name, index):
+                axes.plot(value, row + above, "o", color=color, markersize=10, fillstyle="none")
+    axes.set_xlim(left=0)
+    axes.set_ylim(0.5, len(table.xs) + 0.5)
+    axes.set_yticks(rows, [_plain(str(x)) for x in table.xs])
+    axes.set_xlabel(_plain(_title(table)), fontsize=FONT, color=palette[FOREGROUND])
+    axes.set_ylabel(_plain(table.x), fontsize=FONT, color=palette[FOREGROUND])
+    axes.tick_params(colors=palette[FOREGROUND], length=3, color=palette[MUTED], labelsize=FONT)
+    axes.grid(axis="x", color=palette[MUTED], linewidth=0.4, alpha=0.5)
+    _draw_sides(axes, palette[MUTED])
+    figure.legend(
+        loc="outside upper left", ncols=3, frameon=False, fontsize=FONT, labelcolor="linecolor", handletextpad=0.2
+    )
+    return figure
+
+
+def _draw_sides(axes: "Axes", color: str) -> None:
+    for side, spine in axes.spines.items():
+        spine.set_color(color)
+        spine.set_visible(side in {"left", "bottom"})
 
 
 def _draw_band(axes: "Axes", table: Table, name: str, xs: Sequence[float], color: str) -> None:
@@ -225,7 +256,7 @@ def _with_room(names: dict[float, str], place: Callable[[float], float], charact
     wide = max(places) - min(places)
     named: list[float] = []
     for x in sorted(names):
-        half = character * (len(names[x]) + len(names[named[-1]]) + 2) / 2 if named else 0
+        half = character * (len(names[x]) + len(names[named[-1]]) + 4) / 2 if named else 0
         if not named or place(x) - place(named[-1]) >= half * wide:
             named.append(x)
     return {x: names[x] for x in named}
@@ -266,7 +297,7 @@ def _draw_fractions(bars: Sequence[tuple[str, str, float]]) -> "Figure":
     from matplotlib.patches import Patch
 
     devices = sorted({device for _, device, _ in bars})
-    colors = dict(zip(devices, [OURS[0], *OTHERS], strict=False))
+    colors = dict(zip(devices, OTHERS[2:], strict=False))  # the first mean PyTorch and libraries
     figure = Figure(figsize=(SIZE[0], 0.7 + 0.42 * len(bars)), layout="constrained")
     axes = figure.subplots()
     places = range(len(bars), 0, -1)
@@ -284,9 +315,7 @@ def _draw_fractions(bars: Sequence[tuple[str, str, float]]) -> "Figure":
     keys = [Patch(color=color, label=_plain(f"Triton / roof, {device}")) for device, color in colors.items()]
     figure.legend(handles=keys, loc="outside upper left", frameon=False, fontsize=FONT, labelcolor=FOREGROUND)
     axes.tick_params(colors=FOREGROUND, color=MUTED, length=3, labelsize=FONT)
-    for side, spine in axes.spines.items():
-        spine.set_color(MUTED)
-        spine.set_visible(side in {"left", "bottom"})
+    _draw_sides(axes, MUTED)
     return figure
 
 

@@ -56,7 +56,8 @@ class LinkFigures(SphinxTransform):
             links = f'<a href="#{anchor}">Link to this figure</a>'
             if name in recorded:
                 links += (
-                    f' · <a href="../../{FOLDER}/{page.recipe.key}/{name}.csv" download>Recorded numbers as CSV</a>'
+                    f' · <a href="../../{FOLDER}/{page.recipe.key}/{name}.csv" '
+                    f'download="{page.recipe.name}_{name}.csv">Recorded numbers as CSV</a>'
                 )
             place = chart.parent.index(chart)
             chart.parent.insert(place + 1, nodes.raw("", f'<p class="figure-links">{links}</p>', format="html"))

@@ -16,7 +16,7 @@ from triton_gallery.records.summary import Summary, summaries
 from triton_gallery.sphinx import provenance, repository, take, targets
 from triton_gallery.sphinx.chart import svg
 from triton_gallery.sphinx.lookup import RecipePage, pages, peers, recipe_page, recipes
-from triton_gallery.sphinx.show import figure, grid, page_link, where
+from triton_gallery.sphinx.show import WAITED, figure, grid, page_link, where
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -67,15 +67,21 @@ def _measured(page: RecipePage, items: list[Summary]) -> Iterator[nodes.Node]:
         return
     yield nodes.raw("", f'<div class="chart">{svg(chart, "At a glance: ")}</div>', format="html")
     there = [item for item in items if item.device.name == record.device.name]
-    columns = [f"on {record.device.name}, median of the sizes", "over the best other", "over the roof"]
-    yield grid(columns, [[_name(item), *_ratios(item)] for item in there], "ratios")
+    if any(map(any, chart.late.values())):
+        yield nodes.paragraph("", f"In a ring {WAITED}.")
+    columns = [f"on {record.device.name}, median of the sizes", "speed / best other", "speed / roof"]
+    rows = [[_name(item, there), *_ratios(item)] for item in there]
+    kept = [place for place in range(len(columns)) if place == 0 or any(row[place] for row in rows)]
+    yield grid([columns[place] for place in kept], [[row[place] for place in kept] for row in rows], "ratios")
     cpu = _cpu(chart)
     if cpu:
         yield nodes.paragraph("", f"CPU time of a call, in microseconds: {cpu}.")
 
 
-def _name(item: Summary) -> str:
-    return f"{item.kind or 'this page'}{'' if item.is_fresh else ', of older code'}"
+def _name(item: Summary, items: list[Summary]) -> str:
+    """Return what is said of a benchmark: one without a name, beside that of a backward, is the forward's."""
+    unnamed = "forward" if any("backward" in other.kind for other in items) else "this page"
+    return f"{item.kind or unnamed}{'' if item.is_fresh else ', of older code'}"
 
 
 def _ratios(item: Summary) -> Iterator[str]:
@@ -87,7 +93,7 @@ def _ratios(item: Summary) -> Iterator[str]:
 def _cpu(table: Table) -> str:
     """Say what a call takes of the CPU, the median over the sizes."""
     times = {name: [time for time in values if time is not None] for name, values in table.cpu.items() if name != ROOF}
-    return ", ".join(f"{name} {figure(median(values))}" for name, values in times.items() if values)
+    return " · ".join(f"{name} {figure(median(values))}" for name, values in times.items() if values)
 
 
 def _said(of_op: OfOp) -> Iterator[nodes.paragraph]:

@@ -13,6 +13,7 @@ from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.tables import ROOF, TRITON
 from triton_gallery.records.peers import PeerRow
 from triton_gallery.sphinx import lookup
+from triton_gallery.sphinx.fold import fold
 from triton_gallery.sphinx.show import add_section, figure, first_cells, grid, page_link
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 STATE = "peers"  # the key in a page's metadata for what it shows
 TITLE = "Beside other libraries"
+MOST_RUNS = 3  # in sight above a table
 
 
 def setup(app: "Sphinx") -> "ExtensionMetadata":
@@ -44,7 +46,7 @@ class PeersDirective(SphinxDirective):
         if not rows:
             return [nodes.paragraph("", "Nothing has been measured beside other libraries yet.")]
         gallery = self.env.config.sphinx_gallery_conf["gallery_dirs"]
-        links = {recipe.key: f"{gallery}/{recipe.key}.html" for recipe in recipes}
+        links = {recipe.key: f"{gallery}/{recipe.key}" for recipe in recipes}
         return _tables(rows, recipes, links, "filterable")
 
 
@@ -78,7 +80,7 @@ class PeersOfRecipe(SphinxTransform):
 
 
 def _tables(rows: Sequence[PeerRow], recipes: Sequence[Recipe], links: dict[str, str], *kinds: str) -> list[nodes.Node]:
-    """Return for each device a line for each run, then a table for each unit; the works of `links` lead there.
+    """Return for each device a line for each run, then a table for each unit; works have links to the pages of `links`.
 
     Where there are several runs, each row names its own.
     """
@@ -86,7 +88,11 @@ def _tables(rows: Sequence[PeerRow], recipes: Sequence[Recipe], links: dict[str,
     for device, of_device in groupby(rows, key=lambda row: row.device.name):
         there = list(of_device)
         runs = dict.fromkeys(_facts(row) for row in there)
-        shown += [nodes.paragraph("", "", nodes.strong("", device), nodes.Text(facts)) for facts in runs]
+        told = nodes.container()
+        told += [nodes.paragraph("", "", nodes.strong("", device), nodes.Text(facts)) for facts in runs]
+        if len(runs) > MOST_RUNS:
+            fold(told, 0, len(runs), f"{len(runs)} runs on {device}: when, and with which software")
+        shown.append(told)
         for unit in dict.fromkeys(row.unit for row in there):
             of_unit = [row for row in there if row.unit == unit]
             columns, cells = _cells(of_unit, unit)
@@ -116,7 +122,7 @@ def _when(row: PeerRow) -> str:
 
 def _cells(rows: Sequence[PeerRow], unit: str) -> tuple[list[str], list[list[str]]]:
     """Return the titles of a table's columns, and its rows without their names."""
-    others = [name for row in rows for name in row.rates if name not in {TRITON, ROOF}]
+    others = [name for row in rows for name, rate in row.rates.items() if rate and name not in {TRITON, ROOF}]
     series = [TRITON, *dict.fromkeys(others), ROOF]
     columns = ["work", "size", "Triton / best other", "Triton / roof", f"Triton Gallery ({unit})", *series[1:]]
     cells = []
@@ -129,10 +135,15 @@ def _cells(rows: Sequence[PeerRow], unit: str) -> tuple[list[str], list[list[str
 
 
 def _name(row: PeerRow, recipes: Sequence[Recipe], links: dict[str, str]) -> list[nodes.Node]:
-    """Return what stands first in a row: its work, and whether it is stale."""
+    """Return what stands first in a row: its work, the recipe's name in it a link or left out; if it is stale."""
     link = links.get(row.recipe)
-    name = nodes.reference("", row.work, refuri=link, internal=True) if link else nodes.Text(row.work)
-    return [name] if row.is_fresh(recipes) else [name, nodes.strong("", ", stale", classes=["stale"])]
+    rest = row.work.removeprefix(row.recipe.rpartition("/")[2]).strip(", ")
+    name: list[nodes.Node] = [nodes.Text(rest or row.work)]
+    if link:
+        name = [page_link(link), nodes.Text(rest and f", {rest}")]
+    if not row.is_fresh(recipes):
+        name.append(nodes.strong("", ", stale", classes=["stale"]))
+    return name
 
 
 def _of(recipe: Recipe, rows: Sequence[PeerRow]) -> list[PeerRow]:

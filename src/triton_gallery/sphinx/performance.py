@@ -14,7 +14,7 @@ from triton_gallery.records.summary import Summary, summaries
 from triton_gallery.sphinx import lookup
 from triton_gallery.sphinx.chart import fractions_svg
 from triton_gallery.sphinx.figures import write_csv
-from triton_gallery.sphinx.show import figure, first_cells, grid, where
+from triton_gallery.sphinx.show import figure, first_cells, grid, page_link, where
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -75,7 +75,7 @@ class PerformanceDirective(SphinxDirective):
         table = grid(COLUMNS, [cells(item) for item in found], "performance", "sortable", "filterable")
         gallery = env.config.sphinx_gallery_conf["gallery_dirs"]
         for place, item in zip(first_cells(table), found, strict=True):
-            place += nodes.reference("", item.recipe.name, refuri=f"{gallery}/{item.recipe.key}.html", internal=True)
+            place += page_link(f"{gallery}/{item.recipe.key}")
         data = nodes.paragraph("", "Every recorded figure: ")
         data += nodes.reference("", "CSV", refuri=f"{PAGE}.csv")
         data += nodes.Text(", ")

@@ -55,7 +55,9 @@ def _set_beside(cell: Cell, here: list[nodes.Node], shown: Shown, run: Run, reco
     folder = f"/_records/{record.path.parents[1].name}/{record.path.parent.name}"
     last = here[-1] if here else cell.code
     parent = cell.code.parent
-    parent.insert(parent.index(last) + 1, _labelled("recorded", _label(record, recipe), show(shown.there, folder)))
+    about = parent[0].astext() if isinstance(parent, nodes.section) else recipe.name
+    recorded = _labelled("recorded", _label(record, recipe), show(shown.there, folder, about))
+    parent.insert(parent.index(last) + 1, recorded)
     if shown.differ:
         place = parent.index(here[0])
         for node in here:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from docutils import nodes
-from sphinx import addnodes
 from sphinx.search import WordCollector
 from sphinx.search.en import SearchEnglish
 from sphinx.transforms import SphinxTransform
@@ -52,21 +51,22 @@ def setup(app: "Sphinx") -> "ExtensionMetadata":
     app.connect("doctree-read", _count)
     app.connect("html-page-context", _load)
     app.connect("build-finished", _write)
-    return {"env_version": 1, "parallel_read_safe": True, "parallel_write_safe": True}  # older ones lack the words
+    return {"env_version": 2, "parallel_read_safe": True, "parallel_write_safe": True}  # older ones lack words
 
 
 class IndexName(SphinxTransform):
-    """Has a recipe's page found by the words of its file's name, which need not stand on it: "layer norm"."""
+    """Has a recipe's page found by the words of its file's name, which need not stand on it: "layer norm".
 
-    default_priority = 600  # before the index is collected
+    As keywords, not as an entry of the index: a build that reads no page again would lose that.
+    """
+
+    default_priority = 600
 
     def apply(self, **kwargs: object) -> None:
-        """Index the name, if the document is a recipe's page."""
+        """Add the name, if the document is a recipe's page."""
         recipe = recipes(self.env).get(self.env.current_document.docname)
-        sections = list(self.document.findall(nodes.section))
-        if recipe and sections:
-            name = recipe.name.replace("_", " ")
-            sections[0].insert(1, addnodes.index(entries=[("single", name, sections[0]["ids"][0], "main", None)]))
+        if recipe:
+            self.document.insert(0, nodes.meta(name="keywords", content=recipe.name.replace("_", ", ")))
 
 
 def weights(pages: Mapping[str, Words]) -> dict[str, dict[str, float]]:

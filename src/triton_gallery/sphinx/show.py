@@ -14,17 +14,18 @@ from triton_gallery.sphinx.chart import short, svg
 
 AFTER = "Go further"  # the section of a recipe that follows its figures
 LATE = "\N{DAGGER}"  # stands at a figure that the CPU decided
+WAITED = "the GPU had to wait for the CPU, so the figure is partly the CPU's"
 
 
-def show(output: Output, figures: str) -> list[nodes.Node]:
-    """Return the nodes that show an output whose figures lie in the folder `figures`."""
+def show(output: Output, figures: str, about: str = "") -> list[nodes.Node]:
+    """Return the nodes that show an output whose figures lie in the folder `figures`, and what those are about."""
     shown: list[nodes.Node] = []
     for table in output.tables:
         shown += [nodes.raw("", f'<div class="chart">{svg(table)}</div>', format="html")]
         shown += [frame(benchmark(table), "benchmark")]
         shown += [nodes.paragraph("", note, classes=["clocks"]) for note in clocks(table)]
     shown += [
-        nodes.image("", uri=f"{figures}/{name}", classes=["sphx-glr-single-img"], alt="") for name in output.figures
+        nodes.image("", uri=f"{figures}/{name}", classes=["sphx-glr-single-img"], alt=about) for name in output.figures
     ]
     if output.text:
         shown.append(text(output.text))
@@ -67,13 +68,11 @@ def clocks(table: Table) -> list[str]:
     """Return what is to be said of a benchmark's clocks, in sentences."""
     notes = []
     if any(map(any, table.late.values())):
-        notes.append(
-            f"{LATE}, in the chart a ring: the GPU had to wait for the CPU, so the figure is partly the CPU's."
-        )
+        notes.append(f"{LATE}, in the chart a ring: {WAITED}.")
     times = {name: [time for time in values if time is not None] for name, values in table.cpu.items()}
     medians = [f"{name} {figure(median(values))}" for name, values in times.items() if values]
     if medians:
-        notes.append(f"CPU time of a call, median over the sizes, in microseconds: {', '.join(medians)}.")
+        notes.append(f"CPU time of a call, median over the sizes, in microseconds: {' · '.join(medians)}.")
     return notes
 
 
@@ -90,8 +89,8 @@ def figure(value: float | None) -> str:
 
 
 def size(x: float | str) -> str:
-    """Write what a benchmark varies."""
-    return x if isinstance(x, str) else short(x)
+    """Write what a benchmark varies: whole up to a million, so that those of a table look alike."""
+    return x if isinstance(x, str) else f"{x:g}" if x != int(x) else f"{x:.0f}" if x < 2**20 else short(x)
 
 
 def where(item: Summary, index: int) -> str:
