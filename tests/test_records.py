@@ -612,6 +612,11 @@ def test_bands_and_clocks_are_shown(project: Project) -> None:
     assert chart.svg(TABLE).count("FillBetweenPolyCollection") == 0
 
 
+def test_chart_of_all_recipes_has_room_for_devices() -> None:
+    drawn = chart.fractions_svg([("softmax", f"GPU {number}", 0.9) for number in range(8)])
+    assert all(f"Triton / roof, GPU {number}" in drawn for number in range(8))
+
+
 def test_settled_sizes_are_those_that_the_cpu_left_alone() -> None:
     assert TABLE.settled == [0, 1]
     assert BANDED.settled == [1]

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from html import escape
 from io import BytesIO, StringIO
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from triton_gallery.recipes.tables import ROOF, TRITON, Table
@@ -297,7 +298,7 @@ def _draw_fractions(bars: Sequence[tuple[str, str, float]]) -> "Figure":
     from matplotlib.patches import Patch
 
     devices = sorted({device for _, device, _ in bars})
-    colors = dict(zip(devices, OTHERS[2:], strict=False))  # the first mean PyTorch and libraries
+    colors = dict(zip(devices, cycle([*OTHERS[2:], *OTHERS[:2]]), strict=False))  # the first mean PyTorch and libraries
     figure = Figure(figsize=(SIZE[0], 0.7 + 0.42 * len(bars)), layout="constrained")
     axes = figure.subplots()
     places = range(len(bars), 0, -1)
