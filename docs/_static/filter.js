@@ -5,6 +5,7 @@ document.addEventListener("DOMContentLoaded", () => {
   const said = document.querySelector(".filters [role=status]");
   const all = document.querySelector(".filters .all");
 
+  const name = ({ dataset }) => dataset.topic.replace("topic-", "");
   const show = () => {
     const pressed = buttons.filter((button) => button.getAttribute("aria-pressed") === "true");
     for (const card of cards) card.hidden = !pressed.every(({ dataset }) => card.classList.contains(dataset.topic));
@@ -20,7 +21,7 @@ document.addEventListener("DOMContentLoaded", () => {
     all.hidden = !pressed.length;
     if (location.protocol === "file:") return; // there the address must stay
     const address = new URL(location);
-    address.search = new URLSearchParams(pressed.map(({ dataset }) => ["topic", dataset.topic]));
+    address.search = new URLSearchParams(pressed.map((button) => ["topic", name(button)]));
     history.replaceState(null, "", address);
   };
 
@@ -37,6 +38,6 @@ document.addEventListener("DOMContentLoaded", () => {
     buttons[0].focus();
   });
   const asked = new URLSearchParams(location.search).getAll("topic");
-  for (const button of buttons) press(button, asked.includes(button.dataset.topic));
+  for (const button of buttons) press(button, asked.includes(name(button)));
   show();
 });
