@@ -54,6 +54,7 @@ html_static_path = [str(ROOT / "docs" / "_static")]
 html_css_files = ["gallery.css"]
 html_favicon = str(ROOT / "docs" / "_static" / "favicon.svg")
 html_copy_source = False
+html_use_index = False  # the search finds names
 html_search_scorer = str(ROOT / "docs" / "_static" / "scorer.js")
 html_show_sphinx = False
 html_logo = str(ROOT / "docs" / "_static" / "favicon.svg")
@@ -95,7 +96,6 @@ copybutton_selector = "div:not(.sphx-glr-script-out) > div.highlight > pre"
 
 # Where the site is served: SITE_URL=https://user.github.io/triton-gallery/. Pages use relative links; only the page for
 # missing addresses, link previews and the sitemap need it.
-html_use_index = False  # the search finds names
 html_baseurl = os.environ.get("SITE_URL", "")
 ogp_site_url = html_baseurl
 ogp_social_cards = {"enable": False}

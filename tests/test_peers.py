@@ -205,6 +205,19 @@ def test_rows_of_several_runs_say_which(project: Project) -> None:
     assert [row[-1] for row in cells(page)] == [WHEN, "2027-01-01 00:00", WHEN]
 
 
+def test_many_runs_are_folded_and_nobody_has_an_empty_column(project: Project) -> None:
+    runs = [
+        a_row(project, "one", "one", [number], {**RATES, "Liger": None}, date=f"2027-01-0{number}T00:00:00+00:00")
+        for number in range(1, 5)
+    ]
+    keep(project, *runs[:3])
+    assert not shown(project).select("details p > strong")
+    keep(project, *runs)
+    page = shown(project)
+    assert len(captions(page)) == len(page.select("details p > strong")) == 4
+    assert "Liger" not in page.select_one("table.peers thead").text
+
+
 def test_each_unit_has_its_table(project: Project) -> None:
     first, second, third = three(project)
     keep(project, first, dataclasses.replace(second, unit="TFLOP/s"), third)

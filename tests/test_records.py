@@ -181,7 +181,7 @@ print("on a CPU")
 # %%
 # The same everywhere.
 
-print("same")
+print("same on cpu")
 
 # %%
 # The beginning.
@@ -246,7 +246,7 @@ x = 4
 
 
 def test_outputs_of_two_machines_stand_side_by_side(make_project: Callable[..., Project]) -> None:
-    """What is equal is shown once; what differs twice, labelled; a record loses nothing of what it has."""
+    """What is equal but for the device is shown once, what differs twice, labelled; a record loses nothing it has."""
     project = make_project()
     project.write(guarded=CELLS)
     status, output = project.build()
@@ -257,6 +257,7 @@ def test_outputs_of_two_machines_stand_side_by_side(make_project: Callable[..., 
     recorded = dict(enumerate(run.outputs))
     for index, changes in {
         0: {"text": "on a GPU"},
+        1: {"text": "same on cuda:0"},
         2: {"text": "begins\nand ends", "tables": [TABLE], "frame": Frame(["b"], [["framed"]])},
         3: {"text": "took 16"},
         4: {"text": "first"},
@@ -286,12 +287,12 @@ def test_outputs_of_two_machines_stand_side_by_side(make_project: Callable[..., 
     assert "framed" in there[1].text
     assert "there" in there[5].text
     assert all(box.find_previous_sibling(class_="here") for box in (there[0], there[2], there[5]))
-    assert [pre.text.strip() for pre in page.select(".sphx-glr-script-out pre")].count("same") == 1
+    assert [pre.text.strip() for pre in page.select(".sphx-glr-script-out pre")].count("same on cpu") == 1
     assert len(page.select("img.sphx-glr-single-img")) == 1
     cells = notebook(project)
     recorded_on = there[0].p.text
     assert [output.text for output in cells[0]] == [f"{label}:\n", "on a CPU\n", f"{recorded_on}:\n", "on a GPU\n"]
-    assert [output.text for output in cells[1]] == ["same\n"]
+    assert [output.text for output in cells[1]] == ["same on cpu\n"]
     assert [output.get("text") for output in cells[2]][:2] == ["begins\n", f"{recorded_on}:\n"]
     assert [list(output.data) for output in cells[7]] == [["image/png"]]
     assert [output.data["text/plain"].split()[-1] for output in cells[8] if "data" in output] == ["here", "there"]
@@ -599,7 +600,9 @@ def test_record_of_the_first_version_is_read(project: Project) -> None:
 def test_bands_and_clocks_are_shown(project: Project) -> None:
     write_again(project, BANDED, LATER)
     project.build()
-    (shown,) = [box for box in BeautifulSoup(project.page("guarded"), "html.parser").select(".recorded") if box.svg]
+    page = BeautifulSoup(project.page("guarded"), "html.parser")
+    assert "In a ring the GPU had to wait for the CPU" in page.select_one(".glance").text
+    (shown,) = [box for box in page.select(".recorded") if box.svg]
     rows = [[cell.text.strip() for cell in row.select("td")] for row in shown.select("table.benchmark tbody tr")]
     assert rows == [
         ["1024", "0.50 †", "0.03", "10", "20 †", "-", "400"],

@@ -1,6 +1,9 @@
 """What weighs on a page, and which pages are alike."""
 
 from collections import Counter
+from collections.abc import Callable
+
+from project import Project
 
 from triton_gallery.sphinx.related import alike
 from triton_gallery.sphinx.search import Words, weights
@@ -35,3 +38,17 @@ def test_those_are_alike_that_say_the_same() -> None:
     weighed = {"a": {"sort": 3.0, "row": 1.0}, "b": {"dot": 3.0}, "c": {"sort": 1.0}, "d": {"sort": 2.0, "dot": 2.0}}
     assert alike("a", weighed) == ["c", "d", "b"]
     assert alike("a", {"a": {}, "b": {}}) == ["b"]
+
+
+def test_second_build_keeps_the_words_of_a_name(make_project: Callable[..., Project]) -> None:
+    """They stand nowhere on the page, and it is not read again."""
+    project = make_project()
+    project.write(zebra_stripe="x = 1")
+    path = project.root / "gallery" / "things" / "zebra_stripe.py"
+    path.write_text(path.read_text().replace("zebra stripe", "Animals"))
+    for text in ("", "More words."):
+        with (project.root / "docs" / "index.md").open("a") as index:
+            index.write(f"\n{text}\n")
+        status, output = project.build()
+        assert status == 0, output
+        assert '"zebra":' in (project.root / "_build" / "html" / "searchindex.js").read_text()

@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
+from docutils import nodes
 from project import ROOT, Project
 
-from triton_gallery.recipes.contents import load
+from triton_gallery.recipes.contents import Recipe, load
 from triton_gallery.recipes.new import create
 from triton_gallery.recipes.tables import Table
+from triton_gallery.records.formats import Device
 from triton_gallery.records.pages import Pages
 from triton_gallery.records.recorded import Records
+from triton_gallery.records.summary import Summary
+from triton_gallery.sphinx.glance import ratios
 
 TABLE = Table(
     "results",
@@ -124,6 +128,25 @@ def test_page_offers_the_op(page: BeautifulSoup, taken: Path, project: Project) 
     built = project.root / "_build" / "html" / "recipes" / "things" / link["href"]
     assert built.resolve() == taken
     assert button["data-clipboard-text"] == taken.read_text()
+
+
+def test_box_names_what_there_is() -> None:
+    """A benchmark without a name is the forward where there is a backward; a ratio that nothing has takes no room."""
+    device = Device("Test GPU", "9.0", 1, None, None, "2.11", "3.6", "3.12")
+    recipe = Recipe("things", "square", Path("square.py"))
+    roofless = dataclasses.replace(TABLE, series={name: TABLE.series[name] for name in ("Triton", "PyTorch")})
+
+    def shown(*tables: Table) -> list[list[str]]:
+        items = [Summary(recipe, table.kind, table, device, "2026-01-01", True, True) for table in tables]
+        return [[text.astext() for text in row.findall(nodes.paragraph)] for row in ratios(items).findall(nodes.row)]
+
+    (_, *titles), (name, *values) = shown(TABLE)
+    assert (titles, name, len(values)) == (["speed / best other", "speed / roof"], "this page", 2)
+    (_, *titles), (name, *values) = shown(roofless)
+    assert (titles, name, len(values)) == (["speed / best other"], "this page", 1)
+    both = shown(TABLE, dataclasses.replace(roofless, name="results_backward"))
+    assert [name for name, *_ in both[1:]] == ["forward", "backward"]
+    assert [len(row) for row in both] == [3, 3, 3]
 
 
 def test_box_says_what_the_op_comes_to(page: BeautifulSoup) -> None:

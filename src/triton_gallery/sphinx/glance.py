@@ -69,13 +69,18 @@ def _measured(page: RecipePage, items: list[Summary]) -> Iterator[nodes.Node]:
     there = [item for item in items if item.device.name == record.device.name]
     if any(map(any, chart.late.values())):
         yield nodes.paragraph("", f"In a ring {WAITED}.")
-    columns = [f"on {record.device.name}, median of the sizes", "speed / best other", "speed / roof"]
-    rows = [[_name(item, there), *_ratios(item)] for item in there]
-    kept = [place for place in range(len(columns)) if place == 0 or any(row[place] for row in rows)]
-    yield grid([columns[place] for place in kept], [[row[place] for place in kept] for row in rows], "ratios")
+    yield ratios(there)
     cpu = _cpu(chart)
     if cpu:
         yield nodes.paragraph("", f"CPU time of a call, in microseconds: {cpu}.")
+
+
+def ratios(items: list[Summary]) -> nodes.Node:
+    """Return the table of how benchmarks on a device come out, without a ratio that none of them has."""
+    columns = [f"on {items[0].device.name}, median of the sizes", "speed / best other", "speed / roof"]
+    rows = [[_name(item, items), *_ratios(item)] for item in items]
+    kept = [place for place in range(len(columns)) if place == 0 or any(row[place] for row in rows)]
+    return grid([columns[place] for place in kept], [[row[place] for place in kept] for row in rows], "ratios")
 
 
 def _name(item: Summary, items: list[Summary]) -> str:
