@@ -64,6 +64,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+# Triton 3.8 renamed the two copies, and 3.9 refuses the older names.
+load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
 ) or torch.device("cpu")
@@ -205,8 +209,8 @@ def tile_kernel(
     acc = gl.zeros((M, D), gl.float32, TILE)
     for n in range(L // D):
         mbarrier.expect(full, 2 * k_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [first + n * D, 0], full, k)
-        tma.async_copy_global_to_shared(v_desc, [first + n * D, 0], full, v)
+        load(k_desc, [first + n * D, 0], full, k)  # by the copy engine
+        load(v_desc, [first + n * D, 0], full, v)
         mbarrier.wait(full, n & 1)
         s = warpgroup_mma(q, k.permute([1, 0]), acc, use_acc=False)  # (M, D)
         # The old maximum is needed once more, for what was added up with it.
@@ -340,8 +344,6 @@ if __name__ == "__main__":
 # has ended in any new barrier. Both have the same number of steps, so nobody
 # waits for a turn that does not come. The table shows what turns give.
 
-load = tma.async_copy_global_to_shared  # a shorter name
-
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, place, tiles, ring):
@@ -405,7 +407,7 @@ def consume(HALF: gl.constexpr, both, TURNS: gl.constexpr):
     total = gl.convert_layout(total, gl.SliceLayout(1, SUMS))
     o.index(HALF).store((acc / total[:, None]).to(dtype))
     fence_async_shared()  # else the engine may read what was there before
-    tma.async_copy_shared_to_global(o_desc, [row + 64 * HALF, 0], o.index(HALF))
+    store(o_desc, [row + 64 * HALF, 0], o.index(HALF))
     tma.store_wait(0)
 
 
@@ -538,6 +540,13 @@ GLUON_ATTENTION_DTYPES = {
 }
 GLUON_ATTENTION_TILE = (64, 128)  # queries of a consumer, keys of a step
 GLUON_ATTENTION_STAGES = 2
+# Triton 3.8 renamed the two copies, and 3.9 refuses the older names.
+_gluon_attention_load = (
+    getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+)
+_gluon_attention_store = (
+    getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+)
 
 
 @gluon.jit
@@ -560,7 +569,7 @@ def _gluon_attention_produce(
     shared = head // group  # the head of keys
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
     for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(
+        _gluon_attention_load(
             q_desc, [batch, head, row + half * ROWS, 0], q_full, q.index(half)
         )
     for n in range(steps):
@@ -573,7 +582,7 @@ def _gluon_attention_produce(
         # that the engine fills with zeros count as well.
         bar = k_full.index(stage)
         mbarrier.expect(bar, nbytes)
-        tma.async_copy_global_to_shared(
+        _gluon_attention_load(
             k_desc, [batch, shared, key, 0], bar, k.index(stage)
         )
         # Values have barriers of their own: keys are needed, and given back,
@@ -581,7 +590,7 @@ def _gluon_attention_produce(
         mbarrier.wait(v_empty.index(stage), phase ^ 1)
         bar = v_full.index(stage)
         mbarrier.expect(bar, nbytes)
-        tma.async_copy_global_to_shared(
+        _gluon_attention_load(
             v_desc, [batch, shared, key, 0], bar, v.index(stage)
         )
 
@@ -592,7 +601,7 @@ def _gluon_attention_weigh(s, m, total, scale):
     m_new = gl.maximum(m, gl.max(s, axis=1) * scale)
     # If all scores are -inf so far, -inf minus -inf would be NaN.
     origin = gl.where(m_new == -float("inf"), 0.0, m_new)
-    # One instruction multiplies and subtracts.
+    # One instruction multiplies and subtracts, if Triton fuses them.
     p = gl.exp2(s * scale - origin[:, None])
     # What was added up so far had the old maximum.
     factor = gl.exp2(m - origin)
@@ -671,7 +680,7 @@ def _gluon_attention_consume(
     out = o.index(HALF)
     out.reshape([ROWS, D]).store((acc / total[:, None]).to(dtype))
     fence_async_shared()  # what threads wrote, the engine reads
-    tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], out)
+    _gluon_attention_store(o_desc, [batch, head, row, 0], out)
     tma.store_wait(0)  # the shared memory is another program's soon
 
 

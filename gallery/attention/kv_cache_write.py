@@ -207,7 +207,7 @@ def put_kernel(
     slot = tl.load(slots_ptr + token)
     offs = tl.arange(0, BLOCK)  # (BLOCK,)
     # Padding has the slot -1: a store there would hit what lies before.
-    mask = (offs < SIZE) & (slot >= 0)
+    mask = offs < tl.where(slot >= 0, SIZE, 0)
     k = tl.load(k_ptr + token * SIZE + offs, mask=mask)
     v = tl.load(v_ptr + token * SIZE + offs, mask=mask)
     tl.store(k_cache_ptr + slot * SIZE + offs, k, mask=mask)
@@ -440,7 +440,7 @@ def _kv_cache_write_kernel(
         offs_h = first + tl.arange(0, BLOCK_S)[:, None]  # (BLOCK_S, 1)
         there = offs_h < SHARED
         # Padding has no slot: a store there would hit what lies before.
-        slotted = there & (slot >= 0)
+        slotted = offs_h < tl.where(slot >= 0, SHARED, 0)
         k_scale, v_scale = 1.0, 1.0
         if SCALED:
             k_scale_ptrs = k_scale_ptr + offs_h * stride_ks

@@ -451,9 +451,9 @@ def _cross_entropy_kernel(
     head, length, offs_e, mask_e = _cross_entropy_divide(x_row, N, VEC)
     # Dividing and multiplying tells the compiler: a multiple of VEC.
     x_body = x_ptr + (x_row + head) // VEC * VEC
-    x_e = tl.load(
-        x_ptr + x_row + offs_e, mask=counts & mask_e, other=-float("inf")
-    ).to(ACC)
+    read_e = tl.where(counts, mask_e, False)
+    x_e = tl.load(x_ptr + x_row + offs_e, mask=read_e, other=-float("inf"))
+    x_e = x_e.to(ACC)
     block = tl.arange(0, LINES)[:, None] * BLOCK_N  # (LINES, 1)
     block += tl.arange(0, BLOCK_N)[None, :]  # (LINES, BLOCK_N)
     # Each column has its own m and s: in the loop, no thread waits.
@@ -558,8 +558,9 @@ def _cross_entropy_backward_kernel(
     x_body = x_ptr + (x_row + head) // VEC * VEC
     d_body = d_ptr + (d_row + head) // VEC * VEC
     # One of the row's programs has the edges.
-    mask_e = mask_e & (part == 0)
-    x_e = tl.load(x_ptr + x_row + offs_e, mask=counts & mask_e, other=0)
+    mask_e = tl.where(part == 0, mask_e, False)
+    read_e = tl.where(counts, mask_e, False)
+    x_e = tl.load(x_ptr + x_row + offs_e, mask=read_e, other=0)
     d_e = _cross_entropy_exp(x_e.to(ACC) - top) * a - b  # (2 * VEC,)
     d_e = tl.where(offs_e == target, d_e - hit, d_e)
     tl.store(d_ptr + d_row + offs_e, d_e, mask=mask_e)
@@ -567,7 +568,8 @@ def _cross_entropy_backward_kernel(
     for start in range(part * BLOCK_N, N, step):
         offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         mask = offs < length
-        x = tl.load(x_body + offs, mask=counts & mask, other=0).to(ACC)
+        read = tl.where(counts, mask, False)
+        x = tl.load(x_body + offs, mask=read, other=0).to(ACC)
         d = _cross_entropy_exp(x - top) * a - b  # (BLOCK_N,)
         d = tl.where(offs + head == target, d - hit, d)
         tl.store(d_body + offs, d, mask=mask)

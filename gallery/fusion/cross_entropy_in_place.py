@@ -388,9 +388,9 @@ def _cross_entropy_in_place_kernel(
     edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
     offs_e = tl.where(edge < head, edge, edge + length)
     mask_e = edge < N - length
-    x_e = tl.load(
-        x_ptr + x_row + offs_e, mask=counts & mask_e, other=-float("inf")
-    ).to(ACC)
+    read_e = tl.where(counts, mask_e, False)
+    x_e = tl.load(x_ptr + x_row + offs_e, mask=read_e, other=-float("inf"))
+    x_e = x_e.to(ACC)
     block = tl.arange(0, LINES)[:, None] * BLOCK_N  # (LINES, 1)
     block += tl.arange(0, BLOCK_N)[None, :]  # (LINES, BLOCK_N)
     # Each column has its own m and s: in the loop, no thread waits.
@@ -449,7 +449,7 @@ def _cross_entropy_in_place_kernel(
         mask = offs < length
         x = tl.load(
             x_body + offs,
-            mask=counts & mask,
+            mask=tl.where(counts, mask, False),
             other=0,
             eviction_policy="evict_first",
         )

@@ -367,7 +367,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # three ways:
 #
 # * ``tl.cumsum`` has an option ``reverse``. It turns the block round across the
-#   threads and back, which takes many shuffles.
+#   threads and back, which takes more shuffles than the sums do.
 # * Load the elements in reverse order. Then neighbours in a thread are in the
 #   wrong order in memory, and no load is wide.
 # * Load the *vectors* in reverse order, each one whole, ``VEC`` elements. Then

@@ -59,6 +59,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+# Triton 3.8 renamed the two copies, and 3.9 refuses the older names.
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
 ) or torch.device("cpu")
@@ -192,15 +196,15 @@ def tile_kernel(a_desc, b_desc, c_desc):
         nbytes: gl.constexpr = a_desc.block_type.nbytes
         mbarrier.expect(full, nbytes + b_desc.block_type.nbytes)
         # Past the matrix's edge the engine fills with zeros, and counts them.
-        tma.async_copy_global_to_shared(a_desc, [off_m, k], full, a)
-        tma.async_copy_global_to_shared(b_desc, [k, off_n], full, b)
+        copy_in(a_desc, [off_m, k], full, a)  # by the copy engine
+        copy_in(b_desc, [k, off_n], full, b)
         mbarrier.wait(full, k // BLOCK_K & 1)  # each step has a phase
         acc = warpgroup_mma(a, b, acc)  # ends when a and b have been read
     mbarrier.invalidate(full)  # its eight bytes may become part of c
     c = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], c_desc.layout)
     c.store(acc.to(dtype))
     fence_async_shared()  # else the engine may read what was there before
-    tma.async_copy_shared_to_global(c_desc, [off_m, off_n], c)
+    copy_out(c_desc, [off_m, off_n], c)
     tma.store_wait(0)  # until c is read: its memory is the next program's
 
 
@@ -303,7 +307,6 @@ if __name__ == "__main__":
 # In the first kernel the compiler places one. With asynchronous products it may
 # not: see a `report <https://github.com/triton-lang/triton/issues/11047>`_.
 
-copy_in = tma.async_copy_global_to_shared  # a shorter name
 # Triton 3.6 called it thread_barrier.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -359,7 +362,7 @@ def ring_kernel(a_desc, b_desc, c_desc, STAGES: gl.constexpr):
     c = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], c_desc.layout)
     c.store(acc.to(dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(c_desc, [off_m, off_n], c)
+    copy_out(c_desc, [off_m, off_n], c)
     tma.store_wait(0)
 
 
@@ -444,7 +447,7 @@ def consume(HALF: gl.constexpr, c_desc, c, place, ring):
     part, row = c.index(HALF), off_m + HALF * ROWS
     part.store(acc.to(c_desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(c_desc, [row, off_n], part)
+    copy_out(c_desc, [row, off_n], part)
     tma.store_wait(0)
 
 
@@ -549,6 +552,13 @@ GLUON_MATMUL_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 # Rows of a consumer, columns and depth of a tile, columns of a stored piece
 GLUON_MATMUL_TILE = (64, 256, 64, 64)
 GLUON_MATMUL_STAGES = 4
+# Triton 3.8 renamed the two copies, and 3.9 refuses the older names.
+_gluon_matmul_load = (
+    getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+)
+_gluon_matmul_store = (
+    getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+)
 
 
 @gluon.jit
@@ -593,13 +603,13 @@ def _gluon_matmul_produce(
             mbarrier.expect(bar, 2 * nbytes + b_desc.block_type.nbytes)
             for half in gl.static_range(2):
                 row = off_m + half * ROWS
-                tma.async_copy_global_to_shared(
+                _gluon_matmul_load(
                     a_desc,
                     [k, row] if A_T else [row, k],
                     bar,
                     a.index(2 * stage + half),
                 )
-            tma.async_copy_global_to_shared(
+            _gluon_matmul_load(
                 b_desc, [off_n, k] if B_T else [k, off_n], bar, b.index(stage)
             )
             n += 1
@@ -666,7 +676,7 @@ def _gluon_matmul_consume(
             piece = c.index(2 * HALF + i % 2)
             piece.store(pieces[i])
             fence_async_shared()  # what threads wrote, the engine reads
-            tma.async_copy_shared_to_global(
+            _gluon_matmul_store(
                 c_desc, [off_m + HALF * ROWS, off_n + i * PIECE], piece
             )
     tma.store_wait(0)  # the shared memory is another program's soon

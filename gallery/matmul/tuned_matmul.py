@@ -111,6 +111,7 @@ import json, re, subprocess, sys, tempfile
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 
 KERNELS
 
@@ -139,9 +140,11 @@ def answer(kernel, gpu, constants, by_16, warps, stages):
     with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
         file.write(made.asm["ptx"])
         file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"-arch=sm_{gpu}a"]
+        command = [get_ptxas(gpu).path, "-v", f"-arch=sm_{gpu}a"]
         command += [file.name, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True)
+        log = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        )
     notes = re.findall(r"Loss: (.*?) in the function", log.stdout + log.stderr)
     found = {"sass": sass, "shared": made.metadata.shared, "notes": notes}
     for name in ("REG", "STACK"):

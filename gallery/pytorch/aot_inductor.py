@@ -270,7 +270,7 @@ if __name__ == "__main__":
 
 if __name__ == "__main__" and DEVICE.type == "cpu":
     print(refusal, *re.findall(CALLS, compiled), sep="\n")
-    assert "active drivers" in refusal
+    assert re.search("active drivers|triton not built", refusal)
 
 # %%
 # What is in the package

@@ -171,15 +171,15 @@ if __name__ == "__main__":
     tool += ["--kernel-name", "scale_add_kernel", "--signature", ANY]
     tool += ["--grid", GRID, "--target", "cuda:90:32"]
     status, said = child(plain, *tool)
-    print(said.splitlines()[-1])
-    assert status != 0
+    print(said.splitlines()[-1] if status else "no error")
+    assert status != 0 or DEVICE.type == "cuda"
 
 # %%
 # It fails: although the target was given, the tool asks Triton's driver object
-# for the GPU at hand, and without a GPU there is none. With a GPU it fails
-# later: the tool hands the architecture on as the text ``"90"``, and the
-# compiler wants a number. On a GPU the command works without ``--target``, but
-# it walks into the trap below.
+# for the GPU at hand, and without a GPU there is none. With a GPU and a Triton
+# before 3.9 it fails later: the tool hands the architecture on as the text
+# ``"90"``, and the compiler wants a number. On a GPU the command works without
+# ``--target``, but it walks into the trap below.
 #
 # So our child calls the command's own function, ``compile_kernel``, and first
 # puts a stand-in where Triton looks for its driver object. The stand-in answers

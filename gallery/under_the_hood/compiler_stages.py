@@ -555,7 +555,8 @@ if __name__ == "__main__":
 # %%
 # * An **A100** has ``LDGSTS``, the asynchronous copy: each thread copies a
 #   piece. Before a dot, threads load ``a`` and ``b`` into registers.
-#   ``HMMA.16816`` multiplies 16x16 by 16x8 numbers, in one warp.
+#   ``HMMA.16816`` multiplies 16x16 by 16x8 numbers, in one warp. (From Triton
+#   3.8 on the dot is cut into four: one loads while another is computed.)
 # * An **H100** has ``UTMALDG`` (*TMA*): a unit of the GPU copies whole tiles.
 #   ``HGMMA`` reads them from shared memory. Four warps do one together.
 # * A **B200** leaves the sum in *tensor memory*, next to its matrix unit.

@@ -33,9 +33,19 @@ def collect(name: str) -> list[tuple[str, Any]]:
 
 def runs_here(recipe: str) -> bool:
     """Whether a recipe's op runs on this machine: some are for one kind of GPU alone."""
+    return not _lacks(recipe)
+
+
+def require(recipe: str) -> None:
+    """Skip the tests of a module, and say so, where its recipe declares what is not here, as another Triton."""
+    if lacks := _lacks(recipe):
+        pytest.skip(f"NOT TESTED: {recipe} is for {', '.join(lacks)}", allow_module_level=True)
+
+
+def _lacks(recipe: str) -> list[str]:
     path = ROOT / "gallery" / f"{recipe}.py"
     capability = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
-    return not missing(path, path.read_text(), capability)
+    return missing(path, path.read_text(), capability)
 
 
 def definitions(source: str) -> str:

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from compiled import TRITON
 from guard import guarded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,14 +148,17 @@ def test_what_the_duties_say(built: Path) -> None:
 
 
 def test_target_as_text(recipe: ModuleType, tmp_path: Path) -> None:
-    """With a driver, or what stands in its place, the tool's own target fails."""
+    """With a driver, or what stands in its place, the tool's own target fails up to Triton 3.8."""
     compiler = recipe.COMPILE.replace("grid=grid,", 'grid=grid, target="cuda:90:32",')
     assert compiler != recipe.COMPILE
     recipe.begin(tmp_path / "text")
     command = [sys.executable, "-c", compiler, "90", "float", recipe.GRID, recipe.ANY]
     status, said = recipe.child(tmp_path / "text", *command)
-    assert status != 0
-    assert "'str' and 'int'" in said
+    if TRITON >= (3, 9):
+        assert status == 0, said
+    else:
+        assert status != 0
+        assert "'str' and 'int'" in said
 
 
 @needs_cc

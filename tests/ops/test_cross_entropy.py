@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from compiled import Ask, graphs, ptx, stack
+from compiled import TRITON, Ask, graphs, ptx, stack
 from device_key import at_cuda
 from guard import Guard, guarded
 from hypothesis import example, given, settings
@@ -520,7 +520,8 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     (alike, others), spilled = on_h100(gallery / "fusion" / "cross_entropy.py", widths, spills)
     assert alike == [{"v4.b32", "b16"}] * 2
     assert others == [{"v4.b32", "b16"}, {"b16"}]
-    assert {name: bytes_ for name, bytes_ in spilled.items() if any(bytes_)} == {}
+    few = {"float32 100": [8, 0]} if TRITON >= (3, 9) else {}
+    assert {name: bytes_ for name, bytes_ in spilled.items() if any(bytes_)} == few
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import Ask, ptx, stack
+from compiled import TRITON, Ask, ptx, stack
 from device_key import at_cuda
 from guard import guarded
 from hypothesis import given, settings
@@ -298,7 +298,7 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
         assert forward == backward
         assert forward["wide"] == {"ld.global.v4.b32", "st.global.v4.b32"}
     forward, backward = (facts["shuffles"] for facts in found["language"])
-    assert backward > 5 * forward
+    assert backward > (2 if TRITON >= (3, 9) else 5) * forward
 
 
 def spills(taken: ModuleType) -> dict[str, int]:

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from compiled import TRITON
 from guard import guarded
 from hypothesis import given
 from inputs import Layout, sizes
@@ -64,6 +65,27 @@ print(json.dumps({
         1, 0, 16, 17, 2**31 - 1, 2**31, 1.0, 16.0, True, None, aligned, aligned[1:])],
 }))
 """
+
+# The same of options that Triton 3.9 brought
+NEWER = (
+    CLAIMS.partition("def hint")[0]
+    + """
+def refused(**options):
+    try:
+        compile(**options)
+    except ValueError as error:
+        return "SM100+" in str(error)
+
+blackwell = triton.backends.compiler.GPUTarget("cuda", 100, 32)
+of_blackwell = triton.compile(compile().src, target=blackwell, options={"clc": True}).asm["ptx"]
+print(json.dumps({
+    "clc": ["clusterlaunchcontrol.try_cancel" in of_blackwell, refused(clc=True)],
+    "min_shared_mem": [compile().metadata.shared, compile(min_shared_mem=4096).metadata.shared],
+    "sched4reg": code(sched4reg=True) != code(),
+    "overwritten": compile(fpsan_homomorphic_casts=True).metadata.fpsan_homomorphic_casts,
+}))
+"""
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +144,33 @@ def test_unknown_option_is_shown(
     assert list(newer.options.loc["brand_new"]) == ["on", "not explained here"]
 
 
-def test_claims(tmp_path: Path) -> None:
-    """The installed Triton does what the recipe says in words only."""
-    script = tmp_path / "claims.py"
-    script.write_text(CLAIMS)
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+def answers(folder: Path, code: str) -> dict[str, object]:
+    """Return what a script prints."""
+    script = folder / "claims.py"
+    script.write_text(code)
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
     result = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
     assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.skipif(TRITON < (3, 9), reason="these options are of Triton 3.9")
+def test_claims_of_newer_options(tmp_path: Path) -> None:
+    """The installed Triton does what the table says of them."""
+    assert answers(tmp_path, NEWER) == {
+        "clc": [True, True],
+        "min_shared_mem": [0, 4096],
+        "sched4reg": True,
+        "overwritten": False,
+    }
+
+
+def test_claims(tmp_path: Path) -> None:
+    """The installed Triton does what the recipe says in words only."""
     sixteen = str([["tt.divisibility", 16]])
-    assert json.loads(result.stdout) == {
+    assert answers(tmp_path, CLAIMS) == {
         "recorded only": True,
         "flags of the launch": True,
         "overwritten": ["", 2**30],

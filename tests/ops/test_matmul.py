@@ -291,7 +291,7 @@ def copies(taken: ModuleType) -> dict[str, tuple[set[str], bool]]:
 
 def notes(taken: ModuleType) -> list[str]:
     """Return what the assembler says of products that wait for each other."""
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
     found = []
     for how, dtype, M in product(LAYOUTS, ("float16", "bfloat16"), (64, 128)):
@@ -299,7 +299,7 @@ def notes(taken: ModuleType) -> list[str]:
         with NamedTemporaryFile(suffix=".ptx", mode="w") as file:
             file.write(code)
             file.flush()
-            command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+            command = [get_ptxas(90).path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
             log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         assert "Used" in log
         found += [f"{how} {dtype} {M} {line}" for line in log.splitlines() if "Potential Performance" in line]

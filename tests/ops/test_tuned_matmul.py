@@ -367,7 +367,7 @@ def known(taken: ModuleType, kind: str, tile: tuple[int, ...], along: tuple[bool
 
 def notes(taken: ModuleType) -> list[str]:
     """Return what the assembler says of products that wait for each other, for tiles with tensor cores."""
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
     found = []
     for kind, along in product(("few rows", "2 bytes"), LAYOUTS):
@@ -376,7 +376,7 @@ def notes(taken: ModuleType) -> list[str]:
             with NamedTemporaryFile(suffix=".ptx", mode="w") as file:
                 file.write(code)
                 file.flush()
-                command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+                command = [get_ptxas(90).path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
                 log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
             assert "Used" in log
             found += [f"{tile} {along} {line}" for line in log.splitlines() if "Potential Performance" in line]

@@ -10,10 +10,12 @@ from guard import guarded
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import Layout
+from own import require
 
 from triton_gallery.run import machine_code
 
 PATH = "under_the_hood/wrong_code.py"
+require(PATH.removesuffix(".py"))
 # On a GPU narrower tiles may be wrong: that is what the page is about.
 WIDTHS = [64] if torch.cuda.is_available() else [16, 32, 64]
 

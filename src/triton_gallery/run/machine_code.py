@@ -55,9 +55,9 @@ def _widths(instructions: Iterable[str], kind: str) -> Iterator[str]:
 def unwritten(code: str) -> list[str]:
     """Return the uniform registers that code for Hopper reads before anything writes them, in the order of its text.
 
-    The ptxas 12.8 of Triton 3.6 and 3.7 makes such code of some kernels with narrow tiles. A descriptor of a tile in
-    shared memory is then wrong: so are results, or the GPU stops at an address outside. What is written in a function
-    that the kernel calls counts as written from the beginning.
+    The ptxas 12.8 of Triton 3.6 and 3.7 makes such code of some kernels with narrow tiles; in that of 3.8 and 3.9 no
+    such code was found. A descriptor of a tile in shared memory is then wrong: so are results, or the GPU stops at an
+    address outside. What is written in a function that the kernel calls counts as written from the beginning.
     """
     steps = list(STEP.finditer(code))
     called = next((place for place, step in enumerate(steps) if step[3]), len(steps))
