@@ -13,6 +13,10 @@
 # EACH_KIND=1  each recipe once on each kind of GPU; otherwise all GPUs have to be alike
 # DASK         a Dask scheduler's address: record on the GPU workers of its cluster
 # INSECURE=1   allow DASK=tcp://... on another machine
+#
+# For make versions:
+# TRITON       one or several folders, each with another Triton
+# NO_FUSION=1  measure the last of them without FP fusion, too
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,7 +33,7 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help html new record record-apart trace sanitize peers targets check-targets check-records compare serve test test-gpu lint clean
+.PHONY: help html new newest record record-apart trace sanitize peers versions targets check-targets check-records compare serve test test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -61,6 +65,11 @@ sanitize: $(SITE_READY)  ## on a GPU host, run the checks of recipes under compu
 peers: $(SITE_READY)  ## on a GPU host, measure ops beside other libraries' and record it; RECIPE=section/name for one
 	@$(PY) benchmarks/measure_peers.py $(RECIPE)
 
+versions: $(SITE_READY)  ## on a GPU host, measure ops under another Triton: make versions TRITON=folder
+	@$(PY) benchmarks/measure_versions.py $(addprefix --triton ,$(or $(TRITON),$(error name a folder: make versions TRITON=folder))) \
+		$(if $(NO_FUSION),--no-fusion) $(if $(RECIPE),--recipes $(RECIPE)); \
+		measured=$$?; [ $$measured -lt 2 ] && $(PY) benchmarks/measure_versions.py --merge _build/versions && exit $$measured
+
 check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
 	@$(PY) -m triton_gallery check-records $(RECIPE)
 
@@ -80,6 +89,12 @@ serve: $(TEST_READY)  ## build, serve on http://127.0.0.1:8000 and build again o
 test: $(TEST_READY)  ## test quickly; THOROUGH=1 for all, RECIPE=section/name for one recipe thoroughly
 	@OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --dist loadgroup \
 		$(if $(THOROUGH),--thorough "$(patsubst 1,all,$(THOROUGH))") $(if $(RECIPE),--recipe $(RECIPE))
+
+newest: $(TEST_READY)  ## with the newest supported Triton over the pins, import every recipe and run those that changed
+	@$(PY) -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target _build/newest \
+		--requirement tests/newest.txt
+	@PYTHONPATH=$(CURDIR)/_build/newest:$(PYTHONPATH) OMP_NUM_THREADS=1 \
+		$(PY) -m pytest tests/newest.py --numprocesses auto
 
 test-gpu: $(TEST_READY)  ## on a GPU host, test every op on the GPU; as many processes as it has memory for
 	@$(PY) -c "import torch; torch.cuda.is_available() or exit('torch sees no GPU here')"

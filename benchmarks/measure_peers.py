@@ -8,17 +8,13 @@ further library is one of PEERS.
 import argparse
 import datetime
 import importlib
-import importlib.util
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from trial import CACHE, DEVICE, GALLERY, RECORDS, Trial, band, load_works, rates_of, recipe_module, timed
 from work import Bytes, Function, Product, Work
 
 from triton_gallery.recipes.contents import load
@@ -28,13 +24,7 @@ from triton_gallery.recipes.tables import ROOF, TRITON
 from triton_gallery.records.formats import BadRecordError, Device, commit
 from triton_gallery.records.peers import PeerRow, load_all, merge
 
-ROOT = Path(__file__).resolve().parents[1]
-GALLERY, RECORDS = ROOT / "gallery", ROOT / "docs" / "_records"
-DEVICE = "cuda"
-WAIT = 3_000_000  # cycles of the GPU's clock before each call, about 1.5 ms
-CACHE = 2**28  # bytes written before each call, more than any L2 cache holds
 WARM_UP, TURNS = 3, 40
-TOLERANCE = 0.02  # of the length of the difference, in the length of our result; half precision comes to 0.005
 
 
 @dataclass(frozen=True)
@@ -61,25 +51,7 @@ PEERS = {
 }
 
 
-def load_works() -> list[Work]:
-    """Return the works of all recipes, in the recipes' order."""
-    modules = (f"works.{recipe.name}" for recipe in load(GALLERY))
-    return [work for name in modules if importlib.util.find_spec(name) for work in importlib.import_module(name).WORKS]
-
-
 WORKS = load_works()
-
-
-@cache
-def recipe_module(recipe: str) -> ModuleType:
-    """Import a recipe by its path, as `import <name>` would in its folder."""
-    path = GALLERY / f"{recipe}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def installed() -> dict[str, str]:
@@ -107,57 +79,6 @@ def contestants(work: Work, peers: Sequence[str]) -> dict[str, Function]:
     return {TRITON: ours, **{name: work.called(function) for name, function in functions.items()}}
 
 
-class Trial:
-    """The inputs of one work at one size, and the calls on them.
-
-    Some libraries write over what they are given. Liger's `rms_norm` puts the gradient of `x` where that of `y` was,
-    its `swiglu` those of `gate` and `up` in their places. It is their default, so it is measured; but from the second
-    call on the data would be no longer random. So before each call all inputs are restored, for all libraries alike.
-    """
-
-    def __init__(self, work: Work, shape: tuple[int, ...], dtype: Any, device: Any) -> None:
-        """Make random inputs of a size."""
-        import torch
-
-        self.work, self.dtype, self.device = work, dtype, device
-        self.inputs = work.inputs(partial(torch.randn, dtype=dtype, device=device, requires_grad=True), shape)
-        outputs = _tuple(work.torch(torch)(*self.inputs, *work.constants)) if work.backward else ()
-        self.grads = [torch.randn_like(output) for output in outputs]
-        tensors = [tensor for tensor in (*self.inputs, *self.grads) if isinstance(tensor, torch.Tensor)]
-        self.kept = [(tensor.data, tensor.detach().clone()) for tensor in tensors]  # .data: autograd need not know
-
-    def restore(self) -> None:
-        """Give the inputs their values back."""
-        for tensor, kept in self.kept:
-            tensor.copy_(kept)
-
-    def call(self, function: Function, backward: bool) -> Callable[[], tuple[Any, ...]]:
-        """Return the function's forward, or its backward on a graph that is there, as a call."""
-        import torch
-
-        self.restore()
-        if backward:
-            outputs = _tuple(function(*self.inputs, *self.work.constants))
-            leaves = [tensor for tensor in self.inputs if tensor.requires_grad]
-            return partial(torch.autograd.grad, outputs, leaves, self.grads, retain_graph=True)
-        return torch.no_grad()(lambda: _tuple(function(*self.inputs, *self.work.constants)))
-
-    def check(self, name: str, got: tuple[Any, ...], ours: tuple[Any, ...]) -> None:
-        """Compare results with ours: a call that means something else is not worth a time.
-
-        Elements may cancel, so that each alone may be off by more than half precision rounds; all together are not.
-        """
-        import torch
-
-        def message(said: str) -> str:
-            return f"{self.work.recipe}: {name} has another result than ours: {said}"
-
-        for pair in zip(got, ours, strict=True):
-            a, b = (tensor.double() for tensor in self.work.alike(*pair))
-            off = (a - b).norm() / b.norm()
-            torch.testing.assert_close(off, torch.zeros_like(off), rtol=0, atol=TOLERANCE, msg=message)
-
-
 def measure(calls: dict[str, Function], restore: Function) -> dict[str, list[float]]:
     """Return the GPU's milliseconds for each call: the median, then the 20th and the 80th percentile.
 
@@ -171,18 +92,10 @@ def measure(calls: dict[str, Function], restore: Function) -> dict[str, list[flo
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(WARM_UP + TURNS):
         for name, call in calls.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            restore()
-            torch.cuda._sleep(WAIT)  # type: ignore[no-untyped-call]
-            cache.zero_()
-            start.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
+            time = timed(call, restore, cache)
             if turn >= WARM_UP:
-                times[name].append(start.elapsed_time(end))
-    fifths = {name: statistics.quantiles(found, n=5, method="inclusive") for name, found in times.items()}
-    return {name: [statistics.median(found), fifths[name][0], fifths[name][-1]] for name, found in times.items()}
+                times[name].append(time)
+    return {name: band(found) for name, found in times.items()}
 
 
 def rates(trial: Trial, amount: Bytes | Product, backward: bool, peers: Sequence[str]) -> dict[str, list[float] | None]:
@@ -210,8 +123,8 @@ def rates(trial: Trial, amount: Bytes | Product, backward: bool, peers: Sequence
         calls[name] = call
     calls[ROOF] = amount.roof(trial.dtype, trial.device)
     found: dict[str, list[float] | None] = dict.fromkeys(functions)
-    for name, (median, low, high) in measure(calls, trial.restore).items():
-        found[name] = [float(f"{amount.rate(time):.5g}") for time in (median, high, low)]
+    for name, times in measure(calls, trial.restore).items():
+        found[name] = rates_of(amount, times)
     return found
 
 
@@ -279,10 +192,6 @@ def show(row: PeerRow) -> None:
     other, top = row.table.ratio(0), row.table.of_roof(0)
     ratios = f"Triton / best other {other:.3f}{' (tie)' if row.is_tie else ''}, / roof {top:.3f}"
     print(f"{row.work:<40} {row.size:<14} {row.unit}: {shown}; {ratios}", flush=True)
-
-
-def _tuple(outputs: Any) -> tuple[Any, ...]:
-    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rich.text import Text
 from sphinx.cmd.build import main as sphinx_build
 
 from triton_gallery.recipes.contents import Recipe, load
-from triton_gallery.recipes.device import detect
+from triton_gallery.recipes.device import NoEnvironmentError, detect
 from triton_gallery.recipes.gpus import GPUS
 from triton_gallery.recipes.needs import missing, packages
 from triton_gallery.recipes.new import create
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
-    except (UsageError, FarmError, BadRecordError) as error:
+    except (UsageError, FarmError, BadRecordError, NoEnvironmentError) as error:
         console.print(Text(str(error)), style="red")
         return 2
     except KeyboardInterrupt:

@@ -17,6 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 INTERPRETER = "Triton's interpreter on CPU"
+SUPPORTED = {"Triton": ((3, 6), (3, 9)), "PyTorch": ((2, 11), (2, 15))}  # the oldest and the newest that is tried
+
+
+class NoEnvironmentError(RuntimeError):
+    """Nothing here executes recipes; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +62,50 @@ def detect() -> list[Environment]:
     """Return the environments of this machine: one for each GPU, or one for the CPU.
 
     Raises:
-        RuntimeError: if torch or triton is not here or, where there may be a GPU, torch cannot be imported; with the
-            reason.
+        NoEnvironmentError: if torch or triton is not here or too old or, where there may be a GPU, torch cannot be
+            imported.
     """
     probe = subprocess.run([sys.executable, "-P", __file__], capture_output=True, text=True, check=False)
     if probe.returncode != 0:
-        raise RuntimeError(f"cannot tell what executes here; torch and triton must be importable:\n{probe.stderr}")
-    return [Environment(**entry) for entry in json.loads(probe.stdout)]
+        raise NoEnvironmentError(
+            f"cannot tell what executes here; torch and triton must be importable:\n{probe.stderr}"
+        )
+    environments = [Environment(**entry) for entry in json.loads(probe.stdout)]
+    if reason := too_old(environments[0], version("numpy")):
+        raise NoEnvironmentError(reason)
+    return environments
+
+
+def too_old(environment: Environment, numpy: str) -> str | None:
+    """Say in a line why recipes cannot be executed with these versions; None if they can."""
+    here = {"Triton": environment.triton, "PyTorch": environment.torch}
+    for name, (oldest, _) in SUPPORTED.items():
+        if _release(here[name]) < oldest:
+            return f"{name} {here[name]} is too old: {_range()}"
+    if environment.is_gpu:
+        return None
+    if _release(environment.torch) == (2, 11):
+        return f"PyTorch {environment.torch} does not run these kernels without a GPU: {_range()}"
+    if _release(environment.triton) == (3, 6) and _release(numpy) >= (2, 4):
+        return f"without a GPU, Triton 3.6 needs numpy below 2.4 (here is {numpy}): {_range()}"
+    return None
+
+
+def too_new(environment: Environment) -> str | None:
+    """Say in a line which version is newer than any that was tried; None if there is none."""
+    here = {"Triton": environment.triton, "PyTorch": environment.torch}
+    names = [f"{name} {here[name]}" for name, (_, newest) in SUPPORTED.items() if _release(here[name]) > newest]
+    return f"not tried with {' and '.join(names)}: {_range()}" if names else None
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def _range() -> str:
+    texts = [f"{name} {a[0]}.{a[1]} to {b[0]}.{b[1]}" for name, (a, b) in SUPPORTED.items()]
+    return f"the gallery runs on {' and '.join(texts)}, see docs/versions.md"
 
 
 def _probe() -> list[Environment]:

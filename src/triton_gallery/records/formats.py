@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-from jsonschema.exceptions import best_match
-
 
 def object_of(optional: Sequence[str] = (), **properties: object) -> dict[str, object]:
     """Return the schema of an object with these properties and no others."""
@@ -130,6 +127,9 @@ def parse(path: Path, text: bytes) -> Any:
 
 def validate(path: Path, content: Any, schema: Mapping[str, object]) -> None:
     """Refuse content that does not fit; BadRecordError names the file that has it, or would."""
+    import jsonschema  # here, because a machine that only measures need not have it
+    from jsonschema.exceptions import best_match
+
     # `jsonschema.validate` would look at the schema each time, which takes longer than looking at the content.
     if error := best_match(jsonschema.Draft202012Validator(schema).iter_errors(content)):
         raise BadRecordError(f"{path}: {error.json_path}: {error.message}")

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from time import monotonic
 
 from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.device import Environment, detect
+from triton_gallery.recipes.device import Environment, detect, too_new
 from triton_gallery.recipes.needs import missing
 from triton_gallery.records.pages import Pages, Run
 from triton_gallery.run import rehearsal, supervise
@@ -123,10 +123,12 @@ def here(environments: Sequence[Environment], tasks: Sequence[Task], say: Say) -
     Args:
         environments: the GPUs, or that of the CPU.
         tasks: what will be carried out; it is rehearsed first where that is quicker.
-        say: called with a line on a rehearsal.
+        say: called with a line on a rehearsal, or on a version that was not tried.
     """
     alone = list(environments) if environments[0].is_gpu else [environments[0]] * len(os.sched_getaffinity(0))
     crowd = rehearsal.places(environments, len(tasks))
+    if notice := too_new(environments[0]):
+        say(notice)
     supervise.allow()
     with (
         closing(supervise.start_server(environments[0])) as server,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.device import Environment, detect
+from triton_gallery.recipes.device import Environment, NoEnvironmentError, detect
 from triton_gallery.records.formats import BadRecordError, changed, commit
 from triton_gallery.records.pages import Pages, Run
 from triton_gallery.records.recorded import Records
@@ -41,7 +41,7 @@ class ThisMachine:
         """Look for them; FarmError if there are none."""
         try:
             self.environments = detect()
-        except RuntimeError as error:
+        except NoEnvironmentError as error:
             raise FarmError(str(error)) from None
         if not self.environments[0].is_gpu:
             raise FarmError("torch sees no GPU here: a record is made on one")

@@ -14,7 +14,7 @@ def setup(app: "Sphinx") -> "ExtensionMetadata":
     app.setup_extension("sphinx_gallery.gen_gallery")
     on_recipes = ("describe", "replay", "figures", "notebook", "repository", "glance", "take", "fold")
     links = ("links", "code_links", "related")
-    on_others = ("cards", "claims", "performance", "peer_table", "targets", "api", "glossary")
+    on_others = ("cards", "claims", "performance", "peer_table", "version_table", "targets", "api", "glossary")
     files = ("bundle", "search", "markdown", "sitemap", "assets")
     for module in ("build", *on_recipes, *links, *on_others, *files, "resume"):
         app.setup_extension(f"triton_gallery.sphinx.{module}")

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 from triton_gallery.recipes.contents import Recipe, load
 from triton_gallery.recipes.declaration import declaration
 from triton_gallery.recipes.tables import Table
+from triton_gallery.records import peers as peer_records
+from triton_gallery.records import versions as version_records
 from triton_gallery.records.pages import Pages, Run
-from triton_gallery.records.peers import PeerRow, load_all
+from triton_gallery.records.peers import PeerRow
 from triton_gallery.records.recorded import Record, Records
+from triton_gallery.records.versions import VersionRow
 
 if TYPE_CHECKING:
     from sphinx.environment import BuildEnvironment
@@ -63,7 +66,12 @@ def records(env: "BuildEnvironment") -> Records:
 
 def peers(env: "BuildEnvironment") -> list[PeerRow]:
     """Return our ops' figures beside other libraries'."""
-    return load_all(records(env).folder)
+    return peer_records.load_all(records(env).folder)
+
+
+def versions(env: "BuildEnvironment") -> list[VersionRow]:
+    """Return our ops' figures under several versions of Triton."""
+    return version_records.load_all(records(env).folder)
 
 
 def recipe_page(env: "BuildEnvironment", page: str) -> RecipePage | None:

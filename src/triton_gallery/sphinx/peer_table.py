@@ -1,6 +1,5 @@
 """Our ops beside other libraries': all of them on the performance page, and on each recipe's page its own."""
 
-import hashlib
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar
@@ -13,8 +12,8 @@ from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.tables import ROOF, TRITON
 from triton_gallery.records.peers import PeerRow
 from triton_gallery.sphinx import lookup
-from triton_gallery.sphinx.fold import fold
-from triton_gallery.sphinx.show import add_section, figure, first_cells, grid, page_link
+from triton_gallery.sphinx.row_table import facts, name_rows, of, outdated, state, told, when
+from triton_gallery.sphinx.show import add_section, figure, grid, page_link
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 STATE = "peers"  # the key in a page's metadata for what it shows
 TITLE = "Beside other libraries"
-MOST_RUNS = 3  # in sight above a table
 
 
 def setup(app: "Sphinx") -> "ExtensionMetadata":
@@ -42,7 +40,7 @@ class PeersDirective(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the nodes."""
         rows, recipes = lookup.peers(self.env), list(lookup.recipes(self.env).values())
-        self.env.metadata[self.env.docname][STATE] = _state(rows, recipes)
+        self.env.metadata[self.env.docname][STATE] = state(rows, recipes)
         if not rows:
             return [nodes.paragraph("", "Nothing has been measured beside other libraries yet.")]
         gallery = self.env.config.sphinx_gallery_conf["gallery_dirs"]
@@ -61,8 +59,8 @@ class PeersOfRecipe(SphinxTransform):
         recipe = lookup.recipes(self.env).get(name)
         if recipe is None:
             return
-        rows = _of(recipe, lookup.peers(self.env))
-        self.env.metadata[name][STATE] = _state(rows, [recipe])
+        rows = of(recipe, lookup.peers(self.env))
+        self.env.metadata[name][STATE] = state(rows, [recipe])
         if not rows:
             return
         about = nodes.paragraph("", "The op and the same work through other libraries, as ")
@@ -87,37 +85,18 @@ def _tables(rows: Sequence[PeerRow], recipes: Sequence[Recipe], links: dict[str,
     shown: list[nodes.Node] = []
     for device, of_device in groupby(rows, key=lambda row: row.device.name):
         there = list(of_device)
-        runs = dict.fromkeys(_facts(row) for row in there)
-        told = nodes.container()
-        told += [nodes.paragraph("", "", nodes.strong("", device), nodes.Text(facts)) for facts in runs]
-        if len(runs) > MOST_RUNS:
-            fold(told, 0, len(runs), f"{len(runs)} runs on {device}: when, and with which software")
-        shown.append(told)
+        runs = dict.fromkeys(facts(row, {"triton": row.device.triton, **row.packages}) for row in there)
+        shown.append(told(device, list(runs)))
         for unit in dict.fromkeys(row.unit for row in there):
             of_unit = [row for row in there if row.unit == unit]
             columns, cells = _cells(of_unit, unit)
             if len(runs) > 1:
                 columns.append("measured")
-                cells = [[*texts, _when(row)] for texts, row in zip(cells, of_unit, strict=True)]
+                cells = [[*texts, when(row)] for texts, row in zip(cells, of_unit, strict=True)]
             table = grid(columns, cells, "peers", "sortable", *kinds)
-            for place, row in zip(first_cells(table), of_unit, strict=True):
-                place += _name(row, recipes, links)
+            name_rows(table, of_unit, recipes, links)
             shown.append(table)
     return shown
-
-
-def _facts(row: PeerRow) -> str:
-    """Say when and with what a row was measured."""
-    versions = {"driver": row.device.driver, "torch": row.device.torch, "triton": row.device.triton, **row.packages}
-    facts = [_when(row), *(f"{name} {version}" for name, version in versions.items() if version)]
-    if row.commit:
-        facts.append(f"commit {row.commit[:10]}")
-    return "".join(f" · {fact}" for fact in facts)
-
-
-def _when(row: PeerRow) -> str:
-    """Return the minute in which a row's run began: by it the row finds its caption."""
-    return row.date[:16].replace("T", " ")
 
 
 def _cells(rows: Sequence[PeerRow], unit: str) -> tuple[list[str], list[list[str]]]:
@@ -134,31 +113,6 @@ def _cells(rows: Sequence[PeerRow], unit: str) -> tuple[list[str], list[list[str
     return columns, cells
 
 
-def _name(row: PeerRow, recipes: Sequence[Recipe], links: dict[str, str]) -> list[nodes.Node]:
-    """Return what stands first in a row: its work, the recipe's name in it a link or left out; if it is stale."""
-    link = links.get(row.recipe)
-    rest = row.work.removeprefix(row.recipe.rpartition("/")[2]).strip(", ")
-    name: list[nodes.Node] = [nodes.Text(rest or row.work)]
-    if link:
-        name = [page_link(link), nodes.Text(rest and f", {rest}")]
-    if not row.is_fresh(recipes):
-        name.append(nodes.strong("", ", stale", classes=["stale"]))
-    return name
-
-
-def _of(recipe: Recipe, rows: Sequence[PeerRow]) -> list[PeerRow]:
-    return [row for row in rows if row.recipe == recipe.key]
-
-
-def _state(rows: Sequence[PeerRow], recipes: Sequence[Recipe]) -> str:
-    """Identify what a page shows of these rows."""
-    return hashlib.sha256(repr([(row, row.is_fresh(recipes)) for row in rows]).encode()).hexdigest()
-
-
 def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
     """Name the pages that show something else than they would now."""
-    rows, recipes = lookup.peers(env), lookup.recipes(env)
-    shown = {name: data[STATE] for name, data in env.metadata.items() if STATE in data and name in env.all_docs}
-    now = dict.fromkeys(shown, _state(rows, list(recipes.values())))
-    now |= {name: _state(_of(recipe, rows), [recipe]) for name, recipe in recipes.items()}
-    return [name for name, state in shown.items() if state != now[name]]
+    return outdated(env, STATE, lookup.peers(env))
