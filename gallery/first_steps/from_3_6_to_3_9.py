@@ -1,0 +1,719 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Carry a kernel from block pointers to plain pointers and to tensor
+# descriptors, and see what changed in Triton 3.7, 3.8 and 3.9."""
+# tool = true
+# ///
+r"""
+Migrate kernels: block pointers to descriptors, and Triton 3.7 to 3.9
+=====================================================================
+
+Triton 3.9 removed block pointers: ``tl.make_block_ptr`` is still there, but
+calling it raises an error. This page carries one old kernel to plain pointers
+and to tensor descriptors, and lists what else changed since Triton 3.6. You
+need none of it if your kernels only use ``tl.load`` and ``tl.store`` with
+pointers and keyword arguments: these run unchanged on 3.6 to 3.9.
+
+After this page you can
+
+* replace ``make_block_ptr``, ``advance``, ``boundary_check`` and
+  ``padding_option``;
+* tell which tensors a descriptor takes, and what to do with the others;
+* find the calls in your own kernels that a newer Triton refuses or reads
+  differently.
+"""
+
+# sphinx_gallery_tags = ["descriptors", "tool"]
+import os
+import warnings
+
+import pandas as pd
+import torch
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+# %%
+# What changed, in one table
+# --------------------------
+#
+# Each row is one call, and what Triton 3.6, 3.7, 3.8 and 3.9 make of it. The
+# last section calls every one of them on the installed version and checks the
+# answer against its column.
+
+VERSIONS = ["3.6", "3.7", "3.8", "3.9"]
+CHANGES = {
+    "tl.make_block_ptr(...)": "works warns warns raises",
+    'tl.load(p, None, None, (), "", ".cg")': "works works works raises",
+    'tl.load(p, cache_modifier=".cg")': "works works works works",
+    "tl.reshape(x, s, can_reorder=True)": "works works works warns",
+    "tl.cat(x, x)": "raises works works works",
+    "tl.softmax(x, 1, True)": "works works works raises",
+    "tl.cumsum(x) of bfloat16 has dtype": "fp32 fp32 fp32 bf16",
+    "tl.maximum(x, x) of bfloat16 has dtype": "fp32 fp32 fp32 bf16",
+    "tl.dot of two 8 x 8 float32 tiles": "raises raises works works",
+    'autotune(key=["not an argument"])': "works works works raises",
+    "tl.atomic_load(p)": "raises raises raises works",
+    "tl.atomic_store(p, 1)": "raises raises raises works",
+    "tl.atomic_poll(p, 0)": "raises raises raises works",
+    "a * b + c without an option": "fused fused fused fused",
+}
+
+table = pd.DataFrame([row.split() for row in CHANGES.values()])
+table.index, table.columns = list(CHANGES), VERSIONS
+if __name__ == "__main__":
+    print(table.to_string())
+
+# %%
+# *Warns* means a deprecation: the next versions will raise. Three rows change
+# results rather than raising, so nothing tells you:
+#
+# * ``tl.cumsum`` and ``tl.maximum`` keep bfloat16 from 3.9 on. A cumulative sum
+#   in bfloat16 loses its low digits; write ``tl.cumsum(x.to(tl.float32))``.
+# * Up to 3.9, a product and a sum become one *fused multiply-add* (FMA), which
+#   rounds once. Triton 3.9 warns at the first compilation that 3.10 will stop
+#   fusing. To keep it, launch with ``enable_fp_fusion=True``; to be
+#   independent of it, call ``tl.fma(a, b, c)`` where one rounding matters.
+#
+# A kernel with block pointers
+# ----------------------------
+#
+# It finds the largest absolute value of each row, as a quantizer does. A block
+# pointer holds the shape and the strides of a whole tensor, and the position of
+# one tile in it. ``boundary_check`` names the axes on which the tile may reach
+# past the end; elements past the end read as zero, and are not stored.
+
+
+@triton.jit
+def block_pointer_kernel(
+    x_ptr,
+    out_ptr,
+    M,
+    N,
+    stride_xm,
+    stride_xn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    off_m = tl.program_id(axis=0) * BLOCK_M
+    x_block = tl.make_block_ptr(
+        x_ptr,
+        shape=(M, N),
+        strides=(stride_xm, stride_xn),
+        offsets=(off_m, 0),
+        block_shape=(BLOCK_M, BLOCK_N),
+        order=(1, 0),
+    )
+    out_block = tl.make_block_ptr(
+        out_ptr,
+        shape=(M,),
+        strides=(1,),
+        offsets=(off_m,),
+        block_shape=(BLOCK_M,),
+        order=(0,),
+    )
+    largest = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for _ in range(0, N, BLOCK_N):
+        x = tl.load(x_block, boundary_check=(0, 1), padding_option="zero")
+        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
+        x_block = tl.advance(x_block, (0, BLOCK_N))
+    tl.store(out_block, largest, boundary_check=(0,))
+
+
+BLOCK_M, BLOCK_N = 16, 128
+
+
+def amax(kernel, x, *strides):
+    """Return the largest absolute value of each row of a float32 matrix."""
+    M, N = x.shape
+    out = torch.empty(M, device=x.device)
+    grid = (triton.cdiv(M, BLOCK_M),)
+    kernel[grid](x, out, M, N, *strides, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N)
+    return out
+
+
+def outcome(call):
+    """Call a function; return how it went in one word, and what it said."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except Exception as error:
+            while (
+                error.__cause__
+            ):  # Triton's error names the line of the kernel
+                error = error.__cause__
+            return "raises", str(error).strip().split("\n")[-1]
+    said = [str(w.message) for w in caught if w.category is UserWarning]
+    deprecations = [message for message in said if "deprecated" in message]
+    return ("warns", deprecations[0]) if deprecations else ("works", "")
+
+
+if __name__ == "__main__":
+    x = torch.randn(37, 300, device=DEVICE)
+    how, message = outcome(lambda: amax(block_pointer_kernel, x, *x.stride()))
+    print(f"Triton {triton.__version__}: {how}. {message}")
+
+# %%
+# The same with plain pointers
+# ----------------------------
+#
+# This form runs on every version, and takes any strides. What the block pointer
+# held becomes visible: offsets of each axis, and a mask that compares them with
+# the shape. ``other=0`` is the padding; any other number would do as well.
+#
+# ==================================  ==========================================
+# block pointer                       plain pointers
+# ==================================  ==========================================
+# ``offsets``, ``block_shape``        ``offs_n = off_n + tl.arange(0, BLOCK_N)``
+# ``strides``                         ``x_ptr + offs_m * stride_xm + ...``
+# ``shape`` and ``boundary_check``    ``mask=offs_n < N``, an axis left out
+#                                     needs no mask
+# ``padding_option``                  ``other``
+# ``advance``                         the loop's own variable
+# ``order``                           nothing: the compiler sees the strides
+# ==================================  ==========================================
+#
+# A block pointer computed its addresses in 64 bits. Do that here as well:
+# ``M * stride_xm`` may be past 2**31.
+
+
+@triton.jit
+def pointer_kernel(
+    x_ptr,
+    out_ptr,
+    M,
+    N,
+    stride_xm,
+    stride_xn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    off_m = tl.program_id(axis=0).to(tl.int64) * BLOCK_M
+    offs_m = off_m + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+    mask_m = offs_m < M
+    row_ptrs = x_ptr + offs_m[:, None] * stride_xm  # (BLOCK_M, 1)
+    largest = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for off_n in range(0, N, BLOCK_N):
+        offs_n = off_n + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        mask = mask_m[:, None] & (offs_n < N)[None, :]  # (BLOCK_M, BLOCK_N)
+        x = tl.load(row_ptrs + offs_n[None, :] * stride_xn, mask=mask, other=0)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
+    tl.store(out_ptr + offs_m, largest, mask=mask_m)
+
+
+if __name__ == "__main__":
+    for view in (x, x.t()):
+        out = amax(pointer_kernel, view, *view.stride())
+        torch.testing.assert_close(out, view.abs().amax(1), rtol=0, atol=0)
+        print(f"strides {view.stride()}: equal to PyTorch's")
+
+# %%
+# A maximum is one of its inputs, never rounded, so the results must be equal.
+#
+# With a descriptor made in the kernel
+# ------------------------------------
+#
+# A *tensor descriptor* looks most like a block pointer: shape, strides and a
+# block shape. It differs in three ways.
+#
+# * It has no position. ``load`` and ``store`` take the offsets, so there is
+#   nothing to advance.
+# * It always checks every axis, and pads with zeros (or, from a
+#   ``padding_option="nan"``, with NaN).
+# * On Hopper and newer GPUs the *tensor memory accelerator* (TMA) copies the
+#   tile, so it asks for an address and strides that are multiples of 16 bytes,
+#   a last stride of 1, and a block whose last axis has 16 bytes or more.
+#
+# The kernel writes the descriptor into memory that Triton has to get from
+# somewhere, so the launcher gives Triton an allocator first.
+
+
+@triton.jit
+def device_descriptor_kernel(
+    x_ptr,
+    out_ptr,
+    M,
+    N,
+    stride_xm,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    x_desc = tl.make_tensor_descriptor(
+        x_ptr,
+        shape=[M, N],
+        strides=[stride_xm, 1],
+        block_shape=[BLOCK_M, BLOCK_N],
+    )
+    out_desc = tl.make_tensor_descriptor(
+        out_ptr, shape=[M], strides=[1], block_shape=[BLOCK_M]
+    )
+    off_m = tl.program_id(axis=0) * BLOCK_M
+    largest = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for off_n in range(0, N, BLOCK_N):
+        x = x_desc.load([off_m, off_n])  # (BLOCK_M, BLOCK_N)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
+    out_desc.store([off_m], largest)
+
+
+def allocate(size, alignment, stream):
+    """Return the memory that Triton asks for, in bytes."""
+    return torch.empty(size, dtype=torch.int8, device=DEVICE)
+
+
+def amax_device(x):
+    triton.set_allocator(allocate)
+    return amax(device_descriptor_kernel, x, x.stride(0))
+
+
+if __name__ == "__main__":
+    x = torch.randn(37, 300, device=DEVICE)
+    expected = x.abs().amax(1)
+    torch.testing.assert_close(amax_device(x), expected, rtol=0, atol=0)
+    print("equal to PyTorch's")
+
+# %%
+# With a descriptor made on the host
+# ----------------------------------
+#
+# ``TensorDescriptor.from_tensor`` makes it before the launch, from the tensor
+# itself: shape and strides cannot be wrong, and no allocator is needed. The
+# kernel gets the descriptor as an argument.
+
+
+@triton.jit
+def host_descriptor_kernel(
+    x_desc, out_desc, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    off_m = tl.program_id(axis=0) * BLOCK_M
+    largest = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for off_n in range(0, N, BLOCK_N):
+        x = x_desc.load([off_m, off_n])  # (BLOCK_M, BLOCK_N)
+        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
+    out_desc.store([off_m], largest)
+
+
+def amax_host(x):
+    M, N = x.shape
+    out = torch.empty(M, device=x.device)
+    x_desc = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_N])
+    out_desc = TensorDescriptor.from_tensor(out, [BLOCK_M])
+    grid = (triton.cdiv(M, BLOCK_M),)
+    host_descriptor_kernel[grid](
+        x_desc, out_desc, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N
+    )
+    return out
+
+
+if __name__ == "__main__":
+    torch.testing.assert_close(amax_host(x), expected, rtol=0, atol=0)
+    print("equal to PyTorch's")
+
+# %%
+# What a descriptor does not take
+# -------------------------------
+#
+# A block pointer took all of these. A launcher has to know which of them a
+# descriptor refuses, and take plain pointers for those, or a copy.
+
+
+def fits_descriptor(x):
+    """Tell whether a descriptor takes a matrix as it lies in memory."""
+    itemsize = x.element_size()
+    return (
+        x.stride(1) == 1
+        and x.stride(0) * itemsize % 16 == 0
+        and x.data_ptr() % 16 == 0
+    )
+
+
+if __name__ == "__main__":
+    wide = torch.randn(37, 304, device=DEVICE)
+    tensors = {
+        "300 columns": torch.randn(37, 300, device=DEVICE),
+        "301 columns, rows of 1204 bytes": torch.randn(37, 301, device=DEVICE),
+        "transposed, last stride 304": wide.t(),
+        "from column 1, 4 bytes off": wide[:, 1:],
+    }
+    for name, x in tensors.items():
+        how, message = outcome(lambda x=x: amax_host(x))
+        print(f"{name:32} {how} {message}")
+        assert (how == "works") == fits_descriptor(x)
+
+# %%
+# So the launcher asks first:
+
+
+def largest_of_rows(x):
+    """Return the largest absolute value of each row of a float32 matrix."""
+    if fits_descriptor(x):
+        return amax_host(x)
+    return amax(pointer_kernel, x, *x.stride())
+
+
+if __name__ == "__main__":
+    for x in tensors.values():
+        out = largest_of_rows(x)
+        torch.testing.assert_close(out, x.abs().amax(1), rtol=0, atol=0)
+    print(f"{len(tensors)} tensors, all equal to PyTorch's")
+
+# %%
+# How fast?
+# ---------
+#
+# The rate at which each form reads a matrix, beside a copy, which reads and
+# writes it, and PyTorch's reduction.
+
+FORMS = {
+    "block pointer": lambda x: amax(block_pointer_kernel, x, *x.stride()),
+    "plain pointers": lambda x: amax(pointer_kernel, x, *x.stride()),
+    "device descriptor": amax_device,
+    "host descriptor": amax_host,
+    "torch.linalg.vector_norm": lambda x: torch.linalg.vector_norm(
+        x, torch.inf, dim=1
+    ),
+    "copy": lambda x: x.clone(),
+}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    rates = {}
+    for M, N in ((4096, 4096), (16384, 4096), (32768, 8192)):
+        x = torch.randn(M, N, device=DEVICE)
+        column = rates[f"{M} x {N}, GB/s"] = {}
+        for name, form in FORMS.items():
+            if outcome(lambda form=form, x=x: form(x))[0] == "raises":
+                column[name] = float("nan")  # block pointers, on Triton 3.9
+                continue
+            ms = triton.testing.do_bench(
+                lambda form=form, x=x: form(x), return_mode="median"
+            )
+            moved = x.nbytes * (2 if name == "copy" else 1)
+            column[name] = moved * 1e-6 / ms
+    print(pd.DataFrame(rates).round().to_string())
+
+# %%
+# Break it
+# --------
+#
+# The padding is part of the result. Without ``tl.abs`` this is a maximum, and a
+# row of negative numbers gets 0, from past the end of the row, wherever the
+# last tile is ragged. Plain pointers say ``other=-float("inf")``. A descriptor
+# has no such option: the kernel has to overwrite what was padded.
+
+
+@triton.jit
+def row_max_kernel(
+    x_desc,
+    out_ptr,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    REPAIR: tl.constexpr,
+):
+    off_m = tl.program_id(axis=0) * BLOCK_M
+    largest = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
+    for off_n in range(0, N, BLOCK_N):
+        x = x_desc.load([off_m, off_n])  # (BLOCK_M, BLOCK_N)
+        if REPAIR:
+            inside = off_n + tl.arange(0, BLOCK_N) < N  # (BLOCK_N,)
+            x = tl.where(inside[None, :], x, -float("inf"))
+        largest = tl.maximum(largest, tl.max(x, axis=1))
+    offs_m = off_m + tl.arange(0, BLOCK_M)
+    tl.store(out_ptr + offs_m, largest, mask=offs_m < M)
+
+
+def row_max(x, repair):
+    M, N = x.shape
+    out = torch.empty(M, device=x.device)
+    desc = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_N])
+    row_max_kernel[(triton.cdiv(M, BLOCK_M),)](
+        desc, out, M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, REPAIR=repair
+    )
+    return out
+
+
+if __name__ == "__main__":
+    x = -1 - torch.rand(3, 300, device=DEVICE)
+    wrong, right = row_max(x, repair=False), row_max(x, repair=True)
+    print("as padded: ", wrong.tolist())
+    print("overwritten:", right.tolist())
+    assert (wrong == 0).all()
+    torch.testing.assert_close(right, x.amax(1), rtol=0, atol=0)
+
+# %%
+# What the installed version does
+# -------------------------------
+#
+# A name that exists proves nothing: on 3.9 ``hasattr(tl, "make_block_ptr")`` is
+# true, and the call raises. So each row of the first table is called. The
+# kernels below hold one call each; ``probe`` launches one and reports how it
+# went. It compiles anew each time, as a cached kernel warns of nothing.
+
+
+@triton.jit
+def block_pointer_probe(p):
+    tl.make_block_ptr(p, (64,), (1,), (0,), (64,), (0,))
+
+
+@triton.jit
+def positional_probe(p):
+    tl.store(p, tl.load(p, None, None, (), "", ".cg"))
+
+
+@triton.jit
+def keyword_probe(p):
+    tl.store(p, tl.load(p, cache_modifier=".cg"))
+
+
+@triton.jit
+def reshape_probe(p):
+    x = tl.load(p + tl.arange(0, 64))
+    x = tl.reshape(x, (64, 1), can_reorder=True)
+    tl.store(p + tl.arange(0, 64)[:, None], x)
+
+
+@triton.jit
+def cat_probe(p):
+    x = tl.load(p + tl.arange(0, 32))
+    tl.store(p + tl.arange(0, 64), tl.cat(x, x))
+
+
+@triton.jit
+def softmax_probe(p):
+    offs = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)
+    tl.store(p + offs, tl.softmax(tl.load(p + offs), 1, True))
+
+
+@triton.jit
+def cumsum_probe(p):
+    x = tl.cumsum(tl.load(p + tl.arange(0, 64)).to(tl.bfloat16), 0)
+    tl.store(p, 16 if x.dtype == tl.bfloat16 else 32)
+
+
+@triton.jit
+def maximum_probe(p):
+    x = tl.load(p).to(tl.bfloat16)
+    tl.store(p, 16 if tl.maximum(x, x).dtype == tl.bfloat16 else 32)
+
+
+@triton.jit
+def dot_probe(p):
+    offs = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)
+    x = tl.load(p + offs)
+    tl.store(p + offs, tl.dot(x, x))
+
+
+@triton.jit
+def load_probe(p):
+    tl.store(p, tl.atomic_load(p))
+
+
+@triton.jit
+def store_probe(p):
+    tl.atomic_store(p, 1.0)
+
+
+@triton.jit
+def poll_probe(p):
+    tl.atomic_poll(p.to(tl.pointer_type(tl.int32)), 0)
+
+
+@triton.jit
+def fusion_probe(p):
+    # The exact square of 1 + 2**-12 ends in 2**-24, which float32 rounds off.
+    x = tl.load(p) + 1.000244140625
+    tl.store(p, x * x - 1.00048828125)
+
+
+def probe(kernel):
+    """Launch a kernel on 64 zeros; return how it went and what [0] is."""
+    memory = torch.zeros(64, device=DEVICE)
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True
+        how, _ = outcome(lambda: kernel[(1,)](memory))
+    return how, memory[0].item()
+
+
+def dtype_of(kernel):
+    how, bits = probe(kernel)
+    return {16: "bf16", 32: "fp32"}[bits] if how == "works" else how
+
+
+def tune_by_no_argument():
+    triton.autotune([triton.Config({})], key=["no argument"])(keyword_probe)
+
+
+def compiled(answer):
+    """Answer for a compiler; the interpreter takes any tile, and fuses none."""
+    return answer() if DEVICE.type == "cuda" else "(not asked)"
+
+
+def fusion():
+    if os.environ.get("TRITON_DEFAULT_FP_FUSION") == "0":
+        return "(not asked)"
+    return "fused" if probe(fusion_probe)[1] else "apart"
+
+
+ANSWERS = [
+    lambda: probe(block_pointer_probe)[0],
+    lambda: probe(positional_probe)[0],
+    lambda: probe(keyword_probe)[0],
+    lambda: probe(reshape_probe)[0],
+    lambda: probe(cat_probe)[0],
+    lambda: probe(softmax_probe)[0],
+    lambda: dtype_of(cumsum_probe),
+    lambda: dtype_of(maximum_probe),
+    lambda: compiled(lambda: probe(dot_probe)[0]),
+    lambda: outcome(tune_by_no_argument)[0],
+    lambda: probe(load_probe)[0],
+    lambda: probe(store_probe)[0],
+    lambda: probe(poll_probe)[0],
+    lambda: compiled(fusion),
+]
+
+if __name__ == "__main__":
+    version = ".".join(triton.__version__.split(".")[:2])
+    found = [answer() for answer in ANSWERS]
+    table[f"here, {triton.__version__}"] = found
+    print(table.to_string())
+    if version in VERSIONS:
+        for row, said in zip(CHANGES, found, strict=True):
+            assert said in (table[version][row], "(not asked)"), row
+
+# %%
+# torch.compile does not see an atomic store
+# ------------------------------------------
+#
+# ``torch.compile`` reads a kernel's code to find which arguments it writes. Up
+# to PyTorch 2.15 the list of writing instructions that it looks for has
+# ``tl.store`` and the older atomics, not ``tl.atomic_store`` of Triton 3.9. An
+# output that nothing else writes counts as never written, so the compiled
+# function may leave the launch out:
+
+
+@triton.jit
+def publish_kernel(out_ptr, value):
+    tl.atomic_store(out_ptr + tl.program_id(axis=0), value)
+
+
+def published(x):
+    out = torch.zeros_like(x)
+    publish_kernel[(len(out),)](out, 1.0)
+    return out
+
+
+if __name__ == "__main__":
+    x = torch.zeros(4, device=DEVICE)
+    has_atomic_store = outcome(lambda: published(x))[0] == "works"
+    if not has_atomic_store:
+        print(f"Triton {triton.__version__} has no tl.atomic_store")
+    elif DEVICE.type == "cpu":
+        print("no GPU: torch.compile does not take an interpreted kernel")
+    else:
+        print("as it is:", published(x).tolist())
+        print("compiled:", torch.compile(published)(x).tolist())
+
+# %%
+# The way out is to say what is written. An op made with
+# ``torch.library.custom_op`` names it in ``mutates_args``, and nobody reads its
+# kernel:
+
+
+@torch.library.custom_op("from_3_6_to_3_9::publish", mutates_args={"out"})
+def publish(out: torch.Tensor, value: float) -> None:
+    publish_kernel[(len(out),)](out, value)
+
+
+def published_by_op(x):
+    out = torch.zeros_like(x)
+    publish(out, 1.0)
+    return out
+
+
+if __name__ == "__main__" and has_atomic_store:
+    backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+    out = torch.compile(published_by_op, backend=backend)(x)
+    print("compiled, as an op:", out.tolist())
+    assert (out == 1).all()
+
+# %%
+# PyTorch 2.15 has a second way, ``register_kernel_access_op("tt.atomic_store",
+# write_indexes=[0])`` in ``torch._higher_order_ops.triton_kernel_wrap``; the
+# module is private, so it may move.
+#
+# Exercises
+# ---------
+#
+# **1.** An old kernel loads tiles of the *transposed* matrix with
+# ``make_block_ptr(x_ptr, shape=(N, M), strides=(1, stride_xm), ...,
+# block_shape=(BLOCK_N, BLOCK_M), order=(0, 1))``, for the largest absolute
+# value of each *column*. A descriptor needs a last stride of 1, so it describes
+# ``x`` as it lies. This kernel has a mistake in one line; find it.
+
+
+@triton.jit
+def column_kernel(
+    x_desc, out_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    off_n = tl.program_id(axis=0) * BLOCK_N
+    largest = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for off_m in range(0, M, BLOCK_M):
+        x_t = x_desc.load([off_m, off_n]).reshape((BLOCK_N, BLOCK_M))
+        largest = tl.maximum(largest, tl.max(tl.abs(x_t), axis=1))
+    offs_n = off_n + tl.arange(0, BLOCK_N)
+    tl.store(out_ptr + offs_n, largest, mask=offs_n < N)
+
+
+if __name__ == "__main__":
+    x = torch.randn(37, 300, device=DEVICE)
+    out = torch.empty(300, device=DEVICE)
+    desc = TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_N])
+    column_kernel[(triton.cdiv(300, BLOCK_N),)](
+        desc, out, 37, 300, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N
+    )
+    print("right" if torch.equal(out, x.abs().amax(0)) else "not yet")
+
+# %%
+# **2.** ``fits_descriptor`` refuses a matrix of 301 columns. Pad its rows in
+# memory, without a copy at each call, so that a descriptor takes it.
+
+
+def aligned(M, N):
+    """Return a matrix of M x N floats that fits_descriptor takes."""
+    return torch.empty(M, N, device=DEVICE)  # yours
+
+
+if __name__ == "__main__":
+    x = aligned(37, 301)
+    print("right" if fits_descriptor(x) and x.shape[1] == 301 else "not yet")
+
+# %%
+# To read on:
+#
+# * *Tensor descriptors*, what the copy engine spares and how fast it is
+# * `Triton's releases <https://github.com/triton-lang/triton/releases>`_
+#
+# Answers
+# -------
+#
+# **1.** ``reshape`` keeps the order of the elements, so it cuts each row into
+# pieces. A transpose is ``x_desc.load([off_m, off_n]).T``. Nothing moves in
+# memory for it: the compiler gives the tile another layout.
+#
+# **2.** Make the rows longer and take a part of them:
+# ``torch.empty(M, triton.cdiv(N, 4) * 4, device=DEVICE)[:, :N]``.
