@@ -438,6 +438,7 @@ def _flash_attention_forward_keys(
     BLOCK_N: tl.constexpr,
 ):
     """Go along the keys from first to end; return the sums and the maximum."""
+    scale = tl.full((), SCALE, dtype=acc.dtype)
     for start in range(first, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         # Past D lies another head, or nothing of ours.
@@ -448,7 +449,8 @@ def _flash_attention_forward_keys(
         # In int32, a key's offset would overflow past element 2**31.
         row = offs_n[:, None].to(tl.int64)
         k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
-        s = tl.dot(q, k.T, input_precision="ieee", out_dtype=acc.dtype) * SCALE
+        raw = tl.dot(q, k.T, input_precision="ieee", out_dtype=acc.dtype)
+        s = raw * SCALE
         if MASKED:
             # A padded key is zeros: its score is 0, and would have a weight.
             seen = offs_n[None, :] < LK
@@ -456,7 +458,9 @@ def _flash_attention_forward_keys(
                 seen = seen & (offs_n[None, :] <= offs_m)
             s = tl.where(seen, s, -float("inf"))  # (BLOCK_M, BLOCK_N)
         m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
-        p = tl.exp2(s - m_new)  # (BLOCK_M, BLOCK_N)
+        # One rounding, whatever Triton's default
+        d = s - m_new if MASKED else tl.fma(raw, scale, -m_new)
+        p = tl.exp2(d)  # (BLOCK_M, BLOCK_N)
         # What was added up so far had the old maximum.
         rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
         total = total * rescale + tl.sum(p, axis=1, keep_dims=True)

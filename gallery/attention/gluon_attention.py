@@ -601,8 +601,8 @@ def _gluon_attention_weigh(s, m, total, scale):
     m_new = gl.maximum(m, gl.max(s, axis=1) * scale)
     # If all scores are -inf so far, -inf minus -inf would be NaN.
     origin = gl.where(m_new == -float("inf"), 0.0, m_new)
-    # One instruction multiplies and subtracts, if Triton fuses them.
-    p = gl.exp2(s * scale - origin[:, None])
+    # One rounding, whatever Triton's default
+    p = gl.exp2(gl.fma(s, scale, -origin[:, None]))
     # What was added up so far had the old maximum.
     factor = gl.exp2(m - origin)
     return p, m_new, total * factor + gl.sum(p, axis=1), factor

@@ -550,6 +550,14 @@ def _varlen_attention_seen(offs_m, offs_n, LQ, LK, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def _varlen_attention_power(s, SCALE: tl.constexpr, shift):
+    """Return 2**(s * SCALE - shift)."""
+    scale = tl.full((), SCALE, dtype=s.dtype)
+    # One rounding, whatever Triton's default
+    return tl.exp2(tl.fma(s, scale, -shift))
+
+
+@triton.jit
 def _varlen_attention_kernel(
     q_ptr,
     k_ptr,
@@ -619,7 +627,7 @@ def _varlen_attention_kernel(
             # The scale is positive, so it may be applied after the maximum.
             most = tl.max(s, axis=1, keep_dims=True) * SCALE
             m_new = tl.maximum(m, most)
-            p = tl.exp2(s * SCALE - m_new)  # (BLOCK_M, BLOCK_N)
+            p = _varlen_attention_power(s, SCALE, m_new)  # (BLOCK_M, BLOCK_N)
             # What was added up so far had the old maximum.
             rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
             total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
@@ -718,7 +726,7 @@ def _varlen_attention_dq_kernel(
                 v_ptrs, offs_n[:, None], stride_vt, LK, D, BLOCK_D, MASKED
             )
             s = tl.dot(q, k.T, input_precision="ieee", out_dtype=ACC)
-            p = tl.exp2(s * SCALE - lse)  # (BLOCK_M, BLOCK_N)
+            p = _varlen_attention_power(s, SCALE, lse)  # (BLOCK_M, BLOCK_N)
             if MASKED:
                 offs = offs_n[None, :]
                 seen = _varlen_attention_seen(offs_m, offs, LQ, LK, CAUSAL)
@@ -817,7 +825,8 @@ def _varlen_attention_dkdv_kernel(
                 # Keys by queries: p is the first operand of the sum over
                 # queries, below.
                 s = tl.dot(k, q.T, input_precision="ieee", out_dtype=ACC)
-                p = tl.exp2(s * SCALE - lse[None, :])  # (BLOCK_N, BLOCK_M)
+                # (BLOCK_N, BLOCK_M)
+                p = _varlen_attention_power(s, SCALE, lse[None, :])
                 if MASKED:
                     seen = offs_n <= offs_m[None, :] + LK - LQ
                     p = tl.where(seen, p, 0.0)

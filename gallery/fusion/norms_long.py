@@ -476,8 +476,8 @@ def _norms_long_kernel(
             n += 1
             # A difference of 0 changes neither the mean nor s.
             d = tl.where(offs < N, x - mean, 0)  # (BLOCK_N,)
-            mean += d * (1 / n)
-            s += d * (x - mean)
+            mean = tl.fma(d, 1 / n, mean)  # one rounding, whatever the default
+            s = tl.fma(d, x - mean, s)
         else:
             s += x * x
     total = 0.0
@@ -500,11 +500,14 @@ def _norms_long_kernel(
         weight = tl.load(
             weight_ptr + offs, mask=mask, eviction_policy="evict_last"
         )
-        y = (x.to(ACC) - total) * r * weight.to(ACC)  # (BLOCK_N,)
+        y = (x.to(ACC) - total) * r  # (BLOCK_N,)
         if CENTER:
-            y += tl.load(
+            bias = tl.load(
                 bias_ptr + offs, mask=mask, eviction_policy="evict_last"
-            ).to(ACC)
+            )
+            y = tl.fma(y, weight.to(ACC), bias.to(ACC))
+        else:
+            y *= weight.to(ACC)
         tl.store(
             y_ptr + row * N + offs, y, mask=mask, eviction_policy="evict_first"
         )

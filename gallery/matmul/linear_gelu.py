@@ -1000,9 +1000,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # A program by pointers has 8 warps with up to 128 registers a thread, which are
 # half of a multiprocessor's, and its three stages take 96 KB. So two programs
-# fit, and one has its loop while the other has its epilogue. (With Triton 3.9
-# it has up to 130 registers, and one program fits.) Through descriptors there
-# is one, and the copy engine works during its epilogue.
+# fit, and one has its loop while the other has its epilogue. (From Triton 3.8
+# on it has up to 130 registers, and one program fits.) Through descriptors
+# there is one, and the copy engine works during its epilogue.
 #
 # "erf" and "none" of one kernel differ by the instructions of the epilogue
 # alone. At K = 4096 that is a smaller part of the time than at K = 512. There,

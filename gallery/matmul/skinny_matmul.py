@@ -154,7 +154,7 @@ if __name__ == "__main__":
 # The weights are the first operand of ``tl.dot``. The few rows of ``x`` are the
 # columns of the second one. The reason is the matrix instruction of Hopper, the
 # H100 and H200: it takes 64 rows of the first operand, but as few as 8 columns
-# of the second. Up to Triton 3.8 it is used from 16 columns on, so ``BLOCK_M``
+# of the second. Up to Triton 3.7 it is used from 16 columns on, so ``BLOCK_M``
 # is at least 16. Columns past ``M`` are computed, but not loaded or stored.
 
 

@@ -623,17 +623,17 @@ def resources(taken: ModuleType) -> tuple[dict[str, tuple[int, int]], dict[str, 
 def test_resources(gallery: Path, on_h100: Ask) -> None:
     """By pointers two programs fit on a multiprocessor; by engine all fits, with the widest products, unspilled.
 
-    Triton 3.9 takes two registers more by pointers, so that one fits, and spills two by engine.
+    From Triton 3.8 on, threads have two registers more by pointers, so that one fits, and spill two by engine.
     """
     ((pointers, engine),) = on_h100(gallery / "matmul" / "linear_gelu.py", resources)
     for registers, shared, spilled in pointers.values():
-        assert registers <= 256 * (136 if TRITON >= (3, 9) else 128)  # they come by eights
+        assert registers <= 256 * (130 if TRITON >= (3, 8) else 128)
         assert 2 * (shared + 1024) <= 228 * 1024
         assert spilled == 0
     assert len(engine) == 4 * 4
-    spills = {"(128, 256, 64, 8, 4) tanh True": 8} if TRITON >= (3, 9) else {}
+    spills = {(3, 8): {"(128, 256, 64, 8, 4) none True": 8}, (3, 9): {"(128, 256, 64, 8, 4) tanh True": 8}}
     for name, (spilled, shared, products) in engine.items():
-        assert (spilled, shared <= 227 * 1024) == (spills.get(name, 0), True), name
+        assert (spilled, shared <= 227 * 1024) == (spills.get(TRITON, {}).get(name, 0), True), name
         assert products == [f"m64n{name.split(', ')[1]}k16"]
 
 
