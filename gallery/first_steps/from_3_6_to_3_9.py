@@ -51,9 +51,9 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 # What changed, in one table
 # --------------------------
 #
-# Each row is one call, and what Triton 3.6, 3.7, 3.8 and 3.9 make of it. The
-# last section calls every one of them on the installed version and checks the
-# answer against its column.
+# Each row is one call, and what Triton 3.6, 3.7, 3.8 and 3.9 make of it. *The
+# check*, below, calls every one of them on the installed version and compares
+# the answer with its column.
 
 VERSIONS = ["3.6", "3.7", "3.8", "3.9"]
 CHANGES = {
@@ -61,8 +61,6 @@ CHANGES = {
     'tl.load(p, None, None, (), "", ".cg")': "works works works raises",
     'tl.load(p, cache_modifier=".cg")': "works works works works",
     "tl.reshape(x, s, can_reorder=True)": "works works works warns",
-    "tl.cat(x, x)": "raises works works works",
-    "tl.softmax(x, 1, True)": "works works works raises",
     "tl.cumsum(x) of bfloat16 has dtype": "fp32 fp32 fp32 bf16",
     "tl.maximum(x, x) of bfloat16 has dtype": "fp32 fp32 fp32 bf16",
     "tl.dot of two 8 x 8 float32 tiles": "raises raises works works",
@@ -79,15 +77,16 @@ if __name__ == "__main__":
     print(table.to_string())
 
 # %%
-# *Warns* means a deprecation: the next versions will raise. Three rows change
-# results rather than raising, so nothing tells you:
+# *Warns* means a deprecation: a later version will raise. Three rows change a
+# result instead, and nothing tells you:
 #
-# * ``tl.cumsum`` and ``tl.maximum`` keep bfloat16 from 3.9 on. A cumulative sum
-#   in bfloat16 loses its low digits; write ``tl.cumsum(x.to(tl.float32))``.
-# * Up to 3.9, a product and a sum become one *fused multiply-add* (FMA), which
-#   rounds once. Triton 3.9 warns at the first compilation that 3.10 will stop
-#   fusing. To keep it, launch with ``enable_fp_fusion=True``; to be
-#   independent of it, call ``tl.fma(a, b, c)`` where one rounding matters.
+# * ``tl.cumsum`` and ``tl.maximum`` return bfloat16 for bfloat16 from 3.9 on. A
+#   cumulative sum in bfloat16 loses its low digits; convert ``x`` to float32
+#   first.
+# * Up to 3.9, a product and a sum are compiled into one *fused multiply-add*
+#   (FMA), which rounds once. Triton 3.9 warns that 3.10 will not fuse them
+#   unless asked to. Launch with ``enable_fp_fusion=True`` to keep it, or write
+#   ``tl.fma(a, b, c)``, which is fused whatever the default.
 #
 # A kernel with block pointers
 # ----------------------------
@@ -456,11 +455,72 @@ if __name__ == "__main__":
     torch.testing.assert_close(right, x.amax(1), rtol=0, atol=0)
 
 # %%
-# What the installed version does
-# -------------------------------
+# torch.compile does not see an atomic store
+# ------------------------------------------
+#
+# ``torch.compile`` reads a kernel's code to find which arguments it writes. Up
+# to PyTorch 2.15 the list of writing instructions that it looks for has
+# ``tl.store`` and the older atomics, not ``tl.atomic_store`` of Triton 3.9. An
+# output that nothing else writes counts as never written, so the compiled
+# function may leave the launch out:
+
+
+@triton.jit
+def publish_kernel(out_ptr, value):
+    tl.atomic_store(out_ptr + tl.program_id(axis=0), value)
+
+
+def published(x):
+    out = torch.zeros_like(x)
+    publish_kernel[(len(out),)](out, 1.0)
+    return out
+
+
+if __name__ == "__main__":
+    x = torch.zeros(4, device=DEVICE)
+    has_atomic_store = outcome(lambda: published(x))[0] == "works"
+    if not has_atomic_store:
+        print(f"Triton {triton.__version__} has no tl.atomic_store")
+    elif DEVICE.type == "cpu":
+        print("no GPU: torch.compile does not take an interpreted kernel")
+    else:
+        print("as it is:", published(x).tolist())
+        print("compiled:", torch.compile(published)(x).tolist())
+
+# %%
+# The way out is to say what is written. An op made with
+# ``torch.library.custom_op`` names it in ``mutates_args``, and nobody reads its
+# kernel:
+
+
+@torch.library.custom_op("from_3_6_to_3_9::publish", mutates_args={"out"})
+def publish(out: torch.Tensor, value: float) -> None:
+    publish_kernel[(len(out),)](out, value)
+
+
+def published_by_op(x):
+    out = torch.zeros_like(x)
+    publish(out, 1.0)
+    return out
+
+
+if __name__ == "__main__" and has_atomic_store:
+    backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+    out = torch.compile(published_by_op, backend=backend)(x)
+    print("compiled, as an op:", out.tolist())
+    assert (out == 1).all()
+
+# %%
+# PyTorch 2.15 has a second way, ``register_kernel_access_op("tt.atomic_store",
+# write_indexes=[0])`` in ``torch._higher_order_ops.triton_kernel_wrap``; the
+# module is private, so it may move.
+
+# %%
+# The check
+# ---------
 #
 # A name that exists proves nothing: on 3.9 ``hasattr(tl, "make_block_ptr")`` is
-# true, and the call raises. So each row of the first table is called. The
+# true, and the call raises. So each row of the first table is called here. The
 # kernels below hold one call each; ``probe`` launches one and reports how it
 # went. It compiles anew each time, as a cached kernel warns of nothing.
 
@@ -485,18 +545,6 @@ def reshape_probe(p):
     x = tl.load(p + tl.arange(0, 64))
     x = tl.reshape(x, (64, 1), can_reorder=True)
     tl.store(p + tl.arange(0, 64)[:, None], x)
-
-
-@triton.jit
-def cat_probe(p):
-    x = tl.load(p + tl.arange(0, 32))
-    tl.store(p + tl.arange(0, 64), tl.cat(x, x))
-
-
-@triton.jit
-def softmax_probe(p):
-    offs = tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)
-    tl.store(p + offs, tl.softmax(tl.load(p + offs), 1, True))
 
 
 @triton.jit
@@ -574,8 +622,6 @@ ANSWERS = [
     lambda: probe(positional_probe)[0],
     lambda: probe(keyword_probe)[0],
     lambda: probe(reshape_probe)[0],
-    lambda: probe(cat_probe)[0],
-    lambda: probe(softmax_probe)[0],
     lambda: dtype_of(cumsum_probe),
     lambda: dtype_of(maximum_probe),
     lambda: compiled(lambda: probe(dot_probe)[0]),
@@ -596,66 +642,6 @@ if __name__ == "__main__":
             assert said in (table[version][row], "(not asked)"), row
 
 # %%
-# torch.compile does not see an atomic store
-# ------------------------------------------
-#
-# ``torch.compile`` reads a kernel's code to find which arguments it writes. Up
-# to PyTorch 2.15 the list of writing instructions that it looks for has
-# ``tl.store`` and the older atomics, not ``tl.atomic_store`` of Triton 3.9. An
-# output that nothing else writes counts as never written, so the compiled
-# function may leave the launch out:
-
-
-@triton.jit
-def publish_kernel(out_ptr, value):
-    tl.atomic_store(out_ptr + tl.program_id(axis=0), value)
-
-
-def published(x):
-    out = torch.zeros_like(x)
-    publish_kernel[(len(out),)](out, 1.0)
-    return out
-
-
-if __name__ == "__main__":
-    x = torch.zeros(4, device=DEVICE)
-    has_atomic_store = outcome(lambda: published(x))[0] == "works"
-    if not has_atomic_store:
-        print(f"Triton {triton.__version__} has no tl.atomic_store")
-    elif DEVICE.type == "cpu":
-        print("no GPU: torch.compile does not take an interpreted kernel")
-    else:
-        print("as it is:", published(x).tolist())
-        print("compiled:", torch.compile(published)(x).tolist())
-
-# %%
-# The way out is to say what is written. An op made with
-# ``torch.library.custom_op`` names it in ``mutates_args``, and nobody reads its
-# kernel:
-
-
-@torch.library.custom_op("from_3_6_to_3_9::publish", mutates_args={"out"})
-def publish(out: torch.Tensor, value: float) -> None:
-    publish_kernel[(len(out),)](out, value)
-
-
-def published_by_op(x):
-    out = torch.zeros_like(x)
-    publish(out, 1.0)
-    return out
-
-
-if __name__ == "__main__" and has_atomic_store:
-    backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
-    out = torch.compile(published_by_op, backend=backend)(x)
-    print("compiled, as an op:", out.tolist())
-    assert (out == 1).all()
-
-# %%
-# PyTorch 2.15 has a second way, ``register_kernel_access_op("tt.atomic_store",
-# write_indexes=[0])`` in ``torch._higher_order_ops.triton_kernel_wrap``; the
-# module is private, so it may move.
-#
 # Exercises
 # ---------
 #
