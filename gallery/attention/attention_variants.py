@@ -477,7 +477,7 @@ def _attention_variants_alibi(s, batch, head, i, j, slopes):
 def _attention_variants_softcap(s, batch, head, i, j, CAP):
     # CAP * tanh(s / CAP), with one exponential. Where that is inf, CAP remains.
     power = tl.exp2(s * (2.0 * ATTENTION_VARIANTS_LOG2E / CAP))
-    return tl.fma(1.0 / (1.0 + power), -2.0 * CAP, CAP)
+    return CAP - 2.0 * CAP / (1.0 + power)
 
 
 @triton.jit
@@ -550,14 +550,6 @@ def _attention_variants_seen(
     begin = tl.maximum(begin + i * 0, 0)
     end = tl.minimum(end + i * 0, LK)
     return begin.to(tl.int32), end.to(tl.int32)
-
-
-@triton.jit
-def _attention_variants_power(s, shift):
-    """Return the exponential of s, over that of shift, which has base 2."""
-    log2e = tl.full((), ATTENTION_VARIANTS_LOG2E, dtype=s.dtype)
-    # One rounding, whatever Triton's default
-    return tl.exp2(tl.fma(s, log2e, -shift))
 
 
 @triton.jit
@@ -640,7 +632,7 @@ def _attention_variants_kernel(
         # What exp2 takes is one multiply-add of a score.
         highest = tl.max(s, axis=1, keep_dims=True) * ATTENTION_VARIANTS_LOG2E
         m_new = tl.maximum(m, highest)
-        p = _attention_variants_power(s, m_new)
+        p = tl.exp2(s * ATTENTION_VARIANTS_LOG2E - m_new)
         # What was added up so far had the old maximum.
         rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
         total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
@@ -740,7 +732,7 @@ def _attention_variants_dq_kernel(
         raw = tl.dot(q, k.T, input_precision="ieee", out_dtype=ACC) * SCALE
         i, j = tl.minimum(offs_m, LQ - 1), tl.minimum(offs_n, LK - 1)[None, :]
         s = SCORE(raw, batch, head, i, j, *score_given)  # (BLOCK_M, BLOCK_N)
-        p = _attention_variants_power(s, lse)
+        p = tl.exp2(s * ATTENTION_VARIANTS_LOG2E - lse)
         if (start < latest) | (start + BLOCK_N > every):
             # A hidden or padded key may have any score: its p may be inf.
             seen = (offs_n[None, :] >= low) & (offs_n[None, :] < high)
@@ -865,7 +857,7 @@ def _attention_variants_dkv_kernel(
             i = tl.minimum(offs_m, LQ - 1)[None, :]
             j = tl.minimum(offs_n, LK - 1)
             s = SCORE(raw, batch, head, i, j, *score_given)
-            p = _attention_variants_power(s, lse[None, :])
+            p = tl.exp2(s * ATTENTION_VARIANTS_LOG2E - lse[None, :])
             _, every = _attention_variants_seen(
                 start, LQ, LK, batch, head, span_given, SPAN
             )

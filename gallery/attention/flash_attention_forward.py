@@ -438,7 +438,6 @@ def _flash_attention_forward_keys(
     BLOCK_N: tl.constexpr,
 ):
     """Go along the keys from first to end; return the sums and the maximum."""
-    scale = tl.full((), SCALE, dtype=acc.dtype)
     for start in range(first, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         # Past D lies another head, or nothing of ours.
@@ -458,9 +457,12 @@ def _flash_attention_forward_keys(
                 seen = seen & (offs_n[None, :] <= offs_m)
             s = tl.where(seen, s, -float("inf"))  # (BLOCK_M, BLOCK_N)
         m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
-        # One rounding, whatever Triton's default
-        d = s - m_new if MASKED else tl.fma(raw, scale, -m_new)
-        p = tl.exp2(d)  # (BLOCK_M, BLOCK_N)
+        p = tl.exp2(
+            s - m_new
+            if MASKED
+            # One rounding, whatever Triton's default
+            else tl.fma(raw, tl.full((), SCALE, acc.dtype), -m_new)
+        )  # (BLOCK_M, BLOCK_N)
         # What was added up so far had the old maximum.
         rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
         total = total * rescale + tl.sum(p, axis=1, keep_dims=True)

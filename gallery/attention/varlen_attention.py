@@ -553,8 +553,9 @@ def _varlen_attention_seen(offs_m, offs_n, LQ, LK, CAUSAL: tl.constexpr):
 def _varlen_attention_power(s, SCALE: tl.constexpr, shift):
     """Return 2**(s * SCALE - shift)."""
     scale = tl.full((), SCALE, dtype=s.dtype)
-    # One rounding, whatever Triton's default
-    return tl.exp2(tl.fma(s, scale, -shift))
+    # One rounding, whatever Triton's default. (Before Triton 3.9, -shift would
+    # be an instruction of its own.)
+    return tl.exp2(tl.fma(s, scale, -1.0 * shift))
 
 
 @triton.jit

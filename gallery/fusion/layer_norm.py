@@ -611,15 +611,14 @@ def _layer_norm_backward_kernel(
         # What is masked has dy = 0, and so adds nothing to any sum.
         h = (x - mean) * r
         g = dy * weight
-        # One rounding, whatever Triton's default
-        dw = tl.fma(dy, h, dw)
+        dw += dy * h
         db += dy
         sum_g = tl.sum(g, axis=1, keep_dims=True)  # (BLOCK_M, 1)
         sum_gh = tl.sum(g * h, axis=1, keep_dims=True)
         if REST:
             h_rest = (x_rest - mean) * r
             g_rest = dy_rest * last
-            dw_rest = tl.fma(dy_rest, h_rest, dw_rest)
+            dw_rest += dy_rest * h_rest
             db_rest += dy_rest
             sum_g += tl.sum(g_rest, axis=1, keep_dims=True)
             sum_gh += tl.sum(g_rest * h_rest, axis=1, keep_dims=True)
@@ -636,10 +635,9 @@ def _layer_norm_backward_kernel(
                 eviction_policy="evict_first",
             ).to(ACC)
             g_rest = dy_rest * last
-            dx_rest = tl.fma(h_rest, -sum_gh / N, g_rest - sum_g / N) * r
+            dx_rest = (g_rest - sum_g / N - h_rest * (sum_gh / N)) * r
             tl.store(dx_ptr + rows + rest, dx_rest, mask=rest < N)
-        dx = tl.fma(dy, weight, -sum_g / N)
-        dx = tl.fma(h, -sum_gh / N, dx) * r
+        dx = (dy * weight - sum_g / N - h * (sum_gh / N)) * r
         tl.store(dx_ptr + rows + offs_n, dx, mask=mask)
     # Each program has rows of its own. Atomic additions to one row would come
     # in another order each time.

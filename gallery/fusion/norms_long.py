@@ -500,14 +500,11 @@ def _norms_long_kernel(
         weight = tl.load(
             weight_ptr + offs, mask=mask, eviction_policy="evict_last"
         )
-        y = (x.to(ACC) - total) * r  # (BLOCK_N,)
+        y = (x.to(ACC) - total) * r * weight.to(ACC)  # (BLOCK_N,)
         if CENTER:
-            bias = tl.load(
+            y += tl.load(
                 bias_ptr + offs, mask=mask, eviction_policy="evict_last"
-            )
-            y = tl.fma(y, weight.to(ACC), bias.to(ACC))
-        else:
-            y *= weight.to(ACC)
+            ).to(ACC)
         tl.store(
             y_ptr + row * N + offs, y, mask=mask, eviction_policy="evict_first"
         )

@@ -510,13 +510,13 @@ BREAKS = [
         "tl.store(dx_ptr + rows + offs_n, dx, mask=mask)",
         "tl.store(dx_ptr + rows + offs_n, dx)",
     ),
-    ("a mean without a gradient", "dx = tl.fma(dy, weight, -sum_g / N)", "dx = dy * weight"),
+    ("a mean without a gradient", "dx = (dy * weight - sum_g / N - h", "dx = (dy * weight - h"),
     ("a gradient without the second block", "            sum_gh += tl.sum(", "            tl.sum("),
-    ("a weight gradient of the last rows", "dw = tl.fma(dy, h, dw)", "dw = dy * h"),
+    ("a weight gradient of the last rows", "        dw += dy * h\n", "        dw = dy * h\n"),
     (
         "a weight gradient of the last rest",
-        "dw_rest = tl.fma(dy_rest, h_rest, dw_rest)",
-        "dw_rest = dy_rest * h_rest",
+        "            dw_rest += dy_rest * h_rest",
+        "            dw_rest = dy_rest * h_rest",
     ),
     ("a bias gradient of the last rest", "            db_rest += dy_rest\n", "            db_rest = dy_rest\n"),
     (

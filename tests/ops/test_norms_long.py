@@ -596,8 +596,8 @@ BREAKS = [
     ("dx stored without a mask", "            dx,\n            mask=mask,\n", "            dx,\n"),
     (
         "a norm without a bias",
-        "y = tl.fma(y, weight.to(ACC), bias.to(ACC))",
-        "y = y * weight.to(ACC)",
+        "            y += tl.load(\n                bias_ptr",
+        "            y += 0 * tl.load(\n                bias_ptr",
     ),
     (
         "rows of x taken for adjacent",
