@@ -1,5 +1,6 @@
 """The recipe Triton in a JAX program: its kernels' numbers, and what XLA gets of them."""
 
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -23,6 +24,7 @@ from inputs import Layout, sizes
 if importlib.util.find_spec("jax") is None or importlib.util.find_spec("jax_triton") is None:
     pytest.skip("needs jax and jax-triton", allow_module_level=True)
 
+OLD = importlib.metadata.version("jax-triton").startswith("0.3.")  # the newest for Python 3.11
 BLOCK = 1024  # of softcap_kernel
 HALVES = [torch.float16, torch.bfloat16]
 # The interpreter computes with the bits of bfloat16. The recipe's stand-in gives it float32, direct launches cannot.
@@ -30,6 +32,10 @@ DIRECT = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torc
 
 # Evaluated where kernels are compiled and nothing is executed. Names are those of the recipe.
 CLAIMS = """
+import json
+
+dot_product_attention.defvjp(forward, backward)
+
 def message(function, *arguments):
     try:
         return stablehlo(function, *arguments)
@@ -39,11 +45,16 @@ def message(function, *arguments):
 def qkv(T=256, H=64, dtype=jnp.bfloat16):
     return [jnp.ones((2, T, 3, H), dtype)] * 3
 
-x, cap = jnp.ones((7, 9)), np.float32(30)
+def total(*arrays):
+    return dot_product_attention(*arrays, True).astype(jnp.float32).sum()
+
+x = jnp.ones((7, 9))
+out = "out_type" if "out_type" in inspect.signature(jt.triton_call).parameters else "out_shape"
+direct = partial(jt.triton_call, kernel=softcap_kernel, grid=(1,), BLOCK=1024, compute_capability=90, **{out: x})
 claims = {
     "program": stablehlo(program, jnp.ones((64, 64)), jnp.ones((64, 64))),
-    "float": stablehlo(partial(softcap, cap=30.0), x),
-    "traced": message(softcap, x, cap),
+    "direct": stablehlo(lambda x: direct(x, 30.0, x.size), x),
+    "traced": message(softcap, x, np.float32(30)),
     "one": stablehlo(capped, jnp.ones(1)),
     "vmap": message(jax.vmap(capped), x),
     "grad": message(jax.grad(lambda x: capped(x).sum()), x),
@@ -55,9 +66,11 @@ for H, T in ((32, 256), (64, 256), (128, 256), (64, 1)):
     claims[f"attention {H} {T}"] = stablehlo(partial(attend, is_causal=True), *qkv(T, H))
 tuned = triton.autotune([triton.Config({"BLOCK": block}) for block in (256, 1024)], key=["N"])(softcap_kernel)
 claims["tuned"] = stablehlo(
-    lambda x: triton_call(x, cap, x.size, kernel=tuned, out_shape=x, grid=lambda meta: (1,)), x)
+    lambda x: triton_call(x, 30.0, x.size, kernel=tuned, out_type=x, grid=lambda meta: (1,)), x)
 claims["batched attention"] = stablehlo(
     jax.vmap(fold(partial(attend, is_causal=False))), *(jnp.stack([x] * 5) for x in qkv()))
+claims["gradients"] = stablehlo(
+    jax.vmap(jax.value_and_grad(total, (0, 1, 2))), *(jnp.stack([x] * 5) for x in qkv()))
 print(json.dumps(claims))
 """
 
@@ -241,11 +254,17 @@ def test_refuses(recipe: ModuleType) -> None:
 
 
 def test_environment_is_left_alone(recipe: ModuleType) -> None:
-    """jax_triton empties TRITON_CACHE_DIR, whereupon Triton would write into the current folder."""
-    command = [sys.executable, "-c", "import jax_triton, triton; print(repr(triton.knobs.cache.dir))"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stdout == "''\n", "jax_triton has mended it: drop patch.dict from the recipe, and the text"
-    assert recipe.triton.knobs.cache.dir
+    """jax_triton empties TRITON_CACHE_DIR, or deletes it; the recipe restores it."""
+    restoring = re.search(r"(?m)^with patch.dict.*\n    import jax_triton.*\n", Path(recipe.__file__).read_text())[0]
+    said = []
+    for line in ("import jax_triton\n", restoring):
+        code = f"import os\nfrom unittest.mock import patch\n{line}print(os.environ.get('TRITON_CACHE_DIR'))"
+        environment = os.environ | {"TRITON_CACHE_DIR": "here"}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        said.append(run.stdout.strip())
+    alone, restored = said
+    assert alone == ("" if OLD else "None"), "jax_triton has mended it: drop patch.dict from the recipe, and the text"
+    assert restored == "here"
     assert "XLA_PYTHON_CLIENT_PREALLOCATE" in os.environ
 
 
@@ -255,6 +274,7 @@ def claims(recipe: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
     source = Path(recipe.__file__).read_text()
     names = [
         "softcap_kernel",
+        "compiled",
         "softcap",
         "capped",
         "program",
@@ -263,14 +283,18 @@ def claims(recipe: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
         "block_n",
         "attend",
         "fold",
+        "dot_product_attention",
+        "forward",
+        "backward",
     ]
     parts = [re.search(rf"(?m)^(?:@.*\n)*def {name}\((?:.*\n)+?(?=\n\n)", source)[0] for name in names]
     script = tmp_path_factory.mktemp("claims") / "claims.py"
-    script.write_text("\n".join([recipe.TOP, "import torch", *parts, CLAIMS]))
+    script.write_text("\n".join([recipe.TOP, "import torch", "from functools import partial", *parts, CLAIMS]))
     environment = os.environ | {"TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
+    # What jax_triton deprecates, the recipe has no more.
+    strict = [f"-Werror::DeprecationWarning:{module}" for module in ("__main__", "jax_triton.triton_lib")]
+    command = [sys.executable, *strict, script]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
@@ -310,9 +334,10 @@ def parameters(recipe: ModuleType, text: str) -> list[str]:
 
 
 def test_numbers(recipe: ModuleType, claims: dict[str, str]) -> None:
-    """A Python float is float64, a NumPy float32 is not, 1 is a constexpr, and a traced number is a pointer."""
+    """A Python float is float32, 1 is a constexpr, and a traced number is a pointer."""
     assert parameters(recipe, claims["program"]) == ["u64", "f32", "u32", "u64", "u64", "u64"]
-    assert parameters(recipe, claims["float"]) == ["u64", "f64", "u32", "u64", "u64", "u64"]
+    # Without `compiled`, a Python float is float64 in jax_triton 0.3.1.
+    assert parameters(recipe, claims["direct"]) == ["u64", "f64" if OLD else "f32", "u32", "u64", "u64", "u64"]
     assert parameters(recipe, claims["one"]) == ["u64", "f32", "u64", "u64", "u64"]
     assert ".f64" not in recipe.payload(claims["program"])
     assert "pointer<fp32>" in claims["traced"]
@@ -328,6 +353,12 @@ def test_vmap_and_grad(claims: dict[str, str]) -> None:
         assert "stablehlo.while" not in claims[name]
     assert "tensor<63xf32>" in claims["fold"]
     assert "tensor<10x256x3x64xbf16>" in claims["batched attention"]
+
+
+def test_gradients_under_vmap_are_lowered(claims: dict[str, str]) -> None:
+    """The forward is one launch for the whole batch, the backward is XLA's."""
+    assert calls(claims["gradients"]) == 1
+    assert "tensor<10x256x3x64xbf16>" in claims["gradients"]
 
 
 def test_all_configs_of_a_tuner_are_in_the_payload(recipe: ModuleType, claims: dict[str, str]) -> None:
