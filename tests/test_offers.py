@@ -16,6 +16,7 @@ from project import ROOT, Project
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 from triton_gallery.recipes.contents import Recipe, load, sections
+from triton_gallery.recipes.needs import packages
 from triton_gallery.sphinx.install import install_missing
 from triton_gallery.sphinx.notebook import OURS
 
@@ -153,7 +154,8 @@ def test_notebook_begins_with_what_installs_its_packages(site: Path, recipe: Rec
     notebook = json.loads(next(site.glob(f"_downloads/*/{recipe.name}.ipynb")).read_text())
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [OURS in cell["metadata"].get("tags", []) for cell in code] == [True, *(False for _ in code[1:])]
-    assert code[0]["source"].rpartition("\n")[2].startswith('install_missing("torch>=2.11", "triton>=3.6"')
+    needs = ", ".join(f'"{package}"' for package in packages(recipe.path, recipe.path.read_text()))
+    assert code[0]["source"].rpartition("\n")[2] == f"install_missing({needs})"
 
 
 def test_only_what_is_missing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
