@@ -122,6 +122,7 @@ def test_page_shows_the_rows(project: Project) -> None:
     )
     mean = (1.02 * 0.9525) ** 0.5
     assert f"3.9.0 / 3.6.0: {mean:.3f} over 2 rows; 3.9.0, FP fusion off / 3.6.0: 0.910 over 1 rows." in page.text
+    assert "compiling, all rows together: 3.6.0 4, 3.9.0 5, 3.9.0, FP fusion off 2." in page.text
     titles = [title.text.strip() for title in page.select("table.sortable.filterable th")]
     names = (OLD, NEW, OFF)
     assert titles == [

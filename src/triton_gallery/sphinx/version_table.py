@@ -112,7 +112,7 @@ def _tables(
     """
     runs = dict.fromkeys(_facts(row) for row in rows)
     others = [*dict.fromkeys(name for row in rows for name in row.others)]
-    shown = [told(device, list(runs)), *_means(rows, baseline, others, recipes)]
+    shown = [told(device, list(runs)), *_totals(rows, baseline, others, recipes)]
     names = [baseline, *others]
     for unit in dict.fromkeys(row.unit for row in rows):
         of_unit = [row for row in rows if row.unit == unit]
@@ -134,17 +134,29 @@ def _facts(row: VersionRow) -> str:
     return facts(row, used)
 
 
-def _means(
+def _totals(
     rows: Sequence[VersionRow], baseline: str, others: Sequence[str], recipes: Sequence[Recipe]
 ) -> list[nodes.Node]:
-    """Return a line with the geometric mean of each contender's ratios, over the rows that are not stale."""
+    """Return a line on the rows that are not stale: each contender's mean ratio, and the seconds that it compiled."""
     fresh = [row for row in rows if row.is_fresh(recipes)]
     parts = []
     for name in others:
         found = [ratio for row in fresh if (ratio := row.ratio(name)) is not None]
         if found:
             parts.append(f"{name} / {baseline}: {geometric_mean(found):.3f} over {len(found)} rows")
-    return [nodes.paragraph("", f"Geometric mean of the ratios: {'; '.join(parts)}.")] if parts else []
+    if not parts:
+        return []
+    seconds = {
+        name: sum(one.seconds or 0 for row in fresh if (one := row.contenders.get(name)))
+        for name in (baseline, *others)
+    }
+    compiled = ", ".join(f"{name} {total:.0f}" for name, total in seconds.items())
+    return [
+        nodes.paragraph(
+            "",
+            f"Geometric mean of the ratios: {'; '.join(parts)}. Seconds of compiling, all rows together: {compiled}.",
+        )
+    ]
 
 
 def _cells(row: VersionRow, names: Sequence[str]) -> list[str]:
