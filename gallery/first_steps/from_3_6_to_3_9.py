@@ -14,9 +14,8 @@ Migrate kernels: block pointers to descriptors, and Triton 3.7 to 3.9
 
 Triton 3.9 removed block pointers: ``tl.make_block_ptr`` is still there, but
 calling it raises an error. This page carries one old kernel to plain pointers
-and to tensor descriptors, and lists what else changed since Triton 3.6. You
-need none of it if your kernels only use ``tl.load`` and ``tl.store`` with
-pointers and keyword arguments: these run unchanged on 3.6 to 3.9.
+and to tensor descriptors, and lists what else changed since Triton 3.6. Kernels
+that use none of the calls in its first table run unchanged on 3.6 to 3.9.
 
 After this page you can
 
@@ -56,45 +55,77 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 # the answer with its column.
 
 VERSIONS = ["3.6", "3.7", "3.8", "3.9"]
-CHANGES = {
-    "tl.make_block_ptr(...)": "works warns warns raises",
-    'tl.load(p, None, None, (), "", ".cg")': "works works works raises",
-    'tl.load(p, cache_modifier=".cg")': "works works works works",
-    "tl.reshape(x, s, can_reorder=True)": "works works works warns",
-    "tl.cumsum(x) of bfloat16 has dtype": "fp32 fp32 fp32 bf16",
-    "tl.maximum(x, x) of bfloat16 has dtype": "fp32 fp32 fp32 bf16",
-    "tl.dot of two 8 x 8 float32 tiles": "raises raises works works",
-    'autotune(key=["not an argument"])': "works works works raises",
-    "tl.atomic_load(p)": "raises raises raises works",
-    "tl.atomic_store(p, 1)": "raises raises raises works",
-    "tl.atomic_poll(p, 0)": "raises raises raises works",
-    "a * b + c without an option": "fused fused fused fused",
+CHANGES = {  # a call: what it gives on each version, and what to write instead
+    "tl.make_block_ptr(...)": (
+        "works warns warns raises",
+        "pointers, or a descriptor: see below",
+    ),
+    'tl.load(p, None, None, (), "", ".cg")': (
+        "works works works raises",
+        'tl.load(p, cache_modifier=".cg")',
+    ),
+    "tl.reshape(x, s, can_reorder=True)": (
+        "works works works warns",
+        "tl.reshape(x, s)",
+    ),
+    "tl.cumsum(x) of bfloat16 has dtype": (
+        "fp32 fp32 fp32 bf16",
+        "tl.cumsum(x.to(tl.float32))",
+    ),
+    "tl.maximum(x, x) of bfloat16 has dtype": (
+        "fp32 fp32 fp32 bf16",
+        "x.to(tl.float32) first, where the next step needs it",
+    ),
+    "tl.dot of two 8 x 8 float32 tiles": (
+        "raises raises works works",
+        "16 x 16 tiles, padded with zeros",
+    ),
+    'autotune(key=["not an argument"])': (
+        "works works works raises",
+        "names of arguments; others were ignored",
+    ),
+    "tl.atomic_load(p)": (
+        "raises raises raises works",
+        "tl.atomic_add(p, 0)",
+    ),
+    "tl.atomic_store(p, 1)": (
+        "raises raises raises works",
+        "tl.atomic_xchg(p, 1)",
+    ),
+    "tl.atomic_poll(p, 0)": (  # waits until p holds a 0
+        "raises raises raises works",
+        "a loop of tl.atomic_cas(p, 0, 0)",
+    ),
+    "a * b + c without an option": (
+        "fused fused fused fused",
+        "tl.fma(a, b, c)",
+    ),
 }
 
-table = pd.DataFrame([row.split() for row in CHANGES.values()])
+table = pd.DataFrame([answers.split() for answers, _ in CHANGES.values()])
 table.index, table.columns = list(CHANGES), VERSIONS
 if __name__ == "__main__":
-    print(table.to_string())
+    print(table.to_string(), "\n\nWrite instead, for all of them:")
+    for call, (_, instead) in CHANGES.items():
+        print(f"  {call:38} {instead}")
 
 # %%
-# *Warns* means a deprecation: a later version will raise. Three rows change a
-# result instead, and nothing tells you:
+# *Warns* means that the call is deprecated. Two rows change a result, and
+# nothing tells you: ``tl.cumsum`` and ``tl.maximum`` return bfloat16 for
+# bfloat16 from 3.9 on, and a cumulative sum in bfloat16 loses its low digits.
 #
-# * ``tl.cumsum`` and ``tl.maximum`` return bfloat16 for bfloat16 from 3.9 on. A
-#   cumulative sum in bfloat16 loses its low digits; convert ``x`` to float32
-#   first.
-# * Up to 3.9, a product and a sum are compiled into one *fused multiply-add*
-#   (FMA), which rounds once. Triton 3.9 warns that 3.10 will not fuse them
-#   unless asked to. Launch with ``enable_fp_fusion=True`` to keep it, or write
-#   ``tl.fma(a, b, c)``, which is fused whatever the default.
+# The last row will change next. Today a product and a sum are compiled into one
+# *fused multiply-add* (FMA), which rounds once. Triton 3.9 warns that 3.10 will
+# not fuse them unless asked to, by ``enable_fp_fusion=True`` at the launch.
 #
 # A kernel with block pointers
 # ----------------------------
 #
-# It finds the largest absolute value of each row, as a quantizer does. A block
-# pointer holds the shape and the strides of a whole tensor, and the position of
-# one tile in it. ``boundary_check`` names the axes on which the tile may reach
-# past the end; elements past the end read as zero, and are not stored.
+# It finds the largest absolute value of each row. A block pointer holds the
+# shape and the strides of a whole tensor, and the position of one tile in it.
+# ``boundary_check`` names the axes on which the tile may reach past the end.
+# Elements past the end are not stored. They read as what ``padding_option``
+# says, zero or NaN; without it they are undefined.
 
 
 @triton.jit
@@ -145,6 +176,11 @@ def amax(kernel, x, *strides):
     return out
 
 
+# %%
+# ``outcome`` calls a function and reports how it went: it works, warns of a
+# deprecation, or raises.
+
+
 def outcome(call):
     """Call a function; return how it went in one word, and what it said."""
     with warnings.catch_warnings(record=True) as caught:
@@ -152,9 +188,7 @@ def outcome(call):
         try:
             call()
         except Exception as error:
-            while (
-                error.__cause__
-            ):  # Triton's error names the line of the kernel
+            while error.__cause__:  # the reason lies behind Triton's error
                 error = error.__cause__
             return "raises", str(error).strip().split("\n")[-1]
     said = [str(w.message) for w in caught if w.category is UserWarning]
@@ -171,24 +205,26 @@ if __name__ == "__main__":
 # The same with plain pointers
 # ----------------------------
 #
-# This form runs on every version, and takes any strides. What the block pointer
-# held becomes visible: offsets of each axis, and a mask that compares them with
-# the shape. ``other=0`` is the padding; any other number would do as well.
-#
-# ==================================  ==========================================
-# block pointer                       plain pointers
-# ==================================  ==========================================
-# ``offsets``, ``block_shape``        ``offs_n = off_n + tl.arange(0, BLOCK_N)``
-# ``strides``                         ``x_ptr + offs_m * stride_xm + ...``
-# ``shape`` and ``boundary_check``    ``mask=offs_n < N``, an axis left out
-#                                     needs no mask
-# ``padding_option``                  ``other``
-# ``advance``                         the loop's own variable
-# ``order``                           nothing: the compiler sees the strides
-# ==================================  ==========================================
-#
-# A block pointer computed its addresses in 64 bits. Do that here as well:
-# ``M * stride_xm`` may be past 2**31.
+# This form runs on every version and every GPU, and takes any strides. What the
+# block pointer held becomes visible: the offsets of each axis, and a mask that
+# compares them with the shape.
+
+if __name__ == "__main__":
+    rows = {
+        "strides": ("offs * stride", "strides; the last one is 1"),
+        "offsets": ("part of offs", "arguments of load and store"),
+        "shape, boundary_check": ("mask=offs < N", "shape; always checked"),
+        "padding_option": ("other=, any number", "zero, or NaN if asked for"),
+        "advance": ("the loop's variable", "the loop's variable"),
+        "order": ("nothing", "nothing"),
+        "addresses in 64 bits": ("offs.to(tl.int64)", "nothing"),
+    }
+    columns = ["plain pointers", "descriptor"]
+    print(pd.DataFrame(rows, index=columns).T.to_string())
+
+# %%
+# A block pointer computed its addresses in 64 bits. With plain pointers that is
+# up to you: an offset times a stride may be past 2**31, on either axis.
 
 
 @triton.jit
@@ -208,7 +244,7 @@ def pointer_kernel(
     row_ptrs = x_ptr + offs_m[:, None] * stride_xm  # (BLOCK_M, 1)
     largest = tl.zeros((BLOCK_M,), dtype=tl.float32)
     for off_n in range(0, N, BLOCK_N):
-        offs_n = off_n + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        offs_n = off_n + tl.arange(0, BLOCK_N).to(tl.int64)  # (BLOCK_N,)
         mask = mask_m[:, None] & (offs_n < N)[None, :]  # (BLOCK_M, BLOCK_N)
         x = tl.load(row_ptrs + offs_n[None, :] * stride_xn, mask=mask, other=0)
         largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
@@ -227,23 +263,28 @@ if __name__ == "__main__":
 # With a descriptor made in the kernel
 # ------------------------------------
 #
-# A *tensor descriptor* looks most like a block pointer: shape, strides and a
-# block shape. It differs in four ways.
+# A *tensor descriptor* replaces the block pointer: a shape, strides and a block
+# shape, but no position. Triton 3.6 to 3.9 have it, on every GPU. It differs
+# from a block pointer in four ways.
 #
-# * It has no position. ``load`` and ``store`` take the offsets, so there is
-#   nothing to advance.
-# * ``load`` always checks every axis, and pads with zeros (or with NaN, given
-#   ``padding_option="nan"``).
 # * On Hopper and newer GPUs the *tensor memory accelerator* (TMA) copies the
-#   tile. It needs an address and strides that are multiples of 16 bytes, a last
-#   stride of 1, and a block whose last axis has 16 bytes or more.
-# * ``store`` writes whole pieces of 16 bytes on such a GPU. Where a row's bytes
-#   are no multiple of 16, it `writes past the row's end
-#   <https://github.com/triton-lang/triton/issues/11583>`_. The interpreter does
-#   not show that. So these kernels store their result with plain pointers.
+#   tile. So the address and all strides but the last must be multiples of 16
+#   bytes, the last stride must be 1, and a block's last axis needs 16 bytes.
+#   Triton refuses anything else, on every GPU.
+# * ``desc.load`` takes the offsets, in 32 bits. It checks every axis, and pads
+#   with zeros, or with NaN if the descriptor was made with
+#   ``padding_option="nan"``.
+# * ``desc.store([off_m, off_n], tile)`` writes whole pieces of 16 bytes there.
+#   If ``N`` elements are no multiple of 16 bytes, as 301 columns with a stride
+#   of 304, it `writes past the end of the row
+#   <https://github.com/triton-lang/triton/issues/11583>`_. Nothing refuses
+#   that, and the interpreter does not show it. Store through a descriptor only
+#   where ``N * itemsize % 16 == 0``. The kernels here store one number a row,
+#   with plain pointers.
+# * It must not be empty.
 #
-# The kernel writes the descriptor into memory. Triton asks the launcher for
-# that memory through an allocator.
+# The kernel writes the descriptor into memory, which it gets from the allocator
+# that ``triton.set_allocator`` was given.
 
 
 @triton.jit
@@ -271,12 +312,25 @@ def device_descriptor_kernel(
     tl.store(out_ptr + offs_m, largest, mask=offs_m < M)
 
 
+def fits_descriptor(x):
+    """Tell whether a descriptor takes a matrix as it lies in memory."""
+    itemsize = x.element_size()
+    return (
+        x.numel() > 0
+        and x.stride(1) == 1
+        and x.stride(0) * itemsize % 16 == 0
+        and x.data_ptr() % 16 == 0
+    )
+
+
 def allocate(size, alignment, stream):
-    """Return the memory that Triton asks for, in bytes."""
+    """Return size bytes on the GPU; PyTorch aligns more than Triton asks."""
     return torch.empty(size, dtype=torch.int8, device=DEVICE)
 
 
 def amax_device(x):
+    # Nothing in the kernel can refuse an x that a descriptor does not take.
+    assert fits_descriptor(x)
     triton.set_allocator(allocate)
     return amax(device_descriptor_kernel, x, x.stride(0))
 
@@ -328,26 +382,15 @@ if __name__ == "__main__":
 # What a descriptor does not take
 # -------------------------------
 #
-# A block pointer took all of these. A launcher has to know which of them a
-# descriptor refuses, and take plain pointers for those, or a copy.
-
-
-def fits_descriptor(x):
-    """Tell whether a descriptor takes a matrix as it lies in memory."""
-    itemsize = x.element_size()
-    return (
-        x.stride(1) == 1
-        and x.stride(0) * itemsize % 16 == 0
-        and x.data_ptr() % 16 == 0
-    )
-
+# A block pointer took all of these. ``TensorDescriptor`` refuses three,
+# and ``fits_descriptor`` says so beforehand.
 
 if __name__ == "__main__":
     wide = torch.randn(37, 304, device=DEVICE)
     tensors = {
         "300 columns": torch.randn(37, 300, device=DEVICE),
         "301 columns, rows of 1204 bytes": torch.randn(37, 301, device=DEVICE),
-        "transposed, last stride 304": wide.t(),
+        "every other column": wide[:, ::2],
         "from column 1, 4 bytes off": wide[:, 1:],
     }
     for name, x in tensors.items():
@@ -356,7 +399,7 @@ if __name__ == "__main__":
         assert (how == "works") == fits_descriptor(x)
 
 # %%
-# So the launcher asks first:
+# So the launcher asks first, and needs the plain kernel in any case:
 
 
 def largest_of_rows(x):
@@ -411,9 +454,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # --------
 #
 # The padding is part of the result. Without ``tl.abs`` this is a maximum, and a
-# row of negative numbers gets 0, from past the end of the row, wherever the
-# last tile is ragged. Plain pointers say ``other=-float("inf")``. A descriptor
-# has no such option: the kernel has to overwrite what was padded.
+# row of negative numbers gets 0, from past the end of the row. Plain pointers
+# say ``other=-float("inf")``. A descriptor pads with zeros or NaN only, so the
+# kernel has to overwrite what was padded.
 
 
 @triton.jit
@@ -460,10 +503,10 @@ if __name__ == "__main__":
 # torch.compile does not see an atomic store
 # ------------------------------------------
 #
-# ``torch.compile`` reads a kernel's code to find which arguments it writes. Up
-# to PyTorch 2.15 the list of writing instructions that it looks for has
-# ``tl.store`` and the older atomics, not ``tl.atomic_store`` of Triton 3.9. An
-# output that nothing else writes counts as never written, so the compiled
+# This concerns you once you use the new ``tl.atomic_store``. ``torch.compile``
+# reads a kernel's code to find which arguments it writes. In PyTorch 2.15 and
+# before it looks for ``tl.store`` and the older atomics, and not for this one.
+# An output that nothing else writes counts as never written, so the compiled
 # function may leave the launch out:
 
 
@@ -491,8 +534,8 @@ if __name__ == "__main__":
 
 # %%
 # The way out is to say what is written. An op made with
-# ``torch.library.custom_op`` names it in ``mutates_args``, and nobody reads its
-# kernel:
+# ``torch.library.custom_op`` names it in ``mutates_args``. ``torch.compile``
+# does not look into such an op:
 
 
 @torch.library.custom_op("from_3_6_to_3_9::publish", mutates_args={"out"})
@@ -513,9 +556,9 @@ if __name__ == "__main__" and has_atomic_store:
     assert (out == 1).all()
 
 # %%
-# PyTorch 2.15 has a second way, ``register_kernel_access_op("tt.atomic_store",
-# write_indexes=[0])`` in ``torch._higher_order_ops.triton_kernel_wrap``; the
-# module is private, so it may move.
+# From PyTorch 2.15 on, ``register_kernel_access_op("tt.atomic_store",
+# write_indexes=[0])`` of ``torch._higher_order_ops.triton_kernel_wrap`` tells
+# ``torch.compile`` as well. That module is private.
 
 # %%
 # The check
@@ -524,7 +567,8 @@ if __name__ == "__main__" and has_atomic_store:
 # A name that exists proves nothing: on 3.9 ``hasattr(tl, "make_block_ptr")`` is
 # true, and the call raises. So each row of the first table is called here. The
 # kernels below hold one call each; ``probe`` launches one and reports how it
-# went. It compiles anew each time, as a cached kernel warns of nothing.
+# went. It compiles anew each time: Triton warns when it compiles, and not when
+# it takes a kernel from its cache.
 
 
 @triton.jit
@@ -535,11 +579,6 @@ def block_pointer_probe(p):
 @triton.jit
 def positional_probe(p):
     tl.store(p, tl.load(p, None, None, (), "", ".cg"))
-
-
-@triton.jit
-def keyword_probe(p):
-    tl.store(p, tl.load(p, cache_modifier=".cg"))
 
 
 @triton.jit
@@ -605,7 +644,7 @@ def dtype_of(kernel):
 
 
 def tune_by_no_argument():
-    triton.autotune([triton.Config({})], key=["no argument"])(keyword_probe)
+    triton.autotune([triton.Config({})], key=["no argument"])(dot_probe)
 
 
 def compiled(answer):
@@ -622,7 +661,6 @@ def fusion():
 ANSWERS = [
     lambda: probe(block_pointer_probe)[0],
     lambda: probe(positional_probe)[0],
-    lambda: probe(keyword_probe)[0],
     lambda: probe(reshape_probe)[0],
     lambda: dtype_of(cumsum_probe),
     lambda: dtype_of(maximum_probe),
@@ -636,12 +674,12 @@ ANSWERS = [
 
 if __name__ == "__main__":
     version = ".".join(triton.__version__.split(".")[:2])
-    found = [answer() for answer in ANSWERS]
-    table[f"here, {triton.__version__}"] = found
-    print(table.to_string())
-    if version in VERSIONS:
-        for row, said in zip(CHANGES, found, strict=True):
-            assert said in (table[version][row], "(not asked)"), row
+    print(f"Triton {triton.__version__}")
+    for call, answer in zip(CHANGES, ANSWERS, strict=True):
+        said = answer()
+        print(f"  {call:38} {said}")
+        if version in VERSIONS:
+            assert said in (table[version][call], "(not asked)"), call
 
 # %%
 # Exercises

@@ -133,7 +133,7 @@ BREAKS = [
         "tl.store(out_ptr + offs_m, largest, mask=mask_m)",
         "tl.store(out_ptr + offs_m, largest)",
     ),
-    ("last stride not asked for", "x.stride(1) == 1\n        and ", ""),
+    ("last stride not asked for", "        and x.stride(1) == 1\n", ""),
     ("row's bytes not asked for", "        and x.stride(0) * itemsize % 16 == 0\n", ""),
     ("address not asked for", "        and x.data_ptr() % 16 == 0\n", ""),
     ("padding left in a maximum", "        if REPAIR:", "        if False:"),

@@ -16,6 +16,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.version import Version
+
 INTERPRETER = "Triton's interpreter on CPU"
 SUPPORTED = {"Triton": ((3, 6), (3, 9)), "PyTorch": ((2, 11), (2, 15))}  # the oldest and the newest that is tried
 
@@ -100,7 +102,7 @@ def too_new(environment: Environment) -> str | None:
 
 def _release(text: str) -> tuple[int, ...]:
     """Return the first two numbers of a version."""
-    return tuple(int(part) for part in text.split(".")[:2])
+    return Version(text).release[:2]
 
 
 def _range() -> str:
