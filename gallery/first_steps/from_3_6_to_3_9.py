@@ -119,9 +119,9 @@ if __name__ == "__main__":
 # nothing tells you: ``tl.cumsum`` and ``tl.maximum`` return bfloat16 for
 # bfloat16 from 3.9 on, and a cumulative sum in bfloat16 loses its low digits.
 #
-# The last row will change next. Today a product and a sum are compiled into one
-# *fused multiply-add* (FMA), which rounds once. Triton 3.9 warns that 3.10 will
-# not fuse them unless asked to, by ``enable_fp_fusion=True`` at the launch.
+# The last row will change next. So far, a product and a sum are compiled into
+# one *fused multiply-add* (FMA), which rounds once. Triton 3.9 warns that 3.10
+# will not fuse them unless ``enable_fp_fusion=True`` is given at the launch.
 #
 # A kernel with block pointers
 # ----------------------------
@@ -221,8 +221,8 @@ if __name__ == "__main__":
         "shape, boundary_check": ("mask=offs < N", "shape; always checked"),
         "padding_option": ("other=, any number", "zero, or NaN if asked for"),
         "advance": ("the loop's variable", "the loop's variable"),
-        "order": ("nothing", "nothing"),
-        "addresses in 64 bits": ("offs.to(tl.int64)", "nothing"),
+        "order": ("not needed", "not needed"),
+        "addresses in 64 bits": ("offs.to(tl.int64)", "always"),
     }
     columns = ["plain pointers", "descriptor"]
     print(pd.DataFrame(rows, index=columns).T.to_string())
@@ -274,12 +274,14 @@ if __name__ == "__main__":
 #
 # * On Hopper and newer GPUs the *tensor memory accelerator* (TMA) copies the
 #   tile. So the address and all strides but the last must be multiples of 16
-#   bytes, the last stride must be 1, and a block's last axis needs 16 bytes.
-#   Triton refuses anything else, on every GPU.
+#   bytes, the last stride must be 1, and a block's last axis needs 16 bytes or
+#   more. ``TensorDescriptor`` checks that on every GPU. For a descriptor made
+#   in the kernel, the launcher has to check.
 # * ``desc.load`` takes the offsets, in 32 bits. It checks every axis, and pads
 #   with zeros, or with NaN if the descriptor was made with
 #   ``padding_option="nan"``.
-# * ``desc.store([off_m, off_n], tile)`` writes whole pieces of 16 bytes there.
+# * ``desc.store([off_m, off_n], tile)`` leaves out what lies past the last row,
+#   but on those GPUs it writes whole pieces of 16 bytes.
 #   If ``N`` elements are no multiple of 16 bytes, as 301 columns with a stride
 #   of 304, it `writes past the end of the row
 #   <https://github.com/triton-lang/triton/issues/11583>`_. Nothing refuses
@@ -570,10 +572,11 @@ if __name__ == "__main__" and has_atomic_store:
 # ---------
 #
 # A name that exists proves nothing: on 3.9 ``hasattr(tl, "make_block_ptr")`` is
-# true, and the call raises. So each row of the first table is called here. The
-# kernels below hold one call each; ``probe`` launches one and reports how it
-# went. It compiles anew each time: Triton warns when it compiles, and not when
-# it takes a kernel from its cache.
+# true, and the call raises. So each row of the first table is called here; two
+# rows are about compiled code, and are asked on a GPU only. The kernels below
+# hold one call each; ``probe`` launches one and reports how it went. It always
+# compiles: Triton warns when it compiles, and not when it takes a kernel
+# from its cache.
 
 
 @triton.jit
@@ -649,7 +652,7 @@ def dtype_of(kernel):
 
 
 def tune_by_no_argument():
-    triton.autotune([triton.Config({})], key=["no argument"])(dot_probe)
+    triton.autotune([triton.Config({})], key=["not an argument"])(dot_probe)
 
 
 def compiled(answer):
