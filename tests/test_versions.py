@@ -7,13 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import contender
 import measure_versions
 import pytest
 import torch
-import triton
 from project import ROOT, Project
 from test_peers import BY, COMMIT, DATE, ENVIRONMENT, article, captions, cells, record, shown
 
@@ -238,7 +238,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     script.parent.mkdir(parents=True)
     script.write_text('"""\nOne\n===\n"""\n\nx = 1\n')
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "triton").symlink_to(Path(triton.__file__).parent)
+    (tmp_path / "other" / "triton").symlink_to(Path(find_spec("triton").origin).parent)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("COMMIT", COMMIT)
@@ -369,6 +369,8 @@ def test_bad_rows_are_not_merged(
 
 
 def test_contender_knows_its_triton_and_counts_what_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton  # not with this module: the choice of the interpreter is made when it is imported first
+
     monkeypatch.setattr(triton.knobs.compilation, "listener", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     bench = contender.Bench()
