@@ -91,7 +91,7 @@ CHANGES = {  # a call: what it gives on each version, and what to write instead
     ),
     "tl.atomic_load(p)": (
         "raises raises raises works",
-        "tl.atomic_add(p, 0)",
+        "tl.atomic_add of 0",
     ),
     "tl.atomic_store(p, 1)": (
         "raises raises raises works",
