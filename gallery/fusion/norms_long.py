@@ -476,8 +476,8 @@ def _norms_long_kernel(
             n += 1
             # A difference of 0 changes neither the mean nor s.
             d = tl.where(offs < N, x - mean, 0)  # (BLOCK_N,)
-            mean = tl.fma(d, 1 / n, mean)  # one rounding, whatever the default
-            s = tl.fma(d, x - mean, s)
+            mean += d * (1 / n)
+            s += d * (x - mean)
         else:
             s += x * x
     total = 0.0

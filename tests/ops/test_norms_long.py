@@ -565,10 +565,10 @@ BREAKS = [
     ),
     (
         "a mean that is not updated by its count",
-        "mean = tl.fma(d, 1 / n, mean)",
-        "mean = tl.fma(d, 0.5, mean)",
+        "            mean += d * (1 / n)\n",
+        "            mean += d * 0.5\n",
     ),
-    ("squares of one difference", "s = tl.fma(d, x - mean, s)", "s = tl.fma(d, d, s)"),
+    ("squares of one difference", "            s += d * (x - mean)\n", "            s += d * d\n"),
     (
         "a variance without what lies between columns",
         "        s += count * (mean - total) * (mean - total)\n",
@@ -582,8 +582,7 @@ BREAKS = [
     (
         "a sum of squares",
         "            d = tl.where(offs < N, x - mean, 0)  # (BLOCK_N,)\n"
-        "            mean = tl.fma(d, 1 / n, mean)  # one rounding, whatever the default\n"
-        "            s = tl.fma(d, x - mean, s)\n        else",
+        "            mean += d * (1 / n)\n            s += d * (x - mean)\n        else",
         "            mean += tl.where(offs < N, x - mean, 0) * (1 / n)\n            s += x * x\n        else",
     ),
     ("RMSNorm of the last block", "        else:\n            s += x * x\n", "        else:\n            s = x * x\n"),
