@@ -17,7 +17,7 @@ from project import ROOT, Project, wait_until
 FAKE_GPU = """
 def _probe() -> list[Environment]:
     gpus = zip(*(os.environ[name].split(",") for name in ("TEST_GPU", "CUDA_VISIBLE_DEVICES")))
-    rest = "9.0", int(float(os.environ["TEST_MEMORY"])), None, None, "2", "3", platform.python_version()
+    rest = "9.0", int(float(os.environ["TEST_MEMORY"])), None, None, "2.11", "3.6", platform.python_version()
     return [Environment(name, gpu, *rest) for name, gpu in gpus]
 
 

@@ -545,7 +545,7 @@ if __name__ == "__main__":
 # does not look into such an op:
 
 
-@torch.library.custom_op("from_3_6_to_3_9::publish", mutates_args={"out"})
+@torch.library.custom_op("triton_gallery::publish", mutates_args={"out"})
 def publish(out: torch.Tensor, value: float) -> None:
     publish_kernel[(len(out),)](out, value)
 

@@ -156,6 +156,16 @@ def test_every_length(taken: ModuleType, dtype: torch.dtype, N: int, center: boo
 
 @each_norm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_blocks_of_a_row_differ(taken: ModuleType, dtype: torch.dtype, center: bool) -> None:
+    """A gradient that is not 0 in the first half of a row alone: every sum is of all its blocks."""
+    x, dy, weight, bias = make((2, 20_000), (2, 20_000), (20_000,), (20_000,), dtype=dtype)
+    dy[:, :10_000] = 1 + weight[:10_000]
+    dy[:, 10_000:] = 0
+    assert_right(taken, x, weight, bias if center else None, dy)
+
+
+@each_norm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_rows_apart(taken: ModuleType, dtype: torch.dtype, center: bool) -> None:
     """Rows that lie apart, differently in x and in its gradient, and NaN between them."""
     rows = 9
