@@ -40,84 +40,84 @@ help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 14
 
 html: $(SITE_READY)  ## execute what changed and build the site into _build/html
-	@$(PY) -m triton_gallery html
+	@"$(PY)" -m triton_gallery html
 
 new: $(SITE_READY)  ## begin a recipe RECIPE=section/name: script, test and place in the contents
-	@$(PY) -m triton_gallery new $(or $(RECIPE),$(error name a recipe: make new RECIPE=section/name))
+	@"$(PY)" -m triton_gallery new $(or $(RECIPE),$(error name a recipe: make new RECIPE=section/name))
 
 record: $(SITE_READY)  ## on a GPU host, run recipes and record their outputs; RECIPE=section/name for one
-	@$(PY) -m triton_gallery record $(if $(STALE),--stale) $(if $(AGAIN),--again) $(if $(EACH_KIND),--each-kind) \
+	@"$(PY)" -m triton_gallery record $(if $(STALE),--stale) $(if $(AGAIN),--again) $(if $(EACH_KIND),--each-kind) \
 		$(if $(DASK),--dask $(DASK)) $(if $(INSECURE),--insecure) $(RECIPE)
 
 record-apart: $(SITE_READY)  ## on a GPU host, record one RECIPE=section/name in an environment of what it declares
-	@$(PY) -m venv _build/env/$(or $(RECIPE),$(error name a recipe: make record-apart RECIPE=section/name))
-	@_build/env/$(RECIPE)/bin/python -m pip install -q -r requirements.txt $$($(PY) -m triton_gallery needs $(RECIPE))
+	@"$(PY)" -m venv _build/env/$(or $(RECIPE),$(error name a recipe: make record-apart RECIPE=section/name))
+	@_build/env/$(RECIPE)/bin/python -m pip install -q -r requirements.txt $$("$(PY)" -m triton_gallery needs $(RECIPE))
 	@$(MAKE) record PYTHON=_build/env/$(RECIPE)/bin/python VENV= RECIPE=$(RECIPE)
 
 trace:  ## make what a RECIPE=section/name reads at its execution, in the environment of its requirements file
-	@$(PYTHON) -m venv _build/env/$(or $(RECIPE),$(error name a recipe: make trace RECIPE=section/name)).trace
+	@"$(PYTHON)" -m venv _build/env/$(or $(RECIPE),$(error name a recipe: make trace RECIPE=section/name)).trace
 	@_build/env/$(RECIPE).trace/bin/python -m pip install -q -r gallery/$(RECIPE).requirements.txt
 	@cd gallery/$(dir $(RECIPE)) && $(CURDIR)/_build/env/$(RECIPE).trace/bin/python $(notdir $(RECIPE)).py
 
 sanitize: $(SITE_READY)  ## on a GPU host, run the checks of recipes under compute-sanitizer
-	@$(PY) -m triton_gallery sanitize $(RECIPE)
+	@"$(PY)" -m triton_gallery sanitize $(RECIPE)
 
 peers: $(SITE_READY)  ## on a GPU host, measure ops beside other libraries' and record it; RECIPE=section/name for one
-	@$(PY) benchmarks/measure_peers.py $(RECIPE)
+	@"$(PY)" benchmarks/measure_peers.py $(RECIPE)
 
 versions: $(SITE_READY)  ## on a GPU host, measure ops under another Triton: make versions TRITON=folder
-	@$(PY) benchmarks/measure_versions.py $(addprefix --triton ,$(or $(TRITON),$(error name a folder: make versions TRITON=folder))) \
+	@"$(PY)" benchmarks/measure_versions.py $(addprefix --triton ,$(or $(TRITON),$(error name a folder: make versions TRITON=folder))) \
 		$(if $(NO_FUSION),--no-fusion) $(if $(RECIPE),--recipes $(RECIPE)); \
-		measured=$$?; [ $$measured -lt 2 ] && $(PY) benchmarks/measure_versions.py --merge _build/versions && exit $$measured
+		measured=$$?; [ $$measured -lt 2 ] && "$(PY)" benchmarks/measure_versions.py --merge _build/versions && exit $$measured
 
 check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
-	@$(PY) -m triton_gallery check-records $(RECIPE)
+	@"$(PY)" -m triton_gallery check-records $(RECIPE)
 
 targets: $(SITE_READY)  ## compile kernels for GPUs that need not be here, where they changed; RECIPE=section/name for one
-	@$(PY) -m triton_gallery compile $(if $(AGAIN),--again) $(RECIPE)
+	@"$(PY)" -m triton_gallery compile $(if $(AGAIN),--again) $(RECIPE)
 
 check-targets: $(SITE_READY)  ## compile them the same way, keep nothing, and fail if one fitted before and no longer does
-	@$(PY) -m triton_gallery compile --check $(RECIPE)
+	@"$(PY)" -m triton_gallery compile --check $(RECIPE)
 
 compare: $(SITE_READY)  ## compare recorded figures with those at BASE=revision
-	@$(PY) -m triton_gallery compare $(or $(BASE),$(error name a git revision: make compare BASE=revision)) $(RECIPE)
+	@"$(PY)" -m triton_gallery compare $(or $(BASE),$(error name a git revision: make compare BASE=revision)) $(RECIPE)
 
 serve: $(TEST_READY)  ## build, serve on http://127.0.0.1:8000 and build again on each change
-	@$(PY) -m sphinx_autobuild -c . --watch gallery --watch src --watch conf.py --ignore 'docs/recipes/*' \
+	@"$(PY)" -m sphinx_autobuild -c . --watch gallery --watch src --watch conf.py --ignore 'docs/recipes/*' \
 		--ignore '*.pyc' docs _build/serve
 
 test: $(TEST_READY)  ## test quickly; THOROUGH=1 for all, RECIPE=section/name for one recipe thoroughly
-	@OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --dist loadgroup \
+	@OMP_NUM_THREADS=1 "$(PY)" -m pytest --numprocesses auto --dist loadgroup \
 		$(if $(THOROUGH),--thorough "$(patsubst 1,all,$(THOROUGH))") $(if $(RECIPE),--recipe $(RECIPE))
 
 newest: $(TEST_READY)  ## with the newest supported Triton over the pins, import every recipe and run those that changed
-	@$(PY) -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target _build/newest \
+	@"$(PY)" -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target _build/newest \
 		--requirement tests/newest.txt
 	@PYTHONPATH=$(CURDIR)/_build/newest:$(PYTHONPATH) OMP_NUM_THREADS=1 \
-		$(PY) -m pytest tests/newest.py --numprocesses auto
+		"$(PY)" -m pytest tests/newest.py --numprocesses auto
 
 test-gpu: $(TEST_READY)  ## on a GPU host, test every op on the GPU; as many processes as it has memory for
-	@$(PY) -c "import torch; torch.cuda.is_available() or exit('torch sees no GPU here')"
-	@$(PY) -m pytest tests/ops tests/test_device.py --numprocesses auto --thorough all
+	@"$(PY)" -c "import torch; torch.cuda.is_available() or exit('torch sees no GPU here')"
+	@"$(PY)" -m pytest tests/ops tests/test_device.py --numprocesses auto --thorough all
 
 lint: $(TEST_READY)  ## check style, spelling and types
-	@$(PY) -m ruff check
-	@$(PY) -m ruff format --check
-	@$(PY) -m codespell_lib
-	@$(PY) -m sphinxlint --enable all --disable line-too-long docs/guide docs/*.md gallery README.md
-	@$(PY) -m mypy
+	@"$(PY)" -m ruff check
+	@"$(PY)" -m ruff format --check
+	@"$(PY)" -m codespell_lib
+	@"$(PY)" -m sphinxlint --enable all --disable line-too-long docs/guide docs/*.md gallery README.md
+	@"$(PY)" -m mypy
 
 clean:  ## remove what was built; the environment stays
 	rm -rf _build docs/recipes
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	"$(PYTHON)" -m venv $(VENV)
 
 $(VENV)/.site: requirements.txt pyproject.toml | $(VENV)/bin/python
-	$(PY) -m pip install --disable-pip-version-check --quiet --requirement requirements.txt
-	$(PY) -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps --editable .
+	"$(PY)" -m pip install --disable-pip-version-check --quiet --requirement requirements.txt
+	"$(PY)" -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
 $(VENV)/.test: tests/requirements.txt $(VENV)/.site
-	$(PY) -m pip install --disable-pip-version-check --quiet --requirement tests/requirements.txt
+	"$(PY)" -m pip install --disable-pip-version-check --quiet --requirement tests/requirements.txt
 	@touch $@

@@ -92,6 +92,26 @@ def make(folder: Path, target: str) -> None:
     assert made.returncode == 0, made.stderr
 
 
+def test_folders_may_have_spaces(tmp_path: Path) -> None:
+    python = tmp_path / "my dir" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    command = ["make", "check-records", f"PYTHON={python}", "VENV=", "RECIPE=first_steps/vector_add"]
+    made = subprocess.run(command, cwd=ROOT, env=without_make(), capture_output=True, text=True, check=False)
+    assert "of 1 recipes want a new record" in made.stdout, made.stderr
+
+
+def test_any_locale_will_do() -> None:
+    """What a locale cannot print is a question mark: a table of failures that raises would hide them."""
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "COLUMNS": "60"}
+    command = [sys.executable, "-m", "triton_gallery", "results", "fusion/softmax"]
+    environment = {**os.environ, **plain, "PYTHONPATH": "src"}
+    printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert printed.returncode == 0, printed.stderr
+    assert "?" in printed.stdout
+
+
 CALL = re.compile(r"(?:\.venv/bin/triton-gallery|PYTHONPATH=src /path/to/python -m triton_gallery)((?: [\w./-]+)*)")
 
 

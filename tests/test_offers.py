@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 import zipfile
 from collections.abc import Callable
@@ -159,10 +160,19 @@ def test_notebook_begins_with_what_installs_its_packages(site: Path, recipe: Rec
 
 
 def test_only_what_is_missing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By pip or, where there is none, by uv; without both, a message says what to install."""
     called: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda command, **_: called.append(command))
     install_missing("torch>=2.11", "pytest")
     assert called == []
-    install_missing("torch>=2.11", "pytest>=1000", "no-such-package")
-    (command,) = called
-    assert command[1:] == ["-m", "pip", "install", "--quiet", "pytest>=1000", "no-such-package"]
+    wanted = "torch>=2.11", "pytest>=1000", "no-such-package"
+    install_missing(*wanted)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    install_missing(*wanted)
+    by_pip = [sys.executable, "-m", "pip", "install"]
+    by_uv = ["/bin/uv", "pip", "install", "--python", sys.executable]
+    assert called == [[*by, "--quiet", *wanted[1:]] for by in (by_pip, by_uv)]
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="neither pip nor uv: install pytest>=1000, no-such-package"):
+        install_missing(*wanted)

@@ -939,6 +939,15 @@ def _attention_variants_rows(*tensors):
     return [t if t.stride(3) == 1 else t.contiguous() for t in tensors]
 
 
+def _attention_variants_like(t):
+    """Return memory for a gradient of t: in the order of t, adjacent along D.
+
+    Where elements of t share memory, ``empty_like`` may choose another order.
+    """
+    new = torch.empty_like(t)
+    return new if new.stride(3) == 1 else new.new_empty(t.shape)
+
+
 def _attention_variants_read(*tensors):
     """Return tensors as kernels read them, and their strides."""
     if triton.knobs.runtime.interpret and tensors[0].dtype == torch.bfloat16:
@@ -1009,14 +1018,14 @@ def _attention_variants_launch(
             *read,
             out,
             lse,
-            None if sinks is None else sinks.to(lse.dtype),
+            None if sinks is None else sinks.to(lse.dtype).contiguous(),
             _attention_variants_given(score_tensors, score_numbers),
             _attention_variants_given(span_tensors, span_numbers),
             LQ,
             k.shape[2],
             heads,
             *strides,
-            LOWEST=torch.finfo(torch.float32).min,
+            LOWEST=torch.finfo(lse.dtype).min,
             **common,
             **tiles[0],
         )
@@ -1045,7 +1054,8 @@ def _attention_variants_backward_launch(
     """
     q, k, v, grad = _attention_variants_rows(q, k, v, grad)
     # The gradients lie in memory as q and k do, so autograd need not copy them.
-    dq, dk, dv, delta = map(torch.empty_like, (q, k, k, lse))
+    dq, dk, dv = map(_attention_variants_like, (q, k, k))
+    delta = torch.empty_like(lse)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), delta.zero_()
     (batch, heads, LQ, _), (_, shared, LK, _) = q.shape, k.shape
@@ -1112,7 +1122,8 @@ def _attention_variants_fake(
 @attention_variants_backward.register_fake
 def _attention_variants_backward_fake(grad, q, k, v, out, lse, *_):
     q, k = _attention_variants_rows(q, k)
-    return tuple(map(torch.empty_like, (q, k, k, lse)))
+    grads = map(_attention_variants_like, (q, k, k))
+    return *grads, torch.empty_like(lse)
 
 
 def _attention_variants_setup(ctx, inputs, output):
@@ -1185,12 +1196,13 @@ def attention_variants(
     the softmax and has no value.
 
     The result is contiguous, of the shape and dtype of q, with the same bits
-    each time. A query that sees nothing gives 0. A NaN or an infinity may reach
-    queries and keys that it is hidden from. The gradients, of q, k, v and
-    sinks, have their dtypes, the same bits each time, and no gradient
-    themselves. They are right for finite inputs only. With float16 inputs, the
-    backward rounds the probabilities and the gradients of scores to float16:
-    below 2**-14 these lose bits, from 2**-25 down they count as 0.
+    each time. A query that sees nothing gives 0. A score below -2.3e38, or
+    -1.2e308 in float64, counts as -inf. A NaN or an infinity may reach queries
+    and keys that it is hidden from. The gradients, of q, k, v and sinks, have
+    their dtypes, the same bits each time, and no gradient themselves. They are
+    right for finite inputs only. With float16 inputs, the backward rounds the
+    probabilities and the gradients of scores to float16: below 2**-14 these
+    lose bits, from 2**-25 down they count as 0.
 
     Raises TypeError for other dtypes and for tensors on different devices, and
     ValueError for other shapes, for unknown names, and where what a score or a

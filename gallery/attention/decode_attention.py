@@ -663,7 +663,7 @@ def _decode_attention_launch(
             SPLIT=parts > 1,
             DOT=tl.float32 if widen else DECODE_ATTENTION_DTYPES[q.dtype],
             ACC=DECODE_ATTENTION_DTYPES[ACC],
-            LOWEST=torch.finfo(torch.float32).min,
+            LOWEST=torch.finfo(ACC).min,
             BLOCK_M=BLOCK_M,
             # Float32 and float64 are multiplied in registers, which are few.
             BLOCK_N=DECODE_ATTENTION_STEPS[BLOCK_D] if half else 16,
@@ -679,7 +679,7 @@ def _decode_attention_launch(
                 out,
                 parts,
                 D=D,
-                LOWEST=torch.finfo(torch.float32).min,
+                LOWEST=torch.finfo(ACC).min,
                 BLOCK_P=triton.next_power_of_2(parts),
                 BLOCK_D=BLOCK_D,
                 num_warps=8 if parts > 32 else 4,
@@ -707,7 +707,8 @@ def decode_attention(
     sequence b is number j % page size of page block_table[b, j // page size].
     These numbers are not checked, nor is that a length fits into the table.
     Lengths count the keys of the queries, which are in the cache already: query
-    i sees keys 0 to seq_lens[b] - queries + i. One that sees none gives 0.
+    i sees keys 0 to seq_lens[b] - queries + i. One that sees none gives 0. A
+    score below -2.3e38, or -1.2e308 in float64, counts as -inf.
 
     Takes float16, bfloat16, float32 or float64, caches of the same or, with 16
     bits, of float8_e4m3fn (on NVIDIA from compute capability 8.9 on), D up to

@@ -879,6 +879,15 @@ def _flash_attention_rows(*tensors):
     return [t if t.stride(3) == 1 else t.contiguous() for t in tensors]
 
 
+def _flash_attention_like(t):
+    """Return memory for a gradient of t: in the order of t, adjacent along D.
+
+    Where elements of t share memory, ``empty_like`` may choose another order.
+    """
+    new = torch.empty_like(t)
+    return new if new.stride(3) == 1 else new.new_empty(t.shape)
+
+
 def _flash_attention_read(*tensors):
     """Return tensors as kernels read them, and their strides."""
     if triton.knobs.runtime.interpret and tensors[0].dtype == torch.bfloat16:
@@ -924,7 +933,7 @@ def _flash_attention_launch(
             SCALE_2=scale * math.log2(math.e),
             CAUSAL=causal,
             ACC=tl.float64 if wide == torch.float64 else tl.float32,
-            LOWEST=torch.finfo(torch.float32).min,
+            LOWEST=torch.finfo(wide).min,
             BLOCK_D=BLOCK_D,
             **tile,
         )
@@ -948,7 +957,7 @@ def _flash_attention_backward_launch(
     batch, heads, LQ, D = q.shape
     shared, LK, D = int(k.shape[1]), k.shape[2], int(D)
     # The gradients lie in memory as q and k do, so autograd need not copy them.
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)
+    dq, dk, dv = map(_flash_attention_like, (q, k, k))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
@@ -1093,8 +1102,9 @@ def flash_attention(q, k, v, causal=False, scale=None) -> torch.Tensor:
     dropout. ``scale`` is a number, 1 / sqrt(D) if not given; the kernels are
     compiled for each. The result is contiguous, of the shape and dtype of q,
     with the same bits each time. A query that sees nothing, or whose scores are
-    all -inf, gives 0. A NaN or an infinity may reach queries and keys that it
-    is hidden from.
+    all -inf, gives 0. A score below -2.3e38, or -1.2e308 in float64, counts as
+    -inf. A NaN or an infinity may reach queries and keys that it is hidden
+    from.
 
     The gradients have the dtype of q, the same bits each time, and no gradient
     themselves. They are right for finite inputs only. With float16 inputs, the

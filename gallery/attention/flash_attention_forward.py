@@ -608,6 +608,7 @@ def _flash_attention_forward_launch(
     if q.dtype.itemsize > 2:  # float32 and float64: operands take registers
         tile = (32, 16, 4, 1)
     BLOCK_M, BLOCK_N, num_warps, num_stages = tile
+    wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
         # The interpreter would multiply the bits as if they were integers.
@@ -632,8 +633,8 @@ def _flash_attention_forward_launch(
             # exp(x) is exp2(x * log2(e)).
             SCALE=scale * math.log2(math.e),
             CAUSAL=causal,
-            ACC=tl.float64 if q.dtype == torch.float64 else tl.float32,
-            LOWEST=torch.finfo(torch.float32).min,
+            ACC=tl.float64 if wide == torch.float64 else tl.float32,
+            LOWEST=torch.finfo(wide).min,
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
             BLOCK_D=BLOCK_D,
@@ -664,11 +665,11 @@ def flash_attention_forward(
     With ``causal``, query i sees keys 0 to i. ``scale`` is 1 / sqrt(D) if not
     given; the kernel is compiled for it. The result is contiguous, of the shape
     and dtype of q, and the same each time. A query that sees nothing, or whose
-    scores are all -inf, gives 0. In float16, weights below 2**-25 of the
-    largest count as 0. A NaN or an infinity in v may reach queries that it is
-    hidden from. Raises TypeError for other dtypes and ValueError for other
-    shapes. Has no gradient: a backward raises RuntimeError. The method:
-    https://arxiv.org/abs/2307.08691
+    scores are all -inf, gives 0. A score below -2.3e38, or -1.2e308 in float64,
+    counts as -inf. In float16, weights below 2**-25 of the largest count as 0.
+    A NaN or an infinity in v may reach queries that it is hidden from. Raises
+    TypeError for other dtypes and ValueError for other shapes. Has no gradient:
+    a backward raises RuntimeError. The method: https://arxiv.org/abs/2307.08691
     """
     kernel = wrap_triton(_flash_attention_forward_kernel)
     return _flash_attention_forward_launch(q, k, v, causal, scale, kernel)

@@ -954,10 +954,12 @@ def _gated_delta_rule_gradients_kernel(
         written *= tl.exp2(total - decay)[:, None]
         # What a token writes is beta times an outer product with its key.
         dbeta += tl.sum((written + near) * k, axis=1)
+        scaled = (k * beta[:, None]).to(k.dtype)
+        # Rounded as where dq and read have it: a token's own read cancels.
+        dg -= tl.sum(near * scaled, axis=1)
         written *= beta[:, None]
         near *= beta[:, None]
         far += tl.sum(written * k, axis=1)
-        scaled = (k * beta[:, None]).to(k.dtype)
         dq *= tl.exp2(decay)[:, None] * SCALE
         dq = tl.dot(
             queries, scaled, dq, input_precision=PRECISION, out_dtype=ACC
@@ -967,7 +969,7 @@ def _gated_delta_rule_gradients_kernel(
         read = tl.dot(
             errors, scaled, read, input_precision=PRECISION, out_dtype=ACC
         )
-        dg += tl.sum(dq * q + (read - near) * k, axis=1)
+        dg += tl.sum(dq * q + read * k, axis=1)
         dk = read + written + near
         tl.store(dk_ptr + begin * K + keys, dk, mask=keys_mask)
     tl.store(dbeta_ptr + begin + rows, dbeta, mask=inside)
@@ -1117,7 +1119,9 @@ def _gated_delta_rule_launch(
     dtype, first = q.dtype, initial_state
     if q.numel() == 0:  # also without tokens: the state stays
         shape = q.shape[0], q.shape[2], q.shape[3], v.shape[3]
-        last = g.new_zeros(shape) if first is None else first.clone()
+        last = g.new_zeros(shape) if first is None else first
+        # A copy, as an op may not return its input.
+        last = last.clone(memory_format=torch.contiguous_format)
         return v.new_empty(v.shape), last
     q, k, v = _gated_delta_rule_read(q, k, v)
     g, beta = g.contiguous(), beta.contiguous()

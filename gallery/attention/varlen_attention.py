@@ -988,7 +988,7 @@ def _varlen_attention_launch(
             *strides,
             GROUP=int(heads // k.shape[1]),
             CAUSAL=causal,
-            LOWEST=torch.finfo(torch.float32).min,
+            LOWEST=torch.finfo(wide).min,
             **tile,
         )
     return out, lse
@@ -1200,9 +1200,10 @@ def varlen_attention(
     tensors, or leave rows of the result or of a gradient unwritten.
 
     With causal, a sequence's last query sees all its keys, the one before it
-    all but the last, and so on. A query that sees nothing gives 0. scale
-    multiplies the scores. It is above 0, and 1 / sqrt(D) if not given; the
-    kernels are compiled anew for each scale.
+    all but the last, and so on. A query that sees nothing gives 0. A score
+    below -2.3e38, or -1.2e308 in float64, counts as -inf. scale multiplies the
+    scores. It is above 0, and 1 / sqrt(D) if not given; the kernels are
+    compiled anew for each scale.
 
     The result has the shape and dtype of q and is contiguous. It and the
     gradients of q, k and v have the same bits each time. The gradients have no

@@ -673,7 +673,7 @@ def _cross_entropy_launch(
     losses = targets.new_empty(targets.shape, dtype=wide)
     M, N = targets.numel(), int(logits.shape[-1])
     # Maxima, sums and, behind them, one over the rows that count
-    stats = losses.new_empty(2 * M + mean)
+    stats = losses.new_empty(2 * M + int(mean))
     targets = targets.contiguous()
     # Triton launches on the current GPU, which may not be that of logits.
     with torch.accelerator.device_index(logits.device.index):

@@ -528,15 +528,19 @@ def _layer_norm_kernel(
     total = tl.sum(x, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     if REST:
         total += tl.sum(x_rest, axis=1, keep_dims=True)
-    # A GPU's `/` of float32 may be off by two roundings. Of a large mean, that
-    # would be much beside the differences from it.
-    count = tl.cast(N, ACC)
-    mean = tl.div_rn(total, count) if ACC.is_fp32() else total / count
+    mean = total / N
     # Behind the row's end x - mean is not 0, and would count as a difference.
     d = x - mean if REST else tl.where(mask, x - mean, 0)
-    var = tl.sum(d * d, axis=1, keep_dims=True) / N  # (BLOCK_M, 1)
+    # The mean is rounded, so the differences from it have a mean of their own.
+    shift = tl.sum(d, axis=1, keep_dims=True) / N  # (BLOCK_M, 1)
     if REST:
         d_rest = tl.where(rest < N, x_rest - mean, 0)  # (BLOCK_M, REST)
+        shift += tl.sum(d_rest, axis=1, keep_dims=True) / N
+        d_rest = tl.where(rest < N, d_rest - shift, 0)
+    d = d - shift if REST else tl.where(mask, d - shift, 0)
+    mean += shift
+    var = tl.sum(d * d, axis=1, keep_dims=True) / N  # (BLOCK_M, 1)
+    if REST:
         var += tl.sum(d_rest * d_rest, axis=1, keep_dims=True) / N
     r = tl.rsqrt(var + EPS)
     tl.store(stats_ptr + offs_m, mean)

@@ -485,6 +485,8 @@ def _norms_long_kernel(
         # Columns past the end of the last block have one element less.
         count = tl.cdiv(tl.maximum(N - columns, 0), BLOCK_N).to(ACC)
         total = tl.sum(count * mean, axis=0) / N
+        # It is rounded, so the differences from it have a mean of their own.
+        total += tl.sum(count * (mean - total), axis=0) / N
         # The columns' means differ: that spread is part of the variance.
         s += count * (mean - total) * (mean - total)
         tl.store(stats_ptr + M + row, total)

@@ -540,6 +540,15 @@ def _rope_rows(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _rope_like(x):
+    """Return new memory for x turned: in the order of x, without gaps.
+
+    Where elements of x share memory, ``empty_like`` may choose another order.
+    """
+    new = torch.empty_like(x)
+    return new if new.stride(-1) == 1 else new.new_empty(x.shape)
+
+
 def _rope_run(
     kernel,
     q,
@@ -591,7 +600,7 @@ def _rope_launch(
 ):
     _rope_check("rope", q, k, cos, sin)
     q, k = _rope_rows(q), _rope_rows(k)
-    out = torch.empty_like(q), torch.empty_like(k)
+    out = _rope_like(q), _rope_like(k)
     _rope_run(kernel, q, k, cos, sin, *out, interleaved, conjugate)
     return out
 
@@ -654,7 +663,11 @@ def _rope_check_in_place(q, k, cos, sin, interleaved=False, conjugate=False):
             "rope_ has no backward: use rope, or detach what requires grad"
         )
     for x in (q, k):
-        shared = any(x.stride(i) == 0 and x.shape[i] > 1 for i in range(4))
+        width, shared = 1, False
+        for step, extent in sorted(zip(x.stride(), x.shape, strict=True)):
+            if extent > 1:
+                shared = shared or step < width
+                width += step * (extent - 1)
         if shared or x.stride(-1) != 1:
             raise ValueError(
                 "rope_ takes heads whose numbers lie side by side and share no "

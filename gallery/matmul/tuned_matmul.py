@@ -786,9 +786,10 @@ def tuned_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     and is contiguous. Sums are in float32, for float64 in float64; float32 is
     multiplied in full precision, not in TF32.
 
-    The first call with new sizes tunes: it times several tiles. Sizes that lie
-    close together share a tile. After the first call, the result is the same
-    each time; another process may choose another tile. If M and N are both
+    The first call with new sizes tunes: it times several tiles. A CUDA graph
+    cannot capture that, so make the call once before the capture. Sizes that
+    lie close together share a tile. After the first call, the result is the
+    same each time; another process may choose another tile. If M and N are both
     above 128, an operand whose rows do not begin at multiples of 16 bytes is
     copied in each call.
 

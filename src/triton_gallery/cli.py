@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from io import TextIOWrapper
 from pathlib import Path
 from time import monotonic
 
@@ -57,6 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     Stopped with Ctrl-C it is 130, as in a shell.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # not every locale has all that recipes print
     parser = argparse.ArgumentParser(prog="triton-gallery", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -666,8 +666,8 @@ BREAKS = [
     ("a gate acts on its own token", "tl.cumsum(far, axis=0) - far", "tl.cumsum(far, axis=0)"),
     (
         "what a key reads has no gate",
-        "dg += tl.sum(dq * q + (read - near) * k, axis=1)",
-        "dg += tl.sum(dq * q - near * k, axis=1)",
+        "dg += tl.sum(dq * q + read * k, axis=1)",
+        "dg += tl.sum(dq * q, axis=1)",
     ),
     ("no bound", "    g = tl.where(g < LOWEST, LOWEST, g)  # and NaN stays NaN\n", ""),
     ("NaN is bounded", "tl.where(g < LOWEST, LOWEST, g)", "tl.where(g >= LOWEST, g, LOWEST)"),

@@ -505,7 +505,7 @@ def test_compile(taken: ModuleType) -> None:
 OPS = [
     (
         "rope",
-        lambda normal, M, N: (normal(2, 8, 517, 64), normal(2, 3, 517, 64), normal(517, 32), normal(517, 32)),
+        lambda normal, M, N: (*(normal(2, H, M // 2, 64) for H in (8, 3)), normal(M // 2, 32), normal(M // 2, 32)),
         lambda q, k, cos, sin: tuple(reference(x, cos, sin, interleaved=False).to(x.dtype) for x in (q, k)),
     ),
 ]

@@ -6,6 +6,8 @@ def install_missing(*packages: str) -> None:
     import subprocess
     import sys
     from importlib.metadata import PackageNotFoundError, version
+    from importlib.util import find_spec
+    from shutil import which
 
     from packaging.requirements import Requirement
 
@@ -17,5 +19,12 @@ def install_missing(*packages: str) -> None:
         except PackageNotFoundError:
             pass
         missing.append(str(package))
-    if missing:
-        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *missing], check=True)
+    if not missing:
+        return
+    if find_spec("pip"):
+        install = [sys.executable, "-m", "pip", "install"]
+    elif uv := which("uv"):  # an environment of uv has no pip
+        install = [uv, "pip", "install", "--python", sys.executable]
+    else:
+        raise ModuleNotFoundError(f"here is neither pip nor uv: install {', '.join(missing)}")
+    subprocess.run([*install, "--quiet", *missing], check=True)
