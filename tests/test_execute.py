@@ -31,6 +31,10 @@ FAULTS = {
         "import torch\n\ntorch.testing.assert_close(torch.zeros(3), torch.ones(3))",
         "raised AssertionError: Tensor-likes are not close!",
     ),
+    "repeats": (
+        'raise RuntimeError("a warning\\nTraceback (most recent call last):\\n  File\\nValueError: its cause")',
+        "raised ValueError: its cause",
+    ),
     "dies": ("import os\n\nos.kill(os.getpid(), 40)", "killed by signal 40"),
     "segfaults": ("import ctypes\n\nctypes.string_at(0)", "killed by signal 11 (SIGSEGV)"),
     "hangs": ("import time\n\nwhile True:\n    time.sleep(1)", f"stopped after {LIMIT} s"),

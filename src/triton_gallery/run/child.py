@@ -87,6 +87,16 @@ def _let_others_have_the_gpu() -> None:
     torch.cuda._sleep = lambda cycles: None
 
 
+def _error(trace: str) -> str:
+    """Return the line of a traceback that names the error: after the header and the indented stack.
+
+    Its message may go on for many lines. If it is what another process printed, that one's traceback tells more.
+    """
+    lines = trace.splitlines()
+    last = max(n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call last)"))
+    return next((line for line in lines[last + 1 :] if not line.startswith(" ")), lines[-1].strip())
+
+
 def _make_page(order: Order) -> dict[str, Any]:
     work = order.work
     site = work / "site"
@@ -114,9 +124,7 @@ def _make_page(order: Order) -> dict[str, Any]:
     outcome = app.config.sphinx_gallery_conf
     if outcome["failing_examples"]:
         (trace,) = outcome["failing_examples"].values()
-        # after the header and the indented stack: an exception's message may go on for many lines
-        message = next(line for line in trace.splitlines()[1:] if not line.startswith(" "))
-        return {"failure": f"raised {message}", "detail": trace}
+        return {"failure": f"raised {_error(trace)}", "detail": trace}
     if order.execute and len(outcome["passing_examples"]) != 1:
         raise RuntimeError("sphinx-gallery did not execute the recipe")
     if (site / f"{page}.rst").stat().st_size > OUTPUT_LIMIT:
