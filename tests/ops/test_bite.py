@@ -40,6 +40,12 @@ def copy_gallery(gallery: Path, to: Path) -> Path:
     return Path(shutil.copytree(gallery, to / "gallery", ignore=shutil.ignore_patterns("__pycache__")))
 
 
+def test_mutants_are_of_the_present_code(gallery: Path) -> None:
+    """What each takes out stands once in its recipe: one that no longer does would show nothing."""
+    counts = {f"{m.recipe}: {m.what}": (gallery / f"{m.recipe}.py").read_text().count(m.old) for m in MUTANTS}
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+
+
 def test_copy_passes(gallery: Path, tmp_path: Path) -> None:
     """A copy as it is passes, so that failures mean something; of each recipe its own tests say so."""
     status, output = run_tests(copy_gallery(gallery, tmp_path), "first_steps/vector_add")

@@ -581,7 +581,7 @@ BREAKS = [
         'tl.load(x_body + offs, mask=mask, other=-float("inf"))',
         "tl.load(x_body + offs, mask=mask, other=0)",
     ),
-    ("edges padded with zeros", 'mask=counts & mask_e, other=-float("inf")', "mask=counts & mask_e, other=0"),
+    ("edges padded with zeros", 'mask=read_e, other=-float("inf")', "mask=read_e, other=0"),
     ("rows taken for adjacent", "    x_row = row * stride_xm\n", "    x_row = row * N\n"),
     ("edges before the body alone", "tl.where(edge < head, edge, edge + length)", "edge"),
     ("ignored rows in the mean", "(mask & (targets != ignore_index)).to(tl.int32)", "mask.to(tl.int32)"),

@@ -677,6 +677,6 @@ BREAKS = [
         "return begin, rows, tl.arange(0, CHUNK) < T - start + 1",
     ),
     ("queries do not weigh by the scale", "(tl.exp2(decay) * SCALE)[:, None]).to", "tl.exp2(decay)[:, None]).to"),
-    ("without tokens the state is lost", "first.clone()", "torch.zeros_like(first)"),
+    ("without tokens the state is lost", "g.new_zeros(shape) if first is None else first\n", "g.new_zeros(shape)\n"),
     ("without tokens the gradient of the state is lost", "grad_last.clone()", "torch.zeros_like(grad_last)"),
 ]

@@ -445,7 +445,7 @@ OPS = [("kv_cache_write_", some_tokens, both_turned)]
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
-    ("padding is written", "slotted = there & (slot >= 0)", "slotted = there & (slot >= -1)"),
+    ("padding is written", "offs_h < tl.where(slot >= 0", "offs_h < tl.where(slot >= -1"),
     ("turned the other way", "y2 = x2 * cos + x1 * sin", "y2 = x2 * cos - x1 * sin"),
     ("the next position", "positions_ptr + token)", "positions_ptr + token) // 2"),
     ("keys are written as they came", "cells + offs_r, y1, k_scale", "cells + offs_r, y1 * 0 + y2, k_scale"),
