@@ -200,6 +200,7 @@ for _name in ("add", "sub", "mul", "truediv", "and_", "eq", "le", "lt"):
     _operator = _for_each(getattr(operator, _name))
     setattr(Values, f"__{_name.strip('_')}__", _operator)
     setattr(Values, f"__r{_name.strip('_')}__", lambda mine, other, compute=_operator: compute(other, mine))
+Values.__neg__ = _for_each(operator.neg)  # type: ignore[attr-defined]
 
 
 class Int(int):
@@ -513,6 +514,7 @@ gl = SimpleNamespace(
     max=lambda values, axis: Values(values.values.amax(axis)),
     sum=lambda values, axis: Values(values.values.sum(axis)),
     exp2=_for_each(torch.exp2),
+    fma=_for_each(lambda x, y, z: x * y + z),
     where=_where,
     arange=_arange,
     load=_load_registers,

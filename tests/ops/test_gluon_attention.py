@@ -50,8 +50,6 @@ def modelled(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
         patch.setattr(recipe, "_gluon_attention_gpu", lambda _: None)
-        patch.setattr(gluon_model.gl, "fma", lambda x, y, z: x * y + z, raising=False)
-        patch.setattr(gluon_model.Values, "__neg__", lambda x: 0 - x, raising=False)
         yield recipe
     recipe.GLUON_ATTENTION_LIBRARY._destroy()  # PyTorch 2.11 refuses a second one
 
