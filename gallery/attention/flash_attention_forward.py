@@ -608,7 +608,6 @@ def _flash_attention_forward_launch(
     if q.dtype.itemsize > 2:  # float32 and float64: operands take registers
         tile = (32, 16, 4, 1)
     BLOCK_M, BLOCK_N, num_warps, num_stages = tile
-    wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
         # The interpreter would multiply the bits as if they were integers.
@@ -633,8 +632,8 @@ def _flash_attention_forward_launch(
             # exp(x) is exp2(x * log2(e)).
             SCALE=scale * math.log2(math.e),
             CAUSAL=causal,
-            ACC=tl.float64 if wide == torch.float64 else tl.float32,
-            LOWEST=torch.finfo(wide).min,
+            ACC=tl.float64 if q.dtype == torch.float64 else tl.float32,
+            LOWEST=torch.finfo(torch.promote_types(q.dtype, torch.float32)).min,
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
             BLOCK_D=BLOCK_D,

@@ -456,8 +456,7 @@ def _norms_long_kernel(
     BLOCK_N: tl.constexpr,
 ):
     # VEC divides them, which the compiler learns here: it loads VEC at once.
-    N = N // VEC * VEC
-    stride_xm = stride_xm // VEC * VEC
+    N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
     columns = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     # In int32 a row's offset would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64)
