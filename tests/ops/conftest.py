@@ -122,6 +122,15 @@ def printed(site: Path, run_of_page: Callable[[str], Run | None]) -> Callable[[s
     return read
 
 
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """Have PyTorch fill all memory that an op allocates with NaN."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def on_h100() -> Iterator[Ask]:
     """Return a function that asks the one process that compiles for an H100."""

@@ -4,7 +4,7 @@ Each op runs twice, on inputs laid out in some way and on contiguous copies of t
 with NaN. Results, what it writes, and gradients where it has them have to be the same.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -76,15 +76,6 @@ def in_order(t: torch.Tensor) -> torch.Tensor:
 
 
 OVERLAPPING = [unfolded, expanded]
-
-
-@pytest.fixture
-def poison() -> Iterator[None]:
-    """Have PyTorch fill all memory that an op allocates with NaN."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def is_real(t: Any) -> bool:

@@ -3,7 +3,7 @@
 The ops of a recipe stand in its tests, as `OPS`: each with a function that makes its inputs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -56,15 +56,6 @@ def function(op: Op, recipe_at: Callable[[str], ModuleType]) -> Callable[..., li
         return [out] if isinstance(out, torch.Tensor) else list(out)
 
     return call
-
-
-@pytest.fixture
-def poison() -> Iterator[None]:
-    """Have PyTorch fill all memory that an op allocates with NaN."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @each_op

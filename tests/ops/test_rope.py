@@ -325,6 +325,12 @@ def test_refuses(taken: ModuleType) -> None:
         for pair in ((wrong, k), (k, wrong)):
             with pytest.raises(ValueError, match="side by side and share no memory"):
                 taken.rope_(*pair, cos, sin)
+    with pytest.raises(ValueError, match="share no memory"):  # each token begins one number after the one before it
+        taken.rope_(
+            torch.zeros(14, device=DEVICE).unfold(0, 6, 1)[None, None],
+            torch.zeros(1, 1, 9, 6, device=DEVICE),
+            *angles(9, 6, torch.float32, DEVICE),
+        )
     taken.rope_(q[:1, :1, :1].expand(1, 1, 1, 6), k[:1, :, :1], cos[:1], sin[:1])  # a stride of one element is none
 
 
