@@ -643,6 +643,11 @@ def _tuned_matmul_kernel(
 
 def _tuned_matmul_clock(call, quantiles):
     """Time a candidate, in a fifth of the time of Triton's own clock."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "tuned_matmul tunes in its first call with new sizes, which a CUDA "
+            "graph cannot capture: make one call before the capture"
+        )
     return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
 
@@ -787,16 +792,17 @@ def tuned_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     multiplied in full precision, not in TF32.
 
     The first call with new sizes tunes: it times several tiles. A CUDA graph
-    cannot capture that, so make the call once before the capture. Sizes that
+    cannot capture that, so make one call before the capture. Sizes that
     lie close together share a tile. After the first call, the result is the
     same each time; another process may choose another tile. If M and N are both
     above 128, an operand whose rows do not begin at multiples of 16 bytes is
     copied in each call.
 
     Has a gradient, which has one itself. Raises TypeError for other dtypes and
-    for two that differ, and ValueError for shapes that do not fit, tensors on
-    two devices and strides along K of 2**24 or more. The backward is a product
-    along N and one along M, with the same limit for strides along these.
+    for two that differ, ValueError for shapes that do not fit, tensors on two
+    devices and strides along K of 2**24 or more, and RuntimeError where it
+    would tune in a capture. The backward is a product along N and one along M,
+    with the same limit for strides along these.
     """
     return _tuned_matmul_launch(a, b, wrap_triton)
 

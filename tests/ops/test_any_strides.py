@@ -11,27 +11,10 @@ from typing import Any
 import pytest
 import torch
 from inputs import DEVICE, first_quickly
-from own import collect, runs_here
+from own import collect, gradients, is_real, runs_here
 from torch.utils._pytree import tree_leaves
 
 OPS = [(recipe, *entry[:2]) for recipe, entry in collect("OPS") if len(entry) == 3]
-
-# How many of the first arguments have a gradient, of ops that are not differentiable in all of their tensors of floats
-GRADIENTS = {"rope": 2} | dict.fromkeys(
-    (
-        "add_rows",
-        "cross_entropy_in_place_",
-        "decode_attention",
-        "flash_attention_forward",
-        "gluon_attention",
-        "gluon_matmul",
-        "hopper_attention",
-        "kv_cache_write_",
-        "skinny_matmul",
-        *(name for _, name, _ in OPS if name.endswith("_backward")),
-    ),
-    0,
-)
 WRITTEN = {"cross_entropy_in_place_": [0], "kv_cache_write_": [3, 4]}
 # Arguments that stay as they are, since an op takes and says which strides of them it wants
 KEPT = WRITTEN | {"decode_attention": [1, 2]}
@@ -78,17 +61,12 @@ def in_order(t: torch.Tensor) -> torch.Tensor:
 OVERLAPPING = [unfolded, expanded]
 
 
-def is_real(t: Any) -> bool:
-    """Whether an argument or a result is a tensor of floats."""
-    return isinstance(t, torch.Tensor) and t.is_floating_point()
-
-
 def run(
     name: str, op: Callable[..., Any], inputs: list[Any], lay: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
     """Return the results and gradients of an op, and what it wrote; gradients of its results are laid out, too."""
     leaves = [t.detach() if is_real(t) else t for t in inputs]
-    wanted = [t.requires_grad_() for t in leaves[: GRADIENTS.get(name)] if is_real(t)]
+    wanted = [t.requires_grad_() for t in leaves[: gradients(name)] if is_real(t)]
     out = tree_leaves(op(*leaves))
     out += [leaves[index] for index in WRITTEN.get(name, [])]
     if not wanted:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compiled import Ask, graphs
-from own import collect, runs_here
-from test_any_strides import GRADIENTS, is_real
+from own import collect, gradients, is_real, runs_here
 
 # With its place in the list of the recipe's tests: what makes its inputs cannot travel to another process.
 FOUND = Counter[str]()
@@ -29,7 +28,7 @@ def traced(place: int, recipe: ModuleType) -> list[list[str]]:
     inputs: list[Any] = list(make(torch.randn, 51, 53))
     tensors = {n: value for n, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
     order, rest = list(tensors), [None if n in tensors else value for n, value in enumerate(inputs)]
-    wanted = [t for n, t in tensors.items() if is_real(t) and n < GRADIENTS.get(name, len(inputs))]
+    wanted = [inputs[n] for n in range(len(inputs))[: gradients(name)] if is_real(inputs[n])]
     for t in wanted:
         t.requires_grad_()
     op = getattr(recipe, name)

@@ -337,6 +337,30 @@ def test_compiled(taken: ModuleType, dynamic: bool) -> None:
             torch.testing.assert_close(x, y)
 
 
+@needs_a_gpu
+def test_capture(load_op: Callable[[str], ModuleType]) -> None:
+    """A graph that would capture the tuning says so; after a call outside, the same capture replays right."""
+    op = load_op(str(RECIPE))
+    op.TUNED_MATMUL_TUNED["2 bytes"].configs = op.TUNED_MATMUL_TUNED["2 bytes"].configs[:2]
+    a, b = (torch.randn(shape, device="cuda", dtype=torch.float16) for shape in ((264, 520), (520, 392)))
+    with pytest.raises(RuntimeError, match="one call before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        op.tuned_matmul(a, b)
+    op.tuned_matmul(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        c = op.tuned_matmul(a, b)
+    a.normal_()
+    graph.replay()
+    assert_product(c, a, b)
+
+
+def test_tuning_in_a_capture(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No candidate is timed while a CUDA graph is captured."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="one call before the capture"):
+        taken._tuned_matmul_clock(pytest.fail, None)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_other_gpu(taken: ModuleType) -> None:
     """The op runs where its inputs are, whichever GPU is the current one."""
