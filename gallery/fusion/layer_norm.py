@@ -525,25 +525,23 @@ def _layer_norm_kernel(
         # Loaded before the first sum, for which all warps wait.
         rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
         x_rest = _layer_norm_read(x_rows + rest, rest < N).to(ACC)
+    # Differences from the row's first element: a mean of the elements would be
+    # rounded, and of a large one that is much beside the differences from it.
+    first = tl.load(x_rows).to(ACC)  # (BLOCK_M, 1)
+    x = x - first if REST else tl.where(mask, x - first, 0)
     total = tl.sum(x, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     if REST:
+        x_rest = tl.where(rest < N, x_rest - first, 0)
         total += tl.sum(x_rest, axis=1, keep_dims=True)
     mean = total / N
     # Behind the row's end x - mean is not 0, and would count as a difference.
     d = x - mean if REST else tl.where(mask, x - mean, 0)
-    # The mean is rounded, so the differences from it have a mean of their own.
-    shift = tl.sum(d, axis=1, keep_dims=True) / N  # (BLOCK_M, 1)
-    if REST:
-        d_rest = tl.where(rest < N, x_rest - mean, 0)  # (BLOCK_M, REST)
-        shift += tl.sum(d_rest, axis=1, keep_dims=True) / N
-        d_rest = tl.where(rest < N, d_rest - shift, 0)
-    d = d - shift if REST else tl.where(mask, d - shift, 0)
-    mean += shift
     var = tl.sum(d * d, axis=1, keep_dims=True) / N  # (BLOCK_M, 1)
     if REST:
+        d_rest = tl.where(rest < N, x_rest - mean, 0)  # (BLOCK_M, REST)
         var += tl.sum(d_rest * d_rest, axis=1, keep_dims=True) / N
     r = tl.rsqrt(var + EPS)
-    tl.store(stats_ptr + offs_m, mean)
+    tl.store(stats_ptr + offs_m, first + mean)
     tl.store(stats_ptr + M + offs_m, r)
     if not EARLY:
         weight = _layer_norm_read(weight_ptr + offs_n, mask)

@@ -461,6 +461,9 @@ def _norms_long_kernel(
     # In int32 a row's offset would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64)
     x_row = x_ptr + row * stride_xm
+    # All is of differences from the row's first element. A mean of the elements
+    # would be rounded, and of a large one that is much.
+    first = tl.load(x_row).to(ACC) if CENTER else 0.0
     # Each column has its own: no thread waits for another in the loop.
     mean = tl.zeros((BLOCK_N,), dtype=ACC)
     s = tl.zeros((BLOCK_N,), dtype=ACC)
@@ -472,7 +475,7 @@ def _norms_long_kernel(
             x_row + offs, mask=offs < N, other=0, eviction_policy="evict_last"
         ).to(ACC)
         if CENTER:
-            n += 1
+            n, x = n + 1, x - first
             # A difference of 0 changes neither the mean nor s.
             d = tl.where(offs < N, x - mean, 0)  # (BLOCK_N,)
             mean += d * (1 / n)
@@ -484,11 +487,9 @@ def _norms_long_kernel(
         # Columns past the end of the last block have one element less.
         count = tl.cdiv(tl.maximum(N - columns, 0), BLOCK_N).to(ACC)
         total = tl.sum(count * mean, axis=0) / N
-        # It is rounded, so the differences from it have a mean of their own.
-        total += tl.sum(count * (mean - total), axis=0) / N
         # The columns' means differ: that spread is part of the variance.
         s += count * (mean - total) * (mean - total)
-        tl.store(stats_ptr + M + row, total)
+        tl.store(stats_ptr + M + row, first + total)
     r = tl.rsqrt(tl.sum(s, axis=0) / N + EPS)
     tl.store(stats_ptr + row, r)
     # From the end to the start, as the caches saw the end last.
@@ -501,7 +502,7 @@ def _norms_long_kernel(
         weight = tl.load(
             weight_ptr + offs, mask=mask, eviction_policy="evict_last"
         )
-        y = (x.to(ACC) - total) * r * weight.to(ACC)  # (BLOCK_N,)
+        y = (x.to(ACC) - first - total) * r * weight.to(ACC)  # (BLOCK_N,)
         if CENTER:
             y += tl.load(
                 bias_ptr + offs, mask=mask, eviction_policy="evict_last"
@@ -527,8 +528,7 @@ def _norms_long_backward_kernel(
     BLOCK_N: tl.constexpr,
 ):
     # VEC divides them, which the compiler learns here: it loads VEC at once.
-    N = N // VEC * VEC
-    stride_xm = stride_xm // VEC * VEC
+    N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
     columns = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     # In int32 a row's offset would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64)
@@ -595,8 +595,7 @@ def _norms_long_weight_kernel(
     BLOCK_N: tl.constexpr,
 ):
     # VEC divides them, which the compiler learns here: it loads VEC at once.
-    N = N // VEC * VEC
-    stride_xm = stride_xm // VEC * VEC
+    N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
     offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     first, programs = tl.program_id(axis=1), tl.num_programs(axis=1)
     # One row of sums for each row of a tile: a sum across a tile's rows in each
@@ -678,11 +677,14 @@ def _norms_long_plan(x, stride, tensors, center):
     few = torch.version.hip or (center and tensors == 2)
     programs = NORMS_LONG_SMALL if few else NORMS_LONG_PROGRAMS
     warps, thread = programs[sum(taken > part * cache for part in parts)]
+    two = center and size == 2 and (warps, thread) == (32, 16)
     return {
         "ACC": NORMS_LONG_ACC[x.dtype],
         "VEC": vec,
         "BLOCK_N": min(32 * warps * thread // size, triton.next_power_of_2(N)),
         "num_warps": warps,
+        # With more registers a multiprocessor would hold one program, not two.
+        **({"maxnreg": 32} if two else {}),
     }
 
 

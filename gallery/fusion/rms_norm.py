@@ -489,9 +489,12 @@ def _rms_norm_kernel(
         x_rest = _rms_norm_load(
             x_rows, residual_rows, h_rows, rest, rest < N, ACC, ADD
         )
-    squares = tl.sum(x * x, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     if REST:
-        squares += tl.sum(x_rest * x_rest, axis=1, keep_dims=True)
+        # A tile of two blocks is one row. To keep the dimension of its sum,
+        # Triton 3.9 would move the first block through shared memory.
+        squares = tl.sum(x * x) + tl.sum(x_rest * x_rest)
+    else:
+        squares = tl.sum(x * x, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     # The mean is over N elements, not over the blocks.
     r = tl.rsqrt(squares / N + EPS)
     weight = _rms_norm_read(weight_ptr + offs_n, mask, ACC)

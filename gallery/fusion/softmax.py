@@ -509,11 +509,14 @@ def _softmax_backward_kernel(
         g_rest = _softmax_load(g_ptr + rows + rest, rest < N, 0, ACC)
         y_rest = _softmax_load(y_ptr + rows + rest, rest < N, 0, ACC)
     # Each d needs the sum of its whole row, so nothing is stored before.
-    total = tl.sum(g * y, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     if REST:
-        total += tl.sum(g_rest * y_rest, axis=1, keep_dims=True)
+        # A tile of two blocks is one row. To keep the dimension of its sum,
+        # Triton 3.9 would move the first block through shared memory.
+        total = tl.sum(g * y) + tl.sum(g_rest * y_rest)
         d_rest = y_rest * (g_rest - total)  # (BLOCK_M, REST)
         tl.store(d_ptr + rows + rest, d_rest, mask=rest < N)
+    else:
+        total = tl.sum(g * y, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     d = y * (g - total)  # (BLOCK_M, BLOCK_N)
     tl.store(d_ptr + offs, d, mask=mask)
 

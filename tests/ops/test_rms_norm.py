@@ -413,11 +413,8 @@ BREAKS = [
         "r = tl.rsqrt(squares / N + EPS)\n    weight",
         "r = tl.rsqrt(squares / BLOCK_N + EPS)\n    weight",
     ),
-    (
-        "a second block without its squares",
-        "        squares += tl.sum(x_rest * x_rest",
-        "        tl.sum(x_rest * x_rest",
-    ),
+    ("a second block without its squares", "tl.sum(x * x) + tl.sum(x_rest * x_rest)", "tl.sum(x * x)"),
+    ("a first of two blocks without its squares", "tl.sum(x * x) + tl.sum(x_rest", "tl.sum(x_rest"),
     ("a second block without its weight", "x_rest * r * last, mask", "x_rest * r, mask"),
     ("norm stored without a mask", "y_rows + offs_n, x * r * weight, mask=mask)", "y_rows + offs_n, x * r * weight)"),
     ("a load without a mask", "tl.load(ptrs, mask=mask, other=0)", "tl.load(ptrs)"),

@@ -482,11 +482,8 @@ BREAKS = [
     ("gradient stored without a mask", "d_ptr + offs, d, mask=mask)", "d_ptr + offs, d)"),
     ("a second block of gradient stored without a mask", "rest, d_rest, mask=rest < N)", "rest, d_rest)"),
     ("gradient without products", "tl.sum(g * y, axis=1", "tl.sum(g, axis=1"),
-    (
-        "gradient without products of the second block",
-        "        total += tl.sum(g_rest * y_rest, axis=1, keep_dims=True)\n",
-        "",
-    ),
+    ("gradient without products of the second block", "tl.sum(g * y) + tl.sum(g_rest * y_rest)", "tl.sum(g * y)"),
+    ("gradient without products of the first of two blocks", "tl.sum(g * y) + tl.sum(g_rest", "tl.sum(g_rest"),
     ("a gradient taken for contiguous", "grad, y = grad.contiguous(), y.contiguous()", "y = y.contiguous()"),
     ("gradient of rows behind the last", "    rows = tl.minimum(offs_m, M - 1) * N\n", "    rows = offs_m * N\n"),
     ("no launcher for GPUs", 'SOFTMAX_LIBRARY.impl("softmax", _softmax_launch, "CUDA")\n', ""),
