@@ -62,7 +62,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import (
+    TensorDescriptor as GluonDescriptor,
+)
 
 # Triton 3.8 renamed the two copies, and 3.9 refuses the older names.
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -227,7 +229,7 @@ def describe(x, rows):
     x, block = x.flatten(0, -2), [rows, x.shape[-1]]
     kind = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-    return TensorDescriptor.from_tensor(x, block, layout)
+    return GluonDescriptor.from_tensor(x, block, layout)
 
 
 def by_tiles(q, k, v, M=64, num_warps=4):
@@ -811,7 +813,7 @@ def _gluon_attention_descriptor(x, rows):
     strides = [step if n > 1 else x.shape[3] for n, step in sides]
     block, kind = [1, 1, rows, x.shape[3]], GLUON_ATTENTION_DTYPES[x.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-    return TensorDescriptor(x, [*x.shape], strides, block, layout)
+    return GluonDescriptor(x, [*x.shape], strides, block, layout)
 
 
 def _gluon_attention_launch(q, k, v, causal=False, scale=None):

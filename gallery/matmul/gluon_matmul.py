@@ -57,7 +57,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import (
+    TensorDescriptor as GluonDescriptor,
+)
 
 # Triton 3.8 renamed the two copies, and 3.9 refuses the older names.
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -212,7 +214,7 @@ def describe(x, block):
     """Return the descriptor of a matrix that is copied by blocks."""
     kind = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-    return TensorDescriptor.from_tensor(x, block, layout)
+    return GluonDescriptor.from_tensor(x, block, layout)
 
 
 TILE, BIG = (128, 128, 64), (128, 256, 64)  # BLOCK_M, BLOCK_N, BLOCK_K
@@ -782,7 +784,7 @@ def _gluon_matmul_descriptor(side, block):
     stride = side.stride(0) if rows > 1 else triton.cdiv(length, 8) * 8
     kind = GLUON_MATMUL_DTYPES[side.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(block, kind)
-    return TensorDescriptor(side, [rows, length], [stride, 1], block, layout)
+    return GluonDescriptor(side, [rows, length], [stride, 1], block, layout)
 
 
 def _gluon_matmul_launch(a, b):

@@ -565,5 +565,5 @@ def names() -> dict[str, Any]:
         "fence_async_shared": _fence,
         "warpgroup_mma": _multiply,
         "warpgroup_mma_wait": _wait_products,
-        "TensorDescriptor": Descriptor,
+        "GluonDescriptor": Descriptor,
     }

@@ -1,5 +1,6 @@
 """The ops of all recipes in one file: each works there, beside the others."""
 
+import ast
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,21 @@ def test_loads_twice(
         assert first.ADD_ROWS_LIBRARY.m is None
         x = torch.ones(2, 3, device=DEVICE)
         assert at_cuda(second.add_rows, x, x, x[:, 0]).tolist() == [[2.0] * 3] * 2
+
+
+def test_imports_do_not_replace_each_other(ops: dict[str, Op]) -> None:
+    """No name stands for two things: of two, a file of several ops would have the later one alone."""
+    places: dict[str, set[str]] = {}
+    for op in ops.values():
+        for node in ast.parse("\n".join(op.imports)).body:
+            assert isinstance(node, ast.Import | ast.ImportFrom)
+            for name in node.names:
+                bound = name.asname or name.name.split(".")[0]
+                whole = name.name if name.asname else bound
+                places.setdefault(bound, set()).add(
+                    f"{node.module}.{name.name}" if isinstance(node, ast.ImportFrom) else whole
+                )
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_each_has_a_reference(ops: dict[str, Op]) -> None:
