@@ -448,8 +448,7 @@ def _flash_attention_forward_keys(
         # In int32, a key's offset would overflow past element 2**31.
         row = offs_n[:, None].to(tl.int64)
         k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
-        raw = tl.dot(q, k.T, input_precision="ieee", out_dtype=acc.dtype)
-        s = raw * SCALE
+        s = tl.dot(q, k.T, input_precision="ieee", out_dtype=acc.dtype)
         if MASKED:
             # A padded key is zeros: its score is 0, and would have a weight.
             seen = offs_n[None, :] < LK
@@ -457,14 +456,11 @@ def _flash_attention_forward_keys(
                 seen = seen & (offs_n[None, :] <= offs_m)
             s = tl.where(seen, s, -float("inf"))  # (BLOCK_M, BLOCK_N)
         m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
-        p = tl.exp2(
-            s - m_new
-            if MASKED
-            # One rounding, whatever Triton's default
-            else tl.fma(raw, tl.full((), SCALE, acc.dtype), -m_new)
-        )  # (BLOCK_M, BLOCK_N)
+        # Subtracted before it is scaled: of scores of 2**30 and more, a scaled
+        # one is rounded by more than exp2 can take.
+        p = tl.exp2((s - m_new) * SCALE)  # (BLOCK_M, BLOCK_N)
         # What was added up so far had the old maximum.
-        rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
+        rescale = tl.exp2((m - m_new) * SCALE)  # (BLOCK_M, 1)
         total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
         # NaN from past the end would stay NaN even with a weight of 0.
         v = tl.load(v_ptrs + row * stride_vl, mask=mask, other=0.0)
@@ -600,10 +596,13 @@ def _flash_attention_forward_launch(
     batch, heads, LQ, D = q.shape
     D = int(D)  # torch.compile would keep it open, and a constant cannot be
     scale = D**-0.5 if scale is None else scale
+    if scale <= 0:  # The largest score is looked for before it is scaled.
+        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     BLOCK_D = max(16, triton.next_power_of_2(D))
     tile = FLASH_ATTENTION_FORWARD_TILES[BLOCK_D]
-    room = _flash_attention_forward_room(q.device)
-    if BLOCK_D == 256 and room < FLASH_ATTENTION_FORWARD_ROOM:
+    if BLOCK_D == 256 and (
+        _flash_attention_forward_room(q.device) < FLASH_ATTENTION_FORWARD_ROOM
+    ):
         tile = FLASH_ATTENTION_FORWARD_SMALL
     if q.dtype.itemsize > 2:  # float32 and float64: operands take registers
         tile = (32, 16, 4, 1)
@@ -664,11 +663,11 @@ def flash_attention_forward(
     With ``causal``, query i sees keys 0 to i. ``scale`` is 1 / sqrt(D) if not
     given; the kernel is compiled for it. The result is contiguous, of the shape
     and dtype of q, and the same each time. A query that sees nothing, or whose
-    scores are all -inf, gives 0. A score below -2.3e38, or -1.2e308 in float64,
-    counts as -inf. In float16, weights below 2**-25 of the largest count as 0.
-    A NaN or an infinity in v may reach queries that it is hidden from. Raises
-    TypeError for other dtypes and ValueError for other shapes. Has no gradient:
-    a backward raises RuntimeError. The method: https://arxiv.org/abs/2307.08691
+    scores are all -inf, gives 0. In float16, weights below 2**-25 of the
+    largest count as 0. A NaN or an infinity in v may reach queries that it is
+    hidden from. Raises TypeError for other dtypes and ValueError for other
+    shapes. Has no gradient: a backward raises RuntimeError. The method:
+    https://arxiv.org/abs/2307.08691
     """
     kernel = wrap_triton(_flash_attention_forward_kernel)
     return _flash_attention_forward_launch(q, k, v, causal, scale, kernel)
