@@ -1102,9 +1102,9 @@ def flash_attention(q, k, v, causal=False, scale=None) -> torch.Tensor:
     dropout. ``scale`` is a number, 1 / sqrt(D) if not given; the kernels are
     compiled for each. The result is contiguous, of the shape and dtype of q,
     with the same bits each time. A query that sees nothing, or whose scores are
-    all -inf, gives 0. A score below -2.3e38, or -1.2e308 in float64, counts as
-    -inf. A NaN or an infinity may reach queries and keys that it is hidden
-    from.
+    all -inf, gives 0. Scores above 2**27 or below -2**27, in float64 2**56, may
+    give 0 or NaN: a GPU then rounds by more than exp2 can take. A NaN or an
+    infinity may reach queries and keys that it is hidden from.
 
     The gradients have the dtype of q, the same bits each time, and no gradient
     themselves. They are right for finite inputs only. With float16 inputs, the

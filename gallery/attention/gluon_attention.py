@@ -866,9 +866,10 @@ def gluon_attention(
 
     The result is contiguous, of the shape and dtype of q, and has the same bits
     each time. A query that sees no key, or whose scores are all -inf, gives 0.
-    A score below -2.3e38 counts as -inf. In float16, weights below 2**-25 of
-    the largest count as 0. A NaN or an infinity in v may reach queries that do
-    not see its key.
+    Scores above 2**27 or below -2**27 may give 0 or NaN: a GPU then rounds by
+    more than exp2 can take. In float16, weights below 2**-25 of the largest
+    count as 0. A NaN or an infinity in v may reach queries that do not see its
+    key.
 
     Raises TypeError for other dtypes and for mixed dtypes or devices,
     ValueError for other shapes and scales, and RuntimeError on devices other

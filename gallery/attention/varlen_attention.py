@@ -1200,10 +1200,11 @@ def varlen_attention(
     tensors, or leave rows of the result or of a gradient unwritten.
 
     With causal, a sequence's last query sees all its keys, the one before it
-    all but the last, and so on. A query that sees nothing gives 0. A score
-    below -2.3e38, or -1.2e308 in float64, counts as -inf. scale multiplies the
-    scores. It is above 0, and 1 / sqrt(D) if not given; the kernels are
-    compiled anew for each scale.
+    all but the last, and so on. A query that sees nothing gives 0. Scores above
+    2**27 or below -2**27, in float64 2**56, may give 0 or NaN: a GPU then
+    rounds by more than exp2 can take. scale multiplies the scores. It is above
+    0, and 1 / sqrt(D) if not given; the kernels are compiled anew for each
+    scale.
 
     The result has the shape and dtype of q and is contiguous. It and the
     gradients of q, k and v have the same bits each time. The gradients have no
