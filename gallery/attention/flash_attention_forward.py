@@ -456,8 +456,8 @@ def _flash_attention_forward_keys(
                 seen = seen & (offs_n[None, :] <= offs_m)
             s = tl.where(seen, s, -float("inf"))  # (BLOCK_M, BLOCK_N)
         m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
-        # Subtracted before it is scaled: of scores of 2**30 and more, a scaled
-        # one is rounded by more than exp2 can take.
+        # Scaled first, the product of a score above 2**27 could differ from its
+        # rounded maximum by more than exp2 can take.
         p = tl.exp2((s - m_new) * SCALE)  # (BLOCK_M, BLOCK_N)
         # What was added up so far had the old maximum.
         rescale = tl.exp2((m - m_new) * SCALE)  # (BLOCK_M, 1)

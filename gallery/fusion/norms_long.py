@@ -423,9 +423,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The op's LayerNorm subtracts a row's first element from all others, before
 # anything else. A float32 mean of a million may be off by 0.03, and so would be
-# every result of that row; the mean of what is left is small. It costs two
-# subtractions for each element: 2 to 3 % of the time of most sizes on an H200,
-# and 5 % with 64 rows.
+# every result of that row; the mean of what is left is small. On an H200 that
+# costs up to 3 % of the time, and 5 % with 64 rows.
 
 NORMS_LONG_NAMESPACE = "triton_gallery"
 NORMS_LONG_ACC = {
@@ -467,8 +466,8 @@ def _norms_long_kernel(
     # In int32 a row's offset would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64)
     x_row = x_ptr + row * stride_xm
-    # All is of differences from the row's first element. A mean of the elements
-    # would be rounded, and of a large one that is much.
+    # The sums are of differences from the row's first element. A large mean of
+    # the elements themselves would be rounded by too much.
     first = tl.load(x_row).to(ACC) if CENTER else 0.0
     # Each column has its own: no thread waits for another in the loop.
     mean = tl.zeros((BLOCK_N,), dtype=ACC)

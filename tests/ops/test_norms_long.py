@@ -610,8 +610,8 @@ BREAKS = [
     ),
     (
         "rows of x taken for adjacent",
-        "    x_row = x_ptr + row * stride_xm\n    # All",
-        "    x_row = x_ptr + row * N\n    # All",
+        "    x_row = x_ptr + row * stride_xm\n    # The sums",
+        "    x_row = x_ptr + row * N\n    # The sums",
     ),
     (
         "rows of x taken for adjacent, backward",
