@@ -420,6 +420,7 @@ def _flash_attention_online(
         row = offs_n[:, None].to(tl.int64)
         k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
         s = tl.dot(q, k.T, input_precision="ieee", out_dtype=acc.dtype)
+        s = s * SCALE_2  # which has the factor log2(e), for exp2
         if MASKED:
             # A padded key is zeros: with its score of 0 it would get a weight.
             seen = offs_n[None, :] < LK
@@ -427,11 +428,9 @@ def _flash_attention_online(
                 seen = seen & (offs_n[None, :] <= offs_m)
             s = tl.where(seen, s, -float("inf"))  # (BLOCK_M, BLOCK_N)
         m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
-        # Scaled first, the product of a score above 2**27 could differ from its
-        # rounded maximum by more than exp2 can take.
-        p = tl.exp2((s - m_new) * SCALE_2)  # (BLOCK_M, BLOCK_N)
+        p = tl.exp2(s - m_new)  # (BLOCK_M, BLOCK_N)
         # What was added up so far had the old maximum.
-        rescale = tl.exp2((m - m_new) * SCALE_2)  # (BLOCK_M, 1)
+        rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
         total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
         # NaN from past the end would stay NaN even with a weight of 0.
         v = tl.load(v_ptrs + row * stride_vl, mask=mask, other=0.0)
@@ -517,7 +516,7 @@ def _flash_attention_kernel(
     divisor = tl.where(total == 0, 1.0, total)
     tl.store(out_ptr + rows * D + offs_d, acc / divisor, mask=mask)
     # The backward computes exp2(s - lse): with inf that is 0, as it should be.
-    lse = tl.where(total == 0, float("inf"), m * SCALE_2 + tl.log2(divisor))
+    lse = tl.where(total == 0, float("inf"), m + tl.log2(divisor))
     tl.store(lse_ptr + rows, lse, mask=offs_m < LQ)
 
 
@@ -914,8 +913,6 @@ def _flash_attention_launch(
     if out.numel() == 0:
         return out, lse
     scale = D**-0.5 if scale is None else scale
-    if scale <= 0:  # The largest score is looked for before it is scaled.
-        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
     BLOCK_D = max(16, triton.next_power_of_2(D))
     tile = _flash_attention_tiles(q.device, BLOCK_D, q.dtype.itemsize)[0]
     read, strides = _flash_attention_read(*_flash_attention_rows(q, k, v))
@@ -1105,15 +1102,14 @@ def flash_attention(q, k, v, causal=False, scale=None) -> torch.Tensor:
     dropout. ``scale`` is a number, 1 / sqrt(D) if not given; the kernels are
     compiled for each. The result is contiguous, of the shape and dtype of q,
     with the same bits each time. A query that sees nothing, or whose scores are
-    all -inf, gives 0. A NaN or an infinity may reach queries and keys that it
-    is hidden from.
+    all -inf, gives 0. Scores above 2**27 or below -2**27, in float64 2**56, may
+    give 0 or NaN: a GPU then rounds by more than exp2 can take. A NaN or an
+    infinity may reach queries and keys that it is hidden from.
 
     The gradients have the dtype of q, the same bits each time, and no gradient
-    themselves. They are right for finite inputs only, and for scores of up to
-    2**27, in float64 2**56: of larger ones a GPU rounds by more than exp2 can
-    take, and they may be 0 or NaN. With float16 inputs, the backward rounds the
-    probabilities and the gradients of scores to float16: below 2**-14 these
-    lose bits, from 2**-25 down they count as 0.
+    themselves. They are right for finite inputs only. With float16 inputs, the
+    backward rounds the probabilities and the gradients of scores to float16:
+    below 2**-14 these lose bits, from 2**-25 down they count as 0.
 
     Raises TypeError for other dtypes and for tensors on different devices, and
     ValueError for other shapes. The method: https://arxiv.org/abs/2307.08691

@@ -80,7 +80,7 @@ HALF_ALONE = {"hopper_attention", "gluon_attention"}
 
 
 # In these the difference of equal scores is exactly 0, on a GPU too.
-ANY_SCORE = {"flash_attention", "flash_attention_forward", "decode_attention"}
+ANY_SCORE = {"flash_attention_forward", "decode_attention"}
 
 
 @pytest.mark.parametrize("sign", [1, -1])
