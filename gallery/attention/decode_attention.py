@@ -1029,11 +1029,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The roof is two kernels that read the same bytes, not a bound. With few keys
 # the op is faster. In this page's tables, cuDNN, which gets the keys without
-# pages, is faster than the roof in each row. It is faster than the op in all
-# rows but three, and about equal in those.
+# pages, is faster than the roof in each row. It is faster than the op in each
+# row, too, though in some by little.
 #
-# In the table of parts, the launcher's number is the best one in all columns
-# but one, where twice as many parts are hardly faster.
+# In the table of parts, the launcher's number is the best one in four columns
+# of six. In the other two, twice as many parts are clearly faster.
 #
 # The op has a lower rate with 64 sequences than with 32, with 16 queries than
 # with one, and with unequal lengths. The second exercise has a reason for the

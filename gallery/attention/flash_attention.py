@@ -1448,16 +1448,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # spills registers, as *Compiled for* shows. So the table compares these
 # kernels, and not one pass with two in general.
 #
-# In the benchmark, the op's backward is faster than cuDNN's at 512 tokens.
-# cuDNN's is faster with heads of 128 from 1024 tokens on, and with heads of 64
-# from 2048 on, and its lead grows with the length. A backward costs the CPU
-# about twice what cuDNN's does, and at 512 tokens more than the GPU takes. So
-# the op's lead there counts only behind other work, or in a CUDA graph.
+# In the benchmark, the op's backward is faster than cuDNN's at 512 tokens with
+# heads of 64. In all other rows cuDNN's is faster, and its lead grows with the
+# length. A backward costs the CPU about twice what cuDNN's does, and at 512
+# tokens more than the GPU takes. So the op's lead there counts only behind
+# other work, or in a CUDA graph.
 #
-# In the table beside other libraries, cuDNN's forward is faster at each size,
-# and so is its backward without a mask. The op is faster than FlashAttention-2
-# in all rows. PyTorch and ``torch.compile`` call SDPA there, and have cuDNN's
-# rate. ``hopper_attention.py`` and ``gluon_attention.py`` have faster forwards.
+# In the table beside other libraries, cuDNN is faster in each row, and least so
+# in a short backward with a mask. The op is faster than FlashAttention-2 in all
+# rows. PyTorch and ``torch.compile`` call SDPA there, and have cuDNN's rate.
+# ``hopper_attention.py`` and ``gluon_attention.py`` have faster forwards.
 
 # %%
 # Break it

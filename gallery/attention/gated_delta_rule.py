@@ -1599,9 +1599,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``outputs`` reads ``q``, ``k``, the errors and the states, and writes the
 # outputs. Decays and betas are small beside these. In bfloat16, with dimensions
 # of 128, the sum is sixteen and a half at least, and the floor has four. So
-# memory allows a quarter of the roof, and the rates are about half of that. But
-# ``states`` goes along the chunks, one after the other. With blocks of 64
-# columns, as on Hopper, it has two programs for a head: 32 for 132
+# memory allows a quarter of the roof, and the rates are a third to a half of
+# that. But ``states`` goes along the chunks, one after the other. With blocks
+# of 64 columns, as on Hopper, it has two programs for a head: 32 for 132
 # multiprocessors. With more heads or sequences the rate grows, as the table
 # beside other libraries shows.
 #
