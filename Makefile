@@ -33,7 +33,7 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help html new newest record record-apart trace sanitize peers versions targets check-targets check-records compare serve test test-gpu lint clean
+.PHONY: help html new newest record record-apart trace sanitize peers versions targets listings check-targets check-records compare serve test test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -75,6 +75,9 @@ check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
 
 targets: $(SITE_READY)  ## compile kernels for GPUs that need not be here, where they changed; RECIPE=section/name for one
 	@"$(PY)" -m triton_gallery compile $(if $(AGAIN),--again) $(RECIPE)
+
+listings: $(SITE_READY)  ## compile what is kept once more, executing nothing, for the code that the site then shows
+	@"$(PY)" -m triton_gallery listings $(RECIPE)
 
 check-targets: $(SITE_READY)  ## compile them the same way, keep nothing, and fail if one fitted before and no longer does
 	@"$(PY)" -m triton_gallery compile --check $(RECIPE)

@@ -156,6 +156,7 @@ def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the whole site with plain `sphinx-build`, warnings being errors; return its folder, `…/gallery`."""
     out = tmp_path_factory.mktemp("served") / "gallery"
+    subprocess.run([sys.executable, "-m", "triton_gallery", "listings", "fusion/softmax"], cwd=ROOT, check=True)
     build = subprocess.run(
         [sys.executable, "-m", "sphinx", "-c", ".", "-j", "auto", "-E", "-W", "--keep-going", "-n", "docs", str(out)],
         cwd=ROOT,

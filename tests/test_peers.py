@@ -124,18 +124,6 @@ def test_rows_are_merged_one_by_one(project: Project) -> None:
     assert read(project) == [first, third]
 
 
-def test_first_version_is_read_without_a_change_of_figures(project: Project) -> None:
-    path = record(project)
-    rows = json.loads(path.read_text())["rows"]
-    run = {name: rows[0][name] for name in ("device", "date", "commit", "packages")}
-    of_version_1 = [{name: value for name, value in row.items() if name not in {*run, "unit"}} for row in rows]
-    path.write_text(json.dumps({"schema": 1, **run, "rows": of_version_1}))
-    assert read(project) == three(project)
-    path.write_text(json.dumps({"schema": 1, "rows": of_version_1}))
-    with pytest.raises(BadRecordError, match="'device' is a required property"):
-        read(project)
-
-
 def test_sizes_of_a_work_are_one_table(project: Project) -> None:
     _, second, _ = three(project)
     table = table_of([second, dataclasses.replace(second, shape=[1, 3], rates={"Triton": [2.0, 1.0, 3.0]})])

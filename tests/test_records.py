@@ -585,18 +585,6 @@ def test_compare_leaves_out_what_was_not_recorded_again(recorded: Project) -> No
     assert recorded.run("compare", "nothing")[0] == 2
 
 
-def test_record_of_the_first_version_is_read(project: Project) -> None:
-    path = write(project)
-    text = re.sub(r'"(low|high|cpu|late)": \{\},?\s*', "", path.read_text().replace('"schema": 2', '"schema": 1'))
-    text = re.sub(r",(\s*\})", r"\1", text)
-    assert '"low"' not in text
-    path.write_text(text)
-    (record,) = Records(project.root / "docs" / "_records").all()
-    assert record.outputs[2].tables == [TABLE]
-    Records(project.root / "docs" / "_records").set_sanitized(recipe(project), record.device.name, ["memcheck"])
-    assert json.loads(path.read_text())["schema"] == 2
-
-
 def test_bands_and_clocks_are_shown(project: Project) -> None:
     write_again(project, BANDED, LATER)
     project.build()

@@ -4,9 +4,9 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -405,14 +405,12 @@ def test_every_gpu_is_compiled_for(made: tuple[Recipe, Targets]) -> None:
 def test_made_again_it_is_the_same(project: Project, made: tuple[Recipe, Targets]) -> None:
     folder = project.root / "docs" / "_targets" / "things"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert before.keys() == {"copies.json", "copies.tar.xz", "talks.json", "talks.tar.xz"}
+    assert before.keys() == {"copies.json", "talks.json"}
     status, output = project.run("compile")
     assert (status, "2 recipes had not changed" in output) == (0, True), output
     status, output = project.run("compile", "--again")
     assert status == 0, output
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
-    with tarfile.open(folder / "copies.tar.xz") as archive:
-        assert "copy_kernel/gfx942.amdgcn" in archive.getnames()
 
 
 def test_page_shows_them(project: Project, made: tuple[Recipe, Targets]) -> None:
@@ -430,6 +428,42 @@ def test_page_shows_them(project: Project, made: tuple[Recipe, Targets]) -> None
     assert rows[2][1:4] == ["ttgir ptx sass", "fits", str(compiled.registers)]
     assert (project.root / "_build/html/listings/things/copies/copy_kernel.js").is_file()
     assert not BeautifulSoup(project.page("talks"), "html.parser").select("#on-other-gpus, .target")
+
+
+def test_listings_are_made_again(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
+    """Without them a page has the figures alone; they come from what is kept, and no recipe is executed for them."""
+    copy = project.copy(tmp_path / "copy")
+    shutil.rmtree(copy.root / "_build")
+    shutil.rmtree(copy.root / "docs/recipes", ignore_errors=True)
+    status, output = copy.build()
+    assert status == 0, output
+    section = BeautifulSoup(copy.page("copies"), "html.parser").select_one("#on-other-gpus")
+    assert section
+    assert not section.select("button, div.listing")
+    assert "code" not in [cell.get_text() for cell in section.select("th")]
+    assert not (copy.root / "_build/html/listings/things/copies").exists()
+    executed = copy.root / "docs/recipes"
+    shutil.rmtree(executed)
+    status, output = copy.run("listings")
+    assert (status, "2 of 2 recipes have listings, 0 had them before" in output) == (0, True), output
+    assert not executed.exists()
+    texts = targets.load_texts(targets.listing(copy.root / "_build/listings", made[1]))
+    assert "s_endpgm" in texts["copy_kernel/gfx942.amdgcn"]
+    assert {"copy_kernel/sm_90.sass", "one_kernel/sm_90.ptx"} <= texts.keys()
+    assert "2 had them before" in copy.run("listings")[1]
+    assert copy.build()[0] == 0
+    assert BeautifulSoup(copy.page("copies"), "html.parser").select("#on-other-gpus button.listing")
+    assert (copy.root / "_build/html/listings/things/copies/copy_kernel.js").is_file()
+
+
+def test_listings_of_other_code(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
+    copy = project.copy(tmp_path / "copy")
+    shutil.rmtree(copy.root / "_build/listings")
+    copy.write(copies=RECIPE.replace("tl.store(out_ptr, 1)", "tl.store(out_ptr, 2)"))
+    status, output = copy.run("listings")
+    assert status == 0, output
+    assert "things/copies gets no listings: kept of other code; make targets compiles it anew" in output
+    assert "1 of 2 recipes have listings" in output
 
 
 def test_of_older_code(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
@@ -535,7 +569,7 @@ def test_the_kernels_of_the_op_count() -> None:
 
 def test_bad_file_is_refused(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
     recipe, found = made
-    path = targets.write(tmp_path, recipe, found, {})
+    path = targets.write(tmp_path, recipe, found)
     assert targets.load(tmp_path, recipe) == found
     content = json.loads(path.read_text())
     content["kernels"][0]["on"]["sm_90"]["registers"] = "many"

@@ -37,7 +37,7 @@ from triton_gallery.run.settings import read
 from triton_gallery.run.targets import Compiler, is_current, launched
 
 GALLERY, PAGES, RECORDS = Path("gallery"), Path("docs/recipes"), Path("docs/_records")
-TARGETS, CACHE = Path("docs/_targets"), Path("_build/targets")
+TARGETS, CACHE, LISTINGS = Path("docs/_targets"), Path("_build/targets"), Path("_build/listings")
 BEFORE = "HEAD~1"  # the commit that --check compares with
 PLANTED = {
     Path("tests/planted/out_of_bounds.py"): "memcheck",
@@ -106,6 +106,10 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--again", action="store_true", help="where nothing changed too")
     command.add_argument("--check", action="store_true", help="keep nothing: compare with what is kept")
     command.set_defaults(run=compile_targets)
+
+    command = commands.add_parser("listings", help="compile again what is kept, for the code that pages then show")
+    command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
+    command.set_defaults(run=make_listings)
 
     command = commands.add_parser("results", help="print every recorded figure")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
@@ -302,13 +306,33 @@ def compile_targets(options: argparse.Namespace) -> int:
             errors += is_error
             console.print(Text(f"{'error' if is_error else 'warning'}: {recipe.key}: {what}"), style="red")
         if now and recipe.key in made and not options.check:
-            console.print(f"wrote {targets.write(TARGETS, recipe, now, texts)}")
+            console.print(f"wrote {targets.write(TARGETS, recipe, now)}")
+            targets.write_texts(LISTINGS, now, texts)
     launches = sum(len(kernel.on) for now, _ in made.values() for kernel in now.kernels)
     console.print(
         f"compiled {launches} launches of {len(work)} recipes in {monotonic() - started:.1f} s; "
         f"{len(chosen) - len(due)} recipes had not changed"
     )
     return max(failed, int(options.check and errors > 0))
+
+
+def make_listings(options: argparse.Namespace) -> int:
+    """Compile the launches that are kept once more, executing nothing, and have their texts for the site."""
+    kept = {recipe: found for recipe in _recipes(options.recipe) if (found := targets.load(TARGETS, recipe))}
+    due = {recipe: found for recipe, found in kept.items() if not targets.listing(LISTINGS, found).is_file()}
+    work = [(recipe, [kernel.launch for kernel in found.kernels], found.launched_by) for recipe, found in due.items()]
+    with compiling() as report:
+        made = Compiler(CACHE).targets(work, report)
+    for recipe, found in due.items():
+        now, texts = made[recipe.key]
+        if now == found:
+            targets.write_texts(LISTINGS, now, texts)
+        else:
+            why = f"kept of Triton {found.triton}" if found.triton != now.triton else "kept of other code"
+            console.print(Text(f"{recipe.key} gets no listings: {why}; make targets compiles it anew"), style="red")
+    there = sum(targets.listing(LISTINGS, found).is_file() for found in kept.values())
+    console.print(f"{there} of {len(kept)} recipes have listings, {len(kept) - len(due)} had them before")
+    return 0
 
 
 def results(options: argparse.Namespace) -> int:

@@ -6,11 +6,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from triton_gallery.recipes.tables import BYTES, TRITON, Table
-from triton_gallery.records.formats import COMMIT, DATE, DEVICE, PACKAGES, list_of, object_of, validate
+from triton_gallery.recipes.tables import TRITON, Table
+from triton_gallery.records.formats import PACKAGES
 from triton_gallery.records.rows import RATE, Row, RowFile
 
 SCHEMA_VERSION = 2
@@ -20,9 +18,6 @@ _RATES = {
     "required": [TRITON],
     "additionalProperties": {"anyOf": [{"type": "null"}, RATE]},
 }
-_SCHEMA_1 = object_of(
-    schema={"const": 1}, device=DEVICE, date=DATE, commit=COMMIT, packages=PACKAGES, rows=list_of({"type": "object"})
-)
 
 
 @dataclass(frozen=True)
@@ -62,14 +57,5 @@ def table_of(rows: Sequence[PeerRow]) -> Table:
     return Table("results", "size", rows[0].unit, [row.size for row in rows], series)
 
 
-def _migrate(path: Path, content: Any) -> Any:
-    """Return a file of version 1 as one of this version: it held one run, whose unit was GB/s."""
-    if not isinstance(content, dict) or content.get("schema") != 1:
-        return content
-    validate(path, content, _SCHEMA_1)
-    run = {name: value for name, value in content.items() if name not in {"schema", "rows"}}
-    return {"schema": SCHEMA_VERSION, "rows": [{**row, "unit": BYTES, **run} for row in content["rows"]]}
-
-
-_FILE = RowFile("peers.json", SCHEMA_VERSION, PeerRow, {"packages": PACKAGES, "rates": _RATES}, _migrate)
+_FILE = RowFile("peers.json", SCHEMA_VERSION, PeerRow, {"packages": PACKAGES, "rates": _RATES})
 load_all, merge = _FILE.load_all, _FILE.merge

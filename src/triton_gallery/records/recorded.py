@@ -211,7 +211,7 @@ class Records:
         path = self._path(recipe, device)
         if not self.is_fresh(recipe, device):
             raise BadRecordError(f"{path}: no record of the recipe's present code; run make record first")
-        content = _migrate(parse(path, path.read_bytes()))
+        content = parse(path, path.read_bytes())
         content["sanitized"] = tools
         _validate(path, content)
         replace(path, dump(content))
@@ -252,7 +252,7 @@ def load_at(revision: str, path: Path) -> Record | None:
 
 @cache  # a build asks for each record dozens of times
 def _parse(path: Path, text: bytes) -> Record:
-    content = _migrate(parse(path, text))
+    content = parse(path, text)
     _validate(path, content)
     outputs = from_json(list[Output], content["outputs"])
     if code_hash(output.code for output in outputs) != content["code"]:
@@ -260,15 +260,6 @@ def _parse(path: Path, text: bytes) -> Record:
     fields = {name: value for name, value in content.items() if name != "schema"}
     fields |= {"path": path, "device": Device(**content["device"]), "outputs": outputs}
     return Record(**{**fields, "launches": from_json(list[Launch], content.get("launches", []))})
-
-
-def _migrate(content: Any) -> Any:
-    """Return a record of an older version as one of this version; what is neither, as it is."""
-    if isinstance(content, dict) and content.get("schema") == 1:  # it had medians alone
-        for table in (table for output in content.get("outputs", []) for table in output.get("tables", [])):
-            table |= {"low": {}, "high": {}, "cpu": {}, "late": {}}
-        content["schema"] = 2
-    return content
 
 
 def _validate(path: Path, content: Any) -> None:

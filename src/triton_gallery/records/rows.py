@@ -4,7 +4,7 @@ A row says when, with which software and of which code it was measured, so that 
 If the recipe has changed since, the row is stale.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -80,14 +80,7 @@ R = TypeVar("R", bound=Row)
 class RowFile(Generic[R]):
     """A kind of file in the folders of devices."""
 
-    def __init__(
-        self,
-        name: str,
-        version: int,
-        row: type[R],
-        further: dict[str, Any],
-        migrate: Callable[[Path, Any], Any] = lambda path, content: content,
-    ) -> None:
+    def __init__(self, name: str, version: int, row: type[R], further: dict[str, Any]) -> None:
         """Describe it.
 
         Args:
@@ -95,9 +88,8 @@ class RowFile(Generic[R]):
             version: of its schema.
             row: the class of its rows.
             further: the schemas of what a row has beside the fields of every `Row`.
-            migrate: turns the content of an older version into one of this version.
         """
-        self.name, self.version, self.row, self.migrate = name, version, row, migrate
+        self.name, self.version, self.row = name, version, row
         of_row = object_of(
             recipe={"type": "string", "pattern": "^[a-z0-9_]+/[a-z0-9_]+$"},
             work=TEXT,
@@ -144,7 +136,7 @@ class RowFile(Generic[R]):
         replace(path, dump(content))
 
     def _parse(self, path: Path, text: bytes) -> Sequence[R]:
-        content = self.migrate(path, parse(path, text))
+        content = parse(path, text)
         validate(path, content, self.schema)
         rows = [self.row(**{**row, "device": Device(**row["device"])}) for row in content["rows"]]
         for name in (row.device.name for row in rows):

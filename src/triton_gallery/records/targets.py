@@ -1,11 +1,13 @@
 """What compilers make of the recipes' kernels for GPUs that need not be here, and the only module that knows its files.
 
-`docs/_targets/<section>/<recipe>.json` holds the figures, and beside it `<recipe>.tar.xz` the texts that compilers
-wrote, as `<kernel>/<gpu>.<stage>`. Both follow from the code and the versions alone: made again, they are the same.
+`docs/_targets/<section>/<recipe>.json` holds the figures. They follow from the code and the versions alone: made again,
+they are the same. So are the texts that compilers wrote, which lie in a folder of the build, by the hash of the figures
+that they belong to.
 """
 
-import io
-import tarfile
+import gzip
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -171,33 +173,31 @@ def _parsed(path: Path, text: bytes) -> Targets:
         raise BadRecordError(f"{path}: {error}") from None
 
 
-def write(folder: Path, recipe: Recipe, targets: Targets, texts: Mapping[str, str]) -> Path:
-    """Keep what compilers make of a recipe, and the texts by their names; return the path of the figures."""
+def write(folder: Path, recipe: Recipe, targets: Targets) -> Path:
+    """Keep what compilers make of a recipe; return the path."""
     path = _path(folder, recipe)
     content = {"schema": 1, **asdict(targets)}
     validate(path, content, _SCHEMA)
     path.parent.mkdir(parents=True, exist_ok=True)
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:xz", format=tarfile.PAX_FORMAT, preset=6) as archive:
-        for name in sorted(texts, key=lambda name: (name.rpartition(".")[2], name)):  # alike beside alike: smaller
-            data = texts[name].encode()
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    replace(path.with_suffix(".tar.xz"), packed.getvalue())
     replace(path, dump(content))
     return path
 
 
-def texts(folder: Path, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the names and the texts that are kept of a recipe."""
-    path = _path(folder, recipe).with_suffix(".tar.xz")
-    if path.is_file():
-        with tarfile.open(path, mode="r:xz") as archive:
-            for member in archive:
-                content = archive.extractfile(member)
-                if content is not None:
-                    yield member.name, content.read().decode()
+def listing(folder: Path, targets: Targets) -> Path:
+    """Return the file that has the texts which belong to figures, if they were made here."""
+    return folder / f"{hashlib.sha256(dump(asdict(targets))).hexdigest()[:32]}.json.gz"
+
+
+def write_texts(folder: Path, targets: Targets, texts: Mapping[str, str]) -> None:
+    """Keep the texts that belong to figures, by `<kernel>/<gpu>.<stage>`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace(listing(folder, targets), gzip.compress(json.dumps(dict(texts)).encode(), mtime=0))
+
+
+def load_texts(path: Path) -> dict[str, str]:
+    """Return the texts of a file that `listing` named."""
+    texts: dict[str, str] = json.loads(gzip.decompress(path.read_bytes()))
+    return texts
 
 
 def _path(folder: Path, recipe: Recipe) -> Path:

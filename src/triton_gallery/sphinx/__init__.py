@@ -15,7 +15,7 @@ def setup(app: "Sphinx") -> "ExtensionMetadata":
     on_recipes = ("describe", "replay", "figures", "notebook", "repository", "glance", "take", "fold")
     links = ("links", "code_links", "related")
     on_others = ("cards", "claims", "performance", "peer_table", "version_table", "targets", "api", "glossary")
-    files = ("bundle", "search", "markdown", "sitemap", "assets")
-    for module in ("build", *on_recipes, *links, *on_others, *files, "resume"):
+    files = ("search", "markdown", "sitemap", "assets")
+    for module in ("build", *on_recipes, *links, *on_others, *files):
         app.setup_extension(f"triton_gallery.sphinx.{module}")
     return {"version": triton_gallery.__version__, "parallel_read_safe": True, "parallel_write_safe": True}

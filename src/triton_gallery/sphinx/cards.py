@@ -1,6 +1,5 @@
-"""The index of the recipes: for each a card with its line and a picture, and buttons that filter them by topic."""
+"""The index of the recipes: for each a card with its line and its chart, and buttons that filter them by topic."""
 
-import ast
 import hashlib
 from collections import Counter
 from html import escape
@@ -23,13 +22,6 @@ if TYPE_CHECKING:
 
 STATE = "cards"  # the key in a page's metadata for what it shows
 FEWEST = 2  # recipes of a topic: a button for one alone would be a link
-WORK = [  # what a line of a kernel does, by a word in it: its colour in the picture of a kernel
-    ("tl.load", "var(--chart-other-1)"),
-    ("tl.store", "var(--chart-ours-1)"),
-    ("tl.dot", "var(--chart-other-3)"),
-]
-OTHER_WORK = "var(--color-foreground-border)"
-WIDTH, LINES = 80, 24  # of the picture of a kernel
 
 
 def setup(app: "Sphinx") -> "ExtensionMetadata":
@@ -83,7 +75,7 @@ def _is_toctree(node: nodes.Node) -> bool:
 
 
 def _card(env: "BuildEnvironment", recipe: Recipe) -> nodes.list_item:
-    """Return a card: the title, which leads to the page, the line, and the picture."""
+    """Return a card: the title, which leads to the page, the line, and the chart if there is one."""
     gallery = env.config.sphinx_gallery_conf["gallery_dirs"]
     title = nodes.paragraph("", "", page_link(f"{gallery}/{recipe.key}"))
     return nodes.list_item(
@@ -124,25 +116,10 @@ def _filters(of: list[Recipe]) -> nodes.raw:
 
 
 def _picture(env: "BuildEnvironment", recipe: Recipe) -> str:
-    """Return a recipe in a small picture: the lines of its benchmark, or the shape of its first kernel."""
+    """Return the lines of a recipe's benchmark as a small picture; nothing where it has none."""
     page = recipe_page(env, f"{env.config.sphinx_gallery_conf['gallery_dirs']}/{recipe.key}")
     table = page.table if page else None
-    return sparkline(table) if table else _of_kernel(recipe.path.read_text(encoding="utf-8"))
-
-
-def _of_kernel(source: str) -> str:
-    """Draw the lines of a script's largest kernel as bars; their colours tell which load, multiply and store."""
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    kernels = [node for node in functions if any("jit" in ast.unparse(made) for made in node.decorator_list)]
-    texts = ["\n".join(map(ast.unparse, kernel.body)) for kernel in kernels]
-    lines = max(texts, key=len, default="").splitlines()[:LINES]
-    bars = [
-        f'<rect x="{len(line) - len(line.lstrip())}" y="{2 * place}" width="{len(line.strip())}" height="1" '
-        f'fill="{next((color for word, color in WORK if word in line), OTHER_WORK)}"/>'
-        for place, line in enumerate(lines)
-    ]
-    box = f"0 0 {WIDTH} {2 * len(lines)}"
-    return f'<svg class="picture" viewBox="{box}" preserveAspectRatio="none" aria-hidden="true">{"".join(bars)}</svg>'
+    return sparkline(table) if table else ""
 
 
 def _state(env: "BuildEnvironment") -> str:

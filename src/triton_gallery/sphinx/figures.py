@@ -1,17 +1,11 @@
-"""What one needs to refer to a figure: a link to each chart on a recipe's page, and its recorded numbers as CSV."""
+"""What one needs to refer to a figure: a link to each chart on a recipe's page."""
 
-import csv
-import dataclasses
-from collections.abc import Mapping, Sequence
-from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from docutils import nodes
 from sphinx.transforms import SphinxTransform
 
 from triton_gallery.records.beside import side_by_side
-from triton_gallery.records.measurements import Measurement, measurements
 from triton_gallery.sphinx import lookup
 from triton_gallery.sphinx.lookup import RecipePage
 
@@ -20,26 +14,15 @@ if TYPE_CHECKING:
     from sphinx.environment import BuildEnvironment
     from sphinx.util.typing import ExtensionMetadata
 
-FOLDER = "figures"  # of the site
-
 
 def setup(app: "Sphinx") -> "ExtensionMetadata":
-    """Add the transform, and have the files written when the site is."""
+    """Add the transform."""
     app.add_transform(LinkFigures)
-    app.connect("build-finished", _write)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write measurements: each with its band, its unit, the device, the versions and the date."""
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Measurement)])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 class LinkFigures(SphinxTransform):
-    """Puts an anchor at each chart below the box, and below it the links."""
+    """Puts an anchor at each chart below the box, and below it the link."""
 
     default_priority = 620  # after charts have been put in their places
 
@@ -48,19 +31,13 @@ class LinkFigures(SphinxTransform):
         page = lookup.recipe_page(self.env, self.env.current_document.docname)
         if page is None or page.run is None:
             return
-        recorded = {table.name for record in page.records for output in record.outputs for table in output.tables}
         seen: list[str] = []
         for chart, name in zip(_charts(self.document), _tables(self.env, page), strict=False):
             anchor = f"figure-{name}-{seen.count(name) + 1}" if name in seen else f"figure-{name}"
             seen.append(name)
-            links = f'<a href="#{anchor}">Link to this figure</a>'
-            if name in recorded:
-                links += (
-                    f' · <a href="../../{FOLDER}/{page.recipe.key}/{name}.csv" '
-                    f'download="{page.recipe.name}_{name}.csv">Recorded numbers as CSV</a>'
-                )
+            link = f'<a href="#{anchor}">Link to this figure</a>'
             place = chart.parent.index(chart)
-            chart.parent.insert(place + 1, nodes.raw("", f'<p class="figure-links">{links}</p>', format="html"))
+            chart.parent.insert(place + 1, nodes.raw("", f'<p class="figure-links">{link}</p>', format="html"))
             chart.parent.insert(place, nodes.raw("", f'<span id="{anchor}"></span>', format="html"))
 
 
@@ -76,14 +53,3 @@ def _tables(env: "BuildEnvironment", page: RecipePage) -> list[str]:
     figures = lookup.pages(env).figures(page.recipe)
     shown = side_by_side(page.run, page.record, figures) if page.run else []
     return [table.name for cell in shown for table in (*cell.here.tables, *cell.there.tables)]
-
-
-def _write(app: "Sphinx", exception: Exception | None) -> None:
-    if exception or app.builder.format != "html":
-        return
-    found = measurements(lookup.records(app.env), list(lookup.recipes(app.env).values()))
-    found.sort(key=lambda figure: (figure.recipe, figure.table))  # stable: each table keeps its order
-    for (recipe, table), figures in groupby(found, key=lambda figure: (figure.recipe, figure.table)):
-        path = Path(app.outdir, FOLDER, recipe, f"{table}.csv")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_csv(path, [dataclasses.asdict(figure) for figure in figures])

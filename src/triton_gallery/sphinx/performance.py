@@ -1,5 +1,7 @@
 """The performance page: every recipe on every recorded device, as a chart, a table and data files."""
 
+import csv
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -9,11 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-from triton_gallery.records.measurements import all_recorded
+from triton_gallery.records.measurements import Measurement, all_recorded
 from triton_gallery.records.summary import Summary, summaries
 from triton_gallery.sphinx import lookup
 from triton_gallery.sphinx.chart import fractions_svg
-from triton_gallery.sphinx.figures import write_csv
 from triton_gallery.sphinx.show import figure, first_cells, grid, page_link, where
 
 if TYPE_CHECKING:
@@ -108,4 +109,7 @@ def _write_data(app: "Sphinx", exception: Exception | None) -> None:
     found = all_recorded(lookup.records(app.env), recipes)
     out = Path(app.outdir)
     (out / f"{PAGE}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    write_csv(out / f"{PAGE}.csv", found["figures"])
+    with open(out / f"{PAGE}.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Measurement)])
+        writer.writeheader()
+        writer.writerows(found["figures"])

@@ -1,7 +1,7 @@
 """What the kernels compile to for GPUs that need not be here: on each recipe's page its own, on one page all of them.
 
 The texts that compilers wrote are files of their own, loaded when a reader opens one. They are scripts, because a page
-that was opened from a disk may load nothing else.
+that was opened from a disk may load nothing else. Where `make listings` did not make them, pages go without.
 """
 
 import base64
@@ -23,7 +23,7 @@ from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.gpus import GPUS, KIB, Gpu
 from triton_gallery.recipes.op import op_of
 from triton_gallery.records.target_cells import COLUMNS, cells
-from triton_gallery.records.targets import FAILED, FITS, TOO_LARGE, UNMEANT, Kernel, Targets, load, texts
+from triton_gallery.records.targets import FAILED, FITS, TOO_LARGE, UNMEANT, Kernel, Targets, listing, load, load_texts
 from triton_gallery.sphinx import lookup
 from triton_gallery.sphinx.fold import fold
 from triton_gallery.sphinx.show import add_section, first_cells, grid
@@ -81,15 +81,16 @@ class TargetsOfRecipe(SphinxTransform):
         if recipe is None:
             return
         found = kept(self.env, recipe)
-        self.env.metadata[name][STATE] = _state([(recipe, found)])
+        self.env.metadata[name][STATE] = _state(self.env, [(recipe, found)])
         if found is None or not found.kernels:
             return
         section = nodes.section("", nodes.title("", TITLE), ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
         section += _about(found, recipe)
-        start = len(section)
+        start, has_code = len(section), listing(_listings(self.env), found).is_file()
         for kernel in found.kernels:
-            section += _tables(kernel, recipe)
-        fold(section, start, len(section), "Registers, memory and instructions of each kernel, and its code")
+            section += _tables(kernel, recipe, has_code)
+        title = "Registers, memory and instructions of each kernel"
+        fold(section, start, len(section), f"{title}, and its code" if has_code else title)
         add_section(self.document, section)
 
 
@@ -101,7 +102,7 @@ class TargetsDirective(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the table, and one of what a kernel may use of each GPU."""
         found = [(recipe, kept(self.env, recipe)) for recipe in lookup.recipes(self.env).values()]
-        self.env.metadata[self.env.docname][STATE] = _state(found)
+        self.env.metadata[self.env.docname][STATE] = _state(self.env, found)
         rows = [(recipe, kernel, of.launched_by) for recipe, of in found if of is not None for kernel in of.kernels]
         if not rows:
             return [nodes.paragraph("", "Nothing has been compiled yet.")]
@@ -159,8 +160,11 @@ def _about(found: Targets, recipe: Recipe) -> nodes.paragraph:
     return about
 
 
-def _tables(kernel: Kernel, recipe: Recipe) -> list[nodes.Node]:
+def _tables(kernel: Kernel, recipe: Recipe, has_code: bool) -> list[nodes.Node]:
     """Return the title of a kernel, its table with what opens its listings, and the place where they are shown."""
+    title = nodes.paragraph("", "", nodes.literal("", kernel.launch.described))
+    if not has_code:
+        return [title, grid(["GPU", *COLUMNS], [[gpu.name, *cells(kernel, gpu)] for gpu in GPUS], "targets")]
     columns = ["GPU", "code", *COLUMNS]
     table = grid(columns, [[gpu.name, "", *cells(kernel, gpu)] for gpu in GPUS], "targets")
     rows = [row for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)]
@@ -168,11 +172,7 @@ def _tables(kernel: Kernel, recipe: Recipe) -> list[nodes.Node]:
         if gpu.key in kernel.on and kernel.on[gpu.key].failure is None:
             _, code, *_ = row.findall(nodes.paragraph)
             code += nodes.raw("", " ".join(_button(kernel, recipe, gpu.key, gpu.is_amd)), format="html")
-    return [
-        nodes.paragraph("", "", nodes.literal("", kernel.launch.described)),
-        table,
-        nodes.raw("", '<div class="listing" hidden></div>', format="html"),
-    ]
+    return [title, table, nodes.raw("", '<div class="listing" hidden></div>', format="html")]
 
 
 def _button(kernel: Kernel, recipe: Recipe, gpu: str, is_amd: bool) -> list[str]:
@@ -198,9 +198,17 @@ def _folder(env: "BuildEnvironment") -> Path:
     return Path(env.srcdir, "_targets")
 
 
-def _state(found: Sequence[tuple[Recipe, Targets | None]]) -> str:
+def _listings(env: "BuildEnvironment") -> Path:
+    return Path(env.srcdir).parent / "_build" / "listings"
+
+
+def _state(env: "BuildEnvironment", found: Sequence[tuple[Recipe, Targets | None]]) -> str:
     """Identify what a page shows."""
-    shown = [(recipe.key, targets, targets.is_fresh(recipe)) for recipe, targets in found if targets is not None]
+    shown = [
+        (recipe.key, targets, targets.is_fresh(recipe), listing(_listings(env), targets).is_file())
+        for recipe, targets in found
+        if targets is not None
+    ]
     return hashlib.sha256(repr(shown).encode()).hexdigest()
 
 
@@ -209,7 +217,8 @@ def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]
     recipes = lookup.recipes(env)
     found = {name: (recipe, kept(env, recipe)) for name, recipe in recipes.items()}
     shown = {name: data[STATE] for name, data in env.metadata.items() if STATE in data and name in env.all_docs}
-    now = dict.fromkeys(shown, _state(list(found.values()))) | {name: _state([item]) for name, item in found.items()}
+    now = dict.fromkeys(shown, _state(env, list(found.values())))
+    now |= {name: _state(env, [item]) for name, item in found.items()}
     return [name for name, state in shown.items() if state != now[name]]
 
 
@@ -218,14 +227,16 @@ def _write(app: "Sphinx", exception: Exception | None) -> None:
     if exception or app.builder.format != "html":
         return
     for recipe in lookup.recipes(app.env).values():
-        folder, archive = Path(app.outdir, FOLDER, recipe.key), _folder(app.env) / f"{recipe.key}.tar.xz"
+        folder, found = Path(app.outdir, FOLDER, recipe.key), kept(app.env, recipe)
+        file = found and listing(_listings(app.env), found)
         mark = folder / "of"
-        content = hashlib.sha256(archive.read_bytes()).hexdigest() if archive.is_file() else ""
-        if mark.is_file() and mark.read_text(encoding="ascii") == content:
+        if file and mark.is_file() and mark.read_text(encoding="ascii") == file.name:
             continue
         shutil.rmtree(folder, ignore_errors=True)
+        if not file or not file.is_file():
+            continue
         files: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        for name, text in texts(_folder(app.env), recipe):
+        for name, text in load_texts(file).items():
             kernel, _, what = name.partition("/")
             files[kernel][what] = text
         folder.mkdir(parents=True)
@@ -233,4 +244,4 @@ def _write(app: "Sphinx", exception: Exception | None) -> None:
             packed = base64.b64encode(gzip.compress(json.dumps(said).encode(), 9, mtime=0)).decode()
             script = f'showListing.loaded("{recipe.key}/{kernel}", "{packed}");\n'
             (folder / f"{kernel}.js").write_text(script, encoding="ascii")
-        mark.write_text(content, encoding="ascii")
+        mark.write_text(file.name, encoding="ascii")
