@@ -76,7 +76,7 @@ check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
 targets: $(SITE_READY)  ## compile kernels for GPUs that need not be here, where they changed; RECIPE=section/name for one
 	@"$(PY)" -m triton_gallery compile $(if $(AGAIN),--again) $(RECIPE)
 
-listings: $(SITE_READY)  ## compile what is kept once more, executing nothing, for the code that the site then shows
+listings: $(SITE_READY)  ## compile again what make targets kept, executing no recipe, so that pages show the compilers' code
 	@"$(PY)" -m triton_gallery listings $(RECIPE)
 
 check-targets: $(SITE_READY)  ## compile them the same way, keep nothing, and fail if one fitted before and no longer does

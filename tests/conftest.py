@@ -154,7 +154,10 @@ def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the whole site with plain `sphinx-build`, warnings being errors; return its folder, `…/gallery`."""
+    """Build the whole site with plain `sphinx-build`, warnings being errors; return its folder, `…/gallery`.
+
+    One recipe has listings, for the test that opens one.
+    """
     out = tmp_path_factory.mktemp("served") / "gallery"
     subprocess.run([sys.executable, "-m", "triton_gallery", "listings", "fusion/softmax"], cwd=ROOT, check=True)
     build = subprocess.run(

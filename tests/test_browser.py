@@ -442,10 +442,7 @@ assert torch.autograd.gradcheck(softmax, x)
 
 
 def test_listing_opens_in_the_page(page: Page, address: str) -> None:
-    """The code that a compiler wrote is loaded when a reader asks for it, and is the file that can be downloaded.
-
-    The fixture `site` has had it compiled.
-    """
+    """The code that a compiler wrote is loaded when a reader asks for it, and is the file that can be downloaded."""
     page.goto(f"{address}recipes/fusion/softmax.html")
     section = page.locator("#on-other-gpus")
     listing = section.locator("div.listing").first

@@ -462,7 +462,7 @@ def test_listings_of_other_code(project: Project, made: tuple[Recipe, Targets], 
     copy.write(copies=RECIPE.replace("tl.store(out_ptr, 1)", "tl.store(out_ptr, 2)"))
     status, output = copy.run("listings")
     assert status == 0, output
-    assert "things/copies gets no listings: kept of other code; make targets compiles it anew" in output
+    assert "things/copies gets no listings: its figures are of other code; run make targets" in output
     assert "1 of 2 recipes have listings" in output
 
 

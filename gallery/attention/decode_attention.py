@@ -1029,8 +1029,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The roof is two kernels that read the same bytes, not a bound. With few keys
 # the op is faster. In this page's tables, cuDNN, which gets the keys without
-# pages, is faster than the roof in each row. It is faster than the op in each
-# row, too, though in some by little.
+# pages, is faster than the roof in each row. It is faster than the op in all
+# rows but three, and about equal in those.
 #
 # In the table of parts, the launcher's number is the best one in four columns
 # of six. In the other two, twice as many parts are clearly faster.

@@ -1454,10 +1454,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # tokens more than the GPU takes. So the op's lead there counts only behind
 # other work, or in a CUDA graph.
 #
-# In the table beside other libraries, cuDNN is faster in each row, and least so
-# in a short backward with a mask. The op is faster than FlashAttention-2 in all
-# rows. PyTorch and ``torch.compile`` call SDPA there, and have cuDNN's rate.
-# ``hopper_attention.py`` and ``gluon_attention.py`` have faster forwards.
+# In the table beside other libraries, cuDNN is faster than the op in each row,
+# and the op is faster than FlashAttention-2. PyTorch and ``torch.compile`` call
+# SDPA there, and have cuDNN's rate. ``hopper_attention.py`` and
+# ``gluon_attention.py`` have faster forwards.
 
 # %%
 # Break it

@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--check", action="store_true", help="keep nothing: compare with what is kept")
     command.set_defaults(run=compile_targets)
 
-    command = commands.add_parser("listings", help="compile again what is kept, for the code that pages then show")
+    command = commands.add_parser("listings", help="compile again what is kept, so that pages show the compilers' code")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
     command.set_defaults(run=make_listings)
 
@@ -317,7 +317,7 @@ def compile_targets(options: argparse.Namespace) -> int:
 
 
 def make_listings(options: argparse.Namespace) -> int:
-    """Compile the launches that are kept once more, executing nothing, and have their texts for the site."""
+    """Compile the kept launches again, executing no recipe, and keep the compilers' code for the site."""
     kept = {recipe: found for recipe in _recipes(options.recipe) if (found := targets.load(TARGETS, recipe))}
     due = {recipe: found for recipe, found in kept.items() if not targets.listing(LISTINGS, found).is_file()}
     work = [(recipe, [kernel.launch for kernel in found.kernels], found.launched_by) for recipe, found in due.items()]
@@ -328,8 +328,10 @@ def make_listings(options: argparse.Namespace) -> int:
         if now == found:
             targets.write_texts(LISTINGS, now, texts)
         else:
-            why = f"kept of Triton {found.triton}" if found.triton != now.triton else "kept of other code"
-            console.print(Text(f"{recipe.key} gets no listings: {why}; make targets compiles it anew"), style="red")
+            made_by = f"Triton {found.triton}" if found.triton != now.triton else "other code"
+            console.print(
+                Text(f"{recipe.key} gets no listings: its figures are of {made_by}; run make targets"), style="red"
+            )
     there = sum(targets.listing(LISTINGS, found).is_file() for found in kept.values())
     console.print(f"{there} of {len(kept)} recipes have listings, {len(kept) - len(due)} had them before")
     return 0

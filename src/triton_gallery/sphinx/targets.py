@@ -163,15 +163,15 @@ def _about(found: Targets, recipe: Recipe) -> nodes.paragraph:
 def _tables(kernel: Kernel, recipe: Recipe, has_code: bool) -> list[nodes.Node]:
     """Return the title of a kernel, its table with what opens its listings, and the place where they are shown."""
     title = nodes.paragraph("", "", nodes.literal("", kernel.launch.described))
+    head, blank = (["GPU", "code"], [""]) if has_code else (["GPU"], [])
+    table = grid([*head, *COLUMNS], [[gpu.name, *blank, *cells(kernel, gpu)] for gpu in GPUS], "targets")
     if not has_code:
-        return [title, grid(["GPU", *COLUMNS], [[gpu.name, *cells(kernel, gpu)] for gpu in GPUS], "targets")]
-    columns = ["GPU", "code", *COLUMNS]
-    table = grid(columns, [[gpu.name, "", *cells(kernel, gpu)] for gpu in GPUS], "targets")
+        return [title, table]
     rows = [row for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)]
     for gpu, row in zip(GPUS, rows, strict=True):
         if gpu.key in kernel.on and kernel.on[gpu.key].failure is None:
-            _, code, *_ = row.findall(nodes.paragraph)
-            code += nodes.raw("", " ".join(_button(kernel, recipe, gpu.key, gpu.is_amd)), format="html")
+            _, place, *_ = row.findall(nodes.paragraph)
+            place += nodes.raw("", " ".join(_button(kernel, recipe, gpu.key, gpu.is_amd)), format="html")
     return [title, table, nodes.raw("", '<div class="listing" hidden></div>', format="html")]
 
 
@@ -230,11 +230,12 @@ def _write(app: "Sphinx", exception: Exception | None) -> None:
         folder, found = Path(app.outdir, FOLDER, recipe.key), kept(app.env, recipe)
         file = found and listing(_listings(app.env), found)
         mark = folder / "of"
-        if file and mark.is_file() and mark.read_text(encoding="ascii") == file.name:
+        if not (file and file.is_file()):
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
+        if mark.is_file() and mark.read_text(encoding="ascii") == file.name:
             continue
         shutil.rmtree(folder, ignore_errors=True)
-        if not file or not file.is_file():
-            continue
         files: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for name, text in load_texts(file).items():
             kernel, _, what = name.partition("/")
