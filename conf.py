@@ -33,10 +33,10 @@ plot_gallery = "False"
 recipe_time_limit = 300  # seconds
 recipe_memory_limit = 0.8  # of the machine's memory, for all that run at once
 sphinx_gallery_conf = {
-    "examples_dirs": "../gallery",
+    "examples_dirs": "../_build/gallery",  # where scripts stand whole, as a build writes them from gallery/
     "gallery_dirs": "recipes",
     "filename_pattern": r"\.py$",
-    "subsection_order": [f"../gallery/{section}" for section in sections(ROOT / "gallery")],
+    "subsection_order": [f"../_build/gallery/{section}" for section in sections(ROOT / "gallery")],
     "within_subsection_order": "triton_gallery.recipes.contents.RecipeOrder",
     "image_scrapers": ("triton_gallery.run.capture.scrape", "matplotlib"),
     "download_all_examples": False,

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import MagicMock
 
-from trial import CACHE, DEVICE, Trial, load_works, recipe_module, timed
+from trial import DEVICE, Trial, load_works, recipe_module
 from work import Function
 
 WORKS = load_works()
@@ -27,7 +27,6 @@ class Bench:
         self.seconds: list[float] = []  # of each kernel compiled for the present row
         self.trial: Trial | None = None
         self.call: Function | None = None
-        self.cache: Any = None
         triton.knobs.compilation.listener = self._compiled
 
     def about(self) -> tuple[str, str]:
@@ -75,13 +74,12 @@ class Bench:
 
     def time(self, turns: int) -> list[float]:
         """Return the GPU's milliseconds of so many calls, after one that is not counted: others used the GPU before."""
-        import torch
+        from triton_gallery.bench import time_turns
 
         assert self.trial
         assert self.call
-        if self.cache is None:
-            self.cache = torch.empty(CACHE, dtype=torch.int8, device=DEVICE)
-        return [timed(self.call, self.trial.restore, self.cache) for _ in range(1 + turns)][1:]
+        rows = time_turns({"": self.call}, turns, warm_up=1, prepare=self.trial.restore)[""]  # type: ignore[no-untyped-call]
+        return [gpu for gpu, _, _ in rows]
 
     def _compiled(self, *, times: Any, cache_hit: bool, **_: object) -> None:
         if not cache_hit:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from trial import CACHE, DEVICE, GALLERY, RECORDS, Trial, band, load_works, rates_of, recipe_module, timed
+from trial import DEVICE, GALLERY, RECORDS, Trial, load_works, rates_of, recipe_module
 from work import Bytes, Function, Product, Work
 
 from triton_gallery.recipes.contents import load
@@ -24,7 +24,7 @@ from triton_gallery.recipes.tables import ROOF, TRITON
 from triton_gallery.records.formats import BadRecordError, Device, commit
 from triton_gallery.records.peers import PeerRow, load_all, merge
 
-WARM_UP, TURNS = 3, 40
+TURNS = 40
 
 
 @dataclass(frozen=True)
@@ -79,29 +79,12 @@ def contestants(work: Work, peers: Sequence[str]) -> dict[str, Function]:
     return {TRITON: ours, **{name: work.called(function) for name, function in functions.items()}}
 
 
-def measure(calls: dict[str, Function], restore: Function) -> dict[str, list[float]]:
-    """Return the GPU's milliseconds for each call: the median, then the 20th and the 80th percentile.
-
-    The calls take turns, so that a drift of the clocks hits all alike. Before each the inputs are restored and the L2
-    cache is emptied. The GPU sleeps meanwhile, so that the CPU gets ahead: a backward through autograd costs it longer
-    than some kernels take, and would else be timed.
-    """
-    import torch
-
-    cache = torch.empty(CACHE, dtype=torch.int8, device=DEVICE)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(WARM_UP + TURNS):
-        for name, call in calls.items():
-            time = timed(call, restore, cache)
-            if turn >= WARM_UP:
-                times[name].append(time)
-    return {name: band(found) for name, found in times.items()}
-
-
 def rates(trial: Trial, amount: Bytes | Product, backward: bool, peers: Sequence[str]) -> dict[str, list[float] | None]:
     """Check and measure one work at one size, one way; return the rates by the name of who was measured."""
     import torch
     import torch._functorch.config
+
+    from triton_gallery.bench import gpu_time
 
     torch.compiler.reset()  # a function is compiled for eight shapes at the most
     torch._functorch.config.donated_buffer = False  # else torch.compile refuses a backward that is run again
@@ -123,7 +106,8 @@ def rates(trial: Trial, amount: Bytes | Product, backward: bool, peers: Sequence
         calls[name] = call
     calls[ROOF] = amount.roof(trial.dtype, trial.device)
     found: dict[str, list[float] | None] = dict.fromkeys(functions)
-    for name, times in measure(calls, trial.restore).items():
+    timed = gpu_time(calls, TURNS, prepare=trial.restore)  # type: ignore[no-untyped-call]
+    for name, (*times, _, _) in timed.items():
         found[name] = rates_of(amount, times)
     return found
 

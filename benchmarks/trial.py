@@ -1,4 +1,4 @@
-"""One work at one size: its inputs, the calls on them, the check of their results, and the clock.
+"""One work at one size: its inputs, the calls on them, and the check of their results.
 
 A machine that only measures needs nothing for this but what recipes import.
 """
@@ -19,8 +19,6 @@ from triton_gallery.recipes.contents import load
 ROOT = Path(__file__).resolve().parents[1]
 GALLERY, RECORDS = ROOT / "gallery", ROOT / "docs" / "_records"
 DEVICE = "cuda"
-WAIT = 3_000_000  # cycles of the GPU's clock before each call, about 1.5 ms
-CACHE = 2**28  # bytes written before each call, more than any L2 cache holds
 TOLERANCE = 0.02  # of the length of the difference, in the length of our result; half precision comes to 0.005
 
 
@@ -91,25 +89,6 @@ class Trial:
             a, b = (tensor.double() for tensor in self.work.alike(*pair))
             off = (a - b).norm() / b.norm()
             torch.testing.assert_close(off, torch.zeros_like(off), rtol=0, atol=TOLERANCE, msg=message)
-
-
-def timed(call: Function, restore: Function, cache: Any) -> float:
-    """Return the GPU's milliseconds for one call, with the inputs restored and the L2 cache emptied before it.
-
-    The GPU sleeps meanwhile, so that the CPU gets ahead: a backward through autograd costs it longer than some kernels
-    take, and would else be timed.
-    """
-    import torch
-
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    restore()
-    torch.cuda._sleep(WAIT)  # type: ignore[no-untyped-call]
-    cache.zero_()
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))
 
 
 def band(times: Sequence[float]) -> list[float]:

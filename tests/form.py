@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from triton_gallery.recipes.declaration import OfOp, declaration
-from triton_gallery.recipes.op import bound, op_of, statements
+from triton_gallery.recipes.names import bound
+from triton_gallery.recipes.op import op_of, statements
 
 FIRST_KERNEL, FIRST_CONSTANTS, FIRST_FIGURE = 25, 4, 150  # statements, constants, lines below the opening
 OP, OP_AND_BACKWARD = 100, 200  # statements

@@ -17,6 +17,7 @@ from project import ROOT
 
 from triton_gallery.recipes.contents import Recipe, load
 from triton_gallery.recipes.hashes import cell_hash
+from triton_gallery.recipes.inline import inlined
 
 EXAMPLES = 4  # of a generated test in a quick run
 KEYS = {recipe.name: recipe.key for recipe in load(ROOT / "gallery")}
@@ -85,7 +86,7 @@ def _same_code(before: str, path: Path) -> bool:
     """Whether a file is a script of a recipe with the code that it had."""
     if path.parts[-3] != "gallery" or path.suffix != ".py" or not before or not path.exists():
         return False
-    return cell_hash(before) == cell_hash(path.read_text(encoding="utf-8"))
+    return cell_hash(inlined(before)) == cell_hash(inlined(path.read_text(encoding="utf-8")))
 
 
 def recipe_of(item: pytest.Item) -> str | None:

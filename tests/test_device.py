@@ -105,7 +105,7 @@ def test_range_is_the_same_everywhere() -> None:
     """The recipes declare the oldest versions, the page of versions names both ends, and CI tries the newest Triton."""
     (oldest_triton, newest_triton), (oldest_torch, _) = SUPPORTED["Triton"], SUPPORTED["PyTorch"]
     for recipe in load(ROOT / "gallery"):
-        declared = {str(need) for need in declaration(recipe.path, recipe.path.read_text()).packages}
+        declared = {str(need) for need in declaration(recipe.path, recipe.text).packages}
         assert f"torch>={oldest_torch[0]}.{oldest_torch[1]}" in declared, recipe.key
         assert any(
             need.startswith("triton") and f">={oldest_triton[0]}.{oldest_triton[1]}" in need for need in declared

@@ -128,6 +128,50 @@ def test_one_changed_runs_alone(healthy: Project) -> None:
     assert "and new" in BeautifulSoup(healthy.page("good"), "html.parser").text
 
 
+SHOWS = """import os
+import matplotlib.pyplot as plt
+import pandas as pd
+
+# %%
+# Some prose.
+
+print("process", os.getpid())
+plt.plot([1, 2])
+plt.show()
+
+# %%
+# More.
+
+pd.DataFrame({"a": [1]})
+"""
+
+
+def test_changed_prose_is_laid_out_without_a_run(make_project: Callable[..., Project]) -> None:
+    """What the cells put out, with its figures, stays as it was; so with comments, docstrings and other machinery."""
+    project = make_project()
+    project.write(shows=SHOWS)
+    status, output = project.build()
+    assert status == 0, output
+    before = BeautifulSoup(project.page("shows"), "html.parser")
+    project.write(shows=SHOWS.replace("Some prose", "Other prose").replace("print", "# a comment\nprint"))
+    status, output = project.build()
+    assert status == 0, output
+    assert executed(output) == set()
+    assert "laying out 1 pages again" in output
+    after = BeautifulSoup(project.page("shows"), "html.parser")
+    assert "Other prose" in after.text
+    assert "# a comment" in after.text
+    shown = [
+        [node.text for node in page.select(".sphx-glr-script-out, table, .recipe-strip")] for page in (before, after)
+    ]
+    assert shown[0] == shown[1]
+    assert any("process" in text for text in shown[0])
+    assert [len(page.select("img.sphx-glr-single-img")) for page in (before, after)] == [1, 1]
+    notebook = json.loads(next((project.root / "_build" / "html").glob("_downloads/*/shows.ipynb")).read_text())
+    assert any("process" in json.dumps(cell.get("outputs", "")) for cell in notebook["cells"])
+    assert project.build()[1].count("laying out") == 0
+
+
 def test_changed_environment_runs_again(healthy: Project) -> None:
     path = healthy.root / "docs" / "recipes" / "things" / "good.run.json"
     run = json.loads(path.read_text())

@@ -105,7 +105,7 @@ print(json.dumps(changed))
 @pytest.mark.anywhere
 def test_import_leaves_the_process_as_it_was() -> None:
     capability = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
-    here = [recipe for recipe in OF_FORM if not missing(recipe.path, recipe.path.read_text(), capability)]
+    here = [recipe for recipe in OF_FORM if not missing(recipe.path, recipe.text, capability)]
     names = [recipe.path.stem for recipe in here]
     folders = [str(path) for path in (ROOT / "gallery").iterdir() if path.is_dir()]
     program = f"import os, sys; sys.dont_write_bytecode = True; sys.path += {folders}\n"

@@ -109,7 +109,7 @@ def test_names_have_all_recipes_that_use_them(listed: dict[str, set[str]]) -> No
 
 def code_of(recipe: Recipe) -> str:
     """Return a recipe's code without comments and texts that stand for themselves."""
-    tree = ast.parse(recipe.path.read_text())
+    tree = ast.parse(recipe.text)
     return "\n".join(ast.unparse(node) for node in tree.body if not isinstance(getattr(node, "value", 0), ast.Constant))
 
 
@@ -122,10 +122,10 @@ def test_names_in_code_lead_to_their_documentation(parsed: Callable[[str], Beaut
     page = parsed(f"recipes/{recipe.key}.html")
     links = page.select(".highlight-Python a.code-link")
     assert links
-    by_name = {use.written: use.name for use in uses(recipe.path.read_text())}
+    by_name = {use.written: use.name for use in uses(recipe.text)}
     for link in links:
         assert link["href"] == address_of(by_name[link.text.removeprefix("@")])
-    attributes = [node for node in ast.walk(ast.parse(recipe.path.read_text())) if isinstance(node, ast.Attribute)]
+    attributes = [node for node in ast.walk(ast.parse(recipe.text)) if isinstance(node, ast.Attribute)]
     loads = sum(ast.unparse(node) == "tl.load" for node in attributes)
     assert sum(link.text == "tl.load" for link in links) == loads
 

@@ -35,7 +35,7 @@ def test_page_has_a_twin_in_markdown(site: Path, page_of: Callable[[Recipe], Bea
     (link,) = page_of(recipe).select("link[rel=alternate][type='text/markdown']")
     twin = (site / "recipes" / recipe.section / link["href"]).read_text()
     assert twin.startswith("# ")
-    _, blocks = split_code_and_text_blocks(str(recipe.path))
+    _, blocks = split_code_and_text_blocks(str(next(site.glob(f"_downloads/*/{recipe.name}.py"))))
     code = [block.content.strip("\n") for block in blocks if block.type == "code"]
     listed = "\n".join(re.findall(r"(?s)```python\n(.*?)\n```", twin))
     assert all(line in listed for cell in code for line in cell.splitlines() if "sphinx_gallery" not in line)
@@ -125,7 +125,7 @@ def test_notebook_begins_with_what_installs_its_packages(site: Path, recipe: Rec
     notebook = json.loads(next(site.glob(f"_downloads/*/{recipe.name}.ipynb")).read_text())
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [OURS in cell["metadata"].get("tags", []) for cell in code] == [True, *(False for _ in code[1:])]
-    needs = ", ".join(f'"{package}"' for package in packages(recipe.path, recipe.path.read_text()))
+    needs = ", ".join(f'"{package}"' for package in packages(recipe.path, recipe.text))
     assert code[0]["source"].rpartition("\n")[2] == f"install_missing({needs})"
 
 

@@ -11,9 +11,7 @@ from triton_gallery.recipes.contents import Recipe, load
 
 # Without a GPU these stop on the way, or take minutes. They are small, but for JAX's, which test_jax_call.py has.
 OTHERS = {"pytorch/cuda_graphs", "xla/jax_call", "first_steps/benchmarking", "pytorch/subsystems"}
-RECIPES = [
-    recipe for recipe in load(ROOT / "gallery") if "perf_report" in recipe.path.read_text() and recipe.key not in OTHERS
-]
+RECIPES = [recipe for recipe in load(ROOT / "gallery") if "perf_report" in recipe.text and recipe.key not in OTHERS]
 
 
 @pytest.mark.thorough

@@ -13,16 +13,16 @@ from triton_gallery.run.execute import make_tasks
 
 
 @pytest.fixture
-def code(make_project: Callable[..., Project]) -> Callable[..., str]:
-    """Return a function that tells the hash of a recipe's execution, with more lines of settings."""
+def hashes(make_project: Callable[..., Project]) -> Callable[..., tuple[str, str]]:
+    """Return a function that tells the hashes of a recipe's execution and of its page, with more lines of settings."""
     project = make_project()
     project.write(one="print('one')")
     conf = (project.root / "conf.py").read_text()
 
-    def hash_with(lines: str = "") -> str:
+    def hash_with(lines: str = "") -> tuple[str, str]:
         (project.root / "conf.py").write_text(f"{conf}{lines}\n")
         (task,) = make_tasks(load(project.root / "gallery"), settings.read(project.root))
-        return task.code
+        return task.code, task.page
 
     return hash_with
 
@@ -36,21 +36,23 @@ def code(make_project: Callable[..., Project]) -> Callable[..., str]:
         'sphinx_gallery_conf["subsection_order"] = []',
     ],
 )
-def test_what_shows_and_limits_recipes_does_not_shape_them(code: Callable[..., str], lines: str) -> None:
-    assert code(lines) == code()
+def test_what_shows_and_limits_recipes_does_not_shape_them(hashes: Callable[..., tuple[str, str]], lines: str) -> None:
+    assert hashes(lines) == hashes()
 
 
-def test_what_shapes_recipes_has_them_executed_again(code: Callable[..., str]) -> None:
-    assert code('sphinx_gallery_conf["image_scrapers"] = ("matplotlib",)') != code()
+def test_what_shapes_recipes_has_them_executed_again(hashes: Callable[..., tuple[str, str]]) -> None:
+    code, _ = hashes()
+    assert hashes('sphinx_gallery_conf["image_scrapers"] = ("matplotlib",)')[0] != code
 
 
 @pytest.mark.parametrize("package", ["sphinx", "sphinx-gallery", "matplotlib", "numpy", "pandas"])
-def test_other_version_has_recipes_executed_again(
-    code: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+def test_other_version_has_pages_laid_out_again(
+    hashes: Callable[..., tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    before = code()
+    code, page = hashes()
     metadata = tmp_path / f"{package.replace('-', '_')}-0.1.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
     monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
-    assert code() != before
+    assert hashes()[0] == code
+    assert hashes()[1] != page

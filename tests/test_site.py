@@ -103,7 +103,7 @@ def test_answers_are_folded(site: Path, pages: dict[Path, BeautifulSoup], recipe
 @each_recipe
 def test_downloaded_script_is_the_recipe(site: Path, recipe: Recipe) -> None:
     (script,) = site.glob(f"_downloads/*/{recipe.name}.py")
-    assert script.read_bytes() == recipe.path.read_bytes()
+    assert script.read_text() == recipe.text
 
 
 @each_recipe

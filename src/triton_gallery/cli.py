@@ -197,7 +197,7 @@ def new(options: argparse.Namespace) -> int:
 def needs(options: argparse.Namespace) -> int:
     """Print the packages that recipes declare, one a line."""
     recipes = _recipes(options.recipe)
-    declared = {package for recipe in recipes for package in packages(recipe.path, recipe.path.read_text("utf-8"))}
+    declared = {package for recipe in recipes for package in packages(recipe.path, recipe.text)}
     print("\n".join(sorted(declared)))
     return 0
 
@@ -208,9 +208,7 @@ def sanitize_recipes(options: argparse.Namespace) -> int:
     (device, *_) = detect()
     if not device.is_gpu:
         raise UsageError("torch sees no GPU here: compute-sanitizer watches one")
-    recipes = [
-        recipe for recipe in chosen if not missing(recipe.path, recipe.path.read_text("utf-8"), device.capability)
-    ]
+    recipes = [recipe for recipe in chosen if not missing(recipe.path, recipe.text, device.capability)]
     try:
         proof = [verdict for script, tool in PLANTED.items() for verdict in sanitize([script], [tool])]
         verdicts = sanitize([recipe.path for recipe in recipes], TOOLS)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import measure_peers
 import pytest
@@ -13,6 +13,7 @@ from own import runs_here
 from project import ROOT
 from works.dropout import kept_by_both
 
+from triton_gallery import bench
 from triton_gallery.recipes.contents import load
 from triton_gallery.recipes.declaration import declaration
 from triton_gallery.recipes.device import Environment
@@ -114,8 +115,8 @@ class Clock:
         for name in ("_sleep", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: self.log.append(name))
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
-        monkeypatch.setattr(measure_peers, "CACHE", 8)
-        monkeypatch.setattr(measure_peers, "DEVICE", "cuda" if ON_GPU else "cpu")
+        small = SimpleNamespace(empty=lambda *_, **__: torch.zeros(8), cuda=torch.cuda, int8=torch.int8)
+        monkeypatch.setattr(bench, "torch", small)
 
     def call(self, name: str, times: list[float]) -> Callable[[], None]:
         """Return a call that takes these times in turn, and the last one from then on."""
@@ -126,6 +127,9 @@ class Clock:
             self.now += left.pop(0) if len(left) > 1 else left[0]
 
         return call
+
+
+WARM_UP = 5
 
 
 @dataclasses.dataclass
@@ -140,22 +144,26 @@ class Event:
         self.clock.log.append("event")
         self.at = self.clock.now
 
+    def query(self) -> bool:
+        """Whether the GPU is past it: here it always is."""
+        return True
+
     def elapsed_time(self, end: "Event") -> float:
         """Return the milliseconds until another event."""
         return end.at - self.at
 
 
-def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is timed with the GPU asleep while the inputs are restored, and what warms up is not counted."""
+def test_calls_are_timed_in_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is timed after the GPU has begun to sleep, and what warms up is not counted."""
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(measure_peers, "TURNS", 6)
-    warm = [1e9] * measure_peers.WARM_UP
-    calls = {"ours": clock.call("ours", [*warm, 1, 2, 3, 4, 5, 6]), "other": clock.call("other", [*warm, 7])}
-    found = measure_peers.measure(calls, lambda: clock.log.append("restore"))
-    assert found == {"ours": [3.5, 2, 5], "other": [7, 7, 7]}
+    warm = [1e9] * WARM_UP
+    calls = {"ours": clock.call("ours", [*warm, 5, 1, 2, 3, 4]), "other": clock.call("other", [*warm, 7])}
+    found = bench.gpu_time(calls, turns=5, prepare=lambda: clock.log.append("restore"))
+    assert {name: times[:3] for name, times in found.items()} == {"ours": (3, 2, 5), "other": (7, 7, 7)}
+    assert all(late for *_, late in found.values())
     one = [*("restore", "_sleep", "event", "ours", "event", "synchronize")]
     other = ["other" if step == "ours" else step for step in one]
-    assert clock.log == (one + other) * (measure_peers.WARM_UP + 6)
+    assert clock.log == (one + other) * (WARM_UP + 5)
 
 
 def test_inputs_are_restored_before_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +172,8 @@ def test_inputs_are_restored_before_each_call(monkeypatch: pytest.MonkeyPatch) -
     expected = one.call(torch.mul, backward=True)()
     call = one.call(Greedy.apply, backward=True)
     got = []
-    measure_peers.measure({"Greedy": lambda: got.append([part.clone() for part in call()])}, one.restore)
-    assert len(got) == measure_peers.WARM_UP + measure_peers.TURNS
+    bench.gpu_time({"Greedy": lambda: got.append([part.clone() for part in call()])}, 6, prepare=one.restore)
+    assert len(got) == WARM_UP + 6
     for gradients in got:
         one.check("Greedy", tuple(gradients), expected)
 
@@ -217,6 +225,11 @@ def test_another_result_is_not_timed() -> None:
             one.check("Liger", one.call(wrong, backward=False)(), ours)
 
 
+def says(*times: float) -> Callable[..., dict[str, tuple[float, ...]]]:
+    """Return a clock by which all calls take the same time: its median, its percentiles, and no CPU time."""
+    return lambda calls, turns, prepare: dict.fromkeys(calls, (*times, 0.0, False))
+
+
 @pytest.fixture
 def host(
     recipe_at: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -235,7 +248,7 @@ def host(
     monkeypatch.setattr(measure_peers, "DEVICE", "cuda" if ON_GPU else "cpu")
     monkeypatch.setattr(measure_peers, "detect", lambda: [gpu])
     monkeypatch.setattr(measure_peers, "recipe_module", lambda recipe: recipe_at(f"{recipe}.py"))
-    monkeypatch.setattr(measure_peers, "measure", lambda calls, restore: {name: [1e-6, 5e-7, 2e-6] for name in calls})
+    monkeypatch.setattr(bench, "gpu_time", says(1e-6, 5e-7, 2e-6))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     return tmp_path, works
 
@@ -278,9 +291,9 @@ def test_work_that_computes_is_recorded(
     linear = recipe_at("pytorch/subsystems.py").in_pytorch
     seen = []
 
-    def measure(calls, restore):
+    def measure(calls, turns, prepare):
         seen.append(calls["Roof"]())
-        return {name: [1e-9, 1e-9, 1e-9] for name in calls}
+        return says(1e-9, 1e-9, 1e-9)(calls, turns, prepare)
 
     works[:] = [
         measure_peers.Work(
@@ -293,7 +306,7 @@ def test_work_that_computes_is_recorded(
             backward=None,
         )
     ]
-    monkeypatch.setattr(measure_peers, "measure", measure)
+    monkeypatch.setattr(bench, "gpu_time", measure)
     assert measure_peers.main([]) == 0
     (row,) = load_all(records)
     assert (row.unit, row.rates["Triton"]) == ("TFLOP/s", [2 * 2 * 3 * 4] * 3)
@@ -308,7 +321,7 @@ def test_one_recipe_measures_its_own_rows(
     before = load_all(records)
     works[1] = dataclasses.replace(works[1], shapes=[(2, SMALL), (3, SMALL)], backward=None)
     works[0] = dataclasses.replace(works[0], shapes=[(2, SMALL), (8, SMALL)])
-    monkeypatch.setattr(measure_peers, "measure", lambda calls, restore: {name: [2e-6] * 3 for name in calls})
+    monkeypatch.setattr(bench, "gpu_time", says(2e-6, 2e-6, 2e-6))
     assert measure_peers.main(["fusion/rms_norm"]) == 0
     now = load_all(records)
     assert now[:4] == [before[1], before[0], before[3], before[2]], "they are as they were, in the works' order"
@@ -348,6 +361,6 @@ def test_bad_record_is_refused_before_the_gpu_works(
     path = records / "test-gpu-9000" / "peers.json"
     path.parent.mkdir()
     path.write_text("{")
-    monkeypatch.setattr(measure_peers, "measure", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(bench, "gpu_time", lambda *_, **__: pytest.fail("it was measured"))
     assert measure_peers.main([]) == 2
     assert "not JSON" in capsys.readouterr().err

@@ -7,6 +7,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from triton_gallery.recipes.inline import inlined
+
 CONTENTS = "contents.toml"
 HEADER = "GALLERY_HEADER.rst"
 
@@ -23,6 +25,11 @@ class Recipe:
     def key(self) -> str:
         """`section/name`, as targets and messages give it."""
         return f"{self.section}/{self.name}"
+
+    @property
+    def text(self) -> str:
+        """The whole script, as readers take it: with the text of what it imports of this project."""
+        return inlined(self.path.read_text(encoding="utf-8"))
 
     @property
     def companions(self) -> list[Path]:
@@ -45,6 +52,8 @@ def load(gallery: Path) -> list[Recipe]:
     for recipe in listed:
         if not recipe.path.is_file():
             faults.append(f"{CONTENTS} lists {recipe.key}, but {recipe.path} does not exist")
+        elif fault := _fault(recipe):
+            faults.append(f"{recipe.path}: {fault}")
         if not recipe.name.isidentifier():
             faults.append(f"{recipe.key} cannot be imported under its name")
         if sum(other.name == recipe.name for other in listed) > 1:
@@ -58,6 +67,15 @@ def load(gallery: Path) -> list[Recipe]:
     if faults:
         raise ValueError("\n".join(faults))
     return listed
+
+
+def _fault(recipe: Recipe) -> str | None:
+    """Return why a recipe's script cannot stand alone; None if it can."""
+    try:
+        _ = recipe.text
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def sections(gallery: Path) -> list[str]:

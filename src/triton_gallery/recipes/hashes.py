@@ -1,7 +1,8 @@
 """What identifies a recipe's code.
 
-The code is the list of the recipe's cells. Each has a hash that prose, comments and layout do not change; the hash of
-the list, which moving a border between two cells changes, identifies the code that a record was made of.
+The code is the list of the recipe's cells. Each has a hash that prose, docstrings, comments and layout do not change;
+the hash of the list, which moving a border between two cells changes, identifies the code that a record was made of.
+The functions of the clock, which are inlined, count by the clock's version alone.
 """
 
 import ast
@@ -9,10 +10,14 @@ import hashlib
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 from triton_gallery.recipes.contents import Recipe
+from triton_gallery.recipes.inline import clock
+
+DOCUMENTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def cell_hash(code: str) -> str:
@@ -20,7 +25,11 @@ def cell_hash(code: str) -> str:
 
     It is made of the syntax tree without empty fields, of which every version of Python has others.
     """
-    return _digest([repr(_skeleton(ast.parse(code)))])
+    tree = ast.parse(code)
+    version, functions = clock()
+    timing = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in functions]
+    tree.body = [node for node in tree.body if node not in timing]
+    return _digest([repr(_skeleton(tree)), *(f"clock {version}" for _ in timing[:1])])
 
 
 def code_hash(cells: Iterable[str]) -> str:
@@ -36,12 +45,15 @@ def cell_hashes(path: Path) -> list[str]:
 
 def hash_of(recipe: Recipe) -> str:
     """Return the hash of a recipe's present code."""
-    return _hash_of(recipe.path, recipe.path.read_bytes())
+    return _hash_of(recipe.text)
 
 
 @cache  # a build asks for it some twenty times
-def _hash_of(path: Path, content: bytes) -> str:
-    return code_hash(cell_hashes(path))
+def _hash_of(text: str) -> str:
+    with NamedTemporaryFile("w", encoding="utf-8", suffix=".py") as file:  # sphinx-gallery splits files alone
+        file.write(text)
+        file.flush()
+        return code_hash(cell_hashes(Path(file.name)))
 
 
 def _digest(parts: Iterable[str]) -> str:
@@ -50,6 +62,8 @@ def _digest(parts: Iterable[str]) -> str:
 
 def _skeleton(node: object) -> object:
     if isinstance(node, ast.AST):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
         fields = [(name, _skeleton(value)) for name, value in ast.iter_fields(node) if value not in (None, [])]
         return (type(node).__name__, fields)
     if isinstance(node, list):

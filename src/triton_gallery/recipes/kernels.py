@@ -4,7 +4,7 @@ import ast
 import copy
 from collections.abc import Sequence
 
-from triton_gallery.recipes.op import bound
+from triton_gallery.recipes.names import bound
 
 LAUNCHED = "triton.jit"  # what makes a function a kernel
 

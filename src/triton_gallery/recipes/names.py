@@ -1,7 +1,7 @@
 """The names of Triton and PyTorch in a script, each resolved through the script's imports, without executing it."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -60,3 +60,16 @@ def _path(node: ast.expr) -> list[str]:
     if isinstance(node, ast.Attribute):
         return [*_path(node.value), node.attr]
     return [node.id if isinstance(node, ast.Name) else ""]
+
+
+def bound(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the names that statements bind, but for those within functions and classes."""
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (name.asname or name.name.partition(".")[0] for name in node.names)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+            yield from (name.id for name in names if isinstance(name.ctx, ast.Store))  # not that of x[0] = 1

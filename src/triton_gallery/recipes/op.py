@@ -3,7 +3,7 @@
 import ast
 import builtins
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 from triton_gallery.recipes.declaration import declaration
+from triton_gallery.recipes.names import bound
 
 NAMESPACE = "triton_gallery"  # of the ops on the pages
 SUFFIX = "_NAMESPACE"  # of the constant for it
@@ -94,15 +95,3 @@ def _imports(tree: ast.Module, used: set[str]) -> Iterator[str]:
             kept = [name for name in node.names if (name.asname or name.name.partition(".")[0]) in used]
             if kept:
                 yield ast.unparse(type(node)(**{**dict(ast.iter_fields(node)), "names": kept}))
-
-
-def bound(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names that statements bind, but for those within functions and classes."""
-    for node in nodes:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from (name.asname or name.name.partition(".")[0] for name in node.names)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))

@@ -36,7 +36,7 @@ class Run:
     """How the execution of one recipe went.
 
     Attributes:
-        code: hash of the recipe's source and of the machinery that executed it.
+        code: hash of the code that was executed, and of the files that it found beside it.
         environment: what executed it.
         date: when it began, ISO 8601 in UTC.
         seconds: wall time of the whole script, imports included.
@@ -46,6 +46,8 @@ class Run:
         packages: versions of what the recipe declares beyond the packages that any recipe may use.
         missing: what the recipe needs and did not find; then it was not executed, and its cells put out nothing.
         launches: what was compiled, or would have been, of each kernel that it launched.
+        laid_out: each code cell's output as sphinx-gallery laid it out.
+        page: hash of what shaped the page besides.
     """
 
     code: str
@@ -58,6 +60,8 @@ class Run:
     packages: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
+    laid_out: list[str] = field(default_factory=list)
+    page: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what is no date; ValueError."""
@@ -88,6 +92,10 @@ class Pages:
         """Return the figures on a recipe's page, by their file names."""
         pictures = self.folder / recipe.section / "images"
         return {path.name: path.read_bytes() for path in figure_files(pictures, recipe.name) if path.suffix == ".png"}
+
+    def files(self, recipe: Recipe) -> dict[str, bytes]:
+        """Return the pictures on a recipe's page, as `install` takes them."""
+        return {f"{recipe.section}/images/{name}": picture for name, picture in self.figures(recipe).items()}
 
     def lock(self, say: Callable[[str], object]) -> None:
         """Keep other processes off the folder until this one ends; where one has it, say so and wait."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx_gallery import gen_rst
 
 from triton_gallery.run.capture import read
 from triton_gallery.run.launches import Watch
@@ -37,6 +38,7 @@ class Order:
         execute: whether to execute the recipe, or to lay out its page alone.
         variables: its environment variables.
         rehearsal: whether nothing that it measures is kept.
+        laid_out: if the recipe ran before, what each code cell put out then, as sphinx-gallery laid it out.
     """
 
     work: Path
@@ -44,6 +46,7 @@ class Order:
     execute: bool
     variables: dict[str, str]
     rehearsal: bool = False
+    laid_out: list[str] | None = None
 
 
 def main(order: Order) -> None:
@@ -100,9 +103,10 @@ def _error(trace: str) -> str:
 def _make_page(order: Order) -> dict[str, Any]:
     work = order.work
     site = work / "site"
-    site.mkdir()
+    site.mkdir(exist_ok=True)
     (recipe,) = (work / "gallery").glob("*/*.py")
     page = f"recipes/{recipe.parent.name}/{recipe.stem}"
+    laid_out = _watch_layout(order.laid_out)
     watch = Watch(recipe.parent) if "triton" in sys.modules else None  # else the recipe imports none
     app = Sphinx(
         site,
@@ -131,4 +135,21 @@ def _make_page(order: Order) -> dict[str, Any]:
         return {"outputs": []}  # the build will refuse it
     app.build()
     outputs = [asdict(output) for output in read(app.env.get_doctree(page), recipe)]
-    return {"outputs": outputs, "launches": [asdict(launch) for launch in watch.launches] if watch else []}
+    launches = [asdict(launch) for launch in watch.launches] if watch else []
+    return {"outputs": outputs, "launches": launches, "laid_out": laid_out}
+
+
+def _watch_layout(before: list[str] | None) -> list[str]:
+    """Return a list to which sphinx-gallery's layout of each code cell's output is added, or have it use these."""
+    execute, laid_out = gen_rst.execute_code_block, []
+    replayed = iter(before or [])
+
+    def execute_code_block(compiler: Any, block: Any, *given: Any) -> str:
+        text: str = execute(compiler, block, *given)
+        if block.type == "code":
+            text = text if before is None else next(replayed)
+            laid_out.append(text)
+        return text
+
+    gen_rst.execute_code_block = execute_code_block
+    return laid_out

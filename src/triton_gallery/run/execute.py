@@ -8,9 +8,11 @@ import hashlib
 import math
 import os
 import queue
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +20,7 @@ from time import monotonic
 
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.device import Environment, detect, too_new
+from triton_gallery.recipes.hashes import hash_of
 from triton_gallery.recipes.needs import missing
 from triton_gallery.records.pages import Pages, Run
 from triton_gallery.run import rehearsal, supervise
@@ -30,7 +33,6 @@ MACHINERY = (
     "recipes/contents",
     "recipes/declaration",
     "recipes/device",
-    "recipes/hashes",
     "recipes/launches",
     "recipes/needs",
     "recipes/outputs",
@@ -42,6 +44,7 @@ MACHINERY = (
     "run/supervise",
     "run/warden",
 )
+TO_GALLERY = re.compile(r"(?m)^# sphinx_gallery_(?!tags).*")  # what sphinx-gallery is told of an execution
 PACKAGES = ("sphinx", "sphinx-gallery", "matplotlib", "numpy", "pandas")  # an environment has the others
 ELSEWHERE = {  # settings of sphinx-gallery that say where recipes lie and how they are listed
     "examples_dirs",
@@ -64,6 +67,8 @@ def refresh(
 ) -> list[tuple[Recipe, Run]]:
     """Execute here the recipes whose page is missing, failed, or came of other code or another environment.
 
+    Where what else shapes a page has changed, as prose, it is laid out again with what its cells put out before.
+
     Args:
         recipes: those that are wanted.
         pages: where the pages are.
@@ -75,23 +80,36 @@ def refresh(
         Every recipe with its run, executed now or before.
     """
     environments = detect()
-    due = [task for task in make_tasks(recipes, settings) if not _current(pages, task, environments)]
+    due, old = [], []
+    for task in make_tasks(recipes, settings):
+        run = pages.run(task.recipe.key)
+        if not run or not _current(run, task, environments):
+            due.append(task)
+        elif run.page != task.page:
+            old.append(replace(task, before=(run, pages.files(task.recipe))))
     due = longest_first(due, {recipe.key: run.seconds for recipe in recipes if (run := pages.run(recipe.key))})
     with here(environments, due, say) as submit:
         execute([(task, submit) for task in due], pages, report)
+        if old:
+            say(f"laying out {len(old)} pages again, of which no code has changed")
+            execute([(task, submit) for task in old], pages, lambda recipe, run, left: None)
     return [(recipe, known) for recipe in recipes if (known := pages.run(recipe.key))]
 
 
 def make_tasks(recipes: Sequence[Recipe], settings: Settings) -> list[Task]:
     """Return a task for each recipe as it is now."""
-    machinery = _machinery(settings)
+    files = (Path(__file__).parents[1] / f"{name}.py" for name in MACHINERY)
+    machinery = [*map(str.encode, map(version, PACKAGES)), *(path.read_bytes() for path in files)]
+    said = repr(sorted((name, value) for name, value in settings.gallery.items() if name not in ELSEWHERE))
     tasks = []
     for recipe in recipes:
-        source = recipe.path.read_text(encoding="utf-8")
+        source = recipe.text
         companions = {path.name: path.read_bytes() for path in recipe.companions}
-        code = hashlib.sha256(b"".join([machinery, source.encode(), *companions.values()])).hexdigest()
+        told = [said, *TO_GALLERY.findall(source)]
+        code = _digest(_code(recipe).encode(), *map(str.encode, told), *companions.values())
+        page = _digest(source.encode(), *machinery)
         limits = settings.time_limit, settings.memory_limit
-        tasks.append(Task(recipe, source, companions, code, settings.confdir, *limits))
+        tasks.append(Task(recipe, source, companions, code, page, settings.confdir, *limits))
     return tasks
 
 
@@ -170,16 +188,19 @@ def _on(slots: Sequence[Environment], server: Server, caches: Path | None, rehea
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _current(pages: Pages, task: Task, environments: Sequence[Environment]) -> bool:
-    run = pages.run(task.recipe.key)
-    if run is None or not run.passed(task.code, environments):
-        return False
-    return run.missing == missing(task.recipe.path, task.source, run.environment.capability)
+def _current(run: Run, task: Task, environments: Sequence[Environment]) -> bool:
+    """Whether a run would be the same again."""
+    return run.passed(task.code, environments) and run.missing == missing(
+        task.recipe.path, task.source, run.environment.capability
+    )
 
 
-def _machinery(settings: Settings) -> bytes:
-    """Hash what shapes a recipe's execution besides its own source and its limits."""
-    gallery = sorted((name, value) for name, value in settings.gallery.items() if name not in ELSEWHERE)
-    said = repr((gallery, [version(package) for package in PACKAGES]))
-    files = [Path(__file__).parents[1] / f"{name}.py" for name in MACHINERY]
-    return hashlib.sha256(b"".join([said.encode(), *(path.read_bytes() for path in files)])).digest()
+def _code(recipe: Recipe) -> str:
+    try:
+        return hash_of(recipe)
+    except SyntaxError:  # its page says so
+        return recipe.text
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +28,7 @@ from triton_gallery.run.memory import POLL, excess
 from triton_gallery.run.server import Server
 
 TAIL = 4_000
+PAGES = Path("site", "recipes")  # in the work folder
 
 Result = tuple[Run, dict[str, bytes]]  # how it went, and the page's files by their paths
 
@@ -42,19 +43,23 @@ class Task:
         recipe: which one.
         source: its text, as it was when the task was made.
         companions: the contents of the files beside it that carry its name.
-        code: the hash that goes into its run.
+        code: the hash of its code that goes into its run.
+        page: that of all else that shapes its page.
         confdir: the folder of `conf.py`.
         limit: seconds until it is stopped.
         memory: how much of the memory, where it is executed, recipes may use; 1 is all of it.
+        before: if it ran before, that run and the pictures on its page; then the page is laid out again, and no more.
     """
 
     recipe: Recipe
     source: str
     companions: dict[str, bytes]
     code: str
+    page: str
     confdir: Path
     limit: float
     memory: float
+    before: Result | None = None
 
 
 def start_server(environment: Environment) -> Server:
@@ -108,15 +113,21 @@ def _run(task: Task, environment: Environment, server: Server, caches: Path | No
             variables["TORCHINDUCTOR_CACHE_DIR"] = str(caches / task.recipe.key)
         if environment.visible is not None:
             variables["CUDA_VISIBLE_DEVICES"] = environment.visible
-        ended, seconds = _supervise(task, server, Order(work, task.confdir, not lacks, variables, rehearsal))
+        laid_out = task.before[0].laid_out if task.before else None
+        execute = not lacks and laid_out is None
+        order = Order(work, task.confdir, execute, variables, rehearsal, laid_out)
+        ended, seconds = _supervise(task, server, order)
         outcome = _judge(work, ended)
         files = _collect(work)
         text = len(files.get(f"{task.recipe.key}.rst", b""))
         if text > OUTPUT_LIMIT:
             what = f"printed too much: {text:,} bytes of text for its page, where {OUTPUT_LIMIT:,} are allowed"
             outcome, files = {"failure": outcome.get("failure", what)}, {}
+        if task.before and outcome.get("failure") is None:
+            return replace(task.before[0], page=task.page), files
         packages = {} if lacks else versions(task.recipe.path, task.source)
-        return Run(task.code, environment, date, seconds, packages=packages, missing=lacks, **outcome), files
+        outcome |= {"packages": packages, "missing": lacks, "page": task.page}
+        return Run(task.code, environment, date, seconds, **outcome), files
 
 
 def _furnish(work: Path, task: Task) -> None:
@@ -128,6 +139,10 @@ def _furnish(work: Path, task: Task) -> None:
     for folder in (section.parent, section):
         (folder / HEADER).write_text("Recipes\n=======\n", encoding="utf-8")
     (work / "tmp").mkdir()
+    for name, content in task.before[1].items() if task.before else ():
+        path = work / PAGES / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
 
 
 def _variables(environment: Environment) -> dict[str, str]:
@@ -178,7 +193,7 @@ def _watch(warden: int, line: "Connection[Any, Any]", task: Task) -> str | None:
 
 def _collect(work: Path) -> dict[str, bytes]:
     """Return the page's files, with the work folder's path taken out of its text."""
-    pages = work / "site" / "recipes"
+    pages = work / PAGES
     files = {}
     for path in sorted(pages.glob("*/**/*")):
         if path.is_file() and path.name not in {"index.rst", "sg_execution_times.rst"}:
@@ -196,7 +211,8 @@ def _judge(work: Path, ended: int | str) -> dict[str, Any]:
         outcome: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         if "outputs" in outcome:
             launches = from_json(list[Launch], outcome.get("launches", []))
-            return {"outputs": from_json(list[Output], outcome["outputs"]), "launches": launches}
+            laid_out = [text.replace(f"{work}{os.sep}", "") for text in outcome.get("laid_out", [])]
+            return {"outputs": from_json(list[Output], outcome["outputs"]), "launches": launches, "laid_out": laid_out}
         what, detail = outcome["failure"], outcome["detail"]
     else:
         with open(work / "log.txt", "rb") as log:

@@ -74,7 +74,7 @@ class Compiler:
 
     def _make(self, recipe: Recipe, launch: Launch, gpu: Gpu) -> Made:
         try:
-            module = module_of(recipe.path.read_text(encoding="utf-8"), launch.kernel, launch.functions)
+            module = module_of(recipe.text, launch.kernel, launch.functions)
         except LookupError as error:
             return Compiled(failure=str(error)), {}
         said = json.dumps([module, asdict(launch), gpu.key]).encode()
@@ -121,7 +121,7 @@ def _start() -> "Connection[Any, Any]":
 
 def meant(recipe: Recipe, launch: Launch) -> list[Gpu]:
     """Return the GPUs that a launch is meant for, as its recipe declares."""
-    declared = declaration(recipe.path, recipe.path.read_text(encoding="utf-8"))
+    declared = declaration(recipe.path, recipe.text)
     without = declared.of_op.not_for.get(launch.kernel, [])
     gpus = [gpu for gpu in GPUS if gpu.key not in without]
     if declared.gpus is None:

@@ -85,7 +85,7 @@ def _users(env: "BuildEnvironment") -> dict[str, list[str]]:
 
 
 def _names(recipe: Recipe) -> list[str]:
-    names = dict.fromkeys(use.name for use in uses(recipe.path.read_text(encoding="utf-8")))
+    names = dict.fromkeys(use.name for use in uses(recipe.text))
     return [name for name in names if _group(name) and not any(part.startswith("_") for part in name.split("."))]
 
 

@@ -89,7 +89,7 @@ def _card(env: "BuildEnvironment", recipe: Recipe) -> nodes.list_item:
 
 def topics(recipe: Recipe) -> list[str]:
     """Return the topics that a recipe says it has."""
-    found: list[str] = extract_file_config(recipe.path.read_text(encoding="utf-8")).get("tags", [])
+    found: list[str] = extract_file_config(recipe.text).get("tags", [])
     return found
 
 

@@ -47,6 +47,6 @@ def _link(app: "Sphinx", page: str, template: str, context: dict[str, Any], _: o
     recipe = lookup.recipes(app.env).get(page)
     if recipe is None or "body" not in context:
         return
-    found = ((use.written, address_of(use.name)) for use in uses(recipe.path.read_text(encoding="utf-8")))
+    found = ((use.written, address_of(use.name)) for use in uses(recipe.text))
     addresses = {written: address for written, address in found if address}
     context["body"] = CODE.sub(lambda block: linked(block[0], addresses), context["body"])

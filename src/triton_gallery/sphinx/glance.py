@@ -44,7 +44,7 @@ class Glance(SphinxTransform):
         for note in list(self.document.findall(nodes.note)):
             if "sphx-glr-download-link-note" in note["classes"]:
                 note.parent.remove(note)
-        of_op = declaration(page.recipe.path, page.recipe.path.read_text(encoding="utf-8")).of_op
+        of_op = declaration(page.recipe.path, page.recipe.text).of_op
         measured = _measured(page, list(summaries(page.records[:1], peers(self.env), page.recipe)))
         strip = nodes.container("", *provenance.lines(page, page.run), classes=["recipe-strip"])
         box = nodes.container("", nodes.rubric("", "At a glance"), *measured, classes=["glance"])

@@ -58,7 +58,7 @@ def _link_recipes(app: "Sphinx", document: nodes.document, docname: str) -> None
 def _link_names(app: "Sphinx", document: nodes.document, docname: str) -> None:
     """Link the first mention in prose of each name that is documented, written in full or as the script has it."""
     recipe = recipes(app.env)[docname]
-    imported = {use.written: use.name for use in uses(recipe.path.read_text(encoding="utf-8"))}
+    imported = {use.written: use.name for use in uses(recipe.text)}
     seen: set[str] = set()
     for literal in list(document.findall(nodes.literal)):
         written = literal.astext().partition("(")[0].removeprefix("@")

@@ -51,7 +51,7 @@ def recipes(env: "BuildEnvironment") -> dict[str, Recipe]:
 
 def line(recipe: Recipe) -> str:
     """Return what a recipe says of itself in one line."""
-    return declaration(recipe.path, recipe.path.read_text(encoding="utf-8")).of_op.line
+    return declaration(recipe.path, recipe.text).of_op.line
 
 
 def pages(env: "BuildEnvironment") -> Pages:

@@ -61,7 +61,7 @@ def _added(app: "Sphinx", page: RecipePage) -> Iterator[dict[str, Any]]:
         place = f"{app.config.sphinx_gallery_conf['gallery_dirs']}/{page.recipe.key}.html"
         said = f"From the [Triton Gallery]({app.config.html_baseurl.rstrip('/')}/{place})."
         yield {"cell_type": "markdown", **tags, "source": said}
-    needs = packages(page.recipe.path, page.recipe.path.read_text(encoding="utf-8"))
+    needs = packages(page.recipe.path, page.recipe.text)
     call = f"install_missing{tuple(needs)!r}".replace("'", '"')
     source = f"{inspect.getsource(install_missing)}\n\n{call}"
     yield {"cell_type": "code", **tags, "execution_count": None, "outputs": [], "source": source}

@@ -53,7 +53,7 @@ def text_of(env: "BuildEnvironment", op: Op, page: RecipePage) -> str:
     address = f"{env.config.html_baseurl.rstrip('/')}/" if env.config.html_baseurl else ""
     place = f"{env.config.sphinx_gallery_conf['gallery_dirs']}/{page.recipe.key}.html"
     facts = [f"{op.title}: an op of the Triton Gallery, {address}{place}", "", *LICENCE.splitlines(), ""]
-    declared = declaration(page.recipe.path, page.recipe.path.read_text(encoding="utf-8"))
+    declared = declaration(page.recipe.path, page.recipe.text)
     needs = " and ".join(str(package) for package in declared.packages if package.name in {"torch", "triton"})
     spaces = [name for name in op.names if name.endswith("_NAMESPACE")]
     facts += [f"Needs {needs}. {name} is yours to set, to a Python identifier." for name in spaces]

@@ -1,0 +1,204 @@
+"""Scripts as readers take them: with the text of what they import of this project."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from project import ROOT
+
+from triton_gallery.recipes import inline
+from triton_gallery.recipes.contents import load
+from triton_gallery.recipes.inline import inlined
+
+SCRIPT = """import os
+
+import torch
+
+DEVICE = "cuda"
+
+from triton_gallery.bench import gpu_time
+
+# %%
+# Prose
+x = gpu_time({})
+"""
+PARTS = """\"\"\"Parts.\"\"\"
+
+import math
+
+import torch
+import triton
+
+PARTS_HALF = 2
+
+
+def parts(x):
+    return math.ceil(x / PARTS_HALF)
+"""
+WHOLE = """\"\"\"The whole.\"\"\"
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from triton_gallery_ops.parts import parts
+
+
+@cache
+def whole(x):
+    return parts(x)
+
+
+whole.ready = True
+"""
+LESSON = """\"\"\"Lesson.\"\"\"
+
+import os
+
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+
+# %%
+# Prose
+
+from triton_gallery_ops.whole import whole
+
+print(whole(3))
+"""
+INLINED = """\"\"\"Lesson.\"\"\"
+
+import math
+import os
+from functools import cache
+
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+
+# %%
+# Prose
+
+PARTS_HALF = 2
+
+
+def parts(x):
+    return math.ceil(x / PARTS_HALF)
+
+
+@cache
+def whole(x):
+    return parts(x)
+
+
+whole.ready = True
+
+print(whole(3))
+"""
+
+
+@pytest.fixture
+def ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a package with an op that is made of another one."""
+    folder = tmp_path / "triton_gallery_ops"
+    folder.mkdir()
+    (folder / "parts.py").write_text(PARTS)
+    (folder / "whole.py").write_text(WHOLE)
+    monkeypatch.setattr(inline, "SOURCES", tmp_path)
+    for function in (inlined, inline._op, inline._made_of):
+        function.cache_clear()
+    return folder
+
+
+def test_text_takes_the_place_of_an_import() -> None:
+    source = inline.CLOCK_FILE.read_text()
+    functions = source[source.index("def time_turns(") : source.index("\n\n\ndef rate_table")]
+    head, tail = "import os\nimport time\n\nimport torch\n", "# %%\n# Prose\nx = gpu_time({})\n"
+    assert inlined(SCRIPT) == f'{head}\nDEVICE = "cuda"\n\n\n{functions}\n\n\n{tail}'
+
+
+def test_op_takes_the_place_of_its_import_with_those_that_it_is_made_of(ops: Path) -> None:
+    assert inlined(LESSON) == INLINED
+    both = LESSON.replace("# %%", "from triton_gallery_ops.parts import parts\n\n# %%")
+    assert inlined(both).count("def parts(") == 1
+    assert inline.ops_in(both) == ["parts", "whole"]
+    assert "triton_gallery" not in inlined(WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("print(", "PARTS_HALF = 3\nprint("), "both bind PARTS_HALF"),
+        (("whole import whole", "whole import half"), "cannot be inlined: from triton_gallery_ops.whole import half"),
+        (("ops.whole", "ops.nothing"), "there is no op triton_gallery_ops.nothing"),
+        (("import os\n", "import os\nfrom os import remove as cache\n"), "cache is imported of os and of functools"),
+    ],
+)
+def test_what_cannot_be_of_an_op_is_told(ops: Path, change: tuple[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        inlined(LESSON.replace(*change, 1))
+
+
+def test_ops_are_not_made_of_each_other(ops: Path) -> None:
+    circle = PARTS.replace("import triton\n", "import triton\n\nfrom triton_gallery_ops.whole import whole\n")
+    (ops / "parts.py").write_text(circle)
+    with pytest.raises(ValueError, match="ops are made of each other"):
+        inlined(LESSON)
+
+
+def test_nothing_else_changes() -> None:
+    """Nor does what imports nothing of ours, or is no Python."""
+    for script in ("import torch\n\n\n\nx = 1", "from triton_gallery.bench import (", ""):
+        assert inlined(script) == script
+    assert inlined(inlined(SCRIPT)) == inlined(SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("x = gpu_time", "def gpu_time():\n    pass\n\n\nx = gpu_time", "both bind gpu_time"),
+        ('DEVICE = "cuda"', "", "needs DEVICE, which the script lacks"),
+        ("import torch\n", "", "needs torch"),
+        ("import gpu_time", "import gpu_time as clock", "cannot be inlined"),
+        ("import gpu_time", "import nothing", "cannot be inlined"),
+        ("import gpu_time", "import *", "cannot be inlined"),
+    ],
+)
+def test_what_cannot_be_is_told(old: str, new: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        inlined(SCRIPT.replace(old, new, 1))
+
+
+def test_contents_tell_it(tmp_path: Path) -> None:
+    gallery = tmp_path / "gallery"
+    (gallery / "things").mkdir(parents=True)
+    (gallery / "contents.toml").write_text('things = ["one"]\n')
+    (gallery / "things" / "GALLERY_HEADER.rst").touch()
+    (gallery / "things" / "one.py").write_text("from triton_gallery.bench import nothing\n")
+    with pytest.raises(ValueError, match=r"one\.py: cannot be inlined: from triton_gallery\.bench import nothing"):
+        load(gallery)
+
+
+def test_scripts_of_readers_import_nothing_of_ours() -> None:
+    for recipe in load(ROOT / "gallery"):
+        tree = ast.parse(recipe.text)
+        modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        modules += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+        assert [name for name in modules if name.startswith("triton_gallery")] == [], recipe.key
+
+
+def test_clock_needs_no_more_than_a_script_has() -> None:
+    """The module imports torch and Python's own alone, so it comes before the choice of the interpreter as well."""
+    said = "import sys, triton_gallery.bench; print('triton' in sys.modules)"
+    environment = {"PYTHONPATH": str(ROOT / "src")}
+    run = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, env=environment, check=False)
+    assert run.stdout == "False\n", run.stderr
