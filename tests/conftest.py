@@ -17,7 +17,7 @@ from memory import processes
 from project import ROOT, Project
 from selection import left_out, select
 
-from triton_gallery.recipes.contents import load
+from triton_gallery.recipes.contents import lay_out, load
 from triton_gallery.recipes.device import detect
 from triton_gallery.records.pages import Pages, Run
 from triton_gallery.run.execute import make_tasks
@@ -29,9 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Say which tests run, and let one run the tests of a recipe on a changed copy of the gallery."""
-    parser.addoption(
-        "--gallery", type=Path, default=ROOT / "gallery", help="the gallery to test (default: %(default)s)"
-    )
+    parser.addoption("--gallery", type=Path, help="another gallery to test, of whole scripts")
     parser.addoption(
         "--thorough",
         default="",
@@ -82,16 +80,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def gallery(pytestconfig: pytest.Config) -> Path:
-    """Return the gallery under test."""
-    return pytestconfig.getoption("--gallery")
+def gallery(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the gallery under test, with whole scripts, as readers take them."""
+    if chosen := pytestconfig.getoption("--gallery"):
+        return chosen.resolve()
+    folder = tmp_path_factory.mktemp("whole") / "gallery"
+    lay_out(ROOT / "gallery", folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
 def run_of_page(gallery: Path) -> Callable[[str], Run | None]:
     """Return a function for the run of a recipe's page, given `section/name`; None if it is not of the present code."""
     pages, environments = Pages(ROOT / "docs" / "recipes"), detect()
-    codes = {task.recipe.key: task.code for task in make_tasks(load(gallery.resolve()), read(ROOT))}
+    codes = {task.recipe.key: task.code for task in make_tasks(load(gallery), read(ROOT))}
 
     def find(key: str) -> Run | None:
         run = pages.run(key)
@@ -111,7 +113,8 @@ def make_project(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Proj
         with open(root / "conf.py", "a") as conf:
             conf.write(f"\nrecipe_time_limit = {limit}\n")
             conf.write('extensions.remove("sphinxext.opengraph")  # it imports matplotlib, and they are built often\n')
-        (root / "src").symlink_to(ROOT / "src")
+        (root / "src").mkdir()
+        (root / "src" / "triton_gallery").symlink_to(ROOT / "src" / "triton_gallery")
         things = root / "gallery" / "things"
         things.mkdir(parents=True)
         (things.parent / "GALLERY_HEADER.rst").write_text("Recipes\n=======\n")

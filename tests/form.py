@@ -2,8 +2,8 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
+from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.declaration import OfOp, declaration
 from triton_gallery.recipes.names import bound
 from triton_gallery.recipes.op import op_of, statements
@@ -12,13 +12,15 @@ FIRST_KERNEL, FIRST_CONSTANTS, FIRST_FIGURE = 25, 4, 150  # statements, constant
 OP, OP_AND_BACKWARD = 100, 200  # statements
 
 
-def faults(path: Path) -> list[str]:
+def faults(recipe: Recipe) -> list[str]:
     """Return in what a recipe is not of the form, in words."""
-    source = path.read_text()
-    of_op = declaration(path, source).of_op
+    of_op = declaration(recipe.path, recipe.text).of_op
     if of_op.tool:
         return []
-    return [*_of_first_kernel(source), *_of_op(path, of_op)]
+    own = recipe.path.read_text()
+    kernels = _jitted(own)
+    none = [] if kernels else ["it has no kernel of its own"]
+    return [*none, *_of_first_kernel(own if kernels else recipe.text), *_of_op(recipe, of_op)]
 
 
 def width(source: str) -> int:
@@ -26,10 +28,9 @@ def width(source: str) -> int:
     return max(map(len, source.splitlines()))
 
 
-def length(path: Path) -> int:
-    """Return the lines of a script but for its opening and its op."""
-    op = op_of(path)
-    return len(_below_opening(path.read_text())) - (op.cell.count("\n") if op else 0)
+def length(recipe: Recipe) -> int:
+    """Return the lines of a lesson but for its opening."""
+    return len(_below_opening(recipe.path.read_text()))
 
 
 def _below_opening(source: str) -> list[str]:
@@ -37,12 +38,13 @@ def _below_opening(source: str) -> list[str]:
     return lines[lines.index("# %%") :]
 
 
-def _of_first_kernel(source: str) -> Iterator[str]:
+def _jitted(source: str) -> dict[str, ast.FunctionDef]:
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    jitted = {node.name: node for node in functions if any("jit" in ast.unparse(by) for by in node.decorator_list)}
-    if not jitted:
-        yield "it has no kernel"
-        return
+    return {node.name: node for node in functions if any("jit" in ast.unparse(by) for by in node.decorator_list)}
+
+
+def _of_first_kernel(source: str) -> Iterator[str]:
+    jitted = _jitted(source)
     first = next(node for node in jitted.values() if not _is_called(node.name, jitted))
     length = sum(statements(jitted[name]) for name in _calls(first.name, jitted))
     if length > FIRST_KERNEL:
@@ -70,11 +72,11 @@ def _is_called(name: str, jitted: dict[str, ast.FunctionDef]) -> bool:
     return any(name in _calls(other, jitted) for other in jitted if other != name)
 
 
-def _of_op(path: Path, of_op: OfOp) -> Iterator[str]:
+def _of_op(recipe: Recipe, of_op: OfOp) -> Iterator[str]:
     if not of_op.dtypes or None in (of_op.backward, of_op.deterministic):
         yield "it does not declare dtypes, backward and deterministic"
         return
-    op = op_of(path)
+    op = op_of(recipe)
     if op is None:
         yield "it has no cell under the heading 'The op'"
         return
@@ -89,6 +91,6 @@ def _of_op(path: Path, of_op: OfOp) -> Iterator[str]:
         yield "its op has no constant for its namespace"
     if of_op.backward and "float64" not in of_op.dtypes:
         yield "its op has a backward and does not take float64"
-    named = [name for name in bound(ast.parse(path.read_text()).body) if name.startswith(f"_{op.name}_")]
+    named = [name for name in bound(ast.parse(recipe.text).body) if name.startswith(f"_{op.name}_")]
     if outside := sorted({*named} - {*op.names}):
         yield f"it defines {outside} outside of its op"

@@ -17,11 +17,12 @@ from project import ROOT
 
 from triton_gallery.recipes.contents import Recipe, load
 from triton_gallery.recipes.hashes import cell_hash
-from triton_gallery.recipes.inline import inlined
+from triton_gallery.recipes.inline import inlined, ops_in
 
 EXAMPLES = 4  # of a generated test in a quick run
 KEYS = {recipe.name: recipe.key for recipe in load(ROOT / "gallery")}
-OWN = re.compile(r"(?:gallery/\w+|tests/ops|benchmarks/works)/(?:test_)?(\w+)\.[^/]+")
+OWN = re.compile(r"(?:gallery/\w+|src/triton_gallery_ops|tests/ops|benchmarks/works)/(?:test_)?(\w+)\.[^/]+")
+OPS = {op: recipe.name for recipe in load(ROOT / "gallery") for op in ops_in(recipe.path.read_text("utf-8"))}
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,13 @@ def changed(root: Path) -> set[str] | None:
     names = {
         OWN.sub(r"\1", line) for line in files if not _same_code(git("show", f"HEAD~1:{line}").stdout, root / line)
     }
+    names = {OPS.get(name, name) for name in names}
     return {KEYS[name] for name in names & KEYS.keys()}
 
 
 def _same_code(before: str, path: Path) -> bool:
-    """Whether a file is a script of a recipe with the code that it had."""
-    if path.parts[-3] != "gallery" or path.suffix != ".py" or not before or not path.exists():
+    """Whether a file is a script of a recipe, or an op, with the code that it had."""
+    if not {"gallery", "src"} & {path.parts[-3]} or path.suffix != ".py" or not before or not path.exists():
         return False
     return cell_hash(inlined(before)) == cell_hash(inlined(path.read_text(encoding="utf-8")))
 

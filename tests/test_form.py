@@ -46,9 +46,9 @@ ADDRESS = re.compile(r"0x[0-9a-f]{8,}")
 
 @each_of_form
 def test_form(recipe: Recipe) -> None:
-    assert faults(recipe.path) == []
-    if length(recipe.path) > 600:
-        warnings.warn(f"{recipe.key} has {length(recipe.path)} lines: is it two pages?", stacklevel=1)
+    assert faults(recipe) == []
+    if length(recipe) > 600:
+        warnings.warn(f"{recipe.key} has {length(recipe)} lines: is it two pages?", stacklevel=1)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
@@ -65,7 +65,7 @@ def test_each_cell_begins_after_an_empty_line(recipe: Recipe) -> None:
 
 def test_list_of_those_to_come_shrinks() -> None:
     assert {recipe.key for recipe in RECIPES} >= TO_COME, "one of these is no more"
-    done = [recipe.key for recipe in RECIPES if recipe.key in TO_COME and not faults(recipe.path)]
+    done = [recipe.key for recipe in RECIPES if recipe.key in TO_COME and not faults(recipe)]
     assert done == [], "these have taken the form: take them off the list"
 
 
@@ -118,8 +118,8 @@ def test_import_leaves_the_process_as_it_was() -> None:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
-    """Return the script of a new recipe."""
+def square(tmp_path: Path) -> Recipe:
+    """Return a new recipe."""
     gallery = tmp_path / "gallery" / "things"
     gallery.mkdir(parents=True)
     (tmp_path / "tests" / "ops").mkdir(parents=True)
@@ -127,12 +127,12 @@ def script(tmp_path: Path) -> Path:
     (gallery / "first.py").touch()
     (gallery.parent / "contents.toml").write_text('things = ["first"]\n')
     create(tmp_path, "things/square")
-    return gallery / "square.py"
+    return Recipe("things", "square", gallery / "square.py")
 
 
-def test_new_recipe_is_of_the_form(script: Path) -> None:
-    assert faults(script) == []
-    op = op_of(script)
+def test_new_recipe_is_of_the_form(square: Recipe) -> None:
+    assert faults(square) == []
+    op = op_of(square)
     assert op is not None
     assert op.names[0] == "SQUARE_NAMESPACE"
     assert op.imports[0] == "import torch"
@@ -146,6 +146,7 @@ BROKEN = {
         "plain_kernel(x_ptr, out_ptr, N, BLOCK: tl",
         "plain_kernel(x_ptr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK: tl",
     ),
+    "it has no kernel of its own": ("@triton.jit\ndef plain_kernel", "def plain_kernel"),
     "its first check stands in line 2": ("# In PyTorch\n", "# In PyTorch\n" + 150 * "#\n"),
     "no cell under the heading": ("# The op\n# ------\n", "# Our op\n# ------\n"),
     "does not declare dtypes": ("# backward = true\n", ""),
@@ -159,9 +160,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_form_is_checked(script: Path, fault: str) -> None:
-    text = script.read_text()
+def test_form_is_checked(square: Recipe, fault: str) -> None:
     old, new = BROKEN[fault]
-    assert old in text
-    script.write_text(text.replace(old, new))
-    assert re.search(fault, "\n".join(faults(script)))
+    (file,) = (path for path in (square.path, square.ops / "square.py") if old in path.read_text())
+    file.write_text(file.read_text().replace(old, new))
+    assert re.search(fault, "\n".join(faults(square)))

@@ -107,16 +107,11 @@ print(whole(3))
 
 
 @pytest.fixture
-def ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def ops(tmp_path: Path) -> Path:
     """Return the folder of a package with an op that is made of another one."""
-    folder = tmp_path / "triton_gallery_ops"
-    folder.mkdir()
-    (folder / "parts.py").write_text(PARTS)
-    (folder / "whole.py").write_text(WHOLE)
-    monkeypatch.setattr(inline, "SOURCES", tmp_path)
-    for function in (inlined, inline._op, inline._made_of):
-        function.cache_clear()
-    return folder
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "whole.py").write_text(WHOLE)
+    return tmp_path
 
 
 def test_text_takes_the_place_of_an_import() -> None:
@@ -127,11 +122,11 @@ def test_text_takes_the_place_of_an_import() -> None:
 
 
 def test_op_takes_the_place_of_its_import_with_those_that_it_is_made_of(ops: Path) -> None:
-    assert inlined(LESSON) == INLINED
+    assert inlined(LESSON, ops) == INLINED
     both = LESSON.replace("# %%", "from triton_gallery_ops.parts import parts\n\n# %%")
-    assert inlined(both).count("def parts(") == 1
+    assert inlined(both, ops).count("def parts(") == 1
     assert inline.ops_in(both) == ["parts", "whole"]
-    assert "triton_gallery" not in inlined(WHOLE)
+    assert "triton_gallery" not in inlined(WHOLE, ops)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +140,14 @@ def test_op_takes_the_place_of_its_import_with_those_that_it_is_made_of(ops: Pat
 )
 def test_what_cannot_be_of_an_op_is_told(ops: Path, change: tuple[str, str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        inlined(LESSON.replace(*change, 1))
+        inlined(LESSON.replace(*change, 1), ops)
 
 
 def test_ops_are_not_made_of_each_other(ops: Path) -> None:
     circle = PARTS.replace("import triton\n", "import triton\n\nfrom triton_gallery_ops.whole import whole\n")
     (ops / "parts.py").write_text(circle)
     with pytest.raises(ValueError, match="ops are made of each other"):
-        inlined(LESSON)
+        inlined(LESSON, ops)
 
 
 def test_nothing_else_changes() -> None:

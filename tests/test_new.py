@@ -69,13 +69,14 @@ def test_new_recipe_is_in_style_and_touches_its_own_files(copy: Path) -> None:
     said = run(copy, "triton_gallery", "new", KEY)
     after = files(copy)
     script, test = f"gallery/{KEY}.py", "tests/ops/test_root_mean_square.py"
+    op = "src/triton_gallery_ops/root_mean_square.py"
     changed = {str(path.relative_to(copy)) for path in after if after[path] != before.get(path)}
-    assert changed == {script, test, "gallery/contents.toml"}
+    assert changed == {script, op, test, "gallery/contents.toml"}
     assert all(f"wrote {name}" in said for name in changed)
     assert [recipe.key for recipe in load(copy / "gallery")] == ["first_steps/vector_add", KEY]
-    run(copy, "ruff", "check", script, test)
-    run(copy, "ruff", "format", "--check", script, test)
-    run(copy, "codespell_lib", script, test)
+    run(copy, "ruff", "check", script, op, test)
+    run(copy, "ruff", "format", "--check", script, op, test)
+    run(copy, "codespell_lib", script, op, test)
     assert "@" not in (copy / test).read_text().replace("@pytest", "").replace("@given", "").replace("@triton_op", "")
 
 

@@ -17,9 +17,10 @@ RECIPES = [recipe for recipe in load(ROOT / "gallery") if "perf_report" in recip
 @pytest.mark.thorough
 @pytest.mark.anywhere
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
-def test_benchmark_fits(recipe: Recipe) -> None:
+def test_benchmark_fits(recipe: Recipe, gallery: Path) -> None:
     """It holds ten gigabytes at most; the rest is for the CUDA context, and for what cells before it left."""
-    command = [sys.executable, Path(__file__).with_name("peak.py"), recipe.path]
-    said = subprocess.run(command, cwd=recipe.path.parent, capture_output=True, text=True, check=False)
+    script = gallery / f"{recipe.key}.py"
+    command = [sys.executable, Path(__file__).with_name("peak.py"), script]
+    said = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
     assert 1e6 < int(said.stdout.split()[-1]) < 10e9

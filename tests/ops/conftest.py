@@ -15,6 +15,7 @@ import torch
 from compiled import Ask, h100
 from hypothesis import Phase, settings
 
+from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.op import op_of
 from triton_gallery.records.pages import Run
 
@@ -29,6 +30,11 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # JAX gives memory back, as PyTorch does when asked: the next large test may need it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+
+
+def recipe_in(script: Path) -> Recipe:
+    """Return the recipe of a script."""
+    return Recipe(script.parent.name, script.stem, script)
 
 
 def import_code(code: str, file: Path) -> ModuleType:
@@ -76,7 +82,7 @@ def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
     """Return a function that imports a recipe of the gallery under test, as `import <stem>` would for a reader."""
 
     def load(path: str) -> ModuleType:
-        file = gallery.resolve() / path
+        file = gallery / path
         end_ops(sys.modules.get(file.stem))
         before = sys.dont_write_bytecode
         sys.dont_write_bytecode = True  # no __pycache__ among the recipes
@@ -100,7 +106,7 @@ def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     loaded: dict[str, ModuleType] = {}
 
     def load(path: str) -> ModuleType:
-        op = op_of(gallery.resolve() / path)
+        op = op_of(recipe_in(gallery / path))
         assert op is not None, f"{path} hands over no op"
         end_ops(loaded.get(path))
         loaded[path] = import_code(op.of("taken").code, tmp_path_factory.mktemp("taken") / f"{op.name}_op.py")

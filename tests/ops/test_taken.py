@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import import_code
+from conftest import import_code, recipe_in
 from device_key import at_cuda
 from inputs import DEVICE
 from own import collect, runs_here
@@ -23,7 +23,7 @@ REFERENCES: list[tuple[str, Entry]] = [(recipe, entry) for recipe, entry in coll
 @pytest.fixture(scope="module")
 def ops(gallery: Path) -> dict[str, Op]:
     """Return the ops that recipes hand over."""
-    found = {f"{path.parent.name}/{path.stem}": op_of(path) for path in sorted(gallery.glob("*/*.py"))}
+    found = {f"{path.parent.name}/{path.stem}": op_of(recipe_in(path)) for path in sorted(gallery.glob("*/*.py"))}
     return {recipe: op for recipe, op in found.items() if op is not None}
 
 

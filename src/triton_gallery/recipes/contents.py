@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from triton_gallery.recipes.inline import inlined
+from triton_gallery.recipes.inline import OPS, inlined
 
 CONTENTS = "contents.toml"
 HEADER = "GALLERY_HEADER.rst"
@@ -29,7 +29,12 @@ class Recipe:
     @property
     def text(self) -> str:
         """The whole script, as readers take it: with the text of what it imports of this project."""
-        return inlined(self.path.read_text(encoding="utf-8"))
+        return inlined(self.path.read_text(encoding="utf-8"), self.ops)
+
+    @property
+    def ops(self) -> Path:
+        """The folder of the project's ops."""
+        return self.path.parents[2] / "src" / OPS
 
     @property
     def companions(self) -> list[Path]:
@@ -76,6 +81,25 @@ def _fault(recipe: Recipe) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def lay_out(gallery: Path, to: Path) -> None:
+    """Have in a folder what a gallery has, with whole scripts, as readers take them, and nothing else.
+
+    Raises:
+        ValueError: as `load`.
+    """
+    recipes = load(gallery)
+    copied = [gallery / CONTENTS, *gallery.glob(f"**/{HEADER}"), *(path for it in recipes for path in it.companions)]
+    files = {to / path.relative_to(gallery): path.read_bytes() for path in copied}
+    files |= {to / f"{recipe.key}.py": recipe.text.encode() for recipe in recipes}
+    for path in to.glob("*/*"):
+        if path not in files:
+            path.unlink()
+    for path, content in files.items():
+        if not path.is_file() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
 
 
 def sections(gallery: Path) -> list[str]:

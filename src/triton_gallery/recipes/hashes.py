@@ -39,8 +39,7 @@ def code_hash(cells: Iterable[str]) -> str:
 
 def cell_hashes(path: Path) -> list[str]:
     """Return the hashes of a script's cells, with the lines that its page leaves out."""
-    _, blocks = split_code_and_text_blocks(str(path))
-    return [cell_hash(block.content) for block in blocks if block.type == "code"]
+    return [cell_hash(content) for kind, content in blocks(path.read_text(encoding="utf-8")) if kind == "code"]
 
 
 def hash_of(recipe: Recipe) -> str:
@@ -50,10 +49,16 @@ def hash_of(recipe: Recipe) -> str:
 
 @cache  # a build asks for it some twenty times
 def _hash_of(text: str) -> str:
+    return code_hash(cell_hash(content) for kind, content in blocks(text) if kind == "code")
+
+
+@cache
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Return the blocks of a script as sphinx-gallery sees them: of each whether it is "text" or "code", and what."""
     with NamedTemporaryFile("w", encoding="utf-8", suffix=".py") as file:  # sphinx-gallery splits files alone
         file.write(text)
         file.flush()
-        return code_hash(cell_hashes(Path(file.name)))
+        return [(block.type, block.content) for block in split_code_and_text_blocks(file.name)[1]]
 
 
 def _digest(parts: Iterable[str]) -> str:

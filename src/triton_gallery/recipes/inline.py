@@ -16,9 +16,9 @@ from pathlib import Path
 
 from triton_gallery.recipes.names import bound
 
-SOURCES = Path(__file__).parents[2]
-CLOCK, CLOCK_FILE = "triton_gallery.bench", SOURCES / "triton_gallery" / "bench.py"
+CLOCK, CLOCK_FILE = "triton_gallery.bench", Path(__file__).parents[1] / "bench.py"
 OPS = "triton_gallery_ops"
+FOLDER = Path(__file__).parents[2] / OPS  # of this project's ops
 WIDTH = 80
 FUNCTION = ("def ", "class ", "@")
 
@@ -43,14 +43,13 @@ class _Source:
     needs: set[str]
 
 
-def op_file(name: str) -> Path:
-    """Return the file of an op of the package."""
-    return SOURCES / OPS / f"{name}.py"
-
-
 @cache  # a build asks for each script dozens of times
-def inlined(script: str) -> str:
+def inlined(script: str, folder: Path = FOLDER) -> str:
     """Return a script with the text of what it imports of this project in place of each such import.
+
+    Args:
+        script: its text.
+        folder: where the ops are.
 
     Raises:
         ValueError: if it imports what is not there or may not be inlined, if two things would have one name, or if what
@@ -61,7 +60,7 @@ def inlined(script: str) -> str:
     except SyntaxError:  # its page says so
         return script
     ours = [node for node in body if isinstance(node, ast.ImportFrom) and _is_ours(node.module)]
-    taken = list(zip(ours, _sources(ours), strict=True))
+    taken = list(zip(ours, _sources(ours, folder), strict=True))
     _check(script, [node for node in body if node not in ours], taken)
     lines = script.splitlines(keepends=True)
     for node, source in reversed(taken):  # from the end, so that the numbers of lines stay those of the tree
@@ -104,7 +103,7 @@ def _check(script: str, others: Sequence[ast.stmt], taken: Sequence[tuple[ast.Im
             raise ValueError(f"what is inlined of {node.module} needs {', '.join(missing)}, which the script lacks")
 
 
-def _sources(nodes: Iterable[ast.ImportFrom]) -> Iterator[_Source]:
+def _sources(nodes: Iterable[ast.ImportFrom], folder: Path) -> Iterator[_Source]:
     """Yield what takes the place of each import; an op that several need is in the place of the first."""
     written: set[str] = set()
     for node in nodes:
@@ -113,10 +112,10 @@ def _sources(nodes: Iterable[ast.ImportFrom]) -> Iterator[_Source]:
         if node.module == CLOCK:
             yield _functions(node)
             continue
-        modules = [module for module in _made_of(str(node.module)) if module not in written]
-        written |= {*modules}
-        parts = [_op(module) for module in modules]
-        if {name.name for name in node.names} - {*_op(str(node.module)).binds}:
+        name = str(node.module).partition(".")[2]
+        parts = [_op(part, folder) for part in _made_of(name, folder) if part not in written]
+        written |= {*_made_of(name, folder)}
+        if {name.name for name in node.names} - {*_op(name, folder).binds}:
             raise ValueError(f"cannot be inlined: {ast.unparse(node)}")
         text = ""
         for part in parts:
@@ -152,33 +151,31 @@ def _used(function: ast.FunctionDef) -> set[str]:
     return {item.id for item in found} - local - {*dir(builtins)}
 
 
-@cache
-def _made_of(module: str) -> tuple[str, ...]:
-    """Return the modules of an op: those of the ops that it is made of, then its own; ValueError for a circle."""
-    return _walk(module, ())
-
-
-def _walk(module: str, within: tuple[str, ...]) -> tuple[str, ...]:
-    if module in within:
+def _made_of(op: str, folder: Path, within: tuple[str, ...] = ()) -> list[str]:
+    """Return the ops that an op is made of, each after its own parts, and the op; ValueError if that is a circle."""
+    if op in within:
         raise ValueError(f"ops are made of each other: {', '.join(within)}")
-    path = op_file(module.partition(".")[2])
+    inner = ops_in(_read(op, folder))
+    found = dict.fromkeys(part for name in inner for part in _made_of(name, folder, (*within, op)))
+    return [*found, op]
+
+
+def _read(op: str, folder: Path) -> str:
+    path = folder / f"{op}.py"
     if not path.is_file():
-        raise ValueError(f"there is no op {module}")
-    inner = (f"{OPS}.{name}" for name in ops_in(path.read_text(encoding="utf-8")))
-    found = dict.fromkeys(part for name in inner for part in _walk(name, (*within, module)))
-    return (*found, module)
+        raise ValueError(f"there is no op {OPS}.{op}")
+    return path.read_text(encoding="utf-8")
 
 
-@cache
-def _op(module: str) -> _Source:
+def _op(name: str, folder: Path) -> _Source:
     """Return an op: what stands below its docstring and its imports."""
-    source = op_file(module.partition(".")[2]).read_text(encoding="utf-8")
+    source = _read(name, folder)
     body = ast.parse(source).body
     imports = [node for node in body if isinstance(node, ImportNode)]
     rest = [node for node in body[1:] if node not in imports]
     end = max(int(node.end_lineno or 0) for node in imports)
     if min(node.lineno for node in rest) < end:
-        raise ValueError(f"{module} imports below its first statement")
+        raise ValueError(f"{OPS}.{name} imports below its first statement")
     text = "".join(source.splitlines(keepends=True)[end:]).strip("\n") + "\n"
     theirs = [node for node in imports if not (isinstance(node, ast.ImportFrom) and _is_op(node.module))]
     return _Source(text, [*bound(rest)], [*_imported(theirs)], set())

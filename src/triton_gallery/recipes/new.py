@@ -1,4 +1,4 @@
-"""Begins a recipe: a script and its test, made of the templates beside this file, and its place in the contents.
+"""Begins a recipe: its script, op and test, made of the templates beside this file, and its place in the contents.
 
 What is made is runnable and right, of a tiny op that its author replaces.
 """
@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 from triton_gallery.recipes.contents import CONTENTS, load, sections
+from triton_gallery.recipes.inline import OPS
 
 TEMPLATES = Path(__file__).parent / "template"
 
@@ -28,7 +29,11 @@ def create(root: Path, key: str) -> list[Path]:
         raise ValueError(f"{name!r} is no name for a recipe: letters, digits and underscores, as Python imports it")
     if name in {recipe.name for recipe in recipes}:
         raise ValueError(f"there is a recipe called {name} already")
-    files = {gallery / section / f"{name}.py": "recipe.txt", root / "tests" / "ops" / f"test_{name}.py": "test.txt"}
+    files = {
+        gallery / section / f"{name}.py": "recipe.txt",
+        root / "src" / OPS / f"{name}.py": "op.txt",
+        root / "tests" / "ops" / f"test_{name}.py": "test.txt",
+    }
     for path in files:
         if path.exists():
             raise ValueError(f"{path} is there already")
@@ -43,6 +48,7 @@ def create(root: Path, key: str) -> list[Path]:
     contents = _listed((gallery / CONTENTS).read_text(encoding="utf-8"), section, name)
     for path, template in files.items():
         text = (TEMPLATES / template).read_text(encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(re.sub("|".join(words), lambda found: words[found[0]], text), encoding="utf-8")
     (gallery / CONTENTS).write_text(contents, encoding="utf-8")
     return [*files, gallery / CONTENTS]

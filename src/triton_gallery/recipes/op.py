@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
-from sphinx_gallery.py_source_parser import split_code_and_text_blocks
-
+from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.declaration import declaration
+from triton_gallery.recipes.hashes import blocks
 from triton_gallery.recipes.names import bound
 
 NAMESPACE = "triton_gallery"  # of the ops on the pages
@@ -60,26 +59,25 @@ class Op:
         return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - known
 
 
-def op_of(path: Path) -> Op | None:
-    """Return the op in a recipe's script; None if it declares none, or no cell stands under the heading."""
-    return _op_of(path, path.read_bytes())
+def op_of(recipe: Recipe) -> Op | None:
+    """Return the op of a recipe; None if it declares none, or no cell stands under the heading."""
+    return _op_of(recipe, recipe.text)
 
 
 @cache  # a build asks for it several times
-def _op_of(path: Path, content: bytes) -> Op | None:
-    if not declaration(path, content.decode()).of_op.dtypes:
+def _op_of(recipe: Recipe, text: str) -> Op | None:
+    if not declaration(recipe.path, text).of_op.dtypes:
         return None
-    _, blocks = split_code_and_text_blocks(str(path))
-    kinds = [block.type for block in blocks]
-    places = [place for place, block in enumerate(blocks) if block.type == "text" and HEADING.search(block.content)]
-    if not places or kinds[places[0] + 1 : places[0] + 2] != ["code"]:
+    cells = blocks(text)
+    places = [place for place, (kind, content) in enumerate(cells) if kind == "text" and HEADING.search(content)]
+    if not places or [kind for kind, _ in cells[places[0] + 1 : places[0] + 2]] != ["code"]:
         return None
-    cell = blocks[places[0] + 1].content.strip("\n") + "\n"
-    tree = ast.parse(content)
+    cell = cells[places[0] + 1][1].strip("\n") + "\n"
+    tree = ast.parse(text)
     used = {node.id for node in ast.walk(ast.parse(cell)) if isinstance(node, ast.Name)}
-    title = next(line for line in (ast.get_docstring(tree) or path.stem).splitlines() if line)
+    title = next(line for line in (ast.get_docstring(tree) or recipe.name).splitlines() if line)
     named = (name for name in bound(ast.parse(cell).body) if name.endswith(SUFFIX))
-    name = next(named, path.stem).removesuffix(SUFFIX).lower()
+    name = next(named, recipe.name).removesuffix(SUFFIX).lower()
     return Op(name, title, list(_imports(tree, used)), cell)
 
 

@@ -3,7 +3,6 @@
 Before that, it lays the gallery out as sphinx-gallery finds it: with whole scripts, as readers take them.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from sphinx.errors import ConfigError
 from sphinx.util import logging
 
-from triton_gallery.recipes.contents import CONTENTS, HEADER, Recipe, load
+from triton_gallery.recipes.contents import lay_out, load
 from triton_gallery.records.pages import Pages
 from triton_gallery.records.recorded import Records
 from triton_gallery.run.execute import refresh
@@ -41,7 +40,7 @@ def _execute(app: "Sphinx") -> None:
         Records(Path(app.srcdir, "_records")).all()
         settings = read(Path(app.confdir))
         pages.prune(recipes)
-        _lay_out(gallery, recipes, Path(app.srcdir, conf["examples_dirs"]).resolve())
+        lay_out(gallery, Path(app.srcdir, conf["examples_dirs"]).resolve())
         with progress() as (report, say):
             runs = refresh(recipes, pages, settings, report, say)
     except (ValueError, RuntimeError) as error:  # the gallery's contents, a bad record or limit, no torch
@@ -49,17 +48,3 @@ def _execute(app: "Sphinx") -> None:
     for recipe, run in runs:
         if run.failure is not None:
             logger.warning("%s", run.failure, location=f"{conf['gallery_dirs']}/{recipe.key}")
-
-
-def _lay_out(gallery: Path, recipes: Sequence[Recipe], to: Path) -> None:
-    """Have in a folder what the gallery has, with whole scripts, and nothing else."""
-    copied = [gallery / CONTENTS, *gallery.glob(f"**/{HEADER}"), *(path for it in recipes for path in it.companions)]
-    files = {to / path.relative_to(gallery): path.read_bytes() for path in copied}
-    files |= {to / f"{recipe.key}.py": recipe.text.encode() for recipe in recipes}
-    for path in to.glob("*/*"):
-        if path not in files:
-            path.unlink()
-    for path, content in files.items():
-        if not path.is_file() or path.read_bytes() != content:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)

@@ -59,7 +59,7 @@ def _item(claim: str) -> nodes.list_item:
 def _claims(env: "BuildEnvironment") -> list[str]:
     """Return what there is, counted."""
     recipes = list(lookup.recipes(env).values())
-    ops = [recipe for recipe in recipes if op_of(recipe.path)]
+    ops = [recipe for recipe in recipes if op_of(recipe)]
     kernels = [kernel for recipe in recipes if (of := targets.kept(env, recipe)) for kernel in of.kernels]
     claims = [f"{len(recipes)} recipes, {len(ops)} ops to take"]
     if kernels:

@@ -46,7 +46,7 @@ def _link(app: "Sphinx", document: nodes.document, docname: str) -> None:
 
 def _link_recipes(app: "Sphinx", document: nodes.document, docname: str) -> None:
     pages = {f"{PurePosixPath(other).name}.py": other for other in _recipe_pages(app.env)}
-    ops = {page: op_of(recipe.path) for page, recipe in recipes(app.env).items()}
+    ops = {page: op_of(recipe) for page, recipe in recipes(app.env).items()}
     pages |= {op.name: page for page, op in ops.items() if op}
     for literal in list(document.findall(nodes.literal)):
         other = pages.get(literal.astext())

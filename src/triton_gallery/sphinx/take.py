@@ -38,7 +38,7 @@ def setup(app: "Sphinx") -> "ExtensionMetadata":
 
 def buttons(env: "BuildEnvironment", page: RecipePage) -> list[nodes.Node]:
     """Return what takes the op of a recipe from its page, to a file or to the clipboard; nothing if it has none."""
-    op = op_of(page.recipe.path)
+    op = op_of(page.recipe)
     if op is None:
         return []
     file = f"../../{FOLDER}/{_file(op)}"
@@ -88,7 +88,7 @@ def _write(app: "Sphinx", exception: Exception | None) -> None:
     if exception or app.builder.format != "html":
         return
     found = [page for name in lookup.recipes(app.env) if (page := lookup.recipe_page(app.env, name))]
-    files = {_file(op): text_of(app.env, op, page) for page in found if (op := op_of(page.recipe.path))}
+    files = {_file(op): text_of(app.env, op, page) for page in found if (op := op_of(page.recipe))}
     folder = Path(app.outdir, FOLDER)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -60,7 +60,7 @@ def strip(env: "BuildEnvironment", recipe: Recipe) -> list[nodes.Node]:
     found = kept(env, recipe)
     if found is None or not found.kernels:
         return []
-    marks, op = [], op_of(recipe.path)
+    marks, op = [], op_of(recipe)
     for gpu in GPUS:
         word, names = found.verdict(gpu, op)
         said = "" if word == FITS else f" {word}"

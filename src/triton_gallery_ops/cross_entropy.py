@@ -1,0 +1,496 @@
+"""Cross-entropy loss over the last dimension, for large vocabularies.
+
+Computes logsumexp(logits) - logits[target] for each row, by the online method
+(Milakov and Gimelshein, 2018, arXiv:1805.02867), with ignore_index, label
+smoothing and all reductions. Each logit is read once; the backward needs the
+logits and two numbers per row. Unlike in ``torch.nn.functional.cross_entropy``,
+the loss is float32 for half precision, a target out of range gives NaN, and
+there are no class weights or probability targets. One program reads a row, so
+few rows leave part of the GPU idle. ``linear_cross_entropy`` saves memory.
+Deterministic on a given GPU model. There is no second derivative.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import Library, triton_op, wrap_triton
+
+CROSS_ENTROPY_NAMESPACE = "triton_gallery"
+CROSS_ENTROPY_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+CROSS_ENTROPY_LOG2_E = tl.constexpr(math.log2(math.e))
+CROSS_ENTROPY_WARPS = 4  # of a program of the forward, for many rows
+CROSS_ENTROPY_MOST = 32  # of a program of the forward, for few rows
+CROSS_ENTROPY_BACKWARD = 8  # warps of the backward
+CROSS_ENTROPY_SUM = 8192  # losses that the mean adds up at one time
+
+
+@triton.jit
+def _cross_entropy_exp(x):
+    # tl.exp takes more instructions, for results below the normal numbers.
+    return tl.exp2(x * CROSS_ENTROPY_LOG2_E)
+
+
+@triton.jit
+def _cross_entropy_target(targets_ptr, row, N, ignore_index):
+    """Return a row's target, if the row counts, and if the target is known.
+
+    A target is known if the row counts and has such a column.
+    """
+    target = tl.load(targets_ptr + row)
+    counts = target != ignore_index
+    return target, counts, counts & (target >= 0) & (target < N)
+
+
+@triton.jit
+def _cross_entropy_divide(start, N, VEC: tl.constexpr):
+    """Return where a row's body begins, its length, the edges and a mask."""
+    head = ((VEC - start % VEC) % VEC).to(tl.int32)
+    # A row may end before its first multiple. A rest of less than VEC elements
+    # is left to the edge: with it, a mask would end within a wide load.
+    length = tl.maximum(N - head, 0) // VEC * VEC
+    # Both edges are one tile, so they take one load. What lies behind the head
+    # is moved past the body.
+    edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
+    offs_e = tl.where(edge < head, edge, edge + length)
+    return head, length, offs_e, edge < N - length
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    x_ptr,
+    targets_ptr,
+    losses_ptr,
+    stats_ptr,
+    M,
+    N,
+    stride_xm,
+    ignore_index,
+    ACC: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    VEC: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # The first maximum. With -inf, the difference of two could be NaN.
+    DOUBLE: tl.constexpr = tl.float64 == ACC
+    LOWEST: tl.constexpr = (
+        -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
+    )
+    # In int32 a row's offset would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    target, counts, known = _cross_entropy_target(
+        targets_ptr, row, N, ignore_index
+    )
+    x_row = row * stride_xm
+    # A wrong target would read another row. Its NaN makes the loss NaN.
+    x_t = tl.load(x_ptr + x_row + target, mask=known, other=float("nan"))
+    x_t = x_t.to(ACC)
+    head, length, offs_e, mask_e = _cross_entropy_divide(x_row, N, VEC)
+    # Dividing and multiplying tells the compiler: a multiple of VEC.
+    x_body = x_ptr + (x_row + head) // VEC * VEC
+    read_e = tl.where(counts, mask_e, False)
+    x_e = tl.load(x_ptr + x_row + offs_e, mask=read_e, other=-float("inf"))
+    x_e = x_e.to(ACC)
+    block = tl.arange(0, LINES)[:, None] * BLOCK_N  # (LINES, 1)
+    block += tl.arange(0, BLOCK_N)[None, :]  # (LINES, BLOCK_N)
+    # Each column has its own m and s: in the loop, no thread waits.
+    m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
+    s = tl.zeros((BLOCK_N,), dtype=ACC)
+    mean = tl.zeros((BLOCK_N,), dtype=ACC)
+    share = 1 / tl.cast(N, ACC)
+    # A row that does not count is not read.
+    for start in range(0, tl.where(counts, N, 0), LINES * BLOCK_N):
+        offs = start + block  # (LINES, BLOCK_N)
+        mask = offs < length
+        x = tl.load(x_body + offs, mask=mask, other=-float("inf")).to(ACC)
+        larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
+        # What is in s was added while the maximum was m.
+        s *= _cross_entropy_exp(m - larger)
+        s += tl.sum(_cross_entropy_exp(x - larger[None, :]), axis=0)
+        m = larger
+        if SMOOTHING > 0:
+            # Each is divided first, as the sum of logits could be infinite.
+            mean += tl.sum(tl.where(mask, x * share, 0), axis=0)
+    # The row has edges, too, which the loop left out.
+    top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
+    total = tl.sum(s * _cross_entropy_exp(m - top), axis=0)
+    total += tl.sum(_cross_entropy_exp(x_e - top), axis=0)
+    # The logarithm is small. It is lost if it is added to a large top first.
+    loss = tl.log(total) + (top - x_t)
+    if SMOOTHING > 0:
+        middle = tl.sum(mean, axis=0)
+        middle += tl.sum(tl.where(mask_e, x_e * share, 0), axis=0)
+        smooth = tl.log(total) + (top - middle)
+        loss = loss * (1 - SMOOTHING) + smooth * SMOOTHING
+    tl.store(stats_ptr + row, top)
+    tl.store(stats_ptr + M + row, total)
+    tl.store(losses_ptr + row, tl.where(counts, loss, 0.0))
+
+
+@triton.jit
+def _cross_entropy_mean_kernel(
+    losses_ptr,
+    targets_ptr,
+    loss_ptr,
+    scale_ptr,
+    M,
+    ignore_index,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    total = tl.zeros((BLOCK,), dtype=ACC)
+    count = tl.zeros((BLOCK,), dtype=tl.int32)
+    # One program, so that the losses are added in the same order each time.
+    for start in range(0, M, BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
+        mask = offs < M
+        total += tl.load(losses_ptr + offs, mask=mask, other=0)
+        targets = tl.load(targets_ptr + offs, mask=mask, other=0)
+        count += (mask & (targets != ignore_index)).to(tl.int32)
+    # Without a row that counts this is 0 / 0, so NaN, as in PyTorch.
+    rows = tl.sum(count, axis=0).to(ACC)
+    tl.store(loss_ptr, tl.sum(total, axis=0) / rows)
+    tl.store(scale_ptr, 1 / rows)
+
+
+@triton.jit
+def _cross_entropy_backward_kernel(
+    grad_ptr,
+    x_ptr,
+    targets_ptr,
+    stats_ptr,
+    d_ptr,
+    M,
+    N,
+    stride_gm,
+    stride_xm,
+    ignore_index,
+    ACC: tl.constexpr,
+    MEAN: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # In int32 a row's offset would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    part = tl.program_id(axis=1)
+    target, counts, known = _cross_entropy_target(
+        targets_ptr, row, N, ignore_index
+    )
+    top = tl.load(stats_ptr + row)
+    total = tl.load(stats_ptr + M + row)
+    grad = tl.load(grad_ptr + row * stride_gm)
+    if MEAN:
+        grad *= tl.load(stats_ptr + 2 * M)
+    # A wrong target makes the gradient of its row NaN, like the loss.
+    grad = tl.where(known, grad, float("nan"))
+    # An ignored row is not read: 0 * exp(0 - 0) is 0, whatever it holds.
+    grad = tl.where(counts, grad, 0.0)
+    a = grad / tl.where(counts, total, 1.0)
+    top = tl.where(counts, top, 0.0)
+    b = grad * SMOOTHING / N
+    hit = grad * (1 - SMOOTHING)
+    x_row, d_row = row * stride_xm, row * N
+    head, length, offs_e, mask_e = _cross_entropy_divide(x_row, N, VEC)
+    x_body = x_ptr + (x_row + head) // VEC * VEC
+    d_body = d_ptr + (d_row + head) // VEC * VEC
+    # One of the row's programs has the edges.
+    mask_e = tl.where(part == 0, mask_e, False)
+    read_e = tl.where(counts, mask_e, False)
+    x_e = tl.load(x_ptr + x_row + offs_e, mask=read_e, other=0)
+    d_e = _cross_entropy_exp(x_e.to(ACC) - top) * a - b  # (2 * VEC,)
+    d_e = tl.where(offs_e == target, d_e - hit, d_e)
+    tl.store(d_ptr + d_row + offs_e, d_e, mask=mask_e)
+    step = tl.num_programs(axis=1) * BLOCK_N
+    for start in range(part * BLOCK_N, N, step):
+        offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        mask = offs < length
+        read = tl.where(counts, mask, False)
+        x = tl.load(x_body + offs, mask=read, other=0).to(ACC)
+        d = _cross_entropy_exp(x - top) * a - b  # (BLOCK_N,)
+        d = tl.where(offs + head == target, d - hit, d)
+        tl.store(d_body + offs, d, mask=mask)
+
+
+def _cross_entropy_check(logits, targets, label_smoothing, reduction):
+    name = "cross_entropy"
+    if logits.dtype not in CROSS_ENTROPY_ACC or targets.dtype != torch.int64:
+        raise TypeError(
+            f"{name} takes float logits and int64 targets, not "
+            f"{logits.dtype} and {targets.dtype}"
+        )
+    shapes = tuple(logits.shape), tuple(targets.shape)
+    if logits.ndim == 0 or shapes[0][:-1] != shapes[1]:
+        raise ValueError(
+            f"{name} takes logits (..., N) and targets (...), not {shapes}"
+        )
+    if logits.device != targets.device or logits.shape[-1] > 2**30:
+        raise ValueError(
+            f"{name} takes one device and rows of up to 2**30 elements"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"{name} takes label_smoothing from 0 to 1, not {label_smoothing}"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(
+            f"{name} takes a reduction mean, sum or none, not {reduction!r}"
+        )
+
+
+def _cross_entropy_wide(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _cross_entropy_rows(x, M):
+    """Return a tensor as a matrix with contiguous rows, and their distance."""
+    N = int(x.shape[-1])
+    if x.is_contiguous():
+        return x, N
+    x = x.reshape(M, N)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, int(x.stride(0))
+
+
+@functools.cache
+def _cross_entropy_processors(device):
+    """Return a GPU's number of multiprocessors."""
+    if device.type != "cuda":
+        return 4  # for the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _cross_entropy_plan(x, M):
+    """Return how to launch the forward for so many rows."""
+    size, warps = x.element_size(), CROSS_ENTROPY_WARPS
+    # float64 takes twice the registers.
+    most = CROSS_ENTROPY_MOST * 4 // max(4, size)
+    processors = _cross_entropy_processors(x.device)
+    while warps < most and 2 * warps * M <= 16 * processors:
+        warps *= 2
+    return {
+        "ACC": CROSS_ENTROPY_ACC[x.dtype],
+        "VEC": 16 // size,
+        # With more lines, 32 warps would not have enough registers.
+        "LINES": 4 if warps == CROSS_ENTROPY_MOST else 8,
+        "BLOCK_N": warps * 512 // size,
+        "num_warps": warps,
+    }
+
+
+def _cross_entropy_plan_backward(x, M, N, stride):
+    """Return a grid and how to launch the backward on it."""
+    size = x.element_size()
+    # A block has 64 bytes for each thread.
+    BLOCK_N = CROSS_ENTROPY_BACKWARD * 2048 // size
+    # With few rows, each is shared by as many programs as fill the GPU.
+    many = 8 * _cross_entropy_processors(x.device)
+    parts = max(1, min(triton.cdiv(N, BLOCK_N), many // M))
+    # Rows of x and of d have to begin alike, or they have no common body.
+    alike = (N - stride) * size % 16 == 0
+    return (M, parts), {
+        "ACC": CROSS_ENTROPY_ACC[x.dtype],
+        "VEC": 16 // size if alike else 1,
+        "BLOCK_N": BLOCK_N,
+        "num_warps": CROSS_ENTROPY_BACKWARD,
+    }
+
+
+def _cross_entropy_launch(
+    logits,
+    targets,
+    ignore_index,
+    label_smoothing,
+    reduction,
+    kernel=_cross_entropy_kernel,
+    mean_kernel=_cross_entropy_mean_kernel,
+):
+    _cross_entropy_check(logits, targets, label_smoothing, reduction)
+    wide, mean = _cross_entropy_wide(logits), reduction == "mean"
+    losses = targets.new_empty(targets.shape, dtype=wide)
+    M, N = targets.numel(), int(logits.shape[-1])
+    # Maxima, sums and, behind them, one over the rows that count
+    stats = losses.new_empty(2 * M + int(mean))
+    targets = targets.contiguous()
+    # Triton launches on the current GPU, which may not be that of logits.
+    with torch.accelerator.device_index(logits.device.index):
+        if M > 0:
+            x, stride = _cross_entropy_rows(logits, M)
+            kernel[(M,)](
+                x,
+                targets,
+                losses,
+                stats,
+                M,
+                N,
+                stride,
+                ignore_index,
+                SMOOTHING=label_smoothing,
+                **_cross_entropy_plan(x, M),
+            )
+        if not mean:
+            return losses if reduction == "none" else losses.sum(), stats
+        loss = losses.new_empty(())
+        few = M <= CROSS_ENTROPY_SUM // 8
+        mean_kernel[(1,)](
+            losses,
+            targets,
+            loss,
+            stats[2 * M :],
+            M,
+            ignore_index,
+            ACC=CROSS_ENTROPY_ACC[logits.dtype],
+            BLOCK=CROSS_ENTROPY_SUM // 8 if few else CROSS_ENTROPY_SUM,
+            num_warps=4 if few else 32,
+        )
+    return loss, stats
+
+
+def _cross_entropy_backward_launch(
+    grad,
+    logits,
+    targets,
+    stats,
+    ignore_index,
+    label_smoothing,
+    reduction,
+    kernel=_cross_entropy_backward_kernel,
+):
+    _cross_entropy_check(logits, targets, label_smoothing, reduction)
+    each = reduction == "none"
+    if grad.dtype != stats.dtype or (each and grad.shape != targets.shape):
+        raise ValueError(
+            "cross_entropy_backward takes a gradient like the loss, not "
+            f"{grad.dtype} of {tuple(grad.shape)}"
+        )
+    d = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if d.numel() == 0:
+        return d
+    M, N = targets.numel(), int(logits.shape[-1])
+    x, stride = _cross_entropy_rows(logits, M)
+    grid, plan = _cross_entropy_plan_backward(x, M, N, stride)
+    with torch.accelerator.device_index(logits.device.index):
+        kernel[grid](
+            grad.contiguous(),
+            x,
+            targets.contiguous(),
+            stats,
+            d,
+            M,
+            N,
+            1 if each else 0,
+            stride,
+            ignore_index,
+            MEAN=reduction == "mean",
+            SMOOTHING=label_smoothing,
+            **plan,
+        )
+    return d
+
+
+@triton_op(f"{CROSS_ENTROPY_NAMESPACE}::cross_entropy", mutates_args={})
+def cross_entropy_forward(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss, and what the backward needs of each row."""
+    kernels = (
+        wrap_triton(_cross_entropy_kernel),
+        wrap_triton(_cross_entropy_mean_kernel),
+    )
+    return _cross_entropy_launch(
+        logits, targets, ignore_index, label_smoothing, reduction, *kernels
+    )
+
+
+@triton_op(
+    f"{CROSS_ENTROPY_NAMESPACE}::cross_entropy_backward", mutates_args={}
+)
+def cross_entropy_backward(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    stats: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+) -> torch.Tensor:
+    """Return the gradient of the logits, given that of the loss."""
+    return _cross_entropy_backward_launch(
+        grad,
+        logits,
+        targets,
+        stats,
+        ignore_index,
+        label_smoothing,
+        reduction,
+        wrap_triton(_cross_entropy_backward_kernel),
+    )
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+CROSS_ENTROPY_LIBRARY = Library(CROSS_ENTROPY_NAMESPACE, "FRAGMENT")
+CROSS_ENTROPY_LIBRARY.impl("cross_entropy", _cross_entropy_launch, "CUDA")
+CROSS_ENTROPY_LIBRARY.impl(
+    "cross_entropy_backward", _cross_entropy_backward_launch, "CUDA"
+)
+
+
+def _cross_entropy_setup(ctx, inputs, output):
+    logits, targets, *ctx.options = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # stats have none: no zeros for them
+    ctx.save_for_backward(logits, targets, output[1])
+
+
+def _cross_entropy_gradient(ctx, grad, _):
+    d = None
+    if grad is not None:
+        d = cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return d, None, None, None, None
+
+
+cross_entropy_forward.register_autograd(
+    _cross_entropy_gradient, setup_context=_cross_entropy_setup
+)
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """Return the cross entropy of logits (..., N) with targets (...).
+
+    As ``torch.nn.functional.cross_entropy`` with rows along the last dimension.
+    Takes logits of float16, bfloat16, float32 or float64 and any layout, with N
+    up to 2**30, and int64 targets. Takes neither probabilities as targets nor
+    weights of classes. The loss is float32 (float64 for float64): with
+    ``reduction="mean"`` the mean over the rows whose target is not
+    ``ignore_index``, NaN if there are none; with "sum" the sum; with "none" a
+    loss for each row, in the shape of ``targets``, which is 0 where ignored. An
+    ignored row is not read, and its gradient is 0. If any other target is not
+    in range(N), the loss is NaN, and so is that row's gradient.
+
+    Loss and gradient are the same each time on one kind of GPU. The gradient is
+    contiguous, has the dtype of the logits, and has no gradient itself. Raises
+    TypeError for other dtypes, and ValueError for other shapes, for tensors on
+    two devices, for longer rows, and for options that are not as above. The
+    online log-sum-exp: https://arxiv.org/abs/1805.02867
+    """
+    return cross_entropy_forward(
+        logits, targets, ignore_index, label_smoothing, reduction
+    )[0]

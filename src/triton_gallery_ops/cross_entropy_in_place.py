@@ -1,0 +1,331 @@
+"""Cross-entropy loss that writes its gradient over the logits.
+
+Returns the mean loss over the rows that are not ignored, and allocates no
+tensor of the logits' size. A row is read twice; the L2 cache can serve the
+second read. There is no autograd formula: call the op in the forward of a
+``torch.autograd.Function`` that makes the logits and whose backward scales the
+written gradient. That gradient is already rounded, so in float16 a loss scale
+comes too late. Use ``cross_entropy`` if logits are needed afterward, and for
+other reductions. Liger Kernel writes over the logits too (Hsu et al., 2024,
+arXiv:2410.10989). Deterministic on a given GPU model.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import Library, custom_op
+
+CROSS_ENTROPY_IN_PLACE_NAMESPACE = "triton_gallery"
+CROSS_ENTROPY_IN_PLACE_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+CROSS_ENTROPY_IN_PLACE_LOG2_E = tl.constexpr(math.log2(math.e))
+CROSS_ENTROPY_IN_PLACE_ROW = 112 * 1024  # bytes of a row for eight warps
+CROSS_ENTROPY_IN_PLACE_COUNT = 8192  # targets that are counted at one time
+
+
+@triton.jit
+def _cross_entropy_in_place_exp(x):
+    # tl.exp takes more instructions, for results below the normal numbers.
+    return tl.exp2(x * CROSS_ENTROPY_IN_PLACE_LOG2_E)
+
+
+@triton.jit
+def _cross_entropy_in_place_count_kernel(
+    targets_ptr,
+    scale_ptr,
+    M,
+    ignore_index,
+    ACC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    count = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, M, BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
+        targets = tl.load(targets_ptr + offs, mask=offs < M, other=0)
+        count += ((targets != ignore_index) & (offs < M)).to(tl.int32)
+    tl.store(scale_ptr, 1 / tl.sum(count, axis=0).to(ACC))
+
+
+@triton.jit
+def _cross_entropy_in_place_kernel(
+    x_ptr,
+    targets_ptr,
+    scale_ptr,
+    losses_ptr,
+    N,
+    stride_xm,
+    ignore_index,
+    ACC: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    VEC: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # The first maximum. With -inf, the difference of two could be NaN.
+    DOUBLE: tl.constexpr = tl.float64 == ACC
+    LOWEST: tl.constexpr = (
+        -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
+    )
+    # In int32 a row's offset would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    x_row = row * stride_xm
+    target = tl.load(targets_ptr + row)
+    counts = target != ignore_index
+    # A wrong target would read another row. Its NaN reaches all results.
+    known = counts & (target >= 0) & (target < N)
+    # Loaded before the second pass writes over it: between the passes all
+    # threads of the program wait for each other.
+    x_t = tl.load(x_ptr + x_row + target, mask=known, other=float("nan"))
+    x_t = x_t.to(ACC)
+    # The body begins at the first multiple of 16 bytes. What is left at its end
+    # is less than VEC elements: with it, a mask would end within a wide load.
+    head = ((VEC - x_row % VEC) % VEC).to(tl.int32)
+    length = tl.maximum(N - head, 0) // VEC * VEC
+    # Dividing and multiplying tells the compiler: a multiple of VEC.
+    x_body = x_ptr + (x_row + head) // VEC * VEC
+    # Both edges are one tile: what lies behind the head is moved past the body.
+    edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
+    offs_e = tl.where(edge < head, edge, edge + length)
+    mask_e = edge < N - length
+    read_e = tl.where(counts, mask_e, False)
+    x_e = tl.load(x_ptr + x_row + offs_e, mask=read_e, other=-float("inf"))
+    x_e = x_e.to(ACC)
+    block = tl.arange(0, LINES)[:, None] * BLOCK_N  # (LINES, 1)
+    block += tl.arange(0, BLOCK_N)[None, :]  # (LINES, BLOCK_N)
+    # Each column has its own m and s: in the loop, no thread waits.
+    m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
+    s = tl.zeros((BLOCK_N,), dtype=ACC)
+    mean = tl.zeros((BLOCK_N,), dtype=ACC)
+    share = 1 / tl.cast(N, ACC)
+    # A row that does not count is not read.
+    for start in range(0, tl.where(counts, N, 0), LINES * BLOCK_N):
+        offs = start + block  # (LINES, BLOCK_N)
+        mask = offs < length
+        x = tl.load(
+            x_body + offs,
+            mask=mask,
+            other=-float("inf"),
+            eviction_policy="evict_last",  # the second pass reads it again
+        )
+        x = x.to(ACC)  # (LINES, BLOCK_N)
+        larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
+        # What is in s was added while the maximum was m.
+        s *= _cross_entropy_in_place_exp(m - larger)
+        s += tl.sum(_cross_entropy_in_place_exp(x - larger[None, :]), axis=0)
+        m = larger
+        if SMOOTHING > 0:
+            # Each is divided first, as the sum of logits could be infinite.
+            mean += tl.sum(tl.where(mask, x * share, 0), axis=0)
+    # The row has edges, too, which the loop left out.
+    top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
+    total = tl.sum(s * _cross_entropy_in_place_exp(m - top), axis=0)
+    total += tl.sum(_cross_entropy_in_place_exp(x_e - top), axis=0)
+    # The logarithm is small. It is lost if it is added to a large top first.
+    loss = tl.log(total) + (top - x_t)
+    if SMOOTHING > 0:
+        middle = tl.sum(mean, axis=0)
+        middle += tl.sum(tl.where(mask_e, x_e * share, 0), axis=0)
+        smooth = tl.log(total) + (top - middle)
+        loss = loss * (1 - SMOOTHING) + smooth * SMOOTHING
+    scale = tl.load(scale_ptr)
+    # If no row counts, scale is infinite and 0 * scale NaN, as in PyTorch.
+    tl.store(losses_ptr + row, tl.where(counts, loss, 0.0) * scale)
+    # A wrong target makes its row NaN. An ignored row is not read:
+    # 0 * exp(0 - 0) is 0, whatever it holds.
+    scale = tl.where(known, scale, float("nan"))
+    scale = tl.where(counts, scale, 0.0)
+    a = scale / tl.where(counts, total, 1.0)
+    top = tl.where(counts, top, 0.0)
+    b = scale * SMOOTHING * share
+    hit = scale * (1 - SMOOTHING)
+    x_e = tl.where(counts, x_e, 0.0)
+    d_e = _cross_entropy_in_place_exp(x_e - top) * a - b  # (2 * VEC,)
+    tl.store(x_ptr + x_row + offs_e, d_e, mask=mask_e)
+    # From the end to the start, because the caches saw the end last.
+    last = (N - 1) // (LINES * BLOCK_N) * (LINES * BLOCK_N)
+    for step in range(0, N, LINES * BLOCK_N):
+        offs = last - step + block  # (LINES, BLOCK_N)
+        mask = offs < length
+        x = tl.load(
+            x_body + offs,
+            mask=tl.where(counts, mask, False),
+            other=0,
+            eviction_policy="evict_first",
+        )
+        d = _cross_entropy_in_place_exp(x.to(ACC) - top) * a - b
+        # No other program reads this row.
+        tl.store(x_body + offs, d, mask=mask, eviction_policy="evict_first")
+    # Without the barrier, a thread of the second pass could store later.
+    d_t = _cross_entropy_in_place_exp(x_t - top) * a - b - hit
+    tl.debug_barrier()
+    tl.store(x_ptr + x_row + target, d_t, mask=known)
+
+
+def _cross_entropy_in_place_check(logits, targets, label_smoothing):
+    name = "cross_entropy_in_place_"
+    dtypes = logits.dtype, targets.dtype
+    if (
+        logits.dtype not in CROSS_ENTROPY_IN_PLACE_ACC
+        or targets.dtype != torch.int64
+    ):
+        raise TypeError(
+            f"{name} takes float logits and int64 targets, not "
+            f"{dtypes[0]} and {dtypes[1]}"
+        )
+    shapes = tuple(logits.shape), tuple(targets.shape)
+    if logits.ndim == 0 or shapes[0][:-1] != shapes[1]:
+        raise ValueError(
+            f"{name} takes logits (..., N) and targets (...), not {shapes}"
+        )
+    if logits.device != targets.device:
+        raise ValueError(
+            f"{name} takes logits and targets on one device, not "
+            f"{logits.device} and {targets.device}"
+        )
+    if logits.shape[-1] > 2**30:
+        raise ValueError(
+            f"{name} takes rows of up to 2**30 elements, not {logits.shape[-1]}"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"{name} takes label_smoothing from 0 to 1, not {label_smoothing}"
+        )
+    if logits.requires_grad:
+        raise ValueError(
+            f"{name} takes no logits that require grad: call it in the forward "
+            "of a torch.autograd.Function that makes the logits itself"
+        )
+    N = logits.shape[-1]
+    apart = logits.ndim == 2 and logits.stride(1) == 1 and logits.stride(0) >= N
+    if not apart and not logits.is_contiguous():
+        raise ValueError(
+            f"{name} takes a contiguous tensor, or a matrix of contiguous rows "
+            "that share no memory: make the logits contiguous first"
+        )
+
+
+@functools.cache
+def _cross_entropy_in_place_processors(device):
+    """Return a GPU's number of multiprocessors."""
+    if device.type != "cuda":
+        return 2  # for the interpreter
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _cross_entropy_in_place_plan(x, M):
+    """Return how to launch for so many rows."""
+    size = x.element_size()
+    processors = _cross_entropy_in_place_processors(x.device)
+    long = x.shape[-1] * size > CROSS_ENTROPY_IN_PLACE_ROW
+    # float64 takes twice the registers. On AMD's GPUs, 16 warps have the 1024
+    # threads that a program may have.
+    most = 16 if size == 8 or torch.version.hip else 32
+    warps = most if long or processors >= M else 8
+    return {
+        "ACC": CROSS_ENTROPY_IN_PLACE_ACC[x.dtype],
+        "VEC": 16 // size,
+        # With more lines, 32 warps would not have enough registers.
+        "LINES": 4 if warps == 32 else 8,
+        "BLOCK_N": warps * 512 // size,
+        "num_warps": warps,
+    }
+
+
+def _cross_entropy_in_place_launch(
+    logits, targets, ignore_index=-100, label_smoothing=0.0
+):
+    _cross_entropy_in_place_check(logits, targets, label_smoothing)
+    double = logits.dtype == torch.float64
+    wide = torch.float64 if double else torch.float32
+    M, N = targets.numel(), logits.shape[-1]
+    losses = targets.new_empty(M, dtype=wide)
+    scale = losses.new_empty(())
+    if M == 0:
+        return losses.new_full((), torch.nan)
+    targets = targets.contiguous()
+    plan = _cross_entropy_in_place_plan(logits, M)
+    few = M <= CROSS_ENTROPY_IN_PLACE_COUNT // 8
+    # Triton launches on the current GPU, which may not be that of logits.
+    with torch.accelerator.device_index(logits.device.index):
+        _cross_entropy_in_place_count_kernel[(1,)](
+            targets,
+            scale,
+            M,
+            ignore_index,
+            ACC=plan["ACC"],
+            BLOCK=CROSS_ENTROPY_IN_PLACE_COUNT // (8 if few else 1),
+            num_warps=4 if few else 16,
+        )
+        _cross_entropy_in_place_kernel[(M,)](
+            logits,
+            targets,
+            scale,
+            losses,
+            N,
+            N if logits.is_contiguous() else logits.stride(0),
+            ignore_index,
+            SMOOTHING=label_smoothing,
+            **plan,
+        )
+    return losses.sum()
+
+
+@custom_op(
+    f"{CROSS_ENTROPY_IN_PLACE_NAMESPACE}::cross_entropy_in_place_",
+    mutates_args=("logits",),
+)
+def cross_entropy_in_place_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Return the mean cross entropy, and write its gradient over the logits.
+
+    As ``torch.nn.functional.cross_entropy`` with rows along the last dimension,
+    and the gradient of that mean itself, multiplied by nothing. Takes logits
+    (..., N) of float16, bfloat16, float32 or float64, contiguous or a matrix
+    whose rows are, with N up to 2**30, and int64 targets (...). The loss is
+    float32 (float64 for float64): the mean over the rows whose target is not
+    ``ignore_index``. Without such rows it is NaN. An ignored row is not read,
+    and its gradient is 0. If any other target is not in range(N), the loss is
+    NaN, and so is that row's gradient.
+
+    Loss and gradient are the same each time on one kind of GPU. The op has no
+    autograd formula: it is to be called where logits do not require grad, as in
+    the forward of a ``torch.autograd.Function``. The backward of that function
+    multiplies the written gradient by the gradient of the loss. Raises
+    TypeError for other dtypes, and ValueError for other shapes, layouts and
+    options, for tensors on two devices, and for logits that require grad. The
+    online log-sum-exp:
+    https://arxiv.org/abs/1805.02867
+    """
+    return _cross_entropy_in_place_launch(
+        logits, targets, ignore_index, label_smoothing
+    )
+
+
+@cross_entropy_in_place_.register_fake
+def _cross_entropy_in_place_fake(
+    logits, targets, ignore_index=-100, label_smoothing=0.0
+):
+    _cross_entropy_in_place_check(logits, targets, label_smoothing)
+    double = logits.dtype == torch.float64
+    wide = torch.float64 if double else torch.float32
+    return logits.new_empty((), dtype=wide)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the custom_op.
+CROSS_ENTROPY_IN_PLACE_LIBRARY = Library(
+    CROSS_ENTROPY_IN_PLACE_NAMESPACE, "FRAGMENT"
+)
+CROSS_ENTROPY_IN_PLACE_LIBRARY.impl(
+    "cross_entropy_in_place_", _cross_entropy_in_place_launch, "CUDA"
+)

@@ -1,0 +1,458 @@
+"""LayerNorm and RMSNorm over the last dimension, for long rows.
+
+``norms_long_layer_norm`` and ``norms_long_rms_norm`` take rows of up to 2**30
+elements, in two passes. The first finds the statistics; LayerNorm's variance
+does not cancel (Welford, 1962; Chan, Golub and LeVeque, 1983). The second
+writes the result, and the L2 cache can serve it. Use ``layer_norm`` and
+``rms_norm`` for rows that fit in registers. One program handles a row, so a few
+rows leave most of the GPU idle; unaligned rows are loaded in smaller pieces.
+Weight, eps and LayerNorm's bias are required. Deterministic on a given GPU
+model. Has a backward, but no second derivative.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import Library, triton_op, wrap_triton
+
+NORMS_LONG_NAMESPACE = "triton_gallery"
+NORMS_LONG_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+# What part of L2 a row on each multiprocessor takes: the limits of three cases
+NORMS_LONG_PARTS = 0.15, 0.3
+# For each case: the warps of a program, and how many bytes of each tensor a
+# thread loads in a turn
+NORMS_LONG_PROGRAMS = (16, 16), (32, 16), (32, 32)
+# The same, where 32 warps are too many
+NORMS_LONG_SMALL = (16, 16), (16, 16), (16, 64)
+NORMS_LONG_TILE_M = 4  # rows of a tile, for the weight's gradient
+NORMS_LONG_TILE_N = 2048  # bytes of each of these rows
+
+
+@triton.jit
+def _norms_long_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    stats_ptr,
+    M,
+    N,
+    stride_xm,
+    EPS: tl.constexpr,
+    CENTER: tl.constexpr,  # LayerNorm: whether there are a mean and a bias
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
+    columns = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    # In int32 a row's offset would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    x_row = x_ptr + row * stride_xm
+    # The sums are of differences from the row's first element. A large mean of
+    # the elements themselves would be rounded by too much.
+    first = tl.load(x_row).to(ACC) if CENTER else 0.0
+    # Each column has its own: no thread waits for another in the loop.
+    mean = tl.zeros((BLOCK_N,), dtype=ACC)
+    s = tl.zeros((BLOCK_N,), dtype=ACC)
+    n = tl.zeros((), dtype=ACC)
+    for start in range(0, N, BLOCK_N):
+        offs = start + columns  # (BLOCK_N,)
+        # To be evicted last, as the second pass reads it again.
+        x = tl.load(
+            x_row + offs, mask=offs < N, other=0, eviction_policy="evict_last"
+        ).to(ACC)
+        if CENTER:
+            n, x = n + 1, x - first
+            # A difference of 0 changes neither the mean nor s.
+            d = tl.where(offs < N, x - mean, 0)  # (BLOCK_N,)
+            mean += d * (1 / n)
+            s += d * (x - mean)
+        else:
+            s += x * x
+    total = 0.0
+    if CENTER:
+        # Columns past the end of the last block have one element less.
+        count = tl.cdiv(tl.maximum(N - columns, 0), BLOCK_N).to(ACC)
+        total = tl.sum(count * mean, axis=0) / N
+        # The columns' means differ: that spread is part of the variance.
+        s += count * (mean - total) * (mean - total)
+        tl.store(stats_ptr + M + row, first + total)
+    r = tl.rsqrt(tl.sum(s, axis=0) / N + EPS)
+    tl.store(stats_ptr + row, r)
+    # From the end to the start, as the caches saw the end last.
+    last = (N - 1) // BLOCK_N * BLOCK_N
+    for step in range(0, N, BLOCK_N):
+        offs = last - step + columns  # (BLOCK_N,)
+        mask = offs < N
+        # Nobody reads these elements again, and all rows read the weight.
+        x = tl.load(x_row + offs, mask=mask, eviction_policy="evict_first")
+        weight = tl.load(
+            weight_ptr + offs, mask=mask, eviction_policy="evict_last"
+        )
+        y = (x.to(ACC) - first - total) * r * weight.to(ACC)  # (BLOCK_N,)
+        if CENTER:
+            y += tl.load(
+                bias_ptr + offs, mask=mask, eviction_policy="evict_last"
+            ).to(ACC)
+        tl.store(
+            y_ptr + row * N + offs, y, mask=mask, eviction_policy="evict_first"
+        )
+
+
+@triton.jit
+def _norms_long_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    stats_ptr,
+    dx_ptr,
+    M,
+    N,
+    stride_xm,
+    CENTER: tl.constexpr,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
+    columns = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    # In int32 a row's offset would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    x_row = x_ptr + row * stride_xm
+    dy_row = dy_ptr + row * N
+    r = tl.load(stats_ptr + row)
+    mean = tl.load(stats_ptr + M + row) if CENTER else 0.0
+    # Each column has its own: no thread waits for another in the loop.
+    sum_g = tl.zeros((BLOCK_N,), dtype=ACC)
+    sum_gd = tl.zeros((BLOCK_N,), dtype=ACC)
+    for start in range(0, N, BLOCK_N):
+        offs = start + columns  # (BLOCK_N,)
+        mask = offs < N
+        # All of it is read again, and evicted last. Zeros add to no sum.
+        x = tl.load(
+            x_row + offs, mask=mask, other=0, eviction_policy="evict_last"
+        )
+        dy = tl.load(
+            dy_row + offs, mask=mask, other=0, eviction_policy="evict_last"
+        )
+        weight = tl.load(
+            weight_ptr + offs, mask=mask, other=0, eviction_policy="evict_last"
+        )
+        g = dy.to(ACC) * weight.to(ACC)  # (BLOCK_N,)
+        sum_g += g
+        sum_gd += g * (x.to(ACC) - mean)
+    # Both factors r wait until here: in the loop they would take registers.
+    c = tl.sum(sum_gd, axis=0) / N * r * r
+    # Only a mean has a gradient through the sum of g.
+    shift = tl.sum(sum_g, axis=0) / N if CENTER else 0.0
+    # From the end to the start, as the caches saw the end last.
+    last = (N - 1) // BLOCK_N * BLOCK_N
+    for step in range(0, N, BLOCK_N):
+        offs = last - step + columns  # (BLOCK_N,)
+        mask = offs < N
+        x = tl.load(x_row + offs, mask=mask, eviction_policy="evict_first")
+        dy = tl.load(dy_row + offs, mask=mask, eviction_policy="evict_first")
+        weight = tl.load(
+            weight_ptr + offs, mask=mask, eviction_policy="evict_last"
+        )
+        g = dy.to(ACC) * weight.to(ACC)  # (BLOCK_N,)
+        dx = (g - shift - (x.to(ACC) - mean) * c) * r
+        tl.store(
+            dx_ptr + row * N + offs,
+            dx,
+            mask=mask,
+            eviction_policy="evict_first",
+        )
+
+
+@triton.jit
+def _norms_long_weight_kernel(
+    dy_ptr,
+    x_ptr,
+    stats_ptr,
+    sums_ptr,
+    M,
+    N,
+    stride_xm,
+    CENTER: tl.constexpr,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N, stride_xm = N // VEC * VEC, stride_xm // VEC * VEC
+    offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    first, programs = tl.program_id(axis=1), tl.num_programs(axis=1)
+    # One row of sums for each row of a tile: a sum across a tile's rows in each
+    # turn could have threads wait for each other there.
+    dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    db = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    # If programs took whichever tile is next, the order of the sums, and with
+    # it their last bits, would change from call to call.
+    for tile in tl.range(first, tl.cdiv(M, BLOCK_M), programs):
+        # In int32 a row's offset would overflow past element 2**31.
+        offs_m = tl.cast(tile, tl.int64) * BLOCK_M
+        offs_m += tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+        mask = (offs_m < M) & (offs_n < N)  # (BLOCK_M, BLOCK_N)
+        x = tl.load(x_ptr + offs_m * stride_xm + offs_n, mask=mask, other=0)
+        dy = tl.load(dy_ptr + offs_m * N + offs_n, mask=mask, other=0).to(ACC)
+        h = x.to(ACC)  # (BLOCK_M, BLOCK_N)
+        if CENTER:
+            h -= tl.load(stats_ptr + M + offs_m, mask=offs_m < M, other=0)
+            db += dy
+        # Rows past the last one have dy = 0, and add nothing.
+        dw += dy * (h * tl.load(stats_ptr + offs_m, mask=offs_m < M, other=0))
+    # Each program stores a row of its own. Atomic additions to one row would
+    # come in another order each time.
+    sums_ptrs = sums_ptr + first.to(tl.int64) * N + offs_n  # (1, BLOCK_N)
+    tl.store(sums_ptrs, tl.sum(dw, axis=0, keep_dims=True), mask=offs_n < N)
+    if CENTER:
+        sums_ptrs += programs.to(tl.int64) * N
+        tl.store(sums_ptrs, tl.sum(db, axis=0, keep_dims=True), mask=offs_n < N)
+
+
+def _norms_long_check(name, matrices, vectors):
+    """Raise for what the ops do not take."""
+    x = matrices[0]
+    given = *matrices, *vectors
+    kinds = [t if t is None else (t.dtype, t.device) for t in given]
+    if x.dtype not in NORMS_LONG_ACC or kinds.count(kinds[0]) < len(kinds):
+        raise TypeError(f"{name} takes one float dtype and device, not {kinds}")
+    shapes = [tuple(t.shape) for t in given]
+    same = shapes.count(shapes[0]) >= len(matrices)
+    row = shapes[0][-1:]
+    if not same or x.ndim == 0 or any(tuple(t.shape) != row for t in vectors):
+        raise ValueError(f"{name} takes shapes (..., N) and (N,), not {shapes}")
+    if x.shape[-1] > 2**30:
+        raise ValueError(
+            f"{name} takes rows of up to 2**30 elements, not {x.shape[-1]}"
+        )
+
+
+def _norms_long_rows(x):
+    """Return a tensor as a matrix with contiguous rows, and their distance."""
+    N = int(x.shape[-1])
+    if x.is_contiguous():
+        return x, N
+    x = x.reshape(-1, N)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, int(x.stride(0))
+
+
+@functools.cache
+def _norms_long_gpu(device):
+    """Return a GPU's number of multiprocessors and the bytes of its L2."""
+    if device.type != "cuda":
+        return 4, 2**20  # small, for the interpreter
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count, gpu.L2_cache_size
+
+
+def _norms_long_plan(x, stride, tensors, center):
+    """Return how to launch for rows of so many tensors that are read twice."""
+    N, size = int(x.shape[-1]), x.element_size()
+    processors, cache = _norms_long_gpu(x.device)
+    taken = processors * tensors * N * size  # bytes of the cache
+    vec = math.gcd(N, stride, 16 // size)
+    # In half precision, rows that do not begin at multiples of 16 bytes are
+    # fastest as in the first case.
+    parts = NORMS_LONG_PARTS if size > 2 or vec == 8 else ()
+    # LayerNorm's backward is faster with 16 warps. On AMD's GPUs, they are 1024
+    # threads, and a program has no more.
+    few = torch.version.hip or (center and tensors == 2)
+    programs = NORMS_LONG_SMALL if few else NORMS_LONG_PROGRAMS
+    warps, thread = programs[sum(taken > part * cache for part in parts)]
+    two = center and size == 2 and (warps, thread) == (32, 16)
+    return {
+        "ACC": NORMS_LONG_ACC[x.dtype],
+        "VEC": vec,
+        "BLOCK_N": min(32 * warps * thread // size, triton.next_power_of_2(N)),
+        "num_warps": warps,
+        # With more registers a multiprocessor would hold one program, not two.
+        **({"maxnreg": 32} if two else {}),
+    }
+
+
+def _norms_long_plan_weight(x):
+    """Return the grid and the tile for the gradients of weight and bias."""
+    N = int(x.shape[-1])
+    BLOCK_M, BLOCK_N = NORMS_LONG_TILE_M, NORMS_LONG_TILE_N // x.element_size()
+    groups = triton.cdiv(N, BLOCK_N)
+    # Four programs for each multiprocessor, but no more than tiles
+    most = triton.cdiv(4 * _norms_long_gpu(x.device)[0], groups)
+    programs = min(most, triton.cdiv(x.numel() // N, BLOCK_M))
+    return (groups, programs), {
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "num_warps": 8,
+    }
+
+
+def _norms_long_launch(x, weight, bias, eps, kernel=_norms_long_kernel):
+    center = bias is not None
+    name = "norms_long_layer_norm" if center else "norms_long_rms_norm"
+    _norms_long_check(name, [x], [weight, bias] if center else [weight])
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    stats = x.new_empty(1 + center, math.prod(x.shape[:-1]), dtype=wide)
+    if y.numel() == 0:
+        return y, stats.zero_()
+    x, stride_xm = _norms_long_rows(x)
+    N = int(y.shape[-1])
+    M, weight = y.numel() // N, weight.contiguous()
+    # Triton launches on the current GPU, which may not be that of x.
+    with torch.accelerator.device_index(x.device.index):
+        kernel[(M,)](
+            x,
+            weight,
+            bias.contiguous() if center else weight,
+            y,
+            stats,
+            M,
+            N,
+            stride_xm,
+            EPS=eps,
+            CENTER=center,
+            **_norms_long_plan(y, stride_xm, 1, center),
+        )
+    return y, stats
+
+
+def _norms_long_backward_launch(
+    dy,
+    x,
+    weight,
+    stats,
+    kernel=_norms_long_backward_kernel,
+    weight_kernel=_norms_long_weight_kernel,
+):
+    _norms_long_check("norms_long_backward", [dy, x], [weight])
+    kinds, rows = len(stats), math.prod(x.shape[:-1])
+    if kinds not in (1, 2) or tuple(stats.shape[1:]) != (rows,):
+        raise ValueError(
+            "norms_long_backward takes the stats of as many rows, not of shape "
+            f"{tuple(stats.shape)}"
+        )
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if dx.numel() == 0:
+        return dx, weight.new_zeros(kinds, *weight.shape)
+    x, stride_xm = _norms_long_rows(x)
+    N = int(dx.shape[-1])
+    dy, stats = dy.contiguous(), stats.contiguous()
+    center = kinds == 2
+    plan = _norms_long_plan(dx, stride_xm, 2, center)
+    groups, tile = _norms_long_plan_weight(dx)
+    sums = stats.new_empty(kinds, groups[1], N)
+    sizes = (dx.numel() // N, N, stride_xm)
+    with torch.accelerator.device_index(dx.device.index):
+        kernel[(sizes[0],)](
+            dy, x, weight.contiguous(), stats, dx, *sizes, CENTER=center, **plan
+        )
+        plan |= tile
+        weight_kernel[groups](dy, x, stats, sums, *sizes, CENTER=center, **plan)
+    return dx, sums.sum(1).to(dx.dtype)
+
+
+@triton_op(f"{NORMS_LONG_NAMESPACE}::norms_long", mutates_args={})
+def norms_long_with_stats(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of each row, and statistics: RMSNorm where bias is None.
+
+    The statistics are of shape (1, rows), 1 over the root mean square, and for
+    LayerNorm of shape (2, rows), 1 / deviation and the mean. They are in
+    float32, or float64 for float64, and have no gradient.
+    """
+    kernel = wrap_triton(_norms_long_kernel)
+    return _norms_long_launch(x, weight, bias, eps, kernel)
+
+
+@triton_op(f"{NORMS_LONG_NAMESPACE}::norms_long_backward", mutates_args={})
+def norms_long_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stats: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of x and, as the rows of a matrix, of the vectors.
+
+    Takes ``stats`` as ``norms_long_with_stats`` returned them, and raises as
+    the norms do. The matrix has the weight's gradient and, for LayerNorm, the
+    bias's.
+    """
+    kernels = (
+        wrap_triton(_norms_long_backward_kernel),
+        wrap_triton(_norms_long_weight_kernel),
+    )
+    return _norms_long_backward_launch(dy, x, weight, stats, *kernels)
+
+
+def _norms_long_setup(ctx, inputs, output):
+    x, weight, _, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _norms_long_gradient(ctx, dy, _):
+    dx, vectors = norms_long_backward(dy, *ctx.saved_tensors)
+    db = vectors[1] if len(vectors) == 2 else None
+    return dx, vectors[0], db, None
+
+
+norms_long_with_stats.register_autograd(
+    _norms_long_gradient, setup_context=_norms_long_setup
+)
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+NORMS_LONG_LIBRARY = Library(NORMS_LONG_NAMESPACE, "FRAGMENT")
+NORMS_LONG_LIBRARY.impl("norms_long", _norms_long_launch, "CUDA")
+NORMS_LONG_LIBRARY.impl(
+    "norms_long_backward", _norms_long_backward_launch, "CUDA"
+)
+
+
+def norms_long_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return the rows of x with mean 0 and variance 1, times weight, plus bias.
+
+    As ``torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)``.
+    Takes float16, bfloat16, float32 or float64, one for all: ``x`` of shape
+    (..., N) and any strides, ``weight`` and ``bias`` of shape (N,), with N up
+    to 2**30. Both are needed: give ones and zeros for what is ``None``
+    elsewhere. The kernel is compiled for each ``eps``. The result has the shape
+    and dtype of ``x``, is contiguous, and is the same each time on one kind of
+    GPU, and so are the gradients, which have none themselves. Raises TypeError
+    for other dtypes or devices that differ, and ValueError for other shapes.
+    The variance: https://doi.org/10.1080/00401706.1962.10490022 and
+    https://doi.org/10.1080/00031305.1983.10483115.
+    """
+    if bias is None:
+        raise TypeError("norms_long_layer_norm takes a bias, not None")
+    return norms_long_with_stats(x, weight, bias, eps)[0]
+
+
+def norms_long_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return x over the root mean square of its rows, times weight.
+
+    As ``torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)``. All else
+    is as in ``norms_long_layer_norm``, without a bias.
+    """
+    return norms_long_with_stats(x, weight, None, eps)[0]

@@ -1,0 +1,404 @@
+"""Softmax over the last dimension, for long rows such as logits.
+
+Like ``torch.softmax(x, -1)``, for rows of up to 2**30 elements. Rows that fit
+in registers, if short or aligned, are read once. Others take two passes: the
+online softmax (Milakov and Gimelshein, 2018, arXiv:1805.02867) finds maximum
+and sum in the first, and the L2 cache can serve the second, which writes the
+result. One program handles a row, so a few rows leave most of the GPU idle;
+``few_long_rows`` spreads a row over many programs, but returns only its sum or
+log-sum-exp. ``softmax`` is for rows that fit in registers. Deterministic on a
+given GPU model. Has a backward, but no second derivative.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import Library, triton_op, wrap_triton
+
+SOFTMAX_LONG_NAMESPACE = "triton_gallery"
+SOFTMAX_LONG_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+SOFTMAX_LONG_LOG2_E = tl.constexpr(math.log2(math.e))
+# Bytes of a row that stays in registers, at most: forward in the accumulator's
+# type, backward in the row's own. In half precision half of that, as two passes
+# are faster there.
+SOFTMAX_LONG_WHOLE = 64 * 1024
+SOFTMAX_LONG_SINGLE = 2048  # elements, where each is loaded by itself
+SOFTMAX_LONG_TILE = 8 * 1024  # bytes of short rows that share a program
+SOFTMAX_LONG_THREAD = 128  # bytes of a row for a thread
+# By the tensors that are read twice: how much of L2 is for the rows under way,
+# then warps, the bytes of each tensor that a thread loads at once, and how many
+# such programs a multiprocessor holds
+SOFTMAX_LONG_PROGRAMS = {
+    1: (0.52, [(4, 16, 8), (8, 16, 4), (16, 16, 2), (32, 16, 1)]),
+    2: (0.7, [(8, 16, 8), (16, 16, 4), (32, 16, 2), (32, 32, 1)]),
+}
+
+
+@triton.jit
+def _softmax_long_whole_kernel(
+    x_ptr,
+    y_ptr,
+    M,
+    N,
+    stride_xm,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
+    # In int32 a row's offset would overflow past element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    # Rows past the last one are the last one again.
+    offs_m = tl.minimum(offs_m, M - 1)
+    offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    mask = offs_n < N
+    x_ptrs = x_ptr + offs_m * stride_xm + offs_n  # (BLOCK_M, BLOCK_N)
+    x = tl.load(x_ptrs, mask=mask, other=-float("inf")).to(ACC)
+    e = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
+    y = e / tl.sum(e, axis=1, keep_dims=True)
+    tl.store(y_ptr + offs_m * N + offs_n, y, mask=mask)
+
+
+@triton.jit
+def _softmax_long_whole_backward_kernel(
+    g_ptr,
+    y_ptr,
+    d_ptr,
+    M,
+    N,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Unless 16 divides N, the compiler learns only here that VEC does.
+    N = N // VEC * VEC
+    # In int32 a row's offset would overflow past element 2**31.
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
+    # Without the minimum, the last program would store rows behind d's end.
+    offs_m = tl.minimum(offs_m, M - 1)
+    offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    mask = offs_n < N
+    offs = offs_m * N + offs_n  # (BLOCK_M, BLOCK_N)
+    # Zeros past the end add nothing to the sum of products.
+    g = tl.load(g_ptr + offs, mask=mask, other=0).to(ACC)
+    y = tl.load(y_ptr + offs, mask=mask, other=0).to(ACC)
+    # Each d needs the sum of its whole row, so g and y wait in registers.
+    d = y * (g - tl.sum(g * y, axis=1, keep_dims=True))
+    tl.store(d_ptr + offs, d, mask=mask)
+
+
+@triton.jit
+def _softmax_long_exp(x):
+    # tl.exp takes instructions for results below the normal numbers.
+    return tl.exp2(x * SOFTMAX_LONG_LOG2_E)
+
+
+@triton.jit
+def _softmax_long_divide(x_ptr, start, N, VEC: tl.constexpr):
+    """Return a row's body, its length, its edges and which there are."""
+    head = ((VEC - start % VEC) % VEC).to(tl.int32)
+    # A row may end before its first multiple. A rest of less than VEC elements
+    # is left to the edge: with it, a mask would end within a wide load.
+    length = tl.maximum(N - head, 0) // VEC * VEC
+    # To divide and multiply again tells the compiler: a multiple of VEC.
+    body = x_ptr + (start + head) // VEC * VEC
+    # Both edges are one tile, so they take one load. What lies behind the head
+    # is moved past the body.
+    edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
+    edges = x_ptr + start + tl.where(edge < head, edge, edge + length)
+    return body, length, edges, edge < N - length
+
+
+@triton.jit
+def _softmax_long_kernel(
+    x_ptr,
+    y_ptr,
+    N,
+    stride_xm,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # From -inf on, the difference of two maxima could be NaN.
+    DOUBLE: tl.constexpr = tl.float64 == ACC
+    LOWEST: tl.constexpr = (
+        -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
+    )
+    BLOCK: tl.constexpr = 4 * BLOCK_N
+    # In int32 a row's offset would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    x_body, end, x_edges, mask_e = _softmax_long_divide(
+        x_ptr, row * stride_xm, N, VEC
+    )
+    y_body, _, y_edges, _ = _softmax_long_divide(y_ptr, row * N, N, VEC)
+    x_e = tl.load(x_edges, mask=mask_e, other=-float("inf")).to(ACC)
+    block = tl.arange(0, 4)[:, None] * BLOCK_N  # (4, 1)
+    block += tl.arange(0, BLOCK_N)[None, :]  # (4, BLOCK_N)
+    # Each column has its own: no thread waits for another in the loop.
+    m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
+    s = tl.zeros((BLOCK_N,), dtype=ACC)
+    # Up to N: end comes from x_ptr. If a store's address depended on it,
+    # torch.compile would take x for written, and copy it.
+    for start in range(0, N, BLOCK):
+        offs = start + block  # (4, BLOCK_N)
+        x = tl.load(
+            x_body + offs,
+            mask=offs < end,
+            other=-float("inf"),
+            eviction_policy="evict_last",  # the second pass reads it again
+        )
+        x = x.to(ACC)  # (4, BLOCK_N)
+        larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
+        # What is in s was added while the maximum was m.
+        s *= _softmax_long_exp(m - larger)
+        s += tl.sum(_softmax_long_exp(x - larger[None, :]), axis=0)
+        m = larger
+    # The edges are no part of the body, but of the row.
+    top = tl.maximum(tl.max(m, axis=0), tl.max(x_e, axis=0))
+    e = _softmax_long_exp(x_e - top)  # (2 * VEC,)
+    total = tl.sum(s * _softmax_long_exp(m - top), axis=0)
+    total += tl.sum(e, axis=0)
+    tl.store(y_edges, e / total, mask=mask_e)
+    # From the end to the start, as the caches saw the end last.
+    last = (N - 1) // BLOCK * BLOCK
+    for step in range(0, N, BLOCK):
+        offs = last - step + block  # (4, BLOCK_N)
+        x = tl.load(
+            x_body + offs, mask=offs < end, eviction_policy="evict_first"
+        )
+        y = _softmax_long_exp(x.to(ACC) - top) / total  # (4, BLOCK_N)
+        tl.store(
+            y_body + offs, y, mask=offs < end, eviction_policy="evict_first"
+        )
+
+
+@triton.jit
+def _softmax_long_backward_kernel(
+    g_ptr,
+    y_ptr,
+    d_ptr,
+    N,
+    ACC: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # In int32 a row's offset would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    # All three are contiguous, so a row's body is the same part of each: one
+    # end and one mask serve them all.
+    g_body, end, g_edges, mask_e = _softmax_long_divide(g_ptr, row * N, N, VEC)
+    y_body, _, y_edges, _ = _softmax_long_divide(y_ptr, row * N, N, VEC)
+    d_body, _, d_edges, _ = _softmax_long_divide(d_ptr, row * N, N, VEC)
+    # Zeros where there is no edge add nothing to the sum of products.
+    g_e = tl.load(g_edges, mask=mask_e, other=0).to(ACC)  # (2 * VEC,)
+    y_e = tl.load(y_edges, mask=mask_e, other=0).to(ACC)  # (2 * VEC,)
+    block = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    # Each column has its own: no thread waits for another in the loop.
+    s = tl.zeros((BLOCK_N,), dtype=ACC)
+    # Up to N and not to end, as forward, for the sake of torch.compile.
+    for start in range(0, N, BLOCK_N):
+        offs = start + block  # (BLOCK_N,)
+        mask = offs < end
+        # Both are read again, so the caches are to leave them last.
+        g = tl.load(
+            g_body + offs, mask=mask, other=0, eviction_policy="evict_last"
+        )
+        y = tl.load(
+            y_body + offs, mask=mask, other=0, eviction_policy="evict_last"
+        )
+        s += g.to(ACC) * y.to(ACC)
+    # The edges are no part of the body, but of the row's sum.
+    total = tl.sum(s, axis=0) + tl.sum(g_e * y_e, axis=0)
+    tl.store(d_edges, y_e * (g_e - total), mask=mask_e)
+    # From the end to the start, as the caches saw the end last.
+    last = (N - 1) // BLOCK_N * BLOCK_N
+    for step in range(0, N, BLOCK_N):
+        offs = last - step + block  # (BLOCK_N,)
+        mask = offs < end
+        g = tl.load(g_body + offs, mask=mask, eviction_policy="evict_first")
+        y = tl.load(y_body + offs, mask=mask, eviction_policy="evict_first")
+        d = y.to(ACC) * (g.to(ACC) - total)  # (BLOCK_N,)
+        tl.store(d_body + offs, d, mask=mask, eviction_policy="evict_first")
+
+
+@functools.cache
+def _softmax_long_gpu(device):
+    """Return a GPU's number of multiprocessors and the bytes of its L2."""
+    if device.type != "cuda":
+        return 4, 2**20  # small, for the interpreter
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count, gpu.L2_cache_size
+
+
+def _softmax_long_check(x, name):
+    """Return the length of x's rows; raise for what the op does not take."""
+    if x.dtype not in SOFTMAX_LONG_ACC:
+        raise TypeError(f"{name} takes a float tensor, not {x.dtype}")
+    N = int(x.shape[-1]) if x.ndim else 1
+    if N > 2**30:
+        raise ValueError(f"{name} takes rows of up to 2**30 elements, not {N}")
+    return N
+
+
+def _softmax_long_fits(N, stride, size, bytes_each):
+    """Return whether rows stay in registers."""
+    aligned = math.gcd(N, stride, 16 // size) * size == 16
+    few = SOFTMAX_LONG_SINGLE >= N
+    most = SOFTMAX_LONG_WHOLE // (2 if size == 2 else 1)
+    return N * bytes_each <= most and (aligned or few)
+
+
+def _softmax_long_whole_plan(x, M, N, stride):
+    """Return how to launch for rows that stay in registers."""
+    size, wide = x.element_size(), max(4, x.element_size())
+    BLOCK_N = triton.next_power_of_2(N)
+    BLOCK_M = max(1, SOFTMAX_LONG_TILE // (BLOCK_N * wide))
+    warps = BLOCK_M * BLOCK_N * wide // (32 * SOFTMAX_LONG_THREAD)
+    return (triton.cdiv(M, BLOCK_M),), {
+        "ACC": SOFTMAX_LONG_ACC[x.dtype],
+        "VEC": math.gcd(N, stride, 16 // size),
+        "M": M,
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "num_warps": max(4, warps),
+    }
+
+
+def _softmax_long_plan(x, M, N, stride, tensors):
+    """Return how to launch for rows of so many tensors that are read twice."""
+    size = x.element_size()
+    processors, cache = _softmax_long_gpu(x.device)
+    share, programs = SOFTMAX_LONG_PROGRAMS[tensors]
+    rows = share * cache / (tensors * N * size * processors)
+    warps, thread, _ = next((p for p in programs if p[2] <= rows), programs[-1])
+    # A program has 1024 threads at most. On AMD's GPUs, they are 16 warps.
+    warps = min(warps, 16) if torch.version.hip else warps
+    # Rows of x and of y have to begin alike, or they have no common body.
+    alike = (N - stride) * size % 16 == 0
+    # Elements that are loaded one by one take twice the registers.
+    columns = 32 * warps * thread // (size if alike else 2 * size)
+    return (M,), {
+        "ACC": SOFTMAX_LONG_ACC[x.dtype],
+        "VEC": 16 // size if alike else 1,
+        "BLOCK_N": columns,
+        "num_warps": warps,
+    }
+
+
+def _softmax_long_launch(
+    x, whole=_softmax_long_whole_kernel, passes=_softmax_long_kernel
+):
+    N = _softmax_long_check(x, "softmax_long")
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if y.numel() == 0:
+        return y
+    stride = N
+    if not x.is_contiguous():
+        x = x.reshape(-1, N)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        stride = int(x.stride(0))
+    M = y.numel() // N
+    size = x.element_size()
+    if _softmax_long_fits(N, stride, size, max(4, size)):
+        kernel = whole
+        grid, options = _softmax_long_whole_plan(x, M, N, stride)
+    else:
+        kernel = passes
+        grid, options = _softmax_long_plan(x, M, N, stride, 1)
+    # Triton launches on the current GPU, which may not be that of x.
+    with torch.accelerator.device_index(x.device.index):
+        kernel[grid](x, y, N=N, stride_xm=stride, **options)
+    return y
+
+
+def _softmax_long_backward_launch(
+    grad,
+    y,
+    whole=_softmax_long_whole_backward_kernel,
+    passes=_softmax_long_backward_kernel,
+):
+    N = _softmax_long_check(y, "softmax_long_backward")
+    kinds = [(t.dtype, tuple(t.shape), t.device) for t in (grad, y)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            "softmax_long_backward takes a gradient of y's dtype, shape and "
+            f"device, not {kinds[0]} for {kinds[1]}"
+        )
+    grad, y = grad.contiguous(), y.contiguous()
+    d = torch.empty_like(y)
+    if d.numel() == 0:
+        return d
+    M = d.numel() // N
+    size = y.element_size()
+    if _softmax_long_fits(N, N, size, size):
+        kernel = whole
+        grid, options = _softmax_long_whole_plan(y, M, N, N)
+    else:
+        kernel = passes
+        grid, options = _softmax_long_plan(y, M, N, N, 2)
+    with torch.accelerator.device_index(y.device.index):
+        kernel[grid](grad, y, d, N=N, **options)
+    return d
+
+
+@triton_op(f"{SOFTMAX_LONG_NAMESPACE}::softmax_long", mutates_args={})
+def softmax_long(x: torch.Tensor) -> torch.Tensor:
+    """Return the softmax along the last dimension, as torch.softmax(x, -1).
+
+    Takes a tensor of float16, bfloat16, float32 or float64, of any shape and
+    layout, with rows of up to 2**30 elements. The result has the shape and
+    dtype of ``x``, is contiguous, and is the same each time on one kind of GPU.
+    A row with NaN or inf, or with nothing but -inf, becomes NaN. Raises
+    TypeError for other dtypes and ValueError for longer rows. Has a gradient,
+    which has none itself. The online softmax: https://arxiv.org/abs/1805.02867
+    """
+    whole = wrap_triton(_softmax_long_whole_kernel)
+    return _softmax_long_launch(x, whole, wrap_triton(_softmax_long_kernel))
+
+
+@triton_op(f"{SOFTMAX_LONG_NAMESPACE}::softmax_long_backward", mutates_args={})
+def softmax_long_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of x, for y = softmax_long(x) and the gradient of y.
+
+    Takes two tensors of one dtype, shape and device, of any layout, and raises
+    as ``softmax_long`` does, and ValueError for two that differ.
+    """
+    whole = wrap_triton(_softmax_long_whole_backward_kernel)
+    passes = wrap_triton(_softmax_long_backward_kernel)
+    return _softmax_long_backward_launch(grad, y, whole, passes)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+SOFTMAX_LONG_LIBRARY = Library(SOFTMAX_LONG_NAMESPACE, "FRAGMENT")
+SOFTMAX_LONG_LIBRARY.impl("softmax_long", _softmax_long_launch, "CUDA")
+SOFTMAX_LONG_LIBRARY.impl(
+    "softmax_long_backward", _softmax_long_backward_launch, "CUDA"
+)
+
+
+def _softmax_long_setup(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+def _softmax_long_gradient(ctx, grad):
+    (y,) = ctx.saved_tensors
+    return softmax_long_backward(grad, y)
+
+
+softmax_long.register_autograd(
+    _softmax_long_gradient, setup_context=_softmax_long_setup
+)
