@@ -1,0 +1,334 @@
+"""Autotuned matrix product for matrices of any shape and layout.
+
+Computes a @ b like ``torch.matmul`` of two matrices, on any GPU; strides along
+K must be below 2**24. The first call with new sizes times several tiles, which
+a CUDA graph cannot capture; sizes close together share a tile. If M and N are
+above 128, an operand whose rows do not begin at multiples of 16 bytes is copied
+in each call, which pays off for odd sizes. Float32 has full precision, not
+TF32. Deterministic after tuning, but another process may choose another tile.
+``persistent_matmul`` comes closer to cuBLAS, on Hopper and newer;
+``skinny_matmul`` is for up to 64 rows. Gradients of any order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import Library, triton_op, wrap_triton
+
+TUNED_MATMUL_NAMESPACE = "triton_gallery"
+TUNED_MATMUL_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+# BLOCK_M, BLOCK_N, BLOCK_K, warps and stages; the first fits every GPU
+TUNED_MATMUL_TILES = {
+    "few rows": [
+        (16, 64, 128, 4, 3),
+        (16, 32, 128, 4, 5),
+        (16, 64, 128, 4, 5),
+        (16, 128, 128, 8, 3),
+        (32, 32, 128, 4, 4),
+        (32, 64, 128, 4, 4),
+        (32, 128, 64, 4, 4),
+    ],
+    "2 bytes": [
+        (64, 128, 64, 4, 3),
+        (64, 64, 64, 4, 5),
+        (128, 64, 64, 4, 4),
+        (64, 256, 64, 4, 3),
+        (128, 128, 64, 4, 3),
+        (128, 128, 64, 8, 4),
+        (128, 256, 64, 8, 3),
+        (128, 256, 64, 8, 4),
+        (256, 128, 64, 8, 3),
+    ],
+    "4 bytes": [
+        (64, 64, 16, 4, 3),
+        (32, 32, 32, 4, 3),
+        (64, 64, 32, 4, 3),
+        (64, 128, 16, 8, 3),
+        (128, 64, 16, 8, 3),
+        (128, 128, 16, 8, 3),
+    ],
+    "8 bytes": [
+        (64, 64, 16, 4, 3),
+        (32, 32, 32, 4, 3),
+        (64, 64, 16, 8, 3),
+        (64, 128, 16, 8, 3),
+        (128, 64, 16, 8, 3),
+    ],
+}
+TUNED_MATMUL_FEW = 32  # rows
+TUNED_MATMUL_GROUP = 8
+TUNED_MATMUL_COPY = 128  # operands may be copied if M and N are above it
+TUNED_MATMUL_PITCH = 2**24  # strides along K are below: 128 steps fit int32
+TUNED_MATMUL_KEY = ["like_m", "like_n", "like_k", "VEC_AK", "VEC_BK"]
+
+
+@triton.jit
+def _tuned_matmul_tile(pid, M, N, BLOCK_M, BLOCK_N, GROUP_M):
+    """Return the row and the column of a program's tile, in groups of rows."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    first_m = pid // (GROUP_M * tiles_n) * GROUP_M
+    # The last group has what is left. Without this, tiles would be missed.
+    height = tl.minimum(tiles_m - first_m, GROUP_M)
+    place = pid % (GROUP_M * tiles_n)
+    return first_m + place % height, place // height
+
+
+# M may be a number of tokens. If it were specialized, M = 1, multiples of 16
+# and all other M would each be compiled.
+@triton.jit(do_not_specialize=["M", "like_m", "like_n", "like_k"])
+def _tuned_matmul_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    like_m,  # for the key of autotune alone
+    like_n,
+    like_k,
+    ACC: tl.constexpr,
+    VEC_AM: tl.constexpr,  # 16 bytes of elements if rows lie along M, or 1
+    VEC_AK: tl.constexpr,
+    VEC_BK: tl.constexpr,
+    VEC_BN: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # The compiler learns only here that rows begin at multiples of 16 bytes.
+    stride_am = stride_am // VEC_AK * VEC_AK
+    stride_ak = stride_ak // VEC_AM * VEC_AM
+    stride_bk = stride_bk // VEC_BN * VEC_BN
+    stride_bn = stride_bn // VEC_BK * VEC_BK
+    pid = tl.program_id(axis=0)
+    pid_m, pid_n = _tuned_matmul_tile(pid, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    # In int32 a product with a stride would overflow past element 2**31.
+    offs_m = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+    offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
+    a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
+    b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
+    # A wide load is masked as a whole, so masks end at multiples of VEC. Behind
+    # the end of a row, such a load takes padding. Along M and N the store
+    # leaves that out. Along K it is zeros, which add nothing.
+    a_rows = (offs_m < tl.cdiv(M, VEC_AM) * VEC_AM)[:, None]  # (BLOCK_M, 1)
+    b_columns = (offs_n < tl.cdiv(N, VEC_BN) * VEC_BN)[None, :]  # (1, BLOCK_N)
+    a_end = tl.cdiv(K, VEC_AK) * VEC_AK
+    b_end = tl.cdiv(K, VEC_BK) * VEC_BK
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)  # (BLOCK_M, BLOCK_N)
+    # The launcher has no K of 0. Where rows of B lie along K, the compiler has
+    # to know it, or products may wait for each other. Elsewhere that would cost
+    # more.
+    LEAST: tl.constexpr = 1 if VEC_BK > 1 else 0
+    for k in range(0, tl.maximum(K, LEAST), BLOCK_K):
+        a_mask = a_rows & (offs_k < a_end - k)[None, :]  # (BLOCK_M, BLOCK_K)
+        b_mask = (offs_k < b_end - k)[:, None] & b_columns  # (BLOCK_K, BLOCK_N)
+        a = tl.load(a_ptrs, mask=a_mask, other=0.0)
+        b = tl.load(b_ptrs, mask=b_mask, other=0.0)
+        # "ieee": float32 is not rounded to TF32 before it is multiplied.
+        acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
+        a_ptrs += BLOCK_K * stride_ak
+        b_ptrs += BLOCK_K * stride_bk
+    c_ptrs = c_ptr + offs_m[:, None] * N + offs_n[None, :]
+    c = acc.to(c_ptr.dtype.element_ty)  # (BLOCK_M, BLOCK_N)
+    tl.store(c_ptrs, c, mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
+
+
+def _tuned_matmul_clock(call, quantiles):
+    """Time a candidate, in a fifth of the time of Triton's own clock."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "tuned_matmul tunes in its first call with new sizes, which a CUDA "
+            "graph cannot capture: make one call before the capture"
+        )
+    return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
+
+
+def _tuned_matmul_tuner(tiles):
+    """Return the kernel, tuned over tiles."""
+    configs = []
+    for BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages in tiles:
+        blocks = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K}
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        configs.append(triton.Config(blocks, **options))
+    return triton.autotune(
+        configs=configs[:1] if triton.knobs.runtime.interpret else configs,
+        key=TUNED_MATMUL_KEY,
+        do_bench=_tuned_matmul_clock,
+    )(_tuned_matmul_kernel)
+
+
+TUNED_MATMUL_TUNED = {
+    kind: _tuned_matmul_tuner(tiles)
+    for kind, tiles in TUNED_MATMUL_TILES.items()
+}
+
+
+def _tuned_matmul_kind(M, dtype):
+    """Return which list of tiles is for M rows of a dtype."""
+    few = M <= TUNED_MATMUL_FEW and dtype.itemsize == 2
+    return "few rows" if few else f"{dtype.itemsize} bytes"
+
+
+def _tuned_matmul_like(n):
+    """Return a size rounded up to its first three bits, for the key.
+
+    A symbolic size, which ``torch.compile`` passes, stays as it is.
+    """
+    if not isinstance(n, int):
+        return n
+    step = max(1, triton.next_power_of_2(n) // 8)
+    return triton.cdiv(n, step) * step
+
+
+def _tuned_matmul_operand(x, copy):
+    """Return x, or a copy, and its VEC along the first and second dimension.
+
+    VEC is the number of elements in 16 bytes, along the dimension in which rows
+    lie, if all rows begin at multiples of 16 bytes. Else it is 1. If ``copy``
+    is true, an operand without such rows is copied, and zeros pad the rows of
+    the copy.
+    """
+    vec = 16 // x.element_size()
+    begins = x.storage_offset() % vec == 0
+    for dim in (1, 0):
+        aligned = x.stride(1 - dim) % vec == 0 and x.shape[dim] % vec == 0
+        if begins and aligned and x.stride(dim) == 1:
+            return x, 1 if dim else vec, vec if dim else 1
+    if not copy:
+        return x, 1, 1
+    # Rows of the copy are what lies side by side in x, unless the copy would
+    # have too large a stride along K.
+    transposed = x.stride(0) == 1 and x.shape[0] < TUNED_MATMUL_PITCH
+    rows = x.T if transposed else x
+    width = rows.shape[1]
+    buffer = x.new_empty(rows.shape[0], triton.cdiv(width, vec) * vec)
+    buffer[:, :width] = rows
+    buffer[:, width:] = 0
+    rows = buffer[:, :width]
+    return (rows.T, vec, 1) if transposed else (rows, 1, vec)
+
+
+def _tuned_matmul_check(a, b):
+    """Raise for what the op does not take."""
+    for x in (a, b):
+        if x.dtype not in TUNED_MATMUL_ACC:
+            raise TypeError(f"tuned_matmul takes float tensors, not {x.dtype}")
+    if a.dtype != b.dtype:
+        raise TypeError(
+            f"tuned_matmul takes one dtype, not {a.dtype}, {b.dtype}"
+        )
+    if a.device != b.device:
+        raise ValueError(
+            f"tuned_matmul takes one device, not {a.device}, {b.device}"
+        )
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(
+            "tuned_matmul takes an (M, K) and a (K, N) matrix, "
+            f"not {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    if max(a.stride(1), b.stride(0)) >= TUNED_MATMUL_PITCH:
+        raise ValueError(
+            "tuned_matmul takes strides along K below "
+            f"{TUNED_MATMUL_PITCH}, not {a.stride(1)} and {b.stride(0)}"
+        )
+
+
+def _tuned_matmul_launch(a, b, wrap=lambda kernel: kernel):
+    _tuned_matmul_check(a, b)
+    (M, K), N, dtype = a.shape, b.shape[1], a.dtype
+    if M == 0 or N == 0 or K == 0:
+        return a.new_zeros(M, N)
+    c = a.new_empty(M, N)
+    if triton.knobs.runtime.interpret and dtype == torch.bfloat16:
+        # The interpreter's tl.dot gets bfloat16 wrong.
+        a, b = a.float(), b.float()
+    copy = M > TUNED_MATMUL_COPY and N > TUNED_MATMUL_COPY
+    a, VEC_AM, VEC_AK = _tuned_matmul_operand(a, copy)
+    b, VEC_BK, VEC_BN = _tuned_matmul_operand(b, copy)
+
+    def grid(config):
+        tiles_m = triton.cdiv(M, config["BLOCK_M"])
+        return (tiles_m * triton.cdiv(N, config["BLOCK_N"]),)
+
+    kernel = wrap(TUNED_MATMUL_TUNED[_tuned_matmul_kind(M, dtype)])
+    # Triton launches on the current GPU, which may not be that of a.
+    with torch.accelerator.device_index(a.device.index):
+        kernel[grid](
+            a,
+            b,
+            c,
+            M,
+            N,
+            K,
+            *a.stride(),
+            *b.stride(),
+            *map(_tuned_matmul_like, (M, N, K)),
+            ACC=TUNED_MATMUL_ACC[dtype],
+            VEC_AM=VEC_AM,
+            VEC_AK=VEC_AK,
+            VEC_BK=VEC_BK,
+            VEC_BN=VEC_BN,
+            GROUP_M=TUNED_MATMUL_GROUP,
+        )
+    return c
+
+
+@triton_op(f"{TUNED_MATMUL_NAMESPACE}::tuned_matmul", mutates_args={})
+def tuned_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the product of two matrices, as a @ b.
+
+    Takes an (M, K) and a (K, N) matrix on one device, of one dtype: float16,
+    bfloat16, float32 or float64. They may lie in memory in any way. Of a batch,
+    flatten the leading dimensions of ``a`` first. The result has their dtype
+    and is contiguous. Sums are in float32, for float64 in float64; float32 is
+    multiplied in full precision, not in TF32.
+
+    The first call with new sizes tunes: it times several tiles. A CUDA graph
+    cannot capture that, so make one call before the capture. Sizes that
+    lie close together share a tile. After the first call, the result is the
+    same each time; another process may choose another tile. If M and N are both
+    above 128, an operand whose rows do not begin at multiples of 16 bytes is
+    copied in each call.
+
+    Has a gradient, which has one itself. Raises TypeError for other dtypes and
+    for two that differ, ValueError for shapes that do not fit, tensors on two
+    devices and strides along K of 2**24 or more, and RuntimeError where it
+    would tune in a capture. The backward is a product along N and one along M,
+    with the same limit for strides along these.
+    """
+    return _tuned_matmul_launch(a, b, wrap_triton)
+
+
+# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+TUNED_MATMUL_LIBRARY = Library(TUNED_MATMUL_NAMESPACE, "FRAGMENT")
+TUNED_MATMUL_LIBRARY.impl("tuned_matmul", _tuned_matmul_launch, "CUDA")
+
+
+def _tuned_matmul_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _tuned_matmul_gradient(ctx, grad):
+    a, b = ctx.saved_tensors
+    by_a, by_b = ctx.needs_input_grad
+    return (
+        tuned_matmul(grad, b.T) if by_a else None,
+        tuned_matmul(a.T, grad) if by_b else None,
+    )
+
+
+tuned_matmul.register_autograd(
+    _tuned_matmul_gradient, setup_context=_tuned_matmul_setup
+)
