@@ -116,9 +116,9 @@ clean:  ## remove what was built; the environment stays
 $(VENV)/bin/python:
 	"$(PYTHON)" -m venv $(VENV)
 
-$(VENV)/.site: requirements.txt pyproject.toml | $(VENV)/bin/python
+$(VENV)/.site: requirements.txt src/pyproject.toml | $(VENV)/bin/python
 	"$(PY)" -m pip install --disable-pip-version-check --quiet --requirement requirements.txt
-	"$(PY)" -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps --editable .
+	"$(PY)" -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps --editable src
 	@touch $@
 
 $(VENV)/.test: tests/requirements.txt $(VENV)/.site

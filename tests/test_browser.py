@@ -443,7 +443,7 @@ assert torch.autograd.gradcheck(softmax, x)
 
 def test_listing_opens_in_the_page(page: Page, address: str) -> None:
     """The code that a compiler wrote is loaded when a reader asks for it, and is the file that can be downloaded."""
-    page.goto(f"{address}recipes/fusion/softmax.html")
+    page.goto(f"{address}ops/softmax.html")
     section = page.locator("#on-other-gpus")
     listing = section.locator("div.listing").first
     assert not section.locator("table").first.is_visible()

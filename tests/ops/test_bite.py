@@ -3,6 +3,7 @@
 The mutants of a recipe stand in its tests, as `BREAKS`.
 """
 
+import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -44,6 +45,14 @@ def test_mutants_are_of_the_present_code(gallery: Path) -> None:
     """What each takes out stands once in its recipe: one that no longer does would show nothing."""
     counts = {f"{m.recipe}: {m.what}": (gallery / f"{m.recipe}.py").read_text().count(m.old) for m in MUTANTS}
     assert {name: count for name, count in counts.items() if count != 1} == {}
+
+
+def test_what_noticed_each_is_written_down() -> None:
+    """`noticed.json` has the first test that failed of each mutant, so that tests can be rewritten and lose none."""
+    known = json.loads(Path(__file__).with_name("noticed.json").read_text())
+    assert {(recipe, what) for recipe, noticed in known.items() for what in noticed} == {
+        (mutant.recipe, mutant.what) for mutant in MUTANTS
+    }
 
 
 def test_copy_passes(gallery: Path, tmp_path: Path) -> None:

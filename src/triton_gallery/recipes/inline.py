@@ -55,6 +55,8 @@ def inlined(script: str, folder: Path = FOLDER) -> str:
         ValueError: if it imports what is not there or may not be inlined, if two things would have one name, or if what
             is inlined needs a name that the script does not bind.
     """
+    if CLOCK not in script and OPS not in script:
+        return script
     try:
         body = ast.parse(script).body
     except SyntaxError:  # its page says so
@@ -69,8 +71,11 @@ def inlined(script: str, folder: Path = FOLDER) -> str:
     return _with_imports("".join(lines), [item for _, source in taken for item in source.imports])
 
 
+@cache
 def ops_in(script: str) -> list[str]:
     """Return the names of the ops that a script imports, in order."""
+    if OPS not in script:
+        return []
     nodes = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.ImportFrom) and _is_op(node.module)]
     return [str(node.module).partition(".")[2] for node in nodes]
 

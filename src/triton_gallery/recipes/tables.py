@@ -107,6 +107,11 @@ class Table:
         ours, other = self.best(self.ours, index), self.best(self.others, index)
         return ours[1] / other[1] if ours and other else None
 
+    def over(self, other: str, index: int) -> float | None:
+        """Return our best figure over that of one series."""
+        ours, theirs = self.best(self.ours, index), self.best([other], index) if other in self.series else None
+        return ours[1] / theirs[1] if ours and theirs else None
+
     def of_roof(self, index: int) -> float | None:
         """Return our best figure over the roof's."""
         ours, roof = self.best(self.ours, index), self.series.get(ROOF, [])

@@ -12,10 +12,22 @@ if TYPE_CHECKING:
 def setup(app: "Sphinx") -> "ExtensionMetadata":
     """Set up what a build needs: execution first, then what pages show of it."""
     app.setup_extension("sphinx_gallery.gen_gallery")
-    on_recipes = ("describe", "replay", "figures", "notebook", "repository", "glance", "take", "fold")
+    on_recipes = (
+        "describe",
+        "replay",
+        "figures",
+        "notebook",
+        "repository",
+        "glance",
+        "take",
+        "fold",
+        "wheel",
+        "op_pages",
+    )
+    on_ops = ("wheel", "op_pages")
     links = ("links", "code_links", "related")
     on_others = ("cards", "claims", "performance", "peer_table", "version_table", "targets", "api", "glossary")
     files = ("search", "markdown", "sitemap", "assets")
-    for module in ("build", *on_recipes, *links, *on_others, *files):
+    for module in ("build", *on_recipes, *on_ops, *links, *on_others, *files):
         app.setup_extension(f"triton_gallery.sphinx.{module}")
     return {"version": triton_gallery.__version__, "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,7 +1,8 @@
 """The box under a recipe's first sentences: what its op comes to, how to take it, what comes before and after."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,13 @@ from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 
 from triton_gallery.recipes.cells import cells
-from triton_gallery.recipes.declaration import OfOp, declaration
+from triton_gallery.recipes.declaration import declaration
 from triton_gallery.recipes.tables import ROOF, Table
 from triton_gallery.records.summary import Summary, summaries
-from triton_gallery.sphinx import provenance, repository, take, targets
+from triton_gallery.sphinx import peer_table, provenance, repository, take, targets
 from triton_gallery.sphinx.chart import svg
-from triton_gallery.sphinx.lookup import RecipePage, pages, peers, recipe_page, recipes
-from triton_gallery.sphinx.show import WAITED, figure, grid, page_link, where
+from triton_gallery.sphinx.lookup import RecipePage, op_of_page, pages, peers, recipe_page, recipes
+from triton_gallery.sphinx.show import WAITED, figure, grid, op_link, page_link, where
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -44,13 +45,14 @@ class Glance(SphinxTransform):
         for note in list(self.document.findall(nodes.note)):
             if "sphx-glr-download-link-note" in note["classes"]:
                 note.parent.remove(note)
-        of_op = declaration(page.recipe.path, page.recipe.text).of_op
-        measured = _measured(page, list(summaries(page.records[:1], peers(self.env), page.recipe)))
+        op = op_of_page(self.env, page.recipe)
+        items = list(summaries(page.records[:1], peers(self.env), page.recipe))
+        figures = _of_lesson(self.env, page, op) if op else measured(page, items)
         strip = nodes.container("", *provenance.lines(page, page.run), classes=["recipe-strip"])
-        box = nodes.container("", nodes.rubric("", "At a glance"), *measured, classes=["glance"])
+        box = nodes.container("", nodes.rubric("", "At a glance"), *figures, classes=["glance"])
         box += [
-            *_said(of_op),
-            *targets.strip(self.env, page.recipe),
+            *said(page),
+            *targets.strip(self.env, page.recipe, f"../../ops/{op}.html" if op else ""),
             strip,
             _files(self.env, page, self.document),
             _path(self.env),
@@ -60,8 +62,8 @@ class Glance(SphinxTransform):
             cell.start.parent.insert(cell.start.parent.index(cell.start), shown)
 
 
-def _measured(page: RecipePage, items: list[Summary]) -> Iterator[nodes.Node]:
-    """Yield the chart of the op, and how its benchmarks come out."""
+def measured(page: RecipePage, items: list[Summary], named: bool = False) -> Iterator[nodes.Node]:
+    """Yield the chart of the op, and how its benchmarks come out: beside each library, or beside the best of all."""
     record, chart = page.record, page.table
     if record is None or chart is None or not items:
         return
@@ -69,16 +71,29 @@ def _measured(page: RecipePage, items: list[Summary]) -> Iterator[nodes.Node]:
     there = [item for item in items if item.device.name == record.device.name]
     if any(map(any, chart.late.values())):
         yield nodes.paragraph("", f"In a ring {WAITED}.")
-    yield ratios(there)
+    yield ratios(there, named)
     cpu = _cpu(chart)
     if cpu:
         yield nodes.paragraph("", f"CPU time of a call, in microseconds: {cpu}.")
 
 
-def ratios(items: list[Summary]) -> nodes.Node:
+def _of_lesson(env: "BuildEnvironment", page: RecipePage, op: str) -> Iterator[nodes.Node]:
+    """Yield the chart of an op, and a link to its page, which has the rest: addresses of what was here lead to it."""
+    moved = [nodes.make_id(peer_table.TITLE)]
+    moved += [] if targets.section(env, page.recipe, of_op=False) else [nodes.make_id(targets.TITLE)]
+    if page.record and page.table:
+        yield nodes.raw("", f'<div class="chart">{svg(page.table, "At a glance: ")}</div>', format="html")
+    said = nodes.paragraph("", "The op: ", op_link(op), ids=moved, classes=["op-page"])
+    said += nodes.Text(" has its signature, its figures beside other libraries, what it compiles to, and its source.")
+    yield said
+
+
+def ratios(items: list[Summary], named: bool = False) -> nodes.Node:
     """Return the table of how benchmarks on a device come out, without a ratio that none of them has."""
-    columns = [f"on {items[0].device.name}, median of the sizes", "speed / best other", "speed / roof"]
-    rows = [[_name(item, items), *_ratios(item)] for item in items]
+    others = [*dict.fromkeys(name for item in items for name in item.table.others)] if named else []
+    against = [f"speed / {name}" for name in others] or ["speed / best other"]
+    columns = [f"on {items[0].device.name}, median of the sizes", *against, "speed / roof"]
+    rows = [[_name(item, items), *_ratios(item, others)] for item in items]
     kept = [place for place in range(len(columns)) if place == 0 or any(row[place] for row in rows)]
     return grid([columns[place] for place in kept], [[row[place] for place in kept] for row in rows], "ratios")
 
@@ -89,8 +104,10 @@ def _name(item: Summary, items: list[Summary]) -> str:
     return f"{item.kind or unnamed}{'' if item.is_fresh else ', of older code'}"
 
 
-def _ratios(item: Summary) -> Iterator[str]:
-    for ratio in (item.table.ratio, item.table.of_roof):
+def _ratios(item: Summary, others: Sequence[str]) -> Iterator[str]:
+    """Yield the ratios to these libraries, or to the best of all, and to the roof."""
+    of_others: list[Callable[[int], float | None]] = [partial(item.table.over, name) for name in others]
+    for ratio in (*(of_others or [item.table.ratio]), item.table.of_roof):
         over = item.over(ratio)
         yield f"{over.median:.2f}; worst {over.worst:.2f} at {where(item, over.at)}" if over else ""
 
@@ -101,11 +118,12 @@ def _cpu(table: Table) -> str:
     return " · ".join(f"{name} {figure(median(values))}" for name, values in times.items() if values)
 
 
-def _said(of_op: OfOp) -> Iterator[nodes.paragraph]:
+def said(page: RecipePage) -> Iterator[nodes.paragraph]:
     """Yield what the recipe declares of its op; tests hold it to that."""
+    of_op = declaration(page.recipe.path, page.recipe.text).of_op
     if of_op.dtypes:
         backward = "with a backward" if of_op.backward else "forward alone"
-        same = "the same bits each time" if of_op.deterministic else "bits that may differ from call to call"
+        same = "deterministic" if of_op.deterministic else "not deterministic"
         yield nodes.paragraph("", f"Takes {', '.join(of_op.dtypes)} · {backward} · {same}")
 
 

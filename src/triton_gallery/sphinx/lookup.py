@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from triton_gallery.recipes.contents import Recipe, load
 from triton_gallery.recipes.declaration import declaration
+from triton_gallery.recipes.inline import OPS, ops_in
+from triton_gallery.recipes.op import op_of
 from triton_gallery.recipes.tables import Table
 from triton_gallery.records import peers as peer_records
 from triton_gallery.records import versions as version_records
@@ -47,6 +49,30 @@ def recipes(env: "BuildEnvironment") -> dict[str, Recipe]:
     conf = env.config.sphinx_gallery_conf
     gallery = Path(env.srcdir, conf["examples_dirs"]).resolve()
     return {f"{conf['gallery_dirs']}/{recipe.key}": recipe for recipe in load(gallery)}
+
+
+def ops(env: "BuildEnvironment") -> dict[str, str]:
+    """Return the ops that have a module, in the recipes' order, and of each the name of the page that ends in it."""
+    found = {op.name: page for page, recipe in recipes(env).items() if (op := op_of(recipe))}
+    return {name: page for name, page in found.items() if op_file(env, name).is_file()}
+
+
+def op_of_page(env: "BuildEnvironment", recipe: Recipe) -> str | None:
+    """Return the op of a recipe, if it has a page of its own."""
+    op = op_of(recipe)
+    return op.name if op and op_file(env, op.name).is_file() else None
+
+
+def op_file(env: "BuildEnvironment", name: str) -> Path:
+    """Return the file of an op."""
+    return Path(env.app.confdir, "src", OPS, f"{name}.py")
+
+
+def lessons(env: "BuildEnvironment", op: str) -> list[str]:
+    """Return the names of the pages that import an op."""
+    gallery = Path(env.app.confdir, "gallery")
+    texts = {page: (gallery / f"{recipe.key}.py").read_text(encoding="utf-8") for page, recipe in recipes(env).items()}
+    return [page for page, text in texts.items() if op in ops_in(text)]
 
 
 def line(recipe: Recipe) -> str:

@@ -61,20 +61,27 @@ class PeersOfRecipe(SphinxTransform):
             return
         rows = of(recipe, lookup.peers(self.env))
         self.env.metadata[name][STATE] = state(rows, [recipe])
-        if not rows:
-            return
-        about = nodes.paragraph("", "The op and the same work through other libraries, as ")
-        about += nodes.literal("", "make peers")
-        about += nodes.Text(
-            " measured them: the median rates, with the launch hidden and the L2 cache emptied. In a tie the two "
-            "bands, from the 20th to the 80th percentile, overlap. A row is stale if the recipe's code has changed "
-            "since. "
-        )
-        about += page_link("performance")
-        about += nodes.Text(" says what each size means.")
-        section = nodes.section("", nodes.title("", TITLE), about, ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
-        section += _tables(rows, [recipe], {})
-        add_section(self.document, section)
+        if not lookup.op_of_page(self.env, recipe) and (shown := section(self.env, recipe)):
+            add_section(self.document, shown)
+
+
+def section(env: "BuildEnvironment", recipe: Recipe) -> nodes.section | None:
+    """Return the section with a recipe's rows; None if there are none."""
+    rows = of(recipe, lookup.peers(env))
+    if not rows:
+        return None
+    about = nodes.paragraph("", "The op and the same work through other libraries, as ")
+    about += nodes.literal("", "make peers")
+    about += nodes.Text(
+        " measured them: the median rates, with the launch hidden and the L2 cache emptied. In a tie the two "
+        "bands, from the 20th to the 80th percentile, overlap. A row is stale if the recipe's code has changed "
+        "since. "
+    )
+    about += page_link("performance")
+    about += nodes.Text(" says what each size means.")
+    shown = nodes.section("", nodes.title("", TITLE), about, ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
+    shown += _tables(rows, [recipe], {})
+    return shown
 
 
 def _tables(rows: Sequence[PeerRow], recipes: Sequence[Recipe], links: dict[str, str], *kinds: str) -> list[nodes.Node]:

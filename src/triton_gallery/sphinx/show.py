@@ -118,6 +118,12 @@ def page_link(name: str) -> addnodes.pending_xref:
     return addnodes.pending_xref("", nodes.inline(), refwarn=True, **link)
 
 
+def op_link(op: str) -> addnodes.pending_xref:
+    """Return a link to the page of an op, whose text is the op's name."""
+    link = {"reftype": "doc", "refdomain": "std", "reftarget": f"/ops/{op}", "refexplicit": True}
+    return addnodes.pending_xref("", nodes.literal("", op), refwarn=True, **link)
+
+
 def add_section(document: nodes.document, section: nodes.section) -> None:
     """Put a section about the op on a recipe's page: before what a reader does next, else at the end."""
     sections = list(document.findall(nodes.section))

@@ -1,6 +1,5 @@
 """Hands over the ops: of each recipe one file that stands alone, and all of them in one zip."""
 
-import shutil
 import zipfile
 from html import escape
 from pathlib import Path
@@ -36,14 +35,17 @@ def setup(app: "Sphinx") -> "ExtensionMetadata":
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
-def buttons(env: "BuildEnvironment", page: RecipePage) -> list[nodes.Node]:
-    """Return what takes the op of a recipe from its page, to a file or to the clipboard; nothing if it has none."""
+def buttons(env: "BuildEnvironment", page: RecipePage, up: str = "../../") -> list[nodes.Node]:
+    """Return what takes the op of a recipe, to a file or to the clipboard; nothing if it has none.
+
+    `up` leads from the page to the top of the site.
+    """
     op = op_of(page.recipe)
     if op is None:
         return []
-    file = f"../../{FOLDER}/{_file(op)}"
+    file = f"{up}{FOLDER}/{_file(op.name)}"
     text = escape(text_of(env, op, page))
-    take = f'<a class="take" href="{file}" download>Take the op: {_file(op)}</a>'
+    take = f'<a class="take" href="{file}" download>Take the op: {_file(op.name)}</a>'
     copy = f'<button class="take" type="button" data-clipboard-text="{text}">Copy the op</button>'
     return [nodes.raw("", f"{take} {copy} ", format="html")]
 
@@ -51,8 +53,12 @@ def buttons(env: "BuildEnvironment", page: RecipePage) -> list[nodes.Node]:
 def text_of(env: "BuildEnvironment", op: Op, page: RecipePage) -> str:
     """Return the file of an op: what it is, whence, under which licence and how fast, then its imports and its cell."""
     address = f"{env.config.html_baseurl.rstrip('/')}/" if env.config.html_baseurl else ""
-    place = f"{env.config.sphinx_gallery_conf['gallery_dirs']}/{page.recipe.key}.html"
-    facts = [f"{op.title}: an op of the Triton Gallery, {address}{place}", "", *LICENCE.splitlines(), ""]
+    facts = [
+        f"{op.title}: an op of the Triton Gallery, {address}{FOLDER}/{op.name}.html",
+        "",
+        *LICENCE.splitlines(),
+        "",
+    ]
     declared = declaration(page.recipe.path, page.recipe.text)
     needs = " and ".join(str(package) for package in declared.packages if package.name in {"torch", "triton"})
     spaces = [name for name in op.names if name.endswith("_NAMESPACE")]
@@ -64,8 +70,8 @@ def text_of(env: "BuildEnvironment", op: Op, page: RecipePage) -> str:
     return f"{head}\n\n{op.code}"
 
 
-def _file(op: Op) -> str:
-    return f"{op.name}_op.py"
+def _file(name: str) -> str:
+    return f"{name}_op.py"
 
 
 def _measured(item: Summary) -> list[str]:
@@ -88,10 +94,11 @@ def _write(app: "Sphinx", exception: Exception | None) -> None:
     if exception or app.builder.format != "html":
         return
     found = [page for name in lookup.recipes(app.env) if (page := lookup.recipe_page(app.env, name))]
-    files = {_file(op): text_of(app.env, op, page) for page in found if (op := op_of(page.recipe))}
+    files = {_file(op.name): text_of(app.env, op, page) for page in found if (op := op_of(page.recipe))}
     folder = Path(app.outdir, FOLDER)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob(_file("*")):
+        old.unlink()
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     with zipfile.ZipFile(folder / f"{ZIP}.zip", "w") as archive:

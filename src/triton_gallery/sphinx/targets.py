@@ -55,8 +55,8 @@ def kept(env: "BuildEnvironment", recipe: Recipe) -> Targets | None:
     return load(_folder(env), recipe)
 
 
-def strip(env: "BuildEnvironment", recipe: Recipe) -> list[nodes.Node]:
-    """Return a line with a mark for each GPU; nothing where nothing is kept."""
+def strip(env: "BuildEnvironment", recipe: Recipe, page: str = "") -> list[nodes.Node]:
+    """Return a line with a mark for each GPU, and a link to the tables on a page; nothing where nothing is kept."""
     found = kept(env, recipe)
     if found is None or not found.kernels:
         return []
@@ -65,7 +65,7 @@ def strip(env: "BuildEnvironment", recipe: Recipe) -> list[nodes.Node]:
         word, names = found.verdict(gpu, op)
         said = "" if word == FITS else f" {word}"
         marks.append(f'<span class="target {CLASSES[word]}" title="{escape(names or word)}">{gpu.name}{said}</span>')
-    link = f'<a href="#{nodes.make_id(TITLE)}">Compiled for</a>'
+    link = f'<a href="{page}#{nodes.make_id(TITLE)}">Compiled for</a>'
     return [nodes.raw("", f'<p class="targets">{link} {" ".join(marks)}</p>', format="html")]
 
 
@@ -82,16 +82,32 @@ class TargetsOfRecipe(SphinxTransform):
             return
         found = kept(self.env, recipe)
         self.env.metadata[name][STATE] = _state(self.env, [(recipe, found)])
-        if found is None or not found.kernels:
-            return
-        section = nodes.section("", nodes.title("", TITLE), ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
-        section += _about(found, recipe)
-        start, has_code = len(section), listing(_listings(self.env), found).is_file()
-        for kernel in found.kernels:
-            section += _tables(kernel, recipe, has_code)
-        title = "Registers, memory and instructions of each kernel"
-        fold(section, start, len(section), f"{title}, and its code" if has_code else title)
-        add_section(self.document, section)
+        of_op = False if lookup.op_of_page(self.env, recipe) else None  # those are on the op's page
+        if shown := section(self.env, recipe, of_op):
+            add_section(self.document, shown)
+
+
+def section(env: "BuildEnvironment", recipe: Recipe, of_op: bool | None = None) -> nodes.section | None:
+    """Return the section with a recipe's kernels: all, those of its op, or the others; None if nothing is kept."""
+    found, op = kept(env, recipe), op_of(recipe)
+    kernels = found.kernels if found else []
+    if of_op is not None:
+        kernels = [kernel for kernel in kernels if of_op == bool(op and kernel.launch.kernel in op.names)]
+    if found is None or not kernels:
+        return None
+    shown = nodes.section("", nodes.title("", TITLE), ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
+    shown += _about(found, recipe, "../" if of_op else "../../")
+    start, has_code = len(shown), listing(_listings(env), found).is_file()
+    for kernel in kernels:
+        shown += _tables(kernel, recipe, has_code)
+    title = "Registers, memory and instructions of each kernel"
+    fold(shown, start, len(shown), f"{title}, and its code" if has_code else title)
+    return shown
+
+
+def state(env: "BuildEnvironment", recipe: Recipe) -> str:
+    """Identify what a page shows of a recipe."""
+    return _state(env, [(recipe, kept(env, recipe))])
 
 
 class TargetsDirective(SphinxDirective):
@@ -114,8 +130,11 @@ class TargetsDirective(SphinxDirective):
         table = grid(columns, lines, "targets", "sortable", "filterable")
         gallery = self.env.config.sphinx_gallery_conf["gallery_dirs"]
         anchor = nodes.make_id(TITLE)
-        for place, (recipe, _, _) in zip(first_cells(table), rows, strict=True):
-            place += nodes.reference("", recipe.name, refuri=f"{gallery}/{recipe.key}.html#{anchor}", internal=True)
+        for place, (recipe, kernel, _) in zip(first_cells(table), rows, strict=True):
+            page, op = f"{gallery}/{recipe.key}", op_of(recipe)
+            if op and kernel.launch.kernel in op.names and lookup.op_of_page(self.env, recipe):
+                page = f"ops/{op.name}"
+            place += nodes.reference("", recipe.name, refuri=f"{page}.html#{anchor}", internal=True)
         return [table, _limits()]
 
 
@@ -143,7 +162,7 @@ def _limits() -> nodes.Node:
     return grid(columns, rows, "targets")
 
 
-def _about(found: Targets, recipe: Recipe) -> nodes.paragraph:
+def _about(found: Targets, recipe: Recipe, up: str) -> nodes.paragraph:
     """Say of what the tables are."""
     older = "" if found.is_fresh(recipe) else ", of older code than this page's"
     said = [
@@ -155,7 +174,7 @@ def _about(found: Targets, recipe: Recipe) -> nodes.paragraph:
         "The tables do not tell of other types and sizes, nor of what a launcher would choose on another GPU. ",
     ]
     about = nodes.paragraph("", " ".join(said))
-    about += nodes.reference("", "How to read them", refuri="../../guide/read.html#on-other-gpus", internal=True)
+    about += nodes.reference("", "How to read them", refuri=f"{up}guide/read.html#on-other-gpus", internal=True)
     about += nodes.Text(".")
     return about
 

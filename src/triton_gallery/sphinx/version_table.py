@@ -53,6 +53,11 @@ class VersionsDirective(SphinxDirective):
         return shown
 
 
+def sentence(env: "BuildEnvironment", recipe: Recipe) -> nodes.paragraph | None:
+    """Say where a recipe's op lost most; None if it lost nowhere."""
+    return _sentence([row for row in of(recipe, lookup.versions(env)) if row.is_fresh([recipe])])
+
+
 class VersionsOfRecipe(SphinxTransform):
     """Says on a recipe's page where the op lost most of its rate."""
 
@@ -66,7 +71,7 @@ class VersionsOfRecipe(SphinxTransform):
             return
         rows = of(recipe, lookup.versions(self.env))
         self.env.metadata[name][STATE] = state(rows, [recipe])
-        said = _sentence([row for row in rows if row.is_fresh([recipe])])
+        said = sentence(self.env, recipe)
         if said is None:
             return
         beside = nodes.make_id(peer_table.TITLE)

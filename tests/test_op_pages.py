@@ -1,0 +1,157 @@
+"""The pages of ops: what each shows, what a lesson that moved something there still has, and which addresses go on."""
+
+import ast
+import importlib
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from bs4 import BeautifulSoup
+from project import ROOT, Project
+
+from triton_gallery.recipes.contents import load
+from triton_gallery.recipes.new import create
+from triton_gallery.recipes.op import op_of
+from triton_gallery.sphinx.op_pages import parts_of, prose, public, replaces
+from triton_gallery.sphinx.wheel import name
+
+SOURCES = ROOT / "src" / "triton_gallery_ops"
+OPS = sorted(path.stem for path in SOURCES.glob("[a-z]*.py"))
+ADDRESSES = (ROOT / "tests" / "addresses.txt").read_text().split()
+SECTIONS = ["Use it", "Where it runs", "Source", "Read more"]
+
+
+def test_every_op_is_of_one_lesson() -> None:
+    lessons = [op.name for recipe in load(ROOT / "gallery") if (op := op_of(recipe))]
+    assert sorted(lessons) == OPS
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_page_has_all_of_the_op(parsed: Callable[[str], BeautifulSoup], op: str) -> None:
+    source = (SOURCES / f"{op}.py").read_text()
+    page = parsed(f"ops/{op}.html")
+    title = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].rstrip(".")
+    assert page.select_one("h1").text.rstrip("#¶") == title.replace("``", "")
+    sections = [heading.text.rstrip("#¶") for heading in page.select("h2")]
+    assert [section for section in sections if section in SECTIONS] == SECTIONS
+    names = [part.node.name for part in public(op, source)]
+    assert names[0].startswith(op), "the op itself comes first"
+    assert [heading.text.rstrip("#¶") for heading in page.select("#use-it h3")] == names
+    assert f"import {names[0]}" in page.select_one("#use-it .highlight").text
+    assert page.select_one(".glance a.take")["href"].endswith(f"ops/{op}_op.py")
+    assert page.select_one(".glance button.take")["data-clipboard-text"]
+    shown = [block.text.strip("\n") for block in page.select("#source details .highlight")]
+    assert "\n".join(shown).split() == source[source.index('"""\n', 3) + 4 :].split()
+    assert page.select("#source details summary code")
+    assert page.select("#read-more a[href*='recipes/']")
+
+
+def test_ratios_name_each_library(parsed: Callable[[str], BeautifulSoup]) -> None:
+    """And not the best of those that happen to have been measured."""
+    heads = [cell.text for cell in parsed("ops/softmax.html").select(".glance table.ratios th")]
+    assert heads[1:] == ["speed / PyTorch", "speed / torch.compile", "speed / Liger", "speed / roof"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_lesson_leads_to_the_op(parsed: Callable[[str], BeautifulSoup], op: str) -> None:
+    (recipe,) = (recipe for recipe in load(ROOT / "gallery") if (found := op_of(recipe)) and found.name == op)
+    page = parsed(f"recipes/{recipe.key}.html")
+    assert page.select_one(f".glance .op-page a[href='../../ops/{op}.html']")
+    assert not page.select(".glance table.ratios"), "it is on the op's page"
+    assert not page.select("section#beside-other-libraries"), "it is on the op's page"
+    kernels = {block.text.partition("(")[0] for block in page.select("#on-other-gpus details > p > code")}
+    found = op_of(recipe)
+    assert not kernels & {*found.names}, "they are on the op's page"
+
+
+def test_index_has_every_op_and_what_it_is_taken_for(parsed: Callable[[str], BeautifulSoup]) -> None:
+    page = parsed("ops/index.html")
+    listed = [link["href"].removesuffix(".html") for link in page.select("#all-ops td:first-child a")]
+    assert sorted(listed) == OPS
+    rows = {row.select_one("code").text: row.text for row in page.select("table.called tbody tr")}
+    assert "rms_norm_residual" in rows["modeling_llama.LlamaRMSNorm"]
+    assert [link.text for link in page.select("table.called a") if "softmax" in link.text]
+
+
+def test_what_ops_are_taken_for_exists() -> None:
+    """Of torch, which is here; names of other libraries were read in their sources."""
+    assert replaces().keys() <= {*OPS}
+    for names, note in replaces().values():
+        assert note
+        for called in (called for called in names if called.startswith("torch.")):
+            module, _, attribute = called.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), called
+
+
+def test_wheel_and_files_are_served(site: Path) -> None:
+    assert {path.stem.removesuffix("_op") for path in (site / "ops").glob("*_op.py")} == {*OPS}
+    with zipfile.ZipFile(site / "ops" / name(ROOT)) as archive:
+        assert f"triton_gallery_ops/{OPS[0]}.py" in archive.namelist()
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_addresses_go_on_working(site: Path, parsed: Callable[[str], BeautifulSoup], address: str) -> None:
+    file, _, anchor = unquote(address).partition("#")
+    assert (site / file).is_file()
+    if anchor:
+        assert parsed(file).find(id=anchor), f"{file} has no #{anchor}"
+
+
+@pytest.fixture(scope="module")
+def project(make_project: Callable[..., Project]) -> Project:
+    """Return a project with one recipe and its op, built where the site's address is known."""
+    project = make_project()
+    project.write(before='print("before")')
+    create(project.root, "things/square")
+    status, output = project.run("html", SITE_URL="https://example.org/x/", SITE_REPOSITORY="https://example.org/code")
+    assert status == 0, output
+    return project
+
+
+def test_new_op_has_a_page(project: Project) -> None:
+    page = BeautifulSoup((project.root / "_build" / "html" / "ops" / "square.html").read_text(), "html.parser")
+    assert "x: torch.Tensor" in page.select_one("#use-it").text
+    assert page.find("a", string="Report a mistake")["href"].startswith("https://example.org/code/issues/new?title=")
+
+
+def test_page_follows_its_module(project: Project) -> None:
+    file = project.root / "src" / "triton_gallery_ops" / "square.py"
+    file.write_text(file.read_text().replace("TODO: when it is fast", "Fast at |any| *size"))
+    status, output = project.run("html")
+    assert status == 0, output
+    page = (project.root / "_build" / "html" / "ops" / "square.html").read_text()
+    assert "Fast at |any| *size" in page
+
+
+def test_removed_op_leaves_no_page(project: Project) -> None:
+    project.remove("square")
+    (project.root / "src" / "triton_gallery_ops" / "square.py").unlink()
+    status, output = project.run("html")
+    assert status == 0, output
+    assert not (project.root / "docs" / "ops" / "square.rst").exists()
+
+
+def test_docstrings_are_shown_as_they_are() -> None:
+    first, second = prose("Return |x|_2 * ``y``\nof x, see https://arxiv.org/abs/1.\n\nRaises **no** error.")
+    assert [child.astext() for child in first] == [
+        "Return |x|_2 * ",
+        "y",
+        " of x, see ",
+        "https://arxiv.org/abs/1",
+        ".",
+    ]
+    assert second.astext() == "Raises **no** error."
+
+
+def test_parts_lose_nothing() -> None:
+    source = '"""Doc."""\n\nimport os\n\nA = 1\n\n\n# said\n@cache\ndef f(x):\n    """Say."""\n\n\nf.y = 1\n'
+    parts = parts_of(source)
+    assert [part.title for part in parts] == [
+        "Imports and constants",
+        "<code>def f</code> Say.",
+        "Constants, and what is registered",
+    ]
+    assert re.sub(r"\n+", "\n", "\n".join(part.text for part in parts)) in re.sub(r"\n+", "\n", source)
