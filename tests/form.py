@@ -18,7 +18,7 @@ def faults(recipe: Recipe) -> list[str]:
     if of_op.tool:
         return []
     own = recipe.path.read_text()
-    kernels = _jitted(own)
+    kernels = jitted(own)
     none = [] if kernels else ["it has no kernel of its own"]
     return [*none, *_of_first_kernel(own if kernels else recipe.text), *_of_op(recipe, of_op)]
 
@@ -38,15 +38,16 @@ def _below_opening(source: str) -> list[str]:
     return lines[lines.index("# %%") :]
 
 
-def _jitted(source: str) -> dict[str, ast.FunctionDef]:
+def jitted(source: str) -> dict[str, ast.FunctionDef]:
+    """Return the jitted functions at the top level of a script, by their names."""
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     return {node.name: node for node in functions if any("jit" in ast.unparse(by) for by in node.decorator_list)}
 
 
 def _of_first_kernel(source: str) -> Iterator[str]:
-    jitted = _jitted(source)
-    first = next(node for node in jitted.values() if not _is_called(node.name, jitted))
-    length = sum(statements(jitted[name]) for name in _calls(first.name, jitted))
+    kernels = jitted(source)
+    first = next(node for node in kernels.values() if not _is_called(node.name, kernels))
+    length = sum(statements(kernels[name]) for name in _calls(first.name, kernels))
     if length > FIRST_KERNEL:
         yield f"its first kernel has {length} statements, {FIRST_KERNEL} are allowed"
     constants = sum("constexpr" in ast.unparse(arg.annotation) for arg in first.args.args if arg.annotation)
@@ -59,17 +60,17 @@ def _of_first_kernel(source: str) -> Iterator[str]:
             yield f"its first {what} stands in line {line} below the opening, {FIRST_FIGURE} are allowed"
 
 
-def _calls(name: str, jitted: dict[str, ast.FunctionDef]) -> set[str]:
+def _calls(name: str, kernels: dict[str, ast.FunctionDef]) -> set[str]:
     """Return a jitted function and those that it calls."""
     found = {name}
-    for node in ast.walk(jitted[name]):
-        if isinstance(node, ast.Name) and node.id in jitted and node.id not in found:
-            found |= _calls(node.id, jitted)
+    for node in ast.walk(kernels[name]):
+        if isinstance(node, ast.Name) and node.id in kernels and node.id not in found:
+            found |= _calls(node.id, kernels)
     return found
 
 
-def _is_called(name: str, jitted: dict[str, ast.FunctionDef]) -> bool:
-    return any(name in _calls(other, jitted) for other in jitted if other != name)
+def _is_called(name: str, kernels: dict[str, ast.FunctionDef]) -> bool:
+    return any(name in _calls(other, kernels) for other in kernels if other != name)
 
 
 def _of_op(recipe: Recipe, of_op: OfOp) -> Iterator[str]:

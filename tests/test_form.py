@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from form import faults, length, width
+from form import faults, jitted, length, width
 from project import ROOT
 
 from triton_gallery.recipes.contents import Recipe, load
@@ -49,6 +49,21 @@ def test_form(recipe: Recipe) -> None:
     assert faults(recipe) == []
     if length(recipe) > 600:
         warnings.warn(f"{recipe.key} has {length(recipe)} lines: is it two pages?", stacklevel=1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
+def test_lesson_has_a_kernel_of_its_own(recipe: Recipe) -> None:
+    """What it imports is the hardened op; the kernel that it explains stands in it."""
+    assert jitted(recipe.path.read_text())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
+def test_interpreter_is_chosen_before_triton_is_imported(recipe: Recipe) -> None:
+    """An op imports Triton too."""
+    script = recipe.path.read_text()
+    first = re.search(r"(?m)^(import triton$|import triton\.|from triton[. ]|from triton_gallery_ops)", script)
+    assert first
+    assert "TRITON_INTERPRET" in script[: first.start()]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)
