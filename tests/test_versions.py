@@ -208,7 +208,8 @@ os.environ["WHO"] = "3.9.0" if "other" in os.environ["PYTHONPATH"].split(os.path
 sys.path.append({benchmarks!r})
 import contender, tiny, torch
 from trial import Trial
-contender.DEVICE, contender.CACHE, contender.WORKS = "cpu", 8, tiny.WORKS
+from triton_gallery import bench
+contender.DEVICE, contender.WORKS = "cpu", tiny.WORKS
 contender.recipe_module = lambda recipe: None
 torch.cuda.synchronize = lambda: None
 class Bench(contender.Bench):
@@ -219,11 +220,13 @@ class Bench(contender.Bench):
         with open({log!r}, "a") as log:
             log.write(f"{{float(self.trial.inputs[0].detach().sum())}}\\n")
         return made
-def timed(call, restore, cache):
-    restore()
-    call()
-    return 1e-6 * (1 if os.environ["WHO"] == "3.6.0" else 2 if fused else 4)
-contender.Bench, contender.timed = Bench, timed
+def time_turns(calls, turns, warm_up, prepare):
+    for call in (1 + turns) * [*calls.values()]:
+        prepare()
+        call()
+    time = 1e-6 * (1 if os.environ["WHO"] == "3.6.0" else 2 if fused else 4)
+    return {{name: turns * [(time, 0.0, False)] for name in calls}}
+contender.Bench, bench.time_turns = Bench, time_turns
 contender.serve(Connection(int(sys.argv[1])))
 """
 

@@ -37,6 +37,8 @@ PACKAGES = ("torch", "transformers", "liger_kernel", "vllm", "fla")  # in the or
 REPLACES = Path(__file__).with_name("replaces.toml")
 STATE = "op"  # the key in a page's metadata for what it shows
 INDEX = """\
+:orphan:
+
 Ops
 ===
 
@@ -51,8 +53,8 @@ Ops
 """
 ABOUT = (
     "Each op is one module of the package ``triton_gallery_ops``, and needs ``torch`` and ``triton`` alone. Install "
-    "the package, or take one file: :doc:`/guide/take` says how. An op's page has its signature, its figures beside "
-    "other libraries at the shapes of models, what its kernels compile to for other GPUs, and its source."
+    "the package, or take one file. An op's page has its signature, its figures beside other libraries at the shapes "
+    "of models, what its kernels compile to for other GPUs, and its source."
 )
 
 
@@ -223,8 +225,9 @@ class OpDirective(SphinxDirective):
             "supports; without one, in Triton's interpreter, slowly: set TRITON_INTERPRET=1 before triton is imported."
         )
         said = nodes.paragraph("", f"Needs {' and '.join(needs)}. {where} ")
-        said += page_link(version_table.PAGE)
-        said += nodes.Text(" has what was tried, and the rates on several versions of Triton.")
+        if version_table.PAGE in self.env.found_docs:
+            said += page_link(version_table.PAGE)
+            said += nodes.Text(" has what was tried, and the rates on several versions of Triton.")
         section += said
         if lost := version_table.sentence(self.env, page.recipe):
             section += lost
@@ -344,7 +347,8 @@ def _write(app: "Sphinx") -> None:
         files[f"{op}.rst"] = f"{title}\n{'=' * len(title)}\n\n.. op:: {op}\n"
     if ops:
         pages = "\n".join(f"   {op} <{op}>" for op in ops)
-        files["index.rst"] = INDEX.format(about=ABOUT, pages=pages)
+        guide = " :doc:`/guide/take` says more." if Path(app.srcdir, "guide", "take.md").is_file() else ""
+        files["index.rst"] = INDEX.format(about=ABOUT + guide, pages=pages)
     for path in folder.glob("*.rst"):
         if path.name not in files:
             path.unlink()
