@@ -256,11 +256,11 @@ def _written(items: Iterable[Imported]) -> str:
     for module, _, alias in plain:
         line = f"import {module} as {alias}" if alias else f"import {module}"
         sections[module.partition(".")[0] in sys.stdlib_module_names].append(line)
-    froms: dict[str, set[Imported]] = {}
+    members_of: dict[str, set[Imported]] = {}
     for item in items:
         if item[1]:
-            froms.setdefault(item[0], set()).add(item)
-    for module, members in sorted(froms.items()):
+            members_of.setdefault(item[0], set()).add(item)
+    for module, members in sorted(members_of.items()):
         names = [f"{name} as {alias}" if alias else str(name) for _, name, alias in sorted(members, key=_rank)]
         line = f"from {module} import {', '.join(names)}"
         if len(line) > WIDTH:
