@@ -63,6 +63,7 @@ def test_lesson_leads_to_the_op(parsed: Callable[[str], BeautifulSoup], op: str)
     assert not page.select(".glance table.ratios"), "it is on the op's page"
     assert not page.select("section#beside-other-libraries"), "it is on the op's page"
     kernels = {block.text.partition("(")[0] for block in page.select("#on-other-gpus details > p > code")}
+    assert "_NAMESPACE" in page.select_one("#the-op details.fold .highlight").text
     found = op_of(recipe)
     assert not kernels & {*found.names}, "they are on the op's page"
 
@@ -144,6 +145,20 @@ def test_docstrings_are_shown_as_they_are() -> None:
         ".",
     ]
     assert second.astext() == "Raises **no** error."
+
+
+def test_long_signature_has_types_and_defaults() -> None:
+    inner = ", ".join(f"number_{n}: torch.Tensor" for n in range(4))
+    arguments = f"{inner}, causal: bool = False, *, eps: float | None = None"
+    (part,) = parts_of(f'"""Doc."""\n\n\ndef long({arguments}) -> int:\n    """Say."""\n')
+    first, *lines, last = part.signature.splitlines()
+    assert (first, last) == ("long(", ") -> int")
+    assert lines[3:] == [
+        "    number_3: torch.Tensor,",
+        "    causal: bool = False,",
+        "    *,",
+        "    eps: float | None = None,",
+    ]
 
 
 def test_parts_lose_nothing() -> None:

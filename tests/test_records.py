@@ -589,7 +589,7 @@ def test_bands_and_clocks_are_shown(project: Project) -> None:
     write_again(project, BANDED, LATER)
     project.build()
     page = BeautifulSoup(project.page("guarded"), "html.parser")
-    assert "In a ring the GPU had to wait for the CPU" in page.select_one(".glance").text
+    assert "A ring marks a size at which the GPU had to wait for the CPU" in page.select_one(".glance").text
     (shown,) = [box for box in page.select(".recorded") if box.svg]
     rows = [[cell.text.strip() for cell in row.select("td")] for row in shown.select("table.benchmark tbody tr")]
     assert rows == [

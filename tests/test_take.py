@@ -161,7 +161,7 @@ def test_box_says_what_the_op_comes_to(page: BeautifulSoup, project: Project) ->
     of_op = BeautifulSoup((project.root / "_build" / "html" / "ops" / "square.html").read_text(), "html.parser")
     box = of_op.select_one(".glance")
     rows = [[cell.text.strip() for cell in row.select("td")] for row in box.select("table.ratios tbody tr")]
-    assert rows == [["this page", "2.00; worst 0.50 at N = 1024", "0.75; worst 0.03 at N = 1024"]]
+    assert rows == [["forward, sizes of the lesson", "2.00; worst 0.50 at N = 1024", "0.75; worst 0.03 at N = 1024"]]
     assert [cell.text for cell in box.select("th")][1:] == ["speed / PyTorch", "speed / roof"]
     assert "CPU time of a call, in microseconds: Triton 31 · PyTorch 9." in " ".join(box.text.split())
 

@@ -11,6 +11,8 @@ from triton_gallery.records.formats import Device
 from triton_gallery.records.peers import PeerRow, table_of
 from triton_gallery.records.recorded import Record
 
+BESIDE = "beside libraries"
+
 
 @dataclass(frozen=True)
 class Over:
@@ -68,7 +70,7 @@ def summaries(records: Sequence[Record], rows: Sequence[PeerRow], recipe: Recipe
     of_recipe = (row for row in rows if row.recipe == recipe.key)
     for (_, name), group in groupby(of_recipe, key=lambda row: (row.device.name, row.work)):
         there = list(group)
-        kind = f"{name.removeprefix(recipe.name).strip(', ')}, beside libraries".removeprefix(", ")
+        kind = f"{name.removeprefix(recipe.name).strip(', ')}, {BESIDE}".removeprefix(", ")
         fresh = all(row.is_fresh([recipe]) for row in there)
         date = min(row.date for row in there)
         yield Summary(recipe, kind, table_of(there), there[0].device, date, fresh, False)

@@ -1,4 +1,4 @@
-"""Folds what a reader need not see at once: the opening, which is alike on all pages, and the section "Answers"."""
+"""Folds what a reader need not see at once: the opening, which is alike on all pages, the op, and "Answers"."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,8 @@ from docutils import nodes
 from sphinx.transforms import SphinxTransform
 
 from triton_gallery.recipes.cells import cells, is_footer
-from triton_gallery.sphinx.lookup import recipes
+from triton_gallery.recipes.op import SUFFIX
+from triton_gallery.sphinx.lookup import op_of_page, recipes
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -34,19 +35,27 @@ class FoldAnswers(SphinxTransform):
 
 
 class FoldOpening(SphinxTransform):
-    """Puts a recipe's first cell into such an element; what it put out stays in sight."""
+    """Puts a recipe's first cell into such an element, and an op that has a page; what they put out stays in sight."""
 
     default_priority = 610  # after outputs have been put in their places
 
     def apply(self, **kwargs: object) -> None:
-        """Fold the cell, if the document is a recipe's page."""
-        if self.env.current_document.docname not in recipes(self.env):
+        """Fold the cells, if the document is a recipe's page."""
+        recipe = recipes(self.env).get(self.env.current_document.docname)
+        if recipe is None:
             return
-        for cell in cells(self.document)[:1]:
-            place = cell.code.parent.index(cell.code)
-            times = "def gpu_time(" in cell.code.astext()
-            summary = "Imports, the device, and what times calls" if times else "Imports and the device"
-            fold(cell.code.parent, place, place + 1, summary)
+        op = op_of_page(self.env, recipe)
+        for number, cell in enumerate(cells(self.document)):
+            section, code = cell.code.parent, cell.code.astext()
+            if number == 0:
+                times = "def gpu_time(" in code
+                summary = "Imports, the device, and what times calls" if times else "Imports and the device"
+            elif op and f"\n{op.upper()}{SUFFIX} = " in f"\n{code}":
+                summary = f"The op: {len(code.splitlines())} lines of code"
+            else:
+                continue
+            place = section.index(cell.code)
+            fold(section, place, place + 1, summary)
 
 
 def fold(parent: nodes.Element, start: int, end: int, summary: str) -> None:

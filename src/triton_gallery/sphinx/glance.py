@@ -13,7 +13,7 @@ from sphinx.transforms import SphinxTransform
 from triton_gallery.recipes.cells import cells
 from triton_gallery.recipes.declaration import declaration
 from triton_gallery.recipes.tables import ROOF, Table
-from triton_gallery.records.summary import Summary, summaries
+from triton_gallery.records.summary import BESIDE, Summary, summaries
 from triton_gallery.sphinx import peer_table, provenance, repository, take, targets
 from triton_gallery.sphinx.chart import svg
 from triton_gallery.sphinx.lookup import RecipePage, op_of_page, pages, peers, recipe_page, recipes
@@ -70,7 +70,7 @@ def measured(page: RecipePage, items: list[Summary], named: bool = False) -> Ite
     yield nodes.raw("", f'<div class="chart">{svg(chart, "At a glance: ")}</div>', format="html")
     there = [item for item in items if item.device.name == record.device.name]
     if any(map(any, chart.late.values())):
-        yield nodes.paragraph("", f"In a ring {WAITED}.")
+        yield nodes.paragraph("", f"A ring marks a size at which {WAITED}.")
     yield ratios(there, named)
     cpu = _cpu(chart)
     if cpu:
@@ -93,15 +93,22 @@ def ratios(items: list[Summary], named: bool = False) -> nodes.Node:
     others = [*dict.fromkeys(name for item in items for name in item.table.others)] if named else []
     against = [f"speed / {name}" for name in others] or ["speed / best other"]
     columns = [f"on {items[0].device.name}, median of the sizes", *against, "speed / roof"]
-    rows = [[_name(item, items), *_ratios(item, others)] for item in items]
+    rows = [[_name(item, items, named), *_ratios(item, others)] for item in items]
     kept = [place for place in range(len(columns)) if place == 0 or any(row[place] for row in rows)]
     return grid([columns[place] for place in kept], [[row[place] for place in kept] for row in rows], "ratios")
 
 
-def _name(item: Summary, items: list[Summary]) -> str:
-    """Return what is said of a benchmark: one without a name, beside that of a backward, is the forward's."""
-    unnamed = "forward" if any("backward" in other.kind for other in items) else "this page"
-    return f"{item.kind or unnamed}{'' if item.is_fresh else ', of older code'}"
+def _name(item: Summary, items: list[Summary], named: bool) -> str:
+    """Return what is said of a benchmark: one without a name, beside that of a backward, is the forward's.
+
+    On the page of an op, those of its lesson and those of `make peers` say at which sizes they are.
+    """
+    unnamed = "forward" if named or any("backward" in other.kind for other in items) else "this page"
+    kind = item.kind or unnamed
+    if named:
+        sizes = "sizes of the lesson" if item.is_page else "shapes of models"
+        kind = f"{kind.removesuffix(BESIDE).strip(', ') or unnamed}, {sizes}"
+    return f"{kind}{'' if item.is_fresh else ', of older code'}"
 
 
 def _ratios(item: Summary, others: Sequence[str]) -> Iterator[str]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sphinx.environment import BuildEnvironment
     from sphinx.util.typing import ExtensionMetadata
 
-PACKAGES = ("torch", "transformers", "liger_kernel", "vllm", "fla")  # in the order of the table
+PACKAGES = ("torch", "transformers", "liger_kernel", "flash_attn", "vllm", "fla")  # in the order of the table
 REPLACES = Path(__file__).with_name("replaces.toml")
 STATE = "op"  # the key in a page's metadata for what it shows
 INDEX = """\
@@ -95,7 +95,7 @@ class Part:
         line = f"{self.node.name}({ast.unparse(self.node.args)}){returns}"
         if len(line) <= 100:
             return line
-        inner = [ast.unparse(argument) for argument in _arguments(self.node.args)]
+        inner = _arguments(self.node.args)
         return "\n".join([f"{self.node.name}(", *(f"    {argument}," for argument in inner), f"){returns}"])
 
     @property
@@ -222,7 +222,8 @@ class OpDirective(SphinxDirective):
             f"On NVIDIA GPUs of compute capability {gpu.removeprefix('==')} alone."
             if gpu
             else "On GPUs that Triton "
-            "supports; without one, in Triton's interpreter, slowly: set TRITON_INTERPRET=1 before triton is imported."
+            "supports. Without one, with torch 2.13 or later, in Triton's interpreter, slowly: set TRITON_INTERPRET=1 "
+            "before triton is imported."
         )
         said = nodes.paragraph("", f"Needs {' and '.join(needs)}. {where} ")
         if version_table.PAGE in self.env.found_docs:
@@ -305,8 +306,18 @@ def first_line(env: "BuildEnvironment", op: str) -> str:
     return (ast.get_docstring(ast.parse(source)) or op).partition("\n")[0].rstrip(".")
 
 
-def _arguments(arguments: ast.arguments) -> Iterator[ast.arg]:
-    yield from (*arguments.args, *arguments.kwonlyargs)
+def _arguments(arguments: ast.arguments) -> Iterator[str]:
+    """Yield the arguments of a function, each with its type and its default."""
+    missing = len(arguments.args) - len(arguments.defaults)
+    by_place = zip(arguments.args, [*missing * [None], *arguments.defaults], strict=True)
+    by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    yield from (_argument(*item) for item in by_place)
+    yield from ["*"] if arguments.kwonlyargs else []
+    yield from (_argument(*item) for item in by_name)
+
+
+def _argument(argument: ast.arg, default: ast.expr | None) -> str:
+    return ast.unparse(argument) + (f" = {ast.unparse(default)}" if default else "")
 
 
 def _section(title: str) -> nodes.section:

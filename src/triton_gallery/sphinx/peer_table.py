@@ -73,9 +73,9 @@ def section(env: "BuildEnvironment", recipe: Recipe) -> nodes.section | None:
     about = nodes.paragraph("", "The op and the same work through other libraries, as ")
     about += nodes.literal("", "make peers")
     about += nodes.Text(
-        " measured them: the median rates, with the launch hidden and the L2 cache emptied. In a tie the two "
-        "bands, from the 20th to the 80th percentile, overlap. A row is stale if the recipe's code has changed "
-        "since. "
+        " measured them, in bfloat16 unless a row says otherwise: the median rates, with the launch hidden and the L2 "
+        "cache emptied. In a tie the two bands, from the 20th to the 80th percentile, overlap. A row is stale if the "
+        "code of the op or its lesson has changed since. "
     )
     about += page_link("performance")
     about += nodes.Text(" says what each size means.")

@@ -26,7 +26,9 @@ def setup(app: "Sphinx") -> "ExtensionMetadata":
 def command(env: "BuildEnvironment") -> str:
     """Return what installs the package: from the site, if it knows its address, else from a checkout."""
     root, site = Path(env.app.confdir), env.config.html_baseurl.rstrip("/")
-    return f"$ pip install {f'{site}/{FOLDER}/{name(root)}' if site and _has_package(root) else '.'}"
+    if site and _has_package(root):
+        return f"$ pip install {site}/{FOLDER}/{name(root)}"
+    return "$ pip install .  # in a checkout"
 
 
 def name(root: Path) -> str:
