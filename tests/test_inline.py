@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from project import ROOT
 
-from triton_gallery.recipes import inline
+from triton_gallery.recipes import hashes, inline
 from triton_gallery.recipes.contents import load
+from triton_gallery.recipes.hashes import cell_hash
 from triton_gallery.recipes.inline import inlined
 
 SCRIPT = """import os
@@ -148,6 +149,18 @@ def test_ops_are_not_made_of_each_other(ops: Path) -> None:
     (ops / "parts.py").write_text(circle)
     with pytest.raises(ValueError, match="ops are made of each other"):
         inlined(LESSON, ops)
+
+
+def test_clock_counts_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mend of it makes no record old, a new version makes all; docstrings make none."""
+    timed = "import time\n\n\ndef gpu_time(calls):\n    return 1\n"
+    first = cell_hash(timed)
+    assert first == cell_hash(timed.replace("1", "2"))
+    assert first != cell_hash("import time\n")
+    monkeypatch.setattr(hashes, "clock", lambda: (2, frozenset({"gpu_time"})))
+    assert first != cell_hash(timed)
+    plain = 'def f():\n    """Say."""\n    return 1\n'
+    assert cell_hash(plain) == cell_hash(plain.replace("Say", "Say more")) != cell_hash(plain.replace("1", "2"))
 
 
 def test_nothing_else_changes() -> None:
