@@ -49,6 +49,12 @@ def test_page_has_all_of_the_op(parsed: Callable[[str], BeautifulSoup], op: str)
     assert page.select("#read-more a[href*='recipes/']")
 
 
+def test_rows_beside_libraries_are_folded(parsed: Callable[[str], BeautifulSoup]) -> None:
+    section = parsed("ops/softmax.html").select_one("#beside-other-libraries")
+    assert section.select("details.fold table.peers")
+    assert not [table for table in section.select("table.peers") if not table.find_parent("details")]
+
+
 def test_ratios_name_each_library(parsed: Callable[[str], BeautifulSoup]) -> None:
     """And not the best of those that happen to have been measured."""
     heads = [cell.text for cell in parsed("ops/softmax.html").select(".glance table.ratios th")]

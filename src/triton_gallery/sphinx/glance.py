@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from sphinx.util.typing import ExtensionMetadata
 
 
+MEANING = (
+    "Above 1 the op is faster. The roof is the best that the hardware does with as many bytes or operations, measured "
+    "in the same run: a copy, an addition or the vendor's matrix product. A kernel that writes less than a copy may "
+    "pass it."
+)
+
+
 def setup(app: "Sphinx") -> "ExtensionMetadata":
     """Add the transform."""
     app.add_transform(Glance)
@@ -72,6 +79,8 @@ def measured(page: RecipePage, items: list[Summary], named: bool = False) -> Ite
     if any(map(any, chart.late.values())):
         yield nodes.paragraph("", f"A ring marks a size at which {WAITED}.")
     yield ratios(there, named)
+    if named:
+        yield nodes.paragraph("", MEANING)
     cpu = _cpu(chart)
     if cpu:
         yield nodes.paragraph("", f"CPU time of a call, in microseconds: {cpu}.")

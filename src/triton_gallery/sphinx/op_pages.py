@@ -180,7 +180,7 @@ class OpDirective(SphinxDirective):
             *prose(about),
             self._glance(page),
             *self._contract(name, source),
-            *filter(None, [peer_table.section(self.env, page.recipe)]),
+            *self._beside(page),
             *filter(None, [targets.section(self.env, page.recipe, of_op=True)]),
             self._where(page),
             *self._source(source),
@@ -210,6 +210,14 @@ class OpDirective(SphinxDirective):
             inner += nodes.literal_block(text, text, language="python")
             inner += prose(ast.get_docstring(part.node) or "")
             section += inner
+        return [section]
+
+    def _beside(self, page: RecipePage) -> list[nodes.Node]:
+        """Return the section with the rows beside other libraries, which are folded: the box has what they come to."""
+        section = peer_table.section(self.env, page.recipe)
+        if section is None:
+            return []
+        fold(section, 2, len(section), "Every shape, and each library's rate")  # below its title and what it is about
         return [section]
 
     def _where(self, page: RecipePage) -> nodes.Node:
