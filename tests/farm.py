@@ -32,10 +32,10 @@ class Farm(Project):
 
     def fake_gpus(self) -> None:
         """Have a copy of the source, which takes the GPUs from the variables."""
-        source = self.root / "src"
+        source = self.root / "src" / "triton_gallery"
         source.unlink()
-        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
-        device = source / "triton_gallery" / "recipes" / "device.py"
+        shutil.copytree(ROOT / "src" / "triton_gallery", source, ignore=shutil.ignore_patterns("__pycache__"))
+        device = source / "recipes" / "device.py"
         device.write_text(device.read_text().replace("\nif __name__", FAKE_GPU))
 
     @property
