@@ -86,7 +86,7 @@ compare: $(SITE_READY)  ## compare recorded figures with those at BASE=revision
 	@"$(PY)" -m triton_gallery compare $(or $(BASE),$(error name a git revision: make compare BASE=revision)) $(RECIPE)
 
 serve: $(TEST_READY)  ## build, serve on http://127.0.0.1:8000 and build again on each change
-	@"$(PY)" -m sphinx_autobuild -c . --watch gallery --watch src --watch conf.py --ignore 'docs/recipes/*' \
+	@"$(PY)" -m sphinx_autobuild -c . --watch gallery --watch src --watch conf.py --ignore 'docs/recipes/*' --ignore 'docs/ops/*' \
 		--ignore '*.pyc' docs _build/serve
 
 test: $(TEST_READY)  ## test quickly; THOROUGH=1 for all, RECIPE=section/name for one recipe thoroughly
@@ -111,7 +111,7 @@ lint: $(TEST_READY)  ## check style, spelling and types
 	@"$(PY)" -m mypy
 
 clean:  ## remove what was built; the environment stays
-	rm -rf _build docs/recipes
+	rm -rf _build docs/recipes docs/ops
 
 $(VENV)/bin/python:
 	"$(PYTHON)" -m venv $(VENV)

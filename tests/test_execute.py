@@ -157,7 +157,7 @@ def test_changed_prose_is_laid_out_without_a_run(make_project: Callable[..., Pro
     status, output = project.build()
     assert status == 0, output
     assert executed(output) == set()
-    assert "laying out 1 pages again" in output
+    assert "code has not changed: 1\n" in output
     after = BeautifulSoup(project.page("shows"), "html.parser")
     assert "Other prose" in after.text
     assert "# a comment" in after.text
@@ -169,7 +169,7 @@ def test_changed_prose_is_laid_out_without_a_run(make_project: Callable[..., Pro
     assert [len(page.select("img.sphx-glr-single-img")) for page in (before, after)] == [1, 1]
     notebook = json.loads(next((project.root / "_build" / "html").glob("_downloads/*/shows.ipynb")).read_text())
     assert any("process" in json.dumps(cell.get("outputs", "")) for cell in notebook["cells"])
-    assert project.build()[1].count("laying out") == 0
+    assert project.build()[1].count("laid out again") == 0
 
 
 def test_changed_environment_runs_again(healthy: Project) -> None:

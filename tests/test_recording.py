@@ -145,7 +145,12 @@ def test_nothing_runs_that_cannot_be_recorded(make_farm: Callable[..., Farm]) ->
 
 
 def test_recipe_is_recorded_under_the_commit_that_has_it(make_farm: Callable[..., Farm]) -> None:
-    farm = make_farm(one="print('one')", other="print('other')")
+    one = "import os\n\nfrom triton_gallery_ops.part import part\n\nprint(part('one'), os.name)"
+    farm = make_farm(other="print('other')")
+    op = farm.root / "src" / "triton_gallery_ops" / "part.py"
+    op.parent.mkdir()
+    op.write_text('"""A part."""\n\nimport math\n\n\ndef part(x):\n    return x, math.pi\n')
+    farm.write(one=one)
     things = farm.root / "gallery" / "things"
     status, output = farm.record("--stale", COMMIT="0123456")
     assert status == 0, output
@@ -153,7 +158,7 @@ def test_recipe_is_recorded_under_the_commit_that_has_it(make_farm: Callable[...
 
     (things / "one.txt").write_text("a companion")
     git(farm, "init", "--quiet")
-    git(farm, "add", "gallery")
+    git(farm, "add", "gallery", str(op))
     git(farm, "commit", "--quiet", "--message", "All")
     head = git(farm, "rev-parse", "HEAD").strip()
     status, output = farm.record("things/one")
@@ -161,12 +166,13 @@ def test_recipe_is_recorded_under_the_commit_that_has_it(make_farm: Callable[...
     assert farm.recorded()["one"]["commit"] == head
 
     for change in (
+        lambda: op.write_text(op.read_text().replace("math.pi", "math.e")),
         lambda: farm.write(one="print('another')"),
         lambda: (things / "one.txt").write_text("changed"),
         lambda: (things / "one.txt").unlink(),
         lambda: (things / "one.json").write_text("{}"),
     ):
-        git(farm, "checkout", "--quiet", "--", "gallery")
+        git(farm, "checkout", "--quiet", "--", "gallery", str(op))
         change()
         status, output = farm.record()
         assert status == 2, output

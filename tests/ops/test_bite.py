@@ -50,7 +50,8 @@ def test_mutants_are_of_the_present_code(gallery: Path) -> None:
 def test_what_noticed_each_is_written_down() -> None:
     """`noticed.json` has the first test that failed of each mutant, so that tests can be rewritten and lose none."""
     known = json.loads(Path(__file__).with_name("noticed.json").read_text())
-    assert {(recipe, what) for recipe, noticed in known.items() for what in noticed} == {
+    here = {mutant.recipe for mutant in MUTANTS}  # some recipes are for another Triton
+    assert {(recipe, what) for recipe in here for what in known[recipe]} == {
         (mutant.recipe, mutant.what) for mutant in MUTANTS
     }
 

@@ -1,4 +1,4 @@
-"""What the recipes time with: `gpu_time` and `rate_table`, which stand alike in each that needs them."""
+"""What the recipes time with, as it stands in a whole script: `gpu_time` and `rate_table`."""
 
 import time
 from collections.abc import Callable

@@ -3,11 +3,12 @@
 The order stands in `gallery/contents.toml`: each section's name, and the names of its recipes.
 """
 
+import shutil
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from triton_gallery.recipes.inline import OPS, inlined
+from triton_gallery.recipes.inline import OPS, inlined, sources
 
 CONTENTS = "contents.toml"
 HEADER = "GALLERY_HEADER.rst"
@@ -30,6 +31,11 @@ class Recipe:
     def text(self) -> str:
         """The whole script, as readers take it: with the text of what it imports of this project."""
         return inlined(self.path.read_text(encoding="utf-8"), self.ops)
+
+    @property
+    def sources(self) -> list[Path]:
+        """The files of this project whose text is in the whole script, besides the script's own."""
+        return sources(self.path.read_text(encoding="utf-8"), self.ops)
 
     @property
     def ops(self) -> Path:
@@ -94,7 +100,9 @@ def lay_out(gallery: Path, to: Path) -> None:
     files = {to / path.relative_to(gallery): path.read_bytes() for path in copied}
     files |= {to / f"{recipe.key}.py": recipe.text.encode() for recipe in recipes}
     for path in to.glob("*/*"):
-        if path not in files:
+        if path.is_dir():  # what Python compiled, where somebody ran a script there
+            shutil.rmtree(path)
+        elif path not in files:
             path.unlink()
     for path, content in files.items():
         if not path.is_file() or path.read_bytes() != content:

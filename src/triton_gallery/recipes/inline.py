@@ -88,6 +88,12 @@ def clock() -> tuple[int, frozenset[str]]:
     return ast.literal_eval(version), frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
+def sources(script: str, folder: Path = FOLDER) -> list[Path]:
+    """Return the files whose text takes the place of what a script imports."""
+    parts = dict.fromkeys(part for op in ops_in(script) for part in _made_of(op, folder))
+    return [*([CLOCK_FILE] if CLOCK in script else []), *(folder / f"{part}.py" for part in parts)]
+
+
 def _is_op(module: str | None) -> bool:
     return (module or "").startswith(f"{OPS}.")
 

@@ -91,7 +91,7 @@ def refresh(
     with here(environments, due, say) as submit:
         execute([(task, submit) for task in due], pages, report)
         if old:
-            say(f"laying out {len(old)} pages again, of which no code has changed")
+            say(f"pages laid out again, as their code has not changed: {len(old)}")
             execute([(task, submit) for task in old], pages, lambda recipe, run, left: None)
     return [(recipe, known) for recipe in recipes if (known := pages.run(recipe.key))]
 

@@ -152,11 +152,14 @@ def _ran(task: Task, kind: Sequence[Environment], pages: Pages, records: Records
 
 
 def _refuse_changed(recipes: Sequence[Recipe], revision: str | None) -> None:
-    """Refuse recipes whose files are not those of the commit that their records would name; BadRecordError if any."""
-    files = [str(recipe.path.with_suffix(".*")) for recipe in recipes]
-    differ = {path.with_name(path.name.partition(".")[0]) for path in changed(files, revision)} if revision else set()
-    names = [recipe.key for recipe in recipes if recipe.path.with_suffix("") in differ]
-    if names:
+    """Refuse recipes whose files are not those of the commit that their records would name; BadRecordError if any.
+
+    The clock and the ops that a recipe imports are among its files.
+    """
+    if revision is None:
+        return
+    files = {recipe: [str(recipe.path.with_suffix(".*")), *map(str, recipe.sources)] for recipe in recipes}
+    if names := [recipe.key for recipe in recipes if changed(files[recipe], revision)]:
         raise BadRecordError(f"{', '.join(names)}: not as in the commit {revision}; commit it, then record it")
 
 

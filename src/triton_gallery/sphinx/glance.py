@@ -92,8 +92,8 @@ def _of_lesson(env: "BuildEnvironment", page: RecipePage, op: str) -> Iterator[n
     moved += [] if targets.section(env, page.recipe, of_op=False) else [nodes.make_id(targets.TITLE)]
     if page.record and page.table:
         yield nodes.raw("", f'<div class="chart">{svg(page.table, "At a glance: ")}</div>', format="html")
-    said = nodes.paragraph("", "The op: ", op_link(op), ids=moved, classes=["op-page"])
-    said += nodes.Text(" has its signature, its figures beside other libraries, what it compiles to, and its source.")
+    said = nodes.paragraph("", "The page of the op, ", op_link(op), ids=moved, classes=["op-page"])
+    said += nodes.Text(", has its signature, its figures beside other libraries, what it compiles to, and its source.")
     yield said
 
 

@@ -26,7 +26,7 @@ from triton_gallery.records.summary import summaries
 from triton_gallery.sphinx import glance, lookup, peer_table, row_table, take, targets, version_table, wheel
 from triton_gallery.sphinx.fold import fold
 from triton_gallery.sphinx.lookup import RecipePage
-from triton_gallery.sphinx.show import first_cells, grid, op_link, page_link
+from triton_gallery.sphinx.show import first_cells, grid, op_link, page_link, titled
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -202,10 +202,10 @@ class OpDirective(SphinxDirective):
 
     def _contract(self, name: str, source: str) -> list[nodes.Node]:
         """Return the section with the signature of each public function, and what is said of it."""
-        section = _section("Use it")
+        section = titled("Use it")
         for part in public(name, source):
             assert part.node
-            inner = _section(part.node.name)
+            inner = titled(part.node.name)
             text = f"from {OPS}.{name} import {part.node.name}\n\n{part.signature}"
             inner += nodes.literal_block(text, text, language="python")
             inner += prose(ast.get_docstring(part.node) or "")
@@ -224,7 +224,7 @@ class OpDirective(SphinxDirective):
         """Return the section that says where the op runs."""
         declared = declaration(page.recipe.path, page.recipe.text)
         needs = [str(package) for package in declared.packages if package.name in {"torch", "triton"}]
-        section = _section("Where it runs")
+        section = titled("Where it runs")
         gpu = declared.of_op.gpu
         where = (
             f"On NVIDIA GPUs of compute capability {gpu.removeprefix('==')} alone."
@@ -244,7 +244,7 @@ class OpDirective(SphinxDirective):
 
     def _source(self, source: str) -> list[nodes.Node]:
         """Return the source as an outline: each function is a fold."""
-        section = _section("Source")
+        section = titled("Source")
         for part in parts_of(source):
             block = nodes.literal_block(part.text, part.text, language="python")
             start = len(section)
@@ -254,7 +254,7 @@ class OpDirective(SphinxDirective):
 
     def _lessons(self, name: str) -> nodes.Node:
         """Return the section with the lessons that have the op, and where to report a mistake."""
-        section = _section("Read more")
+        section = titled("Read more")
         lessons = nodes.bullet_list()
         for page in lookup.lessons(self.env, name):
             lessons += nodes.list_item("", nodes.paragraph("", "", page_link(page)))
@@ -274,7 +274,7 @@ class OpsDirective(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the nodes."""
         ops = lookup.ops(self.env)
-        found = _section("What you call today")
+        found = titled("What you call today")
         for package in PACKAGES:
             called: dict[str, list[tuple[str, str]]] = {}
             for op, (names, note) in replaces().items():
@@ -289,7 +289,7 @@ class OpsDirective(SphinxDirective):
                     second += [op_link(op), nodes.Text(f": {note}"), nodes.raw("", "<br>", format="html")]
             if called:
                 found += table
-        listed = _section("All ops")
+        listed = titled("All ops")
         gallery = Path(self.env.app.confdir, "gallery")
         for section in sections(gallery):
             here = [op for op, page in ops.items() if page.split("/")[-2] == section]
@@ -326,10 +326,6 @@ def _arguments(arguments: ast.arguments) -> Iterator[str]:
 
 def _argument(argument: ast.arg, default: ast.expr | None) -> str:
     return ast.unparse(argument) + (f" = {ast.unparse(default)}" if default else "")
-
-
-def _section(title: str) -> nodes.section:
-    return nodes.section("", nodes.title("", title), ids=[nodes.make_id(title)], names=[title.lower()])
 
 
 def _body(table: nodes.Node) -> Iterator[nodes.row]:

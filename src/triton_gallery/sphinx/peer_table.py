@@ -13,7 +13,7 @@ from triton_gallery.recipes.tables import ROOF, TRITON
 from triton_gallery.records.peers import PeerRow
 from triton_gallery.sphinx import lookup
 from triton_gallery.sphinx.row_table import facts, name_rows, of, outdated, state, told, when
-from triton_gallery.sphinx.show import add_section, figure, grid, page_link
+from triton_gallery.sphinx.show import add_section, figure, grid, page_link, titled
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -79,8 +79,8 @@ def section(env: "BuildEnvironment", recipe: Recipe) -> nodes.section | None:
     )
     about += page_link("performance")
     about += nodes.Text(" says what each size means.")
-    shown = nodes.section("", nodes.title("", TITLE), about, ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
-    shown += _tables(rows, [recipe], {})
+    shown = titled(TITLE)
+    shown += [about, *_tables(rows, [recipe], {})]
     return shown
 
 

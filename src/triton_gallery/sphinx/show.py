@@ -124,6 +124,11 @@ def op_link(op: str) -> addnodes.pending_xref:
     return addnodes.pending_xref("", nodes.literal("", op), refwarn=True, **link)
 
 
+def titled(title: str) -> nodes.section:
+    """Return a section that has its title, and an address made of that, and nothing else yet."""
+    return nodes.section("", nodes.title("", title), ids=[nodes.make_id(title)], names=[title.lower()])
+
+
 def add_section(document: nodes.document, section: nodes.section) -> None:
     """Put a section about the op on a recipe's page: before what a reader does next, else at the end."""
     sections = list(document.findall(nodes.section))

@@ -26,7 +26,7 @@ from triton_gallery.records.target_cells import COLUMNS, cells
 from triton_gallery.records.targets import FAILED, FITS, TOO_LARGE, UNMEANT, Kernel, Targets, listing, load, load_texts
 from triton_gallery.sphinx import lookup
 from triton_gallery.sphinx.fold import fold
-from triton_gallery.sphinx.show import add_section, first_cells, grid
+from triton_gallery.sphinx.show import add_section, first_cells, grid, titled
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -95,7 +95,7 @@ def section(env: "BuildEnvironment", recipe: Recipe, of_op: bool | None = None) 
         kernels = [kernel for kernel in kernels if of_op == bool(op and kernel.launch.kernel in op.names)]
     if found is None or not kernels:
         return None
-    shown = nodes.section("", nodes.title("", TITLE), ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
+    shown = titled(TITLE)
     shown += _about(found, recipe, "../" if of_op else "../../")
     start, has_code = len(shown), listing(_listings(env), found).is_file()
     for kernel in kernels:

@@ -13,7 +13,7 @@ from triton_gallery.recipes.contents import Recipe
 from triton_gallery.records.versions import VersionRow
 from triton_gallery.sphinx import lookup, peer_table
 from triton_gallery.sphinx.row_table import facts, name_rows, of, outdated, state, told, when
-from triton_gallery.sphinx.show import add_section, figure, grid, page_link
+from triton_gallery.sphinx.show import add_section, figure, grid, page_link, titled
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -72,14 +72,15 @@ class VersionsOfRecipe(SphinxTransform):
         rows = of(recipe, lookup.versions(self.env))
         self.env.metadata[name][STATE] = state(rows, [recipe])
         said = sentence(self.env, recipe)
-        if said is None:
+        if said is None or lookup.op_of_page(self.env, recipe):  # which says it itself
             return
         beside = nodes.make_id(peer_table.TITLE)
         for section in self.document.findall(nodes.section):
             if beside in section["ids"]:
                 section += said
                 return
-        section = nodes.section("", nodes.title("", TITLE), said, ids=[nodes.make_id(TITLE)], names=[TITLE.lower()])
+        section = titled(TITLE)
+        section += said
         add_section(self.document, section)
 
 
