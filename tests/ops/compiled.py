@@ -80,7 +80,8 @@ def compiled(
     import triton  # where it is imported first, the choice of the interpreter is made
 
     types = {name: "*" + known.pop(name, dtype) if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    by_16 = [i for i, name in enumerate(types) if name.endswith("_ptr") or name in multiples]
+    special = {param.name for param in kernel.params if not param.do_not_specialize}
+    by_16 = [i for i, name in enumerate(types) if name in special and (name.endswith("_ptr") or name in multiples)]
     aligned = {(i,): [["tt.divisibility", 16]] for i in by_16}
     source = triton.compiler.ASTSource(kernel, types | dict.fromkeys(known, "constexpr"), known, aligned)
     target = triton.runtime.driver.active.get_current_target()
@@ -119,17 +120,20 @@ def stack(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> int:
 
 
 def narrow(taken: ModuleType, at_launch: Callable[..., Any], kernels: Collection[str]) -> None:
-    """Compile kernels for narrow heads, for lengths that 16 divides and others: `compiled` fails if one is wrong.
+    """Compile kernels for narrow heads, one or more, for lengths that 16 divides and others: wrong code fails.
 
     Args:
         taken: the op, as its test imports it.
         at_launch: returns a kernel, and what the launchers pass on to it, given its name, a dtype and the heads' sizes.
         kernels: their names.
     """
-    jobs = itertools.product([(1, 64), (16, 256), (64, 16)], kernels, [["T", "HEADS"], []])
+    jobs = itertools.product([(1, 64), (16, 256), (64, 16), (64, 1)], kernels, [["T", "HEADS"], []])
     for (K, V), which, multiples in jobs:  # noqa: N806 - sizes have the recipes' names
-        kernel, known = at_launch(taken, which, "fp16", K, V)
+        kernel, known = at_launch(taken, which, "bf16", K, V)
+        one_head = any(param.name == "HEADS" and not param.do_not_specialize for param in kernel.params)
         compiled(kernel, **known | {"multiples": multiples})
+        if one_head and not multiples:  # Triton puts the 1 into the kernel
+            compiled(kernel, **known | {"multiples": multiples, "HEADS": 1})
 
 
 def graphs(op: Callable[..., Any], *inputs: torch.Tensor) -> list[list[str]]:

@@ -44,6 +44,14 @@ class Layout:
         return values(shape, dtype, generator).to(device)
 
 
+def like(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a value in the dtype and layout of a tensor, which may be overwritten."""
+    if 0 in t.stride():
+        value = value.to(t.dtype)[tuple(slice(0, None if stride else 1) for stride in t.stride())]
+        return value.expand(t.shape)
+    return t.copy_(value)
+
+
 def values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Return random values: a normal distribution, all integers of the dtype, or truth values."""
     if dtype.is_floating_point:

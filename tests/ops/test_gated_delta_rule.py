@@ -17,7 +17,7 @@ from device_key import at_cuda
 from guard import Guard, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, Layout, amid, layouts, sizes
+from inputs import DEVICE, Layout, amid, layouts, like, sizes
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -55,12 +55,14 @@ def by_token(tensors: Tensors, grads: Tensors, scale: float | None) -> tuple[Ten
         states.append(decayed + k[:, t, :, :, None] * (beta[:, t, :, None] * errors[-1])[:, :, None])
     out, dq, dk, dv, dg, dbeta = (torch.zeros_like(t) for t in (v, q, k, v, g, beta))
     of_keys, of_betas, added = torch.zeros_like(k), torch.zeros_like(beta), torch.zeros_like(first)
+    of_queries = torch.zeros_like(q)
     if q.shape[1]:
         added = decayed.abs() + (states[-1] - decayed).abs()
     for t in reversed(range(q.shape[1])):
         decayed = states[t] * a[:, t]
         out[:, t] = scale * (q[:, t, :, None] @ states[t + 1])[:, :, 0]
         dq[:, t] = scale * (states[t + 1] @ grad[:, t, :, :, None])[..., 0]
+        of_queries[:, t] = abs(scale) * (states[t + 1].abs() @ grad[:, t, :, :, None].abs())[..., 0]
         back = back + scale * q[:, t, :, :, None] * grad[:, t, :, None, :]
         written = (k[:, t, :, None] @ back)[:, :, 0]
         dbeta[:, t] = (written * errors[t]).sum(-1)
@@ -74,7 +76,7 @@ def by_token(tensors: Tensors, grads: Tensors, scale: float | None) -> tuple[Ten
         back = back * a[:, t]
     # Terms of the gradient of g: pairs of two tokens that are both later.
     of_gates = (dq * q).abs().sum(-1) + (dk * k).abs().sum(-1)
-    terms = {"last": added, "dk": of_keys, "dg": of_gates, "dbeta": of_betas}
+    terms = {"last": added, "dq": of_queries, "dk": of_keys, "dg": of_gates, "dbeta": of_betas}
     return (out, states[-1], dq, dk, dv, dg, dbeta, back), {
         name: t.max() if t.numel() else torch.zeros(()) for name, t in terms.items()
     }
@@ -132,14 +134,6 @@ def assert_right(
     return found
 
 
-def in_layout_of(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a value in the dtype and layout of a tensor."""
-    if 0 in t.stride():
-        value = value.to(t.dtype)[tuple(slice(0, None if stride else 1) for stride in t.stride())]
-        return value.expand(t.shape)
-    return t.copy_(value)
-
-
 def problem(
     dtype: torch.dtype,
     batch: int,
@@ -157,9 +151,9 @@ def problem(
     q, k, v, g, beta, grad = (
         layout.make(shape, kind, DEVICE) for layout, shape, kind in zip(of, shapes, kinds, strict=True)
     )
-    k = in_layout_of(k, torch.nn.functional.normalize(k.double(), dim=-1))
+    k = like(k, torch.nn.functional.normalize(k.double(), dim=-1))
     g = torch.nn.functional.logsigmoid(g + gate)
-    beta = in_layout_of(beta, beta.sigmoid())
+    beta = like(beta, beta.sigmoid())
     first, last = (Layout("contiguous", seed).make((batch, heads, K, V), wide, DEVICE) for seed in (7, 8))
     return (q, k, v, g, beta, first), (grad, last)
 
