@@ -15,13 +15,15 @@ from bs4 import BeautifulSoup
 from farm import Cluster, Farm
 from memory import processes
 from project import ROOT, Project
-from selection import left_out, select
+from selection import left_out, recipe_of, select
 
 from triton_gallery.recipes.contents import lay_out, load
 from triton_gallery.recipes.device import detect
 from triton_gallery.records.pages import Pages, Run
 from triton_gallery.run.execute import make_tasks
 from triton_gallery.run.settings import read
+
+pytest_plugins = ["op_fixtures"]
 
 # A shell starts what it puts in the background deaf to Ctrl-C, and so would be what the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,8 +53,8 @@ LEFT_OUT = pytest.StashKey[int]()  # how many thorough tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what was not asked for; keep in one process what shares something.
 
-    Those are the tests of a file, all that look at the built site, and all that compile for another GPU. Those that
-    start a process of their own may run anywhere.
+    Those are the tests of a recipe or else a file, all that look at the built site, and all that compile for another
+    GPU. Those that start a process of their own may run anywhere.
     """
     runs, others = select(config.getoption("--thorough"), config.getoption("--recipe")).split(items)
     config.stash[LEFT_OUT] = 0 if config.getoption("--recipe") else len(others)
@@ -63,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("anywhere") is None:
             used = getattr(item, "fixturenames", ())
-            shares = next((name for name in ("site", "on_h100") if name in used), item.location[0])
+            shares = next((name for name in ("site", "on_h100") if name in used), recipe_of(item) or item.location[0])
             item.add_marker(pytest.mark.xdist_group(shares))
 
 

@@ -1,4 +1,4 @@
-"""What the tests of all recipes share."""
+"""Fixtures for the tests of ops: how an op and its recipe are imported, and what they are run with."""
 
 import functools
 import importlib.util
@@ -144,7 +144,7 @@ def on_h100() -> Iterator[Ask]:
         yield ask
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def quick_interpreter() -> Iterator[None]:
     """Have the interpreter patch `triton.language` once for each launch, and nothing else."""
     if not torch.cuda.is_available():

@@ -22,7 +22,8 @@ def collect(name: str) -> list[tuple[str, Any]]:
     """Return what the module `test_<recipe>` of each recipe lists under a name, with `section/name` of the recipe."""
     found = []
     for recipe in load(ROOT / "gallery"):
-        if (HERE / f"test_{recipe.name}.py").exists():
+        tests = HERE / f"test_{recipe.name}.py"
+        if tests.exists() and re.search(rf"(?m)^{name} = ", tests.read_text()):
             try:
                 module = importlib.import_module(f"test_{recipe.name}")
             except pytest.skip.Exception:  # it lacks something here

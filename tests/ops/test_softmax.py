@@ -3,24 +3,16 @@
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused
 from compiled import Ask, graphs, ptx, stack
-from device_key import at_cuda
-from guard import Guard, guarded
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, layouts, sizes
-from tolerance import assert_within
-
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-LEADS = st.sampled_from([(), (1,), (0,), (5,), (2, 3), (3, 1, 2)])
+from inputs import DEVICE, FLOATS, sizes
 
 
 @pytest.fixture(scope="module")
@@ -40,98 +32,93 @@ def longest(dtype: torch.dtype) -> int:
     return 64 * 1024 // max(4, dtype.itemsize)
 
 
-def assert_close(taken: ModuleType, out: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
-    """Assert that a result is as good as its accumulator and its dtype."""
-    assert out.device.type == DEVICE.type
-    assert out.shape == expected.shape
-    assert out.is_contiguous()
-    # The exponent is less than 16 and is rounded, which is a relative error of 16 roundings in an exponential and in
-    # their sum; the sums have a few dozen additions one after another. What is no normal number there may be zero.
-    flushed = torch.finfo(torch.float64 if out.dtype == torch.float64 else torch.float32).tiny
-    assert_within(out, expected, magnitude, roundings=96, floor=flushed)
+def exact(x: torch.Tensor) -> list[Exact]:
+    """Return the softmax of rows."""
+    return [Exact(torch.softmax(x, -1))]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=12)
-@given(lead=LEADS, N=sizes(1024, 4500), of_x=layouts())
-def test_value(taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_x: Layout) -> None:
-    """The value is right for any length and layout, and its dtype is that of the argument."""
-    x = of_x.make((*lead, N), dtype, DEVICE)
-    out = guarded(taken.softmax, x)
-    assert torch.equal(taken.softmax(x), out)
-    assert out.dtype == dtype
-    expected = torch.softmax(x.double(), -1)
-    assert_close(taken, out, expected, expected)
+def exact_gradient(grad: torch.Tensor, y: torch.Tensor) -> list[Exact]:
+    """Return the gradient of rows, and the magnitudes that it adds up."""
+    terms = y * (grad.abs() + (grad * y).abs().sum(-1, keepdim=True))
+    return [Exact(y * (grad - (grad * y).sum(-1, keepdim=True)), terms)]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=12)
-@given(lead=LEADS, N=sizes(1024, 4500), of_grad=layouts(), of_y=layouts())
-def test_gradient(
-    taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_grad: Layout, of_y: Layout
-) -> None:
-    """The backward op is right for any gradient and any y, in any layout."""
-    grad = of_grad.make((*lead, N), dtype, DEVICE)
-    y = torch.softmax(of_y.make((*lead, N), dtype, DEVICE).double(), -1).to(dtype)
-    y = y.T.contiguous().T if of_y.name == "transposed" and y.ndim == 2 else y
-    out = guarded(taken.softmax_backward, grad, y)
-    assert torch.equal(taken.softmax_backward(grad, y), out)
-    assert out.dtype == dtype
-    grad, y = grad.double(), y.double()
-    expected = y * (grad - (grad * y).sum(-1, keepdim=True))
-    assert_close(taken, out, expected, y * (grad.abs() + (grad * y).abs().sum(-1, keepdim=True)))
+def of_rows(draw: Draw, *shape: int) -> tuple[torch.Tensor]:
+    """Make rows."""
+    return (draw(*shape),)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=8)
-@given(lead=LEADS, N=sizes(64, 300), of_x=layouts(), of_grad=layouts())
-def test_autograd(
-    taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_x: Layout, of_grad: Layout
-) -> None:
-    """Through autograd a gradient is that of float64, but for the rounding of what the forward saves."""
-    x = of_x.make((*lead, N), dtype, DEVICE)
-    grad = of_grad.make((*lead, N), dtype, DEVICE)
-    wide = x.double().clone().requires_grad_()
-    (out,) = torch.autograd.grad(taken.softmax(x.requires_grad_()), x, grad)
-    y = torch.softmax(wide, -1)
-    (expected,) = torch.autograd.grad(y, wide, grad.double())
-    unit = torch.finfo(dtype).eps if dtype.itemsize == 2 else 2**-18
-    small = torch.finfo(dtype).tiny * 8 * (1 + grad.double().abs().sum(-1, keepdim=True))
-    terms = y * (grad.double().abs() + (grad.double() * y).abs().sum(-1, keepdim=True))
-    assert ((out.double() - expected).abs() <= 4 * unit * terms + small).all()
+def gradient_and_rows(draw: Draw, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make a gradient, and rows that softmax may have returned."""
+    return draw(*shape), draw(*shape, of=lambda x: torch.softmax(x, -1))
 
 
-# A length for every tile, those beside them, and one that 8 divides and 16 does not.
-LENGTHS = [*(2**k for k in range(15)), 3, 100, 1000, 2049, 3000, 8191]
-# Two blocks: the second has one element, is full or partly so; and where the row is too long for two, and is one block.
-LENGTHS += [2560, 3073, 4097, 5000, 5120, 6144, 6145, 8193, 10000, 12288, 12289]
+def special(draw: Draw) -> list[tuple[torch.Tensor]]:
+    """Make rows of one block and two with a NaN, infinities, and the lowest and highest numbers."""
+    large, N = torch.finfo(draw.dtype).max, 8001
+    x = torch.zeros(12, N, dtype=draw.dtype, device=DEVICE)
+    x[0, 5], x[1, N - 1], x[2, 7], x[2, 8] = torch.nan, torch.inf, torch.inf, -torch.inf
+    x[3], x[4, :7000], x[5, 1:], x[6, :-1] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
+    x[7], x[8, 1::2], x[9], x[10, 0] = -large, -large, large, large
+    return [(part,) for part in (x, x[:, :5], x[:, 4000:], x[:, :1000], x[:, :5001], x[:, 3000:])]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("N", LENGTHS)
-def test_every_length(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
-    """Rows of all lengths, more of them than a tile has, with a gap between them."""
-    if longest(dtype) < N:
-        pytest.skip("a longer row than the op takes")
-    rows = 3 if N > 1024 else 2048 // N + 1
-    x, grad = (Layout("contiguous", k).make((rows, N + 8), dtype, DEVICE)[:, 8:] for k in range(2))
-    y = guarded(taken.softmax, x)
-    expected = torch.softmax(x.double(), -1)
-    assert_close(taken, y, expected, expected)
-    wide = grad.double()
-    out, y = guarded(taken.softmax_backward, grad, y), y.double()
-    expected = y * (wide - (wide * y).sum(-1, keepdim=True))
-    assert_close(taken, out, expected, y * (wide.abs() + (wide * y).abs().sum(-1, keepdim=True)))
+def too_long(*dtypes: torch.dtype) -> Iterator[tuple[Callable[[Draw], torch.Tensor], str]]:
+    """Yield, for each dtype, what makes a row that is too long, and what is said of it."""
+    for dtype in dtypes:
+        most = longest(dtype)
+        said = rf"softmax takes .* {most} .*{dtype}, not {most + 1}: softmax_long"
+        yield lambda draw, dtype=dtype, most=most: draw(1, dtype=dtype).expand(most + 1), said
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=8)
-@given(M=st.integers(1, 5), N=sizes(64, 300), seed=st.integers(0, 2**31))
-def test_padded_rows(taken: ModuleType, dtype: torch.dtype, M: int, N: int, seed: int) -> None:
-    """Rows of any length that begin at multiples of 16 bytes: what pads them is no part of them."""
-    x = Layout("contiguous", seed).make((M, N + 32 - N % 16), dtype, DEVICE)[:, :N]
-    expected = torch.softmax(x.double(), -1)
-    assert_close(taken, guarded(taken.softmax, x), expected, expected)
+LEADS = st.sampled_from([(), (1,), (0,), (5,), (2, 3), (3, 1, 2)])
+# Lengths of one block and two, even and odd, of the longest tile and beside it, and of which 8 divides the length.
+ROWS = [(3, 1), (17, 5), (3, 2560), (3, 3073), (0, 7), (9, 1000), (3, 6145), (2, 8191)]
+ROWS += [(2049 // N + 1, N) for N in (2, 3, 4, 8, 16, 32, 64, 100, 128, 256, 512, 1024)]
+ROWS += [(3, N) for N in (2048, 2049, 3000, 4096, 4097, 5000, 5120, 6144, 8192, 8193, 10000, 12288, 12289, 16384)]
+SHAPES = st.tuples(LEADS, sizes(1024, 4500)).map(lambda drawn: (*drawn[0], drawn[1]))
+# The exponent is less than 16 and is rounded: 16 roundings in an exponential and in their sum, and the sums have a few
+# dozen additions one after another. What is no normal number in the accumulator may be zero.
+FLUSHED = {dtype: torch.finfo(torch.promote_types(dtype, torch.float32)).tiny for dtype in FLOATS}
+CONTRACT = [
+    Case(
+        "softmax",
+        of_rows,
+        exact,
+        sizes=ROWS,
+        small=(2, 5),
+        fits=lambda size, dtype: size[-1] <= longest(dtype),
+        shapes=SHAPES,
+        roundings=96,
+        floor=FLUSHED.__getitem__,
+        reference=lambda x: torch.softmax(x, -1),
+        special=special,
+        gradients=lambda grad, x: exact_gradient(grad, torch.softmax(x, -1)),
+        refused=[
+            Refused(lambda draw: (draw(2, 3).int(),), TypeError, r"softmax takes a float tensor, not torch\.int32"),
+            *(Refused(lambda draw, make=make: (make(draw),), ValueError, said) for make, said in too_long(*FLOATS)),
+        ],
+    ),
+    Case(
+        "softmax_backward",
+        gradient_and_rows,
+        exact_gradient,
+        sizes=ROWS,
+        small=(2, 5),
+        fits=lambda size, dtype: size[-1] <= longest(dtype),
+        shapes=SHAPES,
+        roundings=96,
+        floor=FLUSHED.__getitem__,
+        refused=[
+            Refused(lambda draw: (draw(3).int(),) * 2, TypeError, r"softmax takes a float tensor, not torch\.int32"),
+            Refused(
+                lambda draw: (draw(3), draw(2, 3)), ValueError, r"softmax_backward takes .*\(3,\).* for .*\(2, 3\)"
+            ),
+            Refused(lambda draw: (draw(3).double(), draw(3)), ValueError, r".*torch\.float64.*torch\.float32"),
+            *(Refused(lambda draw, make=make: (make(draw),) * 2, ValueError, said) for make, said in too_long(*FLOATS)),
+        ],
+    ),
+]
 
 
 def test_plans(taken: ModuleType) -> None:
@@ -172,15 +159,6 @@ def test_plans(taken: ModuleType) -> None:
     assert taken._softmax_plan(1000, 1000, torch.float32)["VEC"] == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_launchers_serve_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
-    """On a GPU a call goes straight to the launcher; it does what the op does."""
-    x, grad = (Layout("contiguous", k).make((3, 70), dtype, DEVICE) for k in range(2))
-    y = taken.softmax(x)
-    assert torch.equal(at_cuda(taken.softmax, x), y)
-    assert torch.equal(at_cuda(taken.softmax_backward, grad, y), taken.softmax_backward(grad, y))
-
-
 def test_steps_of_the_ladder(recipe: ModuleType) -> None:
     """Every step is right, where it is not slow or fast."""
     for N in (5, 1000, 3000, 5000):
@@ -203,27 +181,8 @@ def test_steps_of_the_ladder(recipe: ModuleType) -> None:
     assert [recipe.statements(kernel) for kernel in kernels] == [8, 23, 20]
 
 
-def test_guards_reach_into_the_op(taken: ModuleType) -> None:
-    """What the op allocates lies between guards in the tests above."""
-    x = torch.ones(5, device=DEVICE)
-    with Guard() as guard:
-        outputs = taken.softmax(x), taken.softmax_backward(x, x)
-    guards = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
-    assert {out.untyped_storage().data_ptr() for out in outputs} <= guards
-
-
-def test_gradcheck(taken: ModuleType) -> None:
-    """Differences agree with the gradient."""
-    x = Layout("contiguous", 0).make((2, 5), torch.float64, DEVICE).requires_grad_()
-    assert torch.autograd.gradcheck(taken.softmax, x)
-
-
-def test_gradient_has_no_gradient(taken: ModuleType) -> None:
-    """A second derivative is refused, not zero; and the second answer has the right formula for it."""
-    x = Layout("contiguous", 0).make((3, 7), torch.float64, DEVICE).requires_grad_()
-    (d,) = torch.autograd.grad(taken.softmax(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        d.sum().backward()
+def test_second_derivative() -> None:
+    """The second answer has the right formula."""
     g, y, v = (t.double().requires_grad_() for t in torch.rand(3, 4, 9))
     by_g, by_y = torch.autograd.grad(y * (g - (g * y).sum(-1, keepdim=True)), (g, y), v)
     torch.testing.assert_close(by_g, y * (v - (v * y).sum(-1, keepdim=True)))
@@ -240,18 +199,6 @@ def test_gradient_of_log_softmax() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_special_values(taken: ModuleType, dtype: torch.dtype) -> None:
-    """NaN, infinities and the lowest and highest numbers do what they do in PyTorch, and to no other row."""
-    large, N = torch.finfo(dtype).max, 8001
-    x = torch.zeros(12, N, dtype=dtype, device=DEVICE)
-    x[0, 5], x[1, N - 1], x[2, 7], x[2, 8] = torch.nan, torch.inf, torch.inf, -torch.inf
-    x[3], x[4, :7000], x[5, 1:], x[6, :-1] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
-    x[7], x[8, 1::2], x[9], x[10, 0] = -large, -large, large, large
-    for part in (x, x[:, :5], x[:, 4000:], x[:, :1000], x[:, :5001], x[:, 3000:]):
-        torch.testing.assert_close(taken.softmax(part), torch.softmax(part, -1), equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     """A sum of many ones is not the 2048 or 256 at which half precision stands still."""
     x = torch.zeros(2, 5000, dtype=dtype, device=DEVICE)
@@ -261,23 +208,6 @@ def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     y = torch.full_like(x, 1 / 4096)
     expected = y.double() * (1 - 5000 / 4096)
     torch.testing.assert_close(taken.softmax_backward(x + 1, y), expected.to(dtype), rtol=rtol, atol=6e-8)
-
-
-def test_refuses(taken: ModuleType) -> None:
-    """What the ops do not take, they name."""
-    x = torch.ones(2, 3, device=DEVICE)
-    for op in (taken.softmax, lambda x: taken.softmax_backward(x, x)):
-        with pytest.raises(TypeError, match=r"^softmax takes a float tensor, not torch\.int32"):
-            op(x.int())
-        for dtype in FLOATS:
-            most = longest(dtype)
-            row = x[0, 0].to(dtype)
-            with pytest.raises(ValueError, match=rf"^softmax takes .* {most} .*{dtype}, not {most + 1}: softmax_long"):
-                op(row.expand(most + 1))
-    with pytest.raises(ValueError, match=r"^softmax_backward takes .*, not .*\(3,\).* for .*\(2, 3\)"):
-        taken.softmax_backward(x[0], x)
-    with pytest.raises(ValueError, match=r"torch\.float64.*torch\.float32"):
-        taken.softmax_backward(x.double(), x)
 
 
 @pytest.mark.needs_gpu_memory(15)
@@ -295,40 +225,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
     del d, y
     view = x[:, : N // 2 - 3]
     torch.testing.assert_close(taken.softmax(view)[-1], torch.softmax(view[-1], -1))
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("N", [5, 8000])
-def test_opcheck(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
-    """Both ops pass the whole of opcheck."""
-    x, grad = (torch.randn(7, N, device=DEVICE).to(dtype) for _ in range(2))
-    for op, inputs in ((taken.softmax, (x.requires_grad_(),)), (taken.softmax_backward, (grad, grad))):
-        assert set(torch.library.opcheck(op, inputs).values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op, its gradient, and other sizes."""
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: taken.softmax(x * 2), fullgraph=True, dynamic=dynamic)
-    for shape in ((4, 100), (6, 100), (2, 16_000)):
-        x = torch.randn(shape, device=DEVICE, requires_grad=True)
-        y, expected = compiled(x), torch.softmax(x * 2, -1)
-        torch.testing.assert_close(y, expected)
-        for a, b in zip(*(torch.autograd.grad(t.square().sum(), x) for t in (y, expected)), strict=True):
-            torch.testing.assert_close(a, b)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The op runs where its input is, whichever GPU is the current one."""
-    x = torch.randn(5, 100, device="cuda:1", requires_grad=True)
-    y = taken.softmax(x)
-    torch.testing.assert_close(y, torch.softmax(x, -1))
-    (d,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    torch.testing.assert_close(d, torch.zeros_like(d))
 
 
 def test_traffic(recipe: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,27 +323,6 @@ def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
     assert spilled.keys() <= {"torch.bfloat16 16383", "torch.float32 16383"}
     assert all(forward == 0 and backward <= 8 for forward, backward in spilled.values())
 
-
-def test_page(printed: Callable[[str], str]) -> None:
-    """What the page prints without a GPU is what its text says."""
-    out = printed("fusion/softmax")
-    *_, eight, two, error, long, integers = out.splitlines()
-    assert "8.00 times" in eight
-    assert two.endswith(": 2.00")
-    assert re.fullmatch(r"largest relative error \d\.\de-07, allowed 5\.0e-06", error)
-    assert long.startswith("ValueError: softmax takes rows of up to 16384 elements")
-    assert integers == "TypeError: softmax takes a float tensor, not torch.int32"
-
-
-# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
-OPS = [
-    ("softmax", lambda normal, M, N: (normal(M, N),), lambda x: torch.softmax(x, -1)),
-    (
-        "softmax_backward",
-        lambda normal, M, N: (normal(M, N), normal(M, N)),
-        lambda g, y: y * (g - (g * y).sum(-1, keepdim=True)),
-    ),
-]
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [

@@ -8,16 +8,29 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import import_code, recipe_in
+from case import Case, Draw, in_float64
 from device_key import at_cuda
 from inputs import DEVICE
+from op_fixtures import import_code, recipe_in
 from own import collect, runs_here
 from torch.utils._pytree import tree_leaves
 
 from triton_gallery.recipes.op import Op, op_of
 
 Entry = tuple[str, Callable[..., tuple[torch.Tensor, ...]], Callable[..., object]]
+
+
+def of_case(case: Case) -> Entry:
+    """Return what is asked of a case of the contract."""
+    return (
+        case.call,
+        lambda *_: case.arguments(Draw(torch.float32), *case.small),
+        lambda *arguments: [right.value for right in case.exact(*in_float64(arguments))],
+    )
+
+
 REFERENCES: list[tuple[str, Entry]] = [(recipe, entry) for recipe, entry in collect("OPS") if len(entry) == 3]
+REFERENCES += [(recipe, of_case(case)) for recipe, case in collect("CONTRACT")]
 
 
 @pytest.fixture(scope="module")
@@ -78,4 +91,6 @@ def test_op_works_beside_the_others(together: ModuleType, recipe: str, entry: En
     out, expected = getattr(together, name)(*inputs), reference(*inputs)
     for one, right in zip(tree_leaves(out), tree_leaves(expected), strict=True):
         rounding = torch.finfo(one.dtype).eps if one.is_floating_point() else 0
-        torch.testing.assert_close(one, right, rtol=max(1e-4, 2 * rounding), atol=max(1e-5, rounding))
+        torch.testing.assert_close(
+            one, right, rtol=max(1e-4, 2 * rounding), atol=max(1e-5, rounding), check_dtype=False
+        )

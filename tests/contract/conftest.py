@@ -1,0 +1,16 @@
+"""The contract: what every op promises, stated once and asked of each."""
+
+import pytest
+from selection import select
+
+
+@pytest.fixture
+def whole(request: pytest.FixtureRequest) -> bool:
+    """Whether a case is tested thoroughly, with all that it lists."""
+    config = request.config
+    return select(config.getoption("--thorough"), config.getoption("--recipe")).is_thorough(request.node)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreted(quick_interpreter: None) -> None:
+    """Have the interpreter run the kernels, unless there is a GPU."""

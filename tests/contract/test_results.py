@@ -1,0 +1,68 @@
+"""Results are right: at every size, in every layout and dtype, and for special values."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from case import Case, Draw, at, check
+from cases import QUICK_SIZES, each_case, each_dtype
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inputs import NAMES, Layout, layouts
+
+# NumPy's, of infinities, in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+Load = Callable[[str], ModuleType]
+
+
+@each_dtype()
+def test_sizes(load_op: Load, case: Case, dtype: torch.dtype, whole: bool) -> None:
+    """At the sizes at which a mask, a block or a launch may go wrong."""
+    op = load_op(f"{case.recipe}.py")
+    sizes = [size for size in case.sizes if case.fits(size, dtype)]
+    for size in sizes if whole else sizes[:QUICK_SIZES]:
+        with at(size):
+            check(case, op, dtype, case.arguments(Draw(dtype), *size))
+
+
+@each_dtype()
+def test_layouts(load_op: Load, case: Case, dtype: torch.dtype) -> None:
+    """In each layout alone, and each tensor in another."""
+    op = load_op(f"{case.recipe}.py")
+    size = case.sizes[0]
+    mixed = [NAMES[start:] + NAMES[:start] for start in range(len(NAMES))]
+    for names in [*([name] * 8 for name in NAMES), *mixed]:
+        with at(names):
+            of = [Layout(name, seed) for seed, name in enumerate(names)]
+            check(case, op, dtype, case.arguments(Draw(dtype, of), *size))
+
+
+@each_dtype(lambda case: case.shapes is not None)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_drawn(load_op: Load, case: Case, dtype: torch.dtype, data: st.DataObject) -> None:
+    """At any size, in any layouts."""
+    size = data.draw(case.shapes)
+    of = data.draw(st.lists(layouts(), min_size=8, max_size=8))
+    check(case, load_op(f"{case.recipe}.py"), dtype, case.arguments(Draw(dtype, of), *size))
+
+
+@each_dtype(lambda case: case.special)
+def test_special_values(load_op: Load, case: Case, dtype: torch.dtype) -> None:
+    """NaN, infinities and the lowest and highest numbers do what they do in PyTorch, and to no other row."""
+    assert case.special
+    assert case.reference
+    function = case.function(load_op(f"{case.recipe}.py"))
+    for arguments in case.special(Draw(dtype)):
+        with at(*(tuple(value.shape) for value in arguments if isinstance(value, torch.Tensor))):
+            torch.testing.assert_close(function(*arguments), case.reference(*arguments), equal_nan=True)
+
+
+@each_case(lambda case: case.refused)
+def test_refuses(load_op: Load, case: Case) -> None:
+    """What it does not take, it names."""
+    function = case.function(load_op(f"{case.recipe}.py"))
+    for refused in case.refused:
+        with at(refused.match), pytest.raises(refused.error, match=f"^{refused.match}"):
+            function(*refused.arguments(Draw(torch.float32)))
