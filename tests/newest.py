@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from ops.conftest import import_file
+from op_fixtures import import_file
 from project import ROOT
 from selection import changed
 
