@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
             for shape in work.shapes:
                 try:
                     figures, unit = measure_size(work, shape, backward, list(versions))
-                    row = PeerRow(work.recipe, name, list(shape), unit, *made, figures)
+                    row = PeerRow(work.recipe, name, list(shape), unit, *made, figures, work.dtype)
                 except Exception as error:
                     print(f"{name:<40} {shape} failed: {type(error).__name__}: {error}", flush=True)
                     failed += 1

@@ -134,6 +134,18 @@ def test_sizes_of_a_work_are_one_table(project: Project) -> None:
         "Liger": [None, None],
         "Roof": [None, 400.0],
     }
+    assert (table.band("Triton", 0), table.band("PyTorch", 0)) == ((1.0, 3.0), None)
+
+
+def test_row_of_before_has_no_dtype(project: Project) -> None:
+    """It is shown where any row of the table has it."""
+    path = record(project)
+    text = path.read_text()
+    path.write_text(text.replace(',\n   "dtype": ""', ""))
+    assert path.read_text() != text
+    assert read(project) == three(project)
+    keep(project, *three(project, dtype="float16"))
+    assert cells(shown(project))[0][2] == "float16"
 
 
 WHEN = "2026-01-02 03:04"

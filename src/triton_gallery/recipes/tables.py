@@ -112,6 +112,17 @@ class Table:
         ours, theirs = self.best(self.ours, index), self.best([other], index) if other in self.series else None
         return ours[1] / theirs[1] if ours and theirs else None
 
+    def band(self, name: str, index: int) -> tuple[float, float] | None:
+        """Return the 20th and the 80th percentile of a figure; None where they are not known."""
+        low, high = (values[name][index] if name in values else None for values in (self.low, self.high))
+        return None if low is None or high is None else (low, high)
+
+    def is_tie(self, other: str, index: int) -> bool:
+        """Return whether the bands of our best figure and of another's overlap, or one of the two is not known."""
+        ours = self.best(self.ours, index)
+        mine, theirs = (self.band(name, index) for name in (ours[0] if ours else "", other))
+        return mine is None or theirs is None or (mine[0] <= theirs[1] and theirs[0] <= mine[1])
+
     def of_roof(self, index: int) -> float | None:
         """Return our best figure over the roof's."""
         ours, roof = self.best(self.ours, index), self.series.get(ROOF, [])

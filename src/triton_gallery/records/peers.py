@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triton_gallery.recipes.tables import TRITON, Table
-from triton_gallery.records.formats import PACKAGES
+from triton_gallery.records.formats import PACKAGES, TEXT
 from triton_gallery.records.rows import RATE, Row, RowFile
 
 SCHEMA_VERSION = 2
@@ -28,10 +28,12 @@ class PeerRow(Row):
         packages: the versions of the other libraries.
         rates: by the name of who was measured: the median and the 20th and 80th percentile of the rate; None where
             there is none.
+        dtype: of the tensors; empty if it was not kept.
     """
 
     packages: dict[str, str]
     rates: dict[str, list[float] | None]
+    dtype: str = ""
 
     @property
     def table(self) -> Table:
@@ -43,19 +45,21 @@ class PeerRow(Row):
         """Whether the bands of ours and of the best other, from the 20th to the 80th percentile, overlap."""
         table = self.table
         other = table.best(table.others, 0)
-        ours, theirs = self.rates[TRITON], self.rates[other[0]] if other else None
-        return bool(ours and theirs and ours[1] <= theirs[2] and theirs[1] <= ours[2])
+        return other is not None and table.is_tie(other[0], 0)
 
 
 def table_of(rows: Sequence[PeerRow]) -> Table:
-    """Return the medians of rows of one work as a benchmark's table, the smallest size first."""
+    """Return rows of one work as a benchmark's table, the smallest size first."""
     rows = sorted(rows, key=lambda row: math.prod(row.shape))
-    series: dict[str, list[float | None]] = {
-        name: [rate[0] if (rate := row.rates.get(name)) else None for row in rows]
-        for name in dict.fromkeys(name for row in rows for name in row.rates)
-    }
-    return Table("results", "size", rows[0].unit, [row.size for row in rows], series)
+    names = list(dict.fromkeys(name for row in rows for name in row.rates))
+
+    def of(place: int) -> dict[str, list[float | None]]:
+        return {name: [rate[place] if (rate := row.rates.get(name)) else None for row in rows] for name in names}
+
+    return Table("results", "size", rows[0].unit, [row.size for row in rows], of(0), low=of(1), high=of(2))
 
 
-_FILE = RowFile("peers.json", SCHEMA_VERSION, PeerRow, {"packages": PACKAGES, "rates": _RATES})
+_FILE = RowFile(
+    "peers.json", SCHEMA_VERSION, PeerRow, {"packages": PACKAGES, "rates": _RATES, "dtype": TEXT}, ["dtype"]
+)
 load_all, merge = _FILE.load_all, _FILE.merge

@@ -80,7 +80,9 @@ R = TypeVar("R", bound=Row)
 class RowFile(Generic[R]):
     """A kind of file in the folders of devices."""
 
-    def __init__(self, name: str, version: int, row: type[R], further: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, version: int, row: type[R], further: dict[str, Any], optional: Sequence[str] = ()
+    ) -> None:
         """Describe it.
 
         Args:
@@ -88,9 +90,11 @@ class RowFile(Generic[R]):
             version: of its schema.
             row: the class of its rows.
             further: the schemas of what a row has beside the fields of every `Row`.
+            optional: which of these rows of before have not.
         """
         self.name, self.version, self.row = name, version, row
         of_row = object_of(
+            optional=optional,
             recipe={"type": "string", "pattern": "^[a-z0-9_]+/[a-z0-9_]+$"},
             work=TEXT,
             shape={"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1},

@@ -73,7 +73,7 @@ def section(env: "BuildEnvironment", recipe: Recipe) -> nodes.section | None:
     about = nodes.paragraph("", "The op and the same work through other libraries, as ")
     about += nodes.literal("", "make peers")
     about += nodes.Text(
-        " measured them, in bfloat16 unless a row says otherwise: the median rates, with the launch hidden and the L2 "
+        " measured them: the median rates, with the launch hidden and the L2 "
         "cache emptied. In a tie the two bands, from the 20th to the 80th percentile, overlap. A row is stale if the "
         "code of the op or its lesson has changed since. "
     )
@@ -117,6 +117,10 @@ def _cells(rows: Sequence[PeerRow], unit: str) -> tuple[list[str], list[list[str
         ratios = [f"{other:.2f}{' (tie)' if row.is_tie else ''}" if other else "", f"{roof:.2f}" if roof else ""]
         medians = [figure(rate[0] if (rate := row.rates.get(name)) else None) for name in series]
         cells.append(["", row.size, *ratios, *medians])
+    if any(row.dtype for row in rows):
+        columns.insert(2, "dtype")
+        for texts, row in zip(cells, rows, strict=True):
+            texts.insert(2, row.dtype)
     return columns, cells
 
 
