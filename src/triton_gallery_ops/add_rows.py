@@ -146,6 +146,9 @@ def add_rows(
     The result is contiguous, and the same each time. Raises TypeError for other
     dtypes and where dtypes or devices differ, ValueError where shapes do. Has
     no gradient.
+
+    Rounding: the arithmetic is in float32, or float64 for float64, and each
+    result is rounded once.
     """
     return _add_rows_launch(x, y, weight, wrap_triton(_add_rows_kernel))
 

@@ -806,6 +806,11 @@ def attention_variants(
     ValueError for other shapes, for unknown names, and where what a score or a
     span is given requires grad. The methods: https://arxiv.org/abs/2307.08691,
     https://arxiv.org/abs/2412.05496
+
+    Rounding: scores, softmax and sums are in float32, or float64 for float64.
+    The weights of a softmax are rounded to the dtype of v for their product
+    with v, and each result is rounded once. In the backward, weights and the
+    gradients of scores are rounded likewise.
     """
     asked = []
     for named in (score, span):

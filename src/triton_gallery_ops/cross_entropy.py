@@ -490,6 +490,9 @@ def cross_entropy(
     TypeError for other dtypes, and ValueError for other shapes, for tensors on
     two devices, for longer rows, and for options that are not as above. The
     online log-sum-exp: https://arxiv.org/abs/1805.02867
+
+    Rounding: sums are in float32, or float64 for float64, and the loss stays
+    so. The gradient is computed in that type and rounded once.
     """
     return cross_entropy_forward(
         logits, targets, ignore_index, label_smoothing, reduction

@@ -306,6 +306,9 @@ def cross_entropy_in_place_(
     options, for tensors on two devices, and for logits that require grad. The
     online log-sum-exp:
     https://arxiv.org/abs/1805.02867
+
+    Rounding: sums are in float32, or float64 for float64, and the loss stays
+    so. The gradient is computed in that type and rounded once.
     """
     return _cross_entropy_in_place_launch(
         logits, targets, ignore_index, label_smoothing

@@ -157,6 +157,9 @@ def cumsum(x: torch.Tensor) -> torch.Tensor:
     row has one program, so many rows are fast and few are slow. NaN and inf
     reach the elements behind them. Raises TypeError for other dtypes and
     ValueError for longer rows. Has gradients of any order.
+
+    Rounding: each block is summed in float32 and added to a carry of float64,
+    or all in float64; each result is rounded once.
     """
     return _cumsum_launch(x, wrap_triton(_cumsum_kernel))
 

@@ -196,6 +196,9 @@ def cumsum_long(x: torch.Tensor) -> torch.Tensor:
     ValueError for longer rows. Has gradients of any order. For many rows take
     ``cumsum``, whose programs do not wait for each other. After the decoupled
     look-back of Merrill and Garland, Single-pass Parallel Prefix Scan, 2016.
+
+    Rounding: each tile is summed in float32 and added to a carry of float64, or
+    all in float64; each result is rounded once.
     """
     return _cumsum_long_launch(x, wrap_triton(_cumsum_long_kernel))
 

@@ -372,6 +372,10 @@ def decode_attention(
     same bits each time for the same shapes and bound. Raises TypeError for
     other dtypes and devices, ValueError for other shapes and for what requires
     grad. The method: https://pytorch.org/blog/flash-decoding/
+
+    Rounding: scores, softmax and sums are in float32, or float64 for float64,
+    those of the parts too. The weights of a softmax are rounded to the dtype of
+    q for their product with v, and each result is rounded once.
     """
     return _decode_attention_launch(
         q,

@@ -148,6 +148,9 @@ def dropout(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
     the backward but the seed. Raises TypeError for other dtypes, seeds or
     devices that differ, and ValueError for other p. The generator is Philox,
     https://doi.org/10.1145/2063384.2063405.
+
+    Rounding: the product with 1 / (1 - p) is in float32, or float64 for
+    float64, and is rounded once.
     """
     return _dropout_launch(x, p, seed, wrap_triton(_dropout_kernel))
 

@@ -247,6 +247,9 @@ def few_long_rows_sum(x: torch.Tensor) -> torch.Tensor:
     GPU, and the same in any batch: it does not depend on other rows, nor on how
     many there are. Raises TypeError for other dtypes, and ValueError for a
     tensor without dimensions. Has a gradient.
+
+    Rounding: sums are in float32, or float64 for float64, and so are the
+    results.
     """
     kernel = wrap_triton(_few_long_rows_kernel)
     return _few_long_rows_launch(x, False, kernel)

@@ -796,5 +796,10 @@ def flash_attention(
 
     Raises TypeError for other dtypes and for tensors on different devices, and
     ValueError for other shapes. The method: https://arxiv.org/abs/2307.08691
+
+    Rounding: scores, softmax and sums are in float32, or float64 for float64.
+    The weights of a softmax are rounded to the dtype of v for their product
+    with v, and each result is rounded once. In the backward, weights and the
+    gradients of scores are rounded likewise.
     """
     return flash_attention_with_lse(q, k, v, causal, scale)[0]

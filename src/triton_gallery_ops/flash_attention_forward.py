@@ -290,6 +290,10 @@ def flash_attention_forward(
     hidden from. Raises TypeError for other dtypes and ValueError for other
     shapes. Has no gradient: a backward raises RuntimeError. The method:
     https://arxiv.org/abs/2307.08691
+
+    Rounding: scores, softmax and sums are in float32, or float64 for float64.
+    The weights of a softmax are rounded to the dtype of v for their product
+    with v, and each result is rounded once.
     """
     kernel = wrap_triton(_flash_attention_forward_kernel)
     return _flash_attention_forward_launch(q, k, v, causal, scale, kernel)

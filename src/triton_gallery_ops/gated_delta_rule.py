@@ -781,6 +781,10 @@ def gated_delta_rule(
     TypeError for other dtypes and for tensors on different devices, and
     ValueError for other shapes. The methods: https://arxiv.org/abs/2412.06464,
     https://arxiv.org/abs/2406.06484
+
+    Rounding: decays and sums are in float32, or float64 for float64. Inverses,
+    errors and the copies of states that are read are rounded to the dtype of q,
+    and each output is rounded once.
     """
     return _gated_delta_rule_launch(
         q,

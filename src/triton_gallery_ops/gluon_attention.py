@@ -372,6 +372,10 @@ def gluon_attention(
     than NVIDIA's GPUs of compute capability 9.0. Has no gradient: a backward
     raises RuntimeError. The method: https://arxiv.org/abs/2307.08691 and
     https://arxiv.org/abs/2407.08608
+
+    Rounding: scores, softmax and sums are in float32. The weights of a softmax
+    are rounded to the dtype of v for their product with v, and each result is
+    rounded once.
     """
     return _gluon_attention_launch(q, k, v, causal, scale)
 

@@ -311,6 +311,8 @@ def gluon_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     for other shapes, strides and addresses, and RuntimeError on devices other
     than NVIDIA's GPUs of compute capability 9.0. Has no gradient: a backward
     raises RuntimeError.
+
+    Rounding: products are summed in float32, and each result is rounded once.
     """
     return _gluon_matmul_launch(a, b)
 

@@ -280,6 +280,10 @@ def hopper_attention(
     copy engine: NVIDIA's have one from compute capability 9.0 on. Tensors on
     the CPU need Triton's interpreter, TRITON_INTERPRET=1. Has no gradient: a
     backward raises RuntimeError. The method: https://arxiv.org/abs/2307.08691
+
+    Rounding: scores, softmax and sums are in float32. The weights of a softmax
+    are rounded to the dtype of v for their product with v, and each result is
+    rounded once.
     """
     return _hopper_attention_launch(q, k, v, causal, scale)
 

@@ -326,6 +326,10 @@ def kv_cache_write_(
     The results are contiguous, of the dtype of q. They and what is written have
     the same bits each time. Raises TypeError for other dtypes and devices,
     ValueError for other shapes and for what requires grad.
+
+    Rounding: the arithmetic is in float32, or float64 for float64. Each result
+    is rounded once, and so is what goes to the cache, from the numbers before
+    that rounding.
     """
     return _kv_cache_write_launch(
         q, k, v, k_cache, v_cache, slots, positions, cos, sin, k_scale, v_scale

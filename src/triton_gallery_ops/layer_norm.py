@@ -614,6 +614,10 @@ def layer_norm(
     none themselves. Raises TypeError for other dtypes or devices that differ,
     and ValueError for other shapes.
     From https://arxiv.org/abs/1607.06450.
+
+    Rounding: mean, variance and products are in float32, or float64 for
+    float64, weight and bias included, and each result is rounded once. So is
+    each gradient; those of weight and bias are summed over the rows before.
     """
     if weight is None or bias is None:
         raise TypeError(

@@ -710,6 +710,10 @@ def linear_attention(
     the later tokens of its chunk, and has the rounding of those. Raises
     TypeError for other dtypes and for tensors on different devices, and
     ValueError for other shapes. The method: https://arxiv.org/abs/2312.06635
+
+    Rounding: decays and sums are in float32, or float64 for float64. Operands
+    of matrix products, as the weights of pairs of tokens, are rounded to the
+    dtype of q, and each output is rounded once.
     """
     return _linear_attention_launch(
         q,

@@ -309,6 +309,10 @@ def linear_cross_entropy(
     no gradients themselves. The method: https://arxiv.org/abs/2410.10989
     Raises TypeError for other dtypes, and ValueError for other shapes and for
     tensors on several devices.
+
+    Rounding: the logits and their gradient are rounded to the dtype of x, and
+    the gradient of the weight is after each chunk. The sums of the loss are in
+    float32, or float64 for float64.
     """
     wanted = torch.is_grad_enabled()
     loss, *_ = _linear_cross_entropy_forward(

@@ -512,6 +512,9 @@ def linear_gelu(
     ValueError for what it does not take. Has a gradient: where one is wanted,
     the result of the product is kept for it. Has no second derivatives, and
     raises RuntimeError where they are asked for, by ``create_graph=True``.
+
+    Rounding: products are summed in float32, or float64 for float64; bias and
+    GELU are computed in that type, and the result is rounded once.
     """
     given = (x, weight) if bias is None else (x, weight, bias)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)

@@ -148,6 +148,9 @@ def matmul(
     with three products. Raises TypeError for other dtypes or two that differ,
     and ValueError for other shapes. Has a gradient, in the same precision, and
     that has one.
+
+    Rounding: products are summed in float32, or float64 for float64, and each
+    result is rounded once.
     """
     kernel = wrap_triton(_matmul_kernel)
     return _matmul_launch(a, b, input_precision, kernel)

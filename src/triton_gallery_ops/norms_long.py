@@ -441,6 +441,10 @@ def norms_long_layer_norm(
     for other dtypes or devices that differ, and ValueError for other shapes.
     The variance: https://doi.org/10.1080/00401706.1962.10490022 and
     https://doi.org/10.1080/00031305.1983.10483115.
+
+    Rounding: mean, variance and products are in float32, or float64 for
+    float64, weight and bias included, and each result is rounded once. So is
+    each gradient; those of weight and bias are summed over the rows before.
     """
     if bias is None:
         raise TypeError("norms_long_layer_norm takes a bias, not None")

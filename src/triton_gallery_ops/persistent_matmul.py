@@ -249,6 +249,9 @@ def persistent_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     copy engine, which NVIDIA's have from compute capability 9.0 on. Without a
     GPU, it needs Triton's interpreter, TRITON_INTERPRET=1. Has a gradient,
     which can be differentiated again.
+
+    Rounding: products are summed in float32, or float64 for float64, and each
+    result is rounded once.
     """
     return _persistent_matmul_launch(a, b)
 

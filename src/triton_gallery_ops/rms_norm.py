@@ -463,6 +463,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     gradients, which have none themselves. Raises TypeError for other dtypes or
     devices that differ, and ValueError for other shapes. From
     https://arxiv.org/abs/1910.07467.
+
+    Rounding: sums and products are in float32, or float64 for float64, the
+    weight included, and each result is rounded once. So is each gradient; that
+    of the weight is summed over the rows before.
     """
     return _rms_norm_launch(x, weight, eps, wrap_triton(_rms_norm_kernel))
 
@@ -475,6 +479,8 @@ def rms_norm_residual(
 
     ``residual`` has the shape and dtype of ``x``, and so have both results. All
     else is as in ``rms_norm``.
+
+    Rounding: h is rounded to its dtype, and the norm is that of the rounded h.
     """
     kernel = wrap_triton(_rms_norm_kernel)
     return _rms_norm_residual_launch(x, residual, weight, eps, kernel)

@@ -248,6 +248,9 @@ def rope(
     gradients of any order, ``cos`` and ``sin`` have none. Raises TypeError for
     other dtypes or devices that differ, and ValueError for other shapes, or for
     tables that require a gradient. From https://arxiv.org/abs/2104.09864.
+
+    Rounding: the arithmetic is in float32, or float64 for float64, the tables
+    included, and each result is rounded once.
     """
     kernel = wrap_triton(_rope_kernel)
     return _rope_launch(q, k, cos, sin, interleaved, conjugate, kernel)

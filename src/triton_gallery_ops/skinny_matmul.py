@@ -233,6 +233,9 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     two dtypes, and ValueError for more rows, for shapes that do not fit and for
     two devices. Has no gradient: inputs may require one, and then a backward
     through the op raises RuntimeError.
+
+    Rounding: products are summed in float32, the parts of a split sum too, and
+    each result is rounded once.
     """
     kernel = wrap_triton(_skinny_matmul_kernel)
     add = wrap_triton(_skinny_matmul_add_kernel)

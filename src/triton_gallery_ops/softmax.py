@@ -222,6 +222,10 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     row with NaN or inf, or with nothing but -inf, becomes NaN. Raises TypeError
     for other dtypes and ValueError for longer rows. Has a gradient, which has
     none itself.
+
+    Rounding: maximum, sum and quotient are in float32, or float64 for float64,
+    and each result is rounded once. The backward starts from the rounded
+    result.
     """
     return _softmax_launch(x, wrap_triton(_softmax_kernel))
 

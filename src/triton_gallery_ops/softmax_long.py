@@ -365,6 +365,10 @@ def softmax_long(x: torch.Tensor) -> torch.Tensor:
     A row with NaN or inf, or with nothing but -inf, becomes NaN. Raises
     TypeError for other dtypes and ValueError for longer rows. Has a gradient,
     which has none itself. The online softmax: https://arxiv.org/abs/1805.02867
+
+    Rounding: maximum, sum and quotient are in float32, or float64 for float64,
+    and each result is rounded once. The backward starts from the rounded
+    result.
     """
     whole = wrap_triton(_softmax_long_whole_kernel)
     return _softmax_long_launch(x, whole, wrap_triton(_softmax_long_kernel))

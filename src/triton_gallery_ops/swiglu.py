@@ -264,6 +264,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     and the same bits each time. The gradients have none themselves. Raises
     TypeError for other dtypes or devices that differ, and ValueError for shapes
     that differ. From https://arxiv.org/abs/2002.05202.
+
+    Rounding: the arithmetic is in float32, or float64 for float64, and each
+    result is rounded once, after the product.
     """
     return _swiglu_launch(gate, up, wrap_triton(_swiglu_kernel))
 

@@ -259,6 +259,8 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     both are contiguous and the same each time. Raises TypeError for other
     dtypes, and ValueError for longer rows and other k. The values have a
     gradient, which has one too.
+
+    Rounding: none, as values are copied.
     """
     passes = wrap_triton(_topk_passes_kernel)
     return _topk_launch(x, k, wrap_triton(_topk_kernel), passes)

@@ -348,6 +348,8 @@ def topk_long(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     and both are contiguous and the same each time. Raises TypeError for other
     dtypes, and ValueError for longer rows and other k. The values have a
     gradient, which has one too.
+
+    Rounding: none, as values are copied.
     """
     kernels = (
         wrap_triton(_topk_long_kernel),

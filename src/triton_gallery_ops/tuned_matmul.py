@@ -307,6 +307,9 @@ def tuned_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     devices and strides along K of 2**24 or more, and RuntimeError where it
     would tune in a capture. The backward is a product along N and one along M,
     with the same limit for strides along these.
+
+    Rounding: products are summed in float32, or float64 for float64, and each
+    result is rounded once.
     """
     return _tuned_matmul_launch(a, b, wrap_triton)
 

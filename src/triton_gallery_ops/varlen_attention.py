@@ -831,6 +831,11 @@ def varlen_attention(
     gradient. Raises TypeError for other dtypes and for dtypes or devices that
     differ, and ValueError for other shapes or scales. The method:
     https://arxiv.org/abs/2307.08691
+
+    Rounding: scores, softmax and sums are in float32, or float64 for float64.
+    The weights of a softmax are rounded to the dtype of v for their product
+    with v, and each result is rounded once. In the backward, weights and the
+    gradients of scores are rounded likewise.
     """
     return varlen_attention_forward(
         q,
