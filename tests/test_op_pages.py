@@ -15,7 +15,9 @@ from project import ROOT, Project
 from triton_gallery.recipes.contents import load
 from triton_gallery.recipes.new import create
 from triton_gallery.recipes.op import op_of
-from triton_gallery.sphinx.op_pages import parts_of, prose, public, replaces
+from triton_gallery.sphinx.op_pages import parts_of, public
+from triton_gallery.sphinx.replaces import replaces
+from triton_gallery.sphinx.show import prose
 from triton_gallery.sphinx.wheel import name
 
 SOURCES = ROOT / "src" / "triton_gallery_ops"
@@ -55,10 +57,43 @@ def test_rows_beside_libraries_are_folded(parsed: Callable[[str], BeautifulSoup]
     assert not [table for table in section.select("table.peers") if not table.find_parent("details")]
 
 
-def test_ratios_name_each_library(parsed: Callable[[str], BeautifulSoup]) -> None:
-    """And not the best of those that happen to have been measured."""
-    heads = [cell.text for cell in parsed("ops/softmax.html").select(".glance table.ratios th")]
-    assert heads[1:] == ["speed / PyTorch", "speed / torch.compile", "speed / Liger", "speed / roof"]
+def test_verdict_names_each_library(parsed: Callable[[str], BeautifulSoup]) -> None:
+    """And not the best of those that happen to have been measured; what it does not have is folded."""
+    page = parsed("ops/softmax.html")
+    forward, backward = (strong.parent.text for strong in page.select(".glance > p > strong"))
+    for other in ("PyTorch", "torch.compile", "Liger", "of the roof"):
+        assert other in forward
+        assert other in backward
+    heads = [cell.text for cell in page.select("#beside-other-libraries details.fold table.ratios th")]
+    assert heads[1:] == ["speed / PyTorch", "speed / torch.compile", "speed / roof"]
+    assert not page.select(".glance table.ratios"), "the verdict has them"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_page_has_what_is_called_today(parsed: Callable[[str], BeautifulSoup], op: str) -> None:
+    section = parsed(f"ops/{op}.html").select_one("#instead-of-what-you-call-today")
+    blocks = [block.text.strip().splitlines()[0] for block in section.select(".highlight")]
+    assert blocks == ["# Today", "# With this op"] * len(replaces()[op].swaps)
+    assert len(section.select("details.fold")) == len(replaces()[op].swaps) - 1
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rounding_is_in_sight(parsed: Callable[[str], BeautifulSoup], op: str) -> None:
+    said = [text for text in parsed(f"ops/{op}.html").select("#use-it p") if text.text.startswith("Rounding: ")]
+    assert said
+    assert not said[0].find_parent("details")
+
+
+def test_what_does_not_fit_is_explained(parsed: Callable[[str], BeautifulSoup]) -> None:
+    """Whoever adds an op to those whose launcher chooses less has read its launcher: it was read of these."""
+    chooses = set()
+    for op in OPS:
+        box = parsed(f"ops/{op}.html").select_one(".glance")
+        explained = [text.parent.text for text in box.select("p > em") if text.text.startswith("Does not fit")]
+        assert bool(box.select(".target.too-large")) == bool(explained)
+        if any("launches what fits" in text for text in explained):
+            chooses.add(op)
+    assert chooses == {"rms_norm", "skinny_matmul"}
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -78,6 +113,15 @@ def test_index_has_every_op_and_what_it_is_taken_for(parsed: Callable[[str], Bea
     page = parsed("ops/index.html")
     listed = [link["href"].removesuffix(".html") for link in page.select("#all-ops td:first-child a")]
     assert sorted(listed) == OPS
+    cells = {
+        row.select_one("a").text: [cell.text for cell in row.select("td")] for row in page.select("table.ops tbody tr")
+    }
+    assert all(len(row) == 4 for row in cells.values())
+    *_, forward, gradient, gpu = cells["softmax"]
+    assert re.fullmatch(r"\d+\.\d\d \S [\w.]+", forward)
+    assert re.fullmatch(r"yes, \d+\.\d\d \S [\w.]+", gradient)
+    assert gpu.startswith("NVIDIA ")
+    assert cells["skinny_matmul"][2] == "no"
     rows = {row.select_one("code").text: row.text for row in page.select("table.called tbody tr")}
     assert "rms_norm_residual" in rows["modeling_llama.LlamaRMSNorm"]
     assert [link.text for link in page.select("table.called a") if "softmax" in link.text]
@@ -86,9 +130,9 @@ def test_index_has_every_op_and_what_it_is_taken_for(parsed: Callable[[str], Bea
 def test_what_ops_are_taken_for_exists() -> None:
     """Of torch, which is here; names of other libraries were read in their sources."""
     assert replaces().keys() <= {*OPS}
-    for names, note in replaces().values():
-        assert note
-        for called in (called for called in names if called.startswith("torch.")):
+    for taken_for in replaces().values():
+        assert taken_for.note
+        for called in (called for called in taken_for.names if called.startswith("torch.")):
             module, _, attribute = called.rpartition(".")
             assert hasattr(importlib.import_module(module), attribute), called
 

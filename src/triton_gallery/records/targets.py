@@ -35,7 +35,7 @@ from triton_gallery.records.formats import (
 )
 
 THREADS = 1024  # that a program may have, on all these GPUs
-FITS, TOO_LARGE, FAILED, UNMEANT = "fits", "does not fit", "does not compile", "left out by its page"
+FITS, TOO_LARGE, FAILED, UNMEANT = "fits", "does not fit", "does not compile", "not supported"
 
 _COUNTS = {"type": "object", "additionalProperties": {"type": "integer"}}
 _NUMBER = {"type": "integer", "minimum": 0}
@@ -136,13 +136,16 @@ class Targets:
         """Whether the recipe still has the code whose launches were compiled."""
         return self.code == hash_of(recipe)
 
+    def of(self, op: Op | None) -> list[Kernel]:
+        """Return the kernels that are an op's."""
+        return [kernel for kernel in self.kernels if op and f"def {kernel.launch.kernel}(" in op.cell]
+
     def verdict(self, gpu: Gpu, op: Op | None) -> tuple[str, str]:
         """Return the worst that is to be expected of a kernel that is meant for a GPU, and which they are.
 
         Only the kernels of the op count, if a recipe has an op and launches kernels of it.
         """
-        of_op = [kernel for kernel in self.kernels if op and f"def {kernel.launch.kernel}(" in op.cell]
-        found = [(kernel.verdict(gpu)[0], kernel.launch.kernel) for kernel in of_op or self.kernels]
+        found = [(kernel.verdict(gpu)[0], kernel.launch.kernel) for kernel in self.of(op) or self.kernels]
         meant = [(word, name) for word, name in found if word != UNMEANT]
         for word in (FAILED, TOO_LARGE):
             names = ", ".join(name for said, name in meant if said == word)

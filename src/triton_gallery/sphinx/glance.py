@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING
 
 from docutils import nodes
@@ -12,24 +11,16 @@ from sphinx.transforms import SphinxTransform
 
 from triton_gallery.recipes.cells import cells
 from triton_gallery.recipes.declaration import declaration
-from triton_gallery.recipes.tables import ROOF, Table
-from triton_gallery.records.summary import BESIDE, Summary, summaries
-from triton_gallery.sphinx import peer_table, provenance, repository, take, targets
+from triton_gallery.records.summary import Summary, summaries
+from triton_gallery.sphinx import peer_table, provenance, repository, take, targets, verdict
 from triton_gallery.sphinx.chart import svg
 from triton_gallery.sphinx.lookup import RecipePage, op_of_page, pages, peers, recipe_page, recipes
-from triton_gallery.sphinx.show import WAITED, figure, grid, op_link, page_link, where
+from triton_gallery.sphinx.show import WAITED, grid, op_link, page_link, where
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
     from sphinx.environment import BuildEnvironment
     from sphinx.util.typing import ExtensionMetadata
-
-
-MEANING = (
-    "Above 1 the op is faster. The roof is the best that the hardware does with as many bytes or operations, measured "
-    "in the same run: a copy, an addition or the vendor's matrix product. A kernel that writes less than a copy may "
-    "pass it."
-)
 
 
 def setup(app: "Sphinx") -> "ExtensionMetadata":
@@ -54,7 +45,7 @@ class Glance(SphinxTransform):
                 note.parent.remove(note)
         op = op_of_page(self.env, page.recipe)
         items = list(summaries(page.records[:1], peers(self.env), page.recipe))
-        figures = _of_lesson(self.env, page, op) if op else measured(page, items)
+        figures = _of_lesson(self.env, page, op) if op else _measured(page, items)
         strip = nodes.container("", *provenance.lines(page, page.run), classes=["recipe-strip"])
         box = nodes.container("", nodes.rubric("", "At a glance"), *figures, classes=["glance"])
         box += [
@@ -69,54 +60,57 @@ class Glance(SphinxTransform):
             cell.start.parent.insert(cell.start.parent.index(cell.start), shown)
 
 
-def measured(page: RecipePage, items: list[Summary], named: bool = False) -> Iterator[nodes.Node]:
-    """Yield the chart of the op, and how its benchmarks come out: beside each library, or beside the best of all."""
-    record, chart = page.record, page.table
-    if record is None or chart is None or not items:
+def _measured(page: RecipePage, items: list[Summary]) -> Iterator[nodes.Node]:
+    """Yield the chart of a recipe, how its benchmarks come out beside the best other, and what a call costs the CPU."""
+    record = page.record
+    if record is None or page.table is None or not items:
         return
-    yield nodes.raw("", f'<div class="chart">{svg(chart, "At a glance: ")}</div>', format="html")
-    there = [item for item in items if item.device.name == record.device.name]
-    if any(map(any, chart.late.values())):
-        yield nodes.paragraph("", f"A ring marks a size at which {WAITED}.")
-    yield ratios(there, named)
-    if named:
-        yield nodes.paragraph("", MEANING)
-    cpu = _cpu(chart)
-    if cpu:
-        yield nodes.paragraph("", f"CPU time of a call, in microseconds: {cpu}.")
+    yield from chart(page)
+    yield ratios([item for item in items if item.device.name == record.device.name])
+    if cpu := verdict.cpu(page, items):
+        yield nodes.paragraph("", cpu)
+
+
+def chart(page: RecipePage) -> Iterator[nodes.Node]:
+    """Yield the chart of what was recorded of the op itself, and what a ring in it means."""
+    table = page.table if page.record else None
+    if table:
+        yield nodes.raw("", f'<div class="chart">{svg(table, "At a glance: ")}</div>', format="html")
+        if any(map(any, table.late.values())):
+            yield nodes.paragraph("", f"A ring marks a size at which {WAITED}.")
 
 
 def _of_lesson(env: "BuildEnvironment", page: RecipePage, op: str) -> Iterator[nodes.Node]:
     """Yield the chart of an op, and a link to its page, which has the rest: addresses of what was here lead to it."""
     moved = [nodes.make_id(peer_table.TITLE)]
     moved += [] if targets.section(env, page.recipe, of_op=False) else [nodes.make_id(targets.TITLE)]
-    if page.record and page.table:
-        yield nodes.raw("", f'<div class="chart">{svg(page.table, "At a glance: ")}</div>', format="html")
+    yield from chart(page)
     said = nodes.paragraph("", "The page of the op, ", op_link(op), ids=moved, classes=["op-page"])
     said += nodes.Text(", has its signature, its figures beside other libraries, what it compiles to, and its source.")
     yield said
 
 
-def ratios(items: list[Summary], named: bool = False) -> nodes.Node:
-    """Return the table of how benchmarks on a device come out, without a ratio that none of them has."""
+def ratios(items: Sequence[Summary], named: bool = False) -> nodes.Node:
+    """Return the table of how benchmarks come out, without a ratio that none of them has.
+
+    On the page of an op, each library is named, and each row says of which sizes it is, and on which GPU.
+    """
     others = [*dict.fromkeys(name for item in items for name in item.table.others)] if named else []
     against = [f"speed / {name}" for name in others] or ["speed / best other"]
-    columns = [f"on {items[0].device.name}, median of the sizes", *against, "speed / roof"]
+    there = "" if named else f"on {items[0].device.name}, "
+    columns = [f"{there}median of the sizes", *against, "speed / roof"]
     rows = [[_name(item, items, named), *_ratios(item, others)] for item in items]
     kept = [place for place in range(len(columns)) if place == 0 or any(row[place] for row in rows)]
     return grid([columns[place] for place in kept], [[row[place] for place in kept] for row in rows], "ratios")
 
 
-def _name(item: Summary, items: list[Summary], named: bool) -> str:
-    """Return what is said of a benchmark: one without a name, beside that of a backward, is the forward's.
-
-    On the page of an op, those of its lesson and those of `make peers` say at which sizes they are.
-    """
-    unnamed = "forward" if named or any("backward" in other.kind for other in items) else "this page"
+def _name(item: Summary, items: Sequence[Summary], named: bool) -> str:
+    """Return what is said of a benchmark: one without a name, beside that of a backward, is the forward's."""
+    unnamed = "forward" if any("backward" in other.kind for other in items) else "this page"
     kind = item.kind or unnamed
     if named:
         sizes = "sizes of the lesson" if item.is_page else "shapes of models"
-        kind = f"{kind.removesuffix(BESIDE).strip(', ') or unnamed}, {sizes}"
+        kind = f"{verdict.label(item)}, {sizes}, {item.device.name}"
     return f"{kind}{'' if item.is_fresh else ', of older code'}"
 
 
@@ -126,12 +120,6 @@ def _ratios(item: Summary, others: Sequence[str]) -> Iterator[str]:
     for ratio in (*(of_others or [item.table.ratio]), item.table.of_roof):
         over = item.over(ratio)
         yield f"{over.median:.2f}; worst {over.worst:.2f} at {where(item, over.at)}" if over else ""
-
-
-def _cpu(table: Table) -> str:
-    """Say what a call takes of the CPU, the median over the sizes."""
-    times = {name: [time for time in values if time is not None] for name, values in table.cpu.items() if name != ROOF}
-    return " · ".join(f"{name} {figure(median(values))}" for name, values in times.items() if values)
 
 
 def said(page: RecipePage) -> Iterator[nodes.paragraph]:

@@ -6,10 +6,8 @@ The pages are written into `docs/ops` when a build begins. What they show comes 
 import ast
 import inspect
 import re
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -21,12 +19,22 @@ from sphinx.util.docutils import SphinxDirective
 from triton_gallery.recipes.contents import sections
 from triton_gallery.recipes.declaration import declaration
 from triton_gallery.recipes.inline import OPS
-from triton_gallery.recipes.op import op_of
-from triton_gallery.records.summary import summaries
-from triton_gallery.sphinx import glance, lookup, peer_table, row_table, take, targets, version_table, wheel
+from triton_gallery.records.summary import Summary, headline, summaries
+from triton_gallery.sphinx import (
+    glance,
+    lookup,
+    peer_table,
+    replaces,
+    row_table,
+    take,
+    targets,
+    verdict,
+    version_table,
+    wheel,
+)
 from triton_gallery.sphinx.fold import fold
 from triton_gallery.sphinx.lookup import RecipePage
-from triton_gallery.sphinx.show import first_cells, grid, op_link, page_link, titled
+from triton_gallery.sphinx.show import first_cells, grid, op_link, page_link, prose, titled
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -34,8 +42,10 @@ if TYPE_CHECKING:
     from sphinx.util.typing import ExtensionMetadata
 
 PACKAGES = ("torch", "transformers", "liger_kernel", "flash_attn", "vllm", "fla")  # in the order of the table
-REPLACES = Path(__file__).with_name("replaces.toml")
+PARTS = ("_forward", "_with_lse", "_with_stats", "_backward")  # end the names of functions that a gradient needs
+ROUNDING = "Rounding: "  # begins a paragraph of a docstring
 STATE = "op"  # the key in a page's metadata for what it shows
+COLUMNS = ["op", "forward", "gradient", "measured on"]  # of the index
 INDEX = """\
 :orphan:
 
@@ -51,10 +61,20 @@ Ops
 
 {pages}
 """
+RATIOS = (
+    "Above 1 the op is faster. The roof is the best that the hardware does with as many bytes or operations, measured "
+    "in the same run: a copy, an addition or the vendor's matrix product. A kernel that writes less than a copy may "
+    "pass it."
+)
+SPEED = (
+    "Forward and gradient have the op's speed over that of the fastest library that was measured, by name: the median "
+    "over the shapes. An op's page has every library, the range, and where they are equal within the spread."
+)
 ABOUT = (
     "Each op is one module of the package ``triton_gallery_ops``, and needs ``torch`` and ``triton`` alone. Install "
     "the package, or take one file. An op's page has its signature, its figures beside other libraries at the shapes "
-    "of models, what its kernels compile to for other GPUs, and its source."
+    "of models, what its kernels compile to for other GPUs, and its source. "
+    "`What you call today <#what-you-call-today>`__ finds an op by the function that it replaces."
 )
 
 
@@ -131,30 +151,14 @@ def parts_of(source: str) -> list[Part]:
 
 
 def public(op: str, source: str) -> list[Part]:
-    """Return the functions that others call: the one that has the op's name first, backwards last."""
+    """Return the functions that others call: the one that has the op's name first, what its gradient needs last."""
     found = [part for part in parts_of(source) if part.is_public and part.node]
 
     def rank(part: Part) -> tuple[bool, bool]:
         assert part.node
-        return part.node.name.rstrip("_") != op, part.node.name.endswith("_backward")
+        return part.node.name.rstrip("_") != op, part.node.name.endswith(PARTS)
 
     return sorted(found, key=rank)
-
-
-def prose(text: str) -> list[nodes.Node]:
-    """Return a docstring as paragraphs: plain text but for ``code`` and addresses, whatever formulas it has."""
-    shown: list[nodes.Node] = []
-    for block in filter(None, re.split(r"\n\s*\n", text)):
-        paragraph = nodes.paragraph()
-        for part in re.split(r"(``.+?``|https?://\S+[\w/])", " ".join(block.split())):
-            if part.startswith("``"):
-                paragraph += nodes.literal("", part.strip("`"))
-            elif part.startswith("http"):
-                paragraph += nodes.reference("", part, refuri=part)
-            else:
-                paragraph += nodes.Text(part)
-        shown.append(paragraph)
-    return shown
 
 
 class OpDirective(SphinxDirective):
@@ -175,10 +179,11 @@ class OpDirective(SphinxDirective):
         source = file.read_text(encoding="utf-8")
         about = inspect.cleandoc(ast.get_docstring(ast.parse(source)) or "").partition("\n")[2].strip()
         said = f"{first_line(self.env, name)}: install it or take one file; its signature, figures and source."
-        return [
+        shown = [
             nodes.meta("", name="description", content=said),
             *prose(about),
             self._glance(page),
+            *replaces.section(name),
             *self._contract(name, source),
             *self._beside(page),
             *filter(None, [targets.section(self.env, page.recipe, of_op=True)]),
@@ -186,38 +191,59 @@ class OpDirective(SphinxDirective):
             *self._source(source),
             self._lessons(name),
         ]
+        for section in (node for node in shown if isinstance(node, nodes.section)):
+            section["classes"].append("of-op")
+        return shown
 
     def _glance(self, page: RecipePage) -> nodes.Node:
-        """Return the box: chart and ratios, then how to get the op."""
-        op = op_of(page.recipe)
-        assert op
-        items = list(summaries(page.records[:1], lookup.peers(self.env), page.recipe))
+        """Return the box: what the records come to, a chart, where the op fits, then how to get it."""
+        items = _items(self.env, page)
         get = nodes.literal_block(text := wheel.command(self.env), text, language="console")
         files = nodes.paragraph(classes=["recipe-downloads"])
         files += take.buttons(self.env, page, up="../")
-        box = nodes.container("", nodes.rubric("", "At a glance"), classes=["glance"])
-        box += [*glance.measured(page, items, named=True), *glance.said(page)]
-        box += [*targets.strip(self.env, page.recipe), get, files]
+        box = nodes.container("", nodes.rubric("", "At a glance"), classes=["glance", "of-op"])
+        box += [*verdict.sentences(items), *glance.chart(page)]
+        if cpu := verdict.cpu(page, items):
+            box += nodes.paragraph("", cpu)
+        box += [*glance.said(page), *targets.strip(self.env, page.recipe)]
+        box += [*targets.misfits(self.env, page.recipe), get, files]
         return box
 
     def _contract(self, name: str, source: str) -> list[nodes.Node]:
-        """Return the section with the signature of each public function, and what is said of it."""
+        """Return the section with the signature of each public function, and what is said of it.
+
+        Of the first, what it takes and where it rounds is in sight; the rest is folded, and so are the other functions.
+        """
         section = titled("Use it")
-        for part in public(name, source):
+        for number, part in enumerate(public(name, source)):
             assert part.node
             inner = titled(part.node.name)
             text = f"from {OPS}.{name} import {part.node.name}\n\n{part.signature}"
             inner += nodes.literal_block(text, text, language="python")
-            inner += prose(ast.get_docstring(part.node) or "")
+            said = prose(ast.get_docstring(part.node) or "")
+            seen = [place for place, node in enumerate(said) if place < 2 or node.astext().startswith(ROUNDING)]
+            more = [node for place, node in enumerate(said) if place not in seen]
+            inner += [*(said[place] for place in seen), *more]
+            start = len(section)
             section += inner
+            if number:
+                fold(section, start, start + 1, part.title)
+            elif more:
+                fold(inner, len(inner) - len(more), len(inner), "The rest of the contract")
         return [section]
 
     def _beside(self, page: RecipePage) -> list[nodes.Node]:
-        """Return the section with the rows beside other libraries, which are folded: the box has what they come to."""
+        """Return the section with the works that the box leaves out, then all rows beside other libraries, folded."""
         section = peer_table.section(self.env, page.recipe)
         if section is None:
             return []
-        fold(section, 2, len(section), "Every shape, and each library's rate")  # below its title and what it is about
+        fold(section, 1, len(section), "Every shape, and each library's rate")
+        items = _items(self.env, page)
+        told = headline(items)
+        if rest := [item for item in items if item not in told]:
+            shown = [nodes.paragraph("", RATIOS), glance.ratios(rest, named=True)]
+            section.insert(1, shown)
+            fold(section, 1, 1 + len(shown), "Other dtypes and variants, and the sizes of the lesson")
         return [section]
 
     def _where(self, page: RecipePage) -> nodes.Node:
@@ -250,6 +276,7 @@ class OpDirective(SphinxDirective):
             start = len(section)
             section += block
             fold(section, start, start + 1, part.title)
+        fold(section, 1, len(section), f"{len(source.splitlines())} lines, function by function")
         return [section]
 
     def _lessons(self, name: str) -> nodes.Node:
@@ -267,20 +294,21 @@ class OpDirective(SphinxDirective):
 
 
 class OpsDirective(SphinxDirective):
-    """`ops`: what people call today and the op that computes the same, then all ops by section."""
+    """`ops`: all ops by section, then what people call today and the op that computes the same."""
 
     has_content: ClassVar[bool] = False
 
     def run(self) -> list[nodes.Node]:
         """Return the nodes."""
         ops = lookup.ops(self.env)
+        self.env.metadata[self.env.docname][STATE] = _state_of_index(self.env)
         found = titled("What you call today")
         for package in PACKAGES:
             called: dict[str, list[tuple[str, str]]] = {}
-            for op, (names, note) in replaces().items():
-                for name in names if op in ops else ():
+            for op, taken_for in replaces.replaces().items():
+                for name in taken_for.names if op in ops else ():
                     if name.partition(".")[0] == package:
-                        called.setdefault(name, []).append((op, note))
+                        called.setdefault(name, []).append((op, taken_for.note))
             table = grid([f"in {package}", "op"], [["", ""] for _ in called], "called")
             for row, (name, taken) in zip(_body(table), sorted(called.items()), strict=True):
                 first, second = row.findall(nodes.paragraph)
@@ -290,22 +318,32 @@ class OpsDirective(SphinxDirective):
             if called:
                 found += table
         listed = titled("All ops")
+        listed += nodes.paragraph("", SPEED)
         gallery = Path(self.env.app.confdir, "gallery")
         for section in sections(gallery):
             here = [op for op, page in ops.items() if page.split("/")[-2] == section]
             if here:
-                rows = grid(["op", "what it computes"], [["", first_line(self.env, op)] for op in here])
+                rows = grid(COLUMNS, [["", *_speeds(self.env, ops[op])] for op in here], "ops")
                 for place, op in zip(first_cells(rows), here, strict=True):
-                    place += op_link(op)
+                    place += [op_link(op), nodes.Text(f": {first_line(self.env, op)}")]
                 listed += [nodes.rubric("", section.replace("_", " ").capitalize()), rows]
-        return [found, listed]
+        return [listed, found]
 
 
-@cache
-def replaces() -> dict[str, tuple[list[str], str]]:
-    """Return for each op the names of what it may be taken for, and in what it differs."""
-    entries = tomllib.loads(REPLACES.read_text(encoding="utf-8"))
-    return {op: (entry["names"], entry["note"]) for op, entry in entries.items()}
+def _items(env: "BuildEnvironment", page: RecipePage) -> list[Summary]:
+    """Return what was measured of an op: for its page on one device, beside other libraries on all."""
+    return list(summaries(page.records[:1], lookup.peers(env), page.recipe))
+
+
+def _speeds(env: "BuildEnvironment", recipe_page: str) -> list[str]:
+    """Return what the index says of an op's speed: forward, with gradients, and on which GPU."""
+    page = lookup.recipe_page(env, recipe_page)
+    assert page
+    found = headline(_items(env, page))
+    by_way = {item.is_backward: verdict.short(item) for item in reversed(found)}
+    backward = declaration(page.recipe.path, page.recipe.text).of_op.backward
+    gradient = ", ".join(filter(None, ["yes" if backward else "no", by_way.get(True, "")]))
+    return [by_way.get(False, ""), gradient, found[0].device.name if found else "not measured"]
 
 
 def first_line(env: "BuildEnvironment", op: str) -> str:
@@ -342,6 +380,11 @@ def _state(env: "BuildEnvironment", page: RecipePage) -> str:
     return " ".join([*shown, targets.state(env, page.recipe)])
 
 
+def _state_of_index(env: "BuildEnvironment") -> str:
+    """Identify what the index shows of records."""
+    return " ".join(text for recipe in lookup.ops(env).values() for text in _speeds(env, recipe))
+
+
 def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
     """Name the pages that show something else than they would now."""
     old = []
@@ -350,7 +393,8 @@ def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]
         known = env.metadata[f"ops/{op}"].get(STATE)
         if page and known is not None and known != _state(env, page):
             old.append(f"ops/{op}")
-    return old
+    known = env.metadata["ops/index"].get(STATE)
+    return [*old, "ops/index"] if known is not None and known != _state_of_index(env) else old
 
 
 def _write(app: "Sphinx") -> None:

@@ -1,5 +1,6 @@
 """How outputs look on a page: charts, tables, text and figures, the same for live and recorded ones."""
 
+import re
 from collections.abc import Iterator, Sequence
 from statistics import median
 
@@ -127,6 +128,22 @@ def op_link(op: str) -> addnodes.pending_xref:
 def titled(title: str) -> nodes.section:
     """Return a section that has its title, and an address made of that, and nothing else yet."""
     return nodes.section("", nodes.title("", title), ids=[nodes.make_id(title)], names=[title.lower()])
+
+
+def prose(text: str) -> list[nodes.Node]:
+    """Return a docstring as paragraphs: plain text but for ``code`` and addresses, whatever formulas it has."""
+    shown: list[nodes.Node] = []
+    for block in filter(None, re.split(r"\n\s*\n", text)):
+        paragraph = nodes.paragraph()
+        for part in re.split(r"(``.+?``|https?://\S+[\w/])", " ".join(block.split())):
+            if part.startswith("``"):
+                paragraph += nodes.literal("", part.strip("`"))
+            elif part.startswith("http"):
+                paragraph += nodes.reference("", part, refuri=part)
+            else:
+                paragraph += nodes.Text(part)
+        shown.append(paragraph)
+    return shown
 
 
 def add_section(document: nodes.document, section: nodes.section) -> None:

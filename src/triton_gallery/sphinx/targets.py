@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 STATE = "targets"  # the key in a page's metadata for what it shows
 FOLDER = "listings"  # of the site
 TITLE = "On other GPUs"
+SHARED = "shared_memory_per_block_optin"  # an op that has it in its text launches what fits, as a test holds
 STAGES = {False: ("ttgir", "ptx", "sass"), True: ("ttgir", "amdgcn")}
 CLASSES = {FITS: "fits", TOO_LARGE: "too-large", FAILED: "fails", UNMEANT: "unmeant"}
 
@@ -69,6 +70,27 @@ def strip(env: "BuildEnvironment", recipe: Recipe, page: str = "") -> list[nodes
     return [nodes.raw("", f'<p class="targets">{link} {" ".join(marks)}</p>', format="html")]
 
 
+def misfits(env: "BuildEnvironment", recipe: Recipe) -> list[nodes.Node]:
+    """Return what a kernel of the op needs that some GPUs of the strip have not, in a line each; nothing if all fit."""
+    found, op = kept(env, recipe), op_of(recipe)
+    if found is None or op is None:
+        return []
+    gpus = defaultdict[tuple[str, str], list[str]](list)
+    for kernel in found.of(op):
+        for gpu in GPUS:
+            word, why = kernel.verdict(gpu)
+            if word == TOO_LARGE:
+                gpus[kernel.launch.kernel, why].append(gpu.name)
+    lines: list[nodes.Node] = []
+    for (name, why), names in gpus.items():
+        line = nodes.paragraph("", "", nodes.emphasis("", f"{TOO_LARGE.capitalize()} ({'; '.join(names)}): "))
+        line += [nodes.Text(f"as {found.launched_by} launched "), nodes.literal("", name), nodes.Text(f", {why}.")]
+        if "shared memory" in why and SHARED in op.cell:
+            line += nodes.Text(" The op asks a GPU for its shared memory, and launches what fits.")
+        lines.append(line)
+    return lines
+
+
 class TargetsOfRecipe(SphinxTransform):
     """Gives a recipe's page a section with a table for each of its kernels."""
 
@@ -97,7 +119,7 @@ def section(env: "BuildEnvironment", recipe: Recipe, of_op: bool | None = None) 
         return None
     shown = titled(TITLE)
     shown += _about(found, recipe, "../" if of_op else "../../")
-    start, has_code = len(shown), listing(_listings(env), found).is_file()
+    start, has_code = 1 if of_op else len(shown), listing(_listings(env), found).is_file()
     for kernel in kernels:
         shown += _tables(kernel, recipe, has_code)
     title = "Registers, memory and instructions of each kernel"
