@@ -234,17 +234,16 @@ class OpDirective(SphinxDirective):
 
     def _beside(self, page: RecipePage) -> list[nodes.Node]:
         """Return the section with the works that the box leaves out, then all rows beside other libraries, folded."""
-        section = peer_table.section(self.env, page.recipe)
-        if section is None:
-            return []
-        fold(section, 1, len(section), "Every shape, and each library's rate")
+        section = peer_table.section(self.env, page.recipe) or titled(peer_table.TITLE)
+        if len(section) > 1:
+            fold(section, 1, len(section), "Every shape, and each library's rate")
         items = _items(self.env, page)
         told = headline(items)
         if rest := [item for item in items if item not in told]:
             shown = [nodes.paragraph("", RATIOS), glance.ratios(rest, named=True)]
             section.insert(1, shown)
             fold(section, 1, 1 + len(shown), "Other dtypes and variants, and the sizes of the lesson")
-        return [section]
+        return [section] if len(section) > 1 else []
 
     def _where(self, page: RecipePage) -> nodes.Node:
         """Return the section that says where the op runs."""
