@@ -175,6 +175,7 @@ class OpDirective(SphinxDirective):
         assert page
         file = lookup.op_file(self.env, name)
         self.env.note_dependency(str(file))
+        self.env.note_dependency(str(replaces.FILE))
         self.env.metadata[self.env.docname][STATE] = _state(self.env, page)
         source = file.read_text(encoding="utf-8")
         about = inspect.cleandoc(ast.get_docstring(ast.parse(source)) or "").partition("\n")[2].strip()
@@ -300,6 +301,7 @@ class OpsDirective(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the nodes."""
         ops = lookup.ops(self.env)
+        self.env.note_dependency(str(replaces.FILE))
         self.env.metadata[self.env.docname][STATE] = _state_of_index(self.env)
         found = titled("What you call today")
         for package in PACKAGES:
