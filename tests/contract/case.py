@@ -59,13 +59,14 @@ class Case:
         fits: whether the function takes a size in a dtype.
         shapes: all other sizes.
         dtypes: those that it takes.
-        roundings: how many a term goes through in the accumulator, one after another.
+        roundings: how many a term goes through in the accumulator, one after another; a function is given the result.
         floor: what may be lost besides, given the dtype: for results too small for the accumulator.
         reference: the same by PyTorch, of tensors in the case's dtype.
         special: makes arguments with NaN, infinities and extreme values, for which `reference` has the results.
         gradients: returns what the gradients of the first arguments have to be, given those of the results and the
             arguments, all in float64; None where the function has no backward.
         with_gradients: how many the first arguments are that have some.
+        twice: whether gradients have gradients; a second derivative is refused otherwise.
         refused: calls that raise.
         recipe: `section/name` of the lesson that hands over the op.
     """
@@ -79,12 +80,13 @@ class Case:
     fits: Callable[[tuple[int, ...], torch.dtype], bool] = lambda size, dtype: True
     shapes: st.SearchStrategy[tuple[int, ...]] | None = None
     dtypes: Sequence[torch.dtype] = tuple(FLOATS)
-    roundings: int = 64
+    roundings: int | Callable[[torch.Tensor], int] = 64
     floor: Callable[[torch.dtype], float] = lambda _: 0.0
     reference: Callable[..., Any] | None = None
     special: "Callable[[Draw], Sequence[tuple[Any, ...]]] | None" = None
     gradients: Callable[..., Sequence[Exact]] | None = None
     with_gradients: int = 1
+    twice: bool = False
     refused: Sequence[Refused] = field(default=())
     recipe: str = ""
 
@@ -163,7 +165,8 @@ def check(case: Case, module: ModuleType, dtype: torch.dtype, arguments: tuple[A
         assert torch.equal(out.flatten().view(torch.uint8), again.flatten().view(torch.uint8)), "not deterministic"
         if out.is_floating_point():
             terms = right.value.abs() if right.terms is None else right.terms
-            assert_within(out, right.value, terms, case.roundings, case.floor(out.dtype))
+            roundings = case.roundings if isinstance(case.roundings, int) else case.roundings(out)
+            assert_within(out, right.value, terms, roundings, case.floor(out.dtype))
         else:
             assert torch.equal(out, right.value)
     return results

@@ -38,24 +38,31 @@ def test_autograd(load_op: Load, case: Case, dtype: torch.dtype, data: st.DataOb
         assert ((out.double() - right.value).abs() <= 4 * unit * terms + lost).all()
 
 
+def of_leaves(load_op: Load, case: Case) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """Return the function of the arguments that have gradients, and these."""
+    leaves, arguments = with_gradients(case, case.arguments(Draw(torch.float64), *case.small))
+    function = case.function(load_op(f"{case.recipe}.py"))
+    return lambda *values: function(*values, *arguments[len(leaves) :]), leaves
+
+
 @each_case(lambda case: case.gradients)
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_gradcheck(load_op: Load, case: Case, fast: bool) -> None:
     """Differences agree with the gradients."""
-    leaves, arguments = with_gradients(case, case.arguments(Draw(torch.float64), *case.small))
-    function = case.function(load_op(f"{case.recipe}.py"))
-
-    def of_leaves(*values: torch.Tensor) -> Any:
-        return function(*values, *arguments[len(leaves) :])
-
-    assert torch.autograd.gradcheck(of_leaves, leaves, fast_mode=fast)
+    assert torch.autograd.gradcheck(*of_leaves(load_op, case), fast_mode=fast)
 
 
-@each_case(lambda case: case.gradients)
-def test_second_derivative_float32(load_op: Load, case: Case) -> None:
+@each_case(lambda case: case.gradients and case.twice)
+def test_second_derivative(load_op: Load, case: Case) -> None:
+    """Differences of the gradients agree with theirs."""
+    assert torch.autograd.gradgradcheck(*of_leaves(load_op, case), fast_mode=True)
+
+
+@each_case(lambda case: case.gradients and not case.twice)
+def test_no_second_derivative_float32(load_op: Load, case: Case) -> None:
     """It is refused, not zero."""
-    leaves, arguments = with_gradients(case, case.arguments(Draw(torch.float32), *case.small))
-    out = tree_leaves(case.function(load_op(f"{case.recipe}.py"))(*arguments))[0]
+    function, leaves = of_leaves(load_op, case)
+    out = tree_leaves(function(*leaves))[0]
     first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         sum(grad.sum() for grad in first).backward()

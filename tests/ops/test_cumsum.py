@@ -10,18 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused
 from compiled import TRITON, Ask, ptx, stack
-from device_key import at_cuda
-from guard import guarded
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, layouts, sizes
-from tolerance import assert_within
-
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-LEADS = st.sampled_from([(), (1,), (0,), (5,), (2, 3), (3, 1, 2)])
+from inputs import DEVICE, FLOATS, sizes
 
 
 @pytest.fixture(scope="module")
@@ -44,32 +36,60 @@ def reverse(x: torch.Tensor) -> torch.Tensor:
 SCAN = {"cumsum": lambda x: torch.cumsum(x, -1), "cumsum_backward": reverse}
 
 
-def assert_right(taken: ModuleType, name: str, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Assert that a result is as good as a scan of one block, an exact carry, and its dtype."""
-    assert out.device.type == DEVICE.type
-    assert out.dtype == x.dtype
-    assert out.shape == x.shape
-    assert out.is_contiguous()
-    wide = x.double()
-    expected, magnitude = SCAN[name](wide), SCAN[name](wide.abs())
-    # The additions in a block, one behind another: NumPy, in the interpreter, makes no tree of them.
-    N = x.shape[-1:].numel()
-    depth = 96 if DEVICE.type == "cuda" else 16 + min(N, 4 * taken.CUMSUM_BLOCK)
-    # In float64 the carry rounds, too, and so does the reference.
-    roundings = 48 + N if out.dtype == torch.float64 else depth
-    assert_within(out, expected, magnitude, roundings, floor=torch.finfo(out.dtype).tiny)
+def rows(draw: Draw, *shape: int) -> tuple[torch.Tensor]:
+    """Make rows."""
+    return (draw(*shape),)
 
 
-@pytest.mark.parametrize("name", SCAN)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=12)
-@given(lead=LEADS, N=sizes(1024, 4500), of_x=layouts())
-def test_value(taken: ModuleType, dtype: torch.dtype, name: str, lead: tuple[int, ...], N: int, of_x: Layout) -> None:
-    """Either direction is right for any length and layout, the same each time, and of the dtype of the argument."""
-    x, op = of_x.make((*lead, N), dtype, DEVICE), getattr(taken, name)
-    out = guarded(op, x)
-    assert torch.equal(op(x), out)
-    assert_right(taken, name, x, out)
+def special(draw: Draw) -> list[tuple[torch.Tensor]]:
+    """Make rows of one block and several with NaN and infinities; what comes before them, and other rows, stays."""
+    N = 3000
+    x = torch.zeros(8, N, dtype=draw.dtype, device=DEVICE)
+    x[0, 5], x[1, N - 1], x[2, 1500], x[3, 7], x[3, 2900] = torch.nan, torch.inf, -torch.inf, torch.inf, -torch.inf
+    x[4, :], x[5, ::2], x[6, 0], x[6, 2000] = torch.nan, torch.inf, torch.inf, torch.nan
+    x[7, ::7] = -0.0
+    return [(part,) for part in (x, x[:, :5], x[:, 1024:2900])]
+
+
+def roundings(out: torch.Tensor) -> int:
+    """Return the additions in a block, one after another: NumPy, in the interpreter, makes no tree of them."""
+    N = out.shape[-1:].numel()
+    if out.dtype == torch.float64:  # in which the carry rounds too, and so does the reference
+        return 48 + N
+    return 96 if DEVICE.type == "cuda" else 16 + min(N, 4 * 1024)
+
+
+def case(name: str, other: str) -> Case:
+    """Return the case of a direction; the gradient is a scan in the other."""
+    scan, back = SCAN[name], SCAN[other]
+    refused = [
+        Refused(lambda draw, to=dtype: (draw(2, 3).to(to),), TypeError, rf"{name} takes floating dtypes, not {dtype}")
+        for dtype in (torch.int32, torch.bool, torch.complex64)
+    ]
+    long = rf"{name} takes rows of up to {2**30} elements, not {2**30 + 1}"
+    return Case(
+        name,
+        rows,
+        lambda x: [Exact(scan(x), scan(x.abs()))],
+        sizes=SIZES,
+        small=(2, 5),
+        shapes=st.tuples(LEADS, sizes(1024, 4500)).map(lambda drawn: (*drawn[0], drawn[1])),
+        roundings=roundings,
+        floor=lambda dtype: torch.finfo(dtype).tiny,
+        reference=scan,
+        special=special,
+        gradients=lambda grad, x: [Exact(back(grad), back(grad.abs()))],
+        twice=True,
+        refused=[*refused, Refused(lambda draw: (draw(1).expand(2**30 + 1),), ValueError, long)],
+    )
+
+
+LEADS = st.sampled_from([(), (1,), (0,), (5,), (2, 3), (3, 1, 2)])
+# Lengths of each block and their neighbours, more rows than a program has; a number is a row of one.
+SIZES = [(3, 1), (129, 8), (3, 1025), (5, 0), (17, 64), (3, 3000), (), (3, 4097)]
+SIZES += [(1024 // N + 1, N) for N in (2, 3, 4, 16, 32, 100, 128, 256, 512, 1023, 1024)]
+SIZES += [(3, N) for N in (2048, 4096, 8192, 8200, 20_001)]
+CONTRACT = [case("cumsum", "cumsum_backward"), case("cumsum_backward", "cumsum")]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -85,52 +105,6 @@ def test_exact(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
         assert torch.equal(getattr(taken, name)(x).double(), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@settings(max_examples=8)
-@given(lead=LEADS, N=sizes(64, 900), of_x=layouts(), of_grad=layouts())
-def test_autograd(
-    taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_x: Layout, of_grad: Layout
-) -> None:
-    """Autograd calls the reverse scan, and for its gradient the scan."""
-    x = of_x.make((*lead, N), dtype, DEVICE).requires_grad_()
-    grad = of_grad.make((*lead, N), dtype, DEVICE).requires_grad_()
-    (out,) = torch.autograd.grad(taken.cumsum(x), x, grad, create_graph=True)
-    assert torch.equal(out, taken.cumsum_backward(grad))
-    (again,) = torch.autograd.grad(out, grad, x)
-    assert torch.equal(again, taken.cumsum(x))
-
-
-# Lengths of each block and their neighbours.
-LENGTHS = [*(2**k for k in range(14)), 3, 100, 1023, 1025, 3000, 4097, 8200, 20_001]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("N", LENGTHS)
-def test_every_length(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
-    """Rows of all lengths, more of them than a program has, with a gap between them."""
-    rows = 3 if N > 1024 else 1024 // N + 1
-    x = Layout("contiguous", N).make((rows, N + 8), dtype, DEVICE)[:, 8:]
-    for name in SCAN:
-        assert_right(taken, name, x, getattr(taken, name)(x))
-
-
-def test_plans(taken: ModuleType) -> None:
-    """A program has a block of 1024 elements, of one row or of several; of few rows it has more."""
-    for M in (1, 2047, 2048):
-        for N in (1, 60, 64, 1000, 1024, 1025, 3000, 4096, 50257, 128256):
-            for dtype in FLOATS:
-                plan = taken._cumsum_plan(torch.empty(M, N, dtype=dtype, device="meta"), N, False)
-                few = M < 2048 and N > 1024 and N % 8 == 0
-                block = min(4096 if few else 1024, 2 ** (N - 1).bit_length())
-                assert plan["BLOCK_N"] == block
-                assert plan["BLOCK_M"] == max(1, 1024 // block)
-                assert plan["num_warps"] == (4 if few else 2)
-                assert N % plan["VEC"] == 0
-                assert plan["VEC"] * dtype.itemsize <= 16
-    x = torch.empty(1, 1000, dtype=torch.bfloat16, device="meta")
-    assert [taken._cumsum_plan(x, stride, True)["VEC"] for stride in (1000, 1004, 1001)] == [8, 4, 1]
-
-
 def test_steps_of_the_ladder(recipe: ModuleType) -> None:
     """Every step is right, where it is not slow or fast."""
     for N in (5, 1000, 2500):
@@ -144,27 +118,6 @@ def test_steps_of_the_ladder(recipe: ModuleType) -> None:
                 torch.testing.assert_close(y, reverse(x) if backward else x.cumsum(-1), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(recipe.cumsum_rows(x), x.cumsum(-1), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(recipe.cumsum_torch(x)[0], x.cumsum(-1), rtol=1e-4, atol=1e-4)
-
-
-def test_gradcheck(taken: ModuleType) -> None:
-    """Differences agree with the gradient, and with the gradient's, of both ops."""
-    x = Layout("contiguous", 0).make((2, 5), torch.float64, DEVICE).requires_grad_()
-    for name in SCAN:
-        assert torch.autograd.gradcheck(getattr(taken, name), x)
-        assert torch.autograd.gradgradcheck(getattr(taken, name), x, fast_mode=True)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_special_values(taken: ModuleType, dtype: torch.dtype) -> None:
-    """NaN and infinities do what they do in PyTorch, to their own rows."""
-    N = 3000
-    x = torch.zeros(8, N, dtype=dtype, device=DEVICE)
-    x[0, 5], x[1, N - 1], x[2, 1500], x[3, 7], x[3, 2900] = torch.nan, torch.inf, -torch.inf, torch.inf, -torch.inf
-    x[4, :], x[5, ::2], x[6, 0], x[6, 2000] = torch.nan, torch.inf, torch.inf, torch.nan
-    x[7, ::7] = -0.0
-    for part in (x, x[:, :5], x[:, 1024:2900]):
-        for name, expected in SCAN.items():
-            torch.testing.assert_close(getattr(taken, name)(part), expected(part), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -185,33 +138,6 @@ def test_carry_accumulator(taken: ModuleType) -> None:
     torch.testing.assert_close(out.double(), 2**26 + torch.arange(200, device=x.device).double(), rtol=2**-22, atol=0)
 
 
-def test_refuses(taken: ModuleType) -> None:
-    """What the ops do not take, they name."""
-    x = torch.ones(2, 3, device=DEVICE)
-    for name in SCAN:
-        op = getattr(taken, name)
-        for dtype in (torch.int32, torch.bool, torch.complex64):
-            with pytest.raises(TypeError, match=rf"^{name} takes floating dtypes, not {dtype}"):
-                op(x.to(dtype))
-        with pytest.raises(ValueError, match=rf"^{name} takes rows of up to {2**30} elements, not {2**30 + 1}"):
-            op(x[0, 0].expand(2**30 + 1))
-
-
-def test_no_dimension(taken: ModuleType) -> None:
-    """A number is a row of one."""
-    x = torch.tensor(3.0, device=DEVICE)
-    for name in SCAN:
-        assert torch.equal(getattr(taken, name)(x), x)
-
-
-def test_launchers_are_what_a_call_reaches(taken: ModuleType) -> None:
-    """On a GPU, without the triton_op in between."""
-    x = Layout("contiguous", 0).make((3, 40), torch.float32, DEVICE)
-    for name in SCAN:
-        op = getattr(taken, name)
-        assert torch.equal(at_cuda(op, x), op(x))
-
-
 @pytest.mark.needs_gpu_memory(11)
 @pytest.mark.parametrize(("rows", "N"), [(2**17 + 1, 2**14), (2**25 + 1, 2**6)])
 def test_beyond_int32(taken: ModuleType, rows: int, N: int) -> None:
@@ -225,38 +151,6 @@ def test_beyond_int32(taken: ModuleType, rows: int, N: int) -> None:
         del out
     view = x[:, : N // 2 - 3]
     assert torch.equal(taken.cumsum(view)[-1], torch.cumsum(view[-1].float(), -1).bfloat16())
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("rows", "N"), [(7, 5), (20, 5000)])
-def test_opcheck(taken: ModuleType, dtype: torch.dtype, rows: int, N: int) -> None:
-    """Both ops pass the whole of opcheck."""
-    x = torch.randn(rows, N, device=DEVICE).to(dtype).requires_grad_()
-    for op in (taken.cumsum, taken.cumsum_backward):
-        assert set(torch.library.opcheck(op, (x,)).values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op, its gradient, and other sizes."""
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: taken.cumsum(x * 2), fullgraph=True, dynamic=dynamic)
-    for shape in ((4, 100), (6, 100), (2, 20_000)):
-        x = torch.rand(shape, device=DEVICE, requires_grad=True)
-        y, expected = compiled(x), torch.cumsum(x.double() * 2, -1)
-        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
-        (d,) = torch.autograd.grad(y.square().sum(), x)
-        (expected,) = torch.autograd.grad(expected.square().sum(), x)
-        torch.testing.assert_close(d, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The op runs where its input is, whichever GPU is the current one."""
-    x = torch.randn(5, 100, device="cuda:1")
-    torch.testing.assert_close(taken.cumsum(x), torch.cumsum(x, -1))
 
 
 def facts(text: str) -> dict[str, Any]:
@@ -318,34 +212,6 @@ def test_register_spills(gallery: Path, on_h100: Ask) -> None:
     assert len(found) == 18
     assert not any(found.values()), found
 
-
-def test_page(printed: Callable[[str], str]) -> None:
-    """What the page prints without a GPU is what its text says."""
-    out = printed("fusion/cumsum")
-    steps, moved, two, error, _, *lengths, ones, integers, long, _, subtracted, backwards, _, lost, kept = (
-        out.splitlines()
-    )
-    assert steps == "[1, 3, 6, 10, 15, 21, 28, 36]"
-    assert "57.0 times" in moved
-    assert two.endswith(": 2.0")
-    assert re.fullmatch(r"largest relative error \d\.\de-0\d, allowed 6\.0e-05", error)
-    assert len(lengths) == 2
-    lost_ones, kept_ones = map(float, re.findall(r"(\d+\.\d)[,\]]", ones))
-    assert lost_ones == 0
-    assert abs(kept_ones - 2**14) <= 512
-    assert integers.startswith("TypeError: cumsum takes floating dtypes")
-    assert long.startswith("ValueError: cumsum takes rows of up to")
-    assert subtracted.endswith(" 0.0, 0.0, 0.0]")
-    assert backwards.endswith(" 6.0, 3.0, 1.0]")
-    assert lost.count("nan") == 4
-    assert kept.endswith("[inf, 6.0, 3.0, 1.0]")
-
-
-# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
-OPS = [
-    ("cumsum", lambda normal, M, N: (normal(M, N),), SCAN["cumsum"]),
-    ("cumsum_backward", lambda normal, M, N: (normal(M, N),), SCAN["cumsum_backward"]),
-]
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
