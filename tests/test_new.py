@@ -87,7 +87,7 @@ def test_new_recipe_passes_its_checks(copy: Path) -> None:
     run(copy, "triton_gallery", "html")
     said = run(copy, "pytest", "--recipe", KEY, "-n", "0", "-p", "no:cacheprovider", "-v")
     for test in (
-        "test_value[torch.float32]",
+        "test_sizes[root_mean_square-float32]",
         "test_script_runs_alone",
         "test_recipe_page_is_whole",
         "test_broken_recipe",
