@@ -164,7 +164,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     One recipe has listings, for the test that opens one.
     """
     out = tmp_path_factory.mktemp("served") / "gallery"
-    subprocess.run([sys.executable, "-m", "triton_gallery", "listings", "fusion/softmax"], cwd=ROOT, check=True)
+    if (ROOT / "gallery" / "fusion" / "softmax.py").exists():
+        subprocess.run([sys.executable, "-m", "triton_gallery", "listings", "fusion/softmax"], cwd=ROOT, check=True)
     build = subprocess.run(
         [sys.executable, "-m", "sphinx", "-c", ".", "-j", "auto", "-E", "-W", "--keep-going", "-n", "docs", str(out)],
         cwd=ROOT,

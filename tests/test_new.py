@@ -25,7 +25,7 @@ COPIED = [
     "LICENSE",
 ]
 COPIED += [f"gallery/first_steps/{name}" for name in ("GALLERY_HEADER.rst", "vector_add.py")]
-COPIED += ["docs/glossary.md", "docs/_static"]
+COPIED += ["docs/glossary.md", "docs/_static", "docs/_templates"]
 
 
 @pytest.fixture

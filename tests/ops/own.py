@@ -66,6 +66,8 @@ def require(recipe: str) -> None:
 
 def _lacks(recipe: str) -> list[str]:
     path = ROOT / "gallery" / f"{recipe}.py"
+    if not path.exists():
+        return ["a gallery that has it"]
     capability = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
     return missing(path, path.read_text(), capability)
 
