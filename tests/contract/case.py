@@ -3,7 +3,7 @@
 The tests of an op list its cases as `CONTRACT`; the tests of this folder ask each promise of every case.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from guard import Guard
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, like
+from inputs import DEVICE, FLOATS, LAYOUTS, Layout, like
 from tolerance import assert_within
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -21,14 +21,25 @@ class Exact(NamedTuple):
     """What a result has to be.
 
     Attributes:
-        value: the result in float64.
-        terms: for each element, the sum of the magnitudes of what is added up; None is the value's magnitude.
-        dtype: of the result; None is that of the case.
+        value: the result in float64; where it is NaN, the result has to be NaN.
+        terms: for each element, the sum of the magnitudes of what is added up; None is the value's magnitude. Where it
+            is infinite, any number is right.
+        dtype: of the result, or what gives it for the dtype of the case; None is that of the case.
+        narrow: for each element, the sum of the magnitudes of what is rounded to the dtype of the case on the way.
+        made_by_torch: whether an operator of PyTorch makes the result, so that no guard surrounds it.
+        roundings: as those of the case; None is what the case has.
     """
 
     value: torch.Tensor
     terms: torch.Tensor | None = None
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | Callable[[torch.dtype], torch.dtype] | None = None
+    narrow: torch.Tensor | None = None
+    made_by_torch: bool = False
+    roundings: int | None = None
+
+    def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the result in a case of some dtype."""
+        return self.dtype(dtype) if callable(self.dtype) else self.dtype or dtype
 
 
 class Refused(NamedTuple):
@@ -51,13 +62,15 @@ class Case:
 
     Attributes:
         call: its name in the op's module.
-        arguments: makes arguments, given a `Draw` and a size.
+        arguments: makes arguments, given a `Draw` and a size, of which options of the function may be a part.
         exact: returns what each result has to be, given the arguments with their tensors in float64.
         sizes: those at which the kernels may go wrong; a quick run takes the first eight.
         small: a size for differences of each element.
+        in_layouts: the size of tensors in each layout; None is the first.
         many: a ragged size, for a GPU: more programs than run at a time.
         fits: whether the function takes a size in a dtype.
         shapes: all other sizes.
+        layouts: the names of those that its tensors may have.
         dtypes: those that it takes.
         roundings: how many a term goes through in the accumulator, one after another; a function is given the result.
         floor: what may be lost besides, given the dtype: for results too small for the accumulator.
@@ -66,7 +79,14 @@ class Case:
         gradients: returns what the gradients of the first arguments have to be, given those of the results and the
             arguments, all in float64; None where the function has no backward.
         with_gradients: how many the first arguments are that have some.
-        twice: whether gradients have gradients; a second derivative is refused otherwise.
+        second_gradients: whether the gradients have gradients themselves.
+        once: whether a call has one backward alone, and so no differences to compare it with.
+        settings: what the names in the op's module are set to: limits of the launcher that no small size would reach.
+        name: of the case, where a function has several.
+        plain: whether the function is no op itself, but calls one.
+        launcher: whether a GPU has a function of its own for the op.
+        changes: how many of its first arguments it changes in place; they are the last of its results.
+        contiguous: whether results are, whatever the layout of the arguments.
         refused: calls that raise.
         recipe: `section/name` of the lesson that hands over the op.
     """
@@ -74,11 +94,13 @@ class Case:
     call: str
     arguments: "Callable[..., tuple[Any, ...]]"
     exact: Callable[..., Sequence[Exact]]
-    sizes: Sequence[tuple[int, ...]]
-    small: tuple[int, ...]
-    many: tuple[int, ...] = (1031, 2053)
-    fits: Callable[[tuple[int, ...], torch.dtype], bool] = lambda size, dtype: True
-    shapes: st.SearchStrategy[tuple[int, ...]] | None = None
+    sizes: Sequence[tuple[Any, ...]]
+    small: tuple[Any, ...]
+    in_layouts: tuple[Any, ...] | None = None
+    many: tuple[Any, ...] = (1031, 2053)
+    fits: Callable[[tuple[Any, ...], torch.dtype], bool] = lambda size, dtype: True
+    shapes: st.SearchStrategy[tuple[Any, ...]] | None = None
+    layouts: Sequence[str] = LAYOUTS
     dtypes: Sequence[torch.dtype] = tuple(FLOATS)
     roundings: int | Callable[[torch.Tensor], int] = 64
     floor: Callable[[torch.dtype], float] = lambda _: 0.0
@@ -86,13 +108,38 @@ class Case:
     special: "Callable[[Draw], Sequence[tuple[Any, ...]]] | None" = None
     gradients: Callable[..., Sequence[Exact]] | None = None
     with_gradients: int = 1
-    twice: bool = False
+    second_gradients: bool = False
+    once: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    plain: bool = False
+    launcher: bool = True
+    changes: int = 0
+    contiguous: bool = True
     refused: Sequence[Refused] = field(default=())
     recipe: str = ""
 
     def function(self, module: ModuleType) -> Callable[..., Any]:
-        """Return the function of an op's module."""
+        """Return the function of an op's module, which was loaded for this case: its settings are changed."""
+        for name, value in self.settings.items():
+            assert hasattr(module, name), f"no {name} to set"
+            setattr(module, name, value)
         return getattr(module, self.call)
+
+    def on_copies(self, module: ModuleType) -> Callable[..., list[torch.Tensor]]:
+        """Return the function as one that returns all results: what it would change are copies of its arguments."""
+        function = self.function(module)
+
+        def call(*arguments: Any) -> list[torch.Tensor]:
+            changed = [copy(value) for value in arguments[: self.changes]]
+            return self.results(function(*changed, *arguments[self.changes :]), changed)
+
+        return call
+
+    @staticmethod
+    def results(returned: Any, changed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return all results of a call, given what it returned and the arguments that it changed."""
+        return [value for value in (*tree_leaves(returned), *changed) if value is not None]
 
 
 class Draw:
@@ -143,33 +190,67 @@ def with_gradients(case: Case, arguments: tuple[Any, ...]) -> tuple[list[torch.T
     return leaves, (*leaves, *arguments[count:])
 
 
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a kernel computes: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def differentiable(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the results that have gradients: some are for a backward alone."""
+    return [result for result in results if result.requires_grad]
+
+
+def copy(t: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same strides."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements."""
+    return t.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+
+
 def check(case: Case, module: ModuleType, dtype: torch.dtype, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
     """Assert all that a call promises of its results; return them.
 
-    They are right, written whole and nowhere else, contiguous, and the same in a second call; the arguments stay.
+    They are right, written whole and nowhere else, contiguous, and the same in a second call; the arguments stay, but
+    for those that the function changes.
     """
     function = case.function(module)
     guard = Guard()
-    placed = tree_map(lambda value: guard.place(value) if isinstance(value, torch.Tensor) else value, arguments)
-    with guard:
-        results = tree_leaves(function(*placed))
-    guarded = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
+    changed = [guard.place(value, changes=True) for value in arguments[: case.changes]]
+    rest = arguments[case.changes :]
+    placed = tree_map(lambda value: guard.place(value) if isinstance(value, torch.Tensor) else value, rest)
     exact = case.exact(*in_float64(arguments))
+    with guard:
+        results = case.results(function(*changed, *placed), changed)
+    guarded = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
     assert len(results) == len(exact)
-    for out, again, right in zip(results, tree_leaves(function(*arguments)), exact, strict=True):
-        assert out.untyped_storage().data_ptr() in guarded, "a result that no guard surrounds"
+    for out, again, right in zip(results, case.on_copies(module)(*arguments), exact, strict=True):
+        assert right.made_by_torch or out.untyped_storage().data_ptr() in guarded, "a result that no guard surrounds"
         assert out.device.type == DEVICE.type
-        assert out.dtype == (right.dtype or dtype)
+        assert out.dtype == right.dtype_for(dtype)
         assert out.shape == right.value.shape
-        assert out.is_contiguous()
-        assert torch.equal(out.flatten().view(torch.uint8), again.flatten().view(torch.uint8)), "not deterministic"
+        assert out.is_contiguous() or not case.contiguous or any(out is value for value in changed)
+        assert torch.equal(bits(out), bits(again)), "not deterministic"
         if out.is_floating_point():
-            terms = right.value.abs() if right.terms is None else right.terms
-            roundings = case.roundings if isinstance(case.roundings, int) else case.roundings(out)
-            assert_within(out, right.value, terms, roundings, case.floor(out.dtype))
+            assert_close(case, dtype, out, right)
         else:
             assert torch.equal(out, right.value)
     return results
+
+
+def assert_close(case: Case, dtype: torch.dtype, out: torch.Tensor, right: Exact) -> None:
+    """Assert that a result is as good as its accumulator, its dtype and what is rounded on the way."""
+    none = right.value.isnan()
+    assert torch.equal(out.isnan(), none), "NaN where there is a number, or a number where there is NaN"
+    value = right.value.masked_fill(none, 0)
+    terms = value.abs() if right.terms is None else right.terms.masked_fill(none, 0)
+    roundings = right.roundings or (case.roundings if isinstance(case.roundings, int) else case.roundings(out))
+    lost: float | torch.Tensor = case.floor(out.dtype)
+    if right.narrow is not None:
+        lost = lost + torch.finfo(dtype).eps * right.narrow.masked_fill(none, 0)
+    assert_within(out.masked_fill(none, 0), value, terms, roundings, lost)
 
 
 @contextmanager

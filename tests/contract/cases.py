@@ -15,7 +15,9 @@ CASES = [replace(case, recipe=recipe) for recipe, case in collect("CONTRACT") if
 
 def each_case(wanted: Callable[[Case], object] = lambda _: True) -> pytest.MarkDecorator:
     """Ask a test of each case that has what it is about."""
-    return pytest.mark.parametrize("case", [pytest.param(case, id=case.call) for case in CASES if wanted(case)])
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, id=case.name or case.call) for case in CASES if wanted(case)]
+    )
 
 
 def each_dtype(wanted: Callable[[Case], object] = lambda _: True) -> pytest.MarkDecorator:
@@ -26,7 +28,7 @@ def each_dtype(wanted: Callable[[Case], object] = lambda _: True) -> pytest.Mark
             pytest.param(
                 case,
                 dtype,
-                id=f"{case.call}-{str(dtype).removeprefix('torch.')}",
+                id=f"{case.name or case.call}-{str(dtype).removeprefix('torch.')}",
                 marks=() if dtype in QUICK or not QUICK & {*case.dtypes} else pytest.mark.thorough,
             )
             for case in CASES

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from case import Case, Draw, in_float64, with_gradients
+from case import Case, Draw, differentiable, in_float64, with_gradients
 from cases import each_case, each_dtype
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import layouts
+from own import is_real
 from torch.utils._pytree import tree_leaves
 
+# NumPy's, of infinities, in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 Load = Callable[[str], ModuleType]
 
 
@@ -22,10 +25,10 @@ Load = Callable[[str], ModuleType]
 def test_autograd(load_op: Load, case: Case, dtype: torch.dtype, data: st.DataObject) -> None:
     """In any layout, a gradient is that of float64, but for roundings of what the forward keeps."""
     assert case.gradients
-    of = data.draw(st.lists(layouts(), min_size=8, max_size=8))
+    of = data.draw(st.lists(layouts(case.layouts), min_size=8, max_size=8))
     arguments = case.arguments(Draw(dtype, of), *data.draw(case.shapes))
     leaves, with_leaves = with_gradients(case, arguments)
-    results = tree_leaves(case.function(load_op(f"{case.recipe}.py"))(*with_leaves))
+    results = differentiable(tree_leaves(case.function(load_op(f"{case.recipe}.py"))(*with_leaves)))
     grads = [of[-1 - i].make(tuple(out.shape), out.dtype, out.device) for i, out in enumerate(results)]
     found = torch.autograd.grad(results, leaves, grads)
     exact = case.gradients(*(grad.double() for grad in grads), *in_float64(arguments))
@@ -38,31 +41,39 @@ def test_autograd(load_op: Load, case: Case, dtype: torch.dtype, data: st.DataOb
         assert ((out.double() - right.value).abs() <= 4 * unit * terms + lost).all()
 
 
-def of_leaves(load_op: Load, case: Case) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+def of_leaves(load_op: Load, case: Case, dtype: torch.dtype) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """Return the function of the arguments that have gradients, and these."""
-    leaves, arguments = with_gradients(case, case.arguments(Draw(torch.float64), *case.small))
+    leaves, arguments = with_gradients(case, case.arguments(Draw(dtype), *case.small))
     function = case.function(load_op(f"{case.recipe}.py"))
     return lambda *values: function(*values, *arguments[len(leaves) :]), leaves
 
 
-@each_case(lambda case: case.gradients)
+@each_case(lambda case: case.gradients and not case.once)
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_gradcheck(load_op: Load, case: Case, fast: bool) -> None:
-    """Differences agree with the gradients."""
-    assert torch.autograd.gradcheck(*of_leaves(load_op, case), fast_mode=fast)
+    """Differences agree with the gradients, and with those that the gradients have."""
+    function, leaves = of_leaves(load_op, case, torch.float64)
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=fast)
+    if case.second_gradients:
+        assert torch.autograd.gradgradcheck(function, leaves, fast_mode=fast)
 
 
-@each_case(lambda case: case.gradients and case.twice)
-def test_second_derivative(load_op: Load, case: Case) -> None:
-    """Differences of the gradients agree with theirs."""
-    assert torch.autograd.gradgradcheck(*of_leaves(load_op, case), fast_mode=True)
-
-
-@each_case(lambda case: case.gradients and not case.twice)
+@each_case(lambda case: case.gradients and not case.second_gradients)
 def test_no_second_derivative_float32(load_op: Load, case: Case) -> None:
     """It is refused, not zero."""
-    function, leaves = of_leaves(load_op, case)
+    function, leaves = of_leaves(load_op, case, torch.float32)
     out = tree_leaves(function(*leaves))[0]
     first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+    # A backward that writes over what it keeps returns what is no part of a graph.
+    said = "does not require grad" if case.once else "no autograd formula"
+    with pytest.raises(RuntimeError, match=said):
         sum(grad.sum() for grad in first).backward()
+
+
+@each_case(lambda case: not (case.gradients or case.changes or case.plain))
+def test_no_gradient_float32(load_op: Load, case: Case) -> None:
+    """A gradient that there is not is refused, not zero."""
+    arguments = case.arguments(Draw(torch.float32), *case.small)
+    leaves = [value.requires_grad_() if is_real(value) else value for value in arguments]
+    with pytest.raises((RuntimeError, ValueError), match=r"no (autograd formula|backward)"):
+        sum(out.sum() for out in tree_leaves(case.function(load_op(f"{case.recipe}.py"))(*leaves))).backward()

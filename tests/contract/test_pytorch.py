@@ -1,25 +1,33 @@
 """An op is at home in PyTorch: the dispatcher, opcheck, torch.compile, CUDA graphs, streams, several GPUs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import pytest
 import torch
-from case import Case, Draw, at, check, with_gradients
+from case import Case, Draw, at, bits, check, copy, differentiable, with_gradients
 from cases import each_case, each_dtype
 from device_key import at_cuda
-from torch.utils._pytree import tree_leaves
 
+# NumPy's, of infinities, in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 Load = Callable[[str], ModuleType]
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
 
 
-@each_case()
+def of_squares(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the squares of those results that have any."""
+    return torch.autograd.grad([out.square().sum() for out in differentiable(results)], leaves)
+
+
+@each_case(lambda case: case.launcher and not case.plain)
 def test_launcher_float32(load_op: Load, case: Case) -> None:
     """On a GPU a call goes straight to the launcher, which does what the op does."""
-    function = case.function(load_op(f"{case.recipe}.py"))
-    arguments = case.arguments(Draw(torch.float32), *case.small)
-    torch.testing.assert_close(at_cuda(function, *arguments), function(*arguments), rtol=0, atol=0)
+    op = load_op(f"{case.recipe}.py")
+    function, arguments = case.function(op), case.arguments(Draw(torch.float32), *case.small)
+    changed = [copy(value) for value in arguments[: case.changes]]
+    results = case.results(at_cuda(function, *changed, *arguments[case.changes :]), changed)
+    torch.testing.assert_close(results, case.on_copies(op)(*arguments), rtol=0, atol=0)
 
 
 @needs_a_gpu
@@ -29,14 +37,12 @@ def test_many_programs(load_op: Load, case: Case) -> None:
     op, arguments = load_op(f"{case.recipe}.py"), case.arguments(Draw(torch.float32), *case.many)
     first = check(case, op, torch.float32, arguments)
     for _ in range(9):
-        again = tree_leaves(case.function(op)(*arguments))
-        assert all(
-            torch.equal(*(t.flatten().view(torch.uint8) for t in pair)) for pair in zip(again, first, strict=True)
-        )
+        again = case.on_copies(op)(*arguments)
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(again, first, strict=True))
 
 
 @needs_a_gpu
-@each_dtype()
+@each_dtype(lambda case: not case.plain)
 def test_opcheck(load_op: Load, case: Case, dtype: torch.dtype) -> None:
     """PyTorch's own checks of an op pass: schema, autograd registration, fake tensors, AOT dispatch."""
     _, arguments = with_gradients(case, case.arguments(Draw(dtype), *case.small))
@@ -49,44 +55,42 @@ def test_opcheck(load_op: Load, case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(load_op: Load, case: Case, dynamic: bool) -> None:
     """torch.compile takes the op whole, with its gradient, at several sizes."""
-    function = case.function(load_op(f"{case.recipe}.py"))
+    function = case.on_copies(load_op(f"{case.recipe}.py"))
     torch.compiler.reset()
     compiled = torch.compile(lambda *arguments: function(*arguments), fullgraph=True, dynamic=dynamic)
     for size in (case.small, *case.sizes[:2]):
         with at(size):
             leaves, arguments = with_gradients(case, case.arguments(Draw(torch.float32), *size))
-            ways = [tree_leaves(way(*arguments)) for way in (compiled, function)]
+            ways = [way(*arguments) for way in (compiled, function)]
             torch.testing.assert_close(*ways)
             if leaves:
-                torch.testing.assert_close(
-                    *(torch.autograd.grad([t.square().sum() for t in results], leaves) for results in ways)
-                )
+                torch.testing.assert_close(*(of_squares(results, leaves) for results in ways))
 
 
 @needs_a_gpu
 @each_case()
 def test_cuda_graph(load_op: Load, case: Case) -> None:
     """A CUDA graph captures a call, and replays it for other values."""
-    function = case.function(load_op(f"{case.recipe}.py"))
+    function = case.on_copies(load_op(f"{case.recipe}.py"))
     arguments, others = (case.arguments(Draw(torch.float32, seed=seed), *case.sizes[0]) for seed in (0, 100))
     function(*arguments)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = tree_leaves(function(*arguments))
+        results = function(*arguments)
     for place, value in zip(arguments, others, strict=True):
         if isinstance(place, torch.Tensor):
             place.copy_(value)
     graph.replay()
-    torch.testing.assert_close(results, tree_leaves(function(*others)), rtol=0, atol=0)
+    torch.testing.assert_close(results, function(*others), rtol=0, atol=0)
 
 
 @needs_a_gpu
 @each_case()
 def test_stream(load_op: Load, case: Case) -> None:
     """It launches on the current stream: what was put there before is read, after a wait of some milliseconds."""
-    function = case.function(load_op(f"{case.recipe}.py"))
+    function = case.on_copies(load_op(f"{case.recipe}.py"))
     arguments = case.arguments(Draw(torch.float32), *case.sizes[0])
-    expected = tree_leaves(function(*arguments))
+    expected = function(*arguments)
     late = [value.clone().zero_() if isinstance(value, torch.Tensor) else value for value in arguments]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -94,7 +98,7 @@ def test_stream(load_op: Load, case: Case) -> None:
         for place, value in zip(late, arguments, strict=True):
             if isinstance(place, torch.Tensor):
                 place.copy_(value)
-        results = tree_leaves(function(*late))
+        results = function(*late)
     torch.cuda.synchronize()
     torch.testing.assert_close(results, expected, rtol=0, atol=0)
 
@@ -103,14 +107,14 @@ def test_stream(load_op: Load, case: Case) -> None:
 @each_case()
 def test_another_gpu(load_op: Load, case: Case) -> None:
     """It runs where its arguments are, whichever GPU is the current one."""
-    function = case.function(load_op(f"{case.recipe}.py"))
+    function = case.on_copies(load_op(f"{case.recipe}.py"))
     here, there = (
         case.arguments(Draw(torch.float32, device=torch.device(name)), *case.small) for name in ("cuda:0", "cuda:1")
     )
     leaves, there = with_gradients(case, there)
-    results = tree_leaves(function(*there))
+    results = function(*there)
     assert all(t.device == torch.device("cuda:1") for t in results)
-    torch.testing.assert_close([t.cpu() for t in results], [t.cpu() for t in tree_leaves(function(*here))])
+    torch.testing.assert_close([t.cpu() for t in results], [t.cpu() for t in function(*here)])
     if leaves:
-        grads = torch.autograd.grad([t.square().sum() for t in results], leaves)
+        grads = of_squares(results, leaves)
         assert all(grad.device == torch.device("cuda:1") for grad in grads)

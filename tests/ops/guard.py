@@ -45,6 +45,7 @@ class Guard(TorchFunctionMode):
         super().__init__()
         self.outputs: list[torch.Tensor] = []
         self.inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.changed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -76,10 +77,17 @@ class Guard(TorchFunctionMode):
 
         return run
 
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of an input between guards, with the same strides and offset; no byte of it may change."""
+    def place(self, tensor: torch.Tensor, changes: bool = False) -> torch.Tensor:
+        """Return a copy of an input between guards, with the same strides and offset.
+
+        No byte of it may change; or, where the code changes it in place, none but those of its elements.
+        """
         buffer, tensor = _between_guards(tensor)
-        self.inputs.append((buffer, buffer.clone()))
+        if changes:
+            self.outputs.append(buffer)
+            self.changed.append((buffer, buffer.clone(), tensor))
+        else:
+            self.inputs.append((buffer, buffer.clone()))
         return tensor
 
     def __exit__(
@@ -95,6 +103,9 @@ class Guard(TorchFunctionMode):
             assert torch.equal(buffer[-PAD:], pattern), "a store behind the end of an allocated tensor"
         for buffer, before in self.inputs:
             assert torch.equal(buffer, before), "a store to an input, or next to it"
+        for buffer, before, tensor in self.changed:
+            _like(tensor, before).copy_(tensor)
+            assert torch.equal(buffer, before), "a store next to what is changed in place"
 
 
 class _Inside(TorchFunctionMode):
@@ -116,6 +127,12 @@ def guarded(op: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Ten
     placed = [guard.place(tensor) for tensor in inputs]
     with guard:
         return op(*placed)
+
+
+def _like(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that lies in another buffer as this one lies in its own."""
+    other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return other.set_(buffer.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 @cache

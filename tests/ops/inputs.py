@@ -1,6 +1,7 @@
 """Inputs as they come in practice: strategies for shapes, and tensors in every layout."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ def first_quickly(*values: Any) -> list[Any]:
 
 
 NAMES = ["contiguous", "offset", "transposed", "strided", "expanded"]
+LAYOUTS = ("contiguous", "apart", *NAMES[1:], "padded")  # those of the contract
+GAPS = [1, 2, 4, 8, 3, 16]  # elements between rows that lie apart
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,13 @@ class Layout:
             return values(shape[::-1], dtype, generator).to(device).permute(*reversed(range(len(shape))))
         if self.name == "strided" and shape:
             return values((*shape[:-1], 3 * shape[-1]), dtype, generator).to(device)[..., 1::3]
+        if self.name == "apart" and shape:
+            gap = GAPS[self.seed % len(GAPS)]
+            room = values((*shape[:-1], shape[-1] + gap), dtype, generator).to(device)
+            return room[..., gap // 2 :][..., : shape[-1]]
+        if self.name == "padded" and shape:  # rows of any length begin at multiples of 16 bytes, with a gap between
+            room = shape[-1] + 32 - shape[-1] % 16
+            return values((*shape[:-1], room), dtype, generator).to(device)[..., : shape[-1]]
         if self.name == "expanded" and shape:
             axis = self.seed % len(shape)
             narrow = (*shape[:axis], 1, *shape[axis + 1 :])
@@ -62,9 +72,9 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generato
     return torch.randint(info.min, info.max, shape, dtype=dtype, generator=generator)
 
 
-def layouts() -> st.SearchStrategy[Layout]:
+def layouts(names: Sequence[str] = NAMES) -> st.SearchStrategy[Layout]:
     """Ways to lay out a tensor."""
-    return st.builds(Layout, name=st.sampled_from(NAMES), seed=st.integers(0, 2**31))
+    return st.builds(Layout, name=st.sampled_from(names), seed=st.integers(0, 2**31))
 
 
 def sizes(block: int, most: int) -> st.SearchStrategy[int]:

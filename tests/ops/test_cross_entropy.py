@@ -5,23 +5,29 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused, accumulator, check
 from compiled import TRITON, Ask, graphs, ptx, stack
-from device_key import at_cuda
-from guard import Guard, guarded
-from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, layouts, sizes
-from tolerance import assert_within
+from inputs import DEVICE, FLOATS, sizes
+from losses import (
+    FLUSHED,
+    exact_gradient,
+    exact_loss,
+    ignored_rows,
+    reference,
+    rising_rows,
+    special_rows,
+    targets,
+    zeros,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 torch_loss = torch.nn.functional.cross_entropy
 REDUCTIONS = ["mean", "sum", "none"]
@@ -48,181 +54,229 @@ def processors(taken: ModuleType, number: int) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the op takes besides logits and targets, and which targets there are."""
+class Options(NamedTuple):
+    """What the ops take besides tensors, and how rows and targets are made."""
 
-    ignore_index: int
-    label_smoothing: float
-    reduction: str
-    share: float = 0.3  # of the rows to ignore
-    seed: int = 0
-
-    def targets(self, shape: tuple[int, ...], N: int) -> torch.Tensor:
-        """Return targets, not contiguous."""
-        generator = torch.Generator().manual_seed(self.seed)
-        target = torch.randint(max(N, 1), (*shape, 2), generator=generator)
-        ignored = torch.rand((*shape, 2), generator=generator) < self.share
-        return target.masked_fill(ignored, self.ignore_index).to(DEVICE)[..., 1]
-
-    def __iter__(self) -> Iterator[int | float | str]:
-        """Iterate over what the op takes."""
-        return iter((self.ignore_index, self.label_smoothing, self.reduction))
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+    share: float = 0.3  # of the rows, for which the target is no class
+    wrong: int | None = None  # that target; None is the one to ignore
+    gap: int = 0  # elements between rows
 
 
-OPTIONS = st.builds(
-    Options,
-    ignore_index=st.sampled_from([-100, 0, 1, 7, 2**40]),
-    label_smoothing=st.sampled_from([0.0, 0.1, 1.0]),
-    reduction=st.sampled_from(REDUCTIONS),
-    share=st.sampled_from([0.0, 0.3, 1.0]),
-    seed=st.integers(0, 2**31),
-)
+USUAL = Options()
 
 
-@dataclass
-class Exact:
-    """A loss and its gradient in float64, by their definition, and what their errors are relative to."""
+def rows(
+    draw: Draw, lead: tuple[int, ...], N: int, options: Options = USUAL
+) -> tuple[torch.Tensor, torch.Tensor, int, float, str]:
+    """Make logits, targets and options."""
+    reduction, smoothing, ignored, share, wrong, gap = options
+    x = draw(*lead, gap + N)[..., gap:]
+    return x, targets(draw, lead, N, share, ignored if wrong is None else wrong), ignored, smoothing, reduction
 
-    loss: torch.Tensor
-    loss_size: torch.Tensor
-    d: torch.Tensor
-    d_size: torch.Tensor
+
+def gradient_and_rows(draw: Draw, lead: tuple[int, ...], N: int, options: Options) -> tuple[Any, ...]:
+    """Make the gradient of a loss, what it is the loss of, and what the forward keeps of that."""
+    x, target, ignored, *rest = rows(draw, lead, N, options)
+    grad = draw(*(lead if options.reduction == "none" else ()), dtype=accumulator(draw.dtype))
+    return grad, x, target, kept(x, target, ignored, options.reduction), ignored, *rest
 
 
-def reference(logits: torch.Tensor, target: torch.Tensor, options: Options, grad: torch.Tensor | None = None) -> Exact:
-    """Return what is exact, given the gradient of the loss."""
-    _, smoothing, reduction = options
-    x, used = logits.detach().double(), target != options.ignore_index
-    log_p = torch.log_softmax(x, -1)
-    hit = torch.zeros_like(x).scatter_(-1, target.where(used, 0)[..., None], 1 - smoothing) if x.numel() else x
-    hit = hit + smoothing / max(x.shape[-1], 1)
-    losses = -(hit * log_p).sum(-1)
-    losses = (losses if x.shape[-1] else losses.fill_(torch.nan)).where(used, 0)
-    largest = x.abs().amax(-1).where(used, 0) if x.numel() else losses.abs()
-    largest = (largest + losses.abs()).nan_to_num(0)
-    scale = torch.ones_like(losses)
-    loss, size = losses, largest
-    if reduction != "none":
-        loss, size = losses.sum(), largest.sum()
+def kept(x: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str) -> torch.Tensor:
+    """Return maxima, sums and one over the rows that count, as the forward does; where a row is ignored, NaN."""
+    wide, used = accumulator(x.dtype), target != ignore_index
+    top, total = maxima_and_sums(x.double())
+    parts = [part.where(used, torch.nan).flatten() for part in (top, total)]
+    parts += [1 / used.sum().double()[None]] if reduction == "mean" else []
+    return torch.cat(parts).to(wide)
+
+
+def maxima_and_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest number of each row, at least the lowest of all, and the sum of exponentials relative to it."""
+    lowest = torch.finfo(torch.float64).min
+    top = torch.cat([x.where(~x.isnan(), lowest), x.new_full((*x.shape[:-1], 1), lowest)], -1).amax(-1)
+    return top, torch.exp(x - top[..., None]).sum(-1)
+
+
+def exact(x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float, reduction: str) -> list[Exact]:
+    """Return the loss and what the backward needs of each row: any number where that is ignored or empty."""
+    loss, size = exact_loss(x, target, ignore_index, smoothing, reduction)
+    used = target != ignore_index
+    top, total = (part.where(used, 0).flatten() for part in maxima_and_sums(x))
+    known = used.flatten() & (x.shape[-1] > 0)
+    numbers, terms = [top, total], [part.abs().where(known, torch.inf) for part in (top, total)]
     if reduction == "mean":
-        loss, size, scale = loss / used.sum(), size / used.sum(), scale / used.sum()
-    scale = (scale if grad is None else scale * grad.double())[..., None]
-    d, terms = ((t * scale).where(used[..., None], 0) for t in (log_p.exp() - hit, log_p.exp() + hit))
-    return Exact(loss, size, d, terms.abs())
+        one = 1 / used.sum().double()[None]
+        numbers.append(one.nan_to_num(posinf=0))
+        terms.append(one)
+    return [
+        Exact(loss, size, accumulator, made_by_torch=reduction == "sum"),
+        Exact(torch.cat(numbers), torch.cat(terms), accumulator),
+    ]
 
 
-def assert_close(out: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
-    """Assert that a result is as good as its accumulator and its dtype."""
-    assert out.device.type == DEVICE.type
-    assert out.shape == expected.shape
-    # Exponents are less than 16 and are rounded, which is a relative error of 16 roundings in an exponential and in
-    # their sum; the sums have a few dozen additions one after another.
-    # Results too small for normal numbers of the accumulator may be zero.
-    flushed = torch.finfo(torch.float64 if out.dtype == torch.float64 else torch.float32).tiny
-    both = out.isnan() & expected.isnan()
-    out, expected, magnitude = (tensor.masked_fill(both, 0) for tensor in (out, expected, magnitude))
-    assert_within(out, expected, magnitude, roundings=96, floor=flushed)
+def special(draw: Draw) -> list[tuple[Any, ...]]:
+    """Make rows with NaN, infinities and the lowest numbers; those that are ignored have some, too."""
+    rows = special_rows(draw.dtype)
+    found = [(x, target, -100, 0.0, "none") for x, target in rows]
+    found += [(x[:9], target[:9], -100, 0.2, "none") for x, target in rows]
+    return found + [
+        (*pair, -1, smoothing, reduction)
+        for pair in ignored_rows(draw)
+        for smoothing in (0.0, 0.1)
+        for reduction in REDUCTIONS
+    ]
 
 
-def assert_right(taken: ModuleType, x: torch.Tensor, target: torch.Tensor, options: Options) -> None:
-    """Assert that loss and gradient are right."""
+def special_gradients(draw: Draw) -> list[tuple[Any, ...]]:
+    """Make the gradient of ones for the same rows."""
+    return [
+        (
+            torch.ones(target.shape if reduction == "none" else (), dtype=accumulator(x.dtype), device=DEVICE),
+            x,
+            target,
+            kept(x, target, ignored, reduction),
+            ignored,
+            smoothing,
+            reduction,
+        )
+        for x, target, ignored, smoothing, reduction in special(draw)
+    ]
+
+
+def reference_gradient(
+    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, stats: torch.Tensor, *options: Any
+) -> torch.Tensor:
+    """Return the gradient of that."""
     leaf = x.detach().requires_grad_()
-    loss = taken.cross_entropy(leaf, target, *options)
-    generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(loss.shape, generator=generator).to(loss)
-    (d,) = torch.autograd.grad(loss, leaf, grad)
-    exact = reference(x, target, options, grad)
-    assert loss.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32)
-    assert d.dtype == x.dtype
-    assert d.is_contiguous()
-    assert_close(loss, exact.loss, exact.loss_size)
-    assert_close(d, exact.d, exact.d_size)
+    return torch.autograd.grad(reference(leaf, target, *options), leaf, grad)[0]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=12)
-@given(
-    lead=LEADS, N=sizes(1024, 4500), of=layouts(), of_grad=layouts(), options=OPTIONS, number=st.sampled_from([0, 1, 4])
+def refused_gradient(draw: Draw, grad: torch.Tensor) -> tuple[Any, ...]:
+    """Make a call with a gradient that the loss of two rows does not have."""
+    x, target = draw(2, 3), zeros(draw, 2)
+    return grad, x, target, kept(x, target, -100, "none"), -100, 0.0, "none"
+
+
+of = Options
+# One block and several, forward and backward; few rows, which have more warps and programs, and many; rows that begin
+# and end at any distance from a multiple of 16 bytes, alike in logits and gradient or not; targets of all kinds.
+ROWS = [((5,), 1000, of("none", 0.1)), ((17,), 4999, of()), ((9,), 17, of("none", 0.25, gap=3)), ((3,), 1, of())]
+ROWS += [((9,), 4096, of("sum", 0.1)), ((4,), 300, of("none", wrong=-1)), ((2, 3), 33, of(ignore_index=7, share=1.0))]
+ROWS += [((0,), 7, of()), ((3,), 0, of("sum"))]
+ROWS += [((4,), 100, of("none", wrong=bad)) for bad in (100, 103, 2**31, 2**32 + 5, -(2**40))]
+ROWS += [((4,), 100, of(way, wrong=100)) for way in ("mean", "sum")]
+ROWS += [
+    ((max(N, 8),), N, options)
+    for N in (1, 2, 3, 7, 8, 9, 15, 16, 17)
+    for options in (of(gap=3, share=0), of("none", 0.25, share=0, gap=16 * (N % 2)))
+]
+ROWS += [((3,), N, of()) for N in (259, 1027, 4099, 16_387, 50_257)]
+ROWS += [((M,), N, of("sum", 0.1, share=0)) for M, N in ((1, 16_384), (3, 8192), (9, 8192), (17, 10_000))]
+SHAPES = st.tuples(
+    LEADS,
+    sizes(1024, 4500),
+    st.builds(
+        Options,
+        reduction=st.sampled_from(REDUCTIONS),
+        label_smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+        ignore_index=st.sampled_from([-100, 0, 1, 7, 2**40]),
+        share=st.sampled_from([0.0, 0.3, 1.0]),
+        wrong=st.none(),
+        gap=st.integers(0, 9),
+    ),
 )
-@example((5,), 1000, Layout("contiguous", 0), Layout("contiguous", 1), Options(-100, 0.1, "none"), 1)
-@example((5,), 1000, Layout("contiguous", 0), Layout("contiguous", 1), Options(-100, 0.0, "mean"), 4)
-def test_loss_and_gradient(
-    taken: ModuleType,
-    dtype: torch.dtype,
-    lead: tuple[int, ...],
-    N: int,
-    of: Layout,
-    of_grad: Layout,
-    options: Options,
-    number: int,
-) -> None:
-    """Both are right for any logits and targets in any layout, and nothing else is written."""
-    x, target = of.make((*lead, N), dtype, DEVICE), options.targets(lead, N)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    grad = of_grad.make(lead if options.reduction == "none" else (), wide, DEVICE)
-    with processors(taken, number):
-        loss = guarded(lambda *tensors: taken.cross_entropy(*tensors, *options), x, target)
-        stats = taken.cross_entropy_forward(x, target, *options)[1]
-        backward = partial(taken._cross_entropy_backward_launch, ignore_index=options.ignore_index)
-        backward = partial(backward, label_smoothing=options.label_smoothing, reduction=options.reduction)
-        d = guarded(backward, grad, x, target, stats)
-        leaf = x.detach().requires_grad_()
-        again = taken.cross_entropy(leaf, target, *options)
-        torch.testing.assert_close(again, loss, rtol=0, atol=0, equal_nan=True)
-        (gradient,) = torch.autograd.grad(again, leaf, grad)
-        torch.testing.assert_close(gradient, d, rtol=0, atol=0, equal_nan=True)
-    assert loss.dtype == wide
-    assert d.dtype == dtype
-    assert d.is_contiguous()
-    exact = reference(x, target, options, grad)
-    assert_close(loss, exact.loss, exact.loss_size)
-    assert_close(d, exact.d, exact.d_size)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("N", [1, 2, 3, 7, 8, 9, 15, 16, 17])
-def test_edges(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
-    """Rows that begin and end at any distance from a multiple of 16 bytes, with a target at every position."""
-    M = max(N, 8)
-    target = -torch.arange(M, device=DEVICE) % N
-    for stride in (N, N + 3, N + 16):
-        x = Layout("contiguous", N).make((M, stride), dtype, DEVICE)[:, stride - N :]
-        assert_right(taken, x, target, Options(-100, 0.25, "none"))
-        assert_right(taken, x, target, Options(-100, 0.0, "mean"))
-
-
-# Lengths on both sides of one to several turns of the loops, with every number of warps.
-LENGTHS = [*(2**k + 3 for k in range(8, 15, 2)), 3000, 20_001, 50_257, 131_073]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("N", LENGTHS)
-def test_every_length(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
-    """Rows of all lengths, as few and as many."""
-    x = Layout("contiguous", N).make((3, N), dtype, DEVICE)
-    for number in (0, 1, 100):
-        with processors(taken, number):
-            assert_right(taken, x, Options(-100, 0.0, "mean", seed=N).targets((3,), N), Options(-100, 0.0, "mean"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_whole_blocks(taken: ModuleType, dtype: torch.dtype) -> None:
-    """A row that ends with its last block, and several programs to each row."""
-    for N in (1024, 4096, 8192):
-        x = Layout("contiguous", N).make((3, N), dtype, DEVICE)
-        target = torch.tensor([0, N - 1, N // 2], device=DEVICE)
-        for number in (0, 1, 100):
-            with processors(taken, number):
-                assert_right(taken, x, target, Options(-100, 0.1, "sum"))
+SMALL = ((3,), 5, of(label_smoothing=0.3, share=0))
+MANY = ((1031,), 2053, of())
+# Exponents are less than 16 and are rounded: 16 roundings in an exponential and in their sum, and the sums have a few
+# dozen additions one after another.
+TYPES = r"cross_entropy takes float logits and int64 targets, not torch\.\w+ and"
+FORMS = r"cross_entropy takes logits \(\.\.\., N\) and targets \(\.\.\.\), not"
+CONTRACT = [
+    Case(
+        "cross_entropy",
+        lambda draw, *size: rows(draw, *size)[:2],
+        lambda x, target: exact(x, target, -100, 0.0, "mean")[:1],
+        sizes=[((5,), 1000), ((2, 3), 17)],
+        small=((3,), 5, of(share=0)),
+        many=MANY,
+        roundings=96,
+        floor=FLUSHED.__getitem__,
+        reference=reference,
+        special=special,
+        plain=True,
+        refused=[
+            Refused(lambda draw: (draw(2, 3).int(), zeros(draw, 2)), TypeError, TYPES),
+            Refused(lambda draw: (draw(2, 3), zeros(draw, 2).int()), TypeError, TYPES),
+            Refused(lambda draw: (draw(2, 3), draw(2, 3)), TypeError, TYPES),
+            Refused(lambda draw: (draw(2, 3), zeros(draw, 1)), ValueError, FORMS),
+            Refused(lambda draw: (draw(1, 2, 3), zeros(draw, 2)), ValueError, FORMS),
+            Refused(lambda draw: (draw(), zeros(draw)), ValueError, FORMS),
+            Refused(lambda draw: (draw(2, 3), zeros(draw, 1, 2)), ValueError, FORMS),
+            *(
+                Refused(
+                    lambda draw, bad=bad: (draw(2, 3), zeros(draw, 2), -100, bad),
+                    ValueError,
+                    "cross_entropy takes label_smoothing from 0 to 1",
+                )
+                for bad in (-0.1, 1.1, torch.nan)
+            ),
+            Refused(
+                lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "max"),
+                ValueError,
+                "cross_entropy takes a reduction mean, sum or none, not 'max'",
+            ),
+            Refused(
+                lambda draw: (draw(1).expand(2**30 + 1), zeros(draw)),
+                ValueError,
+                r"cross_entropy takes .*up to 2\*\*30 elements",
+            ),
+            Refused(lambda draw: (draw(2, 3).to("meta"), zeros(draw, 2)), ValueError, "cross_entropy takes one device"),
+        ],
+    ),
+    Case(
+        "cross_entropy_forward",
+        rows,
+        exact,
+        sizes=ROWS,
+        small=SMALL,
+        many=MANY,
+        shapes=SHAPES,
+        roundings=96,
+        floor=FLUSHED.__getitem__,
+        gradients=exact_gradient,
+    ),
+    Case(
+        "cross_entropy_backward",
+        gradient_and_rows,
+        lambda grad, x, target, stats, *options: exact_gradient(grad, x, target, *options),
+        sizes=ROWS,
+        small=SMALL,
+        many=MANY,
+        shapes=SHAPES,
+        roundings=96,
+        floor=FLUSHED.__getitem__,
+        reference=reference_gradient,
+        special=special_gradients,
+        refused=[
+            Refused(
+                lambda draw, wrong=wrong: refused_gradient(draw, wrong(draw)),
+                ValueError,
+                "cross_entropy_backward takes a gradient like the loss",
+            )
+            for wrong in (lambda draw: draw().double(), lambda draw: draw(3), lambda draw: draw())
+        ],
+    ),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
 @pytest.mark.parametrize("M", [1, 1023, 1024, 1025, 20_001])
 def test_mean_of_many_rows(taken: ModuleType, dtype: torch.dtype, M: int) -> None:
     """The kernel of the mean goes over any number of rows, and counts those that are not ignored."""
-    options = Options(7, 0.0, "mean", seed=M)
-    target = options.targets((M,), 5).contiguous()
+    _, target, *options = rows(Draw(dtype, seed=M), (M,), 5, Options(ignore_index=7))
     losses = torch.rand(M, generator=torch.Generator().manual_seed(M), dtype=dtype).to(DEVICE)
     losses = losses.where(target != 7, 0)
     with pytest.MonkeyPatch.context() as patch:
@@ -238,74 +292,15 @@ def test_mean_of_many_rows(taken: ModuleType, dtype: torch.dtype, M: int) -> Non
     torch.testing.assert_close(stats[-1], (1 / used.double()).to(dtype))
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_special_values(taken: ModuleType, dtype: torch.dtype, smoothing: float) -> None:
-    """NaN, infinities and the lowest numbers do what they do in PyTorch, and to no other row."""
-    N, large = 3001, torch.finfo(dtype).max
-    x = torch.zeros(12, N, dtype=dtype, device=DEVICE)
-    x[0, 5], x[1, N - 1], x[2, 7], x[2, 8] = torch.nan, torch.inf, torch.inf, -torch.inf
-    x[3], x[4, :2000], x[5, 1:], x[6, :-1] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
-    x[7], x[8, 1::2], x[9, 0] = -large, -large, large
-    x[10, 0] = x[11, N - 1] = torch.nan
-    target = torch.zeros(len(x), dtype=torch.int64, device=DEVICE)
-    target[6] = N - 1
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for part in (x, x[:, :5]):
-        at = target.clamp(max=part.shape[1] - 1)
-        options = {"label_smoothing": smoothing, "reduction": "none"}
-        leaf, own = part.to(wide).clone().requires_grad_(), part.clone().requires_grad_()
-        expected, out = torch_loss(leaf, at, **options), taken.cross_entropy(own, at, **options)
-        # With smoothing, PyTorch's sum overflows in some rows.
-        finite = [row for row in range(12) if not (smoothing and row in (7, 8, 9))]
-        torch.testing.assert_close(out[finite], expected[finite], equal_nan=True)
-        (exact,), (d,) = torch.autograd.grad(expected.sum(), leaf), torch.autograd.grad(out.sum(), own)
-        torch.testing.assert_close(d.to(wide), exact, equal_nan=True, rtol=1e-2, atol=1e-5)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_ignored_rows(taken: ModuleType, dtype: torch.dtype, reduction: str) -> None:
-    """Ignored rows count for nothing, whatever they hold; the mean of none is NaN, and the gradient zero."""
-    x = Layout("contiguous", 0).make((4, 1000), dtype, DEVICE)
-    x[1, 3], x[2, 0] = torch.nan, torch.inf
-    target = torch.tensor([5, -1, -1, 7], device=DEVICE)
-    for at, rows in ((target, [0, 3]), (torch.full_like(target, -1), [])):
-        for smoothing in (0.0, 0.1):
-            leaf = x.clone().requires_grad_()
-            out = taken.cross_entropy(leaf, at, -1, smoothing, reduction)
-            (d,) = torch.autograd.grad(out.sum(), leaf)
-            expected = torch_loss(x[rows].to(out), at[rows], label_smoothing=smoothing, reduction=reduction)
-            rest = [row for row in range(4) if row not in rows]
-            if reduction == "none":
-                assert not out[rest].any()
-                out = out[rows]
-            torch.testing.assert_close(out, expected, equal_nan=True)
-            assert not d[rest].any()
-            assert d[rows].isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-@pytest.mark.parametrize("bad", [-1, 1000, 1003, 2**31, 2**32 + 5, -(2**40)])
-def test_targets_out_of_range(taken: ModuleType, dtype: torch.dtype, bad: int) -> None:
-    """Such a target makes the loss and its row's gradient NaN, reads nothing outside, and spares the other rows."""
-    x = Layout("contiguous", 0).make((3, 1000), dtype, DEVICE)
-    target = torch.tensor([5, bad, 7], device=DEVICE)
-    for reduction in REDUCTIONS:
-        leaf = x.clone().requires_grad_()
-        out = taken.cross_entropy(leaf, target, reduction=reduction)
-        assert out.isnan().tolist() == ([False, True, False] if reduction == "none" else True)
-        (d,) = torch.autograd.grad(out.sum(), leaf)
-        assert d.isnan().all(1).tolist() == [False, True, False]
-        assert d[[0, 2]].isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_growing_maximum_and_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     """Each block has a new maximum, or none has; and a sum of ones is not where half precision stands still."""
-    rising = torch.linspace(-6, 6, 40_001, dtype=torch.float64, device=DEVICE).to(dtype)
-    for row in (rising, rising.flip(0), rising.roll(20_000), torch.zeros_like(rising), rising + 1000):
-        assert_right(taken, row, torch.tensor(123, device=DEVICE), Options(-100, 0.0, "mean"))
+    target, grad = torch.tensor(123, device=DEVICE), torch.ones((), dtype=accumulator(dtype), device=DEVICE)
+    _, forward, backward = CONTRACT
+    for row in rising_rows(dtype):
+        check(forward, taken, dtype, (row, target, -100, 0.0, "mean"))
+        stats = kept(row, target, -100, "mean")
+        check(backward, taken, dtype, (grad, row, target, stats, -100, 0.0, "mean"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
@@ -317,67 +312,6 @@ def test_large_logits(taken: ModuleType, dtype: torch.dtype) -> None:
     (d,) = torch.autograd.grad(loss, x)
     torch.testing.assert_close(loss.item(), 1.386294, rtol=1e-6, atol=0)
     torch.testing.assert_close(d.tolist(), [[-0.75, 0.25, 0.25, 0.25]])
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
-def test_gradcheck(taken: ModuleType, smoothing: float, reduction: str) -> None:
-    """Differences of the loss agree with its gradient; the gradient has none."""
-    x = Layout("contiguous", 0).make((3, 5), torch.float64, DEVICE).requires_grad_()
-    target = torch.tensor([1, -100, 4], device=DEVICE)
-    assert torch.autograd.gradcheck(lambda x: taken.cross_entropy(x, target, -100, smoothing, reduction), x)
-    (d,) = torch.autograd.grad(taken.cross_entropy(x, target), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        d.sum().backward()
-    assert not taken.cross_entropy_forward(x, target, -100, smoothing, reduction)[1].requires_grad
-
-
-def test_refuses(taken: ModuleType) -> None:
-    """What the op does not take, it names."""
-    x, target = torch.ones(2, 3, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    op = taken.cross_entropy
-    for logits, at in ((x.int(), target), (x, target.int()), (x, x)):
-        with pytest.raises(TypeError, match=r"^cross_entropy takes float logits and int64 targets, not torch\.\w+ and"):
-            op(logits, at)
-    for logits, at in ((x, target[:1]), (x[None], target), (x[0, 0], target[0]), (x, target[None])):
-        with pytest.raises(ValueError, match=r"^cross_entropy takes logits \(\.\.\., N\) and targets \(\.\.\.\), not"):
-            op(logits, at)
-    for smoothing in (-0.1, 1.1, torch.nan):
-        with pytest.raises(ValueError, match=r"^cross_entropy takes label_smoothing from 0 to 1"):
-            op(x, target, label_smoothing=smoothing)
-    with pytest.raises(ValueError, match=r"^cross_entropy takes a reduction mean, sum or none, not 'max'"):
-        op(x, target, reduction="max")
-    with pytest.raises(ValueError, match=r"^cross_entropy takes .*up to 2\*\*30 elements"):
-        op(x[0, 0].expand(2**30 + 1), target[0])
-    with pytest.raises(ValueError, match=r"^cross_entropy takes one device"):
-        op(x.to("meta"), target)
-    stats = taken.cross_entropy_forward(x, target, -100, 0.0, "none")[1]
-    for grad in (x[0, 0].double(), x[0], x[0, 0]):
-        with pytest.raises(ValueError, match=r"^cross_entropy_backward takes a gradient like the loss"):
-            taken.cross_entropy_backward(grad, x, target, stats, -100, 0.0, "none")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_launchers_are_what_a_call_reaches(taken: ModuleType, dtype: torch.dtype) -> None:
-    """On a GPU, without the triton_op in between."""
-    x = Layout("contiguous", 0).make((3, 40), dtype, DEVICE)
-    target = torch.tensor([0, -100, 39], device=DEVICE)
-    out, expected = (
-        call(x, target, -100, 0.0, "mean")
-        for call in (partial(at_cuda, taken.cross_entropy_forward), taken.cross_entropy_forward)
-    )
-    assert all(torch.equal(*pair) for pair in zip(out, expected, strict=True))
-    inputs = expected[0], x, target, expected[1], -100, 0.0, "mean"
-    assert torch.equal(at_cuda(taken.cross_entropy_backward, *inputs), taken.cross_entropy_backward(*inputs))
-
-
-def test_guards_reach_into_the_op(taken: ModuleType) -> None:
-    """What the op allocates lies between guards in the tests above."""
-    x, target = torch.ones(2, 5, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    with Guard() as guard:
-        outputs = taken.cross_entropy_forward(x, target, -100, 0.0, "none")
-    guards = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
-    assert {out.untyped_storage().data_ptr() for out in outputs} <= guards
 
 
 def test_plans(taken: ModuleType) -> None:
@@ -436,47 +370,6 @@ def test_beyond_int32(taken: ModuleType, M: int, N: int) -> None:
     torch.testing.assert_close(losses[-1:], one)
     d = taken.cross_entropy_backward(torch.ones_like(losses), x, target, stats, -100, 0.0, "none")
     torch.testing.assert_close(d[0], d[-1])
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("N", [5, 20_001])
-def test_opcheck(taken: ModuleType, dtype: torch.dtype, N: int, reduction: str) -> None:
-    """The ops pass the whole of opcheck."""
-    x = torch.randn(7, N, device=DEVICE).to(dtype)
-    target = torch.tensor([0, 1, 2, 3, 4, -100, 0], device=DEVICE)
-    options = (-100, 0.1, reduction)
-    loss, stats = taken.cross_entropy_forward(x, target, *options)
-    for op, inputs in (
-        (taken.cross_entropy_forward, (x.clone().requires_grad_(), target, *options)),
-        (taken.cross_entropy_backward, (torch.ones_like(loss), x, target, stats, *options)),
-    ):
-        assert set(torch.library.opcheck(op, inputs).values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op, its gradient, and other sizes."""
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x, t: taken.cross_entropy(x * 2, t), fullgraph=True, dynamic=dynamic)
-    for shape in ((4, 100), (6, 100), (3, 20_001)):
-        x = torch.randn(shape, device=DEVICE, requires_grad=True)
-        target = torch.arange(shape[0], device=DEVICE)
-        loss, expected = compiled(x, target), torch_loss(x * 2, target)
-        torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(torch.autograd.grad(loss, x)[0], torch.autograd.grad(expected, x)[0])
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The op runs where its inputs are, whichever GPU is the current one."""
-    x = torch.randn(5, 100, device="cuda:1", requires_grad=True)
-    target = torch.arange(5, device="cuda:1")
-    loss = taken.cross_entropy(x, target)
-    torch.testing.assert_close(loss, torch_loss(x, target))
-    assert torch.autograd.grad(loss, x)[0].isfinite().all()
 
 
 NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
@@ -543,27 +436,7 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
         assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
 
 
-def test_page(printed: Callable[[str], str]) -> None:
-    """What the page prints without a GPU is what its text says."""
-    out = printed("fusion/cross_entropy")
-    logits, *made, error, one, two, three, four, none, wrong, dtypes, numbers, number = out.splitlines()
-    assert logits == "The logits are 4,096,000 bytes."
-    assert sum("4,096,000" in line for line in made) == 3
-    assert re.fullmatch(r"error \d\.\de-\d\d, allowed 5\.0e-06", error)
-    assert [line.split()[0] for line in (one, two, three, four)] == [
-        "aten.sum.default",
-        "aten.ne.Scalar",
-        "aten.sum.default",
-        "aten.div.Tensor",
-    ]
-    assert none == "no rows: nan"
-    assert wrong == "a wrong target: nan"
-    assert dtypes.startswith("TypeError: cross_entropy takes float logits and int64 targets")
-    assert numbers.endswith("[0.25, 0.25, 0.25, 0.25]")
-    assert number.endswith("[0.253, 0.253, 0.253, 0.253]")
-
-
-# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
+# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
 OPS = [
     ("cross_entropy", lambda normal, M, N: (normal(M, N), torch.arange(M, device=DEVICE)), torch_loss),
 ]

@@ -73,13 +73,14 @@ def case(name: str, other: str) -> Case:
         lambda x: [Exact(scan(x), scan(x.abs()))],
         sizes=SIZES,
         small=(2, 5),
+        in_layouts=(3, 1025),
         shapes=st.tuples(LEADS, sizes(1024, 4500)).map(lambda drawn: (*drawn[0], drawn[1])),
         roundings=roundings,
         floor=lambda dtype: torch.finfo(dtype).tiny,
         reference=scan,
         special=special,
         gradients=lambda grad, x: [Exact(back(grad), back(grad.abs()))],
-        twice=True,
+        second_gradients=True,
         refused=[*refused, Refused(lambda draw: (draw(1).expand(2**30 + 1),), ValueError, long)],
     )
 
@@ -212,6 +213,12 @@ def test_register_spills(gallery: Path, on_h100: Ask) -> None:
     assert len(found) == 18
     assert not any(found.values()), found
 
+
+# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
+OPS = [
+    ("cumsum", lambda normal, M, N: (normal(M, N),), SCAN["cumsum"]),
+    ("cumsum_backward", lambda normal, M, N: (normal(M, N),), SCAN["cumsum_backward"]),
+]
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [

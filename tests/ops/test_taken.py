@@ -3,8 +3,10 @@
 import ast
 import functools
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -17,20 +19,23 @@ from torch.utils._pytree import tree_leaves
 
 from triton_gallery.recipes.op import Op, op_of
 
-Entry = tuple[str, Callable[..., tuple[torch.Tensor, ...]], Callable[..., object]]
+# A function of a module, what makes its arguments, and what computes the same
+Entry = tuple[Callable[[ModuleType], Callable[..., Any]], Callable[..., tuple[Any, ...]], Callable[..., object]]
 
 
 def of_case(case: Case) -> Entry:
     """Return what is asked of a case of the contract."""
     return (
-        case.call,
+        case.on_copies,
         lambda *_: case.arguments(Draw(torch.float32), *case.small),
         lambda *arguments: [right.value for right in case.exact(*in_float64(arguments))],
     )
 
 
-REFERENCES: list[tuple[str, Entry]] = [(recipe, entry) for recipe, entry in collect("OPS") if len(entry) == 3]
-REFERENCES += [(recipe, of_case(case)) for recipe, case in collect("CONTRACT")]
+REFERENCES: list[tuple[str, str, Entry]] = [
+    (recipe, entry[0], (attrgetter(entry[0]), *entry[1:])) for recipe, entry in collect("OPS") if len(entry) == 3
+]
+REFERENCES += [(recipe, case.name or case.call, of_case(case)) for recipe, case in collect("CONTRACT")]
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +82,20 @@ def test_imports_do_not_replace_each_other(ops: dict[str, Op]) -> None:
 
 
 def test_each_has_a_reference(ops: dict[str, Op]) -> None:
-    assert {recipe for recipe, _ in REFERENCES} == set(ops)
+    assert {recipe for recipe, *_ in REFERENCES} == set(ops)
 
 
-@pytest.mark.parametrize(("recipe", "entry"), REFERENCES, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("recipe", "entry"), [pytest.param(recipe, entry, id=f"{recipe}-{name}") for recipe, name, entry in REFERENCES]
+)
 def test_op_works_beside_the_others(together: ModuleType, recipe: str, entry: Entry) -> None:
     if not runs_here(recipe):
         pytest.skip("needs another GPU")
-    name, make, reference = entry
+    find, make, reference = entry
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     inputs = make(lambda *shape: torch.randn(shape, device=device, generator=generator), 5, 100)
-    out, expected = getattr(together, name)(*inputs), reference(*inputs)
+    out, expected = find(together)(*inputs), reference(*inputs)
     for one, right in zip(tree_leaves(out), tree_leaves(expected), strict=True):
         rounding = torch.finfo(one.dtype).eps if one.is_floating_point() else 0
         torch.testing.assert_close(

@@ -9,15 +9,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused
 from compiled import Ask, graphs, ptx, stack
-from device_key import at_cuda
 from guard import guarded
-from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, layouts, sizes
-from tolerance import assert_within
-
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+from inputs import DEVICE, Layout, sizes
 
 
 @pytest.fixture(scope="module")
@@ -32,58 +28,60 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     return load_recipe("fusion/unaligned_rows.py")
 
 
-def assert_right(taken: ModuleType, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> None:
-    """Assert that the op gives what float64 gives, but for roundings, and the same each time."""
-    out = guarded(taken.add_rows, x, y, weight)
-    assert torch.equal(taken.add_rows(x, y, weight), out)
-    assert out.dtype == x.dtype
-    assert out.device.type == DEVICE.type
-    assert out.is_contiguous()
-    product = weight.double()[:, None] * y.double()
-    magnitude = x.double().abs() + product.abs()
-    assert_within(out, x.double() + product, magnitude, roundings=2, floor=torch.finfo(torch.float32).tiny)
+def exact(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> list[Exact]:
+    """Return the sum, and the magnitudes of its two terms."""
+    product = weight[:, None] * y
+    return [Exact(x + product, x.abs() + product.abs())]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=25)
-@given(M=st.integers(0, 5), N=sizes(1024, 2500), of_x=layouts(), of_y=layouts(), of_weight=layouts())
-@example(M=5, N=1001, of_x=Layout("contiguous", 0), of_y=Layout("contiguous", 1), of_weight=Layout("contiguous", 2))
-@example(M=3, N=5, of_x=Layout("contiguous", 0), of_y=Layout("contiguous", 1), of_weight=Layout("contiguous", 2))
-def test_value(
-    taken: ModuleType, dtype: torch.dtype, M: int, N: int, of_x: Layout, of_y: Layout, of_weight: Layout
-) -> None:
-    """The value is right for rows of any length, in any layout, and its dtype is that of the arguments."""
-    x, y = of_x.make((M, N), dtype, DEVICE), of_y.make((M, N), dtype, DEVICE)
-    assert_right(taken, x, y, of_weight.make((M,), dtype, DEVICE))
+def arguments(draw: Draw, M: int, N: int, x_gap: int = 0, y_gap: int = 0) -> tuple[torch.Tensor, ...]:
+    """Make two matrices whose rows lie so far apart, each beginning behind half of the gap, and weights."""
+    x, y = (draw(M, N + gap)[:, gap // 2 :][:, :N] for gap in (x_gap, y_gap))
+    return x, y, draw(M)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=25)
-@given(
-    M=st.integers(1, 5),
-    N=sizes(64, 300),
-    gaps=st.tuples(st.integers(0, 20), st.integers(0, 20)),
-    starts=st.tuples(st.integers(0, 9), st.integers(0, 9)),
-    seed=st.integers(0, 2**31),
-)
-@example(M=4, N=100, gaps=(8, 16), starts=(0, 0), seed=0)
-@example(M=4, N=100, gaps=(8, 3), starts=(0, 0), seed=0)
-@example(M=4, N=100, gaps=(3, 8), starts=(0, 0), seed=0)
-def test_rows_apart(
-    taken: ModuleType,
-    dtype: torch.dtype,
-    M: int,
-    N: int,
-    gaps: tuple[int, int],
-    starts: tuple[int, int],
-    seed: int,
-) -> None:
-    """Rows lie apart, begin anywhere, and x's begin alike with y's or not."""
-    x, y = (
-        Layout("contiguous", seed + k).make((M, N + gap), dtype, DEVICE)[:, start:][:, :N]
-        for k, (gap, start) in enumerate(zip(gaps, (min(pair) for pair in zip(gaps, starts, strict=True)), strict=True))
-    )
-    assert_right(taken, x, y, Layout("contiguous", seed + 2).make((M,), dtype, DEVICE))
+# Rows that are all edge, that begin at every distance from a multiple of 16 bytes, and that have one block or several;
+# rows apart that begin alike in x and y, in one of them, and in neither.
+SIZES = [(5, 1001), (3, 5), (4, 100, 8, 16), (4, 100, 8, 3), (4, 100, 3, 8), (3, 2049), (0, 7), (3, 1)]
+SIZES += [(5, 0), (4, 1024), (4, 1023), (9, 33), (5, 17, 20, 7), (1, 2500), (3, 300, 16, 0), (2, 2), (9, 7), (3, 64)]
+GAPS = st.sampled_from([0, 0, 0, *range(1, 21)])
+# The product and the sum are rounded; a product may be too small for the accumulator.
+CONTRACT = [
+    Case(
+        "add_rows",
+        arguments,
+        exact,
+        sizes=SIZES,
+        small=(3, 41),
+        shapes=st.tuples(st.integers(0, 5), sizes(1024, 2500), GAPS, GAPS),
+        roundings=2,
+        floor=lambda _: torch.finfo(torch.float32).tiny,
+        refused=[
+            Refused(
+                lambda draw: (draw(2, 3).int(), draw(2, 3).int(), draw(2).int()),
+                TypeError,
+                r"add_rows takes float tensors, not torch\.int32",
+            ),
+            *(
+                Refused(make, ValueError, r"add_rows takes two matrices of one shape, .*, not \(")
+                for make in (
+                    lambda draw: (draw(2, 3), draw(3), draw(2)),
+                    lambda draw: (draw(3), draw(3), draw(2)),
+                    lambda draw: (draw(2, 3), draw(2, 2), draw(2)),
+                    lambda draw: (draw(2, 3), draw(2, 3), draw(1)),
+                    lambda draw: (draw(2, 3), draw(2, 3), draw(2, 3)),
+                )
+            ),
+            *(
+                Refused(make, TypeError, r"add_rows takes one dtype and device, not .*float")
+                for make in (
+                    lambda draw: (draw(2, 3), draw(2, 3).double(), draw(2)),
+                    lambda draw: (draw(2, 3), draw(2, 3), draw(2).half()),
+                )
+            ),
+        ],
+    ),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
@@ -93,14 +91,6 @@ def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     weight = torch.full((2,), 1 + 2**-10, dtype=torch.float16, device=DEVICE)
     out = taken.add_rows(x, weight[:, None].expand(2, 9), weight)
     assert (out.to(dtype) == torch.tensor(2**-9 + 2**-20, dtype=torch.float16)).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
-    """On a GPU a call goes straight to the launcher; it does what the op does."""
-    x, y = (Layout("contiguous", k).make((3, 41), dtype, DEVICE) for k in range(2))
-    weight = Layout("contiguous", 2).make((3,), dtype, DEVICE)
-    assert torch.equal(at_cuda(taken.add_rows, x, y, weight), taken.add_rows(x, y, weight))
 
 
 def test_flat_kernels(recipe: ModuleType) -> None:
@@ -121,27 +111,6 @@ def test_rows_of_the_ladder(recipe: ModuleType) -> None:
     assert recipe.statements(recipe._add_rows_divide, recipe._add_rows_kernel) == 6 + 15 + 1
 
 
-def test_refuses(taken: ModuleType) -> None:
-    """What the op does not take, it names."""
-    x, weight = torch.ones(2, 3, device=DEVICE), torch.ones(2, device=DEVICE)
-    with pytest.raises(TypeError, match=r"^add_rows takes float tensors, not torch\.int32"):
-        taken.add_rows(x.int(), x.int(), weight.int())
-    for inputs in ((x, x[0], weight), (x[0], x[0], weight), (x, x[:, :2], weight), (x, x, weight[:1]), (x, x, x)):
-        with pytest.raises(ValueError, match=r"^add_rows takes two matrices of one shape, .*, not \("):
-            taken.add_rows(*inputs)
-    for inputs in ((x, x.double(), weight), (x, x, weight.half())):
-        with pytest.raises(TypeError, match=r"^add_rows takes one dtype and device, not .*float"):
-            taken.add_rows(*inputs)
-
-
-def test_has_no_gradient(taken: ModuleType) -> None:
-    """A gradient is refused, not zero."""
-    x, weight = torch.ones(2, 3, device=DEVICE), torch.ones(2, device=DEVICE)
-    out = taken.add_rows(x.requires_grad_(), x, weight)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        out.sum().backward()
-
-
 @pytest.mark.needs_gpu_memory(15)
 @pytest.mark.parametrize(("M", "N"), [(2**19 + 1, 2**12 + 1), (1, 2**31 + 5)])
 def test_beyond_int32(taken: ModuleType, M: int, N: int) -> None:
@@ -151,26 +120,6 @@ def test_beyond_int32(taken: ModuleType, M: int, N: int) -> None:
     out = taken.add_rows(x, x, torch.ones(M, dtype=x.dtype, device=x.device))
     assert out[-1, -1] == 2
     assert out.sum(dtype=torch.float32) == 2
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_opcheck(taken: ModuleType, dtype: torch.dtype) -> None:
-    """The op passes the whole of opcheck."""
-    x, y = (torch.randn(7, 1001, device=DEVICE).to(dtype) for _ in range(2))
-    inputs = x, y, torch.randn(7, device=DEVICE).to(dtype)
-    assert set(torch.library.opcheck(taken.add_rows, inputs).values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op, and other sizes."""
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x, w: taken.add_rows(x * 2, x, w), fullgraph=True, dynamic=dynamic)
-    for M, N in ((4, 100), (6, 100), (2, 5001)):
-        x, weight = torch.randn(M, N, device=DEVICE), torch.randn(M, device=DEVICE)
-        torch.testing.assert_close(compiled(x, weight), torch.addcmul(x * 2, weight[:, None], x))
 
 
 NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
@@ -232,24 +181,7 @@ def test_answer(gallery: Path, on_h100: Ask) -> None:
     assert (50257 % 4, 50257 % 8) == (1, 1)
 
 
-def test_page(printed: Callable[[str], str]) -> None:
-    """What the page prints without a GPU is what its text says."""
-    out = printed("fusion/unaligned_rows")
-    wide = "2 x ld.global.v4.b32, 1 x st.global.v4.b32"
-    single = "16 x ld.global.b16, 8 x st.global.b16"
-    lines = out.splitlines()
-    assert [line.partition(" additions")[0] for line in lines[:2]] == ["65,536", "65,537"]
-    assert re.fullmatch(r"largest relative error \d\.\de-03, allowed 7\.8e-03", lines[2])
-    assert lines[3:5] == [f"16 divides N  {wide}", f"any other N   {single}"]
-    assert [line.split("  ")[-1].strip() for line in lines[5:8]] == [single, wide, wide]
-    assert lines[8] == f"{wide}, 2 x ld.global.b16, 1 x st.global.b16"
-    assert [line[17:].strip() for line in lines[9:11]] == [single, wide]
-    assert "v4" not in lines[11]
-    assert "2 x ld.global.v4.b32, 1 x st.global.v4.b32" in lines[12]
-    assert lines[-1] == wide
-
-
-# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
+# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
 OPS = [
     (
         "add_rows",
