@@ -486,10 +486,14 @@ def cross_entropy(
     in range(N), the loss is NaN, and so is that row's gradient.
 
     Loss and gradient are the same each time on one kind of GPU. The gradient is
-    contiguous, has the dtype of the logits, and has no gradient itself. Raises
-    TypeError for other dtypes, and ValueError for other shapes, for tensors on
-    two devices, for longer rows, and for options that are not as above. The
-    online log-sum-exp: https://arxiv.org/abs/1805.02867
+    contiguous and has the dtype of the logits. Second derivatives are not
+    supported. Raises TypeError for other dtypes, and ValueError for other
+    shapes, for tensors on two devices, for longer rows, and for options that
+    are not as above. The online log-sum-exp: https://arxiv.org/abs/1805.02867
+
+    Where a warp has 64 threads, as on MI300, a program of 32 warps does not
+    run. The mean of more than 1024 rows takes one. So do logits of at most half
+    as many rows as the GPU has multiprocessors, except in float64.
 
     Rounding: sums are in float32, or float64 for float64, and the loss stays
     so. The gradient is computed in that type and rounded once.

@@ -610,14 +610,15 @@ def layer_norm(
     to 16384, or 8192 in float64; longer rows are for ``norms_long``. Both are
     needed: give ones and zeros for what is ``None`` elsewhere. The kernel is
     compiled for each ``eps``. The result has the shape and dtype of ``x``, is
-    contiguous, and is the same each time, and so are the gradients, which have
-    none themselves. Raises TypeError for other dtypes or devices that differ,
-    and ValueError for other shapes.
+    contiguous, and is the same each time, and so are the gradients. Second
+    derivatives are not supported. Raises TypeError for other dtypes or devices
+    that differ, and ValueError for other shapes.
     From https://arxiv.org/abs/1607.06450.
 
     Rounding: mean, variance and products are in float32, or float64 for
-    float64, weight and bias included, and each result is rounded once. So is
-    each gradient; those of weight and bias are summed over the rows before.
+    float64, weight and bias included. Each result and each gradient is rounded
+    once; the gradients of weight and bias are rounded after they are summed
+    over the rows.
     """
     if weight is None or bias is None:
         raise TypeError(

@@ -437,14 +437,16 @@ def norms_long_layer_norm(
     to 2**30. Both are needed: give ones and zeros for what is ``None``
     elsewhere. The kernel is compiled for each ``eps``. The result has the shape
     and dtype of ``x``, is contiguous, and is the same each time on one kind of
-    GPU, and so are the gradients, which have none themselves. Raises TypeError
-    for other dtypes or devices that differ, and ValueError for other shapes.
+    GPU, and so are the gradients. Second derivatives are not supported. Raises
+    TypeError for other dtypes or devices that differ, and ValueError for other
+    shapes.
     The variance: https://doi.org/10.1080/00401706.1962.10490022 and
     https://doi.org/10.1080/00031305.1983.10483115.
 
     Rounding: mean, variance and products are in float32, or float64 for
-    float64, weight and bias included, and each result is rounded once. So is
-    each gradient; those of weight and bias are summed over the rows before.
+    float64, weight and bias included. Each result and each gradient is rounded
+    once; the gradients of weight and bias are rounded after they are summed
+    over the rows.
     """
     if bias is None:
         raise TypeError("norms_long_layer_norm takes a bias, not None")

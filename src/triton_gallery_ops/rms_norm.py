@@ -460,13 +460,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     float64; longer rows are for ``norms_long``. Give ones for a weight of
     ``None``. The kernel is compiled for each ``eps``. The result has the shape
     and dtype of ``x``, is contiguous, and is the same each time, and so are the
-    gradients, which have none themselves. Raises TypeError for other dtypes or
-    devices that differ, and ValueError for other shapes. From
+    gradients. Second derivatives are not supported. Raises TypeError for other
+    dtypes or devices that differ, and ValueError for other shapes. From
     https://arxiv.org/abs/1910.07467.
 
     Rounding: sums and products are in float32, or float64 for float64, the
-    weight included, and each result is rounded once. So is each gradient; that
-    of the weight is summed over the rows before.
+    weight included. Each result and each gradient is rounded once; the weight's
+    gradient is rounded after it is summed over the rows.
     """
     return _rms_norm_launch(x, weight, eps, wrap_triton(_rms_norm_kernel))
 

@@ -242,12 +242,13 @@ def rope(
     share the tables. Point i of a head is its numbers i and i + D / 2, or,
     interleaved, 2 i and 2 i + 1. With ``conjugate`` it turns back.
 
-    The results have the shapes and dtypes of ``q`` and ``k``, and their layouts
-    without gaps, and are the same each time. Where the numbers of a head do not
-    lie side by side, a contiguous copy is turned. ``q`` and ``k`` have
-    gradients of any order, ``cos`` and ``sin`` have none. Raises TypeError for
-    other dtypes or devices that differ, and ValueError for other shapes, or for
-    tables that require a gradient. From https://arxiv.org/abs/2104.09864.
+    The results have the shapes and dtypes of ``q`` and ``k``, lie densely, with
+    the dimensions in the same order in memory, and are the same each time. If
+    the last dimension has a stride other than 1, the op first makes a
+    contiguous copy. ``q`` and ``k`` have gradients of any order, ``cos`` and
+    ``sin`` have none. Raises TypeError for other dtypes or devices that differ,
+    and ValueError for other shapes, or for tables that require a gradient. From
+    https://arxiv.org/abs/2104.09864.
 
     Rounding: the arithmetic is in float32, or float64 for float64, the tables
     included, and each result is rounded once.
@@ -307,8 +308,8 @@ def rope_(
 ) -> None:
     """Give q and k rotary position embeddings, in place.
 
-    Takes what ``rope`` takes, where the numbers of a head lie side by side and
-    no two elements share memory. q and k must not overlap: nothing checks that.
+    Takes what ``rope`` takes, where the last dimension has a stride of 1 and no
+    two elements share memory. q and k must not overlap: nothing checks that.
     Raises ValueError for other layouts and for tensors that require a gradient.
     """
     _rope_check_in_place(q, k, cos, sin)

@@ -803,7 +803,7 @@ def varlen_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention of packed sequences, each with itself alone.
+    """Return the attention of packed sequences, each within itself.
 
     Takes q of (tokens, heads, D), and k and v of (tokens, heads / n, D), all
     of one dtype, float16, bfloat16, float32 or float64, with D up to 256 and
@@ -827,9 +827,9 @@ def varlen_attention(
     scale.
 
     The result has the shape and dtype of q and is contiguous. It and the
-    gradients of q, k and v have the same bits each time. The gradients have no
-    gradient. Raises TypeError for other dtypes and for dtypes or devices that
-    differ, and ValueError for other shapes or scales. The method:
+    gradients of q, k and v have the same bits each time. Second derivatives are
+    not supported. Raises TypeError for other dtypes and for dtypes or devices
+    that differ, and ValueError for other shapes or scales. The method:
     https://arxiv.org/abs/2307.08691
 
     Rounding: scores, softmax and sums are in float32, or float64 for float64.
