@@ -28,7 +28,12 @@ GIVEN = {
     "softmax_long": "logits = torch.randn(4, 96)",
     "few_long_rows": ROWS,
     "add_rows": "x, y, weight = torch.randn(4, 96), torch.randn(4, 96), torch.randn(4)",
-    "rms_norm": f"{NORM}; residual = torch.randn(4, 96); hidden_size = 96; norm = torch.nn.RMSNorm(96, eps=1e-5)",
+    "rms_norm": f"{NORM}; residual = torch.randn(4, 96)",
+    "LlamaRMSNorm": """
+class LlamaRMSNorm(torch.nn.RMSNorm):
+    variance_epsilon = 1e-5
+x, hidden_size, norm = torch.randn(4, 96), 96, LlamaRMSNorm(96, eps=1e-5)
+""",
     "layer_norm": NORM,
     "norms_long": NORM,
     "swiglu": """
@@ -86,6 +91,11 @@ def turned(x):
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 """
+ROTATED = f"""
+cos, sin = cos[0, :, :8], sin[0, :, :8]
+{TURNED}
+q_turned, k_turned = turned(q), turned(k)
+"""
 STATES = """
 state, rows = torch.zeros(1, 2, 16, 16), []
 for t in range(20):
@@ -99,11 +109,8 @@ out = torch.stack(rows, dim=1)
 REFERENCE = {
     "LlamaRMSNorm": "y = norm(x)",
     "SiluAndMul": "gate, up = gate_up.chunk(2, dim=-1); h = torch.nn.functional.silu(gate) * up",
-    "apply_rotary_pos_emb": f"""
-cos, sin = cos[0, :, :8], sin[0, :, :8]
-{TURNED}
-q_turned, k_turned = turned(q), turned(k)
-""",
+    "apply_rotary_pos_emb": ROTATED,
+    "liger_rope": ROTATED,
     "LigerFusedLinearCrossEntropyLoss": "loss = torch.nn.functional.cross_entropy(x @ weight.T, targets)",
     "flash_attn_func": f"""
 q, k, v = (t.transpose(1, 2) for t in (q, k, v))
