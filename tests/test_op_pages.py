@@ -15,7 +15,7 @@ from project import ROOT, Project
 from triton_gallery.recipes.contents import load
 from triton_gallery.recipes.new import create
 from triton_gallery.recipes.op import op_of
-from triton_gallery.sphinx.op_pages import parts_of, public
+from triton_gallery.sphinx.op_pages import NO_BACKWARD, parts_of, public
 from triton_gallery.sphinx.replaces import replaces
 from triton_gallery.sphinx.show import prose
 from triton_gallery.sphinx.wheel import name
@@ -44,7 +44,10 @@ def test_page_has_all_of_the_op(parsed: Callable[[str], BeautifulSoup], op: str)
     assert [heading.text.rstrip("#¶") for heading in page.select("#use-it h3")] == names
     assert f"import {names[0]}" in page.select_one("#use-it .highlight").text
     assert page.select_one(".glance a.take")["href"].endswith(f"ops/{op}_op.py")
-    assert page.select_one(".glance button.take")["data-clipboard-text"]
+    taken = page.select_one(".glance button.take")["data-clipboard-text"]
+    about = page.select_one(".glance").text
+    assert f"{len(taken.splitlines())} lines: from {op}_op import {names[0]}. " in about
+    assert f"{op.upper()}_NAMESPACE" in about
     shown = [block.text.strip("\n") for block in page.select("#source details .highlight")]
     assert "\n".join(shown).split() == source[source.index('"""\n', 3) + 4 :].split()
     assert page.select("#source details summary code")
@@ -60,13 +63,19 @@ def test_rows_beside_libraries_are_folded(parsed: Callable[[str], BeautifulSoup]
 def test_verdict_names_each_library(parsed: Callable[[str], BeautifulSoup]) -> None:
     """And not the best of those that happen to have been measured; what it does not have is folded."""
     page = parsed("ops/softmax.html")
-    forward, backward = (strong.parent.text for strong in page.select(".glance > p > strong"))
-    for other in ("PyTorch", "torch.compile", "Liger", "of the roof"):
-        assert other in forward
-        assert other in backward
+    table = page.select_one(".glance table.ratios")
+    assert {row.select_one("td").text for row in table.select("tbody tr")} == {
+        "PyTorch",
+        "torch.compile",
+        "Liger",
+        "Roof",
+    }
+    assert table.select("tbody tr")[-1].select_one("td").text == "Roof"
+    assert [cell.text for cell in table.select("th")][1::2] == ["forward: ratio", "backward: ratio"]
     heads = [cell.text for cell in page.select("#beside-other-libraries details.fold table.ratios th")]
     assert heads[1:] == ["speed / PyTorch", "speed / torch.compile", "speed / roof"]
-    assert not page.select(".glance table.ratios"), "the verdict has them"
+    in_place = parsed("ops/rope.html").select(".glance table.ratios")[1]
+    assert "in place" in [row.select_one("td").text for row in in_place.select("tbody tr")]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -89,9 +98,11 @@ def test_what_does_not_fit_is_explained(parsed: Callable[[str], BeautifulSoup]) 
     chooses = set()
     for op in OPS:
         box = parsed(f"ops/{op}.html").select_one(".glance")
-        explained = [text.parent.text for text in box.select("p > em") if text.text.startswith("Does not fit")]
-        assert bool(box.select(".target.too-large")) == bool(explained)
-        if any("launches what fits" in text for text in explained):
+        explained = [text.parent.text for text in box.select("p > em")]
+        smaller = [text for text in explained if "the op chooses a smaller launch" in text]
+        assert bool(box.select(".target.smaller")) == bool(smaller)
+        assert bool(box.select(".target.too-large")) == (len(smaller) < len(explained))
+        if smaller:
             chooses.add(op)
     assert chooses == {"rms_norm", "skinny_matmul"}
 
@@ -116,12 +127,14 @@ def test_index_has_every_op_and_what_it_is_taken_for(parsed: Callable[[str], Bea
     cells = {
         row.select_one("a").text: [cell.text for cell in row.select("td")] for row in page.select("table.ops tbody tr")
     }
-    assert all(len(row) == 4 for row in cells.values())
-    *_, forward, gradient, gpu = cells["softmax"]
+    assert all(len(row) == 5 for row in cells.values())
+    *_, forward, backward, gpu, dtype = cells["softmax"]
     assert re.fullmatch(r"\d+\.\d\d \S [\w.]+", forward)
-    assert re.fullmatch(r"yes, \d+\.\d\d \S [\w.]+", gradient)
+    assert re.fullmatch(r"\d+\.\d\d \S [\w.]+", backward)
     assert gpu.startswith("NVIDIA ")
-    assert cells["skinny_matmul"][2] == "no"
+    assert dtype == "bfloat16"
+    assert cells["skinny_matmul"][2] == NO_BACKWARD
+    assert [heading.text.rstrip("#¶") for heading in page.select("h2")] == ["What you call today", "All ops"]
     rows = {row.select_one("code").text: row.text for row in page.select("table.called tbody tr")}
     assert "rms_norm_residual" in rows["modeling_llama.LlamaRMSNorm"]
     assert [link.text for link in page.select("table.called a") if "softmax" in link.text]

@@ -3,11 +3,13 @@
 import dataclasses
 from pathlib import Path
 
+from docutils import nodes
+
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.tables import Table
 from triton_gallery.records.formats import Device
 from triton_gallery.records.summary import Summary, headline
-from triton_gallery.sphinx.verdict import NOTHING, OLDER, sentences, short
+from triton_gallery.sphinx.verdict import BACKWARD, NOTHING, OLDER, ROOFS, UNKNOWN, UNMEASURED, short, table
 
 H200 = Device("Test H200", "9.0", 1, None, None, "2.11", "3.6", "3.12")
 H100 = dataclasses.replace(H200, name="Test H100")
@@ -37,57 +39,84 @@ def item(kind: str = "forward, beside libraries", **others: object) -> Summary:
     return dataclasses.replace(made, **others)
 
 
-def said(*items: Summary) -> list[str]:
-    """Return the sentences."""
-    return [paragraph.astext() for paragraph in sentences(items)]
+def said(*items: Summary) -> tuple[list[str], list[list[list[str]]]]:
+    """Return the paragraphs, and the rows of the tables."""
+    shown = [*table(items)]
+    paragraphs = [node.astext() for node in shown if isinstance(node, nodes.paragraph)]
+    tables = [node for node in shown if not isinstance(node, nodes.paragraph)]
+    return paragraphs, [
+        [[cell.astext() for cell in row.findall(nodes.paragraph)] for row in one.findall(nodes.row)] for one in tables
+    ]
 
 
-def test_each_library_has_its_ratios_and_its_wins() -> None:
-    (text,) = said(item())
-    assert text == (
-        "Forward: on Test H200 in bfloat16, over 3 shapes, median 2.00 times the speed of PyTorch (0.95 to 3.00), "
-        "1.10 times Liger at 2 (1.00 to 1.20); 0.50 of the roof (0.25 to 0.75). Slower than PyTorch at 1 of 3; at "
-        "worst 0.95 times PyTorch, at two. Equal within the spread: Liger at 1 of 2."
-    )
+def test_each_library_has_a_row_the_closest_first() -> None:
+    (of, words), (rows,) = said(item())
+    assert of == "On Test H200 in bfloat16; shapes of models: 3."
+    assert rows == [
+        ["beside", "forward: ratio", "slower, equal"],
+        ["Liger", "1.10 (1.00 to 1.20)", "slower at 0 of 2; equal at 1 of 2"],
+        ["PyTorch", "2.00 (0.95 to 3.00)", "slower at 1 of 3, most at two"],
+        ["Roof", "0.50 (0.25 to 0.75)", ""],
+    ]
+    assert ROOFS[True] in words
     assert short(item()).split()[::2] == ["1.10", "Liger"]
 
 
 def test_bands_that_overlap_make_nobody_faster() -> None:
-    (text,) = said(item(table=dataclasses.replace(TABLE, **bands(0.03))))
-    assert "Slower" not in text
-    assert (
-        "No library is faster at any of these shapes. Equal within the spread: PyTorch at 1 of 3, Liger at 1 of 2."
-        in text
-    )
+    _, (rows,) = said(item(table=dataclasses.replace(TABLE, **bands(0.03))))
+    outcomes = {name: outcome for name, _, outcome in rows}
+    assert outcomes["PyTorch"] == "slower at 0 of 3; equal at 1 of 3"
 
 
 def test_without_bands_nobody_is_called_faster() -> None:
-    (text,) = said(item(table=dataclasses.replace(TABLE, low={}, high={})))
-    assert text.endswith("The spread was not kept, so neither side is called faster.")
+    (_, words), (rows,) = said(item(table=dataclasses.replace(TABLE, low={}, high={})))
+    assert UNKNOWN in words
+    assert [outcome for _, _, outcome in rows[1:]] == ["", "", ""]
 
 
 def test_where_the_cpu_decided_no_library_is_compared() -> None:
     late = {name: [True, True, False] for name in ("PyTorch", "Liger")}
     series = {**SERIES, "PyTorch": [50.0, 210.0, None], "Liger": [1.0, None, None]}
     page = item("", table=dataclasses.replace(TABLE, series=series, late=late), is_page=True, dtype="")
-    assert said(page) == [
-        "Forward: on Test H200, over 1 size of the lesson, median 0.75 of the roof. Where PyTorch or Liger was "
-        "measured, the GPU waited for the CPU."
+    (of, words), (rows,) = said(page)
+    assert of == "On Test H200; sizes of the lesson: 1."
+    assert sorted(rows[1:]) == [
+        ["Liger", UNMEASURED, "the GPU waited for the CPU"],
+        ["PyTorch", UNMEASURED, "the GPU waited for the CPU"],
+        ["Roof", "0.75", ""],
     ]
+    assert "Roof:" not in words, "the lesson says what it is"
     assert short(page) == ""
 
 
 def test_what_is_old_or_missing_is_said() -> None:
     stale = item(is_fresh=False)
-    assert said() == said(stale) == [NOTHING]
-    _, last = said(stale, item("", is_page=True))
-    assert last == OLDER
+    assert said() == said(stale) == ([NOTHING], [])
+    (_, older, _), _ = said(stale, item("", is_page=True))
+    assert older == OLDER
 
 
-def test_backward_repeats_nothing() -> None:
-    forward, backward = said(item(), item("backward, beside libraries"))
-    assert backward.startswith("Backward: 2.00 times the speed of PyTorch")
-    assert "Test H200" in forward
+def test_backward_stands_beside_the_forward() -> None:
+    (_, words), (rows,) = said(item(), item("backward, beside libraries"))
+    assert rows[0] == ["beside", "forward: ratio", "slower, equal", "backward: ratio", "slower, equal"]
+    assert all(row[1:3] == row[3:] for row in rows[1:])
+    assert words.endswith(BACKWARD)
+
+
+def test_further_works_have_a_row_each() -> None:
+    """Beside the closest rival each, on the same GPU; what is of older code is left out."""
+    works = [
+        item(f"{kind}, beside libraries") for kind in ("forward", "in place", "packed, forward", "packed, backward")
+    ]
+    left_out = item("old", is_fresh=False), item("elsewhere", device=H100)
+    _, (_, rows) = said(*works, item("float32, forward", dtype="float32"), *left_out)
+    ratio = "Liger 1.10 (1.00 to 1.20); slower at 0 of 2; equal at 1 of 2"
+    assert rows == [
+        ["beside the closest", "forward", "backward"],
+        ["in place", ratio, UNMEASURED],
+        ["packed", ratio, ratio],
+        ["float32", ratio, UNMEASURED],
+    ]
 
 
 def test_headline_is_the_op_itself_on_the_device_of_its_page() -> None:

@@ -109,7 +109,7 @@ def _name(item: Summary, items: Sequence[Summary], named: bool) -> str:
     unnamed = "forward" if any("backward" in other.kind for other in items) else "this page"
     kind = item.kind or unnamed
     if named:
-        sizes = "sizes of the lesson" if item.is_page else "shapes of models"
+        sizes = "the lesson's sizes" if item.is_page else "shapes of models"
         kind = f"{verdict.label(item)}, {sizes}, {item.device.name}"
     return f"{kind}{'' if item.is_fresh else ', of older code'}"
 

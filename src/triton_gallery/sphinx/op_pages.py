@@ -19,6 +19,7 @@ from sphinx.util.docutils import SphinxDirective
 from triton_gallery.recipes.contents import sections
 from triton_gallery.recipes.declaration import declaration
 from triton_gallery.recipes.inline import OPS
+from triton_gallery.recipes.op import op_of
 from triton_gallery.records.summary import Summary, headline, summaries
 from triton_gallery.sphinx import (
     glance,
@@ -45,7 +46,7 @@ PACKAGES = ("torch", "transformers", "liger_kernel", "flash_attn", "vllm", "fla"
 PARTS = ("_forward", "_with_lse", "_with_stats", "_backward")  # end the names of functions that a gradient needs
 ROUNDING = "Rounding: "  # begins a paragraph of a docstring
 STATE = "op"  # the key in a page's metadata for what it shows
-COLUMNS = ["op", "forward", "gradient", "measured on"]  # of the index
+COLUMNS = ["op", "forward", "backward", "measured on", "dtype"]  # of the index
 INDEX = """\
 :orphan:
 
@@ -62,19 +63,22 @@ Ops
 {pages}
 """
 RATIOS = (
-    "Above 1 the op is faster. The roof is the best that the hardware does with as many bytes or operations, measured "
-    "in the same run: a copy, an addition or the vendor's matrix product. A kernel that writes less than a copy may "
-    "pass it."
+    "Above 1 the op is faster. The roof is what the hardware itself does with as many bytes or operations, measured in "
+    "the same run. A kernel that writes less than a copy may pass it."
 )
+NO_BACKWARD = "none"
 SPEED = (
-    "Forward and gradient have the op's speed over that of the fastest library that was measured, by name: the median "
-    "over the shapes. An op's page has every library, the range, and where they are equal within the spread."
+    "Forward and backward: the op's speed over a library's, the median over the shapes; above 1 the op is faster. The "
+    "library is the fastest of those measured beside the op: the one with the lowest of these medians. "
+    f"\N{LEFT DOUBLE QUOTATION MARK}{NO_BACKWARD}\N{RIGHT DOUBLE QUOTATION MARK} is an op without a backward, "
+    f"{verdict.UNMEASURED} what was not measured. An op's page has every library, and the range."
 )
+COMPILED = "The op is registered with torch.library, and torch.compile takes it without a graph break, as tests show. "
 ABOUT = (
     "Each op is one module of the package ``triton_gallery_ops``, and needs ``torch`` and ``triton`` alone. Install "
     "the package, or take one file. An op's page has its signature, its figures beside other libraries at the shapes "
     "of models, what its kernels compile to for other GPUs, and its source. "
-    "`What you call today <#what-you-call-today>`__ finds an op by the function that it replaces."
+    "The first list finds an op by the function that it replaces; `All ops <#all-ops>`__ have their speed."
 )
 
 
@@ -199,16 +203,45 @@ class OpDirective(SphinxDirective):
     def _glance(self, page: RecipePage) -> nodes.Node:
         """Return the box: what the records come to, a chart, where the op fits, then how to get it."""
         items = _items(self.env, page)
-        get = nodes.literal_block(text := wheel.command(self.env), text, language="console")
         files = nodes.paragraph(classes=["recipe-downloads"])
         files += take.buttons(self.env, page, up="../")
         box = nodes.container("", nodes.rubric("", "At a glance"), classes=["glance", "of-op"])
-        box += [*verdict.sentences(items), *glance.chart(page)]
+        box += verdict.table(items)
+        if chart := [*glance.chart(page)]:
+            box += [*chart, self._caption(page)]
         if cpu := verdict.cpu(page, items):
             box += nodes.paragraph("", cpu)
         box += [*glance.said(page), *targets.strip(self.env, page.recipe)]
-        box += [*targets.misfits(self.env, page.recipe), get, files]
+        box += [*targets.misfits(self.env, page.recipe), *wheel.command(self.env), files, self._taken(page)]
         return box
+
+    def _caption(self, page: RecipePage) -> nodes.paragraph:
+        """Say of what the chart is: its sizes are not those of the table above it."""
+        record = page.record
+        assert record is not None
+        assert page.table is not None
+        older = "" if record.is_fresh(page.recipe) else ", of older code"
+        kind = f"{page.table.kind}, " if page.table.kind else ""
+        said = (
+            f"The chart: {kind}the sizes of the lesson, recorded on {record.device.name}, {record.date[:10]}{older}. "
+        )
+        shown = nodes.paragraph("", said, page_link(lookup.ops(self.env)[self.arguments[0]]))
+        shown += nodes.Text(" says in which dtype.")
+        return shown
+
+    def _taken(self, page: RecipePage) -> nodes.paragraph:
+        """Say of the file to take its licence, its length, how it is imported, and what tells two versions apart."""
+        name, op = self.arguments[0], op_of(page.recipe)
+        assert op
+        first = public(name, lookup.op_file(self.env, name).read_text(encoding="utf-8"))[0]
+        assert first.node
+        lines = len(take.text_of(self.env, op, page).splitlines())
+        said = nodes.paragraph("", f"The file has the MIT licence and {lines} lines: ")
+        said += nodes.literal("", f"from {name}_op import {first.node.name}")
+        said += nodes.Text(". For two versions of the op in one process, give one of them another ")
+        said += [nodes.literal("", space) for space in op.names if space.endswith("_NAMESPACE")]
+        said += nodes.Text(".")
+        return said
 
     def _contract(self, name: str, source: str) -> list[nodes.Node]:
         """Return the section with the signature of each public function, and what is said of it.
@@ -243,7 +276,7 @@ class OpDirective(SphinxDirective):
         if rest := [item for item in items if item not in told]:
             shown = [nodes.paragraph("", RATIOS), glance.ratios(rest, named=True)]
             section.insert(1, shown)
-            fold(section, 1, 1 + len(shown), "Other dtypes and variants, and the sizes of the lesson")
+            fold(section, 1, 1 + len(shown), "Other dtypes and variants, and the lesson's sizes, beside each library")
         return [section] if len(section) > 1 else []
 
     def _where(self, page: RecipePage) -> nodes.Node:
@@ -259,7 +292,7 @@ class OpDirective(SphinxDirective):
             "supports. Without one, with torch 2.13 or later, in Triton's interpreter, slowly: set TRITON_INTERPRET=1 "
             "before triton is imported."
         )
-        said = nodes.paragraph("", f"Needs {' and '.join(needs)}. {where} ")
+        said = nodes.paragraph("", f"Needs {' and '.join(needs)}. {where} {COMPILED}")
         if version_table.PAGE in self.env.found_docs:
             said += page_link(version_table.PAGE)
             said += nodes.Text(" has what was tried, and the rates on several versions of Triton.")
@@ -294,7 +327,7 @@ class OpDirective(SphinxDirective):
 
 
 class OpsDirective(SphinxDirective):
-    """`ops`: all ops by section, then what people call today and the op that computes the same."""
+    """`ops`: what people call today and the op that computes the same, then all ops by section."""
 
     has_content: ClassVar[bool] = False
 
@@ -328,7 +361,7 @@ class OpsDirective(SphinxDirective):
                 for place, op in zip(first_cells(rows), here, strict=True):
                     place += [op_link(op), nodes.Text(f": {first_line(self.env, op)}")]
                 listed += [nodes.rubric("", section.replace("_", " ").capitalize()), rows]
-        return [listed, found]
+        return [found, listed]
 
 
 def _items(env: "BuildEnvironment", page: RecipePage) -> list[Summary]:
@@ -337,14 +370,15 @@ def _items(env: "BuildEnvironment", page: RecipePage) -> list[Summary]:
 
 
 def _speeds(env: "BuildEnvironment", recipe_page: str) -> list[str]:
-    """Return what the index says of an op's speed: forward, with gradients, and on which GPU."""
+    """Return what the index says of an op's speed: forward, backward, on which GPU and in which types."""
     page = lookup.recipe_page(env, recipe_page)
     assert page
     found = headline(_items(env, page))
     by_way = {item.is_backward: verdict.short(item) for item in reversed(found)}
     backward = declaration(page.recipe.path, page.recipe.text).of_op.backward
-    gradient = ", ".join(filter(None, ["yes" if backward else "no", by_way.get(True, "")]))
-    return [by_way.get(False, ""), gradient, found[0].device.name if found else "not measured"]
+    ways = [by_way.get(False, ""), by_way.get(True, "") if backward else NO_BACKWARD]
+    dtypes = ", ".join(dict.fromkeys(item.dtype for item in found if item.dtype))
+    return [text or verdict.UNMEASURED for text in (*ways, found[0].device.name if found else "", dtypes)]
 
 
 def first_line(env: "BuildEnvironment", op: str) -> str:

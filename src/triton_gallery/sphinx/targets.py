@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -21,7 +21,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.gpus import GPUS, KIB, Gpu
-from triton_gallery.recipes.op import op_of
+from triton_gallery.recipes.op import Op, op_of
 from triton_gallery.records.target_cells import COLUMNS, cells
 from triton_gallery.records.targets import FAILED, FITS, TOO_LARGE, UNMEANT, Kernel, Targets, listing, load, load_texts
 from triton_gallery.sphinx import lookup
@@ -38,7 +38,8 @@ FOLDER = "listings"  # of the site
 TITLE = "On other GPUs"
 SHARED = "shared_memory_per_block_optin"  # an op that has it in its text launches what fits, as a test holds
 STAGES = {False: ("ttgir", "ptx", "sass"), True: ("ttgir", "amdgcn")}
-CLASSES = {FITS: "fits", TOO_LARGE: "too-large", FAILED: "fails", UNMEANT: "unmeant"}
+SMALLER = "smaller launch"
+CLASSES = {FITS: "fits", TOO_LARGE: "too-large", FAILED: "fails", UNMEANT: "unmeant", SMALLER: "smaller"}
 
 
 def setup(app: "Sphinx") -> "ExtensionMetadata":
@@ -64,6 +65,8 @@ def strip(env: "BuildEnvironment", recipe: Recipe, page: str = "") -> list[nodes
     marks, op = [], op_of(recipe)
     for gpu in GPUS:
         word, names = found.verdict(gpu, op)
+        if op and word == TOO_LARGE and all(_adapts(op, why) for why in _reasons(found.of(op), gpu)):
+            word = SMALLER
         said = "" if word == FITS else f" {word}"
         marks.append(f'<span class="target {CLASSES[word]}" title="{escape(names or word)}">{gpu.name}{said}</span>')
     link = f'<a href="{page}#{nodes.make_id(TITLE)}">Compiled for</a>'
@@ -71,7 +74,7 @@ def strip(env: "BuildEnvironment", recipe: Recipe, page: str = "") -> list[nodes
 
 
 def misfits(env: "BuildEnvironment", recipe: Recipe) -> list[nodes.Node]:
-    """Return what a kernel of the op needs that some GPUs of the strip have not, in a line each; nothing if all fit."""
+    """Return in a line each what a kernel of the op needs that some GPUs have not, and what that means there."""
     found, op = kept(env, recipe), op_of(recipe)
     if found is None or op is None:
         return []
@@ -83,12 +86,25 @@ def misfits(env: "BuildEnvironment", recipe: Recipe) -> list[nodes.Node]:
                 gpus[kernel.launch.kernel, why].append(gpu.name)
     lines: list[nodes.Node] = []
     for (name, why), names in gpus.items():
-        line = nodes.paragraph("", "", nodes.emphasis("", f"{TOO_LARGE.capitalize()} ({'; '.join(names)}): "))
-        line += [nodes.Text(f"as {found.launched_by} launched "), nodes.literal("", name), nodes.Text(f", {why}.")]
-        if "shared memory" in why and SHARED in op.cell:
-            line += nodes.Text(" The op asks a GPU for its shared memory, and launches what fits.")
+        line = nodes.paragraph("", "", nodes.emphasis("", f"{'; '.join(names)}: "))
+        if _adapts(op, why):
+            line += [nodes.Text(f"with the launch recorded on {found.launched_by}, "), nodes.literal("", name)]
+            line += nodes.Text(f" does not fit: {why}. There the op chooses a smaller launch, which was not tried.")
+        else:
+            line += [nodes.literal("", name), nodes.Text(" does not run there at the launch recorded on ")]
+            line += nodes.Text(f"{found.launched_by}: {why}.")
         lines.append(line)
     return lines
+
+
+def _reasons(kernels: Sequence[Kernel], gpu: Gpu) -> Iterator[str]:
+    """Yield why kernels do not fit a GPU."""
+    yield from (why for word, why in (kernel.verdict(gpu) for kernel in kernels) if word == TOO_LARGE)
+
+
+def _adapts(op: Op, why: str) -> bool:
+    """Whether an op launches less where a kernel does not fit, for this reason."""
+    return "shared memory" in why and SHARED in op.cell
 
 
 class TargetsOfRecipe(SphinxTransform):

@@ -3,33 +3,57 @@
 Every number comes from a record. Where two bands overlap, neither side is called faster.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from docutils import nodes
 
-from triton_gallery.recipes.tables import ROOF, Table
+from triton_gallery.recipes.tables import BYTES, ROOF, Table
 from triton_gallery.records.summary import Over, Summary, headline
 from triton_gallery.sphinx.lookup import RecipePage
-from triton_gallery.sphinx.show import figure, where
+from triton_gallery.sphinx.show import figure, grid, where
 
 FORWARD = "forward"
 NOTHING = "Nothing has been measured with the present code."
 OLDER = "Beside other libraries, older code than the present was measured."
+RATIOS = (
+    "A ratio is the op's speed over that of the row: above 1 the op is faster. It is the median of all sizes, with the "
+    "worst and the best."
+)
+EQUAL = (
+    "Equal: the bands of the two, from the 20th to the 80th percentile, overlap. Slower: the op's lies below the other."
+)
+UNKNOWN = "The spread was not kept, so neither side is called faster."
+LAUNCH = "Times are of the GPU, without the launch."
+BACKWARD = "The backward's leave out the forward."
+CPU = (
+    "In eager code a call takes at least its CPU time: where the GPU needs less, the CPU time decides. A CUDA graph "
+    "takes it away, and so does torch.compile in the mode reduce-overhead, which makes one."
+)
+ROOFS = {
+    True: "Roof: a copy, or an addition, of as many bytes, measured in the same run.",
+    False: "Roof: a matrix product of the vendor's library with as many operations, measured in the same run.",
+}
+UNMEASURED = "\N{EN DASH}"
 
 
-def sentences(items: Sequence[Summary]) -> Iterator[nodes.paragraph]:
-    """Yield what the benchmarks of an op come to: a paragraph for the forward, and one for the gradients."""
+def table(items: Sequence[Summary]) -> Iterator[nodes.Node]:
+    """Yield what the benchmarks of an op come to: a row for each library, then one for each further work."""
     found = headline(items)
-    places = [f"on {item.device.name}{_kind(item)}, over {_sizes(item)}, median " for item in found]
-    for number, (item, place) in enumerate(zip(found, places, strict=True)):
-        name, told = label(item), place if place not in places[:number] else ""
-        text = f": {told}{_speeds(item)}. {_losses(item)}"
-        yield nodes.paragraph("", "", nodes.strong("", name[0].upper() + name[1:]), nodes.Text(text))
     if not found:
         yield nodes.paragraph("", NOTHING)
+        return
+    yield nodes.paragraph("", _of(found))
+    names = sorted({name for item in found for name in item.table.others}, key=lambda name: _rank(found, name))
+    columns = [text for item in found for text in (f"{_name(item)}: ratio", "slower, equal")]
+    rows = [[name, *(text for item in found for text in _cells(item, name))] for name in names]
+    rows.append([ROOF, *(text for item in found for text in (_ratio(item.over(item.table.of_roof)), ""))])
+    yield grid(["beside", *columns], [row for row in rows if any(row[1:])], "ratios")
+    if further := _further(items, found[0]):
+        yield further
     elif found[0].is_page and any(not item.is_page for item in items):
         yield nodes.paragraph("", OLDER)
+    yield nodes.paragraph("", " ".join(_words(found)))
 
 
 def label(item: Summary) -> str:
@@ -51,7 +75,7 @@ def cpu(page: RecipePage, items: Sequence[Summary]) -> str:
     if [name for name, _ in tables] == [FORWARD]:
         tables = [("", tables[0][1])]
     told = [f"{name} {times}".strip() for name, table in tables if (times := _times(table))]
-    return f"CPU time of a call, in microseconds: {'; '.join(told)}." if told else ""
+    return f"CPU time of a call, in microseconds: {'; '.join(told)}. {CPU}" if told else ""
 
 
 def _times(table: Table) -> str:
@@ -59,58 +83,93 @@ def _times(table: Table) -> str:
     return " · ".join(f"{name} {figure(median(values))}" for name, values in times.items() if values)
 
 
-def _kind(item: Summary) -> str:
-    """Say in which type a benchmark was measured, if its name does not."""
-    return f" in {item.dtype}" if item.dtype and item.dtype not in label(item) else ""
+def _of(found: Sequence[Summary]) -> str:
+    """Say on which GPU, in which types and at how many sizes benchmarks were measured."""
+    counts = [len(item.table.settled) for item in found]
+    told = [f"{count} for the {_name(item)}" for item, count in zip(found, counts, strict=True)]
+    sizes = str(counts[0]) if len(set(counts)) == 1 else " and ".join(told)
+    kind = "sizes of the lesson" if found[0].is_page else "shapes of models"
+    dtypes = " and ".join(dict.fromkeys(item.dtype for item in found if item.dtype))
+    return f"On {' in '.join(filter(None, [found[0].device.name, dtypes]))}; {kind}: {sizes}."
 
 
-def _sizes(item: Summary) -> str:
-    """Say at how many sizes a benchmark was measured, without those at which the CPU decided a figure."""
-    count = len(item.table.settled)
-    size = "size" if item.is_page else "shape"
-    return f"{count} {size}{'s' if count > 1 else ''}{' of the lesson' if item.is_page else ''}"
+def _name(item: Summary) -> str:
+    """Return the label of a benchmark without its type."""
+    return label(item).removeprefix(item.dtype).strip(", ") if item.dtype else label(item)
 
 
-def _speeds(item: Summary) -> str:
-    """Say how fast the op is beside each library and the roof: the median ratio, and the lowest and the highest."""
-    said: list[str] = []
-    for name in item.table.others:
-        if over := item.beside(name):
-            few = f" at {len(over.sizes)}" if len(over.sizes) < len(item.table.settled) else ""
-            said.append(f"{over.median:.2f} times {'' if said else 'the speed of '}{name}{few}{_span(over)}")
-    parts = [", ".join(said)] if said else []
-    if roof := item.over(item.table.of_roof):
-        parts.append(f"{roof.median:.2f} of the roof{_span(roof)}")
-    return "; ".join(parts)
+def _rank(found: Sequence[Summary], name: str) -> tuple[bool, float]:
+    """Put the closest rival first: the lowest median of the first benchmark that has it."""
+    over = next((over for item in found if (over := item.beside(name))), None)
+    return (over is None, over.median if over else 0)
 
 
-def _span(over: Over) -> str:
+def _ratio(over: Over | None) -> str:
+    """Write a ratio: its median, the lowest and the highest."""
+    if over is None:
+        return UNMEASURED
     ends = f"{over.worst:.2f}", f"{over.best:.2f}"
-    return "" if ends[0] == ends[1] else f" ({' to '.join(ends)})"
+    return f"{over.median:.2f}{'' if ends[0] == ends[1] else f' ({ends[0]} to {ends[1]})'}"
 
 
-def _losses(item: Summary) -> str:
-    """Say at how many sizes which library is faster, and with which there is a tie."""
-    table = item.table
-    measured = {name: len(over.sizes) for name in table.others if (over := item.beside(name))}
-    waited = [name for name in table.others if name not in measured and any(table.late.get(name, []))]
-    said = [f"Where {' or '.join(waited)} was measured, the GPU waited for the CPU."] if waited else []
-    if measured and not any(table.low.values()):
-        said.append("The spread was not kept, so neither side is called faster.")
-    elif measured:
-        behind = {name: item.behind(name) for name in measured}
-        lost = [(table.over(name, at) or 0, at, name) for name, places in behind.items() for at in places]
-        if lost:
-            ratio, at, name = min(lost)
-            said.append(
-                f"Slower than {_counts(behind, measured)}; at worst {ratio:.2f} times {name}, at {where(item, at)}."
-            )
-        else:
-            said.append(f"No library is faster at any of these {'sizes' if item.is_page else 'shapes'}.")
-        tied = {name: item.tied(name) for name in measured}
-        said += [f"Equal within the spread: {_counts(tied, measured)}."] if any(tied.values()) else []
-    return " ".join(said)
+def _cells(item: Summary, name: str) -> tuple[str, str]:
+    """Return our speed over a library's, and at how many sizes who is faster."""
+    over = item.beside(name)
+    if over is None:
+        return UNMEASURED, "the GPU waited for the CPU" if any(item.table.late.get(name, [])) else ""
+    return _ratio(over), "; ".join(_outcome(item, name, over))
 
 
-def _counts(places: Mapping[str, Sequence[int]], of: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} at {len(found)} of {of[name]}" for name, found in places.items() if found)
+def _outcome(item: Summary, name: str, over: Over) -> Iterator[str]:
+    """Yield at how many sizes a library is faster than we, and where most, then at how many the two are equal."""
+    behind, tied, count = item.behind(name), item.tied(name), len(over.sizes)
+    if not any(item.table.low.values()):
+        return
+    worst = min(behind, key=lambda index: item.table.over(name, index) or 0, default=None)
+    yield f"slower at {len(behind)} of {count}" + ("" if worst is None else f", most at {where(item, worst)}")
+    if tied:
+        yield f"equal at {len(tied)} of {count}"
+
+
+def _further(items: Sequence[Summary], first: Summary) -> nodes.Node | None:
+    """Return a table of the other works on the same GPU, each beside its closest rival; None if there are none."""
+    works: dict[tuple[str, str], dict[bool, Summary]] = {}
+    for item in items:
+        is_other = item.variant != first.variant and item.device.name == first.device.name
+        if is_other and item.is_fresh and not (item.is_page or first.is_page) and item.fastest:
+            works.setdefault((item.variant, item.dtype), {})[item.is_backward] = item
+    if not works:
+        return None
+    ways = sorted({way for found in works.values() for way in found})
+    columns = ["beside the closest", *("backward" if way else FORWARD for way in ways)]
+    rows = [[_work(*work, first), *(_beside(of, way) for way in ways)] for work, of in works.items()]
+    return grid(columns, rows, "ratios")
+
+
+def _work(name: str, dtype: str, first: Summary) -> str:
+    """Return what is said of a further work: its type too, where that is another than the first one's."""
+    return name if dtype == first.dtype or dtype in name else f"{name}, {dtype}"
+
+
+def _beside(of: dict[bool, Summary], way: bool) -> str:
+    """Return how a work comes out beside its closest rival, in a cell."""
+    item = of.get(way)
+    if item is None or item.fastest is None:
+        return UNMEASURED
+    ratio, outcome = _cells(item, item.fastest)
+    return f"{item.fastest} {ratio}{f'; {outcome}' if outcome else ''}"
+
+
+def _words(found: Sequence[Summary]) -> Iterator[str]:
+    """Yield what the words of the table mean."""
+    yield RATIOS
+    if any(any(item.table.low.values()) for item in found):
+        yield EQUAL
+    else:
+        yield UNKNOWN
+    if not found[0].is_page and any(item.over(item.table.of_roof) for item in found):
+        yield ROOFS[found[0].table.unit == BYTES]
+    if not found[0].is_page or any(item.table.cpu for item in found):
+        yield LAUNCH
+        if any("backward" in item.work for item in found):
+            yield BACKWARD

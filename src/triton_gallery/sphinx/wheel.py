@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from docutils import nodes
+
 from triton_gallery.recipes.inline import OPS
 
 if TYPE_CHECKING:
@@ -23,12 +25,16 @@ def setup(app: "Sphinx") -> "ExtensionMetadata":
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
-def command(env: "BuildEnvironment") -> str:
+def command(env: "BuildEnvironment") -> list[nodes.Node]:
     """Return what installs the package: from the site, if it knows its address, else from a checkout."""
     root, site = Path(env.app.confdir), env.config.html_baseurl.rstrip("/")
     if site and _has_package(root):
-        return f"$ pip install {site}/{FOLDER}/{name(root)}"
-    return "$ pip install .  # in a checkout"
+        return [_block(f"{site}/{FOLDER}/{name(root)}")]
+    where, repository = nodes.paragraph("", "In a checkout"), env.config.gallery_repository.rstrip("/")
+    if repository:
+        where += [nodes.Text(" of "), nodes.reference("", repository.partition("//")[2], refuri=repository)]
+    where += nodes.Text(":")
+    return [where, _block(".")]
 
 
 def name(root: Path) -> str:
@@ -36,6 +42,10 @@ def name(root: Path) -> str:
     text = (root / "src" / OPS / "__init__.py").read_text(encoding="utf-8")
     version = next(line.split('"')[1] for line in text.splitlines() if line.startswith("__version__"))
     return f"{OPS}-{version}-py3-none-any.whl"
+
+
+def _block(what: str) -> nodes.literal_block:
+    return nodes.literal_block(text := f"$ pip install {what}", text, language="console")
 
 
 def _has_package(root: Path) -> bool:
