@@ -732,7 +732,7 @@ def flash_attention_backward(
     """Return the gradients of q, k and v, given that of out.
 
     Takes what ``flash_attention_with_lse`` took and returned, and checks none
-    of it. The gradients have no gradient themselves.
+    of it. Second derivatives are not supported.
     """
     kernels = (
         wrap_triton(_flash_attention_delta_kernel),

@@ -777,7 +777,7 @@ def gated_delta_rule(
     as that; -inf ends what was before.
 
     Both results pass gradients on to q, k, v, g, beta and the initial state,
-    with the same bits each time. These have no gradient themselves. Raises
+    with the same bits each time. Second derivatives are not supported. Raises
     TypeError for other dtypes and for tensors on different devices, and
     ValueError for other shapes. The methods: https://arxiv.org/abs/2412.06464,
     https://arxiv.org/abs/2406.06484
@@ -826,7 +826,7 @@ def gated_delta_rule_backward(
     """Return the gradients of q, k, v, g, beta and the initial state.
 
     Takes those of both results and what ``gated_delta_rule`` took, and checks
-    none of it. The gradients have no gradient themselves.
+    none of it. Second derivatives are not supported.
     """
     return _gated_delta_rule_backward_launch(
         grad,

@@ -703,7 +703,7 @@ def linear_attention(
     float64) counts as that; -inf ends what was before.
 
     Both results pass gradients on to q, k, v, g and the initial state, with the
-    same bits each time. The gradients have no gradient themselves. Backward,
+    same bits each time. Second derivatives are not supported. Backward,
     the states of all chunks and their gradients are in memory: for dimensions
     of 128, as much as four tensors of the size of q in half precision, eight in
     float32, and 16 in float64. The gradient of g is a difference of sums over
@@ -745,7 +745,7 @@ def linear_attention_backward(
     """Return the gradients of q, k, v, g and the initial state.
 
     Takes those of both results and what ``linear_attention`` took, and checks
-    none of it. The gradients have no gradient themselves.
+    none of it. Second derivatives are not supported.
     """
     return _linear_attention_backward_launch(
         grad,

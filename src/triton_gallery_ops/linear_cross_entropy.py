@@ -305,8 +305,8 @@ def linear_cross_entropy(
 
     The gradients are computed with the loss, for those of x and weight that
     require grad, and kept for the backward. The backward multiplies them in
-    place: a second backward of one loss raises RuntimeError. The gradients have
-    no gradients themselves. The method: https://arxiv.org/abs/2410.10989
+    place: a second backward of one loss raises RuntimeError. Second derivatives
+    are not supported. The method: https://arxiv.org/abs/2410.10989
     Raises TypeError for other dtypes, and ValueError for other shapes and for
     tensors on several devices.
 
