@@ -79,7 +79,7 @@ def test_where_the_cpu_decided_no_library_is_compared() -> None:
     series = {**SERIES, "PyTorch": [50.0, 210.0, None], "Liger": [1.0, None, None]}
     page = item("", table=dataclasses.replace(TABLE, series=series, late=late), is_page=True, dtype="")
     (of, words), (rows,) = said(page)
-    assert of == "On Test H200; sizes of the lesson: 1."
+    assert of == "On Test H200; the lesson's sizes: 1."
     assert sorted(rows[1:]) == [
         ["Liger", UNMEASURED, "the GPU waited for the CPU"],
         ["PyTorch", UNMEASURED, "the GPU waited for the CPU"],

@@ -221,10 +221,8 @@ class OpDirective(SphinxDirective):
         assert record is not None
         assert page.table is not None
         older = "" if record.is_fresh(page.recipe) else ", of older code"
-        kind = f"{page.table.kind}, " if page.table.kind else ""
-        said = (
-            f"The chart: {kind}the sizes of the lesson, recorded on {record.device.name}, {record.date[:10]}{older}. "
-        )
+        kind = f"{page.table.kind} " if page.table.kind else ""
+        said = f"The chart: {kind}at the lesson's sizes, recorded on {record.device.name}, {record.date[:10]}{older}. "
         shown = nodes.paragraph("", said, page_link(lookup.ops(self.env)[self.arguments[0]]))
         shown += nodes.Text(" says in which dtype.")
         return shown

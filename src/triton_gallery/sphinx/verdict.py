@@ -88,7 +88,7 @@ def _of(found: Sequence[Summary]) -> str:
     counts = [len(item.table.settled) for item in found]
     told = [f"{count} for the {_name(item)}" for item, count in zip(found, counts, strict=True)]
     sizes = str(counts[0]) if len(set(counts)) == 1 else " and ".join(told)
-    kind = "sizes of the lesson" if found[0].is_page else "shapes of models"
+    kind = "the lesson's sizes" if found[0].is_page else "shapes of models"
     dtypes = " and ".join(dict.fromkeys(item.dtype for item in found if item.dtype))
     return f"On {' in '.join(filter(None, [found[0].device.name, dtypes]))}; {kind}: {sizes}."
 
