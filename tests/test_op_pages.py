@@ -6,6 +6,7 @@ import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
@@ -18,7 +19,7 @@ from triton_gallery.recipes.op import op_of
 from triton_gallery.sphinx.op_pages import NO_BACKWARD, parts_of, public
 from triton_gallery.sphinx.replaces import replaces
 from triton_gallery.sphinx.show import prose
-from triton_gallery.sphinx.wheel import name
+from triton_gallery.sphinx.wheel import command, name
 
 SOURCES = ROOT / "src" / "triton_gallery_ops"
 OPS = sorted(path.stem for path in SOURCES.glob("[a-z]*.py"))
@@ -154,6 +155,14 @@ def test_wheel_and_files_are_served(site: Path) -> None:
     assert {path.stem.removesuffix("_op") for path in (site / "ops").glob("*_op.py")} == {*OPS}
     with zipfile.ZipFile(site / "ops" / name(ROOT)) as archive:
         assert f"triton_gallery_ops/{OPS[0]}.py" in archive.namelist()
+
+
+def test_checkout_is_named() -> None:
+    """Where the site does not know its own address."""
+    config = SimpleNamespace(html_baseurl="", gallery_repository="https://example.org/code/")
+    where, block = command(SimpleNamespace(app=SimpleNamespace(confdir=ROOT), config=config))
+    assert where.astext() == "In a checkout of example.org/code:"
+    assert block.astext() == "$ pip install ."
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
