@@ -45,10 +45,10 @@ def table(items: Sequence[Summary]) -> Iterator[nodes.Node]:
         return
     yield nodes.paragraph("", _of(found))
     names = sorted({name for item in found for name in item.table.others}, key=lambda name: _rank(found, name))
-    columns = [text for item in found for text in (f"{_name(item)}: ratio", "slower, equal")]
+    columns = [text for item in found for text in (f"{_name(item)}: ratio", "slower at")]
     rows = [[name, *(text for item in found for text in _cells(item, name))] for name in names]
     rows.append([ROOF, *(text for item in found for text in (_ratio(item.over(item.table.of_roof)), ""))])
-    yield grid(["beside", *columns], [row for row in rows if any(row[1:])], "ratios")
+    yield grid(["beside", *columns], [row for row in rows if any(row[1:])], "ratios", "verdict")
     if further := _further(items, found[0]):
         yield further
     elif found[0].is_page and any(not item.is_page for item in items):
@@ -126,7 +126,7 @@ def _outcome(item: Summary, name: str, over: Over) -> Iterator[str]:
     if not any(item.table.low.values()):
         return
     worst = min(behind, key=lambda index: item.table.over(name, index) or 0, default=None)
-    yield f"slower at {len(behind)} of {count}" + ("" if worst is None else f", most at {where(item, worst)}")
+    yield f"{len(behind)} of {count}" + ("" if worst is None else f", most at {where(item, worst)}")
     if tied:
         yield f"equal at {len(tied)} of {count}"
 
@@ -157,7 +157,7 @@ def _beside(of: dict[bool, Summary], way: bool) -> str:
     if item is None or item.fastest is None:
         return UNMEASURED
     ratio, outcome = _cells(item, item.fastest)
-    return f"{item.fastest} {ratio}{f'; {outcome}' if outcome else ''}"
+    return f"{item.fastest} {ratio}{f'; slower at {outcome}' if outcome else ''}"
 
 
 def _words(found: Sequence[Summary]) -> Iterator[str]:
