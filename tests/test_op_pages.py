@@ -19,6 +19,7 @@ from triton_gallery.recipes.op import op_of
 from triton_gallery.sphinx.op_pages import NO_BACKWARD, parts_of, public
 from triton_gallery.sphinx.replaces import replaces
 from triton_gallery.sphinx.show import prose
+from triton_gallery.sphinx.verdict import UNMEASURED
 from triton_gallery.sphinx.wheel import command, name
 
 SOURCES = ROOT / "src" / "triton_gallery_ops"
@@ -135,6 +136,7 @@ def test_index_has_every_op_and_what_it_is_taken_for(parsed: Callable[[str], Bea
     assert gpu.startswith("NVIDIA ")
     assert dtype == "bfloat16"
     assert cells["skinny_matmul"][2] == NO_BACKWARD
+    assert cells["cross_entropy_in_place"][1] != UNMEASURED, "its forward has the gradient too"
     assert [heading.text.rstrip("#¶") for heading in page.select("h2")] == ["What you call today", "All ops"]
     rows = {row.select_one("code").text: row.text for row in page.select("table.called tbody tr")}
     assert "rms_norm_residual" in rows["modeling_llama.LlamaRMSNorm"]

@@ -70,8 +70,8 @@ NO_BACKWARD = "none"
 SPEED = (
     "Forward and backward: the op's speed over a library's, the median over the shapes; above 1 the op is faster. The "
     "library is the fastest of those measured beside the op: the one with the lowest of these medians. "
-    f"\N{LEFT DOUBLE QUOTATION MARK}{NO_BACKWARD}\N{RIGHT DOUBLE QUOTATION MARK} is an op without a backward, "
-    f"{verdict.UNMEASURED} what was not measured. An op's page has every library, and the range."
+    f"The word {NO_BACKWARD} means that the op has no backward, and {verdict.UNMEASURED} that it was not measured. An "
+    "op's page has every library, and the range."
 )
 COMPILED = "The op is registered with torch.library, and torch.compile takes it without a graph break, as tests show. "
 ABOUT = (
@@ -374,7 +374,9 @@ def _speeds(env: "BuildEnvironment", recipe_page: str) -> list[str]:
     found = headline(_items(env, page))
     by_way = {item.is_backward: verdict.short(item) for item in reversed(found)}
     backward = declaration(page.recipe.path, page.recipe.text).of_op.backward
-    ways = [by_way.get(False, ""), by_way.get(True, "") if backward else NO_BACKWARD]
+    ways = [by_way.get(False, ""), by_way.get(True, "")]
+    if not backward:  # such an op may compute gradients in its forward
+        ways = ["".join(ways), NO_BACKWARD]
     dtypes = ", ".join(dict.fromkeys(item.dtype for item in found if item.dtype))
     return [text or verdict.UNMEASURED for text in (*ways, found[0].device.name if found else "", dtypes)]
 

@@ -148,6 +148,7 @@ def _further(items: Sequence[Summary], first: Summary) -> nodes.Node | None:
 
 def _work(name: str, dtype: str, first: Summary) -> str:
     """Return what is said of a further work: its type too, where that is another than the first one's."""
+    name = name.replace("fp16", "float16")
     return name if dtype == first.dtype or dtype in name else f"{name}, {dtype}"
 
 
