@@ -51,7 +51,7 @@ def said(*items: Summary) -> tuple[list[str], list[list[list[str]]]]:
 
 def test_each_library_has_a_row_the_closest_first() -> None:
     (of, words), (rows,) = said(item())
-    assert of == "On Test H200 in bfloat16; shapes of models: 3."
+    assert of == "On Test H200 in bfloat16, at 3 shapes that models use."
     assert rows == [
         ["beside", "forward: ratio", "slower at"],
         ["Liger", "1.10 (1.00 to 1.20)", "0 of 2; equal at 1 of 2"],
@@ -79,7 +79,7 @@ def test_where_the_cpu_decided_no_library_is_compared() -> None:
     series = {**SERIES, "PyTorch": [50.0, 210.0, None], "Liger": [1.0, None, None]}
     page = item("", table=dataclasses.replace(TABLE, series=series, late=late), is_page=True, dtype="")
     (of, words), (rows,) = said(page)
-    assert of == "On Test H200; the lesson's sizes: 1."
+    assert of == "On Test H200, at 1 of the lesson's sizes."
     assert sorted(rows[1:]) == [
         ["Liger", UNMEASURED, "the GPU waited for the CPU"],
         ["PyTorch", UNMEASURED, "the GPU waited for the CPU"],

@@ -21,7 +21,8 @@ RATIOS = (
     "worst and the best."
 )
 EQUAL = (
-    "Equal: the bands of the two, from the 20th to the 80th percentile, overlap. Slower: the op's lies below the other."
+    "Equal: the ranges of the two, from the 20th to the 80th percentile, overlap. Slower: the op's whole range lies "
+    "below that of the row."
 )
 UNKNOWN = "The spread was not kept, so neither side is called faster."
 LAUNCH = "Times are of the GPU, without the launch."
@@ -85,12 +86,19 @@ def _times(table: Table) -> str:
 
 def _of(found: Sequence[Summary]) -> str:
     """Say on which GPU, in which types and at how many sizes benchmarks were measured."""
-    counts = [len(item.table.settled) for item in found]
+    counts = [_count(item) for item in found]
     told = [f"{count} for the {_name(item)}" for item, count in zip(found, counts, strict=True)]
-    sizes = str(counts[0]) if len(set(counts)) == 1 else " and ".join(told)
-    kind = "the lesson's sizes" if found[0].is_page else "shapes of models"
+    sizes = counts[0] if len(set(counts)) == 1 else " and ".join(told)
     dtypes = " and ".join(dict.fromkeys(item.dtype for item in found if item.dtype))
-    return f"On {' in '.join(filter(None, [found[0].device.name, dtypes]))}; {kind}: {sizes}."
+    return f"On {' in '.join(filter(None, [found[0].device.name, dtypes]))}, at {sizes}."
+
+
+def _count(item: Summary) -> str:
+    """Say how many sizes a benchmark has."""
+    count = len(item.table.settled)
+    if item.is_page:
+        return f"{count} of the lesson's sizes"
+    return f"{count} {'shape' if count == 1 else 'shapes'} that models use"
 
 
 def _name(item: Summary) -> str:
