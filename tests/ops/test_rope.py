@@ -458,7 +458,7 @@ OPS = [
     (
         "rope",
         lambda normal, M, N: (*(normal(2, H, M // 2, 64) for H in (8, 3)), normal(M // 2, 32), normal(M // 2, 32)),
-        lambda q, k, cos, sin: tuple(reference(x, cos, sin, interleaved=False).to(x.dtype) for x in (q, k)),
+        lambda q, k, cos, sin: reference(q, k, cos, sin, interleaved=False),
     ),
 ]
 
