@@ -160,7 +160,10 @@ def test_box_says_what_the_op_comes_to(page: BeautifulSoup, project: Project) ->
     assert "memcheck clean" in text
     of_op = BeautifulSoup((project.root / "_build" / "html" / "ops" / "square.html").read_text(), "html.parser")
     box = of_op.select_one(".glance")
-    assert box.select_one("p:not(.rubric)").text == "On Test GPU; the lesson\N{RIGHT SINGLE QUOTATION MARK}s sizes: 3."
+    assert (
+        box.select_one("p:not(.rubric)").text
+        == "On Test GPU, at 3 of the lesson\N{RIGHT SINGLE QUOTATION MARK}s sizes."
+    )
     rows = [[cell.text for cell in row.select("td")] for row in box.select("table.ratios tbody tr")]
     assert rows == [["PyTorch", "2.00 (0.50 to 3.00)", ""], ["Roof", "0.75 (0.03 to 1.00)", ""]]
     assert "CPU time of a call, in microseconds: Triton 31 · PyTorch 9." in " ".join(box.text.split())
