@@ -9,10 +9,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from case import Case, Draw, Exact, Refused
+from case import Case, Draw, Refused
 from compiled import Ask, graphs, ptx, stack
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, sizes
+from softmaxes import exact, exact_gradient, gradient_and_rows, of_rows
 
 
 @pytest.fixture(scope="module")
@@ -30,27 +31,6 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
 def longest(dtype: torch.dtype) -> int:
     """Return how many elements the longest row has that the op takes."""
     return 64 * 1024 // max(4, dtype.itemsize)
-
-
-def exact(x: torch.Tensor) -> list[Exact]:
-    """Return the softmax of rows."""
-    return [Exact(torch.softmax(x, -1))]
-
-
-def exact_gradient(grad: torch.Tensor, y: torch.Tensor) -> list[Exact]:
-    """Return the gradient of rows, and the magnitudes that it adds up."""
-    terms = y * (grad.abs() + (grad * y).abs().sum(-1, keepdim=True))
-    return [Exact(y * (grad - (grad * y).sum(-1, keepdim=True)), terms)]
-
-
-def of_rows(draw: Draw, *shape: int) -> tuple[torch.Tensor]:
-    """Make rows."""
-    return (draw(*shape),)
-
-
-def gradient_and_rows(draw: Draw, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make a gradient, and rows that softmax may have returned."""
-    return draw(*shape), draw(*shape, of=lambda x: torch.softmax(x, -1))
 
 
 def special(draw: Draw) -> list[tuple[torch.Tensor]]:

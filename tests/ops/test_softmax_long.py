@@ -12,10 +12,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from case import Case, Draw, Exact, Refused, check
+from case import Case, Draw, Refused, check
 from compiled import Ask, graphs, ptx, stack
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, sizes
+from softmaxes import exact, exact_gradient, gradient_and_rows, of_rows
 
 
 @pytest.fixture(scope="module")
@@ -42,27 +43,6 @@ def planned(taken: ModuleType, plan: tuple[int, int]) -> Iterator[None]:
 def settings(whole: int, cache: int) -> dict[str, object]:
     """Return what the launcher's two decisions are set to: what is small enough for registers, what the cache holds."""
     return {"SOFTMAX_LONG_WHOLE": whole, "_softmax_long_gpu": lambda _: (4, cache)}
-
-
-def exact(x: torch.Tensor) -> list[Exact]:
-    """Return the softmax of rows."""
-    return [Exact(torch.softmax(x, -1))]
-
-
-def exact_gradient(grad: torch.Tensor, y: torch.Tensor) -> list[Exact]:
-    """Return the gradient of rows, and the magnitudes that it adds up."""
-    terms = y * (grad.abs() + (grad * y).abs().sum(-1, keepdim=True))
-    return [Exact(y * (grad - (grad * y).sum(-1, keepdim=True)), terms)]
-
-
-def of_rows(draw: Draw, *shape: int) -> tuple[torch.Tensor]:
-    """Make rows."""
-    return (draw(*shape),)
-
-
-def gradient_and_rows(draw: Draw, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make a gradient, and rows that softmax may have returned."""
-    return draw(*shape), draw(*shape, of=lambda x: torch.softmax(x, -1))
 
 
 def special(draw: Draw) -> list[tuple[torch.Tensor]]:
