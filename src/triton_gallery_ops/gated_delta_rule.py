@@ -421,8 +421,8 @@ def _gated_delta_rule_pairs_kernel(
     tl.store(errors_ptr + begin * CHUNK + tile, errors, mask=inside[:, None])
 
 
-# For one head and values of one number, Triton would make a kernel of its own,
-# and the assembler of Triton 3.6 and 3.7 wrong code of it.
+# Specialized for one head and values of one number, this kernel is miscompiled
+# on Hopper by the assembler of Triton 3.6 and 3.7.
 @triton.jit(do_not_specialize=["HEADS"])
 def _gated_delta_rule_gradients_kernel(
     grad_ptr,

@@ -26,7 +26,7 @@ EQUAL = (
 )
 UNKNOWN = "The spread was not kept, so neither side is called faster."
 LAUNCH = "Times are of the GPU, without the launch."
-BACKWARD = "The backward's leave out the forward."
+BACKWARD = "Times of the backward leave out the forward."
 CPU = (
     "In eager code a call takes at least its CPU time: where the GPU needs less, the CPU time decides. A CUDA graph "
     "takes it away, and so does torch.compile in the mode reduce-overhead, which makes one."
