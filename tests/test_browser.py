@@ -234,6 +234,8 @@ def accessible(page: Page, address: str, name: str) -> list[str]:
         for step in range(page.evaluate("document.documentElement.scrollHeight") // 800 + 1):
             page.mouse.wheel(0, 800)  # formulas are typeset as they come near the window
             page.wait_for_timeout(30 if step else 200)
+        page.mouse.wheel(0, -400)  # now the link back to the top is there
+        page.wait_for_timeout(200)
         violations = Axe().run(page).response["violations"]
         found += [f"{name}, {theme}: {one['id']}: {one['nodes'][0]['html'][:200]}" for one in violations]
     return found
