@@ -1,17 +1,20 @@
 """Which tests run: the quick ones, those that prove given recipes thoroughly too, or all.
 
-Thorough are mutants, generated tests in all their examples, every autotune config, and whatever a page's own run shows
-already. A test is marked `thorough` for that, and left out of a quick run; a generated test takes few examples there,
-the same each time.
+Thorough are mutants, generated tests in all their examples, every autotune config, what is compiled for a GPU, and
+whatever a page's own run shows already. A test is marked `thorough` for that, and left out of a quick run. There a
+generated test takes few examples, the same each time, and a test of one recipe that is asked of many dtypes and sizes
+takes two dtypes, and of each a few sizes, the first and the last among them.
 """
 
 import re
 import subprocess
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import Phase, is_hypothesis_test, settings
 from project import ROOT
 
@@ -20,6 +23,8 @@ from triton_gallery.recipes.hashes import cell_hash
 from triton_gallery.recipes.inline import inlined, ops_in
 
 EXAMPLES = 4  # of a generated test in a quick run
+DTYPES = {torch.float32, torch.bfloat16}  # in a quick run, where a test has one of them
+EACH = 4  # of what a test of one recipe is asked in one dtype in a quick run
 KEYS = {recipe.name: recipe.key for recipe in load(ROOT / "gallery")}
 OWN = re.compile(r"(?:gallery/\w+|src/triton_gallery_ops|tests/ops|benchmarks/works)/(?:test_)?(\w+)\.[^/]+")
 OPS = {op: recipe.name for recipe in load(ROOT / "gallery") for op in ops_in(recipe.path.read_text("utf-8"))}
@@ -44,7 +49,8 @@ class Selection:
     def split(self, items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
         """Return the tests that run, and those that are left out; what is generated runs as it has to."""
         chosen = [item for item in items if self.alone is None or recipe_of(item) == self.alone]
-        runs = [item for item in chosen if self.is_thorough(item) or not item.get_closest_marker("thorough")]
+        left = _left_of_many([item for item in chosen if not self.is_thorough(item)])
+        runs = [item for item in chosen if self.is_thorough(item) or not (_is_slow(item) or item in left)]
         for item in runs:
             if not self.is_thorough(item):
                 _take_few_examples(item)
@@ -97,10 +103,26 @@ def recipe_of(item: pytest.Item) -> str | None:
     for value in callspec.params.values() if callspec else ():
         if isinstance(value, Recipe):
             return value.key
-        if isinstance(key := getattr(value, "recipe", None), str):
+        key = value if isinstance(value, str) else getattr(value, "recipe", None)
+        if isinstance(key, str) and key in KEYS.values():
             return key
+    return _of_file(item)
+
+
+def _of_file(item: pytest.Item) -> str | None:
+    """Return the recipe that the file of a test is about."""
     own = OWN.fullmatch("/".join(item.path.parts[-3:]))
     return KEYS.get(own[1]) if own else None
+
+
+def examples(items: Sequence[pytest.Item], keys: str) -> list[pytest.Item]:
+    """Return the tests of some recipes, `section/name ...`, and of those that have dtypes the ones in float32."""
+
+    def is_wanted(item: pytest.Item) -> bool:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        return recipe_of(item) in keys.split() and params.get("dtype", torch.float32) == torch.float32
+
+    return [item for item in items if is_wanted(item)]
 
 
 def left_out(count: int) -> str:
@@ -109,6 +131,28 @@ def left_out(count: int) -> str:
         f"quick: {count} thorough tests were left out, and generated tests took {EXAMPLES} examples at the most; "
         "make test THOROUGH=1 runs all, make test RECIPE=section/name those of one recipe"
     )
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    """Whether only a thorough run has a test."""
+    return item.get_closest_marker("thorough") is not None or "on_h100" in getattr(item, "fixturenames", ())
+
+
+def _left_of_many(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests of one recipe that a quick run leaves out, as others are the same in another dtype or size."""
+    asked = defaultdict[str, defaultdict[torch.dtype, list[pytest.Item]]](lambda: defaultdict(list))
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        dtype = next((value for value in values if isinstance(value, torch.dtype)), None)
+        if dtype and _of_file(item) and not _is_slow(item):
+            asked[item.nodeid.partition("[")[0]][dtype].append(item)
+    left = set()
+    for by_dtype in asked.values():
+        for dtype, of_dtype in by_dtype.items():
+            last = len(of_dtype) - 1
+            taken = {of_dtype[last * place // (EACH - 1)] for place in range(EACH)}
+            left |= {*of_dtype} - (taken if dtype in DTYPES or not DTYPES & by_dtype.keys() else set())
+    return left
 
 
 def _take_few_examples(item: pytest.Item) -> None:

@@ -5,8 +5,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from project import ROOT
@@ -45,8 +48,9 @@ def test_quick_run_leaves_out_what_is_thorough_and_says_so(collected: dict[str, 
     assert quick < everything
     left = everything - quick
     names = {re.search(r"::(\w+)", test)[1] for test in left}
-    assert names >= {"test_broken_recipe_fails", "test_every_config_float32", "test_script_runs_alone"}
-    assert not names & {re.search(r"::(\w+)", test)[1] for test in quick}
+    thorough = {"test_broken_recipe_fails", "test_every_config_float32", "test_script_runs_alone"}
+    assert names >= thorough
+    assert not thorough & {re.search(r"::(\w+)", test)[1] for test in quick}
     assert f"quick: {len(left)} thorough tests were left out" in said
 
 
@@ -66,6 +70,33 @@ def test_some_recipes_are_proved_thoroughly_among_quick_tests(collected: dict[st
     (some, _), (quick, _) = collected[f"--thorough {RECIPE}"], collected[""]
     assert quick < some
     assert {test.partition("[")[2].partition(":")[0] for test in some - quick if "test_bite" in test} == {RECIPE}
+
+
+def test_quick_run_asks_a_test_of_two_dtypes_and_of_a_few_sizes_in_each() -> None:
+    """The first and the last among them; of what is asked in other dtypes alone, nothing is left out."""
+
+    class Item:
+        def __init__(self, name: str, file: str = "tests/ops/test_softmax.py", **params: object) -> None:
+            self.nodeid, self.path, self.callspec = (
+                f"{file}::{name}[{params}]",
+                ROOT / file,
+                SimpleNamespace(params=params),
+            )
+
+        def get_closest_marker(self, name: str) -> None:
+            """Return none: nothing is marked."""
+
+    item: Any = Item
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    many = [item("test_sizes", dtype=dtype, n=n) for n in range(10) for dtype in dtypes]
+    others = [item("test_half", dtype=torch.float16, n=n) for n in range(3)]
+    others += [item("test_words", n=n) for n in range(10)]
+    others += [item("test_sizes", "tests/ops/test_values.py", dtype=dtype, n=n) for n in range(10) for dtype in dtypes]
+    runs, _ = Selection(set()).split([*many, *others])
+    assert [one for one in runs if one in others] == others
+    kept = [tuple(one.callspec.params.values()) for one in runs if one in many]
+    assert sorted(kept, key=repr) == [(dtype, n) for dtype in dtypes[1:] for n in (0, 3, 6, 9)]
+    assert Selection({"fusion/softmax"}).split([*many, *others])[1] == []
 
 
 def test_unknown_recipe_is_told() -> None:

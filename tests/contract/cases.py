@@ -1,14 +1,14 @@
 """The cases of all ops, and the decorators that ask a test of each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
 import torch
 from case import Case
 from own import collect, runs_here
+from selection import DTYPES
 
-QUICK = {torch.float32, torch.bfloat16}  # the dtypes of a quick run
 QUICK_SIZES = 8
 CASES = [replace(case, recipe=recipe) for recipe, case in collect("CONTRACT") if runs_here(recipe)]
 
@@ -20,8 +20,10 @@ def each_case(wanted: Callable[[Case], object] = lambda _: True) -> pytest.MarkD
     )
 
 
-def each_dtype(wanted: Callable[[Case], object] = lambda _: True) -> pytest.MarkDecorator:
-    """Ask a test of each case in each of its dtypes; a quick run takes two of them."""
+def each_dtype(
+    wanted: Callable[[Case], object] = lambda _: True, quick: Collection[torch.dtype] = DTYPES
+) -> pytest.MarkDecorator:
+    """Ask a test of each case in each of its dtypes; a quick run takes some, or all where there are none of these."""
     return pytest.mark.parametrize(
         ("case", "dtype"),
         [
@@ -29,7 +31,7 @@ def each_dtype(wanted: Callable[[Case], object] = lambda _: True) -> pytest.Mark
                 case,
                 dtype,
                 id=f"{case.name or case.call}-{str(dtype).removeprefix('torch.')}",
-                marks=() if dtype in QUICK or not QUICK & {*case.dtypes} else pytest.mark.thorough,
+                marks=() if dtype in quick or not {*quick} & {*case.dtypes} else pytest.mark.thorough,
             )
             for case in CASES
             if wanted(case)

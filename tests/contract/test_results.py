@@ -27,7 +27,7 @@ def test_sizes(load_op: Load, case: Case, dtype: torch.dtype, whole: bool) -> No
             check(case, op, dtype, case.arguments(Draw(dtype), *size))
 
 
-@each_dtype()
+@each_dtype(quick=[torch.float32])
 def test_layouts(load_op: Load, case: Case, dtype: torch.dtype) -> None:
     """In each layout alone, and each tensor in another."""
     op = load_op(f"{case.recipe}.py")

@@ -1,0 +1,34 @@
+"""What the compiler makes of the ops' kernels for an H100, as `make targets` keeps it: it fits, and spills nothing."""
+
+import pytest
+from project import ROOT
+
+from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.recipes.gpus import GPUS
+from triton_gallery.recipes.op import op_of
+from triton_gallery.records import targets
+
+(HOPPER,) = (gpu for gpu in GPUS if gpu.key == "sm_90")
+SPILLED = {  # bytes a thread; what of it costs time, nobody measured
+    "_cross_entropy_kernel": 8,
+    "_hopper_attention_kernel": 112,
+    "_layer_norm_backward_kernel": 144,
+    "_linear_attention_kernel": 24,
+    "_softmax_backward_kernel": 72,
+    "_varlen_attention_dkdv_kernel": 104,
+}
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipe for recipe in load(ROOT / "gallery") if op_of(recipe)], ids=lambda recipe: recipe.key
+)
+def test_kernels_fit_an_h100(recipe: Recipe) -> None:
+    kept, op = targets.load(ROOT / "docs" / "_targets", recipe), op_of(recipe)
+    if kept is None or not kept.is_fresh(recipe):
+        pytest.skip("NOT TESTED: its code has changed since make targets")
+    kernels = [kernel for kernel in kept.of(op) if HOPPER.key in kernel.on]
+    assert kernels
+    for kernel in kernels:
+        name, compiled = kernel.launch.kernel, kernel.on[HOPPER.key]
+        assert compiled.verdict(HOPPER) == (targets.FITS, ""), name
+        assert compiled.spilled <= SPILLED.get(name, 0), name
