@@ -152,8 +152,8 @@ def main(arguments: list[str] | None = None) -> int:
                     show(row)
                     rows.append(row)
         if rows:
-            path = merge(RECORDS, rows, known)  # as each work ends, so that no later one can cost its rows
-            print(f"wrote {len(rows)} rows of {work.recipe} into {path}", flush=True)
+            paths = merge(RECORDS, rows, known)  # as each work ends, so that no later one can cost its rows
+            print(f"wrote {len(rows)} rows of {work.recipe} into {', '.join(map(str, paths))}", flush=True)
     if failed:
         print(f"{failed} rows were not measured")
     return int(failed > 0)

@@ -226,7 +226,7 @@ def merge_all(folders: Sequence[Path]) -> int:
         rows.sort(key=lambda row: (slug(row.device.name), row.date))
         for _, of_device in groupby(rows, key=lambda row: slug(row.device.name)):
             there = list(of_device)
-            print(f"wrote {len(there)} rows into {merge(RECORDS, there, known)}")
+            print(f"wrote {len(there)} rows into {', '.join(map(str, merge(RECORDS, there, known)))}")
     except (BadRecordError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -56,9 +56,9 @@ def a_row(project: Project, name: str, work: str, shape: list[int], rates: dict,
     return dataclasses.replace(row, **others)
 
 
-def keep(project: Project, *rows: PeerRow, known: Sequence[PeerRow] = ()) -> Path:
-    """Put rows into their file; return it."""
-    return merge(project.root / "docs" / "_records", rows, [row.key for row in known or rows])
+def keep(project: Project, *rows: PeerRow, known: Sequence[PeerRow] = ()) -> Path | None:
+    """Put rows into their files; return the first that changed."""
+    return next(iter(merge(project.root / "docs" / "_records", rows, [row.key for row in known or rows])), None)
 
 
 def three(project: Project, **others: object) -> list[PeerRow]:
@@ -106,7 +106,7 @@ def captions(article: BeautifulSoup) -> list[str]:
 
 def test_what_is_written_is_read(project: Project) -> None:
     path = record(project)
-    assert path == project.root / "docs" / "_records" / "test-gpu-9000" / "peers.json"
+    assert path == project.root / "docs" / "_records" / "test-gpu-9000" / "ops" / "one.json"
     assert read(project) == three(project)
     assert all(row.is_fresh(load(project.root / "gallery")) for row in read(project))
 
@@ -169,7 +169,7 @@ def test_page_shows_the_figures_and_what_they_are_of(project: Project) -> None:
     links = [link["href"] for link in page.select("table.peers a")]
     assert links == ["recipes/things/one.html"] * 2 + ["recipes/things/two.html"]
     path.unlink()
-    assert not cells(shown(project)), "the page does not follow its record"
+    assert [texts[0] for texts in cells(shown(project))] == ["two, backward"], "the page does not follow its record"
 
 
 def test_recipe_shows_its_rows(project: Project) -> None:
@@ -353,7 +353,7 @@ def test_bad_record_stops_the_build(project: Project) -> None:
     path.write_text(path.read_text()[:100])
     status, output = project.build()
     assert status != 0
-    assert "peers.json: not JSON, perhaps cut short" in " ".join(output.split())
+    assert "one.json: not JSON, perhaps cut short" in " ".join(output.split())
 
 
 def test_what_does_not_fit_is_not_written(project: Project) -> None:
@@ -363,7 +363,7 @@ def test_what_does_not_fit_is_not_written(project: Project) -> None:
     with pytest.raises(BadRecordError, match=r"\$\.rows\[0\]\.rates\.Triton"):
         keep(project, row)
     assert path.read_bytes() == before
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert {file.name for file in path.parent.iterdir()} == {"one.json", "two.json"}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -62,7 +62,7 @@ def a_row(project: Project, name: str, work: str, shape: list[int], **contenders
 
 def keep(project: Project, *rows: VersionRow) -> Path:
     """Put rows into their file; return it."""
-    return merge(project.root / "docs" / "_records", rows, [row.key for row in rows])
+    return merge(project.root / "docs" / "_records", rows, [row.key for row in rows])[0]
 
 
 def slower(project: Project) -> VersionRow:
@@ -74,7 +74,7 @@ def slower(project: Project) -> VersionRow:
 def test_rows_are_read_and_merged(project: Project) -> None:
     one, two = a_row(project, "one", "one", [8]), slower(project)
     records = project.root / "docs" / "_records"
-    path = merge(records, [one, two], [two.key, one.key])
+    (path,) = merge(records, [one, two], [two.key, one.key])
     assert path == records / "test-gpu-9000" / "versions.json"
     assert load_all(records) == [two, one], "they have the order of what is known"
     newer = dataclasses.replace(one, date="2026-05-06T07:08:09+00:00", contenders={OLD: came(2.0), NEW: came(None)})

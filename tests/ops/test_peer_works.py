@@ -17,7 +17,7 @@ from triton_gallery import bench
 from triton_gallery.recipes.contents import load
 from triton_gallery.recipes.declaration import declaration
 from triton_gallery.recipes.device import Environment
-from triton_gallery.records.peers import load_all
+from triton_gallery.records.peers import PeerRow, load_all
 
 SMALL, WIDE = 24, 64  # rows are as long as any k
 ON_GPU = torch.cuda.is_available()
@@ -225,6 +225,11 @@ def test_another_result_is_not_timed() -> None:
             one.check("Liger", one.call(wrong, backward=False)(), ours)
 
 
+def recorded(records: Path) -> list[PeerRow]:
+    """Return what is recorded: first that of *Softmax*, then that of *RMSNorm*."""
+    return sorted(load_all(records), key=lambda row: row.recipe, reverse=True)
+
+
 def says(*times: float) -> Callable[..., dict[str, tuple[float, ...]]]:
     """Return a clock by which all calls take the same time: its median, its percentiles, and no CPU time."""
     return lambda calls, turns, prepare: dict.fromkeys(calls, (*times, 0.0, False))
@@ -257,7 +262,7 @@ def test_a_whole_run_is_recorded(host: tuple[Path, list[measure_peers.Work]]) ->
     """All but the timing and the other libraries is what a GPU host does."""
     records, _ = host
     assert measure_peers.main([]) == 0
-    rows = load_all(records)
+    rows = recorded(records)
     assert {row.device.name for row in rows} == {"Test GPU 9000"}
     assert all(row.packages == {"torch": version("torch")} for row in rows)
     assert all(row.is_fresh(load(measure_peers.GALLERY)) for row in rows)
@@ -277,7 +282,7 @@ def test_library_that_means_something_else_costs_its_figure_alone(
     records, works = host
     works[0] = dataclasses.replace(works[0], peers={"Other": lambda module: lambda x: 2 * torch.softmax(x, -1)})
     assert measure_peers.main([works[0].recipe]) == 0
-    assert all(row.rates["Other"] is None and row.rates["PyTorch"] for row in load_all(records))
+    assert all(row.rates["Other"] is None and row.rates["PyTorch"] for row in recorded(records))
     assert "Other is left out: fusion/softmax: Other has another result than ours" in capsys.readouterr().out
 
 
@@ -308,7 +313,7 @@ def test_work_that_computes_is_recorded(
     ]
     monkeypatch.setattr(bench, "gpu_time", measure)
     assert measure_peers.main([]) == 0
-    (row,) = load_all(records)
+    (row,) = recorded(records)
     assert (row.unit, row.rates["Triton"]) == ("TFLOP/s", [2 * 2 * 3 * 4] * 3)
     assert [(tuple(roof.shape), roof.dtype) for roof in seen] == [((2, 3), torch.bfloat16)]
 
@@ -318,12 +323,12 @@ def test_one_recipe_measures_its_own_rows(
 ) -> None:
     records, works = host
     assert measure_peers.main([]) == 0
-    before = load_all(records)
+    before = recorded(records)
     works[1] = dataclasses.replace(works[1], shapes=[(2, SMALL), (3, SMALL)], backward=None)
     works[0] = dataclasses.replace(works[0], shapes=[(2, SMALL), (8, SMALL)])
     monkeypatch.setattr(bench, "gpu_time", says(2e-6, 2e-6, 2e-6))
     assert measure_peers.main(["fusion/rms_norm"]) == 0
-    now = load_all(records)
+    now = recorded(records)
     assert now[:4] == [before[1], before[0], before[3], before[2]], "they are as they were, in the works' order"
     assert [(row.work, row.shape) for row in now[4:]] == [("rms_norm", [2, SMALL]), ("rms_norm", [3, SMALL])]
     assert now[4].rates["Triton"] == [2 * 2 * SMALL * 4 / 2] * 3
@@ -334,8 +339,8 @@ def test_one_work_that_fails_costs_its_rows_alone(
 ) -> None:
     records, works = host
     assert measure_peers.main([]) == 0
-    before = load_all(records)
-    path = records / "test-gpu-9000" / "peers.json"
+    before = recorded(records)
+    path = records / "test-gpu-9000" / "ops" / "softmax.json"
 
     def greedy(x):
         if len(x) == 8:
@@ -346,7 +351,7 @@ def test_one_work_that_fails_costs_its_rows_alone(
     path.unlink()
     capsys.readouterr()
     assert measure_peers.main([]) == 1
-    now = load_all(records)
+    now = recorded(records)
     assert now == [dataclasses.replace(row, date=now[0].date) for row in before[4:]]
     printed = capsys.readouterr().out
     assert printed.count("(8, 24) failed: OutOfMemoryError: CUDA out of memory") == 2
@@ -358,8 +363,8 @@ def test_bad_record_is_refused_before_the_gpu_works(
     host: tuple[Path, list[measure_peers.Work]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records, _ = host
-    path = records / "test-gpu-9000" / "peers.json"
-    path.parent.mkdir()
+    path = records / "test-gpu-9000" / "ops" / "softmax.json"
+    path.parent.mkdir(parents=True)
     path.write_text("{")
     monkeypatch.setattr(bench, "gpu_time", lambda *_, **__: pytest.fail("it was measured"))
     assert measure_peers.main([]) == 2

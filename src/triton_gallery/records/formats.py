@@ -21,6 +21,7 @@ def list_of(items: object) -> dict[str, object]:
     return {"type": "array", "items": items}
 
 
+OPS = "ops"  # the folder, of a device's, with rows of ops; all others have records of lessons
 TEXT = {"type": "string"}
 OPTIONAL_TEXT = {"type": ["string", "null"]}
 HASH = {"type": "string", "pattern": "^[0-9a-f]{16}$"}

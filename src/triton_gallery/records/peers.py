@@ -1,6 +1,7 @@
 """Figures of our ops beside other libraries', and the only module that knows their format.
 
-`docs/_records/<device>/peers.json` holds a row for each work at each size that `benchmarks/measure_peers.py` measured.
+`docs/_records/<device>/ops/<recipe>.json` holds a row for each work of a recipe at each size that
+`benchmarks/measure_peers.py` measured.
 """
 
 import math
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triton_gallery.recipes.tables import TRITON, Table
-from triton_gallery.records.formats import PACKAGES, TEXT
+from triton_gallery.records.formats import OPS, PACKAGES, TEXT
 from triton_gallery.records.rows import RATE, Row, RowFile
 
 SCHEMA_VERSION = 2
@@ -60,6 +61,6 @@ def table_of(rows: Sequence[PeerRow]) -> Table:
 
 
 _FILE = RowFile(
-    "peers.json", SCHEMA_VERSION, PeerRow, {"packages": PACKAGES, "rates": _RATES, "dtype": TEXT}, ["dtype"]
+    f"{OPS}/{{}}.json", SCHEMA_VERSION, PeerRow, {"packages": PACKAGES, "rates": _RATES, "dtype": TEXT}, ["dtype"]
 )
 load_all, merge = _FILE.load_all, _FILE.merge

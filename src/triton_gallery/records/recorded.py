@@ -23,6 +23,7 @@ from triton_gallery.recipes.hashes import code_hash, hash_of
 from triton_gallery.recipes.launches import Launch
 from triton_gallery.recipes.outputs import Output, from_json
 from triton_gallery.records.formats import (
+    OPS,
     COMMIT,
     DATE,
     DEVICE,
@@ -129,7 +130,8 @@ class Records:
 
     def all(self) -> list[Record]:
         """Return every record; BadRecordError if one does not fit."""
-        return [load(path) for path in sorted(self.folder.glob("*/*/*.json"))]
+        paths = sorted(self.folder.glob("*/*/*.json"))
+        return [load(path) for path in paths if path.parent.name != OPS]
 
     def of(self, recipe: Recipe) -> list[Record]:
         """Return a recipe's records, those of its present code first, then the newest; BadRecordError as `all`."""

@@ -4,6 +4,7 @@ A row says when, with which software and of which code it was measured, so that 
 If the recipe has changed since, the row is stale.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -78,7 +79,7 @@ R = TypeVar("R", bound=Row)
 
 
 class RowFile(Generic[R]):
-    """A kind of file in the folders of devices."""
+    """A kind of file in the folders of devices: one for each device, or one for each recipe."""
 
     def __init__(
         self, name: str, version: int, row: type[R], further: dict[str, Any], optional: Sequence[str] = ()
@@ -86,7 +87,7 @@ class RowFile(Generic[R]):
         """Describe it.
 
         Args:
-            name: the file's name.
+            name: the file's name in a device's folder; `{}` in it stands for the name of a recipe.
             version: of its schema.
             row: the class of its rows.
             further: the schemas of what a row has beside the fields of every `Row`.
@@ -110,27 +111,39 @@ class RowFile(Generic[R]):
 
     def load_all(self, folder: Path) -> list[R]:
         """Return the rows of all devices in the folder of records; BadRecordError if a file does not fit."""
-        return [row for path in sorted(folder.glob(f"*/{self.name}")) for row in self.load(path)]
+        return [row for path in self._files(folder) for row in self.load(path)]
 
     def load(self, path: Path) -> list[R]:
         """Return the rows in a file; BadRecordError if it does not fit."""
         return list(self._parsed(path, path.read_bytes()))
 
-    def merge(self, folder: Path, rows: Sequence[R], known: Sequence[Key]) -> Path:
-        """Put rows of one device into its file, in place of the older ones of the same work and size.
+    def merge(self, folder: Path, rows: Sequence[R], known: Sequence[Key]) -> list[Path]:
+        """Put rows of one device into their files, in place of the older ones of the same work and size.
 
         Args:
             folder: the folder of records.
             rows: what was measured.
-            known: what is measured at all, in the order of the file; other rows are dropped from it.
+            known: what is measured at all, in the order of a file; other rows are dropped.
+
+        Returns:
+            The files that changed.
 
         Raises:
-            BadRecordError: if a row or what the file holds does not fit; the file stays as it was.
+            BadRecordError: if a row or what a file holds does not fit; that file stays as it was.
         """
-        path = folder / slug(rows[0].device.name) / self.name
-        found = {row.key: row for row in [*(self.load(path) if path.is_file() else []), *rows]}
-        self.write(path, [found[key] for key in known if key in found])
-        return path
+        device = slug(rows[0].device.name)
+        before = {path: self.load(path) for path in self._files(folder, device)}
+        found = {row.key: row for row in [*(row for of_file in before.values() for row in of_file), *rows]}
+        now = defaultdict[Path, list[R]](list)
+        for key in known:
+            if key in found:
+                now[folder / device / self.name.format(key[0].rpartition("/")[2])].append(found[key])
+        changed = [path for path, of_file in now.items() if of_file != before.get(path)]
+        for path in changed:
+            self.write(path, now[path])
+        for path in before.keys() - now.keys():
+            path.unlink()
+        return changed
 
     def write(self, path: Path, rows: Sequence[R]) -> None:
         """Write a file of these rows; BadRecordError if one does not fit."""
@@ -139,11 +152,14 @@ class RowFile(Generic[R]):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace(path, dump(content))
 
+    def _files(self, folder: Path, device: str = "*") -> list[Path]:
+        return sorted(folder.glob(f"{device}/{self.name.format('*')}"))
+
     def _parse(self, path: Path, text: bytes) -> Sequence[R]:
         content = parse(path, text)
         validate(path, content, self.schema)
         rows = [self.row(**{**row, "device": Device(**row["device"])}) for row in content["rows"]]
         for name in (row.device.name for row in rows):
-            if path.parent.name != slug(name):
+            if path.parents[self.name.count("/")].name != slug(name):
                 raise BadRecordError(f"{path}: it is that of another device, {name}")
         return rows
