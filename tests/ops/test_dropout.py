@@ -14,17 +14,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused
 from compiled import Ask, ptx, stack
-from device_key import at_cuda
-from guard import Guard, guarded
-from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, layouts, shapes
+from inputs import DEVICE, FLOATS, Layout, shapes
 
 BLOCK = 2048  # of the recipe
-SEEDS = st.sampled_from([0, 1, -1, 2**32, 2**63 - 1, -(2**63)]) | st.integers(-(2**63), 2**63 - 1)
-CHANCES = st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0, 2**-17, 1 - 2**-16]) | st.floats(0, 1)
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 
 
@@ -64,39 +59,82 @@ def mask(seed: int, p: float, size: int, first: int = 0) -> torch.Tensor:
     return torch.from_numpy(halves >= round(p * 2**16))
 
 
-def expected(x: torch.Tensor, p: float, seed: int) -> torch.Tensor:
-    """Return the result in float64."""
+def expected(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
+    """Return what is kept, scaled, and zeros."""
     kept = 1 - round(p * 2**16) / 2**16
-    keep = mask(seed, p, x.numel()).view(x.shape).to(x.device)
-    return torch.where(keep, x.detach().double() / (kept or 1), 0)
+    keep = mask(seed.item(), p, x.numel()).view(x.shape).to(x.device)
+    return torch.where(keep, x / (kept or 1), 0)
 
 
-def assert_right(out: torch.Tensor, x: torch.Tensor, p: float, seed: int) -> None:
-    """Assert that the right elements were dropped, and the others scaled and rounded."""
-    assert (out.dtype, out.shape, out.device) == (x.dtype, x.shape, x.device)
-    # Scale, product and result are rounded; a unit for the result, since the interpreter cuts bfloat16.
-    last = torch.finfo(x.dtype)
-    accumulator = 2 * (2**-53 if x.dtype == torch.float64 else 2**-24)
-    exact = expected(x, p, seed)
-    allowed = (accumulator + last.eps) * exact.abs() + last.tiny * last.eps
-    overflow = exact.abs() > last.max  # of float16, by a large scale
-    wrong = ((out.detach().double() - exact).abs() > allowed) & ~overflow
-    assert not wrong.any(), f"{wrong.sum()} wrong elements, the first at {wrong.flatten().nonzero()[0].item()}"
+def exact(x: torch.Tensor, p: float, seed: torch.Tensor) -> list[Exact]:
+    """Return the result."""
+    return [Exact(expected(x, p, seed))]
 
 
-@quiet
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=15)
-@given(shape=shapes(BLOCK, 2 * BLOCK + 1), layout=layouts(), p=CHANCES, seed=SEEDS)
-@example((BLOCK + 5,), Layout("contiguous", 0), 0.5, 2**40 + 3)
-@example((2 * BLOCK,), Layout("contiguous", 1), 0.25, -7)
-def test_value(
-    taken: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], layout: Layout, p: float, seed: int
-) -> None:
-    """The mask is that of Philox for the index of each element, whatever the shape, the layout and the seed."""
-    x = layout.make(shape, dtype, DEVICE)
-    out = guarded(lambda x, seed: taken.dropout(x, p, seed), x, seeded(seed))
-    assert_right(out, x, p, seed)
+def a_seed(draw: Draw, seed: int | None = 1) -> torch.Tensor:
+    """Make a seed, or without a number any."""
+    return draw(1, dtype=torch.int64, of=None if seed is None else lambda _: torch.tensor([seed]))
+
+
+def arguments(
+    draw: Draw, shape: tuple[int, ...], p: float, seed: int | None
+) -> tuple[torch.Tensor, float, torch.Tensor]:
+    """Make a tensor, the chance and a seed."""
+    return draw(*shape), p, a_seed(draw, seed)
+
+
+def special(draw: Draw) -> list[tuple[torch.Tensor, float, torch.Tensor]]:
+    """Make NaN, infinities, a zero of the other sign and a high number, dropped and kept."""
+    high = torch.finfo(draw.dtype).max / 4
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, high], dtype=draw.dtype, device=DEVICE).repeat(40)
+    return [(x, p, seeded(6)) for p in (0.0, 0.5, 1.0)]
+
+
+# A block and several, whole or not, tensors of all ranks, and the ends of the chances and the seeds
+SIZES = [((2053,), 0.5, None), ((4096,), 0.25, -7), ((5, 700), 0.3, 2**40 + 3), ((35,), 1.0, 0), ((), 0.9, 1)]
+SIZES += [((0,), 0.5, 1), ((2, 1024), 0.0, 2**63 - 1), ((3, 1, 2049), 2**-17, -(2**63)), ((2047,), 0.1, 2**32)]
+SIZES += [((4099,), 1 - 2**-16, -1), ((2, 0, 3), 0.5, 1), ((3, 5, 7, 11), 0.5, 3), ((3 * BLOCK + 8,), 0.4, 3)]
+SEEDS = st.sampled_from([0, 1, -1, 2**32, 2**63 - 1, -(2**63)]) | st.integers(-(2**63), 2**63 - 1)
+CHANCES = st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0, 2**-17]) | st.floats(0, 0.999)
+TYPES = "dropout takes a tensor with one int64 as its seed, not"
+CONTRACT = [
+    Case(
+        "dropout",
+        arguments,
+        exact,
+        sizes=SIZES,
+        small=((3, 5), 0.3, 4),
+        many=((1031, 2053), 0.3, 5),
+        # By the largest scale, float16 overflows.
+        fits=lambda size, dtype: dtype != torch.float16 or size[1] in (0, 1) or size[1] < 0.999,
+        shapes=st.tuples(shapes(BLOCK, 2 * BLOCK + 1), CHANCES, SEEDS),
+        roundings=2,  # of the scale, and of the product
+        reference=expected,
+        special=special,
+        gradients=lambda grad, x, p, seed: exact(grad, p, seed),
+        second_gradients=True,
+        refused=[
+            Refused(
+                lambda draw: (draw(4).int(), 0.5, a_seed(draw)),
+                TypeError,
+                r"dropout takes a float tensor, not torch\.int32",
+            ),
+            *(
+                Refused(lambda draw, p=p: (draw(4), p, a_seed(draw)), ValueError, r"dropout takes a p from 0 to 1, not")
+                for p in (-0.1, 1.1, math.nan)
+            ),
+            Refused(lambda draw: (draw(4), 0.5, a_seed(draw).int()), TypeError, TYPES),
+            Refused(lambda draw: (draw(4), 0.5, a_seed(draw).expand(2)), TypeError, TYPES),
+            Refused(lambda draw: (draw(4), 0.5, a_seed(draw)[:0]), TypeError, TYPES),
+            Refused(lambda draw: (draw(4), 0.5, a_seed(draw).double()), TypeError, TYPES),
+            Refused(
+                lambda draw: (draw(4), 0.5, a_seed(draw).to("meta")),
+                TypeError,
+                "dropout takes a seed on the device of x, .* not on meta",
+            ),
+        ],
+    ),
+]
 
 
 def test_philox_of_the_page(recipe: ModuleType) -> None:
@@ -149,18 +187,11 @@ def test_no_mask_begins_again(bits_kernel: Callable[..., None], first: int) -> N
     assert out.tolist() == words.view(np.uint16).reshape(-1).tolist()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_mask_is_of_the_index_only(taken: ModuleType, dtype: torch.dtype) -> None:
-    """Neither dtype nor layout nor block change the mask, and more elements leave it as it was."""
-    seed, size = seeded(3), 3 * BLOCK + 8
-    keep = mask(3, 0.4, size).to(DEVICE)
-    x = torch.ones(size, dtype=dtype, device=DEVICE)
-    assert torch.equal(taken.dropout(x, 0.4, seed) != 0, keep)
-    assert torch.equal(taken.dropout(x[: BLOCK + 3], 0.4, seed) != 0, keep[: BLOCK + 3])
-    turned = x.view(8, -1).T.contiguous().T
-    assert torch.equal(taken.dropout(turned, 0.4, seed).flatten() != 0, keep)
-    for block in (128, 512, 4096):
-        assert torch.equal(taken._dropout_launch(x, 0.4, seed, block=block) != 0, keep)
+@pytest.mark.parametrize("block", [128, 512, 4096])
+def test_mask_is_of_the_index_alone(taken: ModuleType, block: int) -> None:
+    """The number of elements to a program does not change it."""
+    x = torch.ones(3 * BLOCK + 8, device=DEVICE)
+    assert torch.equal(taken._dropout_launch(x, 0.4, seeded(3), block=block) != 0, mask(3, 0.4, len(x)).to(DEVICE))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -194,29 +225,12 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
             assert torch.equal(y, recipe.dropout(x, 0.1, seeded(7)))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_through_autograd(taken: ModuleType, dtype: torch.dtype) -> None:
-    """The gradient is dropped by the same mask, an expanded one too, and autograd keeps the seed only."""
-    x = Layout("contiguous", 0).make((5, 700), dtype, DEVICE).requires_grad_()
-    seed, kept = seeded(21), []
+def test_autograd_keeps_the_seed_alone(taken: ModuleType) -> None:
+    """Neither the mask nor x is kept for the backward."""
+    x, seed, kept = torch.ones(700, device=DEVICE, requires_grad=True), seeded(21), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = taken.dropout(x, 0.3, seed)
+        taken.dropout(x, 0.3, seed)
     assert [t.data_ptr() for t in kept] == [seed.data_ptr()]
-    grad = Layout("transposed", 1).make((5, 700), dtype, DEVICE)
-    (dx,) = torch.autograd.grad(y, x, grad, retain_graph=True)
-    assert_right(dx, grad, 0.3, 21)
-    (dx,) = torch.autograd.grad(y.sum(), x)
-    assert_right(dx, torch.ones_like(x), 0.3, 21)
-
-
-@quiet
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
-def test_gradcheck(taken: ModuleType, p: float) -> None:
-    """First and second derivatives are right."""
-    x = torch.randn(3, 5, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    op = partial(taken.dropout, p=p, seed=seeded(4))
-    assert torch.autograd.gradcheck(op, x)
-    assert torch.autograd.gradgradcheck(op, x)
 
 
 def test_seed_may_not_change_before_the_backward(taken: ModuleType) -> None:
@@ -230,17 +244,12 @@ def test_seed_may_not_change_before_the_backward(taken: ModuleType) -> None:
 
 
 @quiet
-def test_special_values(taken: ModuleType) -> None:
-    """What is dropped is 0, whatever it was; what is kept stays NaN or infinite."""
-    special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 3e38], device=DEVICE)
-    x = special.repeat(40)
-    for p in (0.0, 0.5, 1.0):
-        keep = mask(6, p, 200).to(DEVICE)
-        out = taken.dropout(x, p, seeded(6))
-        assert torch.equal(out[~keep].view(torch.int32), torch.zeros_like(out[~keep]).view(torch.int32))
-        kept = x[keep] / (1 - p or 1)
-        torch.testing.assert_close(out[keep], kept, rtol=0, atol=0, equal_nan=True)
-    # PyTorch's own keeps NaN where it drops.
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_is_dropped_is_positive_zero(taken: ModuleType, dtype: torch.dtype) -> None:
+    """Whatever it was; PyTorch's own keeps a NaN where it drops."""
+    x, p, seed = special(Draw(dtype))[1]
+    dropped = taken.dropout(x, p, seed)[~mask(6, p, len(x)).to(DEVICE)]
+    assert not dropped.view(torch.uint8).any()
     assert torch.nn.functional.dropout(torch.full((64,), torch.nan), 0.5).isnan().all()
 
 
@@ -251,6 +260,7 @@ def test_ends_of_p(taken: ModuleType) -> None:
         assert torch.equal(taken.dropout(x, p, seeded(1)), x)
     few = taken.dropout(torch.ones(2**16, device=DEVICE), 2**-12, seeded(1))
     assert 1 <= (few == 0).sum() <= 50
+    assert taken.dropout(x[:4], 0.0, seeded(1)[0]).tolist() == x[:4].tolist()  # a seed without a dimension is fine
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
@@ -302,30 +312,6 @@ def test_a_seed_for_each_program(recipe: ModuleType) -> None:
     assert not torch.equal(first, second)
 
 
-def test_guards_reach_into_the_op(taken: ModuleType) -> None:
-    """What the op allocates lies between guards in the tests above."""
-    with Guard() as guard:
-        out = taken.dropout(torch.ones(30, device=DEVICE), 0.5, seeded(1))
-    assert out.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
-
-
-def test_refuses(taken: ModuleType) -> None:
-    """What the op does not take, it names."""
-    x, seed = torch.ones(4, device=DEVICE), seeded(1)
-    with pytest.raises(TypeError, match=r"^dropout takes a float tensor, not torch\.int32"):
-        taken.dropout(x.int(), 0.5, seed)
-    for p in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match=r"^dropout takes a p from 0 to 1, not"):
-            taken.dropout(x, p, seed)
-    for wrong in (seed.int(), seed.expand(2), seed[:0], seed.double()):
-        with pytest.raises(TypeError, match=r"^dropout takes a tensor with one int64 as its seed, not"):
-            taken.dropout(x, 0.5, wrong)
-    with pytest.raises(TypeError, match=r"^dropout takes a seed on the device of x, .* not on meta"):
-        taken.dropout(x, 0.5, seed.to("meta"))
-    assert taken.dropout(x, 0.0, seed[0]).tolist() == [1] * 4  # no dimension is fine
-    assert taken.dropout(x[:0], 0.5, seed).shape == (0,)
-
-
 def counts(taken: ModuleType) -> dict[str, Counter[str]]:
     """Return how often what is looked for stands in the PTX, for some dtypes; thresholds of 1 and 0 compile too."""
     wanted = r"(?:ld|st)\.(?:global|shared)[.\w]*|mul\.hi"
@@ -364,12 +350,6 @@ def test_register_spills(gallery: Path, on_h100: Ask) -> None:
     assert found == [0] * 4
 
 
-def test_launcher_is_what_a_call_reaches(taken: ModuleType) -> None:
-    """On a GPU, without the triton_op in between."""
-    x = Layout("contiguous", 0).make((3, 700), torch.float32, DEVICE)
-    assert torch.equal(at_cuda(taken.dropout, x, 0.3, seeded(1)), taken.dropout(x, 0.3, seeded(1)))
-
-
 def test_seeds(taken: ModuleType) -> None:
     """A seed comes from the generator that is given, or from PyTorch's own, and no two are the same."""
     pair = [taken.dropout_seed(DEVICE, torch.Generator(DEVICE).manual_seed(5)) for _ in range(2)]
@@ -383,20 +363,6 @@ def test_seeds(taken: ModuleType) -> None:
     assert pair[0].dtype == torch.int64
 
 
-def test_page(printed: Callable[[str], str]) -> None:
-    """What the page prints without a GPU is what its text says."""
-    out = printed("fusion/dropout")
-    moved, floor, words, error, share, checksum, *errors = out.splitlines()[:9]
-    assert moved.endswith("4.0 5.0 5.0 4.0 in all 18.0")
-    assert floor.endswith(": 4.0")
-    assert words.endswith("6627e8d5 e169c58d bc57ac4c 9b00dbd8")
-    assert re.fullmatch(r"largest relative error \d\.\de-0[78], allowed 2\.5e-07", error)
-    assert re.search(r"off by -?[0-4]\.\d standard deviations", share)
-    assert checksum.endswith("9b273ffd06820cb8")
-    assert [error.partition(":")[0] for error in errors] == ["TypeError", "ValueError", "TypeError"]
-    assert out.count("1.0000") == 3
-
-
 @pytest.mark.needs_gpu_memory(10)
 def test_beyond_int32(taken: ModuleType) -> None:
     """The last of more than 2**31 elements have their own numbers."""
@@ -408,40 +374,11 @@ def test_beyond_int32(taken: ModuleType) -> None:
     assert out.mean(dtype=torch.float32).sub(1).abs() < 1e-3
 
 
-@gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("size", [35, 4096])
-def test_opcheck(taken: ModuleType, dtype: torch.dtype, size: int) -> None:
-    """The op passes the whole of opcheck."""
-    x = torch.randn(size, dtype=dtype, device=DEVICE, requires_grad=True)
-    assert set(torch.library.opcheck(taken.dropout, (x, 0.3, seeded(1))).values()) == {"SUCCESS"}
-
-
-@gpu
-def test_compile_and_graph(taken: ModuleType) -> None:
-    """Compiled, the mask is the same; a captured graph reads the seed at each replay."""
-    x, seed = torch.randn(1000, 33, device=DEVICE), seeded(1)
-    op = partial(taken.dropout, p=0.5)
-    compiled = torch.compile(lambda x, seed: op(x * 2, seed=seed) + 1, fullgraph=True)
-    assert torch.equal(compiled(x, seed), op(x * 2, seed=seed) + 1)
-    leaf = x.clone().requires_grad_()
-    d, exact = (torch.autograd.grad(y.sum(), leaf)[0] for y in (compiled(leaf, seed), op(leaf * 2, seed=seed)))
-    assert torch.equal(d, exact)
-    op(x, seed=seed)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = op(x, seed=seed)
-    for value in (1, 2):
-        seed.fill_(value)
-        graph.replay()
-        assert torch.equal(out, op(x, seed=seed))
-
-
 def _expected(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
     return expected(x, p, seed.item()).to(x.dtype)
 
 
-# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
+# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
 OPS = [
     ("dropout", lambda normal, M, N: (normal(M, N), 0.3, torch.tensor([5], device=DEVICE)), _expected),
 ]

@@ -6,31 +6,27 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused, accumulator
 from compiled import Ask, compiled, graphs, stack
-from device_key import at_cuda
-from guard import Guard, guarded
-from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, first_quickly, layouts, sizes
+from inputs import DEVICE, FLOATS, Layout, first_quickly, sizes
 from tolerance import assert_within
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+each_op = pytest.mark.parametrize("name", ["few_long_rows_sum", "few_long_rows_logsumexp"])
+each_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 LEADS = st.sampled_from([(), (1,), (0,), (5,), (2, 3), (3, 1, 2)])
 # Bytes of a row that is one part, and of a part.
 ITS_OWN = (128 * 1024, 32 * 1024)
 THREE = (32, 16)  # passes, from 17 elements on in float64 and from 33 in the others
-PLANS = st.sampled_from([ITS_OWN, (4096, 2048), THREE])
-NAMES = {"few_long_rows_sum": torch.sum, "few_long_rows_logsumexp": torch.logsumexp}
-each_op = pytest.mark.parametrize("name", NAMES)
-each_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +45,8 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
 def planned(taken: ModuleType, plan: tuple[int, int]) -> Iterator[None]:
     """Have the launcher split rows in another way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(taken, "FEW_LONG_ROWS_WHOLE", plan[0])
-        patch.setattr(taken, "FEW_LONG_ROWS_PART", plan[1])
+        for name, value in settings(*plan).items():
+            patch.setattr(taken, name, value)
         taken._few_long_rows_plan.cache_clear()
         yield
     taken._few_long_rows_plan.cache_clear()
@@ -61,121 +57,132 @@ def result(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def assert_value(name: str, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Assert that a result is as good as its accumulator."""
-    assert out.device.type == DEVICE.type
-    assert out.shape == x.shape[:-1]
-    assert out.dtype == result(x.dtype)
-    assert out.is_contiguous()
-    wide = x.double()
-    expected = NAMES[name](wide, -1)
-    if x.shape[-1] == 0:
-        assert torch.equal(out.double(), expected)
-        return
-    # Differences are below 16, and rounded: a relative error of 16 roundings in a sum of exponentials, and so an
-    # absolute one in its logarithm. The sums have a few dozen additions one after another.
-    magnitude = wide.abs().sum(-1) if name.endswith("_sum") else 1 + expected.abs()
-    assert_within(out, expected, magnitude, roundings=96)
+def settings(whole: int, part: int) -> dict[str, int]:
+    """Return how the launcher splits rows: the bytes of a row that is one part, and of a part."""
+    return {"FEW_LONG_ROWS_WHOLE": whole, "FEW_LONG_ROWS_PART": part}
 
 
-@each_op
-@each_dtype
-@settings(max_examples=12)
-@given(lead=LEADS, N=sizes(1024, 2500), of_x=layouts(), plan=PLANS)
-@example(lead=(5,), N=1000, of_x=Layout("contiguous", 0), plan=ITS_OWN)
-@example(lead=(2,), N=2000, of_x=Layout("contiguous", 0), plan=(4096, 2048))
-@example(lead=(2,), N=0, of_x=Layout("contiguous", 0), plan=ITS_OWN)
-def test_value(
-    taken: ModuleType,
-    name: str,
-    dtype: torch.dtype,
-    lead: tuple[int, ...],
-    N: int,
-    of_x: Layout,
-    plan: tuple[int, int],
-) -> None:
-    """The value is right for any length, layout and split."""
-    N = N % 101 if plan == THREE else N
-    x = of_x.make((*lead, N), dtype, DEVICE)
-    with planned(taken, plan):
-        out = guarded(getattr(taken, name), x)
-        assert torch.equal(getattr(taken, name)(x), out)
-    assert_value(name, x, out)
+def of_rows(draw: Draw, *shape: int) -> tuple[torch.Tensor]:
+    """Make rows."""
+    return (draw(*shape),)
 
 
-@each_dtype
-@settings(max_examples=12)
-@given(lead=LEADS, N=sizes(1024, 2500), of_grad=layouts(), of_x=layouts(), plan=PLANS)
-@example(lead=(5,), N=1000, of_grad=Layout("contiguous", 0), of_x=Layout("contiguous", 1), plan=ITS_OWN)
-def test_gradient(
-    taken: ModuleType,
-    dtype: torch.dtype,
-    lead: tuple[int, ...],
-    N: int,
-    of_grad: Layout,
-    of_x: Layout,
-    plan: tuple[int, int],
-) -> None:
-    """The backward op is right for any gradient and any x, in any layout."""
-    N = N % 101 if plan == THREE else N
-    x = of_x.make((*lead, N), dtype, DEVICE)
-    grad = of_grad.make(lead, result(dtype), DEVICE)
-    y = torch.logsumexp(x.double(), -1).to(result(dtype))
-    with planned(taken, plan):
-        out = guarded(taken.few_long_rows_logsumexp_backward, grad, x, y)
-        assert torch.equal(taken.few_long_rows_logsumexp_backward(grad, x, y), out)
-    assert (out.dtype, out.shape) == (dtype, x.shape)
-    assert out.is_contiguous()
-    expected = grad.double()[..., None] * (x.double() - y.double()[..., None]).exp()
-    assert_within(out, expected, expected.abs(), roundings=96, floor=torch.finfo(torch.float32).tiny)
+def of_backward(draw: Draw, *shape: int) -> tuple[torch.Tensor, ...]:
+    """Make a gradient, rows and their log-sum-exp."""
+    wide = result(draw.dtype)
+    grad, x = draw(*shape[:-1], dtype=wide), draw(*shape)
+    return grad, x, draw(*shape[:-1], dtype=wide, of=lambda _: torch.logsumexp(x.double(), -1))
 
 
-@each_op
-@each_dtype
-@settings(max_examples=8)
-@given(lead=LEADS, N=sizes(64, 100), of_x=layouts(), of_grad=layouts(), plan=PLANS)
-def test_autograd(
-    taken: ModuleType,
-    name: str,
-    dtype: torch.dtype,
-    lead: tuple[int, ...],
-    N: int,
-    of_x: Layout,
-    of_grad: Layout,
-    plan: tuple[int, int],
-) -> None:
-    """Through autograd a gradient is that of float64."""
-    x = of_x.make((*lead, N), dtype, DEVICE)
-    grad = of_grad.make(lead, result(dtype), DEVICE)
-    wide = x.double().clone().requires_grad_()
-    with planned(taken, plan):
-        (out,) = torch.autograd.grad(getattr(taken, name)(x.requires_grad_()), x, grad)
-    (expected,) = torch.autograd.grad(NAMES[name](wide, -1), wide, grad.double())
-    assert (out.dtype, out.shape) == (dtype, x.shape)
-    assert_within(out, expected, expected.abs(), roundings=256, floor=torch.finfo(torch.float32).tiny)
+def exact_sum(x: torch.Tensor) -> list[Exact]:
+    """Return the sums of rows."""
+    return [Exact(x.sum(-1), x.abs().sum(-1), dtype=accumulator)]
 
 
-@each_dtype
-@pytest.mark.parametrize("N", [5, 64, 1000, 1001])
-def test_gradient_of_rows_apart(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
-    """The backward reads rows with a gap between them where they are."""
-    x = Layout("contiguous", 0).make((5, N + 16), dtype, DEVICE)[:, :N]
-    y = taken.few_long_rows_logsumexp(x)
-    out = guarded(taken.few_long_rows_logsumexp_backward, torch.ones_like(y), x, y)
-    expected = torch.softmax(x.double(), -1)
-    assert_within(out, expected, expected, roundings=256, floor=torch.finfo(torch.float32).tiny)
+def exact_logsumexp(x: torch.Tensor) -> list[Exact]:
+    """Return the log-sum-exp of rows."""
+    y = torch.logsumexp(x, -1)
+    return [Exact(y, 1 + y.abs(), dtype=accumulator)]
+
+
+def exact_gradient(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> list[Exact]:
+    """Return the gradient of rows, given their log-sum-exp."""
+    return [Exact(grad[..., None] * (x - y[..., None]).exp())]
+
+
+def special(draw: Draw) -> list[tuple[torch.Tensor]]:
+    """Make rows with a NaN, infinities, and low and high numbers."""
+    large = torch.finfo(draw.dtype).max / 4
+    x = torch.zeros(12, 300, dtype=draw.dtype, device=DEVICE)
+    x[0, 5], x[1, 299], x[2, 7], x[2, 8] = torch.nan, torch.inf, torch.inf, -torch.inf
+    x[3], x[4, :200], x[5, 1:], x[6, :-1] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
+    x[7, 3], x[8, 1], x[8, 200], x[9] = -large, large, -large, -100
+    return [(x,), (x[:, :5],), (x[:, 100:],)]
+
+
+def shapes(most: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes with rows of up to so many elements."""
+    return st.tuples(LEADS, sizes(1024, most)).map(lambda drawn: (*drawn[0], drawn[1]))
+
+
+# Lengths of one part and of several, of which 16 bytes divide a row or not.
+ROWS = [(5, 1000), (2, 0), (3, 1), (3, 40_001), (0, 7), (3, 1001), (2, 32_769), (2, 8193)]
+ROWS += [(2, N) for N in (5, 8, 4096, 16384, 16385, 32_768, 50_257, 128_256, 201_088)]
+PARTS = [(2, 2000), (5, 300), (3, 2001), (2, 257), (2, 256), (1, 1025), (0, 7), (3, 128)]
+PASSES = [(2, 100), (5, 33), (3, 17), (4, 7), (1, 8), (0, 5), (1, 65), (2, 64)]
+REFUSED = [
+    Refused(lambda draw: (draw(2, 3).int(),), TypeError, r"few_long_rows takes a float tensor, not torch\.int32"),
+    Refused(lambda draw: (draw(),), ValueError, "few_long_rows takes a tensor with a last dimension"),
+]
+# Differences are below 16, and rounded: a relative error of 16 roundings in a sum of exponentials, and so an absolute
+# one in its logarithm. The sums have a few dozen additions one after another.
+OF_ALL = {"sizes": ROWS, "small": (2, 9), "shapes": shapes(2500), "roundings": 96}
+WHOLE = [
+    Case(
+        "few_long_rows_sum",
+        of_rows,
+        exact_sum,
+        reference=lambda x: torch.sum(x.to(result(x.dtype)), -1),
+        special=special,
+        gradients=lambda grad, x: [Exact(grad[..., None].expand(x.shape))],
+        second_gradients=True,
+        refused=REFUSED,
+        **OF_ALL,
+    ),
+    Case(
+        "few_long_rows_logsumexp",
+        of_rows,
+        exact_logsumexp,
+        reference=lambda x: torch.logsumexp(x.to(result(x.dtype)), -1),
+        special=special,
+        gradients=lambda grad, x: exact_gradient(grad, x, torch.logsumexp(x, -1)),
+        refused=REFUSED,
+        **OF_ALL,
+    ),
+    Case(
+        "few_long_rows_logsumexp_backward",
+        of_backward,
+        exact_gradient,
+        floor=lambda _: torch.finfo(torch.float32).tiny,
+        refused=[
+            *(one._replace(arguments=lambda draw, one=one: one.arguments(draw) * 3) for one in REFUSED),
+            *(
+                Refused(make, ValueError, r"few_long_rows_logsumexp_backward takes .*float32 and shape \(2,\)")
+                for make in (
+                    lambda draw: (draw(1), draw(2, 3), draw(2)),
+                    lambda draw: (draw(2), draw(2, 3), draw(2, 3)),
+                    lambda draw: (draw(2).double(), draw(2, 3), draw(2)),
+                    lambda draw: (draw(2), draw(2, 3), draw(2).half()),
+                )
+            ),
+        ],
+        **OF_ALL,
+    ),
+]
+# As the launcher splits rows, in parts of short rows, and in three passes and more.
+CONTRACT = [
+    *WHOLE,
+    *(
+        replace(case, name=f"{case.call} in parts", sizes=PARTS, settings=settings(1024, 512), refused=())
+        for case in WHOLE
+    ),
+    *(
+        replace(
+            case,
+            name=f"{case.call} in three passes",
+            sizes=PASSES,
+            shapes=shapes(100),
+            settings=settings(*THREE),
+            special=None,
+            many=(131, 1001),
+            refused=(),
+        )
+        for case in WHOLE
+    ),
+]
 
 
 LENGTHS = [1, 5, 8, 1000, 4096, 8193, 16384, 16385, 32_768, 32_769, 50_257, 128_256, 201_088]
-
-
-@each_op
-@each_dtype
-@pytest.mark.parametrize("N", LENGTHS)
-def test_every_length(taken: ModuleType, name: str, dtype: torch.dtype, N: int) -> None:
-    """Rows of all lengths, with a gap between them."""
-    x = Layout("contiguous", N).make((3, N + 8), dtype, DEVICE)[:, 8:]
-    assert_value(name, x, getattr(taken, name)(x))
 
 
 @each_op
@@ -239,18 +246,6 @@ def test_copies_only_what_it_must(taken: ModuleType, dtype: torch.dtype) -> None
         assert copy.data_ptr() != view.data_ptr()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_launchers_serve_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
-    """On a GPU a call goes straight to the launcher; it does what the op does."""
-    x = Layout("contiguous", 0).make((3, 1001), dtype, DEVICE)
-    with planned(taken, (4096, 2048)):
-        for name in NAMES:
-            assert torch.equal(at_cuda(getattr(taken, name), x), getattr(taken, name)(x))
-        y = taken.few_long_rows_logsumexp(x)
-        d = taken.few_long_rows_logsumexp_backward(y, x, y)
-        assert torch.equal(at_cuda(taken.few_long_rows_logsumexp_backward, y, x, y), d)
-
-
 def test_steps_of_the_ladder(recipe: ModuleType) -> None:
     """Every step is right, again and again, and the counters are left at zero."""
     for N in (5, 8192, 20_001):
@@ -265,52 +260,6 @@ def test_steps_of_the_ladder(recipe: ModuleType) -> None:
             assert_within(recipe.with_part(x, *tile), expected, x.double().abs().sum(-1), roundings=96)
     assert recipe.changed(recipe.two_passes, x) == 0
     assert recipe.statements(recipe.row_kernel) == 7
-
-
-def test_guards_reach_into_the_op(taken: ModuleType) -> None:
-    """What the op allocates lies between guards in the tests above."""
-    x = torch.ones(5, device=DEVICE)
-    y = torch.ones((), device=DEVICE)
-    with Guard() as guard:
-        outputs = [getattr(taken, name)(x) for name in NAMES]
-        outputs.append(taken.few_long_rows_logsumexp_backward(y, x, y))
-    guards = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
-    assert {out.untyped_storage().data_ptr() for out in outputs} <= guards
-
-
-@each_op
-@pytest.mark.parametrize("plan", [ITS_OWN, (32, 16)], ids=str)
-def test_gradcheck(taken: ModuleType, name: str, plan: tuple[int, int]) -> None:
-    """Differences agree with the gradient, in one part and in several."""
-    x = Layout("contiguous", 0).make((2, 9), torch.float64, DEVICE).requires_grad_()
-    with planned(taken, plan):
-        assert torch.autograd.gradcheck(getattr(taken, name), x)
-
-
-def test_gradient_of_gradient(taken: ModuleType) -> None:
-    """The sum's is zero; that of the log-sum-exp is refused."""
-    x = Layout("contiguous", 0).make((3, 7), torch.float64, DEVICE).requires_grad_()
-    assert torch.autograd.gradgradcheck(taken.few_long_rows_sum, x)
-    (d,) = torch.autograd.grad(taken.few_long_rows_logsumexp(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        d.sum().backward()
-
-
-@each_op
-@each_dtype
-@pytest.mark.parametrize("plan", [ITS_OWN, (1024, 512)], ids=str)
-def test_special_values(taken: ModuleType, name: str, dtype: torch.dtype, plan: tuple[int, int]) -> None:
-    """NaN, infinities and the lowest and highest numbers do what they do in PyTorch, and to no other row."""
-    large = torch.finfo(dtype).max / 4
-    x = torch.zeros(12, 300, dtype=dtype, device=DEVICE)
-    x[0, 5], x[1, 299], x[2, 7], x[2, 8] = torch.nan, torch.inf, torch.inf, -torch.inf
-    x[3], x[4, :200], x[5, 1:], x[6, :-1] = -torch.inf, -torch.inf, -torch.inf, -torch.inf
-    x[7, 3], x[8, 1], x[8, 200], x[9] = -large, large, -large, -100
-    for part in (x, x[:, :5], x[:, 100:]):
-        with planned(taken, plan):
-            out = getattr(taken, name)(part)
-        expected = NAMES[name](part.to(result(dtype)), -1)
-        torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
 @each_dtype
@@ -335,20 +284,6 @@ def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
         torch.testing.assert_close(taken.few_long_rows_logsumexp(ones), expected)
 
 
-def test_refuses(taken: ModuleType) -> None:
-    """What the ops do not take, they name."""
-    x, y = torch.ones(2, 3, device=DEVICE), torch.ones(2, device=DEVICE)
-    backward = taken.few_long_rows_logsumexp_backward
-    for op in (taken.few_long_rows_sum, taken.few_long_rows_logsumexp, lambda x: backward(x, x, x)):
-        with pytest.raises(TypeError, match=r"^few_long_rows takes a float tensor, not torch\.int32"):
-            op(x.int())
-        with pytest.raises(ValueError, match=r"^few_long_rows takes a tensor with a last dimension"):
-            op(x[0, 0])
-    for grad, of_y in ((y[:1], y), (y, x), (y.double(), y), (y, y.half())):
-        with pytest.raises(ValueError, match=r"^few_long_rows_logsumexp_backward takes .*float32 and shape \(2,\)"):
-            backward(grad, x, of_y)
-
-
 @pytest.mark.needs_gpu_memory(15)
 @pytest.mark.parametrize(("rows", "N"), [(2**17 + 1, 2**14), (33, 2**26), (1, 2**31 + 2**16), (1, 2**31 + 2**16 + 1)])
 def test_beyond_int32(taken: ModuleType, rows: int, N: int) -> None:
@@ -367,15 +302,10 @@ def test_beyond_int32(taken: ModuleType, rows: int, N: int) -> None:
 
 @each_op
 @each_dtype
-@settings(max_examples=8)
-@given(M=st.integers(1, 6), N=sizes(1024, 2500), seed=st.integers(0, 2**31), plan=PLANS)
-@example(M=3, N=2000, seed=0, plan=(4096, 2048))
-def test_counters(
-    taken: ModuleType, name: str, dtype: torch.dtype, M: int, N: int, seed: int, plan: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize(("plan", "M", "N"), [(ITS_OWN, 5, 1000), ((4096, 2048), 3, 2000), (THREE, 4, 100)], ids=str)
+def test_counters(taken: ModuleType, name: str, dtype: torch.dtype, plan: tuple[int, int], M: int, N: int) -> None:
     """One launch with counters gives what passes give, and leaves the counters at zero."""
-    N = N % 101 if plan == THREE else N
-    x = Layout("contiguous", seed).make((M, N), dtype, DEVICE)
+    x = Layout("contiguous", 0).make((M, N), dtype, DEVICE)
     launch = partial(taken._few_long_rows_launch, x, name.endswith("exp"), taken._few_long_rows_kernel)
     count = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     with planned(taken, plan):
@@ -383,7 +313,6 @@ def test_counters(
         for _ in range(2):
             assert torch.equal(launch(count), passes)
             assert not count.any()
-    assert_value(name, x, passes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
@@ -440,45 +369,6 @@ def test_counters_on_a_gpu(taken: ModuleType, name: str) -> None:
         out.zero_()
         graph.replay()
         assert torch.equal(out, passes)
-
-
-@needs_a_gpu
-@each_dtype
-@pytest.mark.parametrize("N", [5, 40_000])
-def test_opcheck(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
-    """All ops pass the whole of opcheck, in one part and in several."""
-    x = torch.randn(7, N, device=DEVICE).to(dtype)
-    y = torch.randn(7, device=DEVICE, dtype=result(dtype))
-    assert set(torch.library.opcheck(taken.few_long_rows_logsumexp_backward, (y, x, y)).values()) == {"SUCCESS"}
-    for name in NAMES:
-        leaf = x.clone().requires_grad_()
-        assert set(torch.library.opcheck(getattr(taken, name), (leaf,)).values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@each_op
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, name: str, dynamic: bool) -> None:
-    """torch.compile takes the ops, their gradients, and other sizes."""
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: getattr(taken, name)(x * 2), fullgraph=True, dynamic=dynamic)
-    for shape in ((4, 100), (6, 100), (2, 40_000), (3, 40_001)):
-        x = torch.randn(shape, device=DEVICE, requires_grad=True)
-        y, expected = compiled(x), NAMES[name](x * 2, -1)
-        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
-        for a, b in zip(*(torch.autograd.grad(t.square().sum(), x) for t in (y, expected)), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The ops run where their input is, whichever GPU is the current one."""
-    x = torch.randn(5, 40_000, device="cuda:1", requires_grad=True)
-    for name, reference in NAMES.items():
-        y = getattr(taken, name)(x)
-        torch.testing.assert_close(y, reference(x, -1), rtol=1e-4, atol=1e-2)
-        (d,) = torch.autograd.grad(y.sum(), x)
-        assert d.isfinite().all()
 
 
 OF = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -580,20 +470,7 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
             assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]
 
 
-def test_page(printed: Callable[[str], str]) -> None:
-    """What the page prints without a GPU is what its text says."""
-    out = printed("fusion/few_long_rows")
-    once, six, error, by_programs, two_passes, scalar, integers = out.splitlines()
-    assert once.startswith("1.00 times")
-    assert six.startswith("6.00 times")
-    assert re.fullmatch(r"largest error \d\.\de-\d\d of the terms, allowed 1\.0e-06", error)
-    assert re.match(r"by_programs: [1-8] of 8 rows", by_programs)
-    assert two_passes.startswith("two_passes: 0 of 8 rows")
-    assert scalar.startswith("ValueError: few_long_rows takes")
-    assert integers.startswith("TypeError: few_long_rows takes")
-
-
-# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
+# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
 OPS = [
     ("few_long_rows_sum", lambda normal, M, N: (normal(M, N),), lambda x: torch.sum(x, -1)),
     ("few_long_rows_sum", lambda normal, M, N: (normal(M // 5, 300 * N),), lambda x: torch.sum(x.double(), -1).float()),

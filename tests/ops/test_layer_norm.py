@@ -2,27 +2,21 @@
 
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
-import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused, accumulator
 from compiled import Ask, stack
-from device_key import at_cuda
 from guard import guarded
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, layouts, sizes
-from tolerance import assert_within
-
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+from inputs import DEVICE, FLOATS, Layout, sizes
 
 EPS = 1e-5
-LEADS = st.sampled_from([(), (0,), (1,), (5,), (2, 0, 3), (2, 3)])
 
 
 @pytest.fixture(scope="module")
@@ -42,144 +36,204 @@ def longest(dtype: torch.dtype) -> int:
     return 64 * 1024 // max(4, dtype.itemsize)
 
 
-def assert_right(
-    taken: ModuleType, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, dy: torch.Tensor, few: int = 0
-) -> None:
-    """Assert that value and gradients are right, and the ops store nowhere else and leave nothing out.
-
-    The op computes gradients in one launch or in two. The other way is tried too: two for few rows, and one for more if
-    so many rows for each multiprocessor are to be `few`.
-    """
-    y, stats = guarded(partial(taken.layer_norm_with_stats, eps=EPS), x, weight, bias)
-    ways = [taken.layer_norm_backward]
-    is_few = 0 < x.numel() <= x.shape[-1] * taken.LAYER_NORM_FEW * taken._layer_norm_gpu(DEVICE)[0]
-    if is_few or few:
-        ways.append(partial(taken._layer_norm_backward_launch, few=0 if is_few else few))
-    gradients = [guarded(backward, dy, x, weight, stats) for backward in ways]
-    assert all(out.dtype == x.dtype and out.is_contiguous() for outs in ((y,), *gradients) for out in outs)
-    assert stats.dtype == torch.promote_types(x.dtype, torch.float32)
-    x, weight, bias, dy = (t.double() for t in (x, weight, bias, dy))
-    assert {out.shape for out in (y, *(dx for dx, *_ in gradients))} == {x.shape}
-    if x.numel() == 0:
-        assert not any(out.any() for out in gradients[0])
-        return
-    N = x.shape[-1]
-    mean = x.mean(-1, keepdim=True)
-    d = x - mean
-    r = torch.rsqrt(d.square().mean(-1, keepdim=True) + EPS)
-    # Where a row is nearly constant, or cancels, what is left of x are the roundings of its mean.
-    loss = x.abs().amax(-1, keepdim=True) * r
-    size = d.abs() * r + loss
-    # Sums in trees, which the interpreter may add up term by term
-    close = partial(assert_within, roundings=64 + N)
-    close(stats[0], mean.flatten(), x.abs().amax(-1).flatten())
-    close(stats[1], r.flatten(), (r * (1 + loss)).flatten())
-    close(y, d * r * weight + bias, (size * weight).abs() + bias.abs())
-    g = dy * weight
-    c, most = (d * r * g).mean(-1, keepdim=True), (size * g.abs()).mean(-1, keepdim=True)
-    dx_size = (g.abs() + g.abs().mean(-1, keepdim=True) + most * size) * r * (1 + loss)
-    across = partial(assert_within, roundings=64 + N + x.numel() // N)
-    for dx, dw, db in gradients:
-        close(dx, (g - g.mean(-1, keepdim=True) - d * r * c) * r, dx_size)
-        across(dw, (dy * d * r).reshape(-1, N).sum(0), (dy.abs() * size).reshape(-1, N).sum(0))
-        across(db, dy.reshape(-1, N).sum(0), dy.abs().reshape(-1, N).sum(0))
-
-
 def make(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Return a random tensor of each shape."""
     return [Layout("contiguous", k).make(shape, dtype, DEVICE) for k, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=12)
-@given(lead=LEADS, N=sizes(64, 600), of=st.tuples(layouts(), layouts(), layouts(), layouts()))
-def test_value_and_gradients(
-    taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of: tuple[Layout, ...]
-) -> None:
-    """They are right for any length and layout."""
-    x, dy = (layout.make((*lead, N), dtype, DEVICE) for layout in of[:2])
-    weight, bias = (layout.make((N,), dtype, DEVICE) for layout in of[2:])
-    assert_right(taken, x, weight, bias, dy)
+def statistics(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the mean and 1 / deviation of each row; zeros of rows without elements."""
+    rows = x.numel() // max(1, x.shape[-1])
+    if x.numel() == 0:
+        return x.new_zeros(2, x.shape[:-1].numel())
+    x = x.reshape(rows, -1)
+    return torch.stack([x.mean(-1), torch.rsqrt(x.var(-1, correction=0) + eps)])
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_autograd(taken: ModuleType, dtype: torch.dtype) -> None:
-    """Autograd hands each input the gradient that the backward op has."""
-    x, dy, weight, bias = make((3, 4, 50), (3, 4, 50), (50,), (50,), dtype=dtype)
-    _, stats = taken.layer_norm_with_stats(x, weight, bias, EPS)
-    expected = taken.layer_norm_backward(dy, x, weight, stats)
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    got = torch.autograd.grad(taken.layer_norm(*leaves, EPS), leaves, dy)
-    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+def normed(x: torch.Tensor, stats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows less their means, over their deviations; and for each row 1 / deviation."""
+    mean, r = stats.reshape(2, *x.shape[:-1], 1)
+    return (x - mean) * r, r
 
 
-# A length for every tile, those beside them, two blocks of all kinds, and one that 8 divides and 16 does not.
-LENGTHS = [*(2**k for k in range(15)), 3, 100, 257, 1000, 2049, 3000, 4097, 5120, 6145, 8191, 8200, 12288, 12289]
+def loss(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    """Return what roundings of a mean are to a row: all that is left of it where it is nearly constant, or cancels."""
+    return x.abs().amax(-1, keepdim=True) * r if x.numel() else r
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("N", LENGTHS)
-def test_every_length(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
-    """Rows of all lengths, more of them than a tile has, with a gap between them."""
-    if longest(dtype) < N:
-        pytest.skip("a longer row than the op takes")
-    rows = 2 if N > 1024 else 4096 // N + 1
-    # Rows of an odd length begin, too, at addresses that 16 divides.
-    width = -(-N // 8) * 8
-    x, dy, weight, bias = make((rows, width + 8), (rows, width + 8), (N,), (N,), dtype=dtype)
-    assert_right(taken, x[:, 8 : N + 8], weight, bias, dy[:, 8 : N + 8])
+def exact_with_stats(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> list[Exact]:
+    """Return the norm of rows and its statistics. Sums are in trees, which the interpreter may add up one by one."""
+    stats = statistics(x, eps)
+    h, r = normed(x, stats)
+    lost, roundings = loss(x, r), 64 + x.shape[-1]
+    y = Exact(h * weight + bias, ((h.abs() + lost) * weight).abs() + bias.abs(), roundings=roundings)
+    if x.numel() == 0:
+        return [y, Exact(stats, dtype=accumulator)]
+    terms = torch.stack([x.abs().amax(-1).flatten(), (r * (1 + lost)).flatten()])
+    return [y, Exact(stats, terms, roundings=roundings, dtype=accumulator)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_rows_apart(taken: ModuleType, dtype: torch.dtype) -> None:
-    """Rows that lie apart, differently in x and in its gradient, and NaN between them."""
-    rows = 9
-    x, dy, weight, bias = make((rows, 1500), (rows, 1500), (1500,), (1500,), dtype=dtype)
-    for x_from, dy_from in ((100, 50), (0, 96), (104, 0)):
-        wide = torch.cat([x.new_full((rows, x_from), torch.nan), x], 1)[:, x_from:]
-        assert x_from == 0 or not wide.is_contiguous()
-        grad = torch.cat([dy, dy.new_full((rows, dy_from), torch.nan)], 1)[:, :1500]
-        assert_right(taken, wide, weight, bias, grad)
+def exact_gradients(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stats: torch.Tensor) -> list[Exact]:
+    """Return the gradients of rows, weight and bias, given any statistics, and the magnitudes that they add up."""
+    h, r = normed(x, stats)
+    return of_normed(dy, h, h.abs(), r, r.abs(), weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-@pytest.mark.parametrize("N", [100, 5000, 9000])
-def test_many_rows_for_each_program(taken: ModuleType, N: int, dtype: torch.dtype) -> None:
-    """The backward's programs go on to further rows, and sum their gradients with the same bits each time."""
-    plan = taken._layer_norm_plan_backward(torch.empty(10**6, N, dtype=dtype, device="meta"), N)[1]
-    rows = 1 + 2 * plan["BLOCK_M"] * taken._layer_norm_gpu(DEVICE)[0] * 4
-    rows = min(rows, 2**22 // N) if DEVICE.type == "cuda" else min(rows, 40_000 // N + 9)
-    x, dy, weight, bias = make((rows, N), (rows, N), (N,), (N,), dtype=dtype)
-    assert_right(taken, x, weight, bias, dy, few=rows)
-    _, stats = taken.layer_norm_with_stats(x, weight, bias, EPS)
-    first, *others = (
-        taken.layer_norm_backward(dy, x, weight, stats) for _ in range(20 if DEVICE.type == "cuda" else 3)
-    )
-    assert all(torch.equal(*pair) for again in others for pair in zip(first, again, strict=True))
+def of_normed(
+    dy: torch.Tensor, h: torch.Tensor, size: torch.Tensor, r: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
+) -> list[Exact]:
+    """Return the same of normed rows h, which lose roundings of `size`, as their gradient does of `scale`."""
+    N = h.shape[-1]
+    M = h.numel() // max(1, N)
+    g = dy * weight
+    c, most = (h * g).mean(-1, keepdim=True), (size * g.abs()).mean(-1, keepdim=True)
+    dx = (g - g.mean(-1, keepdim=True) - h * c) * r
+    dx_size = (g.abs() + g.abs().mean(-1, keepdim=True) + most * size) * scale
+    across = ((dy * h, dy.abs() * size), (dy, dy.abs()))
+    return [
+        Exact(dx, dx_size, roundings=64 + N),
+        *(
+            Exact(terms.reshape(M, N).sum(0), sizes.reshape(M, N).sum(0), roundings=64 + N + M)
+            for terms, sizes in across
+        ),
+    ]
+
+
+def exact_autograd(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> list[Exact]:
+    """Return the gradients of rows, weight and bias."""
+    h, r = normed(x, statistics(x, eps))
+    lost = loss(x, r)
+    return of_normed(dy, h, h.abs() + lost, r, r * (1 + lost), weight)
+
+
+def of_forward(draw: Draw, *shape: int) -> tuple[Any, ...]:
+    """Make rows, weight, bias and EPS."""
+    return draw(*shape), draw(shape[-1]), draw(shape[-1]), EPS
+
+
+def of_backward(draw: Draw, *shape: int) -> tuple[torch.Tensor, ...]:
+    """Make a gradient, rows, a weight and the statistics of the rows."""
+    dy, x, weight = draw(*shape), draw(*shape), draw(shape[-1])
+    of_x = statistics(x.double(), EPS)
+    return dy, x, weight, draw(*of_x.shape, dtype=torch.promote_types(draw.dtype, torch.float32), of=lambda _: of_x)
+
+
+def special(draw: Draw) -> list[tuple[Any, ...]]:
+    """Make rows of one block and two with a NaN and infinities."""
+    cases = []
+    for N in (37, 5000):
+        x = torch.ones(5, N, dtype=draw.dtype, device=DEVICE)
+        x[1, N - 1], x[2, 0], x[3, 5] = torch.nan, torch.inf, -torch.inf
+        cases.append((x, x[0], x[0], EPS))
+    return cases
+
+
+def too_long(*dtypes: torch.dtype) -> Iterator[Refused]:
+    """Yield, for each dtype, rows that are too long."""
+    for dtype in dtypes:
+        most = longest(dtype)
+        yield Refused(
+            lambda draw, dtype=dtype, most=most: (*[draw(1, dtype=dtype).expand(most + 1)] * 3, EPS),
+            ValueError,
+            rf"layer_norm takes rows of up to {most} .*{dtype}, not {most + 1}: norms_long",
+        )
+
+
+SHAPES_SAID = r"layer_norm takes shapes \(\.\.\., N\) and \(N,\), not \[\(2, 3\)"
+REFUSED = [
+    Refused(
+        lambda draw: (draw(2, 3), draw(3).double(), draw(3), EPS),
+        TypeError,
+        "layer_norm takes one float dtype .*float64",
+    ),
+    Refused(lambda draw: (draw(2, 3), draw(3), draw(3).half(), EPS), TypeError, "layer_norm takes .*float16"),
+    Refused(
+        lambda draw: (draw(2, 3).int(), draw(3).int(), draw(3).int(), EPS),
+        TypeError,
+        r"layer_norm takes .*torch\.int32",
+    ),
+    Refused(lambda draw: (draw(2, 3), draw(2), draw(3), EPS), ValueError, SHAPES_SAID),
+    Refused(lambda draw: (draw(2, 3), draw(3), draw(2, 3), EPS), ValueError, SHAPES_SAID),
+    Refused(lambda draw: (draw(2, 3), draw(3), draw(1), EPS), ValueError, SHAPES_SAID),
+    Refused(lambda draw: (draw(2, 3), draw(), draw(3), EPS), ValueError, SHAPES_SAID),
+    Refused(lambda draw: (draw(), draw(3), draw(3), EPS), ValueError, "layer_norm takes shapes "),
+    *too_long(*FLOATS),
+]
+# Lengths of one block and two, even and odd, and more rows than the programs of a backward have tiles.
+ROWS = [(17, 5), (9, 1), (17, 5000), (409, 100), (2, 4097), (0, 7), (9, 1000), (2, 8191)]
+ROWS += [(4096 // N + 1, N) for N in (3, 64, 256, 257, 1024)]
+ROWS += [(2, N) for N in (2048, 2049, 6145, 8192, 12289, 16384)]
+ROWS += [(3, 0), (13, 9000), (9, 1500), (9, 4097)]
+# Rows that have one launch for all gradients, up to 64 of them at a time and more.
+FEW = [(5, 17), (1, 1), (2, 5000), (70, 100), (3, 1000), (33, 4), (17, 65), (2, 4096), (409, 100), (2, 16384)]
+LEADS = st.sampled_from([(), (0,), (1,), (5,), (2, 0, 3), (2, 3)])
+OF_ALL = {
+    "small": (2, 5),
+    "fits": lambda size, dtype: size[-1] <= longest(dtype),
+    "shapes": st.tuples(LEADS, sizes(64, 600)).map(lambda drawn: (*drawn[0], drawn[1])),
+}
+OF_FORWARD = OF_ALL | {"sizes": ROWS, "gradients": exact_autograd, "with_gradients": 3}
+CONTRACT = [
+    Case(
+        "layer_norm",
+        of_forward,
+        lambda *arguments: exact_with_stats(*arguments)[:1],
+        reference=lambda x, *rest: torch.nn.functional.layer_norm(
+            x.double(), x.shape[-1:], *(t.double() for t in rest[:2]), EPS
+        ).to(x.dtype),
+        special=special,
+        plain=True,
+        refused=[
+            *REFUSED,
+            Refused(
+                lambda draw: (draw(2, 3), draw(3), None, EPS),
+                TypeError,
+                "layer_norm takes a weight and a bias: give ones",
+            ),
+        ],
+        **OF_FORWARD,
+    ),
+    Case("layer_norm_with_stats", of_forward, exact_with_stats, refused=REFUSED, **OF_FORWARD),
+    Case(
+        "layer_norm_backward",
+        of_backward,
+        exact_gradients,
+        sizes=ROWS,
+        refused=[
+            Refused(
+                lambda draw: (draw(1, 3), draw(2, 3), draw(3), draw(2, 2)),
+                ValueError,
+                "layer_norm_backward takes shapes ",
+            ),
+            Refused(
+                lambda draw: (draw(2, 3), draw(2, 3), draw(3), draw(2, 1)),
+                ValueError,
+                r"layer_norm_backward takes the stats .*\(2, 1\)",
+            ),
+            Refused(
+                lambda draw: (draw(2, 3).half(), draw(2, 3), draw(3), draw(2, 2)),
+                TypeError,
+                "layer_norm_backward takes .*float16",
+            ),
+        ],
+        **OF_ALL,
+    ),
+    Case(
+        "layer_norm_backward",
+        of_backward,
+        exact_gradients,
+        sizes=FEW,
+        settings={"_layer_norm_gpu": lambda _: (1000, 2**17)},
+        name="layer_norm_backward of few rows",
+        **OF_ALL,
+    ),
+]
 
 
 def test_plans(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launchers ask for what the page says."""
-    for dtype in FLOATS:
-        size = max(4, dtype.itemsize)
-        for N in (*range(1, longest(dtype), 61), 5120, 8192, longest(dtype)):
-            x = torch.empty(10**6, N, dtype=dtype, device="meta")
-            for tile, plan in (
-                (16 * 1024, taken._layer_norm_plan(x, N)),
-                (8 * 1024, taken._layer_norm_plan_backward(x, N)[1]),
-            ):
-                block, rest = plan["BLOCK_N"], plan["REST"]
-                assert block + rest >= N
-                assert block + rest < 2 * N
-                assert not rest or block < N
-                assert not rest or block * size >= 16 * 1024 // 2
-                assert plan["BLOCK_M"] == 1 or plan["BLOCK_M"] * block * size == tile
-                assert N % plan["VEC"] == 0
-            assert taken._layer_norm_plan(x, N)["num_warps"] in (4, 8)
-            programs, plan = taken._layer_norm_plan_backward(x[:1], N)
-            assert programs == 1
-            assert plan["num_warps"] in (4, 8, 16)
-            assert plan["STAGES"] in (1, 3)
     rows = torch.empty(10**6, 12288, dtype=torch.bfloat16, device="meta")
     monkeypatch.setattr(taken, "_layer_norm_gpu", lambda device: (2, 227 * 1024))  # an H100's shared memory
     for N, stages in {128: 1, 512: 1, 768: 3, 4096: 3, 12288: 3, 16384: 1}.items():
@@ -232,23 +286,6 @@ def test_large_mean(taken: ModuleType, N: int, mean: float) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=4)
-@given(N=st.integers(1, 9), M=st.integers(1, 3))
-def test_gradcheck(taken: ModuleType, N: int, M: int) -> None:
-    """Differences agree with the gradients."""
-    leaves = [t.requires_grad_() for t in make((M, N), (N,), (N,), dtype=torch.float64)]
-    assert torch.autograd.gradcheck(lambda *leaves: taken.layer_norm(*leaves, 0.1), leaves)
-
-
-def test_gradient_has_no_gradient(taken: ModuleType) -> None:
-    """A second derivative is refused, not zero."""
-    x, weight, bias = make((3, 7), (7,), (7,), dtype=torch.float64)
-    y = taken.layer_norm(x.requires_grad_(), weight, bias, EPS)
-    (d,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        d.sum().backward()
-
-
 def test_statistics_have_no_gradient(taken: ModuleType) -> None:
     """The op's second result is for the backward only."""
     x, weight, bias = make((3, 5), (5,), (5,))
@@ -279,62 +316,6 @@ def test_constant_rows(taken: ModuleType) -> None:
     assert torch.autograd.grad(y, x, x)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("N", [37, 12_000])
-def test_special_values_stay_in_their_row(taken: ModuleType, N: int) -> None:
-    """As in PyTorch, NaN and infinity make their own row NaN, and no other."""
-    x = torch.ones(5, N, device=DEVICE)
-    x[1, N - 1], x[2, 0], x[3, 5] = torch.nan, torch.inf, -torch.inf
-    one = torch.ones(N, device=DEVICE)
-    expected = torch.nn.functional.layer_norm(x, (N,), one, one, EPS)
-    out = taken.layer_norm(x, one, one, EPS)
-    assert torch.equal(out.isnan(), expected.isnan())
-    # Rows without a variance: half a rounding of the mean is divided by the root of EPS.
-    torch.testing.assert_close(out[::4], expected[::4], rtol=0, atol=2**-24 / EPS**0.5 * 2)
-
-
-def test_refuses(taken: ModuleType) -> None:
-    """What the ops do not take, they name."""
-    x, one = torch.ones(2, 3, device=DEVICE), torch.ones(3, device=DEVICE)
-    with pytest.raises(TypeError, match=r"^layer_norm takes one float dtype .*float64"):
-        taken.layer_norm(x, one.double(), one, EPS)
-    with pytest.raises(TypeError, match=r"^layer_norm takes .*float16"):
-        taken.layer_norm(x, one, one.half(), EPS)
-    with pytest.raises(TypeError, match=r"^layer_norm takes a weight and a bias: give ones"):
-        taken.layer_norm(x, one, None, EPS)
-    with pytest.raises(TypeError, match=r"^layer_norm takes .*torch\.int32"):
-        taken.layer_norm(x.int(), one.int(), one.int(), EPS)
-    for bad in ((one[:2], one), (one, x), (one, one[:1]), (one[0], one)):
-        with pytest.raises(ValueError, match=r"^layer_norm takes shapes \(\.\.\., N\) and \(N,\), not \[\(2, 3\)"):
-            taken.layer_norm(x, *bad, EPS)
-    with pytest.raises(ValueError, match=r"^layer_norm takes shapes "):
-        taken.layer_norm(x[0, 0], one, one, EPS)
-    _, stats = taken.layer_norm_with_stats(x, one, one, EPS)
-    with pytest.raises(ValueError, match=r"^layer_norm_backward takes shapes "):
-        taken.layer_norm_backward(x[:1], x, one, stats)
-    with pytest.raises(ValueError, match=r"^layer_norm_backward takes the stats .*\(2, 1\)"):
-        taken.layer_norm_backward(x, x, one, stats[:, :1])
-    with pytest.raises(TypeError, match=r"^layer_norm_backward takes .*float16"):
-        taken.layer_norm_backward(x.half(), x, one, stats)
-    for dtype in FLOATS:
-        most = longest(dtype)
-        row = one[0].to(dtype).expand(most + 1)
-        with pytest.raises(
-            ValueError, match=rf"^layer_norm takes rows of up to {most} .*{dtype}, not {most + 1}: norms_long"
-        ):
-            taken.layer_norm(row, row, row, EPS)
-
-
-def test_launchers_are_what_a_call_reaches(taken: ModuleType) -> None:
-    """On a GPU, without the triton_op in between."""
-    x, dy, stats = make((3, 40), (3, 40), (2, 3))
-    for op, inputs in (
-        (taken.layer_norm_with_stats, (x, x[0], x[1], EPS)),
-        (taken.layer_norm_backward, (dy, x, x[0], stats)),
-    ):
-        out, expected = at_cuda(op, *inputs), op(*inputs)
-        assert all(torch.equal(*pair) for pair in zip(out, expected, strict=True))
-
-
 @pytest.mark.parametrize(("programs", "N"), [(20, 256), (7, 300)])
 def test_sum_under_a_lock(recipe: ModuleType, programs: int, N: int) -> None:
     """With its barrier, the lock loses nothing (only a GPU runs many programs at a time)."""
@@ -357,47 +338,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
     del y
     dx, _, _ = taken.layer_norm_backward(x, x, one, stats)
     assert dx.abs_().max() < 1e-2
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("N", [100, 5000, 16384])
-def test_opcheck(taken: ModuleType, N: int) -> None:
-    """Both ops pass the whole of opcheck."""
-    x, dy, weight, bias = make((3, N), (3, N), (N,), (N,))
-    _, stats = taken.layer_norm_with_stats(x, weight, bias, EPS)
-    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    for op, inputs in (
-        (taken.layer_norm_with_stats, (*leaves, EPS)),
-        (taken.layer_norm_backward, (dy, x, weight, stats)),
-    ):
-        assert set(torch.library.opcheck(op, inputs).values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op, its gradients, and other sizes."""
-    torch.compiler.reset()
-    compiled = torch.compile(
-        lambda x, weight, bias: taken.layer_norm(x * 2, weight, bias, EPS), fullgraph=True, dynamic=dynamic
-    )
-    for shape in ((4, 100), (6, 100), (3, 16384), (2, 5000)):
-        *leaves, dy = make(shape, shape[-1:], shape[-1:], shape)
-        leaves = [t.requires_grad_() for t in leaves]
-        x, weight, bias = leaves
-        out, expected = compiled(*leaves), torch.nn.functional.layer_norm(x * 2, x.shape[-1:], weight, bias, EPS)
-        torch.testing.assert_close(out, expected)
-        for a, b in zip(*(torch.autograd.grad(t, leaves, dy) for t in (out, expected)), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The op runs where its inputs are, whichever GPU is the current one."""
-    x, weight, bias = (t.to("cuda:1") for t in make((5, 100), (100,), (100,)))
-    y = taken.layer_norm(x.requires_grad_(), weight, bias, EPS)
-    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (100,), weight, bias, EPS))
-    assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
 def spills(taken: ModuleType) -> dict[str, int]:
@@ -431,27 +371,11 @@ def test_register_spills(gallery: Path, on_h100: Ask) -> None:
     assert all(bytes_ <= 384 for bytes_ in spilled.values()), spilled
 
 
-def test_page(printed: Callable[[str], str]) -> None:
-    """What the page prints without a GPU is what its text says."""
-    out = printed("fusion/layer_norm")
-    moved, error, *means, long, integers, shapes = out.splitlines()
-    assert moved == "11 operators: 30.0 times the bytes of x"
-    assert re.fullmatch(r"largest error \d\.\de-0[67], allowed 2\.0e-06", error)
-    assert len(means) == 4
-    for line in means:
-        assert abs(float(re.findall(r"two passes +([\d.]+)", line)[0]) - 1) < 1e-3
-    one_pass = re.findall(r"one pass +([\d.]+|nan)", means[-1])
-    assert not abs(float(one_pass[0]) - 1) < 0.1
-    assert long.startswith("ValueError: layer_norm takes rows of up to 16384 elements")
-    assert integers.startswith("TypeError: ")
-    assert shapes.endswith("not [(3, 5), (4,), (4,)]")
-
-
 def _norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
+# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
 OPS = [
     ("layer_norm", lambda normal, M, N: (normal(M, N), normal(N), normal(N), 1e-5), _norm),
     ("layer_norm_backward", lambda normal, M, N: (normal(M, N), normal(M, N), normal(N), normal(2, M))),
