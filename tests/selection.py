@@ -135,7 +135,8 @@ def left_out(count: int) -> str:
 
 def _is_slow(item: pytest.Item) -> bool:
     """Whether only a thorough run has a test."""
-    return item.get_closest_marker("thorough") is not None or "on_h100" in getattr(item, "fixturenames", ())
+    compiles = "on_h100" in getattr(item, "fixturenames", ()) and _of_file(item)
+    return bool(compiles) or item.get_closest_marker("thorough") is not None
 
 
 def _left_of_many(items: Sequence[pytest.Item]) -> set[pytest.Item]:

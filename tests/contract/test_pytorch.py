@@ -8,6 +8,7 @@ import torch
 from case import Case, Draw, at, bits, check, copy, differentiable, with_gradients
 from cases import each_case, each_dtype
 from device_key import at_cuda
+from torch.utils._pytree import tree_leaves
 
 # NumPy's, of infinities, in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -28,6 +29,22 @@ def test_launcher_float32(load_op: Load, case: Case) -> None:
     changed = [copy(value) for value in arguments[: case.changes]]
     results = case.results(at_cuda(function, *changed, *arguments[case.changes :]), changed)
     torch.testing.assert_close(results, case.on_copies(op)(*arguments), rtol=0, atol=0)
+
+
+@each_case()
+def test_deterministic_algorithms(load_op: Load, case: Case) -> None:
+    """Where PyTorch refuses what is not deterministic, and fills with NaN what is allocated, all is as else."""
+    op = load_op(f"{case.recipe}.py")
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(case, op, torch.float32, case.arguments(Draw(torch.float32), *case.small))
+        leaves, arguments = with_gradients(case, case.arguments(Draw(torch.float32), *case.small))
+        if leaves:
+            assert all(
+                grad.isfinite().all() for grad in of_squares([*tree_leaves(case.function(op)(*arguments))], leaves)
+            )
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @needs_a_gpu
