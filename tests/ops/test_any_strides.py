@@ -107,6 +107,29 @@ def test_any_strides(
         torch.testing.assert_close(one, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "name", "make", "reference"),
+    [(recipe, *entry) for recipe, entry in collect("OPS") if len(entry) == 3],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_like_pytorch(
+    load_op: Callable[[str], ModuleType],
+    recipe: str,
+    name: str,
+    make: Callable[..., tuple[Any, ...]],
+    reference: Callable[..., Any],
+) -> None:
+    """The result of one call is what PyTorch computes: an example for any version of Triton."""
+    if not runs_here(recipe):
+        pytest.skip(f"NOT TESTED: {recipe} needs another GPU")
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    inputs = make(lambda *shape: torch.randn(shape, device=DEVICE, generator=generator), 48, 64)
+    copies = [in_order(t) if isinstance(t, torch.Tensor) else t for t in inputs]
+    found, expected = tree_leaves(getattr(load_op(f"{recipe}.py"), name)(*inputs)), tree_leaves(reference(*copies))
+    for one, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["gated_delta_rule", "linear_attention"])
 def test_state_of_no_tokens(load_op: Callable[[str], ModuleType], name: str) -> None:
     """The last state is contiguous, as docstrings say, where it is the first one that was not."""

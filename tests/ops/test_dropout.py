@@ -375,7 +375,7 @@ def test_beyond_int32(taken: ModuleType) -> None:
 
 
 def _expected(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
-    return expected(x, p, seed.item()).to(x.dtype)
+    return expected(x, p, seed).to(x.dtype)
 
 
 # For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.

@@ -90,13 +90,13 @@ def written(taken: ModuleType) -> list[str]:
     return [dep.name for dep in found.read_writes.writes]
 
 
-@pytest.mark.skipif(TRITON < (3, 9), reason="NOT TESTED: needs Triton 3.9, which make newest has")
+@pytest.mark.skipif(TRITON < (3, 9), reason="NOT TESTED: needs Triton 3.9 as in _build/triton of make newest")
 def test_torch_compile_overlooks_an_atomic_store(gallery: Path, on_h100: Ask) -> None:
     """Should PyTorch learn to see it, the page has to say from which version on."""
     assert on_h100(gallery / PATH, written) == [[]]
 
 
-@pytest.mark.skipif(TRITON < (3, 9), reason="NOT TESTED: needs Triton 3.9, which make newest has")
+@pytest.mark.skipif(TRITON < (3, 9), reason="NOT TESTED: needs Triton 3.9 as in _build/triton of make newest")
 def test_an_op_says_what_it_writes(recipe: ModuleType) -> None:
     out = torch.compile(recipe.published_by_op, backend="aot_eager")(torch.zeros(4, device=recipe.DEVICE))
     assert out.tolist() == [1] * 4
