@@ -433,6 +433,28 @@ def test_performance_table_sorts_and_filters(page: Page, address: str) -> None:
     assert 0 < works.locator("visible=true").count() < count
 
 
+def test_performance_page_is_of_the_gpu_that_a_reader_chooses(page: Page, address: str) -> None:
+    page.goto(f"{address}performance.html")
+    choice = page.get_by_label("GPU:", exact=False).first
+    rows, parts = page.locator("table.performance tbody tr"), page.locator("[data-gpu]")
+    count, gpus = rows.count(), [option for option in choice.locator("option").all_inner_texts() if option != "all"]
+    assert len(gpus) == len(set(gpus)) > 1
+    assert rows.locator("visible=true").count() == count
+    seen = 0
+    for gpu in gpus:
+        choice.select_option(gpu)
+        there = rows.locator("visible=true")
+        assert {row.locator("td").nth(8).inner_text() for row in there.all()} == {gpu}
+        assert {part.get_attribute("data-gpu") for part in parts.locator("visible=true").all()} == {gpu}
+        seen += there.count()
+    assert seen == count
+    page.goto(f"{address}recipes/fusion/softmax.html")
+    page.goto(f"{address}performance.html")
+    assert choice.input_value() == gpus[-1], "it is remembered"
+    choice.select_option("all")
+    assert rows.locator("visible=true").count() == count
+
+
 TAKEN = """
 import torch
 from taken_op import softmax

@@ -1,4 +1,5 @@
-// Makes tables sortable by a click on a column's title, and those of all recipes filterable by words.
+// Makes tables sortable by a click on a column's title, those of all recipes filterable by words, and what is about
+// several GPUs about one of them.
 function makeSortable(table) {
   const body = table.tBodies[0];
   const key = (row, column) => row.cells[column].textContent.trim();
@@ -56,7 +57,39 @@ function makeFilterable(table) {
   table.closest(".table-box").before(filter, said);
 }
 
+function makeChoosable(parts) {
+  const label = document.createElement("label");
+  const choice = document.createElement("select");
+  label.append("GPU: ", choice);
+  label.className = "gpu-choice";
+  const rows = [...document.querySelectorAll("table.performance")].flatMap((table) => {
+    const column = [...table.tHead.rows[0].cells].findIndex((title) => title.textContent.trim() === "device");
+    return [...table.tBodies[0].rows].map((row) => [row, row.cells[column].textContent.trim()]);
+  });
+  const gpus = [...new Set([...parts.map((part) => part.dataset.gpu), ...rows.map(([, gpu]) => gpu)])];
+  if (gpus.length < 2) return;
+  choice.append(new Option("all", ""), ...gpus.map((gpu) => new Option(gpu)));
+  const show = () => {
+    const isOther = (gpu) => choice.value !== "" && gpu !== choice.value;
+    parts.forEach((part) => (part.hidden = isOther(part.dataset.gpu)));
+    rows.forEach(([row, gpu]) => row.classList.toggle("of-other-gpu", isOther(gpu)));
+  };
+  choice.addEventListener("change", () => {
+    show();
+    try {
+      localStorage.setItem("gpu", choice.value);
+    } catch {} // where a browser keeps nothing, the choice is of this visit
+  });
+  parts[0].before(label);
+  try {
+    const before = localStorage.getItem("gpu");
+    if (gpus.includes(before)) choice.value = before;
+  } catch {}
+  show();
+}
+
 document.addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll("table.sortable").forEach(makeSortable);
   document.querySelectorAll("table.filterable").forEach(makeFilterable);
+  makeChoosable([...document.querySelectorAll("[data-gpu]")]);
 });

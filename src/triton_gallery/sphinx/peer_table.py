@@ -13,7 +13,7 @@ from triton_gallery.recipes.tables import ROOF, TRITON
 from triton_gallery.records.peers import PeerRow
 from triton_gallery.sphinx import lookup
 from triton_gallery.sphinx.row_table import facts, name_rows, of, outdated, state, told, when
-from triton_gallery.sphinx.show import add_section, figure, grid, page_link, titled
+from triton_gallery.sphinx.show import add_section, figure, grid, of_gpu, page_link, titled
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -93,7 +93,7 @@ def _tables(rows: Sequence[PeerRow], recipes: Sequence[Recipe], links: dict[str,
     for device, of_device in groupby(rows, key=lambda row: row.device.name):
         there = list(of_device)
         runs = dict.fromkeys(facts(row, {"triton": row.device.triton, **row.packages}) for row in there)
-        shown.append(told(device, list(runs)))
+        tables = [told(device, list(runs))]
         for unit in dict.fromkeys(row.unit for row in there):
             of_unit = [row for row in there if row.unit == unit]
             columns, cells = _cells(of_unit, unit)
@@ -102,7 +102,8 @@ def _tables(rows: Sequence[PeerRow], recipes: Sequence[Recipe], links: dict[str,
                 cells = [[*texts, when(row)] for texts, row in zip(cells, of_unit, strict=True)]
             table = grid(columns, cells, "peers", "sortable", *kinds)
             name_rows(table, of_unit, recipes, links)
-            shown.append(table)
+            tables.append(table)
+        shown += of_gpu(device, tables)
     return shown
 
 

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -15,7 +16,7 @@ from triton_gallery.records.measurements import Measurement, all_recorded
 from triton_gallery.records.summary import Summary, summaries
 from triton_gallery.sphinx import lookup
 from triton_gallery.sphinx.chart import fractions_svg
-from triton_gallery.sphinx.show import figure, first_cells, grid, page_link, where
+from triton_gallery.sphinx.show import figure, first_cells, grid, of_gpu, page_link, where
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -68,11 +69,10 @@ class PerformanceDirective(SphinxDirective):
         env.metadata[PAGE]["records"] = _state(found)
         if not found:
             return [nodes.paragraph("", "Nothing has been recorded yet.")]
-        bars = [
-            (f"{item.recipe.name}, {cells(item)[1]}", item.device.name, roof)
-            for item in found
-            if item.is_page and (roof := item.table.of_roof(item.middle))
-        ]
+        bars = defaultdict[str, list[tuple[str, str, float]]](list)
+        for item in found:
+            if item.is_page and (roof := item.table.of_roof(item.middle)):
+                bars[item.device.name].append((f"{item.recipe.name}, {cells(item)[1]}", item.device.name, roof))
         table = grid(COLUMNS, [cells(item) for item in found], "performance", "sortable", "filterable")
         gallery = env.config.sphinx_gallery_conf["gallery_dirs"]
         for place, item in zip(first_cells(table), found, strict=True):
@@ -81,8 +81,11 @@ class PerformanceDirective(SphinxDirective):
         data += nodes.reference("", "CSV", refuri=f"{PAGE}.csv")
         data += nodes.Text(", ")
         data += nodes.reference("", "JSON", refuri=f"{PAGE}.json")
-        chart = [nodes.raw("", f'<div class="chart">{fractions_svg(bars)}</div>', format="html")] if bars else []
-        return [*chart, table, data]
+        charts: list[nodes.Node] = []
+        for device, of_device in sorted(bars.items(), reverse=True):
+            drawn = f'<div class="chart">{fractions_svg(of_device)}</div>'
+            charts += of_gpu(device, [nodes.raw("", drawn, format="html")])
+        return [*charts, table, data]
 
 
 def _summaries(env: "BuildEnvironment") -> list[Summary]:

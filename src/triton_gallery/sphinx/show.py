@@ -1,7 +1,8 @@
 """How outputs look on a page: charts, tables, text and figures, the same for live and recorded ones."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 from statistics import median
 
 from docutils import nodes
@@ -111,6 +112,12 @@ def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], *kinds: str) -> 
     return nodes.container(
         "", nodes.table("", group, classes=[*kinds], support_smartquotes=False), classes=["table-box"]
     )
+
+
+def of_gpu(device: str, shown: Iterable[nodes.Node]) -> list[nodes.Node]:
+    """Return what is about one GPU so that a reader who chose another does not see it."""
+    begin = f'<div data-gpu="{escape(device)}">'
+    return [nodes.raw("", begin, format="html"), *shown, nodes.raw("", "</div>", format="html")]
 
 
 def page_link(name: str) -> addnodes.pending_xref:
