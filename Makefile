@@ -15,6 +15,11 @@
 # INSECURE=1   allow DASK=tcp://... on another machine
 #
 # For make versions:
+# TRITON       one or several of the versions listed in docs/_versions/pairs.txt, or next, the newest that was released
+# WITH         other packages to install over the pins
+# AGAIN=1      try what passed before with the same code too
+#
+# For make measure-versions:
 # TRITON       one or several folders, each with another Triton
 # NO_FUSION=1  measure the last of them without FP fusion, too
 
@@ -33,7 +38,7 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help html new newest record record-apart trace sanitize peers versions targets listings check-targets check-records compare serve test test-gpu lint clean
+.PHONY: help html new newest record record-apart trace sanitize peers versions measure-versions targets listings check-targets check-records compare serve test test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -65,8 +70,14 @@ sanitize: $(SITE_READY)  ## on a GPU host, run the checks of recipes under compu
 peers: $(SITE_READY)  ## on a GPU host, measure ops beside other libraries' and record it; RECIPE=section/name for one
 	@"$(PY)" benchmarks/measure_peers.py $(RECIPE)
 
-versions: $(SITE_READY)  ## on a GPU host, measure ops under another Triton: make versions TRITON=folder
-	@"$(PY)" benchmarks/measure_versions.py $(addprefix --triton ,$(or $(TRITON),$(error name a folder: make versions TRITON=folder))) \
+versions: $(TEST_READY)  ## try lessons, ops, kernels and features with each Triton of docs/_versions/pairs.txt
+	@"$(PY)" -m triton_gallery versions $(addprefix --triton ,$(TRITON)) $(addprefix --with ,$(WITH)) $(if $(AGAIN),--again) $(RECIPE)
+
+newest: $(TEST_READY)  ## try with the newest of these Tritons what has not passed; start nothing after two minutes
+	@"$(PY)" -m triton_gallery versions --triton newest --seconds 120 $(RECIPE)
+
+measure-versions: $(SITE_READY)  ## on a GPU host, measure ops under another Triton: TRITON=folder
+	@"$(PY)" benchmarks/measure_versions.py $(addprefix --triton ,$(or $(TRITON),$(error name a folder: make measure-versions TRITON=folder))) \
 		$(if $(NO_FUSION),--no-fusion) $(if $(RECIPE),--recipes $(RECIPE)); \
 		measured=$$?; [ $$measured -lt 2 ] && "$(PY)" benchmarks/measure_versions.py --merge _build/versions && exit $$measured
 
@@ -92,12 +103,6 @@ serve: $(TEST_READY)  ## build, serve on http://127.0.0.1:8000 and build again o
 test: $(TEST_READY)  ## test quickly; THOROUGH=1 for all, RECIPE=section/name for one recipe thoroughly
 	@OMP_NUM_THREADS=1 "$(PY)" -m pytest --numprocesses auto --dist loadgroup \
 		$(if $(THOROUGH),--thorough "$(patsubst 1,all,$(THOROUGH))") $(if $(RECIPE),--recipe $(RECIPE))
-
-newest: $(TEST_READY)  ## with the newest supported Triton over the pins, import every recipe and run those that changed
-	@"$(PY)" -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target _build/newest \
-		--requirement tests/newest.txt
-	@PYTHONPATH=$(CURDIR)/_build/newest:$(PYTHONPATH) OMP_NUM_THREADS=1 \
-		"$(PY)" -m pytest tests/newest.py --numprocesses auto
 
 test-gpu: $(TEST_READY)  ## on a GPU host, test every op on the GPU; as many processes as it has memory for
 	@"$(PY)" -c "import torch; torch.cuda.is_available() or exit('torch sees no GPU here')"

@@ -1,6 +1,6 @@
 """Measures the gallery's ops under several versions of Triton in rotation, on one GPU.
 
-`make versions` runs it. The Triton of this Python is the baseline. Each other one lies in a folder of its own:
+`make measure-versions` runs it. The Triton of this Python is the baseline. Each other one lies in a folder of its own:
 `pip install --target FOLDER --no-deps triton==VERSION`. Each has a process, with empty caches. They compile side by
 side, and then are timed one after the other, a few calls at a time, so that a drift of the clocks hits all alike.
 

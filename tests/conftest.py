@@ -15,7 +15,7 @@ from bs4 import BeautifulSoup
 from farm import Cluster, Farm
 from memory import processes
 from project import ROOT, Project
-from selection import left_out, recipe_of, select
+from selection import examples, left_out, recipe_of, select
 
 from triton_gallery.recipes.contents import lay_out, load
 from triton_gallery.recipes.device import detect
@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="recipes to prove thoroughly: 'section/name ...', all, or changed",
     )
     parser.addoption("--recipe", help="run the tests of this recipe alone, section/name, all of them")
+    parser.addoption("--examples-of", help="run the tests of these recipes alone, 'section/name ...', in float32")
 
 
 def pytest_xdist_auto_num_workers() -> int | None:
@@ -57,15 +58,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     GPU. Those that start a process of their own may run anywhere.
     """
     runs, others = select(config.getoption("--thorough"), config.getoption("--recipe")).split(items)
-    config.stash[LEFT_OUT] = 0 if config.getoption("--recipe") else len(others)
+    if keys := config.getoption("--examples-of"):
+        runs = examples(runs, keys)
+        others = [item for item in items if item not in runs]
+    alone = config.getoption("--recipe") or config.getoption("--examples-of")
+    config.stash[LEFT_OUT] = 0 if alone else len(others)
     if hasattr(config, "workeroutput"):
         config.workeroutput["left_out"] = config.stash[LEFT_OUT]
     config.hook.pytest_deselected(items=others)
     items[:] = runs
     for item in items:
+        recipe = recipe_of(item)
+        if recipe:
+            item.user_properties.append(("recipe", recipe))
         if item.get_closest_marker("anywhere") is None:
             used = getattr(item, "fixturenames", ())
-            shares = next((name for name in ("site", "on_h100") if name in used), recipe_of(item) or item.location[0])
+            shares = next((name for name in ("site", "on_h100") if name in used), recipe or item.location[0])
             item.add_marker(pytest.mark.xdist_group(shares))
 
 

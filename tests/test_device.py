@@ -18,6 +18,7 @@ from triton_gallery.recipes.device import (
     too_new,
     too_old,
 )
+from triton_gallery.records.version_matrix import pairs
 
 RANGE = "the gallery runs on Triton 3.6 to 3.9 and PyTorch 2.11 to 2.15, see docs/versions.md"
 
@@ -113,5 +114,7 @@ def test_range_is_the_same_everywhere() -> None:
     page = (ROOT / "docs" / "versions.md").read_text()
     for name, ends in SUPPORTED.items():
         assert f"| {name} | {ends[0][0]}.{ends[0][1]} | {ends[1][0]}.{ends[1][1]} |" in page
-    newest = (ROOT / "tests" / "newest.txt").read_text()
-    assert f"triton=={newest_triton[0]}.{newest_triton[1]}." in newest
+    listed = [pair.triton for pair in pairs(ROOT / "docs" / "_versions")]
+    assert listed[0].startswith(f"{oldest_triton[0]}.{oldest_triton[1]}.")
+    assert listed[-1].startswith(f"{newest_triton[0]}.{newest_triton[1]}.")
+    assert f"triton=={listed[1]}" in (ROOT / "requirements.txt").read_text(), "the pinned one is tried, too"

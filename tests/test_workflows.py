@@ -8,6 +8,8 @@ import pytest
 import yaml
 from project import ROOT, without_make
 
+from triton_gallery.records.version_matrix import pairs
+
 FOLDER = ROOT / ".github" / "workflows"
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in FOLDER.glob("*.yml")}
 SITE = WORKFLOWS["site"]
@@ -20,6 +22,22 @@ def test_make_targets_are_real() -> None:
     # What is wrong is not recorded, and the site shows the new records.
     assert named == ["test-gpu", "record", "listings", "html"]
     assert set(named) <= targets
+
+
+def test_every_week_all_versions_are_tried() -> None:
+    """Those that are listed, by the first word of a line, and the newest that was released."""
+    weekly = WORKFLOWS["versions"]
+    assert re.fullmatch(r"\d+ \d+ \* \* [0-6]", weekly[True]["schedule"][0]["cron"])
+    assert not weekly["jobs"]["try"]["strategy"]["fail-fast"]
+    (listing,) = [step["run"] for step in weekly["jobs"]["list"]["steps"] if "run" in step]
+    (read,) = re.findall(r"awk '(.+)' (\S+)", listing)
+    said = subprocess.run(["awk", *read], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.split() == [pair.triton for pair in pairs(ROOT / "docs" / "_versions")]
+    assert '. + ["next"]' in listing
+    (trial, summary) = [step["run"] for step in weekly["jobs"]["try"]["steps"] if "run" in step]
+    assert 'make versions TRITON="$TRITON" AGAIN=1 2>&1 | tee' in trial
+    assert trial.startswith("set -o pipefail"), "what fails has to fail the job"
+    assert "GITHUB_STEP_SUMMARY" in summary
 
 
 def test_every_week_all_is_tested() -> None:

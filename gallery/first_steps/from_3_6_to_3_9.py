@@ -13,6 +13,10 @@
 # load_probe = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 # store_probe = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 # poll_probe = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
+# [tool.triton-gallery.only_with]  # Triton 3.9 has no block pointers
+# block_pointer_kernel = "<3.9"
+# block_pointer_probe = "<3.9"
+# positional_probe = "<3.9"
 # ///
 r"""
 Migrate kernels: block pointers to descriptors, and Triton 3.7 to 3.9

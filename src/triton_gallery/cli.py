@@ -20,7 +20,7 @@ from triton_gallery.recipes.device import NoEnvironmentError, detect
 from triton_gallery.recipes.gpus import GPUS
 from triton_gallery.recipes.needs import missing, packages
 from triton_gallery.recipes.new import create
-from triton_gallery.records import targets
+from triton_gallery.records import targets, version_matrix
 from triton_gallery.records.compare import compare
 from triton_gallery.records.formats import BadRecordError
 from triton_gallery.records.measurements import Measurement, all_recorded
@@ -35,9 +35,12 @@ from triton_gallery.run.recording import FarmError, ThisMachine, record
 from triton_gallery.run.sanitize import sanitize
 from triton_gallery.run.settings import read
 from triton_gallery.run.targets import Compiler, is_current, launched
+from triton_gallery.run.version_matrix import TrialError, newest_release, try_pair
 
 GALLERY, PAGES, RECORDS = Path("gallery"), Path("docs/recipes"), Path("docs/_records")
 TARGETS, CACHE, LISTINGS = Path("docs/_targets"), Path("_build/targets"), Path("_build/listings")
+VERSIONS = Path("docs/_versions")
+NEWEST, NEXT = "newest", "next"  # the last that is listed, and the last that was released
 BEFORE = "HEAD~1"  # the commit that --check compares with
 PLANTED = {
     Path("tests/planted/out_of_bounds.py"): "memcheck",
@@ -111,6 +114,16 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
     command.set_defaults(run=make_listings)
 
+    command = commands.add_parser("versions", help="try lessons, ops, kernels and features with several Tritons")
+    command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
+    command.add_argument("--triton", action="append", help=f"a version, {NEWEST} of those listed, or {NEXT}; else all")
+    command.add_argument(
+        "--with", dest="others", action="append", default=[], help="another package to install over the pins"
+    )
+    command.add_argument("--again", action="store_true", help="what passed before with the same code too")
+    command.add_argument("--seconds", type=float, help="start nothing with a Triton after so many")
+    command.set_defaults(run=try_versions)
+
     command = commands.add_parser("results", help="print every recorded figure")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
     command.add_argument("--json", action="store_true", help="as JSON")
@@ -124,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
-    except (UsageError, FarmError, BadRecordError, NoEnvironmentError) as error:
+    except (UsageError, FarmError, BadRecordError, NoEnvironmentError, TrialError) as error:
         console.print(Text(str(error)), style="red")
         return 2
     except KeyboardInterrupt:
@@ -333,6 +346,38 @@ def make_listings(options: argparse.Namespace) -> int:
     there = sum(targets.listing(LISTINGS, found).is_file() for found in kept.values())
     console.print(f"{there} of {len(kept)} recipes have listings, {len(kept) - len(due)} had them before")
     return 0
+
+
+def try_versions(options: argparse.Namespace) -> int:
+    """Try the gallery with the Tritons that are listed, or named; keep what came of it; 1 if something failed."""
+    chosen, listed = _recipes(options.recipe), version_matrix.pairs(VERSIONS)
+    failed = 0
+    for name in options.triton or [pair.triton for pair in listed]:
+        wanted = newest_release() if name == NEXT else listed[-1].triton if name == NEWEST else name
+        if name == NEXT and wanted in {pair.triton for pair in listed}:
+            console.print(f"Triton {wanted} is the newest, and listed")
+            continue
+        others = next((pair.others for pair in listed if pair.triton == wanted), [])
+        pair = version_matrix.Pair(wanted, [*others, *options.others])
+        known = {one.triton: one for one in version_matrix.load(VERSIONS)} if pair in listed else {}
+        console.print(f"Triton {' with '.join([wanted, *pair.others])}")
+        try:
+            keys = [recipe.key for recipe in chosen]
+            tried = try_pair(pair, keys, known.get(wanted), options.again, options.seconds)
+        except TrialError as error:  # the others are tried all the same
+            console.print(Text(f"Triton {wanted}: {error}"), style="red")
+            failed += 1
+            if error.tried is None:
+                continue
+            tried = error.tried
+        faults = list(version_matrix.failures(tried, version_matrix.codes(chosen)))
+        failed += len(faults)
+        for kind, what, fault in faults:
+            console.print(Text(f"Triton {wanted}: {kind} {what}: {fault}"), style="red")
+        if pair in listed:
+            console.print(f"wrote {version_matrix.write(VERSIONS, tried, load(GALLERY))}")
+        console.print(f"Triton {wanted}: {f'{len(faults)} failed' if faults else 'nothing failed'}")
+    return int(failed > 0)
 
 
 def results(options: argparse.Namespace) -> int:

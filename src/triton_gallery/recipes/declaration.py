@@ -29,6 +29,7 @@ class OfOp:
         tool: whether the page is about a tool and hands over no op.
         gpu: the compute capabilities of the NVIDIA GPUs that the recipe is for alone, as a version specifier: "==9.0".
         not_for: the GPUs that a kernel is not meant for, by its name, as `gpus.GPUS` calls them.
+        only_with: the versions of Triton that a kernel is for alone, by its name, as a version specifier: "<3.9".
         longer: why the op takes more statements than an op has.
     """
 
@@ -39,6 +40,7 @@ class OfOp:
     tool: bool = False
     gpu: str = ""
     not_for: dict[str, list[str]] = field(default_factory=dict)
+    only_with: dict[str, str] = field(default_factory=dict)
     longer: str | None = None
 
     @property

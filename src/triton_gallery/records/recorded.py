@@ -23,12 +23,12 @@ from triton_gallery.recipes.hashes import code_hash, hash_of
 from triton_gallery.recipes.launches import Launch
 from triton_gallery.recipes.outputs import Output, from_json
 from triton_gallery.records.formats import (
-    OPS,
     COMMIT,
     DATE,
     DEVICE,
     HASH,
     LAUNCH,
+    OPS,
     PACKAGES,
     TEXT,
     BadRecordError,

@@ -126,7 +126,7 @@ class RowFile(Generic[R]):
             known: what is measured at all, in the order of a file; other rows are dropped.
 
         Returns:
-            The files that changed.
+            The files that were written.
 
         Raises:
             BadRecordError: if a row or what a file holds does not fit; that file stays as it was.

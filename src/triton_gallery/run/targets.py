@@ -66,13 +66,14 @@ class Compiler:
         left = len(jobs)
         made: dict[tuple[str, str, str], Made] = {}
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            for (recipe, launch, gpu), found in zip(jobs, pool.map(lambda job: self._make(*job), jobs), strict=True):
+            for (recipe, launch, gpu), found in zip(jobs, pool.map(lambda job: self.make(*job), jobs), strict=True):
                 made[recipe.key, launch.kernel, gpu.key] = found
                 left -= 1
                 report(recipe, left)
         return {recipe.key: _together(recipe, launches, by, made) for recipe, launches, by in recipes}
 
-    def _make(self, recipe: Recipe, launch: Launch, gpu: Gpu) -> Made:
+    def make(self, recipe: Recipe, launch: Launch, gpu: Gpu) -> Made:
+        """Return what the compiler makes of a launch for a GPU, now or before, and its texts."""
         try:
             module = module_of(recipe.text, launch.kernel, launch.functions)
         except LookupError as error:

@@ -26,8 +26,9 @@ def setup(app: "Sphinx") -> "ExtensionMetadata":
     )
     on_ops = ("wheel", "op_pages")
     links = ("links", "code_links", "related")
-    on_others = ("cards", "claims", "performance", "peer_table", "version_table", "targets", "api", "glossary")
+    on_others = ("cards", "claims", "performance", "peer_table", "targets", "api", "glossary")
+    versions = ("version_table", "version_matrix")
     files = ("search", "markdown", "sitemap", "assets")
-    for module in ("build", *on_recipes, *on_ops, *links, *on_others, *files):
+    for module in ("build", *on_recipes, *on_ops, *links, *on_others, *versions, *files):
         app.setup_extension(f"triton_gallery.sphinx.{module}")
     return {"version": triton_gallery.__version__, "parallel_read_safe": True, "parallel_write_safe": True}

@@ -12,7 +12,7 @@ from sphinx.transforms import SphinxTransform
 from triton_gallery.recipes.cells import cells
 from triton_gallery.recipes.declaration import declaration
 from triton_gallery.records.summary import Summary, summaries
-from triton_gallery.sphinx import peer_table, provenance, repository, take, targets, verdict
+from triton_gallery.sphinx import peer_table, provenance, repository, take, targets, verdict, version_matrix
 from triton_gallery.sphinx.chart import svg
 from triton_gallery.sphinx.lookup import RecipePage, op_of_page, pages, peers, recipe_page, recipes
 from triton_gallery.sphinx.show import WAITED, grid, op_link, page_link, where
@@ -51,6 +51,7 @@ class Glance(SphinxTransform):
         box += [
             *said(page),
             *targets.strip(self.env, page.recipe, f"../../ops/{op}.html" if op else ""),
+            *version_matrix.marks(self.env, page.recipe, None),
             strip,
             _files(self.env, page, self.document),
             _path(self.env),

@@ -30,6 +30,7 @@ from triton_gallery.sphinx import (
     take,
     targets,
     verdict,
+    version_matrix,
     version_table,
     wheel,
 )
@@ -212,6 +213,7 @@ class OpDirective(SphinxDirective):
         if cpu := verdict.cpu(page, items):
             box += nodes.paragraph("", cpu)
         box += [*glance.said(page), *targets.strip(self.env, page.recipe)]
+        box += version_matrix.marks(self.env, page.recipe, self.arguments[0])
         box += [*targets.misfits(self.env, page.recipe), *wheel.command(self.env), files, self._taken(page)]
         return box
 
