@@ -207,7 +207,7 @@ def test_newest_release_is_what_pip_says(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_pages_say_what_was_tried(make_project: Callable[..., Project]) -> None:
     project = make_project()
-    project.write(one="x = 1", two="x = 2")
+    project.write(one="x = 1", three="x = 3", two="x = 2")
     docs = project.root / "docs"
     (docs / "_versions").mkdir()
     (docs / "_versions" / "pairs.txt").write_text("3.8.0\n3.9.0\n")
@@ -226,6 +226,7 @@ def test_pages_say_what_was_tried(make_project: Callable[..., Project]) -> None:
     old.outcomes[FEATURE] = {"block pointers": Outcome("0" * 16, DATE)}
     new.outcomes[FEATURE] = {"block pointers": Outcome("0" * 16, DATE, "they have been removed")}
     for tried in (old, new):
+        tried.outcomes[LESSON]["things/three"] = Outcome(now["things/three"], DATE)
         version_matrix.write(docs / "_versions", tried, recipes(project))
     status, output = project.build()
     assert status == 0, output
@@ -241,12 +242,14 @@ def test_pages_say_what_was_tried(make_project: Callable[..., Project]) -> None:
         ("3.9 not tried", "needs a GPU"),
     ]
     page = BeautifulSoup((project.root / "_build/html/versions.html").read_text(), "html.parser")
-    features, lessons = page.select("table.tried")[:2]
-    rows = [[cell.get_text(strip=True) for cell in row("td")] for row in features.tbody("tr") + lessons.tbody("tr")]
+    assert "1 of 3 lessons passed with each Triton. The others:" in page.select_one("article").text
+    assert "ops passed" not in page.select_one("article").text, "there are none"
+    rows = [[cell.get_text(strip=True) for cell in row("td")] for row in page.select("table.tried tbody tr")]
     assert rows == [
         ["block pointers", "passed", "fails"],
         ["one", "passed", "fails"],
         ["two", "older code", "not tried"],
+        ["three", "passed", "passed"],
     ]
     assert [cell.text.strip() for cell in page.select("table.tried td.failed")] == ["fails", "fails"]
     assert [line.text.strip() for line in page.select("article details li")] == [

@@ -102,11 +102,29 @@ class RecipesDirective(SphinxDirective):
         of_ops = {op: [_of_op(one, recipes[page].key, op, now) for one in found] for op, page in ops.items()}
         with_what = "; ".join(f"{one.triton} with torch {one.torch} and numpy {one.numpy}" for one in found)
         said = f"Triton {with_what}; Python {', '.join(dict.fromkeys(one.python for one in found))}."
+        links = {recipe.key: page_link(page) for page, recipe in recipes.items()}
         return [
             nodes.paragraph("", said),
-            _table("lesson", found, of_lessons, {recipe.key: page_link(page) for page, recipe in recipes.items()}),
-            _table("op", found, of_ops, {op: op_link(op) for op in of_ops}),
+            *_exceptions("lesson", found, of_lessons, links),
+            *(_exceptions("op", found, of_ops, {op: op_link(op) for op in of_ops}) if of_ops else []),
         ]
+
+
+def _exceptions(
+    title: str, found: Sequence[Tried], rows: Mapping[str, Sequence[tuple[str, str]]], names: Mapping[str, nodes.Node]
+) -> list[nodes.Node]:
+    """Return a table of the rows that did not pass with each Triton, and, folded, one of those that did."""
+    passed = {name: states for name, states in rows.items() if all(word == PASSED for word, _ in states)}
+    others = {name: states for name, states in rows.items() if name not in passed}
+    said = f"{len(passed)} of {len(rows)} {title}s passed with each Triton."
+    shown = nodes.container("", nodes.paragraph("", f"{said} The others:" if others else said))
+    if others:
+        shown += _table(title, found, others, names)
+    if passed:
+        start = len(shown)
+        shown += _table(title, found, passed, names)
+        fold(shown, start, start + 1, f"The {title}s that passed with each Triton")
+    return [shown]
 
 
 def _table(
