@@ -57,17 +57,13 @@ function makeFilterable(table) {
   table.closest(".table-box").before(filter, said);
 }
 
-function makeChoosable(parts) {
-  const label = document.createElement("label");
-  const choice = document.createElement("select");
-  label.append("GPU: ", choice);
-  label.className = "gpu-choice";
+function makeChoosable(choice) {
+  const parts = [...document.querySelectorAll("[data-gpu]")];
   const rows = [...document.querySelectorAll("table.performance")].flatMap((table) => {
     const column = [...table.tHead.rows[0].cells].findIndex((title) => title.textContent.trim() === "device");
     return [...table.tBodies[0].rows].map((row) => [row, row.cells[column].textContent.trim()]);
   });
   const gpus = [...new Set([...parts.map((part) => part.dataset.gpu), ...rows.map(([, gpu]) => gpu)])];
-  if (gpus.length < 2) return;
   choice.append(new Option("all", ""), ...gpus.map((gpu) => new Option(gpu)));
   const show = () => {
     const isOther = (gpu) => choice.value !== "" && gpu !== choice.value;
@@ -80,7 +76,6 @@ function makeChoosable(parts) {
       localStorage.setItem("gpu", choice.value);
     } catch {} // where a browser keeps nothing, the choice is of this visit
   });
-  parts[0].before(label);
   try {
     const before = localStorage.getItem("gpu");
     if (gpus.includes(before)) choice.value = before;
@@ -91,5 +86,5 @@ function makeChoosable(parts) {
 document.addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll("table.sortable").forEach(makeSortable);
   document.querySelectorAll("table.filterable").forEach(makeFilterable);
-  makeChoosable([...document.querySelectorAll("[data-gpu]")]);
+  document.querySelectorAll(".gpu-choice select").forEach(makeChoosable);
 });

@@ -57,7 +57,8 @@ def svg(table: Table, place: str = "") -> str:
 
 def fractions_svg(bars: Sequence[tuple[str, str, float]]) -> str:
     """Return a chart of fractions of the roof; a bar is a label, a device and its fraction."""
-    return _themed(lambda: _draw_fractions(bars), "fractions of the roof")
+    devices = ", ".join(dict.fromkeys(device for _, device, _ in bars))
+    return _themed(lambda: _draw_fractions(bars), f"fractions of the roof, {devices}")
 
 
 def _themed(draw: Callable[[], "Figure"], label: str) -> str:

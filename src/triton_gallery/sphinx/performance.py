@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PAGE = "performance"
 COLUMNS = ["recipe", "workload", "Triton / best other", "median", "worst", "Triton / roof", "Triton", "best other"]
 COLUMNS += ["device", "date"]
+CHOICE = (
+    '<label class="gpu-choice">GPU: <select></select></label>'  # a script fills it; it is there before, for its room
+)
 
 
 def setup(app: "Sphinx") -> "ExtensionMetadata":
@@ -82,6 +85,8 @@ class PerformanceDirective(SphinxDirective):
         data += nodes.Text(", ")
         data += nodes.reference("", "JSON", refuri=f"{PAGE}.json")
         charts: list[nodes.Node] = []
+        if len({item.device.name for item in found}) > 1:
+            charts.append(nodes.raw("", CHOICE, format="html"))
         for device, of_device in sorted(bars.items(), reverse=True):
             drawn = f'<div class="chart">{fractions_svg(of_device)}</div>'
             charts += of_gpu(device, [nodes.raw("", drawn, format="html")])
