@@ -603,9 +603,10 @@ def test_bands_and_clocks_are_shown(project: Project) -> None:
     assert chart.svg(TABLE).count("FillBetweenPolyCollection") == 0
 
 
-def test_chart_of_all_recipes_has_room_for_devices() -> None:
-    drawn = chart.fractions_svg([("softmax", f"GPU {number}", 0.9) for number in range(8)])
-    assert all(f"Triton / roof, GPU {number}" in drawn for number in range(8))
+def test_chart_of_all_recipes_names_its_gpu() -> None:
+    drawn = chart.fractions_svg("GPU 7", [("softmax", 0.9), ("rope", 0.8)])
+    assert 'aria-label="fractions of the roof, GPU 7"' in drawn
+    assert all(text in drawn for text in ("Triton / roof, GPU 7", "0.90  softmax", "0.80  rope"))
 
 
 def test_settled_sizes_are_those_that_the_cpu_left_alone() -> None:

@@ -766,7 +766,8 @@ def gated_delta_rule(
     the squared length of a key is from 0 to 2. That is not checked: beyond it,
     states grow, and results may be infinite or NaN. Returns the outputs, of the
     shape and dtype of v, and the state after the last token, of the shape and
-    dtype of the initial one. Both are contiguous, with the same bits each time.
+    dtype of the initial one. Both are contiguous. Results and gradients are
+    deterministic.
 
     Within chunks of 64 tokens (32 for float32, 16 for float64) what a token
     writes comes from the inverse of a triangular matrix. It is computed in
@@ -776,10 +777,10 @@ def gated_delta_rule(
     reach earlier tokens of its chunk. A g below -110 (-831 for float64) counts
     as that; -inf ends what was before.
 
-    Both results pass gradients on to q, k, v, g, beta and the initial state,
-    with the same bits each time. Second derivatives are not supported. Raises
-    TypeError for other dtypes and for tensors on different devices, and
-    ValueError for other shapes. The methods: https://arxiv.org/abs/2412.06464,
+    Both results pass gradients on to q, k, v, g, beta and the initial state.
+    Second derivatives are not supported. Raises TypeError for other dtypes and
+    for tensors on different devices, and ValueError for other shapes. The
+    methods: https://arxiv.org/abs/2412.06464,
     https://arxiv.org/abs/2406.06484
 
     Rounding: decays and sums are in float32, or float64 for float64. Inverses,

@@ -9,7 +9,7 @@ from triton_gallery.recipes.op import op_of
 from triton_gallery.records import targets
 
 (HOPPER,) = (gpu for gpu in GPUS if gpu.key == "sm_90")
-SPILLED = {  # bytes a thread; what of it costs time, nobody measured
+SPILLED = {  # bytes a thread; whether they cost time was not measured
     "_cross_entropy_kernel": 8,
     "_hopper_attention_kernel": 112,
     "_layer_norm_backward_kernel": 144,

@@ -33,16 +33,15 @@ def test_launcher_float32(load_op: Load, case: Case) -> None:
 
 @each_case()
 def test_deterministic_algorithms(load_op: Load, case: Case) -> None:
-    """Where PyTorch refuses what is not deterministic, and fills with NaN what is allocated, all is as else."""
+    """PyTorch then refuses what is not deterministic, and fills with NaN what is allocated; results stay right."""
     op = load_op(f"{case.recipe}.py")
     torch.use_deterministic_algorithms(True)
     try:
         check(case, op, torch.float32, case.arguments(Draw(torch.float32), *case.small))
         leaves, arguments = with_gradients(case, case.arguments(Draw(torch.float32), *case.small))
         if leaves:
-            assert all(
-                grad.isfinite().all() for grad in of_squares([*tree_leaves(case.function(op)(*arguments))], leaves)
-            )
+            grads = of_squares(tree_leaves(case.function(op)(*arguments)), leaves)
+            assert all(grad.isfinite().all() for grad in grads)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -37,12 +37,8 @@ from triton_gallery.records.version_matrix import FEATURE, KERNELS, LESSON, OP, 
 from triton_gallery.run.compiler import HOPPER
 from triton_gallery.run.targets import Compiler, meant
 
-GALLERY, TARGETS, CACHE, OVERLAYS = (
-    Path("gallery"),
-    Path("docs/_targets"),
-    Path("_build/targets"),
-    Path("_build/triton"),
-)
+GALLERY, TARGETS = Path("gallery"), Path("docs/_targets")
+CACHE, OVERLAYS = Path("_build/targets"), Path("_build/triton")
 EXAMPLES = (  # of tests of ops
     "tests/contract/test_results.py::test_sizes",
     "tests/contract/test_gradients.py::test_autograd",
@@ -162,10 +158,11 @@ class _Trial:
 
     def _features(self) -> None:
         text = PROBES.read_text(encoding="utf-8")
-        names = re.findall(
-            r'(?m)^@probe\("(.+)"\)$', text
-        )  # read, as their module may not be imported with this Triton
+        # The names are read: with this Triton their module may not be importable.
+        names = re.findall(r'(?m)^@probe\("(.+)"\)$', text)
         self._codes[FEATURE] = dict.fromkeys(names, cell_hash(text))
+        known = self._tried.outcomes[FEATURE]
+        self._tried.outcomes[FEATURE] = {name: known[name] for name in names if name in known}
         here = [] if _gpu() else ["a GPU"]
         self._each(FEATURE, _probe, {name: here for name in names if name.endswith(ON_A_GPU)})
 
@@ -187,6 +184,8 @@ class _Trial:
                 stale = [] if kept.is_fresh(recipe) else ["launches of its present code, which make targets notes"]
                 lacking[key] = [*(what for what in self._missing[key] if "NVIDIA GPU" not in what), *stale]
         self._codes[KERNELS] = {key: self._codes[KERNELS][key] for key in launches}
+        for key in recipes.keys() - launches.keys():  # it had kernels before
+            self._tried.outcomes[KERNELS].pop(key, None)
 
         def compile_all(key: str) -> str | None:
             for launch in launches[key]:
@@ -228,7 +227,7 @@ class _Trial:
             try:
                 failure = attempt(name)
             except Exception as error:  # a fault of one, or of what tries it, says nothing of the others
-                failure = f"{type(error).__name__}: {error}"
+                failure = _short(f"{type(error).__name__}: {error}")
             self._note(kind, name, failure)
 
         with ThreadPoolExecutor(CORES) as pool:
@@ -334,11 +333,11 @@ def _verdicts(report: Path) -> Iterator[tuple[str, str | None]]:
         keys = [entry.get("value") or "" for entry in case.iter("property") if entry.get("name") == "recipe"]
         faults = [*case.iter("failure"), *case.iter("error")]
         if case.find("skipped") is None and (keys or faults):
-            yield keys[0] if keys else "", _short(faults[0].get("message") or "failed") if faults else None
+            yield keys[0] if keys else "", _short(faults[0].get("message") or "") if faults else None
 
 
 def _short(text: str) -> str:
-    return " ".join(text.split())[:REASON]
+    return " ".join(text.split())[:REASON] or "failed, and said nothing"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Sequence
 from html import escape
 from io import BytesIO, StringIO
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 from triton_gallery.recipes.tables import ROOF, TRITON, Table
@@ -55,10 +54,9 @@ def svg(table: Table, place: str = "") -> str:
     return _themed(lambda: _draw(table, {color: color for color in PALETTE}), label)
 
 
-def fractions_svg(bars: Sequence[tuple[str, str, float]]) -> str:
-    """Return a chart of fractions of the roof; a bar is a label, a device and its fraction."""
-    devices = ", ".join(dict.fromkeys(device for _, device, _ in bars))
-    return _themed(lambda: _draw_fractions(bars), f"fractions of the roof, {devices}")
+def fractions_svg(device: str, bars: Sequence[tuple[str, float]]) -> str:
+    """Return a chart of fractions of a device's roof; a bar is a label and its fraction."""
+    return _themed(lambda: _draw_fractions(device, bars), f"fractions of the roof, {device}")
 
 
 def _themed(draw: Callable[[], "Figure"], label: str) -> str:
@@ -294,27 +292,26 @@ def _apart(places: Sequence[float]) -> list[float]:
     return moved
 
 
-def _draw_fractions(bars: Sequence[tuple[str, str, float]]) -> "Figure":
+def _draw_fractions(device: str, bars: Sequence[tuple[str, float]]) -> "Figure":
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    devices = sorted({device for _, device, _ in bars})
-    colors = dict(zip(devices, cycle([*OTHERS[2:], *OTHERS[:2]]), strict=False))  # the first mean PyTorch and libraries
+    color = OTHERS[2]  # those before mean PyTorch and libraries
     figure = Figure(figsize=(SIZE[0], 0.7 + 0.42 * len(bars)), layout="constrained")
     axes = figure.subplots()
     places = range(len(bars), 0, -1)
-    axes.barh(places, [roof for *_, roof in bars], color=[colors[device] for _, device, _ in bars], height=0.3)
+    axes.barh(places, [roof for _, roof in bars], color=color, height=0.3)
     axes.set_yticks([])
     axes.set_ylim(0.5, len(bars) + 0.7)
-    for place, (label, _, roof) in zip(places, bars, strict=True):
+    for place, (label, roof) in zip(places, bars, strict=True):
         said = f"{roof:.2f}  {_plain(label)}"
         above = (0, place + 0.36)
         axes.annotate(
             said, above, xytext=(2, 0), textcoords="offset points", color=FOREGROUND, va="center", fontsize=FONT
         )
     axes.axvline(1, color=FOREGROUND, linestyle=(0, (5, 3)), linewidth=1.2)
-    axes.set_xlim(0, 1.08 * max([1.0, *(roof for *_, roof in bars)]))
-    keys = [Patch(color=color, label=_plain(f"Triton / roof, {device}")) for device, color in colors.items()]
+    axes.set_xlim(0, 1.08 * max([1.0, *(roof for _, roof in bars)]))
+    keys = [Patch(color=color, label=_plain(f"Triton / roof, {device}"))]
     figure.legend(handles=keys, loc="outside upper left", frameon=False, fontsize=FONT, labelcolor=FOREGROUND)
     axes.tick_params(colors=FOREGROUND, color=MUTED, length=3, labelsize=FONT)
     _draw_sides(axes, MUTED)

@@ -72,10 +72,10 @@ class PerformanceDirective(SphinxDirective):
         env.metadata[PAGE]["records"] = _state(found)
         if not found:
             return [nodes.paragraph("", "Nothing has been recorded yet.")]
-        bars = defaultdict[str, list[tuple[str, str, float]]](list)
+        bars = defaultdict[str, list[tuple[str, float]]](list)
         for item in found:
             if item.is_page and (roof := item.table.of_roof(item.middle)):
-                bars[item.device.name].append((f"{item.recipe.name}, {cells(item)[1]}", item.device.name, roof))
+                bars[item.device.name].append((f"{item.recipe.name}, {cells(item)[1]}", roof))
         table = grid(COLUMNS, [cells(item) for item in found], "performance", "sortable", "filterable")
         gallery = env.config.sphinx_gallery_conf["gallery_dirs"]
         for place, item in zip(first_cells(table), found, strict=True):
@@ -87,8 +87,8 @@ class PerformanceDirective(SphinxDirective):
         charts: list[nodes.Node] = []
         if len({item.device.name for item in found}) > 1:
             charts.append(nodes.raw("", CHOICE, format="html"))
-        for device, of_device in sorted(bars.items(), reverse=True):
-            drawn = f'<div class="chart">{fractions_svg(of_device)}</div>'
+        for device, of_device in sorted(bars.items()):
+            drawn = f'<div class="chart">{fractions_svg(device, of_device)}</div>'
             charts += of_gpu(device, [nodes.raw("", drawn, format="html")])
         return [*charts, table, data]
 
