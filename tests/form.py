@@ -9,7 +9,7 @@ from triton_gallery.recipes.names import bound
 from triton_gallery.recipes.op import op_of, statements
 
 FIRST_KERNEL, FIRST_CONSTANTS, FIRST_FIGURE = 25, 4, 150  # statements, constants, lines below the opening
-OP, OP_AND_BACKWARD = 100, 200  # statements
+OP, OP_AND_BACKWARD = 110, 210  # statements
 
 
 def faults(recipe: Recipe) -> list[str]:

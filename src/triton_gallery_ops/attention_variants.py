@@ -760,6 +760,24 @@ ATTENTION_VARIANTS_LIBRARY.impl(
 )
 
 
+def _attention_variants_autocast(q, k, v, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
+    with torch.autocast(kind, enabled=False):
+        return attention_variants_with_lse(q, k, v, *options)
+
+
+ATTENTION_VARIANTS_LIBRARY.impl(
+    "attention_variants", _attention_variants_autocast, "AutocastCPU"
+)
+ATTENTION_VARIANTS_LIBRARY.impl(
+    "attention_variants", _attention_variants_autocast, "AutocastCUDA"
+)
+
+
 def attention_variants(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -811,6 +829,8 @@ def attention_variants(
     The weights of a softmax are rounded to the dtype of v for their product
     with v, and each result is rounded once. In the backward, weights and the
     gradients of scores are rounded likewise.
+
+    Under ``torch.autocast`` it casts q, k and v to autocast's dtype.
     """
     asked = []
     for named in (score, span):

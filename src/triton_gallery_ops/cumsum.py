@@ -160,6 +160,8 @@ def cumsum(x: torch.Tensor) -> torch.Tensor:
 
     Rounding: each block is summed in float32 and added to a carry of float64,
     or all in float64; each result is rounded once.
+
+    Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
     return _cumsum_launch(x, wrap_triton(_cumsum_kernel))
 
@@ -178,6 +180,10 @@ def cumsum_backward(grad: torch.Tensor) -> torch.Tensor:
 CUMSUM_LIBRARY = Library(CUMSUM_NAMESPACE, "FRAGMENT")
 CUMSUM_LIBRARY.impl("cumsum", _cumsum_launch, "CUDA")
 CUMSUM_LIBRARY.impl("cumsum_backward", _cumsum_backward_launch, "CUDA")
+
+# Under torch.autocast it computes in float32, as PyTorch's own does.
+cumsum.register_autocast("cpu", torch.float32)
+cumsum.register_autocast("cuda", torch.float32)
 
 
 def _cumsum_gradient(ctx, grad):

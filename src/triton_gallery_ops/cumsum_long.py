@@ -199,6 +199,8 @@ def cumsum_long(x: torch.Tensor) -> torch.Tensor:
 
     Rounding: each tile is summed in float32 and added to a carry of float64, or
     all in float64; each result is rounded once.
+
+    Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
     return _cumsum_long_launch(x, wrap_triton(_cumsum_long_kernel))
 
@@ -219,6 +221,10 @@ CUMSUM_LONG_LIBRARY.impl("cumsum_long", _cumsum_long_launch, "CUDA")
 CUMSUM_LONG_LIBRARY.impl(
     "cumsum_long_backward", _cumsum_long_backward_launch, "CUDA"
 )
+
+# Under torch.autocast it computes in float32, as PyTorch's own does.
+cumsum_long.register_autocast("cpu", torch.float32)
+cumsum_long.register_autocast("cuda", torch.float32)
 
 
 def _cumsum_long_gradient(ctx, grad):

@@ -768,6 +768,24 @@ FLASH_ATTENTION_LIBRARY.impl(
 )
 
 
+def _flash_attention_autocast(q, k, v, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
+    with torch.autocast(kind, enabled=False):
+        return flash_attention_with_lse(q, k, v, *options)
+
+
+FLASH_ATTENTION_LIBRARY.impl(
+    "flash_attention", _flash_attention_autocast, "AutocastCPU"
+)
+FLASH_ATTENTION_LIBRARY.impl(
+    "flash_attention", _flash_attention_autocast, "AutocastCUDA"
+)
+
+
 def flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -801,5 +819,7 @@ def flash_attention(
     The weights of a softmax are rounded to the dtype of v for their product
     with v, and each result is rounded once. In the backward, weights and the
     gradients of scores are rounded likewise.
+
+    Under ``torch.autocast`` it casts q, k and v to autocast's dtype.
     """
     return flash_attention_with_lse(q, k, v, causal, scale)[0]

@@ -294,6 +294,8 @@ def flash_attention_forward(
     Rounding: scores, softmax and sums are in float32, or float64 for float64.
     The weights of a softmax are rounded to the dtype of v for their product
     with v, and each result is rounded once.
+
+    Under ``torch.autocast`` it casts q, k and v to autocast's dtype.
     """
     kernel = wrap_triton(_flash_attention_forward_kernel)
     return _flash_attention_forward_launch(q, k, v, causal, scale, kernel)
@@ -305,4 +307,22 @@ FLASH_ATTENTION_FORWARD_LIBRARY = Library(
 )
 FLASH_ATTENTION_FORWARD_LIBRARY.impl(
     "flash_attention_forward", _flash_attention_forward_launch, "CUDA"
+)
+
+
+def _flash_attention_forward_autocast(q, k, v, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
+    with torch.autocast(kind, enabled=False):
+        return flash_attention_forward(q, k, v, *options)
+
+
+FLASH_ATTENTION_FORWARD_LIBRARY.impl(
+    "flash_attention_forward", _flash_attention_forward_autocast, "AutocastCPU"
+)
+FLASH_ATTENTION_FORWARD_LIBRARY.impl(
+    "flash_attention_forward", _flash_attention_forward_autocast, "AutocastCUDA"
 )

@@ -786,6 +786,9 @@ def gated_delta_rule(
     Rounding: decays and sums are in float32, or float64 for float64. Inverses,
     errors and the copies of states that are read are rounded to the dtype of q,
     and each output is rounded once.
+
+    Under ``torch.autocast`` it casts q, k and v to autocast's dtype, and g,
+    beta and the initial state to float32.
     """
     return _gated_delta_rule_launch(
         q,
@@ -874,4 +877,26 @@ GATED_DELTA_RULE_LIBRARY.impl(
 )
 GATED_DELTA_RULE_LIBRARY.impl(
     "gated_delta_rule_backward", _gated_delta_rule_backward_launch, "CUDA"
+)
+
+
+def _gated_delta_rule_autocast(
+    q, k, v, g, beta, initial_state=None, scale=None
+):
+    """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
+    kind = q.device.type
+    if q.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
+        g, beta = (t.float() for t in (g, beta))
+        if initial_state is not None:
+            initial_state = initial_state.float()
+    with torch.autocast(kind, enabled=False):
+        return gated_delta_rule(q, k, v, g, beta, initial_state, scale)
+
+
+GATED_DELTA_RULE_LIBRARY.impl(
+    "gated_delta_rule", _gated_delta_rule_autocast, "AutocastCPU"
+)
+GATED_DELTA_RULE_LIBRARY.impl(
+    "gated_delta_rule", _gated_delta_rule_autocast, "AutocastCUDA"
 )

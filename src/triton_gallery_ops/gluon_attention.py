@@ -376,6 +376,8 @@ def gluon_attention(
     Rounding: scores, softmax and sums are in float32. The weights of a softmax
     are rounded to the dtype of v for their product with v, and each result is
     rounded once.
+
+    Under ``torch.autocast`` it casts q, k and v to autocast's dtype.
     """
     return _gluon_attention_launch(q, k, v, causal, scale)
 
@@ -389,3 +391,21 @@ def _gluon_attention_fake(q, k, v, causal=False, scale=None):
 # On a GPU a call goes to the launcher; all else goes on to the custom_op.
 GLUON_ATTENTION_LIBRARY = Library(GLUON_ATTENTION_NAMESPACE, "FRAGMENT")
 GLUON_ATTENTION_LIBRARY.impl("gluon_attention", _gluon_attention_launch, "CUDA")
+
+
+def _gluon_attention_autocast(q, k, v, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
+    with torch.autocast(kind, enabled=False):
+        return gluon_attention(q, k, v, *options)
+
+
+GLUON_ATTENTION_LIBRARY.impl(
+    "gluon_attention", _gluon_attention_autocast, "AutocastCPU"
+)
+GLUON_ATTENTION_LIBRARY.impl(
+    "gluon_attention", _gluon_attention_autocast, "AutocastCUDA"
+)

@@ -313,6 +313,8 @@ def gluon_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     raises RuntimeError.
 
     Rounding: products are summed in float32, and each result is rounded once.
+
+    Under ``torch.autocast`` it casts a and b to autocast's dtype.
     """
     return _gluon_matmul_launch(a, b)
 
@@ -326,3 +328,19 @@ def _gluon_matmul_fake(a, b):
 # On a GPU a call goes to the launcher; all else goes on to the custom_op.
 GLUON_MATMUL_LIBRARY = Library(GLUON_MATMUL_NAMESPACE, "FRAGMENT")
 GLUON_MATMUL_LIBRARY.impl("gluon_matmul", _gluon_matmul_launch, "CUDA")
+
+
+def _gluon_matmul_autocast(a, b, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's products do."""
+    kind = a.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    a, b = (t.to(dtype) if t.dtype in casts else t for t in (a, b))
+    with torch.autocast(kind, enabled=False):
+        return gluon_matmul(a, b, *options)
+
+
+GLUON_MATMUL_LIBRARY.impl("gluon_matmul", _gluon_matmul_autocast, "AutocastCPU")
+GLUON_MATMUL_LIBRARY.impl(
+    "gluon_matmul", _gluon_matmul_autocast, "AutocastCUDA"
+)

@@ -284,6 +284,8 @@ def hopper_attention(
     Rounding: scores, softmax and sums are in float32. The weights of a softmax
     are rounded to the dtype of v for their product with v, and each result is
     rounded once.
+
+    Under ``torch.autocast`` it casts q, k and v to autocast's dtype.
     """
     return _hopper_attention_launch(q, k, v, causal, scale)
 
@@ -303,4 +305,22 @@ hopper_attention.register_autograd(_hopper_attention_gradient)
 HOPPER_ATTENTION_LIBRARY = Library(HOPPER_ATTENTION_NAMESPACE, "FRAGMENT")
 HOPPER_ATTENTION_LIBRARY.impl(
     "hopper_attention", _hopper_attention_launch, "CUDA"
+)
+
+
+def _hopper_attention_autocast(q, k, v, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
+    with torch.autocast(kind, enabled=False):
+        return hopper_attention(q, k, v, *options)
+
+
+HOPPER_ATTENTION_LIBRARY.impl(
+    "hopper_attention", _hopper_attention_autocast, "AutocastCPU"
+)
+HOPPER_ATTENTION_LIBRARY.impl(
+    "hopper_attention", _hopper_attention_autocast, "AutocastCUDA"
 )

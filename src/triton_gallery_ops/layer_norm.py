@@ -598,6 +598,10 @@ LAYER_NORM_LIBRARY.impl(
     "layer_norm_backward", _layer_norm_backward_launch, "CUDA"
 )
 
+# Under torch.autocast it computes in float32, as PyTorch's own does.
+layer_norm_with_stats.register_autocast("cpu", torch.float32)
+layer_norm_with_stats.register_autocast("cuda", torch.float32)
+
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
@@ -619,6 +623,8 @@ def layer_norm(
     float64, weight and bias included. Each result and each gradient is rounded
     once; the gradients of weight and bias are rounded after they are summed
     over the rows.
+
+    Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
     if weight is None or bias is None:
         raise TypeError(

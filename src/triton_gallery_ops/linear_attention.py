@@ -714,6 +714,9 @@ def linear_attention(
     Rounding: decays and sums are in float32, or float64 for float64. Operands
     of matrix products, as the weights of pairs of tokens, are rounded to the
     dtype of q, and each output is rounded once.
+
+    Under ``torch.autocast`` it casts q, k and v to autocast's dtype, and g and
+    the initial state to float32.
     """
     return _linear_attention_launch(
         q,
@@ -785,4 +788,24 @@ LINEAR_ATTENTION_LIBRARY.impl(
 )
 LINEAR_ATTENTION_LIBRARY.impl(
     "linear_attention_backward", _linear_attention_backward_launch, "CUDA"
+)
+
+
+def _linear_attention_autocast(q, k, v, g, scale=None, initial_state=None):
+    """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
+    kind = q.device.type
+    if q.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
+        g = g.float()
+        if initial_state is not None:
+            initial_state = initial_state.float()
+    with torch.autocast(kind, enabled=False):
+        return linear_attention(q, k, v, g, scale, initial_state)
+
+
+LINEAR_ATTENTION_LIBRARY.impl(
+    "linear_attention", _linear_attention_autocast, "AutocastCPU"
+)
+LINEAR_ATTENTION_LIBRARY.impl(
+    "linear_attention", _linear_attention_autocast, "AutocastCUDA"
 )

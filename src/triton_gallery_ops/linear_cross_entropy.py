@@ -280,6 +280,24 @@ LINEAR_CROSS_ENTROPY_LIBRARY.impl(
 )
 
 
+def _linear_cross_entropy_autocast(x, weight, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's products do."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    x, weight = (t.to(dtype) if t.dtype in casts else t for t in (x, weight))
+    with torch.autocast(kind, enabled=False):
+        return _linear_cross_entropy_forward(x, weight, *options)
+
+
+LINEAR_CROSS_ENTROPY_LIBRARY.impl(
+    "linear_cross_entropy", _linear_cross_entropy_autocast, "AutocastCPU"
+)
+LINEAR_CROSS_ENTROPY_LIBRARY.impl(
+    "linear_cross_entropy", _linear_cross_entropy_autocast, "AutocastCUDA"
+)
+
+
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -293,10 +311,10 @@ def linear_cross_entropy(
 
     Takes x (..., D) and weight (V, D), both float16, bfloat16, float32 or
     float64 and of any layout, and int64 targets (...), with D and V from 1 on
-    and V up to 2**30. All are on one device. Autocast does not convert them:
-    cast x and weight to one dtype before. The loss is a float32 scalar (float64
-    for float64): the mean over the tokens whose target is not ``ignore_index``,
-    an int. Without such tokens the loss is NaN. If any other target is not in
+    and V up to 2**30. All are on one device. Under ``torch.autocast`` x and
+    weight are cast to its dtype. The loss is a float32 scalar (float64 for
+    float64): the mean over the tokens whose target is not ``ignore_index``, an
+    int. Without such tokens the loss is NaN. If any other target is not in
     range(V), the loss is NaN, and so are the gradient of weight and the one of
     that token's x. The logits and their gradient are rounded to the dtype of x,
     and so is the gradient of the weight after each chunk. On one kind of GPU,

@@ -465,6 +465,27 @@ LINEAR_GELU_LIBRARY.impl(
 )
 
 
+def _linear_gelu_autocast(x, weight, bias, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's products do."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    x, weight, bias = (
+        t.to(dtype) if t is not None and t.dtype in casts else t
+        for t in (x, weight, bias)
+    )
+    with torch.autocast(kind, enabled=False):
+        return linear_gelu_forward(x, weight, bias, *options)
+
+
+LINEAR_GELU_LIBRARY.impl(
+    "linear_gelu_forward", _linear_gelu_autocast, "AutocastCPU"
+)
+LINEAR_GELU_LIBRARY.impl(
+    "linear_gelu_forward", _linear_gelu_autocast, "AutocastCUDA"
+)
+
+
 def _linear_gelu_setup(ctx, inputs, output):
     x, weight, _, ctx.approximate, keep = inputs
     if not keep:
@@ -515,6 +536,8 @@ def linear_gelu(
 
     Rounding: products are summed in float32, or float64 for float64; bias and
     GELU are computed in that type, and the result is rounded once.
+
+    Under ``torch.autocast`` it casts x, weight and bias to autocast's dtype.
     """
     given = (x, weight) if bias is None else (x, weight, bias)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)

@@ -151,6 +151,8 @@ def matmul(
 
     Rounding: products are summed in float32, or float64 for float64, and each
     result is rounded once.
+
+    Under ``torch.autocast`` it casts a and b to autocast's dtype.
     """
     kernel = wrap_triton(_matmul_kernel)
     return _matmul_launch(a, b, input_precision, kernel)
@@ -159,6 +161,20 @@ def matmul(
 # On a GPU a call goes to the launcher; all else goes on to the triton_op.
 MATMUL_LIBRARY = Library(MATMUL_NAMESPACE, "FRAGMENT")
 MATMUL_LIBRARY.impl("matmul", _matmul_launch, "CUDA")
+
+
+def _matmul_autocast(a, b, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's products do."""
+    kind = a.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    a, b = (t.to(dtype) if t.dtype in casts else t for t in (a, b))
+    with torch.autocast(kind, enabled=False):
+        return matmul(a, b, *options)
+
+
+MATMUL_LIBRARY.impl("matmul", _matmul_autocast, "AutocastCPU")
+MATMUL_LIBRARY.impl("matmul", _matmul_autocast, "AutocastCUDA")
 
 
 def _matmul_setup(ctx, inputs, output):

@@ -425,6 +425,10 @@ NORMS_LONG_LIBRARY.impl(
     "norms_long_backward", _norms_long_backward_launch, "CUDA"
 )
 
+# Under torch.autocast it computes in float32, as PyTorch's layer_norm does.
+norms_long_with_stats.register_autocast("cpu", torch.float32)
+norms_long_with_stats.register_autocast("cuda", torch.float32)
+
 
 def norms_long_layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
@@ -447,6 +451,8 @@ def norms_long_layer_norm(
     float64, weight and bias included. Each result and each gradient is rounded
     once; the gradients of weight and bias are rounded after they are summed
     over the rows.
+
+    Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
     if bias is None:
         raise TypeError("norms_long_layer_norm takes a bias, not None")
@@ -460,5 +466,7 @@ def norms_long_rms_norm(
 
     As ``torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)``. All else
     is as in ``norms_long_layer_norm``, without a bias.
+
+    Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
     return norms_long_with_stats(x, weight, None, eps)[0]

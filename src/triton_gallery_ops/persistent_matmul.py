@@ -252,6 +252,8 @@ def persistent_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     Rounding: products are summed in float32, or float64 for float64, and each
     result is rounded once.
+
+    Under ``torch.autocast`` it casts a and b to autocast's dtype.
     """
     return _persistent_matmul_launch(a, b)
 
@@ -266,6 +268,24 @@ def _persistent_matmul_fake(a, b):
 PERSISTENT_MATMUL_LIBRARY = Library(PERSISTENT_MATMUL_NAMESPACE, "FRAGMENT")
 PERSISTENT_MATMUL_LIBRARY.impl(
     "persistent_matmul", _persistent_matmul_launch, "CUDA"
+)
+
+
+def _persistent_matmul_autocast(a, b, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's products do."""
+    kind = a.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    a, b = (t.to(dtype) if t.dtype in casts else t for t in (a, b))
+    with torch.autocast(kind, enabled=False):
+        return persistent_matmul(a, b, *options)
+
+
+PERSISTENT_MATMUL_LIBRARY.impl(
+    "persistent_matmul", _persistent_matmul_autocast, "AutocastCPU"
+)
+PERSISTENT_MATMUL_LIBRARY.impl(
+    "persistent_matmul", _persistent_matmul_autocast, "AutocastCUDA"
 )
 
 

@@ -467,6 +467,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Rounding: sums and products are in float32, or float64 for float64, the
     weight included. Each result and each gradient is rounded once; the weight's
     gradient is rounded after it is summed over the rows.
+
+    Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
     return _rms_norm_launch(x, weight, eps, wrap_triton(_rms_norm_kernel))
 
@@ -481,6 +483,8 @@ def rms_norm_residual(
     else is as in ``rms_norm``.
 
     Rounding: h is rounded to its dtype, and the norm is that of the rounded h.
+
+    Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
     kernel = wrap_triton(_rms_norm_kernel)
     return _rms_norm_residual_launch(x, residual, weight, eps, kernel)
@@ -511,6 +515,12 @@ RMS_NORM_LIBRARY = Library(RMS_NORM_NAMESPACE, "FRAGMENT")
 RMS_NORM_LIBRARY.impl("rms_norm", _rms_norm_launch, "CUDA")
 RMS_NORM_LIBRARY.impl("rms_norm_residual", _rms_norm_residual_launch, "CUDA")
 RMS_NORM_LIBRARY.impl("rms_norm_backward", _rms_norm_backward_launch, "CUDA")
+
+# Under torch.autocast they compute in float32, as PyTorch's layer_norm does.
+rms_norm.register_autocast("cpu", torch.float32)
+rms_norm.register_autocast("cuda", torch.float32)
+rms_norm_residual.register_autocast("cpu", torch.float32)
+rms_norm_residual.register_autocast("cuda", torch.float32)
 
 
 def _rms_norm_setup(ctx, inputs, output):

@@ -236,6 +236,8 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Rounding: products are summed in float32, the parts of a split sum too, and
     each result is rounded once.
+
+    Under ``torch.autocast`` it casts x and weight to autocast's dtype.
     """
     kernel = wrap_triton(_skinny_matmul_kernel)
     add = wrap_triton(_skinny_matmul_add_kernel)
@@ -245,3 +247,21 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 # On a GPU a call goes to the launcher; all else goes on to the triton_op.
 SKINNY_MATMUL_LIBRARY = Library(SKINNY_MATMUL_NAMESPACE, "FRAGMENT")
 SKINNY_MATMUL_LIBRARY.impl("skinny_matmul", _skinny_matmul_launch, "CUDA")
+
+
+def _skinny_matmul_autocast(x, weight, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's products do."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    x, weight = (t.to(dtype) if t.dtype in casts else t for t in (x, weight))
+    with torch.autocast(kind, enabled=False):
+        return skinny_matmul(x, weight, *options)
+
+
+SKINNY_MATMUL_LIBRARY.impl(
+    "skinny_matmul", _skinny_matmul_autocast, "AutocastCPU"
+)
+SKINNY_MATMUL_LIBRARY.impl(
+    "skinny_matmul", _skinny_matmul_autocast, "AutocastCUDA"
+)

@@ -226,6 +226,8 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     Rounding: maximum, sum and quotient are in float32, or float64 for float64,
     and each result is rounded once. The backward starts from the rounded
     result.
+
+    Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
     return _softmax_launch(x, wrap_triton(_softmax_kernel))
 
@@ -245,6 +247,10 @@ def softmax_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 SOFTMAX_LIBRARY = Library(SOFTMAX_NAMESPACE, "FRAGMENT")
 SOFTMAX_LIBRARY.impl("softmax", _softmax_launch, "CUDA")
 SOFTMAX_LIBRARY.impl("softmax_backward", _softmax_backward_launch, "CUDA")
+
+# Under torch.autocast it computes in float32, as PyTorch's own does.
+softmax.register_autocast("cpu", torch.float32)
+softmax.register_autocast("cuda", torch.float32)
 
 
 def _softmax_setup(ctx, inputs, output):

@@ -369,6 +369,8 @@ def softmax_long(x: torch.Tensor) -> torch.Tensor:
     Rounding: maximum, sum and quotient are in float32, or float64 for float64,
     and each result is rounded once. The backward starts from the rounded
     result.
+
+    Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
     whole = wrap_triton(_softmax_long_whole_kernel)
     return _softmax_long_launch(x, whole, wrap_triton(_softmax_long_kernel))
@@ -392,6 +394,10 @@ SOFTMAX_LONG_LIBRARY.impl("softmax_long", _softmax_long_launch, "CUDA")
 SOFTMAX_LONG_LIBRARY.impl(
     "softmax_long_backward", _softmax_long_backward_launch, "CUDA"
 )
+
+# Under torch.autocast it computes in float32, as PyTorch's own does.
+softmax_long.register_autocast("cpu", torch.float32)
+softmax_long.register_autocast("cuda", torch.float32)
 
 
 def _softmax_long_setup(ctx, inputs, output):

@@ -310,6 +310,8 @@ def tuned_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     Rounding: products are summed in float32, or float64 for float64, and each
     result is rounded once.
+
+    Under ``torch.autocast`` it casts a and b to autocast's dtype.
     """
     return _tuned_matmul_launch(a, b, wrap_triton)
 
@@ -317,6 +319,22 @@ def tuned_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # On a GPU a call goes to the launcher; all else goes on to the triton_op.
 TUNED_MATMUL_LIBRARY = Library(TUNED_MATMUL_NAMESPACE, "FRAGMENT")
 TUNED_MATMUL_LIBRARY.impl("tuned_matmul", _tuned_matmul_launch, "CUDA")
+
+
+def _tuned_matmul_autocast(a, b, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's products do."""
+    kind = a.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    a, b = (t.to(dtype) if t.dtype in casts else t for t in (a, b))
+    with torch.autocast(kind, enabled=False):
+        return tuned_matmul(a, b, *options)
+
+
+TUNED_MATMUL_LIBRARY.impl("tuned_matmul", _tuned_matmul_autocast, "AutocastCPU")
+TUNED_MATMUL_LIBRARY.impl(
+    "tuned_matmul", _tuned_matmul_autocast, "AutocastCUDA"
+)
 
 
 def _tuned_matmul_setup(ctx, inputs, output):

@@ -776,6 +776,24 @@ VARLEN_ATTENTION_LIBRARY.impl(
 )
 
 
+def _varlen_attention_autocast(q, k, v, *options):
+    """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
+    with torch.autocast(kind, enabled=False):
+        return varlen_attention_forward(q, k, v, *options)
+
+
+VARLEN_ATTENTION_LIBRARY.impl(
+    "varlen_attention_forward", _varlen_attention_autocast, "AutocastCPU"
+)
+VARLEN_ATTENTION_LIBRARY.impl(
+    "varlen_attention_forward", _varlen_attention_autocast, "AutocastCUDA"
+)
+
+
 def _varlen_attention_setup(ctx, inputs, output):
     q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.known = inputs
     ctx.mark_non_differentiable(output[1])
@@ -836,6 +854,8 @@ def varlen_attention(
     The weights of a softmax are rounded to the dtype of v for their product
     with v, and each result is rounded once. In the backward, weights and the
     gradients of scores are rounded likewise.
+
+    Under ``torch.autocast`` it casts q, k and v to autocast's dtype.
     """
     return varlen_attention_forward(
         q,

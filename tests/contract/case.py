@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from guard import Guard
@@ -87,6 +87,8 @@ class Case:
         launcher: whether a GPU has a function of its own for the op.
         changes: how many of its first arguments it changes in place; they are the last of its results.
         contiguous: whether results are, whatever the layout of the arguments.
+        autocast: the dtype in which it computes under torch.autocast: float32, or "asked", the one that autocast is
+            asked for; None is that of its arguments.
         refused: calls that raise.
         recipe: `section/name` of the lesson that hands over the op.
     """
@@ -116,6 +118,7 @@ class Case:
     launcher: bool = True
     changes: int = 0
     contiguous: bool = True
+    autocast: torch.dtype | Literal["asked"] | None = None
     refused: Sequence[Refused] = field(default=())
     recipe: str = ""
 

@@ -1,13 +1,17 @@
 """An op is at home in PyTorch: the dispatcher, opcheck, torch.compile, CUDA graphs, streams, several GPUs."""
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from case import Case, Draw, at, bits, check, copy, differentiable, with_gradients
 from cases import each_case, each_dtype
 from device_key import at_cuda
+from inputs import DEVICE
+from own import is_real
 from torch.utils._pytree import tree_leaves
 
 # NumPy's, of infinities, in the interpreter
@@ -46,6 +50,32 @@ def test_deterministic_algorithms(load_op: Load, case: Case) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@each_case()
+@pytest.mark.parametrize("asked", [torch.float16, torch.bfloat16], ids="float32-{}".format)
+def test_autocast(load_op: Load, case: Case, asked: torch.dtype) -> None:
+    """Under torch.autocast it takes floats of several dtypes, and does what it does of those that autocast makes."""
+    function = case.on_copies(load_op(f"{case.recipe}.py"))
+    dtype = asked if case.autocast == "asked" or torch.float32 not in case.dtypes else torch.float32
+    mixed = [torch.float32 if dtype == asked else asked, dtype] if case.autocast else [dtype]
+    drawn = case.arguments(Draw(asked), *case.small)
+
+    def in_dtypes(*dtypes: torch.dtype) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+        turn = cycle(dtypes)
+        return with_gradients(
+            case, tuple(value.to(next(turn)) if is_real(value) and value.dtype == asked else value for value in drawn)
+        )
+
+    (leaves, given), (exact_leaves, exact) = in_dtypes(*mixed), in_dtypes(dtype)
+    with torch.autocast(DEVICE.type, asked):
+        results = function(*given)
+    expected = function(*exact)
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    if leaves:
+        grads = of_squares(expected, exact_leaves)
+        cast = [grad.to(leaf.dtype) for grad, leaf in zip(grads, leaves, strict=True)]
+        torch.testing.assert_close(of_squares(results, leaves), tuple(cast), rtol=0, atol=0)
+
+
 @needs_a_gpu
 @each_case()
 def test_many_programs(load_op: Load, case: Case) -> None:
@@ -81,6 +111,22 @@ def test_compiled(load_op: Load, case: Case, dynamic: bool) -> None:
             torch.testing.assert_close(*ways)
             if leaves:
                 torch.testing.assert_close(*(of_squares(results, leaves) for results in ways))
+
+
+@needs_a_gpu
+@each_case(lambda case: case.autocast)
+def test_compiled_autocast(load_op: Load, case: Case) -> None:
+    """torch.compile keeps the rule for autocast, for results and gradients."""
+    function = case.on_copies(load_op(f"{case.recipe}.py"))
+    dtype = torch.float32 if case.autocast == "asked" else torch.bfloat16
+    leaves, arguments = with_gradients(case, case.arguments(Draw(dtype), *case.small))
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *arguments: function(*arguments), fullgraph=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        ways = [way(*arguments) for way in (compiled, function)]
+    torch.testing.assert_close(*ways)
+    if leaves:
+        torch.testing.assert_close(*(of_squares(results, leaves) for results in ways))
 
 
 @needs_a_gpu

@@ -174,7 +174,7 @@ OF_ALL = {
     "fits": lambda size, dtype: size[-1] <= longest(dtype),
     "shapes": st.tuples(LEADS, sizes(64, 600)).map(lambda drawn: (*drawn[0], drawn[1])),
 }
-OF_FORWARD = OF_ALL | {"sizes": ROWS, "gradients": exact_autograd, "with_gradients": 3}
+OF_FORWARD = OF_ALL | {"autocast": torch.float32, "sizes": ROWS, "gradients": exact_autograd, "with_gradients": 3}
 CONTRACT = [
     Case(
         "layer_norm",

@@ -119,6 +119,7 @@ CONTRACT = [
         with_gradients=2,
         once=True,
         plain=True,
+        autocast="asked",
         refused=[
             Refused(lambda draw: (draw(4, 8), draw(9, 8).half(), zeros(draw, 4)), TypeError, TYPES),
             Refused(lambda draw: (draw(4, 8).long(), draw(9, 8).long(), zeros(draw, 4)), TypeError, TYPES),
@@ -144,6 +145,7 @@ CONTRACT = [
             shapes=SHAPES if of_x and of_weight else None,
             roundings=2,
             floor=lambda dtype: 4 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps,
+            autocast="asked",
         )
         for ignored, of_x, of_weight in ((-100, True, True), (7, True, False), (0, False, True), (-100, False, False))
     ),

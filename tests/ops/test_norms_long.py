@@ -213,13 +213,14 @@ SHAPES = st.tuples(LEADS, sizes(1024, 4500)).map(lambda drawn: (*drawn[0], drawn
 FEW = st.tuples(LEADS, sizes(64, 300)).map(lambda drawn: (*drawn[0], drawn[1]))
 ROUNDINGS = 96  # of sums over the blocks of a row, over a block, and over the rows
 OF_STATS = {"sizes": SIZES, "small": (2, 5), "many": (20, 102_650), "shapes": SHAPES, "roundings": ROUNDINGS}
-OF_NORM = OF_STATS | {"sizes": SIZES[:2], "shapes": FEW, "plain": True}
+OF_NORM = OF_STATS | {"sizes": SIZES[:2], "shapes": FEW, "plain": True, "autocast": torch.float32}
 CONTRACT = [
     Case(
         "norms_long_with_stats",
         rows_and_vectors,
         exact,
         **OF_STATS,
+        autocast=torch.float32,
         gradients=exact_gradients,
         with_gradients=3,
     ),
@@ -229,6 +230,7 @@ CONTRACT = [
         exact,
         name="norms_long_with_stats of RMSNorm",
         **OF_STATS,
+        autocast=torch.float32,
         gradients=lambda dy, *given: exact_gradients(dy, *given),
         with_gradients=2,
     ),

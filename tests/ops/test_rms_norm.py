@@ -125,6 +125,7 @@ CONTRACT = [
         "rms_norm",
         matrices(1),
         exact,
+        autocast=torch.float32,
         reference=lambda x, weight, eps: exact(x.double(), weight.double(), eps)[0].value.to(x.dtype),
         special=special,
         gradients=lambda dy, x, weight, eps: exact_gradients(dy, None, x, weight, eps),
@@ -152,6 +153,7 @@ CONTRACT = [
         "rms_norm_residual",
         matrices(2),
         exact_residual,
+        autocast=torch.float32,
         gradients=exact_gradients_residual,
         with_gradients=3,
         refused=[

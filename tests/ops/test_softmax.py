@@ -74,6 +74,7 @@ CONTRACT = [
         floor=FLUSHED.__getitem__,
         reference=lambda x: torch.softmax(x, -1),
         special=special,
+        autocast=torch.float32,
         gradients=lambda grad, x: exact_gradient(grad, torch.softmax(x, -1)),
         refused=[
             Refused(lambda draw: (draw(2, 3).int(),), TypeError, r"softmax takes a float tensor, not torch\.int32"),

@@ -74,6 +74,7 @@ FORWARD = Case(
     "softmax_long",
     of_rows,
     exact,
+    autocast=torch.float32,
     sizes=ROWS,
     reference=lambda x: torch.softmax(x, -1),
     special=special,
