@@ -12,16 +12,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused, assert_close
 from compiled import Ask, compiled, graphs, ptx, stack
-from device_key import at_cuda
-from guard import Guard, guarded
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, layouts, sizes
-from tolerance import assert_within
+from inputs import DEVICE, FLOATS, Layout, sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's NaN, in the interpreter
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 LAYOUTS = {"nn": (False, False), "nt": (False, True), "tn": (True, False), "tt": (True, True)}
 
@@ -38,62 +34,70 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     return load_recipe("matmul/matmul.py")
 
 
-def assert_close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def exact(a: torch.Tensor, b: torch.Tensor) -> list[Exact]:
+    """Return the product of two matrices.
+
+    A tensor core cuts off where a float32 addition rounds, so each of K products and sums counts twice; and in float64
+    the reference is rounded as well.
+    """
+    return [Exact(a @ b, a.abs() @ b.abs(), roundings=4 * (a.shape[1] + 1))]
+
+
+def matrices(draw: Draw, M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make two matrices that fit each other."""
+    return draw(M, K), draw(K, N)
+
+
+def special(draw: Draw) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make matrices that lie amid NaN, and one with a NaN and an infinity, which go to their columns alone."""
+    around = torch.full((80, 150), torch.nan, dtype=draw.dtype, device=DEVICE)
+    around[10:40, 20:90] = 1
+    amid = around[10:40, 20:90]
+    b = torch.ones(70, 60, dtype=draw.dtype, device=DEVICE)
+    b[3, 7], b[0, 9] = torch.nan, torch.inf
+    return [(amid, amid.T), (amid.T, amid), (amid, b)]
+
+
+# M, N, K: one tile and several along each, in every dtype, and none
+SIZES = [(130, 70, 65), (257, 300, 129), (1, 130, 70), (129, 1, 65), (16, 17, 64), (3, 5, 0), (0, 7, 5), (5, 0, 7)]
+SIZES += [(130, 200, 1), (1, 1, 1), (128, 256, 128), (127, 255, 63), (64, 64, 32), (65, 64, 33), (7, 3, 1000)]
+KINDS = r"matmul takes matrices of one dtype on one device, not torch\.float32 on"
+SHAPES = r"matmul takes matrices of \(M, K\) and \(K, N\), not "
+CONTRACT = [
+    Case(
+        "matmul",
+        matrices,
+        exact,
+        sizes=SIZES,
+        small=(3, 4, 5),
+        many=(4099, 4099, 65),
+        shapes=st.tuples(sizes(128, 140), sizes(256, 270), sizes(64, 140)),
+        reference=lambda a, b: (a.double() @ b.double()).to(a.dtype),
+        special=special,
+        gradients=lambda grad, a, b: exact(grad, b.T) + exact(a.T, grad),
+        with_gradients=2,
+        second_gradients=True,
+        refused=[
+            Refused(lambda draw: (draw(2, 3).int(), draw(3, 2).int()), TypeError, "matmul takes float .*int32"),
+            Refused(lambda draw: (draw(2, 3), draw(3, 2).double()), TypeError, f"{KINDS} .* and torch.float64 on"),
+            Refused(lambda draw: (draw(2, 3), draw(3, 2).to("meta")), TypeError, f"{KINDS} .* and .* on meta"),
+            Refused(lambda draw: (draw(2, 3), draw(2, 3)), ValueError, rf"{SHAPES}\(2, 3\) and \(2, 3\)"),
+            Refused(lambda draw: (draw(2, 3), draw(1, 3, 2)), ValueError, rf"{SHAPES}\(2, 3\) and \(1, 3, 2\)"),
+            Refused(lambda draw: (draw(2, 3), draw(3)), ValueError, rf"{SHAPES}\(2, 3\) and \(3,\)"),
+            Refused(lambda draw: (draw(3), draw(3, 2)), ValueError, rf"{SHAPES}\(3,\) and \(3, 2\)"),
+            Refused(
+                lambda draw: (draw(2, 3), draw(3, 2), "bf16x3"),
+                ValueError,
+                "matmul takes ieee, tf32 or tf32x3 as input_precision, not bf16x3",
+            ),
+        ],
+    ),
+]
+
+
+def assert_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Assert that a product is as good as its accumulator and its dtype."""
-    a, b = a.detach().double(), b.detach().double()
-    # A tensor core cuts off where a float32 addition rounds, so each counts twice; and in float64 the reference is
-    # rounded as well.
-    assert_within(out, a @ b, a.abs() @ b.abs(), roundings=4 * (a.shape[1] + 1))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=12)
-@given(M=sizes(128, 140), N=sizes(256, 270), K=sizes(64, 140), of_a=layouts(), of_b=layouts())
-def test_value(taken: ModuleType, dtype: torch.dtype, M: int, N: int, K: int, of_a: Layout, of_b: Layout) -> None:
-    """The value is right for any shape and layout, and its dtype is that of the arguments."""
-    a, b = of_a.make((M, K), dtype, DEVICE), of_b.make((K, N), dtype, DEVICE)
-    out = guarded(taken.matmul, a, b)
-    assert torch.equal(taken.matmul(a, b), out)
-    assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, (M, N), True)
-    assert_close(out, a, b)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("transposed", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("shape", [(1, 130, 70), (129, 1, 65), (130, 200, 1), (16, 17, 64), (257, 128, 129)], ids=str)
-def test_every_layout(
-    taken: ModuleType, dtype: torch.dtype, transposed: tuple[bool, bool], shape: tuple[int, int, int]
-) -> None:
-    """Both operands contiguous or transposed, and with gaps between their rows."""
-    M, N, K = shape
-    operands = []
-    for seed, ((rows, columns), is_transposed) in enumerate(zip(((M, K), (K, N)), transposed, strict=True)):
-        lies = (columns, rows) if is_transposed else (rows, columns)
-        made = Layout("contiguous", seed).make((lies[0], lies[1] + 8), dtype, DEVICE)[:, 8:]
-        operands.append(made.T if is_transposed else made)
-    assert_close(guarded(taken.matmul, *operands), *operands)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=8)
-@given(M=sizes(64, 70), N=sizes(64, 70), K=sizes(64, 70), of_a=layouts(), of_b=layouts(), of_grad=layouts())
-def test_gradient(
-    taken: ModuleType,
-    dtype: torch.dtype,
-    M: int,
-    N: int,
-    K: int,
-    of_a: Layout,
-    of_b: Layout,
-    of_grad: Layout,
-) -> None:
-    """Both gradients are right, for a gradient in any layout."""
-    a, b = of_a.make((M, K), dtype, DEVICE), of_b.make((K, N), dtype, DEVICE)
-    grad = of_grad.make((M, N), dtype, DEVICE)
-    inputs = a.requires_grad_(), b.requires_grad_()
-    by_a, by_b = torch.autograd.grad(taken.matmul(a, b), inputs, grad)
-    assert_close(by_a, grad, b.T)
-    assert_close(by_b, a.T, grad)
+    assert_close(CONTRACT[0], out.dtype, out, *exact(a.double(), b.double()))
 
 
 def test_gradient_of_one_operand(taken: ModuleType) -> None:
@@ -108,14 +112,6 @@ def test_gradient_of_one_operand(taken: ModuleType) -> None:
         of.grad = None
 
 
-def test_gradcheck(taken: ModuleType) -> None:
-    """Differences agree with the gradient, and with the gradient's own."""
-    a = Layout("contiguous", 0).make((3, 5), torch.float64, DEVICE).requires_grad_()
-    b = Layout("contiguous", 1).make((5, 4), torch.float64, DEVICE).requires_grad_()
-    assert torch.autograd.gradcheck(taken.matmul, (a, b))
-    assert torch.autograd.gradgradcheck(taken.matmul, (a, b))
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     """A long sum is rounded once, not at every step."""
@@ -124,23 +120,6 @@ def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     expected = (a.double() @ b.double()).to(dtype)
     eps = torch.finfo(dtype).eps if dtype.itemsize == 2 else K * 2.0**-24
     torch.testing.assert_close(taken.matmul(a, b), expected, rtol=eps, atol=0)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_reads_nothing_beside_its_operands(taken: ModuleType, dtype: torch.dtype) -> None:
-    """NaN in what lies around an operand stays there, and NaN in one goes to its row or column alone."""
-    around = torch.full((80, 150), torch.nan, dtype=dtype, device=DEVICE)
-    around[10:40, 20:90] = 1
-    a = around[10:40, 20:90]
-    for first, second, K in ((a, a.T, 70), (a.T, a, 30)):
-        out = guarded(taken.matmul, first, second)
-        assert (out == K).all()
-    b = torch.ones(70, 60, dtype=dtype, device=DEVICE)
-    b[3, 7] = torch.nan
-    b[0, 9] = torch.inf
-    out = taken.matmul(a, b)
-    expected = (a.double() @ b.double()).to(dtype)
-    torch.testing.assert_close(out, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32", "tf32x3"])
@@ -162,20 +141,6 @@ def test_precision(taken: ModuleType, precision: str) -> None:
             assert (error <= likely).all()
 
 
-def test_refuses(taken: ModuleType) -> None:
-    """What the op does not take, it names."""
-    a = torch.ones(2, 3, device=DEVICE)
-    with pytest.raises(TypeError, match=r"^matmul takes float matrices, not torch\.int32"):
-        taken.matmul(a.int(), a.int().T)
-    with pytest.raises(TypeError, match=r"^matmul takes .* one dtype .*float32 on .* and torch\.float64 on"):
-        taken.matmul(a, a.double().T)
-    for b in (a, a.T[None], a[0], a.T[:2]):
-        with pytest.raises(ValueError, match=rf"^matmul takes .*\(2, 3\) and {re.escape(str(tuple(b.shape)))}"):
-            taken.matmul(a, b)
-    with pytest.raises(ValueError, match=r"^matmul takes ieee, tf32 or tf32x3 .* not bf16x3"):
-        taken.matmul(a, a.T, "bf16x3")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
 @pytest.mark.parametrize(("how", "least"), [("nn", 0), ("nt", 1), ("tn", 0), ("tt", 1)])
 def test_least(taken: ModuleType, how: str, least: int, dtype: torch.dtype) -> None:
@@ -193,31 +158,16 @@ def test_least(taken: ModuleType, how: str, least: int, dtype: torch.dtype) -> N
     assert type(found[0]) is int  # torch.compile takes no bool from a symbolic stride
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
-    """On a GPU a call goes straight to the launcher; it does what the op does."""
-    a, b = (Layout("contiguous", k).make((40, 40), dtype, DEVICE) for k in range(2))
-    assert torch.equal(at_cuda(taken.matmul, a, b), taken.matmul(a, b))
-
-
-def test_guards_reach_into_the_op(taken: ModuleType) -> None:
-    """What the op allocates lies between guards in the tests above."""
-    a = torch.ones(5, 5, device=DEVICE)
-    with Guard() as guard:
-        out = taken.matmul(a, a)
-    assert out.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
-
-
 def test_steps_of_the_page(recipe: ModuleType) -> None:
     """The first kernel is right with each tile of the ladder; what the page counts is so."""
     a, b = (Layout("contiguous", k).make((140, 140), torch.float16, DEVICE) for k in range(2))
     for tile in recipe.TILES:
-        assert_close(recipe.tile_matmul(a, b, *tile), a, b)
+        assert_product(recipe.tile_matmul(a, b, *tile), a, b)
     for step, _, how, _ in recipe.STEPS.values():
         a, b = recipe.laid_out(how, 70, 40, 90)
         assert (a.shape, b.shape) == ((70, 90), (90, 40))
         assert [t.is_contiguous() for t in (a, b)] == [letter == "n" for letter in how]
-        assert_close(step(a, b), a, b)
+        assert_product(step(a, b), a, b)
     assert recipe.tiles_read(100, 100, 7, 64, 32) == (8 * 96 * 7, 8)
     assert [recipe.statements(kernel) for kernel in (recipe.tile_kernel, recipe._matmul_kernel)] == [15, 20]
     x = torch.tensor([1 + 2.0**-10, 1 + 2.0**-10 - 2.0**-23, 1 + 2.0**-11, -(1 + 2.0**-12), 3.0])
@@ -383,52 +333,6 @@ def test_step_beyond_int32(taken: ModuleType) -> None:
     out = taken.matmul(a[:, -32:].T, torch.ones(80, 16, dtype=torch.bfloat16, device=DEVICE))
     assert (out[-1] == 80).all()
     assert not out[:-1].any()
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_opcheck(taken: ModuleType, dtype: torch.dtype) -> None:
-    """The op passes the whole of opcheck."""
-    a, b = (torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for shape in ((70, 50), (50, 90)))
-    assert set(torch.library.opcheck(taken.matmul, (a, b)).values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op, its gradients, and other sizes."""
-    torch.compiler.reset()
-    compiled = torch.compile(lambda a, b: taken.matmul(a * 2, b), fullgraph=True, dynamic=dynamic)
-    for M, N, K in ((40, 100, 60), (60, 100, 60), (300, 20, 1000)):
-        a, b = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in ((M, K), (K, N)))
-        c, expected = compiled(a, b), (a * 2) @ b
-        torch.testing.assert_close(c, expected, rtol=1e-4, atol=1e-3)
-        grads = (torch.autograd.grad(t.sum(), (a, b)) for t in (c, expected))
-        for ours, theirs in zip(*grads, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=10)
-@given(M=st.integers(1, 700), N=st.integers(1, 700), K=st.integers(1, 900), how=st.sampled_from(list(LAYOUTS)))
-def test_large(taken: ModuleType, dtype: torch.dtype, M: int, N: int, K: int, how: str) -> None:
-    """Many tiles of any shape."""
-    shapes = zip(((M, K), (K, N)), LAYOUTS[how], strict=True)
-    a, b = (Layout("transposed" if t else "contiguous", M).make(shape, dtype, DEVICE) for shape, t in shapes)
-    assert_close(taken.matmul(a, b), a, b)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The op runs where its inputs are, whichever GPU is the current one."""
-    a = torch.randn(50, 70, device="cuda:1", requires_grad=True)
-    out = taken.matmul(a, a.T)
-    torch.testing.assert_close(out, a @ a.T, rtol=1e-4, atol=1e-4)
-    out.sum().backward()
-    assert a.grad.device == a.device
-    with pytest.raises(TypeError, match="on one device"):
-        taken.matmul(a, a.T.to("cuda:0"))
 
 
 # Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
