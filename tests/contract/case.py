@@ -82,6 +82,7 @@ class Case:
         second_gradients: whether the gradients have gradients themselves.
         once: whether a call has one backward alone, and so no differences to compare it with.
         settings: what the names in the op's module are set to: limits of the launcher that no small size would reach.
+        prepare: changes what no setting can name, given the op's module.
         name: of the case, where a function has several.
         plain: whether the function is no op itself, but calls one.
         launcher: whether a GPU has a function of its own for the op.
@@ -113,6 +114,7 @@ class Case:
     second_gradients: bool = False
     once: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[ModuleType], object] = lambda module: None
     name: str = ""
     plain: bool = False
     launcher: bool = True
@@ -127,6 +129,7 @@ class Case:
         for name, value in self.settings.items():
             assert hasattr(module, name), f"no {name} to set"
             setattr(module, name, value)
+        self.prepare(module)
         return getattr(module, self.call)
 
     def on_copies(self, module: ModuleType) -> Callable[..., list[torch.Tensor]]:

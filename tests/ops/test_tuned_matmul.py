@@ -5,6 +5,7 @@
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -14,23 +15,26 @@ from typing import Any
 
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused, assert_close
 from compiled import Ask, graphs, ptx, stack
-from device_key import at_cuda
-from guard import Guard, guarded
-from hypothesis import given, settings
-from inputs import DEVICE, FLOATS, Layout, layouts, sizes
-from tolerance import assert_within
+from hypothesis import strategies as st
+from inputs import DEVICE, FLOATS, Layout, sizes
 
 RECIPE = Path("matmul") / "tuned_matmul.py"
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it, with one candidate: to tune for each size would take hours."""
-    module = load_op(str(RECIPE))
+def with_one_candidate(module: ModuleType) -> None:
+    """Have an op not tune: for each size, that would take hours."""
     for tuner in module.TUNED_MATMUL_TUNED.values():
         tuner.configs = tuner.configs[:1]
+
+
+@pytest.fixture(scope="module")
+def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the op as whoever takes it imports it, with one candidate."""
+    module = load_op(str(RECIPE))
+    with_one_candidate(module)
     return module
 
 
@@ -40,79 +44,100 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     return load_recipe(str(RECIPE))
 
 
+def exact(a: torch.Tensor, b: torch.Tensor) -> list[Exact]:
+    """Return the product: those of half precision are exact, others round once; then come K sums, in any order."""
+    return [Exact(a @ b, a.abs() @ b.abs(), roundings=a.shape[1] + 2)]
+
+
+def matrices(draw: Draw, M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make two matrices that fit each other."""
+    return draw(M, K), draw(K, N)
+
+
+def amid_nan(draw: Draw, rows: int, columns: int, transposed: bool, gap: int) -> torch.Tensor:
+    """Make a matrix of small integers, with NaN between its rows, before and behind it."""
+    if transposed:
+        return amid_nan(draw, columns, rows, False, gap).T
+    around = torch.full((rows + 320, columns + gap), torch.nan, dtype=draw.dtype, device=DEVICE)
+    matrix = around[160:-160, :columns]
+    return matrix.copy_(draw(rows, columns, of=lambda x: x.clamp(-4, 4).round()))
+
+
+def special(draw: Draw) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make matrices in all four layouts amid NaN: neither that nor padding may enter a result."""
+    made = []
+    for M, N, K in ((130, 136, 24), (131, 144, 45), (144, 131, 45), (133, 131, 40), (7, 131, 45), (133, 9, 45)):
+        for first, second, aligned in product((False, True), repeat=3):
+            gaps = [16 - width % 16 if aligned else 5 for width in (M if first else K, K if second else N)]
+            made.append((amid_nan(draw, M, K, first, gaps[0]), amid_nan(draw, K, N, second, gaps[1])))
+    return made
+
+
+# M, N, K: rows at multiples of 16 bytes or not, and more than 128 rows and columns or fewer, where nothing is copied
+SIZES = [(133, 131, 40), (7, 131, 150), (131, 144, 45), (144, 131, 45), (530, 9, 4), (3, 5, 0), (0, 7, 5), (5, 0, 7)]
+SIZES += [(1, 1, 1), (130, 136, 24), (32, 65, 129), (33, 64, 128), (64, 128, 64), (133, 131, 45), (70, 270, 300)]
+SMALL = [(33, 31, 40), (7, 31, 150), (31, 44, 45), (44, 31, 45), (1, 1, 1), (3, 5, 0), (0, 7, 5), (5, 0, 7)]
+SHAPES = r"tuned_matmul takes an \(M, K\) and a \(K, N\) matrix, not \("
+STRIDES = "tuned_matmul takes strides along K below 16777216"
+
+
+def far() -> torch.Tensor:
+    """Make a row with a stride that is too large."""
+    return torch.empty(2**24 + 1, dtype=torch.float32, device=DEVICE).as_strided((1, 2), (1, 2**24))
+
+
+PRODUCT = Case(
+    "tuned_matmul",
+    matrices,
+    exact,
+    sizes=SIZES,
+    small=(3, 2, 4),
+    many=(4099, 4099, 65),
+    shapes=st.tuples(sizes(64, 140), sizes(128, 140), sizes(64, 150)),
+    reference=lambda a, b: (a.double() @ b.double()).to(a.dtype),
+    special=special,
+    gradients=lambda grad, a, b: exact(grad, b.T) + exact(a.T, grad),
+    with_gradients=2,
+    second_gradients=True,
+    prepare=with_one_candidate,
+    refused=[
+        Refused(lambda draw: (draw(2, 3).int(), draw(3, 2).int()), TypeError, "tuned_matmul takes float .*int32"),
+        Refused(lambda draw: (draw(2, 3), draw(3, 2).double()), TypeError, "tuned_matmul takes one dtype.*float64"),
+        Refused(lambda draw: (draw(2, 3), draw(2, 3)), ValueError, SHAPES),
+        Refused(lambda draw: (draw(3), draw(3, 2)), ValueError, SHAPES),
+        Refused(lambda draw: (draw(2, 3), draw(1, 3, 2)), ValueError, SHAPES),
+        Refused(lambda draw: (draw(2, 3), draw(3, 2).to("meta")), ValueError, "tuned_matmul takes one device"),
+        Refused(lambda draw: (far(), draw(2, 1)), ValueError, STRIDES),
+        Refused(lambda draw: (draw(1, 2), far().T), ValueError, STRIDES),
+    ],
+)
+CONTRACT = [
+    PRODUCT,
+    replace(
+        PRODUCT,
+        name="tuned_matmul with small copies",
+        sizes=SMALL,
+        many=(1031, 1033, 5),
+        shapes=st.tuples(*(sizes(16, 40) for _ in range(3))),
+        settings={"TUNED_MATMUL_COPY": 0},
+        special=None,
+        refused=(),
+    ),
+]
+
+
 def assert_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Assert that a result is as good as its accumulator and its dtype."""
-    assert out.dtype == a.dtype
-    assert out.device.type == DEVICE.type
-    assert out.is_contiguous()
-    a, b = a.double(), b.double()
-    # Products in half precision are exact, others round once; then come K sums, in any order.
-    assert_within(out, a @ b, a.abs() @ b.abs(), roundings=a.shape[1] + 2)
+    assert_close(PRODUCT, a.dtype, out, *exact(a.double(), b.double()))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=12)
-@given(M=sizes(64, 140), K=sizes(64, 150), N=sizes(128, 140), of_a=layouts(), of_b=layouts())
-def test_value(taken: ModuleType, dtype: torch.dtype, M: int, K: int, N: int, of_a: Layout, of_b: Layout) -> None:
-    """The value is right for any sizes and layouts, and nothing is stored beside it."""
-    a, b = of_a.make((M, K), dtype, DEVICE), of_b.make((K, N), dtype, DEVICE)
-    out = guarded(taken.tuned_matmul, a, b)
-    assert torch.equal(taken.tuned_matmul(a, b), out)
-    assert_product(out, a, b)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=8)
-@given(M=sizes(16, 40), K=sizes(16, 40), N=sizes(16, 40), of_a=layouts(), of_b=layouts(), of_grad=layouts())
-def test_autograd(
-    taken: ModuleType, dtype: torch.dtype, M: int, K: int, N: int, of_a: Layout, of_b: Layout, of_grad: Layout
-) -> None:
-    """Both gradients are products, as good as any; one that is not wanted is not computed."""
-    a, b = of_a.make((M, K), dtype, DEVICE), of_b.make((K, N), dtype, DEVICE)
-    grad = of_grad.make((M, N), dtype, DEVICE)
-    a.requires_grad_()
-    (alone,) = torch.autograd.grad(taken.tuned_matmul(a, b), a, grad)
-    b.requires_grad_()
-    of_a_, of_b_ = torch.autograd.grad(taken.tuned_matmul(a, b), (a, b), grad)
-    a, b = a.detach(), b.detach()
-    assert torch.equal(alone, of_a_)
-    for out, left, right in ((of_a_, grad, b.T), (of_b_, a.T, grad)):
-        assert_within(
-            out, left.double() @ right.double(), left.double().abs() @ right.double().abs(), left.shape[1] + 2
-        )
-
-
-def test_gradcheck(taken: ModuleType) -> None:
-    """Differences agree with the gradient, and with the gradient of the gradient."""
-    inputs = [
-        Layout("contiguous", k).make(s, torch.float64, DEVICE).requires_grad_() for k, s in enumerate([(3, 4), (4, 2)])
-    ]
-    assert torch.autograd.gradcheck(taken.tuned_matmul, inputs)
-    assert torch.autograd.gradgradcheck(taken.tuned_matmul, inputs)
-
-
-# Rows at multiples of 16 bytes or not; more than 128 rows and columns, or fewer, where nothing is copied.
-SHAPES = [(130, 24, 136), (133, 40, 131), (131, 45, 144), (144, 45, 131), (133, 45, 131), (7, 45, 131), (133, 45, 9)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_padded_rows(taken: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """In all four layouts, with what pads a row NaN: neither it nor what follows the operand enters a result."""
-    M, K, N = shape
-
-    def lie(shape: tuple[int, int], seed: int, transposed: bool, aligned: bool) -> torch.Tensor:
-        rows, width = shape[::-1] if transposed else shape
-        gap = 16 - width % 16 if aligned else 5
-        x = torch.full((rows, width + gap), torch.nan, dtype=dtype, device=DEVICE)[:, :width]
-        x.copy_(Layout("contiguous", seed).make((rows, width), dtype, DEVICE))
-        return x.T if transposed else x
-
-    for first in (False, True):
-        for second in (False, True):
-            for aligned in (False, True):
-                a, b = lie((M, K), 0, first, aligned), lie((K, N), 1, second, aligned)
-                assert_product(guarded(taken.tuned_matmul, a, b), a, b)
+def test_gradient_of_one_operand(taken: ModuleType) -> None:
+    """Where one gradient is wanted, it is the same."""
+    op = taken.tuned_matmul
+    a, b = (x.requires_grad_() for x in matrices(Draw(torch.float32), 3, 5, 4))
+    both = torch.autograd.grad(op(a, b).square().sum(), (a, b))
+    assert torch.equal(*torch.autograd.grad(op(a, b.detach()).square().sum(), a), both[0])
+    assert torch.equal(*torch.autograd.grad(op(a.detach(), b).square().sum(), b), both[1])
 
 
 def test_operands(taken: ModuleType) -> None:
@@ -170,15 +195,6 @@ def test_kinds(taken: ModuleType) -> None:
         assert (stages - 1) * (BLOCK_M + BLOCK_N) * BLOCK_K * size <= 64 * 1024
 
 
-def test_guards_reach_into_the_op(taken: ModuleType) -> None:
-    """What the op allocates lies between guards in the tests above."""
-    x = torch.ones(131, 131, device=DEVICE)
-    with Guard() as guard:
-        out = taken.tuned_matmul(x, x)
-    assert len(guard.outputs) >= 3  # with copies of both operands
-    assert out.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
-
-
 def test_wide_accumulator(taken: ModuleType) -> None:
     """A sum of many ones is not the 2048 or 256 at which half precision stands still."""
     for dtype in FLOATS:
@@ -186,38 +202,6 @@ def test_wide_accumulator(taken: ModuleType) -> None:
         assert (taken.tuned_matmul(a, a.T) == 4096).all()
     a = torch.tensor([[1.0, 2.0**-40]], dtype=torch.float64, device=DEVICE)
     assert taken.tuned_matmul(a, torch.ones_like(a).T).item() == 1 + 2.0**-40
-
-
-def test_float32_is_not_rounded(taken: ModuleType) -> None:
-    """Float32 is multiplied in full precision: TF32 has 11 bits."""
-    a = torch.tensor([[1 + 2.0**-20]], device=DEVICE)
-    assert taken.tuned_matmul(a, torch.ones_like(a)).item() == a.item()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
-    """On a GPU a call goes straight to the launcher; it does what the op does."""
-    a, b = (Layout("contiguous", k).make((50, 50), dtype, DEVICE) for k in range(2))
-    assert torch.equal(at_cuda(taken.tuned_matmul, a, b), taken.tuned_matmul(a, b))
-
-
-def test_refuses(taken: ModuleType) -> None:
-    """What the op does not take, it names."""
-    x = torch.ones(2, 3, device=DEVICE)
-    op = taken.tuned_matmul
-    with pytest.raises(TypeError, match=r"^tuned_matmul takes float tensors, not torch\.int32"):
-        op(x.int(), x.T.int())
-    with pytest.raises(TypeError, match=r"^tuned_matmul .*torch\.float32, torch\.float64"):
-        op(x, x.T.double())
-    for a, b in ((x, x), (x[0], x.T), (x, x.T[None])):
-        with pytest.raises(ValueError, match=r"^tuned_matmul takes an \(M, K\) and a \(K, N\) matrix, not \("):
-            op(a, b)
-    with pytest.raises(ValueError, match=r"^tuned_matmul takes one device"):
-        op(x, x.T.to("meta"))
-    far = torch.empty(2**24 + 1, dtype=torch.float16, device=DEVICE).as_strided((1, 2), (1, 2**24))
-    for a, b in ((far, far.T[:, :1]), (x[:1, :2].half(), far.T)):
-        with pytest.raises(ValueError, match=r"^tuned_matmul takes strides along K below 16777216"):
-            op(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
@@ -313,31 +297,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
 
 
 @needs_a_gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_opcheck(taken: ModuleType, dtype: torch.dtype) -> None:
-    """The op passes the whole of opcheck, with and without copies."""
-    for M, K, N in ((7, 16, 24), (133, 45, 131)):
-        a, b = (torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for shape in ((M, K), (K, N)))
-        assert set(torch.library.opcheck(taken.tuned_matmul, (a, b)).values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op, its gradient, and other sizes."""
-    torch.compiler.reset()
-    compiled = torch.compile(lambda a, b: taken.tuned_matmul(a * 2, b), fullgraph=True, dynamic=dynamic)
-    for M, K, N in ((64, 48, 80), (96, 48, 80), (133, 45, 131), (8, 48, 80)):
-        a, b = (
-            torch.randn(shape, device=DEVICE, dtype=torch.float64, requires_grad=True) for shape in ((M, K), (K, N))
-        )
-        c, right = compiled(a, b), a * 2 @ b
-        torch.testing.assert_close(c, right)
-        for x, y in zip(*(torch.autograd.grad(t.square().sum(), (a, b)) for t in (c, right)), strict=True):
-            torch.testing.assert_close(x, y)
-
-
-@needs_a_gpu
 def test_capture(load_op: Callable[[str], ModuleType]) -> None:
     """A graph that would capture the tuning says so; after a call outside, the same capture replays right."""
     op = load_op(str(RECIPE))
@@ -359,16 +318,6 @@ def test_tuning_in_a_capture(taken: ModuleType, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="one call before the capture"):
         taken._tuned_matmul_clock(pytest.fail, None)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The op runs where its inputs are, whichever GPU is the current one."""
-    a = torch.randn(50, 50, device="cuda:1", dtype=torch.float64, requires_grad=True)
-    c = taken.tuned_matmul(a, a)
-    torch.testing.assert_close(c, a @ a)
-    (d,) = torch.autograd.grad(c.sum(), a)
-    torch.testing.assert_close(d, torch.autograd.grad((a @ a).sum(), a)[0])
 
 
 LAYOUTS = [(along_a, along_b) for along_a in (False, True) for along_b in (False, True)]  # whether along K
