@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -16,13 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused, assert_close
 from compiled import Ask, graphs
-from device_key import at_cuda
 from guard import Guard, guarded
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, layouts, values
-from tolerance import assert_within
+from inputs import DEVICE, FLOATS, NAMES, Layout, sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -44,63 +43,114 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     return load_recipe(str(RECIPE))
 
 
-def matrix(rows: int, columns: int, dtype: torch.dtype, by: str, seed: int) -> torch.Tensor:
-    """Return a random matrix that the engine takes: by rows or by columns, with a gap between them and one before."""
-    generator = torch.Generator().manual_seed(seed)
+def matrix(draw: Draw, rows: int, columns: int, by: str, gap: int) -> torch.Tensor:
+    """Make a matrix that the engine takes: by rows or by columns, with a gap of some bytes between and before them."""
     if by == "columns":
-        return matrix(columns, rows, dtype, "rows", seed).T
-    unit = 16 // dtype.itemsize
-    gap = unit * (seed % 3)
-    wide = values((rows, -(-columns // unit) * unit + gap), dtype, generator).to(DEVICE)
-    return wide[:, gap : gap + columns]
+        return matrix(draw, columns, rows, "rows", gap).T
+    unit = 16 // draw.dtype.itemsize
+    gap //= draw.dtype.itemsize
+    return draw(rows, gap - columns // -unit * unit)[:, gap : gap + columns]
 
 
+def matrices(draw: Draw, M: int, N: int, K: int, by_a: str, by_b: str, gap: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make two matrices that fit each other."""
+    return matrix(draw, M, K, by_a, gap), matrix(draw, K, N, by_b, 16)
+
+
+def exact(a: torch.Tensor, b: torch.Tensor) -> list[Exact]:
+    """Return the product, in K sums one after another."""
+    return [Exact(a @ b, a.abs() @ b.abs(), roundings=a.shape[1])]
+
+
+def special(draw: Draw) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make matrices in all orders with NaN and infinities, at the edges too: those spoil their rows and columns."""
+    made = []
+    for by_a, by_b in itertools.product(("rows", "columns"), repeat=2):
+        a, b = (x.fill_(1) for x in matrices(draw, 150, 136, 72, by_a, by_b, 32))
+        a[3, 71], a[149, 0], a[64, 20] = torch.nan, torch.inf, -torch.inf
+        b[71, 135], b[20, 5] = torch.inf, torch.nan
+        made.append((a, b))
+    return made
+
+
+# M, N, K, how they lie, and the bytes between rows; more tiles than programs, and more rows of tiles than a group
+SIZES = [(130, 152, 40, "rows", "rows", 16), (129, 65, 72, "columns", "rows", 32), (65, 200, 17, "rows", "columns", 0)]
+SIZES += [(257, 128, 130, "columns", "columns", 16), (573, 150, 8, "rows", "rows", 0), (3, 5, 0, "rows", "rows", 16)]
+SIZES += [(0, 8, 8, "rows", "rows", 16), (8, 0, 8, "rows", "columns", 0), (1, 1, 1, "columns", "rows", 16)]
+SIZES += [(M, 150, 8, "rows", "rows", 16) for M in (64, 300, 512, 1085)]
+SIZE = sizes(128, 300)
 BY = st.sampled_from(["rows", "columns"])
-SIZE = st.sampled_from([1, 2, 15, 16, 17, 64, 65, 128, 129, 200, 257]) | st.integers(1, 300)
-SEED = st.integers(0, 2**31)
+KINDS = "persistent_matmul takes two float matrices of one dtype, not .* and torch."
+SHAPES = r"persistent_matmul takes matrices of shapes .*, not \(.*\) and \(.*\)$"
+PRODUCT = Case(
+    "persistent_matmul",
+    matrices,
+    exact,
+    sizes=SIZES,
+    small=(4, 5, 8, "rows", "columns", 16),
+    many=(4099, 4097, 65, "rows", "columns", 16),
+    shapes=st.tuples(SIZE, SIZE, SIZE, BY, BY, st.sampled_from([0, 16, 32])),
+    layouts=["contiguous", "padded"],  # with gaps of 16 bytes at least
+    contiguous=False,
+    reference=lambda a, b: (a.double() @ b.double()).to(a.dtype),
+    special=special,
+    gradients=lambda grad, a, b: exact(grad, b.T) + exact(a.T, grad),
+    with_gradients=2,
+    second_gradients=True,
+    refused=[
+        Refused(lambda draw: (draw(8, 8).int(), draw(8, 8).int()), TypeError, f"{KINDS}int32"),
+        Refused(lambda draw: (draw(8, 8), draw(8, 8).half()), TypeError, f"{KINDS}float16"),
+        Refused(lambda draw: (draw(8), draw(8, 8)), ValueError, SHAPES),
+        Refused(lambda draw: (draw(8, 8), draw(8)), ValueError, SHAPES),
+        Refused(lambda draw: (draw(8, 8), draw(4, 8)), ValueError, SHAPES),
+        Refused(lambda draw: (draw(1, 8, 8), draw(1, 8, 8)), ValueError, SHAPES),
+        Refused(
+            lambda draw: (draw(8, 8), draw(8, 8).to("meta")),
+            ValueError,
+            "persistent_matmul takes two matrices on one device, not on .* and meta",
+        ),
+    ],
+)
+CONTRACT = [
+    PRODUCT,
+    replace(
+        PRODUCT,
+        name="persistent_matmul of one program",
+        many=(1031, 1033, 65, "columns", "rows", 16),
+        settings={"_persistent_matmul_gpu": lambda device: (1, min(ROOMS.values()))},
+        special=None,
+        refused=(),
+    ),
+]
 
 
 def assert_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Assert that a result is as good as its accumulator and its dtype."""
-    a, b = a.detach().double(), b.detach().double()
-    assert out.device.type == DEVICE.type
-    assert out.shape == (a.shape[0], b.shape[1])
-    assert_within(out, a @ b, a.abs() @ b.abs(), roundings=a.shape[1])
+    assert_close(PRODUCT, out.dtype, out, *exact(a.double(), b.double()))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=12)
-@given(M=SIZE, N=SIZE, K=SIZE, by_a=BY, by_b=BY, seed=SEED)
-def test_value(taken: ModuleType, dtype: torch.dtype, M: int, N: int, K: int, by_a: str, by_b: str, seed: int) -> None:
-    """The value is right for any sizes, orders and gaps, and rows of the result begin at multiples of 16 bytes."""
-    a, b = matrix(M, K, dtype, by_a, seed), matrix(K, N, dtype, by_b, seed + 1)
-    out = guarded(taken.persistent_matmul, a, b)
-    assert torch.equal(taken.persistent_matmul(a, b), out)
-    assert out.dtype == dtype
+def test_rows_of_the_result(taken: ModuleType, dtype: torch.dtype) -> None:
+    """They begin at multiples of 16 bytes."""
     unit = 16 // dtype.itemsize
-    assert out.stride() == (-(-N // unit) * unit, 1)
-    assert_product(out, a, b)
+    for N in (1, 15, 16, 17):
+        a, b = matrices(Draw(dtype), 3, N, 5, "rows", "rows", 0)
+        assert taken.persistent_matmul(a, b).stride() == (-(N // -unit) * unit, 1)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=6)
-@given(M=SIZE, N=SIZE, K=SIZE, by_a=BY, by_b=BY, seed=SEED, of_grad=layouts())
-def test_gradient(
-    taken: ModuleType, dtype: torch.dtype, M: int, N: int, K: int, by_a: str, by_b: str, seed: int, of_grad: Layout
-) -> None:
-    """Gradients are right for an incoming one of any layout, and are by rows or columns as their matrices."""
-    a = matrix(M, K, dtype, by_a, seed).requires_grad_()
-    b = matrix(K, N, dtype, by_b, seed + 1).requires_grad_()
-    grad = of_grad.make((M, N), dtype, DEVICE)
-    d_a, d_b = torch.autograd.grad(taken.persistent_matmul(a, b), (a, b), grad)
-    saved = SimpleNamespace(saved_tensors=(a.detach(), b.detach()), needs_input_grad=(True, True))
-    with Guard():  # inside of autograd no allocation is seen
-        again = taken._persistent_matmul_gradient(saved, grad)
-    assert all(map(torch.equal, again, (d_a, d_b)))
-    assert_product(d_a, grad, b.T)
-    assert_product(d_b, a.T, grad)
-    for d, by in ((d_a, by_a), (d_b, by_b)):
-        assert d.stride(1 if by == "rows" else 0) == 1
+@pytest.mark.parametrize("layout", NAMES, ids="float32-{}".format)
+@pytest.mark.parametrize("shape", [(37, 50, 21), (3, 5, 0), (0, 8, 8), (8, 0, 8)], ids=str)
+def test_gradients(taken: ModuleType, shape: tuple[int, int, int], layout: str) -> None:
+    """They are right for an incoming one of any layout, and lie by rows or columns as their matrices."""
+    grad = Layout(layout, 0).make(shape[:2], torch.float32, DEVICE)
+    for ways in itertools.product(("rows", "columns"), repeat=2):
+        pair = matrices(Draw(torch.float32), *shape, *ways, 16)
+        saved = SimpleNamespace(saved_tensors=pair, needs_input_grad=(True, True))
+        with Guard():  # inside of autograd no allocation is seen
+            found = taken._persistent_matmul_gradient(saved, grad)
+        assert_product(found[0], grad, pair[1].T)
+        assert_product(found[1], pair[0].T, grad)
+        assert [d.stride(1 if by == "rows" else 0) for d, by in zip(found, ways, strict=True)] == [1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
@@ -132,16 +182,8 @@ def test_every_tile(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, by_a: st
         monkeypatch.setattr(taken, "PERSISTENT_MATMUL_TILES", [tile])
         monkeypatch.setattr(taken, "_persistent_matmul_gpu", lambda _, known=(multiprocessors, shared): known)
         M, N, K = 2 * tile[0] + 40, tile[1] + 72, 2 * tile[2] + 24
-        a, b = matrix(M, K, dtype, by_a, 1), matrix(K, N, dtype, by_b, 2)
+        a, b = matrices(Draw(dtype), M, N, K, by_a, by_b, 32)
         assert_product(guarded(taken.persistent_matmul, a, b), a, b)
-
-
-@pytest.mark.parametrize("dtype", FLOATS[2:], ids=str)
-@pytest.mark.parametrize("tiles_m", [1, 5, 8, 9, 17])
-def test_more_rows_of_tiles_than_a_group(taken: ModuleType, dtype: torch.dtype, tiles_m: int) -> None:
-    """Each tile is computed once, whether or not eight divides the rows of tiles."""
-    a, b = matrix(64 * tiles_m - 3, 8, dtype, "rows", 1), matrix(8, 150, dtype, "rows", 2)
-    assert_product(guarded(taken.persistent_matmul, a, b), a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
@@ -175,76 +217,11 @@ def test_plan(taken: ModuleType, dtype: torch.dtype) -> None:
     assert taken._persistent_matmul_plan(8192, 8192, 2, 170, ROOMS[120])[1][:3] == (64, 128, 64)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
-    """On a GPU a call goes straight to the launcher; it does what the op does."""
-    a, b = (matrix(40, 40, dtype, "rows", k) for k in range(2))
-    assert torch.equal(at_cuda(taken.persistent_matmul, a, b), taken.persistent_matmul(a, b))
-
-
-def test_guards_reach_into_the_op(taken: ModuleType) -> None:
-    """What the op allocates lies between guards in the tests above."""
-    x = torch.ones(8, 8, device=DEVICE)
-    with Guard() as guard:
-        out = taken.persistent_matmul(x, x)
-    assert out.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", [(0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0), (3, 5, 0)])
-def test_empty(taken: ModuleType, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    """A product of nothing is zero, and so are its gradients."""
-    M, N, K = shape
-    a, b = (torch.ones(s, dtype=dtype, device=DEVICE, requires_grad=True) for s in ((M, K), (K, N)))
-    out = taken.persistent_matmul(a, b)
-    assert out.shape == (M, N)
-    assert not out.any()
-    for d, x in zip(torch.autograd.grad(out, (a, b), torch.ones_like(out)), (a, b), strict=True):
-        assert d.shape == x.shape
-        assert not d.any()
-
-
-def test_gradcheck(taken: ModuleType) -> None:
-    """Differences agree with the gradient, and with the gradient's."""
-    a = matrix(5, 3, torch.float64, "rows", 1).requires_grad_()
-    b = matrix(3, 4, torch.float64, "columns", 2).requires_grad_()
-    assert torch.autograd.gradcheck(taken.persistent_matmul, (a, b))
-    assert torch.autograd.gradgradcheck(taken.persistent_matmul, (a, b))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_special_values(taken: ModuleType, dtype: torch.dtype) -> None:
-    """NaN and infinities spoil the rows and columns in which they stand, also at the edges, and no others."""
-    for by_a, by_b in itertools.product(["rows", "columns"], repeat=2):
-        a, b = matrix(150, 72, dtype, by_a, 1), matrix(72, 136, dtype, by_b, 2)
-        a[3, 71], a[149, 0], a[64, 20] = torch.nan, torch.inf, -torch.inf
-        b[71, 135], b[20, 5] = torch.inf, torch.nan
-        out = taken.persistent_matmul(a, b)
-        spoilt = torch.zeros_like(out, dtype=torch.bool)
-        spoilt[[3, 64, 149]], spoilt[:, [5, 135]] = True, True
-        assert torch.equal(out.isfinite(), ~spoilt)
-        assert torch.equal(out.isnan(), (a.double() @ b.double()).isnan())
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     """A sum of many ones is not the 2048 or 256 at which half precision stands still."""
     a, b = (torch.ones(s, dtype=dtype, device=DEVICE) for s in ((3, 4608), (4608, 8)))
     assert (taken.persistent_matmul(a, b) == 4608).all()
-
-
-def test_refuses(taken: ModuleType) -> None:
-    """What the op does not take, it names."""
-    op, x = taken.persistent_matmul, torch.ones(24, 24, device=DEVICE).half()
-    with pytest.raises(TypeError, match=r"^persistent_matmul takes two float .*, not torch\.int32 and torch\.int32"):
-        op(x.int(), x.int())
-    with pytest.raises(TypeError, match=r"not torch\.float16 and torch\.float32"):
-        op(x, x.float())
-    for a, b in ((x[0], x), (x, x[0]), (x, x[:8]), (x[None], x[None])):
-        with pytest.raises(ValueError, match=r"^persistent_matmul takes matrices of shapes .*, not \(.*\) and \(.*\)$"):
-            op(a, b)
-    with pytest.raises(ValueError, match=r"on one device, not on .* and meta"):
-        taken._persistent_matmul_launch(x, x.to("meta"))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -280,42 +257,6 @@ def test_refuses_gpus_without_the_engine(
     assert look(torch.device("cuda", 0)) == (132, 227 * 1024)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
-def test_opcheck(taken: ModuleType, dtype: torch.dtype) -> None:
-    """The op passes the whole of opcheck, also where rows of the result have a gap."""
-    a = matrix(10, 24, dtype, "rows", 1).requires_grad_()
-    for b in (matrix(24, 16, dtype, "columns", 2), matrix(24, 21, dtype, "columns", 3)):
-        found = torch.library.opcheck(taken.persistent_matmul, (a, b.requires_grad_()))
-        assert set(found.values()) == {"SUCCESS"}
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op, its gradients, and other sizes."""
-    torch.compiler.reset()
-    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
-    op = torch.compile(
-        lambda a, b: taken.persistent_matmul(a * 2, b.T) + 1, fullgraph=True, dynamic=dynamic, backend=backend
-    )
-    for M, N, K in ((40, 24, 16), (8, 21, 64), (72, 128, 32)):
-        a, b = matrix(M, K, torch.float32, "rows", 1), matrix(N, K, torch.float32, "rows", 2)
-        a, b = a.contiguous().requires_grad_(), b.contiguous().requires_grad_()
-        out, expected = op(a, b), a * 2 @ b.T + 1
-        torch.testing.assert_close(out, expected)
-        for d, e in zip(*(torch.autograd.grad(y.square().sum(), (a, b)) for y in (out, expected)), strict=True):
-            torch.testing.assert_close(d, e, rtol=1e-4, atol=1e-2)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The op runs where its inputs are, whichever GPU is the current one."""
-    a = torch.randn(40, 64, device="cuda:1", requires_grad=True)
-    out = taken.persistent_matmul(a, a.T)
-    torch.testing.assert_close(out, a @ a.T)
-    (d,) = torch.autograd.grad(out.sum(), a)
-    assert d.device == a.device
-
-
 @needs_a_gpu
 def test_first_work_of_a_thread(taken: ModuleType) -> None:
     """A thread that has not used the GPU yet, as autograd's may be, can make descriptors."""
@@ -325,28 +266,13 @@ def test_first_work_of_a_thread(taken: ModuleType) -> None:
 
 
 @needs_a_gpu
-def test_in_a_cuda_graph(taken: ModuleType) -> None:
-    """A descriptor is captured with its launch."""
-    a, b = (torch.randn(256, 256, device=DEVICE).half() for _ in range(2))
-    taken.persistent_matmul(a, b)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = taken.persistent_matmul(a, b)
-    a.copy_(torch.randn(256, 256))
-    graph.replay()
-    assert_product(out, a, b)
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("shape", [(4096, 4096, 512), (1000, 3000, 520), (129, 8200, 4096), (8192, 64, 264)])
 def test_large(taken: ModuleType, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    """Many tiles for each program, in all orders."""
-    M, N, K = shape
+    """In half precision too, programs of many large tiles each give the same again and again."""
     for by_a, by_b in itertools.product(["rows", "columns"], repeat=2):
-        a, b = matrix(M + -M % 8, K, dtype, by_a, 1)[:M], matrix(K, N, dtype, by_b, 2)
-        out = guarded(taken.persistent_matmul, a, b)
+        a, b = matrices(Draw(dtype), *shape, by_a, by_b, 32)
+        out = taken.persistent_matmul(a, b)
         assert_product(out, a, b)
         for _ in range(5):
             assert torch.equal(taken.persistent_matmul(a, b), out)
