@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused, assert_close
 from compiled import TRITON, Ask, graphs
-from device_key import at_cuda
-from guard import PAD, Guard, guarded
-from hypothesis import given, settings
+from guard import guarded
 from hypothesis import strategies as st
-from inputs import DEVICE, Layout, layouts, sizes
+from inputs import DEVICE, Layout, sizes
 from tolerance import assert_within
 from torch.nn.functional import linear
 
@@ -45,50 +44,66 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Ten
     return Layout("contiguous", seed).make(shape, dtype, DEVICE)
 
 
-def assert_close(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+def matrices(draw: Draw, lead: tuple[int, ...], N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make rows and a weight."""
+    return draw(*lead, K), draw(N, K)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor) -> list[Exact]:
+    """Return the product: each term is added once to an accumulator, and each of up to 8 parts once to the others."""
+    return [Exact(linear(x, weight), linear(x.abs(), weight.abs()), roundings=weight.shape[1] + 8)]
+
+
+def special(draw: Draw) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make ones with NaN behind each row, which no result has; then with a NaN and an infinity in one row each."""
+    made = []
+    for nan, infinity in ((1, 1), (torch.nan, torch.inf)):
+        x, weight = (torch.ones(rows, 140, dtype=draw.dtype, device=DEVICE) for rows in (5, 70))
+        x[:, 130:] = weight[:, 130:] = torch.nan
+        x[1, 3], weight[7, 129] = nan, infinity
+        made.append((x[:, :130], weight[:, :130]))
+    return made
+
+
+# Rows, N, K: sums in 8 parts, in parts that are not full, and in one; tiles that are not full; each number of rows
+SIZES = [((5,), 65, 1000), ((64,), 64, 1024), ((17,), 40, 130), ((1,), 1030, 129), ((33,), 200, 64), ((2, 3), 9, 700)]
+SIZES += [((), 1, 1), ((3, 0), 5, 7), ((3,), 4, 0), ((4,), 0, 6)]
+SIZES += [((M,), N, K) for M in (1, 16, 32, 64) for N, K in ((64, 1024), (40, 130), (1030, 129), (200, 64), (3, 1))]
+TYPES = "skinny_matmul takes two tensors of float16, bfloat16 or float32, not"
+FORMS = r"skinny_matmul takes \(\.\.\., K\) and \(N, K\) on one device, not"
+MANY_ROWS = "skinny_matmul takes up to 64 rows, not 65: linear of"
+CONTRACT = [
+    Case(
+        "skinny_matmul",
+        matrices,
+        exact,
+        sizes=SIZES,
+        small=((2,), 3, 130),
+        in_layouts=((2, 3), 70, 300),
+        many=((64,), 262_147, 40),
+        shapes=st.tuples(LEADS, sizes(64, 150), sizes(128, 700)),
+        dtypes=DTYPES,
+        reference=lambda x, weight: linear(x.double(), weight.double()).to(x.dtype),
+        special=special,
+        refused=[
+            Refused(lambda draw: (draw(2, 3).double(), draw(5, 3).double()), TypeError, f"{TYPES} torch.float64 and"),
+            Refused(lambda draw: (draw(2, 3).half(), draw(5, 3)), TypeError, f"{TYPES} torch.float16 and"),
+            Refused(lambda draw: (draw(2, 3).int(), draw(5, 3).int()), TypeError, f"{TYPES} torch.int32 and"),
+            Refused(lambda draw: (draw(2, 4), draw(5, 3)), ValueError, FORMS),
+            Refused(lambda draw: (draw(2, 3), draw(3)), ValueError, FORMS),
+            Refused(lambda draw: (draw(), draw(5, 3)), ValueError, FORMS),
+            Refused(lambda draw: (draw(2, 3), draw(1, 5, 3)), ValueError, FORMS),
+            Refused(lambda draw: (draw(2, 3), draw(5, 3).to("meta")), ValueError, f"{FORMS} .* and meta"),
+            Refused(lambda draw: (draw(65, 3), draw(5, 3)), ValueError, MANY_ROWS),
+            Refused(lambda draw: (draw(5, 13, 3), draw(5, 3)), ValueError, MANY_ROWS),
+        ],
+    ),
+]
+
+
+def assert_product(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     """Assert that a result is as good as its accumulator and its dtype."""
-    assert out.device.type == DEVICE.type
-    assert out.dtype == x.dtype
-    assert out.is_contiguous()
-    expected = linear(x.double(), weight.double())
-    assert out.shape == expected.shape
-    magnitude = linear(x.double().abs(), weight.double().abs())
-    # Each product is added once to an accumulator, and each part once to the others.
-    assert_within(out, expected, magnitude, roundings=weight.shape[1] + 8)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=16)
-@given(lead=LEADS, N=sizes(64, 150), K=sizes(128, 700), of_x=layouts(), of_weight=layouts())
-def test_value(
-    taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, K: int, of_x: Layout, of_weight: Layout
-) -> None:
-    """The value is right for any number of rows up to 64, and any sizes and layouts."""
-    x, weight = of_x.make((*lead, K), dtype, DEVICE), of_weight.make((N, K), dtype, DEVICE)
-    out = guarded(taken.skinny_matmul, x, weight)
-    assert torch.equal(taken.skinny_matmul(x, weight), out)
-    assert_close(out, x, weight)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_past_k(taken: ModuleType, dtype: torch.dtype) -> None:
-    """NaN that lies behind the rows of views reaches no result."""
-    x, weight = make((5, 140), dtype), make((70, 140), dtype, 1)
-    x[:, 130:] = weight[:, 130:] = torch.nan
-    x, weight = x[:, :130], weight[:, :130]
-    assert_close(taken.skinny_matmul(x, weight), x, weight)
-
-
-# Sums in 8 parts, in parts that are not full, in one part; tiles that are not full
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("N", "K"), [(64, 1024), (65, 1000), (40, 130), (1030, 129), (200, 64), (1, 1), (3, 0)])
-@pytest.mark.parametrize("M", [1, 16, 17, 33, 64])
-def test_every_tile(taken: ModuleType, dtype: torch.dtype, M: int, N: int, K: int) -> None:
-    """Rows that lie apart, weights as `Linear` keeps them and transposed."""
-    x, weight = make((M, K + 3), dtype)[:, 3:], make((N, K), dtype, 1)
-    assert_close(guarded(taken.skinny_matmul, x, weight), x, weight)
-    weight = weight.T.contiguous().T
-    assert_close(guarded(taken.skinny_matmul, x, weight), x, weight)
+    assert_close(CONTRACT[0], x.dtype, out, *exact(x.double(), weight.double()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,14 +117,6 @@ def test_integers_are_exact(taken: ModuleType, dtype: torch.dtype, M: int) -> No
     for one in (x, x.abs()):
         expected = linear(one, weight).to(dtype)
         assert torch.equal(taken.skinny_matmul(one.to(dtype), weight.to(dtype)), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_float32_is_not_rounded_to_tf32(taken: ModuleType, dtype: torch.dtype) -> None:
-    """TF32 has ten bits after the point, and would lose the difference."""
-    x = torch.full((3, 20), 1 + 2**-20, dtype=dtype, device=DEVICE)
-    weight = torch.eye(20, dtype=dtype, device=DEVICE)
-    assert torch.equal(taken.skinny_matmul(x, weight), x)
 
 
 def run(taken: ModuleType, x: torch.Tensor, weight: torch.Tensor, splits: int, steps: int, **changes: Any) -> Any:
@@ -152,7 +159,7 @@ def test_parts_without_a_block(taken: ModuleType, dtype: torch.dtype) -> None:
     """A part that has nothing to add does not spoil the sum; the tuning on the page has such plans."""
     x, weight = make((5, 190), dtype)[:, :188], make((70, 188), dtype, 1)
     for splits, steps, changes in ((5, 1, {}), (1, 3, {}), (2, 2, {"BLOCK_N": 32}), (8, 1, {"BLOCK_N": 128})):
-        assert_close(run(taken, x, weight, splits, steps, **changes), x, weight)
+        assert_product(run(taken, x, weight, splits, steps, **changes), x, weight)
 
 
 H200, A100, L4 = (132, 227 * 1024), (108, 163 * 1024), (58, 99 * 1024)  # multiprocessors, bytes of a program
@@ -210,63 +217,18 @@ def test_gpu_without_a_gpu(taken: ModuleType) -> None:
     assert taken._skinny_matmul_gpu(torch.device("cpu")) == (8, 64 * 1024)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
-def test_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
-    """On a GPU a call goes straight to the launcher; it does what the op does."""
-    x, weight = make((3, 700), dtype), make((70, 700), dtype, 1)
-    assert torch.equal(at_cuda(taken.skinny_matmul, x, weight), taken.skinny_matmul(x, weight))
-
-
-def test_guards_reach_into_the_op(taken: ModuleType) -> None:
-    """What the op allocates lies between guards in the tests above: the result and the parts."""
-    x, weight = torch.ones(2, 700, device=DEVICE), torch.ones(5, 700, device=DEVICE)
-    with Guard() as guard:
-        out = taken.skinny_matmul(x, weight)
-    guards = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
-    assert out.untyped_storage().data_ptr() in guards
-    sizes = {len(buffer) - 2 * PAD for buffer in guard.outputs}
-    splits, *_ = taken._skinny_matmul_plan(2, weight)
-    assert splits > 1
-    assert {2 * 5 * 4, splits * 2 * 5 * 4} <= sizes
-
-
-def test_refuses(taken: ModuleType) -> None:
-    """What the op does not take, it names."""
-    x, weight = torch.ones(2, 3, device=DEVICE), torch.ones(5, 3, device=DEVICE)
-    for pair in ((x.double(), weight.double()), (x.half(), weight), (x.int(), weight.int())):
-        with pytest.raises(TypeError, match=rf"^skinny_matmul takes .*float32, not {pair[0].dtype} and"):
-            taken.skinny_matmul(*pair)
-    for shapes in (((2, 4), (5, 3)), ((2, 3), (3,)), ((), (5, 3)), ((2, 3), (1, 5, 3))):
-        with pytest.raises(ValueError, match=r"^skinny_matmul takes \(\.\.\., K\) and \(N, K\)"):
-            taken.skinny_matmul(*(torch.ones(shape, device=DEVICE) for shape in shapes))
-    with pytest.raises(ValueError, match=r"not \(2, 3\) and \(5, 3\) on .* and meta"):
-        taken._skinny_matmul_check(x, weight.to("meta"))
-    for shape in ((65, 3), (5, 13, 3)):
-        with pytest.raises(ValueError, match=r"^skinny_matmul takes up to 64 rows, not 65: linear of"):
-            taken.skinny_matmul(torch.ones(shape, device=DEVICE), weight)
-
-
-def test_has_no_gradient(taken: ModuleType) -> None:
-    """PyTorch says so; nobody gets zeros."""
-    weight = torch.ones(5, 3, device=DEVICE, requires_grad=True)
-    out = taken.skinny_matmul(torch.ones(2, 3, device=DEVICE), weight)
-    assert out.requires_grad
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        out.sum().backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_steps_of_the_ladder(recipe: ModuleType, dtype: torch.dtype) -> None:
     """Every step is right, where it is not fast."""
     for M, K, N in ((1, 900, 100), (20, 300, 70), (33, 40, 9), (64, 129, 65)):
         x, weight = make((M, K), dtype), make((N, K), dtype, 1)
         for step, *_ in recipe.STEPS.values():
-            assert_close(guarded(step, x, weight), x, weight)
+            assert_product(guarded(step, x, weight), x, weight)
         for splits in (1, 8):
             for atomic in (False, True):
-                assert_close(recipe.one_launch(x, weight, atomic, splits), x, weight)
+                assert_product(recipe.one_launch(x, weight, atomic, splits), x, weight)
         for plan in recipe.PLANS:
-            assert_close(recipe.replanned(x, weight, *plan), x, weight)
+            assert_product(recipe.replanned(x, weight, *plan), x, weight)
     assert [recipe.statements(*kernels) for _, *kernels in recipe.STEPS.values()] == [15, 29, 32, 32]
     assert recipe.results_of(linear, x, weight) == 1
 
@@ -325,49 +287,6 @@ def test_streams(taken: ModuleType) -> None:
                 found.append(taken.skinny_matmul(x, weight))
     torch.cuda.synchronize()
     assert all(torch.equal(y, expected) for y in found)
-
-
-@needs_a_gpu
-def test_graph(taken: ModuleType) -> None:
-    """Both launches are captured, and each replay reads what its input then holds."""
-    x, weight = make((16, 8192), torch.bfloat16), make((512, 8192), torch.bfloat16, 1)
-    expected = taken.skinny_matmul(x, weight)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = taken.skinny_matmul(x, weight)
-    for factor in (1, 2, 4):
-        y.fill_(torch.nan)
-        x.mul_(2 if factor > 1 else 1)
-        graph.replay()
-        assert torch.equal(y, factor * expected)
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("K", [5, 8000])
-def test_opcheck(taken: ModuleType, dtype: torch.dtype, K: int) -> None:
-    """The op passes the whole of opcheck."""
-    inputs = make((7, K), dtype), make((100, K), dtype, 1)
-    assert set(torch.library.opcheck(taken.skinny_matmul, inputs).values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op, and other sizes."""
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x, weight: taken.skinny_matmul(x * 2, weight), fullgraph=True, dynamic=dynamic)
-    for M, N, K in ((4, 100, 900), (6, 100, 900), (40, 2048, 7168), (2, 9000, 64)):
-        x, weight = make((M, K), torch.float32), make((N, K), torch.float32, 1)
-        for _ in range(2):
-            assert_close(compiled(x, weight), 2 * x, weight)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The op runs where its input is, whichever GPU is the current one."""
-    x, weight = (torch.randn(shape, device="cuda:1") for shape in ((5, 900), (100, 900)))
-    torch.testing.assert_close(taken.skinny_matmul(x, weight), linear(x, weight))
 
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
