@@ -10,16 +10,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from case import Case, check
 from compiled import Ask, ptx, stack
-from device_key import at_cuda
-from guard import guarded
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, layouts, sizes
+from inputs import DEVICE, FLOATS
+from largest import EDGES, OF_ALL, assert_copied, refused, shapes
 
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-LEADS = st.sampled_from([(), (1,), (0,), (3,), (2, 2), (9,)])
 LONGEST = 8192
 
 
@@ -35,63 +30,27 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     return load_recipe("fusion/topk.py")
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of floats."""
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
-def assert_right(taken: ModuleType, x: torch.Tensor, k: int) -> None:
-    """Assert that values and indices are those of PyTorch, equals by index, and that no other memory is changed."""
-    values, indices = guarded(lambda x: taken.topk(x, k), x)
-    assert values.dtype == x.dtype
-    assert indices.dtype == torch.int64
-    assert values.is_contiguous()
-    assert indices.is_contiguous()
-    # A stable sort, and PyTorch's own values; -0.0 equals 0.0, and NaN is the largest. On the CPU: on a GPU, torch.sort
-    # of rows beyond some length puts NaN with a sign bit last, https://github.com/pytorch/pytorch/issues/190781.
-    x, values, indices = x.cpu(), values.cpu(), indices.cpu()
-    expected = torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :k] if x.ndim else indices * 0
-    assert torch.equal(indices, expected)
-    exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
-    torch.testing.assert_close(values, torch.topk(x, k).values, **exactly)
-    # The values are those elements, to the bit: to the sign of a zero. A GPU may give one NaN for another.
-    chosen = x.gather(-1, indices) if x.ndim else x
-    assert ((bits(values) == bits(chosen)) | chosen.isnan()).all()
+# Columns of one element and of more, sorted once, twice and three times; more rows than a program has, and fewer
+SIZES = [((5, 300), 5, "ties"), ((9, 77), 3, "any"), ((4, 501), 6, "equal"), ((3, 1000), 8, "falling")]
+SIZES += [((1, LONGEST - 5), 20, "ties"), ((2, 2, 130), 9, "rising"), ((1, 300), 128, "any"), ((), 1, "any"), *EDGES]
+SIZES += [((1, LONGEST), 3, "any"), ((4, 501), 6, "rising"), *(((1, 300), k, "any") for k in (1, 2, 33))]
+SIZES += [((9, 3000), 128, "ties"), ((2, LONGEST), 64, "any")]
+CONTRACT = [
+    Case(
+        "topk",
+        sizes=SIZES,
+        many=((3001, 4093), 8, "ties"),
+        shapes=shapes(128, 700),
+        refused=refused("topk", LONGEST, "8192 elements, not 8193; topk_long takes longer ones"),
+        **OF_ALL,
+    ),
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=12)
-@given(lead=LEADS, N=sizes(128, 700), of_x=layouts(), data=st.data())
-def test_value(
-    taken: ModuleType, dtype: torch.dtype, lead: tuple[int, ...], N: int, of_x: Layout, data: st.DataObject
-) -> None:
-    """Values and indices are right for any length, layout and k, with many ties and with none."""
-    k = data.draw(st.integers(0, min(N, 9)), label="k")
-    x = of_x.make((*lead, N), dtype, DEVICE)
-    x = x if data.draw(st.booleans(), label="ties") else (x * 2).round()
-    assert_right(taken, x, k)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("N", [150, 37])
-def test_special_values(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
-    """NaN of either sign is largest, zeros of either sign are equal, and rows may have nothing but -inf."""
-    x = torch.linspace(-3, -1, 7 * N, dtype=torch.float64, device=DEVICE).view(7, N)  # no positive number
-    x[0, 9::16], x[1, 30], x[1, 34], x[1, 36] = -0.0, torch.nan, -torch.nan, torch.inf
-    x[0, 4::16], x[2], x[3, : N - 5] = 0.0, -torch.inf, -torch.inf
-    x[4, ::2], x[5] = -torch.nan, torch.nan
-    x[6, 20:30], x[6, 35] = torch.finfo(dtype).max, -torch.finfo(dtype).max
-    assert_right(taken, x.to(dtype), 7)
-    assert_right(taken, x.to(dtype)[:, 3:8], 5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("order", ["rising", "falling", "equal"])
-def test_order(taken: ModuleType, dtype: torch.dtype, order: str) -> None:
-    """Sorted rows, in which the largest are in all columns or come last, at any address, and rows of equals."""
-    x = torch.arange(501, device=DEVICE).to(dtype).expand(4, -1) - 250
-    x = {"rising": x.contiguous(), "falling": x.flip(-1), "equal": x * 0}[order]
-    assert_right(taken, x, 6)
+def test_values_are_elements(taken: ModuleType, dtype: torch.dtype) -> None:
+    """They are copied, to the bit."""
+    assert_copied(taken.topk, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
@@ -103,30 +62,7 @@ def test_columns_with_the_largest_in_one(taken: ModuleType, dtype: torch.dtype) 
         x[0, 3::SETS] = 1
         x[1, 3 : 3 + 4 * SETS : SETS] = 2
         x[2, -8:] = torch.arange(8, device=DEVICE).to(dtype)
-        assert_right(taken, x, 8)
-
-
-@pytest.mark.parametrize("k", [1, 2, 33, 128])
-def test_many(taken: ModuleType, k: int) -> None:
-    """Any k up to the largest, of rows that are no longer and of longer ones."""
-    for N in (k, 300):
-        assert_right(taken, Layout("contiguous", k).make((1, N), torch.float32, DEVICE), k)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_longest(taken: ModuleType, dtype: torch.dtype) -> None:
-    """The longest row, and one a little shorter, in every plan's form."""
-    for N, k in ((LONGEST, 3), (LONGEST - 5, 20)):
-        assert_right(taken, Layout("offset", k).make((1, N), dtype, DEVICE), k)
-
-
-def test_scalar_and_empty(taken: ModuleType) -> None:
-    """No dimension, no rows, no columns, no k."""
-    for k in (0, 1):
-        assert_right(taken, torch.tensor(3.0, device=DEVICE), k)
-    for shape, k in (((0, 5), 3), ((4, 0), 0), ((2, 7), 0), ((0,), 0)):
-        values, indices = taken.topk(torch.ones(shape, device=DEVICE), k)
-        assert values.shape == indices.shape == (*shape[:-1], k)
+        check(CONTRACT[0], taken, dtype, (x, 8))
 
 
 def test_plan(taken: ModuleType) -> None:
@@ -155,55 +91,6 @@ def test_steps_of_the_ladder(recipe: ModuleType) -> None:
             assert torch.equal(indices, expected.indices)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_gradient(taken: ModuleType, dtype: torch.dtype) -> None:
-    """The gradient goes back to the elements, in every dtype."""
-    x = Layout("transposed", 3).make((2, 3, 20), dtype, DEVICE).requires_grad_()
-    values, indices = taken.topk(x, 4)
-    assert not indices.requires_grad
-    grad = Layout("contiguous", 4).make(values.shape, dtype, DEVICE)
-    (d,) = torch.autograd.grad(values, x, grad)
-    (expected,) = torch.autograd.grad(torch.topk(x, 4).values, x, grad)
-    assert torch.equal(d, expected)
-
-
-def test_gradcheck(taken: ModuleType) -> None:
-    """Differences agree with the gradient, and with the gradient's gradient."""
-    x = Layout("contiguous", 0).make((2, 6), torch.float64, DEVICE).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: taken.topk(x, 3)[0], x)
-    assert torch.autograd.gradgradcheck(lambda x: taken.topk(x, 3)[0], x)
-
-
-def test_refuses(taken: ModuleType) -> None:
-    """What the op does not take, it names."""
-    x = torch.ones(2, 200, device=DEVICE)
-    with pytest.raises(TypeError, match=r"^topk takes a float tensor, not torch\.int32"):
-        taken.topk(x.int(), 3)
-    for k in (-1, 201, 129):
-        with pytest.raises(ValueError, match=rf"^topk takes k from 0 to the row's length 200, and up to 128, not {k}"):
-            taken.topk(x, k)
-    with pytest.raises(ValueError, match=r"^topk takes rows of up to 8192 elements, not 8193; topk_long takes longer"):
-        taken.topk(x[0, 0].expand(LONGEST + 1), 1)
-
-
-def test_launcher_is_what_a_call_reaches(taken: ModuleType) -> None:
-    """On a GPU, without the triton_op in between; the same bits each time."""
-    for dtype in (torch.float32, torch.float64):
-        x = Layout("contiguous", 0).make((3, 40), dtype, DEVICE).round()
-        out, expected = at_cuda(taken.topk, x, 5), taken.topk(x, 5)
-        assert all(torch.equal(*pair) for pair in zip(out, expected, strict=True))
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("M", "N", "k"), [(3000, 4096, 8), (5000, 77, 3), (9, 3000, 128), (64, 8192, 64)])
-def test_large(taken: ModuleType, dtype: torch.dtype, M: int, N: int, k: int) -> None:
-    """Rows as the launcher plans them, with ties and without."""
-    for ties in (False, True):
-        x = torch.randn(M, N, device=DEVICE).to(dtype)
-        assert_right(taken, x.round() if ties else x, k)
-
-
 @pytest.mark.needs_gpu_memory(8)
 def test_beyond_int32(taken: ModuleType) -> None:
     """More than 2**31 elements: the last elements of the last row are found."""
@@ -213,37 +100,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
     assert values[-1].tolist() == [3, 2, 1]
     assert indices[-1].tolist() == [2**13 - 2, 5, 2**13 - 1]
     assert (indices[:-1] == torch.arange(3, device=x.device)).all()
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("N", "k"), [(50, 3), (8000, 8)])
-def test_opcheck(taken: ModuleType, dtype: torch.dtype, N: int, k: int) -> None:
-    """The op passes the whole of opcheck, with each kernel."""
-    x = torch.randn(2, N, device=DEVICE).to(dtype).requires_grad_()
-    assert set(torch.library.opcheck(taken.topk, (x, k)).values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op, its gradient, and other sizes."""
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x, k: taken.topk(x * 2, k), fullgraph=True, dynamic=dynamic)
-    for M, N, k in ((4, 100, 3), (6, 100, 3), (2, 8000, 8)):
-        x = torch.randn(M, N, device=DEVICE, requires_grad=True)
-        values, _ = compiled(x, k)
-        expected = torch.topk(x * 2, k).values
-        torch.testing.assert_close(values, expected)
-        for a, b in zip(*(torch.autograd.grad(t.square().sum(), x) for t in (values, expected)), strict=True):
-            torch.testing.assert_close(a, b)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The op runs where its input is, whichever GPU is the current one."""
-    x = torch.randn(5, 100, device="cuda:1")
-    assert torch.equal(taken.topk(x, 3)[0], torch.topk(x, 3).values)
 
 
 def spills(taken: ModuleType) -> dict[str, int]:
