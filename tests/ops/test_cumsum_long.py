@@ -5,28 +5,22 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused, assert_close
 from compiled import TRITON, Ask, ptx, stack
-from device_key import at_cuda
-from guard import PAD, Guard, guarded
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, Layout, first_quickly, layouts, sizes
-from tolerance import assert_within
+from inputs import DEVICE, FLOATS, sizes
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-LEADS = st.sampled_from([(), (1,), (0,), (5,), (2, 3), (3, 1, 2)])
 # The launcher's decisions: bytes of a tile at most, programs that a GPU should have, tiles of a group.
 USUAL = (16 * 1024, 512, 128)
-CHAINS = [(1024, 1, 4), (4096, 1, 2), (2048, 1, 128)]
-PLANS = st.sampled_from([USUAL, *CHAINS])
+GROUPS = (1024, 1, 4)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +35,17 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     return load_recipe("fusion/cumsum_long.py")
 
 
+def cut(tile: int, places: int, group: int) -> dict[str, int]:
+    """Return what the launcher decides by."""
+    return {"CUMSUM_LONG_TILE": tile, "CUMSUM_LONG_PLACES": places, "CUMSUM_LONG_GROUP": group}
+
+
 @contextmanager
 def planned(taken: ModuleType, plan: tuple[int, ...]) -> Iterator[None]:
     """Have the launcher decide by other numbers."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in zip(("TILE", "PLACES", "GROUP"), plan, strict=True):
-            patch.setattr(taken, f"CUMSUM_LONG_{name}", value)
+        for name, value in cut(*plan).items():
+            patch.setattr(taken, name, value)
         yield
 
 
@@ -58,102 +57,116 @@ def reverse(x: torch.Tensor) -> torch.Tensor:
 SCAN = {"cumsum_long": lambda x: torch.cumsum(x, -1), "cumsum_long_backward": reverse}
 
 
-def assert_right(taken: ModuleType, name: str, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Assert that a result is as good as a scan within a tile, an exact carry, and its dtype."""
-    assert out.device.type == DEVICE.type
-    assert out.dtype == x.dtype
-    assert out.shape == x.shape
-    assert out.is_contiguous()
-    wide = x.double()
-    expected, magnitude = SCAN[name](wide), SCAN[name](wide.abs())
-    # The additions in a tile, one behind another: NumPy, in the interpreter, makes no tree of them.
-    N = x.shape[-1:].numel()
-    # On a GPU a thread adds vectors, a warp its threads, and then come the parts of a tile, 32 elements or more.
-    most = taken.CUMSUM_LONG_TILE // 4
-    depth = 16 + (most // 32 if DEVICE.type == "cuda" else min(N, most))
-    # In float64 the carry rounds, too, and so does the reference.
-    roundings = 48 + N if out.dtype == torch.float64 else depth
-    assert_within(out, expected, magnitude, roundings, floor=torch.finfo(out.dtype).tiny)
+def of_rows(draw: Draw, shape: tuple[int, ...], gap: int) -> tuple[torch.Tensor]:
+    """Make rows with so many elements between them."""
+    return (draw(*shape[:-1], gap + shape[-1])[..., gap:],) if gap else (draw(*shape),)
 
 
-@pytest.mark.parametrize("name", SCAN)
+def exact(name: str, x: torch.Tensor) -> list[Exact]:
+    """Return the sums in a direction, from the CPU: on a GPU, PyTorch's may be in another order each time."""
+    right, terms = (SCAN[name](t.cpu()).to(x.device) for t in (x, x.abs()))
+    return [Exact(right, terms)]
+
+
+def roundings(tile: int, out: torch.Tensor) -> int:
+    """Return how many additions of a tile of so many bytes come one behind another."""
+    N, most = out.shape[-1:].numel(), tile // 4
+    if out.dtype == torch.float64:  # in which the carry rounds, too, and so does the reference
+        return 48 + N
+    # NumPy, in the interpreter, makes no tree of them. On a GPU a thread adds vectors, a warp its threads, and then
+    # come the parts of a tile, 32 elements or more.
+    return 16 + (most // 32 if DEVICE.type == "cuda" else min(N, most))
+
+
+def special(draw: Draw) -> list[tuple[torch.Tensor]]:
+    """Make rows with NaN and infinities, one with the bits of a word that nobody has written, and zeros with a sign."""
+    N = 3000
+    x = torch.zeros(9, N, dtype=draw.dtype, device=DEVICE)
+    x[0, 5], x[1, N - 1], x[2, 1500], x[3, 7], x[3, 2900] = torch.nan, torch.inf, -torch.inf, torch.inf, -torch.inf
+    x[4, :], x[5, ::2], x[6, 0], x[6, 2000] = torch.nan, torch.inf, torch.inf, torch.nan
+    x[7] = torch.full((), -1, dtype=torch.int64).view(torch.float64)
+    x[8, ::7] = -0.0
+    return [(x,), (x[:, :5],), (x[:, 1024:2900],)]
+
+
+def shapes(block: int, most: int) -> st.SearchStrategy[tuple[tuple[int, ...], int]]:
+    """Rows of up to so many elements, with gaps or without."""
+    lead = st.sampled_from([(), (1,), (0,), (5,), (2, 3), (3, 1, 2)])
+    return st.tuples(st.tuples(lead, sizes(block, most)).map(lambda drawn: (*drawn[0], drawn[1])), st.integers(0, 9))
+
+
+def refused(name: str) -> list[Refused]:
+    """Return the calls of an op that raise."""
+    return [
+        *(
+            Refused(lambda draw, dtype=dtype: (draw(2, 3).to(dtype),), TypeError, f"{name} takes floating .*{dtype}")
+            for dtype in (torch.int32, torch.bool, torch.complex64)
+        ),
+        Refused(
+            lambda draw: (draw().expand(2**30 + 1),),
+            ValueError,
+            f"{name} takes rows of up to {2**30} elements, not {2**30 + 1}",
+        ),
+    ]
+
+
+# One tile and several, of which vectors divide a row and the distance between rows, or not
+SIZES = [((2, 5000), 0), ((3, 1001), 7), ((2, 2, 1025), 3), ((), 0), ((3, 0), 0), ((5, 3), 0), ((2, 2050), 2)]
+SIZES += [((0, 7), 0), ((3, 1000), 8)]
+SIZES += [((2, N), 8) for N in (*(4**k for k in range(9)), 3, 100, 1023, 1025, 3000, 8191, 8193, 20_001, 140_001)]
+# Several groups of tiles
+CHAINS = [((2, 2600), 0), ((3, 1001), 7), ((2, 2, 1025), 3), ((), 0), ((5, 257), 0), ((2, 2052), 4), ((1, 1), 0)]
+WHOLE = [
+    Case(
+        name,
+        of_rows,
+        partial(exact, name),
+        sizes=SIZES,
+        small=((2, 5), 0),
+        in_layouts=((3, 301), 0),
+        many=((131, 100_003), 0),
+        # Of equal elements the roundings add up: here to no more than a gradient may be off by.
+        shapes=shapes(64, 700),
+        roundings=partial(roundings, USUAL[0]),
+        floor=lambda dtype: torch.finfo(dtype).tiny,
+        reference=SCAN[name],
+        special=special,
+        gradients=lambda grad, _, other=other: exact(other, grad),
+        second_gradients=True,
+        refused=refused(name),
+    )
+    for name, other in (("cumsum_long", "cumsum_long_backward"), ("cumsum_long_backward", "cumsum_long"))
+]
+CONTRACT = [
+    *WHOLE,
+    *(
+        replace(
+            case,
+            name=f"{case.call} in groups",
+            sizes=CHAINS,
+            many=((31, 50_003), 0),
+            shapes=shapes(256, 2500),
+            roundings=partial(roundings, GROUPS[0]),
+            settings=cut(*GROUPS),
+            refused=(),
+        )
+        for case in WHOLE
+    ),
+]
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=12)
-@given(lead=LEADS, N=sizes(1024, 4500), of_x=layouts(), plan=PLANS)
-def test_value(
-    taken: ModuleType,
-    dtype: torch.dtype,
-    name: str,
-    lead: tuple[int, ...],
-    N: int,
-    of_x: Layout,
-    plan: tuple[int, ...],
-) -> None:
-    """Either direction is right for any length, layout and plan, and its dtype is that of the argument."""
-    x, op = of_x.make((*lead, N), dtype, DEVICE), getattr(taken, name)
-    with planned(taken, plan):
-        out = guarded(op, x)
-        assert torch.equal(op(x), out)
-        assert_right(taken, name, x, out)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("plan", [USUAL, CHAINS[0]], ids=["usual", "small"])
-@pytest.mark.parametrize("N", [8, 40, 1024, 1025, 2050, 5000])
-def test_exact(taken: ModuleType, dtype: torch.dtype, plan: tuple[int, ...], N: int) -> None:
+@pytest.mark.parametrize("plan", [USUAL, GROUPS], ids=["usual", "groups"])
+def test_exact(taken: ModuleType, dtype: torch.dtype, plan: tuple[int, ...]) -> None:
     """Small integers leave nothing to rounding: every sum is exact."""
-    x = torch.randint(-2, 3, (3, N + 8), device=DEVICE).to(dtype)[:, 8:]
-    x = x * (torch.arange(N, device=DEVICE) % 8 == 3)  # half precision has integers up to 256
-    with planned(taken, plan):
-        for name in SCAN:
-            expected = SCAN[name](x.double())
-            assert expected.abs().max() <= 256
-            assert torch.equal(getattr(taken, name)(x).double(), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@settings(max_examples=8)
-@given(lead=LEADS, N=sizes(64, 900), of_x=layouts(), of_grad=layouts(), plan=PLANS)
-def test_autograd(
-    taken: ModuleType,
-    dtype: torch.dtype,
-    lead: tuple[int, ...],
-    N: int,
-    of_x: Layout,
-    of_grad: Layout,
-    plan: tuple[int, ...],
-) -> None:
-    """Autograd calls the reverse scan, and for its gradient the scan."""
-    x = of_x.make((*lead, N), dtype, DEVICE).requires_grad_()
-    grad = of_grad.make((*lead, N), dtype, DEVICE).requires_grad_()
-    with planned(taken, plan):
-        (out,) = torch.autograd.grad(taken.cumsum_long(x), x, grad, create_graph=True)
-        assert torch.equal(out, taken.cumsum_long_backward(grad))
-        (again,) = torch.autograd.grad(out, grad, x)
-        assert torch.equal(again, taken.cumsum_long(x))
-
-
-# Lengths of each tile and group, and their neighbours.
-LENGTHS = [*(2**k for k in range(0, 18, 2)), 3, 100, 1023, 1025, 3000, 8191, 8193, 20_001, 140_001]
-
-
-@pytest.mark.parametrize("dtype", first_quickly(torch.bfloat16, torch.float64), ids=str)
-@pytest.mark.parametrize("N", LENGTHS)
-def test_every_length(taken: ModuleType, dtype: torch.dtype, N: int) -> None:
-    """Rows of all lengths as the launcher plans them, with a gap between them."""
-    x = Layout("contiguous", N).make((2, N + 8), dtype, DEVICE)[:, 8:]
-    for name in SCAN:
-        assert_right(taken, name, x, getattr(taken, name)(x))
-
-
-def test_guards_reach_into_the_op(taken: ModuleType) -> None:
-    """What the op allocates lies between guards in the tests above, its words too."""
-    x = torch.ones(5000, device=DEVICE)
-    with Guard() as guard, planned(taken, CHAINS[0]):
-        out = taken.cumsum_long(x)
-    sizes = {buffer.untyped_storage().data_ptr(): buffer.numel() - 2 * PAD for buffer in guard.outputs}
-    assert sizes[out.untyped_storage().data_ptr()] == 20_000
-    assert 8 * (1 + 20) in sizes.values()
+    for N in (8, 40, 1024, 1025, 2050, 5000):
+        x = torch.randint(-2, 3, (3, N + 8), device=DEVICE).to(dtype)[:, 8:]
+        x = x * (torch.arange(N, device=DEVICE) % 8 == 3)  # half precision has integers up to 256
+        with planned(taken, plan):
+            for name in SCAN:
+                expected = SCAN[name](x.double())
+                assert expected.abs().max() <= 256
+                assert torch.equal(getattr(taken, name)(x).double(), expected)
 
 
 def test_plans(taken: ModuleType) -> None:
@@ -188,31 +201,6 @@ def test_steps_of_the_ladder(recipe: ModuleType) -> None:
         torch.testing.assert_close(out, x.cumsum(-1), rtol=1e-4, atol=1e-4)
 
 
-def test_gradcheck(taken: ModuleType) -> None:
-    """Differences agree with the gradient, and with the gradient's, of both ops."""
-    x = Layout("contiguous", 0).make((2, 5), torch.float64, DEVICE).requires_grad_()
-    with planned(taken, (16, 1, 2)):
-        for name in SCAN:
-            assert torch.autograd.gradcheck(getattr(taken, name), x)
-            assert torch.autograd.gradgradcheck(getattr(taken, name), x, fast_mode=True)
-
-
-@pytest.mark.parametrize("plan", [USUAL, CHAINS[0]], ids=["usual", "small"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_special_values(taken: ModuleType, dtype: torch.dtype, plan: tuple[int, ...]) -> None:
-    """NaN and infinities do what they do in PyTorch, to their own rows."""
-    N = 3000
-    x = torch.zeros(9, N, dtype=dtype, device=DEVICE)
-    x[0, 5], x[1, N - 1], x[2, 1500], x[3, 7], x[3, 2900] = torch.nan, torch.inf, -torch.inf, torch.inf, -torch.inf
-    x[4, :], x[5, ::2], x[6, 0], x[6, 2000] = torch.nan, torch.inf, torch.inf, torch.nan
-    x[7] = torch.full((), -1, dtype=torch.int64).view(torch.float64)  # the bits of a word nobody has written
-    x[8, ::7] = -0.0
-    with planned(taken, plan):
-        for part in (x, x[:, :5], x[:, 1024:2900]):
-            for name, expected in SCAN.items():
-                torch.testing.assert_close(getattr(taken, name)(part), expected(part), equal_nan=True)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     """Adding up ones does not stand still at the 2048 or 256 where half precision does."""
@@ -233,33 +221,6 @@ def test_carry_accumulator(taken: ModuleType, plan: tuple[int, ...]) -> None:
     torch.testing.assert_close(out.double(), 2**26 + torch.arange(200, device=x.device).double(), rtol=2**-22, atol=0)
 
 
-def test_refuses(taken: ModuleType) -> None:
-    """What the ops do not take, they name."""
-    x = torch.ones(2, 3, device=DEVICE)
-    for name in SCAN:
-        op = getattr(taken, name)
-        for dtype in (torch.int32, torch.bool, torch.complex64):
-            with pytest.raises(TypeError, match=rf"^{name} takes floating dtypes, not {dtype}"):
-                op(x.to(dtype))
-        with pytest.raises(ValueError, match=rf"^{name} takes rows of up to {2**30} elements, not {2**30 + 1}"):
-            op(x[0, 0].expand(2**30 + 1))
-
-
-def test_no_dimension(taken: ModuleType) -> None:
-    """A number is a row of one."""
-    x = torch.tensor(3.0, device=DEVICE)
-    for name in SCAN:
-        assert torch.equal(getattr(taken, name)(x), x)
-
-
-def test_launchers_are_what_a_call_reaches(taken: ModuleType) -> None:
-    """On a GPU, without the triton_op in between."""
-    x = Layout("contiguous", 0).make((3, 40), torch.float32, DEVICE)
-    for name in SCAN:
-        op = getattr(taken, name)
-        assert torch.equal(at_cuda(op, x), op(x))
-
-
 @pytest.mark.needs_gpu_memory(11)
 @pytest.mark.parametrize(
     ("rows", "N"),
@@ -278,48 +239,17 @@ def test_beyond_int32(taken: ModuleType, rows: int, N: int) -> None:
     assert torch.equal(taken.cumsum_long(view)[-1], torch.cumsum(view[-1].float(), -1).bfloat16())
 
 
-@pytest.mark.needs_gpu_memory(6)
+@pytest.mark.needs_gpu_memory(8)
 @pytest.mark.parametrize("rows", [1, 7, 5000])
 def test_same_bits(taken: ModuleType, rows: int) -> None:
     """However the programs come to run, the bits are the same; and right, when many are under way."""
     x = torch.randn(rows, 2**26 // rows, device=DEVICE)
-    for name in SCAN:
-        first = getattr(taken, name)(x)
-        assert_right(taken, name, x, first)
+    for case in WHOLE:
+        op = getattr(taken, case.call)
+        first = op(x)
+        assert_close(case, x.dtype, first, *case.exact(x.double()))
         for _ in range(20):
-            assert torch.equal(getattr(taken, name)(x), first)
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("rows", "N"), [(7, 5), (3, 20_000)])
-def test_opcheck(taken: ModuleType, dtype: torch.dtype, rows: int, N: int) -> None:
-    """Both ops pass the whole of opcheck."""
-    x = torch.randn(rows, N, device=DEVICE).to(dtype).requires_grad_()
-    for op in (taken.cumsum_long, taken.cumsum_long_backward):
-        assert set(torch.library.opcheck(op, (x,)).values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op, its gradient, and other sizes."""
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: taken.cumsum_long(x * 2), fullgraph=True, dynamic=dynamic)
-    for shape in ((4, 100), (6, 100), (2, 20_000)):
-        x = torch.rand(shape, device=DEVICE, requires_grad=True)
-        y, expected = compiled(x), torch.cumsum(x.double() * 2, -1)
-        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
-        (d,) = torch.autograd.grad(y.square().sum(), x)
-        (expected,) = torch.autograd.grad(expected.square().sum(), x)
-        torch.testing.assert_close(d, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The op runs where its input is, whichever GPU is the current one."""
-    x = torch.randn(5, 100, device="cuda:1")
-    torch.testing.assert_close(taken.cumsum_long(x), torch.cumsum(x, -1))
+            assert torch.equal(op(x), first)
 
 
 def facts(text: str) -> dict[str, Any]:
