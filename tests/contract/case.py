@@ -86,7 +86,8 @@ class Case:
         name: of the case, where a function has several.
         plain: whether the function is no op itself, but calls one.
         launcher: whether a GPU has a function of its own for the op.
-        changes: how many of its first arguments it changes in place; they are the last of its results.
+        changes: how many arguments it changes in place; they are the last of its results.
+        changes_from: how many arguments come before the first of these.
         contiguous: whether results are, whatever the layout of the arguments.
         autocast: the dtype in which it computes under torch.autocast: float32, or "asked", the one that autocast is
             asked for; None is that of its arguments.
@@ -119,6 +120,7 @@ class Case:
     plain: bool = False
     launcher: bool = True
     changes: int = 0
+    changes_from: int = 0
     contiguous: bool = True
     autocast: torch.dtype | Literal["asked"] | None = None
     refused: Sequence[Refused] = field(default=())
@@ -137,10 +139,18 @@ class Case:
         function = self.function(module)
 
         def call(*arguments: Any) -> list[torch.Tensor]:
-            changed = [copy(value) for value in arguments[: self.changes]]
-            return self.results(function(*changed, *arguments[self.changes :]), changed)
+            changed = [copy(value) for value in self.changed(arguments)]
+            return self.results(function(*self.with_changed(arguments, changed)), changed)
 
         return call
+
+    def changed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments that the function changes in place."""
+        return arguments[self.changes_from : self.changes_from + self.changes]
+
+    def with_changed(self, arguments: tuple[Any, ...], changed: Sequence[Any]) -> tuple[Any, ...]:
+        """Return all arguments, with others in the place of those that the function changes."""
+        return (*arguments[: self.changes_from], *changed, *arguments[self.changes_from + self.changes :])
 
     @staticmethod
     def results(returned: Any, changed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -224,12 +234,11 @@ def check(case: Case, module: ModuleType, dtype: torch.dtype, arguments: tuple[A
     """
     function = case.function(module)
     guard = Guard()
-    changed = [guard.place(value, changes=True) for value in arguments[: case.changes]]
-    rest = arguments[case.changes :]
-    placed = tree_map(lambda value: guard.place(value) if isinstance(value, torch.Tensor) else value, rest)
+    placed = tree_map(lambda value: guard.place(value) if isinstance(value, torch.Tensor) else value, arguments)
+    changed = [guard.place(value, changes=True) for value in case.changed(arguments)]
     exact = case.exact(*in_float64(arguments))
     with guard:
-        results = case.results(function(*changed, *placed), changed)
+        results = case.results(function(*case.with_changed(placed, changed)), changed)
     guarded = {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
     assert len(results) == len(exact)
     for out, again, right in zip(results, case.on_copies(module)(*arguments), exact, strict=True):
@@ -256,7 +265,8 @@ def assert_close(case: Case, dtype: torch.dtype, out: torch.Tensor, right: Exact
     lost: float | torch.Tensor = case.floor(out.dtype)
     if right.narrow is not None:
         lost = lost + torch.finfo(dtype).eps * right.narrow.masked_fill(none, 0)
-    assert_within(out.masked_fill(none, 0), value, terms, roundings, lost)
+    number = out.double().masked_fill(none, 0).to(out.dtype)  # PyTorch does not fill in float8
+    assert_within(number, value, terms, roundings, lost)
 
 
 @contextmanager

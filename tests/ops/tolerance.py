@@ -25,7 +25,8 @@ def assert_within(
     allowed = roundings * unit * magnitude + last.eps * expected.abs() + last.tiny * last.eps + floor
     # An infinity is one, and the same.
     allowed = allowed.masked_fill(expected.isinf(), 0)
+    number = out.detach().double()
     # What may be beyond the largest number may be an infinity, too.
-    beyond = (expected.abs() + allowed > last.max) & (out.detach().double() == expected.sign() * torch.inf)
-    error = (out.detach().double() - expected).abs().masked_fill((out.detach() == expected) | beyond, 0)
+    beyond = (expected.abs() + allowed > last.max) & (number == expected.sign() * torch.inf)
+    error = (number - expected).abs().masked_fill((number == expected) | beyond, 0)
     assert (error <= allowed).all(), f"off by {(error / allowed).max().item():.1f} times the tolerance"
