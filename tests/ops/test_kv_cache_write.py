@@ -185,6 +185,7 @@ IN_FLOAT8 = replace(
     arguments=partial(arguments, small=True),
     exact=partial(exact, small=True),
     dtypes=[torch.float16, torch.bfloat16],
+    small=(5, (4, 2), (16, 8), 16, 1),
     settings={"KV_CACHE_WRITE_TILE": 32},
     refused=(),
 )

@@ -5,27 +5,25 @@
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from case import Case, Draw, Exact, Refused, accumulator, assert_close, check, in_float64
 from compiled import Ask, compiled, graphs, stack
-from device_key import at_cuda
-from guard import Guard, guarded
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, Layout, first_quickly, layouts
+from inputs import DEVICE, FLOATS, Layout, first_quickly
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 RECIPE = "attention/varlen_attention.py"
-KINDS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-18, torch.float64: 2.0**-45}
-HEADS = [16, 32, 40, 64, 80, 128]
-Lengths = list[int]
+Lengths = tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
@@ -40,396 +38,320 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     return load_recipe(RECIPE)
 
 
-def cu(lengths: Lengths) -> torch.Tensor:
+def cu(lengths: Lengths | list[int]) -> torch.Tensor:
     """Return where sequences of these lengths begin, and where the last one ends."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
 
-def of_sequences(
-    x: list[torch.Tensor], queries: Lengths, keys: Lengths, causal: bool, scale: float | None
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield of each sequence q, k, v and further rows of queries, as (heads, tokens, D), and the probabilities."""
-    q, k, v, *more = x
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    parts = [t.split(queries) for t in (q, *more)], [t.split(keys) for t in (k, v)]
-    for seq in range(len(queries)):
-        a, *rest = (part[seq].transpose(0, 1) for part in parts[0])
-        b, c = (part[seq].transpose(0, 1) for part in parts[1])
-        s = a @ b.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-        if causal:  # the last query sees all keys
-            hidden = torch.ones_like(s, dtype=torch.bool).triu(1 + s.shape[2] - s.shape[1])
-            s = s.masked_fill(hidden, -torch.inf)
-        p = (s - s.amax(-1, keepdim=True).clamp(min=-1e300)).exp() if s.shape[2] else s
-        total = p.sum(-1, keepdim=True)
-        yield a, b, c, *rest, p / total.masked_fill(total == 0, 1)
+def arguments(
+    draw: Draw,
+    queries: Lengths,
+    keys: Lengths | None,
+    heads: tuple[int, int],
+    D: int,
+    causal: bool = False,
+    scale: float | None = None,
+    slack: int = 0,
+) -> tuple[Any, ...]:
+    """Make q, k and v of sequences, and what is known of them: some longest length, too; None is as many keys."""
+    keys = queries if keys is None else keys
+    q, k, v = (draw(sum(own), count, D) for own, count in ((queries, heads[0]), (keys, heads[1]), (keys, heads[1])))
+    most = (max(own, default=0) + slack for own in (queries, keys))
+    return q, k, v, *(cu(own).to(q.device) for own in (queries, keys)), *most, causal, scale
 
 
-def attention(
+def of_backward(draw: Draw, *size: Any) -> tuple[Any, ...]:
+    """Make a gradient, and what the forward took and returned."""
+    q, k, v, *known = arguments(draw, *size)
+    out, lse = (right.value for right in exact(*in_float64((q, k, v, *known))))
+    return draw(*q.shape), q, k, v, out.to(q.dtype).contiguous(), lse.to(accumulator(q.dtype)), *known
+
+
+def attended(
+    of_q: list[torch.Tensor], of_k: list[torch.Tensor], cu_q: torch.Tensor, cu_k: torch.Tensor
+) -> Iterator[list[torch.Tensor]]:
+    """Yield what each sequence has of some tensors, as (heads, tokens, D); keys for each head of queries."""
+    group = of_q[0].shape[1] // of_k[0].shape[1]
+    parts = [t.split(cu_q.diff().tolist()) for t in of_q]
+    parts += [t.repeat_interleave(group, dim=1).split(cu_k.diff().tolist()) for t in of_k]
+    yield from ([part.transpose(0, 1) for part in sequence] for sequence in zip(*parts, strict=True))
+
+
+def scores(a: torch.Tensor, b: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    """Return the scores of a sequence, of which the last query sees all keys."""
+    s = a @ b.mT * scale
+    hidden = torch.ones_like(s, dtype=torch.bool).triu(1 + s.shape[2] - s.shape[1])
+    return s.masked_fill(hidden, -torch.inf) if causal else s
+
+
+def exact(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    queries: Lengths,
-    keys: Lengths,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
     causal: bool = False,
     scale: float | None = None,
-) -> torch.Tensor:
-    """Return the attention by its formula, sequence by sequence; a query that sees nothing gives 0."""
-    outs = [(p @ c).transpose(0, 1) for _, _, c, p in of_sequences([q, k, v], queries, keys, causal, scale)]
-    return torch.cat([*outs, q[:0]])
+) -> list[Exact]:
+    """Return the attention by its formula, and the log-sum-exp of scores; a query that sees nothing has 0 and inf.
 
-
-def gradients(
-    x: list[torch.Tensor], queries: Lengths, keys: Lengths, causal: bool, scale: float | None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the gradients of q, k and v, given these and that of the result; and what each adds up if none cancels."""
-    found: list[list[torch.Tensor]] = [[], [], []]
-    for a, b, c, d, p in of_sequences(x, queries, keys, causal, scale):
-        dp, most = d @ c.mT, d.abs() @ c.abs().mT
-        delta, most_of_delta = (p * dp).sum(-1, keepdim=True), (p * most).sum(-1, keepdim=True)
-        ds, terms = p * (dp - delta), p * (most + most_of_delta)
-        factor = x[0].shape[-1] ** -0.5 if scale is None else scale
-        found[0].append(torch.stack([ds @ b, terms @ b.abs()]) * factor)
-        found[1].append(torch.stack([ds.mT @ a, terms.mT @ a.abs()]) * factor)
-        found[2].append(torch.stack([p.mT @ d, p.mT @ d.abs()]))
-    of_all = []
-    for parts, tensor in zip(found, x[:3], strict=True):
-        both = torch.cat(parts, dim=2).transpose(1, 2)  # (2, tokens, heads, D)
-        heads = tensor.shape[1]
-        both = both.unflatten(2, (heads, both.shape[2] // heads)).sum(3)
-        of_all.append((both[0], both[1]))
-    return of_all
-
-
-def assert_close(
-    out: torch.Tensor,
-    x: tuple[torch.Tensor, ...],
-    queries: Lengths,
-    keys: Lengths,
-    causal: bool = False,
-    scale: float | None = None,
-) -> None:
-    """Assert that a result is as good as the roundings of probabilities and of itself."""
-    q, k, v = (tensor.detach().double() for tensor in x)
-    assert (out.dtype, out.shape, out.device.type) == (x[0].dtype, q.shape, DEVICE.type)
-    assert out.is_contiguous()
-    known = queries, keys, causal, scale
-    expected, terms = attention(q, k, v, *known), attention(q, k, v.abs(), *known)
-    smallest = torch.finfo(out.dtype).smallest_normal
-    allowed = 2 * KINDS[out.dtype] * (terms + expected.abs() + smallest)
-    assert ((out.detach().double() - expected).abs() <= allowed).all()
-
-
-def assert_gradients_close(
-    grads: tuple[torch.Tensor, ...],
-    x: tuple[torch.Tensor, ...],
-    do: torch.Tensor,
-    queries: Lengths,
-    keys: Lengths,
-    causal: bool = False,
-    scale: float | None = None,
-) -> None:
-    """Assert that gradients are as good as the roundings of what is added up, before anything cancels.
-
-    These are the roundings of a result, of a probability, of its product with a difference, and of the gradient.
+    A weight is rounded to the dtype of v. A score is a sum along a head, and of their exponentials there is a sum.
     """
-    wide = [tensor.detach().double() for tensor in (*x, do)]
-    expected = gradients(wide, queries, keys, causal, scale)
-    for grad, (right, terms), of in zip(grads, expected, x, strict=True):
-        assert (grad.dtype, grad.shape) == (of.dtype, of.shape)
-        assert grad.is_contiguous()
-        allowed = 4 * KINDS[of.dtype] * (terms + torch.finfo(of.dtype).smallest_normal)
-        error = (grad.double() - right).abs()
-        assert (error <= allowed).all(), (error / allowed).max().item()
+    (_, H, D), scale = q.shape, q.shape[2] ** -0.5 if scale is None else scale
+    found = [(q.new_zeros(H, 0, D), q.new_zeros(H, 0, D), q.new_zeros(H, 0), q.new_zeros(H, 0))]
+    for a, b, c in attended([q], [k, v], cu_q, cu_k):
+        s = scores(a, b, causal, scale)
+        lse = s.logsumexp(-1)
+        p = (s - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+        most = torch.nn.functional.pad(scale * (a.abs() @ b.abs().mT), (0, 1)).amax(-1)
+        found.append((p @ c, p @ c.abs(), lse, 1 + most))
+    out, sums, lse, terms = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    out, sums = out.transpose(0, 1), sums.transpose(0, 1)
+    lse, most = lse.masked_fill(lse == -torch.inf, torch.inf) / math.log(2), terms / math.log(2)
+    return [Exact(out, sums + out.abs(), narrow=sums), Exact(lse, most, accumulator, roundings=64 + D + longest(cu_k))]
 
 
-def sequences(most: int = 70) -> st.SearchStrategy[tuple[Lengths, Lengths]]:
-    """Lengths of queries and of keys, for up to four sequences: the same, or not; empty ones and single tokens too."""
-    length = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 65]) | st.integers(0, most)
-    pairs = st.lists(st.tuples(length, length), min_size=1, max_size=4)
-    same = st.lists(length, min_size=1, max_size=4).map(lambda lengths: (lengths, lengths))
-    return same | pairs.map(lambda found: ([a for a, _ in found], [b for _, b in found]))
+def longest(places: torch.Tensor) -> int:
+    """Return the length of the longest sequence."""
+    return max(places.diff().tolist(), default=0)
 
 
-def both(taken: ModuleType, x: tuple[torch.Tensor, ...], do: torch.Tensor, *known: object) -> list[torch.Tensor]:
-    """Return the op's result and its gradients."""
-    x = tuple(tensor.detach().requires_grad_() for tensor in x)
-    out = taken.varlen_attention(*x, *known)
-    return [out.detach(), *torch.autograd.grad(out, x, do)]
-
-
-@settings(max_examples=30)
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), min_size=1, max_size=300),
-    BLOCK=st.sampled_from([16, 64]),
-    down=st.booleans(),
-    slack=st.sampled_from([0, 1, 10**6]),
-)
-def test_list_of_tiles_bool(
-    taken: ModuleType, lengths: list[tuple[int, int]], BLOCK: int, down: bool, slack: int
-) -> None:
-    """It has each tile once, longest work first, and at most one idle entry for each sequence."""
-    own, other = ([pair[side] for pair in lengths] for side in (0, 1))
-    known = {"total": sum(own), "longest": max(own) + slack, "BLOCK": BLOCK, "DOWN": down}
-    tiles = guarded(partial(taken._varlen_attention_list, **known), cu(own), cu(other))
-    rows = tiles.tolist()
-    count = sum(-(-length // BLOCK) for length in own)
-    assert rows[count:] == [[0, -1]] * (len(rows) - count)
-    assert len(rows) - count <= len(lengths)
-    order = sorted(range(len(lengths)), key=lambda seq: (-other[seq], seq))
-    expected = [[seq, block] for seq in order for block in range(-(-own[seq] // BLOCK))[:: -1 if down else 1]]
-    assert rows[:count] == expected
-
-
-def test_list_too_short_bool(taken: ModuleType) -> None:
-    """A longest length that is too small loses tiles, and writes nowhere else."""
-    lengths = [40, 100, 7]
-    known = {"total": 147, "longest": 16, "BLOCK": 16, "DOWN": False}
-    tiles = guarded(partial(taken._varlen_attention_list, **known), cu(lengths), cu(lengths))
-    assert tiles.tolist() == [[1, 0], [1, 1], [1, 2]]
-
-
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-@settings(max_examples=10)
-@given(
-    lengths=sequences(),
-    D=st.sampled_from(HEADS),
-    groups=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)]),
-    causal=st.booleans(),
-    of=st.tuples(layouts(), layouts(), layouts(), layouts()),
-)
-def test_value_and_gradient(
-    taken: ModuleType,
-    dtype: torch.dtype,
-    lengths: tuple[Lengths, Lengths],
-    D: int,
-    groups: tuple[int, int],
+def exact_gradients(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
     causal: bool,
-    of: tuple[Layout, ...],
-) -> None:
-    """Both are right for any lengths, heads and layouts, and the same each time."""
-    queries, keys = lengths
-    heads, shared = groups
-    shapes = (sum(queries), heads, D), *[(sum(keys), shared, D)] * 2, (sum(queries), heads, D)
-    *x, do = (layout.make(shape, dtype, DEVICE) for layout, shape in zip(of, shapes, strict=True))
-    known = cu(queries), cu(keys), max(queries), max(keys), causal
-    first = both(taken, tuple(x), do, *known)
-    if DEVICE.type == "cuda":  # in the interpreter, nothing runs side by side
-        for one, again in zip(first, both(taken, tuple(x), do, *known), strict=True):
-            assert torch.equal(one, again)
-    assert_close(first[0], tuple(x), queries, keys, causal)
-    assert_gradients_close(tuple(first[1:]), tuple(x), do, queries, keys, causal)
+    scale: float | None,
+) -> list[Exact]:
+    """Return the gradients of q, k and v, and what each adds up if none cancels.
+
+    A probability, or its product with a difference, is rounded to the dtype of q.
+    """
+    H, scale = k.shape[1], q.shape[2] ** -0.5 if scale is None else scale
+    found = [[q.new_zeros(2, q.shape[1], 0, q.shape[2])] for _ in range(3)]
+    each = zip(attended([q, do, out], [k, v], cu_q, cu_k), lse.split(cu_q.diff().tolist(), dim=1), strict=True)
+    for (a, d, o, b, c), of_a in each:
+        p = (scores(a, b, causal, scale) / math.log(2) - of_a[..., None]).exp2()
+        delta, most = (o * d).sum(-1, keepdim=True), (o * d).abs().sum(-1, keepdim=True)
+        ds, terms = p * (d @ c.mT - delta), p * (d.abs() @ c.abs().mT + most)
+        found[0].append(scale * torch.stack([ds @ b, terms @ b.abs()]))
+        found[1].append(scale * torch.stack([ds.mT @ a, terms.mT @ a.abs()]))
+        found[2].append(torch.stack([p.mT @ d, p.mT @ d.abs()]))
+    dq, dk, dv = (torch.cat(parts, dim=2).transpose(1, 2) for parts in found)  # (2, tokens, heads, D)
+    dk, dv = (both.unflatten(2, (H, both.shape[2] // H)).sum(3) for both in (dk, dv))
+    return [Exact(value, terms, narrow=terms) for value, terms in (dq, dk, dv)]
 
 
-LENGTHS = {
-    "same": ([130, 0, 1, 65], [130, 0, 1, 65]),
-    "more keys": ([1, 3, 64], [200, 1, 129]),
-    "more queries": ([140, 70], [1, 64]),
-    "none": ([5, 0, 3], [0, 4, 0]),
-}
+def exact_autograd(do: torch.Tensor, *taken: Any) -> list[Exact]:
+    """Return the gradients of q, k and v."""
+    out, lse = exact(*taken)
+    return exact_gradients(do, *taken[:3], out.value, lse.value, *taken[3:])
 
 
-@pytest.mark.parametrize("dtype", first_quickly(torch.float32, torch.float16), ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("D", [16, 64, 100, 256])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_every_tile(
-    taken: ModuleType, lengths: tuple[Lengths, Lengths], D: int, causal: bool, dtype: torch.dtype
-) -> None:
-    """Each tile, at lengths around its edges; nothing beside the outputs is written, and all of them is."""
-    queries, keys = lengths
-    q, do = (Layout("contiguous", seed).make((sum(queries), 2, D), dtype, DEVICE) for seed in (0, 1))
-    k, v = Layout("contiguous", 2).make((sum(keys), 2, 1, D), dtype, DEVICE).unbind(1)
-    known = cu(queries), cu(keys), max(queries), max(keys), causal
-
-    def forward(*x: torch.Tensor) -> torch.Tensor:
-        return taken.varlen_attention_forward(*x, *known)[0]
-
-    out = guarded(forward, q, k, v)
-    assert_close(out, (q, k, v), queries, keys, causal)
-    out, lse = taken.varlen_attention_forward(q, k, v, *known)
-    with Guard() as guard:
-        inputs = [guard.place(tensor) for tensor in (do, q, k, v, out, lse)]
-        grads = taken.varlen_attention_backward(*inputs, *known)
-    assert_gradients_close(grads, (q, k, v), do, queries, keys, causal)
+def of_list(
+    _: Draw, own: Lengths, other: Lengths, BLOCK: int, down: bool = False, slack: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, int, int, int, bool]:
+    """Make what the list of tiles follows from; the longest length may be too long, or too short."""
+    return cu(own), cu(other), sum(own), max(own) + slack, BLOCK, down
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_log_sum_exp(taken: ModuleType, dtype: torch.dtype) -> None:
-    """It is the base-2 logarithm of the sum of a row's exponentials."""
-    q, k, v = (Layout("contiguous", seed).make((50, 2, 32), dtype, DEVICE) for seed in range(3))
-    places = cu([20, 30])
-    _, lse = taken.varlen_attention_forward(q, k, v, places, places, 30, 30)
-    scores = torch.einsum("mhd,nhd->hmn", q.double(), k.double()) * 32**-0.5
-    scores[:, :20, 20:] = scores[:, 20:, :20] = -torch.inf
-    torch.testing.assert_close(lse.double() * math.log(2), scores.logsumexp(-1), rtol=0, atol=1e-5)
+def exact_list(own: torch.Tensor, other: torch.Tensor, total: int, longest: int, BLOCK: int, down: bool) -> list[Exact]:
+    """Return each tile once, longest work first, and idle entries; tiles past the end of a list too short are lost.
+
+    A sequence has one ragged tile at the most, and no more tiles than the longest one.
+    """
+    tokens, work = own.diff().tolist(), other.diff().tolist()
+    tiles = [-(-length // BLOCK) for length in tokens]
+    order = sorted(range(len(tokens)), key=lambda seq: (-work[seq], seq))
+    rows = [[seq, block] for seq in order for block in range(tiles[seq])[:: -1 if down else 1]]
+    slots = min(total // BLOCK + len(tokens), len(tokens) * -(-longest // BLOCK))
+    rows = [*rows, *[[0, -1]] * slots][:slots]
+    return [Exact(torch.tensor(rows, dtype=torch.int32, device=own.device).view(-1, 2), dtype=torch.int32)]
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_scale(taken: ModuleType, dtype: torch.dtype) -> None:
-    """A scale of one's own."""
-    q, k, v, do = (Layout("contiguous", seed).make((60, 2, 32), dtype, DEVICE) for seed in range(4))
-    lengths = [37, 23]
-    for scale in (1e-3, 1, 0.5):
-        found = both(taken, (q, k, v), do, cu(lengths), cu(lengths), 37, 37, True, scale)
-        assert_close(found[0], (q, k, v), lengths, lengths, True, scale)
-        assert_gradients_close(tuple(found[1:]), (q, k, v), do, lengths, lengths, True, scale)
+def changed(
+    draw: Draw, *changes: tuple[int, Callable[[Any], Any]], D: int = 16, scale: float | None = None
+) -> tuple[Any, ...]:
+    """Make arguments of which some were changed."""
+    made = list(arguments(draw, (2, 4), None, (4, 4), D, False, scale))
+    for place, change in changes:
+        made[place] = change(made[place])
+    return tuple(made)
+
+
+def refused(error: type[Exception], said: str, *calls: list[tuple[int, Callable[[Any], Any]]]) -> list[Refused]:
+    """Return calls that raise as some of their arguments were changed."""
+    return [Refused(lambda draw, call=call: changed(draw, *call), error, f"varlen_attention {said}") for call in calls]
+
+
+def each(change: Callable[[Any], Any], *places: int) -> list[tuple[int, Callable[[Any], Any]]]:
+    """Return a change of some arguments."""
+    return [(place, change) for place in places]
+
+
+KINDS = "takes q, k and v of one dtype and cu_seqlens of int32, .*, not .*"
+FORMS = r"takes q of \(tokens, heads, D\), .*, with D up to 256, .*, not \("
+REFUSED = [
+    *refused(TypeError, r"takes float tensors, not torch\.int32", each(torch.Tensor.int, 0, 1, 2)),
+    *refused(TypeError, f"{KINDS}torch.bfloat16", each(torch.Tensor.bfloat16, 1)),
+    *refused(TypeError, f"{KINDS}torch.int64", each(torch.Tensor.long, 3)),
+    *refused(ValueError, FORMS, each(lambda x: x[:, :3], 1, 2), each(lambda x: x[:, :0], 1, 2)),
+    *refused(ValueError, FORMS, each(lambda x: x[:, :2], 2), each(lambda x: x[..., :8], 1, 2)),
+    *refused(ValueError, FORMS, each(lambda x: x[0], 1, 2), each(lambda x: x[:3], 2)),
+    *refused(ValueError, FORMS, each(lambda places: places[:2], 4), each(lambda places: places[None], 4)),
+    *(Refused(partial(changed, D=D), ValueError, f"varlen_attention {FORMS}") for D in (0, 257)),
+    *(
+        Refused(partial(changed, scale=scale), ValueError, f"varlen_attention takes a scale above 0, not {scale}")
+        for scale in (0.0, -1.0, math.nan)
+    ),
+]
+
+# Lengths of queries and of keys, heads of both, D, whether it is causal, a scale, and how much too long the longest is:
+# as many keys, more, and fewer; sequences without keys, without queries and without both; tiles of every kind
+SIZES = [((37, 0, 1, 20), None, (2, 1), 24, True), ((1, 3, 64), (200, 1, 129), (2, 1), 16, True)]
+SIZES += [((70, 33), (1, 64), (1, 1), 40, True, 0.5), ((65, 31), None, (4, 2), 100, False, None, 1)]
+SIZES += [
+    ((33, 40), (50, 17), (2, 2), 64, False, 1e-3, 10**6),
+    ((5, 0, 3), (0, 4, 0), (3, 3), 16),
+    ((), (), (2, 2), 16),
+]
+SIZES += [((35, 0), (70, 0), (2, 1), 100, True), ((5, 0, 3), (0, 4, 0), (2, 1), 64, True), ((0, 0), None, (1, 1), 8)]
+SIZES += [((130, 0, 1, 65), None, (2, 2), D, causal) for D in (16, 64, 128, 256) for causal in (False, True)]
+LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 65]) | st.integers(0, 70)
+PAIRS = st.lists(st.tuples(LENGTHS, LENGTHS), min_size=1, max_size=4).map(lambda pairs: tuple(zip(*pairs, strict=True)))
+SHAPES = st.tuples(
+    st.lists(LENGTHS, min_size=1, max_size=4).map(lambda lengths: (tuple(lengths), None)) | PAIRS,
+    st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)]),
+    st.sampled_from([16, 32, 40, 64, 80, 128]),
+    st.booleans(),
+    st.sampled_from([None, 1e-3, 1, 0.5]),
+    st.integers(0, 9),
+).map(lambda drawn: (*drawn[0], *drawn[1:]))
+# Of own tokens and of others: a tile's, whether the last of a sequence is the first, and what is wrong with the longest
+LISTS = [((5, 0, 33, 20, 33), (7, 9, 0, 7, 9), 16), ((40, 100, 7), (40, 100, 7), 16, False, -84)]
+LISTS += [((70, 1, 64), (3, 3, 3), 64, True, 10**6), ((0, 0), (1, 2), 16, True), ((4800,), (1,), 16, True, 1)]
+LISTS += [(tuple(n % 40 for n in range(260)), tuple(n % 3 for n in range(260)), 16)]
+LISTS_DRAWN = st.builds(
+    lambda pairs, *rest: (*zip(*pairs, strict=True), *rest),
+    st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), min_size=1, max_size=300),
+    st.sampled_from([16, 64]),
+    st.booleans(),
+    st.sampled_from([0, 1, 10**6]),
+)
+FORWARD = Case(
+    "varlen_attention_forward",
+    arguments,
+    exact,
+    sizes=SIZES,
+    small=((1, 0, 2), (1, 1, 2), (2, 1), 2, True),
+    in_layouts=((5, 0, 17), None, (2, 1), 24, True),
+    many=(tuple(n % 67 for n in range(400)), tuple(n % 61 for n in range(400)), (8, 4), 64, True),
+    shapes=SHAPES,
+    roundings=lambda out: 512 if out.dtype == torch.float64 else 128,
+    # What is lost of weights that are too small for the dtype of v
+    floor=lambda dtype: 256 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps,
+    gradients=exact_autograd,
+    with_gradients=3,
+)
+BACKWARD = replace(
+    FORWARD,
+    call="varlen_attention_backward",
+    arguments=of_backward,
+    exact=exact_gradients,
+    roundings=lambda out: 1024 if out.dtype == torch.float64 else 256,
+    gradients=None,
+)
+# First: with a wrong list, the others may read anywhere, and end the process.
+CONTRACT = [
+    Case(
+        "_varlen_attention_list",
+        of_list,
+        exact_list,
+        sizes=LISTS,
+        small=((1, 0, 2), (1, 1, 2), 16),
+        many=(tuple(n % 67 for n in range(4000)), tuple(n % 61 for n in range(4000)), 16),
+        shapes=LISTS_DRAWN,
+        layouts=["contiguous"],
+        dtypes=[torch.float32],
+        plain=True,
+    ),
+    replace(
+        FORWARD,
+        call="varlen_attention",
+        exact=lambda *given: exact(*given)[:1],
+        sizes=SIZES[:2],
+        shapes=None,
+        layouts=["contiguous"],
+        gradients=None,
+        plain=True,
+        refused=REFUSED,
+    ),
+    FORWARD,
+    BACKWARD,
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_large_scores(taken: ModuleType, dtype: torch.dtype) -> None:
     """Scores in the thousands, all of them negative too: no power of 2 overflows where it counts."""
-    lengths = [70, 33]
-    q = torch.ones(103, 1, 64, dtype=dtype, device=DEVICE)
+    places = cu([70, 33])
     for start, end in ((0, 1000), (-1000, -900), (-900, -1000)):
+        q, v, do = (Layout("contiguous", seed).make((103, 1, 64), dtype, DEVICE) for seed in range(3))
         k = torch.linspace(start, end, 103, dtype=dtype, device=DEVICE)[:, None, None].expand(103, 1, 64)
-        v, do = (Layout("contiguous", seed).make((103, 1, 64), dtype, DEVICE) for seed in range(2))
+        x = [t.requires_grad_() for t in (torch.ones_like(q), k.clone(), v)]
         for causal in (False, True):
-            found = both(taken, (q, k, v), do, cu(lengths), cu(lengths), 70, 70, causal)
-            expected = attention(q.double(), k.double(), v.double(), lengths, lengths, causal)
-            torch.testing.assert_close(
-                found[0].double(), expected, rtol=0, atol=1e-2 if dtype == torch.float32 else 1e-9
-            )
-            assert all(tensor.isfinite().all() for tensor in found)
+            out = taken.varlen_attention(*x, places, places, 70, 70, causal)
+            right = exact(*in_float64((*x, places, places, 70, 70, causal)))[0].value
+            torch.testing.assert_close(out.double(), right, rtol=0, atol=1e-2 if dtype == torch.float32 else 1e-9)
+            assert all(grad.isfinite().all() for grad in torch.autograd.grad(out, x, do))
 
 
 @pytest.mark.parametrize("dtype", first_quickly(torch.float32, torch.float16), ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_sequences_do_not_touch(taken: ModuleType, dtype: torch.dtype, causal: bool) -> None:
-    """NaN in one sequence reaches no other, neither forward nor backward."""
-    lengths = [33, 20, 0, 70]
-    x = [Layout("contiguous", seed).make((123, 2, 32), dtype, DEVICE) for seed in range(4)]
-    begins = [0, *accumulate(lengths)]
-    for bad in (0, 1, 3):
-        own = slice(begins[bad], begins[bad + 1])
-        some = [tensor.clone() for tensor in x]
-        for tensor in some:
-            tensor[own] = torch.nan
-        known = cu(lengths), cu(lengths), 70, 70, causal
-        clean = both(taken, tuple(x[:3]), x[3], *known)
-        for found, before in zip(both(taken, tuple(some[:3]), some[3], *known), clean, strict=True):
-            assert found[own].isnan().all()
-            found[own] = before[own]
-            assert torch.equal(found, before)
+def test_nan_stays_where_it_is(taken: ModuleType, dtype: torch.dtype, causal: bool) -> None:
+    """In one sequence it reaches no other, neither forward nor backward; nor does what lies around a head."""
+    lengths = (17, 20, 0, 40)
+    for case in (FORWARD, BACKWARD):
+        for start, end in ((0, 17), (17, 37), (37, 77)):
+            made = list(case.arguments(Draw(dtype), lengths, None, (2, 2), 24, causal))
+            for place, x in enumerate(made[: 4 if case is BACKWARD else 3]):
+                around = torch.full((87, 4, 40), torch.nan, dtype=dtype, device=DEVICE)
+                made[place] = around[5:-5, 1:3, 8:-8].copy_(x)
+                made[place][start:end] = torch.nan
+            check(case, taken, dtype, tuple(made))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_reads_nothing_beside_its_inputs(taken: ModuleType, dtype: torch.dtype) -> None:
-    """NaN in what lies around a head stays there."""
-    around = torch.full((80, 4, 96), torch.nan, dtype=dtype, device=DEVICE)
-    around[5:75, 1:3, 8:88] = Layout("contiguous", 0).make((70, 2, 80), dtype, DEVICE)
-    x, lengths = around[5:75, 1:3, 8:88], [40, 30]
-    for causal in (False, True):
-        found = both(taken, (x, x, x), x, cu(lengths), cu(lengths), 40, 40, causal)
-        assert_close(found[0], (x, x, x), lengths, lengths, causal)
-        assert_gradients_close(tuple(found[1:]), (x, x, x), x, lengths, lengths, causal)
-
-
-@pytest.mark.parametrize("longest", [70, 71, 128, 10**6])
-def test_longest_may_be_longer(taken: ModuleType, longest: int) -> None:
-    """What is not needed of it changes no bit."""
-    x = [Layout("contiguous", seed).make((123, 2, 32), torch.float32, DEVICE) for seed in range(4)]
-    lengths = [33, 20, 0, 70]
-    known = cu(lengths), cu(lengths)
-    expected = both(taken, tuple(x[:3]), x[3], *known, 70, 70)
-    for found, right in zip(both(taken, tuple(x[:3]), x[3], *known, longest, longest), expected, strict=True):
-        assert torch.equal(found, right)
-
-
-@pytest.mark.parametrize("fast", first_quickly(True, False))
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradcheck_accumulator(taken: ModuleType, causal: bool, fast: bool) -> None:
-    """PyTorch's check by differences, in float64, of ragged sequences and shared heads, in one direction or in each."""
-    q = Layout("contiguous", 0).make((3, 2, 2), torch.float64, DEVICE).requires_grad_()
-    k, v = (Layout("contiguous", seed).make((4, 1, 2), torch.float64, DEVICE).requires_grad_() for seed in (1, 2))
-    known = cu([1, 0, 2]), cu([1, 1, 2]), 2, 2
-
-    def op(*x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = taken.varlen_attention(*x, *known, causal, 0.7)
-        return result
-
-    assert torch.autograd.gradcheck(op, (q, k, v), fast_mode=fast)
-
-
-def test_no_second_gradient(taken: ModuleType) -> None:
-    """A gradient of the gradient is refused, not wrong; the log-sum-exp has none."""
-    x = [torch.ones(3, 1, 16, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in range(3)]
-    known = cu([3]), cu([3]), 3, 3
-    out, lse = taken.varlen_attention_forward(*x, *known)
-    assert not lse.requires_grad
-    (grad,) = torch.autograd.grad(out.sum(), x[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="autograd"):
-        grad.sum().backward()
-
-
-def test_nothing_to_do(taken: ModuleType) -> None:
-    """No sequences, or none with tokens."""
-    for lengths in ([], [0], [0, 0]):
-        x = [torch.ones(0, 2, 16, dtype=torch.float16, device=DEVICE, requires_grad=True) for _ in range(3)]
-        out = taken.varlen_attention(*x, cu(lengths), cu(lengths), 0, 0)
-        out.sum().backward()
-        assert out.shape == x[0].grad.shape == (0, 2, 16)
-
-
-def test_refuses(taken: ModuleType) -> None:
-    """What the op does not take, it names."""
-    q, places = torch.ones(6, 4, 16, dtype=torch.float16, device=DEVICE), cu([2, 4])
-    with pytest.raises(TypeError, match=r"^varlen_attention takes float tensors, not torch\.int32"):
-        taken.varlen_attention(*[q.int()] * 3, places, places, 4, 4)
-    with pytest.raises(TypeError, match=r"one dtype .*float16.*torch\.bfloat16"):
-        taken.varlen_attention(q, q.bfloat16(), q, places, places, 4, 4)
-    with pytest.raises(TypeError, match=r"cu_seqlens of int32.*torch\.int64"):
-        taken.varlen_attention(q, q, q, places.long(), places, 4, 4)
-    for k, v, other in (
-        (q[:, :3], q[:, :3], places),
-        (q[:, :0], q[:, :0], places),
-        (q, q[:, :2], places),
-        (q[..., :8], q[..., :8], places),
-        (q[0], q[0], places),
-        (q, q[:3], places),
-        (q, q, places[:2]),
-        (q, q, places[None]),
-    ):
-        found = ", ".join(str(tuple(t.shape)) for t in (q, k, v, places, other))
-        with pytest.raises(ValueError, match=rf"^varlen_attention takes q of .*{re.escape(found)}$"):
-            taken.varlen_attention(q, k, v, places, other, 4, 4)
-    for D in (0, 257):
-        x = q.new_ones(6, 1, D)
-        with pytest.raises(ValueError, match="D up to 256"):
-            taken.varlen_attention(x, x, x, places, places, 4, 4)
-    for scale in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match=f"a scale above 0, not {scale}"):
-            taken.varlen_attention(q, q, q, places, places, 4, 4, False, scale)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
-    """On a GPU a call goes straight to the launcher; it does what the op does."""
-    q, k, v, do = (Layout("contiguous", seed).make((40, 2, 32), dtype, DEVICE) for seed in range(4))
-    known = cu([15, 25]), cu([15, 25]), 25, 25, True
-    found = at_cuda(taken.varlen_attention_forward, q, k, v, *known)
-    expected = taken.varlen_attention_forward(q, k, v, *known)
-    found += at_cuda(taken.varlen_attention_backward, do, q, k, v, *found, *known)
-    expected += taken.varlen_attention_backward(do, q, k, v, *expected, *known)
-    for one, right in zip(found, expected, strict=True):
-        assert torch.equal(one, right)
+def test_log_sum_exp_has_no_gradient(taken: ModuleType) -> None:
+    """The op's second result is for the backward only."""
+    q, k, v, *known = arguments(Draw(torch.float32), (3,), None, (1, 1), 16)
+    out, lse = taken.varlen_attention_forward(q.requires_grad_(), k, v, *known)
+    assert (out.requires_grad, lse.requires_grad) == (True, False)
 
 
 def test_steps_of_the_page(recipe: ModuleType) -> None:
     """The first kernel is right, whatever length is claimed, and the op is with every list; so is PyTorch's loop."""
     lengths = [1, 140, 0, 128, 31]
-    x = [Layout("contiguous", seed).make((300, 2, 64), torch.float16, DEVICE) for seed in range(3)]
+    q, k, v, *known = arguments(Draw(torch.float16), tuple(lengths), None, (2, 2), 64, True)
+    wide = in_float64((q, k, v))
+    right, _ = exact(*wide, *known)
     for claimed in (140, 1000):
-        assert_close(recipe.packed(*x, cu(lengths), claimed), tuple(x), lengths, lengths, True)
-    wide = [tensor.double() for tensor in x]
-    expected = attention(*wide, lengths, lengths, True)
-    torch.testing.assert_close(recipe.one_by_one(*wide, lengths), expected)
-    torch.testing.assert_close(recipe.reference(*wide, lengths, lengths, True), expected)
+        assert_close(FORWARD, q.dtype, recipe.packed(q, k, v, known[0], claimed), right)
+    torch.testing.assert_close(recipe.one_by_one(*wide, lengths), right.value)
+    torch.testing.assert_close(recipe.reference(*wide, lengths, lengths, True), right.value)
     BLOCK_M = recipe.VARLEN_ATTENTION_TILES["forward"][64][0]
     for tiles in recipe.orders(lengths, BLOCK_M).values():
         given = torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
-        known = cu(lengths), cu(lengths), 140, 140, True
-        out, _ = recipe._varlen_attention_launch(*x, *known, listed=lambda *_, given=given: given)
-        assert_close(out, tuple(x), lengths, lengths, True)
+        out, _ = recipe._varlen_attention_launch(q, k, v, *known, listed=lambda *_, given=given: given)
+        assert_close(FORWARD, q.dtype, out, right)
 
 
 def at_launch(taken: ModuleType, kind: str, dtype: str, D: int, causal: bool) -> dict[str, object]:
@@ -530,66 +452,19 @@ def test_beyond_int32(taken: ModuleType) -> None:
     keys = [1] * 65
     k = torch.randn(65, 16, 128, device=DEVICE).half()
     out = taken.varlen_attention(q, k, k, cu(lengths), cu(keys), 2**14, 1)
-    assert_close(out[-40:], (q[-40:], k[-1:], k[-1:]), [40], [1])
+    expected = k[-1:].expand(40, 16, 128)  # a query that sees one key has its value
+    torch.testing.assert_close(out[-40:], expected)
 
 
 @needs_a_gpu
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize("D", [*HEADS, 256])
-@settings(max_examples=6)
-@given(lengths=sequences(1500), causal=st.booleans())
-def test_long(taken: ModuleType, dtype: torch.dtype, D: int, lengths: tuple[Lengths, Lengths], causal: bool) -> None:
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("D", [16, 32, 40, 64, 80, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_long(taken: ModuleType, dtype: torch.dtype, D: int, causal: bool) -> None:
     """Many blocks of any lengths."""
-    queries, keys = lengths
-    q, do = (torch.randn(sum(queries), 4, D, device=DEVICE).to(dtype) for _ in range(2))
-    k, v = (torch.randn(sum(keys), 2, D, device=DEVICE).to(dtype) for _ in range(2))
-    known = cu(queries), cu(keys), max(queries), max(keys), causal
-    first = both(taken, (q, k, v), do, *known)
-    assert_close(first[0], (q, k, v), queries, keys, causal)
-    assert_gradients_close(tuple(first[1:]), (q, k, v), do, queries, keys, causal)
-    for one, again in zip(first, both(taken, (q, k, v), do, *known), strict=True):
-        assert torch.equal(one, again)
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_opcheck(taken: ModuleType, dtype: torch.dtype) -> None:
-    """Both ops pass the whole of opcheck."""
-    q, do = (torch.randn(70, 4, 64, device=DEVICE).to(dtype) for _ in range(2))
-    k, v = (torch.randn(70, 2, 64, device=DEVICE).to(dtype) for _ in range(2))
-    known = cu([30, 40]), cu([30, 40]), 40, 40, True
-    x = [tensor.requires_grad_() for tensor in (q, k, v)]
-    found = torch.library.opcheck(taken.varlen_attention_forward, (*x, *known))
-    assert set(found.values()) == {"SUCCESS"}
-    out, lse = taken.varlen_attention_forward(*x, *known)
-    x = [tensor.detach() for tensor in (do, q, k, v, out, lse)]
-    assert set(torch.library.opcheck(taken.varlen_attention_backward, (*x, *known)).values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op with its gradient, and other sizes."""
-    torch.compiler.reset()
-    for lengths in ([40, 3], [70, 0, 5], [300]):
-        q, k, v, do = (torch.randn(sum(lengths), 3, 64, device=DEVICE).half() for _ in range(4))
-        known = cu(lengths), cu(lengths), max(lengths), max(lengths), True
-        op = torch.compile(lambda *x: taken.varlen_attention(*x), fullgraph=True, dynamic=dynamic)
-        x = [tensor.requires_grad_() for tensor in (q, k, v)]
-        out = op(*x, *known)
-        assert_close(out, (q, k, v), lengths, lengths, True)
-        assert_gradients_close(torch.autograd.grad(out, x, do), (q, k, v), do, lengths, lengths, True)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The op runs where its inputs are, whichever GPU is the current one."""
-    q = torch.randn(50, 2, 64, device="cuda:1").half().requires_grad_()
-    places = torch.tensor([0, 20, 50], dtype=torch.int32, device="cuda:1")
-    out = taken.varlen_attention(q, q, q, places, places, 30, 30)
-    assert_close(out, (q, q, q), [20, 30], [20, 30])
-    out.sum().backward()
-    assert q.grad.isfinite().all()
+    for case in (FORWARD, BACKWARD):
+        for queries, keys in (((1500, 0, 1, 777), None), ((1, 301, 640), (1499, 300, 5))):
+            check(case, taken, dtype, case.arguments(Draw(dtype), queries, keys, (4, 2), D, causal))
 
 
 def two_sequences(normal: Callable[..., torch.Tensor], M: int, N: int) -> tuple[object, ...]:
