@@ -121,6 +121,7 @@ WHOLE = [
         name,
         of_rows,
         partial(exact, name),
+        autocast=torch.float32 if name == "cumsum_long" else None,
         sizes=SIZES,
         small=((2, 5), 0),
         in_layouts=((3, 301), 0),

@@ -231,6 +231,7 @@ CONTRACT = [
         "gated_delta_rule",
         of_forward,
         exact_forward,
+        autocast="asked",
         small=(1, 17, 1, 2, 2),
         shapes=shapes(0),
         gradients=lambda *arguments: exact(*arguments)[2:7],

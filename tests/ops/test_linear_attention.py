@@ -208,6 +208,7 @@ CONTRACT = [
         "linear_attention",
         of_forward,
         exact_forward,
+        autocast="asked",
         small=(1, 17, 1, 2, 2),
         gradients=lambda *arguments: exact(*arguments)[2:6],
         with_gradients=4,

@@ -68,6 +68,7 @@ CONTRACT = [
         "matmul",
         matrices,
         exact,
+        autocast="asked",
         sizes=SIZES,
         small=(3, 4, 5),
         many=(4099, 4099, 65),

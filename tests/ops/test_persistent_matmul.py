@@ -86,6 +86,7 @@ PRODUCT = Case(
     "persistent_matmul",
     matrices,
     exact,
+    autocast="asked",
     sizes=SIZES,
     small=(4, 5, 8, "rows", "columns", 16),
     many=(4099, 4097, 65, "rows", "columns", 16),

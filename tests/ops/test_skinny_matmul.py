@@ -77,6 +77,7 @@ CONTRACT = [
         "skinny_matmul",
         matrices,
         exact,
+        autocast="asked",
         sizes=SIZES,
         small=((2,), 3, 130),
         in_layouts=((2, 3), 70, 300),

@@ -90,6 +90,7 @@ PRODUCT = Case(
     "tuned_matmul",
     matrices,
     exact,
+    autocast="asked",
     sizes=SIZES,
     small=(3, 2, 4),
     many=(4099, 4099, 65),

@@ -251,6 +251,7 @@ FORWARD = Case(
     "varlen_attention_forward",
     arguments,
     exact,
+    autocast="asked",
     sizes=SIZES,
     small=((1, 0, 2), (1, 1, 2), (2, 1), 2, True),
     in_layouts=((5, 0, 17), None, (2, 1), 24, True),
@@ -269,6 +270,7 @@ BACKWARD = replace(
     exact=exact_gradients,
     roundings=lambda out: 1024 if out.dtype == torch.float64 else 256,
     gradients=None,
+    autocast=None,
 )
 # First: with a wrong list, the others may read anywhere, and end the process.
 CONTRACT = [
