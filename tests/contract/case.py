@@ -46,7 +46,7 @@ class Refused(NamedTuple):
     """A call that raises.
 
     Attributes:
-        arguments: makes them, given a `Draw` of float32.
+        arguments: makes them, given a `Draw` of the case's usual dtype.
         error: what is raised.
         match: a pattern that the message begins with.
     """
@@ -78,7 +78,8 @@ class Case:
         special: makes arguments with NaN, infinities and extreme values, for which `reference` has the results.
         gradients: returns what the gradients of the first arguments have to be, given those of the results and the
             arguments, all in float64; None where the function has no backward.
-        with_gradients: how many the first arguments are that have some.
+        with_gradients: how many the first arguments are that have some; or the places of those that have, where one
+            may be None and has none.
         second_gradients: whether the gradients have gradients themselves.
         once: whether a call has one backward alone, and so no differences to compare it with.
         settings: what the names in the op's module are set to: limits of the launcher that no small size would reach.
@@ -111,7 +112,7 @@ class Case:
     reference: Callable[..., Any] | None = None
     special: "Callable[[Draw], Sequence[tuple[Any, ...]]] | None" = None
     gradients: Callable[..., Sequence[Exact]] | None = None
-    with_gradients: int = 1
+    with_gradients: int | Sequence[int] = 1
     second_gradients: bool = False
     once: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -125,6 +126,11 @@ class Case:
     autocast: torch.dtype | Literal["asked"] | None = None
     refused: Sequence[Refused] = field(default=())
     recipe: str = ""
+
+    @property
+    def usual(self) -> torch.dtype:
+        """The dtype where one is enough: float32, or the first of those that it takes."""
+        return torch.float32 if torch.float32 in self.dtypes else self.dtypes[0]
 
     def function(self, module: ModuleType) -> Callable[..., Any]:
         """Return the function of an op's module, which was loaded for this case: its settings are changed."""
@@ -201,9 +207,10 @@ def in_float64(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def with_gradients(case: Case, arguments: tuple[Any, ...]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
     """Return the leaves of the arguments that have gradients, and the arguments with them."""
-    count = case.with_gradients if case.gradients else 0
-    leaves = [value.detach().requires_grad_() for value in arguments[:count]]
-    return leaves, (*leaves, *arguments[count:])
+    count = case.with_gradients
+    places = range(count) if isinstance(count, int) else [place for place in count if arguments[place] is not None]
+    leaves = {place: arguments[place].detach().requires_grad_() for place in places if case.gradients}
+    return [*leaves.values()], tuple(leaves.get(place, value) for place, value in enumerate(arguments))
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -45,7 +45,12 @@ def of_leaves(load_op: Load, case: Case, dtype: torch.dtype) -> tuple[Callable[.
     """Return the function of the arguments that have gradients, and these."""
     leaves, arguments = with_gradients(case, case.arguments(Draw(dtype), *case.small))
     function = case.function(load_op(f"{case.recipe}.py"))
-    return lambda *values: function(*values, *arguments[len(leaves) :]), leaves
+
+    def of_values(*values: Any) -> Any:
+        given = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
+        return function(*(given.get(id(value), value) for value in arguments))
+
+    return of_values, leaves
 
 
 @each_case(lambda case: case.gradients and not case.once)
@@ -61,7 +66,7 @@ def test_gradcheck(load_op: Load, case: Case, fast: bool) -> None:
 @each_case(lambda case: case.gradients and not case.second_gradients)
 def test_no_second_derivative_float32(load_op: Load, case: Case) -> None:
     """It is refused, not zero."""
-    function, leaves = of_leaves(load_op, case, torch.float32)
+    function, leaves = of_leaves(load_op, case, case.usual)
     out = tree_leaves(function(*leaves))[0]
     # A backward that writes over what it keeps returns what is no part of a graph; some are refused at the first.
     said = "does not require grad" if case.once else "no (autograd formula|second derivatives)"
@@ -72,7 +77,7 @@ def test_no_second_derivative_float32(load_op: Load, case: Case) -> None:
 @each_case(lambda case: not (case.gradients or case.changes or case.plain or case.call.startswith("_")))
 def test_no_gradient_float32(load_op: Load, case: Case) -> None:
     """A gradient that there is not is refused, not zero."""
-    arguments = case.arguments(Draw(torch.float32), *case.small)
+    arguments = case.arguments(Draw(case.usual), *case.small)
     leaves = [value.requires_grad_() if is_real(value) else value for value in arguments]
     with pytest.raises((RuntimeError, ValueError), match=r"no (autograd formula|backward|gradient)"):
         sum(out.sum() for out in tree_leaves(case.function(load_op(f"{case.recipe}.py"))(*leaves))).backward()

@@ -30,7 +30,7 @@ def of_squares(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) 
 def test_launcher_float32(load_op: Load, case: Case) -> None:
     """On a GPU a call goes straight to the launcher, which does what the op does."""
     op = load_op(f"{case.recipe}.py")
-    function, arguments = case.function(op), case.arguments(Draw(torch.float32), *case.small)
+    function, arguments = case.function(op), case.arguments(Draw(case.usual), *case.small)
     changed = [copy(value) for value in case.changed(arguments)]
     results = case.results(at_cuda(function, *case.with_changed(arguments, changed)), changed)
     torch.testing.assert_close(results, case.on_copies(op)(*arguments), rtol=0, atol=0)
@@ -42,8 +42,8 @@ def test_deterministic_algorithms(load_op: Load, case: Case) -> None:
     op = load_op(f"{case.recipe}.py")
     torch.use_deterministic_algorithms(True)
     try:
-        check(case, op, torch.float32, case.arguments(Draw(torch.float32), *case.small))
-        leaves, arguments = with_gradients(case, case.arguments(Draw(torch.float32), *case.small))
+        check(case, op, case.usual, case.arguments(Draw(case.usual), *case.small))
+        leaves, arguments = with_gradients(case, case.arguments(Draw(case.usual), *case.small))
         if leaves:
             grads = of_squares(tree_leaves(case.function(op)(*arguments)), leaves)
             assert all(grad.isfinite().all() for grad in grads)
@@ -82,8 +82,8 @@ def test_autocast(load_op: Load, case: Case, asked: torch.dtype) -> None:
 @each_case()
 def test_many_programs(load_op: Load, case: Case) -> None:
     """Where programs wait for a place, results are right too, and ten calls give the same."""
-    op, arguments = load_op(f"{case.recipe}.py"), case.arguments(Draw(torch.float32), *case.many)
-    first = check(case, op, torch.float32, arguments)
+    op, arguments = load_op(f"{case.recipe}.py"), case.arguments(Draw(case.usual), *case.many)
+    first = check(case, op, case.usual, arguments)
     for _ in range(9):
         again = case.on_copies(op)(*arguments)
         assert all(torch.equal(bits(one), bits(other)) for one, other in zip(again, first, strict=True))
@@ -110,7 +110,7 @@ def test_compiled(load_op: Load, case: Case, dynamic: bool) -> None:
     compiled = torch.compile(lambda *arguments: function(*arguments), fullgraph=True, dynamic=dynamic)
     for size in (case.small, *case.sizes[:2]):
         with at(size):
-            leaves, arguments = with_gradients(case, case.arguments(Draw(torch.float32), *size))
+            leaves, arguments = with_gradients(case, case.arguments(Draw(case.usual), *size))
             ways = [way(*arguments) for way in (compiled, function)]
             torch.testing.assert_close(*ways)
             if leaves:
@@ -138,7 +138,7 @@ def test_compiled_autocast(load_op: Load, case: Case) -> None:
 def test_cuda_graph(load_op: Load, case: Case) -> None:
     """A CUDA graph captures a call, and replays it for other values."""
     function = case.on_copies(load_op(f"{case.recipe}.py"))
-    arguments, others = (case.arguments(Draw(torch.float32, seed=seed), *case.sizes[0]) for seed in (0, 100))
+    arguments, others = (case.arguments(Draw(case.usual, seed=seed), *case.sizes[0]) for seed in (0, 100))
     function(*arguments)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -155,7 +155,7 @@ def test_cuda_graph(load_op: Load, case: Case) -> None:
 def test_stream(load_op: Load, case: Case) -> None:
     """It launches on the current stream: what was put there before is read, after a wait of some milliseconds."""
     function = case.on_copies(load_op(f"{case.recipe}.py"))
-    arguments = case.arguments(Draw(torch.float32), *case.sizes[0])
+    arguments = case.arguments(Draw(case.usual), *case.sizes[0])
     expected = function(*arguments)
     late = [value.clone().zero_() if isinstance(value, torch.Tensor) else value for value in arguments]
     torch.cuda.synchronize()
@@ -175,7 +175,7 @@ def test_another_gpu(load_op: Load, case: Case) -> None:
     """It runs where its arguments are, whichever GPU is the current one."""
     function = case.on_copies(load_op(f"{case.recipe}.py"))
     here, there = (
-        case.arguments(Draw(torch.float32, device=torch.device(name)), *case.small) for name in ("cuda:0", "cuda:1")
+        case.arguments(Draw(case.usual, device=torch.device(name)), *case.small) for name in ("cuda:0", "cuda:1")
     )
     leaves, there = with_gradients(case, there)
     results = function(*there)

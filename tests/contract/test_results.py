@@ -67,4 +67,4 @@ def test_refuses(load_op: Load, case: Case) -> None:
     function = case.function(load_op(f"{case.recipe}.py"))
     for refused in case.refused:
         with at(refused.match), pytest.raises(refused.error, match=f"^{refused.match}"):
-            function(*refused.arguments(Draw(torch.float32)))
+            function(*refused.arguments(Draw(case.usual)))
