@@ -116,12 +116,13 @@ def of_weights(
     terms: torch.Tensor,
     scale: float,
     slope: float | torch.Tensor = 1.0,
+    lost: float | torch.Tensor = 0.0,
 ) -> list[Exact]:
-    """Return the same, given weights and their terms, and the slope of each score, of up to 1."""
+    """Return the same, given weights and their terms, the slope of each score, of up to 1, and what results lose."""
     wide, v = for_heads(k, q), for_heads(v, q)
     ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * slope
     ds_terms = terms * (grad.abs() @ v.mT.abs() + (grad * out).abs().sum(-1, keepdim=True))
-    ds = ds * scale, ds_terms * abs(scale), (ds.abs() + LEAST) * abs(scale)
+    ds = ds * scale, ds_terms * abs(scale), (ds.abs() + p * lost + LEAST) * abs(scale)
     of_q = [t @ keys for t, keys in zip(ds, (wide, wide.abs(), wide.abs()), strict=True)]
     of_k = [of_group(t.mT @ rows, k) for t, rows in zip(ds, (q, q.abs(), q.abs()), strict=True)]
     of_v = [of_group(t.mT @ rows, k) for t, rows in ((p, grad), (terms, grad.abs()), (p + LEAST, grad.abs()))]
@@ -136,9 +137,11 @@ def exact_gradients(
     causal: bool = False,
     scale: float | None = None,
 ) -> list[Exact]:
-    """Return the gradients of queries, keys and values."""
-    out, lse = exact_with_lse(q, k, v, causal, scale)
-    return exact_backward(grad, q, k, v, out.value, lse.value, causal, scale)
+    """Return the gradients of queries, keys and values, given a result that is rounded to the dtype of the case."""
+    s, terms, scale = scores(q, k, causal, scale)
+    found, wide = weights(s, terms), for_heads(v, q)
+    lost = (grad.abs() * (found.p @ wide.abs())).sum(-1, keepdim=True)
+    return of_weights(grad, q, k, v, found.p @ wide, found.p, found.terms, scale, lost=lost)
 
 
 def filled(first: int, end: int, value: float) -> Change:
