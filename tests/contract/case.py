@@ -258,8 +258,8 @@ def check(case: Case, module: ModuleType, dtype: torch.dtype, arguments: tuple[A
             assert_close(case, dtype, out, right)
         else:
             assert torch.equal(out, right.value)
-    # Last: where results are wrong, a call without guards may end the process. Copies begin where those did: a kernel for
-    # addresses that 16 divides may add up in another order.
+    # Last: where results are wrong, a call without guards may end the process. Copies begin where those did: a kernel
+    # for addresses that 16 divides may add up in another order.
     copies = [Guard().place(value) for value in case.changed(arguments)]
     repeated = case.results(function(*case.with_changed(arguments, copies)), copies)
     for out, again in zip(results, repeated, strict=True):
