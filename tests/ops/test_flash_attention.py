@@ -72,12 +72,13 @@ OF_ALL = {
 }
 OF_FORWARD = {"gradients": exact_gradients, "with_gradients": 3, "refused": refused("flash_attention", 0, 257)}
 CONTRACT = [
-    Case("flash_attention", arguments, exact, sizes=SIZES[:3], plain=True, **OF_FORWARD, **OF_ALL),
+    Case("flash_attention", arguments, exact, sizes=SIZES[:3], plain=True, autocast="asked", **OF_FORWARD, **OF_ALL),
     Case(
         "flash_attention_with_lse",
         arguments,
         exact_with_lse,
         sizes=SIZES[:5] + HIDDEN + SIZES[5:] + FAR,
+        autocast="asked",
         **OF_FORWARD,
         **OF_ALL,
     ),

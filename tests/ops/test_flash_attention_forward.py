@@ -46,6 +46,7 @@ CONTRACT = [
         "flash_attention_forward",
         arguments,
         exact,
+        autocast="asked",
         sizes=SIZES,
         small=(2, 4, 2, 40, 50, 16, True),
         in_layouts=(2, 2, 1, 37, 20, 20, True),

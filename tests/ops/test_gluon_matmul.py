@@ -101,6 +101,7 @@ CONTRACT = [
         "gluon_matmul",
         operands,
         exact,
+        autocast="asked",
         sizes=SIZES,
         small=(40, 21, 24, TURNED),
         in_layouts=(129, 257, 70, (True, False), (8, 0)),

@@ -147,6 +147,7 @@ LAYER = Case(
     "linear_gelu",
     layer,
     exact,
+    autocast="asked",
     sizes=SIZES,
     small=((2, 3), 4, 5, "none"),
     many=((4099,), 4099, 40, "none"),
