@@ -19,7 +19,8 @@ from case import Case, Draw, Exact, Refused, accumulator, check
 from compiled import Ask, compiled, graphs, narrow, stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, amid, sizes
+from inputs import DEVICE, FLOATS, amid
+from recurrences import OF_ALL, SIZES, SMALL, SMALL_WITHOUT_STATE, shapes
 from torch.nn.functional import logsigmoid, normalize
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -135,6 +136,11 @@ def exact_backward(*arguments: Any, looser: float = 1) -> list[Exact]:
     return exact(*arguments, looser=looser)[2:]
 
 
+def roundings(out: torch.Tensor) -> int:
+    """Return how many roundings of the accumulator that is, besides those to the dtype."""
+    return 120 if out.dtype == torch.float64 else 56
+
+
 def of_forward(
     draw: Draw,
     batch: int,
@@ -195,45 +201,16 @@ REFUSED = [
     misfit(lambda q, k, v, g, beta, first: (q, k, v, g, beta, first[:1])),
     misfit(lambda *given: tuple(t[:, :, :1].expand(2, 5, 65536, *t.shape[3:]) for t in given[:5])),
 ]
-# Several chunks and blocks of the state; a scale of one's own; states that last, and decays that overflow where an
-# exponent is positive; and no tokens, sequences or heads
-SIZED = [(1, 70, 2, 16, 32), (2, 33, 1, 20, 40, 2.0, None, False), (1, 130, 1, 16, 16, 5.0), (1, 65, 1, 100, 200)]
-SIZED += [(1, 70, 1, 16, 32, 2.0, -0.3), (2, 0, 3, 16, 32), (1, 100, 1, 32, 32, -60.0), (1, 1, 1, 1, 1)]
-SIZED += [(0, 5, 2, 16, 32), (2, 5, 0, 16, 32), (1, 70, 2, 16, 32, 2.0, 0.0), (1, 70, 2, 16, 32, 2.0, 1.0)]
-SIZED += [(1, 100, 2, 32, 32, gate) for gate in (30.0, -10.0, -300.0)]
-SIZED += [(1, T, 1, *dims) for T in (1, 64, 70) for dims in ((64, 64), (128, 128), (16, 256))]
-
-
-def shapes(least: int) -> st.SearchStrategy[tuple[Any, ...]]:
-    """Sizes of so many tokens and more, with a state or without."""
-    return st.tuples(
-        st.integers(1, 2),
-        sizes(64, 140).filter(lambda T: least <= T),
-        st.integers(1, 3),
-        st.sampled_from([1, 16, 20, 64]),
-        st.sampled_from([1, 16, 40, 64]),
-        st.just(2.0),
-        st.none(),
-        st.booleans(),
-    )
-
-
-OF_ALL = {
-    "sizes": SIZED,
-    "in_layouts": (1, 40, 2, 16, 20),
-    "many": (9, 701, 9, 32, 32),
-    # In float16 a weight may be too small.
-    "fits": lambda size, dtype: dtype != torch.float16 or len(size) < 6 or 0 < size[5] < 10,
-    "roundings": lambda out: 120 if out.dtype == torch.float64 else 56,
-}
 CONTRACT = [
     Case(
         "gated_delta_rule",
         of_forward,
         exact_forward,
         autocast="asked",
-        small=(1, 17, 1, 2, 2),
-        shapes=shapes(0),
+        sizes=SIZES,
+        small=SMALL,
+        shapes=shapes(),
+        roundings=roundings,
         gradients=lambda *arguments: exact(*arguments)[2:7],
         with_gradients=5,
         refused=REFUSED,
@@ -243,7 +220,9 @@ CONTRACT = [
         "gated_delta_rule_backward",
         of_backward,
         exact_backward,
-        small=(1, 17, 1, 2, 2, 2.0, None, False),
+        sizes=SIZES,
+        small=SMALL_WITHOUT_STATE,
+        roundings=roundings,
         shapes=shapes(1),  # without tokens, the gradient of the state has its strides
         **OF_ALL,
     ),
@@ -343,18 +322,6 @@ def test_no_tokens(taken: ModuleType, dtype: torch.dtype) -> None:
 
 
 @each_dtype
-def test_parts(taken: ModuleType, dtype: torch.dtype) -> None:
-    """Parts of a sequence, each with the state of the one before, end as the whole does."""
-    (*tokens, state, _), _ = problem(dtype, 1, 150, 2, 16, 32)
-    whole, end = taken.gated_delta_rule(*tokens, state)
-    unit = 16 * max(torch.finfo(dtype).eps, 2.0**-20)
-    for part in (slice(0, 70), slice(70, 71), slice(71, 150)):
-        out, state = taken.gated_delta_rule(*(t[:, part] for t in tokens), state)
-        torch.testing.assert_close(out, whole[:, part], rtol=0, atol=unit * whole.abs().max().item())
-    torch.testing.assert_close(state, end, rtol=0, atol=unit * end.abs().max().item())
-
-
-@each_dtype
 def test_either_result(taken: ModuleType, dtype: torch.dtype) -> None:
     """Autograd hands over what the backward op returns, and asks it as it was asked, for either result."""
     (*tensors, _), grads = problem(dtype, 1, 40, 2, 16, 32)
@@ -399,7 +366,7 @@ KERNELS = {
     "pairs": (4, {}),
     "gradients": (5, {}),
 }
-SIZES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 OF_WIDE = [f"{of}_ptr" for of in ["g", "decay", "beta", "first", "last", "grad_last", "dfirst", "dg", "dbeta"]]
 
 
@@ -410,8 +377,8 @@ def at_launch(taken: ModuleType, which: str, dtype: str, K: int, V: int) -> tupl
 
     number, constants = KERNELS[which]
     kernel = taken.GATED_DELTA_RULE_KERNELS[number]
-    half = SIZES[dtype] == 2
-    (CHUNK, PRECISION), *tiles = taken.GATED_DELTA_RULE_TILES[SIZES[dtype]]
+    half = BYTES[dtype] == 2
+    (CHUNK, PRECISION), *tiles = taken.GATED_DELTA_RULE_TILES[BYTES[dtype]]
     most_k, most_v, num_warps, num_stages = (taken.GATED_DELTA_RULE_HOPPER if half else tiles)[number]
     least = 64 if half else 16
     wide = "fp64" if dtype == "fp64" else "fp32"

@@ -17,7 +17,8 @@ from case import Case, Draw, Exact, Refused, accumulator, check
 from compiled import Ask, compiled, graphs, narrow, stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, FLOATS, amid, sizes
+from inputs import DEVICE, FLOATS, amid
+from recurrences import OF_ALL, SIZES, SMALL, SMALL_WITHOUT_STATE, shapes
 from torch.nn.functional import logsigmoid
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -107,6 +108,11 @@ def exact(*arguments: Any) -> list[Exact]:
     return found
 
 
+def roundings(out: torch.Tensor) -> int:
+    """Return how many roundings of the accumulator that is, besides those to the dtype."""
+    return 90 if out.dtype == torch.float64 else 42
+
+
 def of_forward(
     draw: Draw,
     batch: int,
@@ -176,40 +182,17 @@ REFUSED = [
     misfit(lambda q, k, v, g, first: (q, k, v, g, None, first.mT)),
     misfit(lambda q, k, v, g, first: (q, k, v, g, None, first[:1])),
 ]
-# Several chunks, blocks of the state and segments; a scale of one's own; states that last, and decays that overflow
-# where an exponent is positive; and no tokens, sequences or heads
-SIZED = [(1, 70, 2, 16, 32), (2, 33, 1, 20, 40, 2.0, None, False), (1, 600, 1, 16, 16, 5.0), (1, 65, 1, 100, 200)]
-SIZED += [(1, 70, 1, 16, 32, 2.0, -0.3), (2, 0, 3, 16, 32), (1, 100, 1, 32, 32, -60.0), (1, 1, 1, 1, 1)]
-SIZED += [(0, 5, 2, 16, 32), (2, 5, 0, 16, 32), (1, 70, 2, 16, 32, 2.0, 0.0), (1, 70, 2, 16, 32, 2.0, 1.0)]
-SIZED += [(1, 100, 2, 32, 32, gate) for gate in (30.0, -10.0, -300.0)]
-SIZED += [(1, T, 2, 32, 32, 5.0) for T in (256, 257)]
-SIZED += [(1, T, 1, *dims) for T in (32, 64, 130) for dims in ((64, 64), (128, 128), (16, 256), (128, 32))]
-SHAPES = st.tuples(
-    st.integers(1, 2),
-    sizes(64, 140),
-    st.integers(1, 3),
-    st.sampled_from([1, 16, 20, 64]),
-    st.sampled_from([1, 16, 40, 64]),
-    st.just(2.0),
-    st.none(),
-    st.booleans(),
-)
-OF_ALL = {
-    "sizes": SIZED,
-    "in_layouts": (1, 40, 2, 16, 20),
-    "many": (9, 701, 9, 32, 32),
-    # In float16 a weight may be too small.
-    "fits": lambda size, dtype: dtype != torch.float16 or len(size) < 6 or 0 < size[5] < 10,
-    "shapes": SHAPES,
-    "roundings": lambda out: 90 if out.dtype == torch.float64 else 42,
-}
+SEGMENTS = [*SIZES[:2], (1, 600, 1, 16, 16, 5.0), *SIZES[2:], (1, 256, 2, 32, 32, 5.0), (1, 257, 2, 32, 32, 5.0)]
 CONTRACT = [
     Case(
         "linear_attention",
         of_forward,
         exact_forward,
         autocast="asked",
-        small=(1, 17, 1, 2, 2),
+        sizes=SEGMENTS,
+        small=SMALL,
+        shapes=shapes(),
+        roundings=roundings,
         gradients=lambda *arguments: exact(*arguments)[2:6],
         with_gradients=4,
         refused=REFUSED,
@@ -219,7 +202,10 @@ CONTRACT = [
         "linear_attention_backward",
         of_backward,
         lambda *arguments: exact(*arguments)[2:],
-        small=(1, 17, 1, 2, 2, 2.0, None, False),
+        sizes=SEGMENTS,
+        small=SMALL_WITHOUT_STATE,
+        shapes=shapes(),
+        roundings=roundings,
         **OF_ALL,
     ),
 ]
@@ -311,18 +297,6 @@ def test_no_tokens(taken: ModuleType, dtype: torch.dtype) -> None:
 
 
 @each_dtype
-def test_parts(taken: ModuleType, dtype: torch.dtype) -> None:
-    """Parts of a sequence, each with the state of the one before, end as the whole does."""
-    (*tokens, scale, state), _ = problem(dtype, 1, 350, 2, 16, 32)
-    whole, end = taken.linear_attention(*tokens, scale, state)
-    unit = 16 * max(torch.finfo(dtype).eps, 2.0**-20)
-    for part in (slice(0, 270), slice(270, 271), slice(271, 350)):
-        out, state = taken.linear_attention(*(t[:, part] for t in tokens), scale, state)
-        torch.testing.assert_close(out, whole[:, part], rtol=0, atol=unit * whole.abs().max().item())
-    torch.testing.assert_close(state, end, rtol=0, atol=unit * end.abs().max().item())
-
-
-@each_dtype
 def test_either_result(taken: ModuleType, dtype: torch.dtype) -> None:
     """Autograd hands over what the backward op returns, and asks it as it was asked, for either result."""
     (q, k, v, g, _, first), grads = problem(dtype, 1, 40, 2, 16, 32)
@@ -361,15 +335,15 @@ KERNELS = {
     "dk": {"REVERSE": True, "GATES": True},
     "dv": {"REVERSE": True, "GATES": False},
 }
-SIZES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
 
 def at_launch(taken: ModuleType, which: str, dtype: str, K: int, V: int) -> tuple[object, dict[str, object]]:
     """Return a kernel, and what the launchers pass on to it, for lengths and heads that 16 divides."""
     import triton.language as tl
 
-    block = functools.partial(taken._linear_attention_block, itemsize=SIZES[dtype])
-    forward, states, tokens = taken.LINEAR_ATTENTION_TILES[SIZES[dtype]]
+    block = functools.partial(taken._linear_attention_block, itemsize=BYTES[dtype])
+    forward, states, tokens = taken.LINEAR_ATTENTION_TILES[BYTES[dtype]]
     wide = "fp64" if dtype == "fp64" else "fp32"
     of_wide = "g_ptr", "first_ptr", "last_ptr", "ends_ptr", "sums_ptr", "flow_ptr", "reads_ptr", "dg_ptr"
     known = {"SCALE": K**-0.5, "ACC": getattr(tl, {"fp64": "float64", "fp32": "float32"}[wide]), "CHUNK": states[0]}
@@ -417,7 +391,7 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
 def spills(taken: ModuleType) -> dict[str, int]:
     """Return the bytes that a thread spills, for every kernel."""
     found = {}
-    for dtype, (K, V), which in itertools.product(SIZES, [(64, 64), (128, 128), (96, 256)], KERNELS):
+    for dtype, (K, V), which in itertools.product(BYTES, [(64, 64), (128, 128), (96, 256)], KERNELS):
         kernel, known = at_launch(taken, which, dtype, K, V)
         found[f"{which} {dtype} {K} {V}"] = stack(kernel, **known)
     return found
@@ -441,7 +415,7 @@ def rooms(taken: ModuleType) -> list[int]:
     """Return the bytes of shared memory that the largest dimensions take."""
     return [
         compiled(kernel, **known).metadata.shared
-        for dtype, which in itertools.product(SIZES, KERNELS)
+        for dtype, which in itertools.product(BYTES, KERNELS)
         for kernel, known in [at_launch(taken, which, dtype, 128, 256)]
     ]
 
