@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from case import Case
+from case import Case, Draw, check
 from compiled import Ask, stack
 from inputs import DEVICE, FLOATS
-from largest import EDGES, OF_ALL, assert_copied, refused, shapes
+from largest import EDGES, OF_ALL, assert_copied, refused, rows, shapes
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,13 @@ def test_values_are_elements(taken: ModuleType, dtype: torch.dtype, monkeypatch:
         for name, value in case.settings.items():
             monkeypatch.setattr(taken, name, value)
         assert_copied(taken.topk_long, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_longest_parts(taken: ModuleType, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest parts, which the launcher makes of many rows: in half precision an index has 15 bits."""
+    monkeypatch.setattr(taken, "TOPK_LONG_PART", taken.TOPK_LONG_WIDE)
+    check(CONTRACT[0], taken, dtype, rows(Draw(dtype), (1, 70_001), 8, "ties"))
 
 
 def test_plan(taken: ModuleType) -> None:
