@@ -17,18 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from attentions import SPECIAL, arguments, exact, refused, shapes
+from case import Case, Draw, Refused, assert_close, check, in_float64
 from compiled import Ask, graphs
-from device_key import at_cuda
-from guard import Guard, guarded
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from inputs import DEVICE, Layout, layouts, sizes
+from inputs import DEVICE, Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 RECIPE = Path("attention") / "hopper_attention.py"
-KINDS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
 HEADS = [8, 16, 40, 64, 72, 96, 128]
 ROOMS = {90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes of shared memory
 
@@ -45,35 +42,52 @@ def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
     return load_recipe(str(RECIPE))
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, scale: float | None = None
-) -> torch.Tensor:
-    """Return the attention by its formula, in float64; a query that sees nothing gives 0."""
-    q, k, v = (t.double() for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if causal:
-        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)
-    p = (s - s.amax(-1, keepdim=True).clamp(min=-1e300)).exp() if s.shape[-1] else s
-    total = p.sum(-1, keepdim=True)
-    return p @ v / total.masked_fill(total == 0, 1)
+# Around the edges of tiles, full or causal; heads alone and in groups; no keys, no queries; scales; blocks after blocks
+SIZES = [(2, 2, 1, 70, 150, 40, True), (1, 4, 2, 129, 65, 128), (1, 3, 3, 127, 129, 64, True), (1, 1, 1, 1, 300, 96)]
+SIZES += [(1, 2, 1, 33, 0, 16, True), (1, 2, 1, 70, 70, 32, False, 0.3)]
+SIZES += SPECIAL
+SIZES += [(1, 2, 1, 70, 70, 32, True, scale) for scale in (1e-30, 1.0, 2.5)]
+SIZES += [(2, 0, 2, 9, 9, 16), (0, 2, 1, 9, 9, 16), (1, 2, 1, 0, 33, 16)]
+SIZES += [(1, 1, 1, 1, 1, 8, True), (1, 2, 2, 256, 256, 8)]
+SIZES += [(1, 2, 1, 300, 400, D, True) for D in (16, 32, 64, 72, 96, 128)]
+# The tests of broken recipes run what has "accumulator" in its name: see mutants.py.
+CONTRACT = [
+    Case(
+        "hopper_attention",
+        arguments,
+        exact,
+        name="hopper_attention in a float32 accumulator",
+        sizes=SIZES,
+        small=(2, 4, 2, 40, 50, 16, True),
+        in_layouts=(2, 2, 1, 37, 20, 24, True),
+        many=(16, 24, 8, 263, 131, 24, True),
+        shapes=shapes(HEADS),
+        dtypes=[torch.float16, torch.bfloat16],
+        refused=[
+            *refused(
+                "hopper_attention",
+                *(0, 4, 12, 100, 136, 256),
+                takes="float16 and bfloat16, not",
+                said="a multiple of 8 up to 128.*: flash_attention_forward takes other D$",
+            ),
+            *(
+                Refused(
+                    lambda draw, wide=wide: (draw(2, 4, 3, 16, dtype=wide),) * 3,
+                    TypeError,
+                    f"hopper_attention takes float16 and bfloat16, not {wide}: flash_attention_for",
+                )
+                for wide in (torch.float32, torch.float64)
+            ),
+        ],
+    ),
+]
 
 
-def assert_close(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-) -> None:
-    """Assert that a result is as good as the roundings of probabilities and of itself."""
-    assert (out.dtype, out.shape, out.device.type) == (q.dtype, q.shape, DEVICE.type)
-    assert out.is_contiguous()
-    expected, terms = attention(q, k, v, causal, scale), attention(q, k, v.double().abs(), causal, scale)
-    smallest = torch.finfo(q.dtype).smallest_normal
-    allowed = 2 * KINDS[q.dtype] * (terms + expected.abs() + smallest)
-    assert ((out.double() - expected).abs() <= allowed).all()
+def assert_right(out: torch.Tensor, *inputs: Any) -> None:
+    """Assert that a result of such arguments is right."""
+    (right,) = exact(*in_float64(inputs))
+    assert out.shape == right.value.shape
+    assert_close(CONTRACT[0], out.dtype, out, right)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -81,53 +95,12 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> to
     return Layout("contiguous", seed).make(shape, dtype, DEVICE)
 
 
-# The tests of broken recipes run what has "accumulator" in its name: see mutants.py.
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-@settings(max_examples=16)
-@given(
-    LQ=sizes(128, 140),
-    LK=sizes(64, 140),
-    D=st.sampled_from(HEADS),
-    groups=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2)]),
-    causal=st.booleans(),
-    of=st.tuples(layouts(), layouts(), layouts()),
-)
-def test_accumulator_value(
-    taken: ModuleType,
-    dtype: torch.dtype,
-    LQ: int,
-    LK: int,
-    D: int,
-    groups: tuple[int, int],
-    causal: bool,
-    of: tuple[Layout, Layout, Layout],
-) -> None:
-    """The value is right for any lengths, heads and layouts."""
-    heads, shared = groups
-    shapes = (1, heads, LQ, D), (1, shared, LK, D), (1, shared, LK, D)
-    q, k, v = (layout.make(shape, dtype, DEVICE) for layout, shape in zip(of, shapes, strict=True))
-    out = guarded(partial(taken.hopper_attention, causal=causal), q, k, v)
-    assert torch.equal(taken.hopper_attention(q, k, v, causal), out)
-    assert_close(out, q, k, v, causal)
-
-
-LENGTHS = [(1, 1), (1, 300), (64, 64), (127, 129), (129, 127), (200, 64), (256, 256), (33, 0), (0, 33)]
-
-
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("room", [227 * 1024, 99 * 1024])
-def test_accumulator_of_every_tile(
-    taken: ModuleType, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], D: int, causal: bool, room: int
-) -> None:
-    """Each tile, at lengths around its edges; heads side by side in memory, as a projection leaves them."""
-    monkeypatch.setattr(taken, "_hopper_attention_room", lambda _: room)
-    LQ, LK = lengths
-    q = normal(2, LQ, 2, D).transpose(1, 2)
-    k, v = normal(2, LK, 2, 1, D, seed=1).permute(2, 0, 3, 1, 4).unbind(0)
-    out = guarded(partial(taken.hopper_attention, causal=causal), q, k, v)
-    assert_close(out, q, k, v, causal)
+def test_accumulator_of_small_tiles(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, D: int) -> None:
+    """Those where shared memory is small, at lengths around their edges."""
+    monkeypatch.setattr(taken, "_hopper_attention_room", lambda _: 99 * 1024)
+    for lengths, causal in itertools.product([(1, 300), (127, 129), (129, 31), (256, 256)], (False, True)):
+        check(CONTRACT[0], taken, torch.float16, arguments(Draw(torch.float16), 1, 2, 1, *lengths, D, causal))
 
 
 @pytest.mark.parametrize("near", [1, 2, 3, 5, 6, 7])
@@ -135,8 +108,7 @@ def test_accumulator_of_groups_of_heads(taken: ModuleType, monkeypatch: pytest.M
     """Each tile is computed once, whether or not a group divides the heads."""
     LK = 150
     monkeypatch.setattr(taken, "HOPPER_ATTENTION_NEAR", near * 4 * LK * 16)
-    q, k, v = (normal(2, 3, n, 16, seed=n) for n in (300, LK, LK))
-    assert_close(guarded(partial(taken.hopper_attention, causal=True), q, k, v), q, k, v, True)
+    check(CONTRACT[0], taken, torch.float16, arguments(Draw(torch.float16), 2, 3, 3, 300, LK, 16, True))
 
 
 def launches(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, *inputs: torch.Tensor) -> dict[str, Any]:
@@ -189,52 +161,6 @@ def test_accumulator_takes_strides(taken: ModuleType) -> None:
         assert torch.equal(copy, other)
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_accumulator_scale(taken: ModuleType, dtype: torch.dtype) -> None:
-    """A scale of one's own, small and large."""
-    q, k, v = (normal(1, 2, 70, 32, seed=seed, dtype=dtype) for seed in range(3))
-    for scale in (1e-30, 0.3, 1, 2.5):
-        assert_close(taken.hopper_attention(q, k, v, scale=scale), q, k, v, scale=scale)
-
-
-@pytest.mark.parametrize("order", ["rising", "falling"])
-def test_accumulator_of_large_scores(taken: ModuleType, order: str) -> None:
-    """Scores in the thousands that rise or fall along the keys: the maximum changes in every block, or never."""
-    q = torch.ones(1, 1, 3, 64, dtype=torch.float16, device=DEVICE)
-    steps = torch.arange(300, dtype=torch.float16, device=DEVICE)
-    steps = steps if order == "rising" else steps.flip(0)
-    k = (steps * 2)[None, None, :, None].expand(1, 1, 300, 64)
-    v = normal(1, 1, 300, 64)
-    assert_close(taken.hopper_attention(q, k, v), q, k, v)
-
-
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-def test_accumulator_of_infinities(taken: ModuleType, dtype: torch.dtype, causal: bool) -> None:
-    """A key of -inf has no weight; a query that sees none but such keys gives 0, and no other is touched."""
-    q = normal(1, 1, 150, 32, dtype=dtype).abs()
-    k, v = (normal(1, 1, 170, 32, seed=seed, dtype=dtype) for seed in (1, 2))
-    for hidden in (slice(0, 90), slice(60, 140), slice(0, 170)):
-        some = k.clone()
-        some[:, :, hidden] = -torch.inf
-        out = taken.hopper_attention(q, some, v, causal)
-        assert_close(out, q, some, v, causal)
-        if hidden.start == 0:
-            assert not out[:, :, : hidden.stop if causal else 150].any() or (not causal and hidden.stop < 170)
-
-
-def test_accumulator_of_nan(taken: ModuleType) -> None:
-    """A query with NaN gives NaN alone; a key with NaN goes to no query of earlier blocks."""
-    q, k, v = (normal(1, 1, 300, 32, seed=seed) for seed in range(3))
-    q[0, 0, 7, 3] = torch.nan
-    out = taken.hopper_attention(q, k, v, causal=True)
-    assert out[0, 0].isnan().any(1).nonzero().flatten().tolist() == [7]
-    q[0, 0, 7, 3], k[0, 0, 290, 5] = 0, torch.nan
-    out = taken.hopper_attention(q, k, v, causal=True)
-    assert out[0, 0, 290:].isnan().all()
-    assert not out[0, 0, :256].isnan().any()
-
-
 def test_accumulator_reads_nothing_beside_its_inputs(taken: ModuleType) -> None:
     """NaN in what lies around the keys stays there."""
     around = torch.full((2, 100, 3, 96), torch.nan, dtype=torch.float16, device=DEVICE)
@@ -242,7 +168,7 @@ def test_accumulator_reads_nothing_beside_its_inputs(taken: ModuleType) -> None:
     x = around[:, 5:75, 1:, 8:88].transpose(1, 2)
     assert taken._hopper_attention_taken(x) is x
     for causal in (False, True):
-        assert_close(taken.hopper_attention(x, x, x, causal), x, x, x, causal)
+        check(CONTRACT[0], taken, torch.float16, (x, x, x, causal, None))
 
 
 def refusal(error: type[Exception], call: Callable[[], object]) -> str:
@@ -254,30 +180,9 @@ def refusal(error: type[Exception], call: Callable[[], object]) -> str:
     return ""
 
 
-def test_accumulator_refuses(taken: ModuleType) -> None:
-    """What the op does not take, it names."""
+def test_accumulator_refuses_scales(taken: ModuleType) -> None:
+    """What is no scale, it names."""
     q = torch.ones(2, 4, 3, 16, dtype=torch.float16, device=DEVICE)
-    for wide in (q.float(), q.double(), q.int()):
-        said = refusal(TypeError, partial(taken.hopper_attention, wide, wide, wide))
-        assert said.startswith(f"hopper_attention takes float16 and bfloat16, not {wide.dtype}: flash_attention_for")
-    with pytest.raises(TypeError, match=r"one dtype .*float16.*, torch\.bfloat16"):
-        taken.hopper_attention(q, q.bfloat16(), q)
-    for k, v in (
-        (q[:, :3], q[:, :3]),
-        (q[:, :0], q[:, :0]),
-        (q, q[:, :2]),
-        (q[..., :8], q[..., :8]),
-        (q[:1], q[:1]),
-        (q[0], q[0]),
-        (q, q[:, :, :2]),
-    ):
-        found = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
-        with pytest.raises(ValueError, match=rf"^hopper_attention takes q of .*{re.escape(found)}$"):
-            taken.hopper_attention(q, k, v)
-    for D in (0, 4, 12, 100, 136, 256):
-        x = q.new_ones(1, 1, 3, D)
-        with pytest.raises(ValueError, match=r"a multiple of 8 up to 128.*: flash_attention_forward takes other D$"):
-            taken.hopper_attention(x, x, x)
     for scale in (0.0, -0.5, math.inf, math.nan):
         said = refusal(ValueError, partial(taken.hopper_attention, q, q, q, scale=scale))
         assert said.startswith(f"hopper_attention takes a positive scale, not {scale}: flash_attention_forward")
@@ -307,32 +212,17 @@ def test_accumulator_refuses_gpus(
     assert look() == 227 * 1024
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_accumulator_launcher_serves_gpus(taken: ModuleType, dtype: torch.dtype) -> None:
-    """On a GPU a call goes straight to the launcher; it does what the op does."""
-    inputs = *(normal(1, 2, 40, 32, seed=seed, dtype=dtype) for seed in range(3)), True
-    assert torch.equal(at_cuda(taken.hopper_attention, *inputs), taken.hopper_attention(*inputs))
-
-
-def test_guards_reach_into_the_op(taken: ModuleType) -> None:
-    """What the op allocates lies between guards in the tests above."""
-    q = torch.ones(1, 1, 5, 16, dtype=torch.float16, device=DEVICE)
-    with Guard() as guard:
-        out = taken.hopper_attention(q, q, q)
-    assert out.untyped_storage().data_ptr() in {buffer.untyped_storage().data_ptr() for buffer in guard.outputs}
-
-
 def test_steps_of_the_page(recipe: ModuleType) -> None:
     """The first kernel is right, the op handed out head by head, and the kernel that can be split."""
     for length in (128, 200, 300):
         x = [normal(1, 3, length, 64, seed=seed) for seed in range(3)]
         for tile in (*recipe.TILES, (64, 32, 4, 2)):
-            assert_close(recipe.attention(*x, tile=tile), *x)
-        assert_close(recipe.one_by_one(*x), *x, True)
+            assert_right(recipe.attention(*x, tile=tile), *x)
+        assert_right(recipe.one_by_one(*x), *x, True)
         assert recipe.HOPPER_ATTENTION_NEAR == 2**24
         for causal in (False, True):
             # Split, it is wrong with some compilers: the page tries it in a child process, and says so.
-            assert_close(recipe.walk(*x, causal, specialize=False), *x, causal)
+            assert_right(recipe.walk(*x, causal, specialize=False), *x, causal)
 
 
 def test_orders_of_the_page(recipe: ModuleType) -> None:
@@ -426,67 +316,12 @@ def test_graph(gallery: Path, on_h100: Ask) -> None:
     assert graph == ["triton_gallery.hopper_attention.default"]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(taken: ModuleType, dynamic: bool) -> None:
-    """torch.compile takes the op, and other sizes."""
-    torch.compiler.reset()
-    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
-    op = torch.compile(
-        lambda q, k, v: taken.hopper_attention(q * 2, k, v, True), fullgraph=True, dynamic=dynamic, backend=backend
-    )
-    for length in (40, 70, 300):
-        q, k, v = (normal(2, 3, length, 64, seed=seed) for seed in range(3))
-        assert_close(op(q, k, v), q * 2, k, v, True)
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_opcheck(taken: ModuleType, dtype: torch.dtype) -> None:
-    """The op passes the whole of opcheck."""
-    q = torch.randn(2, 4, 70, 64, device=DEVICE).to(dtype)
-    found = torch.library.opcheck(taken.hopper_attention, (q, q[:, :2], q[:, :2], True))
-    assert set(found.values()) == {"SUCCESS"}
-
-
-@needs_a_gpu
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize("D", HEADS)
-@settings(max_examples=6)
-@given(LQ=st.integers(1, 1500), LK=st.integers(1, 1500), causal=st.booleans())
-def test_long(taken: ModuleType, dtype: torch.dtype, D: int, LQ: int, LK: int, causal: bool) -> None:
-    """Many blocks of any lengths."""
-    q = torch.randn(2, 4, LQ, D, device=DEVICE).to(dtype)
-    k, v = (torch.randn(2, 2, LK, D, device=DEVICE).to(dtype) for _ in range(2))
-    assert_close(taken.hopper_attention(q, k, v, causal), q, k, v, causal)
-
-
 @needs_a_gpu
 def test_first_work_of_a_thread(taken: ModuleType) -> None:
     """A thread that has not used the GPU yet can make descriptors."""
     q, k, v = (normal(1, 2, 300, 64, seed=seed) for seed in range(3))
     with ThreadPoolExecutor(1) as pool:
-        assert_close(pool.submit(taken.hopper_attention, q, k, v).result(), q, k, v)
-
-
-@needs_a_gpu
-def test_in_a_cuda_graph(taken: ModuleType) -> None:
-    """A descriptor is captured with its launch."""
-    q, k, v = (normal(1, 2, 300, 64, seed=seed) for seed in range(3))
-    taken.hopper_attention(q, k, v)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = taken.hopper_attention(q, k, v)
-    q.copy_(normal(1, 2, 300, 64, seed=9))
-    graph.replay()
-    assert_close(out, q, k, v)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_gpu(taken: ModuleType) -> None:
-    """The op runs where its inputs are, whichever GPU is the current one."""
-    q = torch.randn(1, 2, 50, 64, device="cuda:1").half()
-    assert_close(taken.hopper_attention(q, q, q), q, q, q)
+        assert_right(pool.submit(taken.hopper_attention, q, k, v).result(), q, k, v)
 
 
 @pytest.mark.needs_gpu_memory(18)
@@ -496,7 +331,7 @@ def test_beyond_int32(taken: ModuleType) -> None:
     q[0, -1] = torch.randn(2048, 128, device=DEVICE)
     k = torch.randn(1, 1, 100, 128, device=DEVICE).half()
     out = taken.hopper_attention(q, k, k)
-    assert_close(out[:, -1:], q[:, -1:], k, k)
+    assert_right(out[:, -1:], q[:, -1:], k, k)
     torch.testing.assert_close(out[0, 0, 0], k[0, 0].float().mean(0).half(), rtol=0, atol=1e-3)
 
 
