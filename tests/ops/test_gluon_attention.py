@@ -121,6 +121,7 @@ CONTRACT = [
         "gluon_attention",
         arguments,
         exact,
+        autocast="asked",
         sizes=SIZES,
         small=(2, (4, 2), 70, 70, 64, True),
         many=(8, (24, 8), 1031, 131, 64, True),

@@ -56,6 +56,7 @@ CONTRACT = [
         "hopper_attention",
         arguments,
         exact,
+        autocast="asked",
         name="hopper_attention in a float32 accumulator",
         sizes=SIZES,
         small=(2, 4, 2, 40, 50, 16, True),
