@@ -130,7 +130,11 @@ def test_compiled_autocast(load_op: Load, case: Case) -> None:
         ways = [way(*arguments) for way in (compiled, function)]
     torch.testing.assert_close(*ways)
     if leaves:
-        torch.testing.assert_close(*(of_squares(results, leaves) for results in ways))
+        # What was computed in bfloat16 is compared so: Inductor may round what is around an op elsewhere.
+        computed = torch.bfloat16 if case.autocast == "asked" else torch.float32
+        torch.testing.assert_close(
+            *(tuple(grad.to(computed) for grad in of_squares(results, leaves)) for results in ways)
+        )
 
 
 @needs_a_gpu

@@ -95,9 +95,9 @@ def exact(
 ) -> list[Exact]:
     """Return the attention by its formula, key by key of the table; a query that sees nothing gives 0.
 
-    A weight is rounded to the dtype of q, and so is the result.
+    A weight is rounded to the dtype of q, and so is the result. It is off by the roundings of its score's products.
     """
-    outs, sums = torch.zeros_like(q), torch.zeros_like(q)
+    outs, sums, terms = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(q)
     page, group = k_cache.shape[1], q.shape[2] // k_cache.shape[2]
     for b, length in enumerate(seq_lens.tolist()):
         keys = torch.arange(length, device=q.device)
@@ -106,11 +106,15 @@ def exact(
             (cache[rows, keys % page] * (1 if factor is None else factor[:, None])).repeat_interleave(group, dim=1)
             for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
         )
-        s = torch.einsum("qhd,khd->hqk", q[b], k) * (q.shape[3] ** -0.5 if scale is None else scale)
+        factor = q.shape[3] ** -0.5 if scale is None else scale
+        s, size = (torch.einsum("qhd,khd->hqk", *pair) * factor for pair in ((q[b], k), (q[b].abs(), k.abs())))
         last = length - q.shape[1] + torch.arange(q.shape[1], device=q.device)
         p = s.masked_fill(keys > last[:, None], -torch.inf).softmax(-1).nan_to_num(0)
-        outs[b], sums[b] = (torch.einsum("hqk,khd->qhd", p, t) for t in (v, v.abs()))
-    return [Exact(outs, sums + outs.abs(), narrow=sums)]
+        off = p * (1 + 2 * size.abs().amax(-1, keepdim=True)) if length else p  # of a score, and of the largest
+        outs[b], sums[b], terms[b] = (
+            torch.einsum("hqk,khd->qhd", *pair) for pair in ((p, v), (p, v.abs()), (off, v.abs()))
+        )
+    return [Exact(outs, terms + outs.abs(), narrow=sums)]
 
 
 def changed(draw: Draw, **others: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
