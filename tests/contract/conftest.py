@@ -1,6 +1,7 @@
 """The contract: what every op promises, stated once and asked of each."""
 
 import pytest
+import torch
 from selection import select
 
 
@@ -14,3 +15,9 @@ def whole(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def interpreted(quick_interpreter: None) -> None:
     """Have the interpreter run the kernels, unless there is a GPU."""
+
+
+@pytest.fixture
+def no_compile_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch.compile compile: its caches tell ops apart by their kernels, and not by a launcher's settings."""
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)

@@ -21,6 +21,11 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
 
 
+def is_helper(case: Case) -> bool:
+    """Whether a launcher calls the function, which leaves the GPU and torch.compile to it."""
+    return case.plain and case.call.startswith("_")
+
+
 def of_squares(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the gradients of the squares of those results that have any."""
     return torch.autograd.grad([out.square().sum() for out in differentiable(results)], leaves)
@@ -52,7 +57,7 @@ def test_deterministic_algorithms(load_op: Load, case: Case) -> None:
 
 
 @each_case()
-@pytest.mark.parametrize("asked", [torch.float16, torch.bfloat16], ids="float32-{}".format)
+@pytest.mark.parametrize("asked", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast(load_op: Load, case: Case, asked: torch.dtype) -> None:
     """Under torch.autocast it takes floats of several dtypes, and does what it does of those that autocast makes."""
     function = case.on_copies(load_op(f"{case.recipe}.py"))
@@ -101,9 +106,9 @@ def test_opcheck(load_op: Load, case: Case, dtype: torch.dtype) -> None:
 
 
 @needs_a_gpu
-@each_case()
+@each_case(lambda case: not is_helper(case))
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(load_op: Load, case: Case, dynamic: bool) -> None:
+def test_compiled(load_op: Load, case: Case, dynamic: bool, no_compile_cache: None) -> None:
     """torch.compile takes the op whole, with its gradient, at several sizes."""
     function = case.on_copies(load_op(f"{case.recipe}.py"))
     torch.compiler.reset()
@@ -119,7 +124,7 @@ def test_compiled(load_op: Load, case: Case, dynamic: bool) -> None:
 
 @needs_a_gpu
 @each_case(lambda case: case.autocast)
-def test_compiled_autocast(load_op: Load, case: Case) -> None:
+def test_compiled_autocast(load_op: Load, case: Case, no_compile_cache: None) -> None:
     """torch.compile keeps the rule for autocast, for results and gradients."""
     function = case.on_copies(load_op(f"{case.recipe}.py"))
     dtype = torch.float32 if case.autocast == "asked" else torch.bfloat16
@@ -174,7 +179,7 @@ def test_stream(load_op: Load, case: Case) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@each_case(lambda case: not (case.plain and case.call.startswith("_")))  # a launcher's helper leaves that to it
+@each_case(lambda case: not is_helper(case))
 def test_another_gpu(load_op: Load, case: Case) -> None:
     """It runs where its arguments are, whichever GPU is the current one."""
     function = case.on_copies(load_op(f"{case.recipe}.py"))

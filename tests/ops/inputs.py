@@ -20,7 +20,7 @@ def first_quickly(*values: Any) -> list[Any]:
 
 
 NAMES = ["contiguous", "offset", "transposed", "strided", "expanded"]
-LAYOUTS = ("contiguous", "apart", *NAMES[1:], "padded")  # those of the contract
+LAYOUTS = ("contiguous", "apart", *NAMES[1:], "padded", "unfolded")  # those of the contract
 GAPS = [1, 2, 4, 8, 3, 16]  # elements between rows that lie apart
 
 
@@ -47,6 +47,8 @@ class Layout:
         if self.name == "padded" and shape:  # rows of any length begin at multiples of 16 bytes, with a gap between
             room = shape[-1] + 32 - shape[-1] % 16
             return values((*shape[:-1], room), dtype, generator).to(device)[..., : shape[-1]]
+        if self.name == "unfolded" and len(shape) > 1 and math.prod(shape):  # each row begins one after the row before
+            return values((*shape[:-2], sum(shape[-2:]) - 1), dtype, generator).to(device).unfold(-1, shape[-1], 1)
         if self.name == "expanded" and shape:
             axis = self.seed % len(shape)
             narrow = (*shape[:axis], 1, *shape[axis + 1 :])
@@ -55,11 +57,12 @@ class Layout:
 
 
 def like(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a value in the dtype and layout of a tensor, which may be overwritten."""
+    """Return a value in the dtype and layout of a tensor, which may be overwritten; or apart, if its rows overlap."""
     if 0 in t.stride():
         value = value.to(t.dtype)[tuple(slice(0, None if stride else 1) for stride in t.stride())]
         return value.expand(t.shape)
-    return t.copy_(value)
+    overlaps = t.ndim > 1 and min(t.shape[-2:]) > 1 and t.stride(-2) == t.stride(-1)
+    return value.to(t.dtype) if overlaps else t.copy_(value)
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
