@@ -32,22 +32,6 @@ def collect(name: str) -> list[tuple[str, Any]]:
     return found
 
 
-def gradients(op: str) -> int | None:
-    """How many of an op's first arguments have a gradient; None for all that are tensors of floats."""
-    none = op.endswith("_backward") or op in {
-        "add_rows",
-        "cross_entropy_in_place_",
-        "decode_attention",
-        "flash_attention_forward",
-        "gluon_attention",
-        "gluon_matmul",
-        "hopper_attention",
-        "kv_cache_write_",
-        "skinny_matmul",
-    }
-    return 0 if none else {"rope": 2}.get(op)
-
-
 def is_real(value: Any) -> bool:
     """Whether an argument or a result is a tensor of floats."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -452,22 +452,6 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     assert found == dict.fromkeys(("64", "128"), (True, True))
 
 
-def some_heads(normal: Callable[..., torch.Tensor], M: int, N: int) -> tuple[Any, ...]:
-    """Return inputs for the op: of so many queries and keys, but few, and two heads that share one."""
-    q, k, v = normal(1, 2, M % 300, 64), normal(1, 1, N % 300, 64), normal(1, 1, N % 300, 64)
-    return q, k, v, ("softcap", 2.0), ("window", 20), normal(2)
-
-
-def through_pytorch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Named, span: Named, sinks: torch.Tensor
-) -> torch.Tensor:
-    """Return the same by PyTorch's operators."""
-    return exact(*in_float64((q, k, v, score, span, sinks, None)))[0].value.to(q.dtype)
-
-
-# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
-OPS = [("attention_variants", some_heads, through_pytorch)]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("sums of before not rescaled", "        acc = acc * rescale\n", "        acc = acc * 1.0\n"),

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import trivial
 from guard import PAD, guarded
-from mutants import WORDS, has_noticed, run_tests
+from mutants import has_noticed, run_tests
+from op_fixtures import recipe_in
 from own import collect, definitions, runs_here
-from project import ROOT
-from trivial import mutants, some
-
-from triton_gallery.recipes.contents import load
-from triton_gallery.recipes.op import op_of
+from trivial import TRIED
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,12 @@ class Mutant:
 
 
 MUTANTS = [Mutant(recipe, *entry) for recipe, entry in collect("BREAKS")]
-IN_CONTRACT = {recipe for recipe, _ in collect("CONTRACT") if runs_here(recipe)}
-OPS = {recipe.key: op_of(recipe).name for recipe in load(ROOT / "gallery") if recipe.key in IN_CONTRACT}
-EACH = 6  # trivial mutants of an op; all take a day
 TRIVIAL = [
-    (recipe.key, mutant.name)
-    for recipe in load(ROOT / "gallery")
-    if recipe.key in OPS
-    for mutant in some(mutants(recipe.text, OPS[recipe.key]), EACH)
+    (recipe, name, noticed)
+    for recipe, of_one in json.loads(TRIED.read_text()).items()
+    for name, noticed in of_one.items()
+    if runs_here(recipe)
 ]
-SURVIVORS = json.loads(Path(__file__).with_name("survivors.json").read_text())
 
 
 def copy_gallery(gallery: Path, to: Path) -> Path:
@@ -60,15 +54,6 @@ def test_mutants_are_of_the_present_code(gallery: Path) -> None:
     """What each takes out stands once in its recipe: one that no longer does would show nothing."""
     counts = {f"{m.recipe}: {m.what}": (gallery / f"{m.recipe}.py").read_text().count(m.old) for m in MUTANTS}
     assert {name: count for name, count in counts.items() if count != 1} == {}
-
-
-def test_what_noticed_each_is_written_down() -> None:
-    """`noticed.json` has the first test that failed of each mutant, so that tests can be rewritten and lose none."""
-    known = json.loads(Path(__file__).with_name("noticed.json").read_text())
-    here = {mutant.recipe for mutant in MUTANTS}  # some recipes are for another Triton
-    assert {(recipe, what) for recipe in here for what in known[recipe]} == {
-        (mutant.recipe, mutant.what) for mutant in MUTANTS
-    }
 
 
 def test_copy_passes(gallery: Path, tmp_path: Path) -> None:
@@ -94,20 +79,18 @@ def test_broken_recipe_fails(gallery: Path, tmp_path: Path, mutant: Mutant) -> N
 
 @pytest.mark.thorough
 @pytest.mark.anywhere
-@pytest.mark.parametrize(("recipe", "name"), TRIVIAL, ids=str)
-def test_trivial_mutant_fails(gallery: Path, tmp_path: Path, recipe: str, name: str) -> None:
-    """A mask, a cast or a condition that is left out is noticed, but for those listed: they change no result here."""
-    copy = copy_gallery(gallery, tmp_path)
-    file = copy / f"{recipe}.py"
-    (mutant,) = (one for one in mutants(file.read_text(), OPS[recipe]) if one.name == name)
-    file.write_text(definitions(mutant.source))
-    status, output = run_tests(copy, recipe, f"{WORDS} or bfloat16")
-    assert (status == 0) == (name in SURVIVORS.get(recipe, ())), output
+@pytest.mark.parametrize(("recipe", "name", "noticed"), TRIVIAL, ids=str)
+def test_trivial_mutant(gallery: Path, tmp_path: Path, recipe: str, name: str, noticed: bool) -> None:
+    """A mask, a cast or a condition that is left out is noticed, or not, as it was when it was tried first."""
+    source = trivial.of_recipe(recipe_in(gallery / f"{recipe}.py"))[name]
+    assert trivial.is_noticed(copy_gallery(gallery, tmp_path), recipe, source) == noticed
 
 
-def test_survivors_are_of_the_present_code() -> None:
-    """Each that is listed is one of the mutants."""
-    assert {(recipe, name) for recipe, names in SURVIVORS.items() for name in names} <= {*TRIVIAL}
+def test_trivial_mutants_are_of_the_present_code(gallery: Path) -> None:
+    """Whatever was tried can be tried again; who changes a kernel drops those of it that are gone."""
+    for recipe in {recipe for recipe, *_ in TRIVIAL}:
+        present = trivial.of_recipe(recipe_in(gallery / f"{recipe}.py"))
+        assert {name for other, name, _ in TRIVIAL if other == recipe} <= present.keys()
 
 
 def test_failure_in_set_up_is_not_noticed(gallery: Path, tmp_path: Path) -> None:

@@ -436,11 +436,6 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
         assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
 
 
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    ("cross_entropy", lambda normal, M, N: (normal(M, N), torch.arange(M, device=DEVICE)), torch_loss),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

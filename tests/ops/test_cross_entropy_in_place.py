@@ -358,16 +358,6 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert " 0.0%" not in in_place
 
 
-# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch. Both call functions
-# again with what the op has written over. In rows of one logit the loss stays what it was, 0.
-OPS = [
-    (
-        "cross_entropy_in_place_",
-        lambda normal, M, N: (normal(M, 1), torch.zeros(M, dtype=torch.int64, device=DEVICE)),
-        torch_loss,
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("an edge stored without a mask", "offs_e, d_e, mask=mask_e)", "offs_e, d_e)"),

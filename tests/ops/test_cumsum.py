@@ -215,12 +215,6 @@ def test_register_spills(gallery: Path, on_h100: Ask) -> None:
     assert not any(found.values()), found
 
 
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    ("cumsum", lambda normal, M, N: (normal(M, N),), SCAN["cumsum"]),
-    ("cumsum_backward", lambda normal, M, N: (normal(M, N),), SCAN["cumsum_backward"]),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

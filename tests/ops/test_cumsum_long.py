@@ -310,13 +310,6 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert others.endswith("{'numbers': False, 'tickets': True}")
 
 
-# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
-OPS = [
-    ("cumsum_long", lambda normal, M, N: (normal(M, N),), SCAN["cumsum_long"]),
-    ("cumsum_long", lambda normal, M, N: (normal(7, M * 303),), SCAN["cumsum_long"]),
-    ("cumsum_long_backward", lambda normal, M, N: (normal(7, M * 303),), SCAN["cumsum_long_backward"]),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("tiles stored without a mask", "y + carry.to(ACC), mask=mask)", "y + carry.to(ACC))"),

@@ -412,26 +412,6 @@ def test_lengths_are_read_at_each_replay(taken: ModuleType) -> None:
         assert_close(WHOLE, out.dtype, out, *exact(*in_float64(x)))
 
 
-def some_pages(normal: Callable[..., torch.Tensor], M: int, N: int) -> tuple[torch.Tensor, ...]:
-    """Return inputs for the op: two sequences in pages of 16, and four heads that share two."""
-    q, cache = normal(2, 1, 4, 32), normal(2, 80, 16, 2, 32)
-    table = torch.arange(80, dtype=torch.int32, device=q.device).flip(0).view(2, 40)
-    return q, *cache, table, torch.tensor([M % 600, N % 600], dtype=torch.int32, device=q.device)
-
-
-def gathered(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lens: torch.Tensor
-) -> torch.Tensor:
-    """Return the same through PyTorch."""
-    k, v = (cache[table].flatten(1, 2).transpose(1, 2) for cache in (k, v))
-    seen = (torch.arange(k.shape[2], device=q.device) < lens[:, None])[:, None, None]
-    attention = torch.nn.functional.scaled_dot_product_attention
-    return attention(q.transpose(1, 2), k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
-
-
-# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
-OPS = [("decode_attention", some_pages, gathered)]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("sums of before not rescaled", "        acc = acc * rescale\n", "        acc = acc * 1.0\n"),

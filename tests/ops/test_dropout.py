@@ -374,15 +374,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
     assert out.mean(dtype=torch.float32).sub(1).abs() < 1e-3
 
 
-def _expected(x: torch.Tensor, p: float, seed: torch.Tensor) -> torch.Tensor:
-    return expected(x, p, seed).to(x.dtype)
-
-
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    ("dropout", lambda normal, M, N: (normal(M, N), 0.3, torch.tensor([5], device=DEVICE)), _expected),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

@@ -471,18 +471,6 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
             assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]
 
 
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    ("few_long_rows_sum", lambda normal, M, N: (normal(M, N),), lambda x: torch.sum(x, -1)),
-    ("few_long_rows_sum", lambda normal, M, N: (normal(M // 5, 300 * N),), lambda x: torch.sum(x.double(), -1).float()),
-    ("few_long_rows_logsumexp", lambda normal, M, N: (normal(M // 5, 300 * N),), lambda x: torch.logsumexp(x, -1)),
-    (
-        "few_long_rows_logsumexp_backward",
-        lambda normal, M, N: (normal(M), normal(M, N), normal(M) + 9),
-        lambda g, x, y: g[:, None] * (x - y[:, None]).exp(),
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("a load without a mask", "tl.load(x_ptrs, mask=offs < N, other=OTHER)", "tl.load(x_ptrs)"),

@@ -292,20 +292,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
         assert_close(CONTRACT[1], q.dtype, one[:, -1:], right)
 
 
-def some_heads(normal: Callable[..., torch.Tensor], M: int, N: int) -> tuple[torch.Tensor, ...]:
-    """Return inputs for the op: of so many queries and keys, but few, and two heads that share one."""
-    return normal(1, 2, M % 300, 64), normal(1, 1, N % 300, 64), normal(1, 1, N % 300, 64)
-
-
-# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
-OPS = [
-    (
-        "flash_attention",
-        some_heads,
-        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-    ),
-]
-
 PASS_FOR_QUERIES = """
     if CAUSAL:
         full = tl.minimum(full, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)

@@ -192,20 +192,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
     torch.testing.assert_close(out[0, 0, 0], k[0, 0].float().mean(0).half(), rtol=0, atol=1e-3)
 
 
-def some_heads(normal: Callable[..., torch.Tensor], M: int, N: int) -> tuple[torch.Tensor, ...]:
-    """Return inputs for the op: of so many queries and keys, but few, and two heads that share one."""
-    return normal(1, 2, M % 300, 64), normal(1, 1, N % 300, 64), normal(1, 1, N % 300, 64)
-
-
-# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
-OPS = [
-    (
-        "flash_attention_forward",
-        some_heads,
-        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("sums of before not rescaled", "acc = acc * rescale\n", "acc = acc * 1.0\n"),

@@ -500,35 +500,6 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert [(alike, how) for alike, how, error in errors if float(error) > 1] == [("0.9", "powers"), ("1.0", "powers")]
 
 
-def some_tokens(normal: Callable[..., torch.Tensor], M: int, N: int) -> tuple[torch.Tensor, ...]:
-    """Return inputs for the op: a batch of two sequences of up to 300 tokens."""
-    T = N % 300
-    shape = 2, T, 1 + M % 3, 32
-    q, k, v = (normal(*shape) for _ in range(3))
-    return (
-        0.3 * q,
-        torch.nn.functional.normalize(k, dim=-1),
-        0.3 * v,
-        -normal(*shape[:3]).abs() / 8,
-        normal(*shape[:3]).sigmoid(),
-    )
-
-
-def one_by_one(*inputs: torch.Tensor) -> Tensors:
-    """Return what the op does, token by token."""
-    q, k, v, g, beta = inputs
-    state, outs = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3]), []
-    for t in range(q.shape[1]):
-        state = state * g[:, t].exp()[..., None, None]
-        error = v[:, t] - (k[:, t, :, None] @ state)[:, :, 0]
-        state = state + k[:, t, :, :, None] * (beta[:, t, :, None] * error)[:, :, None]
-        outs.append((q[:, t, :, None] @ state)[:, :, 0] * q.shape[3] ** -0.5)
-    return torch.stack(outs, dim=1), state
-
-
-# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
-OPS = [("gated_delta_rule", some_tokens, one_by_one)]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("the state does not decay", "        state *= tl.exp2(total)\n", ""),

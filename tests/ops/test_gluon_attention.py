@@ -508,21 +508,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
     torch.testing.assert_close(out[0, 0, 0], k[0, 0].float().mean(0).half(), rtol=0, atol=1e-3)
 
 
-def some_heads(normal: Callable[..., torch.Tensor], M: int, N: int) -> tuple[torch.Tensor, ...]:
-    """Return inputs for the op: of so many queries and keys, but few, and two heads that share one."""
-    shapes = (1, 2, M % 300, 64), (1, 1, N % 300, 64), (1, 1, N % 300, 64)
-    return tuple(normal(*shape).half() for shape in shapes)
-
-
-# Ops for test_on_gpu.py, with inputs that fit them, and the same through PyTorch.
-OPS = [
-    (
-        "gluon_attention",
-        some_heads,
-        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

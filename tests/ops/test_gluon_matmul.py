@@ -348,15 +348,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
     assert_product(taken.gluon_matmul(out, b.T)[-9:], out[-9:], b.T)
 
 
-# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same. The sums of small integers are exact.
-OPS = [
-    (
-        "gluon_matmul",
-        lambda normal, M, N: (normal(M, 168).round().half(), normal(N, 168).round().half().T),
-        lambda a, b: a @ b,
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("full buffers have one phase", "n // STAGES & 1)\n            left", "0)\n            left"),

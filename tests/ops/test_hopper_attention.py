@@ -351,21 +351,6 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert "takes a positive scale, not -1.0: flash_attention_forward takes any\n" in out
 
 
-def some_heads(normal: Callable[..., torch.Tensor], M: int, N: int) -> tuple[torch.Tensor, ...]:
-    """Return inputs for the op: of so many queries and keys, but few, and two heads that share one."""
-    shapes = (1, 2, M % 300, 64), (1, 1, N % 300, 64), (1, 1, N % 300, 64)
-    return tuple(normal(*shape).half() for shape in shapes)
-
-
-# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
-OPS = [
-    (
-        "hopper_attention",
-        some_heads,
-        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("sums of before not rescaled", "acc = tl.dot(p, v, acc * rescale[:, None])\n", "acc = tl.dot(p, v, acc)\n"),

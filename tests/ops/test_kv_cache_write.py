@@ -331,24 +331,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
     assert not both[:-1].any()
 
 
-def some_tokens(normal: Callable[..., torch.Tensor], M: int, N: int) -> tuple[torch.Tensor, ...]:
-    """Return inputs for the op: as many tokens, and a cache in pages of 16."""
-    q, k, v = (normal(M, heads, 64) for heads in (4, 2, 2))
-    caches, angles = normal(2, M // 16 + 1, 16, 2, 64), normal(N, 32)
-    slots, positions = torch.arange(M, device=q.device).flip(0), torch.arange(M, device=q.device) % N
-    return q, k, v, *caches, slots, positions, angles.cos(), angles.sin()
-
-
-def both_turned(q: torch.Tensor, k: torch.Tensor, *x: torch.Tensor) -> list[torch.Tensor]:
-    """Return what the op returns, through PyTorch."""
-    *_, positions, cos, sin = x
-    angle = cos[positions].double(), sin[positions].double()
-    return [turned(t.double(), *angle).float() for t in (q, k)]
-
-
-# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
-OPS = [("kv_cache_write_", some_tokens, both_turned)]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("padding is written", "offs_h < tl.where(slot >= 0", "offs_h < tl.where(slot >= -1"),

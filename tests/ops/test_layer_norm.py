@@ -371,16 +371,6 @@ def test_register_spills(gallery: Path, on_h100: Ask) -> None:
     assert all(bytes_ <= 384 for bytes_ in spilled.values()), spilled
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    ("layer_norm", lambda normal, M, N: (normal(M, N), normal(N), normal(N), 1e-5), _norm),
-    ("layer_norm_backward", lambda normal, M, N: (normal(M, N), normal(M, N), normal(N), normal(2, M))),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

@@ -482,25 +482,6 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert re.findall(r"(?m)^log decay (-\d\.\d), split: error nan$", out) == ["-2.0"]
 
 
-def some_tokens(normal: Callable[..., torch.Tensor], M: int, N: int) -> tuple[torch.Tensor, ...]:
-    """Return inputs for the op: a batch of two sequences of up to 300 tokens."""
-    T = N % 300
-    shape = 2, T, 1 + M % 3, 32
-    return *(0.3 * normal(*shape) for _ in range(3)), -normal(*shape[:3]).abs() / 8
-
-
-def by_pairs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> Tensors:
-    """Return what the op does, by all pairs of tokens."""
-    decay = g.cumsum(1).transpose(1, 2)
-    since = (decay[..., :, None] - decay[..., None, :]).tril()
-    weights = torch.einsum("bihd,bjhd->bhij", q, k) * since.exp().tril() * q.shape[-1] ** -0.5
-    left = (decay[..., -1:] - decay).exp()
-    return torch.einsum("bhij,bjhd->bihd", weights, v), torch.einsum("bhj,bjhk,bjhd->bhkd", left, k, v)
-
-
-# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
-OPS = [("linear_attention", some_tokens, by_pairs)]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, sizes
 from losses import exact_gradient, exact_loss, targets, zeros
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -318,15 +317,6 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     (found,) = on_h100(gallery.resolve() / "fusion" / "linear_cross_entropy.py", compiled_code)
     assert found == dict.fromkeys(("fp16", "bf16", "fp32", "fp64"), (True, True, 0))
 
-
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    (
-        "linear_cross_entropy",
-        lambda normal, M, N: (normal(M, 24), normal(N, 24), torch.arange(M, device=DEVICE) % N),
-        lambda x, weight, targets: functional.cross_entropy(functional.linear(x, weight), targets),
-    ),
-]
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [

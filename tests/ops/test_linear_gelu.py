@@ -632,25 +632,6 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert lines[-2:] == ["on cpu, approximate='none': off by 0.0e+00", lines[-1]]
 
 
-# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
-OPS = [
-    (
-        "linear_gelu",
-        lambda normal, M, N: (normal(M, 96), normal(N, 96), normal(N)),
-        lambda x, weight, bias: gelu(linear(x, weight, bias)),
-    ),
-    (
-        "linear_gelu_forward",
-        lambda normal, M, N: (normal(M, 96), normal(N, 96), normal(N), "tanh", True),
-        lambda x, weight, bias, kind, keep: (gelu(linear(x, weight, bias), approximate=kind), linear(x, weight, bias)),
-    ),
-    (
-        "linear_gelu_backward",
-        lambda normal, M, N: (normal(M, N), normal(M, N), "none"),
-        lambda grad, z, kind: (grad * slope(z, kind).float(), (grad * slope(z, kind)).sum(0).float()),
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("a result stored without a mask", "z * _linear_gelu_phi(z, GELU), mask=mask)", "z * _linear_gelu_phi(z, GELU))"),

@@ -336,11 +336,6 @@ def test_step_beyond_int32(taken: ModuleType) -> None:
     assert not out[:-1].any()
 
 
-# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
-OPS = [
-    ("matmul", lambda normal, M, N: (normal(M, 170), normal(N, 170).T), torch.matmul),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("rows without a mask", "a_mask = (offs_m < M) & (offs_k[None, :] < K - start)", "a_mask = offs_m < M"),

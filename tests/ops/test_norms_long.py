@@ -457,28 +457,6 @@ def test_register_spills(gallery: Path, on_h100: Ask) -> None:
     assert {name: bytes_ for name, bytes_ in others.items() if max(bytes_) > 112 or bytes_[0] or bytes_[2]} == {}
 
 
-def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    (
-        "norms_long_layer_norm",
-        lambda normal, M, N: (normal(M // 50, 50 * N), normal(50 * N), normal(50 * N), 1e-5),
-        _layer_norm,
-    ),
-    ("norms_long_rms_norm", lambda normal, M, N: (normal(M // 50, 50 * N), normal(50 * N), 1e-5), _rms_norm),
-    (
-        "norms_long_backward",
-        lambda normal, M, N: (normal(M, 3 * N), normal(M, 3 * N), normal(3 * N), normal(2, M)),
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

@@ -1,6 +1,7 @@
-"""What only a GPU can show of the ops: the same bits each time, every element written, and the whole of opcheck.
+"""What only a GPU can show of ops that lessons keep: the same bits each time, every element written, and opcheck.
 
-The ops of a recipe stand in its tests, as `OPS`: each with a function that makes its inputs.
+They stand in the tests of their recipe, as `OPS`, each with a function that makes its inputs. The contract has those
+that recipes hand over.
 """
 
 from collections.abc import Callable
@@ -24,13 +25,11 @@ class Op:
         recipe: `section/name`.
         name: the op's name there.
         make: makes the arguments, given what makes random numbers of a shape, and two sizes.
-        reference: the same through PyTorch, of those that stand under the heading *The op*.
     """
 
     recipe: str
     name: str
     make: Callable[[Callable[..., torch.Tensor], int, int], tuple[torch.Tensor, ...]]
-    reference: Callable[..., object] | None = None
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """Return arguments for it."""

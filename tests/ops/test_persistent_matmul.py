@@ -439,15 +439,6 @@ def test_page(printed: Callable[[str], str]) -> None:
     )
 
 
-# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
-OPS = [
-    (
-        "persistent_matmul",
-        lambda normal, M, N: (normal(M, 168), normal(N + 3, 168).T),
-        lambda a, b: a @ b,
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("both halves are the left one", "right.to(c_desc.dtype))\n\n\n@cache", "left.to(c_desc.dtype))\n\n\n@cache"),

@@ -274,35 +274,6 @@ def test_gpu_that_does_not_tell_its_shared_memory(taken: ModuleType, monkeypatch
     assert taken._rms_norm_gpu.__wrapped__(torch.device("cuda")) == (304, 64 * 1024)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def _norm_residual(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, ...]:
-    return _norm(x + residual, weight, eps), x + residual
-
-
-def _gradients(
-    dy: torch.Tensor, dh: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, ...]:
-    leaves = h.clone().requires_grad_(), weight.clone().requires_grad_()
-    dx, dw = torch.autograd.grad(_norm(*leaves, eps), leaves, dy)
-    return dx + dh, dw
-
-
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    ("rms_norm", lambda normal, M, N: (normal(M, N), normal(N), 1e-6), _norm),
-    ("rms_norm_residual", lambda normal, M, N: (normal(M, N), normal(M, N), normal(N), 1e-6), _norm_residual),
-    (
-        "rms_norm_backward",
-        lambda normal, M, N: (normal(M, N), normal(M, N), normal(M, N), normal(N), 1e-6),
-        _gradients,
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

@@ -453,15 +453,6 @@ def test_undeclared_change_is_found(recipe: ModuleType) -> None:
         torch.library.opcheck(recipe.rope_undeclared, given)
 
 
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    (
-        "rope",
-        lambda normal, M, N: (*(normal(2, H, M // 2, 64) for H in (8, 3)), normal(M // 2, 32), normal(M // 2, 32)),
-        lambda q, k, cos, sin: reference(q, k, cos, sin, interleaved=False),
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

@@ -468,9 +468,6 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert "no autograd formula" in gradient
 
 
-# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
-OPS = [("skinny_matmul", lambda normal, M, N: (normal(min(M, 33), N), normal(M, N)), linear)]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("weights past K", "mask=mask_n & mask_k[None, :], other", "mask=mask_n, other"),

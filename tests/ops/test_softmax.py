@@ -307,16 +307,6 @@ def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
     assert all(forward == 0 and backward <= 8 for forward, backward in spilled.values())
 
 
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    ("softmax", lambda normal, M, N: (normal(M, N),), lambda x: torch.softmax(x, -1)),
-    (
-        "softmax_backward",
-        lambda normal, M, N: (normal(M, N), normal(M, N)),
-        lambda g, y: y * (g - (g * y).sum(-1, keepdim=True)),
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("softmax stored without a mask", "offs_n, e / total, mask=mask)", "offs_n, e / total)"),

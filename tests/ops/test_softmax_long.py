@@ -288,17 +288,6 @@ def test_registers_hardly_spill(gallery: Path, on_h100: Ask) -> None:
     assert {name: bytes_ for name, bytes_ in found.items() if max(bytes_) > 16} == {}
 
 
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    ("softmax_long", lambda normal, M, N: (normal(M, N),), lambda x: torch.softmax(x, -1)),
-    ("softmax_long", lambda normal, M, N: (normal(M // 50, 50 * N),), lambda x: torch.softmax(x, -1)),
-    (
-        "softmax_long_backward",
-        lambda normal, M, N: (normal(M // 50, 50 * N), normal(M // 50, 50 * N)),
-        lambda g, y: y * (g - (g * y).sum(-1, keepdim=True)),
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("short rows stored without a mask", "offs_m * N + offs_n, y, mask=mask)", "offs_m * N + offs_n, y)"),

@@ -412,41 +412,6 @@ def test_nothing_is_copied_under_torch_compile(taken: ModuleType) -> None:
             assert "copy_" not in code
 
 
-def _plain(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.silu(gate) * up
-
-
-def _packed(x: torch.Tensor) -> torch.Tensor:
-    return _plain(*halves(x))
-
-
-def _gradients(op: Callable[..., torch.Tensor], grad: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    leaves = [t.clone().requires_grad_() for t in inputs]
-    found = torch.autograd.grad(op(*leaves), leaves, grad)
-    return torch.stack(found) if len(found) > 1 else found[0]
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return random numbers that want a gradient."""
-    return torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True)
-
-
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    ("swiglu", lambda normal, M, N: (normal(M, N), normal(M, N)), _plain),
-    (
-        "swiglu_backward",
-        lambda normal, M, N: (normal(M, N), normal(M, N), normal(M, N)),
-        partial(_gradients, _plain),
-    ),
-    ("swiglu_packed", lambda normal, M, N: (normal(M, 2 * N),), _packed),
-    (
-        "swiglu_packed_backward",
-        lambda normal, M, N: (normal(M, N), normal(M, 2 * N)),
-        partial(_gradients, _packed),
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

@@ -1,7 +1,6 @@
 """torch.compile traces every op for any sizes, and its gradient."""
 
 import importlib
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,41 +9,38 @@ from typing import Any
 
 import pytest
 import torch
+from case import Draw, with_gradients
 from compiled import Ask, graphs
-from own import collect, gradients, is_real, runs_here
+from own import collect, runs_here
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# With its place in the list of the recipe's tests: what makes its inputs cannot travel to another process.
-FOUND = Counter[str]()
-PLACES = []
-for key, entry in collect("OPS"):
-    if len(entry) == 3:
-        PLACES.append((key, entry[0], FOUND[key]))
-    FOUND[key] += 1
+# With its place in the list of the recipe's tests, the first of each function: a case cannot travel to another process.
+PLACES = {}
+for recipe in dict.fromkeys(recipe for recipe, _ in collect("CONTRACT")):
+    for place, (_, case) in enumerate(pair for pair in collect("CONTRACT") if pair[0] == recipe):
+        if not case.call.startswith("_"):
+            PLACES.setdefault((recipe, case.call), place)
 
 
-def traced(place: int, recipe: ModuleType) -> list[list[str]]:
-    """Trace an op of a recipe for symbolic sizes; return what its graphs call."""
-    name, make = importlib.import_module(f"test_{recipe.__name__}").OPS[place][:2]
-    inputs: list[Any] = list(make(torch.randn, 51, 53))
-    tensors = {n: value for n, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
-    order, rest = list(tensors), [None if n in tensors else value for n, value in enumerate(inputs)]
-    wanted = [inputs[n] for n in range(len(inputs))[: gradients(name)] if is_real(inputs[n])]
-    for t in wanted:
-        t.requires_grad_()
-    op = getattr(recipe, name)
+def traced(place: int, module: ModuleType) -> list[list[str]]:
+    """Trace a case of a recipe for symbolic sizes; return what its graphs call."""
+    case = importlib.import_module(f"test_{module.__name__}").CONTRACT[place]
+    drawn = case.arguments(Draw(case.usual, device=torch.device("cpu")), *case.small)
+    leaves, arguments = with_gradients(case, drawn)
+    flat, shape = tree_flatten(arguments)
+    tensors = {index: value for index, value in enumerate(flat) if isinstance(value, torch.Tensor)}
+    function = case.on_copies(module)
 
     def call(*given: torch.Tensor) -> Any:
-        values = list(rest)
-        for n, t in zip(order, given, strict=True):
-            values[n] = t
-        return op(*values)
+        values = dict(zip(tensors, given, strict=True))
+        return function(*tree_unflatten([values.get(index, value) for index, value in enumerate(flat)], shape))
 
     found = graphs(call, *tensors.values())
-    assert len(found) == 1 + bool(wanted), found
+    assert len(found) == 1 + bool(leaves), found
     return found
 
 
-@pytest.mark.parametrize(("recipe", "name", "place"), PLACES)
+@pytest.mark.parametrize(("recipe", "name", "place"), [(*key, place) for key, place in PLACES.items()])
 def test_any_sizes(gallery: Path, on_h100: Ask, recipe: str, name: str, place: int) -> None:
     if not runs_here(recipe):
         pytest.skip(f"NOT TESTED: {recipe} needs another GPU")

@@ -3,39 +3,20 @@
 import ast
 import functools
 from collections.abc import Callable
-from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from case import Case, Draw, in_float64
+from case import Case, Draw, check
 from device_key import at_cuda
 from inputs import DEVICE
 from op_fixtures import import_code, recipe_in
 from own import collect, runs_here
-from torch.utils._pytree import tree_leaves
 
 from triton_gallery.recipes.op import Op, op_of
 
-# A function of a module, what makes its arguments, and what computes the same
-Entry = tuple[Callable[[ModuleType], Callable[..., Any]], Callable[..., tuple[Any, ...]], Callable[..., object]]
-
-
-def of_case(case: Case) -> Entry:
-    """Return what is asked of a case of the contract."""
-    return (
-        case.on_copies,
-        lambda *_: case.arguments(Draw(torch.float32), *case.small),
-        lambda *arguments: [right.value for right in case.exact(*in_float64(arguments))],
-    )
-
-
-REFERENCES: list[tuple[str, str, Entry]] = [
-    (recipe, entry[0], (attrgetter(entry[0]), *entry[1:])) for recipe, entry in collect("OPS") if len(entry) == 3
-]
-REFERENCES += [(recipe, case.name or case.call, of_case(case)) for recipe, case in collect("CONTRACT")]
+CASES = collect("CONTRACT")
 
 
 @pytest.fixture(scope="module")
@@ -81,23 +62,18 @@ def test_imports_do_not_replace_each_other(ops: dict[str, Op]) -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
-def test_each_has_a_reference(ops: dict[str, Op]) -> None:
-    assert {recipe for recipe, *_ in REFERENCES} == set(ops)
+def test_each_has_a_case(ops: dict[str, Op]) -> None:
+    assert {recipe for recipe, _ in CASES} == set(ops)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "entry"), [pytest.param(recipe, entry, id=f"{recipe}-{name}") for recipe, name, entry in REFERENCES]
+    ("recipe", "case"), [pytest.param(recipe, case, id=f"{recipe}-{case.name or case.call}") for recipe, case in CASES]
 )
-def test_op_works_beside_the_others(together: ModuleType, recipe: str, entry: Entry) -> None:
+def test_op_works_beside_the_others(together: ModuleType, recipe: str, case: Case) -> None:
     if not runs_here(recipe):
         pytest.skip("needs another GPU")
-    find, make, reference = entry
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator = torch.Generator(device).manual_seed(0)
-    inputs = make(lambda *shape: torch.randn(shape, device=device, generator=generator), 5, 100)
-    out, expected = find(together)(*inputs), reference(*inputs)
-    for one, right in zip(tree_leaves(out), tree_leaves(expected), strict=True):
-        rounding = torch.finfo(one.dtype).eps if one.is_floating_point() else 0
-        torch.testing.assert_close(
-            one, right, rtol=max(1e-4, 2 * rounding), atol=max(1e-5, rounding), check_dtype=False
-        )
+    before = {name: getattr(together, name) for name in case.settings}
+    try:
+        check(case, together, case.usual, case.arguments(Draw(case.usual), *case.small))
+    finally:
+        vars(together).update(before)

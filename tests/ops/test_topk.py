@@ -140,11 +140,6 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert right == "by topk  [nan, nan, 1.0, -0.5, -2.0, -3.0]"
 
 
-# Ops for test_on_gpu.py, with inputs that fit them.
-OPS = [
-    ("topk", lambda normal, M, N: (normal(M, N), 8), lambda x, k: tuple(torch.topk(x, k))),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("columns without a mask", "mask=offs < N, other=-float", "mask=offs < N + STEP, other=-float"),

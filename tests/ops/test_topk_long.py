@@ -142,11 +142,6 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert right == "topk_long      [[15.0, 14.0, 13.0, 12.0]]"
 
 
-# Ops for test_on_gpu.py, with inputs that fit them.
-OPS = [
-    ("topk_long", lambda normal, M, N: (normal(M, N), 8), lambda x, k: tuple(torch.topk(x, k))),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("a part that reads the next one", "count = tl.minimum(N - start, SETS * LENGTH)", "count = N - start + 1"),

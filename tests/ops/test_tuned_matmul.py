@@ -433,11 +433,6 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert len(errors) == 3
 
 
-# Ops for test_on_gpu.py, with inputs that fit them, and what computes the same.
-OPS = [
-    ("tuned_matmul", lambda normal, M, N: (normal(M, N), normal(N, 517)), lambda a, b: a @ b),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (

@@ -181,15 +181,6 @@ def test_answer(gallery: Path, on_h100: Ask) -> None:
     assert (50257 % 4, 50257 % 8) == (1, 1)
 
 
-# For test_on_gpu.py, test_any_strides.py and test_symbolic_sizes.py: inputs that fit an op, and what computes the same.
-OPS = [
-    (
-        "add_rows",
-        lambda normal, M, N: (normal(M, N), normal(M, N), normal(M)),
-        lambda x, y, weight: torch.addcmul(x, weight[:, None], y),
-    ),
-]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("stored without a mask", "out_body + offs, x + weight * y, mask=mask)", "out_body + offs, x + weight * y)"),

@@ -469,26 +469,6 @@ def test_long(taken: ModuleType, dtype: torch.dtype, D: int, causal: bool) -> No
             check(case, taken, dtype, case.arguments(Draw(dtype), queries, keys, (4, 2), D, causal))
 
 
-def two_sequences(normal: Callable[..., torch.Tensor], M: int, N: int) -> tuple[object, ...]:
-    """Return inputs for the op: two sequences, of so many tokens, but few, and two heads that share one of keys."""
-    lengths = [M % 300, N % 300]
-    shape = sum(lengths), 1, 64
-    places = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=normal(1).device)
-    return normal(shape[0], 2, 64), normal(*shape), normal(*shape), places, places, max(lengths), max(lengths), True
-
-
-def by_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, *_: object) -> torch.Tensor:
-    """Return what `two_sequences` is to give."""
-    lengths = places.diff().tolist()
-    parts = zip(*(tensor.transpose(0, 1).split(lengths, 1) for tensor in (q, k, v)), strict=True)
-    options = {"is_causal": True, "enable_gqa": True}
-    outs = [torch.nn.functional.scaled_dot_product_attention(*(t[None] for t in x), **options)[0] for x in parts]
-    return torch.cat(outs, 1).transpose(0, 1)
-
-
-# Ops for test_on_gpu.py and test_taken.py, with inputs that fit them, and the same through PyTorch.
-OPS = [("varlen_attention", two_sequences, by_pytorch)]
-
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("keys past the end are seen", "    seen = offs_n < LK\n", "    seen = offs_n < LK + 64\n"),

@@ -1,10 +1,30 @@
-"""The trivial mutants of an op's kernels: a mask, a cast, a choice, or one side of a condition is left out."""
+"""The trivial mutants of an op's kernels: a mask, a cast, a choice, or one side of a condition is left out.
 
+`trivial.json` has those that were tried, and whether the tests noticed them. `python tests/ops/trivial.py --each 8`
+tries more, until there are so many of each op; all, some nine hundred, take a day.
+"""
+
+import argparse
 import ast
+import json
+import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from zlib import crc32
+
+from mutants import WORDS, run_tests
+from own import definitions
+from project import ROOT
+
+from triton_gallery.recipes.contents import Recipe, lay_out, load
+from triton_gallery.recipes.op import op_of
+
+TRIED = Path(__file__).with_name("trivial.json")
 
 
 class Mutant(NamedTuple):
@@ -39,9 +59,17 @@ def mutants(source: str, op: str) -> list[Mutant]:
     return made
 
 
-def some(made: list[Mutant], count: int) -> list[Mutant]:
-    """Return so many of them, the same each time, however the others change."""
-    return sorted(made, key=lambda mutant: crc32(mutant.name.encode()))[:count]
+def of_recipe(recipe: Recipe) -> dict[str, str]:
+    """Return the mutants of the op that a recipe hands over: each broken script by its name, in an order of chance."""
+    op = op_of(recipe)
+    made = mutants(recipe.text, op.name) if op else []
+    return {mutant.name: mutant.source for mutant in sorted(made, key=lambda one: crc32(one.name.encode()))}
+
+
+def is_noticed(gallery: Path, recipe: str, source: str) -> bool:
+    """Whether the tests of a recipe fail of a broken script in another gallery, which is written there."""
+    (gallery / f"{recipe}.py").write_text(definitions(source))
+    return run_tests(gallery, recipe, f"{WORDS} or bfloat16")[0] != 0
 
 
 def _is_jitted(function: ast.FunctionDef) -> bool:
@@ -63,3 +91,38 @@ def _changes(kernel: ast.FunctionDef) -> Iterator[tuple[ast.expr, ast.expr]]:
             case ast.BinOp(left, ast.BitAnd(), right):
                 yield node, right
                 yield node, left
+
+
+def main() -> None:
+    """Try mutants that have not been tried, of each op in turn."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--each", type=int, required=True, help="how many of each op there shall be")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so many")
+    chosen = parser.parse_args()
+    end = time.monotonic() + chosen.seconds
+    tried: dict[str, dict[str, bool]] = json.loads(TRIED.read_text()) if TRIED.exists() else {}
+    made = {recipe.key: of_recipe(recipe) for recipe in load(ROOT / "gallery") if "gluon" not in recipe.key}
+    wanted = [
+        (recipe, name)
+        for place in range(chosen.each)
+        for recipe, of_one in made.items()
+        for name in [*of_one][place : place + 1]
+        if name not in tried.get(recipe, {})
+    ]
+
+    def try_one(which: tuple[str, str]) -> None:
+        recipe, name = which
+        if time.monotonic() < end:
+            with TemporaryDirectory() as folder:
+                gallery = Path(folder, "gallery")
+                lay_out(ROOT / "gallery", gallery)
+                tried.setdefault(recipe, {})[name] = is_noticed(gallery, recipe, made[recipe][name])
+            print(recipe, name, "noticed" if tried[recipe][name] else "NOT NOTICED", flush=True)
+            TRIED.write_text(json.dumps(tried, indent=1, sort_keys=True) + "\n")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(try_one, wanted))
+
+
+if __name__ == "__main__":
+    main()
