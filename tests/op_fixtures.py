@@ -14,6 +14,7 @@ import pytest
 import torch
 from compiled import Ask, h100
 from hypothesis import Phase, settings
+from selection import KEYS
 
 from triton_gallery.recipes.contents import Recipe
 from triton_gallery.recipes.op import op_of
@@ -113,6 +114,22 @@ def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         return loaded[path]
 
     return load
+
+
+@pytest.fixture(scope="module")
+def taken(request: pytest.FixtureRequest, load_op: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the op of the recipe that the test's file is named after, as whoever takes it imports it."""
+    return load_op(_own(request))
+
+
+@pytest.fixture(scope="module")
+def recipe(request: pytest.FixtureRequest, load_recipe: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the recipe that the test's file is named after, as a module."""
+    return load_recipe(_own(request))
+
+
+def _own(request: pytest.FixtureRequest) -> str:
+    return f"{KEYS[request.path.stem.removeprefix('test_')]}.py"
 
 
 @pytest.fixture

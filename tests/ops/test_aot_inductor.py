@@ -3,7 +3,6 @@
 import json
 import re
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,12 +16,6 @@ from inputs import FLOATS, Layout, layouts, sizes
 from torch.nn.functional import normalize
 
 BLOCK = 1024  # a size around which rows are interesting: a power of two
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("pytorch/aot_inductor.py")
 
 
 def tolerance(recipe: ModuleType, dtype: torch.dtype) -> float:

@@ -24,18 +24,6 @@ each_kind = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 Named = tuple[Any, ...]
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op(RECIPE)
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(RECIPE)
-
-
 def scored(
     q: torch.Tensor, k: torch.Tensor, score: Named, span: Named, scale: float | None
 ) -> tuple[torch.Tensor, ...]:

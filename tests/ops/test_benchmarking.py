@@ -3,7 +3,6 @@
 # ruff: noqa: N806 - a matrix is called A, and its extents M and N, as in the recipe
 
 import math
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -15,12 +14,6 @@ from inputs import sizes
 
 BLOCK = 1024  # of the recipe; other blocks would only make these sizes less interesting
 HALF_UNIT = 2**-24  # of float32, relative
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("first_steps/benchmarking.py")
 
 
 def uniform(recipe: ModuleType, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -50,12 +50,6 @@ def pointer_kernel(a_ptr, b_ptr, c_ptr, M, N, K, BLOCK: tl.constexpr):
 
 
 @pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(PATH)
-
-
-@pytest.fixture(scope="module")
 def made(
     recipe: ModuleType, load_recipe: Callable[[str], ModuleType], tmp_path_factory: pytest.TempPathFactory
 ) -> Texts:

@@ -34,18 +34,6 @@ REDUCTIONS = ["mean", "sum", "none"]
 LEADS = st.sampled_from([(), (0,), (1,), (7,), (2, 3)])
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/cross_entropy.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/cross_entropy.py")
-
-
 @contextmanager
 def processors(taken: ModuleType, number: int) -> Iterator[None]:
     """Have the launcher decide as for a GPU of so many multiprocessors."""

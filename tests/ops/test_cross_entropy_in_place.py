@@ -33,18 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of N
 torch_loss = torch.nn.functional.cross_entropy
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/cross_entropy_in_place.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/cross_entropy_in_place.py")
-
-
 @contextmanager
 def processors(taken: ModuleType, number: int) -> Iterator[None]:
     """Have the launcher decide as for a GPU of so many multiprocessors."""

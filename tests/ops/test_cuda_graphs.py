@@ -1,7 +1,6 @@
 """The recipe CUDA graphs: its op, and what it says about captures; most of that needs a GPU."""
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,12 +16,6 @@ BLOCK = 1024  # of the recipe
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 WEIGHTS = st.sampled_from([0.0, 0.1, 0.4999, 0.5, 0.75, 1.0, -0.5, 1.5])
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("pytorch/cuda_graphs.py")
 
 
 def assert_lerp(recipe: ModuleType, x: torch.Tensor, end: torch.Tensor, weight: float, out: torch.Tensor) -> None:

@@ -3,7 +3,6 @@
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,18 +13,6 @@ from case import Case, Draw, Exact, Refused
 from compiled import TRITON, Ask, ptx, stack
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, sizes
-
-
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/cumsum.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/cumsum.py")
 
 
 def reverse(x: torch.Tensor) -> torch.Tensor:

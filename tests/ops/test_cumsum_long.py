@@ -23,18 +23,6 @@ USUAL = (16 * 1024, 512, 128)
 GROUPS = (1024, 1, 4)
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/cumsum_long.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/cumsum_long.py")
-
-
 def cut(tile: int, places: int, group: int) -> dict[str, int]:
     """Return what the launcher decides by."""
     return {"CUMSUM_LONG_TILE": tile, "CUMSUM_LONG_PLACES": places, "CUMSUM_LONG_GROUP": group}

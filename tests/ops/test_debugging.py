@@ -1,7 +1,6 @@
 """The recipe Debugging a kernel: its ten errors and their cures, and its kernel."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -10,12 +9,6 @@ import torch
 from guard import guarded
 from hypothesis import given
 from inputs import Layout, sizes
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("first_steps/debugging.py")
 
 
 def test_ten_cases(recipe: ModuleType) -> None:

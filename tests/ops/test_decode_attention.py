@@ -25,18 +25,6 @@ RECIPE = "attention/decode_attention.py"
 FLOAT8 = torch.float8_e4m3fn
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op(RECIPE)
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(RECIPE)
-
-
 def arguments(
     draw: Draw,
     lengths: tuple[int, ...],

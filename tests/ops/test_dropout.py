@@ -23,18 +23,6 @@ BLOCK = 2048  # of the recipe
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/dropout.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/dropout.py")
-
-
 def philox(seed: int, n: np.ndarray) -> np.ndarray:
     """Return four words for each counter, as (counters, 4) of uint32."""
     low, half = np.uint64(2**32 - 1), np.uint64(32)

@@ -29,18 +29,6 @@ ITS_OWN = (128 * 1024, 32 * 1024)
 THREE = (32, 16)  # passes, from 17 elements on in float64 and from 33 in the others
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/few_long_rows.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/few_long_rows.py")
-
-
 @contextmanager
 def planned(taken: ModuleType, plan: tuple[int, int]) -> Iterator[None]:
     """Have the launcher split rows in another way."""

@@ -15,12 +15,6 @@ PATH = "first_steps/from_3_6_to_3_9.py"
 ROWS, COLUMNS = sizes(16, 40), sizes(128, 300)  # around a block of the recipe, and some of them
 
 
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(PATH)
-
-
 @given(M=ROWS, N=COLUMNS, of_x=layouts())
 def test_plain_pointers_float32(recipe: ModuleType, M: int, N: int, of_x: Layout) -> None:
     """A maximum is one of its inputs, so all results are equal."""

@@ -31,18 +31,6 @@ each_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 Tensors = tuple[torch.Tensor, ...]
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op(RECIPE)
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(RECIPE)
-
-
 def by_token(
     grad: torch.Tensor,
     back: torch.Tensor,

@@ -75,12 +75,6 @@ print(json.dumps(claims))
 """
 
 
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("xla/jax_call.py")
-
-
 def through_jax(recipe: ModuleType, function: Callable) -> Callable[..., torch.Tensor]:
     """Return a function of JAX as one of tensors."""
 

@@ -21,18 +21,6 @@ RECIPE = "attention/kv_cache_write.py"
 FLOAT8 = torch.float8_e4m3fn
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op(RECIPE)
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(RECIPE)
-
-
 def of_cache(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the smallest cache that the op takes."""
     return FLOAT8 if dtype.itemsize == 2 else dtype

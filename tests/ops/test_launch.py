@@ -88,12 +88,6 @@ print(json.dumps({
 )
 
 
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("first_steps/launch.py")
-
-
 @given(size=sizes(BLOCK, 8 * BLOCK))
 def test_six_terms(recipe: ModuleType, size: int) -> None:
     """The bound that the recipe derives holds, and the launcher takes any size."""

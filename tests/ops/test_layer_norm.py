@@ -2,7 +2,7 @@
 
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,18 +17,6 @@ from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, sizes
 
 EPS = 1e-5
-
-
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/layer_norm.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/layer_norm.py")
 
 
 def longest(dtype: torch.dtype) -> int:

@@ -24,12 +24,6 @@ from torch.utils._pytree import tree_leaves
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/linear_cross_entropy.py")
-
-
 def inputs(
     draw: Draw,
     lead: tuple[int, ...],

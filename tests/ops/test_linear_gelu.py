@@ -30,18 +30,6 @@ ERF = ["erf", *KINDS]
 LEADS = st.sampled_from([(), (1,), (0,), (5,), (70,), (2, 3), (3, 1, 2)])
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("matmul/linear_gelu.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("matmul/linear_gelu.py")
-
-
 def slope(z: torch.Tensor, kind: str) -> torch.Tensor:
     """Return GELU's derivative in float64."""
     z = z.detach().double().requires_grad_()

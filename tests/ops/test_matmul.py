@@ -22,18 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of N
 LAYOUTS = {"nn": (False, False), "nt": (False, True), "tn": (True, False), "tt": (True, True)}
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("matmul/matmul.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("matmul/matmul.py")
-
-
 def exact(a: torch.Tensor, b: torch.Tensor) -> list[Exact]:
     """Return the product of two matrices.
 

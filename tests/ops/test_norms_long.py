@@ -22,18 +22,6 @@ each_norm = pytest.mark.parametrize("center", [True, False], ids=["layer_norm", 
 EPS = 1e-5
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/norms_long.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/norms_long.py")
-
-
 @contextmanager
 def cached(taken: ModuleType, cache: int, processors: int = 4) -> Iterator[None]:
     """Have the launcher decide as if L2 were of another size."""

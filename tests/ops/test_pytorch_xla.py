@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,12 +26,6 @@ BLOCK = 1024  # of the recipe
 HEAD = 64
 PAYLOAD = re.compile(r'backend_config = "[^"]*"')
 CALL = re.compile(r"%(\w+) = stablehlo\.custom_call @triton_kernel_call\((.*?)\) .* -> (tuple<)?tensor<(\w+)>")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("xla/pytorch_xla.py")
 
 
 @pytest.fixture(scope="module")

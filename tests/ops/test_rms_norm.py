@@ -17,18 +17,6 @@ from inputs import DEVICE, FLOATS, Layout, sizes
 EPS = 1e-5
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/rms_norm.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/rms_norm.py")
-
-
 def longest(dtype: torch.dtype) -> int:
     """Return how many elements the longest row has that the ops take."""
     return 64 * 1024 // max(4, dtype.itemsize)

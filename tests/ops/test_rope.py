@@ -21,18 +21,6 @@ from tolerance import assert_within
 pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/rope.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/rope.py")
-
-
 def pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, ...]:
     """Return the first and the second number of each pair."""
     return (x[..., ::2], x[..., 1::2]) if interleaved else x.tensor_split(2, -1)

@@ -3,7 +3,6 @@
 # ruff: noqa: N806 - a matrix is called A, and its extents M and N, as in the recipe
 
 import math
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -16,12 +15,6 @@ from inputs import FLOATS, INTEGERS, Layout, layouts, sizes
 BLOCK_N = 4096  # of the recipe; other blocks would only make these sizes less interesting
 ROWS = st.sampled_from([0, 1, 2, 3, 8])
 COLUMNS = sizes(BLOCK_N, 3 * BLOCK_N + 1)
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("first_steps/row_sum.py")
 
 
 def assert_sums(recipe: ModuleType, A: torch.Tensor, out: torch.Tensor) -> None:

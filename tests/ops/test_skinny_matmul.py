@@ -27,18 +27,6 @@ without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the record
 LEADS = st.sampled_from([(), (1,), (0,), (16,), (17,), (33,), (64,), (2, 3), (3, 1, 2), (5, 0)])
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("matmul/skinny_matmul.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("matmul/skinny_matmul.py")
-
-
 def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Return random numbers of a shape, one after another in memory."""
     return Layout("contiguous", seed).make(shape, dtype, DEVICE)

@@ -16,18 +16,6 @@ from inputs import DEVICE, FLOATS, sizes
 from softmaxes import exact, exact_gradient, gradient_and_rows, of_rows
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/softmax.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/softmax.py")
-
-
 def longest(dtype: torch.dtype) -> int:
     """Return how many elements the longest row has that the op takes."""
     return 64 * 1024 // max(4, dtype.itemsize)

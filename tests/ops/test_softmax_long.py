@@ -3,7 +3,7 @@
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,18 +17,6 @@ from compiled import Ask, graphs, ptx, stack
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, sizes
 from softmaxes import exact, exact_gradient, gradient_and_rows, of_rows
-
-
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/softmax_long.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/softmax_long.py")
 
 
 @contextmanager

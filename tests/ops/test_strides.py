@@ -2,7 +2,6 @@
 
 # ruff: noqa: N806 - the extents of a matrix are called M and N, as in the recipe
 
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -14,12 +13,6 @@ from inputs import FLOATS, INTEGERS, Layout, layouts, sizes
 
 BLOCK = 64  # a side of the recipe's float32 tile; other blocks would only make these sizes less interesting
 SIZES = sizes(BLOCK, 3 * BLOCK + 1)
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("first_steps/strides.py")
 
 
 def assert_transposed(recipe: ModuleType, x: torch.Tensor, out: torch.Tensor) -> None:

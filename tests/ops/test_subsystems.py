@@ -18,12 +18,6 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: mak
 
 
 @pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("pytorch/subsystems.py")
-
-
-@pytest.fixture(scope="module")
 def layer(recipe: ModuleType) -> list[torch.Tensor]:
     """Return small inputs."""
     torch.manual_seed(0)

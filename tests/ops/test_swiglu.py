@@ -16,18 +16,6 @@ from inputs import DEVICE, Layout, shapes
 TILE = 1024  # of the recipe
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/swiglu.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/swiglu.py")
-
-
 def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return gate and up of a projection, where they lie."""
     return x.tensor_split(2, -1)

@@ -18,18 +18,6 @@ from largest import EDGES, OF_ALL, assert_copied, refused, shapes
 LONGEST = 8192
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/topk.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/topk.py")
-
-
 # Columns of one element and of more, sorted once, twice and three times; more rows than a program has, and fewer
 SIZES = [((5, 300), 5, "ties"), ((9, 77), 3, "any"), ((4, 501), 6, "equal"), ((3, 1000), 8, "falling")]
 SIZES += [((1, LONGEST - 5), 20, "ties"), ((2, 2, 130), 9, "rising"), ((1, 300), 128, "any"), ((), 1, "any"), *EDGES]

@@ -15,18 +15,6 @@ from inputs import DEVICE, FLOATS
 from largest import EDGES, OF_ALL, assert_copied, refused, rows, shapes
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/topk_long.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/topk_long.py")
-
-
 def cut(part: int, programs: int, merge: int) -> dict[str, int]:
     """Return what rows are shared by: elements worth a program, programs that fill a GPU, words that one merges."""
     return {"TOPK_LONG_PART": part, "TOPK_LONG_PROGRAMS": programs, "TOPK_LONG_MERGE": merge}

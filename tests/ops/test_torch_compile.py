@@ -15,12 +15,6 @@ BLOCK = 1024  # of the recipe
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
 
 
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("pytorch/torch_compile.py")
-
-
 @pytest.fixture
 def vectors(recipe: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two tensors that share no memory."""

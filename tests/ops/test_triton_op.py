@@ -18,12 +18,6 @@ MOST = 8 * BLOCK
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the recorded run shows it")
 
 
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("pytorch/triton_op.py")
-
-
 def reference(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return value, gradients and magnitudes of these in float64, for a gradient and the two arguments."""
     grad, x, y = (t.detach().double() for t in tensors)

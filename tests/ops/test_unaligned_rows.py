@@ -3,7 +3,6 @@
 # ruff: noqa: N806 - there are M rows of N elements, as in the recipe
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -14,18 +13,6 @@ from compiled import Ask, graphs, ptx, stack
 from guard import guarded
 from hypothesis import strategies as st
 from inputs import DEVICE, Layout, sizes
-
-
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op("fusion/unaligned_rows.py")
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("fusion/unaligned_rows.py")
 
 
 def exact(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> list[Exact]:

@@ -26,18 +26,6 @@ RECIPE = "attention/varlen_attention.py"
 Lengths = tuple[int, ...]
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op(RECIPE)
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(RECIPE)
-
-
 def cu(lengths: Lengths | list[int]) -> torch.Tensor:
     """Return where sequences of these lengths begin, and where the last one ends."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)

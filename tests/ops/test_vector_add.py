@@ -1,6 +1,5 @@
 """The op of the recipe Vector addition."""
 
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -11,12 +10,6 @@ from hypothesis import strategies as st
 from inputs import FLOATS, INTEGERS, Layout, layouts, shapes
 
 BLOCK = 1024  # of the recipe; other blocks would only make these sizes less interesting
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe("first_steps/vector_add.py")
 
 
 def assert_same(recipe: ModuleType, out: torch.Tensor, expected: torch.Tensor) -> None:

@@ -27,12 +27,6 @@ OTHERWISE = {
 
 
 @pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(PATH)
-
-
-@pytest.fixture(scope="module")
 def made(recipe: ModuleType) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """Return what each way makes; an op can be defined once."""
     return {way: recipe.make(way) for way in recipe.WAYS}

@@ -28,12 +28,6 @@ TABLE = Path(__file__).with_name("which_api.toml")
 Outcomes = dict[tuple[str, str], str]
 
 
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(PATH)
-
-
 def read_page(recipe: ModuleType, run: Run) -> Outcomes:
     """Return what the run of the recipe's page found for the CPU, from the table, the notes and the claim there."""
     table, claim = [output.frame for output in run.outputs if output.frame][-2:]

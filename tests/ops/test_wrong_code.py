@@ -23,12 +23,6 @@ Codes = dict[tuple[int, int], str]
 
 
 @pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(PATH)
-
-
-@pytest.fixture(scope="module")
 def codes(recipe: ModuleType) -> Codes:
     """Return the machine code of each width, of Triton's assembler for an H100 (0) and of the newer one (1)."""
     jobs = [(recipe.TYPES, {"BLOCK": block}, {}) for block in recipe.WIDTHS]

@@ -7,7 +7,6 @@ tries more, until there are so many of each op; all, some nine hundred, take a d
 import argparse
 import ast
 import json
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
