@@ -760,9 +760,8 @@ ATTENTION_VARIANTS_LIBRARY.impl(
 )
 
 
-def _attention_variants_autocast(q, k, v, *options):
+def _attention_variants_autocast(kind, q, k, v, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
-    kind = q.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
@@ -771,10 +770,14 @@ def _attention_variants_autocast(q, k, v, *options):
 
 
 ATTENTION_VARIANTS_LIBRARY.impl(
-    "attention_variants", _attention_variants_autocast, "AutocastCPU"
+    "attention_variants",
+    functools.partial(_attention_variants_autocast, "cpu"),
+    "AutocastCPU",
 )
 ATTENTION_VARIANTS_LIBRARY.impl(
-    "attention_variants", _attention_variants_autocast, "AutocastCUDA"
+    "attention_variants",
+    functools.partial(_attention_variants_autocast, "cuda"),
+    "AutocastCUDA",
 )
 
 

@@ -250,8 +250,6 @@ def few_long_rows_sum(x: torch.Tensor) -> torch.Tensor:
 
     Rounding: sums are in float32, or float64 for float64, and so are the
     results.
-
-    Under ``torch.autocast`` it casts float16 and bfloat16 to float32.
     """
     kernel = wrap_triton(_few_long_rows_kernel)
     return _few_long_rows_launch(x, False, kernel)
@@ -307,10 +305,6 @@ FEW_LONG_ROWS_LIBRARY.impl(
     ),
     "CUDA",
 )
-
-# Under torch.autocast it computes in float32, as PyTorch's own does.
-few_long_rows_sum.register_autocast("cpu", torch.float32)
-few_long_rows_sum.register_autocast("cuda", torch.float32)
 
 
 def _few_long_rows_sum_setup(ctx, inputs, output):

@@ -768,9 +768,8 @@ FLASH_ATTENTION_LIBRARY.impl(
 )
 
 
-def _flash_attention_autocast(q, k, v, *options):
+def _flash_attention_autocast(kind, q, k, v, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
-    kind = q.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
@@ -779,10 +778,14 @@ def _flash_attention_autocast(q, k, v, *options):
 
 
 FLASH_ATTENTION_LIBRARY.impl(
-    "flash_attention", _flash_attention_autocast, "AutocastCPU"
+    "flash_attention",
+    functools.partial(_flash_attention_autocast, "cpu"),
+    "AutocastCPU",
 )
 FLASH_ATTENTION_LIBRARY.impl(
-    "flash_attention", _flash_attention_autocast, "AutocastCUDA"
+    "flash_attention",
+    functools.partial(_flash_attention_autocast, "cuda"),
+    "AutocastCUDA",
 )
 
 

@@ -310,9 +310,8 @@ FLASH_ATTENTION_FORWARD_LIBRARY.impl(
 )
 
 
-def _flash_attention_forward_autocast(q, k, v, *options):
+def _flash_attention_forward_autocast(kind, q, k, v, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
-    kind = q.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
@@ -321,8 +320,12 @@ def _flash_attention_forward_autocast(q, k, v, *options):
 
 
 FLASH_ATTENTION_FORWARD_LIBRARY.impl(
-    "flash_attention_forward", _flash_attention_forward_autocast, "AutocastCPU"
+    "flash_attention_forward",
+    functools.partial(_flash_attention_forward_autocast, "cpu"),
+    "AutocastCPU",
 )
 FLASH_ATTENTION_FORWARD_LIBRARY.impl(
-    "flash_attention_forward", _flash_attention_forward_autocast, "AutocastCUDA"
+    "flash_attention_forward",
+    functools.partial(_flash_attention_forward_autocast, "cuda"),
+    "AutocastCUDA",
 )

@@ -881,22 +881,27 @@ GATED_DELTA_RULE_LIBRARY.impl(
 
 
 def _gated_delta_rule_autocast(
-    q, k, v, g, beta, initial_state=None, scale=None
+    kind, q, k, v, g, beta, initial_state=None, scale=None
 ):
     """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
-    kind = q.device.type
-    if q.dtype in (torch.float16, torch.bfloat16, torch.float32):
-        q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
-        g, beta = (t.float() for t in (g, beta))
-        if initial_state is not None:
-            initial_state = initial_state.float()
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
+    g, beta, initial_state = (
+        t.float() if t is not None and t.dtype in casts else t
+        for t in (g, beta, initial_state)
+    )
     with torch.autocast(kind, enabled=False):
         return gated_delta_rule(q, k, v, g, beta, initial_state, scale)
 
 
 GATED_DELTA_RULE_LIBRARY.impl(
-    "gated_delta_rule", _gated_delta_rule_autocast, "AutocastCPU"
+    "gated_delta_rule",
+    functools.partial(_gated_delta_rule_autocast, "cpu"),
+    "AutocastCPU",
 )
 GATED_DELTA_RULE_LIBRARY.impl(
-    "gated_delta_rule", _gated_delta_rule_autocast, "AutocastCUDA"
+    "gated_delta_rule",
+    functools.partial(_gated_delta_rule_autocast, "cuda"),
+    "AutocastCUDA",
 )

@@ -12,7 +12,7 @@ Deterministic, without a backward; ``flash_attention`` has one.
 
 import math
 import threading
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -393,9 +393,8 @@ GLUON_ATTENTION_LIBRARY = Library(GLUON_ATTENTION_NAMESPACE, "FRAGMENT")
 GLUON_ATTENTION_LIBRARY.impl("gluon_attention", _gluon_attention_launch, "CUDA")
 
 
-def _gluon_attention_autocast(q, k, v, *options):
+def _gluon_attention_autocast(kind, q, k, v, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
-    kind = q.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
@@ -404,8 +403,10 @@ def _gluon_attention_autocast(q, k, v, *options):
 
 
 GLUON_ATTENTION_LIBRARY.impl(
-    "gluon_attention", _gluon_attention_autocast, "AutocastCPU"
+    "gluon_attention", partial(_gluon_attention_autocast, "cpu"), "AutocastCPU"
 )
 GLUON_ATTENTION_LIBRARY.impl(
-    "gluon_attention", _gluon_attention_autocast, "AutocastCUDA"
+    "gluon_attention",
+    partial(_gluon_attention_autocast, "cuda"),
+    "AutocastCUDA",
 )

@@ -11,7 +11,7 @@ Deterministic, without a backward.
 """
 
 import threading
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -330,9 +330,8 @@ GLUON_MATMUL_LIBRARY = Library(GLUON_MATMUL_NAMESPACE, "FRAGMENT")
 GLUON_MATMUL_LIBRARY.impl("gluon_matmul", _gluon_matmul_launch, "CUDA")
 
 
-def _gluon_matmul_autocast(a, b, *options):
+def _gluon_matmul_autocast(kind, a, b, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's products do."""
-    kind = a.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     a, b = (t.to(dtype) if t.dtype in casts else t for t in (a, b))
@@ -340,7 +339,9 @@ def _gluon_matmul_autocast(a, b, *options):
         return gluon_matmul(a, b, *options)
 
 
-GLUON_MATMUL_LIBRARY.impl("gluon_matmul", _gluon_matmul_autocast, "AutocastCPU")
 GLUON_MATMUL_LIBRARY.impl(
-    "gluon_matmul", _gluon_matmul_autocast, "AutocastCUDA"
+    "gluon_matmul", partial(_gluon_matmul_autocast, "cpu"), "AutocastCPU"
+)
+GLUON_MATMUL_LIBRARY.impl(
+    "gluon_matmul", partial(_gluon_matmul_autocast, "cuda"), "AutocastCUDA"
 )

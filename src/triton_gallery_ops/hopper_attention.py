@@ -12,7 +12,7 @@ GPUs. Deterministic, without a backward; ``flash_attention`` has one.
 
 import math
 import threading
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -308,9 +308,8 @@ HOPPER_ATTENTION_LIBRARY.impl(
 )
 
 
-def _hopper_attention_autocast(q, k, v, *options):
+def _hopper_attention_autocast(kind, q, k, v, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
-    kind = q.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
@@ -319,8 +318,12 @@ def _hopper_attention_autocast(q, k, v, *options):
 
 
 HOPPER_ATTENTION_LIBRARY.impl(
-    "hopper_attention", _hopper_attention_autocast, "AutocastCPU"
+    "hopper_attention",
+    partial(_hopper_attention_autocast, "cpu"),
+    "AutocastCPU",
 )
 HOPPER_ATTENTION_LIBRARY.impl(
-    "hopper_attention", _hopper_attention_autocast, "AutocastCUDA"
+    "hopper_attention",
+    partial(_hopper_attention_autocast, "cuda"),
+    "AutocastCUDA",
 )

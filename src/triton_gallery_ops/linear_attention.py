@@ -791,21 +791,28 @@ LINEAR_ATTENTION_LIBRARY.impl(
 )
 
 
-def _linear_attention_autocast(q, k, v, g, scale=None, initial_state=None):
+def _linear_attention_autocast(
+    kind, q, k, v, g, scale=None, initial_state=None
+):
     """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
-    kind = q.device.type
-    if q.dtype in (torch.float16, torch.bfloat16, torch.float32):
-        q, k, v = (t.to(torch.get_autocast_dtype(kind)) for t in (q, k, v))
-        g = g.float()
-        if initial_state is not None:
-            initial_state = initial_state.float()
+    dtype = torch.get_autocast_dtype(kind)
+    casts = torch.float16, torch.bfloat16, torch.float32
+    q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
+    g, initial_state = (
+        t.float() if t is not None and t.dtype in casts else t
+        for t in (g, initial_state)
+    )
     with torch.autocast(kind, enabled=False):
         return linear_attention(q, k, v, g, scale, initial_state)
 
 
 LINEAR_ATTENTION_LIBRARY.impl(
-    "linear_attention", _linear_attention_autocast, "AutocastCPU"
+    "linear_attention",
+    functools.partial(_linear_attention_autocast, "cpu"),
+    "AutocastCPU",
 )
 LINEAR_ATTENTION_LIBRARY.impl(
-    "linear_attention", _linear_attention_autocast, "AutocastCUDA"
+    "linear_attention",
+    functools.partial(_linear_attention_autocast, "cuda"),
+    "AutocastCUDA",
 )

@@ -10,6 +10,8 @@ gradient is rounded after each chunk. No label smoothing, class weights or other
 reductions. For logits that exist already, use ``cross_entropy``.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -280,9 +282,8 @@ LINEAR_CROSS_ENTROPY_LIBRARY.impl(
 )
 
 
-def _linear_cross_entropy_autocast(x, weight, *options):
+def _linear_cross_entropy_autocast(kind, x, weight, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's products do."""
-    kind = x.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     x, weight = (t.to(dtype) if t.dtype in casts else t for t in (x, weight))
@@ -291,10 +292,14 @@ def _linear_cross_entropy_autocast(x, weight, *options):
 
 
 LINEAR_CROSS_ENTROPY_LIBRARY.impl(
-    "linear_cross_entropy", _linear_cross_entropy_autocast, "AutocastCPU"
+    "linear_cross_entropy",
+    partial(_linear_cross_entropy_autocast, "cpu"),
+    "AutocastCPU",
 )
 LINEAR_CROSS_ENTROPY_LIBRARY.impl(
-    "linear_cross_entropy", _linear_cross_entropy_autocast, "AutocastCUDA"
+    "linear_cross_entropy",
+    partial(_linear_cross_entropy_autocast, "cuda"),
+    "AutocastCUDA",
 )
 
 

@@ -12,7 +12,7 @@ deterministic. A second derivative raises RuntimeError.
 
 import math
 import threading
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -465,9 +465,8 @@ LINEAR_GELU_LIBRARY.impl(
 )
 
 
-def _linear_gelu_autocast(x, weight, bias, *options):
+def _linear_gelu_autocast(kind, x, weight, bias, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's products do."""
-    kind = x.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     x, weight, bias = (
@@ -479,10 +478,12 @@ def _linear_gelu_autocast(x, weight, bias, *options):
 
 
 LINEAR_GELU_LIBRARY.impl(
-    "linear_gelu_forward", _linear_gelu_autocast, "AutocastCPU"
+    "linear_gelu_forward", partial(_linear_gelu_autocast, "cpu"), "AutocastCPU"
 )
 LINEAR_GELU_LIBRARY.impl(
-    "linear_gelu_forward", _linear_gelu_autocast, "AutocastCUDA"
+    "linear_gelu_forward",
+    partial(_linear_gelu_autocast, "cuda"),
+    "AutocastCUDA",
 )
 
 

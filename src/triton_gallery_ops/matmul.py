@@ -10,6 +10,8 @@ newer GPUs, and ``skinny_matmul`` is for up to 64 rows. Deterministic, with
 gradients of any order.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -163,9 +165,8 @@ MATMUL_LIBRARY = Library(MATMUL_NAMESPACE, "FRAGMENT")
 MATMUL_LIBRARY.impl("matmul", _matmul_launch, "CUDA")
 
 
-def _matmul_autocast(a, b, *options):
+def _matmul_autocast(kind, a, b, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's products do."""
-    kind = a.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     a, b = (t.to(dtype) if t.dtype in casts else t for t in (a, b))
@@ -173,8 +174,8 @@ def _matmul_autocast(a, b, *options):
         return matmul(a, b, *options)
 
 
-MATMUL_LIBRARY.impl("matmul", _matmul_autocast, "AutocastCPU")
-MATMUL_LIBRARY.impl("matmul", _matmul_autocast, "AutocastCUDA")
+MATMUL_LIBRARY.impl("matmul", partial(_matmul_autocast, "cpu"), "AutocastCPU")
+MATMUL_LIBRARY.impl("matmul", partial(_matmul_autocast, "cuda"), "AutocastCUDA")
 
 
 def _matmul_setup(ctx, inputs, output):

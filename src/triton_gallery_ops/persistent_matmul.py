@@ -11,7 +11,7 @@ not split, so products of few tiles leave multiprocessors idle;
 """
 
 import threading
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -271,9 +271,8 @@ PERSISTENT_MATMUL_LIBRARY.impl(
 )
 
 
-def _persistent_matmul_autocast(a, b, *options):
+def _persistent_matmul_autocast(kind, a, b, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's products do."""
-    kind = a.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     a, b = (t.to(dtype) if t.dtype in casts else t for t in (a, b))
@@ -282,10 +281,14 @@ def _persistent_matmul_autocast(a, b, *options):
 
 
 PERSISTENT_MATMUL_LIBRARY.impl(
-    "persistent_matmul", _persistent_matmul_autocast, "AutocastCPU"
+    "persistent_matmul",
+    partial(_persistent_matmul_autocast, "cpu"),
+    "AutocastCPU",
 )
 PERSISTENT_MATMUL_LIBRARY.impl(
-    "persistent_matmul", _persistent_matmul_autocast, "AutocastCUDA"
+    "persistent_matmul",
+    partial(_persistent_matmul_autocast, "cuda"),
+    "AutocastCUDA",
 )
 
 

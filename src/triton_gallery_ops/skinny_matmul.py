@@ -249,9 +249,8 @@ SKINNY_MATMUL_LIBRARY = Library(SKINNY_MATMUL_NAMESPACE, "FRAGMENT")
 SKINNY_MATMUL_LIBRARY.impl("skinny_matmul", _skinny_matmul_launch, "CUDA")
 
 
-def _skinny_matmul_autocast(x, weight, *options):
+def _skinny_matmul_autocast(kind, x, weight, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's products do."""
-    kind = x.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     x, weight = (t.to(dtype) if t.dtype in casts else t for t in (x, weight))
@@ -260,8 +259,12 @@ def _skinny_matmul_autocast(x, weight, *options):
 
 
 SKINNY_MATMUL_LIBRARY.impl(
-    "skinny_matmul", _skinny_matmul_autocast, "AutocastCPU"
+    "skinny_matmul",
+    functools.partial(_skinny_matmul_autocast, "cpu"),
+    "AutocastCPU",
 )
 SKINNY_MATMUL_LIBRARY.impl(
-    "skinny_matmul", _skinny_matmul_autocast, "AutocastCUDA"
+    "skinny_matmul",
+    functools.partial(_skinny_matmul_autocast, "cuda"),
+    "AutocastCUDA",
 )

@@ -10,6 +10,8 @@ TF32. Deterministic after tuning, but another process may choose another tile.
 ``skinny_matmul`` is for up to 64 rows. Gradients of any order.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -321,9 +323,8 @@ TUNED_MATMUL_LIBRARY = Library(TUNED_MATMUL_NAMESPACE, "FRAGMENT")
 TUNED_MATMUL_LIBRARY.impl("tuned_matmul", _tuned_matmul_launch, "CUDA")
 
 
-def _tuned_matmul_autocast(a, b, *options):
+def _tuned_matmul_autocast(kind, a, b, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's products do."""
-    kind = a.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     a, b = (t.to(dtype) if t.dtype in casts else t for t in (a, b))
@@ -331,9 +332,11 @@ def _tuned_matmul_autocast(a, b, *options):
         return tuned_matmul(a, b, *options)
 
 
-TUNED_MATMUL_LIBRARY.impl("tuned_matmul", _tuned_matmul_autocast, "AutocastCPU")
 TUNED_MATMUL_LIBRARY.impl(
-    "tuned_matmul", _tuned_matmul_autocast, "AutocastCUDA"
+    "tuned_matmul", partial(_tuned_matmul_autocast, "cpu"), "AutocastCPU"
+)
+TUNED_MATMUL_LIBRARY.impl(
+    "tuned_matmul", partial(_tuned_matmul_autocast, "cuda"), "AutocastCUDA"
 )
 
 

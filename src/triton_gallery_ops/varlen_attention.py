@@ -776,9 +776,8 @@ VARLEN_ATTENTION_LIBRARY.impl(
 )
 
 
-def _varlen_attention_autocast(q, k, v, *options):
+def _varlen_attention_autocast(kind, q, k, v, *options):
     """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
-    kind = q.device.type
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
     q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
@@ -787,10 +786,14 @@ def _varlen_attention_autocast(q, k, v, *options):
 
 
 VARLEN_ATTENTION_LIBRARY.impl(
-    "varlen_attention_forward", _varlen_attention_autocast, "AutocastCPU"
+    "varlen_attention_forward",
+    partial(_varlen_attention_autocast, "cpu"),
+    "AutocastCPU",
 )
 VARLEN_ATTENTION_LIBRARY.impl(
-    "varlen_attention_forward", _varlen_attention_autocast, "AutocastCUDA"
+    "varlen_attention_forward",
+    partial(_varlen_attention_autocast, "cuda"),
+    "AutocastCUDA",
 )
 
 

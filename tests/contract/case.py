@@ -69,15 +69,15 @@ class Case:
         in_layouts: the size of tensors in each layout; None is the first.
         many: a ragged size, for a GPU: more programs than run at a time.
         fits: whether the function takes a size in a dtype.
-        shapes: all other sizes.
+        shapes: all other sizes; where None, none are drawn, for results or for gradients.
         layouts: the names of those that its tensors may have.
         dtypes: those that it takes.
         roundings: how many a term goes through in the accumulator, one after another; a function is given the result.
         floor: what may be lost besides, given the dtype: for results too small for the accumulator.
         reference: the same by PyTorch, of tensors in the case's dtype.
         special: makes arguments with NaN, infinities and extreme values, for which `reference` has the results.
-        gradients: returns what the gradients of the first arguments have to be, given those of the results and the
-            arguments, all in float64; None where the function has no backward.
+        gradients: returns what the gradients of the arguments that have some have to be, given those of the results and
+            the arguments, all in float64; None where the function has no backward.
         with_gradients: how many the first arguments are that have some; or the places of those that have, where one
             may be None and has none.
         second_gradients: whether the gradients have gradients themselves.

@@ -1,4 +1,4 @@
-"""An op is at home in PyTorch: the dispatcher, opcheck, torch.compile, CUDA graphs, streams, several GPUs."""
+"""An op is at home in PyTorch: the dispatcher, opcheck, autocast, torch.compile, CUDA graphs, streams, several GPUs."""
 
 from collections.abc import Callable, Sequence
 from itertools import cycle
@@ -60,19 +60,25 @@ def test_deterministic_algorithms(load_op: Load, case: Case) -> None:
 @pytest.mark.parametrize("asked", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast(load_op: Load, case: Case, asked: torch.dtype) -> None:
     """Under torch.autocast it takes floats of several dtypes, and does what it does of those that autocast makes."""
+    if not case.autocast and asked not in case.dtypes:
+        pytest.skip(f"it takes no {asked}")
     function = case.on_copies(load_op(f"{case.recipe}.py"))
-    dtype = asked if case.autocast == "asked" or torch.float32 not in case.dtypes else torch.float32
+    dtype = torch.float32 if case.autocast == torch.float32 else asked
     mixed = [torch.float32 if dtype == asked else asked, dtype] if case.autocast else [dtype]
-    narrow = asked if case.autocast else dtype  # which all of these dtypes have room for
-    drawn = case.arguments(Draw(narrow), *case.small)
+    drawn = case.arguments(Draw(asked), *case.small)
 
-    def in_dtypes(*dtypes: torch.dtype) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    def in_dtypes(dtypes: Sequence[torch.dtype], wide: torch.dtype) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
         turn = cycle(dtypes)
-        return with_gradients(
-            case, tuple(value.to(next(turn)) if is_real(value) and value.dtype == narrow else value for value in drawn)
-        )
 
-    (leaves, given), (exact_leaves, exact) = in_dtypes(*mixed), in_dtypes(dtype)
+        def cast(value: Any) -> Any:
+            if not is_real(value):
+                return value
+            # What is always wide, as a state, may come narrow.
+            return value.to(next(turn)) if value.dtype == asked else value.to(asked).to(wide)
+
+        return with_gradients(case, tuple(map(cast, drawn)) if case.autocast else drawn)
+
+    (leaves, given), (exact_leaves, exact) = in_dtypes(mixed, asked), in_dtypes([dtype], torch.float32)
     with torch.autocast(DEVICE.type, asked):
         results = function(*given)
     expected = function(*exact)
@@ -81,6 +87,25 @@ def test_autocast(load_op: Load, case: Case, asked: torch.dtype) -> None:
         grads = of_squares(expected, exact_leaves)
         cast = [grad.to(leaf.dtype) for grad, leaf in zip(grads, leaves, strict=True)]
         torch.testing.assert_close(of_squares(results, leaves), tuple(cast), rtol=0, atol=0)
+
+
+@each_case(lambda case: torch.float64 in case.dtypes)
+def test_float64_under_autocast(load_op: Load, case: Case) -> None:
+    """It stays float64."""
+    function = case.on_copies(load_op(f"{case.recipe}.py"))
+    arguments = case.arguments(Draw(torch.float64), *case.small)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        results = function(*arguments)
+    torch.testing.assert_close(results, function(*arguments), rtol=0, atol=0)
+
+
+@each_case(lambda case: case.autocast == "asked")
+def test_devices_under_autocast_float32(load_op: Load, case: Case) -> None:
+    """Tensors on two devices are refused there, too."""
+    first, *others = case.arguments(Draw(case.usual), *case.small)
+    function = case.function(load_op(f"{case.recipe}.py"))
+    with torch.autocast(DEVICE.type, torch.bfloat16), pytest.raises((TypeError, ValueError), match="device"):
+        function(first.to("meta"), *others)
 
 
 @needs_a_gpu

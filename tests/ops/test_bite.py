@@ -1,6 +1,6 @@
 """The tests of the ops find what they are for: with the masks taken out of a recipe, its tests fail.
 
-The mutants of a recipe stand in its tests, as `BREAKS`.
+The mutants of a recipe stand in its tests, as `BREAKS`; `trivial.json` has those that are made of its syntax tree.
 """
 
 import json

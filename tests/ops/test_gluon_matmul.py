@@ -39,12 +39,6 @@ ORDERS = [*itertools.product((False, True), repeat=2)]
 
 
 @pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op(str(RECIPE))
-
-
-@pytest.fixture(scope="module")
 def modelled(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """Return the recipe with a model in place of Gluon, on a GPU of two multiprocessors."""
     source = (gallery / RECIPE).read_text().replace('= "triton_gallery"', '= "modelled"')

@@ -30,18 +30,6 @@ HEADS = [8, 16, 40, 64, 72, 96, 128]
 ROOMS = {90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes of shared memory
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op(str(RECIPE))
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(str(RECIPE))
-
-
 # Around the edges of tiles, full or causal; heads alone and in groups; no keys, no queries; scales; blocks after blocks
 SIZES = [(2, 2, 1, 70, 150, 40, True), (1, 4, 2, 129, 65, 128), (1, 3, 3, 127, 129, 64, True), (1, 1, 1, 1, 300, 96)]
 SIZES += [(1, 2, 1, 33, 0, 16, True), (1, 2, 1, 70, 70, 32, False, 0.3)]

@@ -31,18 +31,6 @@ HALVES = FLOATS[:2]
 ROOMS = {90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes of shared memory
 
 
-@pytest.fixture(scope="module")
-def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the op as whoever takes it imports it."""
-    return load_op(str(RECIPE))
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(str(RECIPE))
-
-
 def matrix(draw: Draw, rows: int, columns: int, by: str, gap: int) -> torch.Tensor:
     """Make a matrix that the engine takes: by rows or by columns, with a gap of some bytes between and before them."""
     if by == "columns":

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import pandas as pd
@@ -15,15 +14,8 @@ from hypothesis import strategies as st
 from inputs import DEVICE, values
 from tolerance import assert_within
 
-RECIPE = Path("matmul") / "tensor_descriptors.py"
 SMALL = (64, 64, 32)  # a tile
 SIZE = st.sampled_from([1, 8, 64, 65, 128, 129]) | st.integers(1, 200)
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(str(RECIPE))
 
 
 @pytest.fixture(scope="module")

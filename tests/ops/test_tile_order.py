@@ -3,7 +3,6 @@
 # ruff: noqa: N806 - a product has M, N and K, as in the recipe
 
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,14 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import DEVICE, Layout, layouts, sizes
 from tolerance import assert_within
-
-RECIPE = Path("matmul") / "tile_order.py"
-
-
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(str(RECIPE))
 
 
 @settings(max_examples=12)

@@ -38,12 +38,6 @@ def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def recipe(load_recipe: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the recipe as a module."""
-    return load_recipe(str(RECIPE))
-
-
 def exact(a: torch.Tensor, b: torch.Tensor) -> list[Exact]:
     """Return the product: those of half precision are exact, others round once; then come K sums, in any order."""
     return [Exact(a @ b, a.abs() @ b.abs(), roundings=a.shape[1] + 2)]

@@ -7,17 +7,19 @@ tries more, until there are so many of each op; all, some nine hundred, take a d
 import argparse
 import ast
 import json
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import NamedTuple
 from zlib import crc32
 
 from mutants import WORDS, run_tests
-from own import definitions
+from own import definitions, runs_here
 from project import ROOT
 
 from triton_gallery.recipes.contents import Recipe, lay_out, load
@@ -66,9 +68,16 @@ def of_recipe(recipe: Recipe) -> dict[str, str]:
 
 
 def is_noticed(gallery: Path, recipe: str, source: str) -> bool:
-    """Whether the tests of a recipe fail of a broken script in another gallery, which is written there."""
+    """Whether the tests of a recipe fail of a broken script in another gallery, which is written there.
+
+    Raises:
+        RuntimeError: if they took too long, or ended in some other way.
+    """
     (gallery / f"{recipe}.py").write_text(definitions(source))
-    return run_tests(gallery, recipe, f"{WORDS} or bfloat16")[0] != 0
+    status, output = run_tests(gallery, recipe, f"{WORDS} or bfloat16")
+    if status not in (0, 1, -signal.SIGSEGV):
+        raise RuntimeError(f"the tests of {recipe} ended with {status}: {output[-1000:]}")
+    return status != 0
 
 
 def _is_jitted(function: ast.FunctionDef) -> bool:
@@ -79,10 +88,11 @@ def _changes(kernel: ast.FunctionDef) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yield each expression that is left out, and what takes its place."""
     for node in ast.walk(kernel):
         match node:
-            case ast.Call(ast.Attribute(attr="load" | "store"), arguments, keywords):
+            case ast.Call(ast.Attribute(attr="load" | "store" as way), arguments, keywords):
+                given = arguments[: 1 if way == "load" else 2]  # a mask may follow
                 others = [keyword for keyword in keywords if keyword.arg not in {"mask", "other"}]
-                if len(others) < len(keywords):
-                    yield node, ast.Call(node.func, arguments, others)
+                if len(given) < len(arguments) or any(keyword.arg == "mask" for keyword in keywords):
+                    yield node, ast.Call(node.func, given, others)
             case ast.Call(ast.Attribute(value, "to"), [dtype], []) if ast.unparse(dtype) != "tl.int64":
                 yield node, value  # that one counts beyond 2**31 elements alone, on a GPU
             case ast.Call(ast.Attribute(attr="where"), [_, chosen, _], []):
@@ -100,7 +110,7 @@ def main() -> None:
     chosen = parser.parse_args()
     end = time.monotonic() + chosen.seconds
     tried: dict[str, dict[str, bool]] = json.loads(TRIED.read_text()) if TRIED.exists() else {}
-    made = {recipe.key: of_recipe(recipe) for recipe in load(ROOT / "gallery") if "gluon" not in recipe.key}
+    made = {recipe.key: of_recipe(recipe) for recipe in load(ROOT / "gallery") if runs_here(recipe.key)}
     wanted = [
         (recipe, name)
         for place in range(chosen.each)
@@ -109,14 +119,23 @@ def main() -> None:
         if name not in tried.get(recipe, {})
     ]
 
+    lock = Lock()
+
     def try_one(which: tuple[str, str]) -> None:
         recipe, name = which
-        if time.monotonic() < end:
-            with TemporaryDirectory() as folder:
-                gallery = Path(folder, "gallery")
-                lay_out(ROOT / "gallery", gallery)
-                tried.setdefault(recipe, {})[name] = is_noticed(gallery, recipe, made[recipe][name])
-            print(recipe, name, "noticed" if tried[recipe][name] else "NOT NOTICED", flush=True)
+        if time.monotonic() > end:
+            return
+        with TemporaryDirectory() as folder:
+            gallery = Path(folder, "gallery")
+            lay_out(ROOT / "gallery", gallery)
+            try:
+                noticed = is_noticed(gallery, recipe, made[recipe][name])
+            except RuntimeError as error:
+                print(recipe, name, f"NOT TRIED: {error}", flush=True)
+                return
+        print(recipe, name, "noticed" if noticed else "NOT NOTICED", flush=True)
+        with lock:
+            tried.setdefault(recipe, {})[name] = noticed
             TRIED.write_text(json.dumps(tried, indent=1, sort_keys=True) + "\n")
 
     with ThreadPoolExecutor(2) as pool:
