@@ -59,8 +59,8 @@ def arguments(
     elif lies == "heads outside":
         caches = tuple(draw(pages, shared, page, D, dtype=wide).transpose(1, 2) for _ in range(2))
     else:
-        gap = 3 if lies == "apart" else 0
-        caches = tuple(draw(pages, page, shared, D + gap, dtype=wide)[..., gap:] for _ in range(2))
+        gaps = (3, 5) if lies == "apart" else (0, 0)  # so that their strides differ
+        caches = tuple(draw(pages, page, shared, D + gap, dtype=wide)[..., gap:] for gap in gaps)
     return q, k, v, *caches, slots, positions, cos, sin, *(both if scales else (None, None))
 
 

@@ -205,7 +205,8 @@ REFUSED = [
 
 # Lengths of queries and of keys, heads of both, D, whether it is causal, a scale, and how much too long the longest is:
 # as many keys, more, and fewer; sequences without keys, without queries and without both; tiles of every kind
-SIZES = [((37, 0, 1, 20), None, (2, 1), 24, True), ((1, 3, 64), (200, 1, 129), (2, 1), 16, True)]
+# With 126 keys more than queries, or 2 fewer, a block that all see begins one after the last that needs a mask.
+SIZES = [((37, 0, 1, 20), None, (2, 1), 24, True), ((1, 3, 64, 5, 131), (200, 1, 129, 131, 129), (2, 1), 16, True)]
 SIZES += [((70, 33), (1, 64), (1, 1), 40, True, 0.5), ((65, 31), None, (4, 2), 100, False, None, 1)]
 SIZES += [
     ((33, 40), (50, 17), (2, 2), 64, False, 1e-3, 10**6),

@@ -7,6 +7,7 @@ tries more, until there are so many of each op; all, some nine hundred, take a d
 import argparse
 import ast
 import json
+import os
 import signal
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from threading import Lock
 from typing import NamedTuple
 from zlib import crc32
 
+import torch
 from mutants import WORDS, run_tests
 from own import definitions, runs_here
 from project import ROOT
@@ -108,6 +110,8 @@ def main() -> None:
     parser.add_argument("--each", type=int, required=True, help="how many of each op there shall be")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so many")
     chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # of the processes that import Triton from now on
     end = time.monotonic() + chosen.seconds
     tried: dict[str, dict[str, bool]] = json.loads(TRIED.read_text()) if TRIED.exists() else {}
     made = {recipe.key: of_recipe(recipe) for recipe in load(ROOT / "gallery") if runs_here(recipe.key)}
@@ -120,6 +124,13 @@ def main() -> None:
     ]
 
     lock = Lock()
+
+    with TemporaryDirectory() as folder:
+        gallery = Path(folder, "gallery")
+        lay_out(ROOT / "gallery", gallery)
+        first = next(iter(made))
+        if is_noticed(gallery, first, (gallery / f"{first}.py").read_text()):
+            raise SystemExit(f"the tests of {first} fail as it is: mutants would show nothing")
 
     def try_one(which: tuple[str, str]) -> None:
         recipe, name = which
