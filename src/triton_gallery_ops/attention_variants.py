@@ -543,7 +543,7 @@ def _attention_variants_read(*tensors):
     """Return tensors as kernels read them, and their strides."""
     if triton.knobs.runtime.interpret and tensors[0].dtype == torch.bfloat16:
         # The interpreter would multiply the bits as if they were integers.
-        tensors = [t.float() for t in tensors]
+        tensors = [t.float().contiguous() for t in tensors]
     return tensors, [stride for t in tensors for stride in t.stride()[:3]]
 
 

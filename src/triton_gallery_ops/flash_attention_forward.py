@@ -232,7 +232,7 @@ def _flash_attention_forward_launch(
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
         # The interpreter would multiply the bits as if they were integers.
-        q, k, v = q.float(), k.float(), v.float()
+        q, k, v = (t.float().contiguous() for t in (q, k, v))
     grid = (triton.cdiv(LQ, BLOCK_M) * batch * heads,)
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):

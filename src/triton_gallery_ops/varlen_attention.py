@@ -567,7 +567,7 @@ def _varlen_attention_rows(*tensors):
     rows = [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
     if triton.knobs.runtime.interpret and rows[0].dtype == torch.bfloat16:
         # The interpreter would multiply the bits as if they were integers.
-        rows = [t.float() for t in rows]
+        rows = [t.float().contiguous() for t in rows]
     return rows, [stride for t in rows for stride in t.stride()[:2]]
 
 
