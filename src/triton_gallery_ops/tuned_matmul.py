@@ -200,7 +200,8 @@ def _tuned_matmul_operand(x, copy):
     VEC is the number of elements in 16 bytes, along the dimension in which rows
     lie, if all rows begin at multiples of 16 bytes. Else it is 1. If ``copy``
     is true, an operand without such rows is copied, and zeros pad the rows of
-    the copy.
+    the copy. The copy comes with its padding, which the kernel reads: of a view
+    without it, torch.compile would not write the zeros.
     """
     vec = 16 // x.element_size()
     begins = x.storage_offset() % vec == 0
@@ -218,8 +219,7 @@ def _tuned_matmul_operand(x, copy):
     buffer = x.new_empty(rows.shape[0], triton.cdiv(width, vec) * vec)
     buffer[:, :width] = rows
     buffer[:, width:] = 0
-    rows = buffer[:, :width]
-    return (rows.T, vec, 1) if transposed else (rows, 1, vec)
+    return (buffer.T, vec, 1) if transposed else (buffer, 1, vec)
 
 
 def _tuned_matmul_check(a, b):
