@@ -78,6 +78,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         memory.require(*mark.args)
 
 
+TAKEN: dict[str, tuple[ModuleType, object]] = {}  # the op of each recipe that was imported last, and what for
+
+
 @pytest.fixture(scope="session")
 def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
     """Return a function that imports a recipe of the gallery under test, as `import <stem>` would for a reader."""
@@ -85,6 +88,7 @@ def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
     def load(path: str) -> ModuleType:
         file = gallery / path
         end_ops(sys.modules.get(file.stem))
+        TAKEN.clear()  # the recipe may register the same ops
         before = sys.dont_write_bytecode
         sys.dont_write_bytecode = True  # no __pycache__ among the recipes
         try:
@@ -102,16 +106,22 @@ def recipe_at(load_recipe: Callable[[str], ModuleType]) -> Callable[[str], Modul
 
 
 @pytest.fixture(scope="session")
-def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
-    """Return a function that imports the op of a recipe as whoever takes it does: its imports and its cell alone."""
-    loaded: dict[str, ModuleType] = {}
+def load_op(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ModuleType]:
+    """Return a function that imports the op of a recipe as whoever takes it does: its imports and its cell alone.
 
-    def load(path: str) -> ModuleType:
+    It imports it again, unless it is asked for the same purpose as the last time.
+    """
+
+    def load(path: str, purpose: object = None) -> ModuleType:
+        module, last = TAKEN.get(path, (None, None))
+        if module and last is not None and last == purpose:
+            return module
         op = op_of(recipe_in(gallery / path))
         assert op is not None, f"{path} hands over no op"
-        end_ops(loaded.get(path))
-        loaded[path] = import_code(op.of("taken").code, tmp_path_factory.mktemp("taken") / f"{op.name}_op.py")
-        return loaded[path]
+        end_ops(module)
+        module = import_code(op.of("taken").code, tmp_path_factory.mktemp("taken") / f"{op.name}_op.py")
+        TAKEN[path] = module, purpose
+        return module
 
     return load
 
@@ -163,13 +173,14 @@ def on_h100() -> Iterator[Ask]:
 
 @pytest.fixture(scope="session")
 def quick_interpreter() -> Iterator[None]:
-    """Have the interpreter patch `triton.language` once for each launch, and nothing else."""
+    """Have the interpreter patch `triton.language` once for each launch, and nothing else; and look dtypes up."""
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from language import Patch, interpreter  # now that the choice of the interpreter is made
+    from language import Patch, interpreter, np_dtype  # now that the choice of the interpreter is made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", Patch(interpreter._patch_lang))
+        patch.setattr(interpreter, "_get_np_dtype", np_dtype)
         yield
 
 

@@ -1,8 +1,18 @@
 """The contract: what every op promises, stated once and asked of each."""
 
+from collections.abc import Callable
+from types import ModuleType
+
 import pytest
 import torch
+from case import Case
 from selection import select
+
+
+@pytest.fixture(scope="session")
+def load_op(load_op: Callable[..., ModuleType]) -> Callable[[Case], ModuleType]:
+    """Return a function that imports a case's op; cases with the same settings, one after another, share it."""
+    return lambda case: load_op(f"{case.recipe}.py", purpose=(case.prepare, dict(case.settings)))
 
 
 @pytest.fixture

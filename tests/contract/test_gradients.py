@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 # NumPy's, of infinities, in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-Load = Callable[[str], ModuleType]
+Load = Callable[[Case], ModuleType]
 
 
 @each_dtype(lambda case: case.gradients and case.shapes is not None)
@@ -28,7 +28,7 @@ def test_autograd(load_op: Load, case: Case, dtype: torch.dtype, data: st.DataOb
     of = data.draw(st.lists(layouts(case.layouts), min_size=8, max_size=8))
     arguments = case.arguments(Draw(dtype, of), *data.draw(case.shapes))
     leaves, with_leaves = with_gradients(case, arguments)
-    results = differentiable(tree_leaves(case.function(load_op(f"{case.recipe}.py"))(*with_leaves)))
+    results = differentiable(tree_leaves(case.function(load_op(case))(*with_leaves)))
     grads = [of[-1 - i].make(tuple(out.shape), out.dtype, out.device) for i, out in enumerate(results)]
     found = torch.autograd.grad(results, leaves, grads)
     exact = case.gradients(*(grad.double() for grad in grads), *in_float64(arguments))
@@ -44,7 +44,7 @@ def test_autograd(load_op: Load, case: Case, dtype: torch.dtype, data: st.DataOb
 def of_leaves(load_op: Load, case: Case, dtype: torch.dtype) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """Return the function of the arguments that have gradients, and these."""
     leaves, arguments = with_gradients(case, case.arguments(Draw(dtype), *case.small))
-    function = case.function(load_op(f"{case.recipe}.py"))
+    function = case.function(load_op(case))
 
     def of_values(*values: Any) -> Any:
         given = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
@@ -83,4 +83,4 @@ def test_no_gradient_float32(load_op: Load, case: Case) -> None:
     arguments = case.arguments(Draw(case.usual), *case.small)
     leaves = [value.requires_grad_() if is_real(value) else value for value in arguments]
     with pytest.raises((RuntimeError, ValueError), match=r"no (autograd formula|backward|gradient)"):
-        sum(out.sum() for out in tree_leaves(case.function(load_op(f"{case.recipe}.py"))(*leaves))).backward()
+        sum(out.sum() for out in tree_leaves(case.function(load_op(case))(*leaves))).backward()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 # NumPy's, of infinities, in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-Load = Callable[[str], ModuleType]
+Load = Callable[[Case], ModuleType]
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # of opcheck
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
 
@@ -34,7 +34,7 @@ def of_squares(results: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) 
 @each_case(lambda case: case.launcher and not case.plain)
 def test_launcher_float32(load_op: Load, case: Case) -> None:
     """On a GPU a call goes straight to the launcher, which does what the op does."""
-    op = load_op(f"{case.recipe}.py")
+    op = load_op(case)
     function, arguments = case.function(op), case.arguments(Draw(case.usual), *case.small)
     changed = [copy(value) for value in case.changed(arguments)]
     results = case.results(at_cuda(function, *case.with_changed(arguments, changed)), changed)
@@ -44,7 +44,7 @@ def test_launcher_float32(load_op: Load, case: Case) -> None:
 @each_case()
 def test_deterministic_algorithms(load_op: Load, case: Case) -> None:
     """PyTorch then refuses what is not deterministic, and fills with NaN what is allocated; results stay right."""
-    op = load_op(f"{case.recipe}.py")
+    op = load_op(case)
     torch.use_deterministic_algorithms(True)
     try:
         check(case, op, case.usual, case.arguments(Draw(case.usual), *case.small))
@@ -62,7 +62,7 @@ def test_autocast(load_op: Load, case: Case, asked: torch.dtype) -> None:
     """Under torch.autocast it takes floats of several dtypes, and does what it does of those that autocast makes."""
     if not case.autocast and asked not in case.dtypes:
         pytest.skip(f"it takes no {asked}")
-    function = case.on_copies(load_op(f"{case.recipe}.py"))
+    function = case.on_copies(load_op(case))
     dtype = torch.float32 if case.autocast == torch.float32 else asked
     mixed = [torch.float32 if dtype == asked else asked, dtype] if case.autocast else [dtype]
     drawn = case.arguments(Draw(asked), *case.small)
@@ -92,7 +92,7 @@ def test_autocast(load_op: Load, case: Case, asked: torch.dtype) -> None:
 @each_case(lambda case: torch.float64 in case.dtypes)
 def test_float64_under_autocast(load_op: Load, case: Case) -> None:
     """It stays float64."""
-    function = case.on_copies(load_op(f"{case.recipe}.py"))
+    function = case.on_copies(load_op(case))
     arguments = case.arguments(Draw(torch.float64), *case.small)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         results = function(*arguments)
@@ -103,7 +103,7 @@ def test_float64_under_autocast(load_op: Load, case: Case) -> None:
 def test_devices_under_autocast_float32(load_op: Load, case: Case) -> None:
     """Tensors on two devices are refused there, too."""
     first, *others = case.arguments(Draw(case.usual), *case.small)
-    function = case.function(load_op(f"{case.recipe}.py"))
+    function = case.function(load_op(case))
     with torch.autocast(DEVICE.type, torch.bfloat16), pytest.raises((TypeError, ValueError), match="device"):
         function(first.to("meta"), *others)
 
@@ -112,7 +112,7 @@ def test_devices_under_autocast_float32(load_op: Load, case: Case) -> None:
 @each_case()
 def test_many_programs(load_op: Load, case: Case) -> None:
     """Where programs wait for a place, results are right too, and ten calls give the same."""
-    op, arguments = load_op(f"{case.recipe}.py"), case.arguments(Draw(case.usual), *case.many)
+    op, arguments = load_op(case), case.arguments(Draw(case.usual), *case.many)
     first = check(case, op, case.usual, arguments)
     for _ in range(9):
         again = case.on_copies(op)(*arguments)
@@ -126,7 +126,7 @@ def test_opcheck(load_op: Load, case: Case, dtype: torch.dtype) -> None:
     _, arguments = with_gradients(case, case.arguments(Draw(dtype), *case.small))
     # That of the schema compares arguments, which PyTorch does not do in float8.
     checks = CHECKS[1:] if any(is_real(value) and value.itemsize == 1 for value in arguments) else CHECKS
-    said = torch.library.opcheck(case.function(load_op(f"{case.recipe}.py")), arguments, test_utils=checks)
+    said = torch.library.opcheck(case.function(load_op(case)), arguments, test_utils=checks)
     assert set(said.values()) == {"SUCCESS"}
 
 
@@ -135,7 +135,7 @@ def test_opcheck(load_op: Load, case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(load_op: Load, case: Case, dynamic: bool, no_compile_cache: None) -> None:
     """torch.compile takes the op whole, with its gradient, at several sizes."""
-    function = case.on_copies(load_op(f"{case.recipe}.py"))
+    function = case.on_copies(load_op(case))
     torch.compiler.reset()
     compiled = torch.compile(lambda *arguments: function(*arguments), fullgraph=True, dynamic=dynamic)
     for size in (case.small, *case.sizes[:2]):
@@ -151,7 +151,7 @@ def test_compiled(load_op: Load, case: Case, dynamic: bool, no_compile_cache: No
 @each_case(lambda case: case.autocast)
 def test_compiled_autocast(load_op: Load, case: Case, no_compile_cache: None) -> None:
     """torch.compile keeps the rule for autocast, for results and gradients."""
-    function = case.on_copies(load_op(f"{case.recipe}.py"))
+    function = case.on_copies(load_op(case))
     dtype = torch.float32 if case.autocast == "asked" else torch.bfloat16
     leaves, arguments = with_gradients(case, case.arguments(Draw(dtype), *case.small))
     torch.compiler.reset()
@@ -171,7 +171,7 @@ def test_compiled_autocast(load_op: Load, case: Case, no_compile_cache: None) ->
 @each_case()
 def test_cuda_graph(load_op: Load, case: Case) -> None:
     """A CUDA graph captures a call, and replays it for other values."""
-    function = case.on_copies(load_op(f"{case.recipe}.py"))
+    function = case.on_copies(load_op(case))
     arguments, others = (case.arguments(Draw(case.usual, seed=seed), *case.sizes[0]) for seed in (0, 100))
     function(*arguments)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
@@ -188,7 +188,7 @@ def test_cuda_graph(load_op: Load, case: Case) -> None:
 @each_case()
 def test_stream(load_op: Load, case: Case) -> None:
     """It launches on the current stream: what was put there before is read, after a wait of some milliseconds."""
-    function = case.on_copies(load_op(f"{case.recipe}.py"))
+    function = case.on_copies(load_op(case))
     arguments = case.arguments(Draw(case.usual), *case.sizes[0])
     expected = function(*arguments)
     late = [value.clone().zero_() if isinstance(value, torch.Tensor) else value for value in arguments]
@@ -207,7 +207,7 @@ def test_stream(load_op: Load, case: Case) -> None:
 @each_case(lambda case: not is_helper(case))
 def test_another_gpu(load_op: Load, case: Case) -> None:
     """It runs where its arguments are, whichever GPU is the current one."""
-    function = case.on_copies(load_op(f"{case.recipe}.py"))
+    function = case.on_copies(load_op(case))
     here, there = (
         case.arguments(Draw(case.usual, device=torch.device(name)), *case.small) for name in ("cuda:0", "cuda:1")
     )

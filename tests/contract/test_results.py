@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from case import Case, Draw, at, check
+from case import ON_GPU, Case, Draw, at, check
 from cases import QUICK_SIZES, each_case, each_dtype
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,27 +14,27 @@ from torch.utils._pytree import tree_leaves
 
 # NumPy's, of infinities, in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-Load = Callable[[str], ModuleType]
+Load = Callable[[Case], ModuleType]
 
 
 @each_dtype()
 def test_sizes(load_op: Load, case: Case, dtype: torch.dtype, whole: bool) -> None:
-    """At the sizes at which a mask, a block or a launch may go wrong."""
-    op = load_op(f"{case.recipe}.py")
+    """At the sizes at which a mask, a block or a launch may go wrong; at the first, twice."""
+    op = load_op(case)
     sizes = [size for size in case.sizes if case.fits(size, dtype)]
-    for size in sizes if whole else sizes[:QUICK_SIZES]:
+    for place, size in enumerate(sizes if whole else sizes[:QUICK_SIZES]):
         with at(size):
-            check(case, op, dtype, case.arguments(Draw(dtype), *size))
+            check(case, op, dtype, case.arguments(Draw(dtype), *size), again=ON_GPU or whole or place == 0)
 
 
 @each_dtype(quick=[torch.float32])
-def test_layouts(load_op: Load, case: Case, dtype: torch.dtype) -> None:
-    """In each layout alone, and each tensor in another."""
-    op = load_op(f"{case.recipe}.py")
+def test_layouts(load_op: Load, case: Case, dtype: torch.dtype, whole: bool) -> None:
+    """Each tensor in another layout; thoroughly, all in the same one, too."""
+    op = load_op(case)
     size = case.in_layouts or case.sizes[0]
     each = [*case.layouts]
     mixed = [each[start:] + each[:start] for start in range(len(each))]
-    for names in [*([name] * 8 for name in each), *mixed]:
+    for names in [*mixed, *([name] * 8 for name in each if whole)]:
         with at(names):
             of = [Layout(name, seed) for seed, name in enumerate(names)]
             check(case, op, dtype, case.arguments(Draw(dtype, of), *size))
@@ -47,7 +47,7 @@ def test_drawn(load_op: Load, case: Case, dtype: torch.dtype, data: st.DataObjec
     """At any size, in any layouts."""
     size = data.draw(case.shapes)
     of = data.draw(st.lists(layouts(case.layouts), min_size=8, max_size=8))
-    check(case, load_op(f"{case.recipe}.py"), dtype, case.arguments(Draw(dtype, of), *size))
+    check(case, load_op(case), dtype, case.arguments(Draw(dtype, of), *size))
 
 
 @each_dtype(lambda case: case.special)
@@ -55,7 +55,7 @@ def test_special_values(load_op: Load, case: Case, dtype: torch.dtype) -> None:
     """NaN, infinities and the lowest and highest numbers do what they do in PyTorch, and to no other row."""
     assert case.special
     assert case.reference
-    function = case.on_copies(load_op(f"{case.recipe}.py"))
+    function = case.on_copies(load_op(case))
     for arguments in case.special(Draw(dtype)):
         with at(*(tuple(value.shape) for value in arguments if isinstance(value, torch.Tensor))):
             torch.testing.assert_close(function(*arguments), tree_leaves(case.reference(*arguments)), equal_nan=True)
@@ -64,7 +64,7 @@ def test_special_values(load_op: Load, case: Case, dtype: torch.dtype) -> None:
 @each_case(lambda case: case.refused)
 def test_refuses(load_op: Load, case: Case) -> None:
     """What it does not take, it names."""
-    function = case.function(load_op(f"{case.recipe}.py"))
+    function = case.function(load_op(case))
     for refused in case.refused:
         with at(refused.match), pytest.raises(refused.error, match=f"^{refused.match}"):
             function(*refused.arguments(Draw(case.usual)))

@@ -1,13 +1,15 @@
-"""`triton.language` as the interpreter has it: patched for a launch at once, and given back after it.
+"""What makes the interpreter quick: `triton.language` patched for a launch at once, and dtypes that are looked up.
 
 Triton looks for what it has to patch at each launch and, within, at each call of a function, which takes longer than
 the small kernels of most tests. What it patches for such a call stays patched, and the compiler then chokes on it.
 """
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -40,3 +42,12 @@ class Patch:
             else:
                 setattr(place, name, before)
         self._patched = False
+
+
+_np_dtype = functools.cache(interpreter._get_np_dtype)
+
+
+def np_dtype(dtype: tl.dtype) -> np.dtype[Any]:
+    """Return NumPy's dtype for one of Triton's. Triton's own function makes a table of them at each call."""
+    scalar = dtype.scalar
+    return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else _np_dtype(scalar)

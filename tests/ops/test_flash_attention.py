@@ -31,7 +31,7 @@ from attentions import (
     weights,
 )
 from case import Case, Draw, assert_close, check, in_float64
-from compiled import Ask, compiled, graphs, stack
+from compiled import TRITON, Ask, compiled, graphs, stack
 from inputs import DEVICE, Layout, first_quickly
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
@@ -227,10 +227,11 @@ def spills(taken: ModuleType) -> dict[str, int]:
 
 @pytest.mark.thorough
 def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """For no head of up to 128 in half precision, but for eight numbers where 96 is padded; float64 is for proofs."""
+    """For no head of up to 128 in half precision, but for a few numbers where 96 is padded; float64 is for proofs."""
     (found,) = on_h100(gallery / RECIPE, spills)
     assert len(found) == 120
-    assert {name: size for name, size in found.items() if size > 32 * (" 96 " in name)} == {}
+    padded = 48 if TRITON < (3, 7) else 32
+    assert {name: size for name, size in found.items() if size > padded * (" 96 " in name)} == {}
 
 
 def rooms(taken: ModuleType) -> list[int]:

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, accumulator
-from compiled import Ask, graphs, ptx, stack
+from compiled import TRITON, Ask, graphs, ptx, stack
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, sizes
 
@@ -437,10 +437,11 @@ def test_register_spills(gallery: Path, on_h100: Ask) -> None:
     (found,) = on_h100(gallery / "fusion" / "norms_long.py", spills)
     assert len(found) == 4 * 2 * 4 * 2
     aligned = {name: bytes_ for name, bytes_ in found.items() if not name.endswith(" 1")}
-    # LayerNorm's: the forward of half precision with 32 warps, the backward of float64 with 64 bytes a thread
+    # LayerNorm's, by Triton 3.7 and later: the forward of half precision with 32 warps, the backward of
+    # float64 with 64 bytes a thread
     known = {f"{dtype} True 0.29 8": [8, 0, 0] for dtype in (torch.float16, torch.bfloat16)}
     known |= {f"torch.float64 True {part} 2": [0, 8, 0] for part in (0.29, 0.31)}
-    assert {name: bytes_ for name, bytes_ in aligned.items() if any(bytes_)} == known
+    assert {name: bytes_ for name, bytes_ in aligned.items() if any(bytes_)} == (known if TRITON >= (3, 7) else {})
     others = {name: bytes_ for name, bytes_ in found.items() if name not in aligned}
     assert {name: bytes_ for name, bytes_ in others.items() if max(bytes_) > 112 or bytes_[0] or bytes_[2]} == {}
 

@@ -54,15 +54,27 @@ def test_all_libraries_do_the_same(
     shape = (*(min(size, SMALL) for size in sizes), min(length, WIDE))
     path = ROOT / f"gallery/{work.recipe}.py"
     taken = declaration(path, path.read_text()).of_op.dtypes
-    dtype = torch.float32 if not taken or "float32" in taken else getattr(torch, work.dtype)
+    # Other libraries' kernels take half precision alone, and are there on a GPU alone.
+    exact = not ON_GPU and (not taken or "float32" in taken)
+    dtype = torch.float32 if exact else getattr(torch, work.dtype)
     trial = measure_peers.Trial(work, shape, dtype, "cuda" if ON_GPU else "cpu")
     functions = measure_peers.contestants(work, installed())
     if not ON_GPU:
         functions.pop("torch.compile", None)
     assert list(functions)[:2] == ["Triton", "PyTorch"]
     ours = tuple(tensor.clone() for tensor in trial.call(functions["Triton"], backward)())
+    refused = []
     for name, function in functions.items():
-        trial.check(name, trial.call(function, backward)(), ours)
+        try:
+            results = trial.call(function, backward)()
+        except Exception as error:
+            if name not in measure_peers.PEERS:
+                raise
+            refused.append(f"{name}: {error}")
+        else:
+            trial.check(name, results, ours)
+    if refused:
+        pytest.skip(f"NOT TESTED: {'; '.join(refused)}")
 
 
 def test_masks_may_differ_but_not_what_is_kept() -> None:

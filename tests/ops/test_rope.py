@@ -17,6 +17,7 @@ from compiled import Ask, graphs, ptx, stack
 from hypothesis import strategies as st
 from inputs import DEVICE, Layout
 from tolerance import assert_within
+from torch.testing._internal.optests import OpCheckError
 
 pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
@@ -437,7 +438,7 @@ def test_beyond_int32(taken: ModuleType, interleaved: bool) -> None:
 def test_undeclared_change_is_found(recipe: ModuleType) -> None:
     """The op that hides what it changes does not pass opcheck."""
     given = arguments(Draw(torch.float32), 2, 4, 2, 19, 16, 0, 0, 1)[:4]
-    with pytest.raises(torch.testing._internal.optests.OpCheckError):
+    with pytest.raises(OpCheckError):
         torch.library.opcheck(recipe.rope_undeclared, given)
 
 
