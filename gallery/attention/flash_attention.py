@@ -293,8 +293,6 @@ if __name__ == "__main__":
 # one for each pass. ``what_a_call_costs.py`` explains how ops are registered.
 
 from triton_gallery_ops.flash_attention import (
-    _flash_attention_along_keys,
-    _flash_attention_along_queries,
     _flash_attention_delta_kernel,
     _flash_attention_dkv_kernel,
     _flash_attention_dq_kernel,
@@ -334,9 +332,7 @@ KERNELS = (
     _flash_attention_place,
     _flash_attention_delta_kernel,
     _flash_attention_dkv_kernel,
-    _flash_attention_along_queries,
     _flash_attention_dq_kernel,
-    _flash_attention_along_keys,
 )
 # What makes a call, whether it is causal, and the kernels
 STEPS = {

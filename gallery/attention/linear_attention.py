@@ -383,7 +383,6 @@ from triton_gallery_ops.linear_attention import (
     LINEAR_ATTENTION_SEGMENTS,
     _linear_attention_decays,
     _linear_attention_kernel,
-    _linear_attention_start,
     _linear_attention_states_kernel,
     _linear_attention_tokens_kernel,
     linear_attention,
@@ -429,15 +428,14 @@ def backward_of(op, *tensors):
     return partial(grads, out, leaves, grad)
 
 
-COMMON = _linear_attention_decays, _linear_attention_start
-FORWARD = *COMMON, _linear_attention_kernel
+FORWARD = _linear_attention_decays, _linear_attention_kernel
 STATES = _linear_attention_states_kernel
 STEPS = {
     "first kernel": (by_chunks, chunk_kernel),
     "the op, one segment": (one_segment, *FORWARD),
     "the op": (output, *FORWARD, STATES),
 }
-BACKWARD = *COMMON, STATES, _linear_attention_tokens_kernel
+BACKWARD = _linear_attention_decays, STATES, _linear_attention_tokens_kernel
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     ladder = pd.DataFrame(

@@ -65,61 +65,6 @@ def _flash_attention_place(L, HEADS, BLOCK: tl.constexpr):
 
 # The forward, as in flash_attention_forward.py; it stores the log-sum-exp, too.
 @triton.jit
-def _flash_attention_online(
-    acc,
-    total,
-    m,
-    q,
-    k_ptrs,
-    v_ptrs,
-    stride_kl,
-    stride_vl,
-    offs_m,
-    offs_d,
-    first,
-    end,
-    LK,
-    D: tl.constexpr,
-    SCALE_2: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Go along the keys from first to end; return the sums and the maximum."""
-    for start in range(first, end, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-        # Past D lies another head, or memory of another tensor.
-        mask = offs_d < D  # (1, BLOCK_D)
-        if MASKED:
-            # Only the last block of keys can be ragged. The masked loop has it.
-            mask = mask & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
-        # In int32, a key's offset would overflow past element 2**31.
-        row = offs_n[:, None].to(tl.int64)
-        k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
-        s = tl.dot(q, k.T, input_precision="ieee", out_dtype=acc.dtype)
-        s = s * SCALE_2  # which has the factor log2(e), for exp2
-        if MASKED:
-            # A padded key is zeros: with its score of 0 it would get a weight.
-            seen = offs_n[None, :] < LK
-            if CAUSAL:
-                seen = seen & (offs_n[None, :] <= offs_m)
-            s = tl.where(seen, s, -float("inf"))  # (BLOCK_M, BLOCK_N)
-        m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
-        p = tl.exp2(s - m_new)  # (BLOCK_M, BLOCK_N)
-        # What was added up so far had the old maximum.
-        rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
-        total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
-        # NaN from past the end would stay NaN even with a weight of 0.
-        v = tl.load(v_ptrs + row * stride_vl, mask=mask, other=0.0)
-        # The tensor cores take p in the type of v.
-        p = p.to(v.dtype)
-        acc = acc * rescale
-        acc = tl.dot(p, v, acc, input_precision="ieee", out_dtype=acc.dtype)
-        m = m_new
-    return acc, total, m
-
-
-@triton.jit
 def _flash_attention_kernel(
     q_ptr,
     k_ptr,
@@ -159,35 +104,47 @@ def _flash_attention_kernel(
     v_ptrs = v_ptr + batch * stride_vb + head // GROUP * stride_vh + offs_d
     mask = (offs_m < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
     q = tl.load(q_ptrs + row * stride_ql, mask=mask, other=0.0)
-    m = tl.full((BLOCK_M, 1), LOWEST, dtype=ACC)
-    total = tl.zeros((BLOCK_M, 1), dtype=ACC)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
+    total = tl.zeros((BLOCK_M, 1), dtype=ACC)
+    m = tl.full((BLOCK_M, 1), LOWEST, dtype=ACC)
     # Keys up to here need no mask; from here to the end, some are not seen.
     full, end = LK // BLOCK_N * BLOCK_N, LK
     if CAUSAL:
         full = tl.minimum(full, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
         end = tl.minimum(LK, (pid_m + 1) * BLOCK_M)
     for MASKED in tl.static_range(2):
-        acc, total, m = _flash_attention_online(
-            acc,
-            total,
-            m,
-            q,
-            k_ptrs,
-            v_ptrs,
-            stride_kl,
-            stride_vl,
-            offs_m,
-            offs_d,
-            full if MASKED else 0,
-            end if MASKED else full,
-            LK,
-            D=D,
-            SCALE_2=SCALE_2,
-            CAUSAL=CAUSAL,
-            MASKED=MASKED,
-            BLOCK_N=BLOCK_N,
-        )
+        for start in range(
+            full if MASKED else 0, end if MASKED else full, BLOCK_N
+        ):
+            offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+            # Past D lies another head, or memory of another tensor.
+            inside = offs_d < D  # (1, BLOCK_D)
+            if MASKED:
+                # Only the last block of keys can be ragged. This loop has it.
+                inside = inside & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
+            # In int32, a key's offset would overflow past element 2**31.
+            row_n = offs_n[:, None].to(tl.int64)
+            k = tl.load(k_ptrs + row_n * stride_kl, mask=inside, other=0.0)
+            s = tl.dot(q, k.T, input_precision="ieee", out_dtype=ACC)
+            s = s * SCALE_2  # which has the factor log2(e), for exp2
+            if MASKED:
+                # A padded key is zeros: its score of 0 would get a weight.
+                seen = offs_n[None, :] < LK
+                if CAUSAL:
+                    seen = seen & (offs_n[None, :] <= offs_m)
+                s = tl.where(seen, s, -float("inf"))  # (BLOCK_M, BLOCK_N)
+            m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
+            p = tl.exp2(s - m_new)  # (BLOCK_M, BLOCK_N)
+            # What was added up so far had the old maximum.
+            rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
+            total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
+            # NaN from past the end would stay NaN even with a weight of 0.
+            v = tl.load(v_ptrs + row_n * stride_vl, mask=inside, other=0.0)
+            # The tensor cores take p in the type of v.
+            p = p.to(v.dtype)
+            acc = acc * rescale
+            acc = tl.dot(p, v, acc, input_precision="ieee", out_dtype=ACC)
+            m = m_new
     rows = (batch * HEADS + head) * LQ + row  # (BLOCK_M, 1)
     # A row that saw nothing has a sum of 0, and a result of 0.
     divisor = tl.where(total == 0, 1.0, total)
@@ -225,58 +182,6 @@ def _flash_attention_delta_kernel(
     # Padding of the head is zero in both, so it adds nothing.
     delta = tl.sum(out * grad, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     tl.store(delta_ptr + row, delta, mask=offs_m < LQ)
-
-
-@triton.jit
-def _flash_attention_along_queries(
-    dk,
-    dv,
-    k,
-    v,
-    q_ptrs,
-    grad_ptrs,
-    lse_ptrs,
-    delta_ptrs,
-    stride_ql,
-    stride_gl,
-    offs_n,
-    offs_d,
-    first,
-    end,
-    LQ,
-    D: tl.constexpr,
-    SCALE_2: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Go along the queries from first to end; return the sums for keys."""
-    for start in range(first, end, BLOCK_M):
-        offs_m = start + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
-        row = offs_m[:, None].to(tl.int64)
-        # Queries past the end have zeros for q, grad and delta: they add zeros.
-        mask = (row < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
-        q = tl.load(q_ptrs + row * stride_ql, mask=mask, other=0.0)
-        lse = tl.load(lse_ptrs + offs_m, mask=offs_m < LQ, other=0.0)
-        s = tl.dot(k, q.T, input_precision="ieee", out_dtype=dk.dtype)
-        p = tl.exp2(s * SCALE_2 - lse[None, :])  # (BLOCK_N, BLOCK_M)
-        if MASKED:
-            # Later keys are hidden. Padded keys may stay: their sums, which are
-            # in rows of their own, are not stored.
-            p = tl.where(offs_n <= offs_m[None, :], p, 0.0)
-        grad = tl.load(grad_ptrs + row * stride_gl, mask=mask, other=0.0)
-        dv = tl.dot(
-            p.to(grad.dtype),
-            grad,
-            dv,
-            input_precision="ieee",
-            out_dtype=dv.dtype,
-        )
-        dp = tl.dot(v, grad.T, input_precision="ieee", out_dtype=dv.dtype)
-        delta = tl.load(delta_ptrs + offs_m, mask=offs_m < LQ, other=0.0)
-        # The tensor cores take ds in the type of q.
-        ds = (p * (dp - delta[None, :])).to(q.dtype)  # (BLOCK_N, BLOCK_M)
-        dk = tl.dot(ds, q, dk, input_precision="ieee", out_dtype=dk.dtype)
-    return dk, dv
 
 
 @triton.jit
@@ -341,80 +246,40 @@ def _flash_attention_dkv_kernel(
     for member in range(GROUP):
         head = shared * GROUP + member
         sums = (batch * HEADS + head) * LQ
+        q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_d
+        grad_ptrs = grad_ptr + batch * stride_gb + head * stride_gh + offs_d
+        lse_ptrs, delta_ptrs = lse_ptr + sums, delta_ptr + sums
         for MASKED in tl.static_range(1, -1, -1):
-            dk, dv = _flash_attention_along_queries(
-                dk,
-                dv,
-                k,
-                v,
-                q_ptr + batch * stride_qb + head * stride_qh + offs_d,
-                grad_ptr + batch * stride_gb + head * stride_gh + offs_d,
-                lse_ptr + sums,
-                delta_ptr + sums,
-                stride_ql,
-                stride_gl,
-                offs_n,
-                offs_d,
-                first if MASKED else full,
-                full if MASKED else LQ,
-                LQ,
-                D=D,
-                SCALE_2=SCALE_2,
-                MASKED=MASKED,
-                BLOCK_M=BLOCK_M,
-            )
+            for start in range(
+                first if MASKED else full, full if MASKED else LQ, BLOCK_M
+            ):
+                offs_m = start + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+                row_m = offs_m[:, None].to(tl.int64)
+                # Queries past the end have zeros for q, grad and delta: they
+                # add zeros.
+                inside = (row_m < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
+                q = tl.load(q_ptrs + row_m * stride_ql, mask=inside, other=0.0)
+                lse = tl.load(lse_ptrs + offs_m, mask=offs_m < LQ, other=0.0)
+                s = tl.dot(k, q.T, input_precision="ieee", out_dtype=ACC)
+                p = tl.exp2(s * SCALE_2 - lse[None, :])  # (BLOCK_N, BLOCK_M)
+                if MASKED:
+                    # Later keys are hidden. Padded keys may stay: their sums,
+                    # which are in rows of their own, are not stored.
+                    p = tl.where(offs_n <= offs_m[None, :], p, 0.0)
+                grad = tl.load(
+                    grad_ptrs + row_m * stride_gl, mask=inside, other=0.0
+                )
+                w = p.to(grad.dtype)
+                dv = tl.dot(w, grad, dv, input_precision="ieee", out_dtype=ACC)
+                dp = tl.dot(v, grad.T, input_precision="ieee", out_dtype=ACC)
+                delta = tl.load(delta_ptrs + offs_m, offs_m < LQ, other=0.0)
+                # The tensor cores take ds in the type of q.
+                ds = p * (dp - delta[None, :])  # (BLOCK_N, BLOCK_M)
+                ds = ds.to(q.dtype)
+                dk = tl.dot(ds, q, dk, input_precision="ieee", out_dtype=ACC)
     offs = batch * stride_dkb + shared * stride_dkh + row * stride_dkl + offs_d
     tl.store(dk_ptr + offs, dk * SCALE, mask=mask)
     tl.store(dv_ptr + offs, dv, mask=mask)
-
-
-@triton.jit
-def _flash_attention_along_keys(
-    dq,
-    q,
-    grad,
-    lse,
-    delta,
-    k_ptrs,
-    v_ptrs,
-    stride_kl,
-    stride_vl,
-    offs_m,
-    offs_d,
-    first,
-    end,
-    LK,
-    D: tl.constexpr,
-    SCALE_2: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Go along the keys from first to end; return the sum for queries."""
-    for start in range(first, end, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-        # Past D lies another head, or memory of another tensor.
-        mask = offs_d < D  # (1, BLOCK_D)
-        if MASKED:
-            # Only the last block of keys can be ragged. The masked loop has it.
-            mask = mask & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
-        # In int32, a key's offset would overflow past element 2**31.
-        row = offs_n[:, None].to(tl.int64)
-        k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
-        s = tl.dot(q, k.T, input_precision="ieee", out_dtype=dq.dtype)
-        p = tl.exp2(s * SCALE_2 - lse)  # (BLOCK_M, BLOCK_N)
-        if MASKED:
-            # A padded key has the score 0: its p may be inf, and dq then NaN.
-            seen = offs_n[None, :] < LK
-            if CAUSAL:
-                seen = seen & (offs_n[None, :] <= offs_m)
-            p = tl.where(seen, p, 0.0)
-        v = tl.load(v_ptrs + row * stride_vl, mask=mask, other=0.0)
-        dp = tl.dot(grad, v.T, input_precision="ieee", out_dtype=dq.dtype)
-        # The tensor cores take ds in the type of k.
-        ds = (p * (dp - delta)).to(k.dtype)  # (BLOCK_M, BLOCK_N)
-        dq = tl.dot(ds, k, dq, input_precision="ieee", out_dtype=dq.dtype)
-    return dq
 
 
 @triton.jit
@@ -479,27 +344,31 @@ def _flash_attention_dq_kernel(
         full = tl.minimum(full, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
         end = tl.minimum(LK, (pid_m + 1) * BLOCK_M)
     for MASKED in tl.static_range(2):
-        dq = _flash_attention_along_keys(
-            dq,
-            q,
-            grad,
-            lse,
-            delta,
-            k_ptrs,
-            v_ptrs,
-            stride_kl,
-            stride_vl,
-            offs_m,
-            offs_d,
-            full if MASKED else 0,
-            end if MASKED else full,
-            LK,
-            D=D,
-            SCALE_2=SCALE_2,
-            CAUSAL=CAUSAL,
-            MASKED=MASKED,
-            BLOCK_N=BLOCK_N,
-        )
+        for start in range(
+            full if MASKED else 0, end if MASKED else full, BLOCK_N
+        ):
+            offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+            # Past D lies another head, or memory of another tensor.
+            inside = offs_d < D  # (1, BLOCK_D)
+            if MASKED:
+                # Only the last block of keys can be ragged. This loop has it.
+                inside = inside & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
+            # In int32, a key's offset would overflow past element 2**31.
+            row_n = offs_n[:, None].to(tl.int64)
+            k = tl.load(k_ptrs + row_n * stride_kl, mask=inside, other=0.0)
+            s = tl.dot(q, k.T, input_precision="ieee", out_dtype=ACC)
+            p = tl.exp2(s * SCALE_2 - lse)  # (BLOCK_M, BLOCK_N)
+            if MASKED:
+                # A padded key scores 0: its p may be inf, and dq then NaN.
+                seen = offs_n[None, :] < LK
+                if CAUSAL:
+                    seen = seen & (offs_n[None, :] <= offs_m)
+                p = tl.where(seen, p, 0.0)
+            v = tl.load(v_ptrs + row_n * stride_vl, mask=inside, other=0.0)
+            dp = tl.dot(grad, v.T, input_precision="ieee", out_dtype=ACC)
+            # The tensor cores take ds in the type of k.
+            ds = (p * (dp - delta)).to(k.dtype)  # (BLOCK_M, BLOCK_N)
+            dq = tl.dot(ds, k, dq, input_precision="ieee", out_dtype=ACC)
     # All terms have the factor SCALE: once at the end is cheaper than for each.
     tl.store(dq_ptrs + row * stride_dql, dq * SCALE, mask=mask)
 

@@ -39,62 +39,6 @@ FLASH_ATTENTION_FORWARD_SMALL = (64, 32, 8, 2)
 
 
 @triton.jit
-def _flash_attention_forward_keys(
-    acc,
-    total,
-    m,
-    q,
-    k_ptrs,
-    v_ptrs,
-    stride_kl,
-    stride_vl,
-    offs_m,
-    offs_d,
-    first,
-    end,
-    LK,
-    D: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Go along the keys from first to end; return the sums and the maximum."""
-    for start in range(first, end, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-        # Past D lies another head, or nothing of ours.
-        mask = offs_d < D  # (1, BLOCK_D)
-        if MASKED:
-            # Only the last block of keys can be ragged, and it is in this half.
-            mask = mask & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
-        # In int32, a key's offset would overflow past element 2**31.
-        row = offs_n[:, None].to(tl.int64)
-        k = tl.load(k_ptrs + row * stride_kl, mask=mask, other=0.0)
-        s = tl.dot(q, k.T, input_precision="ieee", out_dtype=acc.dtype)
-        if MASKED:
-            # A padded key is zeros: its score is 0, and would have a weight.
-            seen = offs_n[None, :] < LK
-            if CAUSAL:
-                seen = seen & (offs_n[None, :] <= offs_m)
-            s = tl.where(seen, s, -float("inf"))  # (BLOCK_M, BLOCK_N)
-        m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
-        # Scaled first, the product of a score above 2**27 could differ from its
-        # rounded maximum by more than exp2 can take.
-        p = tl.exp2((s - m_new) * SCALE)  # (BLOCK_M, BLOCK_N)
-        # What was added up so far had the old maximum.
-        rescale = tl.exp2((m - m_new) * SCALE)  # (BLOCK_M, 1)
-        total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
-        # NaN from past the end would stay NaN even with a weight of 0.
-        v = tl.load(v_ptrs + row * stride_vl, mask=mask, other=0.0)
-        # The tensor cores take p in the type of v.
-        p = p.to(v.dtype)
-        acc = acc * rescale
-        acc = tl.dot(p, v, acc, input_precision="ieee", out_dtype=acc.dtype)
-        m = m_new
-    return acc, total, m
-
-
-@triton.jit
 def _flash_attention_forward_kernel(
     q_ptr,
     k_ptr,
@@ -141,35 +85,48 @@ def _flash_attention_forward_kernel(
     o_ptrs = out_ptr + batch * stride_ob + head * stride_oh + offs_d
     mask = (offs_m < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
     q = tl.load(q_ptrs + row * stride_ql, mask=mask, other=0.0)
-    m = tl.full((BLOCK_M, 1), LOWEST, dtype=ACC)
-    total = tl.zeros((BLOCK_M, 1), dtype=ACC)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
+    total = tl.zeros((BLOCK_M, 1), dtype=ACC)
+    m = tl.full((BLOCK_M, 1), LOWEST, dtype=ACC)
     # Keys up to here need no mask; from here to the end, some are not seen.
     full, end = LK // BLOCK_N * BLOCK_N, LK
     if CAUSAL:
         full = tl.minimum(full, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
         end = tl.minimum(LK, (pid_m + 1) * BLOCK_M)
     for MASKED in tl.static_range(2):
-        acc, total, m = _flash_attention_forward_keys(
-            acc,
-            total,
-            m,
-            q,
-            k_ptrs,
-            v_ptrs,
-            stride_kl,
-            stride_vl,
-            offs_m,
-            offs_d,
-            full if MASKED else 0,
-            end if MASKED else full,
-            LK,
-            D=D,
-            SCALE=SCALE,
-            CAUSAL=CAUSAL,
-            MASKED=MASKED,
-            BLOCK_N=BLOCK_N,
-        )
+        for start in range(
+            full if MASKED else 0, end if MASKED else full, BLOCK_N
+        ):
+            offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+            # Past D lies another head, or nothing of ours.
+            inside = offs_d < D  # (1, BLOCK_D)
+            if MASKED:
+                # Only the last block of keys can be ragged. This loop has it.
+                inside = inside & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
+            # In int32, a key's offset would overflow past element 2**31.
+            row_n = offs_n[:, None].to(tl.int64)
+            k = tl.load(k_ptrs + row_n * stride_kl, mask=inside, other=0.0)
+            s = tl.dot(q, k.T, input_precision="ieee", out_dtype=ACC)
+            if MASKED:
+                # A padded key is zeros: its score of 0 would have a weight.
+                seen = offs_n[None, :] < LK
+                if CAUSAL:
+                    seen = seen & (offs_n[None, :] <= offs_m)
+                s = tl.where(seen, s, -float("inf"))  # (BLOCK_M, BLOCK_N)
+            m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
+            # Scaled first, the product of a score above 2**27 could differ
+            # from its rounded maximum by more than exp2 can take.
+            p = tl.exp2((s - m_new) * SCALE)  # (BLOCK_M, BLOCK_N)
+            # What was added up so far had the old maximum.
+            rescale = tl.exp2((m - m_new) * SCALE)  # (BLOCK_M, 1)
+            total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
+            # NaN from past the end would stay NaN even with a weight of 0.
+            v = tl.load(v_ptrs + row_n * stride_vl, mask=inside, other=0.0)
+            # The tensor cores take p in the type of v.
+            p = p.to(v.dtype)
+            acc = acc * rescale
+            acc = tl.dot(p, v, acc, input_precision="ieee", out_dtype=ACC)
+            m = m_new
     # A row that saw nothing has a sum of 0, and a result of 0.
     acc = acc / tl.where(total == 0, 1.0, total)
     tl.store(o_ptrs + row * stride_ol, acc, mask=mask)

@@ -30,54 +30,6 @@ HOPPER_ATTENTION_NEAR = 2**24  # bytes of a group's keys and values
 HOPPER_ATTENTION_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@triton.jit
-def _hopper_attention_keys(
-    acc,
-    total,
-    m,
-    q,
-    k_desc,
-    v_desc,
-    batch,
-    head,
-    off_m,
-    first,
-    end,
-    SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Go along the keys from first to end; return the sums and the maximum."""
-    BLOCK_M: tl.constexpr = acc.shape[0]
-    BLOCK_N: tl.constexpr = k_desc.block_shape[2]
-    BLOCK_D: tl.constexpr = k_desc.block_shape[3]
-    for start in range(first, end, BLOCK_N):
-        k = k_desc.load([batch, head, start, 0]).reshape(BLOCK_N, BLOCK_D)
-        k = k.to(q.dtype)  # float32 in the interpreter
-        s = tl.dot(q, k.T)  # (BLOCK_M, BLOCK_N)
-        if MASKED:
-            # A key past the end is zeros: its score is 0, and would count.
-            offs_n = start + tl.arange(0, BLOCK_N)[None, :]
-            seen = offs_n < k_desc.shape[2]
-            if CAUSAL:
-                offs_m = off_m + tl.arange(0, BLOCK_M)[:, None]
-                seen = seen & (offs_n <= offs_m)
-            s = tl.where(seen, s, -float("inf"))
-        # One multiplication for a row's maximum, and none for each score: the
-        # one below is part of a multiply-add.
-        m_new = tl.maximum(m, tl.max(s, axis=1) * SCALE)
-        p = tl.exp2(s * SCALE - m_new[:, None])  # (BLOCK_M, BLOCK_N)
-        # What was added up so far had the old maximum.
-        rescale = tl.exp2(m - m_new)
-        total = total * rescale + tl.sum(p, axis=1)
-        v = v_desc.load([batch, head, start, 0]).reshape(BLOCK_N, BLOCK_D)
-        # The tensor cores take p in the type of v.
-        p, v = p.to(q.dtype), v.to(q.dtype)
-        acc = tl.dot(p, v, acc * rescale[:, None])
-        m = m_new
-    return acc, total, m
-
-
 @triton.jit(do_not_specialize=["NEAR"])
 def _hopper_attention_kernel(
     q_desc,
@@ -106,31 +58,42 @@ def _hopper_attention_kernel(
     q = q_desc.load([batch, head, off_m, 0]).reshape(BLOCK_M, BLOCK_D)
     if HOPPER_ATTENTION_INTERPRETED:
         q = q.to(tl.float32)  # the interpreter multiplies bfloat16 wrongly
-    m = tl.full((BLOCK_M,), LOWEST, dtype=tl.float32)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    m = tl.full((BLOCK_M,), LOWEST, dtype=tl.float32)
     # Keys up to here need no mask; from here to the end, some are not seen.
     full, end = LK // BLOCK_N * BLOCK_N, LK
     if CAUSAL:
         full = tl.minimum(full, off_m // BLOCK_N * BLOCK_N)
         end = tl.minimum(LK, off_m + BLOCK_M)
     for MASKED in tl.static_range(2):
-        acc, total, m = _hopper_attention_keys(
-            acc,
-            total,
-            m,
-            q,
-            k_desc,
-            v_desc,
-            batch,
-            head // GROUP,
-            off_m,
-            full if MASKED else 0,
-            end if MASKED else full,
-            SCALE=SCALE,
-            CAUSAL=CAUSAL,
-            MASKED=MASKED,
-        )
+        shared = head // GROUP  # the head of keys
+        for start in range(
+            full if MASKED else 0, end if MASKED else full, BLOCK_N
+        ):
+            k = k_desc.load([batch, shared, start, 0]).reshape(BLOCK_N, BLOCK_D)
+            k = k.to(q.dtype)  # float32 in the interpreter
+            s = tl.dot(q, k.T)  # (BLOCK_M, BLOCK_N)
+            if MASKED:
+                # A key past the end is zeros: its score is 0, and would count.
+                offs_n = start + tl.arange(0, BLOCK_N)[None, :]
+                seen = offs_n < k_desc.shape[2]
+                if CAUSAL:
+                    offs_m = off_m + tl.arange(0, BLOCK_M)[:, None]
+                    seen = seen & (offs_n <= offs_m)
+                s = tl.where(seen, s, -float("inf"))
+            # One multiplication for a row's maximum, and none for each score:
+            # the one below is part of a multiply-add.
+            m_new = tl.maximum(m, tl.max(s, axis=1) * SCALE)
+            p = tl.exp2(s * SCALE - m_new[:, None])  # (BLOCK_M, BLOCK_N)
+            # What was added up so far had the old maximum.
+            rescale = tl.exp2(m - m_new)
+            total = total * rescale + tl.sum(p, axis=1)
+            v = v_desc.load([batch, shared, start, 0]).reshape(BLOCK_N, BLOCK_D)
+            # The tensor cores take p in the type of v.
+            p, v = p.to(q.dtype), v.to(q.dtype)
+            acc = tl.dot(p, v, acc * rescale[:, None])
+            m = m_new
     # A row that saw nothing has a sum of 0, and a result of 0.
     acc = acc * (1.0 / tl.where(total == 0, 1.0, total))[:, None]
     acc = acc.to(out_desc.dtype).reshape(1, 1, BLOCK_M, BLOCK_D)

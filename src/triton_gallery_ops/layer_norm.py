@@ -246,69 +246,6 @@ def _layer_norm_sum_kernel(
 
 
 @triton.jit
-def _layer_norm_row_gradient(
-    dy_ptr,
-    x_ptr,
-    weight_ptr,
-    stats_ptr,
-    dx_ptr,
-    row,
-    M,
-    N,
-    stride_xm,
-    ACC: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Store the gradient of one row of x."""
-    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-    mask = offs < N
-    x = tl.load(x_ptr + row * stride_xm + offs, mask=mask, other=0).to(ACC)
-    dy = tl.load(dy_ptr + row * N + offs, mask=mask, other=0).to(ACC)
-    weight = tl.load(weight_ptr + offs, mask=mask, other=0).to(ACC)
-    r = tl.load(stats_ptr + M + row)
-    h = (x - tl.load(stats_ptr + row)) * r
-    g = dy * weight  # 0 where it is masked
-    sum_g, sum_gh = tl.sum(g, axis=0), tl.sum(g * h, axis=0)
-    dx = (g - sum_g / N - h * (sum_gh / N)) * r
-    tl.store(dx_ptr + row * N + offs, dx, mask=mask)
-
-
-@triton.jit
-def _layer_norm_column_gradients(
-    dy_ptr,
-    x_ptr,
-    stats_ptr,
-    dw_ptr,
-    db_ptr,
-    block,
-    M,
-    N,
-    stride_xm,
-    ACC: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Store the gradients of weight and bias in a block of columns."""
-    offs_n = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    dw = tl.zeros((BLOCK_M, COLUMNS), dtype=ACC)
-    db = tl.zeros((BLOCK_M, COLUMNS), dtype=ACC)
-    for start in range(0, M, BLOCK_M):
-        # Rows may lie far apart: in int32, offsets would overflow.
-        offs_m = (start + tl.arange(0, BLOCK_M)[:, None]).to(tl.int64)
-        mask = (offs_m < M) & (offs_n < N)  # (BLOCK_M, COLUMNS)
-        x = tl.load(x_ptr + offs_m * stride_xm + offs_n, mask=mask, other=0)
-        dy = tl.load(dy_ptr + offs_m * N + offs_n, mask=mask, other=0).to(ACC)
-        mean = tl.load(stats_ptr + offs_m, mask=offs_m < M, other=0)
-        r = tl.load(stats_ptr + M + offs_m, mask=offs_m < M, other=0)
-        dw += dy * ((x.to(ACC) - mean) * r)
-        db += dy
-    dw = tl.sum(dw, axis=0, keep_dims=True)  # (1, COLUMNS)
-    db = tl.sum(db, axis=0, keep_dims=True)  # (1, COLUMNS)
-    tl.store(dw_ptr + offs_n, dw, mask=offs_n < N)
-    tl.store(db_ptr + offs_n, db, mask=offs_n < N)
-
-
-@triton.jit
 def _layer_norm_few_kernel(
     dy_ptr,
     x_ptr,
@@ -330,35 +267,38 @@ def _layer_norm_few_kernel(
     N = N // VEC * VEC
     stride_xm = stride_xm // VEC * VEC
     pid, blocks = tl.program_id(axis=0), tl.cdiv(N, COLUMNS)
-    if pid < blocks:  # in all rows
-        _layer_norm_column_gradients(
-            dy_ptr,
-            x_ptr,
-            stats_ptr,
-            dw_ptr,
-            db_ptr,
-            pid,
-            M,
-            N,
-            stride_xm,
-            ACC,
-            BLOCK_M,
-            COLUMNS,
-        )
-    else:
-        _layer_norm_row_gradient(
-            dy_ptr,
-            x_ptr,
-            weight_ptr,
-            stats_ptr,
-            dx_ptr,
-            (pid - blocks).to(tl.int64),
-            M,
-            N,
-            stride_xm,
-            ACC,
-            BLOCK_N,
-        )
+    if pid < blocks:  # weight and bias in a block of columns
+        offs_n = pid * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        dw = tl.zeros((BLOCK_M, COLUMNS), dtype=ACC)
+        db = tl.zeros((BLOCK_M, COLUMNS), dtype=ACC)
+        for start in range(0, M, BLOCK_M):
+            # Rows may lie far apart: in int32, offsets would overflow.
+            offs_m = (start + tl.arange(0, BLOCK_M)[:, None]).to(tl.int64)
+            mask = (offs_m < M) & (offs_n < N)  # (BLOCK_M, COLUMNS)
+            x = tl.load(x_ptr + offs_m * stride_xm + offs_n, mask=mask, other=0)
+            dy = tl.load(dy_ptr + offs_m * N + offs_n, mask=mask, other=0)
+            dy = dy.to(ACC)
+            mean = tl.load(stats_ptr + offs_m, mask=offs_m < M, other=0)
+            r = tl.load(stats_ptr + M + offs_m, mask=offs_m < M, other=0)
+            dw += dy * ((x.to(ACC) - mean) * r)
+            db += dy
+        dw = tl.sum(dw, axis=0, keep_dims=True)  # (1, COLUMNS)
+        db = tl.sum(db, axis=0, keep_dims=True)  # (1, COLUMNS)
+        tl.store(dw_ptr + offs_n, dw, mask=offs_n < N)
+        tl.store(db_ptr + offs_n, db, mask=offs_n < N)
+    else:  # one row of x
+        row = (pid - blocks).to(tl.int64)
+        offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        mask = offs < N
+        x = tl.load(x_ptr + row * stride_xm + offs, mask=mask, other=0).to(ACC)
+        dy = tl.load(dy_ptr + row * N + offs, mask=mask, other=0).to(ACC)
+        weight = tl.load(weight_ptr + offs, mask=mask, other=0).to(ACC)
+        r = tl.load(stats_ptr + M + row)
+        h = (x - tl.load(stats_ptr + row)) * r
+        g = dy * weight  # 0 where it is masked
+        sum_g, sum_gh = tl.sum(g, axis=0), tl.sum(g * h, axis=0)
+        dx = (g - sum_g / N - h * (sum_gh / N)) * r
+        tl.store(dx_ptr + row * N + offs, dx, mask=mask)
 
 
 def _layer_norm_check(name, matrices, vectors):

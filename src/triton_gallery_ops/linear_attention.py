@@ -55,25 +55,6 @@ def _linear_attention_decays(g_ptr, rows, inside, ACC: tl.constexpr):
     return tl.cumsum(g, axis=0), tl.sum(g, axis=0)
 
 
-@triton.jit
-def _linear_attention_start(
-    state,
-    ends_ptr,
-    sums_ptr,
-    place,
-    segment,
-    segments,
-    size,
-    tile,
-    mask,
-):
-    """Return the state before a segment, given the one before the first."""
-    for slot in range(place * segments, place * segments + segment):
-        end = tl.load(ends_ptr + slot * size + tile, mask=mask, other=0.0)
-        state = state * tl.exp2(tl.load(sums_ptr + slot)) + end
-    return state
-
-
 # Without this, one segment and multiples of 16 would each compile anew.
 @triton.jit(do_not_specialize=["segments"])
 def _linear_attention_kernel(
@@ -113,17 +94,11 @@ def _linear_attention_kernel(
     state = tl.zeros((BLOCK_K, BLOCK_V), dtype=ACC)
     if STARTED:
         state = tl.load(first_ptr + place * K * V + tile, mask=mask, other=0.0)
-    state = _linear_attention_start(
-        state,
-        ends_ptr,
-        sums_ptr,
-        place,
-        segment,
-        segments,
-        K * V,
-        tile,
-        mask,
-    )
+    # What the segments before this one add to the state
+    for slot in range(place * segments, place * segments + segment):
+        ends = ends_ptr + slot * (K * V) + tile
+        added = tl.load(ends, mask=mask, other=0.0)
+        state = state * tl.exp2(tl.load(sums_ptr + slot)) + added
     end = tl.minimum(segment * length + length, T)
     for chunk in range(segment * length // CHUNK, tl.cdiv(end, CHUNK)):
         offs_t = chunk * CHUNK + tl.arange(0, CHUNK)  # (CHUNK,)
@@ -213,17 +188,11 @@ def _linear_attention_states_kernel(
     if STARTED:
         state = tl.load(first_ptr + place * K * V + tile, mask=mask, other=0.0)
     if not ENDS:
-        state = _linear_attention_start(
-            state,
-            ends_ptr,
-            sums_ptr,
-            place,
-            segment,
-            segments,
-            K * V,
-            tile,
-            mask,
-        )
+        # What the segments before this one add to the state
+        for slot in range(place * segments, place * segments + segment):
+            ends = ends_ptr + slot * (K * V) + tile
+            added = tl.load(ends, mask=mask, other=0.0)
+            state = state * tl.exp2(tl.load(sums_ptr + slot)) + added
     chunks = tl.cdiv(T, CHUNK)
     passed = tl.zeros((), dtype=ACC)
     end = tl.minimum(segment * length + length, T)

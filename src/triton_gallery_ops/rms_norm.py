@@ -118,30 +118,6 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _rms_norm_slope(
-    dy,
-    h,
-    weight,
-    r,
-    c,
-    dh_ptr,
-    dx_ptr,
-    offs,
-    mask,
-    ACC: tl.constexpr,
-    ADD: tl.constexpr,
-):
-    """Store a block of dx and return what its rows add to dw."""
-    dx = (dy * weight - h * c) * r
-    # An addition of its own would read dx once more, and write it once more.
-    if ADD:
-        dx += _rms_norm_read(dh_ptr + offs, mask, ACC)
-    tl.store(dx_ptr + offs, dx, mask=mask)
-    # Not summed over the rows: the caller does so once, behind its loop.
-    return dy * (h * r)
-
-
-@triton.jit
 def _rms_norm_backward_kernel(
     dy_ptr,
     dh_ptr,
@@ -217,32 +193,17 @@ def _rms_norm_backward_kernel(
                 other=0,
                 eviction_policy="evict_first",
             ).to(ACC)
-            dw_rest += _rms_norm_slope(
-                dy_rest,
-                h_rest,
-                last,
-                r,
-                c,
-                dh_ptr,
-                dx_ptr,
-                rows + rest,
-                rest < N,
-                ACC,
-                ADD,
-            )
-        dw += _rms_norm_slope(
-            dy,
-            h,
-            weight,
-            r,
-            c,
-            dh_ptr,
-            dx_ptr,
-            rows + offs_n,
-            mask,
-            ACC,
-            ADD,
-        )
+            dx_rest = (dy_rest * last - h_rest * c) * r
+            if ADD:
+                dx_rest += _rms_norm_read(dh_ptr + rows + rest, rest < N, ACC)
+            tl.store(dx_ptr + rows + rest, dx_rest, mask=rest < N)
+            dw_rest += dy_rest * (h_rest * r)
+        dx = (dy * weight - h * c) * r
+        # An addition of its own would read and write dx once more.
+        if ADD:
+            dx += _rms_norm_read(dh_ptr + rows + offs_n, mask, ACC)
+        tl.store(dx_ptr + rows + offs_n, dx, mask=mask)
+        dw += dy * (h * r)
     # A row of its own for each program. Atomic additions to one row would come
     # in another order each time.
     partial_rows = partial_ptr + pid.to(tl.int64) * N

@@ -286,12 +286,24 @@ PASS_FOR_QUERIES = """
         full = tl.minimum(full, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
         end = tl.minimum(LK, (pid_m + 1) * BLOCK_M)
     for MASKED in tl.static_range(2):
-        dq = _flash_attention_along_keys(
-"""
+        for start in range(
+            full if MASKED else 0, end if MASKED else full, BLOCK_N
+        ):
+            offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+            # Past D lies another head, or memory of another tensor.
+            inside = offs_d < D  # (1, BLOCK_D)
+            if MASKED:
+                # Only the last block of keys can be ragged. This loop has it.
+                inside = inside & (offs_n[:, None] < LK)  # (BLOCK_N, BLOCK_D)
+            # In int32, a key's offset would overflow past element 2**31.
+            row_n = offs_n[:, None].to(tl.int64)
+            k = tl.load(k_ptrs + row_n * stride_kl, mask=inside, other=0.0)
+            s = tl.dot(q, k.T, input_precision="ieee", out_dtype=ACC)
+            p ="""
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
-    ("no delta in the pass for keys", "(p * (dp - delta[None, :]))", "(p * dp)"),
+    ("no delta in the pass for keys", "p * (dp - delta[None, :])", "p * dp"),
     ("no delta in the pass for queries", "ds = (p * (dp - delta)).to(k.dtype)", "ds = (p * dp).to(k.dtype)"),
     (
         "keys begin at the diagonal, mask or not",
@@ -311,11 +323,11 @@ BREAKS = [
     ),
     (
         "padded keys add to queries",
-        "            p = tl.where(seen, p, 0.0)\n",
-        "            p = tl.where(seen | (offs_n[None, :] >= LK), p, 0.0)\n",
+        "                p = tl.where(seen, p, 0.0)\n",
+        "                p = tl.where(seen | (offs_n[None, :] >= LK), p, 0.0)\n",
     ),
     ("a group is its first head", "for member in range(GROUP):", "for member in range(1):"),
-    ("queries past the end are read", "mask = (row < LQ) & (offs_d < D)", "mask = (row < LQ + 99) & (offs_d < D)"),
+    ("queries past the end are read", "inside = (row_m < LQ) & (", "inside = (row_m < LQ + 99) & ("),
     (
         "the gradient of keys has no scale",
         "tl.store(dk_ptr + offs, dk * SCALE, mask=mask)",
@@ -328,8 +340,8 @@ BREAKS = [
     ),
     (
         "padding of a head is read",
-        "mask = (row < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)",
-        "mask = (row < LQ) & (offs_d < D + 8)",
+        "inside = (row_m < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)",
+        "inside = (row_m < LQ) & (offs_d < D + 8)",
     ),
     ("queries without keys get anything", "return dq.zero_(), dk.zero_()", "return dq, dk.zero_()"),
     ("a pass for keys has no last block", "blocks = triton.cdiv(LK,", "blocks = triton.cdiv(LK - 1,"),

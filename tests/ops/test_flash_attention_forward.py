@@ -192,5 +192,5 @@ BREAKS = [
     ),
     ("heads do not share keys", "k_ptr + batch * stride_kb + head // GROUP * stride_kh", "k_ptr + batch * stride_kb"),
     ("a row of nothing is divided by 0", "tl.where(total == 0, 1.0, total)", "total"),
-    ("padding of a head is read", "        mask = offs_d < D  # (1, BLOCK_D)\n", "        mask = offs_d < D + 8\n"),
+    ("padding of a head is read", "inside = offs_d < D  # (1, BLOCK_D)\n", "inside = offs_d < D + 8\n"),
 ]

@@ -349,7 +349,7 @@ BREAKS = [
         "off_m // BLOCK_N * BLOCK_N)\n",
         "off_m // BLOCK_N * BLOCK_N + BLOCK_N)\n",
     ),
-    ("heads do not share keys", "            head // GROUP,\n", "            head,\n"),
+    ("heads do not share keys", "shared = head // GROUP", "shared = head"),
     ("a row of nothing is divided by 0", "tl.where(total == 0, 1.0, total)", "total"),
     ("the first heads alone", "    head = first + within % near\n", "    head = within % near\n"),
     (

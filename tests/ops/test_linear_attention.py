@@ -470,6 +470,8 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert re.findall(r"(?m)^log decay (-\d\.\d), split: error nan$", out) == ["-2.0"]
 
 
+BEFORE = "tl.exp2(tl.load(sums_ptr + slot))"  # of a segment; forward an end follows
+
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
@@ -520,8 +522,8 @@ BREAKS = [
         "        STARTED=first is not None,\n        REVERSE",
         "        STARTED=False,\n        REVERSE",
     ),
-    ("segments forget earlier ones", "state * tl.exp2(tl.load(sums_ptr + slot)) + end", "end"),
-    ("the state of a segment does not decay", "state * tl.exp2(tl.load(sums_ptr + slot)) + end", "state + end"),
+    ("segments forget earlier ones", f"state * {BEFORE} + added\n    end", "added\n    end"),
+    ("the state of a segment does not decay", f"{BEFORE} + added\n    end", "1 + added\n    end"),
     ("a segment has no log decay", "        passed += total\n", ""),
     (
         "the last state is that of the first segment",

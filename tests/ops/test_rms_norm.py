@@ -281,12 +281,12 @@ BREAKS = [
         "",
     ),
     ("vectors across rows", "math.gcd(N, *strides, 16 // x", "math.gcd(*strides, 16 // x"),
-    ("dx stored without a mask", "tl.store(dx_ptr + offs, dx, mask=mask)", "tl.store(dx_ptr + offs, dx)"),
-    ("a weight gradient of the last rows", "        dw += _rms_norm_slope(", "        dw = _rms_norm_slope("),
+    ("dx stored without a mask", "dx_ptr + rows + offs_n, dx, mask=mask)", "dx_ptr + rows + offs_n, dx)"),
+    ("a weight gradient of the last rows", "        dw += dy * (h * r)", "        dw = dy * (h * r)"),
     (
         "a weight gradient of the last rest",
-        "            dw_rest += _rms_norm_slope(",
-        "            dw_rest = _rms_norm_slope(",
+        "            dw_rest += dy_rest * (h_rest * r)",
+        "            dw_rest = dy_rest * (h_rest * r)",
     ),
     ("a slope without the second block", "            products += tl.sum(", "            tl.sum("),
     (
@@ -296,6 +296,6 @@ BREAKS = [
     ),
     ("half an accumulator, normed", "torch.float16: tl.float32", "torch.float16: tl.float16"),
     ("h read with the stride of dy", "h_ptr + offs_m * stride_hm", "h_ptr + offs_m * N"),
-    ("no gradient of h", "    if ADD:\n        dx += ", "    if False:\n        dx += "),
+    ("no gradient of h", "    if ADD:\n            dx += ", "    if False:\n            dx += "),
     ("twice the gradient of the residual", "    return dx, dx, dw, None\n", "    return dx, 2 * dx, dw, None\n"),
 ]
