@@ -116,17 +116,13 @@ def _add_rows_launch(x, y, weight, kernel=_add_rows_kernel):
         VEC = 1  # rows do not begin alike
     BLOCK = min(1024, max(32, triton.next_power_of_2(N)))
     blocks = triton.cdiv(N, BLOCK)
+    pointers = x, y, weight.contiguous(), out
+    sizes = N, blocks, stride_xm, stride_ym
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         kernel[(M * blocks,)](
-            x,
-            y,
-            weight.contiguous(),
-            out,
-            N,
-            blocks,
-            stride_xm,
-            stride_ym,
+            *pointers,
+            *sizes,
             ACC=ADD_ROWS_ACC[x.dtype],
             VEC=VEC,
             BLOCK=BLOCK,

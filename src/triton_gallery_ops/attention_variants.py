@@ -662,30 +662,16 @@ def _attention_variants_backward_launch(
     sizes = LQ, LK, heads, *strides
     with torch.accelerator.device_index(q.device.index):
         blocks = triton.cdiv(LQ, tiles[1]["BLOCK_M"])
+        pointers = *read, out.contiguous(), lse, delta, dq
+        common |= tiles[1]
         _attention_variants_dq_kernel[(blocks * batch * heads,)](
-            *read,
-            out.contiguous(),
-            lse,
-            delta,
-            dq,
-            *given,
-            *sizes,
-            *dq.stride()[:3],
-            **common,
-            **tiles[1],
+            *pointers, *given, *sizes, *dq.stride()[:3], **common
         )
         blocks = triton.cdiv(LK, tiles[2]["BLOCK_N"])
+        pointers = *read, lse, delta, dk, dv
+        common |= tiles[2]
         _attention_variants_dkv_kernel[(blocks * batch * shared,)](
-            *read,
-            lse,
-            delta,
-            dk,
-            dv,
-            *given,
-            *sizes,
-            *dk.stride()[:3],
-            **common,
-            **tiles[2],
+            *pointers, *given, *sizes, *dk.stride()[:3], **common
         )
     return dq, dk, dv, delta
 

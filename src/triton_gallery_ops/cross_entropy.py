@@ -324,27 +324,16 @@ def _cross_entropy_launch(
     with torch.accelerator.device_index(logits.device.index):
         if M > 0:
             x, stride = _cross_entropy_rows(logits, M)
-            kernel[(M,)](
-                x,
-                targets,
-                losses,
-                stats,
-                M,
-                N,
-                stride,
-                ignore_index,
-                SMOOTHING=label_smoothing,
-                **_cross_entropy_plan(x, M),
-            )
+            sizes = M, N, stride, ignore_index
+            plan = _cross_entropy_plan(x, M) | {"SMOOTHING": label_smoothing}
+            kernel[(M,)](x, targets, losses, stats, *sizes, **plan)
         if not mean:
             return losses if reduction == "none" else losses.sum(), stats
         loss = losses.new_empty(())
         few = M <= CROSS_ENTROPY_SUM // 8
+        pointers = losses, targets, loss, stats[2 * M :]
         mean_kernel[(1,)](
-            losses,
-            targets,
-            loss,
-            stats[2 * M :],
+            *pointers,
             M,
             ignore_index,
             ACC=CROSS_ENTROPY_ACC[logits.dtype],
@@ -377,22 +366,11 @@ def _cross_entropy_backward_launch(
     M, N = targets.numel(), int(logits.shape[-1])
     x, stride = _cross_entropy_rows(logits, M)
     grid, plan = _cross_entropy_plan_backward(x, M, N, stride)
+    pointers = grad.contiguous(), x, targets.contiguous(), stats, d
+    sizes = M, N, 1 if each else 0, stride, ignore_index
+    plan |= {"MEAN": reduction == "mean", "SMOOTHING": label_smoothing}
     with torch.accelerator.device_index(logits.device.index):
-        kernel[grid](
-            grad.contiguous(),
-            x,
-            targets.contiguous(),
-            stats,
-            d,
-            M,
-            N,
-            1 if each else 0,
-            stride,
-            ignore_index,
-            MEAN=reduction == "mean",
-            SMOOTHING=label_smoothing,
-            **plan,
-        )
+        kernel[grid](*pointers, *sizes, **plan)
     return d
 
 
@@ -427,15 +405,10 @@ def cross_entropy_backward(
     reduction: str,
 ) -> torch.Tensor:
     """Return the gradient of the logits, given that of the loss."""
+    kernel = wrap_triton(_cross_entropy_backward_kernel)
+    options = ignore_index, label_smoothing, reduction
     return _cross_entropy_backward_launch(
-        grad,
-        logits,
-        targets,
-        stats,
-        ignore_index,
-        label_smoothing,
-        reduction,
-        wrap_triton(_cross_entropy_backward_kernel),
+        grad, logits, targets, stats, *options, kernel
     )
 
 

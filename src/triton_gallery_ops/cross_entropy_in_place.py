@@ -263,16 +263,11 @@ def _cross_entropy_in_place_launch(
             BLOCK=CROSS_ENTROPY_IN_PLACE_COUNT // (8 if few else 1),
             num_warps=4 if few else 16,
         )
+        stride = N if logits.is_contiguous() else logits.stride(0)
+        sizes = N, stride, ignore_index
+        plan["SMOOTHING"] = label_smoothing
         _cross_entropy_in_place_kernel[(M,)](
-            logits,
-            targets,
-            scale,
-            losses,
-            N,
-            N if logits.is_contiguous() else logits.stride(0),
-            ignore_index,
-            SMOOTHING=label_smoothing,
-            **plan,
+            logits, targets, scale, losses, *sizes, **plan
         )
     return losses.sum()
 

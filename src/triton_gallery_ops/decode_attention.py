@@ -286,18 +286,8 @@ def _decode_attention_launch(
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
         wrap(_decode_attention_kernel)[(programs, parts)](
-            q,
-            k_cache,
-            v_cache,
-            block_table,
-            seq_lens,
-            k_scale,
-            v_scale,
-            part,
-            lse,
-            *q.stride()[:3],
-            *k_cache.stride()[:3],
-            *v_cache.stride()[:3],
+            *(q, k_cache, v_cache, block_table, seq_lens, *scales, part, lse),
+            *(n for t in (q, k_cache, v_cache) for n in t.stride()[:3]),
             block_table.stride(0),
             *apart,
             QUERIES=queries,
@@ -377,18 +367,9 @@ def decode_attention(
     those of the parts too. The weights of a softmax are rounded to the dtype of
     q for their product with v, and each result is rounded once.
     """
-    return _decode_attention_launch(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        max_seq_len,
-        scale,
-        k_scale,
-        v_scale,
-        wrap=wrap_triton,
-    )
+    cache = k_cache, v_cache, block_table, seq_lens
+    options = max_seq_len, scale, k_scale, v_scale
+    return _decode_attention_launch(q, *cache, *options, wrap=wrap_triton)
 
 
 # On a GPU a call goes to the launcher; all else goes on to the triton_op.

@@ -120,11 +120,7 @@ def _dropout_launch(
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         kernel[(triton.cdiv(N, block),)](
-            x,
-            seed,
-            y,
-            N,
-            threshold,
+            *(x, seed, y, N, threshold),
             ACC=DROPOUT_ACC[x.dtype],
             BLOCK=block,
             num_warps=num_warps,

@@ -187,18 +187,9 @@ def _few_long_rows_launch(x, LOG, kernel, count=None):
             PARTS = triton.next_power_of_2(parts)
         # Triton launches on the current GPU, which may not be that of x.
         with torch.accelerator.device_index(x.device.index):
-            kernel[(M * parts,)](
-                x,
-                to,
-                out,
-                count if PARTS else out,
-                N,
-                parts,
-                stride,
-                LOG,
-                PARTS=PARTS,
-                **plan,
-            )
+            pointers = x, to, out, count if PARTS else out
+            sizes = N, parts, stride, LOG
+            kernel[(M * parts,)](*pointers, *sizes, PARTS=PARTS, **plan)
         # The results of the parts are a shorter row, for the next pass. It adds
         # them up in the order in which a launch with counters does.
         BLOCK = min(triton.next_power_of_2(parts), plan["BLOCK"])

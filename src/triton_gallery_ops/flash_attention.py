@@ -463,16 +463,11 @@ def _flash_attention_launch(
     tile = _flash_attention_tiles(q.device, BLOCK_D, q.dtype.itemsize)[0]
     read, strides = _flash_attention_read(*_flash_attention_rows(q, k, v))
     grid = (triton.cdiv(LQ, tile["BLOCK_M"]) * batch * heads,)
+    sizes = LQ, k.shape[2], heads, *strides
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
         kernel[grid](
-            *read,
-            out,
-            lse,
-            LQ,
-            k.shape[2],
-            heads,
-            *strides,
+            *(*read, out, lse, *sizes),
             GROUP=int(heads // k.shape[1]),
             D=D,
             # exp(x) is exp2(x * log2(e)).
@@ -512,6 +507,7 @@ def _flash_attention_backward_launch(
     tiles = _flash_attention_tiles(q.device, BLOCK_D, q.dtype.itemsize)
     for_keys, for_queries = tiles[1:]
     read, strides = _flash_attention_read(q, k, v, grad)
+    sizes = LQ, LK, heads, *strides
     ACC = tl.float64 if lse.dtype == torch.float64 else tl.float32
     common = {
         "GROUP": int(heads // shared),
@@ -524,45 +520,21 @@ def _flash_attention_backward_launch(
     }
     with torch.accelerator.device_index(q.device.index):
         delta_kernel[(triton.cdiv(LQ, 32) * batch * heads,)](
-            out.contiguous(),
-            read[3],
-            delta,
-            LQ,
-            heads,
-            *strides[9:],
+            *(out.contiguous(), read[3], delta, LQ, heads, *strides[9:]),
             D=D,
             ACC=ACC,
             BLOCK_M=32,
             BLOCK_D=BLOCK_D,
         )
         blocks = triton.cdiv(LK, for_keys["BLOCK_N"])
+        pointers = *read, lse, delta, dk, dv
         dkv_kernel[(blocks * batch * shared,)](
-            *read,
-            lse,
-            delta,
-            dk,
-            dv,
-            LQ,
-            LK,
-            heads,
-            *strides,
-            *dk.stride()[:3],
-            **common,
-            **for_keys,
+            *pointers, *sizes, *dk.stride()[:3], **common, **for_keys
         )
         blocks = triton.cdiv(LQ, for_queries["BLOCK_M"])
+        pointers = *read, lse, delta, dq
         dq_kernel[(blocks * batch * heads,)](
-            *read,
-            lse,
-            delta,
-            dq,
-            LQ,
-            LK,
-            heads,
-            *strides,
-            *dq.stride()[:3],
-            **common,
-            **for_queries,
+            *pointers, *sizes, *dq.stride()[:3], **common, **for_queries
         )
     return dq, dk, dv
 

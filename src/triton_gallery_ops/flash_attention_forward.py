@@ -191,20 +191,13 @@ def _flash_attention_forward_launch(
         # The interpreter would multiply the bits as if they were integers.
         q, k, v = (t.float().contiguous() for t in (q, k, v))
     grid = (triton.cdiv(LQ, BLOCK_M) * batch * heads,)
+    pointers, sizes = (q, k, v, out), (LQ, k.shape[2], heads)
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
         kernel[grid](
-            q,
-            k,
-            v,
-            out,
-            LQ,
-            k.shape[2],
-            heads,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *out.stride()[:3],
+            *pointers,
+            *sizes,
+            *(stride for t in pointers for stride in t.stride()[:3]),
             GROUP=int(heads // k.shape[1]),
             D=D,
             # exp(x) is exp2(x * log2(e)).

@@ -643,18 +643,9 @@ def _gated_delta_rule_states(kernels, q, k, v, g, beta, first):
     programs = batch * heads * chunks
     _gated_delta_rule_call(kernels, 0, q, v, programs, False, *pointers)
     pointers = k, decay, beta, w, y, last if first is None else first
+    pointers, started = (*pointers, states, x, last), first is not None
     _gated_delta_rule_call(
-        kernels,
-        1,
-        q,
-        v,
-        batch * heads,
-        True,
-        *pointers,
-        states,
-        x,
-        last,
-        STARTED=first is not None,
+        kernels, 1, q, v, batch * heads, True, *pointers, STARTED=started
     )
     return decay, inverse, w, states, x, last, programs
 
@@ -790,19 +781,13 @@ def gated_delta_rule(
     Under ``torch.autocast`` it casts q, k and v to autocast's dtype, and g,
     beta and the initial state to float32.
     """
+    kernels = (
+        wrap_triton(_gated_delta_rule_solve_kernel),
+        wrap_triton(_gated_delta_rule_states_kernel),
+        wrap_triton(_gated_delta_rule_outputs_kernel),
+    )
     return _gated_delta_rule_launch(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        scale,
-        (
-            wrap_triton(_gated_delta_rule_solve_kernel),
-            wrap_triton(_gated_delta_rule_states_kernel),
-            wrap_triton(_gated_delta_rule_outputs_kernel),
-        ),
+        q, k, v, g, beta, initial_state, scale, kernels
     )
 
 
@@ -832,24 +817,16 @@ def gated_delta_rule_backward(
     Takes those of both results and what ``gated_delta_rule`` took, and checks
     none of it. Second derivatives are not supported.
     """
+    kernels = (
+        wrap_triton(_gated_delta_rule_solve_kernel),
+        wrap_triton(_gated_delta_rule_states_kernel),
+        wrap_triton(_gated_delta_rule_outputs_kernel),
+        wrap_triton(_gated_delta_rule_flows_kernel),
+        wrap_triton(_gated_delta_rule_pairs_kernel),
+        wrap_triton(_gated_delta_rule_gradients_kernel),
+    )
     return _gated_delta_rule_backward_launch(
-        grad,
-        grad_last,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        scale,
-        (
-            wrap_triton(_gated_delta_rule_solve_kernel),
-            wrap_triton(_gated_delta_rule_states_kernel),
-            wrap_triton(_gated_delta_rule_outputs_kernel),
-            wrap_triton(_gated_delta_rule_flows_kernel),
-            wrap_triton(_gated_delta_rule_pairs_kernel),
-            wrap_triton(_gated_delta_rule_gradients_kernel),
-        ),
+        grad, grad_last, q, k, v, g, beta, initial_state, scale, kernels
     )
 
 

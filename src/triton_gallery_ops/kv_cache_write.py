@@ -253,20 +253,11 @@ def _kv_cache_write_launch(
     caches = [t.float() if by_torch else t for t in (k_cache, v_cache)]
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
+        places = slots.contiguous(), positions.contiguous()
         _kv_cache_write_kernel[(len(q),)](
-            *rows,
-            q_out,
-            k_out,
-            *caches,
-            slots.contiguous(),
-            positions.contiguous(),
-            cos,
-            sin,
-            k_scale,
-            v_scale,
+            *(*rows, q_out, k_out, *caches, *places, cos, sin, *scales),
             *(n for t in rows for n in t.stride()[:2]),
-            *caches[0].stride()[:3],
-            *caches[1].stride()[:3],
+            *(n for t in caches for n in t.stride()[:3]),
             cos.stride(0),
             sin.stride(0),
             *apart,

@@ -418,20 +418,10 @@ def _layer_norm_launch(x, weight, bias, eps, kernel=_layer_norm_kernel):
     M = y.numel() // N
     plan = _layer_norm_plan(y, stride_xm)
     grid = (triton.cdiv(M, plan["BLOCK_M"]),)
+    pointers = x, weight.contiguous(), bias.contiguous(), y, stats
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        kernel[grid](
-            x,
-            weight.contiguous(),
-            bias.contiguous(),
-            y,
-            stats,
-            M,
-            N,
-            stride_xm,
-            EPS=eps,
-            **plan,
-        )
+        kernel[grid](*pointers, M, N, stride_xm, EPS=eps, **plan)
     return y, stats
 
 
@@ -473,13 +463,7 @@ def _layer_norm_backward_launch(
         BLOCK_P = triton.next_power_of_2(programs)
         BLOCK_N = LAYER_NORM_SUMS // BLOCK_P
         sum_kernel[(triton.cdiv(N, BLOCK_N), 2)](
-            sums,
-            dw,
-            db,
-            programs,
-            N,
-            BLOCK_P=BLOCK_P,
-            BLOCK_N=BLOCK_N,
+            sums, dw, db, programs, N, BLOCK_P=BLOCK_P, BLOCK_N=BLOCK_N
         )
     return dx, dw, db
 

@@ -448,24 +448,10 @@ def _linear_attention_ends(kernel, a, b, g, cut, common, reverse=False):
     ends = g.new_empty(batch, heads, segments, K, b.shape[3])
     sums = g.new_empty(batch, heads, segments)
     blocks, constants = _linear_attention_blocks(a, b)
-    kernel[(batch * heads * segments * blocks,)](
-        a,
-        b,
-        g,
-        g,
-        ends,
-        sums,
-        a,
-        g,
-        a,
-        g,
-        STARTED=False,
-        REVERSE=reverse,
-        ENDS=True,
-        **cut,
-        **common,
-        **constants,
-    )
+    pointers = a, b, g, g, ends, sums, a, g, a, g
+    constants |= {"STARTED": False, "REVERSE": reverse, "ENDS": True}
+    grid = (batch * heads * segments * blocks,)
+    kernel[grid](*pointers, **cut, **common, **constants)
     return ends, sums
 
 
@@ -483,24 +469,12 @@ def _linear_attention_states(kernel, a, b, g, first, others, common):
     states = a.new_empty(batch, chunks, heads, K, V)
     last = g.new_empty(batch, heads, K, V)
     flow = g.new_empty(batch, chunks, heads, blocks) if reverse else last
-    kernel[(batch * heads * cut["segments"] * blocks,)](
-        a,
-        b,
-        g,
-        last if first is None else first,
-        ends,
-        sums,
-        states,
-        last,
-        others if reverse else states,
-        flow,
-        STARTED=first is not None,
-        REVERSE=reverse,
-        ENDS=False,
-        **cut,
-        **common,
-        **constants,
-    )
+    pointers = a, b, g, last if first is None else first, ends, sums
+    pointers = *pointers, states, last, others if reverse else states, flow
+    started = first is not None
+    constants |= {"STARTED": started, "REVERSE": reverse, "ENDS": False}
+    grid = (batch * heads * cut["segments"] * blocks,)
+    kernel[grid](*pointers, **cut, **common, **constants)
     return states, last, flow
 
 
@@ -521,16 +495,7 @@ def _linear_attention_tokens(
     chunks = triton.cdiv(T, CHUNK)
     partner, reads, flow, dg = gates or (out, g, g, g)
     kernel[(chunks * batch * heads * triton.cdiv(Z, BLOCK_Z),)](
-        x,
-        y,
-        z,
-        g,
-        states,
-        out,
-        partner,
-        reads,
-        flow,
-        dg,
+        *(x, y, z, g, states, out, partner, reads, flow, dg),
         **common,
         X=X,
         Z=Z,
@@ -579,16 +544,9 @@ def _linear_attention_launch(
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
         ends, sums = _linear_attention_ends(states_kernel, k, v, g, cut, common)
+        begins = last if first is None else first.contiguous()
         kernel[(grid,)](
-            q,
-            k,
-            v,
-            g,
-            last if first is None else first.contiguous(),
-            ends,
-            sums,
-            out,
-            last,
+            *(q, k, v, g, begins, ends, sums, out, last),
             **cut,
             **common,
             K=int(K),
@@ -687,16 +645,11 @@ def linear_attention(
     Under ``torch.autocast`` it casts q, k and v to autocast's dtype, and g and
     the initial state to float32.
     """
-    return _linear_attention_launch(
-        q,
-        k,
-        v,
-        g,
-        scale,
-        initial_state,
+    kernels = (
         wrap_triton(_linear_attention_kernel),
         wrap_triton(_linear_attention_states_kernel),
     )
+    return _linear_attention_launch(q, k, v, g, scale, initial_state, *kernels)
 
 
 @triton_op(
@@ -719,17 +672,12 @@ def linear_attention_backward(
     Takes those of both results and what ``linear_attention`` took, and checks
     none of it. Second derivatives are not supported.
     """
-    return _linear_attention_backward_launch(
-        grad,
-        grad_last,
-        q,
-        k,
-        v,
-        g,
-        scale,
-        initial_state,
+    kernels = (
         wrap_triton(_linear_attention_states_kernel),
         wrap_triton(_linear_attention_tokens_kernel),
+    )
+    return _linear_attention_backward_launch(
+        grad, grad_last, q, k, v, g, scale, initial_state, *kernels
     )
 
 

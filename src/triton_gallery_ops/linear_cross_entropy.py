@@ -184,14 +184,9 @@ def _linear_cross_entropy_launch(
             logits = buffer[: len(x[part]), :V]
             for some in words:
                 torch.mm(x[part], weight[some].T, out=logits[:, some])
+            pointers = logits, targets[part], losses[part], scale
             _linear_cross_entropy_kernel[(len(logits),)](
-                logits,
-                targets[part],
-                losses[part],
-                scale,
-                V,
-                room,
-                ignore_index,
+                *(*pointers, V, room, ignore_index),
                 ACC=ACC,
                 GRADIENT=of_x or of_weight,
                 BLOCK_V=LINEAR_CROSS_ENTROPY_BLOCK,
@@ -337,13 +332,8 @@ def linear_cross_entropy(
     the gradient of the weight is after each chunk. The sums of the loss are in
     float32, or float64 for float64.
     """
-    wanted = torch.is_grad_enabled()
-    loss, *_ = _linear_cross_entropy_forward(
-        x,
-        weight,
-        targets,
-        ignore_index,
-        wanted and x.requires_grad,
-        wanted and weight.requires_grad,
-    )
-    return loss
+    grad = torch.is_grad_enabled()
+    wanted = grad and x.requires_grad, grad and weight.requires_grad
+    return _linear_cross_entropy_forward(
+        x, weight, targets, ignore_index, *wanted
+    )[0]

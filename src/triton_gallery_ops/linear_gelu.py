@@ -411,12 +411,7 @@ def _linear_gelu_backward_launch(grad, z, approximate, wrap=lambda k: k):
     partial = z.new_empty(tiles_m, N, dtype=wide)
     with torch.accelerator.device_index(z.device.index):
         wrap(_linear_gelu_backward_kernel)[(tiles_m * tiles_n,)](
-            grad,
-            z,
-            dz,
-            partial,
-            M,
-            N,
+            *(grad, z, dz, partial, M, N),
             GELU=GELU,
             ACC=LINEAR_GELU_ACC[z.dtype],
             BLOCK_M=BLOCK_M,

@@ -114,14 +114,7 @@ def _matmul_launch(a, b, input_precision="ieee", kernel=_matmul_kernel):
     # Triton launches on the current GPU, which may not be that of a.
     with torch.accelerator.device_index(a.device.index):
         kernel[grid](
-            a,
-            b,
-            c,
-            M,
-            N,
-            K,
-            *a.stride(),
-            *b.stride(),
+            *(a, b, c, M, N, K, *a.stride(), *b.stride()),
             LEAST=int(b.stride(0) == 1),
             ACC=tl.float64 if a.dtype == torch.float64 else tl.float32,
             PRECISION=input_precision,

@@ -312,21 +312,11 @@ def _norms_long_launch(x, weight, bias, eps, kernel=_norms_long_kernel):
     x, stride_xm = _norms_long_rows(x)
     N = int(y.shape[-1])
     M, weight = y.numel() // N, weight.contiguous()
+    pointers = x, weight, bias.contiguous() if center else weight, y, stats
+    plan = _norms_long_plan(y, stride_xm, 1, center)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
-        kernel[(M,)](
-            x,
-            weight,
-            bias.contiguous() if center else weight,
-            y,
-            stats,
-            M,
-            N,
-            stride_xm,
-            EPS=eps,
-            CENTER=center,
-            **_norms_long_plan(y, stride_xm, 1, center),
-        )
+        kernel[(M,)](*pointers, M, N, stride_xm, EPS=eps, CENTER=center, **plan)
     return y, stats
 
 

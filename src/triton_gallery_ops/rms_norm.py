@@ -331,20 +331,12 @@ def _rms_norm_forward(x, residual, weight, eps, kernel):
     M = y.numel() // N
     plan = _rms_norm_plan(y, eps, stride_xm, stride_rm)
     grid = (triton.cdiv(M, plan["BLOCK_M"]),)
+    pointers, sizes = (x, rows, weight.contiguous(), h, y), (M, N)
+    strides = stride_xm, stride_rm
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         kernel[grid](
-            x,
-            rows,
-            weight.contiguous(),
-            h,
-            y,
-            M,
-            N,
-            stride_xm,
-            stride_rm,
-            ADD=residual is not None,
-            **plan,
+            *pointers, *sizes, *strides, ADD=residual is not None, **plan
         )
     return y, h
 
@@ -384,29 +376,15 @@ def _rms_norm_backward_launch(
     programs, plan = _rms_norm_plan_backward(dx, eps, stride_hm, has_dh)
     wide = torch.promote_types(dx.dtype, torch.float32)
     sums = dx.new_empty(programs, N, dtype=wide)
+    pointers = dy, dh.contiguous() if has_dh else dy, h, weight.contiguous()
+    pointers = *pointers, dx, sums
     with torch.accelerator.device_index(dx.device.index):
-        kernel[(programs,)](
-            dy,
-            dh.contiguous() if has_dh else dy,
-            h,
-            weight.contiguous(),
-            dx,
-            sums,
-            M,
-            N,
-            stride_hm,
-            **plan,
-        )
+        kernel[(programs,)](*pointers, M, N, stride_hm, **plan)
         BLOCK_P = triton.next_power_of_2(programs)
         # Elements here, not bytes: each program has one row of sums to add.
         BLOCK_N = RMS_NORM_TILE // BLOCK_P
         sum_kernel[(triton.cdiv(N, BLOCK_N),)](
-            sums,
-            dw,
-            programs,
-            N,
-            BLOCK_P=BLOCK_P,
-            BLOCK_N=BLOCK_N,
+            sums, dw, programs, N, BLOCK_P=BLOCK_P, BLOCK_N=BLOCK_N
         )
     return dx, dw
 

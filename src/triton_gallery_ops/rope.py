@@ -168,16 +168,7 @@ def _rope_like(x):
 
 
 def _rope_run(
-    kernel,
-    q,
-    k,
-    cos,
-    sin,
-    q_out,
-    k_out,
-    interleaved,
-    conjugate,
-    tile=ROPE_TILE,
+    kernel, q, k, cos, sin, q_out, k_out, interleaved, conjugate, tile=ROPE_TILE
 ):
     """Launch for tensors with heads that lie side by side."""
     B, HEADS_Q, T, D = q.shape
@@ -197,12 +188,7 @@ def _rope_run(
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
         kernel[(B * triton.cdiv(T, BLOCK_T) * groups,)](
-            *tensors,
-            T,
-            HEADS_Q,
-            HEADS_K,
-            near,
-            *strides,
+            *(*tensors, T, HEADS_Q, HEADS_K, near, *strides),
             D=D,
             INTERLEAVED=interleaved,
             CONJUGATE=conjugate,

@@ -206,13 +206,7 @@ def _swiglu_run(kernel, inputs, out, stride_om, *gap, vec=8, **changes):
     # Triton launches on the current GPU, which may not be that of the tensors.
     with torch.accelerator.device_index(out.device.index):
         kernel[grid](
-            *inputs,
-            out,
-            M,
-            N,
-            tiles_n,
-            *strides,
-            *gap,
+            *(*inputs, out, M, N, tiles_n, *strides, *gap),
             ACC=SWIGLU_ACC[out.dtype],
             VEC=VEC,
             FLAT=flat,

@@ -235,14 +235,7 @@ def _topk_launch(x, k, kernel=_topk_kernel, passes=_topk_passes_kernel):
         # A network sorts a power of two, and two elements at least.
         plan = _topk_plan(N, max(2, triton.next_power_of_2(k)))
         kernel[(triton.cdiv(M, plan["BLOCK_M"]),)](
-            x,
-            values,
-            indices,
-            M,
-            N,
-            stride,
-            k,
-            **plan,
+            x, values, indices, M, N, stride, k, **plan
         )
     return values, indices
 

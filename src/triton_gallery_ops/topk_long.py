@@ -319,14 +319,12 @@ def _topk_long_launch(
             BLOCK = min(TOPK_LONG_MERGE, triton.next_power_of_2(count))
             parts = triton.cdiv(count, BLOCK)
             merged = words if parts == 1 else words.new_empty(M * parts * K)
+            sizes = count, stride, k, parts
             merge[(M * parts,)](
                 *out,
                 words,
                 merged,
-                count,
-                stride,
-                k,
-                parts,
+                *sizes,
                 K=K,
                 BLOCK=BLOCK,
                 WHOLE=parts == 1,

@@ -268,14 +268,7 @@ def _tuned_matmul_launch(a, b, wrap=lambda kernel: kernel):
     # Triton launches on the current GPU, which may not be that of a.
     with torch.accelerator.device_index(a.device.index):
         kernel[grid](
-            a,
-            b,
-            c,
-            M,
-            N,
-            K,
-            *a.stride(),
-            *b.stride(),
+            *(a, b, c, M, N, K, *a.stride(), *b.stride()),
             *map(_tuned_matmul_like, (M, N, K)),
             ACC=TUNED_MATMUL_ACC[dtype],
             VEC_AM=VEC_AM,

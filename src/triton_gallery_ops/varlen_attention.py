@@ -549,16 +549,8 @@ def _varlen_attention_list(
         total // BLOCK + batch, batch * triton.cdiv(longest, BLOCK)
     )
     tiles = cu.new_empty(slots, 2)
-    kernel[(batch,)](
-        cu,
-        cu_other,
-        tiles,
-        batch,
-        slots,
-        DOWN=DOWN,
-        BLOCK=BLOCK,
-        BLOCK_B=256,
-    )
+    known = {"DOWN": DOWN, "BLOCK": BLOCK, "BLOCK_B": 256}
+    kernel[(batch,)](cu, cu_other, tiles, batch, slots, **known)
     return tiles
 
 
@@ -597,12 +589,9 @@ def _varlen_attention_launch(
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
         tiles = listed(*cu, total, max_seqlen_q, tile["BLOCK_M"], causal)
+        pointers = *rows, out, lse, tiles, *cu
         kernel[(tiles.shape[0] * heads,)](
-            *rows,
-            out,
-            lse,
-            tiles,
-            *cu,
+            *pointers,
             total,
             heads,
             *strides,
@@ -641,46 +630,17 @@ def _varlen_attention_backward_launch(
         if dq.numel() > 0:
             tile = known | _varlen_attention_tile("dq", dq, scale)
             tiles = listed(*cu, total, max_seqlen_q, tile["BLOCK_M"], causal)
+            pointers = q, k, v, out, do, lse, delta, dq, tiles, *cu
             dq_kernel[(tiles.shape[0] * heads,)](
-                q,
-                k,
-                v,
-                out,
-                do,
-                lse,
-                delta,
-                dq,
-                tiles,
-                *cu,
-                total,
-                heads,
-                *strides[:8],
-                **tile,
+                *pointers, total, heads, *strides[:8], **tile
             )
         if dk.numel() > 0:
             tile = known | _varlen_attention_tile("dkdv", dk, scale)
-            tiles = listed(
-                *reversed(cu),
-                k.shape[0],
-                max_seqlen_k,
-                tile["BLOCK_N"],
-                False,
-            )
+            of_keys = *reversed(cu), k.shape[0], max_seqlen_k
+            tiles = listed(*of_keys, tile["BLOCK_N"], False)
+            pointers = q, k, v, do, lse, delta, dk, dv, tiles, *cu
             dkdv_kernel[(tiles.shape[0] * heads_k,)](
-                q,
-                k,
-                v,
-                do,
-                lse,
-                delta,
-                dk,
-                dv,
-                tiles,
-                *cu,
-                total,
-                heads_k,
-                *strides[:8],
-                **tile,
+                *pointers, total, heads_k, *strides[:8], **tile
             )
     return dq, dk, dv
 
@@ -705,22 +665,13 @@ def varlen_attention_forward(
     tokens) and the base 2, is float32, or float64 for float64, and has no
     gradient. It is inf for a query that sees nothing.
     """
-    return _varlen_attention_launch(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        causal,
-        scale,
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    listing = wrap_triton(_varlen_attention_list_kernel)
+    kernels = (
         wrap_triton(_varlen_attention_kernel),
-        partial(
-            _varlen_attention_list,
-            kernel=wrap_triton(_varlen_attention_list_kernel),
-        ),
+        partial(_varlen_attention_list, kernel=listing),
     )
+    return _varlen_attention_launch(q, k, v, *lengths, causal, scale, *kernels)
 
 
 @triton_op(
@@ -744,25 +695,15 @@ def varlen_attention_backward(
 
     Takes what varlen_attention_forward took and returned.
     """
-    return _varlen_attention_backward_launch(
-        do,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        causal,
-        scale,
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    listing = wrap_triton(_varlen_attention_list_kernel)
+    kernels = (
         wrap_triton(_varlen_attention_dq_kernel),
         wrap_triton(_varlen_attention_dkdv_kernel),
-        partial(
-            _varlen_attention_list,
-            kernel=wrap_triton(_varlen_attention_list_kernel),
-        ),
+        partial(_varlen_attention_list, kernel=listing),
+    )
+    return _varlen_attention_backward_launch(
+        do, q, k, v, out, lse, *lengths, causal, scale, *kernels
     )
 
 
@@ -860,14 +801,5 @@ def varlen_attention(
 
     Under ``torch.autocast`` it casts q, k and v to autocast's dtype.
     """
-    return varlen_attention_forward(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        causal,
-        scale,
-    )[0]
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return varlen_attention_forward(q, k, v, *lengths, causal, scale)[0]

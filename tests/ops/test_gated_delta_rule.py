@@ -518,7 +518,7 @@ BREAKS = [
         "dbeta += tl.sum(written * k, axis=1)",
     ),
     ("near has no beta", "        near *= beta[:, None]\n", ""),
-    ("the first state is forgotten", "STARTED=first is not None,", "STARTED=False,"),
+    ("the first state is forgotten", "STARTED=started", "STARTED=False"),
     ("the flow through a chunk does not decay", "tl.sum(through, axis=0) * tl.exp2(total)", "tl.sum(through, axis=0)"),
     ("the flow is that of one block", "through += tl.sum(", "through = tl.sum("),
     ("a gate acts on its own token", "tl.cumsum(far, axis=0) - far", "tl.cumsum(far, axis=0)"),

@@ -519,8 +519,8 @@ BREAKS = [
     ),
     (
         "the backward forgets the first state",
-        "        STARTED=first is not None,\n        REVERSE",
-        "        STARTED=False,\n        REVERSE",
+        "    started = first is not None\n",
+        "    started = False\n",
     ),
     ("segments forget earlier ones", f"state * {BEFORE} + added\n    end", "added\n    end"),
     ("the state of a segment does not decay", f"{BEFORE} + added\n    end", "1 + added\n    end"),
@@ -532,8 +532,8 @@ BREAKS = [
     ),
     (
         "the reverse's ends go forward",
-        "        REVERSE=reverse,\n        ENDS=True,",
-        "        REVERSE=False,\n        ENDS=True,",
+        '"REVERSE": reverse, "ENDS": True',
+        '"REVERSE": False, "ENDS": True',
     ),
     ("the flow through a chunk does not decay", "tl.sum(state * other) * tl.exp2(total)", "tl.sum(state * other)"),
     ("the flow is that of one block", "for block in range(BLOCKS):", "for block in range(1):"),
