@@ -20,12 +20,6 @@ import triton.language as tl
 from torch.library import Library, custom_op
 
 ATTENTION_VARIANTS_NAMESPACE = "triton_gallery"
-ATTENTION_VARIANTS_DTYPES = {
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
 ATTENTION_VARIANTS_LOG2E = tl.constexpr(math.log2(math.e))
 # For D, padded to a power of two: the tiles of the forward, of the pass for dq,
 # and of the pass for dk and dv. A tile is BLOCK_M, BLOCK_N, warps and stages.
@@ -495,7 +489,7 @@ def _attention_variants_tiles(device, BLOCK_D, itemsize):
 
 def _attention_variants_check(q, k, v, score, span, sinks, tensors):
     name = "attention_variants"
-    if q.dtype not in ATTENTION_VARIANTS_DTYPES:
+    if not q.is_floating_point() or q.element_size() == 1:  # float8
         raise TypeError(f"{name} takes float tensors, not {q.dtype}")
     if len({t.dtype for t in (q, k, v)}) > 1:
         raise TypeError(f"{name} takes one dtype for q, k and v")

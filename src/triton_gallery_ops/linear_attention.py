@@ -18,12 +18,6 @@ import triton.language as tl
 from torch.library import Library, triton_op, wrap_triton
 
 LINEAR_ATTENTION_NAMESPACE = "triton_gallery"
-LINEAR_ATTENTION_DTYPES = {
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
 # For the bytes of a number: CHUNK, BLOCK_V, warps and stages of the forward;
 # CHUNK, BLOCK_K, BLOCK_V, warps and stages of the kernel of states; BLOCK_X,
 # BLOCK_Z, warps and stages of the kernel of tokens, whose chunks are those of
@@ -127,13 +121,8 @@ def _linear_attention_kernel(
         out = tl.dot(p, v, out, input_precision="ieee", out_dtype=ACC)
         tl.store(out_ptr + offs, out, mask=out_mask)
         v = (v * tl.exp2(total - decay)[:, None]).to(k.dtype)
-        state = tl.dot(
-            k.T,
-            v,
-            state * tl.exp2(total),
-            input_precision="ieee",
-            out_dtype=ACC,
-        )
+        state = state * tl.exp2(total)
+        state = tl.dot(k.T, v, state, input_precision="ieee", out_dtype=ACC)
     if segment == segments - 1:
         tl.store(last_ptr + place * K * V + tile, state, mask=mask)
 
@@ -229,13 +218,8 @@ def _linear_attention_states_kernel(
         )  # (CHUNK, BLOCK_V)
         # The tensor cores take both operands in the type of the inputs.
         b = (b * weight[:, None]).to(a.dtype)
-        state = tl.dot(
-            a.T,
-            b,
-            state * tl.exp2(total),
-            input_precision="ieee",
-            out_dtype=ACC,
-        )
+        state = state * tl.exp2(total)
+        state = tl.dot(a.T, b, state, input_precision="ieee", out_dtype=ACC)
     if ENDS:
         slot = place * segments + segment
         tl.store(ends_ptr + slot * K * V + tile, state, mask=mask)
@@ -345,7 +329,7 @@ def _linear_attention_tokens_kernel(
 
 def _linear_attention_check(q, k, v, g, initial_state):
     name = "linear_attention"
-    if q.dtype not in LINEAR_ATTENTION_DTYPES:
+    if not q.is_floating_point() or q.element_size() == 1:  # float8
         raise TypeError(
             f"{name} takes float16, bfloat16, float32 or float64, not {q.dtype}"
         )

@@ -10,8 +10,8 @@ Float32 has full precision, without tensor cores. No backward. For more rows,
 use ``persistent_matmul`` or ``tuned_matmul``.
 """
 
-import functools
 import math
+from functools import cache, partial
 
 import torch
 import triton
@@ -87,20 +87,9 @@ def _skinny_matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    sizes = M, N, K, steps, stride_xm, stride_wn, stride_wk
     acc, offs, mask = _skinny_matmul_part(
-        x_ptr,
-        w_ptr,
-        M,
-        N,
-        K,
-        steps,
-        stride_xm,
-        stride_wn,
-        stride_wk,
-        DOT,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
+        x_ptr, w_ptr, *sizes, DOT, BLOCK_M, BLOCK_N, BLOCK_K
     )
     # With one part this is the result, in its dtype; else a part, in float32.
     y_ptrs = y_ptr + tl.program_id(axis=1).to(tl.int64) * M * N + offs
@@ -126,7 +115,7 @@ def _skinny_matmul_add_kernel(
     tl.store(y_ptr + offs, total, mask=mask)
 
 
-@functools.cache
+@cache
 def _skinny_matmul_gpu(device):
     """Return a GPU's multiprocessors, and a program's shared memory."""
     if device.type != "cuda":  # the interpreter: some sums split
@@ -259,12 +248,8 @@ def _skinny_matmul_autocast(kind, x, weight, *options):
 
 
 SKINNY_MATMUL_LIBRARY.impl(
-    "skinny_matmul",
-    functools.partial(_skinny_matmul_autocast, "cpu"),
-    "AutocastCPU",
+    "skinny_matmul", partial(_skinny_matmul_autocast, "cpu"), "AutocastCPU"
 )
 SKINNY_MATMUL_LIBRARY.impl(
-    "skinny_matmul",
-    functools.partial(_skinny_matmul_autocast, "cuda"),
-    "AutocastCUDA",
+    "skinny_matmul", partial(_skinny_matmul_autocast, "cuda"), "AutocastCUDA"
 )

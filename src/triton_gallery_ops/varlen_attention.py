@@ -20,12 +20,6 @@ import triton.language as tl
 from torch.library import Library, triton_op, wrap_triton
 
 VARLEN_ATTENTION_NAMESPACE = "triton_gallery"
-VARLEN_ATTENTION_DTYPES = {
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
 # Of each kernel, by a head's size, padded to a power of two: BLOCK_M, BLOCK_N,
 # warps, stages. Heads below 64 take the tiles of 64.
 VARLEN_ATTENTION_TILES = {
@@ -476,7 +470,7 @@ def _varlen_attention_room(device):
 
 
 def _varlen_attention_check(name, q, k, v, cu_q, cu_k, scale):
-    if q.dtype not in VARLEN_ATTENTION_DTYPES:
+    if not q.is_floating_point() or q.element_size() == 1:  # float8
         raise TypeError(f"{name} takes float tensors, not {q.dtype}")
     kinds = [(t.dtype, t.device) for t in (q, k, v)]
     places = [(t.dtype, t.device) for t in (cu_q, cu_k)]

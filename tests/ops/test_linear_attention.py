@@ -476,13 +476,13 @@ BEFORE = "tl.exp2(tl.load(sums_ptr + slot))"  # of a segment; forward an end fol
 BREAKS = [
     (
         "the state does not decay",
-        "            v,\n            state * tl.exp2(total),\n",
-        "            v,\n            state,\n",
+        "state = state * tl.exp2(total)\n        state = tl.dot(k.T",
+        "state = tl.dot(k.T",
     ),
     (
         "backward the state does not decay",
-        "            b,\n            state * tl.exp2(total),\n",
-        "            b,\n            state,\n",
+        "state = state * tl.exp2(total)\n        state = tl.dot(a.T",
+        "state = tl.dot(a.T",
     ),
     ("forward a token does not decay", "(v * tl.exp2(total - decay)[:, None])", "v"),
     (
