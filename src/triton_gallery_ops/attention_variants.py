@@ -119,13 +119,7 @@ def _attention_variants_place(L, HEADS, BLOCK: tl.constexpr):
 
 @triton.jit
 def _attention_variants_seen(
-    i,
-    LQ,
-    LK,
-    batch,
-    head,
-    span_given,
-    SPAN: tl.constexpr,
+    i, LQ, LK, batch, head, span_given, SPAN: tl.constexpr
 ):
     """Return the first key that queries see, and the one after the last."""
     # A span may load from its tensors at i, so i is the place of a query.

@@ -206,7 +206,9 @@ def _few_long_rows_launch_on_gpu(x, LOG):
     return _few_long_rows_launch(x, LOG, _few_long_rows_kernel, count)
 
 
-def _few_long_rows_backward_launch(grad, x, y, kernel):
+def _few_long_rows_backward_launch(
+    grad, x, y, kernel=_few_long_rows_backward_kernel
+):
     dtype = _few_long_rows_check(x)
     for t in (grad, y):
         if (t.dtype, t.shape, t.device) != (dtype, x.shape[:-1], x.device):
@@ -290,11 +292,7 @@ FEW_LONG_ROWS_LIBRARY.impl(
     "CUDA",
 )
 FEW_LONG_ROWS_LIBRARY.impl(
-    "few_long_rows_logsumexp_backward",
-    lambda grad, x, y: _few_long_rows_backward_launch(
-        grad, x, y, _few_long_rows_backward_kernel
-    ),
-    "CUDA",
+    "few_long_rows_logsumexp_backward", _few_long_rows_backward_launch, "CUDA"
 )
 
 

@@ -437,12 +437,7 @@ def _flash_attention_read(*tensors):
 
 
 def _flash_attention_launch(
-    q,
-    k,
-    v,
-    causal=False,
-    scale=None,
-    kernel=_flash_attention_kernel,
+    q, k, v, causal=False, scale=None, kernel=_flash_attention_kernel
 ):
     _flash_attention_check(q, k, v)
     batch, heads, LQ, D = q.shape

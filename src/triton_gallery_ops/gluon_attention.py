@@ -48,15 +48,7 @@ _gluon_attention_store = (
 
 
 @gluon.jit
-def _gluon_attention_produce(
-    q_desc,
-    k_desc,
-    v_desc,
-    place,
-    tiles,
-    ring,
-    group,
-):
+def _gluon_attention_produce(q_desc, k_desc, v_desc, place, tiles, ring, group):
     batch, head, row, steps = place
     q, k, v = tiles
     q_full, k_full, k_empty, v_full, v_empty = ring
@@ -107,11 +99,7 @@ def _gluon_attention_weigh(s, m, total, scale):
 
 
 @gluon.jit
-def _gluon_attention_consume(
-    HALF: gl.constexpr,
-    both,
-    CAUSAL: gl.constexpr,
-):
+def _gluon_attention_consume(HALF: gl.constexpr, both, CAUSAL: gl.constexpr):
     o_desc, place, tiles, ring, o, LK, scale = both
     batch, head, row, steps = place
     q, k, v = tiles

@@ -58,12 +58,7 @@ def _gluon_matmul_place(tile, M, N, BLOCK_M, BLOCK_N):
 
 @gluon.jit
 def _gluon_matmul_produce(
-    a_desc,
-    b_desc,
-    sizes,
-    ring,
-    A_T: gl.constexpr,
-    B_T: gl.constexpr,
+    a_desc, b_desc, sizes, ring, A_T: gl.constexpr, B_T: gl.constexpr
 ):
     tiles, M, N, K = sizes
     a, b, full, empty = ring

@@ -221,13 +221,7 @@ def _layer_norm_backward_kernel(
 
 @triton.jit
 def _layer_norm_sum_kernel(
-    sums_ptr,
-    dw_ptr,
-    db_ptr,
-    P,
-    N,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    sums_ptr, dw_ptr, db_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     # The block has all programs' sums: one program adds up a column, in the
     # same order each time.
@@ -483,10 +477,7 @@ def layer_norm_with_stats(
 
 @triton_op(f"{LAYER_NORM_NAMESPACE}::layer_norm_backward", mutates_args={})
 def layer_norm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stats: torch.Tensor,
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stats: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, weight and bias, given that of the norm.
 

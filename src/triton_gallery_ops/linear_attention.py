@@ -510,11 +510,9 @@ def _linear_attention_launch(
     (batch, _, heads, K), V = q.shape, int(v.shape[3])
     last = g.new_empty(batch, heads, K, V)
     if q.numel() == 0:  # also without tokens: the state stays
-        last = (
-            g.new_zeros(last.shape)
-            if first is None
-            else first.clone(memory_format=torch.contiguous_format)
-        )
+        last = g.new_zeros(last.shape) if first is None else first
+        # A copy, as an op may not return its input.
+        last = last.clone(memory_format=torch.contiguous_format)
         return v.new_empty(v.shape), last
     q, k, v = _linear_attention_read(q, k, v)
     g = g.contiguous()

@@ -93,10 +93,7 @@ def _linear_cross_entropy_kernel(
 
 @triton.jit
 def _linear_cross_entropy_scale_kernel(
-    d_ptr,
-    factor_ptr,
-    numel,
-    BLOCK: tl.constexpr,
+    d_ptr, factor_ptr, numel, BLOCK: tl.constexpr
 ):
     factor = tl.load(factor_ptr)
     # Most steps go back from the loss itself: then there is nothing to do.
@@ -147,8 +144,14 @@ def _linear_cross_entropy_empty(x, weight, of_x, of_weight):
 
 
 def _linear_cross_entropy_launch(
-    x, weight, targets, ignore_index, of_x, of_weight
-):
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int,
+    of_x: bool,
+    of_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the loss and its gradients; nothing for those not wanted."""
     _linear_cross_entropy_check(x, weight, targets)
     d_x, d_weight = _linear_cross_entropy_empty(x, weight, of_x, of_weight)
     V, D = weight.shape
@@ -203,21 +206,9 @@ def _linear_cross_entropy_launch(
     return losses.sum() / count, d_x, d_weight
 
 
-@custom_op(
+_linear_cross_entropy_forward = custom_op(
     f"{LINEAR_CROSS_ENTROPY_NAMESPACE}::linear_cross_entropy", mutates_args=()
-)
-def _linear_cross_entropy_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    ignore_index: int,
-    of_x: bool,
-    of_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the loss and its gradients; nothing for those not wanted."""
-    return _linear_cross_entropy_launch(
-        x, weight, targets, ignore_index, of_x, of_weight
-    )
+)(_linear_cross_entropy_launch)
 
 
 @_linear_cross_entropy_forward.register_fake

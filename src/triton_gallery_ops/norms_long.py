@@ -357,10 +357,7 @@ def _norms_long_backward_launch(
 
 @triton_op(f"{NORMS_LONG_NAMESPACE}::norms_long", mutates_args={})
 def norms_long_with_stats(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm of each row, and statistics: RMSNorm where bias is None.
 
@@ -374,10 +371,7 @@ def norms_long_with_stats(
 
 @triton_op(f"{NORMS_LONG_NAMESPACE}::norms_long_backward", mutates_args={})
 def norms_long_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stats: torch.Tensor,
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stats: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient of x and, as the rows of a matrix, of the vectors.
 

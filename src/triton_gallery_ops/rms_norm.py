@@ -216,12 +216,7 @@ def _rms_norm_backward_kernel(
 
 @triton.jit
 def _rms_norm_sum_kernel(
-    partial_ptr,
-    dw_ptr,
-    P,
-    N,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    partial_ptr, dw_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     # The block has all rows of partial: one program adds up a column, in the
     # same order each time.

@@ -98,11 +98,7 @@ def _skinny_matmul_kernel(
 
 @triton.jit
 def _skinny_matmul_add_kernel(
-    part_ptr,
-    y_ptr,
-    size,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    part_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     # Only a product of few tiles is split, so int32 holds these offsets.
     offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)

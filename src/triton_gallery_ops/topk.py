@@ -48,12 +48,7 @@ def _topk_key(x):
 
 @triton.jit
 def _topk_best(
-    x_rows,
-    first,
-    N,
-    STEP: tl.constexpr,
-    LENGTH: tl.constexpr,
-    K: tl.constexpr,
+    x_rows, first, N, STEP: tl.constexpr, LENGTH: tl.constexpr, K: tl.constexpr
 ):
     """Return where the maxima of the K best groups of elements are.
 
@@ -86,10 +81,7 @@ def _topk_best(
 
 @triton.jit
 def _topk_split(
-    index,
-    SETS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    PART: tl.constexpr,
+    index, SETS: tl.constexpr, LENGTH: tl.constexpr, PART: tl.constexpr
 ):
     """Return where the parts of groups begin, given an element of each."""
     GROUP: tl.constexpr = SETS * LENGTH
@@ -141,13 +133,7 @@ def _topk_kernel(
 
 @triton.jit
 def _topk_passes_kernel(
-    x_ptr,
-    values_ptr,
-    indices_ptr,
-    N,
-    stride_xm,
-    k,
-    BLOCK_N: tl.constexpr,
+    x_ptr, values_ptr, indices_ptr, N, stride_xm, k, BLOCK_N: tl.constexpr
 ):
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)

@@ -50,12 +50,7 @@ def _topk_long_key(x):
 
 @triton.jit
 def _topk_long_best(
-    x_part,
-    first,
-    N,
-    STEP: tl.constexpr,
-    LENGTH: tl.constexpr,
-    K: tl.constexpr,
+    x_part, first, N, STEP: tl.constexpr, LENGTH: tl.constexpr, K: tl.constexpr
 ):
     """Return the words of the K best groups of elements, and their indices.
 
@@ -89,10 +84,7 @@ def _topk_long_best(
 
 @triton.jit
 def _topk_long_split(
-    index,
-    SETS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    SHARE: tl.constexpr,
+    index, SETS: tl.constexpr, LENGTH: tl.constexpr, SHARE: tl.constexpr
 ):
     """Return where the shares of groups begin, given an element of each."""
     GROUP: tl.constexpr = SETS * LENGTH
@@ -105,14 +97,7 @@ def _topk_long_split(
 
 
 @triton.jit
-def _topk_long_store(
-    x_row,
-    values_row,
-    indices_row,
-    index,
-    k,
-    K: tl.constexpr,
-):
+def _topk_long_store(x_row, values_row, indices_row, index, k, K: tl.constexpr):
     offs = tl.arange(0, K)  # (K,)
     mask = offs < k
     # Loaded again: a key lacks the sign of a zero, and the bits of a NaN.
@@ -197,13 +182,7 @@ def _topk_long_merge_kernel(
 
 @triton.jit
 def _topk_long_passes_kernel(
-    x_ptr,
-    values_ptr,
-    indices_ptr,
-    N,
-    stride_xm,
-    k,
-    BLOCK_N: tl.constexpr,
+    x_ptr, values_ptr, indices_ptr, N, stride_xm, k, BLOCK_N: tl.constexpr
 ):
     pid = tl.program_id(axis=0).to(tl.int64)
     x_row = x_ptr + pid * stride_xm

@@ -557,8 +557,8 @@ BREAKS = [
     ("what comes from the state has no scale", "else tl.exp2(decay) * SCALE\n", "else tl.exp2(decay)\n"),
     (
         "without tokens the state is lost",
-        "first.clone(memory_format=torch.contiguous_format)",
-        "torch.zeros_like(first)",
+        "last = g.new_zeros(last.shape) if first is None else first",
+        "last = g.new_zeros(last.shape)",
     ),
     (
         "without tokens the gradient of the state is lost",
