@@ -436,37 +436,41 @@ def _flash_attention_read(*tensors):
     return tensors, [stride for t in tensors for stride in t.stride()[:3]]
 
 
+def _flash_attention_common(q, k, lse, causal, scale):
+    """Return the constants that both directions have."""
+    # torch.compile would keep it open, and a constant cannot be.
+    D = int(q.shape[3])
+    return {
+        "GROUP": int(q.shape[1] // k.shape[1]),
+        "D": D,
+        "SCALE_2": scale * math.log2(math.e),  # exp(x) is exp2(x * log2(e))
+        "CAUSAL": causal,
+        "ACC": tl.float64 if lse.dtype == torch.float64 else tl.float32,
+        "BLOCK_D": max(16, triton.next_power_of_2(D)),
+    }
+
+
 def _flash_attention_launch(
     q, k, v, causal=False, scale=None, kernel=_flash_attention_kernel
 ):
     _flash_attention_check(q, k, v)
     batch, heads, LQ, D = q.shape
-    D = int(D)  # torch.compile would keep it open, and a constant cannot be
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty(q.shape[:3], dtype=wide)
     if out.numel() == 0:
         return out, lse
-    scale = D**-0.5 if scale is None else scale
-    BLOCK_D = max(16, triton.next_power_of_2(D))
-    tile = _flash_attention_tiles(q.device, BLOCK_D, q.dtype.itemsize)[0]
+    scale = int(D) ** -0.5 if scale is None else scale
+    common = _flash_attention_common(q, k, lse, causal, scale)
+    BLOCK_D, size = common["BLOCK_D"], q.dtype.itemsize
+    tile = _flash_attention_tiles(q.device, BLOCK_D, size)[0]
+    LOWEST = torch.finfo(wide).min
     read, strides = _flash_attention_read(*_flash_attention_rows(q, k, v))
     grid = (triton.cdiv(LQ, tile["BLOCK_M"]) * batch * heads,)
     sizes = LQ, k.shape[2], heads, *strides
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
-        kernel[grid](
-            *(*read, out, lse, *sizes),
-            GROUP=int(heads // k.shape[1]),
-            D=D,
-            # exp(x) is exp2(x * log2(e)).
-            SCALE_2=scale * math.log2(math.e),
-            CAUSAL=causal,
-            ACC=tl.float64 if wide == torch.float64 else tl.float32,
-            LOWEST=torch.finfo(wide).min,
-            BLOCK_D=BLOCK_D,
-            **tile,
-        )
+        kernel[grid](*read, out, lse, *sizes, LOWEST=LOWEST, **common, **tile)
     return out, lse
 
 
@@ -485,35 +489,25 @@ def _flash_attention_backward_launch(
 ):
     q, k, v, grad = _flash_attention_rows(q, k, v, grad)
     batch, heads, LQ, D = q.shape
-    shared, LK, D = int(k.shape[1]), k.shape[2], int(D)
+    shared, LK = int(k.shape[1]), k.shape[2]
     # The gradients lie in memory as q and k do, so autograd need not copy them.
     dq, dk, dv = map(_flash_attention_like, (q, k, k))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
-    scale = D**-0.5 if scale is None else scale
-    BLOCK_D = max(16, triton.next_power_of_2(D))
-    tiles = _flash_attention_tiles(q.device, BLOCK_D, q.dtype.itemsize)
+    scale = int(D) ** -0.5 if scale is None else scale
+    common = _flash_attention_common(q, k, lse, causal, scale)
+    BLOCK_D, size = common["BLOCK_D"], q.dtype.itemsize
+    tiles = _flash_attention_tiles(q.device, BLOCK_D, size)
     for_keys, for_queries = tiles[1:]
     read, strides = _flash_attention_read(q, k, v, grad)
     sizes = LQ, LK, heads, *strides
-    ACC = tl.float64 if lse.dtype == torch.float64 else tl.float32
-    common = {
-        "GROUP": int(heads // shared),
-        "D": D,
-        "SCALE": scale,
-        "SCALE_2": scale * math.log2(math.e),
-        "CAUSAL": causal,
-        "ACC": ACC,
-        "BLOCK_D": BLOCK_D,
-    }
+    of_delta = {name: common[name] for name in ("D", "ACC", "BLOCK_D")}
+    common["SCALE"] = scale
     with torch.accelerator.device_index(q.device.index):
+        pointers = out.contiguous(), read[3], delta
         delta_kernel[(triton.cdiv(LQ, 32) * batch * heads,)](
-            *(out.contiguous(), read[3], delta, LQ, heads, *strides[9:]),
-            D=D,
-            ACC=ACC,
-            BLOCK_M=32,
-            BLOCK_D=BLOCK_D,
+            *pointers, LQ, heads, *strides[9:], **of_delta, BLOCK_M=32
         )
         blocks = triton.cdiv(LK, for_keys["BLOCK_N"])
         pointers = *read, lse, delta, dk, dv

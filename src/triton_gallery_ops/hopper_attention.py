@@ -171,13 +171,6 @@ def _hopper_attention_descriptor(x, block_shape):
     return TensorDescriptor(x, [*x.shape], [*strides, 1], [1, 1, *block_shape])
 
 
-def _hopper_attention_begin(device):
-    """Give this thread CUDA's context, without which no descriptor is made."""
-    begun = hasattr(HOPPER_ATTENTION_THREAD, "begun")
-    if device.type == "cuda" and not begun:
-        HOPPER_ATTENTION_THREAD.begun = torch.zeros(1, device=device)
-
-
 def _hopper_attention_launch(q, k, v, causal=False, scale=None):
     _hopper_attention_check(q, k, v, scale)
     room = _hopper_attention_room(q.device)
@@ -195,7 +188,9 @@ def _hopper_attention_launch(q, k, v, causal=False, scale=None):
     describe = _hopper_attention_descriptor
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
-        _hopper_attention_begin(q.device)
+        if q.is_cuda and not hasattr(HOPPER_ATTENTION_THREAD, "begun"):
+            # No descriptor is made in a thread without CUDA's context.
+            HOPPER_ATTENTION_THREAD.begun = torch.zeros(1, device=q.device)
         _hopper_attention_kernel[(triton.cdiv(LQ, BLOCK_M) * batch * heads,)](
             describe(q, [BLOCK_M, BLOCK_D]),
             describe(k, [BLOCK_N, BLOCK_D]),

@@ -181,14 +181,6 @@ def _persistent_matmul_side(x):
     return None
 
 
-def _persistent_matmul_begin(device):
-    """Give this thread CUDA's context, without which no descriptor is made."""
-    begun = hasattr(PERSISTENT_MATMUL_THREAD, "begun")
-    if device.type == "cuda" and not begun:
-        # Autograd has threads of its own. The first work of one may be ours.
-        PERSISTENT_MATMUL_THREAD.begun = torch.zeros(1, device=device)
-
-
 def _persistent_matmul_descriptor(side, block_shape):
     rows, length = side.shape
     # The stride of an only row may be anything.
@@ -220,7 +212,10 @@ def _persistent_matmul_launch(a, b):
     describe = _persistent_matmul_descriptor
     # Triton launches on the current GPU, which may not be that of a.
     with torch.accelerator.device_index(a.device.index):
-        _persistent_matmul_begin(a.device)
+        if a.is_cuda and not hasattr(PERSISTENT_MATMUL_THREAD, "begun"):
+            # No descriptor is made in a thread without CUDA's context. Autograd
+            # has threads of its own. The first work of one may be ours.
+            PERSISTENT_MATMUL_THREAD.begun = torch.zeros(1, device=a.device)
         _persistent_matmul_kernel[(programs,)](
             describe(sides[0], [k, m] if A_T else [m, k]),
             describe(sides[1], [n, k] if B_T else [k, n]),
