@@ -116,11 +116,13 @@ def _of_file(item: pytest.Item) -> str | None:
 
 
 def examples(items: Sequence[pytest.Item], keys: str) -> list[pytest.Item]:
-    """Return the tests of some recipes, `section/name ...`, and of those that have dtypes the ones in float32."""
+    """Return the tests of some recipes, `section/name ...`: in float32, or bfloat16 where an op takes none."""
 
     def is_wanted(item: pytest.Item) -> bool:
         params = getattr(getattr(item, "callspec", None), "params", {})
-        return recipe_of(item) in keys.split() and params.get("dtype", torch.float32) == torch.float32
+        takes = getattr(params.get("case"), "dtypes", [torch.float32])
+        dtype = torch.float32 if torch.float32 in takes else torch.bfloat16
+        return recipe_of(item) in keys.split() and params.get("dtype", dtype) == dtype
 
     return [item for item in items if is_wanted(item)]
 
