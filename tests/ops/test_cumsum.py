@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused
-from compiled import TRITON, Ask, ptx, stack
+from compiled import TRITON, Ask, ptx
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, sizes
 
@@ -182,24 +182,6 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
         assert forward["wide"] == {"ld.global.v4.b32", "st.global.v4.b32"}
     forward, backward = (facts["shuffles"] for facts in found["language"])
     assert backward > (2 if TRITON >= (3, 9) else 5) * forward
-
-
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that threads spill, for blocks of all sizes."""
-    found = {}
-    for dtype, of in ((torch.bfloat16, "bf16"), (torch.float32, "fp32"), (torch.float64, "fp64")):
-        for N in (16, 64, 256, 4096, 50257, 128256):
-            plan = taken._cumsum_plan(torch.empty(1, N, dtype=dtype, device="meta"), N, True)
-            found[f"{of} {N}"] = stack(taken._cumsum_kernel, dtype=of, **plan)
-    return found
-
-
-@pytest.mark.thorough
-def test_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """There are none."""
-    (found,) = on_h100(gallery / "fusion" / "cumsum.py", spills)
-    assert len(found) == 18
-    assert not any(found.values()), found
 
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, assert_close
-from compiled import TRITON, Ask, ptx, stack
+from compiled import TRITON, Ask, ptx
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, sizes
 
@@ -265,24 +265,6 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     assert forward["wide"] == {"ld.global.v4.b32", "st.global.v4.b32"}
     assert forward["atomics"] == {"add", "exch"}
     assert forward["volatile"]
-
-
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that threads spill, for tiles of all sizes."""
-    found = {}
-    for dtype, of in ((torch.bfloat16, "bf16"), (torch.float32, "fp32"), (torch.float64, "fp64")):
-        for N in (100, 2**16, 2**20, 2**21, 2**24, 2**24 + 1):
-            plan = taken._cumsum_long_plan(torch.empty(1, N, dtype=dtype, device="meta"), N, True)
-            found[f"{of} {N}"] = stack(taken._cumsum_long_kernel, dtype=of, words_ptr="i64", **plan)
-    return found
-
-
-@pytest.mark.thorough
-def test_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """There are none."""
-    (found,) = on_h100(gallery / "fusion" / "cumsum_long.py", spills)
-    assert len(found) == 18
-    assert not any(found.values()), found
 
 
 def test_page(printed: Callable[[str], str]) -> None:

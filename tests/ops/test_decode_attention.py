@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, assert_close, check, in_float64
-from compiled import Ask, compiled, graphs, stack
+from compiled import Ask, compiled, graphs
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, like
 
@@ -302,17 +302,6 @@ def codes(taken: ModuleType) -> dict[str, tuple[set[str], set[str], bool]]:
     return found
 
 
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that a thread spills, for every tile."""
-    kernel = taken._decode_attention_kernel
-    return {
-        f"{dtype} {cache} {D} {rows}": stack(kernel, **at_launch(taken, dtype, cache, D, rows, True))
-        for dtype, cache in (CACHES[0], CACHES[3])
-        for D in (64, 128, 256)
-        for rows in (4, 64)
-    }
-
-
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Keys come in copies of 16 bytes; few rows take the instruction of earlier GPUs, 64 rows that of Hopper."""
     (found,) = on_h100(gallery / RECIPE, codes)
@@ -337,14 +326,6 @@ def test_float64_stays(gallery: Path, on_h100: Ask) -> None:
     (found,) = on_h100(gallery / RECIPE, constants)
     assert found
     assert found == [pytest.approx(0.125 * math.log2(math.e), rel=1e-15)] * len(found)
-
-
-@pytest.mark.thorough
-def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """For no head in half precision; float32 and float64 are for proofs."""
-    (found,) = on_h100(gallery / RECIPE, spills)
-    assert len(found) == 12
-    assert {name: size for name, size in found.items() if size} == {}
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, accumulator
-from compiled import Ask, compiled, graphs, stack
+from compiled import Ask, compiled, graphs
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, first_quickly, sizes
 from tolerance import assert_within
@@ -413,33 +413,6 @@ def test_parts_are_summed_alike(gallery: Path, on_h100: Ask) -> None:
     for with_counters, second_pass in found:
         assert with_counters == second_pass
         assert len(second_pass) == 1
-
-
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that threads spill, with every plan."""
-    found = {}
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        for N in (100, 4096, 4095, 8192, 16384, 16383, 32_768, 32_767, 100_000, 100_001):
-            plan = taken._few_long_rows_plan(N, dtype)
-            of = {"dtype": OF[dtype], **plan}
-            wide = {name: OF[result(dtype)] for name in ("out_ptr", "g_ptr", "y_ptr")}
-            most = taken.FEW_LONG_ROWS_PART // max(4, dtype.itemsize)
-            for log, parts in ((False, 0), (True, 0), (True, 0 if plan["BLOCK"] != most else most)):
-                options = {"part_ptr": wide["out_ptr"], "out_ptr": wide["out_ptr"], "count_ptr": "i32"}
-                options |= {"LOG": log, "PARTS": parts}
-                found[f"{dtype} {N} {log} {parts}"] = stack(taken._few_long_rows_kernel, **of, **options)
-            options = {name: wide[name] for name in ("g_ptr", "y_ptr")}
-            of |= taken._few_long_rows_plan_backward(N, dtype)
-            found[f"{dtype} {N} backward"] = stack(taken._few_long_rows_backward_kernel, **of, **options)
-    return found
-
-
-@pytest.mark.thorough
-def test_registers_do_not_spill(gallery: Path, on_h100: Ask) -> None:
-    """With any length and dtype."""
-    (found,) = on_h100(gallery / "fusion" / "few_long_rows.py", spills)
-    assert len(found) > 3 * 10 * 3
-    assert {name: bytes_ for name, bytes_ in found.items() if bytes_} == {}
 
 
 def traced(recipe: ModuleType) -> list[list[list[str]]]:

@@ -31,7 +31,7 @@ from attentions import (
     weights,
 )
 from case import Case, Draw, assert_close, check, in_float64
-from compiled import TRITON, Ask, compiled, graphs, stack
+from compiled import Ask, compiled, graphs
 from inputs import DEVICE, Layout, first_quickly
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
@@ -209,29 +209,6 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     (found,) = on_h100(gallery / RECIPE, codes)
     assert set(found) == set(itertools.product((64, 128), range(3)))
     assert set(map(repr, found.values())) == {repr(({"wgmma"}, True, False))}
-
-
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that a thread spills, for every tile."""
-    return {
-        f"{which} {tiles[16:]} {dtype} {D} {causal}": stack(
-            getattr(taken, KERNELS[which]), **at_launch(taken, which, dtype, D, causal, tiles)
-        )
-        for which in range(3)
-        for tiles in ("FLASH_ATTENTION_TILES", "FLASH_ATTENTION_HOPPER")
-        for dtype in ("fp16", "bf16")
-        for D in (16, 32, 64, 96, 128)
-        for causal in (False, True)
-    }
-
-
-@pytest.mark.thorough
-def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """For no head of up to 128 in half precision, but for a few numbers where 96 is padded; float64 is for proofs."""
-    (found,) = on_h100(gallery / RECIPE, spills)
-    assert len(found) == 120
-    padded = 48 if TRITON < (3, 7) else 32
-    assert {name: size for name, size in found.items() if size > padded * (" 96 " in name)} == {}
 
 
 def rooms(taken: ModuleType) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from attentions import SPECIAL, arguments, exact, refused, shapes
 from case import Case, assert_close, check, in_float64
-from compiled import Ask, compiled, graphs, ptx, stack
+from compiled import Ask, compiled, graphs, ptx
 from inputs import DEVICE, Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
@@ -117,17 +117,6 @@ def codes(taken: ModuleType) -> dict[int, tuple[set[str], set[str], bool]]:
     return found
 
 
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that a thread spills, for every tile."""
-    kernel = taken._flash_attention_forward_kernel
-    return {
-        f"{dtype} {D} {causal}": stack(kernel, **at_launch(taken, dtype, D, causal))
-        for dtype in ("fp16", "bf16")
-        for D in (16, 32, 64, 96, 128, 256)
-        for causal in (False, True)
-    }
-
-
 def exponentials(recipe: ModuleType) -> list[set[str]]:
     """Return which instructions the exponentials of the page's kernels of base e and 2 become."""
     known = {"D": 64, "BLOCK_M": 128, "BLOCK_N": 64, "scale": 0.125}
@@ -145,14 +134,6 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Copies of 16 bytes, Hopper's instruction in both products, and one instruction for an exponential."""
     (found,) = on_h100(gallery / RECIPE, codes)
     assert found == dict.fromkeys((64, 128, 256), ({"0x10"}, {"wgmma"}, True))
-
-
-@pytest.mark.thorough
-def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """For no head in half precision; float64 is for proofs."""
-    (found,) = on_h100(gallery / RECIPE, spills)
-    assert len(found) == 24
-    assert not any(found.values())
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:

@@ -3,12 +3,10 @@
 # ruff: noqa: N806 - lengths and dimensions have the recipe's names
 
 import functools
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, accumulator, check
-from compiled import Ask, compiled, graphs, narrow, stack
+from compiled import Ask, compiled, graphs, narrow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, amid
@@ -409,29 +407,6 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     assert set(found) == set(KERNELS)
     for which, code in found.items():
         assert code == ({"bf16", "tf32"} if which == "solve" else {"bf16"}, True, False), which
-
-
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that a thread spills, for every kernel."""
-    found = {}
-    for dtype, (K, V), which in itertools.product(["bf16", "fp32", "fp64"], [(64, 64), (128, 128)], KERNELS):
-        kernel, known = at_launch(taken, which, dtype, K, V)
-        found[f"{which} {dtype} {K} {V}"] = stack(kernel, **known)
-    return found
-
-
-@pytest.mark.thorough
-def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """In none of the kernels, but two registers in the last: its tiles are as wide as registers allow.
-
-    Triton 3.6 spills two in another dtype, and ten in float32.
-    """
-    (found,) = on_h100(gallery / RECIPE, spills)
-    assert len(found) == 3 * 2 * 7
-    older = version("triton").startswith("3.6.")
-    most = {name: 8 if name in ("gradients bf16 128 128", "outputs fp64 128 128") else 0 for name in found}
-    most |= {name: 40 for name in found if older and "gradients fp32" in name}
-    assert {name: size for name, size in found.items() if size > most[name]} == {}
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:

@@ -3,15 +3,12 @@
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
 from collections.abc import Iterator
-from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, accumulator
-from compiled import Ask, stack
 from guard import guarded
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, sizes
@@ -326,37 +323,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
     del y
     dx, _, _ = taken.layer_norm_backward(x, x, one, stats)
     assert dx.abs_().max() < 1e-2
-
-
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that threads spill, for blocks of all sizes."""
-    found = {}
-    for dtype, of in ((torch.bfloat16, "bf16"), (torch.float32, "fp32"), (torch.float64, "fp64")):
-        for N in (64, 2048, 4096, 5120, 8192, 12288, 16384):
-            x = torch.empty(10**4, N, dtype=dtype, device="meta")
-            if longest(dtype) >= N:
-                wide = {"stats_ptr": "fp64" if dtype == torch.float64 else "fp32"}
-                forward = taken._layer_norm_plan(x, N) | wide | {"EPS": EPS}
-                backward = taken._layer_norm_plan_backward(x, N)[1] | wide | {"sums_ptr": wide["stats_ptr"]}
-                found[f"{of} {N}"] = stack(taken._layer_norm_kernel, dtype=of, **forward)
-                found[f"{of} {N}, backward"] = stack(taken._layer_norm_backward_kernel, dtype=of, **backward)
-                few = taken._layer_norm_plan_few(x, N) | {"stats_ptr": wide["stats_ptr"]}
-                found[f"{of} {N}, few"] = stack(taken._layer_norm_few_kernel, dtype=of, **few)
-    return found
-
-
-@pytest.mark.thorough
-def test_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """None but for the gradients of the longest rows, and few there; a number more in float64, and in Triton 3.6."""
-    (found,) = on_h100(gallery / "fusion" / "layer_norm.py", spills)
-    assert len(found) == 3 * (7 + 7 + 5)
-    spilled = {name: bytes_ for name, bytes_ in found.items() if bytes_}
-    long = {"bf16": [16384], "fp32": [12288, 16384], "fp64": [5120, 8192]}
-    if version("triton").startswith("3.6."):
-        long = {"bf16": [16384], "fp32": [64, 12288, 16384], "fp64": [4096, 5120, 8192]}
-    some = {f"{of} {N}, backward" for of, lengths in long.items() for N in lengths} | {"fp64 4096, few"}
-    assert spilled.keys() <= some, spilled
-    assert all(bytes_ <= 384 for bytes_ in spilled.values()), spilled
 
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.

@@ -6,7 +6,6 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, accumulator, check
-from compiled import Ask, compiled, graphs, narrow, stack
+from compiled import Ask, compiled, graphs, narrow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, amid
@@ -374,29 +373,6 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     (found,) = on_h100(gallery / RECIPE, codes)
     assert set(found) == set(itertools.product((64, 128), KERNELS))
     assert set(map(repr, found.values())) == {repr(({"wgmma"}, True, False))}
-
-
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that a thread spills, for every kernel."""
-    found = {}
-    for dtype, (K, V), which in itertools.product(BYTES, [(64, 64), (128, 128), (96, 256)], KERNELS):
-        kernel, known = at_launch(taken, which, dtype, K, V)
-        found[f"{which} {dtype} {K} {V}"] = stack(kernel, **known)
-    return found
-
-
-@pytest.mark.thorough
-def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """But for two numbers in float32, in Triton 3.6 in float64, and some of the forward, which has the whole state."""
-    (found,) = on_h100(gallery / RECIPE, spills)
-    assert len(found) == 4 * 3 * 8
-    some = ("fp32", "fp64") if version("triton").startswith("3.6.") else ("fp32",)
-    forward = {"fp16": 64, "bf16": 64, "fp32": 8, "fp64": 96}
-    most = {
-        name: forward[name.split()[1]] if name.startswith("out ") else 8 * any(dtype in name for dtype in some)
-        for name in found
-    }
-    assert {name: size for name, size in found.items() if size > most[name]} == {}
 
 
 def rooms(taken: ModuleType) -> list[int]:

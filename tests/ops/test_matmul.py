@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, assert_close
-from compiled import Ask, compiled, graphs, ptx, stack
+from compiled import Ask, compiled, graphs, ptx
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, sizes
 
@@ -245,24 +245,6 @@ def notes(taken: ModuleType) -> list[str]:
     return found
 
 
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that a thread spills, for every dtype, layout and tile."""
-    return {
-        f"{dtype} {precision} {how} {M}": stack(
-            taken._matmul_kernel, **at_launch(taken, dtype, M, 4096, how, precision)
-        )
-        for dtype, precision in (
-            ("float16", "ieee"),
-            ("float32", "ieee"),
-            ("float32", "tf32"),
-            ("float32", "tf32x3"),
-            ("float64", "ieee"),
-        )
-        for how in LAYOUTS
-        for M in (16, 32, 64, 4096)
-    }
-
-
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """However operands lie, a thread copies 16 bytes at once, and tensor cores of Hopper multiply."""
     (found,) = on_h100(gallery / "matmul" / "matmul.py", copies)
@@ -274,16 +256,6 @@ def test_products_do_not_wait_for_each_other(gallery: Path, on_h100: Ask) -> Non
     """In no layout has the assembler to put products one after the other."""
     (found,) = on_h100(gallery / "matmul" / "matmul.py", notes)
     assert found == []
-
-
-@pytest.mark.thorough
-def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """In no dtype, layout or tile, but for two registers of float32 and of float64."""
-    (found,) = on_h100(gallery / "matmul" / "matmul.py", spills)
-    assert len(found) == 80
-    spilled = {name for name, bytes_ in found.items() if bytes_}
-    assert spilled <= {f"{name} {M}" for name in ("float32 ieee tn", "float64 ieee nt") for M in (64, 4096)}
-    assert max(found.values()) <= 8
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:

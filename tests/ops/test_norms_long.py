@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, accumulator
-from compiled import TRITON, Ask, graphs, ptx, stack
+from compiled import Ask, graphs, ptx
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, sizes
 
@@ -385,20 +385,6 @@ def launches(taken: ModuleType, dtype: torch.dtype, N: int, center: bool) -> lis
     ]
 
 
-def spills(taken: ModuleType) -> dict[str, list[int]]:
-    """Return the bytes that threads spill, with every plan."""
-    found = {}
-    for dtype in FLOATS:
-        for center in (True, False):
-            for part in (0.07, 0.14, 0.29, 0.31):  # the backward's part is twice that
-                for N in (100_000, 100_001):
-                    with cached(taken, int(4 * N * dtype.itemsize / part)):
-                        known = launches(taken, dtype, N, center)
-                    name = f"{dtype} {center} {part} {known[0][1]['VEC']}"
-                    found[name] = [stack(kernel, **options) for kernel, options in known]
-    return found
-
-
 def widths(taken: ModuleType) -> list[set[str]]:
     """Return how wide all kernels load and store rows in bfloat16."""
     known = launches(taken, torch.bfloat16, 100_000, True)
@@ -429,21 +415,6 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
             kernels = [call for call in graph if call.startswith("triton_kernel_wrapper")]
             assert kernels == ["triton_kernel_wrapper_functional"] * count
             assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
-
-
-@pytest.mark.thorough
-def test_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """At most two registers for rows that begin at multiples of 16 bytes, in two plans; for others, some backward."""
-    (found,) = on_h100(gallery / "fusion" / "norms_long.py", spills)
-    assert len(found) == 4 * 2 * 4 * 2
-    aligned = {name: bytes_ for name, bytes_ in found.items() if not name.endswith(" 1")}
-    # LayerNorm's, by Triton 3.7 and later: the forward of half precision with 32 warps, the backward of
-    # float64 with 64 bytes a thread
-    known = {f"{dtype} True 0.29 8": [8, 0, 0] for dtype in (torch.float16, torch.bfloat16)}
-    known |= {f"torch.float64 True {part} 2": [0, 8, 0] for part in (0.29, 0.31)}
-    assert {name: bytes_ for name, bytes_ in aligned.items() if any(bytes_)} == (known if TRITON >= (3, 7) else {})
-    others = {name: bytes_ for name, bytes_ in found.items() if name not in aligned}
-    assert {name: bytes_ for name, bytes_ in others.items() if max(bytes_) > 112 or bytes_[0] or bytes_[2]} == {}
 
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.

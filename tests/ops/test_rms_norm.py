@@ -3,14 +3,12 @@
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused
-from compiled import Ask, stack
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, sizes
 
@@ -229,31 +227,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
     del y, h
     dx, _ = taken.rms_norm_backward(x, None, x, ones, EPS)
     assert dx.abs_().max() < 1e-2
-
-
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that threads spill, for blocks of all sizes."""
-    found = {}
-    for dtype, of in ((torch.bfloat16, "bf16"), (torch.float32, "fp32"), (torch.float64, "fp64")):
-        for N in (64, 2048, 4096, 5120, 8192, 12288, 16384):
-            x = torch.empty(10**4, N, dtype=dtype, device="meta")
-            if longest(dtype) >= N:
-                partials = {"partial_ptr": "fp64" if dtype == torch.float64 else "fp32"}
-                forward = taken._rms_norm_plan(x, EPS, N) | {"ADD": True}
-                backward = taken._rms_norm_plan_backward(x, EPS, N, True)[1] | partials
-                found[f"{of} {N}"] = stack(taken._rms_norm_kernel, dtype=of, **forward)
-                found[f"{of} {N}, backward"] = stack(taken._rms_norm_backward_kernel, dtype=of, **backward)
-    return found
-
-
-@pytest.mark.thorough
-def test_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """None but for the longest row's gradients, and few there."""
-    (found,) = on_h100(gallery / "fusion" / "rms_norm.py", spills)
-    assert len(found) == 2 * (7 + 7 + 5)
-    spilled = {name: bytes_ for name, bytes_ in found.items() if bytes_}
-    assert spilled.keys() <= {"bf16 16384, backward", "fp32 16384, backward", "fp64 8192, backward"}
-    assert all(bytes_ <= 256 for bytes_ in spilled.values())
 
 
 def test_gpu_that_does_not_tell_its_shared_memory(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

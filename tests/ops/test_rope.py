@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused
-from compiled import Ask, graphs, ptx, stack
+from compiled import Ask, graphs, ptx
 from hypothesis import strategies as st
 from inputs import DEVICE, Layout
 from tolerance import assert_within
@@ -371,17 +371,6 @@ def stores(taken: ModuleType) -> dict[tuple[int, bool, bool], Counter[str]]:
     return found
 
 
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that threads spill, for heads of all sizes."""
-    found = {}
-    for D, interleaved, kind in product((2, 16, 64, 80, 128, 256), (False, True), ("bf16", "fp32", "fp64")):
-        half = 1 << (D // 2 - 1).bit_length()
-        known = KNOWN | {"D": D, "BLOCK_D": half, "BLOCK_T": max(1, 512 // half), "INTERLEAVED": interleaved}
-        known |= {"ACC": taken.tl.float64 if kind == "fp64" else taken.tl.float32}
-        found[f"{D} {interleaved} {kind}"] = stack(taken._rope_kernel, kind, **known)
-    return found
-
-
 def launches(taken: ModuleType) -> list[list[int]]:
     """Return how many launches, results and copies the graphs of the op have."""
     q, k = (torch.randn(2, h, 33, 48, requires_grad=True) for h in (5, 2))
@@ -400,14 +389,6 @@ def test_compiled(gallery: Path, on_h100: Ask) -> None:
         assert found[128, interleaved, False].total() > 8
     # One launch each, forward and backward, with two results.
     assert seen == [[1, 2, 0, 0]] * 2
-
-
-@pytest.mark.thorough
-def test_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """None, for heads of any size."""
-    (found,) = on_h100(gallery / "fusion" / "rope.py", spills)
-    assert len(found) == 6 * 2 * 3
-    assert not any(found.values())
 
 
 @pytest.mark.needs_gpu_memory(12)

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from case import Case, Draw, Refused
-from compiled import Ask, graphs, ptx, stack
+from compiled import Ask, graphs, ptx
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, sizes
 from softmaxes import exact, exact_gradient, gradient_and_rows, of_rows
@@ -241,17 +241,6 @@ def waits(taken: ModuleType) -> dict[int, list[list[bool]]]:
     return found
 
 
-def spills(taken: ModuleType) -> dict[str, list[int]]:
-    """Return the bytes that threads spill, for tiles of all sizes, aligned and odd."""
-    return {
-        f"{dtype} {N}": [stack(kernel, **known) for kernel, known in launches(taken, N, dtype)]
-        for dtype in (torch.bfloat16, torch.float32, torch.float64)
-        for most in (64, 2048, 4096, 6144, 8192, 12288, 16384)
-        for N in (most, most - 1)
-        if longest(dtype) >= most
-    }
-
-
 def exponentials(taken: ModuleType) -> list[int]:
     """Return how many exponentials in single precision there are in float64."""
     kernels = [*launches(taken, 1000, torch.float64), *launches(taken, 5120, torch.float64)]
@@ -283,16 +272,6 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
         assert kernels == ["triton_kernel_wrapper_functional"]
         assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]
         assert graph.count("<built-in function getitem>") == 1
-
-
-@pytest.mark.thorough
-def test_no_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """At no length, in no dtype, but for two registers of a gradient of the longest rows at odd addresses."""
-    (found,) = on_h100(gallery / "fusion" / "softmax.py", spills)
-    assert len(found) == 2 * (7 + 7 + 5)
-    spilled = {name: bytes_ for name, bytes_ in found.items() if any(bytes_)}
-    assert spilled.keys() <= {"torch.bfloat16 16383", "torch.float32 16383"}
-    assert all(forward == 0 and backward <= 8 for forward, backward in spilled.values())
 
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from case import Case, Draw, Refused, check
-from compiled import Ask, graphs, ptx, stack
+from compiled import Ask, graphs, ptx
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, sizes
 from softmaxes import exact, exact_gradient, gradient_and_rows, of_rows
@@ -230,19 +230,6 @@ def exponentials(taken: ModuleType) -> list[set[str]]:
     return [set(re.findall(r"ex2\S*", ptx(kernel, **known))) for kernel, known in kernels]
 
 
-def spills(taken: ModuleType) -> dict[str, list[int]]:
-    """Return the bytes that threads spill, with every plan for long rows."""
-    found = {}
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        for cache in (2**30, 5 * 2**20, 2 * 2**20, 2**10):
-            for stride in (100_001, 100_008):
-                with planned(taken, (0, cache)):
-                    (_, plan), *_ = known = launches(taken, dtype, 100_001, stride)
-                name = f"{dtype} {plan['num_warps']} {plan['VEC']}"
-                found[name] = [stack(kernel, **options) for kernel, options in known]
-    return found
-
-
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Bodies are loaded 16 bytes at a time; tl.exp2 keeps nothing below the normal numbers; float64 stays float64."""
     found, single = on_h100(gallery / "fusion" / "softmax_long.py", widths, exponentials)
@@ -265,15 +252,6 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
         assert kernels == ["triton_kernel_wrapper_functional"]
         assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]
         assert graph.count("<built-in function getitem>") == 1
-
-
-@pytest.mark.thorough
-def test_registers_hardly_spill(gallery: Path, on_h100: Ask) -> None:
-    """With any number of programs, aligned or not."""
-    (found,) = on_h100(gallery / "fusion" / "softmax_long.py", spills)
-    assert {name.split()[1] for name in found} >= {"4", "16", "32"}
-    assert {name.split()[2] for name in found} == {"1", "2", "4", "8"}
-    assert {name: bytes_ for name, bytes_ in found.items() if max(bytes_) > 16} == {}
 
 
 # Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.

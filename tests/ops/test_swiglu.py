@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, check
-from compiled import Ask, graphs, ptx, stack
+from compiled import Ask, graphs, ptx
 from inputs import DEVICE, Layout, shapes
 
 TILE = 1024  # of the recipe
@@ -319,18 +319,6 @@ def launches(taken: ModuleType) -> list[int]:
     return [sum("triton_kernel" in name for name in graph) for graph in made]
 
 
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that threads spill."""
-    found = {}
-    for dtype in ("bf16", "fp32", "fp64"):
-        acc = taken.tl.float64 if dtype == "fp64" else taken.tl.float32
-        for name, kernel in KERNELS.items():
-            for rows in (1, 16, 2 * TILE):
-                known = {"ACC": acc, "VEC": 2, "FLAT": False, "BLOCK_M": rows, "BLOCK_N": 2 * TILE // rows}
-                found[f"{dtype} {rows} {name}"] = stack(getattr(taken, kernel), dtype, **known)
-    return found
-
-
 def test_compiled(gallery: Path, on_h100: Ask) -> None:
     """Accesses have 16 bytes where VEC allows; sizes of 1 compile; the ops can be traced with symbolic sizes."""
     found, seen = on_h100(gallery / "fusion" / "swiglu.py", accesses, launches)
@@ -342,14 +330,6 @@ def test_compiled(gallery: Path, on_h100: Ask) -> None:
             each = 1 if dtype == "bf16" else 2
             assert accesses_ == {"ld.global.v4.b32": each * loads, "st.global.v4.b32": each * stores}
     assert seen == [1] * 6  # forward and backward
-
-
-@pytest.mark.thorough
-def test_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """Two registers, where no two elements of a row can be loaded at once; else none, for rows of any length."""
-    (found,) = on_h100(gallery / "fusion" / "swiglu.py", spills)
-    assert len(found) == 3 * 2 * 3
-    assert {name: size for name, size in found.items() if size} == {"bf16 1 backward": 8}
 
 
 @pytest.mark.needs_gpu_memory(34)

@@ -4,13 +4,11 @@
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from case import Case, Draw, check
-from compiled import Ask, stack
 from inputs import DEVICE, FLOATS
 from largest import EDGES, OF_ALL, assert_copied, refused, rows, shapes
 
@@ -99,24 +97,6 @@ def test_beyond_int32(taken: ModuleType, M: int, N: int) -> None:
     assert values[-1].tolist() == [3, 2, 1]
     assert indices[-1].tolist() == [N - 2, 5, N - 1]
     assert (indices[:-1] == torch.arange(3, device=x.device)).all()
-
-
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that threads spill, for plans of all kinds."""
-    found = {}
-    for of, size, M, N, K in (("fp32", 4, 1, 151_936, 8), ("bf16", 2, 1000, 128_256, 8), ("fp32", 4, 1000, 128_256, 8)):
-        plan = taken._topk_long_plan(M, N, K, size) | {"indices_ptr": "i64", "words_ptr": "i64", "WHOLE": False}
-        found[f"{of} {M} {N}"] = stack(taken._topk_long_kernel, dtype=of, **plan)
-    merge = {"indices_ptr": "i64", "words_ptr": "i64", "merged_ptr": "i64", "BLOCK": 1024, "WHOLE": True}
-    found["merge"] = stack(taken._topk_long_merge_kernel, dtype="fp32", num_warps=8, K=8, **merge)
-    return found
-
-
-@pytest.mark.thorough
-def test_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """Nothing is spilled."""
-    (found,) = on_h100(gallery / "fusion" / "topk_long.py", spills)
-    assert not any(found.values())
 
 
 def test_page(printed: Callable[[str], str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, assert_close
-from compiled import Ask, graphs, ptx, stack
+from compiled import Ask, graphs, ptx
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, sizes
 
@@ -361,16 +361,6 @@ def codes(taken: ModuleType) -> list[tuple[set[str], int]]:
     return found
 
 
-def spills(taken: ModuleType) -> dict[str, int]:
-    """Return the bytes that threads spill, for every tile and layout."""
-    return {
-        f"{kind} {tile} {along}": stack(taken._tuned_matmul_kernel, **known(taken, kind, tile, along, N=4096))
-        for kind, tiles in taken.TUNED_MATMUL_TILES.items()
-        for tile in tiles
-        for along in LAYOUTS
-    }
-
-
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Where rows begin at multiples of 16 bytes, all loads are copies of 16, whatever divides the sizes."""
     (found,) = on_h100(gallery / RECIPE, codes)
@@ -384,14 +374,6 @@ def test_products_do_not_wait_for_each_other(gallery: Path, on_h100: Ask) -> Non
     """With no tile and in no layout has the assembler to put products one after the other."""
     (found,) = on_h100(gallery / RECIPE, notes)
     assert found == []
-
-
-@pytest.mark.thorough
-def test_register_spills(gallery: Path, on_h100: Ask) -> None:
-    """With no tile and in no layout more than four registers."""
-    (found,) = on_h100(gallery / RECIPE, spills)
-    assert len(found) == 4 * sum(CANDIDATES.values())
-    assert {name: size for name, size in found.items() if size > 16} == {}
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:
