@@ -173,14 +173,13 @@ def on_h100() -> Iterator[Ask]:
 
 @pytest.fixture(scope="session")
 def quick_interpreter() -> Iterator[None]:
-    """Have the interpreter patch `triton.language` once for each launch, and nothing else; and look dtypes up."""
+    """Have the interpreter run the kernels quickly, unless there is a GPU."""
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from language import Patch, interpreter, np_dtype  # now that the choice of the interpreter is made
+    from triton_gallery.run.interpreter import quicken  # now that the choice of the interpreter is made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", Patch(interpreter._patch_lang))
-        patch.setattr(interpreter, "_get_np_dtype", np_dtype)
+        quicken(patch.setattr)
         yield
 
 

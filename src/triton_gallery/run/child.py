@@ -107,6 +107,10 @@ def _make_page(order: Order) -> dict[str, Any]:
     (recipe,) = (work / "gallery").glob("*/*.py")
     page = f"recipes/{recipe.parent.name}/{recipe.stem}"
     laid_out = _watch_layout(order.laid_out)
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from triton_gallery.run.interpreter import quicken
+
+        quicken()
     watch = Watch(recipe.parent) if "triton" in sys.modules else None  # else the recipe imports none
     app = Sphinx(
         site,
