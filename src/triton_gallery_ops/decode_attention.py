@@ -285,8 +285,18 @@ def _decode_attention_launch(
     apart = [0 if t is None or t.numel() == 1 else t.stride(0) for t in scales]
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
+        arguments = (
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            *scales,
+            part,
+            lse,
+        )
         wrap(_decode_attention_kernel)[(programs, parts)](
-            *(q, k_cache, v_cache, block_table, seq_lens, *scales, part, lse),
+            *arguments,
             *(n for t in (q, k_cache, v_cache) for n in t.stride()[:3]),
             block_table.stride(0),
             *apart,

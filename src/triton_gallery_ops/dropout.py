@@ -119,8 +119,9 @@ def _dropout_launch(
     threshold = round(float(p) * 65536)
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
+        arguments = x, seed, y, N, threshold
         kernel[(triton.cdiv(N, block),)](
-            *(x, seed, y, N, threshold),
+            *arguments,
             ACC=DROPOUT_ACC[x.dtype],
             BLOCK=block,
             num_warps=num_warps,

@@ -254,8 +254,9 @@ def _kv_cache_write_launch(
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
         places = slots.contiguous(), positions.contiguous()
+        arguments = *rows, q_out, k_out, *caches, *places, cos, sin, *scales
         _kv_cache_write_kernel[(len(q),)](
-            *(*rows, q_out, k_out, *caches, *places, cos, sin, *scales),
+            *arguments,
             *(n for t in rows for n in t.stride()[:2]),
             *(n for t in caches for n in t.stride()[:3]),
             cos.stride(0),

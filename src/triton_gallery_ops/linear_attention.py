@@ -478,8 +478,9 @@ def _linear_attention_tokens(
     BLOCK_Z = _linear_attention_block(tile[1], Z, size)
     chunks = triton.cdiv(T, CHUNK)
     partner, reads, flow, dg = gates or (out, g, g, g)
+    arguments = x, y, z, g, states, out, partner, reads, flow, dg
     kernel[(chunks * batch * heads * triton.cdiv(Z, BLOCK_Z),)](
-        *(x, y, z, g, states, out, partner, reads, flow, dg),
+        *arguments,
         **common,
         X=X,
         Z=Z,
@@ -527,8 +528,9 @@ def _linear_attention_launch(
     with torch.accelerator.device_index(q.device.index):
         ends, sums = _linear_attention_ends(states_kernel, k, v, g, cut, common)
         begins = last if first is None else first.contiguous()
+        arguments = q, k, v, g, begins, ends, sums, out, last
         kernel[(grid,)](
-            *(q, k, v, g, begins, ends, sums, out, last),
+            *arguments,
             **cut,
             **common,
             K=int(K),

@@ -188,8 +188,9 @@ def _linear_cross_entropy_launch(
             for some in words:
                 torch.mm(x[part], weight[some].T, out=logits[:, some])
             pointers = logits, targets[part], losses[part], scale
+            arguments = *pointers, V, room, ignore_index
             _linear_cross_entropy_kernel[(len(logits),)](
-                *(*pointers, V, room, ignore_index),
+                *arguments,
                 ACC=ACC,
                 GRADIENT=of_x or of_weight,
                 BLOCK_V=LINEAR_CROSS_ENTROPY_BLOCK,

@@ -352,8 +352,9 @@ def _linear_gelu_by_pointers(x, weight, bias, y, z, known):
     plan = LINEAR_GELU_HALF if x.element_size() == 2 else LINEAR_GELU_WIDE
     (M, K), N = x.shape, weight.shape[0]
     tiles_m = triton.cdiv(M, plan["BLOCK_M"])
+    arguments = x, weight, bias, y, z, M, N, K, x.stride(0), weight.stride(0)
     return _linear_gelu_kernel[(tiles_m * triton.cdiv(N, plan["BLOCK_N"]),)](
-        *(x, weight, bias, y, z, M, N, K, x.stride(0), weight.stride(0)),
+        *arguments,
         ACC=LINEAR_GELU_ACC[x.dtype],
         DOT=LINEAR_GELU_DOT[x.dtype],
         **known,
@@ -410,8 +411,9 @@ def _linear_gelu_backward_launch(grad, z, approximate, wrap=lambda k: k):
     tiles_m, tiles_n = triton.cdiv(M, BLOCK_M), triton.cdiv(N, 128)
     partial = z.new_empty(tiles_m, N, dtype=wide)
     with torch.accelerator.device_index(z.device.index):
+        arguments = grad, z, dz, partial, M, N
         wrap(_linear_gelu_backward_kernel)[(tiles_m * tiles_n,)](
-            *(grad, z, dz, partial, M, N),
+            *arguments,
             GELU=GELU,
             ACC=LINEAR_GELU_ACC[z.dtype],
             BLOCK_M=BLOCK_M,

@@ -113,8 +113,9 @@ def _matmul_launch(a, b, input_precision="ieee", kernel=_matmul_kernel):
     grid = (triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N),)
     # Triton launches on the current GPU, which may not be that of a.
     with torch.accelerator.device_index(a.device.index):
+        arguments = a, b, c, M, N, K, *a.stride(), *b.stride()
         kernel[grid](
-            *(a, b, c, M, N, K, *a.stride(), *b.stride()),
+            *arguments,
             LEAST=int(b.stride(0) == 1),
             ACC=tl.float64 if a.dtype == torch.float64 else tl.float32,
             PRECISION=input_precision,

@@ -187,8 +187,9 @@ def _rope_run(
         near = max(1, ROPE_NEAR // (BLOCK_T * D * cos.element_size()))
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
+        arguments = *tensors, T, HEADS_Q, HEADS_K, near, *strides
         kernel[(B * triton.cdiv(T, BLOCK_T) * groups,)](
-            *(*tensors, T, HEADS_Q, HEADS_K, near, *strides),
+            *arguments,
             D=D,
             INTERLEAVED=interleaved,
             CONJUGATE=conjugate,

@@ -205,8 +205,9 @@ def _swiglu_run(kernel, inputs, out, stride_om, *gap, vec=8, **changes):
     grid = (triton.cdiv(M, plan["BLOCK_M"]) * tiles_n,)
     # Triton launches on the current GPU, which may not be that of the tensors.
     with torch.accelerator.device_index(out.device.index):
+        arguments = *inputs, out, M, N, tiles_n, *strides, *gap
         kernel[grid](
-            *(*inputs, out, M, N, tiles_n, *strides, *gap),
+            *arguments,
             ACC=SWIGLU_ACC[out.dtype],
             VEC=VEC,
             FLAT=flat,

@@ -267,8 +267,9 @@ def _tuned_matmul_launch(a, b, wrap=lambda kernel: kernel):
     kernel = wrap(TUNED_MATMUL_TUNED[_tuned_matmul_kind(M, dtype)])
     # Triton launches on the current GPU, which may not be that of a.
     with torch.accelerator.device_index(a.device.index):
+        arguments = a, b, c, M, N, K, *a.stride(), *b.stride()
         kernel[grid](
-            *(a, b, c, M, N, K, *a.stride(), *b.stride()),
+            *arguments,
             *map(_tuned_matmul_like, (M, N, K)),
             ACC=TUNED_MATMUL_ACC[dtype],
             VEC_AM=VEC_AM,
