@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "src"))
 
 import triton_gallery  # noqa: E402
-from triton_gallery.recipes.contents import sections  # noqa: E402
+from triton_gallery.recipe.contents import sections  # noqa: E402
 
 project = "Triton Gallery"
 author = "The Triton Gallery authors"
@@ -17,7 +17,7 @@ copyright = "2026, The Triton Gallery authors"
 version = release = triton_gallery.__version__
 
 extensions = [
-    "triton_gallery.sphinx",
+    "triton_gallery.site",
     "myst_parser",
     "notfound.extension",
     "sphinx.ext.githubpages",
@@ -37,8 +37,8 @@ sphinx_gallery_conf = {
     "gallery_dirs": "recipes",
     "filename_pattern": r"\.py$",
     "subsection_order": [f"../_build/gallery/{section}" for section in sections(ROOT / "gallery")],
-    "within_subsection_order": "triton_gallery.recipes.contents.RecipeOrder",
-    "image_scrapers": ("triton_gallery.run.capture.scrape", "matplotlib"),
+    "within_subsection_order": "triton_gallery.recipe.contents.RecipeOrder",
+    "image_scrapers": ("triton_gallery.execute.capture.scrape", "matplotlib"),
     "download_all_examples": False,
     "min_reported_time": float("inf"),  # the strip under the title says it, and what it means
     "remove_config_comments": True,

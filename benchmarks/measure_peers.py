@@ -17,12 +17,12 @@ from typing import Any
 from trial import DEVICE, GALLERY, RECORDS, Trial, load_works, rates_of, recipe_module
 from work import Bytes, Function, Product, Work
 
-from triton_gallery.recipes.contents import load
-from triton_gallery.recipes.device import detect
-from triton_gallery.recipes.hashes import hash_of
-from triton_gallery.recipes.tables import ROOF, TRITON
+from triton_gallery.libraries.peer_rows import PeerRow, load_all, merge
+from triton_gallery.recipe.contents import load
+from triton_gallery.recipe.device import detect
+from triton_gallery.recipe.hashes import hash_of
+from triton_gallery.recipe.tables import ROOF, TRITON
 from triton_gallery.records.formats import BadRecordError, Device, commit
-from triton_gallery.records.peers import PeerRow, load_all, merge
 
 TURNS = 40
 

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 from trial import GALLERY, RECORDS, ROOT, band, load_works, rates_of
 from work import Work
 
-from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.device import detect
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.device import detect
 from triton_gallery.records.formats import BadRecordError, Device, commit, parse, slug
 
 PROGRAM = Path(__file__).with_name("contender.py")
@@ -207,8 +207,8 @@ def write(folder: Path, row: dict[str, Any]) -> None:
 def merge_all(folders: Sequence[Path]) -> int:
     """Put the rows of these folders into the records; return the exit status."""
     # Here, because a machine that only measures need not have what these import.
-    from triton_gallery.recipes.hashes import hash_of
-    from triton_gallery.records.versions import VersionRow, merge
+    from triton_gallery.recipe.hashes import hash_of
+    from triton_gallery.versions.rates import VersionRow, merge
 
     known = [(work.recipe, name, shape) for work in WORKS for name in work.directions for shape in work.shapes]
     try:

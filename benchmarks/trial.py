@@ -14,7 +14,7 @@ from typing import Any
 
 from work import Bytes, Function, Product, Work
 
-from triton_gallery.recipes.contents import load
+from triton_gallery.recipe.contents import load
 
 ROOT = Path(__file__).resolve().parents[1]
 GALLERY, RECORDS = ROOT / "gallery", ROOT / "docs" / "_records"

@@ -10,7 +10,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
-from triton_gallery.recipes.tables import BYTES, OPERATIONS
+from triton_gallery.recipe.tables import BYTES, OPERATIONS
 
 Function = Callable[..., Any]
 

@@ -17,11 +17,11 @@ from memory import processes
 from project import ROOT, Project
 from selection import examples, left_out, recipe_of, select
 
-from triton_gallery.recipes.contents import lay_out, load
-from triton_gallery.recipes.device import detect
+from triton_gallery.execute.execute import make_tasks
+from triton_gallery.execute.settings import read
+from triton_gallery.recipe.contents import lay_out, load
+from triton_gallery.recipe.device import detect
 from triton_gallery.records.pages import Pages, Run
-from triton_gallery.run.execute import make_tasks
-from triton_gallery.run.settings import read
 
 pytest_plugins = ["op_fixtures"]
 

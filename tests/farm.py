@@ -35,7 +35,7 @@ class Farm(Project):
         source = self.root / "src" / "triton_gallery"
         source.unlink()
         shutil.copytree(ROOT / "src" / "triton_gallery", source, ignore=shutil.ignore_patterns("__pycache__"))
-        device = source / "recipes" / "device.py"
+        device = source / "recipe" / "device.py"
         device.write_text(device.read_text().replace("\nif __name__", FAKE_GPU))
 
     @property
@@ -43,7 +43,7 @@ class Farm(Project):
         """The project's command."""
         seconds = f"cluster.CONNECTING, cluster.PATIENCE = 4, {self.patience}"
         cores = "import os; os.sched_getaffinity = lambda process: range(3)"
-        return f"{cores}; from triton_gallery.run.dask import cluster; {seconds}; {super().code}"
+        return f"{cores}; from triton_gallery.execute.dask import cluster; {seconds}; {super().code}"
 
     @property
     def environment(self) -> dict[str, str]:

@@ -3,10 +3,10 @@
 import ast
 from collections.abc import Iterator
 
-from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.declaration import OfOp, declaration
-from triton_gallery.recipes.names import bound
-from triton_gallery.recipes.op import op_of, statements
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.declaration import OfOp, declaration
+from triton_gallery.recipe.names import bound
+from triton_gallery.recipe.op import op_of, statements
 
 FIRST_KERNEL, FIRST_CONSTANTS, FIRST_FIGURE = 25, 4, 150  # statements, constants, lines below the opening
 OP, OP_AND_BACKWARD = 110, 210  # statements

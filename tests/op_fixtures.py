@@ -16,8 +16,8 @@ from compiled import Ask, h100
 from hypothesis import Phase, settings
 from selection import KEYS
 
-from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.op import op_of
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.op import op_of
 from triton_gallery.records.pages import Run
 
 settings.register_profile("default", max_examples=25, deadline=None)
@@ -176,7 +176,7 @@ def quick_interpreter() -> Iterator[None]:
     """Have the interpreter run the kernels quickly, unless there is a GPU."""
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from triton_gallery.run.interpreter import quicken  # now that the choice of the interpreter is made
+    from triton_gallery.execute.interpreter import quicken  # now that the choice of the interpreter is made
 
     with pytest.MonkeyPatch.context() as patch:
         quicken(patch.setattr)

@@ -18,9 +18,9 @@ import torch
 from hypothesis import Phase, is_hypothesis_test, settings
 from project import ROOT
 
-from triton_gallery.recipes.contents import Recipe, load
-from triton_gallery.recipes.hashes import cell_hash
-from triton_gallery.recipes.inline import inlined, ops_in
+from triton_gallery.recipe.contents import Recipe, load
+from triton_gallery.recipe.hashes import cell_hash
+from triton_gallery.recipe.inline import inlined, ops_in
 
 EXAMPLES = 4  # of a generated test in a quick run
 DTYPES = {torch.float32, torch.bfloat16}  # in a quick run, where a test has one of them

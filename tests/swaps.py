@@ -12,8 +12,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from triton_gallery.recipes.names import bound
-from triton_gallery.sphinx.replaces import Swap, replaces
+from triton_gallery.recipe.names import bound
+from triton_gallery.site.replaces import Swap, replaces
 
 HOPPER = {"gluon_attention", "gluon_matmul", "hopper_attention"}  # run on such a GPU alone, in half precision
 ROWS = "x = torch.randn(4, 96)"

@@ -16,8 +16,8 @@ import pytest
 from farm import Cluster, Farm
 from project import HANGS, is_alive, wait_until
 
-from triton_gallery.recipes.device import Environment
-from triton_gallery.run.recording import FarmError, kinds
+from triton_gallery.execute.recording import FarmError, kinds
+from triton_gallery.recipe.device import Environment
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ with open({notes!r}, "a") as notes:
     notes.write(f"{{os.getpid()}} {{child.pid}}\\n")
 if len(Path({notes!r}).read_text().splitlines()) <= {times}:
     server, worker = psutil.Process().parents()[1:4:2]
-    assert "triton_gallery.run.server" in server.cmdline()
+    assert "triton_gallery.execute.server" in server.cmdline()
     worker.kill()
     time.sleep(1000)
 child.kill()
@@ -406,7 +406,7 @@ def test_what_is_missing_is_told(make_farm: Callable[..., Farm]) -> None:
 
 def test_torch_may_be_missing(make_farm: Callable[..., Farm]) -> None:
     farm = make_farm(one="print('one')")
-    device = farm.root / "src" / "triton_gallery" / "recipes" / "device.py"
+    device = farm.root / "src" / "triton_gallery" / "recipe" / "device.py"
     device.write_text(device.read_text().replace("    gpus = zip", "    import no_torch\n\n    gpus = zip"))
     status, output = farm.record()
     assert status == 2

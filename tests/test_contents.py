@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from project import ROOT
 
-from triton_gallery.recipes.contents import load
-from triton_gallery.recipes.hashes import hash_of
+from triton_gallery.recipe.contents import load
+from triton_gallery.recipe.hashes import hash_of
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import torch
 from project import ROOT
 
 from triton_gallery.cli import main
-from triton_gallery.recipes.contents import load
-from triton_gallery.recipes.declaration import declaration
-from triton_gallery.recipes.device import (
+from triton_gallery.recipe.contents import load
+from triton_gallery.recipe.declaration import declaration
+from triton_gallery.recipe.device import (
     INTERPRETER,
     SUPPORTED,
     Environment,
@@ -18,7 +18,7 @@ from triton_gallery.recipes.device import (
     too_new,
     too_old,
 )
-from triton_gallery.records.version_matrix import pairs
+from triton_gallery.versions.matrix import pairs
 
 RANGE = "the gallery runs on Triton 3.6 to 3.9 and PyTorch 2.11 to 2.15, see docs/versions.md"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from project import ROOT, without_make
 
-from triton_gallery.recipes.contents import load
+from triton_gallery.recipe.contents import load
 
 GUIDE = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guide").glob("*.md")]
 

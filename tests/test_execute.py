@@ -16,10 +16,10 @@ import pytest
 from bs4 import BeautifulSoup
 from project import HANGS, LEAVES, Project, is_alive, wait_until
 
-from triton_gallery.recipes.contents import load
+from triton_gallery.execute import settings
+from triton_gallery.execute.execute import refresh
+from triton_gallery.recipe.contents import load
 from triton_gallery.records.pages import Pages
-from triton_gallery.run import settings
-from triton_gallery.run.execute import refresh
 
 LIMIT = 12
 FAULTS = {
@@ -337,7 +337,7 @@ import os, signal
 from pathlib import Path
 
 server = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
-if b"triton_gallery.run.server" in Path(f"/proc/{server}/cmdline").read_bytes():  # no other recipe was faster
+if b"triton_gallery.execute.server" in Path(f"/proc/{server}/cmdline").read_bytes():  # no other recipe was faster
     os.kill(int(server), signal.SIGKILL)
 """
 

@@ -13,10 +13,10 @@ import torch
 from form import faults, jitted, length, width
 from project import ROOT
 
-from triton_gallery.recipes.contents import Recipe, load
-from triton_gallery.recipes.needs import missing
-from triton_gallery.recipes.new import create
-from triton_gallery.recipes.op import op_of
+from triton_gallery.recipe.contents import Recipe, load
+from triton_gallery.recipe.needs import missing
+from triton_gallery.recipe.new import create
+from triton_gallery.recipe.op import op_of
 from triton_gallery.records.pages import Run
 from triton_gallery.records.recorded import Records
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from project import ROOT
 
-from triton_gallery.recipes import hashes, inline
-from triton_gallery.recipes.contents import load
-from triton_gallery.recipes.hashes import cell_hash
-from triton_gallery.recipes.inline import inlined
+from triton_gallery.recipe import hashes, inline
+from triton_gallery.recipe.contents import load
+from triton_gallery.recipe.hashes import cell_hash
+from triton_gallery.recipe.inline import inlined
 
 SCRIPT = """import os
 

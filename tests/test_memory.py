@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from project import Project, wait_until
 
-from triton_gallery.run import memory
+from triton_gallery.execute import memory
 
 LIMIT = 2.5e9  # bytes, for all recipes that run on this machine
 # Takes memory piece by piece, in a child that left its session.

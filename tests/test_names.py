@@ -14,10 +14,10 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
-from triton_gallery.recipes.contents import Recipe, load
-from triton_gallery.recipes.names import Use, uses
-from triton_gallery.sphinx.code_links import linked
-from triton_gallery.sphinx.documented import TABLE, address_of, in_full
+from triton_gallery.recipe.contents import Recipe, load
+from triton_gallery.recipe.names import Use, uses
+from triton_gallery.site.code_links import linked
+from triton_gallery.site.documented import TABLE, address_of, in_full
 
 RECIPES = load(ROOT / "gallery")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)

@@ -9,8 +9,8 @@ import pytest
 from bs4 import BeautifulSoup
 from project import ROOT, Project
 
-from triton_gallery.recipes.contents import load
-from triton_gallery.recipes.needs import missing, packages
+from triton_gallery.recipe.contents import load
+from triton_gallery.recipe.needs import missing, packages
 from triton_gallery.records.pages import Pages
 from triton_gallery.records.recorded import Records
 

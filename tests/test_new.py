@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from project import ROOT
 
-from triton_gallery.recipes.contents import load
-from triton_gallery.recipes.new import create
+from triton_gallery.recipe.contents import load
+from triton_gallery.recipe.new import create
 
 KEY = "first_steps/root_mean_square"  # lines are longest with a long name
 COPIED = [

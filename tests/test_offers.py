@@ -14,10 +14,10 @@ from bs4 import BeautifulSoup
 from project import ROOT, Project
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
-from triton_gallery.recipes.contents import Recipe, load, sections
-from triton_gallery.recipes.needs import packages
-from triton_gallery.sphinx.install import install_missing
-from triton_gallery.sphinx.notebook import OURS
+from triton_gallery.recipe.contents import Recipe, load, sections
+from triton_gallery.recipe.needs import packages
+from triton_gallery.site.install import install_missing
+from triton_gallery.site.notebook import OURS
 
 RECIPES = load(ROOT / "gallery")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)

@@ -13,14 +13,14 @@ import pytest
 from bs4 import BeautifulSoup
 from project import ROOT, Project
 
-from triton_gallery.recipes.contents import load
-from triton_gallery.recipes.new import create
-from triton_gallery.recipes.op import op_of
-from triton_gallery.sphinx.op_pages import NO_BACKWARD, parts_of, public
-from triton_gallery.sphinx.replaces import replaces
-from triton_gallery.sphinx.show import prose
-from triton_gallery.sphinx.verdict import UNMEASURED
-from triton_gallery.sphinx.wheel import command, name
+from triton_gallery.recipe.contents import load
+from triton_gallery.recipe.new import create
+from triton_gallery.recipe.op import op_of
+from triton_gallery.site.op_pages import NO_BACKWARD, parts_of, public
+from triton_gallery.site.replaces import replaces
+from triton_gallery.site.show import prose
+from triton_gallery.site.verdict import UNMEASURED
+from triton_gallery.site.wheel import command, name
 
 SOURCES = ROOT / "src" / "triton_gallery_ops"
 OPS = sorted(path.stem for path in SOURCES.glob("[a-z]*.py"))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from project import Project
 
-from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.device import Environment
-from triton_gallery.recipes.outputs import Output
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.outputs import Output
 from triton_gallery.records.pages import Pages, Run
 from triton_gallery.records.recorded import Records
 

@@ -13,11 +13,11 @@ import pytest
 from bs4 import BeautifulSoup
 from project import ROOT, Project
 
-from triton_gallery.recipes.contents import load
-from triton_gallery.recipes.device import Environment
-from triton_gallery.recipes.hashes import hash_of
+from triton_gallery.libraries.peer_rows import PeerRow, load_all, merge, table_of
+from triton_gallery.recipe.contents import load
+from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.hashes import hash_of
 from triton_gallery.records.formats import BadRecordError, Device
-from triton_gallery.records.peers import PeerRow, load_all, merge, table_of
 
 EVIL = '<script>alert("evil")</script>'
 ENVIRONMENT = Environment("Test GPU 9000", "0", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")

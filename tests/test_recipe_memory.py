@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from project import ROOT
 
-from triton_gallery.recipes.contents import Recipe, load
+from triton_gallery.recipe.contents import Recipe, load
 
 # Without a GPU these stop on the way, or take minutes. They are small, but for JAX's, which test_jax_call.py has.
 OTHERS = {"pytorch/cuda_graphs", "xla/jax_call", "first_steps/benchmarking", "pytorch/subsystems"}

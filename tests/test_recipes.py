@@ -18,11 +18,11 @@ from nbclient import NotebookClient
 from project import ROOT
 from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
-from triton_gallery.recipes.contents import Recipe, load
-from triton_gallery.recipes.declaration import BLOCK, declaration
-from triton_gallery.recipes.needs import ORDINARY, missing, packages
+from triton_gallery.recipe.contents import Recipe, load
+from triton_gallery.recipe.declaration import BLOCK, declaration
+from triton_gallery.recipe.needs import ORDINARY, missing, packages
 from triton_gallery.records.pages import Run
-from triton_gallery.sphinx.notebook import OURS
+from triton_gallery.site.notebook import OURS
 
 RECIPES = load(ROOT / "gallery")
 CAPABILITY = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from farm import Farm
 
-from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.device import Environment
-from triton_gallery.recipes.hashes import cell_hash
-from triton_gallery.recipes.outputs import Output
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.hashes import cell_hash
+from triton_gallery.recipe.outputs import Output
 from triton_gallery.records.formats import BadRecordError
 from triton_gallery.records.pages import Run
 from triton_gallery.records.recorded import Records

@@ -19,15 +19,15 @@ from bs4 import BeautifulSoup
 from farm import Farm
 from project import Project
 
-from triton_gallery.recipes.contents import Recipe, load
-from triton_gallery.recipes.hashes import cell_hash, code_hash
-from triton_gallery.recipes.outputs import Frame, Output
-from triton_gallery.recipes.tables import Table
+from triton_gallery.recipe.contents import Recipe, load
+from triton_gallery.recipe.hashes import cell_hash, code_hash
+from triton_gallery.recipe.outputs import Frame, Output
+from triton_gallery.recipe.tables import Table
 from triton_gallery.records.formats import BadRecordError
 from triton_gallery.records.pages import Pages, Run
 from triton_gallery.records.recorded import SCHEMA_VERSION, Records
-from triton_gallery.sphinx import chart
-from triton_gallery.sphinx.notebook import OURS
+from triton_gallery.site import chart
+from triton_gallery.site.notebook import OURS
 
 GUARDED = """
 x = 1

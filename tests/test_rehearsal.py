@@ -14,8 +14,8 @@ import pytest
 from farm import Farm
 from project import HANGS, is_alive, wait_until
 
-from triton_gallery.recipes.device import Environment
-from triton_gallery.run.rehearsal import LASTING, places
+from triton_gallery.execute.rehearsal import LASTING, places
+from triton_gallery.recipe.device import Environment
 
 GPU = Environment("Test GPU", "0", "9.0", 80_000_000_000, None, "13.0", "2", "3", "3.12")
 NOTES = """
@@ -151,7 +151,7 @@ def test_gpu_sleeps_in_the_timed_run_alone(make_farm: Callable[..., Farm], tmp_p
     farm = make_farm(**{name: tells.format(notes=str(path)) for name, path in notes.items()})
     status, output = farm.record(TEST_MEMORY="25e9")
     assert status == 0, output
-    assert {path.read_text() for path in notes.values()} == {"triton_gallery.run.child\ntorch.cuda\n"}
+    assert {path.read_text() for path in notes.values()} == {"triton_gallery.execute.child\ntorch.cuda\n"}
 
 
 def test_stop_ends_a_rehearsal(make_farm: Callable[..., Farm], tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 from project import ROOT
 from swaps import HOPPER
 
-from triton_gallery.sphinx.op_pages import public
-from triton_gallery.sphinx.replaces import Swap, replaces
+from triton_gallery.site.op_pages import public
+from triton_gallery.site.replaces import Swap, replaces
 
 SOURCES = ROOT / "src" / "triton_gallery_ops"
 SWAPS = {f"{op} {number}": swap for op, entry in replaces().items() for number, swap in enumerate(entry.swaps)}

@@ -6,8 +6,26 @@ from pathlib import Path
 from project import ROOT
 
 PACKAGE = ROOT / "src" / "triton_gallery"
-ROOMS = ["recipes", "records", "run", "run.dask", "sphinx", "cli"]  # each knows those before it
-NOT_FOR = {"sphinx": {"run.dask"}}
+ROOMS = [  # each knows those before it
+    "recipe",
+    "records",
+    "libraries",
+    "figures",
+    "compiled",
+    "versions",
+    "execute",
+    "execute.dask",
+    "site",
+    "cli",
+]
+MEASURED = {"libraries", "figures"}
+NOT_FOR = {  # of those before it
+    "compiled": MEASURED,
+    "versions": MEASURED,
+    "execute": {*MEASURED, "versions"},
+    "execute.dask": {*MEASURED, "versions", "compiled"},
+    "site": {"execute.dask"},
+}
 
 
 def room(module: str) -> str | None:

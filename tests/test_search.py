@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from project import Project
 
-from triton_gallery.sphinx.related import alike
-from triton_gallery.sphinx.search import Words, weights
+from triton_gallery.site.related import alike
+from triton_gallery.site.search import Words, weights
 
 
 def page(text: str, title: str = "", name: str = "") -> Words:

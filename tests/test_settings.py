@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from project import Project
 
-from triton_gallery.recipes.contents import load
-from triton_gallery.run import settings
-from triton_gallery.run.execute import make_tasks
+from triton_gallery.execute import settings
+from triton_gallery.execute.execute import make_tasks
+from triton_gallery.recipe.contents import load
 
 
 @pytest.fixture

@@ -14,19 +14,19 @@ import pytest
 from bs4 import BeautifulSoup
 from project import Project
 
-from triton_gallery.recipes.contents import Recipe, load
-from triton_gallery.recipes.gpus import GPUS, KIB, Gpu
-from triton_gallery.recipes.kernels import module_of
-from triton_gallery.recipes.launches import Launch, typical
-from triton_gallery.recipes.op import Op
-from triton_gallery.records import targets
+from triton_gallery.compiled import store
+from triton_gallery.compiled.compile import Compiler, is_current, launched
+from triton_gallery.compiled.compiler_process import Job
+from triton_gallery.compiled.gpus import GPUS, KIB, Gpu
+from triton_gallery.compiled.machine_code import unwritten
+from triton_gallery.compiled.store import FAILED, FITS, TOO_LARGE, UNMEANT, Compiled, Kernel, Targets
+from triton_gallery.recipe.contents import Recipe, load
+from triton_gallery.recipe.kernels import module_of
+from triton_gallery.recipe.launches import Launch, typical
+from triton_gallery.recipe.op import Op
 from triton_gallery.records.formats import BadRecordError
 from triton_gallery.records.pages import Pages
 from triton_gallery.records.recorded import Records
-from triton_gallery.records.targets import FAILED, FITS, TOO_LARGE, UNMEANT, Compiled, Kernel, Targets
-from triton_gallery.run.compiler import Job
-from triton_gallery.run.machine_code import unwritten
-from triton_gallery.run.targets import Compiler, is_current, launched
 
 GPU = {gpu.key: gpu for gpu in GPUS}
 HEAD = "import os\nimport triton\nimport triton.language as tl\n\n"
@@ -384,7 +384,7 @@ def made(project: Project) -> tuple[Recipe, Targets]:
     assert status == 0, output
     assert "compiled 12 launches of 2 recipes" in output
     (recipe, _) = load(project.root / "gallery")
-    found = targets.load(project.root / "docs" / "_targets", recipe)
+    found = store.load(project.root / "docs" / "_targets", recipe)
     assert found is not None
     return recipe, found
 
@@ -447,7 +447,7 @@ def test_listings_are_made_again(project: Project, made: tuple[Recipe, Targets],
     status, output = copy.run("listings")
     assert (status, "2 of 2 recipes have listings, 0 had them before" in output) == (0, True), output
     assert not executed.exists()
-    texts = targets.load_texts(targets.listing(copy.root / "_build/listings", made[1]))
+    texts = store.load_texts(store.listing(copy.root / "_build/listings", made[1]))
     assert "s_endpgm" in texts["copy_kernel/gfx942.amdgcn"]
     assert {"copy_kernel/sm_90.sass", "one_kernel/sm_90.ptx"} <= texts.keys()
     assert "2 had them before" in copy.run("listings")[1]
@@ -527,14 +527,14 @@ def test_what_is_worse() -> None:
     def kept(compiled: Compiled) -> Targets:
         return Targets("0" * 16, "", "", [Kernel(COPYING, {"sm_90": compiled})])
 
-    assert list(targets.worse(kept(fits), kept(fits))) == []
-    assert list(targets.worse(kept(fails), kept(spills))) == []
-    ((is_error, what),) = targets.worse(kept(fits), kept(spills))
+    assert list(store.worse(kept(fits), kept(fits))) == []
+    assert list(store.worse(kept(fails), kept(spills))) == []
+    ((is_error, what),) = store.worse(kept(fits), kept(spills))
     assert (is_error, what) == (False, "copy_kernel spills 16 bytes a thread on H100, H200, before 0")
-    ((is_error, what),) = targets.worse(kept(fits), kept(fails))
+    ((is_error, what),) = store.worse(kept(fits), kept(fails))
     assert (is_error, what) == (True, "copy_kernel does not compile on H100, H200, though it fitted before: no")
     # A record brought another launch: that one fits less is told, and stops nobody.
-    ((is_error, what),) = targets.worse(kept(fits), dataclasses.replace(kept(fails), launched_by="Test GPU"))
+    ((is_error, what),) = store.worse(kept(fits), dataclasses.replace(kept(fails), launched_by="Test GPU"))
     assert not is_error
     assert what.endswith("fitted before: no (as Test GPU launched it; before,  did)")
 
@@ -549,7 +549,7 @@ def test_not_meant_for(make_project: Callable[..., Project]) -> None:
     script.write_text(declared + script.read_text())
     assert "compiled 11 launches" in project.run("compile")[1]
     (recipe,) = load(project.root / "gallery")
-    found = targets.load(project.root / "docs" / "_targets", recipe)
+    found = store.load(project.root / "docs" / "_targets", recipe)
     assert found
     copies, one = found.kernels
     assert [kernel.verdict(GPU["gfx942"])[0] for kernel in (copies, one)] == [UNMEANT, FITS]
@@ -569,13 +569,13 @@ def test_the_kernels_of_the_op_count() -> None:
 
 def test_bad_file_is_refused(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
     recipe, found = made
-    path = targets.write(tmp_path, recipe, found)
-    assert targets.load(tmp_path, recipe) == found
+    path = store.write(tmp_path, recipe, found)
+    assert store.load(tmp_path, recipe) == found
     content = json.loads(path.read_text())
     content["kernels"][0]["on"]["sm_90"]["registers"] = "many"
     path.write_text(json.dumps(content))
     with pytest.raises(BadRecordError, match=re.escape(f"{path}: $.kernels[0].on.sm_90.registers")):
-        targets.load(tmp_path, recipe)
+        store.load(tmp_path, recipe)
 
 
 def test_launches_of_a_record_come_first(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:

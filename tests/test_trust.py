@@ -11,13 +11,13 @@ import pytest
 from farm import Cluster, Farm
 from project import ROOT
 
-from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.device import Environment
-from triton_gallery.recipes.outputs import Frame, Output, from_json
-from triton_gallery.recipes.tables import Table
+from triton_gallery.execute.dask.cluster import connect
+from triton_gallery.execute.recording import FarmError
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.outputs import Frame, Output, from_json
+from triton_gallery.recipe.tables import Table
 from triton_gallery.records.pages import Pages, Run
-from triton_gallery.run.dask.cluster import connect
-from triton_gallery.run.recording import FarmError
 
 TLS = "DASK_DISTRIBUTED__COMM__TLS__"
 
@@ -81,7 +81,7 @@ def test_encrypted_cluster_takes_its_own(
     ],
 )
 def test_address_is_refused(address: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_gallery.run.dask.cluster.CONNECTING", 1)
+    monkeypatch.setattr("triton_gallery.execute.dask.cluster.CONNECTING", 1)
     assert reason in refusal(address)
 
 
@@ -93,13 +93,13 @@ def refusal(address: str, insecure: bool = False) -> str:
 
 
 def test_insecure_is_for_those_who_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_gallery.run.dask.cluster.CONNECTING", 1)
+    monkeypatch.setattr("triton_gallery.execute.dask.cluster.CONNECTING", 1)
     assert "no scheduler to trust answers" in refusal("tcp://192.0.2.1:1", insecure=True)
 
 
 def test_worker_without_gpu_is_refused(make_cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster without a worker that announces a GPU is refused, and a worker that has none."""
-    monkeypatch.setattr("triton_gallery.run.dask.cluster.PATIENCE", 1)
+    monkeypatch.setattr("triton_gallery.execute.dask.cluster.PATIENCE", 1)
     cluster = make_cluster()
     assert "has no worker that announces GPU=1" in refusal(cluster.address)
     cluster.add("")
@@ -114,7 +114,7 @@ def test_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 LIES = """
 def run(task, environment, server):
     import dataclasses, json, os, pickle
-    from triton_gallery.run import supervise
+    from triton_gallery.execute import supervise
 
     name = task.recipe.name
     if name == "honest":
@@ -157,7 +157,7 @@ def test_worker_that_lies_is_refused(
 ) -> None:
     """What a worker answers is data that fits, or a failure of that recipe which one line tells; nothing is written."""
     farm = make_farm(honest="print('honest')", **dict.fromkeys(REFUSED, "print('lies')"))
-    on_worker = farm.root / "src" / "triton_gallery" / "run" / "dask" / "on_worker.py"
+    on_worker = farm.root / "src" / "triton_gallery" / "execute" / "dask" / "on_worker.py"
     on_worker.write_text(on_worker.read_text().replace("\n\nif __name__", LIES % str(tmp_path / "absolute.rst")))
     cluster = make_cluster()
     cluster.add("0", "1")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from docutils import nodes
 
-from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.tables import Table
+from triton_gallery.figures.summary import Summary, headline
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.tables import Table
 from triton_gallery.records.formats import Device
-from triton_gallery.records.summary import Summary, headline
-from triton_gallery.sphinx.verdict import BACKWARD, NOTHING, OLDER, ROOFS, UNKNOWN, UNMEASURED, short, table
+from triton_gallery.site.verdict import BACKWARD, NOTHING, OLDER, ROOFS, UNKNOWN, UNMEASURED, short, table
 
 H200 = Device("Test H200", "9.0", 1, None, None, "2.11", "3.6", "3.12")
 H100 = dataclasses.replace(H200, name="Test H100")

@@ -15,16 +15,16 @@ from bs4 import BeautifulSoup
 from project import ROOT, Project
 
 from triton_gallery.cli import main
-from triton_gallery.recipes.contents import Recipe, load
-from triton_gallery.recipes.hashes import cell_hash
-from triton_gallery.records import version_matrix
+from triton_gallery.recipe.contents import Recipe, load
+from triton_gallery.recipe.hashes import cell_hash
 from triton_gallery.records.formats import BadRecordError
-from triton_gallery.records.version_matrix import FEATURE, KERNELS, LESSON, OP, Outcome, Pair, Tried, codes, failures
-from triton_gallery.run.version_matrix import ON_A_GPU, TrialError, _asked, newest_release, try_pair
+from triton_gallery.versions import matrix
+from triton_gallery.versions.matrix import FEATURE, KERNELS, LESSON, OP, Outcome, Pair, Tried, codes, failures
+from triton_gallery.versions.trials import ON_A_GPU, TrialError, _asked, newest_release, try_pair
 
 HERE = version("triton")
 ONE, OTHER = Pair(HERE, []), Pair(HERE, ["planted==1.0"])  # the same Triton, and what else lies over the pins
-PROBES = ROOT / "src" / "triton_gallery" / "run" / "probes.py"
+PROBES = ROOT / "src" / "triton_gallery" / "versions" / "probes.py"
 DATE = "2026-05-06T07:08:09+00:00"
 BREAKS_WITH_IT = "import importlib.util\nassert not importlib.util.find_spec('planted'), 'the name is gone'"
 
@@ -52,7 +52,7 @@ def overlay(project: Project, pair: Pair) -> Path:
 def probes(before: str = "", then: str = "print(*probes.PROBES, sep='\\n')", cached: str = "") -> list[str]:
     """Return the lines of what a process printed that has the probes: this one must not import Triton itself."""
     variables = os.environ | {"TRITON_INTERPRET": "0", **({"TRITON_CACHE_DIR": cached} if cached else {})}
-    command = [sys.executable, "-c", f"{before}\nfrom triton_gallery.run import probes\n{then}"]
+    command = [sys.executable, "-c", f"{before}\nfrom triton_gallery.versions import probes\n{then}"]
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     return ended.stdout.splitlines() if ended.returncode == 0 else ended.stderr.splitlines()[-1:]
 
@@ -104,13 +104,13 @@ def test_what_pip_cannot_install_is_told(project: Project, capfd: pytest.Capture
     """The command goes on to the other Tritons, and fails."""
     (project.root / "docs" / "_versions" / "pairs.txt").write_text(f"0.0.1\n{HERE}\n")
     overlay(project, ONE)
-    version_matrix.write(project.root / "docs" / "_versions", probed(), recipes(project))
+    matrix.write(project.root / "docs" / "_versions", probed(), recipes(project))
     assert main(["versions"]) == 1
     said = capfd.readouterr().out
     assert "Triton 0.0.1: pip could not install triton==0.0.1" in said
     assert f"Triton {HERE}: nothing failed" in said
     assert main(["versions", "--triton", "newest"]) == 0
-    (tried,) = version_matrix.load(project.root / "docs" / "_versions")
+    (tried,) = matrix.load(project.root / "docs" / "_versions")
     assert {*tried.outcomes[LESSON]} == {"things/one", "things/two"}
 
 
@@ -151,7 +151,7 @@ def test_examples_that_were_not_asked_are_no_pass(monkeypatch: pytest.MonkeyPatc
             Path(report).write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
         return subprocess.CompletedProcess(command, status, "", "a line\nno more\n")
 
-    monkeypatch.setattr("triton_gallery.run.version_matrix.subprocess.run", pretend)
+    monkeypatch.setattr("triton_gallery.versions.trials.subprocess.run", pretend)
     assert _asked(["a/b"]) == {"a/b": fault}
 
 
@@ -172,21 +172,21 @@ def test_kept_beside_the_others(project: Project) -> None:
     second.outcomes[LESSON]["things/one"] = Outcome("0123456789abcdef", DATE, "it fails")
     second.outcomes[LESSON]["things/gone"] = Outcome("0123456789abcdef", DATE)
     for tried in (second, first):
-        path = version_matrix.write(folder, tried, recipes(project))
+        path = matrix.write(folder, tried, recipes(project))
     assert [*second.outcomes[LESSON]] == ["things/one"], "what is gone is dropped"
-    assert version_matrix.load(folder) == [first, second], "in the order of the list"
+    assert matrix.load(folder) == [first, second], "in the order of the list"
     (folder / "pairs.txt").write_text("3.9.0\n")
-    assert version_matrix.load(folder) == [second]
+    assert matrix.load(folder) == [second]
     path.write_text(path.read_text().replace('"code"', '"evil"', 1))
     with pytest.raises(BadRecordError, match=r"versions\.json: .*'(code|evil)'"):
-        version_matrix.load(folder)
+        matrix.load(folder)
 
 
 def test_line_without_a_version_is_refused(project: Project) -> None:
     path = project.root / "docs" / "_versions" / "pairs.txt"
     path.write_text("3.9.0\nnumpy==2.3.5 3.6.0\n")
     with pytest.raises(BadRecordError, match=r"pairs\.txt: a line begins with a version of Triton, not so 'numpy"):
-        version_matrix.pairs(path.parent)
+        matrix.pairs(path.parent)
 
 
 def test_probe_fails_where_the_feature_is_not_there(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_newest_release_is_what_pip_says(monkeypatch: pytest.MonkeyPatch) -> Non
     class Said:
         stdout = "triton (3.10.0)\nAvailable versions: 3.10.0, 3.9.0\n"
 
-    monkeypatch.setattr("triton_gallery.run.version_matrix._pip", lambda *_, **__: Said)
+    monkeypatch.setattr("triton_gallery.versions.trials._pip", lambda *_, **__: Said)
     assert newest_release() == "3.10.0"
 
 
@@ -227,7 +227,7 @@ def test_pages_say_what_was_tried(make_project: Callable[..., Project]) -> None:
     new.outcomes[FEATURE] = {"block pointers": Outcome("0" * 16, DATE, "they have been removed")}
     for tried in (old, new):
         tried.outcomes[LESSON]["things/three"] = Outcome(now["things/three"], DATE)
-        version_matrix.write(docs / "_versions", tried, recipes(project))
+        matrix.write(docs / "_versions", tried, recipes(project))
     status, output = project.build()
     assert status == 0, output
 
@@ -260,16 +260,16 @@ def test_pages_say_what_was_tried(make_project: Callable[..., Project]) -> None:
     ]
 
     new.outcomes[LESSON]["things/one"] = Outcome(now["things/one"], DATE)
-    version_matrix.write(docs / "_versions", new, recipes(project))
+    matrix.write(docs / "_versions", new, recipes(project))
     assert project.build()[0] == 0
     assert said("one")[1] == ("3.9", "tried on 2026-05-06"), "the page follows what is kept"
 
 
 def test_nothing_failed_that_was_tried() -> None:
     """With each Triton that is listed, and what was tried is of the gallery."""
-    tried = version_matrix.load(ROOT / "docs" / "_versions")
+    tried = matrix.load(ROOT / "docs" / "_versions")
     folder = ROOT / "docs" / "_versions"
-    assert [one.triton for one in tried] == [pair.triton for pair in version_matrix.pairs(folder)]
+    assert [one.triton for one in tried] == [pair.triton for pair in matrix.pairs(folder)]
     now = codes(load(ROOT / "gallery"))
     for one in tried:
         assert {*one.outcomes[LESSON]} <= {*now[LESSON]}, one.triton

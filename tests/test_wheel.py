@@ -14,8 +14,8 @@ import pytest
 import torch
 from project import ROOT
 
-from triton_gallery.sphinx.op_pages import public
-from triton_gallery.sphinx.wheel import BUILD, name
+from triton_gallery.site.op_pages import public
+from triton_gallery.site.wheel import BUILD, name
 
 OPS = sorted(path.stem for path in (ROOT / "src" / "triton_gallery_ops").glob("[a-z]*.py"))
 USE = """

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from project import ROOT, without_make
 
-from triton_gallery.records.version_matrix import pairs
+from triton_gallery.versions.matrix import pairs
 
 FOLDER = ROOT / ".github" / "workflows"
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in FOLDER.glob("*.yml")}

@@ -15,27 +15,28 @@ from rich.table import Table
 from rich.text import Text
 from sphinx.cmd.build import main as sphinx_build
 
-from triton_gallery.recipes.contents import Recipe, load
-from triton_gallery.recipes.device import NoEnvironmentError, detect
-from triton_gallery.recipes.gpus import GPUS
-from triton_gallery.recipes.needs import missing, packages
-from triton_gallery.recipes.new import create
-from triton_gallery.records import targets, version_matrix
-from triton_gallery.records.compare import compare
+from triton_gallery.compiled import store
+from triton_gallery.compiled.compile import Compiler, is_current, launched
+from triton_gallery.compiled.gpus import GPUS
+from triton_gallery.compiled.table import COLUMNS, cells
+from triton_gallery.execute.dask.cluster import connect
+from triton_gallery.execute.execute import make_tasks, refresh
+from triton_gallery.execute.progress import compiling, progress
+from triton_gallery.execute.recording import FarmError, ThisMachine, record
+from triton_gallery.execute.sanitize import sanitize
+from triton_gallery.execute.settings import read
+from triton_gallery.figures.compare import compare
+from triton_gallery.figures.measurements import Measurement, all_recorded
+from triton_gallery.libraries.peer_rows import load_all
+from triton_gallery.recipe.contents import Recipe, load
+from triton_gallery.recipe.device import NoEnvironmentError, detect
+from triton_gallery.recipe.needs import missing, packages
+from triton_gallery.recipe.new import create
 from triton_gallery.records.formats import BadRecordError
-from triton_gallery.records.measurements import Measurement, all_recorded
 from triton_gallery.records.pages import Pages, Run
-from triton_gallery.records.peers import load_all
 from triton_gallery.records.recorded import TOOLS, Records
-from triton_gallery.records.target_cells import COLUMNS, cells
-from triton_gallery.run.dask.cluster import connect
-from triton_gallery.run.execute import make_tasks, refresh
-from triton_gallery.run.progress import compiling, progress
-from triton_gallery.run.recording import FarmError, ThisMachine, record
-from triton_gallery.run.sanitize import sanitize
-from triton_gallery.run.settings import read
-from triton_gallery.run.targets import Compiler, is_current, launched
-from triton_gallery.run.version_matrix import TrialError, newest_release, try_pair
+from triton_gallery.versions import matrix
+from triton_gallery.versions.trials import TrialError, newest_release, try_pair
 
 GALLERY, PAGES, RECORDS = Path("gallery"), Path("docs/recipes"), Path("docs/_records")
 TARGETS, CACHE, LISTINGS = Path("docs/_targets"), Path("_build/targets"), Path("_build/listings")
@@ -268,9 +269,9 @@ def check_records(options: argparse.Namespace) -> int:
 def print_targets(options: argparse.Namespace) -> int:
     """Print what is kept of the kernels: a table for each, or all as JSON."""
     recipes = _recipes(options.recipe)
-    found = {recipe: kept for recipe in recipes if (kept := targets.load(TARGETS, recipe))}
+    found = {recipe: kept for recipe in recipes if (kept := store.load(TARGETS, recipe))}
     if options.json:
-        print(json.dumps({recipe.key: targets.as_json(kept) for recipe, kept in found.items()}, indent=1))
+        print(json.dumps({recipe.key: store.as_json(kept) for recipe, kept in found.items()}, indent=1))
         return 0
     for recipe, kept in found.items():
         older = "" if kept.is_fresh(recipe) else ", of older code"
@@ -292,7 +293,7 @@ def compile_targets(options: argparse.Namespace) -> int:
     It is compared with what was kept and, to check, with what was kept at the commit before, too.
     """
     chosen = _recipes(options.recipe)
-    kept = {recipe.key: targets.load(TARGETS, recipe) for recipe in chosen}
+    kept = {recipe.key: store.load(TARGETS, recipe) for recipe in chosen}
     pages = Pages(PAGES)
     pages.lock(console.print)
     try:
@@ -311,14 +312,14 @@ def compile_targets(options: argparse.Namespace) -> int:
     errors = 0
     for recipe in chosen:
         now, texts = made.get(recipe.key, (kept[recipe.key], {}))
-        before = [kept[recipe.key], targets.load_at(BEFORE, TARGETS, recipe) if options.check else None]
-        worse = [what for old in before if old and now for what in targets.worse(old, now)]
+        before = [kept[recipe.key], store.load_at(BEFORE, TARGETS, recipe) if options.check else None]
+        worse = [what for old in before if old and now for what in store.worse(old, now)]
         for is_error, what in dict.fromkeys(worse):
             errors += is_error
             console.print(Text(f"{'error' if is_error else 'warning'}: {recipe.key}: {what}"), style="red")
         if now and recipe.key in made and not options.check:
-            console.print(f"wrote {targets.write(TARGETS, recipe, now)}")
-            targets.write_texts(LISTINGS, now, texts)
+            console.print(f"wrote {store.write(TARGETS, recipe, now)}")
+            store.write_texts(LISTINGS, now, texts)
     launches = sum(len(kernel.on) for now, _ in made.values() for kernel in now.kernels)
     console.print(
         f"compiled {launches} launches of {len(work)} recipes in {monotonic() - started:.1f} s; "
@@ -329,28 +330,28 @@ def compile_targets(options: argparse.Namespace) -> int:
 
 def make_listings(options: argparse.Namespace) -> int:
     """Compile the kept launches again, executing no recipe, and keep the compilers' code for the site."""
-    kept = {recipe: found for recipe in _recipes(options.recipe) if (found := targets.load(TARGETS, recipe))}
-    due = {recipe: found for recipe, found in kept.items() if not targets.listing(LISTINGS, found).is_file()}
+    kept = {recipe: found for recipe in _recipes(options.recipe) if (found := store.load(TARGETS, recipe))}
+    due = {recipe: found for recipe, found in kept.items() if not store.listing(LISTINGS, found).is_file()}
     work = [(recipe, [kernel.launch for kernel in found.kernels], found.launched_by) for recipe, found in due.items()]
     with compiling() as report:
         made = Compiler(CACHE).targets(work, report)
     for recipe, found in due.items():
         now, texts = made[recipe.key]
         if now == found:
-            targets.write_texts(LISTINGS, now, texts)
+            store.write_texts(LISTINGS, now, texts)
         else:
             made_by = f"Triton {found.triton}" if found.triton != now.triton else "other code"
             console.print(
                 Text(f"{recipe.key} gets no listings: its figures are of {made_by}; run make targets"), style="red"
             )
-    there = sum(targets.listing(LISTINGS, found).is_file() for found in kept.values())
+    there = sum(store.listing(LISTINGS, found).is_file() for found in kept.values())
     console.print(f"{there} of {len(kept)} recipes have listings, {len(kept) - len(due)} had them before")
     return 0
 
 
 def try_versions(options: argparse.Namespace) -> int:
     """Try the gallery with the Tritons that are listed, or named; keep what came of it; 1 if something failed."""
-    chosen, listed = _recipes(options.recipe), version_matrix.pairs(VERSIONS)
+    chosen, listed = _recipes(options.recipe), matrix.pairs(VERSIONS)
     failed = 0
     for name in options.triton or [pair.triton for pair in listed]:
         wanted = newest_release() if name == NEXT else listed[-1].triton if name == NEWEST else name
@@ -358,8 +359,8 @@ def try_versions(options: argparse.Namespace) -> int:
             console.print(f"Triton {wanted} is the newest, and listed")
             continue
         others = next((pair.others for pair in listed if pair.triton == wanted), [])
-        pair = version_matrix.Pair(wanted, [*others, *options.others])
-        known = {one.triton: one for one in version_matrix.load(VERSIONS)} if pair in listed else {}
+        pair = matrix.Pair(wanted, [*others, *options.others])
+        known = {one.triton: one for one in matrix.load(VERSIONS)} if pair in listed else {}
         console.print(f"Triton {' with '.join([wanted, *pair.others])}")
         try:
             keys = [recipe.key for recipe in chosen]
@@ -370,12 +371,12 @@ def try_versions(options: argparse.Namespace) -> int:
             if error.tried is None:
                 continue
             tried = error.tried
-        faults = list(version_matrix.failures(tried, version_matrix.codes(chosen)))
+        faults = list(matrix.failures(tried, matrix.codes(chosen)))
         failed += len(faults)
         for kind, what, fault in faults:
             console.print(Text(f"Triton {wanted}: {kind} {what}: {fault}"), style="red")
         if pair in listed:
-            console.print(f"wrote {version_matrix.write(VERSIONS, tried, load(GALLERY))}")
+            console.print(f"wrote {matrix.write(VERSIONS, tried, load(GALLERY))}")
         console.print(f"Triton {wanted}: {f'{len(faults)} failed' if faults else 'nothing failed'}")
     return int(failed > 0)
 

@@ -3,10 +3,10 @@
 import pytest
 from project import ROOT
 
-from triton_gallery.recipes.contents import Recipe, load
-from triton_gallery.recipes.gpus import GPUS
-from triton_gallery.recipes.op import op_of
-from triton_gallery.records import targets
+from triton_gallery.compiled import store
+from triton_gallery.compiled.gpus import GPUS
+from triton_gallery.recipe.contents import Recipe, load
+from triton_gallery.recipe.op import op_of
 
 (HOPPER,) = (gpu for gpu in GPUS if gpu.key == "sm_90")
 SPILLED = {  # bytes a thread; whether they cost time was not measured
@@ -23,12 +23,12 @@ SPILLED = {  # bytes a thread; whether they cost time was not measured
     "recipe", [recipe for recipe in load(ROOT / "gallery") if op_of(recipe)], ids=lambda recipe: recipe.key
 )
 def test_kernels_fit_an_h100(recipe: Recipe) -> None:
-    kept, op = targets.load(ROOT / "docs" / "_targets", recipe), op_of(recipe)
+    kept, op = store.load(ROOT / "docs" / "_targets", recipe), op_of(recipe)
     if kept is None or not kept.is_fresh(recipe):
         pytest.skip("NOT TESTED: its code has changed since make targets")
     kernels = [kernel for kernel in kept.of(op) if HOPPER.key in kernel.on]
     assert kernels
     for kernel in kernels:
         name, compiled = kernel.launch.kernel, kernel.on[HOPPER.key]
-        assert compiled.verdict(HOPPER) == (targets.FITS, ""), name
+        assert compiled.verdict(HOPPER) == (store.FITS, ""), name
         assert compiled.spilled <= SPILLED.get(name, 0), name

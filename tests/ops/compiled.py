@@ -24,7 +24,7 @@ from own import definitions
 from packaging.version import Version
 from torch.utils._pytree import tree_leaves
 
-from triton_gallery.run import machine_code
+from triton_gallery.compiled import machine_code
 
 Ask = Callable[..., list[Any]]
 # For what the compiler makes of a kernel in one version and not in another

@@ -9,8 +9,8 @@ import pytest
 import torch
 from project import ROOT
 
-from triton_gallery.recipes.contents import load
-from triton_gallery.recipes.needs import missing
+from triton_gallery.recipe.contents import load
+from triton_gallery.recipe.needs import missing
 
 HERE = Path(__file__).parent
 # From such a heading on a recipe has nothing but checks, figures and prose; or down to the next heading.

@@ -14,10 +14,10 @@ from project import ROOT
 from works.dropout import kept_by_both
 
 from triton_gallery import bench
-from triton_gallery.recipes.contents import load
-from triton_gallery.recipes.declaration import declaration
-from triton_gallery.recipes.device import Environment
-from triton_gallery.records.peers import PeerRow, load_all
+from triton_gallery.libraries.peer_rows import PeerRow, load_all
+from triton_gallery.recipe.contents import load
+from triton_gallery.recipe.declaration import declaration
+from triton_gallery.recipe.device import Environment
 
 SMALL, WIDE = 24, 64  # rows are as long as any k
 ON_GPU = torch.cuda.is_available()

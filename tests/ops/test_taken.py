@@ -14,7 +14,7 @@ from inputs import DEVICE
 from op_fixtures import import_code, recipe_in
 from own import collect, runs_here
 
-from triton_gallery.recipes.op import Op, op_of
+from triton_gallery.recipe.op import Op, op_of
 
 CASES = collect("CONTRACT")
 

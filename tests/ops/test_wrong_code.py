@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inputs import Layout
 from own import require
 
-from triton_gallery.run import machine_code
+from triton_gallery.compiled import machine_code
 
 PATH = "under_the_hood/wrong_code.py"
 require(PATH.removesuffix(".py"))

@@ -24,8 +24,8 @@ from mutants import WORDS, run_tests
 from own import definitions, runs_here
 from project import ROOT
 
-from triton_gallery.recipes.contents import Recipe, lay_out, load
-from triton_gallery.recipes.op import op_of
+from triton_gallery.recipe.contents import Recipe, lay_out, load
+from triton_gallery.recipe.op import op_of
 
 TRIED = Path(__file__).with_name("trivial.json")
 

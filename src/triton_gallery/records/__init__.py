@@ -1,1 +1,1 @@
-"""What is kept: pages and their runs, records, figures beside other libraries'; the only room that knows the files."""
+"""What is kept of a run: pages and their runs, records, and rows that scripts measured."""

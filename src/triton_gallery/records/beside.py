@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from triton_gallery.recipes.outputs import Output
+from triton_gallery.recipe.outputs import Output
 from triton_gallery.records.pages import Run
 from triton_gallery.records.recorded import Record
 

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.device import Environment
-from triton_gallery.recipes.launches import Launch
-from triton_gallery.recipes.outputs import Output, from_json
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.launches import Launch
+from triton_gallery.recipe.outputs import Output, from_json
 
 RUN_SUFFIX = ".run.json"
 

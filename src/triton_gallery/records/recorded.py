@@ -18,10 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.hashes import code_hash, hash_of
-from triton_gallery.recipes.launches import Launch
-from triton_gallery.recipes.outputs import Output, from_json
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.hashes import code_hash, hash_of
+from triton_gallery.recipe.launches import Launch
+from triton_gallery.recipe.outputs import Output, from_json
 from triton_gallery.records.formats import (
     COMMIT,
     DATE,

@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from triton_gallery.recipes.contents import Recipe
-from triton_gallery.recipes.hashes import hash_of
-from triton_gallery.recipes.tables import BYTES, OPERATIONS
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.hashes import hash_of
+from triton_gallery.recipe.tables import BYTES, OPERATIONS
 from triton_gallery.records.formats import (
     COMMIT,
     DATE,

@@ -1,0 +1,165 @@
+"""Has the recipes' kernels compiled for GPUs that need not be here, on all cores; what was compiled before is kept."""
+
+import gzip
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from importlib.metadata import version
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from triton_gallery.compiled.compiler_process import LIMIT, Job
+from triton_gallery.compiled.gpus import GPUS, Gpu
+from triton_gallery.compiled.store import Compiled, Kernel, Targets
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.declaration import declaration
+from triton_gallery.recipe.hashes import hash_of
+from triton_gallery.recipe.kernels import module_of
+from triton_gallery.recipe.launches import Launch
+from triton_gallery.recipe.outputs import from_json
+from triton_gallery.records.pages import Run
+from triton_gallery.records.recorded import Record, Records
+
+ENDED = "the compiler"  # begins what is said of one that gave no answer
+SOURCES = ("compiler_process", "machine_code")  # what shapes an answer
+
+Made = tuple[Compiled, dict[str, str]]
+
+
+class Compiler:
+    """Compiles launches; what it made before lies in a folder."""
+
+    def __init__(self, cache: Path) -> None:
+        """Take the folder; it need not exist."""
+        self._cache = cache
+        cache.mkdir(parents=True, exist_ok=True)
+        here = Path(__file__).parent
+        self._salt = version("triton").encode() + b"".join((here / f"{name}.py").read_bytes() for name in SOURCES)
+        self._idle: queue.SimpleQueue[Connection[Any, Any]] = queue.SimpleQueue()  # the lines to processes that wait
+
+    def targets(
+        self,
+        recipes: Sequence[tuple[Recipe, Sequence[Launch], str]],
+        report: Callable[[Recipe, int], None],
+    ) -> dict[str, tuple[Targets, dict[str, str]]]:
+        """Compile the launches of recipes; return what came of it and the texts, by the recipes' keys.
+
+        Args:
+            recipes: each with its launches, and with what executed it when they were noted.
+            report: called after each launch for each GPU, with the number of those still to come.
+        """
+        jobs = [
+            (recipe, launch, gpu)
+            for recipe, launches, _ in recipes
+            for launch in launches
+            for gpu in meant(recipe, launch)
+        ]
+        left = len(jobs)
+        made: dict[tuple[str, str, str], Made] = {}
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            for (recipe, launch, gpu), found in zip(jobs, pool.map(lambda job: self.make(*job), jobs), strict=True):
+                made[recipe.key, launch.kernel, gpu.key] = found
+                left -= 1
+                report(recipe, left)
+        return {recipe.key: _together(recipe, launches, by, made) for recipe, launches, by in recipes}
+
+    def make(self, recipe: Recipe, launch: Launch, gpu: Gpu) -> Made:
+        """Return what the compiler makes of a launch for a GPU, now or before, and its texts."""
+        try:
+            module = module_of(recipe.text, launch.kernel, launch.functions)
+        except LookupError as error:
+            return Compiled(failure=str(error)), {}
+        said = json.dumps([module, asdict(launch), gpu.key]).encode()
+        file = self._cache / f"{hashlib.sha256(self._salt + said).hexdigest()[:32]}.json.gz"
+        if file.is_file():
+            compiled, texts = json.loads(gzip.decompress(file.read_bytes()))
+            return from_json(Compiled, compiled), texts
+        compiled, texts = self.compile(Job(module, launch, gpu))
+        if (compiled.failure or "").startswith(ENDED):  # it may have been for want of memory or time
+            return compiled, texts
+        partial = file.with_suffix(f".{os.getpid()}.{gpu.key}.partial")
+        partial.write_bytes(gzip.compress(json.dumps([asdict(compiled), texts]).encode(), 1))
+        partial.replace(file)
+        return compiled, texts
+
+    def compile(self, job: Job) -> Made:
+        """Return what the compiler makes of a job, and its texts."""
+        try:
+            line = self._idle.get_nowait()
+        except queue.Empty:
+            line = _start()
+        line.send(job)
+        answer: Made | int = line.recv()
+        self._idle.put(line)
+        if answer == -signal.SIGALRM:
+            return Compiled(failure=f"{ENDED} was stopped after {LIMIT} s"), {}
+        if isinstance(answer, int):
+            return Compiled(failure=f"{ENDED} crashed with exit status {answer}"), {}
+        return answer
+
+
+def _start() -> "Connection[Any, Any]":
+    """Start a process that compiles; return the line to it, with which it ends."""
+    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(path)}
+    ours, theirs = Pipe()
+    with theirs:
+        command = [sys.executable, "-m", "triton_gallery.compiled.compiler_process", str(theirs.fileno())]
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=variables
+        )
+    return ours
+
+
+def meant(recipe: Recipe, launch: Launch) -> list[Gpu]:
+    """Return the GPUs that a launch is meant for, as its recipe declares."""
+    declared = declaration(recipe.path, recipe.text)
+    without = declared.of_op.not_for.get(launch.kernel, [])
+    gpus = [gpu for gpu in GPUS if gpu.key not in without]
+    if declared.gpus is None:
+        return gpus
+    return [gpu for gpu in gpus if gpu.capability and declared.gpus.contains(gpu.capability)]
+
+
+def launched(recipe: Recipe, run: Run, records: Records) -> tuple[list[Launch], str]:
+    """Return the launches of a recipe, and what executed it: a GPU that recorded its present code, else its run."""
+    record = recorded(recipe, records)
+    return (record.launches, record.device.name) if record else (run.launches, run.environment.name)
+
+
+def recorded(recipe: Recipe, records: Records) -> Record | None:
+    """Return the record of a recipe's present code that has its launches, if there is one."""
+    found = [record for record in records.of(recipe) if record.is_fresh(recipe) and record.launches]
+    return found[0] if found else None
+
+
+def is_current(recipe: Recipe, kept: Targets | None, records: Records) -> bool:
+    """Whether what is kept of a recipe is of its code and declaration, the best launches there are, and this Triton."""
+    if kept is None or not kept.is_fresh(recipe) or kept.triton != version("triton"):
+        return False
+    if any([*kernel.on] != [gpu.key for gpu in meant(recipe, kernel.launch)] for kernel in kept.kernels):
+        return False
+    record = recorded(recipe, records)
+    return record is None or record.device.name == kept.launched_by
+
+
+def _together(
+    recipe: Recipe, launches: Sequence[Launch], by: str, made: Mapping[tuple[str, str, str], Made]
+) -> tuple[Targets, dict[str, str]]:
+    kernels: list[Kernel] = []
+    texts: dict[str, str] = {}
+    for launch in launches:
+        on = {gpu.key: made[recipe.key, launch.kernel, gpu.key] for gpu in meant(recipe, launch)}
+        kernels.append(Kernel(launch, {key: compiled for key, (compiled, _) in on.items()}))
+        for key, (_, said) in on.items():
+            texts |= {f"{launch.kernel}/{key}.{stage}": text for stage, text in said.items()}
+    return Targets(hash_of(recipe), by, version("triton"), kernels), texts

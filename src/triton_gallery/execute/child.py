@@ -1,0 +1,159 @@
+"""The child process that executes one recipe through sphinx-gallery.
+
+It expects one recipe in the folder `gallery` of its work folder and leaves the page's files in `site/recipes`. It says
+in `result.json` how it went: what the cells put out when every cell ran, else what happened and the traceback. No such
+file: the process did not live to write it.
+"""
+
+import faulthandler
+import json
+import os
+import resource
+import sys
+import tempfile
+import traceback
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx_gallery import gen_rst
+
+from triton_gallery.compiled.launch_trace import Watch
+from triton_gallery.execute.capture import read
+
+FILE_LIMIT = 2**30
+OUTPUT_LIMIT = 1_000_000  # bytes of text on a page
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the process is to do.
+
+    Attributes:
+        work: its work folder.
+        confdir: the folder of `conf.py`.
+        execute: whether to execute the recipe, or to lay out its page alone.
+        variables: its environment variables.
+        rehearsal: whether nothing that it measures is kept.
+        laid_out: if the recipe ran before, what each code cell put out then, as sphinx-gallery laid it out.
+    """
+
+    work: Path
+    confdir: Path
+    execute: bool
+    variables: dict[str, str]
+    rehearsal: bool = False
+    laid_out: list[str] | None = None
+
+
+def main(order: Order) -> None:
+    """Execute the one recipe in the work folder, writing its page beside it."""
+    _start_anew(order.variables)
+    if order.rehearsal:
+        _let_others_have_the_gpu()
+    faulthandler.enable(all_threads=False)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):  # out of memory shall cost this recipe, not the build
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    result: dict[str, Any]
+    try:
+        result = _make_page(order)
+    except BaseException as error:  # sphinx-gallery lets SystemExit and KeyboardInterrupt through
+        within = str(order.work)
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(within)]
+        trace = traceback.format_list(frames) + traceback.format_exception_only(error)
+        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {trace[-1].strip()}"
+        result = {"failure": what, "detail": "".join(trace)}
+    (order.work / "result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def _start_anew(variables: dict[str, str]) -> None:
+    """Let nothing remain of the process that this one was forked from but what it imported."""
+    import numpy
+
+    os.environ.clear()
+    os.environ.update(variables)
+    tempfile.tempdir = None
+    numpy.random.seed()
+    # They say where PyTorch lies on this machine, and nothing of the recipe.
+    warnings.filterwarnings("ignore", module=r"torch\.")
+
+
+def _let_others_have_the_gpu() -> None:
+    """Have the GPU never sleep, as it does before a timed call: others rehearse on it meanwhile."""
+    import torch
+
+    torch.cuda._sleep = lambda cycles: None
+
+
+def _error(trace: str) -> str:
+    """Return the line of a traceback that names the error: after the header and the indented stack.
+
+    Its message may go on for many lines. If it is what another process printed, that one's traceback tells more.
+    """
+    lines = trace.splitlines()
+    last = max(n for n, line in enumerate(lines) if line.startswith("Traceback (most recent call last)"))
+    return next((line for line in lines[last + 1 :] if not line.startswith(" ")), lines[-1].strip())
+
+
+def _make_page(order: Order) -> dict[str, Any]:
+    work = order.work
+    site = work / "site"
+    site.mkdir(exist_ok=True)
+    (recipe,) = (work / "gallery").glob("*/*.py")
+    page = f"recipes/{recipe.parent.name}/{recipe.stem}"
+    laid_out = _watch_layout(order.laid_out)
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from triton_gallery.execute.interpreter import quicken
+
+        quicken()
+    watch = Watch(recipe.parent) if "triton" in sys.modules else None  # else the recipe imports none
+    app = Sphinx(
+        site,
+        order.confdir,
+        work / "out",
+        work / "doctrees",
+        "dummy",
+        confoverrides={
+            "extensions": ["sphinx_gallery.gen_gallery"],
+            "root_doc": page,
+            "plot_gallery": str(order.execute),
+            "sphinx_gallery_conf.examples_dirs": str(work / "gallery"),
+            "sphinx_gallery_conf.subsection_order": None,
+            "sphinx_gallery_conf.within_subsection_order": "FileNameSortKey",
+        },
+        status=None,
+        warning=None,
+    )
+    outcome = app.config.sphinx_gallery_conf
+    if outcome["failing_examples"]:
+        (trace,) = outcome["failing_examples"].values()
+        return {"failure": f"raised {_error(trace)}", "detail": trace}
+    if order.execute and len(outcome["passing_examples"]) != 1:
+        raise RuntimeError("sphinx-gallery did not execute the recipe")
+    if (site / f"{page}.rst").stat().st_size > OUTPUT_LIMIT:
+        return {"outputs": []}  # the build will refuse it
+    app.build()
+    outputs = [asdict(output) for output in read(app.env.get_doctree(page), recipe)]
+    launches = [asdict(launch) for launch in watch.launches] if watch else []
+    return {"outputs": outputs, "launches": launches, "laid_out": laid_out}
+
+
+def _watch_layout(before: list[str] | None) -> list[str]:
+    """Return a list to which sphinx-gallery's layout of each code cell's output is added, or have it use these."""
+    execute, laid_out = gen_rst.execute_code_block, []
+    replayed = iter(before or [])
+
+    def execute_code_block(compiler: Any, block: Any, *given: Any) -> str:
+        text: str = execute(compiler, block, *given)
+        if block.type == "code":
+            text = text if before is None else next(replayed)
+            laid_out.append(text)
+        return text
+
+    gen_rst.execute_code_block = execute_code_block
+    return laid_out

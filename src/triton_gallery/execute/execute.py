@@ -1,0 +1,206 @@
+"""Executes recipes apart from each other, on this machine or elsewhere.
+
+What carries recipes out is an executor as `concurrent.futures` knows it, for tasks: the GPUs of this machine (`here`),
+or those of a cluster (`cluster.Cluster`).
+"""
+
+import hashlib
+import math
+import os
+import queue
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+
+from triton_gallery.execute import rehearsal, supervise
+from triton_gallery.execute.server import Server
+from triton_gallery.execute.settings import Settings
+from triton_gallery.execute.supervise import Result, Task
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.device import Environment, detect, too_new
+from triton_gallery.recipe.hashes import hash_of
+from triton_gallery.recipe.needs import missing
+from triton_gallery.records.pages import Pages, Run
+
+MACHINERY = (
+    "compiled/launch_trace",
+    "recipe/cells",
+    "recipe/contents",
+    "recipe/declaration",
+    "recipe/device",
+    "recipe/launches",
+    "recipe/needs",
+    "recipe/outputs",
+    "recipe/tables",
+    "execute/capture",
+    "execute/child",
+    "execute/server",
+    "execute/supervise",
+    "execute/warden",
+)
+TO_GALLERY = re.compile(r"(?m)^# sphinx_gallery_(?!tags).*")  # what sphinx-gallery is told of an execution
+PACKAGES = ("sphinx", "sphinx-gallery", "matplotlib", "numpy", "pandas")  # an environment has the others
+ELSEWHERE = {  # settings of sphinx-gallery that say where recipes lie and how they are listed
+    "examples_dirs",
+    "gallery_dirs",
+    "subsection_order",
+    "within_subsection_order",
+}
+
+Submit = Callable[[Task], Future[Result]]
+Report = Callable[[Recipe, Run, int], None]
+Say = Callable[[str], object]
+
+
+def refresh(
+    recipes: Sequence[Recipe],
+    pages: Pages,
+    settings: Settings,
+    report: Report,
+    say: Say,
+) -> list[tuple[Recipe, Run]]:
+    """Execute here the recipes whose page is missing, failed, or came of other code or another environment.
+
+    Where what else shapes a page has changed, as prose, it is laid out again with what its cells put out before.
+
+    Args:
+        recipes: those that are wanted.
+        pages: where the pages are.
+        settings: what `conf.py` says.
+        report: called after each recipe that was executed, with the number of those still to come.
+        say: called with a line on what goes on besides.
+
+    Returns:
+        Every recipe with its run, executed now or before.
+    """
+    environments = detect()
+    due, old = [], []
+    for task in make_tasks(recipes, settings):
+        run = pages.run(task.recipe.key)
+        if not run or not _current(run, task, environments):
+            due.append(task)
+        elif run.page != task.page:
+            old.append(replace(task, before=(run, pages.files(task.recipe))))
+    due = longest_first(due, {recipe.key: run.seconds for recipe in recipes if (run := pages.run(recipe.key))})
+    with here(environments, due, say) as submit:
+        execute([(task, submit) for task in due], pages, report)
+        if old:
+            say(f"pages laid out again, as their code has not changed: {len(old)}")
+            execute([(task, submit) for task in old], pages, lambda recipe, run, left: None)
+    return [(recipe, known) for recipe in recipes if (known := pages.run(recipe.key))]
+
+
+def make_tasks(recipes: Sequence[Recipe], settings: Settings) -> list[Task]:
+    """Return a task for each recipe as it is now."""
+    files = (Path(__file__).parents[1] / f"{name}.py" for name in MACHINERY)
+    machinery = [*map(str.encode, map(version, PACKAGES)), *(path.read_bytes() for path in files)]
+    said = repr(sorted((name, value) for name, value in settings.gallery.items() if name not in ELSEWHERE))
+    tasks = []
+    for recipe in recipes:
+        source = recipe.text
+        companions = {path.name: path.read_bytes() for path in recipe.companions}
+        told = [said, *TO_GALLERY.findall(source)]
+        code = _digest(_code(recipe).encode(), *map(str.encode, told), *companions.values())
+        page = _digest(source.encode(), *machinery)
+        limits = settings.time_limit, settings.memory_limit
+        tasks.append(Task(recipe, source, companions, code, page, settings.confdir, *limits))
+    return tasks
+
+
+def longest_first(tasks: Sequence[Task], took: Mapping[str, float]) -> list[Task]:
+    """Return tasks in an order in which all end soon: by the seconds that recipes took before, those unknown first."""
+    return sorted(tasks, key=lambda task: took.get(task.recipe.key, math.inf), reverse=True)
+
+
+def execute(work: Sequence[tuple[Task, Submit]], pages: Pages, report: Report) -> None:
+    """Have tasks carried out, each by its executor.
+
+    Pages are installed one by one as recipes end, so that what a killed command has done is kept; `report` is called
+    after that, with the number of those still to come.
+    """
+    futures = {submit(task): task.recipe for task, submit in work}
+    left = set(futures)
+    while left:
+        done, left = wait(left, return_when=FIRST_COMPLETED)
+        for future in done:
+            run, files = future.result()
+            run = pages.install(futures[future], files, run)
+            report(futures[future], run, len(left))
+
+
+@contextmanager
+def here(environments: Sequence[Environment], tasks: Sequence[Task], say: Say) -> Iterator[Submit]:
+    """Carry tasks out on this machine: each GPU takes one at a time, or each core without a GPU.
+
+    Args:
+        environments: the GPUs, or that of the CPU.
+        tasks: what will be carried out; it is rehearsed first where that is quicker.
+        say: called with a line on a rehearsal, or on a version that was not tried.
+    """
+    alone = list(environments) if environments[0].is_gpu else [environments[0]] * len(os.sched_getaffinity(0))
+    crowd = rehearsal.places(environments, len(tasks))
+    if notice := too_new(environments[0]):
+        say(notice)
+    supervise.allow()
+    with (
+        closing(supervise.start_server(environments[0])) as server,
+        TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name,
+    ):
+        caches = Path(name) if crowd else None
+        if caches:
+            say(f"rehearsing {len(tasks)} recipes, {len(crowd)} at a time")
+            start = monotonic()
+            with _on(crowd, server, caches, rehearsal=True) as submit:
+                wait([submit(task) for task in tasks])  # what fails will fail again, alone
+            rehearsal.forget_tuning(caches)
+            say(f"rehearsed in {monotonic() - start:.1f} s")
+        with _on(alone, server, caches) as submit:
+            yield submit
+
+
+@contextmanager
+def _on(slots: Sequence[Environment], server: Server, caches: Path | None, rehearsal: bool = False) -> Iterator[Submit]:
+    """Carry tasks out, each slot one at a time; all have ended when the context is left."""
+    free: queue.SimpleQueue[Environment] = queue.SimpleQueue()
+    for slot in slots:
+        free.put(slot)
+
+    def on_free_slot(task: Task) -> Result:
+        environment = free.get()
+        try:
+            return supervise.run(task, environment, server, caches, rehearsal)
+        finally:
+            free.put(environment)
+
+    pool = ThreadPoolExecutor(max_workers=len(slots))
+    try:
+        yield lambda task: pool.submit(on_free_slot, task)
+    except BaseException:
+        supervise.stop()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _current(run: Run, task: Task, environments: Sequence[Environment]) -> bool:
+    """Whether a run would be the same again."""
+    return run.passed(task.code, environments) and run.missing == missing(
+        task.recipe.path, task.source, run.environment.capability
+    )
+
+
+def _code(recipe: Recipe) -> str:
+    try:
+        return hash_of(recipe)
+    except SyntaxError:  # its page says so
+        return recipe.text
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()

@@ -1,0 +1,188 @@
+"""Records what recipes put out on GPUs: which recipes, on which kinds of GPU, and each as soon as it has ended.
+
+What ran here for a page, with the present code, is recorded as it is.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from triton_gallery.execute.execute import Report, Say, Submit, execute, here, longest_first
+from triton_gallery.execute.supervise import Task
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.device import Environment, NoEnvironmentError, detect
+from triton_gallery.records.formats import BadRecordError, changed, commit
+from triton_gallery.records.pages import Pages, Run
+from triton_gallery.records.recorded import Records
+
+
+class FarmError(Exception):
+    """GPUs that nothing can be recorded on; the message says why."""
+
+
+class Farm(Protocol):
+    """GPUs to record on."""
+
+    @property
+    def environments(self) -> Sequence[Environment]:
+        """What executes there: one for each GPU."""
+
+    def on(self, kind: Sequence[Environment], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
+        """Return what carries these tasks out on these environments, which are all of one kind."""
+
+
+class ThisMachine:
+    """The GPUs of this machine."""
+
+    def __init__(self) -> None:
+        """Look for them; FarmError if there are none."""
+        try:
+            self.environments = detect()
+        except NoEnvironmentError as error:
+            raise FarmError(str(error)) from None
+        if not self.environments[0].is_gpu:
+            raise FarmError("torch sees no GPU here: a record is made on one")
+
+    def on(self, kind: Sequence[Environment], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
+        """Return what carries tasks out on some of them, after a rehearsal."""
+        return here(kind, tasks, say)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What became of a recipe.
+
+    Attributes:
+        recipe: which one.
+        run: how it went.
+        path: the file of its record; None if it was not recorded.
+        before: whether it ran before, for its page, and not again.
+    """
+
+    recipe: Recipe
+    run: Run
+    path: Path | None
+    before: bool
+
+
+def record(
+    tasks: Sequence[Task],
+    farm: Farm,
+    pages: Pages,
+    records: Records,
+    report: Report,
+    say: Say,
+    *,
+    stale: bool,
+    each_kind: bool,
+    again: bool,
+) -> list[Recorded]:
+    """Record recipes, each as soon as it has ended; execute those that have not run with their present code.
+
+    Args:
+        tasks: the recipes.
+        farm: the GPUs.
+        pages: where their pages are, with the runs that made them, and where new ones go.
+        records: where their records go.
+        report: called after each recipe that was executed, with the number of those still to come.
+        say: called with a line on what goes on besides.
+        stale: leave those out that have a record of their present code on that kind of GPU.
+        each_kind: record a recipe once on each kind of GPU; otherwise all GPUs have to be alike.
+        again: execute those too that ran before.
+
+    Returns:
+        The recipes, those first that ran before, then in the order of their ends.
+
+    Raises:
+        FarmError: if GPUs are unlike that must not be.
+        BadRecordError: if a record that is there does not fit, one cannot be written, or a recipe is not that of the
+            commit.
+    """
+    revision = commit()
+    due = [
+        (kind, [task for task in tasks if not stale or not records.is_fresh(task.recipe, kind[0].name)])
+        for kind in kinds(farm.environments, each_kind)
+    ]
+    for kind, of_kind in due:
+        for task in of_kind:
+            records.check(task.recipe, kind[0].name)
+    _refuse_changed([task.recipe for _, of_kind in due for task in of_kind], revision)
+    ended = []
+
+    def keep(recipe: Recipe, run: Run, before: bool) -> None:
+        path = None
+        if run.failure is None and not run.missing:
+            try:
+                path = records.write(recipe, run, pages.figures(recipe), revision)
+            except (BadRecordError, OSError) as error:  # it costs this recipe's record alone
+                run = dataclasses.replace(run, failure="could not be recorded", detail=str(error))
+        ended.append(Recorded(recipe, run, path, before))
+
+    def keep_and_report(recipe: Recipe, run: Run, left: int) -> None:
+        keep(recipe, run, before=False)
+        report(recipe, ended[-1].run, left)
+
+    with ExitStack() as stack:
+        work: list[tuple[Task, Submit]] = []
+        for kind, of_kind in due:
+            ran = {} if again else {task.recipe: run for task in of_kind if (run := _ran(task, kind, pages, records))}
+            for recipe, run in ran.items():
+                keep(recipe, run, before=True)
+            left = [task for task in of_kind if task.recipe not in ran]
+            left = longest_first(left, records.seconds(kind[0].name))
+            submit = stack.enter_context(farm.on(kind, left, say))
+            work += [(task, submit) for task in left]
+        execute(work, pages, keep_and_report)
+    return ended
+
+
+def _ran(task: Task, kind: Sequence[Environment], pages: Pages, records: Records) -> Run | None:
+    """Return the run of a recipe's page, if it is what would be recorded now and no newer one is recorded."""
+    run = pages.run(task.recipe.key)
+    if run is None or run.missing or not run.passed(task.code, kind):
+        return None
+    figures = pages.figures(task.recipe)
+    whole = all(name in figures for output in run.outputs for name in output.figures)
+    recorded = records.on(task.recipe, kind[0].name)
+    newer = recorded and recorded.is_fresh(task.recipe) and recorded.date > run.date
+    return run if whole and not newer else None
+
+
+def _refuse_changed(recipes: Sequence[Recipe], revision: str | None) -> None:
+    """Refuse recipes whose files are not those of the commit that their records would name; BadRecordError if any.
+
+    The clock and the ops that a recipe imports are among its files.
+    """
+    if revision is None:
+        return
+    files = {recipe: [str(recipe.path.with_suffix(".*")), *map(str, recipe.sources)] for recipe in recipes}
+    if names := [recipe.key for recipe in recipes if changed(files[recipe], revision)]:
+        raise BadRecordError(f"{', '.join(names)}: not as in the commit {revision}; commit it, then record it")
+
+
+def kinds(environments: Sequence[Environment], each_kind: bool) -> list[list[Environment]]:
+    """Return the environments by their kinds.
+
+    Raises:
+        FarmError: if there are several and not each is asked for, or two of them are of GPUs with the same name.
+    """
+    by_kind: dict[tuple[object, ...], list[Environment]] = {}
+    for environment in environments:
+        by_kind.setdefault(tuple(environment.kind.values()), []).append(environment)
+    by_name: dict[str, Environment] = {}
+    for environment, *_ in by_kind.values():
+        other = by_name.setdefault(environment.name, environment)
+        differ = [
+            f"{field} {other.kind[field]} and {value}"
+            for field, value in environment.kind.items()
+            if value != other.kind[field]
+        ]
+        if differ:
+            raise FarmError(f"machines with an {environment.name} are unlike: {', '.join(differ)}; make them alike")
+    if len(by_kind) > 1 and not each_kind:
+        names = ", ".join(by_name)
+        raise FarmError(f"unlike GPUs: {names}; choose one kind, or record on each with --each-kind (EACH_KIND=1)")
+    return list(by_kind.values())

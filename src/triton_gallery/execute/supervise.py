@@ -1,0 +1,230 @@
+"""Executes one recipe in a process of its own, with one GPU and limits of time and memory.
+
+`run` needs nothing but what it is given, so that a task may be carried out on any machine.
+"""
+
+import json
+import os
+import re
+import signal
+import tempfile
+import threading
+import traceback
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from triton_gallery.execute.child import OUTPUT_LIMIT, Order
+from triton_gallery.execute.memory import POLL, excess
+from triton_gallery.execute.server import Server
+from triton_gallery.recipe.contents import HEADER, Recipe
+from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.launches import Launch
+from triton_gallery.recipe.needs import missing, versions
+from triton_gallery.recipe.outputs import Output, from_json
+from triton_gallery.records.pages import Run
+
+TAIL = 4_000
+PAGES = Path("site", "recipes")  # in the work folder
+
+Result = tuple[Run, dict[str, bytes]]  # how it went, and the page's files by their paths
+
+_stopping = threading.Event()
+
+
+@dataclass(frozen=True)
+class Task:
+    """One recipe to execute.
+
+    Attributes:
+        recipe: which one.
+        source: its text, as it was when the task was made.
+        companions: the contents of the files beside it that carry its name.
+        code: the hash of its code that goes into its run.
+        page: that of all else that shapes its page.
+        confdir: the folder of `conf.py`.
+        limit: seconds until it is stopped.
+        memory: how much of the memory, where it is executed, recipes may use; 1 is all of it.
+        before: if it ran before, that run and the pictures on its page; then the page is laid out again, and no more.
+    """
+
+    recipe: Recipe
+    source: str
+    companions: dict[str, bytes]
+    code: str
+    page: str
+    confdir: Path
+    limit: float
+    memory: float
+    before: Result | None = None
+
+
+def start_server(environment: Environment) -> Server:
+    """Return what forks the processes of recipes, in environments of one kind."""
+    return Server(_variables(environment) | ({} if environment.is_gpu else {"TRITON_INTERPRET": "1"}))
+
+
+def run(
+    task: Task, environment: Environment, server: Server, caches: Path | None = None, rehearsal: bool = False
+) -> Result:
+    """Execute one recipe in a process of its own; whatever goes wrong is told in the run that is returned.
+
+    Where the recipe needs what this environment has not, its page is laid out without executing it.
+
+    Args:
+        task: the recipe.
+        environment: what executes it.
+        server: what forks its process.
+        caches: where Inductor has a folder for each recipe; None: among what ends with the recipe.
+        rehearsal: whether others have the GPU meanwhile, and nothing that is measured is kept.
+    """
+    try:
+        return _run(task, environment, server, caches, rehearsal)
+    except Exception as error:  # whatever it is, it costs this recipe's page alone
+        return failed(task, environment, f"could not be executed: {error!r}", traceback.format_exc())
+
+
+def failed(task: Task, environment: Environment, what: str, detail: str) -> Result:
+    """Return the result of a task that came to nothing."""
+    return Run(task.code, environment, datetime.now(UTC).isoformat(timespec="seconds"), 0.0, what, detail), {}
+
+
+def allow() -> None:
+    """Let recipes be executed again after `stop`."""
+    _stopping.clear()
+
+
+def stop() -> None:
+    """End the recipes that this process has executed, and let no other begin."""
+    _stopping.set()
+
+
+def _run(task: Task, environment: Environment, server: Server, caches: Path | None, rehearsal: bool) -> Result:
+    lacks = missing(task.recipe.path, task.source, environment.capability)
+    with tempfile.TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name:
+        work = Path(name)
+        _furnish(work, task)
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        variables = {**_variables(environment), "TMPDIR": str(work / "tmp")}
+        if caches:
+            variables["TORCHINDUCTOR_CACHE_DIR"] = str(caches / task.recipe.key)
+        if environment.visible is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = environment.visible
+        laid_out = task.before[0].laid_out if task.before else None
+        execute = not lacks and laid_out is None
+        order = Order(work, task.confdir, execute, variables, rehearsal, laid_out)
+        ended, seconds = _supervise(task, server, order)
+        outcome = _judge(work, ended)
+        files = _collect(work)
+        text = len(files.get(f"{task.recipe.key}.rst", b""))
+        if text > OUTPUT_LIMIT:
+            what = f"printed too much: {text:,} bytes of text for its page, where {OUTPUT_LIMIT:,} are allowed"
+            outcome, files = {"failure": outcome.get("failure", what)}, {}
+        if task.before and outcome.get("failure") is None:
+            return replace(task.before[0], page=task.page), files
+        packages = {} if lacks else versions(task.recipe.path, task.source)
+        outcome |= {"packages": packages, "missing": lacks, "page": task.page}
+        return Run(task.code, environment, date, seconds, **outcome), files
+
+
+def _furnish(work: Path, task: Task) -> None:
+    section = work / "gallery" / task.recipe.section
+    section.mkdir(parents=True)
+    (section / f"{task.recipe.name}.py").write_text(task.source, encoding="utf-8")
+    for name, content in task.companions.items():
+        (section / name).write_bytes(content)
+    for folder in (section.parent, section):
+        (folder / HEADER).write_text("Recipes\n=======\n", encoding="utf-8")
+    (work / "tmp").mkdir()
+    for name, content in task.before[1].items() if task.before else ():
+        path = work / PAGES / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def _variables(environment: Environment) -> dict[str, str]:
+    """Return the environment variables of all recipes that an environment executes."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # Triton 3.9 warns on every page that 3.10 will not fuse a * b + c unless it is asked to.
+    variables.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    variables["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[2]), *filter(None, [variables.get("PYTHONPATH")])]
+    )
+    if environment.is_gpu:
+        # No other process takes time from the CPU that launches what is measured
+        variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    else:
+        variables.setdefault("OMP_NUM_THREADS", "1")  # there is a recipe for each core
+    return variables
+
+
+def _supervise(task: Task, server: Server, order: Order) -> tuple[int | str, float]:
+    """Return the exit status of the recipe's process, or why it was stopped, and the seconds that it took."""
+    with open(order.work / "log.txt", "wb") as log:
+        warden, line = server.fork(task.source, log.fileno())
+    start = monotonic()
+    with line:  # leaving it ends the recipe
+        line.send(order)
+        why = _watch(warden, line, task)
+        try:
+            if why:
+                line.send(why)
+            status = int(line.recv())
+        except (EOFError, ConnectionError):  # the warden was killed, and the recipe with it
+            status = -signal.SIGKILL
+    return why or status, round(monotonic() - start, 1)
+
+
+def _watch(warden: int, line: "Connection[Any, Any]", task: Task) -> str | None:
+    """Wait until a recipe has ended, and return None, or has to, and return why."""
+    end = monotonic() + task.limit
+    while not _stopping.is_set():
+        if line.poll(POLL):
+            return None
+        if monotonic() > end:
+            return f"stopped after {task.limit:g} s"
+        if why := excess(warden, task.memory):
+            return why
+    return "stopped with the build"
+
+
+def _collect(work: Path) -> dict[str, bytes]:
+    """Return the page's files, with the work folder's path taken out of its text."""
+    pages = work / PAGES
+    files = {}
+    for path in sorted(pages.glob("*/**/*")):
+        if path.is_file() and path.name not in {"index.rst", "sg_execution_times.rst"}:
+            content = path.read_bytes()
+            if path.suffix == ".rst":
+                content = content.replace(f"{work}{os.sep}".encode(), b"")
+            files[str(path.relative_to(pages))] = content
+    return files
+
+
+def _judge(work: Path, ended: int | str) -> dict[str, Any]:
+    """Return what the run came to, as `Run` has it: the outputs, or the failure and the last lines that tell of it."""
+    result = work / "result.json"
+    if ended == 0 and result.exists():
+        outcome: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        if "outputs" in outcome:
+            launches = from_json(list[Launch], outcome.get("launches", []))
+            laid_out = [text.replace(f"{work}{os.sep}", "") for text in outcome.get("laid_out", [])]
+            return {"outputs": from_json(list[Output], outcome["outputs"]), "launches": launches, "laid_out": laid_out}
+        what, detail = outcome["failure"], outcome["detail"]
+    else:
+        with open(work / "log.txt", "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
+            detail = log.read().decode(errors="replace")
+        # faulthandler writes the innermost frame first: those below the recipe are sphinx-gallery's
+        detail = re.split(r"\n.*/sphinx_gallery/", detail, maxsplit=1)[0]
+        if isinstance(ended, str):
+            what = ended
+        elif ended < 0:
+            names = {number.value: f" ({number.name})" for number in signal.Signals}
+            what = f"killed by signal {-ended}{names.get(-ended, '')}"
+        else:
+            what = f"ended with status {ended} before its last cell"
+    return {"failure": what, "detail": detail.replace(f"{work}{os.sep}", "").strip()[-TAIL:]}

@@ -1,0 +1,1 @@
+"""What was measured beside other libraries."""

@@ -1,0 +1,83 @@
+"""The site for programs that read: each recipe as Markdown beside its page, and llms.txt, which lists all pages."""
+
+import json
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from triton_gallery.site import lookup
+from triton_gallery.site.describe import said_of
+from triton_gallery.site.notebook import OURS
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+    from sphinx.environment import BuildEnvironment
+    from sphinx.util.typing import ExtensionMetadata
+
+
+def setup(app: "Sphinx") -> "ExtensionMetadata":
+    """Have the files written when the site is, and pages say so."""
+    app.connect("html-page-context", _announce)
+    app.connect("build-finished", _write)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def of_notebook(notebook: dict[str, Any]) -> str:
+    """Return a recipe's notebook, with its outputs, as Markdown."""
+    return "\n\n".join(part.strip("\n") for cell in notebook["cells"] for part in _of_cell(cell)) + "\n"
+
+
+def _of_cell(cell: dict[str, Any]) -> Iterator[str]:
+    source = "".join(cell["source"])
+    if OURS in cell["metadata"].get("tags", []):
+        return
+    if cell["cell_type"] == "markdown":
+        yield source
+        return
+    yield _fenced("python", source)
+    for output in cell["outputs"]:
+        text = output.get("text") or output.get("data", {}).get("text/plain")
+        yield _fenced("text", "".join(text)) if text else "*A picture, on the page and in the notebook.*"
+
+
+def _fenced(language: str, text: str) -> str:
+    return f"```{language}\n{text.strip(chr(10))}\n```"
+
+
+def _announce(app: "Sphinx", page: str, template: str, context: dict[str, Any], _: object) -> None:
+    if page in lookup.recipes(app.env):
+        name = escape(PurePosixPath(page).name)
+        context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{name}.md" />\n'
+
+
+def _write(app: "Sphinx", exception: Exception | None) -> None:
+    if exception or app.builder.format != "html":
+        return
+    out, pages = Path(app.outdir), lookup.pages(app.env)
+    for page, recipe in lookup.recipes(app.env).items():
+        notebook = json.loads(pages.notebook(recipe).read_text(encoding="utf-8"))
+        (out / f"{page}.md").write_text(of_notebook(notebook), encoding="utf-8")
+    (out / "llms.txt").write_text("\n".join(_lines(app.env)) + "\n", encoding="utf-8")
+
+
+def _lines(env: "BuildEnvironment") -> Iterator[str]:
+    """Yield the lines of llms.txt: what the site is, the recipes by sections, the other pages."""
+    yield f"# {env.config.project}"
+    if about := said_of(env, env.config.root_doc):
+        yield f"\n> {about}"
+    section = ""
+    for page, recipe in lookup.recipes(env).items():
+        if recipe.section != section:
+            section = recipe.section
+            yield f"\n## {env.titles[page.rpartition('/')[0] + '/index'].astext()}\n"
+        yield _line(env, page, "md")
+    others = [page for page in env.toctree_includes.get(env.config.root_doc, []) if "/index" not in page]
+    if others:
+        yield "\n## About the gallery\n"
+        yield from (_line(env, page, "html") for page in others)
+
+
+def _line(env: "BuildEnvironment", page: str, kind: str) -> str:
+    base = f"{env.config.html_baseurl.rstrip('/')}/" if env.config.html_baseurl else ""
+    return f"- [{env.titles[page].astext()}]({base}{page}.{kind}): {said_of(env, page)}"

@@ -1,0 +1,184 @@
+"""What the records of an op come to: how fast it is beside each library, where it loses, what it costs the CPU.
+
+Every number comes from a record. Where two bands overlap, neither side is called faster.
+"""
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from docutils import nodes
+
+from triton_gallery.figures.summary import Over, Summary, headline
+from triton_gallery.recipe.tables import BYTES, ROOF, Table
+from triton_gallery.site.lookup import RecipePage
+from triton_gallery.site.show import figure, grid, where
+
+FORWARD = "forward"
+NOTHING = "Nothing has been measured with the present code."
+OLDER = "Beside other libraries, older code than the present was measured."
+RATIOS = (
+    "A ratio is the op's speed over that of the row: above 1 the op is faster. It is the median of all sizes, with the "
+    "worst and the best."
+)
+EQUAL = (
+    "Equal: the ranges of the two, from the 20th to the 80th percentile, overlap. Slower: the op's whole range lies "
+    "below that of the row."
+)
+UNKNOWN = "The spread was not kept, so neither side is called faster."
+LAUNCH = "Times are of the GPU, without the launch."
+BACKWARD = "Times of the backward leave out the forward."
+CPU = (
+    "In eager code a call takes at least its CPU time: where the GPU needs less, the CPU time decides. A CUDA graph "
+    "takes it away, and so does torch.compile in the mode reduce-overhead, which makes one."
+)
+ROOFS = {
+    True: "Roof: a copy, or an addition, of as many bytes, measured in the same run.",
+    False: "Roof: a matrix product of the vendor's library with as many operations, measured in the same run.",
+}
+UNMEASURED = "\N{EN DASH}"
+
+
+def table(items: Sequence[Summary]) -> Iterator[nodes.Node]:
+    """Yield what the benchmarks of an op come to: a row for each library, then one for each further work."""
+    found = headline(items)
+    if not found:
+        yield nodes.paragraph("", NOTHING)
+        return
+    yield nodes.paragraph("", _of(found))
+    names = sorted({name for item in found for name in item.table.others}, key=lambda name: _rank(found, name))
+    columns = [text for item in found for text in (f"{_name(item)}: ratio", "slower at")]
+    rows = [[name, *(text for item in found for text in _cells(item, name))] for name in names]
+    rows.append([ROOF, *(text for item in found for text in (_ratio(item.over(item.table.of_roof)), ""))])
+    yield grid(["beside", *columns], [row for row in rows if any(row[1:])], "ratios", "verdict")
+    if further := _further(items, found[0]):
+        yield further
+    elif found[0].is_page and any(not item.is_page for item in items):
+        yield nodes.paragraph("", OLDER)
+    yield nodes.paragraph("", " ".join(_words(found)))
+
+
+def label(item: Summary) -> str:
+    """Return what is said of a benchmark: one without a name is the forward's."""
+    return item.work or FORWARD
+
+
+def short(item: Summary) -> str:
+    """Return our speed over that of the fastest library, and its name."""
+    over = item.beside(item.fastest) if item.fastest else None
+    return f"{over.median:.2f} \N{MULTIPLICATION SIGN} {item.fastest}" if over else ""
+
+
+def cpu(page: RecipePage, items: Sequence[Summary]) -> str:
+    """Say what a call takes of the CPU, each way, the median over the sizes of the recipe's page; empty if unknown."""
+    tables = [(label(item), item.table) for item in headline([item for item in items if item.is_page])]
+    if not tables and page.table:
+        tables = [("of older code:", page.table)] if page.record and not page.record.is_fresh(page.recipe) else []
+    if [name for name, _ in tables] == [FORWARD]:
+        tables = [("", tables[0][1])]
+    told = [f"{name} {times}".strip() for name, table in tables if (times := _times(table))]
+    return f"CPU time of a call, in microseconds: {'; '.join(told)}. {CPU}" if told else ""
+
+
+def _times(table: Table) -> str:
+    times = {name: [time for time in values if time is not None] for name, values in table.cpu.items() if name != ROOF}
+    return " · ".join(f"{name} {figure(median(values))}" for name, values in times.items() if values)
+
+
+def _of(found: Sequence[Summary]) -> str:
+    """Say on which GPU, in which types and at how many sizes benchmarks were measured."""
+    counts = [_count(item) for item in found]
+    told = [f"{count} for the {_name(item)}" for item, count in zip(found, counts, strict=True)]
+    sizes = counts[0] if len(set(counts)) == 1 else " and ".join(told)
+    dtypes = " and ".join(dict.fromkeys(item.dtype for item in found if item.dtype))
+    return f"On {' in '.join(filter(None, [found[0].device.name, dtypes]))}, at {sizes}."
+
+
+def _count(item: Summary) -> str:
+    """Say how many sizes a benchmark has."""
+    count = len(item.table.settled)
+    if item.is_page:
+        return f"{count} of the lesson's sizes"
+    return f"{count} {'shape' if count == 1 else 'shapes'} that models use"
+
+
+def _name(item: Summary) -> str:
+    """Return the label of a benchmark without its type."""
+    return label(item).removeprefix(item.dtype).strip(", ") if item.dtype else label(item)
+
+
+def _rank(found: Sequence[Summary], name: str) -> tuple[bool, float]:
+    """Put the closest rival first: the lowest median of the first benchmark that has it."""
+    over = next((over for item in found if (over := item.beside(name))), None)
+    return (over is None, over.median if over else 0)
+
+
+def _ratio(over: Over | None) -> str:
+    """Write a ratio: its median, the lowest and the highest."""
+    if over is None:
+        return UNMEASURED
+    ends = f"{over.worst:.2f}", f"{over.best:.2f}"
+    return f"{over.median:.2f}{'' if ends[0] == ends[1] else f' ({ends[0]} to {ends[1]})'}"
+
+
+def _cells(item: Summary, name: str) -> tuple[str, str]:
+    """Return our speed over a library's, and at how many sizes who is faster."""
+    over = item.beside(name)
+    if over is None:
+        return UNMEASURED, "the GPU waited for the CPU" if any(item.table.late.get(name, [])) else ""
+    return _ratio(over), "; ".join(_outcome(item, name, over))
+
+
+def _outcome(item: Summary, name: str, over: Over) -> Iterator[str]:
+    """Yield at how many sizes a library is faster than we, and where most, then at how many the two are equal."""
+    behind, tied, count = item.behind(name), item.tied(name), len(over.sizes)
+    if not any(item.table.low.values()):
+        return
+    worst = min(behind, key=lambda index: item.table.over(name, index) or 0, default=None)
+    yield f"{len(behind)} of {count}" + ("" if worst is None else f", most at {where(item, worst)}")
+    if tied:
+        yield f"equal at {len(tied)} of {count}"
+
+
+def _further(items: Sequence[Summary], first: Summary) -> nodes.Node | None:
+    """Return a table of the other works on the same GPU, each beside its closest rival; None if there are none."""
+    works: dict[tuple[str, str], dict[bool, Summary]] = {}
+    for item in items:
+        is_other = item.variant != first.variant and item.device.name == first.device.name
+        if is_other and item.is_fresh and not (item.is_page or first.is_page) and item.fastest:
+            works.setdefault((item.variant, item.dtype), {})[item.is_backward] = item
+    if not works:
+        return None
+    ways = sorted({way for found in works.values() for way in found})
+    columns = ["beside the closest", *("backward" if way else FORWARD for way in ways)]
+    rows = [[_work(*work, first), *(_beside(of, way) for way in ways)] for work, of in works.items()]
+    return grid(columns, rows, "ratios")
+
+
+def _work(name: str, dtype: str, first: Summary) -> str:
+    """Return what is said of a further work: its type too, where that is another than the first one's."""
+    name = name.replace("fp16", "float16")
+    return name if dtype == first.dtype or dtype in name else f"{name}, {dtype}"
+
+
+def _beside(of: dict[bool, Summary], way: bool) -> str:
+    """Return how a work comes out beside its closest rival, in a cell."""
+    item = of.get(way)
+    if item is None or item.fastest is None:
+        return UNMEASURED
+    ratio, outcome = _cells(item, item.fastest)
+    return f"{item.fastest} {ratio}{f'; slower at {outcome}' if outcome else ''}"
+
+
+def _words(found: Sequence[Summary]) -> Iterator[str]:
+    """Yield what the words of the table mean."""
+    yield RATIOS
+    if any(any(item.table.low.values()) for item in found):
+        yield EQUAL
+    else:
+        yield UNKNOWN
+    if not found[0].is_page and any(item.over(item.table.of_roof) for item in found):
+        yield ROOFS[found[0].table.unit == BYTES]
+    if not found[0].is_page or any(item.table.cpu for item in found):
+        yield LAUNCH
+        if any("backward" in item.work for item in found):
+            yield BACKWARD

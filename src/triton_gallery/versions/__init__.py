@@ -1,0 +1,1 @@
+"""The gallery under several versions of Triton: what was tried, and figures of our ops."""
