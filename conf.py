@@ -38,7 +38,7 @@ sphinx_gallery_conf = {
     "filename_pattern": r"\.py$",
     "subsection_order": [f"../_build/gallery/{section}" for section in sections(ROOT / "gallery")],
     "within_subsection_order": "triton_gallery.recipe.contents.RecipeOrder",
-    "image_scrapers": ("triton_gallery.execute.capture.scrape", "matplotlib"),
+    "image_scrapers": ("triton_gallery.execute.scraper.scrape", "matplotlib"),
     "download_all_examples": False,
     "min_reported_time": float("inf"),  # the strip under the title says it, and what it means
     "remove_config_comments": True,

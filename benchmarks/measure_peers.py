@@ -22,7 +22,7 @@ from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.device import detect
 from triton_gallery.recipe.hashes import hash_of
 from triton_gallery.recipe.tables import ROOF, TRITON
-from triton_gallery.records.formats import BadRecordError, Device, commit
+from triton_gallery.records.schemas import BadRecordError, Device, commit
 
 TURNS = 40
 

@@ -34,7 +34,7 @@ from work import Work
 
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import detect
-from triton_gallery.records.formats import BadRecordError, Device, commit, parse, slug
+from triton_gallery.records.schemas import BadRecordError, Device, commit, parse, slug
 
 PROGRAM = Path(__file__).with_name("contender.py")
 ROWS = "versions.jsonl"

@@ -21,7 +21,7 @@ from triton_gallery.execute.execute import make_tasks
 from triton_gallery.execute.settings import read
 from triton_gallery.recipe.contents import lay_out, load
 from triton_gallery.recipe.device import detect
-from triton_gallery.records.pages import Pages, Run
+from triton_gallery.records.page_cache import Pages, Run
 
 pytest_plugins = ["op_fixtures"]
 

@@ -18,7 +18,7 @@ from selection import KEYS
 
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.op import op_of
-from triton_gallery.records.pages import Run
+from triton_gallery.records.page_cache import Run
 
 settings.register_profile("default", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)

@@ -19,7 +19,7 @@ from project import HANGS, LEAVES, Project, is_alive, wait_until
 from triton_gallery.execute import settings
 from triton_gallery.execute.execute import refresh
 from triton_gallery.recipe.contents import load
-from triton_gallery.records.pages import Pages
+from triton_gallery.records.page_cache import Pages
 
 LIMIT = 12
 FAULTS = {

@@ -17,8 +17,8 @@ from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.needs import missing
 from triton_gallery.recipe.new import create
 from triton_gallery.recipe.op import op_of
-from triton_gallery.records.pages import Run
-from triton_gallery.records.recorded import Records
+from triton_gallery.records.page_cache import Run
+from triton_gallery.records.record_store import Records
 
 RECIPES = load(ROOT / "gallery")
 # Pages that have not taken the form yet. Nothing is added here.

@@ -11,8 +11,8 @@ from project import ROOT, Project
 
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.needs import missing, packages
-from triton_gallery.records.pages import Pages
-from triton_gallery.records.recorded import Records
+from triton_gallery.records.page_cache import Pages
+from triton_gallery.records.record_store import Records
 
 BLOCK = '# /// script\n# requires-python = ">=3.11"\n# dependencies = ["torch>=2.11", "rare-package>=2"]\n# ///\n'
 CODE = 'import rare_package\n\nprint("made with", rare_package.__name__)'

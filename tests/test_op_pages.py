@@ -17,8 +17,8 @@ from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.new import create
 from triton_gallery.recipe.op import op_of
 from triton_gallery.site.op_pages import NO_BACKWARD, parts_of, public
+from triton_gallery.site.render import prose
 from triton_gallery.site.replaces import replaces
-from triton_gallery.site.show import prose
 from triton_gallery.site.verdict import UNMEASURED
 from triton_gallery.site.wheel import command, name
 

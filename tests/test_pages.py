@@ -12,8 +12,8 @@ from project import Project
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.outputs import Output
-from triton_gallery.records.pages import Pages, Run
-from triton_gallery.records.recorded import Records
+from triton_gallery.records.page_cache import Pages, Run
+from triton_gallery.records.record_store import Records
 
 GPU = Environment("Test GPU", "0", "9.0", 1, None, "13.0", "2", "3", "3.12")
 

@@ -17,7 +17,7 @@ from triton_gallery.libraries.peer_rows import PeerRow, load_all, merge, table_o
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.hashes import hash_of
-from triton_gallery.records.formats import BadRecordError, Device
+from triton_gallery.records.schemas import BadRecordError, Device
 
 EVIL = '<script>alert("evil")</script>'
 ENVIRONMENT = Environment("Test GPU 9000", "0", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")

@@ -21,7 +21,7 @@ from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.declaration import BLOCK, declaration
 from triton_gallery.recipe.needs import ORDINARY, missing, packages
-from triton_gallery.records.pages import Run
+from triton_gallery.records.page_cache import Run
 from triton_gallery.site.notebook import OURS
 
 RECIPES = load(ROOT / "gallery")

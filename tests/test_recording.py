@@ -17,9 +17,9 @@ from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.hashes import cell_hash
 from triton_gallery.recipe.outputs import Output
-from triton_gallery.records.formats import BadRecordError
-from triton_gallery.records.pages import Run
-from triton_gallery.records.recorded import Records
+from triton_gallery.records.page_cache import Run
+from triton_gallery.records.record_store import Records
+from triton_gallery.records.schemas import BadRecordError
 
 GPU = Environment("Test GPU", "0", "9.0", 1, None, "13.0", "2", "3", "3.12")
 FIGURES = ["sphx_glr_matmul_001.png", "sphx_glr_matmul_002.png"]

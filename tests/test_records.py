@@ -23,9 +23,9 @@ from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.hashes import cell_hash, code_hash
 from triton_gallery.recipe.outputs import Frame, Output
 from triton_gallery.recipe.tables import Table
-from triton_gallery.records.formats import BadRecordError
-from triton_gallery.records.pages import Pages, Run
-from triton_gallery.records.recorded import SCHEMA_VERSION, Records
+from triton_gallery.records.page_cache import Pages, Run
+from triton_gallery.records.record_store import SCHEMA_VERSION, Records
+from triton_gallery.records.schemas import BadRecordError
 from triton_gallery.site import chart
 from triton_gallery.site.notebook import OURS
 

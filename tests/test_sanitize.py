@@ -9,7 +9,7 @@ from farm import Farm
 
 from triton_gallery.cli import PLANTED
 from triton_gallery.execute.sanitize import sanitize
-from triton_gallery.records.recorded import TOOLS
+from triton_gallery.records.record_store import TOOLS
 
 # As compute-sanitizer does: run the command, and end with the asked status if something was found.
 TOOL = """#!/bin/sh

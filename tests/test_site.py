@@ -15,8 +15,8 @@ from bs4 import BeautifulSoup
 from project import ROOT
 
 from triton_gallery.recipe.contents import Recipe, load
-from triton_gallery.records.recorded import TOOLS, Records
-from triton_gallery.site.lookup import line
+from triton_gallery.records.record_store import TOOLS, Records
+from triton_gallery.site.page_context import line
 
 each_recipe = pytest.mark.parametrize("recipe", load(ROOT / "gallery"), ids=lambda recipe: recipe.key)
 FETCHED = "script[src], img[src], iframe[src], source[src], video[src], link[rel~=stylesheet], link[rel~=icon]"

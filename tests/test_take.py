@@ -13,14 +13,14 @@ from bs4 import BeautifulSoup
 from docutils import nodes
 from project import ROOT, Project
 
-from triton_gallery.figures.summary import Summary
+from triton_gallery.figures.ratios import Summary
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.new import create
 from triton_gallery.recipe.tables import Table
-from triton_gallery.records.formats import Device
-from triton_gallery.records.pages import Pages
-from triton_gallery.records.recorded import Records
-from triton_gallery.site.glance import ratios
+from triton_gallery.records.page_cache import Pages
+from triton_gallery.records.record_store import Records
+from triton_gallery.records.schemas import Device
+from triton_gallery.site.summary_box import ratios
 
 TABLE = Table(
     "results",

@@ -24,9 +24,9 @@ from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.kernels import module_of
 from triton_gallery.recipe.launches import Launch, typical
 from triton_gallery.recipe.op import Op
-from triton_gallery.records.formats import BadRecordError
-from triton_gallery.records.pages import Pages
-from triton_gallery.records.recorded import Records
+from triton_gallery.records.page_cache import Pages
+from triton_gallery.records.record_store import Records
+from triton_gallery.records.schemas import BadRecordError
 
 GPU = {gpu.key: gpu for gpu in GPUS}
 HEAD = "import os\nimport triton\nimport triton.language as tl\n\n"

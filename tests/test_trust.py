@@ -17,7 +17,7 @@ from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.outputs import Frame, Output, from_json
 from triton_gallery.recipe.tables import Table
-from triton_gallery.records.pages import Pages, Run
+from triton_gallery.records.page_cache import Pages, Run
 
 TLS = "DASK_DISTRIBUTED__COMM__TLS__"
 
@@ -114,12 +114,12 @@ def test_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 LIES = """
 def run(task, environment, server):
     import dataclasses, json, os, pickle
-    from triton_gallery.execute import supervise
+    from triton_gallery.execute import supervisor
 
     name = task.recipe.name
     if name == "honest":
-        return supervise.run(task, environment, server)
-    result, _ = supervise.failed(task, environment, None, "")
+        return supervisor.run(task, environment, server)
+    result, _ = supervisor.failed(task, environment, None, "")
     files = {f"things/{name}.{ending}": b"a page" for ending in ("rst", "py")}
     if name == "other_gpu":
         result = dataclasses.replace(result, environment=dataclasses.replace(environment, name="Other GPU"))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from docutils import nodes
 
-from triton_gallery.figures.summary import Summary, headline
+from triton_gallery.figures.ratios import Summary, headline
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.tables import Table
-from triton_gallery.records.formats import Device
+from triton_gallery.records.schemas import Device
 from triton_gallery.site.verdict import BACKWARD, NOTHING, OLDER, ROOFS, UNKNOWN, UNMEASURED, short, table
 
 H200 = Device("Test H200", "9.0", 1, None, None, "2.11", "3.6", "3.12")

@@ -17,7 +17,7 @@ from project import ROOT, Project
 from triton_gallery.cli import main
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.hashes import cell_hash
-from triton_gallery.records.formats import BadRecordError
+from triton_gallery.records.schemas import BadRecordError
 from triton_gallery.versions import matrix
 from triton_gallery.versions.matrix import FEATURE, KERNELS, LESSON, OP, Outcome, Pair, Tried, codes, failures
 from triton_gallery.versions.trials import ON_A_GPU, TrialError, _asked, newest_release, try_pair

@@ -19,7 +19,7 @@ from test_peers import BY, COMMIT, DATE, ENVIRONMENT, article, captions, cells, 
 
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.hashes import hash_of
-from triton_gallery.records.formats import BadRecordError, Device
+from triton_gallery.records.schemas import BadRecordError, Device
 from triton_gallery.versions.rates import Contender, VersionRow, load_all, merge
 
 OLD, NEW, OFF = "3.6.0", "3.9.0", "3.9.0, FP fusion off"

@@ -32,9 +32,9 @@ from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.device import NoEnvironmentError, detect
 from triton_gallery.recipe.needs import missing, packages
 from triton_gallery.recipe.new import create
-from triton_gallery.records.formats import BadRecordError
-from triton_gallery.records.pages import Pages, Run
-from triton_gallery.records.recorded import TOOLS, Records
+from triton_gallery.records.page_cache import Pages, Run
+from triton_gallery.records.record_store import TOOLS, Records
+from triton_gallery.records.schemas import BadRecordError
 from triton_gallery.versions import matrix
 from triton_gallery.versions.trials import TrialError, newest_release, try_pair
 

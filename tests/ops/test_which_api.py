@@ -19,7 +19,7 @@ from guard import guarded
 from hypothesis import given
 from inputs import Layout, layouts, shapes
 
-from triton_gallery.records.pages import Run
+from triton_gallery.records.page_cache import Run
 
 BLOCK = 1024  # of the recipe
 OPS = ["bare", "square", "square_opaque"]

@@ -26,8 +26,8 @@ from triton_gallery.recipe.hashes import hash_of
 from triton_gallery.recipe.kernels import module_of
 from triton_gallery.recipe.launches import Launch
 from triton_gallery.recipe.outputs import from_json
-from triton_gallery.records.pages import Run
-from triton_gallery.records.recorded import Record, Records
+from triton_gallery.records.page_cache import Run
+from triton_gallery.records.record_store import Record, Records
 
 ENDED = "the compiler"  # begins what is said of one that gave no answer
 SOURCES = ("compiler_process", "machine_code")  # what shapes an answer

@@ -19,7 +19,7 @@ from triton_gallery.recipe.hashes import hash_of
 from triton_gallery.recipe.launches import Launch
 from triton_gallery.recipe.op import Op
 from triton_gallery.recipe.outputs import from_json
-from triton_gallery.records.formats import (
+from triton_gallery.records.schemas import (
     HASH,
     LAUNCH,
     OPTIONAL_TEXT,

@@ -22,7 +22,7 @@ from sphinx.application import Sphinx
 from sphinx_gallery import gen_rst
 
 from triton_gallery.compiled.launch_trace import Watch
-from triton_gallery.execute.capture import read
+from triton_gallery.execute.scraper import read
 
 FILE_LIMIT = 2**30
 OUTPUT_LIMIT = 1_000_000  # bytes of text on a page

@@ -18,18 +18,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 
-from triton_gallery.execute import rehearsal, supervise
+from triton_gallery.execute import rehearsal, supervisor
 from triton_gallery.execute.server import Server
 from triton_gallery.execute.settings import Settings
-from triton_gallery.execute.supervise import Result, Task
+from triton_gallery.execute.supervisor import Result, Task
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment, detect, too_new
 from triton_gallery.recipe.hashes import hash_of
 from triton_gallery.recipe.needs import missing
-from triton_gallery.records.pages import Pages, Run
+from triton_gallery.records.page_cache import Pages, Run
 
 MACHINERY = (
     "compiled/launch_trace",
+    "execute/child",
+    "execute/reaper",
+    "execute/scraper",
+    "execute/server",
+    "execute/supervisor",
     "recipe/cells",
     "recipe/contents",
     "recipe/declaration",
@@ -38,11 +43,6 @@ MACHINERY = (
     "recipe/needs",
     "recipe/outputs",
     "recipe/tables",
-    "execute/capture",
-    "execute/child",
-    "execute/server",
-    "execute/supervise",
-    "execute/warden",
 )
 TO_GALLERY = re.compile(r"(?m)^# sphinx_gallery_(?!tags).*")  # what sphinx-gallery is told of an execution
 PACKAGES = ("sphinx", "sphinx-gallery", "matplotlib", "numpy", "pandas")  # an environment has the others
@@ -147,9 +147,9 @@ def here(environments: Sequence[Environment], tasks: Sequence[Task], say: Say) -
     crowd = rehearsal.places(environments, len(tasks))
     if notice := too_new(environments[0]):
         say(notice)
-    supervise.allow()
+    supervisor.allow()
     with (
-        closing(supervise.start_server(environments[0])) as server,
+        closing(supervisor.start_server(environments[0])) as server,
         TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name,
     ):
         caches = Path(name) if crowd else None
@@ -174,7 +174,7 @@ def _on(slots: Sequence[Environment], server: Server, caches: Path | None, rehea
     def on_free_slot(task: Task) -> Result:
         environment = free.get()
         try:
-            return supervise.run(task, environment, server, caches, rehearsal)
+            return supervisor.run(task, environment, server, caches, rehearsal)
         finally:
             free.put(environment)
 
@@ -182,7 +182,7 @@ def _on(slots: Sequence[Environment], server: Server, caches: Path | None, rehea
     try:
         yield lambda task: pool.submit(on_free_slot, task)
     except BaseException:
-        supervise.stop()
+        supervisor.stop()
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

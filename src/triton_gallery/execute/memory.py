@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 
 from triton_gallery.execute.processes import PAGE, below, processes
-from triton_gallery.execute.warden import NAME
+from triton_gallery.execute.reaper import NAME
 
 POLL = 0.2  # seconds between two looks
 
@@ -34,11 +34,11 @@ def size() -> int:
     return min(sizes)
 
 
-def excess(warden: int, share: float) -> str | None:
-    """Return why the recipe below a warden has to end, if it has.
+def excess(reaper: int, share: float) -> str | None:
+    """Return why the recipe below a reaper has to end, if it has.
 
     Args:
-        warden: the number of its process.
+        reaper: the number of its process.
         share: how much of the machine's memory all recipes may use.
     """
     limit = share * size()
@@ -47,19 +47,19 @@ def excess(warden: int, share: float) -> str | None:
         return None
     # Pages that processes share were counted for each
     used = {of: sum(_own(pid, held) for pid, held in recipe.items()) for of, recipe in recipes.items()}
-    if sum(used.values()) <= limit or max(used, key=lambda of: (used[of], of)) != warden:
+    if sum(used.values()) <= limit or max(used, key=lambda of: (used[of], of)) != reaper:
         return None
-    if used[warden] > limit:
+    if used[reaper] > limit:
         return f"stopped: it used more than {_gb(limit)} of memory"
-    return f"stopped: recipes used more than {_gb(limit)} of memory together, this one the most, {_gb(used[warden])}"
+    return f"stopped: recipes used more than {_gb(limit)} of memory together, this one the most, {_gb(used[reaper])}"
 
 
 @lru_cache(maxsize=1)
 def _recipes(moment: float) -> dict[int, dict[int, int]]:
-    """Return the bytes that each process of each recipe holds, by its warden's number; looked up once a moment."""
+    """Return the bytes that each process of each recipe holds, by its reaper's number; looked up once a moment."""
     among = processes()
-    wardens = [pid for pid, process in among.items() if process.name == NAME and _cgroups(pid) == _cgroups("self")]
-    return {warden: {pid: among[pid].memory for pid in below(warden, among)} for warden in wardens}
+    reapers = [pid for pid, process in among.items() if process.name == NAME and _cgroups(pid) == _cgroups("self")]
+    return {reaper: {pid: among[pid].memory for pid in below(reaper, among)} for reaper in reapers}
 
 
 def _own(pid: int, held: int) -> int:

@@ -17,7 +17,7 @@ from rich.progress import (
 
 from triton_gallery.execute.execute import Report, Say
 from triton_gallery.recipe.contents import Recipe
-from triton_gallery.records.pages import Run
+from triton_gallery.records.page_cache import Run
 
 
 @contextmanager

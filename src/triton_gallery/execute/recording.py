@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Protocol
 
 from triton_gallery.execute.execute import Report, Say, Submit, execute, here, longest_first
-from triton_gallery.execute.supervise import Task
+from triton_gallery.execute.supervisor import Task
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment, NoEnvironmentError, detect
-from triton_gallery.records.formats import BadRecordError, changed, commit
-from triton_gallery.records.pages import Pages, Run
-from triton_gallery.records.recorded import Records
+from triton_gallery.records.page_cache import Pages, Run
+from triton_gallery.records.record_store import Records
+from triton_gallery.records.schemas import BadRecordError, changed, commit
 
 
 class FarmError(Exception):

@@ -1,7 +1,7 @@
 """A process that has imported what recipes import, and forks a process for each.
 
 `python -m triton_gallery.execute.server SOCKET` takes on that socket, recipe by recipe, the names of modules and two
-files: the line from the build to the recipe's warden, and the log. It imports what it has not, forks the warden's
+files: the line from the build to the recipe's reaper, and the log. It imports what it has not, forks the reaper's
 process, answers with its number, and ends with the build. It touches no GPU, as CUDA would not survive the fork.
 """
 
@@ -20,7 +20,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from triton_gallery.execute import warden
+from triton_gallery.execute import reaper
 
 MODULES = ("torch", "triton", "pandas")  # of recipes; none of them starts a thread that a fork would miss
 LATE = ("torch._dynamo", "torch._inductor.compile_fx")  # what PyTorch imports late; with a GPU, they start CUDA
@@ -37,11 +37,11 @@ class Server:
         self._lock = threading.Lock()
 
     def fork(self, source: str, log: int) -> "tuple[int, Connection[Any, Any]]":
-        """Have the warden of a recipe forked; return its process's number and the line to it.
+        """Have the reaper of a recipe forked; return its process's number and the line to it.
 
         Args:
             source: the recipe's text.
-            log: the file that takes what the warden and the recipe write.
+            log: the file that takes what the reaper and the recipe write.
         """
         modules = [name for name in MODULES if re.search(rf"(?m)^ *import {name}\b", source)]
         if "triton" in modules and "TRITON_INTERPRET" in self._variables:
@@ -79,7 +79,7 @@ class Server:
 
 def main(build: socket.socket) -> None:
     """Fork on request until the build has ended. What is forked returns from here too, to end as a process does."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the build learns from the warden how it went
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the build learns from the reaper how it went
     with build:
         while (request := socket.recv_fds(build, 1024, 2))[0]:
             for module in [*NEEDED, *request[0].decode().split()]:
@@ -90,7 +90,7 @@ def main(build: socket.socket) -> None:
             pid = os.fork()
             if pid == 0:
                 build.close()
-                return warden.main(*files)
+                return reaper.main(*files)
             for file in files:
                 os.close(file)
             build.send(str(pid).encode())

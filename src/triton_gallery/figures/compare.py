@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from triton_gallery.figures.measurements import Measurement, of_record
 from triton_gallery.recipe.contents import Recipe
-from triton_gallery.records.recorded import Records, load_at
+from triton_gallery.records.record_store import Records, load_at
 
 LEAST = 0.045  # two runs of a kernel of 4 us differ by as much; of longer ones by 0.01
 

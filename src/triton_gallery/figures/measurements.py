@@ -7,7 +7,7 @@ from typing import Any
 from triton_gallery.libraries.peer_rows import PeerRow, load_all
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.tables import TRITON, Table
-from triton_gallery.records.recorded import Record, Records
+from triton_gallery.records.record_store import Record, Records
 
 
 @dataclass(frozen=True)

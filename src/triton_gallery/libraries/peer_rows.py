@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from triton_gallery.recipe.tables import TRITON, Table
-from triton_gallery.records.formats import OPS, PACKAGES, TEXT
 from triton_gallery.records.rows import RATE, Row, RowFile
+from triton_gallery.records.schemas import OPS, PACKAGES, TEXT
 
 SCHEMA_VERSION = 2
 _RATES = {

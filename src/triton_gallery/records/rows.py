@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.hashes import hash_of
 from triton_gallery.recipe.tables import BYTES, OPERATIONS
-from triton_gallery.records.formats import (
+from triton_gallery.records.schemas import (
     COMMIT,
     DATE,
     DEVICE,

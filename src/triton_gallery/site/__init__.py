@@ -13,22 +13,22 @@ def setup(app: "Sphinx") -> "ExtensionMetadata":
     """Set up what a build needs: execution first, then what pages show of it."""
     app.setup_extension("sphinx_gallery.gen_gallery")
     on_recipes = (
-        "describe",
-        "replay",
+        "meta_description",
+        "recorded_outputs",
         "figures",
         "notebook",
         "repository",
-        "glance",
-        "take",
-        "fold",
+        "summary_box",
+        "op_files",
+        "collapsible",
         "wheel",
         "op_pages",
     )
     on_ops = ("wheel", "op_pages")
     links = ("links", "code_links", "related")
-    on_others = ("cards", "claims", "performance", "peer_table", "other_gpus", "api", "glossary")
+    on_others = ("index_cards", "home_counts", "performance", "peer_table", "other_gpus", "api", "glossary")
     versions = ("version_table", "version_matrix")
     files = ("search", "markdown", "sitemap", "assets")
-    for module in ("build", *on_recipes, *on_ops, *links, *on_others, *versions, *files):
+    for module in ("execute_hook", *on_recipes, *on_ops, *links, *on_others, *versions, *files):
         app.setup_extension(f"triton_gallery.site.{module}")
     return {"version": triton_gallery.__version__, "parallel_read_safe": True, "parallel_write_safe": True}

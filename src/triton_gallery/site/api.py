@@ -10,10 +10,10 @@ from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.names import uses
-from triton_gallery.site import lookup
-from triton_gallery.site.documented import address_of
-from triton_gallery.site.fold import fold
-from triton_gallery.site.show import page_link
+from triton_gallery.site import page_context
+from triton_gallery.site.api_inventory import address_of
+from triton_gallery.site.collapsible import fold
+from triton_gallery.site.render import page_link
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -78,7 +78,7 @@ class NamesDirective(SphinxDirective):
 def _users(env: "BuildEnvironment") -> dict[str, list[str]]:
     """Return the pages that use each public name, in the order of the contents."""
     found = defaultdict(list)
-    for page, recipe in lookup.recipes(env).items():
+    for page, recipe in page_context.recipes(env).items():
         for name in _names(recipe):
             found[name].append(page)
     return dict(found)

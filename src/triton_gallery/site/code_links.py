@@ -5,8 +5,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from triton_gallery.recipe.names import uses
-from triton_gallery.site import lookup
-from triton_gallery.site.documented import address_of
+from triton_gallery.site import page_context
+from triton_gallery.site.api_inventory import address_of
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -44,7 +44,7 @@ def _spans(written: str) -> str:
 
 
 def _link(app: "Sphinx", page: str, template: str, context: dict[str, Any], _: object) -> None:
-    recipe = lookup.recipes(app.env).get(page)
+    recipe = page_context.recipes(app.env).get(page)
     if recipe is None or "body" not in context:
         return
     found = ((use.written, address_of(use.name)) for use in uses(recipe.text))

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from docutils import nodes
 from sphinx.transforms import SphinxTransform
 
-from triton_gallery.records.beside import side_by_side
-from triton_gallery.site import lookup
-from triton_gallery.site.lookup import RecipePage
+from triton_gallery.records.output_diff import side_by_side
+from triton_gallery.site import page_context
+from triton_gallery.site.page_context import RecipePage
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -28,7 +28,7 @@ class LinkFigures(SphinxTransform):
 
     def apply(self, **kwargs: object) -> None:
         """Add them, if the document is a recipe's page."""
-        page = lookup.recipe_page(self.env, self.env.current_document.docname)
+        page = page_context.recipe_page(self.env, self.env.current_document.docname)
         if page is None or page.run is None:
             return
         seen: list[str] = []
@@ -50,6 +50,6 @@ def _charts(document: nodes.document) -> list[nodes.raw]:
 
 def _tables(env: "BuildEnvironment", page: RecipePage) -> list[str]:
     """Return the names of the tables that the page shows, in the order of its charts."""
-    figures = lookup.pages(env).figures(page.recipe)
+    figures = page_context.pages(env).figures(page.recipe)
     shown = side_by_side(page.run, page.record, figures) if page.run else []
     return [table.name for cell in shown for table in (*cell.here.tables, *cell.there.tables)]

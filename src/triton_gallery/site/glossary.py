@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from docutils import nodes
 from sphinx.util.nodes import make_refnode
 
-from triton_gallery.site import lookup
+from triton_gallery.site import page_context
 from triton_gallery.site.links import is_prose, pattern_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def _link(app: "Sphinx", document: nodes.document, docname: str) -> None:
     if docname != PAGE:
         return
     entries = {item[0].astext(): item[-1] for item in document.findall(nodes.definition_list_item)}
-    pages = {page: _mentions(app.env, page, entries) for page in lookup.recipes(app.env) if page in app.env.all_docs}
+    pages = {
+        page: _mentions(app.env, page, entries) for page in page_context.recipes(app.env) if page in app.env.all_docs
+    }
     for term, definition in entries.items():
         often = {page: counts[term.lower()] for page, counts in pages.items()}
         least = max(OFTEN, max(often.values(), default=0) / FEWER)
@@ -56,4 +58,4 @@ def _follow_recipes(
     app: "Sphinx", env: "BuildEnvironment", added: set[str], changed: set[str], removed: set[str]
 ) -> list[str]:
     """Ask for the glossary to be made again when a recipe's page is."""
-    return [PAGE] if PAGE in env.all_docs and (added | changed) & lookup.recipes(env).keys() else []
+    return [PAGE] if PAGE in env.all_docs and (added | changed) & page_context.recipes(env).keys() else []

@@ -14,8 +14,8 @@ from sphinx.util.nodes import make_refnode
 
 from triton_gallery.recipe.names import uses
 from triton_gallery.recipe.op import op_of
-from triton_gallery.site.documented import address_of, in_full
-from triton_gallery.site.lookup import recipes
+from triton_gallery.site.api_inventory import address_of, in_full
+from triton_gallery.site.page_context import recipes
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

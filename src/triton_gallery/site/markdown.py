@@ -6,8 +6,8 @@ from html import escape
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from triton_gallery.site import lookup
-from triton_gallery.site.describe import said_of
+from triton_gallery.site import page_context
+from triton_gallery.site.meta_description import said_of
 from triton_gallery.site.notebook import OURS
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _fenced(language: str, text: str) -> str:
 
 
 def _announce(app: "Sphinx", page: str, template: str, context: dict[str, Any], _: object) -> None:
-    if page in lookup.recipes(app.env):
+    if page in page_context.recipes(app.env):
         name = escape(PurePosixPath(page).name)
         context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{name}.md" />\n'
 
@@ -54,8 +54,8 @@ def _announce(app: "Sphinx", page: str, template: str, context: dict[str, Any], 
 def _write(app: "Sphinx", exception: Exception | None) -> None:
     if exception or app.builder.format != "html":
         return
-    out, pages = Path(app.outdir), lookup.pages(app.env)
-    for page, recipe in lookup.recipes(app.env).items():
+    out, pages = Path(app.outdir), page_context.pages(app.env)
+    for page, recipe in page_context.recipes(app.env).items():
         notebook = json.loads(pages.notebook(recipe).read_text(encoding="utf-8"))
         (out / f"{page}.md").write_text(of_notebook(notebook), encoding="utf-8")
     (out / "llms.txt").write_text("\n".join(_lines(app.env)) + "\n", encoding="utf-8")
@@ -67,7 +67,7 @@ def _lines(env: "BuildEnvironment") -> Iterator[str]:
     if about := said_of(env, env.config.root_doc):
         yield f"\n> {about}"
     section = ""
-    for page, recipe in lookup.recipes(env).items():
+    for page, recipe in page_context.recipes(env).items():
         if recipe.section != section:
             section = recipe.section
             yield f"\n## {env.titles[page.rpartition('/')[0] + '/index'].astext()}\n"

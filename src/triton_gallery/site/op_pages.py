@@ -16,27 +16,27 @@ from urllib.parse import quote
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-from triton_gallery.figures.summary import Summary, headline, summaries
+from triton_gallery.figures.ratios import Summary, headline, summaries
 from triton_gallery.recipe.contents import sections
 from triton_gallery.recipe.declaration import declaration
 from triton_gallery.recipe.inline import OPS
 from triton_gallery.recipe.op import op_of
 from triton_gallery.site import (
-    glance,
-    lookup,
+    op_files,
     other_gpus,
+    page_context,
     peer_table,
     replaces,
     row_table,
-    take,
+    summary_box,
     verdict,
     version_matrix,
     version_table,
     wheel,
 )
-from triton_gallery.site.fold import fold
-from triton_gallery.site.lookup import RecipePage
-from triton_gallery.site.show import first_cells, grid, op_link, page_link, prose, titled
+from triton_gallery.site.collapsible import fold
+from triton_gallery.site.page_context import RecipePage
+from triton_gallery.site.render import first_cells, grid, op_link, page_link, prose, titled
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -175,10 +175,10 @@ class OpDirective(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the nodes."""
         name = self.arguments[0]
-        recipe_name = lookup.ops(self.env)[name]
-        page = lookup.recipe_page(self.env, recipe_name)
+        recipe_name = page_context.ops(self.env)[name]
+        page = page_context.recipe_page(self.env, recipe_name)
         assert page
-        file = lookup.op_file(self.env, name)
+        file = page_context.op_file(self.env, name)
         self.env.note_dependency(str(file))
         self.env.note_dependency(str(replaces.FILE))
         self.env.metadata[self.env.docname][STATE] = _state(self.env, page)
@@ -205,14 +205,14 @@ class OpDirective(SphinxDirective):
         """Return the box: what the records come to, a chart, where the op fits, then how to get it."""
         items = _items(self.env, page)
         files = nodes.paragraph(classes=["recipe-downloads"])
-        files += take.buttons(self.env, page, up="../")
+        files += op_files.buttons(self.env, page, up="../")
         box = nodes.container("", nodes.rubric("", "At a glance"), classes=["glance", "of-op"])
         box += verdict.table(items)
-        if chart := [*glance.chart(page)]:
+        if chart := [*summary_box.chart(page)]:
             box += [*chart, self._caption(page)]
         if cpu := verdict.cpu(page, items):
             box += nodes.paragraph("", cpu)
-        box += [*glance.said(page), *other_gpus.strip(self.env, page.recipe)]
+        box += [*summary_box.said(page), *other_gpus.strip(self.env, page.recipe)]
         box += version_matrix.marks(self.env, page.recipe, self.arguments[0])
         box += [*other_gpus.misfits(self.env, page.recipe), *wheel.command(self.env), files, self._taken(page)]
         return box
@@ -225,7 +225,7 @@ class OpDirective(SphinxDirective):
         older = "" if record.is_fresh(page.recipe) else ", of older code"
         kind = f"{page.table.kind} " if page.table.kind else ""
         said = f"The chart: {kind}at the lesson's sizes, recorded on {record.device.name}, {record.date[:10]}{older}. "
-        shown = nodes.paragraph("", said, page_link(lookup.ops(self.env)[self.arguments[0]]))
+        shown = nodes.paragraph("", said, page_link(page_context.ops(self.env)[self.arguments[0]]))
         shown += nodes.Text(" says in which dtype.")
         return shown
 
@@ -233,9 +233,9 @@ class OpDirective(SphinxDirective):
         """Say of the file to take its licence, its length, how it is imported, and what tells two versions apart."""
         name, op = self.arguments[0], op_of(page.recipe)
         assert op
-        first = public(name, lookup.op_file(self.env, name).read_text(encoding="utf-8"))[0]
+        first = public(name, page_context.op_file(self.env, name).read_text(encoding="utf-8"))[0]
         assert first.node
-        lines = len(take.text_of(self.env, op, page).splitlines())
+        lines = len(op_files.text_of(self.env, op, page).splitlines())
         said = nodes.paragraph("", f"The file has the MIT licence and {lines} lines: ")
         said += nodes.literal("", f"from {name}_op import {first.node.name}")
         said += nodes.Text(". For two versions of the op in one process, give one of them another ")
@@ -274,7 +274,7 @@ class OpDirective(SphinxDirective):
         items = _items(self.env, page)
         told = headline(items)
         if rest := [item for item in items if item not in told]:
-            shown = [nodes.paragraph("", RATIOS), glance.ratios(rest, named=True)]
+            shown = [nodes.paragraph("", RATIOS), summary_box.ratios(rest, named=True)]
             section.insert(1, shown)
             fold(section, 1, 1 + len(shown), "Other dtypes and variants, and the lesson's sizes, beside each library")
         return [section] if len(section) > 1 else []
@@ -316,7 +316,7 @@ class OpDirective(SphinxDirective):
         """Return the section with the lessons that have the op, and where to report a mistake."""
         section = titled("Read more")
         lessons = nodes.bullet_list()
-        for page in lookup.lessons(self.env, name):
+        for page in page_context.lessons(self.env, name):
             lessons += nodes.list_item("", nodes.paragraph("", "", page_link(page)))
         section += lessons
         repository = self.env.config.gallery_repository.rstrip("/")
@@ -333,7 +333,7 @@ class OpsDirective(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the nodes."""
-        ops = lookup.ops(self.env)
+        ops = page_context.ops(self.env)
         self.env.note_dependency(str(replaces.FILE))
         self.env.metadata[self.env.docname][STATE] = _state_of_index(self.env)
         found = titled("What you call today")
@@ -366,12 +366,12 @@ class OpsDirective(SphinxDirective):
 
 def _items(env: "BuildEnvironment", page: RecipePage) -> list[Summary]:
     """Return what was measured of an op: for its page on one device, beside other libraries on all."""
-    return list(summaries(page.records[:1], lookup.peers(env), page.recipe))
+    return list(summaries(page.records[:1], page_context.peers(env), page.recipe))
 
 
 def _speeds(env: "BuildEnvironment", recipe_page: str) -> list[str]:
     """Return what the index says of an op's speed: forward, backward, on which GPU and in which types."""
-    page = lookup.recipe_page(env, recipe_page)
+    page = page_context.recipe_page(env, recipe_page)
     assert page
     found = headline(_items(env, page))
     by_way = {item.is_backward: verdict.short(item) for item in reversed(found)}
@@ -385,7 +385,7 @@ def _speeds(env: "BuildEnvironment", recipe_page: str) -> list[str]:
 
 def first_line(env: "BuildEnvironment", op: str) -> str:
     """Return the line that an op's module begins with, without its full stop."""
-    source = lookup.op_file(env, op).read_text(encoding="utf-8")
+    source = page_context.op_file(env, op).read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or op).partition("\n")[0].rstrip(".")
 
 
@@ -410,7 +410,7 @@ def _body(table: nodes.Node) -> Iterator[nodes.row]:
 
 def _state(env: "BuildEnvironment", page: RecipePage) -> str:
     """Identify what a page shows of records."""
-    rows = row_table.of(page.recipe, lookup.peers(env)), row_table.of(page.recipe, lookup.versions(env))
+    rows = row_table.of(page.recipe, page_context.peers(env)), row_table.of(page.recipe, page_context.versions(env))
     shown = [row_table.state(found, [page.recipe]) for found in rows]
     record = page.record
     shown.append(f"{record.path} {record.path.stat().st_mtime_ns} {record.is_fresh(page.recipe)}" if record else "")
@@ -419,14 +419,14 @@ def _state(env: "BuildEnvironment", page: RecipePage) -> str:
 
 def _state_of_index(env: "BuildEnvironment") -> str:
     """Identify what the index shows of records."""
-    return " ".join(text for recipe in lookup.ops(env).values() for text in _speeds(env, recipe))
+    return " ".join(text for recipe in page_context.ops(env).values() for text in _speeds(env, recipe))
 
 
 def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
     """Name the pages that show something else than they would now."""
     old = []
-    for op, recipe in lookup.ops(env).items():
-        page = lookup.recipe_page(env, recipe)
+    for op, recipe in page_context.ops(env).items():
+        page = page_context.recipe_page(env, recipe)
         known = env.metadata[f"ops/{op}"].get(STATE)
         if page and known is not None and known != _state(env, page):
             old.append(f"ops/{op}")
@@ -436,7 +436,7 @@ def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]
 
 def _write(app: "Sphinx") -> None:
     """Write the files of the pages; what they show is put in when they are read."""
-    folder, ops = Path(app.srcdir, "ops"), lookup.ops(app.env)
+    folder, ops = Path(app.srcdir, "ops"), page_context.ops(app.env)
     files = {}
     for op in ops:
         title = re.sub(r"([*`|_\\])", r"\\\1", first_line(app.env, op))

@@ -24,9 +24,9 @@ from triton_gallery.compiled.store import FAILED, FITS, TOO_LARGE, UNMEANT, Kern
 from triton_gallery.compiled.table import COLUMNS, cells
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.op import Op, op_of
-from triton_gallery.site import lookup
-from triton_gallery.site.fold import fold
-from triton_gallery.site.show import add_section, first_cells, grid, titled
+from triton_gallery.site import page_context
+from triton_gallery.site.collapsible import fold
+from triton_gallery.site.render import add_section, first_cells, grid, titled
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -115,12 +115,12 @@ class TargetsOfRecipe(SphinxTransform):
     def apply(self, **kwargs: object) -> None:
         """Insert the section, if anything is kept."""
         name = self.env.current_document.docname
-        recipe = lookup.recipes(self.env).get(name)
+        recipe = page_context.recipes(self.env).get(name)
         if recipe is None:
             return
         found = kept(self.env, recipe)
         self.env.metadata[name][STATE] = _state(self.env, [(recipe, found)])
-        of_op = False if lookup.op_of_page(self.env, recipe) else None  # those are on the op's page
+        of_op = False if page_context.op_of_page(self.env, recipe) else None  # those are on the op's page
         if shown := section(self.env, recipe, of_op):
             add_section(self.document, shown)
 
@@ -155,7 +155,7 @@ class TargetsDirective(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the table, and one of what a kernel may use of each GPU."""
-        found = [(recipe, kept(self.env, recipe)) for recipe in lookup.recipes(self.env).values()]
+        found = [(recipe, kept(self.env, recipe)) for recipe in page_context.recipes(self.env).values()]
         self.env.metadata[self.env.docname][STATE] = _state(self.env, found)
         rows = [(recipe, kernel, of.launched_by) for recipe, of in found if of is not None for kernel in of.kernels]
         if not rows:
@@ -170,7 +170,7 @@ class TargetsDirective(SphinxDirective):
         anchor = nodes.make_id(TITLE)
         for place, (recipe, kernel, _) in zip(first_cells(table), rows, strict=True):
             page, op = f"{gallery}/{recipe.key}", op_of(recipe)
-            if op and kernel.launch.kernel in op.names and lookup.op_of_page(self.env, recipe):
+            if op and kernel.launch.kernel in op.names and page_context.op_of_page(self.env, recipe):
                 page = f"ops/{op.name}"
             place += nodes.reference("", recipe.name, refuri=f"{page}.html#{anchor}", internal=True)
         return [table, _limits()]
@@ -271,7 +271,7 @@ def _state(env: "BuildEnvironment", found: Sequence[tuple[Recipe, Targets | None
 
 def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
     """Name the pages that show something else than they would now."""
-    recipes = lookup.recipes(env)
+    recipes = page_context.recipes(env)
     found = {name: (recipe, kept(env, recipe)) for name, recipe in recipes.items()}
     shown = {name: data[STATE] for name, data in env.metadata.items() if STATE in data and name in env.all_docs}
     now = dict.fromkeys(shown, _state(env, list(found.values())))
@@ -283,7 +283,7 @@ def _write(app: "Sphinx", exception: Exception | None) -> None:
     """Write a file for each kernel, with its texts for all GPUs, where those of the recipe changed."""
     if exception or app.builder.format != "html":
         return
-    for recipe in lookup.recipes(app.env).values():
+    for recipe in page_context.recipes(app.env).values():
         folder, found = Path(app.outdir, FOLDER, recipe.key), kept(app.env, recipe)
         file = found and listing(_listings(app.env), found)
         mark = folder / "of"

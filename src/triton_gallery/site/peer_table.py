@@ -11,9 +11,9 @@ from sphinx.util.docutils import SphinxDirective
 from triton_gallery.libraries.peer_rows import PeerRow
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.tables import ROOF, TRITON
-from triton_gallery.site import lookup
+from triton_gallery.site import page_context
+from triton_gallery.site.render import add_section, figure, grid, of_gpu, page_link, titled
 from triton_gallery.site.row_table import facts, name_rows, of, outdated, state, told, when
-from triton_gallery.site.show import add_section, figure, grid, of_gpu, page_link, titled
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -39,7 +39,7 @@ class PeersDirective(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the nodes."""
-        rows, recipes = lookup.peers(self.env), list(lookup.recipes(self.env).values())
+        rows, recipes = page_context.peers(self.env), list(page_context.recipes(self.env).values())
         self.env.metadata[self.env.docname][STATE] = state(rows, recipes)
         if not rows:
             return [nodes.paragraph("", "Nothing has been measured beside other libraries yet.")]
@@ -56,18 +56,18 @@ class PeersOfRecipe(SphinxTransform):
     def apply(self, **kwargs: object) -> None:
         """Insert the section, if there are rows: before what a reader does next, else at the end."""
         name = self.env.current_document.docname
-        recipe = lookup.recipes(self.env).get(name)
+        recipe = page_context.recipes(self.env).get(name)
         if recipe is None:
             return
-        rows = of(recipe, lookup.peers(self.env))
+        rows = of(recipe, page_context.peers(self.env))
         self.env.metadata[name][STATE] = state(rows, [recipe])
-        if not lookup.op_of_page(self.env, recipe) and (shown := section(self.env, recipe)):
+        if not page_context.op_of_page(self.env, recipe) and (shown := section(self.env, recipe)):
             add_section(self.document, shown)
 
 
 def section(env: "BuildEnvironment", recipe: Recipe) -> nodes.section | None:
     """Return the section with a recipe's rows; None if there are none."""
-    rows = of(recipe, lookup.peers(env))
+    rows = of(recipe, page_context.peers(env))
     if not rows:
         return None
     about = nodes.paragraph("", "The op and the same work through other libraries, as ")
@@ -127,4 +127,4 @@ def _cells(rows: Sequence[PeerRow], unit: str) -> tuple[list[str], list[list[str
 
 def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
     """Name the pages that show something else than they would now."""
-    return outdated(env, STATE, lookup.peers(env))
+    return outdated(env, STATE, page_context.peers(env))

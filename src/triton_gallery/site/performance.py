@@ -13,10 +13,10 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.figures.measurements import Measurement, all_recorded
-from triton_gallery.figures.summary import Summary, summaries
-from triton_gallery.site import lookup
+from triton_gallery.figures.ratios import Summary, summaries
+from triton_gallery.site import page_context
 from triton_gallery.site.chart import fractions_svg
-from triton_gallery.site.show import figure, first_cells, grid, of_gpu, page_link, where
+from triton_gallery.site.render import figure, first_cells, grid, of_gpu, page_link, where
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -94,8 +94,8 @@ class PerformanceDirective(SphinxDirective):
 
 
 def _summaries(env: "BuildEnvironment") -> list[Summary]:
-    records, rows = lookup.records(env), lookup.peers(env)
-    recipes = lookup.recipes(env).values()
+    records, rows = page_context.records(env), page_context.peers(env)
+    recipes = page_context.recipes(env).values()
     return [item for recipe in recipes for item in summaries(records.of(recipe), rows, recipe)]
 
 
@@ -113,8 +113,8 @@ def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]
 def _write_data(app: "Sphinx", exception: Exception | None) -> None:
     if exception or app.builder.format != "html":
         return
-    recipes = list(lookup.recipes(app.env).values())
-    found = all_recorded(lookup.records(app.env), recipes)
+    recipes = list(page_context.recipes(app.env).values())
+    found = all_recorded(page_context.records(app.env), recipes)
     out = Path(app.outdir)
     (out / f"{PAGE}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     with open(out / f"{PAGE}.csv", "w", encoding="utf-8", newline="") as file:

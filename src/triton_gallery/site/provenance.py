@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from docutils import nodes
 
 from triton_gallery.recipe.device import Environment
-from triton_gallery.records.formats import Device
-from triton_gallery.records.pages import Run
-from triton_gallery.records.recorded import Record
+from triton_gallery.records.page_cache import Run
+from triton_gallery.records.record_store import Record
+from triton_gallery.records.schemas import Device
 from triton_gallery.site.links import TERM
-from triton_gallery.site.lookup import RecipePage
+from triton_gallery.site.page_context import RecipePage
 
 
 def lines(page: RecipePage, run: Run) -> list[nodes.paragraph]:

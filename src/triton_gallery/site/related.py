@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from docutils import nodes
 from sphinx.util.nodes import make_refnode
 
-from triton_gallery.site import lookup, search
+from triton_gallery.site import page_context, search
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -40,7 +40,7 @@ def _link(app: "Sphinx", document: nodes.document, docname: str) -> None:
     weights = _weights(app.env)
     if docname not in weights:
         return
-    order = list(lookup.recipes(app.env))
+    order = list(page_context.recipes(app.env))
     place = order.index(docname)
     beside = {*order[max(0, place - 1) : place + 2]}
     for path in document.findall(nodes.paragraph):
@@ -56,4 +56,4 @@ def _link(app: "Sphinx", document: nodes.document, docname: str) -> None:
 @cache  # once for all pages
 def _weights(env: "BuildEnvironment") -> dict[str, dict[str, float]]:
     words = search.words(env)
-    return search.weights({page: words[page] for page in lookup.recipes(env) if page in words})
+    return search.weights({page: words[page] for page in page_context.recipes(env) if page in words})

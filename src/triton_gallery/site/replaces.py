@@ -8,8 +8,8 @@ from pathlib import Path
 from docutils import nodes
 
 from triton_gallery.recipe.outputs import from_json
-from triton_gallery.site.fold import fold
-from triton_gallery.site.show import prose, titled
+from triton_gallery.site.collapsible import fold
+from triton_gallery.site.render import prose, titled
 
 FILE = Path(__file__).with_suffix(".toml")
 TITLE = "Instead of what you call today"

@@ -8,9 +8,9 @@ from docutils import nodes
 
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.records.rows import Row
-from triton_gallery.site import lookup
-from triton_gallery.site.fold import fold
-from triton_gallery.site.show import first_cells, page_link
+from triton_gallery.site import page_context
+from triton_gallery.site.collapsible import fold
+from triton_gallery.site.render import first_cells, page_link
 
 if TYPE_CHECKING:
     from sphinx.environment import BuildEnvironment
@@ -68,7 +68,7 @@ def state(rows: Sequence[Row], recipes: Sequence[Recipe]) -> str:
 
 def outdated(env: "BuildEnvironment", key: str, rows: Sequence[Row]) -> list[str]:
     """Name the pages that show something else than they would now; their metadata have under `key` what they show."""
-    recipes = lookup.recipes(env)
+    recipes = page_context.recipes(env)
     shown = {name: data[key] for name, data in env.metadata.items() if key in data and name in env.all_docs}
     now = dict.fromkeys(shown, state(rows, list(recipes.values())))
     now |= {name: state(of(recipe, rows), [recipe]) for name, recipe in recipes.items()}

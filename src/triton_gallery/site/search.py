@@ -14,7 +14,7 @@ from sphinx.search import WordCollector
 from sphinx.search.en import SearchEnglish
 from sphinx.transforms import SphinxTransform
 
-from triton_gallery.site.lookup import recipes
+from triton_gallery.site.page_context import recipes
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

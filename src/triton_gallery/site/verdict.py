@@ -8,10 +8,10 @@ from statistics import median
 
 from docutils import nodes
 
-from triton_gallery.figures.summary import Over, Summary, headline
+from triton_gallery.figures.ratios import Over, Summary, headline
 from triton_gallery.recipe.tables import BYTES, ROOF, Table
-from triton_gallery.site.lookup import RecipePage
-from triton_gallery.site.show import figure, grid, where
+from triton_gallery.site.page_context import RecipePage
+from triton_gallery.site.render import figure, grid, where
 
 FORWARD = "forward"
 NOTHING = "Nothing has been measured with the present code."

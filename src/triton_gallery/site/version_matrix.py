@@ -11,9 +11,9 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.recipe.contents import Recipe
-from triton_gallery.site import lookup
-from triton_gallery.site.fold import fold
-from triton_gallery.site.show import first_cells, grid, op_link, page_link
+from triton_gallery.site import page_context
+from triton_gallery.site.collapsible import fold
+from triton_gallery.site.render import first_cells, grid, op_link, page_link
 from triton_gallery.versions.matrix import FEATURE, KERNELS, LESSON, OP, Outcome, Tried, codes, load
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class FeaturesDirective(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the table."""
         found = tried(self.env)
-        self.env.metadata[self.env.docname][STATE] = _hash(found, list(lookup.recipes(self.env).values()))
+        self.env.metadata[self.env.docname][STATE] = _hash(found, list(page_context.recipes(self.env).values()))
         names = {name for one in found for name in one.outcomes[FEATURE]}
         if not names:
             return [nodes.paragraph("", "Nothing has been tried yet.")]
@@ -91,11 +91,11 @@ class RecipesDirective(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return a line on the versions, then a table of lessons and one of ops."""
-        found, recipes = tried(self.env), lookup.recipes(self.env)
+        found, recipes = tried(self.env), page_context.recipes(self.env)
         if not found:
             return [nodes.paragraph("", "Nothing has been tried yet.")]
         self.env.metadata[self.env.docname][STATE] = _hash(found, list(recipes.values()))
-        now, ops = codes(list(recipes.values())), lookup.ops(self.env)
+        now, ops = codes(list(recipes.values())), page_context.ops(self.env)
         of_lessons = {
             recipe.key: [_state(one, LESSON, recipe.key, now[LESSON]) for one in found] for recipe in recipes.values()
         }
@@ -187,9 +187,9 @@ def _hash(found: Sequence[Tried], recipes: Sequence[Recipe]) -> str:
 
 def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
     """Name the pages that show something else than they would now."""
-    recipes = lookup.recipes(env)
+    recipes = page_context.recipes(env)
     of_page: dict[str, tuple[Recipe, str | None]] = {page: (recipe, None) for page, recipe in recipes.items()}
-    of_page |= {f"ops/{op}": (recipes[page], op) for op, page in lookup.ops(env).items()}
+    of_page |= {f"ops/{op}": (recipes[page], op) for op, page in page_context.ops(env).items()}
     shown = {name: data[STATE] for name, data in env.metadata.items() if STATE in data and name in env.all_docs}
     whole = _hash(tried(env), list(recipes.values()))
     return [name for name, was in shown.items() if was != (_marks(env, *of_page[name]) if name in of_page else whole)]

@@ -10,9 +10,9 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.recipe.contents import Recipe
-from triton_gallery.site import lookup, peer_table
+from triton_gallery.site import page_context, peer_table
+from triton_gallery.site.render import add_section, figure, grid, page_link, titled
 from triton_gallery.site.row_table import facts, name_rows, of, outdated, state, told, when
-from triton_gallery.site.show import add_section, figure, grid, page_link, titled
 from triton_gallery.versions.rates import VersionRow
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class VersionsDirective(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the nodes."""
-        rows, recipes = lookup.versions(self.env), list(lookup.recipes(self.env).values())
+        rows, recipes = page_context.versions(self.env), list(page_context.recipes(self.env).values())
         self.env.metadata[self.env.docname][STATE] = state(rows, recipes)
         if not rows:
             return [nodes.paragraph("", "Nothing has been measured under several versions of Triton yet.")]
@@ -55,7 +55,7 @@ class VersionsDirective(SphinxDirective):
 
 def sentence(env: "BuildEnvironment", recipe: Recipe) -> nodes.paragraph | None:
     """Say where a recipe's op lost most; None if it lost nowhere."""
-    return _sentence([row for row in of(recipe, lookup.versions(env)) if row.is_fresh([recipe])])
+    return _sentence([row for row in of(recipe, page_context.versions(env)) if row.is_fresh([recipe])])
 
 
 class VersionsOfRecipe(SphinxTransform):
@@ -66,13 +66,13 @@ class VersionsOfRecipe(SphinxTransform):
     def apply(self, **kwargs: object) -> None:
         """Add the sentence to that section; without one, in a section of its own."""
         name = self.env.current_document.docname
-        recipe = lookup.recipes(self.env).get(name)
+        recipe = page_context.recipes(self.env).get(name)
         if recipe is None:
             return
-        rows = of(recipe, lookup.versions(self.env))
+        rows = of(recipe, page_context.versions(self.env))
         self.env.metadata[name][STATE] = state(rows, [recipe])
         said = sentence(self.env, recipe)
-        if said is None or lookup.op_of_page(self.env, recipe):  # which says it itself
+        if said is None or page_context.op_of_page(self.env, recipe):  # which says it itself
             return
         beside = nodes.make_id(peer_table.TITLE)
         for section in self.document.findall(nodes.section):
@@ -177,4 +177,4 @@ def _cells(row: VersionRow, names: Sequence[str]) -> list[str]:
 
 def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
     """Name the pages that show something else than they would now."""
-    return outdated(env, STATE, lookup.versions(env))
+    return outdated(env, STATE, page_context.versions(env))

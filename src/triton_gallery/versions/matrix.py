@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.hashes import cell_hash, hash_of
 from triton_gallery.recipe.op import op_of
-from triton_gallery.records.formats import (
+from triton_gallery.records.schemas import (
     DATE,
     HASH,
     TEXT,

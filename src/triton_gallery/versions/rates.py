@@ -6,8 +6,8 @@ measured. All versions of a row were measured in one run, in rotation, on one GP
 
 from dataclasses import dataclass
 
-from triton_gallery.records.formats import OPTIONAL_TEXT, TEXT, object_of
 from triton_gallery.records.rows import RATE, Row, RowFile
+from triton_gallery.records.schemas import OPTIONAL_TEXT, TEXT, object_of
 
 _CONTENDER = object_of(
     rate={"anyOf": [{"type": "null"}, RATE]},

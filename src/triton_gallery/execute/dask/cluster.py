@@ -25,7 +25,7 @@ from triton_gallery.execute.dask.courier import Kit, make_courier, pack
 from triton_gallery.execute.dask.on_worker import Request, unpack
 from triton_gallery.execute.execute import Say, Submit
 from triton_gallery.execute.recording import FarmError
-from triton_gallery.execute.supervise import Result, Task, failed
+from triton_gallery.execute.supervisor import Result, Task, failed
 from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.outputs import from_json
 

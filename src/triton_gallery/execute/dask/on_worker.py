@@ -16,10 +16,10 @@ from base64 import b64decode, b64encode
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from triton_gallery.execute.supervise import Result, Task, run, start_server
+from triton_gallery.execute.supervisor import Result, Task, run, start_server
 from triton_gallery.recipe.device import Environment, detect
 from triton_gallery.recipe.outputs import from_json
-from triton_gallery.records.pages import Run
+from triton_gallery.records.page_cache import Run
 
 Request = tuple[Task, Environment] | None  # None asks for the environments
 

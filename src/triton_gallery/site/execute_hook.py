@@ -14,8 +14,8 @@ from triton_gallery.execute.execute import refresh
 from triton_gallery.execute.progress import progress
 from triton_gallery.execute.settings import read
 from triton_gallery.recipe.contents import lay_out, load
-from triton_gallery.records.pages import Pages
-from triton_gallery.records.recorded import Records
+from triton_gallery.records.page_cache import Pages
+from triton_gallery.records.record_store import Records
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

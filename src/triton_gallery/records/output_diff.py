@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from triton_gallery.recipe.outputs import Output
-from triton_gallery.records.pages import Run
-from triton_gallery.records.recorded import Record
+from triton_gallery.records.page_cache import Run
+from triton_gallery.records.record_store import Record
 
 STALE = " · stale: this recipe has changed since"
 

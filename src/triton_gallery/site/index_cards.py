@@ -12,8 +12,8 @@ from sphinx_gallery.py_source_parser import extract_file_config
 
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.site.chart import sparkline
-from triton_gallery.site.lookup import line, recipe_page, recipes
-from triton_gallery.site.show import page_link
+from triton_gallery.site.page_context import line, recipe_page, recipes
+from triton_gallery.site.render import page_link
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

@@ -9,11 +9,11 @@ from sphinx.transforms import SphinxTransform
 from triton_gallery.recipe.cells import Cell, cells
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.outputs import Output
-from triton_gallery.records.beside import STALE, Shown, ran_here, recorded_on, side_by_side
-from triton_gallery.records.pages import Run
-from triton_gallery.records.recorded import Record
-from triton_gallery.site.lookup import pages, recipe_page, recipes, records
-from triton_gallery.site.show import frame, show
+from triton_gallery.records.output_diff import STALE, Shown, ran_here, recorded_on, side_by_side
+from triton_gallery.records.page_cache import Run
+from triton_gallery.records.record_store import Record
+from triton_gallery.site.page_context import pages, recipe_page, recipes, records
+from triton_gallery.site.render import frame, show
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

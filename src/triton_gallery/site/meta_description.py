@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from docutils import nodes
 from sphinx.transforms import SphinxTransform
 
-from triton_gallery.site.lookup import line, recipes
+from triton_gallery.site.page_context import line, recipes
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

@@ -10,8 +10,8 @@ from statistics import median
 from triton_gallery.libraries.peer_rows import PeerRow, table_of
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.tables import Table
-from triton_gallery.records.formats import Device
-from triton_gallery.records.recorded import Record
+from triton_gallery.records.record_store import Record
+from triton_gallery.records.schemas import Device
 
 BESIDE = "beside libraries"
 

@@ -25,7 +25,7 @@ from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.launches import Launch
 from triton_gallery.recipe.needs import missing, versions
 from triton_gallery.recipe.outputs import Output, from_json
-from triton_gallery.records.pages import Run
+from triton_gallery.records.page_cache import Run
 
 TAIL = 4_000
 PAGES = Path("site", "recipes")  # in the work folder
@@ -164,21 +164,21 @@ def _variables(environment: Environment) -> dict[str, str]:
 def _supervise(task: Task, server: Server, order: Order) -> tuple[int | str, float]:
     """Return the exit status of the recipe's process, or why it was stopped, and the seconds that it took."""
     with open(order.work / "log.txt", "wb") as log:
-        warden, line = server.fork(task.source, log.fileno())
+        reaper, line = server.fork(task.source, log.fileno())
     start = monotonic()
     with line:  # leaving it ends the recipe
         line.send(order)
-        why = _watch(warden, line, task)
+        why = _watch(reaper, line, task)
         try:
             if why:
                 line.send(why)
             status = int(line.recv())
-        except (EOFError, ConnectionError):  # the warden was killed, and the recipe with it
+        except (EOFError, ConnectionError):  # the reaper was killed, and the recipe with it
             status = -signal.SIGKILL
     return why or status, round(monotonic() - start, 1)
 
 
-def _watch(warden: int, line: "Connection[Any, Any]", task: Task) -> str | None:
+def _watch(reaper: int, line: "Connection[Any, Any]", task: Task) -> str | None:
     """Wait until a recipe has ended, and return None, or has to, and return why."""
     end = monotonic() + task.limit
     while not _stopping.is_set():
@@ -186,7 +186,7 @@ def _watch(warden: int, line: "Connection[Any, Any]", task: Task) -> str | None:
             return None
         if monotonic() > end:
             return f"stopped after {task.limit:g} s"
-        if why := excess(warden, task.memory):
+        if why := excess(reaper, task.memory):
             return why
     return "stopped with the build"
 

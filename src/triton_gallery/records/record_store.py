@@ -22,7 +22,8 @@ from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.hashes import code_hash, hash_of
 from triton_gallery.recipe.launches import Launch
 from triton_gallery.recipe.outputs import Output, from_json
-from triton_gallery.records.formats import (
+from triton_gallery.records.page_cache import Run
+from triton_gallery.records.schemas import (
     COMMIT,
     DATE,
     DEVICE,
@@ -42,7 +43,6 @@ from triton_gallery.records.formats import (
     slug,
     validate,
 )
-from triton_gallery.records.pages import Run
 
 SCHEMA_VERSION = 2
 TOOLS = ["memcheck", "racecheck", "initcheck"]

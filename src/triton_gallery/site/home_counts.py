@@ -8,11 +8,11 @@ from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.compiled.gpus import GPUS
 from triton_gallery.recipe.op import op_of
-from triton_gallery.records.beside import STALE, recorded_on
-from triton_gallery.records.recorded import Record
-from triton_gallery.site import lookup, other_gpus
+from triton_gallery.records.output_diff import STALE, recorded_on
+from triton_gallery.records.record_store import Record
+from triton_gallery.site import other_gpus, page_context
 from triton_gallery.site.chart import svg
-from triton_gallery.site.show import page_link
+from triton_gallery.site.render import page_link
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -38,7 +38,7 @@ class ClaimsDirective(SphinxDirective):
         """Return the nodes."""
         gallery = self.env.config.sphinx_gallery_conf["gallery_dirs"]
         name = f"{gallery}/{self.arguments[0]}"
-        page = lookup.recipe_page(self.env, name)
+        page = page_context.recipe_page(self.env, name)
         if page is None:
             raise self.error(f"{self.arguments[0]} is no recipe")
         self.env.metadata[self.env.docname][STATE] = _state(self.env)
@@ -58,7 +58,7 @@ def _item(claim: str) -> nodes.list_item:
 
 def _claims(env: "BuildEnvironment") -> list[str]:
     """Return what there is, counted."""
-    recipes = list(lookup.recipes(env).values())
+    recipes = list(page_context.recipes(env).values())
     ops = [recipe for recipe in recipes if op_of(recipe)]
     kernels = [kernel for recipe in recipes if (of := other_gpus.kept(env, recipe)) for kernel in of.kernels]
     claims = [f"{len(recipes)} recipes, {len(ops)} ops to take"]
@@ -66,7 +66,7 @@ def _claims(env: "BuildEnvironment") -> list[str]:
         claims.append(f"{len(kernels)} kernels, compiled for {len(GPUS)} kinds of GPU")
     of_device: dict[str, list[Record]] = {}
     for recipe in recipes:
-        for record in lookup.records(env).of(recipe):
+        for record in page_context.records(env).of(recipe):
             of_device.setdefault(record.device.name, []).append(record)
     for device, records in of_device.items():
         first, last = min(record.date for record in records)[:10], max(record.date for record in records)[:10]
@@ -77,7 +77,9 @@ def _claims(env: "BuildEnvironment") -> list[str]:
 
 def _state(env: "BuildEnvironment") -> str:
     """Identify what the page shows."""
-    pages = [page for name in lookup.recipes(env) if (page := lookup.recipe_page(env, name)) and page.record]
+    pages = [
+        page for name in page_context.recipes(env) if (page := page_context.recipe_page(env, name)) and page.record
+    ]
     fresh = [(page.recipe.key, page.table, page.record.is_fresh(page.recipe)) for page in pages if page.record]
     return hashlib.sha256(repr((_claims(env), fresh)).encode()).hexdigest()
 

@@ -7,7 +7,7 @@ from sphinx.transforms import SphinxTransform
 
 from triton_gallery.recipe.cells import cells, is_footer
 from triton_gallery.recipe.op import SUFFIX
-from triton_gallery.site.lookup import op_of_page, recipes
+from triton_gallery.site.page_context import op_of_page, recipes
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

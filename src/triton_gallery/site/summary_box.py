@@ -9,13 +9,13 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 
-from triton_gallery.figures.summary import Summary, summaries
+from triton_gallery.figures.ratios import Summary, summaries
 from triton_gallery.recipe.cells import cells
 from triton_gallery.recipe.declaration import declaration
-from triton_gallery.site import other_gpus, peer_table, provenance, repository, take, verdict, version_matrix
+from triton_gallery.site import op_files, other_gpus, peer_table, provenance, repository, verdict, version_matrix
 from triton_gallery.site.chart import svg
-from triton_gallery.site.lookup import RecipePage, op_of_page, pages, peers, recipe_page, recipes
-from triton_gallery.site.show import WAITED, grid, op_link, page_link, where
+from triton_gallery.site.page_context import RecipePage, op_of_page, pages, peers, recipe_page, recipes
+from triton_gallery.site.render import WAITED, grid, op_link, page_link, where
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -135,7 +135,7 @@ def said(page: RecipePage) -> Iterator[nodes.paragraph]:
 def _files(env: "BuildEnvironment", page: RecipePage, document: nodes.document) -> nodes.paragraph:
     """Return the buttons: the op, and the files to download."""
     files = nodes.paragraph(classes=["recipe-downloads"])
-    files += take.buttons(env, page)
+    files += op_files.buttons(env, page)
     for link in list(document.findall(addnodes.download_reference)):
         file = link["reftarget"].rpartition("/")[2]
         if file.endswith((".py", ".ipynb")):

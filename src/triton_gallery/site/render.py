@@ -8,7 +8,7 @@ from statistics import median
 from docutils import nodes
 from sphinx import addnodes
 
-from triton_gallery.figures.summary import Summary
+from triton_gallery.figures.ratios import Summary
 from triton_gallery.recipe.cells import is_footer
 from triton_gallery.recipe.outputs import Frame, Output
 from triton_gallery.recipe.tables import ROOF, Table

@@ -11,8 +11,8 @@ from triton_gallery.recipe.declaration import declaration
 from triton_gallery.recipe.inline import OPS, ops_in
 from triton_gallery.recipe.op import op_of
 from triton_gallery.recipe.tables import Table
-from triton_gallery.records.pages import Pages, Run
-from triton_gallery.records.recorded import Record, Records
+from triton_gallery.records.page_cache import Pages, Run
+from triton_gallery.records.record_store import Record, Records
 from triton_gallery.versions import rates as version_records
 from triton_gallery.versions.rates import VersionRow
 

@@ -26,7 +26,7 @@ _libc = ctypes.CDLL(None)
 
 
 def main(line: int, log: int) -> None:
-    """Make a forked process the warden of the recipe that the build says; the recipe's process returns from here.
+    """Make a forked process the reaper of the recipe that the build says; the recipe's process returns from here.
 
     Args:
         line: the file that leads to the build.

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from docutils import nodes
 
-from triton_gallery.figures.summary import Summary, summaries
+from triton_gallery.figures.ratios import Summary, summaries
 from triton_gallery.recipe.declaration import declaration
 from triton_gallery.recipe.op import Op, op_of
-from triton_gallery.site import lookup
-from triton_gallery.site.lookup import RecipePage
-from triton_gallery.site.show import figure, size
+from triton_gallery.site import page_context
+from triton_gallery.site.page_context import RecipePage
+from triton_gallery.site.render import figure, size
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -93,7 +93,7 @@ def _write(app: "Sphinx", exception: Exception | None) -> None:
     """Write a file for each op, and the zip."""
     if exception or app.builder.format != "html":
         return
-    found = [page for name in lookup.recipes(app.env) if (page := lookup.recipe_page(app.env, name))]
+    found = [page for name in page_context.recipes(app.env) if (page := page_context.recipe_page(app.env, name))]
     files = {_file(op.name): text_of(app.env, op, page) for page in found if (op := op_of(page.recipe))}
     folder = Path(app.outdir, FOLDER)
     folder.mkdir(exist_ok=True)
