@@ -7,7 +7,7 @@
 # THOROUGH=1 for make test: every mutant, generated test and autotune config; THOROUGH="section/name ..." of these
 #         recipes alone, THOROUGH=changed of those that differ from the commit before
 #
-# For make record, and AGAIN=1 for make targets too:
+# For make record, and AGAIN=1 for make compile too:
 # STALE=1      only recipes whose record is missing or of older code
 # AGAIN=1      execute those too that ran here with the present code; otherwise what ran is recorded
 # EACH_KIND=1  each recipe once on each kind of GPU; otherwise all GPUs have to be alike
@@ -38,11 +38,12 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help html new newest record record-apart trace sanitize peers versions measure-versions targets listings check-targets check-records compare serve test test-gpu lint clean
+.PHONY: help html new newest record record-apart trace sanitize libraries versions measure-versions compile listings check-compiled check-records compare serve test test-gpu lint clean \
+	peers targets check-targets
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
-	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 18
 
 html: $(SITE_READY)  ## execute what changed and build the site into _build/html
 	@"$(PY)" -m triton_gallery html
@@ -67,7 +68,7 @@ trace:  ## make what a RECIPE=section/name reads at its execution, in the enviro
 sanitize: $(SITE_READY)  ## on a GPU host, run the checks of recipes under compute-sanitizer
 	@"$(PY)" -m triton_gallery sanitize $(RECIPE)
 
-peers: $(SITE_READY)  ## on a GPU host, measure ops beside other libraries' and record it; RECIPE=section/name for one
+libraries: $(SITE_READY)  ## on a GPU host, measure ops beside other libraries' and record it; RECIPE=section/name for one
 	@"$(PY)" benchmarks/measure_peers.py $(RECIPE)
 
 versions: $(TEST_READY)  ## try lessons, ops, kernels and features with each Triton of docs/_versions/pairs.txt
@@ -84,13 +85,13 @@ measure-versions: $(SITE_READY)  ## on a GPU host, measure ops under another Tri
 check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
 	@"$(PY)" -m triton_gallery check-records $(RECIPE)
 
-targets: $(SITE_READY)  ## compile kernels for GPUs that need not be here, where they changed; RECIPE=section/name for one
+compile: $(SITE_READY)  ## compile kernels for GPUs that need not be here, where they changed; RECIPE=section/name for one
 	@"$(PY)" -m triton_gallery compile $(if $(AGAIN),--again) $(RECIPE)
 
-listings: $(SITE_READY)  ## compile again what make targets kept, executing no recipe, so that pages show the compilers' code
+listings: $(SITE_READY)  ## compile again what make compile kept, executing no recipe, so that pages show the compilers' code
 	@"$(PY)" -m triton_gallery listings $(RECIPE)
 
-check-targets: $(SITE_READY)  ## compile them the same way, keep nothing, and fail if one fitted before and no longer does
+check-compiled: $(SITE_READY)  ## compile them the same way, keep nothing, and fail if one fitted before and no longer does
 	@"$(PY)" -m triton_gallery compile --check $(RECIPE)
 
 compare: $(SITE_READY)  ## compare recorded figures with those at BASE=revision
@@ -117,6 +118,13 @@ lint: $(TEST_READY)  ## check style, spelling and types
 
 clean:  ## remove what was built; the environment stays
 	rm -rf _build docs/recipes docs/ops
+
+# Names of before: each says the new one.
+NOW_peers := libraries
+NOW_targets := compile
+NOW_check-targets := check-compiled
+peers targets check-targets:
+	@echo "make $@ is now make $(NOW_$@)" >&2; exit 1
 
 $(VENV)/bin/python:
 	"$(PYTHON)" -m venv $(VENV)

@@ -26,7 +26,7 @@ extensions = [
     "sphinxext.opengraph",
 ]
 nitpicky = True
-exclude_patterns = ["_records", "_targets", "_templates", "_versions"]  # data, whatever lies there
+exclude_patterns = ["_records", "_compiled", "_templates", "_versions"]  # data, whatever lies there
 
 # The gallery. triton_gallery executes every recipe, in a process of its own; sphinx-gallery then assembles the pages.
 plot_gallery = "False"

@@ -1,7 +1,7 @@
 """Measures the gallery's ops beside other libraries', on this machine's GPU, and records the figures.
 
-`make peers` runs it. With recipes (`section/name`) it measures theirs alone; the other rows of the table stay as they
-are. A library that is not installed is left out. Further rows of the table are an entry of `works/<recipe>.py`, a
+`make libraries` runs it. With recipes (`section/name`) it measures theirs alone; the other rows of the table stay as
+they are. A library that is not installed is left out. Further rows of the table are an entry of `works/<recipe>.py`, a
 further library is one of PEERS.
 """
 

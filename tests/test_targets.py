@@ -384,7 +384,7 @@ def made(project: Project) -> tuple[Recipe, Targets]:
     assert status == 0, output
     assert "compiled 12 launches of 2 recipes" in output
     (recipe, _) = load(project.root / "gallery")
-    found = store.load(project.root / "docs" / "_targets", recipe)
+    found = store.load(project.root / "docs" / "_compiled", recipe)
     assert found is not None
     return recipe, found
 
@@ -403,7 +403,7 @@ def test_every_gpu_is_compiled_for(made: tuple[Recipe, Targets]) -> None:
 
 
 def test_made_again_it_is_the_same(project: Project, made: tuple[Recipe, Targets]) -> None:
-    folder = project.root / "docs" / "_targets" / "things"
+    folder = project.root / "docs" / "_compiled" / "things"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert before.keys() == {"copies.json", "talks.json"}
     status, output = project.run("compile")
@@ -462,7 +462,7 @@ def test_listings_of_other_code(project: Project, made: tuple[Recipe, Targets], 
     copy.write(copies=RECIPE.replace("tl.store(out_ptr, 1)", "tl.store(out_ptr, 2)"))
     status, output = copy.run("listings")
     assert status == 0, output
-    assert "things/copies gets no listings: its figures are of other code; run make targets" in output
+    assert "things/copies gets no listings: its figures are of other code; run make compile" in output
     assert "1 of 2 recipes have listings" in output
 
 
@@ -472,18 +472,18 @@ def test_of_older_code(project: Project, made: tuple[Recipe, Targets], tmp_path:
     copy.write(copies=RECIPE.replace("tl.store(out_ptr, 1)", "tl.store(out_ptr, 2)"))
     assert copy.build()[0] == 0
     assert "of older code" in copy.page("copies")
-    assert "of older code" in copy.run("targets")[1]
+    assert "of older code" in copy.run("compiled")[1]
     output = copy.run("compile")[1]
     assert "compiled 12 launches of 1 recipes" in output
     assert "1 recipes had not changed" in output
-    assert "of older code" not in copy.run("targets")[1]
+    assert "of older code" not in copy.run("compiled")[1]
 
 
 def test_terminal_and_json(project: Project, made: tuple[Recipe, Targets]) -> None:
-    status, output = project.run("targets", "things/copies")
+    status, output = project.run("compiled", "things/copies")
     assert status == 0
     assert "copy_kernel(fp16, BLOCK=64, num_warps=2, not divisible by 16: N)" in output
-    status, output = project.run("targets", "--json")
+    status, output = project.run("compiled", "--json")
     found = json.loads(output)["things/copies"]["kernels"][0]["on"]["sm_90"]
     assert found["verdict"] == FITS
     assert found["occupancy"] == made[1].kernels[0].on["sm_90"].occupancy(GPU["sm_90"])[0]
@@ -493,14 +493,14 @@ def test_check_fails_if_a_kernel_no_longer_fits(project: Project, made: tuple[Re
     copy = project.copy(tmp_path / "copy")
     large = RECIPE.replace("copy_kernel[(2,)](x, out, 100, BLOCK=64, num_warps=2)", LARGE)
     copy.write(copies=large)
-    kept = {path.name: path.read_bytes() for path in (copy.root / "docs/_targets/things").iterdir()}
+    kept = {path.name: path.read_bytes() for path in (copy.root / "docs/_compiled/things").iterdir()}
     status, output = copy.run("compile", "--check")
     assert status == 1, output
     assert (
         "error: things/copies: copy_kernel does not fit on MI300, though it fitted before: 32 warps of 64 threads"
         in output
     )
-    assert kept == {path.name: path.read_bytes() for path in (copy.root / "docs/_targets/things").iterdir()}
+    assert kept == {path.name: path.read_bytes() for path in (copy.root / "docs/_compiled/things").iterdir()}
     _commit(copy.root)
     assert copy.run("compile")[0] == 0
     _commit(copy.root)
@@ -513,7 +513,7 @@ def test_check_fails_if_a_kernel_no_longer_fits(project: Project, made: tuple[Re
 
 def _commit(folder: Path) -> None:
     git = ["git", "-c", "user.name=test", "-c", "user.email=test@example.org"]
-    for arguments in (["init", "-q"], ["add", "docs/_targets"], ["commit", "-q", "--allow-empty", "-m", "figures"]):
+    for arguments in (["init", "-q"], ["add", "docs/_compiled"], ["commit", "-q", "--allow-empty", "-m", "figures"]):
         subprocess.run([*git, *arguments], cwd=folder, check=True)
 
 
@@ -549,7 +549,7 @@ def test_not_meant_for(make_project: Callable[..., Project]) -> None:
     script.write_text(declared + script.read_text())
     assert "compiled 11 launches" in project.run("compile")[1]
     (recipe,) = load(project.root / "gallery")
-    found = store.load(project.root / "docs" / "_targets", recipe)
+    found = store.load(project.root / "docs" / "_compiled", recipe)
     assert found
     copies, one = found.kernels
     assert [kernel.verdict(GPU["gfx942"])[0] for kernel in (copies, one)] == [UNMEANT, FITS]

@@ -39,7 +39,7 @@ from triton_gallery.versions import matrix
 from triton_gallery.versions.trials import TrialError, newest_release, try_pair
 
 GALLERY, PAGES, RECORDS = Path("gallery"), Path("docs/recipes"), Path("docs/_records")
-TARGETS, CACHE, LISTINGS = Path("docs/_targets"), Path("_build/targets"), Path("_build/listings")
+COMPILED, CACHE, LISTINGS = Path("docs/_compiled"), Path("_build/compiled"), Path("_build/listings")
 VERSIONS = Path("docs/_versions")
 NEWEST, NEXT = "newest", "next"  # the last that is listed, and the last that was released
 BEFORE = "HEAD~1"  # the commit that --check compares with
@@ -98,10 +98,10 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
     command.set_defaults(run=check_records)
 
-    command = commands.add_parser("targets", help="print what the kernels compile to for GPUs that need not be here")
+    command = commands.add_parser("compiled", help="print what the kernels compile to for GPUs that need not be here")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
     command.add_argument("--json", action="store_true", help="as JSON")
-    command.set_defaults(run=print_targets)
+    command.set_defaults(run=print_compiled)
 
     command = commands.add_parser(
         "compile", help="compile the kernels for GPUs that need not be here, where they changed"
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
     command.add_argument("--again", action="store_true", help="where nothing changed too")
     command.add_argument("--check", action="store_true", help="keep nothing: compare with what is kept")
-    command.set_defaults(run=compile_targets)
+    command.set_defaults(run=compile_kernels)
 
     command = commands.add_parser("listings", help="compile again what is kept, so that pages show the compilers' code")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
@@ -266,10 +266,10 @@ def check_records(options: argparse.Namespace) -> int:
     return int(wanting > 0)
 
 
-def print_targets(options: argparse.Namespace) -> int:
+def print_compiled(options: argparse.Namespace) -> int:
     """Print what is kept of the kernels: a table for each, or all as JSON."""
     recipes = _recipes(options.recipe)
-    found = {recipe: kept for recipe in recipes if (kept := store.load(TARGETS, recipe))}
+    found = {recipe: kept for recipe in recipes if (kept := store.load(COMPILED, recipe))}
     if options.json:
         print(json.dumps({recipe.key: store.as_json(kept) for recipe, kept in found.items()}, indent=1))
         return 0
@@ -282,18 +282,18 @@ def print_targets(options: argparse.Namespace) -> int:
                 table.add_row(*map(Text, [gpu.name, *cells(kernel, gpu)]))
             console.print(table)
     console.print(
-        f"{len(found)} of {len(recipes)} recipes were compiled for other GPUs; make targets compiles the rest"
+        f"{len(found)} of {len(recipes)} recipes were compiled for other GPUs; make compile compiles the rest"
     )
     return 0
 
 
-def compile_targets(options: argparse.Namespace) -> int:
+def compile_kernels(options: argparse.Namespace) -> int:
     """Compile what changed, for all GPUs, and keep it, or check it: 1 if a kernel that fitted no longer does.
 
     It is compared with what was kept and, to check, with what was kept at the commit before, too.
     """
     chosen = _recipes(options.recipe)
-    kept = {recipe.key: store.load(TARGETS, recipe) for recipe in chosen}
+    kept = {recipe.key: store.load(COMPILED, recipe) for recipe in chosen}
     pages = Pages(PAGES)
     pages.lock(console.print)
     try:
@@ -312,13 +312,13 @@ def compile_targets(options: argparse.Namespace) -> int:
     errors = 0
     for recipe in chosen:
         now, texts = made.get(recipe.key, (kept[recipe.key], {}))
-        before = [kept[recipe.key], store.load_at(BEFORE, TARGETS, recipe) if options.check else None]
+        before = [kept[recipe.key], store.load_at(BEFORE, COMPILED, recipe) if options.check else None]
         worse = [what for old in before if old and now for what in store.worse(old, now)]
         for is_error, what in dict.fromkeys(worse):
             errors += is_error
             console.print(Text(f"{'error' if is_error else 'warning'}: {recipe.key}: {what}"), style="red")
         if now and recipe.key in made and not options.check:
-            console.print(f"wrote {store.write(TARGETS, recipe, now)}")
+            console.print(f"wrote {store.write(COMPILED, recipe, now)}")
             store.write_texts(LISTINGS, now, texts)
     launches = sum(len(kernel.on) for now, _ in made.values() for kernel in now.kernels)
     console.print(
@@ -330,7 +330,7 @@ def compile_targets(options: argparse.Namespace) -> int:
 
 def make_listings(options: argparse.Namespace) -> int:
     """Compile the kept launches again, executing no recipe, and keep the compilers' code for the site."""
-    kept = {recipe: found for recipe in _recipes(options.recipe) if (found := store.load(TARGETS, recipe))}
+    kept = {recipe: found for recipe in _recipes(options.recipe) if (found := store.load(COMPILED, recipe))}
     due = {recipe: found for recipe, found in kept.items() if not store.listing(LISTINGS, found).is_file()}
     work = [(recipe, [kernel.launch for kernel in found.kernels], found.launched_by) for recipe, found in due.items()]
     with compiling() as report:
@@ -342,7 +342,7 @@ def make_listings(options: argparse.Namespace) -> int:
         else:
             made_by = f"Triton {found.triton}" if found.triton != now.triton else "other code"
             console.print(
-                Text(f"{recipe.key} gets no listings: its figures are of {made_by}; run make targets"), style="red"
+                Text(f"{recipe.key} gets no listings: its figures are of {made_by}; run make compile"), style="red"
             )
     there = sum(store.listing(LISTINGS, found).is_file() for found in kept.values())
     console.print(f"{there} of {len(kept)} recipes have listings, {len(kept) - len(due)} had them before")

@@ -1,4 +1,4 @@
-"""What the compiler makes of the ops' kernels for an H100, as `make targets` keeps it: it fits, and spills nothing."""
+"""What the compiler makes of the ops' kernels for an H100, as `make compile` keeps it: it fits, and spills nothing."""
 
 import pytest
 from project import ROOT
@@ -23,9 +23,9 @@ SPILLED = {  # bytes a thread; whether they cost time was not measured
     "recipe", [recipe for recipe in load(ROOT / "gallery") if op_of(recipe)], ids=lambda recipe: recipe.key
 )
 def test_kernels_fit_an_h100(recipe: Recipe) -> None:
-    kept, op = store.load(ROOT / "docs" / "_targets", recipe), op_of(recipe)
+    kept, op = store.load(ROOT / "docs" / "_compiled", recipe), op_of(recipe)
     if kept is None or not kept.is_fresh(recipe):
-        pytest.skip("NOT TESTED: its code has changed since make targets")
+        pytest.skip("NOT TESTED: its code has changed since make compile")
     kernels = [kernel for kernel in kept.of(op) if HOPPER.key in kernel.on]
     assert kernels
     for kernel in kernels:

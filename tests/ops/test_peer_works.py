@@ -1,4 +1,4 @@
-"""What `make peers` measures is the same work, on the same inputs, for every library."""
+"""What `make libraries` measures is the same work, on the same inputs, for every library."""
 
 import dataclasses
 from collections.abc import Callable

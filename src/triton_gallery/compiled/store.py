@@ -1,8 +1,8 @@
 """What compilers make of the recipes' kernels for GPUs that need not be here, and the only module that knows its files.
 
-`docs/_targets/<section>/<recipe>.json` holds the figures. They follow from the code and the versions alone: made again,
-they are the same. So are the texts that compilers wrote, which lie in a folder of the build, by the hash of the figures
-that they belong to.
+`docs/_compiled/<section>/<recipe>.json` holds the figures. They follow from the code and the versions alone: made
+again, they are the same. So are the texts that compilers wrote, which lie in a folder of the build, by the hash of the
+figures that they belong to.
 """
 
 import gzip

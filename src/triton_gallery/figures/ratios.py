@@ -46,7 +46,7 @@ class Summary:
         device: where they were measured.
         date: when; of several runs, when the first began.
         is_fresh: whether all of them are of the recipe's present code.
-        is_page: whether they are those of the recipe's page, and not of `make peers`.
+        is_page: whether they are those of the recipe's page, and not of `make libraries`.
         dtype: of the tensors; empty if it was not kept, or is not the same at all sizes.
     """
 

@@ -252,7 +252,7 @@ def _short(kernel: Kernel, gpu: Gpu) -> str:
 
 
 def _folder(env: "BuildEnvironment") -> Path:
-    return Path(env.srcdir, "_targets")
+    return Path(env.srcdir, "_compiled")
 
 
 def _listings(env: "BuildEnvironment") -> Path:

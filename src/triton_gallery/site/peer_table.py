@@ -71,7 +71,7 @@ def section(env: "BuildEnvironment", recipe: Recipe) -> nodes.section | None:
     if not rows:
         return None
     about = nodes.paragraph("", "The op and the same work through other libraries, as ")
-    about += nodes.literal("", "make peers")
+    about += nodes.literal("", "make libraries")
     about += nodes.Text(
         " measured them: the median rates, with the launch hidden and the L2 "
         "cache emptied. In a tie the two bands, from the 20th to the 80th percentile, overlap. A row is stale if the "

@@ -37,8 +37,8 @@ from triton_gallery.recipe.needs import missing
 from triton_gallery.recipe.op import op_of
 from triton_gallery.versions.matrix import FEATURE, KERNELS, LESSON, OP, Outcome, Pair, Tried, codes
 
-GALLERY, TARGETS = Path("gallery"), Path("docs/_targets")
-CACHE, OVERLAYS = Path("_build/targets"), Path("_build/triton")
+GALLERY, COMPILED = Path("gallery"), Path("docs/_compiled")
+CACHE, OVERLAYS = Path("_build/compiled"), Path("_build/triton")
 EXAMPLES = (  # of tests of ops
     "tests/contract/test_results.py::test_sizes",
     "tests/contract/test_gradients.py::test_autograd",
@@ -170,7 +170,7 @@ class _Trial:
         (hopper,) = (gpu for gpu in GPUS if gpu.key == HOPPER)
         recipes, launches, lacking = {recipe.key: recipe for recipe in self._recipes}, {}, {}
         for key, recipe in recipes.items():
-            kept = store.load(TARGETS, recipe)
+            kept = store.load(COMPILED, recipe)
             only = declaration(recipe.path, recipe.text).of_op.only_with
             found = [
                 kernel.launch
@@ -180,7 +180,7 @@ class _Trial:
             ]
             if kept and found:
                 launches[key] = found
-                stale = [] if kept.is_fresh(recipe) else ["launches of its present code, which make targets notes"]
+                stale = [] if kept.is_fresh(recipe) else ["launches of its present code, which make compile notes"]
                 lacking[key] = [*(what for what in self._missing[key] if "NVIDIA GPU" not in what), *stale]
         self._codes[KERNELS] = {key: self._codes[KERNELS][key] for key in launches}
         for key in recipes.keys() - launches.keys():  # it had kernels before
