@@ -1,6 +1,6 @@
 """Probes of Triton's features: each is one call, made in a process of its own.
 
-`python -m triton_gallery.run.probes NAME` makes one; it ends with an error if this Triton lacks the feature. Those
+`python -m triton_gallery.versions.probes NAME` makes one; it ends with an error if this Triton lacks the feature. Those
 whose name ends in `interpreted` want TRITON_INTERPRET=1 and compare with PyTorch; the others compile for a GPU that
 need not be here.
 """
