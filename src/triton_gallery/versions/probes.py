@@ -4,7 +4,6 @@
 whose name ends in `interpreted` want TRITON_INTERPRET=1 and compare with PyTorch; the others compile for a GPU that
 need not be here.
 """
-# It is triton_gallery.versions.probes now; the text above counts in the hash of what was tried, and stays as it was.
 
 import sys
 from collections.abc import Callable
