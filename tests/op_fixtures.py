@@ -88,7 +88,8 @@ def load_recipe(gallery: Path) -> Callable[[str], ModuleType]:
     def load(path: str) -> ModuleType:
         file = gallery / path
         end_ops(sys.modules.get(file.stem))
-        TAKEN.clear()  # the recipe may register the same ops
+        for taken, (module, _) in TAKEN.items():
+            TAKEN[taken] = module, None  # the recipe may register the same ops
         before = sys.dont_write_bytecode
         sys.dont_write_bytecode = True  # no __pycache__ among the recipes
         try:

@@ -199,6 +199,21 @@ def test_removed_recipe_leaves_nothing(healthy: Project) -> None:
     status, output = healthy.build()
     assert status == 0, output
     assert not list((healthy.root / "docs" / "recipes").glob("**/*floods*"))
+    assert not list((healthy.root / "_build" / "html").glob("**/floods.html"))
+
+
+def test_warning_is_said_until_it_is_mended(healthy: Project) -> None:
+    page = healthy.root / "docs" / "lonely.md"
+    page.write_text("# In no table of contents\n")
+    try:
+        for _ in range(2):
+            status, output = healthy.build()
+            assert status != 0
+            assert "lonely" in output
+    finally:
+        page.unlink()
+    status, output = healthy.build()
+    assert status == 0, output
 
 
 def test_unlisted_recipe_is_refused(healthy: Project) -> None:

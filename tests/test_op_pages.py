@@ -207,6 +207,7 @@ def test_removed_op_leaves_no_page(project: Project) -> None:
     status, output = project.run("html")
     assert status == 0, output
     assert not (project.root / "docs" / "ops" / "square.rst").exists()
+    assert not (project.root / "_build" / "html" / "ops" / "square.html").exists()
 
 
 def test_docstrings_are_shown_as_they_are() -> None:

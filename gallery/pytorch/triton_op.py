@@ -395,12 +395,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``wrap_triton`` on a kernel's name. It overlooks ``torch.library.wrap_triton``
 # and a helper that wraps the kernel it is given. So import it by name, and call
 # it in the op. Of four processes, the second and the fourth have a kernel that
-# returns 10 times as much. The fourth gets the third's result.
-#
-# Nor is the rest of the op in the key. Where its launcher passed another
-# constant to an unchanged kernel, a new process still ran the old graph (an
-# H100, torch 2.11). Delete the folder of ``TORCHINDUCTOR_CACHE_DIR`` after such
-# a change:
+# returns 10 times as much. The fourth gets the third's result:
 
 COMPILED = f"print(torch.compile(lambda: {CALL})()[0].item())"
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -413,6 +408,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             run(kernel, op, COMPILED, TORCHINDUCTOR_CACHE_DIR=cache)
 
 # %%
+# Nor is the rest of the op in the key. Where its launcher passed another
+# constant to an unchanged kernel, a new process still ran the old graph (an
+# H100, torch 2.11). Delete the folder of ``TORCHINDUCTOR_CACHE_DIR`` after such
+# a change.
+#
 # Why not autograd.Function
 # -------------------------
 #

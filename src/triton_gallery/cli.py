@@ -153,6 +153,8 @@ def html(options: argparse.Namespace) -> int:
     index.unlink(missing_ok=True)
     status = sphinx_build(["-c", ".", "-j", "auto", "-W", "--keep-going", "-n", "-q", "docs", str(options.out)])
     pages = Pages(PAGES)
+    if status:  # Sphinx would not say again what it warned of
+        Path(options.out, ".doctrees", "environment.pickle").unlink(missing_ok=True)
     failed = _print_failures([(recipe, run) for recipe in recipes if (run := pages.run(recipe.key))])
     if index.exists():
         console.print(f"Open {index}")

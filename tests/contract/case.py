@@ -85,7 +85,7 @@ class Case:
         second_gradients: whether the gradients have gradients themselves.
         once: whether a call has one backward alone, and so no differences to compare it with.
         settings: what the names in the op's module are set to: limits of the launcher that no small size would reach.
-        prepare: changes what no setting can name, given the op's module.
+        prepare: changes what no setting can name, given the op's module; tests may call it again on the same one.
         name: of the case, where a function has several.
         plain: whether the function is no op itself, but calls one.
         launcher: whether a GPU has a function of its own for the op.

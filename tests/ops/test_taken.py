@@ -40,7 +40,7 @@ def test_loads_twice(
     """What tests load twice in a process works, where PyTorch refuses a second function for one device of an op too."""
     strict = functools.partialmethod(torch.library.Library.impl, allow_override=False)
     monkeypatch.setattr(torch.library.Library, "impl", strict)
-    for load in (load_recipe, load_op):
+    for load in (load_op, load_recipe, load_op):
         first, second = (load("fusion/unaligned_rows.py") for _ in range(2))
         assert first.ADD_ROWS_LIBRARY.m is None
         x = torch.ones(2, 3, device=DEVICE)

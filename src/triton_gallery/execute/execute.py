@@ -31,6 +31,7 @@ from triton_gallery.records.page_cache import Pages, Run
 MACHINERY = (
     "compiled/launch_trace",
     "execute/child",
+    "execute/interpreter",
     "execute/reaper",
     "execute/scraper",
     "execute/server",

@@ -45,7 +45,7 @@ class Patch:
         self._patched = False
 
 
-_np_dtype = functools.cache(interpreter._get_np_dtype)
+_np_dtype = functools.cache(getattr(interpreter, "_get_np_dtype", np.dtype))
 
 
 def np_dtype(dtype: tl.dtype) -> np.dtype[Any]:
@@ -55,6 +55,11 @@ def np_dtype(dtype: tl.dtype) -> np.dtype[Any]:
 
 
 def quicken(replace: Callable[[object, str, object], object] = setattr) -> None:
-    """Have the interpreter do the same in less time, in this process; `replace` is another function than setattr."""
+    """Have the interpreter do the same in less time, in this process; `replace` is another function than setattr.
+
+    The names are private to Triton, 3.6 to 3.9: where a later one has others, the interpreter stays as it is.
+    """
+    if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_get_np_dtype", "_MISSING")):
+        return
     replace(interpreter, "_patch_lang", Patch(interpreter._patch_lang))
     replace(interpreter, "_get_np_dtype", np_dtype)

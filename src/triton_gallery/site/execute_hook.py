@@ -1,5 +1,7 @@
 """Executes recipes when a Sphinx build begins, showing progress; sphinx-gallery then finds every page up to date.
 
+It removes the pages of those that are gone.
+
 Before that, it lays the gallery out as sphinx-gallery finds it: with whole scripts, as readers take them.
 """
 
@@ -27,7 +29,16 @@ logger = logging.getLogger(__name__)
 def setup(app: "Sphinx") -> "ExtensionMetadata":
     """Hook execution in front of sphinx-gallery."""
     app.connect("builder-inited", _execute, priority=400)  # sphinx-gallery assembles at 500
+    app.connect("env-get-outdated", _remove)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _remove(app: "Sphinx", _env: object, _added: object, _changed: object, removed: set[str]) -> list[str]:
+    """Remove the pages of documents that are gone: Sphinx leaves what an earlier build wrote."""
+    if app.builder.format == "html":
+        for document in removed:
+            Path(app.builder.get_outfilename(document)).unlink(missing_ok=True)  # type: ignore[attr-defined]
+    return []
 
 
 def _execute(app: "Sphinx") -> None:
