@@ -75,7 +75,7 @@ def test_verdict_names_each_library(parsed: Callable[[str], BeautifulSoup]) -> N
     assert table.select("tbody tr")[-1].select_one("td").text == "Roof"
     assert [cell.text for cell in table.select("th")][1::2] == ["forward: ratio", "backward: ratio"]
     heads = [cell.text for cell in page.select("#beside-other-libraries details.fold table.ratios th")]
-    assert heads[1:] == ["speed / PyTorch", "speed / torch.compile", "speed / roof"]
+    assert heads[1:] == ["speed / PyTorch", "speed / torch.compile", "speed / Liger", "speed / roof"]
     in_place = parsed("ops/rope.html").select(".glance table.ratios")[1]
     assert "in place" in [row.select_one("td").text for row in in_place.select("tbody tr")]
 
