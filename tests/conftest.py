@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="recipes to prove thoroughly: 'section/name ...', all, or changed",
     )
     parser.addoption("--recipe", help="run the tests of this recipe alone, section/name, all of them")
-    parser.addoption("--examples-of", help="run the tests of these recipes alone, 'section/name ...', in float32")
+    parser.addoption("--examples-of", help="run the tests of these recipes alone, 'section/name ...', in one dtype")
 
 
 def pytest_xdist_auto_num_workers() -> int | None:

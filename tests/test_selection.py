@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from project import ROOT
-from selection import EXAMPLES, KEYS, Selection, changed, select
+from selection import EXAMPLES, KEYS, Selection, changed, examples, select
 
 RECIPE = "first_steps/autotune"
 FILES = [
@@ -103,6 +103,16 @@ def test_unknown_recipe_is_told() -> None:
     for thorough, alone in (("things/one", None), ("", "things/one")):
         with pytest.raises(pytest.UsageError, match="no such recipe: things/one"):
             select(thorough, alone)
+
+
+def test_examples_are_in_float32_or_else_in_bfloat16() -> None:
+    def asked(dtypes: list[torch.dtype]) -> list[torch.dtype]:
+        case = SimpleNamespace(recipe="attention/hopper_attention", dtypes=dtypes)
+        tests = [SimpleNamespace(callspec=SimpleNamespace(params={"case": case, "dtype": dtype})) for dtype in dtypes]
+        return [test.callspec.params["dtype"] for test in examples(tests, case.recipe)]
+
+    assert asked([torch.float16, torch.bfloat16, torch.float32]) == [torch.float32]
+    assert asked([torch.float16, torch.bfloat16]) == [torch.bfloat16]
 
 
 def test_generated_tests_take_few_examples_in_a_quick_run(request: pytest.FixtureRequest) -> None:

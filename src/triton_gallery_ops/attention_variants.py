@@ -791,11 +791,11 @@ def attention_variants(
     each time. A query that sees nothing gives 0. Scores above 2**27 or below
     -2**27, in float64 2**56, may give 0 or NaN: a GPU then rounds by more than
     exp2 can take. A NaN or an infinity may reach queries and keys that it is
-    hidden from. The gradients, of q, k, v and sinks, have their dtypes and the
-    same bits each time. They are right for finite inputs only. Second
-    derivatives are not supported. With float16 inputs, the backward rounds the
-    probabilities and the gradients of scores to float16: below 2**-14 these
-    lose bits, from 2**-25 down they count as 0.
+    hidden from. The gradients, of q, k, v and sinks, have their dtypes and are
+    deterministic. They are right for finite inputs only. Second derivatives are
+    not supported. With float16 inputs, the backward rounds the probabilities
+    and the gradients of scores to float16: below 2**-14 these lose bits, from
+    2**-25 down they count as 0.
 
     Raises TypeError for other dtypes and for tensors on different devices, and
     ValueError for other shapes, for unknown names, and where what a score or a

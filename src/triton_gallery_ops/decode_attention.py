@@ -368,8 +368,8 @@ def decode_attention(
     room of the table is. It decides the number of parts that the keys are split
     into; if it is wrong, the result is right.
 
-    The result is contiguous, of q's shape and dtype, and on one GPU has the
-    same bits each time for the same shapes and bound. Raises TypeError for
+    The result is contiguous, of q's shape and dtype, and on one GPU
+    deterministic for the same shapes and bound. Raises TypeError for
     other dtypes and devices, ValueError for other shapes and for what requires
     grad. The method: https://pytorch.org/blog/flash-decoding/
 

@@ -629,12 +629,12 @@ def flash_attention(
     With ``causal``, query i sees keys 0 to i; there is no other mask, and no
     dropout. ``scale`` is a number, 1 / sqrt(D) if not given; the kernels are
     compiled for each. The result is contiguous, of the shape and dtype of q,
-    with the same bits each time. A query that sees nothing, or whose scores are
+    and deterministic. A query that sees nothing, or whose scores are
     all -inf, gives 0. Scores above 2**27 or below -2**27, in float64 2**56, may
     give 0 or NaN: a GPU then rounds by more than exp2 can take. A NaN or an
     infinity may reach queries and keys that it is hidden from.
 
-    The gradients have the dtype of q, the same bits each time, and no gradient
+    The gradients have the dtype of q, are deterministic, and have no gradient
     themselves. They are right for finite inputs only. With float16 inputs, the
     backward rounds the probabilities and the gradients of scores to float16:
     below 2**-14 these lose bits, from 2**-25 down they count as 0.

@@ -315,8 +315,8 @@ def kv_cache_write_(
     (1,) or (heads / n,), divide what is written to a cache of any dtype; float8
     is clamped to its largest number, and NaN stays NaN.
 
-    The results are contiguous, of the dtype of q. They and what is written have
-    the same bits each time. Raises TypeError for other dtypes and devices,
+    The results are contiguous, of the dtype of q. They and what is written are
+    deterministic. Raises TypeError for other dtypes and devices,
     ValueError for other shapes and for what requires grad.
 
     Rounding: the arithmetic is in float32, or float64 for float64. Each result

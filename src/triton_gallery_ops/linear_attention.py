@@ -604,7 +604,7 @@ def linear_attention(
     results may be infinite or NaN. Pass the initial state by its name: the
     scale comes before it. Returns the outputs, of the shape and dtype of v, and
     the state after the last token, of (batch, heads, K, V) in the dtype of g.
-    Both are contiguous, with the same bits each time.
+    Both are contiguous and deterministic.
 
     After each chunk of 64 tokens a copy of the state is rounded to float16 or
     bfloat16, if q is of that: float16 needs states below 65504, and its weights
@@ -613,8 +613,8 @@ def linear_attention(
     their chunk, and has the rounding of those. A g below -110 (-831 for
     float64) counts as that; -inf ends what was before.
 
-    Both results pass gradients on to q, k, v, g and the initial state, with the
-    same bits each time. Second derivatives are not supported. Backward,
+    Both results pass gradients on to q, k, v, g and the initial state, which
+    are deterministic. Second derivatives are not supported. Backward,
     the states of all chunks and their gradients are in memory: for dimensions
     of 128, as much as four tensors of the size of q in half precision, eight in
     float32, and 16 in float64. The gradient of g is a difference of sums over

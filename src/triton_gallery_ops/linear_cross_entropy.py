@@ -310,8 +310,8 @@ def linear_cross_entropy(
     range(V), the loss is NaN, and so are the gradient of weight and the one of
     that token's x. The logits and their gradient are rounded to the dtype of x,
     and so is the gradient of the weight after each chunk. On one kind of GPU,
-    the results have the same bits each time if those of its library's matrix
-    products do.
+    the results are deterministic if those of its library's matrix products
+    are.
 
     The gradients are computed with the loss, for those of x and weight that
     require grad, and kept for the backward. The backward multiplies them in

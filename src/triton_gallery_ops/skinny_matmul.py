@@ -213,7 +213,7 @@ def skinny_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     ``x`` that is not contiguous along K, or whose rows no single stride
     reaches, is copied; ``weight`` never is. The result (..., N) has their dtype
     and is contiguous. Sums are in float32, and float32 is not rounded to TF32.
-    The result has the same bits each time. The parts in which a row is summed
+    The result is deterministic. The parts in which a row is summed
     do not depend on the number of rows. Raises TypeError for other dtypes or
     two dtypes, and ValueError for more rows, for shapes that do not fit and for
     two devices. Has no gradient: inputs may require one, and then a backward

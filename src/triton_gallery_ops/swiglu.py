@@ -256,7 +256,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     one shape, which may be any. Rows along the last dimension may lie apart, as
     halves of a projection do. Other layouts are copied. The result is
     contiguous. It and the gradients have the shape and dtype of the arguments,
-    and the same bits each time. Second derivatives are not supported. Raises
+    and are deterministic. Second derivatives are not supported. Raises
     TypeError for other dtypes or devices that differ, and ValueError for shapes
     that differ. From https://arxiv.org/abs/2002.05202.
 

@@ -200,8 +200,8 @@ def _tuned_matmul_operand(x, copy):
     VEC is the number of elements in 16 bytes, along the dimension in which rows
     lie, if all rows begin at multiples of 16 bytes. Else it is 1. If ``copy``
     is true, an operand without such rows is copied, and zeros pad the rows of
-    the copy. The copy comes with its padding, which the kernel reads: of a view
-    without it, torch.compile would not write the zeros.
+    the copy. The copy comes with its padding, which the kernel reads: where the
+    kernel got a view without it, gradients under torch.compile were wrong.
     """
     vec = 16 // x.element_size()
     begins = x.storage_offset() % vec == 0

@@ -783,8 +783,8 @@ def varlen_attention(
     scale.
 
     The result has the shape and dtype of q and is contiguous. It and the
-    gradients of q, k and v have the same bits each time. Second derivatives are
-    not supported. Raises TypeError for other dtypes and for dtypes or devices
+    gradients of q, k and v are deterministic. Second derivatives are not
+    supported. Raises TypeError for other dtypes and for dtypes or devices
     that differ, and ValueError for other shapes or scales. The method:
     https://arxiv.org/abs/2307.08691
 

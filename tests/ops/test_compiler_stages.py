@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from inputs import Layout
 from tolerance import assert_within
 
-PATH = "under_the_hood/compiler_stages.py"
 # Tiles of the sum, and warps: a row in one warp, in a part of one, several rows in a thread.
 TILES = [(8, 64, 4), (8, 32, 4), (4, 128, 4), (16, 64, 4), (8, 64, 8), (8, 64, 1), (32, 16, 4), (8, 64, 2), (8, 32, 2)]
 # Multiply-adds of one instruction, by its name, and how many warps do it.

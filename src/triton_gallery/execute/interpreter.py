@@ -45,15 +45,6 @@ class Patch:
         self._patched = False
 
 
-_np_dtype = functools.cache(getattr(interpreter, "_get_np_dtype", np.dtype))
-
-
-def np_dtype(dtype: tl.dtype) -> np.dtype[Any]:
-    """Return NumPy's dtype for one of Triton's. Triton's own function makes a table of them at each call."""
-    scalar = dtype.scalar
-    return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else _np_dtype(scalar)
-
-
 def quicken(replace: Callable[[object, str, object], object] = setattr) -> None:
     """Have the interpreter do the same in less time, in this process; `replace` is another function than setattr.
 
@@ -61,5 +52,11 @@ def quicken(replace: Callable[[object, str, object], object] = setattr) -> None:
     """
     if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_get_np_dtype", "_MISSING")):
         return
+    known = functools.cache(interpreter._get_np_dtype)  # which makes a table of all dtypes at each call
+
+    def np_dtype(dtype: tl.dtype) -> np.dtype[Any]:
+        scalar = dtype.scalar
+        return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else known(scalar)
+
     replace(interpreter, "_patch_lang", Patch(interpreter._patch_lang))
     replace(interpreter, "_get_np_dtype", np_dtype)
