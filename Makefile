@@ -107,7 +107,7 @@ test: $(TEST_READY)  ## test quickly; THOROUGH=1 for all, RECIPE=section/name fo
 
 test-gpu: $(TEST_READY)  ## on a GPU host, test every op on the GPU; as many processes as it has memory for
 	@"$(PY)" -c "import torch; torch.cuda.is_available() or exit('torch sees no GPU here')"
-	@"$(PY)" -m pytest tests/ops tests/contract tests/test_device.py --numprocesses auto --thorough all
+	@"$(PY)" -m pytest tests/ops tests/contract tests/machinery/test_device.py --numprocesses auto --thorough all
 
 lint: $(TEST_READY)  ## check style, spelling and types
 	@"$(PY)" -m ruff check

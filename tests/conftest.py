@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from bs4 import BeautifulSoup
-from farm import Cluster, Farm
+from fake_gpus import Cluster, GpuProject
 from memory import processes
 from project import ROOT, Project
 from selection import examples, left_out, recipe_of, select
@@ -139,14 +139,14 @@ def make_project(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Proj
 
 
 @pytest.fixture(scope="session")
-def make_farm(make_project: Callable[..., Project]) -> Callable[..., Farm]:
-    """Return a function that makes a `Farm` of recipes."""
+def make_gpu_project(make_project: Callable[..., Project]) -> Callable[..., GpuProject]:
+    """Return a function that makes a `GpuProject` of recipes."""
 
-    def make(**recipes: str) -> Farm:
-        farm = Farm(make_project().root)
-        farm.fake_gpus()
-        farm.write(**recipes)
-        return farm
+    def make(**recipes: str) -> GpuProject:
+        project = GpuProject(make_project().root)
+        project.fake_gpus()
+        project.write(**recipes)
+        return project
 
     return make
 

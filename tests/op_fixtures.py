@@ -24,7 +24,7 @@ settings.register_profile("default", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 # For recipes that are broken on purpose: the first failure is enough.
 settings.register_profile(
-    "bite", max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
+    "mutants", max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 

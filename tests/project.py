@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from forks import FORKS
+from fork_server import FORKS
 
 ROOT = Path(__file__).parents[1]
 # A recipe that starts three children, two of which leave its session and one its parent, and notes all process numbers.

@@ -26,7 +26,7 @@ EXAMPLES = 4  # of a generated test in a quick run
 DTYPES = {torch.float32, torch.bfloat16}  # in a quick run, where a test has one of them
 EACH = 4  # of what a test of one recipe is asked in one dtype in a quick run
 KEYS = {recipe.name: recipe.key for recipe in load(ROOT / "gallery")}
-OWN = re.compile(r"(?:gallery/\w+|src/triton_gallery_ops|tests/ops|benchmarks/works)/(?:test_)?(\w+)\.[^/]+")
+OWN = re.compile(r"(?:gallery/\w+|src/triton_gallery_ops|tests/ops|benchmarks)/(?:test_)?(\w+)\.[^/]+")
 OPS = {op: recipe.name for recipe in load(ROOT / "gallery") for op in ops_in(recipe.path.read_text("utf-8"))}
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from case import Case
-from own import collect, runs_here
+from collect_cases import collect, runs_here
 from selection import DTYPES
 
 QUICK_SIZES = 8

@@ -8,10 +8,10 @@ import pytest
 import torch
 from case import Case, Draw, differentiable, in_float64, with_gradients
 from cases import each_case, each_dtype
+from collect_cases import is_real
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import layouts
-from own import is_real
 from torch.utils._pytree import tree_leaves
 
 # NumPy's, of infinities, in the interpreter

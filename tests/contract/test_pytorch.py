@@ -9,9 +9,9 @@ import pytest
 import torch
 from case import Case, Draw, at, bits, check, copy, differentiable, with_gradients
 from cases import each_case, each_dtype
+from collect_cases import is_real
 from device_key import at_cuda
 from inputs import DEVICE
-from own import is_real
 from torch.utils._pytree import tree_leaves
 
 # NumPy's, of infinities, in the interpreter

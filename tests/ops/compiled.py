@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from own import definitions
+from collect_cases import definitions
 from packaging.version import Version
 from torch.utils._pytree import tree_leaves
 

@@ -34,7 +34,7 @@ def run_tests(gallery: Path, name: str, words: str = WORDS) -> tuple[int | None,
         "-q",
         "-p",
         "no:cacheprovider",
-        "--hypothesis-profile=bite",
+        "--hypothesis-profile=mutants",
         f"--gallery={gallery}",
         "--thorough=all",
     ]

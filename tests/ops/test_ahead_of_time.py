@@ -296,7 +296,7 @@ def test_foreign_cubin_on_the_gpu(recipe: ModuleType, tmp_path: Path) -> None:
     assert "no kernel image is available" in said
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("stored without a mask", "alpha * x + y, mask=mask)", "alpha * x + y)"),
     ("alpha left out", "alpha * x + y, mask=mask)", "x + y, mask=mask)"),

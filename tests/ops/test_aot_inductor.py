@@ -212,7 +212,7 @@ OPS = [
     ("normalize", lambda normal, M, N: (normal(M, N),)),
 ]
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("rows loaded without a mask", "mask=mask, other=0)  # (BLOCK_N,)", "other=None)  # (BLOCK_N,)"),
     ("rows counted by one axis", "math.prod(x.shape[:-1])", "x.shape[0]"),

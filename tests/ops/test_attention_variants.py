@@ -440,7 +440,7 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     assert found == dict.fromkeys(("64", "128"), (True, True))
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("sums of before not rescaled", "        acc = acc * rescale\n", "        acc = acc * 1.0\n"),
     (

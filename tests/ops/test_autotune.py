@@ -175,7 +175,7 @@ OPS = [
     ("mv", lambda normal, M, N: (normal(M, N), normal(N))),
 ]
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("rows stored without a mask", "tl.sum(acc, axis=1), mask=mask_m)", "tl.sum(acc, axis=1))"),
     ("a ragged tail called even", 'args["N"] % args["BLOCK_N"] == 0', 'args["N"] % 2 == 0'),

@@ -199,7 +199,7 @@ def test_answers(recipe: ModuleType, made: Texts) -> None:
     assert recipe.anatomy(made["pointers"])["loads"].endswith(" LDGSTS.E.BYPASS.128")
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("columns without a mask", "mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]", "mask = (offs_m < M)[:, None]"),
     ("padded with ones", "tl.load(x_ptrs, mask=mask, other=0.0)", "tl.load(x_ptrs, mask=mask, other=1.0)"),

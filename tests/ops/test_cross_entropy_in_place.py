@@ -346,7 +346,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert " 0.0%" not in in_place
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("an edge stored without a mask", "offs_e, d_e, mask=mask_e)", "offs_e, d_e)"),
     ("edges left out of the row", "    total += tl.sum(_cross_entropy_in_place_exp(x_e - top), axis=0)\n", ""),

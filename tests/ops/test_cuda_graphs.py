@@ -167,7 +167,7 @@ OPS = [
     ("lerp", lambda normal, M, N: (normal(M, N), normal(M, N), torch.full((1,), 0.3, device="cuda"))),
 ]
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "lerp stored without a mask",

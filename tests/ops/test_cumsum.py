@@ -184,7 +184,7 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     assert backward > (2 if TRITON >= (3, 9) else 5) * forward
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "sums stored without a mask",

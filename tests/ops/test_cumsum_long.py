@@ -280,7 +280,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert others.endswith("{'numbers': False, 'tickets': True}")
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("tiles stored without a mask", "y + carry.to(ACC), mask=mask)", "y + carry.to(ACC))"),
     ("rows taken for adjacent", "x_ptr + row * stride_xm", "x_ptr + row * N"),

@@ -381,7 +381,7 @@ def test_lengths_are_read_at_each_replay(taken: ModuleType) -> None:
         assert_close(WHOLE, out.dtype, out, *exact(*in_float64(x)))
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("sums of before not rescaled", "        acc = acc * rescale\n", "        acc = acc * 1.0\n"),
     ("keys past the last are seen", "offs_n[None, :] <= last, s *", "offs_n[None, :] <= last + 1, s *"),

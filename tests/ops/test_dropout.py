@@ -346,7 +346,7 @@ def test_beyond_int32(taken: ModuleType) -> None:
     assert out.mean(dtype=torch.float32).sub(1).abs() < 1e-3
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "dropout stored without a mask",

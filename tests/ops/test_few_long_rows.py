@@ -431,7 +431,7 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
             assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("a load without a mask", "tl.load(x_ptrs, mask=offs < N, other=OTHER)", "tl.load(x_ptrs)"),
     ("zeros past the end of a log-sum-exp", '-float("inf") if LOG else 0.0', "0.0"),

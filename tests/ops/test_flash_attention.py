@@ -278,7 +278,7 @@ PASS_FOR_QUERIES = """
             s = tl.dot(q, k.T, input_precision="ieee", out_dtype=ACC)
             p ="""
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("no delta in the pass for keys", "p * (dp - delta[None, :])", "p * dp"),
     ("no delta in the pass for queries", "ds = (p * (dp - delta)).to(k.dtype)", "ds = (p * dp).to(k.dtype)"),

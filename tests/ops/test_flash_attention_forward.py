@@ -160,7 +160,7 @@ def test_beyond_int32(taken: ModuleType) -> None:
     torch.testing.assert_close(out[0, 0, 0], k[0, 0].float().mean(0).half(), rtol=0, atol=1e-3)
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("sums of before not rescaled", "acc = acc * rescale\n", "acc = acc * 1.0\n"),
     ("scores scaled before they are subtracted", "(s - m_new) * SCALE", "s * SCALE - m_new * SCALE"),

@@ -463,7 +463,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert [(alike, how) for alike, how, error in errors if float(error) > 1] == [("0.9", "powers"), ("1.0", "powers")]
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("the state does not decay", "        state *= tl.exp2(total)\n", ""),
     ("its gradient does not decay", "        flow *= tl.exp2(total)\n", ""),

@@ -502,7 +502,7 @@ def test_beyond_int32(taken: ModuleType) -> None:
     torch.testing.assert_close(out[0, 0, 0], k[0, 0].float().mean(0).half(), rtol=0, atol=1e-3)
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "keys have one phase",

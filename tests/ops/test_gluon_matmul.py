@@ -342,7 +342,7 @@ def test_beyond_int32(taken: ModuleType) -> None:
     assert_product(taken.gluon_matmul(out, b.T)[-9:], out[-9:], b.T)
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("full buffers have one phase", "n // STAGES & 1)\n            left", "0)\n            left"),
     ("empty buffers begin full", "(n // STAGES & 1) ^ 1)\n            # The", "n // STAGES & 1)\n            # The"),

@@ -339,7 +339,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert "takes a positive scale, not -1.0: flash_attention_forward takes any\n" in out
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("sums of before not rescaled", "acc = tl.dot(p, v, acc * rescale[:, None])\n", "acc = tl.dot(p, v, acc)\n"),
     ("keys past the end are seen", "seen = offs_n < k_desc.shape[2]\n", "seen = offs_n < k_desc.shape[2] + BLOCK_N\n"),

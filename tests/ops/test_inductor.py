@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from own import definitions
+from collect_cases import definitions
 
 # In a process without the interpreter, as only Triton's own functions have a text. Prints what failed, by source file.
 WRITE = """

@@ -446,7 +446,7 @@ def test_attention_beyond_int32(recipe: ModuleType, shape: tuple[int, ...]) -> N
     torch.testing.assert_close(out[-1, -5:, -1].double(), expected, rtol=0, atol=atol)
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("softcap stored without a mask", "tl.where(x < 0, -out, out), mask=offs < N)", "tl.where(x < 0, -out, out))"),
     ("keys behind the end", "keep = start + offs_n < T if MASKED else every", "keep = every"),

@@ -301,7 +301,7 @@ def test_beyond_int32(taken: ModuleType) -> None:
     assert not both[:-1].any()
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("padding is written", "offs_h < tl.where(slot >= 0", "offs_h < tl.where(slot >= -1"),
     ("turned the other way", "y2 = x2 * cos + x1 * sin", "y2 = x2 * cos - x1 * sin"),

@@ -325,7 +325,7 @@ def test_beyond_int32(taken: ModuleType) -> None:
     assert dx.abs_().max() < 1e-2
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "differences behind the end of a row",

@@ -448,7 +448,7 @@ def test_page(printed: Callable[[str], str]) -> None:
 
 BEFORE = "tl.exp2(tl.load(sums_ptr + slot))"  # of a segment; forward an end follows
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "the state does not decay",

@@ -312,7 +312,7 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     assert found == dict.fromkeys(("fp16", "bf16", "fp32", "fp64"), (True, True, 0))
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "sums over the room",

@@ -23,7 +23,7 @@ from torch.nn.functional import gelu, linear
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-# Half precision, which the copy engine serves; test_bite.py looks for these names.
+# Half precision, which the copy engine serves; test_mutants.py looks for these names.
 halves = pytest.mark.parametrize("dtype", FLOATS[:2], ids=lambda dtype: f"{dtype}, its accumulator float32")
 KINDS = ["none", "tanh"]
 ERF = ["erf", *KINDS]
@@ -612,7 +612,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert lines[-2:] == ["on cpu, approximate='none': off by 0.0e+00", lines[-1]]
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("a result stored without a mask", "z * _linear_gelu_phi(z, GELU), mask=mask)", "z * _linear_gelu_phi(z, GELU))"),
     ("z stored without a mask", "tl.store(z_ptr + offs, z, mask=mask)", "tl.store(z_ptr + offs, z)"),

@@ -296,7 +296,7 @@ def test_step_beyond_int32(taken: ModuleType) -> None:
     assert not out[:-1].any()
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("rows without a mask", "a_mask = (offs_m < M) & (offs_k[None, :] < K - start)", "a_mask = offs_m < M"),
     ("columns without a mask", "b_mask = (offs_k[:, None] < K - start) & (offs_n < N)", "b_mask = offs_n < N"),

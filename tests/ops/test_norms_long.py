@@ -417,7 +417,7 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
             assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "differences behind the end of a row",

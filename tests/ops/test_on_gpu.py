@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from own import collect, runs_here
+from collect_cases import collect, runs_here
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make test-gpu")
 

@@ -427,7 +427,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     )
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("both halves are the left one", "right.to(c_desc.dtype))\n\n\n@cache", "left.to(c_desc.dtype))\n\n\n@cache"),
     (

@@ -274,7 +274,7 @@ OPS = [
     ("attention", lambda normal, M, N: tuple(normal(3, 2, 3, M, 64).half())),
 ]
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("an accumulator that is not rescaled", "v, acc * shrink[:, None])", "v, acc)"),
     ("attention stored without a mask", "acc / total[:, None], mask=offs_m[:, None] < T)", "acc / total[:, None])"),

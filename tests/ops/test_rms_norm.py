@@ -235,7 +235,7 @@ def test_gpu_that_does_not_tell_its_shared_memory(taken: ModuleType, monkeypatch
     assert taken._rms_norm_gpu.__wrapped__(torch.device("cuda")) == (304, 64 * 1024)
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "a mean over the block",

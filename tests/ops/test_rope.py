@@ -424,7 +424,7 @@ def test_undeclared_change_is_found(recipe: ModuleType) -> None:
         torch.library.opcheck(recipe.rope_undeclared, given)
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "half a rotation stored without a mask",

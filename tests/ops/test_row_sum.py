@@ -117,7 +117,7 @@ OPS = [
     ("sum_row", lambda normal, M, N: (normal(M, N),)),
 ]
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("load without a mask", "mask=offs_n < N, other=0)  # (BLOCK_N,)\n        acc", "other=None)\n        acc"),
     ("half an accumulator", "torch.float16: tl.float32", "torch.float16: tl.float16"),

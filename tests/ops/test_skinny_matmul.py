@@ -422,7 +422,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert "no autograd formula" in gradient
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("weights past K", "mask=mask_n & mask_k[None, :], other", "mask=mask_n, other"),
     ("both tiles past K", "        mask_k = offs_k < K\n", "        mask_k = offs_k < K + BLOCK_K\n"),

@@ -274,7 +274,7 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
         assert graph.count("<built-in function getitem>") == 1
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("softmax stored without a mask", "offs_n, e / total, mask=mask)", "offs_n, e / total)"),
     ("a second block stored without a mask", "rest, e_rest / total, mask=rest < N)", "rest, e_rest / total)"),

@@ -254,7 +254,7 @@ def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
         assert graph.count("<built-in function getitem>") == 1
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("short rows stored without a mask", "offs_m * N + offs_n, y, mask=mask)", "offs_m * N + offs_n, y)"),
     (

@@ -148,7 +148,7 @@ OPS = [
     ("transpose", lambda normal, M, N: (normal(M, N),)),
 ]
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("transpose stored without a mask", "tl.store(out_ptrs, x, mask=mask)", "tl.store(out_ptrs, x)"),
     ("transpose with half a mask", "mask = (offs_m < M) & (offs_n < N)", "mask = offs_m < M"),

@@ -417,7 +417,7 @@ OPS = [
     ("linear_relu", lambda normal, M, N: (normal(M, 257), normal(N, 257), normal(N))),
 ]
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("tiles stored with half a mask", "acc, mask=mask_m & mask_n)", "acc, mask=mask_m)"),
     ("the ragged end of a product", "mask_k = offs_k < K - k", "mask_k = offs_k < K"),

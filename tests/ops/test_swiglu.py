@@ -380,7 +380,7 @@ def test_nothing_is_copied_under_torch_compile(taken: ModuleType) -> None:
             assert "copy_" not in code
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "swiglu stored without a mask",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from case import Draw, with_gradients
+from collect_cases import collect, runs_here
 from compiled import Ask, graphs
-from own import collect, runs_here
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # With its place in the list of the recipe's tests, the first of each function: a case cannot travel to another process.

@@ -133,7 +133,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert len(re.findall(r"done: 8 warps +done: 12 warps\n", out)) == 3
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("columns of the sum without a mask", "mask_k = offs_k < K - k", "mask_k = offs_k < K"),
     ("stored without a mask", "tl.store(c_ptrs, c, mask=(offs_m < M) & (offs_n < N))", "tl.store(c_ptrs, c)"),

@@ -97,7 +97,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert issue < multiply
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("a last group as high as any", "height = tl.minimum(tiles_m - first_m, GROUP_M)", "height = GROUP_M"),
     ("stored without a mask", "acc.to(tl.float16), mask=in_m & in_n)", "acc.to(tl.float16))"),

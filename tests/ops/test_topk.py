@@ -128,7 +128,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert right == "by topk  [nan, nan, 1.0, -0.5, -2.0, -3.0]"
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("columns without a mask", "mask=offs < N, other=-float", "mask=offs < N + STEP, other=-float"),
     ("padding that wins", "    words = tl.where(first < N, words, LOWEST)\n", ""),

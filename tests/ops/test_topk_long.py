@@ -110,7 +110,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert right == "topk_long      [[15.0, 14.0, 13.0, 12.0]]"
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("a part that reads the next one", "count = tl.minimum(N - start, SETS * LENGTH)", "count = N - start + 1"),
     ("a maximum's last occurrence", "larger = (~(wide <= top))", "larger = (~(wide < top))"),

@@ -288,7 +288,7 @@ OPS = [
     ("add", lambda normal, M, N: (normal(M, N), normal(M, N))),
 ]
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("sum stored without a mask", "tl.store(out_ptr + offs, x + y, mask=mask)", "tl.store(out_ptr + offs, x + y)"),
     ("a grid rounded down", 'triton.cdiv(out.numel(), meta["BLOCK"])', 'out.numel() // meta["BLOCK"]'),

@@ -253,7 +253,7 @@ OPS = [
     ("silu_mul", lambda normal, M, N: (normal(M, N), normal(M, N))),
 ]
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("a gradient stored without a mask", "grad * x * s, mask=mask)", "grad * x * s)"),
     ("half a gradient", "s * (1 + x * (1 - s)), mask=mask)", "s, mask=mask)"),

@@ -409,7 +409,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     assert len(errors) == 3
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "stored without a mask",

@@ -168,7 +168,7 @@ def test_answer(gallery: Path, on_h100: Ask) -> None:
     assert (50257 % 4, 50257 % 8) == (1, 1)
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("stored without a mask", "out_body + offs, x + weight * y, mask=mask)", "out_body + offs, x + weight * y)"),
     ("edges stored without a mask", "x_e + weight * y_e, mask=mask_e)", "x_e + weight * y_e)"),

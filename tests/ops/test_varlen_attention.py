@@ -439,7 +439,7 @@ def test_long(taken: ModuleType, dtype: torch.dtype, D: int, causal: bool) -> No
             check(case, taken, dtype, case.arguments(Draw(dtype), queries, keys, (4, 2), D, causal))
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("keys past the end are seen", "    seen = offs_n < LK\n", "    seen = offs_n < LK + 64\n"),
     ("tokens of the next sequence are loaded", "mask = mask & (offs < L)", "mask = mask & (offs < L + 64)"),

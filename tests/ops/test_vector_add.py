@@ -98,7 +98,7 @@ OPS = [
     ("add_op", lambda normal, M, N: (normal(M, N), normal(M, N))),
 ]
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("store without a mask", "tl.store(out_ptr + offs, total, mask=mask)", "tl.store(out_ptr + offs, total)"),
     ("truth values added", "total = x | y", "total = x ^ y"),

@@ -170,7 +170,7 @@ def test_lines_run(recipe: ModuleType, lines: str, monkeypatch: pytest.MonkeyPat
     assert [line.rpartition("  ")[0].strip() for line in table.splitlines()] == text.strip().splitlines()
 
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("stored without a mask", "e / tl.sum(e, axis=0), mask=mask)", "e / tl.sum(e, axis=0))"),
     ("a row padded with zeros", 'mask=mask, other=-float("inf"))', "mask=mask, other=0)"),

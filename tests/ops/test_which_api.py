@@ -249,7 +249,7 @@ OPS = [
     ("square", lambda normal, M, N: (normal(M, N),)),
 ]
 
-# Mutants for test_bite.py: what is taken out of the recipe, and what takes its place.
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "squares stored without a mask",

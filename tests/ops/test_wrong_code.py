@@ -6,11 +6,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from collect_cases import require
 from guard import guarded
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import Layout
-from own import require
 
 from triton_gallery.compiled import machine_code
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
-from farm import Farm
+from fake_gpus import GpuProject
 from project import Project
 
 from triton_gallery.recipe.contents import Recipe, load
@@ -298,20 +298,22 @@ def test_outputs_of_two_machines_stand_side_by_side(make_project: Callable[..., 
     assert [output.data["text/plain"].split()[-1] for output in cells[8] if "data" in output] == ["here", "there"]
 
 
-def test_gpu_shows_its_own_outputs(make_farm: Callable[..., Farm]) -> None:
+def test_gpu_shows_its_own_outputs(make_gpu_project: Callable[..., GpuProject]) -> None:
     """What ran on a GPU is not set beside what was recorded; what it did not put out is."""
-    farm = make_farm(guarded='print("live")\n\n# %%\n# Another.\n\nx = 1')
-    status, output = farm.build()
+    project = make_gpu_project(guarded='print("live")\n\n# %%\n# Another.\n\nx = 1')
+    status, output = project.build()
     assert status == 0, output
-    run = Pages(farm.root / "docs" / "recipes").run("things/guarded")
+    run = Pages(project.root / "docs" / "recipes").run("things/guarded")
     assert run
     outputs = [
         dataclasses.replace(output, text=text) for output, text in zip(run.outputs, ["other", "more"], strict=True)
     ]
-    Records(farm.root / "docs" / "_records").write(recipe(farm), dataclasses.replace(run, outputs=outputs), {}, None)
-    status, output = farm.build()
+    Records(project.root / "docs" / "_records").write(
+        recipe(project), dataclasses.replace(run, outputs=outputs), {}, None
+    )
+    status, output = project.build()
     assert status == 0, output
-    page = BeautifulSoup(farm.page("guarded"), "html.parser")
+    page = BeautifulSoup(project.page("guarded"), "html.parser")
     assert [pre.text.strip() for pre in page.select(".recorded pre")] == ["more"]
     assert not page.select(".here")
 

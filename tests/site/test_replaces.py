@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from project import ROOT
-from swaps import HOPPER
+from replacement_calls import HOPPER
 
 from triton_gallery.site.op_pages import public
 from triton_gallery.site.replaces import Swap, replaces
@@ -21,7 +21,9 @@ WIDTH = 92  # what a page 1280 pixels wide shows of a line
 @pytest.fixture(scope="module")
 def faults() -> dict[str, str]:
     """Return in what the two snippets of each swap differ, in the interpreter."""
-    done = subprocess.run([sys.executable, "tests/swaps.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "tests/site/replacement_calls.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     found: dict[str, str] = json.loads(done.stdout)
     return found
 

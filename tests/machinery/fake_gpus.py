@@ -25,7 +25,7 @@ if __name__"""
 LOOPBACK = ["--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0"]
 
 
-class Farm(Project):
+class GpuProject(Project):
     """A project that takes its GPUs from variables, has three cores whatever there are, and waits for less long."""
 
     patience = 60.0

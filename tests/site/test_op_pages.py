@@ -24,7 +24,7 @@ from triton_gallery.site.wheel import command, name
 
 SOURCES = ROOT / "src" / "triton_gallery_ops"
 OPS = sorted(path.stem for path in SOURCES.glob("[a-z]*.py"))
-ADDRESSES = (ROOT / "tests" / "addresses.txt").read_text().split()
+ADDRESSES = (ROOT / "tests" / "site" / "addresses.txt").read_text().split()
 SECTIONS = ["Use it", "Where it runs", "Source", "Read more"]
 
 

@@ -1,6 +1,7 @@
 """The trivial mutants of an op's kernels: a mask, a cast, a choice, or one side of a condition is left out.
 
-`trivial.json` has those that were tried, and whether the tests noticed them. `python tests/ops/trivial.py --each 8`
+`generated_mutants.json` has those that were tried, and whether the tests noticed them.
+`python tests/ops/generated_mutants.py --each 8`
 tries more, until there are so many of each op; all, some nine hundred, take a day.
 """
 
@@ -20,14 +21,14 @@ from typing import NamedTuple
 from zlib import crc32
 
 import torch
+from collect_cases import definitions, runs_here
 from mutants import WORDS, run_tests
-from own import definitions, runs_here
 from project import ROOT
 
 from triton_gallery.recipe.contents import Recipe, lay_out, load
 from triton_gallery.recipe.op import op_of
 
-TRIED = Path(__file__).with_name("trivial.json")
+TRIED = Path(__file__).with_name("generated_mutants.json")
 
 
 class Mutant(NamedTuple):

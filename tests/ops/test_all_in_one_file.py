@@ -9,10 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 from case import Case, Draw, check
+from collect_cases import collect, runs_here
 from device_key import at_cuda
 from inputs import DEVICE
 from op_fixtures import import_code, recipe_in
-from own import collect, runs_here
 
 from triton_gallery.recipe.op import Op, op_of
 

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import measure_peers
 import pytest
 import torch
-from own import runs_here
+from collect_cases import runs_here
 from project import ROOT
 from works.dropout import kept_by_both
 

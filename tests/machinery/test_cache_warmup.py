@@ -1,6 +1,6 @@
 """What is rehearsed before recipes are timed, and what that leaves behind.
 
-The GPUs are not there; `farm.py` says how.
+The GPUs are not there; `fake_gpus.py` says how.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from farm import Farm
+from fake_gpus import GpuProject
 from project import HANGS, is_alive, wait_until
 
 from triton_gallery.execute.rehearsal import LASTING, places
@@ -88,17 +88,17 @@ def test_nothing_is_rehearsed_where_tuning_would_stay(monkeypatch: pytest.Monkey
             assert not places([GPU], 4)
 
 
-def test_rehearsals_end_before_the_first_timed_run(make_farm: Callable[..., Farm], tmp_path: Path) -> None:
+def test_rehearsals_end_before_the_first_timed_run(make_gpu_project: Callable[..., GpuProject], tmp_path: Path) -> None:
     """A recipe finds what it compiled then, and not what it tuned; at the end nothing is left of it."""
     notes = {name: tmp_path / name for name in ("one", "other", "another")}
-    farm = make_farm(**{name: NOTES.format(notes=str(path)) for name, path in notes.items()})
+    project = make_gpu_project(**{name: NOTES.format(notes=str(path)) for name, path in notes.items()})
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    status, output = farm.record(TEST_MEMORY="25e9", TMPDIR=str(temporary))
+    status, output = project.record(TEST_MEMORY="25e9", TMPDIR=str(temporary))
     assert status == 0, output
     assert "rehearsing 3 recipes, 2 at a time" in output
     assert "rehearsed in " in output
-    assert set(farm.recorded()) == set(notes)
+    assert set(project.recorded()) == set(notes)
     rehearsed, timed = zip(*(read(path) for path in notes.values()), strict=True)
     assert most_at_once(rehearsed) == 2
     assert most_at_once(timed) == 1
@@ -112,28 +112,28 @@ def test_rehearsals_end_before_the_first_timed_run(make_farm: Callable[..., Farm
     assert not list(temporary.iterdir())
 
 
-def test_one_recipe_is_not_rehearsed(make_farm: Callable[..., Farm], tmp_path: Path) -> None:
+def test_one_recipe_is_not_rehearsed(make_gpu_project: Callable[..., GpuProject], tmp_path: Path) -> None:
     """Nor are those of which a run is kept."""
     notes, built = tmp_path / "one", tmp_path / "built"
-    farm = make_farm(one=NOTES.format(notes=str(notes)), built=BEGINS.format(notes=str(built)))
+    project = make_gpu_project(one=NOTES.format(notes=str(notes)), built=BEGINS.format(notes=str(built)))
     variables = {"TEST_MEMORY": "25e9"}
-    status, output = farm.record("things/built", **variables)
+    status, output = project.record("things/built", **variables)
     assert status == 0, output
-    status, output = farm.record(**variables)
+    status, output = project.record(**variables)
     assert status == 0, output
-    assert set(farm.recorded()) == {"one", "built"}
+    assert set(project.recorded()) == {"one", "built"}
     assert "rehears" not in output
     ((_, _, cache, _),) = read(notes)
     assert cache is None
     assert built.read_text() == "."
 
 
-def test_failure_counts_in_the_timed_run_alone(make_farm: Callable[..., Farm], tmp_path: Path) -> None:
+def test_failure_counts_in_the_timed_run_alone(make_gpu_project: Callable[..., GpuProject], tmp_path: Path) -> None:
     always, once = tmp_path / "always", tmp_path / "once"
     failing = BEGINS + "raise ValueError('run', Path({notes!r}).read_text())\n"
     mended = BEGINS + "if Path({notes!r}).read_text() == '.':\n    raise ValueError\n"
-    farm = make_farm(always=failing.format(notes=str(always)), once=mended.format(notes=str(once)))
-    status, output = farm.run("html", TEST_MEMORY="25e9")
+    project = make_gpu_project(always=failing.format(notes=str(always)), once=mended.format(notes=str(once)))
+    status, output = project.run("html", TEST_MEMORY="25e9")
     assert status == 1
     assert always.read_text() == once.read_text() == ".."
     lines = [line.split() for line in output.splitlines() if line.startswith("  things/")]
@@ -144,24 +144,24 @@ def test_failure_counts_in_the_timed_run_alone(make_farm: Callable[..., Farm], t
     assert "('run', '.')" not in output
 
 
-def test_gpu_sleeps_in_the_timed_run_alone(make_farm: Callable[..., Farm], tmp_path: Path) -> None:
+def test_gpu_sleeps_in_the_timed_run_alone(make_gpu_project: Callable[..., GpuProject], tmp_path: Path) -> None:
     """Beside others, each would wait for the sleep of all."""
     notes = {name: tmp_path / name for name in ("one", "other")}
     tells = "import torch\n\nwith open({notes!r}, 'a') as notes:\n    print(torch.cuda._sleep.__module__, file=notes)\n"
-    farm = make_farm(**{name: tells.format(notes=str(path)) for name, path in notes.items()})
-    status, output = farm.record(TEST_MEMORY="25e9")
+    project = make_gpu_project(**{name: tells.format(notes=str(path)) for name, path in notes.items()})
+    status, output = project.record(TEST_MEMORY="25e9")
     assert status == 0, output
     assert {path.read_text() for path in notes.values()} == {"triton_gallery.execute.child\ntorch.cuda\n"}
 
 
-def test_stop_ends_a_rehearsal(make_farm: Callable[..., Farm], tmp_path: Path) -> None:
+def test_stop_ends_a_rehearsal(make_gpu_project: Callable[..., GpuProject], tmp_path: Path) -> None:
     """Nothing goes on, nothing begins, and nothing is left."""
     notes, waits = {name: tmp_path / name for name in ("one", "other")}, tmp_path / "waits"
     hangs = {name: HANGS.format(notes=str(path)) for name, path in notes.items()}
-    farm = make_farm(**hangs, waits=BEGINS.format(notes=str(waits)))
+    project = make_gpu_project(**hangs, waits=BEGINS.format(notes=str(waits)))
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    process = farm.start(TEST_MEMORY="25e9", TMPDIR=str(temporary))
+    process = project.start(TEST_MEMORY="25e9", TMPDIR=str(temporary))
     wait_until(lambda: all(path.exists() and path.read_text().endswith("\n") for path in notes.values()))
     pids = [int(pid) for path in notes.values() for pid in path.read_text().split()]
     assert all(is_alive(pid) for pid in pids)
@@ -175,5 +175,5 @@ def test_stop_ends_a_rehearsal(make_farm: Callable[..., Farm], tmp_path: Path) -
     assert "rehearsed" not in output
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert not waits.exists()
-    assert not farm.recorded()
+    assert not project.recorded()
     assert not list(temporary.iterdir())

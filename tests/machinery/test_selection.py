@@ -17,9 +17,9 @@ from selection import EXAMPLES, KEYS, Selection, changed, examples, select
 
 RECIPE = "first_steps/autotune"
 FILES = [
-    "tests/test_recipes.py",
-    "tests/test_contents.py",
-    *(f"tests/ops/test_{name}.py" for name in ("autotune", "strides", "bite", "on_gpu", "peer_works")),
+    "tests/site/test_recipes.py",
+    "tests/machinery/test_contents.py",
+    *(f"tests/ops/test_{name}.py" for name in ("autotune", "strides", "mutants", "on_gpu", "workloads")),
 ]
 COLLECT = """
 import json, sys, pytest
@@ -59,7 +59,7 @@ def test_one_recipe_is_proved_thoroughly_by_its_tests_alone(collected: dict[str,
     assert "tests were left out" not in said
     of_file = {test for test in everything if test.startswith("tests/ops/test_autotune.py")}
     mutants = {test for test in everything if f"[{RECIPE}: " in test}
-    pages = {test for test in everything if test.startswith("tests/test_recipes.py") and f"[{RECIPE}]" in test}
+    pages = {test for test in everything if test.startswith("tests/site/test_recipes.py") and f"[{RECIPE}]" in test}
     gpu = {test for test in everything if "test_on_gpu.py" in test and f"[{RECIPE}:" in test}
     assert min(map(len, (of_file, mutants, pages, gpu))) > 0
     assert own >= of_file | mutants | pages | gpu
@@ -69,7 +69,7 @@ def test_one_recipe_is_proved_thoroughly_by_its_tests_alone(collected: dict[str,
 def test_some_recipes_are_proved_thoroughly_among_quick_tests(collected: dict[str, tuple[set[str], str]]) -> None:
     (some, _), (quick, _) = collected[f"--thorough {RECIPE}"], collected[""]
     assert quick < some
-    assert {test.partition("[")[2].partition(":")[0] for test in some - quick if "test_bite" in test} == {RECIPE}
+    assert {test.partition("[")[2].partition(":")[0] for test in some - quick if "test_mutants" in test} == {RECIPE}
 
 
 def test_quick_run_asks_a_test_of_two_dtypes_and_of_a_few_sizes_in_each() -> None:
@@ -91,7 +91,9 @@ def test_quick_run_asks_a_test_of_two_dtypes_and_of_a_few_sizes_in_each() -> Non
     many = [item("test_sizes", dtype=dtype, n=n) for n in range(10) for dtype in dtypes]
     others = [item("test_half", dtype=torch.float16, n=n) for n in range(3)]
     others += [item("test_words", n=n) for n in range(10)]
-    others += [item("test_sizes", "tests/ops/test_values.py", dtype=dtype, n=n) for n in range(10) for dtype in dtypes]
+    others += [
+        item("test_sizes", "tests/ops/test_hard_values.py", dtype=dtype, n=n) for n in range(10) for dtype in dtypes
+    ]
     runs, _ = Selection(set()).split([*many, *others])
     assert [one for one in runs if one in others] == others
     kept = [tuple(one.callspec.params.values()) for one in runs if one in many]
@@ -154,8 +156,8 @@ def test_recipes_that_differ_from_the_commit_before(tmp_path: Path) -> None:
         "gallery/fusion/rope.py",
         "gallery/xla/pytorch_xla.json",
         "tests/ops/test_softmax.py",
-        "benchmarks/works/topk.py",
-        "tests/ops/test_bite.py",
+        "benchmarks/topk.py",
+        "tests/ops/test_mutants.py",
         "docs/rope.md",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

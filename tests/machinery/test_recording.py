@@ -1,6 +1,6 @@
 """How records are made: whole or not at all, of the commit that they name, and of what ran already.
 
-The GPUs are not there; `farm.py` says how.
+The GPUs are not there; `fake_gpus.py` says how.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from farm import Farm
+from fake_gpus import GpuProject
 
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment
@@ -115,10 +115,10 @@ def test_figure_of_a_record_has_to_be_there(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def git(farm: Farm, *arguments: str) -> str:
+def git(project: GpuProject, *arguments: str) -> str:
     """Run git in a project; return what it printed."""
     command = ["git", "-c", "user.name=Someone", "-c", "user.email=someone@example.org", *arguments]
-    return subprocess.run(command, cwd=farm.root, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, cwd=project.root, check=True, capture_output=True, text=True).stdout
 
 
 def executed(output: str) -> list[str]:
@@ -126,11 +126,11 @@ def executed(output: str) -> list[str]:
     return re.findall(r"(?m)^  things/(\w+) ", output)
 
 
-def test_nothing_runs_that_cannot_be_recorded(make_farm: Callable[..., Farm]) -> None:
+def test_nothing_runs_that_cannot_be_recorded(make_gpu_project: Callable[..., GpuProject]) -> None:
     """The destination, a record that is there and the commit are looked at first."""
-    farm = make_farm(one="print('one')")
-    (farm.root / "file").touch()
-    records = farm.root / "docs" / "_records" / "test-gpu" / "things"
+    project = make_gpu_project(one="print('one')")
+    (project.root / "file").touch()
+    records = project.root / "docs" / "_records" / "test-gpu" / "things"
     records.mkdir(parents=True)
     (records / "one.json").write_text("{")
     for arguments, variables, reason in (
@@ -138,103 +138,103 @@ def test_nothing_runs_that_cannot_be_recorded(make_farm: Callable[..., Farm]) ->
         ([], {}, "one.json: not JSON"),
         (["--out", "elsewhere"], {"COMMIT": "main"}, "COMMIT is 'main'; a revision has 7 to 40 of the digits"),
     ):
-        status, output = farm.record(*arguments, **variables)
+        status, output = project.record(*arguments, **variables)
         assert status == 2, output
         assert reason in " ".join(output.split())
         assert not executed(output)
 
 
-def test_recipe_is_recorded_under_the_commit_that_has_it(make_farm: Callable[..., Farm]) -> None:
+def test_recipe_is_recorded_under_the_commit_that_has_it(make_gpu_project: Callable[..., GpuProject]) -> None:
     one = "import os\n\nfrom triton_gallery_ops.part import part\n\nprint(part('one'), os.name)"
-    farm = make_farm(other="print('other')")
-    op = farm.root / "src" / "triton_gallery_ops" / "part.py"
+    project = make_gpu_project(other="print('other')")
+    op = project.root / "src" / "triton_gallery_ops" / "part.py"
     op.parent.mkdir()
     op.write_text('"""A part."""\n\nimport math\n\n\ndef part(x):\n    return x, math.pi\n')
-    farm.write(one=one)
-    things = farm.root / "gallery" / "things"
-    status, output = farm.record("--stale", COMMIT="0123456")
+    project.write(one=one)
+    things = project.root / "gallery" / "things"
+    status, output = project.record("--stale", COMMIT="0123456")
     assert status == 0, output
-    assert farm.recorded()["one"]["commit"] == "0123456", "there is no git to compare with"
+    assert project.recorded()["one"]["commit"] == "0123456", "there is no git to compare with"
 
     (things / "one.txt").write_text("a companion")
-    git(farm, "init", "--quiet")
-    git(farm, "add", "gallery", str(op))
-    git(farm, "commit", "--quiet", "--message", "All")
-    head = git(farm, "rev-parse", "HEAD").strip()
-    status, output = farm.record("things/one")
+    git(project, "init", "--quiet")
+    git(project, "add", "gallery", str(op))
+    git(project, "commit", "--quiet", "--message", "All")
+    head = git(project, "rev-parse", "HEAD").strip()
+    status, output = project.record("things/one")
     assert status == 0, output
-    assert farm.recorded()["one"]["commit"] == head
+    assert project.recorded()["one"]["commit"] == head
 
     for change in (
         lambda: op.write_text(op.read_text().replace("math.pi", "math.e")),
-        lambda: farm.write(one="print('another')"),
+        lambda: project.write(one="print('another')"),
         lambda: (things / "one.txt").write_text("changed"),
         lambda: (things / "one.txt").unlink(),
         lambda: (things / "one.json").write_text("{}"),
     ):
-        git(farm, "checkout", "--quiet", "--", "gallery", str(op))
+        git(project, "checkout", "--quiet", "--", "gallery", str(op))
         change()
-        status, output = farm.record()
+        status, output = project.record()
         assert status == 2, output
         assert f"things/one: not as in the commit {head}" in output
         assert not executed(output)
-    status, output = farm.record("things/other", "--again")
+    status, output = project.record("things/other", "--again")
     assert (status, executed(output)) == (0, ["other"]), "it is as in the commit"
 
     (things / "one.json").unlink()
-    git(farm, "checkout", "--quiet", "--", "gallery")
-    status, output = farm.record(COMMIT="0123456")
+    git(project, "checkout", "--quiet", "--", "gallery")
+    status, output = project.record(COMMIT="0123456")
     assert status == 2
     assert "git knows no commit 0123456" in output
 
 
-def test_what_ran_is_recorded_without_a_second_run(make_farm: Callable[..., Farm]) -> None:
+def test_what_ran_is_recorded_without_a_second_run(make_gpu_project: Callable[..., GpuProject]) -> None:
     """What a build executed here with the present code; the rest, and with --again all, is executed."""
-    farm = make_farm(drawn=DRAWS, stale="print('before')", failed="raise ValueError")
-    status, output = farm.build()
+    project = make_gpu_project(drawn=DRAWS, stale="print('before')", failed="raise ValueError")
+    status, output = project.build()
     assert sorted(executed(output)) == ["drawn", "failed", "stale"]
-    dates = {name: run(farm, name)["date"] for name in ("drawn", "stale")}
-    farm.write(stale="print('after')", failed="print('mended')")
+    dates = {name: run(project, name)["date"] for name in ("drawn", "stale")}
+    project.write(stale="print('after')", failed="print('mended')")
 
-    status, output = farm.record()
+    status, output = project.record()
     assert status == 0, output
     assert sorted(executed(output)) == ["failed", "stale"]
     assert f"kept what ran on {dates['drawn']}: wrote docs/_records/test-gpu/things/drawn.json" in output
-    records = farm.recorded()
+    records = project.recorded()
     assert records["drawn"]["date"] == dates["drawn"]
     assert records["stale"]["outputs"][0]["text"] == "after"
     (picture,) = records["drawn"]["outputs"][0]["figures"]
-    page = farm.root / "docs" / "recipes" / "things" / "images" / "sphx_glr_drawn_001.png"
-    assert (farm.root / "docs" / "_records" / "test-gpu" / "things" / picture).read_bytes() == page.read_bytes()
+    page = project.root / "docs" / "recipes" / "things" / "images" / "sphx_glr_drawn_001.png"
+    assert (project.root / "docs" / "_records" / "test-gpu" / "things" / picture).read_bytes() == page.read_bytes()
 
-    status, output = farm.record("--stale")
+    status, output = project.record("--stale")
     assert "every record is of the present code" in output
-    path = farm.root / "docs" / "_records" / "test-gpu" / "things" / "drawn.json"
+    path = project.root / "docs" / "_records" / "test-gpu" / "things" / "drawn.json"
     path.write_text(json.dumps({**records["drawn"], "sanitized": ["memcheck"]}))
-    status, output = farm.record("things/drawn")
+    status, output = project.record("things/drawn")
     assert (status, executed(output)) == (0, [])
-    assert farm.recorded()["drawn"]["sanitized"] == ["memcheck"], "it is the record of the same run"
-    status, output = farm.record("things/drawn", "--again")
+    assert project.recorded()["drawn"]["sanitized"] == ["memcheck"], "it is the record of the same run"
+    status, output = project.record("things/drawn", "--again")
     assert (status, executed(output)) == (0, ["drawn"])
-    assert farm.recorded()["drawn"]["sanitized"] == []
+    assert project.recorded()["drawn"]["sanitized"] == []
 
-    status, output = farm.record("things/drawn", TEST_GPU="Other GPU")
+    status, output = project.record("things/drawn", TEST_GPU="Other GPU")
     assert (status, executed(output)) == (0, ["drawn"]), "what another GPU executed does not count"
     page.unlink(missing_ok=True)
-    status, output = farm.record("things/drawn", TEST_GPU="Other GPU")
+    status, output = project.record("things/drawn", TEST_GPU="Other GPU")
     assert (status, executed(output)) == (0, ["drawn"]), "its figure is gone"
 
 
-def test_newer_record_is_not_replaced_by_an_older_run(make_farm: Callable[..., Farm]) -> None:
-    farm = make_farm(one="print('one')")
-    status, output = farm.record()
+def test_newer_record_is_not_replaced_by_an_older_run(make_gpu_project: Callable[..., GpuProject]) -> None:
+    project = make_gpu_project(one="print('one')")
+    status, output = project.record()
     assert status == 0, output
-    path = farm.root / "docs" / "_records" / "test-gpu" / "things" / "one.json"
-    path.write_text(json.dumps({**farm.recorded()["one"], "date": "2999-01-01T00:00:00+00:00"}))
-    status, output = farm.record()
+    path = project.root / "docs" / "_records" / "test-gpu" / "things" / "one.json"
+    path.write_text(json.dumps({**project.recorded()["one"], "date": "2999-01-01T00:00:00+00:00"}))
+    status, output = project.record()
     assert (status, executed(output)) == (0, ["one"])
 
 
-def run(farm: Farm, name: str) -> dict[str, object]:
+def run(project: GpuProject, name: str) -> dict[str, object]:
     """Return what is known of the run that made a page."""
-    return json.loads((farm.root / "docs" / "recipes" / "things" / f"{name}.run.json").read_text())
+    return json.loads((project.root / "docs" / "recipes" / "things" / f"{name}.run.json").read_text())

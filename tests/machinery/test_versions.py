@@ -15,7 +15,7 @@ import measure_versions
 import pytest
 import torch
 from project import ROOT, Project
-from test_peers import BY, COMMIT, DATE, ENVIRONMENT, article, captions, cells, record, shown
+from test_libraries import BY, COMMIT, DATE, ENVIRONMENT, article, captions, cells, record, shown
 
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.hashes import hash_of

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from collect_cases import runs_here
 from inputs import DEVICE
-from own import runs_here
 
 Load = Callable[[str], ModuleType]
 HALVES = [torch.float16, torch.bfloat16]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from farm import Cluster, Farm
+from fake_gpus import Cluster, GpuProject
 from project import ROOT
 
 from triton_gallery.execute.dask.cluster import connect
@@ -27,12 +27,12 @@ def certificates(folder: Path) -> dict[str, str]:
     folder.mkdir()
     for command in (
         "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=authority",
-        "req -newkey rsa:2048 -nodes -keyout farm.key -out farm.csr -subj /CN=farm",
-        "x509 -req -in farm.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -out farm.pem",
+        "req -newkey rsa:2048 -nodes -keyout project.key -out project.csr -subj /CN=project",
+        "x509 -req -in project.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -out project.pem",
     ):
         subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
     roles = {
-        f"{TLS}{role}__{what}": str(folder / f"farm.{ending}")
+        f"{TLS}{role}__{what}": str(folder / f"project.{ending}")
         for role in ("CLIENT", "SCHEDULER", "WORKER")
         for what, ending in (("CERT", "pem"), ("KEY", "key"))
     }
@@ -40,11 +40,11 @@ def certificates(folder: Path) -> dict[str, str]:
 
 
 def test_encrypted_cluster_takes_its_own(
-    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+    make_gpu_project: Callable[..., GpuProject], make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """With the cluster's certificates a recipe is recorded; without, with others or unencrypted none is."""
     ours, others = certificates(tmp_path / "ours"), certificates(tmp_path / "others")
-    farm = make_farm(one="print('one')")
+    project = make_gpu_project(one="print('one')")
     cluster = make_cluster("tls", **ours)
     cluster.add("0")
     assert cluster.address.startswith("tls://")
@@ -55,14 +55,14 @@ def test_encrypted_cluster_takes_its_own(
         (cluster.address.replace("tls", "tcp"), {}, "no scheduler to trust answers at tcp://127.0.0.1"),
         (cluster.address.replace("tls", "tcp"), ours, "which Dask's configuration requires"),
     ):
-        status, output = farm.record("--dask", address, **variables)
+        status, output = project.record("--dask", address, **variables)
         assert status == 2
         assert reason in " ".join(output.split())
         assert "Traceback" not in output
-    assert not farm.recorded()
-    status, output = farm.record("--dask", cluster.address, **ours)
+    assert not project.recorded()
+    status, output = project.record("--dask", cluster.address, **ours)
     assert status == 0, output
-    assert set(farm.recorded()) == {"one"}
+    assert set(project.recorded()) == {"one"}
 
 
 @pytest.mark.parametrize(
@@ -153,24 +153,24 @@ REFUSED = {
 
 
 def test_worker_that_lies_is_refused(
-    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+    make_gpu_project: Callable[..., GpuProject], make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """What a worker answers is data that fits, or a failure of that recipe which one line tells; nothing is written."""
-    farm = make_farm(honest="print('honest')", **dict.fromkeys(REFUSED, "print('lies')"))
-    on_worker = farm.root / "src" / "triton_gallery" / "execute" / "dask" / "on_worker.py"
+    project = make_gpu_project(honest="print('honest')", **dict.fromkeys(REFUSED, "print('lies')"))
+    on_worker = project.root / "src" / "triton_gallery" / "execute" / "dask" / "on_worker.py"
     on_worker.write_text(on_worker.read_text().replace("\n\nif __name__", LIES % str(tmp_path / "absolute.rst")))
     cluster = make_cluster()
     cluster.add("0", "1")
-    status, output = farm.record("--dask", cluster.address, COLUMNS="300")
+    status, output = project.record("--dask", cluster.address, COLUMNS="300")
     assert status == 1
     for name, reason in REFUSED.items():
         (line,) = (line for line in output.splitlines() if line.lstrip().startswith(f"things/{name} "))
         assert reason in line
-    assert set(farm.recorded()) == {"honest"}, output
-    assert "honest" in (farm.root / "docs" / "recipes" / "things" / "honest.rst").read_text()
-    written = {path.stem for path in (farm.root / "docs" / "recipes").rglob("*.rst")}
+    assert set(project.recorded()) == {"honest"}, output
+    assert "honest" in (project.root / "docs" / "recipes" / "things" / "honest.rst").read_text()
+    written = {path.stem for path in (project.root / "docs" / "recipes").rglob("*.rst")}
     assert written == {"honest"}
-    assert not (farm.root / "outside.rst").exists()
+    assert not (project.root / "outside.rst").exists()
     assert not (tmp_path / "absolute.rst").exists()
 
 

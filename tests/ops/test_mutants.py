@@ -1,6 +1,6 @@
 """The tests of the ops find what they are for: with the masks taken out of a recipe, its tests fail.
 
-The mutants of a recipe stand in its tests, as `BREAKS`; `trivial.json` has those that are made of its syntax tree.
+The mutants of a recipe stand in its tests, as `BREAKS`; `generated_mutants.json` has those made of its syntax tree.
 """
 
 import json
@@ -9,14 +9,14 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import generated_mutants
 import pytest
 import torch
-import trivial
+from collect_cases import collect, definitions, runs_here
+from generated_mutants import TRIED
 from guard import PAD, guarded
 from mutants import has_noticed, run_tests
 from op_fixtures import recipe_in
-from own import collect, definitions, runs_here
-from trivial import TRIED
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ def test_broken_recipe_fails(gallery: Path, tmp_path: Path, mutant: Mutant) -> N
 @pytest.mark.parametrize(("recipe", "name", "noticed"), TRIVIAL, ids=str)
 def test_trivial_mutant(gallery: Path, tmp_path: Path, recipe: str, name: str, noticed: bool) -> None:
     """A mask, a cast or a condition that is left out is noticed, or not, as it was when it was tried first."""
-    source = trivial.of_recipe(recipe_in(gallery / f"{recipe}.py"))[name]
-    assert trivial.is_noticed(copy_gallery(gallery, tmp_path), recipe, source) == noticed
+    source = generated_mutants.of_recipe(recipe_in(gallery / f"{recipe}.py"))[name]
+    assert generated_mutants.is_noticed(copy_gallery(gallery, tmp_path), recipe, source) == noticed
 
 
 def test_trivial_mutants_are_of_the_present_code(gallery: Path) -> None:
     """Whatever was tried can be tried again; who changes a kernel drops those of it that are gone."""
     for recipe in {recipe for recipe, *_ in TRIVIAL}:
-        present = trivial.of_recipe(recipe_in(gallery / f"{recipe}.py"))
+        present = generated_mutants.of_recipe(recipe_in(gallery / f"{recipe}.py"))
         assert {name for other, name, _ in TRIVIAL if other == recipe} <= present.keys()
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from farm import Cluster, Farm
+from fake_gpus import Cluster, GpuProject
 from project import HANGS, is_alive, wait_until
 
 from triton_gallery.execute.recording import FarmError, kinds
@@ -42,25 +42,25 @@ FIGURE = "import matplotlib.pyplot as plt\n\nplt.plot([1, 2])\nplt.title(open('f
 BLOCK = '# /// script\n# dependencies = ["{}"]\n# ///\n'
 
 
-def test_recipes_are_recorded(make_farm: Callable[..., Farm], pair: Cluster) -> None:
+def test_recipes_are_recorded(make_gpu_project: Callable[..., GpuProject], pair: Cluster) -> None:
     """Two at a time, each alone on its GPU; a page's files come back; a recipe's fault is its own."""
     faults = {"segfaults": "import ctypes\n\nctypes.string_at(0)", "there": "print('it is there')", "here": "print()"}
-    farm = make_farm(figure=FIGURE, **{f"note{n}": NOTE for n in range(3)}, **faults)
-    things = farm.root / "gallery" / "things"
+    project = make_gpu_project(figure=FIGURE, **{f"note{n}": NOTE for n in range(3)}, **faults)
+    things = project.root / "gallery" / "things"
     (things / "figure.txt").write_text("a companion")
     for name, package in {"there": "only-there", "here": "pytest"}.items():
         text = (things / f"{name}.py").read_text()
         (things / f"{name}.py").write_text(BLOCK.format(package) + text)
     processes = [process.pid for process in pair.processes]
-    status, output = farm.record("--dask", pair.address)
+    status, output = project.record("--dask", pair.address)
     assert status == 1
     assert "killed by signal 11 (SIGSEGV)" in output.partition("Recipes that failed")[2]
-    records = farm.recorded()
+    records = project.recorded()
     assert set(records) == {"figure", "there", "here", *(f"note{n}" for n in range(3))}, output
     assert records["there"]["packages"] == {"only-there": "1.0"}
     (picture,) = records["figure"]["outputs"][0]["figures"]
-    assert (farm.root / "docs" / "_records" / "test-gpu" / "things" / picture).stat().st_size > 1000
-    assert (farm.root / "docs" / "recipes" / "things" / "figure.ipynb").is_file()
+    assert (project.root / "docs" / "_records" / "test-gpu" / "things" / picture).stat().st_size > 1000
+    assert (project.root / "docs" / "recipes" / "things" / "figure.ipynb").is_file()
     notes = [json.loads(records[f"note{n}"]["outputs"][0]["text"]) for n in range(3)]
     for gpu in "01":
         spans = sorted((begin, end) for where, begin, end in notes if where == gpu)
@@ -71,22 +71,24 @@ def test_recipes_are_recorded(make_farm: Callable[..., Farm], pair: Cluster) -> 
 
 
 @pytest.mark.parametrize("where", ["here", "cluster"])
-def test_longest_begins_first(make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], where: str) -> None:
+def test_longest_begins_first(
+    make_gpu_project: Callable[..., GpuProject], make_cluster: Callable[..., Cluster], where: str
+) -> None:
     """What took long before begins first, here and on a cluster, after what is not known."""
     recipes = {f"takes{seconds}": NOTE.replace("0.5", str(seconds)) for seconds in (0, 4, 2)}
-    farm = make_farm(**recipes, unknown=NOTE)
-    status, output = farm.record(
+    project = make_gpu_project(**recipes, unknown=NOTE)
+    status, output = project.record(
         *(f"things/{name}" for name in recipes), TEST_GPU="Test GPU,Test GPU", CUDA_VISIBLE_DEVICES="0,1"
     )
     assert status == 0, output
     if where == "here":
-        status, output = farm.record("--again")
+        status, output = project.record("--again")
     else:
         cluster = make_cluster()
         cluster.add("0")
-        status, output = farm.record("--again", "--dask", cluster.address)
+        status, output = project.record("--again", "--dask", cluster.address)
     assert status == 0, output
-    begins = {name: json.loads(record["outputs"][0]["text"])[1] for name, record in farm.recorded().items()}
+    begins = {name: json.loads(record["outputs"][0]["text"])[1] for name, record in project.recorded().items()}
     assert sorted(begins, key=begins.get) == ["unknown", "takes4", "takes2", "takes0"]
 
 
@@ -110,11 +112,11 @@ print("done")
 
 
 def test_dead_worker_costs_a_retry(
-    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+    make_gpu_project: Callable[..., GpuProject], make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """Killed once, a recipe is executed elsewhere; killed twice, it alone is lost. No process stays behind."""
     once, twice = tmp_path / "once", tmp_path / "twice"
-    farm = make_farm(
+    project = make_gpu_project(
         once="import time\n" + KILLS_ITS_WORKER.format(notes=str(once), times=1),
         twice="import time\n" + KILLS_ITS_WORKER.format(notes=str(twice), times=9),
         other="import os\n\nprint(*map(os.environ.get, ['MKL_NUM_THREADS', 'TORCHINDUCTOR_COMPILE_THREADS']))",
@@ -122,12 +124,12 @@ def test_dead_worker_costs_a_retry(
     )
     cluster = make_cluster()
     cluster.add("0", "1", options="--nanny")
-    status, output = farm.record("--dask", cluster.address)
+    status, output = project.record("--dask", cluster.address)
     assert status == 1
     table = output.partition("Recipes that failed")[2]
     assert "2 workers died while they executed it" in " ".join(table.split())
     assert "things/twice" in table
-    records = farm.recorded()
+    records = project.recorded()
     assert set(records) == {"once", "other", "another"}, output
     # The worker's nanny would bind the recipe's threads; a pool of compilers would run beside what it measures.
     assert records["other"]["outputs"][0]["text"] == "None 1"
@@ -138,17 +140,19 @@ def test_dead_worker_costs_a_retry(
 
 
 def test_restarted_worker_is_another_one(
-    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+    make_gpu_project: Callable[..., GpuProject], make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """A worker with a port of its own has the same address again: Dask would have it execute what killed it."""
     notes = tmp_path / "notes"
-    farm = make_farm(kills="import time\n" + KILLS_ITS_WORKER.format(notes=str(notes), times=9), other="print('other')")
+    project = make_gpu_project(
+        kills="import time\n" + KILLS_ITS_WORKER.format(notes=str(notes), times=9), other="print('other')"
+    )
     cluster = make_cluster()
     cluster.add("0", options=f"--nanny --worker-port {free_port()}")
-    status, output = farm.record("--dask", cluster.address)
+    status, output = project.record("--dask", cluster.address)
     assert status == 1
     assert "2 workers died while they executed it" in " ".join(output.split())
-    assert set(farm.recorded()) == {"other"}, output
+    assert set(project.recorded()) == {"other"}, output
     assert len(notes.read_text().splitlines()) == 2
 
 
@@ -160,14 +164,14 @@ def free_port() -> int:
 
 
 def test_broken_connection_is_no_death(
-    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+    make_gpu_project: Callable[..., GpuProject], make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """What was sent is dropped on the worker, and sent again as often as that happens."""
     notes, go = tmp_path / "notes", tmp_path / "go"
-    farm, cluster = make_farm(waits=NOTES_AND_WAITS.format(notes=str(notes), go=str(go))), make_cluster()
+    project, cluster = make_gpu_project(waits=NOTES_AND_WAITS.format(notes=str(notes), go=str(go))), make_cluster()
     cluster.add("0")
     with Wire(cluster.address) as wire:
-        process = farm.start("--dask", wire.address)
+        process = project.start("--dask", wire.address)
         for times in 1, 2, 3:
             wait_until(lambda times=times: notes.exists() and len(notes.read_text().split()) == times)
             if times < 3:
@@ -175,7 +179,7 @@ def test_broken_connection_is_no_death(
         go.touch()
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
-    assert set(farm.recorded()) == {"waits"}
+    assert set(project.recorded()) == {"waits"}
 
 
 NOTES_AND_WAITS = """
@@ -233,13 +237,13 @@ class Wire:
 
 
 def test_no_worker_is_left(
-    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+    make_gpu_project: Callable[..., GpuProject], make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     kills = "import time\n" + KILLS_ITS_WORKER.format(notes=str(tmp_path / "notes"), times=9)
-    farm, cluster = make_farm(kills=kills), make_cluster()
+    project, cluster = make_gpu_project(kills=kills), make_cluster()
     cluster.add("0")
-    farm.patience = 2
-    status, output = farm.record("--dask", cluster.address)
+    project.patience = 2
+    status, output = project.record("--dask", cluster.address)
     assert status == 1
     assert "no worker with Test GPU is left" in " ".join(output.split())
 
@@ -260,14 +264,14 @@ async def dask_setup(worker):
 
 
 def test_answer_may_take_long_to_come(
-    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+    make_gpu_project: Callable[..., GpuProject], make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    farm, cluster = make_farm(one="print('one')", other="print('other')"), make_cluster()
+    project, cluster = make_gpu_project(one="print('one')", other="print('other')"), make_cluster()
     cluster.add("0", "1", options=f"--no-nanny --preload {tmp_path / 'slow.py'}")
-    status, output = farm.record("--dask", cluster.address)
+    status, output = project.record("--dask", cluster.address)
     assert status == 0, output
-    assert set(farm.recorded()) == {"one", "other"}
+    assert set(project.recorded()) == {"one", "other"}
 
 
 @pytest.mark.parametrize(
@@ -278,7 +282,7 @@ def test_answer_may_take_long_to_come(
     ],
 )
 def test_no_scheduler_is_left(
-    make_farm: Callable[..., Farm],
+    make_gpu_project: Callable[..., GpuProject],
     make_cluster: Callable[..., Cluster],
     tmp_path: Path,
     fault: signal.Signals,
@@ -286,10 +290,10 @@ def test_no_scheduler_is_left(
     what: str,
 ) -> None:
     notes = tmp_path / "notes"
-    farm, cluster = make_farm(hangs=HANGS.format(notes=str(notes))), make_cluster()
+    project, cluster = make_gpu_project(hangs=HANGS.format(notes=str(notes))), make_cluster()
     cluster.add("0")
-    farm.patience = patience
-    process = farm.start("--dask", cluster.address)
+    project.patience = patience
+    process = project.start("--dask", cluster.address)
     wait_until(lambda: notes.exists() and notes.read_text().endswith("\n"), lambda: cluster.log)
     cluster.processes[0].send_signal(fault)
     try:
@@ -301,10 +305,10 @@ def test_no_scheduler_is_left(
     assert what in " ".join(output.split())
 
 
-def test_worker_has_one_gpu(make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster]) -> None:
-    farm, cluster = make_farm(one="print('one')"), make_cluster()
+def test_worker_has_one_gpu(make_gpu_project: Callable[..., GpuProject], make_cluster: Callable[..., Cluster]) -> None:
+    project, cluster = make_gpu_project(one="print('one')"), make_cluster()
     cluster.add("0,1", name="Test GPU,Test GPU")
-    status, output = farm.record("--dask", cluster.address)
+    status, output = project.record("--dask", cluster.address)
     assert status == 2
     assert "sees 2 GPUs; start a worker for each, with CUDA_VISIBLE_DEVICES" in output
 
@@ -313,14 +317,14 @@ def test_worker_has_one_gpu(make_farm: Callable[..., Farm], make_cluster: Callab
     ("where", "by"), [("here", signal.SIGKILL), ("cluster", signal.SIGKILL), ("cluster", signal.SIGINT)]
 )
 def test_ended_command_keeps_what_was_done(
-    make_farm: Callable[..., Farm], pair: Cluster, tmp_path: Path, where: str, by: signal.Signals
+    make_gpu_project: Callable[..., GpuProject], pair: Cluster, tmp_path: Path, where: str, by: signal.Signals
 ) -> None:
     """Nothing goes on elsewhere, and with --stale nothing is executed again."""
     notes = tmp_path / "notes"
-    farm = make_farm(done="print('done')", hangs=HANGS.format(notes=str(notes)))
+    project = make_gpu_project(done="print('done')", hangs=HANGS.format(notes=str(notes)))
     on = ["--dask", pair.address] if where == "cluster" else []
-    process = farm.start(*on, CUDA_VISIBLE_DEVICES="0,1", TEST_GPU="Test GPU,Test GPU")
-    wait_until(lambda: notes.exists() and notes.read_text().endswith("\n") and "done" in farm.recorded())
+    process = project.start(*on, CUDA_VISIBLE_DEVICES="0,1", TEST_GPU="Test GPU,Test GPU")
+    wait_until(lambda: notes.exists() and notes.read_text().endswith("\n") and "done" in project.recorded())
     pids = [int(pid) for pid in notes.read_text().split()]
     assert all(is_alive(pid) for pid in pids)
     process.send_signal(by)
@@ -330,14 +334,14 @@ def test_ended_command_keeps_what_was_done(
         assert output.rstrip().endswith("stopped")
         assert "Traceback" not in output
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
-    assert set(farm.recorded()) == {"done"}
-    before = farm.recorded()["done"]
-    farm.write(hangs="print('no longer')")
-    status, output = farm.record(*on, "--stale")
+    assert set(project.recorded()) == {"done"}
+    before = project.recorded()["done"]
+    project.write(hangs="print('no longer')")
+    status, output = project.record(*on, "--stale")
     assert status == 0, output
     assert "things/done" not in output
-    assert set(farm.recorded()) == {"done", "hangs"}
-    assert farm.recorded()["done"] == before
+    assert set(project.recorded()) == {"done", "hangs"}
+    assert project.recorded()["done"] == before
 
 
 WAITS = """
@@ -351,15 +355,15 @@ while not Path({go!r}).exists():
 
 
 def test_each_kind_is_recorded(
-    make_farm: Callable[..., Farm], make_cluster: Callable[..., Cluster], tmp_path: Path
+    make_gpu_project: Callable[..., GpuProject], make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """A kind that joins is not mixed in, then refused, then recorded as well; what is stale is looked up for each."""
     began, go = tmp_path / "began", tmp_path / "go"
     waits = WAITS.format(began=str(began), go=str(go))
-    farm = make_farm(one=waits, other=waits)
+    project = make_gpu_project(one=waits, other=waits)
     cluster = make_cluster()
     cluster.add("0")
-    process = farm.start("--dask", cluster.address)
+    process = project.start("--dask", cluster.address)
     wait_until(began.exists, lambda: cluster.log)
     cluster.add("0", name="Other GPU")
     cluster.add("0,1", name="Test GPU,Test GPU")
@@ -370,45 +374,45 @@ def test_each_kind_is_recorded(
     for reason in ("has another GPU, driver or version than", "sees 2 GPUs; start a worker for each"):
         (line,) = (line for line in output.splitlines() if reason in line)
         assert line.endswith("; it is not used")
-    assert set(farm.recorded("test-gpu")) == {"one", "other"}
-    assert not farm.recorded("other-gpu")
+    assert set(project.recorded("test-gpu")) == {"one", "other"}
+    assert not project.recorded("other-gpu")
     cluster.processes.pop().terminate()
     wait_until(lambda: "Remove worker" in cluster.log)
-    status, output = farm.record("--dask", cluster.address)
+    status, output = project.record("--dask", cluster.address)
     assert status == 2
     assert "unlike GPUs: " in output
-    assert not farm.recorded("other-gpu")
-    status, output = farm.record("--dask", cluster.address, "--each-kind", "--stale", "things/one")
+    assert not project.recorded("other-gpu")
+    status, output = project.record("--dask", cluster.address, "--each-kind", "--stale", "things/one")
     assert status == 0, output
     assert re.findall(r"things/one +(\w+) GPU .* passed", output) == ["Other"]
-    assert set(farm.recorded("other-gpu")) == {"one"}
+    assert set(project.recorded("other-gpu")) == {"one"}
 
 
-def test_each_kind_here_is_recorded(make_farm: Callable[..., Farm]) -> None:
-    farm = make_farm(one="print('one')")
+def test_each_kind_here_is_recorded(make_gpu_project: Callable[..., GpuProject]) -> None:
+    project = make_gpu_project(one="print('one')")
     gpus = {"TEST_GPU": "Test GPU,Other GPU", "CUDA_VISIBLE_DEVICES": "0,1"}
-    status, output = farm.record(**gpus)
+    status, output = project.record(**gpus)
     assert status == 2
     assert "unlike GPUs: Test GPU, Other GPU" in output
-    status, output = farm.record("--each-kind", **gpus)
+    status, output = project.record("--each-kind", **gpus)
     assert status == 0, output
-    assert set(farm.recorded("test-gpu")) == set(farm.recorded("other-gpu")) == {"one"}
+    assert set(project.recorded("test-gpu")) == set(project.recorded("other-gpu")) == {"one"}
 
 
-def test_what_is_missing_is_told(make_farm: Callable[..., Farm]) -> None:
-    farm = make_farm(one="print('one')")
-    path = farm.root / "gallery" / "things" / "one.py"
+def test_what_is_missing_is_told(make_gpu_project: Callable[..., GpuProject]) -> None:
+    project = make_gpu_project(one="print('one')")
+    path = project.root / "gallery" / "things" / "one.py"
     path.write_text(BLOCK.format("no-such-package[extra]") + path.read_text())
-    status, output = farm.record()
+    status, output = project.record()
     assert status == 1
     assert "was not recorded, its environment lacks no-such-package[extra]" in output
 
 
-def test_torch_may_be_missing(make_farm: Callable[..., Farm]) -> None:
-    farm = make_farm(one="print('one')")
-    device = farm.root / "src" / "triton_gallery" / "recipe" / "device.py"
+def test_torch_may_be_missing(make_gpu_project: Callable[..., GpuProject]) -> None:
+    project = make_gpu_project(one="print('one')")
+    device = project.root / "src" / "triton_gallery" / "recipe" / "device.py"
     device.write_text(device.read_text().replace("    gpus = zip", "    import no_torch\n\n    gpus = zip"))
-    status, output = farm.record()
+    status, output = project.record()
     assert status == 2
     assert "torch and triton must be importable" in output
 

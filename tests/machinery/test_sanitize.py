@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from farm import Farm
+from fake_gpus import GpuProject
 
 from triton_gallery.cli import PLANTED
 from triton_gallery.execute.sanitize import sanitize
@@ -55,23 +55,23 @@ def test_missing_tool_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         sanitize([], ["memcheck"])
 
 
-def plant(farm: Farm, text: str) -> None:
+def plant(project: GpuProject, text: str) -> None:
     """Write the scripts whose faults have to be found."""
     for path in PLANTED:
-        (farm.root / path).parent.mkdir(parents=True, exist_ok=True)
-        (farm.root / path).write_text(text)
+        (project.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (project.root / path).write_text(text)
 
 
-def test_verdicts_that_can_be_kept_are(tool: None, make_farm: Callable[..., Farm]) -> None:
+def test_verdicts_that_can_be_kept_are(tool: None, make_gpu_project: Callable[..., GpuProject]) -> None:
     """A recipe without a record of its code costs its own verdict, and is named."""
-    farm = make_farm(changed="print('before')", faulty="print('faulty')", kept="print('kept')")
-    plant(farm, FINDING)
-    status, output = farm.record()
+    project = make_gpu_project(changed="print('before')", faulty="print('faulty')", kept="print('kept')")
+    plant(project, FINDING)
+    status, output = project.record()
     assert status == 0, output
-    farm.write(changed="print('after')")
-    faulty = farm.root / "docs" / "_records" / "test-gpu" / "things" / "faulty.json"
+    project.write(changed="print('after')")
+    faulty = project.root / "docs" / "_records" / "test-gpu" / "things" / "faulty.json"
     faulty.write_text("{")
-    status, output = farm.run("sanitize")
+    status, output = project.run("sanitize")
     assert status == 1, output
     said = " ".join(output.split())
     assert "things/changed was looked at, but its record could not say so: " in said
@@ -79,18 +79,18 @@ def test_verdicts_that_can_be_kept_are(tool: None, make_farm: Callable[..., Farm
     assert "things/faulty was looked at, but its record could not say so: " in said
     assert "things/kept was" not in said
     faulty.unlink()
-    assert {name: record["sanitized"] for name, record in farm.recorded().items()} == {"changed": [], "kept": TOOLS}
-    farm.record("things/changed", "things/faulty")
-    status, output = farm.run("sanitize")
+    assert {name: record["sanitized"] for name, record in project.recorded().items()} == {"changed": [], "kept": TOOLS}
+    project.record("things/changed", "things/faulty")
+    status, output = project.run("sanitize")
     assert status == 0, output
-    assert all(record["sanitized"] == TOOLS for record in farm.recorded().values())
+    assert all(record["sanitized"] == TOOLS for record in project.recorded().values())
 
 
-def test_planted_fault_that_is_not_found_keeps_nothing(tool: None, make_farm: Callable[..., Farm]) -> None:
-    farm = make_farm(one="print('one')")
-    plant(farm, "")
-    farm.record()
-    status, output = farm.run("sanitize")
+def test_planted_fault_that_is_not_found_keeps_nothing(tool: None, make_gpu_project: Callable[..., GpuProject]) -> None:
+    project = make_gpu_project(one="print('one')")
+    plant(project, "")
+    project.record()
+    status, output = project.run("sanitize")
     assert status == 2
     assert "a planted fault was not found" in output
-    assert farm.recorded()["one"]["sanitized"] == []
+    assert project.recorded()["one"]["sanitized"] == []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from form import faults, jitted, length, width
+from page_lint import faults, jitted, length, width
 from project import ROOT
 
 from triton_gallery.recipe.contents import Recipe, load

@@ -35,7 +35,7 @@ def test_file_tree_is_complete() -> None:
     files = [
         name
         for name in tracked()
-        if re.match(r"src/|docs/[^/]*$|gallery/[^/]*$|((tests|benchmarks)/)?[^./][^/]*$", name)
+        if re.match(r"src/|docs/[^/]*$|gallery/[^/]*$|(tests/((machinery|site)/)?)?[^./][^/]*$", name)
     ]
     files = [name for name in files if name not in {"LICENSE", "gallery/GALLERY_HEADER.rst"}]
     files = [name for name in files if not re.match(r"src/\w+/.+/__init__.py", name)]  # it stands at its folder
