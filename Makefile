@@ -69,7 +69,7 @@ sanitize: $(SITE_READY)  ## on a GPU host, run the checks of recipes under compu
 	@"$(PY)" -m triton_gallery sanitize $(RECIPE)
 
 libraries: $(SITE_READY)  ## on a GPU host, measure ops beside other libraries' and record it; RECIPE=section/name for one
-	@"$(PY)" benchmarks/measure_peers.py $(RECIPE)
+	@"$(PY)" -m triton_gallery.libraries.measure $(RECIPE)
 
 versions: $(TEST_READY)  ## try lessons, ops, kernels and features with each Triton of docs/_versions/pairs.txt
 	@"$(PY)" -m triton_gallery versions $(addprefix --triton ,$(TRITON)) $(addprefix --with ,$(WITH)) $(if $(AGAIN),--again) $(RECIPE)
@@ -78,9 +78,9 @@ newest: $(TEST_READY)  ## try with the newest of these Tritons what has not pass
 	@"$(PY)" -m triton_gallery versions --triton newest --seconds 120 $(RECIPE)
 
 measure-versions: $(SITE_READY)  ## on a GPU host, measure ops under another Triton: TRITON=folder
-	@"$(PY)" benchmarks/measure_versions.py $(addprefix --triton ,$(or $(TRITON),$(error name a folder: make measure-versions TRITON=folder))) \
+	@"$(PY)" -m triton_gallery.versions.measure $(addprefix --triton ,$(or $(TRITON),$(error name a folder: make measure-versions TRITON=folder))) \
 		$(if $(NO_FUSION),--no-fusion) $(if $(RECIPE),--recipes $(RECIPE)); \
-		measured=$$?; [ $$measured -lt 2 ] && "$(PY)" benchmarks/measure_versions.py --merge _build/versions && exit $$measured
+		measured=$$?; [ $$measured -lt 2 ] && "$(PY)" -m triton_gallery.versions.measure --merge _build/versions && exit $$measured
 
 check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
 	@"$(PY)" -m triton_gallery check-records $(RECIPE)

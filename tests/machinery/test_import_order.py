@@ -21,7 +21,7 @@ ROOMS = [  # each knows those before it
 MEASURED = {"libraries", "figures"}
 NOT_FOR = {  # of those before it
     "compiled": MEASURED,
-    "versions": MEASURED,
+    "versions": {"figures"},
     "execute": {*MEASURED, "versions"},
     "execute.dask": {*MEASURED, "versions", "compiled"},
     "site": {"execute.dask"},

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import measure_peers
 import pytest
 from bs4 import BeautifulSoup
 from project import ROOT, Project
 
+from triton_gallery.libraries import measure
 from triton_gallery.libraries.peer_rows import PeerRow, load_all, merge, table_of
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.device import Environment
@@ -369,7 +369,7 @@ def test_what_does_not_fit_is_not_written(project: Project) -> None:
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the benchmark without a GPU."""
     environment = Project(ROOT).environment
-    command = [sys.executable, "benchmarks/measure_peers.py", *arguments]
+    command = [sys.executable, "-m", "triton_gallery.libraries.measure", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -389,26 +389,28 @@ def test_unknown_work_is_named() -> None:
 def test_library_that_is_not_installed_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there, gone = measure_peers.Peer("torch", "torch"), measure_peers.Peer("no-such-package", "nothing")
-    monkeypatch.setattr(measure_peers, "PEERS", {"Torch": there, "Gone": gone})
-    assert list(measure_peers.installed()) == ["Torch"]
+    there, gone = measure.Peer("torch", "torch"), measure.Peer("no-such-package", "nothing")
+    monkeypatch.setattr(measure, "PEERS", {"Torch": there, "Gone": gone})
+    assert list(measure.installed()) == ["Torch"]
     assert capsys.readouterr().out == "Gone is left out: it is not installed (pip install no-such-package)\n"
 
 
 def test_works_are_of_recipes_and_of_known_libraries() -> None:
-    assert {work.recipe for work in measure_peers.WORKS} <= {recipe.key for recipe in load(ROOT / "gallery")}
-    assert {name for work in measure_peers.WORKS for name in work.peers} <= set(measure_peers.PEERS)
+    assert {work.recipe for work in measure.WORKLOADS} <= {recipe.key for recipe in load(ROOT / "gallery")}
+    assert {name for work in measure.WORKLOADS for name in work.peers} <= set(measure.PEERS)
 
 
 def test_works_stand_in_the_file_of_their_recipe() -> None:
-    files = [path.stem for path in (ROOT / "benchmarks" / "works").glob("*.py") if path.stem != "__init__"]
-    assert set(files) == {work.recipe.partition("/")[2] for work in measure_peers.WORKS}
+    files = [path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__"]
+    assert set(files) == {work.recipe.partition("/")[2] for work in measure.WORKLOADS}
     for name in files:
-        assert {work.recipe.partition("/")[2] for work in importlib.import_module(f"works.{name}").WORKS} == {name}
+        assert {work.recipe.partition("/")[2] for work in importlib.import_module(f"benchmarks.{name}").WORKLOADS} == {
+            name
+        }
 
 
 def test_no_two_works_have_one_row() -> None:
     keys = [
-        (work.recipe, name, shape) for work in measure_peers.WORKS for name in work.directions for shape in work.shapes
+        (work.recipe, name, shape) for work in measure.WORKLOADS for name in work.directions for shape in work.shapes
     ]
     assert len(set(keys)) == len(keys)

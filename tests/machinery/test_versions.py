@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import contender
-import measure_versions
 import pytest
 import torch
 from project import ROOT, Project
@@ -20,6 +18,7 @@ from test_libraries import BY, COMMIT, DATE, ENVIRONMENT, article, captions, cel
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.hashes import hash_of
 from triton_gallery.records.schemas import BadRecordError, Device
+from triton_gallery.versions import measure, measuring_process
 from triton_gallery.versions.rates import Contender, VersionRow, load_all, merge
 
 OLD, NEW, OFF = "3.6.0", "3.9.0", "3.9.0, FP fusion off"
@@ -47,7 +46,7 @@ def project(built: Project, tmp_path: Path) -> Project:
 
 
 def came(rate: float | None, seconds: float = 1.5, assembler: str = "12.8") -> Contender:
-    """Return what came of a contender."""
+    """Return what came of a measuring_process."""
     band = rate and [rate, rate - 1, rate + 1]
     return Contender(band, seconds, 2, assembler, None if rate else "ValueError: no such op")
 
@@ -176,7 +175,7 @@ TINY = """
 import os
 from operator import attrgetter
 
-from work import Work
+from triton_gallery.libraries.workload import Workload
 
 BROKEN = os.environ.get("WHO") == "3.9.0" and os.environ["TRITON_DEFAULT_FP_FUSION"] == "1"
 
@@ -189,8 +188,8 @@ def of(name):
         return x * (3 if BROKEN and name == "wrong" else 2)
     return function
 
-WORKS = [
-    Work(
+WORKLOADS = [
+    Workload(
         "things/one", ours=lambda module, name=name: of(name), torch=lambda torch: lambda x: x * 2, variant=name,
         shapes=[(8, 4), (2, 4), (4, 4), (16, 4)] if name == "" else [(2, 4)],
         inputs=lambda random, shape: (random(shape),), dtype="float32", backward=None,
@@ -205,14 +204,15 @@ os.environ["TRITON_INTERPRET"] = "1"
 fused = os.environ["TRITON_DEFAULT_FP_FUSION"] == "1"
 assert not os.path.exists(os.environ["TRITON_CACHE_DIR"])
 os.environ["WHO"] = "3.9.0" if "other" in os.environ["PYTHONPATH"].split(os.pathsep)[0] else "3.6.0"
-sys.path.append({benchmarks!r})
-import contender, tiny, torch
-from trial import Trial
+import tiny, torch
+from triton_gallery.versions import measure, measuring_process
+from triton_gallery.versions import measuring_process
+from triton_gallery.libraries.trial import Trial
 from triton_gallery import bench
-contender.DEVICE, contender.WORKS = "cpu", tiny.WORKS
-contender.recipe_module = lambda recipe: None
+measuring_process.DEVICE, measuring_process.WORKLOADS = "cpu", tiny.WORKLOADS
+measuring_process.recipe_module = lambda recipe: None
 torch.cuda.synchronize = lambda: None
-class Bench(contender.Bench):
+class Bench(measuring_process.Bench):
     def about(self):
         return os.environ["WHO"], "12.8"
     def prepare(self, *arguments):
@@ -226,8 +226,8 @@ def time_turns(calls, turns, warm_up, prepare):
         call()
     time = 1e-6 * (1 if os.environ["WHO"] == "3.6.0" else 2 if fused else 4)
     return {{name: turns * [(time, 0.0, False)] for name in calls}}
-contender.Bench, bench.time_turns = Bench, time_turns
-contender.serve(Connection(int(sys.argv[1])))
+measuring_process.Bench, bench.time_turns = Bench, time_turns
+measuring_process.serve(Connection(int(sys.argv[1])))
 """
 
 
@@ -236,7 +236,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Yield a folder for rows, on a host of which all but the GPU and the other Triton is real."""
     (tmp_path / "tiny.py").write_text(TINY)
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(benchmarks=str(ROOT / "benchmarks"), log=str(tmp_path / "log")))
+    program.write_text(PROGRAM.format(log=str(tmp_path / "log")))
     script = tmp_path / "gallery" / "things" / "one.py"
     script.parent.mkdir(parents=True)
     script.write_text('"""\nOne\n===\n"""\n\nx = 1\n')
@@ -248,11 +248,11 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delitem(sys.modules, "tiny", raising=False)
     import tiny
 
-    monkeypatch.setattr(measure_versions, "WORKS", tiny.WORKS)
-    monkeypatch.setattr(measure_versions, "PROGRAM", program)
-    monkeypatch.setattr(measure_versions, "GALLERY", tmp_path / "gallery")
-    monkeypatch.setattr(measure_versions, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(measure_versions, "detect", lambda: [ENVIRONMENT])
+    monkeypatch.setattr(measure, "WORKLOADS", tiny.WORKLOADS)
+    monkeypatch.setattr(measure, "PROGRAM", program)
+    monkeypatch.setattr(measure, "GALLERY", tmp_path / "gallery")
+    monkeypatch.setattr(measure, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(measure, "detect", lambda: [ENVIRONMENT])
     yield tmp_path / "rows"
     monkeypatch.delitem(sys.modules, "tiny")
 
@@ -260,7 +260,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_whole_run_is_measured_and_merged(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All but the clock and the other Triton is what a GPU host does."""
     arguments = ["--triton", str(host.parent / "other"), "--no-fusion", "--records", str(host)]
-    assert measure_versions.main(arguments) == 1, "one of the contenders failed"
+    assert measure.main(arguments) == 1, "one of the contenders failed"
     printed = capsys.readouterr().out
     assert "3.9.0 failed: ValueError: no such op" in printed
     assert "3.9.0 failed: its process died with exit status 7" in printed
@@ -274,7 +274,7 @@ def test_a_whole_run_is_measured_and_merged(host: Path, capsys: pytest.CaptureFi
     assert len({sums[0], sums[3], sums[6]}) == 3
 
     (host.parent / "gallery" / "things" / "one.py").write_text("x = 5  # the code changes before rows are merged")
-    assert measure_versions.main(["--merge", str(host)]) == 0
+    assert measure.main(["--merge", str(host)]) == 0
     rows = load_all(host.parent / "records")
     assert [(row.work, row.shape) for row in rows[:3]] == [("one", [8, 4]), ("one", [2, 4]), ("one", [16, 4])]
     assert [row.work for row in rows[3:]] == ["one, frail", "one, deadly", "one, wrong"]
@@ -295,7 +295,7 @@ def test_a_whole_run_is_measured_and_merged(host: Path, capsys: pytest.CaptureFi
 
 
 def test_no_row_begins_after_the_limit(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert measure_versions.main(["--limit", "-1", "--records", str(host)]) == 0
+    assert measure.main(["--limit", "-1", "--records", str(host)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("left out for want of time: ") == 6
     assert "left out for want of time: one, frail (2, 4)\n" in printed
@@ -317,30 +317,30 @@ def test_contender_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     """It gets another process for its next step."""
     program = tmp_path / "slow.py"
     program.write_text(SLOW)
-    monkeypatch.setattr(measure_versions, "PROGRAM", program)
-    one = measure_versions.Contender(None, True, tmp_path)
-    monkeypatch.setattr(measure_versions, "STEP", 0.3)
+    monkeypatch.setattr(measure, "PROGRAM", program)
+    one = measure.Contender(None, True, tmp_path)
+    monkeypatch.setattr(measure, "STEP", 0.3)
     process, began = one.process, time.monotonic()
-    with pytest.raises(measure_versions.FailedError, match=r"a step took more than 0\.3 s"):
+    with pytest.raises(measure.FailedError, match=r"a step took more than 0\.3 s"):
         one.do("prepare")
     assert time.monotonic() - began < 30
     assert process.poll() is not None
-    monkeypatch.setattr(measure_versions, "STEP", 60)
+    monkeypatch.setattr(measure, "STEP", 60)
     assert one.do("about") == ("9.9.9", "1.2")
     one.stop()
 
 
 def test_shards_share_the_recipes() -> None:
     """Each is measured in one of them, at three sizes."""
-    every = measure_versions.tasks([], (0, 1))
-    parts = [measure_versions.tasks([], (place, 4)) for place in range(4)]
+    every = measure.tasks([], (0, 1))
+    parts = [measure.tasks([], (place, 4)) for place in range(4)]
     assert sorted(task for part in parts for task in part) == sorted(every)
     recipes = [{task.work.recipe for task in part} for part in parts]
     assert sum(map(len, recipes)) == len(set().union(*recipes))
-    assert {task.work.recipe for task in measure_versions.tasks(["fusion/rope"], (0, 1))} == {"fusion/rope"}
-    assert measure_versions.three([(8, 8), (2, 2), (4, 4), (1, 1)]) == [(1, 1), (4, 4), (8, 8)]
-    assert measure_versions.three([(8,)]) == [(8,)]
-    assert measure_versions.three([(8,), (2,)]) == [(2,), (8,)]
+    assert {task.work.recipe for task in measure.tasks(["fusion/rope"], (0, 1))} == {"fusion/rope"}
+    assert measure.three([(8, 8), (2, 2), (4, 4), (1, 1)]) == [(1, 1), (4, 4), (8, 8)]
+    assert measure.three([(8,)]) == [(8,)]
+    assert measure.three([(8,), (2,)]) == [(2,), (8,)]
 
 
 @pytest.mark.parametrize(
@@ -355,19 +355,19 @@ def test_what_cannot_be_measured_is_named(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     none = dataclasses.replace(ENVIRONMENT, visible=None)
-    monkeypatch.setattr(measure_versions, "detect", lambda: [none])
-    assert measure_versions.main(arguments) == 2
+    monkeypatch.setattr(measure, "detect", lambda: [none])
+    assert measure.main(arguments) == 2
     assert capsys.readouterr().err == said
 
 
 def test_bad_rows_are_not_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measure_versions, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(measure, "RECORDS", tmp_path / "records")
     (tmp_path / "versions.jsonl").write_text(f"{json.dumps({'recipe': 'things/one'})}\n")
-    assert measure_versions.main(["--merge", str(tmp_path)]) == 2
-    assert "versions.jsonl: not a row of measure_versions.py" in capsys.readouterr().err
-    assert measure_versions.main(["--merge", str(tmp_path / "none")]) == 2
+    assert measure.main(["--merge", str(tmp_path)]) == 2
+    assert "versions.jsonl: not a row of make measure-versions" in capsys.readouterr().err
+    assert measure.main(["--merge", str(tmp_path / "none")]) == 2
     assert not (tmp_path / "records").exists()
 
 
@@ -376,7 +376,7 @@ def test_contender_knows_its_triton_and_counts_what_it_compiles(monkeypatch: pyt
 
     monkeypatch.setattr(triton.knobs.compilation, "listener", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    bench = contender.Bench()
+    bench = measuring_process.Bench()
     version, assembler = bench.about()
     assert version == triton.__version__
     assert re.fullmatch(r"\d+\.\d+", assembler)
@@ -391,10 +391,12 @@ def test_contender_knows_its_triton_and_counts_what_it_compiles(monkeypatch: pyt
 
 
 def test_measuring_needs_no_package_of_the_site() -> None:
-    """Neither to measure, nor to be a contender."""
+    """Neither to measure, nor the process that does."""
     missing = "('jsonschema', 'sphinx', 'sphinx_gallery', 'docutils', 'rich', 'matplotlib')"
-    code = f"import sys; sys.modules |= dict.fromkeys({missing}); import measure_versions, contender"
+    code = f"import sys; sys.modules |= dict.fromkeys({missing}); import triton_gallery.versions.measuring_process"
+    code += ", triton_gallery.versions.measure"
     environment = Project(ROOT).environment
-    environment["PYTHONPATH"] += f":{ROOT / 'benchmarks'}"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -6,14 +6,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import measure_peers
 import pytest
 import torch
 from collect_cases import runs_here
 from project import ROOT
-from works.dropout import kept_by_both
 
+from benchmarks.dropout import kept_by_both
 from triton_gallery import bench
+from triton_gallery.libraries import measure
 from triton_gallery.libraries.peer_rows import PeerRow, load_all
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.declaration import declaration
@@ -26,7 +26,7 @@ ON_GPU = torch.cuda.is_available()
 def installed() -> list[str]:
     """Return the libraries that can run here; the interpreter does not run all of their kernels."""
     found = []
-    for name, peer in measure_peers.PEERS.items():
+    for name, peer in measure.PEERS.items():
         try:
             version(peer.package)
         except PackageNotFoundError:
@@ -38,16 +38,12 @@ def installed() -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("work", "backward"),
-    [
-        pytest.param(work, backward, id=name)
-        for work in measure_peers.WORKS
-        for name, backward in work.directions.items()
-    ],
+    [pytest.param(work, backward, id=name) for work in measure.WORKLOADS for name, backward in work.directions.items()],
 )
 def test_all_libraries_do_the_same(
-    work: measure_peers.Work, backward: bool, recipe_at: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+    work: measure.Workload, backward: bool, recipe_at: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure_peers, "recipe_module", lambda recipe: recipe_at(f"{recipe}.py"))
+    monkeypatch.setattr(measure, "recipe_module", lambda recipe: recipe_at(f"{recipe}.py"))
     if not runs_here(work.recipe):
         pytest.skip("needs another GPU")
     *sizes, length = work.shapes[-1]
@@ -57,8 +53,8 @@ def test_all_libraries_do_the_same(
     # Other libraries' kernels take half precision alone, and are there on a GPU alone.
     exact = not ON_GPU and (not taken or "float32" in taken)
     dtype = torch.float32 if exact else getattr(torch, work.dtype)
-    trial = measure_peers.Trial(work, shape, dtype, "cuda" if ON_GPU else "cpu")
-    functions = measure_peers.contestants(work, installed())
+    trial = measure.Trial(work, shape, dtype, "cuda" if ON_GPU else "cpu")
+    functions = measure.contestants(work, installed())
     if not ON_GPU:
         functions.pop("torch.compile", None)
     assert list(functions)[:2] == ["Triton", "PyTorch"]
@@ -68,7 +64,7 @@ def test_all_libraries_do_the_same(
         try:
             results = trial.call(function, backward)()
         except Exception as error:
-            if name not in measure_peers.PEERS:
+            if name not in measure.PEERS:
                 raise
             refused.append(f"{name}: {error}")
         else:
@@ -78,7 +74,7 @@ def test_all_libraries_do_the_same(
 
 
 def test_masks_may_differ_but_not_what_is_kept() -> None:
-    one = measure_peers.Trial(dataclasses.replace(trial().work, alike=kept_by_both), (8,), torch.float32, "cpu")
+    one = measure.Trial(dataclasses.replace(trial().work, alike=kept_by_both), (8,), torch.float32, "cpu")
     ours = torch.tensor([2.0, 0, 4, 6])
     one.check("Liger", (torch.tensor([0.0, 3, 4, 6]),), (ours,))
     for wrong in ([0.0, 3, 2, 3], [0.0, 0, 0, 0]):
@@ -106,16 +102,16 @@ class Greedy(torch.autograd.Function):
         return x, y
 
 
-def trial() -> measure_peers.Trial:
+def trial() -> measure.Trial:
     """Return a trial of a product of two vectors."""
-    work = measure_peers.Work(
+    work = measure.Workload(
         "things/one",
         ours=lambda module: torch.mul,
         torch=lambda torch: torch.mul,
         shapes=[(8,)],
         inputs=lambda random, shape: (random(shape), random(shape)),
     )
-    return measure_peers.Trial(work, (8,), torch.float32, "cpu")
+    return measure.Trial(work, (8,), torch.float32, "cpu")
 
 
 class Clock:
@@ -192,17 +188,17 @@ def test_inputs_are_restored_before_each_call(monkeypatch: pytest.MonkeyPatch) -
 
 def test_work_of_several_dtypes_is_counted_in_bytes() -> None:
     """An op that scales rows in half precision by factors in single: what moves says so, and all is restored."""
-    work = measure_peers.Work(
+    work = measure.Workload(
         "things/scale",
         ours=lambda module: lambda x, scale: (x * scale).to(x.dtype),
         torch=lambda torch: lambda x, scale: (x * scale).to(x.dtype),
         shapes=[(8, 4)],
         inputs=lambda random, shape: (random(shape), random((shape[0], 1), dtype=torch.float32)),
-        forward=lambda shape, itemsize: measure_peers.Bytes(32 * itemsize + 4 * shape[0], 32 * itemsize),
+        forward=lambda shape, itemsize: measure.Bytes(32 * itemsize + 4 * shape[0], 32 * itemsize),
     )
     amount = work.amount((8, 4), itemsize=2, backward=False)
     assert (amount.unit, amount.rate(milliseconds=1e-6)) == ("GB/s", 2 * 32 * 2 + 8 * 4)
-    one = measure_peers.Trial(work, (8, 4), torch.bfloat16, "cpu")
+    one = measure.Trial(work, (8, 4), torch.bfloat16, "cpu")
     assert [tensor.dtype for tensor in one.inputs] == [torch.bfloat16, torch.float32]
     dx, dscale = one.call(work.torch(torch), backward=True)()
     assert (dx.dtype, dscale.dtype) == (torch.bfloat16, torch.float32)
@@ -211,7 +207,7 @@ def test_work_of_several_dtypes_is_counted_in_bytes() -> None:
 def test_roof_moves_as_many_bytes() -> None:
     """A copy, or an addition where more is read than written."""
     for read, written, tensors in ((64, 64, 2), (128, 64, 3), (96, 0, 2)):
-        amount = measure_peers.Bytes(read, written)
+        amount = measure.Bytes(read, written)
         call = amount.roof(torch.bfloat16, "cpu")
         held = [call.func.__self__] if tensors == 2 else [call.keywords["out"]]
         held += [part for part in call.args if isinstance(part, torch.Tensor)]
@@ -221,7 +217,7 @@ def test_roof_moves_as_many_bytes() -> None:
 
 
 def test_work_that_computes_is_counted_in_operations() -> None:
-    (work,) = (work for work in measure_peers.WORKS if work.recipe == "pytorch/subsystems")
+    (work,) = (work for work in measure.WORKLOADS if work.recipe == "pytorch/subsystems")
     amount = work.amount((512, 128, 4096), itemsize=2, backward=False)
     assert (amount.unit, amount.rate(milliseconds=1e-9)) == ("TFLOP/s", 2 * 512 * 4096 * 128)
     product = amount.roof(torch.bfloat16, "cpu")()
@@ -250,34 +246,34 @@ def says(*times: float) -> Callable[..., dict[str, tuple[float, ...]]]:
 @pytest.fixture
 def host(
     recipe_at: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Path, list[measure_peers.Work]]:
+) -> tuple[Path, list[measure.Workload]]:
     """Return the folder of records and the works of a host of which all but the GPU's times is real."""
     gpu = Environment("Test GPU 9000", "0", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")
-    known = {work.recipe: work for work in reversed(measure_peers.WORKS)}  # the first of each
+    known = {work.recipe: work for work in reversed(measure.WORKLOADS)}  # the first of each
     softmax, rms_norm = (
         dataclasses.replace(known[recipe], shapes=[(8, SMALL), (2, SMALL)], peers={}, dtype="float32")
         for recipe in ("fusion/softmax", "fusion/rms_norm")
     )
     works = [dataclasses.replace(softmax, peers={"Other": lambda module: module.sqrt}), rms_norm]
-    monkeypatch.setattr(measure_peers, "PEERS", {"Other": measure_peers.Peer("torch", "math")})
-    monkeypatch.setattr(measure_peers, "WORKS", works)
-    monkeypatch.setattr(measure_peers, "RECORDS", tmp_path)
-    monkeypatch.setattr(measure_peers, "DEVICE", "cuda" if ON_GPU else "cpu")
-    monkeypatch.setattr(measure_peers, "detect", lambda: [gpu])
-    monkeypatch.setattr(measure_peers, "recipe_module", lambda recipe: recipe_at(f"{recipe}.py"))
+    monkeypatch.setattr(measure, "PEERS", {"Other": measure.Peer("torch", "math")})
+    monkeypatch.setattr(measure, "WORKLOADS", works)
+    monkeypatch.setattr(measure, "RECORDS", tmp_path)
+    monkeypatch.setattr(measure, "DEVICE", "cuda" if ON_GPU else "cpu")
+    monkeypatch.setattr(measure, "detect", lambda: [gpu])
+    monkeypatch.setattr(measure, "recipe_module", lambda recipe: recipe_at(f"{recipe}.py"))
     monkeypatch.setattr(bench, "gpu_time", says(1e-6, 5e-7, 2e-6))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     return tmp_path, works
 
 
-def test_a_whole_run_is_recorded(host: tuple[Path, list[measure_peers.Work]]) -> None:
+def test_a_whole_run_is_recorded(host: tuple[Path, list[measure.Workload]]) -> None:
     """All but the timing and the other libraries is what a GPU host does."""
     records, _ = host
-    assert measure_peers.main([]) == 0
+    assert measure.main([]) == 0
     rows = recorded(records)
     assert {row.device.name for row in rows} == {"Test GPU 9000"}
     assert all(row.packages == {"torch": version("torch")} for row in rows)
-    assert all(row.is_fresh(load(measure_peers.GALLERY)) for row in rows)
+    assert all(row.is_fresh(load(measure.GALLERY)) for row in rows)
     assert [row.work for row in rows] == [
         *(["softmax, forward"] * 2 + ["softmax, backward"] * 2 + ["rms_norm, forward"] * 2 + ["rms_norm, backward"] * 2)
     ]
@@ -289,17 +285,17 @@ def test_a_whole_run_is_recorded(host: tuple[Path, list[measure_peers.Work]]) ->
 
 
 def test_library_that_means_something_else_costs_its_figure_alone(
-    host: tuple[Path, list[measure_peers.Work]], capsys: pytest.CaptureFixture[str]
+    host: tuple[Path, list[measure.Workload]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     records, works = host
     works[0] = dataclasses.replace(works[0], peers={"Other": lambda module: lambda x: 2 * torch.softmax(x, -1)})
-    assert measure_peers.main([works[0].recipe]) == 0
+    assert measure.main([works[0].recipe]) == 0
     assert all(row.rates["Other"] is None and row.rates["PyTorch"] for row in recorded(records))
     assert "Other is left out: fusion/softmax: Other has another result than ours" in capsys.readouterr().out
 
 
 def test_work_that_computes_is_recorded(
-    host: tuple[Path, list[measure_peers.Work]],
+    host: tuple[Path, list[measure.Workload]],
     monkeypatch: pytest.MonkeyPatch,
     recipe_at: Callable[[str], ModuleType],
 ) -> None:
@@ -313,33 +309,33 @@ def test_work_that_computes_is_recorded(
         return says(1e-9, 1e-9, 1e-9)(calls, turns, prepare)
 
     works[:] = [
-        measure_peers.Work(
+        measure.Workload(
             "pytorch/subsystems",
             ours=lambda module: linear,
             torch=lambda torch: linear,
             shapes=[(2, 3, 4)],
             inputs=lambda random, shape: (random((2, 4)), random((3, 4)), random((3,))),
-            forward=lambda shape, itemsize: measure_peers.Product(*shape),
+            forward=lambda shape, itemsize: measure.Product(*shape),
             backward=None,
         )
     ]
     monkeypatch.setattr(bench, "gpu_time", measure)
-    assert measure_peers.main([]) == 0
+    assert measure.main([]) == 0
     (row,) = recorded(records)
     assert (row.unit, row.rates["Triton"]) == ("TFLOP/s", [2 * 2 * 3 * 4] * 3)
     assert [(tuple(roof.shape), roof.dtype) for roof in seen] == [((2, 3), torch.bfloat16)]
 
 
 def test_one_recipe_measures_its_own_rows(
-    host: tuple[Path, list[measure_peers.Work]], monkeypatch: pytest.MonkeyPatch
+    host: tuple[Path, list[measure.Workload]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records, works = host
-    assert measure_peers.main([]) == 0
+    assert measure.main([]) == 0
     before = recorded(records)
     works[1] = dataclasses.replace(works[1], shapes=[(2, SMALL), (3, SMALL)], backward=None)
     works[0] = dataclasses.replace(works[0], shapes=[(2, SMALL), (8, SMALL)])
     monkeypatch.setattr(bench, "gpu_time", says(2e-6, 2e-6, 2e-6))
-    assert measure_peers.main(["fusion/rms_norm"]) == 0
+    assert measure.main(["fusion/rms_norm"]) == 0
     now = recorded(records)
     assert now[:4] == [before[1], before[0], before[3], before[2]], "they are as they were, in the works' order"
     assert [(row.work, row.shape) for row in now[4:]] == [("rms_norm", [2, SMALL]), ("rms_norm", [3, SMALL])]
@@ -347,10 +343,10 @@ def test_one_recipe_measures_its_own_rows(
 
 
 def test_one_work_that_fails_costs_its_rows_alone(
-    host: tuple[Path, list[measure_peers.Work]], capsys: pytest.CaptureFixture[str]
+    host: tuple[Path, list[measure.Workload]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     records, works = host
-    assert measure_peers.main([]) == 0
+    assert measure.main([]) == 0
     before = recorded(records)
     path = records / "test-gpu-9000" / "ops" / "softmax.json"
 
@@ -362,7 +358,7 @@ def test_one_work_that_fails_costs_its_rows_alone(
     works[0] = dataclasses.replace(works[0], ours=lambda module: greedy)
     path.unlink()
     capsys.readouterr()
-    assert measure_peers.main([]) == 1
+    assert measure.main([]) == 1
     now = recorded(records)
     assert now == [dataclasses.replace(row, date=now[0].date) for row in before[4:]]
     printed = capsys.readouterr().out
@@ -372,12 +368,12 @@ def test_one_work_that_fails_costs_its_rows_alone(
 
 
 def test_bad_record_is_refused_before_the_gpu_works(
-    host: tuple[Path, list[measure_peers.Work]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    host: tuple[Path, list[measure.Workload]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records, _ = host
     path = records / "test-gpu-9000" / "ops" / "softmax.json"
     path.parent.mkdir(parents=True)
     path.write_text("{")
     monkeypatch.setattr(bench, "gpu_time", lambda *_, **__: pytest.fail("it was measured"))
-    assert measure_peers.main([]) == 2
+    assert measure.main([]) == 2
     assert "not JSON" in capsys.readouterr().err

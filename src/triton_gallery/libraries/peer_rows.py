@@ -1,7 +1,7 @@
 """Figures of our ops beside other libraries', and the only module that knows their format.
 
 `docs/_records/<device>/ops/<recipe>.json` holds a row for each work of a recipe at each size that
-`benchmarks/measure_peers.py` measured.
+`measure.py` measured.
 """
 
 import math

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ROOF = "Roof"
 TRITON = "Triton"
-BYTES, OPERATIONS = "GB/s", "TFLOP/s"  # the units of what `benchmarks/` measures
+BYTES, OPERATIONS = "GB/s", "TFLOP/s"  # the units of what is measured beside other libraries
 SERIES = "series"  # the second column of a frame of `rates`; these follow the figure:
 BAND = ["low", "high", "CPU us", "late"]
 SMALLEST, LARGEST = 1e-18, 1e18  # of what is measured anywhere, and of what a chart can show

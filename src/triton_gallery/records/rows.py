@@ -1,4 +1,4 @@
-"""Files of rows: one row for each work at each size that a script in `benchmarks/` measured on a device.
+"""Files of rows: one row for each work at each size that was measured on a device.
 
 A row says when, with which software and of which code it was measured, so that rows of several runs stand in one file.
 If the recipe has changed since, the row is stale.

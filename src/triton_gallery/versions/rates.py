@@ -1,6 +1,6 @@
 """Figures of our ops under several versions of Triton, and the only module that knows their format.
 
-`docs/_records/<device>/versions.json` holds a row for each work at each size that `benchmarks/measure_versions.py`
+`docs/_records/<device>/versions.json` holds a row for each work at each size that `measure.py`
 measured. All versions of a row were measured in one run, in rotation, on one GPU.
 """
 

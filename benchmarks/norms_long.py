@@ -1,0 +1,39 @@
+"""Workloads of fusion/norms_long beside other libraries."""
+
+from operator import attrgetter
+from typing import Any
+
+from triton_gallery.libraries.workload import Function, Workload
+
+
+def layer_norm(torch: Any) -> Function:
+    """Return the norm of each row."""
+    return lambda x, *args: torch.nn.functional.layer_norm(x, x.shape[-1:], *args)
+
+
+def rms_norm(torch: Any) -> Function:
+    """Return each row over its root mean square."""
+    return lambda x, weight, eps: torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+WORKLOADS = [
+    Workload(
+        "fusion/norms_long",
+        ours=attrgetter("norms_long_layer_norm"),
+        torch=layer_norm,
+        shapes=[(4096, 20480), (4096, 32768), (4096, 50176), (2048, 65536), (1024, 131072), (64, 200704)],
+        inputs=lambda random, shape: (random(shape), random(shape[-1:]), random(shape[-1:])),
+        constants=(1e-6,),
+        peers={"Liger": attrgetter("liger_layer_norm")},
+    ),
+    Workload(
+        "fusion/norms_long",
+        ours=attrgetter("norms_long_rms_norm"),
+        torch=rms_norm,
+        shapes=[(4096, 32768), (1024, 131072)],
+        inputs=lambda random, shape: (random(shape), random(shape[-1:])),
+        constants=(1e-6,),
+        peers={"Liger": attrgetter("liger_rms_norm")},
+        variant="rms_norm",
+    ),
+]

@@ -1,0 +1,182 @@
+"""Measures the gallery's ops beside other libraries', on this machine's GPU, and records the figures.
+
+`make libraries` runs it. With recipes (`section/name`) it measures theirs alone; the other rows of the table stay as
+they are. A library that is not installed is left out. Further rows of the table are an entry of
+`benchmarks/<recipe>.py`, a further library is one of PEERS.
+"""
+
+import argparse
+import datetime
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from triton_gallery.libraries.peer_rows import PeerRow, load_all, merge
+from triton_gallery.libraries.trial import DEVICE, GALLERY, RECORDS, Trial, load_workloads, rates_of, recipe_module
+from triton_gallery.libraries.workload import Bytes, Function, Product, Workload
+from triton_gallery.recipe.contents import load
+from triton_gallery.recipe.device import detect
+from triton_gallery.recipe.hashes import hash_of
+from triton_gallery.recipe.tables import ROOF, TRITON
+from triton_gallery.records.schemas import BadRecordError, Device, commit
+
+TURNS = 40
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another library.
+
+    Attributes:
+        package: its name for pip.
+        module: what has its functions.
+    """
+
+    package: str
+    module: str
+
+
+PEERS = {
+    "Liger": Peer("liger-kernel", "liger_kernel.transformers.functional"),
+    "PyTorch in chunks": Peer("torch", "torch.nn"),  # from 2.13 on
+    "cuDNN": Peer("torch", "torch.nn"),  # PyTorch chooses one of these for its attention
+    "FlashAttention-2": Peer("torch", "torch.nn"),
+    "FLA": Peer("fla-core", "fla.ops.simple_gla"),
+    "FLA's gated delta rule": Peer("fla-core", "fla.ops.gated_delta_rule"),
+    "flex_attention": Peer("torch", "torch"),
+}
+
+
+WORKLOADS = load_workloads()
+
+
+def installed() -> dict[str, str]:
+    """Return the versions of the peers that are installed, by name; say which are not."""
+    versions = {}
+    for name, peer in PEERS.items():
+        try:
+            versions[name] = version(peer.package)
+        except PackageNotFoundError:
+            print(f"{name} is left out: it is not installed (pip install {peer.package})")
+    return versions
+
+
+def contestants(work: Workload, peers: Sequence[str]) -> dict[str, Function]:
+    """Return what is measured, by name: ours first, then PyTorch and the peers that have this work."""
+    import torch
+
+    # Ours before all that imports triton: without a GPU, the recipe chooses the interpreter.
+    ours, plain = work.ours(recipe_module(work.recipe)), work.torch(torch)
+    functions = {"PyTorch": plain}
+    if work.compiles:
+        functions["torch.compile"] = torch.compile(plain, fullgraph=True, dynamic=False)
+    for name in (name for name in peers if name in work.peers):
+        functions[name] = work.peers[name](importlib.import_module(PEERS[name].module))
+    return {TRITON: ours, **{name: work.called(function) for name, function in functions.items()}}
+
+
+def rates(trial: Trial, amount: Bytes | Product, backward: bool, peers: Sequence[str]) -> dict[str, list[float] | None]:
+    """Check and measure one work at one size, one way; return the rates by the name of who was measured."""
+    import torch
+    import torch._functorch.config
+
+    from triton_gallery.bench import gpu_time
+
+    torch.compiler.reset()  # a function is compiled for eight shapes at the most
+    torch._functorch.config.donated_buffer = False  # else torch.compile refuses a backward that is run again
+    functions = contestants(trial.work, peers)
+    calls: dict[str, Function] = {}
+    ours: tuple[Any, ...] = ()
+    for name, function in functions.items():
+        try:
+            call = trial.call(function, backward)
+            got = call()
+            if name == TRITON:
+                ours = tuple(tensor.clone() for tensor in got)
+            trial.check(name, got, ours)
+        except Exception as error:
+            if name not in PEERS:
+                raise
+            print(f"{name} is left out: {error}")
+            continue
+        calls[name] = call
+    calls[ROOF] = amount.roof(trial.dtype, trial.device)
+    found: dict[str, list[float] | None] = dict.fromkeys(functions)
+    timed = gpu_time(calls, TURNS, prepare=trial.restore)  # type: ignore[no-untyped-call]
+    for name, (*times, _, _) in timed.items():
+        found[name] = rates_of(amount, times)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and record; return the exit status: 0, 1 if a row could not be measured, 2 if none could."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe", nargs="*", help="section/name; all if none is given")
+    chosen = parser.parse_args(arguments).recipe
+    works = [work for work in WORKLOADS if not chosen or work.recipe in chosen]
+    if unknown := set(chosen) - {work.recipe for work in works}:
+        print(f"not measured beside other libraries: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    environment = detect()[0]
+    if not environment.is_gpu:
+        print("torch sees no GPU here: libraries are measured on one", file=sys.stderr)
+        return 2
+    try:
+        load_all(RECORDS)  # what is there is refused now, not after the GPU has worked
+    except BadRecordError as error:
+        print(error, file=sys.stderr)
+        return 2
+    recipes = {recipe.key: recipe for recipe in load(GALLERY)}
+    versions = installed()
+    device = Device(**environment.kind)  # type: ignore[arg-type]
+    date, revision = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), commit()
+    packages = {PEERS[name].package: version for name, version in versions.items()}
+    known = [(work.recipe, name, shape) for work in WORKLOADS for name in work.directions for shape in work.shapes]
+    failed = 0
+    for work in works:
+        made = (hash_of(recipes[work.recipe]), device, date, revision, packages)
+        rows = []
+        for name, backward in work.directions.items():
+            for shape in work.shapes:
+                try:
+                    figures, unit = measure_size(work, shape, backward, list(versions))
+                    row = PeerRow(work.recipe, name, list(shape), unit, *made, figures, work.dtype)
+                except Exception as error:
+                    print(f"{name:<40} {shape} failed: {type(error).__name__}: {error}", flush=True)
+                    failed += 1
+                else:
+                    show(row)
+                    rows.append(row)
+        if rows:
+            paths = merge(RECORDS, rows, known)  # as each work ends, so that no later one can cost its rows
+            print(f"wrote {len(rows)} rows of {work.recipe} into {', '.join(map(str, paths))}", flush=True)
+    if failed:
+        print(f"{failed} rows were not measured")
+    return int(failed > 0)
+
+
+def measure_size(
+    work: Workload, shape: tuple[int, ...], backward: bool, peers: Sequence[str]
+) -> tuple[dict[str, list[float] | None], str]:
+    """Return the rates of a work at a size, one way, and their unit."""
+    import torch
+
+    dtype = getattr(torch, work.dtype)
+    amount = work.amount(shape, dtype.itemsize, backward)
+    return rates(Trial(work, shape, dtype, DEVICE), amount, backward, peers), amount.unit
+
+
+def show(row: PeerRow) -> None:
+    """Print a row."""
+    shown = ", ".join(f"{name} {rate[0]:.4g}" if rate else f"{name} -" for name, rate in row.rates.items())
+    other, top = row.table.ratio(0), row.table.of_roof(0)
+    ratios = f"Triton / best other {other:.3f}{' (tie)' if row.is_tie else ''}, / roof {top:.3f}"
+    print(f"{row.work:<40} {row.size:<14} {row.unit}: {shown}; {ratios}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.dont_write_bytecode = True  # no __pycache__ among the recipes
+    sys.exit(main())
