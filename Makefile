@@ -7,17 +7,17 @@
 # THOROUGH=1 for make test: every mutant, generated test and autotune config; THOROUGH="section/name ..." of these
 #         recipes alone, THOROUGH=changed of those that differ from the commit before
 #
-# For make record, and AGAIN=1 for make compile too:
-# STALE=1      only recipes whose record is missing or of older code
-# AGAIN=1      execute those too that ran here with the present code; otherwise what ran is recorded
-# EACH_KIND=1  each recipe once on each kind of GPU; otherwise all GPUs have to be alike
-# DASK         a Dask scheduler's address: record on the GPU workers of its cluster
-# INSECURE=1   allow DASK=tcp://... on another machine
+# For make record, and FORCE=1 for make compile too:
+# ONLY_STALE=1     only recipes whose record is missing or of older code
+# FORCE=1          execute those too that ran here with the present code; otherwise what ran is recorded
+# PER_GPU_MODEL=1  each recipe once on each model of GPU; otherwise all GPUs have to be alike
+# DASK             a Dask scheduler's address: record on the GPU workers of its cluster
+# INSECURE=1       allow DASK=tcp://... on another machine
 #
 # For make versions:
 # TRITON       one or several of the versions listed in docs/_versions/pairs.txt, or next, the newest that was released
 # WITH         other packages to install over the pins
-# AGAIN=1      try what passed before with the same code too
+# FORCE=1      try what passed before with the same code too
 #
 # For make measure-versions:
 # TRITON       one or several folders, each with another Triton
@@ -52,7 +52,7 @@ new: $(SITE_READY)  ## begin a recipe RECIPE=section/name: script, test and plac
 	@"$(PY)" -m triton_gallery new $(or $(RECIPE),$(error name a recipe: make new RECIPE=section/name))
 
 record: $(SITE_READY)  ## on a GPU host, run recipes and record their outputs; RECIPE=section/name for one
-	@"$(PY)" -m triton_gallery record $(if $(STALE),--stale) $(if $(AGAIN),--again) $(if $(EACH_KIND),--each-kind) \
+	@"$(PY)" -m triton_gallery record $(if $(ONLY_STALE),--only-stale) $(if $(FORCE),--force) $(if $(PER_GPU_MODEL),--per-gpu-model) \
 		$(if $(DASK),--dask $(DASK)) $(if $(INSECURE),--insecure) $(RECIPE)
 
 record-apart: $(SITE_READY)  ## on a GPU host, record one RECIPE=section/name in an environment of what it declares
@@ -72,7 +72,7 @@ libraries: $(SITE_READY)  ## on a GPU host, measure ops beside other libraries' 
 	@"$(PY)" -m triton_gallery.libraries.measure $(RECIPE)
 
 versions: $(TEST_READY)  ## try lessons, ops, kernels and features with each Triton of docs/_versions/pairs.txt
-	@"$(PY)" -m triton_gallery versions $(addprefix --triton ,$(TRITON)) $(addprefix --with ,$(WITH)) $(if $(AGAIN),--again) $(RECIPE)
+	@"$(PY)" -m triton_gallery versions $(addprefix --triton ,$(TRITON)) $(addprefix --with ,$(WITH)) $(if $(FORCE),--force) $(RECIPE)
 
 newest: $(TEST_READY)  ## try with the newest of these Tritons what has not passed; start nothing after two minutes
 	@"$(PY)" -m triton_gallery versions --triton newest --seconds 120 $(RECIPE)
@@ -86,7 +86,7 @@ check-records: $(SITE_READY)  ## list recipes whose record is missing or stale
 	@"$(PY)" -m triton_gallery check-records $(RECIPE)
 
 compile: $(SITE_READY)  ## compile kernels for GPUs that need not be here, where they changed; RECIPE=section/name for one
-	@"$(PY)" -m triton_gallery compile $(if $(AGAIN),--again) $(RECIPE)
+	@"$(PY)" -m triton_gallery compile $(if $(FORCE),--force) $(RECIPE)
 
 listings: $(SITE_READY)  ## compile again what make compile kept, executing no recipe, so that pages show the compilers' code
 	@"$(PY)" -m triton_gallery listings $(RECIPE)
@@ -120,6 +120,9 @@ clean:  ## remove what was built; the environment stays
 	rm -rf _build docs/recipes docs/ops
 
 # Names of before: each says the new one.
+$(if $(AGAIN),$(error AGAIN=1 is now FORCE=1))
+$(if $(STALE),$(error STALE=1 is now ONLY_STALE=1))
+$(if $(EACH_KIND),$(error EACH_KIND=1 is now PER_GPU_MODEL=1))
 NOW_peers := libraries
 NOW_targets := compile
 NOW_check-targets := check-compiled

@@ -74,9 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     command = commands.add_parser("record", help="execute recipes on GPUs and record their outputs")
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
-    command.add_argument("--stale", action="store_true", help="only those whose record is missing or of older code")
-    command.add_argument("--again", action="store_true", help="execute those too that ran here with the present code")
-    command.add_argument("--each-kind", action="store_true", help="once on each kind of GPU; else all have to be alike")
+    command.add_argument("--only-stale", action="store_true", help="those whose record is missing or of older code")
+    command.add_argument("--force", action="store_true", help="execute those too that ran here with the present code")
+    command.add_argument(
+        "--per-gpu-model", action="store_true", help="once on each model of GPU; else all have to be alike"
+    )
     command.add_argument("--dask", metavar="ADDRESS", help="on the GPU workers of the Dask scheduler at this address")
     command.add_argument("--insecure", action="store_true", help="allow tcp:// to a scheduler on another machine")
     command.add_argument("--out", type=Path, default=RECORDS, help="the folder of records (default: %(default)s)")
@@ -107,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
         "compile", help="compile the kernels for GPUs that need not be here, where they changed"
     )
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
-    command.add_argument("--again", action="store_true", help="where nothing changed too")
+    command.add_argument("--force", action="store_true", help="where nothing changed too")
     command.add_argument("--check", action="store_true", help="keep nothing: compare with what is kept")
     command.set_defaults(run=compile_kernels)
 
@@ -121,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument(
         "--with", dest="others", action="append", default=[], help="another package to install over the pins"
     )
-    command.add_argument("--again", action="store_true", help="what passed before with the same code too")
+    command.add_argument("--force", action="store_true", help="what passed before with the same code too")
     command.add_argument("--seconds", type=float, help="start nothing with a Triton after so many")
     command.set_defaults(run=try_versions)
 
@@ -182,9 +184,9 @@ def record_recipes(options: argparse.Namespace) -> int:
             Records(options.out),
             report,
             say,
-            stale=options.stale,
-            each_kind=options.each_kind,
-            again=options.again,
+            only_stale=options.only_stale,
+            per_gpu_model=options.per_gpu_model,
+            force=options.force,
         )
     if not ended:
         console.print("every record is of the present code")
@@ -303,7 +305,7 @@ def compile_kernels(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     records = Records(RECORDS)
-    due = [recipe for recipe in chosen if options.again or not is_current(recipe, kept[recipe.key], records)]
+    due = [recipe for recipe in chosen if options.force or not is_current(recipe, kept[recipe.key], records)]
     with progress() as (report, say):
         runs = refresh(due, pages, settings, report, say)
     failed = _print_failures(runs)
@@ -366,7 +368,7 @@ def try_versions(options: argparse.Namespace) -> int:
         console.print(f"Triton {' with '.join([wanted, *pair.others])}")
         try:
             keys = [recipe.key for recipe in chosen]
-            tried = try_pair(pair, keys, known.get(wanted), options.again, options.seconds)
+            tried = try_pair(pair, keys, known.get(wanted), options.force, options.seconds)
         except TrialError as error:  # the others are tried all the same
             console.print(Text(f"Triton {wanted}: {error}"), style="red")
             failed += 1

@@ -82,11 +82,11 @@ def test_longest_begins_first(
     )
     assert status == 0, output
     if where == "here":
-        status, output = project.record("--again")
+        status, output = project.record("--force")
     else:
         cluster = make_cluster()
         cluster.add("0")
-        status, output = project.record("--again", "--dask", cluster.address)
+        status, output = project.record("--force", "--dask", cluster.address)
     assert status == 0, output
     begins = {name: json.loads(record["outputs"][0]["text"])[1] for name, record in project.recorded().items()}
     assert sorted(begins, key=begins.get) == ["unknown", "takes4", "takes2", "takes0"]
@@ -319,7 +319,7 @@ def test_worker_has_one_gpu(make_gpu_project: Callable[..., GpuProject], make_cl
 def test_ended_command_keeps_what_was_done(
     make_gpu_project: Callable[..., GpuProject], pair: Cluster, tmp_path: Path, where: str, by: signal.Signals
 ) -> None:
-    """Nothing goes on elsewhere, and with --stale nothing is executed again."""
+    """Nothing goes on elsewhere, and with --only-stale nothing is executed again."""
     notes = tmp_path / "notes"
     project = make_gpu_project(done="print('done')", hangs=HANGS.format(notes=str(notes)))
     on = ["--dask", pair.address] if where == "cluster" else []
@@ -337,7 +337,7 @@ def test_ended_command_keeps_what_was_done(
     assert set(project.recorded()) == {"done"}
     before = project.recorded()["done"]
     project.write(hangs="print('no longer')")
-    status, output = project.record(*on, "--stale")
+    status, output = project.record(*on, "--only-stale")
     assert status == 0, output
     assert "things/done" not in output
     assert set(project.recorded()) == {"done", "hangs"}
@@ -382,7 +382,7 @@ def test_each_kind_is_recorded(
     assert status == 2
     assert "unlike GPUs: " in output
     assert not project.recorded("other-gpu")
-    status, output = project.record("--dask", cluster.address, "--each-kind", "--stale", "things/one")
+    status, output = project.record("--dask", cluster.address, "--per-gpu-model", "--only-stale", "things/one")
     assert status == 0, output
     assert re.findall(r"things/one +(\w+) GPU .* passed", output) == ["Other"]
     assert set(project.recorded("other-gpu")) == {"one"}
@@ -394,7 +394,7 @@ def test_each_kind_here_is_recorded(make_gpu_project: Callable[..., GpuProject])
     status, output = project.record(**gpus)
     assert status == 2
     assert "unlike GPUs: Test GPU, Other GPU" in output
-    status, output = project.record("--each-kind", **gpus)
+    status, output = project.record("--per-gpu-model", **gpus)
     assert status == 0, output
     assert set(project.recorded("test-gpu")) == set(project.recorded("other-gpu")) == {"one"}
 
@@ -420,8 +420,8 @@ def test_torch_may_be_missing(make_gpu_project: Callable[..., GpuProject]) -> No
 def test_drivers_of_a_kind_are_alike() -> None:
     """Records of one folder are of one kind of environment."""
     gpu = Environment("Test GPU", "0", "9.0", 1, "570", "13.0", "2", "3", "3.12")
-    assert kinds([gpu, dataclasses.replace(gpu, visible="1")], each_kind=False) == [
+    assert kinds([gpu, dataclasses.replace(gpu, visible="1")], per_gpu_model=False) == [
         [gpu, dataclasses.replace(gpu, visible="1")]
     ]
     with pytest.raises(FarmError, match="Test GPU are unlike: driver 570 and 580;"):
-        kinds([gpu, dataclasses.replace(gpu, driver="580")], each_kind=True)
+        kinds([gpu, dataclasses.replace(gpu, driver="580")], per_gpu_model=True)

@@ -408,7 +408,7 @@ def test_made_again_it_is_the_same(project: Project, made: tuple[Recipe, Targets
     assert before.keys() == {"copies.json", "talks.json"}
     status, output = project.run("compile")
     assert (status, "2 recipes had not changed" in output) == (0, True), output
-    status, output = project.run("compile", "--again")
+    status, output = project.run("compile", "--force")
     assert status == 0, output
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 

@@ -152,7 +152,7 @@ def test_recipe_is_recorded_under_the_commit_that_has_it(make_gpu_project: Calla
     op.write_text('"""A part."""\n\nimport math\n\n\ndef part(x):\n    return x, math.pi\n')
     project.write(one=one)
     things = project.root / "gallery" / "things"
-    status, output = project.record("--stale", COMMIT="0123456")
+    status, output = project.record("--only-stale", COMMIT="0123456")
     assert status == 0, output
     assert project.recorded()["one"]["commit"] == "0123456", "there is no git to compare with"
 
@@ -178,7 +178,7 @@ def test_recipe_is_recorded_under_the_commit_that_has_it(make_gpu_project: Calla
         assert status == 2, output
         assert f"things/one: not as in the commit {head}" in output
         assert not executed(output)
-    status, output = project.record("things/other", "--again")
+    status, output = project.record("things/other", "--force")
     assert (status, executed(output)) == (0, ["other"]), "it is as in the commit"
 
     (things / "one.json").unlink()
@@ -189,7 +189,7 @@ def test_recipe_is_recorded_under_the_commit_that_has_it(make_gpu_project: Calla
 
 
 def test_what_ran_is_recorded_without_a_second_run(make_gpu_project: Callable[..., GpuProject]) -> None:
-    """What a build executed here with the present code; the rest, and with --again all, is executed."""
+    """What a build executed here with the present code; the rest, and with --force all, is executed."""
     project = make_gpu_project(drawn=DRAWS, stale="print('before')", failed="raise ValueError")
     status, output = project.build()
     assert sorted(executed(output)) == ["drawn", "failed", "stale"]
@@ -207,14 +207,14 @@ def test_what_ran_is_recorded_without_a_second_run(make_gpu_project: Callable[..
     page = project.root / "docs" / "recipes" / "things" / "images" / "sphx_glr_drawn_001.png"
     assert (project.root / "docs" / "_records" / "test-gpu" / "things" / picture).read_bytes() == page.read_bytes()
 
-    status, output = project.record("--stale")
+    status, output = project.record("--only-stale")
     assert "every record is of the present code" in output
     path = project.root / "docs" / "_records" / "test-gpu" / "things" / "drawn.json"
     path.write_text(json.dumps({**records["drawn"], "sanitized": ["memcheck"]}))
     status, output = project.record("things/drawn")
     assert (status, executed(output)) == (0, [])
     assert project.recorded()["drawn"]["sanitized"] == ["memcheck"], "it is the record of the same run"
-    status, output = project.record("things/drawn", "--again")
+    status, output = project.record("things/drawn", "--force")
     assert (status, executed(output)) == (0, ["drawn"])
     assert project.recorded()["drawn"]["sanitized"] == []
 

@@ -205,7 +205,6 @@ fused = os.environ["TRITON_DEFAULT_FP_FUSION"] == "1"
 assert not os.path.exists(os.environ["TRITON_CACHE_DIR"])
 os.environ["WHO"] = "3.9.0" if "other" in os.environ["PYTHONPATH"].split(os.pathsep)[0] else "3.6.0"
 import tiny, torch
-from triton_gallery.versions import measure, measuring_process
 from triton_gallery.versions import measuring_process
 from triton_gallery.libraries.trial import Trial
 from triton_gallery import bench

@@ -304,7 +304,7 @@ def test_work_that_computes_is_recorded(
     linear = recipe_at("pytorch/subsystems.py").in_pytorch
     seen = []
 
-    def measure(calls, turns, prepare):
+    def timed(calls, turns, prepare):
         seen.append(calls["Roof"]())
         return says(1e-9, 1e-9, 1e-9)(calls, turns, prepare)
 
@@ -319,7 +319,7 @@ def test_work_that_computes_is_recorded(
             backward=None,
         )
     ]
-    monkeypatch.setattr(bench, "gpu_time", measure)
+    monkeypatch.setattr(bench, "gpu_time", timed)
     assert measure.main([]) == 0
     (row,) = recorded(records)
     assert (row.unit, row.rates["Triton"]) == ("TFLOP/s", [2 * 2 * 3 * 4] * 3)

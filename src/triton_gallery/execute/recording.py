@@ -76,9 +76,9 @@ def record(
     report: Report,
     say: Say,
     *,
-    stale: bool,
-    each_kind: bool,
-    again: bool,
+    only_stale: bool,
+    per_gpu_model: bool,
+    force: bool,
 ) -> list[Recorded]:
     """Record recipes, each as soon as it has ended; execute those that have not run with their present code.
 
@@ -89,9 +89,9 @@ def record(
         records: where their records go.
         report: called after each recipe that was executed, with the number of those still to come.
         say: called with a line on what goes on besides.
-        stale: leave those out that have a record of their present code on that kind of GPU.
-        each_kind: record a recipe once on each kind of GPU; otherwise all GPUs have to be alike.
-        again: execute those too that ran before.
+        only_stale: leave those out that have a record of their present code on that kind of GPU.
+        per_gpu_model: record a recipe once on each kind of GPU; otherwise all GPUs have to be alike.
+        force: execute those too that ran before.
 
     Returns:
         The recipes, those first that ran before, then in the order of their ends.
@@ -103,8 +103,8 @@ def record(
     """
     revision = commit()
     due = [
-        (kind, [task for task in tasks if not stale or not records.is_fresh(task.recipe, kind[0].name)])
-        for kind in kinds(farm.environments, each_kind)
+        (kind, [task for task in tasks if not only_stale or not records.is_fresh(task.recipe, kind[0].name)])
+        for kind in kinds(farm.environments, per_gpu_model)
     ]
     for kind, of_kind in due:
         for task in of_kind:
@@ -128,7 +128,7 @@ def record(
     with ExitStack() as stack:
         work: list[tuple[Task, Submit]] = []
         for kind, of_kind in due:
-            ran = {} if again else {task.recipe: run for task in of_kind if (run := _ran(task, kind, pages, records))}
+            ran = {} if force else {task.recipe: run for task in of_kind if (run := _ran(task, kind, pages, records))}
             for recipe, run in ran.items():
                 keep(recipe, run, before=True)
             left = [task for task in of_kind if task.recipe not in ran]
@@ -163,7 +163,7 @@ def _refuse_changed(recipes: Sequence[Recipe], revision: str | None) -> None:
         raise BadRecordError(f"{', '.join(names)}: not as in the commit {revision}; commit it, then record it")
 
 
-def kinds(environments: Sequence[Environment], each_kind: bool) -> list[list[Environment]]:
+def kinds(environments: Sequence[Environment], per_gpu_model: bool) -> list[list[Environment]]:
     """Return the environments by their kinds.
 
     Raises:
@@ -182,7 +182,9 @@ def kinds(environments: Sequence[Environment], each_kind: bool) -> list[list[Env
         ]
         if differ:
             raise FarmError(f"machines with an {environment.name} are unlike: {', '.join(differ)}; make them alike")
-    if len(by_kind) > 1 and not each_kind:
+    if len(by_kind) > 1 and not per_gpu_model:
         names = ", ".join(by_name)
-        raise FarmError(f"unlike GPUs: {names}; choose one kind, or record on each with --each-kind (EACH_KIND=1)")
+        raise FarmError(
+            f"unlike GPUs: {names}; choose one kind, or record on each with --per-gpu-model (PER_GPU_MODEL=1)"
+        )
     return list(by_kind.values())
