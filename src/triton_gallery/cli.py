@@ -175,7 +175,7 @@ def record_recipes(options: argparse.Namespace) -> int:
     tasks = make_tasks(chosen, settings)
     if options.dask:
         console.print(f"asking the GPU workers of {options.dask} what executes there")
-    farm = connect(options.dask, Path.cwd(), options.insecure) if options.dask else nullcontext(ThisMachine())
+    farm = connect(options.dask, options.insecure) if options.dask else nullcontext(ThisMachine())
     with farm as gpus, progress() as (report, say):
         ended = record(
             tasks,

@@ -1,4 +1,4 @@
-"""What is rehearsed before recipes are timed, and what that leaves behind.
+"""The caches are warmed up before recipes are timed: how, and what that leaves behind.
 
 The GPUs are not there; `fake_gpus.py` says how.
 """
@@ -14,7 +14,7 @@ import pytest
 from fake_gpus import GpuProject
 from project import HANGS, is_alive, wait_until
 
-from triton_gallery.execute.rehearsal import LASTING, places
+from triton_gallery.execute.cache_warmup import LASTING, places
 from triton_gallery.recipe.device import Environment
 
 GPU = Environment("Test GPU", "0", "9.0", 80_000_000_000, None, "13.0", "2", "3", "3.12")
@@ -72,13 +72,13 @@ def most_at_once(spans: list[list]) -> int:
 def test_as_many_at_a_time_as_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch, gpus: int, memory: float, cores: int, tasks: int, crowd: str
 ) -> None:
-    """Of cores, and of GPU memory; if that is no more than what runs timed, there is no rehearsal."""
+    """Of cores, and of GPU memory; if that is no more than what runs timed, there is no warm-up."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
     environments = [dataclasses.replace(GPU, visible=str(number), memory=int(memory)) for number in range(gpus)]
     assert "".join(place.visible for place in places(environments, tasks)) == crowd
 
 
-def test_nothing_is_rehearsed_where_tuning_would_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_warm_up_where_tuning_would_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(4))
     assert len(places([GPU], 4)) == 4
     assert not places([dataclasses.replace(GPU, visible=None, memory=None)], 4), "there is no GPU"
@@ -88,7 +88,7 @@ def test_nothing_is_rehearsed_where_tuning_would_stay(monkeypatch: pytest.Monkey
             assert not places([GPU], 4)
 
 
-def test_rehearsals_end_before_the_first_timed_run(make_gpu_project: Callable[..., GpuProject], tmp_path: Path) -> None:
+def test_warm_up_ends_before_the_first_timed_run(make_gpu_project: Callable[..., GpuProject], tmp_path: Path) -> None:
     """A recipe finds what it compiled then, and not what it tuned; at the end nothing is left of it."""
     notes = {name: tmp_path / name for name in ("one", "other", "another")}
     project = make_gpu_project(**{name: NOTES.format(notes=str(path)) for name, path in notes.items()})
@@ -96,23 +96,23 @@ def test_rehearsals_end_before_the_first_timed_run(make_gpu_project: Callable[..
     temporary.mkdir()
     status, output = project.record(TEST_MEMORY="25e9", TMPDIR=str(temporary))
     assert status == 0, output
-    assert "rehearsing 3 recipes, 2 at a time" in output
-    assert "rehearsed in " in output
+    assert "warming up the caches with 3 recipes, 2 at a time" in output
+    assert "warmed up in " in output
     assert set(project.recorded()) == set(notes)
-    rehearsed, timed = zip(*(read(path) for path in notes.values()), strict=True)
-    assert most_at_once(rehearsed) == 2
+    warm_up, timed = zip(*(read(path) for path in notes.values()), strict=True)
+    assert most_at_once(warm_up) == 2
     assert most_at_once(timed) == 1
-    assert max(run[1] for run in rehearsed) < min(run[0] for run in timed)
-    caches = [run[2] for run in rehearsed]
+    assert max(run[1] for run in warm_up) < min(run[0] for run in timed)
+    caches = [run[2] for run in warm_up]
     assert caches == [run[2] for run in timed]
     assert len({*caches}) == 3
     assert all(cache.startswith(str(temporary)) for cache in caches)
-    assert [run[3] for run in rehearsed] == [[]] * 3
+    assert [run[3] for run in warm_up] == [[]] * 3
     assert [run[3] for run in timed] == [["kernel.py"]] * 3
     assert not list(temporary.iterdir())
 
 
-def test_one_recipe_is_not_rehearsed(make_gpu_project: Callable[..., GpuProject], tmp_path: Path) -> None:
+def test_one_recipe_needs_no_warm_up(make_gpu_project: Callable[..., GpuProject], tmp_path: Path) -> None:
     """Nor are those of which a run is kept."""
     notes, built = tmp_path / "one", tmp_path / "built"
     project = make_gpu_project(one=NOTES.format(notes=str(notes)), built=BEGINS.format(notes=str(built)))
@@ -122,7 +122,7 @@ def test_one_recipe_is_not_rehearsed(make_gpu_project: Callable[..., GpuProject]
     status, output = project.record(**variables)
     assert status == 0, output
     assert set(project.recorded()) == {"one", "built"}
-    assert "rehears" not in output
+    assert "warm" not in output
     ((_, _, cache, _),) = read(notes)
     assert cache is None
     assert built.read_text() == "."
@@ -151,10 +151,10 @@ def test_gpu_sleeps_in_the_timed_run_alone(make_gpu_project: Callable[..., GpuPr
     project = make_gpu_project(**{name: tells.format(notes=str(path)) for name, path in notes.items()})
     status, output = project.record(TEST_MEMORY="25e9")
     assert status == 0, output
-    assert {path.read_text() for path in notes.values()} == {"triton_gallery.execute.child\ntorch.cuda\n"}
+    assert {path.read_text() for path in notes.values()} == {"triton_gallery.execute.recipe_process\ntorch.cuda\n"}
 
 
-def test_stop_ends_a_rehearsal(make_gpu_project: Callable[..., GpuProject], tmp_path: Path) -> None:
+def test_stop_ends_a_warm_up(make_gpu_project: Callable[..., GpuProject], tmp_path: Path) -> None:
     """Nothing goes on, nothing begins, and nothing is left."""
     notes, waits = {name: tmp_path / name for name in ("one", "other")}, tmp_path / "waits"
     hangs = {name: HANGS.format(notes=str(path)) for name, path in notes.items()}
@@ -171,8 +171,8 @@ def test_stop_ends_a_rehearsal(make_gpu_project: Callable[..., GpuProject], tmp_
     finally:
         process.kill()
     assert process.returncode == 130, output
-    assert "rehearsing 3 recipes, 2 at a time" in output
-    assert "rehearsed" not in output
+    assert "warming up the caches with 3 recipes, 2 at a time" in output
+    assert "warmed up" not in output
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert not waits.exists()
     assert not project.recorded()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from fake_gpus import Cluster, GpuProject
-from project import ROOT
 
 from triton_gallery.execute.dask.cluster import connect
 from triton_gallery.execute.recording import FarmError
@@ -87,7 +86,7 @@ def test_address_is_refused(address: str, reason: str, monkeypatch: pytest.Monke
 
 def refusal(address: str, insecure: bool = False) -> str:
     """Return why nothing is recorded there."""
-    with pytest.raises(FarmError) as refused, connect(address, ROOT, insecure):
+    with pytest.raises(FarmError) as refused, connect(address, insecure):
         pass
     return str(refused.value)
 
@@ -112,13 +111,13 @@ def test_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LIES = """
-def run(task, environment, server):
+def run(task, environment):
     import dataclasses, json, os, pickle
     from triton_gallery.execute import supervisor
 
     name = task.recipe.name
     if name == "honest":
-        return supervisor.run(task, environment, server)
+        return supervisor.run(task, environment)
     result, _ = supervisor.failed(task, environment, None, "")
     files = {f"things/{name}.{ending}": b"a page" for ending in ("rst", "py")}
     if name == "other_gpu":

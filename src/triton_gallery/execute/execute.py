@@ -11,32 +11,28 @@ import queue
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 
-from triton_gallery.execute import rehearsal, supervisor
-from triton_gallery.execute.server import Server
+from triton_gallery.execute import cache_warmup, supervisor
 from triton_gallery.execute.settings import Settings
 from triton_gallery.execute.supervisor import Result, Task
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment, detect, too_new
-from triton_gallery.recipe.hashes import hash_of
+from triton_gallery.recipe.hashes import cell_hash, hash_of
 from triton_gallery.recipe.needs import missing
 from triton_gallery.records.page_cache import Pages, Run
 
-MACHINERY = (
+MACHINERY = (  # what shapes a page; prose, docstrings and comments in it do not count
     "compiled/launch_trace",
-    "execute/child",
     "execute/interpreter",
-    "execute/reaper",
+    "execute/recipe_process",
     "execute/scraper",
-    "execute/server",
     "execute/supervisor",
-    "recipe/cells",
     "recipe/contents",
     "recipe/declaration",
     "recipe/device",
@@ -100,17 +96,17 @@ def refresh(
 def make_tasks(recipes: Sequence[Recipe], settings: Settings) -> list[Task]:
     """Return a task for each recipe as it is now."""
     files = (Path(__file__).parents[1] / f"{name}.py" for name in MACHINERY)
-    machinery = [*map(str.encode, map(version, PACKAGES)), *(path.read_bytes() for path in files)]
-    said = repr(sorted((name, value) for name, value in settings.gallery.items() if name not in ELSEWHERE))
+    machinery = [*map(version, PACKAGES), *(cell_hash(path.read_text(encoding="utf-8")) for path in files)]
+    gallery = {name: value for name, value in settings.gallery.items() if name not in ELSEWHERE}
     tasks = []
     for recipe in recipes:
         source = recipe.text
         companions = {path.name: path.read_bytes() for path in recipe.companions}
-        told = [said, *TO_GALLERY.findall(source)]
-        code = _digest(_code(recipe).encode(), *map(str.encode, told), *companions.values())
-        page = _digest(source.encode(), *machinery)
+        told = [repr(sorted(gallery.items())), *TO_GALLERY.findall(source)]
+        code = _digest(*map(str.encode, [_code(recipe), *told]), *companions.values())
+        page = _digest(*map(str.encode, [source, *machinery]))
         limits = settings.time_limit, settings.memory_limit
-        tasks.append(Task(recipe, source, companions, code, page, settings.confdir, *limits))
+        tasks.append(Task(recipe, source, companions, code, page, gallery, *limits))
     return tasks
 
 
@@ -141,32 +137,29 @@ def here(environments: Sequence[Environment], tasks: Sequence[Task], say: Say) -
 
     Args:
         environments: the GPUs, or that of the CPU.
-        tasks: what will be carried out; it is rehearsed first where that is quicker.
-        say: called with a line on a rehearsal, or on a version that was not tried.
+        tasks: what will be carried out; caches are warmed up with it first where that is quicker.
+        say: called with a line on the warm-up, or on a version that was not tried.
     """
     alone = list(environments) if environments[0].is_gpu else [environments[0]] * len(os.sched_getaffinity(0))
-    crowd = rehearsal.places(environments, len(tasks))
+    crowd = cache_warmup.places(environments, len(tasks))
     if notice := too_new(environments[0]):
         say(notice)
-    supervisor.allow()
-    with (
-        closing(supervisor.start_server(environments[0])) as server,
-        TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name,
-    ):
+    supervisor.prepare(environments[0], [task.source for task in tasks])
+    with TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name:
         caches = Path(name) if crowd else None
         if caches:
-            say(f"rehearsing {len(tasks)} recipes, {len(crowd)} at a time")
+            say(f"warming up the caches with {len(tasks)} recipes, {len(crowd)} at a time")
             start = monotonic()
-            with _on(crowd, server, caches, rehearsal=True) as submit:
+            with _on(crowd, caches, warm_up=True) as submit:
                 wait([submit(task) for task in tasks])  # what fails will fail again, alone
-            rehearsal.forget_tuning(caches)
-            say(f"rehearsed in {monotonic() - start:.1f} s")
-        with _on(alone, server, caches) as submit:
+            cache_warmup.forget_tuning(caches)
+            say(f"warmed up in {monotonic() - start:.1f} s")
+        with _on(alone, caches) as submit:
             yield submit
 
 
 @contextmanager
-def _on(slots: Sequence[Environment], server: Server, caches: Path | None, rehearsal: bool = False) -> Iterator[Submit]:
+def _on(slots: Sequence[Environment], caches: Path | None, warm_up: bool = False) -> Iterator[Submit]:
     """Carry tasks out, each slot one at a time; all have ended when the context is left."""
     free: queue.SimpleQueue[Environment] = queue.SimpleQueue()
     for slot in slots:
@@ -175,7 +168,7 @@ def _on(slots: Sequence[Environment], server: Server, caches: Path | None, rehea
     def on_free_slot(task: Task) -> Result:
         environment = free.get()
         try:
-            return supervisor.run(task, environment, server, caches, rehearsal)
+            return supervisor.run(task, environment, caches, warm_up)
         finally:
             free.put(environment)
 

@@ -4,14 +4,13 @@ One limit holds for all recipes that run on a machine at once, whatever build or
 it, the one that uses most has to end. A batch job or a container counts as a machine.
 """
 
-import os
-import re
 from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from time import monotonic
 
-from triton_gallery.execute.processes import PAGE, below, processes
+import psutil
+
 from triton_gallery.execute.reaper import NAME
 
 POLL = 0.2  # seconds between two looks
@@ -20,7 +19,7 @@ POLL = 0.2  # seconds between two looks
 @cache
 def size() -> int:
     """Return the bytes of memory that this process's machine, container or batch job may use."""
-    sizes = [PAGE * os.sysconf("SC_PHYS_PAGES")]
+    sizes: list[int] = [psutil.virtual_memory().total]
     for line in _cgroups("self").splitlines():
         _, controllers, path = line.split(":", 2)
         root, name = Path("/sys/fs/cgroup"), "memory.max"
@@ -46,7 +45,7 @@ def excess(reaper: int, share: float) -> str | None:
     if sum(sum(recipe.values()) for recipe in recipes.values()) <= limit:
         return None
     # Pages that processes share were counted for each
-    used = {of: sum(_own(pid, held) for pid, held in recipe.items()) for of, recipe in recipes.items()}
+    used = {of: sum(_own(*process) for process in recipe.items()) for of, recipe in recipes.items()}
     if sum(used.values()) <= limit or max(used, key=lambda of: (used[of], of)) != reaper:
         return None
     if used[reaper] > limit:
@@ -55,22 +54,32 @@ def excess(reaper: int, share: float) -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _recipes(moment: float) -> dict[int, dict[int, int]]:
+def _recipes(moment: float) -> dict[int, dict[psutil.Process, int]]:
     """Return the bytes that each process of each recipe holds, by its reaper's number; looked up once a moment."""
-    among = processes()
-    reapers = [pid for pid, process in among.items() if process.name == NAME and _cgroups(pid) == _cgroups("self")]
-    return {reaper: {pid: among[pid].memory for pid in below(reaper, among)} for reaper in reapers}
+    recipes = {}
+    for reaper in psutil.process_iter(["name"]):
+        if reaper.info["name"] == NAME and _cgroups(reaper.pid) == _cgroups("self"):
+            with suppress(psutil.NoSuchProcess):
+                below = reaper.children(recursive=True)
+                recipes[reaper.pid] = {process: _held(process) for process in below}
+    return recipes
 
 
-def _own(pid: int, held: int) -> int:
+def _held(process: psutil.Process) -> int:
+    """Return the bytes that a process holds, those too that it shares."""
+    with suppress(psutil.Error):  # it has ended
+        return int(process.memory_info().rss)
+    return 0
+
+
+def _own(process: psutil.Process, held: int) -> int:
     """Return the bytes that a process holds, shared ones divided by those who share them."""
     try:
-        found = re.search(r"(?m)^Pss: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text("ascii"))
-    except (FileNotFoundError, ProcessLookupError):
-        return 0  # it has ended
-    except PermissionError:
+        return int(process.memory_full_info().pss)
+    except psutil.NoSuchProcess:
+        return 0
+    except psutil.AccessDenied:
         return held
-    return int(found[1]) * 1024 if found else 0
 
 
 def _cgroups(pid: int | str) -> str:

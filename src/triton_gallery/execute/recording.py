@@ -47,7 +47,7 @@ class ThisMachine:
             raise FarmError("torch sees no GPU here: a record is made on one")
 
     def on(self, kind: Sequence[Environment], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
-        """Return what carries tasks out on some of them, after a rehearsal."""
+        """Return what carries tasks out on some of them, after a warm-up."""
         return here(kind, tasks, say)
 
 

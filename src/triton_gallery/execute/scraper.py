@@ -1,19 +1,19 @@
 """Keeps what the code cells of a recipe put out, in the process that executes it.
 
 `scrape` is called by sphinx-gallery after each code cell: it keeps what the page alone does not tell, the benchmark
-tables in variables whose names begin with `results` and the data frame that a cell ends with. `read` puts that together
-with the text and the figures of the page; a line that stands above a printed benchmark table is the table's title.
+tables in variables whose names begin with `results` and the data frame that a cell ends with. `outputs_of` puts that
+together with the text and the figures of the page; a line that stands above a printed benchmark table is its title.
 """
 
 import re
+import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from docutils import nodes
+from docutils.statemachine import string2lines
 
-from triton_gallery.recipe.cells import cells
 from triton_gallery.recipe.hashes import cell_hashes
 from triton_gallery.recipe.outputs import Frame, Output
 from triton_gallery.recipe.tables import Table, from_frame
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     import pandas
 
 PREFIX = "results"
+PRINTED = re.compile(
+    r"(?m)^\.\. rst-class:: sphx-glr-script-out\n\n \.\. code-block:: none\n\n((?:    .*\n|[ \t]*\n)*)"
+)
+FIGURE = re.compile(r"(?m)^ *(?:\* +)?\.\. image-sg:: .*/(\S+)$")
 
 
 class _Captured:
@@ -68,21 +72,26 @@ def _frame(frame: "pandas.DataFrame") -> Frame:
     return Frame([str(column) for column in shown.columns], rows)
 
 
-def read(document: nodes.document, script: Path) -> list[Output]:
-    """Return the outputs of the recipe that this process executed, from its page and from what `scrape` kept.
+def outputs_of(script: Path, laid_out: Sequence[str]) -> list[Output]:
+    """Return the outputs of the recipe that this process executed.
 
-    A last cell of comments to sphinx-gallery alone is not on the page; it put out nothing.
+    Args:
+        script: the recipe's file.
+        laid_out: what each of its code cells put out, as sphinx-gallery laid it out in reStructuredText.
     """
-    found = []
-    for index, (code, cell) in enumerate(zip_longest(cell_hashes(script), cells(document))):
-        if cell is None:
-            found.append(Output(code))
-            continue
-        text = "\n".join(node.astext() for node in cell.texts)
+    outputs = []
+    for index, (code, layout) in enumerate(zip(cell_hashes(script), laid_out, strict=True)):
+        text = "\n".join(map(_printed, PRINTED.findall(layout)))
         tables = []
         for table, printed in _captured.tables.get(index, []):
-            there = re.search(rf"(?m)^(?:(.*)\n)?{re.escape(printed)}\n?", text)
-            tables.append(replace(table, title=(there[1] or "").rstrip(":") if there else ""))
-            text = text.replace(there[0], "", 1) if there else text
-        found.append(Output(code, text.strip("\n"), cell.figures, _captured.frames.get(index), tables))
-    return found
+            place = re.search(rf"(?m)^(?:(.*)\n)?{re.escape(printed)}\n?", text)
+            tables.append(replace(table, title=(place[1] or "").rstrip(":") if place else ""))
+            text = text.replace(place[0], "", 1) if place else text
+        figures = FIGURE.findall(layout)
+        outputs.append(Output(code, text.strip("\n"), figures, _captured.frames.get(index), tables))
+    return outputs
+
+
+def _printed(block: str) -> str:
+    """Return what a cell printed as a page shows it, given the block in reStructuredText."""
+    return textwrap.dedent("\n".join(string2lines(block, convert_whitespace=True))).strip("\n")

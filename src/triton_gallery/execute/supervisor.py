@@ -1,25 +1,30 @@
 """Executes one recipe in a process of its own, with one GPU and limits of time and memory.
 
-`run` needs nothing but what it is given, so that a task may be carried out on any machine.
+Processes are forks of multiprocessing's fork server, which has imported what recipes import. `run` needs nothing but
+what it is given, so that a task may be carried out on any machine.
 """
 
 import json
+import multiprocessing
+import multiprocessing.util
 import os
 import re
 import signal
 import tempfile
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from unittest.mock import patch
 
-from triton_gallery.execute.child import OUTPUT_LIMIT, Order
+from triton_gallery.execute import reaper
 from triton_gallery.execute.memory import POLL, excess
-from triton_gallery.execute.server import Server
+from triton_gallery.execute.recipe_process import OUTPUT_LIMIT, Order
 from triton_gallery.recipe.contents import HEADER, Recipe
 from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.launches import Launch
@@ -28,6 +33,12 @@ from triton_gallery.recipe.outputs import Output, from_json
 from triton_gallery.records.page_cache import Run
 
 TAIL = 4_000
+SOCKET_FOLDER = 60  # characters; the fork server's socket lies deeper, and its path may have 107
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["triton_gallery.execute.preload"])
+FOR_ANY = ("matplotlib.pyplot", "sphinx_gallery.gen_gallery", "triton_gallery.execute.reaper")  # what any page needs
+OF_RECIPES = ("torch", "triton", "pandas")  # none of them starts a thread that a fork would miss
+LAZY = ("torch._dynamo", "torch._inductor.compile_fx")  # what PyTorch imports late; with a GPU, they start CUDA
 PAGES = Path("site", "recipes")  # in the work folder
 
 Result = tuple[Run, dict[str, bytes]]  # how it went, and the page's files by their paths
@@ -45,7 +56,7 @@ class Task:
         companions: the contents of the files beside it that carry its name.
         code: the hash of its code that goes into its run.
         page: that of all else that shapes its page.
-        confdir: the folder of `conf.py`.
+        gallery: the settings of sphinx-gallery.
         limit: seconds until it is stopped.
         memory: how much of the memory, where it is executed, recipes may use; 1 is all of it.
         before: if it ran before, that run and the pictures on its page; then the page is laid out again, and no more.
@@ -56,20 +67,28 @@ class Task:
     companions: dict[str, bytes]
     code: str
     page: str
-    confdir: Path
+    gallery: dict[str, Any]
     limit: float
     memory: float
     before: Result | None = None
 
 
-def start_server(environment: Environment) -> Server:
-    """Return what forks the processes of recipes, in environments of one kind."""
-    return Server(_variables(environment) | ({} if environment.is_gpu else {"TRITON_INTERPRET": "1"}))
+def prepare(environment: Environment, sources: Sequence[str]) -> None:
+    """Say what the processes of recipes, given by their texts, find imported, and with which environment variables."""
+    modules = [name for name in OF_RECIPES if any(re.search(rf"(?m)^ *import {name}\b", text) for text in sources)]
+    variables = _variables(environment)
+    if not environment.is_gpu:
+        variables["TRITON_INTERPRET"] = "1"
+        modules += LAZY if "triton" in modules else ()
+    os.environ["PYTHONPATH"] = variables["PYTHONPATH"]  # the fork server finds modules by it
+    os.environ["TRITON_GALLERY_PRELOAD"] = json.dumps([[*FOR_ANY, *modules], variables])
+    if len(tempfile.gettempdir()) > SOCKET_FOLDER:
+        with patch.object(tempfile, "tempdir", "/tmp"):  # noqa: S108 - the folder itself has a random name
+            multiprocessing.util.get_temp_dir()
+    _stopping.clear()
 
 
-def run(
-    task: Task, environment: Environment, server: Server, caches: Path | None = None, rehearsal: bool = False
-) -> Result:
+def run(task: Task, environment: Environment, caches: Path | None = None, warm_up: bool = False) -> Result:
     """Execute one recipe in a process of its own; whatever goes wrong is told in the run that is returned.
 
     Where the recipe needs what this environment has not, its page is laid out without executing it.
@@ -77,12 +96,11 @@ def run(
     Args:
         task: the recipe.
         environment: what executes it.
-        server: what forks its process.
         caches: where Inductor has a folder for each recipe; None: among what ends with the recipe.
-        rehearsal: whether others have the GPU meanwhile, and nothing that is measured is kept.
+        warm_up: whether it runs to fill the compilers' caches, beside others on the GPU, and nothing measured is kept.
     """
     try:
-        return _run(task, environment, server, caches, rehearsal)
+        return _run(task, environment, caches, warm_up)
     except Exception as error:  # whatever it is, it costs this recipe's page alone
         return failed(task, environment, f"could not be executed: {error!r}", traceback.format_exc())
 
@@ -92,17 +110,12 @@ def failed(task: Task, environment: Environment, what: str, detail: str) -> Resu
     return Run(task.code, environment, datetime.now(UTC).isoformat(timespec="seconds"), 0.0, what, detail), {}
 
 
-def allow() -> None:
-    """Let recipes be executed again after `stop`."""
-    _stopping.clear()
-
-
 def stop() -> None:
     """End the recipes that this process has executed, and let no other begin."""
     _stopping.set()
 
 
-def _run(task: Task, environment: Environment, server: Server, caches: Path | None, rehearsal: bool) -> Result:
+def _run(task: Task, environment: Environment, caches: Path | None, warm_up: bool) -> Result:
     lacks = missing(task.recipe.path, task.source, environment.capability)
     with tempfile.TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name:
         work = Path(name)
@@ -115,8 +128,8 @@ def _run(task: Task, environment: Environment, server: Server, caches: Path | No
             variables["CUDA_VISIBLE_DEVICES"] = environment.visible
         laid_out = task.before[0].laid_out if task.before else None
         execute = not lacks and laid_out is None
-        order = Order(work, task.confdir, execute, variables, rehearsal, laid_out)
-        ended, seconds = _supervise(task, server, order)
+        order = Order(work, task.gallery, execute, variables, not environment.is_gpu, warm_up, laid_out)
+        ended, seconds = _supervise(task, order)
         outcome = _judge(work, ended)
         files = _collect(work)
         text = len(files.get(f"{task.recipe.key}.rst", b""))
@@ -150,9 +163,9 @@ def _variables(environment: Environment) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # Triton 3.9 warns on every page that 3.10 will not fuse a * b + c unless it is asked to.
     variables.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    variables["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parents[2]), *filter(None, [variables.get("PYTHONPATH")])]
-    )
+    folder, path = str(Path(__file__).parents[2]), variables.get("PYTHONPATH", "")
+    if folder not in path.split(os.pathsep):
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, path]))
     if environment.is_gpu:
         # No other process takes time from the CPU that launches what is measured
         variables.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -161,14 +174,14 @@ def _variables(environment: Environment) -> dict[str, str]:
     return variables
 
 
-def _supervise(task: Task, server: Server, order: Order) -> tuple[int | str, float]:
+def _supervise(task: Task, order: Order) -> tuple[int | str, float]:
     """Return the exit status of the recipe's process, or why it was stopped, and the seconds that it took."""
-    with open(order.work / "log.txt", "wb") as log:
-        reaper, line = server.fork(task.source, log.fileno())
+    line, theirs = FORKS.Pipe()
+    with theirs:
+        process = _fork(order, theirs)
     start = monotonic()
     with line:  # leaving it ends the recipe
-        line.send(order)
-        why = _watch(reaper, line, task)
+        why = _watch(process.pid or 0, line, task)
         try:
             if why:
                 line.send(why)
@@ -176,6 +189,17 @@ def _supervise(task: Task, server: Server, order: Order) -> tuple[int | str, flo
         except (EOFError, ConnectionError):  # the reaper was killed, and the recipe with it
             status = -signal.SIGKILL
     return why or status, round(monotonic() - start, 1)
+
+
+def _fork(order: Order, line: "Connection[Any, Any]") -> "multiprocessing.process.BaseProcess":
+    """Start the process around a recipe's, once more if the fork server ends meanwhile."""
+    process = FORKS.Process(target=reaper.main, args=(order, line))
+    try:
+        process.start()
+    except (EOFError, OSError):
+        process = FORKS.Process(target=reaper.main, args=(order, line))
+        process.start()
+    return process
 
 
 def _watch(reaper: int, line: "Connection[Any, Any]", task: Task) -> str | None:

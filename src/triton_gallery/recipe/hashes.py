@@ -17,7 +17,7 @@ from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.inline import clock
 
-DOCUMENTED = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+DOCUMENTED = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def cell_hash(code: str) -> str:

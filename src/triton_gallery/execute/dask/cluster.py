@@ -3,7 +3,7 @@
 A worker that announces the resource GPU=1 is a slot, which takes one recipe at a time. One that dies is a slot less,
 one that joins a slot more. Dask would hand out all recipes at once, and hold a death against all that wait.
 
-What shapes the execution travels with the recipe: the settings and the machinery of this checkout, which the worker
+What shapes the execution travels with the recipe: the settings, and the machinery of this checkout, which the worker
 runs in a process of its own. So workers share no folder with this machine; they only need the packages.
 """
 
@@ -16,7 +16,6 @@ import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -48,12 +47,11 @@ class WorkerDiedError(Exception):
 
 
 @contextmanager
-def connect(address: str, confdir: Path, insecure: bool) -> Iterator["Cluster"]:
+def connect(address: str, insecure: bool) -> Iterator["Cluster"]:
     """Connect to a scheduler and ask its GPU workers what executes there.
 
     Args:
         address: `tls://host:port`, with the certificates that Dask's configuration names; or `tcp://host:port`.
-        confdir: the folder of `conf.py`.
         insecure: whether `tcp://` may lead to another machine.
 
     Raises:
@@ -76,7 +74,7 @@ def connect(address: str, confdir: Path, insecure: bool) -> Iterator["Cluster"]:
     except OSError as error:
         raise FarmError(f"no scheduler to trust answers at {address}: {' '.join(str(error).split())}") from None
     with client:
-        cluster = Cluster(client, pack(confdir))
+        cluster = Cluster(client, pack())
         client.sync(cluster.start, address)
         yield cluster
 
@@ -104,7 +102,7 @@ class Cluster:
         self.environments = await asyncio.gather(*self._slots.values())
 
     def on(self, kind: Sequence[Environment], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
-        """Return what carries tasks out on the workers of a kind, one at a time on each and without a rehearsal."""
+        """Return what carries tasks out on the workers of a kind, one at a time on each and without a warm-up."""
         loop = self._client.loop.asyncio_loop
         return nullcontext(lambda task: asyncio.run_coroutine_threadsafe(self._execute(task, kind[0]), loop))
 

@@ -9,14 +9,11 @@ from pathlib import Path
 
 Kit = dict[str, bytes]  # files by their paths
 
-SETTINGS = ("conf.py", "gallery/contents.toml")  # conf.py, and what it reads
 
-
-def pack(confdir: Path) -> Kit:
-    """Return the files that shape a recipe's execution, for a folder like that of `conf.py`."""
+def pack() -> Kit:
+    """Return the files of this package."""
     package = Path(__file__).parents[2]
-    modules = {f"src/{path.relative_to(package.parent)}": path for path in package.rglob("*.py")}
-    return {name: path.read_bytes() for name, path in {**modules, **{n: confdir / n for n in SETTINGS}}.items()}
+    return {f"src/{path.relative_to(package.parent)}": path.read_bytes() for path in package.rglob("*.py")}
 
 
 def make_courier() -> Callable[[Kit, bytes, str], bytes | None]:

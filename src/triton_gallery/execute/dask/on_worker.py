@@ -13,10 +13,10 @@ import signal
 import sys
 import threading
 from base64 import b64decode, b64encode
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
-from triton_gallery.execute.supervisor import Result, Task, run, start_server
+from triton_gallery.execute.supervisor import Result, Task, prepare, run
 from triton_gallery.recipe.device import Environment, detect
 from triton_gallery.recipe.outputs import from_json
 from triton_gallery.records.page_cache import Run
@@ -33,7 +33,8 @@ def main() -> None:
         answer: object = [asdict(environment) for environment in detect()]
     else:
         task, environment = request
-        how, files = run(replace(task, confdir=Path.cwd()), environment, start_server(environment))
+        prepare(environment, [task.source])
+        how, files = run(task, environment)
         answer = [asdict(how), {path: b64encode(content).decode() for path, content in files.items()}]
     Path("answer").write_text(json.dumps(answer), encoding="ascii")
 

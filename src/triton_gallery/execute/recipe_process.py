@@ -1,8 +1,8 @@
-"""The child process that executes one recipe through sphinx-gallery.
+"""The process of one recipe: sphinx-gallery executes its script there and lays out its page.
 
-It expects one recipe in the folder `gallery` of its work folder and leaves the page's files in `site/recipes`. It says
-in `result.json` how it went: what the cells put out when every cell ran, else what happened and the traceback. No such
-file: the process did not live to write it.
+It finds the recipe in the folder `gallery` of its work folder, and leaves the page's files in `site/recipes`. It writes
+into `result.json` how it went: what the cells put out when every cell ran, else what happened and the traceback. If
+there is no such file, the process did not live to write it.
 """
 
 import faulthandler
@@ -16,13 +16,10 @@ import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from sphinx.application import Sphinx
-from sphinx_gallery import gen_rst
-
-from triton_gallery.compiled.launch_trace import Watch
-from triton_gallery.execute.scraper import read
+from triton_gallery.execute.scraper import outputs_of
 
 FILE_LIMIT = 2**30
 OUTPUT_LIMIT = 1_000_000  # bytes of text on a page
@@ -34,25 +31,27 @@ class Order:
 
     Attributes:
         work: its work folder.
-        confdir: the folder of `conf.py`.
+        gallery: the settings of sphinx-gallery.
         execute: whether to execute the recipe, or to lay out its page alone.
         variables: its environment variables.
-        rehearsal: whether nothing that it measures is kept.
+        interpreted: whether Triton's interpreter executes here.
+        warm_up: whether it runs to fill the compilers' caches, and nothing that it measures is kept.
         laid_out: if the recipe ran before, what each code cell put out then, as sphinx-gallery laid it out.
     """
 
     work: Path
-    confdir: Path
+    gallery: dict[str, Any]
     execute: bool
     variables: dict[str, str]
-    rehearsal: bool = False
+    interpreted: bool = False
+    warm_up: bool = False
     laid_out: list[str] | None = None
 
 
 def main(order: Order) -> None:
-    """Execute the one recipe in the work folder, writing its page beside it."""
+    """Execute the one recipe in the work folder, write its page beside it, and end the process."""
     _start_anew(order.variables)
-    if order.rehearsal:
+    if order.warm_up:
         _let_others_have_the_gpu()
     faulthandler.enable(all_threads=False)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
@@ -69,6 +68,9 @@ def main(order: Order) -> None:
         what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {trace[-1].strip()}"
         result = {"failure": what, "detail": "".join(trace)}
     (order.work / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _start_anew(variables: dict[str, str]) -> None:
@@ -84,7 +86,7 @@ def _start_anew(variables: dict[str, str]) -> None:
 
 
 def _let_others_have_the_gpu() -> None:
-    """Have the GPU never sleep, as it does before a timed call: others rehearse on it meanwhile."""
+    """Have the GPU never sleep, as it does before a timed call: others use it meanwhile."""
     import torch
 
     torch.cuda._sleep = lambda cycles: None
@@ -101,50 +103,47 @@ def _error(trace: str) -> str:
 
 
 def _make_page(order: Order) -> dict[str, Any]:
-    work = order.work
-    site = work / "site"
-    site.mkdir(exist_ok=True)
-    (recipe,) = (work / "gallery").glob("*/*.py")
-    page = f"recipes/{recipe.parent.name}/{recipe.stem}"
-    laid_out = _watch_layout(order.laid_out)
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
-        from triton_gallery.execute.interpreter import quicken
+    from sphinx_gallery.gen_gallery import fill_gallery_conf_defaults
+    from sphinx_gallery.gen_rst import generate_file_rst
 
-        quicken()
-    watch = Watch(recipe.parent) if "triton" in sys.modules else None  # else the recipe imports none
-    app = Sphinx(
-        site,
-        order.confdir,
-        work / "out",
-        work / "doctrees",
-        "dummy",
-        confoverrides={
-            "extensions": ["sphinx_gallery.gen_gallery"],
-            "root_doc": page,
-            "plot_gallery": str(order.execute),
-            "sphinx_gallery_conf.examples_dirs": str(work / "gallery"),
-            "sphinx_gallery_conf.subsection_order": None,
-            "sphinx_gallery_conf.within_subsection_order": "FileNameSortKey",
-        },
-        status=None,
-        warning=None,
-    )
-    outcome = app.config.sphinx_gallery_conf
-    if outcome["failing_examples"]:
-        (trace,) = outcome["failing_examples"].values()
+    (script,) = (order.work / "gallery").glob("*/*.py")
+    site = order.work / "site"
+    page = site / "recipes" / script.parent.name
+    (page / "images" / "thumb").mkdir(parents=True, exist_ok=True)
+    laid_out = _watch_layout(order.laid_out)
+    watch = None
+    if "triton" in sys.modules:  # else the recipe imports none
+        from triton_gallery.compiled.launch_trace import Watch
+
+        if order.interpreted:
+            from triton_gallery.execute.interpreter import quicken
+
+            quicken()
+        watch = Watch(script.parent)
+    config = SimpleNamespace(sphinx_gallery_conf=order.gallery, html_static_path=[], templates_path=[])
+    fill_gallery_conf_defaults(None, config)
+    settings = {
+        **config.sphinx_gallery_conf,
+        "src_dir": str(site),
+        "plot_gallery": order.execute,
+        "abort_on_example_error": False,
+    }
+    *_, outcome = generate_file_rst(script.name, page, script.parent, settings)
+    if trace := outcome.get("formatted_exception"):
         return {"failure": f"raised {_error(trace)}", "detail": trace}
-    if order.execute and len(outcome["passing_examples"]) != 1:
+    if order.execute and not outcome.get("passing"):
         raise RuntimeError("sphinx-gallery did not execute the recipe")
-    if (site / f"{page}.rst").stat().st_size > OUTPUT_LIMIT:
+    if (page / script.name).with_suffix(".rst").stat().st_size > OUTPUT_LIMIT:
         return {"outputs": []}  # the build will refuse it
-    app.build()
-    outputs = [asdict(output) for output in read(app.env.get_doctree(page), recipe)]
+    outputs = [asdict(output) for output in outputs_of(script, laid_out)]
     launches = [asdict(launch) for launch in watch.launches] if watch else []
     return {"outputs": outputs, "launches": launches, "laid_out": laid_out}
 
 
 def _watch_layout(before: list[str] | None) -> list[str]:
     """Return a list to which sphinx-gallery's layout of each code cell's output is added, or have it use these."""
+    from sphinx_gallery import gen_rst
+
     execute, laid_out = gen_rst.execute_code_block, []
     replayed = iter(before or [])
 

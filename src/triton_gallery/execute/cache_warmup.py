@@ -1,6 +1,6 @@
-"""Recipes are executed side by side, once, before each is executed alone and timed.
+"""Fills the compilers' caches: recipes are executed side by side, once, before each is executed alone and timed.
 
-On a GPU most of a recipe's time goes into compiling, on one core. A rehearsal does that on all cores. What it compiles
+On a GPU most of a recipe's time goes into compiling, on one core. The warm-up does that on all cores. What it compiles
 stays in Triton's cache, and in one of Inductor's that the recipe has to itself until all have ended. What it measures
 is thrown away, as others have the GPU too.
 """
@@ -16,7 +16,7 @@ LASTING = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_AUTOTUNING"}  # what is tune
 
 
 def places(environments: Sequence[Environment], tasks: int) -> list[Environment]:
-    """Return the GPU of each recipe that is rehearsed at a time; none where no more are than are timed at a time."""
+    """Return the GPU of each recipe that runs at a time; none where no more can than are timed at a time."""
     if LASTING & os.environ.keys():
         return []
     rooms = [int((environment.memory or 0) // EACH) for environment in environments]

@@ -1,0 +1,19 @@
+"""Imported by the fork server of `supervisor` as it starts: imports what recipes import, so that their forks need not.
+
+It touches no GPU, as CUDA would not survive the fork.
+"""
+
+import gc
+import json
+import os
+from contextlib import suppress
+from importlib import import_module
+
+VARIABLE = "TRITON_GALLERY_PRELOAD"  # what to import, and the environment variables to import it with, as JSON
+
+modules, variables = json.loads(os.environ[VARIABLE])
+os.environ.update(variables)
+for module in modules:
+    with suppress(Exception):  # the recipe that needs it will say so
+        import_module(module)
+gc.freeze()  # a collection would write to the memory that all recipes share
