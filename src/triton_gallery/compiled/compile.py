@@ -4,32 +4,26 @@ import gzip
 import hashlib
 import json
 import os
-import queue
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import version
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
-from triton_gallery.compiled.compiler_process import LIMIT, Job
+from triton_gallery.compiled.compiler_process import ENDED, Job, compile_apart, start
 from triton_gallery.compiled.gpus import GPUS, Gpu
 from triton_gallery.compiled.store import Compiled, Kernel, Targets
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.declaration import declaration
-from triton_gallery.recipe.hashes import hash_of
+from triton_gallery.recipe.hashes import cell_hash, hash_of
 from triton_gallery.recipe.kernels import module_of
 from triton_gallery.recipe.launches import Launch
 from triton_gallery.recipe.outputs import from_json
 from triton_gallery.records.page_cache import Run
 from triton_gallery.records.record_store import Record, Records
 
-ENDED = "the compiler"  # begins what is said of one that gave no answer
+CORES = len(os.sched_getaffinity(0))
 SOURCES = ("compiler_process", "machine_code")  # what shapes an answer
 
 Made = tuple[Compiled, dict[str, str]]
@@ -42,9 +36,9 @@ class Compiler:
         """Take the folder; it need not exist."""
         self._cache = cache
         cache.mkdir(parents=True, exist_ok=True)
-        here = Path(__file__).parent
-        self._salt = version("triton").encode() + b"".join((here / f"{name}.py").read_bytes() for name in SOURCES)
-        self._idle: queue.SimpleQueue[Connection[Any, Any]] = queue.SimpleQueue()  # the lines to processes that wait
+        sources = (Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in SOURCES)
+        self._salt = "".join([version("triton"), *map(cell_hash, sources)]).encode()
+        self._pool = ProcessPoolExecutor(CORES, get_context("spawn"), initializer=start)  # processes start when needed
 
     def targets(
         self,
@@ -65,7 +59,7 @@ class Compiler:
         ]
         left = len(jobs)
         made: dict[tuple[str, str, str], Made] = {}
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(CORES) as pool:
             for (recipe, launch, gpu), found in zip(jobs, pool.map(lambda job: self.make(*job), jobs), strict=True):
                 made[recipe.key, launch.kernel, gpu.key] = found
                 left -= 1
@@ -93,31 +87,7 @@ class Compiler:
 
     def compile(self, job: Job) -> Made:
         """Return what the compiler makes of a job, and its texts."""
-        try:
-            line = self._idle.get_nowait()
-        except queue.Empty:
-            line = _start()
-        line.send(job)
-        answer: Made | int = line.recv()
-        self._idle.put(line)
-        if answer == -signal.SIGALRM:
-            return Compiled(failure=f"{ENDED} was stopped after {LIMIT} s"), {}
-        if isinstance(answer, int):
-            return Compiled(failure=f"{ENDED} crashed with exit status {answer}"), {}
-        return answer
-
-
-def _start() -> "Connection[Any, Any]":
-    """Start a process that compiles; return the line to it, with which it ends."""
-    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(path)}
-    ours, theirs = Pipe()
-    with theirs:
-        command = [sys.executable, "-m", "triton_gallery.compiled.compiler_process", str(theirs.fileno())]
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=variables
-        )
-    return ours
+        return self._pool.submit(compile_apart, job).result()
 
 
 def meant(recipe: Recipe, launch: Launch) -> list[Gpu]:

@@ -1,7 +1,7 @@
 """Compiles launches for GPUs, each in a process that ends with it: a compiler's fault costs that launch alone.
 
-`python -m triton_gallery.compiled.compiler_process LINE` imports Triton once, takes jobs on that line, and forks a
-process for each. It needs no GPU, and has to begin without Triton's interpreter.
+A process of the pool in `compile` imports Triton once and forks for each job. It needs no GPU, and must not have
+Triton's interpreter.
 """
 
 import ast
@@ -9,10 +9,10 @@ import importlib.util
 import os
 import signal
 import subprocess
-import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from triton_gallery.compiled.gpus import GPUS, Gpu
 from triton_gallery.compiled.store import Compiled
 from triton_gallery.recipe.launches import ALIGNED, DTYPE, FLOAT, FUNCTION, LAYOUT, TUPLE, Launch
 
+ENDED = "the compiler"  # begins what is said of one that gave no answer
 LIMIT = 120  # seconds for one launch on one GPU
 REASON = 300  # characters at the most
 HOPPER = "sm_90"  # whose code tells which registers are never written
@@ -42,26 +43,36 @@ class Job:
     gpu: Gpu
 
 
-def main(line: "Connection[Any, Any]") -> None:
-    """Answer jobs on a line until it ends: with what `_answer` says, or the exit status of a process that crashed."""
+def start() -> None:
+    """Have this process import Triton for its forks; it may not have been imported yet."""
+    os.environ["TRITON_INTERPRET"] = "0"
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
     from triton.compiler.compiler import make_backend
     from triton.runtime.cache import triton_key
 
     triton_key()  # reads all of Triton; what it returns is kept, as what backends do
     for gpu in GPUS:
         make_backend(_target(gpu)).hash()
-    while True:
-        try:
-            job = line.recv()
-        except EOFError:
-            return
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(LIMIT)
-            line.send(_answer(job))
-            os._exit(0)
-        if status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-            line.send(status)
+
+
+def compile_apart(job: Job) -> tuple[Compiled, dict[str, str]]:
+    """Return what the compiler makes of a job and its texts, made in a fork of this process."""
+    answer, theirs = Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(LIMIT)
+        theirs.send(_answer(job))
+        os._exit(0)
+    theirs.close()
+    with answer, suppress(EOFError):
+        made: tuple[Compiled, dict[str, str]] = answer.recv()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status == -signal.SIGALRM:
+        return Compiled(failure=f"{ENDED} was stopped after {LIMIT} s"), {}
+    if status:
+        return Compiled(failure=f"{ENDED} crashed with exit status {status}"), {}
+    return made
 
 
 def _answer(job: Job) -> tuple[Compiled, dict[str, str]]:
@@ -199,7 +210,3 @@ def _reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     said = next((line for line in lines if "error" in line.lower()), lines[-1])
     return f"{type(error).__name__}: {said}"[:REASON]
-
-
-if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
