@@ -30,8 +30,6 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["attention", "autograd", "compute bound"]
-import ast
-import inspect
 import os
 from functools import partial
 
@@ -51,6 +49,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import statements
 
 
 def flex(score_mod, mask_mod, length):
@@ -392,14 +391,6 @@ from triton_gallery_ops.attention_variants import (
 # What did it gain to skip tiles, and to mask fewer? The table has TFLOP/s of
 # the forward, for seen scores with ALiBi and a window of 1024, and statements.
 # It does not tell the two apart, and the op has exponentials of base 2 besides.
-
-
-def statements(*kernels):
-    """Count the statements of kernels, but for their heads and texts."""
-    trees = (ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels)
-    nodes = [node for tree in trees for node in ast.walk(tree.body[0])]
-    found = sum(isinstance(node, ast.stmt) for node in nodes)
-    return found - sum(1 + bool(kernel.fn.__doc__) for kernel in kernels)
 
 
 def by_op(q, k, v, slopes, size):

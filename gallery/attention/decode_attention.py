@@ -36,8 +36,6 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["attention", "memory bound", "split-K", "inference"]
-import ast
-import inspect
 import math
 import os
 from functools import partial
@@ -60,6 +58,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import statements
 
 # %%
 # In PyTorch
@@ -331,12 +330,6 @@ from triton_gallery_ops.decode_attention import (
 # %%
 # What did each step gain? The table has GB/s, and the statements of each
 # kernel. "The op in one part" takes all that the op takes, but splits no keys.
-
-
-def statements(*kernels):
-    trees = [ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    return sum(isinstance(node, ast.stmt) for node in nodes) - len(kernels)
 
 
 OP = _decode_attention_kernel, _decode_attention_combine

@@ -32,8 +32,6 @@ After ``flash_attention_forward.py`` and this page you can
 """
 
 # sphinx_gallery_tags = ["attention", "autograd", "compute bound"]
-import ast
-import inspect
 import math
 import os
 from functools import partial
@@ -56,6 +54,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import statements
 
 
 def backward_of(op, q, k, v, grad):
@@ -308,15 +307,6 @@ from triton_gallery_ops.flash_attention import (
 # each step, and half of the operations with a causal mask. Two passes compute
 # seven: for them the table shows 5/7 of the rate at which they ran. *One pass*
 # is the first kernel. *Wide*, it has blocks of 128 queries for heads of 64.
-
-
-def statements(*kernels):
-    """Count the statements of kernels, but for their heads and texts."""
-    trees = (ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels)
-    nodes = [node for tree in trees for node in ast.walk(tree.body[0])]
-    texts = sum(bool(kernel.fn.__doc__) for kernel in kernels)
-    found = sum(isinstance(node, ast.stmt) for node in nodes)
-    return found - texts - len(kernels)
 
 
 def first_step(q, k, v, grad, wide=False):

@@ -28,8 +28,6 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["attention", "compute bound"]
-import ast
-import inspect
 import math
 import os
 import warnings
@@ -53,6 +51,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import statements
 
 # %%
 # In PyTorch
@@ -355,15 +354,6 @@ from triton_gallery_ops.flash_attention_forward import (
 # What did each step gain? The table has TFLOP/s at 4096 tokens, and the
 # statements of each kernel. With a causal mask half of the operations count, so
 # a kernel that computes all of them shows half its rate.
-
-
-def statements(*kernels):
-    trees = (ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels)
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    texts = [n for n in nodes if isinstance(n, ast.Expr)]
-    texts = [n for n in texts if isinstance(n.value, ast.Constant)]
-    found = sum(isinstance(node, ast.stmt) for node in nodes)
-    return found - len(texts) - len(kernels)
 
 
 STEPS = {

@@ -39,8 +39,6 @@ The recurrence is that of `gated delta networks
 """
 
 # sphinx_gallery_tags = ["attention", "memory bound"]
-import ast
-import inspect
 import os
 from functools import partial
 
@@ -60,6 +58,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import statements
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -427,15 +426,6 @@ from triton_gallery_ops.gated_delta_rule import (
 # What did the chunks gain? The table has the time of the forward and of the
 # backward, in microseconds, and the statements of the kernels. Its last line is
 # the backward of the chunks in PyTorch, through autograd.
-
-
-def statements(*kernels):
-    """Count the statements of kernels, but for their heads and texts."""
-    trees = (ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels)
-    nodes = [node for tree in trees for node in ast.walk(tree.body[0])]
-    texts = sum(bool(kernel.fn.__doc__) for kernel in kernels)
-    found = sum(isinstance(node, ast.stmt) for node in nodes)
-    return found - texts - len(kernels)
 
 
 def output(*tensors):

@@ -30,15 +30,11 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["attention", "memory bound", "custom op", "inference"]
-import ast
-import inspect
 import os
 from functools import partial
 
 import pandas as pd
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -53,6 +49,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import Traffic, statements
 
 # %%
 # In PyTorch
@@ -107,24 +104,13 @@ def problem(tokens, dtype=torch.float16, heads=HEADS, D=D, R=None):
     return q, k, v, *caches, slots, positions, angles.cos(), angles.sin()
 
 
-class Traffic(TorchDispatchMode):
-    moved = 0  # bytes of tensors that operators take and return; views: none
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.index.Tensor:  # reads what it returns
-            args = out, *args[1:]
-        if not function.is_view:
-            some = tree_leaves((args, out))
-            self.moved += sum(getattr(t, "nbytes", 0) for t in some)
-        return out
-
-
 if __name__ == "__main__":
     q, k, v, *_, positions, cos, sin = problem(64)
-    with Traffic() as counter:
+    with Traffic() as traffic:
         turn_torch(q, k, positions, cos, sin)
-    moved, caches = counter.moved, 2 * (k.nbytes + v.nbytes)
+    # It counts whole tables. PyTorch reads those rows that it returns.
+    unread = cos.nbytes + sin.nbytes - 2 * cos[positions].nbytes
+    moved, caches = traffic.moved - unread, 2 * (k.nbytes + v.nbytes)
     print(f"floor {2 * q.nbytes + k.nbytes + caches:,} bytes, ", end="")
     print(f"operator by operator {moved + caches:,}")
 
@@ -291,15 +277,6 @@ from triton_gallery_ops.kv_cache_write import (
 # %%
 # What did it gain to turn in the kernel? The table has GB/s of the floor, and
 # the statements of each kernel.
-
-
-def statements(*kernels):
-    trees = [ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    texts = [n for n in nodes if isinstance(n, ast.Expr)]
-    texts = [n for n in texts if isinstance(n.value, ast.Constant)]
-    found = sum(isinstance(node, ast.stmt) for node in nodes)
-    return found - len(texts) - len(kernels)
 
 
 OP = _kv_cache_write_kernel, _kv_cache_write_turn, _kv_cache_write_put

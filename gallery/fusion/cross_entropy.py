@@ -29,8 +29,6 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
-import ast
-import inspect
 import os
 import warnings
 from functools import partial
@@ -52,6 +50,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import statements
 
 # %%
 # In PyTorch
@@ -336,11 +335,6 @@ from triton_gallery_ops.cross_entropy import (
 # for the loss, and twice for the backward. The statements are those of the
 # kernel that goes over the rows. The registers are those of a thread at the
 # last length. *Spilled* registers are those that a thread keeps in memory.
-
-
-def statements(kernel):
-    tree = ast.parse(inspect.getsource(kernel.fn))
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
 
 
 def rows_alone(x, targets, **changes):

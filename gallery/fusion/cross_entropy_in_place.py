@@ -32,9 +32,7 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["reduction", "memory bound", "in place"]
-import ast
 import gc
-import inspect
 import os
 import warnings
 from functools import partial
@@ -57,6 +55,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import statements
 
 # %%
 # In PyTorch
@@ -298,11 +297,6 @@ class LinearLoss(torch.autograd.Function):
 # rows alone" is the op without the counting and the sum. The statements and
 # registers are those of the kernel for the rows, the registers at the last
 # length. Spilled registers are those that a thread keeps in memory.
-
-
-def statements(kernel):
-    tree = ast.parse(inspect.getsource(kernel.fn))
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
 
 
 def rows_alone(x, targets, **changes):

@@ -27,8 +27,6 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
-import ast
-import inspect
 import math
 import os
 import warnings
@@ -36,7 +34,6 @@ from functools import partial
 
 import pandas as pd
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -51,6 +48,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import Traffic, statements
 
 # %%
 # In PyTorch
@@ -61,8 +59,9 @@ from triton_gallery.bench import gpu_time, rate_table
 # .. math:: y = m + \log \sum_k e^{x_k - m}, \qquad m = \max_k x_k.
 #
 # With the log-sum-exp of a row of logits, the probability of a token is
-# :math:`e^{x_n - y}`. A *dispatch mode* sees each operator of PyTorch, and adds
-# up what the operators read and write:
+# :math:`e^{x_n - y}`. ``Traffic``, in the opening of this page, is a *dispatch
+# mode*: it sees each operator of PyTorch, and adds up what all of them read and
+# write.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -70,16 +69,6 @@ generator = torch.Generator(device=DEVICE).manual_seed(0)
 def logsumexp_torch(x):
     m = x.amax(-1, keepdim=True)
     return (x - m).exp().sum(-1).log() + m[:, 0]
-
-
-class Traffic(TorchDispatchMode):
-    moved = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        out = operator(*args, **(kwargs or {}))
-        tensors = [t for t in (*args, out) if isinstance(t, torch.Tensor)]
-        self.moved += sum(t.nbytes for t in tensors)
-        return out
 
 
 if __name__ == "__main__":
@@ -342,11 +331,6 @@ if __name__ == "__main__":
 # many different results 20 calls gave for one row of :math:`2^{24}`. The
 # atomics need a result of zero to add to. PyTorch writes this zero in a launch
 # of its own.
-
-
-def statements(kernel):
-    tree = ast.parse(inspect.getsource(kernel.fn))
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
 
 
 def results_of(function, x):

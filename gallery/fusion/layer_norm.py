@@ -39,7 +39,6 @@ from functools import partial
 
 import pandas as pd
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -54,6 +53,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import Traffic
 
 # %%
 # In PyTorch
@@ -66,9 +66,10 @@ from triton_gallery.bench import gpu_time, rate_table
 #    \mu = \tfrac{1}{N} \sum_k x_k, \quad
 #    r = 1 \Big/ \sqrt{\tfrac{1}{N} \sum_k (x_k - \mu)^2 + \epsilon}.
 #
-# Models compute this in float32. We write it with PyTorch's operators. A
-# *dispatch mode* sees each of them and adds up what it moves. The *floor* is
-# two times the bytes of ``x``: to read ``x`` and to write ``y``.
+# Models compute this in float32. We write it with PyTorch's operators.
+# ``Traffic``, in the opening of this page, is a *dispatch mode*: it sees each
+# of them, and adds up what all of them move. The *floor* is two times the bytes
+# of ``x``: to read ``x`` and to write ``y``.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -80,24 +81,13 @@ def layer_norm_torch(x, weight, bias, eps):
     return (d * r * weight + bias).to(x.dtype)
 
 
-class Traffic(TorchDispatchMode):
-    operators = moved = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        out = operator(*args, **(kwargs or {}))
-        read = sum(t.nbytes for t in args if isinstance(t, torch.Tensor))
-        self.operators += 1
-        self.moved += read + out.nbytes
-        return out
-
-
 if __name__ == "__main__":
     x = torch.randn(99, 4096, generator=generator, device=DEVICE).bfloat16()
     ones = torch.ones_like(x[0])
     with Traffic() as traffic:
         layer_norm_torch(x, ones, ones, 1e-5)
-    times = traffic.moved / x.nbytes
-    print(f"{traffic.operators} operators: {times:.1f} times the bytes of x")
+    operators, times = len(traffic.operators), traffic.moved / x.nbytes
+    print(f"{operators} operators: {times:.1f} times the bytes of x")
 
 # %%
 # The first kernel

@@ -35,8 +35,6 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
-import ast
-import inspect
 import itertools
 import math
 import os
@@ -59,6 +57,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import statements
 
 # %%
 # In PyTorch
@@ -395,11 +394,6 @@ from triton_gallery_ops.norms_long import (
 # ``x`` serve as weight and bias. Registers, and those *spilled* to memory, are
 # for the longest row. Statements are those of the kernel. The backward has two
 # kernels and a sum: no registers. Its rate counts three matrices, not two.
-
-
-def statements(kernel):
-    tree = ast.parse(inspect.getsource(kernel.fn))
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
 
 
 def forward(x, w, b, y, **changes):

@@ -34,7 +34,6 @@ from functools import partial
 
 import pandas as pd
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -49,6 +48,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import Traffic
 
 # %%
 # In PyTorch
@@ -60,7 +60,8 @@ from triton_gallery.bench import gpu_time, rate_table
 #    r = 1 \Big/ \sqrt{\tfrac{1}{N} \sum_k x_k^2 + \epsilon}.
 #
 # Models compute this in float32. With PyTorch's operators that makes eight
-# kernels. A *dispatch mode* sees each of them and adds up what it moves:
+# kernels. ``Traffic``, in the opening of this page, is a *dispatch mode*: it
+# sees each of them, and notes what it reads and writes.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -71,22 +72,13 @@ def rms_norm_torch(x, weight, eps):
     return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)
 
 
-class Traffic(TorchDispatchMode):
-    moved = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        out = operator(*args, **(kwargs or {}))
-        read = sum(t.nbytes for t in args if isinstance(t, torch.Tensor))
-        print(f"{operator!s:24} reads {read:9,}, writes {out.nbytes:9,} bytes")
-        self.moved += read + out.nbytes
-        return out
-
-
 if __name__ == "__main__":
     x = torch.randn(512, 4096, generator=generator, device=DEVICE).bfloat16()
     weight = torch.ones_like(x[0])
     with Traffic() as traffic:
         y = rms_norm_torch(x, weight, 1e-6)
+    for name, read, written in traffic.operators:
+        print(f"{name:24} reads {read:9,}, writes {written:9,} bytes")
     print(f"in all {traffic.moved / x.nbytes:.1f} times the bytes of x;")
     print(f"reading x and writing y: {(x.nbytes + y.nbytes) / x.nbytes:.1f}")
 

@@ -35,8 +35,6 @@ from functools import partial
 import pandas as pd
 import torch
 from torch.library import custom_op
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -51,6 +49,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import Traffic
 
 
 def calls(T, B=8, D=128, **ours):
@@ -86,8 +85,9 @@ def rate(found, T, B=8, D=128):
 # Then the product of a given query and key depends on their distance alone. In
 # Llama's form, :math:`x_1` is in the first half of the head, :math:`x_2` in the
 # second. Models on Hugging Face keep tables of cosines and sines for each
-# position, with each column twice, and swap the halves by ``rotate_half``. A
-# *dispatch mode* sees each operator and adds up what it moves:
+# position, with each column twice, and swap the halves by ``rotate_half``.
+# ``Traffic``, in the opening of this page, is a *dispatch mode*: it sees each
+# operator, and adds up what all of them move.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -113,17 +113,6 @@ def heads(B, T, H, D, dtype=torch.bfloat16):
     """Return (B, H, T, D), a view of (B, T, H, D), as attention layers do."""
     x = torch.randn(B, T, H, D, generator=generator, device=DEVICE)
     return x.to(dtype).transpose(1, 2)
-
-
-class Traffic(TorchDispatchMode):
-    moved = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        out = operator(*args, **(kwargs or {}))
-        if not operator.is_view:  # a view moves nothing
-            tensors = tree_leaves((args, out))
-            self.moved += sum(getattr(t, "nbytes", 0) for t in tensors)
-        return out
 
 
 if __name__ == "__main__":

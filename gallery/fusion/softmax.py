@@ -28,15 +28,12 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
-import ast
-import inspect
 import os
 import warnings
 from functools import partial
 
 import pandas as pd
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -51,6 +48,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import Traffic, statements
 
 # %%
 # In PyTorch
@@ -60,8 +58,9 @@ from triton_gallery.bench import gpu_time, rate_table
 #    m = \max_k x_k
 #
 # The maximum :math:`m` cancels. It stands there because :math:`e^{100}` is too
-# large for float32. With PyTorch's operators, a softmax is five kernels. A
-# *dispatch mode* sees each of them, and can add up what they read and write:
+# large for float32. With PyTorch's operators, a softmax is five kernels.
+# ``Traffic``, in the opening of this page, is a *dispatch mode*: it sees each
+# of them, and notes what it reads and writes.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -72,21 +71,12 @@ def softmax_torch(x):
     return e / e.sum(-1, keepdim=True)
 
 
-class Traffic(TorchDispatchMode):
-    moved = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        out = operator(*args, **(kwargs or {}))
-        read = sum(t.nbytes for t in args if isinstance(t, torch.Tensor))
-        print(f"{operator!s:22} reads {read:9,}, writes {out.nbytes:9,} bytes")
-        self.moved += read + out.nbytes
-        return out
-
-
 if __name__ == "__main__":
     x = torch.randn(64, 4096, generator=generator, device=DEVICE)
     with Traffic() as traffic:
         y = softmax_torch(x)
+    for name, read, written in traffic.operators:
+        print(f"{name:22} reads {read:9,}, writes {written:9,} bytes")
     print(f"in all {traffic.moved / x.nbytes:.2f} times the bytes of x;")
     print(f"reading x and writing y: {(x.nbytes + y.nbytes) / x.nbytes:.2f}")
 
@@ -377,11 +367,6 @@ from triton_gallery_ops.softmax import (
 # 513, what two blocks gain shows at 5120 and 12288. The rows with other warps
 # have the op's tiles. ``waits`` counts the barriers in the code for 197, where
 # all warps of a program wait for each other.
-
-
-def statements(kernel):
-    tree = ast.parse(inspect.getsource(kernel.fn))
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
 
 
 def by_bytes(N):

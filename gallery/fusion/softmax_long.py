@@ -35,8 +35,6 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
-import ast
-import inspect
 import math
 import os
 import warnings
@@ -58,6 +56,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import statements
 
 # %%
 # In PyTorch
@@ -397,11 +396,6 @@ from triton_gallery_ops.softmax_long import (
 # registers and those *spilled*, which a thread keeps in memory, are of the
 # longest row in each line. The backward moves three matrices instead of two, so
 # its rate counts 1.5 times the bytes.
-
-
-def statements(kernel):
-    tree = ast.parse(inspect.getsource(kernel.fn))
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
 
 
 def run(kernel, plan, kind, *tensors, **changes):

@@ -35,8 +35,6 @@ from functools import partial
 import pandas as pd
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -51,6 +49,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import Traffic
 
 # %%
 # In PyTorch
@@ -62,9 +61,10 @@ from triton_gallery.bench import gpu_time, rate_table
 #    \qquad \mathrm{silu}(x) = x\,\sigma(x) = \frac{x}{1 + e^{-x}}
 #
 # All tensors have one size here. So we count traffic in *tensors*: one tensor
-# is that size, read or written once. A *dispatch mode* sees the arguments and
-# results of every operator that PyTorch runs, in the backward too. Views move
-# nothing. A hook sees each tensor that autograd keeps for the backward.
+# is that size, read or written once. ``Traffic``, in the opening of this page,
+# is a *dispatch mode*: it sees the arguments and results of every operator that
+# PyTorch runs, in the backward too. Views move nothing. A hook sees each tensor
+# that autograd keeps for the backward.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -73,28 +73,16 @@ def swiglu_torch(gate, up):
     return torch.nn.functional.silu(gate) * up
 
 
-class Traffic(TorchDispatchMode):
-    moved = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        out = operator(*args, **(kwargs or {}))
-        if not operator.is_view and "empty" not in str(operator):
-            found = {id(t): t for t in tree_leaves((args, out))}.values()
-            tensors = [t for t in found if isinstance(t, torch.Tensor)]
-            self.moved += sum(t.numel() for t in tensors)
-        return out
-
-
 def count(function, *inputs):
     """Return the tensors moved forward, moved backward, and kept between."""
     kept = {}
     hooks = lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t
     with saved_tensors_hooks(*hooks), Traffic() as forward:
         out = function(*inputs)
-    grad, size = torch.ones_like(out), out.numel()
+    grad, size = torch.ones_like(out), out.nbytes
     with Traffic() as backward:
         torch.autograd.grad(out, inputs, grad)
-    kept = sum(t.numel() for t in kept.values())
+    kept = sum(t.nbytes for t in kept.values())
     return [n / size for n in (forward.moved, backward.moved, kept)]
 
 

@@ -28,7 +28,6 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["elementwise", "memory bound"]
-import ast
 import inspect
 import os
 import subprocess
@@ -52,6 +51,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import statements
 
 # %%
 # In PyTorch
@@ -347,12 +347,6 @@ from triton_gallery_ops.add_rows import (
 # three lengths: a multiple of 16, one of 8, and an odd one. Loads of one
 # element cost rows less than they cost the arrays above. The page does not show
 # why.
-
-
-def statements(*kernels):
-    trees = [ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    return sum(isinstance(node, ast.stmt) for node in nodes) - len(kernels)
 
 
 def rows(x, y, weight, VEC):

@@ -38,7 +38,6 @@ from functools import partial
 import pandas as pd
 import torch
 from torch.nn.functional import gelu, linear
-from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -54,6 +53,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import Traffic
 
 # %%
 # In PyTorch
@@ -63,27 +63,15 @@ from triton_gallery.bench import gpu_time, rate_table
 #    \Phi(z) = \tfrac12 \Big(1 + \mathrm{erf}\,\frac{z}{\sqrt 2}\Big)
 #
 # The input ``x`` is M x K, the weight N x K. :math:`\Phi(z)` is the share of
-# ``z`` that passes. Two *dispatch modes* count PyTorch's operations and bytes.
-# The *floor* is what any kernel has to move: the three inputs and ``y``.
+# ``z`` that passes. Two *dispatch modes* count PyTorch's operations and bytes:
+# PyTorch's own, and ``Traffic``, in the opening of this page. The *floor* is
+# what any kernel has to move: the three inputs and ``y``.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
 def linear_gelu_torch(x, weight, bias, approximate="none"):
     return gelu(linear(x, weight, bias), approximate=approximate)
-
-
-class Traffic(TorchDispatchMode):
-    moved = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        out = operator(*args, **(kwargs or {}))
-        if operator is torch.ops.aten.t.default:
-            return out  # another view of the weight moves nothing
-        read = sum(t.nbytes for t in args if isinstance(t, torch.Tensor))
-        print(f"{operator!s:20} reads {read:9,}, writes {out.nbytes:9,} bytes")
-        self.moved += read + out.nbytes
-        return out
 
 
 def layer(M, K, N, dtype=torch.bfloat16):
@@ -96,6 +84,8 @@ if __name__ == "__main__":
     inputs = layer(256, 512, 2048)
     with FlopCounterMode(display=False) as flops, Traffic() as traffic:
         y = linear_gelu_torch(*inputs)
+    for name, read, written in traffic.operators:
+        print(f"{name:20} reads {read:9,}, writes {written:9,} bytes")
     floor = y.nbytes + sum(tensor.nbytes for tensor in inputs)
     print(f"in all {traffic.moved:,} bytes, the floor is {floor:,};")
     print(f"the difference is {(traffic.moved - floor) / y.nbytes:.2f} times y")

@@ -29,7 +29,6 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["matmul", "compute bound", "autograd"]
-import ast
 import inspect
 import json
 import os
@@ -57,6 +56,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import statements
 
 # %%
 # In PyTorch
@@ -422,11 +422,6 @@ from triton_gallery_ops.matmul import MATMUL_TILES, _matmul_kernel, matmul
 # What did each step gain? The rates are those of 4096 x 4096 x 4096 in float16,
 # and of 4095 x 4095 x 4095. The first letter says how ``a`` lies and the second
 # how ``b`` does: ``n`` is contiguous, ``t`` a transposed view.
-
-
-def statements(kernel):
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - 1
 
 
 def laid_out(how, M, N, K, dtype=torch.float16):

@@ -30,8 +30,6 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["matmul", "memory bound", "split-K", "atomics"]
-import ast
-import inspect
 import os
 from functools import partial
 
@@ -53,6 +51,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import statements
 
 # %%
 # In PyTorch
@@ -403,12 +402,6 @@ if __name__ == "__main__":
 # Where the op's plan has one part, the last two rows have nothing to add up. A
 # sum in float32 depends on its order. So the column ``results`` counts how many
 # different results 20 calls gave, for the last shape in float32.
-
-
-def statements(*kernels):
-    trees = [ast.parse(inspect.getsource(kernel.fn)) for kernel in kernels]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    return sum(isinstance(node, ast.stmt) for node in nodes) - len(kernels)
 
 
 def results_of(function, x, weight):

@@ -120,6 +120,29 @@ def test_text_takes_the_place_of_an_import() -> None:
     functions = source[source.index("def time_turns(") : source.index("\n\n\ndef rate_table")]
     head, tail = "import os\nimport time\n\nimport torch\n", "# %%\n# Prose\nx = gpu_time({})\n"
     assert inlined(SCRIPT) == f'{head}\nDEVICE = "cuda"\n\n\n{functions}\n\n\n{tail}'
+    assert inlined(SCRIPT.replace("import torch\n\n", "", 1)) == inlined(SCRIPT)
+
+
+def test_class_brings_what_it_imports() -> None:
+    """A class takes the place of its import as a function does; what it does not use is not imported."""
+    script = "import torch\n\nfrom triton_gallery.counting import Traffic\n\nprint(Traffic)\n"
+    tree = ast.parse(inlined(script))
+    imports = [ast.unparse(node) for node in tree.body[:-2]]
+    assert imports == [
+        "import torch",
+        "from torch.utils._python_dispatch import TorchDispatchMode",
+        "from torch.utils._pytree import tree_leaves",
+    ]
+    assert isinstance(tree.body[-2], ast.ClassDef)
+    assert inline.sources(script) == [inline.COUNTING_FILE]
+
+
+def test_what_counts_is_a_recipes_code() -> None:
+    """A change of it makes the records of lessons that use it old, and no others."""
+    script = "import torch\n\nfrom triton_gallery.counting import statements\n\nprint(statements)\n"
+    text = inlined(script)
+    assert "Traffic" not in text
+    assert cell_hash(text) != cell_hash(text.replace("- 1\n", "- 2\n"))
 
 
 def test_op_takes_the_place_of_its_import_with_those_that_it_is_made_of(ops: Path) -> None:
@@ -175,7 +198,6 @@ def test_nothing_else_changes() -> None:
     [
         ("x = gpu_time", "def gpu_time():\n    pass\n\n\nx = gpu_time", "both bind gpu_time"),
         ('DEVICE = "cuda"', "", "needs DEVICE, which the script lacks"),
-        ("import torch\n", "", "needs torch"),
         ("import gpu_time", "import gpu_time as clock", "cannot be inlined"),
         ("import gpu_time", "import nothing", "cannot be inlined"),
         ("import gpu_time", "import *", "cannot be inlined"),

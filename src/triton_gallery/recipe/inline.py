@@ -1,8 +1,9 @@
 """Writes into a script what it imports of this project, so that it stands alone.
 
-A line `from triton_gallery.bench import gpu_time, rate_table` becomes the text of these functions, and a line
-`from triton_gallery_ops.softmax import softmax` that of the whole op, with the ops that it is made of. What they import
-is imported where the script begins. All else stays as it is, byte by byte.
+A line `from triton_gallery.bench import gpu_time, rate_table` becomes the text of these functions, and so does one that
+imports from `triton_gallery.counting`. A line `from triton_gallery_ops.softmax import softmax` becomes the text of the
+whole op, with the ops that it is made of. What they import is imported where the script begins. All else stays as it
+is, byte by byte.
 """
 
 import ast
@@ -16,13 +17,15 @@ from pathlib import Path
 
 from triton_gallery.recipe.names import bound
 
-CLOCK, CLOCK_FILE = "triton_gallery.bench", Path(__file__).parents[1] / "bench.py"
+CLOCK_FILE, COUNTING_FILE = (Path(__file__).parents[1] / name for name in ("bench.py", "counting.py"))
+HELPERS = {"triton_gallery.bench": CLOCK_FILE, "triton_gallery.counting": COUNTING_FILE}  # of lessons
 OPS = "triton_gallery_ops"
 FOLDER = Path(__file__).parents[2] / OPS  # of this project's ops
 WIDTH = 80
 FUNCTION = ("def ", "class ", "@")
 
 ImportNode = ast.Import | ast.ImportFrom
+Helper = ast.FunctionDef | ast.ClassDef
 Imported = tuple[str, str | None, str | None]  # module, name of it, and what it is called here
 
 
@@ -55,7 +58,7 @@ def inlined(script: str, folder: Path = FOLDER) -> str:
         ValueError: if it imports what is not there or may not be inlined, if two things would have one name, or if what
             is inlined needs a name that the script does not bind.
     """
-    if CLOCK not in script and OPS not in script:
+    if not any(module in script for module in (*HELPERS, OPS)):
         return script
     try:
         body = ast.parse(script).body
@@ -91,7 +94,8 @@ def clock() -> tuple[int, frozenset[str]]:
 def sources(script: str, folder: Path = FOLDER) -> list[Path]:
     """Return the files whose text takes the place of what a script imports."""
     parts = dict.fromkeys(part for op in ops_in(script) for part in _made_of(op, folder))
-    return [*([CLOCK_FILE] if CLOCK in script else []), *(folder / f"{part}.py" for part in parts)]
+    helpers = [file for module, file in HELPERS.items() if module in script]
+    return [*helpers, *(folder / f"{part}.py" for part in parts)]
 
 
 def _is_op(module: str | None) -> bool:
@@ -99,7 +103,7 @@ def _is_op(module: str | None) -> bool:
 
 
 def _is_ours(module: str | None) -> bool:
-    return module == CLOCK or _is_op(module)
+    return module in HELPERS or _is_op(module)
 
 
 def _check(script: str, others: Sequence[ast.stmt], taken: Sequence[tuple[ast.ImportFrom, _Source]]) -> None:
@@ -120,8 +124,8 @@ def _sources(nodes: Iterable[ast.ImportFrom], folder: Path) -> Iterator[_Source]
     for node in nodes:
         if any(name.asname for name in node.names):
             raise ValueError(f"cannot be inlined: {ast.unparse(node)}")
-        if node.module == CLOCK:
-            yield _functions(node)
+        if node.module in HELPERS:
+            yield _helpers(node, HELPERS[node.module])
             continue
         name = str(node.module).partition(".")[2]
         parts = [_op(part, folder) for part in _made_of(name, folder) if part not in written]
@@ -135,30 +139,30 @@ def _sources(nodes: Iterable[ast.ImportFrom], folder: Path) -> Iterator[_Source]
         yield _Source(text, [name for part in parts for name in part.binds], imports, set())
 
 
-def _functions(node: ast.ImportFrom) -> _Source:
-    """Return the functions that a statement imports, and what they use."""
-    tree = ast.parse(source := CLOCK_FILE.read_text(encoding="utf-8"))
-    functions = {item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)}
-    if unknown := {name.name for name in node.names} - functions.keys():
+def _helpers(node: ast.ImportFrom, file: Path) -> _Source:
+    """Return the functions and classes that a statement imports, and what they use."""
+    tree = ast.parse(source := file.read_text(encoding="utf-8"))
+    helpers = {item.name: item for item in tree.body if isinstance(item, Helper)}
+    if unknown := {name.name for name in node.names} - helpers.keys():
         raise ValueError(f"cannot be inlined: {ast.unparse(node)} ({', '.join(sorted(unknown))})")
     names = [name.name for name in node.names]
-    for name in names:  # and those that they call; the list grows meanwhile
-        names += sorted(_used(functions[name]) & functions.keys() - {*names})
-    names.sort(key=[*functions].index)
+    for name in names:  # and those that they use; the list grows meanwhile
+        names += sorted(_used(helpers[name]) & helpers.keys() - {*names})
+    names.sort(key=[*helpers].index)
     text = ""
     for name in names:
-        text = _join(text, f"{ast.get_source_segment(source, functions[name])}\n", "")
-    used = {item for name in names for item in _used(functions[name])}
-    imports = [item for item in _imported(tree.body) if item[0] in used and item[0] in sys.stdlib_module_names]
-    return _Source(text, names, imports, used - {*names} - {item[0] for item in imports})
+        text = _join(text, f"{ast.get_source_segment(source, helpers[name])}\n", "")
+    used = {item for name in names for item in _used(helpers[name])}
+    imports = [item for item in _imported(tree.body) if _called(item) in used]
+    return _Source(text, names, imports, used - {*names} - {_called(item) for item in imports})
 
 
-def _used(function: ast.FunctionDef) -> set[str]:
-    """Return the names that a function takes from its module."""
-    local = {argument.arg for argument in ast.walk(function) if isinstance(argument, ast.arg)}
-    found = [item for item in ast.walk(function) if isinstance(item, ast.Name)]
+def _used(helper: Helper) -> set[str]:
+    """Return the names that a function or a class takes from its module."""
+    local = {argument.arg for argument in ast.walk(helper) if isinstance(argument, ast.arg)}
+    found = [item for item in ast.walk(helper) if isinstance(item, ast.Name)]
     local |= {item.id for item in found if isinstance(item.ctx, ast.Store)}
-    local |= {*bound(item for item in ast.walk(function) if isinstance(item, ImportNode))}
+    local |= {*bound(item for item in ast.walk(helper) if isinstance(item, ImportNode))}
     return {item.id for item in found} - local - {*dir(builtins)}
 
 
