@@ -106,9 +106,9 @@ def problem(tokens, dtype=torch.float16, heads=HEADS, D=D, R=None):
 
 if __name__ == "__main__":
     q, k, v, *_, positions, cos, sin = problem(64)
-    with Traffic() as traffic:
+    with Traffic() as traffic:  # in the opening of this page
         turn_torch(q, k, positions, cos, sin)
-    # It counts whole tables. PyTorch reads those rows that it returns.
+    # It counts whole tables, of which an index reads the rows that it returns.
     unread = cos.nbytes + sin.nbytes - 2 * cos[positions].nbytes
     moved, caches = traffic.moved - unread, 2 * (k.nbytes + v.nbytes)
     print(f"floor {2 * q.nbytes + k.nbytes + caches:,} bytes, ", end="")

@@ -63,9 +63,10 @@ from triton_gallery.counting import Traffic
 #    \Phi(z) = \tfrac12 \Big(1 + \mathrm{erf}\,\frac{z}{\sqrt 2}\Big)
 #
 # The input ``x`` is M x K, the weight N x K. :math:`\Phi(z)` is the share of
-# ``z`` that passes. Two *dispatch modes* count PyTorch's operations and bytes:
-# PyTorch's own, and ``Traffic``, in the opening of this page. The *floor* is
-# what any kernel has to move: the three inputs and ``y``.
+# ``z`` that passes. Two *dispatch modes* count what PyTorch does:
+# ``FlopCounterMode`` its operations, and ``Traffic``, in the opening of this
+# page, its bytes. The *floor* is what any kernel has to move: the three inputs
+# and ``y``.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
