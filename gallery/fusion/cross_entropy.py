@@ -35,7 +35,6 @@ from functools import partial
 
 import pandas as pd
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -50,7 +49,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
-from triton_gallery.counting import statements
+from triton_gallery.counting import Traffic, statements
 
 # %%
 # In PyTorch
@@ -61,7 +60,8 @@ from triton_gallery.counting import statements
 # .. math:: \text{loss} = \log \sum_n e^{x_n} - x_t.
 #
 # A batch has the mean over the rows. Those with the target ``ignore_index`` are
-# *ignored*. A *dispatch mode* sees which operators PyTorch has for it:
+# *ignored*. A *dispatch mode*, ``Traffic`` in the opening of this page, sees
+# which operators PyTorch has for it:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 eager = torch.nn.functional.cross_entropy
@@ -75,21 +75,14 @@ def random(M, N, dtype=torch.bfloat16):
     return torch.randn(M, N, **kind).to(dtype), targets
 
 
-class Operators(TorchDispatchMode):
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        out = operator(*args, **(kwargs or {}))
-        first = out[0] if isinstance(out, tuple) else out
-        if not operator.is_view:
-            print(f"{operator!s:40} makes {first.nbytes:9,} bytes")
-        return out
-
-
 if __name__ == "__main__":
     x, targets = random(64, 32000)
     print(f"The logits are {x.nbytes:,} bytes.")
-    with Operators():
+    with Traffic() as traffic:
         loss = eager(x.requires_grad_(), targets)
         torch.autograd.grad(loss, x)
+    for name, _, made in traffic.operators:
+        print(f"{name:40} makes {made:9,} bytes")
 
 # %%
 # Three tensors are as large as the logits. The first is kept for the backward,
@@ -216,8 +209,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 if __name__ == "__main__":
     losses = torch.empty(8, device=DEVICE)
     targets = random(8, 1000)[1]
-    with Operators():
+    with Traffic() as traffic:
         losses.sum() / (targets != -100).sum()
+    for name, _, made in traffic.operators:
+        print(f"{name:40} makes {made:9,} bytes")
 
 # %%
 # Each operator waits for the one before, however few numbers it works on. On a

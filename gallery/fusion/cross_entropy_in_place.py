@@ -40,7 +40,6 @@ from functools import partial
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -55,7 +54,7 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
-from triton_gallery.counting import statements
+from triton_gallery.counting import Traffic, statements
 
 # %%
 # In PyTorch
@@ -67,7 +66,8 @@ from triton_gallery.counting import statements
 # .. math:: \text{loss} = \log \sum_n e^{x_n} - x_t, \qquad
 #    d_n = \frac{1}{R}\Big(\frac{e^{x_n}}{\sum_k e^{x_k}} - [n = t]\Big).
 #
-# A *dispatch mode* sees each operator of PyTorch and what it makes:
+# A *dispatch mode*, ``Traffic`` in the opening of this page, sees each operator
+# of PyTorch and what it makes:
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 eager = torch.nn.functional.cross_entropy
@@ -89,20 +89,13 @@ def both(op, x, targets):
     return loss, *torch.autograd.grad(loss, x)
 
 
-class Operators(TorchDispatchMode):
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        out = operator(*args, **(kwargs or {}))
-        first = out[0] if isinstance(out, tuple) else out
-        if not operator.is_view:
-            print(f"{operator!s:40} makes {first.nbytes:9,} bytes")
-        return out
-
-
 if __name__ == "__main__":
     x, targets = random(64, 32000)
     print(f"The logits are {x.nbytes:,} bytes.")
-    with Operators():
+    with Traffic() as traffic:
         both(eager, x, targets)
+    for name, _, made in traffic.operators:
+        print(f"{name:40} makes {made:9,} bytes")
 
 # %%
 # The *floor* is one read and one write of the logits, and no other matrix.
