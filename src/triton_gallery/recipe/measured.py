@@ -1,0 +1,96 @@
+"""The part of a recipe's code that its measurements depend on.
+
+A statement measures if it calls the clock, whatever functions lie between, or makes a benchmark's table. What it
+depends on are the statements that bound the names which it uses, theirs, and so on. A proof, an example or a cell of
+prose is none of them: where one changes, the figures of a record stay those of the present code.
+"""
+
+import ast
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from triton_gallery.recipe.hashes import blocks, code_hash, tree_hash
+from triton_gallery.recipe.inline import clock
+
+TIMERS = {"do_bench", "do_bench_cudagraph", "perf_report"}  # of Triton
+TABLE = "results"  # begins the name of a benchmark's table
+DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class _Statement:
+    """A statement outside functions: what it binds and uses."""
+
+    def __init__(self, node: ast.stmt, conditions: Sequence[ast.stmt]) -> None:
+        """Take it, with the conditions that it stands under."""
+        self.tree = ast.Module([*conditions, node], [])
+        self.is_definition = isinstance(node, DEFINITION)
+        stored, loaded, local = set[str](), set[str](), set[str]()
+        self.attributes = set[str]()
+        for child in ast.walk(node):
+            if isinstance(child, ast.Name):
+                (loaded if isinstance(child.ctx, ast.Load) else stored).add(child.id)
+            elif isinstance(child, ast.arg):
+                local.add(child.arg)
+            elif isinstance(child, ast.comprehension | ast.For):
+                local |= _names(child.target)
+            elif isinstance(child, ast.withitem) and child.optional_vars:
+                local |= _names(child.optional_vars)
+            elif isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store):
+                stored |= _names(child.value)
+            elif isinstance(child, ast.Attribute):
+                self.attributes.add(child.attr)
+            elif isinstance(child, ast.alias):
+                stored.add(child.asname or child.name.partition(".")[0])
+        if isinstance(node, DEFINITION):
+            stored, local = {node.name}, local | stored
+        self.binds, self.uses = stored, loaded - local
+
+
+def _names(node: ast.expr) -> set[str]:
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+
+
+def _statements(body: Sequence[ast.stmt], conditions: Sequence[ast.stmt] = ()) -> Iterator[_Statement]:
+    for node in body:
+        if isinstance(node, ast.If):
+            yield from _statements(node.body, [*conditions, ast.Expr(node.test)])
+            yield from _statements(node.orelse, [*conditions, ast.Expr(ast.UnaryOp(ast.Not(), node.test))])
+        else:
+            yield _Statement(node, conditions)
+
+
+def measured_hash(text: str) -> str | None:
+    """Return the hash of what a recipe's measurements depend on, given its text; None if it measures nothing."""
+    return _measured_hash(text)
+
+
+@cache  # a build asks for it with each page
+def _measured_hash(text: str) -> str | None:
+    statements = [
+        statement
+        for kind, content in blocks(text)
+        if kind == "code"
+        for statement in _statements(ast.parse(content).body)
+    ]
+    _, timers = clock()
+    reached: set[int] = set()
+    for index, statement in enumerate(statements):
+        if not statement.is_definition:
+            needed = _needed(statements, index)
+            names = {name for place in needed for name in statements[place].uses | statements[place].attributes}
+            if names & (timers | TIMERS) or any(name.startswith(TABLE) for name in statement.binds):
+                reached |= needed
+    return code_hash(tree_hash(statements[index].tree) for index in sorted(reached)) if reached else None
+
+
+def _needed(statements: Sequence[_Statement], index: int) -> set[int]:
+    """Return the places of a statement and of those that it depends on."""
+    needed, left = {index}, [(index, index)]  # each with the place from which names are looked up
+    while left:
+        place, at = left.pop()
+        for name in statements[place].uses:
+            bound = next((other for other in reversed(range(at)) if name in statements[other].binds), None)
+            if bound is not None and bound not in needed:
+                needed.add(bound)
+                left.append((bound, at if statements[bound].is_definition else bound))
+    return needed
