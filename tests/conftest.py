@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_xdist_auto_num_workers() -> int | None:
     """Start as many processes as the GPU has memory for; without one, one more than cores, as some tests wait."""
-    memory, cores = detect()[0].memory, os.cpu_count() or 1
+    memory, cores = detect()[0].environment.memory, os.cpu_count() or 1
     return min(processes(memory), cores) if memory else cores + 1
 
 
@@ -102,12 +102,12 @@ def gallery(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def run_of_page(gallery: Path) -> Callable[[str], Run | None]:
     """Return a function for the run of a recipe's page, given `section/name`; None if it is not of the present code."""
-    pages, environments = Pages(ROOT / "docs" / "recipes"), detect()
-    codes = {task.recipe.key: task.code for task in make_tasks(load(gallery), read(ROOT))}
+    pages, environments = Pages(ROOT / "docs" / "recipes"), [slot.environment for slot in detect()]
+    hashes = {task.recipe.key: task.source_hash for task in make_tasks(load(gallery), read(ROOT))}
 
     def find(key: str) -> Run | None:
         run = pages.run(key)
-        return run if run and run.passed(codes[key], environments) else None
+        return run if run and run.passed(hashes[key], environments) else None
 
     return find
 

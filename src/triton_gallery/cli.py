@@ -32,9 +32,9 @@ from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.device import NoEnvironmentError, detect
 from triton_gallery.recipe.needs import missing, packages
 from triton_gallery.recipe.new import create
+from triton_gallery.records.files import BadRecordError
 from triton_gallery.records.page_cache import Pages, Run
 from triton_gallery.records.record_store import TOOLS, Records
-from triton_gallery.records.schemas import BadRecordError
 from triton_gallery.versions import matrix
 from triton_gallery.versions.trials import TrialError, newest_release, try_pair
 
@@ -223,7 +223,7 @@ def needs(options: argparse.Namespace) -> int:
 def sanitize_recipes(options: argparse.Namespace) -> int:
     """Run planted faults, which must be found, then the recipes' checks; note in their records what was clean."""
     chosen = _recipes(options.recipe)
-    (device, *_) = detect()
+    device = detect()[0].environment
     if not device.is_gpu:
         raise UsageError("torch sees no GPU here: compute-sanitizer watches one")
     recipes = [recipe for recipe in chosen if not missing(recipe.path, recipe.text, device.capability)]
@@ -375,7 +375,7 @@ def try_versions(options: argparse.Namespace) -> int:
             if error.tried is None:
                 continue
             tried = error.tried
-        faults = list(matrix.failures(tried, matrix.codes(chosen)))
+        faults = list(matrix.failures(tried, matrix.hashes(chosen)))
         failed += len(faults)
         for kind, what, fault in faults:
             console.print(Text(f"Triton {wanted}: {kind} {what}: {fault}"), style="red")
@@ -394,9 +394,9 @@ def results(options: argparse.Namespace) -> int:
     columns = ["recipe", "table", "x", "series", "value", "low", "high", "unit", "CPU us", "", "device", "state"]
     table = Table(*columns)
     for row in (Measurement(**figure) for figure in found["figures"]):
-        value, low, high, cpu = (_number(figure) for figure in (row.value, row.low, row.high, row.cpu_us))
+        value, low, high, cpu = (_number(figure) for figure in (row.value, row.p20, row.p80, row.cpu_us))
         cells = [row.recipe, row.table, f"{row.x_name} = {_x(row)}", row.series, value, low, high, row.unit, cpu]
-        table.add_row(*map(Text, [*cells, "CPU decided" if row.late else "", row.device, row.state]))
+        table.add_row(*map(Text, [*cells, "CPU decided" if row.cpu_bound else "", row.device, row.state]))
     console.print(table)
     table = Table("recipe", "work", "shape", "series", "value", "low", "high", "unit", "device", "state")
     for peer in found["peers"]:

@@ -15,10 +15,10 @@ from pathlib import Path
 from project import ROOT, Project, wait_until
 
 FAKE_GPU = """
-def _probe() -> list[Environment]:
+def _probe() -> list[Slot]:
     gpus = zip(*(os.environ[name].split(",") for name in ("TEST_GPU", "CUDA_VISIBLE_DEVICES")))
     rest = "9.0", int(float(os.environ["TEST_MEMORY"])), None, None, "2.11", "3.6", platform.python_version()
-    return [Environment(name, gpu, *rest) for name, gpu in gpus]
+    return [Slot(Environment(name, *rest), gpu) for name, gpu in gpus]
 
 
 if __name__"""

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 PACKAGES = (
     "bs4",
     "furo",
-    "jsonschema",
+    "msgspec",
     "matplotlib.pyplot",
     "myst_parser.sphinx_ext.main",
     "nbformat",

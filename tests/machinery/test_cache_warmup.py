@@ -3,7 +3,6 @@
 The GPUs are not there; `fake_gpus.py` says how.
 """
 
-import dataclasses
 import json
 import os
 import signal
@@ -12,12 +11,13 @@ from pathlib import Path
 
 import pytest
 from fake_gpus import GpuProject
+from msgspec import structs
 from project import HANGS, is_alive, wait_until
 
 from triton_gallery.execute.cache_warmup import LASTING, places
-from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.device import Environment, Slot
 
-GPU = Environment("Test GPU", "0", "9.0", 80_000_000_000, None, "13.0", "2", "3", "3.12")
+GPU = Environment("Test GPU", "9.0", 80_000_000_000, None, "13.0", "2", "3", "3.12")
 NOTES = """
 import json, os, time
 from pathlib import Path
@@ -74,18 +74,18 @@ def test_as_many_at_a_time_as_there_is_room_for(
 ) -> None:
     """Of cores, and of GPU memory; if that is no more than what runs timed, there is no warm-up."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
-    environments = [dataclasses.replace(GPU, visible=str(number), memory=int(memory)) for number in range(gpus)]
-    assert "".join(place.visible for place in places(environments, tasks)) == crowd
+    slots = [Slot(structs.replace(GPU, memory=int(memory)), str(number)) for number in range(gpus)]
+    assert "".join(place.visible for place in places(slots, tasks)) == crowd
 
 
 def test_no_warm_up_where_tuning_would_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(4))
-    assert len(places([GPU], 4)) == 4
-    assert not places([dataclasses.replace(GPU, visible=None, memory=None)], 4), "there is no GPU"
+    assert len(places([Slot(GPU, "0")], 4)) == 4
+    assert not places([Slot(structs.replace(GPU, memory=None), None)], 4), "there is no GPU"
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_AUTOTUNING"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "1")
-            assert not places([GPU], 4)
+            assert not places([Slot(GPU, "0")], 4)
 
 
 def test_warm_up_ends_before_the_first_timed_run(make_gpu_project: Callable[..., GpuProject], tmp_path: Path) -> None:

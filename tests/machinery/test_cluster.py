@@ -1,6 +1,5 @@
 """Recipes on the workers of a Dask cluster, or on GPUs of one machine: what each fault costs."""
 
-import dataclasses
 import json
 import re
 import signal
@@ -14,10 +13,11 @@ from pathlib import Path
 
 import pytest
 from fake_gpus import Cluster, GpuProject
+from msgspec import structs
 from project import HANGS, is_alive, wait_until
 
 from triton_gallery.execute.recording import FarmError, kinds
-from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.device import Environment, Slot
 
 
 @pytest.fixture
@@ -419,9 +419,8 @@ def test_torch_may_be_missing(make_gpu_project: Callable[..., GpuProject]) -> No
 
 def test_drivers_of_a_kind_are_alike() -> None:
     """Records of one folder are of one kind of environment."""
-    gpu = Environment("Test GPU", "0", "9.0", 1, "570", "13.0", "2", "3", "3.12")
-    assert kinds([gpu, dataclasses.replace(gpu, visible="1")], per_gpu_model=False) == [
-        [gpu, dataclasses.replace(gpu, visible="1")]
-    ]
+    gpu = Environment("Test GPU", "9.0", 1, "570", "13.0", "2", "3", "3.12")
+    alike = [Slot(gpu, "0"), Slot(gpu, "1")]
+    assert kinds(alike, per_gpu_model=False) == [alike]
     with pytest.raises(FarmError, match="Test GPU are unlike: driver 570 and 580;"):
-        kinds([gpu, dataclasses.replace(gpu, driver="580")], per_gpu_model=True)
+        kinds([alike[0], Slot(structs.replace(gpu, driver="580"), "1")], per_gpu_model=True)

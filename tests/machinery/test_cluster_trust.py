@@ -1,12 +1,11 @@
 """Whom the command trusts: what it asks of a cluster before it sends code there, and takes results from it."""
 
-import dataclasses
-import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from fake_gpus import Cluster, GpuProject
 
@@ -14,7 +13,7 @@ from triton_gallery.execute.dask.cluster import connect
 from triton_gallery.execute.recording import FarmError
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment
-from triton_gallery.recipe.outputs import Frame, Output, from_json
+from triton_gallery.recipe.outputs import Frame, Output
 from triton_gallery.recipe.tables import Table
 from triton_gallery.records.page_cache import Pages, Run
 
@@ -111,25 +110,28 @@ def test_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LIES = """
-def run(task, environment):
-    import dataclasses, json, os, pickle
+def run(task, slot):
+    import json, os, pickle
+    import msgspec
     from triton_gallery.execute import supervisor
 
     name = task.recipe.name
     if name == "honest":
-        return supervisor.run(task, environment)
-    result, _ = supervisor.failed(task, environment, None, "")
+        return supervisor.run(task, slot)
+    result, _ = supervisor.failed(task, slot.environment, None, "")
     files = {f"things/{name}.{ending}": b"a page" for ending in ("rst", "py")}
     if name == "other_gpu":
-        result = dataclasses.replace(result, environment=dataclasses.replace(environment, name="Other GPU"))
+        other = msgspec.structs.replace(slot.environment, name="Other GPU")
+        result = msgspec.structs.replace(result, environment=other)
     strays = {"outside": "../../outside.rst", "absolute": %r, "another": "things/honest.rst"}
     files |= {strays[name]: b"a lie"} if name in strays else {}
+    fields = msgspec.to_builtins(result)
     answers = {
         "pickled": pickle.dumps((result, files)),
         "cut": b'[{"code": "0',
-        "typed": json.dumps([{**dataclasses.asdict(result), "seconds": "soon"}, {}]).encode(),
-        "few": json.dumps([dataclasses.asdict(result)]).encode(),
-        "encoded": json.dumps([dataclasses.asdict(result), {"things/encoded.rst": "?"}]).encode(),
+        "typed": json.dumps([{**fields, "seconds": "soon"}, {}]).encode(),
+        "few": json.dumps([fields]).encode(),
+        "encoded": json.dumps([fields, {"things/encoded.rst": "?"}]).encode(),
     }
     if name in answers:
         open("answer", "wb").write(answers[name])
@@ -145,9 +147,9 @@ REFUSED = {
     "other_gpu": "the answer is no result: it is of other code or another GPU",
     "pickled": "the answer is no result: 'utf-8' codec can't decode byte 0x80",
     "cut": "the answer is no result: Unterminated string",
-    "typed": "the answer is no result: 'soon' is no float",
-    "few": "the answer is no result: not enough values to unpack",
-    "encoded": "the answer is no result: ",
+    "typed": "the answer is no result: Expected `float`, got `str` - at `$[0].seconds`",
+    "few": "the answer is no result: Expected `array` of length 2, got 1",
+    "encoded": "the answer is no result: Invalid base64 encoded string - at `$[1][...]`",
 }
 
 
@@ -173,22 +175,22 @@ def test_worker_that_lies_is_refused(
     assert not (tmp_path / "absolute.rst").exists()
 
 
-GPU = Environment("Test GPU", "0", "9.0", 1, None, None, "2", "3", "3.12")
+GPU = Environment("Test GPU", "9.0", 1, None, None, "2", "3", "3.12")
 RUN = Run(
-    "0" * 16,
     GPU,
     "2026-01-01T00:00:00+00:00",
     1,
-    outputs=[
+    [
         Output(
             "1" * 16,
             "text",
             ["sphx_glr_one_001.png"],
             Frame(["a"], [["1"]]),
-            [Table("results", "n", "GB/s", [1.0, "two"], {"Triton": [1.0, None]})],
+            [Table("results", "n", "GB/s", [1.0, "two"], {"Triton": [1.0, None]}, {}, {}, {}, {})],
         )
     ],
     packages={"pip": "1"},
+    source_hash="0" * 16,
     missing=["pop"],
 )
 FILES = ["one.rst", "one.py", "one.ipynb", "images/sphx_glr_one_001.png", "images/thumb/sphx_glr_one_thumb.png"]
@@ -240,9 +242,10 @@ def test_page_without_its_files_failed(tmp_path: Path, name: str) -> None:
         ("seconds", "1"),
         ("seconds", True),
         ("date", "today"),
+        ("date", "2026-13-01T00:00:00+00:00"),
         ("failure", ["what"]),
-        ("environment", {**dataclasses.asdict(GPU), "memory": "1"}),
-        ("environment", {}),
+        ("device", {**msgspec.to_builtins(GPU), "memory": "1"}),
+        ("device", {}),
         ("outputs", {}),
         ("outputs", [{"code": 1}]),
         ("outputs", [{"code": "1", "tables": [{"name": "results"}]}]),
@@ -253,9 +256,9 @@ def test_page_without_its_files_failed(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_types_of_a_run_are_checked(field: str, value: object) -> None:
-    fields = json.loads(json.dumps(dataclasses.asdict(RUN)))
-    assert from_json(Run, fields) == RUN
+    fields = msgspec.to_builtins(RUN)
+    assert msgspec.convert(fields, Run) == RUN
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - whatever it says
-        from_json(Run, {**fields, field: value})
+        msgspec.convert({**fields, field: value}, Run)
     assert str(refused.value)
     assert "\n" not in str(refused.value)

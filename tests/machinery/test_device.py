@@ -25,7 +25,7 @@ RANGE = "the gallery runs on Triton 3.6 to 3.9 and PyTorch 2.11 to 2.15, see doc
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (environment,) = detect()
+    ((environment, _),) = detect()
     assert environment.name == INTERPRETER
     assert not environment.is_gpu
     assert environment.torch == torch.__version__
@@ -33,7 +33,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU; run on one")
 def test_with_gpus() -> None:
-    environments = detect()
+    environments = [slot.environment for slot in detect()]
     assert len(environments) == torch.cuda.device_count()
     assert environments[0].name == torch.cuda.get_device_name(0)
     assert environments[0].driver
@@ -53,7 +53,7 @@ def test_without_a_driver_torch_is_not_imported(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "torch" / "version.py").write_text("__version__ = '9.9+cpu'\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (environment,) = detect()
+    ((environment, _),) = detect()
     assert (environment.name, environment.torch) == (INTERPRETER, "9.9+cpu")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (tmp_path / "torch" / "version.py").write_text("__version__, hip = '9.9+rocm', '7.0'\n")
@@ -63,7 +63,7 @@ def test_without_a_driver_torch_is_not_imported(monkeypatch: pytest.MonkeyPatch,
 
 def environment(torch: str = "2.13.0+cpu", triton: str = "3.7.1", gpu: bool = False) -> Environment:
     """Return an environment with these versions."""
-    return Environment("a device", "0" if gpu else None, None, None, None, None, torch, triton, "3.11.9")
+    return Environment("a device", *(("9.0", 1) if gpu else (None, None)), None, None, torch, triton, "3.11.9")
 
 
 @pytest.mark.parametrize(

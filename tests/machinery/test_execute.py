@@ -3,7 +3,6 @@
 One small gallery has a recipe for each fault and a good one; it is built a few times.
 """
 
-import dataclasses
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from bs4 import BeautifulSoup
+from msgspec import structs
 from project import HANGS, LEAVES, Project, is_alive, wait_until
 
 from triton_gallery.execute import settings
@@ -175,7 +175,7 @@ def test_changed_prose_is_laid_out_without_a_run(make_project: Callable[..., Pro
 def test_changed_environment_runs_again(healthy: Project) -> None:
     path = healthy.root / "docs" / "recipes" / "things" / "good.run.json"
     run = json.loads(path.read_text())
-    run["environment"]["torch"] = "1.0"
+    run["device"]["torch"] = "1.0"
     path.write_text(json.dumps(run))
     _, output = healthy.build()
     assert executed(output) == {"good"}
@@ -293,7 +293,7 @@ def test_page_is_whole_or_not_there(make_project: Callable[..., Project]) -> Non
             pages.install(recipe, {**files, name: None}, run)  # it ends at this file
         assert pages.run(recipe.key) is None
     with pytest.raises(TypeError):
-        pages.install(recipe, files, dataclasses.replace(run, detail=object()))
+        pages.install(recipe, files, structs.replace(run, detail=object()))
     assert pages.run(recipe.key) is None
     pages.install(recipe, files, run)
     assert pages.run(recipe.key) == run

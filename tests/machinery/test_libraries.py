@@ -1,8 +1,8 @@
 """Figures beside other libraries': what is written, shown and refused. No GPU is needed: none is measured here."""
 
-import dataclasses
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
+from msgspec import structs
 from project import ROOT, Project
 
 from triton_gallery.libraries import measure
@@ -17,10 +18,10 @@ from triton_gallery.libraries.peer_rows import PeerRow, load_all, merge, table_o
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.hashes import hash_of
-from triton_gallery.records.schemas import BadRecordError, Device
+from triton_gallery.records.files import BadRecordError
 
 EVIL = '<script>alert("evil")</script>'
-ENVIRONMENT = Environment("Test GPU 9000", "0", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")
+ENVIRONMENT = Environment("Test GPU 9000", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")
 DATE, COMMIT = "2026-01-02T03:04:05+00:00", "0123456789abcdef0123"
 RATES = {"Triton": [300.0, 290.0, 310.0], "PyTorch": [100.0, 99.0, 101.0], "Roof": [400.0, 399.0, 401.0]}
 TIED = {**RATES, "Liger": [303.0, 295.0, 304.0]}
@@ -49,11 +50,10 @@ def project(built: Project, tmp_path: Path) -> Project:
 def a_row(project: Project, name: str, work: str, shape: list[int], rates: dict, **others: object) -> PeerRow:
     """Return a row of a recipe's present code."""
     (recipe,) = (recipe for recipe in load(project.root / "gallery") if recipe.name == name)
-    device = Device(**ENVIRONMENT.kind)
     row = PeerRow(
-        recipe.key, work, shape, "GB/s", hash_of(recipe), device, DATE, COMMIT, {"liger-kernel": "0.8.5"}, rates
+        recipe.key, work, shape, "GB/s", hash_of(recipe), ENVIRONMENT, DATE, COMMIT, {"liger-kernel": "0.8.5"}, rates
     )
-    return dataclasses.replace(row, **others)
+    return structs.replace(row, **others)
 
 
 def keep(project: Project, *rows: PeerRow, known: Sequence[PeerRow] = ()) -> Path | None:
@@ -116,8 +116,8 @@ def test_rows_are_merged_one_by_one(project: Project) -> None:
     first, second, third = three(project)
     keep(project, first, second, third)
     later = {"date": "2026-05-06T07:08:09+00:00", "commit": None, "packages": {}}
-    newer = dataclasses.replace(second, rates=RATES, device=dataclasses.replace(first.device, torch="3.0"), **later)
-    further = dataclasses.replace(second, shape=[8, 3])
+    newer = structs.replace(second, rates=RATES, environment=structs.replace(first.environment, torch="3.0"), **later)
+    further = structs.replace(second, shape=[8, 3])
     keep(project, further, newer, known=[first, second, further, third])
     assert read(project) == [first, newer, further, third], "they have the order of what is known"
     keep(project, first, known=[first, third])
@@ -126,7 +126,7 @@ def test_rows_are_merged_one_by_one(project: Project) -> None:
 
 def test_sizes_of_a_work_are_one_table(project: Project) -> None:
     _, second, _ = three(project)
-    table = table_of([second, dataclasses.replace(second, shape=[1, 3], rates={"Triton": [2.0, 1.0, 3.0]})])
+    table = table_of([second, structs.replace(second, shape=[1, 3], rates={"Triton": [2.0, 1.0, 3.0]})])
     assert table.xs == [f"1{BY}3", f"8{BY}2"], "the smallest comes first"
     assert table.series == {
         "Triton": [2.0, 300.0],
@@ -197,8 +197,8 @@ def test_recipe_shows_its_rows(project: Project) -> None:
 
 def test_rows_of_several_runs_say_which(project: Project) -> None:
     first, second, third = three(project)
-    software = dataclasses.replace(first.device, torch="3.0", driver=None)
-    newer = dataclasses.replace(second, device=software, date="2027-01-01T00:00:00+00:00", packages={}, commit=None)
+    software = structs.replace(first.environment, torch="3.0", driver=None)
+    newer = structs.replace(second, environment=software, date="2027-01-01T00:00:00+00:00", packages={}, commit=None)
     keep(project, first, newer, third)
     page = shown(project)
     assert captions(page) == [f"Test GPU 9000 · {FACTS}", "Test GPU 9000 · 2027-01-01 00:00 · torch 3.0 · triton 3.99"]
@@ -220,7 +220,7 @@ def test_many_runs_are_folded_and_nobody_has_an_empty_column(project: Project) -
 
 def test_each_unit_has_its_table(project: Project) -> None:
     first, second, third = three(project)
-    keep(project, first, dataclasses.replace(second, unit="TFLOP/s"), third)
+    keep(project, first, structs.replace(second, unit="TFLOP/s"), third)
     titles = [table.select("th")[4].text.strip() for table in shown(project).select("table.peers")]
     assert titles == ["Triton Gallery (GB/s)", "Triton Gallery (TFLOP/s)"]
 
@@ -312,8 +312,8 @@ def results(project: Project, *arguments: str) -> str:
 
 def test_devices_stand_below_each_other(project: Project) -> None:
     record(project)
-    other = Environment("Other GPU", "0", "8.0", 1, None, None, "2.99", "3.99", "3.11")
-    record(project, device=Device(**other.kind))
+    other = Environment("Other GPU", "8.0", 1, None, None, "2.99", "3.99", "3.11")
+    record(project, environment=other)
     page = shown(project)
     assert len(page.select("table.peers")) == 2
     assert captions(page)[0].startswith(f"Other GPU · {WHEN} · torch 2.99 · ")
@@ -324,14 +324,16 @@ def test_devices_stand_below_each_other(project: Project) -> None:
 
 BREAKS = {
     "cut short": (lambda text: text[: len(text) // 2], "not JSON, perhaps cut short"),
-    "wrong schema": (lambda text: text.replace('"schema": 2', '"schema": 3'), r"\$\.schema: 2 was expected"),
-    "unknown field": (lambda text: text.replace('"commit"', '"evil": 1, "commit"'), "'evil' was unexpected"),
-    "text for a number": (lambda text: text.replace("290.0", '"<b>"'), "is not of type"),
-    "another unit": (lambda text: text.replace('"GB/s"', '"calls/s"', 1), "'calls/s' is not one of"),
-    "no rate of ours": (lambda text: text.replace('"Triton"', '"Titan"', 1), "'Triton' is a required property"),
-    "two of three": (lambda text: text.replace("300.0,", "", 1), "is too short"),
-    "no rate at all": (lambda text: text.replace("300.0", "0.0", 1), "0.0 is less than or equal to"),
-    "a path for a recipe": (lambda text: text.replace("things/one", "../one"), "does not match"),
+    "newer schema": (lambda text: text.replace('"schema": 2', '"schema": 3'), "of version 3, this project reads"),
+    "unknown field": (lambda text: text.replace('"commit"', '"evil": 1, "commit"'), "unknown field `evil`"),
+    "missing field": (lambda text: re.sub('"unit": .*', "", text, count=1), "missing required field `unit`"),
+    "no GPU": (lambda text: text.replace('"memory": 1', '"memory": null', 1), "its device is no GPU"),
+    "text for a number": (lambda text: text.replace("290.0", '"<b>"'), "Expected `float`, got `str`"),
+    "another unit": (lambda text: text.replace('"GB/s"', '"calls/s"', 1), r"regex .* - at `\$\.rows\[0\]\.unit`"),
+    "no rate of ours": (lambda text: text.replace('"Triton"', '"Titan"', 1), r"no rate of Triton - at `\$\.rows\[0\]`"),
+    "two of three": (lambda text: text.replace("300.0,", "", 1), "`array` of length >= 3"),
+    "no rate at all": (lambda text: text.replace("300.0", "0.0", 1), "`float` > 0.0"),
+    "a path for a recipe": (lambda text: text.replace("things/one", "../one"), "matching regex"),
     "another device": (lambda text: text.replace("9000", "9001"), "it is that of another device, Test GPU 9001"),
 }
 
@@ -360,7 +362,7 @@ def test_what_does_not_fit_is_not_written(project: Project) -> None:
     path = record(project)
     before = path.read_bytes()
     row = a_row(project, "one", "one, forward", [131072, 1024], {"Triton": [0.0, 0.0, 0.0]})
-    with pytest.raises(BadRecordError, match=r"\$\.rows\[0\]\.rates\.Triton"):
+    with pytest.raises(BadRecordError, match=r"`float` > 0\.0 - at `\$\.rows\[0\]\.rates"):
         keep(project, row)
     assert path.read_bytes() == before
     assert {file.name for file in path.parent.iterdir()} == {"one.json", "two.json"}

@@ -1,12 +1,12 @@
 """A recipe whose environment is not here is shown from its record, and executed as soon as the environment is there."""
 
-import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
+from msgspec import structs
 from project import ROOT, Project
 
 from triton_gallery.recipe.contents import load
@@ -75,16 +75,16 @@ def test_record_stands_in(project: Project) -> None:
     run = Pages(project.root / "docs" / "recipes").run("things/rare")
     assert run
     records = Records(project.root / "docs" / "_records")
-    gpu = dataclasses.replace(run.environment, name="Test GPU", visible="0", capability="9.0", memory=1)
+    gpu = structs.replace(run.environment, name="Test GPU", capability="9.0", memory=1)
     with pytest.raises(ValueError, match="nothing to record"):
-        records.write(recipe, dataclasses.replace(run, environment=gpu), {}, None)
+        records.write(recipe, structs.replace(run, environment=gpu), {}, None)
     (output,) = run.outputs
-    recorded = dataclasses.replace(
+    recorded = structs.replace(
         run,
         environment=gpu,
         missing=[],
         packages={"rare-package": "2.1"},
-        outputs=[dataclasses.replace(output, text="made with rare_package")],
+        outputs=[structs.replace(output, text="made with rare_package")],
     )
     records.write(recipe, recorded, {}, None)
     status, text = project.build()

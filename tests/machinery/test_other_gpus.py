@@ -1,6 +1,5 @@
 """What compilers make of kernels for GPUs that are not here: that it is told, and that it is true."""
 
-import dataclasses
 import json
 import os
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
+from msgspec import structs
 from project import Project
 
 from triton_gallery.compiled import store
@@ -24,9 +24,9 @@ from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.kernels import module_of
 from triton_gallery.recipe.launches import Launch, typical
 from triton_gallery.recipe.op import Op
+from triton_gallery.records.files import BadRecordError
 from triton_gallery.records.page_cache import Pages
 from triton_gallery.records.record_store import Records
-from triton_gallery.records.schemas import BadRecordError
 
 GPU = {gpu.key: gpu for gpu in GPUS}
 HEAD = "import os\nimport triton\nimport triton.language as tl\n\n"
@@ -70,6 +70,11 @@ def launch(
     places = [[place] for place in range(len(kinds))] if aligned else []
     constants = [] if block is None else [[[len(kinds)], block]]
     return Launch(kernel, kinds | ({} if block is None else {"BLOCK": "constexpr"}), constants, places, options)
+
+
+def fits(**numbers: int) -> Compiled:
+    """Return what a compiler made of a launch, with these numbers and the others 0."""
+    return structs.replace(Compiled.failed(""), failure=None, **numbers)
 
 
 NARROW = """
@@ -283,7 +288,7 @@ def test_occupancy(gpu: str, warps: int, registers: int, shared: int, expected: 
 
 def test_more_threads_than_a_program_has() -> None:
     """Thirty-two warps are 1024 threads on NVIDIA's GPUs and 2048 on AMD's."""
-    compiled = Compiled(registers=32, warps=32)
+    compiled = fits(registers=32, warps=32)
     assert compiled.verdict(GPU["sm_90"])[0] == FITS
     assert compiled.verdict(GPU["gfx942"]) == (TOO_LARGE, "32 warps of 64 threads are more than the 1024 of a program")
 
@@ -521,20 +526,20 @@ LARGE = "copy_kernel[(1,)](x, out, 100, BLOCK=1024, num_warps=32)"
 
 
 def test_what_is_worse() -> None:
-    fits, spills = Compiled(registers=32, warps=4), Compiled(registers=255, spilled=16, warps=4)
-    fails = Compiled(failure="no")
+    small, spills = fits(registers=32, warps=4), fits(registers=255, spilled=16, warps=4)
+    fails = Compiled.failed("no")
 
     def kept(compiled: Compiled) -> Targets:
         return Targets("0" * 16, "", "", [Kernel(COPYING, {"sm_90": compiled})])
 
-    assert list(store.worse(kept(fits), kept(fits))) == []
+    assert list(store.worse(kept(small), kept(small))) == []
     assert list(store.worse(kept(fails), kept(spills))) == []
-    ((is_error, what),) = store.worse(kept(fits), kept(spills))
+    ((is_error, what),) = store.worse(kept(small), kept(spills))
     assert (is_error, what) == (False, "copy_kernel spills 16 bytes a thread on H100, H200, before 0")
-    ((is_error, what),) = store.worse(kept(fits), kept(fails))
+    ((is_error, what),) = store.worse(kept(small), kept(fails))
     assert (is_error, what) == (True, "copy_kernel does not compile on H100, H200, though it fitted before: no")
     # A record brought another launch: that one fits less is told, and stops nobody.
-    ((is_error, what),) = store.worse(kept(fits), dataclasses.replace(kept(fails), launched_by="Test GPU"))
+    ((is_error, what),) = store.worse(kept(small), structs.replace(kept(fails), launched_by="Test GPU"))
     assert not is_error
     assert what.endswith("fitted before: no (as Test GPU launched it; before,  did)")
 
@@ -554,13 +559,13 @@ def test_not_meant_for(make_project: Callable[..., Project]) -> None:
     copies, one = found.kernels
     assert [kernel.verdict(GPU["gfx942"])[0] for kernel in (copies, one)] == [UNMEANT, FITS]
     assert found.verdict(GPU["gfx942"], None) == (FITS, "")
-    assert dataclasses.replace(found, kernels=[copies]).verdict(GPU["gfx942"], None) == (UNMEANT, "")
+    assert structs.replace(found, kernels=[copies]).verdict(GPU["gfx942"], None) == (UNMEANT, "")
 
 
 def test_the_kernels_of_the_op_count() -> None:
     """What a page's other kernels come to is no fault of its op."""
     gpu = GPU["sm_90"]
-    compiled = {"_op_kernel": Compiled(), "first_kernel": Compiled(failure="no")}
+    compiled = {"_op_kernel": fits(), "first_kernel": Compiled.failed("no")}
     both = Targets("code", "a GPU", "3.7.1", [Kernel(launch(name, {}), {gpu.key: of}) for name, of in compiled.items()])
     assert both.verdict(gpu, Op("op", "An op", [], "@triton.jit\ndef _op_kernel():\n    pass\n")) == (FITS, "")
     assert both.verdict(gpu, None) == (FAILED, "first_kernel")
@@ -574,7 +579,8 @@ def test_bad_file_is_refused(project: Project, made: tuple[Recipe, Targets], tmp
     content = json.loads(path.read_text())
     content["kernels"][0]["on"]["sm_90"]["registers"] = "many"
     path.write_text(json.dumps(content))
-    with pytest.raises(BadRecordError, match=re.escape(f"{path}: $.kernels[0].on.sm_90.registers")):
+    reason = f"{path}: Expected `int`, got `str` - at `$.kernels[0].on[...].registers`"
+    with pytest.raises(BadRecordError, match=re.escape(reason)):
         store.load(tmp_path, recipe)
 
 
@@ -584,12 +590,12 @@ def test_launches_of_a_record_come_first(project: Project, made: tuple[Recipe, T
     run = Pages(project.root / "docs" / "recipes").run(recipe.key)
     assert run
     assert launched(recipe, run, Records(tmp_path)) == (run.launches, "Triton's interpreter on CPU")
-    gpu = dataclasses.replace(run.environment, name="Test GPU", visible="0", capability="9.0", memory=1)
-    on_gpu = dataclasses.replace(run, environment=gpu, launches=[COPYING])
+    gpu = structs.replace(run.environment, name="Test GPU", capability="9.0", memory=1)
+    on_gpu = structs.replace(run, environment=gpu, launches=[COPYING])
     Records(tmp_path).write(recipe, on_gpu, {}, None)
     assert launched(recipe, run, Records(tmp_path)) == ([COPYING], "Test GPU")
     assert not is_current(recipe, found, Records(tmp_path))
-    assert is_current(recipe, dataclasses.replace(found, launched_by="Test GPU"), Records(tmp_path))
+    assert is_current(recipe, structs.replace(found, launched_by="Test GPU"), Records(tmp_path))
 
 
 def test_gpus_are_distinct() -> None:

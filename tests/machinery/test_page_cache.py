@@ -15,12 +15,12 @@ from triton_gallery.recipe.outputs import Output
 from triton_gallery.records.page_cache import Pages, Run
 from triton_gallery.records.record_store import Records
 
-GPU = Environment("Test GPU", "0", "9.0", 1, None, "13.0", "2", "3", "3.12")
+GPU = Environment("Test GPU", "9.0", 1, None, "13.0", "2", "3", "3.12")
 
 
 def run_with(figures: list[str]) -> Run:
     """Return a run of one cell that drew these."""
-    return Run("", GPU, "2026-01-01T00:00:00+00:00", 1.0, outputs=[Output("0" * 16, "", figures)])
+    return Run(GPU, "2026-01-01T00:00:00+00:00", 1.0, [Output("0" * 16, "", figures, None, [])], source_hash="")
 
 
 def page_of(recipe: Recipe, **figures: bytes) -> dict[str, bytes]:

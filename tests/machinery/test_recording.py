@@ -17,19 +17,19 @@ from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.hashes import cell_hash
 from triton_gallery.recipe.outputs import Output
+from triton_gallery.records.files import BadRecordError
 from triton_gallery.records.page_cache import Run
 from triton_gallery.records.record_store import Records
-from triton_gallery.records.schemas import BadRecordError
 
-GPU = Environment("Test GPU", "0", "9.0", 1, None, "13.0", "2", "3", "3.12")
+GPU = Environment("Test GPU", "9.0", 1, None, "13.0", "2", "3", "3.12")
 FIGURES = ["sphx_glr_matmul_001.png", "sphx_glr_matmul_002.png"]
 DRAWS = "import matplotlib.pyplot as plt\n\nplt.plot([1, 2])\nplt.show()"
 
 
 def make_run(text: str) -> Run:
     """Return a run of one cell with this output and two figures."""
-    output = Output(cell_hash("x = 1"), text, FIGURES)
-    return Run("0", GPU, "2026-01-02T03:04:05+00:00", 1.0, outputs=[output])
+    output = Output(cell_hash("x = 1"), text, FIGURES, None, [])
+    return Run(GPU, "2026-01-02T03:04:05+00:00", 1.0, [output], source_hash="0")
 
 
 def write(records: Records, what: str) -> None:

@@ -3,7 +3,6 @@
 No GPU is needed: a run that passed here is written as if a GPU had executed it.
 """
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -17,15 +16,16 @@ import nbformat
 import pytest
 from bs4 import BeautifulSoup
 from fake_gpus import GpuProject
+from msgspec import structs
 from project import Project
 
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.hashes import cell_hash, code_hash
 from triton_gallery.recipe.outputs import Frame, Output
 from triton_gallery.recipe.tables import Table
+from triton_gallery.records.files import BadRecordError
 from triton_gallery.records.page_cache import Pages, Run
-from triton_gallery.records.record_store import SCHEMA_VERSION, Records
-from triton_gallery.records.schemas import BadRecordError
+from triton_gallery.records.record_store import Records
 from triton_gallery.site import chart
 from triton_gallery.site.notebook import OURS
 
@@ -51,6 +51,10 @@ TABLE = Table(
     "GB/s",
     [1024.0, 2048.0],
     {"Triton": [10.0, 300.0], "PyTorch": [20.0, 100.0], "torch.compile": [None, 150.0], "Roof": [400.0, 400.0]},
+    p20={},
+    p80={},
+    cpu={},
+    cpu_bound={},
 )
 
 
@@ -79,13 +83,13 @@ def as_if_on_a_gpu(project: Project) -> Run:
     """Return the recipe's run, with the outputs and the environment that a GPU would give."""
     run = Pages(project.root / "docs" / "recipes").run("things/guarded")
     assert run
-    environment = dataclasses.replace(
-        run.environment, name="Test GPU 9000", visible="0", capability="9.0", memory=1, driver="1.2", cuda="13.0"
+    environment = structs.replace(
+        run.environment, name="Test GPU 9000", capability="9.0", memory=1, driver="1.2", cuda="13.0"
     )
     first, second, third = run.outputs
-    second = dataclasses.replace(second, text=EVIL, frame=Frame(["a"], [[EVIL]]))
-    third = dataclasses.replace(third, tables=[TABLE])
-    return dataclasses.replace(run, environment=environment, outputs=[first, second, third])
+    second = structs.replace(second, text=EVIL, frame=Frame(["a"], [[EVIL]]))
+    third = structs.replace(third, tables=[TABLE])
+    return structs.replace(run, environment=environment, outputs=[first, second, third])
 
 
 def write(project: Project) -> Path:
@@ -164,8 +168,8 @@ def test_rest_of_an_output_is_shown(make_project: Callable[..., Project]) -> Non
     project.write(guarded=GUARDED.replace("x = 1", 'print("on any machine")\n\nx = 1'))
     project.build()
     run = as_if_on_a_gpu(project)
-    first = dataclasses.replace(run.outputs[0], text="on any machine\nand on a GPU")
-    run = dataclasses.replace(run, outputs=[first, *run.outputs[1:]])
+    first = structs.replace(run.outputs[0], text="on any machine\nand on a GPU")
+    run = structs.replace(run, outputs=[first, *run.outputs[1:]])
     Records(project.root / "docs" / "_records").write(recipe(project), run, {}, None)
     project.build()
     page = BeautifulSoup(project.page("guarded"), "html.parser")
@@ -266,9 +270,9 @@ def test_outputs_of_two_machines_stand_side_by_side(make_project: Callable[..., 
         8: {"frame": Frame(["", "a"], [["0", "there"]])},
         10: {"text": "after"},
     }.items():
-        recorded[index] = dataclasses.replace(recorded[index], **changes)
-    gpu = dataclasses.replace(run.environment, name="Test GPU", visible="0", capability="9.0", memory=1)
-    run = dataclasses.replace(run, environment=gpu, outputs=list(recorded.values()))
+        recorded[index] = structs.replace(recorded[index], **changes)
+    gpu = structs.replace(run.environment, name="Test GPU", capability="9.0", memory=1)
+    run = structs.replace(run, environment=gpu, outputs=list(recorded.values()))
     records = Records(project.root / "docs" / "_records")
     records.write(recipe(project), run, pages.figures(recipe(project)), None)
     (record,) = records.of(recipe(project))
@@ -305,12 +309,8 @@ def test_gpu_shows_its_own_outputs(make_gpu_project: Callable[..., GpuProject]) 
     assert status == 0, output
     run = Pages(project.root / "docs" / "recipes").run("things/guarded")
     assert run
-    outputs = [
-        dataclasses.replace(output, text=text) for output, text in zip(run.outputs, ["other", "more"], strict=True)
-    ]
-    Records(project.root / "docs" / "_records").write(
-        recipe(project), dataclasses.replace(run, outputs=outputs), {}, None
-    )
+    outputs = [structs.replace(output, text=text) for output, text in zip(run.outputs, ["other", "more"], strict=True)]
+    Records(project.root / "docs" / "_records").write(recipe(project), structs.replace(run, outputs=outputs), {}, None)
     status, output = project.build()
     assert status == 0, output
     page = BeautifulSoup(project.page("guarded"), "html.parser")
@@ -376,32 +376,62 @@ def test_moving_a_border_between_cells_changes_the_code() -> None:
 BREAKS = {
     "cut short": (lambda text: text[: len(text) // 2], "not JSON, perhaps cut short"),
     "newer schema": (
-        lambda text: text.replace(f'"schema": {SCHEMA_VERSION}', f'"schema": {SCHEMA_VERSION + 1}'),
-        f"this record is of version {SCHEMA_VERSION + 1}, this project reads up to {SCHEMA_VERSION}",
+        lambda text: text.replace('"schema": 2', '"schema": 3, "more": 1'),
+        "its schema is of version 3, this project reads version 2",
     ),
-    "wrong schema": (lambda text: text.replace(f'"schema": {SCHEMA_VERSION}', '"schema": "one"'), r"\$\.schema: "),
-    "unknown field": (lambda text: text.replace('"commit"', '"evil": 1, "commit"'), "'evil' was unexpected"),
+    "older schema": (lambda text: text.replace('"schema": 2', '"schema": 1'), "its schema is of version 1"),
+    "wrong schema": (lambda text: text.replace('"schema": 2', '"schema": "2"'), r"got `str` - at `\$\.schema`"),
+    "no schema": (lambda text: text.replace('"schema": 2,', ""), "missing required field `schema`"),
+    "unknown field": (lambda text: text.replace('"commit"', '"evil": 1, "commit"'), "contains unknown field `evil`"),
+    "unknown field of a table": (
+        lambda text: text.replace('"unit"', '"evil": 1, "unit"'),
+        r"contains unknown field `evil` - at `\$\.outputs\[2\]\.tables\[0\]`",
+    ),
+    "missing field": (lambda text: text.replace('"commit": null,', ""), "missing required field `commit`"),
+    "missing field of an output": (
+        lambda text: text.replace('"text": "",', "", 1),
+        r"missing required field `text` - at `\$\.outputs\[0\]`",
+    ),
+    "missing field of a table": (lambda text: text.replace('"high": {},', ""), "missing required field `high`"),
+    "bad hash": (
+        lambda text: re.sub(r'"code": "[0-9a-f]{16}"', '"code": "0"', text, count=1),
+        r"matching regex .* - at `\$\.code`",
+    ),
+    "bad date": (lambda text: re.sub('"date": "[^"]*"', '"date": "today"', text), r"matching regex .* - at `\$\.date`"),
+    "bad commit": (lambda text: text.replace('"commit": null', '"commit": "HEAD"'), r"regex .* - at `\$\.commit`"),
+    "no GPU": (lambda text: text.replace('"capability": "9.0"', '"capability": null'), "its device is no GPU"),
+    "unknown tool": (lambda text: text.replace('"sanitized": []', '"sanitized": ["none"]'), r"at `\$\.sanitized\[0\]`"),
     "missing figure": (
         lambda text: text.replace('"figures": []', '"figures": ["gone.png"]', 1),
         "its figure gone.png is missing",
     ),
-    "figure elsewhere": (lambda text: text.replace('"figures": []', '"figures": ["../x.png"]', 1), "does not match"),
-    "text for a number": (lambda text: text.replace("300.0", '"<b>"'), "is not of type"),
+    "figure elsewhere": (
+        lambda text: text.replace('"figures": []', '"figures": ["../x.png"]', 1),
+        r"'\.\./x\.png' is no name of a figure",
+    ),
+    "text for a number": (
+        lambda text: text.replace("300.0", '"<b>"'),
+        r"Expected `float \| null`, got `str` - at `\$\.outputs\[2\]\.tables\[0\]\.series\[\.\.\.\]\[1\]`",
+    ),
     "zero rate": (lambda text: text.replace("300.0", "0.0"), "results: a rate is not between 1e-18 and 1e"),
     "negative rate": (lambda text: text.replace("300.0", "-1.0"), "results: a rate is not between"),
-    "number too large": (lambda text: text.replace("300.0", "1" + 400 * "0"), "results: a rate is not between"),
-    "not a number": (lambda text: text.replace("300.0", "NaN"), "not JSON compliant"),
-    "not finite": (lambda text: text.replace("300.0", "1e999"), "not JSON compliant"),
+    "number too large": (lambda text: text.replace("300.0", "1" + 400 * "0"), "Number out of range"),
+    "not a number": (lambda text: text.replace("300.0", "NaN"), "not JSON"),
+    "not finite": (lambda text: text.replace("300.0", "1e999"), "Number out of range"),
     "not finite elsewhere": (
         lambda text: re.sub(r'"seconds": [\d.]+', '"seconds": -Infinity', text),
-        "not JSON compliant",
+        "not JSON",
     ),
     "x too large": (lambda text: text.replace("2048.0", "1e300"), r"results: a value of N is not finite, or above 1e"),
     "x twice": (lambda text: text.replace("2048.0", "1024"), "results: a value of N stands twice"),
     "no rows": (lambda text: re.sub(r"(?<=: )\[[^a-z\[\]]*\d\.0[^a-z\[\]]*\]", "[]", text), "results: it has no rows"),
-    "half a character": (lambda text: text.replace("GB/s", r"\ud800"), "surrogates not allowed"),
+    "half a character": (lambda text: text.replace("GB/s", r"\ud800"), "not JSON"),
     "long row": (lambda text: text.replace('"columns": [', '"columns": ["b",'), "a row of a frame is not as long as"),
-    "too deep": (lambda text: 100_000 * "[" + text, "not JSON"),
+    "too deep": (lambda text: 100_000 * "[" + text, "Expected `object`, got `array`"),
+    "too deep in a field": (
+        lambda text: text.replace('"text": ""', '"text": ' + 100_000 * "[", 1),
+        "not JSON",
+    ),
     "short series": (lambda text: text.replace("300.0", "300.0, 1.0"), "a series is not as long as its x"),
     "other code": (
         lambda text: re.sub(r'"code": "[0-9a-f]{16}"', '"code": "0123456789abcdef"', text, count=1),
@@ -483,7 +513,7 @@ def test_folder_of_records_holds_no_pages(project: Project) -> None:
 
 
 def test_failed_run_is_not_recorded(project: Project) -> None:
-    run = dataclasses.replace(as_if_on_a_gpu(project), failure="raised ValueError")
+    run = structs.replace(as_if_on_a_gpu(project), failure="raised ValueError")
     with pytest.raises(ValueError, match="did not pass on a GPU"):
         Records(project.root / "docs" / "_records").write(recipe(project), run, {}, None)
     assert not (project.root / "docs" / "_records").exists()
@@ -524,12 +554,12 @@ def git(project: Project, *arguments: str) -> None:
     )
 
 
-BANDED = dataclasses.replace(
+BANDED = structs.replace(
     TABLE,
-    low={"Triton": [9.9, 297.0], "PyTorch": [19.0, 99.0]},
-    high={"Triton": [10.1, 303.0], "PyTorch": [21.0, 101.0]},
+    p20={"Triton": [9.9, 297.0], "PyTorch": [19.0, 99.0]},
+    p80={"Triton": [10.1, 303.0], "PyTorch": [21.0, 101.0]},
     cpu={"Triton": [61.0, 60.0], "PyTorch": [8.0, 9.0]},
-    late={"Triton": [False, False], "PyTorch": [True, False]},
+    cpu_bound={"Triton": [False, False], "PyTorch": [True, False]},
 )
 
 
@@ -537,14 +567,14 @@ def write_again(project: Project, table: Table, date: str) -> Path:
     """Write the record of another run, with another table."""
     run = as_if_on_a_gpu(project)
     *others, last = run.outputs
-    changed = dataclasses.replace(run, date=date, outputs=[*others, dataclasses.replace(last, tables=[table])])
+    changed = structs.replace(run, date=date, outputs=[*others, structs.replace(last, tables=[table])])
     return Records(project.root / "docs" / "_records").write(recipe(project), changed, {}, None)
 
 
 def slowed(factor: float, **band: dict[str, list[float | None]]) -> Table:
     """Return the table with our last figure slower by a factor."""
     series = {**BANDED.series, "Triton": [10.0, 300.0 * factor]}
-    return dataclasses.replace(BANDED, series=series, **band)
+    return structs.replace(BANDED, series=series, **band)
 
 
 @pytest.fixture
@@ -567,9 +597,9 @@ LATER = "2026-01-02T00:00:00+00:00"
         (slowed(0.98), 0, "0 of 2 figures of ours are slower"),
         (slowed(0.95), 1, "1 of 2 figures of ours are slower"),
         (slowed(1.5), 0, "faster"),
-        (slowed(0.95, low={"Triton": [9.9, 240.0]}), 0, "0 of 2 figures of ours are slower"),
-        (slowed(1.0, low={}, high={}), 1, "2 could not be judged"),
-        (slowed(1.0, late={"Triton": [True, False]}), 1, "1 could not be judged"),
+        (slowed(0.95, p20={"Triton": [9.9, 240.0]}), 0, "0 of 2 figures of ours are slower"),
+        (slowed(1.0, p20={}, p80={}), 1, "2 could not be judged"),
+        (slowed(1.0, cpu_bound={"Triton": [True, False]}), 1, "1 could not be judged"),
     ],
     ids=["same", "within 3 %", "5 % slower", "faster", "within its band", "without a band", "the CPU's"],
 )
@@ -614,7 +644,7 @@ def test_chart_of_all_recipes_names_its_gpu() -> None:
 def test_settled_sizes_are_those_that_the_cpu_left_alone() -> None:
     assert TABLE.settled == [0, 1]
     assert BANDED.settled == [1]
-    everywhere = dataclasses.replace(BANDED, late={"Triton": [True, True]})
+    everywhere = structs.replace(BANDED, cpu_bound={"Triton": [True, True]})
     assert everywhere.settled == [0, 1]
 
 
@@ -646,10 +676,10 @@ def test_frame_of_rates_is_a_table(make_project: Callable[..., Project]) -> None
             "GB/s",
             [1024.0, 4096.0],
             series,
-            low={"Triton": [9.0, 11.0], "Roof": [19.0, None]},
-            high={"Triton": [11.0, 13.0], "Roof": [21.0, None]},
+            p20={"Triton": [9.0, 11.0], "Roof": [19.0, None]},
+            p80={"Triton": [11.0, 13.0], "Roof": [21.0, None]},
             cpu={"Triton": [60.0, 61.0], "Roof": [7.0, None]},
-            late={"Triton": [False, False], "Roof": [True, False]},
+            cpu_bound={"Triton": [False, False], "Roof": [True, False]},
             title="rows of 64",
         )
     ]
@@ -666,13 +696,13 @@ def test_table_says_what_it_is() -> None:
         ("results_backward", "backward"): "backward",
     }
     for (name, title), kind in named.items():
-        assert dataclasses.replace(TABLE, name=name, title=title).kind == kind
+        assert structs.replace(TABLE, name=name, title=title).kind == kind
 
 
 def test_output_knows_whether_it_is_empty() -> None:
-    assert not Output("0")
-    assert Output("0", text="x")
-    assert Output("0", tables=[TABLE])
+    assert not Output.empty("0")
+    assert structs.replace(Output.empty("0"), text="x")
+    assert structs.replace(Output.empty("0"), tables=[TABLE])
 
 
 BENCHMARK = """
@@ -723,7 +753,7 @@ def test_bad_table_fails_its_recipe(make_project: Callable[..., Project]) -> Non
 def test_two_devices_stand_side_by_side(project: Project) -> None:
     write(project)
     run = as_if_on_a_gpu(project)
-    other = dataclasses.replace(run, environment=dataclasses.replace(run.environment, name="Other GPU"))
+    other = structs.replace(run, environment=structs.replace(run.environment, name="Other GPU"))
     Records(project.root / "docs" / "_records").write(recipe(project), other, {}, None)
     add_performance(project)
     status, output = project.build()
@@ -754,7 +784,7 @@ def test_two_devices_stand_side_by_side(project: Project) -> None:
 def test_names_on_an_axis_do_not_overlap(sizes: list[int], shown: set[str], hidden: str) -> None:
     """Of two sizes that lie close together only one is named."""
     series = {name: [1.0, 2.0, 2.0, 3.0] for name in ("Triton", "Roof")}
-    table = Table("results", "N", "GB/s", [float(size) for size in sizes], series)
+    table = Table("results", "N", "GB/s", [float(size) for size in sizes], series, {}, {}, {}, {})
     names = {text.text for text in BeautifulSoup(chart.svg(table), "html.parser").select("text")}
     assert names >= shown
     assert hidden not in names

@@ -22,7 +22,7 @@ def hashes(make_project: Callable[..., Project]) -> Callable[..., tuple[str, str
     def hash_with(lines: str = "") -> tuple[str, str]:
         (project.root / "conf.py").write_text(f"{conf}{lines}\n")
         (task,) = make_tasks(load(project.root / "gallery"), settings.read(project.root))
-        return task.code, task.page
+        return task.source_hash, task.page_hash
 
     return hash_with
 

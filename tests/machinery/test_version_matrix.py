@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,9 +18,9 @@ from project import ROOT, Project
 from triton_gallery.cli import main
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.hashes import cell_hash
-from triton_gallery.records.schemas import BadRecordError
+from triton_gallery.records.files import BadRecordError
 from triton_gallery.versions import matrix
-from triton_gallery.versions.matrix import FEATURE, KERNELS, LESSON, OP, Outcome, Pair, Tried, codes, failures
+from triton_gallery.versions.matrix import FEATURE, KERNELS, LESSON, OP, Outcome, Pair, Tried, failures, hashes
 from triton_gallery.versions.trials import ON_A_GPU, TrialError, _asked, newest_release, try_pair
 
 HERE = version("triton")
@@ -59,7 +60,7 @@ def probes(before: str = "", then: str = "print(*probes.PROBES, sep='\\n')", cac
 
 def probed() -> Tried:
     """Return what is known where the probes were made, so that they are not made again."""
-    tried = Tried(HERE, version("torch"), version("numpy"), platform.python_version())
+    tried = Tried.nothing(HERE, version("torch"), version("numpy"), platform.python_version())
     code = cell_hash(PROBES.read_text())
     tried.outcomes[FEATURE] = {name: Outcome(code, DATE) for name in probes() if not name.endswith(ON_A_GPU)}
     return tried
@@ -75,7 +76,7 @@ def test_what_breaks_with_one_version_fails_there_alone(project: Project, capfd:
     overlay(project, ONE)
     (overlay(project, OTHER) / "planted.py").touch()
     good, bad = (try_pair(pair, keys, probed(), False, None) for pair in (ONE, OTHER))
-    now = codes(recipes(project))
+    now = hashes(recipes(project))
     assert list(failures(good, now)) == []
     assert list(failures(bad, now)) == [(LESSON, "things/two", "AssertionError: the name is gone")]
     assert bad.outcomes[LESSON]["things/one"].passed
@@ -162,7 +163,7 @@ def test_what_is_missing_is_not_tried(project: Project) -> None:
     tried = try_pair(ONE, ["things/two"], probed(), False, None)
     assert tried.outcomes[LESSON]["things/two"].missing == ["no-such-package"]
     assert not tried.outcomes[LESSON]["things/two"].passed
-    assert list(failures(tried, codes(recipes(project)))) == []
+    assert list(failures(tried, hashes(recipes(project)))) == []
 
 
 def test_kept_beside_the_others(project: Project) -> None:
@@ -177,9 +178,18 @@ def test_kept_beside_the_others(project: Project) -> None:
     assert matrix.load(folder) == [first, second], "in the order of the list"
     (folder / "pairs.txt").write_text("3.9.0\n")
     assert matrix.load(folder) == [second]
-    path.write_text(path.read_text().replace('"code"', '"evil"', 1))
-    with pytest.raises(BadRecordError, match=r"versions\.json: .*'(code|evil)'"):
-        matrix.load(folder)
+    text = path.read_text()
+    for old, new, reason in (
+        ('"code"', '"evil"', "contains unknown field `evil` - at `$.tried[0].outcomes[...][...]`"),
+        ('"lesson"', '"evil"', "its outcomes are of the kinds evil, op, kernels, feature"),
+        ('"it fails"', '""', "length >= 1"),
+        ('"it fails"', "null", "Expected `str`, got `null`"),
+        ('"numpy"', '"evil"', "contains unknown field `evil`"),
+        ('"schema": 1', '"schema": 2', "version 2, this project reads version 1"),
+    ):
+        path.write_text(text.replace(old, new))
+        with pytest.raises(BadRecordError, match=f"versions\\.json: .*{re.escape(reason)}"):
+            matrix.load(folder)
 
 
 def test_line_without_a_version_is_refused(project: Project) -> None:
@@ -216,8 +226,8 @@ def test_pages_say_what_was_tried(make_project: Callable[..., Project]) -> None:
     )
     index = docs / "index.md"
     index.write_text(index.read_text().replace("recipes/index", "recipes/index\nversions"))
-    now = codes(recipes(project))[LESSON]
-    old, new = Tried("3.8.0", "2.13.0", "2.4.6", "3.11.7"), Tried("3.9.0", "2.13.0", "2.4.6", "3.11.7")
+    now = hashes(recipes(project))[LESSON]
+    old, new = (Tried.nothing(triton, "2.13.0", "2.4.6", "3.11.7") for triton in ("3.8.0", "3.9.0"))
     old.outcomes[LESSON] = {"things/one": Outcome(now["things/one"], DATE), "things/two": Outcome("0" * 16, DATE)}
     new.outcomes[LESSON] = {
         "things/one": Outcome(now["things/one"], DATE, "NameError: make_block_ptr <gone>"),
@@ -270,7 +280,7 @@ def test_nothing_failed_that_was_tried() -> None:
     tried = matrix.load(ROOT / "docs" / "_versions")
     folder = ROOT / "docs" / "_versions"
     assert [one.triton for one in tried] == [pair.triton for pair in matrix.pairs(folder)]
-    now = codes(load(ROOT / "gallery"))
+    now = hashes(load(ROOT / "gallery"))
     for one in tried:
         assert {*one.outcomes[LESSON]} <= {*now[LESSON]}, one.triton
         assert {*one.outcomes[OP]} <= {*now[OP]}, one.triton

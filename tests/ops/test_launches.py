@@ -57,7 +57,7 @@ for _ in range(2):
     tuned_kernel[lambda meta: (triton.cdiv(100, meta["BLOCK"]),)](whole, 100)
 """
 PROGRAM = """
-import dataclasses, json, runpy, sys, torch, os
+import msgspec, runpy, sys, torch, os
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 from pathlib import Path
@@ -65,7 +65,7 @@ from triton_gallery.compiled.launch_trace import Watch
 
 watch = Watch(Path.cwd())
 runpy.run_path(str(Path.cwd() / "recipe.py"), run_name="__main__")
-print(json.dumps([dataclasses.asdict(launch) for launch in watch.launches]))
+print(msgspec.json.encode(watch.launches).decode())
 """
 
 

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from collect_cases import runs_here
+from msgspec import structs
 from project import ROOT
 
 from benchmarks.dropout import kept_by_both
@@ -17,7 +18,7 @@ from triton_gallery.libraries import measure
 from triton_gallery.libraries.peer_rows import PeerRow, load_all
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.declaration import declaration
-from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.device import Environment, Slot
 
 SMALL, WIDE = 24, 64  # rows are as long as any k
 ON_GPU = torch.cuda.is_available()
@@ -248,7 +249,7 @@ def host(
     recipe_at: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, list[measure.Workload]]:
     """Return the folder of records and the works of a host of which all but the GPU's times is real."""
-    gpu = Environment("Test GPU 9000", "0", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")
+    gpu = Environment("Test GPU 9000", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")
     known = {work.recipe: work for work in reversed(measure.WORKLOADS)}  # the first of each
     softmax, rms_norm = (
         dataclasses.replace(known[recipe], shapes=[(8, SMALL), (2, SMALL)], peers={}, dtype="float32")
@@ -259,7 +260,7 @@ def host(
     monkeypatch.setattr(measure, "WORKLOADS", works)
     monkeypatch.setattr(measure, "RECORDS", tmp_path)
     monkeypatch.setattr(measure, "DEVICE", "cuda" if ON_GPU else "cpu")
-    monkeypatch.setattr(measure, "detect", lambda: [gpu])
+    monkeypatch.setattr(measure, "detect", lambda: [Slot(gpu, "0")])
     monkeypatch.setattr(measure, "recipe_module", lambda recipe: recipe_at(f"{recipe}.py"))
     monkeypatch.setattr(bench, "gpu_time", says(1e-6, 5e-7, 2e-6))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -271,7 +272,7 @@ def test_a_whole_run_is_recorded(host: tuple[Path, list[measure.Workload]]) -> N
     records, _ = host
     assert measure.main([]) == 0
     rows = recorded(records)
-    assert {row.device.name for row in rows} == {"Test GPU 9000"}
+    assert {row.environment.name for row in rows} == {"Test GPU 9000"}
     assert all(row.packages == {"torch": version("torch")} for row in rows)
     assert all(row.is_fresh(load(measure.GALLERY)) for row in rows)
     assert [row.work for row in rows] == [
@@ -360,7 +361,7 @@ def test_one_work_that_fails_costs_its_rows_alone(
     capsys.readouterr()
     assert measure.main([]) == 1
     now = recorded(records)
-    assert now == [dataclasses.replace(row, date=now[0].date) for row in before[4:]]
+    assert now == [structs.replace(row, date=now[0].date) for row in before[4:]]
     printed = capsys.readouterr().out
     assert printed.count("(8, 24) failed: OutOfMemoryError: CUDA out of memory") == 2
     assert printed.count("(2, 24) failed: AssertionError: fusion/softmax: PyTorch has another result than ours") == 2

@@ -1,6 +1,5 @@
 """What a page hands over: its op as a file that stands alone, and the box that says what it comes to."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -11,15 +10,16 @@ from pathlib import Path
 import pytest
 from bs4 import BeautifulSoup
 from docutils import nodes
+from msgspec import structs
 from project import ROOT, Project
 
 from triton_gallery.figures.ratios import Summary
 from triton_gallery.recipe.contents import Recipe, load
+from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.new import create
 from triton_gallery.recipe.tables import Table
 from triton_gallery.records.page_cache import Pages
 from triton_gallery.records.record_store import Records
-from triton_gallery.records.schemas import Device
 from triton_gallery.site.summary_box import ratios
 
 TABLE = Table(
@@ -28,7 +28,10 @@ TABLE = Table(
     "GB/s",
     [1024.0, 2048.0, 4096.0],
     {"Triton": [10.0, 300.0, 500.0], "PyTorch": [20.0, 100.0, 250.0], "Roof": [400.0, 400.0, 500.0]},
+    p20={},
+    p80={},
     cpu={"Triton": [31.0, 30.0, 32.0], "PyTorch": [8.0, 9.0, 10.0]},
+    cpu_bound={},
 )
 
 
@@ -44,10 +47,10 @@ def project(make_project: Callable[..., Project]) -> Project:
     recipe = load(project.root / "gallery")[1]
     run = Pages(project.root / "docs" / "recipes").run(recipe.key)
     assert run
-    gpu = dataclasses.replace(run.environment, name="Test GPU", visible="0", capability="9.0", memory=1)
-    outputs = [*run.outputs[:-1], dataclasses.replace(run.outputs[-1], tables=[TABLE])]
+    gpu = structs.replace(run.environment, name="Test GPU", capability="9.0", memory=1)
+    outputs = [*run.outputs[:-1], structs.replace(run.outputs[-1], tables=[TABLE])]
     records = Records(project.root / "docs" / "_records")
-    records.write(recipe, dataclasses.replace(run, environment=gpu, outputs=outputs), {}, None)
+    records.write(recipe, structs.replace(run, environment=gpu, outputs=outputs), {}, None)
     records.set_sanitized(recipe, "Test GPU", ["memcheck"])
     status, output = project.build()
     assert status == 0, output
@@ -132,9 +135,9 @@ def test_page_offers_the_op(page: BeautifulSoup, taken: Path, project: Project) 
 
 def test_box_names_what_there_is() -> None:
     """A benchmark without a name is the forward where there is a backward; a ratio that nothing has takes no room."""
-    device = Device("Test GPU", "9.0", 1, None, None, "2.11", "3.6", "3.12")
+    device = Environment("Test GPU", "9.0", 1, None, None, "2.11", "3.6", "3.12")
     recipe = Recipe("things", "square", Path("square.py"))
-    roofless = dataclasses.replace(TABLE, series={name: TABLE.series[name] for name in ("Triton", "PyTorch")})
+    roofless = structs.replace(TABLE, series={name: TABLE.series[name] for name in ("Triton", "PyTorch")})
 
     def shown(*tables: Table) -> list[list[str]]:
         items = [Summary(recipe, table.kind, table, device, "2026-01-01", True, True) for table in tables]
@@ -144,7 +147,7 @@ def test_box_names_what_there_is() -> None:
     assert (titles, name, len(values)) == (["speed / best other", "speed / roof"], "this page", 2)
     (_, *titles), (name, *values) = shown(roofless)
     assert (titles, name, len(values)) == (["speed / best other"], "this page", 1)
-    both = shown(TABLE, dataclasses.replace(roofless, name="results_backward"))
+    both = shown(TABLE, structs.replace(roofless, name="results_backward"))
     assert [name for name, *_ in both[1:]] == ["forward", "backward"]
     assert [len(row) for row in both] == [3, 3, 3]
 

@@ -247,7 +247,7 @@ def test_home_counts_what_there_is(site: Path, pages: dict[Path, BeautifulSoup])
     assert f"{len(list((site / 'ops').glob('*.py')))} ops" in claims
     rows = pages[site / "targets.html"].select("table.sortable tbody tr")
     assert f"{len(rows)} kernels" in claims
-    for device in {record.device.name for recipe in recipes for record in records.of(recipe)}:
+    for device in {record.environment.name for recipe in recipes for record in records.of(recipe)}:
         assert re.search(rf"\d+ recipes run on {device}, \d{{4}}-\d\d-\d\d", claims)
     assert home.select(".shown svg")
     assert re.search(r"Recorded on .+, \d{4}-\d\d-\d\d", home.select_one(".shown").text)

@@ -4,15 +4,16 @@ import dataclasses
 from pathlib import Path
 
 from docutils import nodes
+from msgspec import structs
 
 from triton_gallery.figures.ratios import Summary, headline
 from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.tables import Table
-from triton_gallery.records.schemas import Device
 from triton_gallery.site.verdict import BACKWARD, NOTHING, OLDER, ROOFS, UNKNOWN, UNMEASURED, short, table
 
-H200 = Device("Test H200", "9.0", 1, None, None, "2.11", "3.6", "3.12")
-H100 = dataclasses.replace(H200, name="Test H100")
+H200 = Environment("Test H200", "9.0", 1, None, None, "2.11", "3.6", "3.12")
+H100 = structs.replace(H200, name="Test H100")
 RECIPE = Recipe("things", "square", Path("square.py"))
 SERIES = {
     "Triton": [100.0, 200.0, 300.0],
@@ -26,11 +27,11 @@ def bands(share: float) -> dict[str, dict[str, list[float | None]]]:
     """Return bands that reach this share of each figure to both sides."""
     return {
         name: {key: [value and value * factor for value in values] for key, values in SERIES.items()}
-        for name, factor in (("low", 1 - share), ("high", 1 + share))
+        for name, factor in (("p20", 1 - share), ("p80", 1 + share))
     }
 
 
-TABLE = Table("results", "size", "GB/s", ["one", "two", "three"], SERIES, **bands(0.01))
+TABLE = Table("results", "size", "GB/s", ["one", "two", "three"], SERIES, **bands(0.01), cpu={}, cpu_bound={})
 
 
 def item(kind: str = "forward, beside libraries", **others: object) -> Summary:
@@ -63,13 +64,13 @@ def test_each_library_has_a_row_the_closest_first() -> None:
 
 
 def test_bands_that_overlap_make_nobody_faster() -> None:
-    _, (rows,) = said(item(table=dataclasses.replace(TABLE, **bands(0.03))))
+    _, (rows,) = said(item(table=structs.replace(TABLE, **bands(0.03))))
     outcomes = {name: outcome for name, _, outcome in rows}
     assert outcomes["PyTorch"] == "0 of 3; equal at 1 of 3"
 
 
 def test_without_bands_nobody_is_called_faster() -> None:
-    (_, words), (rows,) = said(item(table=dataclasses.replace(TABLE, low={}, high={})))
+    (_, words), (rows,) = said(item(table=structs.replace(TABLE, p20={}, p80={})))
     assert UNKNOWN in words
     assert [outcome for _, _, outcome in rows[1:]] == ["", "", ""]
 
@@ -77,7 +78,7 @@ def test_without_bands_nobody_is_called_faster() -> None:
 def test_where_the_cpu_decided_no_library_is_compared() -> None:
     late = {name: [True, True, False] for name in ("PyTorch", "Liger")}
     series = {**SERIES, "PyTorch": [50.0, 210.0, None], "Liger": [1.0, None, None]}
-    page = item("", table=dataclasses.replace(TABLE, series=series, late=late), is_page=True, dtype="")
+    page = item("", table=structs.replace(TABLE, series=series, cpu_bound=late), is_page=True, dtype="")
     (of, words), (rows,) = said(page)
     assert of == "On Test H200, at 1 of the lesson's sizes."
     assert sorted(rows[1:]) == [
@@ -108,7 +109,7 @@ def test_further_works_have_a_row_each() -> None:
     works = [
         item(f"{kind}, beside libraries") for kind in ("forward", "in place", "packed, forward", "packed, backward")
     ]
-    left_out = item("old", is_fresh=False), item("elsewhere", device=H100)
+    left_out = item("old", is_fresh=False), item("elsewhere", environment=H100)
     _, (_, rows) = said(*works, item("float32, forward", dtype="float32"), *left_out)
     ratio = "Liger 1.10 (1.00 to 1.20); slower at 0 of 2; equal at 1 of 2"
     assert rows == [
@@ -121,10 +122,12 @@ def test_further_works_have_a_row_each() -> None:
 
 def test_headline_is_the_op_itself_on_the_device_of_its_page() -> None:
     page = item("", is_page=True)
-    works = [item(kind, device=device) for kind in ("fp16", "forward", "backward, packed") for device in (H100, H200)]
+    works = [
+        item(kind, environment=device) for kind in ("fp16", "forward", "backward, packed") for device in (H100, H200)
+    ]
     backward = item("backward")
-    found = headline([page, *works, item("backward", device=H100), backward, item("forward", is_fresh=False)])
-    assert [(one.kind, one.device.name) for one in found] == [("forward", "Test H200"), ("backward", "Test H200")]
+    found = headline([page, *works, item("backward", environment=H100), backward, item("forward", is_fresh=False)])
+    assert [(one.kind, one.environment.name) for one in found] == [("forward", "Test H200"), ("backward", "Test H200")]
     assert headline([page, item(is_fresh=False)]) == [page]
     assert [one.kind for one in headline([item("loss"), item("float32, loss"), item("loss and gradients")])] == [
         "loss",

@@ -6,10 +6,11 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
+
+import msgspec
 
 from triton_gallery.compiled.compiler_process import ENDED, Job, compile_apart, start
 from triton_gallery.compiled.gpus import GPUS, Gpu
@@ -19,7 +20,6 @@ from triton_gallery.recipe.declaration import declaration
 from triton_gallery.recipe.hashes import cell_hash, hash_of
 from triton_gallery.recipe.kernels import module_of
 from triton_gallery.recipe.launches import Launch
-from triton_gallery.recipe.outputs import from_json
 from triton_gallery.records.page_cache import Run
 from triton_gallery.records.record_store import Record, Records
 
@@ -71,17 +71,17 @@ class Compiler:
         try:
             module = module_of(recipe.text, launch.kernel, launch.functions)
         except LookupError as error:
-            return Compiled(failure=str(error)), {}
-        said = json.dumps([module, asdict(launch), gpu.key]).encode()
+            return Compiled.failed(str(error)), {}
+        said = json.dumps([module, msgspec.to_builtins(launch), gpu.key]).encode()
         file = self._cache / f"{hashlib.sha256(self._salt + said).hexdigest()[:32]}.json.gz"
         if file.is_file():
             compiled, texts = json.loads(gzip.decompress(file.read_bytes()))
-            return from_json(Compiled, compiled), texts
+            return msgspec.convert(compiled, Compiled), texts
         compiled, texts = self.compile(Job(module, launch, gpu))
         if (compiled.failure or "").startswith(ENDED):  # it may have been for want of memory or time
             return compiled, texts
         partial = file.with_suffix(f".{os.getpid()}.{gpu.key}.partial")
-        partial.write_bytes(gzip.compress(json.dumps([asdict(compiled), texts]).encode(), 1))
+        partial.write_bytes(gzip.compress(json.dumps([msgspec.to_builtins(compiled), texts]).encode(), 1))
         partial.replace(file)
         return compiled, texts
 
@@ -103,7 +103,7 @@ def meant(recipe: Recipe, launch: Launch) -> list[Gpu]:
 def launched(recipe: Recipe, run: Run, records: Records) -> tuple[list[Launch], str]:
     """Return the launches of a recipe, and what executed it: a GPU that recorded its present code, else its run."""
     record = recorded(recipe, records)
-    return (record.launches, record.device.name) if record else (run.launches, run.environment.name)
+    return (record.launches, record.environment.name) if record else (run.launches, run.environment.name)
 
 
 def recorded(recipe: Recipe, records: Records) -> Record | None:
@@ -119,7 +119,7 @@ def is_current(recipe: Recipe, kept: Targets | None, records: Records) -> bool:
     if any([*kernel.on] != [gpu.key for gpu in meant(recipe, kernel.launch)] for kernel in kept.kernels):
         return False
     record = recorded(recipe, records)
-    return record is None or record.device.name == kept.launched_by
+    return record is None or record.environment.name == kept.launched_by
 
 
 def _together(

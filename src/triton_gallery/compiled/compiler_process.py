@@ -69,9 +69,9 @@ def compile_apart(job: Job) -> tuple[Compiled, dict[str, str]]:
         made: tuple[Compiled, dict[str, str]] = answer.recv()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status == -signal.SIGALRM:
-        return Compiled(failure=f"{ENDED} was stopped after {LIMIT} s"), {}
+        return Compiled.failed(f"{ENDED} was stopped after {LIMIT} s"), {}
     if status:
-        return Compiled(failure=f"{ENDED} crashed with exit status {status}"), {}
+        return Compiled.failed(f"{ENDED} crashed with exit status {status}"), {}
     return made
 
 
@@ -81,7 +81,7 @@ def _answer(job: Job) -> tuple[Compiled, dict[str, str]]:
         try:
             return _compiled(job, Path(folder))
         except Exception as error:
-            return Compiled(failure=_reason(error)), {}
+            return Compiled.failed(_reason(error)), {}
 
 
 def _compiled(job: Job, folder: Path) -> tuple[Compiled, dict[str, str]]:
@@ -111,6 +111,7 @@ def _compiled(job: Job, folder: Path) -> tuple[Compiled, dict[str, str]]:
         raise ValueError(f"an error of ptxas: its code reads {', '.join(wrong)}, which nothing wrote")
     return (
         Compiled(
+            failure=None,
             registers=registers,
             spilled=spilled,
             **known,

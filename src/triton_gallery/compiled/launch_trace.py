@@ -6,6 +6,7 @@ hook there, which refuses constants that JSON has not.)
 """
 
 import inspect
+import json
 import math
 from contextlib import suppress
 from pathlib import Path
@@ -123,7 +124,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {FLOAT: str(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+        return json.loads(json.dumps(value))  # of its plain type
     if isinstance(value, tuple):
         return {TUPLE: [_plain(item) for item in value]}
     if type(value).__name__ == "dtype":

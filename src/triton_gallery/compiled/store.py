@@ -9,58 +9,28 @@ import gzip
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, field
 
 from triton_gallery.compiled.gpus import GPUS, KIB, Gpu
 from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.data import Data, Hash
 from triton_gallery.recipe.hashes import hash_of
 from triton_gallery.recipe.launches import Launch
 from triton_gallery.recipe.op import Op
-from triton_gallery.recipe.outputs import from_json
-from triton_gallery.records.schemas import (
-    HASH,
-    LAUNCH,
-    OPTIONAL_TEXT,
-    TEXT,
-    BadRecordError,
-    dump,
-    list_of,
-    object_of,
-    parse,
-    replace,
-    shown,
-    validate,
-)
+from triton_gallery.records import files
+from triton_gallery.records.files import decode, dump, replace
+from triton_gallery.records.git import file_at
 
 THREADS = 1024  # that a program may have, on all these GPUs
 FITS, TOO_LARGE, FAILED, UNMEANT = "fits", "does not fit", "does not compile", "not supported"
-
-_COUNTS = {"type": "object", "additionalProperties": {"type": "integer"}}
-_NUMBER = {"type": "integer", "minimum": 0}
-_COMPILED = object_of(
-    failure=OPTIONAL_TEXT,
-    registers=_NUMBER,
-    spilled=_NUMBER,
-    shared=_NUMBER,
-    warps=_NUMBER,
-    tensor_memory=_NUMBER,
-    matrix=_COUNTS,
-    loads=_COUNTS,
-    stores=_COUNTS,
-)
-_SCHEMA = object_of(
-    schema={"const": 1},
-    code=HASH,
-    launched_by=TEXT,
-    triton=TEXT,
-    kernels=list_of(object_of(launch=LAUNCH, on={"type": "object", "additionalProperties": _COMPILED})),
-)
+Number = Annotated[int, Meta(ge=0)]
 
 
-@dataclass(frozen=True)
-class Compiled:
+class Compiled(Data, frozen=True, kw_only=True):
     """What a compiler makes of a launch for a GPU.
 
     Attributes:
@@ -75,15 +45,21 @@ class Compiled:
         stores: the same of stores.
     """
 
-    failure: str | None = None
-    registers: int = 0
-    spilled: int = 0
-    shared: int = 0
-    warps: int = 0
-    tensor_memory: int = 0
-    matrix: dict[str, int] = field(default_factory=dict)
-    loads: dict[str, int] = field(default_factory=dict)
-    stores: dict[str, int] = field(default_factory=dict)
+    failure: str | None
+    registers: Number
+    spilled: Number
+    shared: Number
+    warps: Number
+    tensor_memory: Number
+    matrix: dict[str, int]
+    loads: dict[str, int]
+    stores: dict[str, int]
+
+    @classmethod
+    def failed(cls, why: str) -> "Compiled":
+        """Return what there is if it does not compile."""
+        numbers = dict.fromkeys(("registers", "spilled", "shared", "warps", "tensor_memory"), 0)
+        return cls(failure=why, **numbers, matrix={}, loads={}, stores={})
 
     def verdict(self, gpu: Gpu) -> tuple[str, str]:
         """Return what is to be expected of it on a GPU, in a word or two, and why in a line."""
@@ -104,8 +80,7 @@ class Compiled:
         return gpu.occupancy(self.warps, self.registers, self.shared)
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(Data, frozen=True):
     """A launch, and what it comes to, by the keys of GPUs; one that it is not meant for is not among them."""
 
     launch: Launch
@@ -116,25 +91,24 @@ class Kernel:
         return self.on[gpu.key].verdict(gpu) if gpu.key in self.on else (UNMEANT, "")
 
 
-@dataclass(frozen=True)
-class Targets:
+class Targets(Data, frozen=True, tag_field="schema", tag=1):
     """What compilers make of a recipe.
 
     Attributes:
-        code: the hash of the recipe's code.
+        recipe_hash: that of the recipe's code.
         launched_by: what executed the recipe when its launches were noted.
         triton: the version that compiled.
         kernels: those that the recipe launches.
     """
 
-    code: str
+    recipe_hash: Hash = field(name="code")
     launched_by: str
     triton: str
     kernels: list[Kernel]
 
     def is_fresh(self, recipe: Recipe) -> bool:
         """Whether the recipe still has the code whose launches were compiled."""
-        return self.code == hash_of(recipe)
+        return self.recipe_hash == hash_of(recipe)
 
     def of(self, op: Op | None) -> list[Kernel]:
         """Return the kernels that are an op's."""
@@ -157,38 +131,26 @@ class Targets:
 def load(folder: Path, recipe: Recipe) -> Targets | None:
     """Return what is kept of a recipe; None if nothing is, BadRecordError if it does not fit."""
     path = _path(folder, recipe)
-    return _parsed(path, path.read_bytes()) if path.is_file() else None
+    return decode(path, path.read_bytes(), Targets) if path.is_file() else None
 
 
 def load_at(revision: str, folder: Path, recipe: Recipe) -> Targets | None:
     """Return what was kept of a recipe at a git revision; None if nothing was, or git cannot tell."""
     path = _path(folder, recipe)
-    text = shown(revision, path)
-    return None if text is None else _parsed(path, text)
-
-
-def _parsed(path: Path, text: bytes) -> Targets:
-    content = parse(path, text)
-    validate(path, content, _SCHEMA)
-    try:
-        return from_json(Targets, {name: value for name, value in content.items() if name != "schema"})
-    except ValueError as error:
-        raise BadRecordError(f"{path}: {error}") from None
+    text = file_at(revision, path)
+    return None if text is None else decode(path, text, Targets)
 
 
 def write(folder: Path, recipe: Recipe, targets: Targets) -> Path:
     """Keep what compilers make of a recipe; return the path."""
     path = _path(folder, recipe)
-    content = {"schema": 1, **asdict(targets)}
-    validate(path, content, _SCHEMA)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, dump(content))
+    files.write(path, targets)
     return path
 
 
 def listing(folder: Path, targets: Targets) -> Path:
     """Return the file that has the texts which belong to figures, if they were made here."""
-    return folder / f"{hashlib.sha256(dump(asdict(targets))).hexdigest()[:32]}.json.gz"
+    return folder / f"{hashlib.sha256(dump(_builtins(targets))).hexdigest()[:32]}.json.gz"
 
 
 def write_texts(folder: Path, targets: Targets, texts: Mapping[str, str]) -> None:
@@ -231,7 +193,7 @@ def worse(before: Targets, now: Targets) -> Iterator[tuple[bool, str]]:
 
 def as_json(targets: Targets) -> dict[str, Any]:
     """Return it as JSON has it, with what follows from the figures for each GPU."""
-    content = asdict(targets)
+    content = _builtins(targets)
     for kernel, said in zip(targets.kernels, content["kernels"], strict=True):
         for gpu in GPUS:
             if gpu.key in kernel.on:
@@ -239,4 +201,11 @@ def as_json(targets: Targets) -> dict[str, Any]:
                 word, why = compiled.verdict(gpu)
                 occupancy = compiled.occupancy(gpu)[0] if word == FITS else None
                 said["on"][gpu.key] |= {"verdict": word, "why": why, "occupancy": occupancy}
+    return content
+
+
+def _builtins(targets: Targets) -> dict[str, Any]:
+    """Return figures as a file has them, without the version of its schema."""
+    content: dict[str, Any] = msgspec.to_builtins(targets)
+    del content["schema"]
     return content

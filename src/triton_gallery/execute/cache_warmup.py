@@ -9,20 +9,20 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.device import Slot
 
 EACH = 12e9  # bytes of GPU memory with which every recipe runs
 LASTING = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_AUTOTUNING"}  # what is tuned beside others would stay
 
 
-def places(environments: Sequence[Environment], tasks: int) -> list[Environment]:
+def places(slots: Sequence[Slot], tasks: int) -> list[Slot]:
     """Return the GPU of each recipe that runs at a time; none where no more can than are timed at a time."""
     if LASTING & os.environ.keys():
         return []
-    rooms = [int((environment.memory or 0) // EACH) for environment in environments]
-    crowd = [gpu for n in range(max(rooms)) for gpu, room in zip(environments, rooms, strict=True) if n < room]
+    rooms = [int((slot.environment.memory or 0) // EACH) for slot in slots]
+    crowd = [slot for n in range(max(rooms)) for slot, room in zip(slots, rooms, strict=True) if n < room]
     crowd = crowd[: min(tasks, len(os.sched_getaffinity(0)))]
-    return crowd if len(crowd) > len(environments) else []
+    return crowd if len(crowd) > len(slots) else []
 
 
 def forget_tuning(caches: Path) -> None:

@@ -22,7 +22,7 @@ from triton_gallery.execute import cache_warmup, supervisor
 from triton_gallery.execute.settings import Settings
 from triton_gallery.execute.supervisor import Result, Task
 from triton_gallery.recipe.contents import Recipe
-from triton_gallery.recipe.device import Environment, detect, too_new
+from triton_gallery.recipe.device import Environment, Slot, detect, too_new
 from triton_gallery.recipe.hashes import cell_hash, hash_of
 from triton_gallery.recipe.needs import missing
 from triton_gallery.records.page_cache import Pages, Run
@@ -34,6 +34,7 @@ MACHINERY = (  # what shapes a page; prose, docstrings and comments in it do not
     "execute/scraper",
     "execute/supervisor",
     "recipe/contents",
+    "recipe/data",
     "recipe/declaration",
     "recipe/device",
     "recipe/launches",
@@ -76,16 +77,17 @@ def refresh(
     Returns:
         Every recipe with its run, executed now or before.
     """
-    environments = detect()
+    slots = detect()
+    environments = [slot.environment for slot in slots]
     due, old = [], []
     for task in make_tasks(recipes, settings):
         run = pages.run(task.recipe.key)
         if not run or not _current(run, task, environments):
             due.append(task)
-        elif run.page != task.page:
+        elif run.page_hash != task.page_hash:
             old.append(replace(task, before=(run, pages.files(task.recipe))))
     due = longest_first(due, {recipe.key: run.seconds for recipe in recipes if (run := pages.run(recipe.key))})
-    with here(environments, due, say) as submit:
+    with here(slots, due, say) as submit:
         execute([(task, submit) for task in due], pages, report)
         if old:
             say(f"pages laid out again, as their code has not changed: {len(old)}")
@@ -103,10 +105,10 @@ def make_tasks(recipes: Sequence[Recipe], settings: Settings) -> list[Task]:
         source = recipe.text
         companions = {path.name: path.read_bytes() for path in recipe.companions}
         told = [repr(sorted(gallery.items())), *TO_GALLERY.findall(source)]
-        code = _digest(*map(str.encode, [_code(recipe), *told]), *companions.values())
-        page = _digest(*map(str.encode, [source, *machinery]))
+        source_hash = _digest(*map(str.encode, [_code(recipe), *told]), *companions.values())
+        page_hash = _digest(*map(str.encode, [source, *machinery]))
         limits = settings.time_limit, settings.memory_limit
-        tasks.append(Task(recipe, source, companions, code, page, gallery, *limits))
+        tasks.append(Task(recipe, source, companions, source_hash, page_hash, gallery, *limits))
     return tasks
 
 
@@ -132,19 +134,20 @@ def execute(work: Sequence[tuple[Task, Submit]], pages: Pages, report: Report) -
 
 
 @contextmanager
-def here(environments: Sequence[Environment], tasks: Sequence[Task], say: Say) -> Iterator[Submit]:
+def here(slots: Sequence[Slot], tasks: Sequence[Task], say: Say) -> Iterator[Submit]:
     """Carry tasks out on this machine: each GPU takes one at a time, or each core without a GPU.
 
     Args:
-        environments: the GPUs, or that of the CPU.
+        slots: the GPUs, which are alike, or the CPU.
         tasks: what will be carried out; caches are warmed up with it first where that is quicker.
         say: called with a line on the warm-up, or on a version that was not tried.
     """
-    alone = list(environments) if environments[0].is_gpu else [environments[0]] * len(os.sched_getaffinity(0))
-    crowd = cache_warmup.places(environments, len(tasks))
-    if notice := too_new(environments[0]):
+    environment = slots[0].environment
+    alone = list(slots) if environment.is_gpu else [slots[0]] * len(os.sched_getaffinity(0))
+    crowd = cache_warmup.places(slots, len(tasks))
+    if notice := too_new(environment):
         say(notice)
-    supervisor.prepare(environments[0], [task.source for task in tasks])
+    supervisor.prepare(environment, [task.source for task in tasks])
     with TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name:
         caches = Path(name) if crowd else None
         if caches:
@@ -159,18 +162,18 @@ def here(environments: Sequence[Environment], tasks: Sequence[Task], say: Say) -
 
 
 @contextmanager
-def _on(slots: Sequence[Environment], caches: Path | None, warm_up: bool = False) -> Iterator[Submit]:
+def _on(slots: Sequence[Slot], caches: Path | None, warm_up: bool = False) -> Iterator[Submit]:
     """Carry tasks out, each slot one at a time; all have ended when the context is left."""
-    free: queue.SimpleQueue[Environment] = queue.SimpleQueue()
+    free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
     for slot in slots:
         free.put(slot)
 
     def on_free_slot(task: Task) -> Result:
-        environment = free.get()
+        slot = free.get()
         try:
-            return supervisor.run(task, environment, caches, warm_up)
+            return supervisor.run(task, slot, caches, warm_up)
         finally:
-            free.put(environment)
+            free.put(slot)
 
     pool = ThreadPoolExecutor(max_workers=len(slots))
     try:
@@ -184,7 +187,7 @@ def _on(slots: Sequence[Environment], caches: Path | None, warm_up: bool = False
 
 def _current(run: Run, task: Task, environments: Sequence[Environment]) -> bool:
     """Whether a run would be the same again."""
-    return run.passed(task.code, environments) and run.missing == missing(
+    return run.passed(task.source_hash, environments) and run.missing == missing(
         task.recipe.path, task.source, run.environment.capability
     )
 

@@ -14,10 +14,12 @@ import tempfile
 import traceback
 import warnings
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import msgspec
 
 from triton_gallery.execute.scraper import outputs_of
 
@@ -135,8 +137,8 @@ def _make_page(order: Order) -> dict[str, Any]:
         raise RuntimeError("sphinx-gallery did not execute the recipe")
     if (page / script.name).with_suffix(".rst").stat().st_size > OUTPUT_LIMIT:
         return {"outputs": []}  # the build will refuse it
-    outputs = [asdict(output) for output in outputs_of(script, laid_out)]
-    launches = [asdict(launch) for launch in watch.launches] if watch else []
+    outputs = msgspec.to_builtins(outputs_of(script, laid_out))
+    launches = msgspec.to_builtins(watch.launches) if watch else []
     return {"outputs": outputs, "launches": launches, "laid_out": laid_out}
 
 

@@ -3,20 +3,22 @@
 What ran here for a page, with the present code, is recorded as it is.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from msgspec import structs
+
 from triton_gallery.execute.execute import Report, Say, Submit, execute, here, longest_first
 from triton_gallery.execute.supervisor import Task
 from triton_gallery.recipe.contents import Recipe
-from triton_gallery.recipe.device import Environment, NoEnvironmentError, detect
+from triton_gallery.recipe.device import Environment, NoEnvironmentError, Slot, detect
+from triton_gallery.records.files import BadRecordError
+from triton_gallery.records.git import changed, commit
 from triton_gallery.records.page_cache import Pages, Run
 from triton_gallery.records.record_store import Records
-from triton_gallery.records.schemas import BadRecordError, changed, commit
 
 
 class FarmError(Exception):
@@ -27,11 +29,11 @@ class Farm(Protocol):
     """GPUs to record on."""
 
     @property
-    def environments(self) -> Sequence[Environment]:
-        """What executes there: one for each GPU."""
+    def slots(self) -> Sequence[Slot]:
+        """The GPUs, one slot for each."""
 
-    def on(self, kind: Sequence[Environment], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
-        """Return what carries these tasks out on these environments, which are all of one kind."""
+    def on(self, kind: Sequence[Slot], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
+        """Return what carries these tasks out on these slots, whose environments are equal."""
 
 
 class ThisMachine:
@@ -40,13 +42,13 @@ class ThisMachine:
     def __init__(self) -> None:
         """Look for them; FarmError if there are none."""
         try:
-            self.environments = detect()
+            self.slots = detect()
         except NoEnvironmentError as error:
             raise FarmError(str(error)) from None
-        if not self.environments[0].is_gpu:
+        if not self.slots[0].environment.is_gpu:
             raise FarmError("torch sees no GPU here: a record is made on one")
 
-    def on(self, kind: Sequence[Environment], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
+    def on(self, kind: Sequence[Slot], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
         """Return what carries tasks out on some of them, after a warm-up."""
         return here(kind, tasks, say)
 
@@ -103,12 +105,12 @@ def record(
     """
     revision = commit()
     due = [
-        (kind, [task for task in tasks if not only_stale or not records.is_fresh(task.recipe, kind[0].name)])
-        for kind in kinds(farm.environments, per_gpu_model)
+        (kind, [task for task in tasks if not (only_stale and records.is_fresh(task.recipe, kind[0].environment.name))])
+        for kind in kinds(farm.slots, per_gpu_model)
     ]
     for kind, of_kind in due:
         for task in of_kind:
-            records.check(task.recipe, kind[0].name)
+            records.check(task.recipe, kind[0].environment.name)
     _refuse_changed([task.recipe for _, of_kind in due for task in of_kind], revision)
     ended = []
 
@@ -118,7 +120,7 @@ def record(
             try:
                 path = records.write(recipe, run, pages.figures(recipe), revision)
             except (BadRecordError, OSError) as error:  # it costs this recipe's record alone
-                run = dataclasses.replace(run, failure="could not be recorded", detail=str(error))
+                run = structs.replace(run, failure="could not be recorded", detail=str(error))
         ended.append(Recorded(recipe, run, path, before))
 
     def keep_and_report(recipe: Recipe, run: Run, left: int) -> None:
@@ -132,21 +134,21 @@ def record(
             for recipe, run in ran.items():
                 keep(recipe, run, before=True)
             left = [task for task in of_kind if task.recipe not in ran]
-            left = longest_first(left, records.seconds(kind[0].name))
+            left = longest_first(left, records.seconds(kind[0].environment.name))
             submit = stack.enter_context(farm.on(kind, left, say))
             work += [(task, submit) for task in left]
         execute(work, pages, keep_and_report)
     return ended
 
 
-def _ran(task: Task, kind: Sequence[Environment], pages: Pages, records: Records) -> Run | None:
+def _ran(task: Task, kind: Sequence[Slot], pages: Pages, records: Records) -> Run | None:
     """Return the run of a recipe's page, if it is what would be recorded now and no newer one is recorded."""
     run = pages.run(task.recipe.key)
-    if run is None or run.missing or not run.passed(task.code, kind):
+    if run is None or run.missing or not run.passed(task.source_hash, [kind[0].environment]):
         return None
     figures = pages.figures(task.recipe)
     whole = all(name in figures for output in run.outputs for name in output.figures)
-    recorded = records.on(task.recipe, kind[0].name)
+    recorded = records.on(task.recipe, kind[0].environment.name)
     newer = recorded and recorded.is_fresh(task.recipe) and recorded.date > run.date
     return run if whole and not newer else None
 
@@ -163,22 +165,23 @@ def _refuse_changed(recipes: Sequence[Recipe], revision: str | None) -> None:
         raise BadRecordError(f"{', '.join(names)}: not as in the commit {revision}; commit it, then record it")
 
 
-def kinds(environments: Sequence[Environment], per_gpu_model: bool) -> list[list[Environment]]:
-    """Return the environments by their kinds.
+def kinds(slots: Sequence[Slot], per_gpu_model: bool) -> list[list[Slot]]:
+    """Return the slots by their environments.
 
     Raises:
         FarmError: if there are several and not each is asked for, or two of them are of GPUs with the same name.
     """
-    by_kind: dict[tuple[object, ...], list[Environment]] = {}
-    for environment in environments:
-        by_kind.setdefault(tuple(environment.kind.values()), []).append(environment)
+    by_kind: dict[Environment, list[Slot]] = {}
+    for slot in slots:
+        by_kind.setdefault(slot.environment, []).append(slot)
     by_name: dict[str, Environment] = {}
-    for environment, *_ in by_kind.values():
+    for environment in by_kind:
         other = by_name.setdefault(environment.name, environment)
+        values = structs.asdict(other)
         differ = [
-            f"{field} {other.kind[field]} and {value}"
-            for field, value in environment.kind.items()
-            if value != other.kind[field]
+            f"{field} {values[field]} and {value}"
+            for field, value in structs.asdict(environment).items()
+            if value != values[field]
         ]
         if differ:
             raise FarmError(f"machines with an {environment.name} are unlike: {', '.join(differ)}; make them alike")

@@ -8,11 +8,11 @@ together with the text and the figures of the page; a line that stands above a p
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from docutils.statemachine import string2lines
+from msgspec.structs import replace
 
 from triton_gallery.recipe.hashes import cell_hashes
 from triton_gallery.recipe.outputs import Frame, Output

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,14 +22,16 @@ from time import monotonic
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
+
 from triton_gallery.execute import reaper
 from triton_gallery.execute.memory import POLL, excess
 from triton_gallery.execute.recipe_process import OUTPUT_LIMIT, Order
 from triton_gallery.recipe.contents import HEADER, Recipe
-from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.device import Environment, Slot
 from triton_gallery.recipe.launches import Launch
 from triton_gallery.recipe.needs import missing, versions
-from triton_gallery.recipe.outputs import Output, from_json
+from triton_gallery.recipe.outputs import Output
 from triton_gallery.records.page_cache import Run
 
 TAIL = 4_000
@@ -54,8 +56,8 @@ class Task:
         recipe: which one.
         source: its text, as it was when the task was made.
         companions: the contents of the files beside it that carry its name.
-        code: the hash of its code that goes into its run.
-        page: that of all else that shapes its page.
+        source_hash: the hash of its code and of those files that goes into its run.
+        page_hash: that of all else that shapes its page.
         gallery: the settings of sphinx-gallery.
         limit: seconds until it is stopped.
         memory: how much of the memory, where it is executed, recipes may use; 1 is all of it.
@@ -65,8 +67,8 @@ class Task:
     recipe: Recipe
     source: str
     companions: dict[str, bytes]
-    code: str
-    page: str
+    source_hash: str
+    page_hash: str
     gallery: dict[str, Any]
     limit: float
     memory: float
@@ -88,26 +90,27 @@ def prepare(environment: Environment, sources: Sequence[str]) -> None:
     _stopping.clear()
 
 
-def run(task: Task, environment: Environment, caches: Path | None = None, warm_up: bool = False) -> Result:
+def run(task: Task, slot: Slot, caches: Path | None = None, warm_up: bool = False) -> Result:
     """Execute one recipe in a process of its own; whatever goes wrong is told in the run that is returned.
 
     Where the recipe needs what this environment has not, its page is laid out without executing it.
 
     Args:
         task: the recipe.
-        environment: what executes it.
+        slot: what executes it.
         caches: where Inductor has a folder for each recipe; None: among what ends with the recipe.
         warm_up: whether it runs to fill the compilers' caches, beside others on the GPU, and nothing measured is kept.
     """
     try:
-        return _run(task, environment, caches, warm_up)
+        return _run(task, slot, caches, warm_up)
     except Exception as error:  # whatever it is, it costs this recipe's page alone
-        return failed(task, environment, f"could not be executed: {error!r}", traceback.format_exc())
+        return failed(task, slot.environment, f"could not be executed: {error!r}", traceback.format_exc())
 
 
 def failed(task: Task, environment: Environment, what: str, detail: str) -> Result:
     """Return the result of a task that came to nothing."""
-    return Run(task.code, environment, datetime.now(UTC).isoformat(timespec="seconds"), 0.0, what, detail), {}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return Run(environment, date, 0.0, [], source_hash=task.source_hash, failure=what, detail=detail), {}
 
 
 def stop() -> None:
@@ -115,7 +118,8 @@ def stop() -> None:
     _stopping.set()
 
 
-def _run(task: Task, environment: Environment, caches: Path | None, warm_up: bool) -> Result:
+def _run(task: Task, slot: Slot, caches: Path | None, warm_up: bool) -> Result:
+    environment = slot.environment
     lacks = missing(task.recipe.path, task.source, environment.capability)
     with tempfile.TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name:
         work = Path(name)
@@ -124,8 +128,8 @@ def _run(task: Task, environment: Environment, caches: Path | None, warm_up: boo
         variables = {**_variables(environment), "TMPDIR": str(work / "tmp")}
         if caches:
             variables["TORCHINDUCTOR_CACHE_DIR"] = str(caches / task.recipe.key)
-        if environment.visible is not None:
-            variables["CUDA_VISIBLE_DEVICES"] = environment.visible
+        if slot.visible is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = slot.visible
         laid_out = task.before[0].laid_out if task.before else None
         execute = not lacks and laid_out is None
         order = Order(work, task.gallery, execute, variables, not environment.is_gpu, warm_up, laid_out)
@@ -135,12 +139,12 @@ def _run(task: Task, environment: Environment, caches: Path | None, warm_up: boo
         text = len(files.get(f"{task.recipe.key}.rst", b""))
         if text > OUTPUT_LIMIT:
             what = f"printed too much: {text:,} bytes of text for its page, where {OUTPUT_LIMIT:,} are allowed"
-            outcome, files = {"failure": outcome.get("failure", what)}, {}
+            outcome, files = {"outputs": [], "failure": outcome.get("failure", what)}, {}
         if task.before and outcome.get("failure") is None:
-            return replace(task.before[0], page=task.page), files
+            return msgspec.structs.replace(task.before[0], page_hash=task.page_hash), files
         packages = {} if lacks else versions(task.recipe.path, task.source)
-        outcome |= {"packages": packages, "missing": lacks, "page": task.page}
-        return Run(task.code, environment, date, seconds, **outcome), files
+        outcome |= {"packages": packages, "missing": lacks, "page_hash": task.page_hash}
+        return Run(environment, date, seconds, source_hash=task.source_hash, **outcome), files
 
 
 def _furnish(work: Path, task: Task) -> None:
@@ -234,9 +238,10 @@ def _judge(work: Path, ended: int | str) -> dict[str, Any]:
     if ended == 0 and result.exists():
         outcome: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         if "outputs" in outcome:
-            launches = from_json(list[Launch], outcome.get("launches", []))
+            outputs = msgspec.convert(outcome["outputs"], list[Output])
+            launches = msgspec.convert(outcome.get("launches", []), list[Launch])
             laid_out = [text.replace(f"{work}{os.sep}", "") for text in outcome.get("laid_out", [])]
-            return {"outputs": from_json(list[Output], outcome["outputs"]), "launches": launches, "laid_out": laid_out}
+            return {"outputs": outputs, "launches": launches, "laid_out": laid_out}
         what, detail = outcome["failure"], outcome["detail"]
     else:
         with open(work / "log.txt", "rb") as log:
@@ -251,4 +256,4 @@ def _judge(work: Path, ended: int | str) -> dict[str, Any]:
             what = f"killed by signal {-ended}{names.get(-ended, '')}"
         else:
             what = f"ended with status {ended} before its last cell"
-    return {"failure": what, "detail": detail.replace(f"{work}{os.sep}", "").strip()[-TAIL:]}
+    return {"outputs": [], "failure": what, "detail": detail.replace(f"{work}{os.sep}", "").strip()[-TAIL:]}

@@ -29,14 +29,14 @@ class Change:
 
         Half the wider of the two bands: from run to run, a median moves less than the calls of one run do.
         """
-        if self.now.late or self.before.late or self.now.band is None or self.before.band is None:
+        if self.now.cpu_bound or self.before.cpu_bound or self.now.band is None or self.before.band is None:
             return None
         return max(LEAST, self.now.band / 2, self.before.band / 2)
 
     @property
     def verdict(self) -> str:
         """Say "slower" or "faster" beyond the spread, "" within it, or why that cannot be told."""
-        if self.now.late or self.before.late:
+        if self.now.cpu_bound or self.before.cpu_bound:
             return "CPU decided"
         if self.spread is None:
             return "no band"

@@ -1,17 +1,19 @@
 """Recorded figures, one by one, and all that is recorded as one object for JSON."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
+
+import msgspec
+from msgspec import field
 
 from triton_gallery.libraries.peer_rows import PeerRow, load_all
 from triton_gallery.recipe.contents import Recipe
-from triton_gallery.recipe.tables import TRITON, Table
+from triton_gallery.recipe.data import Data
+from triton_gallery.recipe.tables import TRITON, Figures, Table
 from triton_gallery.records.record_store import Record, Records
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(Data, frozen=True):
     """One recorded figure.
 
     Attributes:
@@ -21,11 +23,11 @@ class Measurement:
         x: its value.
         series: who was measured.
         value: the median, in `unit`; more is better.
-        low: the 20th percentile; None if it was not kept.
-        high: the 80th percentile; None if it was not kept.
+        p20: the 20th percentile; None if it was not kept.
+        p80: the 80th percentile; None if it was not kept.
         unit: the unit of all three.
         cpu_us: the CPU's microseconds for a call; None if they were not kept.
-        late: whether the GPU had to wait for the CPU, so that the figure is partly the CPU's.
+        cpu_bound: whether the GPU had to wait for the CPU, so that the figure is partly the CPU's.
         device: the GPU's name.
         driver: the version of its driver, if it was known.
         torch: the version that ran.
@@ -41,11 +43,11 @@ class Measurement:
     x: float | str
     series: str
     value: float
-    low: float | None
-    high: float | None
+    p20: float | None = field(name="low")
+    p80: float | None = field(name="high")
     unit: str
     cpu_us: float | None
-    late: bool
+    cpu_bound: bool = field(name="late")
     device: str
     driver: str | None
     torch: str
@@ -67,7 +69,7 @@ class Measurement:
     @property
     def band(self) -> float | None:
         """How far the 20th and the 80th percentile lie apart, relative to the median; None if that was not kept."""
-        return None if self.low is None or self.high is None else (self.high - self.low) / self.value
+        return None if self.p20 is None or self.p80 is None else (self.p80 - self.p20) / self.value
 
 
 def all_recorded(records: Records, recipes: Sequence[Recipe]) -> dict[str, list[dict[str, Any]]]:
@@ -79,7 +81,7 @@ def all_recorded(records: Records, recipes: Sequence[Recipe]) -> dict[str, list[
     keys = {recipe.key for recipe in recipes}
     rows = [row for row in load_all(records.folder) if row.recipe in keys]
     return {
-        "figures": [asdict(figure) for figure in measurements(records, recipes)],
+        "figures": msgspec.to_builtins(measurements(records, recipes)),
         "peers": [_of_peers(row, "fresh" if row.is_fresh(recipes) else "stale") for row in rows],
     }
 
@@ -115,10 +117,10 @@ def _of_peers(row: PeerRow, state: str) -> dict[str, Any]:
         "rates": {
             name: rate and dict(zip(("value", "low", "high"), rate, strict=True)) for name, rate in row.rates.items()
         },
-        "device": row.device.name,
-        "driver": row.device.driver,
-        "torch": row.device.torch,
-        "triton": row.device.triton,
+        "device": row.environment.name,
+        "driver": row.environment.driver,
+        "torch": row.environment.torch,
+        "triton": row.environment.triton,
         "packages": row.packages,
         "date": row.date,
         "commit": row.commit,
@@ -127,7 +129,7 @@ def _of_peers(row: PeerRow, state: str) -> dict[str, Any]:
 
 
 def _of_place(record: Record, state: str, table: Table, name: str, index: int, value: float) -> Measurement:
-    def kept(figures: dict[str, list[float | None]]) -> float | None:
+    def kept(figures: Figures) -> float | None:
         return figures[name][index] if name in figures else None
 
     return Measurement(
@@ -137,15 +139,15 @@ def _of_place(record: Record, state: str, table: Table, name: str, index: int, v
         x=table.xs[index],
         series=name,
         value=value,
-        low=kept(table.low),
-        high=kept(table.high),
+        p20=kept(table.p20),
+        p80=kept(table.p80),
         unit=table.unit,
         cpu_us=kept(table.cpu),
-        late=table.is_late(name, index),
-        device=record.device.name,
-        driver=record.device.driver,
-        torch=record.device.torch,
-        triton=record.device.triton,
+        cpu_bound=table.is_cpu_bound(name, index),
+        device=record.environment.name,
+        driver=record.environment.driver,
+        torch=record.environment.torch,
+        triton=record.environment.triton,
         date=record.date,
         commit=record.commit,
         state=state,

@@ -9,9 +9,9 @@ from statistics import median
 
 from triton_gallery.libraries.peer_rows import PeerRow, table_of
 from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.tables import Table
 from triton_gallery.records.record_store import Record
-from triton_gallery.records.schemas import Device
 
 BESIDE = "beside libraries"
 
@@ -43,7 +43,7 @@ class Summary:
         recipe: of what.
         kind: what tells it from the recipe's other benchmarks.
         table: the figures.
-        device: where they were measured.
+        environment: in which they were measured.
         date: when; of several runs, when the first began.
         is_fresh: whether all of them are of the recipe's present code.
         is_page: whether they are those of the recipe's page, and not of `make libraries`.
@@ -53,7 +53,7 @@ class Summary:
     recipe: Recipe
     kind: str
     table: Table
-    device: Device
+    environment: Environment
     date: str
     is_fresh: bool
     is_page: bool
@@ -119,16 +119,16 @@ def summaries(records: Sequence[Record], rows: Sequence[PeerRow], recipe: Recipe
     """
     for record in records:
         for table in (table for output in record.outputs for table in output.tables):
-            yield Summary(recipe, table.kind, table, record.device, record.date, record.is_fresh(recipe), True)
+            yield Summary(recipe, table.kind, table, record.environment, record.date, record.is_fresh(recipe), True)
     of_recipe = (row for row in rows if row.recipe == recipe.key)
-    for (_, name), group in groupby(of_recipe, key=lambda row: (row.device.name, row.work)):
+    for (_, name), group in groupby(of_recipe, key=lambda row: (row.environment.name, row.work)):
         there = list(group)
         kind = f"{name.removeprefix(recipe.name).strip(', ')}, {BESIDE}".removeprefix(", ")
         fresh = all(row.is_fresh([recipe]) for row in there)
         date = min(row.date for row in there)
         dtypes = {row.dtype for row in there}
         dtype = dtypes.pop() if len(dtypes) == 1 else ""
-        yield Summary(recipe, kind, table_of(there), there[0].device, date, fresh, False, dtype)
+        yield Summary(recipe, kind, table_of(there), there[0].environment, date, fresh, False, dtype)
 
 
 def headline(items: Sequence[Summary]) -> list[Summary]:
@@ -137,16 +137,16 @@ def headline(items: Sequence[Summary]) -> list[Summary]:
     They are of the present code and one device: beside other libraries if that was measured, else those of its page.
     Among devices, that of its page comes first; among works, the op itself.
     """
-    device = next((item.device.name for item in items if item.is_page), "")
+    device = next((item.environment.name for item in items if item.is_page), "")
     fresh = [item for item in items if item.is_fresh and (item.fastest or item.over(item.table.of_roof))]
     if not fresh:
         return []
 
     def rank(item: Summary) -> tuple[bool, bool, bool, bool]:
-        return item.is_page, item.device.name != device, item.is_backward, item.variant != ""
+        return item.is_page, item.environment.name != device, item.is_backward, item.variant != ""
 
     def group(item: Summary) -> tuple[bool, str, str]:
-        return item.is_page, item.device.name, item.variant
+        return item.is_page, item.environment.name, item.variant
 
     first = min(fresh, key=rank)
     backwards = [item for item in fresh if item.is_backward and item is not first and group(item) == group(first)]

@@ -21,7 +21,8 @@ from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.device import detect
 from triton_gallery.recipe.hashes import hash_of
 from triton_gallery.recipe.tables import ROOF, TRITON
-from triton_gallery.records.schemas import BadRecordError, Device, commit
+from triton_gallery.records.files import BadRecordError
+from triton_gallery.records.git import commit
 
 TURNS = 40
 
@@ -120,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(chosen) - {work.recipe for work in works}:
         print(f"not measured beside other libraries: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    environment = detect()[0]
+    environment = detect()[0].environment
     if not environment.is_gpu:
         print("torch sees no GPU here: libraries are measured on one", file=sys.stderr)
         return 2
@@ -131,13 +132,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     recipes = {recipe.key: recipe for recipe in load(GALLERY)}
     versions = installed()
-    device = Device(**environment.kind)  # type: ignore[arg-type]
     date, revision = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), commit()
     packages = {PEERS[name].package: version for name, version in versions.items()}
     known = [(work.recipe, name, shape) for work in WORKLOADS for name in work.directions for shape in work.shapes]
     failed = 0
     for work in works:
-        made = (hash_of(recipes[work.recipe]), device, date, revision, packages)
+        made = (hash_of(recipes[work.recipe]), environment, date, revision, packages)
         rows = []
         for name, backward in work.directions.items():
             for shape in work.shapes:

@@ -6,35 +6,30 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from triton_gallery.recipe.tables import TRITON, Table
-from triton_gallery.records.rows import RATE, Row, RowFile
-from triton_gallery.records.schemas import OPS, PACKAGES, TEXT
-
-SCHEMA_VERSION = 2
-_RATES = {
-    "type": "object",
-    "properties": {TRITON: RATE},
-    "required": [TRITON],
-    "additionalProperties": {"anyOf": [{"type": "null"}, RATE]},
-}
+from triton_gallery.recipe.tables import TRITON, Figures, Table
+from triton_gallery.records.files import OPS
+from triton_gallery.records.rows import Rate, Row, Rows
 
 
-@dataclass(frozen=True)
-class PeerRow(Row):
+class PeerRow(Row, frozen=True):
     """One work at one size, through several libraries.
 
     Attributes:
         packages: the versions of the other libraries.
-        rates: by the name of who was measured: the median and the 20th and 80th percentile of the rate; None where
-            there is none.
+        rates: by the name of who was measured; None where there is none.
         dtype: of the tensors; empty if it was not kept.
     """
 
     packages: dict[str, str]
-    rates: dict[str, list[float] | None]
-    dtype: str = ""
+    rates: dict[str, Rate | None]
+    dtype: str = ""  # which older files have not
+
+    def __post_init__(self) -> None:
+        """Refuse a row without a rate of ours; ValueError."""
+        super().__post_init__()
+        if self.rates.get(TRITON) is None:
+            raise ValueError(f"it has no rate of {TRITON}")
 
     @property
     def table(self) -> Table:
@@ -54,13 +49,16 @@ def table_of(rows: Sequence[PeerRow]) -> Table:
     rows = sorted(rows, key=lambda row: math.prod(row.shape))
     names = list(dict.fromkeys(name for row in rows for name in row.rates))
 
-    def of(place: int) -> dict[str, list[float | None]]:
+    def of(place: int) -> Figures:
         return {name: [rate[place] if (rate := row.rates.get(name)) else None for row in rows] for name in names}
 
-    return Table("results", "size", rows[0].unit, [row.size for row in rows], of(0), low=of(1), high=of(2))
+    return Table("results", "size", rows[0].unit, [row.size for row in rows], of(0), of(1), of(2), {}, {})
 
 
-_FILE = RowFile(
-    f"{OPS}/{{}}.json", SCHEMA_VERSION, PeerRow, {"packages": PACKAGES, "rates": _RATES, "dtype": TEXT}, ["dtype"]
-)
-load_all, merge = _FILE.load_all, _FILE.merge
+class PeerRows(Rows[PeerRow], frozen=True, tag_field="schema", tag=2):
+    """What a file holds."""
+
+    file_name = f"{OPS}/{{}}.json"
+
+
+load_all, merge = PeerRows.load_all, PeerRows.merge

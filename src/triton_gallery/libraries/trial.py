@@ -1,6 +1,6 @@
 """One work at one size: its inputs, the calls on them, and the check of their results.
 
-A machine that only measures needs nothing for this but what recipes import.
+A machine that only measures needs nothing for this but msgspec and what recipes import.
 """
 
 import importlib

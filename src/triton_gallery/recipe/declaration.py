@@ -5,20 +5,21 @@ Its environment stands where that standard has it; what the gallery shows and ch
 
 import re
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import field
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from triton_gallery.recipe.outputs import from_json
+from triton_gallery.recipe.data import Data
 
 BLOCK = re.compile(r"(?m)^# /// script$\n((?:^#(?: .*)?$\n)+)^# ///$")
 
 
-@dataclass(frozen=True)
-class OfOp:
+class OfOp(Data, frozen=True):
     """What a recipe declares of its page and of the op that it hands over.
 
     Attributes:
@@ -80,7 +81,7 @@ def declaration(path: Path, source: str) -> Declaration:
     try:
         lines = [line[2:] for line in block[1].splitlines()] if block else []
         metadata: dict[str, Any] = tomllib.loads("\n".join(lines))
-        of_op = from_json(OfOp, metadata.get("tool", {}).get("triton-gallery", {}))
+        of_op = msgspec.convert(metadata.get("tool", {}).get("triton-gallery", {}), OfOp)
         return Declaration(
             SpecifierSet(metadata.get("requires-python", "")),
             [Requirement(package) for package in metadata.get("dependencies", [])],

@@ -1,21 +1,21 @@
 """What executes recipes on this machine.
 
-Run as a script it prints, as JSON, one `Environment` for each GPU that PyTorch sees, or one for the CPU. `detect` asks
-in a process of its own, so that the build itself never imports torch nor holds a GPU.
+Run as a script it prints, as JSON, one `Slot` for each GPU that PyTorch sees, or one for the CPU. `detect` asks in a
+process of its own, so that the build itself never imports torch nor holds a GPU.
 """
 
 import ctypes
-import json
 import os
 import platform
 import runpy
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 from packaging.version import Version
 
 INTERPRETER = "Triton's interpreter on CPU"
@@ -26,13 +26,11 @@ class NoEnvironmentError(RuntimeError):
     """Nothing here executes recipes; the message says why."""
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A device and the software that drives it.
 
     Attributes:
         name: the GPU's name as its driver gives it, or `INTERPRETER`.
-        visible: what `CUDA_VISIBLE_DEVICES` says to choose this GPU; None without a GPU.
         capability: the compute capability, "9.0" for instance; None without a GPU.
         memory: bytes of GPU memory; None without a GPU.
         driver: the driver's version; None without a GPU, or if nvidia-smi does not tell.
@@ -40,7 +38,6 @@ class Environment:
     """
 
     name: str
-    visible: str | None
     capability: str | None
     memory: int | None
     driver: str | None
@@ -52,16 +49,23 @@ class Environment:
     @property
     def is_gpu(self) -> bool:
         """Whether a GPU executes here, rather than the interpreter."""
-        return self.visible is not None
-
-    @property
-    def kind(self) -> dict[str, str | int | None]:
-        """All of it but which GPU of several equal ones: two runs of one kind need not be repeated."""
-        return {key: value for key, value in asdict(self).items() if key != "visible"}
+        return self.capability is not None and self.memory is not None
 
 
-def detect() -> list[Environment]:
-    """Return the environments of this machine: one for each GPU, or one for the CPU.
+class Slot(NamedTuple):
+    """A GPU, or the CPU, which executes recipes.
+
+    Attributes:
+        environment: what it is and the software that drives it; equal GPUs have equal environments.
+        visible: what `CUDA_VISIBLE_DEVICES` says to choose this GPU; None if that variable is left as it is.
+    """
+
+    environment: Environment
+    visible: str | None
+
+
+def detect() -> list[Slot]:
+    """Return the slots of this machine: one for each GPU, or one for the CPU.
 
     Raises:
         NoEnvironmentError: if torch or triton is not here or too old or, where there may be a GPU, torch cannot be
@@ -72,10 +76,10 @@ def detect() -> list[Environment]:
         raise NoEnvironmentError(
             f"cannot tell what executes here; torch and triton must be importable:\n{probe.stderr}"
         )
-    environments = [Environment(**entry) for entry in json.loads(probe.stdout)]
-    if reason := too_old(environments[0], version("numpy")):
+    slots = msgspec.json.decode(probe.stdout, type=list[Slot])
+    if reason := too_old(slots[0].environment, version("numpy")):
         raise NoEnvironmentError(reason)
-    return environments
+    return slots
 
 
 def too_old(environment: Environment, numpy: str) -> str | None:
@@ -110,11 +114,10 @@ def _range() -> str:
     return f"the gallery runs on {' and '.join(texts)}, see docs/versions.md"
 
 
-def _probe() -> list[Environment]:
+def _probe() -> list[Slot]:
     torch_version, sees_no_gpu = _torch()
     cpu = Environment(
         name=INTERPRETER,
-        visible=None,
         capability=None,
         memory=None,
         driver=None,
@@ -124,29 +127,27 @@ def _probe() -> list[Environment]:
         python=platform.python_version(),
     )
     if sees_no_gpu:
-        return [cpu]
+        return [Slot(cpu, None)]
     import torch
 
     if not torch.cuda.is_available():
-        return [cpu]
+        return [Slot(cpu, None)]
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = chosen.split(",") if chosen else list(map(str, range(torch.cuda.device_count())))
     driver = _driver()
-    environments = []
+    slots = []
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        environments.append(
-            replace(
-                cpu,
-                name=gpu.name,
-                visible=names[index],
-                capability=f"{gpu.major}.{gpu.minor}",
-                memory=gpu.total_memory,
-                driver=driver,
-                cuda=torch.version.cuda,
-            )
+        environment = msgspec.structs.replace(
+            cpu,
+            name=gpu.name,
+            capability=f"{gpu.major}.{gpu.minor}",
+            memory=gpu.total_memory,
+            driver=driver,
+            cuda=torch.version.cuda,
         )
-    return environments
+        slots.append(Slot(environment, names[index]))
+    return slots
 
 
 def _torch() -> tuple[str, bool]:
@@ -183,4 +184,4 @@ def _driver() -> str | None:
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(environment) for environment in _probe()]))
+    print(msgspec.json.encode(_probe()).decode())

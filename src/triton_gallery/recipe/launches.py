@@ -1,15 +1,17 @@
 """A launch of a kernel as a compiler sees it: the types of its arguments, its constants and its options."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from triton_gallery.recipe.data import Data
 
 ALIGNED = "tt.divisibility"  # by 16
 NARROW = ("*bf16", "*fp16", "*fp8")  # types of pointers that models use
 DTYPE, FUNCTION, FLOAT, LAYOUT, TUPLE = "dtype", "function", "float", "layout", "tuple"  # constants that JSON has not
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(Data, frozen=True):
     """What identifies what is compiled of a kernel.
 
     Attributes:
@@ -20,11 +22,11 @@ class Launch:
         options: those of the launch that differ from Triton's own: `num_warps`, `num_stages`, ...
     """
 
-    kernel: str
+    kernel: Annotated[str, Meta(pattern=r"^\w+\Z")]
     signature: dict[str, Any]
-    constants: list[Any] = field(default_factory=list)
-    aligned: list[Any] = field(default_factory=list)
-    options: dict[str, int] = field(default_factory=dict)
+    constants: list[list[Any]]
+    aligned: list[list[Any]]
+    options: dict[str, int]
 
     @property
     def named(self) -> dict[str, Any]:

@@ -1,74 +1,68 @@
 """What the code cells of a recipe put out, as data."""
 
-from contextlib import suppress
-from dataclasses import dataclass, field, is_dataclass
-from types import UnionType
-from typing import Any, Never, TypeVar, get_args, get_origin, get_type_hints
+from datetime import datetime
 
+from msgspec import field
+
+from triton_gallery.recipe.data import Data, Date, Hash
+from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.launches import Launch
 from triton_gallery.recipe.tables import Table
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class Frame:
+class Frame(Data, frozen=True):
     """A data frame that a cell shows; every cell of it as text."""
 
     columns: list[str]
     rows: list[list[str]]
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(Data, frozen=True):
     """What one code cell put out.
 
     Attributes:
-        code: the hash of the cell's code.
+        cell_hash: that of the cell's code.
         text: what it printed, without the benchmark tables.
         figures: file names of its figures.
         frame: the data frame that it ends with.
         tables: the benchmark tables that it made.
     """
 
-    code: str
-    text: str = ""
-    figures: list[str] = field(default_factory=list)
-    frame: Frame | None = None
-    tables: list[Table] = field(default_factory=list)
+    cell_hash: Hash = field(name="code")
+    text: str
+    figures: list[str]
+    frame: Frame | None
+    tables: list[Table]
+
+    @classmethod
+    def empty(cls, cell_hash: str) -> "Output":
+        """Return the output of a cell that put out nothing."""
+        return cls(cell_hash, "", [], None, [])
 
     def __bool__(self) -> bool:
         """Whether there is anything to show."""
         return bool(self.text or self.figures or self.frame or self.tables)
 
 
-def from_json(kind: type[T], value: Any) -> T:
-    """Return a value of a type, a dataclass for instance, that `dataclasses.asdict` took apart for JSON.
+class Execution(Data, frozen=True):
+    """What a recipe came to that was executed.
 
-    Raises:
-        ValueError: if it is not of that type, wherever in it.
+    Attributes:
+        environment: what executed it.
+        date: when it began.
+        seconds: wall time of the whole script, imports included.
+        outputs: what each code cell put out; empty for a run that failed.
+        packages: versions of what the recipe declares beyond the packages that any recipe may use.
+        launches: what was compiled, or would have been, of each kernel that it launched.
     """
-    made: T = _made(kind, value)
-    return made
 
+    environment: Environment = field(name="device")
+    date: Date
+    seconds: float
+    outputs: list[Output]
+    packages: dict[str, str] = field(default_factory=dict)  # which older files have not
+    launches: list[Launch] = field(default_factory=list)  # likewise
 
-def _made(kind: Any, value: Any) -> Any:
-    parts = get_args(kind)
-    if kind is Any:
-        return value
-    if get_origin(kind) is UnionType:
-        for part in parts:
-            with suppress(ValueError):
-                return _made(part, value)
-    elif get_origin(kind) is list and isinstance(value, list):
-        return [_made(parts[0], item) for item in value]
-    elif get_origin(kind) is dict and isinstance(value, dict):
-        return {_made(parts[0], key): _made(parts[1], item) for key, item in value.items()}
-    elif isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-        kinds = get_type_hints(kind)
-        try:
-            return kind(**{name: _made(kinds.get(name, Never), item) for name, item in value.items()})
-        except TypeError as error:
-            raise ValueError(str(error)) from None
-    elif type(value) is kind or (kind is float and type(value) is int):
-        return value
-    raise ValueError(f"{value!r:.60} is no {getattr(kind, '__name__', kind)}")
+    def __post_init__(self) -> None:
+        """Refuse what is no date; ValueError."""
+        datetime.fromisoformat(self.date)

@@ -6,8 +6,11 @@ is a size and each column a series, of medians alone.
 """
 
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta, field
+
+from triton_gallery.recipe.data import Data
 
 if TYPE_CHECKING:
     import pandas
@@ -17,11 +20,11 @@ TRITON = "Triton"
 BYTES, OPERATIONS = "GB/s", "TFLOP/s"  # the units of what is measured beside other libraries
 SERIES = "series"  # the second column of a frame of `rates`; these follow the figure:
 BAND = ["low", "high", "CPU us", "late"]
+Figures = dict[str, list[float | None]]  # by the name of who was measured
 SMALLEST, LARGEST = 1e-18, 1e18  # of what is measured anywhere, and of what a chart can show
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(Data, frozen=True):
     """A benchmark's figures.
 
     Attributes:
@@ -29,24 +32,24 @@ class Table:
         x: the name of the first column, what the benchmark varies.
         unit: the unit of all figures, a rate, so that more is better.
         xs: the values of `x`.
-        series: figures by the name of who was measured, one for each of `xs`; None where there is none.
-        low: the 20th percentile of each figure, laid out as `series`; without the series whose band is not known.
-        high: the 80th percentile, likewise.
+        series: figures, one for each of `xs`; None where there is none.
+        p20: the 20th percentile of each figure, laid out as `series`; without the series whose band is not known.
+        p80: the 80th percentile, likewise.
         cpu: the CPU's microseconds for a call, likewise.
-        late: whether the GPU had to wait for the CPU, so that the figure is partly the CPU's; likewise.
+        cpu_bound: whether the GPU had to wait for the CPU, so that the figure is partly the CPU's; likewise.
         title: the line that the cell printed above the table; empty if none.
     """
 
-    name: str
+    name: Annotated[str, Meta(pattern="^results")]
     x: str
     unit: str
     xs: list[float | str]
-    series: dict[str, list[float | None]]
-    low: dict[str, list[float | None]] = field(default_factory=dict)
-    high: dict[str, list[float | None]] = field(default_factory=dict)
-    cpu: dict[str, list[float | None]] = field(default_factory=dict)
-    late: dict[str, list[bool]] = field(default_factory=dict)
-    title: str = ""
+    series: Figures
+    p20: Figures = field(name="low")
+    p80: Figures = field(name="high")
+    cpu: Figures
+    cpu_bound: dict[str, list[bool]] = field(name="late")
+    title: str = ""  # which older files have not
 
     @property
     def kind(self) -> str:
@@ -59,12 +62,12 @@ class Table:
     @property
     def fault(self) -> str | None:
         """Why these are no figures of a benchmark, in words; None if they are."""
-        kinds = [self.series, self.low, self.high, self.cpu]
+        kinds = [self.series, self.p20, self.p80, self.cpu]
         numbers = [value for kind in kinds for values in kind.values() for value in values if value is not None]
         if not self.xs:
             return "it has no rows"
         lengths = [(name, len(values)) for kind in kinds for name, values in kind.items()]
-        lengths += [(name, len(values)) for name, values in self.late.items()]
+        lengths += [(name, len(values)) for name, values in self.cpu_bound.items()]
         if any(length != len(self.xs) for _, length in lengths):
             return "a series is not as long as its x"
         if any(name not in self.series for name, _ in lengths):
@@ -87,15 +90,15 @@ class Table:
         """The names of what they are compared with."""
         return [name for name in self.series if name not in self.ours and name != ROOF]
 
-    def is_late(self, name: str, index: int) -> bool:
+    def is_cpu_bound(self, name: str, index: int) -> bool:
         """Return whether the CPU decided a figure."""
-        return name in self.late and self.late[name][index]
+        return name in self.cpu_bound and self.cpu_bound[name][index]
 
     @property
     def settled(self) -> list[int]:
         """The indices at which the CPU decided no figure; all, where it had its hand in each."""
-        sizes = range(len(self.xs))
-        return [index for index in sizes if not any(self.is_late(name, index) for name in self.series)] or list(sizes)
+        sizes = list(range(len(self.xs)))
+        return [size for size in sizes if not any(self.is_cpu_bound(name, size) for name in self.series)] or sizes
 
     def best(self, names: list[str], index: int) -> tuple[str, float] | None:
         """Return who of `names` is fastest at the index, and its figure; None if none has one."""
@@ -114,7 +117,7 @@ class Table:
 
     def band(self, name: str, index: int) -> tuple[float, float] | None:
         """Return the 20th and the 80th percentile of a figure; None where they are not known."""
-        low, high = (values[name][index] if name in values else None for values in (self.low, self.high))
+        low, high = (values[name][index] if name in values else None for values in (self.p20, self.p80))
         return None if low is None or high is None else (low, high)
 
     def is_tie(self, other: str, index: int) -> bool:
@@ -145,7 +148,7 @@ def from_frame(name: str, frame: "pandas.DataFrame") -> Table:
 def _of_medians(name: str, frame: "pandas.DataFrame") -> Table:
     """Return a data frame of `perf_report` as a table; ValueError if a column has no unit, or two have unlike ones."""
     x, *columns = map(str, frame.columns)
-    series: dict[str, list[float | None]] = {}
+    series: Figures = {}
     units = set()
     for column in columns:
         parts = re.fullmatch(r"(.+) \((.+)\)", column)
@@ -156,7 +159,7 @@ def _of_medians(name: str, frame: "pandas.DataFrame") -> Table:
     if len(units) != 1:
         raise ValueError(f"{name}: one table has one unit, not {sorted(units)}")
     xs = [value if isinstance(value, str) else float(value) for value in frame.iloc[:, 0]]
-    return Table(name, x, units.pop(), xs, series)
+    return Table(name, x, units.pop(), xs, series, {}, {}, {}, {})
 
 
 def _of_figures(name: str, frame: "pandas.DataFrame") -> Table:
@@ -170,7 +173,7 @@ def _of_figures(name: str, frame: "pandas.DataFrame") -> Table:
     names = list(dict.fromkeys(frame[series]))
     by_place = frame.set_index([x, series])
 
-    def laid_out(column: str) -> dict[str, list[float | None]]:
+    def laid_out(column: str) -> Figures:
         figures = by_place[column].dropna().to_dict()
         return {one: [float(figures[x, one]) if (x, one) in figures else None for x in xs] for one in names}
 
@@ -181,8 +184,8 @@ def _of_figures(name: str, frame: "pandas.DataFrame") -> Table:
         unit,
         [x if isinstance(x, str) else float(x) for x in xs],
         laid_out(unit),
-        low=laid_out("low"),
-        high=laid_out("high"),
+        p20=laid_out("low"),
+        p80=laid_out("high"),
         cpu=laid_out("CPU us"),
-        late={one: [bool(late.get((x, one))) for x in xs] for one in names},
+        cpu_bound={one: [bool(late.get((x, one))) for x in xs] for one in names},
     )

@@ -35,7 +35,7 @@ def side_by_side(run: Run, record: Record | None, figures: Mapping[str, bytes]) 
     shown = []
     for number, here in _numbered(run.outputs):
         if record is None or number not in recorded or (here and run.environment.is_gpu):
-            shown.append(Shown(here, Output(here.code), differ=False))
+            shown.append(Shown(here, Output.empty(here.cell_hash), differ=False))
             continue
         there = recorded[number]
         same = [figures.get(name) for name in here.figures] == list(pictures(record, there).values())
@@ -56,22 +56,22 @@ def ran_here(run: Run) -> str:
 
 def recorded_on(record: Record) -> str:
     """Return what stands above what a record has."""
-    return f"Recorded on {record.device.name}, Triton {record.device.triton}, {record.date[:10]}"
+    return f"Recorded on {record.environment.name}, Triton {record.environment.triton}, {record.date[:10]}"
 
 
 def _numbered(outputs: Iterable[Output]) -> Iterator[tuple[tuple[str, int], Output]]:
     """Name each output by its cell's code, and by how many cells before it have the same."""
     seen: Counter[str] = Counter()
     for output in outputs:
-        yield (output.code, seen[output.code]), output
-        seen[output.code] += 1
+        yield (output.cell_hash, seen[output.cell_hash]), output
+        seen[output.cell_hash] += 1
 
 
 def _beyond(here: Output, recorded: Output, same_figures: bool) -> Output:
     """Return what a record has of a cell that this machine did not put out; of a text that begins alike, the rest."""
     rest = recorded.text.removeprefix(f"{here.text}\n").strip("\n")
     return Output(
-        recorded.code,
+        recorded.cell_hash,
         "" if _anywhere(recorded.text) == _anywhere(here.text) else rest,
         [] if same_figures else recorded.figures,
         None if recorded.frame == here.frame else recorded.frame,

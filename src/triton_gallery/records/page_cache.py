@@ -11,14 +11,14 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
+
+import msgspec
+from msgspec import field
 
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment
-from triton_gallery.recipe.launches import Launch
-from triton_gallery.recipe.outputs import Output, from_json
+from triton_gallery.recipe.outputs import Execution
 
 RUN_SUFFIX = ".run.json"
 
@@ -31,46 +31,28 @@ def figure_files(folder: Path, name: str) -> Iterable[Path]:
     return folder.glob(f"sphx_glr_{name}_[0-9][0-9][0-9].*")
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Execution, frozen=True, kw_only=True):
     """How the execution of one recipe went.
 
     Attributes:
-        code: hash of the code that was executed, and of the files that it found beside it.
-        environment: what executed it.
-        date: when it began, ISO 8601 in UTC.
-        seconds: wall time of the whole script, imports included.
+        source_hash: that of the code that was executed, and of the files that it found beside it.
         failure: None, or in one line what happened.
         detail: the traceback or the last output of a run that failed.
-        outputs: what each code cell put out; empty for a run that failed.
-        packages: versions of what the recipe declares beyond the packages that any recipe may use.
         missing: what the recipe needs and did not find; then it was not executed, and its cells put out nothing.
-        launches: what was compiled, or would have been, of each kernel that it launched.
         laid_out: each code cell's output as sphinx-gallery laid it out.
-        page: hash of what shaped the page besides.
+        page_hash: that of what shaped the page besides.
     """
 
-    code: str
-    environment: Environment
-    date: str
-    seconds: float
+    source_hash: str = field(name="code")
     failure: str | None = None
     detail: str = ""
-    outputs: list[Output] = field(default_factory=list)
-    packages: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    launches: list[Launch] = field(default_factory=list)
     laid_out: list[str] = field(default_factory=list)
-    page: str = ""
+    page_hash: str = field(default="", name="page")
 
-    def __post_init__(self) -> None:
-        """Refuse what is no date; ValueError."""
-        datetime.fromisoformat(self.date)
-
-    def passed(self, code: str, environments: Sequence[Environment]) -> bool:
-        """Whether it went well, with this code, on one of these or its like."""
-        alike = any(self.environment.kind == environment.kind for environment in environments)
-        return self.failure is None and self.code == code and alike
+    def passed(self, source_hash: str, environments: Sequence[Environment]) -> bool:
+        """Whether it went well, with this source, in one of these environments."""
+        return self.failure is None and self.source_hash == source_hash and self.environment in environments
 
 
 class Pages:
@@ -117,7 +99,7 @@ class Pages:
     def run(self, key: str) -> Run | None:
         """Return the run that made a recipe's page; None if there is no whole page."""
         try:
-            run = from_json(Run, json.loads(self.run_file(key).read_text(encoding="utf-8")))
+            run = msgspec.convert(json.loads(self.run_file(key).read_bytes()), Run)
         except (OSError, ValueError):
             return None
         whole = run.failure is not None or (self.folder / f"{key}.rst").is_file()
@@ -129,7 +111,7 @@ class Pages:
         If they are not the files of its page, none is written and the run is kept as one that failed.
         """
         if fault := _fault(recipe, files, run):
-            run, files = replace(run, failure=fault, detail="", outputs=[]), {}
+            run, files = msgspec.structs.replace(run, failure=fault, detail="", outputs=[]), {}
         self._remove(recipe.section, recipe.name)
         for name, content in files.items():
             path = self.folder / name
@@ -142,7 +124,7 @@ class Pages:
         target = self.run_file(recipe.key)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(run), indent=1), encoding="utf-8")
+        partial.write_text(json.dumps(msgspec.to_builtins(run), indent=1), encoding="utf-8")
         partial.replace(target)
         return run
 

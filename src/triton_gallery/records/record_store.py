@@ -8,108 +8,67 @@ A record counts for code with the same hash; of older code it is stale. Records 
 not fit the schema is refused, and nothing in one is ever executed.
 """
 
-import dataclasses
 import hashlib
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from msgspec import Meta, field, structs
 
 from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.data import Hash
 from triton_gallery.recipe.hashes import code_hash, hash_of
-from triton_gallery.recipe.launches import Launch
-from triton_gallery.recipe.outputs import Output, from_json
+from triton_gallery.recipe.outputs import Execution
+from triton_gallery.records.files import OPS, BadRecordError, Commit, decode, encode, replace, slug, write
+from triton_gallery.records.git import file_at
 from triton_gallery.records.page_cache import Run
-from triton_gallery.records.schemas import (
-    COMMIT,
-    DATE,
-    DEVICE,
-    HASH,
-    LAUNCH,
-    OPS,
-    PACKAGES,
-    TEXT,
-    BadRecordError,
-    Device,
-    dump,
-    list_of,
-    object_of,
-    parse,
-    replace,
-    shown,
-    slug,
-    validate,
-)
 
-SCHEMA_VERSION = 2
 TOOLS = ["memcheck", "racecheck", "initcheck"]
-
-_FIGURES = {"type": "object", "additionalProperties": list_of({"type": ["number", "null"]})}
-_TABLE = object_of(
-    optional=["title"],  # tables of before have none
-    name={"type": "string", "pattern": "^results"},
-    x=TEXT,
-    unit=TEXT,
-    xs=list_of({"type": ["number", "string"]}),
-    series=_FIGURES,
-    low=_FIGURES,
-    high=_FIGURES,
-    cpu=_FIGURES,
-    late={"type": "object", "additionalProperties": list_of({"type": "boolean"})},
-    title=TEXT,
-)
-_OUTPUT = object_of(
-    code=HASH,
-    text=TEXT,
-    figures=list_of({"type": "string", "pattern": r"^[A-Za-z0-9_]+\.png$"}),
-    frame={"anyOf": [{"type": "null"}, object_of(columns=list_of(TEXT), rows=list_of(list_of(TEXT)))]},
-    tables=list_of(_TABLE),
-)
-_SCHEMA = object_of(
-    optional=["packages", "launches"],  # records of before have none
-    schema={"const": SCHEMA_VERSION},
-    code=HASH,
-    device=DEVICE,
-    date=DATE,
-    commit=COMMIT,
-    seconds={"type": "number"},
-    packages=PACKAGES,
-    sanitized=list_of({"enum": TOOLS}),
-    outputs=list_of(_OUTPUT),
-    launches=list_of(LAUNCH),
-)
+FIRST = ["schema", "code", "device", "date", "commit", "seconds", "packages", "sanitized"]  # of the keys in a file
+FIGURE = re.compile(r"[A-Za-z0-9_]+\.png")
 
 
-@dataclass(frozen=True)
-class Record:
+class RecordFile(Execution, frozen=True, kw_only=True, tag_field="schema", tag=2):
+    """What the file of a record holds.
+
+    Attributes:
+        recipe_hash: that of the recipe's code that ran.
+        commit: the revision of the project, if it was known.
+        sanitized: the tools of compute-sanitizer under which its checks ran without an error.
+    """
+
+    recipe_hash: Hash = field(name="code")
+    commit: Commit | None
+    sanitized: list[Annotated[str, Meta(pattern=rf"^({'|'.join(TOOLS)})\Z")]]
+
+    def __post_init__(self) -> None:
+        """Refuse what no recipe puts out on a GPU; ValueError."""
+        super().__post_init__()
+        if not self.environment.is_gpu:
+            raise ValueError("its device is no GPU")
+        if code_hash(output.cell_hash for output in self.outputs) != self.recipe_hash:
+            raise ValueError("the hash of its code is not that of its cells")
+        for output in self.outputs:
+            if wrong := [name for name in output.figures if not FIGURE.fullmatch(name)]:
+                raise ValueError(f"{wrong[0]!r} is no name of a figure")
+            if output.frame and any(len(row) != len(output.frame.columns) for row in output.frame.rows):
+                raise ValueError("a row of a frame is not as long as its columns")
+            for table in output.tables:
+                if table.fault:
+                    raise ValueError(f"{table.name}: {table.fault}")
+
+
+class Record(RecordFile, frozen=True, kw_only=True):
     """A recorded run.
 
     Attributes:
         path: the file.
-        code: the hash of the recipe's code that ran.
-        device: what executed it.
-        date: when it began, ISO 8601 in UTC.
-        commit: the revision of the project, if it was known.
-        seconds: wall time of the whole script.
-        sanitized: the tools of compute-sanitizer under which its checks ran without an error.
-        outputs: what each code cell put out.
-        packages: versions of what the recipe declares beyond the packages that any recipe may use.
-        launches: what was compiled of each kernel that it launched.
     """
 
     path: Path
-    code: str
-    device: Device
-    date: str
-    commit: str | None
-    seconds: float
-    sanitized: list[str]
-    outputs: list[Output]
-    packages: dict[str, str] = field(default_factory=dict)
-    launches: list[Launch] = field(default_factory=list)
 
     @property
     def key(self) -> str:
@@ -118,7 +77,7 @@ class Record:
 
     def is_fresh(self, recipe: Recipe) -> bool:
         """Whether the recipe still has the code that was recorded."""
-        return self.code == hash_of(recipe)
+        return self.recipe_hash == hash_of(recipe)
 
 
 class Records:
@@ -156,30 +115,24 @@ class Records:
         names = {name: _named(name, picture) for name, picture in figures.items()}
         if missing := [name for output in run.outputs for name in output.figures if name not in names]:
             raise BadRecordError(f"{path}: its figure {missing[0]} is missing")
-        outputs = [
-            dataclasses.replace(output, figures=[names[name] for name in output.figures]) for output in run.outputs
+        shared = {name: getattr(run, name) for name in Execution.__struct_fields__}
+        shared["outputs"] = [
+            structs.replace(output, figures=[names[name] for name in output.figures]) for output in run.outputs
         ]
-        code = code_hash(output.code for output in run.outputs)
+        recipe_hash = code_hash(output.cell_hash for output in run.outputs)
         standing = self.on(recipe, run.environment.name)
-        same_run = standing is not None and (standing.code, standing.date) == (code, run.date)
-        content = {
-            "schema": SCHEMA_VERSION,
-            "code": code,
-            "device": run.environment.kind,
-            "date": run.date,
-            "commit": commit,
-            "seconds": run.seconds,
-            "packages": run.packages,
-            "sanitized": standing.sanitized if standing and same_run else [],
-            "outputs": [asdict(output) for output in outputs],
-            "launches": [asdict(launch) for launch in run.launches],
-        }
-        _validate(path, content)
+        same_run = standing is not None and (standing.recipe_hash, standing.date) == (recipe_hash, run.date)
+        sanitized = standing.sanitized if standing and same_run else []
+        try:
+            content = RecordFile(**shared, recipe_hash=recipe_hash, commit=commit, sanitized=sanitized)
+        except ValueError as error:
+            raise BadRecordError(f"{path}: {error}") from None
+        text = encode(path, content, FIRST)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             for name, picture in figures.items():
                 replace(path.parent / names[name], picture)
-            replace(path, dump(content))
+            replace(path, text)
         finally:
             _sweep(path)
         return path
@@ -213,10 +166,8 @@ class Records:
         path = self._path(recipe, device)
         if not self.is_fresh(recipe, device):
             raise BadRecordError(f"{path}: no record of the recipe's present code; run make record first")
-        content = parse(path, path.read_bytes())
-        content["sanitized"] = tools
-        _validate(path, content)
-        replace(path, dump(content))
+        content = decode(path, path.read_bytes(), RecordFile)
+        write(path, structs.replace(content, sanitized=tools), FIRST)
 
     def _path(self, recipe: Recipe, device: str) -> Path:
         return self.folder / slug(device) / f"{recipe.key}.json"
@@ -248,30 +199,10 @@ def load(path: Path) -> Record:
 
 def load_at(revision: str, path: Path) -> Record | None:
     """Return a record as it was at a git revision, without looking for its figures; None if there was none."""
-    content = shown(revision, path)
+    content = file_at(revision, path)
     return None if content is None else _parse(path, content)
 
 
 @cache  # a build asks for each record dozens of times
 def _parse(path: Path, text: bytes) -> Record:
-    content = parse(path, text)
-    _validate(path, content)
-    outputs = from_json(list[Output], content["outputs"])
-    if code_hash(output.code for output in outputs) != content["code"]:
-        raise BadRecordError(f"{path}: the hash of its code is not that of its cells")
-    fields = {name: value for name, value in content.items() if name != "schema"}
-    fields |= {"path": path, "device": Device(**content["device"]), "outputs": outputs}
-    return Record(**{**fields, "launches": from_json(list[Launch], content.get("launches", []))})
-
-
-def _validate(path: Path, content: Any) -> None:
-    version = content.get("schema") if isinstance(content, dict) else None
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise BadRecordError(f"{path}: this record is of version {version}, this project reads up to {SCHEMA_VERSION}")
-    validate(path, content, _SCHEMA)
-    for output in (from_json(Output, output) for output in content["outputs"]):
-        for table in output.tables:
-            if table.fault:
-                raise BadRecordError(f"{path}: {table.name}: {table.fault}")
-        if output.frame and any(len(row) != len(output.frame.columns) for row in output.frame.rows):
-            raise BadRecordError(f"{path}: a row of a frame is not as long as its columns")
+    return Record(**structs.asdict(decode(path, text, RecordFile)), path=path)

@@ -6,38 +6,24 @@ If the recipe has changed since, the row is stale.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
+
+from msgspec import Meta, field
 
 from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.data import Data, Date, Hash
+from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.hashes import hash_of
 from triton_gallery.recipe.tables import BYTES, OPERATIONS
-from triton_gallery.records.schemas import (
-    COMMIT,
-    DATE,
-    DEVICE,
-    HASH,
-    TEXT,
-    BadRecordError,
-    Device,
-    dump,
-    list_of,
-    object_of,
-    parse,
-    replace,
-    slug,
-    validate,
-)
-
-RATE = {"type": "array", "items": {"type": "number", "exclusiveMinimum": 0}, "minItems": 3, "maxItems": 3}
+from triton_gallery.records.files import BadRecordError, Commit, decode, slug, write
 
 Key = tuple[str, str, tuple[int, ...]]
+Rate = Annotated[list[Annotated[float, Meta(gt=0)]], Meta(min_length=3, max_length=3)]  # median, 20th, 80th percentile
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(Data, frozen=True):
     """One work at one size.
 
     Attributes:
@@ -45,20 +31,25 @@ class Row:
         work: what was measured: "softmax, forward".
         shape: of the input that counts.
         unit: of the rates, `BYTES` or `OPERATIONS`.
-        code: the hash of the recipe's code that was measured.
-        device: what executed it.
-        date: when its run began, ISO 8601 in UTC.
+        recipe_hash: that of the recipe's code that was measured.
+        environment: what executed it.
+        date: when its run began.
         commit: the revision of the project, if it was known.
     """
 
-    recipe: str
+    recipe: Annotated[str, Meta(pattern=r"^[a-z0-9_]+/[a-z0-9_]+\Z")]
     work: str
-    shape: list[int]
-    unit: str
-    code: str
-    device: Device
-    date: str
-    commit: str | None
+    shape: Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=1)]
+    unit: Annotated[str, Meta(pattern=rf"^({BYTES}|{OPERATIONS})\Z")]
+    recipe_hash: Hash = field(name="code")
+    environment: Environment = field(name="device")
+    date: Date
+    commit: Commit | None
+
+    def __post_init__(self) -> None:
+        """Refuse what no GPU executed; ValueError."""
+        if not self.environment.is_gpu:
+            raise ValueError("its device is no GPU")
 
     @property
     def key(self) -> Key:
@@ -72,52 +63,34 @@ class Row:
 
     def is_fresh(self, recipes: Sequence[Recipe]) -> bool:
         """Whether the recipe is among these and still has the code that was measured."""
-        return any(recipe.key == self.recipe and hash_of(recipe) == self.code for recipe in recipes)
+        return any(recipe.key == self.recipe and hash_of(recipe) == self.recipe_hash for recipe in recipes)
 
 
 R = TypeVar("R", bound=Row)
 
 
-class RowFile(Generic[R]):
-    """A kind of file in the folders of devices: one for each device, or one for each recipe."""
+class Rows(Data, Generic[R], frozen=True):
+    """What a file of rows holds. Each kind of file is a subclass, with the version of its schema as its tag.
 
-    def __init__(
-        self, name: str, version: int, row: type[R], further: dict[str, Any], optional: Sequence[str] = ()
-    ) -> None:
-        """Describe it.
+    Attributes:
+        file_name: the file's name in a device's folder; `{}` in it stands for the name of a recipe.
+    """
 
-        Args:
-            name: the file's name in a device's folder; `{}` in it stands for the name of a recipe.
-            version: of its schema.
-            row: the class of its rows.
-            further: the schemas of what a row has beside the fields of every `Row`.
-            optional: which of these rows of before have not.
-        """
-        self.name, self.version, self.row = name, version, row
-        of_row = object_of(
-            optional=optional,
-            recipe={"type": "string", "pattern": "^[a-z0-9_]+/[a-z0-9_]+$"},
-            work=TEXT,
-            shape={"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1},
-            unit={"enum": [BYTES, OPERATIONS]},
-            code=HASH,
-            device=DEVICE,
-            date=DATE,
-            commit=COMMIT,
-            **further,
-        )
-        self.schema = object_of(schema={"const": version}, rows={**list_of(of_row), "minItems": 1})
-        self._parsed = cache(self._parse)  # a build asks for them dozens of times
+    file_name: ClassVar[str]
+    rows: Annotated[list[R], Meta(min_length=1)]
 
-    def load_all(self, folder: Path) -> list[R]:
+    @classmethod
+    def load_all(cls, folder: Path) -> list[R]:
         """Return the rows of all devices in the folder of records; BadRecordError if a file does not fit."""
-        return [row for path in self._files(folder) for row in self.load(path)]
+        return [row for path in cls._files(folder) for row in cls.load(path)]
 
-    def load(self, path: Path) -> list[R]:
+    @classmethod
+    def load(cls, path: Path) -> list[R]:
         """Return the rows in a file; BadRecordError if it does not fit."""
-        return list(self._parsed(path, path.read_bytes()))
+        return list(_parsed(cls, path, path.read_bytes()))
 
-    def merge(self, folder: Path, rows: Sequence[R], known: Sequence[Key]) -> list[Path]:
+    @classmethod
+    def merge(cls, folder: Path, rows: Sequence[R], known: Sequence[Key]) -> list[Path]:
         """Put rows of one device into their files, in place of the older ones of the same work and size.
 
         Args:
@@ -131,35 +104,29 @@ class RowFile(Generic[R]):
         Raises:
             BadRecordError: if a row or what a file holds does not fit; that file stays as it was.
         """
-        device = slug(rows[0].device.name)
-        before = {path: self.load(path) for path in self._files(folder, device)}
+        device = slug(rows[0].environment.name)
+        before = {path: cls.load(path) for path in cls._files(folder, device)}
         found = {row.key: row for row in [*(row for of_file in before.values() for row in of_file), *rows]}
         now = defaultdict[Path, list[R]](list)
         for key in known:
             if key in found:
-                now[folder / device / self.name.format(key[0].rpartition("/")[2])].append(found[key])
+                now[folder / device / cls.file_name.format(key[0].rpartition("/")[2])].append(found[key])
         changed = [path for path, of_file in now.items() if of_file != before.get(path)]
         for path in changed:
-            self.write(path, now[path])
+            write(path, cls(now[path]))
         for path in before.keys() - now.keys():
             path.unlink()
         return changed
 
-    def write(self, path: Path, rows: Sequence[R]) -> None:
-        """Write a file of these rows; BadRecordError if one does not fit."""
-        content = {"schema": self.version, "rows": [asdict(row) for row in rows]}
-        validate(path, content, self.schema)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace(path, dump(content))
+    @classmethod
+    def _files(cls, folder: Path, device: str = "*") -> list[Path]:
+        return sorted(folder.glob(f"{device}/{cls.file_name.format('*')}"))
 
-    def _files(self, folder: Path, device: str = "*") -> list[Path]:
-        return sorted(folder.glob(f"{device}/{self.name.format('*')}"))
 
-    def _parse(self, path: Path, text: bytes) -> Sequence[R]:
-        content = parse(path, text)
-        validate(path, content, self.schema)
-        rows = [self.row(**{**row, "device": Device(**row["device"])}) for row in content["rows"]]
-        for name in (row.device.name for row in rows):
-            if path.parents[self.name.count("/")].name != slug(name):
-                raise BadRecordError(f"{path}: it is that of another device, {name}")
-        return rows
+@cache  # a build asks for them dozens of times
+def _parsed(kind: type[Rows[Any]], path: Path, text: bytes) -> list[Any]:
+    rows = decode(path, text, kind).rows
+    for name in (row.environment.name for row in rows):
+        if path.parents[kind.file_name.count("/")].name != slug(name):
+            raise BadRecordError(f"{path}: it is that of another device, {name}")
+    return rows

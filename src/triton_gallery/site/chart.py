@@ -204,10 +204,10 @@ def _draw_rows(table: Table, palette: dict[str, str]) -> "Figure":
                 continue
             axes.plot(value, row + above, "|" if name == ROOF else "o", color=color, markersize=7, label=label)
             label = ""  # in the legend once
-            ends = [side[name][index] for side in (table.low, table.high) if name in side]
+            ends = [side[name][index] for side in (table.p20, table.p80) if name in side]
             band = [end for end in ends if end is not None]
             axes.plot(band, len(band) * [row + above], color=color, linewidth=4, alpha=0.4)
-            if table.is_late(name, index):
+            if table.is_cpu_bound(name, index):
                 axes.plot(value, row + above, "o", color=color, markersize=10, fillstyle="none")
     axes.set_xlim(left=0)
     axes.set_ylim(0.5, len(table.xs) + 0.5)
@@ -232,13 +232,15 @@ def _draw_sides(axes: "Axes", color: str) -> None:
 def _draw_band(axes: "Axes", table: Table, name: str, xs: Sequence[float], color: str) -> None:
     """Draw the band of a series, and rings around the figures that the CPU decided."""
     values = table.series[name]
-    if name in table.low and name in table.high:
-        points = [(x, low, high) for x, low, high in zip(xs, table.low[name], table.high[name], strict=True)]
+    if name in table.p20 and name in table.p80:
+        points = [(x, low, high) for x, low, high in zip(xs, table.p20[name], table.p80[name], strict=True)]
         kept = [(x, low, high) for x, low, high in points if low is not None and high is not None]
         if kept:
             sizes, lows, highs = zip(*kept, strict=True)
             axes.fill_between(sizes, lows, highs, color=color, alpha=0.2, linewidth=0)
-    late = [(x, value) for index, (x, value) in enumerate(zip(xs, values, strict=True)) if table.is_late(name, index)]
+    late = [
+        (x, value) for index, (x, value) in enumerate(zip(xs, values, strict=True)) if table.is_cpu_bound(name, index)
+    ]
     late = [(x, value) for x, value in late if value is not None]
     if late:
         axes.plot(*zip(*late, strict=True), linestyle="none", marker="o", markersize=9, color=color, fillstyle="none")

@@ -67,7 +67,7 @@ def _claims(env: "BuildEnvironment") -> list[str]:
     of_device: dict[str, list[Record]] = {}
     for recipe in recipes:
         for record in page_context.records(env).of(recipe):
-            of_device.setdefault(record.device.name, []).append(record)
+            of_device.setdefault(record.environment.name, []).append(record)
     for device, records in of_device.items():
         first, last = min(record.date for record in records)[:10], max(record.date for record in records)[:10]
         when = first if first == last else f"{first} to {last}"

@@ -12,8 +12,8 @@ from sphinx_gallery.utils import zip_files
 
 from triton_gallery.recipe.needs import packages
 from triton_gallery.recipe.outputs import Frame, Output
+from triton_gallery.records.files import replace
 from triton_gallery.records.output_diff import STALE, Shown, pictures, ran_here, recorded_on, side_by_side
-from triton_gallery.records.schemas import replace
 from triton_gallery.site.chart import png
 from triton_gallery.site.notebook_setup import install_missing
 from triton_gallery.site.page_context import RecipePage, pages, recipe_page

@@ -76,10 +76,10 @@ def _file(name: str) -> str:
 
 def _measured(item: Summary) -> list[str]:
     """Return a benchmark as lines of text."""
-    device, table = item.device, item.table
+    where, table = item.environment, item.table
     older = "" if item.is_fresh else ", of older code"
     what = f"{item.kind}, {table.unit}" if item.kind else table.unit
-    said = f"{device.name}, torch {device.torch}, triton {device.triton}, {item.date[:10]}{older}: {what}"
+    said = f"{where.name}, torch {where.torch}, triton {where.triton}, {item.date[:10]}{older}: {what}"
     rows = [[size(x), *(figure(values[place]) for values in table.series.values())] for place, x in enumerate(table.xs)]
     rows.insert(0, [table.x, *table.series])
     if table.cpu:

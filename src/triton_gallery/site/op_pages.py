@@ -224,7 +224,8 @@ class OpDirective(SphinxDirective):
         assert page.table is not None
         older = "" if record.is_fresh(page.recipe) else ", of older code"
         kind = f"{page.table.kind} " if page.table.kind else ""
-        said = f"The chart: {kind}at the lesson's sizes, recorded on {record.device.name}, {record.date[:10]}{older}. "
+        where = f"{record.environment.name}, {record.date[:10]}{older}"
+        said = f"The chart: {kind}at the lesson's sizes, recorded on {where}. "
         shown = nodes.paragraph("", said, page_link(page_context.ops(self.env)[self.arguments[0]]))
         shown += nodes.Text(" says in which dtype.")
         return shown
@@ -380,7 +381,7 @@ def _speeds(env: "BuildEnvironment", recipe_page: str) -> list[str]:
     if not backward:  # such an op may compute gradients in its forward
         ways = ["".join(ways), NO_BACKWARD]
     dtypes = ", ".join(dict.fromkeys(item.dtype for item in found if item.dtype))
-    return [text or verdict.UNMEASURED for text in (*ways, found[0].device.name if found else "", dtypes)]
+    return [text or verdict.UNMEASURED for text in (*ways, found[0].environment.name if found else "", dtypes)]
 
 
 def first_line(env: "BuildEnvironment", op: str) -> str:

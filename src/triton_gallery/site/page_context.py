@@ -94,7 +94,7 @@ def peers(env: "BuildEnvironment") -> list[PeerRow]:
     """Return our ops' figures beside other libraries', by device and in the order of the recipes."""
     order = [recipe.key for recipe in recipes(env).values()]
     rows = peer_records.load_all(records(env).folder)
-    return sorted(rows, key=lambda row: (row.device.name, order.index(row.recipe) if row.recipe in order else -1))
+    return sorted(rows, key=lambda row: (row.environment.name, order.index(row.recipe) if row.recipe in order else -1))
 
 
 def versions(env: "BuildEnvironment") -> list[VersionRow]:

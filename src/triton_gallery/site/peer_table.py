@@ -90,9 +90,9 @@ def _tables(rows: Sequence[PeerRow], recipes: Sequence[Recipe], links: dict[str,
     Where there are several runs, each row names its own.
     """
     shown: list[nodes.Node] = []
-    for device, of_device in groupby(rows, key=lambda row: row.device.name):
+    for device, of_device in groupby(rows, key=lambda row: row.environment.name):
         there = list(of_device)
-        runs = dict.fromkeys(facts(row, {"triton": row.device.triton, **row.packages}) for row in there)
+        runs = dict.fromkeys(facts(row, {"triton": row.environment.triton, **row.packages}) for row in there)
         tables = [told(device, list(runs))]
         for unit in dict.fromkeys(row.unit for row in there):
             of_unit = [row for row in there if row.unit == unit]

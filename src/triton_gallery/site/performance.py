@@ -1,7 +1,6 @@
 """The performance page: every recipe on every recorded device, as a chart, a table and data files."""
 
 import csv
-import dataclasses
 import hashlib
 import json
 from collections import defaultdict
@@ -55,7 +54,7 @@ def cells(item: Summary) -> list[str]:
         f"{roof:.2f}" if roof else "",
         f"{figure(ours[1])} {table.unit}" if ours else "",
         f"{other[0]}: {figure(other[1])} {table.unit}" if other else "",
-        item.device.name,
+        item.environment.name,
         item.date[:10] + ("" if item.is_fresh else ", stale"),
     ]
 
@@ -75,7 +74,7 @@ class PerformanceDirective(SphinxDirective):
         bars = defaultdict[str, list[tuple[str, float]]](list)
         for item in found:
             if item.is_page and (roof := item.table.of_roof(item.middle)):
-                bars[item.device.name].append((f"{item.recipe.name}, {cells(item)[1]}", roof))
+                bars[item.environment.name].append((f"{item.recipe.name}, {cells(item)[1]}", roof))
         table = grid(COLUMNS, [cells(item) for item in found], "performance", "sortable", "filterable")
         gallery = env.config.sphinx_gallery_conf["gallery_dirs"]
         for place, item in zip(first_cells(table), found, strict=True):
@@ -85,7 +84,7 @@ class PerformanceDirective(SphinxDirective):
         data += nodes.Text(", ")
         data += nodes.reference("", "JSON", refuri=f"{PAGE}.json")
         charts: list[nodes.Node] = []
-        if len({item.device.name for item in found}) > 1:
+        if len({item.environment.name for item in found}) > 1:
             charts.append(nodes.raw("", CHOICE, format="html"))
         for device, of_device in sorted(bars.items()):
             drawn = f'<div class="chart">{fractions_svg(device, of_device)}</div>'
@@ -118,6 +117,6 @@ def _write_data(app: "Sphinx", exception: Exception | None) -> None:
     out = Path(app.outdir)
     (out / f"{PAGE}.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     with open(out / f"{PAGE}.csv", "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Measurement)])
+        writer = csv.DictWriter(file, Measurement.__struct_encode_fields__)
         writer.writeheader()
         writer.writerows(found["figures"])

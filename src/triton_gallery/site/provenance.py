@@ -7,7 +7,6 @@ from docutils import nodes
 from triton_gallery.recipe.device import Environment
 from triton_gallery.records.page_cache import Run
 from triton_gallery.records.record_store import Record
-from triton_gallery.records.schemas import Device
 from triton_gallery.site.links import TERM
 from triton_gallery.site.page_context import RecipePage
 
@@ -25,8 +24,8 @@ def lines(page: RecipePage, run: Run) -> list[nodes.paragraph]:
             facts[-1] += "; no kernel is timed here"
         said = [_line("Executed by ", environment.name, facts)]
     if record and (run.missing or not environment.is_gpu):
-        facts = [*_software(record.device, record.packages), record.date[:10]]
-        said.append(_line("GPU outputs recorded on ", record.device.name, facts))
+        facts = [*_software(record.environment, record.packages), record.date[:10]]
+        said.append(_line("GPU outputs recorded on ", record.environment.name, facts))
         if not record.is_fresh(page.recipe):
             said[-1] += [nodes.Text(" · of "), nodes.inline("", "older code", classes=[TERM])]
     said[-1] += sanitized
@@ -49,16 +48,16 @@ def _line(what: str, device: str, facts: list[str]) -> nodes.paragraph:
     return nodes.paragraph("", what, nodes.strong("", device), nodes.Text("".join(f" · {fact}" for fact in facts)))
 
 
-def _software(device: Environment | Device, packages: Mapping[str, str]) -> list[str]:
-    driver = [f"driver {device.driver}"] if device.driver else []
+def _software(environment: Environment, packages: Mapping[str, str]) -> list[str]:
+    driver = [f"driver {environment.driver}"] if environment.driver else []
     more = [f"{name} {version}" for name, version in packages.items()]
-    return [*driver, f"torch {device.torch}", f"triton {device.triton}", *more]
+    return [*driver, f"torch {environment.torch}", f"triton {environment.triton}", *more]
 
 
 def _record(page: RecipePage, run: Run) -> Record | None:
     """Return the record that tells of this page: of the GPU that executed it, or the one that is shown on it."""
     if run.environment.is_gpu and not run.missing:
-        return next((record for record in page.records if record.device.name == run.environment.name), None)
+        return next((record for record in page.records if record.environment.name == run.environment.name), None)
     return page.record
 
 

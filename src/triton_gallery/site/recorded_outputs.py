@@ -1,9 +1,9 @@
 """Puts outputs in their places: charts for benchmarks that ran here, recorded outputs beside what a GPU did not do."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from docutils import nodes
+from msgspec.structs import replace
 from sphinx.transforms import SphinxTransform
 
 from triton_gallery.recipe.cells import Cell, cells

@@ -69,7 +69,7 @@ def benchmark(table: Table) -> Frame:
 def clocks(table: Table) -> list[str]:
     """Return what is to be said of a benchmark's clocks, in sentences."""
     notes = []
-    if any(map(any, table.late.values())):
+    if any(map(any, table.cpu_bound.values())):
         notes.append(f"{LATE}, in the chart a ring: {WAITED}.")
     times = {name: [time for time in values if time is not None] for name, values in table.cpu.items()}
     medians = [f"{name} {figure(median(values))}" for name, values in times.items() if values]
@@ -80,7 +80,7 @@ def clocks(table: Table) -> list[str]:
 
 def _mark(table: Table, names: Sequence[str], index: int) -> str:
     """Return the mark of a figure that the CPU decided, or of a ratio that has one among these series."""
-    return f" {LATE}" if any(table.is_late(name, index) for name in names) else ""
+    return f" {LATE}" if any(table.is_cpu_bound(name, index) for name in names) else ""
 
 
 def figure(value: float | None) -> str:

@@ -1,13 +1,13 @@
 """What people call today, and the op that computes the same: what `replaces.toml` says."""
 
 import tomllib
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import msgspec
 from docutils import nodes
 
-from triton_gallery.recipe.outputs import from_json
+from triton_gallery.recipe.data import Data
 from triton_gallery.site.collapsible import fold
 from triton_gallery.site.render import prose, titled
 
@@ -15,8 +15,7 @@ FILE = Path(__file__).with_suffix(".toml")
 TITLE = "Instead of what you call today"
 
 
-@dataclass(frozen=True)
-class Swap:
+class Swap(Data, frozen=True):
     """A call, and the op in its place.
 
     Attributes:
@@ -30,8 +29,7 @@ class Swap:
     said: str
 
 
-@dataclass(frozen=True)
-class Replaced:
+class Replaced(Data, frozen=True):
     """What an op may be taken for.
 
     Attributes:
@@ -42,14 +40,14 @@ class Replaced:
 
     names: list[str]
     note: str
-    swaps: list[Swap] = field(default_factory=list)
+    swaps: list[Swap] = msgspec.field(default_factory=list)
 
 
 @cache
 def replaces() -> dict[str, Replaced]:
     """Return for each op what it may be taken for."""
     entries = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    return {op: from_json(Replaced, entry) for op, entry in entries.items()}
+    return msgspec.convert(entries, dict[str, Replaced])
 
 
 def section(op: str) -> list[nodes.Node]:

@@ -31,7 +31,7 @@ def told(device: str, runs: Sequence[str]) -> nodes.Node:
 
 def facts(row: Row, packages: dict[str, str]) -> str:
     """Say when and with what a row was measured."""
-    versions = {"driver": row.device.driver, "torch": row.device.torch, **packages}
+    versions = {"driver": row.environment.driver, "torch": row.environment.torch, **packages}
     parts = [when(row), *(f"{name} {version}" for name, version in versions.items() if version)]
     if row.commit:
         parts.append(f"commit {row.commit[:10]}")

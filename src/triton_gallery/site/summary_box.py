@@ -67,7 +67,7 @@ def _measured(page: RecipePage, items: list[Summary]) -> Iterator[nodes.Node]:
     if record is None or page.table is None or not items:
         return
     yield from chart(page)
-    yield ratios([item for item in items if item.device.name == record.device.name])
+    yield ratios([item for item in items if item.environment.name == record.environment.name])
     if cpu := verdict.cpu(page, items):
         yield nodes.paragraph("", cpu)
 
@@ -77,7 +77,7 @@ def chart(page: RecipePage) -> Iterator[nodes.Node]:
     table = page.table if page.record else None
     if table:
         yield nodes.raw("", f'<div class="chart">{svg(table, "At a glance: ")}</div>', format="html")
-        if any(map(any, table.late.values())):
+        if any(map(any, table.cpu_bound.values())):
             yield nodes.paragraph("", f"A ring marks a size at which {WAITED}.")
 
 
@@ -98,7 +98,7 @@ def ratios(items: Sequence[Summary], named: bool = False) -> nodes.Node:
     """
     others = [*dict.fromkeys(name for item in items for name in item.table.others)] if named else []
     against = [f"speed / {name}" for name in others] or ["speed / best other"]
-    there = "" if named else f"on {items[0].device.name}, "
+    there = "" if named else f"on {items[0].environment.name}, "
     columns = [f"{there}median of the sizes", *against, "speed / roof"]
     rows = [[_name(item, items, named), *_ratios(item, others)] for item in items]
     kept = [place for place in range(len(columns)) if place == 0 or any(row[place] for row in rows)]
@@ -111,7 +111,7 @@ def _name(item: Summary, items: Sequence[Summary], named: bool) -> str:
     kind = item.kind or unnamed
     if named:
         sizes = "the lesson's sizes" if item.is_page else "shapes of models"
-        kind = f"{verdict.label(item)}, {sizes}, {item.device.name}"
+        kind = f"{verdict.label(item)}, {sizes}, {item.environment.name}"
     return f"{kind}{'' if item.is_fresh else ', of older code'}"
 
 

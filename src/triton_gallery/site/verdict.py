@@ -90,7 +90,7 @@ def _of(found: Sequence[Summary]) -> str:
     told = [f"{count} for the {_name(item)}" for item, count in zip(found, counts, strict=True)]
     sizes = counts[0] if len(set(counts)) == 1 else " and ".join(told)
     dtypes = " and ".join(dict.fromkeys(item.dtype for item in found if item.dtype))
-    return f"On {' in '.join(filter(None, [found[0].device.name, dtypes]))}, at {sizes}."
+    return f"On {' in '.join(filter(None, [found[0].environment.name, dtypes]))}, at {sizes}."
 
 
 def _count(item: Summary) -> str:
@@ -124,14 +124,14 @@ def _cells(item: Summary, name: str) -> tuple[str, str]:
     """Return our speed over a library's, and at how many sizes who is faster."""
     over = item.beside(name)
     if over is None:
-        return UNMEASURED, "the GPU waited for the CPU" if any(item.table.late.get(name, [])) else ""
+        return UNMEASURED, "the GPU waited for the CPU" if any(item.table.cpu_bound.get(name, [])) else ""
     return _ratio(over), "; ".join(_outcome(item, name, over))
 
 
 def _outcome(item: Summary, name: str, over: Over) -> Iterator[str]:
     """Yield at how many sizes a library is faster than we, and where most, then at how many the two are equal."""
     behind, tied, count = item.behind(name), item.tied(name), len(over.sizes)
-    if not any(item.table.low.values()):
+    if not any(item.table.p20.values()):
         return
     worst = min(behind, key=lambda index: item.table.over(name, index) or 0, default=None)
     yield f"{len(behind)} of {count}" + ("" if worst is None else f", most at {where(item, worst)}")
@@ -143,7 +143,7 @@ def _further(items: Sequence[Summary], first: Summary) -> nodes.Node | None:
     """Return a table of the other works on the same GPU, each beside its closest rival; None if there are none."""
     works: dict[tuple[str, str], dict[bool, Summary]] = {}
     for item in items:
-        is_other = item.variant != first.variant and item.device.name == first.device.name
+        is_other = item.variant != first.variant and item.environment.name == first.environment.name
         if is_other and item.is_fresh and not (item.is_page or first.is_page) and item.fastest:
             works.setdefault((item.variant, item.dtype), {})[item.is_backward] = item
     if not works:
@@ -172,7 +172,7 @@ def _beside(of: dict[bool, Summary], way: bool) -> str:
 def _words(found: Sequence[Summary]) -> Iterator[str]:
     """Yield what the words of the table mean."""
     yield RATIOS
-    if any(any(item.table.low.values()) for item in found):
+    if any(any(item.table.p20.values()) for item in found):
         yield EQUAL
     else:
         yield UNKNOWN

@@ -14,7 +14,7 @@ from triton_gallery.recipe.contents import Recipe
 from triton_gallery.site import page_context
 from triton_gallery.site.collapsible import fold
 from triton_gallery.site.render import first_cells, grid, op_link, page_link
-from triton_gallery.versions.matrix import FEATURE, KERNELS, LESSON, OP, Outcome, Tried, codes, load
+from triton_gallery.versions.matrix import FEATURE, KERNELS, LESSON, OP, Outcome, Tried, hashes, load
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -54,7 +54,7 @@ def marks(env: "BuildEnvironment", recipe: Recipe, op: str | None) -> list[nodes
 
 
 def _marks(env: "BuildEnvironment", recipe: Recipe, op: str | None) -> str:
-    shown, now = [], codes([recipe])
+    shown, now = [], hashes([recipe])
     for one in tried(env):
         word, why = _of_op(one, recipe.key, op, now) if op else _state(one, LESSON, recipe.key, now[LESSON])
         said = "" if word == PASSED else f" {word}"
@@ -95,7 +95,7 @@ class RecipesDirective(SphinxDirective):
         if not found:
             return [nodes.paragraph("", "Nothing has been tried yet.")]
         self.env.metadata[self.env.docname][STATE] = _hash(found, list(recipes.values()))
-        now, ops = codes(list(recipes.values())), page_context.ops(self.env)
+        now, ops = hashes(list(recipes.values())), page_context.ops(self.env)
         of_lessons = {
             recipe.key: [_state(one, LESSON, recipe.key, now[LESSON]) for one in found] for recipe in recipes.values()
         }
@@ -162,7 +162,7 @@ def _of_op(one: Tried, key: str, op: str, now: Mapping[str, Mapping[str, str]]) 
 def _state(one: Tried, kind: str, name: str, now: Mapping[str, str]) -> tuple[str, str]:
     """Return what came of something in a word, and why, if its code is this."""
     outcome = one.outcomes[kind].get(name)
-    if outcome and outcome.code != now[name]:
+    if outcome and outcome.code_hash != now[name]:
         return OLDER, f"on {outcome.date[:10]} an older version was tried"
     return _word_and_reason(outcome)
 
@@ -182,7 +182,7 @@ def _short(one: Tried) -> str:
 
 def _hash(found: Sequence[Tried], recipes: Sequence[Recipe]) -> str:
     """Identify what a page shows."""
-    return hashlib.sha256(repr((found, codes(recipes))).encode()).hexdigest()
+    return hashlib.sha256(repr((found, hashes(recipes))).encode()).hexdigest()
 
 
 def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:

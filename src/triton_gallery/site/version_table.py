@@ -86,7 +86,7 @@ class VersionsOfRecipe(SphinxTransform):
 
 def _group(row: VersionRow) -> tuple[str, str]:
     """Return what the rows of a table have in common."""
-    return row.device.name, row.baseline
+    return row.environment.name, row.baseline
 
 
 def _sentence(rows: Sequence[VersionRow]) -> nodes.paragraph | None:
@@ -102,7 +102,7 @@ def _sentence(rows: Sequence[VersionRow]) -> nodes.paragraph | None:
     said = nodes.paragraph(
         "",
         f"With Triton {name} this op reaches {ratio:.2f} of its rate with {row.baseline} ({where}, on "
-        f"{row.device.name}); ",
+        f"{row.environment.name}); ",
     )
     said += page_link(PAGE)
     said += nodes.Text(" has every size.")

@@ -6,36 +6,21 @@ was tried: its hash stands beside it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct, field
 
 from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.data import Data, Date, Hash
 from triton_gallery.recipe.hashes import cell_hash, hash_of
 from triton_gallery.recipe.op import op_of
-from triton_gallery.records.schemas import (
-    DATE,
-    HASH,
-    TEXT,
-    BadRecordError,
-    dump,
-    list_of,
-    object_of,
-    parse,
-    replace,
-    validate,
-)
+from triton_gallery.records import files
+from triton_gallery.records.files import BadRecordError, decode
 
 PAIRS, RESULTS = "pairs.txt", "versions.json"  # in the folder
 LESSON, OP, KERNELS, FEATURE = KINDS = ("lesson", "op", "kernels", "feature")
-
-_TOLD = {"type": "string", "minLength": 1}
-_OUTCOME = object_of(("failure", "missing"), code=HASH, date=DATE, failure=_TOLD, missing=list_of(_TOLD))
-_OUTCOMES = {"type": "object", "additionalProperties": _OUTCOME}
-_OF_KINDS = object_of((), lesson=_OUTCOMES, op=_OUTCOMES, kernels=_OUTCOMES, feature=_OUTCOMES)
-_TRIED = object_of(triton=TEXT, torch=TEXT, numpy=TEXT, python=TEXT, outcomes=_OF_KINDS)
-_SCHEMA = object_of(schema={"const": 1}, tried=list_of(_TRIED))
+NonEmpty = Annotated[str, Meta(min_length=1)]
 
 
 class Pair(NamedTuple):
@@ -50,30 +35,28 @@ class Pair(NamedTuple):
         return [f"triton=={self.triton}", *self.others]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(Data, frozen=True, omit_defaults=True):
     """What came of one thing with one Triton.
 
     Attributes:
-        code: the hash of what was tried.
+        code_hash: that of what was tried.
         date: when.
-        failure: what went wrong, in a line; None if nothing did.
+        failure: what went wrong, in a line; empty if nothing did.
         missing: what the environment lacks; if anything, it was not tried.
     """
 
-    code: str
-    date: str
-    failure: str | None = None
-    missing: list[str] = field(default_factory=list)
+    code_hash: Hash = field(name="code")
+    date: Date
+    failure: NonEmpty = ""
+    missing: list[NonEmpty] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
         """Whether it was tried and nothing went wrong."""
-        return self.failure is None and not self.missing
+        return not self.failure and not self.missing
 
 
-@dataclass
-class Tried:
+class Tried(Struct, forbid_unknown_fields=True):
     """All that was tried with one Triton.
 
     Attributes:
@@ -84,13 +67,23 @@ class Tried:
     torch: str
     numpy: str
     python: str
-    outcomes: dict[str, dict[str, Outcome]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
+    outcomes: dict[str, dict[str, Outcome]]
+
+    def __post_init__(self) -> None:
+        """Refuse other kinds, or fewer; ValueError."""
+        if self.outcomes.keys() != {*KINDS}:
+            raise ValueError(f"its outcomes are of the kinds {', '.join(self.outcomes)}, not of {', '.join(KINDS)}")
 
     @classmethod
-    def of(cls, content: dict[str, Any]) -> "Tried":
-        """Return what a file says."""
-        made = {kind: {name: Outcome(**of) for name, of in by.items()} for kind, by in content["outcomes"].items()}
-        return cls(**{**content, "outcomes": made})
+    def nothing(cls, triton: str, torch: str, numpy: str, python: str) -> "Tried":
+        """Return that nothing was tried with these versions."""
+        return cls(triton, torch, numpy, python, {kind: {} for kind in KINDS})
+
+
+class Results(Data, frozen=True, tag_field="schema", tag=1):
+    """What the file holds."""
+
+    tried: list[Tried]
 
 
 def pairs(folder: Path) -> list[Pair]:
@@ -107,15 +100,8 @@ def load(folder: Path) -> list[Tried]:
     path = folder / RESULTS
     if not path.is_file():
         return []
-    found = {entry["triton"]: Tried.of(entry) for entry in _parsed(path, path.read_bytes())}
+    found = {one.triton: one for one in decode(path, path.read_bytes(), Results).tried}
     return [found[pair.triton] for pair in pairs(folder) if pair.triton in found]
-
-
-@cache  # a build asks for it with each page
-def _parsed(path: Path, text: bytes) -> list[dict[str, Any]]:
-    content = parse(path, text)
-    validate(path, content, _SCHEMA)
-    return list(content["tried"])
 
 
 def write(folder: Path, tried: Tried, recipes: Sequence[Recipe]) -> Path:
@@ -123,16 +109,16 @@ def write(folder: Path, tried: Tried, recipes: Sequence[Recipe]) -> Path:
     path = folder / RESULTS
     kept = {one.triton: one for one in load(folder)} | {tried.triton: tried}
     listed = [kept[pair.triton] for pair in pairs(folder) if pair.triton in kept]
-    for kind, names in codes(recipes).items():
-        for one in listed:
-            one.outcomes[kind] = {name: of for name, of in one.outcomes[kind].items() if name in names}
-    content = {"schema": 1, "tried": [_sorted(one) for one in listed]}
-    validate(path, content, _SCHEMA)
-    replace(path, dump(content))
+    now = hashes(recipes)
+    for one in listed:
+        for kind, outcomes in one.outcomes.items():
+            names = sorted(outcomes.keys() & now.get(kind, outcomes).keys())
+            one.outcomes[kind] = {name: outcomes[name] for name in names}
+    files.write(path, Results(listed))
     return path
 
 
-def codes(recipes: Sequence[Recipe]) -> dict[str, dict[str, str]]:
+def hashes(recipes: Sequence[Recipe]) -> dict[str, dict[str, str]]:
     """Return the hash of each lesson, op and recipe's kernels as they are now, by kind and name."""
     ops = {op.name: cell_hash(op.code) for recipe in recipes if (op := op_of(recipe))}
     lessons = {recipe.key: hash_of(recipe) for recipe in recipes}
@@ -142,18 +128,7 @@ def codes(recipes: Sequence[Recipe]) -> dict[str, dict[str, str]]:
 def failures(tried: Tried, now: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str, str]]:
     """Yield the kind, the name and the fault of what failed with the code that is given; features may fail."""
     for kind, named in now.items():
-        for name, code in named.items():
+        for name, code_hash in named.items():
             outcome = tried.outcomes[kind].get(name)
-            if outcome and outcome.code == code and outcome.failure is not None:
+            if outcome and outcome.code_hash == code_hash and outcome.failure:
                 yield kind, name, outcome.failure
-
-
-def _sorted(tried: Tried) -> dict[str, Any]:
-    outcomes = {
-        kind: {
-            name: {key: value for key, value in asdict(of).items() if value not in (None, [])}
-            for name, of in sorted(by.items())
-        }
-        for kind, by in tried.outcomes.items()
-    }
-    return {**asdict(tried), "outcomes": outcomes}

@@ -5,8 +5,8 @@
 side, and then are timed one after the other, a few calls at a time, so that a drift of the clocks hits all alike.
 
 What is measured is written into `FOLDER/versions.jsonl`, a line as each row ends, with a copy of each script. For
-that, torch, triton and what recipes import suffice. `--merge` then puts the rows into `docs/_records`, on a machine
-that can build the site.
+that, msgspec, torch, triton and what recipes import suffice. `--merge` then puts the rows into `docs/_records`, on a
+machine that can build the site.
 """
 
 import argparse
@@ -22,18 +22,21 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+from msgspec import structs
+
 from triton_gallery.libraries.trial import GALLERY, RECORDS, ROOT, band, load_workloads, rates_of
 from triton_gallery.libraries.workload import Workload
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import detect
-from triton_gallery.records.schemas import BadRecordError, Device, commit, parse, slug
+from triton_gallery.records.files import BadRecordError, slug
+from triton_gallery.records.git import commit
 
 PROGRAM = Path(__file__).with_name("measuring_process.py")
 ROWS = "versions.jsonl"
@@ -214,16 +217,17 @@ def merge_all(folders: Sequence[Path]) -> int:
         rows = []
         for path in (folder / ROWS for folder in folders):
             lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-            for row in (parse(path, line) for line in lines):
+            for line in lines:
                 try:
+                    row = msgspec.json.decode(line)
                     script = path.parent / f"{row.pop('script')}.py"
                     section, _, name = row["recipe"].partition("/")
                     code = hash_of(Recipe(section, name, script))
-                    rows.append(VersionRow(**{**row, "code": code, "device": Device(**row["device"])}))
-                except (AttributeError, KeyError, TypeError) as error:
+                    rows.append(msgspec.convert({**row, "code": code}, VersionRow))
+                except (AttributeError, KeyError, TypeError, ValueError) as error:
                     raise BadRecordError(f"{path}: not a row of make measure-versions: {error}") from None
-        rows.sort(key=lambda row: (slug(row.device.name), row.date))
-        for _, of_device in groupby(rows, key=lambda row: slug(row.device.name)):
+        rows.sort(key=lambda row: (slug(row.environment.name), row.date))
+        for _, of_device in groupby(rows, key=lambda row: slug(row.environment.name)):
             there = list(of_device)
             print(f"wrote {len(there)} rows into {', '.join(map(str, merge(RECORDS, there, known)))}")
     except (BadRecordError, OSError) as error:
@@ -284,11 +288,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BadRecordError as error:
         print(error, file=sys.stderr)
         return 2
-    environment = detect()[0]
+    environment = detect()[0].environment
     if not environment.is_gpu:
         print("torch sees no GPU here: versions are measured on one", file=sys.stderr)
         return 2
-    device = asdict(Device(**environment.kind))  # type: ignore[arg-type]
     contenders: list[Contender] = []
     with tempfile.TemporaryDirectory() as caches:
         try:
@@ -298,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
             if len(set(names)) < len(names):
                 raise FailedError(f"a version stands twice: {'; '.join(names)}")
             due = tasks(options.recipes, (place, count))
-            made = {"device": {**device, "triton": names[0]}, "date": date, "commit": revision}
+            made = {"device": {**structs.asdict(environment), "triton": names[0]}, "date": date, "commit": revision}
             return run(contenders, due, options.records, options.limit, made)
         except FailedError as error:
             print(error, file=sys.stderr)

@@ -4,64 +4,47 @@
 measured. All versions of a row were measured in one run, in rotation, on one GPU.
 """
 
-from dataclasses import dataclass
+from typing import Annotated
 
-from triton_gallery.records.rows import RATE, Row, RowFile
-from triton_gallery.records.schemas import OPTIONAL_TEXT, TEXT, object_of
+from msgspec import Meta
 
-_CONTENDER = object_of(
-    rate={"anyOf": [{"type": "null"}, RATE]},
-    seconds={"type": ["number", "null"], "minimum": 0},
-    kernels={"type": ["integer", "null"], "minimum": 0},
-    assembler={"type": "string", "pattern": r"^\d+\.\d+$"},
-    failed=OPTIONAL_TEXT,
-)
-_CONTENDERS = {
-    "type": "object",
-    "propertyNames": {**TEXT, "pattern": r"^\d+\.\d+\.\d+[^,]*(, FP fusion off)?$"},
-    "additionalProperties": _CONTENDER,
-    "minProperties": 1,
-}
+from triton_gallery.recipe.data import Data
+from triton_gallery.records.rows import Rate, Row, Rows
+
+Name = Annotated[str, Meta(pattern=r"^\d+\.\d+\.\d+[^,]*(, FP fusion off)?\Z")]
 
 
-@dataclass(frozen=True)
-class Contender:
+class Contender(Data, frozen=True):
     """What came of a row under one version of Triton.
 
     Attributes:
-        rate: the median and the 20th and 80th percentile of the rate; None if it failed.
+        rate: None if it failed.
         seconds: how long Triton compiled for this row; None if it failed before.
         kernels: how many kernels it compiled; those that an earlier row left in the cache do not count.
         assembler: the version of `ptxas` that Triton chose for this GPU.
         failed: why there is no rate.
     """
 
-    rate: list[float] | None
-    seconds: float | None
-    kernels: int | None
-    assembler: str
+    rate: Rate | None
+    seconds: Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0)] | None
+    kernels: Annotated[int, Meta(ge=0)] | None
+    assembler: Annotated[str, Meta(pattern=r"^\d+\.\d+\Z")]
     failed: str | None
 
 
-@dataclass(frozen=True)
-class VersionRow(Row):
+class VersionRow(Row, frozen=True):
     """One work at one size, under several versions of Triton.
 
     Attributes:
-        contenders: by version, as "3.9.0" or "3.9.0, FP fusion off"; `device.triton` is the baseline.
+        contenders: by version, as "3.9.0" or "3.9.0, FP fusion off"; `environment.triton` is the baseline.
     """
 
-    contenders: dict[str, Contender]
-
-    def __post_init__(self) -> None:
-        """Take contenders as a file has them too."""
-        made = {name: Contender(**of) if isinstance(of, dict) else of for name, of in self.contenders.items()}
-        object.__setattr__(self, "contenders", made)
+    contenders: Annotated[dict[Name, Contender], Meta(min_length=1)]
 
     @property
     def baseline(self) -> str:
         """The version that the others are compared with."""
-        return self.device.triton
+        return self.environment.triton
 
     @property
     def others(self) -> list[str]:
@@ -79,5 +62,10 @@ class VersionRow(Row):
         return rate / base if rate and base else None
 
 
-_FILE = RowFile("versions.json", 1, VersionRow, {"contenders": _CONTENDERS})
-load_all, merge = _FILE.load_all, _FILE.merge
+class VersionRows(Rows[VersionRow], frozen=True, tag_field="schema", tag=1):
+    """What a file holds."""
+
+    file_name = "versions.json"
+
+
+load_all, merge = VersionRows.load_all, VersionRows.merge

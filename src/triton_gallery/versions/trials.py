@@ -5,7 +5,6 @@ folder before all others. That process runs each lesson without a GPU, compiles 
 contract asked for a few examples, and makes the probes.
 """
 
-import json
 import os
 import platform
 import re
@@ -16,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, astuple
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 from packaging.specifiers import SpecifierSet
 
 from triton_gallery.compiled import store
@@ -35,7 +34,7 @@ from triton_gallery.recipe.declaration import declaration
 from triton_gallery.recipe.hashes import cell_hash
 from triton_gallery.recipe.needs import missing
 from triton_gallery.recipe.op import op_of
-from triton_gallery.versions.matrix import FEATURE, KERNELS, LESSON, OP, Outcome, Pair, Tried, codes
+from triton_gallery.versions.matrix import FEATURE, KERNELS, LESSON, OP, Outcome, Pair, Tried, hashes
 
 GALLERY, COMPILED = Path("gallery"), Path("docs/_compiled")
 CACHE, OVERLAYS = Path("_build/compiled"), Path("_build/triton")
@@ -80,14 +79,11 @@ def try_pair(pair: Pair, keys: Sequence[str], before: Tried | None, again: bool,
     """
     folder = _installed(pair)
     with TemporaryDirectory(prefix="triton-gallery-") as name:
-        file = Path(name, "tried.json")
-        asked = {"keys": keys, "before": asdict(before) if before else None, "again": again, "seconds": seconds}
-        file.write_text(json.dumps(asked))
-        ended = subprocess.run(
-            [sys.executable, "-m", "triton_gallery.versions.trials", file], env=_variables(folder), check=False
-        )
-        content = json.loads(file.read_text())
-        tried = Tried.of(content) if "outcomes" in content else None
+        order, result = Path(name, "order.json"), Path(name, "tried.json")
+        order.write_bytes(msgspec.json.encode(_Order(keys, before, again, seconds)))
+        command = [sys.executable, "-m", "triton_gallery.versions.trials", str(order), str(result)]
+        ended = subprocess.run(command, env=_variables(folder), check=False)
+        tried = msgspec.json.decode(result.read_bytes(), type=Tried) if result.exists() else None
         if tried and tried.triton != pair.triton:
             raise TrialError(f"in {folder} is no whole Triton {pair.triton}: {tried.triton} was found")
         if tried is None or ended.returncode:
@@ -128,13 +124,21 @@ def _variables(folder: Path) -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
 
 
-def main(file: Path) -> None:
-    """Try what a file asks for, and write into it what came of it, kind by kind."""
-    asked = json.loads(file.read_text())
-    before = Tried.of(asked["before"]) if asked["before"] else None
-    recipes = [recipe for recipe in load(GALLERY) if recipe.key in asked["keys"]]
-    for tried in _Trial(recipes, before, asked["again"], asked["seconds"]).made():
-        file.write_text(json.dumps(asdict(tried)))
+class _Order(msgspec.Struct):
+    """What the process is to try; see `try_pair`."""
+
+    keys: Sequence[str]
+    before: Tried | None
+    again: bool
+    seconds: float | None
+
+
+def main(order: Path, result: Path) -> None:
+    """Try what one file asks for, and write into another what came of it, kind by kind."""
+    asked = msgspec.json.decode(order.read_bytes(), type=_Order)
+    recipes = [recipe for recipe in load(GALLERY) if recipe.key in asked.keys]
+    for tried in _Trial(recipes, asked.before, asked.again, asked.seconds).made():
+        result.write_bytes(msgspec.json.encode(tried))
 
 
 class _Trial:
@@ -143,10 +147,11 @@ class _Trial:
         self._again = again
         self._seconds = seconds
         self._began = time.monotonic()
-        self._codes = codes(recipes)
+        self._hashes = hashes(recipes)
         self._missing = {recipe.key: missing(recipe.path, recipe.text, capability=None) for recipe in recipes}
-        self._tried = Tried(version("triton"), version("torch"), version("numpy"), platform.python_version())
-        if before and astuple(before)[:4] == astuple(self._tried)[:4]:  # else it was tried in another environment
+        versions = version("triton"), version("torch"), version("numpy"), platform.python_version()
+        self._tried = Tried.nothing(*versions)
+        if before and (before.triton, before.torch, before.numpy, before.python) == versions:  # else tried elsewhere
             self._tried.outcomes |= {kind: dict(outcomes) for kind, outcomes in before.outcomes.items()}
 
     def made(self) -> Iterator[Tried]:
@@ -159,7 +164,7 @@ class _Trial:
         text = PROBES.read_text(encoding="utf-8")
         # The names are read: with this Triton their module may not be importable.
         names = re.findall(r'(?m)^@probe\("(.+)"\)$', text)
-        self._codes[FEATURE] = dict.fromkeys(names, cell_hash(text))
+        self._hashes[FEATURE] = dict.fromkeys(names, cell_hash(text))
         known = self._tried.outcomes[FEATURE]
         self._tried.outcomes[FEATURE] = {name: known[name] for name in names if name in known}
         here = [] if _gpu() else ["a GPU"]
@@ -182,7 +187,7 @@ class _Trial:
                 launches[key] = found
                 stale = [] if kept.is_fresh(recipe) else ["launches of its present code, which make compile notes"]
                 lacking[key] = [*(what for what in self._missing[key] if "NVIDIA GPU" not in what), *stale]
-        self._codes[KERNELS] = {key: self._codes[KERNELS][key] for key in launches}
+        self._hashes[KERNELS] = {key: self._hashes[KERNELS][key] for key in launches}
         for key in recipes.keys() - launches.keys():  # it had kernels before
             self._tried.outcomes[KERNELS].pop(key, None)
 
@@ -214,7 +219,7 @@ class _Trial:
     def _each(self, kind: str, attempt: Callable[[str], str | None], lacking: Mapping[str, list[str]]) -> None:
         """Try all of a kind that is due, as many at a time as there are cores."""
         due = []
-        for name in self._codes[kind]:
+        for name in self._hashes[kind]:
             if lacks := lacking.get(name):
                 self._lacks(kind, name, lacks)
             elif self._due(kind, name):
@@ -234,7 +239,7 @@ class _Trial:
 
     def _due(self, kind: str, name: str) -> bool:
         known = self._tried.outcomes[kind].get(name)
-        if self._again or known is None or known.code != self._codes[kind][name]:
+        if self._again or known is None or known.code_hash != self._hashes[kind][name]:
             return True
         return not known.passed and (kind != FEATURE or known.missing != [])  # what a Triton lacks, it lacks
 
@@ -247,18 +252,18 @@ class _Trial:
     def _lacks(self, kind: str, name: str, what: list[str]) -> None:
         """Note what is missing here, unless the same code was tried elsewhere, or missed the same before."""
         known = self._tried.outcomes[kind].get(name)
-        if known is None or known.code != self._codes[kind][name] or known.missing not in ([], what):
+        if known is None or known.code_hash != self._hashes[kind][name] or known.missing not in ([], what):
             self._keep(kind, name, missing=what)
             print(f"  {kind:<8} {name:<48} not tried, needs {', '.join(what)}", flush=True)
 
     def _note(self, kind: str, name: str, failure: str | None) -> None:
-        self._keep(kind, name, failure=failure)
+        self._keep(kind, name, failure=failure or "")
         fails = "is not there" if kind == FEATURE else "FAILED"
         print(f"  {kind:<8} {name:<48} {'passed' if failure is None else f'{fails}: {failure}'}", flush=True)
 
     def _keep(self, kind: str, name: str, **came: Any) -> None:
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        self._tried.outcomes[kind][name] = Outcome(self._codes[kind][name], date, **came)
+        self._tried.outcomes[kind][name] = Outcome(self._hashes[kind][name], date, **came)
 
 
 def _gpu() -> bool:
@@ -340,4 +345,4 @@ def _short(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

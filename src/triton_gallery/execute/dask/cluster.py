@@ -9,7 +9,6 @@ runs in a process of its own. So workers share no folder with this machine; they
 
 import asyncio
 import ipaddress
-import json
 import logging
 import pickle
 import socket
@@ -20,13 +19,14 @@ from time import monotonic
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import msgspec
+
 from triton_gallery.execute.dask.courier import Kit, make_courier, pack
 from triton_gallery.execute.dask.on_worker import Request, unpack
 from triton_gallery.execute.execute import Say, Submit
 from triton_gallery.execute.recording import FarmError
 from triton_gallery.execute.supervisor import Result, Task, failed
-from triton_gallery.recipe.device import Environment
-from triton_gallery.recipe.outputs import from_json
+from triton_gallery.recipe.device import Environment, Slot
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -85,33 +85,34 @@ class Cluster:
     def __init__(self, client: "Client", kit: Kit) -> None:
         """Take a connected client and what travels with each recipe."""
         self._client, self._kit, self._courier = client, kit, make_courier()
-        self._slots: dict[Worker, asyncio.Task[Environment]] = {}  # what executes there is asked when a worker joins
+        self._workers: dict[Worker, asyncio.Task[Environment]] = {}  # what executes there is asked when a worker joins
         self._busy: set[Worker] = set()
         self._changed = asyncio.Event()
         self._answered = monotonic()
-        self.environments: Sequence[Environment] = []
+        self.slots: Sequence[Slot] = []
 
     async def start(self, address: str) -> None:
         """Wait for workers, and ask what executes there; FarmError if there are none, or one cannot execute recipes."""
         self._watching = asyncio.create_task(self._watch())
         end = monotonic() + PATIENCE
-        while not self._slots:
+        while not self._workers:
             if monotonic() > end:
                 raise FarmError(f"{address} has no worker that announces GPU=1; see docs/guide/cluster.md")
             await self._changed.wait()
-        self.environments = await asyncio.gather(*self._slots.values())
+        environments = await asyncio.gather(*self._workers.values())
+        self.slots = [Slot(environment, None) for environment in environments]
 
-    def on(self, kind: Sequence[Environment], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
+    def on(self, kind: Sequence[Slot], tasks: Sequence[Task], say: Say) -> AbstractContextManager[Submit]:
         """Return what carries tasks out on the workers of a kind, one at a time on each and without a warm-up."""
-        loop = self._client.loop.asyncio_loop
-        return nullcontext(lambda task: asyncio.run_coroutine_threadsafe(self._execute(task, kind[0]), loop))
+        loop, environment = self._client.loop.asyncio_loop, kind[0].environment
+        return nullcontext(lambda task: asyncio.run_coroutine_threadsafe(self._execute(task, environment), loop))
 
-    async def _execute(self, task: Task, kind: Environment) -> Result:
+    async def _execute(self, task: Task, environment: Environment) -> Result:
         """Have a worker execute a recipe, and another one if that dies."""
         tried: list[str] = []
         try:
             while len(tried) < ATTEMPTS:
-                worker, environment = await self._take(kind)
+                worker = await self._take(environment)
                 tried.append(worker[0])
                 try:
                     return unpack(await self._send(worker, (task, environment)), task, environment)
@@ -123,22 +124,22 @@ class Cluster:
             what = f"{ATTEMPTS} workers died while they executed it"
         except Exception as error:
             what = f"could not be executed: {error}"
-        return failed(task, kind, what, "\n".join(f"tried on {address}" for address in tried))
+        return failed(task, environment, what, "\n".join(f"tried on {address}" for address in tried))
 
-    async def _take(self, kind: Environment) -> tuple[Worker, Environment]:
-        """Wait for a free worker of a kind, and for those who wait already; return it and what executes there."""
+    async def _take(self, environment: Environment) -> Worker:
+        """Wait for a free worker with this environment, and for those who wait already."""
         end = monotonic() + PATIENCE
         while True:
             self._check(None)
-            fit = {worker: slot for worker, slot in self._slots.items() if _may_be(slot, kind)}
-            for worker, slot in fit.items():
-                if slot.done() and worker not in self._busy:
+            fit = {worker: asked for worker, asked in self._workers.items() if _may_have(asked, environment)}
+            for worker, asked in fit.items():
+                if asked.done() and worker not in self._busy:
                     self._busy.add(worker)
-                    return worker, slot.result()
+                    return worker
             if fit:
                 end = monotonic() + PATIENCE
             elif monotonic() > end:
-                raise FarmError(f"no worker with {kind.name} is left")
+                raise FarmError(f"no worker with {environment.name} is left")
             await self._changed.wait()
 
     def _wake(self) -> None:
@@ -155,11 +156,11 @@ class Cluster:
                     (address, worker["local_directory"]) for address, worker in found if worker["resources"].get("GPU")
                 }
                 self._answered = monotonic()
-                for worker in self._slots.keys() - present:
-                    del self._slots[worker]
-                for worker in present - self._slots.keys():
-                    self._slots[worker] = asyncio.create_task(self._ask(worker))
-                    self._slots[worker].add_done_callback(self._tell)
+                for worker in self._workers.keys() - present:
+                    del self._workers[worker]
+                for worker in present - self._workers.keys():
+                    self._workers[worker] = asyncio.create_task(self._ask(worker))
+                    self._workers[worker].add_done_callback(self._tell)
             self._wake()
             await asyncio.sleep(POLL)
 
@@ -167,7 +168,7 @@ class Cluster:
         """Return what executes on a worker; FarmError if it is not one GPU, or unlike those at the start."""
         address, _ = worker
         try:
-            first, *others = from_json(list[Environment], json.loads(await self._send(worker, None)))
+            first, *others = msgspec.json.decode(await self._send(worker, None), type=list[Environment])
         except Exception as error:
             raise FarmError(f"{address} does not tell what executes there: {error}") from None
         if not first.is_gpu:
@@ -175,14 +176,14 @@ class Cluster:
         if others:
             gpus = f"{len(others) + 1} GPUs"
             raise FarmError(f"{address} sees {gpus}; start a worker for each, with CUDA_VISIBLE_DEVICES")
-        if self.environments and first.kind not in [other.kind for other in self.environments]:
+        if self.slots and first not in [slot.environment for slot in self.slots]:
             raise FarmError(f"{address} has another GPU, driver or version than the workers at the start")
         return first
 
-    def _tell(self, slot: asyncio.Task[Environment]) -> None:
+    def _tell(self, asked: asyncio.Task[Environment]) -> None:
         """Tell of a worker that joined after the start why it is of no use."""
-        error = None if slot.cancelled() else slot.exception()
-        if error and self.environments and self._client.status == "running":
+        error = None if asked.cancelled() else asked.exception()
+        if error and self.slots and self._client.status == "running":
             _log.warning("%s; it is not used", error)
 
     async def _send(self, worker: Worker, request: Request) -> bytes:
@@ -213,12 +214,12 @@ class Cluster:
             raise FarmError("the connection to the scheduler is lost")
         if monotonic() - self._answered > PATIENCE:
             raise FarmError("the scheduler does not answer")
-        if worker and worker not in self._slots:
+        if worker and worker not in self._workers:
             raise WorkerDiedError(f"{worker[0]} died")
 
 
-def _may_be(slot: asyncio.Task[Environment], kind: Environment) -> bool:
-    return not slot.done() or (slot.exception() is None and slot.result().kind == kind.kind)
+def _may_have(asked: asyncio.Task[Environment], environment: Environment) -> bool:
+    return not asked.done() or (asked.exception() is None and asked.result() == environment)
 
 
 def _is_encrypted(address: str, insecure: bool) -> bool:

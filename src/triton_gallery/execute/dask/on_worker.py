@@ -12,14 +12,12 @@ import pickle
 import signal
 import sys
 import threading
-from base64 import b64decode, b64encode
-from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
+
 from triton_gallery.execute.supervisor import Result, Task, prepare, run
-from triton_gallery.recipe.device import Environment, detect
-from triton_gallery.recipe.outputs import from_json
-from triton_gallery.records.page_cache import Run
+from triton_gallery.recipe.device import Environment, Slot, detect
 
 Request = tuple[Task, Environment] | None  # None asks for the environments
 
@@ -30,25 +28,22 @@ def main() -> None:
     threading.Thread(target=_end_with_the_worker, daemon=True).start()
     request: Request = pickle.loads(Path("request").read_bytes())  # noqa: S301 - the worker trusts its cluster
     if request is None:
-        answer: object = [asdict(environment) for environment in detect()]
+        answer: object = [slot.environment for slot in detect()]
     else:
         task, environment = request
         prepare(environment, [task.source])
-        how, files = run(task, environment)
-        answer = [asdict(how), {path: b64encode(content).decode() for path, content in files.items()}]
-    Path("answer").write_text(json.dumps(answer), encoding="ascii")
+        answer = run(task, Slot(environment, None))
+    Path("answer").write_text(json.dumps(msgspec.to_builtins(answer)), encoding="ascii")
 
 
 def unpack(answer: bytes, task: Task, environment: Environment) -> Result:
     """Return the result of a task that an answer tells of; ValueError if it tells of none."""
     try:
-        how, files = json.loads(answer)
-        result = from_json(Run, how)
-        if (result.code, result.environment) != (task.code, environment):
+        run, files = msgspec.convert(json.loads(answer), Result)
+        if (run.source_hash, run.environment) != (task.source_hash, environment):
             raise ValueError("it is of other code or another GPU")
-        texts = from_json(dict[str, str], files)
-        return result, {path: b64decode(text, validate=True) for path, text in texts.items()}
-    except (TypeError, ValueError) as error:
+        return run, files
+    except ValueError as error:
         raise ValueError(f"the answer is no result: {error}") from None
 
 
