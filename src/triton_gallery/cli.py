@@ -10,6 +10,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from time import monotonic
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -393,7 +394,7 @@ def results(options: argparse.Namespace) -> int:
         return 0
     columns = ["recipe", "table", "x", "series", "value", "low", "high", "unit", "CPU us", "", "device", "state"]
     table = Table(*columns)
-    for row in (Measurement(**figure) for figure in found["figures"]):
+    for row in msgspec.convert(found["figures"], list[Measurement]):
         value, low, high, cpu = (_number(figure) for figure in (row.value, row.p20, row.p80, row.cpu_us))
         cells = [row.recipe, row.table, f"{row.x_name} = {_x(row)}", row.series, value, low, high, row.unit, cpu]
         table.add_row(*map(Text, [*cells, "CPU decided" if row.cpu_bound else "", row.device, row.state]))

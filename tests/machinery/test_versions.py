@@ -294,7 +294,7 @@ def test_a_whole_run_is_measured_and_merged(host: Path, capsys: pytest.CaptureFi
         assert [row.ratio(name) for name in (NEW, OFF)] == [None, 0.25]
     (script,) = host.glob("*.py")
     assert "x = 1" in script.read_text()
-    assert {row.recipe_hash for row in rows} == {hash_of(Recipe("things", "one", script))}, "it is of what was measured"
+    assert {row.op_hash for row in rows} == {hash_of(Recipe("things", "one", script))}, "it is of what was measured"
 
 
 def test_no_row_begins_after_the_limit(host: Path, capsys: pytest.CaptureFixture[str]) -> None:

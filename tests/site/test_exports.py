@@ -16,8 +16,7 @@ from sphinx_gallery.py_source_parser import split_code_and_text_blocks
 
 from triton_gallery.recipe.contents import Recipe, load, sections
 from triton_gallery.recipe.needs import packages
-from triton_gallery.site.notebook import OURS
-from triton_gallery.site.notebook_setup import install_missing
+from triton_gallery.site.notebook import OURS, install_missing
 
 RECIPES = load(ROOT / "gallery")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)

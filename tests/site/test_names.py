@@ -16,8 +16,8 @@ from pygments.lexers import PythonLexer
 
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.names import Use, uses
-from triton_gallery.site.api_inventory import TABLE, address_of, in_full
-from triton_gallery.site.code_links import linked
+from triton_gallery.site.api import TABLE, address_of, in_full
+from triton_gallery.site.links import linked
 
 RECIPES = load(ROOT / "gallery")
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)

@@ -16,11 +16,11 @@ from project import ROOT, Project
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.new import create
 from triton_gallery.recipe.op import op_of
+from triton_gallery.site.op_files import install_command, wheel_name
 from triton_gallery.site.op_pages import NO_BACKWARD, parts_of, public
 from triton_gallery.site.render import prose
 from triton_gallery.site.replaces import replaces
 from triton_gallery.site.verdict import UNMEASURED
-from triton_gallery.site.wheel import command, name
 
 SOURCES = ROOT / "src" / "triton_gallery_ops"
 OPS = sorted(path.stem for path in SOURCES.glob("[a-z]*.py"))
@@ -155,14 +155,14 @@ def test_what_ops_are_taken_for_exists() -> None:
 
 def test_wheel_and_files_are_served(site: Path) -> None:
     assert {path.stem.removesuffix("_op") for path in (site / "ops").glob("*_op.py")} == {*OPS}
-    with zipfile.ZipFile(site / "ops" / name(ROOT)) as archive:
+    with zipfile.ZipFile(site / "ops" / wheel_name(ROOT)) as archive:
         assert f"triton_gallery_ops/{OPS[0]}.py" in archive.namelist()
 
 
 def test_checkout_is_named() -> None:
     """Where the site does not know its own address."""
     config = SimpleNamespace(html_baseurl="", gallery_repository="https://example.org/code/")
-    where, block = command(SimpleNamespace(app=SimpleNamespace(confdir=ROOT), config=config))
+    where, block = install_command(SimpleNamespace(app=SimpleNamespace(confdir=ROOT), config=config))
     assert where.astext() == "In a checkout of example.org/code:"
     assert block.astext() == "$ pip install ."
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 from project import Project
 
-from triton_gallery.site.related import alike
-from triton_gallery.site.search import Words, weights
+from triton_gallery.site.search import Words, alike, weights
 
 
 def page(text: str, title: str = "", name: str = "") -> Words:

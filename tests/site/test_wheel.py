@@ -14,8 +14,8 @@ import pytest
 import torch
 from project import ROOT
 
+from triton_gallery.site.op_files import BUILD, wheel_name
 from triton_gallery.site.op_pages import public
-from triton_gallery.site.wheel import BUILD, name
 
 OPS = sorted(path.stem for path in (ROOT / "src" / "triton_gallery_ops").glob("[a-z]*.py"))
 USE = """
@@ -59,7 +59,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel; return its path."""
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=ROOT, check=True)
-    return folder / name(ROOT)
+    return folder / wheel_name(ROOT)
 
 
 def test_wheel_has_the_ops_alone(wheel: Path) -> None:

@@ -19,7 +19,7 @@ from triton_gallery.libraries.trial import DEVICE, GALLERY, RECORDS, Trial, load
 from triton_gallery.libraries.workload import Bytes, Function, Product, Workload
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.device import detect
-from triton_gallery.recipe.hashes import hash_of
+from triton_gallery.recipe.measured import op_hash
 from triton_gallery.recipe.tables import ROOF, TRITON
 from triton_gallery.records.files import BadRecordError
 from triton_gallery.records.git import commit
@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     known = [(work.recipe, name, shape) for work in WORKLOADS for name in work.directions for shape in work.shapes]
     failed = 0
     for work in works:
-        made = (hash_of(recipes[work.recipe]), environment, date, revision, packages)
+        made = (op_hash(recipes[work.recipe]), environment, date, revision, packages)
         rows = []
         for name, backward in work.directions.items():
             for shape in work.shapes:

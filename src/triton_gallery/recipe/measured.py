@@ -9,8 +9,10 @@ import ast
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from triton_gallery.recipe.hashes import blocks, code_hash, tree_hash
+from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.hashes import blocks, cell_hash, code_hash, hash_of, tree_hash
 from triton_gallery.recipe.inline import clock
+from triton_gallery.recipe.op import op_of
 
 TIMERS = {"do_bench", "do_bench_cudagraph", "perf_report"}  # of Triton
 TABLE = "results"  # begins the name of a benchmark's table
@@ -59,9 +61,9 @@ def _statements(body: Sequence[ast.stmt], conditions: Sequence[ast.stmt] = ()) -
             yield _Statement(node, conditions)
 
 
-def measured_hash(text: str) -> str | None:
-    """Return the hash of what a recipe's measurements depend on, given its text; None if it measures nothing."""
-    return _measured_hash(text)
+def measured_hash(recipe: Recipe) -> str:
+    """Return the hash of what a recipe's measurements depend on; of all its code, if it measures nothing."""
+    return _measured_hash(recipe.text) or hash_of(recipe)
 
 
 @cache  # a build asks for it with each page
@@ -94,3 +96,9 @@ def _needed(statements: Sequence[_Statement], index: int) -> set[int]:
                 needed.add(bound)
                 left.append((bound, at if statements[bound].is_definition else bound))
     return needed
+
+
+def op_hash(recipe: Recipe) -> str:
+    """Return the hash of the code that is measured beside other libraries: of a recipe's op, else of all its code."""
+    op = op_of(recipe)
+    return cell_hash(op.code) if op else hash_of(recipe)

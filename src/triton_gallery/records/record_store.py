@@ -4,8 +4,8 @@
 beside it. The name of a figure tells its content, so that no other run's takes its place: until the file is replaced
 the old record is whole, and from then on the new one.
 
-A record counts for code with the same hash; of older code it is stale. Records are data from elsewhere: one that does
-not fit the schema is refused, and nothing in one is ever executed.
+A record counts while the code that its measurements depend on is the same; of older code it is stale. Records are data
+from elsewhere: one that does not fit the schema is refused, and nothing in one is ever executed.
 """
 
 import hashlib
@@ -16,18 +16,29 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, field, structs
+from msgspec import UNSET, Meta, UnsetType, field, structs
 
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.data import Hash
 from triton_gallery.recipe.hashes import code_hash, hash_of
+from triton_gallery.recipe.measured import measured_hash
 from triton_gallery.recipe.outputs import Execution
 from triton_gallery.records.files import OPS, BadRecordError, Commit, decode, encode, replace, slug, write
 from triton_gallery.records.git import file_at
 from triton_gallery.records.page_cache import Run
 
 TOOLS = ["memcheck", "racecheck", "initcheck"]
-FIRST = ["schema", "code", "device", "date", "commit", "seconds", "packages", "sanitized"]  # of the keys in a file
+FIRST = [
+    "schema",
+    "code",
+    "measured",
+    "device",
+    "date",
+    "commit",
+    "seconds",
+    "packages",
+    "sanitized",
+]  # of the keys in a file
 FIGURE = re.compile(r"[A-Za-z0-9_]+\.png")
 
 
@@ -36,11 +47,13 @@ class RecordFile(Execution, frozen=True, kw_only=True, tag_field="schema", tag=2
 
     Attributes:
         recipe_hash: that of the recipe's code that ran.
+        measured_hash: that of the part which its measurements depend on; records of before have none.
         commit: the revision of the project, if it was known.
         sanitized: the tools of compute-sanitizer under which its checks ran without an error.
     """
 
     recipe_hash: Hash = field(name="code")
+    measured_hash: Hash | UnsetType = field(name="measured", default=UNSET)
     commit: Commit | None
     sanitized: list[Annotated[str, Meta(pattern=rf"^({'|'.join(TOOLS)})\Z")]]
 
@@ -76,8 +89,10 @@ class Record(RecordFile, frozen=True, kw_only=True):
         return f"{self.path.parent.name}/{self.path.stem}"
 
     def is_fresh(self, recipe: Recipe) -> bool:
-        """Whether the recipe still has the code that was recorded."""
-        return self.recipe_hash == hash_of(recipe)
+        """Whether what the recipe's measurements depend on is still the code that was recorded."""
+        if self.measured_hash is UNSET:
+            return self.recipe_hash == hash_of(recipe)
+        return self.measured_hash == measured_hash(recipe)
 
 
 class Records:
@@ -124,7 +139,13 @@ class Records:
         same_run = standing is not None and (standing.recipe_hash, standing.date) == (recipe_hash, run.date)
         sanitized = standing.sanitized if standing and same_run else []
         try:
-            content = RecordFile(**shared, recipe_hash=recipe_hash, commit=commit, sanitized=sanitized)
+            content = RecordFile(
+                **shared,
+                recipe_hash=recipe_hash,
+                measured_hash=measured_hash(recipe) if recipe_hash == hash_of(recipe) else UNSET,
+                commit=commit,
+                sanitized=sanitized,
+            )
         except ValueError as error:
             raise BadRecordError(f"{path}: {error}") from None
         text = encode(path, content, FIRST)

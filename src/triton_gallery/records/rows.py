@@ -15,7 +15,7 @@ from msgspec import Meta, field
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.data import Data, Date, Hash
 from triton_gallery.recipe.device import Environment
-from triton_gallery.recipe.hashes import hash_of
+from triton_gallery.recipe.measured import op_hash
 from triton_gallery.recipe.tables import BYTES, OPERATIONS
 from triton_gallery.records.files import BadRecordError, Commit, decode, slug, write
 
@@ -31,7 +31,7 @@ class Row(Data, frozen=True):
         work: what was measured: "softmax, forward".
         shape: of the input that counts.
         unit: of the rates, `BYTES` or `OPERATIONS`.
-        recipe_hash: that of the recipe's code that was measured.
+        op_hash: that of the recipe's op that was measured, or of all its code where it has none.
         environment: what executed it.
         date: when its run began.
         commit: the revision of the project, if it was known.
@@ -41,7 +41,7 @@ class Row(Data, frozen=True):
     work: str
     shape: Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=1)]
     unit: Annotated[str, Meta(pattern=rf"^({BYTES}|{OPERATIONS})\Z")]
-    recipe_hash: Hash = field(name="code")
+    op_hash: Hash = field(name="code")
     environment: Environment = field(name="device")
     date: Date
     commit: Commit | None
@@ -62,8 +62,8 @@ class Row(Data, frozen=True):
         return " \N{MULTIPLICATION SIGN} ".join(map(str, self.shape))
 
     def is_fresh(self, recipes: Sequence[Recipe]) -> bool:
-        """Whether the recipe is among these and still has the code that was measured."""
-        return any(recipe.key == self.recipe and hash_of(recipe) == self.recipe_hash for recipe in recipes)
+        """Whether the recipe is among these and still has the op that was measured."""
+        return any(recipe.key == self.recipe and op_hash(recipe) == self.op_hash for recipe in recipes)
 
 
 R = TypeVar("R", bound=Row)

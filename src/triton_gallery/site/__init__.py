@@ -1,34 +1,94 @@
-"""The Sphinx side, and the extension that `conf.py` names: one module for each thing that the site shows."""
+"""The Sphinx extension that `conf.py` names: one module for each thing that the site shows.
 
-from typing import TYPE_CHECKING
+What these modules hook into a build is listed here; what they change on pages, and in which order, in `transforms`.
+"""
+
+from sphinx.application import Sphinx
+from sphinx.util.typing import ExtensionMetadata
 
 import triton_gallery
+from triton_gallery.site import (
+    api,
+    crawlers,
+    execute_hook,
+    freshness,
+    home_counts,
+    links,
+    notebook,
+    op_files,
+    op_pages,
+    other_gpus,
+    peer_table,
+    performance,
+    search,
+    sphinx_internals,
+    transforms,
+    version_matrix,
+    version_table,
+)
 
-if TYPE_CHECKING:
-    from sphinx.application import Sphinx
-    from sphinx.util.typing import ExtensionMetadata
+DIRECTIVES = {
+    "claims": home_counts.ClaimsDirective,
+    "features-by-version": version_matrix.FeaturesDirective,
+    "names": api.NamesDirective,
+    "op": op_pages.OpDirective,
+    "ops": op_pages.OpsDirective,
+    "peers": peer_table.PeersDirective,
+    "performance": performance.PerformanceDirective,
+    "recipes-by-version": version_matrix.RecipesDirective,
+    "targets": other_gpus.TargetsDirective,
+    "versions": version_table.VersionsDirective,
+}
+SCRIPTS = ("take.js", "filter.js", "performance.js", "listing.js", "formulas.js", "keyboard.js")
+AT_ONCE = "performance.js"  # the others wait until the page is there
+WRITERS = (op_files.write, performance.write, other_gpus.write, search.write, crawlers.write)
 
 
-def setup(app: "Sphinx") -> "ExtensionMetadata":
-    """Set up what a build needs: execution first, then what pages show of it."""
+def setup(app: Sphinx) -> ExtensionMetadata:
+    """Connect the modules to the steps of a build, in the order in which these happen."""
     app.setup_extension("sphinx_gallery.gen_gallery")
-    on_recipes = (
-        "meta_description",
-        "recorded_outputs",
-        "figures",
-        "notebook",
-        "repository",
-        "summary_box",
-        "op_files",
-        "collapsible",
-        "wheel",
-        "op_pages",
-    )
-    on_ops = ("wheel", "op_pages")
-    links = ("links", "code_links", "related")
-    on_others = ("index_cards", "home_counts", "performance", "peer_table", "other_gpus", "api", "glossary")
-    versions = ("version_table", "version_matrix")
-    files = ("search", "markdown", "sitemap", "assets")
-    for module in ("execute_hook", *on_recipes, *on_ops, *links, *on_others, *versions, *files):
-        app.setup_extension(f"triton_gallery.site.{module}")
-    return {"version": triton_gallery.__version__, "parallel_read_safe": True, "parallel_write_safe": True}
+    app.add_config_value("gallery_repository", "", "env", str)  # its address
+    app.add_config_value("gallery_notebooks", "", "env", str)  # the branch with the notebooks, if it has one
+    for name, directive in DIRECTIVES.items():
+        app.add_directive(name, directive)
+    for file in SCRIPTS:
+        app.add_js_file(file, defer=None if file == AT_ONCE else "defer")
+
+    # When a build begins
+    app.connect("builder-inited", execute_hook.execute, priority=sphinx_internals.BEFORE_SPHINX_GALLERY)
+    app.connect("builder-inited", op_pages.write)
+
+    # Which pages are read again, though their files are the same
+    app.connect("env-get-outdated", execute_hook.remove)
+    app.connect("env-get-outdated", freshness.outdated)
+    app.connect("env-get-outdated", links.follow_each_other)
+
+    # When a page is read
+    app.add_transform(transforms.PageTransform)
+    app.connect("doctree-read", notebook.fill)
+    app.connect("doctree-read", search.count)
+
+    # When a page is written: all have been read
+    app.connect("doctree-resolved", links.link_prose)
+    app.connect("doctree-resolved", search.link_related)
+    app.connect("doctree-resolved", links.add_recipes)
+    app.connect("html-page-context", sphinx_internals.add_to_context)
+    app.connect("html-page-context", links.link_code)
+    app.connect("html-page-context", search.load)
+    app.connect("html-page-context", crawlers.announce)
+    app.connect("html-page-context", sphinx_internals.choose_files, priority=900)  # after those who add some
+
+    app.connect("build-finished", _write)
+    return {
+        "version": triton_gallery.__version__,
+        "env_version": 3,  # to be raised when pages have to be read again because of what is noted of them
+        "parallel_read_safe": True,
+        "parallel_write_safe": True,
+    }
+
+
+def _write(app: Sphinx, exception: Exception | None) -> None:
+    """Write the files of the site that are not pages, at the end of a build."""
+    if not exception and app.builder.format == "html":
+        for write in WRITERS:
+            write(app)

@@ -1,26 +1,25 @@
-"""The page of names: each that the recipes use of Triton and of PyTorch's library of ops, and who uses it."""
+"""The page of the names of Triton and of `torch.library` that recipes use, and of the recipes that use them.
 
-import hashlib
+Where each name is documented is in the table beside this module; nothing is fetched.
+"""
+
+import tomllib
 from collections import defaultdict
-from typing import TYPE_CHECKING, ClassVar
+from functools import cache
+from pathlib import Path
 
 from docutils import nodes
 from sphinx import addnodes
+from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
-from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.names import uses
 from triton_gallery.site import page_context
-from triton_gallery.site.api_inventory import address_of
-from triton_gallery.site.collapsible import fold
-from triton_gallery.site.render import page_link
+from triton_gallery.site.freshness import depends_on
+from triton_gallery.site.render import folded, page_link, paragraph, titled
 
-if TYPE_CHECKING:
-    from sphinx.application import Sphinx
-    from sphinx.environment import BuildEnvironment
-    from sphinx.util.typing import ExtensionMetadata
-
-STATE = "names"  # the key in a page's metadata for what it shows
+TABLE = Path(__file__).with_name("api_inventory.toml")
+SHORT = {"tl": "triton.language", "F": "torch.nn.functional"}  # as scripts and prose call them
 MANY = 8  # recipes of a name: more are folded
 LANGUAGE, GLUON = "triton.language.", "triton.experimental.gluon."
 GROUPS = {  # by title: what names of it begin with; the first that fits
@@ -31,74 +30,66 @@ GROUPS = {  # by title: what names of it begin with; the first that fits
 }
 
 
-def setup(app: "Sphinx") -> "ExtensionMetadata":
-    """Add the directive, and make its page follow the scripts."""
-    app.add_directive("names", NamesDirective)
-    app.connect("env-get-outdated", _outdated)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+def address_of(name: str) -> str | None:
+    """Return the address of a name's documentation, or of its class's documentation; None if neither is known."""
+    addresses = table()
+    while name and name not in addresses:
+        name = name.rpartition(".")[0]
+    return addresses.get(name)
+
+
+def in_full(written: str) -> str:
+    """Return the full name of a name as prose writes it."""
+    root, dot, rest = written.partition(".")
+    return f"{SHORT.get(root, root)}{dot}{rest}"
+
+
+@cache
+def table() -> dict[str, str]:
+    """Return the address of each name's documentation."""
+    pages = tomllib.loads(TABLE.read_text(encoding="utf-8"))["pages"]
+    return {name: page["address"].format(name) for page in pages for name in page["names"].split()}
 
 
 class NamesDirective(SphinxDirective):
     """`names`: a section for each group, with a term for each name."""
 
-    has_content: ClassVar[bool] = False
-
     def run(self) -> list[nodes.Node]:
         """Return the sections."""
-        found = _users(self.env)
-        self.env.metadata[self.env.docname][STATE] = _state(found)
+        depends_on(self.env, users)
+        pages = users(self.env)
         shown: list[nodes.Node] = []
         for title, start in GROUPS.items():
-            names = sorted((name for name in found if _group(name) == title), key=str.lower)
+            names = sorted((name for name in pages if _group(name) == title), key=str.lower)
             if names:
-                terms = nodes.definition_list("", *(self._term(name, found[name]) for name in names), classes=["names"])
-                shown.append(nodes.section("", nodes.title("", title), terms, ids=[nodes.make_id(start)]))
+                terms = nodes.definition_list("", *(_term(name, pages[name]) for name in names), classes=["names"])
+                shown.append(titled(title, terms, address=start))
         return shown
 
-    def _term(self, name: str, users: list[str]) -> nodes.definition_list_item:
-        """Return a name, indexed, with a link to its documentation, and its recipes."""
-        short = name.replace(f"{GLUON}language.", "gl.").replace(LANGUAGE, "tl.")
-        anchor = f"name-{name}"
-        written = nodes.literal("", short)
-        address = address_of(name)
-        shown = nodes.reference("", "", written, refuri=address) if address else written
-        term = nodes.term("", "", shown, ids=[anchor])
-        entries = [("single", entry, anchor, "main", None) for entry in dict.fromkeys((short, name))]
-        term.insert(0, addnodes.index(entries=entries))
-        line = nodes.paragraph()
-        for place, page in enumerate(users):
-            line += nodes.Text(" · " if place else "")
-            line += page_link(page)
-        definition = nodes.definition("", line)
-        if len(users) > MANY:
-            fold(definition, 0, 1, f"{len(users)} recipes")
-        return nodes.definition_list_item("", term, definition)
+
+def _term(name: str, pages: list[str]) -> nodes.definition_list_item:
+    """Return a name, indexed, with a link to its documentation, and the recipes that use it."""
+    short = name.replace(f"{GLUON}language.", "gl.").replace(LANGUAGE, "tl.")
+    anchor, address = f"name-{name}", address_of(name)
+    literal = nodes.literal("", short)
+    entries = [("single", entry, anchor, "main", None) for entry in dict.fromkeys((short, name))]
+    link = nodes.reference("", "", literal, refuri=address) if address else literal
+    term = nodes.term("", "", addnodes.index(entries=entries), link, ids=[anchor])
+    links = (part for page in pages for part in (" · ", page_link(page)))
+    line: list[nodes.Node] = [paragraph(*[*links][1:])]
+    definition = folded(f"{len(pages)} recipes", line) if len(pages) > MANY else line
+    return nodes.definition_list_item("", term, nodes.definition("", *definition))
 
 
-def _users(env: "BuildEnvironment") -> dict[str, list[str]]:
+def users(env: BuildEnvironment) -> dict[str, list[str]]:
     """Return the pages that use each public name, in the order of the contents."""
-    found = defaultdict(list)
+    pages = defaultdict(list)
     for page, recipe in page_context.recipes(env).items():
-        for name in _names(recipe):
-            found[name].append(page)
-    return dict(found)
-
-
-def _names(recipe: Recipe) -> list[str]:
-    names = dict.fromkeys(use.name for use in uses(recipe.text))
-    return [name for name in names if _group(name) and not any(part.startswith("_") for part in name.split("."))]
+        for name in dict.fromkeys(use.name for use in uses(recipe.text)):
+            if _group(name) and not any(part.startswith("_") for part in name.split(".")):
+                pages[name].append(page)
+    return dict(pages)
 
 
 def _group(name: str) -> str | None:
     return next((title for title, start in GROUPS.items() if name.startswith(start)), None)
-
-
-def _state(found: dict[str, list[str]]) -> str:
-    return hashlib.sha256(repr(found).encode()).hexdigest()
-
-
-def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
-    """Name the page if it shows something else than it would now."""
-    shown = {page: data[STATE] for page, data in env.metadata.items() if STATE in data and page in env.all_docs}
-    now = _state(_users(env)) if shown else ""
-    return [page for page, state in shown.items() if state != now]

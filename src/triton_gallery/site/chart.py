@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from html import escape
 from io import BytesIO, StringIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from triton_gallery.recipe.tables import ROOF, TRITON, Table
 
@@ -13,45 +13,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Drawn in stand-in colours; the SVG gets the theme's variables in their place, the PNG has a fixed palette.
-FOREGROUND = "#010203"
-MUTED = "#040506"
-OURS = ["#0a0001", "#0a0002", "#0a0003", "#0a0004"]
-OTHERS = ["#0b0001", "#0b0002", "#0b0003", "#0b0004", "#0b0005"]
+# The colours of the PNG; the SVG gets the theme's variables in their place. None is black, which matplotlib leaves out.
+FOREGROUND = "#010101"
+MUTED = "#888888"
+OURS = ["#c2570c", "#e58f4b", "#8a3c05", "#f0b48a"]
+OTHERS = ["#1f6685", "#3f8f4f", "#7a5aa6", "#a08020", "#666666"]
 THEME = {FOREGROUND: "var(--color-foreground-primary)", MUTED: "var(--color-foreground-border)"} | {
     color: f"var(--chart-{kind}-{index})"
     for kind, colors in (("ours", OURS), ("other", OTHERS))
     for index, color in enumerate(colors, start=1)
 }
-PALETTE = dict(
-    zip(
-        [FOREGROUND, MUTED, *OURS, *OTHERS],
-        [
-            "#000000",
-            "#888888",
-            "#c2570c",
-            "#e58f4b",
-            "#8a3c05",
-            "#f0b48a",
-            "#1f6685",
-            "#3f8f4f",
-            "#7a5aa6",
-            "#a08020",
-            "#666666",
-        ],
-        strict=True,
-    )
-)
-SIZE, FONT = (5, 3.5), 11  # inches, points: a telephone shows a chart's text at ten pixels
+WIDTH, HEIGHT, FONT = 5, 3.5, 11  # inches, points: a telephone shows a chart's text at ten pixels
 LABEL_GAP = 0.075  # of the axes' height
 CHARACTER = 6.5  # points, on the average
 WIDE, HIGH, EDGE = 160, 76, 5  # of a small chart
 
 
 def svg(table: Table, place: str = "") -> str:
-    """Return the chart as an SVG element for a page; `place` tells it by ear from another one of the same table."""
+    """Return the chart as an SVG element; its label, which begins with `place`, is what screen readers say of it."""
     label = f"{place}{_title(table)} against {table.x}, of {'; '.join(table.series)}"
-    return _themed(lambda: _draw(table, {color: color for color in PALETTE}), label)
+    return _themed(lambda: _draw(table), label)
 
 
 def fractions_svg(device: str, bars: Sequence[tuple[str, float]]) -> str:
@@ -62,11 +43,11 @@ def fractions_svg(device: str, bars: Sequence[tuple[str, float]]) -> str:
 def _themed(draw: Callable[[], "Figure"], label: str) -> str:
     import matplotlib
 
-    text = StringIO()
+    file = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
-        draw().savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    element = text.getvalue()
-    element = element[element.index("<svg") :]
+        draw().savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    _, start, rest = file.getvalue().partition("<svg")
+    element = start + rest
     for color, variable in THEME.items():
         element = element.replace(color, variable)
     element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
@@ -80,12 +61,12 @@ def _themed(draw: Callable[[], "Figure"], label: str) -> str:
 def png(table: Table) -> bytes:
     """Return the chart as a PNG on white."""
     file = BytesIO()
-    _draw(table, PALETTE).savefig(file, format="png")
+    _draw(table).savefig(file, format="png")
     return file.getvalue()
 
 
 def sparkline(table: Table) -> str:
-    """Return the chart as a small SVG element, the lines alone; of a single size, or of sizes without order, points."""
+    """Return a small SVG chart without axes: lines, or points if there is one size or the sizes have no order."""
     xs, logarithmic = _sizes(table)
     across = [math.log2(x) if logarithmic else x for x in xs]
     values = [value for series in table.series.values() for value in series if value]
@@ -99,7 +80,7 @@ def sparkline(table: Table) -> str:
     drawn = []
     for name, series in table.series.items():
         points = [at(x, value) for x, value in zip(across, series, strict=True) if value]
-        color = THEME[_colors(table).get(name, MUTED)]
+        color = THEME[_color(table, name)]
         if _is_numeric(table) and len(points) > 1:
             style = ' stroke-dasharray="5 3"' if name == ROOF else ' stroke-width="2.5"' if name in table.ours else ""
             line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
@@ -113,7 +94,7 @@ def sparkline(table: Table) -> str:
 
 
 def _title(table: Table) -> str:
-    """Return the unit of a table, and what tells the table from others of its recipe."""
+    """Return the title of a chart: the unit, and the kind of benchmark."""
     return ", ".join(filter(None, [table.unit, table.kind]))
 
 
@@ -122,7 +103,7 @@ def _is_numeric(table: Table) -> bool:
 
 
 def _sizes(table: Table) -> tuple[list[float], bool]:
-    """Return where a table's sizes stand on an axis, and whether that is a logarithmic one."""
+    """Return the positions of a table's sizes on the x axis, and whether that axis is logarithmic."""
     if not _is_numeric(table):
         return [float(place) for place in range(len(table.xs))], False
     xs = [x for x in table.xs if isinstance(x, float)]
@@ -130,36 +111,50 @@ def _sizes(table: Table) -> tuple[list[float], bool]:
 
 
 def _falls(table: Table) -> bool:
-    """Whether the rates fall so far that from zero up the lines would end as one."""
+    """Whether the rates fall so far that the ends of the lines would coincide on a linear axis."""
     ends = [[value for value in values if value] for values in table.series.values()]
     ends = [values for values in ends if values]
     return bool(ends) and _is_numeric(table) and max(values[-1] for values in ends) < max(map(max, ends)) / 10
 
 
-def _colors(table: Table) -> dict[str, str]:
-    """Return the colour of each series, one that stands in for the theme's."""
-    colors = {ROOF: FOREGROUND}
-    colors |= dict(zip(sorted(table.ours, key=lambda name: name != TRITON), OURS, strict=False))
-    return colors | dict(zip(table.others, OTHERS, strict=False))
+def _color(table: Table, name: str) -> str:
+    """Return the colour of a series."""
+    colors = dict(zip(sorted(table.ours, key=lambda name: name != TRITON), OURS, strict=False))
+    colors |= dict(zip(table.others, OTHERS, strict=False))
+    return FOREGROUND if name == ROOF else colors.get(name, MUTED)
 
 
-def _draw(table: Table, palette: dict[str, str]) -> "Figure":
+def _axes(height: float, grid: Literal["x", "y"] | None) -> tuple["Figure", "Axes"]:
+    """Return a figure of this height in inches, and its axes, in the style of all charts."""
     from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots()
+    axes.tick_params(colors=FOREGROUND, length=3, color=MUTED, labelsize=FONT)
+    if grid:
+        axes.grid(axis=grid, color=MUTED, linewidth=0.4, alpha=0.5)
+    for side, spine in axes.spines.items():
+        spine.set_color(MUTED)
+        spine.set_visible(side in {"left", "bottom"})
+    return figure, axes
+
+
+def _draw(table: Table) -> "Figure":
+    """Draw a table: a line for each series, with its band."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
     if not _is_numeric(table):
-        return _draw_rows(table, palette)
-    figure = Figure(figsize=SIZE, layout="constrained")
-    axes = figure.subplots()
+        return _draw_rows(table)
+    figure, axes = _axes(HEIGHT, "y")
     xs, logarithmic = _sizes(table)
-    ends, colors = [], _colors(table)
+    ends = []
     beside = CHARACTER * (max(map(len, table.series), default=0) + 6)  # the axes: figures, and names of series
-    character = CHARACTER / (72 * SIZE[0] - beside)
+    character = CHARACTER / (72 * WIDTH - beside)
     for name, values in table.series.items():
         points = [(x, value) for x, value in zip(xs, values, strict=True) if value is not None]
         if not points:
             continue
-        color = palette[colors.get(name, MUTED)]
+        color = _color(table, name)
         line = axes.plot(*zip(*points, strict=True), color=color, linewidth=1.6)[0]
         if name == ROOF:
             line.set(linestyle=(0, (5, 3)), linewidth=1.2)
@@ -180,23 +175,17 @@ def _draw(table: Table, palette: dict[str, str]) -> "Figure":
     else:
         axes.set_ylim(bottom=0)
     _label(axes, ends)
-    axes.set_title(_plain(_title(table)), loc="left", fontsize=FONT, color=palette[FOREGROUND])
-    axes.set_xlabel(_plain(table.x), fontsize=FONT, color=palette[FOREGROUND])
-    axes.tick_params(colors=palette[FOREGROUND], length=3, color=palette[MUTED], labelsize=FONT)
-    axes.grid(axis="y", color=palette[MUTED], linewidth=0.4, alpha=0.5)
-    _draw_sides(axes, palette[MUTED])
+    axes.set_title(_plain(_title(table)), loc="left", fontsize=FONT, color=FOREGROUND)
+    axes.set_xlabel(_plain(table.x), fontsize=FONT, color=FOREGROUND)
     return figure
 
 
-def _draw_rows(table: Table, palette: dict[str, str]) -> "Figure":
-    """Draw a table whose sizes have no order: a row for each, in it a point for each series, with its band."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(SIZE[0], 0.9 + 0.35 * len(table.xs)), layout="constrained")
-    axes = figure.subplots()
+def _draw_rows(table: Table) -> "Figure":
+    """Draw a table whose sizes have no order: a row for each size, with a point and a band for each series."""
+    figure, axes = _axes(0.9 + 0.35 * len(table.xs), "x")
     rows = range(len(table.xs), 0, -1)
     for place, (name, values) in enumerate(table.series.items()):
-        color = palette[_colors(table).get(name, MUTED)]
+        color = _color(table, name)
         above = 0.5 * (0.5 - (place + 0.5) / len(table.series))  # of a row, so that no point lies on another
         label = _plain(name)
         for index, (row, value) in enumerate(zip(rows, values, strict=True)):
@@ -212,42 +201,27 @@ def _draw_rows(table: Table, palette: dict[str, str]) -> "Figure":
     axes.set_xlim(left=0)
     axes.set_ylim(0.5, len(table.xs) + 0.5)
     axes.set_yticks(rows, [_plain(str(x)) for x in table.xs])
-    axes.set_xlabel(_plain(_title(table)), fontsize=FONT, color=palette[FOREGROUND])
-    axes.set_ylabel(_plain(table.x), fontsize=FONT, color=palette[FOREGROUND])
-    axes.tick_params(colors=palette[FOREGROUND], length=3, color=palette[MUTED], labelsize=FONT)
-    axes.grid(axis="x", color=palette[MUTED], linewidth=0.4, alpha=0.5)
-    _draw_sides(axes, palette[MUTED])
-    figure.legend(
-        loc="outside upper left", ncols=3, frameon=False, fontsize=FONT, labelcolor="linecolor", handletextpad=0.2
-    )
+    axes.set_xlabel(_plain(_title(table)), fontsize=FONT, color=FOREGROUND)
+    axes.set_ylabel(_plain(table.x), fontsize=FONT, color=FOREGROUND)
+    legend: dict[str, Any] = {"loc": "outside upper left", "ncols": 3, "frameon": False, "fontsize": FONT}
+    figure.legend(**legend, labelcolor="linecolor", handletextpad=0.2)
     return figure
 
 
-def _draw_sides(axes: "Axes", color: str) -> None:
-    for side, spine in axes.spines.items():
-        spine.set_color(color)
-        spine.set_visible(side in {"left", "bottom"})
-
-
 def _draw_band(axes: "Axes", table: Table, name: str, xs: Sequence[float], color: str) -> None:
-    """Draw the band of a series, and rings around the figures that the CPU decided."""
-    values = table.series[name]
-    if name in table.p20 and name in table.p80:
-        points = [(x, low, high) for x, low, high in zip(xs, table.p20[name], table.p80[name], strict=True)]
-        kept = [(x, low, high) for x, low, high in points if low is not None and high is not None]
-        if kept:
-            sizes, lows, highs = zip(*kept, strict=True)
-            axes.fill_between(sizes, lows, highs, color=color, alpha=0.2, linewidth=0)
-    late = [
-        (x, value) for index, (x, value) in enumerate(zip(xs, values, strict=True)) if table.is_cpu_bound(name, index)
-    ]
-    late = [(x, value) for x, value in late if value is not None]
+    """Draw the band of a series, and rings around the figures that were limited by the CPU."""
+    bands = [(x, *band) for index, x in enumerate(xs) if (band := table.band(name, index))]
+    if bands:
+        sizes, lows, highs = zip(*bands, strict=True)
+        axes.fill_between(sizes, lows, highs, color=color, alpha=0.2, linewidth=0)
+    points = enumerate(zip(xs, table.series[name], strict=True))
+    late = [(x, value) for index, (x, value) in points if value is not None and table.is_cpu_bound(name, index)]
     if late:
         axes.plot(*zip(*late, strict=True), linestyle="none", marker="o", markersize=9, color=color, fillstyle="none")
 
 
 def _with_room(names: dict[float, str], place: Callable[[float], float], character: float) -> dict[float, str]:
-    """Return the names that an axis has room for: none touches the one before.
+    """Return those names that fit on an axis without touching each other.
 
     Args:
         names: of the sizes.
@@ -265,25 +239,18 @@ def _with_room(names: dict[float, str], place: Callable[[float], float], charact
 
 
 def _label(axes: "Axes", ends: list[tuple[tuple[float, float], str, str]]) -> None:
-    """Write each series' name behind its last point, moved apart where they would overlap."""
+    """Write each series' name to the right of its last point, and move names apart that would overlap."""
     axes.get_ylim()  # the limits are settled now
     to_fraction = axes.transData + axes.transAxes.inverted()
     highest_first = sorted(ends, key=lambda end: -end[0][1])
     places = _apart([float(to_fraction.transform(point)[1]) for point, _, _ in highest_first])
     for place, (point, name, color) in zip(places, highest_first, strict=True):
-        axes.annotate(
-            _plain(name),
-            point,
-            xytext=(1.02, place),
-            textcoords="axes fraction",
-            color=color,
-            va="center",
-            fontsize=FONT,
-        )
+        look: dict[str, Any] = {"color": color, "va": "center", "fontsize": FONT}
+        axes.annotate(_plain(name), point, xytext=(1.02, place), textcoords="axes fraction", **look)
 
 
 def _apart(places: Sequence[float]) -> list[float]:
-    """Move labels apart, given where each would stand, the highest first: down, and up again from the axis."""
+    """Move labels apart, given their positions from the highest down: first downwards, then up again from the axis."""
     moved: list[float] = []
     for place in places:
         moved.append(min(place, moved[-1] - LABEL_GAP) if moved else place)
@@ -295,38 +262,32 @@ def _apart(places: Sequence[float]) -> list[float]:
 
 
 def _draw_fractions(device: str, bars: Sequence[tuple[str, float]]) -> "Figure":
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     color = OTHERS[2]  # those before mean PyTorch and libraries
-    figure = Figure(figsize=(SIZE[0], 0.7 + 0.42 * len(bars)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes(0.7 + 0.42 * len(bars), None)
     places = range(len(bars), 0, -1)
-    axes.barh(places, [roof for _, roof in bars], color=color, height=0.3)
+    axes.barh(places, [fraction for _, fraction in bars], color=color, height=0.3)
     axes.set_yticks([])
     axes.set_ylim(0.5, len(bars) + 0.7)
-    for place, (label, roof) in zip(places, bars, strict=True):
-        said = f"{roof:.2f}  {_plain(label)}"
-        above = (0, place + 0.36)
-        axes.annotate(
-            said, above, xytext=(2, 0), textcoords="offset points", color=FOREGROUND, va="center", fontsize=FONT
-        )
+    look: dict[str, Any] = {"color": FOREGROUND, "va": "center", "fontsize": FONT}
+    for place, (label, fraction) in zip(places, bars, strict=True):
+        text = f"{fraction:.2f}  {_plain(label)}"
+        axes.annotate(text, (0, place + 0.36), xytext=(2, 0), textcoords="offset points", **look)
     axes.axvline(1, color=FOREGROUND, linestyle=(0, (5, 3)), linewidth=1.2)
-    axes.set_xlim(0, 1.08 * max([1.0, *(roof for _, roof in bars)]))
+    axes.set_xlim(0, 1.08 * max([1.0, *(fraction for _, fraction in bars)]))
     keys = [Patch(color=color, label=_plain(f"Triton / roof, {device}"))]
     figure.legend(handles=keys, loc="outside upper left", frameon=False, fontsize=FONT, labelcolor=FOREGROUND)
-    axes.tick_params(colors=FOREGROUND, color=MUTED, length=3, labelsize=FONT)
-    _draw_sides(axes, MUTED)
     return figure
 
 
 def _plain(name: str) -> str:
-    """Return a name so that matplotlib does not take its dollars for those around a formula."""
+    """Escape dollar signs, which matplotlib would take for a formula."""
     return name.replace("$", r"\$")
 
 
 def short(value: float) -> str:
-    """Write a size as readers of sizes do: 4096, 16K, 256M, but 256000."""
+    """Format a size: 4096, 16K, 256M, but 256000."""
     for factor, letter in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
         if value >= 10 * 2**10 and value % factor == 0 and math.log2(value).is_integer():
             return f"{value / factor:g}{letter}"

@@ -1,14 +1,13 @@
 """Executes recipes when a Sphinx build begins, showing progress; sphinx-gallery then finds every page up to date.
 
-It removes the pages of those that are gone.
-
-Before that, it lays the gallery out as sphinx-gallery finds it: with whole scripts, as readers take them.
+Before that it writes the scripts, with what they import of this project inlined, to where sphinx-gallery reads them. It
+also removes the pages of recipes that no longer exist.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
+from sphinx.application import Sphinx
 from sphinx.errors import ConfigError
 from sphinx.util import logging
 
@@ -18,30 +17,21 @@ from triton_gallery.execute.settings import read
 from triton_gallery.recipe.contents import lay_out, load
 from triton_gallery.records.page_cache import Pages
 from triton_gallery.records.record_store import Records
-
-if TYPE_CHECKING:
-    from sphinx.application import Sphinx
-    from sphinx.util.typing import ExtensionMetadata
+from triton_gallery.site.sphinx_internals import output_file
 
 logger = logging.getLogger(__name__)
 
 
-def setup(app: "Sphinx") -> "ExtensionMetadata":
-    """Hook execution in front of sphinx-gallery."""
-    app.connect("builder-inited", _execute, priority=400)  # sphinx-gallery assembles at 500
-    app.connect("env-get-outdated", _remove)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
-
-
-def _remove(app: "Sphinx", _env: object, _added: object, _changed: object, removed: set[str]) -> list[str]:
-    """Remove the pages of documents that are gone: Sphinx leaves what an earlier build wrote."""
+def remove(app: Sphinx, _env: object, _added: object, _changed: object, removed: set[str]) -> list[str]:
+    """Remove the HTML of documents that no longer exist; Sphinx leaves it."""
     if app.builder.format == "html":
         for document in removed:
-            Path(app.builder.get_outfilename(document)).unlink(missing_ok=True)  # type: ignore[attr-defined]
+            output_file(app, document).unlink(missing_ok=True)
     return []
 
 
-def _execute(app: "Sphinx") -> None:
+def execute(app: Sphinx) -> None:
+    """Execute the recipes whose code changed, before sphinx-gallery assembles the pages."""
     conf = app.config.sphinx_gallery_conf
     pages = Pages(Path(app.srcdir, conf["gallery_dirs"]))
     pages.lock(Console(highlight=False, soft_wrap=True).print)

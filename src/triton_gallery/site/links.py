@@ -1,61 +1,88 @@
 """Links in recipe pages that the notebook cannot have.
 
-The first mention of a glossary term leads to its entry, that of a name such as ``tl.dot`` to its documentation. A file
-name such as ``row_sum.py``, and the name of another recipe's op, lead to that recipe's page.
+In code, names of Triton and PyTorch lead to their documentation. In prose, the first mention of a glossary term leads
+to its entry, that of a name such as ``tl.dot`` to its documentation. A file name such as ``row_sum.py``, and the name
+of another recipe's op, lead to that recipe's page.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from html import escape
+from typing import Any
 
 from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.util.nodes import make_refnode
 
 from triton_gallery.recipe.names import uses
 from triton_gallery.recipe.op import op_of
-from triton_gallery.site.api_inventory import address_of, in_full
+from triton_gallery.site.api import address_of, in_full
 from triton_gallery.site.page_context import recipes
-
-if TYPE_CHECKING:
-    from sphinx.application import Sphinx
-    from sphinx.environment import BuildEnvironment
-    from sphinx.util.typing import ExtensionMetadata
+from triton_gallery.site.render import paragraph
+from triton_gallery.site.sphinx_internals import CODE_BLOCK, DOT, name_span
 
 PROSE = (nodes.paragraph, nodes.list_item)
+GLOSSARY = "glossary"  # its page
 TERM = "term"  # the class of a word that leads to the glossary wherever it stands
+SHOWN = 3  # recipes of a term
+OFTEN = 2  # who has it less often only mentions it,
+FEWER = 3  # and so does who has it so many times less often than another
 NOT_IN = (nodes.reference, nodes.literal, nodes.literal_block, nodes.title, nodes.math, nodes.strong)
 
 
-def setup(app: "Sphinx") -> "ExtensionMetadata":
-    """Hook into the resolution of references."""
-    app.connect("doctree-resolved", _link)
-    app.connect("env-get-outdated", _follow_glossary)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+def link_prose(app: Sphinx, document: nodes.document, docname: str) -> None:
+    """Link the prose of a recipe's page when it is written."""
+    if docname in recipes(app.env):
+        _link_recipes(app, document, docname)
+        _link_names(app, document, docname)
+        _link_terms(app, document, docname)
 
 
-def _link(app: "Sphinx", document: nodes.document, docname: str) -> None:
-    gallery = app.config.sphinx_gallery_conf["gallery_dirs"]
-    path = PurePosixPath(docname)
-    if path.parts[0] != gallery or path.name == "index":
+def link_code(app: Sphinx, page: str, template: str, context: dict[str, Any], _: object) -> None:
+    """Link the code of a recipe's page when it is written."""
+    recipe = recipes(app.env).get(page)
+    if recipe is None or "body" not in context:
         return
-    _link_recipes(app, document, docname)
-    _link_names(app, document, docname)
-    _link_terms(app, document, docname)
+    names = ((use.written, address_of(use.name)) for use in uses(recipe.text))
+    addresses = {written: address for written, address in names if address}
+    context["body"] = CODE_BLOCK.sub(lambda block: linked(block[0], addresses), context["body"])
 
 
-def _link_recipes(app: "Sphinx", document: nodes.document, docname: str) -> None:
-    pages = {f"{PurePosixPath(other).name}.py": other for other in _recipe_pages(app.env)}
-    ops = {page: op_of(recipe) for page, recipe in recipes(app.env).items()}
-    pages |= {op.name: page for page, op in ops.items() if op}
+def linked(markup: str, addresses: dict[str, str]) -> str:
+    """Return the markup of code with links on names, given the address of each name as the code writes it."""
+    if not addresses:
+        return markup
+    longest_first = sorted(addresses, key=len, reverse=True)
+    pattern = re.compile(rf"(?<!{re.escape(DOT)})(?:{'|'.join(map(_spans, longest_first))})")
+
+    def link(match: re.Match[str]) -> str:
+        written = re.sub(r"<[^>]*>|@", "", match[0])
+        return f'<a class="code-link" href="{escape(addresses[written])}">{match[0]}</a>'
+
+    return pattern.sub(link, markup)
+
+
+def _spans(written: str) -> str:
+    """Return a pattern for the markup of a name, with or without a decorator's @."""
+    first, *rest = map(re.escape, written.split("."))
+    return re.escape(DOT).join([name_span(f"@?{first}"), *map(name_span, rest)])
+
+
+def _link_recipes(app: Sphinx, document: nodes.document, docname: str) -> None:
+    """Link mentions of other recipes' file names and ops to their pages."""
+    by_page = [(page, recipe) for page, recipe in recipes(app.env).items() if page in app.env.all_docs]
+    pages = {f"{recipe.name}.py": page for page, recipe in by_page}
+    pages |= {op.name: page for page, recipe in by_page if (op := op_of(recipe))}
     for literal in list(document.findall(nodes.literal)):
-        other = pages.get(literal.astext())
-        if other and other != docname and not isinstance(literal.parent, nodes.reference):
-            link = make_refnode(app.builder, docname, other, None, literal.deepcopy(), app.env.titles[other].astext())
+        page = pages.get(literal.astext())
+        if page and page != docname and not isinstance(literal.parent, nodes.reference):
+            link = make_refnode(app.builder, docname, page, None, literal.deepcopy(), app.env.titles[page].astext())
             literal.replace_self(link)
 
 
-def _link_names(app: "Sphinx", document: nodes.document, docname: str) -> None:
+def _link_names(app: Sphinx, document: nodes.document, docname: str) -> None:
     """Link the first mention in prose of each name that is documented, written in full or as the script has it."""
     recipe = recipes(app.env)[docname]
     imported = {use.written: use.name for use in uses(recipe.text)}
@@ -68,7 +95,7 @@ def _link_names(app: "Sphinx", document: nodes.document, docname: str) -> None:
             literal.replace_self(nodes.reference("", "", literal.deepcopy(), refuri=address, classes=["code-link"]))
 
 
-def _link_terms(app: "Sphinx", document: nodes.document, docname: str) -> None:
+def _link_terms(app: Sphinx, document: nodes.document, docname: str) -> None:
     terms = {
         name.lower(): (page, anchor, name)
         for name, _, kind, page, anchor, _ in app.env.domains.standard_domain.get_objects()
@@ -89,17 +116,20 @@ def _link_terms(app: "Sphinx", document: nodes.document, docname: str) -> None:
                 continue
             seen.add(name)
             word = nodes.inline("", match[0], classes=["glossary-link"])
-            pieces += [
-                nodes.Text(text[end : match.start()]),
-                make_refnode(app.builder, docname, page, anchor, word, name),
-            ]
+            link = make_refnode(app.builder, docname, page, anchor, word, name)
+            pieces += [nodes.Text(text[end : match.start()]), link]
             end = match.end()
         if pieces:
             text.parent.replace(text, [*pieces, nodes.Text(text[end:])])
 
 
+def title_link(app: Sphinx, docname: str, page: str) -> nodes.reference:
+    """Return a resolved link from a document to a page, with the page's title as its text."""
+    return make_refnode(app.builder, docname, page, None, nodes.Text(app.env.titles[page].astext()))
+
+
 def pattern_of(terms: Iterable[str]) -> re.Pattern[str]:
-    """Return what finds terms of the glossary in a text."""
+    """Return a pattern that finds terms of the glossary, also in the plural."""
     longest_first = sorted(map(re.escape, terms), key=len, reverse=True)
     return re.compile(rf"\b({'|'.join(longest_first)})s?\b", re.IGNORECASE)
 
@@ -120,13 +150,30 @@ def is_prose(text: nodes.Node) -> bool:
     return inside_prose
 
 
-def _recipe_pages(env: "BuildEnvironment") -> list[str]:
-    gallery = env.config.sphinx_gallery_conf["gallery_dirs"]
-    return [page for page in env.all_docs if page.startswith(f"{gallery}/") and not page.endswith("/index")]
+def add_recipes(app: Sphinx, document: nodes.document, docname: str) -> None:
+    """Add to each term of the glossary the recipes that mention it most; by then all other pages have been read."""
+    if docname != GLOSSARY:
+        return
+    definitions = {item[0].astext(): item[-1] for item in document.findall(nodes.definition_list_item)}
+    read = [page for page in recipes(app.env) if page in app.env.all_docs]
+    mentions = {page: _mentions(app.env, page, definitions) for page in read}
+    for term, definition in definitions.items():
+        counts = {page: mentioned[term.lower()] for page, mentioned in mentions.items()}
+        least = max(OFTEN, max(counts.values(), default=0) / FEWER)
+        most = [page for page in sorted(counts, key=lambda page: -counts[page])[:SHOWN] if counts[page] >= least]
+        if isinstance(definition, nodes.definition) and most:
+            links = [part for page in most for part in (", ", title_link(app, docname, page))]
+            definition += paragraph("Shown in ", *links[1:], classes=["shown-in"])
 
 
-def _follow_glossary(
-    app: "Sphinx", env: "BuildEnvironment", added: set[str], changed: set[str], removed: set[str]
-) -> list[str]:
-    """Ask for the recipe pages to be made again when the glossary is."""
-    return _recipe_pages(env) if "glossary" in added | changed else []
+def _mentions(env: BuildEnvironment, page: str, terms: Iterable[str]) -> Counter[str]:
+    """Count the terms in the prose and in the headings of a page."""
+    document = env.get_doctree(page)
+    texts = [text for text in document.findall(nodes.Text) if is_prose(text) or isinstance(text.parent, nodes.title)]
+    return Counter(match[1].lower() for text in texts for match in pattern_of(terms).finditer(text))
+
+
+def follow_each_other(app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], _: object) -> list[str]:
+    """Have recipes' pages read again when the glossary is, as its terms are linked there, and the other way round."""
+    pages, read = recipes(env), added | changed
+    return [*(pages if GLOSSARY in read else ()), *([GLOSSARY] if read & pages.keys() else [])]

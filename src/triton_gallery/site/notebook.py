@@ -1,41 +1,59 @@
-"""Puts outputs into the notebooks on offer, which sphinx-gallery writes without: those that the recipe's page shows."""
+"""Adds to the notebooks, which sphinx-gallery writes without outputs, the outputs that the recipe's page shows."""
 
 import inspect
 import json
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from docutils import nodes
-from sphinx_gallery.utils import zip_files
+from sphinx.application import Sphinx
 
 from triton_gallery.recipe.needs import packages
 from triton_gallery.recipe.outputs import Frame, Output
 from triton_gallery.records.files import replace
 from triton_gallery.records.output_diff import STALE, Shown, pictures, ran_here, recorded_on, side_by_side
 from triton_gallery.site.chart import png
-from triton_gallery.site.notebook_setup import install_missing
-from triton_gallery.site.page_context import RecipePage, pages, recipe_page
+from triton_gallery.site.page_context import RecipePage, pages, recipe_page, site_address
 from triton_gallery.site.render import benchmark, clocks
-
-if TYPE_CHECKING:
-    from sphinx.application import Sphinx
-    from sphinx.util.typing import ExtensionMetadata
-
+from triton_gallery.site.sphinx_internals import zip_downloads
 
 OURS = "install"  # the tag of cells that the page has not
 
 
-def setup(app: "Sphinx") -> "ExtensionMetadata":
-    """Have a notebook filled when its recipe's page is read."""
-    app.connect("doctree-read", _fill)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+def install_missing(*packages: str) -> None:
+    """Install what is not here. Where all is, nothing happens."""
+    import subprocess
+    import sys
+    from importlib.metadata import PackageNotFoundError, version
+    from importlib.util import find_spec
+    from shutil import which
+
+    from packaging.requirements import Requirement
+
+    missing = []
+    for package in map(Requirement, packages):
+        try:
+            if package.specifier.contains(version(package.name), prereleases=True):
+                continue
+        except PackageNotFoundError:
+            pass
+        missing.append(str(package))
+    if not missing:
+        return
+    if find_spec("pip"):
+        install = [sys.executable, "-m", "pip", "install"]
+    elif uv := which("uv"):  # an environment of uv has no pip
+        install = [uv, "pip", "install", "--python", sys.executable]
+    else:
+        raise ModuleNotFoundError(f"here is neither pip nor uv: install {', '.join(missing)}")
+    subprocess.run([*install, "--quiet", *missing], check=True)
 
 
-def _fill(app: "Sphinx", _: nodes.document) -> None:
-    """Write the outputs into the notebook, and the notebook into the zipped files, if it has others."""
-    page = recipe_page(app.env, app.env.current_document.docname)
+def fill(app: Sphinx, _: nodes.document) -> None:
+    """When a page is read, write its outputs into the notebook; if that changes it, write the zip again too."""
+    page = recipe_page(app.env, app.env.docname)
     if page is None or page.run is None or page.run.failure is not None:
         return
     path = pages(app.env).notebook(page.recipe)
@@ -47,20 +65,18 @@ def _fill(app: "Sphinx", _: nodes.document) -> None:
     for cell, shown in zip(code, side_by_side(page.run, page.record, figures), strict=False):
         cell["outputs"] = list(_outputs(page, shown, figures))
     first = notebook["cells"].index(code[0]) if code else 0
-    notebook["cells"][first:first] = _added(app, page)
+    notebook["cells"][first:first] = _added_cells(app, page)
     filled = json.dumps(notebook, indent=1)
     if filled != text:  # a newer file would have every other site of this checkout read the page again
         replace(path, filled.encode())
-        zip_files([path.with_suffix(".py"), path], path.with_suffix(".zip"), path.parent)
+        zip_downloads(path.with_suffix(".py"), path)
 
 
-def _added(app: "Sphinx", page: RecipePage) -> Iterator[dict[str, Any]]:
-    """Yield the cells that a page has not: where its page is, if that is known, and what installs its packages."""
+def _added_cells(app: Sphinx, page: RecipePage) -> Iterator[dict[str, Any]]:
+    """Yield the cells that only the notebook has: a link to the page, if its address is known, and the installation."""
     tags: dict[str, Any] = {"metadata": {"tags": [OURS]}}
-    if app.config.html_baseurl:
-        place = f"{app.config.sphinx_gallery_conf['gallery_dirs']}/{page.recipe.key}.html"
-        said = f"From the [Triton Gallery]({app.config.html_baseurl.rstrip('/')}/{place})."
-        yield {"cell_type": "markdown", **tags, "source": said}
+    if address := site_address(app.env):
+        yield {"cell_type": "markdown", **tags, "source": f"From the [Triton Gallery]({address}{page.name}.html)."}
     needs = packages(page.recipe.path, page.recipe.text)
     call = f"install_missing{tuple(needs)!r}".replace("'", '"')
     source = f"{inspect.getsource(install_missing)}\n\n{call}"
@@ -68,17 +84,17 @@ def _added(app: "Sphinx", page: RecipePage) -> Iterator[dict[str, Any]]:
 
 
 def _outputs(page: RecipePage, shown: Shown, figures: Mapping[str, bytes]) -> Iterator[dict[str, Any]]:
-    """Yield what a cell put out here and what a record has beyond it, labelled as on the page."""
+    """Yield the output of a cell on this machine and what a record has beyond it, labelled as on the page."""
     if page.run and shown.differ:
         yield _text(f"{ran_here(page.run)}:")
-    yield from _made(shown.here, figures)
+    yield from _of_output(shown.here, figures)
     if page.record and shown.there:
         yield _text(f"{recorded_on(page.record)}{'' if page.record.is_fresh(page.recipe) else STALE}:")
-        yield from _made(shown.there, pictures(page.record, shown.there))
+        yield from _of_output(shown.there, pictures(page.record, shown.there))
 
 
-def _made(output: Output, figures: Mapping[str, bytes]) -> Iterator[dict[str, Any]]:
-    """Yield an output as a notebook has it, in the order of `show`."""
+def _of_output(output: Output, figures: Mapping[str, bytes]) -> Iterator[dict[str, Any]]:
+    """Yield an output in the format of notebooks, in the same order as on the page."""
     for table in output.tables:
         yield _picture(png(table))
         yield _table(benchmark(table))
@@ -100,7 +116,7 @@ def _picture(content: bytes) -> dict[str, Any]:
 
 
 def _table(frame: Frame) -> dict[str, Any]:
-    """Return a table, as markup and, for a program that shows none, in columns of text."""
+    """Return a table as HTML and, for programs that do not show that, as text."""
     lines = [frame.columns, *frame.rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     plain = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]

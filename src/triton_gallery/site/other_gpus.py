@@ -1,4 +1,4 @@
-"""What the kernels compile to for GPUs that need not be here: on each recipe's page its own, on one page all of them.
+"""What kernels compile to for GPUs that this machine need not have: on each recipe's page its own, on one page all.
 
 The texts that compilers wrote are files of their own, loaded when a reader opens one. They are scripts, because a page
 that was opened from a disk may load nothing else. Where `make listings` did not make them, pages go without.
@@ -6,17 +6,14 @@ that was opened from a disk may load nothing else. Where `make listings` did not
 
 import base64
 import gzip
-import hashlib
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 
 from docutils import nodes
-from sphinx.transforms import SphinxTransform
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.compiled.gpus import GPUS, KIB, Gpu
@@ -25,15 +22,10 @@ from triton_gallery.compiled.table import COLUMNS, cells
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.op import Op, op_of
 from triton_gallery.site import page_context
-from triton_gallery.site.collapsible import fold
-from triton_gallery.site.render import add_section, first_cells, grid, titled
+from triton_gallery.site.freshness import depends_on
+from triton_gallery.site.page_context import RecipePage
+from triton_gallery.site.render import Parts, add_section, folded, html, marks, older, paragraph, table, titled
 
-if TYPE_CHECKING:
-    from sphinx.application import Sphinx
-    from sphinx.environment import BuildEnvironment
-    from sphinx.util.typing import ExtensionMetadata
-
-STATE = "targets"  # the key in a page's metadata for what it shows
 FOLDER = "listings"  # of the site
 TITLE = "On other GPUs"
 SHARED = "shared_memory_per_block_optin"  # an op that has it in its text launches what fits, as a test holds
@@ -42,206 +34,168 @@ SMALLER = "smaller launch"
 CLASSES = {FITS: "fits", TOO_LARGE: "too-large", FAILED: "fails", UNMEANT: "unmeant", SMALLER: "smaller"}
 
 
-def setup(app: "Sphinx") -> "ExtensionMetadata":
-    """Add the directive and the transform, make pages follow what is kept, and have the listings written."""
-    app.add_directive("targets", TargetsDirective)
-    app.add_transform(TargetsOfRecipe)
-    app.add_js_file("listing.js", defer="defer")
-    app.connect("env-get-outdated", _outdated)
-    app.connect("build-finished", _write)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+def kept(env: BuildEnvironment, recipe: Recipe) -> Targets | None:
+    """Return what was compiled for a recipe; None if nothing was."""
+    return load(Path(env.srcdir, "_compiled"), recipe)
 
 
-def kept(env: "BuildEnvironment", recipe: Recipe) -> Targets | None:
-    """Return what is kept of a recipe."""
-    return load(_folder(env), recipe)
-
-
-def strip(env: "BuildEnvironment", recipe: Recipe, page: str = "") -> list[nodes.Node]:
-    """Return a line with a mark for each GPU, and a link to the tables on a page; nothing where nothing is kept."""
-    found = kept(env, recipe)
-    if found is None or not found.kernels:
+def strip(env: BuildEnvironment, recipe: Recipe, page: str = "") -> list[nodes.Node]:
+    """Return a line with a mark for each GPU and a link to the tables on a page; nothing if nothing was compiled."""
+    targets = kept(env, recipe)
+    if targets is None or not targets.kernels:
         return []
-    marks, op = [], op_of(recipe)
+    spans, op = [], op_of(recipe)
     for gpu in GPUS:
-        word, names = found.verdict(gpu, op)
-        if op and word == TOO_LARGE and all(_adapts(op, why) for why in _reasons(found.of(op), gpu)):
-            word = SMALLER
-        said = "" if word == FITS else f" {word}"
-        marks.append(f'<span class="target {CLASSES[word]}" title="{escape(names or word)}">{gpu.name}{said}</span>')
-    link = f'<a href="{page}#{nodes.make_id(TITLE)}">Compiled for</a>'
-    return [nodes.raw("", f'<p class="targets">{link} {" ".join(marks)}</p>', format="html")]
+        word, names = targets.verdict(gpu, op)
+        if op and word == TOO_LARGE:
+            verdicts = (kernel.verdict(gpu) for kernel in targets.of(op))
+            word = SMALLER if all(_adapts(op, why) for verdict, why in verdicts if verdict == TOO_LARGE) else word
+        spans.append((CLASSES[word], names or word, gpu.name if word == FITS else f"{gpu.name} {word}"))
+    return [marks(f'<a href="{page}#{nodes.make_id(TITLE)}">Compiled for</a>', spans)]
 
 
-def misfits(env: "BuildEnvironment", recipe: Recipe) -> list[nodes.Node]:
-    """Return in a line each what a kernel of the op needs that some GPUs have not, and what that means there."""
-    found, op = kept(env, recipe), op_of(recipe)
-    if found is None or op is None:
+def misfits(env: BuildEnvironment, recipe: Recipe) -> list[nodes.Node]:
+    """Return a line for each reason why a kernel of the op does not fit some GPUs, and what follows from it."""
+    targets, op = kept(env, recipe), op_of(recipe)
+    if targets is None or op is None:
         return []
     gpus = defaultdict[tuple[str, str], list[str]](list)
-    for kernel in found.of(op):
+    for kernel in targets.of(op):
         for gpu in GPUS:
             word, why = kernel.verdict(gpu)
             if word == TOO_LARGE:
                 gpus[kernel.launch.kernel, why].append(gpu.name)
     lines: list[nodes.Node] = []
     for (name, why), names in gpus.items():
-        line = nodes.paragraph("", "", nodes.emphasis("", f"{'; '.join(names)}: "))
+        launch, kernel_name = f"the launch recorded on {targets.launched_by}", nodes.literal("", name)
+        parts: list[nodes.Node | str] = [kernel_name, f" does not run there at {launch}: {why}."]
         if _adapts(op, why):
-            line += [nodes.Text(f"with the launch recorded on {found.launched_by}, "), nodes.literal("", name)]
-            line += nodes.Text(f" does not fit: {why}. There the op chooses a smaller launch, which was not tried.")
-        else:
-            line += [nodes.literal("", name), nodes.Text(" does not run there at the launch recorded on ")]
-            line += nodes.Text(f"{found.launched_by}: {why}.")
-        lines.append(line)
+            parts = [f"with {launch}, ", kernel_name, f" does not fit: {why}. "]
+            parts.append("There the op chooses a smaller launch, which was not tried.")
+        lines.append(paragraph(nodes.emphasis("", f"{'; '.join(names)}: "), *parts))
     return lines
 
 
-def _reasons(kernels: Sequence[Kernel], gpu: Gpu) -> Iterator[str]:
-    """Yield why kernels do not fit a GPU."""
-    yield from (why for word, why in (kernel.verdict(gpu) for kernel in kernels) if word == TOO_LARGE)
-
-
 def _adapts(op: Op, why: str) -> bool:
-    """Whether an op launches less where a kernel does not fit, for this reason."""
+    """Whether an op chooses a smaller launch when a kernel does not fit for this reason."""
     return "shared memory" in why and SHARED in op.cell
 
 
-class TargetsOfRecipe(SphinxTransform):
-    """Gives a recipe's page a section with a table for each of its kernels."""
-
-    default_priority = 601  # after the section beside other libraries
-
-    def apply(self, **kwargs: object) -> None:
-        """Insert the section, if anything is kept."""
-        name = self.env.current_document.docname
-        recipe = page_context.recipes(self.env).get(name)
-        if recipe is None:
-            return
-        found = kept(self.env, recipe)
-        self.env.metadata[name][STATE] = _state(self.env, [(recipe, found)])
-        of_op = False if page_context.op_of_page(self.env, recipe) else None  # those are on the op's page
-        if shown := section(self.env, recipe, of_op):
-            add_section(self.document, shown)
+def add_to_recipe(env: BuildEnvironment, document: nodes.document, page: RecipePage) -> None:
+    """Add a section with a table for each kernel of a recipe, except those that are on the op's page."""
+    depends_on(env, shown, page.name)
+    if tables := section(env, page.recipe, False if page_context.op_of_page(env, page.recipe) else None):
+        add_section(document, tables)
 
 
-def section(env: "BuildEnvironment", recipe: Recipe, of_op: bool | None = None) -> nodes.section | None:
-    """Return the section with a recipe's kernels: all, those of its op, or the others; None if nothing is kept."""
-    found, op = kept(env, recipe), op_of(recipe)
-    kernels = found.kernels if found else []
+def section(env: BuildEnvironment, recipe: Recipe, of_op: bool | None = None) -> nodes.section | None:
+    """Return the section with a recipe's kernels: all, those of its op, or the others; None if there are none."""
+    targets, op = kept(env, recipe), op_of(recipe)
+    kernels = targets.kernels if targets else []
     if of_op is not None:
         kernels = [kernel for kernel in kernels if of_op == bool(op and kernel.launch.kernel in op.names)]
-    if found is None or not kernels:
+    if targets is None or not kernels:
         return None
-    shown = titled(TITLE)
-    shown += _about(found, recipe, "../" if of_op else "../../")
-    start, has_code = 1 if of_op else len(shown), listing(_listings(env), found).is_file()
-    for kernel in kernels:
-        shown += _tables(kernel, recipe, has_code)
-    title = "Registers, memory and instructions of each kernel"
-    fold(shown, start, len(shown), f"{title}, and its code" if has_code else title)
-    return shown
+    has_code = listing(_listings(env), targets).is_file()
+    title = f"Registers, memory and instructions of each kernel{', and its code' if has_code else ''}"
+    about = _about(targets, recipe, "../" if of_op else "../../")
+    tables = [node for kernel in kernels for node in _tables(kernel, recipe, has_code)]
+    return titled(TITLE, *folded(title, [about, *tables])) if of_op else titled(TITLE, about, *folded(title, tables))
 
 
-def state(env: "BuildEnvironment", recipe: Recipe) -> str:
-    """Identify what a page shows of a recipe."""
-    return _state(env, [(recipe, kept(env, recipe))])
+def shown(env: BuildEnvironment, page: str = "") -> list[tuple[str, Targets, bool, bool]]:
+    """Return what pages show of one recipe, by the name of its page, or of all; for `freshness.depends_on`."""
+    recipes = page_context.recipes(env)
+    return [
+        (recipe.key, targets, targets.is_fresh(recipe), listing(_listings(env), targets).is_file())
+        for name, recipe in recipes.items()
+        if name == (page or name) and (targets := kept(env, recipe))
+    ]
 
 
 class TargetsDirective(SphinxDirective):
     """`targets`: all kernels against all GPUs."""
 
-    has_content: ClassVar[bool] = False
-
     def run(self) -> list[nodes.Node]:
-        """Return the table, and one of what a kernel may use of each GPU."""
-        found = [(recipe, kept(self.env, recipe)) for recipe in page_context.recipes(self.env).values()]
-        self.env.metadata[self.env.docname][STATE] = _state(self.env, found)
-        rows = [(recipe, kernel, of.launched_by) for recipe, of in found if of is not None for kernel in of.kernels]
-        if not rows:
-            return [nodes.paragraph("", "Nothing has been compiled yet.")]
-        lines = [
-            ["", kernel.launch.kernel, *(_short(kernel, gpu) for gpu in GPUS), kernel.launch.arguments, by]
-            for _, kernel, by in rows
+        """Return the table, and one of the limits of each GPU."""
+        depends_on(self.env, shown)
+        recipes = page_context.recipes(self.env).items()
+        rows = [
+            self._row(page, recipe, kernel, targets.launched_by)
+            for page, recipe in recipes
+            if (targets := kept(self.env, recipe))
+            for kernel in targets.kernels
         ]
+        if not rows:
+            return [paragraph("Nothing has been compiled yet.")]
         columns = ["recipe", "kernel", *(gpu.name for gpu in GPUS), "launched with", "launched by"]
-        table = grid(columns, lines, "targets", "sortable", "filterable")
-        gallery = self.env.config.sphinx_gallery_conf["gallery_dirs"]
-        anchor = nodes.make_id(TITLE)
-        for place, (recipe, kernel, _) in zip(first_cells(table), rows, strict=True):
-            page, op = f"{gallery}/{recipe.key}", op_of(recipe)
-            if op and kernel.launch.kernel in op.names and page_context.op_of_page(self.env, recipe):
-                page = f"ops/{op.name}"
-            place += nodes.reference("", recipe.name, refuri=f"{page}.html#{anchor}", internal=True)
-        return [table, _limits()]
+        return [table(columns, rows, "targets", "sortable", "filterable"), _limits()]
+
+    def _row(self, page: str, recipe: Recipe, kernel: Kernel, launched_by: str) -> list[Parts]:
+        """Return the row of a kernel, with a link to the page that has its table."""
+        op, launch = op_of(recipe), kernel.launch
+        if op and launch.kernel in op.names and page_context.op_of_page(self.env, recipe):
+            page = f"ops/{op.name}"
+        address = f"{page}.html#{nodes.make_id(TITLE)}"
+        link = nodes.reference("", recipe.name, refuri=address, internal=True)
+        return [link, launch.kernel, *(_short(kernel, gpu) for gpu in GPUS), launch.arguments, launched_by]
 
 
 def _limits() -> nodes.Node:
-    """Return a table of what a kernel may use of each GPU."""
-    columns = [
-        "GPU",
-        "also",
-        "compiled for",
-        "shared memory of a program",
-        "registers of a multiprocessor",
-        "its warps",
-    ]
+    """Return a table of the limits of each GPU."""
     rows = [
-        [
-            gpu.name,
-            gpu.cards,
-            gpu.key,
-            f"{gpu.shared // KIB} KiB",
-            str(gpu.registers),
-            f"{gpu.warps} of {gpu.warp} threads",
-        ]
+        {
+            "GPU": gpu.name,
+            "also": gpu.cards,
+            "compiled for": gpu.key,
+            "shared memory of a program": f"{gpu.shared // KIB} KiB",
+            "registers of a multiprocessor": str(gpu.registers),
+            "its warps": f"{gpu.warps} of {gpu.warp} threads",
+        }
         for gpu in GPUS
     ]
-    return grid(columns, rows, "targets")
+    return table([*rows[0]], [[*row.values()] for row in rows], "targets")
 
 
-def _about(found: Targets, recipe: Recipe, up: str) -> nodes.paragraph:
-    """Say of what the tables are."""
-    older = "" if found.is_fresh(recipe) else ", of older code than this page's"
-    said = [
-        f"What Triton {found.triton} makes of this page's kernels for GPUs that it was not run on{older}.",
-        "Nothing was run or timed there.",
-        f"Of each kernel one launch is compiled, as {found.launched_by} made it when it ran this page.",
-        "Where there were several, it is the one with 16-bit types; of these, with most arguments that 16 divides;",
-        "of these, with the largest tile.",
+def _about(targets: Targets, recipe: Recipe, up: str) -> nodes.paragraph:
+    """Return the paragraph that explains the tables."""
+    than_this = "" if targets.is_fresh(recipe) else f"{older(False)} than this page's"
+    return paragraph(
+        f"What Triton {targets.triton} makes of this page's kernels for GPUs that it was not run on{than_this}. "
+        "Nothing was run or timed there. "
+        f"Of each kernel one launch is compiled, as {targets.launched_by} made it when it ran this page. "
+        "Where there were several, it is the one with 16-bit types; of these, with most arguments that 16 divides; "
+        "of these, with the largest tile. "
         "The tables do not tell of other types and sizes, nor of what a launcher would choose on another GPU. ",
-    ]
-    about = nodes.paragraph("", " ".join(said))
-    about += nodes.reference("", "How to read them", refuri=f"{up}guide/read.html#on-other-gpus", internal=True)
-    about += nodes.Text(".")
-    return about
+        nodes.reference("", "How to read them", refuri=f"{up}guide/read.html#on-other-gpus", internal=True),
+        ".",
+    )
 
 
 def _tables(kernel: Kernel, recipe: Recipe, has_code: bool) -> list[nodes.Node]:
-    """Return the title of a kernel, its table with what opens its listings, and the place where they are shown."""
-    title = nodes.paragraph("", "", nodes.literal("", kernel.launch.described))
-    head, blank = (["GPU", "code"], [""]) if has_code else (["GPU"], [])
-    table = grid([*head, *COLUMNS], [[gpu.name, *blank, *cells(kernel, gpu)] for gpu in GPUS], "targets")
-    if not has_code:
-        return [title, table]
-    rows = [row for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)]
-    for gpu, row in zip(GPUS, rows, strict=True):
-        if gpu.key in kernel.on and kernel.on[gpu.key].failure is None:
-            _, place, *_ = row.findall(nodes.paragraph)
-            place += nodes.raw("", " ".join(_button(kernel, recipe, gpu.key, gpu.is_amd)), format="html")
-    return [title, table, nodes.raw("", '<div class="listing" hidden></div>', format="html")]
-
-
-def _button(kernel: Kernel, recipe: Recipe, gpu: str, is_amd: bool) -> list[str]:
-    file = f"{recipe.key}/{kernel.launch.kernel}"
-    return [
-        f'<button class="listing" type="button" data-file="{file}" data-text="{gpu}.{stage}">{stage}</button>'
-        for stage in STAGES[is_amd]
+    """Return the title of a kernel, its table with buttons that open listings, and the element that shows these."""
+    title = paragraph(nodes.literal("", kernel.launch.described))
+    rows: list[list[Parts]] = [
+        [gpu.name, *([_buttons(kernel, recipe, gpu)] if has_code else []), *cells(kernel, gpu)] for gpu in GPUS
     ]
+    kernel_table = table(["GPU", *(["code"] if has_code else []), *COLUMNS], rows, "targets")
+    return [title, kernel_table, *([html('<div class="listing" hidden></div>')] if has_code else [])]
+
+
+def _buttons(kernel: Kernel, recipe: Recipe, gpu: Gpu) -> Parts:
+    """Return the buttons that open the listings of a kernel for a GPU; none if it does not compile."""
+    if gpu.key not in kernel.on or kernel.on[gpu.key].failure is not None:
+        return ""
+    file = f"{recipe.key}/{kernel.launch.kernel}"
+    buttons = (
+        f'<button class="listing" type="button" data-file="{file}" data-text="{gpu.key}.{stage}">{stage}</button>'
+        for stage in STAGES[gpu.is_amd]
+    )
+    return html(" ".join(buttons))
 
 
 def _short(kernel: Kernel, gpu: Gpu) -> str:
-    """Return a kernel on a GPU in a word: its registers, or what keeps it from running."""
+    """Return a short verdict on a kernel on a GPU: its registers and memory, or why it does not run."""
     word, _ = kernel.verdict(gpu)
     if word != FITS:
         return word
@@ -251,41 +205,15 @@ def _short(kernel: Kernel, gpu: Gpu) -> str:
     return f"{compiled.registers}{shared}{spilled}"
 
 
-def _folder(env: "BuildEnvironment") -> Path:
-    return Path(env.srcdir, "_compiled")
-
-
-def _listings(env: "BuildEnvironment") -> Path:
+def _listings(env: BuildEnvironment) -> Path:
     return Path(env.srcdir).parent / "_build" / "listings"
 
 
-def _state(env: "BuildEnvironment", found: Sequence[tuple[Recipe, Targets | None]]) -> str:
-    """Identify what a page shows."""
-    shown = [
-        (recipe.key, targets, targets.is_fresh(recipe), listing(_listings(env), targets).is_file())
-        for recipe, targets in found
-        if targets is not None
-    ]
-    return hashlib.sha256(repr(shown).encode()).hexdigest()
-
-
-def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
-    """Name the pages that show something else than they would now."""
-    recipes = page_context.recipes(env)
-    found = {name: (recipe, kept(env, recipe)) for name, recipe in recipes.items()}
-    shown = {name: data[STATE] for name, data in env.metadata.items() if STATE in data and name in env.all_docs}
-    now = dict.fromkeys(shown, _state(env, list(found.values())))
-    now |= {name: _state(env, [item]) for name, item in found.items()}
-    return [name for name, state in shown.items() if state != now[name]]
-
-
-def _write(app: "Sphinx", exception: Exception | None) -> None:
-    """Write a file for each kernel, with its texts for all GPUs, where those of the recipe changed."""
-    if exception or app.builder.format != "html":
-        return
+def write(app: Sphinx) -> None:
+    """Write a file for each kernel with its listings for all GPUs, for recipes whose listings changed."""
     for recipe in page_context.recipes(app.env).values():
-        folder, found = Path(app.outdir, FOLDER, recipe.key), kept(app.env, recipe)
-        file = found and listing(_listings(app.env), found)
+        folder, targets = Path(app.outdir, FOLDER, recipe.key), kept(app.env, recipe)
+        file = targets and listing(_listings(app.env), targets)
         mark = folder / "of"
         if not (file and file.is_file()):
             shutil.rmtree(folder, ignore_errors=True)
@@ -295,11 +223,11 @@ def _write(app: "Sphinx", exception: Exception | None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         files: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for name, text in load_texts(file).items():
-            kernel, _, what = name.partition("/")
-            files[kernel][what] = text
+            kernel, _, stage = name.partition("/")
+            files[kernel][stage] = text
         folder.mkdir(parents=True)
-        for kernel, said in files.items():
-            packed = base64.b64encode(gzip.compress(json.dumps(said).encode(), 9, mtime=0)).decode()
+        for kernel, texts in files.items():
+            packed = base64.b64encode(gzip.compress(json.dumps(texts).encode(), 9, mtime=0)).decode()
             script = f'showListing.loaded("{recipe.key}/{kernel}", "{packed}");\n'
             (folder / f"{kernel}.js").write_text(script, encoding="ascii")
         mark.write_text(file.name, encoding="ascii")

@@ -1,109 +1,106 @@
-"""Puts outputs in their places: charts for benchmarks that ran here, recorded outputs beside what a GPU did not do."""
+"""Shows outputs on recipes' pages: charts of benchmarks that ran here, and recorded outputs where no GPU ran."""
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Sequence
 
 from docutils import nodes
 from msgspec.structs import replace
-from sphinx.transforms import SphinxTransform
+from sphinx.environment import BuildEnvironment
 
 from triton_gallery.recipe.cells import Cell, cells
 from triton_gallery.recipe.contents import Recipe
-from triton_gallery.recipe.outputs import Output
-from triton_gallery.records.output_diff import STALE, Shown, ran_here, recorded_on, side_by_side
-from triton_gallery.records.page_cache import Run
+from triton_gallery.recipe.outputs import Frame, Output
+from triton_gallery.records.output_diff import STALE, ran_here, recorded_on, side_by_side
 from triton_gallery.records.record_store import Record
-from triton_gallery.site.page_context import pages, recipe_page, recipes, records
-from triton_gallery.site.render import frame, show
-
-if TYPE_CHECKING:
-    from sphinx.application import Sphinx
-    from sphinx.environment import BuildEnvironment
-    from sphinx.util.typing import ExtensionMetadata
-
-
-def setup(app: "Sphinx") -> "ExtensionMetadata":
-    """Add the transform, and make pages follow their records."""
-    app.add_transform(Replay)
-    app.connect("env-get-outdated", _outdated)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+from triton_gallery.site import page_context
+from triton_gallery.site.chart import svg
+from triton_gallery.site.freshness import depends_on
+from triton_gallery.site.page_context import RecipePage
+from triton_gallery.site.render import benchmark, chart, clocks, html, paragraph, table
+from triton_gallery.site.sphinx_internals import FIGURE, PRINTED, is_data_frame
 
 
-class Replay(SphinxTransform):
-    """Goes through the cells of a recipe's page."""
-
-    default_priority = 600  # before images are collected
-
-    def apply(self, **kwargs: object) -> None:
-        """Show the outputs of each cell."""
-        name = self.env.current_document.docname
-        page = recipe_page(self.env, name)
-        if page is None:
-            return
-        self.env.metadata[name]["record"] = _state(page.record, page.recipe)
-        if page.run is None:
-            return
-        figures = pages(self.env).figures(page.recipe)
-        for cell, shown in zip(cells(self.document), side_by_side(page.run, page.record, figures), strict=False):
-            _show_frame(cell, shown.here)
-            here = _chart(cell, shown.here) if shown.here.tables else cell.outputs
-            if page.record and shown.there:
-                _set_beside(cell, here, shown, page.run, page.record, page.recipe)
+def show_outputs(env: BuildEnvironment, document: nodes.document, page: RecipePage) -> None:
+    """Show the outputs of each cell of a recipe's page."""
+    depends_on(env, page_context.record_shown, page.name)
+    if page.run is None:
+        return
+    seen = Counter[str]()
+    outputs = side_by_side(page.run, page.record, page_context.pages(env).figures(page.recipe))
+    for cell, shown in zip(cells(document), outputs, strict=False):
+        _show_frame(cell, shown.here)
+        here = _show_benchmark(cell, shown.here, seen) if shown.here.tables else cell.outputs
+        if page.record and shown.there:
+            recorded = _recorded(cell, shown.there, page.recipe, page.record, seen)
+            _set_beside(cell, here, recorded, ran_here(page.run) if shown.differ else "")
 
 
-def _set_beside(cell: Cell, here: list[nodes.Node], shown: Shown, run: Run, record: Record, recipe: Recipe) -> None:
-    """Show what a record has of a cell and this machine has not; where they differ, both say what they are."""
+def _recorded(cell: Cell, output: Output, recipe: Recipe, record: Record, seen: Counter[str]) -> nodes.Node:
+    """Return the labelled outputs of a cell that only a record has."""
     folder = f"/_records/{record.path.parents[1].name}/{record.path.parent.name}"
-    last = here[-1] if here else cell.code
     parent = cell.code.parent
     about = parent[0].astext() if isinstance(parent, nodes.section) else recipe.name
-    recorded = _labelled("recorded", _label(record, recipe), show(shown.there, folder, about))
+    stale = [] if record.is_fresh(recipe) else [nodes.strong("", STALE, classes=["stale"])]
+    return _labelled("recorded", [recorded_on(record), *stale], _nodes(output, seen, folder, about))
+
+
+def _set_beside(cell: Cell, here: list[nodes.Node], recorded: nodes.Node, label: str) -> None:
+    """Insert recorded outputs after those of this machine; these get a label if the two differ."""
+    last, parent = here[-1] if here else cell.code, cell.code.parent
     parent.insert(parent.index(last) + 1, recorded)
-    if shown.differ:
-        place = parent.index(here[0])
+    if label:
+        index = parent.index(here[0])
         for node in here:
             parent.remove(node)
-        parent.insert(place, _labelled("here", [nodes.Text(ran_here(run))], here))
+        parent.insert(index, _labelled("here", [label], here))
 
 
-def _show_frame(cell: Cell, live: Output) -> None:
-    """Show the data frame that a cell ends with as one that was recorded, in place of what pandas makes of it."""
-    for place, node in enumerate(cell.outputs):
-        if live.frame and isinstance(node, nodes.raw) and "dataframe" in node.astext():
-            shown = frame(live.frame, "dataframe")
-            node.replace_self(shown)
-            cell.outputs[place] = shown
+def _show_frame(cell: Cell, output: Output) -> None:
+    """Replace the markup that pandas makes of a data frame by the table that is used for recorded ones."""
+    for index, node in enumerate(cell.outputs):
+        if output.frame and is_data_frame(node):
+            cell.outputs[index] = _frame(output.frame, "dataframe")
+            node.parent.replace(node, cell.outputs[index])
 
 
-def _chart(cell: Cell, live: Output) -> list[nodes.Node]:
-    """Replace what the benchmark printed by its chart and its table; return the outputs, of which the others stay."""
+def _show_benchmark(cell: Cell, output: Output, seen: Counter[str]) -> list[nodes.Node]:
+    """Replace the printed text of a benchmark by its chart and table; return all outputs of the cell."""
     for node in cell.texts:
         node.parent.remove(node)
-    shown = show(replace(live, figures=[], frame=None), figures="")
+    shown = _nodes(replace(output, figures=[], frame=None), seen)
     parent = cell.code.parent
     parent.insert(parent.index(cell.code) + 1, shown)
     return [*shown, *(node for node in cell.outputs if node not in cell.texts)]
 
 
-def _label(record: Record, recipe: Recipe) -> list[nodes.Node]:
-    said: list[nodes.Node] = [nodes.Text(recorded_on(record))]
-    if not record.is_fresh(recipe):
-        said.append(nodes.strong("", STALE, classes=["stale"]))
-    return said
+def _nodes(output: Output, seen: Counter[str], folder: str = "", about: str = "") -> list[nodes.Node]:
+    """Return the nodes that show an output.
+
+    Args:
+        output: what a cell put out.
+        seen: how many charts of each name the page has before; it is counted on.
+        folder: where the output's figures lie.
+        about: what the figures are about.
+    """
+    shown: list[nodes.Node] = []
+    for figures in output.tables:
+        seen[figures.name] += 1
+        anchor = f"figure-{figures.name}" + (f"-{seen[figures.name]}" if seen[figures.name] > 1 else "")
+        link = f'<p class="figure-links"><a href="#{anchor}">Link to this figure</a></p>'
+        shown += [html(f'<span id="{anchor}"></span>'), chart(svg(figures)), html(link)]
+        shown.append(_frame(benchmark(figures), "benchmark"))
+        shown += [paragraph(note, classes=["clocks"]) for note in clocks(figures)]
+    shown += [nodes.image("", uri=f"{folder}/{name}", classes=[FIGURE], alt=about) for name in output.figures]
+    if output.text:
+        shown.append(nodes.literal_block(output.text, output.text, language="none", classes=[PRINTED]))
+    if output.frame:
+        shown.append(_frame(output.frame, "dataframe"))
+    return shown
 
 
-def _labelled(kind: str, label: list[nodes.Node], shown: list[nodes.Node]) -> nodes.container:
-    return nodes.container("", nodes.paragraph("", "", *label, classes=[f"{kind}-label"]), *shown, classes=[kind])
+def _frame(frame: Frame, kind: str) -> nodes.Node:
+    return table(frame.columns, frame.rows, kind)
 
 
-def _state(record: Record | None, recipe: Recipe) -> str:
-    """Describe which record a page shows, and how."""
-    return f"{record.path} {record.path.stat().st_mtime_ns} {record.is_fresh(recipe)}" if record else ""
-
-
-def _outdated(
-    app: "Sphinx", env: "BuildEnvironment", added: set[str], changed: set[str], removed: set[str]
-) -> list[str]:
-    """Name the pages whose records have changed since they were read."""
-    known = records(env)
-    states = {page: _state(next(iter(known.of(recipe)), None), recipe) for page, recipe in recipes(env).items()}
-    return [page for page, state in states.items() if env.metadata[page].get("record", "") != state]
+def _labelled(kind: str, label: Sequence[nodes.Node | str], shown: list[nodes.Node]) -> nodes.container:
+    return nodes.container("", paragraph(*label, classes=[f"{kind}-label"]), *shown, classes=[kind])

@@ -1,4 +1,4 @@
-"""What people call today, and the op that computes the same: what `replaces.toml` says."""
+"""The functions that ops replace, as `replaces.toml` lists them."""
 
 import tomllib
 from functools import cache
@@ -8,15 +8,14 @@ import msgspec
 from docutils import nodes
 
 from triton_gallery.recipe.data import Data
-from triton_gallery.site.collapsible import fold
-from triton_gallery.site.render import prose, titled
+from triton_gallery.site.render import code, folded, prose, titled
 
 FILE = Path(__file__).with_suffix(".toml")
 TITLE = "Instead of what you call today"
 
 
 class Swap(Data, frozen=True):
-    """A call, and the op in its place.
+    """A call, and the same with the op.
 
     Attributes:
         today: the call as it is made, as code.
@@ -30,11 +29,11 @@ class Swap(Data, frozen=True):
 
 
 class Replaced(Data, frozen=True):
-    """What an op may be taken for.
+    """The functions that an op replaces.
 
     Attributes:
         names: of functions and modules.
-        note: in what it differs from them.
+        note: how it differs from them.
         swaps: the most usual calls.
     """
 
@@ -45,30 +44,24 @@ class Replaced(Data, frozen=True):
 
 @cache
 def replaces() -> dict[str, Replaced]:
-    """Return for each op what it may be taken for."""
+    """Return the functions that each op replaces."""
     entries = tomllib.loads(FILE.read_text(encoding="utf-8"))
     return msgspec.convert(entries, dict[str, Replaced])
 
 
-def section(op: str) -> list[nodes.Node]:
-    """Return the section with the calls that an op replaces, the second one folded; nothing where there is none."""
+def section(op: str) -> list[nodes.section]:
+    """Return the section with the calls that an op replaces, all but the first folded; nothing where there is none."""
     swaps = replaces()[op].swaps if op in replaces() else []
-    if not swaps:
-        return []
-    shown = titled(TITLE)
+    shown: list[nodes.Node] = []
     for number, swap in enumerate(swaps):
-        start = len(shown)
-        for label, code in (("Today", swap.today), ("With this op", swap.with_op)):
-            text = f"# {label}\n{code.strip()}"
-            shown += nodes.literal_block(text, text, language="python")
-        shown += prose(swap.said)
-        if number:
-            fold(shown, start, len(shown), f"Instead of <code>{_called(swap)}</code>")
-    return [shown]
+        calls = {"Today": swap.today, "With this op": swap.with_op}
+        blocks = [*(code(f"# {label}\n{call.strip()}") for label, call in calls.items()), *prose(swap.said)]
+        shown += folded(f"Instead of <code>{_called(swap)}</code>", blocks) if number else blocks
+    return [titled(TITLE, *shown)] if swaps else []
 
 
 def _called(swap: Swap) -> str:
-    """Return the name of the function that a call of today imports, or else its last line."""
+    """Return the name of the function that a call imports, or else calls in its last line."""
     lines = swap.today.strip("\n").splitlines()
     _, imports, name = lines[0].rpartition(" import ")
     return name if imports else lines[-1].partition(" = ")[2].partition("(")[0]

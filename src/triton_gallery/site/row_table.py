@@ -1,75 +1,76 @@
-"""What tables of recorded rows have in common: the lines above them, the names in them, and what makes a page old."""
+"""The tables of recorded rows of a device: lines on its runs, and a table for each unit."""
 
-import hashlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from docutils import nodes
 
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.records.rows import Row
-from triton_gallery.site import page_context
-from triton_gallery.site.collapsible import fold
-from triton_gallery.site.render import first_cells, page_link
-
-if TYPE_CHECKING:
-    from sphinx.environment import BuildEnvironment
+from triton_gallery.site.render import Parts, folded, page_link, paragraph, table
 
 MOST_RUNS = 3  # in sight above a table
 
 R = TypeVar("R", bound=Row)
 
 
-def told(device: str, runs: Sequence[str]) -> nodes.Node:
-    """Return a line for each run on a device."""
-    lines = nodes.container()
-    lines += [nodes.paragraph("", "", nodes.strong("", device), nodes.Text(run)) for run in runs]
+def device_tables(
+    rows: Sequence[R],
+    packages_of: Callable[[R], dict[str, str]],
+    cells_of: Callable[[Sequence[R], str], tuple[list[str], list[list[str]]]],
+    recipes: Sequence[Recipe],
+    links: dict[str, str],
+    *classes: str,
+) -> list[nodes.Node]:
+    """Return lines on the runs, then a table for each unit; with several runs, each row names its own.
+
+    Args:
+        rows: of one device.
+        packages_of: returns the versions that a row was measured with, beside those of the driver and of torch.
+        cells_of: returns, of the rows of a unit, the titles of the columns and the cells behind the work.
+        recipes: of which the rows are.
+        links: by a recipe's key the page that the work leads to; without one, the recipe's name is left out.
+        classes: of the tables.
+    """
+    runs = list(dict.fromkeys(_run(row, packages_of(row)) for row in rows))
+    device = rows[0].environment.name
+    lines: list[nodes.Node] = [paragraph(nodes.strong("", device), run) for run in runs]
     if len(runs) > MOST_RUNS:
-        fold(lines, 0, len(runs), f"{len(runs)} runs on {device}: when, and with which software")
-    return lines
+        lines = folded(f"{len(runs)} runs on {device}: when, and with which software", lines)
+    shown: list[nodes.Node] = [nodes.container("", *lines)]
+    for unit in dict.fromkeys(row.unit for row in rows):
+        of_unit = [row for row in rows if row.unit == unit]
+        columns, cells = cells_of(of_unit, unit)
+        of_run = [[_when(row)] if len(runs) > 1 else [] for row in of_unit]
+        parts = zip(of_unit, cells, of_run, strict=True)
+        table_rows: list[list[Parts]] = [[_work(row, recipes, links), *texts, *when] for row, texts, when in parts]
+        titles = ["work", *columns, *(["measured"] if len(runs) > 1 else [])]
+        shown.append(table(titles, table_rows, "peers", "sortable", *classes))
+    return shown
 
 
-def facts(row: Row, packages: dict[str, str]) -> str:
-    """Say when and with what a row was measured."""
+def _run(row: Row, packages: dict[str, str]) -> str:
+    """Return when, and with which software, a row was measured."""
     versions = {"driver": row.environment.driver, "torch": row.environment.torch, **packages}
-    parts = [when(row), *(f"{name} {version}" for name, version in versions.items() if version)]
+    parts = [_when(row), *(f"{name} {version}" for name, version in versions.items() if version)]
     if row.commit:
         parts.append(f"commit {row.commit[:10]}")
     return "".join(f" · {part}" for part in parts)
 
 
-def when(row: Row) -> str:
-    """Return the minute in which a row's run began: by it the row finds its caption."""
+def _when(row: Row) -> str:
+    """Return the minute in which a row's run began, which identifies the run."""
     return row.date[:16].replace("T", " ")
 
 
-def name_rows(table: nodes.Node, rows: Sequence[Row], recipes: Sequence[Recipe], links: dict[str, str]) -> None:
-    """Put into each row of a table what stands first there.
-
-    That is its work, the recipe's name in it a link to the page that `links` has, or left out; and whether it is stale.
-    """
-    for place, row in zip(first_cells(table), rows, strict=True):
-        link = links.get(row.recipe)
-        rest = row.work.removeprefix(row.recipe.rpartition("/")[2]).strip(", ")
-        place += [page_link(link), nodes.Text(rest and f", {rest}")] if link else nodes.Text(rest or row.work)
-        if not row.is_fresh(recipes):
-            place += nodes.strong("", ", stale", classes=["stale"])
+def part_of_recipe(row: Row) -> str:
+    """Return a row's work without its recipe's name."""
+    return row.work.removeprefix(row.recipe.rpartition("/")[2]).strip(", ")
 
 
-def of(recipe: Recipe, rows: Sequence[R]) -> list[R]:
-    """Return a recipe's rows."""
-    return [row for row in rows if row.recipe == recipe.key]
-
-
-def state(rows: Sequence[Row], recipes: Sequence[Recipe]) -> str:
-    """Identify what a page shows of these rows."""
-    return hashlib.sha256(repr([(row, row.is_fresh(recipes)) for row in rows]).encode()).hexdigest()
-
-
-def outdated(env: "BuildEnvironment", key: str, rows: Sequence[Row]) -> list[str]:
-    """Name the pages that show something else than they would now; their metadata have under `key` what they show."""
-    recipes = page_context.recipes(env)
-    shown = {name: data[key] for name, data in env.metadata.items() if key in data and name in env.all_docs}
-    now = dict.fromkeys(shown, state(rows, list(recipes.values())))
-    now |= {name: state(of(recipe, rows), [recipe]) for name, recipe in recipes.items()}
-    return [name for name, was in shown.items() if was != now[name]]
+def _work(row: Row, recipes: Sequence[Recipe], links: dict[str, str]) -> list[str | nodes.Node]:
+    """Return the first cell of a row: its work, with a link instead of the recipe's name, and whether it is stale."""
+    part = part_of_recipe(row)
+    link = links.get(row.recipe)
+    work: list[str | nodes.Node] = [page_link(link), part and f", {part}"] if link else [part or row.work]
+    return work if row.is_fresh(recipes) else [*work, nodes.strong("", ", stale", classes=["stale"])]

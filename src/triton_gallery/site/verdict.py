@@ -1,17 +1,17 @@
-"""What the records of an op come to: how fast it is beside each library, where it loses, what it costs the CPU.
+"""A summary of an op's records: how fast it is beside each library, where it is slower, and its CPU time.
 
 Every number comes from a record. Where two bands overlap, neither side is called faster.
 """
 
 from collections.abc import Iterator, Sequence
-from statistics import median
 
 from docutils import nodes
 
 from triton_gallery.figures.ratios import Over, Summary, headline
-from triton_gallery.recipe.tables import BYTES, ROOF, Table
+from triton_gallery.recipe.tables import BYTES, ROOF
+from triton_gallery.site import render
 from triton_gallery.site.page_context import RecipePage
-from triton_gallery.site.render import figure, grid, where
+from triton_gallery.site.render import cpu_times, paragraph, where
 
 FORWARD = "forward"
 NOTHING = "Nothing has been measured with the present code."
@@ -39,62 +39,57 @@ UNMEASURED = "\N{EN DASH}"
 
 
 def table(items: Sequence[Summary]) -> Iterator[nodes.Node]:
-    """Yield what the benchmarks of an op come to: a row for each library, then one for each further work."""
-    found = headline(items)
-    if not found:
-        yield nodes.paragraph("", NOTHING)
+    """Yield the tables that summarise the benchmarks of an op: one of all libraries, one of its other workloads."""
+    main = headline(items)
+    if not main:
+        yield paragraph(NOTHING)
         return
-    yield nodes.paragraph("", _of(found))
-    names = sorted({name for item in found for name in item.table.others}, key=lambda name: _rank(found, name))
-    columns = [text for item in found for text in (f"{_name(item)}: ratio", "slower at")]
-    rows = [[name, *(text for item in found for text in _cells(item, name))] for name in names]
-    rows.append([ROOF, *(text for item in found for text in (_ratio(item.over(item.table.of_roof)), ""))])
-    yield grid(["beside", *columns], [row for row in rows if any(row[1:])], "ratios", "verdict")
-    if further := _further(items, found[0]):
+    yield paragraph(_conditions(main))
+    names = sorted({name for item in main for name in item.table.others}, key=lambda name: _rank(main, name))
+    columns = [text for item in main for text in (f"{_name(item)}: ratio", "slower at")]
+    rows = [[name, *(text for item in main for text in _cells(item, name))] for name in names]
+    rows.append([ROOF, *(text for item in main for text in (_ratio(item.over(item.table.of_roof)), ""))])
+    yield render.table(["beside", *columns], [row for row in rows if any(row[1:])], "ratios", "verdict")
+    if further := _further(items, main[0]):
         yield further
-    elif found[0].is_page and any(not item.is_page for item in items):
-        yield nodes.paragraph("", OLDER)
-    yield nodes.paragraph("", " ".join(_words(found)))
+    elif main[0].is_page and any(not item.is_page for item in items):
+        yield paragraph(OLDER)
+    yield paragraph(" ".join(_explanations(main)))
 
 
 def label(item: Summary) -> str:
-    """Return what is said of a benchmark: one without a name is the forward's."""
+    """Return the name of a benchmark; one without a name is the forward's."""
     return item.work or FORWARD
 
 
 def short(item: Summary) -> str:
-    """Return our speed over that of the fastest library, and its name."""
+    """Return our ratio to the fastest library, and its name."""
     over = item.beside(item.fastest) if item.fastest else None
     return f"{over.median:.2f} \N{MULTIPLICATION SIGN} {item.fastest}" if over else ""
 
 
 def cpu(page: RecipePage, items: Sequence[Summary]) -> str:
-    """Say what a call takes of the CPU, each way, the median over the sizes of the recipe's page; empty if unknown."""
+    """Return a line on the CPU time of a call, the median over the sizes of the recipe's page; empty if unknown."""
     tables = [(label(item), item.table) for item in headline([item for item in items if item.is_page])]
     if not tables and page.table:
         tables = [("of older code:", page.table)] if page.record and not page.record.is_fresh(page.recipe) else []
     if [name for name, _ in tables] == [FORWARD]:
         tables = [("", tables[0][1])]
-    told = [f"{name} {times}".strip() for name, table in tables if (times := _times(table))]
-    return f"CPU time of a call, in microseconds: {'; '.join(told)}. {CPU}" if told else ""
+    texts = [f"{name} {times}".strip() for name, table in tables if (times := cpu_times(table, without=ROOF))]
+    return f"CPU time of a call, in microseconds: {'; '.join(texts)}. {CPU}" if texts else ""
 
 
-def _times(table: Table) -> str:
-    times = {name: [time for time in values if time is not None] for name, values in table.cpu.items() if name != ROOF}
-    return " · ".join(f"{name} {figure(median(values))}" for name, values in times.items() if values)
-
-
-def _of(found: Sequence[Summary]) -> str:
-    """Say on which GPU, in which types and at how many sizes benchmarks were measured."""
-    counts = [_count(item) for item in found]
-    told = [f"{count} for the {_name(item)}" for item, count in zip(found, counts, strict=True)]
-    sizes = counts[0] if len(set(counts)) == 1 else " and ".join(told)
-    dtypes = " and ".join(dict.fromkeys(item.dtype for item in found if item.dtype))
-    return f"On {' in '.join(filter(None, [found[0].environment.name, dtypes]))}, at {sizes}."
+def _conditions(main: Sequence[Summary]) -> str:
+    """Return on which GPU, in which types and at how many sizes benchmarks were measured."""
+    counts = [_count(item) for item in main]
+    each = [f"{count} for the {_name(item)}" for item, count in zip(main, counts, strict=True)]
+    sizes = counts[0] if len(set(counts)) == 1 else " and ".join(each)
+    dtypes = " and ".join(dict.fromkeys(item.dtype for item in main if item.dtype))
+    return f"On {' in '.join(filter(None, [main[0].environment.name, dtypes]))}, at {sizes}."
 
 
 def _count(item: Summary) -> str:
-    """Say how many sizes a benchmark has."""
+    """Return how many sizes a benchmark has, in words."""
     count = len(item.table.settled)
     if item.is_page:
         return f"{count} of the lesson's sizes"
@@ -106,14 +101,14 @@ def _name(item: Summary) -> str:
     return label(item).removeprefix(item.dtype).strip(", ") if item.dtype else label(item)
 
 
-def _rank(found: Sequence[Summary], name: str) -> tuple[bool, float]:
-    """Put the closest rival first: the lowest median of the first benchmark that has it."""
-    over = next((over for item in found if (over := item.beside(name))), None)
+def _rank(main: Sequence[Summary], name: str) -> tuple[bool, float]:
+    """Return a sort key that puts the closest library first: by the median of the first benchmark that has it."""
+    over = next((over for item in main if (over := item.beside(name))), None)
     return (over is None, over.median if over else 0)
 
 
 def _ratio(over: Over | None) -> str:
-    """Write a ratio: its median, the lowest and the highest."""
+    """Format a ratio: its median, the lowest and the highest."""
     if over is None:
         return UNMEASURED
     ends = f"{over.worst:.2f}", f"{over.best:.2f}"
@@ -121,7 +116,7 @@ def _ratio(over: Over | None) -> str:
 
 
 def _cells(item: Summary, name: str) -> tuple[str, str]:
-    """Return our speed over a library's, and at how many sizes who is faster."""
+    """Return the cells of a library: our ratio to it, and at how many sizes it is faster."""
     over = item.beside(name)
     if over is None:
         return UNMEASURED, "the GPU waited for the CPU" if any(item.table.cpu_bound.get(name, [])) else ""
@@ -129,7 +124,7 @@ def _cells(item: Summary, name: str) -> tuple[str, str]:
 
 
 def _outcome(item: Summary, name: str, over: Over) -> Iterator[str]:
-    """Yield at how many sizes a library is faster than we, and where most, then at how many the two are equal."""
+    """Yield at how many sizes a library is faster than we, and where most; then at how many the two are equal."""
     behind, tied, count = item.behind(name), item.tied(name), len(over.sizes)
     if not any(item.table.p20.values()):
         return
@@ -140,7 +135,7 @@ def _outcome(item: Summary, name: str, over: Over) -> Iterator[str]:
 
 
 def _further(items: Sequence[Summary], first: Summary) -> nodes.Node | None:
-    """Return a table of the other works on the same GPU, each beside its closest rival; None if there are none."""
+    """Return a table of the other workloads on the GPU, each beside its closest library; None if there are none."""
     works: dict[tuple[str, str], dict[bool, Summary]] = {}
     for item in items:
         is_other = item.variant != first.variant and item.environment.name == first.environment.name
@@ -148,37 +143,33 @@ def _further(items: Sequence[Summary], first: Summary) -> nodes.Node | None:
             works.setdefault((item.variant, item.dtype), {})[item.is_backward] = item
     if not works:
         return None
-    ways = sorted({way for found in works.values() for way in found})
-    columns = ["beside the closest", *("backward" if way else FORWARD for way in ways)]
-    rows = [[_work(*work, first), *(_beside(of, way) for way in ways)] for work, of in works.items()]
-    return grid(columns, rows, "ratios")
+    ways = sorted({is_backward for by_way in works.values() for is_backward in by_way})
+    columns = ["beside the closest", *("backward" if is_backward else FORWARD for is_backward in ways)]
+    rows = [[_work(*work, first), *(_beside(by_way.get(way)) for way in ways)] for work, by_way in works.items()]
+    return render.table(columns, rows, "ratios")
 
 
 def _work(name: str, dtype: str, first: Summary) -> str:
-    """Return what is said of a further work: its type too, where that is another than the first one's."""
+    """Return the name of a workload, with its dtype if that is not the one of the first."""
     name = name.replace("fp16", "float16")
     return name if dtype == first.dtype or dtype in name else f"{name}, {dtype}"
 
 
-def _beside(of: dict[bool, Summary], way: bool) -> str:
-    """Return how a work comes out beside its closest rival, in a cell."""
-    item = of.get(way)
+def _beside(item: Summary | None) -> str:
+    """Return the cell of a workload: its ratio to the closest library."""
     if item is None or item.fastest is None:
         return UNMEASURED
     ratio, outcome = _cells(item, item.fastest)
     return f"{item.fastest} {ratio}{f'; slower at {outcome}' if outcome else ''}"
 
 
-def _words(found: Sequence[Summary]) -> Iterator[str]:
-    """Yield what the words of the table mean."""
+def _explanations(main: Sequence[Summary]) -> Iterator[str]:
+    """Yield explanations of the words in the table."""
     yield RATIOS
-    if any(any(item.table.p20.values()) for item in found):
-        yield EQUAL
-    else:
-        yield UNKNOWN
-    if not found[0].is_page and any(item.over(item.table.of_roof) for item in found):
-        yield ROOFS[found[0].table.unit == BYTES]
-    if not found[0].is_page or any(item.table.cpu for item in found):
+    yield EQUAL if any(any(item.table.p20.values()) for item in main) else UNKNOWN
+    if not main[0].is_page and any(item.over(item.table.of_roof) for item in main):
+        yield ROOFS[main[0].table.unit == BYTES]
+    if not main[0].is_page or any(item.table.cpu for item in main):
         yield LAUNCH
-        if any("backward" in item.work for item in found):
+        if any("backward" in item.work for item in main):
             yield BACKWARD

@@ -1,173 +1,152 @@
-"""With which Tritons lessons, ops and features were tried: a line on each page, and tables of all."""
+"""With which versions of Triton lessons, ops and features were tried: a line on each page, and tables of all."""
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
 
 from docutils import nodes
+from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
-from triton_gallery.recipe.contents import Recipe
 from triton_gallery.site import page_context
-from triton_gallery.site.collapsible import fold
-from triton_gallery.site.render import first_cells, grid, op_link, page_link
+from triton_gallery.site.freshness import depends_on
+from triton_gallery.site.render import bullets, folded, marks, op_link, page_link, paragraph, table
+from triton_gallery.site.version_table import PAGE
 from triton_gallery.versions.matrix import FEATURE, KERNELS, LESSON, OP, Outcome, Tried, hashes, load
 
-if TYPE_CHECKING:
-    from sphinx.application import Sphinx
-    from sphinx.environment import BuildEnvironment
-    from sphinx.util.typing import ExtensionMetadata
-
-STATE = "version_matrix"  # the key in a page's metadata for what it shows
-PAGE = "versions"
 PASSED, FAILED, OLDER, UNTRIED = "passed", "fails", "older code", "not tried"
 CLASSES = {PASSED: "fits", FAILED: "fails", OLDER: "unmeant", UNTRIED: "unmeant"}
 
-
-def setup(app: "Sphinx") -> "ExtensionMetadata":
-    """Add the directives, and make pages follow what is kept."""
-    app.add_directive("features-by-version", FeaturesDirective)
-    app.add_directive("recipes-by-version", RecipesDirective)
-    app.connect("env-get-outdated", _outdated)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+Verdict = tuple[str, str]  # what came of something in a word, and why
+Codes = Mapping[str, Mapping[str, str]]  # of each kind, the hash of the present code by name
 
 
-def tried(env: "BuildEnvironment") -> list[Tried]:
-    """Return what was tried with each Triton, the newest last."""
+def tried(env: BuildEnvironment) -> list[Tried]:
+    """Return the results of each version of Triton, the newest last."""
     return load(Path(env.srcdir, "_versions"))
 
 
-def marks(env: "BuildEnvironment", recipe: Recipe, op: str | None) -> list[nodes.Node]:
-    """Return a line with a mark for each Triton; nothing where nothing was tried.
+def strip(env: BuildEnvironment, page: str, op: str = "") -> list[nodes.Node]:
+    """Return a line with a mark for each version of Triton; nothing if nothing was tried.
 
     Args:
         env: Sphinx's.
-        recipe: the lesson, or the one that hands over the op.
-        op: the name of the op that the page is of; None for the lesson.
+        page: the name of the page of the lesson, or of the one that hands over the op.
+        op: the name of the op, for a line about that.
     """
-    line = _marks(env, recipe, op)
-    env.metadata[env.docname][STATE] = line
-    return [nodes.raw("", line, format="html")] if line else []
+    depends_on(env, marks_shown, page, op)
+    spans, up = marks_shown(env, page, op), "../" if op else "../../"
+    return [marks(f'<a href="{up}{PAGE}.html">Runs with Triton</a>', spans)] if spans else []
 
 
-def _marks(env: "BuildEnvironment", recipe: Recipe, op: str | None) -> str:
-    shown, now = [], hashes([recipe])
-    for one in tried(env):
-        word, why = _of_op(one, recipe.key, op, now) if op else _state(one, LESSON, recipe.key, now[LESSON])
-        said = "" if word == PASSED else f" {word}"
-        about = f"Triton {one.triton}, torch {one.torch}, numpy {one.numpy}: {why or word}"
-        shown.append(f'<span class="target {CLASSES[word]}" title="{escape(about)}">{_short(one)}{said}</span>')
-    up = "../" if op else "../../"
-    link = f'<a href="{up}{PAGE}.html">Runs with Triton</a>'
-    return f'<p class="targets">{link} {" ".join(shown)}</p>' if shown else ""
+def marks_shown(env: BuildEnvironment, page: str, op: str) -> list[tuple[str, str, str]]:
+    """Return the marks in that line; for `freshness.depends_on`."""
+    spans, recipe = [], page_context.recipes(env).get(page)
+    if recipe is None:
+        return []
+    now = hashes([recipe])
+    for trial in tried(env):
+        word, why = _of_op(trial, recipe.key, op, now) if op else _verdict(trial, LESSON, recipe.key, now)
+        about = f"Triton {trial.triton}, torch {trial.torch}, numpy {trial.numpy}: {why or word}"
+        spans.append((CLASSES[word], about, _short(trial) if word == PASSED else f"{_short(trial)} {word}"))
+    return spans
 
 
 class FeaturesDirective(SphinxDirective):
     """`features-by-version`: the probes of Triton's features."""
 
-    has_content: ClassVar[bool] = False
-
     def run(self) -> list[nodes.Node]:
         """Return the table."""
-        found = tried(self.env)
-        self.env.metadata[self.env.docname][STATE] = _hash(found, list(page_context.recipes(self.env).values()))
-        names = {name for one in found for name in one.outcomes[FEATURE]}
+        depends_on(self.env, shown)
+        trials = tried(self.env)
+        names = sorted({name for trial in trials for name in trial.outcomes[FEATURE]}, key=str.lower)
         if not names:
-            return [nodes.paragraph("", "Nothing has been tried yet.")]
-        rows = {
-            name: [_word_and_reason(one.outcomes[FEATURE].get(name)) for one in found]
-            for name in sorted(names, key=str.lower)
-        }
-        return [_table("feature", found, rows, {name: nodes.Text(name) for name in rows})]
+            return [paragraph("Nothing has been tried yet.")]
+        rows = {name: [_word_and_reason(trial.outcomes[FEATURE].get(name)) for trial in trials] for name in names}
+        return [_table("feature", trials, rows, {name: nodes.Text(name) for name in names})]
 
 
 class RecipesDirective(SphinxDirective):
     """`recipes-by-version`: lessons and ops with each Triton."""
 
-    has_content: ClassVar[bool] = False
-
     def run(self) -> list[nodes.Node]:
         """Return a line on the versions, then a table of lessons and one of ops."""
-        found, recipes = tried(self.env), page_context.recipes(self.env)
-        if not found:
-            return [nodes.paragraph("", "Nothing has been tried yet.")]
-        self.env.metadata[self.env.docname][STATE] = _hash(found, list(recipes.values()))
-        now, ops = hashes(list(recipes.values())), page_context.ops(self.env)
-        of_lessons = {
-            recipe.key: [_state(one, LESSON, recipe.key, now[LESSON]) for one in found] for recipe in recipes.values()
+        depends_on(self.env, shown)
+        trials, recipes, ops = tried(self.env), page_context.recipes(self.env), page_context.ops(self.env)
+        if not trials:
+            return [paragraph("Nothing has been tried yet.")]
+        now = hashes(list(recipes.values()))
+        lessons = {
+            recipe.key: [_verdict(trial, LESSON, recipe.key, now) for trial in trials] for recipe in recipes.values()
         }
-        of_ops = {op: [_of_op(one, recipes[page].key, op, now) for one in found] for op, page in ops.items()}
-        with_what = "; ".join(f"{one.triton} with torch {one.torch} and numpy {one.numpy}" for one in found)
-        said = f"Triton {with_what}; Python {', '.join(dict.fromkeys(one.python for one in found))}."
-        links = {recipe.key: page_link(page) for page, recipe in recipes.items()}
+        of_ops = {op: [_of_op(trial, recipes[page].key, op, now) for trial in trials] for op, page in ops.items()}
+        with_what = "; ".join(f"{trial.triton} with torch {trial.torch} and numpy {trial.numpy}" for trial in trials)
+        pythons = ", ".join(dict.fromkeys(trial.python for trial in trials))
         return [
-            nodes.paragraph("", said),
-            *_exceptions("lesson", found, of_lessons, links),
-            *(_exceptions("op", found, of_ops, {op: op_link(op) for op in of_ops}) if of_ops else []),
+            paragraph(f"Triton {with_what}; Python {pythons}."),
+            _tables("lesson", trials, lessons, {recipe.key: page_link(page) for page, recipe in recipes.items()}),
+            *([_tables("op", trials, of_ops, {op: op_link(op) for op in of_ops})] if of_ops else []),
         ]
 
 
-def _exceptions(
-    title: str, found: Sequence[Tried], rows: Mapping[str, Sequence[tuple[str, str]]], names: Mapping[str, nodes.Node]
-) -> list[nodes.Node]:
-    """Return a table of the rows that did not pass with each Triton, and, folded, one of those that did."""
-    passed = {name: states for name, states in rows.items() if all(word == PASSED for word, _ in states)}
-    others = {name: states for name, states in rows.items() if name not in passed}
-    said = f"{len(passed)} of {len(rows)} {title}s passed with each Triton."
-    shown = nodes.container("", nodes.paragraph("", f"{said} The others:" if others else said))
+def shown(env: BuildEnvironment) -> object:
+    """Return what the tables show; for `freshness.depends_on`."""
+    return tried(env), hashes(list(page_context.recipes(env).values()))
+
+
+def _tables(
+    title: str, trials: Sequence[Tried], rows: Mapping[str, Sequence[Verdict]], names: Mapping[str, nodes.Node]
+) -> nodes.Node:
+    """Return a table of the rows that failed with some Triton and, folded, one of those that passed with each."""
+    passed = {name: verdicts for name, verdicts in rows.items() if all(word == PASSED for word, _ in verdicts)}
+    others = {name: verdicts for name, verdicts in rows.items() if name not in passed}
+    count = f"{len(passed)} of {len(rows)} {title}s passed with each Triton."
+    box = nodes.container("", paragraph(f"{count} The others:" if others else count))
     if others:
-        shown += _table(title, found, others, names)
+        box += _table(title, trials, others, names)
     if passed:
-        start = len(shown)
-        shown += _table(title, found, passed, names)
-        fold(shown, start, start + 1, f"The {title}s that passed with each Triton")
-    return [shown]
+        box += folded(f"The {title}s that passed with each Triton", [_table(title, trials, passed, names)])
+    return box
 
 
 def _table(
-    title: str, found: Sequence[Tried], rows: Mapping[str, Sequence[tuple[str, str]]], names: Mapping[str, nodes.Node]
+    title: str, trials: Sequence[Tried], rows: Mapping[str, Sequence[Verdict]], names: Mapping[str, nodes.Node]
 ) -> nodes.Node:
-    """Return a table with a word for each row and Triton, and below it, folded, why what did not pass did not."""
-    words = [["", *(word for word, _ in states)] for states in rows.values()]
-    table = grid([title, *(f"Triton {_short(one)}" for one in found)], words, "tried")
-    for place, name in zip(first_cells(table), rows, strict=True):
-        place += names[name]
-    for cell in table.findall(nodes.entry):
+    """Return a table with a word for each row and Triton and, folded below it, why some did not pass."""
+    columns = [title, *(f"Triton {_short(trial)}" for trial in trials)]
+    box = table(columns, [[names[name], *(word for word, _ in verdicts)] for name, verdicts in rows.items()], "tried")
+    for cell in box.findall(nodes.entry):
         if cell.astext() == FAILED:
             cell["classes"].append("failed")
     reasons = defaultdict[tuple[str, str], list[str]](list)
-    for name, states in rows.items():
-        for one, (word, why) in zip(found, states, strict=True):
+    for name, verdicts in rows.items():
+        for trial, (word, why) in zip(trials, verdicts, strict=True):
             if why and word != PASSED:
-                reasons[name, why].append(_short(one))
+                reasons[name, why].append(_short(trial))
     if not reasons:
-        return table
-    said = nodes.bullet_list()
-    for (name, why), tritons in reasons.items():
-        said += nodes.list_item("", nodes.paragraph("", f"{name}, Triton {', '.join(tritons)}: {why}"))
-    shown = nodes.container("", table, said)
-    fold(shown, 1, 2, f"Why each {title} failed or was not tried")
-    return shown
+        return box
+    texts = [f"{name}, Triton {', '.join(tritons)}: {why}" for (name, why), tritons in reasons.items()]
+    return nodes.container(
+        "", box, *folded(f"Why each {title} failed or was not tried", [bullets(map(paragraph, texts))])
+    )
 
 
-def _of_op(one: Tried, key: str, op: str, now: Mapping[str, Mapping[str, str]]) -> tuple[str, str]:
-    """Return what came of an op and of the kernels of its recipe in a word, and why: the worst of both."""
-    found = [_state(one, OP, op, now[OP]), _state(one, KERNELS, key, now[KERNELS])]
-    return next((state for word in (FAILED, UNTRIED, OLDER) for state in found if state[0] == word), found[0])
+def _of_op(trial: Tried, key: str, op: str, now: Codes) -> Verdict:
+    """Return the worse of the verdicts on an op and on the kernels of its recipe."""
+    verdicts = [_verdict(trial, OP, op, now), _verdict(trial, KERNELS, key, now)]
+    worst_first = (verdict for word in (FAILED, UNTRIED, OLDER) for verdict in verdicts if verdict[0] == word)
+    return next(worst_first, verdicts[0])
 
 
-def _state(one: Tried, kind: str, name: str, now: Mapping[str, str]) -> tuple[str, str]:
-    """Return what came of something in a word, and why, if its code is this."""
-    outcome = one.outcomes[kind].get(name)
-    if outcome and outcome.code_hash != now[name]:
+def _verdict(trial: Tried, kind: str, name: str, now: Codes) -> Verdict:
+    """Return the verdict on something, if its code is the present one."""
+    outcome = trial.outcomes[kind].get(name)
+    if outcome and outcome.code_hash != now[kind][name]:
         return OLDER, f"on {outcome.date[:10]} an older version was tried"
     return _word_and_reason(outcome)
 
 
-def _word_and_reason(outcome: Outcome | None) -> tuple[str, str]:
+def _word_and_reason(outcome: Outcome | None) -> Verdict:
     if outcome is None:
         return UNTRIED, ""
     if outcome.missing:
@@ -175,21 +154,6 @@ def _word_and_reason(outcome: Outcome | None) -> tuple[str, str]:
     return (FAILED, outcome.failure) if outcome.failure else (PASSED, f"tried on {outcome.date[:10]}")
 
 
-def _short(one: Tried) -> str:
-    """Return the first two numbers of a Triton."""
-    return ".".join(one.triton.split(".")[:2])
-
-
-def _hash(found: Sequence[Tried], recipes: Sequence[Recipe]) -> str:
-    """Identify what a page shows."""
-    return hashlib.sha256(repr((found, hashes(recipes))).encode()).hexdigest()
-
-
-def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
-    """Name the pages that show something else than they would now."""
-    recipes = page_context.recipes(env)
-    of_page: dict[str, tuple[Recipe, str | None]] = {page: (recipe, None) for page, recipe in recipes.items()}
-    of_page |= {f"ops/{op}": (recipes[page], op) for op, page in page_context.ops(env).items()}
-    shown = {name: data[STATE] for name, data in env.metadata.items() if STATE in data and name in env.all_docs}
-    whole = _hash(tried(env), list(recipes.values()))
-    return [name for name, was in shown.items() if was != (_marks(env, *of_page[name]) if name in of_page else whole)]
+def _short(trial: Tried) -> str:
+    """Return the major and minor version of a Triton."""
+    return ".".join(trial.triton.split(".")[:2])

@@ -1,168 +1,118 @@
-"""Our ops under several versions of Triton: all of them on a page, and on a recipe's page a sentence if it lost."""
+"""Tables of our ops under several versions of Triton, and on a recipe's page a sentence if its op became slower."""
 
 from collections.abc import Sequence
 from itertools import groupby
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, ClassVar
 
 from docutils import nodes
-from sphinx.transforms import SphinxTransform
+from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.site import page_context, peer_table
-from triton_gallery.site.render import add_section, figure, grid, page_link, titled
-from triton_gallery.site.row_table import facts, name_rows, of, outdated, state, told, when
+from triton_gallery.site.freshness import depends_on
+from triton_gallery.site.page_context import RecipePage
+from triton_gallery.site.render import add_section, figure, page_link, paragraph, titled
+from triton_gallery.site.row_table import device_tables, part_of_recipe
 from triton_gallery.versions.rates import VersionRow
 
-if TYPE_CHECKING:
-    from sphinx.application import Sphinx
-    from sphinx.environment import BuildEnvironment
-    from sphinx.util.typing import ExtensionMetadata
-
-STATE = "versions"  # the key in a page's metadata for what it shows
 PAGE = "versions"
 TITLE = "With another Triton"
 LOST = 0.95  # of the baseline's rate: below it, an op's page says so
 
 
-def setup(app: "Sphinx") -> "ExtensionMetadata":
-    """Add the directive and the transform, and make pages follow what is recorded."""
-    app.add_directive("versions", VersionsDirective)
-    app.add_transform(VersionsOfRecipe)
-    app.connect("env-get-outdated", _outdated)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
-
-
 class VersionsDirective(SphinxDirective):
     """`versions`: the rows of all recipes."""
 
-    has_content: ClassVar[bool] = False
-
     def run(self) -> list[nodes.Node]:
         """Return the nodes."""
-        rows, recipes = page_context.versions(self.env), list(page_context.recipes(self.env).values())
-        self.env.metadata[self.env.docname][STATE] = state(rows, recipes)
+        depends_on(self.env, shown)
+        rows, recipes = page_context.versions(self.env), page_context.recipes(self.env)
         if not rows:
-            return [nodes.paragraph("", "Nothing has been measured under several versions of Triton yet.")]
-        gallery = self.env.config.sphinx_gallery_conf["gallery_dirs"]
-        links = {recipe.key: f"{gallery}/{recipe.key}" for recipe in recipes}
-        shown: list[nodes.Node] = []
-        for (device, baseline), group in groupby(sorted(rows, key=_group), key=_group):  # sorted keeps the order else
-            shown += _tables(device, baseline, list(group), recipes, links)
-        return shown
+            return [paragraph("Nothing has been measured under several versions of Triton yet.")]
+        links = {recipe.key: page for page, recipe in recipes.items()}
+
+        def group(row: VersionRow) -> tuple[str, str]:
+            return row.environment.name, row.baseline
+
+        tables: list[nodes.Node] = []
+        for _, of_group in groupby(sorted(rows, key=group), key=group):  # sorted keeps the order else
+            tables += _tables(list(of_group), list(recipes.values()), links)
+        return tables
 
 
-def sentence(env: "BuildEnvironment", recipe: Recipe) -> nodes.paragraph | None:
-    """Say where a recipe's op lost most; None if it lost nowhere."""
-    return _sentence([row for row in of(recipe, page_context.versions(env)) if row.is_fresh([recipe])])
+def add_to_recipe(env: BuildEnvironment, document: nodes.document, page: RecipePage) -> None:
+    """Add a sentence on where a recipe's op became slower, unless the op has a page, which has the sentence.
 
-
-class VersionsOfRecipe(SphinxTransform):
-    """Says on a recipe's page where the op lost most of its rate."""
-
-    default_priority = 601  # after the section beside other libraries is there
-
-    def apply(self, **kwargs: object) -> None:
-        """Add the sentence to that section; without one, in a section of its own."""
-        name = self.env.current_document.docname
-        recipe = page_context.recipes(self.env).get(name)
-        if recipe is None:
+    It is added to the section beside other libraries; without one, in a section of its own.
+    """
+    depends_on(env, shown, page.recipe.key)
+    text = sentence(env, page.recipe)
+    if text is None or page_context.op_of_page(env, page.recipe):
+        return
+    beside = nodes.make_id(peer_table.TITLE)
+    for section in document.findall(nodes.section):
+        if beside in section["ids"]:
+            section += text
             return
-        rows = of(recipe, page_context.versions(self.env))
-        self.env.metadata[name][STATE] = state(rows, [recipe])
-        said = sentence(self.env, recipe)
-        if said is None or page_context.op_of_page(self.env, recipe):  # which says it itself
-            return
-        beside = nodes.make_id(peer_table.TITLE)
-        for section in self.document.findall(nodes.section):
-            if beside in section["ids"]:
-                section += said
-                return
-        section = titled(TITLE)
-        section += said
-        add_section(self.document, section)
+    add_section(document, titled(TITLE, text))
 
 
-def _group(row: VersionRow) -> tuple[str, str]:
-    """Return what the rows of a table have in common."""
-    return row.environment.name, row.baseline
+def shown(env: BuildEnvironment, key: str = "") -> list[tuple[VersionRow, bool]]:
+    """Return the rows of a recipe or of all, and whether each is fresh; for `freshness.depends_on`."""
+    recipes = list(page_context.recipes(env).values())
+    return [(row, row.is_fresh(recipes)) for row in page_context.versions(env) if row.recipe == (key or row.recipe)]
 
 
-def _sentence(rows: Sequence[VersionRow]) -> nodes.paragraph | None:
-    """Say where an op lost most; None if it lost nowhere."""
-    found = [(ratio, name, row) for row in rows for name in row.others if (ratio := row.ratio(name)) is not None]
-    if not found:
+def sentence(env: BuildEnvironment, recipe: Recipe) -> nodes.paragraph | None:
+    """Return a sentence on where a recipe's op became slower most; None if it did not."""
+    rows = [row for row, is_fresh in shown(env, recipe.key) if is_fresh]
+    ratios = [(ratio, name, row) for row in rows for name in row.others if (ratio := row.ratio(name)) is not None]
+    if not ratios:
         return None
-    ratio, name, row = min(found, key=lambda one: one[0])
+    ratio, name, row = min(ratios, key=lambda item: item[0])
     if ratio >= LOST:
         return None
-    rest = row.work.removeprefix(row.recipe.rpartition("/")[2]).strip(", ")
-    where = f"{rest}, {row.size}" if rest else row.size
-    said = nodes.paragraph(
-        "",
+    where = ", ".join(filter(None, [part_of_recipe(row), row.size]))
+    return paragraph(
         f"With Triton {name} this op reaches {ratio:.2f} of its rate with {row.baseline} ({where}, on "
         f"{row.environment.name}); ",
+        page_link(PAGE),
+        " has every size.",
     )
-    said += page_link(PAGE)
-    said += nodes.Text(" has every size.")
-    return said
 
 
-def _tables(
-    device: str, baseline: str, rows: Sequence[VersionRow], recipes: Sequence[Recipe], links: dict[str, str]
-) -> list[nodes.Node]:
-    """Return a line for each run, one for the means, and a table for each unit; all rows have one baseline.
+def _tables(rows: Sequence[VersionRow], recipes: Sequence[Recipe], links: dict[str, str]) -> list[nodes.Node]:
+    """Return the tables of one device and one baseline, with a line of means below the runs."""
+    baseline = rows[0].baseline
+    names = [baseline, *dict.fromkeys(name for row in rows for name in row.others)]
 
-    Where there are several runs, each row names its own.
-    """
-    runs = dict.fromkeys(_facts(row) for row in rows)
-    others = [*dict.fromkeys(name for row in rows for name in row.others)]
-    shown = [told(device, list(runs)), *_totals(rows, baseline, others, recipes)]
-    names = [baseline, *others]
-    for unit in dict.fromkeys(row.unit for row in rows):
-        of_unit = [row for row in rows if row.unit == unit]
-        columns = ["work", "size", *(f"{name} / {baseline}" for name in others)]
+    def assemblers(row: VersionRow) -> dict[str, str]:
+        return {f"triton {name}": f"(ptxas {contender.assembler})" for name, contender in row.contenders.items()}
+
+    def cells(of_unit: Sequence[VersionRow], unit: str) -> tuple[list[str], list[list[str]]]:
+        columns = ["size", *(f"{name} / {baseline}" for name in names[1:])]
         columns += [f"{name} ({unit})" for name in names] + [f"{name}, compiled (s)" for name in names]
-        cells = [["", row.size, *_cells(row, names)] for row in of_unit]
-        if len(runs) > 1:
-            columns.append("measured")
-            cells = [[*texts, when(row)] for texts, row in zip(cells, of_unit, strict=True)]
-        table = grid(columns, cells, "peers", "sortable", "filterable")
-        name_rows(table, of_unit, recipes, links)
-        shown.append(table)
-    return shown
+        return columns, [[row.size, *_cells(row, names)] for row in of_unit]
+
+    runs, *tables = device_tables(rows, assemblers, cells, recipes, links, "filterable")
+    return [runs, *_means(rows, names, recipes), *tables]
 
 
-def _facts(row: VersionRow) -> str:
-    """Say when and with what a row was measured."""
-    used = {f"triton {name}": f"(ptxas {contender.assembler})" for name, contender in row.contenders.items()}
-    return facts(row, used)
-
-
-def _totals(
-    rows: Sequence[VersionRow], baseline: str, others: Sequence[str], recipes: Sequence[Recipe]
-) -> list[nodes.Node]:
-    """Return a line on the rows that are not stale: each contender's mean ratio, and the seconds that it compiled."""
+def _means(rows: Sequence[VersionRow], names: Sequence[str], recipes: Sequence[Recipe]) -> list[nodes.Node]:
+    """Return a line on the fresh rows: the mean ratio and the compile time of each version."""
     fresh = [row for row in rows if row.is_fresh(recipes)]
-    parts = []
-    for name in others:
-        found = [ratio for row in fresh if (ratio := row.ratio(name)) is not None]
-        if found:
-            parts.append(f"{name} / {baseline}: {geometric_mean(found):.3f} over {len(found)} rows")
-    if not parts:
+    means = []
+    for name in names[1:]:
+        ratios = [ratio for row in fresh if (ratio := row.ratio(name)) is not None]
+        if ratios:
+            means.append(f"{name} / {names[0]}: {geometric_mean(ratios):.3f} over {len(ratios)} rows")
+    if not means:
         return []
-    seconds = {
-        name: sum(one.seconds or 0 for row in fresh if (one := row.contenders.get(name)))
-        for name in (baseline, *others)
-    }
-    compiled = ", ".join(f"{name} {total:.0f}" for name, total in seconds.items())
-    return [
-        nodes.paragraph(
-            "",
-            f"Geometric mean of the ratios: {'; '.join(parts)}. Seconds of compiling, all rows together: {compiled}.",
-        )
-    ]
+    seconds = {name: [made.seconds or 0 for row in fresh if (made := row.contenders.get(name))] for name in names}
+    compiled = ", ".join(f"{name} {sum(times):.0f}" for name, times in seconds.items())
+    ratios_text = f"Geometric mean of the ratios: {'; '.join(means)}."
+    return [paragraph(f"{ratios_text} Seconds of compiling, all rows together: {compiled}.")]
 
 
 def _cells(row: VersionRow, names: Sequence[str]) -> list[str]:
@@ -173,8 +123,3 @@ def _cells(row: VersionRow, names: Sequence[str]) -> list[str]:
         rates.append("" if contender is None else figure(contender.rate[0]) if contender.rate else "failed")
         seconds.append("" if contender is None or contender.seconds is None else f"{contender.seconds:.2f}")
     return [*ratios, *rates, *seconds]
-
-
-def _outdated(app: "Sphinx", env: "BuildEnvironment", *_: set[str]) -> list[str]:
-    """Name the pages that show something else than they would now."""
-    return outdated(env, STATE, page_context.versions(env))

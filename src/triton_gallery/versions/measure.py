@@ -209,7 +209,7 @@ def write(folder: Path, row: dict[str, Any]) -> None:
 def merge_all(folders: Sequence[Path]) -> int:
     """Put the rows of these folders into the records; return the exit status."""
     # Here, because a machine that only measures need not have what these import.
-    from triton_gallery.recipe.hashes import hash_of
+    from triton_gallery.recipe.measured import op_hash
     from triton_gallery.versions.rates import VersionRow, merge
 
     known = [(work.recipe, name, shape) for work in WORKLOADS for name in work.directions for shape in work.shapes]
@@ -222,7 +222,7 @@ def merge_all(folders: Sequence[Path]) -> int:
                     row = msgspec.json.decode(line)
                     script = path.parent / f"{row.pop('script')}.py"
                     section, _, name = row["recipe"].partition("/")
-                    code = hash_of(Recipe(section, name, script))
+                    code = op_hash(Recipe(section, name, script))
                     rows.append(msgspec.convert({**row, "code": code}, VersionRow))
                 except (AttributeError, KeyError, TypeError, ValueError) as error:
                     raise BadRecordError(f"{path}: not a row of make measure-versions: {error}") from None
