@@ -28,7 +28,7 @@ class _Statement:
         self.is_definition = isinstance(node, DEFINITION)
         stored, loaded, local = set[str](), set[str](), set[str]()
         self.attributes = set[str]()
-        for child in ast.walk(node):
+        for child in ast.walk(self.tree):
             if isinstance(child, ast.Name):
                 (loaded if isinstance(child.ctx, ast.Load) else stored).add(child.id)
             elif isinstance(child, ast.arg):
