@@ -100,5 +100,10 @@ def _needed(statements: Sequence[_Statement], index: int) -> set[int]:
 
 def op_hash(recipe: Recipe) -> str:
     """Return the hash of the code that is measured beside other libraries: of a recipe's op, else of all its code."""
+    return _op_hash(recipe, recipe.text)
+
+
+@cache  # a build asks for it with each row
+def _op_hash(recipe: Recipe, _text: str) -> str:
     op = op_of(recipe)
     return cell_hash(op.code) if op else hash_of(recipe)
