@@ -41,6 +41,7 @@ def main(order: recipe_process.Order, build: "Connection[Any, Any]") -> None:
         build.close()
         os.setsid()
         recipe_process.main(order)
+        return  # to end as multiprocessing has its processes end
     _libc.prctl(PR_SET_NAME, NAME.encode())
     threading.Thread(target=_obey, args=(build, recipe), daemon=True).start()
     ended = 0

@@ -51,7 +51,7 @@ class Order:
 
 
 def main(order: Order) -> None:
-    """Execute the one recipe in the work folder, write its page beside it, and end the process."""
+    """Execute the one recipe in the work folder, and write its page beside it."""
     _start_anew(order.variables)
     if order.warm_up:
         _let_others_have_the_gpu()
@@ -70,9 +70,6 @@ def main(order: Order) -> None:
         what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {trace[-1].strip()}"
         result = {"failure": what, "detail": "".join(trace)}
     (order.work / "result.json").write_text(json.dumps(result), encoding="utf-8")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _start_anew(variables: dict[str, str]) -> None:
