@@ -76,7 +76,7 @@ def run(folder: Path, gigabytes: float, *options: str) -> tuple[str, list[list[s
     for name in "abc":
         (tests / "ops" / f"test_{name}.py").write_text(TESTS.format(name=name))
     shutil.copy(ROOT / "pyproject.toml", folder)
-    places = [folder, ROOT / "src", ROOT / "tests", ROOT / "tests" / "ops"]
+    places = [folder, ROOT / "src", ROOT / "tests", ROOT / "tests" / "machinery", ROOT / "tests" / "ops"]
     environment = os.environ | {"PYTHONPATH": ":".join(map(str, places)), "GPU_MEMORY": str(gigabytes * 1e9)}
     environment |= {"LOG": str(folder / "log"), "PYTEST_ADDOPTS": ""}
     environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_XDIST")}
