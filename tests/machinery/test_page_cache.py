@@ -32,6 +32,8 @@ def page_of(recipe: Recipe, **figures: bytes) -> dict[str, bytes]:
 def test_a_longer_name_has_its_own_figures(tmp_path: Path) -> None:
     """Neither a page nor a record of `matmul` takes those of `matmul_8bit`."""
     short, long = (Recipe("things", name, tmp_path / f"{name}.py") for name in ("matmul", "matmul_8bit"))
+    for recipe in (short, long):
+        recipe.path.write_text('"""\nOne\n===\n"""\n\nx = 1\n')
     pages, records = Pages(tmp_path / "recipes"), Records(tmp_path / "_records")
     drawn = {recipe: f"sphx_glr_{recipe.name}_001.png" for recipe in (short, long)}
     for recipe, name in drawn.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_gpus import GpuProject
+from project import ROOT
 
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment
@@ -22,6 +23,7 @@ from triton_gallery.records.page_cache import Run
 from triton_gallery.records.record_store import Records
 
 GPU = Environment("Test GPU", "9.0", 1, None, "13.0", "2", "3", "3.12")
+RECIPE = Recipe("things", "matmul", ROOT / "gallery" / "matmul" / "matmul.py")
 FIGURES = ["sphx_glr_matmul_001.png", "sphx_glr_matmul_002.png"]
 DRAWS = "import matplotlib.pyplot as plt\n\nplt.plot([1, 2])\nplt.show()"
 
@@ -35,7 +37,7 @@ def make_run(text: str) -> Run:
 def write(records: Records, what: str) -> None:
     """Write a record whose text and figures say the same."""
     figures = {name: f"{name} {what}".encode() for name in FIGURES}
-    records.write(Recipe("things", "matmul", Path("matmul.py")), make_run(what), figures, None)
+    records.write(RECIPE, make_run(what), figures, None)
 
 
 def fault(monkeypatch: pytest.MonkeyPatch, at: int, how: Callable[[], None]) -> list[int]:
@@ -109,9 +111,7 @@ def test_record_is_the_old_one_or_the_new_one(tmp_path: Path, how: str) -> None:
 
 def test_figure_of_a_record_has_to_be_there(tmp_path: Path) -> None:
     with pytest.raises(BadRecordError, match=r"matmul\.json: its figure sphx_glr_matmul_002\.png is missing"):
-        Records(tmp_path).write(
-            Recipe("things", "matmul", Path("matmul.py")), make_run("text"), {FIGURES[0]: b"picture"}, None
-        )
+        Records(tmp_path).write(RECIPE, make_run("text"), {FIGURES[0]: b"picture"}, None)
     assert not list(tmp_path.iterdir())
 
 

@@ -48,7 +48,8 @@ def decode(path: Path, text: bytes, kind: type[S]) -> S:
 def encode(path: Path, content: Struct, first: Sequence[str] = ()) -> bytes:
     """Return the text of a file, given which keys come first; BadRecordError if it could not be read again."""
     try:
-        text = dump(dict.fromkeys(first) | msgspec.to_builtins(content))
+        keys = msgspec.to_builtins(content)
+        text = dump({key: keys[key] for key in first if key in keys} | keys)
     except ValueError as error:  # NaN, infinity and halves of characters
         raise BadRecordError(f"{path}: {error}") from None
     decode(path, text, type(content))
