@@ -35,8 +35,8 @@ def fold_cells(env: BuildEnvironment, document: nodes.document, page: RecipePage
     for number, cell in enumerate(cells(document)):
         section, code = cell.code.parent, cell.code.astext()
         if number == 0:
-            has_clock = "def gpu_time(" in code
-            summary = "Imports, the device, and what times calls" if has_clock else "Imports and the device"
+            measures = any(helper in code for helper in ("def gpu_time(", "def statements(", "class Traffic("))
+            summary = "Imports, the device, and what measures" if measures else "Imports and the device"
         elif op and f"\n{op.upper()}{SUFFIX} = " in f"\n{code}":
             summary = f"The op: {len(code.splitlines())} lines of code"
         else:
