@@ -22,6 +22,14 @@ from triton_gallery.bench import gpu_time
 
 DEVICE = torch.device("cpu")
 SIZES = [1, 2]
+SIZES += [3]
+SIZES.append(5)
+OTHERS = {}
+OTHERS["more"] = 7
+if torch.cuda.is_available():
+    MORE = 8
+else:
+    MORE = 9
 LARGE = torch.cuda.is_available()
 
 
@@ -48,7 +56,7 @@ if __name__ == "__main__":
 
 if __name__ == "__main__" and LARGE:
     for size in SIZES:
-        times = gpu_time({"ours": call(size)})
+        times = gpu_time({"ours": call(size), "other": call(MORE), **OTHERS})
         print(times)
 '''
 
@@ -82,10 +90,15 @@ def test_proof_and_prose_do_not_count(before: str, after: str, tmp_path: Path) -
     [
         ("return 2 * x", "return x + x"),
         ("SIZES = [1, 2]", "SIZES = [1, 4]"),
+        ("SIZES += [3]", "SIZES += [4]"),
+        ("append(5)", "append(6)"),
+        ('["more"] = 7', '["more"] = 8'),
+        ("MORE = 8", "MORE = 7"),
+        ("MORE = 9", "MORE = 7"),
         ("    x = torch.ones(size)", "    x = torch.zeros(size)"),
         ("LARGE = torch.cuda.is_available()", "LARGE = False"),
         ("and LARGE", "and not LARGE"),
-        ('{"ours": call(size)}', '{"ours": call(size + 1)}'),
+        ('"ours": call(size)', '"ours": call(size + 1)'),
     ],
 )
 def test_what_is_timed_counts(before: str, after: str, tmp_path: Path) -> None:

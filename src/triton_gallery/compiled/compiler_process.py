@@ -6,10 +6,12 @@ Triton's interpreter.
 
 import ast
 import importlib.util
+import multiprocessing
 import os
 import signal
 import subprocess
 import tempfile
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -45,6 +47,7 @@ class Job:
 
 def start() -> None:
     """Have this process import Triton for its forks; it may not have been imported yet."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TRITON_INTERPRET"] = "0"
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 2)
@@ -56,16 +59,26 @@ def start() -> None:
         make_backend(_target(gpu)).hash()
 
 
+def _end_with_parent() -> None:
+    """End this process when the one that has the pool has ended, however: it would wait for jobs for ever."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
+
+
 def compile_apart(job: Job) -> tuple[Compiled, dict[str, str]]:
     """Return what the compiler makes of a job and its texts, made in a fork of this process."""
     answer, theirs = Pipe(duplex=False)
     pid = os.fork()
     if pid == 0:
-        signal.alarm(LIMIT)
-        theirs.send(_answer(job))
-        os._exit(0)
+        try:
+            signal.alarm(LIMIT)
+            theirs.send(_answer(job))
+            os._exit(0)
+        finally:
+            os._exit(1)
     theirs.close()
-    with answer, suppress(EOFError):
+    with answer, suppress(EOFError, OSError):
         made: tuple[Compiled, dict[str, str]] = answer.recv()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status == -signal.SIGALRM:

@@ -12,6 +12,8 @@ from importlib import import_module
 VARIABLE = "TRITON_GALLERY_PRELOAD"  # what to import, and the environment variables to import it with, as JSON
 
 modules, variables = json.loads(os.environ[VARIABLE])
+os.setpgrp()  # Ctrl-C is for the build, which then ends this process
+os.environ.clear()
 os.environ.update(variables)
 for module in modules:
     with suppress(Exception):  # the recipe that needs it will say so

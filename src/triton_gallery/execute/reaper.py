@@ -35,6 +35,9 @@ def main(order: recipe_process.Order, build: "Connection[Any, Any]") -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     recipe = os.fork()
     if recipe == 0:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -7,9 +7,9 @@ there is no such file, the process did not live to write it.
 
 import faulthandler
 import json
+import multiprocessing
 import os
 import resource
-import sys
 import tempfile
 import traceback
 import warnings
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
@@ -36,6 +37,7 @@ class Order:
         gallery: the settings of sphinx-gallery.
         execute: whether to execute the recipe, or to lay out its page alone.
         variables: its environment variables.
+        uses_triton: whether the recipe imports it, so that its launches are noted.
         interpreted: whether Triton's interpreter executes here.
         warm_up: whether it runs to fill the compilers' caches, and nothing that it measures is kept.
         laid_out: if the recipe ran before, what each code cell put out then, as sphinx-gallery laid it out.
@@ -45,6 +47,7 @@ class Order:
     gallery: dict[str, Any]
     execute: bool
     variables: dict[str, str]
+    uses_triton: bool = False
     interpreted: bool = False
     warm_up: bool = False
     laid_out: list[str] | None = None
@@ -79,6 +82,7 @@ def _start_anew(variables: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(variables)
     tempfile.tempdir = None
+    multiprocessing.set_start_method(None, force=True)  # else a recipe's own processes came of the fork server
     numpy.random.seed()
     # They say where PyTorch lies on this machine, and nothing of the recipe.
     warnings.filterwarnings("ignore", module=r"torch\.")
@@ -111,7 +115,10 @@ def _make_page(order: Order) -> dict[str, Any]:
     (page / "images" / "thumb").mkdir(parents=True, exist_ok=True)
     laid_out = _watch_layout(order.laid_out)
     watch = None
-    if "triton" in sys.modules:  # else the recipe imports none
+    if order.uses_triton:
+        with patch.dict(os.environ, {"TRITON_INTERPRET": "1"} if order.interpreted else {}):
+            import triton  # noqa: F401 - where the fork server has not imported it
+
         from triton_gallery.compiled.launch_trace import Watch
 
         if order.interpreted:
@@ -149,7 +156,7 @@ def _watch_layout(before: list[str] | None) -> list[str]:
     def execute_code_block(compiler: Any, block: Any, *given: Any) -> str:
         text: str = execute(compiler, block, *given)
         if block.type == "code":
-            text = text if before is None else next(replayed)
+            text = text if before is None else next(replayed, "")
             laid_out.append(text)
         return text
 

@@ -87,7 +87,7 @@ def outputs_of(script: Path, laid_out: Sequence[str]) -> list[Output]:
             place = re.search(rf"(?m)^(?:(.*)\n)?{re.escape(printed)}\n?", text)
             tables.append(replace(table, title=(place[1] or "").rstrip(":") if place else ""))
             text = text.replace(place[0], "", 1) if place else text
-        figures = FIGURE.findall(layout)
+        figures = FIGURE.findall(PRINTED.sub("", layout))
         outputs.append(Output(code, text.strip("\n"), figures, _captured.frames.get(index), tables))
     return outputs
 

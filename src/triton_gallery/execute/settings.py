@@ -11,13 +11,11 @@ class Settings:
     """What `conf.py` says of executing recipes.
 
     Attributes:
-        confdir: its folder.
         time_limit: seconds that a recipe may take.
         memory_limit: how much of the machine's memory recipes may use, 1 being all of it.
         gallery: the settings of sphinx-gallery.
     """
 
-    confdir: Path
     time_limit: float
     memory_limit: float
     gallery: dict[str, Any]
@@ -31,4 +29,4 @@ def read(confdir: Path) -> Settings:
         raise ValueError(f"recipe_time_limit is {time!r}; it takes a positive number of seconds")
     if not (isinstance(memory, int | float) and 0 < memory <= 1):
         raise ValueError(f"recipe_memory_limit is {memory!r}; it takes a share of the machine's memory, such as 0.8")
-    return Settings(confdir, time, memory, values.get("sphinx_gallery_conf", {}))
+    return Settings(time, memory, values.get("sphinx_gallery_conf", {}))

@@ -38,6 +38,7 @@ TAIL = 4_000
 SOCKET_FOLDER = 60  # characters; the fork server's socket lies deeper, and its path may have 107
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["triton_gallery.execute.preload"])
+PRELOAD = "TRITON_GALLERY_PRELOAD"  # the variable that `preload` reads
 FOR_ANY = ("matplotlib.pyplot", "sphinx_gallery.gen_gallery", "triton_gallery.execute.reaper")  # what any page needs
 OF_RECIPES = ("torch", "triton", "pandas")  # none of them starts a thread that a fork would miss
 LAZY = ("torch._dynamo", "torch._inductor.compile_fx")  # what PyTorch imports late; with a GPU, they start CUDA
@@ -77,17 +78,21 @@ class Task:
 
 def prepare(environment: Environment, sources: Sequence[str]) -> None:
     """Say what the processes of recipes, given by their texts, find imported, and with which environment variables."""
-    modules = [name for name in OF_RECIPES if any(re.search(rf"(?m)^ *import {name}\b", text) for text in sources)]
+    modules = [name for name in OF_RECIPES if any(_imports(name, text) for text in sources)]
     variables = _variables(environment)
     if not environment.is_gpu:
         variables["TRITON_INTERPRET"] = "1"
         modules += LAZY if "triton" in modules else ()
     os.environ["PYTHONPATH"] = variables["PYTHONPATH"]  # the fork server finds modules by it
-    os.environ["TRITON_GALLERY_PRELOAD"] = json.dumps([[*FOR_ANY, *modules], variables])
-    if len(tempfile.gettempdir()) > SOCKET_FOLDER:
+    os.environ[PRELOAD] = json.dumps([[*FOR_ANY, *modules], variables])
+    if len(tempfile.gettempdir()) > SOCKET_FOLDER and os.access("/tmp", os.W_OK):  # noqa: S108
         with patch.object(tempfile, "tempdir", "/tmp"):  # noqa: S108 - the folder itself has a random name
             multiprocessing.util.get_temp_dir()
     _stopping.clear()
+
+
+def _imports(module: str, source: str) -> bool:
+    return re.search(rf"(?m)^ *import {module}\b", source) is not None
 
 
 def run(task: Task, slot: Slot, caches: Path | None = None, warm_up: bool = False) -> Result:
@@ -132,7 +137,8 @@ def _run(task: Task, slot: Slot, caches: Path | None, warm_up: bool) -> Result:
             variables["CUDA_VISIBLE_DEVICES"] = slot.visible
         laid_out = task.before[0].laid_out if task.before else None
         execute = not lacks and laid_out is None
-        order = Order(work, task.gallery, execute, variables, not environment.is_gpu, warm_up, laid_out)
+        uses_triton = execute and _imports("triton", task.source)
+        order = Order(work, task.gallery, execute, variables, uses_triton, not environment.is_gpu, warm_up, laid_out)
         ended, seconds = _supervise(task, order)
         outcome = _judge(work, ended)
         files = _collect(work)
@@ -164,7 +170,8 @@ def _furnish(work: Path, task: Task) -> None:
 
 def _variables(environment: Environment) -> dict[str, str]:
     """Return the environment variables of all recipes that an environment executes."""
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    left_out = {"TRITON_INTERPRET", PRELOAD}
+    variables = {name: value for name, value in os.environ.items() if name not in left_out}
     # Triton 3.9 warns on every page that 3.10 will not fuse a * b + c unless it is asked to.
     variables.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     folder, path = str(Path(__file__).parents[2]), variables.get("PYTHONPATH", "")
@@ -201,6 +208,8 @@ def _fork(order: Order, line: "Connection[Any, Any]") -> "multiprocessing.proces
     try:
         process.start()
     except (EOFError, OSError):
+        if _stopping.is_set():
+            raise
         process = FORKS.Process(target=reaper.main, args=(order, line))
         process.start()
     return process

@@ -1,8 +1,9 @@
 """The part of a recipe's code that its measurements depend on.
 
 A statement measures if it calls the clock, whatever functions lie between, or makes a benchmark's table. What it
-depends on are the statements that bound the names which it uses, theirs, and so on. A proof, an example or a cell of
-prose is none of them: where one changes, the figures of a record stay those of the present code.
+depends on are the statements that bound or changed the names which it uses, back to the one that certainly bound them
+anew, what those use, and so on. A proof, an example or prose is none of them: where one changes, the figures of a
+record stay those of the present code.
 """
 
 import ast
@@ -20,13 +21,14 @@ DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class _Statement:
-    """A statement outside functions: what it binds and uses."""
+    """A statement outside functions: what it uses, what it binds or changes, and what it certainly binds anew."""
 
     def __init__(self, node: ast.stmt, conditions: Sequence[ast.stmt]) -> None:
         """Take it, with the conditions that it stands under."""
         self.tree = ast.Module([*conditions, node], [])
+        self.conditions = {ast.dump(condition) for condition in conditions}
         self.is_definition = isinstance(node, DEFINITION)
-        stored, loaded, local = set[str](), set[str](), set[str]()
+        stored, loaded, local, changed = set[str](), set[str](), set[str](), set[str]()
         self.attributes = set[str]()
         for child in ast.walk(self.tree):
             if isinstance(child, ast.Name):
@@ -38,14 +40,20 @@ class _Statement:
             elif isinstance(child, ast.withitem) and child.optional_vars:
                 local |= _names(child.optional_vars)
             elif isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store):
-                stored |= _names(child.value)
+                changed |= _names(child.value)
             elif isinstance(child, ast.Attribute):
                 self.attributes.add(child.attr)
+            elif isinstance(child, ast.AugAssign):
+                changed |= _names(child.target)
+            elif isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
+                changed |= _names(child.value.func) if isinstance(child.value.func, ast.Attribute) else set()
             elif isinstance(child, ast.alias):
                 stored.add(child.asname or child.name.partition(".")[0])
         if isinstance(node, DEFINITION):
-            stored, local = {node.name}, local | stored
-        self.binds, self.uses = stored, loaded - local
+            stored, local, changed = {node.name}, local | stored, set()
+        self.uses = loaded - local | changed
+        self.binds = stored | changed
+        self.rebinds = set() if isinstance(node, ast.For | ast.While | ast.Try) else stored - changed
 
 
 def _names(node: ast.expr) -> set[str]:
@@ -55,7 +63,9 @@ def _names(node: ast.expr) -> set[str]:
 def _statements(body: Sequence[ast.stmt], conditions: Sequence[ast.stmt] = ()) -> Iterator[_Statement]:
     for node in body:
         if isinstance(node, ast.If):
-            yield from _statements(node.body, [*conditions, ast.Expr(node.test)])
+            is_and = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
+            tests = node.test.values if is_and else [node.test]  # type: ignore[attr-defined]
+            yield from _statements(node.body, [*conditions, *map(ast.Expr, tests)])
             yield from _statements(node.orelse, [*conditions, ast.Expr(ast.UnaryOp(ast.Not(), node.test))])
         else:
             yield _Statement(node, conditions)
@@ -91,10 +101,13 @@ def _needed(statements: Sequence[_Statement], index: int) -> set[int]:
     while left:
         place, at = left.pop()
         for name in statements[place].uses:
-            bound = next((other for other in reversed(range(at)) if name in statements[other].binds), None)
-            if bound is not None and bound not in needed:
-                needed.add(bound)
-                left.append((bound, at if statements[bound].is_definition else bound))
+            for bound in reversed(range(at)):
+                other = statements[bound]
+                if name in other.binds and bound not in needed:
+                    needed.add(bound)
+                    left.append((bound, at if other.is_definition else bound))
+                if name in other.rebinds and other.conditions <= statements[at].conditions:
+                    break
     return needed
 
 

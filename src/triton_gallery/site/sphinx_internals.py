@@ -1,7 +1,8 @@
 """What this package relies on in Sphinx, its extensions and the theme that their documentation does not promise.
 
 A test compares the versions below with what is installed. If it fails, read what is here against the new version, then
-change the number. `recipe/cells.py`, which an execution uses too, knows how sphinx-gallery lays out a page;
+change the number. `execute/recipe_process.py` and `execute/scraper.py` call sphinx-gallery and read what it wrote, and
+`recipe/cells.py` knows how it lays out a page;
 `_static/gallery.css` and `_static/scorer.js` use the classes of furo's elements and functions of Sphinx's search.
 """
 
