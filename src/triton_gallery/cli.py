@@ -138,7 +138,11 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("recipe", nargs="*", help="section/name; all if none is given")
     command.set_defaults(run=compare_records)
 
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["targets"]:
+        print("triton-gallery targets is now triton-gallery compiled", file=sys.stderr)
+        return 2
+    options = parser.parse_args(given)
     try:
         return int(options.run(options))
     except (UsageError, FarmError, BadRecordError, NoEnvironmentError, TrialError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from project import ROOT, without_make
 
+from triton_gallery.cli import main
 from triton_gallery.recipe.contents import load
 
 GUIDE = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guide").glob("*.md")]
@@ -51,6 +52,22 @@ def test_make_targets_are_real() -> None:
     for document in GUIDE:
         named = set(re.findall(r"(?:^\$ |`|\| `)make ([a-z-]+)", document.read_text(), flags=re.MULTILINE))
         assert named <= targets, document
+
+
+def test_old_names_say_the_new_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["targets", "--json"]) == 2
+    assert capsys.readouterr().err == "triton-gallery targets is now triton-gallery compiled\n"
+    for given, now in {"AGAIN=1": "FORCE=1", "STALE=1": "ONLY_STALE=1", "peers": "make libraries"}.items():
+        done = subprocess.run(
+            ["make", "help" if "=" in given else given, *([given] if "=" in given else [])],
+            cwd=ROOT,
+            env=without_make(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert now in done.stderr
 
 
 def test_pins_are_exact() -> None:
