@@ -80,7 +80,7 @@ def work(cap: bool, window: bool) -> Workload:
         inputs=lambda random, shape: tuple(random(shape) for _ in range(3)),
         forward=products(2, window),
         backward=products(5, window),
-        peers={"flex_attention": by_flex(cap, window)},
+        libraries={"flex_attention": by_flex(cap, window)},
         variant=", ".join(["soft cap"] * cap + ["window"] * window),
         dtype="float16",
     )

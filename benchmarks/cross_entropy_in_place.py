@@ -35,7 +35,7 @@ WORKLOADS = [
         shapes=LOGITS,
         inputs=lambda random, shape: tuple(tensor.detach() for tensor in logits_and_targets(random, shape)),
         backward=None,
-        peers={"Liger": attrgetter("liger_cross_entropy")},
+        libraries={"Liger": attrgetter("liger_cross_entropy")},
         called=loss_and_gradient,
     ),
 ]

@@ -62,7 +62,7 @@ WORKLOADS = [
         inputs=inputs,
         forward=keys_and_values,
         backward=None,
-        peers={name: of_library(backend) for name, backend in LIBRARIES.items()},
+        libraries={name: of_library(backend) for name, backend in LIBRARIES.items()},
         dtype="float16",
     )
 ]

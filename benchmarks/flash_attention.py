@@ -25,7 +25,7 @@ def work(is_causal: bool) -> Workload:
         inputs=lambda random, shape: tuple(random(shape) for _ in range(3)),
         forward=partial(products, number=2, is_causal=is_causal),
         backward=partial(products, number=5, is_causal=is_causal),
-        peers={name: of_library(backend, is_causal) for name, backend in LIBRARIES.items()},
+        libraries={name: of_library(backend, is_causal) for name, backend in LIBRARIES.items()},
         variant="causal" if is_causal else "",
         dtype="float16",
     )

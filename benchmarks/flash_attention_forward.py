@@ -40,7 +40,7 @@ def work(is_causal: bool) -> Workload:
         inputs=lambda random, shape: tuple(random(shape) for _ in range(3)),
         forward=products,
         backward=None,
-        peers={name: of_library(backend, is_causal) for name, backend in LIBRARIES.items()},
+        libraries={name: of_library(backend, is_causal) for name, backend in LIBRARIES.items()},
         variant="causal" if is_causal else "",
         dtype="float16",
     )

@@ -74,6 +74,6 @@ WORKLOADS = [
         forward=moved(3, 1),
         backward=moved(4, 3),
         compiles=False,
-        peers={"FLA's gated delta rule": of_library},
+        libraries={"FLA's gated delta rule": of_library},
     )
 ]

@@ -22,7 +22,7 @@ WORKLOADS = [
         ],
         inputs=lambda random, shape: (random(shape), random(shape[-1:]), random(shape[-1:])),
         constants=(1e-6,),
-        peers={"Liger": attrgetter("liger_layer_norm")},
+        libraries={"Liger": attrgetter("liger_layer_norm")},
     ),
     Workload(
         "fusion/layer_norm",
@@ -31,7 +31,7 @@ WORKLOADS = [
         shapes=[(4096, 2880), (4096, 12288), (32768, 4096)],
         inputs=lambda random, shape: (random(shape), random(shape[-1:]), random(shape[-1:])),
         constants=(1e-6,),
-        peers={"Liger": attrgetter("liger_layer_norm")},
+        libraries={"Liger": attrgetter("liger_layer_norm")},
         variant="float32",
         dtype="float32",
     ),

@@ -62,6 +62,6 @@ WORKLOADS = [
         inputs=inputs,
         forward=moved(3, 1),
         backward=moved(4, 3),
-        peers={"FLA": of_library},
+        libraries={"FLA": of_library},
     )
 ]

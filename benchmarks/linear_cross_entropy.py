@@ -65,7 +65,7 @@ def work(variant: str, number: int, called: Function) -> Workload:
         inputs=inputs,
         forward=partial(products, number=number),
         backward=None,
-        peers={"Liger": of_liger, "PyTorch in chunks": of_torch},
+        libraries={"Liger": of_liger, "PyTorch in chunks": of_torch},
         called=called,
     )
 

@@ -24,7 +24,7 @@ WORKLOADS = [
         shapes=[(4096, 20480), (4096, 32768), (4096, 50176), (2048, 65536), (1024, 131072), (64, 200704)],
         inputs=lambda random, shape: (random(shape), random(shape[-1:]), random(shape[-1:])),
         constants=(1e-6,),
-        peers={"Liger": attrgetter("liger_layer_norm")},
+        libraries={"Liger": attrgetter("liger_layer_norm")},
     ),
     Workload(
         "fusion/norms_long",
@@ -33,7 +33,7 @@ WORKLOADS = [
         shapes=[(4096, 32768), (1024, 131072)],
         inputs=lambda random, shape: (random(shape), random(shape[-1:])),
         constants=(1e-6,),
-        peers={"Liger": attrgetter("liger_rms_norm")},
+        libraries={"Liger": attrgetter("liger_rms_norm")},
         variant="rms_norm",
     ),
 ]

@@ -32,7 +32,7 @@ WORKLOADS = [
         ],
         inputs=lambda random, shape: (random(shape), random(shape[-1:])),
         constants=(1e-6,),
-        peers={"Liger": attrgetter("liger_rms_norm")},
+        libraries={"Liger": attrgetter("liger_rms_norm")},
     ),
     Workload(
         "fusion/rms_norm",
@@ -41,7 +41,7 @@ WORKLOADS = [
         shapes=[(4096, 2880), (32768, 4096)],
         inputs=lambda random, shape: (random(shape), random(shape[-1:])),
         constants=(1e-6,),
-        peers={"Liger": attrgetter("liger_rms_norm")},
+        libraries={"Liger": attrgetter("liger_rms_norm")},
         variant="float32",
         dtype="float32",
     ),
@@ -54,7 +54,7 @@ WORKLOADS = [
         constants=(1e-6,),
         forward=tensors(2, 2),
         backward=tensors(3, 1),
-        peers={"Liger": attrgetter("liger_fused_add_rms_norm")},
+        libraries={"Liger": attrgetter("liger_fused_add_rms_norm")},
         variant="residual",
     ),
 ]

@@ -49,7 +49,7 @@ WORKLOADS = [
         shapes=[(64, 40, 1, 128), (4, 40, 2048, 64), (1, 40, 32768, 128), (8, 40, 4096, 128)],
         inputs=rope_inputs,
         backward=COPY,
-        peers={"Liger": liger_rope},
+        libraries={"Liger": liger_rope},
     ),
     Workload(
         "fusion/rope",
@@ -59,7 +59,7 @@ WORKLOADS = [
         shapes=[(64, 40, 1, 128), (4, 40, 2048, 64), (8, 40, 4096, 128)],
         inputs=partial(rope_inputs, grad=False),
         backward=None,
-        peers={"Liger": liger_rope},
+        libraries={"Liger": liger_rope},
     ),
     Workload(
         "fusion/rope",
@@ -69,6 +69,6 @@ WORKLOADS = [
         shapes=[(64, 1, 40, 128), (4, 2048, 40, 64), (8, 4096, 40, 128)],
         inputs=partial(rope_inputs, axis=2, grad=False),
         backward=None,
-        peers={"Liger": liger_rope},
+        libraries={"Liger": liger_rope},
     ),
 ]

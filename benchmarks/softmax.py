@@ -14,6 +14,6 @@ WORKLOADS = [
             *hidden((4096, 10000), (32768, 4096)),
         ],
         inputs=lambda random, shape: (random(shape),),
-        peers={"Liger": attrgetter("liger_softmax")},
+        libraries={"Liger": attrgetter("liger_softmax")},
     ),
 ]

@@ -14,6 +14,6 @@ WORKLOADS = [
             *((1, 128256), (64, 151936)),
         ],
         inputs=lambda random, shape: (random(shape),),
-        peers={"Liger": attrgetter("liger_softmax")},
+        libraries={"Liger": attrgetter("liger_softmax")},
     ),
 ]

@@ -25,7 +25,7 @@ WORKLOADS = [
         inputs=lambda random, shape: (random(shape), random(shape)),
         forward=ADD,
         backward=tensors(3, 2),
-        peers={"Liger": attrgetter("liger_swiglu")},
+        libraries={"Liger": attrgetter("liger_swiglu")},
     ),
     Workload(
         "fusion/swiglu",
@@ -45,7 +45,7 @@ WORKLOADS = [
         inputs=lambda random, shape: (random(shape), random(shape)),
         forward=ADD,
         backward=tensors(3, 2),
-        peers={"Liger": attrgetter("liger_swiglu")},
+        libraries={"Liger": attrgetter("liger_swiglu")},
         variant="float32",
         dtype="float32",
     ),

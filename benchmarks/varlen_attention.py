@@ -77,7 +77,7 @@ WORKLOADS = [
         inputs=packed,
         forward=products(1),
         backward=products(2.5),
-        peers={"FlashAttention-2": flash},
+        libraries={"FlashAttention-2": flash},
         variant="causal",
         dtype="float16",
     ),

@@ -28,7 +28,7 @@ from triton_gallery.execute.sanitize import sanitize
 from triton_gallery.execute.settings import read
 from triton_gallery.figures.compare import compare
 from triton_gallery.figures.measurements import Measurement, all_recorded
-from triton_gallery.libraries.peer_rows import load_all
+from triton_gallery.libraries.library_rows import load_all
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.device import NoEnvironmentError, detect
 from triton_gallery.recipe.needs import missing, packages
@@ -404,11 +404,11 @@ def results(options: argparse.Namespace) -> int:
         table.add_row(*map(Text, [*cells, "CPU decided" if row.cpu_bound else "", row.device, row.state]))
     console.print(table)
     table = Table("recipe", "work", "shape", "series", "value", "low", "high", "unit", "device", "state")
-    for peer in found["peers"]:
-        for series, rate in peer["rates"].items():
+    for beside in found["libraries"]:
+        for series, rate in beside["rates"].items():
             figures = [_number(rate[name] if rate else None) for name in ("value", "low", "high")]
-            cells = [peer["recipe"], peer["work"], " x ".join(map(str, peer["shape"])), series, *figures]
-            table.add_row(*map(Text, [*cells, peer["unit"], peer["device"], peer["state"]]))
+            cells = [beside["recipe"], beside["work"], " x ".join(map(str, beside["shape"])), series, *figures]
+            table.add_row(*map(Text, [*cells, beside["unit"], beside["device"], beside["state"]]))
     console.print(table)
     return 0
 

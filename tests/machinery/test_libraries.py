@@ -14,7 +14,7 @@ from msgspec import structs
 from project import ROOT, Project
 
 from triton_gallery.libraries import measure
-from triton_gallery.libraries.peer_rows import PeerRow, load_all, merge, table_of
+from triton_gallery.libraries.library_rows import LibraryRow, load_all, merge, table_of
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.hashes import hash_of
@@ -33,7 +33,9 @@ def built(make_project: Callable[..., Project]) -> Project:
     """Return a built gallery of two recipes, and a performance page."""
     project = make_project()
     project.write(one="x = 1", two="x = 2")
-    (project.root / "docs" / "performance.md").write_text("# Performance\n\n```{performance}\n```\n\n```{peers}\n```\n")
+    (project.root / "docs" / "performance.md").write_text(
+        "# Performance\n\n```{performance}\n```\n\n```{libraries}\n```\n"
+    )
     index = project.root / "docs" / "index.md"
     index.write_text(index.read_text().replace("recipes/index", "recipes/index\nperformance"))
     status, output = project.build()
@@ -47,21 +49,21 @@ def project(built: Project, tmp_path: Path) -> Project:
     return built.copy(tmp_path / "project")
 
 
-def a_row(project: Project, name: str, work: str, shape: list[int], rates: dict, **others: object) -> PeerRow:
+def a_row(project: Project, name: str, work: str, shape: list[int], rates: dict, **others: object) -> LibraryRow:
     """Return a row of a recipe's present code."""
     (recipe,) = (recipe for recipe in load(project.root / "gallery") if recipe.name == name)
-    row = PeerRow(
+    row = LibraryRow(
         recipe.key, work, shape, "GB/s", hash_of(recipe), ENVIRONMENT, DATE, COMMIT, {"liger-kernel": "0.8.5"}, rates
     )
     return structs.replace(row, **others)
 
 
-def keep(project: Project, *rows: PeerRow, known: Sequence[PeerRow] = ()) -> Path | None:
+def keep(project: Project, *rows: LibraryRow, known: Sequence[LibraryRow] = ()) -> Path | None:
     """Put rows into their files; return the first that changed."""
     return next(iter(merge(project.root / "docs" / "_records", rows, [row.key for row in known or rows])), None)
 
 
-def three(project: Project, **others: object) -> list[PeerRow]:
+def three(project: Project, **others: object) -> list[LibraryRow]:
     """Return the rows of a run."""
     return [
         a_row(project, "one", "one, forward", [131072, 1024], TIED, **others),
@@ -75,7 +77,7 @@ def record(project: Project, **others: object) -> Path:
     return keep(project, *three(project, **others))
 
 
-def read(project: Project) -> list[PeerRow]:
+def read(project: Project) -> list[LibraryRow]:
     """Return what is recorded."""
     return load_all(project.root / "docs" / "_records")
 
@@ -93,7 +95,7 @@ def article(project: Project, page: str) -> BeautifulSoup:
     return BeautifulSoup(text, "html.parser").select_one("article")
 
 
-def cells(article: BeautifulSoup, kind: str = "peers") -> list[list[str]]:
+def cells(article: BeautifulSoup, kind: str = "libraries") -> list[list[str]]:
     """Return the texts of the tables' cells."""
     return [[cell.text.strip() for cell in row.select("td")] for row in article.select(f"table.{kind} tbody tr")]
 
@@ -157,7 +159,7 @@ def test_page_shows_the_figures_and_what_they_are_of(project: Project) -> None:
     path = record(project)
     page = shown(project)
     assert captions(page) == [f"Test GPU 9000 · {FACTS}"]
-    assert [title.text.strip() for title in page.select("table.peers.sortable th")] == [
+    assert [title.text.strip() for title in page.select("table.libraries.sortable th")] == [
         *("work", "size", "Triton / best other", "Triton / roof", "Triton Gallery (GB/s)", "PyTorch", "Liger", "Roof")
     ]
     assert cells(page) == [
@@ -166,7 +168,7 @@ def test_page_shows_the_figures_and_what_they_are_of(project: Project) -> None:
         ["two, backward", "16", "3.00", "0.75", "300", "100", "-", "400"],
     ]
     assert not page.find("script", string="alert")
-    links = [link["href"] for link in page.select("table.peers a")]
+    links = [link["href"] for link in page.select("table.libraries a")]
     assert links == ["recipes/things/one.html"] * 2 + ["recipes/things/two.html"]
     path.unlink()
     assert [texts[0] for texts in cells(shown(project))] == ["two, backward"], "the page does not follow its record"
@@ -175,7 +177,7 @@ def test_page_shows_the_figures_and_what_they_are_of(project: Project) -> None:
 def test_recipe_shows_its_rows(project: Project) -> None:
     """They stand before what comes next, and the page follows them."""
     project.write(one='x = 1\n\n# %%\n# Go further\n# ----------\n#\n# Read on.\n\nprint("last")')
-    assert not shown(project, "recipes/things/one").select("table.peers, #beside-other-libraries")
+    assert not shown(project, "recipes/things/one").select("table.libraries, #beside-other-libraries")
     path = record(project)
     page = shown(project, "recipes/things/one")
     assert [title.text.strip("\N{PILCROW SIGN}") for title in page.select("h2")] == [
@@ -215,13 +217,13 @@ def test_many_runs_are_folded_and_nobody_has_an_empty_column(project: Project) -
     keep(project, *runs)
     page = shown(project)
     assert len(captions(page)) == len(page.select("details p > strong")) == 4
-    assert "Liger" not in page.select_one("table.peers thead").text
+    assert "Liger" not in page.select_one("table.libraries thead").text
 
 
 def test_each_unit_has_its_table(project: Project) -> None:
     first, second, third = three(project)
     keep(project, first, structs.replace(second, unit="TFLOP/s"), third)
-    titles = [table.select("th")[4].text.strip() for table in shown(project).select("table.peers")]
+    titles = [table.select("th")[4].text.strip() for table in shown(project).select("table.libraries")]
     assert titles == ["Triton Gallery (GB/s)", "Triton Gallery (TFLOP/s)"]
 
 
@@ -253,14 +255,14 @@ def test_performance_page_sums_up_each_work(project: Project) -> None:
 def test_rows_of_changed_code_are_stale(project: Project) -> None:
     record(project)
     project.write(one="x = 1  # a comment")
-    assert not shown(project).select("table.peers .stale")
+    assert not shown(project).select("table.libraries .stale")
     project.write(one="x = 3")
     stale = ["forward, stale", f"{EVIL}, stale"]
     assert [row[0] for row in cells(shown(project))] == [*(f"one, {row}" for row in stale), "two, backward"]
     assert [row[0] for row in cells(article(project, "recipes/things/one"))] == stale
     project.write(one="x = 1")
-    assert not shown(project).select("table.peers .stale")
-    assert not article(project, "recipes/things/one").select("table.peers .stale")
+    assert not shown(project).select("table.libraries .stale")
+    assert not article(project, "recipes/things/one").select("table.libraries .stale")
     project.remove("one")
     assert [row[0] for row in cells(shown(project))] == [*stale, "two, backward"]
 
@@ -280,8 +282,8 @@ def test_results_have_the_rows(project: Project) -> None:
     keep(project, first, second, third)
     project.write(two="x = 3")
     found = json.loads(results(project, "--json"))
-    assert [row["state"] for row in found["peers"]] == ["fresh", "fresh", "stale"]
-    assert found["peers"][0] == {
+    assert [row["state"] for row in found["libraries"]] == ["fresh", "fresh", "stale"]
+    assert found["libraries"][0] == {
         "recipe": "things/one",
         "work": "one, forward",
         "shape": [131072, 1024],
@@ -296,8 +298,10 @@ def test_results_have_the_rows(project: Project) -> None:
         "commit": COMMIT,
         "state": "fresh",
     }
-    assert found["peers"][1]["rates"]["Liger"] is None
-    assert [row["work"] for row in json.loads(results(project, "things/two", "--json"))["peers"]] == ["two, backward"]
+    assert found["libraries"][1]["rates"]["Liger"] is None
+    assert [row["work"] for row in json.loads(results(project, "things/two", "--json"))["libraries"]] == [
+        "two, backward"
+    ]
     lines = [line for line in results(project).splitlines() if "one, forward" in line]
     assert len(lines) == len(TIED)
     assert all(word in lines[0] for word in (first.size.replace(BY, " x "), "Triton", "300.0", "290.0", "310.0"))
@@ -315,11 +319,11 @@ def test_devices_stand_below_each_other(project: Project) -> None:
     other = Environment("Other GPU", "8.0", 1, None, None, "2.99", "3.99", "3.11")
     record(project, environment=other)
     page = shown(project)
-    assert len(page.select("table.peers")) == 2
+    assert len(page.select("table.libraries")) == 2
     assert captions(page)[0].startswith(f"Other GPU · {WHEN} · torch 2.99 · ")
     of_page = json.loads((project.root / "_build" / "html" / "performance.json").read_text())
     assert of_page == json.loads(results(project, "--json"))
-    assert len(of_page["peers"]) == 6
+    assert len(of_page["libraries"]) == 6
 
 
 BREAKS = {
@@ -391,15 +395,15 @@ def test_unknown_work_is_named() -> None:
 def test_library_that_is_not_installed_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there, gone = measure.Peer("torch", "torch"), measure.Peer("no-such-package", "nothing")
-    monkeypatch.setattr(measure, "PEERS", {"Torch": there, "Gone": gone})
+    there, gone = measure.Library("torch", "torch"), measure.Library("no-such-package", "nothing")
+    monkeypatch.setattr(measure, "LIBRARIES", {"Torch": there, "Gone": gone})
     assert list(measure.installed()) == ["Torch"]
     assert capsys.readouterr().out == "Gone is left out: it is not installed (pip install no-such-package)\n"
 
 
 def test_works_are_of_recipes_and_of_known_libraries() -> None:
     assert {work.recipe for work in measure.WORKLOADS} <= {recipe.key for recipe in load(ROOT / "gallery")}
-    assert {name for work in measure.WORKLOADS for name in work.peers} <= set(measure.PEERS)
+    assert {name for work in measure.WORKLOADS for name in work.libraries} <= set(measure.LIBRARIES)
 
 
 def test_works_stand_in_the_file_of_their_recipe() -> None:

@@ -535,7 +535,7 @@ def test_results_lists_every_figure(project: Project) -> None:
     write(project)
     found = json.loads(project.run("results", "--json")[1])
     rows = found["figures"]
-    assert found["peers"] == []
+    assert found["libraries"] == []
     assert len(rows) == 7  # eight less the missing one
     assert {"recipe": "things/guarded", "series": "Triton", "value": 300.0, "x": 2048.0}.items() <= rows[1].items()
     assert {"low": None, "cpu_us": None, "late": False, "torch": rows[0]["torch"], "date": rows[0]["date"]}.items() <= (

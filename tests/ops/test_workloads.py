@@ -15,7 +15,7 @@ from project import ROOT
 from benchmarks.dropout import kept_by_both
 from triton_gallery import bench
 from triton_gallery.libraries import measure
-from triton_gallery.libraries.peer_rows import PeerRow, load_all
+from triton_gallery.libraries.library_rows import LibraryRow, load_all
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.declaration import declaration
 from triton_gallery.recipe.device import Environment, Slot
@@ -27,9 +27,9 @@ ON_GPU = torch.cuda.is_available()
 def installed() -> list[str]:
     """Return the libraries that can run here; the interpreter does not run all of their kernels."""
     found = []
-    for name, peer in measure.PEERS.items():
+    for name, library in measure.LIBRARIES.items():
         try:
-            version(peer.package)
+            version(library.package)
         except PackageNotFoundError:
             continue
         found.append(name)
@@ -65,7 +65,7 @@ def test_all_libraries_do_the_same(
         try:
             results = trial.call(function, backward)()
         except Exception as error:
-            if name not in measure.PEERS:
+            if name not in measure.LIBRARIES:
                 raise
             refused.append(f"{name}: {error}")
         else:
@@ -234,7 +234,7 @@ def test_another_result_is_not_timed() -> None:
             one.check("Liger", one.call(wrong, backward=False)(), ours)
 
 
-def recorded(records: Path) -> list[PeerRow]:
+def recorded(records: Path) -> list[LibraryRow]:
     """Return what is recorded: first that of *Softmax*, then that of *RMSNorm*."""
     return sorted(load_all(records), key=lambda row: row.recipe, reverse=True)
 
@@ -252,11 +252,11 @@ def host(
     gpu = Environment("Test GPU 9000", "9.0", 1, "1.2", "13.0", "2.99", "3.99", "3.11")
     known = {work.recipe: work for work in reversed(measure.WORKLOADS)}  # the first of each
     softmax, rms_norm = (
-        dataclasses.replace(known[recipe], shapes=[(8, SMALL), (2, SMALL)], peers={}, dtype="float32")
+        dataclasses.replace(known[recipe], shapes=[(8, SMALL), (2, SMALL)], libraries={}, dtype="float32")
         for recipe in ("fusion/softmax", "fusion/rms_norm")
     )
-    works = [dataclasses.replace(softmax, peers={"Other": lambda module: module.sqrt}), rms_norm]
-    monkeypatch.setattr(measure, "PEERS", {"Other": measure.Peer("torch", "math")})
+    works = [dataclasses.replace(softmax, libraries={"Other": lambda module: module.sqrt}), rms_norm]
+    monkeypatch.setattr(measure, "LIBRARIES", {"Other": measure.Library("torch", "math")})
     monkeypatch.setattr(measure, "WORKLOADS", works)
     monkeypatch.setattr(measure, "RECORDS", tmp_path)
     monkeypatch.setattr(measure, "DEVICE", "cuda" if ON_GPU else "cpu")
@@ -289,7 +289,7 @@ def test_library_that_means_something_else_costs_its_figure_alone(
     host: tuple[Path, list[measure.Workload]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     records, works = host
-    works[0] = dataclasses.replace(works[0], peers={"Other": lambda module: lambda x: 2 * torch.softmax(x, -1)})
+    works[0] = dataclasses.replace(works[0], libraries={"Other": lambda module: lambda x: 2 * torch.softmax(x, -1)})
     assert measure.main([works[0].recipe]) == 0
     assert all(row.rates["Other"] is None and row.rates["PyTorch"] for row in recorded(records))
     assert "Other is left out: fusion/softmax: Other has another result than ours" in capsys.readouterr().out

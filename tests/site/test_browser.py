@@ -424,7 +424,7 @@ def test_performance_table_sorts_and_filters(page: Page, address: str) -> None:
     expect(page.get_by_role("status").first).to_have_text(f"1 of {count} rows")
     words.fill("no such thing")
     assert rows.locator("visible=true").count() == 0
-    works = page.locator("table.peers tbody tr")
+    works = page.locator("table.libraries tbody tr")
     count = works.count()
     page.get_by_label("Filter the table").last.fill("softmax, backward")
     assert 0 < works.locator("visible=true").count() < count

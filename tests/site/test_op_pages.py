@@ -58,8 +58,8 @@ def test_page_has_all_of_the_op(parsed: Callable[[str], BeautifulSoup], op: str)
 
 def test_rows_beside_libraries_are_folded(parsed: Callable[[str], BeautifulSoup]) -> None:
     section = parsed("ops/softmax.html").select_one("#beside-other-libraries")
-    assert section.select("details.fold table.peers")
-    assert not [table for table in section.select("table.peers") if not table.find_parent("details")]
+    assert section.select("details.fold table.libraries")
+    assert not [table for table in section.select("table.libraries") if not table.find_parent("details")]
 
 
 def test_verdict_names_each_library(parsed: Callable[[str], BeautifulSoup]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import field
 
-from triton_gallery.libraries.peer_rows import PeerRow, load_all
+from triton_gallery.libraries.library_rows import LibraryRow, load_all
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.data import Data
 from triton_gallery.recipe.tables import TRITON, Figures, Table
@@ -75,14 +75,14 @@ class Measurement(Data, frozen=True):
 def all_recorded(records: Records, recipes: Sequence[Recipe]) -> dict[str, list[dict[str, Any]]]:
     """Return all that is recorded of recipes, for JSON; BadRecordError if a file does not fit.
 
-    Under `figures` stand those of the recipes' own benchmarks, a `Measurement` each; under `peers` the rows beside
+    Under `figures` stand those of the recipes' own benchmarks, a `Measurement` each; under `libraries` the rows beside
     other libraries, each with the rates of all.
     """
     keys = {recipe.key for recipe in recipes}
     rows = [row for row in load_all(records.folder) if row.recipe in keys]
     return {
         "figures": msgspec.to_builtins(measurements(records, recipes)),
-        "peers": [_of_peers(row, "fresh" if row.is_fresh(recipes) else "stale") for row in rows],
+        "libraries": [_of_libraries(row, "fresh" if row.is_fresh(recipes) else "stale") for row in rows],
     }
 
 
@@ -107,7 +107,7 @@ def of_record(record: Record, state: str) -> list[Measurement]:
     ]
 
 
-def _of_peers(row: PeerRow, state: str) -> dict[str, Any]:
+def _of_libraries(row: LibraryRow, state: str) -> dict[str, Any]:
     """Return a row beside other libraries as an object whose fields are called as those of a `Measurement`."""
     return {
         "recipe": row.recipe,

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import groupby
 from statistics import median
 
-from triton_gallery.libraries.peer_rows import PeerRow, table_of
+from triton_gallery.libraries.library_rows import LibraryRow, table_of
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.tables import Table
@@ -109,7 +109,7 @@ class Summary:
         return min(medians, key=medians.__getitem__) if medians else None
 
 
-def summaries(records: Sequence[Record], rows: Sequence[PeerRow], recipe: Recipe) -> Iterator[Summary]:
+def summaries(records: Sequence[Record], rows: Sequence[LibraryRow], recipe: Recipe) -> Iterator[Summary]:
     """Yield the benchmarks of a recipe on all devices: those of its page, then its works beside other libraries.
 
     Args:

@@ -2,7 +2,7 @@
 
 `make libraries` runs it. With recipes (`section/name`) it measures theirs alone; the other rows of the table stay as
 they are. A library that is not installed is left out. Further rows of the table are an entry of
-`benchmarks/<recipe>.py`, a further library is one of PEERS.
+`benchmarks/<recipe>.py`, a further library is one of LIBRARIES.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from triton_gallery.libraries.peer_rows import PeerRow, load_all, merge
+from triton_gallery.libraries.library_rows import LibraryRow, load_all, merge
 from triton_gallery.libraries.trial import DEVICE, GALLERY, RECORDS, Trial, load_workloads, rates_of, recipe_module
 from triton_gallery.libraries.workload import Bytes, Function, Product, Workload
 from triton_gallery.recipe.contents import load
@@ -28,7 +28,7 @@ TURNS = 40
 
 
 @dataclass(frozen=True)
-class Peer:
+class Library:
     """Another library.
 
     Attributes:
@@ -40,14 +40,14 @@ class Peer:
     module: str
 
 
-PEERS = {
-    "Liger": Peer("liger-kernel", "liger_kernel.transformers.functional"),
-    "PyTorch in chunks": Peer("torch", "torch.nn"),  # from 2.13 on
-    "cuDNN": Peer("torch", "torch.nn"),  # PyTorch chooses one of these for its attention
-    "FlashAttention-2": Peer("torch", "torch.nn"),
-    "FLA": Peer("fla-core", "fla.ops.simple_gla"),
-    "FLA's gated delta rule": Peer("fla-core", "fla.ops.gated_delta_rule"),
-    "flex_attention": Peer("torch", "torch"),
+LIBRARIES = {
+    "Liger": Library("liger-kernel", "liger_kernel.transformers.functional"),
+    "PyTorch in chunks": Library("torch", "torch.nn"),  # from 2.13 on
+    "cuDNN": Library("torch", "torch.nn"),  # PyTorch chooses one of these for its attention
+    "FlashAttention-2": Library("torch", "torch.nn"),
+    "FLA": Library("fla-core", "fla.ops.simple_gla"),
+    "FLA's gated delta rule": Library("fla-core", "fla.ops.gated_delta_rule"),
+    "flex_attention": Library("torch", "torch"),
 }
 
 
@@ -55,18 +55,18 @@ WORKLOADS = load_workloads()
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of the peers that are installed, by name; say which are not."""
+    """Return the versions of the libraries that are installed, by name; say which are not."""
     versions = {}
-    for name, peer in PEERS.items():
+    for name, library in LIBRARIES.items():
         try:
-            versions[name] = version(peer.package)
+            versions[name] = version(library.package)
         except PackageNotFoundError:
-            print(f"{name} is left out: it is not installed (pip install {peer.package})")
+            print(f"{name} is left out: it is not installed (pip install {library.package})")
     return versions
 
 
-def contestants(work: Workload, peers: Sequence[str]) -> dict[str, Function]:
-    """Return what is measured, by name: ours first, then PyTorch and the peers that have this work."""
+def contestants(work: Workload, libraries: Sequence[str]) -> dict[str, Function]:
+    """Return what is measured, by name: ours first, then PyTorch and the libraries that have this work."""
     import torch
 
     # Ours before all that imports triton: without a GPU, the recipe chooses the interpreter.
@@ -74,12 +74,14 @@ def contestants(work: Workload, peers: Sequence[str]) -> dict[str, Function]:
     functions = {"PyTorch": plain}
     if work.compiles:
         functions["torch.compile"] = torch.compile(plain, fullgraph=True, dynamic=False)
-    for name in (name for name in peers if name in work.peers):
-        functions[name] = work.peers[name](importlib.import_module(PEERS[name].module))
+    for name in (name for name in libraries if name in work.libraries):
+        functions[name] = work.libraries[name](importlib.import_module(LIBRARIES[name].module))
     return {TRITON: ours, **{name: work.called(function) for name, function in functions.items()}}
 
 
-def rates(trial: Trial, amount: Bytes | Product, backward: bool, peers: Sequence[str]) -> dict[str, list[float] | None]:
+def rates(
+    trial: Trial, amount: Bytes | Product, backward: bool, libraries: Sequence[str]
+) -> dict[str, list[float] | None]:
     """Check and measure one work at one size, one way; return the rates by the name of who was measured."""
     import torch
     import torch._functorch.config
@@ -88,7 +90,7 @@ def rates(trial: Trial, amount: Bytes | Product, backward: bool, peers: Sequence
 
     torch.compiler.reset()  # a function is compiled for eight shapes at the most
     torch._functorch.config.donated_buffer = False  # else torch.compile refuses a backward that is run again
-    functions = contestants(trial.work, peers)
+    functions = contestants(trial.work, libraries)
     calls: dict[str, Function] = {}
     ours: tuple[Any, ...] = ()
     for name, function in functions.items():
@@ -99,7 +101,7 @@ def rates(trial: Trial, amount: Bytes | Product, backward: bool, peers: Sequence
                 ours = tuple(tensor.clone() for tensor in got)
             trial.check(name, got, ours)
         except Exception as error:
-            if name not in PEERS:
+            if name not in LIBRARIES:
                 raise
             print(f"{name} is left out: {error}")
             continue
@@ -133,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     recipes = {recipe.key: recipe for recipe in load(GALLERY)}
     versions = installed()
     date, revision = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), commit()
-    packages = {PEERS[name].package: version for name, version in versions.items()}
+    packages = {LIBRARIES[name].package: version for name, version in versions.items()}
     known = [(work.recipe, name, shape) for work in WORKLOADS for name in work.directions for shape in work.shapes]
     failed = 0
     for work in works:
@@ -143,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
             for shape in work.shapes:
                 try:
                     figures, unit = measure_size(work, shape, backward, list(versions))
-                    row = PeerRow(work.recipe, name, list(shape), unit, *made, figures, work.dtype)
+                    row = LibraryRow(work.recipe, name, list(shape), unit, *made, figures, work.dtype)
                 except Exception as error:
                     print(f"{name:<40} {shape} failed: {type(error).__name__}: {error}", flush=True)
                     failed += 1
@@ -159,17 +161,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure_size(
-    work: Workload, shape: tuple[int, ...], backward: bool, peers: Sequence[str]
+    work: Workload, shape: tuple[int, ...], backward: bool, libraries: Sequence[str]
 ) -> tuple[dict[str, list[float] | None], str]:
     """Return the rates of a work at a size, one way, and their unit."""
     import torch
 
     dtype = getattr(torch, work.dtype)
     amount = work.amount(shape, dtype.itemsize, backward)
-    return rates(Trial(work, shape, dtype, DEVICE), amount, backward, peers), amount.unit
+    return rates(Trial(work, shape, dtype, DEVICE), amount, backward, libraries), amount.unit
 
 
-def show(row: PeerRow) -> None:
+def show(row: LibraryRow) -> None:
     """Print a row."""
     shown = ", ".join(f"{name} {rate[0]:.4g}" if rate else f"{name} -" for name, rate in row.rates.items())
     other, top = row.table.ratio(0), row.table.of_roof(0)

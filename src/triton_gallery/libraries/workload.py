@@ -93,7 +93,7 @@ class Workload:
         constants: further arguments.
         forward: returns how much is done, given one of `shapes` and the bytes of an element.
         backward: the same; None where only the forward is measured.
-        peers: of a name in PEERS, what returns that library's function, given its module.
+        libraries: of a name in LIBRARIES, what returns that library's function, given its module.
         variant: what tells it from the recipe's other rows.
         dtype: of the random tensors.
         called: returns how PyTorch's function, the compiled one and a library's is called, where not as it is.
@@ -109,7 +109,7 @@ class Workload:
     constants: tuple[Any, ...] = ()
     forward: Amount = COPY
     backward: Amount | None = ADD
-    peers: dict[str, Callable[[ModuleType], Function]] = field(default_factory=dict)
+    libraries: dict[str, Callable[[ModuleType], Function]] = field(default_factory=dict)
     variant: str = ""
     dtype: str = "bfloat16"
     called: Callable[[Function], Function] = lambda function: function

@@ -22,10 +22,10 @@ from triton_gallery.recipe.contents import sections
 from triton_gallery.recipe.inline import OPS
 from triton_gallery.recipe.op import op_of
 from triton_gallery.site import (
+    library_table,
     op_files,
     other_gpus,
     page_context,
-    peer_table,
     render,
     replaces,
     summary_box,
@@ -166,7 +166,7 @@ class OpDirective(SphinxDirective):
         file = page_context.op_file(self.env, name)
         self.env.note_dependency(str(file))
         self.env.note_dependency(str(replaces.FILE))
-        for source_of_figures in (peer_table.shown, version_table.shown):
+        for source_of_figures in (library_table.shown, version_table.shown):
             depends_on(self.env, source_of_figures, page.recipe.key)
         depends_on(self.env, page_context.record_shown, lesson)
         depends_on(self.env, other_gpus.shown, lesson)
@@ -259,7 +259,7 @@ class OpDirective(SphinxDirective):
 
     def _beside(self, page: RecipePage) -> list[nodes.section]:
         """Return the section with the workloads that the box leaves out and all rows beside other libraries, folded."""
-        rows = peer_table.section(self.env, page.recipe)
+        rows = library_table.section(self.env, page.recipe)
         items = page_context.benchmarks(self.env, page)
         main = headline(items)
         shown: list[nodes.Node] = []
@@ -268,7 +268,7 @@ class OpDirective(SphinxDirective):
             shown += folded(title, [paragraph(RATIOS), summary_box.ratios(rest, named=True)])
         if rows:
             shown += folded("Every shape, and each library's rate", rows[1:])
-        return [titled(peer_table.TITLE, *shown)] if shown else []
+        return [titled(library_table.TITLE, *shown)] if shown else []
 
     def _where(self, page: RecipePage) -> nodes.section:
         """Return the section that says where the op runs."""

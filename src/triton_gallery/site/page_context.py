@@ -6,8 +6,8 @@ from pathlib import Path
 from sphinx.environment import BuildEnvironment
 
 from triton_gallery.figures.ratios import Summary, summaries
-from triton_gallery.libraries import peer_rows
-from triton_gallery.libraries.peer_rows import PeerRow
+from triton_gallery.libraries import library_rows
+from triton_gallery.libraries.library_rows import LibraryRow
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.declaration import Declaration, declaration
 from triton_gallery.recipe.inline import OPS, ops_in
@@ -116,10 +116,10 @@ def record_shown(env: BuildEnvironment, name: str) -> str:
     return f"{record.path} {record.path.stat().st_mtime_ns} {record.is_fresh(page.recipe)}" if page and record else ""
 
 
-def peers(env: BuildEnvironment) -> list[PeerRow]:
+def beside_libraries(env: BuildEnvironment) -> list[LibraryRow]:
     """Return our ops' figures beside other libraries', by device and in the order of the recipes."""
     order = [recipe.key for recipe in recipes(env).values()]
-    rows = peer_rows.load_all(records(env).folder)
+    rows = library_rows.load_all(records(env).folder)
     return sorted(rows, key=lambda row: (row.environment.name, order.index(row.recipe) if row.recipe in order else -1))
 
 
@@ -130,7 +130,7 @@ def versions(env: BuildEnvironment) -> list[VersionRow]:
 
 def benchmarks(env: BuildEnvironment, page: RecipePage) -> list[Summary]:
     """Return what was measured of a recipe: for its page on one device, beside other libraries on all."""
-    return list(summaries(page.records[:1], peers(env), page.recipe))
+    return list(summaries(page.records[:1], beside_libraries(env), page.recipe))
 
 
 def site_address(env: BuildEnvironment) -> str:

@@ -74,7 +74,7 @@ def _workload(item: Summary) -> str:
 
 def all_summaries(env: BuildEnvironment) -> list[Summary]:
     """Return the benchmarks of all recipes on all devices."""
-    records, rows = page_context.records(env), page_context.peers(env)
+    records, rows = page_context.records(env), page_context.beside_libraries(env)
     recipes = page_context.recipes(env).values()
     return [item for recipe in recipes for item in summaries(records.of(recipe), rows, recipe)]
 

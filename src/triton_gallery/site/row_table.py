@@ -45,7 +45,7 @@ def device_tables(
         parts = zip(of_unit, cells, of_run, strict=True)
         table_rows: list[list[Parts]] = [[_work(row, recipes, links), *texts, *when] for row, texts, when in parts]
         titles = ["work", *columns, *(["measured"] if len(runs) > 1 else [])]
-        shown.append(table(titles, table_rows, "peers", "sortable", *classes))
+        shown.append(table(titles, table_rows, "libraries", "sortable", *classes))
     return shown
 
 

@@ -12,7 +12,7 @@ from sphinx.environment import BuildEnvironment
 from triton_gallery.figures.ratios import Summary
 from triton_gallery.recipe.cells import cells
 from triton_gallery.recipe.contents import Recipe
-from triton_gallery.site import op_files, other_gpus, page_context, peer_table, provenance, verdict, version_matrix
+from triton_gallery.site import library_table, op_files, other_gpus, page_context, provenance, verdict, version_matrix
 from triton_gallery.site.chart import svg
 from triton_gallery.site.page_context import RecipePage
 from triton_gallery.site.render import WAITED, chart, html, older, op_link, page_link, paragraph, table, where
@@ -68,7 +68,7 @@ def main_chart(page: RecipePage) -> Iterator[nodes.Node]:
 
 def _of_lesson(env: BuildEnvironment, page: RecipePage, op: str) -> Iterator[nodes.Node]:
     """Yield the chart of an op, and a link to its page; old addresses of sections that moved there lead to the link."""
-    moved = [nodes.make_id(peer_table.TITLE)]
+    moved = [nodes.make_id(library_table.TITLE)]
     moved += [] if other_gpus.section(env, page.recipe, of_op=False) else [nodes.make_id(other_gpus.TITLE)]
     yield from main_chart(page)
     has = ", has its signature, its figures beside other libraries, what it compiles to, and its source."

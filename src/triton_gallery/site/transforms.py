@@ -8,10 +8,10 @@ from triton_gallery.recipe.cells import cells, is_footer
 from triton_gallery.recipe.op import SUFFIX
 from triton_gallery.site import (
     index_cards,
+    library_table,
     meta_description,
     other_gpus,
     page_context,
-    peer_table,
     recorded_outputs,
     search,
     summary_box,
@@ -51,9 +51,9 @@ ON_RECIPE_PAGES = (
     recorded_outputs.show_outputs,
     fold_answers,
     # Each of these sections is put last, but before "Go further".
-    peer_table.add_to_recipe,
+    library_table.add_to_recipe,
     other_gpus.add_to_recipe,
-    version_table.add_to_recipe,  # a sentence at the end of the section of `peer_table`, if that is there
+    version_table.add_to_recipe,  # a sentence at the end of the section of `library_table`, if that is there
     search.add_keywords,
     fold_cells,  # last: the others find the cells and what these put out side by side
 )

@@ -9,7 +9,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.recipe.contents import Recipe
-from triton_gallery.site import page_context, peer_table
+from triton_gallery.site import library_table, page_context
 from triton_gallery.site.freshness import depends_on
 from triton_gallery.site.page_context import RecipePage
 from triton_gallery.site.render import add_section, figure, page_link, paragraph, titled
@@ -50,7 +50,7 @@ def add_to_recipe(env: BuildEnvironment, document: nodes.document, page: RecipeP
     text = sentence(env, page.recipe)
     if text is None or page_context.op_of_page(env, page.recipe):
         return
-    beside = nodes.make_id(peer_table.TITLE)
+    beside = nodes.make_id(library_table.TITLE)
     for section in document.findall(nodes.section):
         if beside in section["ids"]:
             section += text

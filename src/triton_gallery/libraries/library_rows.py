@@ -12,7 +12,7 @@ from triton_gallery.records.files import OPS
 from triton_gallery.records.rows import Rate, Row, Rows
 
 
-class PeerRow(Row, frozen=True):
+class LibraryRow(Row, frozen=True):
     """One work at one size, through several libraries.
 
     Attributes:
@@ -44,7 +44,7 @@ class PeerRow(Row, frozen=True):
         return other is not None and table.is_tie(other[0], 0)
 
 
-def table_of(rows: Sequence[PeerRow]) -> Table:
+def table_of(rows: Sequence[LibraryRow]) -> Table:
     """Return rows of one work as a benchmark's table, the smallest size first."""
     rows = sorted(rows, key=lambda row: math.prod(row.shape))
     names = list(dict.fromkeys(name for row in rows for name in row.rates))
@@ -55,7 +55,7 @@ def table_of(rows: Sequence[PeerRow]) -> Table:
     return Table("results", "size", rows[0].unit, [row.size for row in rows], of(0), of(1), of(2), {}, {})
 
 
-class PeerRows(Rows[PeerRow], frozen=True, tag_field="schema", tag=2):
+class PeerRows(Rows[LibraryRow], frozen=True, tag_field="schema", tag=2):
     """What a file holds."""
 
     file_name = f"{OPS}/{{}}.json"

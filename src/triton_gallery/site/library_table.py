@@ -7,7 +7,7 @@ from docutils import nodes
 from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
-from triton_gallery.libraries.peer_rows import PeerRow
+from triton_gallery.libraries.library_rows import LibraryRow
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.tables import ROOF, TRITON
 from triton_gallery.site import page_context
@@ -19,13 +19,13 @@ from triton_gallery.site.row_table import device_tables
 TITLE = "Beside other libraries"
 
 
-class PeersDirective(SphinxDirective):
-    """`peers`: the rows of all recipes."""
+class LibrariesDirective(SphinxDirective):
+    """`libraries`: the rows of all recipes."""
 
     def run(self) -> list[nodes.Node]:
         """Return the nodes."""
         depends_on(self.env, shown)
-        rows, recipes = page_context.peers(self.env), page_context.recipes(self.env)
+        rows, recipes = page_context.beside_libraries(self.env), page_context.recipes(self.env)
         if not rows:
             return [paragraph("Nothing has been measured beside other libraries yet.")]
         links = {recipe.key: page for page, recipe in recipes.items()}
@@ -41,7 +41,7 @@ def add_to_recipe(env: BuildEnvironment, document: nodes.document, page: RecipeP
 
 def section(env: BuildEnvironment, recipe: Recipe) -> nodes.section | None:
     """Return the section with a recipe's rows; None if there are none."""
-    rows = [row for row in page_context.peers(env) if row.recipe == recipe.key]
+    rows = [row for row in page_context.beside_libraries(env) if row.recipe == recipe.key]
     if not rows:
         return None
     about = paragraph(
@@ -56,18 +56,20 @@ def section(env: BuildEnvironment, recipe: Recipe) -> nodes.section | None:
     return titled(TITLE, about, *_tables(rows, [recipe], {}))
 
 
-def shown(env: BuildEnvironment, key: str = "") -> list[tuple[PeerRow, bool]]:
+def shown(env: BuildEnvironment, key: str = "") -> list[tuple[LibraryRow, bool]]:
     """Return the rows of a recipe or of all, and whether each is fresh; for `freshness.depends_on`."""
     recipes = list(page_context.recipes(env).values())
-    return [(row, row.is_fresh(recipes)) for row in page_context.peers(env) if row.recipe == (key or row.recipe)]
+    return [
+        (row, row.is_fresh(recipes)) for row in page_context.beside_libraries(env) if row.recipe == (key or row.recipe)
+    ]
 
 
 def _tables(
-    rows: Sequence[PeerRow], recipes: Sequence[Recipe], links: dict[str, str], *classes: str
+    rows: Sequence[LibraryRow], recipes: Sequence[Recipe], links: dict[str, str], *classes: str
 ) -> list[nodes.Node]:
     """Return the tables of each device."""
 
-    def packages(row: PeerRow) -> dict[str, str]:
+    def packages(row: LibraryRow) -> dict[str, str]:
         return {"triton": row.environment.triton, **row.packages}
 
     tables: list[nodes.Node] = []
@@ -76,7 +78,7 @@ def _tables(
     return tables
 
 
-def _cells(rows: Sequence[PeerRow], unit: str) -> tuple[list[str], list[list[str]]]:
+def _cells(rows: Sequence[LibraryRow], unit: str) -> tuple[list[str], list[list[str]]]:
     """Return the titles of the columns after the first, and the cells below them."""
     others = [name for row in rows for name, rate in row.rates.items() if rate and name not in {TRITON, ROOF}]
     series = [TRITON, *dict.fromkeys(others), ROOF]
