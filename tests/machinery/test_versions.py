@@ -47,7 +47,7 @@ def project(built: Project, tmp_path: Path) -> Project:
 
 
 def came(rate: float | None, seconds: float = 1.5, assembler: str = "12.8") -> Contender:
-    """Return what came of a measuring_process."""
+    """Return what came of one version of Triton."""
     band = rate and [rate, rate - 1, rate + 1]
     return Contender(band, seconds, 2, assembler, None if rate else "ValueError: no such op")
 

@@ -9,9 +9,9 @@ import os
 from contextlib import suppress
 from importlib import import_module
 
-VARIABLE = "TRITON_GALLERY_PRELOAD"  # what to import, and the environment variables to import it with, as JSON
+from triton_gallery.execute import PRELOAD
 
-modules, variables = json.loads(os.environ[VARIABLE])
+modules, variables = json.loads(os.environ[PRELOAD])
 os.setpgrp()  # Ctrl-C is for the build, which then ends this process
 os.environ.clear()
 os.environ.update(variables)

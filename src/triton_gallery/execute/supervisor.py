@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from triton_gallery.execute import reaper
+from triton_gallery.execute import PRELOAD, reaper
 from triton_gallery.execute.memory import POLL, excess
 from triton_gallery.execute.recipe_process import OUTPUT_LIMIT, Order
 from triton_gallery.recipe.contents import HEADER, Recipe
@@ -38,7 +38,6 @@ TAIL = 4_000
 SOCKET_FOLDER = 60  # characters; the fork server's socket lies deeper, and its path may have 107
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["triton_gallery.execute.preload"])
-PRELOAD = "TRITON_GALLERY_PRELOAD"  # the variable that `preload` reads
 FOR_ANY = ("matplotlib.pyplot", "sphinx_gallery.gen_gallery", "triton_gallery.execute.reaper")  # what any page needs
 OF_RECIPES = ("torch", "triton", "pandas")  # none of them starts a thread that a fork would miss
 LAZY = ("torch._dynamo", "torch._inductor.compile_fx")  # what PyTorch imports late; with a GPU, they start CUDA
@@ -204,15 +203,18 @@ def _supervise(task: Task, order: Order) -> tuple[int | str, float]:
 
 def _fork(order: Order, line: "Connection[Any, Any]") -> "multiprocessing.process.BaseProcess":
     """Start the process around a recipe's, once more if the fork server ends meanwhile."""
-    process = FORKS.Process(target=reaper.main, args=(order, line))
-    try:
+
+    def start() -> "multiprocessing.process.BaseProcess":
+        process = FORKS.Process(target=reaper.main, args=(order, line))
         process.start()
+        return process
+
+    try:
+        return start()
     except (EOFError, OSError):
         if _stopping.is_set():
             raise
-        process = FORKS.Process(target=reaper.main, args=(order, line))
-        process.start()
-    return process
+        return start()
 
 
 def _watch(reaper: int, line: "Connection[Any, Any]", task: Task) -> str | None:
