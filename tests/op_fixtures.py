@@ -177,7 +177,7 @@ def quick_interpreter() -> Iterator[None]:
     """Have the interpreter run the kernels quickly, unless there is a GPU."""
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from triton_gallery.execute.interpreter import quicken  # now that the choice of the interpreter is made
+    from triton_gallery.execute.triton_patches import quicken  # now that the choice of the interpreter is made
 
     with pytest.MonkeyPatch.context() as patch:
         quicken(patch.setattr)

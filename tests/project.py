@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import fork_server
 import psutil
-from fork_server import FORKS
 
 ROOT = Path(__file__).parents[1]
 # A recipe that starts three children, two of which leave its session and one its parent, and notes all process numbers.
@@ -59,7 +59,7 @@ class Project:
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
         """Run a command of the project; return the exit status and what the terminal showed."""
-        return FORKS.run(self.code, [*arguments], self.root, {**self.environment, **variables})
+        return fork_server.run(self.code, [*arguments], self.root, {**self.environment, **variables})
 
     def start(self) -> subprocess.Popen[str]:
         """Begin to build the site."""

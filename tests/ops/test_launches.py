@@ -61,7 +61,7 @@ import msgspec, runpy, sys, torch, os
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 from pathlib import Path
-from triton_gallery.compiled.launch_trace import Watch
+from triton_gallery.execute.launch_trace import Watch
 
 watch = Watch(Path.cwd())
 runpy.run_path(str(Path.cwd() / "recipe.py"), run_name="__main__")

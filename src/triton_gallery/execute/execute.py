@@ -28,11 +28,11 @@ from triton_gallery.recipe.needs import missing
 from triton_gallery.records.page_cache import Pages, Run
 
 MACHINERY = (  # what shapes a page; prose, docstrings and comments in it do not count
-    "compiled/launch_trace",
-    "execute/interpreter",
+    "execute/launch_trace",
     "execute/recipe_process",
     "execute/scraper",
     "execute/supervisor",
+    "execute/triton_patches",
     "recipe/contents",
     "recipe/data",
     "recipe/declaration",

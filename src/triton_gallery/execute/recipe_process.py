@@ -119,10 +119,10 @@ def _make_page(order: Order) -> dict[str, Any]:
         with patch.dict(os.environ, {"TRITON_INTERPRET": "1"} if order.interpreted else {}):
             import triton  # noqa: F401 - where the fork server has not imported it
 
-        from triton_gallery.compiled.launch_trace import Watch
+        from triton_gallery.execute.launch_trace import Watch
 
         if order.interpreted:
-            from triton_gallery.execute.interpreter import quicken
+            from triton_gallery.execute.triton_patches import quicken
 
             quicken()
         watch = Watch(script.parent)
