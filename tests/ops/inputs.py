@@ -61,7 +61,8 @@ def like(t: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if 0 in t.stride():
         value = value.to(t.dtype)[tuple(slice(0, None if stride else 1) for stride in t.stride())]
         return value.expand(t.shape)
-    overlaps = t.ndim > 1 and min(t.shape[-2:]) > 1 and t.stride(-2) == t.stride(-1)
+    steps = [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
+    overlaps = len(set(steps)) < len(steps)
     return value.to(t.dtype) if overlaps else t.copy_(value)
 
 
