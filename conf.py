@@ -22,7 +22,6 @@ extensions = [
     "notfound.extension",
     "sphinx.ext.githubpages",
     "sphinx_copybutton",
-    "sphinxcontrib.katex",
     "sphinxext.opengraph",
 ]
 nitpicky = True
@@ -111,6 +110,3 @@ gallery_notebooks = os.environ.get("SITE_NOTEBOOKS", "")
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 suppress_warnings = ["config.cache", "sphinx_gallery.space_in_filename"]  # the second: of the checkout's folder
-
-# Formulas: sphinxcontrib-katex brings the scripts; the style and fonts of that version lie in docs/_static/katex
-katex_css_path = "katex/katex.min.css"

@@ -11,7 +11,7 @@ document.addEventListener("DOMContentLoaded", () => {
       else box.removeAttribute("tabindex");
     }
   });
-  for (const box of document.querySelectorAll("pre, .table-wrapper, .filters > div")) observer.observe(box);
+  for (const box of document.querySelectorAll("pre, .table-wrapper, .math-wrapper, .filters > div")) observer.observe(box);
 
   for (const button of document.querySelectorAll("button.switch")) {
     button.addEventListener("click", () => document.getElementById(button.dataset.for).click());

@@ -16,6 +16,7 @@ from typing import Any
 PACKAGES = [
     "bs4",
     "furo",
+    "math_core",
     "msgspec",
     "matplotlib.pyplot",
     "myst_parser.sphinx_ext.main",
@@ -25,7 +26,6 @@ PACKAGES = [
     "sphinx.cmd.build",
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
-    "sphinxcontrib.katex",
 ]
 
 

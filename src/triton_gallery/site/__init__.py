@@ -11,6 +11,7 @@ from triton_gallery.site import (
     api,
     crawlers,
     execute_hook,
+    formulas,
     freshness,
     home_counts,
     library_table,
@@ -39,7 +40,7 @@ DIRECTIVES = {
     "targets": other_gpus.TargetsDirective,
     "versions": version_table.VersionsDirective,
 }
-SCRIPTS = ("take.js", "filter.js", "performance.js", "listing.js", "formulas.js", "keyboard.js")
+SCRIPTS = ("take.js", "filter.js", "performance.js", "listing.js", "keyboard.js")
 AT_ONCE = "performance.js"  # the others wait until the page is there
 WRITERS = (op_files.write, performance.write, other_gpus.write, search.write, crawlers.write)
 
@@ -69,6 +70,7 @@ def setup(app: Sphinx) -> ExtensionMetadata:
     app.connect("doctree-read", search.count)
 
     # When a page is written: all have been read
+    app.add_html_math_renderer("mathml", (formulas.visit, None), (formulas.visit, None))
     app.connect("doctree-resolved", links.link_prose)
     app.connect("doctree-resolved", search.link_related)
     app.connect("doctree-resolved", links.add_recipes)
@@ -81,7 +83,7 @@ def setup(app: Sphinx) -> ExtensionMetadata:
     app.connect("build-finished", _write)
     return {
         "version": triton_gallery.__version__,
-        "env_version": 3,  # to be raised when pages have to be read again because of what is noted of them
+        "env_version": 4,  # to be raised when pages have to be read again because of what is noted of them
         "parallel_read_safe": True,
         "parallel_write_safe": True,
     }

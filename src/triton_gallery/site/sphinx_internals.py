@@ -24,7 +24,6 @@ READ_IN = {  # the version of each package in which its part below was read
     "sphinx": "9.0.4",
     "sphinx-copybutton": "0.5.2",
     "sphinx-gallery": "0.22.1",
-    "sphinxcontrib-katex": "0.9.11",
 }
 
 # furo: a script that stands in each page and sets the theme, as the browser has to be told to allow it; and its markup,
@@ -45,13 +44,8 @@ LANDMARKS = {
 }
 
 # Files that these packages have each page load and that none needs: gallery.css and filter.js do what sphinx-gallery's
-# do, and formulas.js loads KaTeX when a reader comes to a formula
+# do
 UNUSED_FILES = {
-    "auto-render.min.js",
-    "katex-math.css",
-    "katex.min.css",
-    "katex.min.js",
-    "katex_autorenderer.js",
     "sg-tags.js",
     "sg_gallery-binder.css",
     "sg_gallery-dataframe.css",
@@ -61,7 +55,6 @@ UNUSED_FILES = {
 NEEDED_FOR = {  # what has to stand in a page for a file to be loaded; the page's other files are loaded always
     **dict.fromkeys(("clipboard.min.js", "copybutton.css", "copybutton.js", "pygments.css"), 'class="highlight'),
     "filter.js": 'class="filters"',
-    "formulas.js": 'class="math',
     "listing.js": 'class="listing"',
     "performance.js": "sortable",
     "take.js": 'class="take"',

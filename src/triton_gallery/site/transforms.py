@@ -7,6 +7,7 @@ from sphinx.transforms import SphinxTransform
 from triton_gallery.recipe.cells import cells, is_footer
 from triton_gallery.recipe.op import SUFFIX
 from triton_gallery.site import (
+    formulas,
     index_cards,
     library_table,
     meta_description,
@@ -67,6 +68,7 @@ class PageTransform(SphinxTransform):
     def apply(self, **kwargs: object) -> None:
         """Change the page."""
         page = page_context.recipe_page(self.env, self.env.docname)
+        formulas.convert(self.document)  # first: the others take its text
         meta_description.describe(self.env, self.document, page)  # from what the author wrote, before anything is added
         index_cards.add_cards(self.env, self.document)
         if page:
