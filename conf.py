@@ -54,7 +54,6 @@ html_css_files = ["gallery.css"]
 html_favicon = str(ROOT / "docs" / "_static" / "favicon.svg")
 html_copy_source = False
 html_use_index = False  # the search finds names
-html_search_scorer = str(ROOT / "docs" / "_static" / "scorer.js")
 html_show_sphinx = False
 html_logo = str(ROOT / "docs" / "_static" / "favicon.svg")
 html_theme_options = {

@@ -1,5 +1,5 @@
-// Lets the keyboard reach what the pointer does: boxes whose content scrolls, and the switches of the sidebars. These
-// close as a reader goes to a section, or leaves them with Escape.
+// Lets the keyboard reach what the pointer does: boxes whose content scrolls, the switches of the sidebars, and the search.
+// The sidebars close as a reader goes to a section, or leaves them with Escape.
 document.addEventListener("DOMContentLoaded", () => {
   const observer = new ResizeObserver((entries) => {
     const found = entries.map(({ target }) => [
@@ -21,4 +21,26 @@ document.addEventListener("DOMContentLoaded", () => {
   };
   document.querySelector(".toc-drawer")?.addEventListener("click", ({ target }) => target.closest("a") && close());
   document.addEventListener("keydown", ({ key }) => key === "Escape" && close());
+
+  // A slash goes to the search's own field, else to that of the sidebar, else to the search; focus there loads the index ahead
+  const fields = [...document.querySelectorAll(".search-here input, .sidebar-search")];
+  document.addEventListener(
+    "keydown",
+    (event) => {
+      const { key, target, ctrlKey, altKey, metaKey } = event;
+      if (key !== "/" || ctrlKey || altKey || metaKey || target.matches("input, select, textarea")) return;
+      const field = fields.find((field) => field.checkVisibility({ visibilityProperty: true }));
+      event.stopImmediatePropagation(); // Sphinx would go to the first field
+      event.preventDefault();
+      if (field) field.focus();
+      else document.querySelector(".sidebar-search").form.submit();
+    },
+    true,
+  );
+  const sidebar = document.querySelector(".sidebar-search");
+  const load = () =>
+    document.head.append(
+      Object.assign(document.createElement("link"), { rel: "prefetch", href: sidebar.dataset.index }),
+    );
+  sidebar?.addEventListener("focus", load, { once: true });
 });

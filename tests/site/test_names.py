@@ -114,7 +114,7 @@ def code_of(recipe: Recipe) -> str:
 
 
 def test_names_can_be_searched(site: Path) -> None:
-    assert '"tl.topk":' in (site / "searchindex.js").read_text()
+    assert '"tl.topk"' in (site / "_static" / "search_index.js").read_text()
 
 
 @each_recipe

@@ -58,6 +58,7 @@ def setup(app: Sphinx) -> ExtensionMetadata:
     # When a build begins
     app.connect("builder-inited", execute_hook.execute, priority=sphinx_internals.BEFORE_SPHINX_GALLERY)
     app.connect("builder-inited", op_pages.write)
+    app.connect("builder-inited", sphinx_internals.leave_out_search)
 
     # Which pages are read again, though their files are the same
     app.connect("env-get-outdated", execute_hook.remove)
@@ -67,16 +68,16 @@ def setup(app: Sphinx) -> ExtensionMetadata:
     # When a page is read
     app.add_transform(transforms.PageTransform)
     app.connect("doctree-read", notebook.fill)
-    app.connect("doctree-read", search.count)
+    app.connect("doctree-read", search.note)
 
     # When a page is written: all have been read
     app.add_html_math_renderer("mathml", (formulas.visit, None), (formulas.visit, None))
     app.connect("doctree-resolved", links.link_prose)
     app.connect("doctree-resolved", search.link_related)
     app.connect("doctree-resolved", links.add_recipes)
+    app.connect("html-collect-pages", search.pages)
     app.connect("html-page-context", sphinx_internals.add_to_context)
     app.connect("html-page-context", links.link_code)
-    app.connect("html-page-context", search.load)
     app.connect("html-page-context", crawlers.announce)
     app.connect("html-page-context", sphinx_internals.choose_files, priority=900)  # after those who add some
 

@@ -3,19 +3,15 @@
 A test compares the versions below with what is installed. If it fails, read what is here against the new version, then
 change the number. `execute/recipe_process.py` and `execute/scraper.py` call sphinx-gallery and read what it wrote, and
 `recipe/cells.py` knows how it lays out a page;
-`_static/gallery.css` and `_static/scorer.js` use the classes of furo's elements and functions of Sphinx's search.
+`_static/gallery.css` and `_static/search.js` use the classes of furo's elements.
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
-from sphinx.search import WordCollector
-from sphinx.search.en import SearchEnglish
 from sphinx_gallery.py_source_parser import extract_file_config
 from sphinx_gallery.utils import zip_files
 
@@ -51,6 +47,7 @@ UNUSED_FILES = {
     "sg_gallery-dataframe.css",
     "sg_gallery-rendered-html.css",
     "sg_gallery.css",
+    "sphinx_highlight.js",  # what Sphinx's own search found
 }
 NEEDED_FOR = {  # what has to stand in a page for a file to be loaded; the page's other files are loaded always
     **dict.fromkeys(("clipboard.min.js", "copybutton.css", "copybutton.js", "pygments.css"), 'class="highlight'),
@@ -76,28 +73,9 @@ def name_span(name: str) -> str:
     return rf'<span class="n[a-z]?">{name}</span>'
 
 
-@dataclass(frozen=True)
-class DocumentWords:
-    """The words of a document, as the browser's search stems them."""
-
-    text: list[str]
-    headings: list[str]
-    title: list[str]
-
-
-def document_words(document: nodes.document) -> DocumentWords:
-    """Return the words that Sphinx's search finds in a document."""
-    language = SearchEnglish({})
-    collector = WordCollector(document, language)
-    document.walk(collector)
-    title = next((title for title, _ in collector.found_titles), "")
-    return DocumentWords(stems(collector.found_words), stems(collector.found_title_words), stems(language.split(title)))
-
-
-def stems(words: Iterable[str]) -> list[str]:
-    """Return the stems of words, without those that the search ignores."""
-    language = SearchEnglish({})
-    return [language.stem(word) for word in map(str.lower, words) if language.word_filter(word)]
+def leave_out_search(app: Sphinx) -> None:
+    """Have Sphinx write no search of its own; it would write the page for it, too."""
+    app.builder.search = False  # type: ignore[attr-defined]
 
 
 def topics(script: str) -> list[str]:

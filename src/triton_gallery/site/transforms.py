@@ -14,7 +14,6 @@ from triton_gallery.site import (
     other_gpus,
     page_context,
     recorded_outputs,
-    search,
     summary_box,
     version_table,
 )
@@ -55,7 +54,6 @@ ON_RECIPE_PAGES = (
     library_table.add_to_recipe,
     other_gpus.add_to_recipe,
     version_table.add_to_recipe,  # a sentence at the end of the section of `library_table`, if that is there
-    search.add_keywords,
     fold_cells,  # last: the others find the cells and what these put out side by side
 )
 
