@@ -14,6 +14,8 @@ import fork_server
 import psutil
 
 ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "src" / "triton_gallery_ops"
+OPS = sorted({path.stem for path in SOURCES.glob("[a-z]*.py")} - {"check_compiles"})  # that one is a command
 # A recipe that starts three children, two of which leave its session and one its parent, and notes all process numbers.
 LEAVES = """
 import os, subprocess, time

@@ -335,7 +335,7 @@ if __name__ == "__main__":
 #
 # One pass goes along keys for ``dq``, with the loop of the forward. The other
 # goes along *queries* for ``dk`` and ``dv``. Which queries see a block of keys?
-# Spans only move on, so the blocks of queries stand in this order:
+# Spans only move on, so the blocks of queries are in this order:
 #
 # .. code-block:: text
 #
@@ -565,11 +565,11 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# Each variant has float16, heads of 128, and 16384 tokens in all; the op stands
-# beside compiled ``flex_attention``, whose block mask is made beforehand.
-# Libraries with a window of their own were not measured. A window is 1024; a
-# sequence has twelve documents of mixed length. A score that is seen counts as
-# :math:`4D` operations forward, :math:`10D` backward.
+# Each variant has float16, heads of 128, and 16384 tokens in all; the op is
+# measured beside compiled ``flex_attention``, whose block mask is made
+# beforehand. Libraries with a window of their own were not measured. A window
+# is 1024; a sequence has twelve documents of mixed length. A score that is seen
+# counts as :math:`4D` operations forward, :math:`10D` backward.
 
 
 def variants(length):

@@ -181,7 +181,7 @@ def first(q, k_cache, v_cache, block_table, seq_lens):
     tensors = q, k_cache, v_cache, block_table, seq_lens, out
     sizes = scale, shared, width, q.shape[2] // shared, page, D
     # A load of keys waits for the load of its page's number. So it takes five
-    # stages to have the keys of two steps under way.
+    # stages to have the keys of two steps in flight.
     paged_kernel[len(q), shared](*tensors, *sizes, BLOCK_N=64, num_stages=5)
     return out
 
@@ -209,7 +209,7 @@ if __name__ == "__main__":
 
 
 def rates(calls, moved, turns=50):
-    """Return GB/s of each call for so many bytes."""
+    """Return GB/s of each call that moves ``moved`` bytes."""
     found = gpu_time(calls, turns).items()
     return {who: round(1e-6 * moved / times[0]) for who, times in found}
 

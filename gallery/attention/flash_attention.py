@@ -27,7 +27,7 @@ After ``flash_attention_forward.py`` and this page you can
 
 * derive the gradients of attention, and recompute what they need;
 * say which program adds up which gradient, and what is left for the others;
-* weigh one pass with atomic additions against two with the same bits each time;
+* weigh one pass with atomic additions against two that are deterministic;
 * skip what a causal mask hides, and add up the gradients of a group of heads.
 """
 
@@ -219,8 +219,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
             print(f"{L} tokens, {who}: {rate:.0f} TFLOP/s")
 
 # %%
-# The same bits each time?
-# ------------------------
+# Is the gradient deterministic?
+# ------------------------------
 #
 # All programs of a head add to the same ``dq``, in the order in which they get
 # there. In another order, the additions may round to another sum:
@@ -231,9 +231,9 @@ if __name__ == "__main__":
     print(f"{(first != again).sum()} of {first.numel()} elements of dq differ")
 
 # %%
-# (The interpreter runs one program after the other, so there none differs.) For
-# the same bits each time, each sum needs an *owner*: the one program that adds
-# it up, in a fixed order. So take two passes:
+# (The interpreter runs one program after the other, so there none differs.) To
+# make the gradient deterministic, each sum needs an *owner*: the one program
+# that adds it up, in a fixed order. So take two passes:
 #
 # .. code-block:: text
 #
@@ -465,7 +465,7 @@ if __name__ == "__main__":
 
 # %%
 # ``gradcheck`` compares the gradients with differences of the forward. Then two
-# backwards must give the same bits. On a GPU, ``opcheck`` tests that the op
+# backwards must agree bit for bit. On a GPU, ``opcheck`` tests that the op
 # works with autograd, with tensors that have no data, and ``torch.compile``:
 
 if __name__ == "__main__":
@@ -624,8 +624,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # In the benchmark, the op's backward is faster than cuDNN's at 512 tokens with
 # heads of 64. In all other rows cuDNN's is faster, and its lead grows with the
 # length. A backward costs the CPU about twice what cuDNN's does, and at 512
-# tokens more than the GPU takes. So the op's lead there counts only behind
-# other work, or in a CUDA graph.
+# tokens more than the GPU takes. So the op's lead there counts only while the
+# GPU has other work, or in a CUDA graph.
 #
 # In the table beside other libraries, cuDNN is faster than the op in each row,
 # and the op is faster than FlashAttention-2. PyTorch and ``torch.compile`` call

@@ -343,7 +343,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # is defined as 0, as in PyTorch. So ``m`` begins with the lowest finite number:
 # ``-inf`` minus ``-inf`` would be NaN. (In the kernels above, key 0 is always
 # seen.) The tiles were tried on an H200, for heads of 64 to 256. The op is
-# registered in the way of the page ``what_a_call_costs.py``.
+# registered as ``what_a_call_costs.py`` shows.
 
 from triton_gallery_ops.flash_attention_forward import (
     _flash_attention_forward_kernel,

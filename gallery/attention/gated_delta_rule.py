@@ -21,8 +21,8 @@ Gated delta rule
 ================
 
 Linear attention has a matrix as its state. It adds each token's value to the
-state, whatever stands there already. The delta rule first reads what stands
-there, and then corrects only the error. So what a token writes depends on the
+state, whatever is stored there already. The delta rule first reads what is
+stored, and then corrects only the error. So what a token writes depends on the
 tokens before it. This page solves this dependence for a whole chunk of tokens
 at once, as a triangular system.
 
@@ -95,7 +95,7 @@ def prepared(q, k, v, g, beta):
 
 
 def one_chunk(state, p, total, w, y, left, reads):
-    """Return a chunk's outputs, and the state behind it."""
+    """Return a chunk's outputs, and the state after it."""
     x = y - w @ state.to(w.dtype)
     out = reads @ state.to(w.dtype) + p @ x
     return out, state * total + left.mT @ x
@@ -119,7 +119,7 @@ def delta_rule_torch(q, k, v, g, beta, C=64, compiled=False):
 
 
 def floor(T, tensors=4):
-    """Return the megabytes of so many tensors, and of decays and betas."""
+    """Return the megabytes of the tensors, and of decays and betas."""
     return 1e-6 * T * 16 * (tensors * 2 * 128 + 8)
 
 
@@ -323,7 +323,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # A block of one token is a one, which is its own inverse. Each step makes the
 # blocks twice as long, so six such *doublings* invert a chunk of 64. Let
 # ``inverse`` have the inverses of all blocks of one size on its diagonal, and
-# let ``between`` have the blocks :math:`C` of ``M`` that stand between two of
+# let ``between`` have the blocks :math:`C` of ``M`` that lie between two of
 # them. Then ``inverse - inverse @ between @ inverse`` has the inverses of the
 # blocks of twice the size. All of these are whole tiles. The element of ``M``
 # for two tokens :math:`i > j` is in ``between`` at one doubling: that of the
@@ -598,7 +598,7 @@ if __name__ == "__main__":
 
 # %%
 # ``gradcheck`` compares gradients with differences of the forward. Two calls
-# must give the same bits. On a GPU, ``opcheck`` tests that the op works with
+# must agree bit for bit. On a GPU, ``opcheck`` tests that the op works with
 # autograd, with tensors that have no data, and ``torch.compile``:
 
 if __name__ == "__main__":
@@ -702,8 +702,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # beside other libraries shows.
 #
 # Where the GPU waited for the CPU, a rate says little. PyTorch's loop launches
-# several kernels for each chunk. A backward of ours costs the CPU about as long
-# as the GPU sleeps before it.
+# several kernels for each chunk. Our backward costs the CPU about as long as
+# the GPU sleeps before it.
 
 # %%
 # Break it

@@ -213,8 +213,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Each step of this page has variants with other tiles, timed by turns. A table
-# has the best of each. ``torch.compile`` has no row: it calls SDPA, too.
+# Each step of this page has variants with other tiles, timed in rotation. A
+# table has the best of each. ``torch.compile`` has no row: it calls SDPA, too.
 
 
 def rate_of(steps):
@@ -401,7 +401,7 @@ def roles_kernel(
     both = (o_desc, place, tiles, ring, turn, o, scale)
     gl.warp_specialize(
         [
-            # TURNS stands here, and not inside ``both``, to stay a constant.
+            # TURNS is passed here, and not inside ``both``, to stay a constant.
             (consume, (0, both, TURNS)),
             (consume, (1, both, TURNS)),
             (produce, (q_desc, k_desc, v_desc, place, tiles, ring)),
@@ -444,7 +444,7 @@ if __name__ == "__main__":
 # So far, a consumer waits for each product to end, and does nothing meanwhile.
 # But the scores of step ``n`` do not need the product with the values of step
 # ``n - 1``. So the op issues both products, one right after the other, and
-# waits until at most one is under way: ``wait(1)``. The scores are there then,
+# waits until at most one is in flight: ``wait(1)``. The scores are there then,
 # and the second product may go on while the warps work on them. The source has
 # this order:
 #
@@ -456,8 +456,8 @@ if __name__ == "__main__":
 #
 # Are the exponentials between the two waits in machine code, too? The compiler
 # keeps waits, copies and products in order. But it may move arithmetic past a
-# wait for products, because that changes no result. A table behind the op
-# counts what was left in between. With Triton 3.6.0 these are maxima, and no
+# wait for products, because that changes no result. A table after the op counts
+# what was left in between. With Triton 3.6.0 these are maxima, and no
 # exponentials. An exercise keeps the exponentials there.
 
 # %%
@@ -467,7 +467,7 @@ if __name__ == "__main__":
 # * *Backwards.* Only the last tile of keys can be ragged, and only the last one
 #   is at the diagonal, as tiles have 128 queries and 128 keys. So we go along
 #   the keys from the last tile to the first one. The mask belongs to the first
-#   step, which stands before the loop, and the loop has none. Tiles past the
+#   step, which comes before the loop, and the loop has none. Tiles past the
 #   diagonal are not loaded. Query ``i`` sees the keys up to ``i``, as in SDPA.
 # * *Ragged lengths.* The descriptors have four dimensions: batch, head, row and
 #   column. Past the end of a head, the engine fills with zeros and stores
@@ -514,7 +514,7 @@ def made(kernel):
     found, *_ = next(iter(kernel.device_caches.values()))
     compiled = [*found.values()][-1]
     code = compiled.asm["sass"]
-    # Between a wait that leaves one group under way and the next wait
+    # Between a wait that leaves one group in flight and the next wait
     between = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR", code, re.DOTALL)
     return {
         "HGMMA": len(re.findall(r"HGMMA", code)),
@@ -685,9 +685,9 @@ if __name__ == "__main__":
 # ``hopper_attention.py``. At 16384 tokens, the op is as fast as that page's,
 # and slightly faster than cuDNN.
 #
-# Triton would have chosen layouts, ring, waits and fences. This page chose
-# two groups without a barrier in common, and a product that is under way
-# while its group computes maxima. The price: it runs on Hopper alone.
+# Triton would have chosen layouts, ring, waits and fences. This page chose two
+# groups without a barrier in common, and a product that is in flight while its
+# group computes maxima. The price: it runs on Hopper alone.
 
 # %%
 # Go further
@@ -701,7 +701,7 @@ if __name__ == "__main__":
 #    had more steps than the other one?
 #
 # To read on: `FlashAttention-3 <https://arxiv.org/abs/2407.08608>`_ has turns
-# and products under way, and measures each.
+# and products in flight, and measures each.
 
 # %%
 # Answers
@@ -711,7 +711,7 @@ if __name__ == "__main__":
 # for ``v_full.index(stage)`` in phase ``n // STAGES & 1``, and after the loop
 # for nothing. The compiler moves no exponentials past that wait: all of them
 # stay, 64 of scores and two of factors in a thread of each consumer. Only a run
-# tells whether that pays: time both versions by turns.
+# tells whether that pays: time both versions in rotation.
 #
 # **2.** The consumer with more steps would wait forever, for a turn that nobody
 # passes on.

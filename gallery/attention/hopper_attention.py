@@ -617,7 +617,7 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cpu":
         torch.testing.assert_close(out, expected, rtol=0, atol=2e-3)
 
 # %%
-# For other kernels, the compiler may crash, or do nothing and not say so. So we
+# For other kernels, the compiler may crash, or silently do nothing. So we
 # compile some forms in child processes. A form is *split* if its TTGIR, which
 # is Triton's code for a GPU before PTX, has a ``ttg.warp_specialize``. *Meet*
 # lists how many threads the barriers ``bar.sync`` wait for, and ``setmaxnreg``

@@ -189,7 +189,7 @@ if __name__ == "__main__":
 
 
 def rates(calls, moved):
-    """Return GB/s of each call for so many bytes."""
+    """Return GB/s of each call that moves ``moved`` bytes."""
     found = gpu_time(calls).items()
     return {who: round(1e-6 * moved / times[0]) for who, times in found}
 

@@ -92,7 +92,7 @@ def linear_attention_torch(q, k, v, g, C=64):
 
 
 def floor(T, tensors=4):
-    """Return the megabytes of so many tensors, and of the log decays."""
+    """Return the megabytes of the tensors, and of the log decays."""
     return 1e-6 * T * 16 * (tensors * 2 * 128 + 4)
 
 
@@ -275,7 +275,7 @@ if __name__ == "__main__":
 # So half of the multiprocessors have nothing to do, and the others take up to
 # 1024 steps one after another. Only the state has to go from chunk to chunk.
 # And what a *segment*, several chunks, does to it is simple. Let :math:`E` be
-# the state behind the segment if it begins with zeros, and :math:`G` the
+# the state after the segment if it begins with zeros, and :math:`G` the
 # segment's log decay. A segment that begins with :math:`S` leaves
 # :math:`e^G S + E`. So we launch twice:
 #
@@ -305,7 +305,7 @@ if __name__ == "__main__":
 #
 # Let :math:`a_{ij} = e^{G_i - G_j}` for :math:`j \le i`, leave out the scale,
 # and let :math:`h_i` be the gradient of :math:`o_i` (``grad``). Call the
-# gradient of the state before a chunk :math:`\bar S`, and that behind it
+# gradient of the state before a chunk :math:`\bar S`, and the one after it
 # :math:`\bar S'`. It goes back from chunk to chunk: :math:`\bar S = e^{G_C}
 # \bar S' + \sum_i e^{G_i} q_i h_i^\top`. This has the form of :math:`S'` above,
 # in reverse, with the inputs q and h. The weight of a token is its decay since
@@ -346,11 +346,11 @@ if __name__ == "__main__":
 #    \mathrm{d}k_j^{\text{out}} + e^{G_C} \sum S \odot \bar S'
 #
 # where *in* is the part of :math:`\mathrm{d}k` from the same chunk, and *out*
-# the part from the state. Pairs with both tokens from :math:`t` on stand in the
+# the part from the state. Pairs with both tokens from :math:`t` on are in the
 # first sum twice, and cancel. The last term has the pairs that have no token in
 # the chunk. The kernel for ``dk`` adds it all up.
 #
-# This last term has the state before a chunk and the gradient behind the same
+# This last term has the state before a chunk and the gradient after the same
 # chunk. The one is known going forward, the other going back. So the backward
 # keeps both in memory. A kernel of states goes along the segments, once in each
 # direction, and stores the state at each chunk. Then a kernel of tokens takes
@@ -573,7 +573,7 @@ if __name__ == "__main__":
 
 # %%
 # ``gradcheck`` compares gradients with differences of the forward. Two calls
-# must give the same bits. On a GPU, ``opcheck`` tests that the op works with
+# must agree bit for bit. On a GPU, ``opcheck`` tests that the op works with
 # autograd, with tensors that have no data, and ``torch.compile``:
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ Variable-length attention
 
 Sequences of a batch differ in length. If all are padded to the longest one,
 most of what attention computes may be padding. A kernel can take the sequences
-*packed*, one behind the other without a gap, and compute nothing for padding.
+*packed*, one after the other without a gap, and compute nothing for padding.
 
 After this page you can
 
@@ -25,7 +25,7 @@ After this page you can
 * tell each program which piece of which sequence is its own;
 * measure what programs without work cost, and launch nearly none;
 * start the longest work first;
-* compute the gradient in two passes that give the same bits each time.
+* compute a deterministic gradient in two passes.
 """
 
 # sphinx_gallery_tags = ["attention", "compute bound", "autograd"]
@@ -135,7 +135,7 @@ def packed_kernel(
     m = tl.full((BLOCK_M, 1), -float("inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-    # No query of the block sees a key behind the block's last query.
+    # No query of the block sees a key past the block's last query.
     for start in range(begin, tl.minimum(end, row + BLOCK_M), BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
         of_keys = offs_n.to(tl.int64) * HEADS * D + offs_d  # (BLOCK_N, D)
@@ -198,7 +198,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Beside the kernel stands PyTorch's ``scaled_dot_product_attention``, SDPA: one
+# We compare it with PyTorch's ``scaled_dot_product_attention``, SDPA: one
 # sequence after the other, and the padded batch. Rates count only needed work.
 
 
@@ -290,7 +290,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The op takes the third order; the table below it compares them. A kernel of
 # one program a sequence makes the list. A program adds up the tiles of all
 # longer sequences, and of equally long ones with a smaller number. It writes
-# its own tiles behind so many. Nothing is sorted, and no program waits for
+# its own tiles after those. Nothing is sorted, and no program waits for
 # another.
 #
 # The CPU has to size the grid, and does not know how many tiles there are. But
@@ -324,7 +324,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # goes along the keys, for :math:`\mathrm{d}q`. The other takes a block of keys
 # and goes along the queries. Each recomputes the scores and
 # :math:`\mathrm{d}p`. That makes seven products where five would do, but the
-# same bits each time. The first pass also computes :math:`\delta`, for both.
+# gradient is deterministic. The first pass also computes :math:`\delta`, for
+# both.
 #
 # The second pass has a list of its own, of blocks of keys. With a causal mask
 # the first keys are seen by the most queries, so they come first. Where several
@@ -347,7 +348,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The op itself is ``varlen_attention_forward``, which also returns the
 # log-sum-exp, in base 2; ``varlen_attention`` leaves that out. The op is
-# registered in the way of the page ``what_a_call_costs.py``.
+# registered as ``what_a_call_costs.py`` shows.
 
 from triton_gallery_ops.varlen_attention import (
     VARLEN_ATTENTION_TILES,
@@ -505,8 +506,8 @@ if __name__ == "__main__":
 # The benchmark is causal, in float16, with heads of 128. For ``n`` tokens we
 # count ``n * n / 2`` scores, and a score four operations for each element of a
 # head, in two products. A backward counts 2.5 times as many, for five products.
-# Beside the op stand cuDNN and FlashAttention-2 on the padded batch, without
-# the time to pad it; PyTorch's ``varlen_attn``, FlashAttention-2 for packed
+# Beside the op are cuDNN and FlashAttention-2 on the padded batch, without the
+# time to pad it; PyTorch's ``varlen_attn``, FlashAttention-2 for packed
 # sequences; and SDPA of a *nested tensor*, PyTorch's form of a packed batch.
 
 

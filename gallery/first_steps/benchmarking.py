@@ -5,7 +5,7 @@
 # [tool.triton-gallery]
 # description = """
 # Time a kernel, and not the compiler, Python or the cache: each mistake
-# stands beside the right number."""
+# is shown beside the right number."""
 # ///
 r"""
 Benchmarking a kernel
@@ -306,7 +306,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------------
 #
 # ``do_bench`` starts with a cold L2 cache; a graph repeats a call whose data,
-# if it fits, is warm. Their launches differ too, so another graph stands
+# if it fits, is warm. Their launches differ too, so another graph runs in
 # between: its calls take turns among inputs that together exceed the cache, so
 # each call finds its input cold.
 

@@ -379,9 +379,9 @@ if __name__ == "__main__":
     show(read(REFUSED))
 
 # %%
-# The caret stands under what was refused; read the last line first. The last
-# three get past the compiler and need a GPU. The **launch** raises 8 and 9.
-# Number 10 appears later, in the next call that waits for the GPU, unless
+# The caret is under what was refused; read the last line first. The last three
+# get past the compiler and need a GPU. The **launch** raises 8 and 9. Number 10
+# appears later, in the next call that waits for the GPU, unless
 # ``CUDA_LAUNCH_BLOCKING=1`` makes each launch wait.
 #
 # 8. `#2925 <https://github.com/triton-lang/triton/issues/2925>`__: a tensor
@@ -428,16 +428,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # --------------------------------
 #
 # A kernel that is right in the interpreter has the right formulas. The
-# interpreter still misleads about four things:
+# interpreter still misleads, and these are the four things that most people
+# meet. ``interpreter.md`` lists them all, and has a command that compiles a
+# kernel of yours for GPUs that are not there.
 #
 # * **bfloat16.** The interpreter computes with its bits as if they were an
 #   integer (`#4972 <https://github.com/triton-lang/triton/issues/4972>`__).
 #   Convert to float32 first. This kernel, which adds 1 to 1, doesn't.
 # * **Races.** Programs run one after another. Here 1000 of them add 1 to the
 #   same number, by a load and a store or atomically.
-# * **Stray reads.** What lies behind a tensor is read without a word, on the
-#   GPU too: a sum of eight elements of a tensor of five. A masked load without
-#   ``other`` gives 0 in the interpreter and may give anything on a GPU.
+# * **Stray reads.** What lies past the end of a tensor is read without an
+#   error, on the GPU too: a sum of eight elements of a tensor of five. A masked
+#   load without ``other`` gives 0 in the interpreter and may give anything on a
+#   GPU.
 # * **False promises.** ``tl.multiple_of`` promises that offsets start at a
 #   multiple of 16, so the compiler reads 16 bytes at a time. These start at 3.
 
@@ -488,7 +491,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # wrote, *racecheck* races in shared memory among the threads of a program.
 #
 # PyTorch cuts tensors out of large pieces of memory and uses them again. So
-# what lies behind a tensor is a valid address, and the memory of
+# past the end of a tensor there is a valid address, and the memory of
 # ``torch.empty`` may have been written before. With
 # ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` every tensor has an allocation of its
 # own. A stray read is run both ways below.
@@ -565,5 +568,5 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # program cannot race. A check against PyTorch finds it, on negative numbers in
 # a row shorter than the block.
 #
-# **2.** ``while tl.load(x_ptr + i, mask=i < N, other=-1.0) >= 0``: behind the
-# end stands a number that ends the loop.
+# **2.** ``while tl.load(x_ptr + i, mask=i < N, other=-1.0) >= 0``: past the
+# end, ``other`` is a number that ends the loop.

@@ -198,7 +198,7 @@ def outcome(call):
         try:
             call()
         except Exception as error:
-            while error.__cause__:  # the reason lies behind Triton's error
+            while error.__cause__:  # the cause of Triton's error
                 error = error.__cause__
             return "raises", str(error).strip().split("\n")[-1]
     said = [str(w.message) for w in caught if w.category is UserWarning]

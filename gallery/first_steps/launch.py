@@ -14,9 +14,9 @@ r"""
 Launching a kernel
 ==================
 
-``kernel[grid](arguments)`` reads like a function call. Behind it, Triton looks
-for a compiled kernel that fits these arguments, compiles one if there is none,
-and hands it to the GPU. This page opens that call up. It follows
+``kernel[grid](arguments)`` reads like a function call. In it, Triton looks for
+a compiled kernel that fits these arguments, compiles one if there is none, and
+hands it to the GPU. This page opens that call up. It follows
 ``strides.py`` and needs the programs, blocks and masks of ``vector_add.py``.
 
 After this page you can
@@ -79,8 +79,8 @@ if __name__ == "__main__":
 # The grid
 # --------
 #
-# The *grid* stands in the square brackets: how many programs, along up to
-# three axes. Here each program writes its place in the grid as two digits.
+# The *grid* is in the square brackets: how many programs, along up to three
+# axes. Here each program writes its place in the grid as two digits.
 
 
 @triton.jit
@@ -332,9 +332,10 @@ if __name__ == "__main__" and DEVICE.type == "cpu":
 # Every option of a launch
 # ------------------------
 #
-# Options stand beside the arguments: ``kernel[grid](x, N, num_warps=8)``. First
-# in the table is what one sets, then what is for special occasions, then what
-# Triton fills in. The defaults are those of the installed Triton, for sm_90.
+# Options are passed beside the arguments: ``kernel[grid](x, N, num_warps=8)``.
+# First in the table is what one sets, then what is for special occasions, then
+# what Triton fills in. The defaults are those of the installed Triton, for
+# sm_90.
 
 OPTIONS = {
     "num_warps": "warps that share a program; a power of two, 32 at most",

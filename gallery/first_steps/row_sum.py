@@ -224,11 +224,11 @@ def sum_row_kernel(
 # The launcher
 # ------------
 #
-# The types follow PyTorch: integers and truth values are summed in int64, a
-# floating type comes back as it went in. Half precision is accumulated in
-# float32 and rounded once, by the store. The strides are passed on, so no
-# input is ever copied. An empty row needs no special case: the loop does
-# nothing and ``acc`` is zero. A matrix without rows does: its grid is empty.
+# The types follow PyTorch: integers and booleans are summed in int64, the
+# result of a floating type has the same type. Half precision is accumulated in
+# float32 and rounded once, by the store. The strides are passed on, so no input
+# is ever copied. An empty row needs no special case: the loop does nothing and
+# ``acc`` is zero. A matrix without rows does: its grid is empty.
 
 ACC = {
     torch.float16: tl.float32,
@@ -286,6 +286,12 @@ def sum_row(A):
 # for the longest row below. Each is off by a relative :math:`2^{-24}` at most.
 # These elements are positive, so nothing cancels and the errors stay relative
 # to the sum: :math:`15 \cdot 2^{-24} < 10^{-6}`. The reference is in float64.
+#
+# .. note::
+#
+#    Without a GPU, all this runs in Triton's interpreter. A kernel that is
+#    right there may be wrong on a GPU, or not compile: ``interpreter.md`` says
+#    what differs.
 
 torch.manual_seed(0)
 for M, N in ((3, 4096), (5, 10_007), (7, 1), (2, 0), (0, 3)):
@@ -332,7 +338,7 @@ if __name__ == "__main__":
 
 # %%
 # Each float32 element that a thread holds takes a register, and its bytes are
-# under way together with the others. Memory answers hundreds of cycles later,
+# in flight together with the others. Memory answers hundreds of cycles later,
 # so a GPU reaches its bandwidth only with many bytes *in flight*: by Little's
 # law, as many as the bandwidth times the time to the answer. Too few elements
 # in all the programs together leave the memory idle. Too many in a thread cost
@@ -451,10 +457,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # block is a whole row, so the loop runs only once.
 #
 # For small matrices a launch takes longer than the bytes do (``vector_add.py``
-# takes that apart). In between, ``torch.compile`` leads; this page does not
-# find out why. ``do_bench`` does not hide the launch: where the CPU takes
+# takes that apart). ``do_bench`` does not hide the launch: where the CPU takes
 # longer to make the call than the GPU to empty its cache, the figure holds CPU
 # time too.
+#
+# On the site, the table *Beside other libraries* has two shapes that this
+# kernel is not made for. A row is summed by one program. With a single row only
+# one multiprocessor works, and the others have nothing to do:
+# ``few_long_rows.py`` spreads a row over many programs. A million rows of 16
+# elements are a million programs, and each starts, reads 64 bytes and ends.
 
 # %%
 # Break it: the wrong accumulator

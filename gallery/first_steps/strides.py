@@ -213,7 +213,7 @@ def transpose_kernel(
     pid_m, pid_n = tl.swizzle2d(
         pid // tiles_n, pid % tiles_n, tiles_m, tiles_n, GROUP
     )
-    # In int32, index times stride overflows behind element 2**31.
+    # In int32, index times stride overflows past element 2**31.
     first_m = pid_m.to(tl.int64) * BLOCK_M
     first_n = pid_n.to(tl.int64) * BLOCK_N
     offs_m = first_m + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
@@ -346,6 +346,12 @@ def transpose(x):
 #
 # Nothing is computed, so nothing is rounded: the reference is PyTorch and the
 # tolerance is zero.
+#
+# .. note::
+#
+#    Without a GPU, all this runs in Triton's interpreter. A kernel that is
+#    right there may be wrong on a GPU, or not compile: ``interpreter.md`` says
+#    what differs.
 
 for M, N in ((64, 128), (65, 200), (1, 300), (300, 3), (0, 5), (5, 0)):
     x = torch.randn(M, N, device=DEVICE)
@@ -361,9 +367,9 @@ for other in (x > 0, x.bfloat16(), x.double(), torch.complex(x, -x).conj()):
 # Which tile, in which order?
 # ---------------------------
 #
-# A large tile has long rows on both sides; of small ones, more are under way
-# at a time. On a GPU, the next cell tries ``(BLOCK_M, BLOCK_N, num_warps)``.
-# Look for the best tile, and for what a square of tiles (``GROUP = 32``) gains.
+# A large tile has long rows on both sides; of small ones, more are in flight at
+# a time. On a GPU, the next cell tries ``(BLOCK_M, BLOCK_N, num_warps)``. Look
+# for the best tile, and for what a square of tiles (``GROUP = 32``) gains.
 
 SIZES = (32, 64, 128)
 VARIANTS = [(m, n, m * n // 1024) for m in SIZES for n in SIZES]
@@ -480,9 +486,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------------------
 #
 # ``tl.program_id`` and ``tl.arange`` are int32, and so is each size or stride
-# that fits. The product of two int32 is an int32, and beyond
-# :math:`2^{31} - 1` it wraps around without a word. This kernel reads the first
-# element of each of four rows. Without a matrix, it returns their offsets:
+# that fits. The product of two int32 is an int32, and beyond :math:`2^{31} - 1`
+# it wraps around silently. This kernel reads the first element of each of four
+# rows. Without a matrix, it returns their offsets:
 
 
 @triton.jit

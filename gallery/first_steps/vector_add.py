@@ -19,7 +19,8 @@ After this page you can
 
 * split an array among *programs*, one *block* each, and launch a *grid*;
 * keep the last block inside the array with a *mask*;
-* turn a kernel into an op that is right for any shape and dtype, or says no;
+* turn a kernel into an op that is correct for any shape and dtype, or raises a
+  clear error;
 * tell a slow kernel from one that is too short to be worth launching.
 """
 
@@ -80,12 +81,12 @@ if __name__ == "__main__":
 #     element      0  1  2  3    4  5  6  7    8  9  .  .
 #     mask         1  1  1  1    1  1  1  1    1  1  0  0
 #                                                    ^  ^
-#                                        behind the end: hands off
+#                                     past the end: masked
 #
 # ``N`` is known when the kernel is launched. The size of a block is known
-# earlier, when the kernel is compiled, and is the same for all programs. So
-# the grid has ``ceil(N / BLOCK)`` programs, the last one usually sticks out
-# over the end, and a *mask* says which of its elements are real.
+# earlier, when the kernel is compiled, and is the same for all programs. So the
+# grid has ``ceil(N / BLOCK)`` programs, the last one usually reaches past the
+# end, and a *mask* says which of its elements are real.
 
 # %%
 # The kernel
@@ -112,7 +113,7 @@ def add_kernel(
     N,
     BLOCK: tl.constexpr,
 ):
-    # In int32 the product below would overflow behind element 2**31.
+    # In int32 the product below would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     mask = offs < N
@@ -230,9 +231,15 @@ def add(x, y):
 # ---------
 #
 # The reference is computed in float64. The tolerance is zero: the float64 sum
-# of two float32 numbers, rounded to float32, is their correctly rounded
-# float32 sum, and that is what the kernel has to return, bit by bit. The same
-# goes for float16 and its float32 sum.
+# of two float32 numbers, rounded to float32, is their correctly rounded float32
+# sum, and that is what the kernel has to return, bit for bit. The same goes for
+# float16 and its float32 sum.
+#
+# .. note::
+#
+#    Without a GPU, all this runs in Triton's interpreter. A kernel that is
+#    right there may be wrong on a GPU, or not compile: ``interpreter.md`` says
+#    what differs.
 
 torch.manual_seed(0)
 for shape in ((), (4 * BLOCK,), (31, 257), (2, 0, 3)):
@@ -243,9 +250,9 @@ for shape in ((), (4 * BLOCK,), (31, 257), (2, 0, 3)):
         torch.testing.assert_close(add(a, b), expected, rtol=0, atol=0)
 
 # %%
-# Real inputs are seldom that tidy. Here are a transposed matrix beside one
-# with gaps between its elements, integers that overflow, and truth values.
-# They have to match PyTorch exactly.
+# Real inputs are seldom that tidy. Here are a transposed matrix beside one with
+# gaps between its elements, integers that overflow, and booleans. They have to
+# match PyTorch exactly.
 
 a = torch.randn(31, 257, device=DEVICE)
 b = torch.randn(257, 62, device=DEVICE)[:, ::2].T
@@ -274,15 +281,15 @@ if __name__ == "__main__":
 # -------------
 #
 # The figure is the rate at which the op moves the bytes of the algorithm,
-# ``12 * N / time``. Beside our op stands PyTorch, and as the ``Roof`` what the
-# memory does with vectors of that size: PyTorch's addition into an output that
-# was allocated beforehand.
+# ``12 * N / time``. Beside our op are PyTorch and the ``Roof``: PyTorch's
+# addition into an output that was allocated beforehand, which is what the
+# memory does with vectors of that size.
 #
-# ``gpu_time``, in the opening of this script, takes the three by turns. Before
-# each call the GPU sleeps and then empties its L2 cache. Meanwhile the CPU
-# prepares the launch, so no CPU time is in the figure. ``GB/s`` is the median
-# rate, ``low`` and ``high`` are its 20th and 80th percentile, and ``late`` says
-# whether the GPU had to wait for the CPU.
+# ``gpu_time``, in the opening of this script, calls the three in rotation.
+# Before each call the GPU sleeps and then empties its L2 cache. Meanwhile the
+# CPU prepares the launch, so no CPU time is in the figure. ``GB/s`` is the
+# median rate, ``low`` and ``high`` are its 20th and 80th percentile, and
+# ``late`` says whether the GPU had to wait for the CPU.
 #
 # The numbers need a GPU. Without one, the recipe stops at the checks here:
 # timing the interpreter would say nothing about the kernel.
@@ -336,6 +343,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # in registers anyway saves its bytes, and up to all ``12 * N`` of them. That is
 # *fusion*.
 #
+# 16 divides all lengths in the figure. Triton notices that at the launch, and
+# compiles a kernel in which a thread loads 16 bytes at once: the mask never
+# ends between the elements of one such load. For any other length, a thread
+# loads one element at a time (``ahead_of_time.py`` shows both versions). With 2
+# bytes an element that is slow. On the site, the table *Beside other libraries*
+# has one such length, in bfloat16, and there the op is far from the roof.
+#
 # On the left, the time hardly depends on ``N``, so the rate grows in step with
 # ``N``. The ``GPU`` column has that time: a kernel's start and end. The ``CPU``
 # column has the checks, the allocation and the launch. Compare the ops there:
@@ -385,7 +399,7 @@ if __name__ == "__main__":
 # tell how). The store that overruns one of them seldom faults: it changes
 # another tensor of the same process, and the failure shows far away, or never.
 # A size that is a multiple of ``BLOCK`` hides it altogether. So test with a
-# ragged size, and with something behind the end that you can look at.
+# ragged size, and with something past the end that you can look at.
 
 # %%
 # Go further

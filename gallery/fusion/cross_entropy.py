@@ -189,7 +189,7 @@ def calls(ours, N, M=ROWS):
 
 
 def rate(found, N, M=ROWS, tensors=1):
-    """Return GB/s, for so many reads and writes of the logits."""
+    """Return GB/s, if ``tensors`` logits are read or written."""
     return 2e-6 * tensors * M * N / found[0]
 
 
@@ -231,7 +231,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # In place of these operators, the op launches a second kernel, of one program.
 # This program adds up the losses, counts the targets that are not ignored, and
-# divides. It adds in a fixed order, so the result is the same each time.
+# divides. It adds in a fixed order, so the result is deterministic.
 
 # %%
 # A maximum for each column
@@ -511,7 +511,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     results_backward = table(calls_backward, 2)
 
 # %%
-# With few rows, the GPU takes so many microseconds:
+# With few rows, a call takes this long on the GPU, in microseconds:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for M in (1, 8, 64):

@@ -237,7 +237,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # And the operator that made the logits may have kept them for its backward, as
 # ``exp`` and ``tanh`` keep their results. So our op refuses logits that require
 # grad. It belongs in an autograd function that makes the logits itself. Such a
-# function stands after the op.
+# function comes after the op.
 #
 # The op is a ``custom_op`` that names the argument that it changes. PyTorch
 # counts the change. If an operator had saved the logits for its backward, this
@@ -465,7 +465,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     ax.set_title(f"Memory of loss and gradient, {ROWS} rows in bfloat16")
 
 # %%
-# With few rows, the GPU takes so many microseconds:
+# With few rows, a call takes this long on the GPU, in microseconds:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for M in (1, 8, 64):

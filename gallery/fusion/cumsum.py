@@ -161,7 +161,7 @@ if __name__ == "__main__":
 # ---------
 #
 # We time rows of three lengths in float32, half a gigabyte of each. Beside ours
-# stand PyTorch's function, ``torch.compile`` of it, and a copy, which is the
+# are PyTorch's function, ``torch.compile`` of it, and a copy, which is the
 # roof. The rate counts the bytes of the floor.
 
 ELEMENTS = 2**27
@@ -208,7 +208,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The carry takes an addition for each block, so a longer row has more
 # roundings. Let the carry be float64, one number a row. That takes an addition
 # in float64 for each block, not for each element. The last line of the output
-# has ones behind a huge number:
+# has ones after a huge number:
 
 LONG = 2**24 if DEVICE.type == "cuda" else 2**15  # interpreted, it takes long
 
@@ -480,7 +480,7 @@ if __name__ == "__main__":
     assert torch.autograd.gradgradcheck(cumsum, leaf)
 
 # %%
-# NaN and infinities reach the elements behind them, in their own row:
+# NaN and infinities reach all elements after them in their row:
 
 if __name__ == "__main__":
     x = torch.zeros(4, 3000, device=DEVICE)
@@ -598,7 +598,7 @@ if __name__ == "__main__":
         print("backwards  ", cumsum_backward(grad).tolist())
 
 # %%
-# One large gradient spoils all sums behind it, though it is not a term of them.
+# One large gradient spoils all sums after it, though it is not a term of them.
 # The total is near :math:`10^8`, where float32 goes in steps of 8, so it has
 # lost the 3, the 2 and the 1. With an infinity the difference is ``inf - inf``,
 # which is NaN.

@@ -95,7 +95,7 @@ if __name__ == "__main__":
 #              s0    P0+s1   P1+s2   P2+s3
 #
 # A program that waits keeps its place on a multiprocessor. If all programs that
-# run waited for one that has not started, they would wait for ever. A GPU may
+# run waited for one that has not started, they would wait forever. A GPU may
 # start programs in any order. So a program does not take its tile by
 # ``tl.program_id``. It takes a *ticket* from a counter when it starts, and the
 # ticket gives its tile. All programs with earlier tickets have then started,
@@ -166,7 +166,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We time one row in float32, of three lengths. Beside ours stand PyTorch's
+# We time one row in float32, of three lengths. Beside ours are PyTorch's
 # function, ``torch.compile`` of it, and a copy, which is the roof. The rate
 # counts the bytes of the floor.
 
@@ -262,7 +262,7 @@ def look_back_kernel(
         # Before the first tile comes the prefix 0.
         words = tl.load(ptrs, mask=index >= 0, other=2, volatile=True)
         last = tl.max(tl.where(words & 2 != 0, index, -WINDOW), axis=0)
-        # What is empty matters only behind the last prefix.
+        # What is empty matters only after the last prefix.
         while tl.max(tl.where(words & 3 == 0, index, -WINDOW), axis=0) > last:
             words = tl.load(ptrs, mask=index >= 0, other=2, volatile=True)
             last = tl.max(tl.where(words & 2 != 0, index, -WINDOW), axis=0)
@@ -290,12 +290,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         show(f"N = {N:9}", rates(tried, x))
 
 # %%
-# Does the look-back give the same bits each time? Which words are prefixes when
-# a program looks is up to chance, and so is the order of the additions. With
-# random numbers, the float32 results mostly hide that, because the words are
-# float64. So we put a huge number into one tile of four, and its negative into
-# the next tile. What is added between the two is lost, and what is lost depends
-# on the order:
+# Is the look-back deterministic? Which words are prefixes when a program looks
+# is up to chance, and so is the order of the additions. With random numbers,
+# the float32 results mostly hide that, because the words are float64. So we put
+# a huge number into one tile of four, and its negative into the next tile. What
+# is added between the two is lost, and what is lost depends on the order:
 
 
 def huge(N, tile=8192):
@@ -492,9 +491,9 @@ if __name__ == "__main__":
     assert torch.autograd.gradgradcheck(cumsum_long, leaf)
 
 # %%
-# NaN and infinities reach the elements behind them, in their own row. The last
-# row has NaNs with the bits of -1. No program may take their sum for an empty
-# word, and wait for ever:
+# NaN and infinities reach all elements after them in their row. The last row
+# has NaNs with the bits of -1. No program may take their sum for an empty word,
+# and wait forever:
 
 if __name__ == "__main__":
     x = torch.zeros(4, 3000, device=DEVICE, dtype=torch.float64)
@@ -621,7 +620,7 @@ if __name__ == "__main__":
 # 1. Why do the words of groups need no state, and what would go wrong if a
 #    program wrote its word twice?
 # 2. Write ``cummax`` of a long row, the values alone. What are the words, and
-#    which of the three kernels gives the same bits each time?
+#    which of the three kernels is deterministic?
 #
 # To read on: Merrill and Garland, "Single-pass Parallel Prefix Scan with
 # Decoupled Look-back", NVIDIA, 2016; Yan, Long and Zhang,
@@ -639,5 +638,5 @@ if __name__ == "__main__":
 #
 # **2.** A word is the largest element of a tile, or of everything so far. A NaN
 # must not have the bits of -1. ``tl.associative_scan`` takes ``tl.maximum``
-# with ``propagate_nan``. A maximum does not round, so all three kernels give
-# the same bits.
+# with ``propagate_nan``. A maximum does not round, so all three kernels are
+# deterministic.

@@ -195,7 +195,7 @@ def calls(ours, *shape):
 
 
 def rate(found, size):
-    """Return GB/s: so many elements of 16 bits are read and written."""
+    """Return GB/s, if ``size`` 16-bit elements are read and written."""
     return 4e-6 * size / found[0]
 
 
@@ -277,7 +277,7 @@ def drop_four(x, p, seed, block=1024):
 # Each call needs a seed of its own. If the seed is drawn on the GPU and read by
 # the CPU, by ``.item()``, the CPU waits until the GPU has done all work before
 # it. If the seed is drawn on the CPU, it is a fixed argument of the launch, and
-# a captured CUDA graph would repeat it for ever (``cuda_graphs.py``). So the
+# a captured CUDA graph would repeat it forever (``cuda_graphs.py``). So the
 # seed is a tensor on the GPU, and the kernel loads it. ``dropout_seed`` draws a
 # seed from a ``torch.Generator``, or from PyTorch's own generator. The seed
 # must not change between forward and backward: autograd raises an error if it
@@ -410,7 +410,8 @@ else:  # imported: a glance
 # %%
 # Next come the ends of ``p``, where the result is ``x`` or 0. ``gradcheck`` and
 # ``gradgradcheck`` compare first and second derivatives with finite
-# differences. Other blocks give the same bits, and so does a transposed ``x``:
+# differences. Other blocks give exactly the same result, and so does a
+# transposed ``x``:
 
 if __name__ == "__main__":
     seed = dropout_seed(DEVICE, generator)

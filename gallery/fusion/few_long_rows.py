@@ -5,7 +5,7 @@
 # [tool.triton-gallery]
 # description = """
 # Spread a row over many programs, where a batch has few rows: two passes,
-# atomics or a counter, and the same bits in any batch."""
+# atomics or a counter, with a result that no other row changes."""
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
@@ -23,7 +23,8 @@ After this page you can
 * tell from the grid whether a GPU has enough to do;
 * finish a sum that many programs share: in a second pass, by atomics, or in the
   program that comes last;
-* promise that a row gives the same bits in any batch, and keep that promise.
+* promise that a row's result does not depend on the batch, and keep that
+  promise.
 """
 
 # sphinx_gallery_tags = ["reduction", "memory bound", "autograd"]
@@ -356,25 +357,25 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # replayed on any stream, so a call that a graph captures takes two passes. A
 # call that ``torch.compile`` compiles takes two passes too, as it may be kept
 # in a graph. Counters and passes add up in the same order, and give the same
-# bits.
+# result, bit for bit.
 
 # %%
-# The same bits in any batch
-# --------------------------
+# A result that does not depend on the batch
+# ------------------------------------------
 #
 # An inference engine puts the requests of many users into one batch. With one
 # user more, a row may be split in another way, and then its sum has other last
 # bits. So the answer to one request depends on the other requests. Horace He
 # and others at Thinking Machines Lab found that this is why answers differ from
-# run to run. They asked for *batch-invariant* kernels, which give a row the
-# same bits in any batch
+# run to run. They asked for *batch-invariant* kernels, whose result for a row
+# does not depend on the other rows
 # (https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/).
 #
 # It is tempting to split a row into as many parts as keep the GPU busy:
 
 
 def by_programs(x, programs=64):
-    """Sum rows with about so many programs in all, however many rows."""
+    """Sum rows with about ``programs`` programs, however many rows."""
     BLOCK = triton.next_power_of_2(triton.cdiv(x.numel(), programs))
     return two_passes(x, BLOCK=BLOCK)
 
@@ -523,7 +524,7 @@ if __name__ == "__main__":
 
 # %%
 # Next come rows that lie apart or begin anywhere, a transposed matrix and an
-# expanded row, then finite differences, and the same bits in any batch:
+# expanded row, then finite differences, and one row in several batches:
 
 x = torch.randn(60, 100, generator=generator, device=DEVICE)
 for view in (x[:, :37], x[::2, 3:], x.T, x[:1].expand(9, 100)):
@@ -626,8 +627,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # With many rows or a very long row, the rates are much higher, but the copy is
 # faster. For one row of 16 million, the sum of ``torch.compile`` is a little
 # faster than ours. The backward, in the table beside other libraries, is about
-# as fast as that of ``torch.compile``, and slower at one row of 50257. The page
-# does not show why. In that table PyTorch computes in float32, as we do.
+# as fast as that of ``torch.compile``, and slower at one row of 50257. In that
+# table PyTorch computes in float32, as we do.
 
 # %%
 # Go further

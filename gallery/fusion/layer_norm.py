@@ -118,7 +118,7 @@ def row_kernel(x_ptr, w_ptr, b_ptr, y_ptr, N, eps, BLOCK_N: tl.constexpr):
     mask = offs < N
     x = tl.load(x_ptr + start + offs, mask=mask, other=0).to(tl.float32)
     mean = tl.sum(x, axis=0) / N
-    # Behind the row's end x - mean is not 0, and would count as a difference.
+    # Past the row's end x - mean is not 0, and would count as a difference.
     d = tl.where(mask, x - mean, 0)  # (BLOCK_N,)
     r = tl.rsqrt(tl.sum(d * d, axis=0) / N + eps)
     w = tl.load(w_ptr + offs, mask=mask, other=0).to(tl.float32)
@@ -159,7 +159,7 @@ if __name__ == "__main__":
 # ---------
 #
 # We time rows of three lengths in bfloat16, a quarter of a gigabyte of each.
-# Beside ours stand ``torch.nn.functional.layer_norm``, ``torch.compile`` of it,
+# Beside ours are ``torch.nn.functional.layer_norm``, ``torch.compile`` of it,
 # and a copy, which is the roof. The rate counts the bytes of the floor.
 
 ELEMENTS = 2**27
@@ -189,7 +189,7 @@ def calls(function, N):
 
 
 def rate(found, tensors=2):
-    """Return GB/s, for so many reads and writes of ELEMENTS."""
+    """Return GB/s, if ``tensors`` times ELEMENTS are read or written."""
     return tensors * 2e-6 * ELEMENTS / found[0]
 
 
@@ -355,7 +355,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     program 2: rows 2, 5, 8 ...  -> sums[:, 2, :] --+
 #
 # For one shape, dtype and GPU, the number of programs is fixed, and so is the
-# order of all additions. So one GPU gives the same bits each time.
+# order of all additions. So the op is deterministic on one kind of GPU.
 #
 # For a row of 16384, the sums for :math:`\mathrm{d}w` and :math:`\mathrm{d}b`
 # together take half of a multiprocessor's registers. So, if a row is two
@@ -655,12 +655,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # spilled registers.
 
 # %%
-# Break it: a lock without a barrier
-# ----------------------------------
+# Does the lock need a barrier?
+# -----------------------------
 #
-# Could all programs add to one ``dw``? They would take turns with a *spin
-# lock*, a number in memory. The program that changes the number from 0 to 1 may
-# go on, and resets it to 0 later. The others try again until they can do so.
+# Could all programs add to one ``dw``? Only one at a time, so they need a *spin
+# lock*, a number in memory. The program that changes the number from 0 to 1
+# holds the lock, and resets it to 0 later. The others try again until they can
+# change it.
 
 
 @triton.jit
@@ -694,11 +695,11 @@ def add_under_lock(sums, barrier=True):
 
 
 # %%
-# A program is many threads, and *one* of them releases the lock. Only the
-# barrier makes that thread wait for the stores of the others. Without the
-# barrier, the next program may read a total that is not complete, and what came
-# late is lost. This race shows in some kernels, now and then. It never shows
-# under the interpreter, which runs one program after another. We add up ones,
+# It does. A program has many threads, and *one* of them releases the lock. Only
+# the barrier makes that thread wait for the stores of the others. Without it,
+# the next program may read an incomplete total, and the late stores are lost.
+# Whether a run shows this race depends on the GPU and on chance. The
+# interpreter never shows it: it runs one program after another. We add up ones,
 # so the sums are known. Then we add up random numbers twice, with the lock and
 # with ``torch.sum``:
 
@@ -719,9 +720,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{name}: {found[0]:.3f} ms, {differ} sums differ in another run")
 
 # %%
-# If the second line has no wrong sum, that proves nothing: the race need not
-# show. With the barrier the lock is right, but slow: programs wait for their
-# turns. They take turns in any order, so the last bits of the sums change.
+# A second line without wrong sums proves nothing: the race need not show in a
+# run. With the barrier the sums are correct, but slow, because the programs
+# wait for each other. Their order changes from run to run, and with it the last
+# bits of the sums.
 
 # %%
 # Go further

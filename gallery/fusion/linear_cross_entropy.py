@@ -314,7 +314,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Is the room enough for cuBLAS? Or do its products want sizes that 16 divides,
 # too? Then the last word can have small products of its own. On a GPU, the run
-# times the three products, with rows as they are, with room behind them, and
+# times the three products, with rows as they are, with room after them, and
 # with the room and the last word apart. Room alone is not enough:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
@@ -551,8 +551,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # to prepare the call than the GPU slept. They may hold a little of its time.
 #
 # In the table beside other libraries, the roof at 50257 is a product with an
-# odd number of words, which cuBLAS does slowly: it is no roof. There a dash
-# stands where PyTorch 2.11 has no such op.
+# odd number of words, which cuBLAS does slowly: it is no roof. A dash there
+# says that PyTorch 2.11 has no such op.
 #
 # Break it: a gradient that is divided too early
 # ----------------------------------------------

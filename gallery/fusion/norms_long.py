@@ -237,7 +237,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #               +-----------------------------+
 #     mean, s     *   *   *   ...           *     two numbers each
 #
-# No thread waits for another in the loop. The columns are merged once, behind
+# No thread waits for another in the loop. The columns are merged once, after
 # it. The row's mean is the mean of the columns' means, each weighted with its
 # count. A column's mean :math:`\mu_c` differs from the row's :math:`\mu`, so
 # each of the :math:`n_c` elements of the column adds :math:`(\mu_c - \mu)^2`:
@@ -368,7 +368,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # dimension of a tensor of any shape. Rows that lie apart, as in
 # ``x[:, :20000]``, are read where they are. Other layouts are copied first. As
 # in ``layer_norm.py``, ``VEC`` is how many elements a thread may load at once.
-# The op is registered in the way of the page ``what_a_call_costs.py``.
+# The op is registered as ``what_a_call_costs.py`` shows.
 #
 # The op's LayerNorm subtracts a row's first element from all others, before
 # anything else. A float32 mean of a million may be off by 0.03, and so would be
@@ -446,7 +446,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(ladder).T.to_string(na_rep=""))
 
 # %%
-# How many rows should be under way? Beside each length stands what part of L2 a
+# How many rows should be under way? Beside each length is the part of L2 that a
 # row on each multiprocessor takes. Each rate names the warps of a program, and
 # the bytes a thread loads in a turn. From left to right, fewer programs fit.
 
@@ -508,7 +508,7 @@ def prove(op, reference, vectors, shape, dtype):
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=atol)
 
 
-# So many rows that each program of a strip takes more than one tile
+# With this many rows, each program of a strip takes more than one tile
 MANY = 70 if DEVICE.type == "cpu" else 5000
 SHAPES = [(3, 40), (2, 5, 257), (MANY, 257), (2, 20_001), (0, 5), (5, 0)]
 if __name__ == "__main__":
@@ -627,8 +627,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # itself. These reads do not count in the rates.
 #
 # At 32768, ``torch.compile`` is faster in the forward of LayerNorm and in the
-# backward of RMSNorm. The page does not show why. The table of rows under way
-# shows where more of them stop to pay.
+# backward of RMSNorm. The table of rows under way shows from how many rows on
+# more of them bring nothing.
 #
 # The backward moves at least ``x``, ``dy`` and ``dx``. The op reads ``x`` and
 # ``dy`` in two passes, and once more for the gradients of the vectors. Only the

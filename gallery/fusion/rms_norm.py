@@ -24,8 +24,8 @@ After this page you can
 * let a program use a row twice that it has loaded once;
 * choose the number of warps for the rows of a model, and tiles for its heads;
 * put the addition in front of a norm into the same kernel;
-* add up a weight's gradient over all rows: without locks, and with the same
-  bits each time.
+* add up a weight's gradient over all rows: without locks, and with a
+  deterministic result.
 """
 
 # sphinx_gallery_tags = ["autograd", "reduction", "memory bound"]
@@ -154,7 +154,7 @@ if __name__ == "__main__":
 # ---------
 #
 # We time three lengths in bfloat16, a quarter of a gigabyte each. Beside ours
-# stand PyTorch's function, ``torch.compile`` of it, and a copy, which is the
+# are PyTorch's function, ``torch.compile`` of it, and a copy, which is the
 # roof. The rate counts the bytes of the floor.
 
 ELEMENTS = 2**27
@@ -186,7 +186,7 @@ def calls(function, N):
 
 
 def rate(found, tensors=2):
-    """Return GB/s, for so many reads and writes of ELEMENTS."""
+    """Return GB/s, if ``tensors`` times ELEMENTS are read or written."""
     return tensors * 2e-6 * ELEMENTS / found[0]
 
 
@@ -324,7 +324,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # program. With a program for each row that would be more than all the rest. So
 # for each multiprocessor the op starts one to four programs, as many as have 40
 # KB of rows in float32 under way together. Each goes on to further rows. The
-# order of all sums is fixed, so one GPU gives the same bits each time.
+# order of all sums is fixed, so the op is deterministic on one kind of GPU.
 #
 # Where a program has several rows at a time, its last ones may lie beyond the
 # matrix. Forward they are the last row again. In a sum over rows they would
@@ -343,9 +343,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # There are two ops: ``rms_norm``, and ``rms_norm_residual``, which adds first.
 # They share all kernels. The row is the last dimension of a tensor of any
 # shape. Rows that lie apart, as in ``x[:, :1000]``, are read where they are.
-# Other layouts are copied first. The ops are registered in the way of the page
-# ``what_a_call_costs.py``: on a GPU a call goes straight to the launcher, and
-# ``torch.compile`` looks into the ``triton_op``.
+# Other layouts are copied first. The ops are registered as
+# ``what_a_call_costs.py`` shows: on a GPU a call goes straight to the launcher,
+# and ``torch.compile`` looks into the ``triton_op``.
 
 from triton_gallery_ops.rms_norm import (
     RMS_NORM_ACC,
@@ -574,13 +574,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # Forward, where our line touches the roof, the kernel moves the floor's bytes
-# and waits for nothing else. At 12288 ``torch.compile`` is a little faster. The
-# page does not show why. Backward the roof is an addition, which sums nothing
-# across rows. The op has to write its partial sums and read them again, and its
-# second kernel cannot begin before the first has ended. Once each program has
-# several rows, both cost the same for any number of rows. So they weigh more in
-# a small matrix. On the site, the table *Beside other libraries* has small
-# matrices, and their backward is further from the roof.
+# and waits for nothing else. Backward the roof is an addition, which sums
+# nothing across rows. The op must write its partial sums and read them again,
+# and its second kernel cannot begin before the first has ended. Once each
+# program has several rows, both cost the same for any number of rows. So they
+# weigh more in a small matrix. On the site, the table *Beside other libraries*
+# has small matrices, and their backward is further from the roof.
 
 # %%
 # Break it: squares in half precision

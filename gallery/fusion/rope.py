@@ -25,7 +25,7 @@ After this page you can
 * read and write tensors in whatever layout they lie;
 * let one launch serve two tensors, here queries and keys;
 * use an op as its own backward;
-* write an op that changes its arguments, and say so to PyTorch.
+* write an op that changes its arguments, and declare that to PyTorch.
 """
 
 # sphinx_gallery_tags = ["elementwise", "autograd", "custom op", "memory bound"]
@@ -53,7 +53,7 @@ from triton_gallery.counting import Traffic
 
 
 def calls(T, B=8, D=128, **ours):
-    """Return what the page times, by name: ours, and what stands beside it."""
+    """Return what the page times, by name: ours, and the others."""
     q, k = heads(B, T, 32, D), heads(B, T, 8, D)
     cos, sin = tables(T, D, q.dtype)
     torch.compiler.reset()  # past eight lengths it would raise
@@ -433,7 +433,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # every dtype, in both pairings and layouts. The two products of a result may
 # cancel, so we measure the error against the length of the point. We allow
 # :math:`10^{-6}` of this length, 16 roundings to 24 bits, and two roundings to
-# the result's dtype. The op in place has to give the same bits.
+# the result's dtype. The op in place has to agree with the other bit for bit.
 
 
 def rope_complex(x, cos, sin, interleaved=False):
@@ -579,11 +579,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``torch.compile`` here, most of all backward. With heads outside,
 # ``torch.compile`` may be ahead forward: see *Beside other libraries* below.
 # ``rope_`` moves as many bytes as ``rope``: it saves memory, not traffic. With
-# few tokens it is faster all the same. The page does not show why.
+# few tokens it is faster all the same.
 
 # %%
-# Break it: an op that does not say so
-# ------------------------------------
+# Break it: an op that does not declare what it changes
+# -----------------------------------------------------
 #
 # PyTorch counts the changes of each tensor, and relies on what ops declare. If
 # a tensor that autograd kept was changed, the backward stops with an error.

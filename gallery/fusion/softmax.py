@@ -57,7 +57,7 @@ from triton_gallery.counting import Traffic, statements
 # .. math:: y_n = \frac{e^{x_n - m}}{\sum_k e^{x_k - m}}, \qquad
 #    m = \max_k x_k
 #
-# The maximum :math:`m` cancels. It stands there because :math:`e^{100}` is too
+# The maximum :math:`m` cancels; we subtract it because :math:`e^{100}` is too
 # large for float32. With PyTorch's operators, a softmax is five kernels.
 # ``Traffic``, in the opening of this page, is a *dispatch mode*: it sees each
 # of them, and notes what it reads and writes.
@@ -137,6 +137,12 @@ def softmax_rows(x, num_warps=4):
 # it is above -20, so an exponential is off by a relative :math:`20 \cdot
 # 2^{-24}`, and so is the sum. Twice that is 2.4e-6. The exponential function
 # itself and the division add a few roundings more, so we allow 5e-6.
+#
+# .. note::
+#
+#    Without a GPU, all this runs in Triton's interpreter. A kernel that is
+#    right there may be wrong on a GPU, or not compile: ``interpreter.md`` says
+#    what differs.
 
 if __name__ == "__main__":
     x = torch.randn(5, 1000, generator=generator, device=DEVICE)
@@ -151,7 +157,7 @@ if __name__ == "__main__":
 # ---------
 #
 # We time rows of three lengths in bfloat16, half a gigabyte each. Beside our
-# kernel stand ``torch.softmax``, ``torch.compile`` of it, and a copy, which is
+# kernel are ``torch.softmax``, ``torch.compile`` of it, and a copy, which is
 # the roof. The rate counts the bytes of the floor.
 
 ELEMENTS = 2**28
@@ -343,9 +349,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The op works along the last dimension of a tensor of any shape, and has a
 # backward. Rows that lie apart, as in ``x[:, :1000]``, are read where they are.
 # Other layouts are copied first. The code launches on the GPU of its input,
-# which need not be PyTorch's current one. The op is registered in the way of
-# the page ``what_a_call_costs.py``: on a GPU a call goes straight to the
-# launcher, and ``torch.compile`` looks into the ``triton_op``.
+# which need not be PyTorch's current one. The op is registered as
+# ``what_a_call_costs.py`` shows: on a GPU a call goes straight to the launcher,
+# and ``torch.compile`` looks into the ``triton_op``.
 
 from triton_gallery_ops.softmax import (
     SOFTMAX_ACC,
@@ -557,8 +563,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # loaded by an instruction of its own: ``unaligned_rows.py`` is about that. A
 # row of 2880 leaves three tenths of its block masked, as the op has two blocks
 # only beyond 4096. A row of 10000 has two blocks. The table after the op has
-# 5120 and 12288 in one block and in two. The page does not show why 10000 is
-# further from the roof than these.
+# 5120 and 12288 in one block and in two.
 #
 # Backward, at 16384, our program has 512 threads. The table after the op shows
 # how many registers a thread takes there. With more than 64, no two programs

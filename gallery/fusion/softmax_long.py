@@ -335,7 +335,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # GPT-2's vocabulary has 50257 tokens. Rows of an odd length begin at any
 # address, and no thread can load 16 bytes at once from an address that 16 does
 # not divide. So the op's blocks cover a row's *body*, from its first multiple
-# of 16 bytes to its last. What lies in front and behind are the row's *edges*.
+# of 16 bytes to its last. What is left on both sides are the row's *edges*.
 # ``VEC`` elements take 16 bytes, and the edges are fewer than ``2 * VEC``
 # elements:
 #
@@ -346,7 +346,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #     . . . x x x x x x x x x x x x x x x x . .
 #           edge|      body, in blocks    |edge
 #
-# Rows of ``x`` and of the result have to begin alike. Where they do not, as
+# Rows of ``x`` and of the result need the same alignment. Where they do not, as
 # with rows of 50257 that lie 50264 apart, the op loads each element by itself.
 # ``unaligned_rows.py`` explains this step by step.
 
@@ -374,7 +374,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # registers, as on the page ``softmax.py``, but always in one block. Rows of
 # more than 2048 elements that do not all begin at a multiple of 16 bytes take
 # two passes instead: only the two passes split a row into body and edges. The
-# op is registered in the way of the page ``what_a_call_costs.py``.
+# op is registered as ``what_a_call_costs.py`` shows.
 
 from triton_gallery_ops.softmax_long import (
     SOFTMAX_LONG_ACC,
@@ -447,8 +447,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(ladder).T.to_string(na_rep=""))
 
 # %%
-# How many rows should be under way? In front of each rate stands what part of
-# L2 these rows take. The op takes the first that is at most 0.52 forward, and
+# How many rows should be under way? In front of each rate is the part of L2
+# that these rows take. The op takes the first that is at most 0.52 forward, and
 # 0.7 backward, or else the last:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":

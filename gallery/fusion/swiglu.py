@@ -183,7 +183,7 @@ def calls(M, N=14336, ours=swiglu_flat):
 
 
 def rate(found, size, tensors=3):
-    """Return GB/s for so many tensors of so many elements in 16 bits."""
+    """Return GB/s for ``tensors`` tensors of ``size`` 16-bit elements."""
     return 2e-6 * tensors * size / found[0]
 
 
@@ -464,7 +464,7 @@ else:  # imported: a glance
     prove(torch.float32, 2, 3, 40)
 
 # %%
-# Rows that lie apart and rows that repeat give the same bits as contiguous
+# Rows that lie apart and rows that repeat give exactly the result of contiguous
 # tensors. Other layouts are copied:
 
 if __name__ == "__main__":
@@ -623,7 +623,7 @@ if __name__ == "__main__":
 # ----------
 #
 # 1. GeGLU has a GELU instead of the SiLU. Which lines change?
-# 2. The matrix product behind the op keeps its input, our ``out``, for the
+# 2. The matrix product after the op keeps its input, our ``out``, for the
 #    gradient of its weight. What would it cost to recompute ``out`` too?
 #
 # To read on:

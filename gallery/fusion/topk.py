@@ -93,7 +93,7 @@ if __name__ == "__main__":
 # The bits of negative floats are in reverse order, so we invert all of them but
 # the sign. As in PyTorch, NaN is larger than any number, and ``-0.0`` equals
 # ``0.0``. Of two equal floats, the one with the lower index makes the larger
-# word. So no two words are equal, and the result is the same each time.
+# word. So no two words are equal, and the result is deterministic.
 
 # %%
 # The first kernel
@@ -190,7 +190,7 @@ def random(N):
 
 
 def measure(ours, N, k):
-    """Time a function and what stands beside it."""
+    """Time a function and the others."""
     torch.compiler.reset()  # past eight lengths it would raise
     fast = torch.compile(torch.topk, dynamic=False, fullgraph=True)
     x = random(N)
@@ -254,7 +254,7 @@ if __name__ == "__main__":
 #     maxima    m0   m1   m2  ...  m63     64 words -> tl.topk -> 8 columns
 #
 #     8 columns, in parts of 8 elements    64 words -> tl.topk -> 8 parts
-#     8 parts, element by element          64 words -> tl.topk -> the result
+#     8 parts, one element a word          64 words -> tl.topk -> the result
 #
 # The eight largest elements are in the eight columns with the largest maxima,
 # because an element of another column has eight maxima above it. For the same
@@ -495,9 +495,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 
 # %%
 # This is what a call costs the CPU, in microseconds. The GPU works through a
-# queue that the CPU fills, so these figures matter where matrices are small. A
-# call of ours costs the CPU several times what PyTorch's costs, so for a few
-# short rows PyTorch's call may end first:
+# queue that the CPU fills, so these figures matter where matrices are small.
+# Our call costs the CPU several times what PyTorch's costs, so for a few short
+# rows PyTorch's call may end first:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     cost = results[results["N"] == 128].set_index("series")["CPU us"]
@@ -519,7 +519,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Up to 1000 elements, the op comes nearer to the roof as rows grow. For longer
 # rows it is further away, though a smaller part is sorted, and PyTorch gains on
-# long rows. The page does not show why.
+# long rows.
 
 # %%
 # Break it: bits as they are

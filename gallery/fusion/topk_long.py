@@ -15,9 +15,9 @@ Top-k of long rows
 ==================
 
 A language model samples among the ``k`` largest of a hundred thousand logits.
-Such rows are long, and often few. So many programs share a row. Each finds the
-``k`` largest of its part, and further kernels merge what the programs found.
-This page builds on ``topk.py``.
+Such rows are long, and often few. So a row is shared by many programs. Each
+finds the ``k`` largest of its part, and further kernels merge what the programs
+found. This page builds on ``topk.py``.
 
 After this page you can
 
@@ -189,7 +189,7 @@ def random(M, N):
 
 
 def measure(ours, M, N, k):
-    """Time a function and what stands beside it."""
+    """Time a function and the others."""
     torch.compiler.reset()  # past eight shapes it would raise
     fast = torch.compile(torch.topk, dynamic=False, fullgraph=True)
     x = random(M, N)

@@ -244,7 +244,7 @@ if __name__ == "__main__":
 # %%
 # * ``tl.multiple_of`` on an argument changes nothing.
 # * ``tl.max_constancy`` is a promise that eight neighbours in the mask are
-#   alike. For most ``N`` that is not true, and the last block would write
+#   equal. For most ``N`` that is not true, and the last block would write
 #   beyond the end.
 # * ``N // 8 * 8`` needs no promise: 8 divides it whatever ``N`` is, and the
 #   compiler can tell.
@@ -311,8 +311,8 @@ if __name__ == "__main__":
 # %%
 # With ``pid * N // 8 * 8`` the loads are wide, but most rows begin elsewhere.
 # So let the body begin at the *first* multiple of 16 bytes in the row. Then
-# there are two edges, in front of the body and behind it. Together they have
-# less than ``2 * VEC`` elements, where ``VEC`` elements take 16 bytes:
+# there are two edges, before the body and after it. Together they have less
+# than ``2 * VEC`` elements, where ``VEC`` elements take 16 bytes:
 #
 # .. code-block:: text
 #
@@ -328,10 +328,10 @@ if __name__ == "__main__":
 # The op
 # ------
 #
-# A row has to begin alike in ``x``, ``y`` and ``out``: as many elements after a
-# multiple of 16 bytes in each. In contiguous matrices it does. Where it does
-# not, ``VEC`` is 1, the body is the whole row, and elements are loaded one by
-# one. The op is registered in the way of the page ``what_a_call_costs.py``.
+# A row needs the same alignment in ``x``, ``y`` and ``out``: as many elements
+# after a multiple of 16 bytes in each. In contiguous matrices it does. Where it
+# does not, ``VEC`` is 1, the body is the whole row, and elements are loaded one
+# by one. The op is registered as ``what_a_call_costs.py`` shows.
 
 from triton_gallery_ops.add_rows import (
     ADD_ROWS_ACC,
@@ -345,8 +345,7 @@ from triton_gallery_ops.add_rows import (
 # wide loads only where 16 divides ``N``. First come the instructions of both
 # for any other ``N``, then the statements of the kernels, then figures for
 # three lengths: a multiple of 16, one of 8, and an odd one. Loads of one
-# element cost rows less than they cost the arrays above. The page does not show
-# why.
+# element cost rows less than they cost the arrays above.
 
 
 def rows(x, y, weight, VEC):
@@ -381,7 +380,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -----
 #
 # We compare every dtype with float64. The rows have several lengths, some lie
-# apart, and some do not begin alike. The product, the sum and the result are
+# apart, and some differ in alignment. The product, the sum and the result are
 # rounded, so we allow twice ``eps``, relative to the two terms. Then come
 # matrices whose columns lie apart, and weights that do.
 

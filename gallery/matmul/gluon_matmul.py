@@ -123,7 +123,8 @@ if __name__ == "__main__":
 #   warps, a *warpgroup*, issue it together, for 64 rows: each has 16 of them.
 # * A copy ends at an *mbarrier*, a counter in shared memory. A phase of it ends
 #   when all arrivals that ``init`` asks for and all bytes that ``expect`` names
-#   have come. Phases are 0 and 1 by turns. A wait for a phase awaits its end.
+#   have come. Phases alternate between 0 and 1. A wait for a phase awaits its
+#   end.
 
 
 @gluon.jit
@@ -208,8 +209,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Each step has variants, timed by turns. A table has the best rate of each, and
-# does not name the variant. ``torch.compile`` calls cuBLAS for a product, too.
+# Each step has variants, timed in rotation. A table has the best rate of each,
+# and does not name the variant. ``torch.compile`` calls cuBLAS for a product,
+# too.
 
 
 def rate_of(steps):
@@ -238,7 +240,7 @@ if __name__ == "__main__":
 # Can loads fly ahead?
 # --------------------
 #
-# While the first kernel waits for a load, it has no product under way. With a
+# While the first kernel waits for a load, it has no product in flight. With a
 # *ring* of ``STAGES`` buffers, later loads go on meanwhile. Triton's
 # ``num_stages`` makes one, in Gluon you write it. Step ``n`` uses buffer
 # ``n % STAGES``, and waits for phase ``n // STAGES & 1`` of its mbarrier:
@@ -250,7 +252,7 @@ if __name__ == "__main__":
 #     phase      0   0   0   0   1   1   1   1   0   0 ...
 #
 # ``is_async=True`` lets ``warpgroup_mma`` return at once. Then
-# ``warpgroup_mma_wait(1)`` waits until one product at most is under way: that
+# ``warpgroup_mma_wait(1)`` waits until at most one product is in flight: that
 # of step ``n``. So step ``n - 1`` is done, and its buffer can take the load of
 # step ``n - 1 + STAGES``.
 #
@@ -344,12 +346,12 @@ if __name__ == "__main__":
 # all bytes have arrived: both consumers wait for that. A phase of *empty* ends
 # when both consumers have given the buffer back: the producer waits for that.
 #
-# Can this ring stop for ever? The producer's step ``n`` waits for the buffer of
-# step ``n - STAGES``. A consumer gives it back in step ``n - STAGES + 1``, and
-# waits in each step for the load of that step. So with two buffers or more, a
-# load waits for earlier steps alone, and the earliest step that is not done can
-# go on. In the first ``STAGES`` steps all buffers are empty. The producer asks
-# for phase 1 there: a new mbarrier counts the phase before phase 0 as ended.
+# Can this ring deadlock? The producer's step ``n`` waits for the buffer of step
+# ``n - STAGES``. A consumer gives it back in step ``n - STAGES + 1``, and waits
+# in each step for the load of that step. So with two buffers or more, a load
+# waits for earlier steps alone, and the earliest step that is not done can go
+# on. In the first ``STAGES`` steps all buffers are empty. The producer asks for
+# phase 1 there: a new mbarrier counts the phase before phase 0 as ended.
 #
 # A thread of a consumer holds 64 * 256 / 128 = 128 sums, and the producer needs
 # few registers. ``maxnreg=168`` reserves 168 for each thread of three
@@ -611,7 +613,7 @@ if __name__ == "__main__":
 # The benchmark
 # -------------
 #
-# This is a layer of a model, in bfloat16, for so many tokens at a time. The
+# This is a layer of a model, in bfloat16, for several numbers of tokens. The
 # weight is a transpose, as in ``torch.nn.Linear``. ``CPU us`` is what a call
 # costs the CPU, which encodes three descriptors. Called one by one, small
 # products wait for the CPU; in a CUDA graph (``cuda_graphs.py``) they do not.
@@ -676,4 +678,4 @@ if __name__ == "__main__":
 # **2.** One consumer's arrival would end the phase, and the producer would
 # overwrite what the other consumer still reads. The second arrival counts for
 # the next phase, so the barrier's phases are no longer those of the code, and
-# the program may stop for ever.
+# the program may deadlock.

@@ -20,7 +20,7 @@ A linear layer with GELU
 
 A linear layer is a matrix product and a bias. In many models a GELU follows.
 PyTorch runs the GELU as a kernel of its own, which reads and writes the whole
-product again. A product of ours can apply it while its result is in registers.
+product again. Our product can apply it while its result is in registers.
 
 After this page you can
 
@@ -97,7 +97,7 @@ if __name__ == "__main__":
 # ----------------
 #
 # A program computes one tile of ``y``. It walks along ``K``, and adds up
-# products of tiles. What stands behind the loop is the *epilogue*:
+# products of tiles. What follows the loop is the *epilogue*:
 #
 # .. code-block:: text
 #
@@ -632,7 +632,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # A call costs the CPU time too. For a small layer it takes longer than the GPU
 # needs. Called one by one, such layers gain nothing from a faster kernel, but
-# behind other work, or in a CUDA graph (``cuda_graphs.py``), they do.
+# while the GPU has other work, or in a CUDA graph (``cuda_graphs.py``), they
+# do.
 #
 # ``torch.compile`` leaves the product to cuBLAS here, and writes one kernel for
 # the GELU. With ``mode="max-autotune-no-cudagraphs"`` it tries Triton products

@@ -164,6 +164,12 @@ def tile_matmul(a, b, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, num_warps=4):
 # largest number. None is larger than :math:`s = \sum_k |a_{mk}\,b_{kn}|`, so
 # the accumulator is off by at most :math:`K\,2^{-23} s`. The store rounds the
 # result by at most :math:`2^{-11}` of it.
+#
+# .. note::
+#
+#    Without a GPU, all this runs in Triton's interpreter. A kernel that is
+#    right there may be wrong on a GPU, or not compile: ``interpreter.md`` says
+#    what differs.
 
 
 def error_bound(a, b, rounding):
@@ -364,8 +370,8 @@ if __name__ == "__main__":
 # the missing bits do.
 
 # %%
-# Operands that lie otherwise
-# ---------------------------
+# Transposed and strided operands
+# -------------------------------
 #
 # ``torch.nn.Linear`` multiplies with a transposed weight. A transpose in
 # PyTorch copies nothing. It exchanges the *strides*, which say how far apart
@@ -413,8 +419,8 @@ if __name__ == "__main__":
 # smaller where the matrix is: a row takes a tile of 16. ``num_stages`` is how
 # many steps wait in shared memory. Float32 has all its bits, as in PyTorch,
 # unless ``input_precision`` says otherwise. One program owns a tile and goes
-# along ``K`` in order, so the result is the same each time. The op is
-# registered in the way of the page ``what_a_call_costs.py``.
+# along ``K`` in order, so the result is deterministic. The op is registered as
+# ``what_a_call_costs.py`` shows.
 
 from triton_gallery_ops.matmul import MATMUL_TILES, _matmul_kernel, matmul
 
@@ -506,8 +512,8 @@ if __name__ == "__main__":
 # %%
 # Rows that lie apart, and one row repeated: strides may be anything, 0 too.
 # ``gradcheck`` compares the gradient with finite differences, and
-# ``gradgradcheck`` the gradient's own gradient. What stands past the end of
-# ``K`` must not be read, even if it is NaN:
+# ``gradgradcheck`` the gradient's own gradient. Elements past the end of ``K``
+# must not be read, even if they are NaN:
 
 if __name__ == "__main__":
     x = random(40, 90, dtype=torch.float32)
@@ -597,8 +603,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # tokens, the weight is a transposed ``b``, as in the slower rows of the table
 # above. Neither product of the backward has a transposed ``b``; from 1024
 # tokens on it comes closer to cuBLAS. With fewer tokens it is further away than
-# the forward. The page does not show why. ``tuned_matmul.py`` looks for what a
-# transposed ``b`` costs. Three more things are left to do. Its programs start
+# the forward. ``tuned_matmul.py`` measures what a transposed ``b`` costs.
+# Three more things are left to do. The programs of this kernel start
 # row by row, whatever they share in the L2 cache: ``tile_order.py`` measures
 # what another order gains, and other numbers of stages. Its threads compute
 # addresses and masks and hold them in registers, and no program loads the next
@@ -699,7 +705,7 @@ if __name__ == "__main__":
 # **1.** A float16 has 11 significant bits, so past 2048 its neighbours are 2
 # apart. But ``tl.dot`` adds up several products before it adds them to the
 # accumulator, here 32, so ones still reach 4096. Terms of 0.1 are rounded at
-# every step, to something else than 409.5.
+# every step, to something other than 409.5.
 #
 # **2.** Rows past ``M`` lie past the end of the matrix. To read there may be an
 # illegal access. Along ``K``, the zeros of one operand cancel what the other

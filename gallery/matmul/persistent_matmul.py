@@ -149,7 +149,7 @@ def tile_kernel(a_desc, b_desc, c_desc):
 
 
 def descriptors(a, b, c, tile, parts=1):
-    """Return descriptors; a block of c is one of so many parts of a tile."""
+    """Return descriptors; a tile has ``parts`` blocks of c."""
     m, n, k = tile
     blocks = [m, k], [k, n], [m, n // parts]
     pairs = zip((a, b, c), blocks, strict=True)
@@ -204,8 +204,8 @@ if __name__ == "__main__" and CAN:
 #
 # The table has this kernel and cuBLAS, which ``torch.compile`` calls, too. Each
 # step of this page is tried with the same tiles, warps and stages. They are
-# timed by turns. A table has the best rate of each step, and does not say which
-# tile and how many stages gave it.
+# timed in rotation. A table has the best rate of each step, and does not say
+# which tile and how many stages gave it.
 
 
 def rates(calls, M, K, N):
@@ -591,7 +591,7 @@ if __name__ == "__main__" and CAN:
 # -------------
 #
 # This is a layer of a model with 4096 inputs and 14336 outputs, in bfloat16,
-# for so many tokens at a time. The weight is a transpose, as in
+# for several numbers of tokens. The weight is a transpose, as in
 # ``torch.nn.Linear``. The backward computes both gradients, through autograd.
 # ``CPU us`` is what a call costs the CPU, which encodes three descriptors.
 # Called one by one, small products wait for the CPU; in a CUDA graph
@@ -656,9 +656,6 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 #   memory bounds the product. ``skinny_matmul.py`` is about up to 64 tokens.
 # * *Beginning and end*: with a short ``K`` the first loads and the last stores
 #   are a larger part of a tile's time. The table of steps has such a size.
-#
-# Backward, 4096 x 2880 x 5120 has 0.91 of cuBLAS's rate on an H100, and 1.01 on
-# an H200, with the same tiles. The page does not show why.
 
 # %%
 # Go further
@@ -681,7 +678,7 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # -------
 #
 # **1.** A stage has 384 rows of 256 bytes, 96 KB. Beside the half tile of 32 KB
-# two fit. As many bytes are under way as with four stages of 64.
+# two fit. As many bytes are in flight as with four stages of 64.
 #
 # **2.** The accumulator would begin as a tile of ``c`` instead of zeros. The
 # descriptor of ``c`` has half a tile as its block, so the kernel loads two and

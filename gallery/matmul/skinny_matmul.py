@@ -4,7 +4,7 @@
 #
 # [tool.triton-gallery]
 # description = """
-# Multiply few rows by a large weight matrix: keep more loads under way, and
+# Multiply few rows by a large weight matrix: keep more loads in flight, and
 # split the sum over K among more programs."""
 # dtypes = ["float16", "bfloat16", "float32"]
 # backward = false
@@ -18,14 +18,14 @@ A language model that writes one token at a time multiplies few rows, often a
 single one, by each of its weight matrices. Such a product has to read all
 weights and computes little with each of them. So the memory sets the pace, and
 not the tensor cores. The tiles of an ordinary matrix product are too few to
-keep the memory busy. This page keeps more loads under way in each program, and
+keep the memory busy. This page keeps more loads in flight in each program, and
 splits the sum over ``K``, the columns of the weights, among more programs.
 
 After this page you can
 
 * tell by counting whether memory or arithmetic bounds a product;
-* count how many bytes are under way, and choose stages and splits by it;
-* split the sum over ``K``, and add the parts with the same bits each time;
+* count how many bytes are in flight, and choose stages and splits by it;
+* split the sum over ``K``, and add the parts deterministically;
 * sum each row in the same parts, however many rows come with it.
 """
 
@@ -214,16 +214,16 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{M} x {K} x {N}, GB/s: {found}")
 
 # %%
-# How many loads are under way?
+# How many loads are in flight?
 # -----------------------------
 #
 # A memory keeps its rate only while enough loads are *in flight*: begun and not
 # yet done. Suppose that a load takes a microsecond. At 4.8 TB/s, 4.8 MB then
 # have to be in flight, 36 KB for each of the 132 multiprocessors of an H200, or
-# 25 KB at the 3.35 TB/s of an H100. A program of ours has ``num_stages - 1``
-# blocks of weights in flight, of 16 KiB each: the compiler copies them into
-# shared memory ahead of the loop (``tile_order.py`` shows how). With three and
-# with five stages, how much is in flight for a multiprocessor, on average?
+# 25 KB at the 3.35 TB/s of an H100. Our program has ``num_stages - 1`` blocks
+# of weights in flight, of 16 KiB each: the compiler copies them into shared
+# memory ahead of the loop (``tile_order.py`` shows how). With three and with
+# five stages, how much is in flight for a multiprocessor, on average?
 
 PROCESSORS = 132  # of an H200
 
@@ -291,8 +291,8 @@ if __name__ == "__main__":
 # Some weights cannot be copied into shared memory 16 bytes at a time, as their
 # rows do not begin at multiples of 16 bytes. In half precision, they then go
 # through registers. For such weights the op halves ``BLOCK_K`` and takes two
-# stages, so that the registers suffice. The op is registered in the way of the
-# page ``what_a_call_costs.py``: on a GPU a call goes straight to the launcher.
+# stages, so that the registers suffice. The op is registered as
+# ``what_a_call_costs.py`` shows: on a GPU a call goes straight to the launcher.
 
 from triton_gallery_ops.skinny_matmul import (
     SKINNY_MATMUL_DTYPES,
@@ -498,8 +498,8 @@ if __name__ == "__main__":
     prove(weight[:64, :12], x.T)
 
 # %%
-# A row should have the same bits each time, and whatever rows come with it. We
-# count the results of 20 calls, and the elements of a row that differ when
+# A row's result should be the same in every call, whatever rows come with it.
+# We count the results of 20 calls, and the elements of a row that differ when
 # fewer rows come with it. (This needs a GPU. In the interpreter, NumPy adds up
 # each block, in an order that may depend on the number of rows.)
 
@@ -615,14 +615,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    at a time. With ``K = 2880``, how many blocks does a program have, with
 #    stream-K and without? What has to be added up, and where?
 # 3. For one row, 15 of 16 columns are masked. A kernel without ``tl.dot`` could
-#    multiply element by element. Which promise of the op would it break?
+#    multiply one element at a time. Which promise of the op would it break?
 #
 # To read on:
 #
 # * ``persistent_matmul.py`` is about products of many rows, ``tuned_matmul.py``
 #   too, for any strides and any GPU.
 # * ``few_long_rows.py`` compares the same three ways to add parts for sums of
-#   rows, where a row gives the same bits in any batch.
+#   rows, where a row's result does not depend on the batch.
 # * ``cuda_graphs.py`` is about launches that a model repeats for each token.
 
 # %%

@@ -449,7 +449,7 @@ if __name__ == "__main__":
 # So the length of a row may be odd, but not the step from row to row. In
 # float16, 8 elements are 16 bytes.
 #
-# * For ``x.T``, describe ``x`` and write ``.T`` behind the load.
+# * For ``x.T``, describe ``x`` and write ``.T`` after the load.
 #   ``persistent_matmul.py`` does that.
 # * For an odd step or address, copy the matrix into one with longer rows, or
 #   load it with pointers.
@@ -482,9 +482,8 @@ if __name__ == "__main__":
 #
 # In the kernels above, all warps do all things. With *warp specialisation* one
 # warp starts the copies, and others multiply. ``warp_specialize=True`` on a
-# loop asks the compiler for that. The compiler may fail, or do nothing and not
-# say so.
-# The TTGIR tells: an operation ``ttg.warp_specialize`` stands there, or not.
+# loop asks the compiler for that. The compiler may fail, or silently do
+# nothing. The TTGIR tells: it has an operation ``ttg.warp_specialize``, or not.
 
 
 def outcome(found):
@@ -569,6 +568,6 @@ if __name__ == "__main__" and CAN:
 #
 # **2.** A row of negative numbers would have the maximum 0. With
 # ``padding="nan"`` the tile has NaN past the edge, which the kernel can replace
-# by ``-inf``. NaN that stand in the matrix are lost with them.
+# by ``-inf``. NaN that are in the matrix are lost with them.
 #
 # **3.** Of four: an element has four bytes.

@@ -300,8 +300,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # with a tile of 128 x 256 fits on a multiprocessor, as a later table counts. An
 # H200 has 132 multiprocessors, so programs 0 to 131 run first. They are the
 # first *wave*. In the figure, their tiles are blue. The strips that they read
-# are orange: those of A stand on the left, and those of B on top. (Without a
-# GPU, the page takes 132 multiprocessors and an L2 of 50 MiB.)
+# are orange: those of A are on the left, and those of B on top. (Without a GPU,
+# the page takes 132 multiprocessors and an L2 of 50 MiB.)
 
 SIZE, TILE_M, TILE_N = 8192, 128, 256
 GROUPS = [1, 2, 4, 8, 16, 32]
@@ -348,7 +348,7 @@ if __name__ == "__main__":
 
 
 def simulate(tiles, capacity, step=512):
-    """Return the bytes that an LRU cache of so many bytes has to fetch.
+    """Return the bytes that an LRU cache of ``capacity`` has to fetch.
 
     The programs of a wave go along K in step, ``step`` elements at a time.
     """
@@ -410,12 +410,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # A load from memory takes hundreds of cycles. A program that loads, waits and
 # then multiplies would leave the tensor cores idle while it waits. With
 # ``num_stages``, the compiler *pipelines* the loop: copies for later rounds of
-# the loop are under way while it multiplies. We compile the kernel for an H100,
+# the loop are in flight while it multiplies. We compile the kernel for an H100,
 # in a child process that needs no GPU, and read the TTGIR, one of the
 # compiler's forms of the kernel. (``compiler_stages.py`` explains it, and
-# ``compile_all`` stands in the opening of this page.) We print the lines about
+# ``compile_all`` is in the opening of this page.) We print the lines about
 # buffers, copies and products, each with its tile's shape. *Wait for copies but
-# 2* means: wait until at most two copies are still under way.
+# 2* means: wait until at most two copies are still in flight.
 
 BLOCKS = {"BLOCK_M": TILE_M, "BLOCK_N": TILE_N, "BLOCK_K": 64, "GROUP_M": 8}
 # Integers that 16 divides here; a stride along a row is 1.
@@ -461,7 +461,7 @@ if __name__ == "__main__":
 # %%
 # Three buffers lie in shared memory for A and three for B. Before the loop, the
 # copies for the first two rounds start, one of A and one of B for each. A round
-# waits until its own two tiles have arrived; the next round's may be under way.
+# waits until its own two tiles have arrived; the next round's may be in flight.
 # It starts its multiplication. Then it waits for that of the round before, so
 # that the buffers of that round are free, and starts the copies of the round
 # after the next, into these buffers. The compiler made *asynchronous copies* of
@@ -568,15 +568,15 @@ if __name__ == "__main__":
 # * **Instructions are not the limit.** The four that multiply take 16 of the
 #   round's 64 steps along ``K`` each, and keep the tensor cores busy for longer
 #   than it takes to issue the whole loop.
-# * **All warps go in step.** They meet at two barriers in a round. One stands
+# * **All warps go in step.** They meet at two barriers in a round. One comes
 #   before the multiplication, as a warp multiplies what others have copied. The
-#   other stands before the copies, which overwrite what another warp may still
+#   other comes before the copies, which overwrite what another warp may still
 #   multiply. A warp that is late holds up all others.
 # * **Every thread copies.** It computes the addresses and masks of its copies,
 #   which are most of the loop, and it keeps addresses in registers. GPUs since
 #   Hopper have a copy engine: one thread asks it for a whole tile by one
 #   instruction.
-# * **Nothing overlaps a program's end.** Behind the loop it stores its tile and
+# * **Nothing overlaps a program's end.** After the loop it stores its tile and
 #   starts no copy, for it has no next tile. If it is the only program on its
 #   multiprocessor, the tensor cores are idle meanwhile, and again until the
 #   first tiles of the next program have arrived. The shorter ``K``, the larger
@@ -635,14 +635,14 @@ if __name__ == "__main__":
 #
 # Look for these, in this order. The words in italics are headings.
 #
-# 1. **The comparison.** Are both called by turns, with the same data and a cold
-#    L2, and do both take float32 as TF32, or neither? ``benchmarking.py``, and
-#    ``matmul.py``, *What becomes of tl.dot?* Small matrices may show the time
-#    of the CPU: ``what_a_call_costs.py``.
+# 1. **The comparison.** Are both called in rotation, with the same data and a
+#    cold L2, and do both take float32 as TF32, or neither? ``benchmarking.py``,
+#    and ``matmul.py``, *What becomes of tl.dot?* Small matrices may show the
+#    time of the CPU: ``what_a_call_costs.py``.
 # 2. **Few rows.** Then the memory sets the pace. ``skinny_matmul.py`` is for up
 #    to 64. From 65 to some 500 rows, cuBLAS may be faster than all ops here.
 # 3. **Narrow loads.** Unless 16 divides the sizes, and the strides other than
-#    1, the compiler may load number by number: ``tuned_matmul.py``, *Which
+#    1, the compiler may load one element at a time: ``tuned_matmul.py``, *Which
 #    loads are wide?*
 # 4. **Spilled registers**, as of too large a tile. ``matmul.py``, *How large a
 #    tile?*, counts them. None of its tiles has any.

@@ -15,10 +15,10 @@ A product for every shape and layout
 ====================================
 
 The kernel of ``matmul.py`` takes matrices of any size and any strides, but it
-is not as fast for all of them. Some matrices are loaded number by number. With
-others, each multiplication may wait for the one before it. This page finds both
-in the compiled code, removes both, and measures what that gains. Its op also
-chooses a tile for each shape.
+is not as fast for all of them. Some matrices are loaded one element at a time.
+With others, each multiplication may wait for the one before it. This page finds
+both in the compiled code, removes both, and measures what that gains. Its op
+also chooses a tile for each shape.
 
 After this page you can
 
@@ -298,19 +298,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # Ahead of the loop's multiplications, threads copy the next tiles from memory
 # to shared memory (``tile_order.py``): 4, 8 or 16 bytes at a time, if the
-# compiler knows that so many lie side by side. For each integer argument of a
+# compiler knows that they lie side by side. For each integer argument of a
 # launch, Triton notes whether it is 1 and whether 16 divides it, and compiles
 # the kernel for that. So a stride of 1 is known, and with it the direction in
 # which elements lie side by side.
 #
 # What becomes of each layout and size? We compile for an H100, in a child
-# process that needs no GPU (``compile_all`` stands in the opening), and read
-# the SASS, the GPU's own instructions. The table counts those of the loop:
-# copies of 16 bytes, loads of 2 bytes, multiplications of tiles (*products*),
-# waits for products, and all instructions. Its last columns are the registers
-# of a thread, and the bytes of registers that it *spills*, which is to keep
-# them in memory. The last row stands for sizes like 4104 and like 4095: of
-# both, the compiler knows alike that 16 does not divide them.
+# process that needs no GPU (``compile_all`` is in the opening), and read the
+# SASS, the GPU's own instructions. The table counts those of the loop: copies
+# of 16 bytes, loads of 2 bytes, multiplications of tiles (*products*), waits
+# for products, and all instructions. Its last columns are the registers of a
+# thread, and the bytes of registers that it *spills*, which is to keep them in
+# memory. The last row stands for sizes like 4104 and like 4095: of both, the
+# compiler knows alike that 16 does not divide them.
 
 BLOCKS = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64}
 STRIDES = ["stride_am", "stride_ak", "stride_bk", "stride_bn"]
@@ -387,7 +387,7 @@ if __name__ == "__main__":
 # * **Other sizes**, such as odd ones. Every other row of 8193 elements begins
 #   at an odd multiple of 2 bytes, where not even 4 bytes can be copied at a
 #   time. The launcher first copies such an operand into a buffer. There, rows
-#   begin at multiples of 16 bytes, and zeros stand behind each row:
+#   begin at multiples of 16 bytes, and zeros follow each row:
 #
 # .. code-block:: text
 #
@@ -414,15 +414,15 @@ if __name__ == "__main__":
 # Triton's compiler does not write the three further waits. ``ptxas``, NVIDIA's
 # assembler, adds them, and says why if it is asked. It adds them where an
 # instruction that is no product writes a register of the accumulator, while
-# products may be under way. Which instruction is that? If ``K`` is 0, the loop
+# products may be in flight. Which instruction is that? If ``K`` is 0, the loop
 # does not run, and the result is zeros. The compiler may write these zeros on a
 # path of their own, around the loop.
 #
 # A launcher can see to it that ``K`` is at least 1, but the compiler has to
 # know it too. With ``LEAST = 1``, the loop goes up to ``tl.maximum(K, 1)``. So
 # it runs at least once, and there is no path around it. This table has the
-# counts with ``LEAST = 1``. Under it stands what ``ptxas`` says of the code of
-# both tables. If nothing stands there, ``ptxas`` said nothing. The ladder after
+# counts with ``LEAST = 1``. Under it is what ``ptxas`` says of the code of both
+# tables. If there is no such line, ``ptxas`` printed nothing. The ladder after
 # the op has the rates with 0 and with 1. The op takes 1 if ``B`` is transposed,
 # and else 0.
 
@@ -508,10 +508,9 @@ if __name__ == "__main__":
 # tile and three stages. *VEC* runs the op's kernel on the operands as they lie.
 # *Rows copied* first copies those that need it. ``LEAST = 1`` helps where ``B``
 # is transposed and 16 divides the sizes. It costs speed in the other columns,
-# though its loop is shorter. The page does not show why. ``VEC`` helps
-# multiples of 8, and where no operand needs it, it costs some speed. Copied
-# rows help odd sizes, where cuBLAS is far below ``torch.compile``, and change
-# no other column. The sizes are M, K and N:
+# though its loop is shorter. ``VEC`` helps multiples of 8, and where no operand
+# needs it, it costs some speed. Copied rows help odd sizes, where cuBLAS is far
+# below ``torch.compile``, and change no other column. The sizes are M, K and N:
 
 LADDER = {
     "square": (8192, 8192, 8192, "A, B"),
@@ -739,6 +738,6 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # stride to the kernel, and return the first ``N`` columns. The result is then
 # not contiguous, and many ops that follow copy it.
 #
-# **2.** The owner can store the weight with zeros behind each row, up to a
+# **2.** The owner can store the weight with zeros after each row, up to a
 # multiple of 8 elements, do the same with the activations, and multiply along
 # the longer ``K``.

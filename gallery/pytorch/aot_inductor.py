@@ -73,7 +73,7 @@ def normalize_kernel(
     eps,
     BLOCK_N: tl.constexpr,
 ):
-    # In int32, row times N would overflow behind element 2**31.
+    # In int32, row times N would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     mask = offs_n < N
@@ -362,8 +362,8 @@ if __name__ == "__main__":
 # ------------------------
 #
 # With ``opaque=True`` it was ``custom_op`` that registered the op, and Inductor
-# can't look into that. The package calls the op by its name and has no kernel
-# of ours. The server does not know that name (``which_api.py`` has the same on
+# can't look into that. The package calls the op by its name and has none of our
+# kernels. The server does not know that name (``which_api.py`` has the same on
 # a CPU):
 
 if __name__ == "__main__" and DEVICE.type == "cuda":

@@ -87,7 +87,7 @@ def lerp_kernel(
     N,
     BLOCK: tl.constexpr,
 ):
-    # In int32 the product below would overflow behind element 2**31.
+    # In int32 the product below would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     mask = offs < N
@@ -378,8 +378,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Count the kernels
 # -----------------
 #
-# A graph made with ``keep_graph=True`` can be dumped as text, where each kernel
-# stands with its grid. Here 32 samples are averaged in as many steps.
+# A graph made with ``keep_graph=True`` can be dumped as text, which lists each
+# kernel with its grid. Here 32 samples are averaged in as many steps.
 
 
 def average(op, x, samples, weight):

@@ -13,8 +13,8 @@ An op and PyTorch's subsystems
 
 A Triton kernel that became an op (see ``triton_op.py``) runs and compiles. The
 rest of PyTorch knows nothing of it yet: some parts raise an error, some are
-slow, some are wrong without a word. This page gives each part the same op
-twice, bare and registered, and compares the results with float64.
+slow, some are silently wrong. This page gives each part the same op twice, bare
+and registered, and compares the results with float64.
 
 After this page you can
 

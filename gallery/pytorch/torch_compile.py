@@ -5,16 +5,16 @@
 # [tool.triton-gallery]
 # description = """
 # Call a bare Triton kernel in a function under torch.compile, and see where
-# that goes wrong without a word."""
+# that goes wrong silently."""
 # ///
 r"""
 Kernels in torch.compile
 ========================
 
-``torch.compile`` takes a function that launches a Triton kernel as it stands:
-nothing to declare, no graph break. It reads the kernel to learn what it
-writes. This page watches it do so, and shows where that goes wrong without a
-word. It follows ``autotune.py``.
+``torch.compile`` takes a function that launches a Triton kernel as it is:
+nothing to declare, no graph break. It reads the kernel to learn what it writes.
+This page watches it do so, and shows where that goes wrong silently. It follows
+``autotune.py``.
 
 After this page you can
 
@@ -50,10 +50,10 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 # The problem in bytes
 # --------------------
 #
-# Here an addition stands among four other operators. Run one by one, these move
-# ``8 * N`` bytes of float32 each, and the addition moves ``12 * N``: together
-# 44 for an element. The floor is 12: read ``x`` and ``y``, write the result.
-# Left alone, ``torch.compile`` reaches it, with one kernel for all five.
+# Here an addition is one of five operators. Run one by one, the others move
+# ``8 * N`` bytes of float32 each, and the addition ``12 * N``: together 44 for
+# an element. The floor is 12: read ``x`` and ``y``, write the result. Left
+# alone, ``torch.compile`` reaches it, with one kernel for all five.
 
 
 def chain_torch(x, y):
@@ -79,7 +79,7 @@ def add_kernel(
     N,
     BLOCK: tl.constexpr,
 ):
-    # In int32 the product below would overflow behind element 2**31.
+    # In int32 the product below would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     mask = offs < N
@@ -127,7 +127,7 @@ def chain_(x, y):
 # The check
 # ---------
 #
-# The kernel has to return the float64 sum, rounded to float32, bit by bit.
+# The kernel has to return the float64 sum, rounded to float32, bit for bit.
 
 torch.manual_seed(0)
 for shape in ((), (4096,), (31, 257), (2, 0, 3)):

@@ -66,7 +66,7 @@ def softmax_kernel(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     row = tl.program_id(axis=0).to(tl.int64)
     offs = tl.arange(0, BLOCK)  # (BLOCK,)
     mask = offs < N
-    # What lies behind the end of a row is -inf: exp makes it 0.
+    # Past the end of a row the tile holds -inf: exp makes it 0.
     x = tl.load(x_ptr + row * N + offs, mask=mask, other=-float("inf"))
     e = tl.exp(x - tl.max(x, axis=0))  # (BLOCK,)
     tl.store(y_ptr + row * N + offs, e / tl.sum(e, axis=0), mask=mask)
@@ -225,9 +225,9 @@ def register(name, words, inputs, launcher, visible):
 # %%
 # Then comes the gradient. ``register_autograd`` makes a ``Function`` of two
 # functions and enters it at the autograd key. Or a ``Function`` of our own
-# stands in front of the op. Or our own is entered at the autograd key. Then it
-# has to switch that key off before it calls the op, or it would call itself;
-# PyTorch documents no way to switch it off.
+# comes before the op. Or our own is entered at the autograd key. Then it has to
+# switch that key off before it calls the op, or it would call itself; PyTorch
+# documents no way to switch it off.
 
 
 def make(way):
@@ -299,9 +299,9 @@ if __name__ == "__main__":
 # What a call costs
 # -----------------
 #
-# ``cpu_time`` takes a batch of one call, then of the next, by turns. The GPU is
-# idle when a batch begins, has less to do than the CPU, and its queue holds a
-# whole batch: no call waits for it. It is wall-clock time, because autograd
+# ``cpu_time`` takes a batch of one call, then of the next, in rotation. The GPU
+# is idle when a batch begins, has less to do than the CPU, and its queue holds
+# a whole batch: no call waits for it. It is wall-clock time, because autograd
 # runs a backward in a thread of its own.
 
 
@@ -324,7 +324,7 @@ def cpu_time(calls, batch=20, turns=50):
 # %%
 # Three columns: no gradient is wanted; one is wanted, so the call prepares for
 # it; and the backward, by ``torch.autograd.grad``. On a GPU ``torch.compile``
-# and the replay of a CUDA graph (``cuda_graphs.py``) stand below. A loop finds
+# and the replay of a CUDA graph (``cuda_graphs.py``) are below. A loop finds
 # all that it needs in the CPU's caches, a call in a model may not: so in the
 # first table a batch is one call, and all other ways are called in between.
 
@@ -613,7 +613,7 @@ if __name__ == "__main__":
 #
 # It is ``triton_op, impl, register_autograd``, as in ``softmax.py``. Where
 # compilers must not look into an op, as in ``persistent_matmul.py``, a
-# ``custom_op`` stands in the place of the ``triton_op``. In outline:
+# ``custom_op`` takes the place of the ``triton_op``. In outline:
 #
 # .. code-block:: python
 #

@@ -89,7 +89,7 @@ def square_kernel(
     N,
     BLOCK: tl.constexpr,
 ):
-    # In int32 the product below would overflow behind element 2**31.
+    # In int32 the product below would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     x = tl.load(x_ptr + offs, mask=offs < N)  # (BLOCK,)
@@ -158,7 +158,7 @@ bare, square, square_opaque = wrap().values()
 # The check
 # ---------
 #
-# The float64 product, rounded to float32, has to come out bit by bit.
+# The float64 product, rounded to float32, has to come out bit for bit.
 
 for shape in ((1024,), (31, 257)):
     x = torch.randn(shape, device=DEVICE)
@@ -290,7 +290,7 @@ ROWS += [flop_counter, cpu_fallback, tensor_subclass, vmap, cuda_graph]
 # --------------
 #
 # The tutorial goes on: of the options of ``autotune``, ``torch.compile`` takes
-# only ``configs`` and ``key``; ``heuristics`` may stand above ``autotune``, not
+# only ``configs`` and ``key``; ``heuristics`` may come above ``autotune``, not
 # below; a flop formula takes ``(x_shape)``. An option like ``restore_value``
 # matters to a kernel that changes what it reads (see ``autotune.py``). Ours
 # adds 1 to a counter. After tuning and one call the counter must be 1.

@@ -345,8 +345,8 @@ if __name__ == "__main__":
 #
 # * **dtype and layout.** Any address will do. Two float16 are read as one
 #   float32, a strided vector as if it were contiguous.
-# * **length.** If a vector has fewer than ``N`` numbers, the kernel goes on
-#   behind its end.
+# * **length.** If a vector has fewer than ``N`` numbers, the kernel reads and
+#   writes past its end.
 # * **alignment.** The linker's function looks. The launcher of ``BY_16`` itself
 #   does not, if you call that one.
 # * **N = 0.** The launcher launches nothing and forgets its ``return``: what

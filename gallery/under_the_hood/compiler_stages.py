@@ -329,8 +329,8 @@ if __name__ == "__main__":
 # number, ``tid.x``. It loads four numbers and adds them. The layout puts a row
 # into 16 threads of a warp, so four *shuffles* follow. The first adds the sum
 # of the thread 8 places away (its shuffle is printed), the next ones 4, 2 and
-# 1. The load stands there in quotation marks: Triton wrote it in PTX already,
-# and LLVM hands it on.
+# 1. The load is in quotation marks there: Triton wrote it in PTX already, and
+# LLVM hands it on.
 
 # %%
 # PTX: instructions
@@ -366,7 +366,7 @@ if __name__ == "__main__":
 
 # %%
 # ``LDG.E.128`` loads 128 bits into four registers, the named one and the next
-# three. ``@P0`` in front of it is the mask. Before that stand five fields about
+# three. ``@P0`` in front of it is the mask. Before that come five fields about
 # waiting, for which a warp has a few *scoreboards*:
 #
 # 1. which scoreboards it waits for, a bit for each, as a decimal number;
@@ -375,9 +375,9 @@ if __name__ == "__main__":
 # 4. ``Y`` if another warp may go first;
 # 5. the cycles before the next instruction, hexadecimal.
 #
-# Here the load keeps a scoreboard busy, and the bit of that one stands in front
-# of the first ``FADD``. The SASS at the end of this page lacks these fields: it
-# is the work of another tool, ``nvdisasm``.
+# Here the load keeps a scoreboard busy, and the bit of that scoreboard is in
+# front of the first ``FADD``. The SASS at the end of this page lacks these
+# fields: it is the work of another tool, ``nvdisasm``.
 
 # %%
 # A tl.dot
@@ -469,7 +469,7 @@ if __name__ == "__main__":
 # Pipelining: num_stages
 # ----------------------
 #
-# While a dot runs, tiles of later iterations can be under way. How many is
+# While a dot runs, tiles of later iterations can be in flight. How many is
 # yours to say, by the option ``num_stages``. An *asynchronous copy* goes from
 # the GPU's memory to a buffer in shared memory, and no thread waits for it.
 
@@ -505,7 +505,7 @@ if __name__ == "__main__":
 # With *n* stages, the copies of ``a`` and ``b`` for *n* - 1 iterations start
 # before the loop. From then on each iteration starts two copies. (With one
 # stage, an A100 loads into registers instead.) The price is shared memory:
-# ``a`` and ``b`` have so many ``buffers`` each, of two bytes an element. (The 8
+# ``a`` and ``b`` have ``buffers`` copies each, of two bytes an element. (The 8
 # bytes more for each stage of an H100 tell it that a copy has ended.)
 #
 # From two stages on, an H100 has one buffer more than an A100. Its dot reads
@@ -563,7 +563,7 @@ if __name__ == "__main__":
 #   Threads load it from there after the loop. The text has one dot before the
 #   loop and one in it.
 # * An **MI300** loads into registers and stores from there to shared memory.
-#   The dots of the last two iterations stand after the loop, so its code has
+#   The dots of the last two iterations come after the loop, so its code has
 #   three times the instructions of one dot.
 #
 # On NVIDIA's GPUs, where more stays out of registers, a thread needs fewer of
@@ -577,9 +577,9 @@ if __name__ == "__main__":
 #
 # Triton knows each layout as a *linear* one. Write the number of a lane (a
 # thread in its warp) in binary. Each of its bits stands for a step through the
-# tile, so many rows down and columns to the right, and *xor* combines the steps
-# of the bits that are 1. The numbers of registers and of warps have steps as
-# well. Here Triton reads its own TTGIR and is asked for the steps. No
+# tile, some rows down and some columns to the right, and *xor* combines the
+# steps of the bits that are 1. The numbers of registers and of warps have steps
+# as well. Here Triton reads its own TTGIR and is asked for the steps. No
 # documented function does that, so this may break in another version.
 
 
@@ -618,7 +618,7 @@ def threads_of(ttgir, gpu, operation, shape):
 
 # %%
 # First the tile of ``row_sum_kernel`` on an H100. Each colour is a warp. Each
-# number is a lane and stands on the four elements that it holds. The steps of a
+# number is a lane, written on the four elements that it holds. The steps of a
 # lane's bits are printed, the lowest bit first.
 
 PALE = torch.tensor([[8, 9, 10], [10, 9, 7], [8, 9, 8], [9, 8, 10]]) / 10

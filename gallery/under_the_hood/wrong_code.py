@@ -168,8 +168,8 @@ if __name__ == "__main__":
 #
 # The matrix instruction of Hopper, the H100's generation, is ``HGMMA`` in
 # machine code. It takes a *descriptor* of a tile in shared memory: its address,
-# and how its rows lie. A descriptor stands in two *uniform registers*, ``UR0``
-# to ``UR62``, which the threads of a warp share; ``gdesc[UR8]`` names two
+# and how its rows lie. A descriptor is in two *uniform registers*, ``UR0`` to
+# ``UR62``, which the threads of a warp share; ``gdesc[UR8]`` names two
 # descriptors, in four registers from ``UR8`` on. We go through the instructions
 # in their order, and note which of these registers each one writes and reads. A
 # register that is read before anything wrote it is suspect.

@@ -76,7 +76,7 @@ with patch.dict(os.environ):
 #
 # ``softcap`` bends numbers into the range from ``-cap`` to ``cap``, as `Gemma 2
 # <https://arxiv.org/abs/2408.00118>`_ does with its logits: :math:`c \cdot
-# \tanh(x / c)`. The arguments stand in the order that ``triton_call`` asks for:
+# \tanh(x / c)`. The arguments are in the order that ``triton_call`` asks for:
 # inputs, outputs, constexprs.
 
 
@@ -326,7 +326,7 @@ def attention_kernel(
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)  # (BLOCK_M,)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)  # (BLOCK_M,)
     acc = tl.zeros((BLOCK_M, H), dtype=tl.float32)  # (BLOCK_M, H)
-    # Behind `end` no query of this tile sees a key; up to `full` all see all.
+    # Past `end` no query of this tile sees a key; up to `full` all see all.
     end = tl.minimum(T, (pid_m + 1) * BLOCK_M) if CAUSAL else T
     full = tl.minimum(T, pid_m * BLOCK_M) if CAUSAL else T
     full = full // BLOCK_N * BLOCK_N
@@ -385,8 +385,8 @@ def attend(query, key, value, is_causal):
 # can fold the new one into that: still one launch, with a larger grid. (JAX's
 # ``sequential_vmap`` needs no rule, and makes a loop of launches.)
 # ``custom_vjp`` takes a forward, which also says what to keep, and a backward.
-# It stands outside, as ``custom_vmap`` has no reverse mode. Our backward, that
-# of JAX's own attention, computes the forward again, with the matrix.
+# It is the outer one, as ``custom_vmap`` has no reverse mode. Our backward is
+# that of JAX's own attention: it computes the forward again, with the matrix.
 
 
 def fold(function):

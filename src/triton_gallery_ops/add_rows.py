@@ -33,8 +33,8 @@ def _add_rows_divide(x_ptr, start, N, VEC: tl.constexpr):
     length = tl.maximum(N - head, 0) // VEC * VEC
     # To divide and multiply again tells the compiler: a multiple of VEC.
     body = x_ptr + (start + head) // VEC * VEC
-    # Both edges are one tile, so they take one load. What lies behind the head
-    # is moved past the body.
+    # Both edges are one tile, so they take one load. What follows the head is
+    # moved past the body.
     edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
     edges = x_ptr + start + tl.where(edge < head, edge, edge + length)
     return body, length, edges, edge < N - length
@@ -60,8 +60,9 @@ def _add_rows_kernel(
     row, block = pid // blocks, pid % blocks
     # In half precision, product and sum would be rounded before the store.
     weight = tl.load(weight_ptr + row).to(ACC)
-    # The launcher saw to it that the rows begin alike, so one end and one mask
-    # of the edges serve all three. Otherwise VEC is 1 and no row has edges.
+    # The launcher checked that the rows have the same alignment, so one end and
+    # one mask of the edges serve all three. Otherwise VEC is 1 and no row has
+    # edges.
     x_body, end, x_edges, mask_e = _add_rows_divide(
         x_ptr, row * stride_xm, N, VEC
     )
@@ -113,7 +114,7 @@ def _add_rows_launch(x, y, weight, kernel=_add_rows_kernel):
     y, stride_ym = _add_rows_apart(y)
     VEC = 16 // x.element_size()
     if (stride_xm - N) % VEC or (stride_ym - N) % VEC:
-        VEC = 1  # rows do not begin alike
+        VEC = 1  # other alignment
     BLOCK = min(1024, max(32, triton.next_power_of_2(N)))
     blocks = triton.cdiv(N, BLOCK)
     pointers = x, y, weight.contiguous(), out
@@ -139,7 +140,7 @@ def add_rows(
 
     Takes two (M, N) matrices and M weights, all of float16, bfloat16, float32
     or float64 and on one device. Rows may lie apart; other layouts are copied.
-    The result is contiguous, and the same each time. Raises TypeError for other
+    The result is contiguous and deterministic. Raises TypeError for other
     dtypes and where dtypes or devices differ, ValueError where shapes do. Has
     no gradient.
 

@@ -787,11 +787,11 @@ def attention_variants(
     ``sinks``, of (heads,), has a score for each head of q, which takes part in
     the softmax and has no value.
 
-    The result is contiguous, of the shape and dtype of q, with the same bits
-    each time. A query that sees nothing gives 0. Scores above 2**27 or below
-    -2**27, in float64 2**56, may give 0 or NaN: a GPU then rounds by more than
-    exp2 can take. A NaN or an infinity may reach queries and keys that it is
-    hidden from. The gradients, of q, k, v and sinks, have their dtypes and are
+    The result is contiguous, of the shape and dtype of q, and deterministic. A
+    query that sees nothing gives 0. Scores above 2**27 or below -2**27, in
+    float64 2**56, may give 0 or NaN: a GPU then rounds by more than exp2 can
+    take. A NaN or an infinity may reach queries and keys that it is hidden
+    from. The gradients, of q, k, v and sinks, have their dtypes and are
     deterministic. They are right for finite inputs only. Second derivatives are
     not supported. With float16 inputs, the backward rounds the probabilities
     and the gradients of scores to float16: below 2**-14 these lose bits, from

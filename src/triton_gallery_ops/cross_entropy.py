@@ -56,8 +56,8 @@ def _cross_entropy_divide(start, N, VEC: tl.constexpr):
     # A row may end before its first multiple. A rest of less than VEC elements
     # is left to the edge: with it, a mask would end within a wide load.
     length = tl.maximum(N - head, 0) // VEC * VEC
-    # Both edges are one tile, so they take one load. What lies behind the head
-    # is moved past the body.
+    # Both edges are one tile, so they take one load. What follows the head is
+    # moved past the body.
     edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
     offs_e = tl.where(edge < head, edge, edge + length)
     return head, length, offs_e, edge < N - length
@@ -269,7 +269,7 @@ def _cross_entropy_processors(device):
 
 
 def _cross_entropy_plan(x, M):
-    """Return how to launch the forward for so many rows."""
+    """Return how to launch the forward for M rows."""
     size, warps = x.element_size(), CROSS_ENTROPY_WARPS
     # float64 takes twice the registers.
     most = CROSS_ENTROPY_MOST * 4 // max(4, size)
@@ -294,7 +294,7 @@ def _cross_entropy_plan_backward(x, M, N, stride):
     # With few rows, each is shared by as many programs as fill the GPU.
     many = 8 * _cross_entropy_processors(x.device)
     parts = max(1, min(triton.cdiv(N, BLOCK_N), many // M))
-    # Rows of x and of d have to begin alike, or they have no common body.
+    # Rows of x and of d need the same alignment, or they have no common body.
     alike = (N - stride) * size % 16 == 0
     return (M, parts), {
         "ACC": CROSS_ENTROPY_ACC[x.dtype],
@@ -317,7 +317,7 @@ def _cross_entropy_launch(
     wide, mean = _cross_entropy_wide(logits), reduction == "mean"
     losses = targets.new_empty(targets.shape, dtype=wide)
     M, N = targets.numel(), int(logits.shape[-1])
-    # Maxima, sums and, behind them, one over the rows that count
+    # Maxima, sums and, after them, one over the rows that count
     stats = losses.new_empty(2 * M + int(mean))
     targets = targets.contiguous()
     # Triton launches on the current GPU, which may not be that of logits.
@@ -458,7 +458,7 @@ def cross_entropy(
     ignored row is not read, and its gradient is 0. If any other target is not
     in range(N), the loss is NaN, and so is that row's gradient.
 
-    Loss and gradient are the same each time on one kind of GPU. The gradient is
+    Loss and gradient are deterministic on one kind of GPU. The gradient is
     contiguous and has the dtype of the logits. Second derivatives are not
     supported. Raises TypeError for other dtypes, and ValueError for other
     shapes, for tensors on two devices, for longer rows, and for options that

@@ -90,7 +90,7 @@ def _cross_entropy_in_place_kernel(
     length = tl.maximum(N - head, 0) // VEC * VEC
     # Dividing and multiplying tells the compiler: a multiple of VEC.
     x_body = x_ptr + (x_row + head) // VEC * VEC
-    # Both edges are one tile: what lies behind the head is moved past the body.
+    # Both edges are one tile: what follows the head is moved past the body.
     edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
     offs_e = tl.where(edge < head, edge, edge + length)
     mask_e = edge < N - length
@@ -220,7 +220,7 @@ def _cross_entropy_in_place_processors(device):
 
 
 def _cross_entropy_in_place_plan(x, M):
-    """Return how to launch for so many rows."""
+    """Return how to launch for M rows."""
     size = x.element_size()
     processors = _cross_entropy_in_place_processors(x.device)
     long = x.shape[-1] * size > CROSS_ENTROPY_IN_PLACE_ROW
@@ -293,14 +293,13 @@ def cross_entropy_in_place_(
     and its gradient is 0. If any other target is not in range(N), the loss is
     NaN, and so is that row's gradient.
 
-    Loss and gradient are the same each time on one kind of GPU. The op has no
+    Loss and gradient are deterministic on one kind of GPU. The op has no
     autograd formula: it is to be called where logits do not require grad, as in
     the forward of a ``torch.autograd.Function``. The backward of that function
     multiplies the written gradient by the gradient of the loss. Raises
     TypeError for other dtypes, and ValueError for other shapes, layouts and
     options, for tensors on two devices, and for logits that require grad. The
-    online log-sum-exp:
-    https://arxiv.org/abs/1805.02867
+    online log-sum-exp: https://arxiv.org/abs/1805.02867
 
     Rounding: sums are in float32, or float64 for float64, and the loss stays
     so. The gradient is computed in that type and rounded once.

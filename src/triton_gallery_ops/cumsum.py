@@ -153,10 +153,10 @@ def cumsum(x: torch.Tensor) -> torch.Tensor:
     Takes a tensor of float16, bfloat16, float32 or float64, of any shape and
     layout, with rows of up to 2**30 elements. Sums up in float32 and from block
     to block in float64, or all in float64. The result has the shape and dtype
-    of ``x``, is contiguous, and is the same each time on one kind of GPU. Each
-    row has one program, so many rows are fast and few are slow. NaN and inf
-    reach the elements behind them. Raises TypeError for other dtypes and
-    ValueError for longer rows. Has gradients of any order.
+    of ``x``, is contiguous, and is deterministic on one kind of GPU. Each row
+    has one program: many rows are fast, and few are slow. NaN and inf reach all
+    elements after them. Raises TypeError for other dtypes and ValueError for
+    longer rows. Has gradients of any order.
 
     Rounding: each block is summed in float32 and added to a carry of float64,
     or all in float64; each result is rounded once.

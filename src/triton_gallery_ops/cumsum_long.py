@@ -190,9 +190,9 @@ def cumsum_long(x: torch.Tensor) -> torch.Tensor:
     Takes a tensor of float16, bfloat16, float32 or float64, of any shape and
     layout, with rows of up to 2**30 elements. Sums up in float32 and from tile
     to tile in float64, or all in float64. The result has the shape and dtype of
-    ``x``, is contiguous, and is the same each time on one kind of GPU: whatever
-    the order in which programs run, each sum is added up in one order. NaN and
-    inf reach the elements behind them. Raises TypeError for other dtypes and
+    ``x``, is contiguous, and is deterministic on one kind of GPU: whatever the
+    order in which programs run, each sum is added up in one order. NaN and inf
+    reach all elements after them. Raises TypeError for other dtypes and
     ValueError for longer rows. Has gradients of any order. For many rows take
     ``cumsum``, whose programs do not wait for each other. After the decoupled
     look-back of Merrill and Garland, Single-pass Parallel Prefix Scan, 2016.

@@ -47,7 +47,7 @@ def _dropout_block(
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # x is loaded first: behind Philox, its load would wait for the seed.
+    # x is loaded first: after Philox, its load would wait for the seed.
     x = tl.load(x_ptrs, mask=mask).to(ACC)  # (BLOCK,)
     bits = _dropout_bits(seed, first, BLOCK)  # (BLOCK,)
     # With p = 1 nothing is kept, and the scale does not matter.

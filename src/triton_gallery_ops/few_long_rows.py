@@ -6,8 +6,8 @@ precision. Many programs share a long row, so even a single row keeps many
 multiprocessors busy. How a row is split depends only on its length and dtype:
 results are deterministic on a given GPU model and do not depend on the other
 rows of the batch. A call takes the CPU longer than one row takes the GPU, so
-for one row the op pays off behind other GPU work or in a CUDA graph. Both have
-a backward; that of the log-sum-exp has no second derivative.
+for one row the op pays off while the GPU has other work, or in a CUDA graph.
+Both have a backward; that of the log-sum-exp has no second derivative.
 """
 
 import functools
@@ -236,10 +236,10 @@ def few_long_rows_sum(x: torch.Tensor) -> torch.Tensor:
     Takes a tensor of float16, bfloat16, float32 or float64 with one dimension
     or more, of any layout. One whose rows do not fit into a matrix of
     contiguous rows is copied first. Returns float64 for float64, and float32
-    for the others. The result of a row is the same each time on one kind of
-    GPU, and the same in any batch: it does not depend on other rows, nor on how
-    many there are. Raises TypeError for other dtypes, and ValueError for a
-    tensor without dimensions. Has a gradient.
+    for the others. The result of a row is deterministic on one kind of GPU, and
+    the same in any batch: it does not depend on other rows, nor on how many
+    there are. Raises TypeError for other dtypes, and ValueError for a tensor
+    without dimensions. Has a gradient.
 
     Rounding: sums are in float32, or float64 for float64, and so are the
     results.

@@ -92,7 +92,7 @@ def _flash_attention_forward_kernel(
             full if MASKED else 0, end if MASKED else full, BLOCK_N
         ):
             offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-            # Past D lies another head, or nothing of ours.
+            # Past D lies another head, or memory of another tensor.
             inside = offs_d < D  # (1, BLOCK_D)
             if MASKED:
                 # Only the last block of keys can be ragged. This loop has it.
@@ -228,7 +228,7 @@ def flash_attention_forward(
     one of k and v. Float32 keeps its 24 bits, so it does without tensor cores.
     With ``causal``, query i sees keys 0 to i. ``scale`` is 1 / sqrt(D) if not
     given; the kernel is compiled for it. The result is contiguous, of the shape
-    and dtype of q, and the same each time. A query that sees nothing, or whose
+    and dtype of q, and deterministic. A query that sees nothing, or whose
     scores are all -inf, gives 0. In float16, weights below 2**-25 of the
     largest count as 0. A NaN or an infinity in v may reach queries that it is
     hidden from. Raises TypeError for other dtypes and ValueError for other

@@ -312,7 +312,7 @@ def _gated_delta_rule_flows_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Go back: store the gradient of the state behind each chunk.
+    """Go back: store the gradient of the state after each chunk.
 
     Also store f, the gradient of each error, but for what later tokens of the
     chunk read of it with their keys.

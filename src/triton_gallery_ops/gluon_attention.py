@@ -215,7 +215,8 @@ def _gluon_attention_kernel(
     both = (o_desc, place, tiles, ring, o, LK, scale)
     gl.warp_specialize(
         [
-            # CAUSAL stands here, and not inside ``both``, to stay a constant.
+            # CAUSAL is passed here, and not inside ``both``, to stay a
+            # constant.
             (_gluon_attention_consume, (0, both, CAUSAL)),
             (_gluon_attention_consume, (1, both, CAUSAL)),
             (
@@ -348,12 +349,11 @@ def gluon_attention(
     ``causal``, query i sees keys 0 to i, whatever the number of keys.
     ``scale`` is a positive number, and 1 / sqrt(D) if not given.
 
-    The result is contiguous, of the shape and dtype of q, and has the same bits
-    each time. A query that sees no key, or whose scores are all -inf, gives 0.
-    Scores above 2**27 or below -2**27 may give 0 or NaN: a GPU then rounds by
-    more than exp2 can take. In float16, weights below 2**-25 of the largest
-    count as 0. A NaN or an infinity in v may reach queries that do not see its
-    key.
+    The result is contiguous, of the shape and dtype of q, and deterministic. A
+    query that sees no key, or whose scores are all -inf, gives 0. Scores above
+    2**27 or below -2**27 may give 0 or NaN: a GPU then rounds by more than exp2
+    can take. In float16, weights below 2**-25 of the largest count as 0. A NaN
+    or an infinity in v may reach queries that do not see its key.
 
     Raises TypeError for other dtypes and for mixed dtypes or devices,
     ValueError for other shapes and scales, and RuntimeError on devices other

@@ -135,9 +135,9 @@ def _gluon_matmul_consume(
                 acc,
                 is_async=True,
             )
-            # One product may be under way, this one. The one before has read
-            # its buffers, and the compiler has all warps of this consumer
-            # meet before the one arrival of this consumer.
+            # One product may be in flight, this one. The one before has read
+            # its buffers, and the compiler has all warps of this consumer meet
+            # before the one arrival of this consumer.
             acc = warpgroup_mma_wait(1, deps=(acc,))
             before = empty.index((n + STAGES - 1) % STAGES)
             mbarrier.arrive(before, pred=k > 0)
@@ -300,12 +300,12 @@ def gluon_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     Takes float16 and bfloat16, both of one dtype, and sums in float32. Of each
     matrix, rows or columns have adjacent elements and begin at multiples of 16
     bytes: so do those of a new contiguous matrix with rows of a length that 8
-    divides, and of its transpose. The result has the dtype of ``a``, and
-    rows that begin at multiples of 16 bytes: it is contiguous where 8 divides
-    N. It is the same each time. Raises TypeError for other dtypes, ValueError
-    for other shapes, strides and addresses, and RuntimeError on devices other
-    than NVIDIA's GPUs of compute capability 9.0. Has no gradient: a backward
-    raises RuntimeError.
+    divides, and of its transpose. The result has the dtype of ``a``, and rows
+    that begin at multiples of 16 bytes: it is contiguous where 8 divides N. It
+    is deterministic. Raises TypeError for other dtypes, ValueError for other
+    shapes, strides and addresses, and RuntimeError on devices other than
+    NVIDIA's GPUs of compute capability 9.0. Has no gradient: a backward raises
+    RuntimeError.
 
     Rounding: products are summed in float32, and each result is rounded once.
 

@@ -226,12 +226,11 @@ def hopper_attention(
     ``scale`` is a positive number, and 1 / sqrt(D) if not given; each new scale
     compiles the kernel again.
 
-    The result is contiguous, of the shape and dtype of q, and has the same bits
-    each time. A query that sees no key, or whose scores are all -inf, gives 0.
-    Scores above 2**27 or below -2**27 may give 0 or NaN: a GPU then rounds by
-    more than exp2 can take. In float16, weights below 2**-25 of the largest
-    count as 0. A NaN or an infinity in v may reach queries that do not see its
-    key.
+    The result is contiguous, of the shape and dtype of q, and deterministic. A
+    query that sees no key, or whose scores are all -inf, gives 0. Scores above
+    2**27 or below -2**27 may give 0 or NaN: a GPU then rounds by more than exp2
+    can take. In float16, weights below 2**-25 of the largest count as 0. A NaN
+    or an infinity in v may reach queries that do not see its key.
 
     Raises TypeError for other dtypes and for mixed dtypes or devices,
     ValueError for other shapes and scales, and RuntimeError for GPUs without a

@@ -30,14 +30,14 @@ LAYER_NORM_LONGEST = 64 * 1024
 LAYER_NORM_TILE = 8 * 1024  # of short rows in a program; forward twice as much
 LAYER_NORM_WHOLE = 16 * 1024  # a longer row may be two blocks
 LAYER_NORM_COLUMNS = 256  # a program's part, with few rows: 64 numbers
-# Rows of up to so many bytes have so many warps.
+# (bytes, warps): rows of up to this many bytes have this many warps.
 LAYER_NORM_WARPS = [(20 * 1024, 4), (LAYER_NORM_LONGEST, 8)]
 LAYER_NORM_WARPS_BACKWARD = [
     (8 * 1024, 4),
     (20 * 1024, 8),
     (LAYER_NORM_LONGEST, 16),
 ]
-# So many rows for each multiprocessor have one launch for all gradients.
+# Up to this many rows for each multiprocessor, one launch has all gradients.
 LAYER_NORM_FEW = 4
 LAYER_NORM_SUMS = 8192  # partial sums that a program adds up
 
@@ -72,7 +72,7 @@ def _layer_norm_kernel(
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    # Rows past the last one are the last one again.
+    # Clamp to the last row: it is recomputed, and the same values are stored.
     offs_m = tl.minimum(offs_m, M - 1)
     x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
     y_rows = y_ptr + offs_m * N  # (BLOCK_M, 1)
@@ -97,7 +97,7 @@ def _layer_norm_kernel(
         x_rest = tl.where(rest < N, x_rest - first, 0)
         total += tl.sum(x_rest, axis=1, keep_dims=True)
     mean = total / N
-    # Behind the row's end x - mean is not 0, and would count as a difference.
+    # Past the row's end x - mean is not 0, and would count as a difference.
     d = x - mean if REST else tl.where(mask, x - mean, 0)
     var = tl.sum(d * d, axis=1, keep_dims=True) / N  # (BLOCK_M, 1)
     if REST:
@@ -133,7 +133,7 @@ def _layer_norm_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     REST: tl.constexpr,
-    STAGES: tl.constexpr,  # how many turns have loads under way
+    STAGES: tl.constexpr,  # how many turns have loads in flight
 ):
     # Unless 16 divides them, the compiler learns only here that VEC does.
     N = N // VEC * VEC
@@ -529,10 +529,10 @@ def layer_norm(
     to 16384, or 8192 in float64; longer rows are for ``norms_long``. Both are
     needed: give ones and zeros for what is ``None`` elsewhere. The kernel is
     compiled for each ``eps``. The result has the shape and dtype of ``x``, is
-    contiguous, and is the same each time, and so are the gradients. Second
+    contiguous, and is deterministic, and so are the gradients. Second
     derivatives are not supported. Raises TypeError for other dtypes or devices
-    that differ, and ValueError for other shapes.
-    From https://arxiv.org/abs/1607.06450.
+    that differ, and ValueError for other shapes. From
+    https://arxiv.org/abs/1607.06450.
 
     Rounding: mean, variance and products are in float32, or float64 for
     float64, weight and bias included. Each result and each gradient is rounded

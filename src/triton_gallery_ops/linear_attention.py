@@ -27,9 +27,9 @@ LINEAR_ATTENTION_TILES = {
     4: ((16, 16, 8, 1), (32, 32, 32, 4, 2), (16, 128, 8, 1)),
     8: ((16, 16, 8, 1), (16, 32, 32, 4, 1), (16, 128, 8, 1)),
 }
-# At most so many segments for all heads of all sequences together, but one for
-# each at least. The length of a segment is a multiple of so many tokens, at
-# least four times that. The length of each chunk divides it.
+# At most this many segments for all heads of all sequences together, but one
+# for each at least. The length of a segment is a multiple of this many tokens,
+# at least four times that. The length of each chunk divides it.
 LINEAR_ATTENTION_SEGMENTS, LINEAR_ATTENTION_UNIT = 128, 64
 # The narrowest block, for the bytes of a number. For tiles of half precision
 # narrower than 128 bytes, the assembler of Triton 3.6 and 3.7 may make code
@@ -154,7 +154,7 @@ def _linear_attention_states_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Store the state before each chunk; in reverse, the gradient behind it.
+    """Store the state before each chunk; in reverse, the gradient after it.
 
     For the ends, store no more than what each segment adds to the state, and
     its log decay. Forward, a and b are keys and values. In reverse, they are

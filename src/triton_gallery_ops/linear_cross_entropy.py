@@ -170,7 +170,7 @@ def _linear_cross_entropy_launch(
     # Without a token that counts the gradients are zero, as in PyTorch.
     scale = total / count.clamp(min=1).to(wide)
     chunk = min(T, LINEAR_CROSS_ENTROPY_CHUNK)
-    # With room behind each row, all rows begin at a multiple of 16 bytes. The
+    # With room after each row, all rows begin at a multiple of 16 bytes. The
     # compiler knows it: Triton compiles a kernel for numbers that 16 divides.
     room = triton.cdiv(V, 16) * 16
     # cuBLAS is slow where 16 does not divide the number of words. So the words

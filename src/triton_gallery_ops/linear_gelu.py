@@ -177,8 +177,8 @@ def _linear_gelu_kernel(
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
-    # Rows past the last one are the last one again, so the loop needs no mask
-    # for them. In int32 a row's offset would overflow past element 2**31.
+    # Rows past the last one are clamped to it, so the loop needs no mask for
+    # them. In int32 a row's offset would overflow past element 2**31.
     rows_x = tl.minimum(offs_m, M - 1).to(tl.int64) * stride_xm
     rows_w = tl.minimum(offs_n, N - 1).to(tl.int64) * stride_wn
     x_ptrs = x_ptr + rows_x[:, None] + offs_k[None, :]
@@ -525,8 +525,8 @@ def linear_gelu(
 
     Takes tensors of one dtype, float16, bfloat16, float32 or float64, of shapes
     (..., K), (N, K) and (N,), in any layout; the bias may be None. The result
-    has the shape (..., N), is contiguous, and is the same each time. Products
-    are added up in float32, or float64, and GELU is computed before the one
+    has the shape (..., N), is contiguous, and is deterministic. Products are
+    added up in float32, or float64, and GELU is computed before the one
     rounding to the dtype. float32 is never cut to TF32. Raises TypeError and
     ValueError for what it does not take. Has a gradient: where one is wanted,
     the result of the product is kept for it. Has no second derivatives, and

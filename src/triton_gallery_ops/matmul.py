@@ -138,12 +138,12 @@ def matmul(
     Takes two matrices of float16, bfloat16, float32 or float64, both of one
     dtype, with any strides. Of a batch, flatten the leading dimensions of ``a``
     first. Sums are kept in float32, or float64 for float64. The result has
-    their dtype, is contiguous, and is the same each time. ``input_precision``
-    is for float32, the other dtypes ignore it: "ieee" multiplies all 24 bits,
-    "tf32" gives 11 of them to the tensor cores, and "tf32x3" makes up for that
-    with three products. Raises TypeError for other dtypes or two that differ,
-    and ValueError for other shapes. Has a gradient, in the same precision, and
-    that has one.
+    their dtype, is contiguous, and is deterministic. ``input_precision`` is for
+    float32, the other dtypes ignore it: "ieee" multiplies all 24 bits, "tf32"
+    gives 11 of them to the tensor cores, and "tf32x3" makes up for that with
+    three products. Raises TypeError for other dtypes or two that differ, and
+    ValueError for other shapes. Has a gradient, in the same precision, and that
+    has one.
 
     Rounding: products are summed in float32, or float64 for float64, and each
     result is rounded once.

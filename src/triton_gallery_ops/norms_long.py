@@ -261,7 +261,7 @@ def _norms_long_gpu(device):
 
 
 def _norms_long_plan(x, stride, tensors, center):
-    """Return how to launch for rows of so many tensors that are read twice."""
+    """Return how to launch, if ``tensors`` tensors are read twice."""
     N, size = int(x.shape[-1]), x.element_size()
     processors, cache = _norms_long_gpu(x.device)
     taken = processors * tensors * N * size  # bytes of the cache
@@ -424,11 +424,10 @@ def norms_long_layer_norm(
     (..., N) and any strides, ``weight`` and ``bias`` of shape (N,), with N up
     to 2**30. Both are needed: give ones and zeros for what is ``None``
     elsewhere. The kernel is compiled for each ``eps``. The result has the shape
-    and dtype of ``x``, is contiguous, and is the same each time on one kind of
-    GPU, and so are the gradients. Second derivatives are not supported. Raises
+    and dtype of ``x``, is contiguous, and is deterministic on one kind of GPU,
+    and so are the gradients. Second derivatives are not supported. Raises
     TypeError for other dtypes or devices that differ, and ValueError for other
-    shapes.
-    The variance: https://doi.org/10.1080/00401706.1962.10490022 and
+    shapes. The variance: https://doi.org/10.1080/00401706.1962.10490022 and
     https://doi.org/10.1080/00031305.1983.10483115.
 
     Rounding: mean, variance and products are in float32, or float64 for

@@ -238,12 +238,12 @@ def persistent_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     adjacent elements and begin at multiples of 16 bytes: so do those of a new
     contiguous matrix with rows of such a length, and of its transpose. The
     result has the dtype of ``a`` and rows that begin at multiples of 16 bytes:
-    it is contiguous where 16 divides the bytes of a row. It is the same each
-    time on one kind of GPU. Raises TypeError for other dtypes, ValueError for
-    other shapes, strides and addresses, and RuntimeError for GPUs without a
-    copy engine, which NVIDIA's have from compute capability 9.0 on. Without a
-    GPU, it needs Triton's interpreter, TRITON_INTERPRET=1. Has a gradient,
-    which can be differentiated again.
+    it is contiguous where 16 divides the bytes of a row. It is deterministic on
+    one kind of GPU. Raises TypeError for other dtypes, ValueError for other
+    shapes, strides and addresses, and RuntimeError for GPUs without a copy
+    engine, which NVIDIA's have from compute capability 9.0 on. Without a GPU,
+    it needs Triton's interpreter, TRITON_INTERPRET=1. Has a gradient, which can
+    be differentiated again.
 
     Rounding: products are summed in float32, or float64 for float64, and each
     result is rounded once.

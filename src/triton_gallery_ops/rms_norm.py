@@ -86,7 +86,7 @@ def _rms_norm_kernel(
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    # Rows past the last one are the last one again.
+    # Clamp to the last row: it is recomputed, and the same values are stored.
     offs_m = tl.minimum(offs_m, M - 1)
     x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
     residual_rows = residual_ptr + offs_m * stride_rm  # (BLOCK_M, 1)
@@ -135,7 +135,7 @@ def _rms_norm_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     REST: tl.constexpr,
-    STAGES: tl.constexpr,  # of how many turns loads are under way
+    STAGES: tl.constexpr,  # of how many turns loads are in flight
 ):
     # Unless 16 divides them, the compiler learns only here that VEC does.
     N = N // VEC * VEC
@@ -393,7 +393,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     and any strides, ``weight`` of shape (N,), with N up to 16384, or 8192 in
     float64; longer rows are for ``norms_long``. Give ones for a weight of
     ``None``. The kernel is compiled for each ``eps``. The result has the shape
-    and dtype of ``x``, is contiguous, and is the same each time, and so are the
+    and dtype of ``x``, is contiguous, and is deterministic, and so are the
     gradients. Second derivatives are not supported. Raises TypeError for other
     dtypes or devices that differ, and ValueError for other shapes. From
     https://arxiv.org/abs/1910.07467.

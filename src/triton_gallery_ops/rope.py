@@ -22,8 +22,7 @@ ROPE_ACC = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-# What a program turns: so many heads, at as many positions as have so many
-# points of a head
+# What a program turns: heads, and points of a head at all its positions
 ROPE_TILE = 4, 512
 # Bytes of the tables that each group of heads goes along in turn
 ROPE_NEAR = 2**21
@@ -230,11 +229,11 @@ def rope(
     interleaved, 2 i and 2 i + 1. With ``conjugate`` it turns back.
 
     The results have the shapes and dtypes of ``q`` and ``k``, lie densely, with
-    the dimensions in the same order in memory, and are the same each time. If
-    the last dimension has a stride other than 1, the op first makes a
-    contiguous copy. ``q`` and ``k`` have gradients of any order, ``cos`` and
-    ``sin`` have none. Raises TypeError for other dtypes or devices that differ,
-    and ValueError for other shapes, or for tables that require a gradient. From
+    the dimensions in the same order in memory, and are deterministic. If the
+    last dimension has a stride other than 1, the op first makes a contiguous
+    copy. ``q`` and ``k`` have gradients of any order, ``cos`` and ``sin`` have
+    none. Raises TypeError for other dtypes or devices that differ, and
+    ValueError for other shapes, or for tables that require a gradient. From
     https://arxiv.org/abs/2104.09864.
 
     Rounding: the arithmetic is in float32, or float64 for float64, the tables

@@ -66,7 +66,7 @@ def _skinny_matmul_part(
         offs_k += BLOCK_K
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K * tl.cast(stride_wk, tl.int64)
-    # The part, (BLOCK_N, BLOCK_M), and where it stands in (M, N)
+    # The part, (BLOCK_N, BLOCK_M), and where it is in (M, N)
     return acc, offs_m * N + offs_n, mask_n & mask_m
 
 
@@ -104,7 +104,7 @@ def _skinny_matmul_add_kernel(
     offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     mask = offs < size
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    # The order is fixed, so the bits are the same each time.
+    # The order is fixed, so the sum is deterministic.
     for split in tl.static_range(SPLITS):
         part_ptrs = part_ptr + split * size + offs
         total += tl.load(part_ptrs, mask=mask, other=0.0)

@@ -60,7 +60,7 @@ def _softmax_kernel(
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    # Rows past the last one are the last one again.
+    # Clamp to the last row: it is recomputed, and the same values are stored.
     offs_m = tl.minimum(offs_m, M - 1)
     x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
     y_rows = y_ptr + offs_m * N  # (BLOCK_M, 1)
@@ -103,7 +103,7 @@ def _softmax_backward_kernel(
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    # Without the minimum, the last program would store rows behind d's end.
+    # Without the minimum, the last program would store rows past d's end.
     rows = tl.minimum(offs_m, M - 1) * N
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     # As forward: only a single block can reach past the row's end.
@@ -218,10 +218,10 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
     Takes a tensor of float16, bfloat16, float32 or float64, of any shape and
     layout, with rows of up to 16384 elements, 8192 in float64. The result has
-    the shape and dtype of ``x``, is contiguous, and is the same each time. A
-    row with NaN or inf, or with nothing but -inf, becomes NaN. Raises TypeError
-    for other dtypes and ValueError for longer rows. Has a gradient, which has
-    none itself.
+    the shape and dtype of ``x``, is contiguous, and is deterministic. A row
+    with NaN or inf, or with nothing but -inf, becomes NaN. Raises TypeError for
+    other dtypes and ValueError for longer rows. Has a gradient, which has none
+    itself.
 
     Rounding: maximum, sum and quotient are in float32, or float64 for float64,
     and each result is rounded once. The backward starts from the rounded

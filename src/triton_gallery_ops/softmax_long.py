@@ -60,7 +60,7 @@ def _softmax_long_whole_kernel(
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    # Rows past the last one are the last one again.
+    # Clamp to the last row: it is recomputed, and the same values are stored.
     offs_m = tl.minimum(offs_m, M - 1)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     mask = offs_n < N
@@ -88,7 +88,7 @@ def _softmax_long_whole_backward_kernel(
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    # Without the minimum, the last program would store rows behind d's end.
+    # Without the minimum, the last program would store rows past d's end.
     offs_m = tl.minimum(offs_m, M - 1)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     mask = offs_n < N
@@ -116,8 +116,8 @@ def _softmax_long_divide(x_ptr, start, N, VEC: tl.constexpr):
     length = tl.maximum(N - head, 0) // VEC * VEC
     # To divide and multiply again tells the compiler: a multiple of VEC.
     body = x_ptr + (start + head) // VEC * VEC
-    # Both edges are one tile, so they take one load. What lies behind the head
-    # is moved past the body.
+    # Both edges are one tile, so they take one load. What follows the head is
+    # moved past the body.
     edge = tl.arange(0, 2 * VEC)  # (2 * VEC,)
     edges = x_ptr + start + tl.where(edge < head, edge, edge + length)
     return body, length, edges, edge < N - length
@@ -279,7 +279,7 @@ def _softmax_long_whole_plan(x, M, N, stride):
 
 
 def _softmax_long_plan(x, M, N, stride, tensors):
-    """Return how to launch for rows of so many tensors that are read twice."""
+    """Return how to launch, if ``tensors`` tensors are read twice."""
     size = x.element_size()
     processors, cache = _softmax_long_gpu(x.device)
     share, programs = SOFTMAX_LONG_PROGRAMS[tensors]
@@ -287,7 +287,7 @@ def _softmax_long_plan(x, M, N, stride, tensors):
     warps, thread, _ = next((p for p in programs if p[2] <= rows), programs[-1])
     # A program has 1024 threads at most. On AMD's GPUs, they are 16 warps.
     warps = min(warps, 16) if torch.version.hip else warps
-    # Rows of x and of y have to begin alike, or they have no common body.
+    # Rows of x and of y need the same alignment, or they have no common body.
     alike = (N - stride) * size % 16 == 0
     # Elements that are loaded one by one take twice the registers.
     columns = 32 * warps * thread // (size if alike else 2 * size)
@@ -361,10 +361,10 @@ def softmax_long(x: torch.Tensor) -> torch.Tensor:
 
     Takes a tensor of float16, bfloat16, float32 or float64, of any shape and
     layout, with rows of up to 2**30 elements. The result has the shape and
-    dtype of ``x``, is contiguous, and is the same each time on one kind of GPU.
-    A row with NaN or inf, or with nothing but -inf, becomes NaN. Raises
-    TypeError for other dtypes and ValueError for longer rows. Has a gradient,
-    which has none itself. The online softmax: https://arxiv.org/abs/1805.02867
+    dtype of ``x``, is contiguous, and is deterministic on one kind of GPU. A
+    row with NaN or inf, or with nothing but -inf, becomes NaN. Raises TypeError
+    for other dtypes and ValueError for longer rows. Has a gradient, which has
+    none itself. The online softmax: https://arxiv.org/abs/1805.02867
 
     Rounding: maximum, sum and quotient are in float32, or float64 for float64,
     and each result is rounded once. The backward starts from the rounded

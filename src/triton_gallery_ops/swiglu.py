@@ -25,7 +25,7 @@ SWIGLU_ACC = {
     torch.float64: tl.float64,
 }
 SWIGLU_TILE = 1024  # elements of a program
-SWIGLU_FEW = 2**20  # in a tensor of up to so many elements: half a tile
+SWIGLU_FEW = 2**20  # in a tensor of up to this size: half a tile
 
 
 @triton.jit

@@ -110,7 +110,7 @@ def _topk_kernel(
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
-    # Rows past the last one are the last one again.
+    # Clamp to the last row: it is recomputed, and the same values are stored.
     offs_m = tl.minimum(offs_m, M - 1)
     x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
     # Neighbours are in different columns, so that threads load side by side.
@@ -235,9 +235,9 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     lower index comes first. ``k`` is an int. Takes float16, bfloat16, float32
     or float64, of any shape and strides, with rows of up to 8192 elements and k
     of up to 128. The values have the dtype of ``x``, the indices are int64, and
-    both are contiguous and the same each time. Raises TypeError for other
-    dtypes, and ValueError for longer rows and other k. The values have a
-    gradient, which has one too.
+    both are contiguous and deterministic. Raises TypeError for other dtypes,
+    and ValueError for longer rows and other k. The values have a gradient,
+    which has one too.
 
     Rounding: none, as values are copied.
     """

@@ -65,7 +65,7 @@ def _topk_long_best(
     top = tl.full(first.shape, -float("inf"), dtype=tl.float32)  # (groups,)
     index = first
     for start in range(0, LENGTH, UNROLL):
-        # At least UNROLL loads are under way at a time.
+        # At least UNROLL loads are in flight at a time.
         for member in tl.static_range(UNROLL):
             offs = first + (start + member) * STEP
             x = tl.load(x_part + offs, mask=offs < N, other=-float("inf"))
@@ -195,7 +195,7 @@ def _topk_long_passes_kernel(
         for start in range(0, N, BLOCK_N):
             offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
             key = _topk_long_key(tl.load(x_row + offs, mask=offs < N, other=0))
-            # Behind the last one found, in the order of words
+            # After the last one found, in the order of words
             after = (key < found) | ((key == found) & (offs > index))
             # A column's first maximum stays, so its index is the lowest.
             larger = after & (key > best) & (offs < N)
@@ -232,7 +232,7 @@ def _topk_long_columns(part, K):
 
 
 def _topk_long_plan(M, N, K, size):
-    """Return how to launch for so many rows: long parts if there are many."""
+    """Return how to launch for M rows: long parts if there are many."""
     most = TOPK_LONG_HALF if size == 2 else TOPK_LONG_WIDE
     part = triton.next_power_of_2(triton.cdiv(M * N, TOPK_LONG_PROGRAMS))
     part = min(most, max(TOPK_LONG_PART, part), triton.next_power_of_2(N))
@@ -322,7 +322,7 @@ def topk_long(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     lower index comes first. ``k`` is an int. Takes float16, bfloat16, float32
     or float64, of any shape and strides, with rows of up to 2**30 elements and
     k of up to 128. The values have the dtype of ``x``, the indices are int64,
-    and both are contiguous and the same each time. Raises TypeError for other
+    and both are contiguous and deterministic. Raises TypeError for other
     dtypes, and ValueError for longer rows and other k. The values have a
     gradient, which has one too.
 

@@ -121,7 +121,7 @@ def _tuned_matmul_kernel(
     offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
     a_ptrs = a_ptr + offs_m[:, None] * stride_am + offs_k[None, :] * stride_ak
     b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n[None, :] * stride_bn
-    # A wide load is masked as a whole, so masks end at multiples of VEC. Behind
+    # A wide load is masked as a whole, so masks end at multiples of VEC. Past
     # the end of a row, such a load takes padding. Along M and N the store
     # leaves that out. Along K it is zeros, which add nothing.
     a_rows = (offs_m < tl.cdiv(M, VEC_AM) * VEC_AM)[:, None]  # (BLOCK_M, 1)
@@ -292,9 +292,9 @@ def tuned_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     multiplied in full precision, not in TF32.
 
     The first call with new sizes tunes: it times several tiles. A CUDA graph
-    cannot capture that, so make one call before the capture. Sizes that
-    lie close together share a tile. After the first call, the result is the
-    same each time; another process may choose another tile. If M and N are both
+    cannot capture that, so make one call before the capture. Sizes that lie
+    close together share a tile. After the first call, the result is
+    deterministic; another process may choose another tile. If M and N are both
     above 128, an operand whose rows do not begin at multiples of 16 bytes is
     copied in each call.
 

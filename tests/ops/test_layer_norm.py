@@ -350,8 +350,8 @@ BREAKS = [
     ("a norm stored without a mask", "tl.store(y_rows + offs_n, y, mask=mask)", "tl.store(y_rows + offs_n, y)"),
     (
         "rows behind the last",
-        "    # Rows past the last one are the last one again.\n    offs_m = tl.minimum(offs_m, M - 1)\n",
-        "",
+        "and the same values are stored.\n    offs_m = tl.minimum(offs_m, M - 1)\n",
+        "and the same values are stored.\n",
     ),
     ("a load without a mask", "tl.load(ptrs, mask=mask, other=0)", "tl.load(ptrs)"),
     ("vectors across rows", "math.gcd(N, stride, 16 // x", "math.gcd(stride, 16 // x"),

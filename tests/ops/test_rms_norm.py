@@ -250,8 +250,8 @@ BREAKS = [
     ("a residual taken for adjacent", "residual_ptr + offs_m * stride_rm", "residual_ptr + offs_m * N"),
     (
         "rows behind the last",
-        "    # Rows past the last one are the last one again.\n    offs_m = tl.minimum(offs_m, M - 1)\n",
-        "",
+        "and the same values are stored.\n    offs_m = tl.minimum(offs_m, M - 1)\n",
+        "and the same values are stored.\n",
     ),
     ("vectors across rows", "math.gcd(N, *strides, 16 // x", "math.gcd(*strides, 16 // x"),
     ("dx stored without a mask", "dx_ptr + rows + offs_n, dx, mask=mask)", "dx_ptr + rows + offs_n, dx)"),

@@ -279,8 +279,8 @@ BREAKS = [
     ("a second block stored without a mask", "rest, e_rest / total, mask=rest < N)", "rest, e_rest / total)"),
     (
         "rows behind the last",
-        "    # Rows past the last one are the last one again.\n    offs_m = tl.minimum(offs_m, M - 1)\n",
-        "",
+        "and the same values are stored.\n    offs_m = tl.minimum(offs_m, M - 1)\n",
+        "and the same values are stored.\n",
     ),
     ("a row padded with zeros", 'mask, -float("inf"), ACC)', "mask, 0, ACC)"),
     ("a second block padded with zeros", 'rest < N, -float("inf"), ACC)', "rest < N, 0, ACC)"),

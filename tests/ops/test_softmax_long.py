@@ -259,8 +259,8 @@ BREAKS = [
     ("short rows stored without a mask", "offs_m * N + offs_n, y, mask=mask)", "offs_m * N + offs_n, y)"),
     (
         "short rows behind the last",
-        "    # Rows past the last one are the last one again.\n    offs_m = tl.minimum(offs_m, M - 1)\n",
-        "",
+        "and the same values are stored.\n    offs_m = tl.minimum(offs_m, M - 1)\n",
+        "and the same values are stored.\n",
     ),
     (
         "a short row padded with zeros",

@@ -1,7 +1,14 @@
-"""The form of a recipe: what a script's text tells of it. `docs/contributing.md` says what the form is for."""
+"""The form of a recipe: what a script's text tells of it. `docs/contributing.md` says what the form is for.
+
+And the English of all pages: phrases that readers stumbled over, each with what to write instead.
+"""
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterator
+from pathlib import Path
 
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.declaration import OfOp, declaration
@@ -10,6 +17,25 @@ from triton_gallery.recipe.op import op_of, statements
 
 FIRST_KERNEL, FIRST_CONSTANTS, FIRST_FIGURE = 25, 4, 150  # statements, constants, lines below the opening
 OP, OP_AND_BACKWARD = 110, 210  # statements
+PHRASES = {
+    r"\bsame bits\b|\b(?:is|are|and) the same each time\b": "deterministic; agree bit for bit",
+    r"\bby turns\b": "in rotation",
+    r"\bsticks? out\b": "reaches past the end",
+    r"\bbehind (?:element|them|it|(?:the|its|a|each) (?:end|row|loop|op|tensor|head|block)|\w+'s)\b": "past",
+    r"\btruth values?\b": "boolean",
+    r"\b(?:number by number|element by element|bit by bit)\b": "one element at a time; bit for bit",
+    r"\bsays? no\b(?! \w)": "raises a clear error",
+    r"\b(?:not|n't) (?:show|say|tell|know|find out) why\b": "(say nothing, or explain it)",
+    r"\bthe last one again\b": "clamp to the last row",
+    r"\bwithout a word\b|\bnot say so\b": "silently",
+    r"\bfor ever\b": "forever",
+    r"\blie otherwise\b": "transposed and strided",
+    r"\bin the way of the page\b": "as a page shows",
+    r"\bof ours\b": "our",
+    r"\bputs? out\b": "outputs, prints",
+    r"\bso many\b(?! \w+ that\b)": "name the number",
+    r"\bstands?\b(?!-in| in for| for\b| still\b| out\b| alone\b)": "is",
+}
 
 
 def faults(recipe: Recipe) -> list[str]:
@@ -21,6 +47,32 @@ def faults(recipe: Recipe) -> list[str]:
     kernels = jitted(own)
     none = [] if kernels else ["it has no kernel of its own"]
     return [*none, *_of_first_kernel(own if kernels else recipe.text), *_of_op(recipe, of_op)]
+
+
+def bad_phrases(path: Path) -> list[str]:
+    """Return the phrases of a page's source that have a better English, each with its line and that."""
+    text = path.read_text(encoding="utf-8")
+    lines = _prose_of_script(text) if path.suffix == ".py" else text.splitlines()
+    prose = "".join(f"{line.strip().removeprefix('#').strip()}\n" for line in lines)
+    found = []
+    for phrase, better in PHRASES.items():
+        for match in re.finditer(phrase.replace(" ", r"\s"), prose, re.IGNORECASE):
+            line = prose.count("\n", 0, match.start()) + 1
+            found.append(f"{path.name}:{line}: {' '.join(match[0].split())}; better: {better}")
+    return found
+
+
+def _prose_of_script(text: str) -> list[str]:
+    """Return a line for each of a script's: its comment or docstring, else nothing."""
+    lines = [""] * (text.count("\n") + 1)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            first = node.lineno - 1
+            lines[first : node.end_lineno] = text.splitlines()[first : node.end_lineno]
+    return lines
 
 
 def width(source: str) -> int:

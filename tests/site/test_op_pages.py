@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 from bs4 import BeautifulSoup
-from project import ROOT, Project
+from project import OPS, ROOT, SOURCES, Project
 
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.new import create
@@ -22,8 +22,6 @@ from triton_gallery.site.render import prose
 from triton_gallery.site.replaces import replaces
 from triton_gallery.site.verdict import UNMEASURED
 
-SOURCES = ROOT / "src" / "triton_gallery_ops"
-OPS = sorted(path.stem for path in SOURCES.glob("[a-z]*.py"))
 ADDRESSES = (ROOT / "tests" / "site" / "addresses.txt").read_text().split()
 SECTIONS = ["Use it", "Where it runs", "Source", "Read more"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from page_lint import faults, jitted, length, width
+from page_lint import bad_phrases, faults, jitted, length, width
 from project import ROOT
 
 from triton_gallery.recipe.contents import Recipe, load
@@ -41,6 +41,14 @@ TO_COME = {
 }
 OF_FORM = [recipe for recipe in RECIPES if recipe.key not in TO_COME]
 each_of_form = pytest.mark.parametrize("recipe", OF_FORM, ids=lambda recipe: recipe.key)
+PROSE = [
+    *(ROOT / "gallery").rglob("*.py"),
+    *(ROOT / "gallery").rglob("*.rst"),
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs" / "guide").glob("*.md"),
+    *(ROOT / "src" / "triton_gallery_ops").glob("*.*"),
+    *(ROOT / "src" / "triton_gallery" / "recipe" / "template").glob("*.txt"),
+]
 ADDRESS = re.compile(r"0x[0-9a-f]{8,}")
 
 
@@ -76,6 +84,25 @@ def test_each_cell_begins_after_an_empty_line(recipe: Recipe) -> None:
     """Otherwise its page shows the marker, and its heading as text."""
     lines = recipe.path.read_text().splitlines()
     assert [number for number, line in enumerate(lines) if line == "# %%" and lines[number - 1]] == []
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_english(path: Path) -> None:
+    assert bad_phrases(path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('"""It gives the\nsame bits each time."""\nsame_bits = "the same bits"\n', ["x.py:2: same bits"]),
+        ("x = 1  # past the end\n# A lane that sticks\n# out over the end\n", ["x.py:2: sticks out"]),
+        ("def f():\n    print(1)\n    # The mask stands here.\n    # It stands for a row.\n", ["x.py:3: stands"]),
+        ("# The page does not\n#\n# show why.\n", []),
+    ],
+)
+def test_bad_phrases_are_found(tmp_path: Path, text: str, found: list[str]) -> None:
+    (tmp_path / "x.py").write_text(text)
+    assert [phrase.partition(";")[0] for phrase in bad_phrases(tmp_path / "x.py")] == found
 
 
 def test_list_of_those_to_come_shrinks() -> None:

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from project import ROOT
+from project import OPS, ROOT, SOURCES
 
 from triton_gallery.site.op_files import BUILD, wheel_name
 from triton_gallery.site.op_pages import public
 
-OPS = sorted(path.stem for path in (ROOT / "src" / "triton_gallery_ops").glob("[a-z]*.py"))
 USE = """
 import importlib, sys
 from pathlib import Path
@@ -67,7 +66,7 @@ def test_wheel_has_the_ops_alone(wheel: Path) -> None:
         names = {path for path in archive.namelist() if ".dist-info/" not in path}
         (about,) = (path for path in archive.namelist() if path.endswith("/METADATA"))
         metadata = Parser().parsestr(archive.read(about).decode())
-    modules = {f"triton_gallery_ops/{op}.py" for op in ("__init__", *OPS)}
+    modules = {f"triton_gallery_ops/{op}.py" for op in ("__init__", "check_compiles", *OPS)}
     assert names == modules | {"triton_gallery_ops/py.typed", "triton_gallery_ops/README.md"}
     assert metadata["Name"] == "triton-gallery-ops"
     needs = {line.replace('"', "'") for line in metadata.get_all("Requires-Dist")}
@@ -95,7 +94,7 @@ def test_ops_of_the_wheel_run_where_the_checkout_is_not(wheel: Path, tmp_path: P
 def test_public_functions_say_what_they_take() -> None:
     """Each has a docstring, and types for all arguments and for what it returns."""
     for op in OPS:
-        nodes = [part.node for part in public(op, (ROOT / "src" / "triton_gallery_ops" / f"{op}.py").read_text())]
+        nodes = [part.node for part in public(op, (SOURCES / f"{op}.py").read_text())]
         assert nodes, op
         for node in nodes:
             assert node.body[0].value.value.strip(), f"{op}.{node.name} has no docstring"

@@ -2,7 +2,7 @@
 
 In code, names of Triton and PyTorch lead to their documentation. In prose, the first mention of a glossary term leads
 to its entry, that of a name such as ``tl.dot`` to its documentation. A file name such as ``row_sum.py``, and the name
-of another recipe's op, lead to that recipe's page.
+of another recipe's op, lead to that recipe's page; ``interpreter.md`` leads to the page of the guide.
 """
 
 import re
@@ -71,10 +71,11 @@ def _spans(written: str) -> str:
 
 
 def _link_recipes(app: Sphinx, document: nodes.document, docname: str) -> None:
-    """Link mentions of other recipes' file names and ops to their pages."""
+    """Link mentions of other recipes' file names, of ops and of files of the guide to their pages."""
     by_page = [(page, recipe) for page, recipe in recipes(app.env).items() if page in app.env.all_docs]
     pages = {f"{recipe.name}.py": page for page, recipe in by_page}
     pages |= {op.name: page for page, recipe in by_page if (op := op_of(recipe))}
+    pages |= {f"{page[6:]}.md": page for page in app.env.all_docs if page.startswith("guide/")}
     for literal in list(document.findall(nodes.literal)):
         page = pages.get(literal.astext())
         if page and page != docname and not isinstance(literal.parent, nodes.reference):
