@@ -2,12 +2,14 @@
 // The sidebars close as a reader goes to a section, or leaves them with Escape.
 document.addEventListener("DOMContentLoaded", () => {
   const observer = new ResizeObserver((entries) => {
-    const found = entries.map(({ target }) => [
+    const results = entries.map(({ target }) => [
       target,
-      target.scrollWidth > target.clientWidth + 1 || target.scrollHeight > target.clientHeight + 1,
+      target.scrollWidth > target.clientWidth + 1,
+      target.scrollHeight > target.clientHeight + 1,
     ]);
-    for (const [box, scrolls] of found) {
-      if (scrolls) box.tabIndex = 0;
+    for (const [box, isWide, isHigh] of results) {
+      box.classList.toggle("scrolls", isWide);
+      if (isWide || isHigh) box.tabIndex = 0;
       else box.removeAttribute("tabindex");
     }
   });

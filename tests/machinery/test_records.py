@@ -27,6 +27,7 @@ from triton_gallery.records.files import BadRecordError
 from triton_gallery.records.page_cache import Pages, Run
 from triton_gallery.records.record_store import Records
 from triton_gallery.site import chart
+from triton_gallery.site import panels as panels_module
 from triton_gallery.site.notebook import OURS
 
 GUARDED = """
@@ -119,7 +120,8 @@ def test_record_is_shown_where_there_is_no_output(project: Project) -> None:
     assert EVIL in text.select_one("table.dataframe").text
     assert not page.find("script", string="alert")
     assert not page.select(".stale")
-    assert {label.text for label in chart.select("svg text")} >= {"Triton", "PyTorch", "torch.compile", "Roof", "GB/s"}
+    legend = [span.text.strip() for span in chart.select(".legend span")]
+    assert legend[:-1] == ["GB/s", "Triton", "PyTorch", "torch.compile", "Roof"]
     rows = [[cell.text.strip() for cell in row.select("td")] for row in chart.select("table.benchmark tbody tr")]
     assert rows == [
         ["1024", "0.50", "0.03", "10", "20", "-", "400"],
@@ -498,7 +500,7 @@ def test_odd_table_is_drawn(project: Project, how: str) -> None:
     status, output = project.build()
     assert status == 0, output
     page = BeautifulSoup(project.page("guarded"), "html.parser")
-    text = page.select_one(".chart svg").text
+    text = page.select_one(".chart").text
     names = [table["unit"], table["x"], *(name for name, values in table["series"].items() if values != [None, None])]
     assert all(line.strip() in text for name in names for line in re.split(r"[\x00-\x1f]", name))
     assert len(page.select("table.benchmark tbody tr")) == len(table["xs"])
@@ -631,8 +633,8 @@ def test_bands_and_clocks_are_shown(project: Project) -> None:
     late, cpu = (note.text for note in shown.select("p.clocks"))
     assert late.startswith("†, in the chart a ring: the GPU had to wait for the CPU")
     assert "in microseconds: Triton 60.5 · PyTorch 8.5." in cpu
-    assert chart.svg(BANDED).count("FillBetweenPolyCollection") == 2
-    assert chart.svg(TABLE).count("FillBetweenPolyCollection") == 0
+    assert chart.chart(BANDED).count('class="band"') == 2
+    assert chart.chart(TABLE).count('class="band"') == 0
 
 
 def test_chart_of_all_recipes_names_its_gpu() -> None:
@@ -731,7 +733,7 @@ def test_live_benchmark_is_one_chart_and_one_table(make_project: Callable[..., P
     assert [output.text for output in run.outputs] == ["first\nlast", ""]
     assert run.outputs[1].frame == Frame(["", "meaning"], [["a", "b"]])
     page = BeautifulSoup(project.page("bench"), "html.parser")
-    assert len(page.select(".chart svg")) == len(page.select("table.benchmark")) == 1
+    assert len(page.select(".chart")) == len(page.select("table.benchmark")) == 1
     (text,) = page.select(".sphx-glr-script-out pre")
     assert text.text.strip() == "first\nlast"
     index = BeautifulSoup((project.root / "_build" / "html" / "recipes" / "index.html").read_text(), "html.parser")
@@ -775,16 +777,80 @@ def test_two_devices_stand_side_by_side(project: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shown", "hidden"),
+    ("sizes", "title"),
     [
-        ([256, 3000, 4096, 131072], {"256", "3000", "128K"}, "4096"),
-        ([1000, 32000, 50257, 256000], {"1000", "32000", "256000"}, "50257"),
+        ([256, 1024, 4096, 16384], "N"),
+        ([1, 2, 3, 4], "N"),
+        ([1000, 32000, 50257, 128256], "N (not to scale)"),
     ],
 )
-def test_names_on_an_axis_do_not_overlap(sizes: list[int], shown: set[str], hidden: str) -> None:
-    """Of two sizes that lie close together only one is named."""
-    series = {name: [1.0, 2.0, 2.0, 3.0] for name in ("Triton", "Roof")}
+def test_every_size_is_named(sizes: list[int], title: str) -> None:
+    """They stand at equal distances, and the axis says so where these are not equal steps."""
+    series = {name: [1.0, 2.0, None, 3.0] for name in ("Triton", "Roof")}
     table = Table("results", "N", "GB/s", [float(size) for size in sizes], series, {}, {}, {}, {})
-    names = {text.text for text in BeautifulSoup(chart.svg(table), "html.parser").select("text")}
-    assert names >= shown
-    assert hidden not in names
+    drawn = BeautifulSoup(chart.chart(table), "html.parser")
+    names = drawn.select(".sizes text")
+    assert [name.text for name in names] == list(map(str, sizes))
+    assert [name["x"] for name in names] == ["12.5%", "37.5%", "62.5%", "87.5%"]
+    assert drawn.select_one(".axis").text == title
+    assert drawn.select_one(".rates text").text == "0"
+    assert [series["data-rates"] for series in drawn.select(".legend .series")] == ["1 2 - 3", "1 2 - 3"]
+
+
+def test_chart_is_small() -> None:
+    """A chart of eight sizes and five series has less than 80 elements."""
+    rates = [float(size) for size in range(1, 9)]
+    series = dict.fromkeys(("Triton", "Triton, persistent", "PyTorch", "torch.compile", "Roof"), rates)
+    bands = dict.fromkeys(series, rates)
+    late = {"Triton": [True] + 7 * [False]}
+    table = Table("results", "N", "GB/s", rates, series, bands, bands, {}, late)
+    assert len(BeautifulSoup(chart.chart(table), "html.parser").find_all()) < 80
+
+
+def test_axis_that_does_not_begin_at_zero_says_so() -> None:
+    xs, rates = [1.0, 2.0, 3.0], {"Triton": [5000.0, 400.0, 3.0]}
+    drawn = BeautifulSoup(chart.chart(Table("results", "N", "GB/s", xs, rates, {}, {}, {}, {})), "html.parser")
+    assert drawn.select_one(".legend span").text == "GB/s, logarithmic"
+    assert [tick.text for tick in drawn.select(".rates text")] == ["1", "10", "100", "1000", "10000"]
+
+
+def test_figure_has_buttons_for_what_differs() -> None:
+    """Panels differ in GPU and direction; where one value is all there is, no button offers it."""
+    panels = [
+        panels_module.Panel(panels_module.about_table(structs.replace(TABLE, name=name), gpu), [])
+        for gpu in ("GPU 7", "GPU 8")
+        for name in ("results", "results_backward")
+    ]
+    shown = BeautifulSoup("".join(node.astext() for node in panels_module.figure_of(panels)), "html.parser")
+    groups = {
+        group["aria-label"]: [button.text for button in group.select("button")]
+        for group in shown.select("[role=group]")
+    }
+    assert groups == {"GPU": ["GPU 7", "GPU 8"], "Direction": ["forward", "backward"]}
+    assert len(shown.select(".panel")) == 4
+    (chosen,) = shown.select(".panel.chosen")
+    assert (chosen["data-gpu"], chosen["data-direction"]) == ("GPU 7", "forward")
+    assert not panels_module.figure_of(panels[:1])[0].astext().count("button")
+
+
+def test_other_gpus_are_panels_of_the_same_figure(project: Project) -> None:
+    """Each says its GPU, date and whether it is stale."""
+    write(project)
+    run = as_if_on_a_gpu(project)
+    older = structs.replace(
+        run, environment=structs.replace(run.environment, name="Other GPU"), date="2025-01-01T00:00:00+00:00"
+    )
+    path = Records(project.root / "docs" / "_records").write(recipe(project), older, {}, None)
+    content = json.loads(path.read_text())
+    content["measured"] = "0" * len(content["measured"])
+    path.write_text(json.dumps(content))
+    project.build()
+    page = BeautifulSoup(project.page("guarded"), "html.parser")
+    (figure,) = [figure for figure in page.select("figure.panels") if figure.select("table.benchmark")]
+    labels = [panel.select_one(".gpu-label").text for panel in figure.select(".panel")]
+    assert len(labels) == 2
+    assert labels[0].startswith("Recorded on Test GPU 9000")
+    assert "Recorded on Other GPU" in labels[1]
+    assert "2025-01-01" in labels[1]
+    assert "stale" in labels[1]
+    assert "stale" not in labels[0]

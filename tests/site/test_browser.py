@@ -3,6 +3,7 @@
 import functools
 import gzip
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -83,6 +84,108 @@ def test_every_page_loads_cleanly_and_fits_a_phone(page: Page, address: str, sit
         if page.evaluate("document.documentElement.scrollWidth") > 390:
             wide.append(name)
     assert wide == []
+
+
+# Names what is cut off: elements that are wider than a box that clips them, or leave the window or their figure and are
+# in no box that scrolls
+CUT = """() => {
+  const overflow = (element) => getComputedStyle(element).overflowX;
+  const cut = [];
+  for (const element of document.querySelectorAll("article *")) {
+    const { left, right, width } = element.getBoundingClientRect();
+    if (!width || element.closest(".unseen, .katex, .headerlink, svg.picture")) continue;
+    const name = `${element.tagName}.${element.getAttribute("class")} ${element.textContent.trim().slice(0, 30)}`;
+    const isClipped = /hidden|clip/.test(overflow(element)) && element.scrollWidth > element.clientWidth + 1;
+    let box = element.parentElement;
+    while (box !== document.body && !/auto|scroll/.test(overflow(box))) box = box.parentElement;
+    const figure = element.closest("figure.panels");
+    const frames = box === document.body ? [[0, innerWidth]] : [];
+    if (figure && !figure.contains(box)) {
+      const edges = figure.getBoundingClientRect();
+      frames.push([edges.left, edges.right]);
+    }
+    if (isClipped || frames.some(([first, last]) => left < first - 1 || right > last + 1)) cut.push(name);
+  }
+  return cut;
+}"""
+
+
+def test_nothing_is_cut_off(page: Page, address: str, site: Path) -> None:
+    """At the widths of a laptop, a desktop and a telephone, with all that is folded open."""
+    cut = {}
+    for name in all_pages(site):
+        page.goto(address + name)
+        page.evaluate("document.querySelectorAll('details').forEach((fold) => (fold.open = true))")
+        for width in (1280, 1600, 390):
+            page.set_viewport_size({"width": width, "height": 844})
+            if elements := page.evaluate(CUT):
+                cut[name, width] = elements
+    assert cut == {}
+
+
+def test_chart_tells_the_rates_at_a_size(page: Page, address: str) -> None:
+    """To the pointer and to the keyboard; the table has the same, and nothing moves."""
+    page.goto(f"{address}recipes/fusion/softmax.html")
+    panel = page.locator(".recorded .panel.chosen").first
+    chart, legend = panel.locator(".chart > svg"), panel.locator(".legend")
+    chart.scroll_into_view_if_needed()
+    before = chart.bounding_box()
+    chart.focus()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    row = panel.locator("table.benchmark tbody tr").nth(-2)
+    expect(row).to_have_class(re.compile("chosen"))
+    cells = row.locator("td").all_inner_texts()
+    rates = [text for text in legend.locator("b").all_inner_texts() if text]
+    assert rates == [text.split()[0] for text in cells[-len(rates) :]]
+    assert legend.locator(".at").inner_text() == f"N = {cells[0]}"
+    assert chart.bounding_box() == before
+    chart.hover(position={"x": 5, "y": 50})
+    expect(panel.locator("table.benchmark tbody tr").first).to_have_class(re.compile("chosen"))
+    panel.locator("table.benchmark tbody tr").nth(2).hover()
+    third = panel.locator("table.benchmark tbody tr").nth(2).locator("td").first.inner_text()
+    assert legend.locator(".at").inner_text() == f"N = {third}"
+    page.locator("h1").hover()
+    assert not legend.locator(".at").inner_text()
+
+
+def test_figures_are_of_the_gpu_that_a_reader_chooses(page: Page, address: str) -> None:
+    """All of a page, and those of the next."""
+    page.goto(f"{address}recipes/fusion/swiglu.html")
+    figure = page.locator("figure.panels:has([data-kind=gpu])").first
+    labels = figure.locator(".panel").locator("visible=true").locator(".gpu-label")
+    for gpu in figure.locator("[data-kind=gpu] button").all_inner_texts():
+        button = figure.get_by_role("button", name=gpu, exact=True)
+        button.press("Enter")
+        assert button.get_attribute("aria-pressed") == "true"
+        assert gpu in labels.inner_text()
+        figure.get_by_role("button", name="backward").click()
+        assert "backward" in figure.locator(".panel").locator("visible=true").locator(".legend").inner_text()
+        assert gpu in labels.inner_text(), "the direction leaves the GPU"
+    page.goto(f"{address}ops/swiglu.html")
+    chosen = page.locator("[data-kind=gpu] button[aria-pressed=true]").evaluate_all(
+        "all => all.map((b) => b.innerText)"
+    )
+    assert len(chosen) > 1
+    assert set(chosen) == {gpu}
+
+
+def test_address_of_a_figure_shows_its_panel(page: Page, address: str) -> None:
+    page.goto(f"{address}recipes/fusion/softmax.html#figure-results_backward")
+    panel = page.locator(".recorded .panel.chosen").first
+    assert "backward" in panel.locator(".legend").inner_text()
+    expect(panel.locator(".chart > svg")).to_be_in_viewport()
+
+
+def test_without_scripts_all_panels_are_there(browser: Browser, address: str) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(f"{address}recipes/fusion/softmax.html")
+    panels = page.locator(".recorded .panel")
+    assert panels.count() > 1
+    assert panels.locator("visible=true").count() == panels.count()
+    assert not page.locator(".switches").locator("visible=true").count()
+    context.close()
 
 
 def test_theme_switch(page: Page, address: str) -> None:

@@ -40,7 +40,7 @@ DIRECTIVES = {
     "targets": other_gpus.TargetsDirective,
     "versions": version_table.VersionsDirective,
 }
-SCRIPTS = ("take.js", "filter.js", "performance.js", "listing.js", "keyboard.js")
+SCRIPTS = ("take.js", "filter.js", "performance.js", "listing.js", "chart.js", "keyboard.js")
 AT_ONCE = "performance.js"  # the others wait until the page is there
 WRITERS = (op_files.write, performance.write, other_gpus.write, search.write, crawlers.write)
 

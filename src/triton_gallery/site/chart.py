@@ -1,87 +1,144 @@
-"""Draws a benchmark table: as a PNG for notebooks, as an SVG whose colours follow the page's theme."""
+"""Draws a benchmark's table: as SVG on pages, where colours follow the theme, and as a PNG for notebooks.
+
+Lines stretch to the width that a page has. Letters keep their size, because their places are percentages. Sizes are at
+equal distances, so that there is room for the name of each.
+"""
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from io import BytesIO, StringIO
-from typing import TYPE_CHECKING, Any, Literal
+from io import BytesIO
+from itertools import pairwise
 
 from triton_gallery.recipe.tables import ROOF, TRITON, Table
+from triton_gallery.site.render import figure, size
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-# The colours of the PNG; the SVG gets the theme's variables in their place. None is black, which matplotlib leaves out.
-FOREGROUND = "#010101"
-MUTED = "#888888"
-OURS = ["#c2570c", "#e58f4b", "#8a3c05", "#f0b48a"]
+FOREGROUND = "var(--color-foreground-primary)"
+OURS = ["#c2570c", "#e58f4b", "#8a3c05", "#f0b48a"]  # in a PNG; on pages the theme's variables
 OTHERS = ["#1f6685", "#3f8f4f", "#7a5aa6", "#a08020", "#666666"]
-THEME = {FOREGROUND: "var(--color-foreground-primary)", MUTED: "var(--color-foreground-border)"} | {
-    color: f"var(--chart-{kind}-{index})"
+HEX = {FOREGROUND: "#000000"} | {
+    f"var(--chart-{kind}-{index})": color
     for kind, colors in (("ours", OURS), ("other", OTHERS))
     for index, color in enumerate(colors, start=1)
 }
-WIDTH, HEIGHT, FONT = 5, 3.5, 11  # inches, points: a telephone shows a chart's text at ten pixels
-LABEL_GAP = 0.075  # of the axes' height
-CHARACTER = 6.5  # points, on the average
+MOST_STEPS = 5  # of an axis
+CHARACTER, PHONE = 6.6, 290  # pixels: the width of a letter, and of the axis of sizes on a phone
+ROW = 2.6  # rem, the height of a size where these are rows
 WIDE, HIGH, EDGE = 160, 76, 5  # of a small chart
 
 
-def svg(table: Table, place: str = "") -> str:
-    """Return the chart as an SVG element; its label, which begins with `place`, is what screen readers say of it."""
+@dataclass(frozen=True)
+class _Axis:
+    """The axis of the rates: linear from 0, or logarithmic."""
+
+    ticks: list[float]
+    is_logarithmic: bool
+
+    def at(self, value: float) -> float:
+        """Return the place of a rate as a percentage of the axis."""
+        first, last = self.ticks[0], self.ticks[-1]
+        if self.is_logarithmic:
+            first, last, value = math.log(first), math.log(last), math.log(value)
+        return 100 * (value - first) / (last - first)
+
+
+def chart(table: Table, place: str = "") -> str:
+    """Return a chart: a legend, in which a script writes the rates at a size that a reader points at, and an SVG.
+
+    Args:
+        table: what is drawn.
+        place: the beginning of the chart's label, which is what screen readers say of it.
+    """
+    axis, count, names = _axis(table), len(table.xs), [size(x) for x in table.xs]
     label = f"{place}{_title(table)} against {table.x}, of {'; '.join(table.series)}"
-    return _themed(lambda: _draw(table), label)
+    ticks = [(axis.at(tick), f"{tick:.9g}") for tick in axis.ticks]
+    if _is_ordered(table):
+        kind, box, height = "lines", f"0 0 {count} 100", ""
+        if count * (CHARACTER * max(map(len, names)) + 6) > PHONE:
+            kind = "lines crowded"
+        grid = "".join(f"M0 {100 - at:.1f}h{count}" for at, _ in ticks)
+        rates = "".join(f'<text y="{100 - at:.1f}%">{name}</text>' for at, name in ticks)
+        sizes = (f'<text x="{100 * (i + 0.5) / count:.1f}%" y="100%">{escape(x)}</text>' for i, x in enumerate(names))
+    else:
+        kind, box, height = "rows", f"0 0 100 {count}", f' style="height:{ROW * count:.1f}rem"'
+        grid = "".join(f"M{at:.1f} 0v{count}" for at, _ in ticks)
+        rates = "".join(f'<text x="{at:.1f}%" y="100%">{name}</text>' for at, name in ticks)
+        sizes = (f'<text y="{100 * row / count:.1f}%">{escape(x)}</text>' for row, x in enumerate(names))
+    drawn = "".join(_series(table, name, axis) for name in table.series)
+    return (
+        f'<div class="chart {kind}" style="--left:{max(len(name) for _, name in ticks)}ch">{_legend(table, names)}'
+        f'<svg role="img" aria-label="{escape(label)}"{height}>'
+        f'<svg viewBox="{box}" preserveAspectRatio="none"><path class="grid" d="{grid}"/>{drawn}</svg>'
+        f'<g class="rates">{rates}</g><g class="sizes">{"".join(sizes)}</g></svg>'
+        f'<p class="axis">{escape(_size_title(table))}</p></div>'
+    )
 
 
 def fractions_svg(device: str, bars: Sequence[tuple[str, float]]) -> str:
     """Return a chart of fractions of a device's roof; a bar is a label and its fraction."""
-    return _themed(lambda: _draw_fractions(device, bars), f"fractions of the roof, {device}")
-
-
-def _themed(draw: Callable[[], "Figure"], label: str) -> str:
-    import matplotlib
-
-    file = StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
-        draw().savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    _, start, rest = file.getvalue().partition("<svg")
-    element = start + rest
-    for color, variable in THEME.items():
-        element = element.replace(color, variable)
-    element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
-    element = re.sub(r"font: [^;\"]*?(\d+(?:\.\d+)?)px[^;\"]*", r"font-size: \1px", element)
-    element = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), element)  # half the size
-    size = re.search(r'viewBox="[^"]*"', element)
-    head = f'<svg {size[0] if size else ""} role="img" aria-label="{escape(label)}">'
-    return re.sub(r"<svg[^>]*>", lambda _: head, element, count=1)
+    end, count = 1.02 * max([1.0, *(fraction for _, fraction in bars)]), len(bars)
+    drawn = "".join(f"M0 {row + 0.75}h{fraction:.3f}" for row, (_, fraction) in enumerate(bars))
+    roof = "".join(f"M1 {row + 0.55}v.4" for row in range(count))
+    texts = (
+        f'<text y="{100 * row / count:.2f}%">{fraction:.2f}  {escape(label)}</text>'
+        for row, (label, fraction) in enumerate(bars)
+    )
+    return (
+        '<figure class="panels"><div class="chart fractions">'
+        f'<svg role="img" aria-label="fractions of the roof, {escape(device)}" style="height:{2 * count}rem">'
+        f'<text class="title" dy="-1.5em">Triton / roof, {escape(device)}</text>'
+        f'<svg viewBox="0 0 {end:.3f} {count}" preserveAspectRatio="none"><path class="bars" d="{drawn}"/>'
+        f'<path class="roof" d="{roof}"/></svg><g class="sizes">{"".join(texts)}</g></svg></div></figure>'
+    )
 
 
 def png(table: Table) -> bytes:
     """Return the chart as a PNG on white."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(7, 4), layout="constrained")
+    axes = drawing.subplots()
+    for name, values in table.series.items():
+        color = HEX[_color(table, name)]
+        numbers = [math.nan if value is None else value for value in values]
+        line = "" if not _is_ordered(table) else "--" if name == ROOF else "-"
+        axes.plot(numbers, line, marker="o", markersize=4, color=color, linewidth=1.6, label=_plain(name))
+        lows, highs = zip(
+            *(table.band(name, index) or (math.nan, math.nan) for index in range(len(values))), strict=True
+        )
+        axes.fill_between(range(len(values)), lows, highs, color=color, alpha=0.2, linewidth=0)
+        late = [value if table.is_cpu_bound(name, index) else math.nan for index, value in enumerate(numbers)]
+        axes.plot(late, "o", markersize=9, color=color, fillstyle="none")
+    if _falls(table):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_xticks(range(len(table.xs)), [_plain(size(x)) for x in table.xs], rotation=30)
+    axes.set_title(_plain(_title(table)), loc="left")
+    axes.set_xlabel(_plain(_size_title(table)))
+    axes.grid(axis="y", alpha=0.4)
+    axes.legend()
     file = BytesIO()
-    _draw(table).savefig(file, format="png")
+    drawing.savefig(file, format="png")
     return file.getvalue()
 
 
 def sparkline(table: Table) -> str:
     """Return a small SVG chart without axes: lines, or points if there is one size or the sizes have no order."""
-    xs, logarithmic = _sizes(table)
-    across = [math.log2(x) if logarithmic else x for x in xs]
     values = [value for series in table.series.values() for value in series if value]
     scale, bottom = (math.log2, math.log2(min(values))) if _falls(table) else (float, 0.0)
 
-    def at(x: float, value: float) -> tuple[float, float]:
-        right = (x - across[0]) / ((across[-1] - across[0]) or 1)
+    def at(index: int, value: float) -> tuple[float, float]:
+        right = index / ((len(table.xs) - 1) or 1)
         up = (scale(value) - bottom) / ((scale(max(values)) - bottom) or 1)
         return EDGE + (WIDE - 2 * EDGE) * right, HIGH - EDGE - (HIGH - 2 * EDGE) * up
 
     drawn = []
     for name, series in table.series.items():
-        points = [at(x, value) for x, value in zip(across, series, strict=True) if value]
-        color = THEME[_color(table, name)]
-        if _is_numeric(table) and len(points) > 1:
+        points = [at(index, value) for index, value in enumerate(series) if value]
+        color = _color(table, name)
+        if _is_ordered(table) and len(points) > 1:
             style = ' stroke-dasharray="5 3"' if name == ROOF else ' stroke-width="2.5"' if name in table.ours else ""
             line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             drawn.append(f'<polyline points="{line}" stroke="{color}"{style}/>')
@@ -94,201 +151,100 @@ def sparkline(table: Table) -> str:
 
 
 def _title(table: Table) -> str:
-    """Return the title of a chart: the unit, and the kind of benchmark."""
-    return ", ".join(filter(None, [table.unit, table.kind]))
+    """Return the title of a chart: the unit, the kind of benchmark, and that the axis does not begin at 0."""
+    return ", ".join(filter(None, [table.unit, table.kind, "logarithmic" if _falls(table) else ""]))
 
 
-def _is_numeric(table: Table) -> bool:
-    return all(isinstance(x, float) for x in table.xs)
-
-
-def _sizes(table: Table) -> tuple[list[float], bool]:
-    """Return the positions of a table's sizes on the x axis, and whether that axis is logarithmic."""
-    if not _is_numeric(table):
-        return [float(place) for place in range(len(table.xs))], False
+def _size_title(table: Table) -> str:
+    """Return the title of the axis of sizes; it says so if equal distances are not equal steps."""
     xs = [x for x in table.xs if isinstance(x, float)]
-    return xs, min(xs) > 0 and max(xs) >= 8 * min(xs)
+    if not _is_ordered(table) or len(xs) < 3:
+        return table.x
+    steps = [[after - before for before, after in pairwise(xs)]]
+    if xs[0] > 0:
+        steps.append([after / before for before, after in pairwise(xs)])
+    even = any(max(each) <= 1.001 * min(each) for each in steps)
+    return table.x if even else f"{table.x} (not to scale)"
+
+
+def _is_ordered(table: Table) -> bool:
+    """Whether the sizes are numbers that grow, so that lines between them mean something."""
+    return all(isinstance(x, float) for x in table.xs) and table.xs == sorted(table.xs)
 
 
 def _falls(table: Table) -> bool:
     """Whether the rates fall so far that the ends of the lines would coincide on a linear axis."""
-    ends = [[value for value in values if value] for values in table.series.values()]
-    ends = [values for values in ends if values]
-    return bool(ends) and _is_numeric(table) and max(values[-1] for values in ends) < max(map(max, ends)) / 10
+    series = [values for values in ([value for value in all_ if value] for all_ in table.series.values()) if values]
+    return bool(series) and _is_ordered(table) and max(values[-1] for values in series) < max(map(max, series)) / 10
+
+
+def _axis(table: Table) -> _Axis:
+    """Return an axis with at most six ticks that has all rates and their bands."""
+    rates = [value for kind in (table.series, table.p80) for values in kind.values() for value in values if value]
+    highest = max(rates, default=1.0)
+    if _falls(table):
+        first, last = math.floor(math.log10(min(rates))), math.ceil(math.log10(highest))
+        powers = range(first, last + MOST_STEPS, math.ceil((last - first) / MOST_STEPS))
+        return _Axis([10.0**power for power in powers if power < last + powers.step], is_logarithmic=True)
+    power = 10.0 ** math.floor(math.log10(highest / MOST_STEPS))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if highest <= MOST_STEPS * factor * power)
+    return _Axis([step * place for place in range(math.ceil(highest / step) + 1)], is_logarithmic=False)
 
 
 def _color(table: Table, name: str) -> str:
     """Return the colour of a series."""
-    colors = dict(zip(sorted(table.ours, key=lambda name: name != TRITON), OURS, strict=False))
-    colors |= dict(zip(table.others, OTHERS, strict=False))
-    return FOREGROUND if name == ROOF else colors.get(name, MUTED)
+    if name == ROOF:
+        return FOREGROUND
+    kind, most = ("ours", len(OURS)) if name in table.ours else ("other", len(OTHERS))
+    names = sorted(table.ours, key=lambda name: name != TRITON) if kind == "ours" else table.others
+    return f"var(--chart-{kind}-{min(names.index(name) + 1, most)})"
 
 
-def _axes(height: float, grid: Literal["x", "y"] | None) -> tuple["Figure", "Axes"]:
-    """Return a figure of this height in inches, and its axes, in the style of all charts."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    axes = figure.subplots()
-    axes.tick_params(colors=FOREGROUND, length=3, color=MUTED, labelsize=FONT)
-    if grid:
-        axes.grid(axis=grid, color=MUTED, linewidth=0.4, alpha=0.5)
-    for side, spine in axes.spines.items():
-        spine.set_color(MUTED)
-        spine.set_visible(side in {"left", "bottom"})
-    return figure, axes
-
-
-def _draw(table: Table) -> "Figure":
-    """Draw a table: a line for each series, with its band."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
-
-    if not _is_numeric(table):
-        return _draw_rows(table)
-    figure, axes = _axes(HEIGHT, "y")
-    xs, logarithmic = _sizes(table)
-    ends = []
-    beside = CHARACTER * (max(map(len, table.series), default=0) + 6)  # the axes: figures, and names of series
-    character = CHARACTER / (72 * WIDTH - beside)
-    for name, values in table.series.items():
-        points = [(x, value) for x, value in zip(xs, values, strict=True) if value is not None]
-        if not points:
-            continue
-        color = _color(table, name)
-        line = axes.plot(*zip(*points, strict=True), color=color, linewidth=1.6)[0]
-        if name == ROOF:
-            line.set(linestyle=(0, (5, 3)), linewidth=1.2)
-        else:
-            line.set(marker="o", markersize=4, linewidth=2.4 if name in table.ours else 1.6)
-        _draw_band(axes, table, name, xs, color)
-        ends.append((points[-1], name, color))
-    if logarithmic:
-        axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(xs))
-    axes.xaxis.set_minor_locator(NullLocator())
-    names = _with_room({x: short(x) for x in xs}, math.log2 if logarithmic else float, character)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: names.get(x, "")))
-    if _falls(table):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.9g}"))  # an exponent is too small to read
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.set_ylim(bottom=0)
-    _label(axes, ends)
-    axes.set_title(_plain(_title(table)), loc="left", fontsize=FONT, color=FOREGROUND)
-    axes.set_xlabel(_plain(table.x), fontsize=FONT, color=FOREGROUND)
-    return figure
+def _legend(table: Table, names: Sequence[str]) -> str:
+    """Return the legend, with room for a size and for the rate of each series at it."""
+    texts = {name: [figure(value) for value in values] for name, values in table.series.items()}
+    digits = max((len(text) for values in texts.values() for text in values), default=0)
+    room = len(table.x) + len(" = ") + max(map(len, names))
+    series = "".join(
+        f'<span class="series{" roof" if name == ROOF else ""}" style="--color:{_color(table, name)}" '
+        f'data-rates="{" ".join(values)}">{escape(name)} <b></b></span> '
+        for name, values in texts.items()
+    )
+    return (
+        f'<p class="legend" role="status" style="--digits:{digits}ch"><span>{escape(_title(table))}</span> {series}'
+        f'<span class="at" style="min-width:{room}ch" data-x="{escape(table.x)}"></span></p>'
+    )
 
 
-def _draw_rows(table: Table) -> "Figure":
-    """Draw a table whose sizes have no order: a row for each size, with a point and a band for each series."""
-    figure, axes = _axes(0.9 + 0.35 * len(table.xs), "x")
-    rows = range(len(table.xs), 0, -1)
-    for place, (name, values) in enumerate(table.series.items()):
-        color = _color(table, name)
-        above = 0.5 * (0.5 - (place + 0.5) / len(table.series))  # of a row, so that no point lies on another
-        label = _plain(name)
-        for index, (row, value) in enumerate(zip(rows, values, strict=True)):
-            if value is None:
-                continue
-            axes.plot(value, row + above, "|" if name == ROOF else "o", color=color, markersize=7, label=label)
-            label = ""  # in the legend once
-            ends = [side[name][index] for side in (table.p20, table.p80) if name in side]
-            band = [end for end in ends if end is not None]
-            axes.plot(band, len(band) * [row + above], color=color, linewidth=4, alpha=0.4)
-            if table.is_cpu_bound(name, index):
-                axes.plot(value, row + above, "o", color=color, markersize=10, fillstyle="none")
-    axes.set_xlim(left=0)
-    axes.set_ylim(0.5, len(table.xs) + 0.5)
-    axes.set_yticks(rows, [_plain(str(x)) for x in table.xs])
-    axes.set_xlabel(_plain(_title(table)), fontsize=FONT, color=FOREGROUND)
-    axes.set_ylabel(_plain(table.x), fontsize=FONT, color=FOREGROUND)
-    legend: dict[str, Any] = {"loc": "outside upper left", "ncols": 3, "frameon": False, "fontsize": FONT}
-    figure.legend(**legend, labelcolor="linecolor", handletextpad=0.2)
-    return figure
+def _series(table: Table, name: str, axis: _Axis) -> str:
+    """Return the band, the line and the points of a series, and rings around figures that the CPU decided."""
+    is_ordered, place = _is_ordered(table), [*table.series].index(name)
+    beside = 0.5 + 0.45 * (place + 0.5) / len(table.series)  # in a row, where no point lies on another's
 
+    def at(index: int, value: float) -> str:
+        if is_ordered:
+            return f"{index + 0.5:g} {100 - axis.at(value):.1f}"
+        return f"{axis.at(value):.1f} {index + beside:.2f}"
 
-def _draw_band(axes: "Axes", table: Table, name: str, xs: Sequence[float], color: str) -> None:
-    """Draw the band of a series, and rings around the figures that were limited by the CPU."""
-    bands = [(x, *band) for index, x in enumerate(xs) if (band := table.band(name, index))]
-    if bands:
-        sizes, lows, highs = zip(*bands, strict=True)
-        axes.fill_between(sizes, lows, highs, color=color, alpha=0.2, linewidth=0)
-    points = enumerate(zip(xs, table.series[name], strict=True))
-    late = [(x, value) for index, (x, value) in points if value is not None and table.is_cpu_bound(name, index)]
-    if late:
-        axes.plot(*zip(*late, strict=True), linestyle="none", marker="o", markersize=9, color=color, fillstyle="none")
-
-
-def _with_room(names: dict[float, str], place: Callable[[float], float], character: float) -> dict[float, str]:
-    """Return those names that fit on an axis without touching each other.
-
-    Args:
-        names: of the sizes.
-        place: tells where a size stands on the axis.
-        character: how much of the axis a letter takes.
-    """
-    places = [place(x) for x in names]
-    wide = max(places) - min(places)
-    named: list[float] = []
-    for x in sorted(names):
-        half = character * (len(names[x]) + len(names[named[-1]]) + 4) / 2 if named else 0
-        if not named or place(x) - place(named[-1]) >= half * wide:
-            named.append(x)
-    return {x: names[x] for x in named}
-
-
-def _label(axes: "Axes", ends: list[tuple[tuple[float, float], str, str]]) -> None:
-    """Write each series' name to the right of its last point, and move names apart that would overlap."""
-    axes.get_ylim()  # the limits are settled now
-    to_fraction = axes.transData + axes.transAxes.inverted()
-    highest_first = sorted(ends, key=lambda end: -end[0][1])
-    places = _apart([float(to_fraction.transform(point)[1]) for point, _, _ in highest_first])
-    for place, (point, name, color) in zip(places, highest_first, strict=True):
-        look: dict[str, Any] = {"color": color, "va": "center", "fontsize": FONT}
-        axes.annotate(_plain(name), point, xytext=(1.02, place), textcoords="axes fraction", **look)
-
-
-def _apart(places: Sequence[float]) -> list[float]:
-    """Move labels apart, given their positions from the highest down: first downwards, then up again from the axis."""
-    moved: list[float] = []
-    for place in places:
-        moved.append(min(place, moved[-1] - LABEL_GAP) if moved else place)
-    lowest = 0.0
-    for index in reversed(range(len(moved))):
-        moved[index] = max(moved[index], lowest)
-        lowest = moved[index] + LABEL_GAP
-    return moved
-
-
-def _draw_fractions(device: str, bars: Sequence[tuple[str, float]]) -> "Figure":
-    from matplotlib.patches import Patch
-
-    color = OTHERS[2]  # those before mean PyTorch and libraries
-    figure, axes = _axes(0.7 + 0.42 * len(bars), None)
-    places = range(len(bars), 0, -1)
-    axes.barh(places, [fraction for _, fraction in bars], color=color, height=0.3)
-    axes.set_yticks([])
-    axes.set_ylim(0.5, len(bars) + 0.7)
-    look: dict[str, Any] = {"color": FOREGROUND, "va": "center", "fontsize": FONT}
-    for place, (label, fraction) in zip(places, bars, strict=True):
-        text = f"{fraction:.2f}  {_plain(label)}"
-        axes.annotate(text, (0, place + 0.36), xytext=(2, 0), textcoords="offset points", **look)
-    axes.axvline(1, color=FOREGROUND, linestyle=(0, (5, 3)), linewidth=1.2)
-    axes.set_xlim(0, 1.08 * max([1.0, *(fraction for _, fraction in bars)]))
-    keys = [Patch(color=color, label=_plain(f"Triton / roof, {device}"))]
-    figure.legend(handles=keys, loc="outside upper left", frameon=False, fontsize=FONT, labelcolor=FOREGROUND)
-    return figure
+    points = {index: at(index, value) for index, value in enumerate(table.series[name]) if value is not None}
+    bands = [(index, band) for index in points if (band := table.band(name, index))]
+    rings = [point for index, point in points.items() if table.is_cpu_bound(name, index)]
+    kinds = dict[str, str]()
+    if is_ordered and bands:
+        edge = [at(index, high) for index, (_, high) in bands] + [at(index, low) for index, (low, _) in bands[::-1]]
+        kinds["band"] = f"M{'L'.join(edge)}z"
+    elif bands:
+        kinds["band"] = "".join(f"M{at(index, low)}L{at(index, high)}" for index, (low, high) in bands)
+    if is_ordered:
+        kinds["line"] = f"M{'L'.join(points.values())}" if len(points) > 1 else ""
+    kinds["ring"] = "".join(f"M{point}h0" for point in rings)
+    kinds["inner"] = kinds["ring"]  # in the colour of the page
+    kinds["points"] = "".join(f"M{point}h0" for point in points.values())
+    paths = "".join(f'<path class="{kind}" d="{d}"/>' for kind, d in kinds.items() if d)
+    role = " roof" if name == ROOF else " ours" if name in table.ours else ""
+    return f'<g class="series{role}" style="--color:{_color(table, name)}">{paths}</g>'
 
 
 def _plain(name: str) -> str:
     """Escape dollar signs, which matplotlib would take for a formula."""
     return name.replace("$", r"\$")
-
-
-def short(value: float) -> str:
-    """Format a size: 4096, 16K, 256M, but 256000."""
-    for factor, letter in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
-        if value >= 10 * 2**10 and value % factor == 0 and math.log2(value).is_integer():
-            return f"{value / factor:g}{letter}"
-    return f"{value:g}"

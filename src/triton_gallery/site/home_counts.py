@@ -9,9 +9,10 @@ from triton_gallery.recipe.op import op_of
 from triton_gallery.records.output_diff import STALE, recorded_on
 from triton_gallery.records.record_store import Record
 from triton_gallery.site import other_gpus, page_context
-from triton_gallery.site.chart import svg
+from triton_gallery.site.chart import chart
 from triton_gallery.site.freshness import depends_on
-from triton_gallery.site.render import bullets, chart, page_link, paragraph
+from triton_gallery.site.panels import Panel, figure_of
+from triton_gallery.site.render import bullets, html, page_link, paragraph
 
 
 class ClaimsDirective(SphinxDirective):
@@ -31,7 +32,10 @@ class ClaimsDirective(SphinxDirective):
         stale = "" if page.record.is_fresh(page.recipe) else STALE
         facts = f", {page.table.unit}: more is better. {recorded_on(page.record)}{stale}."
         label = paragraph(page_link(page.name), facts)
-        return [claims, nodes.container("", chart(svg(page.table)), label, classes=["shown"])]
+        return [
+            claims,
+            nodes.container("", *figure_of([Panel({}, [html(chart(page.table))])]), label, classes=["shown"]),
+        ]
 
 
 def _claims(env: BuildEnvironment) -> list[str]:

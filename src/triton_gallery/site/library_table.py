@@ -13,6 +13,7 @@ from triton_gallery.recipe.tables import ROOF, TRITON
 from triton_gallery.site import page_context
 from triton_gallery.site.freshness import depends_on
 from triton_gallery.site.page_context import RecipePage
+from triton_gallery.site.panels import BACKWARD, FORWARD, Panel, figure_of
 from triton_gallery.site.render import add_section, figure, of_gpu, page_link, paragraph, titled, two_digits
 from triton_gallery.site.row_table import device_tables
 
@@ -53,7 +54,13 @@ def section(env: BuildEnvironment, recipe: Recipe) -> nodes.section | None:
         page_link("performance"),
         " says what each size means.",
     )
-    return titled(TITLE, about, *_tables(rows, [recipe], {}))
+    panels: list[Panel] = []
+    for row in rows:
+        panel_about = _about(row)
+        if panel_about not in (panel.about for panel in panels):
+            of_panel = [other for other in rows if _about(other) == panel_about]
+            panels.append(Panel(panel_about, device_tables(of_panel, _packages, _cells, [recipe], {})))
+    return titled(TITLE, about, *figure_of(panels))
 
 
 def shown(env: BuildEnvironment, key: str = "") -> list[tuple[LibraryRow, bool]]:
@@ -64,17 +71,23 @@ def shown(env: BuildEnvironment, key: str = "") -> list[tuple[LibraryRow, bool]]
     ]
 
 
+def _about(row: LibraryRow) -> dict[str, str]:
+    """Return what a row is about, for a panel."""
+    direction = BACKWARD if BACKWARD in row.work else FORWARD
+    return {"gpu": row.environment.name, "direction": direction, "dtype": row.dtype}
+
+
+def _packages(row: LibraryRow) -> dict[str, str]:
+    return {"triton": row.environment.triton, **row.packages}
+
+
 def _tables(
     rows: Sequence[LibraryRow], recipes: Sequence[Recipe], links: dict[str, str], *classes: str
 ) -> list[nodes.Node]:
     """Return the tables of each device."""
-
-    def packages(row: LibraryRow) -> dict[str, str]:
-        return {"triton": row.environment.triton, **row.packages}
-
     tables: list[nodes.Node] = []
     for device, group in groupby(rows, key=lambda row: row.environment.name):
-        tables += of_gpu(device, device_tables(list(group), packages, _cells, recipes, links, *classes))
+        tables += of_gpu(device, device_tables(list(group), _packages, _cells, recipes, links, *classes))
     return tables
 
 

@@ -6,7 +6,7 @@ The pages are written into `docs/ops` when a build begins. What they show comes 
 import ast
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -21,6 +21,7 @@ from triton_gallery.figures.ratios import headline
 from triton_gallery.recipe.contents import sections
 from triton_gallery.recipe.inline import OPS
 from triton_gallery.recipe.op import op_of
+from triton_gallery.records.record_store import Record
 from triton_gallery.site import (
     library_table,
     op_files,
@@ -33,9 +34,11 @@ from triton_gallery.site import (
     version_matrix,
     version_table,
 )
+from triton_gallery.site.chart import chart
 from triton_gallery.site.freshness import depends_on
 from triton_gallery.site.page_context import RecipePage
-from triton_gallery.site.render import folded, html, op_link, page_link, paragraph, prose, table, titled
+from triton_gallery.site.panels import Panel, about_table, figure_of
+from triton_gallery.site.render import RINGS, folded, html, op_link, page_link, paragraph, prose, table, titled
 
 PACKAGES = ("torch", "transformers", "liger_kernel", "flash_attn", "vllm", "fla")  # in the order of the table
 PARTS = ("_forward", "_with_lse", "_with_stats", "_backward")  # end the names of functions that a gradient needs
@@ -196,8 +199,7 @@ class OpDirective(SphinxDirective):
         items = page_context.benchmarks(self.env, page)
         box = nodes.container("", nodes.rubric("", "At a glance"), classes=["glance", "of-op"])
         box += verdict.table(items)
-        if chart := [*summary_box.main_chart(page)]:
-            box += [*chart, self._caption(page)]
+        box += figure_of([panel for record in page.records for panel in _panels(page, record)])
         if cpu := verdict.cpu(page, items):
             box += paragraph(cpu)
         box += [
@@ -210,19 +212,6 @@ class OpDirective(SphinxDirective):
             self._about_file(name, page),
         ]
         return box
-
-    def _caption(self, page: RecipePage) -> nodes.paragraph:
-        """Return the caption of the chart, whose sizes are not those of the table above it."""
-        record, benchmark = page.record, page.table
-        assert record is not None
-        assert benchmark is not None
-        kind = f"{benchmark.kind} " if benchmark.kind else ""
-        source = (
-            f"recorded on {record.environment.name}, {record.date[:10]}{render.older(record.is_fresh(page.recipe))}"
-        )
-        return paragraph(
-            f"The chart: {kind}at the lesson's sizes, {source}. ", page_link(page.name), " says in which dtype."
-        )
 
     def _about_file(self, name: str, page: RecipePage) -> nodes.paragraph:
         """Return a line on the file to download: its licence, length, import, and the namespace to change."""
@@ -295,6 +284,18 @@ class OpDirective(SphinxDirective):
             address = f"{repository}/issues/new?title={quote(f'{OPS}.{name}: ')}"
             section += paragraph(nodes.reference("", "Report a mistake", refuri=address))
         return section
+
+
+def _panels(page: RecipePage, record: Record) -> Iterator[Panel]:
+    """Yield the charts of a record, that of the op itself first; their sizes are not those of the table above them."""
+    tables = [table for output in record.outputs for table in output.tables]
+    gpu, stale = record.environment.name, render.older(record.is_fresh(page.recipe))
+    for benchmark in sorted(tables, key=lambda table: table.name != page_context.MAIN):
+        kind = f"{benchmark.kind} " if benchmark.kind else ""
+        about = f"The chart: {kind}at the lesson's sizes, recorded on {gpu}, {record.date[:10]}{stale}. "
+        caption = paragraph(about, page_link(page.name), " says in which dtype.", classes=["gpu-label"])
+        rings = [paragraph(RINGS)] if any(map(any, benchmark.cpu_bound.values())) else []
+        yield Panel(about_table(benchmark, gpu), [html(chart(benchmark, f"At a glance, {gpu}: ")), *rings, caption])
 
 
 class OpsDirective(SphinxDirective):

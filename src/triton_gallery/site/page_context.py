@@ -110,10 +110,12 @@ def records(env: BuildEnvironment) -> Records:
 
 
 def record_shown(env: BuildEnvironment, name: str) -> str:
-    """Identify the record that a recipe's page shows, and how; for `freshness.depends_on`."""
+    """Identify the records that a recipe's page shows, and how; for `freshness.depends_on`."""
     page = recipe_page(env, name)
-    record = page.record if page else None
-    return f"{record.path} {record.path.stat().st_mtime_ns} {record.is_fresh(page.recipe)}" if page and record else ""
+    if page is None:
+        return ""
+    recipe, records = page.recipe, page.records
+    return " ".join(f"{record.path} {record.path.stat().st_mtime_ns} {record.is_fresh(recipe)}" for record in records)
 
 
 def beside_libraries(env: BuildEnvironment) -> list[LibraryRow]:

@@ -41,7 +41,7 @@ class PerformanceDirective(SphinxDirective):
         csv_link, json_link = (nodes.reference("", kind.upper(), refuri=f"{PAGE}.{kind}") for kind in ("csv", "json"))
         shown: list[nodes.Node] = [html(CHOICE)] if len({item.environment.name for item in items}) > 1 else []
         for device, of_device in sorted(bars.items()):
-            shown += of_gpu(device, [render.chart(fractions_svg(device, of_device))])
+            shown += of_gpu(device, [html(fractions_svg(device, of_device))])
         return [
             *shown,
             table(COLUMNS, [self._row(item) for item in items], "performance", "sortable", "filterable"),

@@ -1,5 +1,6 @@
 """Nodes for what pages are made of (paragraphs, links, tables, folds), and the formats of figures."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -12,11 +13,11 @@ from triton_gallery.figures.ratios import Summary
 from triton_gallery.recipe.cells import is_footer
 from triton_gallery.recipe.outputs import Frame
 from triton_gallery.recipe.tables import ROOF, Table
-from triton_gallery.site.chart import short
 
 AFTER = "Go further"  # the section of a recipe that follows its figures
 LATE = "\N{DAGGER}"  # stands at a figure that the CPU decided
 WAITED = "the GPU had to wait for the CPU, so the figure is partly the CPU's"
+RINGS = f"A ring marks a size at which {WAITED}."
 
 Parts = str | nodes.Node | Sequence[str | nodes.Node]  # of a line of text
 
@@ -40,11 +41,6 @@ def html(markup: str) -> nodes.raw:
 def code(text: str, language: str = "python") -> nodes.literal_block:
     """Return a block of code."""
     return nodes.literal_block(text, text, language=language)
-
-
-def chart(svg: str) -> nodes.raw:
-    """Return a chart in its box."""
-    return html(f'<div class="chart">{svg}</div>')
 
 
 def folded(summary: str, shown: Iterable[nodes.Node]) -> list[nodes.Node]:
@@ -192,6 +188,14 @@ def older(is_fresh: bool) -> str:
 def size(x: float | str) -> str:
     """Format a size: in full up to a million, so that those of a table look alike."""
     return x if isinstance(x, str) else f"{x:g}" if x != int(x) else f"{x:.0f}" if x < 2**20 else short(x)
+
+
+def short(value: float) -> str:
+    """Format a size: 4096, 16K, 256M, but 256000."""
+    for factor, letter in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
+        if value >= 10 * 2**10 and value % factor == 0 and math.log2(value).is_integer():
+            return f"{value / factor:g}{letter}"
+    return f"{value:g}"
 
 
 def where(item: Summary, index: int) -> str:

@@ -51,6 +51,7 @@ UNUSED_FILES = {
 }
 NEEDED_FOR = {  # what has to stand in a page for a file to be loaded; the page's other files are loaded always
     **dict.fromkeys(("clipboard.min.js", "copybutton.css", "copybutton.js", "pygments.css"), 'class="highlight'),
+    **dict.fromkeys(("chart.css", "chart.js"), '<figure class="panels"'),
     "filter.js": 'class="filters"',
     "listing.js": 'class="listing"',
     "performance.js": "sortable",

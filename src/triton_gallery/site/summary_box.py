@@ -13,9 +13,10 @@ from triton_gallery.figures.ratios import Summary
 from triton_gallery.recipe.cells import cells
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.site import library_table, op_files, other_gpus, page_context, provenance, verdict, version_matrix
-from triton_gallery.site.chart import svg
+from triton_gallery.site.chart import chart
 from triton_gallery.site.page_context import RecipePage
-from triton_gallery.site.render import WAITED, chart, html, older, op_link, page_link, paragraph, table, where
+from triton_gallery.site.panels import Panel, figure_of
+from triton_gallery.site.render import RINGS, html, older, op_link, page_link, paragraph, table, where
 from triton_gallery.site.sphinx_internals import DOWNLOAD_NOTE
 
 GITHUB = "https://github.com/"
@@ -61,9 +62,9 @@ def main_chart(page: RecipePage) -> Iterator[nodes.Node]:
     """Yield the chart of the op's recorded benchmark, and what a ring in it means."""
     benchmark = page.table if page.record else None
     if benchmark:
-        yield chart(svg(benchmark, "At a glance: "))
+        yield from figure_of([Panel({}, [html(chart(benchmark, "At a glance: "))])])
         if any(map(any, benchmark.cpu_bound.values())):
-            yield paragraph(f"A ring marks a size at which {WAITED}.")
+            yield paragraph(RINGS)
 
 
 def _of_lesson(env: BuildEnvironment, page: RecipePage, op: str) -> Iterator[nodes.Node]:
