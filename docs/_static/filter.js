@@ -1,4 +1,4 @@
-// Shows the cards of those recipes alone that have all topics whose buttons are pressed; the address has the topics.
+// Shows the cards of those recipes alone that have all words whose buttons are pressed; the address has the words.
 document.addEventListener("DOMContentLoaded", () => {
   const buttons = [...document.querySelectorAll(".filters [data-topic]")];
   const cards = [...document.querySelectorAll("li.card")];
@@ -16,8 +16,13 @@ document.addEventListener("DOMContentLoaded", () => {
       const link = document.querySelector(`.toc-tree a[href="#${section.id}"]`);
       if (link) link.parentElement.hidden = section.hidden;
     }
+    for (const title of document.querySelectorAll(".card-group")) {
+      let section = title.nextElementSibling;
+      while (section?.matches("section") && section.hidden) section = section.nextElementSibling;
+      title.hidden = !section?.matches("section");
+    }
     const what = `${cards.length} recipes`;
-    said.textContent = !pressed.length ? what : shown.length ? `${shown.length} of ${what}` : "No recipe has all of these topics.";
+    said.textContent = !pressed.length ? what : shown.length ? `${shown.length} of ${what}` : "No recipe has all of these.";
     all.hidden = !pressed.length;
     if (location.protocol === "file:") return; // there the address must stay
     const address = new URL(location);

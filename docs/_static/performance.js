@@ -1,5 +1,61 @@
-// Makes tables sortable by a click on a column's title, those of all recipes filterable by words, and what is about
-// several GPUs about one of them.
+// Makes tables sortable by a click on a column's title, those of all ops or recipes filterable by words, and opens the
+// sizes of an op below its row.
+const showSizes = (() => {
+  const waiting = {}; // by op: what to do when its sizes have been loaded
+  const loading = {};
+
+  const load = (op) => {
+    loading[op] ??= new Promise((resolve, reject) => {
+      const script = document.createElement("script");
+      script.src = `${document.documentElement.dataset.content_root ?? "./"}sizes/${op}.js`;
+      script.onerror = () => reject(new Error(`${script.src} could not be loaded`));
+      waiting[op] = resolve;
+      document.head.append(script);
+    });
+    return loading[op];
+  };
+
+  const element = (name, ...children) => {
+    const made = document.createElement(name);
+    made.append(...children);
+    return made;
+  };
+  const tableOf = ({ title, columns, rows }) => {
+    const cells = (kind, texts) => element("tr", ...texts.map((text) => element(kind, text)));
+    const head = element("thead", cells("th", columns));
+    return element("table", element("caption", title), head, element("tbody", ...rows.map((row) => cells("td", row))));
+  };
+
+  document.addEventListener("click", async ({ target }) => {
+    const button = target.closest?.("button.sizes");
+    if (!button) return;
+    const row = button.closest("tr");
+    if (button.getAttribute("aria-expanded") === "true") return closeSizes(row);
+    button.setAttribute("aria-expanded", "true");
+    const box = element("div", "loading …");
+    box.tabIndex = 0; // it scrolls
+    box.setAttribute("role", "group");
+    box.setAttribute("aria-label", button.getAttribute("aria-label"));
+    const cell = element("td", box);
+    cell.colSpan = row.cells.length;
+    const below = element("tr", cell);
+    below.className = "sizes";
+    row.after(below);
+    try {
+      const tables = (await load(button.dataset.op))[button.dataset.gpuName];
+      box.replaceChildren(...tables.map(tableOf));
+    } catch (error) {
+      box.replaceChildren(`The sizes could not be opened: ${error.message}`);
+    }
+  });
+  return ([op, tables]) => waiting[op](tables);
+})();
+
+function closeSizes(row) {
+  if (row.nextElementSibling?.matches("tr.sizes")) row.nextElementSibling.remove();
+  row.querySelector("button.sizes")?.setAttribute("aria-expanded", "false");
+}
+
 function makeSortable(table) {
   const body = table.tBodies[0];
   const key = (row, column) => row.cells[column].textContent.trim();
@@ -13,11 +69,12 @@ function makeSortable(table) {
     return isNaN(order) ? x.localeCompare(y, undefined, { numeric: true }) : order;
   };
 
-  table.querySelectorAll("thead th").forEach((title, column) => {
+  [...table.tHead.rows[0].cells].forEach((title, column) => {
     const button = document.createElement("button");
     button.append(...title.childNodes);
     title.append(button);
     button.addEventListener("click", () => {
+      [...body.rows].forEach(closeSizes);
       const texts = [...body.rows].map((row) => key(row, column)).filter((text) => !empty(text));
       const orders = ["descending", "ascending"]; // of numbers the largest first
       if (texts.some((text) => isNaN(number(text)))) orders.reverse();
@@ -44,6 +101,7 @@ function makeFilterable(table) {
   said.setAttribute("role", "status");
   const show = () => {
     const words = filter.value.toLowerCase().split(/\s+/);
+    [...body.rows].forEach(closeSizes);
     for (const row of body.rows) {
       const links = [...row.querySelectorAll("a")].map((link) => link.getAttribute("href"));
       const text = [row.textContent, ...links].join(" ").toLowerCase();
@@ -57,34 +115,7 @@ function makeFilterable(table) {
   table.closest(".table-box").before(filter, said);
 }
 
-function makeChoosable(choice) {
-  const parts = [...document.querySelectorAll("[data-gpu]")];
-  const rows = [...document.querySelectorAll("table.performance")].flatMap((table) => {
-    const column = [...table.tHead.rows[0].cells].findIndex((title) => title.textContent.trim() === "device");
-    return [...table.tBodies[0].rows].map((row) => [row, row.cells[column].textContent.trim()]);
-  });
-  const gpus = [...new Set([...parts.map((part) => part.dataset.gpu), ...rows.map(([, gpu]) => gpu)])];
-  choice.append(new Option("all", ""), ...gpus.map((gpu) => new Option(gpu)));
-  const show = () => {
-    const isOther = (gpu) => choice.value !== "" && gpu !== choice.value;
-    parts.forEach((part) => (part.hidden = isOther(part.dataset.gpu)));
-    rows.forEach(([row, gpu]) => row.classList.toggle("of-other-gpu", isOther(gpu)));
-  };
-  choice.addEventListener("change", () => {
-    show();
-    try {
-      localStorage.setItem("gpu", choice.value);
-    } catch {} // where a browser keeps nothing, the choice is of this visit
-  });
-  try {
-    const before = localStorage.getItem("gpu");
-    if (gpus.includes(before)) choice.value = before;
-  } catch {}
-  show();
-}
-
 document.addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll("table.sortable").forEach(makeSortable);
   document.querySelectorAll("table.filterable").forEach(makeFilterable);
-  document.querySelectorAll(".gpu-choice select").forEach(makeChoosable);
 });

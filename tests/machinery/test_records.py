@@ -637,12 +637,6 @@ def test_bands_and_clocks_are_shown(project: Project) -> None:
     assert chart.chart(TABLE).count('class="band"') == 0
 
 
-def test_chart_of_all_recipes_names_its_gpu() -> None:
-    drawn = chart.fractions_svg("GPU 7", [("softmax", 0.9), ("rope", 0.8)])
-    assert 'aria-label="fractions of the roof, GPU 7"' in drawn
-    assert all(text in drawn for text in ("Triton / roof, GPU 7", "0.90  softmax", "0.80  rope"))
-
-
 def test_settled_sizes_are_those_that_the_cpu_left_alone() -> None:
     assert TABLE.settled == [0, 1]
     assert BANDED.settled == [1]
@@ -736,8 +730,6 @@ def test_live_benchmark_is_one_chart_and_one_table(make_project: Callable[..., P
     assert len(page.select(".chart")) == len(page.select("table.benchmark")) == 1
     (text,) = page.select(".sphx-glr-script-out pre")
     assert text.text.strip() == "first\nlast"
-    index = BeautifulSoup((project.root / "_build" / "html" / "recipes" / "index.html").read_text(), "html.parser")
-    assert index.select(".card svg polyline"), "the chart is not the recipe's picture"
 
 
 def test_bad_table_fails_its_recipe(make_project: Callable[..., Project]) -> None:
@@ -752,7 +744,7 @@ def test_bad_table_fails_its_recipe(make_project: Callable[..., Project]) -> Non
     assert "results: a rate is not between" in project.page("zero")
 
 
-def test_two_devices_stand_side_by_side(project: Project) -> None:
+def test_data_files_have_two_devices(project: Project) -> None:
     write(project)
     run = as_if_on_a_gpu(project)
     other = structs.replace(run, environment=structs.replace(run.environment, name="Other GPU"))
@@ -762,16 +754,8 @@ def test_two_devices_stand_side_by_side(project: Project) -> None:
     assert status == 0, output
     site = project.root / "_build" / "html"
     page = BeautifulSoup((site / "performance.html").read_text(), "html.parser")
-    rows = [[cell.text.strip() for cell in row.select("td")] for row in page.select("table.performance tbody tr")]
-    assert sorted(row[8] for row in rows) == ["Other GPU", "Test GPU 9000"]
-    ratios = ["2.00", "1.25", "0.50 at N = 1024", "0.75"]
-    for row in rows:
-        assert row[:8] == ["guarded", "N = 2048", *ratios, "300 GB/s", "torch.compile: 150 GB/s"]
-    charts = {part["data-gpu"]: part.select_one(".chart svg").text for part in page.select("[data-gpu]:has(.chart)")}
-    assert {*charts} == {"Other GPU", "Test GPU 9000"}
-    for gpu, named in charts.items():
-        assert named.count("guarded, N = 2048") == 1
-        assert f"Triton / roof, {gpu}" in named
+    assert page.select("article a[href='recipes/things/guarded.html']"), "a lesson without an op is named alone"
+    assert not page.select("table.performance")
     assert len(json.loads((site / "performance.json").read_text())["figures"]) == 14
     assert len((site / "performance.csv").read_text().splitlines()) == 15
 

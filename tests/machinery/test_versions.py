@@ -32,7 +32,7 @@ def built(make_project: Callable[..., Project]) -> Project:
     project.write(one="x = 1", two="x = 2")
     docs = project.root / "docs"
     (docs / "versions.md").write_text("# Versions\n\n```{versions}\n```\n")
-    (docs / "performance.md").write_text("# Performance\n\n```{libraries}\n```\n")
+    (docs / "performance.md").write_text("# Performance\n\n```{performance}\n```\n")
     index = docs / "index.md"
     index.write_text(index.read_text().replace("recipes/index", "recipes/index\nversions\nperformance"))
     status, output = project.build()

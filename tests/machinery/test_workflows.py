@@ -1,5 +1,6 @@
 """The workflows: what runs where, with which rights, and how records are committed."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -71,7 +72,8 @@ def test_actions_have_one_version() -> None:
 
 
 def test_your_own_machine_runs_main_alone() -> None:
-    assert set(SITE[True]) == {"push", "workflow_dispatch"}, "a pull request would run on it"  # YAML reads `on` as true
+    events = {"push", "workflow_dispatch", "release"}
+    assert set(SITE[True]) == events, "a pull request would run on it"  # YAML reads `on` as true
     assert SITE[True]["push"] == {"branches": ["main"]}
     own = [
         job for workflow in WORKFLOWS.values() for job in workflow["jobs"].values() if "ubuntu" not in job["runs-on"]
@@ -89,6 +91,42 @@ def test_what_executes_recipes_cannot_write() -> None:
             for step in job["steps"]:
                 if executes and "checkout" in step.get("uses", ""):
                     assert step["with"]["persist-credentials"] is False, name
+
+
+@pytest.mark.parametrize("releases", [["v1.2", "v1.1", "v1.0", "nightly", "../v0"], []])
+def test_releases_are_deployed_in_folders(tmp_path: Path, releases: list[str]) -> None:
+    """Those whose tags are versions and that kept their site, in the order that GitHub has: the newest first."""
+    (step,) = [step for step in SITE["jobs"]["deploy"]["steps"] if step.get("name", "").startswith("Add the versions")]
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "index.html").write_text("an older home")
+    subprocess.run(["tar", "-czf", tmp_path / "kept.tar.gz", "-C", kept, "."], check=True)
+    gh = tmp_path / "bin" / "gh"
+    gh.parent.mkdir()
+    gh.write_text(
+        "#!/bin/sh\n"
+        f"[ $2 = list ] && printf '%s\\n' {' '.join(releases)} && exit\n"
+        f"[ $3 = v1.1 ] && exit 1  # it kept none\ncp {tmp_path}/kept.tar.gz site.tar.gz\n"
+    )
+    gh.chmod(0o755)
+    (tmp_path / "site").mkdir()
+    path = f"{gh.parent}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-e"], input=step["run"], cwd=tmp_path, text=True, env={"PATH": path}, check=True)
+    listed = "".join(f'"{tag}", ' for tag in releases if tag in {"v1.2", "v1.0"})
+    assert (tmp_path / "site" / "versions.js").read_text() == f"globalThis.siteVersions = [{listed}];\n"
+    homes = {home.parent.name for home in (tmp_path / "site").glob("*/index.html")}
+    assert homes == ({"v1.2", "v1.0"} if releases else set())
+
+
+def test_release_keeps_what_was_built_of_its_commit() -> None:
+    """A job that can write runs nothing of the repository; the site of main is then deployed again."""
+    job = SITE["jobs"]["keep-release"]
+    assert "github.event_name == 'release'" in job["if"]
+    (step,) = job["steps"]
+    assert "--commit $GITHUB_SHA --status success" in step["run"]
+    assert step["run"].rstrip().endswith("gh workflow run site.yml --ref main")
+    (uploaded,) = [step for step in SITE["jobs"]["build"]["steps"] if step.get("with", {}).get("name") == "site"]
+    assert uploaded["with"]["path"] == "_build/html"
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 from project import ROOT, without_make
 
 from triton_gallery.cli import main
@@ -152,3 +153,16 @@ def test_commands_of_the_guide_work_as_written(installed: Path) -> None:
             said.append(process.stdout)
         assert said[0] == said[1] != ""
     assert said[0].startswith("usage: triton-gallery ")
+
+
+def test_code_of_the_home_page_works() -> None:
+    """It is what a reader tries first; without a GPU, in the interpreter."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), flags=re.DOTALL)
+    assert len([line for line in block.splitlines() if line and line != "import torch"]) == 2
+    code = f"{block}\nprint(softmax(torch.ones(1, 4, device='cuda')))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    if not torch.cuda.is_available():
+        code, environment["TRITON_INTERPRET"] = code.replace("cuda", "cpu"), "1"
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "0.2500, 0.2500, 0.2500, 0.2500" in run.stdout

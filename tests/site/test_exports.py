@@ -109,6 +109,16 @@ def test_known_address_is_used(known: Project) -> None:
     assert any("(https://example.org/gallery/recipes/things/good.html)" in text for text in texts)
 
 
+def test_versions_and_reports_need_an_address(known: Project) -> None:
+    page = BeautifulSoup(known.page("good"), "html.parser")
+    root = "https://example.org/gallery/"
+    assert page.select_one("link[rel=canonical]")["href"] == f"{root}recipes/things/good.html"
+    assert page.select_one("script[data-site-root]")["src"] == "/gallery/versions.js"
+    assert (known.root / "_build" / "html" / "versions.js").is_file()
+    (report,) = page.select(".report a")
+    assert unquote(report["href"]).endswith(f"&body=On {root}recipes/things/good.html:\n\n")
+
+
 def test_known_repository_is_linked(known: Project) -> None:
     page = BeautifulSoup(known.page("good"), "html.parser")
     links = {link.text: unquote(link["href"]) for link in page.select(".glance a.elsewhere")}

@@ -17,10 +17,9 @@ from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.new import create
 from triton_gallery.recipe.op import op_of
 from triton_gallery.site.op_files import install_command, wheel_name
-from triton_gallery.site.op_pages import NO_BACKWARD, parts_of, public
+from triton_gallery.site.op_pages import parts_of, public
 from triton_gallery.site.render import prose
 from triton_gallery.site.replaces import replaces
-from triton_gallery.site.verdict import UNMEASURED
 
 ADDRESSES = (ROOT / "tests" / "site" / "addresses.txt").read_text().split()
 SECTIONS = ["Use it", "Where it runs", "Source", "Read more"]
@@ -122,19 +121,8 @@ def test_lesson_leads_to_the_op(parsed: Callable[[str], BeautifulSoup], op: str)
 
 def test_index_has_every_op_and_what_it_is_taken_for(parsed: Callable[[str], BeautifulSoup]) -> None:
     page = parsed("ops/index.html")
-    listed = [link["href"].removesuffix(".html") for link in page.select("#all-ops td:first-child a")]
+    listed = [link["href"].removesuffix(".html") for link in page.select("#all-ops .op-grid a")]
     assert sorted(listed) == OPS
-    cells = {
-        row.select_one("a").text: [cell.text for cell in row.select("td")] for row in page.select("table.ops tbody tr")
-    }
-    assert all(len(row) == 5 for row in cells.values())
-    *_, forward, backward, gpu, dtype = cells["softmax"]
-    assert re.fullmatch(r"\d+\.\d\d \S [\w.]+", forward)
-    assert re.fullmatch(r"\d+\.\d\d \S [\w.]+", backward)
-    assert gpu.startswith("NVIDIA ")
-    assert dtype == "bfloat16"
-    assert cells["skinny_matmul"][2] == NO_BACKWARD
-    assert cells["cross_entropy_in_place"][1] != UNMEASURED, "its forward has the gradient too"
     assert [heading.text.rstrip("#¶") for heading in page.select("h2")] == ["What you call today", "All ops"]
     rows = {row.select_one("code").text: row.text for row in page.select("table.called tbody tr")}
     assert "rms_norm_residual" in rows["modeling_llama.LlamaRMSNorm"]

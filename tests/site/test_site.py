@@ -16,6 +16,8 @@ from project import ROOT
 
 from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.records.record_store import TOOLS, Records
+from triton_gallery.site.index_cards import LESSONS_TITLE, OPS_TITLE
+from triton_gallery.site.op_grid import UNMEASURED
 from triton_gallery.site.page_context import line
 
 each_recipe = pytest.mark.parametrize("recipe", load(ROOT / "gallery"), ids=lambda recipe: recipe.key)
@@ -186,15 +188,12 @@ def test_no_markup_shows(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
     assert shown == []
 
 
-def test_every_chart_is_on_its_card(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
+def test_cards_are_pictures_and_badges(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
     index = pages[site / "recipes" / "index.html"]
-    for card in index.select(".card"):
-        page = pages[(site / "recipes" / card.a["href"]).resolve()]
-        assert bool(card.select("svg.picture")) == bool(page.select(".glance .chart")), card.a["href"]
-    pictures = [str(picture) for picture in index.select(".card svg.picture")]
-    assert len(set(pictures)) == len(pictures) > len(load(ROOT / "gallery")) / 2
-    assert all("var(--" in picture for picture in pictures), "it does not follow the theme"
+    cards = index.select(".card")
+    assert all(card.select("svg.picture") and len(card.select(".badges span")) >= 2 for card in cards)
     assert not index.select("article img")
+    assert [title.text for title in index.select(".card-group")] == [OPS_TITLE, LESSONS_TITLE]
 
 
 def test_charts_are_told_apart_and_can_be_read(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
@@ -230,6 +229,7 @@ def test_pages_load_what_they_use(site: Path, pages: dict[Path, BeautifulSoup]) 
         assert ("filter.js" in files) == bool(page.select(".filters")), path
         assert ("chart.js" in files) == ("chart.css" in files) == bool(page.select("figure.panels")), path
         assert ("performance.js" in files) == bool(page.select("table.sortable")), path
+        assert ("gpu_choice.js" in files) == bool(page.select(".gpu-choice")), path
         assert not [file for file in files if file.startswith(("sg", "sphinx-design"))], path
         assert len(files) < 19, path  # and the page itself
 
@@ -242,17 +242,46 @@ def test_breadcrumbs(site: Path, pages: dict[Path, BeautifulSoup], recipe: Recip
 
 
 def test_home_counts_what_there_is(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
+    """At its foot, below what it offers."""
     recipes, records = load(ROOT / "gallery"), Records(ROOT / "docs" / "_records")
     home = pages[site / "index.html"]
-    claims = home.select_one("ul.claims").text
-    assert f"{len(recipes)} recipes" in claims
-    assert f"{len(list((site / 'ops').glob('*.py')))} ops" in claims
+    assert home.select_one("ul.counts").find_previous("h2").text.startswith("Find what you need")
+    counts = home.select_one("ul.counts").text
+    assert f"{len(recipes)} recipes" in counts
+    assert f"{len(list((site / 'ops').glob('*.py')))} ops" in counts
     rows = pages[site / "targets.html"].select("table.sortable tbody tr")
-    assert f"{len(rows)} kernels" in claims
+    assert f"{len(rows)} kernels" in counts
     for device in {record.environment.name for recipe in recipes for record in records.of(recipe)}:
-        assert re.search(rf"\d+ recipes run on {device}, \d{{4}}-\d\d-\d\d", claims)
-    assert home.select(".shown .chart")
-    assert re.search(r"Recorded on .+, \d{4}-\d\d-\d\d", home.select_one(".shown").text)
+        assert re.search(rf"\d+ recipes run on {device}, \d{{4}}-\d\d-\d\d", counts)
+
+
+@pytest.mark.parametrize("name", ["index.html", "ops/index.html"])
+def test_every_op_has_its_speed_on_each_gpu(site: Path, pages: dict[Path, BeautifulSoup], name: str) -> None:
+    page = pages[site / name]
+    gpus = [option.text for option in page.select(".gpu-choice option")]
+    assert len(gpus) > 1
+    tiles = page.select("ul.op-grid > li")
+    assert len(tiles) == len(list((site / "ops").glob("*_op.py")))
+    for tile in tiles:
+        parts = tile.select("[data-gpu]")
+        assert [part["data-gpu"] for part in parts] == gpus
+        assert [part.has_attr("hidden") for part in parts] == [False, *(True for _ in gpus[1:])]
+        for part in parts:
+            assert part.select(".speed") or part.text.strip() == UNMEASURED
+            assert all(re.search(r"\d\.\d\d", line.text) for line in part.select(".speed")), tile.text
+
+
+def test_performance_is_light(site: Path, pages: dict[Path, BeautifulSoup]) -> None:
+    """An op a line; its sizes are in a script, which is loaded when a reader opens them."""
+    page = pages[site / "performance.html"]
+    assert len(page.find_all(True)) < 4000
+    assert (site / "performance.html").stat().st_size < 150_000
+    ops = {path.name.removesuffix("_op.py") for path in (site / "ops").glob("*_op.py")}
+    assert {path.stem for path in (site / "sizes").glob("*.js")} == ops
+    for table in page.select("table.performance"):
+        listed = [row.select_one("a").text for row in table.select("tbody tr")]
+        assert len(set(listed)) == len(listed)
+        assert {*listed} <= ops
 
 
 def test_no_path_of_the_building_machine(site: Path) -> None:

@@ -14,12 +14,13 @@ from triton_gallery.site import (
     formulas,
     freshness,
     home_counts,
-    library_table,
     links,
     notebook,
     op_files,
+    op_grid,
     op_pages,
     other_gpus,
+    page_frame,
     performance,
     search,
     sphinx_internals,
@@ -29,20 +30,21 @@ from triton_gallery.site import (
 )
 
 DIRECTIVES = {
-    "claims": home_counts.ClaimsDirective,
+    "counts": home_counts.CountsDirective,
     "features-by-version": version_matrix.FeaturesDirective,
     "names": api.NamesDirective,
     "op": op_pages.OpDirective,
     "ops": op_pages.OpsDirective,
-    "libraries": library_table.LibrariesDirective,
+    "install": home_counts.InstallDirective,
+    "op-grid": op_grid.OpGridDirective,
     "performance": performance.PerformanceDirective,
     "recipes-by-version": version_matrix.RecipesDirective,
     "targets": other_gpus.TargetsDirective,
     "versions": version_table.VersionsDirective,
 }
-SCRIPTS = ("take.js", "filter.js", "performance.js", "listing.js", "chart.js", "keyboard.js")
+SCRIPTS = ("take.js", "filter.js", "performance.js", "gpu_choice.js", "listing.js", "chart.js", "keyboard.js")
 AT_ONCE = "performance.js"  # the others wait until the page is there
-WRITERS = (op_files.write, performance.write, other_gpus.write, search.write, crawlers.write)
+WRITERS = (op_files.write, performance.write, other_gpus.write, search.write, crawlers.write, page_frame.write)
 
 
 def setup(app: Sphinx) -> ExtensionMetadata:
@@ -77,6 +79,7 @@ def setup(app: Sphinx) -> ExtensionMetadata:
     app.connect("doctree-resolved", links.add_recipes)
     app.connect("html-collect-pages", search.pages)
     app.connect("html-page-context", sphinx_internals.add_to_context)
+    app.connect("html-page-context", page_frame.add_to_context)
     app.connect("html-page-context", links.link_code)
     app.connect("html-page-context", crawlers.announce)
     app.connect("html-page-context", sphinx_internals.choose_files, priority=900)  # after those who add some

@@ -25,7 +25,6 @@ HEX = {FOREGROUND: "#000000"} | {
 MOST_STEPS = 5  # of an axis
 CHARACTER, PHONE = 6.6, 290  # pixels: the width of a letter, and of the axis of sizes on a phone
 ROW = 2.6  # rem, the height of a size where these are rows
-WIDE, HIGH, EDGE = 160, 76, 5  # of a small chart
 
 
 @dataclass(frozen=True)
@@ -75,24 +74,6 @@ def chart(table: Table, place: str = "") -> str:
     )
 
 
-def fractions_svg(device: str, bars: Sequence[tuple[str, float]]) -> str:
-    """Return a chart of fractions of a device's roof; a bar is a label and its fraction."""
-    end, count = 1.02 * max([1.0, *(fraction for _, fraction in bars)]), len(bars)
-    drawn = "".join(f"M0 {row + 0.75}h{fraction:.3f}" for row, (_, fraction) in enumerate(bars))
-    roof = "".join(f"M1 {row + 0.55}v.4" for row in range(count))
-    texts = (
-        f'<text y="{100 * row / count:.2f}%">{fraction:.2f}  {escape(label)}</text>'
-        for row, (label, fraction) in enumerate(bars)
-    )
-    return (
-        '<figure class="panels"><div class="chart fractions">'
-        f'<svg role="img" aria-label="fractions of the roof, {escape(device)}" style="height:{2 * count}rem">'
-        f'<text class="title" dy="-1.5em">Triton / roof, {escape(device)}</text>'
-        f'<svg viewBox="0 0 {end:.3f} {count}" preserveAspectRatio="none"><path class="bars" d="{drawn}"/>'
-        f'<path class="roof" d="{roof}"/></svg><g class="sizes">{"".join(texts)}</g></svg></div></figure>'
-    )
-
-
 def png(table: Table) -> bytes:
     """Return the chart as a PNG on white."""
     from matplotlib.figure import Figure
@@ -122,32 +103,6 @@ def png(table: Table) -> bytes:
     file = BytesIO()
     drawing.savefig(file, format="png")
     return file.getvalue()
-
-
-def sparkline(table: Table) -> str:
-    """Return a small SVG chart without axes: lines, or points if there is one size or the sizes have no order."""
-    values = [value for series in table.series.values() for value in series if value]
-    scale, bottom = (math.log2, math.log2(min(values))) if _falls(table) else (float, 0.0)
-
-    def at(index: int, value: float) -> tuple[float, float]:
-        right = index / ((len(table.xs) - 1) or 1)
-        up = (scale(value) - bottom) / ((scale(max(values)) - bottom) or 1)
-        return EDGE + (WIDE - 2 * EDGE) * right, HIGH - EDGE - (HIGH - 2 * EDGE) * up
-
-    drawn = []
-    for name, series in table.series.items():
-        points = [at(index, value) for index, value in enumerate(series) if value]
-        color = _color(table, name)
-        if _is_ordered(table) and len(points) > 1:
-            style = ' stroke-dasharray="5 3"' if name == ROOF else ' stroke-width="2.5"' if name in table.ours else ""
-            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            drawn.append(f'<polyline points="{line}" stroke="{color}"{style}/>')
-        else:
-            drawn += [f'<path d="M{x:.1f} {y:.1f}h0" stroke="{color}" stroke-width="7"/>' for x, y in points]
-    return (
-        f'<svg class="picture" viewBox="0 0 {WIDE} {HIGH}" preserveAspectRatio="none" fill="none" stroke-width="1.5" '
-        f'stroke-linecap="round" aria-hidden="true">{"".join(drawn)}</svg>'
-    )
 
 
 def _title(table: Table) -> str:

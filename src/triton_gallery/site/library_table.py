@@ -1,11 +1,9 @@
-"""Tables of our ops beside other libraries': all rows on the performance page, and on each recipe's page its own."""
+"""Tables of our ops beside other libraries', on each op's or recipe's page its own."""
 
 from collections.abc import Sequence
-from itertools import groupby
 
 from docutils import nodes
 from sphinx.environment import BuildEnvironment
-from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.libraries.library_rows import LibraryRow
 from triton_gallery.recipe.contents import Recipe
@@ -14,23 +12,10 @@ from triton_gallery.site import page_context
 from triton_gallery.site.freshness import depends_on
 from triton_gallery.site.page_context import RecipePage
 from triton_gallery.site.panels import BACKWARD, FORWARD, Panel, figure_of
-from triton_gallery.site.render import add_section, figure, of_gpu, page_link, paragraph, titled, two_digits
+from triton_gallery.site.render import add_section, figure, page_link, paragraph, titled, two_digits
 from triton_gallery.site.row_table import device_tables
 
 TITLE = "Beside other libraries"
-
-
-class LibrariesDirective(SphinxDirective):
-    """`libraries`: the rows of all recipes."""
-
-    def run(self) -> list[nodes.Node]:
-        """Return the nodes."""
-        depends_on(self.env, shown)
-        rows, recipes = page_context.beside_libraries(self.env), page_context.recipes(self.env)
-        if not rows:
-            return [paragraph("Nothing has been measured beside other libraries yet.")]
-        links = {recipe.key: page for page, recipe in recipes.items()}
-        return _tables(rows, list(recipes.values()), links, "filterable")
 
 
 def add_to_recipe(env: BuildEnvironment, document: nodes.document, page: RecipePage) -> None:
@@ -63,12 +48,10 @@ def section(env: BuildEnvironment, recipe: Recipe) -> nodes.section | None:
     return titled(TITLE, about, *figure_of(panels))
 
 
-def shown(env: BuildEnvironment, key: str = "") -> list[tuple[LibraryRow, bool]]:
-    """Return the rows of a recipe or of all, and whether each is fresh; for `freshness.depends_on`."""
+def shown(env: BuildEnvironment, key: str) -> list[tuple[LibraryRow, bool]]:
+    """Return the rows of a recipe, and whether each is fresh; for `freshness.depends_on`."""
     recipes = list(page_context.recipes(env).values())
-    return [
-        (row, row.is_fresh(recipes)) for row in page_context.beside_libraries(env) if row.recipe == (key or row.recipe)
-    ]
+    return [(row, row.is_fresh(recipes)) for row in page_context.beside_libraries(env) if row.recipe == key]
 
 
 def _about(row: LibraryRow) -> dict[str, str]:
@@ -79,16 +62,6 @@ def _about(row: LibraryRow) -> dict[str, str]:
 
 def _packages(row: LibraryRow) -> dict[str, str]:
     return {"triton": row.environment.triton, **row.packages}
-
-
-def _tables(
-    rows: Sequence[LibraryRow], recipes: Sequence[Recipe], links: dict[str, str], *classes: str
-) -> list[nodes.Node]:
-    """Return the tables of each device."""
-    tables: list[nodes.Node] = []
-    for device, group in groupby(rows, key=lambda row: row.environment.name):
-        tables += of_gpu(device, device_tables(list(group), _packages, _cells, recipes, links, *classes))
-    return tables
 
 
 def _cells(rows: Sequence[LibraryRow], unit: str) -> tuple[list[str], list[list[str]]]:

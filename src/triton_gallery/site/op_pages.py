@@ -10,21 +10,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from urllib.parse import quote
 
 from docutils import nodes
 from sphinx.application import Sphinx
-from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.figures.ratios import headline
-from triton_gallery.recipe.contents import sections
 from triton_gallery.recipe.inline import OPS
 from triton_gallery.recipe.op import op_of
 from triton_gallery.records.record_store import Record
 from triton_gallery.site import (
     library_table,
     op_files,
+    op_grid,
     other_gpus,
     page_context,
     render,
@@ -43,7 +41,6 @@ from triton_gallery.site.render import RINGS, folded, html, op_link, page_link, 
 PACKAGES = ("torch", "transformers", "liger_kernel", "flash_attn", "vllm", "fla")  # in the order of the table
 PARTS = ("_forward", "_with_lse", "_with_stats", "_backward")  # end the names of functions that a gradient needs
 ROUNDING = "Rounding: "  # begins a paragraph of a docstring
-COLUMNS = ["op", "forward", "backward", "measured on", "dtype"]  # of the index
 INDEX = """\
 :orphan:
 
@@ -63,19 +60,12 @@ RATIOS = (
     "Above 1 the op is faster. The roof is what the hardware itself does with as many bytes or operations, measured in "
     "the same run. A kernel that writes less than a copy may pass it."
 )
-NO_BACKWARD = "none"
-SPEED = (
-    "Forward and backward: the op's speed over a library's, the median over the shapes; above 1 the op is faster. The "
-    "library is the fastest of those measured beside the op: the one with the lowest of these medians. "
-    f"The word {NO_BACKWARD} means that the op has no backward, and {verdict.UNMEASURED} that it was not measured. An "
-    "op's page has every library, and the range."
-)
 COMPILED = "The op is registered with torch.library, and torch.compile takes it without a graph break, as tests show. "
 ABOUT = (
     "Each op is one module of the package ``triton_gallery_ops``, and needs ``torch`` and ``triton`` alone. Install "
     "the package, or take one file. An op's page has its signature, its figures beside other libraries at the shapes "
     "of models, what its kernels compile to for other GPUs, and its source. "
-    "The first list finds an op by the function that it replaces; `All ops <#all-ops>`__ have their speed."
+    "The first list finds an op by the function that it replaces; `All ops <#all-ops>`__ have their speed on each GPU."
 )
 
 
@@ -175,7 +165,8 @@ class OpDirective(SphinxDirective):
         depends_on(self.env, other_gpus.shown, lesson)
         source = file.read_text(encoding="utf-8")
         about = inspect.cleandoc(ast.get_docstring(ast.parse(source)) or "").partition("\n")[2].strip()
-        description = f"{first_line(self.env, name)}: install it or take one file; its signature, figures and source."
+        title = page_context.op_title(self.env, name)
+        description = f"{title}: install it or take one file; its signature, figures and source."
         sections = [
             *replaces.section(name),
             self._contract(name, source),
@@ -277,13 +268,9 @@ class OpDirective(SphinxDirective):
         return titled("Where it runs", text, *([lost] if lost else []))
 
     def _lessons(self, name: str) -> nodes.section:
-        """Return the section with the lessons that have the op, and where to report a mistake."""
+        """Return the section with the lessons that have the op."""
         links = (paragraph(page_link(page)) for page in page_context.lessons(self.env, name))
-        section = titled("Read more", render.bullets(links))
-        if repository := page_context.repository_address(self.env):
-            address = f"{repository}/issues/new?title={quote(f'{OPS}.{name}: ')}"
-            section += paragraph(nodes.reference("", "Report a mistake", refuri=address))
-        return section
+        return titled("Read more", render.bullets(links))
 
 
 def _panels(page: RecipePage, record: Record) -> Iterator[Panel]:
@@ -305,18 +292,9 @@ class OpsDirective(SphinxDirective):
         """Return the nodes."""
         ops = page_context.ops(self.env)
         self.env.note_dependency(str(replaces.FILE))
-        depends_on(self.env, speeds)
+        depends_on(self.env, op_grid.shown)
         today = titled("What you call today", *(node for package in PACKAGES for node in _called_today(package, ops)))
-        listed, by_op = titled("All ops", paragraph(SPEED)), speeds(self.env)
-        for section in sections(Path(self.env.app.confdir, "gallery")):
-            rows: list[list[render.Parts]] = [
-                [[op_link(op), f": {first_line(self.env, op)}"], *texts]
-                for op, texts in by_op.items()
-                if ops[op].split("/")[-2] == section
-            ]
-            if rows:
-                listed += [nodes.rubric("", section.replace("_", " ").capitalize()), table(COLUMNS, rows, "ops")]
-        return [today, listed]
+        return [today, titled("All ops", paragraph(op_grid.ABOUT), *op_grid.grid(self.env))]
 
 
 def _called_today(package: str, ops: Mapping[str, str]) -> list[nodes.Node]:
@@ -339,29 +317,6 @@ def _source(source: str) -> nodes.section:
     return titled("Source", *folded(f"{len(source.splitlines())} lines, function by function", parts))
 
 
-def speeds(env: BuildEnvironment) -> dict[str, list[str]]:
-    """Return the cells of each op in the index: speed forward and backward, GPU and dtypes."""
-    texts = {}
-    for op, lesson in page_context.ops(env).items():
-        page = page_context.recipe_page(env, lesson)
-        assert page
-        main = headline(page_context.benchmarks(env, page))
-        by_way = {item.is_backward: verdict.short(item) for item in reversed(main)}
-        ways = [by_way.get(False, ""), by_way.get(True, "")]
-        if not page.declared.of_op.backward:  # such an op may compute gradients in its forward
-            ways = ["".join(ways), NO_BACKWARD]
-        dtypes = ", ".join(dict.fromkeys(item.dtype for item in main if item.dtype))
-        cells = [*ways, main[0].environment.name if main else "", dtypes]
-        texts[op] = [cell or verdict.UNMEASURED for cell in cells]
-    return texts
-
-
-def first_line(env: BuildEnvironment, op: str) -> str:
-    """Return the first line of an op's docstring, without its full stop."""
-    source = page_context.op_file(env, op).read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(source)) or op).partition("\n")[0].rstrip(".")
-
-
 def _arguments(arguments: ast.arguments) -> list[str]:
     """Return the arguments of a function, each with its type and its default."""
     missing = len(arguments.args) - len(arguments.defaults)
@@ -378,7 +333,7 @@ def write(app: Sphinx) -> None:
     folder, ops = Path(app.srcdir, "ops"), page_context.ops(app.env)
     files = {}
     for op in ops:
-        title = re.sub(r"([*`|_\\])", r"\\\1", first_line(app.env, op))
+        title = re.sub(r"([*`|_\\])", r"\\\1", page_context.op_title(app.env, op))
         files[f"{op}.rst"] = f"{title}\n{'=' * len(title)}\n\n.. op:: {op}\n"
     if ops:
         pages = "\n".join(f"   {op} <{op}>" for op in ops)

@@ -1,5 +1,6 @@
 """The recipe on a page, its runs and records, and what else pages need to know of the project."""
 
+import ast
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +86,12 @@ def op_of_page(env: BuildEnvironment, recipe: Recipe) -> str | None:
 def op_file(env: BuildEnvironment, name: str) -> Path:
     """Return the file of an op."""
     return Path(env.app.confdir, "src", OPS, f"{name}.py")
+
+
+def op_title(env: BuildEnvironment, name: str) -> str:
+    """Return the first line of an op's docstring, without its full stop."""
+    source = op_file(env, name).read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or name).partition("\n")[0].rstrip(".")
 
 
 def lessons(env: BuildEnvironment, op: str) -> list[str]:

@@ -48,9 +48,9 @@ def folded(summary: str, shown: Iterable[nodes.Node]) -> list[nodes.Node]:
     return [html(f'<details class="fold"><summary>{summary}</summary>'), *shown, html("</details>")]
 
 
-def of_gpu(device: str, shown: Iterable[nodes.Node]) -> list[nodes.Node]:
-    """Return nodes about one GPU in an element that is hidden when the reader chooses another."""
-    return [html(f'<div data-gpu="{escape(device)}">'), *shown, html("</div>")]
+def of_gpu(device: str, shown: Iterable[nodes.Node], hidden: bool = False) -> list[nodes.Node]:
+    """Return nodes about one GPU in an element that is shown when the reader chooses it."""
+    return [html(f'<div data-gpu="{escape(device)}"{" hidden" if hidden else ""}>'), *shown, html("</div>")]
 
 
 def marks(link: str, spans: Iterable[tuple[str, str, str]]) -> nodes.raw:

@@ -53,6 +53,8 @@ NEEDED_FOR = {  # what has to stand in a page for a file to be loaded; the page'
     **dict.fromkeys(("clipboard.min.js", "copybutton.css", "copybutton.js", "pygments.css"), 'class="highlight'),
     **dict.fromkeys(("chart.css", "chart.js"), '<figure class="panels"'),
     "filter.js": 'class="filters"',
+    "op_grid.css": 'class="op-grid',
+    "gpu_choice.js": 'class="gpu-choice"',
     "listing.js": 'class="listing"',
     "performance.js": "sortable",
     "take.js": 'class="take"',

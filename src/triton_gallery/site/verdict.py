@@ -62,12 +62,6 @@ def label(item: Summary) -> str:
     return item.work or FORWARD
 
 
-def short(item: Summary) -> str:
-    """Return our ratio to the fastest library, and its name."""
-    over = item.beside(item.fastest) if item.fastest else None
-    return f"{over.median:.2f} \N{MULTIPLICATION SIGN} {item.fastest}" if over else ""
-
-
 def cpu(page: RecipePage, items: Sequence[Summary]) -> str:
     """Return a line on the CPU time of a call, the median over the sizes of the recipe's page; empty if unknown."""
     tables = [(label(item), item.table) for item in headline([item for item in items if item.is_page])]

@@ -1,0 +1,118 @@
+"""How fast each op is on each GPU, as a grid: beside PyTorch and beside the roof, on the GPU that a reader chooses."""
+
+from collections import Counter
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby
+
+from docutils import nodes
+from sphinx.environment import BuildEnvironment
+from sphinx.util.docutils import SphinxDirective
+
+from triton_gallery.figures.ratios import Summary, headline, summaries
+from triton_gallery.site import page_context, verdict
+from triton_gallery.site.freshness import depends_on
+from triton_gallery.site.render import html, of_gpu, op_link, paragraph, where
+
+PYTORCH = "PyTorch"
+UNMEASURED = "not measured on this GPU"
+ABOUT = (
+    "Above 1 the op is faster. A figure is the ratio of two medians of one run; of several sizes it is the median, and "
+    "an op's page has the worst and the best. PyTorch is eager here. The roof is a copy, an addition or a matrix "
+    "product of the vendor's library with as many bytes or operations. Sizes at which the GPU had to wait for the CPU "
+    "are left out."
+)
+
+
+class OpGridDirective(SphinxDirective):
+    """`op-grid`: the ops by section, each with its speed."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return the nodes."""
+        depends_on(self.env, shown)
+        return grid(self.env)
+
+
+def speeds(env: BuildEnvironment) -> dict[str, dict[str, list[Summary]]]:
+    """Return for each op and each GPU the benchmarks that stand for the op: its forward, then its backward.
+
+    They are of the present code. An op without one on a GPU lacks that GPU.
+    """
+    records, rows, recipes = page_context.records(env), page_context.beside_libraries(env), page_context.recipes(env)
+    by_op: dict[str, dict[str, list[Summary]]] = {}
+    for op, page in page_context.ops(env).items():
+        items = list(summaries(records.of(recipes[page]), rows, recipes[page]))
+        names = sorted({item.environment.name for item in items})
+        of_gpus = {name: headline([item for item in items if item.environment.name == name]) for name in names}
+        by_op[op] = {name: main for name, main in of_gpus.items() if main}
+    return by_op
+
+
+def gpus(by_op: dict[str, dict[str, list[Summary]]]) -> list[str]:
+    """Return the names of the GPUs, the one on which most ops were measured first."""
+    counts = Counter(name for of_gpus in by_op.values() for name in of_gpus)
+    return sorted(counts, key=lambda name: (-counts[name], name))
+
+
+def choice(names: Sequence[str]) -> nodes.Node:
+    """Return the menu of the GPUs; `gpu_choice.js` shows what is about the chosen one alone."""
+    options = "".join(f"<option>{escape(name)}</option>" for name in names)
+    return html(f'<p class="gpu-choice"><label>GPU: <select autocomplete="off">{options}</select></label></p>')
+
+
+def grid(env: BuildEnvironment) -> list[nodes.Node]:
+    """Return the menu of the GPUs, and a list of the ops for each section."""
+    by_op, lessons = speeds(env), page_context.ops(env)
+    names = gpus(by_op)
+    grids: list[nodes.Node] = [choice(names)] if names else []
+    for section, ops in groupby(by_op, key=lambda op: lessons[op].split("/")[-2]):
+        tiles = [nodes.list_item("", *_tile(env, op, by_op[op], names)) for op in ops]
+        grids += [
+            nodes.rubric("", section.replace("_", " ").capitalize()),
+            nodes.bullet_list("", *tiles, classes=["op-grid"]),
+        ]
+    return grids
+
+
+def _tile(env: BuildEnvironment, op: str, of_gpus: dict[str, list[Summary]], names: Sequence[str]) -> list[nodes.Node]:
+    """Return the tile of an op: its name as a link, what it is, and for each GPU its speed."""
+    tile: list[nodes.Node] = [paragraph(op_link(op)), paragraph(page_context.op_title(env, op), classes=["about"])]
+    for name in names:
+        main = of_gpus.get(name, [])
+        lines = [*map(_line, main), paragraph(_conditions(main) if main else UNMEASURED, classes=["sizes"])]
+        tile += of_gpu(name, lines, hidden=name != names[0])
+    return tile
+
+
+def _line(item: Summary) -> nodes.Node:
+    """Return a line with a benchmark's ratio to PyTorch and to the roof, which its bar shows."""
+    over, roof = item.beside(PYTORCH), item.over(item.table.of_roof)
+    bar = f' style="--roof: {min(roof.median, 1):.3f}"' if roof else ""
+    figures = [f"<b>{over.median:.2f}</b> \N{MULTIPLICATION SIGN} PyTorch"] if over else []
+    figures += [f"<b>{roof.median:.2f}</b> of the roof"] if roof else []
+    return html(f'<p class="speed"{bar}><span>{escape(_name(item))}</span> {", ".join(figures)}</p>')
+
+
+def _name(item: Summary) -> str:
+    """Return the label of a benchmark without its dtype."""
+    return verdict.label(item).removeprefix(item.dtype).strip(", ")
+
+
+def _conditions(main: Sequence[Summary]) -> str:
+    """Return in which dtype and at which sizes the benchmarks of an op were measured."""
+    sizes = dict.fromkeys(map(_sizes, main))
+    dtypes = dict.fromkeys(item.dtype for item in main if item.dtype)
+    return ", ".join([*dtypes, " and ".join(sizes)])
+
+
+def _sizes(item: Summary) -> str:
+    """Return at which size a benchmark was measured, or at how many."""
+    indices = item.table.settled
+    if len(indices) == 1:
+        return where(item, indices[0])
+    return f"median of {len(indices)} {'sizes of the lesson' if item.is_page else 'sizes'}"
+
+
+def shown(env: BuildEnvironment) -> object:
+    """Return what the grid shows; for `freshness.depends_on`."""
+    return speeds(env), [page_context.op_title(env, op) for op in page_context.ops(env)]
