@@ -14,7 +14,7 @@ import pytest
 from bs4 import BeautifulSoup
 from fake_gpus import Cluster, GpuProject
 from memory import processes
-from project import ROOT, Project
+from project import ROOT, Project, whole_page
 from selection import examples, left_out, recipe_of, select
 
 from triton_gallery.execute.execute import make_tasks
@@ -189,5 +189,5 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def parsed(site: Path) -> Callable[[str], BeautifulSoup]:
-    """Return a function that parses a page of the site, by its address there, once for all tests."""
-    return cache(lambda address: BeautifulSoup((site / address).read_text(), "html.parser"))
+    """Return a function that parses a page of the site with all its folds, by its address, once for all tests."""
+    return cache(lambda address: BeautifulSoup(whole_page(site / address), "html.parser"))

@@ -1,5 +1,6 @@
 """Where the project is, small projects of its kind to test the machinery on, and what becomes of their processes."""
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import fork_server
 import psutil
@@ -80,7 +82,19 @@ class Project:
 
     def page(self, name: str) -> str:
         """Return the built page of a recipe."""
-        return (self.root / "_build" / "html" / "recipes" / "things" / f"{name}.html").read_text()
+        return whole_page(self.root / "_build" / "html" / "recipes" / "things" / f"{name}.html")
+
+
+def deferred(script: Path) -> Any:
+    """Return what a script file hands over to `deferred.load`."""
+    return json.loads(script.read_text().removeprefix("deferred.loaded(").removesuffix(");\n"))
+
+
+def whole_page(page: Path) -> str:
+    """Return the text of a page with the content of its folds that a browser loads later."""
+    text, script = page.read_text(), page.with_suffix(".folded.js")
+    contents = deferred(script) if script.is_file() else []
+    return re.sub(r'<p class="deferred">.*?#fold-(\d+)".*?</p>', lambda link: contents[int(link[1])], text)
 
 
 def wait_until(true: Callable[[], bool], log: Callable[[], str] = lambda: "it did not come true") -> None:

@@ -13,7 +13,11 @@ document.addEventListener("DOMContentLoaded", () => {
       else box.removeAttribute("tabindex");
     }
   });
-  for (const box of document.querySelectorAll("pre, .table-wrapper, .math-wrapper, .filters > div")) observer.observe(box);
+  const watch = (element) => {
+    for (const box of element.querySelectorAll("pre, .table-wrapper, .math-wrapper, .filters > div")) observer.observe(box);
+  };
+  watch(document);
+  addEventListener("filled", ({ target }) => watch(target));
 
   for (const button of document.querySelectorAll("button.switch")) {
     button.addEventListener("click", () => document.getElementById(button.dataset.for).click());

@@ -68,15 +68,9 @@ const showListing = (() => {
     }
   };
 
-  // A link to a folded section opens it, each time
-  const unfold = () => document.querySelector(":target > details")?.setAttribute("open", "");
-  addEventListener("hashchange", unfold);
-  addEventListener("load", unfold);
-
   document.addEventListener("click", ({ target }) => {
     const button = target.closest?.("button.listing");
     if (button) show(button);
-    if (target.closest?.("a[href^='#']")) setTimeout(unfold);
   });
   return { loaded: (file, packed) => load.found[file](packed) };
 })();

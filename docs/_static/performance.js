@@ -115,6 +115,7 @@ function makeFilterable(table) {
   table.closest(".table-box").before(filter, said);
 }
 
+addEventListener("filled", ({ target }) => target.querySelectorAll("table.sortable").forEach(makeSortable));
 document.addEventListener("DOMContentLoaded", () => {
   document.querySelectorAll("table.sortable").forEach(makeSortable);
   document.querySelectorAll("table.filterable").forEach(makeFilterable);

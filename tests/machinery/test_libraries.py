@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from bs4 import BeautifulSoup
 from msgspec import structs
-from project import ROOT, Project
+from project import ROOT, Project, whole_page
 
 from triton_gallery.libraries import measure
 from triton_gallery.libraries.library_rows import LibraryRow, load_all, merge, table_of
@@ -89,7 +89,7 @@ def shown(project: Project, page: str = "recipes/things/one") -> BeautifulSoup:
 
 def article(project: Project, page: str) -> BeautifulSoup:
     """Return the article of a built page."""
-    text = (project.root / "_build" / "html" / f"{page}.html").read_text()
+    text = whole_page(project.root / "_build" / "html" / f"{page}.html")
     return BeautifulSoup(text, "html.parser").select_one("article")
 
 

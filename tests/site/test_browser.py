@@ -68,7 +68,8 @@ def page(context: BrowserContext, address: str) -> Iterator[Page]:
 
 def all_pages(site: Path) -> list[str]:
     """Return the addresses of the site's pages, relative to its root."""
-    return [str(path.relative_to(site)) for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
+    paths = [path for path in sorted(site.rglob("*.html")) if not path.name.endswith(("404.html", ".folded.html"))]
+    return [str(path.relative_to(site)) for path in paths]
 
 
 @pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.thorough)])

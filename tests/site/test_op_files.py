@@ -11,7 +11,7 @@ import pytest
 from bs4 import BeautifulSoup
 from docutils import nodes
 from msgspec import structs
-from project import ROOT, Project
+from project import ROOT, Project, deferred, whole_page
 
 from triton_gallery.figures.ratios import Summary
 from triton_gallery.recipe.contents import Recipe, load
@@ -130,7 +130,7 @@ def test_page_offers_the_op(page: BeautifulSoup, taken: Path, project: Project) 
     link, button = page.select(".glance .take")
     built = project.root / "_build" / "html" / "recipes" / "things" / link["href"]
     assert built.resolve() == taken
-    assert button["data-clipboard-text"] == taken.read_text()
+    assert deferred(built.parent / button["data-from"].rpartition("/")[2]) == taken.read_text()
 
 
 def test_box_names_what_there_is() -> None:
@@ -161,7 +161,7 @@ def test_box_says_what_the_op_comes_to(page: BeautifulSoup, project: Project) ->
     assert "Takes float16, bfloat16, float32, float64 · with a backward · deterministic" in text
     assert "GPU outputs recorded on Test GPU" in text
     assert "memcheck clean" in text
-    of_op = BeautifulSoup((project.root / "_build" / "html" / "ops" / "square.html").read_text(), "html.parser")
+    of_op = BeautifulSoup(whole_page(project.root / "_build" / "html" / "ops" / "square.html"), "html.parser")
     box = of_op.select_one(".glance")
     assert (
         box.select_one("p:not(.rubric)").text

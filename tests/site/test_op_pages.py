@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 from bs4 import BeautifulSoup
-from project import OPS, ROOT, SOURCES, Project
+from project import OPS, ROOT, SOURCES, Project, deferred, whole_page
 
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.new import create
@@ -31,7 +31,7 @@ def test_every_op_is_of_one_lesson() -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_page_has_all_of_the_op(parsed: Callable[[str], BeautifulSoup], op: str) -> None:
+def test_page_has_all_of_the_op(site: Path, parsed: Callable[[str], BeautifulSoup], op: str) -> None:
     source = (SOURCES / f"{op}.py").read_text()
     page = parsed(f"ops/{op}.html")
     title = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].rstrip(".")
@@ -43,7 +43,7 @@ def test_page_has_all_of_the_op(parsed: Callable[[str], BeautifulSoup], op: str)
     assert [heading.text.rstrip("#¶") for heading in page.select("#use-it h3")] == names
     assert f"import {names[0]}" in page.select_one("#use-it .highlight").text
     assert page.select_one(".glance a.take")["href"].endswith(f"ops/{op}_op.py")
-    taken = page.select_one(".glance button.take")["data-clipboard-text"]
+    taken = deferred(site / "ops" / page.select_one(".glance button.take")["data-from"])
     about = page.select_one(".glance").text
     assert f"{len(taken.splitlines())} lines: from {op}_op import {names[0]}. " in about
     assert f"{op.upper()}_NAMESPACE" in about
@@ -173,7 +173,7 @@ def project(make_project: Callable[..., Project]) -> Project:
 
 
 def test_new_op_has_a_page(project: Project) -> None:
-    page = BeautifulSoup((project.root / "_build" / "html" / "ops" / "square.html").read_text(), "html.parser")
+    page = BeautifulSoup(whole_page(project.root / "_build" / "html" / "ops" / "square.html"), "html.parser")
     assert "x: torch.Tensor" in page.select_one("#use-it").text
     assert page.find("a", string="Report a mistake")["href"].startswith("https://example.org/code/issues/new?title=")
 
@@ -183,7 +183,7 @@ def test_page_follows_its_module(project: Project) -> None:
     file.write_text(file.read_text().replace("TODO: when it is fast", "Fast at |any| *size"))
     status, output = project.run("html")
     assert status == 0, output
-    page = (project.root / "_build" / "html" / "ops" / "square.html").read_text()
+    page = whole_page(project.root / "_build" / "html" / "ops" / "square.html")
     assert "Fast at |any| *size" in page
 
 

@@ -29,7 +29,8 @@ NOT_PAGES = {"404.html"}  # its links are absolute: it is shown at any address
 @pytest.fixture(scope="module")
 def pages(site: Path, parsed: Callable[[str], BeautifulSoup]) -> dict[Path, BeautifulSoup]:
     """Return the parsed pages by their paths."""
-    return {path: parsed(str(path.relative_to(site))) for path in sorted(site.rglob("*.html"))}
+    paths = [path for path in sorted(site.rglob("*.html")) if not path.name.endswith(".folded.html")]
+    return {path: parsed(str(path.relative_to(site))) for path in paths}
 
 
 def test_internal_links_resolve(site: Path, pages: dict[Path, BeautifulSoup]) -> None:

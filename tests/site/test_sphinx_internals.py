@@ -8,8 +8,11 @@ from pathlib import Path
 
 import furo
 import pytest
+from project import ROOT
+from pygments.styles import get_style_by_name
+from pygments.token import STANDARD_TYPES, String, Text
 
-from triton_gallery.site.sphinx_internals import READ_IN, THEME_SCRIPT
+from triton_gallery.site.sphinx_internals import READ_IN, STRING, THEME_SCRIPT, UNCOLOURED, lighten_code
 
 
 @pytest.mark.parametrize("package", READ_IN)
@@ -24,3 +27,24 @@ def test_hash_is_that_of_the_script_of_the_theme() -> None:
     template = Path(furo.__file__).parent / "theme" / "furo" / "base.html"
     (script,) = re.findall("(?s)<script>(.*?)</script>", template.read_text())
     assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() == THEME_SCRIPT
+
+
+@pytest.mark.parametrize("setting", ["pygments_style", "pygments_dark_style"])
+def test_code_looks_the_same_with_fewer_elements(setting: str) -> None:
+    name = re.search(rf'{setting} = "(.+)"', (ROOT / "conf.py").read_text())
+    assert name
+    style = get_style_by_name(name[1])
+    for token, short in STANDARD_TYPES.items():
+        element = f'<span class="{short}">x</span>'
+        if UNCOLOURED.fullmatch(element):
+            assert style.style_for_token(token) == style.style_for_token(Text)
+        if STRING.match(element):
+            assert style.style_for_token(token) == style.style_for_token(String)
+
+
+def test_elements_around_code_are_joined() -> None:
+    context = {
+        "body": '<span class="n">x</span> <span class="sa">f</span><span class="s2">a</span><span class="si">{</span>'
+    }
+    lighten_code(None, "", "", context, None)  # type: ignore[arg-type]
+    assert context["body"] == 'x <span class="s">fa{</span>'

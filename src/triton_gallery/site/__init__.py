@@ -10,6 +10,7 @@ import triton_gallery
 from triton_gallery.site import (
     api,
     crawlers,
+    deferred,
     execute_hook,
     formulas,
     freshness,
@@ -42,7 +43,16 @@ DIRECTIVES = {
     "targets": other_gpus.TargetsDirective,
     "versions": version_table.VersionsDirective,
 }
-SCRIPTS = ("take.js", "filter.js", "performance.js", "gpu_choice.js", "listing.js", "chart.js", "keyboard.js")
+SCRIPTS = (
+    "deferred.js",
+    "take.js",
+    "filter.js",
+    "performance.js",
+    "gpu_choice.js",
+    "listing.js",
+    "chart.js",
+    "keyboard.js",
+)
 AT_ONCE = "performance.js"  # the others wait until the page is there
 WRITERS = (op_files.write, performance.write, other_gpus.write, search.write, crawlers.write, page_frame.write)
 
@@ -81,8 +91,10 @@ def setup(app: Sphinx) -> ExtensionMetadata:
     app.connect("html-page-context", sphinx_internals.add_to_context)
     app.connect("html-page-context", page_frame.add_to_context)
     app.connect("html-page-context", links.link_code)
+    app.connect("html-page-context", sphinx_internals.lighten_code)  # it removes what links are found by
     app.connect("html-page-context", crawlers.announce)
     app.connect("html-page-context", sphinx_internals.choose_files, priority=900)  # after those who add some
+    app.connect("html-page-context", deferred.defer, priority=950)  # the files are chosen by all that the page shows
 
     app.connect("build-finished", _write)
     return {

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from html import escape
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +15,7 @@ from triton_gallery.figures.ratios import Summary, summaries
 from triton_gallery.recipe.declaration import Declaration
 from triton_gallery.recipe.inline import OPS
 from triton_gallery.recipe.op import Op, op_of
-from triton_gallery.site import page_context
+from triton_gallery.site import deferred, page_context
 from triton_gallery.site.page_context import RecipePage
 from triton_gallery.site.render import code, figure, html, older, paragraph, size
 
@@ -28,7 +27,7 @@ Take it, change it, ship it; keep these lines."""
 BUILD = "import sys; from flit_core.buildapi import build_wheel; build_wheel(sys.argv[1])"
 
 
-def buttons(env: BuildEnvironment, page: RecipePage, up: str = "../../") -> list[nodes.Node]:
+def buttons(page: RecipePage, up: str = "../../") -> list[nodes.Node]:
     """Return the buttons that download the op of a recipe or copy it to the clipboard; none if it has no op.
 
     `up` leads from the page to the top of the site.
@@ -37,9 +36,9 @@ def buttons(env: BuildEnvironment, page: RecipePage, up: str = "../../") -> list
     if op is None:
         return []
     file = f"{up}{FOLDER}/{_file_name(op.name)}"
-    text = escape(text_of(env, op, page))
     take = f'<a class="take" href="{file}" download>Take the op: {_file_name(op.name)}</a>'
-    copy = f'<button class="take" type="button" data-clipboard-text="{text}">Copy the op</button>'
+    script = file.removesuffix(".py") + ".js"
+    copy = f'<button class="take" type="button" data-from="{script}">Copy the op</button>'
     return [html(f"{take} {copy} ")]
 
 
@@ -112,10 +111,12 @@ def write(app: Sphinx) -> None:
     pages = page_context.recipe_pages(app.env)
     files = {_file_name(op.name): text_of(app.env, op, page) for page in pages if (op := op_of(page.recipe))}
     folder.mkdir(exist_ok=True)
-    for old in (*folder.glob(_file_name("*")), *folder.glob("*.whl")):
-        old.unlink()
+    for pattern in ("*_op.py", "*_op.js", "*.whl"):
+        for old in folder.glob(pattern):
+            old.unlink()
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).with_suffix(".js").write_text(deferred.script(text), encoding="ascii")
     with zipfile.ZipFile(folder / f"{OPS}.zip", "w") as archive:
         licence = (root / "LICENSE").read_text(encoding="utf-8")
         for name, text in {"LICENSE": licence, "__init__.py": "", **files}.items():

@@ -199,7 +199,7 @@ class OpDirective(SphinxDirective):
             *version_matrix.strip(self.env, page.name, name),
             *other_gpus.misfits(self.env, page.recipe),
             *op_files.install_command(self.env),
-            paragraph(*op_files.buttons(self.env, page, up="../"), classes=["recipe-downloads"]),
+            paragraph(*op_files.buttons(page, up="../"), classes=["recipe-downloads"]),
             self._about_file(name, page),
         ]
         return box

@@ -43,9 +43,13 @@ def code(text: str, language: str = "python") -> nodes.literal_block:
     return nodes.literal_block(text, text, language=language)
 
 
-def folded(summary: str, shown: Iterable[nodes.Node]) -> list[nodes.Node]:
-    """Return nodes in an element that opens on a click."""
-    return [html(f'<details class="fold"><summary>{summary}</summary>'), *shown, html("</details>")]
+def folded(summary: str, shown: Iterable[nodes.Node], *classes: str) -> list[nodes.Node]:
+    """Return nodes in an element that opens on a click; if it has the class "stays", it is loaded with the page."""
+    return [
+        html(f'<details class="{" ".join(["fold", *classes])}"><summary>{summary}</summary>'),
+        *shown,
+        html("</details>"),
+    ]
 
 
 def of_gpu(device: str, shown: Iterable[nodes.Node], hidden: bool = False) -> list[nodes.Node]:

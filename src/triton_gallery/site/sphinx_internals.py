@@ -52,6 +52,7 @@ UNUSED_FILES = {
 NEEDED_FOR = {  # what has to stand in a page for a file to be loaded; the page's other files are loaded always
     **dict.fromkeys(("clipboard.min.js", "copybutton.css", "copybutton.js", "pygments.css"), 'class="highlight'),
     **dict.fromkeys(("chart.css", "chart.js"), '<figure class="panels"'),
+    "deferred.js": 'class="fold',
     "filter.js": 'class="filters"',
     "op_grid.css": 'class="op-grid',
     "gpu_choice.js": 'class="gpu-choice"',
@@ -69,6 +70,11 @@ FIGURE = "sphx-glr-single-img"
 # Sphinx's markup of a block of a recipe's code, and that of Pygments in it
 CODE_BLOCK = re.compile(r'(?s)<div class="highlight-Python notranslate">.*?</pre>')
 DOT = '<span class="o">.</span>'
+UNCOLOURED = re.compile(
+    r'<span class="(?:n|nn|nx|p|pm|w)">([^<]*)</span>'
+)  # in both styles of conf.py, as a test holds
+STRING = re.compile(r'<span class="(?:s[a-ehix12]|dl)">')  # all kinds have the colour of "s"
+SAME_TWICE = re.compile(r'(<span class="(\w+)">[^<]*)</span><span class="\2">')
 
 
 def name_span(name: str) -> str:
@@ -79,6 +85,14 @@ def name_span(name: str) -> str:
 def leave_out_search(app: Sphinx) -> None:
     """Have Sphinx write no search of its own; it would write the page for it, too."""
     app.builder.search = False  # type: ignore[attr-defined]
+
+
+def lighten_code(app: Sphinx, page: str, template: str, context: dict[str, Any], _: object) -> None:
+    """Remove the elements around parts of code that look the same without."""
+    markup = UNCOLOURED.sub(r"\1", STRING.sub('<span class="s">', context.get("body", "")))
+    while (shorter := SAME_TWICE.sub(r"\1", markup)) != markup:
+        markup = shorter
+    context["body"] = markup
 
 
 def topics(script: str) -> list[str]:

@@ -119,7 +119,7 @@ def declared(page: RecipePage) -> Iterator[nodes.paragraph]:
 
 def _downloads(env: BuildEnvironment, page: RecipePage, document: nodes.document) -> nodes.paragraph:
     """Return the buttons: the op, the files to download, and links into the repository."""
-    buttons = paragraph(*op_files.buttons(env, page), classes=["recipe-downloads"])
+    buttons = paragraph(*op_files.buttons(page), classes=["recipe-downloads"])
     for link in list(document.findall(addnodes.download_reference)):
         file = link["reftarget"].rpartition("/")[2]
         if file.endswith((".py", ".ipynb")):

@@ -26,7 +26,7 @@ def fold_answers(env: BuildEnvironment, document: nodes.document, page: RecipePa
     for section in list(document.findall(nodes.section)):
         if section[0].astext() == "Answers":
             end = next((index for index, node in enumerate(section) if is_footer(node)), len(section))
-            section[1:end] = folded("Show the answers", section[1:end])
+            section[1:end] = folded("Show the answers", section[1:end], "stays")
 
 
 def fold_cells(env: BuildEnvironment, document: nodes.document, page: RecipePage) -> None:
