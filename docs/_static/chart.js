@@ -113,9 +113,14 @@ function makeSwitchable(figure) {
   follow();
 }
 
-for (const figure of document.querySelectorAll("figure.panels")) {
-  for (const panel of figure.querySelectorAll(":scope > .panel")) {
-    panel.querySelectorAll(".chart:not(.fractions)").forEach((chart) => makeReadable(chart, panel));
+function makeFigures(element) {
+  for (const figure of element.querySelectorAll("figure.panels")) {
+    for (const panel of figure.querySelectorAll(":scope > .panel")) {
+      panel.querySelectorAll(".chart").forEach((chart) => makeReadable(chart, panel));
+    }
+    makeSwitchable(figure);
   }
-  makeSwitchable(figure);
 }
+
+makeFigures(document);
+addEventListener("filled", ({ target }) => makeFigures(target)); // a fold that was loaded
