@@ -123,8 +123,7 @@ if __name__ == "__main__":
 #   warps, a *warpgroup*, issue it together, for 64 rows: each has 16 of them.
 # * A copy ends at an *mbarrier*, a counter in shared memory. A phase of it ends
 #   when all arrivals that ``init`` asks for and all bytes that ``expect`` names
-#   have come. Phases alternate between 0 and 1. A wait for a phase awaits its
-#   end.
+#   have come. Phases alternate, 0 and 1. A wait for a phase awaits its end.
 
 
 @gluon.jit
@@ -210,8 +209,7 @@ if __name__ == "__main__":
 # ---------
 #
 # Each step has variants, timed in rotation. A table has the best rate of each,
-# and does not name the variant. ``torch.compile`` calls cuBLAS for a product,
-# too.
+# and does not name the variant. ``torch.compile`` calls cuBLAS here, too.
 
 
 def rate_of(steps):

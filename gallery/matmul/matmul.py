@@ -164,12 +164,6 @@ def tile_matmul(a, b, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, num_warps=4):
 # largest number. None is larger than :math:`s = \sum_k |a_{mk}\,b_{kn}|`, so
 # the accumulator is off by at most :math:`K\,2^{-23} s`. The store rounds the
 # result by at most :math:`2^{-11}` of it.
-#
-# .. note::
-#
-#    Without a GPU, all this runs in Triton's interpreter. A kernel that is
-#    right there may be wrong on a GPU, or not compile: ``interpreter.md`` says
-#    what differs.
 
 
 def error_bound(a, b, rounding):
@@ -487,6 +481,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # zero. In float64, the unit is :math:`2^{-52}`, and the reference is rounded as
 # well, so we allow twice the bound. The last rounding may be a whole ``eps``:
 # the interpreter cuts bfloat16 off.
+#
+# .. note::
+#
+#    Without a GPU, all this runs in Triton's interpreter. A kernel that is
+#    right there may be wrong on a GPU, or not compile: ``interpreter.md`` says
+#    what differs.
 
 
 def prove(M, N, K, dtype, how):
