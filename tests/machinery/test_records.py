@@ -284,7 +284,7 @@ def test_outputs_of_two_machines_stand_side_by_side(make_project: Callable[..., 
     page = BeautifulSoup(project.page("guarded"), "html.parser")
     here = [box.text.split() for box in page.select(".here")]
     label = f"Here, without a GPU, Triton {version('triton')}"
-    assert here == [text.split() for text in (f"{label} on a CPU", f"{label} took 1", f"{label} a here")]
+    assert here == [text.split() for text in (f"{label} on a CPU", f"{label} a here")]
     there = page.select(".recorded")
     assert all(box.p.text.startswith(f"Recorded on Test GPU, Triton {version('triton')}, 20") for box in there)
     texts = [" ".join(pre.text.strip() for pre in box.select("pre")) for box in there]
@@ -292,7 +292,8 @@ def test_outputs_of_two_machines_stand_side_by_side(make_project: Callable[..., 
     assert there[1].select("svg")
     assert "framed" in there[1].text
     assert "there" in there[5].text
-    assert all(box.find_previous_sibling(class_="here") for box in (there[0], there[2], there[5]))
+    assert all(box.find_previous_sibling(class_="here") for box in (there[0], there[5]))
+    assert not page.find_all("pre", string=re.compile("took 1$")), "it differs from the record in a number alone"
     assert [pre.text.strip() for pre in page.select(".sphx-glr-script-out pre")].count("same on cpu") == 1
     assert len(page.select("img.sphx-glr-single-img")) == 1
     cells = notebook(project)

@@ -1,5 +1,6 @@
 """What is shown of a recipe's cells: what a run put out, and beside it what a record has beyond that."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from triton_gallery.recipe.outputs import Output
 from triton_gallery.records.page_cache import Run
 from triton_gallery.records.record_store import Record
 
+NUMBER = re.compile(r"[+-]?\d[\d.,]*(?:e[+-]?\d+)?")
 STALE = " · stale: this recipe has changed since"
 
 
@@ -19,11 +21,13 @@ class Shown:
         here: what this machine put out.
         there: what the record has and this machine has not.
         differ: whether this machine put out something else, and not only less; then both say what they are.
+        in_numbers: whether all that differs are numbers; then those of the record are shown alone.
     """
 
     here: Output
     there: Output
     differ: bool
+    in_numbers: bool = False
 
 
 def side_by_side(run: Run, record: Record | None, figures: Mapping[str, bytes]) -> list[Shown]:
@@ -40,7 +44,10 @@ def side_by_side(run: Run, record: Record | None, figures: Mapping[str, bytes]) 
         there = recorded[number]
         same = [figures.get(name) for name in here.figures] == list(pictures(record, there).values())
         more = _beyond(here, there, same)
-        shown.append(Shown(here, more, bool(more) and _differ(here, there, more)))
+        if more and not there.figures and _without_numbers(here) == _without_numbers(there):
+            shown.append(Shown(Output.empty(here.cell_hash), there, differ=False, in_numbers=True))
+        else:
+            shown.append(Shown(here, more, bool(more) and _differ(here, there, more)))
     return shown
 
 
@@ -77,6 +84,15 @@ def _beyond(here: Output, recorded: Output, same_figures: bool) -> Output:
         None if recorded.frame == here.frame else recorded.frame,
         [table for table in recorded.tables if table not in here.tables],
     )
+
+
+def _without_numbers(output: Output) -> tuple[list[str], list[list[str]], list[str], list[str]]:
+    """Return what is the same of two outputs that differ in numbers alone."""
+    frame = output.frame
+    rows = [[*frame.columns], *frame.rows] if frame else []
+    lines = [" ".join(NUMBER.sub("0", line).split()) for line in _anywhere(output.text).splitlines()]
+    cells = [[NUMBER.sub("0", cell) for cell in row] for row in rows]
+    return lines, cells, output.figures, [table.name for table in output.tables]
 
 
 def _anywhere(text: str) -> str:

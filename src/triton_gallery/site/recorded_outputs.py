@@ -32,6 +32,10 @@ def show_outputs(env: BuildEnvironment, document: nodes.document, page: RecipePa
     for cell, shown in zip(cells(document), outputs, strict=False):
         _show_frame(cell, shown.here)
         here = _show_benchmark(cell, shown.here, page, seen) if shown.here.tables else cell.outputs
+        if shown.in_numbers:
+            for node in cell.outputs:
+                node.parent.remove(node)
+            here = []
         if page.record and shown.there:
             recorded = _recorded(cell, shown.there, page, page.record, seen)
             _set_beside(cell, here, recorded, ran_here(page.run) if shown.differ else "")

@@ -7,6 +7,7 @@ from sphinx.transforms import SphinxTransform
 from triton_gallery.recipe.cells import cells, is_footer
 from triton_gallery.recipe.op import SUFFIX
 from triton_gallery.site import (
+    cell_code,
     formulas,
     index_cards,
     library_table,
@@ -18,7 +19,7 @@ from triton_gallery.site import (
     version_table,
 )
 from triton_gallery.site.page_context import RecipePage
-from triton_gallery.site.render import folded
+from triton_gallery.site.render import folded, paragraph
 
 
 def fold_answers(env: BuildEnvironment, document: nodes.document, page: RecipePage) -> None:
@@ -30,19 +31,43 @@ def fold_answers(env: BuildEnvironment, document: nodes.document, page: RecipePa
 
 
 def fold_cells(env: BuildEnvironment, document: nodes.document, page: RecipePage) -> None:
-    """Fold a recipe's first cell, and an op that has a page; what they put out stays in sight."""
-    op = page_context.op_of_page(env, page.recipe)
-    for number, cell in enumerate(cells(document)):
+    """Fold imports, an op that has a page, and what only measures; what these put out stays in sight, above the fold.
+
+    Guards that only the script needs are left out.
+    """
+    op, found = page_context.op_of_page(env, page.recipe), cells(document)
+    measures = [False, *cell_code.measuring(cell.code.astext() for cell in found[1:])]
+    for number, cell in enumerate(found):
         section, code = cell.code.parent, cell.code.astext()
+        shown, gpu_only = cell_code.without_guards(code)
+        imports = cell_code.leading_imports(code)
+        _show_code(cell.code, shown)
+        block: list[nodes.Node] = [cell.code]
         if number == 0:
-            measures = any(helper in code for helper in ("def gpu_time(", "def statements(", "class Traffic("))
-            summary = "Imports, the device, and what measures" if measures else "Imports and the device"
+            helpers = any(helper in code for helper in ("def gpu_time(", "def statements(", "class Traffic("))
+            block = folded("Imports, the device, and what measures" if helpers else "Imports and the device", block)
         elif op and f"\n{op.upper()}{SUFFIX} = " in f"\n{code}":
-            summary = f"The op: {len(code.splitlines())} lines of code"
-        else:
-            continue
+            block = folded(f"The op: {len(code.splitlines())} lines of code", block)
+        elif measures[number]:
+            section.remove(cell.code)
+            section.insert(section.index([cell.start, *cell.outputs][-1]) + 1, cell.code)
+            block = folded("How this was measured", block)
+        elif imports:
+            lines, head = shown.splitlines(), cell.code.deepcopy()
+            _show_code(head, "\n".join(lines[:imports]))
+            _show_code(cell.code, "\n".join(lines[imports:]).strip("\n"))
+            block = [*folded("Imports", [head]), *(block if len(lines) > imports else [])]
+        if gpu_only and not measures[number]:
+            block.insert(0, paragraph("GPU only", classes=["gpu-only"]))
         index = section.index(cell.code)
-        section[index : index + 1] = folded(summary, [cell.code])
+        section[index : index + 1] = block
+
+
+def _show_code(block: nodes.literal_block, code: str) -> None:
+    """Replace the text of a block of code."""
+    block.rawsource = code
+    block.children = [nodes.Text(code)]
+    block.setup_child(block.children[0])
 
 
 # Called one after the other with the environment, the document and what is known of the recipe.
