@@ -58,8 +58,8 @@ class Project:
     @property
     def environment(self) -> dict[str, str]:
         """The variables that it needs."""
-        ours = {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
-        return {**os.environ, **ours}  # Sphinx colours what it prints where CI is set
+        variables = {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
+        return {**os.environ, **variables}  # Sphinx colours what it prints where CI is set
 
     def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
         """Run a command of the project; return the exit status and what the terminal showed."""

@@ -49,8 +49,8 @@ class Selection:
     def split(self, items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
         """Return the tests that run, and those that are left out; what is generated runs as it has to."""
         chosen = [item for item in items if self.alone is None or recipe_of(item) == self.alone]
-        left = _left_of_many([item for item in chosen if not self.is_thorough(item)])
-        runs = [item for item in chosen if self.is_thorough(item) or not (_is_slow(item) or item in left)]
+        omitted = _left_of_many([item for item in chosen if not self.is_thorough(item)])
+        runs = [item for item in chosen if self.is_thorough(item) or not (_is_slow(item) or item in omitted)]
         for item in runs:
             if not self.is_thorough(item):
                 _take_few_examples(item)
@@ -79,10 +79,10 @@ def changed(root: Path) -> set[str] | None:
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
 
-    said = git("diff", "--name-only", "HEAD~1")
-    if said.returncode != 0:
+    diff = git("diff", "--name-only", "HEAD~1")
+    if diff.returncode != 0:
         return None
-    files = [line for line in said.stdout.splitlines() if OWN.fullmatch(line)]
+    files = [line for line in diff.stdout.splitlines() if OWN.fullmatch(line)]
     names = {
         OWN.sub(r"\1", line) for line in files if not _same_code(git("show", f"HEAD~1:{line}").stdout, root / line)
     }
@@ -111,8 +111,8 @@ def recipe_of(item: pytest.Item) -> str | None:
 
 def _of_file(item: pytest.Item) -> str | None:
     """Return the recipe that the file of a test is about."""
-    own = OWN.fullmatch("/".join(item.path.parts[-3:]))
-    return KEYS.get(own[1]) if own else None
+    match = OWN.fullmatch("/".join(item.path.parts[-3:]))
+    return KEYS.get(match[1]) if match else None
 
 
 def examples(items: Sequence[pytest.Item], keys: str) -> list[pytest.Item]:
@@ -149,13 +149,13 @@ def _left_of_many(items: Sequence[pytest.Item]) -> set[pytest.Item]:
         dtype = next((value for value in values if isinstance(value, torch.dtype)), None)
         if dtype and _of_file(item) and not _is_slow(item):
             asked[item.nodeid.partition("[")[0]][dtype].append(item)
-    left = set()
+    omitted = set()
     for by_dtype in asked.values():
         for dtype, of_dtype in by_dtype.items():
             last = len(of_dtype) - 1
             taken = {of_dtype[last * place // (EACH - 1)] for place in range(EACH)}
-            left |= {*of_dtype} - (taken if dtype in DTYPES or not DTYPES & by_dtype.keys() else set())
-    return left
+            omitted |= {*of_dtype} - (taken if dtype in DTYPES or not DTYPES & by_dtype.keys() else set())
+    return omitted
 
 
 def _take_few_examples(item: pytest.Item) -> None:

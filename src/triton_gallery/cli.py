@@ -239,8 +239,8 @@ def sanitize_recipes(options: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     table = Table("script", *TOOLS)
     for script in [*PLANTED, *(recipe.path for recipe in recipes)]:
-        said = {v.tool: v.outcome for v in [*proof, *verdicts] if v.script == script}
-        table.add_row(str(script), *(said.get(tool, "") for tool in TOOLS))
+        outcomes = {v.tool: v.outcome for v in [*proof, *verdicts] if v.script == script}
+        table.add_row(str(script), *(outcomes.get(tool, "") for tool in TOOLS))
     unclean = [verdict for verdict in verdicts if verdict.outcome != "clean"]
     for verdict in [*unclean, *(verdict for verdict in proof if verdict.outcome != "found")]:
         console.print(Text(f"{verdict.script} under {verdict.tool}:\n{verdict.report}\n"))
@@ -265,8 +265,8 @@ def check_records(options: argparse.Namespace) -> int:
     recipes, wanting = _recipes(options.recipe), 0
     stale = {row.recipe for row in load_all(RECORDS) if not row.is_fresh(recipes)}
     for recipe in recipes:
-        found = Records(RECORDS).of(recipe)
-        faults = [] if found and found[0].is_fresh(recipe) else ["stale" if found else "missing"]
+        records = Records(RECORDS).of(recipe)
+        faults = [] if records and records[0].is_fresh(recipe) else ["stale" if records else "missing"]
         faults += ["stale beside other libraries"] if recipe.key in stale else []
         if faults:
             wanting += 1
@@ -278,11 +278,11 @@ def check_records(options: argparse.Namespace) -> int:
 def print_compiled(options: argparse.Namespace) -> int:
     """Print what is kept of the kernels: a table for each, or all as JSON."""
     recipes = _recipes(options.recipe)
-    found = {recipe: kept for recipe in recipes if (kept := store.load(COMPILED, recipe))}
+    compiled = {recipe: kept for recipe in recipes if (kept := store.load(COMPILED, recipe))}
     if options.json:
-        print(json.dumps({recipe.key: store.as_json(kept) for recipe, kept in found.items()}, indent=1))
+        print(json.dumps({recipe.key: store.as_json(kept) for recipe, kept in compiled.items()}, indent=1))
         return 0
-    for recipe, kept in found.items():
+    for recipe, kept in compiled.items():
         older = "" if kept.is_fresh(recipe) else ", of older code"
         for kernel in kept.kernels:
             title = Text(f"{recipe.key}: {kernel.launch.described}; triton {kept.triton}{older}")
@@ -291,7 +291,7 @@ def print_compiled(options: argparse.Namespace) -> int:
                 table.add_row(*map(Text, [gpu.name, *cells(kernel, gpu)]))
             console.print(table)
     console.print(
-        f"{len(found)} of {len(recipes)} recipes were compiled for other GPUs; make compile compiles the rest"
+        f"{len(compiled)} of {len(recipes)} recipes were compiled for other GPUs; make compile compiles the rest"
     )
     return 0
 
@@ -322,10 +322,10 @@ def compile_kernels(options: argparse.Namespace) -> int:
     for recipe in chosen:
         now, texts = made.get(recipe.key, (kept[recipe.key], {}))
         before = [kept[recipe.key], store.load_at(BEFORE, COMPILED, recipe) if options.check else None]
-        worse = [what for old in before if old and now for what in store.worse(old, now)]
-        for is_error, what in dict.fromkeys(worse):
+        worse = [message for old in before if old and now for message in store.worse(old, now)]
+        for is_error, message in dict.fromkeys(worse):
             errors += is_error
-            console.print(Text(f"{'error' if is_error else 'warning'}: {recipe.key}: {what}"), style="red")
+            console.print(Text(f"{'error' if is_error else 'warning'}: {recipe.key}: {message}"), style="red")
         if now and recipe.key in made and not options.check:
             console.print(f"wrote {store.write(COMPILED, recipe, now)}")
             store.write_texts(LISTINGS, now, texts)
@@ -339,22 +339,24 @@ def compile_kernels(options: argparse.Namespace) -> int:
 
 def make_listings(options: argparse.Namespace) -> int:
     """Compile the kept launches again, executing no recipe, and keep the compilers' code for the site."""
-    kept = {recipe: found for recipe in _recipes(options.recipe) if (found := store.load(COMPILED, recipe))}
-    due = {recipe: found for recipe, found in kept.items() if not store.listing(LISTINGS, found).is_file()}
-    work = [(recipe, [kernel.launch for kernel in found.kernels], found.launched_by) for recipe, found in due.items()]
+    kept = {recipe: targets for recipe in _recipes(options.recipe) if (targets := store.load(COMPILED, recipe))}
+    due = {recipe: targets for recipe, targets in kept.items() if not store.listing(LISTINGS, targets).is_file()}
+    work = [
+        (recipe, [kernel.launch for kernel in targets.kernels], targets.launched_by) for recipe, targets in due.items()
+    ]
     with compiling() as report:
         made = Compiler(CACHE).targets(work, report)
-    for recipe, found in due.items():
+    for recipe, targets in due.items():
         now, texts = made[recipe.key]
-        if now == found:
+        if now == targets:
             store.write_texts(LISTINGS, now, texts)
         else:
-            made_by = f"Triton {found.triton}" if found.triton != now.triton else "other code"
+            made_by = f"Triton {targets.triton}" if targets.triton != now.triton else "other code"
             console.print(
                 Text(f"{recipe.key} gets no listings: its figures are of {made_by}; run make compile"), style="red"
             )
-    there = sum(store.listing(LISTINGS, found).is_file() for found in kept.values())
-    console.print(f"{there} of {len(kept)} recipes have listings, {len(kept) - len(due)} had them before")
+    listed = sum(store.listing(LISTINGS, targets).is_file() for targets in kept.values())
+    console.print(f"{listed} of {len(kept)} recipes have listings, {len(kept) - len(due)} had them before")
     return 0
 
 
@@ -369,7 +371,7 @@ def try_versions(options: argparse.Namespace) -> int:
             continue
         others = next((pair.others for pair in listed if pair.triton == wanted), [])
         pair = matrix.Pair(wanted, [*others, *options.others])
-        known = {one.triton: one for one in matrix.load(VERSIONS)} if pair in listed else {}
+        known = {entry.triton: entry for entry in matrix.load(VERSIONS)} if pair in listed else {}
         console.print(f"Triton {' with '.join([wanted, *pair.others])}")
         try:
             keys = [recipe.key for recipe in chosen]
@@ -382,8 +384,8 @@ def try_versions(options: argparse.Namespace) -> int:
             tried = error.tried
         faults = list(matrix.failures(tried, matrix.hashes(chosen)))
         failed += len(faults)
-        for kind, what, fault in faults:
-            console.print(Text(f"Triton {wanted}: {kind} {what}: {fault}"), style="red")
+        for kind, item, fault in faults:
+            console.print(Text(f"Triton {wanted}: {kind} {item}: {fault}"), style="red")
         if pair in listed:
             console.print(f"wrote {matrix.write(VERSIONS, tried, load(GALLERY))}")
         console.print(f"Triton {wanted}: {f'{len(faults)} failed' if faults else 'nothing failed'}")
@@ -392,19 +394,19 @@ def try_versions(options: argparse.Namespace) -> int:
 
 def results(options: argparse.Namespace) -> int:
     """Print every recorded figure: those of the recipes' own benchmarks, then those beside other libraries."""
-    found = all_recorded(Records(RECORDS), _recipes(options.recipe))
+    recorded = all_recorded(Records(RECORDS), _recipes(options.recipe))
     if options.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(recorded, indent=1))
         return 0
     columns = ["recipe", "table", "x", "series", "value", "low", "high", "unit", "CPU us", "", "device", "state"]
     table = Table(*columns)
-    for row in msgspec.convert(found["figures"], list[Measurement]):
+    for row in msgspec.convert(recorded["figures"], list[Measurement]):
         value, low, high, cpu = (_number(figure) for figure in (row.value, row.p20, row.p80, row.cpu_us))
         cells = [row.recipe, row.table, f"{row.x_name} = {_x(row)}", row.series, value, low, high, row.unit, cpu]
         table.add_row(*map(Text, [*cells, "CPU decided" if row.cpu_bound else "", row.device, row.state]))
     console.print(table)
     table = Table("recipe", "work", "shape", "series", "value", "low", "high", "unit", "device", "state")
-    for beside in found["libraries"]:
+    for beside in recorded["libraries"]:
         for series, rate in beside["rates"].items():
             figures = [_number(rate[name] if rate else None) for name in ("value", "low", "high")]
             cells = [beside["recipe"], beside["work"], " x ".join(map(str, beside["shape"])), series, *figures]

@@ -200,11 +200,11 @@ class Draw:
 def in_float64(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return arguments with their floats in float64, apart from the ones given."""
 
-    def wide(value: Any) -> Any:
+    def to_float64(value: Any) -> Any:
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.detach().to(torch.float64, copy=True) if is_float else value
 
-    return tree_map(wide, arguments)
+    return tree_map(to_float64, arguments)
 
 
 def with_gradients(case: Case, arguments: tuple[Any, ...]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
@@ -288,10 +288,10 @@ def assert_close(case: Case, dtype: torch.dtype, out: torch.Tensor, right: Exact
 
 
 @contextmanager
-def at(*what: object) -> Iterator[None]:
+def at(*names: object) -> Iterator[None]:
     """Say in a failure for which of several inputs it is."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"for {' '.join(map(str, what))}")
+        error.add_note(f"for {' '.join(map(str, names))}")
         raise

@@ -25,15 +25,15 @@ Load = Callable[[Case], ModuleType]
 def test_autograd(load_op: Load, case: Case, dtype: torch.dtype, data: st.DataObject) -> None:
     """In any layout, a gradient is that of float64, but for roundings of what the forward keeps."""
     assert case.gradients
-    of = data.draw(st.lists(layouts(case.layouts), min_size=8, max_size=8))
-    arguments = case.arguments(Draw(dtype, of), *data.draw(case.shapes))
+    drawn_layouts = data.draw(st.lists(layouts(case.layouts), min_size=8, max_size=8))
+    arguments = case.arguments(Draw(dtype, drawn_layouts), *data.draw(case.shapes))
     leaves, with_leaves = with_gradients(case, arguments)
     results = differentiable(tree_leaves(case.function(load_op(case))(*with_leaves)))
-    grads = [of[-1 - i].make(tuple(out.shape), out.dtype, out.device) for i, out in enumerate(results)]
-    found = torch.autograd.grad(results, leaves, grads)
+    grads = [drawn_layouts[-1 - i].make(tuple(out.shape), out.dtype, out.device) for i, out in enumerate(results)]
+    actual = torch.autograd.grad(results, leaves, grads)
     exact = case.gradients(*(grad.double() for grad in grads), *in_float64(arguments))
     unit = torch.finfo(dtype).eps if dtype.itemsize == 2 else 2**-18
-    for out, leaf, right in zip(found, leaves, exact, strict=True):
+    for out, leaf, right in zip(actual, leaves, exact, strict=True):
         assert (out.dtype, out.shape) == (leaf.dtype, leaf.shape)
         terms = right.value.abs() if right.terms is None else right.terms
         # A result too small for the dtype is lost, and what a whole row adds up of it.

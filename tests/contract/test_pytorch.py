@@ -67,14 +67,14 @@ def test_autocast(load_op: Load, case: Case, asked: torch.dtype) -> None:
     mixed = [torch.float32 if dtype == asked else asked, dtype] if case.autocast else [dtype]
     drawn = case.arguments(Draw(asked), *case.small)
 
-    def in_dtypes(dtypes: Sequence[torch.dtype], wide: torch.dtype) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    def in_dtypes(dtypes: Sequence[torch.dtype], wide_dtype: torch.dtype) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
         turn = cycle(dtypes)
 
         def cast(value: Any) -> Any:
             if not is_real(value):
                 return value
             # What is always wide, as a state, may come narrow.
-            return value.to(next(turn)) if value.dtype == asked else value.to(asked).to(wide)
+            return value.to(next(turn)) if value.dtype == asked else value.to(asked).to(wide_dtype)
 
         return with_gradients(case, tuple(map(cast, drawn)) if case.autocast else drawn)
 
@@ -116,7 +116,7 @@ def test_many_programs(load_op: Load, case: Case) -> None:
     first = check(case, op, case.usual, arguments)
     for _ in range(9):
         again = case.on_copies(op)(*arguments)
-        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(again, first, strict=True))
+        assert all(torch.equal(bits(actual), bits(expected)) for actual, expected in zip(again, first, strict=True))
 
 
 @needs_a_gpu
@@ -126,8 +126,8 @@ def test_opcheck(load_op: Load, case: Case, dtype: torch.dtype) -> None:
     _, arguments = with_gradients(case, case.arguments(Draw(dtype), *case.small))
     # That of the schema compares arguments, which PyTorch does not do in float8.
     checks = CHECKS[1:] if any(is_real(value) and value.itemsize == 1 for value in arguments) else CHECKS
-    said = torch.library.opcheck(case.function(load_op(case)), arguments, test_utils=checks)
-    assert set(said.values()) == {"SUCCESS"}
+    outcomes = torch.library.opcheck(case.function(load_op(case)), arguments, test_utils=checks)
+    assert set(outcomes.values()) == {"SUCCESS"}
 
 
 @needs_a_gpu
@@ -208,13 +208,13 @@ def test_stream(load_op: Load, case: Case) -> None:
 def test_another_gpu(load_op: Load, case: Case) -> None:
     """It runs where its arguments are, whichever GPU is the current one."""
     function = case.on_copies(load_op(case))
-    here, there = (
+    on_first_gpu, on_second_gpu = (
         case.arguments(Draw(case.usual, device=torch.device(name)), *case.small) for name in ("cuda:0", "cuda:1")
     )
-    leaves, there = with_gradients(case, there)
-    results = function(*there)
+    leaves, on_second_gpu = with_gradients(case, on_second_gpu)
+    results = function(*on_second_gpu)
     assert all(t.device == torch.device("cuda:1") for t in results)
-    torch.testing.assert_close([t.cpu() for t in results], [t.cpu() for t in function(*here)])
+    torch.testing.assert_close([t.cpu() for t in results], [t.cpu() for t in function(*on_first_gpu)])
     if leaves:
         grads = of_squares(results, leaves)
         assert all(grad.device == torch.device("cuda:1") for grad in grads)

@@ -36,8 +36,8 @@ def test_layouts(load_op: Load, case: Case, dtype: torch.dtype, whole: bool) -> 
     mixed = [(each * 8)[start : start + 8] for start in range(len(each))]
     for names in [*mixed, *([name] * 8 for name in each if whole or name == "padded")]:
         with at(names):
-            of = [Layout(name, seed) for seed, name in enumerate(names)]
-            check(case, op, dtype, case.arguments(Draw(dtype, of), *size))
+            input_layouts = [Layout(name, seed) for seed, name in enumerate(names)]
+            check(case, op, dtype, case.arguments(Draw(dtype, input_layouts), *size))
 
 
 @each_dtype(lambda case: case.shapes is not None)
@@ -46,8 +46,8 @@ def test_layouts(load_op: Load, case: Case, dtype: torch.dtype, whole: bool) -> 
 def test_drawn(load_op: Load, case: Case, dtype: torch.dtype, data: st.DataObject) -> None:
     """At any size, in any layouts."""
     size = data.draw(case.shapes)
-    of = data.draw(st.lists(layouts(case.layouts), min_size=8, max_size=8))
-    check(case, load_op(case), dtype, case.arguments(Draw(dtype, of), *size))
+    drawn_layouts = data.draw(st.lists(layouts(case.layouts), min_size=8, max_size=8))
+    check(case, load_op(case), dtype, case.arguments(Draw(dtype, drawn_layouts), *size))
 
 
 @each_dtype(lambda case: case.special)

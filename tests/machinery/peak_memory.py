@@ -64,9 +64,9 @@ def peak(recipe: ModuleType) -> int:
     marked = recipe.benchmark
     for table in marked.benchmarks if isinstance(marked.benchmarks, list) else [marked.benchmarks]:
         for x in table.x_vals:
-            for who in ("PyTorch", "Roof"):
+            for series in ("PyTorch", "Roof"):
                 with Memory() as memory:
-                    marked.fn(**{table.x_names[0]: x, table.line_arg: who}, **table.args)
+                    marked.fn(**{table.x_names[0]: x, table.line_arg: series}, **table.args)
                 most = max(most, memory.peak)
     return most
 

@@ -275,7 +275,7 @@ def test_answer_may_take_long_to_come(
 
 
 @pytest.mark.parametrize(
-    ("fault", "patience", "what"),
+    ("fault", "patience", "message"),
     [
         (signal.SIGSTOP, 2, "the scheduler does not answer"),
         (signal.SIGKILL, 60, "the connection to the scheduler is lost"),
@@ -287,7 +287,7 @@ def test_no_scheduler_is_left(
     tmp_path: Path,
     fault: signal.Signals,
     patience: float,
-    what: str,
+    message: str,
 ) -> None:
     notes = tmp_path / "notes"
     project, cluster = make_gpu_project(hangs=HANGS.format(notes=str(notes))), make_cluster()
@@ -302,7 +302,7 @@ def test_no_scheduler_is_left(
         process.kill()
         cluster.processes[0].send_signal(signal.SIGCONT)
     assert process.returncode == 1, output
-    assert what in " ".join(output.split())
+    assert message in " ".join(output.split())
 
 
 def test_worker_has_one_gpu(make_gpu_project: Callable[..., GpuProject], make_cluster: Callable[..., Cluster]) -> None:

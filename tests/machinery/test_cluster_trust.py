@@ -30,9 +30,9 @@ def certificates(folder: Path) -> dict[str, str]:
     ):
         subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
     roles = {
-        f"{TLS}{role}__{what}": str(folder / f"project.{ending}")
+        f"{TLS}{role}__{kind}": str(folder / f"project.{ending}")
         for role in ("CLIENT", "SCHEDULER", "WORKER")
-        for what, ending in (("CERT", "pem"), ("KEY", "key"))
+        for kind, ending in (("CERT", "pem"), ("KEY", "key"))
     }
     return {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "True", f"{TLS}CA_FILE": str(folder / "ca.pem"), **roles}
 
@@ -41,24 +41,24 @@ def test_encrypted_cluster_takes_its_own(
     make_gpu_project: Callable[..., GpuProject], make_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """With the cluster's certificates a recipe is recorded; without, with others or unencrypted none is."""
-    ours, others = certificates(tmp_path / "ours"), certificates(tmp_path / "others")
+    own_certificates, other_certificates = certificates(tmp_path / "ours"), certificates(tmp_path / "others")
     project = make_gpu_project(one="print('one')")
-    cluster = make_cluster("tls", **ours)
+    cluster = make_cluster("tls", **own_certificates)
     cluster.add("0")
     assert cluster.address.startswith("tls://")
     for address, variables, reason in (
         (cluster.address, {}, f"needs certificates; name their files in {TLS}CA_FILE"),
-        (cluster.address, {**ours, f"{TLS}CA_FILE": "nowhere"}, "No such file or directory"),
-        (cluster.address, others, "no scheduler to trust answers at tls://127.0.0.1"),
+        (cluster.address, {**own_certificates, f"{TLS}CA_FILE": "nowhere"}, "No such file or directory"),
+        (cluster.address, other_certificates, "no scheduler to trust answers at tls://127.0.0.1"),
         (cluster.address.replace("tls", "tcp"), {}, "no scheduler to trust answers at tcp://127.0.0.1"),
-        (cluster.address.replace("tls", "tcp"), ours, "which Dask's configuration requires"),
+        (cluster.address.replace("tls", "tcp"), own_certificates, "which Dask's configuration requires"),
     ):
         status, output = project.record("--dask", address, **variables)
         assert status == 2
         assert reason in " ".join(output.split())
         assert "Traceback" not in output
     assert not project.recorded()
-    status, output = project.record("--dask", cluster.address, **ours)
+    status, output = project.record("--dask", cluster.address, **own_certificates)
     assert status == 0, output
     assert set(project.recorded()) == {"one"}
 

@@ -21,8 +21,8 @@ def plain(length: int) -> int:
 
 def test_statements() -> None:
     """Those of the bodies count, at any depth; heads and docstrings do not."""
-    one, other = (SimpleNamespace(fn=function) for function in (documented, plain))
-    assert [statements(one), statements(other), statements(one, other)] == [4, 1, 5]
+    first, second = (SimpleNamespace(fn=function) for function in (documented, plain))
+    assert [statements(first), statements(second), statements(first, second)] == [4, 1, 5]
 
 
 def test_traffic() -> None:

@@ -83,8 +83,8 @@ def environment(torch: str = "2.13.0+cpu", triton: str = "3.7.1", gpu: bool = Fa
     ],
 )
 def test_versions_too_old(here: Environment, numpy: str, reason: str | None) -> None:
-    said = too_old(here, numpy)
-    assert said == (reason and reason + RANGE)
+    message = too_old(here, numpy)
+    assert message == (reason and reason + RANGE)
 
 
 def test_versions_too_new() -> None:

@@ -73,11 +73,11 @@ def test_faults_cost_the_exit_status(built: tuple[int, str]) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_told(project: Project, built: tuple[int, str], name: str) -> None:
     table = built[1].partition("Recipes that failed")[2]
-    what = FAULTS[name][1]
+    message = FAULTS[name][1]
     (row,) = [line for line in table.splitlines() if f"things/{name} " in line]
-    assert what in " ".join(row.split())
+    assert message in " ".join(row.split())
     page = BeautifulSoup(project.page(name), "html.parser")
-    assert what in page.select_one(".admonition.danger").text
+    assert message in page.select_one(".admonition.danger").text
     assert page.select_one(".recipe-strip"), "the strip is missing"
     assert not page.find("script", string="bad"), "the message was not escaped"
     assert page.select(".highlight-Python"), "the page lost its code"
@@ -363,9 +363,9 @@ def test_recipes_share_imports_alone(make_project: Callable[..., Project], tmp_p
     project.write(**{name: FORKED.format(notes=str(tmp_path / name)) for name in names})
     status, output = project.build()
     assert status == 0, output
-    found, *own = zip(*((tmp_path / name).read_text().splitlines() for name in names), strict=True)
-    assert set(found) == {str((True, False, True, True, 1, False, None))}
-    assert all(one != other for one, other in own)
+    shared, *separate = zip(*((tmp_path / name).read_text().splitlines() for name in names), strict=True)
+    assert set(shared) == {str((True, False, True, True, 1, False, None))}
+    assert all(first != second for first, second in separate)
 
 
 def test_warnings_of_torch_are_not_on_the_page(make_project: Callable[..., Project]) -> None:

@@ -81,31 +81,31 @@ def run(folder: Path, gigabytes: float, *options: str) -> tuple[str, list[list[s
     environment |= {"LOG": str(folder / "log"), "PYTEST_ADDOPTS": ""}
     environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_XDIST")}
     command = [sys.executable, "-m", "pytest", "-p", "gpu", "-p", "no:cacheprovider", *options]
-    said = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False).stdout
-    assert (folder / "log").exists(), said
-    return said, [line.split() for line in (folder / "log").read_text().splitlines()]
+    output = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False).stdout
+    assert (folder / "log").exists(), output
+    return output, [line.split() for line in (folder / "log").read_text().splitlines()]
 
 
 def test_large_tests_take_turns(tmp_path: Path) -> None:
     """They have the larger part, each alone; what they leave is given back; the other tests have a small part each."""
-    said, log = run(tmp_path, 141, "--numprocesses", "2")
-    assert " 18 passed" in said, said
+    output, log = run(tmp_path, 141, "--numprocesses", "2")
+    assert " 18 passed" in output, output
     large = [line for line in log if line[1] in ("begin", "end")]
     assert [line[1] for line in large] == ["begin", "end"] * 6
     assert len({line[0] for line in log if line[1] == "ordinary"}) > 1
     assert {float(line[2]) for line in log if line[1] == "ordinary"} == {PROCESSES / 2}
     assert len({line[0] for line in large}) > 1
     for worker in {line[0] for line in large}:
-        own = [line[1] for line in log if line[0] == worker]
-        assert own.count("empty") == own.count("end")
-        assert all(after == "empty" for before, after in pairwise(own) if before == "end")
+        events = [line[1] for line in log if line[0] == worker]
+        assert events.count("empty") == events.count("end")
+        assert all(after == "empty" for before, after in pairwise(events) if before == "end")
 
 
 def test_too_large_test_is_skipped(tmp_path: Path) -> None:
     """A smaller GPU skips what does not fit beside the other processes, and says why."""
-    said, log = run(tmp_path, 24, "--numprocesses", "0")
-    assert " 15 passed, 3 skipped" in said, said
-    assert re.search(r"SKIPPED \[3\].*: needs 30 GB, and can have 16\.0 of this GPU's 24\.0 GB", said), said
+    output, log = run(tmp_path, 24, "--numprocesses", "0")
+    assert " 15 passed, 3 skipped" in output, output
+    assert re.search(r"SKIPPED \[3\].*: needs 30 GB, and can have 16\.0 of this GPU's 24\.0 GB", output), output
     assert {line[2] for line in log if line[1] == "begin"} == {"10"}
 
 
@@ -119,10 +119,10 @@ def test_processes_follow_the_memory(gigabytes: float, count: int) -> None:
 
 def test_large_tests_say_what_they_need() -> None:
     """Every test of more than 2**31 elements does, and is found by its name."""
-    found = []
+    tests = []
     for file in (ROOT / "tests" / "ops").glob("test_*.py"):
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.FunctionDef) and "beyond_int32" in node.name:
-                found.append(node)
+                tests.append(node)
                 assert "needs_gpu_memory" in " ".join(map(ast.unparse, node.decorator_list)), (file.name, node.name)
-    assert len(found) > 20
+    assert len(tests) > 20

@@ -36,13 +36,13 @@ def room(module: str) -> str | None:
 
 def imported(path: Path) -> set[str]:
     """Return what of the package a file imports, wherever in it."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{name.name}" for name in node.names}
+            names |= {f"{node.module}.{name.name}" for name in node.names}
         elif isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-    return {name for name in found if name.startswith("triton_gallery.")}
+            names |= {name.name for name in node.names}
+    return {name for name in names if name.startswith("triton_gallery.")}
 
 
 def test_no_room_knows_one_above() -> None:
@@ -51,8 +51,8 @@ def test_no_room_knows_one_above() -> None:
         for path in PACKAGE.rglob("*.py")
     }
     assert set(files.values()) - {None} == set(ROOMS)
-    for path, own in files.items():
-        if own is None:
+    for path, its_room in files.items():
+        if its_room is None:
             continue
-        known = set(ROOMS[: ROOMS.index(own) + 1]) - NOT_FOR.get(own, set())
+        known = set(ROOMS[: ROOMS.index(its_room) + 1]) - NOT_FOR.get(its_room, set())
         assert {room(name) for name in imported(path)} <= {*known, None}, path

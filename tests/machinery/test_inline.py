@@ -154,7 +154,7 @@ def test_op_takes_the_place_of_its_import_with_those_that_it_is_made_of(ops: Pat
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (("print(", "PARTS_HALF = 3\nprint("), "both bind PARTS_HALF"),
         (("whole import whole", "whole import half"), "cannot be inlined: from triton_gallery_ops.whole import half"),
@@ -162,8 +162,8 @@ def test_op_takes_the_place_of_its_import_with_those_that_it_is_made_of(ops: Pat
         (("import os\n", "import os\nfrom os import remove as cache\n"), "cache is imported of os and of functools"),
     ],
 )
-def test_what_cannot_be_of_an_op_is_told(ops: Path, change: tuple[str, str], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_of_an_op_is_told(ops: Path, change: tuple[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         inlined(LESSON.replace(*change, 1), ops)
 
 
@@ -194,7 +194,7 @@ def test_nothing_else_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("x = gpu_time", "def gpu_time():\n    pass\n\n\nx = gpu_time", "both bind gpu_time"),
         ('DEVICE = "cuda"', "", "needs DEVICE, which the script lacks"),
@@ -203,8 +203,8 @@ def test_nothing_else_changes() -> None:
         ("import gpu_time", "import *", "cannot be inlined"),
     ],
 )
-def test_what_cannot_be_is_told(old: str, new: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_is_told(old: str, new: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         inlined(SCRIPT.replace(old, new, 1))
 
 
@@ -228,7 +228,7 @@ def test_scripts_of_readers_import_nothing_of_ours() -> None:
 
 def test_clock_needs_no_more_than_a_script_has() -> None:
     """The module imports torch and Python's own alone, so it comes before the choice of the interpreter as well."""
-    said = "import sys, triton_gallery.bench; print('triton' in sys.modules)"
+    program = "import sys, triton_gallery.bench; print('triton' in sys.modules)"
     environment = {"PYTHONPATH": str(ROOT / "src")}
-    run = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, env=environment, check=False)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert run.stdout == "False\n", run.stderr

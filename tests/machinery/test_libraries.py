@@ -243,9 +243,9 @@ def test_results_have_the_rows(project: Project) -> None:
     first, second, third = three(project)
     keep(project, first, second, third)
     project.write(two="x = 3")
-    found = json.loads(results(project, "--json"))
-    assert [row["state"] for row in found["libraries"]] == ["fresh", "fresh", "stale"]
-    assert found["libraries"][0] == {
+    recorded = json.loads(results(project, "--json"))
+    assert [row["state"] for row in recorded["libraries"]] == ["fresh", "fresh", "stale"]
+    assert recorded["libraries"][0] == {
         "recipe": "things/one",
         "work": "one, forward",
         "shape": [131072, 1024],
@@ -260,7 +260,7 @@ def test_results_have_the_rows(project: Project) -> None:
         "commit": COMMIT,
         "state": "fresh",
     }
-    assert found["libraries"][1]["rates"]["Liger"] is None
+    assert recorded["libraries"][1]["rates"]["Liger"] is None
     assert [row["work"] for row in json.loads(results(project, "things/two", "--json"))["libraries"]] == [
         "two, backward"
     ]
@@ -357,8 +357,8 @@ def test_unknown_work_is_named() -> None:
 def test_library_that_is_not_installed_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there, gone = measure.Library("torch", "torch"), measure.Library("no-such-package", "nothing")
-    monkeypatch.setattr(measure, "LIBRARIES", {"Torch": there, "Gone": gone})
+    present, gone = measure.Library("torch", "torch"), measure.Library("no-such-package", "nothing")
+    monkeypatch.setattr(measure, "LIBRARIES", {"Torch": present, "Gone": gone})
     assert list(measure.installed()) == ["Torch"]
     assert capsys.readouterr().out == "Gone is left out: it is not installed (pip install no-such-package)\n"
 

@@ -138,9 +138,9 @@ def test_needs_are_printed_for_pip(project: Project) -> None:
     ],
 )
 def test_what_is_missing(block: str, lacks: list[str]) -> None:
-    found = missing(Path("recipe.py"), f"# /// script\n{block}\n# ///\n", "9.0")
-    assert len(found) == len(lacks)
-    assert all(text.startswith(start) for text, start in zip(found, lacks, strict=True))
+    reasons = missing(Path("recipe.py"), f"# /// script\n{block}\n# ///\n", "9.0")
+    assert len(reasons) == len(lacks)
+    assert all(text.startswith(start) for text, start in zip(reasons, lacks, strict=True))
 
 
 BAD = ["# dependencies = [", '# dependencies = ["a b"]', "# dependencies = [1]"]

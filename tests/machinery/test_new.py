@@ -66,13 +66,13 @@ def files(root: Path) -> dict[Path, bytes]:
 
 def test_new_recipe_is_in_style_and_touches_its_own_files(copy: Path) -> None:
     before = files(copy)
-    said = run(copy, "triton_gallery", "new", KEY)
+    output = run(copy, "triton_gallery", "new", KEY)
     after = files(copy)
     script, test = f"gallery/{KEY}.py", "tests/ops/test_root_mean_square.py"
     op = "src/triton_gallery_ops/root_mean_square.py"
     changed = {str(path.relative_to(copy)) for path in after if after[path] != before.get(path)}
     assert changed == {script, op, test, "gallery/contents.toml"}
-    assert all(f"wrote {name}" in said for name in changed)
+    assert all(f"wrote {name}" in output for name in changed)
     assert [recipe.key for recipe in load(copy / "gallery")] == ["first_steps/vector_add", KEY]
     run(copy, "ruff", "check", script, op, test)
     run(copy, "ruff", "format", "--check", script, op, test)
@@ -85,14 +85,14 @@ def test_new_recipe_passes_its_checks(copy: Path) -> None:
     """Those that `make test RECIPE=section/name` runs: of the page, of the op, and of a mutant."""
     run(copy, "triton_gallery", "new", KEY)
     run(copy, "triton_gallery", "html")
-    said = run(copy, "pytest", "--recipe", KEY, "-n", "0", "-p", "no:cacheprovider", "-v")
+    output = run(copy, "pytest", "--recipe", KEY, "-n", "0", "-p", "no:cacheprovider", "-v")
     for test in (
         "test_sizes[root_mean_square-float32]",
         "test_script_runs_alone",
         "test_recipe_page_is_whole",
         "test_broken_recipe",
     ):
-        (line,) = [line for line in said.splitlines() if "::" + test in line and " PASSED" in line]
+        (line,) = [line for line in output.splitlines() if "::" + test in line and " PASSED" in line]
         assert line
 
 

@@ -102,12 +102,12 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 
 def test_too_much_shared_memory_for_one(compiler: Compiler) -> None:
     """Three stages of two tiles fit an H100's multiprocessor and not one of an L4."""
-    found = {key: compiler.compile(Job(HEAD + DOT, BIG_DOT, GPU[key]))[0] for key in ("sm_89", "sm_90")}
-    assert found["sm_90"].verdict(GPU["sm_90"]) == (FITS, "")
-    word, why = found["sm_89"].verdict(GPU["sm_89"])
+    compiled = {key: compiler.compile(Job(HEAD + DOT, BIG_DOT, GPU[key]))[0] for key in ("sm_89", "sm_90")}
+    assert compiled["sm_90"].verdict(GPU["sm_90"]) == (FITS, "")
+    word, why = compiled["sm_89"].verdict(GPU["sm_89"])
     assert word == TOO_LARGE
-    assert found["sm_89"].shared > 99 * KIB
-    assert f"{found['sm_89'].shared / KIB:.0f} KiB of shared memory" in why
+    assert compiled["sm_89"].shared > 99 * KIB
+    assert f"{compiled['sm_89'].shared / KIB:.0f} KiB of shared memory" in why
     assert "99 KiB" in why
 
 
@@ -116,7 +116,7 @@ def test_matrix_instructions_are_named(compiler: Compiler) -> None:
     for key, name in names.items():
         compiled, _ = compiler.compile(Job(HEAD + DOT, BIG_DOT, GPU[key]))
         assert compiled.failure is None
-        assert any(found.startswith(name) for found in compiled.matrix), (key, compiled.matrix)
+        assert any(instruction.startswith(name) for instruction in compiled.matrix), (key, compiled.matrix)
 
 
 @pytest.mark.parametrize(("block", "right"), [(16, False), (32, False), (64, True)])
@@ -199,10 +199,10 @@ ROWS = "BlockedLayout(size_per_thread=[4, 1], threads_per_warp=[32, 1], warps_pe
 
 
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    ("layout", "expected"),
     [(BLOCKED, "sizePerThread = [4]"), (f"SliceLayout(dim=1, parent={ROWS})", "sizePerThread = [4, 1]")],
 )
-def test_gluon_is_compiled_too(compiler: Compiler, layout: str, said: str) -> None:
+def test_gluon_is_compiled_too(compiler: Compiler, layout: str, expected: str) -> None:
     """It has no interpreter, so a launch is noted on a GPU alone; its layouts are for warps of 32 threads here."""
     work = launch("gluon_kernel", {"x_ptr": "*fp32", "out_ptr": "*fp32"}, 512)
     work.signature["layout"] = "constexpr"
@@ -211,7 +211,7 @@ def test_gluon_is_compiled_too(compiler: Compiler, layout: str, said: str) -> No
     compiled, listings = compiler.compile(Job(module, work, GPU["sm_90"]))
     assert compiled.verdict(GPU["sm_90"]) == (FITS, "")
     assert (compiled.loads, compiled.stores) == ({"16": 1}, {"16": 1})
-    assert said in listings["ttgir"]
+    assert expected in listings["ttgir"]
     assert compiler.compile(Job(module, work, GPU["gfx942"]))[0].verdict(GPU["gfx942"])[0] == FAILED
 
 
@@ -241,10 +241,10 @@ def test_figures_are_those_of_cuobjdump(compiler: Compiler, tmp_path: Path) -> N
     (tmp_path / "copying.py").write_text(HEAD + COPY)
     variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DISABLE_LINE_INFO": "1"}
     cuobjdump, nvdisasm = python(tmp_path, program, variables).split()
-    said = subprocess.check_output([cuobjdump, "-res-usage", tmp_path / "kernel.cubin"], text=True)
+    text = subprocess.check_output([cuobjdump, "-res-usage", tmp_path / "kernel.cubin"], text=True)
     code = subprocess.check_output([nvdisasm, tmp_path / "kernel.cubin"], text=True)
     compiled, listings = compiler.compile(Job(HEAD + COPY, COPYING, GPU["sm_90"]))
-    usage = dict(re.findall(r"(REG|STACK|SHARED):(\d+)", said))
+    usage = dict(re.findall(r"(REG|STACK|SHARED):(\d+)", text))
     assert usage == {"REG": str(compiled.registers), "STACK": str(compiled.spilled), "SHARED": str(compiled.shared)}
     assert compiled.loads == {"16": code.count("LDG.E.128")} == {"16": 1}
     assert compiled.stores == {"16": code.count("STG.E.128")} == {"16": 1}
@@ -260,11 +260,11 @@ def python(folder: Path, program: str, variables: dict[str, str]) -> str:
 
 
 def test_alignment_is_part_of_a_launch(compiler: Compiler) -> None:
-    wide, _ = compiler.compile(Job(HEAD + COPY, COPYING, GPU["sm_90"]))
+    aligned, _ = compiler.compile(Job(HEAD + COPY, COPYING, GPU["sm_90"]))
     unaligned = launch("copy_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "N": "i32"}, 1024, aligned=False)
-    narrow, _ = compiler.compile(Job(HEAD + COPY, unaligned, GPU["sm_90"]))
-    assert set(wide.loads) == {"16"}
-    assert set(narrow.loads) == {"2"}
+    misaligned, _ = compiler.compile(Job(HEAD + COPY, unaligned, GPU["sm_90"]))
+    assert set(aligned.loads) == {"16"}
+    assert set(misaligned.loads) == {"2"}
 
 
 @pytest.mark.parametrize(
@@ -389,20 +389,20 @@ def made(project: Project) -> tuple[Recipe, Targets]:
     assert status == 0, output
     assert "compiled 12 launches of 2 recipes" in output
     (recipe, _) = load(project.root / "gallery")
-    found = store.load(project.root / "docs" / "_compiled", recipe)
-    assert found is not None
-    return recipe, found
+    targets = store.load(project.root / "docs" / "_compiled", recipe)
+    assert targets is not None
+    return recipe, targets
 
 
 def test_launches_are_noted_as_a_recipe_runs(made: tuple[Recipe, Targets]) -> None:
-    _, found = made
-    assert [kernel.launch.kernel for kernel in found.kernels] == ["copy_kernel", "one_kernel"]
-    assert found.launched_by == "Triton's interpreter on CPU"
+    _, targets = made
+    assert [kernel.launch.kernel for kernel in targets.kernels] == ["copy_kernel", "one_kernel"]
+    assert targets.launched_by == "Triton's interpreter on CPU"
 
 
 def test_every_gpu_is_compiled_for(made: tuple[Recipe, Targets]) -> None:
-    _, found = made
-    for kernel in found.kernels:
+    _, targets = made
+    for kernel in targets.kernels:
         assert list(kernel.on) == [gpu.key for gpu in GPUS]
         assert {kernel.verdict(gpu)[0] for gpu in GPUS} == {FITS}
 
@@ -489,9 +489,9 @@ def test_terminal_and_json(project: Project, made: tuple[Recipe, Targets]) -> No
     assert status == 0
     assert "copy_kernel(fp16, BLOCK=64, num_warps=2, not divisible by 16: N)" in output
     status, output = project.run("compiled", "--json")
-    found = json.loads(output)["things/copies"]["kernels"][0]["on"]["sm_90"]
-    assert found["verdict"] == FITS
-    assert found["occupancy"] == made[1].kernels[0].on["sm_90"].occupancy(GPU["sm_90"])[0]
+    entry = json.loads(output)["things/copies"]["kernels"][0]["on"]["sm_90"]
+    assert entry["verdict"] == FITS
+    assert entry["occupancy"] == made[1].kernels[0].on["sm_90"].occupancy(GPU["sm_90"])[0]
 
 
 def test_check_fails_if_a_kernel_no_longer_fits(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
@@ -534,14 +534,14 @@ def test_what_is_worse() -> None:
 
     assert list(store.worse(kept(small), kept(small))) == []
     assert list(store.worse(kept(fails), kept(spills))) == []
-    ((is_error, what),) = store.worse(kept(small), kept(spills))
-    assert (is_error, what) == (False, "copy_kernel spills 16 bytes a thread on H100, H200, before 0")
-    ((is_error, what),) = store.worse(kept(small), kept(fails))
-    assert (is_error, what) == (True, "copy_kernel does not compile on H100, H200, though it fitted before: no")
+    ((is_error, message),) = store.worse(kept(small), kept(spills))
+    assert (is_error, message) == (False, "copy_kernel spills 16 bytes a thread on H100, H200, before 0")
+    ((is_error, message),) = store.worse(kept(small), kept(fails))
+    assert (is_error, message) == (True, "copy_kernel does not compile on H100, H200, though it fitted before: no")
     # A record brought another launch: that one fits less is told, and stops nobody.
-    ((is_error, what),) = store.worse(kept(small), structs.replace(kept(fails), launched_by="Test GPU"))
+    ((is_error, message),) = store.worse(kept(small), structs.replace(kept(fails), launched_by="Test GPU"))
     assert not is_error
-    assert what.endswith("fitted before: no (as Test GPU launched it; before,  did)")
+    assert message.endswith("fitted before: no (as Test GPU launched it; before,  did)")
 
 
 def test_not_meant_for(make_project: Callable[..., Project]) -> None:
@@ -554,28 +554,30 @@ def test_not_meant_for(make_project: Callable[..., Project]) -> None:
     script.write_text(declared + script.read_text())
     assert "compiled 11 launches" in project.run("compile")[1]
     (recipe,) = load(project.root / "gallery")
-    found = store.load(project.root / "docs" / "_compiled", recipe)
-    assert found
-    copies, one = found.kernels
-    assert [kernel.verdict(GPU["gfx942"])[0] for kernel in (copies, one)] == [UNMEANT, FITS]
-    assert found.verdict(GPU["gfx942"], None) == (FITS, "")
-    assert structs.replace(found, kernels=[copies]).verdict(GPU["gfx942"], None) == (UNMEANT, "")
+    targets = store.load(project.root / "docs" / "_compiled", recipe)
+    assert targets
+    copies, one_kernel = targets.kernels
+    assert [kernel.verdict(GPU["gfx942"])[0] for kernel in (copies, one_kernel)] == [UNMEANT, FITS]
+    assert targets.verdict(GPU["gfx942"], None) == (FITS, "")
+    assert structs.replace(targets, kernels=[copies]).verdict(GPU["gfx942"], None) == (UNMEANT, "")
 
 
 def test_the_kernels_of_the_op_count() -> None:
     """What a page's other kernels come to is no fault of its op."""
     gpu = GPU["sm_90"]
     compiled = {"_op_kernel": fits(), "first_kernel": Compiled.failed("no")}
-    both = Targets("code", "a GPU", "3.7.1", [Kernel(launch(name, {}), {gpu.key: of}) for name, of in compiled.items()])
+    both = Targets(
+        "code", "a GPU", "3.7.1", [Kernel(launch(name, {}), {gpu.key: outcome}) for name, outcome in compiled.items()]
+    )
     assert both.verdict(gpu, Op("op", "An op", [], "@triton.jit\ndef _op_kernel():\n    pass\n")) == (FITS, "")
     assert both.verdict(gpu, None) == (FAILED, "first_kernel")
     assert both.verdict(gpu, Op("op", "An op without kernels", [], "")) == (FAILED, "first_kernel")
 
 
 def test_bad_file_is_refused(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
-    recipe, found = made
-    path = store.write(tmp_path, recipe, found)
-    assert store.load(tmp_path, recipe) == found
+    recipe, targets = made
+    path = store.write(tmp_path, recipe, targets)
+    assert store.load(tmp_path, recipe) == targets
     content = json.loads(path.read_text())
     content["kernels"][0]["on"]["sm_90"]["registers"] = "many"
     path.write_text(json.dumps(content))
@@ -586,7 +588,7 @@ def test_bad_file_is_refused(project: Project, made: tuple[Recipe, Targets], tmp
 
 def test_launches_of_a_record_come_first(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:
     """What a GPU launched, at the sizes and with the configs that were best there, says more than small checks."""
-    recipe, found = made
+    recipe, targets = made
     run = Pages(project.root / "docs" / "recipes").run(recipe.key)
     assert run
     assert launched(recipe, run, Records(tmp_path)) == (run.launches, "Triton's interpreter on CPU")
@@ -594,8 +596,8 @@ def test_launches_of_a_record_come_first(project: Project, made: tuple[Recipe, T
     on_gpu = structs.replace(run, environment=gpu, launches=[COPYING])
     Records(tmp_path).write(recipe, on_gpu, {}, None)
     assert launched(recipe, run, Records(tmp_path)) == ([COPYING], "Test GPU")
-    assert not is_current(recipe, found, Records(tmp_path))
-    assert is_current(recipe, structs.replace(found, launched_by="Test GPU"), Records(tmp_path))
+    assert not is_current(recipe, targets, Records(tmp_path))
+    assert is_current(recipe, structs.replace(targets, launched_by="Test GPU"), Records(tmp_path))
 
 
 def test_gpus_are_distinct() -> None:

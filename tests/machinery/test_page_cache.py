@@ -62,9 +62,9 @@ def test_waiting_build_says_so(make_project: Callable[..., Project]) -> None:
     build = project.start()
     try:
         assert build.stdout
-        said = build.stdout.readline()
-        assert said.startswith("waiting for another build that has ")
-        assert said.endswith("docs/recipes\n")
+        message = build.stdout.readline()
+        assert message.startswith("waiting for another build that has ")
+        assert message.endswith("docs/recipes\n")
         assert build.poll() is None
     finally:
         os.close(other)

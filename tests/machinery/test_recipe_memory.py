@@ -21,6 +21,6 @@ def test_benchmark_fits(recipe: Recipe, gallery: Path) -> None:
     """It holds ten gigabytes at most; the rest is for the CUDA context, and for what cells before it left."""
     script = gallery / f"{recipe.key}.py"
     command = [sys.executable, Path(__file__).with_name("peak_memory.py"), script]
-    said = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr
-    assert 1e6 < int(said.stdout.split()[-1]) < 10e9
+    process = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert 1e6 < int(process.stdout.split()[-1]) < 10e9

@@ -34,10 +34,10 @@ def make_run(text: str) -> Run:
     return Run(GPU, "2026-01-02T03:04:05+00:00", 1.0, [output], source_hash="0")
 
 
-def write(records: Records, what: str) -> None:
+def write(records: Records, text: str) -> None:
     """Write a record whose text and figures say the same."""
-    figures = {name: f"{name} {what}".encode() for name in FIGURES}
-    records.write(RECIPE, make_run(what), figures, None)
+    figures = {name: f"{name} {text}".encode() for name in FIGURES}
+    records.write(RECIPE, make_run(text), figures, None)
 
 
 def fault(monkeypatch: pytest.MonkeyPatch, at: int, how: Callable[[], None]) -> list[int]:
@@ -101,8 +101,8 @@ def test_record_is_the_old_one_or_the_new_one(tmp_path: Path, how: str) -> None:
         if how == "fails":
             assert not list(folder.glob("*partial")), "it left what it did not finish"
         write(records, "newest")
-        left = {path.name for path in folder.iterdir()}
-        assert left == {"matmul.json", "sphx_glr_matmul_8bit_001.png", *records.all()[0].outputs[0].figures}
+        remaining = {path.name for path in folder.iterdir()}
+        assert remaining == {"matmul.json", "sphx_glr_matmul_8bit_001.png", *records.all()[0].outputs[0].figures}
         if ended:
             break
     assert at > 5
@@ -145,12 +145,12 @@ def test_nothing_runs_that_cannot_be_recorded(make_gpu_project: Callable[..., Gp
 
 
 def test_recipe_is_recorded_under_the_commit_that_has_it(make_gpu_project: Callable[..., GpuProject]) -> None:
-    one = "import os\n\nfrom triton_gallery_ops.part import part\n\nprint(part('one'), os.name)"
+    script = "import os\n\nfrom triton_gallery_ops.part import part\n\nprint(part('one'), os.name)"
     project = make_gpu_project(other="print('other')")
     op = project.root / "src" / "triton_gallery_ops" / "part.py"
     op.parent.mkdir()
     op.write_text('"""A part."""\n\nimport math\n\n\ndef part(x):\n    return x, math.pi\n')
-    project.write(one=one)
+    project.write(one=script)
     things = project.root / "gallery" / "things"
     status, output = project.record("--only-stale", COMMIT="0123456")
     assert status == 0, output

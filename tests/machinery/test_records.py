@@ -136,9 +136,9 @@ def notebook(project: Project) -> list[list[dict]]:
     (path,) = (project.root / "_build" / "html" / "_downloads").glob("*/guarded.ipynb")
     (zipped,) = path.parents[1].glob("*/guarded.zip")
     assert zipfile.ZipFile(zipped).read(path.name) == path.read_bytes()
-    found = nbformat.read(path, as_version=4)
-    nbformat.validate(found)
-    installs, *cells = [cell for cell in found.cells if cell.cell_type == "code"]
+    content = nbformat.read(path, as_version=4)
+    nbformat.validate(content)
+    installs, *cells = [cell for cell in content.cells if cell.cell_type == "code"]
     assert installs.metadata["tags"] == [OURS]
     return [cell.outputs for cell in cells]
 
@@ -285,19 +285,19 @@ def test_outputs_of_two_machines_stand_side_by_side(make_project: Callable[..., 
     here = [box.text.split() for box in page.select(".here")]
     label = f"Here, without a GPU, Triton {version('triton')}"
     assert here == [text.split() for text in (f"{label} on a CPU", f"{label} a here")]
-    there = page.select(".recorded")
-    assert all(box.p.text.startswith(f"Recorded on Test GPU, Triton {version('triton')}, 20") for box in there)
-    texts = [" ".join(pre.text.strip() for pre in box.select("pre")) for box in there]
+    boxes = page.select(".recorded")
+    assert all(box.p.text.startswith(f"Recorded on Test GPU, Triton {version('triton')}, 20") for box in boxes)
+    texts = [" ".join(pre.text.strip() for pre in box.select("pre")) for box in boxes]
     assert texts == ["on a GPU", "and ends", "took 16", "first", "second", "", "after"]
-    assert there[1].select("svg")
-    assert "framed" in there[1].text
-    assert "there" in there[5].text
-    assert all(box.find_previous_sibling(class_="here") for box in (there[0], there[5]))
+    assert boxes[1].select("svg")
+    assert "framed" in boxes[1].text
+    assert "there" in boxes[5].text
+    assert all(box.find_previous_sibling(class_="here") for box in (boxes[0], boxes[5]))
     assert not page.find_all("pre", string=re.compile("took 1$")), "it differs from the record in a number alone"
     assert [pre.text.strip() for pre in page.select(".sphx-glr-script-out pre")].count("same on cpu") == 1
     assert len(page.select("img.sphx-glr-single-img")) == 1
     cells = notebook(project)
-    recorded_on = there[0].p.text
+    recorded_on = boxes[0].p.text
     assert [output.text for output in cells[0]] == [f"{label}:\n", "on a CPU\n", f"{recorded_on}:\n", "on a GPU\n"]
     assert [output.text for output in cells[1]] == ["same on cpu\n"]
     assert [output.get("text") for output in cells[2]][:2] == ["begins\n", f"{recorded_on}:\n"]
@@ -536,9 +536,9 @@ def test_unknown_recipe_is_named(project: Project) -> None:
 
 def test_results_lists_every_figure(project: Project) -> None:
     write(project)
-    found = json.loads(project.run("results", "--json")[1])
-    rows = found["figures"]
-    assert found["libraries"] == []
+    results = json.loads(project.run("results", "--json")[1])
+    rows = results["figures"]
+    assert results["libraries"] == []
     assert len(rows) == 7  # eight less the missing one
     assert {"recipe": "things/guarded", "series": "Triton", "value": 300.0, "x": 2048.0}.items() <= rows[1].items()
     assert {"low": None, "cpu_us": None, "late": False, "torch": rows[0]["torch"], "date": rows[0]["date"]}.items() <= (
@@ -594,7 +594,7 @@ LATER = "2026-01-02T00:00:00+00:00"
 
 
 @pytest.mark.parametrize(
-    ("table", "status", "said"),
+    ("table", "status", "message"),
     [
         (slowed(1.0), 0, "0 of 2 figures of ours are slower"),
         (slowed(0.98), 0, "0 of 2 figures of ours are slower"),
@@ -606,11 +606,11 @@ LATER = "2026-01-02T00:00:00+00:00"
     ],
     ids=["same", "within 3 %", "5 % slower", "faster", "within its band", "without a band", "the CPU's"],
 )
-def test_compare_judges_each_figure_by_its_own_band(recorded: Project, table: Table, status: int, said: str) -> None:
+def test_compare_judges_each_figure_by_its_own_band(recorded: Project, table: Table, status: int, message: str) -> None:
     write_again(recorded, table, LATER)
     judged, output = recorded.run("compare", "HEAD")
     assert judged == status, output
-    assert said in output
+    assert message in output
 
 
 def test_compare_leaves_out_what_was_not_recorded_again(recorded: Project) -> None:

@@ -73,11 +73,11 @@ def test_verdicts_that_can_be_kept_are(tool: None, make_gpu_project: Callable[..
     faulty.write_text("{")
     status, output = project.run("sanitize")
     assert status == 1, output
-    said = " ".join(output.split())
-    assert "things/changed was looked at, but its record could not say so: " in said
-    assert "no record of the recipe's present code; run make record first" in said
-    assert "things/faulty was looked at, but its record could not say so: " in said
-    assert "things/kept was" not in said
+    text = " ".join(output.split())
+    assert "things/changed was looked at, but its record could not say so: " in text
+    assert "no record of the recipe's present code; run make record first" in text
+    assert "things/faulty was looked at, but its record could not say so: " in text
+    assert "things/kept was" not in text
     faulty.unlink()
     assert {name: record["sanitized"] for name, record in project.recorded().items()} == {"changed": [], "kept": TOOLS}
     project.record("things/changed", "things/faulty")

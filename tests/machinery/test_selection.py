@@ -35,8 +35,8 @@ def collected() -> dict[str, tuple[set[str], str]]:
     """Return the tests that are collected from some files, and what the terminal showed, by the options given."""
     asked = ["", f"--recipe {RECIPE}", f"--thorough {RECIPE}", "--thorough all"]
     command = [sys.executable, "-c", COLLECT, json.dumps([[*options.split(), *FILES] for options in asked])]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    texts = said.split("collected\n")
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    texts = output.split("collected\n")
     return {
         options: ({line for line in text.splitlines() if "::" in line}, text)
         for options, text in zip(asked, texts, strict=True)
@@ -44,26 +44,26 @@ def collected() -> dict[str, tuple[set[str], str]]:
 
 
 def test_quick_run_leaves_out_what_is_thorough_and_says_so(collected: dict[str, tuple[set[str], str]]) -> None:
-    (quick, said), (everything, _) = collected[""], collected["--thorough all"]
+    (quick, output), (everything, _) = collected[""], collected["--thorough all"]
     assert quick < everything
-    left = everything - quick
-    names = {re.search(r"::(\w+)", test)[1] for test in left}
+    omitted = everything - quick
+    names = {re.search(r"::(\w+)", test)[1] for test in omitted}
     thorough = {"test_broken_recipe_fails", "test_every_config_float32", "test_script_runs_alone"}
     assert names >= thorough
     assert not thorough & {re.search(r"::(\w+)", test)[1] for test in quick}
-    assert f"quick: {len(left)} thorough tests were left out" in said
+    assert f"quick: {len(omitted)} thorough tests were left out" in output
 
 
 def test_one_recipe_is_proved_thoroughly_by_its_tests_alone(collected: dict[str, tuple[set[str], str]]) -> None:
-    (own, said), (everything, _) = collected[f"--recipe {RECIPE}"], collected["--thorough all"]
-    assert "tests were left out" not in said
+    (selected, output), (everything, _) = collected[f"--recipe {RECIPE}"], collected["--thorough all"]
+    assert "tests were left out" not in output
     of_file = {test for test in everything if test.startswith("tests/ops/test_autotune.py")}
     mutants = {test for test in everything if f"[{RECIPE}: " in test}
     pages = {test for test in everything if test.startswith("tests/site/test_recipes.py") and f"[{RECIPE}]" in test}
     gpu = {test for test in everything if "test_on_gpu.py" in test and f"[{RECIPE}:" in test}
     assert min(map(len, (of_file, mutants, pages, gpu))) > 0
-    assert own >= of_file | mutants | pages | gpu
-    assert not {test for test in own if "strides" in test or "contents" in test}
+    assert selected >= of_file | mutants | pages | gpu
+    assert not {test for test in selected if "strides" in test or "contents" in test}
 
 
 def test_some_recipes_are_proved_thoroughly_among_quick_tests(collected: dict[str, tuple[set[str], str]]) -> None:
@@ -95,8 +95,8 @@ def test_quick_run_asks_a_test_of_two_dtypes_and_of_a_few_sizes_in_each() -> Non
         item("test_sizes", "tests/ops/test_hard_values.py", dtype=dtype, n=n) for n in range(10) for dtype in dtypes
     ]
     runs, _ = Selection(set()).split([*many, *others])
-    assert [one for one in runs if one in others] == others
-    kept = [tuple(one.callspec.params.values()) for one in runs if one in many]
+    assert [test for test in runs if test in others] == others
+    kept = [tuple(test.callspec.params.values()) for test in runs if test in many]
     assert sorted(kept, key=repr) == [(dtype, n) for dtype in dtypes[1:] for n in (0, 3, 6, 9)]
     assert Selection({"fusion/softmax"}).split([*many, *others])[1] == []
 

@@ -107,9 +107,9 @@ def test_what_pip_cannot_install_is_told(project: Project, capfd: pytest.Capture
     overlay(project, ONE)
     matrix.write(project.root / "docs" / "_versions", probed(), recipes(project))
     assert main(["versions"]) == 1
-    said = capfd.readouterr().out
-    assert "Triton 0.0.1: pip could not install triton==0.0.1" in said
-    assert f"Triton {HERE}: nothing failed" in said
+    output = capfd.readouterr().out
+    assert "Triton 0.0.1: pip could not install triton==0.0.1" in output
+    assert f"Triton {HERE}: nothing failed" in output
     assert main(["versions", "--triton", "newest"]) == 0
     (tried,) = matrix.load(project.root / "docs" / "_versions")
     assert {*tried.outcomes[LESSON]} == {"things/one", "things/two"}
@@ -142,9 +142,9 @@ REPORTS = {
 }
 
 
-@pytest.mark.parametrize("what", REPORTS)
-def test_examples_that_were_not_asked_are_no_pass(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    cases, status, fault = REPORTS[what]
+@pytest.mark.parametrize("report", REPORTS)
+def test_examples_that_were_not_asked_are_no_pass(monkeypatch: pytest.MonkeyPatch, report: str) -> None:
+    cases, status, fault = REPORTS[report]
 
     def pretend(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         (report,) = (word.removeprefix("--junitxml=") for word in command if word.startswith("--junitxml="))
@@ -203,8 +203,8 @@ def test_probe_fails_where_the_feature_is_not_there(tmp_path: Path) -> None:
     """One compiles, so it needs no GPU; without the function it cannot."""
     call = "probes.PROBES['tl.gather, for an H100']()"
     assert probes(then=call, cached=str(tmp_path / "with")) == []
-    (said,) = probes("import triton.language as tl; del tl.gather", call, str(tmp_path / "without"))
-    assert "no attribute 'gather'" in said
+    (fault,) = probes("import triton.language as tl; del tl.gather", call, str(tmp_path / "without"))
+    assert "no attribute 'gather'" in fault
 
 
 def test_newest_release_is_what_pip_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,13 +241,13 @@ def test_pages_say_what_was_tried(make_project: Callable[..., Project]) -> None:
     status, output = project.build()
     assert status == 0, output
 
-    def said(name: str) -> list[tuple[str, str]]:
+    def shown(name: str) -> list[tuple[str, str]]:
         line = BeautifulSoup(project.page(name), "html.parser").find("a", string="Runs with Triton").parent
         assert line.a["href"] == "../../versions.html"
         return [(mark.text, mark["title"].partition("numpy 2.4.6: ")[2]) for mark in line("span")]
 
-    assert said("one") == [("3.8", "tried on 2026-05-06"), ("3.9 fails", "NameError: make_block_ptr <gone>")]
-    assert said("two") == [
+    assert shown("one") == [("3.8", "tried on 2026-05-06"), ("3.9 fails", "NameError: make_block_ptr <gone>")]
+    assert shown("two") == [
         ("3.8 older code", "on 2026-05-06 an older version was tried"),
         ("3.9 not tried", "needs a GPU"),
     ]
@@ -272,19 +272,19 @@ def test_pages_say_what_was_tried(make_project: Callable[..., Project]) -> None:
     new.outcomes[LESSON]["things/one"] = Outcome(now["things/one"], DATE)
     matrix.write(docs / "_versions", new, recipes(project))
     assert project.build()[0] == 0
-    assert said("one")[1] == ("3.9", "tried on 2026-05-06"), "the page follows what is kept"
+    assert shown("one")[1] == ("3.9", "tried on 2026-05-06"), "the page follows what is kept"
 
 
 def test_nothing_failed_that_was_tried() -> None:
     """With each Triton that is listed, and what was tried is of the gallery."""
     tried = matrix.load(ROOT / "docs" / "_versions")
     folder = ROOT / "docs" / "_versions"
-    assert [one.triton for one in tried] == [pair.triton for pair in matrix.pairs(folder)]
+    assert [entry.triton for entry in tried] == [pair.triton for pair in matrix.pairs(folder)]
     now = hashes(load(ROOT / "gallery"))
-    for one in tried:
-        assert {*one.outcomes[LESSON]} <= {*now[LESSON]}, one.triton
-        assert {*one.outcomes[OP]} <= {*now[OP]}, one.triton
-        assert {*one.outcomes[FEATURE]} == {*probes()}, one.triton
-        assert {*one.outcomes[KERNELS]} <= {*now[KERNELS]}, one.triton
-        assert list(failures(one, now)) == [], one.triton
+    for entry in tried:
+        assert {*entry.outcomes[LESSON]} <= {*now[LESSON]}, entry.triton
+        assert {*entry.outcomes[OP]} <= {*now[OP]}, entry.triton
+        assert {*entry.outcomes[FEATURE]} == {*probes()}, entry.triton
+        assert {*entry.outcomes[KERNELS]} <= {*now[KERNELS]}, entry.triton
+        assert list(failures(entry, now)) == [], entry.triton
     assert json.loads((folder / "versions.json").read_text())["schema"] == 1

@@ -56,8 +56,8 @@ def a_row(project: Project, name: str, work: str, shape: list[int], **contenders
     """Return a row of a recipe's present code, by default of a baseline and a faster one."""
     (recipe,) = (recipe for recipe in load(project.root / "gallery") if recipe.name == name)
     device = structs.replace(ENVIRONMENT, triton=OLD)
-    found = contenders or {OLD: came(200.0), NEW: came(204.0, 2.25, "13.3")}
-    return VersionRow(recipe.key, work, shape, "GB/s", hash_of(recipe), device, DATE, COMMIT, found)
+    outcomes = contenders or {OLD: came(200.0), NEW: came(204.0, 2.25, "13.3")}
+    return VersionRow(recipe.key, work, shape, "GB/s", hash_of(recipe), device, DATE, COMMIT, outcomes)
 
 
 def keep(project: Project, *rows: VersionRow) -> Path:
@@ -72,17 +72,17 @@ def slower(project: Project) -> VersionRow:
 
 
 def test_rows_are_read_and_merged(project: Project) -> None:
-    one, two = a_row(project, "one", "one", [8]), slower(project)
+    first, second = a_row(project, "one", "one", [8]), slower(project)
     records = project.root / "docs" / "_records"
-    (path,) = merge(records, [one, two], [two.key, one.key])
+    (path,) = merge(records, [first, second], [second.key, first.key])
     assert path == records / "test-gpu-9000" / "versions.json"
-    assert load_all(records) == [two, one], "they have the order of what is known"
-    newer = structs.replace(one, date="2026-05-06T07:08:09+00:00", contenders={OLD: came(2.0), NEW: came(None)})
-    merge(records, [newer], [one.key, two.key])
-    assert load_all(records) == [newer, two]
+    assert load_all(records) == [second, first], "they have the order of what is known"
+    newer = structs.replace(first, date="2026-05-06T07:08:09+00:00", contenders={OLD: came(2.0), NEW: came(None)})
+    merge(records, [newer], [first.key, second.key])
+    assert load_all(records) == [newer, second]
     assert newer.ratio(NEW) is None
-    assert two.ratio(OFF) == 0.91
-    assert (two.baseline, two.others) == (OLD, [NEW, OFF])
+    assert second.ratio(OFF) == 0.91
+    assert (second.baseline, second.others) == (OLD, [NEW, OFF])
 
 
 BREAKS = {
@@ -150,20 +150,20 @@ def test_page_shows_the_rows(project: Project) -> None:
 
 def test_page_of_an_op_that_lost_says_so(project: Project) -> None:
     """Where it lost most; an op that lost less than 5 %, or whose code has changed, says nothing."""
-    said = (
+    text = (
         "With Triton 3.9.0, FP fusion off this op reaches 0.91 of its rate with 3.6.0 "
         f"(backward, 4096{BY}5120, on Test GPU 9000); Versions has every size."
     )
     path = keep(project, slower(project), a_row(project, "two", "two", [8], **{OLD: came(100.0), NEW: came(96.0)}))
     page = shown(project, "recipes/things/one")
     section = page.select_one("section#with-another-triton")
-    assert section.select_one("p").text == said
+    assert section.select_one("p").text == text
     assert section.select_one("a[href$='versions.html']").text == "Versions"
     assert "With Triton" not in article(project, "recipes/things/two").text
     project.write(one="x = 3")
     assert "With Triton" not in shown(project, "recipes/things/one").text
     project.write(one="x = 1")
-    assert said in shown(project, "recipes/things/one").text
+    assert text in shown(project, "recipes/things/one").text
     path.unlink()
     assert "With Triton" not in shown(project, "recipes/things/one").text
 
@@ -284,12 +284,14 @@ def test_a_whole_run_is_measured_and_merged(host: Path, capsys: pytest.CaptureFi
     (first, *_) = rows
     assert (first.environment.triton, first.environment.name, first.commit) == (OLD, "Test GPU 9000", COMMIT)
     assert first.unit == "GB/s"
-    assert {name: of.rate for name, of in first.contenders.items()} == {
+    assert {name: result.rate for name, result in first.contenders.items()} == {
         OLD: [256.0] * 3,
         NEW: [128.0] * 3,
         OFF: [64.0] * 3,
     }
-    assert [(of.seconds, of.kernels, of.assembler) for of in first.contenders.values()] == [(0, 0, "12.8")] * 3
+    assert [(result.seconds, result.kernels, result.assembler) for result in first.contenders.values()] == [
+        (0, 0, "12.8")
+    ] * 3
     for row in rows[3:]:
         assert [row.ratio(name) for name in (NEW, OFF)] == [None, 0.25]
     (script,) = host.glob("*.py")
@@ -321,16 +323,16 @@ def test_contender_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     program = tmp_path / "slow.py"
     program.write_text(SLOW)
     monkeypatch.setattr(measure, "PROGRAM", program)
-    one = measure.Contender(None, True, tmp_path)
+    contender = measure.Contender(None, True, tmp_path)
     monkeypatch.setattr(measure, "STEP", 0.3)
-    process, began = one.process, time.monotonic()
+    process, began = contender.process, time.monotonic()
     with pytest.raises(measure.FailedError, match=r"a step took more than 0\.3 s"):
-        one.do("prepare")
+        contender.do("prepare")
     assert time.monotonic() - began < 30
     assert process.poll() is not None
     monkeypatch.setattr(measure, "STEP", 60)
-    assert one.do("about") == ("9.9.9", "1.2")
-    one.stop()
+    assert contender.do("about") == ("9.9.9", "1.2")
+    contender.stop()
 
 
 def test_shards_share_the_recipes() -> None:
@@ -347,7 +349,7 @@ def test_shards_share_the_recipes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "torch sees no GPU here: versions are measured on one\n"),
         (["--recipes", "fusion/none"], "not measured: fusion/none\n"),
@@ -355,12 +357,12 @@ def test_shards_share_the_recipes() -> None:
     ],
 )
 def test_what_cannot_be_measured_is_named(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     none = Slot(structs.replace(ENVIRONMENT, capability=None), None)
     monkeypatch.setattr(measure, "detect", lambda: [none])
     assert measure.main(arguments) == 2
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
 
 
 def test_bad_rows_are_not_merged(

@@ -32,8 +32,8 @@ def test_every_week_all_versions_are_tried() -> None:
     assert not weekly["jobs"]["try"]["strategy"]["fail-fast"]
     (listing,) = [step["run"] for step in weekly["jobs"]["list"]["steps"] if "run" in step]
     (read,) = re.findall(r"awk '(.+)' (\S+)", listing)
-    said = subprocess.run(["awk", *read], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said.split() == [pair.triton for pair in pairs(ROOT / "docs" / "_versions")]
+    text = subprocess.run(["awk", *read], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert text.split() == [pair.triton for pair in pairs(ROOT / "docs" / "_versions")]
     assert '. + ["next"]' in listing
     (trial, summary) = [step["run"] for step in weekly["jobs"]["try"]["steps"] if "run" in step]
     assert 'make versions TRITON="$TRITON" FORCE=1 2>&1 | tee' in trial
@@ -62,8 +62,8 @@ def test_make_test_says_what_to_prove() -> None:
         "RECIPE=fusion/softmax": ["--recipe", "fusion/softmax"],
     }.items():
         command = ["make", "--dry-run", "VENV=", "PYTHON=python", "test", *given.split()]
-        said = subprocess.run(command, cwd=ROOT, env=without_make(), capture_output=True, text=True, check=True).stdout
-        assert said.partition("loadgroup")[2].replace("\\", "").split() == asked
+        text = subprocess.run(command, cwd=ROOT, env=without_make(), capture_output=True, text=True, check=True).stdout
+        assert text.partition("loadgroup")[2].replace("\\", "").split() == asked
 
 
 def test_actions_have_one_version() -> None:
@@ -75,11 +75,11 @@ def test_your_own_machine_runs_main_alone() -> None:
     events = {"push", "workflow_dispatch", "release"}
     assert set(SITE[True]) == events, "a pull request would run on it"  # YAML reads `on` as true
     assert SITE[True]["push"] == {"branches": ["main"]}
-    own = [
+    jobs = [
         job for workflow in WORKFLOWS.values() for job in workflow["jobs"].values() if "ubuntu" not in job["runs-on"]
     ]
-    assert own == [SITE["jobs"]["build"]]
-    assert own[0]["if"] == "vars.SITE_RUNNER && github.ref == 'refs/heads/main'"
+    assert jobs == [SITE["jobs"]["build"]]
+    assert jobs[0]["if"] == "vars.SITE_RUNNER && github.ref == 'refs/heads/main'"
 
 
 def test_what_executes_recipes_cannot_write() -> None:

@@ -79,10 +79,10 @@ def exact_with_lse(
     return of_softmax(weights(*scores(q, k, causal, scale)[:2]), for_heads(v, q))
 
 
-def of_softmax(found: Weights, v: torch.Tensor) -> list[Exact]:
+def of_softmax(softmax: Weights, v: torch.Tensor) -> list[Exact]:
     """Return the same, given weights and values of each head of queries."""
-    out = Exact(found.p @ v, found.terms @ v.abs(), narrow=(found.p + LEAST) @ v.abs())
-    return [out, Exact(found.lse, 1 + found.lse.abs() + found.most, accumulator)]
+    out = Exact(softmax.p @ v, softmax.terms @ v.abs(), narrow=(softmax.p + LEAST) @ v.abs())
+    return [out, Exact(softmax.lse, 1 + softmax.lse.abs() + softmax.most, accumulator)]
 
 
 def exact(*arguments: Any) -> list[Exact]:
@@ -119,11 +119,11 @@ def of_weights(
     lost: float | torch.Tensor = 0.0,
 ) -> list[Exact]:
     """Return the same, given weights and their terms, the slope of each score, of up to 1, and what results lose."""
-    wide, v = for_heads(k, q), for_heads(v, q)
+    k_by_head, v = for_heads(k, q), for_heads(v, q)
     ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * slope
     ds_terms = terms * (grad.abs() @ v.mT.abs() + (grad * out).abs().sum(-1, keepdim=True))
     ds = ds * scale, ds_terms * abs(scale), (ds.abs() + p * lost + LEAST) * abs(scale)
-    of_q = [t @ keys for t, keys in zip(ds, (wide, wide.abs(), wide.abs()), strict=True)]
+    of_q = [t @ keys for t, keys in zip(ds, (k_by_head, k_by_head.abs(), k_by_head.abs()), strict=True)]
     of_k = [of_group(t.mT @ rows, k) for t, rows in zip(ds, (q, q.abs(), q.abs()), strict=True)]
     of_v = [of_group(t.mT @ rows, k) for t, rows in ((p, grad), (terms, grad.abs()), (p + LEAST, grad.abs()))]
     return [Exact(value, size, narrow=narrow) for value, size, narrow in (of_q, of_k, of_v)]
@@ -139,9 +139,9 @@ def exact_gradients(
 ) -> list[Exact]:
     """Return the gradients of queries, keys and values, given a result that is rounded to the dtype of the case."""
     s, terms, scale = scores(q, k, causal, scale)
-    found, wide = weights(s, terms), for_heads(v, q)
-    lost = (grad.abs() * (found.p @ wide.abs())).sum(-1, keepdim=True)
-    return of_weights(grad, q, k, v, found.p @ wide, found.p, found.terms, scale, lost=lost)
+    softmax, v_by_head = weights(s, terms), for_heads(v, q)
+    lost = (grad.abs() * (softmax.p @ v_by_head.abs())).sum(-1, keepdim=True)
+    return of_weights(grad, q, k, v, softmax.p @ v_by_head, softmax.p, softmax.terms, scale, lost=lost)
 
 
 def filled(first: int, end: int, value: float) -> Change:
@@ -208,7 +208,7 @@ def of_backward(draw: Draw, B: int, heads: int, shared: int, LQ: int, *size: Any
     """Make a gradient, and what a forward takes and returns."""
     grad = of_heads(draw, B, heads, LQ, size[1])
     q, k, v, causal, scale = arguments(draw, B, heads, shared, LQ, *size)
-    out, lse = (one.value for one in exact_with_lse(q.double(), k.double(), v.double(), causal, scale))
+    out, lse = (result.value for result in exact_with_lse(q.double(), k.double(), v.double(), causal, scale))
     return grad, q, k, v, draw(*out.shape, of=lambda _: out), lse.to(accumulator(draw.dtype)), causal, scale
 
 
@@ -235,7 +235,7 @@ def misfits() -> list[Callable[[torch.Tensor], tuple[torch.Tensor, ...]]]:
     ]
 
 
-def refused(name: str, *sizes: int, takes: str = "float tensors, not", said: str = "D up to 256, not") -> list[Refused]:
+def refused(name: str, *sizes: int, takes: str = "float tensors, not", text: str = "D up to 256, not") -> list[Refused]:
     """Return the calls of an op that raise, and what is said: other dtypes, misfits, and heads of other sizes."""
 
     def shapes_of(make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> str:
@@ -254,5 +254,5 @@ def refused(name: str, *sizes: int, takes: str = "float tensors, not", said: str
             )
             for make in misfits()
         ),
-        *(Refused(lambda draw, D=D: (draw(1, 1, 3, D),) * 3, ValueError, rf"{name} takes .*{said}") for D in sizes),
+        *(Refused(lambda draw, D=D: (draw(1, 1, 3, D),) * 3, ValueError, rf"{name} takes .*{text}") for D in sizes),
     ]

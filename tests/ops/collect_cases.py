@@ -20,7 +20,7 @@ BETWEEN = re.compile(r"(?ms)^# %%\n# Is it right\?\n# -+$.*?(?=^# %%\n# [^\n]+\n
 
 def collect(name: str) -> list[tuple[str, Any]]:
     """Return what the module `test_<recipe>` of each recipe lists under a name, with `section/name` of the recipe."""
-    found = []
+    items = []
     for recipe in load(ROOT / "gallery"):
         tests = HERE / f"test_{recipe.name}.py"
         if tests.exists() and re.search(rf"(?m)^{name} = ", tests.read_text()):
@@ -28,8 +28,8 @@ def collect(name: str) -> list[tuple[str, Any]]:
                 module = importlib.import_module(f"test_{recipe.name}")
             except pytest.skip.Exception:  # it lacks something here
                 continue
-            found += [(recipe.key, item) for item in getattr(module, name, ())]
-    return found
+            items += [(recipe.key, item) for item in getattr(module, name, ())]
+    return items
 
 
 def is_real(value: Any) -> bool:

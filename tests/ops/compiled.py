@@ -115,8 +115,8 @@ def stack(kernel: Any, dtype: str, num_warps: int = 4, **known: Any) -> int:
 
     cubin = compiled(kernel, dtype, num_warps, **known).asm["cubin"]
     usage = _said(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin=cubin)
-    (found,) = re.findall(r"STACK:(\d+)", usage)
-    return int(found)
+    (size,) = re.findall(r"STACK:(\d+)", usage)
+    return int(size)
 
 
 def narrow(taken: ModuleType, at_launch: Callable[..., Any], kernels: Collection[str]) -> None:
@@ -144,10 +144,10 @@ def graphs(op: Callable[..., Any], *inputs: torch.Tensor) -> list[list[str]]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._subclasses import FakeTensorMode
 
-    found = []
+    calls = []
 
     def keep(module: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
-        found.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
+        calls.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
         return module
 
     torch._dynamo.reset()
@@ -157,7 +157,7 @@ def graphs(op: Callable[..., Any], *inputs: torch.Tensor) -> list[list[str]]:
         total = sum(tensor.sum() for tensor in tree_leaves(out))
         if total.requires_grad:
             total.backward()
-    return found
+    return calls
 
 
 def _as_on_h100(folder: str) -> None:

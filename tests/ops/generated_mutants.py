@@ -67,7 +67,7 @@ def of_recipe(recipe: Recipe) -> dict[str, str]:
     """Return the mutants of the op that a recipe hands over: each broken script by its name, in an order of chance."""
     op = op_of(recipe)
     made = mutants(recipe.text, op.name) if op else []
-    return {mutant.name: mutant.source for mutant in sorted(made, key=lambda one: crc32(one.name.encode()))}
+    return {mutant.name: mutant.source for mutant in sorted(made, key=lambda mutant: crc32(mutant.name.encode()))}
 
 
 def is_noticed(gallery: Path, recipe: str, source: str) -> bool:

@@ -51,7 +51,7 @@ class Machine:
 
         def run() -> None:
             try:
-                self._pause(own, lambda: True, first=True)
+                self._pause(semaphore, lambda: True, first=True)
                 function(*arguments)
             except Stop:
                 pass
@@ -60,9 +60,9 @@ class Machine:
             finally:
                 self.turn.release()
 
-        own = threading.Semaphore(0)
+        semaphore = threading.Semaphore(0)
         thread = threading.Thread(target=run, daemon=True)
-        self.waiting[thread] = own, lambda: True
+        self.waiting[thread] = semaphore, lambda: True
         thread.start()
         return thread
 
@@ -70,11 +70,11 @@ class Machine:
         """Let others go on until something is so; it may be so already."""
         self._pause(threading.Semaphore(0), done)
 
-    def _pause(self, own: threading.Semaphore, done: Done, first: bool = False) -> None:
+    def _pause(self, semaphore: threading.Semaphore, done: Done, first: bool = False) -> None:
         if not first:
-            self.waiting[threading.current_thread()] = own, done
+            self.waiting[threading.current_thread()] = semaphore, done
             self.turn.release()
-        own.acquire()
+        semaphore.acquire()
         if self.failed:
             raise Stop
 
@@ -90,16 +90,16 @@ class Machine:
             except AssertionError as error:
                 self.failed = error
         while self.waiting:  # after a failure
-            _, (own, _) = self.waiting.popitem()
-            own.release()
+            _, (semaphore, _) = self.waiting.popitem()
+            semaphore.release()
         if self.failed:
             raise self.failed
         assert not self.later, f"the program ends before a {self.later[0].kind} does"
 
     def _go(self, chosen: Any) -> None:
         if isinstance(chosen, threading.Thread):
-            own, _ = self.waiting.pop(chosen)
-            own.release()
+            semaphore, _ = self.waiting.pop(chosen)
+            semaphore.release()
             assert self.turn.acquire(timeout=LIMIT), "a thread does not come to a wait"
         else:
             self.later.remove(chosen)
@@ -114,8 +114,8 @@ class Event:
         self.kind, self.reads, self.writes, self.happen = kind, reads, writes, happen
         self.thread = threading.current_thread()
         for other in MACHINE.later:
-            for mine, theirs in [*product(writes, other.reads + other.writes), *product(reads, other.writes)]:
-                assert not mine.overlaps(theirs), f"a {kind} meets a {other.kind} in the same buffer"
+            for buffer, other_buffer in [*product(writes, other.reads + other.writes), *product(reads, other.writes)]:
+                assert not buffer.overlaps(other_buffer), f"a {kind} meets a {other.kind} in the same buffer"
         MACHINE.later.append(self)
         MACHINE.asked.append((kind, self.thread))
 
@@ -188,18 +188,18 @@ def _plain(x: Any) -> Any:
 def _for_each(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of numbers that are in registers, or are the same for all threads."""
 
-    def of(*numbers: Any) -> Any:
+    def apply(*numbers: Any) -> Any:
         if not any(isinstance(number, Values) for number in numbers):
             return compute(*numbers)
         return Values(compute(*map(_plain, numbers)))
 
-    return of
+    return apply
 
 
 for _name in ("add", "sub", "mul", "truediv", "and_", "eq", "le", "lt"):
     _operator = _for_each(getattr(operator, _name))
     setattr(Values, f"__{_name.strip('_')}__", _operator)
-    setattr(Values, f"__r{_name.strip('_')}__", lambda mine, other, compute=_operator: compute(other, mine))
+    setattr(Values, f"__r{_name.strip('_')}__", lambda value, other, compute=_operator: compute(other, value))
 Values.__neg__ = _for_each(operator.neg)  # type: ignore[attr-defined]
 
 
@@ -212,11 +212,11 @@ class Int(int):
 
 
 def _to_int(compute: Callable[..., Any]) -> Callable[..., Any]:
-    def of(mine: Int, other: Any) -> Any:
-        found = compute(mine, other)
-        return found if found is NotImplemented else Int(found)
+    def apply(value: Int, other: Any) -> Any:
+        result = compute(value, other)
+        return result if result is NotImplemented else Int(result)
 
-    return of
+    return apply
 
 
 for _name in ("add", "sub", "mul", "floordiv", "mod"):
@@ -273,8 +273,8 @@ class Shared:
         """Write registers to it."""
         assert self.shape == values.shape
         for event in MACHINE.later:
-            for theirs in event.reads + event.writes:
-                assert not self.overlaps(theirs), f"a thread writes where a {event.kind} is under way"
+            for buffer in event.reads + event.writes:
+                assert not self.overlaps(buffer), f"a thread writes where a {event.kind} is under way"
         self.view.copy_(values.values)
         MACHINE.unfenced.add((threading.current_thread(), self.view.data_ptr()))
 
@@ -338,7 +338,7 @@ class Kernel:
             global MACHINE
             gl.num_warps, gl.maxnreg = lambda: num_warps, maxnreg or 255
             gl.num_programs = lambda axis: grid[axis]
-            given = [Pointer(one) if isinstance(one, torch.Tensor) else one for one in arguments]
+            given = [Pointer(argument) if isinstance(argument, torch.Tensor) else argument for argument in arguments]
             for place in product(*(range(extent) for extent in grid)):
                 gl.program_id = lambda axis, place=place: Int(place[axis])
                 MACHINE = Machine(hash((SEEDS[0], place)))
@@ -364,11 +364,11 @@ def _specialize(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], regi
     (first, arguments), *others = roles
     # Registers are given to warpgroups; those of the first role are what the others leave.
     groups = [-(-number // 4) for number in warps]
-    own = gl.num_warps() // 4
-    all_of_them = gl.maxnreg * (own + sum(groups))
+    own_groups = gl.num_warps() // 4
+    all_of_them = gl.maxnreg * (own_groups + sum(groups))
     assert all_of_them * 128 <= REGISTERS, "too many registers"
-    left = all_of_them - sum(number * each for number, each in zip(groups, registers, strict=True))
-    MACHINE.registers[threading.current_thread()] = left // own
+    remaining = all_of_them - sum(number * each for number, each in zip(groups, registers, strict=True))
+    MACHINE.registers[threading.current_thread()] = remaining // own_groups
     threads = [MACHINE.start(function, *given) for function, given in others]
     MACHINE.registers |= zip(threads, registers, strict=True)
     first(*arguments)
@@ -403,12 +403,12 @@ def _where(condition: Any, x: Any, y: Any) -> Values:
 
 
 def _extreme(of_tensors: Callable[..., Any], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
-    def of(*numbers: Any) -> Any:
+    def extreme(*numbers: Any) -> Any:
         if not any(isinstance(number, torch.Tensor) for number in numbers):
             return of_numbers(numbers)
         return of_tensors(*map(torch.as_tensor, numbers))
 
-    return _for_each(of)
+    return _for_each(extreme)
 
 
 def _static_range(count: int) -> Iterator[int]:
@@ -439,20 +439,20 @@ def _arrive(barrier: Shared, *, count: int = 1, pred: bool = True) -> None:
 
 
 def _wait(barrier: Shared, phase: int) -> None:
-    (found,) = barrier.barriers
-    MACHINE.until(lambda: found.ended & 1 != phase)
+    (state,) = barrier.barriers
+    MACHINE.until(lambda: state.ended & 1 != phase)
 
 
 def _load(descriptor: Descriptor, place: list[int], barrier: Shared, into: Shared, pred: bool = True) -> None:
     if not pred:
         return
     assert into.shape == descriptor.block_shape
-    part, (found,) = descriptor.part(place), barrier.barriers
+    part, (state,) = descriptor.part(place), barrier.barriers
 
     def happen() -> None:
         into.view.zero_()
         into.view[tuple(map(slice, part.shape))] = part
-        found.change(0, -descriptor.block_type.nbytes)
+        state.change(0, -descriptor.block_type.nbytes)
 
     Event("load", [], [into], happen)
 
@@ -527,9 +527,9 @@ gl = SimpleNamespace(
     barrier=lambda: None,
     zeros=_zeros,
     full=_full,
-    NVMMADistributedLayout=lambda *of: of,
-    SliceLayout=lambda *of: of,
-    DotOperandLayout=lambda *of: of,
+    NVMMADistributedLayout=lambda *arguments: arguments,
+    SliceLayout=lambda *arguments: arguments,
+    DotOperandLayout=lambda *arguments: arguments,
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: dtype),
 )
 

@@ -56,7 +56,7 @@ def exact_gradient(grad: torch.Tensor, x: torch.Tensor, k: int) -> list[Exact]:
 
 def special(draw: Draw) -> list[tuple[torch.Tensor, int]]:
     """Make NaN and zeros of either sign, and rows with little or nothing but -inf; no number else is positive."""
-    found = []
+    inputs = []
     for N in (150, 37):
         x = torch.linspace(-3, -1, 7 * N, dtype=torch.float64, device=DEVICE).view(7, N)
         x[0, 9::16], x[1, 30], x[1, 34], x[1, 36] = -0.0, torch.nan, -torch.nan, torch.inf
@@ -64,8 +64,8 @@ def special(draw: Draw) -> list[tuple[torch.Tensor, int]]:
         x[4, ::2], x[5] = -torch.nan, torch.nan
         x[6, 20:30], x[6, 35] = torch.finfo(draw.dtype).max, -torch.finfo(draw.dtype).max
         x = x.to(draw.dtype)
-        found += [(x, 7), (x[:, 3:8], 5)]
-    return found
+        inputs += [(x, 7), (x[:, 3:8], 5)]
+    return inputs
 
 
 def shapes(block: int, most: int) -> st.SearchStrategy[tuple[Any, ...]]:
@@ -81,7 +81,7 @@ EDGES = [((), 0, "any"), ((), 1, "any"), ((0, 5), 3, "any"), ((4, 0), 0, "any"),
 EDGES += [((1, k), k, "any") for k in (1, 2, 33, 128)]
 
 
-def refused(name: str, longest: int, said: str) -> list[Refused]:
+def refused(name: str, longest: int, limit: str) -> list[Refused]:
     """Return the calls of an op that raise, given the longest row that it takes and what it says of longer ones."""
     return [
         Refused(lambda draw: (draw(2, 200).int(), 3), TypeError, rf"{name} takes a float tensor, not torch\.int32"),
@@ -93,7 +93,7 @@ def refused(name: str, longest: int, said: str) -> list[Refused]:
             )
             for k in (-1, 201, 129)
         ),
-        Refused(lambda draw: (draw().expand(longest + 1), 1), ValueError, f"{name} takes rows of up to {said}"),
+        Refused(lambda draw: (draw().expand(longest + 1), 1), ValueError, f"{name} takes rows of up to {limit}"),
     ]
 
 

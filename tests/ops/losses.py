@@ -13,11 +13,11 @@ FLUSHED = {dtype: torch.finfo(accumulator(dtype)).tiny for dtype in FLOATS}
 def targets(draw: Draw, lead: tuple[int, ...], N: int, share: float, other: int) -> torch.Tensor:
     """Make targets, of which a share is another number than a class."""
 
-    def of(t: torch.Tensor) -> torch.Tensor:
+    def to_classes(t: torch.Tensor) -> torch.Tensor:
         classes = torch.floor(t / 2**40).remainder(max(N, 1))
         return classes.masked_fill(torch.floor(t / 2**20).remainder(1000) < 1000 * share, other)
 
-    return draw(*lead, dtype=torch.int64, of=of)
+    return draw(*lead, dtype=torch.int64, of=to_classes)
 
 
 def zeros(draw: Draw, *shape: int) -> torch.Tensor:

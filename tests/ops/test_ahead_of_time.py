@@ -128,7 +128,7 @@ def test_cubins(recipe: ModuleType, built: Path) -> None:
     table = recipe.look(built)
     assert [re.findall(r"\d+ LDG[.\w]*", loads) for loads in table["loads"]] == [["4 LDG.E.128"], ["16 LDG.E"]]
     assert set(table["arguments"]) == {"8 8 8 4 4 8 8"}
-    assert {found.removesuffix("a") for found in table["for"]} == {f"sm_{recipe.ARCH}"}
+    assert {arch.removesuffix("a") for arch in table["for"]} == {f"sm_{recipe.ARCH}"}
 
 
 def test_what_the_duties_say(built: Path) -> None:
@@ -146,12 +146,12 @@ def test_target_as_text(recipe: ModuleType, tmp_path: Path) -> None:
     assert compiler != recipe.COMPILE
     recipe.begin(tmp_path / "text")
     command = [sys.executable, "-c", compiler, "90", "float", recipe.GRID, recipe.ANY]
-    status, said = recipe.child(tmp_path / "text", *command)
+    status, output = recipe.child(tmp_path / "text", *command)
     if TRITON >= (3, 9):
-        assert status == 0, said
+        assert status == 0, output
     else:
         assert status != 0
-        assert "'str' and 'int'" in said
+        assert "'str' and 'int'" in output
 
 
 @needs_cc
@@ -171,8 +171,8 @@ def test_nothing_to_warn_of(recipe: ModuleType, built: Path) -> None:
     (built / "main.c").write_text(recipe.MAIN)
     include = Path(recipe.triton.__file__).parent / "backends" / "nvidia" / "include"
     flags = ["-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{include}"]
-    status, said = recipe.child(built, recipe.CC, *flags, "main.c")
-    assert status == 0, said
+    status, output = recipe.child(built, recipe.CC, *flags, "main.c")
+    assert status == 0, output
 
 
 @pytest.fixture
@@ -190,10 +190,10 @@ def stand_in(recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("stand_in")
 def test_program(recipe: ModuleType, built: Path) -> None:
     """The program's three cases are right, each by the version that the linker chose, and it times 100 batches."""
-    status, said = recipe.child(built, recipe.link_c(built))
-    assert status == 0, said
-    assert re.findall(r"version (\d)", said) == ["0", "1", "1"]
-    lines = [line for line in said.splitlines() if "version" not in line]
+    status, output = recipe.child(built, recipe.link_c(built))
+    assert status == 0, output
+    assert re.findall(r"version (\d)", output) == ["0", "1", "1"]
+    lines = [line for line in output.splitlines() if "version" not in line]
     *cases, times = lines
     assert cases == [f"{n} numbers from element {first}: 0 wrong" for n, first in ((4096, 0), (1003, 16), (4096, 17))]
     assert times.startswith("microseconds: ")
@@ -205,20 +205,20 @@ def test_program(recipe: ModuleType, built: Path) -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_program_says_what_is_wrong(recipe: ModuleType, trap: Path, built: Path, tmp_path: Path) -> None:
     """With the double, a grid too small, or a cubin that the driver refuses."""
-    _, said = recipe.child(trap, recipe.link_c(trap))
-    found = [int(wrong) for wrong in re.findall(r"(\d+) wrong", said)]
-    assert 4000 < found[0] < 4096
-    assert all(found)
+    _, output = recipe.child(trap, recipe.link_c(trap))
+    counts = [int(wrong) for wrong in re.findall(r"(\d+) wrong", output)]
+    assert 4000 < counts[0] < 4096
+    assert all(counts)
 
     small = Path(shutil.copytree(built, tmp_path / "small"))
     for launcher in small.glob("scale_add.*.c"):
         launcher.write_text(launcher.read_text().replace("gX = (N + 1023u) / 1024", "gX = 1"))
-    _, said = recipe.child(small, recipe.link_c(small))
-    assert re.findall(r"(\d+) wrong", said) == ["3072", "0", "3072"]
+    _, output = recipe.child(small, recipe.link_c(small))
+    assert re.findall(r"(\d+) wrong", output) == ["3072", "0", "3072"]
 
     program = recipe.link_c(built)
-    status, said = recipe.child(built, "env", "STAND_IN_REFUSES=1", program)
-    assert (status, "Triton Error [CUDA]: no image" in said) == (209, True)
+    status, output = recipe.child(built, "env", "STAND_IN_REFUSES=1", program)
+    assert (status, "Triton Error [CUDA]: no image" in output) == (209, True)
 
 
 def test_answer_variants(recipe: ModuleType, tmp_path: Path) -> None:
@@ -245,13 +245,13 @@ def test_answer_cpp(recipe: ModuleType, built: Path) -> None:
     """C++ looks for a name with types in it, unless the header stands in extern "C"."""
     include = Path(recipe.triton.__file__).parent / "backends" / "nvidia" / "include"
     text = '{}\n#include "scale_add.h"\n{}\nint main() {{ scale_add_default(0, 0, 0, 0, 1, 1); }}\n'
-    found = []
+    results = []
     for around in (("", ""), ('#include <cuda.h>\nextern "C" {', "}")):
         (built / "call.cpp").write_text(text.format(*around))
-        status, said = recipe.child(built, "c++", "-c", f"-I{include}", "call.cpp")
-        assert status == 0, said
-        found.append("scale_add_default" in recipe.needed(built, ["call.o"]))
-    assert found == [False, True]
+        status, output = recipe.child(built, "c++", "-c", f"-I{include}", "call.cpp")
+        assert status == 0, output
+        results.append("scale_add_default" in recipe.needed(built, ["call.o"]))
+    assert results == [False, True]
 
 
 def test_clock(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,9 +272,9 @@ def test_clock(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_program_on_the_gpu(recipe: ModuleType, built: Path) -> None:
     """The program runs without Python, and its three cases are right."""
     program = recipe.link_c(built)
-    status, said = recipe.child(built, program)
-    assert status == 0, said
-    assert re.findall(r"(\d+) wrong", said) == ["0", "0", "0"]
+    status, output = recipe.child(built, program)
+    assert status == 0, output
+    assert re.findall(r"(\d+) wrong", output) == ["0", "0", "0"]
     libraries = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
     assert "libcuda.so.1" in libraries
     assert "python" not in libraries.lower()
@@ -283,17 +283,17 @@ def test_program_on_the_gpu(recipe: ModuleType, built: Path) -> None:
 @gpu
 def test_trap_on_the_gpu(recipe: ModuleType, trap: Path) -> None:
     """A float that is declared as a double arrives as another number."""
-    _, said = recipe.child(trap, recipe.link_c(trap))
-    assert int(re.findall(r"(\d+) wrong", said)[0]) > 4000
+    _, output = recipe.child(trap, recipe.link_c(trap))
+    assert int(re.findall(r"(\d+) wrong", output)[0]) > 4000
 
 
 @gpu
 def test_foreign_cubin_on_the_gpu(recipe: ModuleType, tmp_path: Path) -> None:
     """The driver refuses a cubin for another architecture, and the launcher ends the program."""
     recipe.build(tmp_path / "foreign", recipe.OTHER)
-    status, said = recipe.child(tmp_path / "foreign", recipe.link_c(tmp_path / "foreign"))
+    status, output = recipe.child(tmp_path / "foreign", recipe.link_c(tmp_path / "foreign"))
     assert status != 0
-    assert "no kernel image is available" in said
+    assert "no kernel image is available" in output
 
 
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.

@@ -22,8 +22,8 @@ CASES = collect("CONTRACT")
 @pytest.fixture(scope="module")
 def ops(gallery: Path) -> dict[str, Op]:
     """Return the ops that recipes hand over."""
-    found = {f"{path.parent.name}/{path.stem}": op_of(recipe_in(path)) for path in sorted(gallery.glob("*/*.py"))}
-    return {recipe: op for recipe, op in found.items() if op is not None}
+    by_recipe = {f"{path.parent.name}/{path.stem}": op_of(recipe_in(path)) for path in sorted(gallery.glob("*/*.py"))}
+    return {recipe: op for recipe, op in by_recipe.items() if op is not None}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_imports_do_not_replace_each_other(ops: dict[str, Op]) -> None:
                 places.setdefault(bound, set()).add(
                     f"{node.module}.{name.name}" if isinstance(node, ast.ImportFrom) else whole
                 )
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 
 def test_each_has_a_case(ops: dict[str, Op]) -> None:

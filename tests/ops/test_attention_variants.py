@@ -74,15 +74,15 @@ def exact_backward(
 
 def exact_gradients(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *asked: Any) -> list[Exact]:
     """Return the gradients of queries, keys, values and, where there are some, of sinks."""
-    out, lse = (one.value for one in exact_with_lse(q, k, v, *asked))
-    *found, delta = exact_backward(grad, q, k, v, out, lse, *asked[:-2], asked[-1])
+    out, lse = (result.value for result in exact_with_lse(q, k, v, *asked))
+    *grads, delta = exact_backward(grad, q, k, v, out, lse, *asked[:-2], asked[-1])
     sinks = asked[-2]
     if sinks is None:
-        return found
+        return grads
     base_2 = sinks[:, None] * math.log2(math.e)
     p = torch.exp2(base_2 - lse)
     terms = rounded(p, base_2.abs() + lse.abs()) * delta.terms
-    return [*found, Exact(-(p * delta.value).sum((0, 2)), terms.sum((0, 2)))]
+    return [*grads, Exact(-(p * delta.value).sum((0, 2)), terms.sum((0, 2)))]
 
 
 def split(score: Named, span: Named, sinks: torch.Tensor | None, scale: float | None) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ def of_backward(draw: Draw, B: int, heads: int, shared: int, LQ: int, *size: Any
     """Make a gradient, and what a forward takes and returns."""
     grad = attentions.of_heads(draw, B, heads, LQ, size[1])
     q, k, v, *asked = of_the_op(draw, B, heads, shared, LQ, *size)
-    out, lse = (one.value for one in exact_with_lse(*in_float64((q, k, v, *asked))))
+    out, lse = (result.value for result in exact_with_lse(*in_float64((q, k, v, *asked))))
     saved = draw(*out.shape, of=lambda _: out), lse.to(accumulator(draw.dtype))
     return grad, q, k, v, *saved, *asked[:-2], asked[-1]
 
@@ -255,13 +255,13 @@ GPUS = {"A100": 166_912, "H200": 232_448, "B200": 232_448, "RTX 4090": 101_376, 
 def test_which_tiles(taken: ModuleType, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs with less shared memory than Hopper's have the small ones."""
     room = GPUS[gpu]
-    found = {"shared_memory_per_block_optin": room} if room else {}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**found))
+    properties = {"shared_memory_per_block_optin": room} if room else {}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**properties))
     names = "BLOCK_M", "BLOCK_N", "num_warps", "num_stages"
     table = taken.ATTENTION_VARIANTS_TILES if room == 232_448 else taken.ATTENTION_VARIANTS_SMALL
     for BLOCK_D, tiles in table.items():
-        got = taken._attention_variants_tiles.__wrapped__(torch.device("cuda"), BLOCK_D, 2)
-        assert [tuple(tile[name] for name in names) for tile in got] == tiles
+        actual = taken._attention_variants_tiles.__wrapped__(torch.device("cuda"), BLOCK_D, 2)
+        assert [tuple(tile[name] for name in names) for tile in actual] == tiles
 
 
 def blocks_seen(begins: torch.Tensor, BLOCK_M: int, BLOCK_N: int) -> int:
@@ -335,14 +335,14 @@ def test_flex_attention(taken: ModuleType) -> None:
     def biased(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return s - slopes[h] * (i - j)
 
-    def own(b: Any, h: Any, i: Any, j: Any) -> Any:
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
         return (j <= i) & (j >= begins[i])
 
-    mask = create_block_mask(own, 1, 1, 150, 150, DEVICE.type)
+    mask = create_block_mask(mask_mod, 1, 1, 150, 150, DEVICE.type)
     with pytest.warns(UserWarning, match="without torch.compile"):  # slow
-        theirs = flex_attention(q, k, v, biased, mask, enable_gqa=True)
-    ours = taken.attention_variants(q, k, v, ("alibi", slopes), ("documents", begins))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        expected = flex_attention(q, k, v, biased, mask, enable_gqa=True)
+    actual = taken.attention_variants(q, k, v, ("alibi", slopes), ("documents", begins))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_layouts_of_gradients(taken: ModuleType) -> None:
@@ -374,8 +374,8 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
     for step, *_ in recipe.STEPS.values():
         out = step(q, k, v, slopes, 100)
         torch.testing.assert_close(out.double(), right, rtol=0, atol=2**-9 * v.abs().max().item())
-    found, _ = recipe.reference(q, k, v, ("alibi", slopes), ("window", 100))
-    torch.testing.assert_close(found, right)
+    actual, _ = recipe.reference(q, k, v, ("alibi", slopes), ("window", 100))
+    torch.testing.assert_close(actual, right)
     assert recipe.tiles_of(torch.zeros(256, dtype=torch.int32)) == (16, 10, 4)
 
 
@@ -402,7 +402,7 @@ def compiled_tiles(recipe: ModuleType) -> dict[str, tuple[bool, bool]]:
     import triton
     import triton.language as tl
 
-    found = {}
+    results = {}
     for D in (64, 128):
         codes = []
         for score in ("plain", "softcap"):
@@ -430,14 +430,14 @@ def compiled_tiles(recipe: ModuleType) -> dict[str, tuple[bool, bool]]:
         plain, capped = (code.count("ex2.approx") for code in codes)
         # Each thread has this many scores of a tile: one exponential for each in the loop.
         scores = M * N // (32 * num_warps)
-        found[f"{D}"] = all("wgmma" in code for code in codes), capped - plain == scores
-    return found
+        results[f"{D}"] = all("wgmma" in code for code in codes), capped - plain == scores
+    return results
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Hopper's instruction, and one exponential more for each score of a soft cap."""
-    (found,) = on_h100(gallery / RECIPE, compiled_tiles)
-    assert found == dict.fromkeys(("64", "128"), (True, True))
+    (results,) = on_h100(gallery / RECIPE, compiled_tiles)
+    assert results == dict.fromkeys(("64", "128"), (True, True))
 
 
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.

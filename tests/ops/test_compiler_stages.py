@@ -154,9 +154,9 @@ def test_threads_of_a_dot(recipe: ModuleType, made: Texts) -> None:
         "H100": lane + 32 * (row // 16),  # wgmma.m64nNk16
     }
     for gpu, threads in expected.items():
-        found, steps = recipe.threads_of(made["dot", gpu]["ttgir"], gpu, "arith.truncf", [64, 64])
+        actual, steps = recipe.threads_of(made["dot", gpu]["ttgir"], gpu, "arith.truncf", [64, 64])
         assert 2 ** len(steps) == 32
-        assert torch.equal(found, threads), gpu
+        assert torch.equal(actual, threads), gpu
 
 
 def test_matrix_instructions(recipe: ModuleType, made: Texts) -> None:
@@ -165,12 +165,12 @@ def test_matrix_instructions(recipe: ModuleType, made: Texts) -> None:
     From Triton 3.8 on there are four dots for an A100, each of 16 columns of `a`, to load those of the next meanwhile.
     """
     for gpu, (name, work, warps) in MATRIX.items():
-        found = recipe.anatomy(made["dot", gpu])
-        times, what = found["matrix instructions"].split()
-        assert what == name
+        facts = recipe.anatomy(made["dot", gpu])
+        times, instruction = facts["matrix instructions"].split()
+        assert instruction == name
         columns = 16 if gpu == "A100" and TRITON >= (3, 8) else 64
-        assert int(times) * work * (4 // warps) == found["times"] * 64 * 64 * columns
-        assert found["times"] == {"A100": 64 // columns, "H100": 1, "B200": 2, "MI300": 3}[gpu]
+        assert int(times) * work * (4 // warps) == facts["times"] * 64 * 64 * columns
+        assert facts["times"] == {"A100": 64 // columns, "H100": 1, "B200": 2, "MI300": 3}[gpu]
 
 
 def test_what_stands_behind_a_loop(made: Texts) -> None:

@@ -74,11 +74,11 @@ def gradient_and_rows(draw: Draw, lead: tuple[int, ...], N: int, options: Option
 
 def kept(x: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str) -> torch.Tensor:
     """Return maxima, sums and one over the rows that count, as the forward does; where a row is ignored, NaN."""
-    wide, used = accumulator(x.dtype), target != ignore_index
+    acc_dtype, used = accumulator(x.dtype), target != ignore_index
     top, total = maxima_and_sums(x.double())
     parts = [part.where(used, torch.nan).flatten() for part in (top, total)]
     parts += [1 / used.sum().double()[None]] if reduction == "mean" else []
-    return torch.cat(parts).to(wide)
+    return torch.cat(parts).to(acc_dtype)
 
 
 def maxima_and_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,9 +96,9 @@ def exact(x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: f
     known = used.flatten() & (x.shape[-1] > 0)
     numbers, terms = [top, total], [part.abs().where(known, torch.inf) for part in (top, total)]
     if reduction == "mean":
-        one = 1 / used.sum().double()[None]
-        numbers.append(one.nan_to_num(posinf=0))
-        terms.append(one)
+        mean_factor = 1 / used.sum().double()[None]
+        numbers.append(mean_factor.nan_to_num(posinf=0))
+        terms.append(mean_factor)
     return [
         Exact(loss, size, accumulator, made_by_torch=reduction == "sum"),
         Exact(torch.cat(numbers), torch.cat(terms), accumulator),
@@ -108,9 +108,9 @@ def exact(x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: f
 def special(draw: Draw) -> list[tuple[Any, ...]]:
     """Make rows with NaN, infinities and the lowest numbers; those that are ignored have some, too."""
     rows = special_rows(draw.dtype)
-    found = [(x, target, -100, 0.0, "none") for x, target in rows]
-    found += [(x[:9], target[:9], -100, 0.2, "none") for x, target in rows]
-    return found + [
+    inputs = [(x, target, -100, 0.0, "none") for x, target in rows]
+    inputs += [(x[:9], target[:9], -100, 0.2, "none") for x, target in rows]
+    return inputs + [
         (*pair, -1, smoothing, reduction)
         for pair in ignored_rows(draw)
         for smoothing in (0.0, 0.1)
@@ -354,8 +354,8 @@ def test_beyond_int32(taken: ModuleType, M: int, N: int) -> None:
     x[0, ::2] = x[-1, ::2] = 2
     losses, stats = taken.cross_entropy_forward(x, target, -100, 0.0, "none")
     torch.testing.assert_close(losses[0], losses[-1])
-    one = taken.cross_entropy_forward(x[-1:].clone(), target[:1], -100, 0.0, "none")[0]
-    torch.testing.assert_close(losses[-1:], one)
+    expected = taken.cross_entropy_forward(x[-1:].clone(), target[:1], -100, 0.0, "none")[0]
+    torch.testing.assert_close(losses[-1:], expected)
     d = taken.cross_entropy_backward(torch.ones_like(losses), x, target, stats, -100, 0.0, "none")
     torch.testing.assert_close(d[0], d[-1])
 
@@ -365,13 +365,13 @@ NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "f
 
 def launches(taken: ModuleType, dtype: torch.dtype, M: int, stride: int = 50_257) -> list[tuple[object, dict]]:
     """Return the kernels of rows, each with what is known of its arguments at a launch."""
-    x, of = torch.empty(1, dtype=dtype), NAMES[str(dtype).removeprefix("torch.")]
-    wide = "fp64" if dtype == torch.float64 else "fp32"
-    types = {"dtype": of, "targets_ptr": "i64", "losses_ptr": wide, "stats_ptr": wide}
+    x, type_name = torch.empty(1, dtype=dtype), NAMES[str(dtype).removeprefix("torch.")]
+    acc_type = "fp64" if dtype == torch.float64 else "fp32"
+    types = {"dtype": type_name, "targets_ptr": "i64", "losses_ptr": acc_type, "stats_ptr": acc_type}
     with processors(taken, 132):
         forward = taken._cross_entropy_plan(x, M) | types | {"SMOOTHING": 0.1}
         backward = taken._cross_entropy_plan_backward(x, M, 50_257, stride)[1]
-    backward |= types | {"SMOOTHING": 0.1, "MEAN": True, "grad_ptr": wide}
+    backward |= types | {"SMOOTHING": 0.1, "MEAN": True, "grad_ptr": acc_type}
     backward.pop("losses_ptr")
     return [(taken._cross_entropy_kernel, forward), (taken._cross_entropy_backward_kernel, backward)]
 
@@ -417,10 +417,10 @@ def traced(recipe: ModuleType) -> list[list[str]]:
 
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """No input counts as written, either way: a store's address must not depend on them."""
-    (found,) = on_h100(gallery / "fusion" / "cross_entropy.py", traced)
-    counts = [sum(call.startswith("triton_kernel_wrapper") for call in graph) for graph in found]
+    (traced_graphs,) = on_h100(gallery / "fusion" / "cross_entropy.py", traced)
+    counts = [sum(call.startswith("triton_kernel_wrapper") for call in graph) for graph in traced_graphs]
     assert counts == [2, 1]
-    for graph in found:
+    for graph in traced_graphs:
         assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
 
 

@@ -68,12 +68,12 @@ def exact(x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: f
 
 def special(draw: Draw) -> list[tuple[Any, ...]]:
     """Make rows with NaN, infinities and the lowest numbers, together and, as one NaN is enough for a mean, apart."""
-    found = [(*pair, -1, smoothing) for pair in ignored_rows(draw) for smoothing in (0.0, 0.1)]
+    inputs = [(*pair, -1, smoothing) for pair in ignored_rows(draw) for smoothing in (0.0, 0.1)]
     for x, target in special_rows(draw.dtype):
         for smoothing, count in ((0.0, 12), (0.2, 9)):
             parts = [slice(row, row + 1) for row in range(count)]
-            found += [(x[part], target[part], -100, smoothing) for part in (slice(0, count), *parts)]
-    return found
+            inputs += [(x[part], target[part], -100, smoothing) for part in (slice(0, count), *parts)]
+    return inputs
 
 
 def loss_and_gradient(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
@@ -172,7 +172,7 @@ CONTRACT = [
         settings={"_cross_entropy_in_place_processors": lambda _, number=number: number},
         name=f"{NAME} of {name} rows",
         changes=1,
-        refused=[Refused(call, error, f"{NAME} takes {said}") for error, said, *calls in NOT_TAKEN for call in calls],
+        refused=[Refused(call, error, f"{NAME} takes {text}") for error, text, *calls in NOT_TAKEN for call in calls],
     )
     for name, number, more in (("many", 0, EDGES), ("few", 10**6, []))
 ]
@@ -235,8 +235,8 @@ def test_linear_loss(recipe: ModuleType) -> None:
     target = torch.tensor([3, -100, 39, 0, 7], device=DEVICE)
     loss, expected = recipe.LinearLoss.apply(x, weight, target), torch_loss(x @ weight.T, target)
     torch.testing.assert_close(loss, expected)
-    for got, exact in zip(*(torch.autograd.grad(3 * t, (x, weight)) for t in (loss, expected)), strict=True):
-        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-6)
+    for actual, exact in zip(*(torch.autograd.grad(3 * t, (x, weight)) for t in (loss, expected)), strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-6)
 
 
 def test_linear_loss_of_a_large_factor(recipe: ModuleType) -> None:
@@ -256,8 +256,8 @@ def test_plans(taken: ModuleType) -> None:
             assert plan["BLOCK_N"] == warps * 256
             assert plan["LINES"] == (4 if warps == 32 else 8)
             assert plan["VEC"] == 8
-        wide = torch.empty(1, 32000, dtype=torch.float64)
-        assert taken._cross_entropy_in_place_plan(wide, 4096)["num_warps"] == 16
+        x_float64 = torch.empty(1, 32000, dtype=torch.float64)
+        assert taken._cross_entropy_in_place_plan(x_float64, 4096)["num_warps"] == 16
 
 
 def test_steps_of_the_ladder(recipe: ModuleType) -> None:
@@ -299,9 +299,9 @@ NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "f
 
 def launches(taken: ModuleType, dtype: torch.dtype) -> list[dict[str, object]]:
     """Return what is known at a launch, for few warps and for many."""
-    of = NAMES[str(dtype).removeprefix("torch.")]
-    wide = "fp64" if dtype == torch.float64 else "fp32"
-    types = {"dtype": of, "targets_ptr": "i64", "losses_ptr": wide, "scale_ptr": wide, "SMOOTHING": 0.1}
+    type_name = NAMES[str(dtype).removeprefix("torch.")]
+    acc_type = "fp64" if dtype == torch.float64 else "fp32"
+    types = {"dtype": type_name, "targets_ptr": "i64", "losses_ptr": acc_type, "scale_ptr": acc_type, "SMOOTHING": 0.1}
     with processors(taken, 0):
         rows = [torch.empty(1, N, dtype=dtype, device="meta") for N in (1000, 128_256)]
         return [taken._cross_entropy_in_place_plan(x, 1000) | types for x in rows]
@@ -325,18 +325,18 @@ def spills(taken: ModuleType) -> dict[str, list[int]]:
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """All lengths are loaded and stored 16 bytes at a time: the compiler is told of no length that 8 divides."""
-    wide, spilled = on_h100(gallery / "fusion" / "cross_entropy_in_place.py", widths, spills)
-    assert wide == [{"ld.global", "st.global"}] * 2
+    wide_accesses, spilled = on_h100(gallery / "fusion" / "cross_entropy_in_place.py", widths, spills)
+    assert wide_accesses == [{"ld.global", "st.global"}] * 2
     assert {name: bytes_ for name, bytes_ in spilled.items() if any(bytes_)} == {}
 
 
 def test_page(printed: Callable[[str], str]) -> None:
     """What the page prints without a GPU is what its text says."""
     out = printed("fusion/cross_entropy_in_place")
-    logits, *made, one, two, none, wrong, grad, kept, scaled, in_place = out.splitlines()
+    logits, *made, first_error, second_error, none, wrong, grad, kept, scaled, in_place = out.splitlines()
     assert logits == "The logits are 4,096,000 bytes."
     assert sum("4,096,000" in line for line in made) == 3
-    for error in (one, two):
+    for error in (first_error, second_error):
         assert re.fullmatch(r"error \d\.\de-\d\d, allowed 5\.0e-06", error)
     assert none == "no rows: nan"
     assert wrong == "a wrong target: nan"

@@ -141,8 +141,8 @@ def test_reduce_overhead_looks_after_itself(recipe: ModuleType) -> None:
 def test_kernels_are_counted(recipe: ModuleType) -> None:
     """A chain is one kernel per step, of the name and with the grid that the launcher gave it."""
     x, samples, weight = recipe.inputs
-    found = recipe.kernels(lambda: recipe.average(recipe.lerp, x, samples[:5], weight))
-    assert found == [("lerp_kernel", "4")] * 5
+    kernels = recipe.kernels(lambda: recipe.average(recipe.lerp, x, samples[:5], weight))
+    assert kernels == [("lerp_kernel", "4")] * 5
 
 
 def keys(recipe: ModuleType) -> list[list[str]]:

@@ -175,12 +175,12 @@ def both_ways(recipe: ModuleType) -> dict[str, list[dict[str, Any]]]:
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Backwards costs nothing but where tl.cumsum does it, and loads are wide."""
-    (found,) = on_h100(gallery / "fusion" / "cumsum.py", both_ways)
+    (results,) = on_h100(gallery / "fusion" / "cumsum.py", both_ways)
     for name in ("rows", "heads"):
-        forward, backward = found[name]
+        forward, backward = results[name]
         assert forward == backward
         assert forward["wide"] == {"ld.global.v4.b32", "st.global.v4.b32"}
-    forward, backward = (facts["shuffles"] for facts in found["language"])
+    forward, backward = (facts["shuffles"] for facts in results["language"])
     assert backward > (2 if TRITON >= (3, 9) else 5) * forward
 
 

@@ -85,10 +85,10 @@ for debug in (False, True):
     source = recipe.PITFALLS
     honest = re.sub(r"tl\.multiple_of\((start .*), 16\)", r"\1", source)
     assert source != honest
-    said, errors = recipe.compile_all(source + build)
-    assert (said.split(), errors) == (["True", "True"], [None])
-    said, errors = recipe.compile_all(honest + build)
-    assert (said.split(), errors) == (["False", "False"], [None])
+    output, errors = recipe.compile_all(source + build)
+    assert (output.split(), errors) == (["True", "True"], [None])
+    output, errors = recipe.compile_all(honest + build)
+    assert (output.split(), errors) == (["False", "False"], [None])
 
 
 @given(columns=sizes(64, 64))

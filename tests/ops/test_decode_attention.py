@@ -113,10 +113,10 @@ def changed(draw: Draw, **others: Callable[[torch.Tensor], torch.Tensor]) -> tup
 
 
 def refused(
-    error: type[Exception], said: str, *others: dict[str, Callable[[torch.Tensor], torch.Tensor | None]]
+    error: type[Exception], text: str, *others: dict[str, Callable[[torch.Tensor], torch.Tensor | None]]
 ) -> list[Refused]:
     """Return calls that raise as some of their arguments were changed."""
-    return [Refused(partial(changed, **other), error, f"decode_attention {said}") for other in others]
+    return [Refused(partial(changed, **other), error, f"decode_attention {text}") for other in others]
 
 
 def both(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -229,13 +229,13 @@ def test_rule_of_parts(taken: ModuleType) -> None:
 def test_steps_of_the_page(recipe: ModuleType) -> None:
     """Every step of the ladder is right, and so is PyTorch's."""
     x = recipe.problem([200, 17, 64], heads=8, D=64)
-    wide = in_float64(x)
-    (right,) = exact(*wide)
+    doubles = in_float64(x)
+    (right,) = exact(*doubles)
     for step in (*(step for step, *_ in recipe.STEPS.values()), recipe.attention_torch):
         assert_close(WHOLE, x[0].dtype, step(*x), right)
     assert [recipe.statements(*step[1:]) for step in recipe.STEPS.values()] == [25, 53, 67]
-    for one, of in zip(recipe.reference(*x), (right.value, right.narrow), strict=True):
-        torch.testing.assert_close(one, of)
+    for actual, expected in zip(recipe.reference(*x), (right.value, right.narrow), strict=True):
+        torch.testing.assert_close(actual, expected)
     x = recipe.problem([40, 40], heads=8, D=16)
     q, k, v = recipe.unpaged(*x)
     out = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :40], v[:, :, :40], enable_gqa=True)
@@ -257,7 +257,7 @@ def at_launch(taken: ModuleType, dtype: str, cache: str, D: int, rows: int, spli
 
     BLOCK_D = max(16, 1 << (D - 1).bit_length())
     BLOCK_M = max(16, 1 << (rows - 1).bit_length())
-    strides = [f"stride_{of}" for of in ("qb", "ql", "qh", "kp", "kl", "kh", "vp", "vl", "vh", "tb")]
+    strides = [f"stride_{suffix}" for suffix in ("qb", "ql", "qh", "kp", "kl", "kh", "vp", "vl", "vh", "tb")]
     return {
         "dtype": "fp32",
         "num_warps": 8 if BLOCK_M == 64 else 4,
@@ -290,7 +290,7 @@ CACHES = [("fp16", "fp16"), ("bf16", "bf16"), ("fp16", "fp8e4nv"), ("bf16", "fp8
 
 def codes(taken: ModuleType) -> dict[str, tuple[set[str], set[str], bool]]:
     """Return the bytes of asynchronous copies, the matrix instructions, and whether exp2 is one instruction."""
-    found = {}
+    results = {}
     for dtype, cache in CACHES[::2]:
         for rows in (4, 64):
             text = compiled(taken._decode_attention_kernel, **at_launch(taken, dtype, cache, 128, rows, True)).asm[
@@ -298,34 +298,34 @@ def codes(taken: ModuleType) -> dict[str, tuple[set[str], set[str], bool]]:
             ]
             widths = set(re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", text))
             kinds = set(re.findall(r"(wgmma|mma)\.\S*?m\d+", text))
-            found[f"{cache} {rows}"] = widths, kinds, "ex2.approx.ftz" in text
-    return found
+            results[f"{cache} {rows}"] = widths, kinds, "ex2.approx.ftz" in text
+    return results
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Keys come in copies of 16 bytes; few rows take the instruction of earlier GPUs, 64 rows that of Hopper."""
-    (found,) = on_h100(gallery / RECIPE, codes)
-    assert {name: kinds for name, (_, kinds, _) in found.items()} == {
+    (results,) = on_h100(gallery / RECIPE, codes)
+    assert {name: kinds for name, (_, kinds, _) in results.items()} == {
         "fp16 4": {"mma"},
         "fp16 64": {"wgmma"},
         "fp8e4nv 4": {"mma"},
         "fp8e4nv 64": {"wgmma"},
     }
-    assert all("0x10" in widths and power for widths, _, power in found.values())
+    assert all("0x10" in widths and power for widths, _, power in results.values())
 
 
 def constants(taken: ModuleType) -> list[float]:
     """Return the constants between 0 and 1 of the kernel for float64."""
     made = compiled(taken._decode_attention_kernel, **at_launch(taken, "fp64", "fp64", 64, 4, False))
-    found = re.findall(r"arith\.constant (?:dense<)?([\d.E+-]+)>? : \S*f64", made.asm["ttir"])
-    return [number for number in map(float, found) if 0 < number < 1]
+    literals = re.findall(r"arith\.constant (?:dense<)?([\d.E+-]+)>? : \S*f64", made.asm["ttir"])
+    return [number for number in map(float, literals) if 0 < number < 1]
 
 
 def test_float64_stays(gallery: Path, on_h100: Ask) -> None:
     """The scale is not rounded to float32 first, which the interpreter would not show."""
-    (found,) = on_h100(gallery / RECIPE, constants)
-    assert found
-    assert found == [pytest.approx(0.125 * math.log2(math.e), rel=1e-15)] * len(found)
+    (results,) = on_h100(gallery / RECIPE, constants)
+    assert results
+    assert results == [pytest.approx(0.125 * math.log2(math.e), rel=1e-15)] * len(results)
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:

@@ -312,9 +312,9 @@ def counts(taken: ModuleType) -> dict[str, Counter[str]]:
 
 def test_compiled(gallery: Path, on_h100: Ask) -> None:
     """Full programs move 16 bytes at a time at any size. A call serves eight elements, in bfloat16 of one thread."""
-    (found,) = on_h100(gallery / "fusion" / "dropout.py", counts)
+    (results,) = on_h100(gallery / "fusion" / "dropout.py", counts)
     for dtype, accesses in (("bf16", 1), ("fp32", 2)):
-        counted = found[dtype]
+        counted = results[dtype]
         assert counted["ld.global.v4.b32"] == counted["st.global.v4.b32"] == accesses
         # With eight elements for each load; float32 has four.
         assert any("shared" in name for name in counted) == (dtype == "fp32")
@@ -327,10 +327,10 @@ def test_seeds(taken: ModuleType) -> None:
     pair = [taken.dropout_seed(DEVICE, torch.Generator(DEVICE).manual_seed(5)) for _ in range(2)]
     assert torch.equal(*pair)
     before = torch.random.get_rng_state()
-    found = {taken.dropout_seed(DEVICE).item() for _ in range(50)}
+    seeds = {taken.dropout_seed(DEVICE).item() for _ in range(50)}
     torch.random.set_rng_state(before)
-    assert len(found) == 50
-    assert all(0 <= seed < 2**63 for seed in found)
+    assert len(seeds) == 50
+    assert all(0 <= seed < 2**63 for seed in seeds)
     assert pair[0].shape == (1,)
     assert pair[0].dtype == torch.int64
 

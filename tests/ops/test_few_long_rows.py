@@ -57,9 +57,9 @@ def of_rows(draw: Draw, *shape: int) -> tuple[torch.Tensor]:
 
 def of_backward(draw: Draw, *shape: int) -> tuple[torch.Tensor, ...]:
     """Make a gradient, rows and their log-sum-exp."""
-    wide = result(draw.dtype)
-    grad, x = draw(*shape[:-1], dtype=wide), draw(*shape)
-    return grad, x, draw(*shape[:-1], dtype=wide, of=lambda _: torch.logsumexp(x.double(), -1))
+    result_dtype = result(draw.dtype)
+    grad, x = draw(*shape[:-1], dtype=result_dtype), draw(*shape)
+    return grad, x, draw(*shape[:-1], dtype=result_dtype, of=lambda _: torch.logsumexp(x.double(), -1))
 
 
 def exact_sum(x: torch.Tensor) -> list[Exact]:
@@ -133,7 +133,7 @@ WHOLE = [
         exact_gradient,
         floor=lambda _: torch.finfo(torch.float32).tiny,
         refused=[
-            *(one._replace(arguments=lambda draw, one=one: one.arguments(draw) * 3) for one in REFUSED),
+            *(entry._replace(arguments=lambda draw, entry=entry: entry.arguments(draw) * 3) for entry in REFUSED),
             *(
                 Refused(make, ValueError, r"few_long_rows_logsumexp_backward takes .*float32 and shape \(2,\)")
                 for make in (
@@ -182,11 +182,11 @@ def test_same_bits_in_any_batch(
     """A row gives the same alone, in a batch of any size, at any place in it, and in a view."""
     op = getattr(taken, name)
     x = Layout("contiguous", 0).make((7, N), dtype, DEVICE)
-    wide = torch.zeros(7, N + 17, dtype=dtype, device=DEVICE)
-    wide[:, 3 : N + 3] = x
+    padded = torch.zeros(7, N + 17, dtype=dtype, device=DEVICE)
+    padded[:, 3 : N + 3] = x
     with planned(taken, plan):
         whole = op(x)
-        for batch in (x[:1], x[1:2], x[4:], x[::3], x[2:3].expand(5, N), wide[:, 3 : N + 3], x[None, 3:5], x[6]):
+        for batch in (x[:1], x[1:2], x[4:], x[::3], x[2:3].expand(5, N), padded[:, 3 : N + 3], x[None, 3:5], x[6]):
             rows = [i for row in batch.reshape(-1, N) for i in range(7) if torch.equal(row, x[i])]
             assert torch.equal(op(batch).flatten(), whole[rows])
 
@@ -199,11 +199,11 @@ def test_same_bits_on_a_gpu(taken: ModuleType, name: str, dtype: torch.dtype, N:
     """As above, where threads share a row; and with torch.compile."""
     op = getattr(taken, name)
     x = torch.randn(64, N, device=DEVICE).to(dtype)
-    wide = torch.empty(64, N + 16 - N % 16, dtype=dtype, device=DEVICE)
-    wide[:, :N] = x
+    padded = torch.empty(64, N + 16 - N % 16, dtype=dtype, device=DEVICE)
+    padded[:, :N] = x
     whole = op(x)
     for rows in (slice(1), slice(1, 2), slice(3, 20), slice(63, 64), slice(None, None, 7)):
-        for view in (x, wide[:, :N], wide.roll(1, 1)[:, 1 : N + 1]):
+        for view in (x, padded[:, :N], padded.roll(1, 1)[:, 1 : N + 1]):
             assert torch.equal(op(view[rows]), whole[rows])
 
 
@@ -255,11 +255,11 @@ def test_special_gradients(taken: ModuleType, dtype: torch.dtype) -> None:
     """Infinities and NaN have the gradients that they have in PyTorch."""
     x = torch.zeros(5, 40, dtype=result(dtype), device=DEVICE)
     x[0, 5], x[1, 3], x[2], x[3, 1:], x[4, 0] = torch.nan, torch.inf, -torch.inf, -torch.inf, 100
-    found = []
+    grads = []
     for op in (taken.few_long_rows_logsumexp, partial(torch.logsumexp, dim=-1)):
         leaf = x.clone().requires_grad_()
-        found += torch.autograd.grad(op(leaf).sum(), leaf)
-    torch.testing.assert_close(*found, equal_nan=True)
+        grads += torch.autograd.grad(op(leaf).sum(), leaf)
+    torch.testing.assert_close(*grads, equal_nan=True)
 
 
 @each_dtype
@@ -313,15 +313,15 @@ def test_launches(taken: ModuleType, dtype: torch.dtype, monkeypatch: pytest.Mon
             return lambda *args, PARTS, BLOCK, **options: blocks.append(PARTS or BLOCK)
 
     count = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-    found = {}
+    results = {}
     for M, N in ((1, 100), (1, 32_768), (4, 40_000), (5, 40_000), (1, 2**29)):
         for counts in (None, count):
             blocks.clear()
             x = torch.zeros((), dtype=dtype, device=DEVICE).expand(M, N)
             monkeypatch.setattr(taken, "_few_long_rows_matrix", lambda x: x)
             taken._few_long_rows_launch(x, False, Kernel(), counts)
-            found[M, N, counts is None] = list(blocks)
-    assert found == {
+            results[M, N, counts is None] = list(blocks)
+    assert results == {
         (1, 100, True): [128],
         (1, 100, False): [128],
         (1, 32_768, True): [32_768],
@@ -343,13 +343,13 @@ def test_counters_on_a_gpu(taken: ModuleType, name: str) -> None:
     passes = taken._few_long_rows_launch(x, name.endswith("exp"), taken._few_long_rows_kernel)
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
-    found = []
+    results = []
     for _ in range(50):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(op(x))
+                results.append(op(x))
     torch.cuda.synchronize()
-    assert all(torch.equal(out, passes) for out in found)
+    assert all(torch.equal(out, passes) for out in results)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = op(x)
@@ -365,30 +365,30 @@ OTHERS = {"part_ptr": "fp32", "out_ptr": "fp32", "count_ptr": "i32"}
 
 def layouts_of_rows(taken: ModuleType) -> dict[tuple[str, int], set[tuple[str, ...]]]:
     """Return which thread holds what, and how wide loads are, for all that a launch may note of its arguments."""
-    found: dict[tuple[str, int], set[tuple[str, ...]]] = {}
+    results: dict[tuple[str, int], set[tuple[str, ...]]] = {}
     kernel = taken._few_long_rows_kernel
     for dtype, N in itertools.product((torch.bfloat16, torch.float32), (100_000, 100_001)):
         plan = taken._few_long_rows_plan(N, dtype) | {"LOG": True, "PARTS": 16} | OTHERS
         for noted in ([], ["stride_xm"], ["parts"], ["stride_xm", "parts"]):
             multiples = [*noted, *(["N"] if N % 16 == 0 else [])]
-            one = compiled(kernel, OF[dtype], multiples=multiples, **plan)
-            what = (*re.findall(r"#blocked\d* = .*", one.asm["ttgir"]), *re.findall(r"ld\.global\S*", one.asm["ptx"]))
-            found.setdefault((OF[dtype], N), set()).add(what)
-    return found
+            made = compiled(kernel, OF[dtype], multiples=multiples, **plan)
+            code = (*re.findall(r"#blocked\d* = .*", made.asm["ttgir"]), *re.findall(r"ld\.global\S*", made.asm["ptx"]))
+            results.setdefault((OF[dtype], N), set()).add(code)
+    return results
 
 
 def test_layout_is_that_of_any_batch(gallery: Path, on_h100: Ask) -> None:
     """Which thread holds what of a row, and so the order of its sum, follows from its length and dtype alone."""
-    (found,) = on_h100(gallery / "fusion" / "few_long_rows.py", layouts_of_rows)
-    assert {len(what) for what in found.values()} == {1}
-    for (_, N), what in found.items():
-        (loads,) = ({load for load in one if load.startswith("ld")} for one in what)
+    (results,) = on_h100(gallery / "fusion" / "few_long_rows.py", layouts_of_rows)
+    assert {len(code) for code in results.values()} == {1}
+    for (_, N), code in results.items():
+        (loads,) = ({load for load in entry if load.startswith("ld")} for entry in code)
         assert ("ld.global.v4.b32" in loads) == (N == 100_000)
 
 
 def layouts_of_parts(taken: ModuleType) -> list[tuple[list[str], list[str]]]:
     """Return which thread holds what of the parts, in a launch with counters and in a second pass."""
-    found = []
+    results = []
     for parts in (16, 100, 2048):
         N = 8192 * parts
         plan = taken._few_long_rows_plan(N, torch.bfloat16) | {
@@ -396,21 +396,21 @@ def layouts_of_parts(taken: ModuleType) -> list[tuple[list[str], list[str]]]:
             "PARTS": taken.triton.next_power_of_2(parts),
         }
         known = ["N", "stride_xm", *(["parts"] if parts % 16 == 0 else [])]
-        one = compiled(taken._few_long_rows_kernel, "bf16", multiples=known, **plan, **OTHERS)
+        first = compiled(taken._few_long_rows_kernel, "bf16", multiples=known, **plan, **OTHERS)
         again = plan | {"VEC": 1, "BLOCK": plan["PARTS"], "PARTS": 0}
         multiples = ["N", "stride_xm"] if parts % 16 == 0 else []
-        two = compiled(taken._few_long_rows_kernel, "fp32", multiples=multiples, **again, **OTHERS)
-        texts = [kernel.asm["ttgir"] for kernel in (one, two)]
+        second = compiled(taken._few_long_rows_kernel, "fp32", multiples=multiples, **again, **OTHERS)
+        texts = [kernel.asm["ttgir"] for kernel in (first, second)]
         named = [dict(re.findall(r"(#blocked\d*) = (.*)", text)) for text in texts]
         reduced = [re.findall(rf"tensor<{again['BLOCK']}xf32, (#blocked\d*)>\) -> f32", text) for text in texts]
-        found.append(tuple([names[one] for one in which] for names, which in zip(named, reduced, strict=True)))
-    return found
+        results.append(tuple([names[layout] for layout in which] for names, which in zip(named, reduced, strict=True)))
+    return results
 
 
 def test_parts_are_summed_alike(gallery: Path, on_h100: Ask) -> None:
     """With counters or without: which thread holds what of the parts is the same."""
-    (found,) = on_h100(gallery / "fusion" / "few_long_rows.py", layouts_of_parts)
-    for with_counters, second_pass in found:
+    (results,) = on_h100(gallery / "fusion" / "few_long_rows.py", layouts_of_parts)
+    for with_counters, second_pass in results:
         assert with_counters == second_pass
         assert len(second_pass) == 1
 
@@ -423,8 +423,8 @@ def traced(recipe: ModuleType) -> list[list[list[str]]]:
 
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """No input counts as written, either way."""
-    (found,) = on_h100(gallery / "fusion" / "few_long_rows.py", traced)
-    for (forward, backward), launches in zip(found, (1, 2), strict=True):
+    (traced_graphs,) = on_h100(gallery / "fusion" / "few_long_rows.py", traced)
+    for (forward, backward), launches in zip(traced_graphs, (1, 2), strict=True):
         for graph, count in ((forward, launches), (backward, 1)):
             kernels = [call for call in graph if call.startswith("triton_kernel_wrapper")]
             assert kernels == ["triton_kernel_wrapper_functional"] * count

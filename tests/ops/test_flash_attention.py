@@ -81,12 +81,12 @@ CONTRACT = [
 ]
 
 
-def assert_gradients(found: Sequence[torch.Tensor], *given: Any) -> None:
+def assert_gradients(grads: Sequence[torch.Tensor], *given: Any) -> None:
     """Assert that gradients are right, given the tensors that they are of, and that of the result."""
     q, k, v, grad, *options = in_float64(given)
-    for one, right in zip(found, exact_gradients(grad, q, k, v, *options), strict=True):
-        assert one.shape == right.value.shape
-        assert_close(CONTRACT[2], given[0].dtype, one, right)
+    for actual, right in zip(grads, exact_gradients(grad, q, k, v, *options), strict=True):
+        assert actual.shape == right.value.shape
+        assert_close(CONTRACT[2], given[0].dtype, actual, right)
 
 
 @pytest.mark.parametrize("causal", first_quickly(True, False))
@@ -109,13 +109,13 @@ GPUS = {"A100": (166_912, 8), "H200": (232_448, 9), "B200": (232_448, 10), "RTX 
 def test_which_tiles(taken: ModuleType, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper's are for Hopper alone, and GPUs with little shared memory have small ones."""
     room, major = GPUS[gpu]
-    found = {"major": major} | ({"shared_memory_per_block_optin": room} if room else {})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**found))
+    properties = {"major": major} | ({"shared_memory_per_block_optin": room} if room else {})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**properties))
     which = {"H200": taken.FLASH_ATTENTION_HOPPER, "RTX 4090": taken.FLASH_ATTENTION_SMALL}
     which["MI300"] = which["RTX 4090"]
     for BLOCK_D, tiles in (taken.FLASH_ATTENTION_TILES | which.get(gpu, {})).items():
-        got = taken._flash_attention_tiles.__wrapped__(torch.device("cuda"), BLOCK_D, 2)
-        assert [tuple(tile.values()) for tile in got] == tiles
+        actual = taken._flash_attention_tiles.__wrapped__(torch.device("cuda"), BLOCK_D, 2)
+        assert [tuple(tile.values()) for tile in actual] == tiles
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -142,14 +142,14 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
     """Every step of the ladder is right."""
     draw = Draw(torch.float16)
     grad, q, k, v = (draw(1, 2, 200, 64) for _ in range(4))
-    wide = in_float64((q, k, v, grad))
+    doubles = in_float64((q, k, v, grad))
     for make, causal, *_ in recipe.STEPS.values():
         assert_gradients(make(q, k, v, grad)(), q, k, v, grad, causal)
-    found = [one.value for one in exact_gradients(wide[3], *wide[:3], True)]
-    torch.testing.assert_close(list(recipe.expected_of(*wide, is_causal=True)), found)
-    p, out = weights(*scores(*wide[:2], True, None)[:2]).p, exact(*wide[:3], True)[0].value
-    terms = [one.terms for one in of_weights(wide[3], *wide[:3], out, p, p, 64**-0.5)]
-    torch.testing.assert_close(recipe.terms_of(*wide, True), terms)
+    expected = [result.value for result in exact_gradients(doubles[3], *doubles[:3], True)]
+    torch.testing.assert_close(list(recipe.expected_of(*doubles, is_causal=True)), expected)
+    p, out = weights(*scores(*doubles[:2], True, None)[:2]).p, exact(*doubles[:3], True)[0].value
+    terms = [result.terms for result in of_weights(doubles[3], *doubles[:3], out, p, p, 64**-0.5)]
+    torch.testing.assert_close(recipe.terms_of(*doubles, True), terms)
 
 
 KERNELS = ["_flash_attention_kernel", "_flash_attention_dkv_kernel", "_flash_attention_dq_kernel"]
@@ -167,16 +167,16 @@ def at_launch(taken: ModuleType, which: int, dtype: str, D: int, causal: bool, t
         tile = taken._flash_attention_tiles(torch.device("cpu"), BLOCK_D, 8)[which]
         BLOCK_M, BLOCK_N, num_warps, num_stages, *maxnreg = tile.values()
     names = getattr(taken, KERNELS[which]).arg_names
-    wide, scale = "fp64" if dtype == "fp64" else "fp32", D**-0.5
+    acc_type, scale = "fp64" if dtype == "fp64" else "fp32", D**-0.5
     known = {
-        "lse_ptr": wide,
-        "delta_ptr": wide,
+        "lse_ptr": acc_type,
+        "delta_ptr": acc_type,
         "GROUP": 1,
         "D": D,
         "SCALE": scale,
         "SCALE_2": scale * math.log2(math.e),
         "CAUSAL": causal,
-        "ACC": {"fp32": tl.float32, "fp64": tl.float64}[wide],
+        "ACC": {"fp32": tl.float32, "fp64": tl.float64}[acc_type],
         "LOWEST": torch.finfo(torch.float32).min,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
@@ -195,20 +195,20 @@ def at_launch(taken: ModuleType, which: int, dtype: str, D: int, causal: bool, t
 
 def codes(taken: ModuleType) -> dict[tuple[int, int], tuple[set[str], bool, bool]]:
     """Return, for heads and kernels, the matrix instructions, whether exp2 is one, and whether anything is atomic."""
-    found = {}
+    results = {}
     for D, which in itertools.product((64, 128), range(3)):
         known = at_launch(taken, which, "fp16", D, True, "FLASH_ATTENTION_HOPPER")
         text = compiled(getattr(taken, KERNELS[which]), **known).asm["ptx"]
         matrix = set(re.findall(r"(wgmma|mma)\.\S*?m\d+n\d+", text))
-        found[D, which] = matrix, "ex2.approx" in text, bool(re.search(r"\b(atom|red)\.global", text))
-    return found
+        results[D, which] = matrix, "ex2.approx" in text, bool(re.search(r"\b(atom|red)\.global", text))
+    return results
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Hopper's instruction in all products, one instruction for an exponential, and no additions to memory."""
-    (found,) = on_h100(gallery / RECIPE, codes)
-    assert set(found) == set(itertools.product((64, 128), range(3)))
-    assert set(map(repr, found.values())) == {repr(({"wgmma"}, True, False))}
+    (results,) = on_h100(gallery / RECIPE, codes)
+    assert set(results) == set(itertools.product((64, 128), range(3)))
+    assert set(map(repr, results.values())) == {repr(({"wgmma"}, True, False))}
 
 
 def rooms(taken: ModuleType) -> list[int]:
@@ -223,9 +223,9 @@ def rooms(taken: ModuleType) -> list[int]:
 @pytest.mark.thorough
 def test_float64_fits(gallery: Path, on_h100: Ask) -> None:
     """An A100's shared memory has room for the largest heads."""
-    (found,) = on_h100(gallery / RECIPE, rooms)
-    assert len(found) == 6
-    assert max(found) <= 163 * 1024
+    (byte_counts,) = on_h100(gallery / RECIPE, rooms)
+    assert len(byte_counts) == 6
+    assert max(byte_counts) <= 163 * 1024
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:
@@ -254,8 +254,8 @@ def test_beyond_int32(taken: ModuleType) -> None:
     grad[0, -1] = torch.randn(2048, 128, device=DEVICE)
     dq, dk, dv = taken.flash_attention_backward(grad, q, k, k, out, lse, False, None)
     assert_gradients((dq[:, -1:], dk, dv), q[:, -1:], k, k, grad[:, -1:])
-    for one, right in zip((out, lse), exact_with_lse(*in_float64((q[:, -1:], k, k))), strict=True):
-        assert_close(CONTRACT[1], q.dtype, one[:, -1:], right)
+    for actual, right in zip((out, lse), exact_with_lse(*in_float64((q[:, -1:], k, k))), strict=True):
+        assert_close(CONTRACT[1], q.dtype, actual[:, -1:], right)
 
 
 PASS_FOR_QUERIES = """

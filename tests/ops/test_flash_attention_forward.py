@@ -77,10 +77,10 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
     q, k, v = (Layout("contiguous", seed).make((1, 2, 200, 64), torch.float16, DEVICE) for seed in range(3))
     for step, causal, *_ in recipe.STEPS.values():
         assert_right(step(q, k, v), q, k, v, causal)
-    wide = [t.double() for t in (q, k, v)]
-    assert_right(recipe.attention_blocks(*wide, size=30, forget=False), *wide)
+    doubles = [t.double() for t in (q, k, v)]
+    assert_right(recipe.attention_blocks(*doubles, size=30, forget=False), *doubles)
     assert [recipe.statements(*step[2:]) for step in recipe.STEPS.values()][::2] == [21, 46, 46]
-    torch.testing.assert_close(recipe.reference(q, k, v, causal=True)[0], exact(*wide, True)[0].value)
+    torch.testing.assert_close(recipe.reference(q, k, v, causal=True)[0], exact(*doubles, True)[0].value)
 
 
 def at_launch(taken: ModuleType, dtype: str, D: int, causal: bool) -> dict[str, object]:
@@ -89,7 +89,7 @@ def at_launch(taken: ModuleType, dtype: str, D: int, causal: bool) -> dict[str, 
 
     BLOCK_D = max(16, 1 << (D - 1).bit_length())
     BLOCK_M, BLOCK_N, num_warps, _ = taken.FLASH_ATTENTION_FORWARD_TILES[BLOCK_D]
-    strides = [f"stride_{of}{along}" for of in "qkvo" for along in "bhl"]
+    strides = [f"stride_{tensor}{along}" for tensor in "qkvo" for along in "bhl"]
     return {
         "dtype": dtype,
         "num_warps": num_warps,
@@ -108,32 +108,32 @@ def at_launch(taken: ModuleType, dtype: str, D: int, causal: bool) -> dict[str, 
 
 def codes(taken: ModuleType) -> dict[int, tuple[set[str], set[str], bool]]:
     """Return, for some heads, the bytes of asynchronous copies, the matrix instructions, and whether exp2 is one."""
-    found = {}
+    results = {}
     for D in (64, 128, 256):
         kernel = taken._flash_attention_forward_kernel
         text = compiled(kernel, **at_launch(taken, "fp16", D, True)).asm["ptx"]
         widths = set(re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", text))
-        found[D] = widths, set(re.findall(r"(wgmma|mma)\.\S*?m\d+", text)), "ex2.approx" in text
-    return found
+        results[D] = widths, set(re.findall(r"(wgmma|mma)\.\S*?m\d+", text)), "ex2.approx" in text
+    return results
 
 
 def exponentials(recipe: ModuleType) -> list[set[str]]:
     """Return which instructions the exponentials of the page's kernels of base e and 2 become."""
     known = {"D": 64, "BLOCK_M": 128, "BLOCK_N": 64, "scale": 0.125}
     made = [(recipe.attention_kernel, known), (recipe.base2_kernel, known | {"CAUSAL": False})]
-    return [set(re.findall(r"ex2\.[\w.]+", ptx(kernel, "fp16", num_warps=8, **of))) for kernel, of in made]
+    return [set(re.findall(r"ex2\.[\w.]+", ptx(kernel, "fp16", num_warps=8, **options))) for kernel, options in made]
 
 
 def test_exponentials(gallery: Path, on_h100: Ask) -> None:
     """That of base e keeps very small results, which takes more than the instruction; that of base 2 does not."""
-    (found,) = on_h100(gallery / RECIPE, exponentials)
-    assert found == [{"ex2.approx.f32"}, {"ex2.approx.ftz.f32"}]
+    (results,) = on_h100(gallery / RECIPE, exponentials)
+    assert results == [{"ex2.approx.f32"}, {"ex2.approx.ftz.f32"}]
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Copies of 16 bytes, Hopper's instruction in both products, and one instruction for an exponential."""
-    (found,) = on_h100(gallery / RECIPE, codes)
-    assert found == dict.fromkeys((64, 128, 256), ({"0x10"}, {"wgmma"}, True))
+    (results,) = on_h100(gallery / RECIPE, codes)
+    assert results == dict.fromkeys((64, 128, 256), ({"0x10"}, {"wgmma"}, True))
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:

@@ -80,8 +80,8 @@ def written(taken: ModuleType) -> list[str]:
     arguments = {"out_ptr": torch.zeros(4), "value": 1.0}
     if hasattr(triton_kernel_wrap, "identify_mutated_tensors"):  # of PyTorch 2.11
         return list(triton_kernel_wrap.identify_mutated_tensors(taken.publish_kernel, arguments, {}))
-    found = triton_kernel_wrap.identify_accessed_tensors(taken.publish_kernel, arguments, {})
-    return [dep.name for dep in found.read_writes.writes]
+    accessed = triton_kernel_wrap.identify_accessed_tensors(taken.publish_kernel, arguments, {})
+    return [dep.name for dep in accessed.read_writes.writes]
 
 
 @pytest.mark.skipif(TRITON < (3, 9), reason="NOT TESTED: needs Triton 3.9 as in _build/triton of make newest")

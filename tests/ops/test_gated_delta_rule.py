@@ -67,9 +67,9 @@ def by_token(
         dbeta[:, t] = (written * errors[t]).sum(-1)
         of_betas[:, t] = (written * errors[t]).abs().sum(-1)
         dv[:, t] = beta[:, t, :, None] * written
-        one, other = back * (beta[:, t, :, None] * errors[t])[:, :, None], decayed * dv[:, t, :, None]
-        dk[:, t] = (one - other).sum(-1)
-        of_keys[:, t] = (one.abs() + other.abs()).sum(-1)
+        first_term, second_term = back * (beta[:, t, :, None] * errors[t])[:, :, None], decayed * dv[:, t, :, None]
+        dk[:, t] = (first_term - second_term).sum(-1)
+        of_keys[:, t] = (first_term.abs() + second_term.abs()).sum(-1)
         back = back - k[:, t, :, :, None] * dv[:, t, :, None, :]
         dg[:, t] = (back * decayed).sum((-1, -2))
         back = back * a[:, t]
@@ -91,12 +91,12 @@ def exact(*arguments: Any, looser: float = 1) -> list[Exact]:
     if q.numel():  # tokens shrink what comes from later ones, and not its rounding
         terms["dfirst"] = q.abs().max() * grad.abs().max() * (q.shape[3] ** -0.5 if scale is None else abs(scale))
     decays = g.abs().clamp(max=850).sum(1).max() if g.numel() else 0.0
-    found = []
+    results = []
     for name, value in zip(NAMES, values, strict=True):
         largest = value.abs().max() if value.numel() else value.new_zeros(())
         size = looser * (largest + terms.get(name, 0.0))
         of_state = name in ("last", "dg", "dbeta", "dfirst")
-        found.append(
+        results.append(
             Exact(
                 value,
                 (size * (1 + decays / 7)).expand(value.shape),
@@ -107,7 +107,7 @@ def exact(*arguments: Any, looser: float = 1) -> list[Exact]:
                 made_by_torch=not (of_state and q.numel()),
             )
         )
-    return found
+    return results
 
 
 def exact_forward(*tensors: Any, looser: float = 1) -> list[Exact]:
@@ -139,11 +139,11 @@ def of_forward(
     started: bool = True,
 ) -> tuple[Any, ...]:
     """Make queries, keys of length one, values, log decays, betas, a state, if there is one, and the scale."""
-    wide, each = accumulator(draw.dtype), (batch, T, heads)
+    acc_dtype, each = accumulator(draw.dtype), (batch, T, heads)
     q, k, v = draw(*each, K), draw(*each, K, of=lambda x: normalize(x, dim=-1)), draw(*each, V)
-    g = draw(*each, dtype=wide, of=lambda x: logsigmoid(x + gate))
-    beta = draw(*each, dtype=wide, of=torch.sigmoid)
-    return q, k, v, g, beta, draw(batch, heads, K, V, dtype=wide) if started else None, scale
+    g = draw(*each, dtype=acc_dtype, of=lambda x: logsigmoid(x + gate))
+    beta = draw(*each, dtype=acc_dtype, of=torch.sigmoid)
+    return q, k, v, g, beta, draw(batch, heads, K, V, dtype=acc_dtype) if started else None, scale
 
 
 def of_backward(draw: Draw, batch: int, T: int, heads: int, K: int, V: int, *options: Any) -> tuple[Any, ...]:
@@ -152,9 +152,9 @@ def of_backward(draw: Draw, batch: int, T: int, heads: int, K: int, V: int, *opt
     return *grads, *of_forward(draw, batch, T, heads, K, V, *options)
 
 
-def refused(way: Callable[..., tuple[Any, ...]], error: type[Exception], said: str) -> Refused:
+def refused(way: Callable[..., tuple[Any, ...]], error: type[Exception], text: str) -> Refused:
     """Return a call that raises, given what makes its arguments of some that fit."""
-    return Refused(lambda draw: way(*of_forward(draw, 2, 5, 3, 16, 32)[:-1]), error, f"gated_delta_rule takes {said}")
+    return Refused(lambda draw: way(*of_forward(draw, 2, 5, 3, 16, 32)[:-1]), error, f"gated_delta_rule takes {text}")
 
 
 def misfit(way: Callable[..., Tensors]) -> Refused:
@@ -237,9 +237,9 @@ def test_gates_of_zero(taken: ModuleType, dtype: torch.dtype, T: int) -> None:
     g = tensors[3]
     g[:, [0, 7, T - 1], 0] = -torch.inf
     g[:, 20:, 1] = -torch.inf
-    found = assert_right(taken, tensors, grads)
-    assert all(t.isfinite().all() for t in found)
-    assert not found[-1][:, 0].any()
+    results = assert_right(taken, tensors, grads)
+    assert all(t.isfinite().all() for t in results)
+    assert not results[-1][:, 0].any()
 
 
 def test_a_nan_gate_stays_nan_float32(taken: ModuleType) -> None:
@@ -272,9 +272,9 @@ def test_beta_of_zero(taken: ModuleType, dtype: torch.dtype) -> None:
     """Such a token writes nothing, and its beta has a gradient all the same."""
     tensors, grads = problem(dtype, 1, 70, 2, 16, 32)
     tensors[4][:, 20:50] = 0
-    found = assert_right(taken, tensors, grads)
-    assert found[6][:, 20:50].all()
-    assert not found[4][:, 20:50].any()
+    results = assert_right(taken, tensors, grads)
+    assert results[6][:, 20:50].all()
+    assert not results[4][:, 20:50].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -290,8 +290,8 @@ def test_reads_nothing_beside_its_inputs(taken: ModuleType, dtype: torch.dtype) 
     """NaN in what lies around contiguous inputs stays there."""
     for case in CONTRACT:
         op, given = getattr(taken, case.call), case.arguments(Draw(dtype), 1, 75, 1, 20, 40)
-        found = op(*(amid(value) if isinstance(value, torch.Tensor) else value for value in given))
-        torch.testing.assert_close(found, op(*given), rtol=0, atol=0)
+        actual = op(*(amid(value) if isinstance(value, torch.Tensor) else value for value in given))
+        torch.testing.assert_close(actual, op(*given), rtol=0, atol=0)
 
 
 @each_dtype
@@ -314,10 +314,10 @@ def test_either_result(taken: ModuleType, dtype: torch.dtype) -> None:
     leaves = [t.clone().requires_grad_() for t in tensors]
     results = taken.gated_delta_rule(*leaves, 0.3)
     for which in ((0, 1), (0,), (1,)):
-        got = torch.autograd.grad([results[i] for i in which], leaves, [grads[i] for i in which], retain_graph=True)
+        actual = torch.autograd.grad([results[i] for i in which], leaves, [grads[i] for i in which], retain_graph=True)
         given_to = [grads[i] if i in which else torch.zeros_like(grads[i]) for i in range(2)]
         expected = taken.gated_delta_rule_backward(*given_to, *tensors, 0.3)
-        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def test_steps_of_the_page(recipe: ModuleType) -> None:
@@ -326,13 +326,13 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
     expected = by_token(*grads, *tokens, None, None)[0][0]
     ops = {name: step[0] for name, step in recipe.STEPS.items()} | {"PyTorch": recipe.delta_rule_torch}
     for op in ops.values():
-        found = op(*tokens)
-        assert found.dtype == torch.float16
-        assert (found.double() - expected).abs().max() <= 4 * 2.0**-11 * expected.abs().max()
+        results = op(*tokens)
+        assert results.dtype == torch.float16
+        assert (results.double() - expected).abs().max() <= 4 * 2.0**-11 * expected.abs().max()
     doubles = [t.double() for t in (*tokens, first)]
-    found = recipe.results_of(recipe.recurrence, doubles, [t.double() for t in grads], 0.3)
-    for one, right in zip(found, by_token(*grads, *tokens, first, 0.3)[0], strict=True):
-        torch.testing.assert_close(one, right)
+    results = recipe.results_of(recipe.recurrence, doubles, [t.double() for t in grads], 0.3)
+    for actual, right in zip(results, by_token(*grads, *tokens, first, 0.3)[0], strict=True):
+        torch.testing.assert_close(actual, right)
 
 
 def test_inverses_of_the_page(recipe: ModuleType) -> None:
@@ -353,7 +353,7 @@ KERNELS = {
     "gradients": (5, {}),
 }
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
-OF_WIDE = [f"{of}_ptr" for of in ["g", "decay", "beta", "first", "last", "grad_last", "dfirst", "dg", "dbeta"]]
+OF_WIDE = [f"{name}_ptr" for name in ["g", "decay", "beta", "first", "last", "grad_last", "dfirst", "dg", "dbeta"]]
 
 
 def at_launch(taken: ModuleType, which: str, dtype: str, K: int, V: int) -> tuple[object, dict[str, object]]:
@@ -367,32 +367,32 @@ def at_launch(taken: ModuleType, which: str, dtype: str, K: int, V: int) -> tupl
     (CHUNK, PRECISION), *tiles = taken.GATED_DELTA_RULE_TILES[BYTES[dtype]]
     most_k, most_v, num_warps, num_stages = (taken.GATED_DELTA_RULE_HOPPER if half else tiles)[number]
     least = 64 if half else 16
-    wide = "fp64" if dtype == "fp64" else "fp32"
+    acc_type = "fp64" if dtype == "fp64" else "fp32"
     known = {
         "SCALE": K**-0.5,
         "K": K,
         "V": V,
-        "ACC": getattr(tl, {"fp64": "float64", "fp32": "float32"}[wide]),
+        "ACC": getattr(tl, {"fp64": "float64", "fp32": "float32"}[acc_type]),
         "PRECISION": PRECISION,
         "CHUNK": CHUNK,
         "BLOCK_K": min(most_k, max(least, triton.next_power_of_2(K))),
         "BLOCK_V": min(most_v, max(least, triton.next_power_of_2(V))),
     } | constants
     known = {name: value for name, value in known.items() if name in kernel.arg_names}
-    pointers = dict.fromkeys((name for name in OF_WIDE if name in kernel.arg_names), wide)
+    pointers = dict.fromkeys((name for name in OF_WIDE if name in kernel.arg_names), acc_type)
     options = {"dtype": dtype, "num_warps": num_warps, "num_stages": num_stages, "multiples": ["T", "HEADS"]}
     return kernel, options | known | pointers
 
 
 def codes(taken: ModuleType) -> dict[str, tuple[set[str], bool, bool]]:
     """Return, for each kernel, the types of matrix instructions, whether exp2 is one, and whether any is atomic."""
-    found = {}
+    results = {}
     for which in KERNELS:
         kernel, known = at_launch(taken, which, "bf16", 128, 128)
         text = compiled(kernel, **known).asm["ptx"]
         matrix = set(re.findall(r"wgmma\.mma_async\S*?m\d+n\d+k\d+\.f32\.(\w+)", text))
-        found[which] = matrix, "ex2.approx" in text, bool(re.search(r"\b(atom|red)\.global", text))
-    return found
+        results[which] = matrix, "ex2.approx" in text, bool(re.search(r"\b(atom|red)\.global", text))
+    return results
 
 
 @pytest.mark.thorough
@@ -403,9 +403,9 @@ def test_narrow_heads_read_nothing_unwritten(gallery: Path, on_h100: Ask) -> Non
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Hopper's instruction in all products, in TF32 for inverses, one for an exponential, no additions to memory."""
-    (found,) = on_h100(gallery / RECIPE, codes)
-    assert set(found) == set(KERNELS)
-    for which, code in found.items():
+    (results,) = on_h100(gallery / RECIPE, codes)
+    assert set(results) == set(KERNELS)
+    for which, code in results.items():
         assert code == ({"bf16", "tf32"} if which == "solve" else {"bf16"}, True, False), which
 
 

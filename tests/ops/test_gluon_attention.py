@@ -130,15 +130,15 @@ CONTRACT = [
 @given(
     size=SHAPES,
     dtype=st.sampled_from(HALVES),
-    of=st.tuples(layouts(), layouts(), layouts()),
+    drawn=st.tuples(layouts(), layouts(), layouts()),
     seed=st.integers(0, 2**31),
 )
 def test_accumulator_by_a_model(
-    modelled: ModuleType, size: tuple[Any, ...], dtype: torch.dtype, of: tuple[Layout, Layout, Layout], seed: int
+    modelled: ModuleType, size: tuple[Any, ...], dtype: torch.dtype, drawn: tuple[Layout, Layout, Layout], seed: int
 ) -> None:
     """Whatever happens first, the op is right: no wait is for ever, and nothing is written while it is read."""
     gluon_model.SEEDS[0] = seed
-    q, k, v, causal, _ = arguments(Draw(dtype, of, CPU), *size)
+    q, k, v, causal, _ = arguments(Draw(dtype, drawn, CPU), *size)
     out = guarded(partial(modelled._gluon_attention_launch, causal=causal), q, k, v)
     assert_attention(out, q, k, v, causal)
 
@@ -195,7 +195,7 @@ def test_accumulator_turns_by_a_model(modelled: ModuleType, seed: int) -> None:
     pairs = [order[i : i + 2] for i in range(0, len(order), 2)]
     assert len(pairs) == 14
     assert all(pair[0] == pair[1] for pair in pairs)
-    assert all(one[0] != other[0] for one, other in itertools.pairwise(pairs))
+    assert all(previous[0] != current[0] for previous, current in itertools.pairwise(pairs))
     assert products(modelled, False, seed) not in (order, [1 - consumer for consumer in order])
 
 
@@ -231,19 +231,19 @@ def test_accumulator_reads_nothing_beside_its_inputs(modelled: ModuleType) -> No
 
 def test_accumulator_copies_what_the_engine_refuses(modelled: ModuleType) -> None:
     """Rows at odd addresses, with gaps, with steps, that overlap or repeat are copied, dimensions of one are not."""
-    wide = make((2, 3, 40, 80))
+    padded = make((2, 3, 40, 80))
     odd = torch.zeros(2 * 3 * 40 * 64 + 1).half()[1:].view(2, 3, 40, 64)
     gaps = torch.zeros(2, 3, 40, 65).half()[..., :64]
     overlapping = torch.zeros(2, 3, 4000).half().as_strided((2, 3, 40, 64), (12000, 4000, 32, 1))
     repeated = torch.zeros(2, 1, 40, 64).half().expand(2, 3, 40, 64)
-    for x in (wide[..., 4:68], wide[..., :64].mT.contiguous().mT, odd, gaps, overlapping, repeated):
+    for x in (padded[..., 4:68], padded[..., :64].mT.contiguous().mT, odd, gaps, overlapping, repeated):
         copy = modelled._gluon_attention_aligned(x)
         assert copy.is_contiguous()
         assert copy.data_ptr() not in (0, x.data_ptr())
         assert torch.equal(copy, x)
-    one = torch.zeros(1, 1, 1, 64).half().as_strided((1, 1, 1, 64), (3, 5, 7, 1))
-    assert modelled._gluon_attention_aligned(one) is one
-    out = guarded(modelled._gluon_attention_launch, one, one, one)
+    single = torch.zeros(1, 1, 1, 64).half().as_strided((1, 1, 1, 64), (3, 5, 7, 1))
+    assert modelled._gluon_attention_aligned(single) is single
+    out = guarded(modelled._gluon_attention_launch, single, single, single)
     assert not out.any()
 
 
@@ -270,21 +270,21 @@ def compiled(recipe: ModuleType, kernel: Any, call: Callable[[], object]) -> dic
         patch.setattr(recipe, "_gluon_attention_gpu", lambda _: None)
         patch.setattr(kernel, "run", run)
         call()
-    (found,) = made
+    (built,) = made
     with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(found.asm["cubin"])
+        file.write(built.asm["cubin"])
         file.flush()
         tools = triton.knobs.nvidia
         command = [tools.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         command = [tools.nvdisasm.path, "--print-code", file.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    text = found.asm["ptx"]
+    text = built.asm["ptx"]
     return {
         "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "spilled": int(re.findall(r"STACK:(\d+)", usage)[0]) + len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        "shared": found.metadata.shared,
-        "warps": found.metadata.num_warps,
+        "shared": built.metadata.shared,
+        "warps": built.metadata.num_warps,
         "wgmma": re.findall(r"HGMMA\.(\S+) (R\d+), (R|gdesc)", code),
         "groups": len(re.findall(r"HGMMA.*gsb0", code)),
         # From the wait for the scores to that for the values
@@ -294,18 +294,18 @@ def compiled(recipe: ModuleType, kernel: Any, call: Callable[[], object]) -> dic
         "stores": len(re.findall(r"cp\.async\.bulk\.tensor\.4d\.global\.shared", text)),
         "pointers": len(re.findall(r"ld\.global|st\.global|cp\.async\.c[ag]", text)),
         "moves": len(re.findall(r"\b(?:ldmatrix|ld\.shared\.v4)", text)),
-        "order": [next(filter(None, found)) for found in re.findall(ORDER, text)],
+        "order": [next(filter(None, groups)) for groups in re.findall(ORDER, text)],
     }
 
 
 def codes(recipe: ModuleType, kinds: Any = ((torch.float16, 128, True),)) -> dict[tuple[Any, ...], Any]:
     """Return that of the op."""
-    found = {}
+    results = {}
     for dtype, D, causal in kinds:
         x = torch.zeros(1, 2, 320, D, dtype=dtype)
         launch = partial(recipe._gluon_attention_launch, x, x, x, causal=causal)
-        found[dtype, D, causal] = compiled(recipe, recipe._gluon_attention_kernel, launch)
-    return found
+        results[dtype, D, causal] = compiled(recipe, recipe._gluon_attention_kernel, launch)
+    return results
 
 
 def all_codes(recipe: ModuleType) -> dict[tuple[Any, ...], Any]:
@@ -316,9 +316,9 @@ def all_codes(recipe: ModuleType) -> dict[tuple[Any, ...], Any]:
 @pytest.mark.parametrize("look", [codes, pytest.param(all_codes, marks=pytest.mark.thorough)])
 def test_compiled_code(gallery: Path, on_h100: Ask, look: Any) -> None:
     """Maxima are found while the values' product runs, nothing spills, all fits, and warps meet where they must."""
-    (found,) = on_h100(gallery / RECIPE, look)
-    assert len(found) == (1 if look is codes else 8)
-    for (dtype, D, _), known in found.items():
+    (results,) = on_h100(gallery / RECIPE, look)
+    assert len(results) == (1 if look is codes else 8)
+    for (dtype, D, _), known in results.items():
         # Of each consumer: two products for scores, of 16 of D each, and two for values, of 16 keys each.
         kind = ".F32" + (".BF16" if dtype == torch.bfloat16 else "")
         scores, values = ("64x128x16" + kind, "gdesc"), (f"64x{D}x16" + kind, "R")
@@ -361,8 +361,8 @@ def test_compiled_wait(gallery: Path, on_h100: Ask, tmp_path: Path) -> None:
     source = source.replace(loop, "    mbarrier.wait(v_full.index(0), 0)\n" + loop)
     # PyTorch 2.11 refuses a second op of one name in that process.
     variant.write_text(source.replace('NAMESPACE = "triton_gallery"', 'NAMESPACE = "moved_wait"'))
-    (found,) = on_h100(variant, codes)
-    for known in found.values():
+    (results,) = on_h100(variant, codes)
+    for known in results.values():
         # A thread has 64 scores, and a factor for each of its two rows.
         assert [code.count("MUFU.EX2") for code, _ in known["under way"]] == [66, 66]
 
@@ -370,20 +370,20 @@ def test_compiled_wait(gallery: Path, on_h100: Ask, tmp_path: Path) -> None:
 def codes_of_steps(recipe: ModuleType) -> list[tuple[str, dict[str, Any]]]:
     """Return that of each variant of the ladder, and the name of its step."""
     kernels = {"one group": "tile_kernel", "roles for warps": "roles_kernel", "roles and turns": "roles_kernel"}
-    found = []
+    results = []
     for D in (64, 128):
         x = torch.zeros(1, 2, 384, D).half()
         for step, kernel in kernels.items():
             for variant in recipe.STEPS[step]:
-                found.append((step, compiled(recipe, getattr(recipe, kernel), partial(variant, x, x, x))))
-    return found
+                results.append((step, compiled(recipe, getattr(recipe, kernel), partial(variant, x, x, x))))
+    return results
 
 
 def test_compiled_steps(gallery: Path, on_h100: Ask) -> None:
     """Each variant of the ladder fits, spills nothing, waits for groups, and has probabilities in registers."""
-    (found,) = on_h100(gallery / RECIPE, codes_of_steps)
-    assert len(found) == 12
-    for step, known in found:
+    (results,) = on_h100(gallery / RECIPE, codes_of_steps)
+    assert len(results) == 12
+    for step, known in results:
         assert known["spilled"] == known["moves"] == 0
         assert known["shared"] <= ROOM
         assert 0 < known["groups"] < len(known["wgmma"])
@@ -409,21 +409,21 @@ def test_accumulator_refuses(taken: ModuleType) -> None:
     q = torch.ones(2, 4, 3, 64, dtype=torch.float16, device=DEVICE)
     begin = "Error: gluon_attention takes"
     for call in (taken.gluon_attention, partial(at_cuda, taken.gluon_attention), taken._gluon_attention_fake):
-        said = refusal(call, *[q.float()] * 3)
-        assert re.match(rf"Type{begin} .*, not torch\.float32: flash_attention_forward takes others", said)
-        said = refusal(call, q, q.bfloat16(), q)
-        assert re.match(rf"Type{begin} one dtype .*float16.*, torch\.bfloat16", said)
-        said = refusal(call, q, q.to("meta"), q)
-        assert re.match(rf"Type{begin} one dtype .* on meta", said)
+        message = refusal(call, *[q.float()] * 3)
+        assert re.match(rf"Type{begin} .*, not torch\.float32: flash_attention_forward takes others", message)
+        message = refusal(call, q, q.bfloat16(), q)
+        assert re.match(rf"Type{begin} one dtype .*float16.*, torch\.bfloat16", message)
+        message = refusal(call, q, q.to("meta"), q)
+        assert re.match(rf"Type{begin} one dtype .* on meta", message)
         pairs = [(x, x) for x in (q[:, :3], q[:, :0], q[..., :32], q[:1], q[0])]
         for k, v in (*pairs, (q, q[:, :2]), (q, q[:, :, :2])):
-            found = re.escape(", ".join(str(tuple(t.shape)) for t in (q, k, v)))
-            assert re.match(rf"Value{begin} q of .*, not {found}: flash_attention_forward", refusal(call, q, k, v))
+            shapes = re.escape(", ".join(str(tuple(t.shape)) for t in (q, k, v)))
+            assert re.match(rf"Value{begin} q of .*, not {shapes}: flash_attention_forward", refusal(call, q, k, v))
         for D in (32, 96, 256):
             assert re.match(rf"Value{begin} .* D of 64 or 128", refusal(call, *[q.new_ones(1, 1, 3, D)] * 3))
         for scale in (0.0, -1.0, float("inf"), float("nan")):
-            said = refusal(call, q, q, q, False, scale)
-            assert re.match(rf"Value{begin} a positive scale, not {scale}: flash_attention_forward takes any", said)
+            message = refusal(call, q, q, q, False, scale)
+            assert re.match(rf"Value{begin} a positive scale, not {scale}: flash_attention_forward takes any", message)
 
 
 def test_accumulator_scale(modelled: ModuleType) -> None:

@@ -153,39 +153,39 @@ def compiled(recipe: ModuleType, kernel: Any, call: Callable[[], object]) -> dic
         patch.setattr(recipe, "_gluon_matmul_gpu", lambda _: 132)
         patch.setattr(kernel, "run", run)
         call()
-    (found,) = made
+    (built,) = made
     with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(found.asm["cubin"])
+        file.write(built.asm["cubin"])
         file.flush()
         tools = triton.knobs.nvidia
         command = [tools.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         command = [tools.nvdisasm.path, "--print-code", file.name]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    text = found.asm["ptx"]
+    text = built.asm["ptx"]
     return {
         "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "spilled": int(re.findall(r"STACK:(\d+)", usage)[0]) + len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        "shared": found.metadata.shared,
-        "warps": found.metadata.num_warps,
+        "shared": built.metadata.shared,
+        "warps": built.metadata.num_warps,
         "wgmma": re.findall(r"HGMMA\.(\S+)", code),
         "groups": len(re.findall(r"HGMMA.*gsb0", code)),
         "moved": {int(number) for number in re.findall(r"setmaxnreg\.\S+\s+(\d+)", text)},
         "loads": len(re.findall(r"cp\.async\.bulk\.tensor\S*global\S*mbarrier", text)),
         "stores": len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared", text)),
         "pointers": len(re.findall(r"ld\.global|st\.global|cp\.async\.c[ag]", text)),
-        "order": [next(filter(None, found)) for found in re.findall(ORDER, text)],
+        "order": [next(filter(None, groups)) for groups in re.findall(ORDER, text)],
     }
 
 
 def codes(recipe: ModuleType, kinds: Any = None) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return that of the op, in two dtypes and orders or in so many."""
-    found = {}
+    results = {}
     for dtype, a_t, b_t in kinds or [(torch.float16, False, False), (torch.bfloat16, True, True)]:
         a, b = operands(Draw(dtype, device=CPU), 320, 320, 320, (a_t, b_t))
         launch = lambda a=a, b=b: recipe._gluon_matmul_launch(a, b)  # noqa: E731
-        found[dtype, a_t, b_t] = compiled(recipe, recipe._gluon_matmul_kernel, launch)
-    return found
+        results[dtype, a_t, b_t] = compiled(recipe, recipe._gluon_matmul_kernel, launch)
+    return results
 
 
 def all_codes(recipe: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -196,9 +196,9 @@ def all_codes(recipe: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
 @pytest.mark.parametrize("look", [codes, pytest.param(all_codes, marks=pytest.mark.thorough)])
 def test_compiled_code(gallery: Path, on_h100: Ask, look: Any) -> None:
     """A consumer's products follow each other, sums stay in registers, all fits, and warps meet where they must."""
-    (found,) = on_h100(gallery / RECIPE, look)
-    assert len(found) == (2 if look is codes else 8)
-    for known in found.values():
+    (results,) = on_h100(gallery / RECIPE, look)
+    assert len(results) == (2 if look is codes else 8)
+    for known in results.values():
         # Four products for each consumer, of 16 of K each. They are one group: no wait follows the first three.
         kind = known["wgmma"][0]
         assert kind.startswith("64x256x16.F32")
@@ -232,9 +232,9 @@ def codes_of_steps(recipe: ModuleType) -> list[dict[str, Any]]:
 
 def test_compiled_steps(gallery: Path, on_h100: Ask) -> None:
     """Each variant of the ladder fits, spills nothing, and waits for groups of products."""
-    (found,) = on_h100(gallery / RECIPE, codes_of_steps)
-    assert len(found) == 6
-    for known in found:
+    (results,) = on_h100(gallery / RECIPE, codes_of_steps)
+    assert len(results) == 6
+    for known in results:
         assert known["spilled"] == known["pointers"] == 0
         assert known["shared"] <= ROOM
         assert 0 < known["groups"] < len(known["wgmma"])
@@ -254,12 +254,12 @@ def test_accumulator_refuses(taken: ModuleType) -> None:
     a = torch.ones(16, 16, dtype=torch.float16, device=DEVICE)
     begin = "Error: gluon_matmul takes"
     for call in (taken.gluon_matmul, lambda *pair: at_cuda(taken.gluon_matmul, *pair), taken._gluon_matmul_fake):
-        said = refusal(call, a.float(), a.float())
-        assert re.match(rf"Type{begin} .* not torch\.float32 and .*: matmul takes others", said)
+        message = refusal(call, a.float(), a.float())
+        assert re.match(rf"Type{begin} .* not torch\.float32 and .*: matmul takes others", message)
         assert re.match(rf"Type{begin} .* not torch\.float16 and torch\.bfloat16", refusal(call, a, a.bfloat16()))
         for b in (a[:8], a[0]):
-            said = refusal(call, a, b)
-            assert re.match(rf"Value{begin} matrices of shapes \(M, K\) and \(K, N\), not", said)
+            message = refusal(call, a, b)
+            assert re.match(rf"Value{begin} matrices of shapes \(M, K\) and \(K, N\), not", message)
         assert re.match(rf"Value{begin} two matrices on one device, not on", refusal(call, a, a.to("meta")))
 
 
@@ -274,8 +274,8 @@ def test_accumulator_refuses_strides(modelled: ModuleType, place: int) -> None:
     for bad in (lengths, lengths.T, steps, x[:16, 1:17], overlapping):
         pair = [good, good]
         pair[place] = bad
-        said = refusal(modelled._gluon_matmul_launch, *pair)
-        assert re.match(r"ValueError: gluon_matmul takes .* multiples of 16 bytes.*: matmul takes any", said)
+        message = refusal(modelled._gluon_matmul_launch, *pair)
+        assert re.match(r"ValueError: gluon_matmul takes .* multiples of 16 bytes.*: matmul takes any", message)
 
 
 def test_accumulator_of_nothing(modelled: ModuleType) -> None:
@@ -325,7 +325,7 @@ def test_steps_of_the_ladder(load_recipe: Callable[[str], ModuleType]) -> None:
     """Every variant is right on a GPU."""
     recipe = load_recipe(str(RECIPE))
     for M, K, N in ((40, 64, 72), (300, 1000, 264)):
-        a, b = (torch.randn(*of, device=DEVICE).half() for of in ((M, K), (K, N)))
+        a, b = (torch.randn(*shape, device=DEVICE).half() for shape in ((M, K), (K, N)))
         for variant in itertools.chain(*recipe.STEPS.values()):
             assert_product(variant(a, b), a, b)
 

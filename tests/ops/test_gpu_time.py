@@ -53,12 +53,12 @@ def test_quantiles_and_lateness(recipe: ModuleType, monkeypatch: pytest.MonkeyPa
     Clock(monkeypatch, [wait for turn in zip(*waits, strict=True) for wait in turn])
     monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(1))
     calls = {"one": lambda: None, "other": lambda: time.sleep(0.001)}
-    found = recipe.gpu_time(calls, turns=turns)
-    median, low, high, cpu, waited = found["one"]
+    times = recipe.gpu_time(calls, turns=turns)
+    median, low, high, cpu, waited = times["one"]
     assert (median, low, high, waited) == (6, 3, 9, False)
     assert cpu < 500
-    assert found["other"][3] > 1000
-    assert found["other"][4], "three of ten turns were late"
+    assert times["other"][3] > 1000
+    assert times["other"][4], "three of ten turns were late"
 
 
 def test_rates_of_times(recipe: ModuleType) -> None:
@@ -82,8 +82,8 @@ def test_launch_is_hidden(recipe: ModuleType) -> None:
 
         return call
 
-    found = recipe.gpu_time({"at once": slow(0), "half a millisecond": slow(5e-4), "four": slow(4e-3)})
-    (quick, *_, early), (hidden, *_, cpu, also_early), (_, *_, late) = found.values()
+    times = recipe.gpu_time({"at once": slow(0), "half a millisecond": slow(5e-4), "four": slow(4e-3)})
+    (quick, *_, early), (hidden, *_, cpu, also_early), (_, *_, late) = times.values()
     assert (early, also_early, late) == (False, False, True)
     assert cpu > 500
     assert hidden < 2 * quick < 0.1
@@ -95,5 +95,5 @@ def test_agrees_with_do_bench_where_the_call_is_long(recipe: ModuleType) -> None
 
     x = torch.rand(2**27, device="cuda")
     out = torch.empty_like(x)
-    found = recipe.gpu_time({"copy": lambda: out.copy_(x)})["copy"][0]
-    assert found == pytest.approx(triton.testing.do_bench(lambda: out.copy_(x), return_mode="median"), rel=0.03)
+    median = recipe.gpu_time({"copy": lambda: out.copy_(x)})["copy"][0]
+    assert median == pytest.approx(triton.testing.do_bench(lambda: out.copy_(x), return_mode="median"), rel=0.03)

@@ -130,8 +130,8 @@ def test_gradients_of_vectors(load_op: Load, recipe: str, name: str) -> None:
     vectors = [torch.ones(8, dtype=x.dtype, device=DEVICE, requires_grad=True) for _ in range(1 + ("layer" in name))]
     y = norm(x, *vectors, 0.0)
     grads = torch.autograd.grad(y, vectors, torch.ones_like(y))
-    for grad, one in zip(grads, (x[0], torch.ones_like(x[0])), strict=False):
-        assert torch.equal(grad, ROWS * one)
+    for grad, per_row in zip(grads, (x[0], torch.ones_like(x[0])), strict=False):
+        assert torch.equal(grad, ROWS * per_row)
 
 
 def test_gradient_of_a_bias(load_op: Load) -> None:
@@ -152,9 +152,9 @@ def test_gradient_of_sinks(load_op: Load) -> None:
     sinks = torch.zeros(1, dtype=q.dtype, device=DEVICE, requires_grad=True)
     grad = torch.zeros_like(q)
     grad[..., 0] = 1
-    (found,) = torch.autograd.grad(op.attention_variants(q, k, v, sinks=sinks), sinks, grad)
+    (grad_sinks,) = torch.autograd.grad(op.attention_variants(q, k, v, sinks=sinks), sinks, grad)
     # Sink and key have a half each, so each query's output is -1/2, and changes by a half of it.
-    assert torch.equal(found, torch.full_like(sinks, 2 * ROWS / 4))
+    assert torch.equal(grad_sinks, torch.full_like(sinks, 2 * ROWS / 4))
 
 
 @pytest.mark.parametrize("gate", [-1.0, -5.0])
@@ -170,7 +170,7 @@ def test_gradients_of_gates(load_op: Load, name: str, gate: float) -> None:
     beta = torch.rand(B, T, heads, generator=generator).to(DEVICE)
     delta = name == "gated_delta_rule"
     given = [t.requires_grad_() for t in (q, k, v, g, *([beta] if delta else []))]
-    wide = [t.detach().double().requires_grad_() for t in given]
+    doubles = [t.detach().double().requires_grad_() for t in given]
 
     def by_tokens(q, k, v, g, beta=None):  # type: ignore[no-untyped-def]
         state, out = q.new_zeros(B, heads, D, D), []
@@ -181,6 +181,6 @@ def test_gradients_of_gates(load_op: Load, name: str, gate: float) -> None:
             out.append((q[:, t, :, None] @ state)[:, :, 0] * D**-0.5)
         return torch.stack(out, 1)
 
-    found = torch.autograd.grad(op(*given)[0], given, grad)[3]
-    right = torch.autograd.grad(by_tokens(*wide), wide, grad.double())[3]
-    assert (found - right).norm() <= 2e-3 * right.norm()
+    actual = torch.autograd.grad(op(*given)[0], given, grad)[3]
+    right = torch.autograd.grad(by_tokens(*doubles), doubles, grad.double())[3]
+    assert (actual - right).norm() <= 2e-3 * right.norm()

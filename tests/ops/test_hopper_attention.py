@@ -57,15 +57,15 @@ CONTRACT = [
                 "hopper_attention",
                 *(0, 4, 12, 100, 136, 256),
                 takes="float16 and bfloat16, not",
-                said="a multiple of 8 up to 128.*: flash_attention_forward takes other D$",
+                text="a multiple of 8 up to 128.*: flash_attention_forward takes other D$",
             ),
             *(
                 Refused(
-                    lambda draw, wide=wide: (draw(2, 4, 3, 16, dtype=wide),) * 3,
+                    lambda draw, dtype=dtype: (draw(2, 4, 3, 16, dtype=dtype),) * 3,
                     TypeError,
-                    f"hopper_attention takes float16 and bfloat16, not {wide}: flash_attention_for",
+                    f"hopper_attention takes float16 and bfloat16, not {dtype}: flash_attention_for",
                 )
-                for wide in (torch.float32, torch.float64)
+                for dtype in (torch.float32, torch.float64)
             ),
         ],
     ),
@@ -102,18 +102,18 @@ def test_accumulator_of_groups_of_heads(taken: ModuleType, monkeypatch: pytest.M
 
 def launches(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, *inputs: torch.Tensor) -> dict[str, Any]:
     """Return what the launcher passes to the kernel."""
-    found: dict[str, Any] = {}
+    launched: dict[str, Any] = {}
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             def launch(*arguments: Any, **known: Any) -> None:
-                found.update(known, grid=grid, blocks=[d.block_shape for d in arguments[:4]], near=arguments[4])
+                launched.update(known, grid=grid, blocks=[d.block_shape for d in arguments[:4]], near=arguments[4])
 
             return launch
 
     monkeypatch.setattr(taken, "_hopper_attention_kernel", Kernel())
     taken.hopper_attention(*inputs)
-    return found
+    return launched
 
 
 def test_accumulator_tiles(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,24 +125,24 @@ def test_accumulator_tiles(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -
             m, n, num_warps, num_stages = tiles[BLOCK_D] if tiles else taken.HOPPER_ATTENTION_SMALL
             with monkeypatch.context() as patch:
                 q, k = normal(2, 3, 500, D), normal(2, 3, 20000, D)
-                found = launches(taken, patch, q, k, k)
-            assert found["blocks"] == [[1, 1, k, BLOCK_D] for k in (m, n, n, m)]
-            assert (found["num_warps"], found["num_stages"]) == (num_warps, num_stages)
-            assert found["grid"] == (6 * -(-500 // m),)
-            assert found["near"] == min(6, max(1, 2**24 // (2 * k[0, 0].nbytes)))
+                launched = launches(taken, patch, q, k, k)
+            assert launched["blocks"] == [[1, 1, k, BLOCK_D] for k in (m, n, n, m)]
+            assert (launched["num_warps"], launched["num_stages"]) == (num_warps, num_stages)
+            assert launched["grid"] == (6 * -(-500 // m),)
+            assert launched["near"] == min(6, max(1, 2**24 // (2 * k[0, 0].nbytes)))
 
 
 def test_accumulator_takes_strides(taken: ModuleType) -> None:
     """What the engine takes is not copied, and what it does not take is: of the same values."""
     x = normal(4, 6, 40, 32)
-    wide = torch.zeros(2 * x.numel() + 8, dtype=x.dtype, device=DEVICE)
+    storage = torch.zeros(2 * x.numel() + 8, dtype=x.dtype, device=DEVICE)
     only = x[:1].as_strided((1, 6, 40, 32), (3, 1280, 32, 1))  # the stride of an only one may be anything
     for fit in (x, x[1:, ::2, 3:, 8:], x.transpose(1, 2), x.transpose(0, 2), only):
         assert taken._hopper_attention_taken(fit) is fit
         strides = taken._hopper_attention_descriptor(fit, [16, 64]).strides
         assert all(s % 8 == 0 for s in strides[:3])
     others = [x[..., 4:], x[..., ::2], x.mT, x[:, :1].expand(4, 6, 40, 32), x[:, :, :1].expand(4, 6, 40, 32)]
-    others += [wide[1:].as_strided(x.shape, x.stride()), wide.as_strided(x.shape, (7681, 1280, 32, 1))]
+    others += [storage[1:].as_strided(x.shape, x.stride()), storage.as_strided(x.shape, (7681, 1280, 32, 1))]
     for other in others:
         copy = taken._hopper_attention_taken(other)
         assert copy.is_contiguous()
@@ -173,8 +173,8 @@ def test_accumulator_refuses_scales(taken: ModuleType) -> None:
     """What is no scale, it names."""
     q = torch.ones(2, 4, 3, 16, dtype=torch.float16, device=DEVICE)
     for scale in (0.0, -0.5, math.inf, math.nan):
-        said = refusal(ValueError, partial(taken.hopper_attention, q, q, q, scale=scale))
-        assert said.startswith(f"hopper_attention takes a positive scale, not {scale}: flash_attention_forward")
+        message = refusal(ValueError, partial(taken.hopper_attention, q, q, q, scale=scale))
+        assert message.startswith(f"hopper_attention takes a positive scale, not {scale}: flash_attention_forward")
 
 
 def test_accumulator_has_no_gradient(taken: ModuleType) -> None:
@@ -195,8 +195,8 @@ def test_accumulator_refuses_gpus(
     monkeypatch.setattr(taken.triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.accelerator, "device_index", nullcontext)
     look = partial(taken._hopper_attention_room.__wrapped__, torch.device("cuda", 0))
-    said = refusal(RuntimeError, look)
-    assert re.match(rf"hopper_attention takes .* 9\.0 .* this is {backend} {arch}: flash_attention_forward", said)
+    message = refusal(RuntimeError, look)
+    assert re.match(rf"hopper_attention takes .* 9\.0 .* this is {backend} {arch}: flash_attention_forward", message)
     target.backend, target.arch = "cuda", 90
     assert look() == 227 * 1024
 
@@ -225,9 +225,9 @@ def test_orders_of_the_page(recipe: ModuleType) -> None:
         lists = recipe.hand_out(recipe.in_groups(heads, rows, near), 264)
         assert sorted(itertools.chain(*lists)) == everything
         total = sum(r + 2 for _, r in everything)
-        found = recipe.orders(length, heads)
-        assert len(found) == 4
-        assert all(len(work) == 264 and sum(work) == total for work in found.values())
+        orders = recipe.orders(length, heads)
+        assert len(orders) == 4
+        assert all(len(work) == 264 and sum(work) == total for work in orders.values())
         # Nobody is handed a tile while another has been free for longer.
         first = recipe.orders(length, heads)["handed out, in groups"]
         assert max(first) - min(first) <= rows + 1
@@ -265,21 +265,21 @@ def code(kernel: Any, dtype: str, tile: tuple[int, ...], D: int, causal: bool, g
 
 def codes(taken: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return that for all tiles on the GPUs that get them."""
-    found = {}
+    results = {}
     for gpu, room in ROOMS.items():
         for D, tile in taken.HOPPER_ATTENTION_TILES.items():
             tile = taken.HOPPER_ATTENTION_SMALL if room < taken.HOPPER_ATTENTION_ROOM else tile
             for dtype, causal in itertools.product(("fp16", "bf16"), (False, True)):
-                found[gpu, dtype, D, causal] = code(taken._hopper_attention_kernel, dtype, tile, D, causal, gpu)
-    return found
+                results[gpu, dtype, D, causal] = code(taken._hopper_attention_kernel, dtype, tile, D, causal, gpu)
+    return results
 
 
 @pytest.mark.thorough
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Heads of 128 alone spill on Hopper, all fit, the engine copies every block, an exponential is one instruction."""
-    (found,) = on_h100(gallery / RECIPE, codes)
-    assert len(found) == 3 * 2 * 2 * 2
-    for (gpu, dtype, D, causal), known in found.items():
+    (results,) = on_h100(gallery / RECIPE, codes)
+    assert len(results) == 3 * 2 * 2 * 2
+    for (gpu, dtype, D, causal), known in results.items():
         # The page says that heads of 128 spill some on Hopper, for which the tiles are chosen.
         most = 0 if gpu == 90 else 8
         assert known["spilled"] <= (120 if (gpu, D) == (90, 128) else most), (gpu, dtype, D, causal)

@@ -104,10 +104,10 @@ FAULTS = {
 def test_faults_are_found(tmp_path: Path) -> None:
     """What Inductor refuses on a GPU is refused here too."""
     blank = dict.fromkeys(["constant", "argument", "default", "use"], "")
-    found = failures({name: FAULTY.format(**blank | fault) for name, (fault, _) in FAULTS.items()}, tmp_path)
-    assert set(found) == set(FAULTS)
+    messages = failures({name: FAULTY.format(**blank | fault) for name, (fault, _) in FAULTS.items()}, tmp_path)
+    assert set(messages) == set(FAULTS)
     for name, (_, message) in FAULTS.items():
-        assert found[name].startswith(message)
+        assert messages[name].startswith(message)
 
 
 @pytest.mark.parametrize("source", ["wrap_triton(a)", "wrap_triton(\n    a\n)"])

@@ -227,10 +227,10 @@ def test_attention_gradient(recipe: ModuleType, is_causal: bool) -> None:
         lambda q, k, v: jax.grad(total, argnums=(0, 1, 2))(q, k, v),
         lambda q, k, v: [x[:, 0] for x in jax.vmap(jax.grad(total, (0, 1, 2)))(q[:, None], k[:, None], v[:, None])],
     ):
-        for found, x in zip(jax.jit(function)(*arrays), inputs, strict=True):
+        for actual, x in zip(jax.jit(function)(*arrays), inputs, strict=True):
             # A sum of T terms, each with rounded factors.
             atol = 4 * 2**-8 * max(1.0, x.grad.abs().max().item())
-            torch.testing.assert_close(torch.from_dlpack(found).double(), x.grad, rtol=0, atol=atol)
+            torch.testing.assert_close(torch.from_dlpack(actual).double(), x.grad, rtol=0, atol=atol)
 
 
 def test_refuses(recipe: ModuleType) -> None:
@@ -250,13 +250,13 @@ def test_refuses(recipe: ModuleType) -> None:
 def test_environment_is_left_alone(recipe: ModuleType) -> None:
     """jax_triton empties TRITON_CACHE_DIR, or deletes it; the recipe restores it."""
     restoring = re.search(r"(?m)^with patch.dict.*\n    import jax_triton.*\n", Path(recipe.__file__).read_text())[0]
-    said = []
+    outputs = []
     for line in ("import jax_triton\n", restoring):
         code = f"import os\nfrom unittest.mock import patch\n{line}print(os.environ.get('TRITON_CACHE_DIR'))"
         environment = os.environ | {"TRITON_CACHE_DIR": "here"}
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        said.append(run.stdout.strip())
-    alone, restored = said
+        outputs.append(run.stdout.strip())
+    alone, restored = outputs
     assert alone == ("" if OLD else "None"), "jax_triton has mended it: drop patch.dict from the recipe, and the text"
     assert restored == "here"
     assert "XLA_PYTHON_CLIENT_PREALLOCATE" in os.environ

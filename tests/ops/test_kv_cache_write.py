@@ -40,7 +40,7 @@ def arguments(
 
     Each third token is padding, but no token alone; where all slots are to be one number, all are padding.
     """
-    ((of_q, shared), (D, R)), wide = (heads, rotary), accumulator(draw.dtype)
+    ((of_q, shared), (D, R)), dtype = (heads, rotary), accumulator(draw.dtype)
     pages = tokens // page + 2
     q, k, v = (draw(tokens, count, D) for count in (of_q, shared, shared))
 
@@ -51,16 +51,16 @@ def arguments(
 
     slots = draw(pages * page, dtype=torch.int64, of=shuffled)[:tokens]
     positions = draw(tokens, dtype=torch.int64, of=lambda x: (x / 2**44).floor() % 50)
-    cos, sin = (draw(50, R // 2, dtype=wide, of=of) for of in (torch.cos, torch.sin))
+    cos, sin = (draw(50, R // 2, dtype=dtype, of=function) for function in (torch.cos, torch.sin))
     both = [draw(shared if scales == 2 else 1, dtype=torch.float32, of=torch.exp2) for _ in range(2)]
-    wide = of_cache(draw.dtype) if small else draw.dtype
+    dtype = of_cache(draw.dtype) if small else draw.dtype
     if lies == "sides":
-        caches = draw(pages, page, 2, shared, D, dtype=wide).unbind(2)
+        caches = draw(pages, page, 2, shared, D, dtype=dtype).unbind(2)
     elif lies == "heads outside":
-        caches = tuple(draw(pages, shared, page, D, dtype=wide).transpose(1, 2) for _ in range(2))
+        caches = tuple(draw(pages, shared, page, D, dtype=dtype).transpose(1, 2) for _ in range(2))
     else:
         gaps = (3, 5) if lies == "apart" else (0, 0)  # so that their strides differ
-        caches = tuple(draw(pages, page, shared, D + gap, dtype=wide)[..., gap:] for gap in gaps)
+        caches = tuple(draw(pages, page, shared, D + gap, dtype=dtype)[..., gap:] for gap in gaps)
     return q, k, v, *caches, slots, positions, cos, sin, *(both if scales else (None, None))
 
 
@@ -78,20 +78,20 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, small
     """
     *caches, slots, positions, cos, sin, k_scale, v_scale = others if len(others) == 8 else (*others, None, None)
     angle = cos[positions], sin[positions]
-    found = []
+    results = []
     for x in (q, k):
         a, b, rest = x.abs().tensor_split([cos.shape[1], 2 * cos.shape[1]], dim=-1)
-        one, other = (part.abs()[:, None] for part in angle)
-        found.append(Exact(turned(x, *angle), torch.cat([a * one + b * other, b * one + a * other, rest], dim=-1)))
+        c, s = (part.abs()[:, None] for part in angle)
+        results.append(Exact(turned(x, *angle), torch.cat([a * c + b * s, b * c + a * s, rest], dim=-1)))
     token, page = slots >= 0, caches[0].shape[1]
     place = slots[token] // page, slots[token] % page
     most = torch.finfo(FLOAT8).max if small else torch.inf
-    for cache, new, scale in zip(caches, (found[1], Exact(v, v.abs())), (k_scale, v_scale), strict=True):
+    for cache, new, scale in zip(caches, (results[1], Exact(v, v.abs())), (k_scale, v_scale), strict=True):
         written, terms = cache.clone(), torch.zeros_like(cache)
         for into, rows in ((written, new.value), (terms, new.terms)):
             into[place] = (rows if scale is None else rows / scale[:, None])[token].clamp(-most, most)
-        found.append(Exact(written, terms, of_cache if small else None, roundings=8))
-    return found
+        results.append(Exact(written, terms, of_cache if small else None, roundings=8))
+    return results
 
 
 def fitting(draw: Draw, D: int = 16, R: int = 8) -> tuple[Any, ...]:
@@ -99,13 +99,13 @@ def fitting(draw: Draw, D: int = 16, R: int = 8) -> tuple[Any, ...]:
     return arguments(draw, 3, (4, 2), (D, R))[:9]
 
 
-def refused(error: type[Exception], said: str, *changes: tuple[int, Callable[[torch.Tensor], Any]]) -> list[Refused]:
+def refused(error: type[Exception], text: str, *changes: tuple[int, Callable[[torch.Tensor], Any]]) -> list[Refused]:
     """Return calls that raise as one of their arguments was changed."""
 
     def make(draw: Draw, place: int, change: Callable[[torch.Tensor], Any]) -> tuple[Any, ...]:
         return tuple(change(x) if i == place else x for i, x in enumerate(fitting(draw)))
 
-    return [Refused(partial(make, place=place, change=change), error, said) for place, change in changes]
+    return [Refused(partial(make, place=place, change=change), error, text) for place, change in changes]
 
 
 KINDS = "kv_cache_write_ takes q, k and v of one float dtype, .*, not torch.*"
@@ -233,8 +233,8 @@ def at_launch(dtype: str, cache: str, D: int, R: int) -> dict[str, object]:
     """Return what the launcher passes on for strides that 16 divides, 32 heads and 8 of keys."""
     import triton.language as tl
 
-    strides = [f"stride_{of}" for of in ("qt", "qh", "kt", "kh", "vt", "vh", "cos", "sin")]
-    strides += [f"stride_{of}c{along}" for of in "kv" for along in "plh"]
+    strides = [f"stride_{suffix}" for suffix in ("qt", "qh", "kt", "kh", "vt", "vh", "cos", "sin")]
+    strides += [f"stride_{tensor}c{along}" for tensor in "kv" for along in "plh"]
     half, block = R // 2, 1 << (R // 2 - 1).bit_length()
     return {
         "dtype": dtype,
@@ -264,17 +264,17 @@ CACHES = [("fp16", "fp16"), ("bf16", "bf16"), ("fp16", "fp8e4nv"), ("bf16", "fp8
 
 def widths(taken: ModuleType) -> dict[str, set[str]]:
     """Return how many bits the loads of heads have at once, and the conversions to float8."""
-    found = {}
+    results = {}
     for dtype, cache in CACHES[::2]:
         text = compiled(taken._kv_cache_write_kernel, **at_launch(dtype, cache, 128, 128)).asm["ptx"]
-        found[cache] = set(re.findall(r"(?:ld\.global\.v4|cvt\.\w+\.satfinite\.e4m3x2)", text))
-    return found
+        results[cache] = set(re.findall(r"(?:ld\.global\.v4|cvt\.\w+\.satfinite\.e4m3x2)", text))
+    return results
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """A thread loads 16 bytes at once, and the GPU has an instruction for float8."""
-    (found,) = on_h100(gallery / RECIPE, widths)
-    assert found == {"fp16": {"ld.global.v4"}, "fp8e4nv": {"ld.global.v4", "cvt.rn.satfinite.e4m3x2"}}
+    (results,) = on_h100(gallery / RECIPE, widths)
+    assert results == {"fp16": {"ld.global.v4"}, "fp8e4nv": {"ld.global.v4", "cvt.rn.satfinite.e4m3x2"}}
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:

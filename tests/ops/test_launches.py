@@ -74,9 +74,9 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """Return what is noted, by the names of kernels."""
     folder = tmp_path_factory.mktemp("launches").resolve()
     (Path(folder) / "recipe.py").write_text(RECIPE)
-    said = subprocess.run([sys.executable, "-c", PROGRAM], cwd=folder, capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr
-    return {launch["kernel"]: launch for launch in json.loads(said.stdout)}
+    process = subprocess.run([sys.executable, "-c", PROGRAM], cwd=folder, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return {launch["kernel"]: launch for launch in json.loads(process.stdout)}
 
 
 def test_types_constants_and_options(launches: dict[str, dict]) -> None:

@@ -265,8 +265,8 @@ def test_steps_of_the_ladder(recipe: ModuleType) -> None:
 def test_large_mean(taken: ModuleType, N: int, mean: float) -> None:
     """Of a variance of 1 beside it, E[x * x] has no bit left in float32, and the mean is rounded to a part of it."""
     x = torch.randn(16, N, generator=torch.Generator().manual_seed(0)).to(DEVICE) + mean
-    one, zero = torch.ones(N, device=DEVICE), torch.zeros(N, device=DEVICE)
-    out = taken.layer_norm(x, one, zero, EPS).double()
+    ones, zeros = torch.ones(N, device=DEVICE), torch.zeros(N, device=DEVICE)
+    out = taken.layer_norm(x, ones, zeros, EPS).double()
     expected = torch.nn.functional.layer_norm(x.double(), (N,), eps=EPS)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
@@ -284,12 +284,12 @@ def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     """The square of 300 is infinite in float16, and so is the sum of many."""
     x = torch.full((2, 1000), 300.0, dtype=dtype, device=DEVICE)
     x[:, ::2] *= -1
-    one = torch.ones_like(x[0])
-    torch.testing.assert_close(taken.layer_norm(x, one, 0 * one, EPS), x.sign())
+    ones = torch.ones_like(x[0])
+    torch.testing.assert_close(taken.layer_norm(x, ones, 0 * ones, EPS), x.sign())
     x = 301 + x.sign()
     x[:, 0] = 0  # The sum of the differences from it is infinite in float16.
-    expected = torch.nn.functional.layer_norm(x.double(), one.shape, eps=EPS).to(dtype)
-    torch.testing.assert_close(taken.layer_norm(x, one, 0 * one, EPS), expected, rtol=1e-3, atol=1e-3)
+    expected = torch.nn.functional.layer_norm(x.double(), ones.shape, eps=EPS).to(dtype)
+    torch.testing.assert_close(taken.layer_norm(x, ones, 0 * ones, EPS), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_constant_rows(taken: ModuleType) -> None:
@@ -316,12 +316,12 @@ def test_beyond_int32(taken: ModuleType) -> None:
     x = torch.ones(2**19 + 1, 2**12, dtype=torch.float16, device=DEVICE)
     x[:, ::2] = -1
     x[-1] *= 2
-    one = torch.ones_like(x[0])
-    y, stats = taken.layer_norm_with_stats(x, one, 0 * one, EPS)
+    ones = torch.ones_like(x[0])
+    y, stats = taken.layer_norm_with_stats(x, ones, 0 * ones, EPS)
     assert torch.equal(y[-1].sign(), x[-1].sign())
     assert y.abs_().sub_(1).abs_().max() < 1e-3
     del y
-    dx, _, _ = taken.layer_norm_backward(x, x, one, stats)
+    dx, _, _ = taken.layer_norm_backward(x, x, ones, stats)
     assert dx.abs_().max() < 1e-2
 
 

@@ -79,10 +79,10 @@ def exact(*arguments: Any) -> list[Exact]:
     # Numbers below 2**-14 lose bits in float16: weights as well as results.
     one_more = [t + 1 for t in tensors[:5]]
     lost = by_token(*one_more, torch.zeros_like(g), 1.0, one_more[1] if state is None else state + 1)
-    found = []
+    results = []
     for i, (value, size, few) in enumerate(zip(by_token(*arguments), terms, lost, strict=True)):
         of_state = i in (1, 5, 6)
-        found.append(
+        results.append(
             Exact(
                 value,
                 size * (1 + decays / 7) + (far / 7 if i == 5 else 0),
@@ -92,7 +92,7 @@ def exact(*arguments: Any) -> list[Exact]:
                 made_by_torch=not (of_state and q.numel()),
             )
         )
-    return found
+    return results
 
 
 def roundings(out: torch.Tensor) -> int:
@@ -112,10 +112,10 @@ def of_forward(
     started: bool = True,
 ) -> tuple[Any, ...]:
     """Make queries, keys, values, log decays, the scale and, if there is one, a state."""
-    wide = accumulator(draw.dtype)
+    acc_dtype = accumulator(draw.dtype)
     q, k, v = draw(batch, T, heads, K), draw(batch, T, heads, K), draw(batch, T, heads, V)
-    g = draw(batch, T, heads, dtype=wide, of=lambda x: logsigmoid(x + gate))
-    return q, k, v, g, scale, draw(batch, heads, K, V, dtype=wide) if started else None
+    g = draw(batch, T, heads, dtype=acc_dtype, of=lambda x: logsigmoid(x + gate))
+    return q, k, v, g, scale, draw(batch, heads, K, V, dtype=acc_dtype) if started else None
 
 
 def of_backward(draw: Draw, batch: int, T: int, heads: int, K: int, V: int, *options: Any) -> tuple[Any, ...]:
@@ -137,9 +137,9 @@ def fitting(draw: Draw) -> Tensors:
     return q, k, v, g, first
 
 
-def refused(way: Callable[..., tuple[Any, ...]], error: type[Exception], said: str) -> Refused:
+def refused(way: Callable[..., tuple[Any, ...]], error: type[Exception], text: str) -> Refused:
     """Return a call that raises, given what makes its arguments of some that fit."""
-    return Refused(lambda draw: way(*fitting(draw)), error, f"linear_attention takes {said}")
+    return Refused(lambda draw: way(*fitting(draw)), error, f"linear_attention takes {text}")
 
 
 def misfit(way: Callable[..., tuple[Any, ...]]) -> Refused:
@@ -232,9 +232,9 @@ def test_gates_of_zero(taken: ModuleType, dtype: torch.dtype, T: int) -> None:
     g = tensors[3]
     g[:, [0, 7, T - 1], 0] = -torch.inf
     g[:, 20:, 1] = -torch.inf
-    found = assert_right(taken, tensors, grads)
-    assert all(t.isfinite().all() for t in found)
-    assert not found[-1][:, 0].any()
+    results = assert_right(taken, tensors, grads)
+    assert all(t.isfinite().all() for t in results)
+    assert not results[-1][:, 0].any()
 
 
 def test_a_nan_gate_stays_nan_float32(taken: ModuleType) -> None:
@@ -267,8 +267,8 @@ def test_reads_nothing_beside_its_inputs(taken: ModuleType, dtype: torch.dtype) 
     """NaN in what lies around contiguous inputs stays there."""
     for case in CONTRACT:
         op, given = getattr(taken, case.call), case.arguments(Draw(dtype), 1, 75, 1, 20, 40)
-        found = op(*(amid(value) if isinstance(value, torch.Tensor) else value for value in given))
-        torch.testing.assert_close(found, op(*given), rtol=0, atol=0)
+        actual = op(*(amid(value) if isinstance(value, torch.Tensor) else value for value in given))
+        torch.testing.assert_close(actual, op(*given), rtol=0, atol=0)
 
 
 @each_dtype
@@ -290,10 +290,10 @@ def test_either_result(taken: ModuleType, dtype: torch.dtype) -> None:
     leaves = [t.clone().requires_grad_() for t in (q, k, v, g, first)]
     results = taken.linear_attention(*leaves[:4], 0.3, leaves[4])
     for which in ((0, 1), (0,), (1,)):
-        got = torch.autograd.grad([results[i] for i in which], leaves, [grads[i] for i in which], retain_graph=True)
+        actual = torch.autograd.grad([results[i] for i in which], leaves, [grads[i] for i in which], retain_graph=True)
         given_to = [grads[i] if i in which else torch.zeros_like(grads[i]) for i in range(2)]
         expected = taken.linear_attention_backward(*given_to, q, k, v, g, 0.3, first)
-        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def test_steps_of_the_page(recipe: ModuleType) -> None:
@@ -303,13 +303,13 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
     terms = by_token(*grads, q.abs(), k.abs(), v.abs(), g, None, None)
     ops = {name: step[0] for name, step in recipe.STEPS.items()} | {"PyTorch": recipe.linear_attention_torch}
     for op in ops.values():
-        found = op(q, k, v, g)
-        assert found.dtype == torch.float16
-        assert ((found.double() - expected[0]).abs() <= 4 * 2.0**-11 * terms[0]).all()
+        results = op(q, k, v, g)
+        assert results.dtype == torch.float16
+        assert ((results.double() - expected[0]).abs() <= 4 * 2.0**-11 * terms[0]).all()
     doubles = [t.double() for t in (q, k, v, g, first)]
-    found = recipe.results_of(recipe.recurrence, doubles, [t.double() for t in grads], 0.3)
-    for one, right in zip(found, by_token(*grads, q, k, v, g, 0.3, first), strict=True):
-        torch.testing.assert_close(one, right)
+    results = recipe.results_of(recipe.recurrence, doubles, [t.double() for t in grads], 0.3)
+    for actual, right in zip(results, by_token(*grads, q, k, v, g, 0.3, first), strict=True):
+        torch.testing.assert_close(actual, right)
 
 
 KERNELS = {
@@ -331,9 +331,9 @@ def at_launch(taken: ModuleType, which: str, dtype: str, K: int, V: int) -> tupl
 
     block = functools.partial(taken._linear_attention_block, itemsize=BYTES[dtype])
     forward, states, tokens = taken.LINEAR_ATTENTION_TILES[BYTES[dtype]]
-    wide = "fp64" if dtype == "fp64" else "fp32"
+    acc_type = "fp64" if dtype == "fp64" else "fp32"
     of_wide = "g_ptr", "first_ptr", "last_ptr", "ends_ptr", "sums_ptr", "flow_ptr", "reads_ptr", "dg_ptr"
-    known = {"SCALE": K**-0.5, "ACC": getattr(tl, {"fp64": "float64", "fp32": "float32"}[wide]), "CHUNK": states[0]}
+    known = {"SCALE": K**-0.5, "ACC": getattr(tl, {"fp64": "float64", "fp32": "float32"}[acc_type]), "CHUNK": states[0]}
     if which == "out":
         kernel, (chunk, most_v, num_warps, num_stages) = taken._linear_attention_kernel, forward
         known |= {"K": K, "V": V, "BLOCK_K": block(128, K), "BLOCK_V": block(most_v, V), "CHUNK": chunk}
@@ -346,20 +346,20 @@ def at_launch(taken: ModuleType, which: str, dtype: str, K: int, V: int) -> tupl
         blocks = -(-K // block(states[1], K)) * -(-V // block(states[2], V))
         known |= {"X": X, "Z": Z, "BLOCK_X": block(most_x, X), "BLOCK_Z": block(most_z, Z)}
         known["BLOCKS"] = blocks if KERNELS[which]["GATES"] else 1
-    pointers = dict.fromkeys((name for name in of_wide if name in kernel.arg_names), wide)
+    pointers = dict.fromkeys((name for name in of_wide if name in kernel.arg_names), acc_type)
     options = {"dtype": dtype, "num_warps": num_warps, "num_stages": num_stages, "multiples": ["T", "HEADS", "length"]}
     return kernel, options | known | KERNELS[which] | pointers
 
 
 def codes(taken: ModuleType) -> dict[tuple[int, str], tuple[set[str], bool, bool]]:
     """Return, for heads and kernels, the matrix instructions, whether exp2 is one, and whether anything is atomic."""
-    found = {}
+    results = {}
     for D, which in itertools.product((64, 128), KERNELS):
         kernel, known = at_launch(taken, which, "bf16", D, D)
         text = compiled(kernel, **known).asm["ptx"]
         matrix = set(re.findall(r"(wgmma|mma)\.\S*?m\d+n\d+", text))
-        found[D, which] = matrix, "ex2.approx" in text, bool(re.search(r"\b(atom|red)\.global", text))
-    return found
+        results[D, which] = matrix, "ex2.approx" in text, bool(re.search(r"\b(atom|red)\.global", text))
+    return results
 
 
 @pytest.mark.thorough
@@ -370,9 +370,9 @@ def test_narrow_heads_read_nothing_unwritten(gallery: Path, on_h100: Ask) -> Non
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Hopper's instruction in all products, one instruction for an exponential, and no additions to memory."""
-    (found,) = on_h100(gallery / RECIPE, codes)
-    assert set(found) == set(itertools.product((64, 128), KERNELS))
-    assert set(map(repr, found.values())) == {repr(({"wgmma"}, True, False))}
+    (results,) = on_h100(gallery / RECIPE, codes)
+    assert set(results) == set(itertools.product((64, 128), KERNELS))
+    assert set(map(repr, results.values())) == {repr(({"wgmma"}, True, False))}
 
 
 def rooms(taken: ModuleType) -> list[int]:
@@ -387,9 +387,9 @@ def rooms(taken: ModuleType) -> list[int]:
 @pytest.mark.thorough
 def test_fits(gallery: Path, on_h100: Ask) -> None:
     """A GPU whose programs may have 99 KiB of shared memory has room for the largest dimensions."""
-    (found,) = on_h100(gallery / RECIPE, rooms)
-    assert len(found) == 32
-    assert max(found) <= 99 * 1024
+    (byte_counts,) = on_h100(gallery / RECIPE, rooms)
+    assert len(byte_counts) == 32
+    assert max(byte_counts) <= 99 * 1024
 
 
 def traced(recipe: ModuleType, T: int) -> list[list[str]]:

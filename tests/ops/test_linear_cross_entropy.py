@@ -72,14 +72,14 @@ def exact(
     terms = d.terms.nan_to_num(0)
     size = logits.abs().max() + torch.tensor(V).log() if T else logits.new_zeros(())
     narrow = 3 + size + D - (-T // chunk)
-    found = [
+    pairs = [
         (loss, size.expand(())),
         ((d.value @ weight).view(x.shape), (terms @ weight.abs()).view(x.shape)),
         (d.value.T @ rows, terms.T @ rows.abs()),
     ]
     right = [
         Exact(value, V**0.5 * magnitude, accumulator if value is loss else None, narrow * magnitude, value is loss)
-        for value, magnitude in found
+        for value, magnitude in pairs
     ]
     none = Exact(x.new_zeros(0))
     return [right[0], right[1] if of_x else none, right[2] if of_weight else none]
@@ -155,7 +155,7 @@ def test_chunks(taken: ModuleType, dtype: torch.dtype, monkeypatch: pytest.Monke
             check(case, taken, dtype, case.arguments(Draw(dtype), *size))
 
 
-def ours(taken: ModuleType, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
+def op_results(taken: ModuleType, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
     """Return the op's loss and both gradients."""
     leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
     loss = taken.linear_cross_entropy(*leaves, target)
@@ -166,15 +166,15 @@ def ours(taken: ModuleType, x: torch.Tensor, weight: torch.Tensor, target: torch
 def test_one_alone(taken: ModuleType, dtype: torch.dtype) -> None:
     """Without one of the gradients, or without both, the rest is the same bits."""
     x, weight, target = inputs(Draw(dtype), (8,), 16, 100)
-    loss, of_x, of_weight = ours(taken, x, weight, target)
+    loss, of_x, of_weight = op_results(taken, x, weight, target)
     assert torch.equal(taken.linear_cross_entropy(x, weight, target), loss)
     leaf = x.clone().requires_grad_()
-    found = taken.linear_cross_entropy(leaf, weight, target)
-    assert torch.equal(found, loss)
-    assert torch.equal(torch.autograd.grad(found, leaf)[0], of_x)
+    actual = taken.linear_cross_entropy(leaf, weight, target)
+    assert torch.equal(actual, loss)
+    assert torch.equal(torch.autograd.grad(actual, leaf)[0], of_x)
     leaf = weight.clone().requires_grad_()
-    found = taken.linear_cross_entropy(x, leaf, target)
-    assert torch.equal(torch.autograd.grad(found, leaf)[0], of_weight)
+    actual = taken.linear_cross_entropy(x, leaf, target)
+    assert torch.equal(torch.autograd.grad(actual, leaf)[0], of_weight)
     with torch.no_grad():
         assert not taken.linear_cross_entropy(x, leaf, target).requires_grad
 
@@ -185,7 +185,7 @@ def test_special_logits(taken: ModuleType, dtype: torch.dtype) -> None:
     x, weight, target = inputs(Draw(dtype), (6,), 4, 5000, 0.0)
     check(CONTRACT[1], taken, dtype, (1e4 * x, weight, target, -100, True, True))
     x[1, 0], x[3, 1] = torch.nan, torch.inf
-    loss, of_x, _ = ours(taken, x, weight, target)
+    loss, of_x, _ = op_results(taken, x, weight, target)
     assert loss.isnan()
     assert of_x.isnan().any(1).tolist() == [False, True, False, True, False, False]
 
@@ -197,21 +197,21 @@ def test_small_probabilities(taken: ModuleType, dtype: torch.dtype, monkeypatch:
     x, weight, _ = inputs(Draw(dtype), (1024,), 1, 2000)
     x = x.abs() + 1
     target = torch.zeros(1024, dtype=torch.int64, device=DEVICE)
-    _, _, found = ours(taken, x, weight, target)
+    _, _, of_weight = op_results(taken, x, weight, target)
     expected = exact(x.double(), weight.double(), target)[2].value
-    torch.testing.assert_close(found.double()[1:], expected[1:], rtol=2e-2, atol=2**-22)
-    assert (found[1:] != 0).all()
+    torch.testing.assert_close(of_weight.double()[1:], expected[1:], rtol=2e-2, atol=2**-22)
+    assert (of_weight[1:] != 0).all()
 
 
 def test_gradient_of_the_loss(taken: ModuleType) -> None:
     """A gradient other than one multiplies both; a second backward of one loss is refused."""
     x, weight, target = inputs(Draw(torch.float64), (8,), 16, 100)
-    _, *expected = ours(taken, x, weight, target)
+    _, *expected = op_results(taken, x, weight, target)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight)]
     loss = taken.linear_cross_entropy(*leaves, target)
-    found = torch.autograd.grad(-2.5 * loss, leaves, retain_graph=True)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, -2.5 * other)
+    grads = torch.autograd.grad(-2.5 * loss, leaves, retain_graph=True)
+    for actual, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(actual, -2.5 * other)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, leaves)
 
@@ -220,11 +220,11 @@ def test_gradient_of_the_loss(taken: ModuleType) -> None:
 @given(size=sizes(4096, 9000), factor=st.sampled_from([1.0, 0.3, 2.0**17]))
 def test_scale(taken: ModuleType, dtype: torch.dtype, size: int, factor: float) -> None:
     """A gradient is multiplied in the loss's precision, in which its factor is finite; what is behind is kept."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(size)
     room = torch.randn(size + 5000, generator=generator, dtype=torch.float64).mul(0.1).to(dtype).to(DEVICE)
-    grad = torch.tensor(factor, dtype=wide, device=DEVICE)
-    expected = room[:size].to(wide) * grad
+    grad = torch.tensor(factor, dtype=acc_dtype, device=DEVICE)
+    expected = room[:size].to(acc_dtype) * grad
     behind = room[size:].clone()
     taken._linear_cross_entropy_scale(room[:size], grad)
     torch.testing.assert_close(room[:size], expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
@@ -297,19 +297,19 @@ def at_launch(taken: ModuleType, dtype: str) -> dict[str, Any]:
 
 def compiled_code(taken: ModuleType) -> dict[str, tuple[bool, bool, int]]:
     """Return, for each dtype, whether it loads and stores 16 bytes at once, and the bytes it spills."""
-    found = {}
+    results = {}
     for dtype in ("fp16", "bf16", "fp32", "fp64"):
         known = at_launch(taken, dtype)
         code = ptx(taken._linear_cross_entropy_kernel, **known)
-        wide = (re.search(rf"{way}\.global\.v[24]\.b(32|64)", code) is not None for way in ("ld", "st"))
-        found[dtype] = (*wide, stack(taken._linear_cross_entropy_kernel, **known))
-    return found
+        wide_accesses = (re.search(rf"{way}\.global\.v[24]\.b(32|64)", code) is not None for way in ("ld", "st"))
+        results[dtype] = (*wide_accesses, stack(taken._linear_cross_entropy_kernel, **known))
+    return results
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """A vocabulary of any size is loaded and stored 16 bytes at once, and no register spills."""
-    (found,) = on_h100(gallery.resolve() / "fusion" / "linear_cross_entropy.py", compiled_code)
-    assert found == dict.fromkeys(("fp16", "bf16", "fp32", "fp64"), (True, True, 0))
+    (results,) = on_h100(gallery.resolve() / "fusion" / "linear_cross_entropy.py", compiled_code)
+    assert results == dict.fromkeys(("fp16", "bf16", "fp32", "fp64"), (True, True, 0))
 
 
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.

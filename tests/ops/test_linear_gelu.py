@@ -33,8 +33,8 @@ LEADS = st.sampled_from([(), (1,), (0,), (5,), (70,), (2, 3), (3, 1, 2)])
 def slope(z: torch.Tensor, kind: str) -> torch.Tensor:
     """Return GELU's derivative in float64."""
     z = z.detach().double().requires_grad_()
-    (found,) = torch.autograd.grad(gelu(z, approximate=kind).sum(), z)
-    return found
+    (gradient,) = torch.autograd.grad(gelu(z, approximate=kind).sum(), z)
+    return gradient
 
 
 def layer(
@@ -94,9 +94,9 @@ def exact_autograd(
     dz = (grad * slope(z, kind)).reshape(M, N)
     size = (grad.abs() * (2 + z.abs() + K / 64 * added)).reshape(M, N)
     rows = x.reshape(M, K)
-    found = [Exact((dz @ weight).view(x.shape), (size @ weight.abs()).view(x.shape))]
-    found.append(Exact(dz.T @ rows, size.T @ rows.abs()))
-    return found if bias is None else [*found, Exact(dz.sum(0), size.sum(0))]
+    results = [Exact((dz @ weight).view(x.shape), (size @ weight.abs()).view(x.shape))]
+    results.append(Exact(dz.T @ rows, size.T @ rows.abs()))
+    return results if bias is None else [*results, Exact(dz.sum(0), size.sum(0))]
 
 
 def special(draw: Draw) -> list[tuple[Any, ...]]:
@@ -339,8 +339,8 @@ def test_only_wanted_gradients(taken: ModuleType, dtype: torch.dtype) -> None:
         assert y.requires_grad == any(wanted)
         if any(wanted):
             y.sum().backward()
-        for tensor, right, one in zip(some, expected, wanted, strict=True):
-            assert torch.equal(tensor.grad, right) if one else tensor.grad is None
+        for tensor, right, is_wanted in zip(some, expected, wanted, strict=True):
+            assert torch.equal(tensor.grad, right) if is_wanted else tensor.grad is None
 
 
 def test_keeps_only_for_a_gradient(taken: ModuleType) -> None:
@@ -509,13 +509,13 @@ def by_engine(taken: ModuleType, tile: tuple[int, ...], GELU: str, keep: bool) -
 
 def loops(taken: ModuleType) -> list[tuple[int, int, int]]:
     """Return asynchronous copies, matrix instructions and bytes of a copy: sizes divisible by 16, then not."""
-    found = []
+    results = []
     for undivided in ((), ("K", "stride_xm", "stride_wn")):
         made = by_pointers(taken, "none", undivided=undivided)
-        wide = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+)", made.asm["ptx"])
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+)", made.asm["ptx"])
         ttgir = made.asm["ttgir"]
-        found.append((ttgir.count("ttg.async_copy_global"), made.asm["ptx"].count("wgmma.mma_async"), len(wide)))
-    return found
+        results.append((ttgir.count("ttg.async_copy_global"), made.asm["ptx"].count("wgmma.mma_async"), len(copies)))
+    return results
 
 
 def epilogues(recipe: ModuleType) -> dict[str, float]:
@@ -542,8 +542,8 @@ def resources(taken: ModuleType) -> tuple[dict[str, tuple[int, int]], dict[str, 
         pointers[f"{GELU} {keep}"] = registers * 32 * made.metadata.num_warps, made.metadata.shared, spilled
         for tile in taken.LINEAR_GELU_TILES:
             made = by_engine(taken, tile, GELU, keep)
-            found = re.findall(r"wgmma\.mma_async\S*?(m64n\d+k\d+)", made.asm["ptx"])
-            engine[f"{tile} {GELU} {keep}"] = usage(made)[1], made.metadata.shared, sorted(set(found))
+            instructions = re.findall(r"wgmma\.mma_async\S*?(m64n\d+k\d+)", made.asm["ptx"])
+            engine[f"{tile} {GELU} {keep}"] = usage(made)[1], made.metadata.shared, sorted(set(instructions))
     return pointers, engine
 
 
@@ -566,33 +566,33 @@ def test_resources(gallery: Path, on_h100: Ask) -> None:
 
 def wide(taken: ModuleType) -> dict[str, int]:
     """Return the bytes that threads spill in wider dtypes, both ways."""
-    tl, found = taken.tl, {}
+    tl, results = taken.tl, {}
     for dtype, ACC, GELU in (("fp32", tl.float32, "none"), ("fp64", tl.float64, "erf"), ("fp64", tl.float64, "tanh")):
-        found[f"{dtype} {GELU}"] = usage(by_pointers(taken, GELU, True, dtype))[1]
+        results[f"{dtype} {GELU}"] = usage(by_pointers(taken, GELU, True, dtype))[1]
         kernel = taken._linear_gelu_backward_kernel
         types = {name: f"*{dtype}" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
         types |= {"partial_ptr": "*fp64" if dtype == "fp64" else "*fp32"}
         plan = {"BLOCK_M": 64 if dtype == "fp32" else 16, "BLOCK_N": 128, "num_warps": 8}
-        found[f"{dtype} {GELU} backward"] = usage(build(kernel, types, {"GELU": GELU, "ACC": ACC}, plan))[1]
-    return found
+        results[f"{dtype} {GELU} backward"] = usage(build(kernel, types, {"GELU": GELU, "ACC": ACC}, plan))[1]
+    return results
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:
     """Return the graphs, forward and backward, in float32 and bfloat16."""
-    found = []
+    traced_graphs = []
     for dtype in (torch.float32, torch.bfloat16):
         inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((40, 48), (64, 48), (64,))]
-        found += graphs(recipe.linear_gelu, *inputs)
-    return found
+        traced_graphs += graphs(recipe.linear_gelu, *inputs)
+    return traced_graphs
 
 
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """Forward there is the op alone; backward its kernel, and two products are left to PyTorch."""
-    (found,) = on_h100(gallery / "matmul" / "linear_gelu.py", traced)
-    assert len(found) == 4
-    for graph in found:
+    (traced_graphs,) = on_h100(gallery / "matmul" / "linear_gelu.py", traced)
+    assert len(traced_graphs) == 4
+    for graph in traced_graphs:
         assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
-    for forward, backward in zip(found[::2], found[1::2], strict=True):
+    for forward, backward in zip(traced_graphs[::2], traced_graphs[1::2], strict=True):
         assert [call for call in forward if "." in call] == ["triton_gallery.linear_gelu_forward.default"]
         assert sum(call == "triton_kernel_wrapper_functional" for call in backward) == 1
         assert sum(call.startswith("aten.mm") for call in backward) == 2

@@ -92,13 +92,13 @@ def assert_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def test_gradient_of_one_operand(taken: ModuleType) -> None:
     """Where one gradient is wanted, one is computed."""
     a, b = torch.ones(3, 4, device=DEVICE), torch.ones(4, 5, device=DEVICE)
-    for of, other in ((a, b), (b, a)):
-        of.requires_grad_()
+    for operand, other in ((a, b), (b, a)):
+        operand.requires_grad_()
         taken.matmul(a, b).sum().backward()
-        assert of.grad is not None
+        assert operand.grad is not None
         assert other.grad is None
-        of.requires_grad_(False)
-        of.grad = None
+        operand.requires_grad_(False)
+        operand.grad = None
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -119,9 +119,9 @@ def test_precision(taken: ModuleType, precision: str) -> None:
     inputs = a.requires_grad_(), b.requires_grad_()
     out = taken.matmul(a, b, precision)
     grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
-    for found, (x, y) in zip((out, *grads), ((a, b), (out * 0 + 1, b.T), (a.T, out * 0 + 1)), strict=True):
+    for actual, (x, y) in zip((out, *grads), ((a, b), (out * 0 + 1, b.T), (a.T, out * 0 + 1)), strict=True):
         x, y = x.detach().double(), y.detach().double()
-        error, s = (found.double() - x @ y).abs(), x.abs() @ y.abs()
+        error, s = (actual.double() - x @ y).abs(), x.abs() @ y.abs()
         likely = x.shape[1] ** 0.5 * 2.0**-23 * s
         if precision == "tf32":
             assert (error <= 2.0**-9 * s + x.shape[1] * 2.0**-23 * s).all()
@@ -134,17 +134,17 @@ def test_precision(taken: ModuleType, precision: str) -> None:
 @pytest.mark.parametrize(("how", "least"), [("nn", 0), ("nt", 1), ("tn", 0), ("tt", 1)])
 def test_least(taken: ModuleType, how: str, least: int, dtype: torch.dtype) -> None:
     """The kernel learns whether b is transposed: the loop runs at least once there."""
-    found = []
+    values = []
 
     class Kernel:
         def __getitem__(self, _: object) -> Callable[..., None]:
-            return lambda *_, **known: found.append(known["LEAST"])
+            return lambda *_, **known: values.append(known["LEAST"])
 
     lie = (torch.zeros(shape, dtype=dtype, device=DEVICE) for shape in ((20, 30), (30, 40)))
     a, b = (x.T.contiguous().T if t else x for x, t in zip(lie, LAYOUTS[how], strict=True))
     taken._matmul_launch(a, b, kernel=Kernel())
-    assert found == [least]
-    assert type(found[0]) is int  # torch.compile takes no bool from a symbolic stride
+    assert values == [least]
+    assert type(values[0]) is int  # torch.compile takes no bool from a symbolic stride
 
 
 def test_steps_of_the_page(recipe: ModuleType) -> None:
@@ -189,12 +189,12 @@ def test_first_answer() -> None:
 
 def test_instructions(recipe: ModuleType) -> None:
     """On an H100, tl.dot becomes what the page says of it."""
-    found = recipe.instructions(recipe.DOTS)
-    refused = found.pop(3)
+    results = recipe.instructions(recipe.DOTS)
+    refused = results.pop(3)
     assert refused.startswith("refused: ")
     assert "K >= 16" in refused
-    assert found[:3] == ["wgmma m64n128k16", "wgmma m64n64k16", "mma m16n8k16"]
-    assert found[3:] == ["fma, on no tensor core", "wgmma m64n64k8", "cvt.rna.tf32, wgmma m64n64k8"]
+    assert results[:3] == ["wgmma m64n128k16", "wgmma m64n64k16", "mma m16n8k16"]
+    assert results[3:] == ["fma, on no tensor core", "wgmma m64n64k8", "cvt.rna.tf32, wgmma m64n64k8"]
 
 
 def at_launch(taken: ModuleType, dtype: str, M: int, N: int, how: str, precision: str = "ieee") -> dict[str, object]:
@@ -221,18 +221,18 @@ def at_launch(taken: ModuleType, dtype: str, M: int, N: int, how: str, precision
 
 def copies(taken: ModuleType) -> dict[str, tuple[set[str], bool]]:
     """Return, for each layout, how many bytes an asynchronous copy takes, and whether Hopper's instruction is there."""
-    found = {}
+    results = {}
     for how in LAYOUTS:
         text = compiled(taken._matmul_kernel, **at_launch(taken, "float16", 4096, 4096, how)).asm["ptx"]
-        found[how] = set(re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", text)), "wgmma" in text
-    return found
+        results[how] = set(re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", text)), "wgmma" in text
+    return results
 
 
 def notes(taken: ModuleType) -> list[str]:
     """Return what the assembler says of products that wait for each other."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    found = []
+    lines = []
     for how, dtype, M in product(LAYOUTS, ("float16", "bfloat16"), (64, 128)):
         code = ptx(taken._matmul_kernel, **at_launch(taken, dtype, M, 4096, how))
         with NamedTemporaryFile(suffix=".ptx", mode="w") as file:
@@ -241,21 +241,21 @@ def notes(taken: ModuleType) -> list[str]:
             command = [get_ptxas(90).path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
             log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         assert "Used" in log
-        found += [f"{how} {dtype} {M} {line}" for line in log.splitlines() if "Potential Performance" in line]
-    return found
+        lines += [f"{how} {dtype} {M} {line}" for line in log.splitlines() if "Potential Performance" in line]
+    return lines
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """However operands lie, a thread copies 16 bytes at once, and tensor cores of Hopper multiply."""
-    (found,) = on_h100(gallery / "matmul" / "matmul.py", copies)
-    assert found == dict.fromkeys(LAYOUTS, ({"0x10"}, True))
+    (results,) = on_h100(gallery / "matmul" / "matmul.py", copies)
+    assert results == dict.fromkeys(LAYOUTS, ({"0x10"}, True))
 
 
 @pytest.mark.thorough
 def test_products_do_not_wait_for_each_other(gallery: Path, on_h100: Ask) -> None:
     """In no layout has the assembler to put products one after the other."""
-    (found,) = on_h100(gallery / "matmul" / "matmul.py", notes)
-    assert found == []
+    (lines,) = on_h100(gallery / "matmul" / "matmul.py", notes)
+    assert lines == []
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:
@@ -265,8 +265,8 @@ def traced(recipe: ModuleType) -> list[list[str]]:
 
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """A product is one kernel forward and two backward, and no operand is copied."""
-    (found,) = on_h100(gallery / "matmul" / "matmul.py", traced)
-    for graph, products in zip(found, (1, 2), strict=True):
+    (traced_graphs,) = on_h100(gallery / "matmul" / "matmul.py", traced)
+    for graph, products in zip(traced_graphs, (1, 2), strict=True):
         kernels = [call for call in graph if call.startswith("triton_kernel_wrapper")]
         assert kernels == ["triton_kernel_wrapper_functional"] * products
         assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]

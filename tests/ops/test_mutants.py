@@ -25,13 +25,13 @@ class Mutant:
 
     Attributes:
         recipe: `section/name`.
-        what: a name for it.
+        name: a name for it.
         old: what is taken out of the script; it stands there once.
         new: what takes its place.
     """
 
     recipe: str
-    what: str
+    name: str
     old: str
     new: str
 
@@ -52,7 +52,7 @@ def copy_gallery(gallery: Path, to: Path) -> Path:
 
 def test_mutants_are_of_the_present_code(gallery: Path) -> None:
     """What each takes out stands once in its recipe: one that no longer does would show nothing."""
-    counts = {f"{m.recipe}: {m.what}": (gallery / f"{m.recipe}.py").read_text().count(m.old) for m in MUTANTS}
+    counts = {f"{m.recipe}: {m.name}": (gallery / f"{m.recipe}.py").read_text().count(m.old) for m in MUTANTS}
     assert {name: count for name, count in counts.items() if count != 1} == {}
 
 
@@ -64,7 +64,7 @@ def test_copy_passes(gallery: Path, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.anywhere
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.recipe}: {mutant.what}")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.recipe}: {mutant.name}")
 def test_broken_recipe_fails(gallery: Path, tmp_path: Path, mutant: Mutant) -> None:
     """A recipe that is broken in one place fails its tests (and does not fail to be collected)."""
     copy = copy_gallery(gallery, tmp_path)

@@ -142,8 +142,8 @@ def on_cpu(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def layer_norms_refused() -> list[Refused]:
     """Return the calls of LayerNorm that raise."""
 
-    def call(vectors: Callable[[Draw], tuple[torch.Tensor | None, ...]], error: type[Exception], said: str) -> Refused:
-        return Refused(lambda draw: (draw(2, 3), *vectors(draw), EPS), error, f"norms_long_layer_norm takes {said}")
+    def call(vectors: Callable[[Draw], tuple[torch.Tensor | None, ...]], error: type[Exception], text: str) -> Refused:
+        return Refused(lambda draw: (draw(2, 3), *vectors(draw), EPS), error, f"norms_long_layer_norm takes {text}")
 
     shapes = r"shapes \(\.\.\., N\) and \(N,\), not \[\(2"
     return [
@@ -161,8 +161,8 @@ def layer_norms_refused() -> list[Refused]:
 def rms_norms_refused() -> list[Refused]:
     """Return the calls of RMSNorm that raise."""
 
-    def call(two: Callable[[Draw], tuple[torch.Tensor | None, ...]], error: type[Exception], said: str) -> Refused:
-        return Refused(lambda draw: (*two(draw), EPS), error, f"norms_long_rms_norm takes {said}")
+    def call(two: Callable[[Draw], tuple[torch.Tensor | None, ...]], error: type[Exception], text: str) -> Refused:
+        return Refused(lambda draw: (*two(draw), EPS), error, f"norms_long_rms_norm takes {text}")
 
     return [
         call(lambda draw: (draw(2, 3).int(), draw(3).int()), TypeError, r".*torch\.int32"),
@@ -178,8 +178,8 @@ def rms_norms_refused() -> list[Refused]:
 def backward_refused() -> list[Refused]:
     """Return the calls of the backward that raise."""
 
-    def call(change: Callable[..., tuple[torch.Tensor, ...]], error: type[Exception], said: str) -> Refused:
-        return Refused(lambda draw: change(*backward(draw, 1, 2, 3)), error, f"norms_long_backward takes {said}")
+    def call(change: Callable[..., tuple[torch.Tensor, ...]], error: type[Exception], text: str) -> Refused:
+        return Refused(lambda draw: change(*backward(draw, 1, 2, 3)), error, f"norms_long_backward takes {text}")
 
     return [
         call(lambda dy, x, weight, stats: (dy[:1], x, weight, stats), ValueError, "shapes "),
@@ -240,7 +240,7 @@ CONTRACT = [
         lambda *given: exact(*given)[:1],
         **OF_NORM,
         reference=on_cpu(torch.nn.functional.layer_norm),
-        special=lambda draw: [(x, one, one, EPS) for x, one in special(draw)],
+        special=lambda draw: [(x, ones, ones, EPS) for x, ones in special(draw)],
         gradients=exact_gradients,
         with_gradients=3,
         refused=layer_norms_refused(),
@@ -251,7 +251,7 @@ CONTRACT = [
         lambda x, weight, eps: exact(x, weight, None, eps)[:1],
         **OF_NORM,
         reference=on_cpu(torch.nn.functional.rms_norm),
-        special=lambda draw: [(x, one, EPS) for x, one in special(draw)],
+        special=lambda draw: [(x, ones, EPS) for x, ones in special(draw)],
         gradients=lambda dy, x, weight, eps: exact_gradients(dy, x, weight, None, eps),
         with_gradients=2,
         refused=rms_norms_refused(),
@@ -263,9 +263,9 @@ CONTRACT = [
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gradients_of_special_values_stay_in_their_row(taken: ModuleType, dtype: torch.dtype, center: bool) -> None:
     """NaN and infinity in a row leave the gradients of another finite."""
-    for x, one in special(Draw(dtype)):
-        _, stats = taken.norms_long_with_stats(x, one, one if center else None, EPS)
-        dx, _ = taken.norms_long_backward(torch.ones_like(x), x, one, stats)
+    for x, ones in special(Draw(dtype)):
+        _, stats = taken.norms_long_with_stats(x, ones, ones if center else None, EPS)
+        dx, _ = taken.norms_long_backward(torch.ones_like(x), x, ones, stats)
         assert dx[::4].isfinite().all()
 
 
@@ -305,8 +305,8 @@ def test_steps_of_the_ladder(recipe: ModuleType) -> None:
 def test_variance_does_not_cancel(taken: ModuleType, N: int) -> None:
     """A mean of 10,000 beside a variance of 1: E[x * x] has no bit left for it in float32, a mean too few."""
     x = torch.randn(3, N, generator=torch.Generator().manual_seed(0)).to(DEVICE) + 10_000
-    one, zero = torch.ones(N, device=DEVICE), torch.zeros(N, device=DEVICE)
-    out = taken.norms_long_layer_norm(x, one, zero, EPS).double()
+    ones, zeros = torch.ones(N, device=DEVICE), torch.zeros(N, device=DEVICE)
+    out = taken.norms_long_layer_norm(x, ones, zeros, EPS).double()
     expected = torch.nn.functional.layer_norm(x.double(), (N,), eps=EPS)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
@@ -316,9 +316,9 @@ def test_means_of_columns_differ(taken: ModuleType) -> None:
     plan, N = taken._norms_long_plan(torch.empty(2, 20_000, device="meta"), 20_000, 1, False), 20_000
     column = torch.arange(N, device=DEVICE) % plan["BLOCK_N"]
     x = column.float().expand(2, N)
-    one, zero = torch.ones(N, device=DEVICE), torch.zeros(N, device=DEVICE)
+    ones, zeros = torch.ones(N, device=DEVICE), torch.zeros(N, device=DEVICE)
     expected = torch.nn.functional.layer_norm(x.double(), (N,), eps=EPS).float()
-    torch.testing.assert_close(taken.norms_long_layer_norm(x, one, zero, EPS), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(taken.norms_long_layer_norm(x, ones, zeros, EPS), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_statistics_have_no_gradient(taken: ModuleType) -> None:
@@ -334,13 +334,13 @@ def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     """The square of 300 is infinite in float16, and so is the sum of many."""
     x = torch.full((2, 20_000), 300.0, dtype=dtype, device=DEVICE)
     x[:, ::2] *= -1
-    one = torch.ones_like(x[0])
-    torch.testing.assert_close(taken.norms_long_layer_norm(x, one, 0 * one, EPS), x.sign())
-    torch.testing.assert_close(taken.norms_long_rms_norm(x, one, EPS), x.sign())
+    ones = torch.ones_like(x[0])
+    torch.testing.assert_close(taken.norms_long_layer_norm(x, ones, 0 * ones, EPS), x.sign())
+    torch.testing.assert_close(taken.norms_long_rms_norm(x, ones, EPS), x.sign())
     x = 301 + x.sign()
     x[:, 0] = 0  # The sum of the differences from it is infinite in float16.
-    expected = torch.nn.functional.layer_norm(x.double(), one.shape, eps=EPS).to(dtype)
-    torch.testing.assert_close(taken.norms_long_layer_norm(x, one, 0 * one, EPS), expected, rtol=1e-3, atol=1e-3)
+    expected = torch.nn.functional.layer_norm(x.double(), ones.shape, eps=EPS).to(dtype)
+    torch.testing.assert_close(taken.norms_long_layer_norm(x, ones, 0 * ones, EPS), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_constant_rows(taken: ModuleType) -> None:
@@ -359,12 +359,12 @@ def test_beyond_int32(taken: ModuleType, rows: int, N: int) -> None:
     x = torch.ones(rows, N, dtype=torch.float16, device=DEVICE)
     x[:, ::2] = -1
     x[-1] *= 2
-    one = torch.ones_like(x[0])
-    y, stats = taken.norms_long_with_stats(x, one, 0 * one, EPS)
+    ones = torch.ones_like(x[0])
+    y, stats = taken.norms_long_with_stats(x, ones, 0 * ones, EPS)
     assert torch.equal(y[-1].sign(), x[-1].sign())
     assert y.abs_().sub_(1).abs_().max() < 1e-3
     del y
-    dx, _ = taken.norms_long_backward(x, x, one, stats)
+    dx, _ = taken.norms_long_backward(x, x, ones, stats)
     assert dx.abs_().max() < 1e-2
 
 
@@ -374,27 +374,27 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", t
 def launches(taken: ModuleType, dtype: torch.dtype, N: int, center: bool) -> list[tuple[object, dict[str, object]]]:
     """Return all three kernels, each with what is known of its arguments at a launch."""
     x = torch.empty(10**4, N, dtype=dtype, device="meta")
-    wide = "fp64" if dtype == torch.float64 else "fp32"
-    known = {"dtype": NAMES[dtype], "stats_ptr": wide, "CENTER": center}
+    acc_type = "fp64" if dtype == torch.float64 else "fp32"
+    known = {"dtype": NAMES[dtype], "stats_ptr": acc_type, "CENTER": center}
     forward, backward = (taken._norms_long_plan(x, N, tensors, center) for tensors in (1, 2))
     tile = taken._norms_long_plan_weight(x)[1]
     return [
         (taken._norms_long_kernel, {**known, **forward, "EPS": EPS}),
         (taken._norms_long_backward_kernel, {**known, **backward}),
-        (taken._norms_long_weight_kernel, {**known, **backward, **tile, "sums_ptr": wide}),
+        (taken._norms_long_weight_kernel, {**known, **backward, **tile, "sums_ptr": acc_type}),
     ]
 
 
 def widths(taken: ModuleType) -> list[set[str]]:
     """Return how wide all kernels load and store rows in bfloat16."""
     known = launches(taken, torch.bfloat16, 100_000, True)
-    return [set(re.findall(r"(?:ld|st)\.global\S*?\.(v\d\.b32|b16)\s", ptx(kernel, **one))) for kernel, one in known]
+    return [set(re.findall(r"(?:ld|st)\.global\S*?\.(v\d\.b32|b16)\s", ptx(kernel, **plan))) for kernel, plan in known]
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Rows are loaded and stored 16 bytes at a time; the forward also loads a row's first element."""
-    (found,) = on_h100(gallery / "fusion" / "norms_long.py", widths)
-    assert found == [{"v4.b32", "b16"}, {"v4.b32"}, {"v4.b32"}]
+    (results,) = on_h100(gallery / "fusion" / "norms_long.py", widths)
+    assert results == [{"v4.b32", "b16"}, {"v4.b32"}, {"v4.b32"}]
 
 
 def traced(recipe: ModuleType) -> list[list[list[str]]]:
@@ -409,8 +409,8 @@ def traced(recipe: ModuleType) -> list[list[list[str]]]:
 
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """No input counts as written, either way."""
-    (found,) = on_h100(gallery / "fusion" / "norms_long.py", traced)
-    for forward, backward in found:
+    (traced_graphs,) = on_h100(gallery / "fusion" / "norms_long.py", traced)
+    for forward, backward in traced_graphs:
         for graph, count in ((forward, 1), (backward, 2)):
             kernels = [call for call in graph if call.startswith("triton_kernel_wrapper")]
             assert kernels == ["triton_kernel_wrapper_functional"] * count

@@ -136,10 +136,10 @@ def test_gradients(taken: ModuleType, shape: tuple[int, int, int], layout: str) 
         pair = matrices(Draw(torch.float32), *shape, *ways, 16)
         saved = SimpleNamespace(saved_tensors=pair, needs_input_grad=(True, True))
         with Guard():  # inside of autograd no allocation is seen
-            found = taken._persistent_matmul_gradient(saved, grad)
-        assert_product(found[0], grad, pair[1].T)
-        assert_product(found[1], pair[0].T, grad)
-        assert [d.stride(1 if by == "rows" else 0) for d, by in zip(found, ways, strict=True)] == [1, 1]
+            grads = taken._persistent_matmul_gradient(saved, grad)
+        assert_product(grads[0], grad, pair[1].T)
+        assert_product(grads[1], pair[0].T, grad)
+        assert [d.stride(1 if by == "rows" else 0) for d, by in zip(grads, ways, strict=True)] == [1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
@@ -156,9 +156,9 @@ def test_gradient_of_one(taken: ModuleType, dtype: torch.dtype, needed: int) -> 
 
 def every_tile(taken: ModuleType) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Return all tiles, with a dtype that has them."""
-    half, wide = taken.PERSISTENT_MATMUL_TILES, taken.PERSISTENT_MATMUL_WIDE
+    half, wide_tiles = taken.PERSISTENT_MATMUL_TILES, taken.PERSISTENT_MATMUL_WIDE
     kinds = [(dtype, tile) for dtype in HALVES for tile in half]
-    return kinds + [(dtype, tile) for dtype in FLOATS[2:] for tile in wide]
+    return kinds + [(dtype, tile) for dtype in FLOATS[2:] for tile in wide_tiles]
 
 
 @pytest.mark.thorough
@@ -178,7 +178,7 @@ def test_every_tile(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, by_a: st
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
 def test_plan(taken: ModuleType, dtype: torch.dtype) -> None:
     """The op takes the tile of the least cost, of those that fit a GPU with three stages."""
-    tiles, wide = taken.PERSISTENT_MATMUL_TILES, taken.PERSISTENT_MATMUL_WIDE
+    tiles, wide_tiles = taken.PERSISTENT_MATMUL_TILES, taken.PERSISTENT_MATMUL_WIDE
     assert len(tiles) >= 4
     for shared in ROOMS.values():
         for M, N in itertools.product((1, 64, 128, 1024, 4096, 50000), repeat=2):
@@ -189,8 +189,8 @@ def test_plan(taken: ModuleType, dtype: torch.dtype) -> None:
             held = (stages * (tile[0] + tile[1]) * tile[2] + tile[0] * tile[1] // 2) * 2
             assert held + 1024 <= shared
             for size in (dtype.itemsize, 8):
-                assert taken._persistent_matmul_plan(M, N, size, 132, shared)[1] in wide
-    found = {
+                assert taken._persistent_matmul_plan(M, N, size, 132, shared)[1] in wide_tiles
+    expected = {
         (8192, 8192): (128, 256),
         (4096, 4096): (128, 256),
         (512, 4096): (128, 128),
@@ -200,7 +200,7 @@ def test_plan(taken: ModuleType, dtype: torch.dtype) -> None:
         (64, 64): (64, 64),
     }
     most = {(128, 256): (64, 4), (128, 128): (64, 6), (64, 128): (128, 4), (64, 64): (128, 6)}
-    for (M, N), tile in found.items():
+    for (M, N), tile in expected.items():
         _, (*block, BLOCK_K, _, _), stages = taken._persistent_matmul_plan(M, N, 2, 132, ROOMS[90])
         assert (tuple(block), (BLOCK_K, stages)) == (tile, most[tile]), (M, N)
     assert taken._persistent_matmul_plan(8192, 8192, 2, 170, ROOMS[120])[1][:3] == (64, 128, 64)
@@ -327,7 +327,7 @@ def code(kernel: Any, dtype: str, tile: tuple[int, ...], stages: int, gpu: int, 
 
 def codes(taken: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return that for all tiles that fit, in all orders, on three GPUs."""
-    found = {}
+    results = {}
     kinds = [("fp16", 2, tile) for tile in taken.PERSISTENT_MATMUL_TILES]
     kinds += [(name, size, tile) for tile in taken.PERSISTENT_MATMUL_WIDE for name, size in (("fp32", 4), ("fp64", 8))]
     for gpu, shared in ROOMS.items():
@@ -337,16 +337,16 @@ def codes(taken: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
                 continue
             for a_t, b_t in itertools.product((False, True), repeat=2):
                 known = code(taken._persistent_matmul_kernel, dtype, tile, stages, gpu, A_T=a_t, B_T=b_t)
-                found[gpu, dtype, tile, a_t, b_t] = known
-    return found
+                results[gpu, dtype, tile, a_t, b_t] = known
+    return results
 
 
 @pytest.mark.thorough
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Nothing spills on large GPUs, all fits, the engine copies, and in half precision each order reads alike."""
-    (found,) = on_h100(gallery / RECIPE, codes)
-    assert len(found) == 4 * (7 + 7 + 3)
-    for (gpu, dtype, tile, *_), known in found.items():
+    (results,) = on_h100(gallery / RECIPE, codes)
+    assert len(results) == 4 * (7 + 7 + 3)
+    for (gpu, dtype, tile, *_), known in results.items():
         # Triton 3.6 spills a few registers of some tiles on the smallest of the three GPUs, and 3.7 none.
         assert known["spilled"] <= (24 if gpu == 120 and version("triton").startswith("3.6.") else 0), (
             gpu,
@@ -360,14 +360,14 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
         if gpu == 90 and dtype == "fp16":
             count = tile[0] // 64 * tile[2] // 16 // (tile[3] // 4)
             assert known["wgmma"] == [f"m64n{tile[1]}k16"] * count
-            assert known["from shared"] == found[gpu, dtype, tile, False, False]["from shared"]
+            assert known["from shared"] == results[gpu, dtype, tile, False, False]["from shared"]
 
 
 def shared(recipe: ModuleType) -> dict[tuple[int, int], tuple[int, int]]:
     """Return what the page counts of shared memory and what the compiler does, for stages and parts of a large tile."""
     import triton
 
-    target, found = triton.backends.compiler.GPUTarget("cuda", 90, 32), {}
+    target, results = triton.backends.compiler.GPUTarget("cuda", 90, 32), {}
     m, n, k = recipe.BIG
     for stages, parts in itertools.product((3, 4), (1, 2)):
         blocks = {"a_desc": [m, k], "b_desc": [k, n], "c_desc": [m, n // parts]}
@@ -376,14 +376,14 @@ def shared(recipe: ModuleType) -> dict[tuple[int, int], tuple[int, int]]:
         types |= dict.fromkeys(constants, "constexpr")
         source = triton.compiler.ASTSource(recipe.walk_kernel, types, constants)
         made = triton.compile(source, target=target, options={"num_warps": 8, "num_stages": stages})
-        found[stages, parts] = recipe.held(recipe.BIG, stages, parts), made.metadata.shared
-    return found
+        results[stages, parts] = recipe.held(recipe.BIG, stages, parts), made.metadata.shared
+    return results
 
 
 def test_shared_memory(gallery: Path, on_h100: Ask) -> None:
     """The page counts what the compiler does, but for barriers: four stages fit in halves alone."""
-    (found,) = on_h100(gallery / RECIPE, shared)
-    for how, (counted, by_the_compiler) in found.items():
+    (results,) = on_h100(gallery / RECIPE, shared)
+    for how, (counted, by_the_compiler) in results.items():
         assert counted <= by_the_compiler < counted + 1024
         assert (by_the_compiler <= ROOMS[90]) == (how != (4, 1))
 

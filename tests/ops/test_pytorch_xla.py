@@ -135,13 +135,13 @@ def test_releases(companion: dict[str, Any]) -> None:
     """The table bears the page's claims out; the release that traced has all of the documented way."""
     releases = companion["releases"]
     everything = {"triton_call", "_xla_gpu_custom_call", "_xla_custom_call", "GPU client"}
-    has = {release: {name for name in everything if row[name]} for release, row in releases.items()}
-    assert has[companion["environment"]["torch_xla"]] == everything
-    assert has["2.9.0"] == {"_xla_custom_call"}
-    assert all(has[release] == everything for release in releases if re.match(r"2\.[4-8]\.", release))
+    supported = {release: {name for name in everything if row[name]} for release, row in releases.items()}
+    assert supported[companion["environment"]["torch_xla"]] == everything
+    assert supported["2.9.0"] == {"_xla_custom_call"}
+    assert all(supported[release] == everything for release in releases if re.match(r"2\.[4-8]\.", release))
     assert "deprecated" in releases["2.8.1"]["says"]
     assert "not supported" in releases["2.9.0"]["says"]
-    assert {"GPU client"} in has.values(), "a release before triton_call"
+    assert {"GPU client"} in supported.values(), "a release before triton_call"
 
 
 def unpack(graph: dict[str, Any]) -> bytes:

@@ -74,11 +74,11 @@ def special(draw: Draw) -> list[tuple[Any, ...]]:
 
 
 def refused(
-    name: str, error: type[Exception], said: str, *makes: Callable[[Draw], tuple[Any, ...]]
+    name: str, error: type[Exception], text: str, *makes: Callable[[Draw], tuple[Any, ...]]
 ) -> Iterator[Refused]:
     """Yield calls that raise the same."""
     for make in makes:
-        yield Refused(lambda draw, make=make: (*make(draw), EPS), error, rf"{name} takes {said}")
+        yield Refused(lambda draw, make=make: (*make(draw), EPS), error, rf"{name} takes {text}")
 
 
 def too_long(*dtypes: torch.dtype) -> Iterator[Refused]:
@@ -179,11 +179,11 @@ def test_gradients_of_one_result(taken: ModuleType) -> None:
     leaves = [t.requires_grad_() for t in (x, residual, weight)]
     y, h = taken.rms_norm_residual(*leaves, EPS)
     assert torch.equal(y, taken.rms_norm(h, weight, EPS))
-    wide = h.detach(), weight.detach(), EPS
+    inputs = h.detach(), weight.detach(), EPS
     for used, given in ((y, (dy, None)), (h, (dy * 0, dy))):
-        dx, dw = taken.rms_norm_backward(*given, *wide)
-        for found, expected in zip(torch.autograd.grad(used, leaves, dy, retain_graph=True), (dx, dx, dw), strict=True):
-            assert torch.equal(found, expected)
+        dx, dw = taken.rms_norm_backward(*given, *inputs)
+        for grad, expected in zip(torch.autograd.grad(used, leaves, dy, retain_graph=True), (dx, dx, dw), strict=True):
+            assert torch.equal(grad, expected)
 
 
 def test_plans(taken: ModuleType) -> None:

@@ -47,12 +47,12 @@ def exact(
 ) -> list[Exact]:
     """Return queries and keys turned, or turned back."""
     sin = -sin if conjugate else sin
-    found = []
+    results = []
     for x in (q, k):
         a, b = (part.abs() for part in pairs(x, interleaved))
         terms = whole(a * cos.abs() + b * sin.abs(), b * cos.abs() + a * sin.abs(), interleaved)
-        found.append(Exact(turned(x, cos, sin, interleaved), terms))
-    return found
+        results.append(Exact(turned(x, cos, sin, interleaved), terms))
+    return results
 
 
 def exact_gradients(dq: torch.Tensor, dk: torch.Tensor, *arguments: Any) -> list[Exact]:
@@ -63,8 +63,8 @@ def exact_gradients(dq: torch.Tensor, dk: torch.Tensor, *arguments: Any) -> list
 
 def reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> Any:
     """Return what PyTorch makes of queries and keys, rounded once."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return tuple(turned(x.to(wide), cos.to(wide), sin.to(wide), interleaved).to(x.dtype) for x in (q, k))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return tuple(turned(x.to(dtype), cos.to(dtype), sin.to(dtype), interleaved).to(x.dtype) for x in (q, k))
 
 
 def arguments(
@@ -117,8 +117,8 @@ def fitting(draw: Draw) -> tuple[torch.Tensor, ...]:
 def refused(name: str, *further: tuple[Callable[..., tuple[torch.Tensor, ...]], str]) -> list[Refused]:
     """Return the calls of an op that raise: what is made of arguments that fit, and what is said of it."""
 
-    def call(way: Callable[..., tuple[torch.Tensor, ...]], error: type[Exception], said: str) -> Refused:
-        return Refused(lambda draw: way(*fitting(draw)), error, f"{name} {said}")
+    def call(way: Callable[..., tuple[torch.Tensor, ...]], error: type[Exception], text: str) -> Refused:
+        return Refused(lambda draw: way(*fitting(draw)), error, f"{name} {text}")
 
     kinds = "takes q and k of one float dtype.*"
     return [
@@ -127,7 +127,7 @@ def refused(name: str, *further: tuple[Callable[..., tuple[torch.Tensor, ...]], 
         call(lambda q, k, cos, sin: (q, k, cos.long(), sin), TypeError, kinds + "int64"),
         call(lambda q, k, cos, sin: (q, k, cos, sin.to("meta")), TypeError, "takes tensors on one device"),
         *(call(way, ValueError, r"takes q \(B, Hq, T, D\) and k ") for way in misfits()),
-        *(call(way, ValueError, said) for way, said in further),
+        *(call(way, ValueError, text) for way, text in further),
     ]
 
 
@@ -233,10 +233,10 @@ def test_gradient_of_one_result(taken: ModuleType) -> None:
     assert [t.data_ptr() for t in kept] == [cos.data_ptr(), sin.data_ptr()]
     grads = [torch.randn_like(x) for x in out]
     for i in range(2):
-        found = torch.autograd.grad(out[i], (q, k), grads[i], retain_graph=True)
+        actual = torch.autograd.grad(out[i], (q, k), grads[i], retain_graph=True)
         ways = [grad if j == i else torch.zeros_like(grad) for j, grad in enumerate(grads)]
-        right = [one.value for one in exact_gradients(*ways, q, k, cos, sin, *flags)]
-        torch.testing.assert_close([*found], right)
+        right = [result.value for result in exact_gradients(*ways, q, k, cos, sin, *flags)]
+        torch.testing.assert_close([*actual], right)
 
 
 def test_result_lies_as_its_argument(taken: ModuleType) -> None:
@@ -362,13 +362,13 @@ ALIGNED = {"multiples": [*STRIDES, "stride_cos", "stride_sin"]}
 
 def stores(taken: ModuleType) -> dict[tuple[int, bool, bool], Counter[str]]:
     """Return how often the kernel stores, by the size of a head, the pairing, and whether 16 divides the strides."""
-    found = {}
+    results = {}
     for D, interleaved, aligned in product((128, 80), (False, True), (True, False)):
         half = 1 << (D // 2 - 1).bit_length()
         known = KNOWN | {"D": D, "BLOCK_D": half, "BLOCK_T": 512 // half, "ACC": taken.tl.float32}
         text = ptx(taken._rope_kernel, "bf16", **known | {"INTERLEAVED": interleaved}, **ALIGNED if aligned else {})
-        found[D, interleaved, aligned] = Counter(re.findall(r"st\.global\S*", text))
-    return found
+        results[D, interleaved, aligned] = Counter(re.findall(r"st\.global\S*", text))
+    return results
 
 
 def launches(taken: ModuleType) -> list[list[int]]:
@@ -381,12 +381,12 @@ def launches(taken: ModuleType) -> list[list[int]]:
 
 def test_compiled(gallery: Path, on_h100: Ask) -> None:
     """Where 16 divides the strides, accesses have 16 bytes, in either pairing; sizes may stay symbols in a graph."""
-    found, seen = on_h100(gallery / "fusion" / "rope.py", stores, launches)
+    counts, seen = on_h100(gallery / "fusion" / "rope.py", stores, launches)
     # 4 heads of 8 tokens in 128 threads are 4 stores of 8 elements for each of q and k.
     for D, interleaved in product((128, 80), (False, True)):
-        assert found[D, interleaved, True] == {"st.global.v4.b32": 8}
+        assert counts[D, interleaved, True] == {"st.global.v4.b32": 8}
     for interleaved in (False, True):
-        assert found[128, interleaved, False].total() > 8
+        assert counts[128, interleaved, False].total() > 8
     # One launch each, forward and backward, with two results.
     assert seen == [[1, 2, 0, 0]] * 2
 

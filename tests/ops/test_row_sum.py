@@ -22,15 +22,15 @@ def assert_sums(recipe: ModuleType, A: torch.Tensor, out: torch.Tensor) -> None:
     assert out.dtype == A.dtype
     assert out.shape == A.shape[:1]
     assert out.device.type == recipe.DEVICE.type
-    wide = A.double()
+    in_float64 = A.double()
     # An element takes part in that many additions, each off by half a unit of the sum of magnitudes at most.
     # (Twice that many: the reference has errors of its own, which matter to float64.)
     additions = 2 * (math.ceil(A.shape[1] / BLOCK_N) + math.log2(BLOCK_N) + 1)
     accumulator = 2**-53 if A.dtype == torch.float64 else 2**-24
     # The last rounding, to the dtype; the interpreter cuts where a GPU rounds, so a whole unit.
     last = torch.finfo(A.dtype).eps
-    allowed = additions * accumulator * wide.abs().sum(1) + last * wide.sum(1).abs()
-    error = (out.double() - wide.sum(1)).abs()
+    allowed = additions * accumulator * in_float64.abs().sum(1) + last * in_float64.sum(1).abs()
+    error = (out.double() - in_float64.sum(1)).abs()
     assert (error <= allowed).all(), f"off by {(error / allowed).max().item():.1f} times the tolerance"
 
 

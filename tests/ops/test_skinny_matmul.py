@@ -100,9 +100,9 @@ def test_integers_are_exact(taken: ModuleType, dtype: torch.dtype, M: int) -> No
     x, weight = torch.ones(M, K, device=DEVICE), torch.ones(70, K, device=DEVICE)
     x[:, ::2] = -1
     x[:, 1] = 2
-    for one in (x, x.abs()):
-        expected = linear(one, weight).to(dtype)
-        assert torch.equal(taken.skinny_matmul(one.to(dtype), weight.to(dtype)), expected)
+    for rows in (x, x.abs()):
+        expected = linear(rows, weight).to(dtype)
+        assert torch.equal(taken.skinny_matmul(rows.to(dtype), weight.to(dtype)), expected)
 
 
 def run(taken: ModuleType, x: torch.Tensor, weight: torch.Tensor, splits: int, steps: int, **changes: Any) -> Any:
@@ -123,18 +123,18 @@ def test_parts_are_added_in_order(taken: ModuleType, dtype: torch.dtype) -> None
     sizes = (5, 200, 1024, steps, 1024, 1024, 1)
     taken._skinny_matmul_kernel[4, splits](x, weight, part, *sizes, **tile)
     width = steps * tile["BLOCK_K"]
-    for k, one in enumerate(part):
-        mine = slice(k * width, (k + 1) * width)
+    for k, partial_sum in enumerate(part):
+        columns = slice(k * width, (k + 1) * width)
         assert_within(
-            one,
-            linear(x[:, mine].double(), weight[:, mine].double()),
-            linear(x[:, mine].double().abs(), weight[:, mine].double().abs()),
+            partial_sum,
+            linear(x[:, columns].double(), weight[:, columns].double()),
+            linear(x[:, columns].double().abs(), weight[:, columns].double().abs()),
             roundings=width,
         )
     taken._skinny_matmul_add_kernel[4,](part, y, 1000, splits, BLOCK=256)
     total = torch.zeros(5, 200, device=DEVICE)
-    for one in part:
-        total += one
+    for partial_sum in part:
+        total += partial_sum
     eps = torch.finfo(dtype).eps  # the interpreter cuts half precision
     assert ((y.float() - total).abs() <= eps * total.abs()).all()
     assert torch.equal(y, taken.skinny_matmul(x, weight))
@@ -176,13 +176,13 @@ def test_plans(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, gpu: tuple[in
             most = max(1, min(8, processors // tiles, blocks))
             assert steps == -(-blocks // most)
             assert (splits - 1) * steps * block < K <= splits * steps * block
-            wide = K * dtype.itemsize % 16 == 0 or K == 1
-            assert block * dtype.itemsize == (256 if wide else 128)
+            aligned = K * dtype.itemsize % 16 == 0 or K == 1
+            assert block * dtype.itemsize == (256 if aligned else 128)
             tiles_of = [tile for *_, tile in plans]
             assert [tile["BLOCK_M"] for tile in tiles_of] == [16] * 16 + [32] * 16 + [64] * 32
             for tile in tiles_of:
                 fit = shared // ((tile["BLOCK_M"] + 64) * 256)
-                assert tile["num_stages"] == (min(5, fit) if wide else 2)
+                assert tile["num_stages"] == (min(5, fit) if aligned else 2)
                 assert fit >= 2
 
 
@@ -266,13 +266,13 @@ def test_streams(taken: ModuleType) -> None:
     expected = taken.skinny_matmul(x, weight)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(4)]
-    found = []
+    results = []
     for _ in range(50):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(taken.skinny_matmul(x, weight))
+                results.append(taken.skinny_matmul(x, weight))
     torch.cuda.synchronize()
-    assert all(torch.equal(y, expected) for y in found)
+    assert all(torch.equal(y, expected) for y in results)
 
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -318,15 +318,15 @@ def made(
 
 def instructions(recipe: ModuleType) -> dict[str, tuple[set[str], set[str]]]:
     """Return, by rows, the sizes of matrix instructions and of copies ahead of the loop."""
-    found = {}
+    results = {}
     for M in (1, 16, 17, 32, 33, 64):
         ptx = made(recipe, M, torch.bfloat16, aligned=True, transposed=False).asm["ptx"]
         matrix = set(re.findall(r"\b(?:wgmma|mma)\S*\.(m\d+n\d+k\d+)", ptx))
         copies = set(re.findall(r"cp\.async\.c\w\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx))
-        found[str(M)] = matrix, copies
+        results[str(M)] = matrix, copies
     eight = made(recipe, 1, torch.bfloat16, aligned=True, transposed=False, BLOCK_M=8).asm["ptx"]
-    found["8 columns"] = set(re.findall(r"\b(?:wgmma|mma)\S*\.(m\d+n\d+k\d+)", eight)), set()
-    return found
+    results["8 columns"] = set(re.findall(r"\b(?:wgmma|mma)\S*\.(m\d+n\d+k\d+)", eight)), set()
+    return results
 
 
 def counted(recipe: ModuleType) -> bool:
@@ -349,10 +349,10 @@ def counted(recipe: ModuleType) -> bool:
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """16 columns take Hopper's matrix instruction, 8 from Triton 3.8 on; weights are copied 16 bytes at a time."""
-    found, ordered = on_h100(gallery / "matmul" / "skinny_matmul.py", instructions, counted)
-    matrix, _ = found.pop("8 columns")
+    results, ordered = on_h100(gallery / "matmul" / "skinny_matmul.py", instructions, counted)
+    matrix, _ = results.pop("8 columns")
     assert matrix == {"m64n8k16" if TRITON >= (3, 8) else "m16n8k16"}
-    for M, (matrix, copies) in found.items():
+    for M, (matrix, copies) in results.items():
         columns = 16 if int(M) <= 16 else 32 if int(M) <= 32 else 64
         assert matrix == {f"m64n{columns}k16"}
         assert copies <= {"0x10", "16"}
@@ -384,24 +384,24 @@ def exchanged(recipe: ModuleType) -> list[str]:
 
 def test_first_answer(gallery: Path, on_h100: Ask) -> None:
     """With the rows of x first, 64 of them take Hopper's instruction, and fewer the older one."""
-    (found,) = on_h100(gallery / "matmul" / "skinny_matmul.py", exchanged)
-    assert found == ["m16n8k16", "m16n8k16", "m64n64k16"]
+    (results,) = on_h100(gallery / "matmul" / "skinny_matmul.py", exchanged)
+    assert results == ["m16n8k16", "m16n8k16", "m64n64k16"]
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:
     """Return the graphs of a sum that is split, and of one that is not."""
-    found = []
+    traced_graphs = []
     for K in (3000, 60):
-        found += graphs(recipe.skinny_matmul, torch.randn(4, K), torch.randn(100, K))
-    return found
+        traced_graphs += graphs(recipe.skinny_matmul, torch.randn(4, K), torch.randn(100, K))
+    return traced_graphs
 
 
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """Neither input counts as written."""
-    (found,) = on_h100(gallery / "matmul" / "skinny_matmul.py", traced)
-    launches = [[call for call in graph if call.startswith("triton_kernel_wrapper")] for graph in found]
-    assert [len(of) for of in launches] == [2, 1]
-    for graph in found:
+    (traced_graphs,) = on_h100(gallery / "matmul" / "skinny_matmul.py", traced)
+    launches = [[call for call in graph if call.startswith("triton_kernel_wrapper")] for graph in traced_graphs]
+    assert [len(calls) for calls in launches] == [2, 1]
+    for graph in traced_graphs:
         assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]
 
 

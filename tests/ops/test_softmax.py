@@ -35,8 +35,8 @@ def too_long(*dtypes: torch.dtype) -> Iterator[tuple[Callable[[Draw], torch.Tens
     """Yield, for each dtype, what makes a row that is too long, and what is said of it."""
     for dtype in dtypes:
         most = longest(dtype)
-        said = rf"softmax takes .* {most} .*{dtype}, not {most + 1}: softmax_long"
-        yield lambda draw, dtype=dtype, most=most: draw(1, dtype=dtype).expand(most + 1), said
+        text = rf"softmax takes .* {most} .*{dtype}, not {most + 1}: softmax_long"
+        yield lambda draw, dtype=dtype, most=most: draw(1, dtype=dtype).expand(most + 1), text
 
 
 LEADS = st.sampled_from([(), (1,), (0,), (5,), (2, 3), (3, 1, 2)])
@@ -66,7 +66,7 @@ CONTRACT = [
         gradients=lambda grad, x: exact_gradient(grad, torch.softmax(x, -1)),
         refused=[
             Refused(lambda draw: (draw(2, 3).int(),), TypeError, r"softmax takes a float tensor, not torch\.int32"),
-            *(Refused(lambda draw, make=make: (make(draw),), ValueError, said) for make, said in too_long(*FLOATS)),
+            *(Refused(lambda draw, make=make: (make(draw),), ValueError, text) for make, text in too_long(*FLOATS)),
         ],
     ),
     Case(
@@ -86,7 +86,7 @@ CONTRACT = [
                 lambda draw: (draw(3), draw(2, 3)), ValueError, r"softmax_backward takes .*\(3,\).* for .*\(2, 3\)"
             ),
             Refused(lambda draw: (draw(3).double(), draw(3)), ValueError, r".*torch\.float64.*torch\.float32"),
-            *(Refused(lambda draw, make=make: (make(draw),) * 2, ValueError, said) for make, said in too_long(*FLOATS)),
+            *(Refused(lambda draw, make=make: (make(draw),) * 2, ValueError, text) for make, text in too_long(*FLOATS)),
         ],
     ),
 ]
@@ -95,34 +95,34 @@ CONTRACT = [
 def test_plans(taken: ModuleType) -> None:
     """The launcher asks for what the page says: tiles of 8 KB, one block or two, so many bytes to a thread."""
     for dtype in FLOATS:
-        wide = max(4, dtype.itemsize)
+        itemsize = max(4, dtype.itemsize)
         for N in (*range(1, longest(dtype), 61), longest(dtype)):
             plan = taken._softmax_plan(N, 3 * N, dtype)
             other = taken._softmax_plan(N, 3 * N, dtype, backward=True)
-            whole = (1 << (N - 1).bit_length()) * wide // (32 * 128)
+            whole = (1 << (N - 1).bit_length()) * itemsize // (32 * 128)
             block, rest = plan["BLOCK_N"], plan["REST"]
             tile, least = 8 * 1024, 4
-            if 32 * plan["VEC"] < block <= 4 * 1024 // wide and plan["VEC"] * dtype.itemsize < 16:
-                tile, least = 4 * 1024, 1 if block * wide <= 1024 else 2  # or all warps would share each row
+            if 32 * plan["VEC"] < block <= 4 * 1024 // itemsize and plan["VEC"] * dtype.itemsize < 16:
+                tile, least = 4 * 1024, 1 if block * itemsize <= 1024 else 2  # or all warps would share each row
             assert other == plan | {"num_warps": max(least, whole)}
             if rest:
-                assert 2 * block * wide > 16 * 1024
+                assert 2 * block * itemsize > 16 * 1024
                 assert block < N <= block + rest
                 assert rest // 2 < N - block
                 assert rest <= block // 2
             else:
                 assert block // 2 < N <= block
-                assert block * wide <= 16 * 1024 or 3 * block < 4 * N
-            assert plan["BLOCK_M"] * block * wide == max(tile, block * wide)
-            held = plan["BLOCK_M"] * (block + rest) * wide / (32 * plan["num_warps"])
+                assert block * itemsize <= 16 * 1024 or 3 * block < 4 * N
+            assert plan["BLOCK_M"] * block * itemsize == max(tile, block * itemsize)
+            held = plan["BLOCK_M"] * (block + rest) * itemsize / (32 * plan["num_warps"])
             assert held * 2**0.5 > 128 or plan["num_warps"] == least
             assert held < 128 * 2**0.5
             assert plan["num_warps"] in (1, 2, 4, 8, 16)
             assert N % plan["VEC"] == 0
             assert plan["VEC"] * dtype.itemsize <= 16
-    found = {4096: (4096, 0, 4), 4097: (4096, 1, 4), 5120: (4096, 1024, 4), 6144: (4096, 2048, 8)}
-    found |= {6145: (8192, 0, 8), 7168: (8192, 0, 8), 10000: (8192, 2048, 8), 12288: (8192, 4096, 16)}
-    for N, blocks in (found | {12289: (16384, 0, 16), 16384: (16384, 0, 16), 1000: (1024, 0, 4)}).items():
+    expected = {4096: (4096, 0, 4), 4097: (4096, 1, 4), 5120: (4096, 1024, 4), 6144: (4096, 2048, 8)}
+    expected |= {6145: (8192, 0, 8), 7168: (8192, 0, 8), 10000: (8192, 2048, 8), 12288: (8192, 4096, 16)}
+    for N, blocks in (expected | {12289: (16384, 0, 16), 16384: (16384, 0, 16), 1000: (1024, 0, 4)}).items():
         plan = taken._softmax_plan(N, N, torch.bfloat16)
         assert (plan["BLOCK_N"], plan["REST"], plan["num_warps"]) == blocks
     for N, stride, vec in ((1000, 1000, 8), (1000, 1004, 4), (1000, 1001, 1), (1001, 1000, 1), (1000, 0, 8)):
@@ -213,10 +213,10 @@ NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "f
 
 def launches(taken: ModuleType, N: int, dtype: torch.dtype) -> list[tuple[object, dict[str, object]]]:
     """Return both kernels, each with what is known of its arguments at a launch."""
-    of = NAMES[str(dtype).removeprefix("torch.")]
+    type_name = NAMES[str(dtype).removeprefix("torch.")]
     forward, backward = (taken._softmax_plan(N, N, dtype, backward=way) for way in (False, True))
     kernels = (taken._softmax_kernel, forward), (taken._softmax_backward_kernel, backward)
-    return [(kernel, {"dtype": of, **plan}) for kernel, plan in kernels]
+    return [(kernel, {"dtype": type_name, **plan}) for kernel, plan in kernels]
 
 
 def codes(taken: ModuleType) -> dict[int, list[set[str]]]:
@@ -232,12 +232,12 @@ def codes(taken: ModuleType) -> dict[int, list[set[str]]]:
 
 def waits(taken: ModuleType) -> dict[int, list[list[bool]]]:
     """Return whether warps wait for each other in rows of some lengths, as launched and with four warps."""
-    found = {}
+    results = {}
     for N in (33, 197, 198, 200):
         both = launches(taken, N, torch.bfloat16)
         four = {"num_warps": 4}
-        found[N] = [["bar.sync" in ptx(kernel, **known | more) for kernel, known in both] for more in ({}, four)]
-    return found
+        results[N] = [["bar.sync" in ptx(kernel, **known | more) for kernel, known in both] for more in ({}, four)]
+    return results
 
 
 def exponentials(taken: ModuleType) -> list[int]:
@@ -249,10 +249,10 @@ def exponentials(taken: ModuleType) -> list[int]:
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Where 8 divides the length a thread loads and stores 16 bytes at once; float64 stays float64."""
     widths, singles, barriers = on_h100(gallery / "fusion" / "softmax.py", codes, exponentials, waits)
-    wide, half, single = {"v4.b32"}, {"v2.b32"}, {"b16"}
-    expected = {64: wide, 1000: wide, 1004: half, 1001: single, 16384: wide, 16383: single}
+    full, half, single = {"v4.b32"}, {"v2.b32"}, {"b16"}
+    expected = {64: full, 1000: full, 1004: half, 1001: single, 16384: full, 16383: single}
     # Backward 256 threads share the 1024 elements of a second block.
-    assert widths == {N: [one, one] for N, one in expected.items()} | {5120: [wide, wide | half]}
+    assert widths == {N: [access, access] for N, access in expected.items()} | {5120: [full, full | half]}
     assert singles == [0] * 4
     never, always = [False, False], [True, True]
     assert barriers == {33: [never, always], 197: [never, always], 198: [never, always], 200: [never, never]}
@@ -265,8 +265,8 @@ def traced(recipe: ModuleType) -> list[list[str]]:
 
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """Neither input counts as written, either way."""
-    (found,) = on_h100(gallery / "fusion" / "softmax.py", traced)
-    for graph in found:
+    (traced_graphs,) = on_h100(gallery / "fusion" / "softmax.py", traced)
+    for graph in traced_graphs:
         kernels = [call for call in graph if call.startswith("triton_kernel_wrapper")]
         assert kernels == ["triton_kernel_wrapper_functional"]
         assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]

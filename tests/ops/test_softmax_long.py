@@ -207,10 +207,10 @@ NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "f
 
 def launches(taken: ModuleType, dtype: torch.dtype, N: int, stride: int) -> list[tuple[object, dict[str, object]]]:
     """Return both kernels of long rows, each with what is known of its arguments at a launch."""
-    x, of = torch.empty(1, dtype=dtype), NAMES[str(dtype).removeprefix("torch.")]
+    x, type_name = torch.empty(1, dtype=dtype), NAMES[str(dtype).removeprefix("torch.")]
     kernels = taken._softmax_long_kernel, taken._softmax_long_backward_kernel
     plans = [taken._softmax_long_plan(x, 1000, N, stride, tensors)[1] for tensors in (1, 2)]
-    return [(kernel, {"dtype": of, **plan}) for kernel, plan in zip(kernels, plans, strict=True)]
+    return [(kernel, {"dtype": type_name, **plan}) for kernel, plan in zip(kernels, plans, strict=True)]
 
 
 def widths(taken: ModuleType) -> list[list[set[str]]]:
@@ -232,8 +232,8 @@ def exponentials(taken: ModuleType) -> list[set[str]]:
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Bodies are loaded 16 bytes at a time; tl.exp2 keeps nothing below the normal numbers; float64 stays float64."""
-    found, single = on_h100(gallery / "fusion" / "softmax_long.py", widths, exponentials)
-    alike, others = found
+    access_widths, single = on_h100(gallery / "fusion" / "softmax_long.py", widths, exponentials)
+    alike, others = access_widths
     assert alike == [{"v4.b32", "b16"}] * 2
     assert others[0] == {"b16"}
     assert single == [{"ex2.approx.ftz.f32"}, set()]
@@ -246,8 +246,8 @@ def traced(recipe: ModuleType) -> list[list[list[str]]]:
 
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """Neither input counts as written, either way: a store's address must not depend on them."""
-    (found,) = on_h100(gallery / "fusion" / "softmax_long.py", traced)
-    for graph in (graph for both in found for graph in both):
+    (traced_graphs,) = on_h100(gallery / "fusion" / "softmax_long.py", traced)
+    for graph in (graph for both in traced_graphs for graph in both):
         kernels = [call for call in graph if call.startswith("triton_kernel_wrapper")]
         assert kernels == ["triton_kernel_wrapper_functional"]
         assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]

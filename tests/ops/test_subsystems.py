@@ -59,12 +59,12 @@ def assert_right(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias:
 
 
 def make(
-    recipe: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype, of: tuple[Layout, ...]
+    recipe: ModuleType, shape: tuple[int, int, int], dtype: torch.dtype, input_layouts: tuple[Layout, ...]
 ) -> list[torch.Tensor]:
     """Return the inputs of a layer."""
     M, N, K = shape
     shapes = (M, K), (N, K), (N,)
-    return [layout.make(each, dtype, recipe.DEVICE) for layout, each in zip(of, shapes, strict=True)]
+    return [layout.make(each, dtype, recipe.DEVICE) for layout, each in zip(input_layouts, shapes, strict=True)]
 
 
 of_three = st.tuples(layouts(), layouts(), layouts())
@@ -72,21 +72,21 @@ of_three = st.tuples(layouts(), layouts(), layouts())
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @settings(max_examples=15)
-@given(M=ROWS, N=ROWS, K=sizes(TILE, 3 * TILE), of=of_three)
-def test_kernel(recipe: ModuleType, dtype: torch.dtype, M: int, N: int, K: int, of: tuple[Layout, ...]) -> None:
+@given(M=ROWS, N=ROWS, K=sizes(TILE, 3 * TILE), drawn=of_three)
+def test_kernel(recipe: ModuleType, dtype: torch.dtype, M: int, N: int, K: int, drawn: tuple[Layout, ...]) -> None:
     """The kernel stays within its memory and is right for any shape and layout."""
     if dtype == torch.bfloat16 and recipe.DEVICE.type == "cpu":
         pytest.skip("the interpreter multiplies the bits of bfloat16")
-    inputs = make(recipe, (M, N, K), dtype, of)
+    inputs = make(recipe, (M, N, K), dtype, drawn)
     assert_right(guarded(recipe.fused, *inputs), *inputs)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @settings(max_examples=15)
-@given(M=ROWS, N=ROWS, K=sizes(TILE, 3 * TILE), of=of_three)
-def test_op(recipe: ModuleType, dtype: torch.dtype, M: int, N: int, K: int, of: tuple[Layout, ...]) -> None:
+@given(M=ROWS, N=ROWS, K=sizes(TILE, 3 * TILE), drawn=of_three)
+def test_op(recipe: ModuleType, dtype: torch.dtype, M: int, N: int, K: int, drawn: tuple[Layout, ...]) -> None:
     """The op is right for tensors on the device, and for those on the CPU."""
-    inputs = make(recipe, (M, N, K), dtype, of)
+    inputs = make(recipe, (M, N, K), dtype, drawn)
     assert_right(recipe.linear_relu(*inputs), *inputs)
     inputs = [tensor.cpu() for tensor in inputs]
     assert_right(recipe.linear_relu(*inputs), *inputs)
@@ -147,9 +147,9 @@ def test_backward(recipe: ModuleType, bare: Callable[..., torch.Tensor]) -> None
 def test_backward_treats_zero_and_nan_like_pytorch(recipe: ModuleType) -> None:
     """At zero the gradient of relu is zero, and a NaN passes it on."""
     x = torch.tensor([[0.0], [1.0], [torch.nan]], device=recipe.DEVICE)
-    one = torch.ones(1, 1, device=recipe.DEVICE)
+    weight = torch.ones(1, 1, device=recipe.DEVICE)
     grads = [
-        torch.autograd.grad(op(x.requires_grad_(), one, 0 * one[0]).sum(), x)[0]
+        torch.autograd.grad(op(x.requires_grad_(), weight, 0 * weight[0]).sum(), x)[0]
         for op in (recipe.linear_relu, recipe.in_pytorch)
     ]
     assert grads[0].tolist() == grads[1].tolist() == [[0], [1], [1]]

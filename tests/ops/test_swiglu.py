@@ -48,8 +48,8 @@ def exact_packed_gradient(grad: torch.Tensor, x: torch.Tensor) -> list[Exact]:
 
 def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return what PyTorch makes of a gate and up, rounded once."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+    dtype = torch.promote_types(gate.dtype, torch.float32)
+    return (torch.nn.functional.silu(gate.to(dtype)) * up.to(dtype)).to(gate.dtype)
 
 
 def reference_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -94,9 +94,9 @@ PAIRS: list[tuple[Kinds, type[Exception], str]] = [
 def refused(name: str, *ways: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]) -> list[Refused]:
     """Return the calls of an op that raise, given how arguments are made of two tensors that do not fit."""
     return [
-        Refused(lambda draw, way=way, pair=pair: way(*pair(draw)), error, f"{name} takes {said}")
+        Refused(lambda draw, way=way, pair=pair: way(*pair(draw)), error, f"{name} takes {text}")
         for way in ways
-        for pair, error, said in PAIRS
+        for pair, error, text in PAIRS
     ]
 
 
@@ -296,19 +296,19 @@ KERNELS = {"forward": "_swiglu_kernel", "backward": "_swiglu_backward_kernel"}
 
 def accesses(taken: ModuleType) -> dict[tuple[str, str, int], Counter[str]]:
     """Return how often kernels load and store in full tiles, by their name, the dtype and the unit."""
-    found = {}
+    results = {}
     for name, kernel in KERNELS.items():
         for dtype, unit in (("bf16", 8), ("bf16", 1), ("fp32", 4)):
             known = {"ACC": taken.tl.float32, "VEC": unit, "FLAT": False, "BLOCK_M": 2, "BLOCK_N": 512}
             text = ptx(getattr(taken, kernel), dtype, **known)
             wanted = re.findall(r"(@%p\d+ )?((?:ld|st)\.global\S*)", text)
             # Those with a mask stand in the other branch.
-            found[name, dtype, unit, False] = Counter(access for masked, access in wanted if not masked)
-            found[name, dtype, unit, True] = Counter(access for masked, access in wanted if masked)
+            results[name, dtype, unit, False] = Counter(access for masked, access in wanted if not masked)
+            results[name, dtype, unit, True] = Counter(access for masked, access in wanted if masked)
     for name in ("M", "N", "tiles_n"):
-        one = {name: 1, "VEC": 1, "FLAT": name == "M", "BLOCK_M": 32, "BLOCK_N": 32}
-        ptx(taken._swiglu_backward_kernel, "fp64", ACC=taken.tl.float64, **one)
-    return found
+        constants = {name: 1, "VEC": 1, "FLAT": name == "M", "BLOCK_M": 32, "BLOCK_N": 32}
+        ptx(taken._swiglu_backward_kernel, "fp64", ACC=taken.tl.float64, **constants)
+    return results
 
 
 def launches(taken: ModuleType) -> list[int]:
@@ -321,8 +321,8 @@ def launches(taken: ModuleType) -> list[int]:
 
 def test_compiled(gallery: Path, on_h100: Ask) -> None:
     """Accesses have 16 bytes where VEC allows; sizes of 1 compile; the ops can be traced with symbolic sizes."""
-    found, seen = on_h100(gallery / "fusion" / "swiglu.py", accesses, launches)
-    for (name, dtype, unit, _), accesses_ in found.items():
+    counts, seen = on_h100(gallery / "fusion" / "swiglu.py", accesses, launches)
+    for (name, dtype, unit, _), accesses_ in counts.items():
         loads, stores = {"forward": (2, 1), "backward": (3, 2)}[name]
         if unit == 1:
             assert accesses_ == {"ld.global.b16": 8 * loads, "st.global.b16": 8 * stores}
@@ -341,11 +341,11 @@ def test_beyond_int32(taken: ModuleType, columns: int) -> None:
     grad = torch.zeros(rows, columns, dtype=torch.bfloat16, device=DEVICE)
     corner = torch.tensor([2.0, 3.0, 5.0], dtype=torch.bfloat16, device=DEVICE)
     grad[-1, -1], x[-1, columns - 1], x[-1, -1] = corner
-    wide = corner.double()
-    expected = [right.value.bfloat16() for right in (*exact(*wide[1:]), *exact_gradients(*wide))]
+    doubles = corner.double()
+    expected = [right.value.bfloat16() for right in (*exact(*doubles[1:]), *exact_gradients(*doubles))]
     out, dx = taken.swiglu_packed(x), taken.swiglu_packed_backward(grad, x)
-    got = torch.stack([out[-1, -1], dx[-1, columns - 1], dx[-1, -1]])
-    assert torch.equal(got, torch.stack(expected))
+    actual = torch.stack([out[-1, -1], dx[-1, columns - 1], dx[-1, -1]])
+    assert torch.equal(actual, torch.stack(expected))
     dx[-1, columns - 1] = dx[-1, -1] = 0
     assert not dx.any()
     del dx

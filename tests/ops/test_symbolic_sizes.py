@@ -35,9 +35,9 @@ def traced(place: int, module: ModuleType) -> list[list[str]]:
         values = dict(zip(tensors, given, strict=True))
         return function(*tree_unflatten([values.get(index, value) for index, value in enumerate(flat)], shape))
 
-    found = graphs(call, *tensors.values())
-    assert len(found) == 1 + bool(leaves), found
-    return found
+    traced_graphs = graphs(call, *tensors.values())
+    assert len(traced_graphs) == 1 + bool(leaves), traced_graphs
+    return traced_graphs
 
 
 @pytest.mark.parametrize(("recipe", "name", "place"), [(*key, place) for key, place in PLACES.items()])
@@ -45,5 +45,5 @@ def test_any_sizes(gallery: Path, on_h100: Ask, recipe: str, name: str, place: i
     if not runs_here(recipe):
         pytest.skip(f"NOT TESTED: {recipe} needs another GPU")
     look: Callable[[ModuleType], Any] = partial(traced, place)
-    (found,) = on_h100(gallery / f"{recipe}.py", look)
-    assert all(found)
+    (results,) = on_h100(gallery / f"{recipe}.py", look)
+    assert all(results)

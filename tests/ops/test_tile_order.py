@@ -46,10 +46,10 @@ def in_python(function: Any) -> Callable[..., tuple[int, int]]:
 def test_order(recipe: ModuleType, rows: int, columns: int) -> None:
     """Every tile is taken once, in the order that the page draws, whoever computes it."""
     for GROUP_M in (1, 2, 3, 8, 32):
-        found = recipe.in_order(rows, columns, GROUP_M).tolist()
-        assert sorted(found) == [[m, n] for m in range(rows) for n in range(columns)]
+        order = recipe.in_order(rows, columns, GROUP_M).tolist()
+        assert sorted(order) == [[m, n] for m in range(rows) for n in range(columns)]
         sizes_ = 16 * rows - 3, 32 * columns - 5, 16, 32, GROUP_M
-        assert [[*in_python(recipe.tile_of)(pid, *sizes_)] for pid in range(rows * columns)] == found
+        assert [[*in_python(recipe.tile_of)(pid, *sizes_)] for pid in range(rows * columns)] == order
     assert recipe.in_order(rows, columns, 1).tolist() == [[m, n] for m in range(rows) for n in range(columns)]
     assert recipe.in_order(rows, columns, rows)[:rows].tolist() == [[m, 0] for m in range(rows)]
 
@@ -76,7 +76,7 @@ def test_answer(recipe: ModuleType) -> None:
     blocks = recipe.BLOCKS | {"BLOCK_N": 128}
     jobs = {stages: recipe.job(gpu=89, blocks=blocks, stages=stages) for stages in (4, 5)}
     made = recipe.compile_all(jobs, recipe.tile_of, recipe.matmul_kernel)
-    assert [one["shared"] <= recipe.FITS[89] * 1024 for one in made.values()] == [True, False]
+    assert [metadata["shared"] <= recipe.FITS[89] * 1024 for metadata in made.values()] == [True, False]
 
 
 def test_page(printed: Callable[[str], str]) -> None:
@@ -86,7 +86,7 @@ def test_page(printed: Callable[[str], str]) -> None:
     strips = [
         tuple(map(int, line[:3])) for line in lines if len(line) == 7 and line[0] in {"1", "2", "4", "8", "16", "32"}
     ]
-    assert [(high, wide) for _, high, wide in strips] == [(5, 32), (6, 32), (8, 32), (8, 17), (16, 9), (32, 5)]
+    assert [(height, width) for _, height, width in strips] == [(5, 32), (6, 32), (8, 32), (8, 17), (16, 9), (32, 5)]
     stages = [line for line in lines if line and line[0].startswith("sm_")]
     assert [line[4] for line in stages] == ["48", "96", "144", "192", "240", "48", "48", "96", "144", "192"]
     assert [line[5] for line in stages] == ["yes"] * 4 + ["no"] + ["yes"] * 3 + ["no"] * 2

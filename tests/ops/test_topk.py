@@ -92,11 +92,11 @@ def test_beyond_int32(taken: ModuleType) -> None:
 
 def spills(taken: ModuleType) -> dict[str, int]:
     """Return the bytes that threads spill, for plans of all kinds."""
-    found = {}
-    for of, N, K in (("fp32", 4096, 8), ("fp32", 1000, 8), ("bf16", 8192, 8), ("bf16", 256, 64)):
+    results = {}
+    for dtype, N, K in (("fp32", 4096, 8), ("fp32", 1000, 8), ("bf16", 8192, 8), ("bf16", 256, 64)):
         plan = taken._topk_plan(N, K)
-        found[f"{of} {N}"] = stack(taken._topk_kernel, dtype=of, indices_ptr="i64", **plan)
-    return found
+        results[f"{dtype} {N}"] = stack(taken._topk_kernel, dtype=dtype, indices_ptr="i64", **plan)
+    return results
 
 
 def widths(taken: ModuleType) -> set[str]:

@@ -165,8 +165,8 @@ def test_graphs_for_four_sizes(recipe: ModuleType) -> None:
     """Symbols for sizes save graphs, unless a constexpr is made from a size."""
     counts = {"default": {}, "dynamic=False": {"dynamic": False}, "dynamic=True": {"dynamic": True}}
     counts["mark_dynamic=True"] = {"mark_dynamic": True}
-    found = {name: recipe.count_graphs(recipe.chain, **options) for name, options in counts.items()}
-    assert found == {"default": 2, "dynamic=False": 4, "dynamic=True": 1, "mark_dynamic=True": 1}
+    graph_counts = {name: recipe.count_graphs(recipe.chain, **options) for name, options in counts.items()}
+    assert graph_counts == {"default": 2, "dynamic=False": 4, "dynamic=True": 1, "mark_dynamic=True": 1}
     for name in ("dynamic=True", "mark_dynamic=True"):
         assert recipe.count_graphs(recipe.by_size, **counts[name]) == 3
 

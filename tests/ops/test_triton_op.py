@@ -53,7 +53,7 @@ def test_gradients(
     recipe: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], layout: tuple[Layout, Layout, Layout]
 ) -> None:
     """The gradients are right in any layout, that of the incoming gradient too."""
-    grad, x, y = (of.make(shape, dtype, recipe.DEVICE) for of in layout)
+    grad, x, y = (each.make(shape, dtype, recipe.DEVICE) for each in layout)
     dx, dy = guarded(recipe.silu_mul_backward, grad, x, y)
     assert dx.dtype == dy.dtype == dtype
     pair = x.requires_grad_(), y.requires_grad_()
@@ -73,9 +73,9 @@ def test_second_derivatives(recipe: ModuleType, dtype: torch.dtype, shape: tuple
     weights = torch.randn((3, *shape), dtype=dtype, device=recipe.DEVICE)
     pair = [torch.randn(shape, dtype=dtype, device=recipe.DEVICE).requires_grad_() for _ in range(2)]
 
-    def second(op: Callable[..., torch.Tensor], wide: torch.dtype) -> tuple[torch.Tensor, ...]:
-        x, y = (t.detach().to(wide).requires_grad_() for t in pair)
-        w, a, b = weights.to(wide)
+    def second(op: Callable[..., torch.Tensor], wide_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        x, y = (t.detach().to(wide_dtype).requires_grad_() for t in pair)
+        w, a, b = weights.to(wide_dtype)
         dx, dy = torch.autograd.grad((op(x, y) * w).sum(), (x, y), create_graph=True)
         return torch.autograd.grad((a * dx + b * dy).sum() + (dx * dy).sum(), (x, y))
 
@@ -223,9 +223,9 @@ def test_compiler_ignores_register_kernel(recipe: ModuleType, capsys: pytest.Cap
 
 def test_page(printed: Callable[[str], str]) -> None:
     """What the page prints without a GPU is what its text says."""
-    said = printed("pytorch/triton_op")
-    assert max(map(len, said.splitlines())) <= 80
-    joined = re.sub(r"\s+", " ", said)
+    text = printed("pytorch/triton_op")
+    assert max(map(len, text.splitlines())) <= 80
+    joined = re.sub(r"\s+", " ", text)
     for part in (
         "triton_gallery::silu_mul(Tensor x, Tensor y) -> Tensor",
         "RuntimeError: Trying to backward through triton_gallery.silu_mul_backward.default but no autograd formula",
@@ -245,7 +245,7 @@ def test_page(printed: Callable[[str], str]) -> None:
         "ValueError: silu_mul_ takes a contiguous x, and has no backward",
     ):
         assert part in joined
-    assert re.search(r"aten\.empty_like\.default +\[s\d+, s\d+\]", said), "the sizes are not symbols"
+    assert re.search(r"aten\.empty_like\.default +\[s\d+, s\d+\]", text), "the sizes are not symbols"
 
 
 # Ops for test_on_gpu.py, with inputs that fit them.

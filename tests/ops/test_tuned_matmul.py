@@ -138,10 +138,10 @@ def test_gradient_of_one_operand(taken: ModuleType) -> None:
 def test_operands(taken: ModuleType) -> None:
     """What lies side by side is what it says, and a copy has rows of 16 bytes and zeros behind them."""
     x = Layout("contiguous", 0).make((40, 48), torch.float16, DEVICE)
-    wide = taken._tuned_matmul_operand
+    operand = taken._tuned_matmul_operand
     for view, vecs in ((x, (1, 8)), (x.T, (8, 1)), (x[:, :40], (1, 8)), (x[:3].expand(3, 48), (1, 8))):
-        found, *along = wide(view, copy=True)
-        assert found is view
+        result, *along = operand(view, copy=True)
+        assert result is view
         assert tuple(along) == vecs
     for view in (
         x[:, 1:41],
@@ -151,19 +151,19 @@ def test_operands(taken: ModuleType) -> None:
         x[:1, :1].expand(30, 30),
         x.flatten()[:1517].view(41, 37),
     ):
-        found, *along = wide(view, copy=False)
-        assert found is view
+        result, *along = operand(view, copy=False)
+        assert result is view
         assert along == [1, 1]
-        found, *along = wide(view, copy=True)
+        result, *along = operand(view, copy=True)
         rows, columns = view.shape
-        assert torch.equal(found[:rows, :columns], view)
-        assert not found[rows:].any()
-        assert not found[:, columns:].any()
+        assert torch.equal(result[:rows, :columns], view)
+        assert not result[rows:].any()
+        assert not result[:, columns:].any()
         (dim,) = [d for d in (0, 1) if along[d] == 8]
         assert along[1 - dim] == 1
-        assert found.stride(dim) == 1
-        assert found.stride(1 - dim) % 8 == 0
-        assert found.storage_offset() == 0
+        assert result.stride(dim) == 1
+        assert result.stride(1 - dim) % 8 == 0
+        assert result.storage_offset() == 0
 
 
 def test_key(taken: ModuleType) -> None:
@@ -205,10 +205,10 @@ def test_first_kernel(recipe: ModuleType, dtype: torch.dtype) -> None:
     a, b = recipe.random(170, 37, 150)
     right = (a.to(dtype) @ b.to(dtype)).half()
     for layout in recipe.LAYOUTS:
-        one, other = (x.T.contiguous().T if f"{n}.T" in layout else x for n, x in (("A", a), ("B", b)))
+        a_view, b_view = (x.T.contiguous().T if f"{n}.T" in layout else x for n, x in (("A", a), ("B", b)))
         assert recipe.random(5, 6, 7, layout=layout)[0].is_contiguous() == ("A.T" not in layout)
         for LEAST in (0, 1):
-            c = recipe.first_matmul(one, other, tile=(16, 32, 16), warps=4, LEAST=LEAST)
+            c = recipe.first_matmul(a_view, b_view, tile=(16, 32, 16), warps=4, LEAST=LEAST)
             torch.testing.assert_close(c, right, rtol=2**-9, atol=2e-3)
     for copy in (False, True):
         torch.testing.assert_close(recipe.fixed(a, b, copy=copy), right, rtol=2**-9, atol=2e-3)
@@ -226,9 +226,9 @@ def test_order(taken: ModuleType, rows: int, columns: int) -> None:
     tile = in_python(taken._tuned_matmul_tile)
     for GROUP_M in (1, 2, 3, 8, 32):
         sizes_ = 16 * rows - 3, 32 * columns - 5, 16, 32, GROUP_M
-        found = [tile(pid, *sizes_) for pid in range(rows * columns)]
-        assert sorted(found) == [(m, n) for m in range(rows) for n in range(columns)]
-        assert found == sorted(found, key=lambda at: (at[0] // GROUP_M, at[1], at[0]))
+        order = [tile(pid, *sizes_) for pid in range(rows * columns)]
+        assert sorted(order) == [(m, n) for m in range(rows) for n in range(columns)]
+        assert order == sorted(order, key=lambda at: (at[0] // GROUP_M, at[1], at[0]))
 
 
 class Alone:
@@ -324,20 +324,20 @@ def known(taken: ModuleType, kind: str, tile: tuple[int, ...], along: tuple[bool
 
     size = 2 if kind == "few rows" else int(kind[0])
     vec, (along_a, along_b) = 16 // size, along
-    found = {"dtype": {2: "fp16", 4: "fp32", 8: "fp64"}[size], "num_warps": tile[3]}
-    found |= {"ACC": tl.float64 if size == 8 else tl.float32, "GROUP_M": 8}
-    found |= dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=False))
-    found |= {"VEC_AM": 1 if along_a else vec, "VEC_AK": vec if along_a else 1}
-    found |= {"VEC_BK": vec if along_b else 1, "VEC_BN": 1 if along_b else vec}
-    found |= {"stride_ak" if along_a else "stride_am": 1, "stride_bk" if along_b else "stride_bn": 1}
-    return found | more
+    constants = {"dtype": {2: "fp16", 4: "fp32", 8: "fp64"}[size], "num_warps": tile[3]}
+    constants |= {"ACC": tl.float64 if size == 8 else tl.float32, "GROUP_M": 8}
+    constants |= dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=False))
+    constants |= {"VEC_AM": 1 if along_a else vec, "VEC_AK": vec if along_a else 1}
+    constants |= {"VEC_BK": vec if along_b else 1, "VEC_BN": 1 if along_b else vec}
+    constants |= {"stride_ak" if along_a else "stride_am": 1, "stride_bk" if along_b else "stride_bn": 1}
+    return constants | more
 
 
 def notes(taken: ModuleType) -> list[str]:
     """Return what the assembler says of products that wait for each other, for tiles with tensor cores."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    found = []
+    lines = []
     for kind, along in product(("few rows", "2 bytes"), LAYOUTS):
         for tile in taken.TUNED_MATMUL_TILES[kind]:
             code = ptx(taken._tuned_matmul_kernel, **known(taken, kind, tile, along, N=4096))
@@ -347,24 +347,24 @@ def notes(taken: ModuleType) -> list[str]:
                 command = [get_ptxas(90).path, "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
                 log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
             assert "Used" in log
-            found += [f"{tile} {along} {line}" for line in log.splitlines() if "Potential Performance" in line]
-    return found
+            lines += [f"{tile} {along} {line}" for line in log.splitlines() if "Potential Performance" in line]
+    return lines
 
 
 def codes(taken: ModuleType) -> list[tuple[set[str], int]]:
     """Return, for all layouts, the bytes of copies, and the loads that are none."""
-    found = []
+    results = []
     for along in LAYOUTS:
         text = ptx(taken._tuned_matmul_kernel, **known(taken, "2 bytes", (128, 256, 64, 8), along))
         widths = set(re.findall(r"cp\.async\S* \[.*?\], \[.*?\], (\w+)", text))
-        found.append((widths, text.count("ld.global")))
-    return found
+        results.append((widths, text.count("ld.global")))
+    return results
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Where rows begin at multiples of 16 bytes, all loads are copies of 16, whatever divides the sizes."""
-    (found,) = on_h100(gallery / RECIPE, codes)
-    for widths, loads in found:
+    (results,) = on_h100(gallery / RECIPE, codes)
+    for widths, loads in results:
         assert {int(width, base=0) for width in widths} == {16}
         assert loads == 0
 
@@ -372,8 +372,8 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
 @pytest.mark.thorough
 def test_products_do_not_wait_for_each_other(gallery: Path, on_h100: Ask) -> None:
     """With no tile and in no layout has the assembler to put products one after the other."""
-    (found,) = on_h100(gallery / RECIPE, notes)
-    assert found == []
+    (lines,) = on_h100(gallery / RECIPE, notes)
+    assert lines == []
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:
@@ -384,10 +384,10 @@ def traced(recipe: ModuleType) -> list[list[str]]:
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """No input counts as written, either way."""
     ((forward, backward),) = on_h100(gallery / RECIPE, traced)
-    for found, products in ((forward, 1), (backward, 2)):
-        kernels = [call for call in found if call.startswith("triton_kernel_wrapper")]
+    for graph, products in ((forward, 1), (backward, 2)):
+        kernels = [call for call in graph if call.startswith("triton_kernel_wrapper")]
         assert kernels == products * ["triton_kernel_wrapper_functional"]
-        assert not [call for call in found if re.match(r"aten\.(clone|add|copy)", call)]
+        assert not [call for call in graph if re.match(r"aten\.(clone|add|copy)", call)]
 
 
 def test_page(printed: Callable[[str], str]) -> None:
@@ -395,14 +395,14 @@ def test_page(printed: Callable[[str], str]) -> None:
     out = printed("matmul/tuned_matmul")
     lines = [line.split() for line in out.splitlines()]
     counts = [line for line in lines if line[:1] in (["A,"], ["A.T,"]) and "error" not in line]
-    found = {" ".join(line[:-7]): tuple(map(int, line[-7:])) for line in counts}
+    by_layout = {" ".join(line[:-7]): tuple(map(int, line[-7:])) for line in counts}
     for name in (f"{a}, {b}" for a in ("A", "A.T") for b in ("B", "B.T")):
         for more in ("", ", LEAST = 1", ", the op"):
-            assert found[name + more][:3] == (12, 0, 4)
+            assert by_layout[name + more][:3] == (12, 0, 4)
         for more in (", LEAST = 1", ", the op"):
-            assert found[name + more][3] == 1
-        assert found[name][6] == found[f"{name}, the op"][6] == 0
-    copies, loads, *_, spilled = found["A, B, not by 16"]
+            assert by_layout[name + more][3] == 1
+        assert by_layout[name][6] == by_layout[f"{name}, the op"][6] == 0
+    copies, loads, *_, spilled = by_layout["A, B, not by 16"]
     assert (copies, loads) == (0, 96)
     assert spilled > 0
     errors = [line for line in out.splitlines() if "Error: tuned_matmul takes" in line]

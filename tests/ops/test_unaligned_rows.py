@@ -113,22 +113,22 @@ NAMES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "f
 
 def widths(taken: ModuleType) -> dict[str, tuple[set[str], int]]:
     """Return, for each dtype, how wide the kernel's loads and stores are, and the bytes that threads spill."""
-    found = {}
+    results = {}
     for dtype, ACC in taken.ADD_ROWS_ACC.items():
         known = {"ACC": ACC, "VEC": 16 // dtype.itemsize, "BLOCK": 1024}
-        of = NAMES[str(dtype).removeprefix("torch.")]
-        text = ptx(taken._add_rows_kernel, of, **known)
+        type_name = NAMES[str(dtype).removeprefix("torch.")]
+        text = ptx(taken._add_rows_kernel, type_name, **known)
         widths = set(re.findall(r"(?:ld|st)\.global\S*?\.(v\d\.b\d\d|b\d\d)\s", text))
-        found[str(dtype)] = widths, stack(taken._add_rows_kernel, of, **known)
-    return found
+        results[str(dtype)] = widths, stack(taken._add_rows_kernel, type_name, **known)
+    return results
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Bodies are moved 16 bytes at a time, edges one element at a time, and nothing spills."""
-    (found,) = on_h100(gallery / "fusion" / "unaligned_rows.py", widths)
+    (results,) = on_h100(gallery / "fusion" / "unaligned_rows.py", widths)
     single = {"torch.float16": "b16", "torch.bfloat16": "b16", "torch.float32": "b32", "torch.float64": "b64"}
-    wide = dict.fromkeys(single, "v4.b32") | {"torch.float64": "v2.b64"}
-    assert found == {name: ({wide[name], single[name]}, 0) for name in single}
+    vector = dict.fromkeys(single, "v4.b32") | {"torch.float64": "v2.b64"}
+    assert results == {name: ({vector[name], single[name]}, 0) for name in single}
 
 
 def traced(taken: ModuleType) -> list[list[str]]:
@@ -138,8 +138,8 @@ def traced(taken: ModuleType) -> list[list[str]]:
 
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """No input counts as written: the address of a store does not depend on them."""
-    (found,) = on_h100(gallery / "fusion" / "unaligned_rows.py", traced)
-    assert found == [["aten.empty_like.default", "triton_kernel_wrapper_functional", "<built-in function getitem>"]]
+    (traces,) = on_h100(gallery / "fusion" / "unaligned_rows.py", traced)
+    assert traces == [["aten.empty_like.default", "triton_kernel_wrapper_functional", "<built-in function getitem>"]]
 
 
 def branches(recipe: ModuleType) -> list[str]:
@@ -162,8 +162,8 @@ def branches(recipe: ModuleType) -> list[str]:
 
 def test_answer(gallery: Path, on_h100: Ask) -> None:
     """With two branches the compiler writes both kinds of loads; and rows of 50257 take turns."""
-    (found,) = on_h100(gallery / "fusion" / "unaligned_rows.py", branches)
-    assert sorted(found) == ["b16"] * 16 + ["v4.b32"] * 2
+    (loads,) = on_h100(gallery / "fusion" / "unaligned_rows.py", branches)
+    assert sorted(loads) == ["b16"] * 16 + ["v4.b32"] * 2
     assert (50257 % 4, 50257 % 8) == (1, 1)
 
 

@@ -43,9 +43,9 @@ def arguments(
 ) -> tuple[Any, ...]:
     """Make q, k and v of sequences, and what is known of them: some longest length, too; None is as many keys."""
     keys = queries if keys is None else keys
-    q, k, v = (draw(sum(own), count, D) for own, count in ((queries, heads[0]), (keys, heads[1]), (keys, heads[1])))
-    most = (max(own, default=0) + slack for own in (queries, keys))
-    return q, k, v, *(cu(own).to(q.device) for own in (queries, keys)), *most, causal, scale
+    q, k, v = (draw(sum(lens), count, D) for lens, count in ((queries, heads[0]), (keys, heads[1]), (keys, heads[1])))
+    most = (max(lens, default=0) + slack for lens in (queries, keys))
+    return q, k, v, *(cu(lens).to(q.device) for lens in (queries, keys)), *most, causal, scale
 
 
 def of_backward(draw: Draw, *size: Any) -> tuple[Any, ...]:
@@ -88,14 +88,14 @@ def exact(
     A weight is rounded to the dtype of v. A score is a sum along a head, and of their exponentials there is a sum.
     """
     (_, H, D), scale = q.shape, q.shape[2] ** -0.5 if scale is None else scale
-    found = [(q.new_zeros(H, 0, D), q.new_zeros(H, 0, D), q.new_zeros(H, 0), q.new_zeros(H, 0))]
+    results = [(q.new_zeros(H, 0, D), q.new_zeros(H, 0, D), q.new_zeros(H, 0), q.new_zeros(H, 0))]
     for a, b, c in attended([q], [k, v], cu_q, cu_k):
         s = scores(a, b, causal, scale)
         lse = s.logsumexp(-1)
         p = (s - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
         most = torch.nn.functional.pad(scale * (a.abs() @ b.abs().mT), (0, 1)).amax(-1)
-        found.append((p @ c, p @ c.abs(), lse, 1 + most))
-    out, sums, lse, terms = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        results.append((p @ c, p @ c.abs(), lse, 1 + most))
+    out, sums, lse, terms = (torch.cat(parts, dim=1) for parts in zip(*results, strict=True))
     out, sums = out.transpose(0, 1), sums.transpose(0, 1)
     lse, most = lse.masked_fill(lse == -torch.inf, torch.inf) / math.log(2), terms / math.log(2)
     return [Exact(out, sums + out.abs(), narrow=sums), Exact(lse, most, accumulator, roundings=64 + D + longest(cu_k))]
@@ -125,16 +125,16 @@ def exact_gradients(
     A probability, or its product with a difference, is rounded to the dtype of q.
     """
     H, scale = k.shape[1], q.shape[2] ** -0.5 if scale is None else scale
-    found = [[q.new_zeros(2, q.shape[1], 0, q.shape[2])] for _ in range(3)]
+    results = [[q.new_zeros(2, q.shape[1], 0, q.shape[2])] for _ in range(3)]
     each = zip(attended([q, do, out], [k, v], cu_q, cu_k), lse.split(cu_q.diff().tolist(), dim=1), strict=True)
     for (a, d, o, b, c), of_a in each:
         p = (scores(a, b, causal, scale) / math.log(2) - of_a[..., None]).exp2()
         delta, most = (o * d).sum(-1, keepdim=True), (o * d).abs().sum(-1, keepdim=True)
         ds, terms = p * (d @ c.mT - delta), p * (d.abs() @ c.abs().mT + most)
-        found[0].append(scale * torch.stack([ds @ b, terms @ b.abs()]))
-        found[1].append(scale * torch.stack([ds.mT @ a, terms.mT @ a.abs()]))
-        found[2].append(torch.stack([p.mT @ d, p.mT @ d.abs()]))
-    dq, dk, dv = (torch.cat(parts, dim=2).transpose(1, 2) for parts in found)  # (2, tokens, heads, D)
+        results[0].append(scale * torch.stack([ds @ b, terms @ b.abs()]))
+        results[1].append(scale * torch.stack([ds.mT @ a, terms.mT @ a.abs()]))
+        results[2].append(torch.stack([p.mT @ d, p.mT @ d.abs()]))
+    dq, dk, dv = (torch.cat(parts, dim=2).transpose(1, 2) for parts in results)  # (2, tokens, heads, D)
     dk, dv = (both.unflatten(2, (H, both.shape[2] // H)).sum(3) for both in (dk, dv))
     return [Exact(value, terms, narrow=terms) for value, terms in (dq, dk, dv)]
 
@@ -146,24 +146,26 @@ def exact_autograd(do: torch.Tensor, *taken: Any) -> list[Exact]:
 
 
 def of_list(
-    _: Draw, own: Lengths, other: Lengths, BLOCK: int, down: bool = False, slack: int = 0
+    _: Draw, lengths: Lengths, other: Lengths, BLOCK: int, down: bool = False, slack: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, int, bool]:
     """Make what the list of tiles follows from; the longest length may be too long, or too short."""
-    return cu(own), cu(other), sum(own), max(own) + slack, BLOCK, down
+    return cu(lengths), cu(other), sum(lengths), max(lengths) + slack, BLOCK, down
 
 
-def exact_list(own: torch.Tensor, other: torch.Tensor, total: int, longest: int, BLOCK: int, down: bool) -> list[Exact]:
+def exact_list(
+    cu_lengths: torch.Tensor, other: torch.Tensor, total: int, longest: int, BLOCK: int, down: bool
+) -> list[Exact]:
     """Return each tile once, longest work first, and idle entries; tiles past the end of a list too short are lost.
 
     A sequence has one ragged tile at the most, and no more tiles than the longest one.
     """
-    tokens, work = own.diff().tolist(), other.diff().tolist()
+    tokens, work = cu_lengths.diff().tolist(), other.diff().tolist()
     tiles = [-(-length // BLOCK) for length in tokens]
     order = sorted(range(len(tokens)), key=lambda seq: (-work[seq], seq))
     rows = [[seq, block] for seq in order for block in range(tiles[seq])[:: -1 if down else 1]]
     slots = min(total // BLOCK + len(tokens), len(tokens) * -(-longest // BLOCK))
     rows = [*rows, *[[0, -1]] * slots][:slots]
-    return [Exact(torch.tensor(rows, dtype=torch.int32, device=own.device).view(-1, 2), dtype=torch.int32)]
+    return [Exact(torch.tensor(rows, dtype=torch.int32, device=cu_lengths.device).view(-1, 2), dtype=torch.int32)]
 
 
 def changed(
@@ -176,9 +178,9 @@ def changed(
     return tuple(made)
 
 
-def refused(error: type[Exception], said: str, *calls: list[tuple[int, Callable[[Any], Any]]]) -> list[Refused]:
+def refused(error: type[Exception], text: str, *calls: list[tuple[int, Callable[[Any], Any]]]) -> list[Refused]:
     """Return calls that raise as some of their arguments were changed."""
-    return [Refused(lambda draw, call=call: changed(draw, *call), error, f"varlen_attention {said}") for call in calls]
+    return [Refused(lambda draw, call=call: changed(draw, *call), error, f"varlen_attention {text}") for call in calls]
 
 
 def each(change: Callable[[Any], Any], *places: int) -> list[tuple[int, Callable[[Any], Any]]]:
@@ -332,12 +334,12 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
     """The first kernel is right, whatever length is claimed, and the op is with every list; so is PyTorch's loop."""
     lengths = [1, 140, 0, 128, 31]
     q, k, v, *known = arguments(Draw(torch.float16), tuple(lengths), None, (2, 2), 64, True)
-    wide = in_float64((q, k, v))
-    right, _ = exact(*wide, *known)
+    doubles = in_float64((q, k, v))
+    right, _ = exact(*doubles, *known)
     for claimed in (140, 1000):
         assert_close(FORWARD, q.dtype, recipe.packed(q, k, v, known[0], claimed), right)
-    torch.testing.assert_close(recipe.one_by_one(*wide, lengths), right.value)
-    torch.testing.assert_close(recipe.reference(*wide, lengths, lengths, True), right.value)
+    torch.testing.assert_close(recipe.one_by_one(*doubles, lengths), right.value)
+    torch.testing.assert_close(recipe.reference(*doubles, lengths, lengths, True), right.value)
     BLOCK_M = recipe.VARLEN_ATTENTION_TILES["forward"][64][0]
     for tiles in recipe.orders(lengths, BLOCK_M).values():
         given = torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
@@ -354,7 +356,7 @@ def at_launch(taken: ModuleType, kind: str, dtype: str, D: int, causal: bool) ->
     known = {
         "dtype": dtype,
         "num_warps": num_warps,
-        "multiples": ["TOTAL", *(f"stride_{of}{along}" for of in "qkvd" for along in "th")],
+        "multiples": ["TOTAL", *(f"stride_{tensor}{along}" for tensor in "qkvd" for along in "th")],
         **dict.fromkeys(("list_ptr", "cu_q_ptr", "cu_k_ptr"), "i32"),
         "lse_ptr": "fp32",
         "GROUP": 1,
@@ -378,23 +380,23 @@ def kernels(taken: ModuleType) -> dict[str, object]:
 
 def codes(taken: ModuleType) -> dict[str, tuple[bool, set[str], bool]]:
     """Return whether rows are copied 16 bytes at a time, the matrix instructions, and whether exp2 is one."""
-    found = {}
+    results = {}
     for kind, kernel in kernels(taken).items():
         for D in (64, 128):
             text = compiled(kernel, **at_launch(taken, kind, "fp16", D, True)).asm["ptx"]
             widths = set(re.findall(r"cp\.async\.\S+ \[.*?\], \[.*?\], (\w+)", text))
-            found[f"{kind} {D}"] = (
+            results[f"{kind} {D}"] = (
                 "0x10" in widths,
                 set(re.findall(r"(wgmma|mma)\.\S*?m\d+", text)),
                 "ex2.approx" in text,
             )
-    return found
+    return results
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Copies of 16 bytes, Hopper's instruction in all products, and one instruction for an exponential."""
-    (found,) = on_h100(gallery / RECIPE, codes)
-    assert found == {f"{kind} {D}": (True, {"wgmma"}, True) for kind in ("forward", "dq", "dkdv") for D in (64, 128)}
+    (results,) = on_h100(gallery / RECIPE, codes)
+    assert results == {f"{kind} {D}": (True, {"wgmma"}, True) for kind in ("forward", "dq", "dkdv") for D in (64, 128)}
 
 
 def traced(recipe: ModuleType) -> list[list[str]]:
@@ -407,10 +409,10 @@ def traced(recipe: ModuleType) -> list[list[str]]:
 
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """Two kernels forward and four backward, and nothing is copied."""
-    (found,) = on_h100(gallery / RECIPE, traced)
-    counts = [sum(call == "triton_kernel_wrapper_functional" for call in graph) for graph in found]
+    (traced_graphs,) = on_h100(gallery / RECIPE, traced)
+    counts = [sum(call == "triton_kernel_wrapper_functional" for call in graph) for graph in traced_graphs]
     assert counts == [2, 4]
-    for graph in found:
+    for graph in traced_graphs:
         assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
 
 

@@ -94,8 +94,8 @@ def test_rows(recipe: ModuleType, made: dict[str, Any]) -> None:
     """A PyTorch that behaves differently is noticed, row by row."""
     for way, op in made.items():
         if "launcher" not in way:
-            found = {row.__name__: recipe.outcome(row, way, op) for row in recipe.ROWS}
-            assert found == KEPT | OTHERWISE.get(way, {}), way
+            outcomes = {row.__name__: recipe.outcome(row, way, op) for row in recipe.ROWS}
+            assert outcomes == KEPT | OTHERWISE.get(way, {}), way
 
 
 def test_rows_find_what_is_wrong(recipe: ModuleType) -> None:
@@ -134,8 +134,8 @@ def compiled_graphs(recipe: ModuleType) -> dict[str, list[list[str]]]:
 
 def test_compilers_look_into_triton_ops(gallery: Path, on_h100: Ask) -> None:
     """Forward and backward, whatever has been put at a device's key; not into others."""
-    (found,) = on_h100(gallery / PATH, compiled_graphs)
-    for way, both in found.items():
+    (traced_graphs,) = on_h100(gallery / PATH, compiled_graphs)
+    for way, both in traced_graphs.items():
         launches = [sum("triton_kernel_wrapper" in name for name in names) for names in both]
         assert launches == ([0, 0] if way.startswith("custom_op") else [1, 1]), way
         named = [any("triton_gallery" in name for name in names) for names in both]
@@ -148,16 +148,16 @@ def test_clock(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe.time, "perf_counter", lambda: now[0])
 
     def call(name: str, seconds: list[float]) -> Callable[[], None]:
-        def one() -> None:
+        def timed_call() -> None:
             order.append(name)
             now[0] += seconds[order.count(name) - 1]
 
-        return one
+        return timed_call
 
     warm = [9.0] * 6
     calls = {"a": call("a", warm + [1e-6, 3e-6] * 5), "b": call("b", warm + [5e-6] * 10)}
-    found = recipe.cpu_time(calls, batch=2, turns=5)
-    assert found == {"a": pytest.approx(2), "b": pytest.approx(5)}
+    times = recipe.cpu_time(calls, batch=2, turns=5)
+    assert times == {"a": pytest.approx(2), "b": pytest.approx(5)}
     assert order == ["a", "a", "b", "b"] * 8
 
 

@@ -31,15 +31,15 @@ Outcomes = dict[tuple[str, str], str]
 def read_page(recipe: ModuleType, run: Run) -> Outcomes:
     """Return what the run of the recipe's page found for the CPU, from the table, the notes and the claim there."""
     table, claim = [output.frame for output in run.outputs if output.frame][-2:]
-    (said,) = [output.text.replace("\n    ", " ") for output in run.outputs if output.text.startswith("[1] ")]
-    notes = dict(re.findall(r"(\[\d+\]) (.*)", said))
+    (text,) = [output.text.replace("\n    ", " ") for output in run.outputs if output.text.startswith("[1] ")]
+    notes = dict(re.findall(r"(\[\d+\]) (.*)", text))
     marks = {(row, api): mark for row, *marks in table.rows for api, mark in zip(table.columns[1:], marks, strict=True)}
     marks[recipe.CELLS["cpu"][-1]] = claim.rows[0][-1].partition(": ")[2]
     return {cell: notes.get(mark.partition(" ")[2], mark) for cell, mark in marks.items()}
 
 
 @pytest.fixture(scope="module")
-def found(recipe: ModuleType, run_of_page: Callable[[str], Run | None]) -> Callable[[str], Outcomes]:
+def outcomes_of(recipe: ModuleType, run_of_page: Callable[[str], Run | None]) -> Callable[[str], Outcomes]:
     """Return a function that runs a device's whole table, once; the CPU's is on the page that was built."""
     run_before = run_of_page("pytorch/which_api")
     known: dict[str, Outcomes] = {"cpu": read_page(recipe, run_before)} if run_before else {}
@@ -127,12 +127,12 @@ def test_opcheck(recipe: ModuleType, name: str) -> None:
         assert set(results.values()) == {"SUCCESS"}
 
 
-def kinds(recipe: ModuleType, device: str, found: Outcomes) -> dict[str, dict[str, str]]:
+def kinds(recipe: ModuleType, device: str, outcomes: Outcomes) -> dict[str, dict[str, str]]:
     """Return the kind of each cell, and which of the claims hold that can be tested on a device."""
     table: dict[str, dict[str, str]] = {}
-    for (row, column), said in found.items():
-        table.setdefault(row, {})[column] = said.partition(":")[0]
-    claims = recipe.claims(found, list(recipe.CLAIMS)[0 if device == "cuda" else -1 :])
+    for (row, column), outcome in outcomes.items():
+        table.setdefault(row, {})[column] = outcome.partition(":")[0]
+    claims = recipe.claims(outcomes, list(recipe.CLAIMS)[0 if device == "cuda" else -1 :])
     return table | {"claims": claims["holds"].to_dict()}
 
 
@@ -151,11 +151,11 @@ def as_toml(device: str, table: dict[str, dict[str, str]]) -> str:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_cell_has_changed(recipe: ModuleType, found: Callable[[str], Outcomes], device: str) -> None:
+def test_no_cell_has_changed(recipe: ModuleType, outcomes_of: Callable[[str], Outcomes], device: str) -> None:
     """A PyTorch that behaves differently is noticed, cell by cell."""
     if device == "cuda" and recipe.DEVICE.type != "cuda":
         pytest.skip("needs a GPU")
-    seen = kinds(recipe, device, found(device))
+    seen = kinds(recipe, device, outcomes_of(device))
     here = f"torch {torch.__version__}, triton {recipe.triton.__version__}, {device}"
     how = f"If the new table is right, and the recipe's prose agrees with it, put it into {TABLE.name}:\n\n"
     how += as_toml(device, seen)
@@ -168,37 +168,39 @@ def test_no_cell_has_changed(recipe: ModuleType, found: Callable[[str], Outcomes
             was = expected.get(row, {}).get(column, "missing")
             now = seen.get(row, {}).get(column, "missing")
             if was != now:
-                said = found(device).get((row, column), now)
-                changes.append(f"  {row}, {column}: expected {was}, seen {said}")
+                outcome = outcomes_of(device).get((row, column), now)
+                changes.append(f"  {row}, {column}: expected {was}, seen {outcome}")
     if changes:
         pytest.fail("\n".join([f"{here}: these cells have changed.", *changes, how]), pytrace=False)
 
 
-def test_every_failure_says_why(recipe: ModuleType, found: Callable[[str], Outcomes]) -> None:
+def test_every_failure_says_why(recipe: ModuleType, outcomes_of: Callable[[str], Outcomes]) -> None:
     """A cell that is not ok has a note, which is no path and no address of this run."""
-    for said in found("cpu").values():
-        kind, _, why = said.partition(": ")
-        assert bool(why) == (kind in ("wrong", "fails")), said
+    for outcome in outcomes_of("cpu").values():
+        kind, _, why = outcome.partition(": ")
+        assert bool(why) == (kind in ("wrong", "fails")), outcome
         assert "/tmp" not in why
         assert "0x" not in why
-    assert len(recipe.notes(found("cpu"))) == len({said for said in found("cpu").values() if ":" in said})
+    assert len(recipe.notes(outcomes_of("cpu"))) == len(
+        {outcome for outcome in outcomes_of("cpu").values() if ":" in outcome}
+    )
 
 
-def test_table_is_complete(recipe: ModuleType, found: Callable[[str], Outcomes]) -> None:
+def test_table_is_complete(recipe: ModuleType, outcomes_of: Callable[[str], Outcomes]) -> None:
     """Each row of the chart is a row of the table, each cell has been run, each mark has its note."""
-    table = recipe.table(found("cpu"))
+    table = recipe.table(outcomes_of("cpu"))
     assert set(recipe.CHART) <= set(table.index)
     assert list(table.columns) == recipe.APIS
     marks = {cell.partition(" ")[2] for cell in table.to_numpy().ravel()} - {""}
-    assert marks <= {f"[{n}]" for n in range(1, 1 + len(recipe.notes(found("cpu"))))}
+    assert marks <= {f"[{n}]" for n in range(1, 1 + len(recipe.notes(outcomes_of("cpu"))))}
 
 
 def test_wrong_numbers_are_seen(broken: Callable[..., ModuleType]) -> None:
     """An API whose numbers are wrong is not ok, although it raises nothing; nor is one whose gradient is wrong."""
     recipe = broken({"return (x * x)": "return (x + x)", "return 2 * ctx": "return ctx"})
     cells = [("inference", "custom_op"), ("training", "triton_op")]
-    for said in recipe.run("cpu", cells).values():
-        assert said == "wrong: Mismatched elements: 1000 / 1000 (100.0%)"
+    for outcome in recipe.run("cpu", cells).values():
+        assert outcome == "wrong: Mismatched elements: 1000 / 1000 (100.0%)"
 
 
 def test_wrong_kernel_is_seen(broken: Callable[..., ModuleType]) -> None:
@@ -207,7 +209,7 @@ def test_wrong_kernel_is_seen(broken: Callable[..., ModuleType]) -> None:
         pytest.skip("needs a GPU")
     recipe = broken({"tl.store(out_ptr + offs, x * x,": "tl.store(out_ptr + offs, x + x,"})
     cells = [("inference", api) for api in recipe.APIS]
-    assert all(said.startswith("wrong") for said in recipe.run("cuda", cells).values())
+    assert all(outcome.startswith("wrong") for outcome in recipe.run("cuda", cells).values())
 
 
 def test_crash_and_hang_are_seen(broken: Callable[..., ModuleType]) -> None:
@@ -220,8 +222,8 @@ def test_crash_and_hang_are_seen(broken: Callable[..., ModuleType]) -> None:
         }
     )
     cells = [("training", "custom_op"), ("flop_counter", "custom_op"), ("inference", "custom_op")]
-    said = ["fails: exit code -11", "fails: exit code -14", "ok"]
-    assert recipe.run("cpu", cells) == dict(zip(cells, said, strict=True))
+    expected = ["fails: exit code -11", "fails: exit code -14", "ok"]
+    assert recipe.run("cpu", cells) == dict(zip(cells, expected, strict=True))
 
 
 def test_claims_follow_from_the_cells(recipe: ModuleType) -> None:
@@ -229,8 +231,8 @@ def test_claims_follow_from_the_cells(recipe: ModuleType) -> None:
     ok = dict.fromkeys(recipe.CELLS["cuda"], "ok")
     ok |= {("traced_into", api): "traced" for api in recipe.APIS}
 
-    def holding(found: Outcomes) -> set[str]:
-        claims = recipe.claims(found, recipe.CLAIMS)
+    def holding(outcomes: Outcomes) -> set[str]:
+        claims = recipe.claims(outcomes, recipe.CLAIMS)
         return set(claims.index[claims["holds"] == "yes"])
 
     everything = {claim.partition(": ")[2] for claim in recipe.CLAIMS}

@@ -26,14 +26,14 @@ ON_GPU = torch.cuda.is_available()
 
 def installed() -> list[str]:
     """Return the libraries that can run here; the interpreter does not run all of their kernels."""
-    found = []
+    names = []
     for name, library in measure.LIBRARIES.items():
         try:
             version(library.package)
         except PackageNotFoundError:
             continue
-        found.append(name)
-    return found if ON_GPU else []
+        names.append(name)
+    return names if ON_GPU else []
 
 
 @pytest.mark.thorough
@@ -75,12 +75,12 @@ def test_all_libraries_do_the_same(
 
 
 def test_masks_may_differ_but_not_what_is_kept() -> None:
-    one = measure.Trial(dataclasses.replace(trial().work, alike=kept_by_both), (8,), torch.float32, "cpu")
+    work_trial = measure.Trial(dataclasses.replace(trial().work, alike=kept_by_both), (8,), torch.float32, "cpu")
     ours = torch.tensor([2.0, 0, 4, 6])
-    one.check("Liger", (torch.tensor([0.0, 3, 4, 6]),), (ours,))
+    work_trial.check("Liger", (torch.tensor([0.0, 3, 4, 6]),), (ours,))
     for wrong in ([0.0, 3, 2, 3], [0.0, 0, 0, 0]):
         with pytest.raises(AssertionError, match="Liger has another result than ours"):
-            one.check("Liger", (torch.tensor(wrong),), (ours,))
+            work_trial.check("Liger", (torch.tensor(wrong),), (ours,))
 
 
 class Greedy(torch.autograd.Function):
@@ -129,11 +129,11 @@ class Clock:
 
     def call(self, name: str, times: list[float]) -> Callable[[], None]:
         """Return a call that takes these times in turn, and the last one from then on."""
-        left = list(times)
+        remaining = list(times)
 
         def call() -> None:
             self.log.append(name)
-            self.now += left.pop(0) if len(left) > 1 else left[0]
+            self.now += remaining.pop(0) if len(remaining) > 1 else remaining[0]
 
         return call
 
@@ -167,24 +167,24 @@ def test_calls_are_timed_in_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     warm = [1e9] * WARM_UP
     calls = {"ours": clock.call("ours", [*warm, 5, 1, 2, 3, 4]), "other": clock.call("other", [*warm, 7])}
-    found = bench.gpu_time(calls, turns=5, prepare=lambda: clock.log.append("restore"))
-    assert {name: times[:3] for name, times in found.items()} == {"ours": (3, 2, 5), "other": (7, 7, 7)}
-    assert all(late for *_, late in found.values())
-    one = [*("restore", "_sleep", "event", "ours", "event", "synchronize")]
-    other = ["other" if step == "ours" else step for step in one]
-    assert clock.log == (one + other) * (WARM_UP + 5)
+    measured = bench.gpu_time(calls, turns=5, prepare=lambda: clock.log.append("restore"))
+    assert {name: times[:3] for name, times in measured.items()} == {"ours": (3, 2, 5), "other": (7, 7, 7)}
+    assert all(late for *_, late in measured.values())
+    our_turn = [*("restore", "_sleep", "event", "ours", "event", "synchronize")]
+    other_turn = ["other" if step == "ours" else step for step in our_turn]
+    assert clock.log == (our_turn + other_turn) * (WARM_UP + 5)
 
 
 def test_inputs_are_restored_before_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
-    one = trial()
-    expected = one.call(torch.mul, backward=True)()
-    call = one.call(Greedy.apply, backward=True)
-    got = []
-    bench.gpu_time({"Greedy": lambda: got.append([part.clone() for part in call()])}, 6, prepare=one.restore)
-    assert len(got) == WARM_UP + 6
-    for gradients in got:
-        one.check("Greedy", tuple(gradients), expected)
+    work_trial = trial()
+    expected = work_trial.call(torch.mul, backward=True)()
+    call = work_trial.call(Greedy.apply, backward=True)
+    results = []
+    bench.gpu_time({"Greedy": lambda: results.append([part.clone() for part in call()])}, 6, prepare=work_trial.restore)
+    assert len(results) == WARM_UP + 6
+    for gradients in results:
+        work_trial.check("Greedy", tuple(gradients), expected)
 
 
 def test_work_of_several_dtypes_is_counted_in_bytes() -> None:
@@ -199,9 +199,9 @@ def test_work_of_several_dtypes_is_counted_in_bytes() -> None:
     )
     amount = work.amount((8, 4), itemsize=2, backward=False)
     assert (amount.unit, amount.rate(milliseconds=1e-6)) == ("GB/s", 2 * 32 * 2 + 8 * 4)
-    one = measure.Trial(work, (8, 4), torch.bfloat16, "cpu")
-    assert [tensor.dtype for tensor in one.inputs] == [torch.bfloat16, torch.float32]
-    dx, dscale = one.call(work.torch(torch), backward=True)()
+    work_trial = measure.Trial(work, (8, 4), torch.bfloat16, "cpu")
+    assert [tensor.dtype for tensor in work_trial.inputs] == [torch.bfloat16, torch.float32]
+    dx, dscale = work_trial.call(work.torch(torch), backward=True)()
     assert (dx.dtype, dscale.dtype) == (torch.bfloat16, torch.float32)
 
 
@@ -226,12 +226,12 @@ def test_work_that_computes_is_counted_in_operations() -> None:
 
 
 def test_another_result_is_not_timed() -> None:
-    one = trial()
-    ours = one.call(torch.mul, backward=False)()
-    one.check("PyTorch", tuple(tensor.bfloat16() for tensor in ours), ours)
+    work_trial = trial()
+    ours = work_trial.call(torch.mul, backward=False)()
+    work_trial.check("PyTorch", tuple(tensor.bfloat16() for tensor in ours), ours)
     for wrong in (torch.add, lambda x, y: 1.05 * x * y, lambda x, y: x * y * torch.nan):
         with pytest.raises(AssertionError, match="one: Liger has another result than ours"):
-            one.check("Liger", one.call(wrong, backward=False)(), ours)
+            work_trial.check("Liger", work_trial.call(wrong, backward=False)(), ours)
 
 
 def recorded(records: Path) -> list[LibraryRow]:

@@ -34,8 +34,8 @@ def codes(recipe: ModuleType) -> Codes:
 def test_kernel_and_its_accumulator(recipe: ModuleType, block: int, seed: int) -> None:
     """It is as good as a rounding of the weights and one of the result, and stores nowhere else."""
     x, y, z = (
-        Layout("contiguous", seed + k).make((64, columns), torch.float32, recipe.DEVICE).div(of).half()
-        for k, (columns, of) in enumerate([(64, 8), (block, 1), (block, 1)])
+        Layout("contiguous", seed + k).make((64, columns), torch.float32, recipe.DEVICE).div(divisor).half()
+        for k, (columns, divisor) in enumerate([(64, 8), (block, 1), (block, 1)])
     )
     out = guarded(recipe.three_products, x, y, z)
     x, y, z = x.double(), y.double(), z.double()
@@ -70,7 +70,7 @@ def test_it_finds_what_the_build_finds(recipe: ModuleType, codes: Codes) -> None
 )
 def test_unwritten_before_an_accumulator(recipe: ModuleType, instructions: list[str], expected: list[str]) -> None:
     """Descriptors are four registers, or two where registers hold the first side."""
-    sass = "\n".join(f"        /*{16 * n:04x}*/    {one} ;" for n, one in enumerate(instructions))
+    sass = "\n".join(f"        /*{16 * n:04x}*/    {instruction} ;" for n, instruction in enumerate(instructions))
     assert [line.partition(": ")[2].removesuffix(" unwritten") for line in recipe.unwritten(sass)] == expected
 
 

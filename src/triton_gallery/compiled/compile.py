@@ -57,13 +57,13 @@ class Compiler:
             for launch in launches
             for gpu in meant(recipe, launch)
         ]
-        left = len(jobs)
+        remaining = len(jobs)
         made: dict[tuple[str, str, str], Made] = {}
         with ThreadPoolExecutor(CORES) as pool:
-            for (recipe, launch, gpu), found in zip(jobs, pool.map(lambda job: self.make(*job), jobs), strict=True):
-                made[recipe.key, launch.kernel, gpu.key] = found
-                left -= 1
-                report(recipe, left)
+            for (recipe, launch, gpu), result in zip(jobs, pool.map(lambda job: self.make(*job), jobs), strict=True):
+                made[recipe.key, launch.kernel, gpu.key] = result
+                remaining -= 1
+                report(recipe, remaining)
         return {recipe.key: _together(recipe, launches, by, made) for recipe, launches, by in recipes}
 
     def make(self, recipe: Recipe, launch: Launch, gpu: Gpu) -> Made:
@@ -72,8 +72,8 @@ class Compiler:
             module = module_of(recipe.text, launch.kernel, launch.functions)
         except LookupError as error:
             return Compiled.failed(str(error)), {}
-        said = json.dumps([module, msgspec.to_builtins(launch), gpu.key]).encode()
-        file = self._cache / f"{hashlib.sha256(self._salt + said).hexdigest()[:32]}.json.gz"
+        key = json.dumps([module, msgspec.to_builtins(launch), gpu.key]).encode()
+        file = self._cache / f"{hashlib.sha256(self._salt + key).hexdigest()[:32]}.json.gz"
         if file.is_file():
             compiled, texts = json.loads(gzip.decompress(file.read_bytes()))
             return msgspec.convert(compiled, Compiled), texts
@@ -108,8 +108,8 @@ def launched(recipe: Recipe, run: Run, records: Records) -> tuple[list[Launch], 
 
 def recorded(recipe: Recipe, records: Records) -> Record | None:
     """Return the record of a recipe's present code that has its launches, if there is one."""
-    found = [record for record in records.of(recipe) if record.is_fresh(recipe) and record.launches]
-    return found[0] if found else None
+    fresh = [record for record in records.of(recipe) if record.is_fresh(recipe) and record.launches]
+    return fresh[0] if fresh else None
 
 
 def is_current(recipe: Recipe, kept: Targets | None, records: Records) -> bool:
@@ -130,6 +130,6 @@ def _together(
     for launch in launches:
         on = {gpu.key: made[recipe.key, launch.kernel, gpu.key] for gpu in meant(recipe, launch)}
         kernels.append(Kernel(launch, {key: compiled for key, (compiled, _) in on.items()}))
-        for key, (_, said) in on.items():
-            texts |= {f"{launch.kernel}/{key}.{stage}": text for stage, text in said.items()}
+        for key, (_, listings) in on.items():
+            texts |= {f"{launch.kernel}/{key}.{stage}": text for stage, text in listings.items()}
     return Targets(hash_of(recipe), by, version("triton"), kernels), texts

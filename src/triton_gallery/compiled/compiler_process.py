@@ -68,16 +68,16 @@ def _end_with_parent() -> None:
 
 def compile_apart(job: Job) -> tuple[Compiled, dict[str, str]]:
     """Return what the compiler makes of a job and its texts, made in a fork of this process."""
-    answer, theirs = Pipe(duplex=False)
+    answer, child_end = Pipe(duplex=False)
     pid = os.fork()
     if pid == 0:
         try:
             signal.alarm(LIMIT)
-            theirs.send(_answer(job))
+            child_end.send(_answer(job))
             os._exit(0)
         finally:
             os._exit(1)
-    theirs.close()
+    child_end.close()
     with answer, suppress(EOFError, OSError):
         made: tuple[Compiled, dict[str, str]] = answer.recv()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -161,18 +161,18 @@ def _source(kernel: Any, launch: Launch, gpu: Gpu) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
-    signature = {name: _type(said) for name, said in launch.signature.items()}
+    signature = {name: _type(value) for name, value in launch.signature.items()}
     constants = {tuple(place): _constant(value, kernel) for place, value in launch.constants}
     attributes = {tuple(place): [[ALIGNED, 16]] for place in launch.aligned}
     if gpu.is_amd:
-        for place, said in enumerate(signature.values()):
-            if str(said).startswith("*"):
+        for place, argument_type in enumerate(signature.values()):
+            if str(argument_type).startswith("*"):
                 attributes[place,] = attributes.get((place,), []) + SMALL
     return kind(kernel, signature, constants, attributes)
 
 
-def _type(said: Any) -> Any:
-    return tuple(map(_type, said)) if isinstance(said, list) else said
+def _type(value: Any) -> Any:
+    return tuple(map(_type, value)) if isinstance(value, list) else value
 
 
 def _constant(value: Any, kernel: Any) -> Any:
@@ -222,5 +222,5 @@ def _reason(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    said = next((line for line in lines if "error" in line.lower()), lines[-1])
-    return f"{type(error).__name__}: {said}"[:REASON]
+    message = next((line for line in lines if "error" in line.lower()), lines[-1])
+    return f"{type(error).__name__}: {message}"[:REASON]

@@ -36,8 +36,8 @@ def widths(instructions: Iterable[str], kind: str) -> dict[str, int]:
     Returns:
         The numbers by the bytes that one thread moves, as text, widest first; by "TMA" of those that move a tile.
     """
-    found = Counter(_widths(instructions, kind))
-    return {name: found[name] for name in sorted(found, key=lambda name: -int(name) if name.isdigit() else 1)}
+    counts = Counter(_widths(instructions, kind))
+    return {name: counts[name] for name in sorted(counts, key=lambda name: -int(name) if name.isdigit() else 1)}
 
 
 def _widths(instructions: Iterable[str], kind: str) -> Iterator[str]:
@@ -92,9 +92,9 @@ def _reads(step: re.Match[str]) -> Iterator[int]:
         yield from range(first + 2 * (bool(descriptor) and held), first + (4 if descriptor else 2 if pair else 1))
 
 
-def nvidia_usage(said: str) -> tuple[int, int]:
+def nvidia_usage(text: str) -> tuple[int, int]:
     """Return the registers and the bytes of stack that a thread uses, as `cuobjdump --dump-resource-usage` says."""
-    return _only(said, r"REG:(\d+)"), _only(said, r"STACK:(\d+)")
+    return _only(text, r"REG:(\d+)"), _only(text, r"STACK:(\d+)")
 
 
 def amd_usage(assembly: str) -> tuple[int, int]:
@@ -103,5 +103,5 @@ def amd_usage(assembly: str) -> tuple[int, int]:
 
 
 def _only(text: str, pattern: str) -> int:
-    (found,) = re.findall(pattern, text)
-    return int(found)
+    (number,) = re.findall(pattern, text)
+    return int(number)

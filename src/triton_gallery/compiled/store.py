@@ -66,13 +66,13 @@ class Compiled(Data, frozen=True, kw_only=True):
         if self.failure is not None:
             return FAILED, self.failure
         if self.shared > gpu.shared:
-            there = f"{gpu.shared / KIB:.0f} KiB are there"
-            return TOO_LARGE, f"it takes {self.shared / KIB:.0f} KiB of shared memory for a program, {there}"
+            available = f"{gpu.shared / KIB:.0f} KiB are there"
+            return TOO_LARGE, f"it takes {self.shared / KIB:.0f} KiB of shared memory for a program, {available}"
         if self.warps * gpu.warp > THREADS:
             return TOO_LARGE, f"{self.warps} warps of {gpu.warp} threads are more than the {THREADS} of a program"
         if self.tensor_memory > gpu.tensor_memory:
-            there = f"{gpu.tensor_memory} are there"
-            return TOO_LARGE, f"it takes {self.tensor_memory} columns of tensor memory, {there}"
+            available = f"{gpu.tensor_memory} are there"
+            return TOO_LARGE, f"it takes {self.tensor_memory} columns of tensor memory, {available}"
         return FITS, ""
 
     def occupancy(self, gpu: Gpu) -> tuple[float, str]:
@@ -119,10 +119,10 @@ class Targets(Data, frozen=True, tag_field="schema", tag=1):
 
         Only the kernels of the op count, if a recipe has an op and launches kernels of it.
         """
-        found = [(kernel.verdict(gpu)[0], kernel.launch.kernel) for kernel in self.of(op) or self.kernels]
-        meant = [(word, name) for word, name in found if word != UNMEANT]
+        verdicts = [(kernel.verdict(gpu)[0], kernel.launch.kernel) for kernel in self.of(op) or self.kernels]
+        meant = [(word, name) for word, name in verdicts if word != UNMEANT]
         for word in (FAILED, TOO_LARGE):
-            names = ", ".join(name for said, name in meant if said == word)
+            names = ", ".join(name for verdict, name in meant if verdict == word)
             if names:
                 return word, names
         return (FITS if meant else UNMEANT), ""
@@ -194,13 +194,13 @@ def worse(before: Targets, now: Targets) -> Iterator[tuple[bool, str]]:
 def as_json(targets: Targets) -> dict[str, Any]:
     """Return it as JSON has it, with what follows from the figures for each GPU."""
     content = _builtins(targets)
-    for kernel, said in zip(targets.kernels, content["kernels"], strict=True):
+    for kernel, entry in zip(targets.kernels, content["kernels"], strict=True):
         for gpu in GPUS:
             if gpu.key in kernel.on:
                 compiled = kernel.on[gpu.key]
                 word, why = compiled.verdict(gpu)
                 occupancy = compiled.occupancy(gpu)[0] if word == FITS else None
-                said["on"][gpu.key] |= {"verdict": word, "why": why, "occupancy": occupancy}
+                entry["on"][gpu.key] |= {"verdict": word, "why": why, "occupancy": occupancy}
     return content
 
 

@@ -33,8 +33,8 @@ def _size(count: int) -> str:
     return f"{count / KIB:.3g} KiB" if count >= KIB else f"{count} B"
 
 
-def _widths(found: dict[str, int]) -> str:
+def _widths(counts: dict[str, int]) -> str:
     """Write how many loads or stores there are of each width."""
     times = "\N{MULTIPLICATION SIGN}"
-    said = (f"{number} {times} {name}{'' if name == 'TMA' else ' B'}" for name, number in found.items())
-    return ", ".join(said) or "none"
+    parts = (f"{number} {times} {name}{'' if name == 'TMA' else ' B'}" for name, number in counts.items())
+    return ", ".join(parts) or "none"

@@ -91,7 +91,7 @@ def refresh(
         execute([(task, submit) for task in due], pages, report)
         if old:
             say(f"pages laid out again, as their code has not changed: {len(old)}")
-            execute([(task, submit) for task in old], pages, lambda recipe, run, left: None)
+            execute([(task, submit) for task in old], pages, lambda recipe, run, remaining: None)
     return [(recipe, known) for recipe in recipes if (known := pages.run(recipe.key))]
 
 
@@ -124,13 +124,13 @@ def execute(work: Sequence[tuple[Task, Submit]], pages: Pages, report: Report) -
     after that, with the number of those still to come.
     """
     futures = {submit(task): task.recipe for task, submit in work}
-    left = set(futures)
-    while left:
-        done, left = wait(left, return_when=FIRST_COMPLETED)
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
         for future in done:
             run, files = future.result()
             run = pages.install(futures[future], files, run)
-            report(futures[future], run, len(left))
+            report(futures[future], run, len(pending))
 
 
 @contextmanager

@@ -45,8 +45,8 @@ def excess(reaper: int, share: float) -> str | None:
     if sum(sum(recipe.values()) for recipe in recipes.values()) <= limit:
         return None
     # Pages that processes share were counted for each
-    used = {of: sum(_own(*process) for process in recipe.items()) for of, recipe in recipes.items()}
-    if sum(used.values()) <= limit or max(used, key=lambda of: (used[of], of)) != reaper:
+    used = {pid: sum(_own(*process) for process in recipe.items()) for pid, recipe in recipes.items()}
+    if sum(used.values()) <= limit or max(used, key=lambda pid: (used[pid], pid)) != reaper:
         return None
     if used[reaper] > limit:
         return f"stopped: it used more than {_gb(limit)} of memory"

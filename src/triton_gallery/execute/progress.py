@@ -25,9 +25,9 @@ def progress() -> Iterator[tuple[Report, Say]]:
     """Show progress while the context lasts; yield what `execute.refresh` reports to, and says lines to."""
     with _bar("executing recipes") as (bar, task):
 
-        def report(recipe: Recipe, run: Run, left: int) -> None:
+        def report(recipe: Recipe, run: Run, remaining: int) -> None:
             done = bar.tasks[task].completed + 1
-            bar.update(task, completed=done, total=done + left)
+            bar.update(task, completed=done, total=done + remaining)
             outcome = "[green]passed" if run.failure is None else f"[red]{escape(run.failure)}"
             if run.missing and run.failure is None:
                 outcome = f"[yellow]not executed, lacks {escape(', '.join(run.missing))}"
@@ -41,16 +41,16 @@ def compiling() -> Iterator[Callable[[Recipe, int], None]]:
     """Show progress while the context lasts; yield what is called after each launch, with the number of those left."""
     with _bar("compiling kernels") as (bar, task):
 
-        def report(recipe: Recipe, left: int) -> None:
+        def report(recipe: Recipe, remaining: int) -> None:
             done = bar.tasks[task].completed + 1
-            bar.update(task, completed=done, total=done + left, description=f"compiling kernels: {recipe.key}")
+            bar.update(task, completed=done, total=done + remaining, description=f"compiling kernels: {recipe.key}")
 
         yield report
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[tuple[Progress, TaskID]]:
-    said = TextColumn("{task.description}")
-    columns = (SpinnerColumn(), said, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def _bar(description: str) -> Iterator[tuple[Progress, TaskID]]:
+    label = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), label, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(highlight=False), transient=True) as bar:
-        yield bar, bar.add_task(what, total=None)
+        yield bar, bar.add_task(description, total=None)

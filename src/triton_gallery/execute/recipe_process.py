@@ -70,8 +70,8 @@ def main(order: Order) -> None:
         within = str(order.work)
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(within)]
         trace = traceback.format_list(frames) + traceback.format_exception_only(error)
-        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {trace[-1].strip()}"
-        result = {"failure": what, "detail": "".join(trace)}
+        failure = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {trace[-1].strip()}"
+        result = {"failure": failure, "detail": "".join(trace)}
     (order.work / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -123,9 +123,9 @@ def record(
                 run = structs.replace(run, failure="could not be recorded", detail=str(error))
         ended.append(Recorded(recipe, run, path, before))
 
-    def keep_and_report(recipe: Recipe, run: Run, left: int) -> None:
+    def keep_and_report(recipe: Recipe, run: Run, remaining: int) -> None:
         keep(recipe, run, before=False)
-        report(recipe, ended[-1].run, left)
+        report(recipe, ended[-1].run, remaining)
 
     with ExitStack() as stack:
         work: list[tuple[Task, Submit]] = []
@@ -133,10 +133,10 @@ def record(
             ran = {} if force else {task.recipe: run for task in of_kind if (run := _ran(task, kind, pages, records))}
             for recipe, run in ran.items():
                 keep(recipe, run, before=True)
-            left = [task for task in of_kind if task.recipe not in ran]
-            left = longest_first(left, records.seconds(kind[0].environment.name))
-            submit = stack.enter_context(farm.on(kind, left, say))
-            work += [(task, submit) for task in left]
+            to_run = [task for task in of_kind if task.recipe not in ran]
+            to_run = longest_first(to_run, records.seconds(kind[0].environment.name))
+            submit = stack.enter_context(farm.on(kind, to_run, say))
+            work += [(task, submit) for task in to_run]
         execute(work, pages, keep_and_report)
     return ended
 

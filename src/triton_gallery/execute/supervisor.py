@@ -111,10 +111,10 @@ def run(task: Task, slot: Slot, caches: Path | None = None, warm_up: bool = Fals
         return failed(task, slot.environment, f"could not be executed: {error!r}", traceback.format_exc())
 
 
-def failed(task: Task, environment: Environment, what: str, detail: str) -> Result:
+def failed(task: Task, environment: Environment, failure: str, detail: str) -> Result:
     """Return the result of a task that came to nothing."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return Run(environment, date, 0.0, [], source_hash=task.source_hash, failure=what, detail=detail), {}
+    return Run(environment, date, 0.0, [], source_hash=task.source_hash, failure=failure, detail=detail), {}
 
 
 def stop() -> None:
@@ -143,8 +143,8 @@ def _run(task: Task, slot: Slot, caches: Path | None, warm_up: bool) -> Result:
         files = _collect(work)
         text = len(files.get(f"{task.recipe.key}.rst", b""))
         if text > OUTPUT_LIMIT:
-            what = f"printed too much: {text:,} bytes of text for its page, where {OUTPUT_LIMIT:,} are allowed"
-            outcome, files = {"outputs": [], "failure": outcome.get("failure", what)}, {}
+            failure = f"printed too much: {text:,} bytes of text for its page, where {OUTPUT_LIMIT:,} are allowed"
+            outcome, files = {"outputs": [], "failure": outcome.get("failure", failure)}, {}
         if task.before and outcome.get("failure") is None:
             return msgspec.structs.replace(task.before[0], page_hash=task.page_hash), files
         packages = {} if lacks else versions(task.recipe.path, task.source)
@@ -186,9 +186,9 @@ def _variables(environment: Environment) -> dict[str, str]:
 
 def _supervise(task: Task, order: Order) -> tuple[int | str, float]:
     """Return the exit status of the recipe's process, or why it was stopped, and the seconds that it took."""
-    line, theirs = FORKS.Pipe()
-    with theirs:
-        process = _fork(order, theirs)
+    line, child_end = FORKS.Pipe()
+    with child_end:
+        process = _fork(order, child_end)
     start = monotonic()
     with line:  # leaving it ends the recipe
         why = _watch(process.pid or 0, line, task)
@@ -253,7 +253,7 @@ def _judge(work: Path, ended: int | str) -> dict[str, Any]:
             launches = msgspec.convert(outcome.get("launches", []), list[Launch])
             laid_out = [text.replace(f"{work}{os.sep}", "") for text in outcome.get("laid_out", [])]
             return {"outputs": outputs, "launches": launches, "laid_out": laid_out}
-        what, detail = outcome["failure"], outcome["detail"]
+        failure, detail = outcome["failure"], outcome["detail"]
     else:
         with open(work / "log.txt", "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
@@ -261,10 +261,10 @@ def _judge(work: Path, ended: int | str) -> dict[str, Any]:
         # faulthandler writes the innermost frame first: those below the recipe are sphinx-gallery's
         detail = re.split(r"\n.*/sphinx_gallery/", detail, maxsplit=1)[0]
         if isinstance(ended, str):
-            what = ended
+            failure = ended
         elif ended < 0:
             names = {number.value: f" ({number.name})" for number in signal.Signals}
-            what = f"killed by signal {-ended}{names.get(-ended, '')}"
+            failure = f"killed by signal {-ended}{names.get(-ended, '')}"
         else:
-            what = f"ended with status {ended} before its last cell"
-    return {"outputs": [], "failure": what, "detail": detail.replace(f"{work}{os.sep}", "").strip()[-TAIL:]}
+            failure = f"ended with status {ended} before its last cell"
+    return {"outputs": [], "failure": failure, "detail": detail.replace(f"{work}{os.sep}", "").strip()[-TAIL:]}

@@ -88,11 +88,11 @@ def all_recorded(records: Records, recipes: Sequence[Recipe]) -> dict[str, list[
 
 def measurements(records: Records, recipes: Sequence[Recipe]) -> list[Measurement]:
     """Return every recorded figure of the recipes; BadRecordError if a record does not fit."""
-    found = []
+    figures = []
     for recipe in recipes:
         for record in records.of(recipe):
-            found += of_record(record, "fresh" if record.is_fresh(recipe) else "stale")
-    return found
+            figures += of_record(record, "fresh" if record.is_fresh(recipe) else "stale")
+    return figures
 
 
 def of_record(record: Record, state: str) -> list[Measurement]:

@@ -81,11 +81,11 @@ class Summary:
 
     def over(self, ratio: Callable[[int], float | None]) -> Over | None:
         """Return a ratio over the sizes, given what tells it at an index; None if there is none anywhere."""
-        found = [(value, index) for index in self.table.settled if (value := ratio(index))]
-        if not found:
+        ratios = [(value, index) for index in self.table.settled if (value := ratio(index))]
+        if not ratios:
             return None
-        (worst, at), (best, _) = min(found), max(found)
-        return Over(median(value for value, _ in found), worst, best, at, [index for _, index in found])
+        (worst, at), (best, _) = min(ratios), max(ratios)
+        return Over(median(value for value, _ in ratios), worst, best, at, [index for _, index in ratios])
 
     def beside(self, other: str) -> Over | None:
         """Return our speed over a library's; None if it was measured nowhere."""
@@ -122,13 +122,13 @@ def summaries(records: Sequence[Record], rows: Sequence[LibraryRow], recipe: Rec
             yield Summary(recipe, table.kind, table, record.environment, record.date, record.is_fresh(recipe), True)
     of_recipe = (row for row in rows if row.recipe == recipe.key)
     for (_, name), group in groupby(of_recipe, key=lambda row: (row.environment.name, row.work)):
-        there = list(group)
+        work_rows = list(group)
         kind = f"{name.removeprefix(recipe.name).strip(', ')}, {BESIDE}".removeprefix(", ")
-        fresh = all(row.is_fresh([recipe]) for row in there)
-        date = min(row.date for row in there)
-        dtypes = {row.dtype for row in there}
+        fresh = all(row.is_fresh([recipe]) for row in work_rows)
+        date = min(row.date for row in work_rows)
+        dtypes = {row.dtype for row in work_rows}
         dtype = dtypes.pop() if len(dtypes) == 1 else ""
-        yield Summary(recipe, kind, table_of(there), there[0].environment, date, fresh, False, dtype)
+        yield Summary(recipe, kind, table_of(work_rows), work_rows[0].environment, date, fresh, False, dtype)
 
 
 def headline(items: Sequence[Summary]) -> list[Summary]:

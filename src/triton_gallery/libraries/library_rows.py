@@ -49,10 +49,10 @@ def table_of(rows: Sequence[LibraryRow]) -> Table:
     rows = sorted(rows, key=lambda row: math.prod(row.shape))
     names = list(dict.fromkeys(name for row in rows for name in row.rates))
 
-    def of(place: int) -> Figures:
+    def series(place: int) -> Figures:
         return {name: [rate[place] if (rate := row.rates.get(name)) else None for row in rows] for name in names}
 
-    return Table("results", "size", rows[0].unit, [row.size for row in rows], of(0), of(1), of(2), {}, {})
+    return Table("results", "size", rows[0].unit, [row.size for row in rows], series(0), series(1), series(2), {}, {})
 
 
 class PeerRows(Rows[LibraryRow], frozen=True, tag_field="schema", tag=2):

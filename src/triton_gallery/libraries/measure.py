@@ -96,10 +96,10 @@ def rates(
     for name, function in functions.items():
         try:
             call = trial.call(function, backward)
-            got = call()
+            outputs = call()
             if name == TRITON:
-                ours = tuple(tensor.clone() for tensor in got)
-            trial.check(name, got, ours)
+                ours = tuple(tensor.clone() for tensor in outputs)
+            trial.check(name, outputs, ours)
         except Exception as error:
             if name not in LIBRARIES:
                 raise
@@ -107,11 +107,11 @@ def rates(
             continue
         calls[name] = call
     calls[ROOF] = amount.roof(trial.dtype, trial.device)
-    found: dict[str, list[float] | None] = dict.fromkeys(functions)
+    results: dict[str, list[float] | None] = dict.fromkeys(functions)
     timed = gpu_time(calls, TURNS, prepare=trial.restore)  # type: ignore[no-untyped-call]
     for name, (*times, _, _) in timed.items():
-        found[name] = rates_of(amount, times)
-    return found
+        results[name] = rates_of(amount, times)
+    return results
 
 
 def main(arguments: list[str] | None = None) -> int:

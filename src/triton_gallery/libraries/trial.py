@@ -75,17 +75,17 @@ class Trial:
             return partial(torch.autograd.grad, outputs, leaves, self.grads, retain_graph=True)
         return torch.no_grad()(lambda: _tuple(function(*self.inputs, *self.work.constants)))
 
-    def check(self, name: str, got: tuple[Any, ...], ours: tuple[Any, ...]) -> None:
+    def check(self, name: str, outputs: tuple[Any, ...], ours: tuple[Any, ...]) -> None:
         """Compare results with ours: a call that means something else is not worth a time.
 
         Elements may cancel, so that each alone may be off by more than half precision rounds; all together are not.
         """
         import torch
 
-        def message(said: str) -> str:
-            return f"{self.work.recipe}: {name} has another result than ours: {said}"
+        def message(reason: str) -> str:
+            return f"{self.work.recipe}: {name} has another result than ours: {reason}"
 
-        for pair in zip(got, ours, strict=True):
+        for pair in zip(outputs, ours, strict=True):
             a, b = (tensor.double() for tensor in self.work.alike(*pair))
             off = (a - b).norm() / b.norm()
             torch.testing.assert_close(off, torch.zeros_like(off), rtol=0, atol=TOLERANCE, msg=message)

@@ -113,7 +113,7 @@ class Workload:
     variant: str = ""
     dtype: str = "bfloat16"
     called: Callable[[Function], Function] = lambda function: function
-    alike: Callable[[Any, Any], tuple[Any, Any]] = lambda got, ours: (got, ours)
+    alike: Callable[[Any, Any], tuple[Any, Any]] = lambda output, ours: (output, ours)
 
     @property
     def directions(self) -> dict[str, bool]:
@@ -127,9 +127,9 @@ class Workload:
         return counted(shape, itemsize)
 
 
-def floats(got: Any, ours: Any) -> tuple[Any, Any]:
+def floats(output: Any, ours: Any) -> tuple[Any, Any]:
     """Return two results to compare if they are floats: PyTorch may choose other indices of equal values than we."""
-    return (got, ours) if got.is_floating_point() else (ours, ours)
+    return (output, ours) if output.is_floating_point() else (ours, ours)
 
 
 def layers(*tokens: int) -> list[tuple[int, int, int]]:

@@ -25,8 +25,8 @@ class Cell:
     @property
     def figures(self) -> list[str]:
         """The file names of its figures."""
-        found = [node for output in self.outputs for node in output.findall() if isinstance(node, nodes.Element)]
-        return [PurePosixPath(node["uri"]).name for node in found if "uri" in node]
+        elements = [node for output in self.outputs for node in output.findall() if isinstance(node, nodes.Element)]
+        return [PurePosixPath(node["uri"]).name for node in elements if "uri" in node]
 
 
 def cells(document: nodes.document) -> list[Cell]:
@@ -34,15 +34,15 @@ def cells(document: nodes.document) -> list[Cell]:
 
     The code of a cell and its output follow a comment with line numbers; in a page of a single cell, the output first.
     """
-    found = []
+    results = []
     for comment in document.findall(nodes.comment):
         if comment.astext().startswith(SOURCE_LINES):
             siblings = comment.parent.children
             block = list(takewhile(_is_of_cell, siblings[siblings.index(comment) + 1 :]))
             code = next((node for node in block if _is_code(node)), None)
             if isinstance(code, nodes.literal_block):
-                found.append(Cell(comment, code, [node for node in block if node is not code]))
-    return found
+                results.append(Cell(comment, code, [node for node in block if node is not code]))
+    return results
 
 
 def _is_of_cell(node: nodes.Node) -> bool:

@@ -155,15 +155,15 @@ def _torch() -> tuple[str, bool]:
 
     Importing torch takes a second and more; the version stands in a file of its own.
     """
-    found = find_spec("torch")
-    file = Path(found.origin or "").with_name("version.py") if found else None
+    spec = find_spec("torch")
+    file = Path(spec.origin or "").with_name("version.py") if spec else None
     if file is None or not file.is_file():
         import torch
 
         return str(torch.__version__), False
-    said = runpy.run_path(str(file))
-    return str(said["__version__"]), os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not (
-        said.get("hip") or _has_cuda_driver()
+    variables = runpy.run_path(str(file))
+    return str(variables["__version__"]), os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not (
+        variables.get("hip") or _has_cuda_driver()
     )
 
 

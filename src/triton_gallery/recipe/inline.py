@@ -64,9 +64,9 @@ def inlined(script: str, folder: Path = FOLDER) -> str:
         body = ast.parse(script).body
     except SyntaxError:  # its page says so
         return script
-    ours = [node for node in body if isinstance(node, ast.ImportFrom) and _is_ours(node.module)]
-    taken = list(zip(ours, _sources(ours, folder), strict=True))
-    _check(script, [node for node in body if node not in ours], taken)
+    own_imports = [node for node in body if isinstance(node, ast.ImportFrom) and _is_ours(node.module)]
+    taken = list(zip(own_imports, _sources(own_imports, folder), strict=True))
+    _check(script, [node for node in body if node not in own_imports], taken)
     lines = script.splitlines(keepends=True)
     for node, source in reversed(taken):  # from the end, so that the numbers of lines stay those of the tree
         before, after = "".join(lines[: node.lineno - 1]), "".join(lines[node.end_lineno :])
@@ -160,10 +160,10 @@ def _helpers(node: ast.ImportFrom, file: Path) -> _Source:
 def _used(helper: Helper) -> set[str]:
     """Return the names that a function or a class takes from its module."""
     local = {argument.arg for argument in ast.walk(helper) if isinstance(argument, ast.arg)}
-    found = [item for item in ast.walk(helper) if isinstance(item, ast.Name)]
-    local |= {item.id for item in found if isinstance(item.ctx, ast.Store)}
+    names = [item for item in ast.walk(helper) if isinstance(item, ast.Name)]
+    local |= {item.id for item in names if isinstance(item.ctx, ast.Store)}
     local |= {*bound(item for item in ast.walk(helper) if isinstance(item, ImportNode))}
-    return {item.id for item in found} - local - {*dir(builtins)}
+    return {item.id for item in names} - local - {*dir(builtins)}
 
 
 def _made_of(op: str, folder: Path, within: tuple[str, ...] = ()) -> list[str]:
@@ -171,8 +171,8 @@ def _made_of(op: str, folder: Path, within: tuple[str, ...] = ()) -> list[str]:
     if op in within:
         raise ValueError(f"ops are made of each other: {', '.join(within)}")
     inner = ops_in(_read(op, folder))
-    found = dict.fromkeys(part for name in inner for part in _made_of(name, folder, (*within, op)))
-    return [*found, op]
+    dependencies = dict.fromkeys(part for name in inner for part in _made_of(name, folder, (*within, op)))
+    return [*dependencies, op]
 
 
 def _read(op: str, folder: Path) -> str:
@@ -192,8 +192,8 @@ def _op(name: str, folder: Path) -> _Source:
     if min(node.lineno for node in rest) < end:
         raise ValueError(f"{OPS}.{name} imports below its first statement")
     text = "".join(source.splitlines(keepends=True)[end:]).strip("\n") + "\n"
-    theirs = [node for node in imports if not (isinstance(node, ast.ImportFrom) and _is_op(node.module))]
-    return _Source(text, [*bound(rest)], [*_imported(theirs)], set())
+    other_imports = [node for node in imports if not (isinstance(node, ast.ImportFrom) and _is_op(node.module))]
+    return _Source(text, [*bound(rest)], [*_imported(other_imports)], set())
 
 
 def _join(before: str, text: str, after: str) -> str:

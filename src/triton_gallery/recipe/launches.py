@@ -49,8 +49,8 @@ class Launch(Data, frozen=True):
     def arguments(self) -> str:
         """The types of its tensors, its constants and its options, in a line."""
         types = dict.fromkeys(str(kind).lstrip("*") for kind in self.signature.values() if str(kind)[0] in "*t")
-        said = {**self.named, **self.options}
-        facts = [*types, *(f"{name}={_written(value)}" for name, value in said.items())]
+        values = {**self.named, **self.options}
+        facts = [*types, *(f"{name}={_written(value)}" for name, value in values.items())]
         if odd := [name for place, (name, kind) in enumerate(self.signature.items()) if self._is_odd([place], kind)]:
             facts.append(f"not divisible by 16: {' '.join(odd)}")
         return ", ".join(facts)

@@ -97,15 +97,15 @@ def _measured_hash(text: str) -> str | None:
 
 def _needed(statements: Sequence[_Statement], index: int) -> set[int]:
     """Return the places of a statement and of those that it depends on."""
-    needed, left = {index}, [(index, index)]  # each with the place from which names are looked up
-    while left:
-        place, at = left.pop()
+    needed, pending = {index}, [(index, index)]  # each with the place from which names are looked up
+    while pending:
+        place, at = pending.pop()
         for name in statements[place].uses:
             for bound in reversed(range(at)):
                 other = statements[bound]
                 if name in other.binds and bound not in needed:
                     needed.add(bound)
-                    left.append((bound, at if other.is_definition else bound))
+                    pending.append((bound, at if other.is_definition else bound))
                 if name in other.rebinds and other.conditions <= statements[at].conditions:
                     break
     return needed

@@ -34,15 +34,15 @@ def uses(source: str) -> list[Use]:
             known.pop(node.arg, None)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             known.pop(node.name, None)
-    found: dict[Use, tuple[int, int]] = {}
+    places: dict[Use, tuple[int, int]] = {}
     inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     for node in nodes:
         if isinstance(node, (ast.Name, ast.Attribute)) and id(node) not in inner:
             root, *rest = _path(node)
             if root in known and known[root].partition(".")[0] in PACKAGES:
                 use = Use(".".join([root, *rest]), ".".join([known[root], *rest]))
-                found.setdefault(use, (node.lineno, node.col_offset))
-    return sorted(found, key=found.__getitem__)
+                places.setdefault(use, (node.lineno, node.col_offset))
+    return sorted(places, key=places.__getitem__)
 
 
 def _bound(node: ast.AST) -> Iterator[tuple[str, str]]:

@@ -45,12 +45,12 @@ def _missing(declared: Declaration, capability: str | None) -> Iterator[str]:
         if package.marker and not package.marker.evaluate():
             continue
         try:
-            found = version(package.name)
+            installed = version(package.name)
         except PackageNotFoundError:
             yield str(package)
             continue
-        if not package.specifier.contains(found, prereleases=True):
-            yield f"{package} (here is {found})"
+        if not package.specifier.contains(installed, prereleases=True):
+            yield f"{package} (here is {installed})"
     if declared.gpus is not None and not (capability and declared.gpus.contains(capability)):
         here = f"one of {capability}" if capability else "none"
         yield f"an NVIDIA GPU of compute capability {str(declared.gpus).removeprefix('==')} (here is {here})"

@@ -49,7 +49,7 @@ def create(root: Path, key: str) -> list[Path]:
     for path, template in files.items():
         text = (TEMPLATES / template).read_text(encoding="utf-8")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(re.sub("|".join(words), lambda found: words[found[0]], text), encoding="utf-8")
+        path.write_text(re.sub("|".join(words), lambda match: words[match[0]], text), encoding="utf-8")
     (gallery / CONTENTS).write_text(contents, encoding="utf-8")
     return [*files, gallery / CONTENTS]
 
@@ -58,7 +58,7 @@ def _listed(contents: str, section: str, name: str) -> str:
     """Return the contents with a name at the end of a section; ValueError if they are laid out in another way."""
     listed = re.sub(
         rf"(?m)^({re.escape(section)} *= *\[[^\]]*?),?\s*\]",
-        lambda found: f'{found[1]}{"" if found[1].endswith("[") else ","}\n  "{name}",\n]',
+        lambda match: f'{match[1]}{"" if match[1].endswith("[") else ","}\n  "{name}",\n]',
         contents,
     )
     wanted = tomllib.loads(contents)

@@ -40,8 +40,8 @@ class Op:
 
     def of(self, namespace: str) -> "Op":
         """Return the op as someone takes it who sets its namespace, as the constant for it is there for."""
-        ours, theirs = (f'{self.name.upper()}{SUFFIX} = "{name}"' for name in (NAMESPACE, namespace))
-        return replace(self, cell=self.cell.replace(ours, theirs))
+        old, new = (f'{self.name.upper()}{SUFFIX} = "{name}"' for name in (NAMESPACE, namespace))
+        return replace(self, cell=self.cell.replace(old, new))
 
     @property
     def names(self) -> list[str]:
@@ -83,8 +83,8 @@ def _op_of(recipe: Recipe, text: str) -> Op | None:
 
 def statements(tree: ast.AST) -> int:
     """Return how many statements there are below a node; texts that stand for themselves are none."""
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node is not tree]
-    return sum(not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in found)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node is not tree]
+    return sum(not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in nodes)
 
 
 def _imports(tree: ast.Module, used: set[str]) -> Iterator[str]:

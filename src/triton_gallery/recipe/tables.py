@@ -112,8 +112,8 @@ class Table(Data, frozen=True):
 
     def over(self, other: str, index: int) -> float | None:
         """Return our best figure over that of one series."""
-        ours, theirs = self.best(self.ours, index), self.best([other], index) if other in self.series else None
-        return ours[1] / theirs[1] if ours and theirs else None
+        ours, other_best = self.best(self.ours, index), self.best([other], index) if other in self.series else None
+        return ours[1] / other_best[1] if ours and other_best else None
 
     def band(self, name: str, index: int) -> tuple[float, float] | None:
         """Return the 20th and the 80th percentile of a figure; None where they are not known."""
@@ -123,8 +123,8 @@ class Table(Data, frozen=True):
     def is_tie(self, other: str, index: int) -> bool:
         """Return whether the bands of our best figure and of another's overlap, or one of the two is not known."""
         ours = self.best(self.ours, index)
-        mine, theirs = (self.band(name, index) for name in (ours[0] if ours else "", other))
-        return mine is None or theirs is None or (mine[0] <= theirs[1] and theirs[0] <= mine[1])
+        our_band, other_band = (self.band(name, index) for name in (ours[0] if ours else "", other))
+        return our_band is None or other_band is None or (our_band[0] <= other_band[1] and other_band[0] <= our_band[1])
 
     def of_roof(self, index: int) -> float | None:
         """Return our best figure over the roof's."""
@@ -175,7 +175,7 @@ def _of_figures(name: str, frame: "pandas.DataFrame") -> Table:
 
     def laid_out(column: str) -> Figures:
         figures = by_place[column].dropna().to_dict()
-        return {one: [float(figures[x, one]) if (x, one) in figures else None for x in xs] for one in names}
+        return {label: [float(figures[x, label]) if (x, label) in figures else None for x in xs] for label in names}
 
     late = by_place["late"].to_dict()
     return Table(
@@ -187,5 +187,5 @@ def _of_figures(name: str, frame: "pandas.DataFrame") -> Table:
         p20=laid_out("low"),
         p80=laid_out("high"),
         cpu=laid_out("CPU us"),
-        cpu_bound={one: [bool(late.get((x, one))) for x in xs] for one in names},
+        cpu_bound={label: [bool(late.get((x, label))) for x in xs] for label in names},
     )

@@ -41,13 +41,13 @@ def side_by_side(run: Run, record: Record | None, figures: Mapping[str, bytes]) 
         if record is None or number not in recorded or (here and run.environment.is_gpu):
             shown.append(Shown(here, Output.empty(here.cell_hash), differ=False))
             continue
-        there = recorded[number]
-        same = [figures.get(name) for name in here.figures] == list(pictures(record, there).values())
-        more = _beyond(here, there, same)
-        if more and not there.figures and _without_numbers(here) == _without_numbers(there):
-            shown.append(Shown(Output.empty(here.cell_hash), there, differ=False, in_numbers=True))
+        recorded_output = recorded[number]
+        same = [figures.get(name) for name in here.figures] == list(pictures(record, recorded_output).values())
+        more = _beyond(here, recorded_output, same)
+        if more and not recorded_output.figures and _without_numbers(here) == _without_numbers(recorded_output):
+            shown.append(Shown(Output.empty(here.cell_hash), recorded_output, differ=False, in_numbers=True))
         else:
-            shown.append(Shown(here, more, bool(more) and _differ(here, there, more)))
+            shown.append(Shown(here, more, bool(more) and _differ(here, recorded_output, more)))
     return shown
 
 
@@ -97,12 +97,12 @@ def _without_numbers(output: Output) -> tuple[list[str], list[list[str]], list[s
 
 def _anywhere(text: str) -> str:
     """Return a text as it is where PyTorch has its tensors on the CPU."""
-    for there, here in ((", device='cuda:0'", ""), ("type='cuda', index=0", "type='cpu'"), ("cuda:0", "cpu")):
-        text = text.replace(there, here)
+    for gpu_text, cpu_text in ((", device='cuda:0'", ""), ("type='cuda', index=0", "type='cpu'"), ("cuda:0", "cpu")):
+        text = text.replace(gpu_text, cpu_text)
     return text
 
 
 def _differ(here: Output, recorded: Output, more: Output) -> bool:
     """Whether this machine put out something else, and not only less, than is shown of a record."""
     pairs = [(here.figures, more.figures), (here.frame, more.frame), (here.tables, more.tables)]
-    return any(ours and theirs for ours, theirs in pairs) or bool(here.text and more.text == recorded.text)
+    return any(part and extra for part, extra in pairs) or bool(here.text and more.text == recorded.text)

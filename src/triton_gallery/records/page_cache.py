@@ -150,9 +150,9 @@ class Pages:
 def _fault(recipe: Recipe, files: Iterable[str], run: Run) -> str | None:
     """Return why files, by their paths, are not those of a recipe's page; None if they are."""
     section, pictures = re.escape(recipe.section), rf"sphx_glr_{recipe.name}_\d\d\d|thumb/sphx_glr_{recipe.name}_thumb"
-    own = re.compile(rf"{section}/({recipe.name}\.[\w.-]+|images/({pictures})\.\w+)", re.ASCII)
+    pattern = re.compile(rf"{section}/({recipe.name}\.[\w.-]+|images/({pictures})\.\w+)", re.ASCII)
     for name in sorted(files):
-        if not own.fullmatch(name):
+        if not pattern.fullmatch(name):
             return f"brought a file that is not of its page: {name!r}"
     if run.failure is None:
         figures = {f"{recipe.section}/images/{figure}" for output in run.outputs for figure in output.figures}

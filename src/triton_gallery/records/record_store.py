@@ -201,11 +201,11 @@ def _named(figure: str, picture: bytes) -> str:
 
 def _sweep(path: Path) -> None:
     """Remove a recipe's figures that its record, the old or the new one, does not have."""
-    ours = re.compile(rf"sphx_glr_{path.stem}_\d+(_[0-9a-f]{{8}})?\.png(\.partial)?")
+    pattern = re.compile(rf"sphx_glr_{path.stem}_\d+(_[0-9a-f]{{8}})?\.png(\.partial)?")
     record = _parse(path, path.read_bytes()) if path.exists() else None
     kept = {name for output in record.outputs for name in output.figures} if record else set()
     for figure in path.parent.iterdir():
-        if ours.fullmatch(figure.name) and figure.name not in kept:
+        if pattern.fullmatch(figure.name) and figure.name not in kept:
             figure.unlink()
 
 

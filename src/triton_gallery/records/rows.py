@@ -106,11 +106,11 @@ class Rows(Data, Generic[R], frozen=True):
         """
         device = slug(rows[0].environment.name)
         before = {path: cls.load(path) for path in cls._files(folder, device)}
-        found = {row.key: row for row in [*(row for of_file in before.values() for row in of_file), *rows]}
+        by_key = {row.key: row for row in [*(row for of_file in before.values() for row in of_file), *rows]}
         now = defaultdict[Path, list[R]](list)
         for key in known:
-            if key in found:
-                now[folder / device / cls.file_name.format(key[0].rpartition("/")[2])].append(found[key])
+            if key in by_key:
+                now[folder / device / cls.file_name.format(key[0].rpartition("/")[2])].append(by_key[key])
         changed = [path for path, of_file in now.items() if of_file != before.get(path)]
         for path in changed:
             write(path, cls(now[path]))

@@ -100,20 +100,20 @@ def load(folder: Path) -> list[Tried]:
     path = folder / RESULTS
     if not path.is_file():
         return []
-    found = {one.triton: one for one in decode(path, path.read_bytes(), Results).tried}
-    return [found[pair.triton] for pair in pairs(folder) if pair.triton in found]
+    by_version = {entry.triton: entry for entry in decode(path, path.read_bytes(), Results).tried}
+    return [by_version[pair.triton] for pair in pairs(folder) if pair.triton in by_version]
 
 
 def write(folder: Path, tried: Tried, recipes: Sequence[Recipe]) -> Path:
     """Keep what was tried with one Triton beside that of the others listed; of what these recipes have not, nothing."""
     path = folder / RESULTS
-    kept = {one.triton: one for one in load(folder)} | {tried.triton: tried}
+    kept = {entry.triton: entry for entry in load(folder)} | {tried.triton: tried}
     listed = [kept[pair.triton] for pair in pairs(folder) if pair.triton in kept]
     now = hashes(recipes)
-    for one in listed:
-        for kind, outcomes in one.outcomes.items():
+    for entry in listed:
+        for kind, outcomes in entry.outcomes.items():
             names = sorted(outcomes.keys() & now.get(kind, outcomes).keys())
-            one.outcomes[kind] = {name: outcomes[name] for name in names}
+            entry.outcomes[kind] = {name: outcomes[name] for name in names}
     files.write(path, Results(listed))
     return path
 

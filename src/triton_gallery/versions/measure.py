@@ -95,15 +95,15 @@ class Contender:
     def ask(self, step: str, *arguments: object) -> None:
         """Have a step begin, which may last until `deadline`."""
         if self.process is None:
-            self.connection, theirs = Pipe()
-            assert isinstance(theirs, Connection)
+            self.connection, child_end = Pipe()
+            assert isinstance(child_end, Connection)
             self.process = subprocess.Popen(
-                [sys.executable, "-B", PROGRAM, str(theirs.fileno())],
+                [sys.executable, "-B", PROGRAM, str(child_end.fileno())],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
             )
-            theirs.close()
+            child_end.close()
         self.deadline = time.monotonic() + STEP
         with suppress(OSError):  # it died; who waits for the answer is told
             self.connection.send((step, arguments))
@@ -144,37 +144,37 @@ def measure(contenders: Sequence[Contender], task: Task) -> dict[str, dict[str, 
     """Return what came of a task under each contender, as a row has it."""
     import torch
 
-    found: dict[str, dict[str, Any]] = {
-        one.name: {"rate": None, "seconds": None, "kernels": None, "assembler": one.assembler, "failed": None}
-        for one in contenders
+    results: dict[str, dict[str, Any]] = {
+        side.name: {"rate": None, "seconds": None, "kernels": None, "assembler": side.assembler, "failed": None}
+        for side in contenders
     }
-    times: dict[str, list[float]] = {one.name: [] for one in contenders}
+    times: dict[str, list[float]] = {side.name: [] for side in contenders}
 
-    def unless_failed(one: Contender, step: Callable[[], Any]) -> Any:
-        if found[one.name]["failed"] is None:
+    def unless_failed(contender: Contender, step: Callable[[], Any]) -> Any:
+        if results[contender.name]["failed"] is None:
             try:
                 return step()
             except FailedError as error:
-                found[one.name]["failed"] = str(error)
+                results[contender.name]["failed"] = str(error)
         return None
 
-    for one in contenders:
-        one.ask("prepare", task.place, task.backward, task.shape, task.seed)
-    for one in contenders:
-        if compiled := unless_failed(one, one.answer):
-            found[one.name] |= {"seconds": round(compiled[0], 3), "kernels": compiled[1]}
-    for one in contenders:
-        unless_failed(one, lambda one=one: one.do("check"))  # type: ignore[misc]
+    for contender in contenders:
+        contender.ask("prepare", task.place, task.backward, task.shape, task.seed)
+    for contender in contenders:
+        if compiled := unless_failed(contender, contender.answer):
+            results[contender.name] |= {"seconds": round(compiled[0], 3), "kernels": compiled[1]}
+    for contender in contenders:
+        unless_failed(contender, lambda contender=contender: contender.do("check"))  # type: ignore[misc]
     for block in range(1 + BLOCKS):
-        for one in contenders:
-            block_times = unless_failed(one, lambda one=one: one.do("time", TURNS))  # type: ignore[misc]
+        for contender in contenders:
+            block_times = unless_failed(contender, lambda contender=contender: contender.do("time", TURNS))  # type: ignore[misc]
             if block > 0 and block_times:  # the first warms up
-                times[one.name] += block_times
+                times[contender.name] += block_times
     amount = task.work.amount(task.shape, getattr(torch, task.work.dtype).itemsize, task.backward)
-    for name, outcome in found.items():
+    for name, outcome in results.items():
         if outcome["failed"] is None:
             outcome["rate"] = rates_of(amount, band(times[name]))
-    return found
+    return results
 
 
 def three(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -186,11 +186,11 @@ def three(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def tasks(chosen: Sequence[str], shard: tuple[int, int]) -> list[Task]:
     """Return what is measured of these recipes, or of all if there are none: every N-th recipe from the I-th on."""
     recipes = [*dict.fromkeys(work.recipe for work in WORKLOADS if not chosen or work.recipe in chosen)]
-    ours = recipes[shard[0] :: shard[1]]
+    in_shard = recipes[shard[0] :: shard[1]]
     return [
         Task(place, name, backward, shape)
         for place, work in enumerate(WORKLOADS)
-        if work.recipe in ours
+        if work.recipe in in_shard
         for name, backward in work.directions.items()
         for shape in three(work.shapes)
     ]
@@ -228,8 +228,8 @@ def merge_all(folders: Sequence[Path]) -> int:
                     raise BadRecordError(f"{path}: not a row of make measure-versions: {error}") from None
         rows.sort(key=lambda row: (slug(row.environment.name), row.date))
         for _, of_device in groupby(rows, key=lambda row: slug(row.environment.name)):
-            there = list(of_device)
-            print(f"wrote {len(there)} rows into {', '.join(map(str, merge(RECORDS, there, known)))}")
+            device_rows = list(of_device)
+            print(f"wrote {len(device_rows)} rows into {', '.join(map(str, merge(RECORDS, device_rows, known)))}")
     except (BadRecordError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -247,12 +247,12 @@ def summary(rows: Sequence[dict[str, Any]], baseline: str) -> list[str]:
     """Return the lines of a table: the ratios of each work, the smallest size first; then what lost."""
     lines, lost = [], []
     for work, of_work in groupby(rows, key=lambda row: row["work"]):
-        there = list(of_work)
-        for name in (name for name in there[0]["contenders"] if name != baseline):
-            found = [ratios(row, baseline).get(name) for row in there]
-            shown = "  ".join("    -" if ratio is None else f"{ratio:5.3f}" for ratio in found)
+        work_rows = list(of_work)
+        for name in (name for name in work_rows[0]["contenders"] if name != baseline):
+            row_ratios = [ratios(row, baseline).get(name) for row in work_rows]
+            shown = "  ".join("    -" if ratio is None else f"{ratio:5.3f}" for ratio in row_ratios)
             lines.append(f"{work:<40} {name} / {baseline}: {shown}")
-            if any(ratio is not None and ratio < LOST for ratio in found):
+            if any(ratio is not None and ratio < LOST for ratio in row_ratios):
                 lost.append(f"{work} with {name}: {shown}")
     return [*lines, f"lost more than {1 - LOST:.0%} at a size: {len(lost)}", *(f"  {line}" for line in lost)]
 
@@ -297,7 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             for path, fusion in sides(options.triton, options.no_fusion):
                 contenders.append(Contender(path, fusion, Path(caches, str(len(contenders)))))
-            names = [one.name for one in contenders]
+            names = [contender.name for contender in contenders]
             if len(set(names)) < len(names):
                 raise FailedError(f"a version stands twice: {'; '.join(names)}")
             due = tasks(options.recipes, (place, count))
@@ -307,41 +307,41 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         finally:
-            for one in contenders:
-                one.stop()
+            for contender in contenders:
+                contender.stop()
 
 
 def sides(paths: Sequence[Path], no_fusion: bool) -> list[tuple[Path | None, bool]]:
     """Return where the Triton of each contender lies, and whether it fuses; the baseline is the first."""
-    found: list[tuple[Path | None, bool]] = [(path, True) for path in (None, *paths)]
-    return [*found, (found[-1][0], False)] if no_fusion else found
+    pairs: list[tuple[Path | None, bool]] = [(path, True) for path in (None, *paths)]
+    return [*pairs, (pairs[-1][0], False)] if no_fusion else pairs
 
 
 def run(contenders: Sequence[Contender], due: Sequence[Task], folder: Path, limit: float, made: dict[str, Any]) -> int:
     """Measure tasks, write their rows, each with what `made` says of all, print a table; return the exit status."""
     began = time.monotonic()
     baseline = contenders[0].name
-    print("; ".join(f"Triton {one.name} with ptxas {one.assembler}" for one in contenders), flush=True)
+    print("; ".join(f"Triton {side.name} with ptxas {side.assembler}" for side in contenders), flush=True)
     rows: list[dict[str, Any]] = []
     failed = 0
     for task in due:
         if time.monotonic() - began > limit:
             break
-        found = measure(contenders, task)
+        results = measure(contenders, task)
         row = {
             "recipe": task.work.recipe,
             "work": task.name,
             "shape": [*task.shape],
             "unit": task.work.amount(task.shape, 1, task.backward).unit,
             **made,
-            "contenders": found,
+            "contenders": results,
         }
         rows.append(row)
-        reasons = [f"{name} failed: {outcome['failed']}" for name, outcome in found.items() if outcome["failed"]]
+        reasons = [f"{name} failed: {outcome['failed']}" for name, outcome in results.items() if outcome["failed"]]
         failed += len(reasons)
-        if len(reasons) < len(found):  # else there is nothing to keep
+        if len(reasons) < len(results):  # else there is nothing to keep
             write(folder, row)
-        shown = ", ".join(f"{name} {outcome['rate'][0]:.4g}" for name, outcome in found.items() if outcome["rate"])
+        shown = ", ".join(f"{name} {outcome['rate'][0]:.4g}" for name, outcome in results.items() if outcome["rate"])
         print(f"{task.name:<40} {task.shape} {row['unit']}: {shown}", *reasons, sep="\n    ", flush=True)
     print(*summary(rows, baseline), sep="\n")
     for task in due[len(rows) :]:

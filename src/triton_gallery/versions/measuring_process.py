@@ -45,11 +45,11 @@ class Bench:
         self.trial = self.call = None
         torch.cuda.empty_cache()
         work = WORKLOADS[index]
-        ours = work.ours(recipe_module(work.recipe))
+        function = work.ours(recipe_module(work.recipe))
         torch.manual_seed(seed)
         self.trial = Trial(work, shape, getattr(torch, work.dtype), DEVICE)
         self.seconds.clear()
-        self.call, self.backward = self.trial.call(ours, backward), backward
+        self.call, self.backward = self.trial.call(function, backward), backward
         self.call()
         torch.cuda.synchronize()
         compiled = sum(self.seconds), len(self.seconds)
@@ -63,7 +63,7 @@ class Bench:
 
         assert self.trial
         assert self.call
-        for tuner in (found for found in gc.get_objects() if type(found) is Autotuner):
+        for tuner in (item for item in gc.get_objects() if type(item) is Autotuner):
             tuner.cache.clear()
         self.trial.restore()
         ours = tuple(tensor.clone() for tensor in self.call())
@@ -99,8 +99,8 @@ def serve(connection: Connection) -> None:
         try:
             connection.send((getattr(bench, step)(*arguments), None))
         except Exception as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            connection.send((None, said[:MOST_TOLD]))
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            connection.send((None, message[:MOST_TOLD]))
 
 
 if __name__ == "__main__":

@@ -106,10 +106,10 @@ def _installed(pair: Pair) -> Path:
 
 def newest_release() -> str:
     """Return the newest version of Triton that pip can install here; TrialError if it does not say."""
-    said = _pip("index", "versions", "triton", stdout=subprocess.PIPE, text=True).stdout
-    if not (found := re.match(r"triton \((\S+)\)", said)):
+    output = _pip("index", "versions", "triton", stdout=subprocess.PIPE, text=True).stdout
+    if not (match := re.match(r"triton \((\S+)\)", output)):
         raise TrialError("pip does not say which version of Triton is the newest")
-    return found[1]
+    return match[1]
 
 
 def _pip(*arguments: str | Path, **options: Any) -> "subprocess.CompletedProcess[Any]":
@@ -177,16 +177,16 @@ class _Trial:
         for key, recipe in recipes.items():
             kept = store.load(COMPILED, recipe)
             only = declaration(recipe.path, recipe.text).of_op.only_with
-            found = [
+            meant_launches = [
                 kernel.launch
                 for kernel in (kept.kernels if kept else [])
                 if hopper in meant(recipe, kernel.launch)
                 and SpecifierSet(only.get(kernel.launch.kernel, "")).contains(self._tried.triton)
             ]
-            if kept and found:
-                launches[key] = found
+            if kept and meant_launches:
+                launches[key] = meant_launches
                 stale = [] if kept.is_fresh(recipe) else ["launches of its present code, which make compile notes"]
-                lacking[key] = [*(what for what in self._missing[key] if "NVIDIA GPU" not in what), *stale]
+                lacking[key] = [*(need for need in self._missing[key] if "NVIDIA GPU" not in need), *stale]
         self._hashes[KERNELS] = {key: self._hashes[KERNELS][key] for key in launches}
         for key in recipes.keys() - launches.keys():  # it had kernels before
             self._tried.outcomes[KERNELS].pop(key, None)
@@ -225,7 +225,7 @@ class _Trial:
             elif self._due(kind, name):
                 due.append(name)
 
-        def one(name: str) -> None:
+        def attempt_one(name: str) -> None:
             if self._is_late(kind, [name]):
                 return
             try:
@@ -235,7 +235,7 @@ class _Trial:
             self._note(kind, name, failure)
 
         with ThreadPoolExecutor(CORES) as pool:
-            list(pool.map(one, due))
+            list(pool.map(attempt_one, due))
 
     def _due(self, kind: str, name: str) -> bool:
         known = self._tried.outcomes[kind].get(name)
@@ -249,12 +249,12 @@ class _Trial:
             print(f"  NOT TRIED, {self._seconds:.0f} s are over: {kind} {', '.join(names)}", flush=True)
         return late
 
-    def _lacks(self, kind: str, name: str, what: list[str]) -> None:
+    def _lacks(self, kind: str, name: str, lacking: list[str]) -> None:
         """Note what is missing here, unless the same code was tried elsewhere, or missed the same before."""
         known = self._tried.outcomes[kind].get(name)
-        if known is None or known.code_hash != self._hashes[kind][name] or known.missing not in ([], what):
-            self._keep(kind, name, missing=what)
-            print(f"  {kind:<8} {name:<48} not tried, needs {', '.join(what)}", flush=True)
+        if known is None or known.code_hash != self._hashes[kind][name] or known.missing not in ([], lacking):
+            self._keep(kind, name, missing=lacking)
+            print(f"  {kind:<8} {name:<48} not tried, needs {', '.join(lacking)}", flush=True)
 
     def _note(self, kind: str, name: str, failure: str | None) -> None:
         self._keep(kind, name, failure=failure or "")
@@ -317,16 +317,16 @@ def _asked(keys: Sequence[str]) -> dict[str, str | None]:
             )
         except subprocess.TimeoutExpired:
             return dict.fromkeys(keys, f"the examples were stopped after {LIMIT_OF_TESTS} s")
-        found = defaultdict[str, list[str | None]](list)
+        faults = defaultdict[str, list[str | None]](list)
         for key, fault in _verdicts(report) if report.is_file() else ():
-            found[key].append(fault)
+            faults[key].append(fault)
     lines = (ended.stdout.strip() or ended.stderr.strip()).splitlines()
     whole = (
         [] if ended.returncode in {0, 1} else [f"pytest ended with status {ended.returncode}: {''.join(lines[-1:])}"]
     )
-    of_all = [*found.pop("", []), *whole]  # of a process that crashed, or a file that was not imported
+    of_all = [*faults.pop("", []), *whole]  # of a process that crashed, or a file that was not imported
     return {
-        key: next((fault for fault in [*of_all, *found[key]] if fault is not None), None if found[key] else UNASKED)
+        key: next((fault for fault in [*of_all, *faults[key]] if fault is not None), None if faults[key] else UNASKED)
         for key in keys
     }
 

@@ -121,10 +121,10 @@ class Cluster:
                 finally:
                     self._busy.remove(worker)
                     self._wake()
-            what = f"{ATTEMPTS} workers died while they executed it"
+            failure = f"{ATTEMPTS} workers died while they executed it"
         except Exception as error:
-            what = f"could not be executed: {error}"
-        return failed(task, environment, what, "\n".join(f"tried on {address}" for address in tried))
+            failure = f"could not be executed: {error}"
+        return failed(task, environment, failure, "\n".join(f"tried on {address}" for address in tried))
 
     async def _take(self, environment: Environment) -> Worker:
         """Wait for a free worker with this environment, and for those who wait already."""
@@ -151,9 +151,9 @@ class Cluster:
         """Look again and again which workers are there: a slot for each."""
         while True:
             with suppress(Exception):  # the connection may be made again; `_check` knows when it is too late
-                found = (await asyncio.wait_for(self._client.scheduler.identity(), CONNECTING))["workers"].items()
+                items = (await asyncio.wait_for(self._client.scheduler.identity(), CONNECTING))["workers"].items()
                 present = {
-                    (address, worker["local_directory"]) for address, worker in found if worker["resources"].get("GPU")
+                    (address, worker["local_directory"]) for address, worker in items if worker["resources"].get("GPU")
                 }
                 self._answered = monotonic()
                 for worker in self._workers.keys() - present:
@@ -241,7 +241,7 @@ def _is_encrypted(address: str, insecure: bool) -> bool:
 
 def _is_loopback(host: str) -> bool:
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return all(ipaddress.ip_address(address).is_loopback for address in found)
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
