@@ -169,14 +169,13 @@ def make_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the whole site with plain `sphinx-build`, warnings being errors; return its folder, `…/gallery`.
 
-    From nothing: Sphinx's search loses names where it reads no page again. One recipe has listings, for the test that
-    opens one.
+    One recipe has listings, for the test that opens one.
     """
     out = tmp_path_factory.mktemp("served") / "gallery"
     if (ROOT / "gallery" / "fusion" / "softmax.py").exists():
         subprocess.run([sys.executable, "-m", "triton_gallery", "listings", "fusion/softmax"], cwd=ROOT, check=True)
     build = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-c", ".", "-j", "auto", "-E", "-W", "--keep-going", "-n", "docs", str(out)],
+        [sys.executable, "-m", "sphinx", "-c", ".", "-j", "auto", "-W", "--keep-going", "-n", "docs", str(out)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

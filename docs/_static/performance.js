@@ -112,7 +112,10 @@ function makeFilterable(table) {
   };
   filter.addEventListener("input", show);
   addEventListener("pageshow", show); // a browser that comes back has kept the words
-  table.closest(".table-box").before(filter, said);
+  const line = document.createElement("div");
+  line.className = "table-filter";
+  line.append(filter, said);
+  table.closest(".table-box").prepend(line);
 }
 
 addEventListener("filled", ({ target }) => target.querySelectorAll("table.sortable").forEach(makeSortable));
