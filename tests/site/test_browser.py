@@ -86,43 +86,6 @@ def test_every_page_loads_cleanly_and_fits_a_phone(page: Page, address: str, sit
     assert wide == []
 
 
-# Names what is cut off: elements that are wider than a box that clips them, or leave the window or their figure and are
-# in no box that scrolls
-CUT = """() => {
-  const overflow = (element) => getComputedStyle(element).overflowX;
-  const cut = [];
-  for (const element of document.querySelectorAll("article *")) {
-    const { left, right, width } = element.getBoundingClientRect();
-    if (!width || element.closest(".unseen, .katex, .headerlink, svg.picture")) continue;
-    const name = `${element.tagName}.${element.getAttribute("class")} ${element.textContent.trim().slice(0, 30)}`;
-    const isClipped = /hidden|clip/.test(overflow(element)) && element.scrollWidth > element.clientWidth + 1;
-    let box = element.parentElement;
-    while (box !== document.body && !/auto|scroll/.test(overflow(box))) box = box.parentElement;
-    const figure = element.closest("figure.panels");
-    const frames = box === document.body ? [[0, innerWidth]] : [];
-    if (figure && !figure.contains(box)) {
-      const edges = figure.getBoundingClientRect();
-      frames.push([edges.left, edges.right]);
-    }
-    if (isClipped || frames.some(([first, last]) => left < first - 1 || right > last + 1)) cut.push(name);
-  }
-  return cut;
-}"""
-
-
-def test_nothing_is_cut_off(page: Page, address: str, site: Path) -> None:
-    """At the widths of a laptop, a desktop and a telephone, with all that is folded open."""
-    cut = {}
-    for name in all_pages(site):
-        page.goto(address + name)
-        page.evaluate("document.querySelectorAll('details').forEach((fold) => (fold.open = true))")
-        for width in (1280, 1600, 390):
-            page.set_viewport_size({"width": width, "height": 844})
-            if elements := page.evaluate(CUT):
-                cut[name, width] = elements
-    assert cut == {}
-
-
 def test_chart_tells_the_rates_at_a_size(page: Page, address: str) -> None:
     """To the pointer and to the keyboard; the table has the same, and nothing moves."""
     page.goto(f"{address}recipes/fusion/softmax.html")
@@ -164,7 +127,7 @@ def test_figures_are_of_the_gpu_that_a_reader_chooses(page: Page, address: str) 
         assert gpu in labels.inner_text(), "the direction leaves the GPU"
     page.goto(f"{address}ops/swiglu.html")
     chosen = page.locator("[data-kind=gpu] button[aria-pressed=true]").evaluate_all(
-        "all => all.map((b) => b.innerText)"
+        "all => all.map((one) => one.textContent)"
     )
     assert len(chosen) > 1
     assert set(chosen) == {gpu}
@@ -301,6 +264,57 @@ def test_axe_finds_nothing(page: Page, address: str, name: str) -> None:
 @pytest.mark.timeout(2400)
 def test_axe_finds_nothing_on_any_page(page: Page, address: str, site: Path) -> None:
     assert [found for name in all_pages(site) for found in accessible(page, address, name)] == []
+
+
+# Names what is cut off: elements that are wider than a box that clips them, or leave the window or their figure and are
+# in no box that scrolls
+CUT = """() => {
+  const known = new Map();
+  const overflow = (element) => {
+    if (!known.has(element)) known.set(element, getComputedStyle(element).overflowX);
+    return known.get(element);
+  };
+  const cut = [];
+  for (const element of document.querySelectorAll("article *")) {
+    const { left, right, width } = element.getBoundingClientRect();
+    if (!width || element.closest(".unseen, .katex, .headerlink, svg.picture")) continue;
+    const name = `${element.tagName}.${element.getAttribute("class")} ${element.textContent.trim().slice(0, 30)}`;
+    const isClipped = /hidden|clip/.test(overflow(element)) && element.scrollWidth > element.clientWidth + 1;
+    let box = element.parentElement;
+    while (box !== document.body && !/auto|scroll/.test(overflow(box))) box = box.parentElement;
+    const figure = element.closest("figure.panels");
+    const frames = box === document.body ? [[0, innerWidth]] : [];
+    if (figure && !figure.contains(box)) {
+      const edges = figure.getBoundingClientRect();
+      frames.push([edges.left, edges.right]);
+    }
+    if (isClipped || frames.some(([first, last]) => left < first - 1 || right > last + 1)) cut.push(name);
+  }
+  return cut;
+}"""
+
+
+def cut_off(page: Page, address: str, name: str) -> dict[str, list[str]]:
+    """Return what is cut off at the widths of a laptop, a desktop and a telephone, with all that is folded open."""
+    cut = {}
+    page.goto(address + name)
+    page.evaluate("document.querySelectorAll('details').forEach((fold) => (fold.open = true))")
+    for width in (1280, 1600, 390):
+        page.set_viewport_size({"width": width, "height": 844})
+        if elements := page.evaluate(CUT):
+            cut[f"{name}, {width}"] = elements
+    return cut
+
+
+@pytest.mark.parametrize("name", [*KINDS, "ops/softmax.html", "recipes/pytorch/cuda_graphs.html"])
+def test_nothing_is_cut_off(page: Page, address: str, name: str) -> None:
+    assert cut_off(page, address, name) == {}
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(2400)
+def test_nothing_is_cut_off_on_any_page(page: Page, address: str, site: Path) -> None:
+    assert [cut for name in all_pages(site) if (cut := cut_off(page, address, name))] == []
 
 
 def test_index_is_filtered_by_keyboard(page: Page, address: str) -> None:

@@ -275,9 +275,10 @@ class OpDirective(SphinxDirective):
 
 def _panels(page: RecipePage, record: Record) -> Iterator[Panel]:
     """Yield the charts of a record, that of the op itself first; their sizes are not those of the table above them."""
+    main = page.table.name if page.table else ""
     tables = [table for output in record.outputs for table in output.tables]
     gpu, stale = record.environment.name, render.older(record.is_fresh(page.recipe))
-    for benchmark in sorted(tables, key=lambda table: table.name != page_context.MAIN):
+    for benchmark in sorted(tables, key=lambda table: table.name != main):
         kind = f"{benchmark.kind} " if benchmark.kind else ""
         about = f"The chart: {kind}at the lesson's sizes, recorded on {gpu}, {record.date[:10]}{stale}. "
         caption = paragraph(about, page_link(page.name), " says in which dtype.", classes=["gpu-label"])
