@@ -43,8 +43,7 @@ def test_code_looks_the_same_with_fewer_elements(setting: str) -> None:
 
 
 def test_elements_around_code_are_joined() -> None:
-    context = {
-        "body": '<span class="n">x</span> <span class="sa">f</span><span class="s2">a</span><span class="si">{</span>'
-    }
+    names = '<span class="n">x</span><span class="o">.</span><span class="n">T</span>'
+    context = {"body": names + ' <span class="sa">f</span><span class="s2">a</span><span class="si">{</span>'}
     lighten_code(None, "", "", context, None)  # type: ignore[arg-type]
-    assert context["body"] == 'x <span class="s">fa{</span>'
+    assert context["body"] == 'x.T <span class="s">fa{</span>'

@@ -88,8 +88,9 @@ def leave_out_search(app: Sphinx) -> None:
 
 
 def lighten_code(app: Sphinx, page: str, template: str, context: dict[str, Any], _: object) -> None:
-    """Remove the elements around parts of code that look the same without."""
-    markup = UNCOLOURED.sub(r"\1", STRING.sub('<span class="s">', context.get("body", "")))
+    """Remove the elements around parts of code that look the same without; a dot gets the colour of names."""
+    markup = context.get("body", "").replace(DOT, ".")
+    markup = UNCOLOURED.sub(r"\1", STRING.sub('<span class="s">', markup))
     while (shorter := SAME_TWICE.sub(r"\1", markup)) != markup:
         markup = shorter
     context["body"] = markup
