@@ -1,7 +1,7 @@
 // The search: has MiniSearch index what `search_index.js` holds, ranks the results, and shows them as a reader types.
 const search = (() => {
   const WEIGHTS = { title: 9, names: 4, headings: 3, about: 3, text: 1, code: 0.6 };
-  const KINDS = { Lesson: 1.3, Op: 1, Guide: 1, FAQ: 1, Glossary: 0.6, "": 1 };
+  const KINDS = { Lesson: 1.3, Op: 1, Guide: 1, FAQ: 1, Glossary: 0.35, "": 1 };
   const PAGES = { changelog: 0.2, contributing: 0.4, index: 0.4, api: 0.5 };
   const FEW = 6; // pages
   const LONGEST = 320; // excerpt, in characters

@@ -11,8 +11,8 @@
 # deterministic = true
 # ///
 r"""
-Matrix product
-==============
+Matrix multiplication (matmul)
+==============================
 
 A matrix product does far more arithmetic than a softmax or a norm for each
 number that it reads. To be fast, a kernel has to use each number many times

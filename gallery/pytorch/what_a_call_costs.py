@@ -9,8 +9,8 @@
 # tool = true
 # ///
 r"""
-What a call costs
-=================
+What a call costs: launch overhead
+==================================
 
 Before a kernel runs on the GPU, the CPU has to call it: Python checks the
 arguments, PyTorch looks for the implementation and for a gradient, Triton

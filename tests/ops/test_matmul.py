@@ -1,4 +1,4 @@
-"""The op of the recipe Matrix product and its gradient."""
+"""The op of the recipe Matrix multiplication and its gradient."""
 
 # ruff: noqa: N806 - a product has M, N and K, as in the recipe
 
