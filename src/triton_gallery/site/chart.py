@@ -83,12 +83,15 @@ def png(table: Table) -> bytes:
     for name, values in table.series.items():
         color = HEX[_color(table, name)]
         numbers = [math.nan if value is None else value for value in values]
-        line = "" if not _is_ordered(table) else "--" if name == ROOF else "-"
-        axes.plot(numbers, line, marker="o", markersize=4, color=color, linewidth=1.6, label=_plain(name))
+        line = "none" if not _is_ordered(table) else "--" if name == ROOF else "-"
+        axes.plot(numbers, linestyle=line, marker="o", markersize=4, color=color, linewidth=1.6, label=_plain(name))
         lows, highs = zip(
             *(table.band(name, index) or (math.nan, math.nan) for index in range(len(values))), strict=True
         )
-        axes.fill_between(range(len(values)), lows, highs, color=color, alpha=0.2, linewidth=0)
+        if _is_ordered(table):
+            axes.fill_between(range(len(values)), lows, highs, color=color, alpha=0.2, linewidth=0)
+        else:
+            axes.vlines(range(len(values)), lows, highs, color=color, alpha=0.4, linewidth=4)
         late = [value if table.is_cpu_bound(name, index) else math.nan for index, value in enumerate(numbers)]
         axes.plot(late, "o", markersize=9, color=color, fillstyle="none")
     if _falls(table):
@@ -99,7 +102,8 @@ def png(table: Table) -> bytes:
     axes.set_title(_plain(_title(table)), loc="left")
     axes.set_xlabel(_plain(_size_title(table)))
     axes.grid(axis="y", alpha=0.4)
-    axes.legend()
+    if table.series:
+        drawing.legend(loc="outside lower center", ncols=3, frameon=False)
     file = BytesIO()
     drawing.savefig(file, format="png")
     return file.getvalue()
