@@ -7,6 +7,7 @@ const search = (() => {
   const LONGEST = 320; // excerpt, in characters
   const NEAR = 0.4; // of the best score: an answer of the FAQ that scores less is about something else
   const SAME = 0.7; // the weight of a synonym; that of the word itself is 1
+  const FILLER = 0.1; // that of a word that says little: it decides between pages that are alike otherwise
   const STRONG = ["title", "names", "headings", "about"];
 
   // Words are compared without their endings
@@ -106,11 +107,11 @@ const search = (() => {
     }
     const isFiller = words.flatMap(({ parts }) => parts.map((part) => filler.has(part)));
     const weigh = (pair, place) => [pair, isFiller[place] && isFiller[place + 1] ? 0.3 : 1];
-    return { asked, pairs: new Map(pairsOf(stems).map(weigh)) };
+    return { asked, stems, pairs: new Map(pairsOf(stems).map(weigh)) };
   };
 
-  const rank = ({ asked, pairs }, typing) => {
-    const weights = new Map(pairs);
+  const rank = ({ asked, stems, pairs }, typing) => {
+    const weights = new Map([...stems.map((stem) => [stem, FILLER]), ...pairs]);
     for (const { tokens } of asked)
       for (const [token, weight] of tokens) weights.set(token, Math.max(weight, weights.get(token) ?? 0));
     const last = typing && asked.length ? [...asked.at(-1).tokens.keys()] : [];
