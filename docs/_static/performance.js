@@ -118,8 +118,9 @@ function makeFilterable(table) {
   table.closest(".table-box").prepend(line);
 }
 
-addEventListener("filled", ({ target }) => target.querySelectorAll("table.sortable").forEach(makeSortable));
-document.addEventListener("DOMContentLoaded", () => {
-  document.querySelectorAll("table.sortable").forEach(makeSortable);
-  document.querySelectorAll("table.filterable").forEach(makeFilterable);
-});
+const makeTables = (element) => {
+  element.querySelectorAll("table.sortable").forEach(makeSortable);
+  element.querySelectorAll("table.filterable").forEach(makeFilterable);
+};
+document.addEventListener("DOMContentLoaded", () => makeTables(document));
+addEventListener("filled", ({ target }) => makeTables(target)); // a fold that was loaded

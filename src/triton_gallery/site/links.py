@@ -1,8 +1,8 @@
 """Links in recipe pages that the notebook cannot have.
 
 In code, names of Triton and PyTorch lead to their documentation. In prose, the first mention of a glossary term leads
-to its entry, that of a name such as ``tl.dot`` to its documentation. A file name such as ``row_sum.py``, and the name
-of another recipe's op, lead to that recipe's page; ``interpreter.md`` leads to the page of the guide.
+to its entry, that of a name such as ``tl.dot`` to its documentation. The name of another recipe's op leads to that
+recipe's page. So does a file name such as ``row_sum.py`` or, of the guide, ``interpreter.md``, which becomes the title.
 """
 
 import re
@@ -79,8 +79,10 @@ def _link_recipes(app: Sphinx, document: nodes.document, docname: str) -> None:
     for literal in list(document.findall(nodes.literal)):
         page = pages.get(literal.astext())
         if page and page != docname and not isinstance(literal.parent, nodes.reference):
-            link = make_refnode(app.builder, docname, page, None, literal.deepcopy(), app.env.titles[page].astext())
-            literal.replace_self(link)
+            title = app.env.titles[page].astext()
+            is_file = literal.astext().endswith((".py", ".md"))
+            shown = nodes.emphasis("", title) if is_file else literal.deepcopy()
+            literal.replace_self(make_refnode(app.builder, docname, page, None, shown, title))
 
 
 def _link_names(app: Sphinx, document: nodes.document, docname: str) -> None:

@@ -75,7 +75,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Parts]], *classes: str
 
 
 def _row(cells: Iterable[Parts]) -> nodes.row:
-    return nodes.row("", *(nodes.entry("", nodes.paragraph("", "", *inline(cell))) for cell in cells))
+    return nodes.row("", *map(_cell, cells))
+
+
+def _cell(parts: Parts) -> nodes.entry:
+    """Return a cell; of text alone it is without a paragraph, which halves the elements of large tables."""
+    shown = inline(parts)
+    if all(isinstance(node, nodes.Text) for node in shown):
+        return nodes.entry("", *shown)
+    return nodes.entry("", nodes.paragraph("", "", *shown))
 
 
 def bullets(items: Iterable[nodes.paragraph], *classes: str) -> nodes.bullet_list:

@@ -1,7 +1,8 @@
 """Tables of our ops under several versions of Triton, and on a recipe's page a sentence if its op became slower."""
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from statistics import geometric_mean
 
 from docutils import nodes
@@ -12,7 +13,7 @@ from triton_gallery.recipe.contents import Recipe
 from triton_gallery.site import library_table, page_context
 from triton_gallery.site.freshness import depends_on
 from triton_gallery.site.page_context import RecipePage
-from triton_gallery.site.render import add_section, figure, page_link, paragraph, titled
+from triton_gallery.site.render import add_section, figure, folded, page_link, paragraph, titled
 from triton_gallery.site.row_table import device_tables, part_of_recipe
 from triton_gallery.versions.rates import VersionRow
 
@@ -96,7 +97,9 @@ def _tables(rows: Sequence[VersionRow], recipes: Sequence[Recipe], links: dict[s
         return columns, [[row.size, *_cells(row, names)] for row in of_unit]
 
     runs, *tables = device_tables(rows, assemblers, cells, recipes, links, "filterable")
-    return [runs, *_means(rows, names, recipes), *tables]
+    units = Counter(row.unit for row in rows)
+    folds = (folded(f"{count} rows in {unit}", [box]) for (unit, count), box in zip(units.items(), tables, strict=True))
+    return [runs, *_means(rows, names, recipes), *chain.from_iterable(folds)]
 
 
 def _means(rows: Sequence[VersionRow], names: Sequence[str], recipes: Sequence[Recipe]) -> list[nodes.Node]:
