@@ -179,7 +179,7 @@ def attention_kernel(
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
-    # No row of this block sees a key past the block's last row.
+    # No row of this block sees a key behind the block's last row.
     for start in range(0, tl.minimum(first + BLOCK_M, T), BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         kv_offs = base + offs_n[:, None] * HEAD + offs_d  # (BLOCK_N, HEAD)
