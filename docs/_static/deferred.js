@@ -18,7 +18,7 @@ const deferred = (() => {
     const place = fold.querySelector(":scope > p.deferred");
     if (!place) return;
     const { href, hash } = place.firstChild;
-    const content = (await load(href.replace(/\.html#.*/, ".js")))[hash.replace("#fold-", "")];
+    const content = (await load(href.replace(/\.html(\?.*)?#.*/, ".js$1")))[hash.replace("#fold-", "")];
     if (!place.isConnected || (id && !content.includes(`id="${id}"`))) return;
     const template = document.createElement("template");
     template.innerHTML = content;

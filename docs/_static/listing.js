@@ -1,25 +1,13 @@
 // Opens the code that a compiler wrote for a kernel: loads the kernel's file once, shows one text of it, coloured.
-const showListing = (() => {
-  const waiting = {}; // by file: what to do when it has been loaded
-
+(() => {
   const unpack = async (packed) => {
     const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     return JSON.parse(await new Response(stream).text());
   };
 
-  const load = (file) => {
-    waiting[file] ??= new Promise((resolve, reject) => {
-      const script = document.createElement("script");
-      const root = document.documentElement.dataset.content_root ?? "./";
-      script.src = `${root}listings/${file}.js`;
-      script.onerror = () => reject(new Error(`${script.src} could not be loaded`));
-      load.found[file] = (packed) => resolve(unpack(packed));
-      document.head.append(script);
-    });
-    return waiting[file];
-  };
-  load.found = {};
+  const load = async (file) =>
+    unpack(await deferred.load(`${document.documentElement.dataset.content_root ?? "./"}listings/${file}.js`));
 
   // Comments, strings and names of instructions, labels and registers: alike enough in all of these languages.
   const KINDS = {
@@ -72,5 +60,4 @@ const showListing = (() => {
     const button = target.closest?.("button.listing");
     if (button) show(button);
   });
-  return { loaded: (file, packed) => load.found[file](packed) };
 })();

@@ -1,19 +1,7 @@
 // Makes tables sortable by a click on a column's title, those of all ops or recipes filterable by words, and opens the
 // sizes of an op below its row.
-const showSizes = (() => {
-  const waiting = {}; // by op: what to do when its sizes have been loaded
-  const loading = {};
-
-  const load = (op) => {
-    loading[op] ??= new Promise((resolve, reject) => {
-      const script = document.createElement("script");
-      script.src = `${document.documentElement.dataset.content_root ?? "./"}sizes/${op}.js`;
-      script.onerror = () => reject(new Error(`${script.src} could not be loaded`));
-      waiting[op] = resolve;
-      document.head.append(script);
-    });
-    return loading[op];
-  };
+(() => {
+  const load = (op) => deferred.load(`${document.documentElement.dataset.content_root ?? "./"}sizes/${op}.js`);
 
   const element = (name, ...children) => {
     const made = document.createElement(name);
@@ -48,7 +36,6 @@ const showSizes = (() => {
       box.replaceChildren(`The sizes could not be opened: ${error.message}`);
     }
   });
-  return ([op, tables]) => waiting[op](tables);
 })();
 
 function closeSizes(row) {

@@ -277,7 +277,7 @@ CUT = """() => {
   const cut = [];
   for (const element of document.querySelectorAll("article *")) {
     const { left, right, width } = element.getBoundingClientRect();
-    if (!width || element.closest(".unseen, .katex, .headerlink, svg.picture")) continue;
+    if (!width || element.closest(".unseen, .headerlink, svg.picture")) continue;
     const name = `${element.tagName}.${element.getAttribute("class")} ${element.textContent.trim().slice(0, 30)}`;
     const isClipped = /hidden|clip/.test(overflow(element)) && element.scrollWidth > element.clientWidth + 1;
     let box = element.parentElement;

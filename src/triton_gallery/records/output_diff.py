@@ -30,10 +30,16 @@ class Shown:
     in_numbers: bool = False
 
 
-def side_by_side(run: Run, record: Record | None, figures: Mapping[str, bytes]) -> list[Shown]:
-    """Return what is shown of each cell, given the figures on the recipe's page by their names.
+def side_by_side(run: Run, record: Record | None, is_fresh: bool, figures: Mapping[str, bytes]) -> list[Shown]:
+    """Return what is shown of each cell.
 
-    What a GPU put out needs no record beside it.
+    An output of a GPU needs no record beside it. Where the record differs in numbers alone, the record's are shown.
+
+    Args:
+        run: the one that made the recipe's page.
+        record: of the recipe, if there is one.
+        is_fresh: whether that is of the present code; else the run's own numbers are shown too.
+        figures: those on the recipe's page, by their names.
     """
     recorded = dict(_numbered(record.outputs)) if record else {}
     shown = []
@@ -44,7 +50,8 @@ def side_by_side(run: Run, record: Record | None, figures: Mapping[str, bytes]) 
         recorded_output = recorded[number]
         same = [figures.get(name) for name in here.figures] == list(pictures(record, recorded_output).values())
         more = _beyond(here, recorded_output, same)
-        if more and not recorded_output.figures and _without_numbers(here) == _without_numbers(recorded_output):
+        in_numbers = not recorded_output.figures and _without_numbers(here) == _without_numbers(recorded_output)
+        if more and is_fresh and in_numbers:
             shown.append(Shown(Output.empty(here.cell_hash), recorded_output, differ=False, in_numbers=True))
         else:
             shown.append(Shown(here, more, bool(more) and _differ(here, recorded_output, more)))

@@ -53,7 +53,6 @@ SCRIPTS = (
     "chart.js",
     "keyboard.js",
 )
-AT_ONCE = "performance.js"  # the others wait until the page is there
 WRITERS = (op_files.write, performance.write, other_gpus.write, search.write, crawlers.write, page_frame.write)
 
 
@@ -65,7 +64,7 @@ def setup(app: Sphinx) -> ExtensionMetadata:
     for name, directive in DIRECTIVES.items():
         app.add_directive(name, directive)
     for file in SCRIPTS:
-        app.add_js_file(file, defer=None if file == AT_ONCE else "defer")
+        app.add_js_file(file, defer="defer")
 
     # When a build begins
     app.connect("builder-inited", execute_hook.execute, priority=sphinx_internals.BEFORE_SPHINX_GALLERY)

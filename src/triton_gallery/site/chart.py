@@ -139,7 +139,8 @@ def _falls(table: Table) -> bool:
 
 def _axis(table: Table) -> _Axis:
     """Return an axis with at most six ticks that has all rates and their bands."""
-    rates = [value for kind in (table.series, table.p80) for values in kind.values() for value in values if value]
+    kinds = (table.series, table.p20, table.p80)
+    rates = [value for kind in kinds for values in kind.values() for value in values if value]
     highest = max(rates, default=1.0)
     if _falls(table):
         first, last = math.floor(math.log10(min(rates))), math.ceil(math.log10(highest))

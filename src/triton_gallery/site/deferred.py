@@ -8,7 +8,7 @@ same content.
 
 import json
 import re
-from collections.abc import Sequence
+import zlib
 from html import escape
 from typing import Any
 
@@ -19,7 +19,7 @@ from triton_gallery.site.sphinx_internals import output_file
 LARGE = 3000  # characters of markup
 FOLD = re.compile(r'(?s)(<details class="fold">\s*<summary>.*?</summary>)(.*)</details>')
 TAG = re.compile(r"<details\b|</details>")
-LINK = '<p class="deferred"><a href="{file}.folded.html#fold-{number}">Read this part on a page of its own</a></p>'
+LINK = '<p class="deferred"><a href="{address}#fold-{number}">Read this part on a page of its own</a></p>'
 PAGE = """\
 <!DOCTYPE html>
 <html lang="en">
@@ -30,7 +30,7 @@ PAGE = """\
 <title>{title}: what is folded</title>
 {styles}
 </head>
-<body>
+<body class="folded">
 <main class="content">
 <h1><a href="{file}.html">{title}</a>: what is folded</h1>
 {parts}
@@ -67,7 +67,7 @@ def defer(app: Sphinx, page: str, template: str, context: dict[str, Any], _: obj
     plain.write_text(text, encoding="utf-8")
 
 
-def script(data: str | Sequence[str]) -> str:
+def script(data: object) -> str:
     """Return the text of a script file that hands over data to `deferred.load`."""
     return f"deferred.loaded({json.dumps(data)});\n"
 
@@ -80,6 +80,9 @@ def without_large_folds(body: str, file: str) -> tuple[str, list[tuple[str, str]
     """
     shown, parts = list[str](), list[tuple[str, str]]()
     depth, start, end = 0, 0, 0
+    address = (
+        f"{file}.folded.html?{zlib.crc32(body.encode()):08x}"  # another one for other content: browsers keep files
+    )
     for tag in TAG.finditer(body):
         depth += -1 if tag[0].startswith("</") else 1
         if depth == 1 and not tag[0].startswith("</"):
@@ -87,7 +90,12 @@ def without_large_folds(body: str, file: str) -> tuple[str, list[tuple[str, str]
         if depth == 0:
             fold = FOLD.fullmatch(body, start, tag.end())
             if fold and len(fold[2]) > LARGE:
-                shown += [body[end:start], fold[1], LINK.format(file=escape(file), number=len(parts)), "</details>"]
+                shown += [
+                    body[end:start],
+                    fold[1],
+                    LINK.format(address=escape(address), number=len(parts)),
+                    "</details>",
+                ]
                 parts.append((fold[1], fold[2]))
                 end = tag.end()
     return "".join([*shown, body[end:]]), parts

@@ -62,7 +62,8 @@ def fill(app: Sphinx, _: nodes.document) -> None:
     notebook["cells"] = [cell for cell in notebook["cells"] if OURS not in cell["metadata"].get("tags", [])]
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     figures = pages(app.env).figures(page.recipe)
-    for cell, shown in zip(code, side_by_side(page.run, page.record, figures), strict=False):
+    outputs = side_by_side(page.run, page.record, page.has_fresh_record, figures)
+    for cell, shown in zip(code, outputs, strict=False):
         cell["outputs"] = list(_outputs(page, shown, figures))
     first = notebook["cells"].index(code[0]) if code else 0
     notebook["cells"][first:first] = _added_cells(app, page)

@@ -18,6 +18,7 @@ from sphinx.util.docutils import SphinxDirective
 from triton_gallery.figures.ratios import headline
 from triton_gallery.recipe.inline import OPS
 from triton_gallery.recipe.op import op_of
+from triton_gallery.records.output_diff import recorded_on
 from triton_gallery.records.record_store import Record
 from triton_gallery.site import (
     library_table,
@@ -233,7 +234,8 @@ class OpDirective(SphinxDirective):
             rest = [node for node in contract if node not in in_sight]
             if rest and not number:
                 rest = folded("The rest of the contract", rest)
-            function = titled(part.node.name, imports, *in_sight, *rest)
+            in_place = number and part.node.name.endswith("_")  # rope and rope_ would have the same address
+            function = titled(part.node.name, imports, *in_sight, *rest, address="in place" if in_place else "")
             section += folded(part.title, [function]) if number else [function]
         return section
 
@@ -280,7 +282,7 @@ def _panels(page: RecipePage, record: Record) -> Iterator[Panel]:
     gpu, stale = record.environment.name, render.older(record.is_fresh(page.recipe))
     for benchmark in sorted(tables, key=lambda table: table.name != main):
         kind = f"{benchmark.kind} " if benchmark.kind else ""
-        about = f"The chart: {kind}at the lesson's sizes, recorded on {gpu}, {record.date[:10]}{stale}. "
+        about = f"The chart: {kind}at the lesson's sizes. {recorded_on(record)}{stale}. "
         caption = paragraph(about, page_link(page.name), " says in which dtype.", classes=["gpu-label"])
         rings = [paragraph(RINGS)] if any(map(any, benchmark.cpu_bound.values())) else []
         yield Panel(about_table(benchmark, gpu), [html(chart(benchmark, f"At a glance, {gpu}: ")), *rings, caption])

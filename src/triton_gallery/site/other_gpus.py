@@ -21,7 +21,7 @@ from triton_gallery.compiled.store import FAILED, FITS, TOO_LARGE, UNMEANT, Kern
 from triton_gallery.compiled.table import COLUMNS, cells
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.op import Op, op_of
-from triton_gallery.site import page_context
+from triton_gallery.site import deferred, page_context
 from triton_gallery.site.freshness import depends_on
 from triton_gallery.site.page_context import RecipePage
 from triton_gallery.site.render import Parts, add_section, folded, html, marks, older, paragraph, table, titled
@@ -214,7 +214,7 @@ def write(app: Sphinx) -> None:
     for recipe in page_context.recipes(app.env).values():
         folder, targets = Path(app.outdir, FOLDER, recipe.key), kept(app.env, recipe)
         file = targets and listing(_listings(app.env), targets)
-        mark = folder / "of"
+        mark = folder / "source"
         if not (file and file.is_file()):
             shutil.rmtree(folder, ignore_errors=True)
             continue
@@ -228,6 +228,5 @@ def write(app: Sphinx) -> None:
         folder.mkdir(parents=True)
         for kernel, texts in files.items():
             packed = base64.b64encode(gzip.compress(json.dumps(texts).encode(), 9, mtime=0)).decode()
-            script = f'showListing.loaded("{recipe.key}/{kernel}", "{packed}");\n'
-            (folder / f"{kernel}.js").write_text(script, encoding="ascii")
+            (folder / f"{kernel}.js").write_text(deferred.script(packed), encoding="ascii")
         mark.write_text(file.name, encoding="ascii")

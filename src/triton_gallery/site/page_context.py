@@ -37,6 +37,11 @@ class RecipePage:
         return self.records[0] if self.records else None
 
     @property
+    def has_fresh_record(self) -> bool:
+        """Whether that record is of the present code."""
+        return self.record is not None and self.record.is_fresh(self.recipe)
+
+    @property
     def table(self) -> Table | None:
         """The benchmark of the recipe's op itself, as recorded, or else as it ran here."""
         source = self.record or self.run

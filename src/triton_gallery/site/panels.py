@@ -41,8 +41,13 @@ def about_table(table: Table, gpu: str = "") -> dict[str, str]:
 
 def figure_of(panels: Sequence[Panel]) -> list[nodes.Node]:
     """Return a figure of panels, the first of which is chosen, with buttons for that in which they differ."""
+    if not panels:
+        return []
     values = {kind: list(dict.fromkeys(panel.about.get(kind, "") for panel in panels)) for kind in KINDS}
     kinds = [kind for kind, texts in values.items() if len(texts) > 1]
+    abouts = [tuple(panel.about.get(kind, "") for kind in kinds) for panel in panels]
+    if len({*abouts}) < len(panels):
+        raise ValueError(f"two panels of a figure are about the same, so no button chooses one of them: {abouts}")
     groups = "".join(_buttons(kind, values[kind]) for kind in kinds)
     shown: list[nodes.Node] = [html(f'<figure class="panels">{groups and f"<div class=switches>{groups}</div>"}')]
     for panel in panels:

@@ -14,7 +14,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.figures.measurements import Measurement, all_recorded
 from triton_gallery.figures.ratios import BESIDE, Over, Summary, summaries
-from triton_gallery.site import op_grid, page_context, render
+from triton_gallery.site import deferred, op_grid, page_context, render
 from triton_gallery.site.freshness import depends_on
 from triton_gallery.site.render import html, of_gpu, op_link, page_link, paragraph, table
 from triton_gallery.site.verdict import label
@@ -59,13 +59,13 @@ def _row(op: str, gpu: str, main: Sequence[Summary]) -> list[render.Parts]:
         item = by_way.get(is_backward)
         over, roof = (item.over(ratio) for ratio in (item.table.ratio, item.table.of_roof)) if item else (None, None)
         cells += [*((f"{over.median:.2f}", f"{over.worst:.2f}") if over else ("", "")), _bar(roof)]
-    count = len(main[0].table.settled)
+    count = max(len(item.table.settled) for item in main)
     text = f"{count} {'size' if count == 1 else 'sizes'}"
     button = (
         f'<button type="button" class="sizes" aria-expanded="false" data-op="{op}" data-gpu-name="{escape(gpu)}" '
         f'aria-label="{text} of {op}">{text}</button>'
     )
-    return [[op_link(op)], _workload(main[0]), *cells, [html(button)], main[0].date[:10]]
+    return [[op_link(op)], _workload(main[0]), *cells, [html(button)], min(item.date for item in main)[:10]]
 
 
 def _workload(item: Summary) -> str:
@@ -115,7 +115,7 @@ def write(app: Sphinx) -> None:
         for item in sorted(items, key=lambda item: item.is_page):  # those that the op's line sums up come first
             if item.is_fresh:
                 tables.setdefault(item.environment.name, []).append(_sizes(item))
-        (folder / f"{op}.js").write_text(f"showSizes({json.dumps([op, tables])});\n", encoding="utf-8")
+        (folder / f"{op}.js").write_text(deferred.script(tables), encoding="ascii")
 
 
 def _sizes(item: Summary) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def show_outputs(env: BuildEnvironment, document: nodes.document, page: RecipePa
     if page.run is None:
         return
     seen = Counter[str]()
-    outputs = side_by_side(page.run, page.record, page_context.pages(env).figures(page.recipe))
+    figures = page_context.pages(env).figures(page.recipe)
+    outputs = side_by_side(page.run, page.record, page.has_fresh_record, figures)
     for cell, shown in zip(cells(document), outputs, strict=False):
         _show_frame(cell, shown.here)
         here = _show_benchmark(cell, shown.here, page, seen) if shown.here.tables else cell.outputs

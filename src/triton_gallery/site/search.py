@@ -35,8 +35,8 @@ FAQ = "faq"  # its page; each of its sections is found by itself, as each term o
 KINDS = {"recipes": "Lesson", "ops": "Op", "guide": "Guide", FAQ: "FAQ", GLOSSARY: "Glossary"}
 NOT_PROSE = (nodes.title, nodes.literal_block, nodes.table, nodes.raw, nodes.rubric, nodes.comment, nodes.figure)
 NOT_PROSE_CLASSES = {
-    *("cards", "claims", "clocks", "glance", "here-label", "names", "op-page", "recipe-path", "recorded-label"),
-    *("sphx-glr-example-tags", "sphx-glr-footer", "table-box"),
+    *("cards", "clocks", "counts", "glance", "gpu-label", "gpu-only", "here-label", "names", "op-grid", "op-page"),
+    *("recipe-path", "recorded-label", "sphx-glr-example-tags", "sphx-glr-footer", "table-box"),
 }
 GENERATED = {library_table.TITLE, other_gpus.TITLE, "Where it runs"}  # sections that say the same on every page
 NAME = re.compile(r"\b(?:tl|torch|triton|gl|libdevice|jax)(?:\.\w+)+|(?<=\bdef )\w+|\b\w+(?==[^=])|\b\w+Error\b")

@@ -52,7 +52,6 @@ UNUSED_FILES = {
 NEEDED_FOR = {  # what has to stand in a page for a file to be loaded; the page's other files are loaded always
     **dict.fromkeys(("clipboard.min.js", "copybutton.css", "copybutton.js", "pygments.css"), 'class="highlight'),
     **dict.fromkeys(("chart.css", "chart.js"), '<figure class="panels"'),
-    "deferred.js": 'class="fold',
     "filter.js": 'class="filters"',
     "op_grid.css": 'class="op-grid',
     "gpu_choice.js": 'class="gpu-choice"',
