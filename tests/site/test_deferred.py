@@ -139,9 +139,9 @@ class ElementCounter(HTMLParser):
 
 
 def heavy_pages(site: Path) -> dict[str, tuple[int, int]]:
-    """Return the elements and bytes of each page of a lesson or an op that has too many, by its address."""
+    """Return the elements and bytes of each page that has too many, by its address."""
     heavy = {}
-    for path in [*site.glob("recipes/*/*.html"), *site.glob("ops/*.html")]:
+    for path in site.rglob("*.html"):
         counter, markup = ElementCounter(), path.read_bytes()
         counter.feed(markup.decode())
         if path.name.endswith(".folded.html"):

@@ -80,9 +80,8 @@ def without_large_folds(body: str, file: str) -> tuple[str, list[tuple[str, str]
     """
     shown, parts = list[str](), list[tuple[str, str]]()
     depth, start, end = 0, 0, 0
-    address = (
-        f"{file}.folded.html?{zlib.crc32(body.encode()):08x}"  # another one for other content: browsers keep files
-    )
+    # Another address for other content, as browsers keep files
+    address = f"{escape(file)}.folded.html?{zlib.crc32(body.encode()):08x}"
     for tag in TAG.finditer(body):
         depth += -1 if tag[0].startswith("</") else 1
         if depth == 1 and not tag[0].startswith("</"):
@@ -90,12 +89,7 @@ def without_large_folds(body: str, file: str) -> tuple[str, list[tuple[str, str]
         if depth == 0:
             fold = FOLD.fullmatch(body, start, tag.end())
             if fold and len(fold[2]) > LARGE:
-                shown += [
-                    body[end:start],
-                    fold[1],
-                    LINK.format(address=escape(address), number=len(parts)),
-                    "</details>",
-                ]
+                shown += [body[end:start], fold[1], LINK.format(address=address, number=len(parts)), "</details>"]
                 parts.append((fold[1], fold[2]))
                 end = tag.end()
     return "".join([*shown, body[end:]]), parts
