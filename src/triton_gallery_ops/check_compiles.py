@@ -9,12 +9,16 @@ an integer, ``fp32`` a float. ``:16`` after a type says that the pointer or the
 integer is a multiple of 16. An argument that is None or 1 at a launch is
 compiled as a constant: ``bias_ptr:None``, ``stride:1``.
 
-The file is not run. Only the imports, functions and constants that the kernel
-uses are executed, so a script with launches at its top level will do.
+The file is not run as a script. Of its top-level statements, only those that
+define a name that the kernel uses are executed, each of them whole. So a script
+with launches at its top level will do, unless they are in a loop or block that
+also defines such a name.
 
 The exit status is 0 if the kernel compiles and fits for every GPU, 1 if it
 does not, and 2 if the command is wrong.
 """
+
+import __future__
 
 import argparse
 import ast
@@ -104,6 +108,10 @@ def load_kernel(place: str) -> tuple[Path, Any]:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{path} is not UTF-8: {error.reason} at byte {error.start}"
+        ) from None
     except SyntaxError as error:
         raise UsageError(f"{path}:{error.lineno}: {error.msg}") from None
     functions = {
@@ -116,8 +124,16 @@ def load_kernel(place: str) -> tuple[Path, Any]:
     module = types.ModuleType(f"check_compiles_{path.stem}")
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(path.parent.resolve()))
+    futures = {
+        alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        for alias in node.names
+    }
+    postponed = "annotations" in futures
+    flags = __future__.annotations.compiler_flag if postponed else 0
     for node in _needed(tree.body, name):
-        part = compile(ast.Module([node], []), str(path), "exec")
+        part = compile(ast.Module([node], []), str(path), "exec", flags)
         try:
             exec(part, module.__dict__)  # noqa: S102 - it is the user's own
         except Exception as error:
@@ -140,7 +156,7 @@ def _needed(body: list[ast.stmt], name: str) -> list[ast.stmt]:
     while count < len(names):
         count = len(names)
         needed = [node for node in body if _binds(node) & {*names, "*"}]
-        names = names.union(*map(_uses, needed))
+        names |= _uses(*needed) - set(dir(builtins))
     return needed
 
 
@@ -162,14 +178,28 @@ def _bound(tree: ast.AST) -> Iterator[str]:
             yield node.id
 
 
-def _uses(tree: ast.stmt) -> set[str]:
-    """Return the global names that a statement reads."""
-    nodes = list(ast.walk(tree))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    if isinstance(tree, ast.FunctionDef):
-        names -= {node.arg for node in nodes if isinstance(node, ast.arg)}
-        names -= set(_bound(tree))
-    return names - set(dir(builtins))
+def _uses(*trees: ast.AST) -> set[str]:
+    """Return the names in code, without those of scopes inside it."""
+    names = set()
+    for tree in trees:
+        parts = list(ast.iter_child_nodes(tree))
+        if isinstance(tree, ast.Name):
+            names.add(tree.id)
+        elif isinstance(tree, ast.FunctionDef | ast.Lambda):
+            body = tree.body if isinstance(tree.body, list) else [tree.body]
+            local = {
+                node.arg
+                for node in ast.iter_child_nodes(tree.args)
+                if isinstance(node, ast.arg)
+            }.union(*map(_bound, body))
+            names |= _uses(*body) - local
+            # Decorators, defaults and annotations are outside the function.
+            names |= _uses(*(part for part in parts if part not in body))
+        elif generators := getattr(tree, "generators", None):
+            names |= _uses(*parts) - set().union(*map(_bound, generators))
+        else:
+            names |= _uses(*parts)
+    return names
 
 
 def read_signature(kernel: Any, arguments: list[str]) -> dict[str, Any]:

@@ -71,9 +71,9 @@ scale_kernel[(1,)](None, None, 0)
 ARGUMENTS = ("x_ptr:*fp32:16", "bias_ptr:*fp32", "N:i32", "BLOCK:1024")
 
 
-def check(folder: Path, *arguments: str) -> tuple[int, str, str]:
+def check(folder: Path, *arguments: str, script: str = SCRIPT, encoding: str = "utf-8") -> tuple[int, str, str]:
     """Return the exit status of the command and what it prints, in a shell that has Triton's interpreter."""
-    (folder / "scale.py").write_text(SCRIPT)
+    (folder / "scale.py").write_text(script, encoding)
     variables = {"PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "triton_gallery_ops.check_compiles", *arguments],
@@ -98,6 +98,61 @@ def test_one_gpu_and_constants(tmp_path: Path) -> None:
     arguments = ("x_ptr:*fp16", "bias_ptr:None", "N:1", "BLOCK:64", "DTYPE:tl.float16", "--gpu", "sm_90")
     status, out, err = check(tmp_path, "scale.py:scale_kernel", *arguments, "--num-warps", "2", "--num-stages", "1")
     assert (status, out.count("\n"), err) == (0, 1, "")
+
+
+DECORATORS = """
+import triton
+import triton.language as tl
+
+BLOCK = 64
+VALUE = 1.0
+WARPS = (2, 4)
+args = missing_parser.parse_args()
+for warps in WARPS:
+    missing_launch()
+
+
+@triton.autotune(configs=[triton.Config({"BLOCK": BLOCK}, num_warps=warps) for warps in WARPS], key=[])
+@triton.heuristics({"EVEN": lambda args: args["BLOCK"] % 2 == 0})
+@triton.jit
+def fill_kernel(x_ptr, BLOCK: tl.constexpr, EVEN: tl.constexpr, VALUE: tl.constexpr = VALUE):
+    tl.store(x_ptr + tl.arange(0, BLOCK), VALUE)
+"""
+ANNOTATIONS = """
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@triton.jit
+def fill_kernel(x_ptr, BLOCK: tl.constexpr = 64) -> Tensor:
+    tl.store(x_ptr + tl.arange(0, BLOCK), 1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        pytest.param(DECORATORS, ["BLOCK:64", "EVEN:True"], id="globals in decorators and defaults"),
+        pytest.param(ANNOTATIONS, [], id="annotations that are not evaluated"),
+    ],
+)
+def test_names_around_the_body_are_found(tmp_path: Path, script: str, arguments: list[str]) -> None:
+    command = ("scale.py:fill_kernel", "x_ptr:*fp32", *arguments, "--gpu", "sm_90")
+    status, out, err = check(tmp_path, *command, script=script)
+    assert (status, out.count("\n"), err) == (0, 1, "")
+
+
+def test_file_that_is_not_utf8(tmp_path: Path) -> None:
+    status, out, err = check(tmp_path, "scale.py:f", script="# \xe9\n", encoding="latin-1")
+    message = "check_compiles: scale.py is not UTF-8: invalid continuation byte at byte 2\n"
+    assert (status, out, err) == (2, "", message)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,11 @@ USES_HELPERS = 'if __name__ == "__main__" and DEVICE.type == "cuda":\n    print(
             False,
         ),
         ('if __name__ == "__main__" and CAN:\n    print(1)', "if CAN:\n    print(1)", False),
+        (
+            'if (a or b) and c and __name__ == "__main__":\n    print(1)',
+            "if (a or b) and c:\n    print(1)",
+            False,
+        ),
         ('if (\n    __name__ == "__main__"\n):\n    print(\n        1\n    )', "print(\n    1\n)", False),
     ],
 )
@@ -59,6 +64,13 @@ def test_guards_are_left_out(code: str, shown: str, gpu_only: bool) -> None:
         'if __name__ == "__main__":\n    print(1)\nelse:\n    print(2)',
         'if DEVICE.type == "cuda":\n    print(1)',
         'if __name__ == "__main__":\n    text = """\n    in a string\n    """',
+        """if __name__ == "__main__" and d["it's"]:\n    print(1)""",
+        """if __name__ == "__main__" and d['say "no"']:\n    print(1)""",
+        'if __name__ == "__main__": print(1)',
+        'if __name__ == "__main__" and CAN: print(1)',
+        'if __name__ == "__main__": print(\n    1\n)',
+        'if __name__ == "__main__" and CAN: print(\n    1\n)',
+        'if (\n    __name__ == "__main__"\n): print(1)',
         "x = 1",
     ],
 )

@@ -15,7 +15,8 @@ LONG_IMPORTS = 3  # statements
 def without_guards(code: str) -> tuple[str, bool]:
     """Return code without its guards against being imported, and whether all of it runs on a GPU alone.
 
-    What else a guard asks for stays, but for a GPU where the guard is around all of the code.
+    What else a guard asks for stays, but for a GPU where the guard is around all of the code. If leaving out a guard
+    would change anything else, the code is returned as it is.
     """
     lines, body, gpu_only = code.splitlines(), ast.parse(code).body, False
     for statement in reversed(body):
@@ -23,33 +24,41 @@ def without_guards(code: str) -> tuple[str, bool]:
         if MAIN not in conditions:
             continue
         assert isinstance(statement, ast.If)
-        rest = [condition for condition in conditions if condition != MAIN]
-        if len(body) == 1 and rest == [ON_GPU]:
-            rest, gpu_only = [], True
+        del conditions[MAIN]
+        if len(body) == 1 and [*conditions] == [ON_GPU]:
+            conditions, gpu_only = {}, True
         guarded = lines[statement.test.end_lineno : statement.end_lineno]
+        if not guarded:  # the body is on the line of the test
+            return code, False
         inner = guarded[guarded[0].startswith(")") :]
-        if rest:
-            shown = [f"if {' and '.join(rest)}:".replace("'", '"'), *inner]
+        if rest := [*conditions.values()]:
+            test = ast.BoolOp(ast.And(), rest) if len(rest) > 1 else rest[0]
+            shown = [f"if {ast.unparse(test)}:".replace("'", '"'), *inner]
+            statements: list[ast.stmt] = [ast.If(test, statement.body, [])]
         else:
             shown = textwrap.dedent("\n".join(inner)).splitlines()
-            if not _are(shown, statement.body):
-                return code, False
+            statements = statement.body
+        if not _are(shown, statements):
+            return code, False
         lines[statement.lineno - 1 : statement.end_lineno] = shown
     return "\n".join(lines), gpu_only
 
 
-def _conditions(statement: ast.stmt) -> list[str]:
-    """Return what all has to be true for a statement; nothing if it is no `if`, or has an `else`."""
+def _conditions(statement: ast.stmt) -> dict[str, ast.expr]:
+    """Return what all has to be true for a statement, by its text; nothing if it is no `if`, or has an `else`."""
     if not isinstance(statement, ast.If) or statement.orelse:
-        return []
+        return {}
     test = statement.test
     parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
-    return [ast.unparse(part) for part in parts]
+    return {ast.unparse(part): part for part in parts}
 
 
 def _are(lines: list[str], body: list[ast.stmt]) -> bool:
-    """Whether lines are these statements: a string of several lines may have lost spaces."""
-    return ast.dump(ast.parse("\n".join(lines))) == ast.dump(ast.Module(body, []))
+    """Whether lines are these statements: a string may have lost spaces or have other quotes."""
+    try:
+        return ast.dump(ast.parse("\n".join(lines))) == ast.dump(ast.Module(body, []))
+    except SyntaxError:
+        return False
 
 
 def measuring(codes: Iterable[str]) -> list[bool]:
