@@ -316,8 +316,8 @@ def compile_kernels(options: argparse.Namespace) -> int:
     failed = _print_failures(runs)
     work = [(recipe, *launched(recipe, run, records)) for recipe, run in runs if run.failure is None]
     started = monotonic()
-    with compiling() as report_launch:
-        made = Compiler(CACHE).targets(work, report_launch)
+    with compiling() as report_launch, Compiler(CACHE) as compiler:
+        made = compiler.targets(work, report_launch)
     errors = 0
     for recipe in chosen:
         now, texts = made.get(recipe.key, (kept[recipe.key], {}))
@@ -344,8 +344,8 @@ def make_listings(options: argparse.Namespace) -> int:
     work = [
         (recipe, [kernel.launch for kernel in targets.kernels], targets.launched_by) for recipe, targets in due.items()
     ]
-    with compiling() as report:
-        made = Compiler(CACHE).targets(work, report)
+    with compiling() as report, Compiler(CACHE) as compiler:
+        made = compiler.targets(work, report)
     for recipe, targets in due.items():
         now, texts = made[recipe.key]
         if now == targets:

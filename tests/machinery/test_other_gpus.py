@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -95,9 +95,10 @@ COPYING = launch("copy_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "N": "i32
 
 
 @pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
     """Return a compiler with a cache of its own."""
-    return Compiler(tmp_path_factory.mktemp("cache"))
+    with Compiler(tmp_path_factory.mktemp("cache")) as compiler:
+        yield compiler
 
 
 def test_too_much_shared_memory_for_one(compiler: Compiler) -> None:
@@ -217,7 +218,8 @@ def test_gluon_is_compiled_too(compiler: Compiler, layout: str, expected: str) -
 
 def test_interpreter_of_this_process_does_not_matter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert Compiler(tmp_path).compile(Job(HEAD + COPY, COPYING, GPU["sm_90"]))[0].failure is None
+    with Compiler(tmp_path) as compiler:
+        assert compiler.compile(Job(HEAD + COPY, COPYING, GPU["sm_90"]))[0].failure is None
     assert os.environ["TRITON_INTERPRET"] == "1"
 
 

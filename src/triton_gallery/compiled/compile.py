@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,16 +30,18 @@ SOURCES = ("compiler_process", "machine_code")  # what shapes an answer
 Made = tuple[Compiled, dict[str, str]]
 
 
-class Compiler:
-    """Compiles launches; what it made before lies in a folder."""
+class Compiler(ExitStack):
+    """Compiles launches; what it made before lies in a folder. Its processes end with the `with` statement."""
 
     def __init__(self, cache: Path) -> None:
         """Take the folder; it need not exist."""
+        super().__init__()
         self._cache = cache
         cache.mkdir(parents=True, exist_ok=True)
         sources = (Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in SOURCES)
         self._salt = "".join([version("triton"), *map(cell_hash, sources)]).encode()
-        self._pool = ProcessPoolExecutor(CORES, get_context("spawn"), initializer=start)  # processes start when needed
+        pool = ProcessPoolExecutor(CORES, get_context("spawn"), initializer=start)  # processes start when needed
+        self._pool = self.enter_context(pool)
 
     def targets(
         self,

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -171,7 +172,6 @@ class _Trial:
         self._each(FEATURE, _probe, {name: here for name in names if name.endswith(ON_A_GPU)})
 
     def _kernels(self) -> None:
-        compiler = Compiler(CACHE)
         (hopper,) = (gpu for gpu in GPUS if gpu.key == HOPPER)
         recipes, launches, lacking = {recipe.key: recipe for recipe in self._recipes}, {}, {}
         for key, recipe in recipes.items():
@@ -191,14 +191,15 @@ class _Trial:
         for key in recipes.keys() - launches.keys():  # it had kernels before
             self._tried.outcomes[KERNELS].pop(key, None)
 
-        def compile_all(key: str) -> str | None:
+        def compile_all(key: str, compiler: Compiler) -> str | None:
             for launch in launches[key]:
                 compiled, _ = compiler.make(recipes[key], launch, hopper)
                 if compiled.failure:
                     return f"{launch.kernel}: {compiled.failure}"
             return None
 
-        self._each(KERNELS, compile_all, lacking)
+        with Compiler(CACHE) as compiler:
+            self._each(KERNELS, partial(compile_all, compiler=compiler), lacking)
 
     def _ops(self) -> None:
         ops = {op.name: recipe.key for recipe in self._recipes if (op := op_of(recipe))}
