@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -105,13 +106,24 @@ def test_releases_are_deployed_in_folders(tmp_path: Path, releases: list[str]) -
     gh.parent.mkdir()
     gh.write_text(
         "#!/bin/sh\n"
+        "[ $2 = $GH_FAILS ] && exit 1\n"
         f"[ $2 = list ] && printf '%s\\n' {' '.join(releases)} && exit\n"
-        f"[ $3 = v1.1 ] && exit 1  # it kept none\ncp {tmp_path}/kept.tar.gz site.tar.gz\n"
+        "[ $2 = view ] && { [ $3 = v1.1 ] || echo site.tar.gz; } && exit  # it kept none\n"
+        f"cp {tmp_path}/kept.tar.gz site.tar.gz\n"
     )
     gh.chmod(0o755)
     (tmp_path / "site").mkdir()
     path = f"{gh.parent}:{os.environ['PATH']}"
-    subprocess.run(["bash", "-e"], input=step["run"], cwd=tmp_path, text=True, env={"PATH": path}, check=True)
+
+    def run(fails: str) -> int:
+        variables = {"PATH": path, "GH_FAILS": fails}
+        return subprocess.run(["bash", "-e"], input=step["run"], cwd=tmp_path, text=True, env=variables).returncode
+
+    for command in ("list", *(("view", "download") if releases else ())):
+        assert run(fails=command) != 0, "the site would be deployed without its older versions"
+        shutil.rmtree(tmp_path / "site")
+        (tmp_path / "site").mkdir()
+    assert run(fails="nothing") == 0
     listed = "".join(f'"{tag}", ' for tag in releases if tag in {"v1.2", "v1.0"})
     assert (tmp_path / "site" / "versions.js").read_text() == f"globalThis.siteVersions = [{listed}];\n"
     homes = {home.parent.name for home in (tmp_path / "site").glob("*/index.html")}

@@ -126,6 +126,8 @@ def test_figures_are_of_the_gpu_that_a_reader_chooses(page: Page, address: str) 
         assert "backward" in figure.locator(".panel").locator("visible=true").locator(".legend").inner_text()
         assert gpu in labels.inner_text(), "the direction leaves the GPU"
     page.goto(f"{address}ops/swiglu.html")
+    page.evaluate("document.querySelectorAll('details.fold').forEach((fold) => (fold.open = true))")
+    expect(page.locator("[data-kind=gpu]")).not_to_have_count(1)  # when folds have been loaded
     chosen = page.locator("[data-kind=gpu] button[aria-pressed=true]").evaluate_all(
         "all => all.map((one) => one.textContent)"
     )

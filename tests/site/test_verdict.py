@@ -46,7 +46,7 @@ def said(*items: Summary) -> tuple[list[str], list[list[list[str]]]]:
     paragraphs = [node.astext() for node in shown if isinstance(node, nodes.paragraph)]
     tables = [node for node in shown if not isinstance(node, nodes.paragraph)]
     return paragraphs, [
-        [[cell.astext() for cell in row.findall(nodes.paragraph)] for row in one.findall(nodes.row)] for one in tables
+        [[cell.astext() for cell in row.findall(nodes.entry)] for row in one.findall(nodes.row)] for one in tables
     ]
 
 
