@@ -618,7 +618,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # No figure here tells how long the additions take beside the products. The
 # kernels differ in more, too: the op's have tiles of their own, exponentials of
 # base 2, and masks only where needed. And with heads of 64, *one pass, wide*
-# spills registers, as *Compiled for* shows. So the table compares these
+# spills registers, as *On other GPUs* shows. So the table compares these
 # kernels, and not one pass with two in general.
 #
 # In the benchmark, the op's backward is faster than cuDNN's at 512 tokens with
@@ -627,8 +627,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # tokens more than the GPU takes. So the op's lead there counts only while the
 # GPU has other work, or in a CUDA graph.
 #
-# In the table beside other libraries, cuDNN is faster than the op in each row,
-# and the op is faster than FlashAttention-2. PyTorch and ``torch.compile`` call
+# In the table beside other libraries, cuDNN is faster than the op in nearly
+# every row, and the op is faster than FlashAttention-2. PyTorch and ``torch.compile`` call
 # SDPA there, and have cuDNN's rate. ``hopper_attention.py`` and
 # ``gluon_attention.py`` have faster forwards.
 
