@@ -628,9 +628,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # GPU has other work, or in a CUDA graph.
 #
 # In the table beside other libraries, cuDNN is faster than the op in nearly
-# every row, and the op is faster than FlashAttention-2. PyTorch and ``torch.compile`` call
-# SDPA there, and have cuDNN's rate. ``hopper_attention.py`` and
-# ``gluon_attention.py`` have faster forwards.
+# every row, and the op is faster than FlashAttention-2. PyTorch and
+# ``torch.compile`` call SDPA there, and have cuDNN's rate.
+# ``hopper_attention.py`` and ``gluon_attention.py`` have faster forwards.
 
 # %%
 # Break it
