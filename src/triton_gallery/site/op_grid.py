@@ -17,10 +17,10 @@ from triton_gallery.site.render import html, of_gpu, op_link, paragraph, where
 PYTORCH = "PyTorch"
 UNMEASURED = "not measured on this GPU"
 ABOUT = (
-    "Above 1 the op is faster. A figure is the ratio of two medians of one run; of several sizes it is the median, and "
-    "an op's page has the worst and the best. PyTorch is eager here. The roof is a copy, an addition or a matrix "
-    "product of the vendor's library with as many bytes or operations. Sizes at which the GPU had to wait for the CPU "
-    "are left out."
+    "Above 1 the op is faster. A figure is the ratio of two medians of one run, and of several sizes the median. Times "
+    "are the GPU's, without the launch; PyTorch is eager here. The roof is a copy, an addition or a matrix product of "
+    "the vendor's library with as many bytes or operations. Sizes at which the GPU had to wait for the CPU are left "
+    "out. An op's page has the worst and the best size, and the CPU time of a call."
 )
 
 
@@ -30,7 +30,7 @@ class OpGridDirective(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the nodes."""
         depends_on(self.env, shown)
-        return grid(self.env)
+        return [paragraph(ABOUT), *grid(self.env)]
 
 
 def speeds(env: BuildEnvironment) -> dict[str, dict[str, list[Summary]]]:
