@@ -7,7 +7,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import field
@@ -17,6 +17,51 @@ from packaging.specifiers import SpecifierSet
 from triton_gallery.recipe.data import Data
 
 BLOCK = re.compile(r"(?m)^# /// script$\n((?:^#(?: .*)?$\n)+)^# ///$")
+
+
+class Launch(Data, frozen=True):
+    """One of the launches that a step-through figure shows; what is left out is as the figure says.
+
+    Attributes:
+        label: what the switch between launches calls it.
+        kernel: the kernel that it launches, where it is another one than the figure's.
+        inputs: Python expressions by the names that `call` and `expected` use, evaluated in order.
+        call: a Python expression that launches the kernel once.
+        expected: what has to be in memory afterwards: a Python expression for each pointer of the kernel that is
+            compared, by its name without `_ptr`.
+        registers: the names in the kernel whose values are shown.
+        start: the program, and which of its accesses to memory, that a page without scripts shows.
+        at_once: how many programs run at a time where all are shown; 0 stands for all.
+        wrong: whether the result has to differ from what is expected.
+        outside: whether lanes may point outside of every tensor; they are shown and not carried out.
+        race: whether the programs that run at a time read what was in memory before any of them wrote.
+    """
+
+    label: str = ""
+    kernel: str = ""
+    inputs: dict[str, str] = field(default_factory=dict)
+    call: str = ""
+    expected: dict[str, str] = field(default_factory=dict)
+    registers: list[str] = field(default_factory=list)
+    start: tuple[int, int] | None = None
+    at_once: int | None = None
+    wrong: bool = False
+    outside: bool = False
+    race: bool = False
+
+
+class StepThrough(Launch, frozen=True):
+    """A figure that steps through a kernel: one launch, or several on a switch.
+
+    Attributes:
+        caption: what stands below it.
+        layout: "row" or "product", where the tensors a, b and c are laid out as the product of two matrices.
+        launches: the launches, where there are several.
+    """
+
+    caption: str = ""
+    layout: Literal["row", "product"] = "row"
+    launches: list[Launch] = field(default_factory=list)
 
 
 class OfOp(Data, frozen=True):
@@ -32,6 +77,7 @@ class OfOp(Data, frozen=True):
         not_for: the GPUs that a kernel is not meant for, by its name, as `gpus.GPUS` calls them.
         only_with: the versions of Triton that a kernel is for alone, by its name, as a version specifier: "<3.9".
         longer: why the op takes more statements than an op has.
+        step_through: the figures that step through its kernels.
     """
 
     description: str = ""
@@ -43,6 +89,7 @@ class OfOp(Data, frozen=True):
     not_for: dict[str, list[str]] = field(default_factory=dict)
     only_with: dict[str, str] = field(default_factory=dict)
     longer: str | None = None
+    step_through: list[StepThrough] = field(default_factory=list)
 
     @property
     def line(self) -> str:
