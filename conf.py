@@ -50,7 +50,7 @@ html_theme = "furo"
 templates_path = [str(ROOT / "docs" / "_templates")]
 html_title = "Triton Gallery"
 html_static_path = [str(ROOT / "docs" / "_static")]
-html_css_files = ["gallery.css", "chart.css", "op_grid.css"]
+html_css_files = ["gallery.css", "chart.css", "op_grid.css", "step_through.css"]
 html_favicon = str(ROOT / "docs" / "_static" / "favicon.svg")
 html_copy_source = False
 html_use_index = False  # the search finds names
@@ -90,7 +90,7 @@ html_theme_options = {
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
 copybutton_exclude = ".linenos, .gp, .go"
-copybutton_selector = "div:not(.sphx-glr-script-out) > div.highlight > pre"
+copybutton_selector = "div:not(.sphx-glr-script-out) > div.highlight:not(.source) > pre"
 
 # Where the site is served: SITE_URL=https://user.github.io/triton-gallery/. Pages use relative links; only the page for
 # missing addresses, link previews and the sitemap need it.

@@ -15,6 +15,7 @@ ROOMS = [  # each knows those before it
     "versions",
     "execute",
     "execute.dask",
+    "step_through",
     "site",
     "cli",
 ]
@@ -24,6 +25,7 @@ NOT_FOR = {  # of those before it
     "versions": {"figures"},
     "execute": {*MEASURED, "versions"},
     "execute.dask": {*MEASURED, "versions", "compiled"},
+    "step_through": {"records", *MEASURED, "versions", "compiled", "execute.dask"},
     "site": {"execute.dask"},
 }
 

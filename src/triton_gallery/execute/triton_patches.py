@@ -1,15 +1,16 @@
 """All that this package replaces in Triton, whose names are private: read in 3.6, 3.7.1, 3.8 and 3.9.
 
-Triton's interpreter is made quick, and it tells what it compiles for which launch. (It has a hook for that, which
-refuses constants that JSON has not.) `compiled/compiler_process.py` calls the compiler and replaces nothing.
+Triton's interpreter is made quick, it tells what it compiles for which launch, and it tells an observer what a kernel
+does. (Triton has a hook for launches, which refuses constants that JSON has not.) `compiled/compiler_process.py` calls
+the compiler and replaces nothing.
 """
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import suppress
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import CodeType, SimpleNamespace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import triton
@@ -149,3 +150,124 @@ def quicken(replace: Callable[[object, str, object], object] = setattr) -> None:
 
     replace(interpreter, "_patch_lang", Patch(interpreter._patch_lang))
     replace(interpreter, "_get_np_dtype", np_dtype)
+
+
+Array = np.ndarray[Any, Any]
+
+
+class Observer(Protocol):
+    """What is told of a kernel that runs in the interpreter."""
+
+    def launched(self, code: CodeType, arguments: Mapping[str, Any]) -> None:
+        """A launch begins: the code that a program runs, and its arguments by name, tensors as PyTorch has them."""
+
+    def accesses(self, kind: Literal["load", "store", "atomic"], pointers: Array, mask: Array) -> Array:
+        """A program is about to load, store or change what pointers point to; return the mask to do it with."""
+
+    def accessed(self, values: Array) -> None:
+        """It has: what is there now, for each pointer."""
+
+    def multiplied(self, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+        """A program has multiplied two matrices of these shapes."""
+
+    def reduced(self, name: str, axis: int | None, operand: Array, result: Array) -> None:
+        """A program has reduced a tensor along an axis, or along all."""
+
+    def ended(self) -> None:
+        """A launch has ended, or failed."""
+
+
+def numbers(handle: Any) -> Array:
+    """Return the numbers that the interpreter holds as a value; it keeps bfloat16 as integers."""
+    data = np.asarray(handle.data)
+    if handle.dtype.scalar == tl.bfloat16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    return data
+
+
+def program_id() -> tuple[int, int, int]:
+    """Return which program the interpreter runs."""
+    return tuple(interpreter.interpreter_builder.grid_idx)
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Tell an observer of all launches within this context."""
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    rmw, cas, dot = builder.create_atomic_rmw, builder.create_atomic_cas, builder.create_dot
+    reduce = interpreter.ReduceScanOpInterface.apply
+    arguments, call = interpreter.GridExecutor._init_args_hst, interpreter.GridExecutor.__call__
+
+    def access(kind: Literal["load", "store", "atomic"], pointers: Any, mask: Any) -> Any:
+        lanes = np.ones_like(pointers.data, dtype=bool) if mask is None else mask.data
+        lanes = observer.accesses(kind, pointers.data, np.broadcast_to(lanes, pointers.data.shape))
+        return interpreter.TensorHandle(lanes, tl.int1)
+
+    def masked_load(self: Any, pointers: Any, mask: Any, *others: Any, **named: Any) -> Any:
+        result = load(self, pointers, access("load", pointers, mask), *others, **named)
+        observer.accessed(numbers(result))
+        return result
+
+    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any, **named: Any) -> Any:
+        result = store(self, pointers, value, access("store", pointers, mask), *others, **named)
+        observer.accessed(np.broadcast_to(numbers(value), pointers.data.shape))
+        return result
+
+    def atomic_rmw(self: Any, operator: Any, pointers: Any, value: Any, mask: Any, *others: Any, **named: Any) -> Any:
+        lanes = access("atomic", pointers, mask)
+        result = rmw(self, operator, pointers, value, lanes, *others, **named)
+        observer.accessed(_now_at(pointers, lanes.data, result))
+        return result
+
+    def atomic_cas(self: Any, pointers: Any, *others: Any, **named: Any) -> Any:
+        lanes = access("atomic", pointers, None)
+        result = cas(self, pointers, *others, **named)
+        observer.accessed(_now_at(pointers, lanes.data, result))
+        return result
+
+    def create_dot(self: Any, a: Any, b: Any, *others: Any, **named: Any) -> Any:
+        observer.multiplied((a.data.shape, b.data.shape))
+        return dot(self, a, b, *others, **named)
+
+    def apply(self: Any, values: Any) -> Any:
+        result = reduce(self, values)
+        if isinstance(values, tuple):  # it calls itself with one
+            name = getattr(self.combine_fn, "__name__", "").strip("_").replace("elementwise_", "")
+            observer.reduced(name.replace("_combine", ""), self.axis, values[0].handle.data, numbers(result[0].handle))
+        return result
+
+    def prepare_arguments(self: Any, positional: Any, named: Any) -> Any:
+        on_host, named_on_host = arguments(self, positional, named)
+        observer.launched(self.fn.__code__, dict(zip(self.arg_names, on_host, strict=False)) | named_on_host)
+        return on_host, named_on_host
+
+    def run_grid(self: Any, *positional: Any, **named: Any) -> Any:
+        try:
+            return call(self, *positional, **named)
+        finally:
+            observer.ended()
+
+    replacements = [
+        (builder, "create_masked_load", load, masked_load),
+        (builder, "create_masked_store", store, masked_store),
+        (builder, "create_atomic_rmw", rmw, atomic_rmw),
+        (builder, "create_atomic_cas", cas, atomic_cas),
+        (builder, "create_dot", dot, create_dot),
+        (interpreter.ReduceScanOpInterface, "apply", reduce, apply),
+        (interpreter.GridExecutor, "_init_args_hst", arguments, prepare_arguments),
+        (interpreter.GridExecutor, "__call__", call, run_grid),
+    ]
+    for owner, name, _, after in replacements:
+        setattr(owner, name, after)
+    try:
+        yield
+    finally:
+        for owner, name, before, _ in replacements:
+            setattr(owner, name, before)
+
+
+def _now_at(pointers: Any, lanes: Array, like: Any) -> Array:
+    """Return what is in memory where pointers point to."""
+    values: Array = interpreter._interpreter.load(pointers.data, lanes, np.zeros_like(like.data), like.data.dtype)
+    return values

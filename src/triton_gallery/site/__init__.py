@@ -25,6 +25,7 @@ from triton_gallery.site import (
     performance,
     search,
     sphinx_internals,
+    step_through,
     transforms,
     version_matrix,
     version_table,
@@ -40,6 +41,7 @@ DIRECTIVES = {
     "op-grid": op_grid.OpGridDirective,
     "performance": performance.PerformanceDirective,
     "recipes-by-version": version_matrix.RecipesDirective,
+    "step-through": step_through.StepThroughDirective,
     "targets": other_gpus.TargetsDirective,
     "versions": version_table.VersionsDirective,
 }
@@ -52,6 +54,7 @@ SCRIPTS = (
     "listing.js",
     "chart.js",
     "keyboard.js",
+    "step_through.js",
 )
 WRITERS = (op_files.write, performance.write, other_gpus.write, search.write, crawlers.write, page_frame.write)
 
@@ -68,6 +71,7 @@ def setup(app: Sphinx) -> ExtensionMetadata:
 
     # When a build begins
     app.connect("builder-inited", execute_hook.execute, priority=sphinx_internals.BEFORE_SPHINX_GALLERY)
+    app.connect("builder-inited", step_through.record, priority=sphinx_internals.BEFORE_SPHINX_GALLERY)
     app.connect("builder-inited", op_pages.write)
     app.connect("builder-inited", sphinx_internals.leave_out_search)
 

@@ -52,6 +52,7 @@ UNUSED_FILES = {
 NEEDED_FOR = {  # what has to stand in a page for a file to be loaded; the page's other files are loaded always
     **dict.fromkeys(("clipboard.min.js", "copybutton.css", "copybutton.js", "pygments.css"), 'class="highlight'),
     **dict.fromkeys(("chart.css", "chart.js"), '<figure class="panels"'),
+    **dict.fromkeys(("step_through.css", "step_through.js"), '<figure class="step-through"'),
     "filter.js": 'class="filters"',
     "op_grid.css": 'class="op-grid',
     "gpu_choice.js": 'class="gpu-choice"',
@@ -87,12 +88,16 @@ def leave_out_search(app: Sphinx) -> None:
 
 
 def lighten_code(app: Sphinx, page: str, template: str, context: dict[str, Any], _: object) -> None:
+    """Remove the elements around parts of a page's code that look the same without."""
+    context["body"] = lighten(context.get("body", ""))
+
+
+def lighten(markup: str) -> str:
     """Remove the elements around parts of code that look the same without; a dot gets the colour of names."""
-    markup = context.get("body", "").replace(DOT, ".")
-    markup = UNCOLOURED.sub(r"\1", STRING.sub('<span class="s">', markup))
+    markup = UNCOLOURED.sub(r"\1", STRING.sub('<span class="s">', markup.replace(DOT, ".")))
     while (shorter := SAME_TWICE.sub(r"\1", markup)) != markup:
         markup = shorter
-    context["body"] = markup
+    return markup
 
 
 def topics(script: str) -> list[str]:

@@ -15,6 +15,7 @@ from triton_gallery.site import (
     other_gpus,
     page_context,
     recorded_outputs,
+    step_through,
     summary_box,
     version_table,
 )
@@ -79,7 +80,8 @@ ON_RECIPE_PAGES = (
     library_table.add_to_recipe,
     other_gpus.add_to_recipe,
     version_table.add_to_recipe,  # a sentence at the end of the section of `library_table`, if that is there
-    fold_cells,  # last: the others find the cells and what these put out side by side
+    fold_cells,  # late: the others find the cells and what these put out side by side
+    step_through.add_figures,  # last: a figure is no output of a cell
 )
 
 
