@@ -37,6 +37,7 @@ REFUSED = {  # what is changed in the declaration, and the reason that is given
     "the kernel has no tensor out": ("{ y = ", "{ out = "),
     "starts at access 7 of program 1, which has 2": ("# call", "# start = [1, 7]\n# call"),
     "has shape \\(3, 5\\), what is expected \\(5,\\)": ("torch.softmax(x, -1)", "x[0]"),
+    "declares that lanes point outside of tensors, but none does": ("# call", "# outside = true\n# call"),
     "NameError: name 'row_kernels'": ("row_kernel[(3,)]", "row_kernels[(3,)]"),
 }
 DRIVER = """

@@ -97,8 +97,15 @@ def _trace(launch: Launch, namespace: Mapping[str, Any]) -> Trace:
     if missing := {*launch.registers} - {name for ran in recorder.ran for name in ran.values}:
         raise ValueError(f"no program binds {', '.join(sorted(missing))}")
     verdict, is_wrong = _compare(recorder.tensors, expected)
-    if is_wrong != launch.wrong:
+    if (launch.wrong and not is_wrong) or (is_wrong and not launch.wrong and not launch.outside):
         raise ValueError(f"its result is declared {'wrong' if launch.wrong else 'right'}, but: {verdict}")
+    outside = dict.fromkeys(lanes.tensor for lanes in recorder.accesses_made if lanes.outside)
+    if launch.outside and not outside:
+        raise ValueError("it declares that lanes point outside of tensors, but none does")
+    if outside:
+        names = " and ".join(f"`{recorder.tensors[tensor].name}`" for tensor in outside)
+        faults = f"Lanes touch memory outside of {names}, which a GPU may refuse or carry out."
+        verdict, is_wrong = f"{verdict} {faults}" if is_wrong else faults, True
     return assemble(launch, recorder, verdict, is_wrong)
 
 

@@ -142,6 +142,11 @@ class Recorder:
         self._wave_start: list[torch.Tensor] = []
         self._written: list[list[tuple[Array, Array]]] = []
 
+    @property
+    def accesses_made(self) -> list[Lanes]:
+        """Where each access pointed to."""
+        return [event.lanes for ran in self.ran for event in ran.events if event.lanes]
+
     # What `triton_patches.observe` calls
 
     def launched(self, code: CodeType, arguments: Mapping[str, Any]) -> None:
