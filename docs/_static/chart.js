@@ -1,5 +1,5 @@
 // Figures of benchmarks: shows the rates at the size that a reader points at, in the legend, the chart and the table;
-// and of several panels the one that buttons choose. The choice of a GPU is remembered.
+// and of several panels the one that buttons choose.
 function makeReadable(chart, panel) {
   const legend = chart.querySelector(".legend");
   const at = legend.querySelector(".at");
@@ -92,14 +92,12 @@ function makeSwitchable(figure) {
   for (const button of buttons) {
     button.addEventListener("click", () => {
       const key = kind(button);
-      if (key !== "gpu") return set(key, button.textContent);
-      dispatchEvent(new CustomEvent("gpu", { detail: button.textContent })); // to all figures of the page
-      try {
-        localStorage.setItem("gpu", button.textContent);
-      } catch {} // where a browser keeps nothing, the choice is of this visit
+      if (key === "gpu") gpuChoice.choose(button.textContent);
+      else set(key, button.textContent);
     });
   }
-  addEventListener("gpu", ({ detail }) => set("gpu", detail));
+  const hasGpus = kinds.includes("gpu");
+  if (hasGpus) addEventListener("gpu", ({ detail }) => set("gpu", detail));
   const follow = () => {
     const anchor = document.getElementById(location.hash.slice(1));
     const panel = panels.find((other) => other !== chosen && other.contains(anchor));
@@ -107,9 +105,7 @@ function makeSwitchable(figure) {
     if (panel) anchor.scrollIntoView();
   };
   addEventListener("hashchange", follow);
-  try {
-    set("gpu", localStorage.getItem("gpu"));
-  } catch {}
+  if (hasGpus) set("gpu", gpuChoice.remembered());
   follow();
 }
 

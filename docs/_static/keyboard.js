@@ -30,19 +30,14 @@ document.addEventListener("DOMContentLoaded", () => {
 
   // A slash goes to the search's own field, else to that of the sidebar, else to the search; focus there loads the index ahead
   const fields = [...document.querySelectorAll(".search-here input, .sidebar-search")];
-  document.addEventListener(
-    "keydown",
-    (event) => {
-      const { key, target, ctrlKey, altKey, metaKey } = event;
-      if (key !== "/" || ctrlKey || altKey || metaKey || target.matches("input, select, textarea")) return;
-      const field = fields.find((field) => field.checkVisibility({ visibilityProperty: true }));
-      event.stopImmediatePropagation(); // Sphinx would go to the first field
-      event.preventDefault();
-      if (field) field.focus();
-      else document.querySelector(".sidebar-search").form.submit();
-    },
-    true,
-  );
+  document.addEventListener("keydown", (event) => {
+    const { key, target, ctrlKey, altKey, metaKey } = event;
+    if (key !== "/" || ctrlKey || altKey || metaKey || target.matches("input, select, textarea")) return;
+    const field = fields.find((field) => field.checkVisibility({ visibilityProperty: true }));
+    event.preventDefault();
+    if (field) field.focus();
+    else document.querySelector(".sidebar-search").form.submit();
+  });
   const sidebar = document.querySelector(".sidebar-search");
   const load = () =>
     document.head.append(

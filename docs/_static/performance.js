@@ -8,10 +8,11 @@
     made.append(...children);
     return made;
   };
-  const tableOf = ({ title, columns, rows }) => {
+  const tableOf = ({ title, columns, rows, notes }) => {
     const cells = (kind, texts) => element("tr", ...texts.map((text) => element(kind, text)));
     const head = element("thead", cells("th", columns));
-    return element("table", element("caption", title), head, element("tbody", ...rows.map((row) => cells("td", row))));
+    const body = element("tbody", ...rows.map((row) => cells("td", row)));
+    return [element("table", element("caption", title), head, body), ...notes.map((note) => element("p", note))];
   };
 
   document.addEventListener("click", async ({ target }) => {
@@ -31,7 +32,7 @@
     row.after(below);
     try {
       const tables = (await load(button.dataset.op))[button.dataset.gpuName];
-      box.replaceChildren(...tables.map(tableOf));
+      box.replaceChildren(...tables.flatMap(tableOf));
     } catch (error) {
       box.replaceChildren(`The sizes could not be opened: ${error.message}`);
     }

@@ -3,8 +3,7 @@
 "use strict";
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
-  const COLOURS = 8;
-  const [PROGRAM, FIRST, LAST, ACCESSES, VALUES, SENTENCE] = [0, 1, 2, 3, 4, 5]; // of a step
+  const COLOURS = 8; // of programs, as in the style
   const [KIND, TENSOR, CELLS, MASKED, OUTSIDE, STORED] = [0, 1, 2, 3, 4, 5]; // of an access
 
   const make = (tag, properties = {}, ...children) => {
@@ -15,8 +14,7 @@
   // Text between backticks is code
   const worded = (text) => text.split("`").map((part, n) => (n % 2 ? make("code", {}, part) : part));
 
-  const player = (root) => {
-    const data = JSON.parse(root.querySelector("script").textContent);
+  const player = (root, data) => {
     const $ = (selector) => root.querySelector(selector);
     const grids = (key) => {
       const all = [];
@@ -32,9 +30,13 @@
     const registers = grids("r");
     const lines = new Map([...root.querySelectorAll(".ln")].map((line) => [Number(line.dataset.n), line]));
     const isPad = tensors.map(({ rects }) => rects.map((rect) => rect.classList.contains("pad")));
-    const programs = data.programs.map(() => []);
-    for (const step of data.steps)
-      programs[step[PROGRAM]].push({ ...step, accesses: step[ACCESSES].map((number) => data.accesses[number]) });
+    const programs = data.steps.map((steps, program) =>
+      steps.map(([line, sentence, numbers = [], values = []]) => {
+        const [first, last] = data.lines[line];
+        const accesses = numbers.map((number) => data.accesses[number]);
+        return { program, first, last, sentence: data.sentences[sentence], accesses, values };
+      }),
+    );
 
     // All programs at once: in waves, each with its accesses to memory side by side
     const waves = [];
@@ -64,7 +66,7 @@
       lines.forEach((line) => line.classList.remove("now"));
     };
     const mark = (step) => {
-      for (let n = step[FIRST]; n <= step[LAST]; n++) lines.get(n)?.classList.add("now");
+      for (let n = step.first; n <= step.last; n++) lines.get(n)?.classList.add("now");
     };
 
     const box = (rect) => ["x", "y", "width", "height"].map((key) => rect[key].baseVal.value);
@@ -91,23 +93,23 @@
       for (const { accesses } of programs.slice(0, finished).flat())
         for (const access of accesses)
           if (access[KIND] === "st") access[CELLS].forEach((c, i) => paint(tensors[access[TENSOR]], c, "old", access[STORED][i]));
-      const latest = new Map(steps.slice(0, at + 1).map((step, k) => [step[FIRST], k])); // turn of each line
+      const latest = new Map(steps.slice(0, at + 1).map((step, k) => [step.first, k])); // turn of each line
       steps.slice(0, at + 1).forEach((step, k) => {
         const isNow = k === at;
         for (const access of step.accesses) {
           const grid = tensors[access[TENSOR]];
-          const past = access[KIND] === "st" ? "done" : latest.get(step[FIRST]) === k ? "held" : "seen";
+          const past = access[KIND] === "st" ? "done" : latest.get(step.first) === k ? "held" : "seen";
           access[CELLS].forEach((c, i) => paint(grid, c, isNow ? access[KIND] : past, access[STORED]?.[i]));
           if (!isNow) continue;
           for (const c of access[MASKED] ?? []) paint(grid, c, "off", undefined, isPad[access[TENSOR]][c]);
           for (const c of access[OUTSIDE] ?? []) paint(grid, c, "out", undefined, isPad[access[TENSOR]][c]);
         }
-        for (const [r, ...values] of step[VALUES]) values.forEach((value, c) => paint(registers[r], c, isNow ? "new" : "", value));
+        for (const [r, ...values] of step.values) values.forEach((value, c) => paint(registers[r], c, isNow ? "new" : "", value));
       });
       for (const { accesses } of steps) accesses.filter((access) => access[KIND] === "st").forEach(outline);
       mark(steps[at]);
       const name = programs.length > 1 ? `Program ${data.programs[program]}. ` : "";
-      $(".sentence").replaceChildren(make("b", {}, name), ...worded(data.sentences[steps[at][SENTENCE]]));
+      $(".sentence").replaceChildren(make("b", {}, name), ...worded(steps[at].sentence));
     };
 
     const drawAll = () => {
@@ -122,8 +124,8 @@
             for (const c of access[CELLS]) {
               const key = `${t} ${c}`;
               const known = touched.get(key);
-              if (known?.k === k) known.by.push(step[PROGRAM]);
-              else if (isNow || access[KIND] === "st" || !known) touched.set(key, { t, c, k, isNow, by: [step[PROGRAM]] });
+              if (known?.k === k) known.by.push(step.program);
+              else if (isNow || access[KIND] === "st" || !known) touched.set(key, { t, c, k, isNow, by: [step.program] });
             }
             if (!isNow) continue;
             for (const c of access[MASKED] ?? []) paint(tensors[t], c, "off", undefined, isPad[t][c]);
@@ -147,12 +149,12 @@
       const did = new Set(
         steps.flatMap(({ accesses }) => accesses.map((access) => `${access[KIND] === "ld" ? "load" : "store to"} \`${data.tensors[access[TENSOR]][0]}\``)),
       );
-      const names = steps.map((step) => data.programs[step[PROGRAM]]).join(", ");
+      const names = steps.map((step) => data.programs[step.program]).join(", ");
       const one = steps.length === 1;
       const words = one ? [...did].map((text) => text.replace(/^(load|store)/, "$1s")) : [...did];
       $(".sentence").replaceChildren(
         make("b", {}, `Program${one ? "" : "s"} ${names} `),
-        ...worded(`${words.join(" and ")}. Each cell shows the programs that touch it: a model, not a measurement.`),
+        ...worded(`${words.join(" and ")}. A coloured cell shows the numbers of the programs that touch it, in place of its value. This is a model, not a measurement.`),
       );
     };
 
@@ -201,7 +203,7 @@
         if (at >= length() - 1) return play(false);
         go(at + 1);
         const step = program < 0 ? waves[at].steps[0] : programs[program][at];
-        timer = setTimeout(next, step.accesses.length || step[VALUES].length ? 1200 : 500);
+        timer = setTimeout(next, step.accesses.length || step.values.length ? 1200 : 500);
       };
       timer = setTimeout(next, 500);
     };
@@ -214,19 +216,15 @@
     const choose = (p) => {
       const keeps = p >= 0 && program >= 0; // the step, from one program to another
       program = p;
-      choices.classList.toggle("all", p < 0);
-      for (const button of choices.querySelectorAll("button")) button.setAttribute("aria-pressed", Number(button.value) === p);
+      choices?.classList.toggle("all", p < 0);
+      for (const button of choices?.querySelectorAll("button") ?? []) button.setAttribute("aria-pressed", Number(button.value) === p);
       ticks();
       go(keeps ? at : 0);
+      if (p < 0) return;
+      $("summary span").textContent = programs.length > 1 ? `program ${data.programs[p]}` : "the program";
+      $("details ol").replaceChildren(...programs[p].map((step) => make("li", {}, ...worded(step.sentence))));
     };
-    if (programs.length > 1) {
-      choices.append(make("span", {}, "Program"));
-      data.programs.forEach((name, p) => choices.append(make("button", { type: "button", value: p, className: `pg${p % COLOURS}` }, name)));
-      const all = data.atOnce < programs.length ? `all, ${data.atOnce} at once` : "all at once";
-      choices.append(make("button", { type: "button", value: -1 }, all));
-      choices.hidden = false;
-      choices.addEventListener("click", ({ target }) => target.value && stop(() => choose(Number(target.value))));
-    }
+    choices?.addEventListener("click", ({ target }) => target.value && stop(() => choose(Number(target.value))));
     $(".previous").addEventListener("click", () => stop(() => go(at - 1)));
     $(".next").addEventListener("click", () => stop(() => go(at + 1)));
     $(".play").addEventListener("click", () => play(!timer));
@@ -240,7 +238,7 @@
     $("pre").addEventListener("click", ({ target }) => {
       const n = Number(target.closest(".ln")?.dataset.n);
       if (!n || program < 0) return;
-      const on = (step) => step[FIRST] <= n && n <= step[LAST];
+      const on = (step) => step.first <= n && n <= step.last;
       const next = programs[program].findIndex((step, k) => k > at && on(step));
       const first = programs[program].findIndex(on);
       if (first >= 0) stop(() => go(next >= 0 ? next : first));
@@ -260,29 +258,30 @@
         index.unshift(d ? row % shape[d] : row);
         row = Math.floor(row / shape[d]);
       }
-      const is = { off: "masked off, not touched", out: "outside of the tensor" }[target.classList.item(target.classList.length - 1)];
+      const kind = target.getAttribute("class") ?? "";
+      const touched = `touched by ${grid.texts[cell].textContent || "several programs"}`;
+      const known = { off: "masked off, not touched", out: "outside of the tensor" };
+      const is = /\bpg/.test(kind) ? touched : known[kind.split(" ").at(-1)];
       $(".hover").value = `${name}${index.length ? `[${index.join(", ")}]` : ""}${is ? `: ${is}` : ` = ${grid.texts[cell].textContent || "not written yet"}`}`;
     };
     root.addEventListener("pointerover", tell);
     root.addEventListener("pointerdown", tell);
 
-    $(".bar").hidden = false;
     choose(program);
     return { go, choose, stop: () => play(false) };
   };
 
   for (const figure of document.querySelectorAll("figure.step-through")) {
     const launches = [...figure.querySelectorAll(".launch")];
-    figure.players = launches.map(player);
+    const data = [...figure.querySelectorAll("script")].map((script) => JSON.parse(script.textContent));
+    figure.players = launches.map((launch, n) => player(launch, data[n]));
     const buttons = [...figure.querySelectorAll(".switches button")];
     if (!buttons.length) continue;
-    figure.querySelector(".switches").hidden = false;
     const show = (chosen) => {
-      launches.forEach((launch, n) => (launch.hidden = n !== chosen));
+      launches.forEach((launch, n) => launch.classList.toggle("chosen", n === chosen));
       buttons.forEach((button, n) => button.setAttribute("aria-pressed", n === chosen));
       figure.players.forEach(({ stop }) => stop());
     };
     buttons.forEach((button, n) => button.addEventListener("click", () => show(n)));
-    show(0);
   }
 })();

@@ -167,20 +167,20 @@ def test_page_shows_the_figures_and_what_they_are_of(project: Project) -> None:
 
 
 def test_recipe_shows_its_rows(project: Project) -> None:
-    """They stand before what comes next, and the page follows them."""
+    """They stand at the end of the page, which follows them."""
     project.write(one='x = 1\n\n# %%\n# Go further\n# ----------\n#\n# Read on.\n\nprint("last")')
     assert not shown(project, "recipes/things/one").select("table.libraries, #beside-other-libraries")
     path = record(project)
     page = shown(project, "recipes/things/one")
     assert [title.text.strip("\N{PILCROW SIGN}") for title in page.select("h2")] == [
-        "Beside other libraries",
         "Go further",
+        "Beside other libraries",
     ]
     assert [row[0] for row in cells(page)] == ["forward", EVIL]
     assert captions(page) == [f"Test GPU 9000 · {FACTS}"]
     other = article(project, "recipes/things/two")
-    assert [row[0] for row in cells(other)] == ["backward"], "a page without a section to stand before has it too"
-    assert not other.select_one(".sphx-glr-footer").find_next("table")
+    assert [row[0] for row in cells(other)] == ["backward"], "another page has its own"
+    assert not other.select(".sphx-glr-footer")
     newer = a_row(project, "one", "one, forward", [131072, 1024], RATES, date="2027-01-01T00:00:00+00:00")
     keep(project, newer, known=read(project))
     page = shown(project, "recipes/things/one")
@@ -205,10 +205,10 @@ def test_many_runs_are_folded_and_nobody_has_an_empty_column(project: Project) -
         for number in range(1, 5)
     ]
     keep(project, *runs[:3])
-    assert not shown(project).select("details p > strong")
+    assert not shown(project).select("section#beside-other-libraries details details p > strong")
     keep(project, *runs)
     page = shown(project)
-    assert len(captions(page)) == len(page.select("details p > strong")) == 4
+    assert len(captions(page)) == len(page.select("section#beside-other-libraries details details p > strong")) == 4
     assert "Liger" not in page.select_one("table.libraries thead").text
 
 

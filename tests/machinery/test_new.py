@@ -26,6 +26,10 @@ COPIED = [
 ]
 COPIED += [f"gallery/first_steps/{name}" for name in ("GALLERY_HEADER.rst", "vector_add.py")]
 COPIED += ["docs/glossary.md", "docs/_static", "docs/_templates"]
+LINKED = {  # pages that the glossary links to
+    "gpu.md": "(program-block-thread)=\n(layouts-drawn)=\n# The GPU in one picture\n",
+    "guide/interpreter.md": "# The interpreter\n",
+}
 
 
 @pytest.fixture
@@ -38,6 +42,9 @@ def copy(tmp_path: Path) -> Path:
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, root / name)
+    (root / "docs" / "guide").mkdir()
+    for name, text in LINKED.items():
+        (root / "docs" / name).write_text(f"---\norphan: true\n---\n\n{text}")
     (root / "gallery" / "contents.toml").write_text('first_steps = ["vector_add"]\n')
     (root / "docs" / "index.md").write_text("# Copy\n\n```{toctree}\nrecipes/index\nglossary\n```\n")
     return root

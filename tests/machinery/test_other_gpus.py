@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from bs4 import BeautifulSoup
@@ -27,6 +28,7 @@ from triton_gallery.recipe.op import Op
 from triton_gallery.records.files import BadRecordError
 from triton_gallery.records.page_cache import Pages
 from triton_gallery.records.record_store import Records
+from triton_gallery.site import other_gpus
 
 GPU = {gpu.key: gpu for gpu in GPUS}
 HEAD = "import os\nimport triton\nimport triton.language as tl\n\n"
@@ -574,6 +576,51 @@ def test_the_kernels_of_the_op_count() -> None:
     assert both.verdict(gpu, Op("op", "An op", [], "@triton.jit\ndef _op_kernel():\n    pass\n")) == (FITS, "")
     assert both.verdict(gpu, None) == (FAILED, "first_kernel")
     assert both.verdict(gpu, Op("op", "An op without kernels", [], "")) == (FAILED, "first_kernel")
+
+
+def box(monkeypatch: pytest.MonkeyPatch, recorded: list[str], on: dict[str, list[str]]) -> tuple[str, list[str]]:
+    """Return the line of marks and the lines below it of an op, given its kernels and the GPUs that each is for."""
+    kernels = [Kernel(launch(name, {}), {key: fits() for key in keys}) for name, keys in on.items()]
+    op = Op("op", "An op", [], "".join(f"def {name}():\n    pass\n" for name in on))
+    monkeypatch.setattr(other_gpus, "kept", lambda *_: Targets("code", "an H200", "3.7.1", kernels))
+    monkeypatch.setattr(other_gpus, "op_of", lambda *_: op)
+    measured = [
+        SimpleNamespace(recipe="op", environment=SimpleNamespace(name=name, capability="9.0")) for name in recorded
+    ]
+    monkeypatch.setattr(other_gpus.page_context, "beside_libraries", lambda _: measured[1:])
+    (line,) = other_gpus.strip(None, SimpleNamespace(recipe=SimpleNamespace(key="op"), records=measured[:1]))
+    return line.astext(), [text.astext() for text in other_gpus.misfits(None, None)]
+
+
+def test_marks_tell_what_ran_and_what_was_only_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, _ = box(monkeypatch, ["NVIDIA H200"], {"_op_kernel": [*GPU]})
+    ran, compiled = (re.findall(r">([^<>]+)</span>", part) for part in line.split("Compiled, not run:"))
+    assert "Run on" in line
+    assert ran == ["H200"]
+    assert compiled == ["A100", "L4, RTX 40", "H100", "B200", "RTX 50", "MI300"]
+    line, _ = box(monkeypatch, [], {"_op_kernel": [*GPU]})
+    assert "Run on" not in line
+    assert "H100, H200</span>" in line
+    line, _ = box(monkeypatch, ["NVIDIA H200", "NVIDIA H100 80GB HBM3"], {"_op_kernel": ["sm_90"]})
+    assert "Run on H100, H200 " in re.sub("<.+?>", "", line), "the op was measured beside libraries"
+    line, _ = box(monkeypatch, ["NVIDIA H200"], {"_op_kernel": ["sm_90", "sm_100"]})
+    assert (
+        re.sub("<.+?>", "", line)
+        == "Run on H200 Compiled, not run: H100 B200 Not supported: A100 L4, RTX 40 RTX 50 MI300"
+    )
+
+
+def test_kernel_that_is_not_for_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that no GPU takes is left out."""
+    most = [key for key in GPU if key not in {"sm_89", "sm_120"}]
+    line, lines = box(monkeypatch, [], {"_op_kernel": [*GPU], "_op_backward_kernel": most, "_op_never_kernel": []})
+    assert 'class="target partly" title="not _op_backward_kernel">L4, RTX 40: 1 of 2 kernels</span>' in line
+    assert 'class="target fits" title="fits">A100</span>' in line
+    (text,) = lines
+    assert text.startswith(
+        "L4, RTX 40; RTX 50: with the launch recorded on an H200, 1 of 2 kernels is not meant for these GPUs: "
+    )
+    assert "_op_backward_kernel. " in text
 
 
 def test_bad_file_is_refused(project: Project, made: tuple[Recipe, Targets], tmp_path: Path) -> None:

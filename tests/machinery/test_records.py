@@ -6,7 +6,6 @@ No GPU is needed: a run that passed here is written as if a GPU had executed it.
 import json
 import re
 import subprocess
-import zipfile
 from base64 import b64decode
 from collections.abc import Callable
 from importlib.metadata import version
@@ -134,8 +133,6 @@ def test_record_is_shown_where_there_is_no_output(project: Project) -> None:
 def notebook(project: Project) -> list[list[dict]]:
     """Return the outputs of the recipe's notebook, as it is offered for download, by the cells of its page."""
     (path,) = (project.root / "_build" / "html" / "_downloads").glob("*/guarded.ipynb")
-    (zipped,) = path.parents[1].glob("*/guarded.zip")
-    assert zipfile.ZipFile(zipped).read(path.name) == path.read_bytes()
     content = nbformat.read(path, as_version=4)
     nbformat.validate(content)
     installs, *cells = [cell for cell in content.cells if cell.cell_type == "code"]
@@ -624,7 +621,6 @@ def test_bands_and_clocks_are_shown(project: Project) -> None:
     write_again(project, BANDED, LATER)
     project.build()
     page = BeautifulSoup(project.page("guarded"), "html.parser")
-    assert "A ring marks a size at which the GPU had to wait for the CPU" in page.select_one(".glance").text
     (shown,) = [box for box in page.select(".recorded") if box.svg]
     rows = [[cell.text.strip() for cell in row.select("td")] for row in shown.select("table.benchmark tbody tr")]
     assert rows == [

@@ -167,7 +167,7 @@ def test_theme_switch(page: Page, address: str) -> None:
 
 def test_copy_button_copies_the_code(page: Page, address: str) -> None:
     page.goto(f"{address}recipes/first_steps/vector_add.html")
-    page.locator("details.fold summary").first.click()
+    page.locator("details.fold:not(.glance *) summary").first.click()
     block = page.locator(".highlight-Python").first
     block.hover()
     block.locator("button.copybtn").click()
@@ -232,6 +232,7 @@ KINDS = [  # a page of each kind, and of what axe once found
     "recipes/xla/pytorch_xla.html",
     "performance.html",
     "targets.html",
+    "gpu.html",
     "glossary.html",
     "api.html",
     "search.html?q=tl.dot",
@@ -452,7 +453,7 @@ def test_contents_of_a_telephone_close(page: Page, address: str) -> None:
     """When they have led to a section, and on Escape."""
     page.set_viewport_size({"width": 390, "height": 844})
     page.goto(f"{address}recipes/fusion/softmax.html")
-    link = page.locator(".toc-drawer a", has_text="The benchmark")
+    link = page.locator(".toc-drawer a", has_text="The result")
     for leave in (link.click, lambda: page.keyboard.press("Escape")):
         page.get_by_role("button", name="This page").press("Enter")
         expect(link).to_be_in_viewport()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from project import ROOT
 
-from triton_gallery.site.cell_code import leading_imports, measuring, without_guards
+from triton_gallery.site.cell_code import leading_imports, measurements, measuring, without_guards
 
 KERNEL = """
 @triton.jit
@@ -98,6 +98,12 @@ def test_cells_that_only_measure_are_found() -> None:
 def test_clock_that_a_recipe_defines_is_no_measurement() -> None:
     own = "def gpu_time(calls):\n    return [perf_counter() for call in calls]\n"
     assert measuring([TIMES, own, TIMES]) == [True, False, False]
+
+
+def test_each_measurement_has_a_title_of_its_own() -> None:
+    sections = ["Softmax", "How fast?", "The benchmark", "The benchmark", "The op"]
+    titles = ["How fast?", "The benchmark, 1 of 2", "The benchmark, 2 of 2"]
+    assert [*measurements(sections, [False, True, True, True, False])] == titles
 
 
 def test_only_long_imports_are_folded() -> None:

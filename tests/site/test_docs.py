@@ -47,6 +47,12 @@ def test_file_tree_is_complete() -> None:
     assert missing <= {"docs/recipes/", "docs/ops/"}
 
 
+def test_faq_lists_its_questions() -> None:
+    contents, *questions = re.split(r"(?m)^(?=\([\w-]+\)=$)", (ROOT / "docs" / "faq.md").read_text())
+    anchors = [question[1:].partition(")")[0] for question in questions]
+    assert sorted(re.findall(r"\(#([\w-]+)\)", contents)) == sorted(anchors)
+
+
 def test_make_targets_are_real() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))

@@ -153,11 +153,9 @@ def test_box_names_what_there_is() -> None:
 
 
 def test_box_says_what_the_op_comes_to(page: BeautifulSoup, project: Project) -> None:
-    """On the lesson the chart and where it was made; on the op's page how it comes out beside each of the others."""
+    """On the lesson where it was made; on the op's page how it comes out beside each of the others."""
     box = page.select_one(".glance")
-    assert box.select_one(".legend > span").text == "GB/s"
-    assert {series.text.strip() for series in box.select(".legend .series")} == {"Triton", "PyTorch", "Roof"}
-    assert not box.select("table")
+    assert not box.select("table, .legend")
     text = " ".join(box.text.split())
     assert "Takes float16, bfloat16, float32, float64 · with a backward · deterministic" in text
     assert "GPU outputs recorded on Test GPU" in text
@@ -181,7 +179,7 @@ def test_path_leads_on_and_back(page: BeautifulSoup, project: Project) -> None:
 
 
 def test_opening_is_folded(page: BeautifulSoup) -> None:
-    fold = page.select_one("details.fold")
+    fold = page.select_one("details.fold:not(.glance *)")
     assert "def gpu_time(" in fold.text
     assert "def plain_kernel(" not in fold.text
     assert not fold.has_attr("open")

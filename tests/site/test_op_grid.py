@@ -3,17 +3,19 @@
 import re
 from itertools import groupby
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from docutils import nodes
 from msgspec import structs
-from project import ROOT
+from project import OPS, ROOT
+from sphinx.addnodes import pending_xref
 from test_verdict import H100, H200, SERIES, TABLE, item
 
 from triton_gallery.figures.ratios import headline
 from triton_gallery.recipe.contents import load, sections
 from triton_gallery.recipe.op import op_of
-from triton_gallery.site import index_cards, op_grid, performance
+from triton_gallery.site import index_cards, op_grid, page_context, performance
 from triton_gallery.site.pictures import COLORS, COLUMNS, ROWS, picture, pictures
 
 RECIPES = load(ROOT / "gallery")
@@ -26,7 +28,8 @@ def text(markup: nodes.Node) -> str:
 
 def test_speed_is_the_median_over_the_sizes() -> None:
     forward, backward = item(), item("backward, beside libraries")
-    assert text(op_grid._line(forward)) == "forward 2.00 \N{MULTIPLICATION SIGN} PyTorch, 0.50 of the roof"
+    times = "\N{MULTIPLICATION SIGN}"
+    assert text(op_grid._line(forward)) == f"forward 2.00 {times} PyTorch, 1.00 {times} best other, 0.50 of the roof"
     assert "--roof: 0.500" in op_grid._line(forward).astext()
     assert text(op_grid._line(backward)).startswith("backward 2.00")
     assert op_grid._conditions([forward, backward]) == "bfloat16, median of 3 sizes"
@@ -40,8 +43,33 @@ def test_one_size_is_named() -> None:
 
 
 def test_what_was_not_measured_is_left_out() -> None:
-    alone = structs.replace(TABLE, series={name: SERIES[name] for name in ("Triton", "Liger")}, p20={}, p80={})
-    assert text(op_grid._line(item(table=alone))) == "forward"
+    """The best other is, where PyTorch is the only one."""
+    alone, beside_pytorch = (
+        structs.replace(TABLE, series={name: SERIES[name] for name in ("Triton", other)}, p20={}, p80={})
+        for other in ("Liger", "PyTorch")
+    )
+    assert text(op_grid._line(item(table=alone))) == "forward 1.10 \N{MULTIPLICATION SIGN} best other"
+    assert text(op_grid._line(item(table=beside_pytorch))) == "forward 2.00 \N{MULTIPLICATION SIGN} PyTorch"
+
+
+def test_ops_to_learn_from_stand_apart() -> None:
+    """Last, each with an op to take instead, which is itself one to take."""
+    env = environment()
+    instead = op_grid.take_instead(env)
+    assert {*instead} == {"matmul", "tuned_matmul", "flash_attention_forward"}
+    assert {*instead.values()} <= {*OPS} - {*instead}
+    *_, title, tiles = op_grid.grid(env)
+    assert title.astext() == op_grid.TO_LEARN
+    names = [[link["reftarget"].rpartition("/")[2] for link in tile.findall(pending_xref)] for tile in tiles]
+    assert dict(names) == instead
+
+
+def test_sizes_have_the_notes_on_their_marks() -> None:
+    late = structs.replace(TABLE, cpu={"Triton": [9.0, 80.0, 9.0]}, cpu_bound={"Triton": [False, True, False]})
+    assert (
+        "CPU time of a call there, in microseconds: Triton 80 at two."
+        in performance._sizes(item(table=late))["notes"][0]
+    )
 
 
 def test_gpu_with_most_ops_is_first() -> None:
@@ -50,12 +78,17 @@ def test_gpu_with_most_ops_is_first() -> None:
     assert re.findall("<option>(.+?)</option>", op_grid.choice(op_grid.gpus(by_op)).astext()) == [H100.name, H200.name]
 
 
-def test_records_show_every_op_somewhere() -> None:
-    env = SimpleNamespace(
+def environment() -> Any:
+    """Return what stands in for Sphinx's environment."""
+    return SimpleNamespace(
         app=SimpleNamespace(confdir=ROOT),
         srcdir=ROOT / "docs",
         config=SimpleNamespace(sphinx_gallery_conf={"examples_dirs": "../gallery", "gallery_dirs": "recipes"}),
     )
+
+
+def test_records_show_every_op_somewhere() -> None:
+    env = environment()
     by_op = op_grid.speeds(env)
     assert list(by_op) == [op.name for recipe in RECIPES if (op := op_of(recipe))]
     for op, of_gpus in by_op.items():
@@ -79,6 +112,13 @@ def test_row_has_the_best_other_at_each_size() -> None:
     assert text(sizes[0]) == "3 sizes"
     assert 'aria-label="3 sizes of softmax"' in sizes[0].astext()
     assert op[0]["reftarget"] == "/ops/softmax"
+
+
+def test_captions_have_the_dtype() -> None:
+    pages = {page.recipe.name: page for page in page_context.recipe_pages(environment())}
+    assert pages["softmax"].dtype == pages["layer_norm"].dtype == "bfloat16"
+    assert pages["flash_attention"].dtype == "float16"
+    assert pages["topk"].dtype == "float32"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.key)

@@ -158,7 +158,7 @@ def test_without_scripts_the_first_step_is_the_scripts(browser: Browser, address
         context = browser.new_context(java_script_enabled=scripts)
         page = context.new_page()
         page.goto(address)
-        assert page.locator(".bar").first.is_visible() == scripts
+        assert page.locator(".bar").first.is_visible() == scripts, "its style needs `scripting`"
         visible = page.locator(".launch").locator("visible=true").count()
         assert visible == (len(figures) if scripts else len(traces(figures)))
         results.append(page.evaluate(texts))
@@ -192,7 +192,7 @@ def test_switch_between_launches(page: Page) -> None:
     figure = page.locator("figure.step-through").nth(2)
     figure.get_by_role("button", name="a race").click()
     expect(figure.locator(".launch").locator("visible=true")).to_have_count(1)
-    expect(figure.locator(".outcome").locator("visible=true")).to_contain_text("Result: wrong.")
+    expect(figure.locator(".outcome").locator("visible=true")).to_contain_text("After all programs: wrong.")
     figure.get_by_role("button", name="without the mask").click()
     figure.locator(".launch").nth(2).locator(".programs button").nth(2).click()
     figure.locator(".launch").nth(2).locator(".ln", has_text="tl.load").click()

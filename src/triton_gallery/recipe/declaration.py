@@ -77,6 +77,7 @@ class OfOp(Data, frozen=True):
         not_for: the GPUs that a kernel is not meant for, by its name, as `gpus.GPUS` calls them.
         only_with: the versions of Triton that a kernel is for alone, by its name, as a version specifier: "<3.9".
         longer: why the op takes more statements than an op has.
+        take_instead: the name of a faster op that does the same, where this one is there to learn from.
         step_through: the figures that step through its kernels.
     """
 
@@ -89,6 +90,7 @@ class OfOp(Data, frozen=True):
     not_for: dict[str, list[str]] = field(default_factory=dict)
     only_with: dict[str, str] = field(default_factory=dict)
     longer: str | None = None
+    take_instead: str = ""
     step_through: list[StepThrough] = field(default_factory=list)
 
     @property

@@ -86,6 +86,11 @@ class Table(Data, frozen=True):
         return [name for name in self.series if name.split(",")[0] == TRITON]
 
     @property
+    def judged(self) -> list[str]:
+        """The names of the series that ratios are of: the op's, or where no series is the op's alone, all of ours."""
+        return [TRITON] if TRITON in self.series else self.ours
+
+    @property
     def others(self) -> list[str]:
         """The names of what they are compared with."""
         return [name for name in self.series if name not in self.ours and name != ROOF]
@@ -107,12 +112,12 @@ class Table(Data, frozen=True):
 
     def ratio(self, index: int) -> float | None:
         """Return our best figure over the best other's."""
-        ours, other = self.best(self.ours, index), self.best(self.others, index)
+        ours, other = self.best(self.judged, index), self.best(self.others, index)
         return ours[1] / other[1] if ours and other else None
 
     def over(self, other: str, index: int) -> float | None:
         """Return our best figure over that of one series."""
-        ours, other_best = self.best(self.ours, index), self.best([other], index) if other in self.series else None
+        ours, other_best = self.best(self.judged, index), self.best([other], index) if other in self.series else None
         return ours[1] / other_best[1] if ours and other_best else None
 
     def band(self, name: str, index: int) -> tuple[float, float] | None:
@@ -122,13 +127,13 @@ class Table(Data, frozen=True):
 
     def is_tie(self, other: str, index: int) -> bool:
         """Return whether the bands of our best figure and of another's overlap, or one of the two is not known."""
-        ours = self.best(self.ours, index)
+        ours = self.best(self.judged, index)
         our_band, other_band = (self.band(name, index) for name in (ours[0] if ours else "", other))
         return our_band is None or other_band is None or (our_band[0] <= other_band[1] and other_band[0] <= our_band[1])
 
     def of_roof(self, index: int) -> float | None:
         """Return our best figure over the roof's."""
-        ours, roof = self.best(self.ours, index), self.series.get(ROOF, [])
+        ours, roof = self.best(self.judged, index), self.series.get(ROOF, [])
         return ours[1] / top if ours and roof and (top := roof[index]) else None
 
 

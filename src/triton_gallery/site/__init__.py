@@ -11,6 +11,7 @@ from triton_gallery.site import (
     api,
     crawlers,
     deferred,
+    drawings,
     execute_hook,
     formulas,
     freshness,
@@ -33,6 +34,7 @@ from triton_gallery.site import (
 
 DIRECTIVES = {
     "counts": home_counts.CountsDirective,
+    "drawing": drawings.DrawingDirective,
     "features-by-version": version_matrix.FeaturesDirective,
     "names": api.NamesDirective,
     "op": op_pages.OpDirective,

@@ -2,7 +2,8 @@
 
 import ast
 import textwrap
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 MAIN = "__name__ == '__main__'"
@@ -79,6 +80,20 @@ def measuring(codes: Iterable[str]) -> list[bool]:
         timers = {function.name for function in functions if answers[-1] and _called(function) & clocks}
         clocks = clocks - {function.name for function in functions} | timers
     return answers
+
+
+def measurements(sections: Sequence[str], measures: Sequence[bool]) -> Iterator[str]:
+    """Yield what each cell that measures is of: the title of its section, and which of several there it is.
+
+    Args:
+        sections: the title of each cell's section.
+        measures: whether it does nothing but measure.
+    """
+    titles = [title for title, is_one in zip(sections, measures, strict=True) if is_one]
+    seen = Counter[str]()
+    for title in titles:
+        seen[title] += 1
+        yield title if titles.count(title) == 1 else f"{title}, {seen[title]} of {titles.count(title)}"
 
 
 def _called(*trees: ast.AST) -> set[str]:

@@ -164,7 +164,7 @@ def _legend(table: Table, names: Sequence[str]) -> str:
     """Return the legend, with room for a size and for the rate of each series at it."""
     texts = {name: [figure(value) for value in values] for name, values in table.series.items()}
     digits = max((len(text) for values in texts.values() for text in values), default=0)
-    room = len(table.x) + len(" = ") + max(map(len, names))
+    room = len(table.x) + len(" = ") + max(map(len, names)) + 2  # some letters are wider than digits
     series = "".join(
         f'<span class="series{" roof" if name == ROOF else ""}" style="--color:{_color(table, name)}" '
         f'data-rates="{" ".join(values)}">{escape(name)} <b></b></span> '

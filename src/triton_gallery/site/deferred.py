@@ -17,6 +17,7 @@ from sphinx.application import Sphinx
 from triton_gallery.site.sphinx_internals import output_file
 
 LARGE = 3000  # characters of markup
+SUFFIXES = (".folded.js", ".folded.html")  # of the files beside a page
 FOLD = re.compile(r'(?s)(<details class="fold">\s*<summary>.*?</summary>)(.*)</details>')
 TAG = re.compile(r"<details\b|</details>")
 LINK = '<p class="deferred"><a href="{address}#fold-{number}">Read this part on a page of its own</a></p>'
@@ -46,7 +47,7 @@ def defer(app: Sphinx, page: str, template: str, context: dict[str, Any], _: obj
         return
     output = output_file(app, page)
     context["body"], parts = without_large_folds(context["body"], output.stem)
-    script_file, plain = output.with_suffix(".folded.js"), output.with_suffix(".folded.html")
+    script_file, plain = map(output.with_suffix, SUFFIXES)
     if not parts:
         script_file.unlink(missing_ok=True)
         plain.unlink(missing_ok=True)

@@ -17,16 +17,19 @@ from triton_gallery.execute.settings import read
 from triton_gallery.recipe.contents import lay_out, load
 from triton_gallery.records.page_cache import Pages
 from triton_gallery.records.record_store import Records
+from triton_gallery.site import deferred
 from triton_gallery.site.sphinx_internals import output_file
 
 logger = logging.getLogger(__name__)
 
 
 def remove(app: Sphinx, _env: object, _added: object, _changed: object, removed: set[str]) -> list[str]:
-    """Remove the HTML of documents that no longer exist; Sphinx leaves it."""
+    """Remove the HTML of documents that no longer exist, and the files beside it; Sphinx leaves them."""
     if app.builder.format == "html":
         for document in removed:
-            output_file(app, document).unlink(missing_ok=True)
+            page = output_file(app, document)
+            for suffix in (".html", *deferred.SUFFIXES, ".md"):
+                page.with_suffix(suffix).unlink(missing_ok=True)
     return []
 
 

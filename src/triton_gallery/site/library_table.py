@@ -12,7 +12,7 @@ from triton_gallery.site import page_context
 from triton_gallery.site.freshness import depends_on
 from triton_gallery.site.page_context import RecipePage
 from triton_gallery.site.panels import BACKWARD, FORWARD, Panel, figure_of
-from triton_gallery.site.render import add_section, figure, page_link, paragraph, titled, two_digits
+from triton_gallery.site.render import add_section, figure, folded, page_link, paragraph, titled, two_digits
 from triton_gallery.site.row_table import device_tables
 
 TITLE = "Beside other libraries"
@@ -22,6 +22,7 @@ def add_to_recipe(env: BuildEnvironment, document: nodes.document, page: RecipeP
     """Add a section with a recipe's rows, if there are any; if the op has a page, they are there."""
     depends_on(env, shown, page.recipe.key)
     if not page_context.op_of_page(env, page.recipe) and (rows := section(env, page.recipe)):
+        rows[1:] = folded("The same work through other libraries, and how it was measured", rows[1:], "stays")
         add_section(document, rows)
 
 

@@ -17,7 +17,6 @@ from triton_gallery.records.output_diff import STALE, Shown, pictures, ran_here,
 from triton_gallery.site.chart import png
 from triton_gallery.site.page_context import RecipePage, pages, recipe_page, site_address
 from triton_gallery.site.render import benchmark, clocks
-from triton_gallery.site.sphinx_internals import zip_downloads
 
 OURS = "install"  # the tag of cells that the page has not
 
@@ -70,7 +69,6 @@ def fill(app: Sphinx, _: nodes.document) -> None:
     filled = json.dumps(notebook, indent=1)
     if filled != text:  # a newer file would have every other site of this checkout read the page again
         replace(path, filled.encode())
-        zip_downloads(path.with_suffix(".py"), path)
 
 
 def _added_cells(app: Sphinx, page: RecipePage) -> Iterator[dict[str, Any]]:

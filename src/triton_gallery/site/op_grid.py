@@ -1,4 +1,4 @@
-"""How fast each op is on each GPU, as a grid: beside PyTorch and beside the roof, on the GPU that a reader chooses."""
+"""How fast each op is on the GPU that a reader chooses, as a grid: beside PyTorch, the best other and the roof."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,15 +10,19 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
 from triton_gallery.figures.ratios import Summary, headline, summaries
+from triton_gallery.recipe.declaration import declaration
 from triton_gallery.site import page_context, verdict
 from triton_gallery.site.freshness import depends_on
 from triton_gallery.site.render import html, of_gpu, op_link, paragraph, where
 
 PYTORCH = "PyTorch"
 UNMEASURED = "not measured on this GPU"
+TO_LEARN = "To learn from: plain ops that a faster one replaces"
+TAKE = "To take: "
 ABOUT = (
     "Above 1 the op is faster. A figure is the ratio of two medians of one run, and of several sizes the median. Times "
-    "are the GPU's, without the launch; PyTorch is eager here. The roof is a copy, an addition or a matrix product of "
+    "are the GPU's, without the launch. PyTorch is eager; the best other is at each size the fastest of PyTorch, "
+    "torch.compile and the libraries that were measured. The roof is a copy, an addition or a matrix product of "
     "the vendor's library with as many bytes or operations. Sizes at which the GPU had to wait for the CPU are left "
     "out. An op's page has the worst and the best size, and the CPU time of a call."
 )
@@ -65,18 +69,31 @@ def grid(env: BuildEnvironment) -> list[nodes.Node]:
     by_op, lessons = speeds(env), page_context.ops(env)
     names = gpus(by_op)
     grids: list[nodes.Node] = [choice(names)] if names else []
-    for section, ops in groupby(by_op, key=lambda op: lessons[op].split("/")[-2]):
-        tiles = [nodes.list_item("", *_tile(env, op, by_op[op], names)) for op in ops]
-        grids += [
-            nodes.rubric("", section.replace("_", " ").capitalize()),
-            nodes.bullet_list("", *tiles, classes=["op-grid"]),
-        ]
+    instead = take_instead(env)
+    to_take = [op for op in by_op if op not in instead]
+    by_section = groupby(to_take, key=lambda op: lessons[op].split("/")[-2])
+    groups = [(section.replace("_", " ").capitalize(), [*ops]) for section, ops in by_section]
+    groups.append((TO_LEARN, [op for op in by_op if op in instead]))
+    for title, ops in groups:
+        if ops:
+            tiles = [nodes.list_item("", *_tile(env, op, by_op[op], names, instead.get(op, ""))) for op in ops]
+            grids += [nodes.rubric("", title), nodes.bullet_list("", *tiles, classes=["op-grid"])]
     return grids
 
 
-def _tile(env: BuildEnvironment, op: str, of_gpus: dict[str, list[Summary]], names: Sequence[str]) -> list[nodes.Node]:
-    """Return the tile of an op: its name as a link, what it is, and for each GPU its speed."""
+def take_instead(env: BuildEnvironment) -> dict[str, str]:
+    """Return for each op that is there to learn from the op to take instead."""
+    recipes = page_context.recipes(env)
+    declared = {op: declaration(recipes[page].path, recipes[page].text) for op, page in page_context.ops(env).items()}
+    return {op: other for op, of_lesson in declared.items() if (other := of_lesson.of_op.take_instead)}
+
+
+def _tile(
+    env: BuildEnvironment, op: str, of_gpus: dict[str, list[Summary]], names: Sequence[str], instead: str
+) -> list[nodes.Node]:
+    """Return the tile of an op: its name as a link, what it is, what to take instead, and its speed on each GPU."""
     tile: list[nodes.Node] = [paragraph(op_link(op)), paragraph(page_context.op_title(env, op), classes=["about"])]
+    tile += [paragraph(TAKE, op_link(instead), classes=["sizes"])] if instead else []
     for name in names:
         main = of_gpus.get(name, [])
         lines = [*map(_line, main), paragraph(_conditions(main) if main else UNMEASURED, classes=["sizes"])]
@@ -85,10 +102,12 @@ def _tile(env: BuildEnvironment, op: str, of_gpus: dict[str, list[Summary]], nam
 
 
 def _line(item: Summary) -> nodes.Node:
-    """Return a line with a benchmark's ratio to PyTorch and to the roof, which its bar shows."""
+    """Return a line with a benchmark's ratio to PyTorch, to the best other and to the roof, which its bar shows."""
     over, roof = item.beside(PYTORCH), item.over(item.table.of_roof)
+    best = item.over(item.table.ratio) if item.table.others != [PYTORCH] else None
     bar = f' style="--roof: {min(roof.median, 1):.3f}"' if roof else ""
     figures = [f"<b>{over.median:.2f}</b> \N{MULTIPLICATION SIGN} PyTorch"] if over else []
+    figures += [f"<b>{best.median:.2f}</b> \N{MULTIPLICATION SIGN} best other"] if best else []
     figures += [f"<b>{roof.median:.2f}</b> of the roof"] if roof else []
     return html(f'<p class="speed"{bar}><span>{escape(_name(item))}</span> {", ".join(figures)}</p>')
 
@@ -115,4 +134,4 @@ def _sizes(item: Summary) -> str:
 
 def shown(env: BuildEnvironment) -> object:
     """Return what the grid shows; for `freshness.depends_on`."""
-    return speeds(env), [page_context.op_title(env, op) for op in page_context.ops(env)]
+    return speeds(env), take_instead(env), [page_context.op_title(env, op) for op in page_context.ops(env)]

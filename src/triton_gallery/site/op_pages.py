@@ -182,9 +182,15 @@ class OpDirective(SphinxDirective):
         return [
             nodes.meta("", name="description", content=description),
             *prose(about),
+            *self._instead(name),
             self._glance(name, page),
             *sections,
         ]
+
+    def _instead(self, name: str) -> list[nodes.Node]:
+        """Return a line on the op to take, if this one is there to learn from."""
+        other = op_grid.take_instead(self.env).get(name)
+        return [paragraph("This op is there to learn from. To take, ", op_link(other), " is faster.")] if other else []
 
     def _glance(self, name: str, page: RecipePage) -> nodes.Node:
         """Return the box: a summary of the records, a chart, the GPUs that the op fits, then how to get it."""
@@ -196,7 +202,7 @@ class OpDirective(SphinxDirective):
             box += paragraph(cpu)
         box += [
             *summary_box.declared(page),
-            *other_gpus.strip(self.env, page.recipe),
+            *other_gpus.strip(self.env, page),
             *version_matrix.strip(self.env, page.name, name),
             *other_gpus.misfits(self.env, page.recipe),
             *op_files.install_command(self.env),
@@ -282,8 +288,9 @@ def _panels(page: RecipePage, record: Record) -> Iterator[Panel]:
     gpu, stale = record.environment.name, render.older(record.is_fresh(page.recipe))
     for benchmark in sorted(tables, key=lambda table: table.name != main):
         kind = f"{benchmark.kind} " if benchmark.kind else ""
-        about = f"The chart: {kind}at the lesson's sizes. {recorded_on(record)}{stale}. "
-        caption = paragraph(about, page_link(page.name), " says in which dtype.", classes=["gpu-label"])
+        which = f"{kind}in {page.dtype}, at" if page.dtype else f"{kind}at"
+        recorded = f". {recorded_on(record)}{stale}."
+        caption = paragraph(f"The chart: {which} the sizes of ", page_link(page.name), recorded, classes=["gpu-label"])
         rings = [paragraph(RINGS)] if any(map(any, benchmark.cpu_bound.values())) else []
         yield Panel(about_table(benchmark, gpu), [html(chart(benchmark, f"At a glance, {gpu}: ")), *rings, caption])
 

@@ -20,6 +20,7 @@ from triton_gallery.compiled.gpus import GPUS, KIB, Gpu
 from triton_gallery.compiled.store import FAILED, FITS, TOO_LARGE, UNMEANT, Kernel, Targets, listing, load, load_texts
 from triton_gallery.compiled.table import COLUMNS, cells
 from triton_gallery.recipe.contents import Recipe
+from triton_gallery.recipe.device import Environment
 from triton_gallery.recipe.op import Op, op_of
 from triton_gallery.site import deferred, page_context
 from triton_gallery.site.freshness import depends_on
@@ -31,6 +32,7 @@ TITLE = "On other GPUs"
 SHARED = "shared_memory_per_block_optin"  # an op that has it in its text launches what fits, as a test holds
 STAGES = {False: ("ttgir", "ptx", "sass"), True: ("ttgir", "amdgcn")}
 SMALLER = "smaller launch"
+RAN, COMPILED, NOT_SUPPORTED = "Run on", "Compiled, not run:", "Not supported:"
 CLASSES = {FITS: "fits", TOO_LARGE: "too-large", FAILED: "fails", UNMEANT: "unmeant", SMALLER: "smaller"}
 
 
@@ -39,19 +41,50 @@ def kept(env: BuildEnvironment, recipe: Recipe) -> Targets | None:
     return load(Path(env.srcdir, "_compiled"), recipe)
 
 
-def strip(env: BuildEnvironment, recipe: Recipe, page: str = "") -> list[nodes.Node]:
-    """Return a line with a mark for each GPU and a link to the tables on a page; nothing if nothing was compiled."""
-    targets = kept(env, recipe)
+def strip(env: BuildEnvironment, page: RecipePage, address: str = "") -> list[nodes.Node]:
+    """Return a line with a mark for each GPU, those that the recipe ran on first; nothing if nothing was compiled.
+
+    It has a link to the tables of the page at an address.
+    """
+    targets, op = kept(env, page.recipe), op_of(page.recipe)
     if targets is None or not targets.kernels:
         return []
-    spans, op = [], op_of(recipe)
+    groups, ran_on = defaultdict[str, list[tuple[str, str, str]]](list), _ran_on(env, page)
     for gpu in GPUS:
-        word, names = targets.verdict(gpu, op)
-        if op and word == TOO_LARGE:
-            verdicts = (kernel.verdict(gpu) for kernel in targets.of(op))
-            word = SMALLER if all(_adapts(op, why) for verdict, why in verdicts if verdict == TOO_LARGE) else word
-        spans.append((CLASSES[word], names or word, gpu.name if word == FITS else f"{gpu.name} {word}"))
-    return [marks(f'<a href="{page}#{nodes.make_id(TITLE)}">Compiled for</a>', spans)]
+        cards, names = gpu.name.split(", "), [one.name for one in ran_on if one.capability == gpu.capability]
+        ran = [card for card in cards if any(card in name for name in names)]
+        rest = [card for card in cards if card not in ran]
+        is_compiled = targets.verdict(gpu, op)[0] != UNMEANT
+        for title, which in ((RAN, ran), (COMPILED if is_compiled else NOT_SUPPORTED, rest)):
+            if which:
+                groups[title].append(_mark(targets, gpu, op, ", ".join(which)))
+    link = f'<a href="{address}#{nodes.make_id(TITLE)}">{{}}</a>'
+    titles = [title for title in (RAN, COMPILED, NOT_SUPPORTED) if title in groups]
+    return [marks(*((link.format(title), groups[title]) for title in titles))]
+
+
+def _ran_on(env: BuildEnvironment, page: RecipePage) -> list[Environment]:
+    """Return what a recipe was recorded on, and its op was measured on beside other libraries."""
+    rows = page_context.beside_libraries(env)
+    of_op = [row.environment for row in rows if row.recipe == page.recipe.key]
+    return [*(record.environment for record in page.records), *of_op]
+
+
+def _mark(targets: Targets, gpu: Gpu, op: Op | None, label: str) -> tuple[str, str, str]:
+    """Return the mark of a kind of GPU, given its label: its class, its tooltip and the label with what to expect."""
+    word, names = targets.verdict(gpu, op)
+    if op and word == TOO_LARGE:
+        verdicts = (kernel.verdict(gpu) for kernel in targets.of(op))
+        word = SMALLER if all(_adapts(op, why) for verdict, why in verdicts if verdict == TOO_LARGE) else word
+    if word == UNMEANT:
+        return CLASSES[word], word, label
+    if word != FITS:
+        return CLASSES[word], names, f"{label} {word}"
+    kernels = [kernel for kernel in targets.of(op) or targets.kernels if kernel.on]
+    if left_out := [kernel.launch.kernel for kernel in kernels if gpu.key not in kernel.on]:
+        count = f"{len(kernels) - len(left_out)} of {len(kernels)} kernels"
+        return "partly", f"not {', '.join(left_out)}", f"{label}: {count}"
+    return CLASSES[FITS], FITS, label
 
 
 def misfits(env: BuildEnvironment, recipe: Recipe) -> list[nodes.Node]:
@@ -60,19 +93,33 @@ def misfits(env: BuildEnvironment, recipe: Recipe) -> list[nodes.Node]:
     if targets is None or op is None:
         return []
     gpus = defaultdict[tuple[str, str], list[str]](list)
-    for kernel in targets.of(op):
-        for gpu in GPUS:
+    left_out = defaultdict[tuple[str, ...], list[str]](list)
+    kernels = [kernel for kernel in targets.of(op) if kernel.on]
+    for gpu in GPUS:
+        for kernel in kernels:
             word, why = kernel.verdict(gpu)
             if word == TOO_LARGE:
                 gpus[kernel.launch.kernel, why].append(gpu.name)
+        names = tuple(kernel.launch.kernel for kernel in kernels if gpu.key not in kernel.on)
+        if len(names) < len(kernels) and names:
+            left_out[names].append(gpu.name)
+    launch = f"the launch recorded on {targets.launched_by}"
     lines: list[nodes.Node] = []
-    for (name, why), names in gpus.items():
-        launch, kernel_name = f"the launch recorded on {targets.launched_by}", nodes.literal("", name)
+    for (name, why), on in gpus.items():
+        kernel_name = nodes.literal("", name)
         parts: list[nodes.Node | str] = [kernel_name, f" does not run there at {launch}: {why}."]
         if _adapts(op, why):
             parts = [f"with {launch}, ", kernel_name, f" does not fit: {why}. "]
             parts.append("There the op chooses a smaller launch, which was not tried.")
-        lines.append(paragraph(nodes.emphasis("", f"{'; '.join(names)}: "), *parts))
+        lines.append(paragraph(nodes.emphasis("", f"{'; '.join(on)}: "), *parts))
+    for names, on in left_out.items():
+        listed = [part for name in names for part in (", ", nodes.literal("", name))][1:]
+        verb = "is" if len(names) == 1 else "are"
+        these = "this GPU" if len(on) == 1 else "these GPUs"
+        parts = [f"with {launch}, {len(names)} of {len(kernels)} kernels {verb} not meant for {these}: ", *listed]
+        parts += [". There the op launches it smaller or uses another kernel; that was not compiled. "]
+        parts += [nodes.reference("", "All kernels", refuri=f"#{nodes.make_id(TITLE)}", internal=True), "."]
+        lines.append(paragraph(nodes.emphasis("", f"{'; '.join(on)}: "), *parts))
     return lines
 
 
@@ -100,7 +147,7 @@ def section(env: BuildEnvironment, recipe: Recipe, of_op: bool | None = None) ->
     title = f"Registers, memory and instructions of each kernel{', and its code' if has_code else ''}"
     about = _about(targets, recipe, "../" if of_op else "../../")
     tables = [node for kernel in kernels for node in _tables(kernel, recipe, has_code)]
-    return titled(TITLE, *folded(title, [about, *tables])) if of_op else titled(TITLE, about, *folded(title, tables))
+    return titled(TITLE, *folded(title, [about, *tables]))
 
 
 def shown(env: BuildEnvironment, page: str = "") -> list[tuple[str, Targets, bool, bool]]:
@@ -159,14 +206,13 @@ def _limits() -> nodes.Node:
 
 def _about(targets: Targets, recipe: Recipe, up: str) -> nodes.paragraph:
     """Return the paragraph that explains the tables."""
-    than_this = "" if targets.is_fresh(recipe) else f"{older(False)} than this page's"
     return paragraph(
-        f"What Triton {targets.triton} makes of this page's kernels for GPUs that it was not run on{than_this}. "
+        f"Triton {targets.triton} compiled this page's kernels{older(targets.is_fresh(recipe))} for GPUs that are not "
+        "in this machine. "
         "Nothing was run or timed there. "
-        f"Of each kernel one launch is compiled, as {targets.launched_by} made it when it ran this page. "
-        "Where there were several, it is the one with 16-bit types; of these, with most arguments that 16 divides; "
-        "of these, with the largest tile. "
-        "The tables do not tell of other types and sizes, nor of what a launcher would choose on another GPU. ",
+        f"The tables show one launch of each kernel, of those that {targets.launched_by} made when it ran this page: "
+        "16-bit types if there were any, then the most arguments that 16 divides, then the largest tile. "
+        "Other types and sizes may compile differently, and a launcher may choose otherwise on another GPU. ",
         nodes.reference("", "How to read them", refuri=f"{up}guide/read.html#on-other-gpus", internal=True),
         ".",
     )

@@ -1,6 +1,7 @@
 """The recipe on a page, its runs and records, and what else pages need to know of the project."""
 
 import ast
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,15 @@ class RecipePage:
         source = self.record or self.run
         tables = [table for output in source.outputs for table in output.tables] if source else []
         return next((table for table in tables if table.name == MAIN), tables[-1] if tables else None)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the recipe's benchmarks: the first that is named above their code; empty if none is."""
+        on_gpu = (cell for cell in self.recipe.text.split("\n# %%\n") if 'DEVICE.type == "cuda"' in cell)
+        cells = (cell for cell in on_gpu if re.search(rf"\b{MAIN}(_\w+)? = ", cell))
+        prose = " ".join(line for cell in cells for line in cell.splitlines() if line.startswith("# "))
+        named = re.search(r"\bb?float(16|32|64)\b", prose)
+        return named[0] if named else ""
 
     @property
     def declared(self) -> Declaration:

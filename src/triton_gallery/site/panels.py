@@ -12,7 +12,7 @@ from docutils import nodes
 from triton_gallery.recipe.tables import Table
 from triton_gallery.site.render import html
 
-KINDS = {"gpu": "GPU", "direction": "Direction", "dtype": "Dtype", "variant": "Workload"}
+KINDS = {"gpu": "GPU", "direction": "Direction", "dtype": "Dtype", "variant": "Workload", "layout": "Layout"}
 FORWARD, BACKWARD = "forward", "backward"
 UNNAMED = "default"  # a workload without a name
 

@@ -109,6 +109,8 @@ def write(app: Sphinx) -> None:
         writer.writerows(recorded["figures"])
     folder, rows = out / SIZES, page_context.beside_libraries(env)
     folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.js"):
+        old.unlink()
     for op, page in page_context.ops(env).items():
         tables: dict[str, list[dict[str, Any]]] = {}
         items = summaries(records.of(recipes[page]), rows, recipes[page])
@@ -119,8 +121,9 @@ def write(app: Sphinx) -> None:
 
 
 def _sizes(item: Summary) -> dict[str, Any]:
-    """Return a benchmark as a table, for JSON."""
+    """Return a benchmark as a table and the notes below it, for JSON."""
     frame = render.benchmark(item.table)
     where = "the lesson's sizes" if item.is_page else BESIDE
     words = dict.fromkeys([*label(item).split(", "), item.dtype, where, item.date[:10]])
-    return {"title": ", ".join(filter(None, words)), "columns": frame.columns, "rows": frame.rows}
+    title = ", ".join(filter(None, words))
+    return {"title": title, "columns": frame.columns, "rows": frame.rows, "notes": render.clocks(item.table)}

@@ -19,7 +19,7 @@ def lines(page: RecipePage, run: Run) -> list[nodes.paragraph]:
     if run.missing:
         shown = [_line("Not executed where this page was built, which lacks ", ", ".join(run.missing), [])]
     else:
-        facts = [*_software(environment, run.packages), run.date[:10], f"page made in {run.seconds:.0f} s"]
+        facts = [*_software(environment, run.packages), run.date[:10]]
         if not environment.is_gpu:
             facts[-1] += "; no kernel is timed here"
         shown = [_line("Executed by ", environment.name, facts)]

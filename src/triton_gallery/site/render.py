@@ -10,13 +10,11 @@ from docutils import nodes
 from sphinx import addnodes
 
 from triton_gallery.figures.ratios import Summary
-from triton_gallery.recipe.cells import is_footer
 from triton_gallery.recipe.outputs import Frame
 from triton_gallery.recipe.tables import ROOF, Table
 
-AFTER = "Go further"  # the section of a recipe that follows its figures
 LATE = "\N{DAGGER}"  # stands at a figure that the CPU decided
-WAITED = "the GPU had to wait for the CPU, so the figure is partly the CPU's"
+WAITED = "the GPU had to wait for the CPU in a fifth of the calls or more, so the figure may be partly the CPU's"
 RINGS = f"A ring marks a size at which {WAITED}."
 
 Parts = str | nodes.Node | Sequence[str | nodes.Node]  # of a line of text
@@ -57,10 +55,13 @@ def of_gpu(device: str, shown: Iterable[nodes.Node], hidden: bool = False) -> li
     return [html(f'<div data-gpu="{escape(device)}"{" hidden" if hidden else ""}>'), *shown, html("</div>")]
 
 
-def marks(link: str, spans: Iterable[tuple[str, str, str]]) -> nodes.raw:
-    """Return a line with a link and marks; each mark has a class, a tooltip and a label."""
-    markup = (f'<span class="target {kind}" title="{escape(about)}">{label}</span>' for kind, about, label in spans)
-    return html(f'<p class="targets">{link} {" ".join(markup)}</p>')
+def marks(*groups: tuple[str, Iterable[tuple[str, str, str]]]) -> nodes.raw:
+    """Return a line of groups, each a text and its marks; each mark has a class, a tooltip and a label."""
+    parts = []
+    for text, spans in groups:
+        markup = (f'<span class="target {kind}" title="{escape(about)}">{label}</span>' for kind, about, label in spans)
+        parts.append(f"{text} {' '.join(markup)}")
+    return html(f'<p class="targets">{" ".join(parts)}</p>')
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Parts]], *classes: str) -> nodes.Node:
@@ -126,16 +127,9 @@ def _prose_part(text: str) -> nodes.Node | str:
 
 
 def add_section(document: nodes.document, section: nodes.section) -> None:
-    """Add a section to a recipe's page: before "Go further" or the downloads, else at the end."""
-    sections = list(document.findall(nodes.section))
-    ends = [(parent, node) for parent in sections for node in parent if _is_end(node)]
-    parent, end = ends[0] if ends else (sections[0], None)
-    parent.insert(parent.index(end) if end else len(parent), section)
-
-
-def _is_end(node: nodes.Node) -> bool:
-    """Whether a child of a section is "Go further" or the downloads."""
-    return node[0].astext() == AFTER if isinstance(node, nodes.section) else is_footer(node)
+    """Add a section at the end of a page."""
+    page = next(document.findall(nodes.section))
+    page += section
 
 
 def benchmark(table: Table) -> Frame:
@@ -162,10 +156,20 @@ def clocks(table: Table) -> list[str]:
     """Return notes on a benchmark's clocks."""
     notes = []
     if any(map(any, table.cpu_bound.values())):
-        notes.append(f"{LATE}, in the chart a ring: {WAITED}.")
+        marked = "; ".join(filter(None, (_cpu_where_late(table, name) for name in table.cpu_bound)))
+        there = f" CPU time of a call there, in microseconds: {marked}." if marked else ""
+        notes.append(f"{LATE}, in the chart a ring: {WAITED}.{there}")
     if times := cpu_times(table):
         notes.append(f"CPU time of a call, median over the sizes, in microseconds: {times}.")
     return notes
+
+
+def _cpu_where_late(table: Table, name: str) -> str:
+    """Return the CPU time of a series at each size at which the GPU had to wait for it; empty if it is not known."""
+    times = enumerate(table.cpu.get(name, []))
+    late = [(index, time) for index, time in times if time is not None and table.is_cpu_bound(name, index)]
+    at = ", ".join(f"{time:.0f} at {size(table.xs[index])}" for index, time in late)
+    return f"{name} {at}" if at else ""
 
 
 def cpu_times(table: Table, without: str = "") -> str:

@@ -7,13 +7,15 @@ change the number. `execute/recipe_process.py` and `execute/scraper.py` call sph
 """
 
 import re
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from docutils import nodes
+from furo import get_pygments_stylesheet
 from sphinx.application import Sphinx
+from sphinx.builders.html._assets import _CascadingStyleSheet, _JavaScript
 from sphinx_gallery.py_source_parser import extract_file_config
-from sphinx_gallery.utils import zip_files
 
 READ_IN = {  # the version of each package in which its part below was read
     "furo": "2025.12.19",
@@ -40,8 +42,9 @@ LANDMARKS = {
 }
 
 # Files that these packages have each page load and that none needs: gallery.css and filter.js do what sphinx-gallery's
-# do
+# do, and keyboard.js what doctools.js does
 UNUSED_FILES = {
+    "doctools.js",
     "sg-tags.js",
     "sg_gallery-binder.css",
     "sg_gallery-dataframe.css",
@@ -49,17 +52,18 @@ UNUSED_FILES = {
     "sg_gallery.css",
     "sphinx_highlight.js",  # what Sphinx's own search found
 }
-NEEDED_FOR = {  # what has to stand in a page for a file to be loaded; the page's other files are loaded always
-    **dict.fromkeys(("clipboard.min.js", "copybutton.css", "copybutton.js", "pygments.css"), 'class="highlight'),
-    **dict.fromkeys(("chart.css", "chart.js"), '<figure class="panels"'),
-    **dict.fromkeys(("step_through.css", "step_through.js"), '<figure class="step-through"'),
+# A pattern of what has to stand in a page for a script to be loaded; the page's other scripts are loaded always
+NEEDED_FOR = {
+    **dict.fromkeys(("documentation_options.js", "clipboard.min.js", "copybutton.js"), 'class="highlight'),
+    "chart.js": '<figure class="panels"',
+    "step_through.js": '<figure class="step-through"',
     "filter.js": 'class="filters"',
-    "op_grid.css": 'class="op-grid',
-    "gpu_choice.js": 'class="gpu-choice"',
+    "gpu_choice.js": 'class="gpu-choice"|data-kind="gpu"',
     "listing.js": 'class="listing"',
     "performance.js": "sortable",
     "take.js": 'class="take"',
 }
+STYLES = "_static/all.css"  # all style files in one
 
 # sphinx-gallery
 BEFORE_SPHINX_GALLERY = 400  # the priority of what has to happen at "builder-inited" before it assembles the pages
@@ -106,11 +110,6 @@ def topics(script: str) -> list[str]:
     return tags
 
 
-def zip_downloads(script: Path, notebook: Path) -> None:
-    """Write the zip of a recipe's downloads again, as sphinx-gallery does."""
-    zip_files([script, notebook], script.with_suffix(".zip"), script.parent)
-
-
 def is_data_frame(node: nodes.Node) -> bool:
     """Whether a node has the markup that pandas gives sphinx-gallery for a data frame."""
     return isinstance(node, nodes.raw) and "dataframe" in node.astext()
@@ -139,12 +138,29 @@ def _name_landmarks(markup: str) -> str:
 
 
 def choose_files(app: Sphinx, page: str, template: str, context: dict[str, Any], _: object) -> None:
-    """Remove scripts and styles from a page that they would do nothing on."""
+    """Leave a page the scripts that do something on it, all deferred, and one style file.
+
+    A browser paints nothing before it has each style file and each script that is not deferred.
+    """
     body = context.get("body", "")
-    for files in (context["script_files"], context["css_files"]):
-        names = [PurePosixPath(str(file.filename)).name for file in files]
-        files[:] = [
-            file
-            for file, name in zip(files, names, strict=True)
-            if name not in UNUSED_FILES and NEEDED_FOR.get(name, "") in body
-        ]
+    context["script_files"] = [
+        _JavaScript(file.filename, priority=file.priority, **{**file.attributes, "defer": "defer"})
+        for file in context["script_files"]
+        if _name(file) not in UNUSED_FILES and re.search(NEEDED_FOR.get(_name(file), ""), body)
+    ]
+    styles = sorted(context["css_files"], key=lambda file: file.priority)
+    _join_styles(Path(app.outdir), *(str(file.filename) for file in styles if _name(file) not in UNUSED_FILES))
+    context["css_files"] = [_CascadingStyleSheet(STYLES)]
+
+
+def _name(file: _CascadingStyleSheet | _JavaScript) -> str:
+    return PurePosixPath(str(file.filename)).name
+
+
+@cache  # the first page is written before the processes that write the others start
+def _join_styles(site: Path, *names: str) -> None:
+    """Write the text of the site's style files into one; furo writes that of code at the end of a build."""
+    code = "_static/pygments.css"
+    texts = [get_pygments_stylesheet() if name == code else (site / name).read_text("utf-8") for name in names]
+    joined = re.sub(r"/\*# sourceMappingURL=.*?\*/", "", "\n".join(texts))
+    (site / STYLES).write_text(joined, encoding="utf-8")

@@ -20,13 +20,14 @@ from triton_gallery.step_through.trace import Access, Figure, Step, Tensor, Trac
 CELL, LABEL, NAME, GAP = 20, 14, 18, 8  # pixels: height of a cell, room for row or column numbers, a name, between
 CHARACTER, PADDING = 6.7, 5  # pixels, of the text in a cell
 NARROWEST = 20
+COLOURS = 8  # of programs
 HATCH = (  # once on a page: the style names it
     '<svg class="hatch" width="0" height="0" aria-hidden="true"><pattern id="step-hatch" width="6" height="6" '
     'patternUnits="userSpaceOnUse"><path d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5"/></pattern></svg>'
 )
 KINDS = {"load": "ld", "store": "st", "atomic": "st"}
 BAR = (
-    '<div class="bar" hidden><button type="button" class="previous" aria-label="Previous step">‹</button>'
+    '<div class="bar"><button type="button" class="previous" aria-label="Previous step">‹</button>'
     '<button type="button" class="play" aria-pressed="false">▶ Play</button>'
     '<button type="button" class="next" aria-label="Next step">›</button><div class="track">'
     '<input type="range" min="0" max="1" value="0" aria-label="Step of {kernel}">'
@@ -50,11 +51,15 @@ def drawing(figure: Figure) -> str:
         f'<button type="button" aria-pressed="{str(not number).lower()}">{_code(trace.label)}</button>'
         for number, trace in enumerate(figure.traces)
     )
-    switch = f'<div class="switches" hidden><div role="group" aria-label="Launch">{buttons}</div></div>'
-    launches = "".join(_Launch(trace, figure.layout).html(several) for trace in figure.traces)
+    switch = f'<div class="switches"><div role="group" aria-label="Launch">{buttons}</div></div>'
+    launches = "".join(
+        _Launch(trace, figure.layout).html(number == 0, several) for number, trace in enumerate(figure.traces)
+    )
+    # The data last: launches that look alike are close to each other then, which halves what is transferred
+    data = "".join(f'<script type="application/json">{_data(trace)}</script>' for trace in figure.traces)
     return (
         f'<figure class="step-through" data-kernel="{escape(figure.kernel)}">'
-        f"{switch if several else ''}{launches}<figcaption>{_code(figure.caption)}</figcaption></figure>"
+        f"{switch if several else ''}{launches}<figcaption>{_code(figure.caption)}</figcaption>{data}</figure>"
     )
 
 
@@ -101,7 +106,7 @@ class _Launch:
             if is_now:
                 self.classes |= {("r", register, cell): "new" for cell in range(len(values))}
 
-    def html(self, has_title: bool) -> str:
+    def html(self, is_first: bool, has_title: bool) -> str:
         """Return the launch as HTML."""
         trace, now = self.trace, self.mine[self.start]
         program = trace.programs[trace.start[0]]
@@ -113,19 +118,32 @@ class _Launch:
         parts = [
             f'<p class="launch-title"><b>{_code(trace.label)}</b></p>' if has_title else "",
             BAR.format(kernel=escape(trace.kernel)),
-            '<div class="programs" hidden role="group" aria-label="Which program"></div>',
+            self._programs(),
             f'<p class="sentence" role="status"><b>{escape(name)}.</b> {_code(now.sentence)}</p>',
             f'<div class="highlight source"><pre tabindex="0">{self._source(now)}</pre></div>',
             f'<div class="memory"><b class="head">Memory</b>{self._tensors()}</div>',
             f'<div class="registers"><b class="head">In the program’s registers</b>{registers}</div>',
             f'<div class="foot"><p class="key">{self._legend()}</p>',
             '<output class="hover" aria-hidden="true"></output></div>',
-            f'<p class="outcome {outcome}"><b>Result: {outcome}.</b> {_code(trace.verdict)}{race}</p>',
-            f"<details><summary>The steps of {escape(name[0].lower() + name[1:])} as text</summary>",
+            f'<p class="outcome {outcome}"><b>After all programs: {outcome}.</b> {_code(trace.verdict)}{race}</p>',
+            f"<details><summary>The steps of <span>{escape(name[0].lower() + name[1:])}</span> as text</summary>",
             f"<ol>{steps}</ol></details>",
-            f'<script type="application/json">{_data(trace)}</script>',
         ]
-        return f'<div class="launch">{"".join(parts)}</div>'
+        return f'<div class="launch{" chosen" if is_first else ""}">{"".join(parts)}</div>'
+
+    def _programs(self) -> str:
+        """Return buttons that choose a program, or all."""
+        trace = self.trace
+        if len(trace.programs) == 1:
+            return ""
+        names = dict(enumerate(trace.programs))
+        names[-1] = f"all, {trace.at_once} at once" if trace.at_once < len(trace.programs) else "all at once"
+        buttons = "".join(
+            f'<button type="button" value="{number}" class="pg{number % COLOURS if number >= 0 else ""}" '
+            f'aria-pressed="{str(number == trace.start[0]).lower()}">{escape(name)}</button>'
+            for number, name in names.items()
+        )
+        return f'<div class="programs" role="group" aria-label="Which program"><span>Program</span>{buttons}</div>'
 
     def _source(self, now: Step) -> str:
         """Return the kernel's lines; the statement that ran is marked, and what touches memory has a coloured edge."""
@@ -152,7 +170,8 @@ class _Launch:
             "out": not any(access.outside for access in accesses),
         }
         shown = {kind: words for kind, words in LEGEND.items() if not missing.get(kind)}
-        return " ".join(f'<span><i class="{kind}"></i>{words}</span>' for kind, words in shown.items())
+        spans = [f'<span><i class="{kind}"></i>{words}</span>' for kind, words in shown.items()]
+        return " ".join([*spans, "<span>dots below the slider: steps that touch memory</span>"])
 
     def _tensors(self) -> str:
         """Return all tensors, side by side or laid out as a product."""
@@ -233,13 +252,14 @@ def _data(trace: Trace) -> str:
     """Return what the script needs, as JSON: sentences and accesses that repeat stand once."""
     sentences: dict[str, int] = {}
     accesses: dict[str, int] = {}
-    steps = []
+    lines: dict[tuple[int, int], int] = {}
+    steps: list[list[object]] = [[] for _ in trace.programs]
     for step in trace.steps:
         texts = [json.dumps(_access(access), ensure_ascii=False, separators=(",", ":")) for access in step.accesses]
         numbers = [accesses.setdefault(text, len(accesses)) for text in texts]
         values = [[number, *texts] for number, texts in step.values.items()]
-        sentence = sentences.setdefault(step.sentence, len(sentences))
-        steps.append([step.program, *step.lines, numbers, values, sentence])
+        known = [lines.setdefault(step.lines, len(lines)), sentences.setdefault(step.sentence, len(sentences))]
+        steps[step.program].append(_shortened([*known, numbers, values]))
     data = {
         "programs": trace.programs,
         "atOnce": trace.at_once,
@@ -248,6 +268,7 @@ def _data(trace: Trace) -> str:
         "tensors": [_named(trace, number) for number in range(len(trace.tensors))],
         "registers": [[register.name, register.shape] for register in trace.registers],
         "accesses": [json.loads(text) for text in accesses],
+        "lines": [*lines],
         "steps": steps,
         "sentences": [*sentences],
     }
@@ -262,10 +283,14 @@ def _named(trace: Trace, number: int) -> list[object]:
 
 
 def _access(access: Access) -> list[object]:
-    lists = [access.cells, access.masked, access.outside, access.values]
-    while lists and not lists[-1]:
-        lists.pop()
-    return [KINDS[access.kind], access.tensor, *lists]
+    return _shortened([KINDS[access.kind], access.tensor, access.cells, access.masked, access.outside, access.values])
+
+
+def _shortened(values: list[object]) -> list[object]:
+    """Return values without empty lists at the end."""
+    while values[-1] == []:
+        values.pop()
+    return values
 
 
 def _width(longest: int) -> float:

@@ -13,10 +13,8 @@ from triton_gallery.figures.ratios import Summary
 from triton_gallery.recipe.cells import cells
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.site import library_table, op_files, other_gpus, page_context, provenance, verdict, version_matrix
-from triton_gallery.site.chart import chart
 from triton_gallery.site.page_context import RecipePage
-from triton_gallery.site.panels import Panel, figure_of
-from triton_gallery.site.render import RINGS, html, older, op_link, page_link, paragraph, table, where
+from triton_gallery.site.render import folded, html, older, op_link, page_link, paragraph, table, where
 from triton_gallery.site.sphinx_internals import DOWNLOAD_NOTE
 
 GITHUB = "https://github.com/"
@@ -33,13 +31,20 @@ def add_box(env: BuildEnvironment, document: nodes.document, page: RecipePage) -
             note.parent.remove(note)
     op = page_context.op_of_page(env, page.recipe)
     strip = nodes.container("", *provenance.lines(page, page.run), classes=["recipe-strip"])
-    box = nodes.container("", nodes.rubric("", "At a glance"), classes=["glance"])
+    box = nodes.container("", classes=["glance"])
     box += [
-        *(_of_lesson(env, page, op) if op else _measured(env, page)),
-        *declared(page),
-        *other_gpus.strip(env, page.recipe, f"../../ops/{op}.html" if op else ""),
-        *version_matrix.strip(env, page.name),
-        strip,
+        *(_of_lesson(env, page, op) if op else []),
+        *folded(
+            "Where it runs, and what was measured where",
+            [
+                *([] if op else _measured(env, page)),
+                *declared(page),
+                *other_gpus.strip(env, page, f"../../ops/{op}.html" if op else ""),
+                *version_matrix.strip(env, page.name),
+                strip,
+            ],
+            "stays",
+        ),
         _downloads(env, page, document),
         _neighbours(env, page),
     ]
@@ -48,30 +53,19 @@ def add_box(env: BuildEnvironment, document: nodes.document, page: RecipePage) -
 
 
 def _measured(env: BuildEnvironment, page: RecipePage) -> Iterator[nodes.Node]:
-    """Yield the chart of a recipe, a table of its ratios to the best other, and the CPU time of a call."""
+    """Yield a table of its ratios to the best other, and the CPU time of a call."""
     items, record = page_context.benchmarks(env, page), page.record
     if record is None or page.table is None or not items:
         return
-    yield from main_chart(page)
     yield ratios([item for item in items if item.environment.name == record.environment.name])
     if cpu := verdict.cpu(page, items):
         yield paragraph(cpu)
 
 
-def main_chart(page: RecipePage) -> Iterator[nodes.Node]:
-    """Yield the chart of the op's recorded benchmark, and what a ring in it means."""
-    benchmark = page.table if page.record else None
-    if benchmark:
-        yield from figure_of([Panel({}, [html(chart(benchmark, "At a glance: "))])])
-        if any(map(any, benchmark.cpu_bound.values())):
-            yield paragraph(RINGS)
-
-
 def _of_lesson(env: BuildEnvironment, page: RecipePage, op: str) -> Iterator[nodes.Node]:
-    """Yield the chart of an op, and a link to its page; old addresses of sections that moved there lead to the link."""
+    """Yield a link to the page of an op; old addresses of sections that moved there lead to the link."""
     moved = [nodes.make_id(library_table.TITLE)]
     moved += [] if other_gpus.section(env, page.recipe, of_op=False) else [nodes.make_id(other_gpus.TITLE)]
-    yield from main_chart(page)
     has = ", has its signature, its figures beside other libraries, what it compiles to, and its source."
     yield paragraph("The page of the op, ", op_link(op), has, ids=moved, classes=["op-page"])
 
@@ -150,6 +144,6 @@ def _neighbours(env: BuildEnvironment, page: RecipePage) -> nodes.paragraph:
     order = list(page_context.recipes(env))
     place = order.index(page.name)
     links = paragraph(classes=["recipe-path"])
-    for word, neighbours in (("Before: ", order[:place][-1:]), ("Next: ", order[place + 1 :][:1])):
+    for word, neighbours in (("Previous: ", order[:place][-1:]), ("Next: ", order[place + 1 :][:1])):
         links += [nodes.inline("", word, page_link(name)) for name in neighbours]
     return links

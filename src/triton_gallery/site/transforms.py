@@ -1,5 +1,7 @@
 """What is changed on pages when they are read, and in which order. One transform makes all changes."""
 
+from html import escape
+
 from docutils import nodes
 from sphinx.environment import BuildEnvironment
 from sphinx.transforms import SphinxTransform
@@ -23,6 +25,13 @@ from triton_gallery.site.page_context import RecipePage
 from triton_gallery.site.render import folded, paragraph
 
 
+def remove_downloads(env: BuildEnvironment, document: nodes.document, page: RecipePage) -> None:
+    """Remove sphinx-gallery's links to downloads at the end of a page whose box has them."""
+    if page.run is not None:
+        for footer in [node for node in document.findall(nodes.container) if is_footer(node)]:
+            footer.parent.remove(footer)
+
+
 def fold_answers(env: BuildEnvironment, document: nodes.document, page: RecipePage) -> None:
     """Fold what follows the title "Answers", so that a reader can try first."""
     for section in list(document.findall(nodes.section)):
@@ -38,6 +47,7 @@ def fold_cells(env: BuildEnvironment, document: nodes.document, page: RecipePage
     """
     op, found = page_context.op_of_page(env, page.recipe), cells(document)
     measures = [False, *cell_code.measuring(cell.code.astext() for cell in found[1:])]
+    titles = cell_code.measurements([cell.code.parent[0].astext() for cell in found], measures)
     for number, cell in enumerate(found):
         section, code = cell.code.parent, cell.code.astext()
         shown, gpu_only = cell_code.without_guards(code)
@@ -46,13 +56,13 @@ def fold_cells(env: BuildEnvironment, document: nodes.document, page: RecipePage
         block: list[nodes.Node] = [cell.code]
         if number == 0:
             helpers = any(helper in code for helper in ("def gpu_time(", "def statements(", "class Traffic("))
-            block = folded("Imports, the device, and what measures" if helpers else "Imports and the device", block)
+            block = folded("Imports, device and measurement helpers" if helpers else "Imports and device", block)
         elif op and f"\n{op.upper()}{SUFFIX} = " in f"\n{code}":
             block = folded(f"The op: {len(code.splitlines())} lines of code", block)
         elif measures[number]:
             section.remove(cell.code)
             section.insert(section.index([cell.start, *cell.outputs][-1]) + 1, cell.code)
-            block = folded("How this was measured", block)
+            block = folded(f"How this was measured: {escape(next(titles))}", block)
         elif imports:
             lines, head = shown.splitlines(), cell.code.deepcopy()
             _show_code(head, "\n".join(lines[:imports]))
@@ -76,12 +86,13 @@ ON_RECIPE_PAGES = (
     summary_box.add_box,  # first: it takes the links of the downloads as sphinx-gallery wrote them
     recorded_outputs.show_outputs,
     fold_answers,
-    # Each of these sections is put last, but before "Go further".
+    # Each of these sections is put last.
     library_table.add_to_recipe,
     other_gpus.add_to_recipe,
     version_table.add_to_recipe,  # a sentence at the end of the section of `library_table`, if that is there
     fold_cells,  # late: the others find the cells and what these put out side by side
-    step_through.add_figures,  # last: a figure is no output of a cell
+    step_through.add_figures,  # after that: a figure is no output of a cell
+    remove_downloads,  # last: others find the end of a page by them
 )
 
 

@@ -36,7 +36,7 @@ def strip(env: BuildEnvironment, page: str, op: str = "") -> list[nodes.Node]:
     """
     depends_on(env, marks_shown, page, op)
     spans, up = marks_shown(env, page, op), "../" if op else "../../"
-    return [marks(f'<a href="{up}{PAGE}.html">Runs with Triton</a>', spans)] if spans else []
+    return [marks((f'<a href="{up}{PAGE}.html">Runs with Triton</a>', spans))] if spans else []
 
 
 def marks_shown(env: BuildEnvironment, page: str, op: str) -> list[tuple[str, str, str]]:
