@@ -9,7 +9,7 @@ WORKLOADS = [
     Workload(
         "first_steps/row_sum",
         variant="float32",
-        ours=attrgetter("sum_row"),
+        ours=attrgetter("sum_rows"),
         torch=lambda torch: lambda x: torch.sum(x, -1),
         shapes=[(4096, 4096), (2**20, 16), (1, 2**24), (128, 131072), (65536, 1024)],
         inputs=lambda random, shape: (random(shape),),

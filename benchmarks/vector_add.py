@@ -16,14 +16,4 @@ WORKLOADS = [
         backward=None,
         dtype="float32",
     ),
-    Workload(
-        "first_steps/vector_add",
-        variant="bfloat16",
-        ours=attrgetter("add"),
-        torch=attrgetter("add"),
-        shapes=[(10_000_000,), (10_000_001,)],
-        inputs=lambda random, shape: (random(shape), random(shape)),
-        forward=ADD,
-        backward=None,
-    ),
 ]

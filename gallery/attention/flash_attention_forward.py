@@ -9,22 +9,53 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = false
 # deterministic = true
+# take_instead = "hopper_attention"
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "one_query_kernel"
+# caption = """
+# Four scores in two blocks. The second block raises m from 2 to 3. So rescale
+# is 0.5: total and acc are halved before the second block is added."""
+# registers = ["s", "v", "m", "m_new", "p", "rescale", "total", "acc"]
+# inputs.s = "torch.tensor([1.0, 2.0, 1.0, 3.0])"
+# inputs.v = "torch.tensor([8.0, 4.0, 16.0, 2.0])"
+# inputs.out = "torch.zeros(1)"
+# call = "one_query_kernel[(1,)](s, v, out, N=4, BLOCK=2)"
+# expected.out = "torch.tensor([5.0])"
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "attention_kernel"
+# caption = """
+# Four tokens, a head of dimension 2, blocks of two queries and two keys, and a
+# causal mask. Program 1 has queries 2 and 3. In its second turn, key 3 is
+# hidden from query 2: its score is -inf and its weight p is 0. Program 0 never
+# loads keys 2 and 3."""
+# registers = ["end", "s", "p", "m", "rescale", "total", "acc"]
+# inputs.q = "torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [2.0, 1.0]])"
+# inputs.k = "torch.tensor([[1.0, 1.0], [0.0, 1.0], [1.0, 2.0], [2.0, 0.0]])"
+# inputs.v = "torch.tensor([[4.0, 1.0], [2.0, 5.0], [8.0, 3.0], [6.0, 7.0]])"
+# inputs.out = "torch.zeros(4, 2)"
+# inputs.scale = "2**-0.5 * LOG2_E"
+# start = [1, 1]
+# call = "attention_kernel[(2, 1)](q, k, v, out, scale, 4, 2, True, 2, 2)"
+# expected.out = "sdpa(q, k, v, is_causal=True)"
 # ///
 r"""
 Flash attention, forward
 ========================
 
-Attention compares each query with each key. Written with PyTorch's operators,
-the scores of all pairs are a matrix in memory. A
-kernel that keeps them in registers never writes that matrix.
+Attention weighs the values of all tokens by a softmax of scores. PyTorch's
+operators write the scores of all pairs of tokens to memory; flash attention
+computes a block of scores at a time and never writes one, so its memory grows
+with the length and not with its square. For a plain or a causal mask, call
+PyTorch's ``scaled_dot_product_attention``; write a kernel when you need
+something that the library does not have.
 
 After this page you can
 
-* count what the matrix of scores costs;
-* add up values while the softmax is not yet known, block by block;
-* say why the exponential has base 2;
-* skip the blocks that a causal mask hides, nearly half of them;
-* serve several query heads with one head of keys.
+* compute a softmax block by block, with the online softmax;
+* write attention as one kernel;
+* leave out the blocks that a causal mask hides.
 """
 
 # sphinx_gallery_tags = ["attention", "compute bound"]
@@ -33,7 +64,6 @@ import os
 import warnings
 from functools import partial
 
-import pandas as pd
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -51,21 +81,34 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
-from triton_gallery.counting import statements
 
 # %%
 # In PyTorch
 # ----------
 #
-# .. math:: o_i = \sum_j p_{ij} v_j, \qquad p_{ij} = \frac{e^{s_{ij}}}
-#    {\sum_k e^{s_{ik}}}, \qquad s_{ij} = \frac{q_i \cdot k_j}{\sqrt D}
+# Query :math:`i` has a *score* :math:`s_{ij}` for each key :math:`j`. A softmax
+# turns the scores of a query into weights, and the output is the weighted sum
+# of the values:
 #
-# With PyTorch's operators, the product, the scaled scores :math:`s` and the
-# probabilities :math:`p` are matrices in memory. The *floor* is to read ``q``,
-# ``k`` and ``v`` and to write ``o``. Tensors on the device ``meta`` have no
-# data:
+# .. math:: s_{ij} = \frac{q_i \cdot k_j}{\sqrt D}, \qquad o_i =
+#    \frac{\sum_j e^{s_{ij}} v_j}{\sum_j e^{s_{ij}}}
+#
+# Every kernel has to read ``q``, ``k`` and ``v`` and to write the output. This
+# traffic is the *floor*. PyTorch's operators also write and read a matrix of
+# scores, which for long texts is many times the floor:
 
+TOKENS = 16384  # batch size times length, the same for every length
 generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def random(*shape):
+    normal = torch.randn(shape, generator=generator, device=DEVICE)
+    return normal.to(torch.float16)
+
+
+def inputs(length):
+    """Return queries, keys and values: 16 heads of dimension 128."""
+    return [random(TOKENS // length, 16, length, 128) for _ in range(3)]
 
 
 def attention_torch(q, k, v):
@@ -74,41 +117,105 @@ def attention_torch(q, k, v):
 
 
 if __name__ == "__main__":
-    for length in (512, 4096, 32768):  # 32 heads of dimension 128
-        q = torch.empty(32, length, 128, dtype=torch.bfloat16, device="meta")
+    for L in (512, 4096, 32768):
+        # A tensor of the device "meta" has a shape and no memory.
+        q = torch.empty(16, L, 128, dtype=torch.float16, device="meta")
         scores = (q @ q.mT).nbytes
-        print(f"{length:5} tokens: scores of {scores / 1e9:5.2f} GB,", end=" ")
-        print(f"{scores / (4 * q.nbytes):4.0f} times the floor")
+        print(f"{L:5} tokens: scores of {scores / 1e9:5.2f} GB,", end=" ")
+        print(f"{scores / (4 * q.nbytes):3.0f} times the floor")
 
 # %%
-# The first kernel
-# ----------------
+# Does the time follow? ``SDPA`` is PyTorch's ``scaled_dot_product_attention``,
+# which calls a library's kernel. (``partial`` and ``gpu_time`` come from the
+# folded cell of imports.)
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    x = inputs(4096)
+    ops = {"PyTorch": attention_torch, "SDPA": sdpa}
+    times = gpu_time({name: partial(op, *x) for name, op in ops.items()})
+    for name, (ms, *_) in times.items():
+        print(f"4096 tokens, {name}: {ms:.1f} ms")
+
+# %%
+# The online softmax, by hand
+# ---------------------------
 #
-# A kernel that writes none of these has to go on from a block of scores to the
-# values at once, before it knows the sum to divide by. ``softmax_long.py`` has
-# the *online* softmax. So that no exponential overflows, the maximum :math:`m`
-# is subtracted. That is a factor :math:`e^{-m}` in the sum :math:`l` of
-# exponentials and in the sum :math:`a` of values; it cancels in :math:`a / l`.
-# Begin with :math:`m = -\infty` and zeros. A block of scores gives the maximum
-# :math:`m' = \max(m, \max_j s_j)`, and what was added up gets its factor:
+# A softmax divides by a sum over all scores, and a kernel sees one block at a
+# time. It keeps three running numbers for a query: the largest score ``m``, the
+# ``total`` of the weights, and ``acc``, the sum of weighted values. A weight is
+# ``2**(s - m)``. No score is above ``m``, so no weight is above 1. When a block
+# has a larger maximum, the sums so far have the wrong ``m``. One factor,
+# ``rescale``, corrects both.
 #
-# .. math:: l' = l\,e^{m - m'} + \sum_j e^{s_j - m'}, \qquad
-#    a' = a\,e^{m - m'} + \sum_j e^{s_j - m'} v_j, \qquad o = a / l
+# Here is one query with four scores in two blocks. Weights are powers of 2
+# instead of e, to keep the numbers short.
+
+
+@triton.jit
+def one_query_kernel(s_ptr, v_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    m = -float("inf")
+    total = 0.0
+    acc = 0.0
+    for start in range(0, N, BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
+        s = tl.load(s_ptr + offs)
+        v = tl.load(v_ptr + offs)
+        m_new = tl.maximum(m, tl.max(s, axis=0))
+        p = tl.exp2(s - m_new)  # (BLOCK,)
+        rescale = tl.exp2(m - m_new)  # 0 in the first block
+        total = total * rescale + tl.sum(p, axis=0)
+        acc = acc * rescale + tl.sum(p * v, axis=0)
+        m = m_new
+    tl.store(out_ptr, acc / total)
+
+
+# %%
+# Break it
+# --------
 #
-# A program takes a block of queries, and goes along all keys of its head:
+# A mask hides a key by a score of ``-inf``: its weight is 0. Let us hide the
+# second block, and then the first:
+
+
+def one_query(*scores):
+    s = torch.tensor(scores, device=DEVICE)
+    v = torch.tensor([8.0, 4.0, 16.0, 2.0], device=DEVICE)
+    out = torch.empty(1, device=DEVICE)
+    one_query_kernel[(1,)](s, v, out, N=4, BLOCK=2)
+    return out.item()
+
+
+if __name__ == "__main__":
+    torch.testing.assert_close(one_query(1.0, 2.0, 1.0, 3.0), 5.0)
+    second = one_query(1.0, 2.0, -math.inf, -math.inf)
+    with warnings.catch_warnings(action="ignore"):  # the interpreter's, of NaN
+        first = one_query(-math.inf, -math.inf, 1.0, 3.0)
+    print(f"second block hidden: {second:.2f}, first block hidden: {first:.2f}")
+
+# %%
+# If all of the first block is hidden, ``m_new`` is ``-inf`` too, and ``-inf -
+# -inf`` is NaN. The guard is to start ``m`` at a finite number below all
+# scores, such as -1e30. The causal mask below needs no guard: every query sees
+# key 0, which is in the first block. A sliding window does need it.
+
+# %%
+# The kernel
+# ----------
 #
-# .. code-block:: text
+# A program takes ``BLOCK_M`` queries of one head and walks over the keys. Each
+# query is a row, so ``m`` and ``total`` become columns and ``acc`` a matrix.
+# The scores of a block are a product, ``q @ k.T``, and the weighted sum of the
+# values is another, ``p @ v``.
 #
-#     start = 0      BLOCK_N    2 BLOCK_N
-#     +-----------+-----------+-----------+
-#     |   keys    |   keys    | keys   ...|
-#     +-----------+-----------+-----------+
-#     |  scores   |  scores   | scores ...|   BLOCK_M queries
-#     +-----------+-----------+-----------+
-#       m, l, a  ->  m, l, a  ->  m, l, a   ->  o = a / l
+# A GPU has an instruction for :math:`2^x` and none for :math:`e^x`. Every score
+# is multiplied by a scale anyway, so we put :math:`\log_2 e` into the scale and
+# keep ``tl.exp2``.
 #
-# Keys past the end get the score ``-inf``, so their exponential is 0. In the
-# code, ``acc`` is :math:`a` and ``total`` is :math:`l`.
+# With a causal mask, query :math:`i` sees only keys 0 to :math:`i`. A program
+# whose last query is ``end - 1`` can then stop before key ``end``: it neither
+# loads nor multiplies the blocks after that.
+
+LOG2_E = math.log2(math.e)
 
 
 @triton.jit
@@ -117,9 +224,10 @@ def attention_kernel(
     k_ptr,
     v_ptr,
     out_ptr,
-    scale,
+    scale,  # has the factor log2(e)
     L,
     D: tl.constexpr,
+    CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -131,30 +239,44 @@ def attention_kernel(
     m = tl.full((BLOCK_M, 1), -float("inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-    for start in range(0, L, BLOCK_N):
+    end = tl.minimum(L, (tl.program_id(axis=0) + 1) * BLOCK_M) if CAUSAL else L
+    for start in range(0, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         offs = head + offs_n[:, None] * D + offs_d  # (BLOCK_N, D)
+        # Zeros past the last key: a weight of 0 times NaN would be NaN.
         k = tl.load(k_ptr + offs, mask=offs_n[:, None] < L, other=0.0)
         v = tl.load(v_ptr + offs, mask=offs_n[:, None] < L, other=0.0)
         s = tl.dot(q, k.T) * scale  # (BLOCK_M, BLOCK_N)
-        s = tl.where(offs_n[None, :] < L, s, -float("inf"))
+        last = offs_m if CAUSAL else L - 1  # the last key that a query sees
+        s = tl.where(offs_n[None, :] <= last, s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
-        p = tl.exp(s - m_new)  # (BLOCK_M, BLOCK_N)
-        # What was added up so far had the old maximum.
-        rescale = tl.exp(m - m_new)  # (BLOCK_M, 1)
+        p = tl.exp2(s - m_new)  # (BLOCK_M, BLOCK_N)
+        rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
         total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
-        # The tensor cores take p in the type of v.
+        # Tensor cores multiply operands of one type: p takes the type of v.
         acc = tl.dot(p.to(v.dtype), v, acc * rescale)
         m = m_new
     tl.store(out_ptr + head + offs_m * D + offs_d, acc / total, mask=offs_m < L)
 
 
-def attention(q, k, v, BLOCK_M=128, BLOCK_N=64, num_warps=8):
-    """Return the attention of contiguous (batch, heads, length, D)."""
-    (batch, heads, L, D), out = q.shape, torch.empty_like(q)
+def attention(q, k, v, causal=False):
+    """Return attention; q, k and v are contiguous (batch, heads, L, D)."""
+    assert q.shape == k.shape == v.shape
+    assert all(tensor.is_contiguous() for tensor in (q, k, v))
+    # tl.dot would round float32 to the 11 bits of TF32.
+    assert q.dtype == k.dtype == v.dtype
+    assert q.dtype in (torch.float16, torch.bfloat16)
+    batch, heads, L, D = q.shape
+    assert D in (16, 32, 64, 128)  # a power of two, as tl.arange takes
+    out = torch.empty_like(q)
+    scale = D**-0.5 * LOG2_E
+    # A larger block of queries reads the keys less often, until acc, of
+    # BLOCK_M x D, no longer fits in the registers of 8 warps.
+    BLOCK_M, BLOCK_N = 128, 64
     grid = (triton.cdiv(L, BLOCK_M), batch * heads)
-    tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": num_warps}
-    attention_kernel[grid](q, k, v, out, D**-0.5, L, D, **tile)
+    attention_kernel[grid](
+        q, k, v, out, scale, L, D, causal, BLOCK_M, BLOCK_N, num_warps=8
+    )
     return out
 
 
@@ -162,469 +284,215 @@ def attention(q, k, v, BLOCK_M=128, BLOCK_N=64, num_warps=8):
 # Is it right?
 # ------------
 #
-# We compare with float64. Two things are rounded to the 11 bits of float16: the
-# probabilities before the second product, and the result. Each costs at most
-# :math:`2^{-11}` of the largest value, together :math:`2^{-10}`. We allow twice
-# that.
+# We compare with PyTorch in float64, at a length that no block divides. The
+# kernel rounds the weights and the output to the 11 bits of float16. Each
+# rounding costs at most :math:`2^{-11}` of the largest value. We allow four:
+# the two, and as much again in reserve.
 
 
-def random(*shape, dtype=torch.float16):
-    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+def check(causal):
+    q, k, v = (random(2, 3, 200, 64) for _ in range(3))
+    expected = sdpa(q.double(), k.double(), v.double(), is_causal=causal)
+    out = attention(q, k, v, causal).double()
+    atol = 4 * 2**-11 * v.abs().max().item()
+    error = (out - expected).abs().max()
+    print(f"{causal=}: largest error {error:.1e},", end=" ")
+    print(f"allowed {atol:.1e}")
+    torch.testing.assert_close(out, expected, rtol=0, atol=atol)
 
 
 if __name__ == "__main__":
-    q, k, v = (random(2, 3, 200, 64) for _ in range(3))
-    out, expected = attention(q, k, v), sdpa(q.double(), k.double(), v.double())
-    error, atol = (out - expected).abs().max(), 2**-9 * v.abs().max().item()
-    print(f"largest error {error:.1e}, allowed {atol:.1e}")
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
+    check(causal=False)
+    check(causal=True)
 
 # %%
 # How fast?
 # ---------
 #
-# PyTorch's ``scaled_dot_product_attention``, SDPA, is a library's kernel, and
-# ``torch.compile`` calls it too. For a score we count :math:`4 D` operations.
-
-TOKENS = 16384  # in all, at each length
-
-
-def inputs(length, D):
-    heads = 2048 // D
-    return [random(TOKENS // length, heads, length, D) for _ in range(3)]
+# Without a mask, in TFLOP/s: :math:`4 D` operations for each score.
+# ``torch.compile`` recognises attention and calls SDPA as well. ``Roof`` is a
+# matrix product of the vendor's library with as many operations.
 
 
 def operations(length):
-    return 4e-9 * TOKENS * 2048 * length  # in units of 10**9
+    return 4e-9 * TOKENS * 2048 * length  # in units of 10**9; 16 * 128 is 2048
+
+
+def roof(length):
+    a, b = random(TOKENS, 2 * length), random(2 * length, 2048)
+    return partial(torch.matmul, a, b)
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for length in (512, 1024, 2048):
+        torch.compiler.reset()
         fast = torch.compile(attention_torch, dynamic=False, fullgraph=True)
-        x, tried = inputs(length, D=64), {"Triton": attention, "SDPA": sdpa}
-        tried |= {"PyTorch": attention_torch, "torch.compile": fast}
-        found = gpu_time({who: partial(one, *x) for who, one in tried.items()})
-        print(f"{length} tokens, TFLOP/s:", end=" ")
-        print({w: round(operations(length) / t[0]) for w, t in found.items()})
+        tried = {"this page": attention, "PyTorch": attention_torch}
+        tried |= {"torch.compile": fast, "SDPA": sdpa}
+        x = inputs(length)
+        calls = {name: partial(op, *x) for name, op in tried.items()}
+        times = gpu_time(calls | {"Roof": roof(length)})
+        rates = [
+            f"{name} {operations(length) / ms:.0f}"
+            for name, (ms, *_) in times.items()
+        ]
+        print(f"{length:4} tokens:", ", ".join(rates))
 
 # %%
-# Which exponential?
-# ------------------
+# What does the causal mask save?
+# -------------------------------
 #
-# A score takes :math:`4D` operations on the *tensor cores*, the units that
-# multiply tiles, and one exponential on another unit. A GPU has an instruction
-# for :math:`2^x`, and none for :math:`e^x`. ``tl.exp`` multiplies by
-# :math:`\log_2 e` first, and adds three instructions that keep results below
-# :math:`2^{-126}`. ``tl.exp2`` is the instruction alone; what it loses, adds
-# nothing here. So we multiply the scale by :math:`\log_2 e`, once, outside of
-# the kernel:
-#
-# .. math:: e^{x / \sqrt D} = 2^{x \log_2(e) / \sqrt D}
-#
-# The maximum is now one in base 2, and nobody sees it. The kernel below also
-# takes a causal mask, for the next question: query ``i`` sees the keys up to
-# ``i``.
-
-
-@triton.jit
-def base2_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    scale,
-    L,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    # As in the first kernel; only the marked lines differ.
-    head = tl.program_id(axis=1).to(tl.int64) * L * D
-    offs_m = tl.program_id(axis=0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    offs_d = tl.arange(0, D)[None, :]  # (1, D)
-    q = tl.load(q_ptr + head + offs_m * D + offs_d, mask=offs_m < L, other=0.0)
-    m = tl.full((BLOCK_M, 1), -float("inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
-    acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-    for start in range(0, L, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-        offs = head + offs_n[:, None] * D + offs_d  # (BLOCK_N, D)
-        k = tl.load(k_ptr + offs, mask=offs_n[:, None] < L, other=0.0)
-        v = tl.load(v_ptr + offs, mask=offs_n[:, None] < L, other=0.0)
-        # The scale has the factor log2(e).
-        s = tl.dot(q, k.T) * scale  # (BLOCK_M, BLOCK_N)
-        # The last key that a query sees; a score past it may not count.
-        last = offs_m if CAUSAL else L - 1
-        s = tl.where(offs_n[None, :] <= last, s, -float("inf"))
-        m_new = tl.maximum(m, tl.max(s, axis=1, keep_dims=True))
-        # Both powers have base 2, or the two sums would not fit together.
-        p = tl.exp2(s - m_new)  # (BLOCK_M, BLOCK_N)
-        rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
-        total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale)
-        m = m_new
-    tl.store(out_ptr + head + offs_m * D + offs_d, acc / total, mask=offs_m < L)
-
-
-def base2(q, k, v, causal=False, BLOCK_M=128, BLOCK_N=64, num_warps=8):
-    batch, heads, L, D = q.shape
-    out = torch.empty_like(q)
-    scale = D**-0.5 * math.log2(math.e)
-    grid = (triton.cdiv(L, BLOCK_M), batch * heads)
-    tile = {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": num_warps}
-    base2_kernel[grid](q, k, v, out, scale, L, D, causal, **tile)
-    return out
-
+# Of :math:`n` blocks of queries and as many blocks of keys, the causal mask
+# leaves :math:`(n + 1) / 2n`: a half and the diagonal. Does the time follow?
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    for D in (64, 128):
-        x = inputs(4096, D)
-        found = gpu_time({"e": partial(attention, *x), "2": partial(base2, *x)})
-        for base, times in found.items():
-            rate = operations(4096) / times[0]
-            print(f"heads of {D}, base {base}: {rate:.0f} TFLOP/s")
-
-# %%
-# Base 2 is faster for both lengths of a head, and the op has it. It gains more
-# with heads of 128, which have more operations for each exponential. So the
-# instructions that it saves do not explain all of the gain.
-
-# %%
-# What does a causal mask hide?
-# -----------------------------
-#
-# With a causal mask, nearly half of the scores are ``-inf``. The last kernel
-# computes all of them. Which blocks could it leave out?
-#
-# .. code-block:: text
-#
-#     BLOCK_M = 2 BLOCK_N         keys
-#              +------+------+------+------+------+------+
-#     program  | mask | mask | skip | skip | skip | skip |
-#        0     |      |      |      |      |      |      |
-#              +------+------+------+------+------+------+
-#     program  | full | full | mask | mask | skip | skip |
-#        1     |      |      |      |      |      |      |
-#              +------+------+------+------+------+------+
-#     program  | full | full | full | full | mask | mask |
-#        2     |      |      |      |      |      |      |
-#              +------+------+------+------+------+------+
-#
-# Of ``n`` rows of such blocks, ``(n + 1) / 2n`` remain: 12 of 18 here, 52 % for
-# 4096 tokens. The loop is split: first the full blocks, without a mask on the
-# scores, then those at the diagonal, with one. Both are one function, compiled
-# twice. The blocks past the diagonal are not even loaded. A ragged last block
-# of keys belongs to the second loop, with or without a causal mask. Within a
-# head, later queries start first, so that the last programs to start are short
-# ones. If queries and keys differ in number, query ``i`` still sees the keys up
-# to ``i``, as SDPA has it.
-
-# %%
-# Several heads of queries
-# ------------------------
-#
-# A model that writes text keeps the keys and values of all tokens so far. In
-# *grouped-query attention* several heads of queries share one head of them, so
-# that this cache is smaller. It takes a division: head ``h`` of the queries
-# reads head ``h // GROUP``.
-#
-# Heads mostly lie side by side in memory, in the order (batch, length, heads,
-# D), and attention gets a transposed view. The op takes any strides; where the
-# last dimension is not contiguous, it copies first. Where ``D`` is no power of
-# two, as 80 or 96, its block is padded with zeros, which add nothing to a
-# score.
+    for length in (512, 2048, 8192):
+        x = inputs(length)
+        full = partial(attention, *x)
+        causal = partial(attention, *x, causal=True)
+        times = gpu_time({"full": full, "causal": causal})
+        ratio = times["causal"][0] / times["full"][0]
+        n = length // 128
+        print(f"{length} tokens: {(n + 1) / (2 * n):.2f} of the work,", end=" ")
+        print(f"{ratio:.2f} of the time")
 
 # %%
 # The op
 # ------
 #
-# A row whose scores are all ``-inf`` sees nothing. Its sum is 0, and the result
-# is defined as 0, as in PyTorch. So ``m`` begins with the lowest finite number:
-# ``-inf`` minus ``-inf`` would be NaN. (In the kernels above, key 0 is always
-# seen.) The tiles were tried on an H200, for heads of 64 to 256. The op is
-# registered as ``what_a_call_costs.py`` shows.
+# Our kernel masks every block; the op masks only those at the diagonal and at
+# the end. It starts the longest programs first, and lets several heads of
+# queries share one head of keys (grouped-query attention). It takes any strides
+# and head sizes up to 256, and gives 0 for a query that sees nothing, as
+# PyTorch does.
 
-from triton_gallery_ops.flash_attention_forward import (
-    _flash_attention_forward_kernel,
-    flash_attention_forward,
-)
+from triton_gallery_ops.flash_attention_forward import flash_attention_forward
 
 # %%
-# What did each step gain? The table has TFLOP/s at 4096 tokens, and the
-# statements of each kernel. With a causal mask half of the operations count, so
-# a kernel that computes all of them shows half its rate.
-
-
-STEPS = {
-    "first kernel": (attention, False, attention_kernel),
-    "base 2": (base2, False, base2_kernel),
-    "the op": (flash_attention_forward, False, _flash_attention_forward_kernel),
-    "base 2, causal": (partial(base2, causal=True), True, base2_kernel),
-    "the op, causal": (
-        partial(flash_attention_forward, causal=True),
-        True,
-        _flash_attention_forward_kernel,
-    ),
-}
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    ladder = pd.DataFrame(index=list(STEPS))
-    ladder["statements"] = [statements(*step[2:]) for step in STEPS.values()]
-    for D in (64, 128):
-        x = inputs(4096, D)
-        tried = {name: partial(step[0], *x) for name, step in STEPS.items()}
-        found = gpu_time(tried)
-        ladder[f"heads of {D}"] = [
-            round(operations(4096) / (1 + step[1]) / found[name][0])
-            for name, step in STEPS.items()
-        ]
-    print(ladder.to_string())
-
-# %%
-# Each step is faster than the one before, and the op is so without a causal
-# mask too.
-
-# %%
-# Proof
-# -----
-#
-# We compare each dtype with float64: ragged lengths, more keys than queries and
-# fewer, padded heads, shared heads of keys, none at all. For each element we
-# allow two roundings of :math:`\sum_j p_j |v_j|` and two of the result. A
-# rounding is :math:`2^{-11}` in float16. In bfloat16 we allow :math:`2^{-7}`,
-# as the interpreter cuts off. In float32 and float64, the roundings of the
-# scores are left, which are sums of ``D`` terms; we allow :math:`2^{-18}` and
-# :math:`2^{-45}`.
-
-EPS = {
-    torch.float16: 2.0**-11,
-    torch.bfloat16: 2.0**-7,
-    torch.float32: 2.0**-18,
-    torch.float64: 2.0**-45,
-}
-SHAPES = [  # batch, heads, heads of keys, queries, keys, D
-    (1, 2, 2, 128, 128, 64),
-    (1, 4, 2, 270, 70, 32),
-    (2, 3, 1, 33, 150, 80),
-    (1, 1, 1, 20, 40, 256),
-    (1, 1, 1, 5, 0, 16),
-    (1, 2, 1, 0, 7, 16),
-]
-
-
-def reference(q, k, v, causal=False):
-    """Return the attention in float64, and the sum of p |v|."""
-    q, k, v = (t.double() for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    with sdpa_kernel(SDPBackend.MATH):
-        outs = [sdpa(q, k, t, is_causal=causal) for t in (v, v.abs())]
-    return outs
-
-
-def worst(out, expected, terms, eps):
-    """Return the largest error, as a part of what is allowed."""
-    allowed = 2 * eps * (terms + expected.abs()) + 1e-300
-    return ((out.double() - expected).abs() / allowed).max().item()
-
-
-def prove(shape, dtype, causal):
-    batch, heads, shared, LQ, LK, D = shape
-    q = random(batch, heads, LQ, D, dtype=dtype)
-    k, v = (random(batch, shared, LK, D, dtype=dtype) for _ in range(2))
-    out = flash_attention_forward(q, k, v, causal)
-    assert out.dtype == dtype
-    assert out.shape == q.shape
-    if out.numel():
-        expected = reference(q, k, v, causal)
-        assert worst(out, *expected, EPS[dtype]) <= 1, (shape, dtype, causal)
-
-
-if __name__ == "__main__":
-    for dtype in EPS:
-        for shape in SHAPES:
-            for causal in (False, True):
-                prove(shape, dtype, causal)
-
-# %%
-# Next come heads side by side in memory, a scale of one's own, and scores in
-# the thousands: without subtracting the maximum, their exponentials would be
-# inf.
-
-q = random(2, 150, 4, 64)[:, :140].transpose(1, 2)
-k = random(2, 400, 2, 64)[:, :100].transpose(1, 2)  # the part of a cache
-v = random(2, 2, 100, 64)
-out = flash_attention_forward(q, k, v, causal=True)
-assert out.is_contiguous()
-assert worst(out, *reference(q, k, v, causal=True), 2.0**-11) <= 1
-
-if __name__ == "__main__":
-    columns = k.mT.contiguous().mT
-    assert torch.equal(flash_attention_forward(q, columns, v, True), out)
-    out = flash_attention_forward(q, k, v, scale=0.5)
-    assert worst(out, *reference(q * 4, k, v), 2.0**-11) <= 1
-    large = [random(1, 1, 70, 64, dtype=torch.float64) * 40 for _ in range(3)]
-    out = flash_attention_forward(*large)
-    assert worst(out, *reference(*large), 2.0**-40) <= 1
-
-# %%
-# A key of ``-inf`` gets the score ``-inf`` from a positive query: no weight. A
-# query with no other key sees nothing, and its result is 0, as in PyTorch.
-# (Without a GPU, NumPy computes, and would warn.)
-
-if __name__ == "__main__":
-    q = random(1, 1, 40, 32).abs()
-    k, v = random(1, 1, 50, 32), random(1, 1, 50, 32)
-    k[:, :, :30] = -torch.inf
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        for causal in (False, True):
-            out = flash_attention_forward(q, k, v, causal)
-            assert worst(out, *reference(q, k, v, causal), 2.0**-11) <= 1
-            assert (out[:, :, :30] == 0).all() == causal
-
-# %%
-# An error names what the op does not take:
-
-if __name__ == "__main__":
-    q = torch.ones(1, 4, 3, 16, device=DEVICE).half()
-    for k in (q.float(), q[:, :3], q[..., :8]):
-        try:
-            flash_attention_forward(q, k, k)
-        except (TypeError, ValueError) as error:
-            print(f"{type(error).__name__}: {error}")
-
-# %%
-# The benchmark
-# -------------
-#
-# The benchmark is causal, in float16, with heads of 128 and then of 64. At each
-# length there are 16384 tokens in all. A causal mask leaves half of the
-# operations. SDPA is told which library to call.
-
-
-def cudnn(*inputs, **options):
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return sdpa(*inputs, **options)
-
-
-def flash(*inputs, **options):
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return sdpa(*inputs, **options)
-
-
-LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
-
-
-def calls(length, D):
-    ops = {
-        "Triton": partial(flash_attention_forward, causal=True),
-        "cuDNN": partial(cudnn, is_causal=True),
-        "FlashAttention-2": partial(flash, is_causal=True),
-    }
-    x = inputs(length, D)
-    return {name: partial(op, *x) for name, op in ops.items()}
-
-
-def benchmark(D):
-    times = {length: gpu_time(calls(length, D)) for length in LENGTHS}
-    table = rate_table(
-        times, "tokens", "TFLOP/s", lambda length: operations(length) / 2
-    )
-    print(f"heads of {D}", table.to_string(), sep="\n")
-    wide = table.pivot(index="tokens", columns="series", values="TFLOP/s")
-    wide.plot(logx=True, title=f"causal, heads of {D}")
-    return table
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    results = benchmark(D=128)
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    results_of_64 = benchmark(D=64)
-
-# %%
-# Reading the result
-# ------------------
-#
-# The op lies between FlashAttention-2 and cuDNN at each length.
-# A multiprocessor of an H200 does 4096 operations of the tensor cores in a
-# cycle, by its data sheet, and 16 exponentials, by CUDA's programming guide. So
-# a score takes 1/8 of a cycle of the tensor cores with heads of 128, 1/16 with
-# heads of 64, and 1/16 for its exponential. With heads of 64 both take the same
-# time. In the loop, the exponentials need the first product, and the second
-# product needs the exponentials. How long the tensor cores wait for them, no
-# figure here tells. With a causal mask, the op is farthest from cuDNN at short
-# lengths. With heads of 128 it is so without a mask, too, as the table beside
-# other libraries shows. So the blocks at the diagonal are not the only cause.
-
-# %%
-# Break it
-# --------
-#
-# The bug that everybody writes once is to leave out the factor of what was
-# added up before. The result looks plausible, and is right whenever the first
-# block has the largest score. Here is the loop in PyTorch, with the factor and
-# without it, for one block of 256 keys and for four of 64:
-
-
-def attention_blocks(q, k, v, size, forget):
-    """Return attention, block by block; the factor may be forgotten."""
-    m = torch.full_like(q[..., :1], -torch.inf)
-    total, acc = torch.zeros_like(m), torch.zeros_like(q)
-    for keys, values in zip(k.split(size, 2), v.split(size, 2), strict=True):
-        s = q @ keys.mT * q.shape[-1] ** -0.5
-        m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-        p = (s - m_new).exp()
-        rescale = 1.0 if forget else (m - m_new).exp()
-        total = total * rescale + p.sum(-1, keepdim=True)
-        acc = acc * rescale + p @ values
-        m = m_new
-    return acc / total
-
-
-if __name__ == "__main__":
-    q, k, v = (random(1, 1, 256, 64, dtype=torch.float64) for _ in range(3))
-    expected, _ = reference(q, k, v)
-    for size in (256, 64):
-        for forget in (False, True):
-            out = attention_blocks(q, k, v, size, forget)
-            error = (out - expected).abs().max().item()
-            done = "forgotten" if forget else "kept"
-            print(f"blocks of {size:3}, factor {done:9}: error {error:.1e}")
-            assert (error > 1e-3) == (forget and size < 256)
-
-# %%
-# With one block there is nothing to rescale, so a test with few keys finds
-# nothing. Test with more keys than a block has, and compare with float64.
-
-# %%
-# Go further
+# The result
 # ----------
 #
-# 1. A backward needs the probabilities again. Which two numbers of each row are
-#    enough to recompute them from ``q`` and ``k``, and can they be one?
-# 2. The op computes ``p`` in float32 and rounds it to the type of ``v``. What
-#    would be lost if ``p`` were normalised, divided by its sum, before that?
+# The benchmark is causal, so half of the operations count. In the chart,
+# ``Triton`` is the op, and ``Triton, this page`` is our kernel. ``cuDNN`` and
+# ``FlashAttention-2`` are two libraries that SDPA can call.
+
+
+def library(backend):
+    """Return causal attention by one of the libraries of SDPA."""
+
+    def call(*x):
+        with sdpa_kernel(backend):
+            return sdpa(*x, is_causal=True)
+
+    return call
+
+
+SERIES = {
+    "Triton": partial(flash_attention_forward, causal=True),
+    "Triton, this page": partial(attention, causal=True),
+    "cuDNN": library(SDPBackend.CUDNN_ATTENTION),
+    "FlashAttention-2": library(SDPBackend.FLASH_ATTENTION),
+}
+
+
+def calls(length):
+    x = inputs(length)
+    ops = {name: partial(op, *x) for name, op in SERIES.items()}
+    return ops | {"Roof": roof(length // 2)}
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    lengths = [512, 1024, 2048, 4096, 8192, 16384]
+    times = {length: gpu_time(calls(length)) for length in lengths}
+    results = rate_table(
+        times, "tokens", "TFLOP/s", lambda length: operations(length) / 2
+    )
+    print(results.to_string())
+    wide = results.pivot(index="tokens", columns="series", values="TFLOP/s")
+    wide.plot(logx=True, title="causal, heads of 128")
+    for name in wide.columns.drop("Triton"):
+        ratio = wide["Triton"] / wide[name]
+        print(f"the op: {ratio.min():.2f} to {ratio.max():.2f} times", name)
+
+# %%
+# Exercises
+# ---------
 #
-# To read on:
-#
-# * `FlashAttention-2 <https://arxiv.org/abs/2307.08691>`_, with the order of
-#   loops that this page has.
-# * ``matmul.py`` is about ``tl.dot`` and its tiles.
+# **1.** In a sliding window, a query sees itself and the ``WINDOW - 1`` keys
+# before it. A program's first query is ``first``. At which key, a multiple of
+# ``BLOCK_N``, can its loop start?
+
+
+def loop_start(first, WINDOW, BLOCK_N):
+    return None  # your code
+
+
+def check_start(start):
+    for first, WINDOW, BLOCK_N in ((4, 9, 2), (12, 5, 4), (32, 6, 8)):
+        answer = start(first, WINDOW, BLOCK_N)
+        if answer is None:
+            return "not solved yet"
+        seen = [key for key in range(first + 1) if key > first - WINDOW]
+        skipped = range(0, answer)
+        first_block = range(answer, answer + BLOCK_N)
+        if answer % BLOCK_N or seen[0] in skipped or seen[0] not in first_block:
+            return "wrong"
+    return "right"
+
+
+if __name__ == "__main__":
+    print(check_start(loop_start))
+
+# %%
+# **2.** Two programs share the keys of one query, and each returns its ``m``,
+# ``total`` and ``acc``, in base 2. Merge them into the output. A decoding
+# kernel ends like this (``decode_attention.py``).
+
+
+def merge(m1, total1, acc1, m2, total2, acc2):
+    return None  # your code
+
+
+def check_merge(merged):
+    scores, values = random(2, 8).double() * 4, random(2, 8).double()
+    m = scores.amax(1)
+    p = 2 ** (scores - m[:, None])
+    total, acc = p.sum(1), (p * values).sum(1)
+    answer = merged(m[0], total[0], acc[0], m[1], total[1], acc[1])
+    if answer is None:
+        return "not solved yet"
+    expected = (2**scores * values).sum() / (2**scores).sum()
+    return "right" if torch.allclose(answer, expected) else "wrong"
+
+
+if __name__ == "__main__":
+    print(check_merge(merge))
 
 # %%
 # Answers
 # -------
 #
-# **1.** The maximum :math:`m` and the sum :math:`l`. As :math:`p_{ij} =
-# e^{s_{ij} - m} / l = e^{s_{ij} - (m + \log l)}`, the *log-sum-exp*
-# :math:`m + \log l` is enough.
-#
-# In base 2, it is ``m + log2(total)``, and :math:`p` is the power of 2.
-#
-# **2.** The sum is known at the end only, so each block would be divided by the
-# sum so far, and corrected twice. In bfloat16 rounding would lose the same,
-# since it is relative. Float16 has all its bits down to :math:`2^{-14}` only:
-# of 100000 keys, a normalised ``p`` is about :math:`10^{-5}`. Ours has a
-# largest value of 1.
+# **1.** The oldest key that any query of the program sees is the oldest of its
+# first query. Its block is the first. **2.** The sums that have the smaller
+# maximum are corrected, as in the loop.
+
+
+def start_answer(first, WINDOW, BLOCK_N):
+    oldest = max(0, first - WINDOW + 1)
+    return oldest // BLOCK_N * BLOCK_N
+
+
+def merge_answer(m1, total1, acc1, m2, total2, acc2):
+    m = torch.maximum(m1, m2)
+    r1, r2 = 2 ** (m1 - m), 2 ** (m2 - m)
+    return (acc1 * r1 + acc2 * r2) / (total1 * r1 + total2 * r2)
+
+
+if __name__ == "__main__":
+    answers = check_start(start_answer), check_merge(merge_answer)
+    print(*answers)
+    assert answers == ("right", "right")
+
+# %%
+# To read on: `FlashAttention-2 <https://arxiv.org/abs/2307.08691>`_ has this
+# order of loops, and ``flash_attention.py`` adds the backward.

@@ -4,28 +4,52 @@
 #
 # [tool.triton-gallery]
 # description = """
-# Add up the rows of a matrix: the first kernel that finds its way through two
-# dimensions and returns less than it reads."""
+# Sum each row of a matrix: a reduction in a loop over blocks, then a tile for
+# many short rows and two launches for one long row."""
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "sum_row_kernel"
+# caption = """
+# A row per program, in blocks of four. A row has six elements, so half of the
+# second block is masked. Look at x in the registers: the masked half is zero,
+# and adds nothing to acc."""
+# inputs = { x = "integers(1, 5, 3, 6)" }
+# call = "sum_row(x, BLOCK_N=4)"
+# expected = { out = "x.sum(1)" }
+# registers = ["row", "offs_n", "x", "acc"]
+# start = [0, 1]
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "sum_tile_kernel"
+# caption = """
+# Four rows per program. Look at the mask: the last column is past the end of
+# each row, and the last two rows of program 1 are past the last row of x."""
+# inputs = { x = "integers(1, 5, 6, 3)" }
+# call = "sum_short_rows(x, size=16)"
+# expected = { out = "x.sum(1)" }
+# registers = ["offs_m", "offs_n", "mask", "x"]
+# start = [0, 0]
 # ///
 r"""
 Row sum
 =======
 
-``A.sum(axis=1)`` adds up each row of a matrix. It is the first kernel whose
-programs have to find their way through two dimensions and come back with less
-than they read; softmax, the norms and every other reduction start like this.
+``x.sum(1)`` reduces each row of a matrix to one number. Softmax, the norms and
+every other *reduction* begin like this, so this page is worth knowing even
+though PyTorch sums well. Where a sum is all you need, keep PyTorch's.
 
 After ``vector_add.py`` and this page you can
 
-* get from a pointer and two strides to any element of any matrix;
-* reduce a row in one block, and a row that is longer than any block in a loop;
-* choose the accumulator's type, and know what the wrong one does;
-* say what ``num_warps`` changes, and measure it.
+* reduce a row of any length, in a loop over blocks;
+* give masked elements the value that leaves a reduction unchanged;
+* choose how many programs share the work, for many short rows and for one long
+  row.
 """
 
 # sphinx_gallery_tags = ["reduction", "memory bound"]
 import os
 
+import pandas as pd
 import torch
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
@@ -40,530 +64,400 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
-# %%
-# The problem in bytes
-# --------------------
-#
-# For an ``(M, N)`` matrix of float32, every element has to be read once and
-# one number per row has to be written: ``4 * M * N + 4 * M`` bytes at least.
-# Unless the rows are very short that is the size of the matrix. There is one
-# addition for each four bytes, so the op is bound by memory, and the question
-# is only how close a kernel comes to reading at full speed.
-
-if __name__ == "__main__":
-    A = torch.rand(300, 1000, device=DEVICE)
-    out = A.sum(axis=1)  # reads A, writes one number per row
-
-    read = A.numel() * A.element_size()
-    written = out.numel() * out.element_size()
-    print(f"{read:,} bytes read, {written:,} bytes written")
+from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import Traffic
 
 # %%
-# A matrix is a pointer and two strides
-# -------------------------------------
-#
-# Of a tensor, a kernel gets only the address of the first element, ``a_ptr``.
-# The *strides* say how many elements to skip in order to move down by one row
-# or right by one column. Element ``(m, n)`` of any PyTorch matrix lies at
-#
-# .. code-block:: text
-#
-#     a_ptr + m * stride_am + n * stride_an        (counted in elements)
-#
-#     A, shape (3, 5), strides (5, 1)      A.T, shape (5, 3), strides (1, 5)
-#
-#          n = 0  1  2  3  4                    n = 0  1  2
-#     m=0      0  1  2  3  4               m=0      0  5 10
-#     m=1      5  6  7  8  9               m=1      1  6 11
-#     m=2     10 11 12 13 14               m=2      2  7 12
-#                                          m=3      3  8 13
-#                                          m=4      4  9 14
-#
-# Both tables describe the same 15 numbers in memory. Transposing swaps the
-# strides and moves nothing; taking every other column doubles ``stride_an``;
-# expanding a column to many sets it to zero. A kernel that uses both strides
-# gets all of these right without a copy.
-#
-# This kernel writes down where each program would look. Program ``m`` has the
-# row ``m``; the columns are a block.
-
-
-@triton.jit
-def where_kernel(
-    where_ptr,
-    stride_am,
-    stride_an,
-    BLOCK_N: tl.constexpr,
-):
-    pid_m = tl.program_id(axis=0)
-    offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-    where = pid_m * stride_am + offs_n * stride_an  # (BLOCK_N,)
-    tl.store(where_ptr + pid_m * BLOCK_N + offs_n, where)
-
-
-if __name__ == "__main__":
-    A = torch.rand(4, 4, device=DEVICE)
-    for name, view in {"A": A, "A.T": A.T, "A[:, ::2]": A[:, ::2]}.items():
-        M, N = view.shape
-        where = torch.empty(M, N, dtype=torch.int32, device=DEVICE)
-        where_kernel[(M,)](where, *view.stride(), BLOCK_N=N)
-        print(f"{name:10} strides {view.stride()}  {where.tolist()}")
-
-# %%
-# Step 1: a row in one block
-# --------------------------
-#
-# The simplest plan gives each row to one program, as one block. A block is a
-# power of two and a row seldom is, so the block is the next power of two and
-# the tail is masked:
-#
-# .. code-block:: text
-#
-#     N = 5, BLOCK_N = 8
-#
-#     offs_n    0   1   2   3   4   5   6   7
-#     mask      1   1   1   1   1   0   0   0
-#     a        a0  a1  a2  a3  a4   0   0   0     <- other=0
-#               \___\___\___\___\___\___\___\____ tl.sum
-#
-# A masked load returns something undefined where the mask is False, and
-# ``tl.sum`` adds up the whole block. So this load needs ``other``, a value
-# that changes nothing: 0 for a sum, 1 for a product, ``-inf`` for a maximum.
-
-
-@triton.jit
-def sum_row_block_kernel(
-    a_ptr,
-    out_ptr,
-    N,
-    stride_am,
-    stride_an,
-    BLOCK_N: tl.constexpr,
-):
-    # In int32, row times stride overflows in a matrix of 2**31 elements.
-    pid_m = tl.program_id(axis=0).to(tl.int64)
-    offs_n = tl.arange(0, BLOCK_N).to(tl.int64)  # (BLOCK_N,)
-    a_ptrs = a_ptr + pid_m * stride_am + offs_n * stride_an
-    a = tl.load(a_ptrs, mask=offs_n < N, other=0)  # (BLOCK_N,)
-    tl.store(out_ptr + pid_m, tl.sum(a, axis=0))
-
-
-def sum_row_block(A):
-    M, N = A.shape
-    BLOCK_N = triton.next_power_of_2(N)
-    num_warps = min(16, max(1, BLOCK_N // 1024))
-    out = torch.empty(M, device=A.device)
-    sum_row_block_kernel[(M,)](
-        A, out, N, *A.stride(), BLOCK_N=BLOCK_N, num_warps=num_warps
-    )
-    return out
-
-
-A = torch.rand(3, 5, device=DEVICE)
-torch.testing.assert_close(sum_row_block(A), A.sum(axis=1))
-
-if __name__ == "__main__":
-    for N in (5, 1000, 1024, 1025):
-        block = triton.next_power_of_2(N)
-        print(f"N = {N:4}: a block of {block:4}, {block - N:4} of it masked")
-
-# %%
-# For rows of moderate length this is a good kernel. But its code grows with
-# the row, a block of more than :math:`2^{20}` elements is refused, and each
-# power of two is compiled anew.
-
-# %%
-# Step 2: a loop over blocks
-# --------------------------
-#
-# A block of fixed size walks along the row. The accumulator is a block too:
-#
-# .. code-block:: text
-#
-#     N = 10, BLOCK_N = 4
-#
-#     start = 0        a0     a1     a2     a3
-#     start = 4      + a4   + a5   + a6   + a7
-#     start = 8      + a8   + a9   + 0    + 0      <- tail mask
-#                    ----   ----   ----   ----
-#     acc              |      |      |      |
-#                      \______\______\______\_____ tl.sum, once
-#
-# Adding block to block, every thread adds its own elements to its own sums.
-# ``tl.sum`` across the block is where threads have to talk to each other: by
-# shuffles, which pass registers around within a warp, and through the shared
-# memory of the multiprocessor. So it waits until the loop is over.
-#
-# ``acc`` has a type of its own, ``ACC``. In registers a wide type is cheap:
-# the bytes that count are those that come from memory, and they stay the same.
-
-
-@triton.jit
-def sum_row_kernel(
-    a_ptr,
-    out_ptr,
-    N,
-    stride_am,
-    stride_an,
-    ACC: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    pid_m = tl.program_id(axis=0).to(tl.int64)
-    row_ptr = a_ptr + pid_m * stride_am
-    acc = tl.zeros((BLOCK_N,), dtype=ACC)  # (BLOCK_N,)
-    # The bound in int64 makes `start`, and all offsets made from it, int64.
-    for start in range(0, tl.cast(N, tl.int64), BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-        a_ptrs = row_ptr + offs_n * stride_an
-        a = tl.load(a_ptrs, mask=offs_n < N, other=0)  # (BLOCK_N,)
-        acc += a.to(ACC)
-    tl.store(out_ptr + pid_m, tl.sum(acc, axis=0))
-
-
-# %%
-# The launcher
-# ------------
-#
-# The types follow PyTorch: integers and booleans are summed in int64, the
-# result of a floating type has the same type. Half precision is accumulated in
-# float32 and rounded once, by the store. The strides are passed on, so no input
-# is ever copied. An empty row needs no special case: the loop does nothing and
-# ``acc`` is zero. A matrix without rows does: its grid is empty.
-
-ACC = {
-    torch.float16: tl.float32,
-    torch.bfloat16: tl.float32,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
-INTEGERS = {torch.bool, torch.uint8, torch.int8}
-INTEGERS |= {torch.int16, torch.int32, torch.int64}
-BLOCK_N = 4096
-
-
-def sum_row(A):
-    """Return ``A.sum(axis=1)`` for a matrix with any strides."""
-    if A.dtype not in INTEGERS and A.dtype not in ACC:
-        raise TypeError(
-            "sum_row takes a bool, integer or floating dtype, "
-            f"float16 to float64, not {A.dtype}"
-        )
-    if A.ndim != 2:
-        raise ValueError(f"sum_row takes a matrix, not {A.ndim} dimensions")
-    if A.device.type != DEVICE.type:
-        raise ValueError(
-            f"sum_row takes a matrix on a {DEVICE.type} device, not {A.device}"
-        )
-    if torch.is_grad_enabled() and A.requires_grad:
-        raise ValueError(
-            "sum_row has no backward: call it under torch.no_grad()"
-        )
-    M, N = A.shape
-    dtype = torch.int64 if A.dtype in INTEGERS else A.dtype
-    out = torch.empty(M, dtype=dtype, device=A.device)
-    block = min(BLOCK_N, triton.next_power_of_2(max(N, 1)))
-    if M > 0:
-        # Triton launches on the current GPU, which may not be that of A.
-        with torch.accelerator.device_index(A.device.index):
-            sum_row_kernel[(M,)](
-                A,
-                out,
-                N,
-                *A.stride(),
-                ACC=ACC.get(A.dtype, tl.int64),
-                BLOCK_N=block,
-                num_warps=max(1, block // 512),
-            )
-    return out
-
-
-# %%
-# The check
-# ---------
-#
-# An element takes part in at most ``ceil(N / BLOCK_N)`` additions in the loop
-# and in ``log2(BLOCK_N)`` in ``tl.sum``, which adds in a tree. That makes 15
-# for the longest row below. Each is off by a relative :math:`2^{-24}` at most.
-# These elements are positive, so nothing cancels and the errors stay relative
-# to the sum: :math:`15 \cdot 2^{-24} < 10^{-6}`. The reference is in float64.
-#
-# .. note::
-#
-#    Without a GPU, all this runs in Triton's interpreter. A kernel that is
-#    right there may be wrong on a GPU, or not compile: ``interpreter.md`` says
-#    what differs.
-
-torch.manual_seed(0)
-for M, N in ((3, 4096), (5, 10_007), (7, 1), (2, 0), (0, 3)):
-    A = torch.rand(M, N, device=DEVICE)
-    expected = A.double().sum(axis=1)
-    torch.testing.assert_close(sum_row(A).double(), expected, rtol=1e-6, atol=0)
-
-# %%
-# Views with other strides have to be as exact as the matrix. Integers are
-# compared exactly. A float16 result is rounded once more, to 11 bits.
-
-A = torch.rand(100, 60, device=DEVICE)
-for view in (A.T, A[:, ::3], A[1:, 7:], A[:, :1].expand(100, 50)):
-    expected = view.double().sum(axis=1)
-    torch.testing.assert_close(
-        sum_row(view).double(), expected, rtol=1e-6, atol=0
-    )
-
-counts = torch.randint(-128, 128, (9, 5000), device=DEVICE, dtype=torch.int8)
-torch.testing.assert_close(sum_row(counts), counts.sum(axis=1))
-torch.testing.assert_close(sum_row(counts > 0), (counts > 0).sum(axis=1))
-
-half = A.half()
-expected = half.double().sum(axis=1)
-torch.testing.assert_close(
-    sum_row(half).double(), expected, rtol=2**-11 + 1e-6, atol=0
-)
-
-# %%
-# Warps and bytes in flight
-# -------------------------
-#
-# A program runs on ``num_warps`` warps of 32 threads, and the compiler deals
-# the block out to them. Twice the warps is half the elements per thread:
-
-WARPS = (2, 4, 8, 16)
-BLOCKS = (1024, 2048, 4096, 8192, 16384)
-
-if __name__ == "__main__":
-    print("elements per thread")
-    print("   BLOCK_N", *(f"{warps:5} warps" for warps in WARPS))
-    for block in BLOCKS:
-        print(f"{block:10}", *(f"{block // (32 * w):11}" for w in WARPS))
-
-# %%
-# Each float32 element that a thread holds takes a register, and its bytes are
-# in flight together with the others. Memory answers hundreds of cycles later,
-# so a GPU reaches its bandwidth only with many bytes *in flight*: by Little's
-# law, as many as the bandwidth times the time to the answer. Too few elements
-# in all the programs together leave the memory idle. Too many in a thread cost
-# so many registers that fewer programs fit beside each other. While every
-# program waits in ``tl.sum``, no load is in flight.
-#
-# Which matters more has to be measured. On a GPU, the next cell tries the whole
-# grid on a float32 matrix of 16384 by 16384. (Without one it prints nothing,
-# and the benchmark below is left out too.)
-
-
-def gigabytes_per_second(M, N, milliseconds):
-    return 4 * (M * N + M) * 1e-9 / (milliseconds * 1e-3)
-
-
-def measure(A, BLOCK_N, num_warps):
-    M, N = A.shape
-    out = torch.empty(M, device=DEVICE)
-    time = triton.testing.do_bench(
-        lambda: sum_row_kernel[(M,)](
-            A,
-            out,
-            N,
-            *A.stride(),
-            ACC=tl.float32,
-            BLOCK_N=BLOCK_N,
-            num_warps=num_warps,
-        ),
-        quantiles=[0.5],
-    )
-    return gigabytes_per_second(M, N, time)
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    A = torch.rand(16384, 16384, device=DEVICE)
-    print("GB/s")
-    print("   BLOCK_N", *(f"{warps:5} warps" for warps in WARPS))
-    for block in BLOCKS:
-        print(f"{block:10}", *(f"{measure(A, block, w):11.0f}" for w in WARPS))
-    del A
-
-# %%
-# The benchmark
-# -------------
-#
-# Square float32 matrices; the figure is ``4 * (M * N + M) / time``, the bytes
-# of the algorithm. ``Roof`` is a copy of as many bytes, half of them read and
-# half of them written, with its output allocated beforehand. ``do_bench``
-# empties the L2 cache before each call; lines are medians, bands run from the
-# 20th to the 80th percentile.
-
-
-@triton.testing.perf_report(
-    triton.testing.Benchmark(
-        x_names=["N"],
-        x_vals=[2**k for k in range(8, 15)],
-        x_log=True,
-        line_arg="provider",
-        line_vals=["one block", "loop", "PyTorch", "torch.compile", "Roof"],
-        line_names=[
-            "Triton, one block",
-            "Triton",
-            "PyTorch",
-            "torch.compile",
-            "Roof",
-        ],
-        ylabel="GB/s",
-        plot_name="row_sum",
-        styles=[
-            ("C0", "-"),
-            ("C1", "-"),
-            ("C2", "-"),
-            ("C3", "-"),
-            ("k", "--"),
-        ],
-        args={},
-    )
-)
-def benchmark(N, provider):
-    A = torch.rand(N, N, device=DEVICE)
-    half = (N * N + N) // 2
-    source = torch.rand(half, device=DEVICE)
-    target = torch.empty_like(source)
-    torch.compiler.reset()  # the ninth shape would raise an error
-    compiled = torch.compile(
-        lambda A: A.sum(axis=1), fullgraph=True, dynamic=False
-    )
-    op = {
-        "one block": lambda: sum_row_block(A),
-        "loop": lambda: sum_row(A),
-        "PyTorch": lambda: A.sum(axis=1),
-        "torch.compile": lambda: compiled(A),
-        "Roof": lambda: target.copy_(source),
-    }[provider]
-    times = triton.testing.do_bench(op, quantiles=[0.5, 0.2, 0.8])
-    median, fast, slow = (gigabytes_per_second(N, N, t) for t in times)
-    return median, slow, fast
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    results = benchmark.run(print_data=True, show_plots=True, return_df=True)
-
-# %%
-# Reading the result
-# ------------------
-#
-# All of them read the same bytes. For the largest matrix, both Triton kernels
-# and ``torch.compile`` reach the roof; PyTorch's kernel stays below it. The
-# loop and the single block stay close for large matrices, and only the loop
-# takes rows of any length; that is why ``sum_row`` is the loop.
-# ``torch.compile`` writes a Triton kernel of this kind itself; call it a draw
-# when two lines are closer than their bands are wide. The roof need not be a
-# ceiling: half of the bytes of a copy are written, and a sum hardly writes any.
-# In the table of warps, compare neighbours: where they agree, the choice does
-# not matter. The last line is the slowest for any number of warps. There a
-# block is a whole row, so the loop runs only once.
-#
-# For small matrices a launch takes longer than the bytes do (``vector_add.py``
-# takes that apart). ``do_bench`` does not hide the launch: where the CPU takes
-# longer to make the call than the GPU to empty its cache, the figure holds CPU
-# time too.
-#
-# On the site, the table *Beside other libraries* has two shapes that this
-# kernel is not made for. A row is summed by one program. With a single row only
-# one multiprocessor works, and the others have nothing to do:
-# ``few_long_rows.py`` spreads a row over many programs. A million rows of 16
-# elements are a million programs, and each starts, reads 64 bytes and ends.
-
-# %%
-# Break it: the wrong accumulator
-# -------------------------------
-#
-# ``ACC`` looks like a detail. Here the same kernel adds 40,000 ones, once in
-# float16 and once in float32. The exact sum is a float16 number, so it could
-# be returned in both cases.
-
-if __name__ == "__main__":
-    ones = torch.ones(1, 40_000, dtype=torch.float16, device=DEVICE)
-    out = torch.empty(1, dtype=torch.float16, device=DEVICE)
-    for acc_type in (tl.float16, tl.float32):
-        sum_row_kernel[(1,)](
-            ones, out, 40_000, *ones.stride(), ACC=acc_type, BLOCK_N=16
-        )
-        print(f"accumulated in {acc_type}: {out.item():.0f}")
-
-# %%
-# A float16 has 11 significant bits, and from 2048 on its neighbours are two
-# apart. 2048 + 1 lies halfway between them and is rounded back to 2048: there
-# each of the 16 running sums stands still, and 16 times 2048 is what comes
-# out. Nothing overflowed and nothing is NaN. In bfloat16, with 8 bits, a sum
-# of ones would stop at 256.
-#
-# The small block makes it plain. 4096 running sums stand still later, but
-# numbers other than ones lose bits long before, and a test with short rows
-# would pass. The fix is the one above: accumulate in float32, round once.
-
-# %%
-# Go further
+# In PyTorch
 # ----------
 #
-# 1. For rows of 8 elements, a program per row leaves most of its warp idle.
-#    Give each program a block of ``(BLOCK_M, BLOCK_N)`` elements.
-# 2. ``sum_row(A.T)`` is right for a contiguous ``A``. What does each of its
-#    loads move, and how does your kernel from 1 help?
-# 3. ``sum_row`` of a single row with :math:`10^8` elements uses one program,
-#    and so one multiprocessor. Use them all, without a new kernel.
+# One line of PyTorch. ``Traffic``, from the folded cell above, counts the bytes
+# that it reads and writes.
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def random(M, N):
+    return torch.rand(M, N, generator=generator, device=DEVICE)
+
+
+if __name__ == "__main__":
+    x = random(300, 1000)
+    with Traffic() as traffic:
+        out = x.sum(1)
+    print(f"{traffic.moved:,} bytes move, and x has {x.nbytes:,}")
+
+# %%
+# The sum reads the matrix once and writes one number per row. No kernel can
+# move fewer bytes. So a row sum is memory bound, as the addition was: the
+# question is how close a kernel comes to the bandwidth of the memory.
+
+# %%
+# The first kernel
+# ----------------
 #
-# To read on (``strides.py`` comes next):
+# Each program sums one row. A row may be longer than a block, so the program
+# goes over it in a loop. The *accumulator* ``acc`` is a block too: its first
+# element adds up the first elements of all blocks, and so on.
+
+
+@triton.jit
+def sum_row_kernel(x_ptr, out_ptr, N, stride_m, BLOCK_N: tl.constexpr):
+    # In int32, row * stride_m would overflow past element 2**31.
+    row = tl.program_id(axis=0).to(tl.int64)
+    acc = tl.zeros((BLOCK_N,), dtype=tl.float32)  # (BLOCK_N,)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        x_ptrs = x_ptr + row * stride_m + offs_n  # (BLOCK_N,)
+        # Past the end of the row, load zeros: they leave a sum unchanged.
+        x = tl.load(x_ptrs, mask=offs_n < N, other=0)  # (BLOCK_N,)
+        acc += x
+    tl.store(out_ptr + row, tl.sum(acc, axis=0))
+
+
+# Elements of a block or a tile: 32 for each of a program's 128 threads, so each
+# thread asks for many elements at once and waits for memory once.
+SIZE = 4096
+
+
+def sum_row(x, BLOCK_N=SIZE):
+    """Return x.sum(1) in float32, for a matrix with contiguous rows."""
+    M, N = x.shape
+    assert x.stride(1) == 1
+    out = torch.empty(M, device=x.device)
+    sum_row_kernel[(M,)](x, out, N, x.stride(0), BLOCK_N=BLOCK_N)
+    return out
+
+
+# %%
+# Three things are new:
 #
-# * Triton's tutorial on softmax, which takes rows in one block:
-#   https://triton-lang.org/main/getting-started/tutorials/02-fused-softmax.html
-# * *Coalesced access to global memory* in the `CUDA best practices guide
-#   <https://docs.nvidia.com/cuda/cuda-c-best-practices-guide/>`_
-# * Nicholas J. Higham, *The accuracy of floating point summation*, SIAM
-#   Journal on Scientific Computing 14 (1993), on why trees sum better than
-#   loops
+# * The *stride* ``stride_m`` is the number of elements in memory from one row
+#   to the next. Row ``row`` begins at ``x_ptr + row * stride_m``. In a
+#   contiguous matrix the stride is ``N``; in ``x[:, :100]`` it is larger.
+# * ``other`` is the value that ``tl.load`` returns where the mask is False. In
+#   ``vector_add.py`` these elements were never used. Here ``acc`` adds them
+#   all, so they must be zero.
+# * ``tl.sum`` adds up the elements of ``acc`` and returns one number. It runs
+#   once per row, after the loop.
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare with float64. An addition rounds by at most :math:`2^{-24}` of its
+# result. All elements are positive, so no result is larger than the row's sum.
+# It remains to count the additions that one element passes through. The loop
+# has one per turn. ``tl.sum`` has at most 38: each of the 128 threads adds up
+# 32 elements in 31 additions, and then the threads add their sums in pairs,
+# seven times. We allow for two ``tl.sum``, as a later function uses it twice.
+
+
+def check(function, x):
+    """Compare with float64; print the largest relative error."""
+    out, expected = function(x).double(), x.double().sum(1)
+    additions = triton.cdiv(x.shape[1], SIZE) + 2 * 38
+    allowed = additions * 2**-24
+    error = ((out - expected) / expected).abs().max().item()
+    print(f"{tuple(x.shape)}: error {error:.1e}, allowed {allowed:.1e}")
+    torch.testing.assert_close(out, expected, rtol=allowed, atol=0)
+
+
+if __name__ == "__main__":
+    check(sum_row, random(7, 1))
+    check(sum_row, random(3, 4096))
+    check(sum_row, random(5, 10_007)[:, :10_000])
+
+# %%
+# Break it: zeros in a maximum
+# ----------------------------
+#
+# The same loop finds a maximum: ``tl.maximum`` takes the place of ``+``, and
+# ``tl.max`` replaces ``tl.sum``. (Other functions have PyTorch's names as well,
+# such as ``tl.abs`` and ``tl.exp``.) Zero leaves a sum unchanged, but not a
+# maximum. Here a row of five negative numbers is reduced in blocks of four. The
+# masked elements are zeros first, and then minus infinity.
+
+
+@triton.jit
+def max_row_kernel(x_ptr, out_ptr, N, stride_m, other, BLOCK_N: tl.constexpr):
+    row = tl.program_id(axis=0).to(tl.int64)
+    acc = tl.full((BLOCK_N,), -float("inf"), dtype=tl.float32)  # (BLOCK_N,)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+        x_ptrs = x_ptr + row * stride_m + offs_n  # (BLOCK_N,)
+        x = tl.load(x_ptrs, mask=offs_n < N, other=other)  # (BLOCK_N,)
+        acc = tl.maximum(acc, x)
+    tl.store(out_ptr + row, tl.max(acc, axis=0))
+
+
+if __name__ == "__main__":
+    x = torch.tensor([[-5.0, -3, -8, -2, -9]], device=DEVICE)
+    out = torch.empty(1, device=DEVICE)
+    for other in (0.0, -float("inf")):
+        max_row_kernel[(1,)](x, out, 5, x.stride(0), other, BLOCK_N=4)
+        print(f"other={other}: the maximum is {out.item()}")
+
+# %%
+# With zeros, the maximum is an element that the row does not have. A positive
+# number in the row hides the mistake. So does a row that fills its blocks.
+# Each reduction has its own neutral value: 0 for a sum, minus infinity for a
+# maximum. Use it for ``other`` and to begin with.
+
+# %%
+# How fast?
+# ---------
+#
+# Three matrices have the same number of elements: one is square, one has short
+# rows, one is a single row. ``Roof`` is a copy that moves as many bytes.
+
+ELEMENTS = 2**24
+
+
+def sum_torch(x):
+    return x.sum(1)
+
+
+def contestants(N, ours):
+    M = ELEMENTS // N
+    x = random(M, N)
+    source = torch.empty((M * N + M) // 2, device=DEVICE)
+    target = torch.empty_like(source)
+    torch.compiler.reset()
+    compiled = torch.compile(sum_torch, dynamic=False, fullgraph=True)
+    calls = {name: lambda f=f: f(x) for name, f in ours.items()}
+    return {
+        **calls,
+        "PyTorch": lambda: sum_torch(x),
+        "torch.compile": lambda: compiled(x),
+        "Roof": lambda: target.copy_(source),
+    }
+
+
+def work(N):
+    """Return the bytes for rows of N, in millions."""
+    return 4e-6 * (ELEMENTS + ELEMENTS // N)
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    table = {}
+    for N in (4096, 16, ELEMENTS):
+        times = gpu_time(contestants(N, {"sum_row": sum_row}))
+        shape = f"{ELEMENTS // N} x {N}"
+        table[shape] = {name: work(N) / t[0] for name, t in times.items()}
+    table = pd.DataFrame(table).T
+    print("GB/s", table.to_string(float_format="%.0f"), sep="\n")
+
+# %%
+# The same bytes, and very different rates of our kernel. The grid explains both
+# slow cases: one has too many programs with too little work, the other a single
+# program.
+
+# %%
+# Many short rows
+# ---------------
+#
+# A row of 16 elements leaves most of a block of 4096 masked. So let each
+# program take several rows: a *tile*, a block with two dimensions. The tile is
+# as wide as the row, rounded up to a power of two. It holds whole rows, so the
+# kernel needs no loop.
+
+
+@triton.jit
+def sum_tile_kernel(
+    x_ptr, out_ptr, M, N, stride_m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    pid_m = tl.program_id(axis=0).to(tl.int64)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+    offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    # A column of rows and a row of columns broadcast to a tile.
+    x_ptrs = x_ptr + offs_m[:, None] * stride_m + offs_n[None, :]
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    x = tl.load(x_ptrs, mask=mask, other=0)  # (BLOCK_M, BLOCK_N)
+    # axis=1 is summed, as in PyTorch; one number is left for each row.
+    tl.store(out_ptr + offs_m, tl.sum(x, axis=1), mask=offs_m < M)
+
+
+def sum_short_rows(x, size=SIZE):
+    """Return x.sum(1) in float32, for contiguous rows of 1 to size elements."""
+    M, N = x.shape
+    assert 1 <= N <= size
+    assert x.stride(1) == 1
+    BLOCK_N = triton.next_power_of_2(N)
+    BLOCK_M = size // BLOCK_N  # rows that make a tile of that size
+    out = torch.empty(M, device=x.device)
+    grid = (triton.cdiv(M, BLOCK_M),)
+    sum_tile_kernel[grid](x, out, M, N, x.stride(0), BLOCK_M, BLOCK_N)
+    return out
+
+
+if __name__ == "__main__":
+    check(sum_short_rows, random(1000, 13))
+
+# %%
+# One long row
+# ------------
+#
+# A GPU has many *multiprocessors*, and a program runs on one of them. With a
+# single row there is a single program, and all other multiprocessors wait. So
+# cut the row into parts and sum each part by a program of its own. The results
+# are *partial sums*: a short row, which a second launch sums. A launch begins
+# when the one before it has ended, so the partial sums are complete.
+#
+# The kernel remains as it is. A view of the matrix has one part in each row:
+
+
+def sum_long_rows(x, PART=SIZE):
+    """Return x.sum(1) for a contiguous matrix; PART divides its rows."""
+    M, N = x.shape
+    assert x.is_contiguous()
+    assert N % PART == 0
+    partial_sums = sum_row(x.view(M * N // PART, PART))
+    return sum_row(partial_sums.view(M, N // PART))
+
+
+if __name__ == "__main__":
+    check(sum_long_rows, random(2, 5 * 4096))
+
+# %%
+# The result
+# ----------
+#
+# This function chooses among the three by the shape:
+
+
+def sum_rows(x):
+    M, N = x.shape
+    if N <= SIZE:  # a row fits into a tile
+        return sum_short_rows(x)
+    # Fewer than 1024 rows are too few programs for a large GPU: it has over a
+    # hundred multiprocessors, and each runs several programs at a time.
+    if M < 1024 and N % SIZE == 0 and x.is_contiguous():
+        return sum_long_rows(x)
+    return sum_row(x)
+
+
+# %%
+# The chart has matrices of the same number of elements, from a million short
+# rows to a single one. ``Triton`` is ``sum_rows``, and ``sum_row`` is the first
+# kernel alone. ``Roof`` is the copy.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ours = {"Triton": sum_rows, "sum_row": sum_row}
+    lengths = [2**k for k in range(4, 25, 4)]
+    times = {N: gpu_time(contestants(N, ours)) for N in lengths}
+    results = rate_table(times, "N", "GB/s", work)
+    print(results.to_string())
+    rates = results.pivot(index="N", columns="series", values="GB/s")
+    rates.plot(logx=True)
+    for name in ("PyTorch", "torch.compile", "Roof"):
+        ratio = rates["Triton"] / rates[name]
+        low, high = ratio.min(), ratio.max()
+        print(f"sum_rows has {low:.2f} to {high:.2f} times {name}'s rate")
+
+# %%
+# One long row takes two launches. A row whose length ``SIZE`` does not divide
+# gets one program even if it is alone. ``few_long_rows.py`` needs one launch,
+# and takes any length.
+
+# %%
+# Exercises
+# ---------
+#
+# Each exercise has a function to fill in and a check, which needs no GPU.
+#
+# **1.** Write ``normalize(x)``, which divides each row by its sum. Rows have at
+# most 1024 elements, so a program can load its row once and store all of it.
+#
+# **2.** Write ``sum_columns(x)``, which returns ``x.sum(0)``. A program takes a
+# block of neighbouring columns and goes down the rows in a loop.
+
+
+def normalize(x):
+    return None  # launch your kernel here, and return its output
+
+
+def sum_columns(x):
+    return None  # launch your kernel here, and return its output
+
+
+def compare(out, expected):
+    if out is None:
+        return "not solved yet"
+    return "right" if torch.allclose(out, expected) else "wrong"
+
+
+def check_normalize(function):
+    x = random(7, 100)
+    return compare(function(x), x / x.sum(1, keepdim=True))
+
+
+def check_sum_columns(function):
+    x = random(50, 300)
+    return compare(function(x), x.sum(0))
+
+
+if __name__ == "__main__":
+    print("exercise 1:", check_normalize(normalize))
+    print("exercise 2:", check_sum_columns(sum_columns))
+
+# %%
+# ``strides.py`` comes next: in which order a kernel should walk through memory.
 
 # %%
 # Answers
 # -------
 #
-# **1.** Rows become a column of offsets, ``offs_m[:, None]``, columns a row of
-# them, ``offs_n[None, :]``. Their sum broadcasts to a block of addresses, and
-# ``tl.sum(axis=1)`` leaves one number for each row of it.
+# **1.** The row stays in the program: it is read once.
 
 
 @triton.jit
-def sum_rows_kernel(
-    a_ptr,
-    out_ptr,
-    M,
-    N,
-    stride_am,
-    stride_an,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    pid_m = tl.program_id(axis=0).to(tl.int64)
-    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
-    mask_m = offs_m < M
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)  # (BLOCK_M, BLOCK_N)
-    for start in range(0, tl.cast(N, tl.int64), BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-        mask = mask_m[:, None] & (offs_n[None, :] < N)  # (BLOCK_M, BLOCK_N)
-        offs = offs_m[:, None] * stride_am + offs_n[None, :] * stride_an
-        acc += tl.load(a_ptr + offs, mask=mask, other=0)
-    tl.store(out_ptr + offs_m, tl.sum(acc, axis=1), mask=mask_m)
+def normalize_kernel(x_ptr, out_ptr, N, BLOCK_N: tl.constexpr):
+    row = tl.program_id(axis=0).to(tl.int64)
+    offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs_n < N
+    x = tl.load(x_ptr + row * N + offs_n, mask=mask, other=0)  # (BLOCK_N,)
+    total = tl.sum(x, axis=0)
+    tl.store(out_ptr + row * N + offs_n, x / total, mask=mask)
 
 
-A = torch.rand(1000, 8, device=DEVICE)
-out = torch.empty(1000, device=DEVICE)
-sum_rows_kernel[(8,)](A, out, 1000, 8, *A.stride(), BLOCK_M=128, BLOCK_N=8)
-torch.testing.assert_close(out, A.sum(axis=1))
+def normalize_answer(x):
+    M, N = x.shape
+    out = torch.empty_like(x)
+    BLOCK_N = triton.next_power_of_2(N)
+    normalize_kernel[(M,)](x, out, N, BLOCK_N=BLOCK_N)
+    return out
+
+
+if __name__ == "__main__":
+    assert check_normalize(normalize_answer) == "right"
 
 # %%
-# **2.** Neighbouring threads take neighbouring elements of a row, which in
-# ``A.T`` lie a whole stride apart. Memory comes in pieces of 32 bytes, and
-# each request moves a piece for four bytes of use. With a wide ``BLOCK_M`` and
-# a small ``BLOCK_N``, the compiler lets neighbouring threads go down the rows,
-# the direction of stride 1, and whole pieces are used.
-#
-# **3.** A contiguous row is also a matrix: sum the rows of a square one, then
-# sum the sums. (Pad with zeros, or sum the rest apart, if ``N`` has no such
-# factors.)
+# **2.** Neighbouring columns are neighbours in memory, so each turn of the loop
+# loads a block without gaps. No place of the accumulator meets another one:
+# ``tl.sum`` is not needed.
 
-row = torch.rand(1, 90_000, device=DEVICE)
-twice = sum_row(sum_row(row.view(300, 300)).view(1, 300))
-torch.testing.assert_close(twice, row.sum(axis=1))
+
+@triton.jit
+def sum_columns_kernel(x_ptr, out_ptr, M, N, BLOCK_N: tl.constexpr):
+    pid_n = tl.program_id(axis=0)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs_n < N
+    x_ptrs = x_ptr + offs_n  # (BLOCK_N,)
+    acc = tl.zeros((BLOCK_N,), dtype=tl.float32)  # (BLOCK_N,)
+    for _ in range(M):
+        acc += tl.load(x_ptrs, mask=mask, other=0)  # (BLOCK_N,)
+        x_ptrs += N  # the same columns of the next row
+    tl.store(out_ptr + offs_n, acc, mask=mask)
+
+
+def sum_columns_answer(x):
+    M, N = x.shape
+    out = torch.empty(N, device=x.device)
+    # 128 columns: one for each thread of a program.
+    sum_columns_kernel[(triton.cdiv(N, 128),)](x, out, M, N, BLOCK_N=128)
+    return out
+
+
+if __name__ == "__main__":
+    assert check_sum_columns(sum_columns_answer) == "right"

@@ -4,24 +4,47 @@
 #
 # [tool.triton-gallery]
 # description = """
-# Add two vectors: the smallest kernel that has all the parts of a large one,
-# and a count of bytes that says how fast it can be."""
+# Write a first Triton kernel of six lines, launch it, check it, time it, and
+# find what it takes to beat PyTorch."""
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "add_kernel"
+# caption = """
+# Ten elements in blocks of four. Look at program 2: only two of its four
+# positions have an element. What happens at the other two depends on the
+# mask."""
+# expected = { out = "x + y" }
+# registers = ["pid", "offs", "mask", "x", "y"]
+# start = [2, 0]
+# [tool.triton-gallery.step_through.inputs]
+# x = "integers(1, 10, 10)"
+# y = "10 * integers(1, 10, 10).flip(0)"
+#
+# [[tool.triton-gallery.step_through.launches]]
+# label = "with the mask"
+# call = "launch(add_kernel, x, y, BLOCK=4)"
+#
+# [[tool.triton-gallery.step_through.launches]]
+# label = "without the mask"
+# kernel = "add_kernel_without_mask"
+# call = "add_kernel_without_mask[(3,)](x, y, torch.empty_like(x), BLOCK=4)"
+# registers = ["pid", "offs", "x", "y"]
+# outside = true
 # ///
 r"""
 Vector addition
 ===============
 
-Adding two vectors is almost no arithmetic and a lot of memory traffic. That
-makes it the smallest kernel that has all the parts of a large one, and the
-simplest to judge: a count of bytes says how fast it can possibly be.
+This page writes a first Triton kernel: six lines that add two vectors on a
+GPU. All other lessons build on it. For an addition alone, keep PyTorch's: a
+kernel of your own pays when it does several operations while the data is at
+hand.
 
 After this page you can
 
-* split an array among *programs*, one *block* each, and launch a *grid*;
-* keep the last block inside the array with a *mask*;
-* turn a kernel into an op that is correct for any shape and dtype, or raises a
-  clear error;
-* tell a slow kernel from one that is too short to be worth launching.
+* write a kernel, and launch enough copies of it to cover a vector;
+* keep the last copy inside the vector with a *mask*;
+* work out, from the bytes that a kernel moves, the least time it can take.
 """
 
 # sphinx_gallery_tags = ["elementwise", "memory bound"]
@@ -42,338 +65,143 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import Traffic
 
 # %%
-# The problem in bytes
-# --------------------
-#
-# In PyTorch the whole problem is one line. For ``N`` float32 elements it reads
-# ``x``, reads ``y`` and writes ``out``: three arrays of ``4 * N`` bytes. Every
-# element is used exactly once, so there is nothing to keep and reuse. No
-# kernel can do with less than ``12 * N`` bytes; that is the floor.
-
-if __name__ == "__main__":
-    x = torch.rand(1_000_003, device=DEVICE)
-    y = torch.rand(1_000_003, device=DEVICE)
-    out = x + y  # reads x, reads y, writes out
-
-    moved = sum(t.numel() * t.element_size() for t in (x, y, out))
-    print(f"{out.numel():,} additions for {moved:,} bytes")
-
-# %%
-# One addition for every twelve bytes. A GPU can do far more arithmetic than
-# that in the time the bytes take, so the memory alone decides how long this
-# takes. Such an op is called *memory bound*, and its speed is best given in
-# bytes per second.
-#
-# Programs, blocks and the mask
-# -----------------------------
-#
-# You write a Triton kernel for one *program*. A launch starts many copies of
-# it, the *grid*, which differ in nothing but their number, the *program id*.
-# Here each program adds one *block* of ``BLOCK`` neighbouring elements. This
-# is the tiling for ``N = 10`` and ``BLOCK = 4``:
-#
-# .. code-block:: text
-#
-#     program            0             1             2
-#                  +-----------+ +-----------+ +-----------+
-#     element      0  1  2  3    4  5  6  7    8  9  .  .
-#     mask         1  1  1  1    1  1  1  1    1  1  0  0
-#                                                    ^  ^
-#                                     past the end: masked
-#
-# ``N`` is known when the kernel is launched. The size of a block is known
-# earlier, when the kernel is compiled, and is the same for all programs. So the
-# grid has ``ceil(N / BLOCK)`` programs, the last one usually reaches past the
-# end, and a *mask* says which of its elements are real.
-
-# %%
-# The kernel
+# In PyTorch
 # ----------
 #
-# It reads like NumPy on a small array. ``tl.arange(0, BLOCK)`` counts through
-# the block, ``x_ptr + offs`` is a block of addresses, ``tl.load`` fetches what
-# lies there. Three things are worth a second look:
+# In PyTorch an addition is one line. What does it cost? ``Traffic`` counts the
+# bytes that PyTorch's operators read and write. It comes from the folded cell
+# above, as do ``DEVICE`` and the timer ``gpu_time``.
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def random(N):
+    return torch.randn(N, generator=generator, device=DEVICE)
+
+
+if __name__ == "__main__":
+    x, y = random(1_000_000), random(1_000_000)
+    with Traffic() as traffic:
+        out = x + y
+    print(f"{x.numel():,} additions move {traffic.moved:,} bytes")
+
+# %%
+# Each addition reads two numbers of four bytes and writes one. So no kernel
+# can add ``N`` elements and move less than ``12 * N`` bytes. A GPU adds much
+# faster than its memory delivers numbers: the bytes decide the time. Such an
+# operation is called *memory bound*.
+
+# %%
+# The first kernel
+# ----------------
 #
-# * ``tl.constexpr`` marks a value that the compiler knows. Another ``BLOCK``
-#   gives another compiled kernel.
-# * An ``if`` on a dtype is settled while compiling; the branches not taken
-#   leave no trace in the machine code.
-# * Nothing here mentions threads. A program is one of CUDA's thread blocks; a
-#   *block* here is a piece of the array. The compiler spreads it over the 32
-#   threads of each of ``num_warps`` warps (4 unless you say otherwise).
+# A *kernel* is a function that runs on the GPU. You write it for one small
+# part of the work, here for a *block* of neighbouring elements. Then you launch
+# many copies of it, called *programs*. All programs run the same lines. They
+# differ in one thing, their number, which ``tl.program_id`` returns.
 
 
 @triton.jit
-def add_kernel(
-    x_ptr,
-    y_ptr,
-    out_ptr,
-    N,
-    BLOCK: tl.constexpr,
-):
-    # In int32 the product below would overflow past element 2**31.
-    pid = tl.program_id(axis=0).to(tl.int64)
+def add_kernel(x_ptr, y_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    pid = tl.program_id(axis=0)
+    # Program 0 takes elements 0 to BLOCK - 1, program 1 the next BLOCK.
     offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    # The last block may reach past the end: True where an element exists.
     mask = offs < N
-    # A masked load touches no memory where the mask is False. What it returns
-    # there is undefined, and harmless: the masked store drops it.
     x = tl.load(x_ptr + offs, mask=mask)  # (BLOCK,)
     y = tl.load(y_ptr + offs, mask=mask)  # (BLOCK,)
-    if x.dtype == tl.int1:
-        total = x | y  # as in PyTorch, True + True is True
-    elif x.dtype == tl.float16 or x.dtype == tl.bfloat16:
-        # The sum in float32, then rounded by the store: as if rounded once.
-        total = x.to(tl.float32) + y.to(tl.float32)
-    else:
-        total = x + y
-    tl.store(out_ptr + offs, total, mask=mask)
+    tl.store(out_ptr + offs, x + y, mask=mask)
 
 
 # %%
-# To watch the tiling at work, this second kernel adds nothing: every program
-# writes down its offsets and its mask. Its outputs have room for whole blocks,
-# so it can afford to store without a mask.
-
-
-@triton.jit
-def tiling_kernel(
-    offs_ptr,
-    mask_ptr,
-    N,
-    BLOCK: tl.constexpr,
-):
-    offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
-    tl.store(offs_ptr + offs, offs)
-    tl.store(mask_ptr + offs, offs < N)
-
-
-if __name__ == "__main__":
-    programs = triton.cdiv(10, 4)  # division, rounded up
-    offs = torch.empty(programs, 4, dtype=torch.int64, device=DEVICE)
-    mask = torch.empty(programs, 4, dtype=torch.bool, device=DEVICE)
-    tiling_kernel[(programs,)](offs, mask, 10, BLOCK=4)
-    for pid in range(programs):
-        print(f"program {pid}: offs {offs[pid].tolist()}", end="  ")
-        print(f"mask {mask[pid].int().tolist()}")
-
-# %%
-# ``kernel[grid](arguments)`` is a launch. The grid is a tuple of up to three
-# numbers, and a tensor given as an argument arrives in the kernel as a pointer
-# to its first element.
+# Line by line:
 #
-# Why a block is a power of two
-# -----------------------------
+# * ``pid`` is a number, and ``offs`` is a block of ``BLOCK`` numbers: the
+#   positions of this program's elements. ``tl.arange(0, BLOCK)`` counts from 0
+#   to ``BLOCK - 1``, as ``torch.arange`` does.
+# * A tensor arrives in the kernel as a *pointer*, the address of its first
+#   element. So ``x_ptr + offs`` is a block of addresses, and ``tl.load``
+#   fetches the element at each address.
+# * The *mask* is a block of booleans. Where it is False, ``tl.load`` reads
+#   nothing and returns an undefined value, and ``tl.store`` writes nothing. The
+#   figure calls the positions of a block *lanes*, and marks the masked ones.
+# * ``x + y`` adds whole blocks. The kernel has no loop over elements and no
+#   threads: the compiler spreads the block over the threads of the GPU. (CUDA
+#   calls a program a thread block.)
 #
-# Ask for a block of 1000 and Triton refuses:
-
-if __name__ == "__main__":
-    try:
-        add_kernel[(1,)](x, y, out, 1000, BLOCK=1000)
-    except triton.TritonError as error:
-        print(type(error).__name__, str(error).splitlines()[-1], sep=": ")
-
-# %%
-# The compiler decides which thread holds which element, and it writes that
-# plan as a map from the bits of a thread's number to the bits of an element's
-# index. (The paper on `linear layouts <https://arxiv.org/abs/2505.23819>`_ has
-# the details.) With ``k`` bits one counts exactly ``2**k`` elements, so that is
-# what a block has. The mask switches off those that you don't need.
+# ``BLOCK: tl.constexpr`` is a constant that the compiler has to know. The size
+# of ``tl.arange`` must be such a constant, and a power of two.
 #
-# The launcher
-# ------------
-#
-# A kernel trusts its pointers blindly. The op around it has to make sure that
-# they are what the kernel expects, and has to say clearly what it won't take.
-# ``add_kernel`` sees memory as one flat row of elements, so the op hands it
-# contiguous tensors. For a contiguous tensor ``.contiguous()`` costs nothing.
-# For any other it is a copy that reads and writes all its elements: two
-# transposed inputs turn ``12 * N`` bytes into ``28 * N``.
-
-DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-DTYPES |= {torch.bool, torch.uint8, torch.int8}
-DTYPES |= {torch.int16, torch.int32, torch.int64}
-BLOCK = 1024
+# Now the function that launches the kernel:
 
 
-def add(x, y):
-    """Return ``x + y`` for tensors of the same shape, dtype and device."""
-    if x.dtype not in DTYPES or x.dtype != y.dtype:
-        raise TypeError(
-            "add takes two tensors of one bool, integer or floating dtype, "
-            f"not {x.dtype} and {y.dtype}"
-        )
-    if x.shape != y.shape:
-        raise ValueError(
-            "add does not broadcast: the shapes are "
-            f"{tuple(x.shape)} and {tuple(y.shape)}"
-        )
-    if x.device.type != DEVICE.type or x.device != y.device:
-        raise ValueError(
-            f"add takes two tensors on one {DEVICE.type} device, "
-            f"not {x.device} and {y.device}"
-        )
-    if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
-        raise ValueError("add has no backward: call it under torch.no_grad()")
+def launch(kernel, x, y, BLOCK=1024):
+    """Return what an elementwise kernel makes of two equal-shaped tensors."""
+    assert x.shape == y.shape
+    assert x.dtype == y.dtype
+    assert x.device == y.device
+    # The kernel takes the elements as neighbours in memory.
     x, y = x.contiguous(), y.contiguous()
     out = torch.empty_like(x)
     N = out.numel()
-    if N > 0:
-        # Triton launches on the current GPU, which may not be that of x.
-        with torch.accelerator.device_index(x.device.index):
-            add_kernel[(triton.cdiv(N, BLOCK),)](x, y, out, N, BLOCK=BLOCK)
+    assert N < 2**31  # offs is int32
+    grid = (triton.cdiv(N, BLOCK),)  # the number of blocks, rounded up
+    kernel[grid](x, y, out, N, BLOCK=BLOCK)
     return out
 
 
-# %%
-# The check
-# ---------
-#
-# The reference is computed in float64. The tolerance is zero: the float64 sum
-# of two float32 numbers, rounded to float32, is their correctly rounded float32
-# sum, and that is what the kernel has to return, bit for bit. The same goes for
-# float16 and its float32 sum.
-#
-# .. note::
-#
-#    Without a GPU, all this runs in Triton's interpreter. A kernel that is
-#    right there may be wrong on a GPU, or not compile: ``interpreter.md`` says
-#    what differs.
+def add(x, y):
+    return launch(add_kernel, x, y)
 
-torch.manual_seed(0)
-for shape in ((), (4 * BLOCK,), (31, 257), (2, 0, 3)):
-    for dtype in (torch.float16, torch.float32):
-        a = torch.randn(shape, dtype=dtype, device=DEVICE)
-        b = torch.randn(shape, dtype=dtype, device=DEVICE)
-        expected = (a.double() + b.double()).to(dtype)
-        torch.testing.assert_close(add(a, b), expected, rtol=0, atol=0)
 
 # %%
-# Real inputs are seldom that tidy. Here are a transposed matrix beside one with
-# gaps between its elements, integers that overflow, and booleans. They have to
-# match PyTorch exactly.
-
-a = torch.randn(31, 257, device=DEVICE)
-b = torch.randn(257, 62, device=DEVICE)[:, ::2].T
-torch.testing.assert_close(add(a.T, b.T), a.T + b.T, rtol=0, atol=0)
-
-a = torch.tensor([1, 100, -128], dtype=torch.int8, device=DEVICE)
-torch.testing.assert_close(add(a, a), a + a)
-
-a = torch.tensor([False, True, False, True], device=DEVICE)
-b = torch.tensor([False, False, True, True], device=DEVICE)
-torch.testing.assert_close(add(a, b), a + b)
+# ``kernel[grid](...)`` is a *launch*. The *grid* says how many programs to
+# start. It is a tuple because a grid may have up to three axes; ours has one,
+# ``axis=0``. The GPU runs as many programs at a time as fit, in any order, so
+# no program may depend on another one. By default a program has 128 threads,
+# so a block of 1024 gives each thread eight elements.
+#
+# ``@triton.jit`` is what makes a function a kernel. Python never runs its body.
+# At the first launch, Triton compiles it for your GPU and for the types of the
+# arguments, and keeps the result for later launches. So the body may use ``tl``
+# functions, arithmetic, ``if`` and ``for``, but not PyTorch.
 
 # %%
-# There is no check in bfloat16: without a GPU, the interpreter cuts the last
-# bits off where the hardware rounds. The op names what it does not take:
+# Is it right?
+# ------------
+#
+# We check before we time. The reference is computed in float64. A float32
+# addition rounds once, so its relative error is at most :math:`2^{-24}`. The
+# sizes are one element, one full block, and a last block that is mostly masked.
 
 if __name__ == "__main__":
-    for other in (torch.rand(3, 1), torch.rand(2, 3).to(torch.complex64)):
-        try:
-            add(torch.rand(2, 3, device=DEVICE), other.to(DEVICE))
-        except (TypeError, ValueError) as error:
-            print(type(error).__name__, error, sep=": ")
+    for N in (1, 1024, 10_241):
+        x, y = random(N), random(N)
+        out, expected = add(x, y).double(), x.double() + y.double()
+        error = ((out - expected) / expected).abs().max().item()
+        print(f"{N:6,} elements: error {error:.1e}, allowed {2**-24:.1e}")
+        torch.testing.assert_close(out, expected, rtol=2**-24, atol=0)
 
 # %%
-# The benchmark
-# -------------
-#
-# The figure is the rate at which the op moves the bytes of the algorithm,
-# ``12 * N / time``. Beside our op are PyTorch and the ``Roof``: PyTorch's
-# addition into an output that was allocated beforehand, which is what the
-# memory does with vectors of that size.
-#
-# ``gpu_time``, in the opening of this script, calls the three in rotation.
-# Before each call the GPU sleeps and then empties its L2 cache. Meanwhile the
-# CPU prepares the launch, so no CPU time is in the figure. ``GB/s`` is the
-# median rate, ``low`` and ``high`` are its 20th and 80th percentile, and
-# ``late`` says whether the GPU had to wait for the CPU.
-#
-# The numbers need a GPU. Without one, the recipe stops at the checks here:
-# timing the interpreter would say nothing about the kernel.
-
-SIZES = [2**k for k in range(14, 29, 2)]
-
-
-def calls(N):
-    x = torch.rand(N, device=DEVICE)
-    y = torch.rand(N, device=DEVICE)
-    out = torch.empty_like(x)
-    return {
-        "Triton": lambda: add(x, y),
-        "PyTorch": lambda: x + y,
-        "Roof": lambda: torch.add(x, y, out=out),
-    }
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    times = {N: gpu_time(calls(N)) for N in SIZES}
-    results = rate_table(times, "N", "GB/s", lambda N: 12 * N * 1e-6)
-    print(results.to_string())
-    results.pivot(index="N", columns="series", values="GB/s").plot(logx=True)
-
-# %%
-# Where launch cost hides everything
-# ----------------------------------
-#
-# On the left of the figure the vectors are so short that their bytes take next
-# to no time. What remains is the time to start a kernel and to finish it: the
-# column ``GPU`` below. ``CPU`` is the time until a call returns. The figure
-# leaves it out; a program that calls one short op after another pays it.
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    print("microseconds   Triton: GPU     CPU   PyTorch: GPU     CPU")
-    for N in (1, 1024, 65536):
-        print(f"N = {N:<10,}", end="")
-        found = gpu_time(calls(N))
-        for gpu, _, _, cpu, _ in (found["Triton"], found["PyTorch"]):
-            print(f"{gpu * 1e3:14.2f}{cpu:8.2f}", end="  ")
-        print()
-
-# %%
-# Reading the result
-# ------------------
-#
-# The three curves lie together from end to end: all three calls move exactly
-# the bytes of the floor. On the right they level off. There the memory sets the
-# pace, and a cleverer kernel has next to nothing left to win. The only way to
-# make this addition cheaper is not to do it alone. A kernel that has an operand
-# in registers anyway saves its bytes, and up to all ``12 * N`` of them. That is
-# *fusion*.
-#
-# 16 divides all lengths in the figure. Triton notices that at the launch, and
-# compiles a kernel in which a thread loads 16 bytes at once: the mask never
-# ends between the elements of one such load. For any other length, a thread
-# loads one element at a time (``ahead_of_time.py`` shows both versions). With 2
-# bytes an element that is slow. On the site, the table *Beside other libraries*
-# has one such length, in bfloat16, and there the op is far from the roof.
-#
-# On the left, the time hardly depends on ``N``, so the rate grows in step with
-# ``N``. The ``GPU`` column has that time: a kernel's start and end. The ``CPU``
-# column has the checks, the allocation and the launch. Compare the ops there:
-# our checks and Triton's launcher are mostly Python, PyTorch's are C++. The GPU
-# works through a queue that the CPU fills. So a loop over tiny ops goes at the
-# speed of the ``CPU`` column while the GPU waits. The cure is fewer launches:
-# more work in each kernel, or a CUDA graph that replays many launches as one.
+# Without a GPU, this script runs in Triton's interpreter: the same kernel, one
+# program after the other, in NumPy. It is slow, and good for finding mistakes.
 
 # %%
 # Break it: the missing mask
 # --------------------------
 #
-# Here is the kernel without its mask. ``out`` and ``neighbour`` are two views
-# of one buffer, so this overrun stays inside memory that is ours.
+# Here is the kernel without its mask. ``out`` has five elements, and the two
+# programs store eight. To see what happens to the other three, we put ``out``
+# and ``neighbour`` into one buffer.
 
 
 @triton.jit
-def add_kernel_without_mask(
-    x_ptr,
-    y_ptr,
-    out_ptr,
-    BLOCK: tl.constexpr,
-):
-    offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+def add_kernel_without_mask(x_ptr, y_ptr, out_ptr, BLOCK: tl.constexpr):
+    pid = tl.program_id(axis=0)
+    offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     x = tl.load(x_ptr + offs)  # (BLOCK,)
     y = tl.load(y_ptr + offs)  # (BLOCK,)
     tl.store(out_ptr + offs, x + y)
@@ -381,66 +209,201 @@ def add_kernel_without_mask(
 
 if __name__ == "__main__":
     x = torch.ones(8, device=DEVICE)
-    buffer = torch.zeros(8, device=DEVICE)
+    buffer = torch.tensor([0.0, 0, 0, 0, 0, 7, 7, 7], device=DEVICE)
     out, neighbour = buffer[:5], buffer[5:]
-    neighbour.fill_(7)
-
-    add_kernel_without_mask[(2,)](x, x, out, BLOCK=4)
-    print("without a mask: out", out.tolist(), "neighbour", neighbour.tolist())
-
-    buffer[:] = torch.tensor([0, 0, 0, 0, 0, 7, 7, 7])
     add_kernel[(2,)](x, x, out, 5, BLOCK=4)
-    print("with the mask:  out", out.tolist(), "neighbour", neighbour.tolist())
+    print("with the mask:   ", out.tolist(), neighbour.tolist())
+    add_kernel_without_mask[(2,)](x, x, out, BLOCK=4)
+    print("without the mask:", out.tolist(), neighbour.tolist())
 
 # %%
-# ``out`` is right both times, so a test of ``out`` alone finds nothing. PyTorch
-# cuts small tensors out of larger blocks that it holds (its `memory notes
-# <https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management>`_
-# tell how). The store that overruns one of them seldom faults: it changes
-# another tensor of the same process, and the failure shows far away, or never.
-# A size that is a multiple of ``BLOCK`` hides it altogether. So test with a
-# ragged size, and with something past the end that you can look at.
+# ``out`` is right both times. Nothing raises an error, but another tensor has
+# changed. A length that is a multiple of ``BLOCK`` hides the mistake, so test
+# lengths that are not.
 
 # %%
-# Go further
+# How fast?
+# ---------
+#
+# The *bandwidth* is the rate at which memory moves bytes. We take it from
+# PyTorch's addition of the longest vectors. Divide the bytes by the bandwidth,
+# and you have the *floor*: the least time that the addition can take. The GPU
+# time is how long the kernel runs. The CPU time is how long Python takes to
+# launch it.
+
+
+def time_addition(N):
+    x, y = random(N), random(N)
+    return gpu_time({"Triton": lambda: add(x, y), "PyTorch": lambda: x + y})
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    sizes = (1, 2**12, 2**16, 2**20, 2**24, 2**26)
+    times = {N: time_addition(N) for N in sizes}
+    rate = 12 * sizes[-1] / times[sizes[-1]]["PyTorch"][0]  # bytes in 1 ms
+    print(f"bandwidth {rate * 1e-6:.0f} GB/s; times in microseconds:")
+    print(" elements   floor      GPU: Triton PyTorch      CPU: Triton PyTorch")
+    for N, calls in times.items():
+        gpu = [f"{t[0] * 1e3:7.1f}" for t in calls.values()]
+        cpu = [f"{t[3]:7.0f}" for t in calls.values()]
+        print(
+            f"{N:9} {12e3 * N / rate:7.1f}         ",
+            " ".join(gpu),
+            "        ",
+            " ".join(cpu),
+        )
+
+# %%
+# The longer the vectors, the closer the GPU time comes to the floor. Short
+# vectors have almost no floor. Their GPU time is what the GPU needs to start a
+# kernel and to end it, and a better kernel cannot lower it.
+#
+# The CPU time hardly depends on the length. A script that makes one call after
+# another waits for the slower of CPU and GPU. With short vectors the CPU
+# is slower, and the call with the lower CPU time wins. What helps is to launch
+# fewer kernels, each with more work.
+
+# %%
+# What is a kernel of your own good for?
+# --------------------------------------
+#
+# Suppose that a ReLU follows the addition. PyTorch launches a second kernel,
+# which reads the sum back from memory. Our kernel has the sum at hand and needs
+# two more lines.
+
+
+@triton.jit
+def add_relu_kernel(x_ptr, y_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    pid = tl.program_id(axis=0)
+    offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < N
+    x = tl.load(x_ptr + offs, mask=mask)  # (BLOCK,)
+    y = tl.load(y_ptr + offs, mask=mask)  # (BLOCK,)
+    total = x + y
+    # tl.where, as torch.where, chooses for each element. NaN < 0 is False, so
+    # a NaN stays a NaN, as in PyTorch.
+    relu = tl.where(total < 0, 0.0, total)
+    tl.store(out_ptr + offs, relu, mask=mask)
+
+
+def add_relu(x, y):
+    return launch(add_relu_kernel, x, y)
+
+
+if __name__ == "__main__":
+    x, y = random(10_241), random(10_241)
+    with Traffic() as traffic:
+        expected = torch.relu(x + y)
+    torch.testing.assert_close(add_relu(x, y), expected, rtol=0, atol=0)
+    moved = 12 * x.numel()  # by our kernel
+    print(f"PyTorch moves {traffic.moved / moved:.2f} times the bytes of ours")
+
+# %%
+# The result
 # ----------
 #
-# 1. Write ``axpy(a, x, y)``, which returns ``a * x + y`` for a number ``a``.
-#    How many bytes does it move, and how many does the PyTorch expression?
-# 2. Adding two transposed matrices copies both of them first. Show that no
-#    copy is needed when both have the same strides and no gaps.
-# 3. ``add`` refuses inputs that require a gradient. Teach it to take them.
+# The chart has the addition with ReLU. ``Triton`` is ``add_relu``. ``PyTorch``
+# is its two kernels, and ``torch.compile`` writes one kernel for both
+# operations. ``Roof`` is PyTorch's addition without the ReLU: it moves the same
+# ``12 * N`` bytes as our kernel.
+
+
+def add_relu_torch(x, y):
+    return torch.relu(x + y)
+
+
+def contestants(N):
+    x, y = random(N), random(N)
+    torch.compiler.reset()
+    compiled = torch.compile(add_relu_torch, dynamic=False, fullgraph=True)
+    return {
+        "Triton": lambda: add_relu(x, y),
+        "PyTorch": lambda: add_relu_torch(x, y),
+        "torch.compile": lambda: compiled(x, y),
+        "Roof": lambda: x + y,
+    }
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {
+        N: gpu_time(contestants(N)) for N in (2**k for k in range(16, 27, 2))
+    }
+    results = rate_table(times, "N", "GB/s", lambda N: 12 * N * 1e-6)
+    print(results.to_string())
+    rates = results.pivot(index="N", columns="series", values="GB/s")
+    rates.plot(logx=True)
+    for name in ("PyTorch", "torch.compile"):
+        ratio = rates["Triton"] / rates[name]
+        low, high = ratio.min(), ratio.max()
+        print(f"our kernel has {low:.2f} to {high:.2f} times {name}'s rate")
+
+# %%
+# The chart compares GPU times. Where the CPU time below the table is larger
+# than the GPU time, it decides again. ``torch.compile`` fuses elementwise
+# operations like these by itself. The other lessons write kernels for
+# operations that are not elementwise.
+
+# %%
+# Exercises
+# ---------
 #
-# To read on:
+# Each exercise has a function to fill in and a check, which needs no GPU.
 #
-# * ``row_sum.py`` comes next: two dimensions, and a sum over one of them.
-# * Triton's own tutorial on this kernel:
-#   https://triton-lang.org/main/getting-started/tutorials/01-vector-add.html
-# * `The reference of the language
-#   <https://triton-lang.org/main/python-api/triton.language.html>`_
-# * `torch.library <https://docs.pytorch.org/docs/stable/library.html>`_, which
-#   makes PyTorch ops of Triton kernels
+# **1.** Write ``scale_add(a, x, y)``, which returns ``a * x + y`` for a number
+# ``a``, with a kernel of your own. Pass the number as ``N`` is passed. A Python
+# float becomes a float32 in the kernel.
+
+
+def scale_add(a, x, y):
+    return None  # launch your kernel here, and return its output
+
+
+def compare(out, expected):
+    if out is None:
+        return "not solved yet"
+    return "right" if torch.allclose(out, expected, atol=1e-5) else "wrong"
+
+
+def check_scale_add(function):
+    x, y = random(1500), random(1500)
+    return compare(function(3.0, x, y), 3 * x + y)
+
+
+if __name__ == "__main__":
+    print("exercise 1:", check_scale_add(scale_add))
+
+# %%
+# **2.** Write ``reverse(x)``, which returns the elements of ``x`` in reverse
+# order. Which positions does a program load, if it stores those of ``offs``?
+# Does the same mask do?
+
+
+def reverse(x):
+    return None  # launch your kernel here, and return its output
+
+
+def check_reverse(function):
+    x = random(1500)
+    return compare(function(x), x.flip(0))
+
+
+if __name__ == "__main__":
+    print("exercise 2:", check_reverse(reverse))
+
+# %%
+# ``row_sum.py`` comes next: each program reduces a row of a matrix to one
+# number.
 
 # %%
 # Answers
 # -------
 #
-# **1.** The bytes of an addition, ``12 * N``: ``a`` travels as an argument.
-# PyTorch's ``a * x + y`` is two kernels. The first reads ``x`` and writes a
-# product, the second reads it back with ``y`` and writes the result:
-# ``20 * N`` bytes. (``torch.add(y, x, alpha=a)`` is one kernel again.)
+# **1.** Only the stored value changes, and ``a`` is one more argument.
 
 
 @triton.jit
-def axpy_kernel(
-    x_ptr,
-    y_ptr,
-    out_ptr,
-    a,
-    N,
-    BLOCK: tl.constexpr,
-):
-    pid = tl.program_id(axis=0).to(tl.int64)
+def scale_add_kernel(a, x_ptr, y_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    pid = tl.program_id(axis=0)
     offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     mask = offs < N
     x = tl.load(x_ptr + offs, mask=mask)  # (BLOCK,)
@@ -448,44 +411,36 @@ def axpy_kernel(
     tl.store(out_ptr + offs, a * x + y, mask=mask)
 
 
-x = torch.randn(1500, device=DEVICE)
-y = torch.randn(1500, device=DEVICE)
-out = torch.empty_like(x)
-axpy_kernel[(2,)](x, y, out, 2.0, 1500, BLOCK=1024)
-torch.testing.assert_close(out, 2.0 * x + y)
-
-# %%
-# **2.** Without gaps, the elements fill a flat stretch of memory, and with the
-# same strides both tensors fill theirs in the same order. The order does not
-# matter to an addition. ``torch.empty_like`` keeps the strides of such a
-# tensor, so the output has that order too. In ``add``:
-#
-# .. code-block:: python
-#
-#     same = x.stride() == y.stride() == torch.empty_like(x).stride()
-#     if not same:
-#         x, y = x.contiguous(), y.contiguous()
-#
-# **3.** The gradient of a sum is the incoming gradient, once for each input.
-# ``torch.library.triton_op`` makes an op of the launcher that autograd and
-# ``torch.compile`` both understand. To keep it short, the cell leaves out the
-# checks of ``add``. An op for others needs all but the last of them.
-
-from torch.library import triton_op, wrap_triton
-
-
-@triton_op("triton_gallery::add", mutates_args={})
-def add_op(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    x, y = x.contiguous(), y.contiguous()
+def scale_add_answer(a, x, y):
     out = torch.empty_like(x)
-    N = out.numel()
-    kernel = wrap_triton(add_kernel)
-    kernel[(triton.cdiv(N, BLOCK),)](x, y, out, N, BLOCK=BLOCK)
+    N = x.numel()
+    scale_add_kernel[(triton.cdiv(N, 1024),)](a, x, y, out, N, BLOCK=1024)
     return out
 
 
-add_op.register_autograd(lambda ctx, grad: (grad, grad))
+if __name__ == "__main__":
+    assert check_scale_add(scale_add_answer) == "right"
 
-x = torch.randn(5, dtype=torch.float64, device=DEVICE, requires_grad=True)
-y = torch.randn(5, dtype=torch.float64, device=DEVICE, requires_grad=True)
-assert torch.autograd.gradcheck(add_op, (x, y))
+# %%
+# **2.** Element ``n`` of the output is element ``N - 1 - n`` of ``x``. Where
+# ``offs < N``, that position is inside ``x`` as well, so the mask is the same.
+
+
+@triton.jit
+def reverse_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    pid = tl.program_id(axis=0)
+    offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < N
+    x = tl.load(x_ptr + (N - 1 - offs), mask=mask)  # (BLOCK,)
+    tl.store(out_ptr + offs, x, mask=mask)
+
+
+def reverse_answer(x):
+    out = torch.empty_like(x)
+    N = x.numel()
+    reverse_kernel[(triton.cdiv(N, 1024),)](x, out, N, BLOCK=1024)
+    return out
+
+
+if __name__ == "__main__":
+    assert check_reverse(reverse_answer) == "right"

@@ -366,8 +366,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # There are two functions, ``norms_long_layer_norm`` and
 # ``norms_long_rms_norm``, and they share all kernels. The row is the last
 # dimension of a tensor of any shape. Rows that lie apart, as in
-# ``x[:, :20000]``, are read where they are. Other layouts are copied first. As
-# in ``layer_norm.py``, ``VEC`` is how many elements a thread may load at once.
+# ``x[:, :20000]``, are read where they are. Other layouts are copied first.
+# ``VEC`` is how many elements a thread may load at once.
 # The op is registered as ``what_a_call_costs.py`` shows.
 #
 # The op's LayerNorm subtracts a row's first element from all others, before

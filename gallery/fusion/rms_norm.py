@@ -240,8 +240,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The kernel loads both blocks, and then adds their two sums of squares. The op
 # does so where one block would be larger than 16 KB in float32 and a quarter of
 # it or more would be masked. The table after the op compares one block with
-# two. On an H100, two gain nothing in this forward. In that of
-# ``layer_norm.py``, they do.
+# two. On an H100, two gain nothing in this forward.
 
 # %%
 # Heads: many short rows
@@ -334,7 +333,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # :math:`\mathrm{d}y`. In the backward, every row of more than 8192 numbers is
 # two blocks. The weight of a row in two blocks does not stay in registers as
 # well. It is loaded twice for each row, which a cache can serve. The loop loads
-# up to two turns ahead, into shared memory: see ``layer_norm.py``.
+# up to two turns ahead, into shared memory.
 
 # %%
 # The op

@@ -654,7 +654,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # To read on:
 #
-# * ``tile_order.py`` is about the order of the tiles and stages, and
+# * ``tile_order.py`` is about the order of the tiles, and
 #   ``persistent_matmul.py`` about descriptors and programs that go on.
 # * cuBLASLt's epilogues:
 #   https://docs.nvidia.com/cuda/cublas/#cublasltepilogue-t

@@ -4,42 +4,46 @@
 #
 # [tool.triton-gallery]
 # description = """
-# Build the plainest matrix product that uses the tensor cores, and each number
-# many times, and make an op of it."""
+# Build the plainest matrix product that uses the tensor cores: a tile of the
+# result per program, so that each number read is used many times."""
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# take_instead = "persistent_matmul"
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "tile_kernel"
+# caption = """
+# A 6 x 3 matrix times a 3 x 7 matrix, in tiles of 4 x 4 and steps of 2 along K.
+# In the second step, one column of a's tile and one row of b's lie past the
+# end. They are hatched: masked, and loaded as 0, they add nothing to acc."""
+# registers = ["a_mask", "a", "b_mask", "b", "acc"]
+# inputs = { a = "integers(1, 4, 6, 3)", b = "integers(1, 3, 3, 7)" }
+# call = "tile_matmul(a, b, 4, 4, 2)"
+# expected = { c = "a @ b" }
+# layout = "product"
+# start = [0, 3]
 # ///
 r"""
 Matrix multiplication (matmul)
 ==============================
 
-A matrix product does far more arithmetic than a softmax or a norm for each
-number that it reads. To be fast, a kernel has to use each number many times
-before it lets go of it. This page builds the plainest kernel that does so, on
-the GPU's tensor cores, and makes an op of it.
+A matrix product does far more arithmetic for each number it reads than a
+softmax or a norm. The tensor cores are fast enough for that arithmetic, but
+only a kernel that uses each number many times can keep them busy. For a plain
+product, call ``torch.matmul``. Write your own to fuse more work into it.
 
 After this page you can
 
-* divide a product into tiles, and say how often each number is read;
-* loop over ``K`` with ``tl.dot`` and an accumulator in float32;
-* mask the ragged edges of all three matrices;
-* read operands of any layout, so that no transpose is copied;
-* say which error a product may have, and test that it is not that of TF32.
+* divide a product into tiles, and loop over ``K`` with ``tl.dot``;
+* choose a tile and its number of warps, and see when registers run out;
+* apply a bias and an activation before the product is stored.
 """
 
 # sphinx_gallery_tags = ["matmul", "compute bound", "autograd"]
-import inspect
-import json
 import os
-import subprocess
-import sys
-import tempfile
-import textwrap
 from functools import partial
-from pathlib import Path
 
-import pandas as pd
 import torch
 
 if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
@@ -56,7 +60,6 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.bench import gpu_time, rate_table
-from triton_gallery.counting import statements
 
 # %%
 # In PyTorch
@@ -64,51 +67,43 @@ from triton_gallery.counting import statements
 #
 # .. math:: c_{mn} = \sum_{k=1}^{K} a_{mk}\,b_{kn}
 #
-# An element of ``c`` takes ``K`` multiplications and ``K`` additions. A *flop
-# counter* counts what PyTorch executes. Tensors on the device ``meta`` have no
-# data, so that takes no time. The *floor* of the bytes is each matrix once.
+# Each element of ``c`` takes ``K`` multiplications and ``K`` additions.
+# PyTorch's flop counter counts them. The *floor* of the traffic is to read
+# ``a`` and ``b`` once, and to write ``c`` once.
 
+# DEVICE, from the folded cell, is the GPU; without one, it is the CPU.
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 if __name__ == "__main__":
+    print("   N         operations   floor, bytes   operations a byte")
     for N in (128, 1024, 8192):
-        a = torch.empty(N, N, dtype=torch.float16, device="meta")
+        a = torch.empty(N, N, dtype=torch.float16, device="meta")  # no data
         with FlopCounterMode(display=False) as counter:
             c = a @ a
-        flops, moved = counter.get_total_flops(), 3 * c.nbytes
-        print(f"{N} x {N} x {N}: {flops:,} operations", end=", ")
-        print(f"{moved:,} bytes, {flops / moved:.0f} operations a byte")
+        flops, floor = counter.get_total_flops(), 3 * c.nbytes
+        print(f"{N:4} {flops:18,} {floor:14,} {flops / floor:19.0f}")
 
 # %%
-# By their data sheets, an H100 and an H200 do 200 to 300 operations in float16
-# for each byte that they read. A softmax has fewer, and waits for memory. A
-# large product has more, if it reads each matrix about once. But an element of
-# ``c`` needs a whole row and a whole column. So a program computes a *tile* of
-# ``c``, and uses what it has read for many elements.
+# According to their data sheets, an H100 and an H200 do 200 to 300 float16
+# operations in the time that they take to read a byte from memory. A large
+# product has more than that for each byte of the floor. So it should run at the
+# speed of the arithmetic, if the kernel reads each matrix only about once.
 
 # %%
 # The first kernel
 # ----------------
 #
-# A program cannot hold all ``K`` columns of its rows. It goes along ``K`` in
-# steps of ``BLOCK_K``. In each step it loads a tile of ``a`` and one of ``b``.
-# ``tl.dot(a, b, acc)`` returns ``acc + a @ b``, where ``acc`` is the program's
-# tile of ``c``, the *accumulator*. It stays in registers:
+# One element of ``c`` needs a whole row of ``a`` and a whole column of ``b``.
+# If each program computed one element, programs would read the same rows and
+# columns again and again. So each program computes a *tile* of ``c``, and uses
+# each element that it loads for a whole row or column of the tile.
 #
-# .. code-block:: text
-#
-#     step 0, 1, 2                        N
-#                            +-------+-------+-------+
-#                            |       | b 0   |       |
-#                            |       | b 1   |       |  K
-#             K              |       | b 2   |       |
-#     +-----+-----+-----+    +-------+-------+-------+
-#     |     |     |     |    |       |       |       |
-#     | a 0 | a 1 | a 2 |    |       |  acc  |       |  M
-#     +-----+-----+-----+    +-------+-------+-------+
-#
-# The last tiles reach past the edges. There, a mask puts zeros, which add
-# nothing to a sum. Both operands need them along ``K``: NaN times 0 is NaN.
+# The rows of ``a`` are too long to keep, so the program walks along ``K`` in
+# steps of ``BLOCK_K``. In each step it loads a tile of ``a`` and a tile of
+# ``b``, and ``tl.dot(a, b, acc)`` returns ``acc + a @ b``. The *accumulator*
+# ``acc`` is the program's tile of ``c``. It stays in registers, the fastest
+# memory of a GPU, until the end. ``tl.dot`` runs on the *tensor cores*, units
+# that multiply small matrices; each side of a block has to be 16 or more there.
 
 
 @triton.jit
@@ -122,36 +117,48 @@ def tile_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     # In int32, a row times K would overflow past element 2**31.
     pid_m = tl.program_id(axis=0).to(tl.int64)
     pid_n = tl.program_id(axis=1).to(tl.int64)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
+    a_ptrs = a_ptr + offs_m * K + offs_k[None, :]  # (BLOCK_M, BLOCK_K)
+    b_ptrs = b_ptr + offs_k[:, None] * N + offs_n  # (BLOCK_K, BLOCK_N)
+    # In float16, 2048 + 1 is 2048: a long sum would stop growing.
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
-        # In b, k is a row and is multiplied by N, so int64 here too.
-        offs_k = start + tl.arange(0, BLOCK_K).to(tl.int64)  # (BLOCK_K,)
-        k_of_a, k_of_b = offs_k[None, :], offs_k[:, None]
-        # Past K, the next row's numbers would be added to the sum.
-        a_mask = (offs_m < M) & (k_of_a < K)  # (BLOCK_M, BLOCK_K)
-        b_mask = (k_of_b < K) & (offs_n < N)  # (BLOCK_K, BLOCK_N)
-        a = tl.load(a_ptr + offs_m * K + k_of_a, mask=a_mask, other=0.0)
-        b = tl.load(b_ptr + k_of_b * N + offs_n, mask=b_mask, other=0.0)
-        # A float16 accumulator would be rounded to float16 at every step.
-        acc = tl.dot(a, b, acc)
+        # Zeros past K add nothing. Both tiles need them: NaN * 0 is NaN.
+        a_mask = (offs_m < M) & (start + offs_k[None, :] < K)
+        b_mask = (start + offs_k[:, None] < K) & (offs_n < N)
+        a = tl.load(a_ptrs, mask=a_mask, other=0.0)
+        b = tl.load(b_ptrs, mask=b_mask, other=0.0)
+        # PRECISION matters for float32 alone: see Break it.
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        a_ptrs += BLOCK_K  # to the right
+        b_ptrs += BLOCK_K * N  # and down
     c_mask = (offs_m < M) & (offs_n < N)
+    # The store rounds to the dtype of c, once.
     tl.store(c_ptr + offs_m * N + offs_n, acc, mask=c_mask)
 
 
-def tile_matmul(a, b, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, num_warps=4):
-    """Return the product of two contiguous float16 matrices."""
-    (M, K), N = a.shape, b.shape[1]
+def tile_matmul(
+    a, b, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, num_warps=4, PRECISION="ieee"
+):
+    """Return the product of two contiguous matrices."""
+    assert a.is_contiguous()
+    assert b.is_contiguous()
+    assert a.shape[1] == b.shape[0]
+    assert a.dtype == b.dtype
+    assert a.dtype.itemsize <= 4  # float64 would need a float64 accumulator
+    M, K = a.shape
+    N = b.shape[1]
     c = torch.empty(M, N, dtype=a.dtype, device=a.device)
     grid = (triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N))
-    tile_kernel[grid](
-        a, b, c, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, num_warps=num_warps
-    )
+    constants = BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+    tile_kernel[grid](a, b, c, M, N, K, *constants, num_warps=num_warps)
     return c
 
 
@@ -159,17 +166,17 @@ def tile_matmul(a, b, BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, num_warps=4):
 # Is it right?
 # ------------
 #
-# How far may it be off? Two float16 numbers multiply exactly in float32. Each
-# of ``K`` additions is rounded, or cut off, by at most :math:`2^{-23}` of its
-# largest number. None is larger than :math:`s = \sum_k |a_{mk}\,b_{kn}|`, so
-# the accumulator is off by at most :math:`K\,2^{-23} s`. The store rounds the
-# result by at most :math:`2^{-11}` of it.
+# The product of two float16 numbers is exact in float32. Each of the ``K``
+# additions may be off by :math:`2^{-23}` of the largest sum possible, :math:`s
+# = \sum_k |a_{mk}\,b_{kn}|`. The store rounds to the dtype of ``c``, by at most
+# half its ``eps``. We allow the sum of both.
 
 
-def error_bound(a, b, rounding):
+def error_bound(a, b):
     """Return a @ b in float64, and how far a product may be off."""
-    s = a.double().abs() @ b.double().abs()
-    expected = a.double() @ b.double()
+    rounding = torch.finfo(a.dtype).eps / 2
+    a, b = a.double(), b.double()
+    expected, s = a @ b, a.abs() @ b.abs()
     return expected, a.shape[1] * 2.0**-23 * s + rounding * expected.abs()
 
 
@@ -179,534 +186,338 @@ def random(*shape, dtype=torch.float16):
 
 if __name__ == "__main__":
     a, b = random(100, 300), random(300, 70)
-    expected, bound = error_bound(a, b, rounding=2.0**-11)
-    error = (tile_matmul(a, b) - expected).abs()
-    print(f"largest error {error.max():.1e}, ", end="")
-    print(f"at most {(error / bound).max():.2f} of what is allowed")
-    torch.testing.assert_close(error / bound, 0 * bound, rtol=0, atol=1)
+    expected, bound = error_bound(a, b)
+    part = (tile_matmul(a, b) - expected).abs() / bound
+    print(f"at most {part.max():.2f} of the tolerance")
+    torch.testing.assert_close(part, 0 * part, rtol=0, atol=1)
 
 # %%
 # How fast?
 # ---------
 #
-# ``torch.matmul`` calls NVIDIA's library cuBLAS. cuBLAS is what we compare
-# with. The rate counts :math:`2 M N K` operations.
+# On an NVIDIA GPU, ``torch.matmul`` calls the vendor's library cuBLAS. The rate
+# counts :math:`2 M N K` operations.
 
 
-def calls(function, M, N, K):
-    a, b = random(M, K), random(K, N)
-    torch.compiler.reset()  # past eight shapes it would raise
-    fast = torch.compile(lambda a, b: a @ b, dynamic=False, fullgraph=True)
-    ops = {"Triton": function, "cuBLAS": torch.matmul, "torch.compile": fast}
-    return {name: partial(op, a, b) for name, op in ops.items()}
-
-
-def rate(M, N, K, found):
-    """Return TFLOP/s."""
-    return 2e-9 * M * N * K / found[0]
+def tflops(M, N, K, times):
+    """Return the rate of a product from what gpu_time returns."""
+    return 2e-9 * M * N * K / times[0]
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for N in (1024, 2048, 4096):
-        found = gpu_time(calls(tile_matmul, N, N, N)).items()
-        rates = [f"{who} {rate(N, N, N, times):.0f}" for who, times in found]
-        print(f"{N} x {N} x {N}: {', '.join(rates)} TFLOP/s")
-
-# %%
-# How large a tile?
-# -----------------
-#
-# A number of ``a``, once read, serves the ``BLOCK_N`` columns of a tile. So
-# ``N / BLOCK_N`` programs read it, and ``M / BLOCK_M`` programs read each
-# number of ``b``. Let us count what all programs of a product read together:
-
-
-def tiles_read(M, N, K, BLOCK_M, BLOCK_N):
-    """Return how many numbers all programs read, and of how many tiles."""
-    tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N)
-    return tiles * (BLOCK_M + BLOCK_N) * K, tiles
-
-
-if __name__ == "__main__":
-    for block in (1, 16, 64, 128, 256):
-        read, tiles = tiles_read(4096, 4096, 4096, block, block)
-        print(
-            f"tiles of {block:3} x {block:3}: {tiles:10,} programs,"
-            f" {2 * 4096**3 / (2 * read):5.1f} operations a byte"
-        )
-
-# %%
-# A larger tile reads less. None of them has 200 operations a byte: the rest is
-# up to the L2 cache, as programs side by side read the same tiles. What limits
-# a tile? A multiprocessor has 65536 registers, and a thread has at most 255. An
-# accumulator of 128 x 256 is 128 registers for each of 256 threads, which are 8
-# warps. One of 256 x 256 would need 256 in a thread, one too many. The tiles of
-# ``a`` and ``b`` wait in *shared memory*, a few steps ahead of the one that is
-# multiplied (``tile_order.py`` is about that). Three steps of 64 for a tile of
-# 128 x 128 are ``3 * (128 + 128) * 64 * 2`` bytes, 96 KiB, of the 227 KiB that
-# a program may have. We time four tiles. A spilled register is one that a
-# thread keeps in memory, because it has not enough of them:
-
-TILES = [(32, 32, 32, 4), (64, 64, 32, 4), (128, 128, 64, 8), (128, 256, 64, 8)]
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    M = N = K = 4096
-    a, b = random(M, K), random(K, N)
-    c = torch.empty(M, N, dtype=a.dtype, device=DEVICE)
-    tried = {tile: partial(tile_matmul, a, b, *tile) for tile in TILES}
-    for tile, times in gpu_time(tried, turns=20).items():
-        *block, num_warps = tile
-        grid = (triton.cdiv(M, tile[0]), triton.cdiv(N, tile[1]))
-        made = tile_kernel[grid](a, b, c, M, N, K, *block, num_warps=num_warps)
-        read, _ = tiles_read(M, N, K, *tile[:2])
-        print(
-            f"{block}, {num_warps} warps: {rate(M, N, K, times):4.0f} TFLOP/s,"
-            f" {2 * read / 1e9:5.1f} GB read, {made.n_regs:3} registers,"
-            f" {made.n_spills} spilled, {made.metadata.shared:,} bytes of"
-            " shared memory"
-        )
-
-# %%
-# What becomes of tl.dot?
-# -----------------------
-#
-# The size of a tile also decides which instruction multiplies. A *tensor core*
-# multiplies small matrices of a fixed size at once, and ``tl.dot`` becomes as
-# many of these instructions as its tiles hold. No GPU is needed to see which:
-# the compiler runs here for an H100, in a child process. We look for the
-# instructions in its *PTX*, the assembly of NVIDIA's GPUs.
-
-COMPILER = r"""
-import json, re, sys
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-
-KERNEL
-
-def instruction(dtype, precision, *tile):
-    names = dot_kernel.arg_names
-    types = {name: "*" + dtype for name in names[:2]} | {names[2]: "*fp32"}
-    known = dict(zip(names[3:], (precision, *tile)))
-    types |= dict.fromkeys(known, "constexpr")
-    source = triton.compiler.ASTSource(dot_kernel, types, known)
-    try:
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    except triton.CompilationError as error:
-        return "refused: " + str(error).strip().splitlines()[-1]
-    found = re.findall(r"(wgmma|mma)\S*?(m\d+n\d+k\d+)", made.asm["ptx"])
-    before = "cvt.rna.tf32, " if "cvt.rna.tf32" in made.asm["ptx"] else ""
-    return before + " ".join(found[0]) if found else "fma, on no tensor core"
-
-print(json.dumps([instruction(*row) for row in json.loads(sys.argv[1])]))
-"""
-
-
-@triton.jit
-def dot_kernel(
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    PRECISION: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-):
-    offs_m = tl.arange(0, M)[:, None]  # (M, 1)
-    offs_n = tl.arange(0, N)[None, :]  # (1, N)
-    offs_k = tl.arange(0, K)  # (K,)
-    a = tl.load(a_ptr + offs_m * K + offs_k[None, :])  # (M, K)
-    b = tl.load(b_ptr + offs_k[:, None] * N + offs_n)  # (K, N)
-    c = tl.dot(a, b, input_precision=PRECISION)  # (M, N)
-    tl.store(c_ptr + offs_m * N + offs_n, c)
-
-
-DOTS = [
-    ("fp16", "ieee", 128, 128, 64),
-    ("fp16", "ieee", 64, 64, 16),
-    ("fp16", "ieee", 16, 64, 16),
-    ("fp16", "ieee", 64, 64, 8),
-    ("fp32", "ieee", 64, 64, 16),
-    ("fp32", "tf32", 64, 64, 16),
-    ("fp32", "tf32x3", 64, 64, 16),
-]
-
-
-def instructions(rows):
-    """Return what tl.dot of each row's type and tiles becomes on an H100."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "compiler.py")
-        kernel = textwrap.dedent(inspect.getsource(dot_kernel.fn))
-        file.write_text(COMPILER.replace("KERNEL", kernel))
-        command = [sys.executable, str(file), json.dumps(rows)]
-        environment = os.environ | {"TRITON_INTERPRET": "0"}
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True
-        )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return json.loads(done.stdout)
-
-
-if __name__ == "__main__":
-    table = pd.DataFrame(DOTS, columns=["type", "precision", "M", "N", "K"])
-    table["instruction"] = instructions(DOTS)
-    print(table.to_string(index=False))
-
-# %%
-# ``wgmma`` is the instruction of Hopper, the H100 and H200: four warps together
-# multiply 64 rows. With fewer than 64 rows, the compiler takes ``mma`` of
-# earlier GPUs, which has 16 rows. So a tile should be a multiple of an
-# instruction's shape, and fewer than 16 rows gain nothing. Triton refuses a
-# ``BLOCK_K`` below 16. The last three rows are float32. All its 24 bits need
-# ordinary arithmetic, ``fma``. A tensor core takes *TF32*, with 11 bits.
-# ``tf32x3`` multiplies three times, to make up for that. *Break it* shows what
-# the missing bits do.
-
-# %%
-# Transposed and strided operands
-# -------------------------------
-#
-# ``torch.nn.Linear`` multiplies with a transposed weight. A transpose in
-# PyTorch copies nothing. It exchanges the *strides*, which say how far apart
-# neighbours in a row and in a column lie. The first kernel reads ``weight`` as
-# if it were not transposed, so its result is wrong:
-
-if __name__ == "__main__":
-    a, weight = random(64, 64), random(64, 64)
-    b = weight.T
-    wrong = (tile_matmul(a, b) - a.double() @ b.double()).abs().max()
-    print(f"b has strides {b.stride()}; the error is {wrong:.1f}")
-    assert wrong > 1
-
-# %%
-# A copy of ``b`` would be right, at the price of reading and writing it once.
-# The op's kernel takes strides instead:
-#
-# .. code-block:: text
-#
-#     address of a[m, k] = a_ptr + m * stride_am + k * stride_ak
-#
-# Does that cost speed? A launch compiles a kernel anew where an integer is 1,
-# with 1 as a constant, and where 16 divides it. So the compiler knows along
-# which dimension the numbers are neighbours. If 16 divides the other stride and
-# the sizes, it copies 16 bytes at once. In a matrix of odd width it loads each
-# number alone. The table after the op has the four ways to lay out two
-# operands, and an odd size.
-#
-# The backward: :math:`c_{mn}` has :math:`a_{mk}` with the factor
-# :math:`b_{kn}`, so the gradient of :math:`a_{mk}` is
-# :math:`\sum_n g_{mn}\,b_{kn}`:
-#
-# .. math:: \nabla a = g\,b^T, \qquad \nabla b = a^T g.
-#
-# These are products of transposed operands, which need no copy. So the backward
-# is the op itself, called twice.
-
-# %%
-# The op
-# ------
-#
-# The op counts its tiles row by row, in one number: in its second and third
-# dimension, a grid may have only 65535 programs. A tile has 128 rows and 256
-# columns in half precision, and 64 of each in float32 and float64. It is
-# smaller where the matrix is: a row takes a tile of 16. ``num_stages`` is how
-# many steps wait in shared memory. Float32 has all its bits, as in PyTorch,
-# unless ``input_precision`` says otherwise. One program owns a tile and goes
-# along ``K`` in order, so the result is deterministic. The op is registered as
-# ``what_a_call_costs.py`` shows.
-
-from triton_gallery_ops.matmul import MATMUL_TILES, _matmul_kernel, matmul
-
-# %%
-# What did each step gain? The rates are those of 4096 x 4096 x 4096 in float16,
-# and of 4095 x 4095 x 4095. The first letter says how ``a`` lies and the second
-# how ``b`` does: ``n`` is contiguous, ``t`` a transposed view.
-
-
-def laid_out(how, M, N, K, dtype=torch.float16):
-    """Return two random matrices, each contiguous (n) or a transpose (t)."""
-    made = partial(random, dtype=dtype)
-    a = made(M, K) if how[0] == "n" else made(K, M).T
-    b = made(K, N) if how[1] == "n" else made(N, K).T
-    return a, b
-
-
-LARGE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8}
-STEPS = {
-    "tiles of 64": (tile_matmul, tile_kernel, "nn", 4096),
-    "tiles of 128 x 256": (
-        partial(tile_matmul, **LARGE),
-        tile_kernel,
-        "nn",
-        4096,
-    ),
-    "the op, nn": (matmul, _matmul_kernel, "nn", 4096),
-    "the op, nt": (matmul, _matmul_kernel, "nt", 4096),
-    "the op, tn": (matmul, _matmul_kernel, "tn", 4096),
-    "the op, tt": (matmul, _matmul_kernel, "tt", 4096),
-    "the op, odd": (matmul, _matmul_kernel, "nn", 4095),
-}
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    ladder = pd.DataFrame(index=list(STEPS))
-    ladder["statements"] = [
-        statements(kernel) for _, kernel, *_ in STEPS.values()
-    ]
-    tried = {}
-    for name, (step, _, how, N) in STEPS.items():
-        operands = laid_out(how, N, N, N)
-        tried[name, "Triton"] = partial(step, *operands)
-        tried[name, "cuBLAS"] = partial(torch.matmul, *operands)
-    for (name, who), times in gpu_time(tried, turns=20).items():
-        N = STEPS[name][3]
-        ladder.loc[name, f"{who}, TFLOP/s"] = round(rate(N, N, N, times))
-    print(ladder.to_string())
-
-# %%
-# No operand is copied, but not every layout is as fast: with a transposed
-# ``b``, the op reaches less of cuBLAS. In an odd size, a thread of the op loads
-# each number alone. cuBLAS is far slower there too, and no roof:
-# ``torch.compile`` has a much higher rate in ``tuned_matmul.py``, which looks
-# into both cases. With the same tile, the op is faster than the first kernel.
-# Two things differ: the op steps its pointers, and its tiles come in another
-# order. The table does not tell the two apart.
-
-# %%
-# Proof
-# -----
-#
-# We compare every dtype with float64: ragged shapes, a single row, several
-# tiles, and each layout. An empty ``K`` is a sum of nothing, so the result is
-# zero. In float64, the unit is :math:`2^{-52}`, and the reference is rounded as
-# well, so we allow twice the bound. The last rounding may be a whole ``eps``:
-# the interpreter cuts bfloat16 off.
-#
-# .. note::
-#
-#    Without a GPU, all this runs in Triton's interpreter. A kernel that is
-#    right there may be wrong on a GPU, or not compile: ``interpreter.md`` says
-#    what differs.
-
-
-def prove(M, N, K, dtype, how):
-    a, b = laid_out(how, M, N, K, dtype)
-    out, (expected, bound) = matmul(a, b), error_bound(a, b, rounding=0.0)
-    if dtype == torch.float64:
-        bound = 2 * bound * 2.0**-52 / 2.0**-23
-    bound += torch.finfo(dtype).eps * expected.abs()
-    assert out.dtype == dtype
-    assert out.shape == (M, N)
-    assert ((out.double() - expected).abs() <= bound).all()
-
-
-SHAPES = [(1, 1, 1), (1, 130, 70), (150, 260, 65), (128, 256, 64)]
-SHAPES += [(20, 30, 0), (0, 3, 4)]
-
-if __name__ == "__main__":
-    for dtype in MATMUL_TILES:
-        for shape in SHAPES:
-            for how in ("nn", "nt", "tn", "tt"):
-                prove(*shape, dtype, how)
-
-# %%
-# Rows that lie apart, and one row repeated: strides may be anything, 0 too.
-# ``gradcheck`` compares the gradient with finite differences, and
-# ``gradgradcheck`` the gradient's own gradient. Elements past the end of ``K``
-# must not be read, even if they are NaN:
-
-if __name__ == "__main__":
-    x = random(40, 90, dtype=torch.float32)
-    for view in (x[:, :37], x[::2, 3:40], x[:1].expand(9, 90)[:, 5:42]):
-        expected, bound = error_bound(view, x[:37], rounding=2.0**-24)
-        assert ((matmul(view, x[:37]) - expected).abs() <= bound).all()
-
-    a = random(3, 5, dtype=torch.float64).requires_grad_()
-    b = random(5, 4, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(matmul, (a, b))
-    assert torch.autograd.gradgradcheck(matmul, (a, b))
-
-    padded = torch.full((20, 64), torch.nan, device=DEVICE)
-    padded[:, :50] = 1
-    out = matmul(padded[:, :50], padded[:, :50].T)
-    torch.testing.assert_close(out, torch.full_like(out, 50))
-
-# %%
-# An error names what the op does not take:
-
-if __name__ == "__main__":
-    a = torch.ones(2, 3, device=DEVICE)
-    for b in (a, a.half().T, a.T[None]):
-        try:
-            matmul(a, b)
-        except (TypeError, ValueError) as error:
-            print(f"{type(error).__name__}: {error}")
-
-# %%
-# The benchmark
-# -------------
-#
-# Tokens of a batch times a weight of 4096 x 14336, as in a model's feed-forward
-# layer, in bfloat16. The weight is transposed, as in ``torch.nn.Linear``. The
-# backward computes both gradients, so it does twice as many operations.
-
-TOKENS = [16, 64, 256, 1024, 2048, 4096, 8192]
-
-
-def layer(tokens):
-    x = random(tokens, 4096, dtype=torch.bfloat16)
-    return x, random(14336, 4096, dtype=torch.bfloat16).T
-
-
-def calls_forward(tokens):
-    x, weight = layer(tokens)
-    ops = {"Triton": matmul, "cuBLAS": torch.matmul}
-    return {name: partial(op, x, weight) for name, op in ops.items()}
-
-
-def calls_backward(tokens):
-    x, weight = (t.requires_grad_() for t in layer(tokens))
-    g = random(tokens, 14336, dtype=torch.bfloat16)
-    grad = partial(torch.autograd.grad, retain_graph=True)
-    found = {}
-    for name, op in {"Triton": matmul, "cuBLAS": torch.matmul}.items():
-        out = op(x, weight)
-        found[name] = partial(grad, out, (x, weight), g)
-    return found
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    layers = 2e-9 * 4096 * 14336
-    times = {tokens: gpu_time(calls_forward(tokens)) for tokens in TOKENS}
-    results = rate_table(times, "tokens", "TFLOP/s", lambda n: layers * n)
-    print("forward", results.to_string(), sep="\n")
-    wide = results.pivot(index="tokens", columns="series", values="TFLOP/s")
-    wide.plot(logx=True, title="forward")
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    times = {tokens: gpu_time(calls_backward(tokens)) for tokens in TOKENS}
-    results_backward = rate_table(
-        times, "tokens", "TFLOP/s", lambda n: 2 * layers * n
-    )
-    print("backward", results_backward.to_string(), sep="\n")
-    wide = results_backward.pivot(
-        index="tokens", columns="series", values="TFLOP/s"
-    )
-    wide.plot(logx=True, title="backward")
-
-# %%
-# Reading the result
-# ------------------
-#
-# Few tokens are another problem: there the weight has to be read, and its bytes
-# decide, not the arithmetic. ``skinny_matmul.py`` is about them. With many
-# tokens, the weight is a transposed ``b``, as in the slower rows of the table
-# above. Neither product of the backward has a transposed ``b``; from 1024
-# tokens on it comes closer to cuBLAS. With fewer tokens it is further away than
-# the forward. ``tuned_matmul.py`` measures what a transposed ``b`` costs.
-# Three more things are left to do. The programs of this kernel start
-# row by row, whatever they share in the L2 cache: ``tile_order.py`` measures
-# what another order gains, and other numbers of stages. Its threads compute
-# addresses and masks and hold them in registers, and no program loads the next
-# tile while it stores the last: ``persistent_matmul.py`` hands the loads to the
-# copy engine.
-#
-# A call costs the CPU more than one of cuBLAS does. Called one by one, small
-# products wait for the CPU; in a CUDA graph (``cuda_graphs.py``) they do not.
+        a, b = random(N, N), random(N, N)
+        calls = {
+            "first kernel": partial(tile_matmul, a, b),
+            "cuBLAS": partial(torch.matmul, a, b),
+        }
+        first, library = (tflops(N, N, N, t) for t in gpu_time(calls).values())
+        print(f"N = {N}, TFLOP/s: first kernel {first:.0f}", end=", ")
+        print(f"cuBLAS {library:.0f}")
 
 # %%
 # Break it
 # --------
 #
-# Leave ``input_precision`` out of a kernel, and a float32 product differs from
-# PyTorch's in the third or fourth digit. On NVIDIA GPUs, the default of
-# ``tl.dot`` is ``"tf32"``, while PyTorch's default is all 24 bits. In the table
-# of instructions, nothing before ``wgmma`` rounds a number to TF32: the tensor
-# core leaves out the last 13 bits. A factor is off by up to :math:`2^{-10}` of
-# itself, always towards zero, so
+# Leave ``input_precision`` out, and on an NVIDIA GPU a product of float32
+# matrices is wrong in the third or fourth digit. The default of ``tl.dot`` is
+# *TF32*: the tensor cores leave out the last 13 of the 24 bits of each float32
+# number. Our launcher asks for ``"ieee"``, all 24 bits, as PyTorch does by
+# default.
+
+if __name__ == "__main__":
+    a = random(64, 64, dtype=torch.float32)
+    b = random(64, 64, dtype=torch.float32)
+    expected, bound = error_bound(a, b)
+    for precision in ("ieee", "tf32"):
+        c = tile_matmul(a, b, PRECISION=precision)
+        part = ((c - expected).abs() / bound).max()
+        print(f"{precision}: at most {part:.2f} of the tolerance")
+
+# %%
+# Without a GPU the two agree, because Triton's interpreter always multiplies
+# all bits. A tolerance of 1 % would hide TF32 on a GPU as well. Derive it from
+# ``K`` and the dtype, as above.
+
+# %%
+# How large a tile?
+# -----------------
 #
-# .. math:: |\text{error}| \le (2^{-9} + K\,2^{-23})\,s
-#    \quad\text{and not}\quad K\,2^{-23}\,s.
+# ``N / BLOCK_N`` programs load each element of ``a``, and ``M / BLOCK_M``
+# programs each element of ``b``. For one step along ``K``, a program loads
+# ``BLOCK_M + BLOCK_N`` numbers of 2 bytes, and does ``2 * BLOCK_M * BLOCK_N``
+# operations with them:
+
+if __name__ == "__main__":
+    for m, n in ((1, 1), (64, 64), (128, 128), (128, 256)):
+        rate = 2 * m * n / (2 * (m + n))
+        print(f"tiles of {m:3} x {n:3}: {rate:4.1f} operations a byte")
+
+# %%
+# A square tile twice as wide needs half the bytes. Not all of them come from
+# memory: programs that run at the same time load the same tiles, and the GPU's
+# caches serve the repeated loads. So a kernel can be fast with fewer than 200
+# operations for each byte that it loads. What limits the tile?
+
+# %%
+# How many warps?
+# ---------------
 #
-# With ``tf32x3``, a factor is the sum of two numbers in TF32, :math:`a = a_1 +
-# a_2`, and the result is :math:`a_1 b_1 + a_1 b_2 + a_2 b_1`. What is left out,
-# :math:`a_2 b_2`, is below :math:`2^{-22}` of :math:`a b`.
+# The accumulator is spread over the registers of the program's threads. A
+# thread has at most 255 registers, each for one float32 number. What does not
+# fit is *spilled*: the thread keeps it in memory, and loads and stores it in
+# every step. A warp is 32 threads, so with more warps, each thread holds less.
+# A launch returns the compiled kernel, here ``kernel``. ``kernel.n_regs``
+# counts the registers of a thread, and ``kernel.n_spills`` the float32 numbers
+# that it spills:
+
+# BLOCK_M, BLOCK_N, BLOCK_K, num_warps
+TILES = [
+    (32, 32, 64, 4),
+    (64, 64, 64, 4),
+    (128, 128, 64, 8),
+    (128, 256, 64, 4),
+    (128, 256, 64, 8),
+    (128, 256, 64, 16),
+    (128, 256, 32, 8),
+]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    N = 4096
+    a, b = random(N, N), random(N, N)
+    c = torch.empty_like(a)
+    calls = {tile: partial(tile_matmul, a, b, *tile) for tile in TILES}
+    print(f"At {N} x {N} x {N}:")
+    print("tile            warps  TFLOP/s  registers  spilled")
+    for tile, times in gpu_time(calls, turns=20).items():
+        *block, num_warps = tile
+        grid = (triton.cdiv(N, block[0]), triton.cdiv(N, block[1]))
+        kernel = tile_kernel[grid](
+            a, b, c, N, N, N, *block, "ieee", num_warps=num_warps
+        )
+        rate = tflops(N, N, N, times)
+        print(f"{' x '.join(map(str, block)):14} {num_warps:6}", end=" ")
+        print(f"{rate:8.0f} {kernel.n_regs:10} {kernel.n_spills:8}")
+
+# %%
+# The last four rows have one tile of ``c``. With 4 warps its accumulator is
+# spilled, and with a ``BLOCK_K`` of 32 the loop takes twice as many steps. We
+# keep 128 x 256 x 64 with 8 warps.
+
+# %%
+# Fuse more work into it
+# ----------------------
 #
-# Would a test notice TF32? The table has the errors as parts of
-# :math:`K\,2^{-23} s`. Some operands are random. The others are ``1 + 2**-12``
-# everywhere, which TF32 takes for 1. Without a GPU, the kernel has all 24 bits
-# whatever it is asked for, so PyTorch leaves out the bits below.
+# After the loop, ``acc`` is the finished tile, in registers and in float32. An
+# operation on each element of the product costs little there. PyTorch would
+# run it as a second kernel, which reads the whole product and writes it again.
+# For a bias and a ReLU, give the kernel a ``bias_ptr``, and put three lines
+# before the store::
+#
+#     bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
+#     acc += bias  # (1, BLOCK_N), the same for every row
+#     acc = tl.where(acc < 0.0, 0.0, acc)  # ReLU; a NaN stays a NaN
+#
+# ``linear_gelu.py`` is such a layer, with its backward. Exercise 1 fuses more.
+
+# %%
+# The backward
+# ------------
+#
+# With the gradient :math:`g` of ``c``, the gradients of ``a`` and ``b`` are
+# products too:
+#
+# .. math:: \nabla a = g\,b^T, \qquad \nabla b = a^T g.
+#
+# So the backward needs no new kernel. Ours takes contiguous matrices alone, so
+# we copy each transposed operand first. To train with it, wrap both directions
+# in a ``torch.autograd.Function``, as ``layer_norm.py`` does.
+
+LARGE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8}
 
 
-def to_tf32(x):
-    """Return float32 numbers without their last 13 bits."""
-    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
-
-
-def precisions(a, b):
-    """Return the errors of products, as parts of the bound in float32."""
-    products = {
-        "PyTorch": a @ b,
-        "matmul": matmul(a, b),
-        "matmul, tf32": matmul(a, b, "tf32"),
-        "matmul, tf32x3": matmul(a, b, "tf32x3"),
-        "11 bits, in float64": to_tf32(a).double() @ to_tf32(b).double(),
-    }
-    expected, bound = error_bound(a, b, rounding=0.0)
-    return {
-        name: ((out - expected).abs() / bound).max().item()
-        for name, out in products.items()
-    }
+def tile_matmul_backward(a, b, grad):
+    """Return the gradients of a and b, given that of their product."""
+    grad = grad.contiguous()  # that of c.sum(), for one, has strides of 0
+    grad_a = tile_matmul(grad, b.T.contiguous(), **LARGE)
+    grad_b = tile_matmul(a.T.contiguous(), grad, **LARGE)
+    return grad_a, grad_b
 
 
 if __name__ == "__main__":
-    table = pd.DataFrame()
-    for K in (64, 2048):
-        a = random(64, K, dtype=torch.float32)
-        b = random(K, 64, dtype=torch.float32)
-        table[f"random, K = {K}"] = precisions(a, b)
-        alike = torch.full_like(a, 1 + 2**-12), torch.full_like(b, 1 + 2**-12)
-        table[f"1 + 2**-12, K = {K}"] = precisions(*alike)
-    print(table.map("{:.1e}".format).to_string())
-    assert (table.loc[["PyTorch", "matmul"]] <= 1).all(axis=None)
-    notices = table.loc["11 bits, in float64"] > 1
-    assert notices.tolist() == [True, True, False, True]
+    a, b, grad = random(96, 320), random(320, 80), random(96, 80)
+    grad_a, grad_b = tile_matmul_backward(a, b, grad)
+    for actual, operands in ((grad_a, (grad, b.T)), (grad_b, (a.T, grad))):
+        expected, bound = error_bound(*operands)
+        assert ((actual - expected).abs() <= bound).all()
+    print("both gradients are within the tolerance")
 
 # %%
-# With random operands, the errors of many terms partly cancel, and the bound of
-# the longer sum is too wide to notice TF32. If all operands are ``1 + 2**-12``,
-# nothing cancels: the error is about :math:`2^{-11} s` at any length. So choose
-# the operands of a test by what it has to notice, and derive its tolerance from
-# ``K``, from ``s`` and from the type. A fixed ``rtol`` does neither: where a
-# sum cancels, any error is large beside it.
+# The op
+# ------
+#
+# The op adds what a library needs: operands with any strides, so that the
+# backward copies nothing; four dtypes; and smaller tiles for small matrices.
+# Its source and its figures are on its own page.
+
+from triton_gallery_ops.matmul import matmul
 
 # %%
-# Go further
+# The result
 # ----------
 #
-# 1. ``acc`` is float32. Let it be float16, with ``out_dtype=tl.float16``, in
-#    the first kernel. Does it add up 4096 ones? And 4096 times 0.1?
-# 2. ``a_mask`` guards the rows of ``a``, though rows past ``M`` are never
-#    stored. What is it there for? And along ``K``, would one of both masks do?
+# We multiply tokens by a weight of 4096 x 14336, as in the feed-forward layer
+# of a model, in bfloat16. *Triton* is the op. The other two are this page's
+# kernel: the *first kernel* has tiles of 64 x 64, the *large tile* is 128 x 256
+# with 8 warps. *cuBLAS* is ``torch.matmul``.
+
+TOKENS = [16, 64, 256, 1024, 4096, 8192]
+SERIES = {
+    "Triton": matmul,
+    "Triton, first kernel": tile_matmul,
+    "Triton, large tile": partial(tile_matmul, **LARGE),
+    "cuBLAS": torch.matmul,
+}
+
+
+def layer_calls(tokens):
+    x = random(tokens, 4096, dtype=torch.bfloat16)
+    weight = random(4096, 14336, dtype=torch.bfloat16)
+    return {name: partial(f, x, weight) for name, f in SERIES.items()}
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {tokens: gpu_time(layer_calls(tokens)) for tokens in TOKENS}
+    results = rate_table(
+        times, "tokens", "TFLOP/s", lambda n: 2e-9 * n * 4096 * 14336
+    )
+    print(results.to_string())
+    rates = results.pivot(index="tokens", columns="series", values="TFLOP/s")
+    rates.plot(logx=True)
+    part = rates["Triton"] / rates["cuBLAS"]
+    print(f"The op has {part.min():.0%} of cuBLAS's rate at", end=" ")
+    print(f"{part.idxmin()} tokens, its least, and {part.max():.0%}", end=" ")
+    print(f"at {part.idxmax()}, its most.")
+
+# %%
+# With few tokens, every line is low: reading the weight takes longer than the
+# arithmetic, and ``skinny_matmul.py`` is about that. With many, something is
+# left between our tiles and cuBLAS. ``tile_order.py`` lists the causes, and
+# mends one of them, the order in which programs take their tiles.
+
+# %%
+# Exercises
+# ---------
 #
-# To read on:
-#
-# * ``tile_order.py`` has this kernel's programs share the L2 cache, and looks
-#   at what ``num_stages`` does. ``tuned_matmul.py`` looks at the loads and
-#   waits of each layout, and has a tile for each shape.
-# * `NVIDIA's guide to matrix products
-#   <https://docs.nvidia.com/deeplearning/performance>`_, with the shapes that
-#   tensor cores like.
+# 1. Return ``relu(a @ b + bias) + x`` from one kernel, where ``x`` has the
+#    shape of the product.
+
+
+def fused_matmul(a, b, bias, x):
+    return None  # your code
+
+
+def check_fused(function):
+    a, b = random(100, 40), random(40, 70)
+    bias, x = random(70), random(100, 70)
+    y = function(a, b, bias, x)
+    if y is None:
+        return "not solved yet"
+    expected = torch.relu(a.double() @ b.double() + bias) + x
+    # The store rounds by 2**-11; sums in float32 are off by less than 1e-4.
+    is_right = torch.allclose(y.double(), expected, rtol=2.0**-11, atol=1e-4)
+    return "right" if is_right else "wrong"
+
+
+if __name__ == "__main__":
+    print(check_fused(fused_matmul))
+
+# %%
+# 2. How many registers of each thread does a float32 accumulator take? Compare
+#    your numbers with the table: which launch had to spill?
+
+
+def accumulator_registers(BLOCK_M, BLOCK_N, num_warps):
+    """Return the registers of a thread that the accumulator takes."""
+    return None  # your code
+
+
+def check_registers(function):
+    tiles = (64, 64, 4), (128, 256, 8), (128, 256, 4)
+    counts = [function(*tile) for tile in tiles]
+    if None in counts:
+        return "not solved yet"
+    return "right" if counts == [32, 128, 256] else "wrong"
+
+
+if __name__ == "__main__":
+    print(check_registers(accumulator_registers))
 
 # %%
 # Answers
 # -------
 #
-# **1.** A float16 has 11 significant bits, so past 2048 its neighbours are 2
-# apart. But ``tl.dot`` adds up several products before it adds them to the
-# accumulator, here 32, so ones still reach 4096. Terms of 0.1 are rounded at
-# every step, to something other than 409.5.
-#
-# **2.** Rows past ``M`` lie past the end of the matrix. To read there may be an
-# illegal access. Along ``K``, the zeros of one operand cancel what the other
-# has read, if that is finite. If it is NaN or inf, the product with 0 is NaN.
+# **1.** A tile of ``x`` is loaded as the tile of ``c`` is stored.
+
+
+@triton.jit
+def fused_kernel(
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    x_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    pid_m = tl.program_id(axis=0).to(tl.int64)
+    pid_n = tl.program_id(axis=1).to(tl.int64)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    offs_k = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + offs_m * K + offs_k[None, :]
+    b_ptrs = b_ptr + offs_k[:, None] * N + offs_n
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        a_mask = (offs_m < M) & (start + offs_k[None, :] < K)
+        b_mask = (start + offs_k[:, None] < K) & (offs_n < N)
+        a = tl.load(a_ptrs, mask=a_mask, other=0.0)
+        b = tl.load(b_ptrs, mask=b_mask, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * N
+    bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
+    acc += bias  # (1, BLOCK_N), the same for every row
+    acc = tl.where(acc < 0.0, 0.0, acc)  # ReLU; a NaN stays a NaN
+    c_mask = (offs_m < M) & (offs_n < N)
+    acc += tl.load(x_ptr + offs_m * N + offs_n, mask=c_mask, other=0.0)
+    tl.store(c_ptr + offs_m * N + offs_n, acc, mask=c_mask)
+
+
+def fused_answer(a, b, bias, x):
+    M, K = a.shape
+    N = b.shape[1]
+    c = torch.empty(M, N, dtype=a.dtype, device=a.device)
+    grid = (triton.cdiv(M, 64), triton.cdiv(N, 64))
+    fused_kernel[grid](a, b, bias, x, c, M, N, K, 64, 64, 32)
+    return c
+
+
+if __name__ == "__main__":
+    answer = check_fused(fused_answer)
+    print(answer)
+    assert answer == "right"
+
+# %%
+# **2.** A warp has 32 threads, and a register holds one float32 number. The
+# tile of 128 x 256 with 4 warps needs 256 registers for its accumulator alone,
+# and a thread has 255.
+
+if __name__ == "__main__":
+    answer = check_registers(lambda M, N, warps: M * N // (32 * warps))
+    print(answer)
+    assert answer == "right"

@@ -222,8 +222,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # have to be in flight, 36 KB for each of the 132 multiprocessors of an H200, or
 # 25 KB at the 3.35 TB/s of an H100. Our program has ``num_stages - 1`` blocks
 # of weights in flight, of 16 KiB each: the compiler copies them into shared
-# memory ahead of the loop (``tile_order.py`` shows how). With three and with
-# five stages, how much is in flight for a multiprocessor, on average?
+# memory ahead of the loop (``compiler_stages.py`` shows how). With three and
+# with five stages, how much is in flight for a multiprocessor, on average?
 
 PROCESSORS = 132  # of an H200
 

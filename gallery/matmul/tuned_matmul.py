@@ -9,6 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# take_instead = "persistent_matmul"
 # ///
 r"""
 A product for every shape and layout
@@ -297,7 +298,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ---------------------
 #
 # Ahead of the loop's multiplications, threads copy the next tiles from memory
-# to shared memory (``tile_order.py``): 4, 8 or 16 bytes at a time, if the
+# to shared memory (``compiler_stages.py``): 4, 8 or 16 bytes at a time, if the
 # compiler knows that they lie side by side. For each integer argument of a
 # launch, Triton notes whether it is 1 and whether 16 divides it, and compiles
 # the kernel for that. So a stride of 1 is known, and with it the direction in
@@ -713,8 +714,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # libraries has it below cuBLAS at fewer tokens too. With few tokens such a
 # layer has fewer tiles than there are multiprocessors. At 1000 tokens the
 # number of tiles matters too: a last wave of few tiles takes as long as a full
-# one (``tile_order.py``). In the key, 1000 tokens are 1024, and the section on
-# tuning prints the tile for 1024, in float16.
+# one (``persistent_matmul.py``). In the key, 1000 tokens are 1024, and the
+# section on tuning prints the tile for 1024, in float16.
 
 # %%
 # Go further

@@ -1,4 +1,4 @@
-"""Matrix product in Gluon with specialized warps, for Hopper only.
+"""Matrix product (matmul) in Gluon with specialized warps, for Hopper only.
 
 Computes a @ b in float16 or bfloat16 on NVIDIA GPUs of compute capability 9.0:
 H100 and H200. One warp loads tiles through the copy engine (TMA), two groups of

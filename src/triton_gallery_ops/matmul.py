@@ -1,4 +1,4 @@
-"""Matrix product of two matrices of any layout, with its backward.
+"""Matrix product (matmul) for any layout, with its backward.
 
 Computes a @ b for (M, K) and (K, N), with any strides and no copies; flatten
 batches first. A plain tiled kernel for tensor cores, without tuning. It is

@@ -1,4 +1,4 @@
-"""Persistent matrix product through TMA, for Hopper and newer GPUs.
+"""Persistent matrix product (matmul) through TMA, for Hopper and newer GPUs.
 
 Computes a @ b on NVIDIA GPUs of compute capability 9.0 or more. There is one
 program per multiprocessor, and it loads its next tile through the copy engine

@@ -1,4 +1,4 @@
-"""Matrix product of up to 64 rows with a large weight, for decoding.
+"""Matrix product (matmul) of up to 64 rows with a large weight, for decoding.
 
 Computes x @ weight.T, like ``torch.nn.functional.linear`` without a bias. The
 read of the weights bounds the time, so programs keep many loads in flight, and

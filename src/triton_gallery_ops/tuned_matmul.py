@@ -1,4 +1,4 @@
-"""Autotuned matrix product for matrices of any shape and layout.
+"""Autotuned matrix product (matmul) for any shape and layout.
 
 Computes a @ b like ``torch.matmul`` of two matrices, on any GPU; strides along
 K must be below 2**24. The first call with new sizes times several tiles, which

@@ -58,7 +58,7 @@ def _lacks(recipe: str) -> list[str]:
 
 def definitions(source: str) -> str:
     """Return a recipe without its checks, which would stop the import of one that is broken; ValueError without any."""
-    head, *checks = END.split(source, maxsplit=1)
-    if not checks:
-        raise ValueError("no heading 'The check' or 'Proof': which part of this recipe are its checks?")
-    return BETWEEN.sub("", head)
+    code = BETWEEN.sub("", END.split(source, maxsplit=1)[0])
+    if code == source:
+        raise ValueError("no heading 'Is it right?', 'The check' or 'Proof': which part of this recipe are its checks?")
+    return code

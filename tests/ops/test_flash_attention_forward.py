@@ -73,14 +73,31 @@ def test_reads_nothing_beside_its_inputs(taken: ModuleType, dtype: torch.dtype) 
 
 
 def test_steps_of_the_page(recipe: ModuleType) -> None:
-    """Every step of the ladder is right, and so is the loop in PyTorch."""
+    """The page's kernel is right, with and without a mask, and refuses what it does not take."""
     q, k, v = (Layout("contiguous", seed).make((1, 2, 200, 64), torch.float16, DEVICE) for seed in range(3))
-    for step, causal, *_ in recipe.STEPS.values():
-        assert_right(step(q, k, v), q, k, v, causal)
-    doubles = [t.double() for t in (q, k, v)]
-    assert_right(recipe.attention_blocks(*doubles, size=30, forget=False), *doubles)
-    assert [recipe.statements(*step[2:]) for step in recipe.STEPS.values()][::2] == [21, 46, 46]
-    torch.testing.assert_close(recipe.reference(q, k, v, causal=True)[0], exact(*doubles, True)[0].value)
+    for causal in (False, True):
+        assert_right(recipe.attention(q, k, v, causal), q, k, v, causal)
+    for wrong in (q.float(), q[..., ::2], q.mT):
+        with pytest.raises(AssertionError):
+            recipe.attention(wrong, wrong, wrong)
+
+
+def test_one_query_as_the_page_says(recipe: ModuleType) -> None:
+    """Its output is right, unless all of the first block is hidden."""
+    assert recipe.one_query(1.0, 2.0, 1.0, 3.0) == 5
+    assert recipe.one_query(1.0, 2.0, -math.inf, -math.inf) == pytest.approx(16 / 3)
+    assert math.isnan(recipe.one_query(-math.inf, -math.inf, 1.0, 3.0))
+
+
+def test_exercises_of_the_page(recipe: ModuleType) -> None:
+    """Their checks tell right from wrong."""
+    for check_answer, answer in (
+        (recipe.check_start, recipe.start_answer),
+        (recipe.check_merge, recipe.merge_answer),
+    ):
+        assert check_answer(answer) == "right"
+        assert check_answer(lambda *given: given[0]) == "wrong"
+        assert check_answer(lambda *given: None) == "not solved yet"
 
 
 def at_launch(taken: ModuleType, dtype: str, D: int, causal: bool) -> dict[str, object]:
@@ -117,17 +134,16 @@ def codes(taken: ModuleType) -> dict[int, tuple[set[str], set[str], bool]]:
     return results
 
 
-def exponentials(recipe: ModuleType) -> list[set[str]]:
-    """Return which instructions the exponentials of the page's kernels of base e and 2 become."""
-    known = {"D": 64, "BLOCK_M": 128, "BLOCK_N": 64, "scale": 0.125}
-    made = [(recipe.attention_kernel, known), (recipe.base2_kernel, known | {"CAUSAL": False})]
-    return [set(re.findall(r"ex2\.[\w.]+", ptx(kernel, "fp16", num_warps=8, **options))) for kernel, options in made]
+def exponentials(recipe: ModuleType) -> set[str]:
+    """Return which instructions the exponentials of the page's kernel become."""
+    known = {"D": 64, "CAUSAL": True, "BLOCK_M": 128, "BLOCK_N": 64, "scale": 0.125}
+    return set(re.findall(r"ex2\.[\w.]+", ptx(recipe.attention_kernel, "fp16", num_warps=8, **known)))
 
 
 def test_exponentials(gallery: Path, on_h100: Ask) -> None:
-    """That of base e keeps very small results, which takes more than the instruction; that of base 2 does not."""
+    """Each is one instruction, as the page says."""
     (results,) = on_h100(gallery / RECIPE, exponentials)
-    assert results == [{"ex2.approx.f32"}, {"ex2.approx.ftz.f32"}]
+    assert results == {"ex2.approx.ftz.f32"}
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:

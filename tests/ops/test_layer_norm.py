@@ -1,8 +1,9 @@
-"""The ops of the recipe LayerNorm: values and gradients in any dtype, shape and layout, and the sum under a lock."""
+"""The ops of the recipe LayerNorm: values and gradients in any dtype, shape and layout."""
 
 # ruff: noqa: N806 - a row has N elements, as in the recipe
 
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -218,7 +219,7 @@ CONTRACT = [
 
 
 def test_plans(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launchers ask for what the page says."""
+    """The launchers ask for what fits the GPU."""
     rows = torch.empty(10**6, 12288, dtype=torch.bfloat16, device="meta")
     monkeypatch.setattr(taken, "_layer_norm_gpu", lambda device: (2, 227 * 1024))  # an H100's shared memory
     for N, stages in {128: 1, 512: 1, 768: 3, 4096: 3, 12288: 3, 16384: 1}.items():
@@ -240,25 +241,61 @@ def test_gpu_that_does_not_tell_its_shared_memory(taken: ModuleType, monkeypatch
 
 @pytest.mark.parametrize("early", [True, False], ids="float32-{}".format)
 @pytest.mark.parametrize("N", [100, 5000])
-def test_weight_early_and_late(recipe: ModuleType, N: int, early: bool) -> None:
+def test_weight_early_and_late(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, N: int, early: bool) -> None:
     """The result is the same wherever weight and bias are loaded."""
-    x, y = (t.to(recipe.DEVICE) for t in make((3, N), (3, N)))
-    recipe.tiles(x, y, EARLY=early)
-    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (N,), x[0], x[1], EPS))
+    plan = taken._layer_norm_plan
+    monkeypatch.setattr(taken, "_layer_norm_plan", lambda x, stride: plan(x, stride) | {"EARLY": early})
+    x, weight, bias = make((3, N), (N,), (N,))
+    expected = torch.nn.functional.layer_norm(x, (N,), weight, bias, EPS)
+    torch.testing.assert_close(taken.layer_norm(x, weight, bias, EPS), expected)
 
 
-def test_steps_of_the_ladder(recipe: ModuleType) -> None:
-    """Every step is right, where it is not slow or fast."""
-    for N in (5, 1000, 5000):
-        (x,) = (t.to(recipe.DEVICE) for t in make((9, N)))
-        expected = torch.nn.functional.layer_norm(x, (N,), x[0], x[1], EPS)
-        for name, (step, _) in recipe.STEPS.items():
-            y = torch.full_like(x, torch.nan)
-            step(x, y)
-            if "backward" not in name:
-                torch.testing.assert_close(y, expected)
-        for kernel in (recipe.row_kernel, recipe.one_pass_kernel):
-            torch.testing.assert_close(recipe.norm_rows(x, x[0], x[1], kernel), expected, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("N", [1, 5, 64, 300])
+def test_kernels_of_the_lesson(recipe: ModuleType, N: int) -> None:
+    """They are right for any length and number of programs, and store nothing past the end."""
+    x, dy, weight, bias = (t.to(recipe.DEVICE) for t in make((9, N), (9, N), (N,), (N,)))
+    leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
+    y = recipe.layer_norm_torch(*leaves)
+    out, stats = guarded(recipe.norm_rows, x, weight, bias)
+    torch.testing.assert_close(out.double(), y, rtol=1e-5, atol=1e-5)
+    expected = torch.autograd.grad(y, leaves, dy.double())
+    for programs in (1, 4, 512, 9):
+        gradients = partial(recipe.gradients, programs=programs)
+        results = guarded(gradients, dy, x, weight, stats)
+        for result, exact in zip(results, expected, strict=True):
+            torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-3 if N == 1 else 1e-5)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]  # autograd takes a program for each of the nine rows
+    assert all(map(torch.equal, torch.autograd.grad(recipe.LayerNorm.apply(*leaves), leaves, dy), results))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 40), (130, 16)])
+def test_sums_over_rows(recipe: ModuleType, shape: tuple[int, int]) -> None:
+    """Atomic additions and partial sums are right, with more rows than programs and fewer."""
+    terms = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(0)).float().to(recipe.DEVICE)
+    M, N = terms.shape
+    block = 1 << (N - 1).bit_length()
+    stats = torch.zeros(M, 2, device=terms.device)
+    ones = torch.ones_like(terms[0])
+
+    def atomic(terms: torch.Tensor) -> torch.Tensor:
+        total = terms.new_zeros(N)
+        recipe.atomic_kernel[(M,)](terms, total, N, BLOCK=block)
+        return total
+
+    for sums in (atomic, lambda terms: recipe.gradients(terms, terms, ones, stats, 16)[2]):
+        assert torch.equal(guarded(sums, terms), terms.sum(0))
+
+
+def test_exercises(recipe: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """The check accepts the answers, refuses another function, and says that a hole is one."""
+    dy = recipe.dy
+    for hole, wrong, answer, expected in (
+        (recipe.bias_gradient, torch.sum, recipe.answer_1, dy.sum(0)),
+        (recipe.column_max, recipe.answer_1, recipe.answer_2, dy.abs().amax(0)),
+    ):
+        for solution in (hole, wrong, answer):
+            recipe.check(solution, dy, expected)
+    assert capsys.readouterr().out.splitlines() == ["not solved yet", "wrong", "right"] * 2
 
 
 @pytest.mark.parametrize(("N", "mean"), [(1000, 1e4), (513, 1e6), (12_000, 1e4)], ids="float32-{}".format)
@@ -299,15 +336,6 @@ def test_constant_rows(taken: ModuleType) -> None:
     y = taken.layer_norm(*leaves, EPS)
     assert torch.equal(y, leaves[2].expand(3, 50))
     assert torch.autograd.grad(y, x, x)[0].isfinite().all()
-
-
-@pytest.mark.parametrize(("programs", "N"), [(20, 256), (7, 300)])
-def test_sum_under_a_lock(recipe: ModuleType, programs: int, N: int) -> None:
-    """With its barrier, the lock loses nothing (only a GPU runs many programs at a time)."""
-    programs *= 1 if recipe.DEVICE.type == "cpu" else 50
-    sums = torch.randint(-9, 9, (programs, N), device=recipe.DEVICE).float()
-    total = guarded(lambda sums: recipe.add_under_lock(sums), sums)
-    assert torch.equal(total, sums.sum(0))
 
 
 @pytest.mark.needs_gpu_memory(14)

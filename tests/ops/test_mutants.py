@@ -108,10 +108,10 @@ def test_checks_are_found() -> None:
     """In a page of either form; one whose headings say of nothing that it is a check has no mutants."""
     heading = "# %%\n# {0}\n# ---------\n\n{1} = 1\n"
     page = "".join(heading.format(*part) for part in [("Kernel", "a"), ("Is it right?", "b"), ("The op", "c")])
-    for last in ("The check", "Proof"):
-        assert re.findall(r"(\w) = 1", definitions(page + heading.format(last, "d"))) == ["a", "c"]
+    for source in (page, *(page + heading.format(last, "d") for last in ("The check", "Proof"))):
+        assert re.findall(r"(\w) = 1", definitions(source)) == ["a", "c"]
     with pytest.raises(ValueError, match="no heading"):
-        definitions(page)
+        definitions(heading.format("Kernel", "a"))
 
 
 @pytest.mark.parametrize("index", [-PAD, -1, 5, PAD - 1])

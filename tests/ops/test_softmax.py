@@ -11,6 +11,7 @@ import pytest
 import torch
 from case import Case, Draw, Refused
 from compiled import Ask, graphs, ptx
+from guard import guarded
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, sizes
 from softmaxes import exact, exact_gradient, gradient_and_rows, of_rows
@@ -93,7 +94,7 @@ CONTRACT = [
 
 
 def test_plans(taken: ModuleType) -> None:
-    """The launcher asks for what the page says: tiles of 8 KB, one block or two, so many bytes to a thread."""
+    """The launcher asks for tiles of 8 KB, one block or two, so many bytes to a thread."""
     for dtype in FLOATS:
         itemsize = max(4, dtype.itemsize)
         for N in (*range(1, longest(dtype), 61), longest(dtype)):
@@ -130,43 +131,34 @@ def test_plans(taken: ModuleType) -> None:
     assert taken._softmax_plan(1000, 1000, torch.float32)["VEC"] == 4
 
 
-def test_steps_of_the_ladder(recipe: ModuleType) -> None:
-    """Every step is right, where it is not slow or fast."""
-    for N in (5, 1000, 3000, 5000):
-        x = torch.randn(9, N, generator=torch.Generator().manual_seed(0)).to(recipe.DEVICE)
-        expected = torch.softmax(x.double(), -1).float()
-        for step in recipe.FORWARD.values():
-            y = torch.full_like(x, torch.nan)
-            step(x, y)
-            torch.testing.assert_close(y, expected)
-        y = torch.full_like(x, torch.nan)
-        recipe.loop_kernel[(4,)](x, y, *x.shape, BLOCK_N=8192)
-        torch.testing.assert_close(y, expected)
-        torch.testing.assert_close(recipe.softmax_rows(x), expected)
-        for step in recipe.BACKWARD.values():
-            step(x, y)
-    assert recipe.one_block(5000) == {"BLOCK_M": 1, "BLOCK_N": 8192, "REST": 0, "num_warps": 8}
-    assert recipe.one_block(197) == {"BLOCK_M": 8, "BLOCK_N": 256, "REST": 0, "num_warps": 4}
-    assert [recipe.by_bytes(N) for N in (256, 1024, 4096, 16384)] == [1, 1, 4, 16]
-    kernels = (recipe.row_kernel, recipe._softmax_kernel, recipe._softmax_backward_kernel)
-    assert [recipe.statements(kernel) for kernel in kernels] == [8, 23, 20]
+@pytest.mark.parametrize("N", [1, 5, 64, 1000])
+def test_kernels_of_the_lesson(recipe: ModuleType, N: int) -> None:
+    """They are right for any length, and store nothing past the end."""
+    x, g = torch.randn(2, 9, N, generator=torch.Generator().manual_seed(0)).to(recipe.DEVICE)
+    expected = torch.softmax(x.double(), -1)
+    torch.testing.assert_close(guarded(recipe.softmax_rows, x).double(), expected, rtol=5e-6, atol=0)
+    torch.testing.assert_close(recipe.softmax_rows(x.t()), torch.softmax(x.t(), -1))
+    (d,) = torch.autograd.grad(recipe.Softmax.apply(x.requires_grad_()), x, g)
+    torch.testing.assert_close(d.double(), expected * (g - (g * expected).sum(-1, keepdim=True)), rtol=0, atol=1e-6)
 
 
-def test_second_derivative() -> None:
-    """The second answer has the right formula."""
-    g, y, v = (t.double().requires_grad_() for t in torch.rand(3, 4, 9))
-    by_g, by_y = torch.autograd.grad(y * (g - (g * y).sum(-1, keepdim=True)), (g, y), v)
-    torch.testing.assert_close(by_g, y * (v - (v * y).sum(-1, keepdim=True)))
-    formula = v * (g - (g * y).sum(-1, keepdim=True)) - g * (v * y).sum(-1, keepdim=True)
-    torch.testing.assert_close(by_y, formula)
+def test_zeros_are_wrong_where_lanes_are_masked(recipe: ModuleType) -> None:
+    """What *Break it* breaks, at the lengths that it names."""
+    for N, right in ((64, True), (50, False)):
+        x = torch.randn(3, N, generator=torch.Generator().manual_seed(0)).to(recipe.DEVICE) - 5
+        y = recipe.softmax_rows(x, kernel=recipe.zeros_kernel)
+        assert torch.allclose(y, torch.softmax(x, -1)) == right
 
 
-def test_gradient_of_log_softmax() -> None:
-    """The first answer has the right formula."""
-    x, g = (t.double().requires_grad_() for t in torch.rand(2, 4, 9))
-    y = torch.log_softmax(x, -1)
-    (d,) = torch.autograd.grad(y, x, g)
-    torch.testing.assert_close(d, g - y.exp() * g.sum(-1, keepdim=True))
+def test_exercises(recipe: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """The check accepts the answers, refuses a kernel of something else, and says that a hole is one."""
+    for hole, answer, expected in (
+        (recipe.log_kernel, recipe.log_answer_kernel, recipe.expected_log),
+        (recipe.causal_kernel, recipe.causal_answer_kernel, recipe.expected_causal),
+    ):
+        for kernel in (hole, recipe.row_kernel, answer):
+            recipe.check(kernel, expected)
+    assert capsys.readouterr().out.splitlines() == ["not solved yet", "wrong", "right"] * 2
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -305,7 +297,7 @@ BREAKS = [
     ("vectors across rows", "math.gcd(N, stride, 16 // dtype.itemsize)", "math.gcd(stride, 16 // dtype.itemsize)"),
     ("gradient stored without a mask", "d_ptr + offs, d, mask=mask)", "d_ptr + offs, d)"),
     ("a second block of gradient stored without a mask", "rest, d_rest, mask=rest < N)", "rest, d_rest)"),
-    ("gradient without products", "tl.sum(g * y, axis=1", "tl.sum(g, axis=1"),
+    ("gradient without products", "total = tl.sum(g * y, axis=1", "total = tl.sum(g, axis=1"),
     ("gradient without products of the second block", "tl.sum(g * y) + tl.sum(g_rest * y_rest)", "tl.sum(g * y)"),
     ("gradient without products of the first of two blocks", "tl.sum(g * y) + tl.sum(g_rest", "tl.sum(g_rest"),
     ("a gradient taken for contiguous", "grad, y = grad.contiguous(), y.contiguous()", "y = y.contiguous()"),

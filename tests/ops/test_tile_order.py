@@ -1,109 +1,92 @@
-"""The recipe Tile order and stages: its kernel in every order, its model of the cache, and what it reads in code."""
+"""The lesson Why is my matmul slower than cuBLAS?: its kernel in every order, and its count of what a wave reads."""
 
 # ruff: noqa: N806 - a product has M, N and K, as in the recipe
 
-from collections.abc import Callable
-from types import FunctionType, ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
 from guard import guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import DEVICE, Layout, layouts, sizes
+from inputs import DEVICE, Layout, sizes
 from tolerance import assert_within
 
 
 @settings(max_examples=12)
-@given(
-    M=sizes(16, 90),
-    K=sizes(16, 40),
-    N=sizes(32, 90),
-    of_a=layouts(),
-    of_b=layouts(),
-    GROUP_M=st.sampled_from([1, 2, 8]),
-)
-def test_accumulator(recipe: ModuleType, M: int, K: int, N: int, of_a: Layout, of_b: Layout, GROUP_M: int) -> None:
-    """In every order the kernel multiplies matrices of any size and layout, and nothing else is read or stored."""
-    a, b = of_a.make((M, K), torch.float16, DEVICE), of_b.make((K, N), torch.float16, DEVICE)
+@given(M=sizes(16, 90), K=sizes(16, 40), N=sizes(32, 90), GROUP=st.sampled_from([1, 2, 8]))
+def test_accumulator(recipe: ModuleType, M: int, K: int, N: int, GROUP: int) -> None:
+    """In every order the kernel multiplies matrices of any size, and nothing else is read or stored."""
+    a, b = (Layout("contiguous", k).make(shape, torch.float16, DEVICE) for k, shape in enumerate([(M, K), (K, N)]))
 
     def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return recipe.matmul_in_order(a, b, GROUP_M=GROUP_M, tile=(16, 32, 16), warps=4)
+        return recipe.ordered_matmul(a, b, GROUP, blocks=(16, 32, 16), num_warps=4)
 
     out = guarded(multiply, a, b)
     a, b = a.double(), b.double()
     assert_within(out, a @ b, a.abs() @ b.abs(), roundings=K + 2)
 
 
-def in_python(function: Any) -> Callable[..., tuple[int, int]]:
-    """Return a jitted function of integers as one of Python's."""
-    language = SimpleNamespace(cdiv=lambda n, d: -(-n // d), minimum=min)
-    return FunctionType(function.fn.__code__, {"tl": language})
+def test_accumulator_of_a_row_beside_nan(recipe: ModuleType) -> None:
+    """A row of NaN stays in its row: what a row reads past its end is masked."""
+    a, b = (torch.ones(shape, dtype=torch.float16, device=DEVICE) for shape in ((5, 20), (20, 7)))
+    a[2] = torch.nan
+    expected = torch.full((5, 7), 20.0, dtype=torch.float16, device=DEVICE)
+    expected[2] = torch.nan
+    out = recipe.ordered_matmul(a, b, blocks=(16, 16, 16), num_warps=4)
+    torch.testing.assert_close(out, expected, equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 5), (8, 3), (3, 20), (64, 32)])
-def test_order(recipe: ModuleType, rows: int, columns: int) -> None:
-    """Every tile is taken once, in the order that the page draws, whoever computes it."""
-    for GROUP_M in (1, 2, 3, 8, 32):
-        order = recipe.in_order(rows, columns, GROUP_M).tolist()
-        assert sorted(order) == [[m, n] for m in range(rows) for n in range(columns)]
-        sizes_ = 16 * rows - 3, 32 * columns - 5, 16, 32, GROUP_M
-        assert [[*in_python(recipe.tile_of)(pid, *sizes_)] for pid in range(rows * columns)] == order
-    assert recipe.in_order(rows, columns, 1).tolist() == [[m, n] for m in range(rows) for n in range(columns)]
-    assert recipe.in_order(rows, columns, rows)[:rows].tolist() == [[m, 0] for m in range(rows)]
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 5), (3, 8)])
+@pytest.mark.parametrize("GROUP", [1, 2, 3, 8])
+def test_order_of_the_kernel(recipe: ModuleType, rows: int, columns: int, GROUP: int) -> None:
+    """The first programs of the kernel store the tiles that the page counts, and no others."""
+    tiles = rows * columns
+    order = [recipe.tile_of(pid, rows, columns, GROUP) for pid in range(tiles)]
+    assert sorted(order) == [(m, n) for m in range(rows) for n in range(columns)]
+    M, N, K = 16 * rows - 3, 16 * columns - 5, 16
+    a, b = (torch.ones(shape, dtype=torch.float16, device=DEVICE) for shape in ((M, K), (K, N)))
+    for programs in {1, tiles // 3 + 1, tiles}:
+        c = torch.zeros(M, N, dtype=torch.float16, device=DEVICE)
+        recipe.ordered_kernel[(programs,)](a, b, c, M, N, K, 16, 16, 16, GROUP)
+        expected = torch.zeros_like(c)
+        for m, n in order[:programs]:
+            expected[16 * m : 16 * m + 16, 16 * n : 16 * n + 16] = K
+        assert torch.equal(c, expected)
 
 
-def test_simulation(recipe: ModuleType) -> None:
-    """A cache that holds all fetches each strip once; one that holds nothing, every tile of every step."""
-    tiles = recipe.in_order(8, 4, 3)
-    strips = 2 * recipe.SIZE * (8 * recipe.TILE_M + 4 * recipe.TILE_N)
-    assert recipe.simulate(tiles, 2**40) == strips
-    assert recipe.simulate(tiles, 0) == 2 * recipe.SIZE * 32 * (recipe.TILE_M + recipe.TILE_N)
-    assert strips < recipe.simulate(recipe.in_order(64, 32, 1), 50 * 2**20)
+def test_order(recipe: ModuleType) -> None:
+    """With one row in a group the order is row by row, and with all rows column by column."""
+    assert [recipe.tile_of(pid, 3, 4, 1) for pid in range(12)] == [(m, n) for m in range(3) for n in range(4)]
+    assert [recipe.tile_of(pid, 3, 4, 3) for pid in range(12)] == [(m, n) for n in range(4) for m in range(3)]
 
 
-def test_places(recipe: ModuleType) -> None:
-    """Registers, shared memory or warps limit how many programs a multiprocessor holds."""
-    assert recipe.at_a_time({"REG": 255, "shared": 8192}, warps=8) == 1
-    assert recipe.at_a_time({"REG": 128, "shared": 8192}, warps=8) == 2
-    assert recipe.at_a_time({"REG": 32, "shared": 75 * 1024}, warps=4) == 3
-    assert recipe.at_a_time({"REG": 16, "shared": 0}, warps=16) == 4
+def test_wave(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 132 programs at a time, groups of 16 rows need the fewest numbers, as the page says."""
+    monkeypatch.setattr(recipe, "PROGRAMS", 132)
+    waves = {GROUP: recipe.wave(GROUP) for GROUP in recipe.GROUPS}
+    assert waves == {1: (5, 32), 2: (6, 32), 4: (8, 32), 8: (8, 17), 16: (16, 9), 32: (32, 5)}
+    numbers = {GROUP: 128 * rows + 256 * columns for GROUP, (rows, columns) in waves.items()}
+    assert min(numbers, key=numbers.__getitem__) == 16
 
 
-def test_answer(recipe: ModuleType) -> None:
-    """Tiles of 128 x 128 x 64 fit on an L4 with four stages."""
-    blocks = recipe.BLOCKS | {"BLOCK_N": 128}
-    jobs = {stages: recipe.job(gpu=89, blocks=blocks, stages=stages) for stages in (4, 5)}
-    made = recipe.compile_all(jobs, recipe.tile_of, recipe.matmul_kernel)
-    assert [metadata["shared"] <= recipe.FITS[89] * 1024 for metadata in made.values()] == [True, False]
-
-
-def test_page(printed: Callable[[str], str]) -> None:
-    """What the page prints without a GPU is what its text says."""
-    out = printed("matmul/tile_order")
-    lines = [line.split() for line in out.splitlines()]
-    strips = [
-        tuple(map(int, line[:3])) for line in lines if len(line) == 7 and line[0] in {"1", "2", "4", "8", "16", "32"}
-    ]
-    assert [(height, width) for _, height, width in strips] == [(5, 32), (6, 32), (8, 32), (8, 17), (16, 9), (32, 5)]
-    stages = [line for line in lines if line and line[0].startswith("sm_")]
-    assert [line[4] for line in stages] == ["48", "96", "144", "192", "240", "48", "48", "96", "144", "192"]
-    assert [line[5] for line in stages] == ["yes"] * 4 + ["no"] + ["yes"] * 3 + ["no"] * 2
-    loop = [line[1:] for line in lines if line[:1] == ["loop"]]
-    assert [" ".join(step[:2]) for step in loop] == ["wait for", "multiply 128x256", "wait for", *2 * ["copy, does"]]
-    assert "copies behind the loop: 0" in out
-    issue, multiply = (int(line[-1]) for line in lines if line[:1] == ["cycles"])
-    assert issue < multiply
+def test_exercises(recipe: ModuleType) -> None:
+    """Their checks tell a hole, a mistake and the answer apart."""
+    assert recipe.check_columns(recipe.tile_in_columns) == "not solved yet"
+    assert recipe.check_columns(recipe.columns_answer) == "right"
+    assert recipe.check_columns(recipe.tile_of) == "wrong"
+    assert recipe.check_group(recipe.best_group) == "not solved yet"
+    assert recipe.check_group(recipe.group_answer) == "right"
+    assert recipe.check_group(lambda *_: 8) == "wrong"
 
 
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
-    ("a last group as high as any", "height = tl.minimum(tiles_m - first_m, GROUP_M)", "height = GROUP_M"),
-    ("stored without a mask", "acc.to(tl.float16), mask=in_m & in_n)", "acc.to(tl.float16))"),
-    ("stored with a mask of rows alone", "acc.to(tl.float16), mask=in_m & in_n)", "acc.to(tl.float16), mask=in_m)"),
-    ("loads of A past K", "mask=in_m & in_k[None, :]", "mask=in_m"),
-    ("loads of B past K", "mask=in_k[:, None] & in_n", "mask=in_n"),
+    ("a last group as high as any", "height = tl.minimum(tiles_m - first_m, GROUP)", "height = GROUP"),
+    ("stored without a mask", "acc, mask=c_mask)", "acc)"),
+    ("stored with a mask of rows alone", "c_mask = (offs_m < M) & (offs_n < N)", "c_mask = offs_m < M"),
+    ("loads of a past K", "a_mask = (offs_m < M) & (start + offs_k[None, :] < K)", "a_mask = offs_m < M"),
+    ("loads of b past K", "b_mask = (start + offs_k[:, None] < K) & (offs_n < N)", "b_mask = offs_n < N"),
     ("a sum of the last step alone", "acc = tl.dot(a, b, acc)", "acc = tl.dot(a, b)"),
-    ("rows of A taken for those of a contiguous one", "offs_m[:, None] * stride_am", "offs_m[:, None] * K"),
+    ("a step along K that is too short", "b_ptrs += BLOCK_K * N", "b_ptrs += N"),
 ]
