@@ -210,9 +210,9 @@ def by_token(q, k, v, g, beta):
 # Is it right?
 # ------------
 #
-# We compare with the recurrence in float64. Kernels round what they multiply
-# and what they write to the 11 bits of float16. We allow four such roundings of
-# the largest output.
+# We compare with the recurrence in float64. This kernel rounds its output to
+# the 11 bits of float16; a later one also rounds what it multiplies. We allow
+# four such roundings of the largest output.
 
 
 def check(kernel):

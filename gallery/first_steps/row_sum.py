@@ -146,11 +146,11 @@ def sum_row(x, BLOCK_N=SIZE):
 # ------------
 #
 # We compare with float64. An addition rounds by at most :math:`2^{-24}` of its
-# result. All elements are positive, so no result is larger than the row's sum.
-# It remains to count the additions that one element passes through. The loop
-# has one per turn. ``tl.sum`` has at most 38: each of the 128 threads adds up
-# 32 elements in 31 additions, and then the threads add their sums in pairs,
-# seven times. We allow for two ``tl.sum``, as a later function uses it twice.
+# result, and no result is larger than the row's sum, as all elements are
+# positive. So we count the additions on the way of one element: one per turn of
+# the loop, and at most 38 in ``tl.sum``, where each of 128 threads adds 32
+# elements in 31 steps, and pairs of threads add their sums in 7 more. A later
+# function uses ``tl.sum`` twice, so we allow for two.
 
 
 def check(function, x):
@@ -270,7 +270,7 @@ def sum_tile_kernel(
     pid_m = tl.program_id(axis=0).to(tl.int64)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     offs_n = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-    # A column of rows and a row of columns broadcast to a tile.
+    # (BLOCK_M, 1) and (1, BLOCK_N) broadcast to (BLOCK_M, BLOCK_N).
     x_ptrs = x_ptr + offs_m[:, None] * stride_m + offs_n[None, :]
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     x = tl.load(x_ptrs, mask=mask, other=0)  # (BLOCK_M, BLOCK_N)
@@ -327,8 +327,11 @@ if __name__ == "__main__":
 
 
 def sum_rows(x):
+    """Return x.sum(1) in float32, for a matrix of any shape and strides."""
     M, N = x.shape
-    if N <= SIZE:  # a row fits into a tile
+    if x.stride(1) != 1:  # the kernels take the elements of a row as neighbours
+        x = x.contiguous()
+    if 1 <= N <= SIZE:  # a row fits into a tile
         return sum_short_rows(x)
     # Fewer than 1024 rows are too few programs for a large GPU: it has over a
     # hundred multiprocessors, and each runs several programs at a time.
@@ -336,6 +339,11 @@ def sum_rows(x):
         return sum_long_rows(x)
     return sum_row(x)
 
+
+if __name__ == "__main__":
+    for x in (random(13, 900).T, random(2, 5 * SIZE), random(2, SIZE + 1)):
+        check(sum_rows, x)
+    assert sum_rows(random(3, 0)).tolist() == [0, 0, 0]  # a row of nothing
 
 # %%
 # The chart has matrices of the same number of elements, from a million short

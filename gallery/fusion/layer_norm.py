@@ -147,7 +147,7 @@ def row_kernel(
 def blocks(N):
     """Return the block for rows of N, and its warps, of 32 threads each."""
     BLOCK = triton.next_power_of_2(N)
-    warps = BLOCK // (32 * 16)  # up to 16 elements for a thread's registers
+    warps = BLOCK // (32 * 16)  # 16 elements a thread, or more past 8192
     return {"BLOCK": BLOCK, "num_warps": min(16, max(4, warps))}
 
 

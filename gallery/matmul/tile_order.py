@@ -14,7 +14,7 @@
 # An 8 x 4 matrix times a 4 x 8 matrix: 16 programs, each with a tile of 2 x 2.
 # Four programs run at a time. Choose "all, 4 at once" in each order, and
 # compare what the first four have read of a and of b."""
-# registers = ["pid", "first_m", "height", "place", "pid_m", "pid_n", "acc"]
+# registers = ["pid", "first_m", "place", "pid_m", "pid_n"]
 # inputs = { a = "integers(1, 4, 8, 4)", b = "integers(1, 3, 4, 8)" }
 # layout = "product"
 # at_once = 4
