@@ -1,14 +1,12 @@
 """The drawings of the page `docs/gpu.md`: numbers have sources, drawings have the numbers, and layouts are Triton's."""
 
 import re
+from importlib.metadata import version
 from itertools import chain
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import triton
-from triton._C.libtriton import gluon_ir, ir
-from triton.experimental.gluon import language as gl
 
 from triton_gallery.site import drawings
 from triton_gallery.site.drawings import BANKS, LANES, THREAD, TILE, figures, holders, read
@@ -17,7 +15,7 @@ LAYOUTS = read("layouts.toml")
 BASES = ("reg_bases", "lane_bases", "warp_bases", "offset_bases")
 each_layout = pytest.mark.parametrize("name", LAYOUTS)
 tells_shared_layouts = pytest.mark.skipif(
-    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7), reason="this Triton ends the process"
+    tuple(map(int, version("triton").split(".")[:2])) < (3, 7), reason="this Triton ends the process"
 )
 
 
@@ -31,6 +29,8 @@ class Builder:
 
     def __init__(self) -> None:
         """Make a context, which has to live as long as the builder."""
+        from triton._C.libtriton import gluon_ir, ir
+
         self.context = ir.context()
         ir.load_dialects(self.context)
         self.builder = gluon_ir.GluonOpBuilder(self.context)
@@ -48,6 +48,8 @@ def builder() -> Builder:
 
 def made(name: str) -> Any:
     """Return a layout of Gluon as the page makes it."""
+    from triton.experimental.gluon import language as gl
+
     return eval(LAYOUTS[name]["made_by"], {"gl": gl})
 
 
@@ -121,12 +123,16 @@ def test_banks_are_as_triton_prints_them() -> None:
 @tells_shared_layouts
 @pytest.mark.parametrize(("max_phase", "banks"), [(8, TILE), (1, 2)])
 def test_column_has_sixteen_banks_and_two_without_the_swizzle(builder: Builder, max_phase: int, banks: int) -> None:
+    from triton.experimental.gluon import language as gl
+
     layout = gl.SwizzledSharedLayout(vec=1, per_phase=2, max_phase=max_phase, order=[1, 0])
     rows = holders({"offset_bases": builder.bases(layout).offset_bases})
     assert all(len({row[column] for row in rows}) == banks for column in range(TILE))
 
 
 def test_warpgroup_holds_sixteen_rows_a_warp_in_the_same_order(builder: Builder) -> None:
+    from triton.experimental.gluon import language as gl
+
     hopper = builder.bases(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]), rows=4 * TILE)
     assert hopper.lane_bases == LAYOUTS["mma"]["lane_bases"]
     assert hopper.warp_bases == [[TILE, 0], [2 * TILE, 0]]

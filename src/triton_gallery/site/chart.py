@@ -5,7 +5,6 @@ equal distances, so that there is room for the name of each.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from io import BytesIO
@@ -66,7 +65,7 @@ def chart(table: Table, place: str = "") -> str:
         sizes = (f'<text y="{100 * row / count:.1f}%">{escape(x)}</text>' for row, x in enumerate(names))
     drawn = "".join(_series(table, name, axis) for name in table.series)
     return (
-        f'<div class="chart {kind}" style="--left:{max(len(name) for _, name in ticks)}ch">{_legend(table, names)}'
+        f'<div class="chart {kind}" style="--left:{max(len(name) for _, name in ticks)}ch">{_legend(table)}'
         f'<svg role="img" aria-label="{escape(label)}"{height}>'
         f'<svg viewBox="{box}" preserveAspectRatio="none"><path class="grid" d="{grid}"/>{drawn}</svg>'
         f'<g class="rates">{rates}</g><g class="sizes">{"".join(sizes)}</g></svg>'
@@ -160,11 +159,10 @@ def _color(table: Table, name: str) -> str:
     return f"var(--chart-{kind}-{min(names.index(name) + 1, most)})"
 
 
-def _legend(table: Table, names: Sequence[str]) -> str:
+def _legend(table: Table) -> str:
     """Return the legend, with room for a size and for the rate of each series at it."""
     texts = {name: [figure(value) for value in values] for name, values in table.series.items()}
     digits = max((len(text) for values in texts.values() for text in values), default=0)
-    room = len(table.x) + len(" = ") + max(map(len, names)) + 2  # some letters are wider than digits
     series = "".join(
         f'<span class="series{" roof" if name == ROOF else ""}" style="--color:{_color(table, name)}" '
         f'data-rates="{" ".join(values)}">{escape(name)} <b></b></span> '
@@ -172,7 +170,7 @@ def _legend(table: Table, names: Sequence[str]) -> str:
     )
     return (
         f'<p class="legend" role="status" style="--digits:{digits}ch"><span>{escape(_title(table))}</span> {series}'
-        f'<span class="at" style="min-width:{room}ch" data-x="{escape(table.x)}"></span></p>'
+        f'<span class="at" data-x="{escape(table.x)}"></span></p>'
     )
 
 

@@ -3,11 +3,14 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from triton_gallery.step_through.cells import Array, Named
-from triton_gallery.step_through.record import Event, Ran
+
+if TYPE_CHECKING:  # it imports Triton, which a test must not do before it has chosen the interpreter
+    from triton_gallery.step_through.record import Event, Ran
 
 FEW = 4  # values that a sentence lists; of more it says how many
 VERBS = {"load": "Loads", "store": "Stores to"}
@@ -33,7 +36,7 @@ def short(value: float) -> str:
     return text.replace("0.", ".", 1).replace("-", "−") if abs(value) < 1 else text.replace("-", "−")
 
 
-def sentence(ran: Ran, tensors: Sequence[Named], following: Ran | None) -> str:
+def sentence(ran: "Ran", tensors: Sequence[Named], following: "Ran | None") -> str:
     """Return what a step did.
 
     Args:
@@ -64,12 +67,12 @@ def sentence(ran: Ran, tensors: Sequence[Named], following: Ran | None) -> str:
     return f"{text or 'Runs this line'}."
 
 
-def _only_loaded(ran: Ran) -> bool:
+def _only_loaded(ran: "Ran") -> bool:
     """Whether a statement loads a value and does nothing else with it, so that the load says all."""
     return bool(ran.events) and all(event.kind == "load" for event in ran.events) and len(ran.values) <= 1
 
 
-def _changed(name: str, ran: Ran) -> str:
+def _changed(name: str, ran: "Ran") -> str:
     """Return the new value of a register, and the old one if it had one."""
     after, before = ran.values[name], ran.before.get(name)
     if after.size > FEW:
@@ -85,7 +88,7 @@ def _values(array: Array) -> str:
     return texts[0] if array.ndim == 0 or len(texts) == 1 else f"[{', '.join(texts)}]"
 
 
-def _event(event: Event, tensors: Sequence[Named], ran: Ran) -> str:
+def _event(event: "Event", tensors: Sequence[Named], ran: "Ran") -> str:
     """Return what an event was."""
     if event.kind == "dot":
         (m, k), n = event.shapes[0][-2:], event.shapes[1][-1]
