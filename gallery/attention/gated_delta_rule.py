@@ -179,9 +179,9 @@ def token_kernel(
         k = tl.load(k_ptr + row * D + offs_k).to(tl.float32)  # (D,)
         v = tl.load(v_ptr + row * D + offs_v).to(tl.float32)  # (BLOCK_V,)
         beta = tl.load(beta_ptr + row)
-        state *= tl.exp(tl.load(g_ptr + row))
+        state *= tl.exp(tl.load(g_ptr + row))  # forget
         error = v - tl.sum(state * k[:, None], axis=0)  # (BLOCK_V,)
-        state += k[:, None] * (beta * error)[None, :]
+        state += k[:, None] * (beta * error)[None, :]  # correct
         out = tl.sum(state * q[:, None], axis=0) * scale  # (BLOCK_V,)
         tl.store(out_ptr + row * D + offs_v, out)
 
@@ -349,11 +349,13 @@ def chunk_kernel(
         M = tl.where(i > j, tl.dot(k, k.T) * A, 0.0)  # (C, C)
         s = S.to(k.dtype)  # tensor cores take the type of the inputs
         X = v - tl.dot(k, s) * tl.exp(G)[:, None]  # (C, BLOCK_V)
+        # Each token's error depends on those before it in the chunk.
         X = solve(M, X, C).to(k.dtype)
         P = (tl.dot(q, k.T) * A).to(k.dtype)  # (C, C)
         out = tl.dot(q, s) * tl.exp(G)[:, None]  # (C, BLOCK_V)
         out = tl.dot(P, X, out) * scale
         tl.store(out_ptr + values, out, mask=inside[:, None])
+        # The next chunk needs the state after this one's last token.
         end = tl.sum(g, axis=0)  # the last of G
         kept = (k * (tl.exp(end - G) * beta)[:, None]).to(k.dtype)  # (C, D)
         S = tl.dot(kept.T, X, S * tl.exp(end))

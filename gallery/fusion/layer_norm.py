@@ -373,7 +373,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(pd.DataFrame(rows).T.to_string())
 
 # %%
-# Shorter rows want more programs. We take as many as make 8 MB of partial sums,
+# Shorter rows want more programs. Their number makes 8 MB of partial sums,
 # but not fewer than 128, so that a large GPU's multiprocessors all have one.
 # The number depends on the shape alone, and so does the order of the additions.
 

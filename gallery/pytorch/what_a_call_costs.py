@@ -611,8 +611,8 @@ if __name__ == "__main__":
 # The way of the gallery's ops
 # ----------------------------
 #
-# It is ``triton_op, impl, register_autograd``, as in ``softmax.py``. Where
-# compilers must not look into an op, as in ``persistent_matmul.py``, a
+# It is ``triton_op, impl, register_autograd``, as in the op of ``softmax.py``.
+# Where compilers must not look into an op, as in ``persistent_matmul.py``, a
 # ``custom_op`` takes the place of the ``triton_op``. In outline:
 #
 # .. code-block:: python
