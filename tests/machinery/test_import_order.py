@@ -1,9 +1,6 @@
 """The rooms of the package import each other in one direction."""
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from project import ROOT
@@ -61,24 +58,3 @@ def test_no_room_knows_one_above() -> None:
             continue
         known = set(ROOMS[: ROOMS.index(its_room) + 1]) - NOT_FOR.get(its_room, set())
         assert {room(name) for name in imported(path)} <= {*known, None}, path
-
-
-COLLECT = """
-import sys, pytest
-
-class AtTheEnd:
-    def pytest_collection_finish(self, session):
-        print("collected", len(session.items), "triton" in sys.modules)
-
-pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "tests"], plugins=[AtTheEnd()])
-"""
-
-
-def test_no_test_imports_triton_before_it_runs() -> None:
-    """Those that run later in the process could not choose the interpreter any more."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "PYTEST"))}
-    done = subprocess.run([sys.executable, "-c", COLLECT], cwd=ROOT, env=environment, capture_output=True, text=True)
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("collected"))
-    _, count, is_imported = line.split()
-    assert int(count) > 5000
-    assert is_imported == "False"

@@ -1,6 +1,7 @@
 """Which tests run: what a quick run leaves out, what one recipe's proof has, and what changed."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -181,3 +182,24 @@ def test_group_shares_a_process(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "12 passed" in result.stdout
     assert len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == 1
+
+
+COLLECT = """
+import sys, pytest
+
+class AtTheEnd:
+    def pytest_collection_finish(self, session):
+        print("collected", len(session.items), "triton" in sys.modules)
+
+pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "tests"], plugins=[AtTheEnd()])
+"""
+
+
+def test_no_test_imports_triton_before_it_runs() -> None:
+    """Those that run later in the process could not choose the interpreter any more."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "PYTEST"))}
+    done = subprocess.run([sys.executable, "-c", COLLECT], cwd=ROOT, env=environment, capture_output=True, text=True)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("collected"))
+    _, count, is_imported = line.split()
+    assert int(count) > 5000
+    assert is_imported == "False"

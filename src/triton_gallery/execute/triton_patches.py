@@ -170,8 +170,8 @@ class Observer(Protocol):
     def multiplied(self, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
         """A program has multiplied two matrices of these shapes."""
 
-    def reduced(self, name: str, axis: int | None, operand: Array, result: Array) -> None:
-        """A program has reduced a tensor along an axis, or along all."""
+    def reduced(self, name: str, operand: Array, result: Array) -> None:
+        """A program has reduced a tensor."""
 
     def ended(self) -> None:
         """A launch has ended, or failed."""
@@ -234,7 +234,7 @@ def observe(observer: Observer) -> Iterator[None]:
         result = reduce(self, values)
         if isinstance(values, tuple):  # it calls itself with one
             name = getattr(self.combine_fn, "__name__", "").strip("_").replace("elementwise_", "")
-            observer.reduced(name.replace("_combine", ""), self.axis, values[0].handle.data, numbers(result[0].handle))
+            observer.reduced(name.replace("_combine", ""), values[0].handle.data, numbers(result[0].handle))
         return result
 
     def prepare_arguments(self: Any, positional: Any, named: Any) -> Any:

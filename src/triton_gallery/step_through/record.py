@@ -189,7 +189,7 @@ class Recorder:
         if self._is_running and self._now is not None:
             self._now.events.append(Event("dot", shapes=shapes))
 
-    def reduced(self, name: str, axis: int | None, operand: Array, result: Array) -> None:
+    def reduced(self, name: str, operand: Array, result: Array) -> None:
         """Note a reduction."""
         if self._is_running and self._now is not None:
             values = np.ravel(result).astype(float).tolist()
@@ -284,7 +284,7 @@ def kernel_function(namespace: Mapping[str, Any], name: str) -> Callable[..., ob
 
 
 def integers(low: int, high: int, *shape: int) -> torch.Tensor:
-    """Return float32 integers from low to high, without high: the same each time."""
+    """Return float32 integers from low to high, without high; deterministic."""
     generator = torch.Generator().manual_seed(3)
     return torch.randint(low, high, shape, generator=generator).float()
 

@@ -51,13 +51,18 @@ def refresh(recipes: Sequence[Recipe], folder: Path, say: Callable[[str], object
             path.unlink()
     keys = {recipe.key: _key(recipe) for recipe in declaring}
     known = {recipe.key: read(path_of(folder, recipe)) for recipe in declaring}
-    due = [recipe for recipe in declaring if (before := known[recipe.key]) is None or before.key != keys[recipe.key]]
+    due = [recipe for recipe in declaring if not _is_current(known[recipe.key], keys[recipe.key])]
     if due:
         say(f"recording the figures of {len(due)} lessons")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = pool.map(lambda recipe: _record(recipe, keys[recipe.key], path_of(folder, recipe)), due)
         recorded = dict(zip((recipe.key for recipe in due), made, strict=True))
     return {key: recording for key, recording in (known | recorded).items() if recording}
+
+
+def _is_current(recording: Recording | None, key: str) -> bool:
+    """Whether a recording is of this key; one that failed, for want of time perhaps, is made again."""
+    return recording is not None and recording.key == key and not recording.failure
 
 
 def _key(recipe: Recipe) -> str:
@@ -68,7 +73,7 @@ def _key(recipe: Recipe) -> str:
 
 
 def _record(recipe: Recipe, key: str, path: Path) -> Recording:
-    """Record the figures of a lesson, and keep them unless that failed."""
+    """Record the figures of a lesson in a file."""
     with TemporaryDirectory(prefix="triton-gallery-") as folder:
         script = Path(folder, recipe.path.name)
         script.write_text(recipe.text, encoding="utf-8")

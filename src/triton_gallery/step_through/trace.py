@@ -106,7 +106,7 @@ class Trace(Data, frozen=True):
 
 
 class Figure(Data, frozen=True):
-    """The launches of a figure, or why one of them could not be recorded.
+    """A figure: its launches, and how they are shown.
 
     Attributes:
         caption: what stands below it.
