@@ -184,7 +184,7 @@ def test_group_shares_a_process(tmp_path: Path) -> None:
     assert len([path for path in tmp_path.iterdir() if path.name.isdigit()]) == 1
 
 
-COLLECT = """
+WHOLE_RUN = """
 import sys, pytest
 
 class AtTheEnd:
@@ -198,7 +198,7 @@ pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "tests"], plugin
 def test_no_test_imports_triton_before_it_runs() -> None:
     """Those that run later in the process could not choose the interpreter any more."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "PYTEST"))}
-    done = subprocess.run([sys.executable, "-c", COLLECT], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", WHOLE_RUN], cwd=ROOT, env=environment, capture_output=True, text=True)
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("collected"))
     _, count, is_imported = line.split()
     assert int(count) > 5000
