@@ -33,7 +33,7 @@
     const programs = data.steps.map((steps, program) =>
       steps.map(([line, sentence, numbers = [], values = []]) => {
         const [first, last] = data.lines[line];
-        const accesses = numbers.map((number) => data.accesses[number]);
+        const accesses = numbers.map((number) => Object.assign([, , []], data.accesses[number])); // all may be masked off
         return { program, first, last, sentence: data.sentences[sentence], accesses, values };
       }),
     );
@@ -138,14 +138,15 @@
         const who = [...new Set(by)];
         const names = who.map((p) => data.programs[p].replace(/[() ]/g, ""));
         const fits = names.join(" ").length * 6.7 <= box(rect)[2];
-        const text = fits ? names.join(" ") : who.length > 1 ? `×${who.length}` : names[0];
+        const text = fits ? names.join(" ") : who.length > 1 ? `×${who.length}` : "";
         const past = isNow ? "" : " past";
         paint(tensors[t], c, `pg${who[0] % COLOURS}${past}`, text);
         const [x, y, width, height] = box(rect);
         const each = width / who.length;
         who.slice(1).forEach((p, i) => strip(t, [x + each * (i + 1), y, each, height], `pg${p % COLOURS}${past}`, tensors[t].texts[c]));
       }
-      const { steps } = waves[at];
+      const acts = (access) => access[CELLS].length || access[OUTSIDE]?.length; // not all masked off
+      const steps = waves[at].steps.filter(({ accesses }) => accesses.some(acts));
       const did = new Set(
         steps.flatMap(({ accesses }) => accesses.map((access) => `${access[KIND] === "ld" ? "load" : "store to"} \`${data.tensors[access[TENSOR]][0]}\``)),
       );
@@ -153,8 +154,8 @@
       const one = steps.length === 1;
       const words = one ? [...did].map((text) => text.replace(/^(load|store)/, "$1s")) : [...did];
       $(".sentence").replaceChildren(
-        make("b", {}, `Program${one ? "" : "s"} ${names} `),
-        ...worded(`${words.join(" and ")}. A coloured cell shows the numbers of the programs that touch it, in place of its value. This is a model, not a measurement.`),
+        make("b", {}, steps.length ? `Program${one ? "" : "s"} ${names} ` : "All programs are masked off"),
+        ...worded(`${words.join(" and ")}. A cell has the colour of the program that touches it, and its number where there is room. This is a model, not a measurement.`),
       );
     };
 
@@ -259,7 +260,7 @@
         row = Math.floor(row / shape[d]);
       }
       const kind = target.getAttribute("class") ?? "";
-      const touched = `touched by ${grid.texts[cell].textContent || "several programs"}`;
+      const touched = `touched by ${grid.texts[cell].textContent || "a program"}`;
       const known = { off: "masked off, not touched", out: "outside of the tensor" };
       const is = /\bpg/.test(kind) ? touched : known[kind.split(" ").at(-1)];
       $(".hover").value = `${name}${index.length ? `[${index.join(", ")}]` : ""}${is ? `: ${is}` : ` = ${grid.texts[cell].textContent || "not written yet"}`}`;
@@ -268,7 +269,7 @@
     root.addEventListener("pointerdown", tell);
 
     choose(program);
-    return { go, choose, stop: () => play(false) };
+    return { go, choose, draw, stop: () => play(false) };
   };
 
   for (const figure of document.querySelectorAll("figure.step-through")) {
@@ -281,6 +282,7 @@
       launches.forEach((launch, n) => launch.classList.toggle("chosen", n === chosen));
       buttons.forEach((button, n) => button.setAttribute("aria-pressed", n === chosen));
       figure.players.forEach(({ stop }) => stop());
+      figure.players[chosen].draw(); // what is not shown cannot scroll to its line
     };
     buttons.forEach((button, n) => button.addEventListener("click", () => show(n)));
   }
