@@ -1,0 +1,116 @@
+"""Runs functions of a lesson where Triton compiles kernels, with or without a GPU.
+
+A lesson imports what it uses. Its page, and the script and the notebook that readers take, have the text instead. This
+text counts as the lesson's own code: after a change, the lessons that use it have to be recorded again.
+"""
+
+import ast
+import functools
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+
+def compile_only(function):
+    """Run a function in a process where kernels are compiled for an H100.
+
+    The interpreter is off there, and the GPU is a stand-in: a kernel's
+    ``warmup`` compiles and returns the compiled kernel; a launch fails when it
+    loads the code. The names that the function uses go along: kernels,
+    functions, constants and modules. Its arguments and its result are pickled.
+
+    Raises:
+        TypeError: if it uses something that cannot go along.
+        RuntimeError: if it fails, with the error of the other process.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments):
+        with tempfile.TemporaryDirectory() as folder:
+            script, data = Path(folder, "page.py"), Path(folder, "data")
+            script.write_text(program(function))
+            data.write_bytes(pickle.dumps(arguments))
+            # Without a GPU here, the other process must not interpret either.
+            env = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+            command = [sys.executable, script, data]
+            options = {"env": os.environ | env, "capture_output": True}
+            done = subprocess.run(command, text=True, check=False, **options)
+            if done.returncode:
+                raise RuntimeError(done.stderr.strip() or "it crashed")
+            print(done.stdout, end="")
+            return pickle.loads(data.read_bytes())
+
+    return run
+
+
+def program(function):
+    """Return a script that calls a function on the arguments in a file."""
+    head = """
+    import gc
+    gc.disable()  # imports are faster without it
+    import pickle, sys, types, pathlib
+    import torch, triton, triton.language as tl
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    stand_in = types.SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    triton.runtime.driver.set_active(stand_in)
+    compile_only = lambda function: function
+    """
+    tail = f"""
+    data = pathlib.Path(sys.argv[1])
+    result = {function.__name__}(*pickle.loads(data.read_bytes()))
+    data.write_bytes(pickle.dumps(result))
+    """
+    parts, seen = [], {"compile_only"}
+
+    def add(name, value):
+        """Add what defines a name, after what this uses in its turn."""
+        if name in seen:
+            return
+        seen.add(name)
+        code = inspect.unwrap(value) if callable(value) else value
+        while hasattr(code, "fn"):  # a kernel's function
+            code = code.fn
+        if inspect.ismodule(value):
+            parts.append(f"import {value.__name__} as {name}")
+        elif getattr(code, "__module__", None) == function.__module__:
+            source = textwrap.dedent(inspect.getsource(code))
+            for used in names(source) & function.__globals__.keys():
+                add(used, function.__globals__[used])
+            parts.append(source)
+        elif hasattr(code, "__qualname__"):  # of another module
+            origin = f"from {code.__module__} import {code.__name__}"
+            parts.append(f"{origin} as {name}")
+        else:
+            constant = getattr(value, "value", value)
+            text = repr(constant)
+            try:
+                same = ast.literal_eval(text) == constant
+            except (ValueError, SyntaxError):
+                same = False
+            if not same:
+                raise TypeError(f"{name} cannot go to another process")
+            wrapped = f"tl.constexpr({text})"
+            parts.append(f"{name} = {text if constant is value else wrapped}")
+
+    add(function.__name__, function)
+    ends = textwrap.dedent(head), textwrap.dedent(tail)
+    return "\n".join([ends[0], *parts, ends[1]])
+
+
+def names(source):
+    """Return the names that a function or a class takes from its module."""
+    nodes = [*ast.walk(ast.parse(source))]
+    used = [node for node in nodes if isinstance(node, ast.Name)]
+    stored = {node.id for node in used if isinstance(node.ctx, ast.Store)}
+    given = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    inner = {n.name for n in nodes[2:] if isinstance(n, ast.FunctionDef)}
+    return {node.id for node in used} - stored - given - inner

@@ -1,0 +1,97 @@
+"""Functions that run where Triton compiles: what goes along, what comes back, and what cannot."""
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from triton_gallery.compiling import compile_only
+
+PAGE = """
+from math import prod as product
+
+import torch
+import triton
+import triton.language as tl
+
+FACTOR = tl.constexpr(3)
+SHAPE = (2, 64)
+tensor = torch.ones(2)
+
+
+@triton.jit
+def scale(x):
+    return x * FACTOR
+
+
+@triton.autotune([triton.Config({}, num_warps=4)], key=[])
+@triton.jit
+def kernel(x_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(x_ptr + offs, scale(tl.load(x_ptr + offs)))
+
+
+def length():
+    return product(SHAPE)
+
+
+@compile_only
+def warps(options):
+    tensor = torch.cuda.is_available()
+    print("GPU:", tensor)
+    compiled = kernel.fn.warmup(torch.float32, length(), grid=(1,), **options)
+    return type(kernel.fn).__name__, compiled.metadata.num_warps, "ptx" in compiled.asm
+
+
+@compile_only
+def nested(options):
+    return warps(options)
+
+
+@compile_only
+def fails():
+    raise ValueError("of the other process")
+
+
+@compile_only
+def reads_tensor():
+    return tensor.sum()
+"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the names of a script that decorates some functions."""
+    file = tmp_path_factory.mktemp("page") / "page.py"
+    file.write_text(PAGE)
+    scope = {"__name__": "page", "compile_only": compile_only}
+    exec(compile(PAGE, str(file), "exec"), scope)
+    return scope
+
+
+def test_kernels_functions_and_constants_go_along(
+    page: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not need a GPU, nor the interpreter to be off here; what is printed there is printed here."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert page["warps"]({"num_warps": 8}) == ("JITFunction", 8, True)
+    assert page["nested"]({}) == ("JITFunction", 4, True)
+    assert capsys.readouterr().out == "GPU: False\n" * 2
+    assert os.environ["TRITON_INTERPRET"] == "1"
+
+
+def test_errors_of_the_other_process(page: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match="ValueError: of the other process"):
+        page["fails"]()
+
+
+@pytest.mark.parametrize(("name", "value"), [("tensor", None), ("tensor", math.inf)])
+def test_what_cannot_go_along(page: dict[str, Any], name: str, value: object) -> None:
+    """A tensor cannot, nor what its text would not give back."""
+    if value is not None:
+        page[name] = value
+    function: Callable[[], object] = page["reads_tensor"]
+    with pytest.raises(TypeError, match=f"{name} cannot go to another process"):
+        function()
