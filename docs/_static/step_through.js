@@ -268,7 +268,7 @@
     root.addEventListener("pointerdown", tell);
 
     choose(program);
-    return { go, choose, stop: () => play(false) };
+    return { go, choose, draw, stop: () => play(false) };
   };
 
   for (const figure of document.querySelectorAll("figure.step-through")) {
@@ -281,6 +281,7 @@
       launches.forEach((launch, n) => launch.classList.toggle("chosen", n === chosen));
       buttons.forEach((button, n) => button.setAttribute("aria-pressed", n === chosen));
       figure.players.forEach(({ stop }) => stop());
+      figure.players[chosen].draw(); // what is not shown cannot scroll to its line
     };
     buttons.forEach((button, n) => button.addEventListener("click", () => show(n)));
   }

@@ -6,6 +6,24 @@
 # description = """
 # Transpose a matrix in tiles, and learn in which order a kernel should read
 # and write memory."""
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "first_elements_kernel"
+# caption = """
+# Each program stores the offset of the first element of its row. Rows have
+# 65,536 elements, so row 32768, that of program 2, begins at 2**31. Switch to
+# the launch with int32 offsets, and look at programs 2 and 3."""
+# registers = ["row", "result"]
+# inputs = { out = "torch.zeros(4, dtype=torch.int64)" }
+# expected = { out = "torch.arange(32766, 32770) * 65536" }
+# start = [2, 0]
+# [[tool.triton-gallery.step_through.launches]]
+# label = "int64 offsets"
+# call = "first_elements_kernel[(4,)](None, out, 32766, 65536, WIDE=True)"
+# [[tool.triton-gallery.step_through.launches]]
+# label = "int32 offsets"
+# call = "first_elements_kernel[(4,)](None, out, 32766, 65536, WIDE=False)"
+# wrong = true
 # ///
 r"""
 Strides and tiles

@@ -27,7 +27,7 @@ def short(value: float) -> str:
         return "nan"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    if value == int(value) and abs(value) < 1e4:
+    if value == int(value) and abs(value) < 1e11:
         return str(int(value)).replace("-", "−")
     if abs(value) < 0.005:
         raise ValueError(f"{value:g} would be shown as 0; choose other inputs")
