@@ -22,7 +22,8 @@ def compile_only(function):
     The interpreter is off there, and the GPU is a stand-in: a kernel's
     ``warmup`` compiles and returns the compiled kernel; a launch fails when it
     loads the code. The names that the function uses go along: kernels,
-    functions, constants and modules. Its arguments and its result are pickled.
+    functions, ops of ``triton_op`` (without a backward, which the function must
+    register), constants and modules. Its arguments and result are pickled.
 
     Raises:
         TypeError: if it uses something that cannot go along.
@@ -54,7 +55,7 @@ def program(function):
     import gc
     gc.disable()  # imports are faster without it
     import pickle, sys, types, pathlib
-    import torch, triton, triton.language as tl
+    import torch, torch.utils._triton, triton, triton.language as tl
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     stand_in = types.SimpleNamespace(
         get_current_target=lambda: target,
@@ -62,6 +63,7 @@ def program(function):
         get_current_stream=lambda device: 0,
     )
     triton.runtime.driver.set_active(stand_in)
+    torch.utils._triton.has_triton = lambda: True  # torch.compile asks
     compile_only = lambda function: function
     """
     tail = f"""
@@ -79,10 +81,11 @@ def program(function):
         code = inspect.unwrap(value) if callable(value) else value
         while hasattr(code, "fn"):  # a kernel's function
             code = code.fn
+        code = getattr(code, "_abstract_fn", code)  # a triton_op's function
         if inspect.ismodule(value):
             parts.append(f"import {value.__name__} as {name}")
         elif getattr(code, "__module__", None) == function.__module__:
-            source = textwrap.dedent(inspect.getsource(code))
+            source = source_of(code)
             for used in names(source) & function.__globals__.keys():
                 add(used, function.__globals__[used])
             parts.append(source)
@@ -104,6 +107,20 @@ def program(function):
     add(function.__name__, function)
     ends = textwrap.dedent(head), textwrap.dedent(tail)
     return "\n".join([ends[0], *parts, ends[1]])
+
+
+def source_of(code):
+    """Return the text of a function or a class."""
+    if not inspect.isclass(code):
+        return textwrap.dedent(inspect.getsource(code))
+    # Where a script is not a module, Python finds methods, not their class.
+    methods = (getattr(code, name) for name in vars(code))
+    (file, *_) = {inspect.getfile(m) for m in methods if inspect.isfunction(m)}
+    text = Path(file).read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef) and node.name == code.__name__:
+            return ast.get_source_segment(text, node)
+    raise TypeError(f"{code.__name__} is not in {file}")
 
 
 def names(source):

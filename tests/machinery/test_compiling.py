@@ -15,6 +15,8 @@ from math import prod as product
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses import FakeTensorMode
+from torch.library import triton_op, wrap_triton
 
 FACTOR = tl.constexpr(3)
 SHAPE = (2, 64)
@@ -43,6 +45,47 @@ def warps(options):
     print("GPU:", tensor)
     compiled = kernel.fn.warmup(torch.float32, length(), grid=(1,), **options)
     return type(kernel.fn).__name__, compiled.metadata.num_warps, "ptx" in compiled.asm
+
+
+@triton_op("triton_gallery_test::scaled", mutates_args={})
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    out = x.clone()
+    wrap_triton(kernel)[(1,)](out, BLOCK=64)
+    return out
+
+
+class Thrice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return FACTOR.value * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return FACTOR.value * grad
+
+
+@compile_only
+def derivative():
+    x = torch.ones(2, requires_grad=True)
+    Thrice.apply(x).sum().backward()
+    return x.grad.tolist()
+
+
+@compile_only
+def shape_and_launches():
+    shapes, code = [], []
+
+    def backend(module, _):
+        code.append(str(module.graph))
+        return module
+
+    def launch(x):
+        kernel[(1,)](x, BLOCK=64)
+
+    with FakeTensorMode():
+        shapes.append(tuple(scaled(torch.empty(2, 3)).shape))
+        torch.compile(launch, backend=backend, fullgraph=True)(torch.empty(64))
+    return shapes, "triton_kernel" in code[0]
 
 
 @compile_only
@@ -80,6 +123,12 @@ def test_kernels_functions_and_constants_go_along(
     assert page["nested"]({}) == ("JITFunction", 4, True)
     assert capsys.readouterr().out == "GPU: False\n" * 2
     assert os.environ["TRITON_INTERPRET"] == "1"
+
+
+def test_ops_and_compiled_functions(page: dict[str, Any]) -> None:
+    """An op goes along with its decorator, and torch.compile takes the stand-in for a GPU."""
+    assert page["derivative"]() == [3, 3]  # a class, of a script that is not a module
+    assert page["shape_and_launches"]() == ([(2, 3)], True)
 
 
 def test_errors_of_the_other_process(page: dict[str, Any]) -> None:
