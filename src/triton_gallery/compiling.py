@@ -5,15 +5,21 @@ text counts as the lesson's own code: after a change, the lessons that use it ha
 """
 
 import ast
+import contextlib
 import functools
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
 import textwrap
+import types
 from pathlib import Path
+from unittest import mock
+
+import torch
 
 
 def compile_only(function):
@@ -131,3 +137,43 @@ def names(source):
     given = {node.arg for node in nodes if isinstance(node, ast.arg)}
     inner = {n.name for n in nodes[2:] if isinstance(n, ast.FunctionDef)}
     return {node.id for node in used} - stored - given - inner
+
+
+def generated_code(function, *calls, **options):
+    """Return the programs that ``torch.compile`` writes for calls of a function.
+
+    Each call is a tuple of tensors on the CPU; options are those of
+    ``torch.compile``. Nothing runs. A program for a backward comes after the
+    program of its forward. This is for functions that are compile_only.
+    """
+    codes = []
+
+    def stop(*inputs):
+        """Be where the program would run."""
+        raise InterruptedError
+
+    def generate(graph):
+        """Return a module without the program, which is for a GPU."""
+        code, _ = graph.codegen()
+        codes.append(code.value)
+        return types.SimpleNamespace(call=stop)
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, **options)
+    settings = {"force_disable_caches": True, "cpp.vec_isa_ok": False}
+    lowering = "torch._inductor.graph.GraphLowering"
+    with (
+        mock.patch(f"{lowering}.compile_to_module", generate),
+        torch._inductor.config.patch(settings),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+    ):
+        for inputs in calls:
+            with contextlib.suppress(InterruptedError):
+                compiled(*inputs)
+    return codes
+
+
+def launches(code):
+    """Return the calls of kernels in a program that ``torch.compile`` wrote."""
+    calls = re.findall(r"^ +((?:\w+_\d+|\w+\.run)\(\w.*)\)$", code, re.M)
+    return [call.partition(", stream=")[0] + ")" for call in calls]

@@ -18,6 +18,8 @@ import triton.language as tl
 from torch._subclasses import FakeTensorMode
 from torch.library import triton_op, wrap_triton
 
+from triton_gallery.compiling import generated_code, launches
+
 FACTOR = tl.constexpr(3)
 SHAPE = (2, 64)
 tensor = torch.ones(2)
@@ -101,6 +103,34 @@ def fails():
 @compile_only
 def reads_tensor():
     return tensor.sum()
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        kernel[(1,)](x, 64)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+def twice(x):
+    return Twice.apply(x) + 1
+
+
+@compile_only
+def programs():
+    x = torch.ones(64)
+    inference = generated_code(twice, (x,), (x[:32],), (x[:16],))
+    training = generated_code(twice, (x.requires_grad_(),), dynamic=False)
+    return [launches(code) for code in inference + training]
+
+
+@compile_only
+def refused():
+    return generated_code(lambda x: print(x), (torch.ones(3),))
 """
 
 
@@ -144,3 +174,14 @@ def test_what_cannot_go_along(page: dict[str, Any], name: str, value: object) ->
     function: Callable[[], object] = page["reads_tensor"]
     with pytest.raises(TypeError, match=f"{name} cannot go to another process"):
         function()
+
+
+def test_programs_of_torch_compile(page: dict[str, Any]) -> None:
+    """A class goes along; a new size has one more program, and training has one for each pass."""
+    first, other_sizes, forward, backward = page["programs"]()
+    for calls in (first, other_sizes, forward):
+        assert sum(call.startswith("kernel_0.run(") for call in calls) == 1
+        assert not any("stream" in call or "assert" in call for call in calls)
+    assert len(backward) == 1
+    with pytest.raises(RuntimeError, match="print"):
+        page["refused"]()

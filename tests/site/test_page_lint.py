@@ -30,7 +30,6 @@ TO_COME = {
     "first_steps/debugging",
     "first_steps/benchmarking",
     "first_steps/autotune",
-    "pytorch/torch_compile",
     "pytorch/triton_op",
     "pytorch/subsystems",
     "pytorch/which_api",
