@@ -330,7 +330,7 @@ def layer(x, w_qkv, w_out, attention):
 #
 # ``triton_call`` of torch_xla 2.8.1 compiles a kernel and packs what a GPU will
 # need: PTX, warps, shared memory, grid, arguments. Two parts ask for a GPU.
-# Triton asks the driver for the *target* (``launch.py`` has the same stand-in),
+# Triton asks the driver for the *target* (as in ``what_a_launch_compiles.py``),
 # and torch_xla asks JAX for the compute capability. Both are answered here, for
 # an H100 or H200: a compiler does not need the hardware that it compiles for.
 

@@ -27,6 +27,7 @@ TO_COME = {
     "first_steps/row_sum",
     "first_steps/strides",
     "first_steps/launch",
+    "first_steps/what_a_launch_compiles",
     "first_steps/debugging",
     "first_steps/benchmarking",
     "first_steps/autotune",
