@@ -33,7 +33,6 @@ TO_COME = {
     "first_steps/autotune",
     "pytorch/triton_op",
     "pytorch/subsystems",
-    "pytorch/which_api",
     "pytorch/aot_inductor",
     "pytorch/cuda_graphs",
 }
