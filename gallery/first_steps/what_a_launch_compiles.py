@@ -302,7 +302,8 @@ def effects(options):
         except KeyError:
             table[option] = f"not in Triton {triton.__version__}"
         except Exception as error:
-            table[option] = str(error).split(";")[0].split("run() ")[-1]
+            words = str(error).split(";")[0].split("run() ")[-1]
+            table[option] = textwrap.shorten(words, 40)
         else:
             same = after.pop("code") == before["code"]
             changed = [
@@ -338,8 +339,7 @@ if __name__ == "__main__":
 #
 #     min_shared_mem=65536            shared 8192 -> 65536
 #     sched4reg=True                  another order
-#     clc=True                        clc=True requires NVIDIA SM100+
-#                                     (Blackwell)
+#     clc=True                        clc=True requires NVIDIA SM100+ [...]
 
 # %%
 # Where compiled code lies
