@@ -33,7 +33,7 @@
     const programs = data.steps.map((steps, program) =>
       steps.map(([line, sentence, numbers = [], values = []]) => {
         const [first, last] = data.lines[line];
-        const accesses = numbers.map((number) => data.accesses[number]);
+        const accesses = numbers.map((number) => Object.assign([, , []], data.accesses[number])); // all may be masked off
         return { program, first, last, sentence: data.sentences[sentence], accesses, values };
       }),
     );

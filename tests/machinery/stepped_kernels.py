@@ -30,7 +30,7 @@
 # start = [1, 1]
 # [[tool.triton-gallery.step_through.launches]]
 # label = "atomic"
-# call = "histogram_kernel[(3,)](x, bins, 10, BLOCK_N=4)"
+# call = "histogram_kernel[(4,)](x, bins, 10, BLOCK_N=4)"
 # [[tool.triton-gallery.step_through.launches]]
 # label = "a race"
 # kernel = "race_kernel"

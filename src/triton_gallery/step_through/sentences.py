@@ -106,23 +106,28 @@ def _event(event: "Event", tensors: Sequence[Named], ran: "Ran") -> str:
         found = re.search(r"tl\.(atomic_\w+)", ran.statement.text)
         verb = f"`tl.{found[1]}` on" if found else "Changes"
     off = total - len(lanes.active) - len(lanes.outside)
+    alone = verb.removesuffix(" to").removesuffix(" on")
     if not lanes.active and not lanes.outside:
-        return f"{verb.removesuffix(' to').removesuffix(' on')} nothing: all {total} lanes are masked off"
-    text = f"{verb} {place(lanes.active, lanes.is_block, named.name)}" if lanes.active else f"{verb} {named.name}"
-    if off:
-        text += f"; {off} of {total} lanes {'is' if off == 1 else 'are'} masked off"
-    if lanes.outside:
-        text += f"; {_outside(lanes.outside, total, named)}"
-        text += " and read whatever lies there (0 in this figure)" if event.kind == "load" else ""
+        return f"{alone} nothing: {'the mask is false' if total == 1 else f'all {total} elements are masked off'}"
+    if total == 1 and lanes.outside:
+        text = f"{alone} {_where(lanes.outside, named)}"
+    else:
+        text = f"{verb} {place(lanes.active, lanes.is_block, named.name)}" if lanes.active else f"{verb} {named.name}"
+        if off:
+            text += f"; {off} of {total} elements {'is' if off == 1 else 'are'} masked off"
+        if lanes.outside:
+            count = len(lanes.outside)
+            text += f"; {count} of {total} elements {'is' if count == 1 else 'are'} {_where(lanes.outside, named)}"
+    if lanes.outside and event.kind == "load":
+        text += ", and reads whatever lies there (0 in this figure)"
     return text
 
 
-def _outside(offsets: Sequence[int], total: int, named: Named) -> str:
-    """Return how many lanes point outside of a tensor, and how far."""
-    lanes = f"{len(offsets)} of {total} lanes {'points' if len(offsets) == 1 else 'point'}"
+def _where(offsets: Sequence[int], named: Named) -> str:
+    """Return where offsets outside of a tensor are."""
     if min(offsets) < 0:
-        return f"{lanes} in front of `{named.name}`, the first {-offsets[0]:,} elements"
-    return f"{lanes} past the end of `{named.name}`"
+        return f"in front of `{named.name}`, the first {-offsets[0]:,} elements"
+    return f"past the end of `{named.name}`"
 
 
 def place(indices: Sequence[tuple[int, ...]], is_block: bool, name: str) -> str:
