@@ -70,11 +70,9 @@ def add_kernel(
 
 def launch(x, y, kernel=add_kernel, out=None, **options):
     out = torch.empty_like(x) if out is None else out
-
-    def grid(meta):
-        return (triton.cdiv(out.numel(), meta["BLOCK"]),)
-
-    kernel[grid](x, y, out, out.numel(), **options)
+    kernel[lambda meta: (triton.cdiv(out.numel(), meta["BLOCK"]),)](
+        x, y, out, out.numel(), **options
+    )
     return out
 
 
@@ -140,10 +138,8 @@ def answers():
         "reset_to_zero": ["out_ptr"],
         "prune_configs_by": last,
         "do_bench": print,
-        "cache_results": True,
         "use_cuda_graph": True,
         "pre_hook": print,
-        "configs": [triton.Config({"BLOCK": 512}, pre_hook=print)],
     }.items():
         row(f"autotune, {name}", tuned(add_kernel, **{name: value}))
     row("autotune twice", tuned(tuned(add_kernel)))
@@ -154,9 +150,8 @@ if __name__ == "__main__":
 
 # %%
 # ``num_stages`` is taken over from each config, or from the launch. Pruning is
-# obeyed: one config is left. A hook of a config is refused, too. But *yes* does
-# not mean *obeyed*: ``key`` is ignored. The other answers, each with its run
-# below:
+# obeyed: one config is left. But *yes* does not mean *obeyed*: ``key`` is
+# ignored. The other answers, each with its run below:
 #
 # * **heuristics**: alone, above or below ``autotune``, with two exceptions;
 # * **dynamic shapes**: one program for all sizes;
@@ -301,7 +296,7 @@ def by_size(x, y):
 def sizes():
     calls = [(torch.ones(N), torch.ones(N)) for N in (3000, 3001, 5000, 70_000)]
     for function in (chain, by_size):
-        for dynamic in (None, False, True):
+        for dynamic in (None, True):
             count = len(generated_code(function, *calls, dynamic=dynamic))
             print(f"{function.__name__}, dynamic={dynamic}: {count} programs")
     kernel = tuned(add_kernel, key=["N"])
