@@ -104,7 +104,7 @@ def _trace(launch: Launch, namespace: Mapping[str, Any]) -> Trace:
         raise ValueError("it declares that lanes point outside of tensors, but none does")
     if outside:
         names = " and ".join(f"`{recorder.tensors[tensor].name}`" for tensor in outside)
-        faults = f"Lanes touch memory outside of {names}, which a GPU may refuse or carry out."
+        faults = f"The kernel touches memory outside of {names}, which a GPU may refuse or carry out."
         verdict, is_wrong = f"{verdict} {faults}" if is_wrong else faults, True
     return assemble(launch, recorder, verdict, is_wrong)
 
