@@ -54,6 +54,20 @@ def random(*shape, dtype=torch.float32):
     return torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True)
 
 
+def torch_compile(op):
+    """Return how many launches are in the graphs of forward and backward."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    code = []
+    backend = aot_autograd(fw_compiler=lambda g, _: code.append(g.code) or g)
+    torch.compiler.reset()
+    function = torch.compile(lambda x: op(x), backend=backend, fullgraph=True)
+    with FakeTensorMode():
+        out = function(torch.empty(5, 7, requires_grad=True))
+        out.sum().backward() if out.requires_grad else None
+    return "".join(code).count("triton_kernel_wrapper_functional(")
+
+
 def outcome(call, *arguments):
     """Return what a call returns, or its error."""
     try:
@@ -160,8 +174,8 @@ def gradient_penalty(op):
     loss = op(x).sum()
     (dx,) = torch.autograd.grad(loss, x, create_graph=True)
     (dx,) = torch.autograd.grad(loss + dx.sum(), x)
-    exact = x.cos() - x.sin()
-    return "right" if torch.allclose(dx, exact, atol=1e-6) else "wrong"
+    right = torch.allclose(dx, x.cos() - x.sin(), atol=1e-6)
+    return "right" if right else "wrong"
 
 
 def fake_tensors(op):
@@ -172,19 +186,6 @@ def fake_tensors(op):
             return tuple(dx.shape)
     except AttributeError:  # from a launch, which needs a GPU
         return "launches"
-
-
-def torch_compile(op):
-    from torch._dynamo.backends.common import aot_autograd
-
-    code = []
-    backend = aot_autograd(fw_compiler=lambda g, _: code.append(g.code) or g)
-    torch.compiler.reset()
-    function = torch.compile(lambda x: op(x), backend=backend, fullgraph=True)
-    with FakeTensorMode():
-        out = function(torch.empty(5, 7, requires_grad=True))
-        out.sum().backward() if out.requires_grad else None
-    return "".join(code).count("triton_kernel_wrapper_functional(")
 
 
 def torch_export(op):
@@ -211,14 +212,15 @@ if __name__ == "__main__":
 
 # %%
 # The op alone answers all five. ``torch.compile`` reads your Python code, and
-# finds the kernel in each. ``torch.export`` runs the code on fake tensors, and
-# records operators: where it meets a bare launch, it fails.
+# finds the kernel in each: the table counts launches in its graphs of forward
+# and backward. ``torch.export`` runs the code on fake tensors, and records
+# operators: where it meets a bare launch, it fails.
 #
-# The last three rows come from a process that can compile kernels, not launch
-# them. ``launches`` means that the code tried to.
+# The last three rows come from a process that compiles kernels and cannot
+# launch them. There, ``launches`` means that the code tried.
 #
-# What makes it an op
-# -------------------
+# The op
+# ------
 #
 # * The name, ``namespace::op``. No other library may use the same one.
 # * The type hints. PyTorch infers the *schema*, the op's signature, from them.
@@ -251,10 +253,11 @@ if __name__ == "__main__":
         large = random(31, 65, dtype=dtype) * min(1e6, info.max / 8)
         (dx,) = torch.autograd.grad(sine(large).sum(), large)
         wide = large.double()
-        errors = torch.stack([sine(large) - wide.sin(), dx - wide.cos()])
-        error, tolerance = errors.abs().max().item(), 4 * info.eps
+        exact = torch.stack([wide.sin(), wide.cos()])
+        got = torch.stack([sine(large), dx]).double()
+        error, tolerance = (got - exact).abs().max().item(), 4 * info.eps
         print(f"{dtype}: error {error:.1e}, tolerance {tolerance:.1e}")
-        assert error <= tolerance
+        torch.testing.assert_close(got, exact, rtol=0, atol=tolerance)
     assert gradcheck(sine, x)
     assert gradgradcheck(sine, x)
 
@@ -281,7 +284,8 @@ if __name__ == "__main__":
 # %%
 # A GPU runs CUDA's accurate sine, not the fast instruction ``sin.approx``. The
 # second name is a table of digits of :math:`2/\pi`, for large arguments.
-#
+
+# %%
 # A backward in Triton
 # --------------------
 #
@@ -493,9 +497,8 @@ def check_cosine(op):
     x = random(2, 3, dtype=torch.float64)
     if op(x) is None:
         return "not solved yet"
-    tests = gradcheck, gradgradcheck
-    good = [test(op, x, raise_exception=False) for test in tests]
-    right = torch.allclose(op(x), x.cos()) and all(good)
+    right = gradcheck(op, x, raise_exception=False)
+    right &= torch.allclose(op(x), x.cos())
     return "right" if right else "wrong"
 
 
