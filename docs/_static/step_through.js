@@ -138,14 +138,15 @@
         const who = [...new Set(by)];
         const names = who.map((p) => data.programs[p].replace(/[() ]/g, ""));
         const fits = names.join(" ").length * 6.7 <= box(rect)[2];
-        const text = fits ? names.join(" ") : who.length > 1 ? `×${who.length}` : names[0];
+        const text = fits ? names.join(" ") : who.length > 1 ? `×${who.length}` : "";
         const past = isNow ? "" : " past";
         paint(tensors[t], c, `pg${who[0] % COLOURS}${past}`, text);
         const [x, y, width, height] = box(rect);
         const each = width / who.length;
         who.slice(1).forEach((p, i) => strip(t, [x + each * (i + 1), y, each, height], `pg${p % COLOURS}${past}`, tensors[t].texts[c]));
       }
-      const { steps } = waves[at];
+      const acts = (access) => access[CELLS].length || access[OUTSIDE]?.length; // not all masked off
+      const steps = waves[at].steps.filter(({ accesses }) => accesses.some(acts));
       const did = new Set(
         steps.flatMap(({ accesses }) => accesses.map((access) => `${access[KIND] === "ld" ? "load" : "store to"} \`${data.tensors[access[TENSOR]][0]}\``)),
       );
@@ -153,7 +154,7 @@
       const one = steps.length === 1;
       const words = one ? [...did].map((text) => text.replace(/^(load|store)/, "$1s")) : [...did];
       $(".sentence").replaceChildren(
-        make("b", {}, `Program${one ? "" : "s"} ${names} `),
+        make("b", {}, steps.length ? `Program${one ? "" : "s"} ${names} ` : "All programs are masked off"),
         ...worded(`${words.join(" and ")}. A coloured cell shows the numbers of the programs that touch it, in place of its value. This is a model, not a measurement.`),
       );
     };
@@ -259,7 +260,7 @@
         row = Math.floor(row / shape[d]);
       }
       const kind = target.getAttribute("class") ?? "";
-      const touched = `touched by ${grid.texts[cell].textContent || "several programs"}`;
+      const touched = `touched by ${grid.texts[cell].textContent || "a program"}`;
       const known = { off: "masked off, not touched", out: "outside of the tensor" };
       const is = /\bpg/.test(kind) ? touched : known[kind.split(" ").at(-1)];
       $(".hover").value = `${name}${index.length ? `[${index.join(", ")}]` : ""}${is ? `: ${is}` : ` = ${grid.texts[cell].textContent || "not written yet"}`}`;

@@ -6,6 +6,7 @@
 # plain_global = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 # if_on_block = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 # changed_type = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
+# leaky_relu = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"]
 #
 # [tool.triton-gallery]
 # description = """
@@ -15,24 +16,23 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "place_kernel"
 # caption = """
-# Twelve programs for eight elements: the grid has a row too many. Look at the
-# programs (2, 0) to (2, 3). Where do they store with the mask, and where
-# without it?"""
-# expected = { out = "torch.tensor([[0., 1, 2, 3], [10, 11, 12, 13]])" }
-# registers = ["row", "column", "inside"]
-# start = [2, 0]
+# Six programs, each with a block of four columns of a row. The matrix has two
+# rows, and the grid has three. Look at the programs (2, 0) and (2, 1): what do
+# they store with the check, and where without it?"""
+# expected = { out = "10 * torch.arange(2.)[:, None] + torch.arange(8.)" }
+# registers = ["row", "offs"]
+# start = [0, 0]
 # [tool.triton-gallery.step_through.inputs]
-# out = "torch.full((2, 4), -1.0)"
+# out = "torch.full((2, 8), -1.0)"
 #
 # [[tool.triton-gallery.step_through.launches]]
-# label = "with the mask"
-# call = "place_kernel[(3, 4)](out, 2, 4)"
+# label = "with the check"
+# call = "place_kernel[(3, 2)](out, 2, 8, BLOCK=4)"
 #
 # [[tool.triton-gallery.step_through.launches]]
-# label = "without the mask"
-# kernel = "place_kernel_without_mask"
-# call = "place_kernel_without_mask[(3, 4)](out, 4)"
-# registers = ["row", "column"]
+# label = "without the check"
+# kernel = "unchecked_kernel"
+# call = "unchecked_kernel[(3, 2)](out, 8, BLOCK=4)"
 # outside = true
 # ///
 r"""
@@ -46,7 +46,7 @@ Read it before you write a kernel of your own, or when Triton refuses yours.
 After ``vector_add.py`` and this page you can
 
 * choose a grid of one to three axes, and keep surplus programs harmless;
-* pass tensors, numbers, tuples and constants to a kernel;
+* pass tensors, numbers and constants to a kernel;
 * understand why a launch or a kernel is refused, and write what is accepted.
 """
 
@@ -70,42 +70,6 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
 from triton_gallery.compiling import compile_only
-
-# %%
-# Launches in one table
-# ---------------------
-#
-# Two kernels that do nothing: the first has no arguments, the second has three.
-
-
-@triton.jit
-def empty_kernel():
-    pass
-
-
-@triton.jit
-def kernel(x_ptr, N, BLOCK: tl.constexpr):
-    pass
-
-
-# %%
-# We launch them in eleven ways. ``compile_only``, from the folded cell above,
-# runs a function where Triton compiles for an H100 that need not be there. A
-# launch that fails only because the GPU is missing counts as accepted.
-
-LAUNCHES = [
-    "empty_kernel[(1,)]()",
-    "kernel[(8,)](x, 5, 16)",
-    "kernel[(8, 4, 2)](x, N=5, BLOCK=16)",
-    "kernel[lambda meta: (8,)](x, 5, 16)",
-    "kernel[(8,)](x, 5, 16, num_warps=8)",
-    "kernel[(8, 4, 2, 9)](x, 5, 16)",
-    "kernel(x, 5, 16)",
-    "kernel[8](x, 5, 16)",
-    "kernel[(8,)](x, 5)",
-    "kernel[(8,)]([1.0, 2.0], 5, 16)",
-    "kernel[(8,)](x, 5, 16, num_warp=8)",
-]
 
 
 def outcome(launch, *arguments):
@@ -134,6 +98,43 @@ def show(table, width):
         print(textwrap.fill(line, 72, subsequent_indent=" " * width))
 
 
+# %%
+# Launches in one table
+# ---------------------
+#
+# Two kernels that do nothing: the first has no arguments, the second has three.
+
+
+@triton.jit
+def empty_kernel():
+    pass
+
+
+@triton.jit
+def kernel(x_ptr, N, BLOCK: tl.constexpr):
+    pass
+
+
+# %%
+# We launch them in eleven ways. ``outcomes``, from the folded cell above, runs
+# each launch in a process that compiles for an H100, with or without a GPU.
+# *accepted* means that the launch compiled.
+
+LAUNCHES = [
+    "empty_kernel[(1,)]()",
+    "kernel[(8,)](x, 5, 16)",
+    "kernel[(8, 4, 2)](x, N=5, BLOCK=16)",
+    "kernel[lambda meta: (8,)](x, 5, 16)",
+    "kernel[(8,)](x, 5, 16, num_warps=8)",
+    "kernel[(8, 4, 2, 9)](x, 5, 16)",
+    "kernel(x, 5, 16)",
+    "kernel[8](x, 5, 16)",
+    "kernel[(8,)](x, 5)",
+    "kernel[(8,)]([1.0, 2.0], 5, 16)",
+    "kernel[(8,)](x, 5, 16, num_warp=8)",
+]
+
+
 if __name__ == "__main__":
     show(outcomes(LAUNCHES), 38)
 
@@ -145,7 +146,8 @@ if __name__ == "__main__":
 #
 # The GPU refuses two more things: more than 65,535 programs on the second or
 # third axis, and a tensor in the memory of the CPU. The first axis may have
-# :math:`2^{31} - 1` programs, so put there what grows with the data.
+# :math:`2^{31} - 1` programs, so put on it what grows with the data. If both
+# axes grow, number the programs along one, as ``matmul.py`` does.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x = torch.ones(16)
@@ -157,46 +159,79 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # More programs than elements
 # ---------------------------
 #
-# On a grid with two axes, a program has a row and a column. This kernel writes
-# both into a matrix, as two digits.
+# On a grid with two axes, a program has a place on each. Here the first axis
+# has the rows of a matrix, and the second has blocks of columns. Each element
+# becomes ten times its row, plus its column.
+#
+# Grids are often larger than the data: columns are rounded up to whole blocks,
+# or one grid serves matrices of several sizes. Our matrix has two rows, and the
+# grid has three.
 
 
 @triton.jit
-def place_kernel(out_ptr, rows, columns):
-    row = tl.program_id(axis=0)
-    column = tl.program_id(axis=1)
-    # A program outside of the matrix has no element to store.
-    inside = (row < rows) & (column < columns)
-    place = 10 * row + column
-    tl.store(out_ptr + row * columns + column, place, mask=inside)
+def place_kernel(out_ptr, rows, columns, BLOCK: tl.constexpr):
+    # int64: past 2**31 elements, int32 would overflow.
+    row = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.program_id(axis=1) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    place = 10 * row + offs  # (BLOCK,)
+    if row < rows:  # a surplus program has nothing to store
+        tl.store(out_ptr + row * columns + offs, place, mask=offs < columns)
 
 
 # %%
-# Grids are often larger than the data: a number of blocks is rounded up, or one
-# grid serves matrices of several sizes. Here the grid has three rows, and the
-# matrix ``out`` has two. The buffer has room behind ``out``, so that we can
-# leave the mask out and look at the damage.
+# To see the damage without the check, we give ``out`` a third row to spare:
 
 
 @triton.jit
-def place_kernel_without_mask(out_ptr, columns):
-    row = tl.program_id(axis=0)
-    column = tl.program_id(axis=1)
-    place = 10 * row + column
-    tl.store(out_ptr + row * columns + column, place)
+def unchecked_kernel(out_ptr, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.program_id(axis=1) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    place = 10 * row + offs  # (BLOCK,)
+    tl.store(out_ptr + row * columns + offs, place, mask=offs < columns)
 
 
 if __name__ == "__main__":
-    buffer = torch.full((3, 4), -1, dtype=torch.int32, device=DEVICE)
-    out, behind = buffer[:2], buffer[2]
-    place_kernel[(3, 4)](out, 2, 4)
-    print("with the mask:", out.tolist(), "then", behind.tolist())
-    place_kernel_without_mask[(3, 4)](out, 4)
-    print("without it:   ", out.tolist(), "then", behind.tolist())
+    buffer = torch.full((3, 8), -1, dtype=torch.int32, device=DEVICE)
+    out, spare = buffer[:2], buffer[2]
+    place_kernel[(3, 2)](out, 2, 8, BLOCK=4)
+    print("with the check:", out.tolist(), "\n    spare:", spare.tolist())
+    unchecked_kernel[(3, 2)](out, 8, BLOCK=4)
+    print("without it:    ", out.tolist(), "\n    spare:", spare.tolist())
 
 # %%
-# Surplus programs do no harm, as long as their stores are masked. Without the
-# mask they overwrite what lies behind ``out``, and nothing raises an error.
+# Surplus programs do no harm, as long as they neither load nor store. Without
+# the check they overwrite what lies behind ``out``. Here this is our own
+# memory, so nothing raises an error.
+#
+# A launcher need not count too many programs. A grid may be a function, which
+# Triton calls with a dictionary. What does the dictionary have?
+
+
+def places(rows, columns):
+    """Return a matrix of places."""
+    out = torch.empty((rows, columns), dtype=torch.int32, device=DEVICE)
+
+    def grid(meta):
+        return (rows, triton.cdiv(columns, meta["BLOCK"]))
+
+    place_kernel[grid](out, rows, columns, BLOCK=16)
+    return out
+
+
+if __name__ == "__main__":
+    expected = 10 * torch.arange(3)[:, None] + torch.arange(100)
+    torch.testing.assert_close(places(3, 100).cpu(), expected.int())
+
+    def print_names(meta):
+        print("the grid function sees", *meta)
+        return (2, 1)
+
+    place_kernel[print_names](out, 2, 8, BLOCK=16, num_warps=8)
+
+# %%
+# It has all arguments of the kernel and no options: ``num_warps`` is missing.
+# Take the size of a block from the dictionary, as ``places`` does. Then the
+# grid is right for every ``BLOCK``, also when ``autotune.py`` chooses it.
 
 # %%
 # Arguments
@@ -232,12 +267,13 @@ if __name__ == "__main__":
 #   tensor stay behind: pass the kernel those that it needs, as numbers.
 # * An integer has 32 bits (``i32``) unless it needs 64, and a Python float
 #   becomes a float32.
+# * ``u1`` is a boolean.
 # * ``constexpr`` is a constant: the compiler knows its value. ``None`` and the
 #   integer 1 become constants by themselves.
 #
-# The annotation of ``BLOCK`` is a string here, and the compiler accepts it. The
-# interpreter does not: to it, ``BLOCK`` is an ordinary number. So leave the
-# quotes out. (``from __future__ import annotations`` works in both.)
+# In this kernel the annotation of ``BLOCK`` is a string. The compiler accepts
+# that. The interpreter takes ``BLOCK`` for an ordinary number, and fails. So
+# write annotations without quotes.
 
 if __name__ == "__main__" and DEVICE.type == "cpu":
     print(outcome(argument_kernel[(1,)], 5, 16))
@@ -246,7 +282,8 @@ if __name__ == "__main__" and DEVICE.type == "cpu":
 # What a kernel may use
 # ---------------------
 #
-# * Python's numbers, tuples, arithmetic, ``if``, ``for`` and ``while``;
+# * Python's numbers, tuples and arithmetic; ``for``; ``if`` and ``while`` on a
+#   single value;
 # * the functions of ``triton.language``;
 # * its arguments;
 # * other functions that have ``@triton.jit``;
@@ -269,9 +306,9 @@ def exp_kernel(x_ptr, out_ptr, N, TERMS: tl.constexpr, BLOCK: tl.constexpr):
     pid = tl.program_id(axis=0).to(tl.int64)
     offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     x = tl.load(x_ptr + offs, mask=offs < N)  # (BLOCK,)
-    acc = tl.zeros((BLOCK,), dtype=tl.float32)  # (BLOCK,)
-    # static_range unrolls the loop, so that k is a constant: SERIES needs one.
-    for k in tl.static_range(TERMS - 1, -1, -1):
+    acc = tl.full((BLOCK,), SERIES[TERMS - 1], dtype=tl.float32)  # (BLOCK,)
+    # static_range unrolls the loop: a tuple's index has to be a constant.
+    for k in tl.static_range(TERMS - 2, -1, -1):
         acc = horner_step(acc, x, SERIES[k])
     tl.store(out_ptr + offs, acc, mask=offs < N)
 
@@ -296,28 +333,11 @@ if __name__ == "__main__":
     torch.testing.assert_close(exp_series(x), torch.exp(x))
 
 # %%
-# This grid is a function. Triton calls it with a dictionary. What does the
-# dictionary have?
-
-if __name__ == "__main__":
-
-    def print_names(meta):
-        print("the grid function sees", *meta)
-        return (8,)
-
-    kernel[print_names](x, 5, BLOCK=16, num_warps=8)
-
-# %%
-# It has all arguments of the kernel and no options: ``num_warps`` is missing.
-# Take the size of a block from the dictionary, as ``exp_series`` does. Then the
-# grid is right for every ``BLOCK``, also when ``autotune.py`` chooses it.
-
-# %%
 # What the compiler refuses
 # -------------------------
 #
-# Nine functions that cannot be kernels. Each says what to write instead, and is
-# launched at the end.
+# Nine functions that cannot be kernels. The docstring of each says what to
+# write instead. The run has the last line of each error.
 
 if __name__ == "__main__":
     FACTOR = 2.0
@@ -338,7 +358,7 @@ if __name__ == "__main__":
         tl.store(x_ptr, FACTOR)
 
     def run_time_size(x_ptr, N):
-        """Annotate N: tl.constexpr."""
+        """Annotate N: tl.constexpr, and pass a power of two."""
         tl.store(x_ptr + tl.arange(0, N), 0.0)
 
     def if_on_block(x_ptr, N):
@@ -362,7 +382,7 @@ if __name__ == "__main__":
         tl.store(x_ptr, {"one": 1.0}["one"])
 
     def returned_value(x_ptr, N):
-        """Store it. Only functions that a kernel calls return."""
+        """Store it. Only a helper may return a value."""
         return tl.load(x_ptr)
 
     @compile_only
@@ -375,14 +395,12 @@ if __name__ == "__main__":
         return {f: outcome(kernels[f][(1,)], x, 5) for f in kernels}
 
     errors = refusals()
-    for name, error in errors.items():
-        words = error.partition(": ")[2]  # without the type of the error
-        show({name: words, "    instead": globals()[name].__doc__}, 18)
+    show({name: e.partition(": ")[2] for name, e in errors.items()}, 18)
     assert "accepted" not in errors.values()
 
 # %%
-# Above such a line, Triton quotes the statement that it refuses. Only the last
-# error leaves you without a hint. When you meet it, look for a returned value.
+# The lines above the last one quote the statement that Triton refuses. Only the
+# error of ``returned_value`` has no such hint.
 #
 # The interpreter does not compile. So it accepts more, even an option that does
 # not exist. Code that ran there can still be refused on a GPU:
@@ -399,7 +417,8 @@ if __name__ == "__main__" and DEVICE.type == "cpu":
 #
 # Each exercise has a piece to mend, and a check, which needs no GPU.
 #
-# **1.** This launch has three mistakes. Mend the string.
+# **1.** This launch has four mistakes. Mend the string. It may use ``x``, ``N``
+# and ``cdiv``.
 
 LAUNCH = "kernel[lambda meta: cdiv(N, BLOCK)](x.tolist(), N, BLOCKS=16)"
 
@@ -407,7 +426,8 @@ if __name__ == "__main__":
     show({"exercise 1": outcomes([LAUNCH])[LAUNCH]}, 14)
 
 # %%
-# **2.** This kernel has two mistakes. Mend the function.
+# **2.** This kernel has two mistakes. Mend the function. ``tl.where(condition,
+# a, b)`` chooses for each element, as ``torch.where`` does.
 
 SLOPE = 0.5
 
@@ -421,8 +441,17 @@ def leaky_relu(x_ptr, N):
 
 
 @compile_only
-def check_leaky_relu():
+def compile_leaky_relu():
     return outcome(triton.jit(leaky_relu)[(1,)], torch.ones(16), 5)
+
+
+def check_leaky_relu():
+    answer = compile_leaky_relu()
+    if answer != "accepted":
+        return answer
+    x = torch.tensor([-2.0, -1, 0, 1, -4, -8], device=DEVICE)
+    triton.jit(leaky_relu)[(1,)](x, 5)  # the sixth element stays
+    return "right" if x.tolist() == [-1, -0.5, 0, 1, -2, -8] else "wrong"
 
 
 if __name__ == "__main__":
@@ -455,4 +484,4 @@ if __name__ == "__main__":
         x = tl.load(x_ptr + offs, mask=offs < N)  # (16,)
         tl.store(x_ptr + offs, tl.where(x < 0, SLOPE * x, x), mask=offs < N)
 
-    assert check_leaky_relu() == "accepted"
+    assert check_leaky_relu() == "right"

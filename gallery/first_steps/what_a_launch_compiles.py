@@ -52,6 +52,105 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 from triton.language.extra import libdevice
 from triton_gallery.compiling import compile_only
 
+OPTIONS = {  # what is tried, and what the option is for
+    "num_warps=8": "warps, of 32 threads each, that share a program",
+    "num_stages=1": "iterations in flight at a time, in loops with tl.dot",
+    "num_ctas=2": "thread blocks (a cluster) that share a program",
+    "maxnreg=32": "registers of a thread at most; the stack takes the rest",
+    "enable_fp_fusion=False": "a * b + c in one instruction, an fma",
+    "enable_reflect_ftz=False": "libdevice flushes the tiniest numbers to 0",
+    "extern_libs={'libdevice': mine}": "files with functions to link",
+    "debug=True": "keep tl.device_assert, and check integers for overflow",
+    "ptx_version=80": "version of PTX, the assembly language",
+    "ptx_options='--opt-level=0'": "options of the assembler",
+    "ir_override=ptx": "other code for a stage, here that of maxnreg=32",
+    "launch_pdl=True": "start before the kernel ahead has ended",
+    "launch_cooperative_grid=True": "run all programs at the same time",
+    "min_shared_mem=65536": "bytes of shared memory at least",
+    "sched4reg=True": "order the instructions for fewer registers",
+    "clc=True": "a program that has ended takes over another one",
+    "stream=0": "gone: PyTorch's current stream",
+    "device=0": "gone: PyTorch's current device",
+    "warmup=True": "now a method",
+    "warp_size=64": "recorded only",
+    "debug=True, sanitize_overflow=False": "check nothing for overflow",
+}
+
+
+def properties(compiled):
+    """Return what the options change, as found in a compiled kernel."""
+    ptx, metadata = compiled.asm["ptx"], compiled.metadata
+    found = dict(re.findall(r"(?m)^\.(req\w+) (\d+)", ptx))
+    tool = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage"]
+    file = compiled.metadata_group["tile_kernel.cubin"]
+    usage = subprocess.check_output([*tool, file], text=True)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return {
+        "threads": found["reqntid"],
+        "cluster": found.get("reqnctapercluster", "1"),
+        "registers": registers,
+        "stack": stack,
+        "shared": metadata.shared,
+        "cp.async": len(re.findall(r"cp\.async\.c[ag]", ptx)),
+        "fma": ptx.count("fma."),
+        "rsqrt": ", ".join({*re.findall(r"rsqrt\.(\S+)", ptx)}) or "none",
+        "assertions": ptx.count("__assertfail"),
+        "PTX": re.search(r"(?m)^\.version (.*)", ptx)[1],
+        "launch_pdl": metadata.launch_pdl,
+        "cooperative": metadata.launch_cooperative_grid,
+        "code": ptx,
+    }
+
+
+@compile_only
+def effects(options):
+    """Return, for each option, its default and what it changes."""
+    file = Path(tempfile.mkdtemp(), "mine.ll")  # in LLVM's language
+    file.write_text("define float @__nv_rsqrtf(float %x) { ret float %x }")
+    arguments = (torch.float16, torch.float16, torch.float32, 1024, 32)
+
+    def compiled(**options):
+        return tile_kernel.warmup(*arguments, grid=(1,), **options)
+
+    ptx = compiled(maxnreg=32).metadata_group["tile_kernel.ptx"]
+    names = {"mine": str(file), "ptx": ptx}
+    target = triton.runtime.driver.active.get_current_target()
+    backend = triton.compiler.make_backend(target)
+    before, defaults = properties(compiled()), backend.parse_options({})
+    table = {}
+    for option in options:
+        default = getattr(defaults, option.partition("=")[0], "")
+        simple = isinstance(default, (bool, int, type(None)))
+        known = f" (default {default})" if simple else ""
+        try:
+            after = properties(compiled(**eval(f"dict({option})", names)))
+        except KeyError:
+            effect = f"not in Triton {triton.__version__}"
+        except Exception as error:
+            words = str(error).split(";")[0].split("run() ")[-1]
+            effect = textwrap.shorten(words, 40)
+        else:
+            same = after.pop("code") == before["code"]
+            changed = [
+                f"{name} {before[name]} -> {value}"
+                for name, value in after.items()
+                if value != before[name]
+            ]
+            rest = "nothing" if same else "another order"
+            effect = ", ".join(changed) or rest
+        table[option] = known, effect
+    return table
+
+
+def show_options(options):
+    """Print each option with its default, its purpose and its effect."""
+    for option, (default, effect) in effects([*options]).items():
+        line = f"{option}{default}: {options[option]}"
+        print(textwrap.fill(line, 72, subsequent_indent="    "))
+        indents = {"initial_indent": "    -> ", "subsequent_indent": "       "}
+        print(textwrap.fill(effect, 72, **indents))
+
+
 # %%
 # Compiled again, or not?
 # -----------------------
@@ -75,9 +174,9 @@ if __name__ == "__main__":
 
 # %%
 # We compile it, change one thing, and see whether it is compiled again.
-# ``warmup`` compiles as a launch does, and returns the compiled kernel.
-# ``compile_only`` runs a function where Triton compiles for an H100 that need
-# not be there.
+# ``warmup`` compiles as a launch does, and returns the compiled kernel. The
+# same kernel has the same ``hash``. ``compile_only`` runs a function in a
+# process where Triton compiles for an H100, with or without a GPU.
 
 
 @compile_only
@@ -88,6 +187,7 @@ def changes():
     changed = {
         "nothing": {},
         "another float: a = 3.0": {"a": 3.0},
+        "an integer for the float: a = 2": {"a": 2},
         "another integer: N = 1001": {"N": 1001},
         "another shape of x": {"x_ptr": x.view(2, 1000)},
         "another grid": {"grid": (7,)},
@@ -112,23 +212,24 @@ if __name__ == "__main__":
         print(f"{name:38}{'compiled again' if again else '-'}")
 
 # %%
-# A launch looks for its kernel by a *key*. Its parts are the options, the
-# value of each constexpr, and of each other argument the type and a little
-# more:
+# A launch looks for its kernel by a *key*. The key has the options, the value
+# of each constexpr, and the type of each other argument. An integer is int32 if
+# it fits, and int64 otherwise. Besides the type, the key has
 #
-# * an integer 1 becomes a constexpr;
+# * of an integer 1, that it is 1: it becomes a constexpr;
 # * of all other integers, and of addresses, whether 16 divides them;
 # * of floats, nothing more.
 #
-# This is called *specialization*.
+# To compile for a 1, or for what 16 divides, is called *specialization*.
 
 # %%
 # What specialization is good for
 # -------------------------------
 #
-# A thread of this kernel loads eight floats. The table shows the type of ``N``,
-# and how the thread loads them. On the right, specialization is switched off
-# for ``N``, with ``@triton.jit(do_not_specialize=["N"])``.
+# A block has 1024 floats, and a program has 128 threads, so each thread loads
+# eight floats. The table shows the type of ``N``, and how a thread loads them.
+# On the right, ``@triton.jit(do_not_specialize=["N"])`` switches specialization
+# off for ``N``.
 
 
 @compile_only
@@ -157,10 +258,89 @@ if __name__ == "__main__":
         print(f"{case:24}{found:24}{off[case]}")
 
 # %%
-# Where 16 divides both ``N`` and the address, the mask cannot end within four
-# floats, and the compiler loads them at once. So specialization has a price of
-# three kernels at most, and it can pay. Switch it off for an integer that
-# touches neither mask nor address, such as a seed or a step count.
+# Where 16 divides ``N``, four neighbours have the same mask. If 16 divides the
+# address too, the compiler loads them at once. The price for one integer is
+# three kernels, and two more from :math:`2^{31}` on; each address doubles that.
+
+# %%
+# A kernel that never stalls a server
+# -----------------------------------
+#
+# A server calls this kernel with any length, and with a ``step`` that grows by
+# one each time. ``step`` touches neither mask nor address, so we switch its
+# specialization off. Its type still counts: a step of :math:`2^{31}` would be
+# an int64.
+#
+# The server calls ``warm_up`` before it answers. There, ``torch.float32``
+# stands for a tensor whose address is a multiple of 16. Triton can call a
+# function after each compilation, so a process can notice compilations.
+
+
+@triton.jit(do_not_specialize=["step"])
+def decay_kernel(x_ptr, step, N, BLOCK: tl.constexpr):
+    offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    x = tl.load(x_ptr + offs, mask=offs < N)  # (BLOCK,)
+    tl.store(x_ptr + offs, x / (1.0 + step), mask=offs < N)
+
+
+def decay(x, step):
+    """Divide a vector by 1 + step, in place."""
+    N = x.numel()
+    decay_kernel[(triton.cdiv(N, 1024),)](x, step, N, BLOCK=1024)
+    return x
+
+
+def warm_up():
+    """Compile what decay needs, with its BLOCK and its options."""
+    for N in (1, 16, 17):
+        decay_kernel.warmup(torch.float32, 0, N, BLOCK=1024, grid=(1,))
+
+
+def count_compilations():
+    """Return a list that grows by one with each compilation."""
+    seen = []
+
+    def note(*, repr, **rest):
+        seen.append(repr)
+
+    triton.knobs.runtime.jit_post_compile_hook = note
+    return seen
+
+
+if __name__ == "__main__":
+    x = torch.rand(1000, device=DEVICE)
+    torch.testing.assert_close(decay(x.clone(), 3), x / 4)
+
+
+@compile_only
+def serve():
+    seen = count_compilations()
+    warm_up()
+    print("at the start:", len(seen), "compilations")
+    x = torch.ones(5000)
+    for N in range(1, 5000):
+        decay_kernel.warmup(x, N - 1, N, BLOCK=1024, grid=(1,))
+    print("for 4999 lengths and steps:", len(seen))
+    decay_kernel.warmup(x[1:], 0, 17, BLOCK=1024, grid=(1,))
+    print("and an address that 16 does not divide:", len(seen))
+
+
+if __name__ == "__main__":
+    serve()
+
+# %%
+# On a GPU, the same with real launches:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    decay_kernel.device_caches.clear()  # as in a new process
+    seen = count_compilations()
+    warm_up()
+    compiled = len(seen)
+    x = torch.ones(5000, device=DEVICE)
+    for N in range(1, 5000):
+        decay(x[:N], N - 1)
+    print("launches compiled", len(seen) - compiled, "kernels")
+    assert len(seen) == compiled == 3
 
 # %%
 # Break it: works for every size but one
@@ -229,117 +409,39 @@ def tile_kernel(a_ptr, b_ptr, out_ptr, K, BLOCK: tl.constexpr):
     tl.store(out_ptr + rows * BLOCK + columns, out)
 
 
-OPTIONS = {  # what is tried, and what the option is for
-    "num_warps=8": "warps, of 32 threads each, that share a program",
-    "num_stages=1": "iterations in flight at a time, in loops with tl.dot",
-    "num_ctas=2": "thread blocks (a cluster) that share a program",
-    "maxnreg=32": "registers of a thread at most; the stack takes the rest",
-    "enable_fp_fusion=False": "a * b + c in one instruction, an fma",
-    "enable_reflect_ftz=False": "libdevice flushes the tiniest numbers to 0",
-    "extern_libs={'libdevice': mine}": "files with functions to link",
-    "debug=True": "keep tl.device_assert, and check integers for overflow",
-    "ptx_version=80": "version of PTX, the assembly language",
-    "ptx_options='--opt-level=0'": "options of the assembler",
-    "ir_override=ptx": "a file that replaces the code of its stage",
-    "launch_pdl=True": "start before the kernel ahead has ended",
-    "launch_cooperative_grid=True": "run all programs at the same time",
-    "min_shared_mem=65536": "bytes of shared memory at least",
-    "sched4reg=True": "order the instructions for fewer registers",
-    "clc=True": "a program that has ended takes over another one",
-    "stream=0": "gone: PyTorch's current stream",
-    "device=0": "gone: PyTorch's current device",
-    "warmup=True": "now a method",
-    "warp_size=64": "recorded only",
-    "sanitize_overflow=False": "with debug: do not check for overflow",
-}
-
 # %%
-# Each option is set to another value than its default. The table has what
-# differs in the compiled kernel.
-
-
-def properties(compiled):
-    """Return what the options change, as found in a compiled kernel."""
-    ptx, metadata = compiled.asm["ptx"], compiled.metadata
-    found = dict(re.findall(r"(?m)^\.(req\w+) (\d+)", ptx))
-    tool = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage"]
-    file = compiled.metadata_group["tile_kernel.cubin"]
-    usage = subprocess.check_output([*tool, file], text=True)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-    return {
-        "threads": found["reqntid"],
-        "cluster": found.get("reqnctapercluster", "1"),
-        "registers": registers,
-        "stack": stack,
-        "shared": metadata.shared,
-        "cp.async": len(re.findall(r"cp\.async\.c[ag]", ptx)),
-        "fma": ptx.count("fma."),
-        "rsqrt": ", ".join({*re.findall(r"rsqrt\.(\S+)", ptx)}) or "none",
-        "assertions": ptx.count("__assertfail"),
-        "PTX": re.search(r"(?m)^\.version (.*)", ptx)[1],
-        "launch_pdl": metadata.launch_pdl,
-        "cooperative": metadata.launch_cooperative_grid,
-        "code": ptx,
-    }
-
-
-@compile_only
-def effects(options):
-    file = Path(tempfile.mkdtemp(), "mine.ll")  # in LLVM's language
-    file.write_text("define float @__nv_rsqrtf(float %x) { ret float %x }")
-    arguments = (torch.float16, torch.float16, torch.float32, 1024, 32)
-
-    def compiled(**options):
-        return tile_kernel.warmup(*arguments, grid=(1,), **options)
-
-    ptx = compiled(maxnreg=32).metadata_group["tile_kernel.ptx"]
-    names = {"mine": str(file), "ptx": ptx}
-    before = properties(compiled())
-    table = {}
-    for option in options:
-        try:
-            after = properties(compiled(**eval(f"dict({option})", names)))
-        except KeyError:
-            table[option] = f"not in Triton {triton.__version__}"
-        except Exception as error:
-            words = str(error).split(";")[0].split("run() ")[-1]
-            table[option] = textwrap.shorten(words, 40)
-        else:
-            same = after.pop("code") == before["code"]
-            changed = [
-                f"{name} {before[name]} -> {value}"
-                for name, value in after.items()
-                if value != before[name]
-            ]
-            rest = "nothing" if same else "another order"
-            table[option] = ", ".join(changed) or rest
-    return table
-
+# Each option is set to another value than its default. The run prints its
+# purpose, and below it what differs in the compiled kernel. Those that you set
+# most often come first.
 
 if __name__ == "__main__":
-    for option, effect in effects([*OPTIONS]).items():
-        line = f"{option:32}{effect}"
-        print(textwrap.fill(line, 72, subsequent_indent=" " * 32))
+    show_options(OPTIONS)
 
 # %%
 # * ``num_warps`` divides the block among more threads: each holds less of it in
 #   registers, and executes fewer fused multiply-adds (``fma``).
-# * ``num_stages`` needs a copy of the tiles in shared memory for each stage.
+# * ``num_stages`` needs more copies of the tiles in shared memory.
 #   ``cp.async`` starts a load that later instructions wait for. With one stage,
 #   there is none.
 # * ``maxnreg`` can force values out of the registers onto the ``stack``, in
 #   slow memory.
 # * ``launch_pdl`` and ``launch_cooperative_grid`` leave the code alone: the
 #   driver gets them with each launch.
-# * ``extern_libs`` replaced ``libdevice``: its ``rsqrt`` is no longer there.
+# * ``extern_libs`` put our function in the place of the library's ``rsqrt``.
+# * ``debug=True`` is not free: here the loads are no longer asynchronous.
 #
 # Triton 3.9 has three more options. Under 3.9.0, their lines are
 #
 # .. code-block:: text
 #
-#     min_shared_mem=65536            shared 8192 -> 65536
-#     sched4reg=True                  another order
-#     clc=True                        clc=True requires NVIDIA SM100+ [...]
+#     min_shared_mem=65536 (default None): bytes of shared memory at least
+#         -> shared 8192 -> 65536
+#     sched4reg=True (default False): order the instructions for fewer
+#         registers
+#         -> another order
+#     clc=True (default False): a program that has ended takes over another
+#         one
+#         -> clc=True requires NVIDIA SM100+ [...]
 
 # %%
 # Where compiled code lies
@@ -357,12 +459,12 @@ def where():
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     x = torch.float32  # stands for a tensor of this type
     scale_kernel.warmup(x, x, 2.0, 1000, 512, grid=(1,))  # starts the compiler
-    for step in ("compiled", "found in memory", "found on disk"):
-        if step == "found on disk":
+    for how in ("compiled", "found in memory", "found on disk"):
+        if how == "found on disk":
             scale_kernel.device_caches.clear()  # forget what is in memory
         start = time.perf_counter()
         kernel = scale_kernel.warmup(x, x, 2.0, 1000, 1024, grid=(1,))
-        print(f"{1e3 * (time.perf_counter() - start):8.3f} ms  {step}")
+        print(f"{1e3 * (time.perf_counter() - start):8.3f} ms  {how}")
     print("asm:", *kernel.asm)
     folder = Path(kernel.metadata_group["scale_kernel.ptx"]).parent
     print("files:", *sorted(file.suffix for file in folder.iterdir()))

@@ -52,6 +52,14 @@
 # inputs = { x = "integers(0, 4, 2, 3, 3)", out = "torch.full((2, 3), -9.0)" }
 # call = "batch_kernel[(2,)](x, out, BLOCK=4)"
 # expected = { out = "x.sum(-1)" }
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "surplus_kernel"
+# caption = "A grid with a row of programs too many."
+# registers = ["row", "offs", "inside"]
+# inputs = { out = "torch.full((2, 6), -9.0)" }
+# call = "surplus_kernel[(3, 2)](out, 2, 6, BLOCK=4)"
+# expected = { out = "10 * torch.arange(2.0)[:, None] + torch.arange(6.0)" }
 # ///
 """Kernels whose every step tests compare with what is in memory."""
 
@@ -119,3 +127,11 @@ def batch_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + batch * 9 + row * 3 + column, mask=(row < 3) & (column < 3), other=0.0)
     total = tl.sum(x, axis=1, keep_dims=True)
     tl.store(out_ptr + batch * 3 + row, total, mask=row < 3)
+
+
+@triton.jit
+def surplus_kernel(out_ptr, rows, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.program_id(axis=1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows) & (offs < columns)
+    tl.store(out_ptr + row * columns + offs, 10 * row + offs, mask=inside)

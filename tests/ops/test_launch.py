@@ -123,14 +123,14 @@ def test_quoted_annotation_is_no_constant_when_interpreted(recipe: ModuleType) -
 
 
 def test_surplus_programs(recipe: ModuleType) -> None:
-    """With the mask they change nothing, on either axis; without it they store past the end."""
-    for rows, columns in ((2, 4), (3, 4), (2, 5), (7, 9)):
-        buffer = torch.full((9, 4), -1, dtype=torch.int32, device=recipe.DEVICE)
-        recipe.place_kernel[(rows, columns)](buffer, 2, 4)
-        assert buffer[:2].tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    """With the check they change nothing, on either axis; without it they store past the end."""
+    for rows, blocks in ((2, 2), (3, 2), (2, 3), (7, 9)):
+        buffer = torch.full((9, 7), -1, dtype=torch.int32, device=recipe.DEVICE)
+        recipe.place_kernel[(rows, blocks)](buffer, 2, 7, BLOCK=4)
+        assert buffer[:2].tolist() == [[*range(7)], [*range(10, 17)]]
         assert (buffer[2:] == -1).all()
-    recipe.place_kernel_without_mask[(3, 4)](buffer, 4)
-    assert buffer[2].tolist() == [20, 21, 22, 23]
+    recipe.unchecked_kernel[(3, 1)](buffer, 4, BLOCK=4)
+    assert buffer.view(-1)[8:12].tolist() == [20, 21, 22, 23]
 
 
 def test_checks_of_exercises(recipe: ModuleType) -> None:
@@ -152,6 +152,6 @@ OPS = [
 
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
-    ("a surplus program stores", "place, mask=inside)", "place)"),
+    ("a surplus program stores", "if row < rows:", "if row < rows + 9:"),
     ("terms stored without a mask", "acc, mask=offs < N)", "acc)"),
 ]

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from types import ModuleType
 
@@ -111,8 +110,8 @@ def test_scale(recipe: ModuleType, size: int) -> None:
 
 
 def test_what_compiles_again(recipe: ModuleType) -> None:
-    """The first five changes do not, and the others do."""
-    assert [*recipe.changes().values()] == [False] * 5 + [True] * 7
+    """Five changes do not, and the others do."""
+    assert [*recipe.changes().values()] == [False] * 2 + [True] + [False] * 3 + [True] * 7
 
 
 def test_loads(recipe: ModuleType) -> None:
@@ -126,7 +125,7 @@ def test_loads(recipe: ModuleType) -> None:
 
 def test_options(recipe: ModuleType) -> None:
     """Each option does in the compiled code what the lesson says that it is for."""
-    effects = recipe.effects([*recipe.OPTIONS])
+    effects = {option: effect for option, (_, effect) in recipe.effects([*recipe.OPTIONS]).items()}
     for option, effect in {
         "num_warps=8": r"threads 128 -> 256, .*fma 8 -> 4",
         "num_stages=1": r"shared 8192 -> 4096, cp\.async 6 -> 0",
@@ -135,7 +134,8 @@ def test_options(recipe: ModuleType) -> None:
         "enable_fp_fusion=False": r"fma 8 -> 0$",
         "enable_reflect_ftz=False": r"rsqrt approx\.ftz\.f32 -> approx\.f32$",
         "extern_libs={'libdevice': mine}": r"rsqrt approx\.ftz\.f32 -> none$",
-        "debug=True": r"assertions 0 -> [1-9]",
+        "debug=True": r"cp\.async 6 -> 0, assertions 0 -> 9",
+        "debug=True, sanitize_overflow=False": r"assertions 0 -> [1-8]$",
         "ptx_version=80": r"PTX \S+ -> 8\.0$",
         "ptx_options='--opt-level=0'": r"registers \d+ -> [5-9]\d$",
         "ir_override=ptx": r"registers \d+ -> 32, stack 0 -> [1-9]",
@@ -154,17 +154,16 @@ def test_options(recipe: ModuleType) -> None:
 def test_every_option_is_tried(recipe: ModuleType) -> None:
     """A new Triton may have new options: try them in the lesson."""
     backend = triton.compiler.make_backend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
-    tried = {option.partition("=")[0] for option in recipe.OPTIONS}
+    tried = {name for option in recipe.OPTIONS for name in re.findall(r"(\w+)=", option)}
     assert vars(backend.parse_options({})).keys() <= tried | UNTRIED
 
 
 @pytest.mark.skipif(TRITON < (3, 9), reason="these options are of Triton 3.9")
-def test_newer_options(recipe: ModuleType) -> None:
+def test_newer_options(recipe: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """The lesson has these lines as text, because the Triton that executes it has not the options."""
-    effects = recipe.effects(NEWER)
-    for option in NEWER:
-        lines = textwrap.wrap(f"{option:32}{effects[option]}", 72, subsequent_indent=" " * 32)
-        assert "\n".join(f"#     {line}" for line in lines) in Path(recipe.__file__).read_text()
+    recipe.show_options({option: recipe.OPTIONS[option] for option in NEWER})
+    lines = capsys.readouterr().out.splitlines()
+    assert "\n".join(f"#     {line}" for line in lines) in Path(recipe.__file__).read_text()
 
 
 def test_claims(tmp_path: Path) -> None:
@@ -207,3 +206,9 @@ def test_checks_of_exercises(recipe: ModuleType) -> None:
     assert recipe.check_count(lambda lengths: len({*lengths})) == "wrong"
     assert recipe.check_lengths(recipe.lengths_at_start) == "not solved yet"
     assert recipe.check_lengths(lambda: [16, 17]) == "wrong"
+
+
+def test_warm_up(recipe: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the server calls covers all lengths and steps, and not other addresses."""
+    recipe.serve()
+    assert [re.findall(r"\d+", line)[-1] for line in capsys.readouterr().out.splitlines()] == ["3", "3", "4"]

@@ -108,7 +108,7 @@ def locate(pointers: Array, mask: Array, tensors: Sequence[Named], hints: Sequen
     of = tensors[number]
     offsets = (at.astype(np.int64) - of.tensor.data_ptr()) // of.tensor.element_size()
     indices = {lane: of.index(int(offsets[lane])) for lane in np.ndindex(at.shape)}
-    inside = np.array([is_active[lane] and indices[lane] is not None for lane in indices]).reshape(mask.shape)
+    inside = np.array([bool(is_active[lane]) and indices[lane] is not None for lane in indices]).reshape(mask.shape)
     active = {lane: index for lane, index in indices.items() if is_active[lane] and index is not None}
     blocked = _blocked(of, offsets, active)
     masked = []
