@@ -155,7 +155,7 @@
       const words = one ? [...did].map((text) => text.replace(/^(load|store)/, "$1s")) : [...did];
       $(".sentence").replaceChildren(
         make("b", {}, steps.length ? `Program${one ? "" : "s"} ${names} ` : "All programs are masked off"),
-        ...worded(`${words.join(" and ")}. A coloured cell shows the numbers of the programs that touch it, in place of its value. This is a model, not a measurement.`),
+        ...worded(`${words.join(" and ")}. A cell has the colour of the program that touches it, and its number where there is room. This is a model, not a measurement.`),
       );
     };
 

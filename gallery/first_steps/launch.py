@@ -203,8 +203,8 @@ if __name__ == "__main__":
 # the check they overwrite what lies behind ``out``. Here this is our own
 # memory, so nothing raises an error.
 #
-# A launcher need not count too many programs. A grid may be a function, which
-# Triton calls with a dictionary. What does the dictionary have?
+# A launcher can also count exactly the programs that it needs. The grid may be
+# a function, which Triton calls with a dictionary. What is in the dictionary?
 
 
 def places(rows, columns):
@@ -229,8 +229,8 @@ if __name__ == "__main__":
     place_kernel[print_names](out, 2, 8, BLOCK=16, num_warps=8)
 
 # %%
-# It has all arguments of the kernel and no options: ``num_warps`` is missing.
-# Take the size of a block from the dictionary, as ``places`` does. Then the
+# The dictionary has all arguments of the kernel and no options: ``num_warps``
+# is missing. Take the size of a block from it, as ``places`` does. Then the
 # grid is right for every ``BLOCK``, also when ``autotune.py`` chooses it.
 
 # %%
@@ -337,7 +337,7 @@ if __name__ == "__main__":
 # -------------------------
 #
 # Nine functions that cannot be kernels. The docstring of each says what to
-# write instead. The run has the last line of each error.
+# write instead. The output has the last line of each error.
 
 if __name__ == "__main__":
     FACTOR = 2.0
@@ -399,8 +399,8 @@ if __name__ == "__main__":
     assert "accepted" not in errors.values()
 
 # %%
-# The lines above the last one quote the statement that Triton refuses. Only the
-# error of ``returned_value`` has no such hint.
+# Above that line, Triton's message quotes the statement that it refuses. Only
+# the message for ``returned_value`` quotes nothing.
 #
 # The interpreter does not compile. So it accepts more, even an option that does
 # not exist. Code that ran there can still be refused on a GPU:
