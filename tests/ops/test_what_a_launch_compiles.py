@@ -10,7 +10,6 @@ from types import ModuleType
 
 import pytest
 import torch
-import triton
 from compiled import TRITON
 from guard import guarded
 from hypothesis import given
@@ -153,6 +152,7 @@ def test_options(recipe: ModuleType) -> None:
 
 def test_every_option_is_tried(recipe: ModuleType) -> None:
     """A new Triton may have new options: try them in the lesson."""
+    triton = recipe.triton
     backend = triton.compiler.make_backend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
     tried = {name for option in recipe.OPTIONS for name in re.findall(r"(\w+)=", option)}
     assert vars(backend.parse_options({})).keys() <= tried | UNTRIED
