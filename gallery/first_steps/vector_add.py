@@ -341,9 +341,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The chart compares GPU times. Where the CPU time below the chart is larger
 # than the GPU time, it decides again. CPU times of the same launch differ from
 # one measurement to the next, as here and in the first table; compare those of
-# one measurement only. ``torch.compile`` fuses elementwise
-# operations like these by itself. The other lessons write kernels for
-# operations that are not elementwise.
+# one measurement only. ``torch.compile`` fuses elementwise operations like
+# these by itself. The other lessons write kernels for operations that are not
+# elementwise.
 
 # %%
 # Exercises
