@@ -141,6 +141,7 @@
         const text = fits ? names.join(" ") : who.length > 1 ? `×${who.length}` : "";
         const past = isNow ? "" : " past";
         paint(tensors[t], c, `pg${who[0] % COLOURS}${past}`, text);
+        rect.dataset.by = who.map((p) => data.programs[p]).join(" and "); // for who points at it: a name may not fit
         const [x, y, width, height] = box(rect);
         const each = width / who.length;
         who.slice(1).forEach((p, i) => strip(t, [x + each * (i + 1), y, each, height], `pg${p % COLOURS}${past}`, tensors[t].texts[c]));
@@ -260,7 +261,7 @@
         row = Math.floor(row / shape[d]);
       }
       const kind = target.getAttribute("class") ?? "";
-      const touched = `touched by ${grid.texts[cell].textContent || "a program"}`;
+      const touched = `touched by ${target.dataset.by}`;
       const known = { off: "masked off, not touched", out: "outside of the tensor" };
       const is = /\bpg/.test(kind) ? touched : known[kind.split(" ").at(-1)];
       $(".hover").value = `${name}${index.length ? `[${index.join(", ")}]` : ""}${is ? `: ${is}` : ` = ${grid.texts[cell].textContent || "not written yet"}`}`;

@@ -186,6 +186,12 @@ def test_by_keyboard_and_pointer(page: Page, figures: list[Figure]) -> None:
     expect(figure.locator(".hover")).to_have_text(f"x[1, 1] = {figures[0].traces[0].tensors[0].before[9]}")
     figure.get_by_role("button", name="all at once").click()
     expect(figure.locator(".sentence")).to_contain_text("Programs 0, 1, 2")
+    figure.locator("rect.pg1").first.hover()
+    expect(figure.locator(".hover")).to_have_text("x[1, 0]: touched by 1")
+    surplus = page.locator("figure.step-through").last  # two of its six programs are masked off
+    surplus.get_by_role("button", name="all at once").click()
+    named = "Programs (0, 0), (1, 0), (0, 1), (1, 1) store to out."
+    expect(surplus.locator(".sentence")).to_contain_text(named)
 
 
 def test_switch_between_launches(page: Page) -> None:

@@ -126,7 +126,7 @@ def _event(event: "Event", tensors: Sequence[Named], ran: "Ran") -> str:
 def _where(offsets: Sequence[int], named: Named) -> str:
     """Return where offsets outside of a tensor are."""
     if min(offsets) < 0:
-        return f"in front of `{named.name}`, the first {-offsets[0]:,} elements"
+        return f"in front of `{named.name}`, the first by {-offsets[0]:,} elements"
     return f"past the end of `{named.name}`"
 
 
