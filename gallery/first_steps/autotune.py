@@ -4,31 +4,29 @@
 #
 # [tool.triton-gallery]
 # description = """
-# Let triton.autotune choose the block sizes and warps of a matrix-vector
-# product, and learn what it never checks."""
+# Let triton.autotune choose block sizes and warps of a matrix-vector product,
+# see what num_stages changes, and learn what the tuner never checks."""
 # ///
 r"""
 Autotuning
 ==========
 
-Which block size, how many warps? ``triton.autotune`` answers by trying: it
-times every candidate on your GPU and keeps the fastest. It never checks one,
-and it runs your kernel many times. This page tunes the matrix-vector product
+Which block size, how many warps and stages? ``triton.autotune`` times every
+candidate on your GPU and keeps the fastest. It never checks a candidate, and it
+runs your kernel many times. This page tunes the matrix-vector product
 ``mv(A, x)``; ``row_sum.py`` has its loop, ``benchmarking.py`` its clock.
 
 After this page you can
 
 * write configs, choose the key, prune, and see what was tried and chosen;
+* say what ``num_stages`` does, and when it does nothing;
 * put ``autotune`` and ``heuristics`` in the order that works;
 * tune a kernel that changes its arguments, and check every config.
 """
 
 # sphinx_gallery_tags = ["autotuning", "matrix", "memory bound"]
-import inspect
 import os
-import pathlib
-import subprocess
-import sys
+import re
 import tempfile
 import time
 
@@ -46,42 +44,23 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
-# %%
-# The problem in bytes
-# --------------------
-#
-# For an ``(M, N)`` matrix the product reads ``M * N`` elements of ``A`` and
-# ``N`` of ``x``, and writes ``M``. Each element of ``A`` is used once, so the
-# op is memory bound. A language model that generates one token at a time reads
-# its weights in products like this one.
-
-if __name__ == "__main__":
-    A, x = torch.rand(300, 1000, device=DEVICE), torch.rand(1000, device=DEVICE)
-    moved = 4 * (A.numel() + x.numel() + (A @ x).numel())
-    print(f"{2 * A.numel():,} operations for {moved:,} bytes")
+from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.compiling import compile_only
 
 # %%
 # One kernel, many tiles
 # ----------------------
 #
-# A program takes ``BLOCK_M`` rows and walks along them by ``BLOCK_N`` columns:
-#
-# .. code-block:: text
-#
-#     operands     BLOCK_N
-#                +---------+---------+---------+
-#     x          |         |   ->    |         |         out
-#                +---------+---------+---------+         +-+
-#     A  BLOCK_M |         |   ->    |         |         | |
-#                +---------+---------+---------+         +-+
-#
-# With more rows in a tile, ``x`` is fetched less often, but there are fewer
-# programs. More elements per thread put more loads in flight and take more
-# registers. More ``STAGES`` load for later iterations ahead of time, into
-# shared memory. Which effect wins is hard to predict, so we try.
+# The product of an ``(M, N)`` matrix and a vector uses each element of the
+# matrix once, so it is memory bound. A program takes ``BLOCK_M`` rows and walks
+# along them by ``BLOCK_N`` columns. With more rows in a tile, the vector is
+# fetched less often, but there are fewer programs. More elements for a thread
+# put more loads in flight and take more registers. Which effect wins is hard to
+# predict, so we try.
 #
 # A ``triton.Config`` is one choice: a dictionary of the kernel's own
-# parameters, then launch options.
+# parameters, then launch options such as ``num_warps``. ``STAGES`` is explained
+# below.
 
 
 def tile(BLOCK_M, BLOCK_N, num_warps=4, STAGES=1):
@@ -95,14 +74,79 @@ TALL = [(64, 32), (64, 32, 4, 4), (128, 16)]
 CONFIGS = [tile(*sizes) for sizes in WIDE + TALL]
 
 # %%
-# The launch option ``num_stages`` loads ahead (*pipelines*) only what feeds a
-# ``tl.dot``; ``tl.range(num_stages=STAGES)`` does so for `most loads
-# <https://github.com/triton-lang/triton/pull/3425>`_. Four more pieces:
-# ``prune`` throws out configs that cannot win. ``bench`` is the clock: shorter
-# than Triton's own, which takes 125 ms for a config, and a stopwatch without a
-# GPU. ``EVEN_N`` is a *heuristic*: a parameter computed from others, here from
-# the ``BLOCK_N`` that the tuner has picked. ``KEY`` names what the choice
-# depends on: ``M`` and ``N`` rounded up to powers of two, and the memory order.
+# What does num_stages do?
+# ------------------------
+#
+# ``num_stages`` is a launch option, so it may be in a config. To see what it
+# changes, we compile a loop over a matrix product and a loop over a sum.
+# ``compile_only`` runs a function where kernels compile without a GPU, and
+# ``warmup`` compiles a launch.
+
+
+@triton.jit
+def product_kernel(a_ptr, b_ptr, c_ptr, K, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)  # (BLOCK,)
+    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for start in range(0, K, BLOCK):
+        offs_k = start + offs  # (BLOCK,)
+        a = tl.load(a_ptr + offs[:, None] * K + offs_k)  # (BLOCK, BLOCK)
+        b = tl.load(b_ptr + offs_k[:, None] * BLOCK + offs)  # (BLOCK, BLOCK)
+        acc = tl.dot(a, b, acc)
+    tl.store(c_ptr + offs[:, None] * BLOCK + offs, acc)
+
+
+@triton.jit
+def sum_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in tl.range(0, N, BLOCK, num_stages=STAGES):
+        acc += tl.load(x_ptr + start + tl.arange(0, BLOCK))
+    tl.store(out_ptr, tl.sum(acc))
+
+
+@compile_only
+def stages():
+    def show(name, compiled):
+        copies = len(re.findall(r"cp\.async\.c[ag]", compiled.asm["ptx"]))
+        print(f"{name:32}{compiled.metadata.shared:8,}{copies:15}")
+
+    print("                            bytes of shared memory  async copies")
+    half, single = torch.float16, torch.float32
+    for n in (1, 2, 3, 4):
+        options = triton.Config({"BLOCK": 128}, num_stages=n).all_kwargs()
+        tiles = half, half, single, 4096
+        compiled = product_kernel.warmup(*tiles, **options, grid=(1,))
+        show(f"tl.dot, num_stages={n}", compiled)
+    for n, STAGES in ((1, 1), (4, 1), (1, 4)):
+        options = {"BLOCK": 1024, "STAGES": STAGES, "num_stages": n}
+        row = single, single, 4096
+        compiled = sum_kernel.warmup(*row, **options, grid=(1,))
+        show(f"sum, num_stages={n}, STAGES={STAGES}", compiled)
+
+
+if __name__ == "__main__":
+    stages()
+
+# %%
+# With ``num_stages=n`` the loop has ``n`` buffers in shared memory, each for a
+# tile of either operand. While the product of one iteration runs, asynchronous
+# copies load tiles for the next iterations (the loop is *pipelined*). 4 stages
+# are too much for an H200, which has `227 KiB (232448 bytes)
+# <https://docs.nvidia.com/cuda/hopper-tuning-guide/index.html>`_ for a program.
+# The tuner notes the time ``inf`` for such a config and goes on.
+#
+# The launch option changes nothing for the sum: it pipelines only loads that
+# feed a ``tl.dot``. ``tl.range(num_stages=STAGES)`` pipelines `most loads
+# <https://github.com/triton-lang/triton/pull/3425>`_ of its loop, so ``STAGES``
+# is the parameter for our product with a vector.
+#
+# Four more pieces
+# ----------------
+#
+# ``prune`` throws out configs that cannot win. ``bench`` is the clock: quicker
+# than Triton's own, and a stopwatch without a GPU. ``EVEN_N`` is a *heuristic*:
+# a parameter computed from others, here from the ``BLOCK_N`` that the tuner has
+# picked. ``KEY`` names what the choice depends on: the sizes, rounded up to
+# powers of two, and the memory order.
 
 
 def prune(configs, args, **kwargs):
@@ -185,9 +229,9 @@ def mv_kernel(
 # The launcher
 # ------------
 #
-# The grid depends on ``BLOCK_M``, which the caller does not know, so it is a
-# function of all arguments, the chosen config's too. ``launch`` takes the
-# kernel as an argument: this page has several tuners for it.
+# The caller does not know ``BLOCK_M``, so the grid is a function of all
+# arguments. ``launch`` takes the kernel as an argument: this page has several
+# tuners for it.
 
 ACC = {torch.float16: tl.float32, torch.bfloat16: tl.float32}
 ACC |= {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -212,9 +256,6 @@ def mv(A, x):
     if A.ndim != 2 or A.shape[1:] != x.shape:
         shapes = f"{tuple(A.shape)}, {tuple(x.shape)}"
         raise ValueError(f"mv takes shapes (M, N), (N,), not {shapes}")
-    if A.device.type != DEVICE.type or A.device != x.device:
-        devices = f"{A.device}, {x.device}"
-        raise ValueError(f"mv takes one {DEVICE.type} device, not {devices}")
     if torch.is_grad_enabled() and (A.requires_grad or x.requires_grad):
         raise ValueError("mv has no backward: call it under torch.no_grad()")
     out = torch.empty(A.shape[0], dtype=A.dtype, device=A.device)
@@ -229,17 +270,12 @@ def mv(A, x):
 # The check
 # ---------
 #
-# A test of ``mv`` tests the config that won here, today. So check them all,
-# for one can be wrong alone: `with four warps and not with one
-# <https://github.com/triton-lang/triton/issues/2499>`_, where a barrier was
-# missing; `with one warp and not with two
-# <https://github.com/triton-lang/triton/issues/802>`_, by the compiler's fault.
-#
+# A test of ``mv`` tests the config that won here, today. So check them all, for
+# one can be wrong alone: `with four warps and not with one
+# <https://github.com/triton-lang/triton/issues/2499>`_, for example.
 # ``mv_kernel.fn`` is what lies below the tuner, and ``config.all_kwargs()`` is
-# what the tuner would pass to it. An element takes part in a product and in
-# ``ceil(N / BLOCK_N) + log2(BLOCK_N)`` additions. Even for the narrowest tile
-# here that is fewer than 50 roundings, and nothing cancels:
-# :math:`50 \cdot 2^{-24} < 3 \cdot 10^{-6}`.
+# what the tuner would pass to it. Nothing cancels, and an element takes part in
+# fewer than 50 roundings: :math:`50 \cdot 2^{-24} < 3 \cdot 10^{-6}`.
 
 
 def check(config, A, x, out):
@@ -266,8 +302,8 @@ if __name__ == "__main__":
 # A key is the values of the arguments named in ``key`` and the dtypes of all
 # tensors. A call with a new key times all configs, and ``kernel.cache`` keeps
 # the fastest. With exact sizes as keys, a server with varying batches is never
-# done: hence the rounding in ``KEY``. A decorator is a function; here are two
-# more tuners of the kernel:
+# done: hence the rounding in ``KEY``. Here are two more tuners of the kernel,
+# as a decorator is a function:
 
 
 def tuner(kernel, configs, **options):
@@ -288,9 +324,9 @@ if __name__ == "__main__":
     assert set(KEY) <= set(mv_kernel.arg_names)
 
 # %%
-# The memory order is in the key too. Misspelt names are ignored (`later Tritons
-# refuse them <https://github.com/triton-lang/triton/pull/11602>`_), hence the
-# last line. ``TRITON_PRINT_AUTOTUNING=1`` prints each choice.
+# Misspelt names are ignored (`later Tritons refuse them
+# <https://github.com/triton-lang/triton/pull/11602>`_), hence the last line.
+# ``TRITON_PRINT_AUTOTUNING=1`` prints each choice.
 #
 # Prune what cannot win
 # ---------------------
@@ -328,7 +364,8 @@ if __name__ == "__main__":
 
 # %%
 # A heuristic of plain arguments works on either side, which hides the mistake
-# until one reads a block size. ``autotune`` goes on top.
+# until one reads a block size. So ``autotune`` goes on top. (``torch.compile``
+# has a tuner and rules of its own: see ``torch_compile.py``.)
 #
 # Break it: tune a kernel that changes its arguments
 # --------------------------------------------------
@@ -359,74 +396,14 @@ if __name__ == "__main__":
     assert seen["restore_value"] == [101, 102]
 
 # %%
-# Without an option only the first call is wrong. Warm-up hides it, and
-# `reports <https://github.com/triton-lang/triton/issues/6547>`_ keep coming:
+# Without an option only the first call is wrong, so warm-up hides it:
 #
 # * ``restore_value``, for an argument that is read and changed: it is copied
 #   before each run and back afterwards. The copies are timed, too.
 # * ``reset_to_zero``, for an output that starts at zero (here it loses the
 #   100). It acts `only while tuning
 #   <https://github.com/triton-lang/triton/issues/7181>`_, so not with timings
-#   read from disk. For all calls, zero it yourself or in a
-#   ``Config(pre_hook=...)``, called before every run.
-#
-# What does not fit, and where nothing runs
-# -----------------------------------------
-#
-# An H200 has `227 KiB (232448 bytes) of shared memory
-# <https://docs.nvidia.com/cuda/hopper-tuning-guide/index.html>`_ for a program.
-# Compiling needs no GPU, so a child process compiles our kernel with a huge
-# tile. Then it lets a tuner choose between two configs without a GPU.
-
-CHILD = """
-import triton, triton.language as tl
-from triton.backends.compiler import GPUTarget
-
-@triton.jit
-KERNEL
-known = dict(stride_an=1, stride_xn=1, ACC=tl.float32, EVEN_N=True)
-known |= dict(BLOCK_M=64, BLOCK_N=512, STAGES=4)
-aligned = {(i,): [["tt.divisibility", 16]] for i in range(6)}
-for dtype in ("fp16", "fp32"):
-    types = dict.fromkeys(mv_kernel.arg_names, "i32")
-    types |= dict.fromkeys(("a_ptr", "x_ptr", "out_ptr"), "*" + dtype)
-    types |= dict.fromkeys(known, "constexpr")
-    source = triton.compiler.ASTSource(mv_kernel, types, known, aligned)
-    target = GPUTarget("cuda", 90, 32)
-    binary = triton.compile(source, target=target, options={"num_warps": 8})
-    print(dtype, "needs", binary.metadata.shared, "bytes of shared memory")
-
-configs = [triton.Config({"STAGES": stages}) for stages in (1, 2)]
-try:
-    triton.autotune(configs, key=[])(mv_kernel)[(1,)]()
-except RuntimeError as error:
-    print("without a GPU:", error)
-"""
-
-if __name__ == "__main__":
-    source = inspect.getsource(mv_kernel.base_fn).partition("@triton.jit\n")[2]
-    no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    with tempfile.TemporaryDirectory() as folder:
-        child = pathlib.Path(folder, "child.py")
-        child.write_text(CHILD.replace("KERNEL", source))
-        command = [sys.executable, child]
-        said = subprocess.check_output(command, env=no_gpu, text=True)
-    print(said, end="")
-    half, single = (int(line.split()[2]) for line in said.splitlines()[:2])
-    assert half <= 227 * 1024 < single
-    assert "0 active drivers" in said
-
-# %%
-# * float32 does not fit. The tuner notes the time ``inf`` and goes on, as for
-#   a failed ``tl.static_assert`` or an error of ``ptxas``. If all are ``inf``
-#   it launches the first and you get its error.
-# * Without a driver Triton's clock fails. Pass one of your own, like ``bench``
-#   above, as ``do_bench``.
-# * ``torch.compile`` tunes by itself. Its tutorial, *Using User-Defined Triton
-#   Kernels with torch.compile*, speaks of ``configs`` and ``key`` only;
-#   `reset_to_zero <https://github.com/pytorch/pytorch/pull/140982>`_ and
-#   `heuristics <https://github.com/pytorch/pytorch/pull/142208>`_ came later,
-#   and `hooks <https://github.com/pytorch/pytorch/issues/139059>`_ are refused.
+#   read from disk. For all calls, zero it yourself.
 #
 # Keep the result
 # ---------------
@@ -434,8 +411,8 @@ if __name__ == "__main__":
 # A new process tunes anew. ``cache_results=True``, or
 # ``TRITON_CACHE_AUTOTUNING=1`` for all kernels, keeps the timings on disk
 # beside the compiled kernels, until the kernel, a config, the kind of GPU or
-# Triton changes (not with a ``pre_hook``, nor in the interpreter). Or type in
-# the ``best_config`` you saw. On a GPU, the second tuner reads from disk:
+# Triton changes. Or type in the ``best_config`` you saw. On a GPU, the second
+# tuner reads from disk:
 
 
 def operands(N, dtype=torch.float32):
@@ -459,12 +436,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------------
 #
 # ``configs_timings`` has the times of the last tuning, in milliseconds. The
-# figure is ``(M * N + N + M) * size / time``, the bytes of the algorithm, and 0
-# for the huge tile if it does not fit. ``Roof`` is a copy of as many bytes.
+# rate counts ``M * N + N + M`` elements. It is 0 for a huge tile that does not
+# fit. ``Roof`` is a copy of as many bytes.
 
 
-def gigabytes_per_second(N, size, milliseconds):
-    return (N * N + 2 * N) * size * 1e-6 / milliseconds
+def megabytes(N, size=4):
+    return (N * N + 2 * N) * size * 1e-6
 
 
 def copy(N, dtype=torch.float32):
@@ -473,92 +450,64 @@ def copy(N, dtype=torch.float32):
     return lambda: target.copy_(source)
 
 
-def print_timings(N, dtype):
-    A, x, out = operands(N, dtype)
-    candidates = [*CONFIGS, tile(64, 512, 8, 4)]
-    tuned = tuner(mv_kernel.fn, candidates, key=KEY, prune_configs_by=DROP)
-    launch(tuned, A, x, out)
-    rows = {str(c): t[0] for c, t in tuned.configs_timings.items()}
-    rows["PyTorch"] = bench(lambda: A @ x, (0.5, 0.2))[0]
-    rows["Roof"] = bench(copy(N, dtype), (0.5, 0.2))[0]
-    print(f"{dtype}, tuned in {tuned.bench_time:.1f} s")
-    for name, milliseconds in sorted(rows.items(), key=lambda row: row[1]):
-        rate = gigabytes_per_second(N, dtype.itemsize, milliseconds)
-        print(f"{rate:7.0f} GB/s  {name.partition(', num_ctas')[0]}")
-
-
 if __name__ == "__main__" and DEVICE.type == "cuda":
+    N, candidates = 16384, [*CONFIGS, tile(64, 512, 8, 4)]
     for dtype in (torch.float32, torch.float16):
-        print_timings(16384, dtype)
+        A, x, out = operands(N, dtype)
+        tuned = tuner(mv_kernel.fn, candidates, key=KEY, prune_configs_by=DROP)
+        launch(tuned, A, x, out)
+        rows = {str(c): t[0] for c, t in tuned.configs_timings.items()}
+        rows["PyTorch"] = bench(lambda A=A, x=x: A @ x, (0.5, 0.2))[0]
+        rows["Roof"] = bench(copy(N, dtype), (0.5, 0.2))[0]
+        print(f"{dtype}, tuned in {tuned.bench_time:.1f} s")
+        for name, milliseconds in sorted(rows.items(), key=lambda row: row[1]):
+            rate = megabytes(N, dtype.itemsize) / milliseconds
+            print(f"{rate:7.0f} GB/s  {name.partition(', num_ctas')[0]}")
 
 # %%
 # The benchmark
 # -------------
 #
-# Square float32 matrices; lines are medians, bands run from the 20th to the
-# 80th percentile. The first call, which tunes, is not timed.
+# Square float32 matrices. ``Roof`` is a copy, which writes half of its bytes.
+# The product writes hardly any, and can pass it.
 
 
-@triton.testing.perf_report(
-    triton.testing.Benchmark(
-        x_names=["N"],
-        x_vals=[2**k for k in range(11, 15)],
-        x_log=True,
-        line_arg="provider",
-        line_vals=["Triton", "PyTorch", "torch.compile", "Roof"],
-        line_names=["Triton", "PyTorch", "torch.compile", "Roof"],
-        ylabel="GB/s",
-        plot_name="autotune",
-        args={},
-    )
-)
-def benchmark(N, provider):
+def calls(N):
     A, x, _ = operands(N)
     torch.compiler.reset()  # the ninth shape would raise an error
     product = torch.compile(lambda A, x: A @ x, fullgraph=True, dynamic=False)
-    op = {
+    return {
         "Triton": lambda: mv(A, x),
         "PyTorch": lambda: A @ x,
         "torch.compile": lambda: product(A, x),
         "Roof": copy(N),
-    }[provider]
-    times = triton.testing.do_bench(op, quantiles=[0.5, 0.2, 0.8])
-    median, fast, slow = (gigabytes_per_second(N, 4, t) for t in times)
-    return median, slow, fast
+    }
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    results = benchmark.run(print_data=True, show_plots=True, return_df=True)
+    times = {2**k: gpu_time(calls(2**k)) for k in range(11, 15)}
+    results = rate_table(times, "N", "GB/s", megabytes)
+    print(results.to_string())
+    wide = results.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True)
 
 # %%
-# Reading the result
-# ------------------
-#
-# ``Roof`` is a copy, which writes half of its bytes; the product writes hardly
-# any, and can pass it. For the largest matrix Triton is ahead of all. For the
-# smaller ones ``torch.compile`` is ahead on an H200. Configs closer together
-# than two runs of one are equal, and chance picks among them. Tuning pays by
-# avoiding the slow ones, and by choosing anew: in float16 another tile leads.
+# Configs closer together than two runs of one are equal, and chance picks among
+# them. Tuning pays by avoiding the slow ones.
 #
 # Go further
 # ----------
 #
-# 1. Someone writes ``grid = (triton.cdiv(M, 4),)`` because the first config
-#    has ``BLOCK_M=4``. Which configs are wrong? Does the tuner mind?
-# 2. 16 long rows are 16 programs at most. Split the columns among programs
-#    too, and add up with ``tl.atomic_add``. What must the tuner know?
+# Someone writes ``grid = (triton.cdiv(M, 4),)`` because the first config has
+# ``BLOCK_M=4``. Which configs are wrong? Does the tuner mind?
 #
 # To read on: `the reference of autotune
-# <https://triton-lang.org/main/python-api/generated/triton.autotune.html>`_
-# and ``triton/runtime/autotuner.py``, which is short. These were the first
-# steps; all later pages build on them.
+# <https://triton-lang.org/main/python-api/generated/triton.autotune.html>`_.
+# These were the first steps; all later pages build on them.
 
 # %%
 # Answers
 # -------
 #
-# **1.** Those with fewer rows leave some of the output unwritten. The tuner
-# likes them, for doing less. The check of every config finds them.
-#
-# **2.** ``reset_to_zero=["out_ptr"]``, or the output sums up all runs of all
-# configs; and ``torch.zeros`` in ``mv``, for the calls that don't tune.
+# Those with fewer rows leave some of the output unwritten. The tuner likes such
+# configs, for doing less. The check of every config finds them.

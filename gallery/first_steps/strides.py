@@ -574,7 +574,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #   <https://developer.nvidia.com/blog/efficient-matrix-transpose-cuda-cc/>`_
 # * `Linear layouts <https://arxiv.org/abs/2505.23819>`_, the compiler's plans
 #
-# Next comes ``launch.py``: what happens between Python and a kernel.
+# Next comes ``launch.py``: which grids, arguments and kernels Triton takes.
 
 # %%
 # Answers

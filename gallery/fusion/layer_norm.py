@@ -97,7 +97,7 @@ generator = torch.Generator(device=DEVICE).manual_seed(0)
 EPS = 1e-5
 
 
-def layer_norm_torch(x, weight, bias):
+def layer_norm_in_steps(x, weight, bias):
     d = x - x.mean(-1, keepdim=True)
     r = torch.rsqrt(d.square().mean(-1, keepdim=True) + EPS)
     return d * r * weight + bias
@@ -106,7 +106,7 @@ def layer_norm_torch(x, weight, bias):
 if __name__ == "__main__":
     x = torch.randn(99, 4096, generator=generator, device=DEVICE)
     with Traffic() as traffic:
-        y = layer_norm_torch(x, x[0], x[1])
+        y = layer_norm_in_steps(x, x[0], x[1])
     print(f"{len(traffic.operators)} operators move", end=" ")
     print(f"{traffic.moved / x.nbytes:.1f} times the bytes of x,")
     print(f"the floor is {(x.nbytes + y.nbytes) / x.nbytes:.1f} times")
@@ -174,7 +174,7 @@ def norm_rows(x, weight, bias):
 if __name__ == "__main__":
     x = torch.randn(5, 1000, generator=generator, device=DEVICE)
     w, b = torch.randn(2, 1000, generator=generator, device=DEVICE)
-    expected = layer_norm_torch(x.double(), w.double(), b.double())
+    expected = layer_norm_in_steps(x.double(), w.double(), b.double())
     y = norm_rows(x, w, b)[0].double()
     error = (y - expected).abs().max().item()
     print(f"largest error {error:.1e}, allowed 4.0e-06")
@@ -197,15 +197,15 @@ def random(N):
     return torch.randn(ELEMENTS // N, N, generator=generator, **kind)
 
 
-def native(x, weight, bias):
+def torch_layer_norm(x, weight, bias):
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, EPS)
 
 
 def contestants(ours):
     """Return our functions and PyTorch's, by name."""
     torch.compiler.reset()  # past eight lengths it would raise
-    fast = torch.compile(native, dynamic=False, fullgraph=True)
-    return ours | {"PyTorch": native, "torch.compile": fast}
+    fast = torch.compile(torch_layer_norm, dynamic=False, fullgraph=True)
+    return ours | {"PyTorch": torch_layer_norm, "torch.compile": fast}
 
 
 def calls(ours, N):
@@ -305,7 +305,7 @@ if __name__ == "__main__":
     dy, x = torch.randn(2, 70, 100, generator=generator, device=DEVICE)
     w, b = torch.randn(2, 100, generator=generator, device=DEVICE)
     leaves = [t.double().requires_grad_() for t in (x, w, b)]
-    y = layer_norm_torch(*leaves)
+    y = layer_norm_in_steps(*leaves)
     expected = torch.autograd.grad(y, leaves, dy.double())
     stats = norm_rows(x, w, b)[1]
     results = gradients(dy, x, w, stats, programs=8)
@@ -406,18 +406,6 @@ class LayerNorm(torch.autograd.Function):
 # has its code, and figures beside other libraries.
 
 from triton_gallery_ops.layer_norm import layer_norm
-
-# %%
-# It is right for few rows and for many, and so are its gradients:
-
-if __name__ == "__main__":
-    for M in (3, 700):
-        x = torch.randn(M, 100, generator=generator, device=DEVICE)
-        leaves = [t.clone().requires_grad_() for t in (x, x[0], x[1])]
-        y, expected = layer_norm(*leaves, EPS), native(*leaves)
-        torch.testing.assert_close(y, expected)
-        grads = [torch.autograd.grad(out, leaves, x) for out in (y, expected)]
-        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
 
 # %%
 # The result

@@ -502,7 +502,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #    and ``else``, which loads does the compiler write when it adds arrays?
 #
 # To read on: ``softmax_long.py`` has bodies and edges of rows that are reduced,
-# and ``launch.py`` more on what a launch notes of its arguments.
+# and ``what_a_launch_compiles.py`` more on what a launch notes of arguments.
 
 # %%
 # Answers

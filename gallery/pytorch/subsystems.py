@@ -1,34 +1,37 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+# dependencies = ["torch>=2.11", "triton>=3.6", "numpy", "pandas"]
 #
 # [tool.triton-gallery]
 # description = """
-# Teach an op what the rest of PyTorch asks of it: other devices, flop counts,
-# tensor subclasses and vmap."""
+# Teach an op what the rest of PyTorch asks of it: fallbacks for other devices,
+# flop counts, tensor subclasses, vmap and autocast."""
 # ///
 r"""
 An op and PyTorch's subsystems
 ==============================
 
 A Triton kernel that became an op (see ``triton_op.py``) runs and compiles. The
-rest of PyTorch knows nothing of it yet: some parts raise an error, some are
-slow, some are silently wrong. This page gives each part the same op twice, bare
-and registered, and compares the results with float64.
+rest of PyTorch knows nothing of the op: some subsystems raise an error, and
+some return a wrong result silently. Register what your users need: an op that
+only ever runs on a GPU may need a backward and no more.
 
 After this page you can
 
-* give an op a backward, a CPU version, shapes, flops, vmap and autocast;
-* let a tensor subclass, here a weight in int8, pass through your op;
-* tell the gaps that raise an error from those that stay silent.
+* give an op a backward, fallbacks, flops, vmap and autocast;
+* let a tensor subclass, here an int8 weight, pass through your op;
+* tell the gaps that raise an error from the silent ones.
 """
 
-# sphinx_gallery_tags = ["custom op", "matmul", "compute bound"]
+# sphinx_gallery_tags = ["custom op", "torch.compile"]
 import os
+import sys
 import textwrap
+from contextlib import contextmanager
 from functools import partial
-from operator import call
+from unittest.mock import patch
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -38,9 +41,12 @@ if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
 
 import triton
 import triton.language as tl
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import triton_op, wrap_triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from torch.utils._triton import has_triton, has_triton_package
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 DEVICE = torch.accelerator.current_accelerator(
@@ -49,168 +55,43 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
-# %%
-# The op
-# ------
-#
-# A linear layer and its activation, ``relu(x @ weight.T + bias)``, in one
-# kernel: ``2 * M * N * K`` operations. Each program computes one tile of the
-# output, and applies bias and relu before it stores it. The launcher ``fused``
-# becomes an op twice: ``linear_relu`` gets every registration of this page, and
-# ``bare`` gets none.
+VERDICT = {
+    "gradients": ("error", "register_autograd", "right"),
+    "CPU tensors": ("error", "register_kernel", "right"),
+    "CPU, compiled": ("error", "none: choose in the body", "right"),
+    "another device": ("error", "register_kernel", "right"),
+    "flop counter": ("wrong: 0", "register_flop_formula", "right"),
+    "vmap": ("right, in 8 calls", "register_vmap", "right, in 1 call"),
+    "autocast": ("wrong: float32", "register_autocast", "right"),
+    "tensor subclass": ("error", "register_torch_dispatch", "right"),
+    "per-sample gradients": ("error", "none: autograd.Function", "right"),
+    "forward mode": ("wrong: zeros", "none: autograd.Function", "error"),
+}
+COLUMNS = ["without", "registration", "with"]
 
 
-@triton.jit
-def linear_relu_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    double: tl.constexpr = x_ptr.dtype.element_ty == tl.float64
-    ACC: tl.constexpr = tl.float64 if double else tl.float32
-    pid, tiles_m = tl.program_id(axis=0).to(tl.int64), tl.cdiv(M, BLOCK_M)
-    pid_m, pid_n = pid % tiles_m, pid // tiles_m
-    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-    offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
-    mask_m, mask_n = offs_m[:, None] < M, offs_n[None, :] < N
-    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
-    weight_ptrs = weight_ptr + offs_n[None, :] * K + offs_k[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-    for k in range(0, K, BLOCK_K):
-        mask_k = offs_k < K - k
-        x = tl.load(x_ptrs, mask=mask_m & mask_k[None, :], other=0)
-        weight = tl.load(weight_ptrs, mask=mask_n & mask_k[:, None], other=0)
-        # "ieee": float32 stays float32, it is not rounded to TF32 first.
-        acc = tl.dot(x, weight, acc, input_precision="ieee", out_dtype=ACC)
-        x_ptrs += BLOCK_K
-        weight_ptrs += BLOCK_K
-    bias = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0)  # (BLOCK_N,)
-    acc += bias[None, :].to(ACC)
-    acc = tl.where(acc < 0, 0, acc)  # relu, and NaN stays NaN
-    out_ptrs = out_ptr + offs_m[:, None] * N + offs_n[None, :]
-    tl.store(out_ptrs, acc, mask=mask_m & mask_n)
-
-
-TILES = {torch.float16: (128, 128, 64), torch.bfloat16: (128, 128, 64)}
-TILES |= {torch.float32: (64, 64, 32), torch.float64: (32, 32, 32)}
-
-
-def check(x, weight, bias):
-    dtypes = [str(tensor.dtype) for tensor in (x, weight, bias)]
-    if x.dtype not in TILES or len(set(dtypes)) > 1:
-        raise TypeError(f"takes one float dtype, not {', '.join(dtypes)}")
-    fits = x.shape[1:] == weight.shape[1:] and weight.shape[:1] == bias.shape
-    if x.ndim != 2 or not fits:
-        shapes = [tuple(tensor.shape) for tensor in (x, weight, bias)]
-        raise ValueError(f"takes (M, K), (N, K) and (N,), not {shapes}")
-    if not x.device == weight.device == bias.device:
-        raise ValueError("takes three tensors on one device")
-
-
-def fused(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    check(x, weight, bias)
-    x, weight, bias = x.contiguous(), weight.contiguous(), bias.contiguous()
-    (M, K), N = x.shape, weight.shape[0]
-    out, tile = x.new_empty(M, N), TILES[x.dtype]
-    if out.numel() > 0:
-        grid = (triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1]),)
-        kernel = wrap_triton(linear_relu_kernel)
-        with torch.accelerator.device_index(x.device.index):
-            kernel[grid](x, weight, bias, out, M, N, K, *tile)
-    return out
-
-
-make_op = partial(triton_op, mutates_args=())
-linear_relu = make_op("triton_gallery::linear_relu", fused)
-bare = make_op("triton_gallery::linear_relu_bare", fused)
-
-# %%
-# The check
-# ---------
-#
-# First the kernel, which ``bare`` runs on any machine. A sum of ``K + 1`` terms
-# is off by at most ``(K + 1) * eps`` of the sum of their magnitudes, ``unit``;
-# rounding the output comes on top.
-
-
-def in_pytorch(x, weight, bias):
-    return torch.relu(torch.nn.functional.linear(x, weight, bias))
-
-
-def reference(*inputs):
-    return in_pytorch(*(tensor.double() for tensor in inputs))
-
-
-def random(M, N, K, dtype=torch.float32, device=DEVICE):
-    shapes = (M, K), (N, K), (N,)
-    return [torch.randn(s, dtype=dtype, device=device) for s in shapes]
-
-
-torch.manual_seed(0)
-for M, N, K in ((1, 1, 1), (40, 70, 100), (64, 64, 0)):
-    for dtype in (torch.float16, torch.float32, torch.float64):
-        inputs = random(M, N, K, dtype)
-        unit = reference(*(tensor.abs() for tensor in inputs)) + 1e-9
-        eps = 2.0 ** (-53 if dtype == torch.float64 else -24)
-        atol = (K + 1) * eps + torch.finfo(dtype).eps
-        error = (bare(*inputs).double() - reference(*inputs)) / unit
-        torch.testing.assert_close(error, 0 * error, rtol=0, atol=atol)
-
-# %%
-# All that follows goes through ``compare``. It hands the bare op, then the
-# registered one to a function, and prints and keeps what came out: an error, or
-# how far it is from float64. First the backward; its formula is in PyTorch.
-
-
-def outcome(run, op, *args):
+def outcome(run, op, expected):
     try:
-        out = run(op, *args)
+        torch.testing.assert_close(run(op), expected, rtol=0.02, atol=0.02)
+    except AssertionError as error:
+        return f"wrong: {' '.join(str(error).splitlines()[:3])}"
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    if isinstance(out, int):
-        return f"{out:,} flops"
-    dtype = str(out.dtype).removeprefix("torch.")
-    if out.is_meta:
-        return f"{dtype}, shape {tuple(out.shape)}"
-    expected = run(reference, *args)
-    error = (out.double() - expected).norm() / expected.norm()
-    wrong = f"wrong by {error:.0%}" if out.any() else "wrong: all zeros"
-    size = f"error {error:.0e}" if error < 0.01 else wrong
-    return f"{dtype}, {size}"
+        return f"error: {type(error).__name__}: {str(error).splitlines()[0]}"
+    return "right"
 
 
 def show(name, text):
-    print(textwrap.fill(f"{name:>9}: {text}", 78, subsequent_indent=" " * 11))
+    text = textwrap.shorten(f"{name}: {text}", 150)
+    print(textwrap.fill(text, 78, subsequent_indent="    "))
 
 
-table = {}
-
-
-def compare(subsystem, run, *args):
-    table[subsystem] = [outcome(run, op, *args) for op in (bare, linear_relu)]
-    show("without", table[subsystem][0])
-    show("with", table[subsystem][1])
-
-
-def setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:2], output)
-
-
-def backward(ctx, grad):
-    x, weight, out = ctx.saved_tensors
-    grad = grad.masked_fill(out <= 0, 0)
-    return grad @ weight, grad.T @ x, grad.sum(0)
-
-
-linear_relu.register_autograd(backward, setup_context=setup_context)
+@contextmanager
+def without_interpreter():
+    torch._logging.set_logs(dynamo=40)  # errors only
+    kernel = globals()["linear_relu_kernel"]
+    globals()["linear_relu_kernel"] = triton.JITFunction(kernel.fn)
+    yield
+    globals()["linear_relu_kernel"] = kernel
 
 
 def gradients(op, *inputs):
@@ -219,131 +100,10 @@ def gradients(op, *inputs):
     return torch.cat([grad.flatten() for grad in grads])
 
 
-x, weight, bias = inputs = random(40, 70, 96)
-if __name__ == "__main__":
-    compare("backward", gradients, *inputs)
-
-# %%
-# A CPU implementation
-# --------------------
-#
-# Models are also loaded, tested and debugged without a GPU. From here on, **a
-# machine without one runs** ``on_cpu`` **in every call of** ``linear_relu`` and
-# not the kernel; ``bare`` goes on with the kernel, in the interpreter. Only the
-# code below turns the interpreter off, to show what CPU tensors meet on a GPU
-# machine or with Triton's compiler:
-#
-# * Triton finds no driver or, where there is a GPU, refuses the pointer.
-# * ``torch.compile`` replaces a ``triton_op`` by its body before it looks for
-#   implementations, and **passes over the one for the CPU** (*compiled*). If a
-#   compiled model may meet CPU tensors, the body has to choose (``either``).
-
-
-@linear_relu.register_kernel("cpu")
-def on_cpu(x, weight, bias):
-    check(x, weight, bias)
-    return in_pytorch(x, weight, bias)
-
-
-if __name__ == "__main__":
-
-    def either(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return (in_pytorch if x.is_cpu else fused)(x, weight, bias)
-
-    def compiled(op, *inputs):
-        torch._logging.set_logs(dynamo=40)  # errors only
-        function = torch.compile(lambda *args: op(*args), backend="aot_eager")
-        return function(*inputs)
-
-    as_it_was = linear_relu_kernel
-    linear_relu_kernel = triton.JITFunction(as_it_was.fn)
-    on_the_cpu = [tensor.cpu() for tensor in inputs]
-    compare("CPU tensors", call, *on_the_cpu)
-    ops = linear_relu, make_op("triton_gallery::linear_relu_either", either)
-    table["CPU, compiled"] = [outcome(compiled, op, *on_the_cpu) for op in ops]
-    show("compiled", table["CPU, compiled"][0])
-    show("either", table["CPU, compiled"][1])
-    on_meta = [tensor.to("meta") for tensor in inputs]
-    meta_for_free = outcome(call, bare, *on_meta)
-    linear_relu_kernel = as_it_was
-
-# %%
-# Shapes without data
-# -------------------
-#
-# Meta tensors, and the fake ones of ``torch.compile``, have a shape, a dtype
-# and no data. For them PyTorch runs the op's body without the launch, so on a
-# GPU this op needs no rule: all three lines agree (the first is from the cell
-# above). Write one if the body, or Triton's interpreter, reads values.
-
-
-@linear_relu.register_fake
-def _(x, weight, bias):
-    check(x, weight, bias)
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-if __name__ == "__main__":
-    show("for free", meta_for_free)
-    compare("meta tensors", call, *on_meta)
-
-# %%
-# Floating-point operations
-# -------------------------
-#
-# ``FlopCounterMode`` knows PyTorch's products. Any other op counts as 0,
-# **silently**. In *training* the forward is one third; without a formula it
-# would be missing. *meta* counts a layer of 65536 rows without its memory.
-# PyTorch's tutorial *Using User-Defined Triton Kernels with torch.compile* has
-# a formula of the inputs' shapes alone; the counter also passes ``out_shape``.
-
-
-@register_flop_formula(torch.ops.triton_gallery.linear_relu)
-def _(x_shape, weight_shape, *args, out_shape=None, **kwargs):
-    return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
-
-
-def flops(op, *inputs):
-    with FlopCounterMode(display=False) as counter:
-        op(*inputs)
-    return counter.get_total_flops()
-
-
-if __name__ == "__main__":
-    documented = make_op("triton_gallery::linear_relu_documented", fused)
-
-    @register_flop_formula(torch.ops.triton_gallery.linear_relu_documented)
-    def _(x_shape, weight_shape, bias_shape):
-        return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
-
-    show("tutorial", outcome(flops, documented, *inputs))
-    compare("flop counter", flops, *inputs)
-    training = partial(flops, gradients)
-    show("training", outcome(training, linear_relu, *inputs))
-    large = random(65536, 28672, 8192, torch.bfloat16, device="meta")
-    show("meta", outcome(flops, linear_relu, *large))
-    assert training(linear_relu, *inputs) == 6 * 40 * 70 * 96
-
-# %%
-# vmap
-# ----
-#
-# Without a rule ``torch.vmap`` loops over the samples, one call for each, with
-# a warning on standard error. A rule gets the batched inputs and says where its
-# output's batch is. Samples become more rows of one call; weights get a loop.
-
-
-@linear_relu.register_vmap
-def _(info, in_dims, *inputs):
-    if in_dims[1:] == (None, None):
-        xs = inputs[0].movedim(in_dims[0], 0)
-        out = linear_relu(xs.flatten(0, 1), *inputs[1:])
-        return out.unflatten(0, xs.shape[:2]), 0
-    outs, pairs = [], list(zip(inputs, in_dims, strict=True))
-    for i in range(info.batch_size):
-        each = (t if dim is None else t.select(dim, i) for t, dim in pairs)
-        outs.append(linear_relu(*each))
-    return torch.stack(outs), 0
+def compiled(op, *inputs):
+    torch.compiler.reset()
+    function = torch.compile(lambda *args: op(*args), backend="aot_eager")
+    return function(*inputs)
 
 
 class Calls(TorchDispatchMode):
@@ -354,58 +114,372 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-if __name__ == "__main__":
+class Layer(torch.nn.Module):
+    def __init__(self, op, weight):
+        super().__init__()
+        self.op, self.weight = op, weight
 
-    def over_samples(op, xs):
-        with Calls() as calls:
-            out = torch.vmap(op, (0, None, None))(xs, weight, bias)
-        counts[op] = calls.count
-        return out
+    def forward(self, x):
+        return self.op(x, self.weight)
 
-    counts = {}
-    compare("vmap", over_samples, torch.randn(8, 40, 96, device=DEVICE))
-    show("calls", f"{counts[bare]} without, {counts[linear_relu]} with a rule")
-    table["vmap"][0] += f" ({counts[bare]} calls)"
-    assert counts[bare] == 8 * counts[linear_relu] == 8
 
 # %%
+# The verdict
+# -----------
+#
+# What each subsystem makes of an op, without and with a registration. Sections
+# below run their rows, and fail if *error*, *wrong* or *right* is not true.
+
+pd.DataFrame.from_dict(VERDICT, orient="index", columns=COLUMNS)
+
+# %%
+# The op
+# ------
+#
+# The op is a linear layer and its activation, ``relu(x @ weight.T)``. A program
+# computes one element: the kernel is short and slow, as it is not the subject.
+
+
+@triton.jit
+def linear_relu_kernel(
+    x_ptr, weight_ptr, out_ptr, N, K, ACC: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    pid = tl.program_id(axis=0).to(tl.int64)
+    row, column = pid // N, pid % N
+    offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
+    mask = offs_k < K
+    x = tl.load(x_ptr + row * K + offs_k, mask=mask, other=0)
+    weight = tl.load(weight_ptr + column * K + offs_k, mask=mask, other=0)
+    total = tl.sum(x.to(ACC) * weight.to(ACC), axis=0)
+    tl.store(out_ptr + pid, tl.where(total < 0, 0, total))  # NaN stays NaN
+
+
+def check(x, weight):
+    if x.dtype != weight.dtype or not x.is_floating_point():
+        raise TypeError(f"takes one float dtype, not {x.dtype}, {weight.dtype}")
+    fits = x.ndim == 2 and x.shape[1:] == weight.shape[1:]
+    if not fits or x.device != weight.device:
+        raise ValueError("takes (M, K) and (N, K), on one device")
+
+
+def fused(x: Tensor, weight: Tensor) -> Tensor:
+    check(x, weight)
+    x, weight = x.contiguous(), weight.contiguous()
+    (M, K), N = x.shape, weight.shape[0]
+    out = x.new_empty(M, N)
+    if out.numel() > 0:
+        ACC = tl.float64 if x.dtype == torch.float64 else tl.float32
+        BLOCK_K = triton.next_power_of_2(max(K, 1))
+        kernel = wrap_triton(linear_relu_kernel)
+        with torch.accelerator.device_index(x.device.index):
+            kernel[(M * N,)](x, weight, out, N, K, ACC, BLOCK_K)
+    return out
+
+
+# %%
+# The launcher ``fused`` becomes an op twice: ``linear_relu`` gets every
+# registration of this page, and ``bare`` gets none.
+
+make_op = partial(triton_op, mutates_args=())
+linear_relu = make_op("triton_gallery::linear_relu", fused)
+bare = make_op("triton_gallery::linear_relu_bare", fused)
+
+
+def in_pytorch(x, weight):
+    check(x, weight)
+    return torch.relu(torch.nn.functional.linear(x, weight))
+
+
+torch.manual_seed(0)
+x, weight = torch.randn(5, 7, device=DEVICE), torch.randn(6, 7, device=DEVICE)
+
+# %%
+# Is it right?
+# ------------
+
+out, expected = bare(x, weight), in_pytorch(x.double(), weight.double())
+torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+
+# %%
+# ``compare`` hands the bare op and the registered one to a function. Plain
+# PyTorch gives the expected result. Folded with the imports are ``outcome``,
+# which says *right* or what is wrong, ``gradients`` and ``compiled``.
+
+
+def compare(row, run, without=bare, registered=linear_relu):
+    expected = run(in_pytorch)
+    for column, op in (("without", without), ("with", registered)):
+        text = outcome(run, op, expected)
+        show(column, text)
+        assert text[:5] == VERDICT[row][COLUMNS.index(column)][:5], text
+
+
+# %%
+# Gradients
+# ---------
+#
+# *Can a loss be differentiated through the op?* ``register_autograd`` takes a
+# formula. This one is made of PyTorch operators.
+
+
+def setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, output)
+
+
+def backward(ctx, grad):
+    x, weight, out = ctx.saved_tensors
+    grad = grad.masked_fill(out <= 0, 0)
+    return grad @ weight, grad.T @ x
+
+
+linear_relu.register_autograd(backward, setup_context=setup_context)
+
+
+if __name__ == "__main__":
+    compare("gradients", lambda op: gradients(op, x, weight))
+
+# %%
+# Without a formula the call works, and the backward raises the error.
+#
+# A fallback for the CPU
+# ----------------------
+#
+# *Does a model with this op run where there is no GPU?* ``register_kernel``
+# takes another implementation for a device. Triton's interpreter would hide the
+# error that users meet, so this page switches it off where that matters.
+
+
+linear_relu.register_kernel("cpu", in_pytorch)
+x_cpu, weight_cpu = on_cpu = x.cpu(), weight.cpu()
+
+if __name__ == "__main__":
+    with without_interpreter():
+        compare("CPU tensors", lambda op: op(*on_cpu))
+
+# %%
+# ``torch.compile`` replaces the op by its body and **passes over the
+# fallback**. An op that is also compiled for CPU tensors chooses in its body:
+
+
+def choosing(name, fallback):
+    def body(x: Tensor, weight: Tensor) -> Tensor:
+        return (fallback if x.is_cpu else fused)(x, weight)
+
+    return make_op(f"triton_gallery::{name}", body)
+
+
+chooses = choosing("linear_relu_chooses", in_pytorch)
+
+
+if __name__ == "__main__":
+    with without_interpreter():
+        pair = linear_relu, chooses
+        compare("CPU, compiled", lambda op: compiled(op, *on_cpu), *pair)
+
+# %%
+# ``x.is_cpu`` asks about the tensor. ``has_triton()`` asks about the machine:
+# does it have a device for which Triton compiles?
+
+if __name__ == "__main__":
+    print(f"{has_triton() = }, {has_triton_package() = }, {x_cpu.is_cpu = }")
+
+# %%
+# So ``has_triton()`` chooses for a whole process: kernels or fallbacks, and
+# which tests to skip. It cannot choose for a call, for with a GPU it is true
+# whatever the tensors are. It has no public name, so it may move.
+#
+# A fallback for another device
+# -----------------------------
+#
+# *What if users have a device that Triton does not know?* PyTorch keeps the
+# name ``privateuseone`` for a backend of your own. Here a stand-in for such a
+# device keeps its data in a CPU tensor, ``host``. The fallback computes there.
+
+
+def to_other_device(host):
+    tensor = torch._C._acc.create_empty_tensor(host.shape, host.dtype)
+    tensor.host = host
+    return tensor
+
+
+@linear_relu.register_kernel("privateuseone")
+def _(x, weight):
+    return to_other_device(in_pytorch(x.host, weight.host))
+
+
+def other_device(op):
+    if op is in_pytorch:  # it computes what is expected
+        return op(*on_cpu)
+    return op(*map(to_other_device, on_cpu)).host
+
+
+if __name__ == "__main__":
+    compare("another device", other_device)
+
+# %%
+# Without the fallback PyTorch runs the body, whose first allocation fails. For
+# a device that has PyTorch's operators, register ``in_pytorch`` itself.
+#
+# A fallback in NumPy
+# -------------------
+#
+# A fallback has to be composed of PyTorch operators, says PyTorch's tutorial
+# *Using User-Defined Triton Kernels with torch.compile*. *What goes wrong
+# otherwise?* Here are four ways to have a fallback, and eight uses of it.
+# *fake* is a call without data, as compilers make it. *recorded* is a graph
+# that ``make_fx`` makes of a call, run on another ``x``. Under the table is
+# each reason, with the first use that has it.
+
+
+def in_numpy(x, weight):
+    x, weight = x.detach().numpy(), weight.detach().numpy()
+    return torch.from_numpy(np.maximum(x @ weight.T, 0))
+
+
+WAYS = {
+    "PyTorch, in the body": chooses,
+    "NumPy, in the body": choosing("numpy_body", in_numpy),
+    "NumPy, registered": make_op("triton_gallery::numpy_registered", fused),
+    "NumPy, no op": in_numpy,
+}
+WAYS["NumPy, registered"].register_kernel("cpu", in_numpy)
+for op in [*WAYS.values()][:3]:
+    op.register_autograd(backward, setup_context=setup_context)
+
+
+USES = {
+    "call": lambda op: op(*on_cpu),
+    "gradients": lambda op: gradients(op, *on_cpu),
+    "vmap": lambda op: torch.vmap(op, (0, None))(x_cpu[None], weight_cpu),
+    "bfloat16": lambda op: op(*(tensor.bfloat16() for tensor in on_cpu)),
+    "fake": lambda op: op(*map(FakeTensorMode().from_tensor, on_cpu)).shape,
+    "torch.compile": lambda op: compiled(op, *on_cpu),
+    "torch.export": lambda op: torch.export.export(
+        Layer(op, weight_cpu), (x_cpu,)
+    ).module()(x_cpu),
+    "recorded": lambda op: make_fx(op)(*on_cpu)(2 * x_cpu, weight_cpu),
+}
+
+if __name__ == "__main__":
+    table, texts = {}, {}
+    with without_interpreter():
+        for use, run in USES.items():
+            expected = run(in_pytorch)
+            table[use] = [outcome(run, op, expected) for op in WAYS.values()]
+            texts |= {text: use for text in table[use] if text not in texts}
+    table = pd.DataFrame.from_dict(table, "index", columns=[*WAYS])
+    print(table.map(lambda text: text[:5]).to_string())
+    del texts["right"]
+    for text, use in texts.items():
+        show(use, text)
+
+# %%
+# * Gradients, ``vmap`` and recording use an op from outside. Without an op they
+#   fail, and the recorded graph **silently** returns its first result.
+# * Fake tensors, compiler and export run the body: it must be in PyTorch. (The
+#   compiler translates NumPy only outside of ops.)
+# * A registered fallback runs only with data, and only NumPy's dtypes limit it.
+#   But ``torch.compile`` passes over it, as above.
+#
+# Floating-point operations
+# -------------------------
+#
+# *How much work is a model?* ``FlopCounterMode`` knows PyTorch's products. Any
+# other op counts as 0, **silently**, until it has a formula. A formula gets the
+# inputs' shapes, and the output's as ``out_shape``.
+
+
+@register_flop_formula(torch.ops.triton_gallery.linear_relu)
+def _(x_shape, weight_shape, *args, out_shape=None, **kwargs):
+    return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
+
+
+def count(op, *inputs, display=False):
+    with FlopCounterMode(display=display) as counter:
+        op(*inputs)
+    return counter
+
+
+if __name__ == "__main__":
+    compare("flop counter", lambda op: count(op, x, weight).get_total_flops())
+
+# %%
+# By default the counter prints a table, which the package ``tabulate`` draws.
+# PyTorch does not install ``tabulate``. Here are a run as things are, one with
+# the package hidden, and the counts without a table:
+
+if __name__ == "__main__":
+    last = torch.nn.Linear(6, 4, device=DEVICE)
+    model = torch.nn.Sequential(Layer(linear_relu, weight), last)
+    for hidden in ({}, {"tabulate": None}):
+        with patch.dict(sys.modules, hidden):
+            try:
+                count(model, x, display=True)
+            except ModuleNotFoundError as error:
+                print("ModuleNotFoundError:", error)
+    counts = count(model, x).get_flop_counts()["Global"]
+    print({str(op): number for op, number in counts.items()})
+
+# %%
+# In code for others, pass ``display=False``.
+#
+# vmap
+# ----
+#
+# *Can the op take a batch?* Without a rule, ``torch.vmap`` calls it once for
+# each sample. A rule returns the output and its batch dimension. Here samples
+# become rows of one call, and a batch of weights gets a loop.
+
+
+@linear_relu.register_vmap
+def _(info, in_dims, x, weight):
+    if in_dims[1] is None:
+        xs = x.movedim(in_dims[0], 0)
+        out = linear_relu(xs.flatten(0, 1), weight)
+        return out.unflatten(0, xs.shape[:2]), 0
+    xs = [x] * info.batch_size if in_dims[0] is None else x.unbind(in_dims[0])
+    return torch.stack(list(map(linear_relu, xs, weight.unbind(in_dims[1])))), 0
+
+
+def over_samples(op):
+    return torch.vmap(op, (0, None))(samples, weight)
+
+
+if __name__ == "__main__":
+    samples = torch.randn(8, 5, 7, device=DEVICE)
+    compare("vmap", over_samples)
+    for op in (bare, linear_relu):
+        with Calls() as calls:
+            over_samples(op)
+        print("calls:", calls.count)
+
+# %%
+# Both are right. PyTorch warns of the loop on standard error.
+#
 # Autocast
 # --------
 #
-# Under ``torch.autocast`` linear layers compute in half precision. An op
-# without a rule stays in float32, **silently**, and after a layer that did
-# cast, it meets two dtypes at once: the second pair below.
+# *Does the op compute in half precision with the layers around it?* Without a
+# rule it stays in float32, **silently**.
 
 for kind in ("cpu", "cuda"):
     linear_relu.register_autocast(kind, torch.bfloat16)
 
-
-def autocast(op, *inputs, dtype=torch.bfloat16):
-    with torch.autocast(DEVICE.type, dtype):
-        return op(*inputs)
-
-
 if __name__ == "__main__":
-    compare("autocast", autocast, *inputs)
-    compare("2nd autocast", autocast, x.bfloat16(), weight, bias)
-    half = partial(autocast, dtype=torch.float16)
-    show("float16", outcome(half, linear_relu, *inputs))
-    mixed = partial(autocast, gradients)
-    show("gradients", outcome(mixed, linear_relu, *inputs))
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        compare("autocast", lambda op: op(x, weight))
+    with torch.autocast(DEVICE.type, torch.float16):
+        print("asked for float16:", linear_relu(x, weight).dtype)
 
 # %%
-# The errors are bfloat16's; gradients arrive in the parameters' float32. In
-# ``float16`` the dtype is that of the registration, **not the one that autocast
-# was asked for**. (A second registration is ignored, float64 is never cast.)
+# The dtype is the registration's, **not the one that autocast was asked for**.
 #
 # A tensor subclass
 # -----------------
 #
-# This weight is int8, with a scale for each row. It looks like an ordinary
-# matrix, but its ``data_ptr()`` is 0. ``__torch_dispatch__`` turns it back into
-# floats for PyTorch's own ops, and knows nobody else's. The rule for our op
-# changes neither op nor class; it could also call a kernel that reads int8. It
-# works below autograd, so the backward still holds.
+# *Can the weight be quantized?* This one is int8 with a scale for each row, and
+# looks like an ordinary matrix. ``__torch_dispatch__`` dequantizes it for
+# PyTorch's own operators alone. The rule changes neither op nor class.
 
 
 class Int8Weight(Tensor):
@@ -435,23 +509,18 @@ def _(cls, func, types, args, kwargs):
 if __name__ == "__main__":
     scale = weight.abs().amax(dim=1, keepdim=True) / 127
     int8 = Int8Weight((weight / scale).round().to(torch.int8), scale)
-    compare("tensor subclass", call, x, int8, bias)
-    assert int8.data_ptr() == 0
-
-    def gradient(op):
-        return gradients(lambda x: op(x, int8, bias), x)
-
-    show("gradient", outcome(gradient, linear_relu))
+    compare("tensor subclass", lambda op: op(x, int8))
 
 # %%
+# Without a rule neither op nor class knows what to do with the other.
+#
 # What no registration covers
 # ---------------------------
 #
-# ``torch.func``'s gradients, here one for each sample, don't `get through
+# *And torch.func?* Its gradients, here one for each sample, do not `get through
 # <https://github.com/pytorch/pytorch/issues/170834>`_ to ``register_autograd``.
-# Forward mode has no registration: zeros, **silently**. For now, wrap the op in
-# an ``autograd.Function``: per-sample gradients are then right, and forward
-# mode raises an error instead of returning zeros.
+# Its forward mode returns zeros, **silently**. Here *without* is the registered
+# op, and *with* an ``autograd.Function`` around it.
 
 
 class LinearReLU(torch.autograd.Function):
@@ -461,103 +530,34 @@ class LinearReLU(torch.autograd.Function):
     backward = staticmethod(backward)
 
 
+def sample_gradients(op):
+    gradient = torch.func.grad(lambda w, row: op(row[None], w).square().sum())
+    return torch.vmap(gradient, (None, 0))(weight, x)
+
+
+def tangent(op):
+    return torch.func.jvp(lambda x: op(x, weight), (x,), (x,))[1]
+
+
 if __name__ == "__main__":
-
-    def sample_gradients(op):
-        def loss(weight, sample):
-            return op(sample[None], weight, bias).square().sum()
-
-        return torch.vmap(torch.func.grad(loss), (None, 0))(weight, x)
-
-    def tangent(op):
-        return torch.func.jvp(lambda x: op(x, weight, bias), (x,), (x,))[1]
-
-    for run in (sample_gradients, tangent):
-        compare(f"torch.func, {run.__name__}", run)
-        show("Function", outcome(run, LinearReLU.apply))
+    pair = linear_relu, LinearReLU.apply
+    compare("per-sample gradients", sample_gradients, *pair)
+    compare("forward mode", tangent, *pair)
+    assert not tangent(linear_relu).any()
 
 # %%
-# All of it
-# ---------
-#
-# The runs above in one table (*CPU, compiled*: ``linear_relu`` and ``either``):
-
-right = [row[1] for k, row in table.items() if "torch.func" not in k]
-assert not [text for text in right if "Error" in text or "wrong" in text]
-pd.set_option("display.max_colwidth", None)
-cut = {k: [textwrap.shorten(s, 56) for s in row] for k, row in table.items()}
-outcomes = pd.DataFrame.from_dict(cut, "index", columns=["without", "with"])
-outcomes
-
-# %%
-# The benchmark
-# -------------
-#
-# The figure is the counted flops by the time, for square layers in bfloat16.
-# ``Roof`` is cuBLAS' product alone, always at the largest size. It is measured
-# anew for each point: how much it varies shows how exact the figures are.
-
-SIZES = [2**k for k in range(9, 14)]
-
-
-@triton.testing.perf_report(
-    triton.testing.Benchmark(
-        x_names=["N"],
-        x_vals=SIZES,
-        x_log=True,
-        line_arg="provider",
-        line_vals=["Triton", "PyTorch", "torch.compile", "Roof"],
-        line_names=["Triton", "PyTorch", "torch.compile", "Roof"],
-        ylabel="TFLOP/s",
-        plot_name="subsystems",
-        args={},
-    )
-)
-def benchmark(N, provider):
-    if provider == "Roof":
-        N = SIZES[-1]
-    layer = random(N, N, N, torch.bfloat16)
-    torch.compiler.reset()  # after eight shapes it would fall back to eager
-    op = {
-        "Triton": linear_relu,
-        "PyTorch": in_pytorch,
-        "torch.compile": torch.compile(in_pytorch, dynamic=False),
-        "Roof": lambda x, weight, bias: x @ weight.T,
-    }[provider]
-    run, work = partial(op, *layer), flops(linear_relu, *layer) * 1e-9
-    times = triton.testing.do_bench(run, quantiles=[0.5, 0.2, 0.8])
-    median, fast, slow = (work / milliseconds for milliseconds in times)
-    return median, slow, fast
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    results = benchmark.run(print_data=True, show_plots=True, return_df=True)
-
-# %%
-# Reading the result
-# ------------------
-#
-# One kernel does the work of two, for PyTorch runs relu by itself. For large
-# layers it still loses to PyTorch's two: it has no order of tiles for the L2
-# cache and no TMA; what they would bring is not measured. The smallest layers
-# wait for the CPU. There compiled code is slowest, and PyTorch fastest.
+# Per-sample gradients are right then. An error is better than zeros.
 #
 # Go further
 # ----------
 #
-# 1. Change the fake rule to ``x.new_empty(weight.shape[0], x.shape[0]).T``.
-#    Does this page notice? What does?
-# 2. Write the rule of vmap for a batch of weights without a loop.
-#
-# Next is ``which_api.py``. To read on: `torch.library
-# <https://docs.pytorch.org/docs/stable/library.html>`_.
+# Write the rule of ``vmap`` for a batch of weights without a loop, and one for
+# the int8 weight that makes no dequantized copy. Next is ``which_api.py``.
 
 # %%
 # Answers
 # -------
 #
-# **1.** No, for only the strides are wrong. ``test_faketensor`` of
-# ``torch.library.opcheck`` finds it.
-#
-# **2.** More weights are more columns: flatten them to ``(B * N, K)``, ``bias``
-# to ``(B * N,)``, and return ``out.unflatten(1, (B, N)), 1``.
+# More weights are more columns: flatten them to ``(B * N, K)``, and return
+# ``out.unflatten(1, (B, N)), 1``. A row's scale is a factor of its sum:
+# ``relu((x @ int8.T) * scale.T)``, with ``int8`` in the type of ``x``.

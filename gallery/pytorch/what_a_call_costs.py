@@ -394,7 +394,8 @@ if __name__ == "__main__":
 #
 # On a GPU, ``launcher`` has a launch in it. Triton's launch overhead is mostly
 # Python: it binds arguments to names, makes a key of their types and of the
-# options (``launch.py``), looks up the kernel, and passes all on to the driver.
+# options (``what_a_launch_compiles.py``), looks up the kernel, and passes all
+# on to the driver.
 
 
 @triton.jit
@@ -656,8 +657,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # there, and measure ``forward`` again. Which way does the gallery's come close
 # to?
 #
-# To read on: ``launch.py`` on the key of a launch, ``triton_op.py`` on
-# gradients, and `torch.library
+# To read on: ``what_a_launch_compiles.py`` on the key of a launch,
+# ``triton_op.py`` on gradients, and `torch.library
 # <https://docs.pytorch.org/docs/stable/library.html>`_.
 
 # %%

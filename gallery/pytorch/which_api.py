@@ -4,37 +4,29 @@
 #
 # [tool.triton-gallery]
 # description = """
-# Choose between a plain function, triton_op and custom_op by a table of what
-# each supports, every cell of which was run."""
+# Choose between a bare kernel, triton_op and custom_op by a table of what each
+# supports, every cell of which was run."""
+# tool = true
+# shown_first = "Which one"
 # ///
 r"""
-Which API
-=========
+Which API: bare kernel, triton_op or custom_op
+==============================================
 
-A plain function can launch a kernel, or be made an op by ``custom_op`` or by
-``triton_op``. PyTorch has a chart of what each way supports. This page tries
-it, and more, on the PyTorch at hand: every cell is a run in a process of its
-own, and its numbers have to be right. ``subsystems.py`` explains most rows.
+A plain Python function can launch a *bare kernel*, or ``triton_op`` or
+``custom_op`` can make that function an op of PyTorch. The choice decides what
+works with the kernel: autograd, compilers, export, the CPU. If you only want to
+write a first op, read ``triton_op.py`` instead.
 
-After this page you
+After this page you can
 
-* choose a plain function, ``custom_op`` or ``triton_op`` by what your kernel
-  has to get along with;
-* know what fails without a GPU, and what goes wrong without an error;
-* know which sentences of the documentation still hold.
+* choose one of the three by a table that a run printed;
+* name what goes wrong without an error;
+* say what a call of each costs, and which PyTorch has it.
 """
 
 # sphinx_gallery_tags = ["custom op", "torch.compile"]
-import gc
-import inspect
-import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import textwrap
-from pathlib import Path
 
 import pandas as pd
 import torch
@@ -44,6 +36,9 @@ if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
 
 import triton
 import triton.language as tl
+from torch.library import custom_op, triton_op, wrap_triton
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 DEVICE = torch.accelerator.current_accelerator(
@@ -52,157 +47,246 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
-# %%
-# What the documentation says
-# ---------------------------
-#
-# PyTorch's tutorial *Using User-Defined Triton Kernels with torch.compile* has
-# `this chart <https://github.com/pytorch/tutorials/pull/3227>`_. *Mostly* is
-# short for "in the majority of cases". The last three rows are a single row
-# there.
-
-APIS = ["bare kernel", "triton_op", "custom_op"]
-CHART = {
-    "inference": ["yes", "yes", "yes"],
-    "training": ["mostly", "yes", "yes"],
-    "torch_compile": ["yes", "yes", "yes"],
-    "fullgraph": ["mostly", "mostly", "yes"],
-    "traced_into": ["yes", "yes", "no"],
-    "aot_inductor": ["yes", "yes", "no"],
-    "flop_counter": ["no", "yes", "yes"],
-    "cpu_fallback": ["no", "yes", "yes"],
-    "tensor_subclass": ["no", "yes", "yes"],
-}
-pd.DataFrame(CHART.values(), CHART, APIS)
+from triton_gallery.outcomes import outcome_table, outcomes, run_package, tried
 
 # %%
-# One kernel, three wrappings
-# ---------------------------
+# One kernel, three APIs
+# ----------------------
 #
-# The kernel is not the subject, so it is a dull one.
+# The kernel squares a tensor. With ``finite=True`` its launcher looks at
+# values, which compilers dislike.
 
 
 @triton.jit
-def square_kernel(
-    x_ptr,
-    out_ptr,
-    N,
-    BLOCK: tl.constexpr,
-):
+def square_kernel(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     # In int32 the product below would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
     offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
     x = tl.load(x_ptr + offs, mask=offs < N)  # (BLOCK,)
-    tl.store(out_ptr + offs, x * x, mask=offs < N)
+    tl.store(y_ptr + offs, x * x, mask=offs < N)
 
 
-# %%
-# Both ops get a gradient, a fallback for the CPU, a rule for ``vmap``, a flop
-# count. ``finite=True`` has the launcher look at values, which compilers
-# dislike. All this is in one function, which other processes will call, too.
+def check(x, finite):
+    if finite and not x.isfinite().all():
+        raise ValueError("square got an infinity or NaN")
 
 
-def wrap():
-    """Return the three wrappings of the kernel."""
-
-    def check(x, finite):
-        if x.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"square takes float32 or float64, not {x.dtype}")
-        if finite and not x.isfinite().all():
-            raise ValueError("square got an infinity or NaN")
-
-    def bare(x, finite=False, kernel=square_kernel):
-        check(x, finite)
-        x, N = x.contiguous(), x.numel()
-        out = x.new_empty(x.shape)
-        kernel[(triton.cdiv(N, 1024),)](x, out, N, BLOCK=1024)
-        return out
-
-    @torch.library.triton_op("triton_gallery::square_traced", mutates_args=())
-    def traced(x: torch.Tensor, finite: bool = False) -> torch.Tensor:
-        return bare(x, finite, torch.library.wrap_triton(square_kernel))
-
-    @torch.library.custom_op("triton_gallery::square_opaque", mutates_args=())
-    def opaque(x: torch.Tensor, finite: bool = False) -> torch.Tensor:
-        return bare(x, finite)
-
-    def fallback(x, finite=False):
-        check(x, finite)
-        return (x * x).contiguous()
-
-    def save(ctx, inputs, output):
-        ctx.save_for_backward(inputs[0])
-
-    def backward(ctx, grad):
-        return 2 * ctx.saved_tensors[0] * grad, None
-
-    def batch(op):
-        return lambda info, dims, x, *finite: (op(x, *finite), dims[0])
-
-    def flops(x_shape, *finite, out_shape=None, **kwargs):
-        return x_shape.numel()
-
-    opaque.register_fake(lambda x, finite=False: x.new_empty(x.shape))
-    for op in (traced, opaque):
-        op.register_autograd(backward, setup_context=save)
-        op.register_kernel("cpu")(fallback)
-        op.register_vmap(batch(op))
-    ops = torch.ops.triton_gallery
-    register_flop_formula([ops.square_traced, ops.square_opaque])(flops)
-    return {"bare kernel": bare, "triton_op": traced, "custom_op": opaque}
+def bare(x, finite=False, kernel=square_kernel):
+    check(x, finite)
+    x, N = x.contiguous(), x.numel()
+    y = x.new_empty(x.shape)
+    kernel[(triton.cdiv(N, 1024),)](x, y, N, BLOCK=1024)
+    return y
 
 
-bare, square, square_opaque = wrap().values()
+@triton_op("triton_gallery::square_traced", mutates_args=())
+def traced(x: torch.Tensor, finite: bool = False) -> torch.Tensor:
+    return bare(x, finite, wrap_triton(square_kernel))
+
+
+@custom_op("triton_gallery::square_opaque", mutates_args=())
+def opaque(x: torch.Tensor, finite: bool = False) -> torch.Tensor:
+    return bare(x, finite)
+
+
+OPS = {"bare kernel": bare, "triton_op": traced, "custom_op": opaque}
 
 # %%
-# The check
-# ---------
+# An op can be told more: here a gradient, a fallback for the CPU, a rule for
+# ``vmap`` and a count of operations. A ``custom_op`` needs the shape of its
+# result, too; a ``triton_op`` runs its launcher without the kernel to find it.
+
+
+def save(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+
+
+def backward(ctx, grad):
+    return 2 * ctx.saved_tensors[0] * grad, None  # finite has no gradient
+
+
+def fallback(x, finite=False):
+    check(x, finite)
+    return (x * x).contiguous()
+
+
+def complete(op, name):
+    op.register_autograd(backward, setup_context=save)
+    op.register_kernel("cpu")(fallback)
+    op.register_vmap(lambda info, dims, *x: (op(*x), dims[0]))
+    register_flop_formula(name)(lambda shape, *_, **__: shape.numel())
+
+
+opaque.register_fake(lambda x, finite=False: x.new_empty(x.shape))
+complete(opaque, torch.ops.triton_gallery.square_opaque)
+complete(traced, torch.ops.triton_gallery.square_traced)
+
+# %%
+# Is it right?
+# ------------
 #
-# The float64 product, rounded to float32, has to come out bit for bit.
+# Each op, for a size that its block of 1024 divides and one that it does not:
 
-for shape in ((1024,), (31, 257)):
-    x = torch.randn(shape, device=DEVICE)
-    expected = (x.double() * x.double()).float()
-    for op in (bare, square, square_opaque):
-        torch.testing.assert_close(op(x), expected, rtol=0, atol=0)
+if __name__ == "__main__":
+    for x in torch.randn(1024, device=DEVICE), torch.randn(999, device=DEVICE):
+        for op in OPS.values():
+            torch.testing.assert_close(op(x), x * x)
 
 # %%
-# The rows
-# --------
+# How each line is tried
+# ----------------------
 #
-# A row of the table is a function of an op and a tensor. It returns what came
-# out and what is right. First what needs no compiler. In ``training`` the loss
-# has a second term without the op, as in a model: other paths reach ``x``, too.
-# ``TwoTensor`` is a test subclass of PyTorch.
+# A row of the table is a line of code. A tensor that it returns has to be the
+# square of ``x``. ``tried`` runs each line with each op, each time in a process
+# of its own, in which Triton compiles. So a crash is an outcome, too. It prints
+# what was not ok.
 
 
-def inference(op, x):
-    return op(x), x * x
+def attempt(line, api, device):
+    torch.manual_seed(0)
+    x = torch.randn(1000, device=device)
+    y = eval(line, globals() | {"op": OPS[api], "x": x})
+    if not isinstance(y, torch.Tensor):
+        return y
+    torch.testing.assert_close(y, x * x)
+
+
+gpu, ROWS = {}, []  # what became of the lines; the lines
+
+# %%
+# Training: a gradient that is wrong without an error
+# ---------------------------------------------------
+#
+# In a model, ``x`` reaches the loss by other paths, too: here by ``x.sum()``.
 
 
 def training(op, x):
     x.requires_grad_()
-    (op(x).sum() + x.sum()).backward()
-    return x.grad, 2 * x.detach() + 1
+    loss = op(x).sum() + x.sum()
+    loss.backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach() + 1)
+
+
+def autograd_function(op, x):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return op(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * ctx.saved_tensors[0] * grad
+
+    training(torch.compile(lambda x: Square.apply(x), fullgraph=True), x)
+
+
+rows = [
+    "op(x)",
+    "training(op, x)",
+    "training(torch.compile(op, fullgraph=True), x)",
+    "autograd_function(op, x)",
+]
+ROWS += rows
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    gpu |= tried(attempt, rows, OPS, "cuda")
+
+# %%
+# To autograd, what a bare kernel returns is a constant. Its share of the
+# gradient is missing, and the other path keeps ``backward`` from raising. A
+# ``Function`` around the launch mends that.
+#
+# torch.compile
+# -------------
+#
+# ``fullgraph=True`` forbids a fallback to Python. ``traced_into`` reads
+# Inductor's code: where it calls the op, the op stayed *opaque*; else the
+# compiler *traced* into it.
+
+
+def dynamic_shapes(op, x):
+    compiled = torch.compile(op, fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(x), x * x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        torch.testing.assert_close(compiled(x[:600]), x[:600] * x[:600])
+
+
+def traced_into(op, x):
+    get_code = torch._inductor.utils.run_and_get_code
+    y, code = get_code(torch.compile(op, fullgraph=True), x)
+    torch.testing.assert_close(y, x * x)
+    return "opaque" if "triton_gallery.square" in code[0] else "traced"
+
+
+rows = [
+    "torch.compile(op)(x)",
+    "torch.compile(op, fullgraph=True)(x)",
+    "torch.compile(op, fullgraph=True)(x, finite=True)",
+    "dynamic_shapes(op, x)",
+    "traced_into(op, x)",
+]
+ROWS += rows
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    gpu |= tried(attempt, rows, OPS, "cuda")
+
+# %%
+# ``if not x.isfinite().all()`` needs a value while the compiler traces, and
+# there is none. Nobody looks into a ``custom_op``, so its launcher may do
+# anything; but the compiler cannot fuse or package what it does not see.
+#
+# Export and packages
+# -------------------
+#
+# ``aot_inductor`` makes a *package* of an exported program, and runs it in a
+# process that has PyTorch and none of our ops.
+
+
+def export(op, x, strict=False):
+    class Square(torch.nn.Module):
+        def forward(self, x):
+            return op(x)
+
+    program = torch.export.export(Square(), (x,), strict=strict)
+    torch.export.save(program, "square.pt2")
+    return torch.export.load("square.pt2")
+
+
+def aot_inductor(op, x):
+    program, file = export(op, x, strict=True), os.path.abspath("aot.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=file)
+    return run_package(file, x)
+
+
+rows = ["export(op, x).module()(x)", "aot_inductor(op, x)"]
+ROWS += rows
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    gpu |= tried(attempt, rows, OPS, "cuda")
+
+# %%
+# With ``strict=False`` export runs the function on tensors without memory, and
+# a bare kernel is launched on them. With ``strict=True`` it reads the function
+# and finds the launch. A package holds compiled kernels, but no Python: it
+# knows a ``custom_op`` by name alone, and the other process has no such op.
+#
+# Other subsystems
+# ----------------
+#
+# ``TwoTensor`` is a tensor subclass of PyTorch's own tests.
 
 
 def flop_counter(op, x):
     with FlopCounterMode(display=False) as counter:
-        out = op(x)
-    return (counter.get_total_flops(), out), (x.numel(), x * x)
-
-
-def cpu_fallback(op, x):
-    return op(x.cpu()), x.cpu() * x.cpu()
+        y = op(x)
+    torch.testing.assert_close(counter.get_total_flops(), x.numel())
+    return y
 
 
 def tensor_subclass(op, x):
-    out = op(torch.testing._internal.two_tensor.TwoTensor(x, x + 1))
-    return (out.a, out.b), (x * x, (x + 1) * (x + 1))
-
-
-def vmap(op, x):
-    return torch.vmap(op)(x.view(10, -1)), (x * x).view(10, -1)
+    y = op(TwoTensor(x, x + 1))
+    torch.testing.assert_close((y.a, y.b), (x * x, (x + 1) * (x + 1)))
 
 
 def cuda_graph(op, x):
@@ -210,90 +294,108 @@ def cuda_graph(op, x):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = op(x)
+        y = op(x)
     x.normal_()
     graph.replay()
-    return out, x * x
+    return y
 
 
-# %%
-# Then the compilers. ``reading_values`` passes ``finite=True``. ``traced_into``
-# looks whether Inductor's code still calls the op: *opaque*, or *traced*.
-# ``torch_export`` saves and loads its program. ``aot_inductor`` runs a package
-# in a process that has none of our Python.
+rows = [
+    "op(x.cpu()).to(x.device)",
+    "torch.vmap(op)(x.view(10, -1)).view(-1)",
+    "flop_counter(op, x)",
+    "tensor_subclass(op, x)",
+    "cuda_graph(op, x)",
+]
+ROWS += rows
 
-
-def torch_compile(op, x):
-    return torch.compile(op)(x), x * x
-
-
-def fullgraph(op, x):
-    return torch.compile(op, fullgraph=True)(x), x * x
-
-
-def reading_values(op, x):
-    return torch.compile(op, fullgraph=True)(x, True), x * x
-
-
-def compiled_training(op, x):
-    return training(torch.compile(op, fullgraph=True), x)
-
-
-def traced_into(op, x):
-    get_code = torch._inductor.utils.run_and_get_code
-    out, code = get_code(torch.compile(op, fullgraph=True), x)
-    called = "triton_gallery.square" in code[0]
-    return out, x * x, "opaque" if called else "traced"
-
-
-def export(op, x, strict):
-    class Square(torch.nn.Module):
-        def forward(self, x):
-            return op(x)
-
-    program = torch.export.export(Square(), (x,), strict=strict)
-    torch.export.save(program, f"{os.getpid()}.pt2")
-    return torch.export.load(f"{os.getpid()}.pt2")
-
-
-def torch_export(op, x):
-    return export(op, x, strict=False).module()(x), x * x
-
-
-def aot_inductor(op, x):
-    program, file = export(op, x, strict=True), f"{os.getpid()}.aot.pt2"
-    torch._inductor.aoti_compile_and_package(program, package_path=file)
-    torch.save(x, "x" + file)
-    # Why libstdc++ and this loader: see ``aot_inductor.py``.
-    code = f"""import atexit, ctypes, gc
-gc.disable()
-atexit.register(gc.freeze)
-ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
-import torch
-load = torch._C._aoti.AOTIModelPackageLoader
-square = load({file!r}, "model", False, 1, -1).boxed_run
-torch.save(square([torch.load("x{file}")])[0], "out{file}")"""
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True)
-    if run.returncode:
-        said = run.stderr.strip() or f"exit code {run.returncode}"
-        raise RuntimeError(said.splitlines()[-1].removeprefix("RuntimeError: "))
-    return torch.load("out" + file), x * x
-
-
-ROWS = [inference, training, torch_compile, fullgraph, reading_values]
-ROWS += [compiled_training, traced_into, torch_export, aot_inductor]
-ROWS += [flop_counter, cpu_fallback, tensor_subclass, vmap, cuda_graph]
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    gpu |= tried(attempt, rows, OPS, "cuda")
 
 # %%
-# Further claims
-# --------------
+# These subsystems work on ops, and a launch is no op. The counter misses it,
+# again without an error. The others cannot redirect it: the kernel gets an
+# address on the CPU, or that of a tensor without memory of its own.
 #
-# The tutorial goes on: of the options of ``autotune``, ``torch.compile`` takes
-# only ``configs`` and ``key``; ``heuristics`` may come above ``autotune``, not
-# below; a flop formula takes ``(x_shape)``. An option like ``restore_value``
-# matters to a kernel that changes what it reads (see ``autotune.py``). Ours
-# adds 1 to a counter. After tuning and one call the counter must be 1.
+# What a call costs
+# -----------------
+#
+# The CPU's time for a call, in microseconds: ``x`` needs no gradient, ``w``
+# does; then the backward. Without a GPU the fallback is in the place of the
+# bare kernel. ``what_a_call_costs.py`` takes a call apart, and has faster ways
+# to register an op.
+
+
+def microseconds(line, **names):
+    timer = Timer(line, globals=names)
+    return 1e6 * timer.blocked_autorange(min_run_time=0.5).median
+
+
+def costs(op):
+    x = torch.randn(1000, device=DEVICE)
+    w = x.clone().requires_grad_()
+    y, found = op(w), {"op(x)": microseconds("op(x)", op=op, x=x)}
+    found["op(w)"] = microseconds("op(w)", op=op, w=w)
+    if y.requires_grad:
+        line = "torch.autograd.grad(y, w, x, retain_graph=True)"
+        found["backward"] = microseconds(line, y=y, w=w, x=x)
+    return found
+
+
+if __name__ == "__main__":
+    timed = dict(OPS)
+    if DEVICE.type == "cpu":
+        timed["bare kernel"] = lambda x: fallback(x.detach())
+    table = pd.DataFrame({api: costs(op) for api, op in timed.items()})
+    print(table.round(1).to_string(na_rep="-"))
+
+# %%
+# What PyTorch's chart says
+# -------------------------
+#
+# PyTorch's tutorial on Triton kernels in ``torch.compile`` has `this chart
+# <https://github.com/pytorch/tutorials/pull/3227>`_. Each of its cells is
+# *confirmed* or *refuted* by the run. *mostly*, "in the majority of cases", is
+# too vague to test. A result that is wrong without an error is *wrong*,
+# whatever the chart says.
+
+CHART = {
+    "op(x)": ["yes", "yes", "yes"],
+    "training(op, x)": ["mostly", "yes", "yes"],
+    "torch.compile(op)(x)": ["yes", "yes", "yes"],
+    "torch.compile(op, fullgraph=True)(x)": ["mostly", "mostly", "yes"],
+    "traced_into(op, x)": ["yes", "yes", "no"],
+    "aot_inductor(op, x)": ["yes", "yes", "no"],
+    "flop_counter(op, x)": ["no", "yes", "yes"],
+    "op(x.cpu()).to(x.device)": ["no", "yes", "yes"],
+    "tensor_subclass(op, x)": ["no", "yes", "yes"],
+}
+
+
+def verdict(claim, outcome):
+    if outcome.startswith("wrong"):
+        return "wrong"
+    if claim == "mostly":
+        return "too vague to test"
+    works = not outcome.startswith(("fails", "opaque"))
+    return "confirmed" if works == (claim == "yes") else "refuted"
+
+
+def compared(row):
+    cells = zip(CHART[row], OPS, strict=True)
+    return [f"{claim}: {verdict(claim, gpu[row, api])}" for claim, api in cells]
+
+
+pd.DataFrame({row: compared(row) for row in CHART}, OPS).T if gpu else None
+
+# %%
+# Options of autotune
+# -------------------
+#
+# The tutorial goes on: of ``autotune``'s options ``torch.compile`` takes
+# ``configs`` and ``key`` alone; ``heuristics`` may be above ``autotune``, not
+# below; a flop formula takes ``(x_shape)``. Our kernel adds 1 to a counter:
+# after tuning and one call, the counter has to be 1.
 
 
 @triton.jit
@@ -301,270 +403,142 @@ def count_kernel(out_ptr, STEP: tl.constexpr):
     tl.store(out_ptr, tl.load(out_ptr) + STEP)
 
 
-def autotune(case, x):
-    global kernel  # PyTorch has to find it by its name
-    names = [n for n in ("restore_value", "reset_to_zero") if n in case]
-    options = {name: ["out_ptr"] for name in names}
-    if case == "pre_hook":
-        options["pre_hook"] = lambda args, **_: args["out_ptr"].zero_()
-    if "prune_configs_by" in case:
-        prune = {"early_config_prune": lambda configs, *_, **__: configs[:2]}
-        options["prune_configs_by"] = prune
-    # One config is no choice: nothing would be tuned.
-    warps = (1, 2, 4) if options else (1,)
+def tune(kernel, **options):
+    warps = (1, 2, 4) if options else (1,)  # one config: nothing is tuned
     configs = [triton.Config({}, num_warps=n) for n in warps]
-    tune = triton.autotune(configs, key=[], **options)
-    guess = triton.heuristics({"STEP": lambda args: 1})
-    kernel = tune(guess(count_kernel) if "below" in case else count_kernel)
-    kernel = guess(kernel) if "above" in case else kernel
-    step = {} if "heuristics" in case else {"STEP": 1}
+    return triton.autotune(configs, key=[], **options)(kernel)
+
+
+def zero(args, **_):
+    args["out_ptr"].zero_()
+
+
+guess = triton.heuristics({"STEP": lambda args: 1})
+PRUNE = {"early_config_prune": lambda configs, *_, **__: configs[:2]}
+OUT = ["out_ptr"]
+
+
+def counts(line):
+    global kernel  # PyTorch has to find it by its name
+    kernel, step = eval(line), {} if "guess" in line else {"STEP": 1}
 
     def launch(x):
-        out = torch.zeros_like(x[:1])
+        out = torch.zeros_like(x)
         kernel[(1,)](out, **step)
         return out
 
-    return torch.compile(launch, fullgraph=True)(x), torch.ones_like(x[:1])
+    x = torch.ones(1, device="cuda")
+    torch.testing.assert_close(torch.compile(launch, fullgraph=True)(x), x)
 
 
-def op_formula(case, x):
-    @torch.library.custom_op("triton_gallery::square_counted", mutates_args=())
-    def square(x: torch.Tensor) -> torch.Tensor:
+def formula(line):
+    @custom_op("triton_gallery::square_counted", mutates_args=())
+    def counted(x: torch.Tensor) -> torch.Tensor:
         return x * x
 
-    @register_flop_formula(torch.ops.triton_gallery.square_counted)
-    def _(x_shape):
-        return x_shape.numel()
-
-    return flop_counter(square, x)
+    count = register_flop_formula(torch.ops.triton_gallery.square_counted)
+    count(eval(line))
+    flop_counter(counted, torch.randn(1000))
 
 
-# %%
-# Each claim has its runs, and what it says of each: that the run works, or not.
-# A claim of *mostly* fits any outcome, so it always holds.
-
-TUNED = ["restore_value", "reset_to_zero", "pre_hook"]
-TUNED += ["restore_value, prune_configs_by"]
-BELOW = ["heuristics below", "heuristics below, restore_value"]
-CLAIMS = {
-    f"chart: {row}": [(row, api, said[k]) for k, api in enumerate(APIS)]
-    for row, said in CHART.items()
+CLAIMS = {  # does it work, by the tutorial?
+    "lambda x_shape: x_shape.numel()": "yes",
+    "tune(count_kernel, restore_value=OUT)": "no",
+    "tune(count_kernel, reset_to_zero=OUT)": "no",
+    "tune(count_kernel, pre_hook=zero)": "no",
+    "tune(count_kernel, restore_value=OUT, prune_configs_by=PRUNE)": "no",
+    "guess(tune(count_kernel))": "yes",
+    "tune(guess(count_kernel))": "no",
+    "tune(guess(count_kernel), restore_value=OUT)": "no",
 }
-for claim, function, works, *cases in (
-    ("configs and key only", autotune, "no", *TUNED),
-    ("heuristics above autotune", autotune, "yes", "heuristics above"),
-    ("no heuristics below autotune", autotune, "no", *BELOW),
-    ("def _(x_shape)", op_formula, "yes", "x_shape"),
-):
-    tests = [(function.__name__, case, works) for case in cases]
-    CLAIMS[f"tutorial: {claim}"] = tests
-
-# %%
-# A process for each cell
-# -----------------------
-#
-# A cell *fails* by an error, by a crash or after three minutes. It is *wrong*
-# if there is no error, but its numbers are wrong. Else it is *ok*, or what
-# ``traced_into`` saw. A number in brackets is that of a note, printed below.
 
 
-def outcome(function, argument, device):
-    """Run a cell; say what became of it."""
-    torch.manual_seed(0)
-    x = torch.randn(1000, device=device)
-    try:
-        op = wrap().get(argument, argument)
-        got, right, *kind = globals()[function](op, x)
-        torch.testing.assert_close(got, right)
-    except Exception as error:
-        lines = (str(error).strip() or "no message").splitlines()
-        if lines[0].endswith(("not close!", "not equal!")):
-            return f"wrong: {lines[2]}"
-        return f"fails: {type(error).__name__}: {lines[0]}"
-    return kind[0] if kind else "ok"
+def judged(device):
+    lines = [*CLAIMS] if device == "cuda" else [*CLAIMS][:1]
+    calls = [(formula if "x_shape" in x else counts, x) for x in lines]
+    return dict(zip(lines, outcomes(calls, device), strict=True))
 
-
-# %%
-# The cells need Triton's compiler, not the interpreter. So the functions above
-# make a program that imports PyTorch and, the GPU still untouched, forks. The
-# garbage collector is off there: importing and ending would take twice as long.
-
-
-def serve(device, cells):
-    """Run each cell in a process of its own, as many at once as CPUs."""
-
-    def tell(cell, said):
-        os.write(1, (json.dumps([*cell, said]) + "\n").encode())
-
-    config = torch._inductor.config
-    # What one cell has tuned is not for others to find.
-    config.autotune_local_cache = config.fx_graph_cache = False
-    # What is compiled runs once: let the C++ compiler be quick.
-    config.cpp_cache_precompile_headers = False
-    config.aot_inductor.precompile_headers = False
-    config.aot_inductor.compile_wrapper_opt_level = "O0"
-    if device == "cpu":  # cells then find the rest of the compiler imported
-        torch.compile(torch.mm)(torch.ones(2, 2), torch.ones(2, 2))
-    gc.freeze()
-    cells = sorted(cells, key=lambda cell: cell[0] == "aot_inductor")  # slow
-    running = {}
-    while cells or running:
-        while cells and len(running) < os.cpu_count():
-            cell = cells.pop()
-            pid = os.fork()
-            if pid == 0:
-                signal.alarm(180)  # ends this process
-                tell(cell, outcome(*cell, device))
-                os._exit(0)
-            running[pid] = cell
-        pid, status = os.wait()
-        cell, code = running.pop(pid), os.waitstatus_to_exitcode(status)
-        if code:
-            tell(cell, f"fails: exit code {code}")
-
-
-IMPORTS = """
-import gc; gc.disable()
-import json, os, signal, subprocess, sys, torch, triton
-import torch._inductor.compile_fx, torch.testing._internal.two_tensor
-import triton.language as tl
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
-"""
-
-
-def run(device, cells):
-    """Return what became of each cell."""
-    parts = [square_kernel, count_kernel, wrap, *ROWS, export, autotune]
-    parts += [op_formula, outcome, serve]
-    texts = [inspect.getsource(getattr(part, "fn", part)) for part in parts]
-    program = "\n".join([IMPORTS, *texts, f"serve({device!r}, {cells!r})"])
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        environment = os.environ | {"TRITON_INTERPRET": "0", "TMPDIR": folder}
-        environment |= {"OMP_NUM_THREADS": "1", "TRITON_HOME": folder}
-        environment |= {"TORCHINDUCTOR_CACHE_DIR": folder}
-        environment |= {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        environment |= {"TORCHINDUCTOR_VEC_ISA_OK": "0"}  # asking takes long
-        if device == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        Path(folder, "program.py").write_text(program)
-        command = [sys.executable, "program.py"]
-        options = {"cwd": folder, "env": environment, "text": True}
-        server = subprocess.run(command, capture_output=True, **options)
-        if server.returncode:
-            raise RuntimeError(server.stderr)
-    lines = [line for line in server.stdout.splitlines() if line[:1] == "["]
-    found = {tuple(cell): said for *cell, said in map(json.loads, lines)}
-    return {cell: found[cell] for cell in cells}
-
-
-TABLE = [(row.__name__, api) for row in ROWS for api in APIS]
-TESTS = [test[:2] for tests in CLAIMS.values() for test in tests]
-CELLS = {"cuda": list(dict.fromkeys(TABLE + TESTS))}
-CELLS["cpu"] = TABLE + TESTS[-1:]  # the last claim needs no GPU
-
-
-def notes(found):
-    return [said for said in dict.fromkeys(found.values()) if ":" in said]
-
-
-def mark(found, *cell):
-    kind, more, _ = found[cell].partition(":")
-    return f"{kind} [{notes(found).index(found[cell]) + 1}]" if more else kind
-
-
-def table(found):
-    rows = [[mark(found, row.__name__, api) for api in APIS] for row in ROWS]
-    return pd.DataFrame(rows, [row.__name__ for row in ROWS], APIS)
-
-
-def print_notes(found):
-    for number, said in enumerate(notes(found), 1):
-        print(textwrap.fill(f"[{number}] {said}", 78, subsequent_indent="    "))
-
-
-def claims(found, names):
-    rows = {}
-    for name in names:
-        holds, seen = "yes", []
-        for *cell, works in CLAIMS[name]:
-            no = found[tuple(cell)][:6] in ("wrong:", "fails:", "opaque")
-            if works == ("yes" if no else "no"):
-                holds = "no"
-            seen.append(f"{cell[1]}: {mark(found, *cell)}")
-        source, _, claim = name.partition(": ")
-        rows[claim] = [source, holds, "; ".join(seen)]
-    return pd.DataFrame(rows.values(), rows, ["source", "holds", "seen"])
-
-
-# %%
-# The table, on a GPU
-# -------------------
-
-gpu = cpu = None
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    gpu = run("cuda", CELLS["cuda"])
-gpu and table(gpu)
-
-# %%
-
-gpu and print_notes(gpu)
-
-# %%
-# *Wrong* is worse than *fails*: in training the gradient lacks the share of the
-# bare kernel, and no error tells (see ``triton_op.py``). The bare kernel fails
-# in ``torch_export``, which runs the function, but not in ``aot_inductor``,
-# which exports with ``strict=True``: that reads the function instead.
-#
-# Without a GPU
-# -------------
-#
-# The same on a CPU, with the machine's GPU hidden if there is one.
 
 if __name__ == "__main__":
-    cpu = run("cpu", CELLS["cpu"])
-cpu and table(cpu)
+    for line, said in judged(DEVICE.type).items():
+        claim = CLAIMS[line]
+        print(f"{line}\n    {claim}; {verdict(claim, said)}; {said[:50]}")
 
 # %%
-# Below the notes is the one claim that can be tested without a GPU.
-
-cpu and print_notes(cpu)
-cpu and claims(cpu, list(CLAIMS)[-1:])
-
-# %%
-# The fallback serves whoever calls the op. ``torch.compile`` traces into
-# ``triton_op``, past its fallback, to a kernel that can't run here. CUDA graphs
-# need a GPU in any case; a note on them only shows that this page forks its
-# processes.
-#
-# Which claims hold
-# -----------------
-
-gpu and claims(gpu, CLAIMS)
-
-# %%
-# The tutorial does not mention that PyTorch supports `restore_value
+# PyTorch supports `restore_value
 # <https://github.com/pytorch/pytorch/pull/139851>`_ and `heuristics below
-# <https://github.com/pytorch/pytorch/pull/142208>`_. But with heuristics below
-# or pruned configs, PyTorch makes a new tuner, which forgets ``restore_value``:
-# the count is wrong, without an error. Flop formulas must take ``out_shape``.
+# <https://github.com/pytorch/pytorch/pull/142208>`_; the tutorial does not
+# mention that. But with heuristics below or pruned configs, PyTorch makes a new
+# tuner, which forgets ``restore_value``: the count is wrong, without an error.
+# A flop formula has to take ``out_shape``, too.
 #
+# Since which PyTorch
+# -------------------
+#
+# Each line is tested on the installed PyTorch: a name is looked up, and on a
+# GPU a bare kernel is called. The versions are from PyTorch's pages: the
+# `release notes of 2.3
+# <https://github.com/pytorch/pytorch/releases/tag/v2.3.0>`_ and the `tutorial
+# <https://docs.pytorch.org/tutorials/recipes/
+# torch_compile_user_defined_triton_kernel_tutorial.html>`_, `torch.library in
+# 2.4 <https://docs.pytorch.org/docs/2.4/library.html>`_, and the `release notes
+# of 2.6 <https://github.com/pytorch/pytorch/releases/tag/v2.6.0>`_.
+
+SINCE = {
+    "torch.compile(op)(x)": "2.3",
+    "dynamic_shapes(op, x)": "2.3",
+    "autograd_function(op, x)": "2.3",
+    "aot_inductor(op, x)": "2.3",
+    "custom_op": "2.4",
+    "register_autograd": "2.4",
+    "register_kernel": "2.4",
+    "triton_op": "2.6",
+    "wrap_triton": "2.6",
+}
+
+if __name__ == "__main__":
+    print(f"since  in PyTorch {torch.__version__}")
+    for name, version in SINCE.items():
+        there = "is there" if hasattr(torch.library, name) else "needs a GPU"
+        print(f"{version}    {name:26}", gpu.get((name, "bare kernel"), there))
+
+# %%
 # Which one
 # ---------
 #
-# * Begin with ``triton_op``. On a GPU it fails in one row, where the launcher
-#   looks at values. Compilers see its kernel, and packages hold it.
-# * Take ``custom_op`` if the launcher can't be traced or compiled code may find
-#   no GPU. The price: no compiler sees its kernel, and no package holds it.
-# * A **bare kernel** will do for inference in your own code: plain, compiled,
-#   in a package or a CUDA graph. Write its gradient, or make it an op, by
-#   ``custom_op`` or ``triton_op``.
+# Each line was run on a GPU with three kinds of ``op``. *ok*: the result is
+# right. *fails*: an error. *wrong*: no error, and a wrong result. *traced*: the
+# compiler sees the kernel; *opaque*: it does not. The functions are on this
+# page.
+
+outcome_table(gpu) if gpu else None
+
+# %%
+# * **Begin with triton_op.** It trains, compiles, exports and falls back to the
+#   CPU. It fails in one line, where the launcher looks at values.
+# * **Take custom_op** if compilers cannot trace the launcher, or if compiled
+#   code may find no GPU. The price: no compiler sees the kernel, and no package
+#   holds it.
+# * **A bare kernel** will do for inference in your own code: plain, compiled,
+#   in a package or a CUDA graph. Before you train, make it an op or write a
+#   ``Function``: its gradient is wrong without an error.
 #
+# The same lines on the CPU, with the machine's GPU hidden if there is one. The
+# fallback serves whoever calls an op. ``torch.compile`` traces into a
+# ``triton_op``, past its fallback, to a kernel that cannot run there.
+
+if __name__ == "__main__":
+    cpu = tried(attempt, ROWS, OPS, "cpu", reasons=False)
+    print(outcome_table(cpu).to_string())
+
+# %%
 # Go further
 # ----------
 #
-# 1. Without ``register_autograd`` in ``wrap``, what becomes of ``training``?
-# 2. Write a row for ``torch.func.grad``. What becomes of the ops in it?
+# 1. Without ``register_autograd`` in ``complete``, what becomes of
+#    ``training(op, x)``?
+# 2. What becomes of ``torch.func.grad(lambda x: op(x).sum())(x) ** 2 / 4``,
+#    which has to be the square?
 #
 # Next is ``what_a_call_costs.py``, on the CPU's time for a call of each.
 
@@ -574,5 +548,5 @@ gpu and claims(gpu, CLAIMS)
 #
 # **1.** It fails for both ops. Only a bare kernel loses its gradient silently.
 #
-# **2.** ``return torch.func.grad(lambda x: op(x).sum())(x), 2 * x``. Both ops
-# fail; ``subsystems.py`` shows the error and what mends it.
+# **2.** It fails for both ops; ``subsystems.py`` shows the error and what mends
+# it.

@@ -672,8 +672,9 @@ if __name__ == "__main__":
 #    its matrix instructions multiply?
 # 3. Write its loads with pointers and masks. What do they become on an H100?
 #
-# ``launch.py`` has all options of the compiler, and ``unaligned_rows.py`` reads
-# code to mend a kernel. The languages have pages of their own: Triton's
+# ``what_a_launch_compiles.py`` has the options of the compiler, and
+# ``unaligned_rows.py`` reads code to mend a kernel. The languages have pages of
+# their own: Triton's
 # `dialects <https://triton-lang.org/main/dialects/dialects.html>`_, the `LLVM
 # language reference <https://llvm.org/docs/LangRef.html>`_, NVIDIA's `PTX ISA
 # <https://docs.nvidia.com/cuda/parallel-thread-execution/>`_ and `list of SASS

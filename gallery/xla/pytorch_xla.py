@@ -7,23 +7,24 @@
 # description = """
 # Make PyTorch/XLA's documented call of a Triton kernel work again: torch_xla
 # traces the graph, and JAX's XLA executes it."""
+# tool = true
 # ///
 r"""
-PyTorch/XLA
-===========
+Triton in a PyTorch/XLA program
+===============================
 
 PyTorch/XLA turns a PyTorch program into a graph that XLA compiles. Its `page
 on Triton <https://docs.pytorch.org/xla/release/r2.8/features/triton.html>`_
-makes a kernel a node of that graph, a *custom call*. Whoever follows it today
-gets an error. Here it works, in two steps: torch_xla **traces** the graph,
-without a GPU, and the XLA inside of JAX **executes** it on one. If you may
-write JAX, take ``jax_call.py``, the page before this one.
+makes a kernel a node of that graph, a *custom call*. Today that page ends in an
+error. Here it works in two steps: torch_xla **traces** the graph, without a
+GPU, and the XLA inside of JAX **executes** the graph on a GPU. For new work
+take ``jax_call.py`` instead.
 
 After this page you can
 
-* tell which release of torch_xla has what, from what lies in its wheel;
-* put Triton kernels into a torch_xla graph without a GPU, and read it;
-* execute it with another program's XLA, and see a call compute nonsense.
+* tell which release of torch_xla has what, and what to install beside it;
+* put Triton kernels into a torch_xla graph, with int64 operands too;
+* execute the graph with JAX, and avoid a call that computes nonsense.
 """
 
 # sphinx_gallery_tags = ["jax", "attention", "compiler"]
@@ -67,17 +68,27 @@ COMPILES = isinstance(tl.sum, triton.JITFunction)
 if DEVICE.type == "cpu" and COMPILES and not TRACING:
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
-# %%
-# Which release has what
-# ----------------------
-#
-# ``triton_call`` makes the *payload* of a custom call, ``_xla_gpu_custom_call``
-# puts it into the graph, and XLA's GPU client executes it. ``look`` searches a
-# wheel for the three: its list of files, and its compiled library, which has
-# the names of functions in it. The downloads are large, so the step that traces
-# does it, and leaves the table in a file, the *companion*.
+PACKAGES = ["torch_xla", "torch", "triton", "jax", "jaxlib"]
 
-COMPANION = Path("pytorch_xla.json")
+
+def digest(functions):
+    """Return a hash of the text of functions and kernels."""
+    texts = [inspect.getsource(getattr(f, "fn", f)) for f in functions]
+    return hashlib.sha256(repr([texts, CONSTANTS]).encode()).hexdigest()
+
+
+def environment():
+    here = importlib.metadata.packages_distributions()
+    version = importlib.metadata.version
+    versions = {name: version(name) for name in PACKAGES if name in here}
+    return {"Python": sys.version.split()[0]} | versions
+
+
+def demands(package):
+    """Return what a package demands of the others, without its extras."""
+    needs = importlib.metadata.requires(package) or []
+    needs = [n.partition(";")[0] for n in needs if "extra ==" not in n]
+    return [n for n in needs if re.match(r"[\w-]+", n)[0] in PACKAGES]
 
 
 def pip(*arguments):
@@ -86,10 +97,12 @@ def pip(*arguments):
     return subprocess.check_output(command, text=True)
 
 
-def look(release, folder):
-    """Return what lies in the wheel of a release."""
-    pip("download", f"torch_xla=={release}", "--no-deps", f"--dest={folder}")
-    with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+def look(release):
+    """Return what lies in the wheel of a release of torch_xla."""
+    with tempfile.TemporaryDirectory() as folder:
+        name = f"torch_xla=={release}"
+        pip("download", name, "--no-deps", f"--dest={folder}")
+        wheel = zipfile.ZipFile(next(Path(folder).glob("*.whl")))
         names = wheel.namelist()
         code = wheel.read(next(n for n in names if n.startswith("_XLAC.")))
     says = re.search(rb"XLA:CUDA (?:device )?is (?:dep|not)[ -~]*", code)
@@ -102,15 +115,27 @@ def look(release, folder):
     }
 
 
-def look_at_all(known):
-    """Return what all releases have; a wheel that is out never changes."""
-    found, listed = {}, pip("index", "versions", "torch_xla")
-    for release in re.search("versions: (.*)", listed)[1].split(", "):
-        with tempfile.TemporaryDirectory() as folder:
-            found[release] = known.get(release) or look(release, folder)
-    return found
+def show(hlo, names=r"[\w-]+"):
+    """Print instructions of a graph, without the types of their operands."""
+    kind = r"\w+\[[\d,]*\](?:\{[\d,]*\})?"
+    for line in hlo.splitlines():
+        if re.search(rf" = \S+ {names}\(", line):
+            line = re.sub(rf"(?:\({kind}\)|{kind}) (?=%)", "", line.strip())
+            line = re.sub(r",? (metadata|backend_config)={.*", "", line)
+            lines = textwrap.wrap(line, 76, break_on_hyphens=False)
+            print("\n    ".join(lines))
 
 
+# %%
+# Which release has what
+# ----------------------
+#
+# ``triton_call`` makes the *payload* of a custom call, ``_xla_gpu_custom_call``
+# puts it into the graph, and XLA's GPU client executes it. The table has what
+# lies in the wheel of each release. It was made when the graphs below were
+# traced, and is in a file, the *companion*.
+
+COMPANION = Path("pytorch_xla.json")
 companion = {}
 if __name__ == "__main__" and COMPANION.exists():
     companion = json.loads(COMPANION.read_text())
@@ -123,22 +148,52 @@ releases
 
 # %%
 # The last column is a message in the library itself. 2.4 to 2.8 have all three;
-# 2.9 dropped them, and kept a more general ``_xla_custom_call``. The client
-# also needed a CUDA plugin, a wheel that was not on PyPI. That is `gone
-# <https://github.com/pytorch/xla/pull/9597>`_ too. So torch_xla can write a
-# program down and not execute it on a GPU. JAX can: it ships XLA with CUDA, and
-# the code that the custom call names, ``triton_kernel_call``.
+# 2.9 kept only a more general ``_xla_custom_call``. The client also needed a
+# CUDA plugin, which `is gone <https://github.com/pytorch/xla/pull/9597>`_ too.
+# So torch_xla can write a program down and not execute it on a GPU. JAX can: it
+# ships XLA with CUDA, and the code that the custom call names.
+#
+# What to install
+# ---------------
+#
+# PyTorch/XLA's page says ``pip install --no-deps triton==2.3.0``. Is that
+# right? These packages trace here. Their metadata says what each demands of the
+# others:
+
+for package, needs in companion.get("demands", {}).items():
+    version = companion["environment"][package]
+    print(
+        f"{package:10}{version:6} demands", ", ".join(needs) or "none of them"
+    )
+
+# %%
+# * **With dependencies**, ``torch`` 2.8.0 brings the one Triton that it
+#   demands. pip refuses ``torch==2.8.0 triton==2.3.0`` in one command.
+# * **Without dependencies**, pip installs 2.3.0 unchecked beside a ``torch``
+#   that demands another. So leave ``--no-deps`` out for 2.8.
+# * ``torch_xla`` demands neither ``torch`` nor ``triton`` nor ``jax``: name all
+#   of them. Its ``triton_call`` imports ``jaxlib`` and JAX's CUDA plugin.
+#
+# In full, with Python 3.11 or 3.12:
+#
+# .. code-block:: text
+#
+#     python3.11 -m venv tracing
+#     tracing/bin/pip install torch==2.8.0 torch_xla==2.8.1 triton==3.4.0 \
+#         jax==0.7.1 jaxlib==0.7.1 jax-cuda12-plugin==0.7.1 pandas==3.1.1
+#     tracing/bin/python pytorch_xla.py
+#
+# The last line traces, as ``torch_xla`` can be imported there; elsewhere the
+# script executes. In the repository: ``make trace RECIPE=xla/pytorch_xla``, and
+# on a GPU ``make record-apart RECIPE=xla/pytorch_xla``.
 #
 # Two kernels
 # -----------
 #
-# The addition of ``vector_add.py``, and the forward pass of causal attention:
-# for each query, a softmax over the keys up to its own position weighs the
-# values. A program takes ``BLOCK_M`` queries of one head and walks through the
-# keys in blocks. It keeps each row's maximum ``top`` and sum ``total`` so far,
-# and scales what it has when a new maximum comes along, so the ``T`` by ``T``
-# scores are never stored: that is flash attention. Neither kernel takes
-# strides: both count on dense operands, row by row.
+# The addition of ``vector_add.py``, here of int64, and causal flash attention.
+# ``jax_call.py`` explains the latter; its operands are ``(batch, heads, length,
+# 64)`` here. Neither kernel takes strides: both count on dense operands, row by
+# row.
 
 
 @triton.jit
@@ -179,7 +234,7 @@ def attention_kernel(
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, HEAD), tl.float32)
-    # No row of this block sees a key behind the block's last row.
+    # No row of this block sees a key past the block's last row.
     for start in range(0, tl.minimum(first + BLOCK_M, T), BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         kv_offs = base + offs_n[:, None] * HEAD + offs_d  # (BLOCK_N, HEAD)
@@ -214,9 +269,9 @@ def launch(kernel, grid, operands, *scalars, **blocks):
 
 
 def add(x, y, call=launch):
-    """Return ``x + y`` for float32 tensors of the same shape."""
-    if not (x.dtype == y.dtype == torch.float32 and x.shape == y.shape):
-        raise ValueError("add takes two float32 tensors of the same shape")
+    """Return ``x + y`` for two tensors of one dtype and shape."""
+    if (x.dtype, x.shape) != (y.dtype, y.shape):
+        raise ValueError("add takes two tensors of one dtype and shape")
     N = x.numel()
     return call(add_kernel, (triton.cdiv(N, BLOCK),), [x, y], N, BLOCK=BLOCK)
 
@@ -233,12 +288,9 @@ def attention(q, k, v, call=launch):
 
 
 # %%
-# The check
-# ---------
-#
-# The kernels by themselves, against float64. A sum is rounded once, correctly.
-# Attention rounds to float16 twice, the weights and the result, each by
-# :math:`2^{-11}` of a value at most; twice that leaves room for float32 sums.
+# Are the kernels right by themselves? A sum of int64 is exact. Attention rounds
+# to float16 twice, the weights and the result, each by :math:`2^{-11}` of a
+# value at most; twice that leaves room for float32 sums.
 
 
 def causal(q, k, v):
@@ -246,25 +298,22 @@ def causal(q, k, v):
     return sdpa(q, k, v, is_causal=True)
 
 
-torch.manual_seed(0)
-if DEVICE.type == "cuda" or not COMPILES:
-    for N in (1, 5 * BLOCK, 5003):
-        x, y = torch.randn(2, N, device=DEVICE)
-        expected = (x.double() + y.double()).float()
-        torch.testing.assert_close(add(x, y), expected, rtol=0, atol=0)
-    for T in (1, BLOCK_M, 150):
-        q, k, v = torch.randn(3, 1, 2, T, HEAD, device=DEVICE).half()
-        expected = causal(q.double(), k.double(), v.double())
-        out, atol = attention(q, k, v).double(), 2**-10 * v.abs().max().item()
-        torch.testing.assert_close(out, expected, rtol=2**-10, atol=atol)
+if __name__ == "__main__" and (DEVICE.type == "cuda" or not COMPILES):
+    torch.manual_seed(0)
+    x = torch.arange(5003, device=DEVICE) + 2**40
+    torch.testing.assert_close(add(x, x), 2 * x, rtol=0, atol=0)
+    q, k, v = torch.randn(3, 1, 2, 150, HEAD, device=DEVICE).half()
+    expected = causal(q.double(), k.double(), v.double())
+    out, atol = attention(q, k, v).double(), 2**-10 * v.abs().max().item()
+    torch.testing.assert_close(out, expected, rtol=2**-10, atol=atol)
 
 # %%
-# Two programs have ordinary operators before and after the kernel. They take
-# the op as an argument, so one text serves for the trace, PyTorch and float64.
+# Two programs have ordinary operators around the kernel. They take the op as an
+# argument, so one text serves for the trace, PyTorch and float64.
 
 
-def logaddexp(x, y, add):
-    return add(x.exp(), y.exp()).log()
+def counts(x, y, add):
+    return add(x - y, y) + y
 
 
 def layer(x, w_qkv, w_out, attention):
@@ -281,7 +330,7 @@ def layer(x, w_qkv, w_out, attention):
 #
 # ``triton_call`` of torch_xla 2.8.1 compiles a kernel and packs what a GPU will
 # need: PTX, warps, shared memory, grid, arguments. Two parts ask for a GPU.
-# Triton asks the driver for the *target* (``launch.py`` has the same stand-in),
+# Triton asks the driver for the *target* (as in ``what_a_launch_compiles.py``),
 # and torch_xla asks JAX for the compute capability. Both are answered here, for
 # an H100 or H200: a compiler does not need the hardware that it compiles for.
 
@@ -333,24 +382,19 @@ def traced(kernel, grid, operands, *scalars, general=False, **blocks):
 # ``trace`` takes the graph behind a result as HLO, XLA's own language, to read,
 # and as StableHLO, its exchange format, which `later versions
 # <https://openxla.org/stablehlo/compatibility>`_ of XLA take too. Shapes are
-# part of a graph, so each is traced. The companion names the versions it is
-# from; a change to a function in ``TRACED`` makes it stale.
+# part of a graph. A change to a function in ``TRACED`` makes the companion
+# stale.
 
-B, D = 2, 1024
+B, T, D = 2, 777, 1024
 
 
 def programs():
     """Return what to trace: a program, its op, shapes and dtype of inputs."""
-    found = {}
-    for N in (1 << 20, 1_000_003):
-        inputs = [(N,)] * 2, torch.float32
-        found[f"logaddexp {N}"] = logaddexp, add, *inputs
-    found["logaddexp, general"] = logaddexp, add, *inputs
-    for T in (1024, 4096, 777):
-        inputs = [(B, T, D), (D, 3 * D), (D, D)], torch.float16
-        found[f"layer {T}"] = layer, attention, *inputs
-    found["layer, general"] = layer, attention, *inputs
-    return found
+    vectors, matrices = [(1_000_003,)] * 2, [(B, T, D), (D, 3 * D), (D, D)]
+    sums = counts, add, vectors, torch.int64
+    layers = layer, attention, matrices, torch.float16
+    general = {"counts, general": sums, "layer, general": layers}
+    return {"counts": sums, "layer": layers} | general
 
 
 def trace(name):
@@ -371,31 +415,19 @@ def trace(name):
     }
 
 
-CONSTANTS = BLOCK, BLOCK_M, BLOCK_N, HEAD, CAPABILITY, B, D
-TRACED = [add_kernel, attention_kernel, add, attention, logaddexp, layer]
+CONSTANTS = BLOCK, BLOCK_M, BLOCK_N, HEAD, CAPABILITY, B, T, D
+TRACED = [add_kernel, attention_kernel, add, attention, counts, layer]
 TRACED += [without_gpu, traced, programs, trace]
-
-
-def digest(functions):
-    """Return a hash of the text of functions and kernels."""
-    texts = [inspect.getsource(getattr(f, "fn", f)) for f in functions]
-    return hashlib.sha256(repr([texts, CONSTANTS]).encode()).hexdigest()
-
-
-def environment():
-    here = importlib.metadata.packages_distributions()
-    names = "torch_xla", "torch", "triton", "jax", "jaxlib"
-    versions = {n: importlib.metadata.version(n) for n in names if n in here}
-    return {"Python": sys.version.split()[0]} | versions
-
-
 if __name__ == "__main__" and TRACING:
+    listed = re.search("versions: (.*)", pip("index", "versions", "torch_xla"))
     same = companion.get("look") == digest([look])
+    known = companion["releases"] if same else {}  # a wheel never changes
     companion = {
         "date": time.strftime("%Y-%m-%d"),
         "environment": environment(),
+        "demands": {package: demands(package) for package in PACKAGES},
         "look": digest([look]),
-        "releases": look_at_all(companion["releases"] if same else {}),
+        "releases": {r: known.get(r) or look(r) for r in listed[1].split(", ")},
         "traced": digest(TRACED),
         "graphs": {name: trace(name) for name in programs()},
     }
@@ -403,51 +435,26 @@ if __name__ == "__main__" and TRACING:
     print(f"{len(companion['graphs'])} graphs traced into {COMPANION}")
     sys.exit()
 
-# %%
-# Where torch_xla can be imported this recipe traces, elsewhere it executes. In
-# the repository: ``make trace RECIPE=xla/pytorch_xla``, and on a GPU
-# ``make record-apart RECIPE=xla/pytorch_xla``. By hand, the trace shown below:
-#
-# .. code-block:: text
-#
-#     python3.11 -m venv tracing
-#     tracing/bin/pip install torch==2.8.0 torch_xla==2.8.1 triton==3.4.0 \
-#         jax==0.7.1 jaxlib==0.7.1 jax-cuda12-plugin==0.7.1 pandas==3.1.1
-#     tracing/bin/python pytorch_xla.py
-
-if companion:
-    if companion["traced"] != digest(TRACED):
-        raise RuntimeError(f"{COMPANION} is not of this recipe: trace again")
-    made = companion["environment"] | {"date": companion["date"]}
-    print(", ".join(f"{name} {version}" for name, version in made.items()))
+if companion and companion["traced"] != digest(TRACED):
+    raise RuntimeError(f"{COMPANION} is not of this recipe: trace again")
 
 # %%
 # The graph
 # ---------
 #
 # A line is an instruction: its name, ``=``, the shape of its result, what it
-# does. Braces hold the order of the dimensions in memory, fastest first. The
+# does. ``s64`` is int64: torch_xla keeps 64 bits, and the kernel's PTX loads
+# them. Braces hold the order of the dimensions in memory, fastest first. The
 # transposes in the layer rename dimensions and leave the memory as it is. But
 # the kernel counts on rows, and ``operand_layout_constraints`` asks XLA for
 # them.
 
 
-def show(hlo, names=r"[\w-]+"):
-    """Print instructions of a graph, without the types of their operands."""
-    kind = r"\w+\[[\d,]*\](?:\{[\d,]*\})?"
-    for line in hlo.splitlines():
-        if re.search(rf" = \S+ {names}\(", line):
-            line = re.sub(rf"(?:\({kind}\)|{kind}) (?=%)", "", line.strip())
-            line = re.sub(r",? (metadata|backend_config)={.*", "", line)
-            lines = textwrap.wrap(line, 76, break_on_hyphens=False)
-            print("\n    ".join(lines))
-
-
 GRAPHS = companion.get("graphs", {})
 if GRAPHS:
-    show(GRAPHS["logaddexp 1000003"]["hlo"])
+    show(GRAPHS["counts"]["hlo"], "(?:subtract|custom-call|add)")
     print()
-    show(GRAPHS["layer 777"]["hlo"], "(?:dot|transpose|custom-call|add)")
+    show(GRAPHS["layer"]["hlo"], "(?:dot|transpose|custom-call|add)")
 
 # %%
 # Execute
@@ -476,13 +483,15 @@ def executable(graph, platform=None):
 
 if GRAPHS:
     try:
-        executable(GRAPHS["logaddexp 1000003"], "cpu")
+        executable(GRAPHS["counts"], "cpu")
     except RuntimeError as error:
         print(error)
 
 # %%
-# It needs a GPU of the ``CAPABILITY`` that was traced for. The reference is the
-# program in float64; a graph may have up to twice the error that PyTorch has.
+# The graph needs a GPU of the ``CAPABILITY`` that it was traced for. The
+# reference is the program in float64; a graph may have up to twice the error of
+# PyTorch. int64 must be exact, and needs ``enable_x64``: without it, JAX would
+# truncate the operands to int32.
 
 EXECUTES = bool(GRAPHS) and DEVICE.type == "cuda"
 EXECUTES = EXECUTES and torch.cuda.get_device_capability() == CAPABILITY
@@ -490,6 +499,8 @@ EXECUTES = EXECUTES and torch.cuda.get_device_capability() == CAPABILITY
 
 def inputs(shapes, dtype):
     """Return random tensors; a matrix keeps the variance of what it takes."""
+    if dtype == torch.int64:
+        return [torch.randint(2**40, shape, device=DEVICE) for shape in shapes]
     random = [torch.randn(shape, device=DEVICE) for shape in shapes]
     scale = [x.shape[0] ** -0.5 if x.ndim == 2 else 1 for x in random]
     return [(x * s).to(dtype) for x, s in zip(random, scale, strict=True)]
@@ -502,7 +513,8 @@ def compare(name):
     program, op, *what = programs()[name]
     x, theirs = inputs(*what), torch.add if op is add else causal
     expected = program(*(tensor.double() for tensor in x), theirs)
-    out = run[name](*map(jax.numpy.from_dlpack, x))
+    with jax.enable_x64(True):
+        out = run[name](*map(jax.numpy.from_dlpack, x))
     both = torch.from_dlpack(out), program(*x, theirs)
     return [(out - expected).abs().max().item() for out in both]
 
@@ -521,39 +533,101 @@ if EXECUTES:
 # Break it: the layout
 # --------------------
 #
-# ``general`` rows repeat the row above with the call that 2.9 has kept. Vectors
+# ``general`` rows repeat a program with the call that 2.9 has kept. Vectors
 # come out right, the layer far off. This is what XLA made of the layer:
 
 if EXECUTES:
     show(run["layer, general"].hlo, "(?:bitcast|custom-call)")
 
 # %%
-# This call demands no layout. So XLA left the operands as the slices of the
-# product lie, ``{3,1,2,0}``, and the kernel took them for ``{3,2,1,0}``. Sizes
-# and dtypes are right, and nothing complains. Use this call for vectors: they
-# have one layout.
+# This call demands no layout. So XLA left the operands in the layout of the
+# product's slices, ``{3,1,2,0}``, and the kernel took them for ``{3,2,1,0}``.
+# Sizes and dtypes are right, and nothing complains. Use this call for vectors:
+# they have one layout.
 #
-# What lives
-# ----------
+# Take care with a number, too. Triton compiles a Python float as float32, and
+# ``triton_call`` packs a float64, of which the kernel reads the first four
+# bytes. Make it a ``tl.constexpr``, or pass a tensor of one element.
 #
-# * ``triton_call`` and ``_xla_gpu_custom_call`` make graphs, from 2.4 to 2.8.1.
-# * ``_xla_custom_call`` is in 2.9 too, not tried there; it needs 2.8's payload.
-# * JAX has what executes them. In torch_xla, CUDA is gone. New work is for JAX,
-#   or for ``torch.compile``, which takes Triton kernels as they are.
+# New work is for JAX, or for ``torch.compile``, which takes Triton kernels as
+# they are.
 #
-# Go further
-# ----------
+# Exercises
+# ---------
 #
-# 1. Which lengths can the graph of ``T = 1024`` serve, and how?
-# 2. A traced kernel that multiplies by the Python float 1.5 gives zeros. Why?
+# **1.** A graph has one length. Let the graph of length ``T`` serve shorter
+# sequences: return the attention of operands with fewer than ``T`` rows.
+# ``fixed`` is a function that takes length ``T`` alone.
+
+
+def serve(q, k, v, fixed, T):
+    pass  # your function
+
+
+def check_serve(function):
+    def fixed(*operands):
+        assert all(x.shape[2] == 150 for x in operands), "not of length 150"
+        return attention(*operands)
+
+    q, k, v = torch.randn(3, 1, 2, 99, HEAD, device=DEVICE).half()
+    out = function(q, k, v, fixed, 150)
+    if out is None or out.shape != q.shape:
+        return "not solved yet"
+    right = torch.allclose(out, attention(q, k, v), rtol=0, atol=2**-10)
+    return "right" if right else "wrong"
+
+
+if __name__ == "__main__" and not TRACING:
+    print("serve:", check_serve(serve))
+
+# %%
+# **2.** Which number does a kernel get if the program says 1.5, and which if it
+# says 0.1? Return what it reads of a float64.
+
+
+def kernel_reads(number):
+    pass  # your function
+
+
+def check_kernel_reads(function):
+    found = [function(number) for number in (1.5, 0.1)]
+    if found[0] is None:
+        return "not solved yet"
+    return (
+        "right" if found == [0, float.fromhex("-0x1.333334p-76")] else "wrong"
+    )
+
+
+if __name__ == "__main__":
+    print("kernel_reads:", check_kernel_reads(kernel_reads))
 
 # %%
 # Answers
 # -------
 #
-# **1.** Up to 1024. Pad a shorter sequence at its end: no token sees a later
-# one, so the padding changes nothing before it.
-#
-# **2.** Triton compiles a Python float as float32, ``triton_call`` packs a
-# float64, and the kernel reads the first four of eight bytes: of 1.5, zeros.
-# Make it a ``tl.constexpr``, or pass a tensor of one element.
+# **1.** Pad at the end: no query sees a later key, so the padding changes
+# nothing before it.
+
+
+def serve_answer(q, k, v, fixed, T):
+    length = q.shape[2]
+    pad = functools.partial(torch.nn.functional.pad, pad=(0, 0, 0, T - length))
+    return fixed(*map(pad, (q, k, v)))[:, :, :length]
+
+
+if __name__ == "__main__" and not TRACING:
+    assert check_serve(serve_answer) == "right"
+
+# %%
+# **2.** Memory holds the last bits of a float64 first. Those of 1.5 are zeros,
+# and those of 0.1 make a number that is tiny and negative.
+
+
+def kernel_reads_answer(number):
+    float64 = torch.tensor(number, dtype=torch.float64)
+    return float64.view(torch.int64).view(1).view(torch.float32)[0].item()
+
+
+if __name__ == "__main__":
+    assert check_kernel_reads(kernel_reads_answer) == "right"
+    print([kernel_reads_answer(number) for number in (1.5, 0.1)])

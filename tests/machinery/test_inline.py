@@ -134,7 +134,7 @@ def test_class_brings_what_it_imports() -> None:
         "from torch.utils._pytree import tree_leaves",
     ]
     assert isinstance(tree.body[-2], ast.ClassDef)
-    assert inline.sources(script) == [inline.COUNTING_FILE]
+    assert inline.sources(script) == [inline.HELPERS["triton_gallery.counting"]]
 
 
 def test_what_counts_is_a_recipes_code() -> None:

@@ -10,7 +10,7 @@ from project import ROOT
 from triton_gallery.recipe.contents import Recipe, load
 
 # Without a GPU these stop on the way, or take minutes. They are small, but for JAX's, which test_jax_call.py has.
-OTHERS = {"pytorch/cuda_graphs", "xla/jax_call", "first_steps/benchmarking", "pytorch/subsystems"}
+OTHERS = {"pytorch/cuda_graphs", "xla/jax_call", "first_steps/benchmarking"}
 RECIPES = [recipe for recipe in load(ROOT / "gallery") if "perf_report" in recipe.text and recipe.key not in OTHERS]
 
 

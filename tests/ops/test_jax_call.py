@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import re
 import subprocess
@@ -25,52 +24,52 @@ if importlib.util.find_spec("jax") is None or importlib.util.find_spec("jax_trit
     pytest.skip("needs jax and jax-triton", allow_module_level=True)
 
 OLD = importlib.metadata.version("jax-triton").startswith("0.3.")  # the newest for Python 3.11
-BLOCK = 1024  # of softcap_kernel
+BLOCK = 1024  # of shift_kernel
 HALVES = [torch.float16, torch.bfloat16]
 # The interpreter computes with the bits of bfloat16. The recipe's stand-in gives it float32, direct launches cannot.
 DIRECT = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
 
 # Evaluated where kernels are compiled and nothing is executed. Names are those of the recipe.
+TOP = """
+import inspect, json, types
+from functools import partial
+
+import numpy as np, torch, triton, triton.language as tl
+import jax, jax.numpy as jnp, jax_triton as jt
+
+target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+stand_in = types.SimpleNamespace(get_current_target=lambda: target)
+triton.runtime.driver.set_active(stand_in)
+"""
 CLAIMS = """
-import json
-
-dot_product_attention.defvjp(forward, backward)
-
-def message(function, *arguments):
-    try:
-        return stablehlo(function, *arguments)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
 def qkv(T=256, H=64, dtype=jnp.bfloat16):
     return [jnp.ones((2, T, 3, H), dtype)] * 3
 
 def total(*arrays):
-    return dot_product_attention(*arrays, True).astype(jnp.float32).sum()
+    return causal_attention(*arrays).astype(jnp.float32).sum()
 
-x = jnp.ones((7, 9))
-out = "out_type" if "out_type" in inspect.signature(jt.triton_call).parameters else "out_shape"
-direct = partial(jt.triton_call, kernel=softcap_kernel, grid=(1,), BLOCK=1024, compute_capability=90, **{out: x})
+x, seven = jnp.ones((7, 9)), partial(shift, by=7)
 claims = {
-    "program": stablehlo(program, jnp.ones((64, 64)), jnp.ones((64, 64))),
-    "direct": stablehlo(lambda x: direct(x, 30.0, x.size), x),
-    "traced": message(softcap, x, np.float32(30)),
-    "one": stablehlo(capped, jnp.ones(1)),
-    "vmap": message(jax.vmap(capped), x),
-    "grad": message(jax.grad(lambda x: capped(x).sum()), x),
-    "sequential_vmap": stablehlo(jax.vmap(jax.custom_batching.sequential_vmap(capped)), x),
-    "fold": stablehlo(jax.vmap(fold(capped)), x),
-    "fold twice": stablehlo(jax.vmap(jax.vmap(fold(capped))), jnp.ones((3, 7, 9))),
+    "chain": lower(chain, x),
+    "float": lower(partial(shift, by=0.5), x),
+    "float32": lower(partial(shift, by=np.float32(0.5)), x),
+    "array": lower(shift, x, np.float32(30)),
+    "one": lower(partial(shift, by=1), x),
+    "int64": lower(seven, np.arange(64)),
+    "vmap": lower(jax.vmap(seven), x),
+    "grad": lower(jax.grad(lambda x: seven(x).sum()), x),
+    "sequential_vmap": lower(jax.vmap(jax.custom_batching.sequential_vmap(seven)), x),
+    "fold": lower(jax.vmap(fold(seven)), x),
+    "fold twice": lower(jax.vmap(jax.vmap(fold(seven))), jnp.ones((3, 7, 9))),
 }
+with jax.enable_x64(True):
+    claims["int64, enable_x64"] = lower(seven, np.arange(64))
 for H, T in ((32, 256), (64, 256), (128, 256), (64, 1)):
-    claims[f"attention {H} {T}"] = stablehlo(partial(attend, is_causal=True), *qkv(T, H))
-tuned = triton.autotune([triton.Config({"BLOCK": block}) for block in (256, 1024)], key=["N"])(softcap_kernel)
-claims["tuned"] = stablehlo(
-    lambda x: triton_call(x, 30.0, x.size, kernel=tuned, out_type=x, grid=lambda meta: (1,)), x)
-claims["batched attention"] = stablehlo(
-    jax.vmap(fold(partial(attend, is_causal=False))), *(jnp.stack([x] * 5) for x in qkv()))
-claims["gradients"] = stablehlo(
-    jax.vmap(jax.value_and_grad(total, (0, 1, 2))), *(jnp.stack([x] * 5) for x in qkv()))
+    claims[f"attention {H} {T}"] = lower(attend, *qkv(T, H))
+tuned = triton.autotune([triton.Config({"BLOCK": block}) for block in (256, 1024)], key=["N"])(shift_kernel)
+claims["tuned"] = lower(lambda x: triton_call(x, 7, x.size, kernel=tuned, out_type=x, grid=lambda meta: (1,)), x)
+claims["batched attention"] = lower(jax.vmap(fold(attend)), *(jnp.stack([x] * 5) for x in qkv()))
+claims["gradients"] = lower(jax.vmap(jax.value_and_grad(total, (0, 1, 2))), *(jnp.stack([x] * 5) for x in qkv()))
 print(json.dumps(claims))
 """
 
@@ -84,31 +83,28 @@ def through_jax(recipe: ModuleType, function: Callable) -> Callable[..., torch.T
     return call
 
 
-def softcap64(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """Return the reference."""
-    return cap * torch.tanh(x.double() / cap)
+def seven(recipe: ModuleType) -> Callable:
+    """Return the recipe's elementwise function of an array."""
+    return partial(recipe.shift, by=7)
 
 
-def assert_capped(out: torch.Tensor, x: torch.Tensor, cap: float) -> None:
-    """Assert the recipe's bound, and the rounding of the output."""
-    rtol = 0 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps
-    assert out.dtype == x.dtype
-    torch.testing.assert_close(out.double(), softcap64(x, cap), rtol=rtol, atol=cap * 2**-21)
+DTYPES = [torch.float32, torch.int64, *DIRECT]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@settings(max_examples=10)  # guards cost more than these kernels
-@given(size=sizes(BLOCK, 4 * BLOCK).filter(bool), cap=st.sampled_from([1.0, 5.0, 30.0]))
-def test_softcap_launched_by_triton(recipe: ModuleType, dtype: torch.dtype, size: int, cap: float) -> None:
-    """The kernel stays inside its arrays and within the bound that the recipe derives."""
-    x = 40 * Layout("contiguous", size).make((size,), dtype, recipe.DEVICE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=10)  # guards cost more than this kernel
+@given(size=sizes(BLOCK, 4 * BLOCK).filter(bool), by=st.sampled_from([1, 5, 2**31]))
+def test_shift_launched_by_triton(recipe: ModuleType, dtype: torch.dtype, size: int, by: int) -> None:
+    """The kernel stays inside its arrays, and adds."""
+    by = by if dtype == torch.int64 else min(by, 5)
+    x = (40 * Layout("contiguous", size).make((size,), torch.float32, recipe.DEVICE)).to(dtype)
 
     def launch(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
-        recipe.softcap_kernel[(-(-size // BLOCK),)](x, cap, size, out, BLOCK=BLOCK)
+        recipe.shift_kernel[(-(-size // BLOCK),)](x, by, size, out, BLOCK=BLOCK)
         return out
 
-    assert_capped(guarded(launch, x), x, cap)
+    torch.testing.assert_close(guarded(launch, x), x + by)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
@@ -117,40 +113,40 @@ def test_softcap_launched_by_triton(recipe: ModuleType, dtype: torch.dtype, size
     transposed=st.booleans(),
     jitted=st.booleans(),
 )
-def test_softcap_in_jax(
-    recipe: ModuleType, dtype: torch.dtype, shape: list[int], transposed: bool, jitted: bool
-) -> None:
+def test_shift_in_jax(recipe: ModuleType, dtype: torch.dtype, shape: list[int], transposed: bool, jitted: bool) -> None:
     """Through XLA the numbers are the same, also of an array that PyTorch had transposed."""
-    x = 40 * Layout("transposed" if transposed else "contiguous", 1).make(tuple(shape), dtype, recipe.DEVICE)
-    function = recipe.jax.jit(recipe.capped) if jitted else recipe.capped
-    assert_capped(through_jax(recipe, function)(x), x, 30)
+    x = Layout("transposed" if transposed else "contiguous", 1).make(tuple(shape), dtype, recipe.DEVICE)
+    function = recipe.jax.jit(seven(recipe)) if jitted else seven(recipe)
+    out = through_jax(recipe, function)(x)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, x + 7)
 
 
-def test_special_values(recipe: ModuleType) -> None:
-    x = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, 1e30, -1e30, 1e-30], device=recipe.DEVICE)
-    out = through_jax(recipe, recipe.capped)(x)
-    assert out.tolist()[:3] == [0, 30, -30]
-    assert out[3].isnan()
-    assert out.tolist()[4:6] == [30, -30]
-    assert abs(out[6]) < 1e-5
+@pytest.mark.parametrize("x64", [False, True])
+def test_int64_in_jax(recipe: ModuleType, x64: bool) -> None:
+    """Operands are int64 if JAX is told so; else they are truncated, without an error."""
+    jax, x = recipe.jax, torch.arange(3000, device=recipe.DEVICE) + 2**40
+    with jax.enable_x64(x64):
+        out = jax.jit(seven(recipe))(jax.dlpack.from_dlpack(x))
+    assert out.dtype == ("int64" if x64 else "int32")
+    assert out.tolist() == ((x if x64 else x - 2**40) + 7).tolist()
 
 
-def attention64(tensors: list[torch.Tensor], is_causal: bool) -> torch.Tensor:
+def attention64(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the reference, computed in another way than the recipe's."""
     q, k, v = (t.double() for t in tensors)
     scores = torch.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
-    if is_causal:
-        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(ahead, -torch.inf)
+    ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(ahead, -torch.inf)
     return torch.einsum("bnts,bsnh->btnh", scores.softmax(dim=-1), v)
 
 
-def assert_attends(out: torch.Tensor, tensors: list[torch.Tensor], is_causal: bool) -> None:
+def assert_attends(out: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """Assert two roundings of a mean of values, and a little for float32."""
     value = tensors[2]
     atol = 1.25 * torch.finfo(value.dtype).eps * value.abs().max().item()
     assert out.dtype == value.dtype
-    torch.testing.assert_close(out.double(), attention64(tensors, is_causal), rtol=0, atol=atol)
+    torch.testing.assert_close(out.double(), attention64(tensors), rtol=0, atol=atol)
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> list[torch.Tensor]:
@@ -163,12 +159,11 @@ HEADS = st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)])  # batch and heads
 
 
 @pytest.mark.parametrize("dtype", DIRECT, ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
 @settings(max_examples=6)
 @given(heads=HEADS, T=LENGTHS, H=st.sampled_from([32, 64, 128]), seed=st.integers(0, 99))
 @example(heads=(2, 2), T=129, H=32, seed=0)
 def test_attention_and_its_accumulator(
-    recipe: ModuleType, dtype: torch.dtype, is_causal: bool, heads: tuple[int, int], T: int, H: int, seed: int
+    recipe: ModuleType, dtype: torch.dtype, heads: tuple[int, int], T: int, H: int, seed: int
 ) -> None:
     """The kernel stays inside its arrays, writes all of its output, and is right."""
     tensors = normal((heads[0], T, heads[1], H), dtype, recipe.DEVICE, seed)
@@ -176,25 +171,25 @@ def test_attention_and_its_accumulator(
     def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q)
         grid = (-(-T // 128), heads[0] * heads[1])
-        sizes = {"N": heads[1], "H": H, "CAUSAL": is_causal, "BLOCK_M": 128, "BLOCK_N": recipe.block_n(H)}
-        recipe.attention_kernel[grid](q, k, v, T, float(np.log2(np.e)) / H**0.5, out, **sizes, num_warps=8)
+        sizes = {"N": heads[1], "H": H, "BLOCK_M": 128, "BLOCK_N": 64}
+        recipe.attention_kernel[grid](q, k, v, T, out, **sizes, num_warps=8)
         return out
 
-    assert_attends(guarded(launch, *tensors), tensors, is_causal)
+    assert_attends(guarded(launch, *tensors), tensors)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @settings(max_examples=8)
-@given(heads=HEADS, T=LENGTHS, H=st.sampled_from([32, 64]), is_causal=st.booleans(), seed=st.integers(0, 99))
-@example(heads=(1, 1), T=0, H=64, is_causal=True, seed=0)
+@given(heads=HEADS, T=LENGTHS, H=st.sampled_from([32, 64]), seed=st.integers(0, 99))
+@example(heads=(1, 1), T=0, H=64, seed=0)
 def test_attention_in_jax(
-    recipe: ModuleType, dtype: torch.dtype, heads: tuple[int, int], T: int, H: int, is_causal: bool, seed: int
+    recipe: ModuleType, dtype: torch.dtype, heads: tuple[int, int], T: int, H: int, seed: int
 ) -> None:
     tensors = normal((heads[0], T, heads[1], H), dtype, recipe.DEVICE, seed)
-    out = through_jax(recipe, partial(recipe.dot_product_attention, is_causal=is_causal))(*tensors)
+    out = through_jax(recipe, recipe.causal_attention)(*tensors)
     assert out.shape == tensors[0].shape
     if T:
-        assert_attends(out, tensors, is_causal)
+        assert_attends(out, tensors)
 
 
 @pytest.mark.parametrize("shared", [None, 1], ids=["all batched", "one key for all"])
@@ -204,24 +199,23 @@ def test_attention_under_vmap(recipe: ModuleType, shared: int | None) -> None:
     tensors = [t.to(torch.bfloat16) for t in normal((3, 2, 70, 2, 32), torch.float32, recipe.DEVICE, 5)]
     axes = [None if n == shared else 0 for n in range(3)]
     given_ = [t if axis == 0 else t[0] for t, axis in zip(tensors, axes, strict=True)]
-    function = jax.jit(jax.vmap(partial(recipe.dot_product_attention, is_causal=True), in_axes=axes))
+    function = jax.jit(jax.vmap(recipe.causal_attention, in_axes=axes))
     out = through_jax(recipe, function)(*given_)
     for n in range(3):
         sample = [t[n] if axis == 0 else t for t, axis in zip(given_, axes, strict=True)]
-        assert_attends(out[n], sample, is_causal=True)
+        assert_attends(out[n], sample)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_gradient(recipe: ModuleType, is_causal: bool) -> None:
+def test_attention_gradient(recipe: ModuleType) -> None:
     """The gradients are those of the reference; vmap of grad and grad of vmap agree with them."""
     jax = recipe.jax
     tensors = normal((2, 65, 1, 32), torch.bfloat16, recipe.DEVICE, 3)
     inputs = [t.double().requires_grad_() for t in tensors]
-    attention64(inputs, is_causal).sum().backward()
+    attention64(inputs).sum().backward()
     arrays = [jax.dlpack.from_dlpack(t) for t in tensors]
 
     def total(*arrays: object) -> object:
-        return recipe.dot_product_attention(*arrays, is_causal).astype("float32").sum()
+        return recipe.causal_attention(*arrays).astype("float32").sum()
 
     for function in (
         lambda q, k, v: jax.grad(total, argnums=(0, 1, 2))(q, k, v),
@@ -238,13 +232,13 @@ def test_refuses(recipe: ModuleType) -> None:
     jnp = recipe.jnp
     x = jnp.ones((1, 4, 1, 64), jnp.float16)
     with pytest.raises(TypeError, match=r"float16 or bfloat16, not .*float32"):
-        recipe.dot_product_attention(*[x.astype(jnp.float32)] * 3)
+        recipe.causal_attention(*[x.astype(jnp.float32)] * 3)
     for other in (x.astype(jnp.bfloat16), x[:, :2]):
         with pytest.raises(TypeError, match="takes one shape"):
-            recipe.dot_product_attention(x, other, x)
+            recipe.causal_attention(x, other, x)
     for wrong in (x[0], x[..., :48]):
         with pytest.raises(ValueError, match="32, 64 or 128"):
-            recipe.dot_product_attention(wrong, wrong, wrong)
+            recipe.causal_attention(wrong, wrong, wrong)
 
 
 def test_environment_is_left_alone(recipe: ModuleType) -> None:
@@ -266,24 +260,12 @@ def test_environment_is_left_alone(recipe: ModuleType) -> None:
 def claims(recipe: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return StableHLO, lowered for CUDA in a process without the interpreter and without a GPU."""
     source = Path(recipe.__file__).read_text()
-    names = [
-        "softcap_kernel",
-        "compiled",
-        "softcap",
-        "capped",
-        "program",
-        "stablehlo",
-        "attention_kernel",
-        "block_n",
-        "attend",
-        "fold",
-        "dot_product_attention",
-        "forward",
-        "backward",
-    ]
+    names = ["shift_kernel", "triton_call", "shift", "chain", "lower", "attention_kernel", "attend", "fold"]
+    names.append("causal_attention")
     parts = [re.search(rf"(?m)^(?:@.*\n)*def {name}\((?:.*\n)+?(?=\n\n)", source)[0] for name in names]
+    parts.append(re.search(r"(?m)^causal_xla = (?:.*\n)+?(?=\n)", source)[0])
     script = tmp_path_factory.mktemp("claims") / "claims.py"
-    script.write_text("\n".join([recipe.TOP, "import torch", "from functools import partial", *parts, CLAIMS]))
+    script.write_text("\n".join([TOP, *parts, CLAIMS]))
     environment = os.environ | {"TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     # What jax_triton deprecates, the recipe has no more.
     strict = [f"-Werror::DeprecationWarning:{module}" for module in ("__main__", "jax_triton.triton_lib")]
@@ -300,13 +282,13 @@ def calls(text: str) -> int:
 
 def test_kernel_is_one_custom_call(recipe: ModuleType, claims: dict[str, str]) -> None:
     """It stands between XLA's operations, and its payload has the kernel as PTX and as Triton IR."""
-    lines = re.findall(r"stablehlo\.(\w+)", claims["program"])
-    assert lines == ["dot_general", "custom_call", "constant", "reduce", "maximum"]
-    assert calls(claims["program"]) == 1
-    payload = recipe.payload(claims["program"])
-    assert payload.count(".visible .entry softcap_kernel(") == 1
+    lines = re.findall(r"stablehlo\.(\w+)", claims["chain"])
+    assert lines == ["constant", "broadcast_in_dim", "multiply", "custom_call", "add"]
+    assert calls(claims["chain"]) == 1
+    payload = recipe.payload(claims["chain"])
+    assert payload.count(".visible .entry shift_kernel(") == 1
     assert ".target sm_90a" in payload
-    assert "tt.func public @softcap_kernel(" in payload
+    assert "tt.func public @shift_kernel(" in payload
 
 
 @pytest.mark.parametrize(("H", "T"), [(32, 256), (64, 256), (128, 256), (64, 1)])
@@ -322,19 +304,30 @@ def test_attention_is_lowered(recipe: ModuleType, claims: dict[str, str], H: int
 
 
 def parameters(recipe: ModuleType, text: str) -> list[str]:
-    """Return the types of a kernel's arguments."""
+    """Return the types of a kernel's arguments, in PTX."""
     entry = re.search(r"(?s)\.entry .*?\)", recipe.payload(text))[0]
     return re.findall(r"\.param \.(\w+)", entry)
 
 
 def test_numbers(recipe: ModuleType, claims: dict[str, str]) -> None:
-    """A Python float is float32, 1 is a constexpr, and a traced number is a pointer."""
-    assert parameters(recipe, claims["program"]) == ["u64", "f32", "u32", "u64", "u64", "u64"]
-    # Without `compiled`, a Python float is float64 in jax_triton 0.3.1.
-    assert parameters(recipe, claims["direct"]) == ["u64", "f64" if OLD else "f32", "u32", "u64", "u64", "u64"]
-    assert parameters(recipe, claims["one"]) == ["u64", "f32", "u64", "u64", "u64"]
-    assert ".f64" not in recipe.payload(claims["program"])
-    assert "pointer<fp32>" in claims["traced"]
+    """A Python float is float64 in jax_triton 0.3.1, 1 is a constexpr, and an array is a pointer."""
+    assert parameters(recipe, claims["chain"]) == ["u64", "u32", "u32", "u64", "u64", "u64"]
+    assert parameters(recipe, claims["float"]) == ["u64", "f64" if OLD else "f32", "u32", "u64", "u64", "u64"]
+    assert parameters(recipe, claims["one"]) == ["u64", "u32", "u64", "u64", "u64"]
+    assert "pointer<fp32>" in claims["array"]
+    assert recipe.result(claims["array"]).startswith("IncompatibleTypeError")
+    if OLD:  # 0.4.1 deprecates NumPy's number
+        assert parameters(recipe, claims["float32"])[1] == "f32"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("int64", "i32"), ("int64, enable_x64", "i64")])
+def test_int64_is_lowered(recipe: ModuleType, claims: dict[str, str], name: str, kind: str) -> None:
+    """The kernel reads and writes int64 only if JAX may."""
+    assert recipe.result(claims[name]) == f"custom call with ptr<{kind}>, i32, i32, ptr<{kind}>"
+    assert f"tensor<64x{kind}>" in claims[name]
+    assert ("ld.global.b64" in recipe.payload(claims[name]) or "v2.b64" in recipe.payload(claims[name])) == (
+        kind == "i64"
+    )
 
 
 def test_vmap_and_grad(claims: dict[str, str]) -> None:
@@ -357,7 +350,7 @@ def test_gradients_under_vmap_are_lowered(claims: dict[str, str]) -> None:
 
 def test_all_configs_of_a_tuner_are_in_the_payload(recipe: ModuleType, claims: dict[str, str]) -> None:
     assert calls(claims["tuned"]) == 1
-    assert recipe.payload(claims["tuned"]).count(".visible .entry softcap_kernel(") == 2
+    assert recipe.payload(claims["tuned"]).count(".visible .entry shift_kernel(") == 2
 
 
 def test_without_a_vjp_there_is_no_reverse_mode(recipe: ModuleType) -> None:
@@ -375,13 +368,37 @@ def test_pallas_has_vmap_and_an_interpreter(recipe: ModuleType) -> None:
     jax, jnp = recipe.jax, recipe.jnp
 
     def kernel(x_ref: object, out_ref: object) -> None:
-        out_ref[...] = 30 * jnp.tanh(x_ref[...] / 30)
+        out_ref[...] = 7 + x_ref[...]
 
-    def softcap(x: object) -> object:
+    def shift(x: object) -> object:
         return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
 
     x = jnp.arange(6.0).reshape(2, 3)
-    np.testing.assert_allclose(jax.vmap(softcap)(x), 30 * np.tanh(np.asarray(x) / 30), rtol=1e-5)
+    np.testing.assert_allclose(jax.vmap(shift)(x), 7 + np.asarray(x))
+
+
+def test_xla_fuses_its_own_addition_alone(recipe: ModuleType) -> None:
+    """Around the custom call there are two more kernels, and five more passes over memory."""
+    kernels = ["fusion", "custom-call", "fusion"]
+    assert recipe.passes(partial(recipe.chain, function=recipe.shift)) == (kernels, 7)
+    assert recipe.passes(partial(recipe.chain, function=recipe.jnp.add)) == (["fusion"], 2)
+
+
+def test_installed_packages_demand_what_the_table_says(recipe: ModuleType) -> None:
+    """The dictionaries of the page are the metadata of the wheels, as far as they are installed here."""
+    release = importlib.metadata.version("jax-triton")
+    assert set(recipe.RANGES) >= {release}
+    assert recipe.demanded("jax-triton") == recipe.RANGES[release]
+    torch_release = importlib.metadata.version("torch").partition("+")[0]
+    if (pin := recipe.demanded("torch")) != "none" and torch_release in recipe.PINS:
+        assert pin == f"=={recipe.PINS[torch_release]}"
+
+
+def test_clock_measures_one_call_of_twenty(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each look at the clock takes a second, a call takes a twentieth of one."""
+    ticks = iter(range(1000))
+    monkeypatch.setattr(recipe.time, "perf_counter", lambda: next(ticks))
+    assert recipe.milliseconds(seven(recipe), recipe.jnp.ones(3)) == 1000 / 20
 
 
 def test_64_bits_are_converted_in_spite_of_copy_false(recipe: ModuleType) -> None:
@@ -397,41 +414,19 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @needs_gpu
 def test_ten_runs_have_the_same_bits(recipe: ModuleType) -> None:
     tensors = normal((2, 1031, 3, 64), torch.bfloat16, recipe.DEVICE, 0)
-    attention = through_jax(recipe, recipe.jax.jit(partial(recipe.dot_product_attention, is_causal=True)))
+    attention = through_jax(recipe, recipe.jax.jit(recipe.causal_attention))
     first = attention(*tensors)
     for _ in range(9):
         assert torch.equal(attention(*tensors).view(torch.int16), first.view(torch.int16))
 
 
-@pytest.mark.parametrize(("gibibytes", "longest"), [(12, 2048), (24, 4096), (141, 2**14)])
-def test_matrix_of_xla_fits(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch, gibibytes: int, longest: int) -> None:
-    """On a small GPU the benchmark leaves out the lengths at which XLA's matrix would fill it."""
-
-    class MeasuredError(Exception):
-        pass
-
-    def measure(*arguments: object) -> None:
-        raise MeasuredError
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, gibibytes * 2**30))
-    monkeypatch.setattr(recipe, "seconds", measure)
-    monkeypatch.setattr(recipe.jax.random, "normal", lambda *arguments: 0)
-    measured = []
-    for length in recipe.SIZES:
-        try:
-            assert math.isnan(recipe.benchmark.fn(T=length, provider="XLA"))
-        except MeasuredError:
-            measured.append(length)
-    assert max(measured) == longest
-
-
 @pytest.mark.needs_gpu_memory(10)
-def test_softcap_beyond_int32(recipe: ModuleType) -> None:
+def test_shift_beyond_int32(recipe: ModuleType) -> None:
     x = torch.zeros(2**31 + 5, dtype=torch.float16, device=recipe.DEVICE)
     x[-1] = 40
-    out = through_jax(recipe, recipe.capped)(x)
-    assert_capped(out[-1:], x[-1:], 30)
-    assert not out[:-1].any()
+    out = through_jax(recipe, seven(recipe))(x)
+    assert out[-1] == 47
+    assert (out[:-1] == 7).all()
 
 
 @pytest.mark.needs_gpu_memory(24)
@@ -439,7 +434,7 @@ def test_softcap_beyond_int32(recipe: ModuleType) -> None:
 def test_attention_beyond_int32(recipe: ModuleType, shape: tuple[int, ...]) -> None:
     """The last queries of the last head, which are behind element 2**31, as are their keys."""
     tensors = [torch.randn(shape, dtype=torch.bfloat16, device=recipe.DEVICE) for _ in range(3)]
-    out = through_jax(recipe, recipe.jax.jit(recipe.dot_product_attention))(*tensors)
+    out = through_jax(recipe, recipe.jax.jit(recipe.causal_attention))(*tensors)
     query, key, value = (t[-1, :, -1].double() for t in tensors)
     expected = (query[-5:] @ key.T / shape[3] ** 0.5).softmax(dim=-1) @ value
     atol = 1.25 * 2**-7 * value.abs().max().item()
@@ -448,6 +443,10 @@ def test_attention_beyond_int32(recipe: ModuleType, shape: tuple[int, ...]) -> N
 
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
-    ("softcap stored without a mask", "tl.where(x < 0, -out, out), mask=offs < N)", "tl.where(x < 0, -out, out))"),
-    ("keys behind the end", "keep = start + offs_n < T if MASKED else every", "keep = every"),
+    (
+        "shift stored without a mask",
+        "tl.store(out_ptr + offs, x + by, mask=offs < N)",
+        "tl.store(out_ptr + offs, x + by)",
+    ),
+    ("queries that see later keys", "offs_m[:, None] >= offs_n[None, :]", "offs_m[:, None] >= offs_n[None, :] - 1"),
 ]

@@ -1,96 +1,50 @@
-"""The recipe Launching a kernel: its op, its table of options, and what it says about launches."""
+"""The recipe Launch a kernel: what a launch takes, what a kernel may contain, and its function exp_series."""
 
-import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from compiled import TRITON
 from guard import guarded
 from hypothesis import given
 from inputs import Layout, sizes
 
 BLOCK = 1024  # of the recipe
 
-# What the prose and the table claim, asked of the launch path in a process without the interpreter and without a GPU.
-CLAIMS = """
-import json, re, torch, triton, triton.language as tl
+# A file whose annotations are all strings
+FUTURE = """
+from __future__ import annotations
+import json, os, torch, triton, triton.language as tl
 from types import SimpleNamespace
 
-target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-triton.runtime.driver.set_active(SimpleNamespace(
-    get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0))
-
 @triton.jit
-def kernel(x_ptr, N):
-    offs = tl.program_id(0) * 64 + tl.arange(0, 64)
-    tl.store(x_ptr + offs, offs * N, mask=offs < N)
+def kernel(out_ptr, BLOCK: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, BLOCK), BLOCK)
 
-@triton.jit
-def any_kernel(value):
-    pass
-
-def compile(**options):
-    return kernel.warmup(torch.int32, 1000, grid=(1,), **options)
-
-def code(**options):
-    return compile(**options).asm["ptx"]
-
-def hint(value):
-    source = any_kernel.warmup(value, grid=(1,)).src
-    return source.signature["value"], str(source.attrs.get((0,)) or "")
-
-moved = triton.jit(kernel.fn)
-moved.starting_line_number += 1
-aligned = torch.zeros(64)
-print(json.dumps({
-    "recorded only": code(warp_size=64) == code(backend_name="other") == code(),
-    "flags of the launch": code(launch_pdl=True, launch_cooperative_grid=True) == code(),
-    "overwritten": [compile(instrumentation_mode="consan").metadata.instrumentation_mode,
-                    compile(max_num_imprecise_acc_default=7).metadata.max_num_imprecise_acc_default],
-    "asserts": [code(**options).count("__assertfail") > 0 for options in (
-        {}, {"debug": True}, {"debug": True, "sanitize_overflow": False}, {"sanitize_overflow": True})],
-    "ptx_version": re.search(r"^.version (.*)", code(ptx_version=80), re.MULTILINE)[1],
-    "maxnreg": ".maxnreg 24" in code(maxnreg=24),
-    "num_ctas": ".reqnctapercluster 2" in code(num_ctas=2),
-    "moved by a line": moved.cache_key != kernel.cache_key,
-    "loaded": hasattr(compile(), "n_regs"),
-    "hints": [hint(value) for value in (
-        1, 0, 16, 17, 2**31 - 1, 2**31, 1.0, 16.0, True, None, aligned, aligned[1:])],
-}))
+if os.environ["TRITON_INTERPRET"] == "1":
+    out = torch.zeros(4)
+    kernel[(1,)](out, 4)
+    print(json.dumps(out.tolist()))
+else:
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    triton.runtime.driver.set_active(SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0))
+    print(json.dumps(kernel.warmup(torch.float32, 4, grid=(1,)).src.signature))
 """
-
-# The same of options that Triton 3.9 brought
-NEWER = (
-    CLAIMS.partition("def hint")[0]
-    + """
-def refused(**options):
-    try:
-        compile(**options)
-    except ValueError as error:
-        return "SM100+" in str(error)
-
-blackwell = triton.backends.compiler.GPUTarget("cuda", 100, 32)
-of_blackwell = triton.compile(compile().src, target=blackwell, options={"clc": True}).asm["ptx"]
-print(json.dumps({
-    "clc": ["clusterlaunchcontrol.try_cancel" in of_blackwell, refused(clc=True)],
-    "min_shared_mem": [compile().metadata.shared, compile(min_shared_mem=4096).metadata.shared],
-    "sched4reg": code(sched4reg=True) != code(),
-    "overwritten": compile(fpsan_homomorphic_casts=True).metadata.fpsan_homomorphic_casts,
-}))
-"""
-)
 
 
 @given(size=sizes(BLOCK, 8 * BLOCK))
 def test_six_terms(recipe: ModuleType, size: int) -> None:
-    """The bound that the recipe derives holds, and the launcher takes any size."""
+    """The result is the six terms' sum, for any size.
+
+    For |x| <= 1, each of six steps rounds a coefficient, a product and a sum, all below 3, and a product with x
+    enlarges no error: the error is at most 6 * 3 * 3 * 2**-24.
+    """
     x = Layout("contiguous", size).make((size,), torch.float32, recipe.DEVICE).clamp(-1, 1)
     expected = sum(c * x.double() ** k for k, c in enumerate(recipe.SERIES.value))
     out = guarded(recipe.exp_series, x)
@@ -98,100 +52,106 @@ def test_six_terms(recipe: ModuleType, size: int) -> None:
 
 
 def test_refuses(recipe: ModuleType) -> None:
-    """What the op does not take, it names."""
     x = torch.ones(4, 4, device=recipe.DEVICE)
     for wrong in (x.half(), x.T[1:], x[:, ::2]):
-        with pytest.raises(ValueError, match="contiguous float32"):
+        with pytest.raises(AssertionError):
             recipe.exp_series(wrong)
 
 
-def test_every_option_is_explained(recipe: ModuleType) -> None:
-    """A new Triton may have new options: explain them in the recipe's OPTIONS."""
-    assert recipe.unexplained() == []
-    assert set(recipe.options.index) == set(recipe.DEFAULTS)
-    assert not recipe.options["default"].str.contains("site-packages").any()
+def test_launches(recipe: ModuleType) -> None:
+    """The first table: six launches are accepted, and the others name what is wrong."""
+    outcomes = recipe.outcomes(recipe.LAUNCHES)
+    assert [*outcomes.values()].count("accepted") == 6
+    assert outcomes["kernel[(8, 4, 2, 9)](x, 5, 16)"] == "accepted"
+    for launch, words in {
+        "kernel(x, 5, 16)": "outside of the scope of a kernel",
+        "kernel[8](x, 5, 16)": "'int' has no len",
+        "kernel[(8,)](x, 5)": "missing 1 required positional argument: 'BLOCK'",
+        "kernel[(8,)]([1.0, 2.0], 5, 16)": "argument of type: list",
+        "kernel[(8,)](x, 5, 16, num_warp=8)": "num_warp was specified but unrecognised",
+    }.items():
+        assert words in outcomes[launch]
 
 
-def test_unknown_option_is_shown(
-    recipe: ModuleType, load_recipe: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An option that the recipe does not know gets into its table and does not stop it."""
-    options = dataclasses.make_dataclass("Options", [("num_warps", int, 4), ("brand_new", str, "on")])
-    make_backend = recipe.triton.compiler.make_backend
+def test_grid_function_sees_arguments_alone(recipe: ModuleType) -> None:
+    """In the interpreter or on a GPU; a compiling launch is asked in another process."""
+    seen = []
 
-    class Newer:
-        """The installed backend, with other options when asked for the defaults."""
+    def grid(meta: dict[str, object]) -> tuple[int]:
+        seen.extend(meta)
+        return (1,)
 
-        def __init__(self, target: object) -> None:
-            self.backend = make_backend(target)
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.backend, name)
-
-        def parse_options(self, given: dict[str, object]) -> object:
-            return self.backend.parse_options(given) if given else options()
-
-    monkeypatch.setattr(recipe.triton.compiler, "make_backend", Newer)
-    newer = load_recipe("first_steps/launch.py")
-    assert newer.unexplained() == ["brand_new"]
-    assert list(newer.options.index) == ["num_warps", "brand_new"]
-    assert list(newer.options.loc["brand_new"]) == ["on", "not explained here"]
+    recipe.kernel[grid](torch.ones(16, device=recipe.DEVICE), 5, BLOCK=16, num_warps=8)
+    assert seen == ["x_ptr", "N", "BLOCK"]
+    launch = "kernel[lambda meta: {}[' '.join(meta)]](x, 5, 16, num_warps=8)"
+    assert recipe.outcomes([launch]) == {launch: "KeyError: 'x_ptr N BLOCK'"}
 
 
-def answers(folder: Path, code: str) -> dict[str, object]:
-    """Return what a script prints."""
-    script = folder / "claims.py"
-    script.write_text(code)
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
-    result = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
+def test_types_of_arguments(recipe: ModuleType) -> None:
+    assert recipe.argument_types() == {
+        "a float32 tensor": "*fp32",
+        "5": "i32",
+        "1": "constexpr",
+        "2**31": "i64",
+        "2.5": "fp32",
+        "True": "u1",
+        "None": "constexpr",
+        "(5, x)": ("i32", "*fp32"),
+        "BLOCK=16": "constexpr",
+    }
+
+
+@pytest.mark.parametrize(
+    ("interpret", "expected"),
+    [("1", [4, 4, 4, 4]), ("0", {"out_ptr": "*fp32", "BLOCK": "constexpr"})],
+    ids=["interpreted", "compiled"],
+)
+def test_annotations_of_a_file_may_be_strings(tmp_path: Path, interpret: str, expected: object) -> None:
+    script = tmp_path / "future.py"
+    script.write_text(FUTURE)
+    environment = os.environ | {"TRITON_INTERPRET": interpret, "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    assert json.loads(result.stdout) == expected
 
 
-@pytest.mark.skipif(TRITON < (3, 9), reason="these options are of Triton 3.9")
-def test_claims_of_newer_options(tmp_path: Path) -> None:
-    """The installed Triton does what the table says of them."""
-    assert answers(tmp_path, NEWER) == {
-        "clc": [True, True],
-        "min_shared_mem": [0, 4096],
-        "sched4reg": True,
-        "overwritten": False,
-    }
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter has to be on")
+def test_quoted_annotation_is_no_constant_when_interpreted(recipe: ModuleType) -> None:
+    """If this fails, the interpreter has learned it: change the lesson's sentence."""
+    outcome = recipe.outcome(recipe.argument_kernel[(1,)], 5, 16)
+    assert "arange's arguments must be of type tl.constexpr" in outcome
 
 
-def test_claims(tmp_path: Path) -> None:
-    """The installed Triton does what the recipe says in words only."""
-    sixteen = str([["tt.divisibility", 16]])
-    assert answers(tmp_path, CLAIMS) == {
-        "recorded only": True,
-        "flags of the launch": True,
-        "overwritten": ["", 2**30],
-        "asserts": [False, True, False, False],
-        "ptx_version": "8.0",
-        "maxnreg": True,
-        "num_ctas": True,
-        "moved by a line": True,
-        "loaded": False,
-        "hints": [
-            ["constexpr", ""],
-            ["i32", sixteen],
-            ["i32", sixteen],
-            ["i32", ""],
-            ["i32", ""],
-            ["i64", sixteen],
-            ["fp32", ""],
-            ["fp32", ""],
-            ["u1", ""],
-            ["constexpr", ""],
-            ["*fp32", sixteen],
-            ["*fp32", ""],
-        ],
-    }
+def test_surplus_programs(recipe: ModuleType) -> None:
+    """With the check they change nothing, on either axis; without it they store past the end."""
+    for rows, blocks in ((2, 2), (3, 2), (2, 3), (7, 9)):
+        buffer = torch.full((9, 7), -1, dtype=torch.int32, device=recipe.DEVICE)
+        recipe.place_kernel[(rows, blocks)](buffer, 2, 7, BLOCK=4)
+        assert buffer[:2].tolist() == [[*range(7)], [*range(10, 17)]]
+        assert (buffer[2:] == -1).all()
+    recipe.unchecked_kernel[(3, 1)](buffer, 4, BLOCK=4)
+    assert buffer.view(-1)[8:12].tolist() == [20, 21, 22, 23]
+
+
+def test_checks_of_exercises(recipe: ModuleType) -> None:
+    """What is to be mended is refused, for one mistake after the other; the page proves the answers."""
+    launch, seen = recipe.LAUNCH, []
+    for mistake, mended in [("BLOCKS", "BLOCK"), ("x.tolist()", "x"), ("cdiv(N, BLOCK)", "(cdiv(N, meta['BLOCK']),)")]:
+        seen.append(recipe.outcomes([launch])[launch])
+        launch = launch.replace(mistake, mended)
+    assert re.search("BLOCK.*type: list.*BLOCK", " ".join(seen))
+    assert recipe.outcomes([launch]) == {launch: "accepted"}
+    assert launch == recipe.MENDED
+    assert "ambiguous" in recipe.check_leaky_relu()
 
 
 # Ops for test_on_gpu.py, with inputs that fit them.
 OPS = [
     ("exp_series", lambda normal, M, N: (normal(M * N),)),
+]
+
+# Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
+BREAKS = [
+    ("a surplus program stores", "if row < rows:", "if row < rows + 9:"),
+    ("terms stored without a mask", "acc, mask=offs < N)", "acc)"),
 ]

@@ -40,12 +40,16 @@ def companion(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
 @given(size=sizes(BLOCK, 4 * BLOCK), x=layouts(), y=layouts())
-def test_add_float32(recipe: ModuleType, size: int, x: Layout, y: Layout) -> None:
-    """The sum of two float32 tensors is rounded correctly, whatever their layout."""
+def test_add(recipe: ModuleType, dtype: torch.dtype, size: int, x: Layout, y: Layout) -> None:
+    """The sum of two tensors is rounded correctly, or exact, whatever their layout."""
     a = x.make((size,), torch.float32, recipe.DEVICE)
     b = y.make((size,), torch.float32, recipe.DEVICE)
     expected = (a.double() + b.double()).float()
+    if dtype == torch.int64:  # more than 32 bits
+        a, b = (1000 * a).to(dtype) * 2**32, (1000 * b).to(dtype)
+        expected = a + b
     torch.testing.assert_close(guarded(recipe.add, a, b), expected, rtol=0, atol=0)
 
 
@@ -82,8 +86,8 @@ def test_attention_float32_accumulator_on_long_rows(recipe: ModuleType) -> None:
 def test_refuses(recipe: ModuleType) -> None:
     """What the ops do not take, they name."""
     x = torch.ones(4, device=recipe.DEVICE)
-    for wrong in (x.half(), x[:3], x[None]):
-        with pytest.raises(ValueError, match="two float32 tensors of the same shape"):
+    for wrong in (x.half(), x.long(), x[:3], x[None]):
+        with pytest.raises(ValueError, match="two tensors of one dtype and shape"):
             recipe.add(x, wrong)
     q = torch.ones(1, 1, 4, HEAD, dtype=torch.float16, device=recipe.DEVICE)
     for wrong in (q.float(), q[..., :32], q[0], q[:, :, :2]):
@@ -121,6 +125,7 @@ def test_requirements_are_those_of_the_page_and_of_the_companion(gallery: Path, 
     lines = (gallery / "xla" / "pytorch_xla.requirements.txt").read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     page = (gallery / "xla" / "pytorch_xla.py").read_text()
+    page = page.partition(".. code-block:: text")[2].partition("tracing/bin/python")[0]
     assert all(re.search(rf"[ ]{re.escape(pin)}\s", page) for pin in pins)
     assert len(re.findall(r"\w==\d", page)) == len(pins)
     made = companion["environment"]
@@ -150,23 +155,45 @@ def unpack(graph: dict[str, Any]) -> bytes:
     return zlib.decompressobj().decompress(code[code.index(b"x\x9c") :])
 
 
-@pytest.mark.parametrize("kind", ["logaddexp", "layer"])
-def test_graphs_have_the_custom_call(companion: dict[str, Any], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "count", "around", "kernel"),
+    [
+        ("counts", 2, ("subtract(", "add("), b".entry add_kernel"),
+        ("layer", 2, ("dot(", "dot("), b".entry attention_kernel"),
+    ],
+)
+def test_graphs_have_the_custom_call(
+    companion: dict[str, Any], kind: str, count: int, around: tuple[str, str], kernel: bytes
+) -> None:
     """One call in each, between ordinary operators; PTX for the GPU named; a layout, but not where it is left out."""
     graphs = {name: graph for name, graph in companion["graphs"].items() if name.startswith(kind)}
-    assert len(graphs) >= 3
+    assert len(graphs) == count
     for name, graph in graphs.items():
         hlo = graph["hlo"]
         (line,) = re.findall(r".* custom-call\(.*", hlo)
         assert 'custom_call_target="triton_kernel_call"' in line
         assert ("operand_layout_constraints={" in line) == ("general" not in name)
         before, after = hlo.split(line)
-        inside = {"logaddexp": ("exponential(", "log("), "layer": ("dot(", "dot(")}[kind]
-        assert inside[0] in before
-        assert inside[1] in after
+        assert around[0] in before
+        assert around[1] in after
         payload = unpack(graph)
         assert b".target sm_90a" in payload
-        assert {"logaddexp": b".entry add_kernel", "layer": b".entry attention_kernel"}[kind] in payload
+        assert kernel in payload
+
+
+def test_int64_stays_int64(companion: dict[str, Any]) -> None:
+    """The graph has int64 alone, and the kernel's additions have 64 bits."""
+    for name in ("counts", "counts, general"):
+        graph = companion["graphs"][name]
+        assert set(re.findall(r"\b[fsu]\d+(?=\[)", graph["hlo"])) == {"s64"}
+        assert re.search(rb"ld\.global\.(v2\.)?b64", unpack(graph))
+        assert b"add.s64" in unpack(graph)
+
+
+def test_demands(companion: dict[str, Any]) -> None:
+    """PyTorch names the one Triton that traced; torch_xla names nothing of what it needs."""
+    assert companion["demands"]["torch"] == [f"triton=={companion['environment']['triton']}"]
+    assert companion["demands"]["torch_xla"] == companion["demands"]["triton"] == []
 
 
 def without_kernel(graph: dict[str, Any], stand_in: str) -> dict[str, Any]:
@@ -189,11 +216,11 @@ def without_kernel(graph: dict[str, Any], stand_in: str) -> dict[str, Any]:
     return graph | {"code": base64.b64encode(module.encode()).decode()}
 
 
-@pytest.mark.parametrize("name", ["logaddexp 1000003", "logaddexp, general", "layer 777", "layer, general"])
+@pytest.mark.parametrize("name", ["counts", "counts, general", "layer", "layer, general"])
 def test_graphs_compute_their_programs(recipe: ModuleType, companion: dict[str, Any], name: str) -> None:
     """With something simple in the place of the kernel, the CPU computes what the program says: operands in order."""
-    graph, (program, _, shapes, dtype) = companion["graphs"][name], recipe.programs()[name]
-    if program is recipe.logaddexp:
+    graph, (program, op, shapes, dtype) = companion["graphs"][name], recipe.programs()[name]
+    if op is recipe.add:
         stand_in, op = "%{name} = stablehlo.add {0}, {1} : {kind}", torch.add
     else:
         stand_in = "%d = stablehlo.subtract {1}, {2} : {kind}\n%{name} = stablehlo.multiply {0}, %d : {kind}"
@@ -204,9 +231,10 @@ def test_graphs_compute_their_programs(recipe: ModuleType, companion: dict[str, 
     run = recipe.executable(without_kernel(graph, stand_in), "cpu")
     x = [tensor.cpu() for tensor in recipe.inputs(shapes, dtype)]
     cpu = jax.devices("cpu")[0]
-    out = torch.from_dlpack(run(*(jax.device_put(tensor.numpy(), cpu) for tensor in x)))
+    with jax.enable_x64(True):
+        out = torch.from_dlpack(run(*(jax.device_put(tensor.numpy(), cpu) for tensor in x)))
     expected = program(*(tensor.double() for tensor in x), op)
-    rtol = 1e-5 if dtype == torch.float32 else 2**-6
+    rtol = 0 if dtype == torch.int64 else 2**-6
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=rtol)
 
 
@@ -235,11 +263,11 @@ def test_script_with_companion(gallery: Path, file: Path, tmp_path: Path) -> Non
 
 @without_gpu
 def test_script_without_companion(gallery: Path, tmp_path: Path) -> None:
-    """It checks its kernels and says where to read on."""
+    """It checks its kernels and exercises, and says where to read on."""
     shutil.copy(gallery / "xla" / "pytorch_xla.py", tmp_path)
     run = run_script(tmp_path)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "No pytorch_xla.json here: nothing to execute. See the section 'Trace'."
+    assert run.stdout.startswith("No pytorch_xla.json here: nothing to execute. See the section 'Trace'.\nserve: ")
 
 
 @without_gpu

@@ -6,7 +6,6 @@
 """
 
 import importlib.util
-import re
 import sys
 import tomllib
 from collections.abc import Callable
@@ -22,20 +21,26 @@ from inputs import Layout, layouts, shapes
 from triton_gallery.records.page_cache import Run
 
 BLOCK = 1024  # of the recipe
-OPS = ["bare", "square", "square_opaque"]
+OPS = ["bare", "traced", "opaque"]
 PATH = "pytorch/which_api.py"
 TABLE = Path(__file__).with_name("which_api.toml")
 Outcomes = dict[tuple[str, str], str]
 
 
+def run_all(recipe: ModuleType, device: str) -> Outcomes:
+    """Return what becomes of each cell and of each claim that can be tried on a device."""
+    claims = {("claims", line): outcome for line, outcome in recipe.judged(device).items()}
+    return recipe.tried(recipe.attempt, recipe.ROWS, recipe.OPS, device) | claims
+
+
 def read_page(recipe: ModuleType, run: Run) -> Outcomes:
-    """Return what the run of the recipe's page found for the CPU, from the table, the notes and the claim there."""
-    table, claim = [output.frame for output in run.outputs if output.frame][-2:]
-    (text,) = [output.text.replace("\n    ", " ") for output in run.outputs if output.text.startswith("[1] ")]
-    notes = dict(re.findall(r"(\[\d+\]) (.*)", text))
-    marks = {(row, api): mark for row, *marks in table.rows for api, mark in zip(table.columns[1:], marks, strict=True)}
-    marks[recipe.CELLS["cpu"][-1]] = claim.rows[0][-1].partition(": ")[2]
-    return {cell: notes.get(mark.partition(" ")[2], mark) for cell, mark in marks.items()}
+    """Return what the run of the recipe's page found for the CPU: a word for each cell and for the claim."""
+    line, texts = next(iter(recipe.CLAIMS)), [output.text for output in run.outputs]
+    (table,) = [text for text in texts if "\ncuda_graph(op, x) " in text]
+    cells = [row.rsplit(maxsplit=3) for row in table.splitlines()[1:]]
+    found = {(row, api): word for row, *words in cells for api, word in zip(recipe.OPS, words, strict=True)}
+    (claim,) = [text for text in texts if text.startswith(line)]
+    return found | {("claims", line): claim.split("; ")[2]}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +51,7 @@ def outcomes_of(recipe: ModuleType, run_of_page: Callable[[str], Run | None]) ->
 
     def run(device: str) -> Outcomes:
         if device not in known:
-            known[device] = recipe.run(device, recipe.CELLS[device])
+            known[device] = run_all(recipe, device)
         return known[device]
 
     return run
@@ -61,9 +66,7 @@ def broken(gallery: Path, tmp_path: Path, load_recipe: Callable[[str], ModuleTyp
         for old, new in changes.items():
             assert source.count(old) == 1
             source = source.replace(old, new)
-        # Its own check would find the change.
-        head, _, tail = source.partition("# The check\n")
-        (tmp_path / "which_api_broken.py").write_text(head + tail[tail.index("# The rows\n") :])
+        (tmp_path / "which_api_broken.py").write_text(source)
         return load_recipe(str(tmp_path / "which_api_broken.py"))
 
     return load
@@ -92,11 +95,9 @@ def test_special_values(recipe: ModuleType, name: str) -> None:
 
 @pytest.mark.parametrize("name", OPS)
 def test_refuses(recipe: ModuleType, name: str) -> None:
-    """What the op does not take, it names; on every device the same."""
+    """With ``finite`` it looks at values, on every device the same."""
     op = getattr(recipe, name)
     for device in {"cpu" if name != "bare" else recipe.DEVICE.type, recipe.DEVICE.type}:
-        with pytest.raises(TypeError, match=r"float32 or float64, not torch\.float16"):
-            op(torch.ones(3, device=device, dtype=torch.float16))
         with pytest.raises(ValueError, match="an infinity or NaN"):
             op(torch.tensor([1, torch.inf], device=device), True)
         assert op(torch.ones(3, device=device), True).tolist() == [1, 1, 1]
@@ -119,7 +120,7 @@ def test_opcheck(recipe: ModuleType, name: str) -> None:
     tests = ["test_schema", "test_autograd_registration"]
     if recipe.DEVICE.type == "cuda":
         tests += ["test_faketensor", "test_aot_dispatch_dynamic"]
-    elif name == "square_opaque":  # the other one's launcher would meet the interpreter
+    elif name == "opaque":  # the other one's launcher would meet the interpreter
         tests += ["test_faketensor"]
     x = torch.randn(5, 7, device=recipe.DEVICE)
     for tensor in (x.clone().requires_grad_(), x.T):
@@ -127,13 +128,12 @@ def test_opcheck(recipe: ModuleType, name: str) -> None:
         assert set(results.values()) == {"SUCCESS"}
 
 
-def kinds(recipe: ModuleType, device: str, outcomes: Outcomes) -> dict[str, dict[str, str]]:
-    """Return the kind of each cell, and which of the claims hold that can be tested on a device."""
+def kinds(outcomes: Outcomes) -> dict[str, dict[str, str]]:
+    """Return the word for each cell and each claim, by row."""
     table: dict[str, dict[str, str]] = {}
     for (row, column), outcome in outcomes.items():
         table.setdefault(row, {})[column] = outcome.partition(":")[0]
-    claims = recipe.claims(outcomes, list(recipe.CLAIMS)[0 if device == "cuda" else -1 :])
-    return table | {"claims": claims["holds"].to_dict()}
+    return table
 
 
 def versions() -> str:
@@ -146,7 +146,7 @@ def as_toml(device: str, table: dict[str, dict[str, str]]) -> str:
     lines = [f'[{device}."{versions()}"]']
     for row, cells in table.items():
         pairs = ", ".join(f'"{column}" = "{kind}"' for column, kind in cells.items())
-        lines.append(f"{row} = {{ {pairs} }}")
+        lines.append(f'"{row}" = {{ {pairs} }}')
     return "\n".join(lines) + "\n"
 
 
@@ -155,7 +155,7 @@ def test_no_cell_has_changed(recipe: ModuleType, outcomes_of: Callable[[str], Ou
     """A PyTorch that behaves differently is noticed, cell by cell."""
     if device == "cuda" and recipe.DEVICE.type != "cuda":
         pytest.skip("needs a GPU")
-    seen = kinds(recipe, device, outcomes_of(device))
+    seen = kinds(outcomes_of(device))
     here = f"torch {torch.__version__}, triton {recipe.triton.__version__}, {device}"
     how = f"If the new table is right, and the recipe's prose agrees with it, put it into {TABLE.name}:\n\n"
     how += as_toml(device, seen)
@@ -174,32 +174,31 @@ def test_no_cell_has_changed(recipe: ModuleType, outcomes_of: Callable[[str], Ou
         pytest.fail("\n".join([f"{here}: these cells have changed.", *changes, how]), pytrace=False)
 
 
-def test_every_failure_says_why(recipe: ModuleType, outcomes_of: Callable[[str], Outcomes]) -> None:
-    """A cell that is not ok has a note, which is no path and no address of this run."""
-    for outcome in outcomes_of("cpu").values():
-        kind, _, why = outcome.partition(": ")
-        assert bool(why) == (kind in ("wrong", "fails")), outcome
-        assert "/tmp" not in why
-        assert "0x" not in why
-    assert len(recipe.notes(outcomes_of("cpu"))) == len(
-        {outcome for outcome in outcomes_of("cpu").values() if ":" in outcome}
-    )
+def test_table_is_complete(recipe: ModuleType, gallery: Path) -> None:
+    """Each line is tried on a GPU and on the CPU; the chart and the versions name none but these."""
+    source = (gallery / PATH).read_text()
+    assert source.count("ROWS += rows\n\n") == source.count('    gpu |= tried(attempt, rows, OPS, "cuda")\n') == 4
+    assert len({*recipe.ROWS}) == len(recipe.ROWS) == 16
+    assert {*recipe.CHART} <= {*recipe.ROWS}
+    assert {name for name in recipe.SINCE if "(" in name} <= {*recipe.ROWS}
 
 
-def test_table_is_complete(recipe: ModuleType, outcomes_of: Callable[[str], Outcomes]) -> None:
-    """Each row of the chart is a row of the table, each cell has been run, each mark has its note."""
-    table = recipe.table(outcomes_of("cpu"))
-    assert set(recipe.CHART) <= set(table.index)
-    assert list(table.columns) == recipe.APIS
-    marks = {cell.partition(" ")[2] for cell in table.to_numpy().ravel()} - {""}
-    assert marks <= {f"[{n}]" for n in range(1, 1 + len(recipe.notes(outcomes_of("cpu"))))}
+def test_versions(recipe: ModuleType) -> None:
+    """What the page lists is there in the installed PyTorch."""
+    assert all(hasattr(torch.library, name) for name in recipe.SINCE if "(" not in name)
+
+
+def test_costs(recipe: ModuleType) -> None:
+    """Each call of an op is timed; a bare kernel has no backward."""
+    assert list(recipe.costs(recipe.traced)) == ["op(x)", "op(w)", "backward"]
+    assert list(recipe.costs(recipe.bare)) == ["op(x)", "op(w)"]
 
 
 def test_wrong_numbers_are_seen(broken: Callable[..., ModuleType]) -> None:
     """An API whose numbers are wrong is not ok, although it raises nothing; nor is one whose gradient is wrong."""
-    recipe = broken({"return (x * x)": "return (x + x)", "return 2 * ctx": "return ctx"})
-    cells = [("inference", "custom_op"), ("training", "triton_op")]
-    for outcome in recipe.run("cpu", cells).values():
+    recipe = broken({"return (x * x)": "return (x + x)", "return 2 * ctx.saved_tensors[0] * grad, ": "return grad, "})
+    cells = [("op(x)", "custom_op"), ("training(op, x)", "triton_op")]
+    for outcome in recipe.outcomes([(recipe.attempt, *cell, "cpu") for cell in cells], "cpu"):
         assert outcome == "wrong: Mismatched elements: 1000 / 1000 (100.0%)"
 
 
@@ -207,56 +206,49 @@ def test_wrong_kernel_is_seen(broken: Callable[..., ModuleType]) -> None:
     """On a GPU it's the kernel that may be wrong, for all three."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    recipe = broken({"tl.store(out_ptr + offs, x * x,": "tl.store(out_ptr + offs, x + x,"})
-    cells = [("inference", api) for api in recipe.APIS]
-    assert all(outcome.startswith("wrong") for outcome in recipe.run("cuda", cells).values())
+    recipe = broken({"tl.store(y_ptr + offs, x * x,": "tl.store(y_ptr + offs, x + x,"})
+    found = recipe.tried(recipe.attempt, ["op(x)"], recipe.OPS, "cuda")
+    assert all(outcome.startswith("wrong") for outcome in found.values())
 
 
-def test_crash_and_hang_are_seen(broken: Callable[..., ModuleType]) -> None:
-    """A cell that ends its process fails, and so does one that never ends; others go on."""
-    recipe = broken(
-        {
-            "signal.alarm(180)": "signal.alarm(5)",
-            "    x.requires_grad_()\n": "    os.kill(os.getpid(), signal.SIGSEGV)\n",
-            "    with FlopCounterMode(display=False) as counter:\n": "    if signal.pause():\n",
-        }
-    )
-    cells = [("training", "custom_op"), ("flop_counter", "custom_op"), ("inference", "custom_op")]
-    expected = ["fails: exit code -11", "fails: exit code -14", "ok"]
-    assert recipe.run("cpu", cells) == dict(zip(cells, expected, strict=True))
+@pytest.mark.parametrize(
+    ("claim", "outcome", "expected"),
+    [
+        ("yes", "ok", "confirmed"),
+        ("yes", "traced", "confirmed"),
+        ("yes", "opaque", "refuted"),
+        ("yes", "fails: so", "refuted"),
+        ("no", "fails: so", "confirmed"),
+        ("no", "opaque", "confirmed"),
+        ("no", "ok", "refuted"),
+        ("mostly", "ok", "too vague to test"),
+        ("mostly", "fails: so", "too vague to test"),
+        *((claim, "wrong: all", "wrong") for claim in ("yes", "no", "mostly")),
+    ],
+)
+def test_verdict(recipe: ModuleType, claim: str, outcome: str, expected: str) -> None:
+    """A claim of *mostly* is no claim, and what is wrong without an error never holds."""
+    assert recipe.verdict(claim, outcome) == expected
 
 
-def test_claims_follow_from_the_cells(recipe: ModuleType) -> None:
-    """A claim holds if all its cells are as it says, and only then."""
-    ok = dict.fromkeys(recipe.CELLS["cuda"], "ok")
-    ok |= {("traced_into", api): "traced" for api in recipe.APIS}
-
-    def holding(outcomes: Outcomes) -> set[str]:
-        claims = recipe.claims(outcomes, recipe.CLAIMS)
-        return set(claims.index[claims["holds"] == "yes"])
-
-    everything = {claim.partition(": ")[2] for claim in recipe.CLAIMS}
-    nothing_refused = holding(ok)
-    assert everything - nothing_refused >= {"aot_inductor", "flop_counter", "configs and key only"}
-    assert "training" in nothing_refused
-    assert "traced_into" not in nothing_refused
-    assert "traced_into" in holding(ok | {("traced_into", "custom_op"): "opaque"})
-    assert "training" in holding(ok | {("training", "bare kernel"): "wrong: all"})  # the chart says mostly
-    assert "training" not in holding(ok | {("training", "triton_op"): "wrong: all"})
-    assert "training" not in holding(ok | {("training", "custom_op"): "fails: so"})
+def test_chart_is_judged_cell_by_cell(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = "training(op, x)"
+    found = {(row, api): "ok" for api in recipe.OPS} | {(row, "bare kernel"): "wrong: all"}
+    monkeypatch.setattr(recipe, "gpu", found)
+    assert recipe.compared(row) == ["mostly: wrong", "yes: confirmed", "yes: confirmed"]
 
 
 # Ops for test_on_gpu.py, with inputs that fit them.
 OPS = [
-    ("square", lambda normal, M, N: (normal(M, N),)),
+    ("traced", lambda normal, M, N: (normal(M, N),)),
 ]
 
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     (
         "squares stored without a mask",
-        "tl.store(out_ptr + offs, x * x, mask=offs < N)",
-        "tl.store(out_ptr + offs, x * x)",
+        "tl.store(y_ptr + offs, x * x, mask=offs < N)",
+        "tl.store(y_ptr + offs, x * x)",
     ),
 ]
 
@@ -265,5 +257,4 @@ if __name__ == "__main__":
     spec = importlib.util.spec_from_file_location("which_api", Path(__file__).parents[2] / "gallery" / PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    outcomes = module.run(sys.argv[1], module.CELLS[sys.argv[1]])
-    print(as_toml(sys.argv[1], kinds(module, sys.argv[1], outcomes)))
+    print(as_toml(sys.argv[1], kinds(run_all(module, sys.argv[1]))))

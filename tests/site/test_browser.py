@@ -91,6 +91,7 @@ def test_chart_tells_the_rates_at_a_size(page: Page, address: str) -> None:
     page.goto(f"{address}recipes/fusion/softmax.html")
     panel = page.locator(".recorded .panel.chosen").first
     chart, legend = panel.locator(".chart > svg"), panel.locator(".legend")
+    panel.get_by_text("The numbers in this chart").click()
     chart.scroll_into_view_if_needed()
     before = chart.bounding_box()
     chart.focus()

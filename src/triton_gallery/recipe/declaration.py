@@ -73,6 +73,7 @@ class OfOp(Data, frozen=True):
         backward: whether it has a gradient.
         deterministic: whether the same arguments give the same bits each time.
         tool: whether the page is about a tool and hands over no op.
+        shown_first: the title of the section that the page begins with, where that sums up what the script does before.
         gpu: the compute capabilities of the NVIDIA GPUs that the recipe is for alone, as a version specifier: "==9.0".
         not_for: the GPUs that a kernel is not meant for, by its name, as `gpus.GPUS` calls them.
         only_with: the versions of Triton that a kernel is for alone, by its name, as a version specifier: "<3.9".
@@ -86,6 +87,7 @@ class OfOp(Data, frozen=True):
     backward: bool | None = None
     deterministic: bool | None = None
     tool: bool = False
+    shown_first: str = ""
     gpu: str = ""
     not_for: dict[str, list[str]] = field(default_factory=dict)
     only_with: dict[str, str] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """Writes into a script what it imports of this project, so that it stands alone.
 
-A line `from triton_gallery.bench import gpu_time, rate_table` becomes the text of these functions, and so does one that
-imports from `triton_gallery.counting`. A line `from triton_gallery_ops.softmax import softmax` becomes the text of the
-whole op, with the ops that it is made of. What they import is imported where the script begins. All else stays as it
-is, byte by byte.
+A line `from triton_gallery.bench import gpu_time, rate_table` becomes the text of these functions, and so does one
+that imports from `triton_gallery.compiling`, `.counting` or `.outcomes`. A line `from triton_gallery_ops.softmax
+import softmax` becomes the text of the whole op, with the ops that it is made of. What they import is imported where
+the script begins. All else stays as it is, byte by byte.
 """
 
 import ast
@@ -17,8 +17,11 @@ from pathlib import Path
 
 from triton_gallery.recipe.names import bound
 
-CLOCK_FILE, COUNTING_FILE = (Path(__file__).parents[1] / name for name in ("bench.py", "counting.py"))
-HELPERS = {"triton_gallery.bench": CLOCK_FILE, "triton_gallery.counting": COUNTING_FILE}  # of lessons
+CLOCK_FILE = Path(__file__).parents[1] / "bench.py"
+HELPERS = {  # of lessons
+    f"triton_gallery.{name}": CLOCK_FILE.with_name(f"{name}.py")
+    for name in ("bench", "compiling", "counting", "outcomes")
+}
 OPS = "triton_gallery_ops"
 FOLDER = Path(__file__).parents[2] / OPS  # of this project's ops
 WIDTH = 80
@@ -162,7 +165,8 @@ def _used(helper: Helper) -> set[str]:
     local = {argument.arg for argument in ast.walk(helper) if isinstance(argument, ast.arg)}
     names = [item for item in ast.walk(helper) if isinstance(item, ast.Name)]
     local |= {item.id for item in names if isinstance(item.ctx, ast.Store)}
-    local |= {*bound(item for item in ast.walk(helper) if isinstance(item, ImportNode))}
+    local |= {str(item.name) for item in ast.walk(helper) if isinstance(item, ast.ExceptHandler)}
+    local |= {*bound(item for item in ast.walk(helper) if isinstance(item, ImportNode | ast.FunctionDef))}
     return {item.id for item in names} - local - {*dir(builtins)}
 
 

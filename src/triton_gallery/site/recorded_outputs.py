@@ -18,7 +18,7 @@ from triton_gallery.site.chart import chart
 from triton_gallery.site.freshness import depends_on
 from triton_gallery.site.page_context import RecipePage
 from triton_gallery.site.panels import Panel, about_table, figure_of
-from triton_gallery.site.render import benchmark, clocks, html, paragraph, table
+from triton_gallery.site.render import benchmark, clocks, folded, html, paragraph, table
 from triton_gallery.site.sphinx_internals import FIGURE, PRINTED, is_data_frame
 
 
@@ -137,13 +137,13 @@ def _tables(
 
 
 def _benchmark(table: Table, place: str, seen: Counter[str]) -> list[nodes.Node]:
-    """Return a benchmark's chart, its address, its table and notes."""
+    """Return a benchmark's chart, its address, its table in a fold, and notes."""
     seen[table.name] += 1
     anchor = f"figure-{table.name}" + (f"-{seen[table.name]}" if seen[table.name] > 1 else "")
     return [
         html(f'<span id="{anchor}"></span>{chart(table, place)}'),
         html(f'<p class="figure-links"><a href="#{anchor}">Link to this figure</a></p>'),
-        _frame(benchmark(table), "benchmark"),
+        *folded("The numbers in this chart", [_frame(benchmark(table), "benchmark")], "stays"),
         *(paragraph(note, classes=["clocks"]) for note in clocks(table)),
     ]
 

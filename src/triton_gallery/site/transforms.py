@@ -55,7 +55,9 @@ def fold_cells(env: BuildEnvironment, document: nodes.document, page: RecipePage
         _show_code(cell.code, shown)
         block: list[nodes.Node] = [cell.code]
         if number == 0:
-            helpers = any(helper in code for helper in ("def gpu_time(", "def statements(", "class Traffic("))
+            helpers = any(
+                helper in code for helper in ("def gpu_time(", "def statements(", "class Traffic(", "def outcomes(")
+            )
             block = folded("Imports, device and measurement helpers" if helpers else "Imports and device", block)
         elif op and f"\n{op.upper()}{SUFFIX} = " in f"\n{code}":
             block = folded(f"The op: {len(code.splitlines())} lines of code", block)
@@ -72,6 +74,16 @@ def fold_cells(env: BuildEnvironment, document: nodes.document, page: RecipePage
             block.insert(0, paragraph("GPU only", classes=["gpu-only"]))
         index = section.index(cell.code)
         section[index : index + 1] = block
+
+
+def move_first(env: BuildEnvironment, document: nodes.document, page: RecipePage) -> None:
+    """Move the section that the recipe declares to be shown first before the other sections."""
+    title = page.declared.of_op.shown_first
+    sections = [section for section in document.findall(nodes.section) if title and section[0].astext() == title]
+    for section in sections:
+        parent = section.parent
+        parent.remove(section)
+        parent.insert(parent.first_child_matching_class(nodes.section) or 0, section)
 
 
 def _show_code(block: nodes.literal_block, code: str) -> None:
@@ -92,7 +104,8 @@ ON_RECIPE_PAGES = (
     version_table.add_to_recipe,  # a sentence at the end of the section of `library_table`, if that is there
     fold_cells,  # late: the others find the cells and what these put out side by side
     step_through.add_figures,  # after that: a figure is no output of a cell
-    remove_downloads,  # last: others find the end of a page by them
+    remove_downloads,  # late: others find the end of a page by them
+    move_first,  # last: others take cells and outputs in the order of the script
 )
 
 
