@@ -115,10 +115,11 @@ if __name__ == "__main__":
 # page goes no further; *Softmax of long rows* does.
 #
 # A block's length is a power of two, and the mask leaves out what lies past the
-# row's end. These elements are not read, but both reductions see ``other`` in
-# their place. It must change neither result. ``-inf`` is never the maximum, and
-# its exponential adds 0 to the sum. The figure's switch has a launch with 0
-# instead.
+# row's end. These elements are not read; both reductions see ``other`` in their
+# place. ``other`` must not change the maximum or the sum: ``-inf`` is never the
+# maximum, and its exponential adds 0 to the sum. If a kernel computes something
+# else before, as ``-x``, ``other`` has to fit the result of that. The figure's
+# switch has a launch with 0 instead.
 
 
 @triton.jit
@@ -156,12 +157,11 @@ def softmax_rows(x, kernel=row_kernel, **options):
 # Is it right?
 # ------------
 #
-# We compare with float64. Float32 rounds ``x - m`` by up to :math:`2^{-24}` of
-# its size, which is below 20 here. So an exponential is off by up to
-# :math:`20 \times 2^{-24} = 1.2 \times 10^{-6}` of itself, and so is the sum.
-# We allow 5e-6, twice the sum of both, as the exponential function rounds, too.
-# Bfloat16 rounds a result to eight bits, so it is off by up to :math:`2^{-8}`;
-# we allow twice that.
+# We compare with float64. Here ``x - m`` is a number down to -20, and float32
+# rounds it by up to :math:`20 \times 2^{-24} = 1.2 \times 10^{-6}`. Exponential
+# and sum are then off by as large a part of themselves, their quotient by twice
+# that. We allow 5e-6, as ``tl.exp`` rounds, too. Bfloat16 keeps eight bits of a
+# result, so that is off by up to :math:`2^{-8}` of itself; we allow twice that.
 
 if __name__ == "__main__":
     x = torch.randn(5, 1000, generator=generator, device=DEVICE)
@@ -225,7 +225,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ----------------------------
 #
 # Zero adds nothing to a sum, so ``other=0`` seems harmless. But the sum is over
-# exponentials, and :math:`e^{0 - m}` is not 0:
+# exponentials, and that of 0 is not 0:
 
 if __name__ == "__main__":
     for N in (1024, 1023, 1000):
@@ -318,8 +318,9 @@ class Softmax(torch.autograd.Function):
 
 
 # %%
-# The gradient may cancel, so its tolerance is absolute. Its terms are below 1
-# here, and 1e-6 is 16 roundings of a number near 1.
+# ``torch_softmax`` is PyTorch's. The gradient is a difference and may cancel,
+# so the tolerance is absolute: 1e-6 is 16 roundings of a number near 1, and
+# what is subtracted is below 1 here.
 
 if __name__ == "__main__":
     x, g = torch.randn(2, 70, 100, generator=generator, device=DEVICE)
@@ -336,8 +337,9 @@ if __name__ == "__main__":
 #
 # ``softmax(x)`` is this gallery's op. To the kernels of this page it adds
 # tensors of any shape and layout, float64, several short rows in a program as
-# in ``row_sum.py``, and two blocks for a row that would fill only three
-# quarters of one. Its page has its code, and figures beside other libraries.
+# in ``row_sum.py``, and two smaller blocks for a row that would leave a quarter
+# of one block empty, or more. Its page has its code, and figures beside other
+# libraries.
 
 from triton_gallery_ops.softmax import softmax
 
@@ -406,7 +408,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # cell: it says whether the kernel is right. No GPU is needed.
 #
 # **1.** Compute the *logarithm* of the softmax: :math:`x_n - m - \log \sum_k
-# e^{x_k - m}`. It is finite even where the softmax is rounded to 0.
+# e^{x_k - m}`. It is finite even where the softmax is rounded to 0. The
+# function is ``tl.log``.
 
 log_kernel = None  # your kernel
 

@@ -223,8 +223,8 @@ def increment_kernel(x_ptr, STEP: tl.constexpr):
     tl.store(x_ptr, tl.load(x_ptr) + STEP)
 
 
-def increment(order):
-    options = {"configs": [triton.Config({}, num_warps=n) for n in (1, 2)]}
+def increment(order, **options):
+    options["configs"] = [triton.Config({}, num_warps=n) for n in (1, 2)]
     options["restore_value"] = ["x_ptr"]
     step = {"STEP": lambda args: 1}
     kernel = decorated(increment_kernel, order, step, **options)
@@ -248,9 +248,12 @@ def orders():
             print(f"{order:7}{reads:13}{static:16}{dynamic}")
     for reason, order in reasons.items():
         print(textwrap.fill(f"{order}, {reason}", 78))
-    for order in ("above", "below"):
-        (code,) = generated_code(increment(order), (torch.tensor([100]),))
-        print(f"{order}: restore_value in the program:", "restore_" in code)
+    swap = {"early_config_prune": lambda configs, *_, **__: configs[::-1]}
+    functions = {order: increment(order) for order in ("above", "below")}
+    functions["above, pruned"] = increment("above", prune_configs_by=swap)
+    for name, function in functions.items():
+        (code,) = generated_code(function, (torch.tensor([100]),))
+        print(f"{name}: restore_value in the program:", "restore_" in code)
 
 
 if __name__ == "__main__":
@@ -264,6 +267,7 @@ if __name__ == "__main__":
 #   at compile time, and makes its result a part of each config. So a result
 #   that depends on a dynamic size is refused. And PyTorch makes a new tuner of
 #   the new configs, which forgets ``restore_value``: wrong, with no warning.
+#   The same becomes of ``restore_value`` where configs are pruned.
 #
 # So put heuristics above ``autotune``, and let them read arguments alone. On a
 # GPU the kernel adds 1 to 100, twice: 101 and 102 are right.

@@ -47,14 +47,15 @@ DEVICE = torch.accelerator.current_accelerator(
 if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
     raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
 
-from triton_gallery.outcomes import outcome_table, outcomes, run_package, tried
+from triton_gallery.outcomes import outcome_table, run_package, tried
 
 # %%
 # One kernel, three APIs
 # ----------------------
 #
 # The kernel squares a tensor. With ``finite=True`` its launcher looks at
-# values, which compilers dislike.
+# values, which compilers dislike. ``triton_op``, ``wrap_triton`` and
+# ``custom_op`` are in ``torch.library``.
 
 
 @triton.jit
@@ -89,12 +90,15 @@ def opaque(x: torch.Tensor, finite: bool = False) -> torch.Tensor:
     return bare(x, finite)
 
 
+opaque.register_fake(lambda x, finite=False: x.new_empty(x.shape))
+
 OPS = {"bare kernel": bare, "triton_op": traced, "custom_op": opaque}
 
 # %%
-# An op can be told more: here a gradient, a fallback for the CPU, a rule for
-# ``vmap`` and a count of operations. A ``custom_op`` needs the shape of its
-# result, too; a ``triton_op`` runs its launcher without the kernel to find it.
+# ``register_fake`` tells a compiler the shape of a ``custom_op``'s result. A
+# ``triton_op`` needs none: the compiler runs its launcher, without the kernel.
+# Both can be told more: here a gradient, a fallback for the CPU, a rule for
+# ``vmap`` and a count of operations.
 
 
 def save(ctx, inputs, output):
@@ -107,17 +111,17 @@ def backward(ctx, grad):
 
 def fallback(x, finite=False):
     check(x, finite)
-    return (x * x).contiguous()
+    return (x * x).contiguous()  # as the kernel's result is
 
 
 def complete(op, name):
     op.register_autograd(backward, setup_context=save)
     op.register_kernel("cpu")(fallback)
+    # A batch of tensors is a tensor with more elements: the same op serves.
     op.register_vmap(lambda info, dims, *x: (op(*x), dims[0]))
     register_flop_formula(name)(lambda shape, *_, **__: shape.numel())
 
 
-opaque.register_fake(lambda x, finite=False: x.new_empty(x.shape))
 complete(opaque, torch.ops.triton_gallery.square_opaque)
 complete(traced, torch.ops.triton_gallery.square_traced)
 
@@ -136,10 +140,11 @@ if __name__ == "__main__":
 # How each line is tried
 # ----------------------
 #
-# A row of the table is a line of code. A tensor that it returns has to be the
-# square of ``x``. ``tried`` runs each line with each op, each time in a process
-# of its own, in which Triton compiles. So a crash is an outcome, too. It prints
-# what was not ok.
+# A row of the table is a line of code. If it returns a tensor, that has to be
+# the square of ``x``; a function that returns nothing checks for itself.
+# ``tried`` runs each line with each op, each time in a process of its own, in
+# which Triton compiles. So a crash is an outcome, too. It prints what was not
+# ok.
 
 
 def attempt(line, api, device):
@@ -167,7 +172,7 @@ def training(op, x):
     torch.testing.assert_close(x.grad, 2 * x.detach() + 1)
 
 
-def autograd_function(op, x):
+def compiled_function(op, x):
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -185,7 +190,7 @@ rows = [
     "op(x)",
     "training(op, x)",
     "training(torch.compile(op, fullgraph=True), x)",
-    "autograd_function(op, x)",
+    "compiled_function(op, x)",
 ]
 ROWS += rows
 
@@ -195,12 +200,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # To autograd, what a bare kernel returns is a constant. Its share of the
 # gradient is missing, and the other path keeps ``backward`` from raising. A
-# ``Function`` around the launch mends that.
+# ``Function`` around the launch mends that, here under ``torch.compile``.
 #
 # torch.compile
 # -------------
 #
-# ``fullgraph=True`` forbids a fallback to Python. ``traced_into`` reads
+# With ``fullgraph=True`` no part may be left to Python. ``traced_into`` reads
 # Inductor's code: where it calls the op, the op stayed *opaque*; else the
 # compiler *traced* into it.
 
@@ -320,15 +325,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What a call costs
 # -----------------
 #
-# The CPU's time for a call, in microseconds: ``x`` needs no gradient, ``w``
-# does; then the backward. Without a GPU the fallback is in the place of the
-# bare kernel. ``what_a_call_costs.py`` takes a call apart, and has faster ways
-# to register an op.
+# The CPU's time for a call, in microseconds, the least of five medians: ``x``
+# needs no gradient, ``w`` does; then the backward. Without a GPU the fallback
+# is called where the table says *bare kernel*.
 
 
 def microseconds(line, **names):
     timer = Timer(line, globals=names)
-    return 1e6 * timer.blocked_autorange(min_run_time=0.5).median
+    runs = [timer.blocked_autorange(min_run_time=0.1) for _ in range(5)]
+    return 1e6 * min(run.median for run in runs)
 
 
 def costs(op):
@@ -350,14 +355,20 @@ if __name__ == "__main__":
     print(table.round(1).to_string(na_rep="-"))
 
 # %%
+# The bare kernel does the same in both of its rows. An op adds to that, more if
+# a gradient is recorded; which of the two ops matters less. A kernel that runs
+# for longer hides these times, as the CPU goes on meanwhile.
+# ``what_a_call_costs.py`` takes a call apart, and has faster ways to register
+# an op.
+#
 # What PyTorch's chart says
 # -------------------------
 #
 # PyTorch's tutorial on Triton kernels in ``torch.compile`` has `this chart
-# <https://github.com/pytorch/tutorials/pull/3227>`_. Each of its cells is
-# *confirmed* or *refuted* by the run. *mostly*, "in the majority of cases", is
-# too vague to test. A result that is wrong without an error is *wrong*,
-# whatever the chart says.
+# <https://github.com/pytorch/tutorials/pull/3227>`_. Which of its cells does
+# the run not confirm? *mostly*, "in the majority of cases", is too vague to
+# test. A result that is wrong without an error is *wrong*, whatever the chart
+# says.
 
 CHART = {
     "op(x)": ["yes", "yes", "yes"],
@@ -381,102 +392,27 @@ def verdict(claim, outcome):
     return "confirmed" if works == (claim == "yes") else "refuted"
 
 
-def compared(row):
-    cells = zip(CHART[row], OPS, strict=True)
-    return [f"{claim}: {verdict(claim, gpu[row, api])}" for claim, api in cells]
+def not_confirmed(found):
+    """Return the cells of the chart that a run does not confirm, with why."""
+    for line, claims in CHART.items():
+        for claim, api in zip(claims, OPS, strict=True):
+            said = verdict(claim, found[line, api])
+            if said != "confirmed":
+                yield f"{line}, {api}: {claim}; {said}"
 
 
-pd.DataFrame({row: compared(row) for row in CHART}, OPS).T if gpu else None
-
-# %%
-# Options of autotune
-# -------------------
-#
-# The tutorial goes on: of ``autotune``'s options ``torch.compile`` takes
-# ``configs`` and ``key`` alone; ``heuristics`` may be above ``autotune``, not
-# below; a flop formula takes ``(x_shape)``. Our kernel adds 1 to a counter:
-# after tuning and one call, the counter has to be 1.
-
-
-@triton.jit
-def count_kernel(out_ptr, STEP: tl.constexpr):
-    tl.store(out_ptr, tl.load(out_ptr) + STEP)
-
-
-def tune(kernel, **options):
-    warps = (1, 2, 4) if options else (1,)  # one config: nothing is tuned
-    configs = [triton.Config({}, num_warps=n) for n in warps]
-    return triton.autotune(configs, key=[], **options)(kernel)
-
-
-def zero(args, **_):
-    args["out_ptr"].zero_()
-
-
-guess = triton.heuristics({"STEP": lambda args: 1})
-PRUNE = {"early_config_prune": lambda configs, *_, **__: configs[:2]}
-OUT = ["out_ptr"]
-
-
-def counts(line):
-    global kernel  # PyTorch has to find it by its name
-    kernel, step = eval(line), {} if "guess" in line else {"STEP": 1}
-
-    def launch(x):
-        out = torch.zeros_like(x)
-        kernel[(1,)](out, **step)
-        return out
-
-    x = torch.ones(1, device="cuda")
-    torch.testing.assert_close(torch.compile(launch, fullgraph=True)(x), x)
-
-
-def formula(line):
-    @custom_op("triton_gallery::square_counted", mutates_args=())
-    def counted(x: torch.Tensor) -> torch.Tensor:
-        return x * x
-
-    count = register_flop_formula(torch.ops.triton_gallery.square_counted)
-    count(eval(line))
-    flop_counter(counted, torch.randn(1000))
-
-
-CLAIMS = {  # does it work, by the tutorial?
-    "lambda x_shape: x_shape.numel()": "yes",
-    "tune(count_kernel, restore_value=OUT)": "no",
-    "tune(count_kernel, reset_to_zero=OUT)": "no",
-    "tune(count_kernel, pre_hook=zero)": "no",
-    "tune(count_kernel, restore_value=OUT, prune_configs_by=PRUNE)": "no",
-    "guess(tune(count_kernel))": "yes",
-    "tune(guess(count_kernel))": "no",
-    "tune(guess(count_kernel), restore_value=OUT)": "no",
-}
-
-
-def judged(device):
-    lines = [*CLAIMS] if device == "cuda" else [*CLAIMS][:1]
-    calls = [(formula if "x_shape" in x else counts, x) for x in lines]
-    return dict(zip(lines, outcomes(calls, device), strict=True))
-
-
-if __name__ == "__main__":
-    for line, said in judged(DEVICE.type).items():
-        claim = CLAIMS[line]
-        print(f"{line}\n    {claim}; {verdict(claim, said)}; {said[:50]}")
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    print(*not_confirmed(gpu), sep="\n")
 
 # %%
-# PyTorch supports `restore_value
-# <https://github.com/pytorch/pytorch/pull/139851>`_ and `heuristics below
-# <https://github.com/pytorch/pytorch/pull/142208>`_; the tutorial does not
-# mention that. But with heuristics below or pruned configs, PyTorch makes a new
-# tuner, which forgets ``restore_value``: the count is wrong, without an error.
-# A flop formula has to take ``out_shape``, too.
+# ``torch_compile.py`` tries what the tutorial says of ``autotune``'s options.
 #
 # Since which PyTorch
 # -------------------
 #
-# Each line is tested on the installed PyTorch: a name is looked up, and on a
-# GPU a bare kernel is called. The versions are from PyTorch's pages: the
+# Each line is tested on the PyTorch of the machine that the page was made on.
+# For a line of the first table, that says what became of a bare kernel; another
+# name is looked up. The versions are from PyTorch's pages: the
 # `release notes of 2.3
 # <https://github.com/pytorch/pytorch/releases/tag/v2.3.0>`_ and the `tutorial
 # <https://docs.pytorch.org/tutorials/recipes/
@@ -487,7 +423,7 @@ if __name__ == "__main__":
 SINCE = {
     "torch.compile(op)(x)": "2.3",
     "dynamic_shapes(op, x)": "2.3",
-    "autograd_function(op, x)": "2.3",
+    "compiled_function(op, x)": "2.3",
     "aot_inductor(op, x)": "2.3",
     "custom_op": "2.4",
     "register_autograd": "2.4",
@@ -496,36 +432,39 @@ SINCE = {
     "wrap_triton": "2.6",
 }
 
-if __name__ == "__main__":
+if __name__ == "__main__" and DEVICE.type == "cuda":
     print(f"since  in PyTorch {torch.__version__}")
     for name, version in SINCE.items():
-        there = "is there" if hasattr(torch.library, name) else "needs a GPU"
+        there = "is there" if hasattr(torch.library, name) else "is missing"
         print(f"{version}    {name:26}", gpu.get((name, "bare kernel"), there))
 
 # %%
 # Which one
 # ---------
 #
-# Each line was run on a GPU with three kinds of ``op``. *ok*: the result is
-# right. *fails*: an error. *wrong*: no error, and a wrong result. *traced*: the
-# compiler sees the kernel; *opaque*: it does not. The functions are on this
-# page.
+# Each line was run on a GPU with three kinds of ``op``, which squares ``x``.
+# *ok*: the result is right. *fails*: an error. *wrong*: no error, and a wrong
+# result. *traced*: the compiler sees the kernel; *opaque*: it does not. With
+# ``finite=True`` the launcher raises an error if ``x`` has an infinity or NaN:
+# Python looks at values. The functions are on this page, below; in the script
+# this table comes last.
 
 outcome_table(gpu) if gpu else None
 
 # %%
-# * **Begin with triton_op.** It trains, compiles, exports and falls back to the
-#   CPU. It fails in one line, where the launcher looks at values.
-# * **Take custom_op** if compilers cannot trace the launcher, or if compiled
-#   code may find no GPU. The price: no compiler sees the kernel, and no package
-#   holds it.
+# * **Begin with triton_op.** On a GPU it fails in one line, where the launcher
+#   looks at values. On a CPU a call has a fallback; compiled code has none.
+# * **Take custom_op** if the launcher looks at values, or if compiled code may
+#   find no GPU. The price: no compiler sees the kernel, and a file of
+#   ``aot_inductor``, for a process without your Python, does not have it.
 # * **A bare kernel** will do for inference in your own code: plain, compiled,
-#   in a package or a CUDA graph. Before you train, make it an op or write a
-#   ``Function``: its gradient is wrong without an error.
+#   in such a file or in a CUDA graph. Before you train, make it an op or write
+#   a ``Function``: its gradient is wrong without an error.
 #
-# The same lines on the CPU, with the machine's GPU hidden if there is one. The
-# fallback serves whoever calls an op. ``torch.compile`` traces into a
-# ``triton_op``, past its fallback, to a kernel that cannot run there.
+# The same lines on the CPU, with the machine's GPU hidden if there is one. A
+# call of an op runs its fallback. But ``torch.compile`` looks into a
+# ``triton_op``, and finds the launcher: it compiles the kernel, which cannot
+# run there. Of a ``custom_op`` it sees a call, which runs the fallback.
 
 if __name__ == "__main__":
     cpu = tried(attempt, ROWS, OPS, "cpu", reasons=False)

@@ -3,6 +3,7 @@
 No GPU is needed: a run that passed here is written as if a GPU had executed it.
 """
 
+import ast
 import json
 import re
 import subprocess
@@ -19,7 +20,7 @@ from msgspec import structs
 from project import Project
 
 from triton_gallery.recipe.contents import Recipe, load
-from triton_gallery.recipe.hashes import cell_hash, code_hash
+from triton_gallery.recipe.hashes import cell_hash, code_hash, tree_hash
 from triton_gallery.recipe.outputs import Frame, Output
 from triton_gallery.recipe.tables import Table
 from triton_gallery.records.files import BadRecordError
@@ -363,6 +364,14 @@ def test_missing_record_is_listed(project: Project) -> None:
 def test_layout_and_comments_change_no_cell() -> None:
     assert cell_hash("x = 1  # one") == cell_hash("x  =  1\n\n# two")
     assert cell_hash("x = 1") != cell_hash("x = 2")
+
+
+def test_versions_of_python_agree_on_a_nested_format() -> None:
+    """From Python 3.12 on, its tree ends in an empty text."""
+    tree = ast.parse('f"{x:{width}}"')
+    (spec,) = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)][1:]
+    spec.values = [*spec.values[:1], ast.Constant("")]
+    assert tree_hash(tree) == cell_hash('f"{x:{width}}"')
 
 
 def test_moving_a_border_between_cells_changes_the_code() -> None:

@@ -28,19 +28,15 @@ Outcomes = dict[tuple[str, str], str]
 
 
 def run_all(recipe: ModuleType, device: str) -> Outcomes:
-    """Return what becomes of each cell and of each claim that can be tried on a device."""
-    claims = {("claims", line): outcome for line, outcome in recipe.judged(device).items()}
-    return recipe.tried(recipe.attempt, recipe.ROWS, recipe.OPS, device) | claims
+    """Return what becomes of each cell on a device."""
+    return recipe.tried(recipe.attempt, recipe.ROWS, recipe.OPS, device)
 
 
 def read_page(recipe: ModuleType, run: Run) -> Outcomes:
-    """Return what the run of the recipe's page found for the CPU: a word for each cell and for the claim."""
-    line, texts = next(iter(recipe.CLAIMS)), [output.text for output in run.outputs]
-    (table,) = [text for text in texts if "\ncuda_graph(op, x) " in text]
+    """Return what the run of the recipe's page found for the CPU: a word for each cell."""
+    (table,) = [output.text for output in run.outputs if "\ncuda_graph(op, x) " in output.text]
     cells = [row.rsplit(maxsplit=3) for row in table.splitlines()[1:]]
-    found = {(row, api): word for row, *words in cells for api, word in zip(recipe.OPS, words, strict=True)}
-    (claim,) = [text for text in texts if text.startswith(line)]
-    return found | {("claims", line): claim.split("; ")[2]}
+    return {(row, api): word for row, *words in cells for api, word in zip(recipe.OPS, words, strict=True)}
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +230,14 @@ def test_verdict(recipe: ModuleType, claim: str, outcome: str, expected: str) ->
 def test_chart_is_judged_cell_by_cell(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     row = "training(op, x)"
     found = {(row, api): "ok" for api in recipe.OPS} | {(row, "bare kernel"): "wrong: all"}
-    monkeypatch.setattr(recipe, "gpu", found)
-    assert recipe.compared(row) == ["mostly: wrong", "yes: confirmed", "yes: confirmed"]
+    monkeypatch.setattr(recipe, "CHART", {row: recipe.CHART[row]})
+    assert [*recipe.not_confirmed(found)] == ["training(op, x), bare kernel: mostly; wrong"]
+
+
+def test_names_are_where_the_page_looks_them_up(recipe: ModuleType) -> None:
+    names = [name for name in recipe.SINCE if name.isidentifier()]
+    assert len(names) > 3
+    assert [name for name in names if not hasattr(torch.library, name)] == []
 
 
 # Ops for test_on_gpu.py, with inputs that fit them.

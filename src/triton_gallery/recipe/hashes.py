@@ -73,6 +73,8 @@ def _skeleton(node: object) -> object:
     if isinstance(node, ast.AST):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
+        if isinstance(node, ast.JoinedStr):  # from Python 3.12 on, f"{x:{width}}" ends in an empty constant
+            node.values = [value for value in node.values if getattr(value, "value", value) != ""]
         fields = [(name, _skeleton(value)) for name, value in ast.iter_fields(node) if value not in (None, [])]
         return (type(node).__name__, fields)
     if isinstance(node, list):
