@@ -267,6 +267,8 @@ def _decode_attention_launch(
     block_table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
     programs = batch * shared
     bound = block_table.shape[1] * page if max_seq_len is None else max_seq_len
+    # A sequence of one page never leaves it: one kernel serves all page sizes.
+    page = page if block_table.shape[1] > 1 else 2**30
     parts = parts or _decode_attention_parts(programs, int(bound), k_cache)
     scale = D**-0.5 if scale is None else scale
     rows = queries * (heads // shared)
