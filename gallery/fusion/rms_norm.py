@@ -9,7 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
-# longer = "two ops share its kernels: with a residual and without"
+# longer = "two ops share its kernels, with and without residual and weight"
 # ///
 r"""
 RMSNorm

@@ -622,7 +622,8 @@ if __name__ == "__main__":
 # Go further
 # ----------
 #
-# 1. GeGLU has a GELU instead of the SiLU. Which lines change?
+# 1. GEGLU has a GELU instead of the SiLU, which is ``activation="gelu"`` here.
+#    Which lines know of it?
 # 2. The matrix product after the op keeps its input, our ``out``, for the
 #    gradient of its weight. What would it cost to recompute ``out`` too?
 #
@@ -636,8 +637,8 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** The product with the sigmoid in ``_swiglu_forward``, and the two
-# derivatives in ``_swiglu_gradients``. No other line knows the function.
+# **1.** Those of ``_swiglu_share``, which both kernels call, and the derivative
+# in ``_swiglu_gradients``. No other line of a kernel knows the function.
 #
 # **2.** One write more, 6 tensors instead of 5. But ``out`` has to be there
 # before the matrix product's backward begins, so the product and SwiGLU must
