@@ -350,7 +350,7 @@ def _rms_norm_gpu(device):
     return gpu.multi_processor_count, shared
 
 
-def _rms_norm_plan_backward(h, eps, stride, has_dh, offset=0.0):
+def _rms_norm_plan_backward(h, eps, stride, has_dh, offset=0.0, weight_size=0):
     """Return how many programs to launch, and how."""
     plan = _rms_norm_plan(h, eps, stride, offset=offset, backward=True)
     block = plan["BLOCK_M"] * (plan["BLOCK_N"] + plan["REST"])
@@ -361,9 +361,12 @@ def _rms_norm_plan_backward(h, eps, stride, has_dh, offset=0.0):
     M = h.numel() // h.shape[-1]
     programs = min(programs, triton.cdiv(M, plan["BLOCK_M"]))
     # Loads for further turns of the loop wait in shared memory: two turns
-    # ahead, or as many as fit.
-    loads = 2 + has_dh + (2 if plan["REST"] else 0)
-    ahead = min(2, shared // (loads * block * h.element_size()))
+    # ahead, or as many as fit. Those of a weight are two, maybe of wider
+    # elements.
+    waiting = (2 + has_dh) * h.element_size()
+    if plan["REST"]:
+        waiting += 2 * max(h.element_size(), weight_size)
+    ahead = min(2, shared // (waiting * block))
     return programs, plan | {"ADD": has_dh, "STAGES": 1 + ahead}
 
 
@@ -449,7 +452,10 @@ def _rms_norm_backward_launch(
     N = int(dx.shape[-1])
     M = dx.numel() // N
     has_dh = dh is not None
-    programs, plan = _rms_norm_plan_backward(dx, eps, stride_hm, has_dh, offset)
+    weight_size = 0 if weight is None else weight.element_size()
+    programs, plan = _rms_norm_plan_backward(
+        dx, eps, stride_hm, has_dh, offset, weight_size
+    )
     wide = torch.promote_types(dx.dtype, torch.float32)
     sums = None if weight is None else dx.new_empty(programs, N, dtype=wide)
     pointers = dy, dh.contiguous() if has_dh else dy, h, weight, dx, sums

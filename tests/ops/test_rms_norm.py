@@ -362,6 +362,7 @@ def test_plans(taken: ModuleType) -> None:
     rows = torch.empty(10**6, 12288, dtype=torch.bfloat16, device="meta")
     for dtype, stages in ((torch.bfloat16, 2), (torch.float32, 1)):
         assert taken._rms_norm_plan_backward(rows.to(dtype), EPS, 12288, False)[1]["STAGES"] == stages
+    assert taken._rms_norm_plan_backward(rows, EPS, 12288, False, weight_size=4)[1]["STAGES"] == 1
     for N, stride, vec in ((1000, 1000, 8), (1000, 1004, 4), (1000, 1001, 1), (1001, 1000, 1)):
         assert taken._rms_norm_plan(rows[:1, :N], EPS, stride)["VEC"] == vec
 
@@ -422,7 +423,7 @@ BREAKS = [
     ("a factor without a weight", "    factor = 1.0\n", "    factor = 2.0\n"),
     ("Llama rounded once", "x = x.to(NARROW).to(ACC)", "x = x.to(ACC)"),
     ("Gemma rounded twice", "y_ptr.dtype.element_ty if LLAMA else None", "y_ptr.dtype.element_ty"),
-    ("an offset lost by the backward", "dx, eps, stride_hm, has_dh, offset)", "dx, eps, stride_hm, has_dh)"),
+    ("an offset lost by the backward", "stride_hm, has_dh, offset, weight", "stride_hm, has_dh, 0.0, weight"),
     ("a residual taken for adjacent", "residual_ptr + offs_m * stride_rm", "residual_ptr + offs_m * N"),
     (
         "rows behind the last",
