@@ -35,7 +35,7 @@ LINEAR_CROSS_ENTROPY_WARPS = 8
 def _linear_cross_entropy_cap(z, SOFTCAP: tl.constexpr):
     if SOFTCAP > 0:
         # SOFTCAP * tanh(z / SOFTCAP). Where exp is inf, SOFTCAP remains.
-        z = SOFTCAP - 2 * SOFTCAP / (tl.exp(2 * z / SOFTCAP) + 1)
+        z = SOFTCAP - 2 * SOFTCAP / (tl.exp(z * (2 / SOFTCAP)) + 1)
     return z
 
 
@@ -121,7 +121,7 @@ def _linear_cross_entropy_kernel(
                 hit = hit * (1 - SMOOTHING) + SMOOTHING * share
             d -= hit
             if SOFTCAP > 0:
-                d *= 1 - (z / SOFTCAP) * (z / SOFTCAP)
+                d *= 1 - (z * (1 / SOFTCAP)) * (z * (1 / SOFTCAP))
             # The products go over ignored tokens too: these add nothing.
             d = tl.where(counts, d * scale, 0.0)
             # What is stored past V, nobody reads.

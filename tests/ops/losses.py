@@ -117,12 +117,17 @@ def rising_rows(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def reference(
-    x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float, reduction: str = "mean"
+    x: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str = "mean",
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Return PyTorch's loss, without what is ignored."""
     ignored = (target == ignore_index)[:, None]
     return torch.nn.functional.cross_entropy(
-        x.to(accumulator(x.dtype)).masked_fill(ignored, 0),
+        capped(x.to(accumulator(x.dtype)).masked_fill(ignored, 0), softcap),
         target,
         ignore_index=ignore_index,
         label_smoothing=smoothing,

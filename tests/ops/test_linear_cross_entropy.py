@@ -426,6 +426,7 @@ def at_launch(taken: ModuleType, dtype: str) -> dict[str, Any]:
     acc = tl.float64 if dtype == "fp64" else tl.float32
     known = {"ACC": acc, "GRADIENT": True, "BLOCK_V": taken.LINEAR_CROSS_ENTROPY_BLOCK}
     pointers = {"targets_ptr": "i64", "losses_ptr": str(acc), "scale_ptr": str(acc)}
+    known |= {"EACH": False, "SMOOTHING": 0.0, "SOFTCAP": 0.0, "LSE_SQUARE_SCALE": 0.0}
     options = {"num_warps": taken.LINEAR_CROSS_ENTROPY_WARPS, "multiples": ["room"]}
     return {"dtype": dtype} | known | pointers | options
 
@@ -483,7 +484,7 @@ BREAKS = [
     ("too large for float16", "return min(max(tokens, 1), 2**15)", "return max(tokens, 1)"),
     ("smoothing left out of the gradient", "hit = hit * (1 - SMOOTHING) + SMOOTHING * share", "hit *= 1 - SMOOTHING"),
     ("smoothing over the room", "tl.where(offs < V, z * share, 0)", "z * share"),
-    ("a softcap without its slope", "d *= 1 - (z / SOFTCAP) * (z / SOFTCAP)", "d *= 1.0"),
+    ("a softcap without its slope", "d *= 1 - (z * (1 / SOFTCAP)) * (z * (1 / SOFTCAP))", "d *= 1.0"),
     ("no softcap at the target", "    chosen = _linear_cross_entropy_cap(chosen, SOFTCAP)\n", ""),
     ("no gradient of the z-loss", "s /= 1 + 2 * LSE_SQUARE_SCALE * lse", "s *= 1.0"),
     ("one gradient for all tokens", "tl.load(scale_ptr + pid if EACH else scale_ptr)", "tl.load(scale_ptr)"),
