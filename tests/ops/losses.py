@@ -123,13 +123,17 @@ def reference(
     smoothing: float,
     reduction: str = "mean",
     softcap: float | None = None,
+    lse_square_scale: float = 0.0,
 ) -> torch.Tensor:
     """Return PyTorch's loss, without what is ignored."""
-    ignored = (target == ignore_index)[:, None]
-    return torch.nn.functional.cross_entropy(
-        capped(x.to(accumulator(x.dtype)).masked_fill(ignored, 0), softcap),
-        target,
-        ignore_index=ignore_index,
-        label_smoothing=smoothing,
-        reduction=reduction,
+    ignored = target == ignore_index
+    x = capped(x.to(accumulator(x.dtype)).masked_fill(ignored[:, None], 0), softcap)
+    loss = torch.nn.functional.cross_entropy(
+        x, target, ignore_index=ignore_index, label_smoothing=smoothing, reduction=reduction
     )
+    if not lse_square_scale:
+        return loss
+    squares = (lse_square_scale * torch.logsumexp(x, -1) ** 2).masked_fill(ignored, 0)
+    if reduction == "none":
+        return loss + squares
+    return loss + squares.sum() / ((~ignored).sum() if reduction == "mean" else 1)
