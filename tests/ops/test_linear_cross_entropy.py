@@ -457,8 +457,8 @@ BREAKS = [
     ),
     (
         "sums that are not corrected",
-        "s = s * tl.exp(m - larger) + tl.sum(",
-        "s = s + tl.sum(",
+        "s = s * tl.exp(m - larger) + tl.sum(tl.exp(z - larger), axis=0)\n        m = larger\n        if",
+        "s = s + tl.sum(tl.exp(z - larger), axis=0)\n        m = larger\n        if",
     ),
     ("no one at the target", "            d -= hit\n", ""),
     ("ignored tokens in the gradients", "d = tl.where(counts, d * scale, 0.0)", "d = d * scale"),
