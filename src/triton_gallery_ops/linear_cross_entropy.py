@@ -258,7 +258,7 @@ def _linear_cross_entropy_launch(
     targets = targets.reshape(T).contiguous()
     wide = _linear_cross_entropy_wide(x)
     losses = torch.empty(T, dtype=wide, device=x.device)
-    sums = torch.zeros_like(d_bias, dtype=wide)
+    sums = d_bias.to(wide)
     counts = targets != ignore_index
     count = counts.sum()
     # The mean divides by count, the number of tokens that count, which only the
