@@ -2,10 +2,11 @@
 
 Computes logsumexp(logits) - logits[target] for each row, by the online method
 (Milakov and Gimelshein, 2018, arXiv:1805.02867), with ignore_index, label
-smoothing and all reductions. Each logit is read once; the backward needs the
-logits and two numbers per row. Unlike in ``torch.nn.functional.cross_entropy``,
-the loss is float32 for half precision, a target out of range gives NaN, and
-there are no class weights or probability targets. One program reads a row, so
+smoothing, a softcap, z-loss and all reductions. Each logit is read once; the
+backward needs the logits and two numbers per row. Unlike in
+``torch.nn.functional.cross_entropy``, the loss is float32 for half precision, a
+target out of range gives NaN, and there are no class weights or probability
+targets. One program reads a row, so
 few rows leave part of the GPU idle. ``linear_cross_entropy`` saves memory.
 Deterministic on a given GPU model. There is no second derivative.
 """
@@ -36,6 +37,18 @@ CROSS_ENTROPY_SUM = 8192  # losses that the mean adds up at one time
 def _cross_entropy_exp(x):
     # tl.exp takes more instructions, for results below the normal numbers.
     return tl.exp2(x * CROSS_ENTROPY_LOG2_E)
+
+
+@triton.jit
+def _cross_entropy_load(
+    ptrs, mask, other, ACC: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    x = tl.load(ptrs, mask=mask, other=other).to(ACC)
+    if SOFTCAP > 0:
+        # Where exp is inf, tanh is 1. What is masked remains other.
+        tanh = 1 - 2 / (_cross_entropy_exp(x * (2 / SOFTCAP)) + 1)
+        x = tl.where(mask, SOFTCAP * tanh, other)
+    return x
 
 
 @triton.jit
@@ -78,11 +91,12 @@ def _cross_entropy_kernel(
     VEC: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr = 0.0,  # 0 is none
+    LSE_SQUARE_SCALE: tl.constexpr = 0.0,
 ):
     # The first maximum. With -inf, the difference of two could be NaN.
-    DOUBLE: tl.constexpr = tl.float64 == ACC
     LOWEST: tl.constexpr = (
-        -1.7976931348623157e308 if DOUBLE else -3.4028234663852886e38
+        -1.7976931348623157e308 if tl.float64 == ACC else -3.4028234663852886e38
     )
     # In int32 a row's offset would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64)
@@ -91,16 +105,19 @@ def _cross_entropy_kernel(
     )
     x_row = row * stride_xm
     # A wrong target would read another row. Its NaN makes the loss NaN.
-    x_t = tl.load(x_ptr + x_row + target, mask=known, other=float("nan"))
-    x_t = x_t.to(ACC)
+    x_t = _cross_entropy_load(
+        x_ptr + x_row + target, known, float("nan"), ACC, SOFTCAP
+    )
     head, length, offs_e, mask_e = _cross_entropy_divide(x_row, N, VEC)
     # Dividing and multiplying tells the compiler: a multiple of VEC.
     x_body = x_ptr + (x_row + head) // VEC * VEC
     read_e = tl.where(counts, mask_e, False)
-    x_e = tl.load(x_ptr + x_row + offs_e, mask=read_e, other=-float("inf"))
-    x_e = x_e.to(ACC)
-    block = tl.arange(0, LINES)[:, None] * BLOCK_N  # (LINES, 1)
-    block += tl.arange(0, BLOCK_N)[None, :]  # (LINES, BLOCK_N)
+    x_e = _cross_entropy_load(
+        x_ptr + x_row + offs_e, read_e, -float("inf"), ACC, SOFTCAP
+    )
+    block = (
+        tl.arange(0, LINES)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    )  # (LINES, BLOCK_N)
     # Each column has its own m and s: in the loop, no thread waits.
     m = tl.full((BLOCK_N,), LOWEST, dtype=ACC)
     s = tl.zeros((BLOCK_N,), dtype=ACC)
@@ -110,7 +127,9 @@ def _cross_entropy_kernel(
     for start in range(0, tl.where(counts, N, 0), LINES * BLOCK_N):
         offs = start + block  # (LINES, BLOCK_N)
         mask = offs < length
-        x = tl.load(x_body + offs, mask=mask, other=-float("inf")).to(ACC)
+        x = _cross_entropy_load(
+            x_body + offs, mask, -float("inf"), ACC, SOFTCAP
+        )
         larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
         # What is in s was added while the maximum was m.
         s *= _cross_entropy_exp(m - larger)
@@ -130,6 +149,9 @@ def _cross_entropy_kernel(
         middle += tl.sum(tl.where(mask_e, x_e * share, 0), axis=0)
         smooth = tl.log(total) + (top - middle)
         loss = loss * (1 - SMOOTHING) + smooth * SMOOTHING
+    if LSE_SQUARE_SCALE > 0:
+        lse = tl.log(total) + top
+        loss += LSE_SQUARE_SCALE * lse * lse
     tl.store(stats_ptr + row, top)
     tl.store(stats_ptr + M + row, total)
     tl.store(losses_ptr + row, tl.where(counts, loss, 0.0))
@@ -178,6 +200,8 @@ def _cross_entropy_backward_kernel(
     SMOOTHING: tl.constexpr,
     VEC: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr = 0.0,  # 0 is none
+    LSE_SQUARE_SCALE: tl.constexpr = 0.0,
 ):
     # In int32 a row's offset would overflow past element 2**31.
     row = tl.program_id(axis=0).to(tl.int64)
@@ -196,6 +220,10 @@ def _cross_entropy_backward_kernel(
     grad = tl.where(counts, grad, 0.0)
     a = grad / tl.where(counts, total, 1.0)
     top = tl.where(counts, top, 0.0)
+    if LSE_SQUARE_SCALE > 0:
+        # The gradient of lse is the softmax, which a multiplies.
+        lse = tl.log(tl.where(counts, total, 1.0)) + top
+        a *= 1 + 2 * LSE_SQUARE_SCALE * lse
     b = grad * SMOOTHING / N
     hit = grad * (1 - SMOOTHING)
     x_row, d_row = row * stride_xm, row * N
@@ -205,49 +233,60 @@ def _cross_entropy_backward_kernel(
     # One of the row's programs has the edges.
     mask_e = tl.where(part == 0, mask_e, False)
     read_e = tl.where(counts, mask_e, False)
-    x_e = tl.load(x_ptr + x_row + offs_e, mask=read_e, other=0)
-    d_e = _cross_entropy_exp(x_e.to(ACC) - top) * a - b  # (2 * VEC,)
+    x_e = _cross_entropy_load(x_ptr + x_row + offs_e, read_e, 0.0, ACC, SOFTCAP)
+    d_e = _cross_entropy_exp(x_e - top) * a - b  # (2 * VEC,)
     d_e = tl.where(offs_e == target, d_e - hit, d_e)
+    if SOFTCAP > 0:
+        d_e *= 1 - (x_e * (1 / SOFTCAP)) * (x_e * (1 / SOFTCAP))
     tl.store(d_ptr + d_row + offs_e, d_e, mask=mask_e)
     step = tl.num_programs(axis=1) * BLOCK_N
     for start in range(part * BLOCK_N, N, step):
         offs = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
         mask = offs < length
         read = tl.where(counts, mask, False)
-        x = tl.load(x_body + offs, mask=read, other=0).to(ACC)
+        x = _cross_entropy_load(x_body + offs, read, 0.0, ACC, SOFTCAP)
         d = _cross_entropy_exp(x - top) * a - b  # (BLOCK_N,)
         d = tl.where(offs + head == target, d - hit, d)
+        if SOFTCAP > 0:
+            d *= 1 - (x * (1 / SOFTCAP)) * (x * (1 / SOFTCAP))
         tl.store(d_body + offs, d, mask=mask)
 
 
-def _cross_entropy_check(logits, targets, label_smoothing, reduction):
-    name = "cross_entropy"
+def _cross_entropy_check(
+    logits, targets, label_smoothing, reduction, softcap, scale
+):
     if logits.dtype not in CROSS_ENTROPY_ACC or targets.dtype != torch.int64:
         raise TypeError(
-            f"{name} takes float logits and int64 targets, not "
+            "cross_entropy takes float logits and int64 targets, not "
             f"{logits.dtype} and {targets.dtype}"
         )
-    shapes = tuple(logits.shape), tuple(targets.shape)
-    if logits.ndim == 0 or shapes[0][:-1] != shapes[1]:
+    if (
+        logits.ndim == 0
+        or logits.shape[:-1] != targets.shape
+        or logits.device != targets.device
+        or logits.shape[-1] > 2**30
+    ):
         raise ValueError(
-            f"{name} takes logits (..., N) and targets (...), not {shapes}"
+            "cross_entropy takes logits (..., N) and targets (...) on one "
+            "device, with N up to 2**30, not "
+            f"{tuple(logits.shape)} and {tuple(targets.shape)} on "
+            f"{logits.device} and {targets.device}"
         )
-    if logits.device != targets.device or logits.shape[-1] > 2**30:
+    if not (
+        0 <= label_smoothing <= 1
+        and 0 < (1 if softcap is None else softcap) < math.inf
+        and 0 <= scale < math.inf
+    ):
         raise ValueError(
-            f"{name} takes one device and rows of up to 2**30 elements"
-        )
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(
-            f"{name} takes label_smoothing from 0 to 1, not {label_smoothing}"
+            "cross_entropy takes label_smoothing from 0 to 1, a softcap above "
+            "0 or None, and lse_square_scale from 0, not "
+            f"{label_smoothing}, {softcap} and {scale}"
         )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(
-            f"{name} takes a reduction mean, sum or none, not {reduction!r}"
+            "cross_entropy takes a reduction mean, sum or none, not "
+            f"{reduction!r}"
         )
-
-
-def _cross_entropy_wide(x):
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _cross_entropy_rows(x, M):
@@ -262,10 +301,12 @@ def _cross_entropy_rows(x, M):
 
 @functools.cache
 def _cross_entropy_processors(device):
-    """Return a GPU's number of multiprocessors."""
-    if device.type != "cuda":
-        return 4  # for the interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Return a GPU's number of multiprocessors; 4 for the interpreter."""
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 4
+    )
 
 
 def _cross_entropy_plan(x, M):
@@ -310,11 +351,16 @@ def _cross_entropy_launch(
     ignore_index,
     label_smoothing,
     reduction,
+    softcap=None,
+    lse_square_scale=0.0,
     kernel=_cross_entropy_kernel,
     mean_kernel=_cross_entropy_mean_kernel,
 ):
-    _cross_entropy_check(logits, targets, label_smoothing, reduction)
-    wide, mean = _cross_entropy_wide(logits), reduction == "mean"
+    _cross_entropy_check(
+        logits, targets, label_smoothing, reduction, softcap, lse_square_scale
+    )
+    mean = reduction == "mean"
+    wide = torch.promote_types(logits.dtype, torch.float32)
     losses = targets.new_empty(targets.shape, dtype=wide)
     M, N = targets.numel(), int(logits.shape[-1])
     # Maxima, sums and, after them, one over the rows that count
@@ -325,8 +371,13 @@ def _cross_entropy_launch(
         if M > 0:
             x, stride = _cross_entropy_rows(logits, M)
             sizes = M, N, stride, ignore_index
-            plan = _cross_entropy_plan(x, M) | {"SMOOTHING": label_smoothing}
-            kernel[(M,)](x, targets, losses, stats, *sizes, **plan)
+            kernel[(M,)](
+                *(x, targets, losses, stats, *sizes),
+                SMOOTHING=label_smoothing,
+                SOFTCAP=softcap or 0.0,
+                LSE_SQUARE_SCALE=lse_square_scale,
+                **_cross_entropy_plan(x, M),
+            )
         if not mean:
             return losses if reduction == "none" else losses.sum(), stats
         loss = losses.new_empty(())
@@ -351,9 +402,13 @@ def _cross_entropy_backward_launch(
     ignore_index,
     label_smoothing,
     reduction,
+    softcap=None,
+    lse_square_scale=0.0,
     kernel=_cross_entropy_backward_kernel,
 ):
-    _cross_entropy_check(logits, targets, label_smoothing, reduction)
+    _cross_entropy_check(
+        logits, targets, label_smoothing, reduction, softcap, lse_square_scale
+    )
     each = reduction == "none"
     if grad.dtype != stats.dtype or (each and grad.shape != targets.shape):
         raise ValueError(
@@ -368,9 +423,15 @@ def _cross_entropy_backward_launch(
     grid, plan = _cross_entropy_plan_backward(x, M, N, stride)
     pointers = grad.contiguous(), x, targets.contiguous(), stats, d
     sizes = M, N, 1 if each else 0, stride, ignore_index
-    plan |= {"MEAN": reduction == "mean", "SMOOTHING": label_smoothing}
     with torch.accelerator.device_index(logits.device.index):
-        kernel[grid](*pointers, *sizes, **plan)
+        kernel[grid](
+            *(*pointers, *sizes),
+            MEAN=reduction == "mean",
+            SMOOTHING=label_smoothing,
+            SOFTCAP=softcap or 0.0,
+            LSE_SQUARE_SCALE=lse_square_scale,
+            **plan,
+        )
     return d
 
 
@@ -381,14 +442,15 @@ def cross_entropy_forward(
     ignore_index: int,
     label_smoothing: float,
     reduction: str,
+    softcap: float | None = None,
+    lse_square_scale: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss, and what the backward needs of each row."""
-    kernels = (
+    options = label_smoothing, reduction, softcap, lse_square_scale
+    return _cross_entropy_launch(
+        *(logits, targets, ignore_index, *options),
         wrap_triton(_cross_entropy_kernel),
         wrap_triton(_cross_entropy_mean_kernel),
-    )
-    return _cross_entropy_launch(
-        logits, targets, ignore_index, label_smoothing, reduction, *kernels
     )
 
 
@@ -403,12 +465,14 @@ def cross_entropy_backward(
     ignore_index: int,
     label_smoothing: float,
     reduction: str,
+    softcap: float | None = None,
+    lse_square_scale: float = 0.0,
 ) -> torch.Tensor:
     """Return the gradient of the logits, given that of the loss."""
     kernel = wrap_triton(_cross_entropy_backward_kernel)
-    options = ignore_index, label_smoothing, reduction
+    options = label_smoothing, reduction, softcap, lse_square_scale
     return _cross_entropy_backward_launch(
-        grad, logits, targets, stats, *options, kernel
+        grad, logits, targets, stats, ignore_index, *options, kernel
     )
 
 
@@ -431,7 +495,7 @@ def _cross_entropy_gradient(ctx, grad, _):
     d = None
     if grad is not None:
         d = cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return d, None, None, None, None
+    return d, *[None] * 6
 
 
 cross_entropy_forward.register_autograd(
@@ -445,6 +509,8 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
+    softcap: float | None = None,
+    lse_square_scale: float = 0.0,
 ) -> torch.Tensor:
     """Return the cross entropy of logits (..., N) with targets (...).
 
@@ -457,6 +523,12 @@ def cross_entropy(
     loss for each row, in the shape of ``targets``, which is 0 where ignored. An
     ignored row is not read, and its gradient is 0. If any other target is not
     in range(N), the loss is NaN, and so is that row's gradient.
+
+    With a ``softcap`` above 0, the logits become softcap * tanh(logits /
+    softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118).
+    ``lse_square_scale`` adds lse_square_scale * logsumexp(logits)**2 to the
+    loss of each row that is not ignored: the z-loss of PaLM
+    (https://arxiv.org/abs/2204.02311), under its name in Liger Kernel.
 
     Loss and gradient are deterministic on one kind of GPU. The gradient is
     contiguous and has the dtype of the logits. Second derivatives are not
@@ -472,5 +544,11 @@ def cross_entropy(
     so. The gradient is computed in that type and rounded once.
     """
     return cross_entropy_forward(
-        logits, targets, ignore_index, label_smoothing, reduction
+        logits,
+        targets,
+        ignore_index,
+        label_smoothing,
+        reduction,
+        softcap,
+        lse_square_scale,
     )[0]

@@ -1,13 +1,13 @@
 """Cross-entropy loss that writes its gradient over the logits.
 
-Returns the mean loss over the rows that are not ignored, and allocates no
-tensor of the logits' size. A row is read twice; the L2 cache can serve the
-second read. There is no autograd formula: call the op in the forward of a
+Returns the loss over the rows that are not ignored, and allocates no tensor of
+the logits' size. A row is read twice; the L2 cache can serve the second read.
+There is no autograd formula: call the op in the forward of a
 ``torch.autograd.Function`` that makes the logits and whose backward scales the
 written gradient. That gradient is already rounded, so in float16 a loss scale
-comes too late. Use ``cross_entropy`` if logits are needed afterward, and for
-other reductions. Liger Kernel writes over the logits too (Hsu et al., 2024,
-arXiv:2410.10989). Deterministic on a given GPU model.
+comes too late. Use ``cross_entropy`` if logits are needed afterward. Liger
+Kernel writes over the logits too (Hsu et al., 2024, arXiv:2410.10989).
+Deterministic on a given GPU model.
 """
 
 import functools
@@ -34,6 +34,24 @@ CROSS_ENTROPY_IN_PLACE_COUNT = 8192  # targets that are counted at one time
 def _cross_entropy_in_place_exp(x):
     # tl.exp takes more instructions, for results below the normal numbers.
     return tl.exp2(x * CROSS_ENTROPY_IN_PLACE_LOG2_E)
+
+
+@triton.jit
+def _cross_entropy_in_place_cap(x, mask, SOFTCAP: tl.constexpr):
+    if SOFTCAP > 0:
+        # SOFTCAP * tanh(x / SOFTCAP). Where exp is inf, SOFTCAP remains. What
+        # is masked stays -inf, which adds nothing to a sum.
+        e = _cross_entropy_in_place_exp(x * (2 / SOFTCAP))
+        x = tl.where(mask, SOFTCAP - 2 * SOFTCAP / (e + 1), -float("inf"))
+    return x
+
+
+@triton.jit
+def _cross_entropy_in_place_slope(d, x, SOFTCAP: tl.constexpr):
+    """Return the gradient of a logit, given that of the capped logit x."""
+    if SOFTCAP > 0:
+        d *= 1 - (x * (1 / SOFTCAP)) * (x * (1 / SOFTCAP))
+    return d
 
 
 @triton.jit
@@ -67,6 +85,8 @@ def _cross_entropy_in_place_kernel(
     VEC: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MEAN: tl.constexpr = True,
+    SOFTCAP: tl.constexpr = 0.0,  # 0 is none
 ):
     # The first maximum. With -inf, the difference of two could be NaN.
     DOUBLE: tl.constexpr = tl.float64 == ACC
@@ -83,7 +103,7 @@ def _cross_entropy_in_place_kernel(
     # Loaded before the second pass writes over it: between the passes all
     # threads of the program wait for each other.
     x_t = tl.load(x_ptr + x_row + target, mask=known, other=float("nan"))
-    x_t = x_t.to(ACC)
+    x_t = _cross_entropy_in_place_cap(x_t.to(ACC), True, SOFTCAP)
     # The body begins at the first multiple of 16 bytes. What is left at its end
     # is less than VEC elements: with it, a mask would end within a wide load.
     head = ((VEC - x_row % VEC) % VEC).to(tl.int32)
@@ -96,7 +116,7 @@ def _cross_entropy_in_place_kernel(
     mask_e = edge < N - length
     read_e = tl.where(counts, mask_e, False)
     x_e = tl.load(x_ptr + x_row + offs_e, mask=read_e, other=-float("inf"))
-    x_e = x_e.to(ACC)
+    x_e = _cross_entropy_in_place_cap(x_e.to(ACC), read_e, SOFTCAP)
     block = tl.arange(0, LINES)[:, None] * BLOCK_N  # (LINES, 1)
     block += tl.arange(0, BLOCK_N)[None, :]  # (LINES, BLOCK_N)
     # Each column has its own m and s: in the loop, no thread waits.
@@ -114,7 +134,8 @@ def _cross_entropy_in_place_kernel(
             other=-float("inf"),
             eviction_policy="evict_last",  # the second pass reads it again
         )
-        x = x.to(ACC)  # (LINES, BLOCK_N)
+        # (LINES, BLOCK_N)
+        x = _cross_entropy_in_place_cap(x.to(ACC), mask, SOFTCAP)
         larger = tl.maximum(m, tl.max(x, axis=0))  # (BLOCK_N,)
         # What is in s was added while the maximum was m.
         s *= _cross_entropy_in_place_exp(m - larger)
@@ -134,7 +155,7 @@ def _cross_entropy_in_place_kernel(
         middle += tl.sum(tl.where(mask_e, x_e * share, 0), axis=0)
         smooth = tl.log(total) + (top - middle)
         loss = loss * (1 - SMOOTHING) + smooth * SMOOTHING
-    scale = tl.load(scale_ptr)
+    scale = tl.load(scale_ptr) if MEAN else tl.full((), 1.0, dtype=ACC)
     # If no row counts, scale is infinite and 0 * scale NaN, as in PyTorch.
     tl.store(losses_ptr + row, tl.where(counts, loss, 0.0) * scale)
     # A wrong target makes its row NaN. An ignored row is not read:
@@ -147,6 +168,7 @@ def _cross_entropy_in_place_kernel(
     hit = scale * (1 - SMOOTHING)
     x_e = tl.where(counts, x_e, 0.0)
     d_e = _cross_entropy_in_place_exp(x_e - top) * a - b  # (2 * VEC,)
+    d_e = _cross_entropy_in_place_slope(d_e, x_e, SOFTCAP)
     tl.store(x_ptr + x_row + offs_e, d_e, mask=mask_e)
     # From the end to the start, because the caches saw the end last.
     last = (N - 1) // (LINES * BLOCK_N) * (LINES * BLOCK_N)
@@ -159,16 +181,21 @@ def _cross_entropy_in_place_kernel(
             other=0,
             eviction_policy="evict_first",
         )
-        d = _cross_entropy_in_place_exp(x.to(ACC) - top) * a - b
+        x = _cross_entropy_in_place_cap(x.to(ACC), mask, SOFTCAP)
+        d = _cross_entropy_in_place_exp(x - top) * a - b
+        d = _cross_entropy_in_place_slope(d, x, SOFTCAP)
         # No other program reads this row.
         tl.store(x_body + offs, d, mask=mask, eviction_policy="evict_first")
     # Without the barrier, a thread of the second pass could store later.
     d_t = _cross_entropy_in_place_exp(x_t - top) * a - b - hit
+    d_t = _cross_entropy_in_place_slope(d_t, x_t, SOFTCAP)
     tl.debug_barrier()
     tl.store(x_ptr + x_row + target, d_t, mask=known)
 
 
-def _cross_entropy_in_place_check(logits, targets, label_smoothing):
+def _cross_entropy_in_place_check(
+    logits, targets, label_smoothing, reduction, softcap
+):
     name = "cross_entropy_in_place_"
     dtypes = logits.dtype, targets.dtype
     if (
@@ -196,6 +223,14 @@ def _cross_entropy_in_place_check(logits, targets, label_smoothing):
     if not 0 <= label_smoothing <= 1:
         raise ValueError(
             f"{name} takes label_smoothing from 0 to 1, not {label_smoothing}"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(
+            f"{name} takes a reduction mean, sum or none, not {reduction!r}"
+        )
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(
+            f"{name} takes a softcap above 0 or None, not {softcap}"
         )
     if logits.requires_grad:
         raise ValueError(
@@ -238,38 +273,51 @@ def _cross_entropy_in_place_plan(x, M):
     }
 
 
+def _cross_entropy_in_place_wide(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def _cross_entropy_in_place_launch(
-    logits, targets, ignore_index=-100, label_smoothing=0.0
+    logits,
+    targets,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    reduction="mean",
+    softcap=None,
 ):
-    _cross_entropy_in_place_check(logits, targets, label_smoothing)
-    double = logits.dtype == torch.float64
-    wide = torch.float64 if double else torch.float32
-    M, N = targets.numel(), logits.shape[-1]
-    losses = targets.new_empty(M, dtype=wide)
+    _cross_entropy_in_place_check(
+        logits, targets, label_smoothing, reduction, softcap
+    )
+    M, N, mean = targets.numel(), logits.shape[-1], reduction == "mean"
+    losses = targets.new_empty(
+        targets.shape, dtype=_cross_entropy_in_place_wide(logits)
+    )
     scale = losses.new_empty(())
-    if M == 0:
+    if M == 0 and mean:
         return losses.new_full((), torch.nan)
     targets = targets.contiguous()
     plan = _cross_entropy_in_place_plan(logits, M)
     few = M <= CROSS_ENTROPY_IN_PLACE_COUNT // 8
     # Triton launches on the current GPU, which may not be that of logits.
     with torch.accelerator.device_index(logits.device.index):
-        _cross_entropy_in_place_count_kernel[(1,)](
-            targets,
-            scale,
-            M,
-            ignore_index,
-            ACC=plan["ACC"],
-            BLOCK=CROSS_ENTROPY_IN_PLACE_COUNT // (8 if few else 1),
-            num_warps=4 if few else 16,
-        )
+        if mean:
+            _cross_entropy_in_place_count_kernel[(1,)](
+                targets,
+                scale,
+                M,
+                ignore_index,
+                ACC=plan["ACC"],
+                BLOCK=CROSS_ENTROPY_IN_PLACE_COUNT // (8 if few else 1),
+                num_warps=4 if few else 16,
+            )
         stride = N if logits.is_contiguous() else logits.stride(0)
         sizes = N, stride, ignore_index
-        plan["SMOOTHING"] = label_smoothing
-        _cross_entropy_in_place_kernel[(M,)](
-            logits, targets, scale, losses, *sizes, **plan
-        )
-    return losses.sum()
+        plan |= {"SMOOTHING": label_smoothing, "SOFTCAP": softcap or 0.0}
+        if M > 0:
+            _cross_entropy_in_place_kernel[(M,)](
+                logits, targets, scale, losses, *sizes, MEAN=mean, **plan
+            )
+    return losses if reduction == "none" else losses.sum()
 
 
 @custom_op(
@@ -281,17 +329,25 @@ def cross_entropy_in_place_(
     targets: torch.Tensor,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Return the mean cross entropy, and write its gradient over the logits.
+    """Return the cross entropy, and write its gradient over the logits.
 
     As ``torch.nn.functional.cross_entropy`` with rows along the last dimension,
-    and the gradient of that mean itself, multiplied by nothing. Takes logits
+    and the gradient of that loss itself, multiplied by nothing. Takes logits
     (..., N) of float16, bfloat16, float32 or float64, contiguous or a matrix
     whose rows are, with N up to 2**30, and int64 targets (...). The loss is
-    float32 (float64 for float64): the mean over the rows whose target is not
-    ``ignore_index``. Without such rows it is NaN. An ignored row is not read,
-    and its gradient is 0. If any other target is not in range(N), the loss is
-    NaN, and so is that row's gradient.
+    float32 (float64 for float64): with ``reduction="mean"`` the mean over the
+    rows whose target is not ``ignore_index``, NaN if there are none; with "sum"
+    the sum; with "none" a loss for each row, in the shape of ``targets``, which
+    is 0 where ignored, and each row has the gradient of its own loss. An
+    ignored row is not read, and its gradient is 0. If any other target is not
+    in range(N), the loss is NaN, and so is that row's gradient.
+
+    With a ``softcap`` above 0, the logits become softcap * tanh(logits /
+    softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118), and the gradient
+    is that of the logits before.
 
     Loss and gradient are deterministic on one kind of GPU. The op has no
     autograd formula: it is to be called where logits do not require grad, as in
@@ -305,18 +361,25 @@ def cross_entropy_in_place_(
     so. The gradient is computed in that type and rounded once.
     """
     return _cross_entropy_in_place_launch(
-        logits, targets, ignore_index, label_smoothing
+        logits, targets, ignore_index, label_smoothing, reduction, softcap
     )
 
 
 @cross_entropy_in_place_.register_fake
 def _cross_entropy_in_place_fake(
-    logits, targets, ignore_index=-100, label_smoothing=0.0
+    logits,
+    targets,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    reduction="mean",
+    softcap=None,
 ):
-    _cross_entropy_in_place_check(logits, targets, label_smoothing)
-    double = logits.dtype == torch.float64
-    wide = torch.float64 if double else torch.float32
-    return logits.new_empty((), dtype=wide)
+    _cross_entropy_in_place_check(
+        logits, targets, label_smoothing, reduction, softcap
+    )
+    wide = _cross_entropy_in_place_wide(logits)
+    shape = targets.shape if reduction == "none" else ()
+    return logits.new_empty(shape, dtype=wide)
 
 
 # On a GPU a call goes to the launcher; all else goes on to the custom_op.

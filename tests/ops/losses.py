@@ -25,6 +25,11 @@ def zeros(draw: Draw, *shape: int) -> torch.Tensor:
     return draw(*shape, dtype=torch.int64).zero_()
 
 
+def capped(x: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Return the logits that a loss with a softcap is of."""
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
 def hits(x: torch.Tensor, target: torch.Tensor, used: torch.Tensor, smoothing: float) -> torch.Tensor:
     """Return the distribution that a row is compared with: NaN where its target is no class."""
     N = x.shape[-1]
@@ -34,13 +39,25 @@ def hits(x: torch.Tensor, target: torch.Tensor, used: torch.Tensor, smoothing: f
 
 
 def exact_loss(
-    x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float, reduction: str
+    x: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
+    softcap: float | None = None,
+    lse_square_scale: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss in float64, and the magnitudes of its terms."""
     used = target != ignore_index
+    x = capped(x, softcap)
     losses = -(hits(x, target, used, smoothing) * torch.log_softmax(x, -1)).sum(-1)
     losses = (losses if x.shape[-1] else losses.fill_(torch.nan)).where(used, 0)
     largest = (x.abs().amax(-1) if x.shape[-1] else torch.zeros_like(losses)).where(used, 0) + losses.abs()
+    largest = largest + (softcap or 0)
+    if lse_square_scale and x.shape[-1]:
+        lse = torch.logsumexp(x, -1).where(used, 0)
+        losses = losses + lse_square_scale * lse**2
+        largest = largest * (1 + 2 * lse_square_scale * lse.abs()) + lse_square_scale * lse**2
     if reduction == "none":
         return losses, largest
     count = used.sum() if reduction == "mean" else 1
@@ -48,14 +65,25 @@ def exact_loss(
 
 
 def exact_gradient(
-    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float, reduction: str
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
+    softcap: float | None = None,
+    lse_square_scale: float = 0.0,
 ) -> list[Exact]:
     """Return the gradient of the logits, and the magnitudes of what it is the difference of."""
     used = target != ignore_index
     scale = grad / used.sum() if reduction == "mean" else grad
     scale = scale.expand(target.shape)[..., None]
+    x = capped(x, softcap)
     p, hit = torch.softmax(x, -1), hits(x, target, used, smoothing)
-    d, terms = (((p + sign * hit) * scale).where(used[..., None], 0) for sign in (-1, 1))
+    if x.shape[-1]:
+        p = p * (1 + 2 * lse_square_scale * torch.logsumexp(x, -1, keepdim=True))
+    slope = 1 if softcap is None else 1 - (x / softcap) ** 2
+    d, terms = ((part * scale).where(used[..., None], 0) for part in ((p - hit) * slope, p.abs() + hit))
     return [Exact(d, terms.abs())]
 
 
@@ -89,14 +117,23 @@ def rising_rows(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def reference(
-    x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float, reduction: str = "mean"
+    x: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    lse_square_scale: float = 0.0,
 ) -> torch.Tensor:
     """Return PyTorch's loss, without what is ignored."""
-    ignored = (target == ignore_index)[:, None]
-    return torch.nn.functional.cross_entropy(
-        x.to(accumulator(x.dtype)).masked_fill(ignored, 0),
-        target,
-        ignore_index=ignore_index,
-        label_smoothing=smoothing,
-        reduction=reduction,
+    ignored = target == ignore_index
+    x = capped(x.to(accumulator(x.dtype)).masked_fill(ignored[:, None], 0), softcap)
+    loss = torch.nn.functional.cross_entropy(
+        x, target, ignore_index=ignore_index, label_smoothing=smoothing, reduction=reduction
     )
+    if not lse_square_scale:
+        return loss
+    squares = (lse_square_scale * torch.logsumexp(x, -1) ** 2).masked_fill(ignored, 0)
+    if reduction == "none":
+        return loss + squares
+    return loss + squares.sum() / ((~ignored).sum() if reduction == "mean" else 1)

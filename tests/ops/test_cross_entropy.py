@@ -5,6 +5,7 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, sizes
 from losses import (
     FLUSHED,
+    capped,
     exact_gradient,
     exact_loss,
     ignored_rows,
@@ -51,31 +53,34 @@ class Options(NamedTuple):
     share: float = 0.3  # of the rows, for which the target is no class
     wrong: int | None = None  # that target; None is the one to ignore
     gap: int = 0  # elements between rows
+    softcap: float | None = None
+    lse_square_scale: float = 0.0
 
 
 USUAL = Options()
 
 
-def rows(
-    draw: Draw, lead: tuple[int, ...], N: int, options: Options = USUAL
-) -> tuple[torch.Tensor, torch.Tensor, int, float, str]:
+def rows(draw: Draw, lead: tuple[int, ...], N: int, options: Options = USUAL) -> tuple[Any, ...]:
     """Make logits, targets and options."""
-    reduction, smoothing, ignored, share, wrong, gap = options
+    reduction, smoothing, ignored, share, wrong, gap, *others = options
     x = draw(*lead, gap + N)[..., gap:]
-    return x, targets(draw, lead, N, share, ignored if wrong is None else wrong), ignored, smoothing, reduction
+    target = targets(draw, lead, N, share, ignored if wrong is None else wrong)
+    return x, target, ignored, smoothing, reduction, *others
 
 
 def gradient_and_rows(draw: Draw, lead: tuple[int, ...], N: int, options: Options) -> tuple[Any, ...]:
     """Make the gradient of a loss, what it is the loss of, and what the forward keeps of that."""
     x, target, ignored, *rest = rows(draw, lead, N, options)
     grad = draw(*(lead if options.reduction == "none" else ()), dtype=accumulator(draw.dtype))
-    return grad, x, target, kept(x, target, ignored, options.reduction), ignored, *rest
+    return grad, x, target, kept(x, target, ignored, options.reduction, options.softcap), ignored, *rest
 
 
-def kept(x: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str) -> torch.Tensor:
+def kept(
+    x: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str, softcap: float | None = None
+) -> torch.Tensor:
     """Return maxima, sums and one over the rows that count, as the forward does; where a row is ignored, NaN."""
     acc_dtype, used = accumulator(x.dtype), target != ignore_index
-    top, total = maxima_and_sums(x.double())
+    top, total = maxima_and_sums(capped(x.double(), softcap))
     parts = [part.where(used, torch.nan).flatten() for part in (top, total)]
     parts += [1 / used.sum().double()[None]] if reduction == "mean" else []
     return torch.cat(parts).to(acc_dtype)
@@ -88,13 +93,22 @@ def maxima_and_sums(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return top, torch.exp(x - top[..., None]).sum(-1)
 
 
-def exact(x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float, reduction: str) -> list[Exact]:
+def exact(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
+    softcap: float | None = None,
+    lse_square_scale: float = 0.0,
+) -> list[Exact]:
     """Return the loss and what the backward needs of each row: any number where that is ignored or empty."""
-    loss, size = exact_loss(x, target, ignore_index, smoothing, reduction)
+    loss, size = exact_loss(x, target, ignore_index, smoothing, reduction, softcap, lse_square_scale)
     used = target != ignore_index
-    top, total = (part.where(used, 0).flatten() for part in maxima_and_sums(x))
+    top, total = (part.where(used, 0).flatten() for part in maxima_and_sums(capped(x, softcap)))
     known = used.flatten() & (x.shape[-1] > 0)
-    numbers, terms = [top, total], [part.abs().where(known, torch.inf) for part in (top, total)]
+    cap = softcap or 0  # tanh is rounded as 1 is
+    numbers, terms = [top, total], [(part.abs() + cap).where(known, torch.inf) for part in (top, total)]
     if reduction == "mean":
         mean_factor = 1 / used.sum().double()[None]
         numbers.append(mean_factor.nan_to_num(posinf=0))
@@ -110,6 +124,9 @@ def special(draw: Draw) -> list[tuple[Any, ...]]:
     rows = special_rows(draw.dtype)
     inputs = [(x, target, -100, 0.0, "none") for x, target in rows]
     inputs += [(x[:9], target[:9], -100, 0.2, "none") for x, target in rows]
+    inputs += [(x, target, -100, 0.1, "none", 2.0, 0.01) for x, target in rows]
+    inputs += [(x[:9], target[:9], -100, 0.0, "none", None, 0.01) for x, target in rows]
+    inputs += [(*pair, -1, 0.1, reduction, 2.0, 0.01) for pair in ignored_rows(draw) for reduction in REDUCTIONS]
     return inputs + [
         (*pair, -1, smoothing, reduction)
         for pair in ignored_rows(draw)
@@ -125,12 +142,13 @@ def special_gradients(draw: Draw) -> list[tuple[Any, ...]]:
             torch.ones(target.shape if reduction == "none" else (), dtype=accumulator(x.dtype), device=DEVICE),
             x,
             target,
-            kept(x, target, ignored, reduction),
+            kept(x, target, ignored, reduction, *others[:1]),
             ignored,
             smoothing,
             reduction,
+            *others,
         )
-        for x, target, ignored, smoothing, reduction in special(draw)
+        for x, target, ignored, smoothing, reduction, *others in special(draw)
     ]
 
 
@@ -151,7 +169,9 @@ def refused_gradient(draw: Draw, grad: torch.Tensor) -> tuple[Any, ...]:
 of = Options
 # One block and several, forward and backward; few rows, which have more warps and programs, and many; rows that begin
 # and end at any distance from a multiple of 16 bytes, alike in logits and gradient or not; targets of all kinds.
-ROWS = [((5,), 1000, of("none", 0.1)), ((17,), 4999, of()), ((9,), 17, of("none", 0.25, gap=3)), ((3,), 1, of())]
+ROWS = [((5,), 1000, of("none", 0.1, softcap=2.0, lse_square_scale=0.1))]
+ROWS += [((9,), 37, of(label_smoothing=0.25, gap=3, softcap=2.0)), ((5,), 4999, of("sum", lse_square_scale=0.1))]
+ROWS += [((5,), 1000, of("none", 0.1)), ((17,), 4999, of()), ((9,), 17, of("none", 0.25, gap=3)), ((3,), 1, of())]
 ROWS += [((9,), 4096, of("sum", 0.1)), ((4,), 300, of("none", wrong=-1)), ((2, 3), 33, of(ignore_index=7, share=1.0))]
 ROWS += [((0,), 7, of()), ((3,), 0, of("sum"))]
 ROWS += [((4,), 100, of("none", wrong=bad)) for bad in (100, 103, 2**31, 2**32 + 5, -(2**40))]
@@ -174,14 +194,16 @@ SHAPES = st.tuples(
         share=st.sampled_from([0.0, 0.3, 1.0]),
         wrong=st.none(),
         gap=st.integers(0, 9),
+        softcap=st.sampled_from([None, 2.0, 30.0]),
+        lse_square_scale=st.sampled_from([0.0, 1e-4, 0.1]),
     ),
 )
-SMALL = ((3,), 5, of(label_smoothing=0.3, share=0))
+SMALL = ((3,), 5, of(label_smoothing=0.3, share=0, softcap=2.0, lse_square_scale=0.1))
 MANY = ((1031,), 2053, of())
 # Exponents are less than 16 and are rounded: 16 roundings in an exponential and in their sum, and the sums have a few
 # dozen additions one after another.
 TYPES = r"cross_entropy takes float logits and int64 targets, not torch\.\w+ and"
-FORMS = r"cross_entropy takes logits \(\.\.\., N\) and targets \(\.\.\.\), not"
+FORMS = r"cross_entropy takes logits \(\.\.\., N\) and targets \(\.\.\.\) on one device, with N up to 2\*\*30, not"
 CONTRACT = [
     Case(
         "cross_entropy",
@@ -211,6 +233,14 @@ CONTRACT = [
                 )
                 for bad in (-0.1, 1.1, torch.nan)
             ),
+            *(
+                Refused(
+                    lambda draw, bad=bad: (draw(2, 3), zeros(draw, 2), -100, 0.0, "sum", *bad),
+                    ValueError,
+                    "cross_entropy takes .* a softcap above 0 or None, and lse_square_scale from 0, not",
+                )
+                for bad in ((0.0,), (-1.0,), (torch.nan,), (torch.inf,), (None, -1.0), (None, torch.nan))
+            ),
             Refused(
                 lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "max"),
                 ValueError,
@@ -219,9 +249,9 @@ CONTRACT = [
             Refused(
                 lambda draw: (draw(1).expand(2**30 + 1), zeros(draw)),
                 ValueError,
-                r"cross_entropy takes .*up to 2\*\*30 elements",
+                FORMS,
             ),
-            Refused(lambda draw: (draw(2, 3).to("meta"), zeros(draw, 2)), ValueError, "cross_entropy takes one device"),
+            Refused(lambda draw: (draw(2, 3).to("meta"), zeros(draw, 2)), ValueError, f"{FORMS}.* on meta and"),
         ],
     ),
     Case(
@@ -273,7 +303,9 @@ def test_mean_of_many_rows(taken: ModuleType, dtype: torch.dtype, M: int) -> Non
             def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
                 return lambda x, targets, out, *_, **__: out.copy_(losses)
 
-        patch.setattr(taken._cross_entropy_launch, "__defaults__", (Rows(), taken._cross_entropy_mean_kernel))
+        patch.setattr(
+            taken._cross_entropy_launch, "__defaults__", (None, 0.0, Rows(), taken._cross_entropy_mean_kernel)
+        )
         loss, stats = taken._cross_entropy_launch(torch.ones(M, 5, device=DEVICE), target, *options)
     used = (target != 7).sum()
     torch.testing.assert_close(loss, (losses.double().sum() / used).to(dtype), equal_nan=True)
@@ -368,6 +400,7 @@ def launches(taken: ModuleType, dtype: torch.dtype, M: int, stride: int = 50_257
     x, type_name = torch.empty(1, dtype=dtype), NAMES[str(dtype).removeprefix("torch.")]
     acc_type = "fp64" if dtype == torch.float64 else "fp32"
     types = {"dtype": type_name, "targets_ptr": "i64", "losses_ptr": acc_type, "stats_ptr": acc_type}
+    types |= {"SOFTCAP": 0.0, "LSE_SQUARE_SCALE": 0.0}
     with processors(taken, 132):
         forward = taken._cross_entropy_plan(x, M) | types | {"SMOOTHING": 0.1}
         backward = taken._cross_entropy_plan_backward(x, M, 50_257, stride)[1]
@@ -415,13 +448,20 @@ def traced(recipe: ModuleType) -> list[list[str]]:
     return graphs(recipe.cross_entropy, torch.randn(3, 300, requires_grad=True), target)
 
 
+def traced_with_options(recipe: ModuleType) -> list[list[str]]:
+    """Return the same with every option."""
+    target = torch.zeros(3, dtype=torch.int64)
+    loss = partial(recipe.cross_entropy, label_smoothing=0.1, softcap=2.0, lse_square_scale=0.1)
+    return graphs(loss, torch.randn(3, 300, requires_grad=True), target)
+
+
 def test_torch_compile_copies_nothing(gallery: Path, on_h100: Ask) -> None:
     """No input counts as written, either way: a store's address must not depend on them."""
-    (traced_graphs,) = on_h100(gallery / "fusion" / "cross_entropy.py", traced)
-    counts = [sum(call.startswith("triton_kernel_wrapper") for call in graph) for graph in traced_graphs]
-    assert counts == [2, 1]
-    for graph in traced_graphs:
-        assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
+    for traced_graphs in on_h100(gallery / "fusion" / "cross_entropy.py", traced, traced_with_options):
+        counts = [sum(call.startswith("triton_kernel_wrapper") for call in graph) for graph in traced_graphs]
+        assert counts == [2, 1]
+        for graph in traced_graphs:
+            assert not [call for call in graph if re.match(r"aten\.(clone|copy)", call)]
 
 
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
@@ -434,10 +474,10 @@ BREAKS = [
     ("a sum that does not follow its maximum", "        s *= _cross_entropy_exp(m - larger)\n", ""),
     (
         "a row padded with zeros",
-        'tl.load(x_body + offs, mask=mask, other=-float("inf"))',
-        "tl.load(x_body + offs, mask=mask, other=0)",
+        'x_body + offs, mask, -float("inf"), ACC',
+        "x_body + offs, mask, 0.0, ACC",
     ),
-    ("edges padded with zeros", 'mask=read_e, other=-float("inf")', "mask=read_e, other=0"),
+    ("edges padded with zeros", 'offs_e, read_e, -float("inf")', "offs_e, read_e, 0.0"),
     ("rows taken for adjacent", "    x_row = row * stride_xm\n", "    x_row = row * N\n"),
     ("edges before the body alone", "tl.where(edge < head, edge, edge + length)", "edge"),
     ("ignored rows in the mean", "(mask & (targets != ignore_index)).to(tl.int32)", "mask.to(tl.int32)"),
@@ -460,6 +500,15 @@ BREAKS = [
     ("parts that overlap or leave out", "step = tl.num_programs(axis=1) * BLOCK_N", "step = 2 * BLOCK_N"),
     ("a gradient that is not scaled", "        grad *= tl.load(stats_ptr + 2 * M)\n", "        grad *= 1.0\n"),
     ("one gradient for all rows", "1 if each else 0,", "0,"),
+    ("a padded row that is capped", "tl.where(mask, SOFTCAP * tanh, other)", "SOFTCAP * tanh"),
+    (
+        "a softcap without its slope",
+        "            d *= 1 - (x * (1 / SOFTCAP)) * (x * (1 / SOFTCAP))\n",
+        "            d *= 1.0\n",
+    ),
+    ("no slope in the edges", "d_e *= 1 - (x_e * (1 / SOFTCAP)) * (x_e * (1 / SOFTCAP))", "d_e *= 1.0"),
+    ("no gradient of the z-loss", "a *= 1 + 2 * LSE_SQUARE_SCALE * lse", "a *= 1.0"),
+    ("a z-loss of the maximum", "lse = tl.log(total) + top\n", "lse = top\n"),
     ("one number in place of two", "loss = tl.log(total) + (top - x_t)", "loss = (tl.log(total) + top) - x_t"),
     ("a body where rows do not begin alike", '"VEC": 16 // size if alike else 1', '"VEC": 16 // size'),
     (

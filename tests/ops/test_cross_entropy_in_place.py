@@ -49,27 +49,39 @@ class Options(NamedTuple):
     share: float = 0.3  # of the rows, for which the target is no class
     wrong: int | None = None  # that target; None is the one to ignore
     gap: int = 0  # elements between rows
+    reduction: str = "mean"
+    softcap: float | None = None
 
 
-def rows(draw: Draw, lead: tuple[int, ...], N: int, options: Options) -> tuple[torch.Tensor, torch.Tensor, int, float]:
+def rows(draw: Draw, lead: tuple[int, ...], N: int, options: Options) -> tuple[Any, ...]:
     """Make logits, targets with gaps between them, and options."""
-    smoothing, ignored, share, wrong, gap = options
+    smoothing, ignored, share, wrong, gap, *others = options
     x = draw(*lead, gap + N)[..., gap:]
     target = targets(draw, (*lead, 2), N, share, ignored if wrong is None else wrong)[..., 1]
-    return x, target, ignored, smoothing
+    return x, target, ignored, smoothing, *others
 
 
-def exact(x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float) -> list[Exact]:
+def exact(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str = "mean",
+    softcap: float | None = None,
+) -> list[Exact]:
     """Return the loss, and the gradient that takes the place of the logits."""
-    loss, size = exact_loss(x, target, ignore_index, smoothing, "mean")
-    gradient = exact_gradient(torch.ones_like(loss), x, target, ignore_index, smoothing, "mean")
-    return [Exact(loss, size, accumulator, made_by_torch=True), *gradient]
+    options = ignore_index, smoothing, reduction, softcap
+    loss, size = exact_loss(x, target, *options)
+    gradient = exact_gradient(torch.ones_like(loss), x, target, *options)
+    return [Exact(loss, size, accumulator, made_by_torch=reduction != "none"), *gradient]
 
 
 def special(draw: Draw) -> list[tuple[Any, ...]]:
     """Make rows with NaN, infinities and the lowest numbers, together and, as one NaN is enough for a mean, apart."""
-    inputs = [(*pair, -1, smoothing) for pair in ignored_rows(draw) for smoothing in (0.0, 0.1)]
+    options = [(0.0,), (0.1,), (0.1, "sum"), (0.1, "none", 2.0)]
+    inputs = [(*pair, -1, *some) for pair in ignored_rows(draw) for some in options]
     for x, target in special_rows(draw.dtype):
+        inputs += [(x, target, -100, 0.0, "none"), (x, target, -100, 0.1, "none", 2.0)]
         for smoothing, count in ((0.0, 12), (0.2, 9)):
             parts = [slice(row, row + 1) for row in range(count)]
             inputs += [(x[part], target[part], -100, smoothing) for part in (slice(0, count), *parts)]
@@ -80,16 +92,21 @@ def loss_and_gradient(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     """Return those of PyTorch."""
     leaf = x.detach().requires_grad_()
     loss = reference(leaf, *rest)
-    return loss.detach(), *torch.autograd.grad(loss, leaf)
+    return loss.detach(), *torch.autograd.grad(loss, leaf, torch.ones_like(loss))
 
 
 of = Options
 # Whole blocks, one and several, and parts of one; rows that begin and end at any distance from a multiple of 16 bytes;
 # targets of all kinds.
-ROWS = [((5,), 1000, of(0.1)), ((2,), 16_384, of(share=0)), ((4,), 300, of(wrong=-1)), ((9,), 17, of(0.25, gap=3))]
+ROWS = [((5,), 1000, of(0.1, softcap=2.0)), ((9,), 37, of(0.25, gap=3, reduction="none", softcap=2.0))]
+ROWS += [((7,), 4999, of(0.1, reduction="sum")), ((2, 3), 300, of(reduction="none"))]
+ROWS += [((5,), 1000, of(0.1)), ((2,), 16_384, of(share=0)), ((4,), 300, of(wrong=-1)), ((9,), 17, of(0.25, gap=3))]
 ROWS += [((3,), 20_001, of(gap=5)), ((2, 3), 33, of(ignore_index=7, share=1.0)), ((3,), 8192, of(0.1, share=0))]
 ROWS += [((3,), 1, of()), ((0,), 7, of()), ((3, 0), 37, of()), ((2, 3), 0, of()), ((1, 2, 1), 37, of())]
 ROWS += [((4,), 100, of(wrong=bad)) for bad in (100, 103, 2**31, 2**32 + 5, -(2**40))]
+ROWS += [((4,), 100, of(wrong=100, reduction=way, softcap=3.0)) for way in ("sum", "none")]
+ROWS += [((0,), 7, of(reduction=way)) for way in ("sum", "none")]
+ROWS += [((3,), 0, of(reduction="none")), ((3,), 50_257, of(softcap=2.0, reduction="none"))]
 ROWS += [((3,), N, of()) for N in (259, 1027, 3000, 4099, 16_387, 32_768, 50_257, 131_073)]
 EDGES = [
     ((N + 7,), N, options)
@@ -106,6 +123,8 @@ SHAPES = st.tuples(
         share=st.sampled_from([0.0, 0.3, 1.0]),
         wrong=st.none(),
         gap=st.integers(0, 9),
+        reduction=st.sampled_from(["mean", "sum", "none"]),
+        softcap=st.sampled_from([None, 2.0, 30.0]),
     ),
 )
 NAME = "cross_entropy_in_place_"
@@ -139,6 +158,18 @@ NOT_TAKEN = [
         lambda draw: (draw(2, 3), zeros(draw, 2), -100, -0.1),
         lambda draw: (draw(2, 3), zeros(draw, 2), -100, 1.1),
         lambda draw: (draw(2, 3), zeros(draw, 2), -100, torch.nan),
+    ),
+    (
+        ValueError,
+        "a reduction mean, sum or none, not 'max'",
+        lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "max"),
+    ),
+    (
+        ValueError,
+        "a softcap above 0 or None",
+        lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "sum", 0.0),
+        lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "sum", torch.nan),
+        lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "sum", torch.inf),
     ),
     (
         ValueError,
@@ -302,6 +333,7 @@ def launches(taken: ModuleType, dtype: torch.dtype) -> list[dict[str, object]]:
     type_name = NAMES[str(dtype).removeprefix("torch.")]
     acc_type = "fp64" if dtype == torch.float64 else "fp32"
     types = {"dtype": type_name, "targets_ptr": "i64", "losses_ptr": acc_type, "scale_ptr": acc_type, "SMOOTHING": 0.1}
+    types |= {"MEAN": True, "SOFTCAP": 0.0}
     with processors(taken, 0):
         rows = [torch.empty(1, N, dtype=dtype, device="meta") for N in (1000, 128_256)]
         return [taken._cross_entropy_in_place_plan(x, 1000) | types for x in rows]
@@ -359,6 +391,11 @@ BREAKS = [
     ("a loss where no row counts", "tl.where(counts, loss, 0.0) * scale)", "tl.where(counts, loss * scale, 0.0))"),
     ("smoothing left out of the gradient", "b = scale * SMOOTHING * share", "b = scale * 0"),
     ("a target that is not subtracted", " * a - b - hit\n", " * a - b\n"),
+    ("a sum scaled as a mean", "tl.load(scale_ptr) if MEAN else tl.full((), 1.0, dtype=ACC)", "tl.load(scale_ptr)"),
+    ("a padded row that is capped", "tl.where(mask, SOFTCAP -", "tl.where(True, SOFTCAP -"),
+    ("a softcap without its slope", "d *= 1 - (x * (1 / SOFTCAP)) * (x * (1 / SOFTCAP))", "d *= 1.0"),
+    ("no slope in the edges", "    d_e = _cross_entropy_in_place_slope(d_e, x_e, SOFTCAP)\n", ""),
+    ("no slope at the target", "    d_t = _cross_entropy_in_place_slope(d_t, x_t, SOFTCAP)\n", ""),
     ("a wrong target written", "target, d_t, mask=known)", "target, d_t, mask=counts & (N > 0))"),
     ("a body stored without a mask", "tl.store(x_body + offs, d, mask=mask,", "tl.store(x_body + offs, d,"),
     ("rows taken for adjacent", "N if logits.is_contiguous() else logits.stride(0)", "N"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -41,9 +41,34 @@ def inputs(
     )
 
 
-def for_the_op(draw: Draw, *size: Any, ignored: int, of_x: bool, of_weight: bool) -> tuple[Any, ...]:
-    """Make what the op behind the function takes: besides, which index is ignored and which gradients are wanted."""
-    return *inputs(draw, *size, ignored=ignored), ignored, of_x, of_weight
+class Options(NamedTuple):
+    """What the loss takes besides tensors and the index to ignore."""
+
+    smoothing: float = 0.0
+    reduction: str = "mean"
+    biased: bool = False
+    softcap: float | None = None
+    lse_square_scale: float = 0.0
+
+
+NO_OPTIONS = Options()
+
+
+def with_options(draw: Draw, *size: Any, options: Options, ignored: int = -100) -> tuple[Any, ...]:
+    """Make all arguments of the function."""
+    tensors = inputs(draw, *size, ignored=ignored)
+    smoothing, reduction, biased, *others = options
+    return *tensors, ignored, smoothing, reduction, draw(size[2]) if biased else None, *others
+
+
+def for_the_op(
+    draw: Draw, *size: Any, ignored: int, of_x: bool, of_weight: bool, options: Options = NO_OPTIONS
+) -> tuple[Any, ...]:
+    """Make what the op behind the function takes: besides, which gradients are wanted."""
+    *tensors, ignored, smoothing, reduction, bias, cap, scale = with_options(
+        draw, *size, options=options, ignored=ignored
+    )
+    return *tensors, ignored, of_x, of_weight, bias, options.biased, smoothing, reduction, cap, scale
 
 
 def exact(
@@ -53,36 +78,71 @@ def exact(
     ignore_index: int = -100,
     of_x: bool = True,
     of_weight: bool = True,
+    bias: torch.Tensor | None = None,
+    of_bias: bool = False,
+    smoothing: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    lse_square_scale: float = 0.0,
     grad: torch.Tensor | None = None,
     chunk: int = 2048,
 ) -> list[Exact]:
-    """Return the loss and both gradients, of logits and gradients of logits that are rounded.
+    """Return the loss and all gradients, of logits and gradients of logits that are rounded.
+
+    Without the gradient of the loss, they are what the op returns: divided by the tokens for a sum, none for no
+    reduction.
 
     A logit is off by its own rounding, which its exponential multiplies; then each chunk is rounded. A product over the
     words rounds each of its sums: those errors grow with the root of their number.
     """
-    (V, D), T = weight.shape, target.numel()
+    (V, D), T, target_shape = weight.shape, target.numel(), target.shape
     rows, target = x.reshape(T, D), target.flatten()
-    logits = rows @ weight.T
-    loss, _ = exact_loss(logits, target, ignore_index, 0.0, "mean")
-    grad = torch.ones_like(loss) if grad is None else grad
-    (d,) = exact_gradient(grad, logits, target, ignore_index, 0.0, "mean")
+    product = rows @ weight.T
+    logits = product if bias is None else product + bias
+    options = smoothing, reduction, softcap, lse_square_scale
+    loss, _ = exact_loss(logits, target, ignore_index, *options)
+    if grad is None:
+        of_x, of_weight, of_bias = (of and reduction != "none" for of in (of_x, of_weight, of_bias))
+        grad = torch.ones_like(loss) / (max(T, 1) if reduction == "sum" else 1)
+    (d,) = exact_gradient(grad.flatten() if reduction == "none" else grad, logits, target, ignore_index, *options)
     assert d.terms is not None
     # Without a token that counts, the mean is that of none.
     terms = d.terms.nan_to_num(0)
-    size = logits.abs().max() + torch.tensor(V).log() if T else logits.new_zeros(())
+    size = torch.stack([product, logits]).abs().max() + torch.tensor(V).log() if T else logits.new_zeros(())
+    size = size + (softcap or 0)
+    size = size * (1 + 2 * lse_square_scale * size)
     narrow = 3 + size + D - (-T // chunk)
     pairs = [
-        (loss, size.expand(())),
+        (loss, (size * T if reduction == "sum" else size).expand(loss.shape)),
         ((d.value @ weight).view(x.shape), (terms @ weight.abs()).view(x.shape)),
         (d.value.T @ rows, terms.T @ rows.abs()),
+        (d.value.sum(0), terms.sum(0)),
     ]
     right = [
         Exact(value, V**0.5 * magnitude, accumulator if value is loss else None, narrow * magnitude, value is loss)
         for value, magnitude in pairs
     ]
+    if reduction == "none":
+        right[0] = right[0]._replace(value=loss.view(target_shape), terms=right[0].terms.view(target_shape))
+        right[0] = right[0]._replace(narrow=right[0].narrow.view(target_shape), made_by_torch=False)
     none = Exact(x.new_zeros(0))
-    return [right[0], right[1] if of_x else none, right[2] if of_weight else none]
+    return [right[0], *(one if of else none for one, of in zip(right[1:], (of_x, of_weight, of_bias), strict=True))]
+
+
+def exact_with_options(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
+    bias: torch.Tensor | None,
+    *options: Any,
+    grad: torch.Tensor | None = None,
+) -> list[Exact]:
+    """Return the same, given all arguments of the function."""
+    biased = bias is not None
+    return exact(x, weight, target, ignore_index, True, True, bias, biased, smoothing, reduction, *options, grad=grad)
 
 
 # One block of words and two, 16 dividing their number or not; tokens that count, that do not, and with wrong targets
@@ -95,7 +155,14 @@ SHAPES = st.tuples(
     sizes(4096, 9000).filter(bool),
     st.sampled_from([0.2, 1.0]),
 )
-TYPES = "linear_cross_entropy takes x and weight of one float dtype and int64"
+# Each option alone where that is enough, and all at once, in each reduction
+OPTIONS = {
+    "mean": Options(0.1, "mean", True, 2.0, 0.01),
+    "sum": Options(0.0, "sum"),
+    "none": Options(0.1, "none", True, 2.0, 0.01),
+    "plain none": Options(0.0, "none"),
+}
+TYPES = "linear_cross_entropy takes x, weight and bias of one float dtype and int64"
 FORMS = r"linear_cross_entropy takes x \(\.\.\., D\), weight \(V, D\) with V"
 CONTRACT = [
     Case(
@@ -108,7 +175,7 @@ CONTRACT = [
         shapes=SHAPES,
         roundings=2,
         floor=lambda dtype: 4 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps,
-        gradients=lambda grad, *given: exact(*given, grad=grad)[1:],
+        gradients=lambda grad, *given: exact(*given, grad=grad)[1:3],
         with_gradients=2,
         once=True,
         plain=True,
@@ -125,7 +192,50 @@ CONTRACT = [
             Refused(
                 lambda draw: (draw(4, 8), draw(9, 8).to("meta"), zeros(draw, 4)), ValueError, f"{FORMS}.* on one device"
             ),
+            *(
+                Refused(
+                    lambda draw, options=options: (draw(4, 8), draw(9, 8), zeros(draw, 4), -100, *options(draw)),
+                    error,
+                    match,
+                )
+                for error, match, options in (
+                    (TypeError, TYPES, lambda draw: (0.0, "mean", draw(9).half())),
+                    (ValueError, FORMS, lambda draw: (0.0, "mean", draw(8))),
+                    (ValueError, FORMS, lambda draw: (0.0, "mean", draw(9, 1))),
+                    (ValueError, f"{FORMS}.* on one", lambda draw: (0.0, "mean", draw(9).to("meta"))),
+                    (ValueError, "linear_cross_entropy takes a reduction mean", lambda draw: (0.0, "max")),
+                )
+            ),
+            *(
+                Refused(
+                    lambda draw, options=options: (draw(4, 8), draw(9, 8), zeros(draw, 4), -100, *options),
+                    ValueError,
+                    "linear_cross_entropy takes label_smoothing from 0 to 1, a softcap above 0",
+                )
+                for bad in (-0.1, torch.nan, torch.inf)
+                for options in ((bad,), (0.0, "mean", None, bad), (0.0, "mean", None, None, bad))
+            ),
         ],
+    ),
+    *(
+        Case(
+            "linear_cross_entropy",
+            partial(with_options, options=options),
+            lambda *given: exact_with_options(*given)[:1],
+            sizes=SIZES,
+            small=((3,), 4, 5, 0.0),
+            many=((1031,), 24, 2053),
+            shapes=SHAPES,
+            roundings=2,
+            floor=lambda dtype: 4 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps,
+            gradients=lambda grad, *given: exact_with_options(*given, grad=grad)[1 : 3 + (given[6] is not None)],
+            with_gradients=(0, 1, 6),
+            once=options.reduction != "none",
+            plain=True,
+            autocast="asked",
+            name=f"linear_cross_entropy {name}",
+        )
+        for name, options in OPTIONS.items()
     ),
     *(
         Case(
@@ -142,17 +252,36 @@ CONTRACT = [
         )
         for ignored, of_x, of_weight in ((-100, True, True), (7, True, False), (0, False, True), (-100, False, False))
     ),
+    *(
+        Case(
+            "_linear_cross_entropy_forward",
+            partial(for_the_op, ignored=7, of_x=True, of_weight=False, options=options),
+            exact,
+            sizes=SIZES,
+            small=((3,), 4, 5, 0.0),
+            many=((1031,), 24, 2053),
+            roundings=2,
+            floor=lambda dtype: 4 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps,
+            autocast="asked",
+            name=f"_linear_cross_entropy_forward {name}",
+        )
+        for name, options in OPTIONS.items()
+    ),
 ]
+# The op with both gradients
+(OP,) = (case for case in CONTRACT if case.call.startswith("_") and case.shapes is not None)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_chunks(taken: ModuleType, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks of three tokens it is all the same."""
     monkeypatch.setattr(taken, "LINEAR_CROSS_ENTROPY_CHUNK", 3)
-    case = replace(CONTRACT[1], exact=partial(exact, chunk=3))
-    for size in SIZES:
-        with at(size):
-            check(case, taken, dtype, case.arguments(Draw(dtype), *size))
+    for options in (NO_OPTIONS, *OPTIONS.values()):
+        make = partial(for_the_op, ignored=-100, of_x=True, of_weight=True, options=options)
+        case = replace(OP, arguments=make, exact=partial(exact, chunk=3))
+        for size in SIZES:
+            with at(size, options):
+                check(case, taken, dtype, case.arguments(Draw(dtype), *size))
 
 
 def op_results(taken: ModuleType, x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
@@ -183,7 +312,7 @@ def test_one_alone(taken: ModuleType, dtype: torch.dtype) -> None:
 def test_special_logits(taken: ModuleType, dtype: torch.dtype) -> None:
     """Logits of 1e4 do not overflow; NaN and infinities stay in their row, but for the weight's gradient."""
     x, weight, target = inputs(Draw(dtype), (6,), 4, 5000, 0.0)
-    check(CONTRACT[1], taken, dtype, (1e4 * x, weight, target, -100, True, True))
+    check(OP, taken, dtype, (1e4 * x, weight, target, -100, True, True))
     x[1, 0], x[3, 1] = torch.nan, torch.inf
     loss, of_x, _ = op_results(taken, x, weight, target)
     assert loss.isnan()
@@ -191,13 +320,19 @@ def test_special_logits(taken: ModuleType, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16], ids=str)
-def test_small_probabilities(taken: ModuleType, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divided by many tokens, a gradient is still no zero in float16."""
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_small_probabilities(
+    taken: ModuleType, dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Divided by many tokens, a gradient is still no zero in float16, whoever divides."""
     monkeypatch.setattr(taken, "LINEAR_CROSS_ENTROPY_CHUNK", 256)
     x, weight, _ = inputs(Draw(dtype), (1024,), 1, 2000)
     x = x.abs() + 1
     target = torch.zeros(1024, dtype=torch.int64, device=DEVICE)
-    _, _, of_weight = op_results(taken, x, weight, target)
+    leaf = weight.detach().requires_grad_()
+    loss = taken.linear_cross_entropy(x, leaf, target, reduction=reduction)
+    grad = torch.full_like(loss, 1 if reduction == "mean" else 1 / 1024)
+    (of_weight,) = torch.autograd.grad(loss, leaf, grad)
     expected = exact(x.double(), weight.double(), target)[2].value
     torch.testing.assert_close(of_weight.double()[1:], expected[1:], rtol=2e-2, atol=2**-22)
     assert (of_weight[1:] != 0).all()
@@ -291,6 +426,7 @@ def at_launch(taken: ModuleType, dtype: str) -> dict[str, Any]:
     acc = tl.float64 if dtype == "fp64" else tl.float32
     known = {"ACC": acc, "GRADIENT": True, "BLOCK_V": taken.LINEAR_CROSS_ENTROPY_BLOCK}
     pointers = {"targets_ptr": "i64", "losses_ptr": str(acc), "scale_ptr": str(acc)}
+    known |= {"EACH": False, "SMOOTHING": 0.0, "SOFTCAP": 0.0, "LSE_SQUARE_SCALE": 0.0}
     options = {"num_warps": taken.LINEAR_CROSS_ENTROPY_WARPS, "multiples": ["room"]}
     return {"dtype": dtype} | known | pointers | options
 
@@ -321,16 +457,16 @@ BREAKS = [
     ),
     (
         "sums that are not corrected",
-        "s = s * tl.exp(m - larger) + tl.sum(tl.exp(z - larger), axis=0)\n        m = larger\n    loss",
-        "s = s + tl.sum(tl.exp(z - larger), axis=0)\n        m = larger\n    loss",
+        "s = s * tl.exp(m - larger) + tl.sum(tl.exp(z - larger), axis=0)\n        m = larger\n        if",
+        "s = s + tl.sum(tl.exp(z - larger), axis=0)\n        m = larger\n        if",
     ),
-    ("no one at the target", "d = tl.exp(z - m) / s - (offs == target).to(ACC)", "d = tl.exp(z - m) / s"),
+    ("no one at the target", "            d -= hit\n", ""),
     ("ignored tokens in the gradients", "d = tl.where(counts, d * scale, 0.0)", "d = d * scale"),
     ("ignored tokens multiplied by zero", "d = tl.where(counts, d * scale, 0.0)", "d = d * scale * counts.to(ACC)"),
     (
         "ignored tokens in the loss",
-        "loss = tl.where(counts, m + tl.log(s) - chosen, 0.0)",
-        "loss = m + tl.log(s) - chosen",
+        "tl.store(losses_ptr + pid, tl.where(counts, loss, 0.0))",
+        "tl.store(losses_ptr + pid, loss)",
     ),
     ("wrong targets read", "known = counts & (target >= 0) & (target < V)", "known = counts"),
     ("wrong targets have gradients", 's = tl.where(chosen == chosen, s, float("nan"))', "s = s * 1.0"),
@@ -344,8 +480,22 @@ BREAKS = [
         "words = [slice(*edge) for edge in edges]\n    buffer",
         "words = [slice(*edge) for edge in edges[:1]]\n    buffer",
     ),
-    ("ignored tokens in the mean", "count = (targets != ignore_index).sum()", "count = torch.ones_like(targets).sum()"),
-    ("too large for float16", "total = min(max(T, 1), 2**15)", "total = max(T, 1)"),
+    ("ignored tokens in the mean", "count = counts.sum()", "count = torch.ones_like(targets).sum()"),
+    ("too large for float16", "return min(max(tokens, 1), 2**15)", "return max(tokens, 1)"),
+    ("smoothing left out of the gradient", "hit = hit * (1 - SMOOTHING) + SMOOTHING * share", "hit *= 1 - SMOOTHING"),
+    ("smoothing over the room", "tl.where(offs < V, z * share, 0)", "z * share"),
+    ("a softcap without its slope", "d *= 1 - (z * (1 / SOFTCAP)) * (z * (1 / SOFTCAP))", "d *= 1.0"),
+    ("no softcap at the target", "    chosen = _linear_cross_entropy_cap(chosen, SOFTCAP)\n", ""),
+    ("no gradient of the z-loss", "s /= 1 + 2 * LSE_SQUARE_SCALE * lse", "s *= 1.0"),
+    ("one gradient for all tokens", "tl.load(scale_ptr + pid if EACH else scale_ptr)", "tl.load(scale_ptr)"),
+    ("the mean's gradient for a sum", 'grad * ctx.total if ctx.reduction == "sum" else grad', "grad"),
+    ("a bias left out", "torch.addmm(bias[some], *factors, out=out)", "torch.mm(*factors, out=out)"),
+    (
+        "the bias of the last chunk alone",
+        "sums.add_(logits.sum(0, dtype=wide)",
+        "sums.zero_().add_(logits.sum(0, dtype=wide)",
+    ),
+    ("each token's gradient divided alone", "            _linear_cross_entropy_scale(d, size)\n", "            pass\n"),
     ("the loss's gradient left out", "if factor != 1.0:", "if factor != factor:"),
     (
         "a gradient multiplied past its end",
