@@ -17,7 +17,8 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "triton_gallery_ops"
-OPS = sorted({path.stem for path in SOURCES.glob("[a-z]*.py")} - {"check_compiles"})  # that one is a command
+NOT_OPS = {"check_compiles", "transformers"}  # a command, and what puts ops into models
+OPS = sorted({path.stem for path in SOURCES.glob("[a-z]*.py")} - NOT_OPS)
 # A recipe that starts three children, two of which leave its session and one its parent, and notes all process numbers.
 LEAVES = """
 import os, subprocess, time

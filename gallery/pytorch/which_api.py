@@ -27,6 +27,8 @@ After this page you can
 
 # sphinx_gallery_tags = ["custom op", "torch.compile"]
 import os
+import textwrap
+from functools import partial
 
 import pandas as pd
 import torch
@@ -36,10 +38,9 @@ if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
 
 import triton
 import triton.language as tl
-from torch.library import custom_op, triton_op, wrap_triton
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils import flop_counter
 from torch.utils.benchmark import Timer
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 DEVICE = torch.accelerator.current_accelerator(
     check_available=True
@@ -54,8 +55,7 @@ from triton_gallery.outcomes import outcome_table, run_package, tried
 # ----------------------
 #
 # The kernel squares a tensor. With ``finite=True`` its launcher looks at
-# values, which compilers dislike. ``triton_op``, ``wrap_triton`` and
-# ``custom_op`` are in ``torch.library``.
+# values, which compilers dislike.
 
 
 @triton.jit
@@ -80,12 +80,12 @@ def bare(x, finite=False, kernel=square_kernel):
     return y
 
 
-@triton_op("triton_gallery::square_traced", mutates_args=())
+@torch.library.triton_op("triton_gallery::square_traced", mutates_args=())
 def traced(x: torch.Tensor, finite: bool = False) -> torch.Tensor:
-    return bare(x, finite, wrap_triton(square_kernel))
+    return bare(x, finite, torch.library.wrap_triton(square_kernel))
 
 
-@custom_op("triton_gallery::square_opaque", mutates_args=())
+@torch.library.custom_op("triton_gallery::square_opaque", mutates_args=())
 def opaque(x: torch.Tensor, finite: bool = False) -> torch.Tensor:
     return bare(x, finite)
 
@@ -111,7 +111,7 @@ def backward(ctx, grad):
 
 def fallback(x, finite=False):
     check(x, finite)
-    return (x * x).contiguous()  # as the kernel's result is
+    return (x * x).contiguous()  # laid out as the kernel's result
 
 
 def complete(op, name):
@@ -119,7 +119,9 @@ def complete(op, name):
     op.register_kernel("cpu")(fallback)
     # A batch of tensors is a tensor with more elements: the same op serves.
     op.register_vmap(lambda info, dims, *x: (op(*x), dims[0]))
-    register_flop_formula(name)(lambda shape, *_, **__: shape.numel())
+    flop_counter.register_flop_formula(name)(
+        lambda shape, *_, **__: shape.numel()
+    )
 
 
 complete(opaque, torch.ops.triton_gallery.square_opaque)
@@ -137,26 +139,26 @@ if __name__ == "__main__":
             torch.testing.assert_close(op(x), x * x)
 
 # %%
-# How each line is tried
-# ----------------------
+# How each row is tried
+# ---------------------
 #
-# A row of the table is a line of code. If it returns a tensor, that has to be
-# the square of ``x``; a function that returns nothing checks for itself.
-# ``tried`` runs each line with each op, each time in a process of its own, in
-# which Triton compiles. So a crash is an outcome, too. It prints what was not
-# ok.
+# A row of the table stands for a line of code, with a function of this page in
+# the place of ``op``. If it returns a tensor, that has to be the square of
+# ``x``; otherwise the line does its own check. ``tried`` runs each line with
+# each of the three, each time in a process of its own where Triton compiles,
+# never interprets. So a crash is an outcome, too. What was not ok is printed.
 
 
-def attempt(line, api, device):
+def attempt(row, api, device):
     torch.manual_seed(0)
     x = torch.randn(1000, device=device)
-    y = eval(line, globals() | {"op": OPS[api], "x": x})
+    y = eval(ROWS[row], globals() | {"op": OPS[api], "x": x})
     if not isinstance(y, torch.Tensor):
         return y
     torch.testing.assert_close(y, x * x)
 
 
-gpu, ROWS = {}, []  # what became of the lines; the lines
+ROWS, gpu = {}, {}  # lines of code; what became of them
 
 # %%
 # Training: a gradient that is wrong without an error
@@ -186,13 +188,13 @@ def compiled_function(op, x):
     training(torch.compile(lambda x: Square.apply(x), fullgraph=True), x)
 
 
-rows = [
-    "op(x)",
-    "training(op, x)",
-    "training(torch.compile(op, fullgraph=True), x)",
-    "compiled_function(op, x)",
-]
-ROWS += rows
+rows = {
+    "a call": "op(x)",
+    "gradient": "training(op, x)",
+    "gradient, compiled": "training(torch.compile(op, fullgraph=True), x)",
+    "autograd.Function, compiled": "compiled_function(op, x)",
+}
+ROWS |= rows
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     gpu |= tried(attempt, rows, OPS, "cuda")
@@ -200,7 +202,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # To autograd, what a bare kernel returns is a constant. Its share of the
 # gradient is missing, and the other path keeps ``backward`` from raising. A
-# ``Function`` around the launch mends that, here under ``torch.compile``.
+# ``Function`` around the launch mends that.
 #
 # torch.compile
 # -------------
@@ -224,22 +226,24 @@ def traced_into(op, x):
     return "opaque" if "triton_gallery.square" in code[0] else "traced"
 
 
-rows = [
-    "torch.compile(op)(x)",
-    "torch.compile(op, fullgraph=True)(x)",
-    "torch.compile(op, fullgraph=True)(x, finite=True)",
-    "dynamic_shapes(op, x)",
-    "traced_into(op, x)",
-]
-ROWS += rows
+rows = {
+    "compiled": "torch.compile(op)(x)",
+    "compiled, no graph break": "torch.compile(op, fullgraph=True)(x)",
+    "compiled, values looked at": (
+        "torch.compile(op, fullgraph=True)(x, finite=True)"
+    ),
+    "compiled, dynamic shapes": "dynamic_shapes(op, x)",
+    "what the compiler does": "traced_into(op, x)",
+}
+ROWS |= rows
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     gpu |= tried(attempt, rows, OPS, "cuda")
 
 # %%
 # ``if not x.isfinite().all()`` needs a value while the compiler traces, and
-# there is none. Nobody looks into a ``custom_op``, so its launcher may do
-# anything; but the compiler cannot fuse or package what it does not see.
+# there is none. No compiler looks into a ``custom_op``: its launcher runs when
+# there are values.
 #
 # Export and packages
 # -------------------
@@ -264,8 +268,11 @@ def aot_inductor(op, x):
     return run_package(file, x)
 
 
-rows = ["export(op, x).module()(x)", "aot_inductor(op, x)"]
-ROWS += rows
+rows = {
+    "torch.export": "export(op, x).module()(x)",
+    "AOTInductor's package": "aot_inductor(op, x)",
+}
+ROWS |= rows
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     gpu |= tried(attempt, rows, OPS, "cuda")
@@ -279,11 +286,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Other subsystems
 # ----------------
 #
-# ``TwoTensor`` is a tensor subclass of PyTorch's own tests.
+# ``TwoTensor`` is a tensor subclass of PyTorch's own tests: each operator runs
+# on both of its tensors.
 
 
-def flop_counter(op, x):
-    with FlopCounterMode(display=False) as counter:
+def count_operations(op, x):
+    with flop_counter.FlopCounterMode(display=False) as counter:
         y = op(x)
     torch.testing.assert_close(counter.get_total_flops(), x.numel())
     return y
@@ -305,177 +313,137 @@ def cuda_graph(op, x):
     return y
 
 
-rows = [
-    "op(x.cpu()).to(x.device)",
-    "torch.vmap(op)(x.view(10, -1)).view(-1)",
-    "flop_counter(op, x)",
-    "tensor_subclass(op, x)",
-    "cuda_graph(op, x)",
-]
-ROWS += rows
+rows = {
+    "CPU tensor": "op(x.cpu()).to(x.device)",
+    "CPU tensor, compiled": "torch.compile(op)(x.cpu()).to(x.device)",
+    "vmap": "torch.vmap(op)(x.view(10, -1)).view(-1)",
+    "count of operations": "count_operations(op, x)",
+    "tensor subclass": "tensor_subclass(op, x)",
+    "CUDA graph": "cuda_graph(op, x)",
+}
+ROWS |= rows
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     gpu |= tried(attempt, rows, OPS, "cuda")
 
 # %%
 # These subsystems work on ops, and a launch is no op. The counter misses it,
-# again without an error. The others cannot redirect it: the kernel gets an
-# address on the CPU, or that of a tensor without memory of its own.
+# again without an error. For the others, the kernel gets an address on the CPU,
+# or that of a tensor without memory of its own.
 #
-# What a call costs
-# -----------------
+# On a CPU tensor, a call of an op runs its fallback. But ``torch.compile``
+# looks into a ``triton_op`` and compiles its launch, which cannot run there. Of
+# a ``custom_op`` it sees a call, which runs the fallback.
 #
-# The CPU's time for a call, in microseconds, the least of five medians: ``x``
-# needs no gradient, ``w`` does; then the backward. Without a GPU the fallback
-# is called where the table says *bare kernel*.
-
-
-def microseconds(line, **names):
-    timer = Timer(line, globals=names)
-    runs = [timer.blocked_autorange(min_run_time=0.1) for _ in range(5)]
-    return 1e6 * min(run.median for run in runs)
-
-
-def costs(op):
-    x = torch.randn(1000, device=DEVICE)
-    w = x.clone().requires_grad_()
-    y, found = op(w), {"op(x)": microseconds("op(x)", op=op, x=x)}
-    found["op(w)"] = microseconds("op(w)", op=op, w=w)
-    if y.requires_grad:
-        line = "torch.autograd.grad(y, w, x, retain_graph=True)"
-        found["backward"] = microseconds(line, y=y, w=w, x=x)
-    return found
-
-
-if __name__ == "__main__":
-    timed = dict(OPS)
-    if DEVICE.type == "cpu":
-        timed["bare kernel"] = lambda x: fallback(x.detach())
-    table = pd.DataFrame({api: costs(op) for api, op in timed.items()})
-    print(table.round(1).to_string(na_rep="-"))
-
-# %%
-# The bare kernel does the same in both of its rows. An op adds to that, more if
-# a gradient is recorded; which of the two ops matters less. A kernel that runs
-# for longer hides these times, as the CPU goes on meanwhile.
-# ``what_a_call_costs.py`` takes a call apart, and has faster ways to register
-# an op.
+# Without a GPU
+# -------------
 #
-# What PyTorch's chart says
-# -------------------------
-#
-# PyTorch's tutorial on Triton kernels in ``torch.compile`` has `this chart
-# <https://github.com/pytorch/tutorials/pull/3227>`_. Which of its cells does
-# the run not confirm? *mostly*, "in the majority of cases", is too vague to
-# test. A result that is wrong without an error is *wrong*, whatever the chart
-# says.
-
-CHART = {
-    "op(x)": ["yes", "yes", "yes"],
-    "training(op, x)": ["mostly", "yes", "yes"],
-    "torch.compile(op)(x)": ["yes", "yes", "yes"],
-    "torch.compile(op, fullgraph=True)(x)": ["mostly", "mostly", "yes"],
-    "traced_into(op, x)": ["yes", "yes", "no"],
-    "aot_inductor(op, x)": ["yes", "yes", "no"],
-    "flop_counter(op, x)": ["no", "yes", "yes"],
-    "op(x.cpu()).to(x.device)": ["no", "yes", "yes"],
-    "tensor_subclass(op, x)": ["no", "yes", "yes"],
-}
-
-
-def verdict(claim, outcome):
-    if outcome.startswith("wrong"):
-        return "wrong"
-    if claim == "mostly":
-        return "too vague to test"
-    works = not outcome.startswith(("fails", "opaque"))
-    return "confirmed" if works == (claim == "yes") else "refuted"
-
-
-def not_confirmed(found):
-    """Return the cells of the chart that a run does not confirm, with why."""
-    for line, claims in CHART.items():
-        for claim, api in zip(claims, OPS, strict=True):
-            said = verdict(claim, found[line, api])
-            if said != "confirmed":
-                yield f"{line}, {api}: {claim}; {said}"
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    print(*not_confirmed(gpu), sep="\n")
-
-# %%
-# ``torch_compile.py`` tries what the tutorial says of ``autotune``'s options.
-#
-# Since which PyTorch
-# -------------------
-#
-# Each line is tested on the PyTorch of the machine that the page was made on.
-# For a line of the first table, that says what became of a bare kernel; another
-# name is looked up. The versions are from PyTorch's pages: the
-# `release notes of 2.3
-# <https://github.com/pytorch/pytorch/releases/tag/v2.3.0>`_ and the `tutorial
-# <https://docs.pytorch.org/tutorials/recipes/
-# torch_compile_user_defined_triton_kernel_tutorial.html>`_, `torch.library in
-# 2.4 <https://docs.pytorch.org/docs/2.4/library.html>`_, and the `release notes
-# of 2.6 <https://github.com/pytorch/pytorch/releases/tag/v2.6.0>`_.
-
-SINCE = {
-    "torch.compile(op)(x)": "2.3",
-    "dynamic_shapes(op, x)": "2.3",
-    "compiled_function(op, x)": "2.3",
-    "aot_inductor(op, x)": "2.3",
-    "custom_op": "2.4",
-    "register_autograd": "2.4",
-    "register_kernel": "2.4",
-    "triton_op": "2.6",
-    "wrap_triton": "2.6",
-}
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    print(f"since  in PyTorch {torch.__version__}")
-    for name, version in SINCE.items():
-        there = "is there" if hasattr(torch.library, name) else "is missing"
-        print(f"{version}    {name:26}", gpu.get((name, "bare kernel"), there))
-
-# %%
-# Which one
-# ---------
-#
-# Each line was run on a GPU with three kinds of ``op``, which squares ``x``.
-# *ok*: the result is right. *fails*: an error. *wrong*: no error, and a wrong
-# result. *traced*: the compiler sees the kernel; *opaque*: it does not. With
-# ``finite=True`` the launcher raises an error if ``x`` has an infinity or NaN:
-# Python looks at values. The functions are on this page, below; in the script
-# this table comes last.
-
-outcome_table(gpu) if gpu else None
-
-# %%
-# * **Begin with triton_op.** On a GPU it fails in one line, where the launcher
-#   looks at values. On a CPU a call has a fallback; compiled code has none.
-# * **Take custom_op** if the launcher looks at values, or if compiled code may
-#   find no GPU. The price: no compiler sees the kernel, and a file of
-#   ``aot_inductor``, for a process without your Python, does not have it.
-# * **A bare kernel** will do for inference in your own code: plain, compiled,
-#   in such a file or in a CUDA graph. Before you train, make it an op or write
-#   a ``Function``: its gradient is wrong without an error.
-#
-# The same lines on the CPU, with the machine's GPU hidden if there is one. A
-# call of an op runs its fallback. But ``torch.compile`` looks into a
-# ``triton_op``, and finds the launcher: it compiles the kernel, which cannot
-# run there. Of a ``custom_op`` it sees a call, which runs the fallback.
+# The same rows on the CPU, with the machine's GPU hidden if there is one:
 
 if __name__ == "__main__":
     cpu = tried(attempt, ROWS, OPS, "cpu", reasons=False)
     print(outcome_table(cpu).to_string())
+    print(textwrap.fill(cpu["compiled", "triton_op"], 76))
+
+# %%
+# Compiled code runs with a ``custom_op`` only, and no package runs.
+#
+# What a call costs
+# -----------------
+#
+# The CPU's time for a call, in microseconds: ``x`` needs no gradient, ``w``
+# does; then the backward. All are measured in turns, and the least of ten times
+# counts.
+
+
+def calls(op):
+    x = torch.randn(1000, device=DEVICE)
+    w = x.clone().requires_grad_()
+    y, lines = op(w), {"op(x)": partial(op, x), "op(w)": partial(op, w)}
+    if y.requires_grad:
+        grad = partial(torch.autograd.grad, y, w, x, retain_graph=True)
+        lines["backward"] = grad
+    return lines
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    timers = {
+        (line, api): Timer("call()", globals={"call": call})
+        for api, op in OPS.items()
+        for line, call in calls(op).items()
+    }
+    least = {}
+    for _ in range(10):
+        for cell, timer in timers.items():
+            seconds = timer.timeit(500).median
+            least[cell] = min(seconds, least.get(cell, seconds))
+    table = 1e6 * pd.Series(least).unstack(sort=False)
+    print(table.round(1).to_string(na_rep="-"))
+
+# %%
+# The bare kernel does the same in both of its rows. An op adds to that, and
+# more if a gradient is recorded. A kernel that runs for longer hides these
+# times, as the CPU goes on meanwhile. ``what_a_call_costs.py`` takes a call
+# apart, and has faster ways to register an op.
+#
+# Since which PyTorch
+# -------------------
+#
+# === =====================================================================
+# 2.3 bare kernels under ``torch.compile``, with dynamic shapes, in an
+#     ``autograd.Function``, and in AOTInductor's packages
+# 2.4 ``custom_op``, ``register_autograd``, ``register_kernel``
+# 2.6 ``triton_op``, ``wrap_triton``
+# === =====================================================================
+#
+# The versions are from PyTorch's pages: the `release notes of 2.3
+# <https://github.com/pytorch/pytorch/releases/tag/v2.3.0>`_ and the `tutorial
+# <https://docs.pytorch.org/tutorials/recipes/
+# torch_compile_user_defined_triton_kernel_tutorial.html>`_, `torch.library in
+# 2.4 <https://docs.pytorch.org/docs/2.4/library.html>`_, and the `release notes
+# of 2.6 <https://github.com/pytorch/pytorch/releases/tag/v2.6.0>`_. The first
+# table shows that they work in the PyTorch that the strip below the title
+# names.
+#
+# What PyTorch's chart says
+# -------------------------
+#
+# PyTorch's tutorial on Triton kernels in ``torch.compile`` has `a chart like
+# the first table <https://github.com/pytorch/tutorials/pull/3227>`_. Both agree
+# but for three cells, which the chart calls *mostly* working:
+#
+# * the gradient of a bare kernel, which is wrong without an error;
+# * a bare kernel and a ``triton_op`` that are compiled without graph breaks:
+#   they work unless the launcher looks at values.
+#
+# Which one
+# ---------
+#
+# Each row was tried on a GPU, in the three ways; in the script this table comes
+# last. *ok*: the result is right. *fails*: an error. *wrong*: no error, and a
+# wrong result. *traced*: the compiler sees the kernel; *opaque*: it does not.
+# *Values looked at*: Python reads elements of ``x``, as a check for infinities
+# does. The sections below have the line of code of each row. The two ops have a
+# gradient, a fallback for the CPU, a rule for ``vmap`` and a formula for the
+# count; ``subsystems.py`` shows what becomes of an op without these.
+
+outcome_table(gpu) if gpu else None
+
+# %%
+# * **Begin with triton_op.** It fails in two rows: compiled on CPU tensors, and
+#   where the launcher looks at values.
+# * **Take custom_op** if the launcher looks at values, or if compiled code may
+#   get CPU tensors. The price: no compiler sees the kernel, so AOTInductor's
+#   package does not have it.
+# * **A bare kernel** will do for inference in your own code: plain, compiled,
+#   in a package or in a CUDA graph. Before you train, make it an op or write a
+#   ``Function``: its gradient is wrong without an error.
 
 # %%
 # Go further
 # ----------
 #
-# 1. Without ``register_autograd`` in ``complete``, what becomes of
-#    ``training(op, x)``?
+# 1. Without ``register_autograd`` in ``complete``, what becomes of gradients?
 # 2. What becomes of ``torch.func.grad(lambda x: op(x).sum())(x) ** 2 / 4``,
 #    which has to be the square?
 #

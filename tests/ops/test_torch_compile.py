@@ -106,7 +106,7 @@ def test_fused(printed: Callable[[str], list[str]]) -> None:
 
 def test_orders_of_heuristics(printed: Callable[[str], list[str]]) -> None:
     """Above the tuner a heuristic cannot read the block; below it cannot depend on a dynamic size."""
-    _, *lines, above, below = printed("orders")
+    _, *lines, above, below, pruned = printed("orders")
     answers = {(line[:7].strip(), line[7:20].strip()): line[20:].split() for line in lines[:6]}
     for reads in ("N", "N and BLOCK"):
         assert answers["alone", reads] == ["yes", "yes"]
@@ -118,6 +118,8 @@ def test_orders_of_heuristics(printed: Callable[[str], list[str]]) -> None:
     assert "below, no: @triton.heuristics must return constant values" in reasons
     assert above.endswith("True")
     assert below.endswith("False")
+    assert pruned.startswith("above, pruned")
+    assert pruned.endswith("False")
 
 
 def test_programs_for_four_sizes(printed: Callable[[str], list[str]]) -> None:

@@ -1,0 +1,620 @@
+"""The package's ops in a model of Hugging Face's transformers library.
+
+    from triton_gallery_ops.transformers import patch, unpatch
+
+    print(patch(model))  # what was replaced by which op, what was left and why
+
+``patch`` changes one model, and nothing of the library's: norms, rotary
+position embeddings, gated units, attention and the loss compute with the
+package's ops. Weights and their names stay, so checkpoints, ``generate`` and
+training loops go on working. ``unpatch`` undoes it.
+
+Differences that a patched model has on purpose:
+
+- In training mode and with ``labels``, a model for causal language modeling
+  computes the loss from the hidden states, and its ``logits`` are None.
+  Calling backward twice for one loss raises RuntimeError.
+- With a causal mask, padding attends to nothing. In the library, padding at the
+  right attends to the tokens before it. Nothing else depends on that.
+- There are no second derivatives.
+
+The library's own ``sdpa`` computes attention with dropout in training, with
+more keys than a sliding window has, with several sequences packed into a row,
+with a mask of four dimensions, a soft cap or a position bias, or with
+``output_attentions``, for which it returns None, as without this module.
+"""
+
+import copy
+import functools
+import inspect
+import types
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import transformers
+import triton
+from torch import nn
+from torch.nn.functional import pad
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+)
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPastAndCrossAttentions,
+    CausalLMOutputWithCrossAttentions,
+    CausalLMOutputWithPast,
+)
+from transformers.utils.import_utils import is_tracing
+
+from triton_gallery_ops.flash_attention import flash_attention
+from triton_gallery_ops.layer_norm import layer_norm
+from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
+from triton_gallery_ops.rms_norm import rms_norm
+from triton_gallery_ops.rope import rope
+from triton_gallery_ops.swiglu import swiglu
+from triton_gallery_ops.varlen_attention import varlen_attention
+
+NAME = "triton_gallery"  # of the attention, in the library's registries
+VERSIONS = (5, 17), (5, 24)  # of the library: the first and last that was tried
+FAMILIES = "bert", "gemma", "gpt2", "llama", "mistral", "qwen3"
+# By the name of a layer's class
+LAYERS = {
+    "LayerNorm": "layer_norm",
+    **{f"{m}RMSNorm": "rms_norm" for m in ("Llama", "Mistral", "Qwen3")},
+    **{f"{m}MLP": "swiglu" for m in ("Llama", "Mistral", "Qwen3")},
+    **{
+        f"{m}{suffix}": op
+        for m in ("Gemma", "Llama", "Mistral", "Qwen3")
+        for suffix, op in (
+            ("Attention", "rope"),
+            ("ForCausalLM", "linear_cross_entropy"),
+        )
+    },
+    "GPT2LMHeadModel": "linear_cross_entropy",
+    "BertForMaskedLM": "linear_cross_entropy",
+    "BertLMHeadModel": "linear_cross_entropy",
+}
+ATTENTION = (
+    "BertCrossAttention",
+    "BertSelfAttention",
+    "GPT2Attention",
+    "GemmaAttention",
+    "LlamaAttention",
+    "MistralAttention",
+    "Qwen3Attention",
+)
+# Of attention: what sdpa takes, or refuses, and the ops do not have
+OPTIONS = "softcap", "position_bias", "head_mask"
+ROW = 8192  # elements of a row that the norms take in every dtype
+HEAD = 256  # the largest head that the attentions take
+
+
+@dataclass
+class Report:
+    """What ``patch`` did: print it."""
+
+    model: str
+    replaced: dict[str, int] = field(default_factory=dict)  # by op: how many
+    left: dict[str, str] = field(default_factory=dict)  # by layer: why
+
+    def __str__(self) -> str:
+        """Return a line for each op, and one for each kind of layer left."""
+        lines = [f"{self.model}:"]
+        lines += [f"  {op}: {n} replaced" for op, n in self.replaced.items()]
+        lines += [f"  {what}: left, {why}" for what, why in self.left.items()]
+        return "\n".join(lines)
+
+
+# All layers are replaced in one way: a layer's class becomes a subclass with
+# another forward. Unlike a forward that is set on the layer itself, this goes
+# through deepcopy and pickle, and is easy to recognize and to undo.
+class _Patched(nn.Module):
+    def __reduce_ex__(self, protocol):
+        base, op = type(self).__mro__[2], type(self)._op
+        return _new_layer, (base, op), self.__dict__
+
+
+def _new_layer(base, op):
+    cls = _patched_class(base, op)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def _patched_class(base, op):
+    """Return a subclass of a layer's class that computes with an op."""
+    make = FORWARDS[op]
+    names = {
+        "forward": functools.wraps(base.forward)(make(base)),
+        "_op": op,
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+    }
+    return type(base.__name__, (_Patched, base), names)
+
+
+def _one_dtype(x, weight):
+    """Return whether a norm takes both: autocast gives them one dtype."""
+    return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+
+
+def _rms_norm_forward(self, hidden_states):
+    if not _one_dtype(hidden_states, self.weight):
+        return super(_Patched, self).forward(hidden_states)
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _layer_norm_forward(self, input):
+    if not _one_dtype(input, self.weight):
+        return super(_Patched, self).forward(input)
+    return layer_norm(input, self.weight, self.bias, self.eps)
+
+
+def _swiglu_forward(self, x):
+    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def _apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    """Rotate q and k, of (batch, heads, length, D), as the library does."""
+    half = cos.shape[-1] // 2  # the other half is the same
+    if cos.shape[0] == 1:
+        return rope(q, k, cos[0, :, :half], sin[0, :, :half])
+    # Rows of the batch may have other positions, and the op takes one table:
+    # so all rows become one. Both tensors lie as (batch, length, heads, D).
+    batch, length = cos.shape[:2]
+    rows = [t.transpose(1, 2).flatten(0, 1) for t in (q, k)]
+    tables = [t.flatten(0, 1)[:, :half] for t in (cos, sin)]
+    turned = rope(*(t.transpose(0, 1)[None] for t in rows), *tables)
+    rows = [t[0].transpose(0, 1).unflatten(0, (batch, length)) for t in turned]
+    return tuple(t.transpose(1, 2) for t in rows)
+
+
+def _attention_forward(base):
+    """Return the layer's own forward, in which another function rotates."""
+    forward = inspect.unwrap(base.forward)
+    known = forward.__globals__ | {
+        "apply_rotary_pos_emb": _apply_rotary_pos_emb
+    }
+    copied = types.FunctionType(
+        forward.__code__,
+        known,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def _loss_forward(base):
+    """Return a forward that computes a loss without logits, in training."""
+    names = list(inspect.signature(base.forward).parameters)[1:]
+
+    def forward(self, *args, **kwargs):
+        given = dict(zip(names, args, strict=False), **kwargs)
+        keep = given.get("logits_to_keep", 0)
+        if (
+            not self.training
+            or given.get("labels") is None
+            or not (isinstance(keep, int) and keep == 0)
+            or self.loss_function is not ForCausalLMLoss
+            or _head_reason(self) is not None
+        ):
+            return super(_Patched, self).forward(**given)
+        labels = given.pop("labels")
+        given.pop("logits_to_keep", None)
+        as_dict = given.pop("return_dict", None)
+        as_dict = self.config.return_dict if as_dict is None else as_dict
+        outputs = self.base_model(**given, return_dict=True)
+        fields = dict(outputs)
+        hidden = fields.pop("last_hidden_state")
+        weight = self.get_output_embeddings().weight
+        crossed = isinstance(outputs, BaseModelOutputWithPastAndCrossAttentions)
+        kind = (
+            CausalLMOutputWithCrossAttentions
+            if crossed
+            else CausalLMOutputWithPast
+        )
+        result = kind(loss=_loss(hidden, weight, labels, **given), **fields)
+        return result if as_dict else result.to_tuple()
+
+    return forward
+
+
+def _loss(
+    hidden,
+    weight,
+    labels,
+    num_items_in_batch=None,
+    ignore_index=-100,
+    shift_labels=None,
+    **kwargs,
+):
+    """Return the loss as the library's ForCausalLMLoss does from logits."""
+    if shift_labels is None:
+        shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
+    loss = linear_cross_entropy(hidden, weight, targets, ignore_index)
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    count = (targets != ignore_index).sum()
+    # Without targets the op's mean is NaN, and the library's sum is 0.
+    return loss.where(count > 0, 0.0) * count / num_items_in_batch
+
+
+FORWARDS: dict[str, Callable[[type], Callable[..., Any]]] = {
+    "layer_norm": lambda base: _layer_norm_forward,
+    "linear_cross_entropy": _loss_forward,
+    "rms_norm": lambda base: _rms_norm_forward,
+    "rope": _attention_forward,
+    "swiglu": lambda base: _swiglu_forward,
+}
+
+
+# Attention with padding: tokens are sorted, those of row 0 first, then those of
+# row 1, and so on, and last all padding. The rows are sequences for
+# varlen_attention, and so are the queries that are padding, without keys, and
+# the keys that are, without queries. So no shape depends on a mask's values. A
+# model computes this packing once, in place of a mask, and all its layers take
+# it: one tensor of int32, of four dimensions, because the library passes those
+# on as they are. It has
+# - where sequences of queries and of keys begin and end, batch + 3 each
+# - the keys in this order, batch * keys
+# - if causal: the queries in this order, batch * queries, and the way back
+def _pack(valid, real, queries):
+    """Return the packing of keys and, if causal, of queries.
+
+    Args:
+        valid: which keys are seen, (batch, keys)
+        real: which queries are no padding, (batch, queries), or None if all
+            queries see all valid keys
+        queries: how many there are
+    """
+
+    def order(flags):
+        return torch.argsort((~flags).flatten().byte(), stable=True)
+
+    def ends(counts, rest, total):
+        return torch.cat((pad(counts.cumsum(0), (1, 0)), rest, total))
+
+    total_q = valid.new_full((1,), valid.shape[0] * queries, dtype=torch.int64)
+    total_k = torch.full_like(total_q, valid.numel())
+    if real is None:
+        counts, orders = torch.full_like(valid.sum(1), queries), []
+    else:
+        counts, orders = real.sum(1), [order(real)]
+        orders.append(torch.argsort(orders[0]))
+    packing = torch.cat(
+        (
+            ends(counts, total_q, total_q),
+            ends(valid.sum(1), valid.sum().view(1), total_k),
+            order(valid),
+            *orders,
+        )
+    )
+    return packing.int().view(1, 1, 1, -1)
+
+
+def _unpack(packing, batch, queries, keys):
+    """Return the parts of a packing, None for those that it lacks."""
+    sizes = [batch + 3, batch + 3, batch * keys]
+    packing = packing.view(-1)
+    if packing.shape[0] == sum(sizes):
+        return *packing.split(sizes), None, None
+    return packing.split([*sizes, batch * queries, batch * queries])
+
+
+def _dense(packing, batch, queries, keys):
+    """Return the mask that a packing stands for, for the library's sdpa."""
+    ends_q, ends_k, order_k, order_q, back = _unpack(
+        packing, batch, queries, keys
+    )
+
+    def places(ends, place, length):
+        sequence = torch.searchsorted(ends[1:], place, right=True)
+        left = ends[sequence + 1] - place  # up to the sequence's end
+        return sequence.view(batch, length), left.view(batch, length)
+
+    if order_q is None:
+        back = torch.arange(batch * queries, device=packing.device)
+    sequence_q, left_q = places(ends_q, back.int(), queries)
+    sequence_k, left_k = places(ends_k, torch.argsort(order_k).int(), keys)
+    mask = sequence_q[:, :, None] == sequence_k[:, None, :]
+    if order_q is not None:
+        mask = mask & (left_k[:, None, :] >= left_q[:, :, None])
+    return mask[:, None]
+
+
+def _mask(
+    batch_size,
+    q_length,
+    kv_length,
+    q_offset=0,
+    kv_offset=0,
+    mask_function=causal_mask_function,
+    attention_mask=None,
+    local_size=None,
+    allow_is_causal_skip=True,
+    allow_is_bidirectional_skip=False,
+    device="cpu",
+    **kwargs,
+):
+    """Return None if no mask is needed, a packing, or sdpa's mask."""
+    both = mask_function is bidirectional_mask_function
+    # No window matters if it is longer than all keys.
+    causal = mask_function is causal_mask_function or (
+        allow_is_causal_skip
+        and local_size is not None
+        and kv_length < local_size
+    )
+    plain = (
+        allow_is_bidirectional_skip
+        if both
+        else causal and (allow_is_causal_skip or q_length == 1)
+    )
+    if not plain or kv_offset != 0:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            device=device,
+            **kwargs,
+        )
+    # Where values cannot be read, nothing depends on them.
+    tracing = is_tracing(attention_mask)
+    if isinstance(q_offset, torch.Tensor) and not tracing:
+        q_offset = int(q_offset)
+    known = not isinstance(q_offset, torch.Tensor)
+    # A static cache has slots after the queries, which are not filled yet.
+    filled = kv_length if both else q_offset + q_length
+    if attention_mask is not None:
+        missing = kv_length - attention_mask.shape[-1]
+        attention_mask = pad(attention_mask, (0, missing))
+    full = attention_mask is None or (
+        not tracing and bool(attention_mask[:, :filled].all())
+    )
+    if full and known:
+        at_start = q_length > 1 and q_offset == 0
+        last = q_length == 1 and filled == kv_length
+        if both or at_start or last:
+            return None
+    valid = attention_mask
+    if valid is None:
+        shape = batch_size, kv_length
+        valid = torch.ones(shape, dtype=torch.bool, device=device)
+    if both:
+        return _pack(valid, None, q_length)
+    valid = valid & (torch.arange(kv_length, device=device) < filled)
+    if q_length == 1:  # it is the last one, and sees all
+        return _pack(valid, None, q_length)
+    queries = torch.arange(q_length, device=device) + q_offset
+    return _pack(valid, valid[:, queries], q_length)
+
+
+def _attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    dropout=0.0,
+    scaling=None,
+    is_causal=None,
+    **kwargs,
+):
+    """Compute attention as the library's sdpa_attention_forward does."""
+    batch, _, queries, _ = query.shape
+    keys = key.shape[2]
+    packing = None
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        packing = attention_mask
+    if (
+        dropout > 0
+        or (attention_mask is not None and packing is None)
+        or kwargs.get("output_attentions")
+        or any(kwargs.get(name) is not None for name in OPTIONS)
+    ):
+        if packing is not None:
+            attention_mask = _dense(packing, batch, queries, keys)
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
+    if packing is None:
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        causal = queries > 1 and is_causal
+        if causal and keys > queries:  # a static cache at its start
+            key, value = key[:, :, :queries], value[:, :, :queries]
+        out = flash_attention(query, key, value, causal, scaling)
+        return out.transpose(1, 2), None
+    ends_q, ends_k, order_k, order_q, back = _unpack(
+        packing, batch, queries, keys
+    )
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    k, v = k.index_select(0, order_k), v.index_select(0, order_k)
+    if order_q is not None:
+        q = q.index_select(0, order_q)
+    ends = ends_q, ends_k, q.shape[0], k.shape[0]
+    out = varlen_attention(q, k, v, *ends, order_q is not None, scaling)
+    if order_q is not None:
+        out = out.index_select(0, back)
+    return out.unflatten(0, (batch, queries)), None
+
+
+def _head_reason(model):
+    """Return why a model's loss needs its logits, or None."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return f"the head is a {type(head).__name__}"
+    if head.bias is not None:
+        return "the head has a bias, which linear_cross_entropy does not take"
+    return None
+
+
+def _reason(op, layer, config):
+    """Return why a layer is left, or None."""
+    if "forward" in vars(layer):
+        return "another library has set a forward of its own"
+    if op == "rope":
+        names = inspect.unwrap(type(layer).forward).__code__.co_names
+        if "apply_rotary_pos_emb" not in names:
+            return "its forward is not that of the library"
+    if op == "linear_cross_entropy":
+        return _head_reason(layer)
+    if op == "swiglu" and config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act}, that of swiglu is silu"
+    if op in ("rms_norm", "layer_norm"):
+        if layer.weight is None or getattr(layer, "bias", layer) is None:
+            return "it lacks a weight or a bias"
+        if layer.weight.numel() > ROW:
+            return f"rows have more than {ROW} elements"
+    return None
+
+
+def _check(model):
+    """Raise for a model that cannot be patched."""
+    version = transformers.__version__
+    first, last = VERSIONS
+    if not first <= tuple(map(int, version.split(".")[:2])) <= last:
+        tried = " to ".join(".".join(map(str, pair)) for pair in VERSIONS)
+        raise RuntimeError(
+            f"patch was tried with transformers {tried}, not with {version}"
+        )
+    kind = f"a {type(model).__name__}"
+    if isinstance(model, transformers.PreTrainedModel):
+        kind = model.config.model_type
+    if kind not in FAMILIES:
+        raise TypeError(
+            f"patch takes models of transformers whose model_type is one of "
+            f"{', '.join(FAMILIES)}, not {kind}"
+        )
+    if any(isinstance(layer, _Patched) for layer in model.modules()):
+        raise ValueError("patch takes a model that is not patched: this one is")
+    devices = {str(t.device) for t in model.parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        raise ValueError(
+            f"patch takes a model on one device, not on {sorted(devices)}"
+        )
+    if "cpu" in devices and not triton.knobs.runtime.interpret:
+        raise ValueError(
+            "patch takes a model on a GPU, or on a CPU with Triton's "
+            "interpreter: set TRITON_INTERPRET=1 before triton is imported"
+        )
+
+
+def _set_attention(model, name):
+    """Have a model attend in another way, with a config of its own.
+
+    Other models may share its config, and keep it as it is.
+    """
+    before = model.config
+    config = copy.deepcopy(before)
+    config._attn_implementation_internal = name
+    for module in model.modules():
+        if module.__dict__.get("config") is before:
+            module.config = config
+
+
+def patch(model: nn.Module) -> Report:
+    """Have a model compute with the package's ops, and return what changed.
+
+    Takes a model of the transformers library whose ``config.model_type`` is
+    llama, qwen3, mistral, gemma, gpt2 or bert, with any head, on one GPU, or on
+    the CPU in Triton's interpreter. ``model.config`` becomes a copy; all else
+    about the model stays in its place. The module's docstring says what then
+    differs, and what the library goes on computing.
+
+    Raises TypeError for other models, RuntimeError for a version of the
+    library that was not tried, and ValueError for a model on several devices,
+    on meta, or on a CPU without the interpreter, and for one that is patched
+    already. The model is then as it was.
+    """
+    _check(model)
+    changed = cast(Any, model)
+    config = changed.config
+    report, counts = Report(type(model).__name__), Counter[str]()
+    for layer in list(changed.modules()):
+        name = type(layer).__name__
+        op = LAYERS.get(name)
+        if op is None:
+            continue
+        reason = _reason(op, layer, config)
+        if reason is None:
+            base: Any = type(layer)
+            layer.__class__ = _patched_class(base, op)
+            counts[op] += 1
+        else:
+            what = "loss" if op == "linear_cross_entropy" else name
+            report.left[what] = reason
+    changed._before_triton_gallery = config._attn_implementation
+    head = getattr(config, "head_dim", None)
+    head = head or config.hidden_size // config.num_attention_heads
+    if head <= HEAD:
+        _set_attention(model, NAME)
+        names = [type(layer).__name__ for layer in model.modules()]
+        attentions = sum(name in ATTENTION for name in names)
+        counts["flash_attention, varlen_attention"] = attentions
+    else:
+        report.left["attention"] = f"heads have more than {HEAD} elements"
+    report.replaced = dict(sorted(counts.items()))
+    report.left |= _left(config)
+    return report
+
+
+def _left(config):
+    """Return what the library goes on computing for a family, and why."""
+    left = {}
+    if config.model_type == "gemma":
+        left["GemmaRMSNorm"] = "it multiplies by 1 + weight in float32"
+        left["GemmaMLP"] = (
+            f"its activation is {config.hidden_act}, that of swiglu is silu"
+        )
+    elif config.model_type in ("bert", "gpt2"):
+        left["MLP"] = "it is not gated"
+    names = "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"
+    dropout = max(getattr(config, name, None) or 0 for name in names)
+    if dropout > 0:
+        left["attention in training"] = f"sdpa computes its dropout, {dropout}"
+    window = getattr(config, "sliding_window", None)
+    if window is not None:
+        left[f"attention from {window} keys on"] = "sdpa computes its window"
+    return left
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo ``patch``; raises ValueError for a model that is not patched."""
+    if not hasattr(model, "_before_triton_gallery"):
+        raise ValueError("unpatch takes a model that is patched: this is not")
+    for layer in model.modules():
+        if isinstance(layer, _Patched):
+            layer.__class__ = type(layer).__mro__[2]
+    changed = cast(Any, model)
+    _set_attention(model, changed._before_triton_gallery)
+    del changed._before_triton_gallery
+
+
+transformers.AttentionInterface.register(NAME, _attention)
+transformers.AttentionMaskInterface.register(NAME, _mask)
