@@ -66,19 +66,25 @@ FAMILIES = "bert", "gemma", "gpt2", "llama", "mistral", "qwen3"
 # By the name of a layer's class
 LAYERS = {
     "LayerNorm": "layer_norm",
-    **{f"{m}RMSNorm": "rms_norm" for m in ("Llama", "Mistral", "Qwen3")},
-    **{f"{m}MLP": "swiglu" for m in ("Llama", "Mistral", "Qwen3")},
     **{
         f"{m}{suffix}": op
         for m in ("Gemma", "Llama", "Mistral", "Qwen3")
         for suffix, op in (
+            ("RMSNorm", "rms_norm"),
+            ("MLP", "swiglu"),
             ("Attention", "rope"),
             ("ForCausalLM", "linear_cross_entropy"),
         )
     },
     "GPT2LMHeadModel": "linear_cross_entropy",
-    "BertForMaskedLM": "linear_cross_entropy",
-    "BertLMHeadModel": "linear_cross_entropy",
+}
+# Names of the library for what swiglu takes
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
 ATTENTION = (
     "BertCrossAttention",
@@ -150,6 +156,10 @@ def _rms_norm_forward(self, hidden_states):
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
+def _gemma_norm_forward(self, x):
+    return rms_norm(x, self.weight, self.eps, offset=1.0)
+
+
 def _layer_norm_forward(self, input):
     if not _one_dtype(input, self.weight):
         return super(_Patched, self).forward(input)
@@ -157,7 +167,10 @@ def _layer_norm_forward(self, input):
 
 
 def _swiglu_forward(self, x):
-    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    activation = ACTIVATIONS[self.config.hidden_act]
+    return self.down_proj(
+        swiglu(self.gate_proj(x), self.up_proj(x), activation)
+    )
 
 
 def _apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
@@ -214,14 +227,14 @@ def _loss_forward(base):
         outputs = self.base_model(**given, return_dict=True)
         fields = dict(outputs)
         hidden = fields.pop("last_hidden_state")
-        weight = self.get_output_embeddings().weight
+        head = self.get_output_embeddings()
         crossed = isinstance(outputs, BaseModelOutputWithPastAndCrossAttentions)
         kind = (
             CausalLMOutputWithCrossAttentions
             if crossed
             else CausalLMOutputWithPast
         )
-        result = kind(loss=_loss(hidden, weight, labels, **given), **fields)
+        result = kind(loss=_loss(hidden, head, labels, **given), **fields)
         return result if as_dict else result.to_tuple()
 
     return forward
@@ -229,7 +242,7 @@ def _loss_forward(base):
 
 def _loss(
     hidden,
-    weight,
+    head,
     labels,
     num_items_in_batch=None,
     ignore_index=-100,
@@ -240,20 +253,24 @@ def _loss(
     if shift_labels is None:
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
-    loss = linear_cross_entropy(hidden, weight, targets, ignore_index)
+    options = {"ignore_index": ignore_index, "bias": head.bias}
     if num_items_in_batch is None:
-        return loss
+        return linear_cross_entropy(hidden, head.weight, targets, **options)
+    options["reduction"] = "sum"
+    loss = linear_cross_entropy(hidden, head.weight, targets, **options)
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
-    count = (targets != ignore_index).sum()
-    # Without targets the op's mean is NaN, and the library's sum is 0.
-    return loss.where(count > 0, 0.0) * count / num_items_in_batch
+    return loss / num_items_in_batch
 
 
 FORWARDS: dict[str, Callable[[type], Callable[..., Any]]] = {
     "layer_norm": lambda base: _layer_norm_forward,
     "linear_cross_entropy": _loss_forward,
-    "rms_norm": lambda base: _rms_norm_forward,
+    "rms_norm": lambda base: (
+        _gemma_norm_forward
+        if base.__name__ == "GemmaRMSNorm"
+        else _rms_norm_forward
+    ),
     "rope": _attention_forward,
     "swiglu": lambda base: _swiglu_forward,
 }
@@ -469,8 +486,6 @@ def _head_reason(model):
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"the head is a {type(head).__name__}"
-    if head.bias is not None:
-        return "the head has a bias, which linear_cross_entropy does not take"
     return None
 
 
@@ -484,8 +499,8 @@ def _reason(op, layer, config):
             return "its forward is not that of the library"
     if op == "linear_cross_entropy":
         return _head_reason(layer)
-    if op == "swiglu" and config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act}, that of swiglu is silu"
+    if op == "swiglu" and config.hidden_act not in ACTIVATIONS:
+        return f"its activation is {config.hidden_act}"
     if op in ("rms_norm", "layer_norm"):
         if layer.weight is None or getattr(layer, "bias", layer) is None:
             return "it lacks a weight or a bias"
@@ -587,13 +602,10 @@ def patch(model: nn.Module) -> Report:
 def _left(config):
     """Return what the library goes on computing for a family, and why."""
     left = {}
-    if config.model_type == "gemma":
-        left["GemmaRMSNorm"] = "it multiplies by 1 + weight in float32"
-        left["GemmaMLP"] = (
-            f"its activation is {config.hidden_act}, that of swiglu is silu"
-        )
-    elif config.model_type in ("bert", "gpt2"):
+    if config.model_type in ("bert", "gpt2"):
         left["MLP"] = "it is not gated"
+    if config.model_type == "bert":
+        left["loss"] = "the head is not a product alone"
     names = "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"
     dropout = max(getattr(config, name, None) or 0 for name in names)
     if dropout > 0:

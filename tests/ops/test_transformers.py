@@ -372,7 +372,7 @@ def test_window_that_is_longer_than_all_keys(make: Callable[..., Any], ops: Modu
 
 
 # What is replaced, and what stays
-NORMS = {"qwen3": "rms_norm", "llama": "rms_norm", "mistral": "rms_norm", "gpt2": "layer_norm", "bert": "layer_norm"}
+NORMS = dict.fromkeys(("qwen3", "llama", "mistral", "gemma"), "rms_norm") | {"gpt2": "layer_norm", "bert": "layer_norm"}
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -381,7 +381,7 @@ def test_ops_are_called(pair: Callable[[str], tuple[Any, Any]], kind: str) -> No
     expected = {"flash_attention"}
     expected |= {NORMS[kind]} if kind in NORMS else set()
     expected |= {"rope"} if kind not in ("gpt2", "bert") else set()
-    expected |= {"swiglu"} if kind in ("llama", "qwen3", "mistral") else set()
+    expected |= {"swiglu"} if kind not in ("gpt2", "bert") else set()
     assert ops_of(patched, input_ids=tokens()) == expected
     padded = expected - {"flash_attention"} | {"varlen_attention_forward"}
     assert ops_of(patched, input_ids=tokens(), attention_mask=mask_of("left")) == padded
@@ -395,9 +395,9 @@ REPORTS = {
     "llama": (GATED, []),
     "qwen3": (GATED | {"rms_norm": 9}, []),
     "mistral": (GATED, ["attention from 4096 keys on"]),
-    "gemma": (DECODER, ["GemmaRMSNorm", "GemmaMLP"]),
+    "gemma": (GATED, []),
     "gpt2": (ATTENTION | {"layer_norm": 5, "linear_cross_entropy": 1}, ["MLP"]),
-    "bert": (ATTENTION | {"layer_norm": 6}, ["loss", "MLP"]),
+    "bert": (ATTENTION | {"layer_norm": 6}, ["MLP", "loss"]),
 }
 
 
@@ -412,15 +412,33 @@ def test_report(make: Callable[..., Any], ops: ModuleType, kind: str) -> None:
 
 
 def test_report_of_what_differs(make: Callable[..., Any], ops: ModuleType) -> None:
-    report = ops.patch(make("llama", hidden_act="gelu", head_dim=512, attention_dropout=0.1))
+    report = ops.patch(make("llama", hidden_act="relu", head_dim=512, attention_dropout=0.1))
     assert report.left == {
-        "LlamaMLP": "its activation is gelu, that of swiglu is silu",
+        "LlamaMLP": "its activation is relu",
         "attention": "heads have more than 256 elements",
         "attention in training": "sdpa computes its dropout, 0.1",
     }
-    model = make("llama", attention_bias=True)
+
+
+def test_head_with_a_bias(make: Callable[..., Any], ops: ModuleType) -> None:
+    model = make("llama")
     model.lm_head = torch.nn.Linear(32, VOCABULARY, device=DEVICE)
-    assert ops.patch(model).left == {"loss": "the head has a bias, which linear_cross_entropy does not take"}
+    patched = copy.deepcopy(model).train()
+    assert ops.patch(patched).left == {}
+    inputs = {"input_ids": tokens(), "labels": tokens()}
+    actual, expected = patched(**inputs).loss, model.train()(**inputs).loss
+    torch.testing.assert_close(actual, expected, **TIGHT)
+    actual.backward()
+    expected.backward()
+    torch.testing.assert_close(gradients(patched), gradients(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh"])
+def test_activations(make: Callable[..., Any], ops: ModuleType, activation: str) -> None:
+    model = make("gemma", hidden_act=activation)
+    patched = copy.deepcopy(model)
+    assert ops.patch(patched).replaced["swiglu"] == 2
+    torch.testing.assert_close(patched(tokens()).logits, model(tokens()).logits, **TIGHT)
 
 
 def test_layers_that_others_changed_are_left(
