@@ -37,9 +37,19 @@ def _rope_turn(
     sin,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Turn a tile of heads; rows is its mask, (BLOCK_H, BLOCK_T, 1)."""
+    """Turn D numbers of each head in a tile, and copy the REST after them.
+
+    The mask of the tile is rows, (BLOCK_H, BLOCK_T, 1).
+    """
+    if REST > 0:
+        offs_r = tl.arange(0, BLOCK_REST)[None, None, :]
+        mask = rows & (offs_r < REST)
+        rest = tl.load(x_ptrs + D + offs_r, mask=mask)
+        tl.store(y_ptrs + D + offs_r, rest, mask=mask)
     if INTERLEAVED:
         offs_d = tl.arange(0, 2 * BLOCK_D)[None, None, :]
         mask = rows & (offs_d < D)
@@ -76,7 +86,9 @@ def _rope_kernel(
     stride_kb,
     stride_kh,
     stride_kt,
+    stride_cos_b,
     stride_cos,
+    stride_sin_b,
     stride_sin,
     stride_q_out_b,
     stride_q_out_h,
@@ -85,12 +97,14 @@ def _rope_kernel(
     stride_k_out_h,
     stride_k_out_t,
     D: tl.constexpr,
+    REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     CONJUGATE: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
     groups_q = tl.cdiv(HEADS_Q, BLOCK_H)
     groups = groups_q + tl.cdiv(HEADS_K, BLOCK_H)
@@ -106,6 +120,9 @@ def _rope_kernel(
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)[None, :, None]
     offs_d = tl.arange(0, BLOCK_D)[None, None, :]
     mask = (t < T) & (offs_d < D // 2)  # (1, BLOCK_T, BLOCK_D)
+    if stride_cos_b is not None:  # each sequence has tables of its own
+        cos_ptr += b * stride_cos_b
+        sin_ptr += b * stride_sin_b
     cos = tl.load(cos_ptr + t * stride_cos + offs_d, mask=mask).to(ACC)
     sin = tl.load(sin_ptr + t * stride_sin + offs_d, mask=mask).to(ACC)
     if CONJUGATE:
@@ -117,14 +134,36 @@ def _rope_kernel(
         x_ptrs = q_ptr + b * stride_qb + h * stride_qh + t * stride_qt
         y_ptrs = q_out_ptr + b * stride_q_out_b
         y_ptrs = y_ptrs + h * stride_q_out_h + t * stride_q_out_t
-        _rope_turn(x_ptrs, y_ptrs, rows, cos, sin, D, BLOCK_D, INTERLEAVED)
+        _rope_turn(
+            x_ptrs,
+            y_ptrs,
+            rows,
+            cos,
+            sin,
+            D,
+            BLOCK_D,
+            REST,
+            BLOCK_REST,
+            INTERLEAVED,
+        )
     else:
         h -= groups_q * BLOCK_H
         rows = (h < HEADS_K) & (t < T)
         x_ptrs = k_ptr + b * stride_kb + h * stride_kh + t * stride_kt
         y_ptrs = k_out_ptr + b * stride_k_out_b
         y_ptrs = y_ptrs + h * stride_k_out_h + t * stride_k_out_t
-        _rope_turn(x_ptrs, y_ptrs, rows, cos, sin, D, BLOCK_D, INTERLEAVED)
+        _rope_turn(
+            x_ptrs,
+            y_ptrs,
+            rows,
+            cos,
+            sin,
+            D,
+            BLOCK_D,
+            REST,
+            BLOCK_REST,
+            INTERLEAVED,
+        )
 
 
 def _rope_check(name, q, k, cos, sin):
@@ -143,12 +182,18 @@ def _rope_check(name, q, k, cos, sin):
     fit = False
     if q.ndim == k.ndim == 4 and q.shape[-1] % 2 == 0:
         B, _, T, D = q.shape
-        table = T, D // 2
-        fit = shapes[1:] == [(B, k.shape[1], T, D), table, table]
+        R = cos.shape[-1] if cos.ndim else 0
+        fit = (
+            shapes[1] == (B, k.shape[1], T, D)
+            and shapes[2] == shapes[3]
+            and shapes[2] in ((T, R), (B, T, R))
+            and 2 * R <= D
+        )
     if not fit:
         raise ValueError(
             f"{name} takes q (B, Hq, T, D) and k (B, Hk, T, D), D even, and "
-            f"cos and sin (T, D / 2), not {shapes}"
+            "cos and sin (T, R / 2) or (B, T, R / 2) with R up to D, not "
+            f"{shapes}"
         )
 
 
@@ -171,31 +216,38 @@ def _rope_run(
 ):
     """Launch for tensors with heads that lie side by side."""
     B, HEADS_Q, T, D = q.shape
-    HEADS_K, D = k.shape[1], int(D)
+    HEADS_K, R = k.shape[1], 2 * int(cos.shape[-1])
+    # In place, what is not turned stays where it is.
+    rest = 0 if q is q_out else int(D) - R
     if q.numel() + k.numel() == 0:
         return
     cos, sin = _rope_rows(cos), _rope_rows(sin)
     tensors = q, k, cos, sin, q_out, k_out
-    strides = [stride for t in tensors for stride in t.stride()[:-1]]
+    strides = []
+    for t in tensors:
+        shared = [None] if t.ndim == 2 else []  # a table for all sequences
+        strides += [*shared, *t.stride()[:-1]]
     BLOCK_H, points = tile
-    BLOCK_D = triton.next_power_of_2(D // 2)
+    BLOCK_D = triton.next_power_of_2(max(1, R // 2))
     BLOCK_T = max(1, points // BLOCK_D)
     groups = triton.cdiv(HEADS_Q, BLOCK_H) + triton.cdiv(HEADS_K, BLOCK_H)
     near = 1
     if q.stride(2) < q.stride(1):  # heads are outside
-        near = max(1, ROPE_NEAR // (BLOCK_T * D * cos.element_size()))
+        near = max(1, ROPE_NEAR // (BLOCK_T * max(1, R) * cos.element_size()))
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
         arguments = *tensors, T, HEADS_Q, HEADS_K, near, *strides
         kernel[(B * triton.cdiv(T, BLOCK_T) * groups,)](
             *arguments,
-            D=D,
+            D=R,
+            REST=rest,
             INTERLEAVED=interleaved,
             CONJUGATE=conjugate,
             ACC=ROPE_ACC[q.dtype],
             BLOCK_H=BLOCK_H,
             BLOCK_T=BLOCK_T,
             BLOCK_D=BLOCK_D,
+            BLOCK_REST=triton.next_power_of_2(max(1, rest)),
         )
 
 
@@ -222,10 +274,11 @@ def rope(
 
     Takes float16, bfloat16, float32 or float64: ``q`` of shape (B, Hq, T, D),
     ``k`` (B, Hk, T, D) of the same dtype, with an even D, in any layout;
-    ``cos`` and ``sin`` (T, D / 2), of any of these dtypes. Row t of the tables
-    turns token t. For tokens that begin at a position ``start``, pass
-    ``cos[start : start + T]`` and the same of ``sin``. All sequences of a batch
-    share the tables. Point i of a head is its numbers i and i + D / 2, or,
+    ``cos`` and ``sin`` (T, R / 2), which all sequences share, or (B, T, R / 2),
+    of any of these dtypes. Row t of the tables turns token t. For tokens that
+    begin at a position ``start``, pass ``cos[start : start + T]`` and the same
+    of ``sin``. R is at most D: the first R numbers of a head are turned, and
+    the others stay. Point i of a head is its numbers i and i + R / 2, or,
     interleaved, 2 i and 2 i + 1. With ``conjugate`` it turns back.
 
     The results have the shapes and dtypes of ``q`` and ``k``, lie densely, with

@@ -176,16 +176,9 @@ def _swiglu_forward(self, x):
 def _apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     """Rotate q and k, of (batch, heads, length, D), as the library does."""
     half = cos.shape[-1] // 2  # the other half is the same
-    if cos.shape[0] == 1:
-        return rope(q, k, cos[0, :, :half], sin[0, :, :half])
-    # Rows of the batch may have other positions, and the op takes one table:
-    # so all rows become one. Both tensors lie as (batch, length, heads, D).
-    batch, length = cos.shape[:2]
-    rows = [t.transpose(1, 2).flatten(0, 1) for t in (q, k)]
-    tables = [t.flatten(0, 1)[:, :half] for t in (cos, sin)]
-    turned = rope(*(t.transpose(0, 1)[None] for t in rows), *tables)
-    rows = [t[0].transpose(0, 1).unflatten(0, (batch, length)) for t in turned]
-    return tuple(t.transpose(1, 2) for t in rows)
+    if cos.shape[0] == 1:  # all rows of the batch have these positions
+        cos, sin = cos[0], sin[0]
+    return rope(q, k, cos[..., :half], sin[..., :half])
 
 
 def _attention_forward(base):

@@ -93,6 +93,37 @@ def angles(T: int, D: int, dtype: torch.dtype, device: torch.device, seed: int =
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
+def partly_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Return what PyTorch makes of heads of which a part may be turned, by tables that sequences may share."""
+    cos, sin = (table[:, None] if table.ndim == 3 else table for table in (cos, sin))
+    part, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    x1, x2 = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+    pair = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    return torch.cat((torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1), rest), -1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "of each sequence"])
+@pytest.mark.parametrize(("T", "D", "R"), [(5, 16, 16), (7, 24, 8), (4, 10, 6), (3, 8, 0)])
+def test_part_of_a_head_and_tables_of_each_sequence(
+    recipe: ModuleType, interleaved: bool, shared: bool, T: int, D: int, R: int
+) -> None:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, device=recipe.DEVICE)
+
+    q, k = draw(2, 4, T, D).requires_grad_(), draw(2, 2, T, D).requires_grad_()
+    angle = draw(*(() if shared else (2,)), T, R // 2)
+    tables = angle.cos(), angle.sin()
+    out = recipe.rope(q, k, *tables, interleaved)
+    expected = tuple(partly_turned(x, *tables, interleaved) for x in (q, k))
+    torch.testing.assert_close(out, expected)
+    grads = tuple(draw(*x.shape) for x in (q, k))
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k), grads), torch.autograd.grad(expected, (q, k), grads))
+    in_place = q.detach().clone(), k.detach().clone()
+    recipe.rope_(*in_place, *tables, interleaved)
+    torch.testing.assert_close(in_place, tuple(x.detach() for x in out))
+
+
 def misfits() -> list[Callable[..., tuple[torch.Tensor, ...]]]:
     """Return what makes, of arguments that fit each other, some of shapes that do not."""
     return [
