@@ -144,7 +144,7 @@ def fault(op: str, swap: Swap) -> str:
     """Return in what the two differ; empty if in nothing."""
     package, _, name = swap.today.partition("\n\n")[0].strip().rpartition(" import ")
     today = [REFERENCE[name]] if name in REFERENCE else [swap.today]
-    if "transformers" in package and importlib.util.find_spec("transformers"):
+    if package.startswith("from transformers.") and importlib.util.find_spec("transformers"):
         today.append(swap.today)
     given = GIVEN.get(name, GIVEN[op])
     got = values(given, swap.with_op)
