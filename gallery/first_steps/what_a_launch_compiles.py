@@ -428,8 +428,8 @@ if __name__ == "__main__":
 # * ``launch_pdl`` and ``launch_cooperative_grid`` leave the code alone: the
 #   driver gets them with each launch.
 # * ``extern_libs`` put our function in the place of the library's ``rsqrt``.
-# * ``debug=True`` is not free: its assertions take registers. In Triton 3.7,
-#   the loads are no longer asynchronous, either.
+# * ``debug=True`` is not free: it adds assertions. From Triton 3.7 on, the
+#   loads are no longer asynchronous, either.
 #
 # Triton 3.9 has three more options. Under 3.9.0, their lines are
 #

@@ -402,8 +402,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # torch_compile_user_defined_triton_kernel_tutorial.html>`_, `torch.library in
 # 2.4 <https://docs.pytorch.org/docs/2.4/library.html>`_, and the `release notes
 # of 2.6 <https://github.com/pytorch/pytorch/releases/tag/v2.6.0>`_. The first
-# table shows that they work in the PyTorch that the strip below the title
-# names.
+# table shows that they work in the PyTorch that *Where it runs* names.
 #
 # What PyTorch's chart says
 # -------------------------

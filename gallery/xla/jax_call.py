@@ -629,8 +629,8 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** The kernel adds 7 to a batch as it does to one array. ``fold`` would
-# do, but for an array without a leading dimension.
+# **1.** The kernel adds 7 to a batch as it does to one array. (``fold`` serves
+# too, but not where each array of the batch is a single number.)
 
 batched_answer = jax.custom_batching.custom_vmap(seven)
 batched_answer.def_vmap(lambda size, has_axis, x: (seven(x), True))
