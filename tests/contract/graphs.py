@@ -4,12 +4,11 @@ In a process without the interpreter and without a GPU: tensors are fake, and no
 """
 
 import json
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
+from compiled import compile_for_h100
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -110,13 +109,6 @@ def graphs(name: str) -> int:
 
 
 if __name__ == "__main__":
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    triton.runtime.driver.set_active(
-        types.SimpleNamespace(
-            get_current_target=lambda: target,
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-        )
-    )
+    compile_for_h100()
     torch._dynamo.config.recompile_limit = 64
     print(json.dumps({name: graphs(name) for name in calls(512)}))

@@ -160,8 +160,9 @@ def graphs(op: Callable[..., Any], *inputs: torch.Tensor) -> list[list[str]]:
     return calls
 
 
-def _as_on_h100(folder: str) -> None:
-    import triton
+def compile_for_h100() -> None:
+    """Have Triton compile for an H100 that is not there, from now on in this process."""
+    import triton  # not before the choice of the interpreter is made
 
     h100 = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(
@@ -169,6 +170,10 @@ def _as_on_h100(folder: str) -> None:
             get_current_target=lambda: h100, get_current_device=lambda: 0, get_current_stream=lambda device: 0
         )
     )
+
+
+def _as_on_h100(folder: str) -> None:
+    compile_for_h100()
     sys.path.insert(0, folder)
 
 

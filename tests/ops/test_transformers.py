@@ -570,22 +570,16 @@ def test_twice_is_refused(make: Callable[..., Any], ops: ModuleType) -> None:
 
 # torch.compile: with tensors that are not there, on an H100 that is not there
 GRAPHS = """
-import types
-
 import torch
 import triton
+from compiled import compile_for_h100
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from triton_gallery_ops.transformers import patch
 
-target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-triton.runtime.driver.set_active(
-    types.SimpleNamespace(
-        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
-    )
-)
+compile_for_h100()
 SIZE = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4}
 config = LlamaConfig(num_hidden_layers=1, num_key_value_heads=2, **SIZE)
 graphs = []
