@@ -288,9 +288,12 @@ def attention(q, k, v, call=launch):
 
 
 # %%
-# Are the kernels right by themselves? A sum of int64 is exact. Attention rounds
-# to float16 twice, the weights and the result, each by :math:`2^{-11}` of a
-# value at most; twice that leaves room for float32 sums.
+# Is it right?
+# ------------
+#
+# First the kernels by themselves. A sum of int64 is exact. Attention rounds to
+# float16 twice, the weights and the result, each by :math:`2^{-11}` of a value
+# at most; twice that leaves room for float32 sums.
 
 
 def causal(q, k, v):
@@ -308,7 +311,10 @@ if __name__ == "__main__" and (DEVICE.type == "cuda" or not COMPILES):
     torch.testing.assert_close(out, expected, rtol=2**-10, atol=atol)
 
 # %%
-# Two programs have ordinary operators around the kernel. They take the op as an
+# Two programs
+# ------------
+#
+# They have ordinary operators around the kernel. Each takes the op as an
 # argument, so one text serves for the trace, PyTorch and float64.
 
 

@@ -57,8 +57,11 @@ def _lacks(recipe: str) -> list[str]:
 
 
 def definitions(source: str) -> str:
-    """Return a recipe without its checks, which would stop the import of one that is broken; ValueError without any."""
+    """Return a recipe without its checks, which would stop the import of one that is broken.
+
+    Those under `if __name__ == "__main__":` stay, as an import leaves them out; ValueError if there are none of either.
+    """
     code = BETWEEN.sub("", END.split(source, maxsplit=1)[0])
-    if code == source:
+    if code == source and 'if __name__ == "__main__"' not in source:
         raise ValueError("no heading 'Is it right?', 'The check' or 'Proof': which part of this recipe are its checks?")
     return code

@@ -54,6 +54,8 @@ def test_mutants_are_of_the_present_code(gallery: Path) -> None:
     """What each takes out stands once in its recipe: one that no longer does would show nothing."""
     counts = {f"{m.recipe}: {m.name}": (gallery / f"{m.recipe}.py").read_text().count(m.old) for m in MUTANTS}
     assert {name: count for name, count in counts.items() if count != 1} == {}
+    for recipe in {m.recipe for m in MUTANTS}:
+        definitions((gallery / f"{recipe}.py").read_text())  # or ValueError: its checks have no heading
 
 
 def test_copy_passes(gallery: Path, tmp_path: Path) -> None:
