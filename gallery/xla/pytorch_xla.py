@@ -291,7 +291,7 @@ def attention(q, k, v, call=launch):
 # Is it right?
 # ------------
 #
-# First the kernels by themselves. A sum of int64 is exact. Attention rounds to
+# First, the kernels alone. A sum of int64 is exact. Attention rounds to
 # float16 twice, the weights and the result, each by :math:`2^{-11}` of a value
 # at most; twice that leaves room for float32 sums.
 
@@ -314,8 +314,8 @@ if __name__ == "__main__" and (DEVICE.type == "cuda" or not COMPILES):
 # Two programs
 # ------------
 #
-# They have ordinary operators around the kernel. Each takes the op as an
-# argument, so one text serves for the trace, PyTorch and float64.
+# Both have ordinary operators around the kernel. The op is an argument, so that
+# one function serves for the trace, for PyTorch and for float64.
 
 
 def counts(x, y, add):
