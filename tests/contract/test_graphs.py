@@ -13,7 +13,8 @@ MORE = {
     "cross_entropy": 2,  # few rows are launched in another way
     "cross_entropy of a slice": 2,
     "softmax over the length": 5,  # the length of a row is a constant of the kernel
-    "cumsum": 5,  # their launchers make a constant of the number of rows
+    # These launchers make a constant of the number of rows.
+    "cumsum": 5,
     "add_rows": 5,
 }
 

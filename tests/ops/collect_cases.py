@@ -1,5 +1,6 @@
 """What the tests of each recipe say of it: its ops, its mutants; and which part of its script defines them."""
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -57,11 +58,23 @@ def _lacks(recipe: str) -> list[str]:
 
 
 def definitions(source: str) -> str:
-    """Return a recipe without its checks, which would stop the import of one that is broken.
+    """Return a recipe without what checks it at import, which would stop the import of one that is broken.
 
-    Those under `if __name__ == "__main__":` stay, as an import leaves them out; ValueError if there are none of either.
+    That is all below the headings of checks, and other blocks at the top level that assert something.
     """
     code = BETWEEN.sub("", END.split(source, maxsplit=1)[0])
-    if code == source and 'if __name__ == "__main__"' not in source:
-        raise ValueError("no heading 'Is it right?', 'The check' or 'Proof': which part of this recipe are its checks?")
-    return code
+    lines = code.splitlines(keepends=True)
+    for block in reversed(ast.parse(code).body):
+        if _asserts_at_import(block):
+            del lines[block.lineno - 1 : block.end_lineno]
+    return "".join(lines)
+
+
+def _asserts_at_import(block: ast.stmt) -> bool:
+    """Whether a block at the top level of a recipe asserts something when the recipe is imported."""
+    if isinstance(block, (ast.FunctionDef, ast.ClassDef)) or ast.unparse(block).startswith("if __name__ == '__main__'"):
+        return False
+    return any(
+        isinstance(node, ast.Assert) or (isinstance(node, ast.Call) and "assert_" in ast.unparse(node.func))
+        for node in ast.walk(block)
+    )

@@ -39,7 +39,7 @@ else:
 
 
 @given(size=sizes(BLOCK, 8 * BLOCK))
-def test_six_terms_of_float32(recipe: ModuleType, size: int) -> None:
+def test_six_terms_float32(recipe: ModuleType, size: int) -> None:
     """The result is the six terms' sum, for any size.
 
     For |x| <= 1, each of six steps rounds a coefficient, a product and a sum, all below 3, and a product with x
@@ -122,10 +122,10 @@ def test_quoted_annotation_is_no_constant_when_interpreted(recipe: ModuleType) -
     assert "arange's arguments must be of type tl.constexpr" in outcome
 
 
-def test_bool_that_keeps_out_surplus_programs(recipe: ModuleType) -> None:
+def test_surplus_programs_float32(recipe: ModuleType) -> None:
     """With the check they change nothing, on either axis; without it they store past the end."""
     for rows, blocks in ((2, 2), (3, 2), (2, 3), (7, 9)):
-        buffer = torch.full((9, 7), -1, dtype=torch.int32, device=recipe.DEVICE)
+        buffer = torch.full((9, 7), -1.0, device=recipe.DEVICE)
         recipe.place_kernel[(rows, blocks)](buffer, 2, 7, BLOCK=4)
         assert buffer[:2].tolist() == [[*range(7)], [*range(10, 17)]]
         assert (buffer[2:] == -1).all()

@@ -6,6 +6,9 @@ The mutants of a recipe stand in its tests, as `BREAKS`; `generated_mutants.json
 import json
 import re
 import shutil
+import subprocess
+import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import torch
 from collect_cases import collect, definitions, runs_here
 from generated_mutants import TRIED
 from guard import PAD, guarded
-from mutants import has_noticed, run_tests
+from mutants import HERE, WORDS, has_noticed, run_tests
 from op_fixtures import recipe_in
 
 
@@ -54,8 +57,16 @@ def test_mutants_are_of_the_present_code(gallery: Path) -> None:
     """What each takes out stands once in its recipe: one that no longer does would show nothing."""
     counts = {f"{m.recipe}: {m.name}": (gallery / f"{m.recipe}.py").read_text().count(m.old) for m in MUTANTS}
     assert {name: count for name, count in counts.items() if count != 1} == {}
-    for recipe in {m.recipe for m in MUTANTS}:
-        definitions((gallery / f"{recipe}.py").read_text())  # or ValueError: its checks have no heading
+
+
+def test_each_recipe_with_mutants_has_tests_for_them() -> None:
+    """The words select some of its tests, or it has the contract's."""
+    recipes = {mutant.recipe for mutant in MUTANTS} - {recipe for recipe, _ in collect("CONTRACT")}
+    files = {HERE / f"test_{Path(recipe).name}.py" for recipe in recipes}
+    options = ["--collect-only", "-q", "-p", "no:cacheprovider", "--thorough=all", "-k", WORDS]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert {file.name for file in files} - {*re.findall(r"(?m)^tests/ops/(test_\w+\.py)::", found)} == set()
 
 
 def test_copy_passes(gallery: Path, tmp_path: Path) -> None:
@@ -107,13 +118,15 @@ def test_failure_in_set_up_is_not_noticed(gallery: Path, tmp_path: Path) -> None
 
 
 def test_checks_are_found() -> None:
-    """In a page of either form; one whose headings say of nothing that it is a check has no mutants."""
+    """In a page of either form, below their headings and elsewhere."""
     heading = "# %%\n# {0}\n# ---------\n\n{1} = 1\n"
     page = "".join(heading.format(*part) for part in [("Kernel", "a"), ("Is it right?", "b"), ("The op", "c")])
     for source in (page, *(page + heading.format(last, "d") for last in ("The check", "Proof"))):
         assert re.findall(r"(\w) = 1", definitions(source)) == ["a", "c"]
-    with pytest.raises(ValueError, match="no heading"):
-        definitions(heading.format("Kernel", "a"))
+    for check in ("assert True\n", "for x in y:\n    torch.testing.assert_close(x, x)\n"):
+        assert definitions(f"a = 1\n{check}b = 1\n") == "a = 1\nb = 1\n"
+        left_out_by_an_import = f'if __name__ == "__main__":\n{textwrap.indent(check, "    ")}'
+        assert definitions(left_out_by_an_import) == left_out_by_an_import
 
 
 @pytest.mark.parametrize("index", [-PAD, -1, 5, PAD - 1])
