@@ -38,7 +38,7 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help html new newest record record-apart trace sanitize libraries versions measure-versions compile listings check-compiled check-records compare serve test test-gpu lint clean \
+.PHONY: help html new newest record record-apart trace sanitize libraries models versions measure-versions compile listings check-compiled check-records compare serve test test-gpu lint clean \
 	peers targets check-targets
 .DEFAULT_GOAL := help
 
@@ -76,6 +76,9 @@ versions: $(TEST_READY)  ## try lessons, ops, kernels and features with each Tri
 
 newest: $(TEST_READY)  ## try with the newest of these Tritons what has not passed; start nothing after two minutes
 	@"$(PY)" -m triton_gallery versions --triton newest --seconds 120 $(RECIPE)
+
+models: $(SITE_READY)  ## on a GPU host, measure models as they are, with Liger and with the ops
+	@"$(PY)" -m triton_gallery.libraries.models
 
 measure-versions: $(SITE_READY)  ## on a GPU host, measure ops under another Triton: TRITON=folder
 	@"$(PY)" -m triton_gallery.versions.measure $(addprefix --triton ,$(or $(TRITON),$(error name a folder: make measure-versions TRITON=folder))) \

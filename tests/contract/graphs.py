@@ -18,6 +18,7 @@ from triton_gallery_ops.cross_entropy import cross_entropy
 from triton_gallery_ops.cumsum import cumsum
 from triton_gallery_ops.dropout import dropout
 from triton_gallery_ops.flash_attention import flash_attention
+from triton_gallery_ops.gated_delta_rule import gated_delta_rule
 from triton_gallery_ops.layer_norm import layer_norm
 from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
 from triton_gallery_ops.linear_gelu import linear_gelu
@@ -71,6 +72,27 @@ def calls(T: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
         "varlen_attention": (
             lambda q, k, v, ends: varlen_attention(q, k, v, ends, ends, T, T),
             [floats(T, HEADS, DIM), floats(T, SHARED, DIM), floats(T, SHARED, DIM), ends],
+        ),
+        "gated_delta_rule": (
+            lambda q, k, v, g, beta, ends, A_log, bias: gated_delta_rule(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                cu_seqlens=ends,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                A_log=A_log,
+                dt_bias=bias,
+                use_beta_sigmoid_in_kernel=True,
+            ),
+            [
+                *(floats(1, T, heads, DIM) for heads in (SHARED, SHARED, HEADS)),
+                *(floats(1, T, HEADS) for _ in range(2)),
+                ends,
+                *(floats(HEADS) for _ in range(2)),
+            ],
         ),
         "matmul": (lambda x, w: matmul(x.flatten(0, 1), w.t()), [rows, floats(HIDDEN, HIDDEN)]),
         "linear_gelu": (linear_gelu, [rows, floats(4 * HIDDEN, HIDDEN), floats(4 * HIDDEN)]),
