@@ -380,7 +380,8 @@ def tiles(x, y, residual, ADD=False, **changes):
     grid = (triton.cdiv(M, plan["BLOCK_M"]),)
     h = torch.empty_like(x) if ADD else y
     args = x, residual, x[0], h, y, M, N, N, N
-    return _rms_norm_kernel[grid](*args, ADD=ADD, LLAMA=False, **plan)
+    options = {"ADD": ADD, "LLAMA": False, "IN_PLACE": False}
+    return _rms_norm_kernel[grid](*args, **options, **plan)
 
 
 def one_block(x, y, residual):

@@ -425,13 +425,13 @@ def _cross_entropy_in_place_launch(
 def _cross_entropy_in_place_op(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-    softcap: float | None = None,
-    lse_square_scale: float = 0.0,
-    weight: torch.Tensor | None = None,
-    predicted_tokens: torch.Tensor | None = None,
+    ignore_index: int,
+    label_smoothing: float,
+    reduction: str,
+    softcap: float | None,
+    lse_square_scale: float,
+    weight: torch.Tensor | None,
+    predicted_tokens: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the cross entropy, and write the gradient and the predictions."""
     options = label_smoothing, reduction, softcap, lse_square_scale, weight
@@ -444,13 +444,13 @@ def _cross_entropy_in_place_op(
 def _cross_entropy_in_place_fake(
     logits,
     targets,
-    ignore_index=-100,
-    label_smoothing=0.0,
-    reduction="mean",
-    softcap=None,
-    lse_square_scale=0.0,
-    weight=None,
-    predicted_tokens=None,
+    ignore_index,
+    label_smoothing,
+    reduction,
+    softcap,
+    lse_square_scale,
+    weight,
+    predicted_tokens,
 ):
     options = label_smoothing, reduction, softcap, lse_square_scale, weight
     _cross_entropy_in_place_check(logits, targets, *options)

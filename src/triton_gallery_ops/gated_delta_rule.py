@@ -746,7 +746,7 @@ def _gated_delta_rule_spans(cu_seqlens, T, CHUNK):
     sequences = start.shape[0]
     most = (T + sequences * (CHUNK - 1)) // CHUNK
     chunk = torch.arange(most, device=offsets.device)
-    sequence = torch.searchsorted(offsets[1:], chunk, right=True)
+    sequence = torch.searchsorted(offsets, chunk, right=True) - 1
     sequence = sequence.clamp(max=sequences - 1)
     token = start[sequence] + (chunk - offsets[sequence]) * CHUNK
     return torch.stack((token, end[sequence] - token), dim=1), offsets

@@ -533,7 +533,8 @@ def _linear_attention_packed(cu_seqlens, unit, parts):
     # Where the parts of each sequence begin: the CPU does not wait for it.
     arange = functools.partial(torch.arange, device=cu_seqlens.device)
     begins = cu_seqlens // unit + arange(cu_seqlens.shape[0])
-    sequences = torch.searchsorted(begins[1:-1], arange(parts), right=True)
+    sequences = torch.searchsorted(begins, arange(parts), right=True) - 1
+    sequences = sequences.clamp(max=cu_seqlens.shape[0] - 2)
     return {"cu_ptr": cu_seqlens.contiguous(), "sequences_ptr": sequences}
 
 

@@ -35,7 +35,9 @@ RMS_NORM_WHOLE = 16 * 1024  # beyond it a row may be two blocks
 
 
 @triton.jit
-def _rms_norm_read(ptrs, mask, ACC: tl.constexpr, EVICTION: tl.constexpr = ""):
+def _rms_norm_read(
+    ptrs, mask, ACC: tl.constexpr, EVICTION: tl.constexpr = None
+):
     """Load a block, zeros where it is masked. A full block has no mask."""
     if mask is None:
         block = tl.load(ptrs, eviction_policy=EVICTION)
@@ -51,7 +53,7 @@ def _rms_norm_factor(
     N,  # None where all of the block is inside
     ACC: tl.constexpr,
     OFFSET: tl.constexpr,
-    EVICTION: tl.constexpr = "",
+    EVICTION: tl.constexpr = None,
 ):
     """Return OFFSET + weight, or 1 if there is no weight."""
     factor = 1.0

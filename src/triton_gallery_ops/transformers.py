@@ -385,7 +385,7 @@ def _dense(packing, batch, queries, keys, window):
     )
 
     def places(ends, place, length):
-        sequence = torch.searchsorted(ends[1:], place, right=True)
+        sequence = torch.searchsorted(ends, place, right=True) - 1
         left = ends[sequence + 1] - place  # up to the sequence's end
         return sequence.view(batch, length), left.view(batch, length)
 

@@ -237,7 +237,28 @@ CONTRACT = [
     )
     for name, number, more in (("many", 0, EDGES), ("few", 10**6, []))
 ]
-CONTRACT += [replace(CONTRACT[0], call="_cross_entropy_in_place_op", name="", plain=False, sizes=ROWS[:8], refused=[])]
+DEFAULTS = -100, 0.0, "mean", None, 0.0, None, None
+
+
+def whole(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments of the function as the op takes them: it has no defaults, and a place for predictions."""
+    return (*arguments, *DEFAULTS[len(arguments) - 2 :])
+
+
+CONTRACT += [
+    replace(
+        CONTRACT[0],
+        call="_cross_entropy_in_place_op",
+        name="",
+        plain=False,
+        sizes=ROWS[:8],
+        refused=[],
+        arguments=lambda *size: whole(rows(*size)),
+        exact=lambda *arguments: exact(*arguments[:-1]),
+        reference=lambda *arguments: loss_and_gradient(*arguments[:-1]),
+        special=lambda draw: [whole(arguments) for arguments in special(draw)],
+    )
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)

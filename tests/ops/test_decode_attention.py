@@ -545,8 +545,9 @@ def test_long(taken: ModuleType, dtype: torch.dtype, D: int) -> None:
     """Many keys, in many parts, and in float8."""
     for case in CONTRACT:
         twice = replace(case, settings={}, roundings=1024)
-        for lengths, page, queries, heads in (((5000,), 16, 8, (8, 1)), ((0, 3001, 777, 4096), 64, 3, (32, 8))):
-            check(twice, taken, dtype, twice.arguments(Draw(dtype), lengths, page, queries, heads, D))
+        for size in (((5000,), 16, 8, (8, 1), D), ((0, 3001, 777, 4096), 64, 3, (32, 8), D)):
+            given = (size, case.small[1]) if case.arguments is with_options else size
+            check(twice, taken, dtype, twice.arguments(Draw(dtype), *given))
 
 
 @needs_a_gpu

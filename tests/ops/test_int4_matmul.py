@@ -91,13 +91,13 @@ def exact_gradients(
 
 
 def special(draw: Draw) -> list[tuple[Any, ...]]:
-    """Make rows that NaN follows; then a NaN and an infinity in one row each."""
+    """Make rows that NaN follows; then a NaN and an infinity in one row each. No weight is rounded on the way."""
     made = []
     for nan, infinity in ((1.0, 1.0), (torch.nan, torch.inf)):
-        x = torch.ones(5, 170, dtype=draw.dtype, device=DEVICE)
-        x[:, 160:] = torch.nan
-        x[1, 3], x[3, 159] = nan, infinity
-        made.append((x[:, :160], *weights(draw, 70, 160, 5), None))
+        x = torch.ones(5, 266, dtype=draw.dtype, device=DEVICE)
+        x[:, 256:] = torch.nan
+        x[1, 3], x[3, 255] = nan, infinity
+        made.append((x[:, :256], *weights(draw, 70, 256, 2), None))
     return made
 
 
