@@ -5,7 +5,7 @@ each weight, and a scale and a zero point for each group along K, as GPTQ and
 AWQ have them. For few rows the time is that of reading W, which is a quarter of
 its size in 16 bits. Codes are unpacked in registers, on their way to the tensor
 cores. With more rows than a limit, W is first written out in 16 bits, and
-``torch.nn.functional.linear`` multiplies by it: the limit is 1024 rows on
+``torch.nn.functional.linear`` multiplies by it: the limit is 512 rows on
 Hopper, where a matrix instruction takes weights from registers, and 64
 elsewhere.
 
@@ -41,8 +41,9 @@ INT4_MATMUL_TILES = [
     (32, 64, 4, 5, 3),
     (64, 64, 4, 4, 2),
     (128, 128, 8, 4, 1),
+    (256, 128, 8, 3, 1),
 ]
-INT4_MATMUL_ROWS = {True: 1024, False: 64}  # fused up to here: Hopper, others
+INT4_MATMUL_ROWS = {True: 512, False: 64}  # fused up to here: Hopper, others
 INT4_MATMUL_SPLITS = 16  # parts of a sum, at most
 INT4_MATMUL_WHOLE = 2**24  # blocks of one group, if it is a whole row
 INT4_MATMUL_AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the codes in a word
@@ -153,15 +154,15 @@ def _int4_matmul_kernel(
         if not FULL:
             mask = mask & (block * 128 + offs_k < K)
         x = tl.load(x_ptrs + block * 128, mask=mask, other=0.0).to(DOT)
-        # Whole numbers are multiplied exactly. If a block has one scale, the
-        # sum is scaled, in float32, which is less work than scaling weights.
-        if GROUPS == 1:
+        # Whole numbers are multiplied exactly. If a block has one scale, and
+        # few rows, the sum is scaled, in float32: less work than for weights.
+        if GROUPS == 1 and BLOCK_M <= 64:
             acc += tl.dot(w, x, input_precision="ieee") * scale
         else:
             scaled = w.reshape(BLOCK_N, GROUPS, 128 // GROUPS)
             scaled = scaled * scale.to(DOT)[:, :, None]
             w = scaled.to(DOT).reshape(BLOCK_N, 128)
-            acc += tl.dot(w, x, input_precision="ieee")
+            acc = tl.dot(w, x, acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias_ptr + rows_n).to(tl.float32)
     # With one part this is the result, in its dtype; else a part, in float32.
@@ -463,8 +464,8 @@ def int4_matmul(
     it raises RuntimeError if scales need one.
 
     Rounding: products are summed in float32 and scaled in float32, and each
-    result is rounded once. With groups of 32 or 64, and where the weights are
-    written out, each weight is rounded to the dtype of x before.
+    result is rounded once. With groups of 32 or 64, and for more than 64 rows,
+    each weight is rounded to the dtype of x before.
 
     Under ``torch.autocast`` it casts x, scales and bias to autocast's dtype.
     """

@@ -97,6 +97,7 @@ def make(hf: ModuleType) -> Callable[..., Any]:
         size |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
         if kind == "gemma2":  # a cap that matters
             size |= {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+            size |= {"attn_implementation": "eager"}  # which all versions compute with the cap
         if kind == "gpt2":
             size |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
         elif kind == "bert":
