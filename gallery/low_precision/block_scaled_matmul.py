@@ -169,8 +169,8 @@ def product(x, w, *scales, BLOCKS=LARGE, dtype=None, kernel=block_kernel):
 # ------------
 #
 # Hopper's tensor cores keep fewer bits of a sum of float8 products than float32
-# has, so we allow :math:`2^{-12}` of the sum of magnitudes. Their sums have 128
-# terms, however large K is.
+# has, so we allow :math:`2^{-12}` of the sum of magnitudes. Here each such sum
+# has 128 terms, however large K is.
 
 
 def show_error(product):
@@ -191,7 +191,7 @@ if __name__ == "__main__":
 #
 # Beside cuBLAS with the same scales, with scales of rows, and in bfloat16.
 # Rates count :math:`2MNK` operations. cuBLAS reads scales by columns, and those
-# of ``w`` with a multiple of four in each column. We reorder them untimed.
+# of ``w`` in columns of a multiple of four; reordering them is not timed.
 
 
 def cublas(x, w, scale_x, scale_w):
