@@ -136,8 +136,8 @@ def _block_scaled_matmul_check(x, weight, scale_x, scale_weight, out_dtype):
             "block_scaled_matmul takes K that is a multiple of "
             f"{BLOCK_SCALED_MATMUL_GROUP}, not {K}"
         )
-    groups = K // BLOCK_SCALED_MATMUL_GROUP
-    expected = (*x.shape[:-1], groups), (-(-N // 128), groups)
+    groups, blocks = (-(-n // BLOCK_SCALED_MATMUL_GROUP) for n in (K, N))
+    expected = (*x.shape[:-1], groups), (blocks, groups)
     given = tuple(scale_x.shape), tuple(scale_weight.shape)
     if given != expected:
         raise ValueError(

@@ -224,6 +224,7 @@ ASKED = {
     "autotune takes forever": "faq#autotune-takes-forever",
     "what does other in tl.load do": "faq#masked-load-other",
     "torch.compile graph break with my kernel": "faq#graph-break",
+    "fp8 block scales 128x128 deepseek": "recipes/low_precision/block_scaled_matmul#",
     "int4 weights W4A16": "recipes/low_precision/int4_matmul#",
     "all-reduce over nvlink": "faq#all-reduce",
     "are atomic adds deterministic": "faq#atomics-deterministic",
