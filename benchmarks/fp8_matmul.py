@@ -20,21 +20,26 @@ def operations(shape: tuple[int, ...], itemsize: int) -> Product:
 
 
 def inputs(random: Callable[..., Any], shape: tuple[int, ...], rows: bool) -> tuple[Any, ...]:
-    """Return float8 matrices, and a scale for each or for each of its rows."""
+    """Return float8 matrices, and a scale for each or for each of its rows; then the weight as PyTorch takes it.
+
+    PyTorch takes a weight with a multiple of 16 rows.
+    """
     import torch
 
     M, N, K = shape
-    x, weight = (random(size).detach().to(torch.float8_e4m3fn) for size in ((M, K), (N, K)))
-    scales = (torch.rand(size if rows else 1, 1, device=x.device) + 0.5 for size in (M, N))
-    return x, weight, *scales
+    whole_N = -(-N // 16) * 16
+    x, whole = (random(size).detach().to(torch.float8_e4m3fn) for size in ((M, K), (whole_N, K)))
+    scale_x, scale_whole = (torch.rand(size if rows else 1, 1, device=x.device) + 0.5 for size in (M, whole_N))
+    return x, whole[:N], scale_x, scale_whole[:N], whole, scale_whole
 
 
 def in_torch(torch: Any) -> Callable[..., Any]:
     """Return PyTorch's product."""
 
-    def product(x: Any, weight: Any, scale_x: Any, scale_weight: Any) -> Any:
-        scales = (scale_x, scale_weight.T) if len(scale_x) > 1 else (scale_x[0, 0], scale_weight[0, 0])
-        return torch._scaled_mm(x, weight.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    def product(x: Any, weight: Any, scale_x: Any, scale_weight: Any, whole: Any, scale_whole: Any) -> Any:
+        scales = (scale_x, scale_whole.T) if len(scale_x) > 1 else (scale_x[0, 0], scale_whole[0, 0])
+        out = torch._scaled_mm(x, whole.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return out[:, : len(weight)]
 
     return product
 
@@ -43,7 +48,7 @@ WORKLOADS = [
     Workload(
         "low_precision/fp8_matmul",
         variant=variant,
-        ours=lambda op: op.fp8_matmul,
+        ours=lambda op: lambda *tensors: op.fp8_matmul(*tensors[:4]),
         torch=in_torch,
         compiles=False,
         shapes=SHAPES,
