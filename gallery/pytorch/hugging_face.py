@@ -58,11 +58,11 @@ from triton_gallery.counting import Traffic
 #
 # A Llama of eight layers with random weights, and a batch of random tokens. Its
 # vocabulary is that of Llama 3, because the loss costs by the vocabulary. The
-# whole step fits a GPU of 12 GB. Without a GPU the model is tiny.
+# whole step fits a GPU of 24 GB. Without a GPU the model is tiny.
 
 LARGE = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "num_hidden_layers": 8,
@@ -77,7 +77,7 @@ TINY = {
     "vocab_size": 97,
 }
 ON_GPU = DEVICE.type == "cuda"
-SHAPE = (4, 1024) if ON_GPU else (2, 12)  # sequences, tokens of each
+SHAPE = (4, 2048) if ON_GPU else (2, 12)  # sequences, tokens of each
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
@@ -85,7 +85,9 @@ def build(dtype=torch.bfloat16, sizes=LARGE if ON_GPU else TINY):
     """Return a model; each call gives the same weights."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**sizes)
-    return transformers.LlamaForCausalLM(config).to(DEVICE, dtype).train()
+    with DEVICE:
+        model = transformers.LlamaForCausalLM(config)
+    return model.to(dtype).train()
 
 
 def batch(model, shape=SHAPE):
@@ -336,7 +338,7 @@ if __name__ == "__main__":
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     plain, patched = build(dtype), build(dtype)
     patch(patched)
-    inputs = batch(plain)
+    inputs = batch(plain, (2, 512) if ON_GPU else SHAPE)  # two models at once
     curves = pd.DataFrame(
         {
             "plain": losses_of(plain, inputs),
