@@ -418,17 +418,19 @@ def _quantize_check(name, x, dtype, dtypes):
 
 
 def _quantize_rows(x, BN=None):
-    """Return x as M rows of N adjacent elements, M, N and the rows' stride.
+    """Return x as M rows of N elements, M, N, their stride, and if it is flat.
 
-    With BN, contiguous rows of whole blocks of BN become one row.
+    With BN, contiguous rows of whole blocks of BN are flat: a single row.
     """
+    N = max(1, int(x.shape[-1]))
     if x.numel() == 0:
-        return x, 0, max(1, int(x.shape[-1])), 1
-    rows = x.reshape(-1, x.shape[-1])
+        return x, 0, N, N, False
+    rows = x.reshape(-1, N)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    if BN is not None and rows.is_contiguous() and rows.shape[1] % BN == 0:
-        rows = rows.view(1, -1)
-    return rows, rows.shape[0], int(rows.shape[1]), int(rows.stride(0))
+    # The number of elements, and what is added to it, fit an int32.
+    if BN and N % BN == 0 and rows.is_contiguous() and x.numel() < 2**30:
+        return rows, 1, rows.numel(), N, True
+    return rows, rows.shape[0], N, int(rows.stride(0)), False
 
 
 def _quantize_format(dtype, device):
@@ -477,10 +479,10 @@ def _quantize_scale_shape(x, BM, BN):
     )
 
 
-def _quantize_tile(M, N, stride, BM, BN, transpose=False):
+def _quantize_tile(N, stride, BM, BN, flat=False, transpose=False):
     """Return the tile of a program, and its warps."""
-    COLS = QUANTIZE_TILE if M == 1 else QUANTIZE_COLUMNS // BM
-    COLS = max(BN, min(triton.next_power_of_2(N), COLS))
+    COLS = min(triton.next_power_of_2(N), QUANTIZE_COLUMNS // BM)
+    COLS = QUANTIZE_TILE if flat else max(BN, COLS)
     ROWS = max(BM, QUANTIZE_TILE // COLS)
     if transpose:  # a square of whole blocks, for stores along either side
         ROWS = COLS = max(BM, BN, 64)
@@ -506,13 +508,15 @@ def _quantize_blocks(
         out.append(x.new_empty(shape, dtype=stored))
         shape = _quantize_scale_shape(like, BM, BN)
         out.append(x.new_empty(shape, dtype=floats))
-    flat = BM == 1 and BN != -1 and not transpose
-    rows, M, N, stride = _quantize_rows(x, BN if flat else None)
+    whole = BM == 1 and 0 < BN <= QUANTIZE_TILE and not transpose
+    rows, M, N, stride, flat = _quantize_rows(x, BN if whole else None)
     if M > 0:
         BN = triton.next_power_of_2(N) if BN == -1 else BN
         plan |= {"BM": BM, "BN": BN, "SCALING": SCALING}
         plan |= {"CLAMP": floats == torch.uint8}
-        plan |= _quantize_tile(M, N, stride, BM, BN, transpose)
+        plan |= _quantize_tile(
+            int(x.shape[-1]), stride, BM, BN, flat, transpose
+        )
         grid = (triton.cdiv(M, plan["ROWS"]) * triton.cdiv(N, plan["COLS"]),)
         ends = out if transpose else [*out, None, None]
         with torch.accelerator.device_index(x.device.index):
@@ -522,11 +526,11 @@ def _quantize_blocks(
 
 def _quantize_largest_of(x, per_row, kernel):
     """Return the largest magnitudes of rows, or of the tensor, as integers."""
-    rows, M, N, stride = _quantize_rows(x, None if per_row else 1)
+    rows, M, N, stride, flat = _quantize_rows(x, None if per_row else 1)
     shape = max(1, M) if per_row else 1
     largest = x.new_zeros(shape, dtype=torch.int32)
     if M > 0:
-        plan = _quantize_tile(M, N, stride, 1, 16)
+        plan = _quantize_tile(int(x.shape[-1]), stride, 1, 16, flat)
         grid = (triton.cdiv(M, plan["ROWS"]) * triton.cdiv(N, plan["COLS"]),)
         with torch.accelerator.device_index(x.device.index):
             kernel[grid](rows, largest, M, N, stride, PER_ROW=per_row, **plan)
@@ -544,10 +548,11 @@ def _quantize_with(x, dtype, largest, scales, SCALING, kernel, transpose=False):
     out_t = x.new_empty(x.shape[::-1], dtype=stored) if transpose else None
     scales_t = torch.empty_like(scales) if transpose else None
     per_row = scales.dim() > 0
-    rows, M, N, stride = _quantize_rows(x, None if per_row or transpose else 1)
+    whole = None if per_row or transpose else 1
+    rows, M, N, stride, flat = _quantize_rows(x, whole)
     if M > 0:
         plan |= {"PER_ROW": per_row, "CLAMP": largest is None}
-        plan |= _quantize_tile(M, N, stride, 1, 16, transpose)
+        plan |= _quantize_tile(int(x.shape[-1]), stride, 1, 16, flat, transpose)
         plan["SCALING"] = SCALING
         grid = (triton.cdiv(M, plan["ROWS"]) * triton.cdiv(N, plan["COLS"]),)
         ends = scales, out, scales_t, out_t
@@ -704,7 +709,7 @@ def _quantize_dequantize_launch(
     N = shape[-1]
     M = out.numel() // N
     BM, BN = M if BM == -1 else BM, N if BN == -1 else BN
-    plan |= {"SCALES": kind, **_quantize_tile(M, N, N, 1, 16)}
+    plan |= {"SCALES": kind, **_quantize_tile(N, N, 1, 16)}
     grid = (triton.cdiv(M, plan["ROWS"]) * triton.cdiv(N, plan["COLS"]),)
     values, scales = values.contiguous().view(stored), scales.contiguous()
     with torch.accelerator.device_index(values.device.index):
