@@ -9,6 +9,7 @@ tensor or a row of more than 16384 elements: then twice. Deterministic, without
 a gradient.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -47,19 +48,20 @@ def _quantize_code(
     WIDTH: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """Return the bits of the nearest float of few bits, as an integer."""
+    """Return the nearest float of few bits, as the first bits of an integer."""
+    DROPPED: tl.constexpr = 23 - MANTISSA
     # Times this, a float32 has the exponent of the narrow dtype, or none where
     # that has none. Its first bits are the code.
-    bits = (x * 2.0 ** (BIAS - 127)).to(tl.int32, bitcast=True)
-    DROPPED: tl.constexpr = 23 - MANTISSA
-    code = bits & 0x7FFFFFFF
-    # To the nearest, to even
-    half: tl.constexpr = (1 << (DROPPED - 1)) - 1
-    code = (code + half + ((code >> DROPPED) & 1)) >> DROPPED
-    code = tl.minimum(code, LAST)
+    y = x * 2.0 ** (BIAS - 127)
+    # The last bit of large - y is that of the code, so the subtraction rounds
+    # as the code should be: to the nearest, to even. large + y may lose a bit.
+    large = tl.maximum(tl.abs(y) * 2.0**DROPPED, 1.5 * 2.0 ** (DROPPED - 126))
+    y = large - (large - tl.abs(y))
+    code = tl.minimum(y.to(tl.uint32, bitcast=True), LAST << DROPPED)
     if WIDTH == 8:
-        code = tl.where(x == x, code, 0x7F)  # NaN
-    return code | ((bits >> (32 - WIDTH)) & (1 << (WIDTH - 1)))
+        code = tl.where(x == x, code, 0x7F << DROPPED)  # NaN
+    sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+    return sign | (code << (9 - WIDTH + MANTISSA))
 
 
 @triton.jit
@@ -88,15 +90,19 @@ def _quantize_largest(x, BM: tl.constexpr, BN: tl.constexpr):
 
     As integers, magnitudes have the order of floats, and NaN is the largest.
     """
-    x = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    x = x.to(tl.uint32, bitcast=True) << 1  # without the sign
     ROWS: tl.constexpr = x.shape[0] // BM
     x = tl.reshape(x, (ROWS, BM, x.shape[1] // BN, BN))
-    return tl.max(tl.max(x, axis=3), axis=1)
+    return (tl.max(tl.max(x, axis=3), axis=1) >> 1).to(tl.int32)
 
 
 @triton.jit
 def _quantize_scale(
-    largest, tensor_ptr, SCALING: tl.constexpr, MAX: tl.constexpr
+    largest,
+    tensor,  # the scale of the whole tensor, or None
+    SCALING: tl.constexpr,
+    MAX: tl.constexpr,
+    CAST: tl.constexpr,
 ):
     """Return one over the scale of each block, and what is stored of it.
 
@@ -113,10 +119,16 @@ def _quantize_scale(
     else:
         scale = tl.math.div_rn(largest.to(tl.float32, bitcast=True), MAX)
         if SCALING == "nvfp4":
-            tensor = tl.load(tensor_ptr)
             scale = tl.math.div_rn(tl.where(finite, scale, nan), tensor)
-            code = _quantize_code(scale, 3, 7, 8, 0x7E)
-            scale = _quantize_number(code, 3, 7, 8, 0x7E)
+            if CAST:
+                # The largest number, where a cast to float8 would be NaN
+                scale = tl.clamp(scale, 0.0, 448.0, tl.PropagateNan.ALL)
+                scale = scale.to(tl.float8e4nv)
+                code = scale.to(tl.uint8, bitcast=True)
+                scale = scale.to(tl.float32)
+            else:
+                code = _quantize_code(scale, 3, 7, 8, 0x7E) >> 24
+                scale = _quantize_number(code, 3, 7, 8, 0x7E)
             # A block whose scale is too small to be stored is zero.
             scale = tl.where(code == 0, float("inf"), scale * tensor)
             inverse = tl.math.div_rn(1.0, scale)
@@ -149,8 +161,8 @@ def _quantize_values(
 ):
     """Return a tile over the scales of its blocks, ready to be stored.
 
-    CAST says that the GPU has an instruction for the cast, and CLAMP that there
-    may be values outside of the dtype's range.
+    CAST says that the GPU has instructions for casts to float8, and CLAMP that
+    there may be values outside of the dtype's range.
     """
     ROWS: tl.constexpr = x.shape[0]
     COLS: tl.constexpr = x.shape[1]
@@ -161,12 +173,12 @@ def _quantize_values(
             y = tl.clamp(y, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
         # The sum of y and 1.5 * 2**23 ends in the nearest integer.
         y = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    elif not CAST:
+    elif not CAST or WIDTH == 4:
         y = _quantize_code(y, MANTISSA, BIAS, WIDTH, LAST)
         if WIDTH == 4:  # two in a byte, the first in its low half
             low, high = tl.split(tl.reshape(y, (ROWS, COLS // 2, 2)))
-            y = low | (high << 4)
-        y = y.to(tl.uint8)
+            y = (low >> 4) + high
+        y = (y >> 24).to(tl.uint8)
     elif CLAMP:
         y = tl.clamp(y, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
     return y
@@ -187,7 +199,8 @@ def _quantize_store(ptr, y, pid_m, pid_n, M, N):
 @triton.jit
 def _quantize_kernel(
     x_ptr,
-    tensor_ptr,  # a scale of the whole tensor, beside those of its blocks
+    tensor_ptr,  # a scale of the whole tensor, or its largest magnitude
+    tensor_out_ptr,  # that scale
     out_ptr,
     scale_ptr,
     out_t_ptr,  # the transpose, or None
@@ -199,6 +212,7 @@ def _quantize_kernel(
     BN: tl.constexpr,
     ROWS: tl.constexpr,  # of a program's tile
     COLS: tl.constexpr,
+    VEC: tl.constexpr,
     SCALING: tl.constexpr,
     MAX: tl.constexpr,
     MANTISSA: tl.constexpr,
@@ -208,17 +222,29 @@ def _quantize_kernel(
     CAST: tl.constexpr,
     CLAMP: tl.constexpr,
 ):
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
     tiles = tl.cdiv(N, COLS)
+    # The last tiles first: a cache holds these if x was just written or read.
     # In int32 an offset would overflow past element 2**31.
-    pid_m = (tl.program_id(axis=0) // tiles).to(tl.int64)
-    pid_n = (tl.program_id(axis=0) % tiles).to(tl.int64)
+    pid = tl.num_programs(axis=0) - 1 - tl.program_id(axis=0)
+    pid_m, pid_n = (pid // tiles).to(tl.int64), (pid % tiles).to(tl.int64)
     offs_m = pid_m * ROWS + tl.arange(0, ROWS)  # (ROWS,)
     offs_n = pid_n * COLS + tl.arange(0, COLS)  # (COLS,)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     ptrs = x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :]
     x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)  # (ROWS, COLS)
+    tensor = None
+    if SCALING == "nvfp4":
+        tensor = tl.load(tensor_ptr)
+        if tensor_ptr.dtype.element_ty == tl.int32:
+            # The largest number is 6 in a block whose scale is 448.
+            tensor = tl.math.div_rn(tensor.to(tl.float32, bitcast=True), 2688.0)
+            tensor = tl.where(tensor == 0, 1.0, tensor)
+        tl.store(tensor_out_ptr, tensor)  # all programs store the same
     largest = _quantize_largest(x, BM, BN)  # (ROWS // BM, COLS // BN)
-    inverse, scale = _quantize_scale(largest, tensor_ptr, SCALING, MAX)
+    inverse, scale = _quantize_scale(largest, tensor, SCALING, MAX, CAST)
     y = _quantize_values(
         x, inverse, BM, BN, MAX, MANTISSA, BIAS, WIDTH, LAST, CAST, CLAMP
     )
@@ -229,7 +255,7 @@ def _quantize_kernel(
     if out_t_ptr is not None:
         # A block of the transpose is one of x on its side.
         largest = _quantize_largest(x, BN, BM)
-        inverse, scale = _quantize_scale(largest, tensor_ptr, SCALING, MAX)
+        inverse, scale = _quantize_scale(largest, tensor, SCALING, MAX, CAST)
         y = _quantize_values(
             x, inverse, BN, BM, MAX, MANTISSA, BIAS, WIDTH, LAST, CAST, CLAMP
         )
@@ -248,12 +274,16 @@ def _quantize_largest_kernel(
     stride_xm,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    VEC: tl.constexpr,
     PER_ROW: tl.constexpr,
 ):
     """Write the largest magnitude of each row, or of the tensor."""
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
     tiles = tl.cdiv(N, COLS)
     pid_m = (tl.program_id(axis=0) // tiles).to(tl.int64)
-    pid_n = tl.program_id(axis=0) % tiles
+    pid_n = (tl.program_id(axis=0) % tiles).to(tl.int64)
     offs_m = pid_m * ROWS + tl.arange(0, ROWS)  # (ROWS,)
     offs_n = pid_n * COLS + tl.arange(0, COLS)  # (COLS,)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
@@ -281,6 +311,7 @@ def _quantize_with_kernel(
     PER_ROW: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    VEC: tl.constexpr,
     SCALING: tl.constexpr,
     MAX: tl.constexpr,
     MANTISSA: tl.constexpr,
@@ -291,9 +322,13 @@ def _quantize_with_kernel(
     CLAMP: tl.constexpr,
 ):
     """Quantize with known scales, or known largest magnitudes."""
+    # VEC divides them, which the compiler learns here: it loads VEC at once.
+    N = N // VEC * VEC
+    stride_xm = stride_xm // VEC * VEC
     tiles = tl.cdiv(N, COLS)
-    pid_m = (tl.program_id(axis=0) // tiles).to(tl.int64)
-    pid_n = tl.program_id(axis=0) % tiles
+    # The last tiles first, as above
+    pid = tl.num_programs(axis=0) - 1 - tl.program_id(axis=0)
+    pid_m, pid_n = (pid // tiles).to(tl.int64), (pid % tiles).to(tl.int64)
     offs_m = pid_m * ROWS + tl.arange(0, ROWS)  # (ROWS,)
     offs_n = pid_n * COLS + tl.arange(0, COLS)  # (COLS,)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
@@ -302,7 +337,7 @@ def _quantize_with_kernel(
     blocks = offs_m if PER_ROW else offs_m * 0
     if largest_ptr is not None:
         largest = tl.load(largest_ptr + blocks, mask=offs_m < M, other=0)
-        inverse, scale = _quantize_scale(largest, None, SCALING, MAX)
+        inverse, scale = _quantize_scale(largest, None, SCALING, MAX, CAST)
         # The programs of a block store the same.
         tl.store(scale_ptr + blocks, scale, mask=offs_m < M)
         if out_t_ptr is not None:
@@ -337,7 +372,9 @@ def _quantize_dequantize_kernel(
     CAST: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    VEC: tl.constexpr,
 ):
+    N = N // VEC * VEC  # as above
     tiles = tl.cdiv(N, COLS)
     pid_m = (tl.program_id(axis=0) // tiles).to(tl.int64)
     offs_m = pid_m * ROWS + tl.arange(0, ROWS)  # (ROWS,)
@@ -357,10 +394,10 @@ def _quantize_dequantize_kernel(
         scale *= tl.load(tensor_ptr)
     offs_v = offs_n // 2 if WIDTH == 4 else offs_n
     ptrs = values_ptr + offs_m[:, None] * (N * WIDTH // 8) + offs_v[None, :]
-    y = tl.load(ptrs, mask=mask, other=0)
+    y = tl.load(ptrs, mask=mask, other=0.0)
     if WIDTH == 4:
         y = (y >> (offs_n % 2 * 4)[None, :].to(tl.uint8)) & 15
-    if MANTISSA > 0 and not CAST:
+    if MANTISSA > 0 and (WIDTH == 4 or not CAST):
         y = _quantize_number(y, MANTISSA, BIAS, WIDTH, LAST)
     y = y.to(tl.float32) * scale
     ptrs = out_ptr + offs_m[:, None] * N + offs_n[None, :]
@@ -380,13 +417,20 @@ def _quantize_check(name, x, dtype, dtypes):
         )
 
 
-def _quantize_rows(x):
-    """Return x as rows of any stride, whose elements are adjacent."""
+def _quantize_rows(x, BN=None):
+    """Return x as M rows of N elements, M, N, their stride, and if it is flat.
+
+    With BN, contiguous rows of whole blocks of BN are flat: a single row.
+    """
+    N = max(1, int(x.shape[-1]))
     if x.numel() == 0:
-        return x, 0, max(1, int(x.shape[-1]))
-    rows = x.reshape(-1, x.shape[-1])
+        return x, 0, N, N, False
+    rows = x.reshape(-1, N)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    return rows, rows.shape[0], int(rows.shape[1])
+    # The number of elements, and what is added to it, fit an int32.
+    if BN and N % BN == 0 and rows.is_contiguous() and x.numel() < 2**30:
+        return rows, 1, rows.numel(), N, True
+    return rows, rows.shape[0], N, int(rows.stride(0)), False
 
 
 def _quantize_format(dtype, device):
@@ -396,10 +440,11 @@ def _quantize_format(dtype, device):
     CAST = device.type == "cuda" and dtype.itemsize == 1
     if CAST and not torch.version.hip:
         CAST = torch.cuda.get_device_capability(device) >= (8, 9)
-    CAST = CAST and dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     plan = dict(zip(names, QUANTIZE_FORMATS[dtype], strict=True), CAST=CAST)
-    # Without that instruction the kernels store bits.
-    return dtype if CAST or dtype == torch.int8 else torch.uint8, plan
+    # Without that instruction, and of 4-bit floats, the kernels store bits.
+    bits = dtype != torch.int8 and not CAST
+    bits = bits or dtype == torch.float4_e2m1fn_x2
+    return torch.uint8 if bits else dtype, plan
 
 
 def _quantize_block(name, x, block_size):
@@ -434,22 +479,23 @@ def _quantize_scale_shape(x, BM, BN):
     )
 
 
-def _quantize_tile(N, BM, BN, transpose=False):
+def _quantize_tile(N, stride, BM, BN, flat=False, transpose=False):
     """Return the tile of a program, and its warps."""
     COLS = min(triton.next_power_of_2(N), QUANTIZE_COLUMNS // BM)
-    COLS = max(BN, COLS)
+    COLS = QUANTIZE_TILE if flat else max(BN, COLS)
     ROWS = max(BM, QUANTIZE_TILE // COLS)
     if transpose:  # a square of whole blocks, for stores along either side
         ROWS = COLS = max(BM, BN, 64)
     return {
         "ROWS": ROWS,
         "COLS": COLS,
+        "VEC": math.gcd(N, stride, 16),
         "num_warps": max(4, ROWS * COLS // 2048),
     }
 
 
 def _quantize_blocks(
-    x, dtype, BM, BN, SCALING, kernel, tensor=None, transpose=False
+    x, dtype, BM, BN, SCALING, kernel, tensors=(None, None), transpose=False
 ):
     """Quantize in blocks that fit a program: values, scales, those of x.T."""
     stored, plan = _quantize_format(dtype, x.device)
@@ -462,28 +508,30 @@ def _quantize_blocks(
         out.append(x.new_empty(shape, dtype=stored))
         shape = _quantize_scale_shape(like, BM, BN)
         out.append(x.new_empty(shape, dtype=floats))
-    rows, M, N = _quantize_rows(x)
+    whole = BM == 1 and 0 < BN <= QUANTIZE_TILE and not transpose
+    rows, M, N, stride, flat = _quantize_rows(x, BN if whole else None)
     if M > 0:
         BN = triton.next_power_of_2(N) if BN == -1 else BN
         plan |= {"BM": BM, "BN": BN, "SCALING": SCALING}
         plan |= {"CLAMP": floats == torch.uint8}
-        plan |= _quantize_tile(N, BM, BN, transpose)
+        plan |= _quantize_tile(
+            int(x.shape[-1]), stride, BM, BN, flat, transpose
+        )
         grid = (triton.cdiv(M, plan["ROWS"]) * triton.cdiv(N, plan["COLS"]),)
         ends = out if transpose else [*out, None, None]
         with torch.accelerator.device_index(x.device.index):
-            kernel[grid](rows, tensor, *ends, M, N, int(rows.stride(0)), **plan)
+            kernel[grid](rows, *tensors, *ends, M, N, stride, **plan)
     return [t.view(dtype) if n % 2 == 0 else t for n, t in enumerate(out)]
 
 
 def _quantize_largest_of(x, per_row, kernel):
     """Return the largest magnitudes of rows, or of the tensor, as integers."""
-    rows, M, N = _quantize_rows(x)
+    rows, M, N, stride, flat = _quantize_rows(x, None if per_row else 1)
     shape = max(1, M) if per_row else 1
     largest = x.new_zeros(shape, dtype=torch.int32)
     if M > 0:
-        plan = _quantize_tile(N, 1, 16)
+        plan = _quantize_tile(int(x.shape[-1]), stride, 1, 16, flat)
         grid = (triton.cdiv(M, plan["ROWS"]) * triton.cdiv(N, plan["COLS"]),)
-        stride = int(rows.stride(0))
         with torch.accelerator.device_index(x.device.index):
             kernel[grid](rows, largest, M, N, stride, PER_ROW=per_row, **plan)
     return largest
@@ -499,13 +547,15 @@ def _quantize_with(x, dtype, largest, scales, SCALING, kernel, transpose=False):
     out = x.new_empty(x.shape, dtype=stored)
     out_t = x.new_empty(x.shape[::-1], dtype=stored) if transpose else None
     scales_t = torch.empty_like(scales) if transpose else None
-    rows, M, N = _quantize_rows(x)
+    per_row = scales.dim() > 0
+    whole = None if per_row or transpose else 1
+    rows, M, N, stride, flat = _quantize_rows(x, whole)
     if M > 0:
-        plan |= {"PER_ROW": scales.dim() > 0, "CLAMP": largest is None}
-        plan |= {"SCALING": SCALING, **_quantize_tile(N, 1, 16, transpose)}
+        plan |= {"PER_ROW": per_row, "CLAMP": largest is None}
+        plan |= _quantize_tile(int(x.shape[-1]), stride, 1, 16, flat, transpose)
+        plan["SCALING"] = SCALING
         grid = (triton.cdiv(M, plan["ROWS"]) * triton.cdiv(N, plan["COLS"]),)
         ends = scales, out, scales_t, out_t
-        stride = int(rows.stride(0))
         with torch.accelerator.device_index(x.device.index):
             kernel[grid](rows, largest, *ends, M, N, stride, **plan)
     if transpose:
@@ -576,7 +626,7 @@ def _quantize_with_transpose_launch(
         options = largest, scale, SCALING, with_kernel, True
         values, values_t, scale_t = _quantize_with(x, dtype, *options)
         return values, scale, values_t, scale_t
-    out = _quantize_blocks(x, dtype, BM, BN, SCALING, kernel, None, True)
+    out = _quantize_blocks(x, dtype, BM, BN, SCALING, kernel, transpose=True)
     return tuple(out)
 
 
@@ -605,19 +655,19 @@ def _quantize_nvfp4_launch(
     _quantize_check("quantize_nvfp4", x, dtype, (dtype,))
     _quantize_4_bits("quantize_nvfp4", x, dtype)
     if tensor_scale is None:
-        largest = _quantize_largest_of(x, False, largest_kernel)
-        # A largest number of 6 in a block whose scale is 448
-        tensor = largest.view(torch.float32).reshape(()) / (448.0 * 6.0)
-        tensor = torch.where(tensor == 0, 1.0, tensor)
+        given = _quantize_largest_of(x, False, largest_kernel)
     else:
         if tensor_scale.numel() != 1 or tensor_scale.dtype != torch.float32:
             raise ValueError(
                 "quantize_nvfp4 takes a tensor_scale of one float32, not "
                 f"{tensor_scale.dtype} of shape {tuple(tensor_scale.shape)}"
             )
-        tensor = tensor_scale.reshape(()).clone()
+        given = tensor_scale
+    tensor = x.new_empty((), dtype=torch.float32)
+    if x.numel() == 0:
+        tensor.fill_(1.0 if tensor_scale is None else given.reshape(()))
     out, scales = _quantize_blocks(
-        x, dtype, 1, QUANTIZE_NVFP4, "nvfp4", kernel, tensor
+        x, dtype, 1, QUANTIZE_NVFP4, "nvfp4", kernel, (given, tensor)
     )
     return out, scales.view(torch.float8_e4m3fn), tensor
 
@@ -659,7 +709,7 @@ def _quantize_dequantize_launch(
     N = shape[-1]
     M = out.numel() // N
     BM, BN = M if BM == -1 else BM, N if BN == -1 else BN
-    plan |= {"SCALES": kind, **_quantize_tile(N, 1, 16)}
+    plan |= {"SCALES": kind, **_quantize_tile(N, N, 1, 16)}
     grid = (triton.cdiv(M, plan["ROWS"]) * triton.cdiv(N, plan["COLS"]),)
     values, scales = values.contiguous().view(stored), scales.contiguous()
     with torch.accelerator.device_index(values.device.index):

@@ -40,10 +40,15 @@ def largest(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.abs().amax((1, 3))
 
 
+def quotient(x: torch.Tensor, number: float) -> torch.Tensor:
+    """Return the rounded quotient: on a GPU, x / number is x times 1 / number, which is rounded twice."""
+    return x / torch.full_like(x, number)
+
+
 def expected_scales(x: torch.Tensor, block_size: tuple[int, int], dtype: torch.dtype, power: bool) -> torch.Tensor:
     """Return the scales of a matrix of float32."""
     most = largest(in_blocks(x, block_size))
-    scales = (most / LARGEST[dtype]).clamp(min=2.0**-126)
+    scales = quotient(most, LARGEST[dtype]).clamp(min=2.0**-126)
     if power:
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
@@ -246,12 +251,12 @@ def test_nvfp4_float32(taken: ModuleType, M: int, half: int, given_scale: bool) 
     """Scales of float8 and one of the tensor; the numbers are over the rounded scales."""
     x = problem(M, 2 * half, torch.float32)
     most = x.abs().max()
-    tensor_scale = torch.where(most == 0, 1.0, most / 2688)
+    tensor_scale = torch.where(most == 0, 1.0, quotient(most, 2688))
     tensor_scale = tensor_scale * 3 if given_scale else tensor_scale
     values, scales, used = taken.quantize_nvfp4(x, tensor_scale if given_scale else None)
     equal(used, tensor_scale)
     blocks = in_blocks(x, (1, 16))
-    expected = (largest(blocks) / 6 / tensor_scale).clamp(max=448).to(E4M3)
+    expected = (quotient(largest(blocks), 6) / tensor_scale).clamp(max=448).to(E4M3)
     equal(scales, expected)
     whole = expected.float() * tensor_scale
     inverse = torch.where(expected.float() == 0, 0.0, 1 / whole)
@@ -262,9 +267,10 @@ def test_nvfp4_float32(taken: ModuleType, M: int, half: int, given_scale: bool) 
 
 
 def test_every_number_of_4_bits_float32(taken: ModuleType) -> None:
-    """All numbers, all that lie half way between two, and what is beyond the largest; both signs."""
+    """All numbers, all that lie half way between two, what is near, and beyond the largest; both signs."""
     middle = (GRID[1:] + GRID[:-1]) / 2
-    x = torch.cat([GRID, middle, middle + 2**-22, middle - 2**-22, torch.tensor([7.0, 6.5, 0])])
+    below = GRID - 3 * 2**-24 * GRID
+    x = torch.cat([GRID, below, middle, middle + 2**-22, middle - 2**-22, torch.tensor([7.0, 6.5, 0])])
     x = torch.cat([x, -x]).to(DEVICE)
     x = x.view(-1, 2)
     x = torch.cat([x, x.new_full((len(x), 1), 4.0), x.new_zeros(len(x), 1)], 1)  # 4 makes the scale 1
@@ -349,15 +355,15 @@ BREAKS = [
     ),
     (
         "half of a block's maximum",
-        "return tl.max(tl.max(x, axis=3), axis=1)",
-        "return tl.max(tl.max(x, axis=3), axis=1) // 2",
+        "return (tl.max(tl.max(x, axis=3), axis=1) >> 1)",
+        "return (tl.max(tl.max(x, axis=3), axis=1) >> 2)",
     ),
     (
         "zeros have no scale",
         "scale = tl.where(largest == 0, 1.0, scale)\n            scale =",
         "scale = scale\n            scale =",
     ),
-    ("away from zero at a tie", "(code + half + ((code >> DROPPED) & 1))", "(code + half + 1)"),
+    ("rounded as a sum", "large - (large - tl.abs(y))", "(large + tl.abs(y)) - large"),
     ("dequantized past the end", "y.to(out_ptr.dtype.element_ty), mask=mask", "y.to(out_ptr.dtype.element_ty)"),
-    ("not clamped", "LAST)\n    if WIDTH", "999)\n    if WIDTH"),
+    ("not clamped", "LAST << DROPPED)\n    if WIDTH", "0x7FFFFFFF)\n    if WIDTH"),
 ]
