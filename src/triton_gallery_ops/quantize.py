@@ -171,6 +171,9 @@ def _quantize_values(
     if MANTISSA == 0:
         if CLAMP:
             y = tl.clamp(y, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            # No FMA of product and sum, so that the product is rounded, too
+            y = tl.minimum(y, MAX, propagate_nan=tl.PropagateNan.ALL)
         # The sum of y and 1.5 * 2**23 ends in the nearest integer.
         y = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     elif not CAST or WIDTH == 4:
@@ -552,7 +555,9 @@ def _quantize_with(x, dtype, largest, scales, SCALING, kernel, transpose=False):
     rows, M, N, stride, flat = _quantize_rows(x, whole)
     if M > 0:
         plan |= {"PER_ROW": per_row, "CLAMP": largest is None}
-        plan |= _quantize_tile(int(x.shape[-1]), stride, 1, 16, flat, transpose)
+        BM = 128 if transpose else 1  # wide tiles store the transpose faster
+        length = int(x.shape[-1])
+        plan |= _quantize_tile(length, stride, BM, 16, flat, transpose)
         plan["SCALING"] = SCALING
         grid = (triton.cdiv(M, plan["ROWS"]) * triton.cdiv(N, plan["COLS"]),)
         ends = scales, out, scales_t, out_t
