@@ -339,7 +339,8 @@ def launch(x, k, **changes):
     plan = _topk_plan(N, max(2, triton.next_power_of_2(k))) | changes
     grid = (triton.cdiv(M, plan["BLOCK_M"]),)
     out = x.new_empty(M, k), x.new_empty(M, k, dtype=torch.int64)
-    compiled = _topk_kernel[grid](x, *out, M, N, N, k, **plan)
+    sizes = M, N, N, k
+    compiled = _topk_kernel[grid](x, *out, *sizes, SOFTMAX=False, **plan)
     return compiled, out
 
 

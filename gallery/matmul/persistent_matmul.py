@@ -34,7 +34,6 @@ After this page you can
 
 # sphinx_gallery_tags = ["matmul", "compute bound", "TMA", "autograd"]
 import os
-import re
 import warnings
 from functools import partial
 
@@ -541,12 +540,15 @@ if __name__ == "__main__" and CAN:
     assert torch.autograd.gradgradcheck(persistent_matmul, pair)
 
 # %%
-# Next come rows with gaps, rows of an odd length, and matrices with nothing in
-# them:
+# Next come rows with gaps, and operands that the launcher first copies, as
+# neither their rows nor their columns begin at multiples of 16 bytes. Matrices
+# with nothing in them follow:
 
 if __name__ == "__main__" and CAN:
     x = random(40, 48)
-    for pair in ((x[:, :21], x[:21]), (x[::2, 8:], x[:, :40].T)):
+    odd = random(21, 21)
+    copied = (odd, x[:21]), (x[:, 1:17], x[:16]), (x[:, ::2], x[:24])
+    for pair in ((x[:, :21], x[:21]), (x[::2, 8:], x[:, :40].T), *copied):
         assert error_of(persistent_matmul(*pair), *pair).abs().max() <= 1
     for M, K, N in ((0, 8, 8), (8, 8, 0), (8, 0, 8)):
         out = persistent_matmul(random(M, K), random(K, N))
@@ -573,18 +575,14 @@ if __name__ == "__main__" and CAN:
     torch.testing.assert_close(c, a @ b, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 # %%
-# An error names what the engine or the op does not take. ``tuned_matmul.py``
-# takes these strides:
+# An error names what the op does not take:
 
 if __name__ == "__main__" and CAN:
-    odd, even = random(21, 21), random(24, 24)
-    strides = (odd, even[:21]), (even[:, 1:17], even[:16])
-    for pair in (*strides, (even[:, ::2], even[:12]), (even, even.int())):
+    for pair in ((x, x), (x, x.T.int())):
         try:
             persistent_matmul(*pair)
         except (TypeError, ValueError) as error:
-            said = f"{type(error).__name__}: {error}"
-            print(re.sub("0x[0-9a-f]+", "0x...", said))
+            print(f"{type(error).__name__}: {error}")
 
 # %%
 # The benchmark

@@ -483,9 +483,15 @@ from triton_gallery_ops.tuned_matmul import (
 # that of ``N`` either.
 
 
+# What the kernel is given for batches and activations, beside a bias
+UNUSED = ["inner", "stride_az", "stride_ay", "stride_bz", "stride_by"]
+UNUSED += ["like_batch", "ACTIVATION"]
+
+
 def op_job(layout, by_16=("N",)):
     """Return what answer() takes, for the op's kernel."""
     constants = {"GROUP_M": TUNED_MATMUL_GROUP}
+    constants |= dict.fromkeys(("bias_ptr", *UNUSED))
     for one in STRIDES:
         constants["VEC_" + one[-2:].upper()] = 8 if one in ones(layout) else 1
     kernel = "_tuned_matmul_kernel"
@@ -529,10 +535,11 @@ def fixed(a, b, copy):
     a, *vec_a = _tuned_matmul_operand(a, copy)
     b, *vec_b = _tuned_matmul_operand(b, copy)
     grid = (triton.cdiv(M, 128) * triton.cdiv(N, 256),)
-    sizes = M, N, K, *a.stride(), *b.stride(), M, N, K
-    constants = tl.float32, *vec_a, *vec_b, TUNED_MATMUL_GROUP
+    no_batch = (None,) * 5
+    sizes = M, N, K, *a.stride(), *b.stride(), *no_batch, M, N, K, None
+    constants = None, tl.float32, *vec_a, *vec_b, TUNED_MATMUL_GROUP
     options = BLOCKS | {"num_warps": 8, "num_stages": 3}
-    _tuned_matmul_kernel[grid](a, b, c, *sizes, *constants, **options)
+    _tuned_matmul_kernel[grid](a, b, None, c, *sizes, *constants, **options)
     return c
 
 

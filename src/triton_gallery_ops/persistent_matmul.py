@@ -2,12 +2,13 @@
 
 Computes a @ b on NVIDIA GPUs of compute capability 9.0 or more. There is one
 program per multiprocessor, and it loads its next tile through the copy engine
-before it stores the last. Matrices need contiguous rows or columns that begin
-at multiples of 16 bytes; for others, use ``tuned_matmul``. The result's rows
-are padded to such multiples, so it may not be contiguous. The tile follows from
-a formula, without tuning: deterministic on a given GPU model. The sum over K is
-not split, so products of few tiles leave multiprocessors idle;
-``skinny_matmul`` is for up to 64 rows. Gradients of any order.
+before it stores the last. The engine takes contiguous rows or columns that
+begin at multiples of 16 bytes; a matrix without them is copied in each call.
+The result's rows are padded to such multiples, so it may not be contiguous. The
+tile follows from a formula, without tuning: deterministic on a given GPU model.
+Float32 has full precision unless ``input_precision`` says otherwise. The sum
+over K is not split, so products of few tiles leave multiprocessors
+idle; ``skinny_matmul`` is for up to 64 rows. Gradients of any order.
 """
 
 import threading
@@ -27,8 +28,8 @@ PERSISTENT_MATMUL_ACC = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-# BLOCK_M, BLOCK_N, BLOCK_K, warps and the most stages, of half precision and
-# of wider dtypes
+# BLOCK_M, BLOCK_N, BLOCK_K, warps and the most stages, of half precision, of
+# wider dtypes, and of float32 as TF32
 PERSISTENT_MATMUL_TILES = [
     (128, 256, 64, 8, 4),
     (128, 128, 64, 4, 6),
@@ -37,6 +38,11 @@ PERSISTENT_MATMUL_TILES = [
     (64, 128, 64, 4, 6),  # where shared memory is small
 ]
 PERSISTENT_MATMUL_WIDE = [(64, 64, 16, 8, 4)]
+PERSISTENT_MATMUL_TF32 = [
+    (128, 128, 32, 8, 4),
+    (64, 128, 32, 4, 4),
+    (64, 64, 32, 4, 4),
+]
 PERSISTENT_MATMUL_EDGE = 48  # what an edge of a tile costs, beside its area
 PERSISTENT_MATMUL_STAGES = 3  # the fewest
 PERSISTENT_MATMUL_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -60,6 +66,7 @@ def _persistent_matmul_kernel(
     A_T: tl.constexpr,  # a_desc is of a's transpose
     B_T: tl.constexpr,
     ACC: tl.constexpr,
+    PRECISION: tl.constexpr,  # "ieee", "tf32" or "tf32x3"
 ):
     M, N = c_desc.shape
     K = a_desc.shape[0 if A_T else 1]
@@ -82,8 +89,7 @@ def _persistent_matmul_kernel(
             if PERSISTENT_MATMUL_INTERPRETED:
                 # Triton's interpreter multiplies bfloat16 wrongly.
                 a, b = a.to(ACC), b.to(ACC)
-            # "ieee": float32 is not rounded to TF32 before it is multiplied.
-            acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
         # In halves, the store needs half as much shared memory, and the loads
         # have a stage more. tl.split takes apart the last dimension.
         both = tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)).permute(0, 2, 1)
@@ -119,10 +125,13 @@ def _persistent_matmul_stages(tile, itemsize, shared):
     return min(most, free // stage)
 
 
-def _persistent_matmul_plan(M, N, itemsize, multiprocessors, shared):
+def _persistent_matmul_plan(
+    M, N, itemsize, multiprocessors, shared, precision="ieee"
+):
     """Return the number of programs, their tile and its stages."""
     wide = itemsize > 2
     tiles = PERSISTENT_MATMUL_WIDE if wide else PERSISTENT_MATMUL_TILES
+    tiles = tiles if precision == "ieee" else PERSISTENT_MATMUL_TF32
     stages = {t: _persistent_matmul_stages(t, itemsize, shared) for t in tiles}
     tiles = [t for t in tiles if stages[t] >= PERSISTENT_MATMUL_STAGES]
 
@@ -138,7 +147,7 @@ def _persistent_matmul_plan(M, N, itemsize, multiprocessors, shared):
     return min(multiprocessors, number(tile)), tile, stages[tile]
 
 
-def _persistent_matmul_check(a, b):
+def _persistent_matmul_check(a, b, input_precision):
     """Raise for what the op does not take, as far as no address tells."""
     if a.dtype != b.dtype or a.dtype not in PERSISTENT_MATMUL_ACC:
         raise TypeError(
@@ -155,6 +164,11 @@ def _persistent_matmul_check(a, b):
             "persistent_matmul takes two matrices on one device, not on "
             f"{a.device} and {b.device}"
         )
+    if input_precision not in ("ieee", "tf32", "tf32x3"):
+        raise ValueError(
+            "persistent_matmul takes ieee, tf32 or tf32x3 as input_precision, "
+            f"not {input_precision}"
+        )
 
 
 def _persistent_matmul_padded(length, itemsize):
@@ -170,15 +184,22 @@ def _persistent_matmul_rows(M, N, like):
     return like.new_empty(M, stride)[:, :N]
 
 
-def _persistent_matmul_side(x):
-    """Return x or x.T: one with rows that the engine takes, if there is one."""
+def _persistent_matmul_side(x, begin):
+    """Return x or x.T, with rows that the engine takes, and whether it is x.T.
+
+    If it takes neither, a copy is returned. ``begin`` is the address of x, or
+    how far it begins from one that 16 divides.
+    """
     for side in (x, x.T):
         (rows, length), (stride, step) = side.shape, side.stride()
         # Rows that overlap, as those of an expanded tensor, it does not take.
         apart = stride >= length and stride * x.element_size() % 16 == 0
-        if step == 1 and (apart or rows == 1):
-            return side
-    return None
+        if step == 1 and (apart or rows == 1) and begin % 16 == 0:
+            return side, side is not x
+    # Adjacent elements stay adjacent: a copy that transposes is slower.
+    turned = x.stride(0) == 1 and x.stride(1) != 1
+    side = x.T if turned else x
+    return _persistent_matmul_rows(*side.shape, side).copy_(side), turned
 
 
 def _persistent_matmul_descriptor(side, block_shape):
@@ -189,25 +210,20 @@ def _persistent_matmul_descriptor(side, block_shape):
     return TensorDescriptor(side, [rows, length], strides, block_shape)
 
 
-def _persistent_matmul_launch(a, b):
-    _persistent_matmul_check(a, b)
+def _persistent_matmul_launch(a, b, input_precision="ieee"):
+    _persistent_matmul_check(a, b, input_precision)
     multiprocessors, shared = _persistent_matmul_gpu(a.device)
     (M, K), N = a.shape, b.shape[1]
     c = _persistent_matmul_rows(M, N, a)
     if M * N * K == 0:
         return c.zero_()
-    sides = [_persistent_matmul_side(x) for x in (a, b)]
-    for x, side in zip((a, b), sides, strict=True):
-        if side is None or x.data_ptr() % 16:
-            raise ValueError(
-                "persistent_matmul takes matrices with rows or columns of "
-                "adjacent elements that begin at multiples of 16 bytes, not "
-                f"strides {tuple(x.stride())} of {x.element_size()} bytes from "
-                f"address {x.data_ptr():#x}: tuned_matmul takes any strides"
-            )
-    A_T, B_T = sides[0] is not a, sides[1] is not b
+    side_a, A_T = _persistent_matmul_side(a, a.data_ptr())
+    side_b, B_T = _persistent_matmul_side(b, b.data_ptr())
     size = a.element_size()
-    plan = _persistent_matmul_plan(M, N, size, multiprocessors, shared)
+    precision = input_precision if a.dtype == torch.float32 else "ieee"
+    plan = _persistent_matmul_plan(
+        M, N, size, multiprocessors, shared, precision
+    )
     programs, (m, n, k, num_warps, _), num_stages = plan
     describe = _persistent_matmul_descriptor
     # Triton launches on the current GPU, which may not be that of a.
@@ -217,12 +233,13 @@ def _persistent_matmul_launch(a, b):
             # has threads of its own. The first work of one may be ours.
             PERSISTENT_MATMUL_THREAD.begun = torch.zeros(1, device=a.device)
         _persistent_matmul_kernel[(programs,)](
-            describe(sides[0], [k, m] if A_T else [m, k]),
-            describe(sides[1], [n, k] if B_T else [k, n]),
+            describe(side_a, [k, m] if A_T else [m, k]),
+            describe(side_b, [n, k] if B_T else [k, n]),
             describe(c, [m, n // 2]),
             A_T=A_T,
             B_T=B_T,
             ACC=PERSISTENT_MATMUL_ACC[a.dtype],
+            PRECISION=precision,
             num_warps=num_warps,
             num_stages=num_stages,
         )
@@ -230,32 +247,44 @@ def _persistent_matmul_launch(a, b):
 
 
 @custom_op(f"{PERSISTENT_MATMUL_NAMESPACE}::persistent_matmul", mutates_args=())
-def persistent_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def persistent_matmul(
+    a: torch.Tensor, b: torch.Tensor, input_precision: str = "ieee"
+) -> torch.Tensor:
     """Return the matrix product of a (M, K) and b (K, N), as a @ b.
 
     Takes float16, bfloat16, float32 and float64, both of one dtype, and sums in
-    float32, or float64 for float64. Of each matrix, rows or columns have
-    adjacent elements and begin at multiples of 16 bytes: so do those of a new
-    contiguous matrix with rows of such a length, and of its transpose. The
-    result has the dtype of ``a`` and rows that begin at multiples of 16 bytes:
-    it is contiguous where 16 divides the bytes of a row. It is deterministic on
-    one kind of GPU. Raises TypeError for other dtypes, ValueError for other
-    shapes, strides and addresses, and RuntimeError for GPUs without a copy
-    engine, which NVIDIA's have from compute capability 9.0 on. Without a GPU,
-    it needs Triton's interpreter, TRITON_INTERPRET=1. Has a gradient, which can
-    be differentiated again.
+    float32, or float64 for float64. They may lie in memory in any way. The
+    engine takes a matrix with rows or columns of adjacent elements that begin
+    at multiples of 16 bytes: so do those of a new contiguous matrix with rows
+    of such a length, and of its transpose. Any other matrix is copied in each
+    product, with less than 16 bytes of padding a row: 4096 x 2047 numbers of
+    half precision are 16 MB to read and 16 MB to write. If you can, keep a
+    weight of such a length with padded rows instead.
+
+    ``input_precision`` is for float32, the other dtypes ignore it: "ieee"
+    multiplies all 24 bits, without tensor cores; "tf32" gives 11 of them to the
+    tensor cores, and "tf32x3" makes up for that with three products. What
+    ``torch.backends.cuda.matmul`` says does not count.
+
+    The result has the dtype of ``a`` and rows that begin at multiples of 16
+    bytes: it is contiguous where 16 divides the bytes of a row. It is
+    deterministic on one kind of GPU. Raises TypeError for other dtypes,
+    ValueError for other shapes and precisions, and RuntimeError for GPUs
+    without a copy engine, which NVIDIA's have from compute capability 9.0 on.
+    Without a GPU, it needs Triton's interpreter, TRITON_INTERPRET=1. Has a
+    gradient, in the same precision, which can be differentiated again.
 
     Rounding: products are summed in float32, or float64 for float64, and each
     result is rounded once.
 
     Under ``torch.autocast`` it casts a and b to autocast's dtype.
     """
-    return _persistent_matmul_launch(a, b)
+    return _persistent_matmul_launch(a, b, input_precision)
 
 
 @persistent_matmul.register_fake
-def _persistent_matmul_fake(a, b):
-    _persistent_matmul_check(a, b)
+def _persistent_matmul_fake(a, b, input_precision="ieee"):
+    _persistent_matmul_check(a, b, input_precision)
     return _persistent_matmul_rows(a.shape[0], b.shape[1], a)
 
 
@@ -288,29 +317,30 @@ PERSISTENT_MATMUL_LIBRARY.impl(
 
 
 def _persistent_matmul_setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    a, b, ctx.input_precision = inputs
+    ctx.save_for_backward(a, b)
 
 
-def _persistent_matmul_as(x, left, right):
+def _persistent_matmul_as(x, left, right, precision):
     """Return left @ right, by rows or by columns as x."""
     if x.stride(1) == 1:
-        return persistent_matmul(left, right)
-    return persistent_matmul(right.T, left.T).T
+        return persistent_matmul(left, right, precision)
+    return persistent_matmul(right.T, left.T, precision).T
 
 
 def _persistent_matmul_gradient(ctx, grad):
     a, b = ctx.saved_tensors
-    begins = grad.storage_offset() * grad.element_size() % 16
-    if begins or _persistent_matmul_side(grad) is None:
-        # It may be an expanded number, or have rows of any length.
-        rows = _persistent_matmul_rows(*grad.shape, grad)
-        grad = rows.copy_(grad)
+    # It may be an expanded number, or have rows of any length: one copy is for
+    # both products. Whoever traces this knows no address.
+    begin = grad.storage_offset() * grad.element_size()
+    side, turned = _persistent_matmul_side(grad, begin)
+    grad = side.T if turned else side
     d_a = d_b = None
     if ctx.needs_input_grad[0]:
-        d_a = _persistent_matmul_as(a, grad, b.T)
+        d_a = _persistent_matmul_as(a, grad, b.T, ctx.input_precision)
     if ctx.needs_input_grad[1]:
-        d_b = _persistent_matmul_as(b, a.T, grad)
-    return d_a, d_b
+        d_b = _persistent_matmul_as(b, a.T, grad, ctx.input_precision)
+    return d_a, d_b, None
 
 
 persistent_matmul.register_autograd(

@@ -7,7 +7,8 @@ rule out most of a row (compare Gaihre et al., 2021, "Dr. Top-k",
 arXiv:2109.08219), and only a small part is sorted. Float64, meant for
 gradcheck, takes k maxima one after another. For a few short rows, PyTorch may
 be faster, because its call costs the CPU less. For longer rows, use
-``topk_long``. The values have gradients of any order.
+``topk_long``. The values have gradients of any order. ``apply_softmax`` gives
+the weights of a router.
 """
 
 import functools
@@ -106,6 +107,7 @@ def _topk_kernel(
     SETS: tl.constexpr,  # columns
     LENGTH: tl.constexpr,  # of a column
     PART: tl.constexpr,  # of a column, for the second sort
+    SOFTMAX: tl.constexpr,
 ):
     # In int32 a row's offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
@@ -126,6 +128,10 @@ def _topk_kernel(
     mask = offs_k < k
     # Loaded again: a key lacks the sign of a zero, and the bits of a NaN.
     values = tl.load(x_rows + index, mask=mask)
+    if SOFTMAX:
+        wide = tl.where(mask, values.to(tl.float32), -float("inf"))
+        wide = tl.exp(wide - tl.max(wide, axis=1, keep_dims=True))
+        values = wide / tl.sum(wide, axis=1, keep_dims=True)
     offs = offs_m * k + offs_k  # (BLOCK_M, K)
     tl.store(values_ptr + offs, values, mask=mask)
     tl.store(indices_ptr + offs, index.to(tl.int64), mask=mask)
@@ -197,7 +203,13 @@ def _topk_check(x, k):
     return N
 
 
-def _topk_launch(x, k, kernel=_topk_kernel, passes=_topk_passes_kernel):
+def _topk_launch(
+    x,
+    k,
+    apply_softmax=False,
+    kernel=_topk_kernel,
+    passes=_topk_passes_kernel,
+):
     N = _topk_check(x, k)
     # As in PyTorch, a tensor without dimensions has one, whatever k.
     k = int(k) if x.ndim else 1
@@ -217,17 +229,19 @@ def _topk_launch(x, k, kernel=_topk_kernel, passes=_topk_passes_kernel):
         if x.dtype == torch.float64:
             BLOCK_N = triton.next_power_of_2(N)
             passes[(M,)](x, values, indices, N, stride, k, BLOCK_N=BLOCK_N)
-            return values, indices
+            return values.softmax(-1) if apply_softmax else values, indices
         # A network sorts a power of two, and two elements at least.
         plan = _topk_plan(N, max(2, triton.next_power_of_2(k)))
         kernel[(triton.cdiv(M, plan["BLOCK_M"]),)](
-            x, values, indices, M, N, stride, k, **plan
+            x, values, indices, M, N, stride, k, **plan, SOFTMAX=apply_softmax
         )
     return values, indices
 
 
 @triton_op(f"{TOPK_NAMESPACE}::topk", mutates_args={})
-def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def topk(
+    x: torch.Tensor, k: int, apply_softmax: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k largest of each row, sorted, and their indices.
 
     As ``torch.topk(x, k)`` along the last dimension, but returns a plain tuple:
@@ -239,10 +253,16 @@ def topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     and ValueError for longer rows and other k. The values have a gradient,
     which has one too.
 
-    Rounding: none, as values are copied.
+    With ``apply_softmax``, the values are the softmax of the k largest, as the
+    router of a mixture of experts takes it: it adds up to 1 in each row. In a
+    row with +inf or NaN, or with nothing but -inf among the k, it is NaN.
+
+    Rounding: none, as values are copied. The softmax is computed in float32, or
+    in float64 for float64, and is rounded once.
     """
     passes = wrap_triton(_topk_passes_kernel)
-    return _topk_launch(x, k, wrap_triton(_topk_kernel), passes)
+    kernel = wrap_triton(_topk_kernel)
+    return _topk_launch(x, k, apply_softmax, kernel, passes)
 
 
 # On a GPU a call goes to the launcher; all else goes on to the triton_op.
@@ -251,15 +271,21 @@ TOPK_LIBRARY.impl("topk", _topk_launch, "CUDA")
 
 
 def _topk_setup(ctx, inputs, output):
-    ctx.shape = inputs[0].shape
-    ctx.save_for_backward(output[1])
-    ctx.mark_non_differentiable(output[1])
+    x, _, softmax = inputs
+    values, indices = output
+    ctx.shape = x.shape
+    ctx.save_for_backward(indices, values if softmax else None)
+    ctx.mark_non_differentiable(indices)
 
 
 def _topk_gradient(ctx, grad, _):
-    (indices,) = ctx.saved_tensors
+    indices, weights = ctx.saved_tensors
+    if weights is not None:
+        grad = torch.ops.aten._softmax_backward_data(
+            grad, weights, -1, grad.dtype
+        )
     # No element is found twice, so there is no order of additions.
-    return grad.new_zeros(ctx.shape).scatter(-1, indices, grad), None
+    return grad.new_zeros(ctx.shape).scatter(-1, indices, grad), None, None
 
 
 topk.register_autograd(_topk_gradient, setup_context=_topk_setup)

@@ -83,4 +83,5 @@ def test_no_gradient_float32(load_op: Load, case: Case) -> None:
     arguments = case.arguments(Draw(case.usual), *case.small)
     leaves = [value.requires_grad_() if is_real(value) else value for value in arguments]
     with pytest.raises((RuntimeError, ValueError), match=r"no (autograd formula|backward|gradient)"):
-        sum(out.sum() for out in tree_leaves(case.function(load_op(case))(*leaves))).backward()
+        # PyTorch has no sum of float8.
+        sum(out.float().sum() for out in tree_leaves(case.function(load_op(case))(*leaves))).backward()

@@ -177,7 +177,7 @@ def test_cuda_graph(load_op: Load, case: Case) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = function(*arguments)
-    for place, value in zip(arguments, others, strict=True):
+    for place, value in zip(tree_leaves(arguments), tree_leaves(others), strict=True):
         if isinstance(place, torch.Tensor):
             place.copy_(value)
     graph.replay()

@@ -75,13 +75,15 @@ def compiled(
         multiples: other arguments that 16 divides.
         num_stages: as at a launch.
         maxnreg: as at a launch.
-        known: the values of constants, and the dtypes of pointers that have another; what is left are `i32`.
+        known: the values of constants, and the dtypes of pointers that have another, or None for one that is not given;
+            what is left are `i32`.
     """
     import triton  # where it is imported first, the choice of the interpreter is made
 
-    types = {name: "*" + known.pop(name, dtype) if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    given = {name for name in kernel.arg_names if name.endswith("_ptr") and known.get(name, dtype) is not None}
+    types = {name: "*" + known.pop(name, dtype) if name in given else "i32" for name in kernel.arg_names}
     special = {param.name for param in kernel.params if not param.do_not_specialize}
-    by_16 = [i for i, name in enumerate(types) if name in special and (name.endswith("_ptr") or name in multiples)]
+    by_16 = [i for i, name in enumerate(types) if name in special and (name in given or name in multiples)]
     aligned = {(i,): [["tt.divisibility", 16]] for i in by_16}
     source = triton.compiler.ASTSource(kernel, types | dict.fromkeys(known, "constexpr"), known, aligned)
     target = triton.runtime.driver.active.get_current_target()

@@ -53,8 +53,9 @@ def failures(sources: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Have Inductor write down the kernels of recipes, import what it wrote, and return what failed."""
     for name, source in sources.items():
         (folder / name).mkdir()
-        # The definitions alone; not the line that asks for the interpreter.
+        # The definitions alone, not the line that asks for the interpreter. Two recipes may register the same op.
         text = definitions(source).replace("raise RuntimeError(", "print(")
+        text = text.replace('_NAMESPACE = "triton_gallery"', f'_NAMESPACE = "{name}"')
         (folder / name / "recipe.py").write_text(text, "utf-8")
         (folder / name / "names.json").write_text(json.dumps(wrapped(source)), "utf-8")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from case import Case, check
+from case import Case, Draw, Exact, accumulator, check
 from compiled import Ask, ptx, stack
 from inputs import DEVICE, FLOATS
-from largest import EDGES, OF_ALL, assert_copied, refused, shapes
+from largest import EDGES, OF_ALL, assert_copied, largest, refused, rows, shapes, special
 
 LONGEST = 8192
 
@@ -23,6 +24,36 @@ SIZES = [((5, 300), 5, "ties"), ((9, 77), 3, "any"), ((4, 501), 6, "equal"), ((3
 SIZES += [((1, LONGEST - 5), 20, "ties"), ((2, 2, 130), 9, "rising"), ((1, 300), 128, "any"), ((), 1, "any"), *EDGES]
 SIZES += [((1, LONGEST), 3, "any"), ((4, 501), 6, "rising"), *(((1, 300), k, "any") for k in (1, 2, 33))]
 SIZES += [((9, 3000), 128, "ties"), ((2, LONGEST), 64, "any")]
+
+
+def with_softmax(draw: Draw, *size: Any) -> tuple[Any, ...]:
+    """Make rows of some kind, and ask for the softmax of the largest."""
+    return *rows(draw, *size), True
+
+
+def softmax_of_largest(x: torch.Tensor, k: int, apply_softmax: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the softmax of the k largest, and their indices."""
+    values, indices = largest(x, k)
+    return values.softmax(-1), indices
+
+
+def exact_softmax(*arguments: Any) -> list[Exact]:
+    """Return weights and indices."""
+    weights, indices = softmax_of_largest(*arguments)
+    return [Exact(weights, made_by_torch=True), Exact(indices, dtype=torch.int64)]
+
+
+def softmax_gradient(grad: torch.Tensor, *arguments: Any) -> list[Exact]:
+    """Return the gradient of rows: weights are rounded before."""
+    weights, indices = softmax_of_largest(*arguments)
+    value, terms = (
+        weights * combine(grad, (grad * weights).sum(-1, keepdim=True))
+        for combine, grad in ((torch.sub, grad), (torch.add, grad.abs()))
+    )
+    value, terms = (torch.zeros_like(arguments[0]).scatter(-1, indices, t) for t in (value, terms))
+    return [Exact(value, terms, narrow=terms)]
+
+
 CONTRACT = [
     Case(
         "topk",
@@ -31,6 +62,22 @@ CONTRACT = [
         shapes=shapes(128, 700),
         refused=refused("topk", LONGEST, "8192 elements, not 8193; topk_long takes longer ones"),
         **OF_ALL,
+    ),
+    Case(
+        "topk",
+        name="topk, softmax",
+        sizes=SIZES,
+        many=((3001, 4093), 8, "ties"),
+        shapes=shapes(128, 700),
+        floor=lambda dtype: torch.finfo(accumulator(dtype)).tiny,  # a GPU may flush what is smaller
+        **OF_ALL
+        | {
+            "arguments": with_softmax,
+            "exact": exact_softmax,
+            "reference": softmax_of_largest,
+            "special": lambda draw: [(*arguments, True) for arguments in special(draw)],
+            "gradients": softmax_gradient,
+        },
     ),
 ]
 
@@ -146,6 +193,8 @@ BREAKS = [
         "index.to(tl.int64), mask=mask)\n\n\n@triton.jit\ndef _topk_p",
         "index.to(tl.int64))\n\n\n@triton.jit\ndef _topk_p",
     ),
+    ("the softmax has padding", 'tl.where(mask, values.to(tl.float32), -float("inf"))', "values.to(tl.float32)"),
+    ("the softmax overflows", "tl.exp(wide - tl.max(wide, axis=1, keep_dims=True))", "tl.exp(wide)"),
     ("rows behind the last", "    offs_m = tl.minimum(offs_m, M - 1)\n", ""),
     ("rows taken for adjacent", "offs_m * stride_xm", "offs_m * N"),
 ]

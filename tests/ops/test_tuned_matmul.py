@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, assert_close
-from compiled import Ask, graphs, ptx
+from compiled import Ask, graphs, ptx, stack
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, sizes
 
@@ -41,6 +41,81 @@ def taken(load_op: Callable[[str], ModuleType]) -> ModuleType:
 def exact(a: torch.Tensor, b: torch.Tensor) -> list[Exact]:
     """Return the product: those of half precision are exact, others round once; then come K sums, in any order."""
     return [Exact(a @ b, a.abs() @ b.abs(), roundings=a.shape[1] + 2)]
+
+
+ACTIVATIONS = {
+    None: lambda z: z,
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "square": torch.square,
+}
+SMOOTH = [name for name in ACTIVATIONS if name != "relu"]  # a z of nearly 0 may have either sign
+
+
+def jitted_square() -> Any:
+    """Return an activation of one's own."""
+    import triton  # where it is imported first, the choice of the interpreter is made
+
+    @triton.jit
+    def square(z):  # type: ignore[no-untyped-def] # a kernel has no annotations
+        return z * z
+
+    return square
+
+
+def with_square(module: ModuleType) -> None:
+    """Have an op not tune, and add an activation to it."""
+    with_one_candidate(module)
+    module.TUNED_MATMUL_ACTIVATIONS["square"] = jitted_square(), lambda grad, z: 2 * grad * z
+
+
+Lead = tuple[int, ...]
+
+
+def biased(
+    draw: Draw, M: int, N: int, K: int, activation: str | None, lead: Lead = (), shared: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str | None]:
+    """Make batches of matrices that fit each other, or one second matrix for all, a bias; pass on the activation."""
+    return draw(*lead, M, K), draw(*(() if shared else lead), K, N), draw(N), activation
+
+
+def sum_and_terms(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the activation gets, and the sum of the magnitudes of its terms."""
+    return a @ b + bias, a.abs() @ b.abs() + bias.abs()
+
+
+def exact_activation(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, activation: str | None) -> list[Exact]:
+    """Return the activation of a product with a bias: it passes on errors by its slope, and has some of its own."""
+    z, terms = sum_and_terms(a, b, bias)
+    steepest = 2 * terms if activation == "square" else 1.2
+    return [Exact(ACTIVATIONS[activation](z), steepest * terms, roundings=a.shape[1] + 16)]
+
+
+def exact_gradients(
+    grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, activation: str | None
+) -> list[Exact]:
+    """Return the gradients of the matrices and of the bias; their z is rounded, and its slope may change by 2 for 1."""
+    z, terms = sum_and_terms(a, b, bias)
+    with torch.enable_grad():
+        leaf = z.clone().requires_grad_()
+        (by_z,) = torch.autograd.grad(ACTIVATIONS[activation](leaf).sum(), leaf)
+    by_z, size = grad * by_z, grad.abs() * (by_z.abs() + 2 * terms)
+    left, right, right_size = (x.flatten(0, -2) if b.ndim == 2 else x for x in (a, by_z, size))
+    return [
+        Exact(by_z @ b.mT, size @ b.abs().mT),
+        Exact(left.mT @ right, left.abs().mT @ right_size),
+        Exact(by_z.flatten(0, -2).sum(0), size.flatten(0, -2).sum(0)),
+    ]
+
+
+def special_sums(draw: Draw) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, str | None]]:
+    """Make a bias with NaN, infinities and numbers whose squares and exponentials are none, for each activation."""
+    a, b = draw(3, 4, of=torch.zeros_like), draw(4, 9)
+    highest = torch.finfo(draw.dtype).max
+    bias = torch.tensor([torch.nan, torch.inf, -torch.inf, highest, -highest, 60000, -60000, 0, -3], device=DEVICE)
+    return [(a, b, bias.to(draw.dtype), name) for name in ACTIVATIONS]
 
 
 def matrices(draw: Draw, M: int, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +146,20 @@ def special(draw: Draw) -> list[tuple[torch.Tensor, torch.Tensor]]:
 SIZES = [(133, 131, 40), (7, 131, 150), (131, 144, 45), (144, 131, 45), (530, 9, 4), (3, 5, 0), (0, 7, 5), (5, 0, 7)]
 SIZES += [(1, 1, 1), (130, 136, 24), (32, 65, 129), (33, 64, 128), (64, 128, 64), (133, 131, 45), (70, 270, 300)]
 SMALL = [(33, 31, 40), (7, 31, 150), (31, 44, 45), (44, 31, 45), (1, 1, 1), (3, 5, 0), (0, 7, 5), (5, 0, 7)]
-SHAPES = r"tuned_matmul takes an \(M, K\) and a \(K, N\) matrix, not \("
+# In turns with each activation
+WITH_BIAS = [
+    (33, 31, 40, "gelu"),
+    (7, 65, 15, "silu"),
+    (44, 131, 5, None),
+    (31, 64, 45, "gelu_tanh"),
+    (1, 1, 1, "relu"),
+]
+WITH_BIAS += [(3, 5, 0, "silu"), (70, 9, 17, "square"), (0, 7, 5, "gelu"), (5, 0, 7, None), (133, 131, 40, "relu")]
+# One row of each matrix is a matrix; one stride reaches all rows, or none; more matrices than tiles, and none
+BATCHES = [(33, 9, 40, "gelu", (3,), False), (1, 31, 5, None, (6,), True), (20, 31, 16, "silu", (2, 3), False)]
+BATCHES += [(5, 7, 9, None, (2, 1, 3), True), (70, 9, 8, None, (2, 2), True), (3, 5, 0, "silu", (2,), False)]
+BATCHES += [(3, 5, 4, None, (0,), False), (2, 3, 4, "relu", (2, 1, 2, 2), False), (1, 1, 1, None, (1, 1), False)]
+SHAPES = r"tuned_matmul takes \(..., M, K\) and \(K, N\) or \(..., K, N\), not \("
 STRIDES = "tuned_matmul takes strides along K below 16777216"
 
 
@@ -101,13 +189,78 @@ PRODUCT = Case(
         Refused(lambda draw: (draw(2, 3), draw(2, 3)), ValueError, SHAPES),
         Refused(lambda draw: (draw(3), draw(3, 2)), ValueError, SHAPES),
         Refused(lambda draw: (draw(2, 3), draw(1, 3, 2)), ValueError, SHAPES),
+        Refused(lambda draw: (draw(4, 2, 3), draw(1, 3, 2)), ValueError, SHAPES),
+        Refused(lambda draw: (draw(2, 3), draw(3)), ValueError, SHAPES),
         Refused(lambda draw: (draw(2, 3), draw(3, 2).to("meta")), ValueError, "tuned_matmul takes one device"),
         Refused(lambda draw: (far(), draw(2, 1)), ValueError, STRIDES),
         Refused(lambda draw: (draw(1, 2), far().T), ValueError, STRIDES),
     ],
 )
+WITH_EPILOGUE = replace(
+    PRODUCT,
+    name="tuned_matmul with bias",
+    arguments=biased,
+    exact=exact_activation,
+    sizes=WITH_BIAS,
+    small=(3, 2, 4, "gelu"),
+    many=(4099, 4099, 65, "silu"),
+    shapes=st.tuples(sizes(16, 40), sizes(16, 70), sizes(16, 40), st.sampled_from(SMOOTH)),
+    reference=lambda a, b, bias, name: ACTIVATIONS[name](a.double() @ b.double() + bias.double()).to(a.dtype),
+    special=special_sums,
+    gradients=exact_gradients,
+    with_gradients=3,
+    prepare=with_square,
+    refused=[
+        Refused(
+            lambda draw: (draw(2, 3), draw(3, 4), draw(3)),
+            ValueError,
+            r"tuned_matmul takes a bias of shape \(4,\), not \(3,\)",
+        ),
+        Refused(lambda draw: (draw(2, 3), draw(3, 2), draw(2, 2)), ValueError, "tuned_matmul takes a bias"),
+        Refused(lambda draw: (draw(2, 3), draw(3, 2), draw(2).double()), TypeError, "tuned_matmul takes one dtype"),
+        Refused(lambda draw: (draw(2, 3), draw(3, 2), draw(2).to("meta")), ValueError, "tuned_matmul takes one device"),
+        Refused(
+            lambda draw: (draw(2, 3), draw(3, 2), draw(2), "tanh"),
+            ValueError,
+            r"tuned_matmul takes as activation None or one of \['relu', .*\], not 'tanh'",
+        ),
+    ],
+)
+
+
+def special_batches(draw: Draw) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, str | None]]:
+    """Make matrices whose rows begin 16 bytes apart, but whose first rows do not, amid NaN."""
+
+    def odd(count: int, rows: int, columns: int) -> torch.Tensor:
+        around = draw(count, rows * columns + 1, of=torch.round)
+        around[:, -1] = torch.nan
+        return around[:, :-1].unflatten(1, (rows, columns))
+
+    made = [
+        (odd(3, 20, 16), odd(3, 16, 32)),
+        (odd(3, 16, 16).mT, odd(3, 16, 16).mT),
+        (odd(2, 9, 16), odd(1, 16, 16)[0]),
+    ]
+    return [(a, b, torch.zeros_like(b[..., 0, :].reshape(-1, b.shape[-1])[0]), None) for a, b in made]
+
+
+LEADS = st.lists(st.integers(1, 3), max_size=4).map(tuple)
+OF_BATCHES = replace(
+    WITH_EPILOGUE,
+    name="tuned_matmul of batches",
+    sizes=BATCHES,
+    small=(3, 2, 4, "gelu", (2,), False),
+    in_layouts=(20, 31, 16, "silu", (2, 3), False),
+    many=(130, 131, 65, "silu", (7, 41), False),
+    shapes=st.tuples(*(sizes(16, 20) for _ in range(3)), st.sampled_from(SMOOTH), LEADS, st.booleans()),
+    special=special_batches,
+    refused=(),
+)
 CONTRACT = [
     PRODUCT,
+    WITH_EPILOGUE,
+    OF_BATCHES,
+    replace(OF_BATCHES, name="tuned_matmul of copied batches", settings={"TUNED_MATMUL_COPY": 0}),
     replace(
         PRODUCT,
         name="tuned_matmul with small copies",
@@ -133,6 +286,54 @@ def test_gradient_of_one_operand(taken: ModuleType) -> None:
     both = torch.autograd.grad(op(a, b).square().sum(), (a, b))
     assert torch.equal(*torch.autograd.grad(op(a, b.detach()).square().sum(), a), both[0])
     assert torch.equal(*torch.autograd.grad(op(a.detach(), b).square().sum(), b), both[1])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_of_activations_float32(load_op: Callable[[str], ModuleType], activation: str | None) -> None:
+    """They are PyTorch's, with a bias and without one, in the order of the function's arguments."""
+    op = load_op(str(RECIPE))
+    with_square(op)
+    a, b, bias = (x.requires_grad_() for x in biased(Draw(torch.float32), 5, 7, 9, None)[:3])
+    grad = torch.randn(5, 7, device=DEVICE)
+    for given in ((a, b, bias), (a, b), (a.detach(), b, bias), (a, b.detach(), bias.detach())):
+        leaves = [x for x in given if x.requires_grad]
+        right = ACTIVATIONS[activation](given[0] @ given[1] + (given[2] if len(given) > 2 else 0))
+        actual = torch.autograd.grad(op.tuned_matmul(*given, activation=activation), leaves, grad)
+        torch.testing.assert_close(actual, torch.autograd.grad(right, leaves, grad), rtol=1e-4, atol=1e-4)
+
+
+def test_activation_without_gradient(load_op: Callable[[str], ModuleType]) -> None:
+    """One's own may have none: a backward says so."""
+    op = load_op(str(RECIPE))
+    with_square(op)
+    op.TUNED_MATMUL_ACTIVATIONS["squared"] = op.TUNED_MATMUL_ACTIVATIONS["square"][0], None
+    a, b = (x.requires_grad_() for x in matrices(Draw(torch.float32), 3, 5, 4))
+    out = op.tuned_matmul(a, b, activation="squared")
+    torch.testing.assert_close(out, (a @ b).square())
+    with pytest.raises(RuntimeError, match=r"^tuned_matmul has no gradient of 'squared'"):
+        out.sum().backward()
+
+
+def test_batches_are_not_copied_float32(taken: ModuleType) -> None:
+    """One launch reads the operands where they are: as a matrix if one stride reaches all rows, else in two steps."""
+    x = torch.randn(2, 5, 3, 8, device=DEVICE)  # (batch, token, head, of a head)
+    weight = torch.randn(8, 7, device=DEVICE)
+    launched = []
+
+    class Launch:
+        def __getitem__(self, grid: Callable[[dict[str, int]], tuple[int]]) -> Callable[..., None]:
+            tiles = grid({"BLOCK_M": 64, "BLOCK_N": 64})
+            return lambda a, b, *_, **__: launched.append((a.data_ptr(), b.data_ptr(), *tiles))
+
+    for a, b, count in (
+        (x, weight, 1),
+        (x[..., -1:, :], weight, 1),
+        (x.transpose(1, 2), weight, 6),
+        (x[..., :1, :].expand(2, 5, 6, 8), weight, 10),
+        (x.transpose(1, 2), x.permute(0, 2, 3, 1), 6),
+    ):
+        taken._tuned_matmul_launch(a, b, wrap=lambda tuner: Launch())
+        assert launched.pop() == (a.data_ptr(), b.data_ptr(), count)
 
 
 def test_operands(taken: ModuleType) -> None:
@@ -329,6 +530,8 @@ def known(taken: ModuleType, kind: str, tile: tuple[int, ...], along: tuple[bool
     constants |= dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=False))
     constants |= {"VEC_AM": 1 if along_a else vec, "VEC_AK": vec if along_a else 1}
     constants |= {"VEC_BK": vec if along_b else 1, "VEC_BN": 1 if along_b else vec}
+    none = "bias_ptr", "inner", "stride_az", "stride_ay", "stride_bz", "stride_by", "like_batch", "ACTIVATION"
+    constants |= dict.fromkeys(none)
     constants |= {"stride_ak" if along_a else "stride_am": 1, "stride_bk" if along_b else "stride_bn": 1}
     return constants | more
 
@@ -367,6 +570,30 @@ def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     for widths, loads in results:
         assert {int(width, base=0) for width in widths} == {16}
         assert loads == 0
+
+
+def codes_with_options(taken: ModuleType) -> list[tuple[set[str], int]]:
+    """Return the bytes of copies, and those of spilled registers, with a bias, each activation and a batch."""
+    results = []
+    given = {"bias_ptr", "inner", "stride_az", "stride_ay", "stride_bz", "stride_by", "like_batch"}
+    for activation in (None, "relu", "silu", "gelu", "gelu_tanh", jitted_square()):
+        for kind, tile in (("2 bytes", (128, 256, 64, 8)), ("8 bytes", (64, 64, 16, 4))):
+            constants = known(taken, kind, tile, (True, True), ACTIVATION=activation, N=4096)
+            launch = {name: value for name, value in constants.items() if name not in given}
+            text = ptx(taken._tuned_matmul_kernel, **launch)
+            widths = set(re.findall(r"cp\.async\S* \[.*?\], \[.*?\], (\w+)", text))
+            spills = activation == "gelu" and kind == "2 bytes"  # tl.erf takes many registers
+            results.append((widths, 0 if spills else stack(taken._tuned_matmul_kernel, **launch)))
+    return results
+
+
+@pytest.mark.thorough
+def test_compiled_options(gallery: Path, on_h100: Ask) -> None:
+    """With all of them, loads are as wide as without; where 16 divides N, no register is spilled, but for erf."""
+    (results,) = on_h100(gallery / RECIPE, codes_with_options)
+    for widths, spilled in results:
+        assert {int(width, base=0) for width in widths} == {16}
+        assert spilled == 0
 
 
 @pytest.mark.thorough
@@ -441,21 +668,41 @@ BREAKS = [
         "offs_n[None, :] * stride_bn\n    # A wide load",
         "offs_n[None, :]\n    # A wide load",
     ),
-    ("padding that is not zero", "    buffer[:, width:] = 0\n", ""),
+    ("padding that is not zero", "    buffer[..., width:] = 0\n", ""),
     (
         "rows taken for aligned",
-        "aligned = x.stride(1 - dim) % vec == 0 and x.shape[dim] % vec == 0",
-        "aligned = x.shape[dim] % vec == 0",
+        "aligned = x.stride(other) % vec == 0 and x.shape[side] % vec == 0",
+        "aligned = x.shape[side] % vec == 0",
     ),
     (
         "sizes taken for multiples",
-        "aligned = x.stride(1 - dim) % vec == 0 and x.shape[dim] % vec == 0",
-        "aligned = x.stride(1 - dim) % vec == 0",
+        "aligned = x.stride(other) % vec == 0 and x.shape[side] % vec == 0",
+        "aligned = x.stride(other) % vec == 0",
     ),
     (
         "a gradient of zero",
-        "tuned_matmul(grad, b.T) if by_a else None",
-        "tuned_matmul(grad, b.T) * 0 if by_a else None",
+        "tuned_matmul(grad, b.mT) if by_a else None",
+        "tuned_matmul(grad, b.mT) * 0 if by_a else None",
     ),
+    (
+        "the last bias left out",
+        "tl.load(bias_ptr + offs_n, mask=offs_n < N,",
+        "tl.load(bias_ptr + offs_n, mask=offs_n < N - 1,",
+    ),
+    ("a slope without the bias", "grad = backward(grad, tuned_matmul(a, b, bias))", "grad = backward(grad, a @ b)"),
+    (
+        "matrices of a batch taken for aligned",
+        "for n in (x.storage_offset(), *apart)",
+        "for n in (x.storage_offset(),)",
+    ),
+    ("one matrix of each batch", "z // inner * stride_z + z % inner * stride_y", "z // inner * stride_z"),
+    ("results of a batch in one place", "        c_ptr += z * M * N\n", ""),
+    (
+        "any batch taken for a matrix",
+        "all(a.stride(i) == a.stride(j) * a.shape[j] for i, j in pairs)",
+        "True",
+    ),
+    ("a slope of another GELU", "* tl.sigmoid(z * slope)", "* tl.sigmoid(z * 1.702)"),
+    ("a NaN that becomes zero", "y = tl.where(z < 0, 0.0, z)", "y = tl.where(z > 0, z, 0.0)"),
     ("no launcher for GPUs", 'TUNED_MATMUL_LIBRARY.impl("tuned_matmul", _tuned_matmul_launch, "CUDA")\n', ""),
 ]

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from case import Case, Draw, Exact, Refused, accumulator, assert_close, check, i
 from compiled import Ask, compiled, graphs
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, first_quickly
+from torch.nn.functional import pad
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -31,6 +32,28 @@ def cu(lengths: Lengths | list[int]) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
 
+class Options(NamedTuple):
+    """What a call has beside tensors and lengths.
+
+    Attributes:
+        window: how many keys a query sees before and after its own; -1 is all.
+        softcap: of scores, or 0.
+        slopes: "heads" or "batch", as what alibi_slopes are for; None is none.
+        sinks: whether each head has one.
+        unused: how many rows of queries and of keys follow each sequence, and are not used; None is none.
+        rows: whether each sequence has a row of its own, of one length, in tensors of four dimensions.
+        DV: the dimension of values; None is D.
+    """
+
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    slopes: str | None = None
+    sinks: bool = False
+    unused: tuple[Lengths, Lengths] | None = None
+    rows: bool = False
+    DV: int | None = None
+
+
 def arguments(
     draw: Draw,
     queries: Lengths,
@@ -40,36 +63,108 @@ def arguments(
     causal: bool = False,
     scale: float | None = None,
     slack: int = 0,
+    options: Options = Options(),  # noqa: B008 - it cannot be changed
 ) -> tuple[Any, ...]:
     """Make q, k and v of sequences, and what is known of them: some longest length, too; None is as many keys."""
-    keys = queries if keys is None else keys
-    q, k, v = (draw(sum(lens), count, D) for lens, count in ((queries, heads[0]), (keys, heads[1]), (keys, heads[1])))
-    most = (max(lens, default=0) + slack for lens in (queries, keys))
-    return q, k, v, *(cu(lens).to(q.device) for lens in (queries, keys)), *most, causal, scale
+    sides = [queries, queries if keys is None else keys]
+    wholes = sides
+    if options.unused:
+        wholes = [
+            tuple(length + more for length, more in zip(side, unused, strict=True))
+            for side, unused in zip(sides, options.unused, strict=True)
+        ]
+    if options.rows:
+        wholes = [(max(side),) * len(side) for side in sides]
+    shapes = [(len(side), side[0]) if options.rows else (sum(side),) for side in wholes]
+    dimensions = (heads[0], D), (heads[1], D), (heads[1], options.DV or D)
+    q, k, v = (draw(*shapes[place > 0], *dimensions[place]) for place in range(3))
+    most = (max(side, default=0) + slack for side in sides)
+    used: list[torch.Tensor | None] = [None, None]
+    if wholes != sides:
+        used = [torch.tensor(side, dtype=torch.int32, device=q.device) for side in sides]
+    of_heads = (len(queries), heads[0]) if options.slopes == "batch" else (heads[0],)
+    slopes = draw(*of_heads, dtype=torch.float32, of=lambda x: x.abs() / 4) if options.slopes else None
+    sinks = draw(heads[0]) if options.sinks else None
+    places = [cu(side).to(q.device) for side in wholes]
+    return q, k, v, *places, *most, causal, scale, *options.window, options.softcap, slopes, sinks, *used
 
 
 def of_backward(draw: Draw, *size: Any) -> tuple[Any, ...]:
     """Make a gradient, and what the forward took and returned."""
     q, k, v, *known = arguments(draw, *size)
     out, lse = (right.value for right in exact(*in_float64((q, k, v, *known))))
-    return draw(*q.shape), q, k, v, out.to(q.dtype).contiguous(), lse.to(accumulator(q.dtype)), *known
+    do = draw(*out.shape)
+    return do, q, k, v, out.to(q.dtype).contiguous(), lse.to(accumulator(q.dtype)), *known
+
+
+def of_public(draw: Draw, *size: Any) -> tuple[Any, ...]:
+    """Make arguments for the public function, which takes both ends of a window as one."""
+    made = arguments(draw, *size)
+    return *made[:9], made[9:11], *made[11:], True
 
 
 def attended(
-    of_q: list[torch.Tensor], of_k: list[torch.Tensor], cu_q: torch.Tensor, cu_k: torch.Tensor
+    of_q: list[torch.Tensor],
+    of_k: list[torch.Tensor],
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    used_q: torch.Tensor | None,
+    used_k: torch.Tensor | None,
 ) -> Iterator[list[torch.Tensor]]:
     """Yield what each sequence has of some tensors, as (heads, tokens, D); keys for each head of queries."""
+    of_q, of_k = ([t.flatten(0, -3) for t in side] for side in (of_q, of_k))
     group = of_q[0].shape[1] // of_k[0].shape[1]
-    parts = [t.split(cu_q.diff().tolist()) for t in of_q]
-    parts += [t.repeat_interleave(group, dim=1).split(cu_k.diff().tolist()) for t in of_k]
+    of_k = [t.repeat_interleave(group, dim=1) for t in of_k]
+    parts = []
+    for side, places, used in ((of_q, cu_q, used_q), (of_k, cu_k, used_k)):
+        lengths = (places.diff() if used is None else used).tolist()
+        for t in side:
+            split = t.split(places.diff().tolist())
+            parts.append([part[:length] for part, length in zip(split, lengths, strict=True)])
     yield from ([part.transpose(0, 1) for part in sequence] for sequence in zip(*parts, strict=True))
 
 
-def scores(a: torch.Tensor, b: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    """Return the scores of a sequence, of which the last query sees all keys."""
-    s = a @ b.mT * scale
-    hidden = torch.ones_like(s, dtype=torch.bool).triu(1 + s.shape[2] - s.shape[1])
-    return s.masked_fill(hidden, -torch.inf) if causal else s
+def whole(parts: list[torch.Tensor], places: torch.Tensor, unused: float = 0.0) -> torch.Tensor:
+    """Return the results of sequences, (..., tokens, D), one after the other with the rows that are not used."""
+    lengths = places.diff().tolist()
+    padded = [pad(t, (0, 0, 0, n - t.shape[-2]), value=unused) for t, n in zip(parts, lengths, strict=True)]
+    return torch.cat(padded, dim=-2)
+
+
+class Scores(NamedTuple):
+    """What scores follow from, beside queries and keys: as the op takes it."""
+
+    causal: bool = False
+    scale: float | None = None
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    slopes: torch.Tensor | None = None
+
+    def of(self, a: torch.Tensor, b: torch.Tensor, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of a sequence, of which the last query is beside the last key, and their derivative."""
+        s = a @ b.mT * self.factor(a)
+        derivative = torch.ones_like(s)
+        if self.softcap:
+            tanh = (s / self.softcap).tanh()
+            s, derivative = self.softcap * tanh, 1 - tanh.square()
+        queries, keys = (torch.arange(t.shape[1], device=s.device) for t in (a, b))
+        distance = queries[:, None] + len(keys) - len(queries) - keys
+        if self.slopes is not None:
+            slopes = self.slopes if self.slopes.ndim == 1 else self.slopes[sequence]
+            s = s - slopes[:, None, None] * distance.abs()
+        right = 0 if self.causal else self.right
+        hidden = ((distance < -right) & (right >= 0)) | ((distance > self.left) & (self.left >= 0))
+        return s.masked_fill(hidden, -torch.inf), derivative
+
+    def factor(self, a: torch.Tensor) -> float:
+        """Return what a product of a query and a key is multiplied by."""
+        return a.shape[2] ** -0.5 if self.scale is None else self.scale
+
+    def most(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return the sums of the magnitudes of what the scores of each query add up, at the most."""
+        most = pad(self.factor(a) * (a.abs() @ b.abs().mT), (0, 1)).amax(-1) + self.softcap
+        return most if self.slopes is None else most + self.slopes.max() * (a.shape[1] + b.shape[1])
 
 
 def exact(
@@ -80,25 +175,46 @@ def exact(
     cu_k: torch.Tensor,
     longest_q: int,
     longest_k: int,
-    causal: bool = False,
-    scale: float | None = None,
+    *asked: Any,
 ) -> list[Exact]:
     """Return the attention by its formula, and the log-sum-exp of scores; a query that sees nothing has 0 and inf.
 
     A weight is rounded to the dtype of v. A score is a sum along a head, and of their exponentials there is a sum.
     """
-    (_, H, D), scale = q.shape, q.shape[2] ** -0.5 if scale is None else scale
-    results = [(q.new_zeros(H, 0, D), q.new_zeros(H, 0, D), q.new_zeros(H, 0), q.new_zeros(H, 0))]
-    for a, b, c in attended([q], [k, v], cu_q, cu_k):
-        s = scores(a, b, causal, scale)
+    scores, (sinks, *used) = Scores(*asked[:6]), asked[6:] or (None, None, None)
+    results = []
+    for sequence, (a, b, c) in enumerate(attended([q], [k, v], cu_q, cu_k, *used)):
+        s, _ = scores.of(a, b, sequence)
         lse = s.logsumexp(-1)
+        if sinks is not None:
+            lse = lse.logaddexp(sinks[:, None])
         p = (s - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
-        most = torch.nn.functional.pad(scale * (a.abs() @ b.abs().mT), (0, 1)).amax(-1)
-        results.append((p @ c, p @ c.abs(), lse, 1 + most))
-    out, sums, lse, terms = (torch.cat(parts, dim=1) for parts in zip(*results, strict=True))
-    out, sums = out.transpose(0, 1), sums.transpose(0, 1)
+        results.append((p @ c, p @ c.abs(), lse[..., None], 1 + scores.most(a, b)[..., None]))
+    results = results or [tuple(q.new_zeros(q.shape[-2], 0, n) for n in (v.shape[-1], v.shape[-1], 1, 1))]
+    places = cu_q if len(cu_q) > 1 else cu_q.new_zeros(2)
+    values = (0.0, 0.0, -torch.inf, 0.0)
+    out, sums, lse, terms = (
+        whole(list(parts), places, value) for parts, value in zip(zip(*results, strict=True), values, strict=True)
+    )
+    out, sums = (t.transpose(0, 1).reshape(*q.shape[:-1], v.shape[-1]) for t in (out, sums))
     lse, most = lse.masked_fill(lse == -torch.inf, torch.inf) / math.log(2), terms / math.log(2)
-    return [Exact(out, sums + out.abs(), narrow=sums), Exact(lse, most, accumulator, roundings=64 + D + longest(cu_k))]
+    roundings = 64 + q.shape[-1] + longest(cu_k)
+    return [
+        Exact(out, sums + out.abs(), narrow=sums),
+        Exact(lse[..., 0], most[..., 0], accumulator, roundings=roundings),
+    ]
+
+
+def exact_public(*given: Any) -> list[Exact]:
+    """Return the attention, and the log-sum-exp to the base e, which is -inf for a query that sees nothing."""
+    *asked, (left, right), softcap, slopes, sinks, used_q, used_k, _ = given
+    out, lse = exact(*asked, left, right, softcap, slopes, sinks, used_q, used_k)
+    value = lse.value.masked_fill(lse.value == torch.inf, -torch.inf) * math.log(2)
+    assert lse.terms is not None
+    terms, q = lse.terms, given[0]
+    if q.ndim == 4:
+        value, terms = (t.unflatten(1, q.shape[:2]).transpose(0, 1) for t in (value, terms))
+    return [out, lse._replace(value=value, terms=terms, made_by_torch=True)]
 
 
 def longest(places: torch.Tensor) -> int:
@@ -117,49 +233,87 @@ def exact_gradients(
     cu_k: torch.Tensor,
     longest_q: int,
     longest_k: int,
-    causal: bool,
-    scale: float | None,
+    *asked: Any,
 ) -> list[Exact]:
-    """Return the gradients of q, k and v, and what each adds up if none cancels.
+    """Return the gradients of q, k, v and sinks, and what each adds up if none cancels.
 
     A probability, or its product with a difference, is rounded to the dtype of q.
     """
-    H, scale = k.shape[1], q.shape[2] ** -0.5 if scale is None else scale
-    results = [[q.new_zeros(2, q.shape[1], 0, q.shape[2])] for _ in range(3)]
-    each = zip(attended([q, do, out], [k, v], cu_q, cu_k), lse.split(cu_q.diff().tolist(), dim=1), strict=True)
-    for (a, d, o, b, c), of_a in each:
-        p = (scores(a, b, causal, scale) / math.log(2) - of_a[..., None]).exp2()
+    scores, (sinks, *used) = Scores(*asked[:6]), asked[6:] or (None, None, None)
+    results, of_sinks = [], [q.new_zeros(2, q.shape[-2])]
+    pieces = attended([q, do, out, lse.T[..., None].view(*q.shape[:-1], 1)], [k, v], cu_q, cu_k, *used)
+    for sequence, (a, d, o, of_a, b, c) in enumerate(pieces):
+        s, derivative = scores.of(a, b, sequence)
+        p, scale = (s / math.log(2) - of_a).exp2(), scores.factor(a)
         delta, most = (o * d).sum(-1, keepdim=True), (o * d).abs().sum(-1, keepdim=True)
-        ds, terms = p * (d @ c.mT - delta), p * (d.abs() @ c.abs().mT + most)
-        results[0].append(scale * torch.stack([ds @ b, terms @ b.abs()]))
-        results[1].append(scale * torch.stack([ds.mT @ a, terms.mT @ a.abs()]))
-        results[2].append(torch.stack([p.mT @ d, p.mT @ d.abs()]))
-    dq, dk, dv = (torch.cat(parts, dim=2).transpose(1, 2) for parts in results)  # (2, tokens, heads, D)
-    dk, dv = (both.unflatten(2, (H, both.shape[2] // H)).sum(3) for both in (dk, dv))
-    return [Exact(value, terms, narrow=terms) for value, terms in (dq, dk, dv)]
+        ds = scale * derivative * p * (d @ c.mT - delta)
+        terms = scale * derivative * p * (d.abs() @ c.abs().mT + most)
+        results.append(
+            (
+                torch.stack([ds @ b, terms @ b.abs()]),
+                torch.stack([ds.mT @ a, terms.mT @ a.abs()]),
+                torch.stack([p.mT @ d, p.mT @ d.abs()]),
+            )
+        )
+        if sinks is not None:
+            power = (sinks[:, None, None] / math.log(2) - of_a).exp2()
+            of_sinks.append(torch.stack([-(power * delta).sum((1, 2)), (power * most).sum((1, 2))]))
+    results = results or [tuple(q.new_zeros(2, q.shape[-2], 0, t.shape[-1]) for t in (q, k, v))]
+    sides = [places if len(places) > 1 else places.new_zeros(2) for places in (cu_q, cu_k, cu_k)]
+    dq, dk, dv = (  # (2, heads, tokens, D)
+        whole(list(parts), places) for parts, places in zip(zip(*results, strict=True), sides, strict=True)
+    )
+    dk, dv = (both.unflatten(1, (k.shape[-2], q.shape[-2] // k.shape[-2])).sum(2) for both in (dk, dv))
+    pairs = [both.transpose(1, 2).reshape(2, *t.shape) for both, t in ((dq, q), (dk, k), (dv, v))]
+    if sinks is None:
+        last = Exact(q.new_zeros(0), dtype=accumulator, made_by_torch=True)
+    else:
+        value, terms = sum(of_sinks)
+        last = Exact(value, terms, made_by_torch=True)
+    return [*(Exact(value, terms, narrow=terms) for value, terms in pairs), last]
 
 
 def exact_autograd(do: torch.Tensor, *taken: Any) -> list[Exact]:
-    """Return the gradients of q, k and v."""
+    """Return the gradients of q, k and v, and of sinks where there are some."""
     out, lse = exact(*taken)
-    return exact_gradients(do, *taken[:3], out.value, lse.value, *taken[3:])
+    gradients = exact_gradients(do, *taken[:3], out.value, lse.value, *taken[3:])
+    return gradients if taken[13] is not None else gradients[:3]
 
 
 def of_list(
-    _: Draw, lengths: Lengths, other: Lengths, BLOCK: int, down: bool = False, slack: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, int, int, int, bool]:
-    """Make what the list of tiles follows from; the longest length may be too long, or too short."""
-    return cu(lengths), cu(other), sum(lengths), max(lengths) + slack, BLOCK, down
+    _: Draw, lengths: Lengths, other: Lengths, BLOCK: int, down: bool = False, slack: int = 0, used: str = ""
+) -> tuple[Any, ...]:
+    """Make what the list of tiles follows from; the longest length may be too long, or too short.
+
+    What is used of a side is all that counts, if it is known.
+    """
+    known = [
+        torch.tensor(side, dtype=torch.int32, device=DEVICE) if name in used else None
+        for name, side in (("own", lengths), ("other", other))
+    ]
+    sides = [
+        cu(side) if some is None else cu([length + 5 for length in side])
+        for side, some in zip((lengths, other), known, strict=True)
+    ]
+    return *sides, sum(lengths), max(lengths) + slack, BLOCK, down, *known
 
 
 def exact_list(
-    cu_lengths: torch.Tensor, other: torch.Tensor, total: int, longest: int, BLOCK: int, down: bool
+    cu_lengths: torch.Tensor,
+    other: torch.Tensor,
+    total: int,
+    longest: int,
+    BLOCK: int,
+    down: bool,
+    used: torch.Tensor | None,
+    used_other: torch.Tensor | None,
 ) -> list[Exact]:
     """Return each tile once, longest work first, and idle entries; tiles past the end of a list too short are lost.
 
     A sequence has one ragged tile at the most, and no more tiles than the longest one.
     """
-    tokens, work = cu_lengths.diff().tolist(), other.diff().tolist()
+    tokens = (cu_lengths.diff() if used is None else used).tolist()
+    work = (other.diff() if used_other is None else used_other).tolist()
     tiles = [-(-length // BLOCK) for length in tokens]
     order = sorted(range(len(tokens)), key=lambda seq: (-work[seq], seq))
     rows = [[seq, block] for seq in order for block in range(tiles[seq])[:: -1 if down else 1]]
@@ -171,8 +325,8 @@ def exact_list(
 def changed(
     draw: Draw, *changes: tuple[int, Callable[[Any], Any]], D: int = 16, scale: float | None = None
 ) -> tuple[Any, ...]:
-    """Make arguments of which some were changed."""
-    made = list(arguments(draw, (2, 4), None, (4, 4), D, False, scale))
+    """Make arguments of the public function, of which some were changed."""
+    made = list(of_public(draw, (2, 4), None, (4, 4), D, False, scale))
     for place, change in changes:
         made[place] = change(made[place])
     return tuple(made)
@@ -188,14 +342,30 @@ def each(change: Callable[[Any], Any], *places: int) -> list[tuple[int, Callable
     return [(place, change) for place in places]
 
 
-KINDS = "takes q, k and v of one dtype and cu_seqlens of int32, .*, not .*"
-FORMS = r"takes q of \(tokens, heads, D\), .*, with D up to 256, .*, not \("
+KINDS = "takes q, k and v of one dtype, and cu_seqlens and seqused of int32, .*, not .*"
+FORMS = r"takes q of \(tokens, heads, D\), .*, with D and DV up to 256, .*, not \("
 REFUSED = [
     *refused(TypeError, r"takes float tensors, not torch\.int32", each(torch.Tensor.int, 0, 1, 2)),
     *refused(TypeError, f"{KINDS}torch.bfloat16", each(torch.Tensor.bfloat16, 1)),
     *refused(TypeError, f"{KINDS}torch.int64", each(torch.Tensor.long, 3)),
     *refused(ValueError, FORMS, each(lambda x: x[:, :3], 1, 2), each(lambda x: x[:, :0], 1, 2)),
-    *refused(ValueError, FORMS, each(lambda x: x[:, :2], 2), each(lambda x: x[..., :8], 1, 2)),
+    *refused(ValueError, FORMS, each(lambda x: x[:, :2], 2), each(lambda x: x[..., :8], 1)),
+    *refused(ValueError, FORMS, each(lambda x: x[..., :0], 2), each(lambda x: x.repeat(1, 1, 17), 2)),
+    *refused(ValueError, FORMS, each(lambda _: cu([1, 1]), 13), each(lambda _: cu([1, 1]), 14)),
+    *refused(TypeError, f"{KINDS}torch.int64", each(lambda _: cu([1]).long(), 13), each(lambda _: cu([1]).long(), 14)),
+    *refused(ValueError, "takes a window_size of two numbers, .*, not -2 and 0", each(lambda _: (-2, 0), 9)),
+    *refused(ValueError, "takes a softcap from 0 on, not", *(each(lambda _, x=x: x, 10) for x in (-1.0, math.inf))),
+    *refused(TypeError, r"takes alibi_slopes of floats .*torch\.int32", each(lambda _: cu([1]), 11)),
+    *refused(TypeError, r"takes sinks of floats .*torch\.int32", each(lambda _: cu([1]), 12)),
+    *refused(
+        ValueError, r"takes alibi_slopes of .*, not of \(3, 4\)", each(lambda _: torch.ones(3, 4, device=DEVICE), 11)
+    ),
+    *refused(ValueError, r"takes sinks of .*, not of \(2, 4\)", each(lambda _: torch.ones(2, 4, device=DEVICE), 12)),
+    *refused(
+        ValueError,
+        "has no gradient for alibi_slopes",
+        each(lambda _: torch.ones(4, device=DEVICE, requires_grad=True), 11),
+    ),
     *refused(ValueError, FORMS, each(lambda x: x[0], 1, 2), each(lambda x: x[:3], 2)),
     *refused(ValueError, FORMS, each(lambda places: places[:2], 4), each(lambda places: places[None], 4)),
     *(Refused(partial(changed, D=D), ValueError, f"varlen_attention {FORMS}") for D in (0, 257)),
@@ -217,6 +387,21 @@ SIZES += [
 ]
 SIZES += [((35, 0), (70, 0), (2, 1), 100, True), ((5, 0, 3), (0, 4, 0), (2, 1), 64, True), ((0, 0), None, (1, 1), 8)]
 SIZES += [((130, 0, 1, 65), None, (2, 2), D, causal) for D in (16, 64, 128, 256) for causal in (False, True)]
+# Each option alone and together: windows before, after and around, of less and more than a block; more queries than
+# keys; caps; slopes for a head and for a sequence; sinks, of queries without keys, too; rows not used; values
+# of another dimension
+WITH_OPTIONS = [
+    ((150, 0, 40), (170, 3, 25), (2, 1), 16, False, None, 0, Options((20, -1), slopes="heads", sinks=True)),
+    ((150, 40), (100, 60), (2, 2), 24, False, None, 0, Options((70, 3), unused=((3, 0), (0, 70)), DV=40)),
+    ((140, 1, 0), None, (4, 2), 16, True, None, 0, Options((63, -1), sinks=True)),
+    ((40, 33), (1, 70), (1, 1), 16, True, 0.7, 0, Options(softcap=1.5, rows=True, unused=((0, 7), (69, 0)))),
+    ((20, 5, 0), (70, 0, 9), (2, 1), 16, False, None, 0, Options((-1, 30), 2.0, "batch", True, rows=True, DV=100)),
+    ((70, 33), None, (2, 1), 64, True, None, 0, Options(slopes="batch")),
+    ((30, 70), (65, 5), (3, 3), 16, False, None, 0, Options((0, 0), 3.0, unused=((64, 1), (1, 0)))),
+    ((9, 66), (70, 66), (2, 1), 100, True, None, 3, Options((32, 5), 2.0, "heads", True, ((1, 2), (3, 4)), DV=16)),
+    ((130,), (200,), (2, 1), 64, False, None, 0, Options((128, 64))),
+    ((200, 3), (130, 200), (2, 1), 64, False, None, 0, Options((64, 128), sinks=True, slopes="heads")),
+]
 LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 65]) | st.integers(0, 70)
 PAIRS = st.lists(st.tuples(LENGTHS, LENGTHS), min_size=1, max_size=4).map(lambda pairs: tuple(zip(*pairs, strict=True)))
 SHAPES = st.tuples(
@@ -227,9 +412,22 @@ SHAPES = st.tuples(
     st.sampled_from([None, 1e-3, 1, 0.5]),
     st.integers(0, 9),
 ).map(lambda drawn: (*drawn[0], *drawn[1:]))
+OPTIONS = st.builds(
+    Options,
+    st.tuples(*[st.sampled_from([-1, -1, 0, 1, 31, 32, 33, 64]) | st.integers(0, 70)] * 2),
+    # Where a cap is far below the scores, their derivative is too small for float32.
+    st.sampled_from([0.0, 5.0, 20.0]),
+    st.sampled_from([None, "heads", "batch"]),
+    st.booleans(),
+    unused=st.none(),
+    rows=st.booleans(),
+    DV=st.sampled_from([None, 16, 40]),
+)
+SHAPES_WITH_OPTIONS = st.builds(lambda shape, options: (*shape, options), SHAPES, OPTIONS)
 # Of own tokens and of others: a tile's, whether the last of a sequence is the first, and what is wrong with the longest
 LISTS = [((5, 0, 33, 20, 33), (7, 9, 0, 7, 9), 16), ((40, 100, 7), (40, 100, 7), 16, False, -84)]
 LISTS += [((70, 1, 64), (3, 3, 3), 64, True, 10**6), ((0, 0), (1, 2), 16, True), ((4800,), (1,), 16, True, 1)]
+LISTS += [((5, 0, 33, 20, 33), (7, 9, 0, 7, 9), 16, True, 0, used) for used in ("own", "other", "own and other")]
 LISTS += [(tuple(n % 40 for n in range(260)), tuple(n % 3 for n in range(260)), 16)]
 LISTS_DRAWN = st.builds(
     lambda pairs, *rest: (*zip(*pairs, strict=True), *rest),
@@ -252,7 +450,7 @@ FORWARD = Case(
     # What is lost of weights that are too small for the dtype of v
     floor=lambda dtype: 256 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps,
     gradients=exact_autograd,
-    with_gradients=3,
+    with_gradients=(0, 1, 2, 13),
 )
 BACKWARD = replace(
     FORWARD,
@@ -280,16 +478,30 @@ CONTRACT = [
     replace(
         FORWARD,
         call="varlen_attention",
-        exact=lambda *given: exact(*given)[:1],
-        sizes=SIZES[:2],
+        arguments=of_public,
+        exact=exact_public,
+        sizes=[*SIZES[:2], WITH_OPTIONS[4]],
         shapes=None,
         layouts=["contiguous"],
         gradients=None,
         plain=True,
+        contiguous=False,
         refused=REFUSED,
     ),
     FORWARD,
     BACKWARD,
+    *(
+        replace(
+            case,
+            name=f"{case.call} with options",
+            sizes=WITH_OPTIONS,
+            small=((1, 0, 2), (1, 1, 2), (2, 1), 2, True, None, 0, WITH_OPTIONS[7][-1]._replace(unused=None, DV=3)),
+            in_layouts=WITH_OPTIONS[4],
+            shapes=SHAPES_WITH_OPTIONS,
+            autocast=None,
+        )
+        for case in (FORWARD, BACKWARD)
+    ),
 ]
 
 
@@ -361,14 +573,20 @@ def at_launch(taken: ModuleType, kind: str, dtype: str, D: int, causal: bool) ->
         "lse_ptr": "fp32",
         "GROUP": 1,
         "D": D,
+        "DV": D,
         "SCALE": D**-0.5 * math.log2(math.e),
-        "CAUSAL": causal,
+        **dict.fromkeys(("CAP", "LEFT")),
+        "RIGHT": 0 if causal else None,
         "ACC": tl.float32,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
         "BLOCK_D": BLOCK_D,
+        "BLOCK_DV": BLOCK_D,
+        **dict.fromkeys(("used_q_ptr", "used_k_ptr", "slopes_ptr", "ROW_Q", "ROW_K", "jump_q", "jump_k", "jump_v")),
     }
-    of_one = {"LOWEST": torch.finfo(torch.float32).min} if kind == "forward" else {"delta_ptr": "fp32"}
+    of_one: dict[str, object] = {"delta_ptr": "fp32", "jump_d": None}
+    if kind == "forward":
+        of_one = {"LOWEST": torch.finfo(torch.float32).min, "sinks_ptr": None}
     return known | of_one
 
 
@@ -446,12 +664,20 @@ BREAKS = [
     ("keys past the end are seen", "    seen = offs_n < LK\n", "    seen = offs_n < LK + 64\n"),
     ("tokens of the next sequence are loaded", "mask = mask & (offs < L)", "mask = mask & (offs < L + 64)"),
     ("padding of a head is read", "    mask = offs_d < D\n", "    mask = offs_d < D + 8\n"),
-    ("queries see the next key", "seen & (offs_n <= offs_m + LK - LQ)", "seen & (offs_n <= offs_m + LK - LQ + 1)"),
-    ("the first query sees one key", "seen & (offs_n <= offs_m + LK - LQ)", "seen & (offs_n <= offs_m)"),
+    (
+        "queries see the next key",
+        "seen & (offs_n <= offs_m + LK - LQ + RIGHT)",
+        "seen & (offs_n <= offs_m + LK - LQ + RIGHT + 1)",
+    ),
+    (
+        "the first query sees one key",
+        "seen & (offs_n <= offs_m + LK - LQ + RIGHT)",
+        "seen & (offs_n <= offs_m + RIGHT)",
+    ),
     ("the diagonal begins late", "tl.minimum(seen + 1, LK)", "tl.minimum(seen + BLOCK_N, LK)"),
     ("sums of before not rescaled", "acc = acc * rescale\n", "acc = acc * 1.0\n"),
     ("the difference is not subtracted", "ds = p * (dp - delta[None, :])", "ds = p * dp"),
-    ("backward, queries see the next key", "<= offs_m[None, :] + LK - LQ\n", "<= offs_m[None, :] + LK - LQ + 1\n"),
+    ("backward, queries see the next key", "offs_n <= offs + LK - LQ + RIGHT", "offs_n <= offs + LK - LQ + RIGHT + 1"),
     (
         "backward, the diagonal begins late",
         "some = some // BLOCK_M * BLOCK_M",
@@ -461,5 +687,24 @@ BREAKS = [
     ("one member of a group counts", "of_q = head * GROUP + member", "of_q = head * GROUP"),
     ("equally long sequences share places", "(other == work) & (offs < seq)", "(other == work) & (offs < 0)"),
     ("what is left over says nothing", "range(count + seq, SLOTS, BATCH)", "range(count + seq, SLOTS - 1, BATCH)"),
+    ("a window sees one key more", "(offs_n >= offs_m + LK - LQ - LEFT)", "(offs_n >= offs_m + LK - LQ - LEFT - 1)"),
+    ("a window begins late", "first = tl.maximum(seen, 0)", "first = tl.maximum(seen + BLOCK_N, 0)"),
+    ("a window needs no mask too early", "tl.maximum(seen + BLOCK_M - 1, 0)", "tl.maximum(seen, 0)"),
+    ("backward, a window sees one key more", "offs_n >= offs + LK - LQ - LEFT", "offs_n >= offs + LK - LQ - LEFT - 1"),
+    ("backward, a window needs a mask too late", "tl.maximum(seen + 1, 0), LQ)", "tl.maximum(seen + BLOCK_N, 0), LQ)"),
+    ("backward, a window ends early", "tl.maximum(seen + BLOCK_N, 0), LQ)", "tl.maximum(seen + 1, 0), LQ)"),
+    ("the cap has no derivative", "derivative = 4.0 * power * part * part", "derivative = 1.0"),
+    ("later keys get no bias", "tl.abs(distance)", "tl.maximum(distance, 0)"),
+    (
+        "backward, all sequences have the first one's slopes",
+        "slopes_ptr + seq * HEADS * GROUP + of_q",
+        "slopes_ptr + of_q",
+    ),
+    ("a sink does not count", "total = tl.exp2(sink - m)", "total = 0.0 * tl.exp2(sink - m)"),
+    ("a sink's gradient is that of its weight", "(torch.exp2(log2 - lse) * delta)", "torch.exp2(log2 - lse)"),
+    ("rows that are not used stay", "        out.zero_()\n", "        pass\n"),
+    ("gradients of queries that are not used stay", "        dq.zero_()\n", "        pass\n"),
+    ("gradients of values that are not used stay", "        dv.zero_()\n", "        pass\n"),
+    ("rows lie one after the other", "jump = row[0] - t.shape[1] * along", "jump = 0 * along"),
     ("tiles past the list are written", "(offs < tiles) & (first + offs < SLOTS)", "offs < tiles"),
 ]

@@ -13,7 +13,7 @@ from pathlib import Path
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.declaration import OfOp, declaration
 from triton_gallery.recipe.names import bound
-from triton_gallery.recipe.op import op_of, statements
+from triton_gallery.recipe.op import SUFFIX, op_of, statements
 
 FIRST_KERNEL, FIRST_CONSTANTS, FIRST_FIGURE = 25, 4, 150  # statements, constants, lines below the opening
 OP, OP_AND_BACKWARD = 110, 210  # statements
@@ -138,8 +138,10 @@ def _of_op(recipe: Recipe, of_op: OfOp) -> Iterator[str]:
         yield f"its op has {count} statements, {allowed} are allowed"
     if op.strangers:
         yield f"its op uses {sorted(op.strangers)}, which are not of its cell"
-    if others := [name for name in op.names if not name.lower().lstrip("_").startswith(op.name)]:
-        yield f"its op defines {others}: names begin with {op.name}"
+    # Itself, and the ops that it is made of
+    ops = [op.name, *(name.removesuffix(SUFFIX).lower() for name in op.names if name.endswith(SUFFIX))]
+    if others := [name for name in op.names if not any(part in name.lower() for part in ops)]:
+        yield f"its op defines {others}: names have {op.name} in them"
     if "torch.library" in op.code and op.of("") == op:
         yield "its op has no constant for its namespace"
     if of_op.backward and "float64" not in of_op.dtypes:

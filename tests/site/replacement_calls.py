@@ -58,6 +58,19 @@ cos, sin = angles.cos(), angles.sin()
     "tuned_matmul": MATRICES,
     "persistent_matmul": MATRICES,
     "skinny_matmul": "x, weight = torch.randn(3, 64), torch.randn(32, 64)",
+    "quantize": "x = 2.0 ** torch.randint(-3, 9, (4, 256))",
+    "fp8_matmul": """
+x, weight = torch.randint(-2, 3, (2, 16, 32)).to(torch.float8_e4m3fn)
+scale_x, scale_weight = 2.0 ** torch.randint(-3, 3, (2, 16, 1))
+""",
+    "block_scaled_matmul": """
+x, weight = torch.randint(-1, 2, (2, 128, 256)).to(torch.float8_e4m3fn)
+scale_x, scale_weight = 2.0 ** torch.randint(0, 2, (128, 2)), 2.0 ** torch.randint(0, 2, (1, 2))
+""",
+    "int4_matmul": """
+x, codes = torch.randn(3, 256), torch.randint(0, 16, (32, 256))
+scales, zeros = torch.randint(1, 9, (2, 32)).half() / 16, torch.randint(0, 16, (2, 32))
+""",
     "linear_gelu": "x, weight, bias = torch.randn(3, 64), torch.randn(32, 64), torch.randn(32)",
     "flash_attention": HEADS,
     "flash_attn_func": "q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)",
@@ -155,7 +168,9 @@ def fault(op: str, swap: Swap) -> str:
             return "the two have no result of one name"
         for name in sorted(both | WRITTEN.get(op, set())):
             try:
-                torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-4)
+                # PyTorch compares float8 by its bits alone.
+                both_values = [t.float() if t.dtype.itemsize == 1 else t for t in (got[name], expected[name])]
+                torch.testing.assert_close(*both_values, rtol=1e-4, atol=1e-4)
             except AssertionError as error:
                 return f"{name}: {error}"
     return ""

@@ -123,6 +123,8 @@ import matplotlib.pyplot, numpy, pandas, torch, torch._inductor.compile_fx, trit
 torch._inductor.codecache.cache_dir()  # PyTorch notes it in the environment
 with contextlib.suppress(ImportError):
     import jax  # it draws random numbers from NumPy
+with contextlib.suppress(ImportError):
+    import transformers.modeling_utils  # it filters warnings
 
 SET = {"TRITON_INTERPRET", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE"}  # they have to be set before an import
 

@@ -76,8 +76,9 @@ def _op_of(recipe: Recipe, text: str) -> Op | None:
     tree = ast.parse(text)
     used = {node.id for node in ast.walk(ast.parse(cell)) if isinstance(node, ast.Name)}
     title = next(line for line in (ast.get_docstring(tree) or recipe.name).splitlines() if line)
-    named = (name for name in bound(ast.parse(cell).body) if name.endswith(SUFFIX))
-    name = next(named, recipe.name).removesuffix(SUFFIX).lower()
+    # The last, as ops that it is made of come before it
+    named = [name for name in bound(ast.parse(cell).body) if name.endswith(SUFFIX)]
+    name = [recipe.name, *named][-1].removesuffix(SUFFIX).lower()
     return Op(name, title, list(_imports(tree, used)), cell)
 
 

@@ -1,5 +1,6 @@
 """What is changed on pages when they are read, and in which order. One transform makes all changes."""
 
+import re
 from html import escape
 
 from docutils import nodes
@@ -59,8 +60,9 @@ def fold_cells(env: BuildEnvironment, document: nodes.document, page: RecipePage
                 helper in code for helper in ("def gpu_time(", "def statements(", "class Traffic(", "def outcomes(")
             )
             block = folded("Imports, device and measurement helpers" if helpers else "Imports and device", block)
-        elif op and f"\n{op.upper()}{SUFFIX} = " in f"\n{code}":
-            block = folded(f"The op: {len(code.splitlines())} lines of code", block)
+        elif ops := [name.lower() for name in re.findall(rf"(?m)^(\w+){SUFFIX} = ", code)]:
+            title = "The op" if op in ops else f"The ops {', '.join(ops)}"
+            block = folded(f"{title}: {len(code.splitlines())} lines of code", block)
         elif measures[number]:
             section.remove(cell.code)
             section.insert(section.index([cell.start, *cell.outputs][-1]) + 1, cell.code)

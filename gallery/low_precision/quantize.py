@@ -1,0 +1,590 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Give numbers 8 bits or 4 and a scale for each block: what a scale is for, how
+# large a block may be, and how one pass over memory finds both."""
+# dtypes = ["float16", "bfloat16", "float32"]
+# backward = false
+# deterministic = true
+# longer = "eight formats, scales of a tensor, rows, groups, blocks, and back"
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "row_kernel"
+# caption = """
+# A row of x per program. Its largest magnitude becomes 7 here, the largest
+# number that the results may have. A row has 5 elements and a block has 8."""
+# registers = ["x", "largest", "scale"]
+# inputs = { x = "torch.tensor([[1., -7, 3, 0, 5], [14, 2, -4, 6, 0]])" }
+# call = "quantize_rows(x, dtype=torch.float32, MAX=7.0)"
+# expected = { values = "torch.tensor([[1., -7, 3, 0, 5], [7, 1, -2, 3, 0]])" }
+# start = [1, 0]
+# ///
+r"""
+Quantize to FP8, INT8 and 4 bits
+================================
+
+A weight or an activation of 8 bits takes half the memory of bfloat16, and the
+tensor cores of an H100 multiply 8-bit numbers twice as fast. But eight bits
+cover a small range, so each block of numbers shares a *scale*. A cast alone
+needs no kernel of yours; finding the scale and casting in one pass over memory
+does.
+
+After this page you can
+
+* say what a scale is for, in floats and in integers, and what an outlier does;
+* quantize rows, groups and blocks in one pass over memory;
+* choose the size of a block by the error that it leaves.
+"""
+
+# sphinx_gallery_tags = ["quantization", "float8", "reduction", "memory bound"]
+import os
+from functools import partial
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import Traffic
+
+# %%
+# In PyTorch
+# ----------
+#
+# FP8 here is ``float8_e4m3fn``: a sign, four bits of exponent, three of
+# mantissa, and no infinity. Its largest number is 448. We divide each row by a
+# *scale* that brings its largest magnitude to 448, and keep the scale:
+# :math:`x \approx \mathit{values} \cdot \mathit{scale}`. PyTorch does it in
+# several kernels, and each of them reads or writes memory:
+
+E4M3 = torch.float8_e4m3fn
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def quantize_torch(x):
+    """Return each row over its scale as float8, and the scales."""
+    largest = x.abs().amax(-1, keepdim=True).float()
+    scales = largest / 448
+    return (x.float() * (1 / scales)).to(E4M3), scales
+
+
+if __name__ == "__main__":
+    x = torch.randn(64, 4096, generator=generator, device=DEVICE).bfloat16()
+    with Traffic() as traffic:
+        values, scales = quantize_torch(x)
+    for name, read, written in traffic.operators:
+        print(f"{name:22} reads {read:9,}, writes {written:9,} bytes")
+    floor = x.nbytes + values.nbytes + scales.nbytes
+    print(f"in all {traffic.moved / floor:.1f} times the floor of {floor:,}")
+
+# %%
+# The *floor* is what any kernel has to move: it reads ``x`` and writes the
+# values and the scales.
+
+# %%
+# The first kernel
+# ----------------
+#
+# As in a softmax, a program keeps a row in registers, so that the row is read
+# once for both uses. Masked elements are 0, which changes no maximum. A row of
+# zeros would have a scale of 0, and dividing by it gives NaN; its scale is 1.
+
+
+@triton.jit
+def row_kernel(
+    x_ptr, values_ptr, scale_ptr, N, MAX: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    row = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0)
+    x = x.to(tl.float32)  # (BLOCK_N,)
+    largest = tl.max(tl.abs(x), axis=0)
+    scale = tl.where(largest == 0, 1.0, largest / MAX)
+    # One division for the row, and a product for each element
+    values = x * (1 / scale)  # (BLOCK_N,)
+    values = values.to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + row * N + offs, values, mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=448.0):
+    """Return each row of a matrix over its scale, and the scales."""
+    M, N = x.shape
+    assert 0 < N <= 16384  # a longer row would not fit into registers
+    x = x.contiguous()
+    values = torch.empty_like(x, dtype=dtype)
+    scales = x.new_empty(M, 1, dtype=torch.float32)
+    BLOCK_N = triton.next_power_of_2(N)
+    warps = max(1, BLOCK_N // 1024)
+    kernel[(M,)](x, values, scales, N, MAX, BLOCK_N, num_warps=warps)
+    return values, scales
+
+
+# %%
+# Is it right?
+# ------------
+#
+# A GPU rounds to the nearest float8. Triton's interpreter does not: it turns
+# 1.97 into 1 instead of 2. So the check has numbers that float8 has, times a
+# power of two for each row. These come back as they were, on a GPU and without
+# one:
+
+
+def exact_rows(M, N, largest=448):
+    """Return rows of float8 numbers, each times a power of two, and these."""
+    x = 100 * torch.randn(M, N, generator=generator, device=DEVICE)
+    x = x.clamp(-largest, largest).to(E4M3).float()
+    x[:, 0] = largest
+    power = torch.randint(-20, 20, (M, 1), generator=generator, device=DEVICE)
+    return torch.ldexp(x, power), torch.ldexp(torch.ones_like(x[:, :1]), power)
+
+
+if __name__ == "__main__":
+    x, powers = exact_rows(7, 1000)
+    x[3] = 0
+    powers[3] = 1
+    values, scales = quantize_rows(x)
+    error = (values.float() * scales - x).abs().max().item()
+    print(f"largest error {error}, allowed 0")
+    assert torch.equal(scales, powers)
+    assert error == 0
+
+# %%
+# On a GPU, any numbers will do. Triton's division may be off by two in the last
+# place, so a value half way between two float8 numbers may become either.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    x = torch.randn(300, 5000, generator=generator, device=DEVICE)
+    values, scales = (t.float() for t in quantize_rows(x))
+    expected, expected_scales = (t.float() for t in quantize_torch(x))
+    torch.testing.assert_close(scales, expected_scales, rtol=2**-22, atol=0)
+    torch.testing.assert_close(values, expected, rtol=1 / 8, atol=2**-9)
+    share = (values != expected).float().mean().item()
+    print(f"{share:.1e} of the values differ, by one float8 number")
+
+# %%
+# How fast?
+# ---------
+#
+# Three lengths of row in bfloat16, half a gigabyte of each. The *roof* is a
+# copy of as many bytes as the floor has.
+
+ELEMENTS = 2**28  # far more than a GPU's caches hold
+FLOOR = 3e-6 * ELEMENTS  # megabytes: two bytes read, one written
+
+
+def random(N):
+    """Return a matrix with rows of N, and as many rows as make ELEMENTS."""
+    kind = {"device": DEVICE, "dtype": torch.bfloat16}
+    return torch.randn(ELEMENTS // N, N, generator=generator, **kind)
+
+
+def calls(ours, in_torch, N):
+    """Return what is timed for rows of N, by name."""
+    x = random(N)
+    torch.compiler.reset()  # past eight lengths it would raise
+    fast = torch.compile(in_torch, dynamic=False, fullgraph=True)
+    timed = ours | {"PyTorch": in_torch, "torch.compile": fast}
+    copied = torch.empty(3 * ELEMENTS // 2, dtype=torch.int8, device=DEVICE)
+    roof = partial(torch.empty_like(copied).copy_, copied)
+    return {name: partial(op, x) for name, op in timed.items()} | {"Roof": roof}
+
+
+def show_rates(ours, in_torch):
+    """Print GB/s at three lengths of row."""
+    rows = {}
+    for N in (256, 4096, 16384):
+        times = gpu_time(calls(ours, in_torch, N))
+        rows[N] = {name: round(FLOOR / t[0]) for name, t in times.items()}
+    print("GB/s", pd.DataFrame(rows).T.to_string(), sep="\n")
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    show_rates({"row_kernel": quantize_rows}, quantize_torch)
+
+# %%
+# What is a scale for?
+# --------------------
+#
+# We quantize four kinds of numbers, a scale for each block, and compare with
+# what they were. PyTorch does it here, in float64, for any block and format:
+#
+# * *normal*: as weights are, about;
+# * *heavy tails*: Student's t with three degrees of freedom;
+# * *outlier channels*: normal, but one column in a hundred is 50 times larger,
+#   as in activations of language models;
+# * *rows of all sizes*: normal, each row times a power of two up to 2**16.
+#
+# The error is the root mean square of the differences over that of ``x``.
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # the magnitudes of a float of 4 bits
+LARGEST = {"float8 e4m3": 448, "int8": 127, "float4 e2m1": 6}
+
+
+def rounded(y, name):
+    """Round numbers within the format's range to the format."""
+    if name == "int8":
+        return y.round()
+    if name == "float8 e4m3":
+        return y.to(E4M3).double()
+    numbers = torch.tensor(E2M1, device=y.device, dtype=y.dtype)
+    middle = (numbers[1:] + numbers[:-1]) / 2
+    return numbers[torch.bucketize(y.abs(), middle)] * y.sign()
+
+
+def error_of(x, name, rows, columns):
+    """Quantize in blocks of rows x columns; return the relative error."""
+    M, N = x.shape
+    blocks = x.view(M // rows, rows, N // columns, columns)
+    largest = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-300)
+    scale = largest / LARGEST[name]
+    difference = rounded(blocks / scale, name) * scale - blocks
+    return (difference.square().mean() / blocks.square().mean()).sqrt().item()
+
+
+def kinds_of_numbers(M, N):
+    """Return four matrices of float64, by name."""
+    normal = torch.randn(M, N, generator=generator, device=DEVICE).double()
+    squares = torch.randn(3, M, N, generator=generator, device=DEVICE)
+    tails = normal / (squares.double().square().mean(0)).sqrt()
+    channels = torch.ones(N, device=DEVICE).double()
+    channels[::100] = 50
+    sizes = 2.0 ** torch.linspace(0, 16, M, device=DEVICE).double()
+    return {
+        "normal": normal,
+        "heavy tails": tails,
+        "outlier channels": normal * channels,
+        "rows of all sizes": normal * sizes[:, None],
+    }
+
+
+SHAPE = (1024, 4096) if DEVICE.type == "cuda" else (256, 1024)
+M, N = SHAPE
+BLOCKS = {
+    "tensor": (M, N),
+    "row": (1, N),
+    "128 x 128": (128, 128),
+    "1 x 128": (1, 128),
+    "1 x 32": (1, 32),
+    "1 x 16": (1, 16),
+}
+
+if __name__ == "__main__":
+    numbers = kinds_of_numbers(M, N)
+    errors = {
+        name: pd.DataFrame(
+            {
+                kind: [error_of(x, name, *size) for size in BLOCKS.values()]
+                for kind, x in numbers.items()
+            },
+            index=list(BLOCKS),
+        )
+        for name in LARGEST
+    }
+    print("relative error", *errors, sep=", ")
+    print(pd.concat(errors).to_string(float_format="%.4f"))
+
+    figure, axes = plt.subplots(1, 3, sharey=True, figsize=(10, 3.5))
+    for axis, (name, table) in zip(axes, errors.items(), strict=True):
+        table.plot(ax=axis, logy=True, marker="o", title=name, legend=False)
+        axis.set_xticks(range(len(BLOCKS)), list(BLOCKS), rotation=60)
+    axes[0].set_ylabel("relative error")
+    axes[0].legend()
+    figure.tight_layout()
+
+# %%
+# The curves of float8 are almost flat: a float keeps three bits of mantissa
+# whatever its size is, and the scale has only to keep numbers from overflow and
+# from becoming 0. The integers are all 1 apart, so the scale decides how far
+# apart the numbers of a block are, and one outlier decides the scale. With
+# small blocks and no outliers, int8 is the more exact of the two. With 4 bits,
+# which have one bit of mantissa, only small blocks are of use.
+
+# %%
+# Groups of 128
+# -------------
+#
+# A tile of a few rows has its groups along a third dimension: the kernel
+# reshapes it, and takes the maximum along the last. The scales multiply the
+# tile in the same shape.
+
+
+@triton.jit
+def group_kernel(
+    x_ptr,
+    values_ptr,
+    scale_ptr,
+    M,
+    N,
+    MAX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    GROUPS: tl.constexpr = BLOCK_N // GROUP  # of a row of the tile
+    pid = tl.program_id(axis=0)
+    tiles = tl.cdiv(N, BLOCK_N)
+    offs_m = (pid // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    offs = offs_m[:, None] * N + offs_n[None, :]  # (BLOCK_M, BLOCK_N)
+    x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    x = tl.reshape(x, (BLOCK_M, GROUPS, GROUP))
+    largest = tl.max(tl.abs(x), axis=2)  # (BLOCK_M, GROUPS)
+    scale = tl.where(largest == 0, 1.0, largest / MAX)
+    values = tl.reshape(x * (1 / scale)[:, :, None], (BLOCK_M, BLOCK_N))
+    values = values.to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + offs, values, mask=mask)
+    # The scales are a matrix with a column for each group.
+    across = tl.cdiv(N, GROUP)
+    offs_g = pid % tiles * GROUPS + tl.arange(0, GROUPS)  # (GROUPS,)
+    mask = (offs_m < M)[:, None] & (offs_g < across)[None, :]
+    ptrs = scale_ptr + offs_m[:, None] * across + offs_g[None, :]
+    tl.store(ptrs, scale, mask=mask)
+
+
+def quantize_groups(x, GROUP=128):
+    """Return each group of a row over its scale, and the scales."""
+    M, N = x.shape
+    x = x.contiguous()
+    values = torch.empty_like(x, dtype=E4M3)
+    shape = M, triton.cdiv(N, GROUP)
+    scales = x.new_empty(shape, dtype=torch.float32)
+    BLOCK_M, BLOCK_N = 8, 512
+    grid = (triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N),)
+    blocks = BLOCK_M, BLOCK_N, GROUP
+    group_kernel[grid](x, values, scales, M, N, 448.0, *blocks)
+    return values, scales
+
+
+if __name__ == "__main__":
+    x, powers = exact_rows(9, 128)
+    x, powers = x.view(3, 384), powers.view(3, 3)
+    values, scales = quantize_groups(x)
+    assert torch.equal(scales, powers)
+    assert torch.equal(values.float() * powers.repeat_interleave(128, 1), x)
+    print("groups: no error")
+
+# %%
+# The scales of groups of 128 take a thirty-second of what the values take.
+# Does the third dimension cost time?
+
+
+def groups_torch(x):
+    values, scales = quantize_torch(x.view(x.shape[0], -1, 128))
+    return values.view(x.shape), scales[..., 0]
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    show_rates({"group_kernel": quantize_groups}, groups_torch)
+
+# %%
+# Break it: one outlier
+# ---------------------
+#
+# A thousand numbers between -1 and 1, and one of 1000. With one scale for the
+# row, int8 turns all others into 0:
+
+if __name__ == "__main__":
+    x = torch.rand(1, 1024, generator=generator, device=DEVICE) * 2 - 1
+    x[0, 500] = 1000
+    for name in ("int8", "float8 e4m3"):
+        scale = x.abs().max() / LARGEST[name]
+        kept = rounded((x / scale).double(), name) != 0
+        print(f"{name:12} keeps {kept.sum().item()} of 1024 numbers")
+
+# %%
+# The op
+# ------
+#
+# ``quantize(x, block_size)`` is this gallery's op. To these kernels it adds
+# int8 and e5m2, scales of the tensor and of blocks such as 128 x 128, scales
+# that are powers of two, strides, long rows, and NaN. ``quantize_mx`` and
+# ``quantize_nvfp4`` make the 4-bit formats of the figure with their scales of 8
+# bits, ``quantize_with_transpose`` also makes what the gradient of a weight
+# needs, and ``dequantize`` goes back.
+
+from triton_gallery_ops.quantize import quantize, quantize_mx, quantize_nvfp4
+
+# %%
+# The result
+# ----------
+#
+# Groups of 128 in bfloat16. In the chart, *Triton* is the op, and *Triton, this
+# page* is ``quantize_groups``. *PyTorch's best* is the faster of its two at
+# each length.
+
+SIZES = [512, 768, 1024, 2880, 4096, 7168, 11008, 16384]
+OURS = {
+    "Triton": partial(quantize, block_size=(1, 128)),
+    "Triton, this page": quantize_groups,
+}
+
+
+def padded_groups_torch(x):
+    """Return values and scales, also where 128 does not divide a row."""
+    whole = torch.nn.functional.pad(x, (0, -x.shape[1] % 128))
+    values, scales = groups_torch(whole)
+    return values[:, : x.shape[1]], scales
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: gpu_time(calls(OURS, padded_groups_torch, N)) for N in SIZES}
+    results = rate_table(times, "N", "GB/s", lambda N: FLOOR)
+    print(results.to_string())
+    wide = results.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title="groups of 128 to float8")
+    best = wide[["PyTorch", "torch.compile"]].max(axis=1)
+    for who, series in zip(("the op", "this page"), OURS, strict=True):
+        ratio, roof = wide[series] / best, wide[series] / wide["Roof"]
+        print(f"{who}: {ratio.min():.2f} to {ratio.max():.2f} of", end=" ")
+        print(f"PyTorch's best, {roof.min():.2f} to", end=" ")
+        print(f"{roof.max():.2f} of the roof")
+
+# %%
+# The op's other formats, of a matrix of 4096 x 7168, beside a copy of as many
+# bytes as each of them moves:
+
+FORMATS = {
+    "float8, per tensor": partial(quantize, block_size=(-1, -1)),
+    "float8, per row": partial(quantize, block_size=(1, -1)),
+    "float8, 1 x 128": partial(quantize, block_size=(1, 128)),
+    "float8, 128 x 128": partial(quantize, block_size=(128, 128)),
+    "int8, per row": partial(quantize, block_size=(1, -1), dtype=torch.int8),
+    "MXFP8": quantize_mx,
+    "MXFP4": partial(quantize_mx, dtype=torch.float4_e2m1fn_x2),
+    "NVFP4": quantize_nvfp4,
+}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    kind = {"device": DEVICE, "dtype": torch.bfloat16}
+    x = torch.randn(4096, 7168, generator=generator, **kind)
+    rows = {}
+    for name, op in FORMATS.items():
+        moved = x.nbytes + sum(t.nbytes for t in op(x))
+        copied = torch.empty(moved // 2, dtype=torch.int8, device=DEVICE)
+        roof = partial(torch.empty_like(copied).copy_, copied)
+        times = gpu_time({"op": partial(op, x), "roof": roof})
+        rate = {who: 1e-6 * moved / t[0] for who, t in times.items()}
+        rows[name] = rate | {"of the roof": rate["op"] / rate["roof"]}
+    table = pd.DataFrame(rows).T
+    print("GB/s", table.to_string(float_format="%.2f"), sep="\n")
+
+# %%
+# A scale of the whole tensor, which NVFP4 has, too, is known only when all of
+# the tensor was read. So these read it twice.
+
+# %%
+# Exercises
+# ---------
+#
+# Both are kernels with the arguments of ``row_kernel``. Write one and run the
+# cell: it says whether the kernel is right. No GPU is needed.
+#
+# **1.** Round the scale up to a power of two. Then a product can apply it
+# without an error, and one byte can store it. Use ``tl.log2``, ``tl.ceil`` and
+# ``tl.exp2``.
+
+power_kernel = None  # your kernel
+
+
+def check(kernel, x, expected, **options):
+    """Print whether a kernel makes the expected values and scales of x."""
+    if kernel is None:
+        print("not solved yet")
+        return False
+    made = quantize_rows(x, kernel=kernel, **options)
+    pairs = zip(made, expected, strict=True)
+    right = all(torch.equal(a.float(), b.float()) for a, b in pairs)
+    print("right" if right else "wrong")
+    return right
+
+
+if __name__ == "__main__":
+    x, powers = exact_rows(20, 100, largest=256)
+    expected_power = (x / powers).to(E4M3), powers
+    check(power_kernel, x, expected_power)
+
+# %%
+# **2.** Quantize to *unsigned* bytes with a *zero point*, as activations after
+# a ReLU want it: the row's smallest number becomes 0 and its largest 255. Store
+# the scale, and in the value the nearest integer of ``(x - smallest) / scale``.
+# Masked elements must change neither end. ``tl.floor(y + 0.5)`` rounds.
+
+zero_point_kernel = None  # your kernel
+
+steps = torch.randint(0, 256, (20, 100), generator=generator, device=DEVICE)
+steps[:, 0], steps[:, 1] = 0, 255
+shifted = 0.5 * steps + 3.0
+expected_bytes = steps.to(torch.uint8), shifted.new_full((20, 1), 0.5)
+BYTES = {"dtype": torch.uint8, "MAX": 255.0}
+
+if __name__ == "__main__":
+    check(zero_point_kernel, shifted, expected_bytes, **BYTES)
+
+# %%
+# Answers
+# -------
+#
+# **1.** The exponent is rounded up, so that no value is larger than 448.
+
+
+@triton.jit
+def power_answer_kernel(
+    x_ptr, values_ptr, scale_ptr, N, MAX: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    row = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x), axis=0)
+    scale = tl.exp2(tl.ceil(tl.log2(largest / MAX)))
+    scale = tl.where(largest == 0, 1.0, scale)
+    values = (x / scale).to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + row * N + offs, values, mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+if __name__ == "__main__":
+    assert check(power_answer_kernel, x, expected_power)
+
+# %%
+# **2.** Masked elements are infinite: one sign for the minimum, the other for
+# the maximum.
+
+
+@triton.jit
+def zero_point_answer_kernel(
+    x_ptr, values_ptr, scale_ptr, N, MAX: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    row = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + row * N + offs, mask=mask, other=float("inf"))
+    smallest = tl.min(x, axis=0)
+    largest = tl.max(tl.where(mask, x, -float("inf")), axis=0)
+    scale = (largest - smallest) / MAX
+    values = tl.floor((x - smallest) / scale + 0.5)
+    values = tl.where(mask, values, 0.0).to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + row * N + offs, values, mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+if __name__ == "__main__":
+    assert check(zero_point_answer_kernel, shifted, expected_bytes, **BYTES)
