@@ -113,8 +113,8 @@ if __name__ == "__main__":
 #    \sum_{k \in b} x_{mk} w_{nk}.
 #
 # So the tensor cores add up one block, the inner sum. Threads multiply it by
-# both scales and add it to ``acc`` in float32. The columns of a tile lie within
-# one square of ``w``, so ``w`` has one scale there, and ``x`` one for each row.
+# both scales and add it to ``acc`` in float32. BLOCK_N divides 128, so that a
+# tile stays within one square of ``w``, and needs one scale of ``w`` at a time.
 
 
 @triton.jit
@@ -169,8 +169,8 @@ def product(x, w, *scales, BLOCKS=LARGE, dtype=None, kernel=block_kernel):
 # ------------
 #
 # Hopper's tensor cores keep fewer bits of a sum of float8 products than float32
-# has, so we allow :math:`2^{-12}` of the sum of magnitudes. Here each such sum
-# has 128 terms, however large K is.
+# has, so we allow :math:`2^{-12}` of the terms' magnitudes. Here they add up
+# only 128 terms at a time, however large K is.
 
 
 def show_error(product):
@@ -190,8 +190,8 @@ if __name__ == "__main__":
 # ---------
 #
 # Beside cuBLAS with the same scales, with scales of rows, and in bfloat16.
-# Rates count :math:`2MNK` operations. cuBLAS reads scales by columns, and those
-# of ``w`` in columns of a multiple of four; reordering them is not timed.
+# Rates count :math:`2MNK` operations, and M = N = K. cuBLAS wants scales stored
+# by columns, those of ``w`` padded to a multiple of four; that is not timed.
 
 
 def cublas(x, w, scale_x, scale_w):
@@ -234,10 +234,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # --------------------------
 #
 # We multiply one column of ``x`` by a factor and divide the same column of
-# ``w`` by it. The product stays as it was, and each column has the same share
-# in it. Then we round both matrices to float8: with one scale, with a scale for
-# each row, and with block scales. The products are computed in float64, so all
-# of the error comes from rounding.
+# ``w`` by it. The exact product does not change. Then we round both matrices
+# to float8: with one scale, with a scale for each row, and with block scales.
+# The products are computed in float64, so all of the error comes from rounding.
 
 
 def rounded(x, rows, columns):
@@ -280,11 +279,12 @@ if __name__ == "__main__":
     plt.tight_layout()
 
 # %%
-# Float8 has an exponent, so a small outlier costs nothing. A large one does:
-# the scale that keeps it from overflow turns the other numbers of its block
-# into zeros. With one scale, these are all numbers of the matrix, and with a
-# scale for each row, all of the row. With block scales, they are one group of
-# 128 in each row, and the rest of the sum keeps its precision.
+# Float8 has an exponent, so an outlier up to 4096 times the rest costs hardly
+# anything. A larger one does: the scale that keeps it from overflow turns the
+# other numbers of its block into zeros. With one scale, these are all numbers
+# of the matrix, and with a scale for each row, all of the row. With block
+# scales, they are one group of 128 in each row, and the rest of the sum keeps
+# its precision.
 
 # %%
 # What does the copy engine bring?
@@ -292,8 +292,9 @@ if __name__ == "__main__":
 #
 # In ``block_kernel``, threads compute the addresses and the mask of each tile,
 # beside the scaling. With a *tensor descriptor* (``tensor_descriptors.py``),
-# the copy engine does. The engine fills with zeros past the end of a matrix, so
-# the scales alone need a mask, and M may be any number.
+# the copy engine does. Past the end of a matrix it fills with zeros, so only
+# the scales need a mask, and M and N may be any number. K has to be a multiple
+# of 128 here, and rows have to begin at multiples of 16 bytes.
 
 
 @triton.jit
@@ -339,17 +340,19 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates(ours)
 
 # %%
-# Block scales have a price, which *cuBLAS, per row* does not pay: while the
-# threads of a program scale a block and add it, its tensor cores wait.
+# Block scales have a price. While the threads of a program scale a block and
+# add it, its tensor cores wait. cuBLAS loses less by it than these kernels do,
+# so there is room for a better one.
 
 # %%
 # The op
 # ------
 #
 # ``block_scaled_matmul(x, weight, scale_x, scale_weight)`` is this gallery's
-# op. To the last kernel it adds one program per multiprocessor, which loads its
-# next tile before it stores the last (``persistent_matmul.py``), tiles for few
-# rows, and scales of any strides. ``quantize.py`` makes such matrices.
+# op. To ``descriptor_kernel`` it adds one program per multiprocessor, which
+# begins to load its next tile before it stores the present one
+# (``persistent_matmul.py``); smaller tiles for few rows; and scales of any
+# strides. ``quantize.py`` makes such matrices.
 
 from triton_gallery_ops.block_scaled_matmul import block_scaled_matmul
 

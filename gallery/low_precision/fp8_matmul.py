@@ -100,11 +100,11 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# It is the plain product of ``matmul.py``, with two differences. Both matrices
-# lie along K, since the tensor cores read float8 that way alone: a weight
-# (N, K), as ``torch.nn.Linear`` has it, is right as it is. And the tile is
-# multiplied by its scales before it is stored. All sizes have to be multiples
-# of the tile's, but for N, which has a mask.
+# It is the plain product of ``matmul.py``, with two differences. K is
+# contiguous in both matrices, because the tensor cores read float8 only that
+# way: a weight (N, K), as ``torch.nn.Linear`` has it. And the tile is
+# multiplied by its scales before it is stored. Only N has a mask: M and K are
+# multiples of the tile's.
 
 
 @triton.jit
@@ -163,8 +163,8 @@ def product(x, w, scale_x, scale_w, BLOCKS=LARGE, dtype=None, IMPRECISE=None):
 # ------------
 #
 # A product of two e4m3 numbers is exact in float32. What is lost is in the sum.
-# The tensor cores of Hopper keep fewer bits of float8 sums than float32 has, so
-# we allow :math:`2^{-12}` of the sum of magnitudes.
+# The tensor cores of Hopper keep fewer bits of float8 sums than float32 has.
+# For numbers of both signs we allow :math:`2^{-12}` of the terms' magnitudes.
 
 
 def errors(y, x, w, scale_x, scale_w):
@@ -220,11 +220,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # -------------------------------------
 #
 # ``tl.dot`` adds to ``acc`` in the tensor core. Its option
-# ``max_num_imprecise_acc`` says how many products may be added up there before
-# the sum goes to a float32 register, where it is added as float32. Left out, it
-# is all of K, which is *fast accumulation*. We measure the error for one K
-# after the other, for normal numbers and for positive ones, whose sum grows
-# with K:
+# ``max_num_imprecise_acc`` says how many products the tensor core may add up
+# before the sum goes to a float32 register, where it is added as float32.
+# Without the option, that is all of K: *fast accumulation*. We measure the
+# error for several K, for normal numbers and for positive ones, whose sum
+# grows with K:
 
 if __name__ == "__main__":
     rows = {}
@@ -246,9 +246,11 @@ if __name__ == "__main__":
     plt.tight_layout()
 
 # %%
-# Beside that, rounding the result to bfloat16 costs up to
-# :math:`2^{-9} = 0.002`, and rounding the inputs to float8 far more. In the
-# interpreter both rows are sums in float32.
+# For comparison: rounding a result to bfloat16 costs up to
+# :math:`2^{-9} = 0.002`, and rounding the inputs to float8 costs more. So fast
+# accumulation does no harm where terms cancel, as with normal numbers. Where
+# all have one sign, take 128. In the interpreter all four columns are sums in
+# float32.
 
 # %%
 # The op
@@ -267,10 +269,11 @@ from triton_gallery_ops.fp8_matmul import fp8_matmul, fp8_matmul_linear
 # -----------------
 #
 # Training takes three products: :math:`y = x W^T`, :math:`dx = g W` and
-# :math:`dW = g^T x`. The last sums over tokens, so it needs the transposes of
-# ``g`` and ``x``, in rows along the tokens. ``fp8_matmul_linear`` quantizes
-# each matrix with one scale and writes values and transpose in the same pass.
-# The gradient becomes e5m2, which has two bits of mantissa and reaches further.
+# :math:`dW = g^T x`. The last is a sum over tokens. As the tensor cores want
+# what is summed over to be contiguous, it needs ``g`` and ``x`` transposed, and
+# the second needs ``W`` transposed. ``fp8_matmul_linear`` quantizes each matrix
+# with one scale, and writes the values and their transpose in the same pass.
+# The gradient becomes e5m2, which has two bits of mantissa and a wider range.
 #
 # Does it train? A model of two layers learns to copy a random one, in bfloat16
 # and in float8, from the same weights:
@@ -423,8 +426,8 @@ if __name__ == "__main__":
 
 # %%
 # **2.** Give each group of 128 along K its own scale of ``x``: ``scale_x`` is a
-# matrix of (M, K / 128). Such a scale differs from term to term, so it does not
-# leave the sum. Where does it go?
+# matrix of (M, K / 128). Such a scale differs from term to term, so it cannot
+# be taken out of the sum over K. Where does it go?
 
 group_kernel = None  # your kernel
 

@@ -36,7 +36,7 @@ A language model that writes one token reads all of its weights for it. Weights
 of 4 bits are a quarter of the bytes of float16. The model could write four
 times as fast, if unpacking cost no time. This page unpacks weights in
 registers, on their way to the tensor cores. For many rows at a time, as in
-training, arithmetic takes the time, and there is nothing to gain.
+training, arithmetic takes the time, and only memory is saved.
 
 After this page you can
 
@@ -187,8 +187,8 @@ def plain_launch(x, words, scale, zero, GROUP=GROUP, BLOCK_N=64):
 # ------------
 #
 # We compare with the product by the weights that the codes stand for. Each of
-# the ``K`` additions may be off by :math:`2^{-23}` of the largest sum possible,
-# and the store rounds to float16, by at most half its ``eps``.
+# the ``K`` additions may be off by :math:`2^{-23}` of the sum of the terms'
+# magnitudes, and the store rounds to float16, by at most half its ``eps``.
 
 
 def check(function, pack, M=3, N=128, K=512):
@@ -315,11 +315,12 @@ if __name__ == "__main__":
 # subtracts 1024 from both. With three shifts, that reaches all eight codes.
 #
 # Which codes should share a word? The matrix instruction has a fixed place for
-# each element of its first operand. Of eight columns of a row, one thread has
-# the columns ``2 t`` and ``2 t + 1``, with the same ``t`` from 0 to 3 for all
-# such eights. So we let a thread's word hold columns of its own: words
-# ``4 t`` to ``4 t + 3`` have all columns of a group that thread ``t``
-# multiplies, the two of a pair 16 bits apart.
+# each element of its first operand. Four threads, ``t`` from 0 to 3, share a
+# row. Of every eight columns, thread ``t`` holds the columns ``2 t`` and
+# ``2 t + 1``: thread 0 has columns 0, 1, 8, 9, 16, 17 and so on. So we pack
+# words that hold the columns of one thread alone. Words ``4 t`` to ``4 t + 3``
+# have all columns of a group that thread ``t`` multiplies. The two neighbours
+# ``2 t`` and ``2 t + 1`` are 16 bits apart, so that one AND takes out both:
 
 
 def pack_in_pairs(codes):
@@ -345,10 +346,12 @@ if __name__ == "__main__":
 
 # %%
 # The kernel undoes this order. ``tl.join`` puts two tensors beside each other
-# in a new last dimension, and ``permute`` sorts the dimensions. No code moves
-# to another thread, because the thread that multiplies it has unpacked it. The
-# words of one group lie together for all rows, so a program reads one piece of
-# memory. The grid's second axis will be used further below; here it is 1.
+# in a new last dimension, the outer of two joins last, so that the codes c0,
+# c1, c2, c3 end up in this order. ``permute`` sorts the dimensions. No code
+# moves to another thread, because the thread that multiplies it has unpacked
+# it. The words of one group lie together for all rows, so a program reads one
+# piece of memory. The grid's second axis will be used further below; here it
+# is 1.
 
 
 @triton.jit
@@ -443,19 +446,22 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates(OURS)
 
 # %%
-# No code is converted, and none goes to shared memory: the loads that are left
-# bring words from there, into which the compiler copies them ahead of the loop.
+# No code is converted, and none is stored to shared memory. The loads that are
+# left are of words: with ``num_stages``, the compiler copies the next words to
+# shared memory while the present ones are multiplied.
+#
+# The kernel is faster, and still far from the roof. Why?
 
 # %%
 # Few programs: split the sum
 # ---------------------------
 #
-# A weight of 8192 rows is 128 programs, and an H100 has 132 multiprocessors.
-# Each of them has one program at most, of four warps. When these wait, for
-# memory or for the tensor cores, the multiprocessor has nothing else to do,
-# though it has room for several programs. So we divide ``K`` among ``splits``
-# programs (*split-K*). Each stores its part of the sum, and PyTorch adds the
-# parts in a fixed order: the result is deterministic.
+# A weight of 8192 rows is 128 programs, and an H100 has 132 multiprocessors. So
+# each multiprocessor has one program at most, of four warps. When these warps
+# wait, for memory or for the tensor cores, it has nothing else to do, though it
+# has room for several programs. So we divide ``K`` among ``splits`` programs
+# (*split-K*). Each stores its part of the sum, and PyTorch adds the parts in a
+# fixed order: the result is deterministic.
 
 if __name__ == "__main__":
     check(partial(pairs_launch, splits=4), pack_in_pairs)
@@ -475,11 +481,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The op
 # ------
 #
-# The op chooses the tile and the parts by the sizes, loads a scale and its zero
-# point as one word ahead of the loop, and in place of the OR adds the bits of
-# ``1024 - zero``, which saves a subtraction. It takes bfloat16, other groups,
-# any number of rows and the weights of GPTQ and AWQ, and has a gradient for
-# ``x``. Its page has its source and its figures.
+# The op chooses the tile and the parts by the sizes, and loads a scale and its
+# zero point as one word. In place of the OR it adds the bits of the float
+# ``1024 - zero`` to the code: as the last bit counts ones, that gives
+# ``1024 - zero + code``, and one subtraction less is needed. It takes bfloat16,
+# other groups, any number of rows, and the weights of GPTQ and AWQ, two widely
+# used ways of choosing 4-bit weights. It has a gradient for ``x``.
 
 from triton_gallery_ops.int4_matmul import int4_matmul, int4_matmul_pack
 
@@ -532,8 +539,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print(f"{part.min():.0%} to {part.max():.0%} of the roof's rate.")
 
 # %%
-# With many rows, arithmetic takes longer than reading. We measure the op beside
-# cuBLAS there, too:
+# With many rows, arithmetic takes longer than reading, and unpacking comes on
+# top. Beyond 512 rows the op therefore writes the weights out in 16 bits, and
+# leaves the product to cuBLAS. We measure it there, too:
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     for M in (64, 256, 1024, 4096):

@@ -140,10 +140,9 @@ def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=448.0):
 # Is it right?
 # ------------
 #
-# A GPU rounds to the nearest float8. Triton's interpreter does not: it turns
-# 1.97 into 1 instead of 2. So the check has numbers that float8 has, times a
-# power of two for each row. These come back as they were, on a GPU and without
-# one:
+# A GPU rounds to the nearest float8. Triton's interpreter has a fault there: it
+# turns 1.97 into 1. So the check has numbers that float8 has, times a power of
+# two for each row. These come back as they were, on a GPU and without one:
 
 
 def exact_rows(M, N, largest=448):
@@ -219,6 +218,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates({"row_kernel": quantize_rows}, quantize_torch)
 
 # %%
+# The first kernel is as fast as a copy, except for the shortest rows: there, a
+# program has only 512 bytes to read.
+#
 # What is a scale for?
 # --------------------
 #
@@ -311,18 +313,23 @@ if __name__ == "__main__":
 # %%
 # The curves of float8 are almost flat: a float keeps three bits of mantissa
 # whatever its size is, and the scale has only to keep numbers from overflow and
-# from becoming 0. The integers are all 1 apart, so the scale decides how far
-# apart the numbers of a block are, and one outlier decides the scale. With
-# small blocks and no outliers, int8 is the more exact of the two. With 4 bits,
-# which have one bit of mantissa, only small blocks are of use.
+# from becoming 0. Outlier channels are the exception. The largest number of a
+# block is stored exactly, and in a small block that is the outlier, which
+# counts most in the error.
+#
+# The integers are all 1 apart, so the scale decides how far apart the numbers
+# of a block are, and one outlier decides the scale. Without outliers int8 is
+# the more exact of the two, with outliers float8 is. With 4 bits, which have
+# one bit of mantissa, only small blocks are of use.
 
 # %%
 # Groups of 128
 # -------------
 #
-# A tile of a few rows has its groups along a third dimension: the kernel
-# reshapes it, and takes the maximum along the last. The scales multiply the
-# tile in the same shape.
+# A program now has a tile of a few rows. The kernel gives it the shape (rows,
+# groups, 128) and takes the maximum along the last dimension. In that shape, a
+# scale for each group multiplies the tile, which then becomes flat again. A
+# group has to be a power of two, and no wider than the tile.
 
 
 @triton.jit
@@ -395,6 +402,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates({"group_kernel": quantize_groups}, groups_torch)
 
 # %%
+# It does not: long rows are as fast as a copy. Rows of 256 fill only half of a
+# tile, which has 512 columns.
+#
 # Break it: one outlier
 # ---------------------
 #
@@ -414,11 +424,13 @@ if __name__ == "__main__":
 # ------
 #
 # ``quantize(x, block_size)`` is this gallery's op. To these kernels it adds
-# int8 and e5m2, scales of the tensor and of blocks such as 128 x 128, scales
-# that are powers of two, strides, long rows, and NaN. ``quantize_mx`` and
-# ``quantize_nvfp4`` make the 4-bit formats of the figure with their scales of 8
-# bits, ``quantize_with_transpose`` also makes what the gradient of a weight
-# needs, and ``dequantize`` goes back.
+# int8, which it rounds before the cast, because a cast to an integer cuts off;
+# e5m2, a float8 with more exponent and less mantissa; scales of the tensor and
+# of blocks such as 128 x 128; scales that are powers of two; strides, long
+# rows, tiny scales and NaN. ``quantize_mx`` and ``quantize_nvfp4`` make two
+# standard formats whose scales have 8 bits: MX, with a scale for 32 numbers,
+# and NVFP4, with one for 16. ``quantize_with_transpose`` also makes what the
+# gradient of a weight needs, and ``dequantize`` goes back.
 
 from triton_gallery_ops.quantize import quantize, quantize_mx, quantize_nvfp4
 
@@ -487,8 +499,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     print("GB/s", table.to_string(float_format="%.2f"), sep="\n")
 
 # %%
-# A scale of the whole tensor, which NVFP4 has, too, is known only when all of
-# the tensor was read. So these read it twice.
+# *Per tensor* and NVFP4 read the tensor twice: NVFP4 has a scale of the whole
+# tensor besides, and such a scale is known only when all has been read.
 
 # %%
 # Exercises

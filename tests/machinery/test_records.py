@@ -11,6 +11,8 @@ from base64 import b64decode
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import nbformat
 import pytest
@@ -24,6 +26,7 @@ from triton_gallery.recipe.hashes import cell_hash, code_hash, tree_hash
 from triton_gallery.recipe.outputs import Frame, Output
 from triton_gallery.recipe.tables import Table
 from triton_gallery.records.files import BadRecordError
+from triton_gallery.records.output_diff import side_by_side
 from triton_gallery.records.page_cache import Pages, Run
 from triton_gallery.records.record_store import Records
 from triton_gallery.site import chart
@@ -247,6 +250,28 @@ x = 4
 
 # sphinx_gallery_thumbnail_number = 1
 """
+
+
+@pytest.mark.parametrize(
+    ("text", "figures", "expected"),
+    [
+        ("error 1e-7", ["figure_2.png"], ([], ["figure_2.png"])),
+        ("error 1e-7", [], (["figure_1.png"], [])),
+        ("error 1e-7, and more", ["figure_2.png"], (["figure_1.png"], ["figure_2.png"])),
+    ],
+    ids=["in numbers", "fewer figures", "in words"],
+)
+def test_recorded_figures_take_the_place_of_those_made_here(
+    tmp_path: Path, text: str, figures: list[str], expected: tuple[list[str], list[str]]
+) -> None:
+    """Where texts differ in numbers alone, and figures with them; otherwise all figures are shown."""
+    (tmp_path / "figure_2.png").write_bytes(b"recorded")
+    here = Output("cell", "error 2e-8", ["figure_1.png"], None, [])
+    environment = SimpleNamespace(is_gpu=False)
+    run: Any = SimpleNamespace(outputs=[here], environment=environment)
+    record: Any = SimpleNamespace(outputs=[Output("cell", text, figures, None, [])], path=tmp_path / "record.json")
+    (shown,) = side_by_side(run, record, is_fresh=True, figures={"figure_1.png": b"here"})
+    assert (shown.here.figures, shown.there.figures) == expected
 
 
 def test_outputs_of_two_machines_stand_side_by_side(make_project: Callable[..., Project]) -> None:

@@ -33,7 +33,8 @@ class Shown:
 def side_by_side(run: Run, record: Record | None, is_fresh: bool, figures: Mapping[str, bytes]) -> list[Shown]:
     """Return what is shown of each cell.
 
-    An output of a GPU needs no record beside it. Where the record differs in numbers alone, the record's are shown.
+    An output of a GPU needs no record beside it. Where the record differs in numbers and figures alone, only the
+    record's are shown.
 
     Args:
         run: the one that made the recipe's page.
@@ -50,7 +51,7 @@ def side_by_side(run: Run, record: Record | None, is_fresh: bool, figures: Mappi
         recorded_output = recorded[number]
         same = [figures.get(name) for name in here.figures] == list(pictures(record, recorded_output).values())
         more = _beyond(here, recorded_output, same)
-        in_numbers = not recorded_output.figures and _without_numbers(here) == _without_numbers(recorded_output)
+        in_numbers = _without_numbers(here) == _without_numbers(recorded_output)
         if more and is_fresh and in_numbers:
             shown.append(Shown(Output.empty(here.cell_hash), recorded_output, differ=False, in_numbers=True))
         else:
@@ -93,13 +94,13 @@ def _beyond(here: Output, recorded: Output, same_figures: bool) -> Output:
     )
 
 
-def _without_numbers(output: Output) -> tuple[list[str], list[list[str]], list[str], list[str]]:
+def _without_numbers(output: Output) -> tuple[list[str], list[list[str]], int, list[str]]:
     """Return what is the same of two outputs that differ in numbers alone."""
     frame = output.frame
     rows = [[*frame.columns], *frame.rows] if frame else []
     lines = [" ".join(NUMBER.sub("0", line).split()) for line in _anywhere(output.text).splitlines()]
     cells = [[NUMBER.sub("0", cell) for cell in row] for row in rows]
-    return lines, cells, output.figures, [table.name for table in output.tables]
+    return lines, cells, len(output.figures), [table.name for table in output.tables]
 
 
 def _anywhere(text: str) -> str:
