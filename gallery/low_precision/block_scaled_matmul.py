@@ -103,9 +103,7 @@ def make_inputs(M, N, K):
 if __name__ == "__main__":
     x, w, *scales = make_inputs(8192, 2048, 4096)
     share = sum(s.nbytes for s in scales) / (x.nbytes + w.nbytes)
-    print(
-        f"{2e-9 * 8192 * w.numel():.0f} GFLOP; scales add {share:.1%} of bytes"
-    )
+    print(f"{2e-9 * 8192 * w.numel():.0f} GFLOP; scales add {share:.1%}")
 
 # %%
 # The first kernel
@@ -150,6 +148,7 @@ def block_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for group in range(groups):
         start = group * GROUP
+        # (BLOCK_M, GROUP) and (GROUP, BLOCK_N)
         x = tl.load(x_ptrs + start, mask=mask_m[:, None], other=0.0)
         w = tl.load(w_ptrs + start, mask=mask_n[None, :], other=0.0)
         part = tl.dot(x, w)  # (BLOCK_M, BLOCK_N), of this block alone
@@ -445,7 +444,6 @@ if __name__ == "__main__":
 # What changes in the loop?
 
 groups_kernel = None  # your kernel
-
 
 if __name__ == "__main__":
     in_groups = a, b, scale_a, scale_a[:72].contiguous()

@@ -452,8 +452,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     faster = rates["Triton"] / rates["cuBLAS"]
     part = rates["Triton"] / rates["Roof"]
     print(f"The op is {faster.min():.1f} to {faster.max():.1f} times", end=" ")
-    print("as fast as cuBLAS with weights of 16 bits. It has", end=" ")
-    print(f"{part.min():.0%} to {part.max():.0%} of the roof's rate.")
+    print("as fast as cuBLAS with weights of 16 bits.")
+    print(f"It has {part.min():.0%} to {part.max():.0%} of the roof's rate.")
 
 # %%
 # Exercises
