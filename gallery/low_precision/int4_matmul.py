@@ -483,8 +483,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 # The op chooses the tile and the parts by the sizes, and loads a scale and its
 # zero point as one word. In place of the OR it adds the bits of the float
-# ``1024 - zero`` to the code: as the last bit counts ones, that gives
-# ``1024 - zero + code``, and one subtraction less is needed. It takes bfloat16,
+# ``1040 - zero`` to the code: as the last bit counts ones, that gives
+# ``1040 - zero + code``, and one subtraction less is needed. It takes bfloat16,
 # other groups, any number of rows, and the weights of GPTQ and AWQ, two widely
 # used ways of choosing 4-bit weights. It has a gradient for ``x``.
 
