@@ -446,7 +446,8 @@ FORWARD = Case(
     in_layouts=((5, 0, 17), None, (2, 1), 24, True),
     many=(tuple(n % 67 for n in range(400)), tuple(n % 61 for n in range(400)), (8, 4), 64, True),
     shapes=SHAPES,
-    roundings=lambda out: 512 if out.dtype == torch.float64 else 128,
+    # On a GPU a score adds up to 128 products one after another. Then come an exponential and a sum.
+    roundings=lambda out: 512 if out.dtype == torch.float64 else 192,
     # What is lost of weights that are too small for the dtype of v
     floor=lambda dtype: 256 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps,
     gradients=exact_autograd,
