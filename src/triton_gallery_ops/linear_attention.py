@@ -517,9 +517,9 @@ def _linear_attention_common(q, v, g, scale):
 
 
 def _linear_attention_parts(T, unit, cu_seqlens):
-    """Return how many parts of so many tokens a sequence has at most.
+    """Return the most parts of ``unit`` tokens that a sequence may have.
 
-    Of packed sequences, that is how many all of them have together.
+    Of packed sequences it is the most that all of them have together.
     """
     if cu_seqlens is None:
         return triton.cdiv(T, unit)

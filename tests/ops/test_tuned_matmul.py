@@ -289,26 +289,24 @@ def test_gradient_of_one_operand(taken: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_of_activations_float32(load_op: Callable[[str], ModuleType], activation: str | None) -> None:
+def test_gradients_of_activations_float32(taken: ModuleType, activation: str | None) -> None:
     """They are PyTorch's, with a bias and without one, in the order of the function's arguments."""
-    op = load_op(str(RECIPE))
-    with_square(op)
+    with_square(taken)
     a, b, bias = (x.requires_grad_() for x in biased(Draw(torch.float32), 5, 7, 9, None)[:3])
     grad = torch.randn(5, 7, device=DEVICE)
     for given in ((a, b, bias), (a, b), (a.detach(), b, bias), (a, b.detach(), bias.detach())):
         leaves = [x for x in given if x.requires_grad]
         right = ACTIVATIONS[activation](given[0] @ given[1] + (given[2] if len(given) > 2 else 0))
-        actual = torch.autograd.grad(op.tuned_matmul(*given, activation=activation), leaves, grad)
+        actual = torch.autograd.grad(taken.tuned_matmul(*given, activation=activation), leaves, grad)
         torch.testing.assert_close(actual, torch.autograd.grad(right, leaves, grad), rtol=1e-4, atol=1e-4)
 
 
-def test_activation_without_gradient(load_op: Callable[[str], ModuleType]) -> None:
+def test_activation_without_gradient(taken: ModuleType) -> None:
     """One's own may have none: a backward says so."""
-    op = load_op(str(RECIPE))
-    with_square(op)
-    op.TUNED_MATMUL_ACTIVATIONS["squared"] = op.TUNED_MATMUL_ACTIVATIONS["square"][0], None
+    with_square(taken)
+    taken.TUNED_MATMUL_ACTIVATIONS["squared"] = taken.TUNED_MATMUL_ACTIVATIONS["square"][0], None
     a, b = (x.requires_grad_() for x in matrices(Draw(torch.float32), 3, 5, 4))
-    out = op.tuned_matmul(a, b, activation="squared")
+    out = taken.tuned_matmul(a, b, activation="squared")
     torch.testing.assert_close(out, (a @ b).square())
     with pytest.raises(RuntimeError, match=r"^tuned_matmul has no gradient of 'squared'"):
         out.sum().backward()
@@ -490,23 +488,6 @@ def test_beyond_int32(taken: ModuleType) -> None:
     c = taken.tuned_matmul(a, torch.ones(16, K, dtype=torch.float16, device=DEVICE))
     assert (c[-1] == 1).all()
     assert not c[:-1].any()
-
-
-@needs_a_gpu
-def test_capture(load_op: Callable[[str], ModuleType]) -> None:
-    """A graph that would capture the tuning says so; after a call outside, the same capture replays right."""
-    op = load_op(str(RECIPE))
-    op.TUNED_MATMUL_TUNED["2 bytes"].configs = op.TUNED_MATMUL_TUNED["2 bytes"].configs[:2]
-    a, b = (torch.randn(shape, device="cuda", dtype=torch.float16) for shape in ((264, 520), (520, 392)))
-    with pytest.raises(RuntimeError, match="one call before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        op.tuned_matmul(a, b)
-    op.tuned_matmul(a, b)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        c = op.tuned_matmul(a, b)
-    a.normal_()
-    graph.replay()
-    assert_product(c, a, b)
 
 
 def test_tuning_in_a_capture(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,3 +687,23 @@ BREAKS = [
     ("a NaN that becomes zero", "y = tl.where(z < 0, 0.0, z)", "y = tl.where(z > 0, z, 0.0)"),
     ("no launcher for GPUs", 'TUNED_MATMUL_LIBRARY.impl("tuned_matmul", _tuned_matmul_launch, "CUDA")\n', ""),
 ]
+
+
+@needs_a_gpu
+def test_capture(load_op: Callable[[str], ModuleType]) -> None:
+    """A graph that would capture the tuning says so; after a call outside, the same capture replays right.
+
+    The last test of this file: to load the op again ends the one that the others have.
+    """
+    op = load_op(str(RECIPE))
+    op.TUNED_MATMUL_TUNED["2 bytes"].configs = op.TUNED_MATMUL_TUNED["2 bytes"].configs[:2]
+    a, b = (torch.randn(shape, device="cuda", dtype=torch.float16) for shape in ((264, 520), (520, 392)))
+    with pytest.raises(RuntimeError, match="one call before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        op.tuned_matmul(a, b)
+    op.tuned_matmul(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        c = op.tuned_matmul(a, b)
+    a.normal_()
+    graph.replay()
+    assert_product(c, a, b)
