@@ -289,9 +289,9 @@ if __name__ == "__main__":
 # ----------
 #
 # For ``k = 8``, a row of 256 has 32 columns of 8 elements. This is little to
-# load for a program. So a program takes several rows: as many as have 128
-# columns together, but at most 4096 elements. Such a program has one warp,
-# because a warp needs no barrier to exchange words.
+# load for a program. So a program takes several rows, up to 128 columns in all
+# and at most 4096 elements. Such a program has one warp, because a warp needs
+# no barrier to exchange words.
 #
 # In half precision a float has 16 bits, and an index below 8192 has 13. Both
 # fit into a word of 32 bits, which is compared and exchanged in fewer

@@ -349,9 +349,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates(OURS)
 
 # %%
-# Block scales have a price. While the threads of a program scale a block and
-# add it, its tensor cores wait. cuBLAS loses less by it than these kernels do,
-# so there is room for a better one.
+# Block scales have a price: in these kernels, each step waits for its product
+# and only then scales and adds it. cuBLAS loses less by block scales, so there
+# is room for a better kernel.
 
 # %%
 # The op

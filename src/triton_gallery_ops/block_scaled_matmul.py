@@ -72,7 +72,9 @@ def _block_scaled_matmul_kernel(
             scale = tl.load(
                 rows + k // GROUP * stride_xk, mask=offs_m < M, other=0.0
             )  # (BLOCK_M,)
+            # A tile is within one block of columns, so this is one number.
             scale *= tl.load(block + k // GROUP * stride_wk)
+            # Each block has its scale: its sum is scaled, then added.
             acc += tl.dot(x, weight) * scale[:, None]
         out_desc.store([off_m, off_n], acc.to(out_desc.dtype))
 

@@ -212,6 +212,7 @@ def _int4_matmul_dequantize_kernel(
     block = tl.program_id(axis=0) % tl.cdiv(K, 128)
     pid_n = tl.program_id(axis=0) // tl.cdiv(K, 128)
     offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    # Past the last row of W the last one is read again, and not stored.
     rows_n = tl.minimum(offs_n, N - 1)
     group = _int4_matmul_groups(block, groups, SPAN, GROUPS)[None, :]
     w_ptrs = w_ptr + block.to(tl.int64) * N * 16 + rows_n * 16
@@ -223,6 +224,7 @@ def _int4_matmul_dequantize_kernel(
         BLOCK_N,
         GROUPS,
     )
+    # In a third dimension, each group is multiplied by its scale.
     codes = codes.to(ACC).reshape(BLOCK_N, GROUPS, 128 // GROUPS)
     w = (codes * scale.to(ACC)[:, :, None]).reshape(BLOCK_N, 128)
     offs_k = block * 128 + tl.arange(0, 128)[None, :]

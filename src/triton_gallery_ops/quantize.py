@@ -555,7 +555,7 @@ def _quantize_with(x, dtype, largest, scales, SCALING, kernel, transpose=False):
     rows, M, N, stride, flat = _quantize_rows(x, whole)
     if M > 0:
         plan |= {"PER_ROW": per_row, "CLAMP": largest is None}
-        BM = 128 if transpose else 1  # wide tiles store the transpose faster
+        BM = 128 if transpose else 1  # the tile that blocks of 128 x 128 have
         length = int(x.shape[-1])
         plan |= _quantize_tile(length, stride, BM, 16, flat, transpose)
         plan["SCALING"] = SCALING

@@ -63,11 +63,12 @@ def in_a_process(arguments: list[str], log: Path) -> None:
 
 
 def has_noticed(status: int | None, output: str) -> bool:
-    """Whether tests noticed that a recipe is broken: an assertion of theirs failed, and nothing before them did.
+    """Whether tests noticed that a recipe is broken: an assertion of theirs failed, or an error did not come.
 
-    Or a kernel read or wrote where nothing is, which the interpreter does not survive.
+    That does not count if a set-up failed. Or a kernel read or wrote where nothing is, and ended the interpreter.
     """
     if status == -signal.SIGSEGV:
         return re.search(r"taken\d*/\w+_op\.py", output) is not None  # the op was at work
     failed, in_set_up = (re.search(rf"(?m)^{word} ", output) for word in ("FAILED", "ERROR"))
-    return status == 1 and bool(failed) and not in_set_up and "AssertionError" in output
+    asserted = "AssertionError" in output or "DID NOT RAISE" in output
+    return status == 1 and bool(failed) and not in_set_up and asserted
