@@ -1,6 +1,7 @@
 """Scripts as readers take them: with the text of what they import of this project."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -224,6 +225,24 @@ def test_scripts_of_readers_import_nothing_of_ours() -> None:
         modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         modules += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
         assert [name for name in modules if name.startswith("triton_gallery")] == [], recipe.key
+
+
+def test_scripts_of_readers_choose_the_interpreter_before_triton_is_loaded() -> None:
+    """Without a GPU they set TRITON_INTERPRET, which Triton reads at its import. Modules of torch import it too."""
+    lines: dict[str, set[str]] = {}
+    for recipe in load(ROOT / "gallery"):
+        above, choice, _ = recipe.text.partition('"TRITON_INTERPRET", "1"')
+        if choice:
+            tree = ast.parse(above.rpartition("\nif ")[0])
+            for node in tree.body:
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    lines.setdefault(ast.unparse(node), set()).add(recipe.key)
+    assert len(set().union(*lines.values())) > 50
+    program = "import sys\nfor line in sys.argv[1:]: exec(line); 'triton' in sys.modules and sys.exit(line)"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", program, *sorted(lines)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert not run.returncode, f"{run.stderr}in {lines.get(run.stderr.strip())}"
 
 
 def test_clock_needs_no_more_than_a_script_has() -> None:

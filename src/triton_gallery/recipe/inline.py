@@ -24,6 +24,7 @@ HELPERS = {  # of lessons
 }
 OPS = "triton_gallery_ops"
 FOLDER = Path(__file__).parents[2] / OPS  # of this project's ops
+LATE = ("triton", "torch.utils.flop_counter")  # modules that load Triton: only below TRITON_INTERPRET
 WIDTH = 80
 FUNCTION = ("def ", "class ", "@")
 
@@ -231,7 +232,7 @@ def _called(item: Imported) -> str:
 
 
 def _with_imports(script: str, wanted: Iterable[Imported]) -> str:
-    """Return a script that imports more, in the order of the alphabet: Triton where it does, and the rest on top."""
+    """Return a script that imports more, in the order of the alphabet: beside Triton what loads it, the rest on top."""
     tree, lines = ast.parse(script), script.splitlines(keepends=True)
     known = [*_imported(tree.body)]
     missing = [item for item in dict.fromkeys(wanted) if item not in known]
@@ -246,7 +247,7 @@ def _with_imports(script: str, wanted: Iterable[Imported]) -> str:
         raise ValueError("the script imports nothing")
     of_triton = next((block for block in blocks if ("triton", None, None) in _imported(block)), blocks[0])
     for block in reversed(blocks):
-        more = [item for item in missing if block is (of_triton if item[0].startswith("triton") else blocks[0])]
+        more = [item for item in missing if block is (of_triton if item[0].startswith(LATE) else blocks[0])]
         if more:
             lines[block[0].lineno - 1 : block[-1].end_lineno] = [_written([*_imported(block), *more])]
     return "".join(lines)
