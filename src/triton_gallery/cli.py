@@ -3,7 +3,9 @@
 import argparse
 import json
 import signal
+import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from io import TextIOWrapper
@@ -394,7 +396,8 @@ def try_versions(options: argparse.Namespace) -> int:
 
 def results(options: argparse.Namespace) -> int:
     """Print every recorded figure: those of the recipes' own benchmarks, then those beside other libraries."""
-    recorded = all_recorded(Records(RECORDS), _recipes(options.recipe))
+    recipes = _recipes(options.recipe)
+    recorded = all_recorded(Records(RECORDS), recipes)
     if options.json:
         print(json.dumps(recorded, indent=1))
         return 0
@@ -405,13 +408,23 @@ def results(options: argparse.Namespace) -> int:
         cells = [row.recipe, row.table, f"{row.x_name} = {_x(row)}", row.series, value, low, high, row.unit, cpu]
         table.add_row(*map(Text, [*cells, "CPU decided" if row.cpu_bound else "", row.device, row.state]))
     console.print(table)
-    table = Table("recipe", "work", "shape", "series", "value", "low", "high", "unit", "device", "state")
+    table = Table("recipe", "work", "shape", "series", "value", "low", "high", "unit", "CPU us", "device", "state")
     for beside in recorded["libraries"]:
         for series, rate in beside["rates"].items():
             figures = [_number(rate[name] if rate else None) for name in ("value", "low", "high")]
             cells = [beside["recipe"], beside["work"], " x ".join(map(str, beside["shape"])), series, *figures]
-            table.add_row(*map(Text, [*cells, beside["unit"], beside["device"], beside["state"]]))
+            cells += [beside["unit"], _number(beside["cpu_us"].get(series)), beside["device"], beside["state"]]
+            table.add_row(*map(Text, cells))
     console.print(table)
+    of_device = defaultdict[str, list[tuple[float, str, str]]](list)
+    for library_row in load_all(RECORDS):
+        if library_row.is_fresh(recipes) and (ratio := library_row.cpu_of_compiled):
+            of_device[library_row.environment.name].append((ratio, library_row.work, library_row.size))
+    for device, ratios in of_device.items():
+        worst, work, size = max(ratios)
+        middle = statistics.median(ratio for ratio, *_ in ratios)
+        console.print(f"CPU time of a call over that of torch.compile's function, {device}, {len(ratios)} fresh rows:")
+        console.print(f"median {middle:.2f}, largest {worst:.2f} ({work}, {size})")
     return 0
 
 

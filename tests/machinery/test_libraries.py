@@ -137,12 +137,14 @@ def test_sizes_of_a_work_are_one_table(project: Project) -> None:
     assert (table.band("Triton", 0), table.band("PyTorch", 0)) == ((1.0, 3.0), None)
 
 
-def test_row_of_before_has_no_dtype(project: Project) -> None:
-    """It is shown where any row of the table has it."""
+def test_row_of_before_has_no_dtype_and_no_times_of_the_cpu(project: Project) -> None:
+    """They are shown where any row of the table has them."""
     path = record(project)
     text = path.read_text()
-    path.write_text(text.replace(',\n   "dtype": ""', ""))
-    assert path.read_text() != text
+    for new in (',\n   "dtype": ""', ',\n   "cpu_us": {}'):
+        assert new in text
+        text = text.replace(new, "")
+    path.write_text(text)
     assert read(project) == three(project)
     keep(project, *three(project, dtype="float16"))
     assert cells(shown(project))[0][2] == "float16"
@@ -256,6 +258,7 @@ def test_results_have_the_rows(project: Project) -> None:
         "torch": "2.99",
         "triton": "3.99",
         "packages": {"liger-kernel": "0.8.5"},
+        "cpu_us": {},
         "date": DATE,
         "commit": COMMIT,
         "state": "fresh",
@@ -267,6 +270,24 @@ def test_results_have_the_rows(project: Project) -> None:
     lines = [line for line in results(project).splitlines() if "one, forward" in line]
     assert len(lines) == len(TIED)
     assert all(word in lines[0] for word in (first.size.replace(BY, " x "), "Triton", "300.0", "290.0", "310.0"))
+
+
+def test_cpu_times_of_calls(project: Project) -> None:
+    """The page has them in a column; `results` compares ours with those of torch.compile's functions."""
+    first, second, third = three(project)
+    keep(
+        project,
+        structs.replace(first, cpu_us={"Triton": 30.0, "PyTorch": 9.0, "torch.compile": 60.0}),
+        structs.replace(second, cpu_us={"Triton": 33.4, "torch.compile": 22.0}),
+        structs.replace(third, cpu_us={"Triton": 10.0}),
+    )
+    page = shown(project)
+    assert page.select("table.libraries.sortable th")[-1].text.strip() == "CPU us, Triton Gallery, PyTorch"
+    assert [row[-1] for row in cells(page)] == ["30, 9", "33, -"]
+    printed = " ".join(results(project).split())
+    assert "torch.compile's function, Test GPU 9000, 2 fresh rows: median 1.01, largest 1.52 (<script>" in printed
+    project.write(one="x = 3")
+    assert "CPU time of a call over" not in results(project)
 
 
 def results(project: Project, *arguments: str) -> str:

@@ -6,8 +6,11 @@
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
-from triton_gallery.recipe.tables import TRITON, Figures, Table
+from msgspec import Meta, field
+
+from triton_gallery.recipe.tables import COMPILED, TRITON, Figures, Table
 from triton_gallery.records.files import OPS
 from triton_gallery.records.rows import Rate, Row, Rows
 
@@ -19,11 +22,13 @@ class LibraryRow(Row, frozen=True):
         packages: the versions of the other libraries.
         rates: by the name of who was measured; None where there is none.
         dtype: of the tensors; empty if it was not kept.
+        cpu_us: the CPU's microseconds for a call, by the same names; empty if they were not kept.
     """
 
     packages: dict[str, str]
     rates: dict[str, Rate | None]
     dtype: str = ""  # which older files have not
+    cpu_us: dict[str, Annotated[float, Meta(gt=0)]] = field(default_factory=dict)  # nor these
 
     def __post_init__(self) -> None:
         """Refuse a row without a rate of ours; ValueError."""
@@ -35,6 +40,12 @@ class LibraryRow(Row, frozen=True):
     def table(self) -> Table:
         """The medians, as a benchmark's table of one line."""
         return table_of([self])
+
+    @property
+    def cpu_of_compiled(self) -> float | None:
+        """The CPU time of a call of ours, in that of a call of `torch.compile`'s function; None if one was not kept."""
+        ours, compiled = self.cpu_us.get(TRITON), self.cpu_us.get(COMPILED)
+        return ours / compiled if ours and compiled else None
 
     @property
     def is_tie(self) -> bool:

@@ -20,7 +20,7 @@ from triton_gallery.libraries.workload import Bytes, Function, Product, Workload
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.device import detect
 from triton_gallery.recipe.measured import op_hash
-from triton_gallery.recipe.tables import ROOF, TRITON
+from triton_gallery.recipe.tables import COMPILED, ROOF, TRITON
 from triton_gallery.records.files import BadRecordError
 from triton_gallery.records.git import commit
 
@@ -73,7 +73,7 @@ def contestants(work: Workload, libraries: Sequence[str]) -> dict[str, Function]
     ours, plain = work.ours(recipe_module(work.recipe)), work.torch(torch)
     functions = {"PyTorch": plain}
     if work.compiles:
-        functions["torch.compile"] = torch.compile(plain, fullgraph=True, dynamic=False)
+        functions[COMPILED] = torch.compile(plain, fullgraph=True, dynamic=False)
     for name in (name for name in libraries if name in work.libraries):
         functions[name] = work.libraries[name](importlib.import_module(LIBRARIES[name].module))
     return {TRITON: ours, **{name: work.called(function) for name, function in functions.items()}}
@@ -81,8 +81,12 @@ def contestants(work: Workload, libraries: Sequence[str]) -> dict[str, Function]
 
 def rates(
     trial: Trial, amount: Bytes | Product, backward: bool, libraries: Sequence[str]
-) -> dict[str, list[float] | None]:
-    """Check and measure one work at one size, one way; return the rates by the name of who was measured."""
+) -> tuple[dict[str, list[float] | None], dict[str, float]]:
+    """Check and measure one work at one size, one way.
+
+    Returns:
+        By the name of who was measured the rates, and the CPU's microseconds for a call.
+    """
     import torch
     import torch._functorch.config
 
@@ -111,7 +115,7 @@ def rates(
     timed = gpu_time(calls, TURNS, prepare=trial.restore)  # type: ignore[no-untyped-call]
     for name, (*times, _, _) in timed.items():
         results[name] = rates_of(amount, times)
-    return results
+    return results, {name: float(f"{timed[name][3]:.4g}") for name in calls if name != ROOF}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -144,8 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name, backward in work.directions.items():
             for shape in work.shapes:
                 try:
-                    figures, unit = measure_size(work, shape, backward, list(versions))
-                    row = LibraryRow(work.recipe, name, list(shape), unit, *made, figures, work.dtype)
+                    figures, cpu_us, unit = measure_size(work, shape, backward, list(versions))
+                    row = LibraryRow(work.recipe, name, list(shape), unit, *made, figures, work.dtype, cpu_us)
                 except Exception as error:
                     print(f"{name:<40} {shape} failed: {type(error).__name__}: {error}", flush=True)
                     failed += 1
@@ -162,13 +166,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure_size(
     work: Workload, shape: tuple[int, ...], backward: bool, libraries: Sequence[str]
-) -> tuple[dict[str, list[float] | None], str]:
-    """Return the rates of a work at a size, one way, and their unit."""
+) -> tuple[dict[str, list[float] | None], dict[str, float], str]:
+    """Return the rates of a work at a size, one way, the CPU times of a call, and the unit of the rates."""
     import torch
 
     dtype = getattr(torch, work.dtype)
     amount = work.amount(shape, dtype.itemsize, backward)
-    return rates(Trial(work, shape, dtype, DEVICE), amount, backward, libraries), amount.unit
+    return *rates(Trial(work, shape, dtype, DEVICE), amount, backward, libraries), amount.unit
 
 
 def show(row: LibraryRow) -> None:
@@ -176,7 +180,8 @@ def show(row: LibraryRow) -> None:
     shown = ", ".join(f"{name} {rate[0]:.4g}" if rate else f"{name} -" for name, rate in row.rates.items())
     other, top = row.table.ratio(0), row.table.of_roof(0)
     ratios = f"Triton / best other {other:.3f}{' (tie)' if row.is_tie else ''}, / roof {top:.3f}"
-    print(f"{row.work:<40} {row.size:<14} {row.unit}: {shown}; {ratios}", flush=True)
+    cpu = ", ".join(f"{name} {time:.0f}" for name, time in row.cpu_us.items())
+    print(f"{row.work:<40} {row.size:<14} {row.unit}: {shown}; {ratios}; CPU us {cpu}", flush=True)
 
 
 if __name__ == "__main__":

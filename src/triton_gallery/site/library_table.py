@@ -71,9 +71,13 @@ def _cells(rows: Sequence[LibraryRow], unit: str) -> tuple[list[str], list[list[
     series = [TRITON, *dict.fromkeys(others), ROOF]
     dtype = ["dtype"] if any(row.dtype for row in rows) else []
     columns = ["size", *dtype, "Triton / best other", "Triton / roof", f"Triton Gallery ({unit})", *series[1:]]
+    timed = [name for name in series if any(name in row.cpu_us for row in rows)]
+    columns += [f"CPU us, {', '.join(['Triton Gallery', *timed[1:]])}"] if timed else []
     cells = []
     for row in rows:
         ratio = f"{two_digits(row.table.ratio(0))}{' (tie)' if row.is_tie else ''}"
         medians = [figure(rate[0] if (rate := row.rates.get(name)) else None) for name in series]
         cells.append([row.size, *([row.dtype] if dtype else []), ratio, two_digits(row.table.of_roof(0)), *medians])
+        if timed:
+            cells[-1].append(", ".join(f"{us:.0f}" if (us := row.cpu_us.get(name)) else "-" for name in timed))
     return columns, cells
