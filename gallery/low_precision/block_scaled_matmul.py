@@ -22,6 +22,11 @@
 # expected = { y = "exact(x, w, scale_x, scale_w, GROUP=4)" }
 # start = [1, 0]
 #
+# [tool.triton-gallery.not_for]
+# _block_scaled_matmul_hopper_kernel = [
+#   "sm_80", "sm_89", "sm_100", "sm_120", "gfx942"
+# ]
+#
 # [tool.triton-gallery.step_through.inputs]
 # x = "integers(-2, 3, 3, 8)"
 # w = "integers(-3, 3, 6, 8).flip(0)"
@@ -358,9 +363,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------
 #
 # ``block_scaled_matmul(x, weight, scale_x, scale_weight)`` is this gallery's
-# op. To ``descriptor_kernel`` it adds one program per multiprocessor, which
-# loads its next tile before it stores the present one
-# (``persistent_matmul.py``); smaller tiles for few rows; and strided scales.
+# op. To ``descriptor_kernel`` it adds one program per multiprocessor
+# (``persistent_matmul.py``), smaller tiles for few rows, and strided scales. On
+# Hopper, more than 64 rows go to a kernel in Gluon (``gluon_matmul.py``): two
+# or three groups of four warps multiply, each for 64 rows, and do not wait for
+# each other. So one can scale while the tensor cores multiply for another.
 
 from triton_gallery_ops.block_scaled_matmul import block_scaled_matmul
 

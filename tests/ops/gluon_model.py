@@ -236,8 +236,9 @@ class Pointer:
 
     @property
     def memory(self) -> torch.Tensor:
-        """All that the tensor has, one element after another."""
-        return self.tensor.view(-1)
+        """What lies in memory from its first element to its last."""
+        length = 1 + sum((n - 1) * stride for n, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True))
+        return self.tensor.as_strided((length,), (1,))
 
 
 class Shared:
@@ -390,8 +391,13 @@ def _arange(start: int, end: int, layout: Any) -> Values:
     return Values(torch.arange(start, end))
 
 
-def _load_registers(pointers: Pointer) -> Values:
-    return Values(pointers.memory[pointers.places])
+def _load_registers(pointers: Pointer, mask: Values | None = None, other: float = 0) -> Values:
+    if mask is None:
+        return Values(pointers.memory[pointers.places])
+    kept = mask.values
+    values = torch.full(pointers.places.shape, other, dtype=pointers.tensor.dtype)
+    values[kept] = pointers.memory[pointers.places[kept]]
+    return Values(values)
 
 
 def _store_registers(pointers: Pointer, values: Values) -> None:
@@ -409,6 +415,10 @@ def _extreme(of_tensors: Callable[..., Any], of_numbers: Callable[..., Any]) -> 
         return of_tensors(*map(torch.as_tensor, numbers))
 
     return _for_each(extreme)
+
+
+def _range(*extents: int) -> Iterator[Int]:
+    return map(Int, range(*extents))
 
 
 def _static_range(count: int) -> Iterator[int]:
@@ -508,6 +518,8 @@ gl = SimpleNamespace(
     float32=Dtype(torch.float64),  # sums are exact: what is tested is what is added up
     float16=Dtype(torch.float16),
     bfloat16=Dtype(torch.bfloat16),
+    float8e4nv=Dtype(torch.float8_e4m3fn),
+    float8e5=Dtype(torch.float8_e5m2),
     cdiv=lambda x, y: (x + y - 1) // y,
     minimum=_extreme(torch.minimum, min),
     maximum=_extreme(torch.maximum, max),
@@ -555,6 +567,7 @@ def names() -> dict[str, Any]:
     """Return what a recipe imports of Gluon, modelled."""
     return {
         "gl": gl,
+        "range": _range,
         "gluon": SimpleNamespace(jit=Kernel),
         "mbarrier": SimpleNamespace(
             MBarrierLayout=lambda: None, init=_init, invalidate=_invalidate, expect=_expect, arrive=_arrive, wait=_wait
