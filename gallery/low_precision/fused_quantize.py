@@ -94,9 +94,8 @@ def in_torch(x, weight):
 
 
 # %%
-# What has to move? In two kernels, the first writes the norm ``y`` and the second
-# reads it. One kernel needs the *floor*: it reads ``x`` and the weight, and
-# writes the values and the scales.
+# One kernel needs the *floor*: it reads ``x`` and the weight, and writes values
+# and scales. Of two, the first also writes the norm, and the second reads it.
 
 if __name__ == "__main__":
     x, weight = randn(64, 4096).bfloat16(), randn(4096).bfloat16()
