@@ -273,7 +273,7 @@ def test_as_separate_ops(
 
 
 @pytest.mark.parametrize("kind", HALF_AND_SINGLE, ids=str)
-def test_rounded_before_it_is_quantized(taken: ModuleType, kind: torch.dtype) -> None:
+def test_rounded_once_more_than_in_the_accumulator(taken: ModuleType, kind: torch.dtype) -> None:
     """The scale is the largest number that the norm would have stored, over 448: of its dtype, times 448."""
     x = Layout("contiguous", 3).make((50, 96), kind, DEVICE)
     weight = Layout("contiguous", 4).make((96,), kind, DEVICE)
