@@ -262,7 +262,7 @@ def _fused_quantize_gated(
     gate = tl.load(gate_rows + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_rows + offs, mask=mask, other=0.0).to(tl.float32)
     gate, up = _swiglu_clamp(gate, up, BETA, LIMIT)
-    # What is masked is 0: of gate 0 it is, whatever up became.
+    # Masked elements are 0, as gate is, even if up became BETA.
     y = gate * _swiglu_share(gate, ACTIVATION, ALPHA) * up
     return y.to(DTYPE).to(tl.float32)
 
