@@ -18,6 +18,7 @@ from triton_gallery_ops.cross_entropy import cross_entropy
 from triton_gallery_ops.cumsum import cumsum
 from triton_gallery_ops.dropout import dropout
 from triton_gallery_ops.flash_attention import flash_attention
+from triton_gallery_ops.fused_quantize import fused_quantize_rms_norm_residual, fused_quantize_swiglu
 from triton_gallery_ops.gated_delta_rule import gated_delta_rule
 from triton_gallery_ops.layer_norm import layer_norm
 from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
@@ -57,6 +58,14 @@ def calls(T: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
         "rms_norm_residual": (
             lambda x, y, w: rms_norm_residual(x, y, w, 1e-6),
             [rows, floats(BATCH, T, HIDDEN), floats(HIDDEN)],
+        ),
+        "fused_quantize_rms_norm_residual": (
+            lambda x, y, w: fused_quantize_rms_norm_residual(x, y, w, 1e-6, (1, -1)),
+            [*(floats(BATCH, T, HIDDEN, grad=False) for _ in range(2)), floats(HIDDEN, grad=False)],
+        ),
+        "fused_quantize_swiglu": (
+            lambda x: fused_quantize_swiglu(x, None, (1, 128)),
+            [floats(BATCH, T, 2 * HIDDEN, grad=False)],
         ),
         "layer_norm": (lambda x, w, b: layer_norm(x, w, b, 1e-6), [rows, floats(HIDDEN), floats(HIDDEN)]),
         "rope": (rope, [q, k, table, table]),

@@ -59,6 +59,7 @@ cos, sin = angles.cos(), angles.sin()
     "persistent_matmul": MATRICES,
     "skinny_matmul": "x, weight = torch.randn(3, 64), torch.randn(32, 64)",
     "quantize": "x = 2.0 ** torch.randint(-3, 9, (4, 256))",
+    "fused_quantize": "x, residual, weight, eps = *(2.0 ** torch.randint(0, 3, (2, 4, 256))), torch.ones(256), 1e-6",
     "fp8_matmul": """
 x, weight = torch.randint(-2, 3, (2, 16, 32)).to(torch.float8_e4m3fn)
 scale_x, scale_weight = 2.0 ** torch.randint(-3, 3, (2, 16, 1))
