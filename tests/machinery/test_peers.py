@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
 from project import ROOT
 
 PEERS = ROOT / "tests" / "peers"
@@ -25,6 +26,7 @@ def test_each_reason_is_used() -> None:
     assert set(re.findall(r'not_taken\("(\w+)"\)', suite)) <= REASONS.keys() <= names
 
 
+@pytest.mark.anywhere
 def test_a_few_cases() -> None:
     """Of one peer, in a process of its own: the suite sets how many cases run, and counts them."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/peers/test_liger_activations.py"]

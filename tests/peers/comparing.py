@@ -85,14 +85,14 @@ def arithmetic(x):
     return ((x + 0.3 - 0.3) - x).abs().max().item() if x.numel() else 0.0
 
 
-def all_within(outs, inputs, dout, factors, extra):
+def all_within(outs, inputs, upstream, factors, extra):
     """Compare output and gradients of ours, of the reference and of PyTorch in the dtype, given all three outputs.
 
     The bounds are those of FlashAttention 3, which leave room for the rounding of any arithmetic.
     """
     within(*outs, factors[0], extra[0] + 2 * arithmetic(outs[1]))
-    dout = torch.randn_like(outs[1]) if dout is None else dout
-    for n, (one, right, rough) in enumerate(zip(*(grads(x, inputs, dout) for x in outs), strict=True)):
+    upstream = torch.randn_like(outs[1]) if upstream is None else upstream
+    for n, (one, right, rough) in enumerate(zip(*(grads(x, inputs, upstream) for x in outs), strict=True)):
         within(one, right, rough, factors[1], extra[1] + 2 * arithmetic(right), f"gradient {n}")
 
 
@@ -106,11 +106,11 @@ def ratio(found, reference, most, what="result", atol=1e-6):
         assert rate < most, f"{what}: rate {rate:.5f}, at most {most}; largest error {error.abs().max().item():.3g}"
 
 
-def same_bits(call, inputs, dout, turns):
+def same_bits(call, inputs, upstream, turns):
     """Results and gradients agree bit for bit from call to call."""
     first = None
     for _ in range(turns):
         out = call()
-        found = (out, *grads(out, inputs, dout))
+        found = (out, *grads(out, inputs, upstream))
         first = first or found
         assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))

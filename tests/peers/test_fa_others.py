@@ -87,8 +87,8 @@ def test_rotary(begin, part, interleaved, dtype, inplace):
         return
     found = turned(rope(turned(a), None, cos, sin, interleaved, **options)[0])
     close(found, expected, "output")
-    dout = torch.randn_like(expected)
-    close(grads(found, a, dout)[0], grads(expected, b, dout)[0], "gradient")
+    upstream = torch.randn_like(expected)
+    close(grads(found, a, upstream)[0], grads(expected, b, upstream)[0], "gradient")
 
 
 @each("dtype", F16, BF16)
@@ -113,8 +113,8 @@ def test_rotary_compiled(interleaved):
     a, b = leaves(q, k), leaves(q, k)
     found = torch.compile(lambda q, k: rope(q, k, cos, sin, interleaved))(*a)
     expected = [turned(right(turned(x), cos, sin, interleaved)) for x in b]
-    dout = [torch.randn_like(x) for x in expected]
-    for one, two in zip((*found, *grads(found, a, dout)), (*expected, *grads(expected, b, dout)), strict=True):
+    upstream = [torch.randn_like(x) for x in expected]
+    for one, two in zip((*found, *grads(found, a, upstream)), (*expected, *grads(expected, b, upstream)), strict=True):
         close(one, two, "q and k, and gradients")
 
 
@@ -130,8 +130,8 @@ def test_rotary_varlen(offsets):
     found = turned(rope(turned(a[None]), None, cos, sin, cu_seqlens=cu, seqlen_offsets=begins)[0])[0]
     expected = right(b, cos[at], sin[at], False)
     close(found, expected, "output")
-    dout = torch.randn_like(expected)
-    close(grads(found, a, dout)[0], grads(expected, b, dout)[0], "gradient")
+    upstream = torch.randn_like(expected)
+    close(grads(found, a, upstream)[0], grads(expected, b, upstream)[0], "gradient")
 
 
 def test_compilations():
@@ -195,11 +195,11 @@ def test_layer_norm(hidden, dtype, kind):
 
         return call
 
-    results, dout = [], randn(*x.shape, dtype=dtype) / batch
+    results, upstream = [], randn(*x.shape, dtype=dtype) / batch
     for call in (ours, theirs(True), theirs(False)):
         a = leaves(*inputs)
         out = call(*a)
-        results.append((out, *grads(out, a, dout)))
+        results.append((out, *grads(out, a, upstream)))
     for n, (one, exact, rough) in enumerate(zip(*results, strict=True)):
         error, other = ((y - exact).abs().max().item() for y in (one, rough))
         assert error <= 2 * other + ATOL[dtype], f"result {n}: error {error:.3g}, PyTorch's {other:.3g}"

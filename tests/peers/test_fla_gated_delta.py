@@ -1,7 +1,7 @@
 """flash-linear-attention: tests/ops/test_gdn.py (test_fused_recurrent, test_chunk, test_chunk_with_chunk_size,
 test_chunk_beta_sigmoid_in_kernel, test_chunk_state_v_first, test_chunk_gate_in_kernel, test_chunk_varlen).
 
-In these tests theirs has float16. Where a case is asked twice, the second is in bfloat16, with theirs' bounds for it.
+Theirs are in float16 alone. Where a case is asked twice, the second is in bfloat16, with bounds four times as wide.
 """
 
 import functools
@@ -21,7 +21,7 @@ l2 = functools.partial(F.normalize, p=2, dim=-1)
 
 
 def bounds_of(dtype, bounds=BOUNDS):
-    """Theirs has ratios of float16; bfloat16 has 3 bits fewer."""
+    """Return the bounds of float16; bfloat16 has 3 bits fewer."""
     return {what: most * 4 for what, most in bounds.items()} if dtype == BF16 else bounds
 
 
@@ -32,9 +32,9 @@ def compare(given, call, reference, bounds):
     ratio(found[0], expected[0], bounds["o"], "o")
     ratio(found[1], expected[1], bounds["ht"], "ht")
     if "dq" in bounds:
-        dout = [torch.randn_like(x, dtype=F32) for x in expected]
+        upstream = [torch.randn_like(x, dtype=F32) for x in expected]
         names = ("dq", "dk", "dv", "dg", "db", "dh0")
-        for what, one, right in zip(names, grads(found, a, dout), grads(expected, b, dout), strict=True):
+        for what, one, right in zip(names, grads(found, a, upstream), grads(expected, b, upstream), strict=True):
             ratio(one, right, bounds[what], what)
 
 
@@ -168,9 +168,9 @@ def test_chunk_varlen(H, D, mask, cu, how):
     found, _ = gated_delta_rule(*a[:3], a[3].masked_fill(first, -torch.inf), a[4])
     expected, _ = each_one(*b, nothing.to(DEVICE))
     ratio(found, expected, bounds["o"], "o")
-    dout = torch.randn_like(expected)
+    upstream = torch.randn_like(expected)
     for what, one, right in zip(
-        ("dq", "dk", "dv", "dg", "db"), grads(found, a, dout), grads(expected, b, dout), strict=True
+        ("dq", "dk", "dv", "dg", "db"), grads(found, a, upstream), grads(expected, b, upstream), strict=True
     ):
         if what == "dg":  # that of a first token is 0 in ours, and of a decay of nothing in theirs
             one, right = one.masked_fill(first, 0), right.masked_fill(first, 0)

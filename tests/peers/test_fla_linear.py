@@ -33,9 +33,9 @@ def compare(given, call, reference, most=0.005, of_o=None, fixed=(), small=1e-6)
     found, expected = call(*a), reference(*b)
     ratio(found[0], expected[0], of_o or most, "o")
     ratio(found[1], expected[1], most, "ht")
-    douts = [torch.randn_like(x, dtype=F32) for x in expected]
+    upstreams = [torch.randn_like(x, dtype=F32) for x in expected]
     wanted = [n for n, what in enumerate(names) if what not in fixed]
-    results = [grads(outs, [inputs[n] for n in wanted], douts) for outs, inputs in ((found, a), (expected, b))]
+    results = [grads(outs, [inputs[n] for n in wanted], upstreams) for outs, inputs in ((found, a), (expected, b))]
     for n, one, right in zip(wanted, *results, strict=True):
         ratio(one, right, most, f"gradient of {names[n]}", atol=small if names[n] == "g" else 1e-6)
 

@@ -38,8 +38,8 @@ def compare(batch, sq, sk, D, causal, dtype, scale, factors, DV=None):
     out = attention_variants(*a, scale=scale) if DV else flash_attention(*a, causal, scale)
     true, rough = math(*b, causal, scale), math(*c, causal, scale)
     near(out, true.to(dtype), *bounds(true, rough, factors[0]), "output")
-    dout = torch.rand_like(out)
-    results = (grads(x, y, dout) for x, y in ((out, a), (true, b), (rough, c)))
+    upstream = torch.rand_like(out)
+    results = (grads(x, y, upstream) for x, y in ((out, a), (true, b), (rough, c)))
     for what, one, exact, low, factor in zip("qkv", *results, factors[1:], strict=True):
         near(one, exact.to(dtype), *bounds(exact, low, factor), f"gradient of {what}")
 
@@ -75,8 +75,8 @@ def test_packed_projection(contiguous, causal, dtype, tol):
     for x, call in ((a, flash_attention), (b, math)):
         parts = [y.view(4, -1, 2, 16).transpose(1, 2) for y in x.chunk(3, -1)]
         outs.append(call(*([y.contiguous() for y in parts] if contiguous else parts), causal))
-    dout = torch.rand_like(outs[1])
-    near(grads(outs[0], a, dout)[0], grads(outs[1], b, dout)[0], tol, tol, "gradient")
+    upstream = torch.rand_like(outs[1])
+    near(grads(outs[0], a, upstream)[0], grads(outs[1], b, upstream)[0], tol, tol, "gradient")
 
 
 @each("variant", "upper_left", "lower_right")
@@ -97,8 +97,8 @@ def test_causal_bias(variant, shape):
         cu = [torch.arange(0, batch + 1, dtype=torch.int32, device=DEVICE) * n for n in (sq, sk)]
         found = varlen_attention(*flat, *cu, sq, sk, True).unflatten(0, (batch, sq)).transpose(1, 2)
     near(found, expected, 5e-3, 5e-3, "output")
-    dout = torch.rand_like(expected) * sees
-    for what, one, right in zip("qkv", grads(found, a, dout), grads(expected, b, dout), strict=True):
+    upstream = torch.rand_like(expected) * sees
+    for what, one, right in zip("qkv", grads(found, a, upstream), grads(expected, b, upstream), strict=True):
         near(one, right.nan_to_num(), 5e-3, 5e-3, f"gradient of {what}")
 
 
@@ -128,8 +128,10 @@ def test_broadcasting(expand, which):
     views = [x.expand(batch, heads, -1, -1) for x in tensors]
     found, expected = flash_attention(*views), math(*(x.float() for x in views))
     near(found, expected.half(), 1.5e-3, 1e-2, "output")
-    dout = torch.rand_like(expected)
-    for what, one, right in zip("qkv", grads(found, tensors, dout), grads(expected, tensors, dout), strict=True):
+    upstream = torch.rand_like(expected)
+    for what, one, right in zip(
+        "qkv", grads(found, tensors, upstream), grads(expected, tensors, upstream), strict=True
+    ):
         near(one, right, 2e-2 * max(1.0, right.abs().max().item()), 1e-2, f"gradient of {what}")
 
 
@@ -137,14 +139,14 @@ def test_broadcasting(expand, which):
 def test_cuda_graph(length, D, causal):
     needs(GPU, "CUDA graphs need a GPU")
     a = leaves(*(rand(8, 4, length, D, dtype=F16) for _ in range(3)))
-    dout, stream, graph = torch.rand_like(a[0]), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    upstream, stream, graph = torch.rand_like(a[0]), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        grads(flash_attention(*a, causal), a, dout)
+        grads(flash_attention(*a, causal), a, upstream)
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph):
         out = flash_attention(*a, causal)
-        found = grads(out, a, dout)
+        found = grads(out, a, upstream)
     graph.replay()
     once = [x.clone() for x in (out, *found)]
     graph.replay()
@@ -152,7 +154,7 @@ def test_cuda_graph(length, D, causal):
     b = leaves(*a, dtype=F32)
     true = math(*b, causal)
     near(out, true.half(), 2e-3, 2e-3, "output")
-    for what, one, right in zip("qkv", found, grads(true, b, dout), strict=True):
+    for what, one, right in zip("qkv", found, grads(true, b, upstream), strict=True):
         near(one, right.half(), 2e-2, 2e-2, f"gradient of {what}")
 
 

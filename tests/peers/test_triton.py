@@ -52,8 +52,8 @@ def test_topk_any_k(k, softmax):
     assert torch.equal(places, at)
     expected = expected.softmax(-1) if softmax else expected
     near(values, expected, 1e-3, 1e-2, "values")
-    dout = torch.randn_like(expected)
-    near(grads(values, a, dout)[0], grads(expected, b, dout)[0], 1e-2, 1e-2, "gradient")
+    upstream = torch.randn_like(expected)
+    near(grads(values, a, upstream)[0], grads(expected, b, upstream)[0], 1e-2, 1e-2, "gradient")
 
 
 @each("what", "apply_softmax", "given_places", "bitmap", "gathered")
@@ -146,12 +146,11 @@ CASES = [
 
 @each("name, n, layout", *CASES)
 def test_matmul(name, n, layout):
-    """Each size and layout, by turns of the dtypes. The reference is PyTorch's product, in float64."""
+    """Each size and layout, by turns of the dtypes; skinny_matmul has the first 64 rows."""
     (M, N, K), (at, bt), dtype = SIZES[n], (layout % 2, layout // 2), (F16, BF16, F32)[(n + layout // 2) % 3]
     if name == "gluon_matmul" and dtype == F32:
         not_taken("gluon_float32")
-    if name == "skinny_matmul" and M > 64:
-        not_taken("skinny")
+    M = min(M, 64) if name == "skinny_matmul" else M
     on_hopper(name)
     light(M * N * K, 1 << 20)
     a = 0.1 * randn(*((K, M) if at else (M, K)), dtype=dtype)
@@ -185,8 +184,8 @@ def test_product(what):
         check(tuned_matmul, torch.matmul, (a, b), 0.1, 1e-2)
     elif what == "float8":
         x, w = quantize(a[0].sign(), (1, -1)), quantize(b[0].t().sign(), (1, -1))
-        found = fp8_matmul(x[0], w[0], x[1], w[1], out_dtype=F32)
-        near(found, dequantize(*x, (1, -1)) @ dequantize(*w, (1, -1)).t(), 1e-2, 1e-2)
+        found = fp8_matmul(x[0], w[0], x[1], w[1], out_dtype=F32, use_fast_accum=False)
+        near(found, dequantize(*x, (1, -1)) @ dequantize(*w, (1, -1)).t(), 0.1, 1e-2)
     else:
         TUNED_MATMUL_ACTIVATIONS["twice"] = twice, lambda grad, z: 2 * grad
         call = lambda a, b, c: tuned_matmul(a, b, c, "twice")  # noqa: E731
