@@ -47,11 +47,11 @@ def on_hopper(name):
 
 
 def randn(*shape, dtype=F32, grad=False):
-    return torch.randn(*shape, device=DEVICE, dtype=dtype).requires_grad_(grad)
+    return torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_(grad)
 
 
 def rand(*shape, dtype=F32):
-    return torch.rand(*shape, device=DEVICE, dtype=dtype)
+    return torch.rand(shape, device=DEVICE, dtype=dtype)
 
 
 def randint(low, high, shape, dtype=torch.int64):
