@@ -15,9 +15,9 @@
 # kernel = "group_kernel"
 # caption = """
 # Two programs, a tile of the result each. Here a block is four numbers. Each of
-# the two products over four of K gets its scales, made of the exponents 127,
-# 128 and 129, then it is added. The last row and two columns are masked."""
-# registers = ["x", "w", "part", "scale", "acc"]
+# the two products is scaled twice, by 1, 2 or 4 for a byte of 127, 128 or 129,
+# then it is added. The last row and two columns are masked."""
+# registers = ["x", "w", "of_x", "of_w", "part", "acc"]
 # call = "product(x, w, scale_x, scale_w, BLOCK=4, GROUP=4)"
 # expected = { y = "exact((x, scale_x), (w, scale_w), GROUP=4)" }
 # start = [1, 0]
@@ -204,8 +204,8 @@ def group_kernel(
         part = tl.dot(x, w)  # (BLOCK_M, BLOCK_N), of this block alone
         of_x = tl.load(scale_x_ptr + offs_m * groups + group, mask=mask_m)
         of_w = tl.load(scale_w_ptr + offs_n * groups + group, mask=mask_n)
-        scale = power_of_two(of_x)[:, None] * power_of_two(of_w)[None, :]
-        acc += part * scale
+        part *= power_of_two(of_x)[:, None]
+        acc += part * power_of_two(of_w)[None, :]
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
     mask = mask_m[:, None] & mask_n[None, :]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
@@ -298,13 +298,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Why does the instruction take the scales?
 # -----------------------------------------
 #
-# For each block of K, threads make a scale for every element of the tile,
-# multiply and add. That is work that grows with the result:
+# For each block of K, threads multiply every element of the tile twice and add
+# it to ``acc``:
 
 if __name__ == "__main__":
     tile = 128 * 128
     print(f"{tile * 32:,} multiplications by tensor cores for a block,")
-    print(f"then by threads {2 * tile:,}, and {tile:,} additions")
+    print(f"then {2 * tile:,} by threads, and {tile:,} additions")
 
 # %%
 # A scale belongs to 32 numbers of *one* matrix. Inside of the tensor cores it
@@ -617,8 +617,8 @@ def mixed_answer_kernel(
         w = tl.where(codes > 7, -w, w)
         of_x = tl.load(scale_x_ptr + offs_m * groups + group, mask=mask_m)
         of_w = tl.load(scale_w_ptr + offs_n * groups + group, mask=mask_n)
-        scale = power_of_two(of_x)[:, None] * power_of_two(of_w)[None, :]
-        acc += tl.dot(x.to(tl.float16), w.T) * scale
+        part = tl.dot(x.to(tl.float16), w.T) * power_of_two(of_x)[:, None]
+        acc += part * power_of_two(of_w)[None, :]
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
     tl.store(y_ptrs, acc, mask=mask_m[:, None] & mask_n[None, :])
 
