@@ -4,7 +4,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from triton_gallery.libraries.workload import Product, Workload
@@ -67,16 +66,11 @@ def in_torch(torch: Any) -> Callable[..., Any]:
     return product
 
 
-def of_op(op: ModuleType) -> Callable[..., Any]:
-    """Return our function, given the op's module."""
-    return op.mx_matmul
-
-
 WORKLOADS = [
     Workload(
         "low_precision/mx_matmul",
         variant=variant,
-        ours=of_op,
+        ours=lambda op: op.mx_matmul,
         torch=in_torch,
         compiles=False,
         shapes=SHAPES,

@@ -138,6 +138,7 @@ def _mx_matmul_kernel(
 ):
     PX: tl.constexpr = 2 if X == "e2m1" else 1  # numbers of a byte
     PW: tl.constexpr = 2 if WEIGHT == "e2m1" else 1
+    FLOAT8: tl.constexpr = DOT is None and GROUP == 16  # scales of NVFP4
     # So the compiler knows that GROUP divides K, and loads more at once.
     K = groups * GROUP
     # Eight rows of tiles together: what is read again is still in L2.
@@ -162,13 +163,14 @@ def _mx_matmul_kernel(
             scale_x = _mx_matmul_load(
                 scale_x_ptr, offs_m, M, group, groups, BLOCK_K // GROUP
             )
+            if FLOAT8:
+                scale_x = scale_x.to(tl.float8e4nv, bitcast=True)
         scale_weight = _mx_matmul_load(
             scale_weight_ptr, offs_n, N, group, groups, BLOCK_K // GROUP
         )
+        if FLOAT8:
+            scale_weight = scale_weight.to(tl.float8e4nv, bitcast=True)
         if DOT is None:
-            if GROUP == 16:
-                scale_x = scale_x.to(tl.float8e4nv, bitcast=True)
-                scale_weight = scale_weight.to(tl.float8e4nv, bitcast=True)
             # The scales of the weight are not transposed.
             acc = tl.dot_scaled(
                 x, scale_x, X, weight.T, scale_weight, WEIGHT, acc

@@ -206,7 +206,7 @@ CONTRACT = [
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, FP4], ids=str)
-def test_every_number(taken: ModuleType, dtype: torch.dtype) -> None:
+def test_every_number_in_float32(taken: ModuleType, dtype: torch.dtype) -> None:
     """Each of a format's codes is decoded, NaN and infinities too, and spoils no other row."""
     codes = torch.arange(16 if dtype == FP4 else 256, dtype=PACKED, device=DEVICE)
     x = torch.zeros(len(codes), 16 if dtype == FP4 else 32, dtype=PACKED, device=DEVICE)
@@ -220,7 +220,7 @@ def test_every_number(taken: ModuleType, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [E8M0, E4M3], ids=str)
-def test_every_scale(taken: ModuleType, dtype: torch.dtype) -> None:
+def test_every_scale_in_float32(taken: ModuleType, dtype: torch.dtype) -> None:
     """Each byte of a scale is decoded: 0 of e8m0 too, and 255, which is NaN."""
     scale = torch.arange(1 if DEVICE.type == "cuda" else 0, 256, dtype=PACKED, device=DEVICE).view(dtype)
     x = torch.zeros(len(scale), 16, dtype=PACKED, device=DEVICE)
@@ -248,7 +248,7 @@ def test_what_quantize_returns(taken: ModuleType, load_op: Callable[[str], Modul
     assert ((y - expected[0] @ expected[1].T).abs() <= 2**-18 * terms).all()
 
 
-def test_nan_stays_in_its_rows(taken: ModuleType) -> None:
+def test_nan_stays_in_its_rows_float32(taken: ModuleType) -> None:
     """A scale that is NaN makes a row of NaN, or a column; so does a float8 NaN."""
     x, weight, scale_x, scale_weight, *others = arguments(Draw(torch.float32), (20,), 40, 128)
     scale_x.view(PACKED)[3, 1] = 255
