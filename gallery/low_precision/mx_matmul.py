@@ -18,7 +18,7 @@
 # the two products is scaled twice, by 1, 2 or 4 for a byte of 127, 128 or 129,
 # then it is added. The last row and two columns are masked."""
 # registers = ["x", "w", "of_x", "of_w", "part", "acc"]
-# call = "product(x, w, scale_x, scale_w, BLOCK=4, GROUP=4)"
+# call = "product(x, w, scale_x, scale_w, tile=(4, 4, 4))"
 # expected = { y = "exact((x, scale_x), (w, scale_w), GROUP=4)" }
 # start = [1, 0]
 #
@@ -212,15 +212,15 @@ def group_kernel(
 
 
 def product(
-    x, w, *scales, dtype=torch.float32, kernel=group_kernel, BLOCK=128, GROUP=32
+    x, w, *scales, dtype=torch.float32, kernel=group_kernel, tile=(128, 64, 32)
 ):
     """Return the product of contiguous matrices with their scales."""
     (M, K), N = x.shape, w.shape[0]
-    assert K % GROUP == 0
+    assert K % tile[2] == 0
     assert all(t.is_contiguous() for t in (x, w, *scales))
     y = torch.empty(M, N, device=x.device, dtype=dtype)
-    grid = (triton.cdiv(M, BLOCK), triton.cdiv(N, BLOCK))
-    sizes = M, N, K, BLOCK, BLOCK, GROUP
+    grid = (triton.cdiv(M, tile[0]), triton.cdiv(N, tile[1]))
+    sizes = M, N, K, *tile
     kernel[grid](x, w, *scales, y, *sizes, num_warps=8)
     return y
 
@@ -302,7 +302,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # it to ``acc``:
 
 if __name__ == "__main__":
-    tile = 128 * 128
+    tile = 128 * 64
     print(f"{tile * 32:,} multiplications by tensor cores for a block,")
     print(f"then {2 * tile:,} by threads, and {tile:,} additions")
 

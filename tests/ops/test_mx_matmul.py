@@ -222,12 +222,12 @@ def test_every_number_in_float32(taken: ModuleType, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [E8M0, E4M3], ids=str)
 def test_every_scale_in_float32(taken: ModuleType, dtype: torch.dtype) -> None:
     """Each byte of a scale is decoded: 0 of e8m0 too, and 255, which is NaN."""
-    scale = torch.arange(1 if DEVICE.type == "cuda" else 0, 256, dtype=PACKED, device=DEVICE).view(dtype)
-    x = torch.zeros(len(scale), 16, dtype=PACKED, device=DEVICE)
-    x[:, 0] = 2  # 1, then 0
-    x = x if dtype == E8M0 else x[:, :8]
-    one = torch.ones(1, 1, device=DEVICE).to(dtype)
-    y = taken.mx_matmul(x, x[:1], scale[:, None], one, out_dtype=torch.float32)
+    # No 0 beside it, as infinity times 0 is NaN, too; and on a GPU no sum of what is too small for an exponent
+    scale = torch.arange(8 if DEVICE.type == "cuda" else 0, 256, dtype=PACKED, device=DEVICE).view(dtype)
+    GROUP = 32 if dtype == E8M0 else 16
+    x = torch.full((len(scale), GROUP // 2), 0x22, dtype=PACKED, device=DEVICE)  # each number is 1
+    part = torch.full((1, 1), 1 / GROUP, device=DEVICE).to(dtype)
+    y = taken.mx_matmul(x, x[:1], scale[:, None], part, out_dtype=torch.float32)
     torch.testing.assert_close(y[:, 0], scale.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -342,11 +342,6 @@ BREAKS = [
         "mask = (offs < rows)[:, None] & (offs_k >= 0)[None, :]",
     ),
     (
-        "rows past M",
-        "mask = (offs < rows)[:, None] & (offs_k < columns)[None, :]",
-        "mask = (offs >= 0)[:, None] & (offs_k < columns)[None, :]",
-    ),
-    (
         "stored past M",
         "mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]\n    tl.store(y_ptrs, acc.to(y_ptr.dtype",
         "mask = (offs_m >= 0)[:, None] & (offs_n < N)[None, :]\n    tl.store(y_ptrs, acc.to(y_ptr.dtype",
@@ -380,7 +375,6 @@ BREAKS = [
         "if K % GROUP:\n        raise ValueError(",
         "if K % 8:\n        raise ValueError(",
     ),
-    ("float16 in bfloat16", 'DOT = tl.float16 if x == "fp16" else tl.bfloat16', "DOT = tl.bfloat16"),
     (
         "no launcher for GPUs",
         'MX_MATMUL_LIBRARY.impl("mx_matmul", _mx_matmul_launch, "CUDA")\n',
