@@ -68,6 +68,10 @@ scale_x, scale_weight = 2.0 ** torch.randint(-3, 3, (2, 16, 1))
 x, weight = torch.randint(-1, 2, (2, 128, 256)).to(torch.float8_e4m3fn)
 scale_x, scale_weight = 2.0 ** torch.randint(0, 2, (128, 2)), 2.0 ** torch.randint(0, 2, (1, 2))
 """,
+    "mx_matmul": """
+x, weight = torch.randint(-1, 2, (2, 16, 64)).to(torch.float8_e4m3fn)
+scale_x, scale_weight = torch.randint(126, 129, (2, 16, 2), dtype=torch.uint8)
+""",
     "int4_matmul": """
 x, codes = torch.randn(3, 256), torch.randint(0, 16, (32, 256))
 scales, zeros = torch.randint(1, 9, (2, 32)).half() / 16, torch.randint(0, 16, (2, 32))

@@ -229,7 +229,7 @@ ASKED = {
     "all-reduce over nvlink": "faq#all-reduce",
     "are atomic adds deterministic": "faq#atomics-deterministic",
     "mamba state space model": "faq#mamba",
-    "tl.dot_scaled mxfp8": "faq#dot-scaled",
+    "tl.dot_scaled mxfp8": "recipes/low_precision/mx_matmul#",
     "does it run on AMD": "faq#amd",
     "how do I profile a kernel with ncu": "faq#profile",
     "grouped gemm": "faq#grouped-gemm",
