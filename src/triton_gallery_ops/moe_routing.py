@@ -16,14 +16,12 @@ import triton
 import triton.language as tl
 from torch.library import Library, custom_op, triton_op, wrap_triton
 
-from triton_gallery_ops.topk import _topk_key
-
 MOE_ROUTING_NAMESPACE = "triton_gallery"
 MOE_ROUTING_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MOE_ROUTING_EXPERTS = 1024
 MOE_ROUTING_CHOICES = 32  # of a token
 MOE_ROUTING_TILE = 512  # logits for a warp, of several tokens where they fit
-MOE_ROUTING_ONE = 2**16  # comparisons that one program makes for all choices
+MOE_ROUTING_ONE = 2**15  # comparisons that one program makes for all choices
 MOE_ROUTING_FEW = 4096  # choices that are all compared with each other
 MOE_ROUTING_BLOCKS = 128  # programs that count more choices
 MOE_ROUTING_CHUNK = 128  # choices that such a program ranks at once
@@ -31,8 +29,38 @@ MOE_ROUTING_PAIRS = 2**30  # choices, at most
 
 
 @triton.jit
+def _moe_routing_key(x):
+    """Return integers in the order of the floats, with NaN as the largest."""
+    BITS: tl.constexpr = x.dtype.primitive_bitwidth
+    TOP: tl.constexpr = 2 ** (BITS - 1) - 1
+    if BITS == 16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+        wide = x.to(tl.float32)
+    else:
+        bits = x.to(tl.int64 if BITS == 64 else tl.int32, bitcast=True)
+        wide = x
+    # The bits of negative floats are in reverse order.
+    key = tl.where(bits < 0, bits ^ TOP, bits)
+    # The two zeros are equal, and so are all NaN.
+    key = tl.where(wide == 0, 0, key)
+    return tl.where(wide == wide, key, TOP)
+
+
+@triton.jit
+def _moe_routing_number(key):
+    """Return the floats of keys, of 32 or 64 bits."""
+    BITS: tl.constexpr = key.dtype.primitive_bitwidth
+    bits = tl.where(key < 0, key ^ (2 ** (BITS - 1) - 1), key)
+    return bits.to(tl.float64 if BITS == 64 else tl.float32, bitcast=True)
+
+
+@triton.jit
 def _moe_routing_groups(
-    key, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, BIASED
+    key,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOP: tl.constexpr,
+    BIASED: tl.constexpr,
 ):
     """Return whether the group of each key is among the best.
 
@@ -50,7 +78,7 @@ def _moe_routing_groups(
         twice = tl.sum(same.to(tl.int32), axis=2) > 1
         second = tl.where(twice, best, second)
         total = _moe_routing_number(best) + _moe_routing_number(second)
-        best = tl.where(best == LOWEST, LOWEST, _topk_key(total))
+        best = tl.where(best == LOWEST, LOWEST, _moe_routing_key(total))
     group = tl.arange(0, GROUPS)
     earlier = (group[None, :] < group[:, None])[None, :, :]
     mine, other = best[:, :, None], best[:, None, :]
@@ -58,14 +86,6 @@ def _moe_routing_groups(
     rank = tl.sum(ahead.to(tl.int32), axis=2)  # (BLOCK_T, GROUPS)
     kept = tl.broadcast_to((rank < TOP)[:, :, None], keys.shape)
     return tl.reshape(kept, shape)
-
-
-@triton.jit
-def _moe_routing_number(key):
-    """Return the floats of keys: the inverse of ``_topk_key``."""
-    BITS: tl.constexpr = key.dtype.primitive_bitwidth
-    bits = tl.where(key < 0, key ^ (2 ** (BITS - 1) - 1), key)
-    return bits.to(tl.float64 if BITS == 64 else tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -102,7 +122,7 @@ def _moe_routing_choose(
     x = tl.load(rows + offs_e, mask=there, other=-float("inf"))
     wide = x.to(ACC)  # (BLOCK_T, BLOCK_E)
     # Scores rise with logits, so without a bias the logits are compared.
-    key = _topk_key(x)
+    key = _moe_routing_key(x)
     if BIASED:
         if SIGMOID:
             score = _moe_routing_sigmoid(wide)
@@ -110,7 +130,7 @@ def _moe_routing_choose(
             score = tl.exp(wide - tl.max(wide, axis=1, keep_dims=True))
             score = score / tl.sum(score, axis=1, keep_dims=True)
         bias = tl.load(bias_ptr + offs_e, mask=there, other=0).to(ACC)
-        key = _topk_key(score + bias)
+        key = _moe_routing_key(score + bias)
     if PACKED:
         # A key of 16 bits and its place fit into one word.
         key = (key << 16) | (0xFFFF - place)
@@ -340,7 +360,9 @@ def _moe_routing_place_kernel(
     next_place = ends - total + before  # of each expert
     # Pairs without an expert come last.
     outside = tl.sum(total) + pid * PAIRS - tl.sum(before)
-    for first in range(pid * PAIRS, tl.minimum(pid * PAIRS + PAIRS, R), BLOCK_R):
+    for first in range(
+        pid * PAIRS, tl.minimum(pid * PAIRS + PAIRS, R), BLOCK_R
+    ):
         offs = first + tl.arange(0, BLOCK_R)  # (BLOCK_R,)
         e = _moe_routing_load(experts_ptr, offs, R, E)
         # A pair's rank: how many pairs before it have the same expert
@@ -422,7 +444,9 @@ def _moe_routing_plan(
     E, k, groups = int(logits.shape[1]), int(k), int(groups)
     top = groups if top_groups is None else int(top_groups)
     if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"{name} takes the scores softmax and sigmoid, not {score}")
+        raise ValueError(
+            f"{name} takes the scores softmax and sigmoid, not {score}"
+        )
     if groups < 1 or E % groups or not 1 <= top <= groups:
         raise ValueError(
             f"{name} takes groups that divide {E} experts, and top_groups from "
@@ -438,7 +462,7 @@ def _moe_routing_plan(
                 f"{name} takes a float bias of ({E},) on {logits.device}, not "
                 f"{bias.dtype} of {tuple(bias.shape)} on {bias.device}"
             )
-        if top < groups and E == groups:
+        if top < groups and groups == E:
             raise ValueError(
                 f"{name} scores a group by its best two where there is a bias, "
                 "and takes groups of two experts or more"
@@ -540,7 +564,7 @@ def _moe_routing_places(experts, E):
     R = experts.numel()
     if R > MOE_ROUTING_PAIRS:
         raise ValueError(
-            "moe_routing_permutation takes up to 2**30 choices, not {R}"
+            f"moe_routing_permutation takes up to 2**30 choices, not {R}"
         )
     sizes = R, R, E
     return tuple(experts.new_empty(n, dtype=torch.int32) for n in sizes)
@@ -565,10 +589,9 @@ def _moe_routing_permutation_launch(experts, num_experts):
         return places
     with torch.accelerator.device_index(experts.device.index):
         if R <= MOE_ROUTING_FEW:
-            BLOCK_Q = 32
-            grid = (triton.cdiv(R + E, BLOCK_Q),)
-            _moe_routing_few_kernel[grid](
-                experts, *places, R, E, BLOCK_R=256, BLOCK_Q=BLOCK_Q
+            BLOCK_R = 256 if R <= 256 else 1024
+            _moe_routing_few_kernel[(triton.cdiv(R + E, 32),)](
+                experts, *places, R, E, BLOCK_R, BLOCK_Q=32, num_warps=8
             )
             return places
         BLOCK_R, BLOCK_E = MOE_ROUTING_CHUNK, triton.next_power_of_2(E)
@@ -618,7 +641,7 @@ def _moe_routing_with_permutation_launch(
         return weights, experts, *places
     places = _moe_routing_places(experts, E)
     sizes = T, logits.stride(0), BLOCK_T
-    warps = max(1, min(16, compared // 4096))
+    warps = max(1, compared // 4096)
     with torch.accelerator.device_index(logits.device.index):
         _moe_routing_one_kernel[(1,)](
             *tensors, *places, *sizes, **plan, BLOCK_E=BLOCK_E, num_warps=warps
@@ -687,14 +710,10 @@ def moe_routing_backward(
     """
     kernel = wrap_triton(_moe_routing_backward_kernel)
     options = score, renormalize, scale
-    return _moe_routing_backward_launch(
-        grad, logits, experts, *options, kernel
-    )
+    return _moe_routing_backward_launch(grad, logits, experts, *options, kernel)
 
 
-@custom_op(
-    f"{MOE_ROUTING_NAMESPACE}::moe_routing_permutation", mutates_args=()
-)
+@custom_op(f"{MOE_ROUTING_NAMESPACE}::moe_routing_permutation", mutates_args=())
 def moe_routing_permutation(
     experts: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
