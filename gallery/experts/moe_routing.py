@@ -26,8 +26,8 @@
 # experts = "logits.sort(descending=True, stable=True).indices[:, :2].int()"
 # ///
 r"""
-Route tokens to experts (mixture of experts)
-============================================
+Route tokens to experts (MoE router)
+====================================
 
 A mixture of experts has many feed-forward layers, the *experts*, and sends each
 token through a few of them. A *router* chooses: it gives each expert a score,
@@ -218,7 +218,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # these weights once, it has to take all of its tokens in one product. So we put
 # the rows of ``x`` in the order of their experts. A *choice* is a pair of a
 # token and one of its experts. Choice j of token t has the number
-# ``t * k + j``. A grouped matrix product, such as ``torch.nn.functional.grouped_mm``, needs
+# ``t * k + j``. A grouped matrix product, such as
+# ``torch.nn.functional.grouped_mm``, needs
 #
 # * ``order``: the numbers of the choices, sorted by expert. The row for a
 #   choice is that of token ``order // k``;

@@ -356,7 +356,8 @@ def _moe_routing_place_kernel(
         total += tl.sum(counts, axis=0)
         before += tl.sum(tl.where(block < pid, counts, 0), axis=0)
     ends = tl.cumsum(total, axis=0)
-    tl.store(offsets_ptr + offs_e, ends, mask=(offs_e < E) & (pid == 0))
+    if pid == 0:
+        tl.store(offsets_ptr + offs_e, ends, mask=offs_e < E)
     next_place = ends - total + before  # of each expert
     # Pairs without an expert come last.
     outside = tl.sum(total) + pid * PAIRS - tl.sum(before)

@@ -4,19 +4,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from case import Case, Draw, Exact, Refused, accumulator, check
+from case import Case, Draw, Exact, Refused, accumulator
 from compiled import Ask, ptx, stack
 from device_key import at_cuda
 from guard import Guard
 from hypothesis import strategies as st
-from inputs import DEVICE, LAYOUTS, Layout, layouts
+from inputs import DEVICE, LAYOUTS, Layout
 
 RECIPE = "experts/moe_routing.py"
 Options = dict[str, Any]
@@ -152,7 +151,7 @@ def case(
         name=f"{call}, {name}",
         arguments=made,
         sizes=sizes,
-        small=(3, 8, 2),
+        small=(3, 8, 2, "any"),
         many=(20_011, 60, 6),
         gradients=gradient,
         reference=choose,
@@ -180,7 +179,9 @@ REFUSED = [
     Refused(
         lambda draw: (draw(2, 8), 5, "softmax", None, 4, 2), ValueError, "moe_routing takes k from 1 to 4 here, not 5"
     ),
-    Refused(lambda draw: (draw(2, 8), 2, "relu"), ValueError, "moe_routing takes a score"),
+    Refused(
+        lambda draw: (draw(2, 8), 2, "relu"), ValueError, "moe_routing takes the scores softmax and sigmoid, not relu"
+    ),
     *(
         Refused(
             lambda draw, groups=groups: (draw(2, 8), 2, "softmax", None, *groups),
@@ -310,7 +311,7 @@ def test_permutation_is_an_op_float32(taken: ModuleType) -> None:
     large = torch.empty(1, dtype=torch.int32, device="meta").expand(2**30 + 1)
     with pytest.raises(ValueError, match=r"^moe_routing_permutation takes up to 2\*\*30 choices, not 1073741825"):
         taken.moe_routing_permutation(large, 16)
-    with pytest.raises(ValueError, match="^moe_routing_with_permutation takes k from 1 to 8 here, not 9"):
+    with pytest.raises(ValueError, match=r"^moe_routing_with_permutation takes k from 1 to 8 here, not 9"):
         taken.moe_routing_with_permutation(torch.zeros(2, 8, device=DEVICE), 9)
 
 
