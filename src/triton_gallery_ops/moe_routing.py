@@ -421,7 +421,7 @@ def _moe_routing_backward_kernel(
             total = tl.sum(score, axis=1, keep_dims=True)
             weights = score / total
             grad -= tl.sum(grad * weights, axis=1, keep_dims=True)
-        out = tl.where(chosen, grad * weights * (1 - score), 0.0)
+        out = grad * weights * (1 - score)
     else:
         weights = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
         weights = weights / tl.sum(weights, axis=1, keep_dims=True)
