@@ -671,10 +671,10 @@ def moe_routing(
     chosen first; without a bias the logits are compared, which are equal less
     often than scores.
 
-    With ``top_groups``, experts come from so many of the ``groups``, which are
-    of as many neighbours each. A group counts as much as its best expert, or,
-    where there is a bias, as the sum of its best two, as in DeepSeek-V3 (Liu et
-    al., 2024, arXiv:2412.19437).
+    Experts may be in ``groups`` of neighbours, all of one size. Then a token's
+    experts come from its best ``top_groups`` groups. A group counts as much as
+    its best expert, or, where there is a bias, as the sum of its best two, as
+    in DeepSeek-V3 (Liu et al., 2024, arXiv:2412.19437).
 
     The weights are the scores, with ``renormalize`` divided by their sum, times
     ``scale``. So a renormalized softmax is that of the chosen logits alone. The
@@ -683,8 +683,8 @@ def moe_routing(
 
     NaN is the largest: such an expert is chosen first. Its weight is NaN, and
     so are all weights of the token, but for a sigmoid without ``renormalize``.
-    If all scores that were chosen are 0, the renormalized weights are NaN. In
-    any case experts are different and there.
+    If all chosen scores are 0, the renormalized weights are NaN. In any case
+    the experts of a token differ and are in range.
 
     The weights have a gradient with respect to the logits, which has none
     itself; nothing else has a gradient. Raises TypeError for other dtypes, and
@@ -732,8 +732,8 @@ def moe_routing_permutation(
       ``torch.nn.functional.grouped_mm``.
 
     Choices of an expert outside of [0, num_experts), such as -1, come last, in
-    order, and past all offsets. Deterministic, without a gradient; the CPU
-    waits for nothing. Raises TypeError for other dtypes, and ValueError for
+    order, and past all offsets. Deterministic, without a gradient; the CPU does
+    not wait for the GPU. Raises TypeError for other dtypes, and ValueError for
     other numbers of experts and more than 2**30 choices.
     """
     return _moe_routing_permutation_launch(experts, num_experts)
