@@ -79,7 +79,7 @@ from triton_gallery.bench import gpu_time, rate_table
 # ``x`` is (R, K): the rows of all groups, one group after another. ``w`` is
 # (E, K, N), one weight for each group. ``offsets`` says where groups end: 2, 2
 # and 7 are groups of two rows, of none, and of five. A loop over groups has to
-# wait for the GPU, to know them. The bytes below are the *floor*: one read each.
+# wait for the GPU, to know them. The bytes below, read once, are the *floor*.
 
 generator = torch.Generator().manual_seed(0)
 # Triton's interpreter multiplies bfloat16 wrongly.

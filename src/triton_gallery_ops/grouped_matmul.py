@@ -30,7 +30,7 @@ GROUPED_MATMUL_ACC = {
     torch.float64: tl.float64,
 }
 # BLOCK_M, BLOCK_N, BLOCK_K, warps and the most stages: through the copy engine,
-# through pointers, and of wider dtypes
+# through pointers, where these load one element at a time, and of wider dtypes
 GROUPED_MATMUL_ENGINE = [
     (128, 256, 64, 8, 4),
     (128, 128, 64, 4, 6),
@@ -45,6 +45,7 @@ GROUPED_MATMUL_POINTERS = [
     (32, 128, 64, 4, 3),
     (16, 128, 64, 4, 4),
 ]
+GROUPED_MATMUL_ODD = [(64, 64, 32, 4, 3), (16, 64, 32, 4, 3)]
 GROUPED_MATMUL_WIDE = [(64, 64, 16, 8, 4), (16, 64, 32, 4, 3)]
 GROUPED_MATMUL_EDGE = 48  # what an edge of a tile costs, beside its area
 GROUPED_MATMUL_HELD = 2  # programs of a multiprocessor, through pointers
@@ -219,7 +220,9 @@ def _grouped_matmul_steps(
     return tl.sum(tl.where(groups < E, (end - begin) * steps, 0), axis=0)
 
 
-@triton.jit
+# R is a number of tokens. If it were specialized, R = 1, multiples of 16 and
+# all other R would each be compiled.
+@triton.jit(do_not_specialize=["R"])
 def _grouped_matmul_engine_sums_kernel(
     x_desc,  # ragged, as y_desc: zeros are past the last row of a group
     y_desc,
@@ -266,8 +269,6 @@ def _grouped_matmul_engine_sums_kernel(
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
 
-# R is a number of tokens. If it were specialized, R = 1, multiples of 16 and
-# all other R would each be compiled.
 @triton.jit(do_not_specialize=["R"])
 def _grouped_matmul_pointers_kernel(
     x_ptr,
@@ -403,40 +404,47 @@ def _grouped_matmul_pointers_sums_kernel(
 
 @cache
 def _grouped_matmul_gpu(device):
-    """Return multiprocessors, their shared memory, and if there is an engine.
+    """Return multiprocessors, their shared memory, and which engine there is.
 
-    The engine is the copy engine of NVIDIA's GPUs.
+    The copy engine is that of NVIDIA's GPUs, by compute capability: 90, 100
+    or 120; 0 is none.
     """
     if device.type == "cpu":  # interpreted: few programs, with many tiles each
-        return 4, 227 * 1024, True
+        return 4, 227 * 1024, 90
     driver = triton.runtime.driver.active
     with torch.accelerator.device_index(device.index):
         target = driver.get_current_target()
     gpu = driver.utils.get_device_properties(device.index)
     engine = target.backend == "cuda" and target.arch >= 90
+    engine = target.arch if engine else 0
     return gpu["multiprocessor_count"], gpu["max_shared_mem"], engine
 
 
-def _grouped_matmul_stages(tile, itemsize, shared, engine):
+def _grouped_matmul_stages(tile, itemsize, shared, sums, engine):
     """Return how many stages a tile has, as far as shared memory has room."""
     BLOCK_M, BLOCK_N, BLOCK_K, _, most = tile
-    # Half of the tile that is stored, and less than 2 KB of barriers and sums
-    stored = BLOCK_M * BLOCK_N // 2 * itemsize + 2048 if engine else 2048
+    # What the engine stores: half of the tile, or each half in its own place,
+    # as the compiler has it in sums from Blackwell on
+    stored = BLOCK_M * BLOCK_N * itemsize if engine else 0
+    stored = stored if sums and engine >= 100 else stored // 2
     stage = (BLOCK_M + BLOCK_N) * BLOCK_K * itemsize
-    return min(most, (shared - stored) // stage)
+    return min(most, (shared - stored - 2048) // stage)  # barriers take less
 
 
 @lru_cache(4096)
-def _grouped_matmul_plan(groups, M, N, sums, itemsize, gpu, engine):
+def _grouped_matmul_plan(groups, M, N, sums, itemsize, gpu, vector, engine):
     """Return the number of programs, their tile and its stages.
 
     There are M rows of all groups, or of each one where rows are summed up.
+    ``vector`` is whether loads through pointers have several elements each.
     """
     multiprocessors, shared, _ = gpu
-    tiles = GROUPED_MATMUL_ENGINE if engine else GROUPED_MATMUL_POINTERS
+    tiles = GROUPED_MATMUL_POINTERS if vector else GROUPED_MATMUL_ODD
+    tiles = GROUPED_MATMUL_ENGINE if engine else tiles
     tiles = tiles if itemsize == 2 else GROUPED_MATMUL_WIDE
     stages = {
-        t: _grouped_matmul_stages(t, itemsize, shared, engine) for t in tiles
+        t: _grouped_matmul_stages(t, itemsize, shared, sums, engine)
+        for t in tiles
     }
     tiles = [t for t in tiles if stages[t] >= (3 if engine else 2)]
 
@@ -582,8 +590,10 @@ def _grouped_matmul_launch(x, weight, offsets, bias=None):
     vec_w, W_T = _grouped_matmul_vec(weight), False
     if vec_w == 1:
         vec_w, W_T = _grouped_matmul_vec(weight.mT), True
-    engine = gpu[2] and _grouped_matmul_fits(x, vec_x, vec_w, vec_y)
-    plan = _grouped_matmul_plan(E, R, N, False, size, gpu, engine)
+    engine = gpu[2] if _grouped_matmul_fits(x, vec_x, vec_w, vec_y) else 0
+    sizes = E, R, N, False, size
+    vector = min(vec_x, vec_w) > 1
+    plan = _grouped_matmul_plan(*sizes, gpu, vector, engine)
     programs, (m, n, k, num_warps, _), num_stages = plan
     offsets = offsets.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -635,8 +645,10 @@ def _grouped_matmul_sums_launch(x, grad, offsets):
     gpu, size = _grouped_matmul_gpu(x.device), x.element_size()
     x, grad = _grouped_matmul_side(x), _grouped_matmul_side(grad)
     vecs = [_grouped_matmul_vec(t) for t in (x, grad, out)]
-    engine = gpu[2] and _grouped_matmul_fits(x, *vecs)
-    plan = _grouped_matmul_plan(E, K, N, True, size, gpu, engine)
+    engine = gpu[2] if _grouped_matmul_fits(x, *vecs) else 0
+    # x may be a column of ones, of which nothing is read but one.
+    sizes = E, K, N, True, size
+    plan = _grouped_matmul_plan(*sizes, gpu, vecs[1] > 1, engine)
     programs, (m, n, k, num_warps, _), num_stages = plan
     offsets = offsets.contiguous()
     options = {"num_warps": num_warps, "num_stages": num_stages}
