@@ -646,7 +646,7 @@ def _grouped_matmul_sums_launch(x, grad, offsets):
     x, grad = _grouped_matmul_side(x), _grouped_matmul_side(grad)
     vecs = [_grouped_matmul_vec(t) for t in (x, grad, out)]
     engine = gpu[2] if _grouped_matmul_fits(x, *vecs) else 0
-    # x may be a column of ones, of which nothing is read but one.
+    # x may be a column of ones, which is one number in memory.
     sizes = E, K, N, True, size
     plan = _grouped_matmul_plan(*sizes, gpu, vecs[1] > 1, engine)
     programs, (m, n, k, num_warps, _), num_stages = plan
