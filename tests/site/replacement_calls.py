@@ -77,6 +77,9 @@ scale_x, scale_weight = torch.randint(126, 129, (2, 16, 2), dtype=torch.uint8)
 x, codes = torch.randn(3, 256), torch.randint(0, 16, (32, 256))
 scales, zeros = torch.randint(1, 9, (2, 32)).half() / 16, torch.randint(0, 16, (2, 32))
 """,
+    "grouped_matmul": """
+x, weight, offsets = torch.randn(9, 16), torch.randn(3, 8, 16), torch.tensor([4, 4, 9], dtype=torch.int32)
+""",
     "linear_gelu": "x, weight, bias = torch.randn(3, 64), torch.randn(32, 64), torch.randn(32)",
     "flash_attention": HEADS,
     "flash_attn_func": "q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)",
