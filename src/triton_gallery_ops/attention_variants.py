@@ -168,7 +168,7 @@ def _attention_variants_keys(
     if leftpad_ptr is not None:
         first = tl.maximum(tl.load(leftpad_ptr + batch), 0)
     if BOTTOM_RIGHT:
-        shift = LK - LQ  # the last query stands at the last key
+        shift = LK - LQ  # the last query is at the last key
     return first, LK, shift
 
 
@@ -1019,8 +1019,8 @@ def attention_variants(
     left to i + right, where -1 is no limit, as in flash-attention's
     ``window_size``; and ("documents", begins), causal, with integers, for each
     query the first key of its document, the same for the whole batch. By
-    default, the first query stands at the first key: i and j count from 0, as
-    in PyTorch's ``is_causal``. With ``bottom_right``, the last query stands at
+    default, the first query is at the first key: i and j count from 0, as
+    in PyTorch's ``is_causal``. With ``bottom_right``, the last query is at
     the last key, as in flash-attention: i is then the query's place plus keys -
     queries, for scores and spans, and is negative for the first ones where
     there are fewer keys than queries. "documents" do not go with it.
@@ -1034,7 +1034,7 @@ def attention_variants(
     ``seqlens_k`` and ``leftpad_k``, of (batch,) and int32, are for sequences
     that are padded: keys from seqlens_k on and before leftpad_k are not seen,
     and may be NaN. Both count from the first key of k. With ``bottom_right``,
-    the last query stands at the last key that is seen, at seqlens_k - 1.
+    the last query is at the last key that is seen, at seqlens_k - 1.
 
     The result is contiguous, of (batch, heads, queries, D_v) and the dtype of
     q, and deterministic. With ``return_lse`` it comes with the logarithm of
