@@ -54,6 +54,7 @@ cos, sin = angles.cos(), angles.sin()
     "cumsum_long": ROWS,
     "topk": f"{ROWS}; k = 5",
     "topk_long": f"{ROWS}; k = 5",
+    "moe_routing": "logits, bias, k = torch.randn(9, 64), torch.randn(64) / 8, 6",
     "matmul": MATRICES,
     "tuned_matmul": MATRICES,
     "persistent_matmul": MATRICES,
