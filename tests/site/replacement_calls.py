@@ -72,6 +72,9 @@ scale_x, scale_weight = 2.0 ** torch.randint(0, 2, (128, 2)), 2.0 ** torch.randi
 x, codes = torch.randn(3, 256), torch.randint(0, 16, (32, 256))
 scales, zeros = torch.randint(1, 9, (2, 32)).half() / 16, torch.randint(0, 16, (2, 32))
 """,
+    "grouped_matmul": """
+x, weight, offsets = torch.randn(9, 16), torch.randn(3, 8, 16), torch.tensor([4, 4, 9], dtype=torch.int32)
+""",
     "linear_gelu": "x, weight, bias = torch.randn(3, 64), torch.randn(32, 64), torch.randn(32)",
     "flash_attention": HEADS,
     "flash_attn_func": "q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)",

@@ -232,7 +232,7 @@ ASKED = {
     "tl.dot_scaled mxfp8": "faq#dot-scaled",
     "does it run on AMD": "faq#amd",
     "how do I profile a kernel with ncu": "faq#profile",
-    "grouped gemm": "faq#grouped-gemm",
+    "grouped gemm": "recipes/experts/grouped_matmul#",
     "triton vs cuda vs gluon": "faq#triton-cuda-gluon",
     "out of resource: shared memory": "faq#out-of-resource",
     "where is triton's cache": "faq#triton-cache",
