@@ -19,11 +19,11 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "hidden_kernel"
 # caption = """
-# Four tokens with two choices each, of three experts. A tile has two rows of
-# one expert, and `order` says which choices these are: choice 5 is of token 2.
-# Slots past the last tile have no rows."""
-# registers = ["expert", "row", "end", "token", "x", "gate", "up", "h"]
-# call = "hidden(x, gate_up, *sort(experts, 3)[::2], 2, tile=(2, 2, 4))"
+# Four tokens with two choices each, of three experts, which get four choices,
+# one and three. A program has an expert, and `order` says which choices these
+# are: choice 5 is of token 2."""
+# registers = ["start", "end", "token", "x", "gate", "up", "h"]
+# call = "hidden(x, gate_up, *sort(experts, 3)[::2], 2, tile=(4, 2, 4))"
 # expected = { h = "hidden_torch(x, gate_up, *sort(experts, 3)[::2], 2)" }
 # start = [1, 7]
 #
@@ -96,10 +96,26 @@ def loop(x, weights, experts, gate_up, down):
     return out
 
 
+def make_inputs(T, E, k, H, F):
+    """Return what a layer takes: each token has k different experts."""
+    scores = torch.rand(T, E, generator=generator).to(DEVICE)
+    weights, experts = (2 * scores).softmax(1).topk(k)
+    shapes = (T, H), (E, 2 * F, H), (E, H, F)
+    kind = {"dtype": DTYPE, "device": DEVICE}
+    x, gate_up, down = (torch.randn(*s, **kind) for s in shapes)
+    return x, weights, experts.int(), gate_up / H**0.5, down / F**0.5
+
+
 # %%
-# Without a loop: sort the choices by expert, copy the rows of ``x`` in this
-# order, and multiply with PyTorch's ``grouped_mm``. Choice j of token t has the
-# number ``t * k + j``. ``inverse`` says where in the order a choice is.
+# The first kernel
+# ----------------
+#
+# Choice j of token t has the number ``t * k + j``. We sort these numbers by
+# expert. A program computes some columns of what SwiGLU returns, for all rows
+# of an expert. It loads the numbers of its choices from ``order``, and then
+# rows of ``x`` from where they are: nobody stores a sorted copy. The columns of
+# gate and up that belong together are in one program, so SwiGLU needs no
+# memory either.
 
 
 def sort(experts, E):
@@ -110,65 +126,12 @@ def sort(experts, E):
     return order.int(), order.argsort().int(), offsets.int()
 
 
-def hidden_torch(x, gate_up, order, offsets, k):
-    rows = x[order // k]  # a copy
-    gate, up = grouped_mm(rows, gate_up.mT, offs=offsets).chunk(2, dim=1)
-    return silu(gate) * up
-
-
-def sum_torch(y, weights, inverse):
-    y = y[inverse].view(*weights.shape, -1)
-    return (y * weights[:, :, None]).sum(1).to(y.dtype)
-
-
-def layer(x, weights, experts, gate_up, down, hidden=None, add=sum_torch):
-    order, inverse, offsets = sort(experts, len(down))
-    hidden = hidden or hidden_torch
-    h = hidden(x, gate_up, order, offsets, experts.shape[1])
-    return add(grouped_mm(h, down.mT, offs=offsets), weights, inverse)
-
-
-def make_inputs(T, E, k, H, F, dtype=DTYPE):
-    """Return what a layer takes: each token has k different experts."""
-    scores = torch.rand(T, E, generator=generator).to(DEVICE)
-    weights, experts = (2 * scores).softmax(1).topk(k)
-    shapes = (T, H), (E, 2 * F, H), (E, H, F)
-    kind = {"dtype": dtype, "device": DEVICE}
-    x, gate_up, down = (torch.randn(*s, **kind) for s in shapes)
-    return x, weights, experts.int(), gate_up / H**0.5, down / F**0.5
-
-
-def work(T, layer=LAYER, passes=1):
-    """Return the operations of a layer, in 10**9: three products."""
-    _, k, H, F = layer
-    return passes * 6e-9 * T * k * H * F
-
-
-if __name__ == "__main__":
-    E, k, H, F = LAYER
-    for T in (1, 1024, 32768):
-        moved = 6 * H * F * min(E, T * k) + 4 * T * H
-        print(f"{T} tokens: {work(T):.2f} Gflop, at least {moved / 1e6:.0f} MB")
-
-# %%
-# The first kernel
-# ----------------
-#
-# A program computes one tile of what SwiGLU returns, for rows of one expert.
-# The table ``tiles`` says which expert a slot has, and which row is the first.
-# The kernel then loads the numbers of these choices from ``order``: the rows of
-# ``x`` are loaded from where they are, and nobody stores a copy of them. The
-# columns of gate and up that belong together are in one program, so SwiGLU
-# needs no memory either.
-
-
 @triton.jit
 def hidden_kernel(
     x_ptr,
     gate_up_ptr,
     h_ptr,
     order_ptr,
-    tiles_ptr,  # to an expert and a row for each slot
     offsets_ptr,
     k,
     H,  # a multiple of BLOCK_K
@@ -177,52 +140,50 @@ def hidden_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    slot = tl.program_id(axis=0)
-    expert = tl.load(tiles_ptr + 2 * slot)
-    row = tl.load(tiles_ptr + 2 * slot + 1)
+    expert = tl.program_id(axis=1).to(tl.int64)
+    start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(offsets_ptr + expert)
-    offs_m = row + tl.arange(0, BLOCK_M)[:, None]
-    choice = tl.load(order_ptr + offs_m, mask=offs_m < end, other=0)
-    # In int32 the offset of a row would overflow past element 2**31.
-    token = (choice // k).to(tl.int64)  # (BLOCK_M, 1)
-    offs_n = tl.program_id(axis=1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     offs_k = tl.arange(0, BLOCK_K)
-    columns = expert.to(tl.int64) * 2 * F + offs_n
+    columns = expert * 2 * F + offs_n  # of gate; those of up are F later
     w_ptrs = gate_up_ptr + columns * H + offs_k[:, None]
-    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for i in range(0, tl.where(row < end, H, 0), BLOCK_K):
-        x = tl.load(x_ptr + token * H + i + offs_k[None, :])
-        gate = tl.dot(x, tl.load(w_ptrs + i), gate)
-        up = tl.dot(x, tl.load(w_ptrs + F * H + i), up)
-    h = (gate * tl.sigmoid(gate) * up).to(h_ptr.dtype.element_ty)
-    h_ptrs = h_ptr + offs_m.to(tl.int64) * F + offs_n
-    tl.store(h_ptrs, h, mask=offs_m < end)
-
-
-def table(offsets, R, BLOCK_M):
-    """Return an expert and a row for as many slots as tiles may be."""
-    E = len(offsets)
-    starts = torch.cat((offsets[:1] * 0, offsets[:-1]))
-    tiles = (offsets - starts + BLOCK_M - 1) // BLOCK_M
-    after = tiles.cumsum(0)  # tiles of all experts up to each
-    slots = torch.arange(R // BLOCK_M + E, device=offsets.device)
-    expert = torch.searchsorted(after, slots, right=True).clamp(max=E - 1)
-    row = starts[expert] + (slots - (after - tiles)[expert]) * BLOCK_M
-    return torch.stack((expert, row), dim=1).int()
+    for row in range(start, end, BLOCK_M):
+        offs_m = row + tl.arange(0, BLOCK_M)[:, None]
+        choice = tl.load(order_ptr + offs_m, mask=offs_m < end, other=0)
+        # In int32 the offset of a row would overflow past element 2**31.
+        token = (choice // k).to(tl.int64)  # (BLOCK_M, 1)
+        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for i in range(0, H, BLOCK_K):
+            x = tl.load(x_ptr + token * H + i + offs_k[None, :])
+            gate = tl.dot(x, tl.load(w_ptrs + i), gate)
+            up = tl.dot(x, tl.load(w_ptrs + F * H + i), up)
+        h = (gate * tl.sigmoid(gate) * up).to(h_ptr.dtype.element_ty)
+        h_ptrs = h_ptr + offs_m.to(tl.int64) * F + offs_n
+        tl.store(h_ptrs, h, mask=offs_m < end)
 
 
 def hidden(x, gate_up, order, offsets, k, tile=(128, 128, 64)):
     """Return what down multiplies, of contiguous x and gate_up."""
-    F, H = gate_up.shape[1] // 2, x.shape[1]
-    m, n, block_k = tile
-    assert H % block_k == F % n == 0
-    h = x.new_empty(len(order), F)
-    tiles = table(offsets, len(order), m)
-    hidden_kernel[(len(tiles), F // n)](
-        *(x, gate_up, h, order, tiles, offsets, k, H, F, *tile), num_warps=8
+    (E, F, H), R = gate_up.shape, len(order)
+    h = x.new_empty(R, F // 2)
+    sizes = k, H, F // 2, *tile
+    hidden_kernel[(F // 2 // tile[1], E)](
+        x, gate_up, h, order, offsets, *sizes, num_warps=8
     )
     return h
+
+
+def sum_torch(y, weights, inverse):
+    y = y[inverse].view(*weights.shape, -1)
+    return (y * weights[:, :, None]).sum(1).to(y.dtype)
+
+
+def layer(x, weights, experts, gate_up, down, hidden=hidden, add=sum_torch):
+    """Return the result; PyTorch multiplies by down."""
+    order, inverse, offsets = sort(experts, len(down))
+    h = hidden(x, gate_up, order, offsets, experts.shape[1])
+    return add(grouped_mm(h, down.mT, offs=offsets), weights, inverse)
 
 
 # %%
@@ -233,13 +194,13 @@ def hidden(x, gate_up, order, offsets, k, tile=(128, 128, 64)):
 # 16 bits three times: 4 eps of the largest result is enough.
 
 
-def check(ours, dtype=DTYPE):
-    given = make_inputs(50, 6, 2, 64, 96, dtype)
+def check(ours):
+    given = make_inputs(50, 6, 2, 64, 96)
     exact = loop(*(t.double() if t.is_floating_point() else t for t in given))
-    allowed = 4 * torch.finfo(dtype).eps * exact.abs().max().item()
+    atol = 4 * torch.finfo(DTYPE).eps * exact.abs().max().item()
     out = ours(*given).double()
-    print(f"error {(out - exact).abs().max():.1e}, allowed {allowed:.1e}")
-    torch.testing.assert_close(out, exact, rtol=0, atol=allowed)
+    print(f"error {(out - exact).abs().max():.1e}, allowed {atol:.1e}")
+    torch.testing.assert_close(out, exact, rtol=0, atol=atol)
 
 
 if __name__ == "__main__":
@@ -249,32 +210,57 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# A layer of Qwen3-30B-A3B, in TFLOP/s, three ways. *PyTorch* is the layer with
-# ``grouped_mm``; ``hidden_kernel`` takes the place of its copy, of its first
-# product and of its SwiGLU. The roof is one product of as many operations.
-
-WAYS = {
-    "loop": loop,
-    "PyTorch": layer,
-    "hidden_kernel": partial(layer, hidden=hidden),
-}
+# A layer of Qwen3-30B-A3B, in milliseconds, for three numbers of tokens:
 
 
-def roof(T):
-    """Return a call of one product with the operations of a layer."""
-    _, k, H, F = LAYER
-    a, b = (torch.randn(s, H, device=DEVICE, dtype=DTYPE) for s in (T * k, F))
-    return partial(torch.matmul, a, b.T.repeat(1, 3))
+def show_times(ways, tokens=(1024, 8192, 32768)):
+    table = {}
+    for T in tokens:
+        given = make_inputs(T, *LAYER)
+        times = gpu_time({n: partial(f, *given) for n, f in ways.items()}, 20)
+        table[T] = {name: t[0] for name, t in times.items()}
+    print("ms", pd.DataFrame(table).T.to_string(float_format="%.3f"), sep="\n")
 
+
+WAYS = {"loop": loop, "hidden_kernel": layer}
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    rates = {}
-    for T in (1024, 8192, 32768):
-        given = make_inputs(T, *LAYER)
-        calls = {name: partial(way, *given) for name, way in WAYS.items()}
-        times = gpu_time(calls | {"Roof": roof(T)}, turns=20)
-        rates[T] = {name: round(work(T) / t[0]) for name, t in times.items()}
-    print("TFLOP/s", pd.DataFrame(rates).T.to_string(), sep="\n")
+    show_times(WAYS)
+
+# %%
+# What does the kernel save?
+# --------------------------
+#
+# The loop waits. PyTorch can do without it, as the kernel does: copy the rows
+# of ``x`` in the order of experts, and multiply with ``grouped_mm``. Then the
+# copy, the product and SwiGLU are four kernels, and what one returns, the next
+# one reads. The run counts these bytes, and the operations of the layer.
+
+
+def hidden_torch(x, gate_up, order, offsets, k):
+    rows = x[order // k]  # a copy
+    gate, up = grouped_mm(rows, gate_up.mT, offs=offsets).chunk(2, dim=1)
+    return silu(gate) * up
+
+
+def work(T, layer=LAYER, passes=1):
+    """Return the operations of a layer, in 10**9: three products."""
+    _, k, H, F = layer
+    return passes * 6e-9 * T * k * H * F
+
+
+WAYS["PyTorch"] = partial(layer, hidden=hidden_torch)
+
+if __name__ == "__main__":
+    E, k, H, F = LAYER
+    for T in (1, 1024, 32768):
+        least = 6 * H * F * min(E, T * k) + 4 * T * H
+        saved = 4 * T * k * (H + 3 * F)  # copy, product, silu: out and in
+        print(f"{T} tokens: {work(T):.2f} Gflop, {saved / 1e6:.1f} MB saved;")
+        print(f"  weights, x and the result are {least / 1e6:.0f} MB")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    show_times(WAYS)
 
 # %%
 # Add up in a fixed order
@@ -329,7 +315,8 @@ def add_atomic(y, weights, inverse):
 
 
 if __name__ == "__main__":
-    check(partial(layer, add=partial(add, BLOCK_H=64)))
+    small = partial(hidden, tile=(16, 32, 32))
+    check(partial(layer, hidden=small, add=partial(add, BLOCK_H=64)))
 
 # %%
 # The time of the sum alone, and in how many of 20 runs its result differs from
@@ -452,6 +439,8 @@ def train(way, steps=100):
 
 if __name__ == "__main__":
     check(moe_layer)
+    # For a backward, the op sorts whatever the number of tokens.
+    check(lambda x, *rest: moe_layer(x.requires_grad_(), *rest).detach())
     ours, theirs = train(moe_layer), train(loop)
     apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     print(f"loss {ours[0]:.4f} to {ours[-1]:.4f}, at most {apart:.1e} apart")
@@ -467,6 +456,13 @@ if __name__ == "__main__":
 TOKENS = [512, 2048, 8192, 32768]
 
 
+def roof(T):
+    """Return a call of one product with the operations of a layer."""
+    _, k, H, F = LAYER
+    a, b = (torch.randn(n, H, device=DEVICE, dtype=DTYPE) for n in (T * k, F))
+    return partial(torch.matmul, a, b.T.repeat(1, 3))
+
+
 def backward_calls(T):
     """Return calls that compute all gradients, by name."""
     x, weights, experts, *rest = make_inputs(T, *LAYER)
@@ -475,7 +471,7 @@ def backward_calls(T):
     grad = partial(torch.autograd.grad, retain_graph=True)
     made = {
         name: op(x, weights, experts, *rest)
-        for name, op in (("Triton", moe_layer), ("PyTorch", layer))
+        for name, op in (("Triton", moe_layer), ("PyTorch", WAYS["PyTorch"]))
     }
     return {name: partial(grad, out, leaves, g) for name, out in made.items()}
 
@@ -492,9 +488,8 @@ def show(results, title):
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times = {}
-    ways = WAYS | {"Triton": moe_layer}
-    ways["Triton, this page"] = partial(layer, hidden=hidden, add=add)
-    ways.pop("hidden_kernel")
+    ours = {"Triton": moe_layer, "Triton, this page": partial(layer, add=add)}
+    ways = {"loop": loop, "PyTorch": WAYS["PyTorch"]} | ours
     for T in TOKENS:
         given = make_inputs(T, *LAYER)
         calls = {name: partial(way, *given) for name, way in ways.items()}
@@ -527,7 +522,7 @@ def peak(way, *layer):
 if __name__ == "__main__" and DEVICE.type == "cuda":
     rows = {}
     for E in (8, 32, 128):
-        ways = {"Triton": moe_layer, "PyTorch": layer, "loop": loop}
+        ways = {"Triton": moe_layer, "loop": loop, "PyTorch": WAYS["PyTorch"]}
         rows[E] = {who: peak(way, E, *LAYER[1:]) for who, way in ways.items()}
         rows[E]["gradients"] = E * 6 * LAYER[2] * LAYER[3] / 2**30
     print("GiB", pd.DataFrame(rows).T.to_string(float_format="%.2f"), sep="\n")
@@ -537,7 +532,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     for T in (1, 8, 64):
         given = make_inputs(T, *LAYER)
         moved = 6 * LAYER[2] * LAYER[3] * given[2].unique().numel()
-        ways = {"Triton": moe_layer, "PyTorch": layer}
+        ways = {"Triton": moe_layer, "PyTorch": WAYS["PyTorch"]}
         calls = {name: partial(way, *given) for name, way in ways.items()}
         source = torch.empty(moved // 2, dtype=torch.int8, device=DEVICE)
         calls["copy"] = partial(torch.empty_like(source).copy_, source)

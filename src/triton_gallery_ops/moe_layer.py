@@ -451,7 +451,7 @@ def _moe_layer_sum(y, experts, weights, inverse, E):
 
 def _moe_layer_few(x, weight, out, experts, gated):
     """Multiply the rows of a few choices, which are not sorted."""
-    R, E, N, K = experts.numel(), *weight.shape
+    R, (E, N, K) = experts.numel(), weight.shape
     N = N // 2 if gated else N
     BLOCK_N, BLOCK_K, num_warps, num_stages = MOE_LAYER_FEW_WIDE
     if x.element_size() == 2:

@@ -553,9 +553,45 @@ def test_memory(taken: ModuleType) -> None:
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("the weight of a choice", "acc += tl.where(some, weight * y, 0.0)", "acc += tl.where(some, y, 0.0)"),
+    ("the weight of no expert", "acc += tl.where(some, weight * y, 0.0)", "acc += weight * y"),
     (
-        "choices of no expert",
-        "acc += tl.where(some, weight * y, 0.0)",
-        "acc += weight * y",
+        "sums of other rows",
+        "place = tl.load(inverse_ptr + place).to(tl.int64)",
+        "place = place.to(tl.int64)",
+    ),
+    (
+        "rows of another token, gathered",
+        "offs_x = (choice // k).to(tl.int64)[:, None] * stride_xt",
+        "offs_x = (choice % k).to(tl.int64)[:, None] * stride_xt",
+    ),
+    (
+        "rows of another token, by pointers",
+        "x_rows = x_ptr + (choice // k).to(tl.int64)",
+        "x_rows = x_ptr + (choice % k).to(tl.int64)",
+    ),
+    ("up for gate", "gate, up = tl.split(both)  #", "up, gate = tl.split(both)  #"),
+    (
+        "up kept as gate",
+        "            up_desc.store([a, b, c, off_n], kept)",
+        "            gate_desc.store([a, b, c, off_n], kept)",
+    ),
+    (
+        "up kept elsewhere",
+        "up_ptr = kept_ptr + tl.cast(R, tl.int64) * F_H",
+        "up_ptr = kept_ptr + tl.cast(R, tl.int64) * 0",
+    ),
+    ("an expert's first choices alone", "(earlier % BLOCK_M == 0)", "(earlier == 0)"),
+    ("the first choices again", "- earlier - 1  # (BLOCK_R,)", "- 1  # (BLOCK_R,)"),
+    ("experts that are not here", "if (expert >= 0) & (expert < E) & (", "if (expert >= 0) & ("),
+    ("columns past F", "mask_m, mask_n = offs_m < rows, offs_n < F_H", "mask_m, mask_n = offs_m < rows, offs_n <= F_H"),
+    ("the next expert's row", "mask_m, mask_n = offs_m < rows, ", "mask_m, mask_n = offs_m <= rows, "),
+    ("a slope of SwiGLU", "s * (1 + gate * (1 - s))\n        d_ptrs", "s * (1 + gate)\n        d_ptrs"),
+    ("gradients without weights", "        grad *= weight\n        d_gate", "        d_gate"),
+    ("what down multiplied, without weights", "h = (weight * h).to(", "h = h.to("),
+    ("gradients nobody needs", "        if needs[3]:\n            made", "        if True:\n            made"),
+    (
+        "no launcher for GPUs",
+        'impl("moe_layer_with_activations", _moe_layer_launch, "CUDA")',
+        'impl("moe_layer_with_activations", _moe_layer_launch, "XPU")',
     ),
 ]
