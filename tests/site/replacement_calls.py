@@ -76,9 +76,8 @@ scales, zeros = torch.randint(1, 9, (2, 32)).half() / 16, torch.randint(0, 16, (
 x, weight, offsets = torch.randn(9, 16), torch.randn(3, 8, 16), torch.tensor([4, 4, 9], dtype=torch.int32)
 """,
     "moe_layer": """
-hidden_states, top_k_weights, top_k_index = torch.randn(5, 16), torch.rand(5, 2), torch.tensor([[0, 2], [1, 0]] * 3)[:5]
-class experts:
-    gate_up_proj, down_proj, num_experts = torch.randn(3, 24, 16) / 4, torch.randn(3, 16, 12) / 4, 3
+x, top_k_weights, top_k_index = torch.randn(5, 16), torch.rand(5, 2), torch.tensor([[0, 2], [1, 0]] * 3)[:5]
+gate_up_proj, down_proj = torch.randn(3, 24, 16) / 4, torch.randn(3, 16, 12) / 4
 """,
     "linear_gelu": "x, weight, bias = torch.randn(3, 64), torch.randn(32, 64), torch.randn(32)",
     "flash_attention": HEADS,
