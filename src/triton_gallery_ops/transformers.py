@@ -5,9 +5,9 @@
     print(patch(model))  # what was replaced by which op, what was left and why
 
 ``patch`` changes one model, and nothing of the library's: norms, rotary
-position embeddings, gated units, attention and the loss compute with the
-package's ops. Weights and their names stay, so checkpoints, ``generate`` and
-training loops go on working. ``unpatch`` undoes it.
+position embeddings, gated units, experts, attention and the loss compute with
+the package's ops. Weights and their names stay, so checkpoints, ``generate``
+and training loops go on working. ``unpatch`` undoes it.
 
 Differences that a patched model has on purpose:
 
@@ -58,6 +58,7 @@ from transformers.utils.import_utils import is_tracing
 from triton_gallery_ops.flash_attention import flash_attention
 from triton_gallery_ops.layer_norm import layer_norm
 from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
+from triton_gallery_ops.moe_layer import moe_layer
 from triton_gallery_ops.rms_norm import rms_norm
 from triton_gallery_ops.rope import rope
 from triton_gallery_ops.swiglu import swiglu
@@ -65,7 +66,17 @@ from triton_gallery_ops.varlen_attention import varlen_attention
 
 NAME = "triton_gallery"  # of the attention, in the library's registries
 VERSIONS = (5, 17), (5, 24)  # of the library: the first and last that was tried
-FAMILIES = "bert", "gemma", "gemma2", "gpt2", "llama", "mistral", "qwen3"
+FAMILIES = (
+    "bert",
+    "gemma",
+    "gemma2",
+    "gpt2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen3",
+    "qwen3_moe",
+)
 # By the name of a layer's class
 LAYERS = {
     "LayerNorm": "layer_norm",
@@ -77,6 +88,16 @@ LAYERS = {
             ("MLP", "swiglu"),
             ("Attention", "rope"),
             ("ForCausalLM", "linear_cross_entropy"),
+        )
+    },
+    **{
+        f"{m}{suffix}": op
+        for m in ("Mixtral", "Qwen3Moe")
+        for suffix, op in (
+            ("RMSNorm", "rms_norm"),
+            ("MLP", "swiglu"),
+            ("Experts", "moe_layer"),
+            ("Attention", "rope"),
         )
     },
     "GPT2LMHeadModel": "linear_cross_entropy",
@@ -97,7 +118,9 @@ ATTENTION = (
     "GemmaAttention",
     "LlamaAttention",
     "MistralAttention",
+    "MixtralAttention",
     "Qwen3Attention",
+    "Qwen3MoeAttention",
 )
 # Of attention: what the library takes, and the ops do not have
 OPTIONS = "position_bias", "head_mask"
@@ -182,6 +205,12 @@ def _forward_swiglu(self, x):
     return self.down_proj(
         swiglu(self.gate_proj(x), self.up_proj(x), activation)
     )
+
+
+def _forward_experts(self, hidden_states, top_k_index, top_k_weights):
+    routed = hidden_states, top_k_weights, top_k_index
+    out = moe_layer(*routed, self.gate_up_proj, self.down_proj)
+    return out.to(hidden_states.dtype)  # which autocast may have changed
 
 
 def _apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
@@ -276,6 +305,7 @@ def _loss(
 FORWARDS: dict[str, Callable[[type], Callable[..., Any]]] = {
     "layer_norm": lambda base: _forward_layer_norm,
     "linear_cross_entropy": _forward_loss,
+    "moe_layer": lambda base: _forward_experts,
     "rms_norm": lambda base: (
         _forward_gemma_norm
         if base.__name__ in ("GemmaRMSNorm", "Gemma2RMSNorm")
@@ -632,6 +662,8 @@ def _reason(op, layer, config):
         return _head_reason(layer)
     if op == "swiglu" and _activation(config) not in ACTIVATIONS:
         return f"its activation is {_activation(config)}"
+    if op == "moe_layer" and ACTIVATIONS.get(config.hidden_act) != "silu":
+        return f"its activation is {config.hidden_act}"
     if op in ("rms_norm", "layer_norm"):
         if layer.weight is None or getattr(layer, "bias", layer) is None:
             return "it lacks a weight or a bias"
@@ -688,10 +720,11 @@ def patch(model: nn.Module) -> Report:
     """Have a model compute with the package's ops, and return what changed.
 
     Takes a model of the transformers library whose ``config.model_type`` is
-    llama, qwen3, mistral, gemma, gemma2, gpt2 or bert, with any head, on one
-    GPU, or on the CPU in Triton's interpreter. ``model.config`` becomes a copy;
-    all else about the model stays in its place. The module's docstring says
-    what then differs, and what the library goes on computing.
+    llama, qwen3, qwen3_moe, mistral, mixtral, gemma, gemma2, gpt2 or bert, with
+    any head, on one GPU, or on the CPU in Triton's interpreter.
+    ``model.config`` becomes a copy; all else about the model stays in its
+    place. The module's docstring says what then differs, and what the library
+    goes on computing.
 
     Raises TypeError for other models, RuntimeError for a version of the
     library that was not tried, and ValueError for a model on several devices,
@@ -737,6 +770,8 @@ def _left(config):
         left["MLP"] = "it is not gated"
     if config.model_type == "bert":
         left["loss"] = "the head is not a product alone"
+    if config.model_type in ("mixtral", "qwen3_moe"):
+        left["loss"] = "the library adds that of the router"
     names = "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"
     dropout = max(getattr(config, name, None) or 0 for name in names)
     if dropout > 0:

@@ -23,12 +23,15 @@ CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "bert": "BertForMaskedLM",
 }
-CAUSAL = [kind for kind in CLASSES if kind != "bert"]
+EXPERTS = ["mixtral", "qwen3_moe"]  # whose loss the library computes
+CAUSAL = [kind for kind in CLASSES if kind not in ("bert", *EXPERTS)]
 BATCH, LENGTH, VOCABULARY = 2, 9, 97
 MASKS = {
     "none": None,
@@ -104,6 +107,9 @@ def make(hf: ModuleType) -> Callable[..., Any]:
             size |= {"intermediate_size": 48, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         else:
             size |= {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 16}
+        if kind in EXPERTS:
+            size |= {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "output_router_logits": True}
+            size |= {"num_local_experts" if kind == "mixtral" else "num_experts": 4}
         torch.manual_seed(0)
         model = cls(cls.config_class(**size | changes)).to(DEVICE).eval()
         with torch.no_grad():
@@ -248,6 +254,33 @@ def test_loss_without_logits(
     assert found[0].keys() == found[1].keys()
     for name in found[0]:
         torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_loss_of_experts(pair: Callable[[str], tuple[Any, Any]], kind: str) -> None:
+    """The loss is the library's, that of the router included, and so are all gradients; logits stay."""
+    inputs = {"input_ids": tokens(), "attention_mask": mask_of("right"), "labels": labels_of("right")}
+    losses, found = [], []
+    for model in pair(kind):
+        with Called() as called:
+            outputs = model.train()(**inputs)
+            outputs.loss.backward()
+        losses.append((outputs.loss, outputs.aux_loss))
+        found.append(gradients(model))
+        assert ("moe_layer_with_activations" in called.ops) == ("moe_layer_backward" in called.ops) == bool(called.ops)
+        assert outputs.logits is not None
+        model.eval()
+    assert called.ops
+    torch.testing.assert_close(*losses, **TIGHT)
+    assert found[0].keys() == found[1].keys()
+    for name in found[0]:
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_experts_of_another_activation_are_left(make: Callable[..., Any], ops: ModuleType) -> None:
+    report = ops.patch(make("mixtral", hidden_act="gelu"))
+    assert report.left["MixtralExperts"] == "its activation is gelu"
+    assert "moe_layer" not in report.replaced
 
 
 def test_loss_of_other_calls(pair: Callable[[str], tuple[Any, Any]]) -> None:
@@ -451,7 +484,7 @@ def test_cache_is_not_copied(ops: ModuleType) -> None:
 
 
 # What is replaced, and what stays
-NORMS = dict.fromkeys(("qwen3", "llama", "mistral", "gemma", "gemma2"), "rms_norm") | {
+NORMS = dict.fromkeys(("qwen3", "llama", "mistral", "gemma", "gemma2", *EXPERTS), "rms_norm") | {
     "gpt2": "layer_norm",
     "bert": "layer_norm",
 }
@@ -463,7 +496,8 @@ def test_ops_are_called(pair: Callable[[str], tuple[Any, Any]], kind: str) -> No
     expected = {"varlen_attention_forward" if kind == "gemma2" else "flash_attention"}
     expected |= {NORMS[kind]} if kind in NORMS else set()
     expected |= {"rope"} if kind not in ("gpt2", "bert") else set()
-    expected |= {"swiglu"} if kind not in ("gpt2", "bert") else set()
+    unit = "moe_layer_with_activations" if kind in EXPERTS else "swiglu"
+    expected |= {unit} if kind not in ("gpt2", "bert") else set()
     assert ops_of(patched, input_ids=tokens()) == expected
     padded = expected - {"flash_attention"} | {"varlen_attention_forward"}
     assert ops_of(patched, input_ids=tokens(), attention_mask=mask_of("left")) == padded
@@ -473,10 +507,14 @@ def test_ops_are_called(pair: Callable[[str], tuple[Any, Any]], kind: str) -> No
 ATTENTION = {"flash_attention, varlen_attention": 2}
 DECODER = ATTENTION | {"linear_cross_entropy": 1, "rope": 2}
 GATED = DECODER | {"rms_norm": 5, "swiglu": 2}
+OF_EXPERTS = {name: count for name, count in GATED.items() if name not in ("swiglu", "linear_cross_entropy")}
+OF_EXPERTS |= {"moe_layer": 2}
 REPORTS = {
     "llama": (GATED, []),
     "qwen3": (GATED | {"rms_norm": 9}, []),
     "mistral": (GATED, ["attention from 4096 keys on"]),
+    "mixtral": (OF_EXPERTS, ["loss"]),
+    "qwen3_moe": (OF_EXPERTS | {"rms_norm": 9}, ["loss"]),
     "gemma": (GATED, []),
     "gemma2": (GATED | {"rms_norm": 9}, ["attention from 4096 keys on"]),
     "gpt2": (ATTENTION | {"layer_norm": 5, "linear_cross_entropy": 1}, ["MLP"]),
@@ -634,7 +672,7 @@ def refuse(patch: Callable[[Any], Any], model: Any, error: type[Exception], mess
 
 
 def test_other_models_are_refused(make: Callable[..., Any], ops: ModuleType) -> None:
-    known = "bert, gemma, gemma2, gpt2, llama, mistral, qwen3"
+    known = "bert, gemma, gemma2, gpt2, llama, mistral, mixtral, qwen3, qwen3_moe"
     refuse(ops.patch, torch.nn.Linear(2, 2), TypeError, f"{known}, not a Linear")
     model = make("llama")
     model.config.model_type = "other"

@@ -80,6 +80,10 @@ scales, zeros = torch.randint(1, 9, (2, 32)).half() / 16, torch.randint(0, 16, (
     "grouped_matmul": """
 x, weight, offsets = torch.randn(9, 16), torch.randn(3, 8, 16), torch.tensor([4, 4, 9], dtype=torch.int32)
 """,
+    "moe_layer": """
+x, top_k_weights, top_k_index = torch.randn(5, 16), torch.rand(5, 2), torch.tensor([[0, 2], [1, 0]] * 3)[:5]
+gate_up_proj, down_proj = torch.randn(3, 24, 16) / 4, torch.randn(3, 16, 12) / 4
+""",
     "linear_gelu": "x, weight, bias = torch.randn(3, 64), torch.randn(32, 64), torch.randn(32)",
     "flash_attention": HEADS,
     "flash_attn_func": "q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)",
