@@ -73,10 +73,10 @@ from triton_gallery.counting import Traffic
 # chooses k experts for each of T tokens. The auxiliary loss is
 #
 # .. math:: L = E \sum_e f_e P_e, \qquad f_e = \frac{c_e}{T}, \qquad
-#    P_e = \frac{1}{T} \sum_t p_{te},
+#    P_e = \frac{1}{T} \sum_t p_{t,e},
 #
 # where :math:`c_e` counts the choices of expert :math:`e`, its *load*, and
-# :math:`p_{te}` is its probability for token :math:`t`: the softmax of the
+# :math:`p_{t,e}` is its probability for token :math:`t`: the softmax of the
 # token's logits. Where all loads are equal, L is k. Counts have no gradient, so
 # :math:`f_e` is a constant factor: the more often an expert was chosen, the
 # more the loss pushes its probabilities down.
@@ -296,10 +296,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------------
 #
 # With the *slope* :math:`s_e = E c_e / T^2` of each expert, the loss is
-# :math:`\sum_t \sum_e s_e p_{te}`, and the derivative of a softmax gives
+# :math:`\sum_t \sum_e s_e p_{t,e}`, and the derivative of a softmax gives
 #
-# .. math:: \frac{\partial L}{\partial x_{te}} = p_{te}
-#    \left( s_e - \sum_i p_{ti} s_i \right).
+# .. math:: \frac{\partial L}{\partial x_{t,e}} = p_{t,e}
+#    \left( s_e - \sum_i p_{t,i} s_i \right).
 #
 # A token needs E slopes and its own logits, nothing of other tokens. So the
 # probabilities are computed again: to read the logits takes as long as to read
@@ -414,7 +414,7 @@ def train(way, steps=500, N=512):
         weights = scores.gather(1, experts)
         weights = weights / weights.sum(-1, keepdim=True)
         weights = torch.zeros(N, 8).scatter(1, experts, weights)
-        y = torch.einsum("te,td,edf->tf", weights, x, matrices)
+        y = torch.einsum("tn,td,ndf->tf", weights, x, matrices)
         right = torch.einsum("td,tdf->tf", x, maps[kind])
         loss = (y - right).square().mean()
         losses.append(loss.item())

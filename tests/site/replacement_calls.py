@@ -75,6 +75,10 @@ scales, zeros = torch.randint(1, 9, (2, 32)).half() / 16, torch.randint(0, 16, (
     "grouped_matmul": """
 x, weight, offsets = torch.randn(9, 16), torch.randn(3, 8, 16), torch.tensor([4, 4, 9], dtype=torch.int32)
 """,
+    "load_balance": """
+router_logits, num_experts, k = torch.randn(3, 18, 8).unbind(), 8, 2
+attention_mask = (torch.arange(18).view(2, 9) % 9 < 7).long()
+""",
     "linear_gelu": "x, weight, bias = torch.randn(3, 64), torch.randn(32, 64), torch.randn(32)",
     "flash_attention": HEADS,
     "flash_attn_func": "q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)",
@@ -148,6 +152,11 @@ cos, sin = cos[positions, None], sin[positions, None]
 q_turned, k_turned = turned(q), turned(k)
 k_cache.view(-1, 2, 16)[slots] = k_turned
 v_cache.view(-1, 2, 16)[slots] = v
+""",
+    "load_balancing_loss_func": """
+logits = torch.cat(router_logits)[attention_mask.flatten().bool().repeat(3)]
+counts = logits.topk(k).indices.flatten().bincount(minlength=num_experts)
+loss = num_experts * (counts / len(logits) * logits.softmax(-1).mean(0)).sum()
 """,
     "chunk_simple_gla": STATES.format(row="v[:, t]"),
     "chunk_gated_delta_rule": STATES.format(
