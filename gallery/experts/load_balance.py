@@ -16,14 +16,14 @@
 # Each program adds up the probabilities and the choices of two tokens. The last
 # one has one token. Of four lanes, one is masked off."""
 # registers = ["x", "sums", "expert", "counts"]
-# inputs = { logits = "integers(1, 4, 5, 3)", experts = "integers(0, 3, 5, 2)" }
-# call = "add_up(logits.float(), experts.int(), 3)"
+# inputs = { logits = "integers(1, 4, 5, 3)" }
+# call = "add_up(logits.float(), logits.topk(2).indices.int(), 3)"
 # start = [1, 0]
 #
 # [tool.triton-gallery.step_through.expected]
 # sums = "torch.stack([p.softmax(-1).sum(0) for p in logits.float().split(2)])"
 # counts = """torch.stack([e.flatten().bincount(minlength=3).int()
-#   for e in experts.split(2)])"""
+#   for e in logits.topk(2).indices.split(2)])"""
 # ///
 r"""
 Load balancing of experts: an auxiliary loss, or a bias

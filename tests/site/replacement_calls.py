@@ -154,9 +154,9 @@ k_cache.view(-1, 2, 16)[slots] = k_turned
 v_cache.view(-1, 2, 16)[slots] = v
 """,
     "load_balancing_loss_func": """
-logits = torch.cat(router_logits)[attention_mask.flatten().bool().repeat(3)]
-counts = logits.topk(k).indices.flatten().bincount(minlength=num_experts)
-loss = num_experts * (counts / len(logits) * logits.softmax(-1).mean(0)).sum()
+rows = torch.cat(router_logits)[attention_mask.flatten().bool().repeat(3)]
+counts = rows.topk(k).indices.flatten().bincount(minlength=num_experts)
+loss = num_experts * (counts / len(rows) * rows.softmax(-1).mean(0)).sum()
 """,
     "chunk_simple_gla": STATES.format(row="v[:, t]"),
     "chunk_gated_delta_rule": STATES.format(
