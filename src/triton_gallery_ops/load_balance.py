@@ -27,6 +27,7 @@ LOAD_BALANCE_TILE = 4096  # logits that a program has at a time, at most
 LOAD_BALANCE_ROWS = 128  # tokens that a program has at a time, at most
 LOAD_BALANCE_BLOCKS = 512  # programs that add up
 LOAD_BALANCE_COLUMNS = 32  # experts that a program finishes
+LOAD_BALANCE_SUMS = 2048  # sums that it adds up at a time
 
 
 @triton.jit
@@ -295,7 +296,7 @@ def _load_balance_launch(
             *(sums, counts, tokens, slopes, parts, blocks),
             E=E,
             ACC=ACC,
-            BLOCK_B=64 if E > 1 else 256,
+            BLOCK_B=LOAD_BALANCE_SUMS // columns,
             BLOCK_E=columns,
         )
     return parts.sum() if parts.numel() > 1 else parts.view(()), slopes

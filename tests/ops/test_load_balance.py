@@ -152,8 +152,8 @@ REFUSED = [
         for n in (0, -1, 4)
     ),
 ]
-# Few programs, which have several tiles each
-SMALL = {"LOAD_BALANCE_BLOCKS": 3, "LOAD_BALANCE_ROWS": 16}
+# Few programs, which have several tiles each, and are added up in several turns
+SMALL = {"LOAD_BALANCE_BLOCKS": 3, "LOAD_BALANCE_ROWS": 16, "LOAD_BALANCE_SUMS": 64}
 SIZES: list[tuple[int, ...]] = [
     (5, 60, 6),
     (100, 8, 2),
