@@ -23,6 +23,7 @@ from triton_gallery_ops.gated_delta_rule import gated_delta_rule
 from triton_gallery_ops.layer_norm import layer_norm
 from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
 from triton_gallery_ops.linear_gelu import linear_gelu
+from triton_gallery_ops.load_balance import load_balance_loss
 from triton_gallery_ops.matmul import matmul
 from triton_gallery_ops.moe_layer import moe_layer
 from triton_gallery_ops.moe_routing import moe_routing, moe_routing_with_permutation
@@ -122,6 +123,7 @@ def calls(T: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
                 floats(32, HIDDEN, 768),
             ],
         ),
+        "load_balance_loss": (load_balance_loss, [floats(T, 128), integers(T, 8), integers(BATCH, T // BATCH)]),
         "cumsum": (cumsum, [floats(T, 1000)]),
         "add_rows": (add_rows, [*(floats(T, HIDDEN, grad=False) for _ in range(2)), floats(T, grad=False)]),
     }

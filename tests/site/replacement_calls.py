@@ -84,6 +84,10 @@ x, weight, offsets = torch.randn(9, 16), torch.randn(3, 8, 16), torch.tensor([4,
 x, top_k_weights, top_k_index = torch.randn(5, 16), torch.rand(5, 2), torch.tensor([[0, 2], [1, 0]] * 3)[:5]
 gate_up_proj, down_proj = torch.randn(3, 24, 16) / 4, torch.randn(3, 16, 12) / 4
 """,
+    "load_balance": """
+router_logits, num_experts, k = torch.randn(3, 18, 8).unbind(), 8, 2
+attention_mask = (torch.arange(18).view(2, 9) % 9 < 7).long()
+""",
     "linear_gelu": "x, weight, bias = torch.randn(3, 64), torch.randn(32, 64), torch.randn(32)",
     "flash_attention": HEADS,
     "flash_attn_func": "q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)",
@@ -157,6 +161,11 @@ cos, sin = cos[positions, None], sin[positions, None]
 q_turned, k_turned = turned(q), turned(k)
 k_cache.view(-1, 2, 16)[slots] = k_turned
 v_cache.view(-1, 2, 16)[slots] = v
+""",
+    "load_balancing_loss_func": """
+rows = torch.cat(router_logits)[attention_mask.flatten().bool().repeat(3)]
+counts = rows.topk(k).indices.flatten().bincount(minlength=num_experts)
+loss = num_experts * (counts / len(rows) * rows.softmax(-1).mean(0)).sum()
 """,
     "chunk_simple_gla": STATES.format(row="v[:, t]"),
     "chunk_gated_delta_rule": STATES.format(
