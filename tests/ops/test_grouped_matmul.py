@@ -233,10 +233,136 @@ SUMS = Case(
         Refused(changed_sums(2, lambda t: t.to("meta")), ValueError, f"{NAME} takes tensors on one device, not .*meta"),
     ],
 )
+FP8 = "grouped_matmul_fp8"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SQUARE = 128
+
+
+def for_fp8(
+    draw: Draw,
+    lengths: Lengths,
+    past: int,
+    K: int,
+    N: int,
+    scales: str = "blocks",
+    dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
+) -> tuple[Any, ...]:
+    """Make float8 matrices, offsets, and scales; the result has the dtype of the case."""
+
+    def positive(x: torch.Tensor) -> torch.Tensor:
+        return x.abs() + 0.5
+
+    R, E, squares = sum(lengths) + past, len(lengths), -(-N // SQUARE)
+    x = draw(R, K, dtype=torch.float32).to(dtypes[0])
+    weight = draw(E, N, K, dtype=torch.float32).to(dtypes[1])
+    shapes = {
+        "blocks": ((R, K // SQUARE), (E, squares, K // SQUARE)),
+        "rows": ((R, 1), (E, N)),
+        "tensors": ((1,), (E,)),
+        "rows of x": ((R,), (E,)),
+        "rows of the weight": ((1,), (E, N)),
+    }
+    return x, weight, ends(lengths), *(draw(*s, dtype=torch.float32, of=positive) for s in shapes[scales]), draw.dtype
+
+
+def exact_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_weight: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> list[Exact]:
+    """Return the products; a term of float8 sums in tensor cores loses more than float32 does."""
+    if scale_weight.ndim == 3:
+        scale_x = scale_x.repeat_interleave(SQUARE, 1)
+        scale_weight = scale_weight.repeat_interleave(SQUARE, 1)[:, : weight.shape[1]].repeat_interleave(SQUARE, 2)
+    else:
+        scale_x = scale_x.reshape(-1, 1)
+        scale_weight = scale_weight.reshape(*scale_weight.shape, *[1] * (3 - scale_weight.ndim))
+    (right,) = exact(x * scale_x, (weight * scale_weight).mT, offsets)
+    # Hopper's tensor cores keep 13 bits of what they add.
+    return [right._replace(terms=right.terms * (2**11 if DEVICE.type == "cuda" else 1))]
+
+
+FP8_SIZES = [((70, 0, 3, 140), 5, 384, 200), ((70, 0, 3, 140), 5, 48, 300, "rows", (E5M2, E4M3))]
+FP8_SIZES += [((0, 0, 300), 0, 272, 264, "tensors", (E4M3, E5M2)), ((1, 2, 0), 9, 128, 7, "blocks", (E5M2, E5M2))]
+FP8_SIZES += [((5, 64, 65, 129), 0, 144, 17, "rows of x"), ((9,), 1, 16, 1, "rows of the weight"), ((), 3, 128, 8)]
+FP8_SIZES += [((2, 0), 1, 0, 8, "rows"), ((0,), 0, 128, 16), ((0, 0), 7, 128, 24), ((2, 3), 1, 256, 0)]
+FP8_SIZES += [((1,) * 70, 3, 128, 16), ((1, 200, 1), 2, 1792, 129), ((1,), 0, 128, 128, "rows")]
+FP8_SCALES = ["rows", "tensors", "rows of x", "rows of the weight"]
+FP8_PAIRS = st.sampled_from([(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)])
+FP8_PLACES = LENGTHS.map(tuple), st.sampled_from([0, 1, 70])
+FP8_COLUMNS = st.sampled_from([1, 8, 24, 65, 136, 264])
+FP8_SHAPES = st.one_of(
+    st.tuples(*FP8_PLACES, st.sampled_from([128, 256, 512]), FP8_COLUMNS, st.just("blocks"), FP8_PAIRS),
+    st.tuples(*FP8_PLACES, st.sampled_from([16, 48, 144]), FP8_COLUMNS, st.sampled_from(FP8_SCALES), FP8_PAIRS),
+)
+
+
+def changed_fp8(place: int, value: Any, K: int = 128, scales: str = "blocks") -> Any:
+    """Return what makes arguments for float8, of which one is what a function makes of it."""
+
+    def made(draw: Draw) -> tuple[Any, ...]:
+        given = [*for_fp8(draw, (2, 0, 4), 1, K, 130, scales)]
+        given[place] = value(given[place])
+        return (*given,)
+
+    return made
+
+
+def same(value: Any) -> Any:
+    """Return what is given."""
+    return value
+
+
+OF_BLOCKS = rf"{FP8} takes scale_x of shape \(7, 1\) with scale_weight of shape \(3, 2, 1\), not"
+OF_ROWS = rf"{FP8} takes scale_x of shape \(\) or \(1,\) or \(7,\) or \(7, 1\) with scale_weight of shape"
+FP8_FORMS = rf"{FP8} takes x \(R, K\) and weight \(E, N, K\), not"
+FLOAT8 = Case(
+    FP8,
+    for_fp8,
+    exact_fp8,
+    sizes=FP8_SIZES,
+    small=((2, 0, 4), 1, 128, 8),
+    many=(*MANY[:2], 128, 1031),
+    shapes=FP8_SHAPES,
+    dtypes=[torch.bfloat16, torch.float16, torch.float32],
+    layouts=["contiguous"],
+    contiguous=False,
+    refused=[
+        Refused(changed_fp8(0, lambda t: t.half()), TypeError, f"{FP8} takes float8_e4m3fn and float8_e5m2, not"),
+        Refused(changed_fp8(1, lambda t: t.half()), TypeError, f"{FP8} takes float8_e4m3fn and float8_e5m2, not"),
+        Refused(changed_fp8(2, lambda t: t.long()), TypeError, f"{FP8} takes offsets of int32, not torch.int64"),
+        Refused(changed_fp8(3, lambda t: t.half()), TypeError, f"{FP8} takes scales of float32, not torch.float16"),
+        Refused(changed_fp8(4, lambda t: t.half()), TypeError, f"{FP8} takes scales of float32, not .*float16"),
+        Refused(changed_fp8(5, lambda _: torch.float64), TypeError, f"{FP8} returns bfloat16, float16 or float32, not"),
+        Refused(
+            changed_fp8(4, lambda t: t.to("meta")), ValueError, f"{FP8} takes tensors on one device, not on .*meta"
+        ),
+        Refused(changed_fp8(0, lambda t: t[:, :16]), ValueError, FP8_FORMS),
+        Refused(changed_fp8(0, lambda t: t[None]), ValueError, FP8_FORMS),
+        Refused(changed_fp8(1, lambda t: t[0]), ValueError, FP8_FORMS),
+        Refused(
+            changed_fp8(2, lambda t: t[1:]), ValueError, rf"{FP8} takes offsets of shape \(3,\), one for each group"
+        ),
+        Refused(
+            changed_fp8(3, same, 144),
+            ValueError,
+            f"{FP8} takes K that is a multiple of 128 with scales of blocks, not 144",
+        ),
+        Refused(changed_fp8(3, same, 24, "rows"), ValueError, f"{FP8} takes K that is a multiple of 16, not 24"),
+        Refused(changed_fp8(3, lambda t: t[1:]), ValueError, OF_BLOCKS),
+        Refused(changed_fp8(4, lambda t: t[:, 1:]), ValueError, OF_BLOCKS),
+        Refused(changed_fp8(3, lambda t: t[1:], 16, "rows"), ValueError, OF_ROWS),
+        Refused(changed_fp8(4, lambda t: t[:, 1:], 16, "rows"), ValueError, OF_ROWS),
+    ],
+)
 OLDER = {"_grouped_matmul_gpu": lambda device: (3, 64 * 1024, 0)}  # a GPU without an engine
 CONTRACT = [
     PRODUCT,
     SUMS,
+    FLOAT8,
     replace(PRODUCT, name="grouped_matmul through pointers", settings=OLDER, dtypes=HALVES, refused=()),
     replace(SUMS, name=f"{NAME} through pointers", settings=OLDER, dtypes=HALVES, refused=()),
 ]
@@ -310,6 +436,102 @@ def test_wide_accumulator(taken: ModuleType, dtype: torch.dtype) -> None:
     assert (taken.grouped_matmul(x, weight, ends((3,))) == 4608).all()
     x = torch.ones(4608, 8, dtype=dtype, device=DEVICE)
     assert (taken.grouped_matmul_weight_gradient(x, x, ends((4608,))) == 4608).all()
+
+
+def has_float8(taken: ModuleType) -> tuple[int, int, int]:
+    """Return what is known of the GPU, if it has an engine."""
+    known = taken._grouped_matmul_gpu(DEVICE if DEVICE.type == "cpu" else torch.device("cuda", 0))
+    if not known[2]:
+        pytest.skip("no copy engine")
+    return known
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scales", ["blocks", "rows"])
+def test_fp8_of_any_strides(taken: ModuleType, dtype: torch.dtype, scales: str) -> None:
+    """Scales may lie anyhow, a part of the columns of a weight stays where it is, and other matrices are copied."""
+    has_float8(taken)
+    x, weight, offsets, scale_x, scale_weight, _ = for_fp8(Draw(dtype), (30, 0, 70), 3, 256, 200, scales)
+    (right,) = exact_fp8(
+        *(t.double() if t.is_floating_point() else t for t in (x, weight)),
+        offsets,
+        scale_x.double(),
+        scale_weight.double(),
+        dtype,
+    )
+    wider = torch.cat([x, x], 1)[:, 16:]  # rows of 496 bytes
+    shifted = torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x)
+    columns = torch.cat([weight, weight.flip(1)], 1)[:, : weight.shape[1]]
+    across = weight.mT.contiguous().mT
+    scaled = scale_x.mT.contiguous().mT, scale_weight.mT.contiguous().mT
+    for some, matrix, scale in (
+        (wider[:, 240:], columns, scaled),
+        (shifted, across, (scale_x, scale_weight)),
+        (x.T.contiguous().T, weight, scaled),
+    ):
+        out = guarded(lambda *given: taken.grouped_matmul_fp8(*given, dtype), some, matrix, offsets, *scale)
+        assert_close(FLOAT8, dtype, out, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scales", ["blocks", "rows"])
+def test_fp8_keeps_groups_apart(taken: ModuleType, dtype: torch.dtype, scales: str) -> None:
+    """NaN in rows, a weight or scales spoils no other rows; offsets past the rows count as their number."""
+    has_float8(taken)
+    x, weight, _, scale_x, scale_weight, _ = for_fp8(Draw(dtype), (30, 0, 70), 20, 128, 136, scales)
+    offsets = torch.tensor([30, 30, 300], dtype=torch.int32, device=DEVICE)
+    first = taken.grouped_matmul_fp8(x, weight, offsets, scale_x, scale_weight, dtype)
+    # 0x7F is NaN, but in the interpreter a number
+    x.view(torch.uint8)[31], weight.view(torch.uint8)[1] = 0x7F, 0x7F
+    scale_x[33:], scale_weight[1] = torch.nan, torch.nan
+    out = guarded(lambda *given: taken.grouped_matmul_fp8(*given, dtype), x, weight, offsets, scale_x, scale_weight)
+    assert out[33:].isnan().all()
+    kept = [*range(31), 32]
+    assert torch.equal(out[kept], first[kept])
+
+
+def test_fp8_without_an_engine(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no other way to multiply float8."""
+    monkeypatch.setattr(taken, "_grouped_matmul_gpu", OLDER["_grouped_matmul_gpu"])
+    with pytest.raises(RuntimeError, match="grouped_matmul_fp8 takes tensors on NVIDIA GPUs"):
+        taken.grouped_matmul_fp8(*for_fp8(Draw(torch.bfloat16), (2, 3), 0, 128, 8)[:5])
+
+
+def test_fp8_plan(taken: ModuleType) -> None:
+    """The tile grows with the rows of a group and fits; there are never more programs than tiles may be."""
+    plan = taken._grouped_matmul_fp8_plan.__wrapped__
+    for blocks in (False, True):
+        rows = [plan(64, 64 * n, 4096, 2, (132, ROOM, 90), blocks)[1][0] for n in (1, 16, 64, 256, 1024, 4096)]
+        assert rows == sorted(rows)
+        assert (rows[0], rows[-1]) == (64, 128)
+        assert plan(2, 5, 64, 2, (132, ROOM, 90), blocks)[0] == 2
+        for (room, engine), R, N in itertools.product(
+            ((ROOM, 90), (ROOM, 100), (99 * 1024, 120)), (1, 70, 5000, 200_000), (1, 128, 5000)
+        ):
+            for size in (2, 4):
+                programs, tile, stages = plan(40, R, N, size, (132, room, engine), blocks)
+                held = (tile[0] + tile[1]) * tile[2] * stages
+                held += tile[0] * tile[1] * size // (1 if blocks or engine >= 100 else 2)
+                assert held + 1024 <= room
+                assert stages >= 3
+                assert 1 <= programs <= 132
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["BLOCKS", "ENGINE"])
+def test_every_fp8_tile(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Each is right, with one program for all tiles and with many; accumulators are float32."""
+    _, *known = has_float8(taken)
+    for tile, programs in itertools.product(getattr(taken, f"GROUPED_MATMUL_FP8_{kind}"), (1, 5)):
+        monkeypatch.setattr(taken, f"GROUPED_MATMUL_FP8_{kind}", [tile])
+        monkeypatch.setattr(taken, "_grouped_matmul_gpu", lambda _, programs=programs: (programs, *known))
+        taken._grouped_matmul_fp8_plan.cache_clear()
+        lengths = (tile[0] + 3, 0, 2, 2 * tile[0])
+        scales = "blocks" if kind == "BLOCKS" else "rows"
+        *given, _ = for_fp8(Draw(torch.bfloat16), lengths, 4, 384, tile[1] + 72, scales)
+        (right,) = exact_fp8(*(t.double() if t.is_floating_point() else t for t in given), torch.bfloat16)
+        assert_close(FLOAT8, torch.bfloat16, guarded(taken.grouped_matmul_fp8, *given), right)
+    taken._grouped_matmul_fp8_plan.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
@@ -455,15 +677,21 @@ def code(op: ModuleType, kernel: str, tile: tuple[int, ...], stages: int, **cons
         weight = [1, n, k] if constants["W_T"] else [1, k, n]
         blocks = {"x_desc": [m, k], "weight_desc": weight, "y_desc": [1, 1, m, n // 2]}
         types = {"y_ptr": "*bf16", "bias_ptr": "*bf16"}
+    elif "fp8" in kernel:
+        columns = n if "blocks" in kernel else n // 2
+        blocks = {"x_desc": [m, k], "weight_desc": [1, n, k], "y_desc": [1, 1, m, columns]}
+        types = {"y_ptr": "*bf16", "scale_x_ptr": "*fp32", "scale_weight_ptr": "*fp32"}
     else:
         blocks = {"x_desc": [1, 1, k, m], "y_desc": [1, 1, k, n], "out_desc": [1, m, n // 2]}
         types = {"R": "i32"}
-    types |= {name: f"tensordesc<bf16{block}>" for name, block in blocks.items()}
+    for name, block in blocks.items():
+        is_float8 = "fp8" in kernel and name != "y_desc"
+        types[name] = f"tensordesc<{'fp8e4nv' if is_float8 else 'bf16'}{block}>"
     types |= {"offsets_ptr": "*i32", "E": "i32"}
     constants |= {"BLOCK_E": 512}
     types |= dict.fromkeys(constants, "constexpr")
     function = getattr(op, kernel)
-    types = {name: types[name] for name in function.arg_names}
+    types = {name: types.get(name, "i32") for name in function.arg_names}
     by_16 = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr")}
     source = triton.compiler.ASTSource(function, types, constants, by_16)
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
@@ -493,6 +721,35 @@ def codes(taken: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
     return found
 
 
+def fp8_codes(taken: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Return that for all tiles of float8."""
+    from triton_gallery_ops import grouped_matmul as op
+
+    found = {}
+    every = {True: op.GROUPED_MATMUL_FP8_BLOCKS, False: op.GROUPED_MATMUL_FP8_ENGINE}
+    for blocks, tiles in every.items():
+        for tile in tiles:
+            op.GROUPED_MATMUL_FP8_BLOCKS = op.GROUPED_MATMUL_FP8_ENGINE = [tile]
+            *_, stages = op._grouped_matmul_fp8_plan.__wrapped__(8, 8192, 4096, 2, (132, ROOM, 90), blocks)
+            name = "_grouped_matmul_fp8_blocks_kernel" if blocks else "_grouped_matmul_fp8_kernel"
+            scales = {} if blocks else {"PER_ROW": True, "PER_COLUMN": True}
+            found[name, tile, stages] = code(op, name, tile, stages, ZEROS=op.GROUPED_MATMUL_ZEROS, **scales)
+    op.GROUPED_MATMUL_FP8_BLOCKS, op.GROUPED_MATMUL_FP8_ENGINE = every[True], every[False]
+    return found
+
+
+def test_fp8_compiled_code(gallery: Path, on_h100: Ask) -> None:
+    """As for the other kernels: nothing spills, all fits, and loads are as many steps ahead as there are stages."""
+    (found,) = on_h100(gallery / RECIPE, fp8_codes)
+    assert len(found) == 8
+    for (kernel, tile, stages), known in found.items():
+        assert known["spilled"] == 0, (kernel, tile)
+        assert known["shared"] <= ROOM, (kernel, tile)
+        count = tile[0] // 64 * tile[2] // 32 // (tile[3] // 4)
+        assert known["wgmma"] == [f"m64n{tile[1]}k32"] * count, (kernel, tile)
+        assert known["loads"] == 2 * stages, (kernel, tile)
+
+
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """Nothing spills, all fits, and loads are as many steps ahead as there are stages, in tiles of any length."""
     (found,) = on_h100(gallery / RECIPE, codes)
@@ -510,8 +767,8 @@ BREAKS = [
     ("rows past x", "end = tl.minimum(tl.load(offsets_ptr + group), R)", "end = tl.load(offsets_ptr + group)"),
     (
         "every second tile",
-        "for tile in tl.range(first, tiles, programs, flatten=True):",
-        "for tile in tl.range(first, tiles, 2 * programs, flatten=True):",
+        "is stored.\n    for tile in tl.range(first, tiles, programs, flatten=True):",
+        "is stored.\n    for tile in tl.range(first, tiles, 2 * programs, flatten=True):",
     ),
     ("the next group", "    begun = before <= tile  #", "    begun = before < tile + 2  #"),
     ("tiles of the groups before", "tile -= tl.max(tl.where(begun, before, 0), axis=0)", "tile -= before.shape[0] * 0"),
@@ -522,12 +779,16 @@ BREAKS = [
     ),
     ("no sum over K", "return tl.dot(a, b, acc, input_precision", "return tl.dot(a, b, input_precision"),
     ("the interpreter's bfloat16", "        a, b = a.to(ACC), b.to(ACC)\n", "        pass\n"),
-    ("both halves are the left one", "y = left if side == 0 else right", "y = left"),
+    (
+        "both halves are the left one",
+        "y = left if side == 0 else right\n            off = off_n + side * HALF\n            if bias_ptr",
+        "y = left\n            off = off_n + side * HALF\n            if bias_ptr",
+    ),
     ("both halves of sums are the left one", "off_n + HALF], right)", "off_n + HALF], left)"),
     (
         "a row of the next group",
-        "return MOST, start + rows, MOST - rows + row",
-        "return MOST, start + rows + 1, MOST - rows - 1 + row",
+        "return MOST, start + rows, row - rows + MOST",
+        "return MOST, start + rows + 1, row - rows - 1 + MOST",
     ),
     (
         "nothing past the last group",
@@ -559,6 +820,49 @@ BREAKS = [
     ("a second gradient of zero", "d_grad = grouped_matmul(x, grad_out, offsets)", "d_grad = 0 * grad"),
     ("one stage too many", "(shared - stored - 2048) // stage)", "shared // stage)"),
     ("a tile for long groups", "        return rounds * (tile[0] * tile[1] + edges)\n", "        return rounds\n"),
+    (
+        "float8, both halves are the left one",
+        "y = left if side == 0 else right\n            off = off_n + side * HALF\n            if PER_COLUMN",
+        "y = left\n            off = off_n + side * HALF\n            if PER_COLUMN",
+    ),
+    ("float8, scales of rows of the first group", "scale_x_ptr + start + offs_m", "scale_x_ptr + offs_m"),
+    (
+        "float8, scales of columns of the first group",
+        "scale_weight_ptr + group.to(tl.int64) * N",
+        "scale_weight_ptr + 0 * N",
+    ),
+    ("float8, one scale for all groups", "y *= tl.load(scale_weight_ptr + group)", "y *= tl.load(scale_weight_ptr)"),
+    ("float8, rows not scaled", "            acc *= scale[:, None]\n", ""),
+    ("float8, the tensor not scaled", "            acc *= tl.load(scale_x_ptr)\n", "            pass\n"),
+    (
+        "float8, blocks of x of other rows",
+        "scale_x_ptr + (start + offs_m).to(tl.int64)",
+        "scale_x_ptr + offs_m.to(tl.int64)",
+    ),
+    ("float8, one block of x for all of K", "of_rows + k // SQUARE * stride_xk", "of_rows"),
+    ("float8, one square for all of K", "of_square + k // SQUARE * stride_wk", "of_square"),
+    (
+        "float8, squares of the first group",
+        "of_group = scale_weight_ptr + group.to(tl.int64) * stride_we",
+        "of_group = scale_weight_ptr",
+    ),
+    ("float8, squares of other columns", "of_group + (off_n // SQUARE).to(tl.int64)", "of_group + pid_n.to(tl.int64)"),
+    (
+        "float8, the accumulator is scaled again",
+        "acc += tl.dot(x, w) * scale[:, None]",
+        "acc = tl.dot(x, w, acc) * scale[:, None]",
+    ),
+    (
+        "float8, zeros past the last group, in rows without padding",
+        "E, R, stride_yr, ZEROS)\n\n\n@triton.jit\ndef _grouped_matmul_fp8_blocks",
+        "E, R, N, ZEROS)\n\n\n@triton.jit\ndef _grouped_matmul_fp8_blocks",
+    ),
+    (
+        "float8, rows without padding",
+        "    columns = -(-N // unit) * unit\n",
+        "    columns = N\n",
+    ),
+    ("float8, matrices as they lie", "    if _grouped_matmul_vec(x) == 1:\n", "    if False:\n"),
     (
         "no launcher for GPUs",
         'impl("grouped_matmul", _grouped_matmul_launch, "CUDA")',

@@ -80,6 +80,11 @@ scales, zeros = torch.randint(1, 9, (2, 32)).half() / 16, torch.randint(0, 16, (
     "grouped_matmul": """
 x, weight, offsets = torch.randn(9, 16), torch.randn(3, 8, 16), torch.tensor([4, 4, 9], dtype=torch.int32)
 """,
+    "ScalingType, scaled_grouped_mm": """
+x = torch.randint(-2, 3, (9, 32)).to(torch.float8_e4m3fn)
+weight, offsets = torch.randint(-2, 3, (3, 16, 32)).to(x.dtype), torch.tensor([4, 4, 9], dtype=torch.int32)
+scale_x, scale_weight = 2.0 ** torch.randint(-3, 3, (9,)), 2.0 ** torch.randint(-3, 3, (3, 16))
+""",
     "linear_gelu": "x, weight, bias = torch.randn(3, 64), torch.randn(32, 64), torch.randn(32)",
     "flash_attention": HEADS,
     "flash_attn_func": "q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)",
@@ -153,6 +158,11 @@ cos, sin = cos[positions, None], sin[positions, None]
 q_turned, k_turned = turned(q), turned(k)
 k_cache.view(-1, 2, 16)[slots] = k_turned
 v_cache.view(-1, 2, 16)[slots] = v
+""",
+    "ScalingType, scaled_grouped_mm": """
+wide = weight.float() * scale_weight[..., None]
+parts = [rows @ matrix.T for rows, matrix in zip(x.float().split([4, 0, 5]), wide, strict=True)]
+y = (torch.cat(parts) * scale_x[:, None]).bfloat16()
 """,
     "chunk_simple_gla": STATES.format(row="v[:, t]"),
     "chunk_gated_delta_rule": STATES.format(
