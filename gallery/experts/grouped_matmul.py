@@ -16,8 +16,6 @@
 # [tool.triton-gallery.not_for]
 # walk_kernel = ["sm_80", "sm_89", "gfx942"]
 # _grouped_matmul_engine_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
-# _grouped_matmul_fp8_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
-# _grouped_matmul_fp8_blocks_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
 # _grouped_matmul_engine_sums_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
 #
 # [[tool.triton-gallery.step_through]]

@@ -4,12 +4,16 @@
 
 import itertools
 import re
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import gluon_model
+import hypothesis
 import pytest
 import torch
 from case import Case, Draw, Exact, Refused, assert_close
@@ -17,6 +21,7 @@ from compiled import Ask, graphs
 from guard import guarded
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS
+from op_fixtures import end_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of NumPy's infinities, in the interpreter
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -490,6 +495,54 @@ def test_fp8_keeps_groups_apart(taken: ModuleType, dtype: torch.dtype, scales: s
     assert torch.equal(out[kept], first[kept])
 
 
+@pytest.fixture(scope="module")
+def modelled(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """Return the recipe with a model in place of Gluon, on a Hopper GPU of two multiprocessors."""
+    source = (gallery / RECIPE).read_text().replace('= "triton_gallery"', '= "modelled"')
+    recipe = gluon_model.load(source, tmp_path_factory.mktemp("modelled") / "modelled_grouped_matmul.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
+        patch.setattr(recipe, "_grouped_matmul_gpu", lambda _: (2, gluon_model.ROOM, 90))
+        patch.setattr(recipe, "_grouped_matmul_fp8_is_hopper", lambda *_: True)
+        patch.setattr(recipe, "GROUPED_MATMUL_FP8_BLOCKS", [])  # else few rows would not go to Gluon
+        yield recipe
+    end_ops(recipe)  # PyTorch 2.11 refuses a second one
+
+
+MODELLED = st.tuples(*FP8_PLACES, st.sampled_from([128, 256, 512]), FP8_COLUMNS, st.just("blocks"), FP8_PAIRS)
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(size=MODELLED, dtype=st.sampled_from(FLOAT8.dtypes), seed=st.integers(0, 2**31))
+def test_fp8_accumulator_by_a_model(modelled: ModuleType, size: tuple[Any, ...], dtype: torch.dtype, seed: int) -> None:
+    """Whatever happens first, the kernel for Hopper is right: no wait is for ever, and no buffer changes too soon."""
+    assert_modelled(modelled, size, dtype, seed)
+
+
+@pytest.mark.parametrize("size", [((130, 0, 300, 1), 9, 1024, 400), ((700, 70), 0, 256, 130), ((1,) * 40, 3, 1920, 30)])
+@pytest.mark.parametrize("seed", range(3))
+def test_fp8_accumulator_of_many_tiles_by_a_model(modelled: ModuleType, size: tuple[Any, ...], seed: int) -> None:
+    """Two programs have several tiles each, of more and of fewer steps than buffers."""
+    assert_modelled(modelled, size, torch.bfloat16, seed)
+
+
+def assert_modelled(modelled: ModuleType, size: tuple[Any, ...], dtype: torch.dtype, seed: int) -> None:
+    """Assert that the kernel for Hopper gives the products."""
+    gluon_model.SEEDS[0] = seed
+    x, weight, offsets, *scales, _ = for_fp8(Draw(dtype, device=torch.device("cpu"), seed=seed), *size)
+    offsets = offsets.cpu()
+    (right,) = exact_fp8(x.double(), weight.double(), offsets, *(t.double() for t in scales), dtype)
+    for tile in modelled.GROUPED_MATMUL_FP8_HOPPER:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(modelled, "GROUPED_MATMUL_FP8_HOPPER", [tile])
+            modelled._grouped_matmul_fp8_plan.cache_clear()
+            out = guarded(
+                lambda *inputs: modelled._grouped_matmul_fp8_launch(*inputs, dtype), x, weight, offsets, *scales
+            )
+        modelled._grouped_matmul_fp8_plan.cache_clear()
+        assert_close(FLOAT8, dtype, out, right)
+
+
 def test_fp8_without_an_engine(taken: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no other way to multiply float8."""
     monkeypatch.setattr(taken, "_grouped_matmul_gpu", OLDER["_grouped_matmul_gpu"])
@@ -500,16 +553,22 @@ def test_fp8_without_an_engine(taken: ModuleType, monkeypatch: pytest.MonkeyPatc
 def test_fp8_plan(taken: ModuleType) -> None:
     """The tile grows with the rows of a group and fits; there are never more programs than tiles may be."""
     plan = taken._grouped_matmul_fp8_plan.__wrapped__
-    for blocks in (False, True):
-        rows = [plan(64, 64 * n, 4096, 2, (132, ROOM, 90), blocks)[1][0] for n in (1, 16, 64, 256, 1024, 4096)]
+    for blocks, hopper in ((False, True), (True, False), (True, True)):
+        many = (1, 16, 64, 256, 1024, 4096)
+        plans = [plan(64, 64 * n, 4096, 2, (132, ROOM, 90), blocks, hopper) for n in many]
+        rows = [tile[0] for _, tile, *_ in plans]
         assert rows == sorted(rows)
-        assert (rows[0], rows[-1]) == (64, 128)
-        assert plan(2, 5, 64, 2, (132, ROOM, 90), blocks)[0] == 2
+        assert rows[0] == 64
+        assert rows[-1] >= 128
+        special = [specialized for *_, specialized in plans]
+        assert special == [blocks and hopper and number > 64 for number in rows]
+        assert plan(2, 5, 64, 2, (132, ROOM, 90), blocks, hopper)[0] == 2
         for (room, engine), R, N in itertools.product(
             ((ROOM, 90), (ROOM, 100), (99 * 1024, 120)), (1, 70, 5000, 200_000), (1, 128, 5000)
         ):
             for size in (2, 4):
-                programs, tile, stages = plan(40, R, N, size, (132, room, engine), blocks)
+                gpu = 132, room, engine
+                programs, tile, stages, _ = plan(40, R, N, size, gpu, blocks, hopper and engine == 90)
                 held = (tile[0] + tile[1]) * tile[2] * stages
                 held += tile[0] * tile[1] * size // (1 if blocks or engine >= 100 else 2)
                 assert held + 1024 <= room
@@ -671,14 +730,20 @@ def code(op: ModuleType, kernel: str, tile: tuple[int, ...], stages: int, **cons
     """Return what the compiler says of a kernel of the copy engine."""
     import triton
     from compiled import _said
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     m, n, k, num_warps, _ = tile
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": stages}
+    if "GROUPS" in constants:
+        options = {"num_warps": 4, "maxnreg": op.GROUPED_MATMUL_FP8_REGISTERS[num_warps][0]}
     if kernel == "_grouped_matmul_engine_kernel":
         weight = [1, n, k] if constants["W_T"] else [1, k, n]
         blocks = {"x_desc": [m, k], "weight_desc": weight, "y_desc": [1, 1, m, n // 2]}
         types = {"y_ptr": "*bf16", "bias_ptr": "*bf16"}
     elif "fp8" in kernel:
-        columns = n if "blocks" in kernel else n // 2
+        m //= constants.get("GROUPS", 1)
+        columns = n // 2 if "PER_ROW" in constants else n
         blocks = {"x_desc": [m, k], "weight_desc": [1, n, k], "y_desc": [1, 1, m, columns]}
         types = {"y_ptr": "*bf16", "scale_x_ptr": "*fp32", "scale_weight_ptr": "*fp32"}
     else:
@@ -686,16 +751,19 @@ def code(op: ModuleType, kernel: str, tile: tuple[int, ...], stages: int, **cons
         types = {"R": "i32"}
     for name, block in blocks.items():
         is_float8 = "fp8" in kernel and name != "y_desc"
-        types[name] = f"tensordesc<{'fp8e4nv' if is_float8 else 'bf16'}{block}>"
+        kind, layout = ("fp8e4nv" if is_float8 else "bf16"), ""
+        if "GROUPS" in constants:
+            layout = f",{gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv if is_float8 else gl.bfloat16)!r}"
+        types[name] = f"tensordesc<{kind}{block}{layout}>"
     types |= {"offsets_ptr": "*i32", "E": "i32"}
-    constants |= {"BLOCK_E": 512}
+    constants = {"BLOCK_E": 512} | constants
     types |= dict.fromkeys(constants, "constexpr")
     function = getattr(op, kernel)
     types = {name: types.get(name, "i32") for name in function.arg_names}
     by_16 = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith("_ptr")}
-    source = triton.compiler.ASTSource(function, types, constants, by_16)
+    source = (GluonASTSource if "GROUPS" in constants else triton.compiler.ASTSource)(function, types, constants, by_16)
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    made = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": stages})
+    made = triton.compile(source, target=target, options=options)
     usage = _said(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin=made.asm["cubin"])
     return {
         "spilled": int(re.findall(r"STACK:(\d+)", usage)[0]),
@@ -730,24 +798,38 @@ def fp8_codes(taken: ModuleType) -> dict[tuple[Any, ...], dict[str, Any]]:
     for blocks, tiles in every.items():
         for tile in tiles:
             op.GROUPED_MATMUL_FP8_BLOCKS = op.GROUPED_MATMUL_FP8_ENGINE = [tile]
-            *_, stages = op._grouped_matmul_fp8_plan.__wrapped__(8, 8192, 4096, 2, (132, ROOM, 90), blocks)
+            plan = op._grouped_matmul_fp8_plan.__wrapped__
+            _, _, stages, _ = plan(8, 8192, 4096, 2, (132, ROOM, 90), blocks, False)
             name = "_grouped_matmul_fp8_blocks_kernel" if blocks else "_grouped_matmul_fp8_kernel"
             scales = {} if blocks else {"PER_ROW": True, "PER_COLUMN": True}
             found[name, tile, stages] = code(op, name, tile, stages, ZEROS=op.GROUPED_MATMUL_ZEROS, **scales)
-    op.GROUPED_MATMUL_FP8_BLOCKS, op.GROUPED_MATMUL_FP8_ENGINE = every[True], every[False]
+    op.GROUPED_MATMUL_FP8_BLOCKS, op.GROUPED_MATMUL_FP8_ENGINE = [], every[False]
+    hopper = op.GROUPED_MATMUL_FP8_HOPPER
+    for tile in hopper:
+        op.GROUPED_MATMUL_FP8_HOPPER = [tile]
+        _, _, stages, _ = plan(128, 8192, 4096, 2, (132, ROOM, 90), True, True)
+        known = {"GROUPS": tile[3], "STAGES": stages, "REGISTERS": op.GROUPED_MATMUL_FP8_REGISTERS[tile[3]][1]}
+        name = "_grouped_matmul_fp8_hopper_kernel"
+        known |= {"BLOCK_E": 128, "ZEROS": op.GROUPED_MATMUL_ZEROS}
+        found[name, tile, stages] = code(op, name, tile, stages, **known)
+    op.GROUPED_MATMUL_FP8_BLOCKS, op.GROUPED_MATMUL_FP8_HOPPER = every[True], hopper
     return found
 
 
 def test_fp8_compiled_code(gallery: Path, on_h100: Ask) -> None:
     """As for the other kernels: nothing spills, all fits, and loads are as many steps ahead as there are stages."""
     (found,) = on_h100(gallery / RECIPE, fp8_codes)
-    assert len(found) == 8
+    assert len(found) == 10
     for (kernel, tile, stages), known in found.items():
         assert known["spilled"] == 0, (kernel, tile)
         assert known["shared"] <= ROOM, (kernel, tile)
-        count = tile[0] // 64 * tile[2] // 32 // (tile[3] // 4)
+        count = tile[0] // 64 * tile[2] // 32
+        if "hopper" in kernel:
+            assert known["loads"] == tile[3] + 1, (kernel, tile)
+        else:
+            count //= tile[3] // 4
+            assert known["loads"] == 2 * stages, (kernel, tile)
         assert known["wgmma"] == [f"m64n{tile[1]}k32"] * count, (kernel, tile)
-        assert known["loads"] == 2 * stages, (kernel, tile)
 
 
 def test_compiled_code(gallery: Path, on_h100: Ask) -> None:
@@ -774,8 +856,8 @@ BREAKS = [
     ("tiles of the groups before", "tile -= tl.max(tl.where(begun, before, 0), axis=0)", "tile -= before.shape[0] * 0"),
     (
         "rows of tiles that overlap",
-        "first = tile // (8 * tiles_n) * 8\n    height",
-        "first = tile // (8 * tiles_n) * 7\n    height",
+        "first = tile // (8 * tiles_n) * 8\n    height = tl.",
+        "first = tile // (8 * tiles_n) * 7\n    height = tl.",
     ),
     ("no sum over K", "return tl.dot(a, b, acc, input_precision", "return tl.dot(a, b, input_precision"),
     ("the interpreter's bfloat16", "        a, b = a.to(ACC), b.to(ACC)\n", "        pass\n"),
@@ -795,7 +877,11 @@ BREAKS = [
         "    _grouped_matmul_zeros(y_ptr, offsets_ptr, E, R, N, ZEROS)\n\n\n@triton.jit\ndef _grouped_matmul_steps",
         "\n\n@triton.jit\ndef _grouped_matmul_steps",
     ),
-    ("zeros in half of the rows", "    size = (R - last) * N\n", "    size = (R - last) * N // 2\n"),
+    (
+        "zeros in half of the rows",
+        "    size = (R - last) * N\n    first = tl.",
+        "    size = (R - last) * N // 2\n    first = tl.",
+    ),
     ("no step for an empty group", "- starts, BLOCK_K), 1)", "- starts, BLOCK_K), 0)"),
     ("steps of another program", "end = ((groups + 1) * tiles - first", "end = ((groups + 1) * tiles - 1 - first"),
     (
@@ -803,7 +889,7 @@ BREAKS = [
         "bias_ptr + group.to(tl.int64) * N + offs_n\n                bias =",
         "bias_ptr + offs_n\n                bias =",
     ),
-    ("one weight for all", "weight_ptr + group.to(tl.int64) * stride_we", "weight_ptr + 0 * stride_we"),
+    ("one weight for all", "= weight_ptr + group.to(tl.int64) * stride_we", "= weight_ptr + 0 * stride_we"),
     ("pointers to the next group's rows", "mask_m = offs_m < rows\n", "mask_m = offs_m < rows + 1\n"),
     ("pointers to columns past N", "mask_n = offs_n < N_Y\n", "mask_n = offs_n < N_Y + 1\n"),
     ("sums of the next group's row", "some = offs_k < rows - row\n", "some = offs_k <= rows - row\n"),
@@ -863,6 +949,40 @@ BREAKS = [
         "    columns = N\n",
     ),
     ("float8, matrices as they lie", "    if _grouped_matmul_vec(x) == 1:\n", "    if False:\n"),
+    (
+        "float8 on Hopper, tiles of the groups before",
+        "    tile -= gl.max(gl.where(begun, before, 0), axis=0)\n",
+        "",
+    ),
+    (
+        "float8 on Hopper, scales of rows of the first group of warps",
+        "        off_m += NUMBER * ROWS\n",
+        "        off_m += 0\n",
+    ),
+    ("float8 on Hopper, scales of rows of the first group", "(start + offs_m).to(gl.int64)", "offs_m.to(gl.int64)"),
+    ("float8 on Hopper, squares of the first group", "group.to(gl.int64) * stride_we", "0 * stride_we"),
+    ("float8 on Hopper, the accumulator has the scale of the first step", "            scale = later\n", ""),
+    ("float8 on Hopper, one weight for all", "place = [group, pid_n * BLOCK_N, k]", "place = [0, pid_n * BLOCK_N, k]"),
+    (
+        "float8 on Hopper, the accumulator reads a buffer that is given back",
+        "            part = warpgroup_mma_wait(0, deps=(part,))\n            mbarrier.arrive(empty.index(stage))\n",
+        "            mbarrier.arrive(empty.index(stage))\n            part = warpgroup_mma_wait(0, deps=(part,))\n",
+    ),
+    (
+        "float8 on Hopper, the accumulator is stored over a store",
+        "        tma.store_wait(0)  # the store of the last tile has read the buffer\n",
+        "",
+    ),
+    (
+        "float8 on Hopper, the accumulator of rows of the next group",
+        "place = [MOST, start + rows, off_m - rows + MOST, pid_n * BLOCK_N]",
+        "place = [MOST, start + rows + 1, off_m - rows - 1 + MOST, pid_n * BLOCK_N]",
+    ),
+    (
+        "float8 on Hopper, nothing past the last group",
+        "    _grouped_matmul_fp8_zeros(y_ptr, offsets_ptr, E, R, stride_yr, ZEROS)\n",
+        "",
+    ),
     (
         "no launcher for GPUs",
         'impl("grouped_matmul", _grouped_matmul_launch, "CUDA")',
