@@ -6,10 +6,12 @@
 # description = """
 # Multiply each expert's tokens by its weight in one launch, with groups of any
 # length that only the GPU knows, and compute the gradient of the weights."""
-# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# dtypes = [
+#   "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"
+# ]
 # backward = true
 # deterministic = true
-# longer = "four kernels: two directions, by copy engine and by pointers"
+# longer = "two directions, by copy engine and by pointers, and float8"
 #
 # [tool.triton-gallery.not_for]
 # walk_kernel = ["sm_80", "sm_89", "gfx942"]
@@ -449,6 +451,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # the present one is stored, stores by the copy engine that end at the end of a
 # group, and zeros in the rows past the last group. Its gradient of the weights
 # is persistent as well.
+#
+# ``grouped_matmul_fp8`` is the same product of float8, for inference, with
+# scales for tensors, rows or blocks of 128. Its weights are (E, N, K), as the
+# tensor cores take float8 that lies along K.
 
 from triton_gallery_ops.grouped_matmul import grouped_matmul
 

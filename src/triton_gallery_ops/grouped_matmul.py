@@ -8,7 +8,11 @@ loads and stores tiles of 16-bit floats whose rows begin at multiples of 16
 bytes; all else goes through pointers, on any GPU, and is slower. The gradient
 of the weight, whose sums are as long as the groups, is a single launch as well.
 The tile follows from a formula, without tuning: deterministic. Gradients of any
-order.
+order. ``grouped_matmul_fp8`` multiplies float8, with scales for tensors, rows
+or blocks of 128, through the copy engine alone and without a gradient. For
+blocks on Hopper (H100, H200), a kernel in Gluon specializes warps: one loads,
+and groups of four multiply, so that the tensor cores work for one group while
+another scales.
 """
 
 import math
@@ -19,6 +23,18 @@ import torch
 import triton
 import triton.language as tl
 from torch.library import Library, custom_op
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import (
+    TensorDescriptor as GluonDescriptor,
+)
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 GROUPED_MATMUL_NAMESPACE = "triton_gallery"
@@ -47,11 +63,46 @@ GROUPED_MATMUL_POINTERS = [
 ]
 GROUPED_MATMUL_ODD = [(64, 64, 32, 4, 3), (16, 64, 32, 4, 3)]
 GROUPED_MATMUL_WIDE = [(64, 64, 16, 8, 4), (16, 64, 32, 4, 3)]
+GROUPED_MATMUL_FP8_INPUTS = torch.float8_e4m3fn, torch.float8_e5m2
+GROUPED_MATMUL_FP8_OUTPUTS = torch.bfloat16, torch.float16, torch.float32
+# As above, of float8: scaled after the sum, or each 128 of K
+GROUPED_MATMUL_FP8_ENGINE = [
+    (128, 256, 128, 8, 4),
+    (128, 128, 128, 4, 5),
+    (64, 256, 128, 4, 4),
+    (64, 128, 128, 4, 6),
+    (64, 64, 128, 4, 8),
+]
+GROUPED_MATMUL_FP8_BLOCKS = [
+    (128, 128, 128, 8, 5),
+    (64, 128, 128, 4, 6),
+    (64, 64, 128, 4, 6),
+]
+# On Hopper; in the place of warps, the groups of four of them that multiply
+GROUPED_MATMUL_FP8_HOPPER = [(128, 128, 128, 2, 6), (192, 128, 128, 3, 4)]
+# registers of a thread: at the launch, and of those that multiply
+GROUPED_MATMUL_FP8_REGISTERS = {2: (168, 240), 3: (128, 160)}
+GROUPED_MATMUL_FP8_WAIT = 1.4  # what the same area costs where all warps wait
+GROUPED_MATMUL_FP8_DTYPES = {
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+}
+GROUPED_MATMUL_FP8_SQUARE = 128  # numbers that share a scale, along N and K
 GROUPED_MATMUL_EDGE = 48  # what an edge of a tile costs, beside its area
 GROUPED_MATMUL_HELD = 2  # programs of a multiprocessor, through pointers
 GROUPED_MATMUL_ROWS = tl.constexpr(2**30)  # a descriptor has fewer
 GROUPED_MATMUL_ZEROS = 4096  # stored at a time, past the last group
 GROUPED_MATMUL_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Triton 3.8 renamed the two copies, and 3.9 refuses the older names.
+_grouped_matmul_load = (
+    getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+)
+_grouped_matmul_store = (
+    getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+)
 
 
 @triton.jit
@@ -134,7 +185,8 @@ def _grouped_matmul_ragged(start, rows, row):
     length where the group ends, and the engine takes nothing past that.
     """
     MOST: tl.constexpr = GROUPED_MATMUL_ROWS
-    return MOST, start + rows, MOST - rows + row
+    # A constant less a number is no place in the interpreter of Triton 3.9.
+    return MOST, start + rows, row - rows + MOST
 
 
 @triton.jit
@@ -402,6 +454,361 @@ def _grouped_matmul_pointers_sums_kernel(
         tl.store(out_ptrs, out, mask=mask)
 
 
+@triton.jit
+def _grouped_matmul_fp8_kernel(
+    x_desc,
+    weight_desc,  # of the transposes
+    y_desc,  # ragged
+    y_ptr,
+    scale_x_ptr,
+    scale_weight_ptr,
+    offsets_ptr,
+    E,
+    stride_yr,
+    PER_ROW: tl.constexpr,  # scale_x is, or else it is one number
+    PER_COLUMN: tl.constexpr,  # scale_weight is, or else one for each group
+    BLOCK_E: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    R, K = x_desc.shape
+    N = y_desc.shape[3]
+    BLOCK_M: tl.constexpr = y_desc.block_shape[2]
+    HALF: tl.constexpr = y_desc.block_shape[3]
+    BLOCK_N: tl.constexpr = 2 * HALF
+    BLOCK_K: tl.constexpr = x_desc.block_shape[1]
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    before, tiles = _grouped_matmul_before(
+        offsets_ptr, E, R, tiles_n, BLOCK_M, BLOCK_E
+    )
+    first, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
+    # Flattened, as in the kernel of wider floats.
+    for tile in tl.range(first, tiles, programs, flatten=True):
+        group, pid_m, pid_n, start, rows = _grouped_matmul_find(
+            tile, before, offsets_ptr, R, tiles_n, BLOCK_M
+        )
+        off_m, off_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            x = x_desc.load([start + off_m, k])  # (BLOCK_M, BLOCK_K)
+            w = weight_desc.load([group, off_n, k])
+            w = w.reshape(BLOCK_N, BLOCK_K).T
+            acc = tl.dot(x, w, acc)
+        if PER_ROW:
+            offs_m = off_m + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+            scale_ptrs = scale_x_ptr + start + offs_m
+            scale = tl.load(scale_ptrs, mask=offs_m < rows, other=0.0)
+            acc *= scale[:, None]
+        else:
+            acc *= tl.load(scale_x_ptr)
+        both = tl.reshape(acc, (BLOCK_M, 2, HALF)).permute(0, 2, 1)
+        left, right = tl.split(both)  # (BLOCK_M, HALF)
+        for side in tl.static_range(2):
+            y = left if side == 0 else right
+            off = off_n + side * HALF
+            if PER_COLUMN:
+                offs_n = off + tl.arange(0, HALF)  # (HALF,)
+                scale_ptrs = scale_weight_ptr + group.to(tl.int64) * N + offs_n
+                scale = tl.load(scale_ptrs, mask=offs_n < N, other=0.0)
+                y *= scale[None, :]
+            else:
+                y *= tl.load(scale_weight_ptr + group)
+            y = y.to(y_desc.dtype).reshape(1, 1, BLOCK_M, HALF)
+            a, b, c = _grouped_matmul_ragged(start, rows, off_m)
+            y_desc.store([a, b, c, off], y)
+    _grouped_matmul_zeros(y_ptr, offsets_ptr, E, R, stride_yr, ZEROS)
+
+
+@triton.jit
+def _grouped_matmul_fp8_blocks_kernel(
+    x_desc,
+    weight_desc,  # of the transposes
+    y_desc,  # ragged
+    y_ptr,
+    scale_x_ptr,
+    scale_weight_ptr,
+    offsets_ptr,
+    E,
+    stride_yr,
+    stride_xr,  # of the scales
+    stride_xk,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    BLOCK_E: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    R, K = x_desc.shape
+    N = y_desc.shape[3]
+    BLOCK_M: tl.constexpr = y_desc.block_shape[2]
+    BLOCK_N: tl.constexpr = y_desc.block_shape[3]
+    SQUARE: tl.constexpr = x_desc.block_shape[1]
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    before, tiles = _grouped_matmul_before(
+        offsets_ptr, E, R, tiles_n, BLOCK_M, BLOCK_E
+    )
+    first, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
+    for tile in tl.range(first, tiles, programs, flatten=True):
+        group, pid_m, pid_n, start, rows = _grouped_matmul_find(
+            tile, before, offsets_ptr, R, tiles_n, BLOCK_M
+        )
+        off_m, off_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+        offs_m = off_m + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+        of_rows = scale_x_ptr + (start + offs_m).to(tl.int64) * stride_xr
+        of_group = scale_weight_ptr + group.to(tl.int64) * stride_we
+        # A tile is within one square of columns.
+        of_square = of_group + (off_n // SQUARE).to(tl.int64) * stride_wn
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, K, SQUARE):
+            x = x_desc.load([start + off_m, k])  # (BLOCK_M, SQUARE)
+            w = weight_desc.load([group, off_n, k])
+            w = w.reshape(BLOCK_N, SQUARE).T
+            scale = tl.load(
+                of_rows + k // SQUARE * stride_xk, mask=offs_m < rows, other=0.0
+            )  # (BLOCK_M,)
+            scale *= tl.load(of_square + k // SQUARE * stride_wk)
+            # Each square has its scale: its sum is scaled, then added.
+            acc += tl.dot(x, w) * scale[:, None]
+        y = acc.to(y_desc.dtype).reshape(1, 1, BLOCK_M, BLOCK_N)
+        a, b, c = _grouped_matmul_ragged(start, rows, off_m)
+        y_desc.store([a, b, c, off_n], y)
+    _grouped_matmul_zeros(y_ptr, offsets_ptr, E, R, stride_yr, ZEROS)
+
+
+@gluon.jit
+def _grouped_matmul_fp8_sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def _grouped_matmul_fp8_before(
+    offsets_ptr, E, R, tiles_n, BLOCK_M: gl.constexpr, BLOCK_E: gl.constexpr
+):
+    """Return what _grouped_matmul_before does."""
+    every: gl.constexpr = gl.BlockedLayout(
+        [BLOCK_E // 32], [32], [gl.num_warps()], [0]
+    )
+    groups = gl.arange(0, BLOCK_E, every)
+    ends = gl.load(offsets_ptr + groups, mask=groups < E, other=0)
+    some = (groups > 0) & (groups < E)
+    starts = gl.load(offsets_ptr + groups - 1, mask=some, other=0)
+    rows = gl.maximum(gl.minimum(ends, R) - starts, 0)
+    tiles = gl.cdiv(rows, BLOCK_M) * tiles_n
+    through = gl.associative_scan(tiles, 0, _grouped_matmul_fp8_sum)
+    return through - tiles, gl.sum(tiles, axis=0)
+
+
+@gluon.jit
+def _grouped_matmul_fp8_find(tile, where, BLOCK_M: gl.constexpr):
+    """Return a tile's group, its column and its row, and the group's rows."""
+    table, offsets_ptr, R, tiles_n = where
+    BLOCK_E: gl.constexpr = table.shape[0]
+    # Each warp has all groups, so that it needs no other one to find its own.
+    every: gl.constexpr = gl.BlockedLayout(
+        [BLOCK_E // 32], [32], [gl.num_warps()], [0]
+    )
+    before = table.load(every)
+    groups = gl.arange(0, BLOCK_E, every)
+    begun = before <= tile
+    group = gl.max(gl.where(begun, groups, 0), axis=0)
+    tile -= gl.max(gl.where(begun, before, 0), axis=0)
+    start = gl.load(offsets_ptr + group - 1, mask=group > 0, other=0)
+    end = gl.minimum(gl.load(offsets_ptr + group), R)
+    rows = gl.maximum(end - start, 0)
+    # Eight rows of tiles together, as _grouped_matmul_place has them.
+    first = tile // (8 * tiles_n) * 8
+    height = gl.minimum(gl.cdiv(rows, BLOCK_M) - first, 8)
+    within = tile % (8 * tiles_n)
+    off_m = (first + within % height) * BLOCK_M
+    return group, within // height, off_m, start, rows
+
+
+@gluon.jit
+def _grouped_matmul_fp8_produce(source, both, GROUPS: gl.constexpr):
+    x_desc, weight_desc = source
+    where, tiles, ring = both
+    x, weight, full, empty = ring
+    STAGES: gl.constexpr = weight.shape[0]
+    ROWS: gl.constexpr = x_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = weight_desc.block_shape[1]
+    BLOCK_K: gl.constexpr = weight_desc.block_shape[2]
+    nbytes: gl.constexpr = x_desc.block_type.nbytes
+    n = 0  # steps of all tiles
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        group, pid_n, off_m, start, _ = _grouped_matmul_fp8_find(
+            tile, where, GROUPS * ROWS
+        )
+        for k in range(0, x_desc.shape[1], BLOCK_K):
+            stage = n % STAGES
+            # All consumers have arrived for step n - STAGES. A new barrier
+            # counts the phase before its first one as ended.
+            mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
+            # The one arrival at full. The phase ends with the last byte.
+            bar = full.index(stage)
+            mbarrier.expect(
+                bar, GROUPS * nbytes + weight_desc.block_type.nbytes
+            )
+            for i in gl.static_range(GROUPS):
+                rows = x.index(GROUPS * stage + i)
+                place = [start + off_m + i * ROWS, k]
+                _grouped_matmul_load(x_desc, place, bar, rows)
+            place = [group, pid_n * BLOCK_N, k]
+            _grouped_matmul_load(weight_desc, place, bar, weight.index(stage))
+            n += 1
+
+
+@gluon.jit
+def _grouped_matmul_fp8_consume(
+    NUMBER: gl.constexpr,  # of this group of warps
+    given,
+    both,
+    GROUPS: gl.constexpr,
+):
+    where, tiles, ring = both
+    y_desc, out, K, scale_x_ptr, scale_weight_ptr, strides = given
+    x, weight, full, empty = ring
+    stride_xr, stride_xk, stride_we, stride_wn, stride_wk = strides
+    STAGES: gl.constexpr = weight.shape[0]
+    ROWS: gl.constexpr = y_desc.block_shape[2]
+    BLOCK_N: gl.constexpr = y_desc.block_shape[3]
+    BLOCK_K: gl.constexpr = weight.shape[3]
+    sums: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 32]
+    )
+    n = 0  # steps of all tiles, as the producer counts them
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        group, pid_n, off_m, start, rows = _grouped_matmul_fp8_find(
+            tile, where, GROUPS * ROWS
+        )
+        off_m += NUMBER * ROWS
+        offs_m = off_m + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
+        mask = offs_m < rows  # (ROWS,)
+        of_rows = scale_x_ptr + (start + offs_m).to(gl.int64) * stride_xr
+        # A tile is within one square of columns, and as wide.
+        of_square = scale_weight_ptr + group.to(gl.int64) * stride_we
+        of_square += pid_n.to(gl.int64) * stride_wn
+        acc = gl.zeros((ROWS, BLOCK_N), gl.float32, sums)
+        part = gl.zeros((ROWS, BLOCK_N), gl.float32, sums)
+        scale = gl.load(of_rows, mask=mask, other=0.0) * gl.load(of_square)
+        for k in range(0, K, BLOCK_K):
+            stage = n % STAGES
+            mbarrier.wait(full.index(stage), n // STAGES & 1)
+            part = warpgroup_mma(
+                x.index(GROUPS * stage + NUMBER),
+                weight.index(stage).reshape([BLOCK_N, BLOCK_K]).permute([1, 0]),
+                part,
+                use_acc=False,
+                is_async=True,
+            )
+            # The scales of the next step come while this one multiplies.
+            coming = gl.minimum(k + BLOCK_K, K - BLOCK_K) // BLOCK_K
+            later = gl.load(
+                of_rows + coming * stride_xk, mask=mask, other=0.0
+            ) * gl.load(of_square + coming * stride_wk)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            mbarrier.arrive(empty.index(stage))
+            # Meanwhile the tensor cores multiply for the other groups.
+            acc += part * scale[:, None]
+            scale = later
+            n += 1
+        tma.store_wait(0)  # the store of the last tile has read the buffer
+        piece = out.index(NUMBER)
+        piece.reshape([ROWS, BLOCK_N]).store(acc.to(y_desc.dtype))
+        fence_async_shared()  # what threads wrote, the engine reads
+        # The place that _grouped_matmul_ragged gives
+        MOST: gl.constexpr = GROUPED_MATMUL_ROWS
+        place = [MOST, start + rows, off_m - rows + MOST, pid_n * BLOCK_N]
+        _grouped_matmul_store(y_desc, place, piece)
+    tma.store_wait(0)  # the shared memory is another program's soon
+
+
+@gluon.jit
+def _grouped_matmul_fp8_zeros(y_ptr, offsets_ptr, E, R, N, BLOCK: gl.constexpr):
+    """Do what _grouped_matmul_zeros does."""
+    last = gl.minimum(gl.load(offsets_ptr + E - 1), R).to(gl.int64)
+    size = (R - last) * N
+    every: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    first = gl.program_id(0).to(gl.int64) * BLOCK
+    for begin in range(first, size, gl.num_programs(0) * BLOCK):
+        offs = begin + gl.arange(0, BLOCK, every)
+        zeros = gl.zeros((BLOCK,), y_ptr.dtype.element_ty, every)
+        gl.store(y_ptr + (last * N + offs), zeros, mask=offs < size)
+
+
+@gluon.jit
+def _grouped_matmul_fp8_hopper_kernel(
+    x_desc,
+    weight_desc,  # of the transposes
+    y_desc,  # ragged
+    y_ptr,
+    scale_x_ptr,
+    scale_weight_ptr,
+    offsets_ptr,
+    E,
+    stride_yr,
+    stride_xr,  # of the scales
+    stride_xk,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    BLOCK_E: gl.constexpr,
+    ZEROS: gl.constexpr,
+    GROUPS: gl.constexpr,  # of four warps that multiply
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,  # of a thread that multiplies
+):
+    R, K = x_desc.shape
+    x_shape: gl.constexpr = [GROUPS * STAGES] + x_desc.block_shape
+    weight_shape: gl.constexpr = [STAGES] + weight_desc.block_shape
+    out_shape: gl.constexpr = [GROUPS] + y_desc.block_shape
+    x = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
+    weight = gl.allocate_shared_memory(
+        weight_desc.dtype, weight_shape, weight_desc.layout
+    )
+    out = gl.allocate_shared_memory(y_desc.dtype, out_shape, y_desc.layout)
+    kind: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)  # the producer's expect
+        mbarrier.init(empty.index(stage), count=GROUPS)  # one of each consumer
+    tiles_n = gl.cdiv(y_desc.shape[3], y_desc.block_shape[3])
+    BLOCK_M: gl.constexpr = GROUPS * y_desc.block_shape[2]
+    before, tiles = _grouped_matmul_fp8_before(
+        offsets_ptr, E, R, tiles_n, BLOCK_M, BLOCK_E
+    )
+    # In registers, it would take some that the sums need.
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    table = gl.allocate_shared_memory(gl.int32, [BLOCK_E], flat)
+    table.store(before)
+    _grouped_matmul_fp8_zeros(y_ptr, offsets_ptr, E, R, stride_yr, ZEROS)
+    where, ring = (table, offsets_ptr, R, tiles_n), (x, weight, full, empty)
+    strides = stride_xr, stride_xk, stride_we, stride_wn, stride_wk
+    given = y_desc, out, K, scale_x_ptr, scale_weight_ptr, strides
+    source = x_desc, weight_desc
+    both = where, tiles, ring
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_grouped_matmul_fp8_consume, (0, given, both, GROUPS)),
+                (_grouped_matmul_fp8_consume, (1, given, both, GROUPS)),
+                (_grouped_matmul_fp8_produce, (source, both, GROUPS)),
+            ],
+            [4, 1],  # warps of the second consumer and of the producer
+            [REGISTERS, 24],  # and registers of their threads
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_grouped_matmul_fp8_consume, (0, given, both, GROUPS)),
+                (_grouped_matmul_fp8_consume, (1, given, both, GROUPS)),
+                (_grouped_matmul_fp8_consume, (2, given, both, GROUPS)),
+                (_grouped_matmul_fp8_produce, (source, both, GROUPS)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+
+
 @cache
 def _grouped_matmul_gpu(device):
     """Return multiprocessors, their shared memory, and which engine there is.
@@ -431,6 +838,17 @@ def _grouped_matmul_stages(tile, itemsize, shared, sums, engine):
     return min(most, (shared - stored - 2048) // stage)  # barriers take less
 
 
+def _grouped_matmul_number(groups, M, N, sums, tile):
+    """Return how many tiles there are, or about how many."""
+    columns = triton.cdiv(N, tile[1])
+    if sums:
+        return groups * triton.cdiv(M, tile[0]) * columns
+    # How long groups are is not known here. On average, the last tile of a
+    # group is half full.
+    some = min(groups, M)
+    return max(some, M / tile[0] + (some - 1) / 2) * columns
+
+
 @lru_cache(4096)
 def _grouped_matmul_plan(groups, M, N, sums, itemsize, gpu, vector, engine):
     """Return the number of programs, their tile and its stages.
@@ -448,17 +866,9 @@ def _grouped_matmul_plan(groups, M, N, sums, itemsize, gpu, vector, engine):
     }
     tiles = [t for t in tiles if stages[t] >= (3 if engine else 2)]
 
-    def number(tile):
-        columns = triton.cdiv(N, tile[1])
-        if sums:
-            return groups * triton.cdiv(M, tile[0]) * columns
-        # How long groups are is not known here. On average, the last tile of a
-        # group is half full.
-        some = min(groups, M)
-        return max(some, M / tile[0] + (some - 1) / 2) * columns
-
     def cost(tile):
-        rounds = max(1, number(tile) / multiprocessors)
+        number = _grouped_matmul_number(groups, M, N, sums, tile)
+        rounds = max(1, number / multiprocessors)
         rounds = math.ceil(rounds) if sums else rounds
         edges = GROUPED_MATMUL_EDGE * (tile[0] + tile[1])
         return rounds * (tile[0] * tile[1] + edges)
@@ -469,6 +879,39 @@ def _grouped_matmul_plan(groups, M, N, sums, itemsize, gpu, vector, engine):
     held = 1 if engine else min(GROUPED_MATMUL_HELD, shared // used)
     programs = min(held * multiprocessors, most * triton.cdiv(N, tile[1]))
     return programs, tile, stages[tile]
+
+
+@lru_cache(4096)
+def _grouped_matmul_fp8_plan(groups, R, N, itemsize, gpu, blocks, hopper):
+    """Return the number of programs, their tile and its stages.
+
+    And whether the kernel in Gluon takes them, which is for blocks on Hopper.
+    """
+    multiprocessors, shared, engine = gpu
+
+    def stages(tile):
+        BLOCK_M, BLOCK_N, BLOCK_K, _, most = tile
+        # Halves, stored one after another, take more room on Blackwell.
+        whole = blocks or engine >= 100
+        stored = BLOCK_M * BLOCK_N * itemsize // (1 if whole else 2)
+        table = 4 * triton.next_power_of_2(groups) if tile in special else 0
+        free = shared - stored - table - 2048
+        return min(most, free // ((BLOCK_M + BLOCK_N) * BLOCK_K))
+
+    def cost(tile):
+        number = _grouped_matmul_number(groups, R, N, False, tile)
+        wait = GROUPED_MATMUL_FP8_WAIT if special and tile not in special else 1
+        edges = GROUPED_MATMUL_EDGE * (tile[0] + tile[1])
+        rounds = max(1, number / multiprocessors)
+        return rounds * (wait * tile[0] * tile[1] + edges)
+
+    tiles = GROUPED_MATMUL_FP8_BLOCKS if blocks else GROUPED_MATMUL_FP8_ENGINE
+    special = GROUPED_MATMUL_FP8_HOPPER if blocks and hopper else []
+    fit = (t for t in [*special, *tiles] if stages(t) >= 3)
+    tile = min(fit, key=cost)
+    most = (R // tile[0] + groups) * triton.cdiv(N, tile[1])
+    programs = min(multiprocessors, most)
+    return programs, tile, stages(tile), tile in special
 
 
 def _grouped_matmul_check(x, weight, offsets, bias=None):
@@ -533,6 +976,65 @@ def _grouped_matmul_sums_check(x, grad, offsets):
         )
 
 
+def _grouped_matmul_fp8_check(
+    x, weight, offsets, scale_x, scale_weight, out_dtype
+):
+    """Raise for what grouped_matmul_fp8 does not take."""
+    name = "grouped_matmul_fp8"
+    if not {x.dtype, weight.dtype} <= {*GROUPED_MATMUL_FP8_INPUTS}:
+        raise TypeError(
+            f"{name} takes float8_e4m3fn and float8_e5m2, not {x.dtype} and "
+            f"{weight.dtype}"
+        )
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"{name} takes offsets of int32, not {offsets.dtype}")
+    if {scale_x.dtype, scale_weight.dtype} != {torch.float32}:
+        raise TypeError(
+            f"{name} takes scales of float32, not {scale_x.dtype} and "
+            f"{scale_weight.dtype}"
+        )
+    if out_dtype not in GROUPED_MATMUL_FP8_OUTPUTS:
+        raise TypeError(
+            f"{name} returns bfloat16, float16 or float32, not {out_dtype}"
+        )
+    tensors = x, weight, offsets, scale_x, scale_weight
+    if len({t.device for t in tensors}) > 1:
+        raise ValueError(
+            f"{name} takes tensors on one device, not on "
+            f"{', '.join(str(t.device) for t in tensors)}"
+        )
+    if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[2]:
+        raise ValueError(
+            f"{name} takes x (R, K) and weight (E, N, K), not "
+            f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    (R, K), (E, N, _) = x.shape, weight.shape
+    if offsets.shape != (E,):
+        raise ValueError(
+            f"{name} takes offsets of shape ({E},), one for each group, not "
+            f"{tuple(offsets.shape)}"
+        )
+    blocks = scale_weight.ndim == 3
+    unit = GROUPED_MATMUL_FP8_SQUARE if blocks else 16
+    if K % unit:
+        raise ValueError(
+            f"{name} takes K that is a multiple of {unit}"
+            f"{' with scales of blocks' if blocks else ''}, not {K}"
+        )
+    if GROUPED_MATMUL_ROWS.value <= R:
+        raise ValueError(f"{name} takes fewer than 2**30 rows, not {R}")
+    of_x, of_weight = [(), (1,), (R,), (R, 1)], [(E,), (E, N)]
+    if blocks:
+        of_x, of_weight = [(R, K // unit)], [(E, -(-N // unit), K // unit)]
+    given = tuple(scale_x.shape), tuple(scale_weight.shape)
+    if given[0] not in of_x or given[1] not in of_weight:
+        raise ValueError(
+            f"{name} takes scale_x of shape {' or '.join(map(str, of_x))} with "
+            f"scale_weight of shape {' or '.join(map(str, of_weight))}, not "
+            f"{given[0]} and {given[1]}"
+        )
+
+
 def _grouped_matmul_vec(x):
     """Return the elements in 16 bytes, if all rows begin at multiples of 16."""
     unit, length = 16 // x.element_size(), x.shape[-1]
@@ -550,10 +1052,41 @@ def _grouped_matmul_side(x):
     return x
 
 
+def _grouped_matmul_fp8_side(x):
+    """Return x, or a copy that the engine takes: K is a multiple of 16."""
+    if _grouped_matmul_vec(x) == 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _grouped_matmul_fp8_stored(x, N, out_dtype):
+    """Return a new matrix whose rows begin at multiples of 16 bytes."""
+    unit = 16 // out_dtype.itemsize
+    # The engine stores 16 bytes at a time, so the last row has its padding too.
+    columns = -(-N // unit) * unit
+    return x.new_empty(x.shape[0], columns, dtype=out_dtype)[:, :N]
+
+
 def _grouped_matmul_fits(x, *vecs):
     """Whether the engine takes matrices, of which x has the rows."""
     few = x.shape[0] < GROUPED_MATMUL_ROWS.value
     return few and x.element_size() == 2 and min(vecs) > 1
+
+
+def _grouped_matmul_fp8_is_hopper(device, gpu):
+    """Whether a GPU has the instructions of the kernel in Gluon."""
+    return device.type == "cuda" and gpu[2] == 90
+
+
+def _grouped_matmul_fp8_describe(descriptor):
+    """Return what Gluon takes for a descriptor."""
+    base, block = descriptor.base, descriptor.block_shape
+    layout = gl.NVMMASharedLayout.get_default_for(
+        block, GROUPED_MATMUL_FP8_DTYPES[base.dtype]
+    )
+    return GluonDescriptor(
+        base, descriptor.shape, descriptor.strides, block, layout
+    )
 
 
 def _grouped_matmul_descriptor(x, block):
@@ -680,6 +1213,78 @@ def _grouped_matmul_sums_launch(x, grad, offsets):
     return out
 
 
+def _grouped_matmul_fp8_launch(
+    x, weight, offsets, scale_x, scale_weight, out_dtype=torch.bfloat16
+):
+    _grouped_matmul_fp8_check(
+        x, weight, offsets, scale_x, scale_weight, out_dtype
+    )
+    gpu = _grouped_matmul_gpu(x.device)
+    if not gpu[2]:
+        raise RuntimeError(
+            "grouped_matmul_fp8 takes tensors on NVIDIA GPUs of compute "
+            "capability 9.0 or more, which multiply float8 and have a copy "
+            f"engine, and {x.device} is none"
+        )
+    (R, K), (E, N, _) = x.shape, weight.shape
+    y = _grouped_matmul_fp8_stored(x, N, out_dtype)
+    if R * K * E * N == 0:
+        return y.zero_()
+    x, weight = map(_grouped_matmul_fp8_side, (x, weight))
+    blocks = scale_weight.ndim == 3
+    hopper = _grouped_matmul_fp8_is_hopper(x.device, gpu)
+    plan = E, R, N, out_dtype.itemsize, gpu, blocks, hopper
+    plan = _grouped_matmul_fp8_plan(*plan)
+    programs, (m, n, k, count, _), num_stages, specialized = plan
+    rows = m // count if specialized else m
+    options = {"ZEROS": GROUPED_MATMUL_ZEROS}
+    waiting = {"num_warps": count, "num_stages": num_stages}
+    waiting["BLOCK_E"] = triton.next_power_of_2(E)
+    offsets = offsets.contiguous()
+    # Triton launches on the current GPU, which may not be that of x.
+    with torch.accelerator.device_index(x.device.index):
+        _grouped_matmul_begin(x.device)
+        matrices = (
+            TensorDescriptor.from_tensor(x, [rows, k]),
+            TensorDescriptor.from_tensor(weight, [1, n, k]),
+            _grouped_matmul_descriptor(y, [rows, n if blocks else n // 2]),
+        )
+        if specialized:
+            matrices = map(_grouped_matmul_fp8_describe, matrices)
+        if blocks:
+            given = (
+                *(*matrices, y, scale_x, scale_weight, offsets, E, y.stride(0)),
+                *scale_x.stride(),
+                *scale_weight.stride(),
+            )
+        if specialized:
+            most, own = GROUPED_MATMUL_FP8_REGISTERS[count]
+            _grouped_matmul_fp8_hopper_kernel[(programs,)](
+                *given,
+                BLOCK_E=max(32, triton.next_power_of_2(E)),
+                GROUPS=count,
+                STAGES=num_stages,
+                REGISTERS=own,
+                num_warps=4,  # of the first group
+                maxnreg=most,
+                **options,
+            )
+        elif blocks:
+            _grouped_matmul_fp8_blocks_kernel[(programs,)](
+                *given, **options, **waiting
+            )
+        else:
+            scales = scale_x.contiguous(), scale_weight.contiguous()
+            _grouped_matmul_fp8_kernel[(programs,)](
+                *(*matrices, y, *scales, offsets, E, y.stride(0)),
+                PER_ROW=scale_x.numel() > 1,
+                PER_COLUMN=scale_weight.ndim == 2,
+                **options,
+                **waiting,
+            )
+    return y
+
+
 @custom_op(f"{GROUPED_MATMUL_NAMESPACE}::grouped_matmul", mutates_args=())
 def grouped_matmul(
     x: torch.Tensor,
@@ -756,11 +1361,70 @@ def _grouped_matmul_sums_fake(x, grad, offsets):
     return x.new_empty(offsets.shape[0], x.shape[1], grad.shape[1])
 
 
+@custom_op(f"{GROUPED_MATMUL_NAMESPACE}::grouped_matmul_fp8", mutates_args=())
+def grouped_matmul_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_x: torch.Tensor,
+    scale_weight: torch.Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Return the product of each group of float8 rows with a matrix of its own.
+
+    As ``grouped_matmul``, for x (R, K) and weight (E, N, K), each float8_e4m3fn
+    or float8_e5m2. The weight is the transpose of what ``grouped_matmul``
+    takes, as tensor cores want float8 that lies along K. Row r of group e
+    becomes ``(x[r] * scale_x[r]) @ (weight[e] * scale_weight[e]).T``. Scales
+    are float32, for one of
+
+    * tensors and rows, where K is a multiple of 16: ``scale_x`` is one number,
+      (R,) or (R, 1), and ``scale_weight`` is (E,), one for each matrix, or
+      (E, N);
+    * blocks, as DeepSeek-V3 has them, where K is a multiple of 128: ``scale_x``
+      is (R, K / 128), one for each group of 128 along K, and ``scale_weight``
+      (E, ceil(N / 128), K / 128), one for each square of 128. They are what
+      ``block_scaled_matmul`` takes, and of any strides.
+
+    The result (R, N) is ``out_dtype``: bfloat16, float16 or float32, and is
+    contiguous where 16 divides the bytes of a row. Rows past the last group are
+    zeros, and offsets are as those of ``grouped_matmul``. An x or a weight
+    whose rows do not lie along K, or do not begin at multiples of 16 bytes, is
+    copied in each call.
+
+    Deterministic on one kind of GPU; without a gradient. Raises TypeError for
+    other dtypes, ValueError for other shapes and tensors on two devices, and
+    RuntimeError for GPUs other than NVIDIA's of compute capability 9.0 and
+    more. Without a GPU, it needs Triton's interpreter.
+
+    Rounding: the products are exact. On Hopper, tensor cores add float8
+    products with fewer bits than float32 has: all of K, or the 128 of a block.
+    The sums are scaled, and those of blocks are added, in float32, and each
+    result is rounded once.
+    """
+    return _grouped_matmul_fp8_launch(
+        x, weight, offsets, scale_x, scale_weight, out_dtype
+    )
+
+
+@grouped_matmul_fp8.register_fake
+def _grouped_matmul_fp8_fake(
+    x, weight, offsets, scale_x, scale_weight, out_dtype=torch.bfloat16
+):
+    _grouped_matmul_fp8_check(
+        x, weight, offsets, scale_x, scale_weight, out_dtype
+    )
+    return _grouped_matmul_fp8_stored(x, weight.shape[1], out_dtype)
+
+
 # On a GPU a call goes to the launcher; all else goes on to the custom_op.
 GROUPED_MATMUL_LIBRARY = Library(GROUPED_MATMUL_NAMESPACE, "FRAGMENT")
 GROUPED_MATMUL_LIBRARY.impl("grouped_matmul", _grouped_matmul_launch, "CUDA")
 GROUPED_MATMUL_LIBRARY.impl(
     "grouped_matmul_weight_gradient", _grouped_matmul_sums_launch, "CUDA"
+)
+GROUPED_MATMUL_LIBRARY.impl(
+    "grouped_matmul_fp8", _grouped_matmul_fp8_launch, "CUDA"
 )
 
 

@@ -88,6 +88,11 @@ gate_up_proj, down_proj = torch.randn(3, 24, 16) / 4, torch.randn(3, 16, 12) / 4
 router_logits, num_experts, k = torch.randn(3, 18, 8).unbind(), 8, 2
 attention_mask = (torch.arange(18).view(2, 9) % 9 < 7).long()
 """,
+    "ScalingType, scaled_grouped_mm": """
+x = torch.randint(-2, 3, (9, 32)).to(torch.float8_e4m3fn)
+weight, offsets = torch.randint(-2, 3, (3, 16, 32)).to(x.dtype), torch.tensor([4, 4, 9], dtype=torch.int32)
+scale_x, scale_weight = 2.0 ** torch.randint(-3, 3, (9,)), 2.0 ** torch.randint(-3, 3, (3, 16))
+""",
     "linear_gelu": "x, weight, bias = torch.randn(3, 64), torch.randn(32, 64), torch.randn(32)",
     "flash_attention": HEADS,
     "flash_attn_func": "q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)",
@@ -166,6 +171,11 @@ v_cache.view(-1, 2, 16)[slots] = v
 rows = torch.cat(router_logits)[attention_mask.flatten().bool().repeat(3)]
 counts = rows.topk(k).indices.flatten().bincount(minlength=num_experts)
 loss = num_experts * (counts / len(rows) * rows.softmax(-1).mean(0)).sum()
+""",
+    "ScalingType, scaled_grouped_mm": """
+wide = weight.float() * scale_weight[..., None]
+parts = [rows @ matrix.T for rows, matrix in zip(x.float().split([4, 0, 5]), wide, strict=True)]
+y = (torch.cat(parts) * scale_x[:, None]).bfloat16()
 """,
     "chunk_simple_gla": STATES.format(row="v[:, t]"),
     "chunk_gated_delta_rule": STATES.format(
