@@ -21,17 +21,17 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "grouped_kernel"
 # caption = """
-# Three groups with 2, 0 and 5 rows; a tile has four rows. Program 0 finds the
-# first group, programs 1 and 2 the last one. Program 3 finds no rows: 7 rows of
-# 3 groups may have up to four tiles."""
+# Three groups with 2, 0 and 5 rows. A tile of y is 4 x 8, and a step along K
+# is 2 long. Program 0 has the first group, programs 1 and 2 the last one.
+# Program 3 is past the last tile, and gets group 4, which does not exist."""
 # registers = ["group", "row", "end", "x", "w", "acc"]
-# call = "grouped(x, w, offsets, tile=(4, 4, 4))"
-# expected = { y = "exact(x, w, offsets)" }
+# call = "grouped(x, w, offsets, tile=(4, 8, 2))"
+# expected = { y = "loop(x, w, offsets)" }
 # start = [1, 0]
 #
 # [tool.triton-gallery.step_through.inputs]
-# x = "integers(-2, 3, 7, 8)"
-# w = "integers(-2, 4, 3, 8, 4)"
+# x = "integers(-2, 3, 7, 4)"
+# w = "integers(-2, 4, 3, 4, 8)"
 # offsets = "torch.tensor([2, 2, 7], dtype=torch.int32)"
 # ///
 r"""
@@ -40,15 +40,16 @@ Grouped GEMM for mixtures of experts (MoE)
 
 A mixture of experts sends each token to a few experts, and each expert has a
 weight of its own. With tokens sorted by expert, a *grouped* matrix product
-multiplies each group of rows by its weight, in one launch. If all tokens use
-one weight, take a plain product: see ``persistent_matmul.py``.
+(GEMM: general matrix multiplication) multiplies each group of rows by its
+weight, in one launch. If all tokens use one weight, take a plain product: see
+``persistent_matmul.py``.
 
 After this page you can
 
 * multiply groups of any length in one launch, without asking the GPU how long
   they are;
 * compute the gradient of the weights, whose sums are as long as the groups;
-* say what uneven groups cost, and choose a tile for them.
+* say what uneven groups cost.
 """
 
 # sphinx_gallery_tags = ["matmul", "compute bound", "TMA", "autograd"]
@@ -74,19 +75,45 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 
 from triton_gallery.bench import gpu_time, rate_table
 
+generator = torch.Generator().manual_seed(0)
+# Triton's interpreter multiplies bfloat16 wrongly.
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+KIND = {"device": DEVICE, "dtype": DTYPE}
+
+PROGRAMS, CAN = 3, True  # without a GPU
+if DEVICE.type == "cuda":
+    gpu = torch.cuda.get_device_properties(DEVICE)
+    PROGRAMS = gpu.multi_processor_count
+    CAN = gpu.major >= 9 and not torch.version.hip  # there is a copy engine
+
+
+def ends(E, R, skew=0.0):
+    """Return offsets: R rows fall into E groups at random."""
+    chances = torch.arange(1, E + 1, dtype=torch.float64) ** -skew
+    chosen = torch.multinomial(chances, R, True, generator=generator)
+    return chosen.bincount(minlength=E).cumsum(0).int().to(DEVICE)
+
+
+def lengths(offsets):
+    """Return how many rows each group has."""
+    return offsets.diff(prepend=offsets[:1] * 0)
+
+
+def make_inputs(E, R, K, N, skew=0.0):
+    """Return random x, w and offsets."""
+    x, w = (torch.randn(*s, **KIND) for s in ((R, K), (E, K, N)))
+    return x, w, ends(E, R, skew)
+
+
 # %%
 # In PyTorch
 # ----------
 #
 # ``x`` is (R, K): the rows of all groups, one group after another. ``w`` is
-# (E, K, N), one weight for each group. ``offsets`` says where groups end: 2, 2
-# and 7 are groups of two rows, of none, and of five. A loop over groups has to
-# wait for the GPU, to know them. The bytes below, read once, are the *floor*.
-
-generator = torch.Generator().manual_seed(0)
-# Triton's interpreter multiplies bfloat16 wrongly.
-DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
-KIND = {"device": DEVICE, "dtype": DTYPE}
+# (E, K, N), one weight for each group. ``offsets`` (E,) has the row before
+# which each group ends: with 2, 2 and 7, three groups have two rows, none, and
+# five. A loop in Python needs these numbers, and waits until the GPU has them.
+# The run prints the *floor*: the bytes, if each element is moved once.
 
 
 def loop(x, w, offsets):
@@ -98,55 +125,47 @@ def loop(x, w, offsets):
     return y
 
 
-def exact(x, w, offsets):
-    return loop(x.double(), w.double(), offsets)
-
-
-def ends(E, R, skew=0.0):
-    """Return offsets: R rows fall into E groups at random."""
-    chances = torch.arange(1, E + 1, dtype=torch.float64) ** -skew
-    chosen = torch.multinomial(chances, R, True, generator=generator)
-    return chosen.bincount(minlength=E).cumsum(0).int().to(DEVICE)
-
-
-def make_inputs(E, R, K, N, skew=0.0):
-    x, w = (torch.randn(*s, **KIND) for s in ((R, K), (E, K, N)))
-    return x, w, ends(E, R, skew)
-
-
 SIZES = [(8, 32768, 768, 2048), (128, 65536, 2048, 768)]  # E, R, K and N
 SIZES += [(16, 4096, 4096, 14336)]
 
 if __name__ == "__main__":
     for E, R, K, N in SIZES:
-        flops, moved = 2 * R * K * N, 2 * (R * K + E * K * N + R * N)
-        print(f"{E}: {R}x{K}x{N}: {moved / 1e6:.0f} MB,", end=" ")
-        print(f"{flops / 1e12:.2f} Tflop, {flops / moved:.0f} flop a byte")
+        flops, moved = 2e-6 * R * K * N, 2e-6 * (R * K + E * K * N + R * N)
+        print(f"{E}: {R}x{K}x{N}: {moved:.0f} MB, {flops / moved:.0f} flop/B")
 
 # %%
 # The first kernel
 # ----------------
 #
 # A program computes one tile of ``y``, with rows of one group alone. Which
-# group has tile 17 of the rows? Each program loads all offsets and counts the
-# tiles of each group: those that end at or before tile 17 come before its own.
+# group has tile 17 of the rows (``slot`` 17)? Each program loads all offsets,
+# counts the tiles of each group and sums them up: ``after`` is the number of
+# tiles up to the end of each group. Tiles count from 0, so a group with
+# ``after <= 17`` has all its tiles before tile 17, and the number of such
+# groups is our group. It begins after ``after - tiles`` tiles, so ours is tile
+# ``slot - (after - tiles)`` of the group. The comments have the values for slot
+# 1, with offsets 2, 2 and 7 and BLOCK_M = 4.
+#
 # Each group has at most one tile that is not full, so R // BLOCK_M + E programs
-# are enough. Those without a tile have a first row that is not before the end.
+# are enough. Past the last tile, ``find`` returns group BLOCK_E, and 0 for both
+# rows: load nothing by ``group`` unless ``row < end``.
 
 
 @triton.jit
 def find(slot, offsets_ptr, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return the group of a tile of rows, its first row, and its end."""
-    groups = tl.arange(0, BLOCK_E)  # (BLOCK_E,), of which E are groups
+    """Return the group of a tile of rows, its first row, the group's end."""
+    groups = tl.arange(0, BLOCK_E)  # 0, 1, 2, 3: E is 3
     some = (groups > 0) & (groups < E)
-    starts = tl.load(offsets_ptr + groups - 1, mask=some, other=0)
-    ends = tl.load(offsets_ptr + groups, mask=groups < E, other=0)
-    tiles = tl.cdiv(ends - starts, BLOCK_M)  # none past the last group
-    after = tl.cumsum(tiles, axis=0)  # tiles of all groups up to each
-    group = tl.sum((after <= slot).to(tl.int32), axis=0)
-    rows = starts + (slot - after + tiles) * BLOCK_M
-    row = tl.sum(tl.where(groups == group, rows, 0), axis=0)
-    end = tl.sum(tl.where(groups == group, ends, 0), axis=0)
+    starts = tl.load(offsets_ptr + groups - 1, mask=some, other=0)  # 0, 2, 2, 0
+    ends = tl.load(offsets_ptr + groups, mask=groups < E, other=0)  # 2, 2, 7, 0
+    tiles = tl.cdiv(ends - starts, BLOCK_M)  # 1, 0, 2, 0
+    after = tl.cumsum(tiles, axis=0)  # the sum up to each: 1, 1, 3, 3
+    group = tl.sum((after <= slot).to(tl.int32), axis=0)  # 2; past all: BLOCK_E
+    # Each group's first row, and BLOCK_M more for each of its tiles before ours
+    rows = starts + (slot - (after - tiles)) * BLOCK_M  # 4, 2, 2, -8
+    # The sums have one term that is not 0: that of our group.
+    row = tl.sum(tl.where(groups == group, rows, 0), axis=0)  # 2; past all: 0
+    end = tl.sum(tl.where(groups == group, ends, 0), axis=0)  # 7; past all: 0
     return group, row, end
 
 
@@ -172,22 +191,25 @@ def grouped_kernel(
     offs_k = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + (group.to(tl.int64) * K + offs_k[:, None]) * N + offs_n
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # A program without rows makes no turns.
     for k in range(0, tl.where(row < end, K, 0), BLOCK_K):
         x_ptrs = x_ptr + offs_m * K + k + offs_k[None, :]
         x = tl.load(x_ptrs, mask=offs_m < end, other=0.0)  # (BLOCK_M, BLOCK_K)
         w = tl.load(w_ptrs + k * N)  # (BLOCK_K, BLOCK_N)
-        acc = tl.dot(x, w, acc)
+        acc = tl.dot(x, w, acc)  # acc + x @ w
     # The rows after the end are of the next group.
     y = acc.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + offs_m * N + offs_n, y, mask=offs_m < end)
 
 
 def grouped(x, w, offsets, tile=(128, 128, 64)):
-    """Return the products of contiguous matrices; all rows are in groups."""
+    """Return the products; rows past offsets[-1] keep what new_empty had."""
     (R, K), (E, _, N), (m, n, k) = x.shape, w.shape, tile
+    assert all(t.is_contiguous() for t in (x, w))
     assert K % k == N % n == 0
     y = x.new_empty(R, N)
-    sizes = E, K, N, m, n, k, triton.next_power_of_2(E)
+    sizes = E, K, N, *tile, triton.next_power_of_2(E)
+    # Eight warps, 256 threads, share a tile.
     grouped_kernel[R // m + E, N // n](x, w, y, offsets, *sizes, num_warps=8)
     return y
 
@@ -197,14 +219,15 @@ def grouped(x, w, offsets, tile=(128, 128, 64)):
 # ------------
 #
 # We compare with float64. A sum of ``K`` terms in float32 loses at most
-# :math:`2^{-24} K` of their magnitudes, and the last rounding one ``eps``.
+# :math:`2^{-24} K` times the sum of their magnitudes. The last rounding loses
+# at most one ``eps`` of the result.
 
 
 def check(product):
     x, w, _ = make_inputs(5, 200, 128, 64)
     offsets = torch.tensor([0, 70, 70, 71, 200]).int().to(DEVICE)
-    lost = product(x, w, offsets).double() - exact(x, w, offsets)
-    lost /= exact(x.abs(), w.abs(), offsets)
+    y, x, w = product(x, w, offsets).double(), x.double(), w.double()
+    lost = (y - loop(x, w, offsets)) / loop(x.abs(), w.abs(), offsets)
     allowed = 2**-24 * 128 + torch.finfo(DTYPE).eps
     print(f"largest error {lost.abs().max():.1e}, allowed {allowed:.1e}")
     torch.testing.assert_close(lost, 0 * lost, rtol=0, atol=allowed)
@@ -252,17 +275,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # In which order?
 # ---------------
 #
-# The grid above counts tiles of rows first. So the programs that run at a time
-# have one column of tiles in many groups: they read a part of many weights and
-# of all ``x``, and they do so again for the next column. If programs take all
-# tiles of a group before the next group, they read one weight and a part of
-# ``x``, which are in L2 when they are read again.
+# The grid above counts tiles of rows first: programs that run at a time compute
+# one column of tiles in many groups. They read a part of many weights and all
+# of ``x``, and all of ``x`` again for the next column. If they take all columns
+# of a tile of rows first, they read one weight and a few rows of ``x`` again
+# and again, from L2, the cache of the whole GPU.
 #
-# A *persistent* kernel sets the order by itself: there is one program for each
-# multiprocessor, and it walks over tiles. It also starts no program without
-# rows. Its tiles of ``x`` and ``w`` come from the copy engine, through *tensor
-# descriptors* (``tensor_descriptors.py``). A tile that is past the end of its
-# group has rows of the next group, which are computed and not stored.
+# A *persistent* kernel sets the order by itself: one program for each
+# multiprocessor walks over tiles. A tile without rows costs a turn of its loop,
+# not a program. Tiles of ``x`` and ``w`` come from the copy engine (TMA). A
+# *tensor descriptor* tells it the address and shape of a tensor, and the shape
+# of a tile, ``block_shape``. ``x_desc.load([row, k])`` is the tile that begins
+# at that row and column, with zeros past the end of ``x``
+# (``tensor_descriptors.py``). A tile of ``w`` has a first dimension of 1, which
+# ``reshape`` drops. A tile that reaches past its group's end has rows of the
+# next group, too: they are computed and not stored.
 
 
 @triton.jit
@@ -291,23 +318,14 @@ def walk_kernel(
         tl.store(y_ptr + offs_m * N + offs_n, y, mask=mask)
 
 
-PROGRAMS, CAN = 3, True  # without a GPU
-if DEVICE.type == "cuda":
-    gpu = torch.cuda.get_device_properties(DEVICE)
-    PROGRAMS = gpu.multi_processor_count
-    CAN = gpu.major >= 9 and not torch.version.hip  # there is a copy engine
-
-
 def walk(x, w, offsets, tile=(128, 128, 64)):
     """Return the products, as grouped does; 8 divides K and N."""
     R, (E, _, N), (m, n, k) = len(x), w.shape, tile
     y = x.new_empty(R, N)
-    described = (
-        TensorDescriptor.from_tensor(x, [m, k]),
-        TensorDescriptor.from_tensor(w, [1, k, n]),
-    )
+    x_desc = TensorDescriptor.from_tensor(x, block_shape=[m, k])
+    w_desc = TensorDescriptor.from_tensor(w, block_shape=[1, k, n])
     sizes = R // m + E, E, triton.next_power_of_2(E)
-    walk_kernel[(PROGRAMS,)](*described, y, offsets, *sizes, num_warps=8)
+    walk_kernel[(PROGRAMS,)](x_desc, w_desc, y, offsets, *sizes, num_warps=8)
     return y
 
 
@@ -315,10 +333,9 @@ if __name__ == "__main__" and CAN:
     check(partial(walk, tile=(32, 32, 32)))
 
 # %%
-# The same sizes again:
+# The same sizes again.
 
-if CAN:
-    OURS["walk_kernel"] = walk
+OURS |= {"walk_kernel": walk} if CAN else {}
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates(OURS, calls)
@@ -327,16 +344,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The gradients
 # -------------
 #
-# Let :math:`g` be the gradient of ``y``. Those of ``x`` are a grouped product,
-# too, with transposed weights: a row of group :math:`e` gets :math:`g\,w_e^T`.
-# That of a weight sums over the rows of its group:
+# Let :math:`g` be the gradient of ``y``. The gradient of ``x`` is a grouped
+# product, too: a row of group :math:`e` gets :math:`g\,w_e^T`. The gradient of
+# a weight sums over the rows of its group: :math:`d w_e = x_e^T g_e`.
 #
-# .. math:: d w_e = x_e^T g_e.
-#
-# Here all results have one shape, and the *sums* have any length. So the grid
-# is known, and each program loops from the start to the end of its group. The
-# rows after the end are zeros in both tiles. A group without rows loops over
-# nothing: it gets zeros.
+# Here all groups have results of one shape, and *sums* of any length. So the
+# grid is known, and each program loops from the start to the end of its group.
+# The rows past the end are zeros in both tiles. For a group without rows, the
+# loop makes no turns, and the gradient is zeros.
 
 
 @triton.jit
@@ -370,12 +385,11 @@ def sums_kernel(
 
 def sums(x, g, offsets, tile=(64, 128, 128)):
     """Return the gradient of the weights."""
-    (K, N), E, (m, n, k) = (x.shape[1], g.shape[1]), len(offsets), tile
+    K, N, E, (_, n, k) = x.shape[1], g.shape[1], len(offsets), tile
+    assert all(t.is_contiguous() for t in (x, g))
     assert K % k == N % n == 0
     dw = x.new_empty(E, K, N)
-    sums_kernel[(K // k, N // n, E)](
-        x, g, dw, offsets, K, N, m, n, k, num_warps=8
-    )
+    sums_kernel[K // k, N // n, E](x, g, dw, offsets, K, N, *tile, num_warps=8)
     return dw
 
 
@@ -385,13 +399,13 @@ if __name__ == "__main__":
     g = torch.randn(200, 96, **KIND)
     loop(x.double(), wide, offsets).backward(g.double())
     dw = sums(x, g, offsets, (32, 32, 32))
-    print("lengths", offsets.diff(prepend=offsets[:1] * 0).tolist())
+    print("lengths", lengths(offsets).tolist())
     # A sum of 200 terms: a hundredth of the largest result is plenty.
     atol = 0.01 * wide.grad.abs().max().item()
     torch.testing.assert_close(dw.double(), wide.grad, rtol=0, atol=atol)
 
 # %%
-# Beside PyTorch, where ``grouped_mm`` of ``x.T`` and ``g`` is the same:
+# In PyTorch, ``grouped_mm`` of ``x.T`` and ``g`` computes the same.
 
 
 def sums_calls(ours, E, R, K, N):
@@ -408,38 +422,40 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What do uneven groups cost?
 # ---------------------------
 #
-# The last tile of a group is not full, and it takes as long as a full one. So
-# what is computed is more than what is asked for. For 8192 rows of 64 groups,
-# these are the rows of all tiles, divided by 8192. In groups with a skew of 1,
-# group :math:`n` gets a part of the rows in proportion to :math:`1 / n`.
+# The last tile of a group is seldom full, and is computed in full. So more is
+# computed than what is asked for: the table divides the rows of all tiles by
+# 8192, which is how many rows the 64 groups have. With a skew of :math:`s`,
+# group :math:`n` gets rows in proportion to :math:`n^{-s}`. Each column is one
+# random draw.
 
 
 def filled(offsets, BLOCK_M):
-    """Return the rows of all tiles for each row of the groups."""
-    lengths = offsets.diff(prepend=offsets[:1] * 0)
-    return (BLOCK_M * lengths.add(BLOCK_M - 1).div(BLOCK_M).floor()).sum()
+    """Return how many rows all tiles have."""
+    return ((lengths(offsets) + BLOCK_M - 1) // BLOCK_M * BLOCK_M).sum()
 
 
 if __name__ == "__main__":
-    table = pd.DataFrame(index=[16, 32, 64, 128, 256])
-    table.index.name = "BLOCK_M"
-    for skew in (0.0, 1.0, 2.0):
+    index = pd.Index([16, 32, 64, 128, 256], name="BLOCK_M")
+    table = pd.DataFrame(index=index)
+    for skew in (0, 1, 2):
         offsets = ends(64, 8192, skew)
-        rows = [filled(offsets, m).item() / 8192 for m in table.index]
-        table[f"skew {skew:.0f}"] = rows
-    print(table.to_string(float_format="%.2f"))
+        table[f"skew {skew}"] = [filled(offsets, m).item() for m in index]
+    print((table / 8192).to_string(float_format="%.2f"))
 
 # %%
 # A small tile computes less for nothing, but loads more for each operation. The
-# host knows neither the lengths nor the skew. It knows R and E, and so that
-# there are about R / BLOCK_M + E / 2 tiles of rows. The op takes the tile for
-# which these take the least time, by the formula of ``persistent_matmul.py``.
+# host knows R and E alone. On average the last tile of a group is half full. So
+# of tiles of :math:`m` rows and :math:`n` columns, there are about
+# :math:`(R / m + E / 2)\,N / n`. The op takes the tile with the least
+# :math:`\max(1, \text{tiles} / \text{multiprocessors})\,(m\,n + 48\,(m + n))`:
+# the tiles of a multiprocessor, times what a tile costs, which
+# ``persistent_matmul.py`` explains.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times = {}
-    for skew in (0.0, 1.0, 2.0):
+    for skew in (0, 1, 2):
         found = gpu_time(calls(OURS, 64, 8192, 2048, 1408, skew=skew))
-        times[f"skew {skew:.0f}"] = {who: t[0] for who, t in found.items()}
+        times[f"skew {skew}"] = {who: t[0] for who, t in found.items()}
     print("ms", pd.DataFrame(times).to_string(float_format="%.3f"), sep="\n")
 
 # %%
@@ -455,15 +471,27 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``grouped_matmul_fp8`` is the same product of float8, for inference, with
 # scales for tensors, rows or blocks of 128. Its weights are (E, N, K), as the
 # tensor cores take float8 that lies along K.
+#
+# To add a bias (E, N), ``walk_kernel`` would need these lines below ``offs_n``:
+#
+# .. code-block:: python
+#
+#    mask = (row < end) & (offs_n < N)  # there is a group, and a column
+#    bias_ptrs = bias_ptr + group.to(tl.int64) * N + offs_n  # (1, BLOCK_N)
+#    acc += tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)
 
 from triton_gallery_ops.grouped_matmul import grouped_matmul
 
 # %%
 # The result
 # ----------
-#
-# Layers of models in bfloat16: groups, rows, inputs, outputs. *Triton* is the
-# op. The backward computes both gradients, through autograd.
+
+if __name__ == "__main__":
+    check(grouped_matmul)
+
+# %%
+# Layers of models in bfloat16: groups, rows, inputs and outputs. *Triton* is
+# the op.
 
 LAYERS = [
     (8, 32768, 768, 2048),
@@ -474,24 +502,10 @@ LAYERS = [
     (64, 8192, 2048, 1408),
 ]
 
-if __name__ == "__main__":
-    check(grouped_matmul)
-
 
 def work(layer, products=1):
     _, R, K, N = map(int, layer.split(", "))
     return products * 2e-9 * R * K * N
-
-
-def backward_calls(*size):
-    """Return calls that compute the gradients of x and w."""
-    x, w, offsets = make_inputs(*size)
-    x, w = x.requires_grad_(), w.requires_grad_()
-    g = torch.randn(size[1], size[3], **KIND)
-    grad = partial(torch.autograd.grad, retain_graph=True)
-    products = {"Triton": grouped_matmul, "PyTorch": grouped_mm}
-    ys = {who: product(x, w, offsets) for who, product in products.items()}
-    return {who: partial(grad, y, (x, w), g) for who, y in ys.items()}
 
 
 def show(results, title):
@@ -514,6 +528,21 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     results = rate_table(times, "layer", "TFLOP/s", work)
     show(results, "forward")
 
+# %%
+# The backward computes both gradients, through autograd.
+
+
+def backward_calls(*size):
+    """Return calls that compute the gradients of x and w."""
+    x, w, offsets = make_inputs(*size)
+    x, w = x.requires_grad_(), w.requires_grad_()
+    g = torch.randn(size[1], size[3], **KIND)
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    products = {"Triton": grouped_matmul, "PyTorch": grouped_mm}
+    ys = {who: product(x, w, offsets) for who, product in products.items()}
+    return {who: partial(grad, y, (x, w), g) for who, y in ys.items()}
+
+
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times = {}
     for size in LAYERS:
@@ -531,14 +560,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Write a kernel and run the cell: it says whether the kernel is right. No GPU
 # is needed.
 #
-# **1.** ``walk_kernel`` loops over as many tiles of rows as there may be. Store
-# at ``count_ptr`` how many there are.
+# **1.** ``walk_kernel`` walks past the last tile. Store at ``count_ptr`` how
+# many tiles of rows there are.
 
 count_kernel = None  # takes (offsets_ptr, count_ptr, E, BLOCK_M, BLOCK_E)
 
 
 def judge_count(kernel):
-    """Say whether a kernel counts tiles."""
     if kernel is None:
         return "not solved yet"
     offsets = ends(100, 1000)
@@ -551,21 +579,20 @@ if __name__ == "__main__":
     print(judge_count(count_kernel))
 
 # %%
-# **2.** The gradient of a bias (E, N) is the sum of ``g`` over the rows of each
-# group. There is a program for each group, and for each BLOCK_N columns.
+# **2.** Sum ``g`` over the rows of each group: this is the gradient of a bias.
+# The grid is (E, N // BLOCK_N).
 
 bias_kernel = None  # takes (g_ptr, db_ptr, offsets_ptr, N, BLOCK_M, BLOCK_N)
 
 
 def judge_bias(kernel):
-    """Say whether a kernel sums up the rows of groups."""
     if kernel is None:
         return "not solved yet"
     g, _, offsets = make_inputs(6, 100, 128, 32, skew=3.0)
     db = g.new_empty(6, 128)
     kernel[(6, 2)](g, db, offsets, 128, BLOCK_M=32, BLOCK_N=64)
-    lengths = offsets.diff(prepend=offsets[:1] * 0).tolist()
-    expected = torch.stack([rows.double().sum(0) for rows in g.split(lengths)])
+    groups = g.double().split(lengths(offsets).tolist())
+    expected = torch.stack([rows.sum(0) for rows in groups])
     near = torch.allclose(db.double(), expected, 1e-2, 1e-1)
     return "right" if near else "wrong"
 

@@ -4,8 +4,8 @@
 #
 # [tool.triton-gallery]
 # description = """
-# Multiply MXFP8, MXFP4 and NVFP4 matrices, see what tl.dot_scaled does with
-# their scales, and which instruction it becomes on each GPU."""
+# Multiply MXFP8 and MXFP4 matrices, see what tl.dot_scaled does with their
+# scales, and which instruction it becomes on each GPU."""
 # dtypes = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"]
 # backward = false
 # deterministic = true
@@ -14,12 +14,13 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "group_kernel"
 # caption = """
-# Two programs, a tile of the result each. Here a block is four numbers. Each of
-# the two products is scaled twice, by 1, 2 or 4 for a byte of 127, 128 or 129,
-# then it is added. The last row and two columns are masked."""
+# Two programs, a tile of y each. Here a group is four numbers. The product of
+# each group is scaled twice, by 1, 2 or 4 for a byte of 127, 128 or 129, and
+# added. Past the end of y, a row of each tile is masked, and two columns of the
+# second."""
 # registers = ["x", "w", "of_x", "of_w", "part", "acc"]
 # call = "product(x, w, scale_x, scale_w, tile=(4, 4, 4))"
-# expected = { y = "exact((x, scale_x), (w, scale_w), GROUP=4)" }
+# expected = { y = "decode(x, scale_x, 4) @ decode(w, scale_w, 4).T" }
 # start = [1, 0]
 #
 # [tool.triton-gallery.step_through.inputs]
@@ -32,16 +33,16 @@ r"""
 MXFP8, MXFP4 and NVFP4 with tl.dot_scaled
 =========================================
 
-*Microscaling* (MX) matrices are of 8 or 4 bits, and each 32 numbers of a row
-share a scale, stored in one byte. ``tl.dot_scaled`` multiplies two such tiles
-and their scales. NVIDIA's B200 and AMD's MI350 have an instruction for that; on
-an H100, Triton turns the numbers into bfloat16 first. Take MX formats for
-models that come in them, and for those GPUs. For training and serving in float8
-on an H100, see ``fp8_matmul.py`` and ``block_scaled_matmul.py``.
+*Microscaling* (MX) matrices have numbers of 8 or 4 bits, and each 32 numbers of
+a row share a scale of one byte. ``tl.dot_scaled`` multiplies two such tiles
+with their scales. NVIDIA's B200 and AMD's MI350 have an instruction for that;
+on an H100, Triton turns the numbers into bfloat16 first. Use MX formats on GPUs
+with the instruction, or where a model's weights come in them. For float8 on an
+H100, see ``fp8_matmul.py`` and ``block_scaled_matmul.py``.
 
 After this page you can
 
-* say what is stored in MXFP8, MXFP4 and NVFP4, and multiply it;
+* say what is stored in MXFP8, MXFP4 and NVFP4, and multiply the first two;
 * say why the instruction takes the scales, and what work that saves;
 * see what ``tl.dot_scaled`` becomes on a GPU that you do not have.
 """
@@ -73,13 +74,15 @@ from triton_gallery.compiling import compile_only
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 kind = {"generator": generator, "device": DEVICE}
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+HAS_DOT_SCALED = DEVICE.type == "cuda" or VERSION >= (3, 8)
 TARGETS = {
     "H100": ("cuda", 90, 32),
     "B200": ("cuda", 100, 32),
     "MI350": ("hip", "gfx950", 64),
 }
 INSTRUCTION = r"(?:tcgen05\.mma|wgmma\.mma_async|v_mfma_)[\w.:]*"
-PAIRS = {  # the formats of x and w, and the numbers of a block
+PAIRS = {  # the formats of x and w, and the numbers of a group
     "MXFP8 x MXFP8": ("e4m3", "e4m3", 32),
     "MXFP8 x MXFP4": ("e4m3", "e2m1", 32),
     "MXFP4 x MXFP4": ("e2m1", "e2m1", 32),
@@ -118,34 +121,39 @@ def show_instructions():
 # In PyTorch
 # ----------
 #
-# In MXFP8, ``x`` is (M, K) in float8. A *block* is 32 numbers of a row, and has
-# a scale. The scale is a power of two, so that a multiplication by it is exact,
-# and its exponent fits into a byte: the scale is ``2 ** (byte - 127)``. PyTorch
-# calls this dtype ``float8_e8m0fnu``: 8 bits of exponent, and no mantissa.
+# In MXFP8, ``x`` is (M, K) in float8: ``e4m3``, with 4 bits of exponent and 3
+# of mantissa, up to 448, or ``e5m2``, up to 57344. Each 32 numbers of a row are
+# a *group* (a *block* in the standard) and share a scale. It is a power of two,
+# so that a multiplication by it is exact, and is stored as one byte of
+# exponent: ``2 ** (byte - 127)``. PyTorch has a dtype for that,
+# ``float8_e8m0fnu``. MXFP4 has the same scales for numbers of 4 bits, ``e2m1``,
+# which are listed below. Two are in one byte, the first in its low half.
 
 E4M3 = torch.float8_e4m3fn
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # 2 bits of exponent, 1 of mantissa
+E2M1 += [-number for number in E2M1]  # the highest bit is the sign
 
 
 def decode(numbers, scale, GROUP=32):
-    """Return what numbers and bytes of scales stand for, in float64."""
+    """Return MXFP8, or MXFP4 in uint8, times its scales, in float64."""
+    if numbers.dtype == torch.uint8:
+        codes = torch.stack([numbers & 15, numbers >> 4], 2).flatten(1)
+        numbers = torch.tensor(E2M1, device=codes.device)[codes.int()]
     scale = torch.exp2(scale.double() - 127)
     return numbers.double() * scale.repeat_interleave(GROUP, 1)
 
 
-def exact(x, w, GROUP=32):
-    """Return the product of two pairs of numbers and scales, in float64."""
-    return decode(*x, GROUP) @ decode(*w, GROUP).T
-
-
-def make_mxfp8(rows, K):
-    """Return random numbers in float8, and the bytes of their scales."""
-    numbers = torch.randn(rows, K, **kind).to(E4M3)
+def make_mx(rows, K, dtype=E4M3):
+    """Return random numbers, MXFP4 for uint8, and the bytes of scales."""
+    numbers = torch.randn(rows, K, **kind)  # kind: a generator, a device
+    if dtype == torch.uint8:
+        numbers = torch.randint(0, 256, (rows, K // 2), **kind)
     scale = torch.randint(122, 132, (rows, K // 32), **kind)
-    return numbers, scale.to(torch.uint8)
+    return numbers.to(dtype), scale.to(torch.uint8)
 
 
 if __name__ == "__main__":
-    x, scale_x = make_mxfp8(8192, 4096)
+    x, scale_x = make_mx(8192, 4096)
     print(f"{2e-9 * 8192 * x.numel():.0f} GFLOP for M = N = 8192, K = 4096")
     share = 8 * scale_x.nbytes / x.numel()
     print(f"{8 + share} bits a number, {share} of them for the scale")
@@ -154,19 +162,22 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# A scale differs along the sum over K, so it cannot wait until the sum is done:
+# Scales differ from group to group, so they cannot wait until the sum over K is
+# done. With ``s`` and ``t``, the bytes of the scales:
 #
-# .. math:: y_{mn} = \sum_{\text{block } b} 2^{s_{mb} - 127} \,
-#    2^{t_{nb} - 127} \sum_{k \in b} x_{mk} w_{nk}.
+# .. math:: y_{mn} = \sum_{\text{group } g} 2^{s_{mg} - 127} \,
+#    2^{t_{ng} - 127} \sum_{k \in g} x_{mk} w_{nk}.
 #
-# The tensor cores compute the inner sum, over one block. Threads multiply it by
-# both scales and add it to ``acc``. A float32 has the same exponent as a scale,
-# in its bits 23 to 30, so a shift makes a float of the byte.
+# ``tl.dot`` computes the inner sum: on the tensor cores, it multiplies a tile
+# (BLOCK_M, GROUP) by one (GROUP, BLOCK_N) of the same dtype and returns
+# float32. Threads multiply that by both scales and add it to ``acc``. Bits 23
+# to 30 of a float32 are such an exponent, so we shift the byte there, with a
+# mantissa of 0; ``bitcast=True`` reads the bits as a float32.
 
 
 @triton.jit
 def power_of_two(byte):
-    """Return 2 ** (byte - 127), for bytes from 1 to 254."""
+    """Return 2 ** (byte - 127), but 0 for 0 and infinity for 255."""
     return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
@@ -193,15 +204,14 @@ def group_kernel(
     mask_m = offs_m < M
     mask_n = offs_n < N
     x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
-    w_ptrs = w_ptr + offs_n[None, :] * K + offs_k[:, None]
+    w_ptrs = w_ptr + offs_n[:, None] * K + offs_k[None, :]
     groups = K // GROUP
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for group in range(groups):
-        # (BLOCK_M, GROUP) and (GROUP, BLOCK_N). Masked rows are not stored, so
-        # it does not matter what they hold.
+        # (BLOCK_M, GROUP) and (BLOCK_N, GROUP); masked rows are not stored.
         x = tl.load(x_ptrs + group * GROUP, mask=mask_m[:, None])
-        w = tl.load(w_ptrs + group * GROUP, mask=mask_n[None, :])
-        part = tl.dot(x, w)  # (BLOCK_M, BLOCK_N), of this block alone
+        w = tl.load(w_ptrs + group * GROUP, mask=mask_n[:, None])
+        part = tl.dot(x, w.T)  # (BLOCK_M, BLOCK_N), of this group alone
         of_x = tl.load(scale_x_ptr + offs_m * groups + group, mask=mask_m)
         of_w = tl.load(scale_w_ptr + offs_n * groups + group, mask=mask_n)
         part *= power_of_two(of_x)[:, None]
@@ -215,13 +225,13 @@ def product(
     x, w, *scales, dtype=torch.float32, kernel=group_kernel, tile=(128, 64, 32)
 ):
     """Return the product of contiguous matrices with their scales."""
-    (M, K), N = x.shape, w.shape[0]
+    (M, K), N = x.shape, len(w)
     assert K % tile[2] == 0
+    assert [t.shape for t in scales] == [(M, K // tile[2]), (N, K // tile[2])]
     assert all(t.is_contiguous() for t in (x, w, *scales))
     y = torch.empty(M, N, device=x.device, dtype=dtype)
     grid = (triton.cdiv(M, tile[0]), triton.cdiv(N, tile[1]))
-    sizes = M, N, K, *tile
-    kernel[grid](x, w, *scales, y, *sizes, num_warps=8)
+    kernel[grid](x, w, *scales, y, M, N, K, *tile, num_warps=8)
     return y
 
 
@@ -229,11 +239,11 @@ def product(
 # Is it right?
 # ------------
 #
-# Hopper's tensor cores keep fewer bits of a sum of float8 products than float32
-# has, so we allow :math:`2^{-12}` of the terms' magnitudes.
+# An H100's tensor cores keep fewer bits of a sum of float8 products than
+# float32 has, so we allow :math:`2^{-12}` of the sum of the terms' magnitudes.
 
 
-def show_error(y, x, w, decode=decode):
+def show_error(y, x, w):
     """Print the largest error, as a part of the sum of magnitudes."""
     x, w = decode(*x), decode(*w)
     off = (y - x @ w.T) / (x.abs() @ w.abs().T)
@@ -242,16 +252,15 @@ def show_error(y, x, w, decode=decode):
 
 
 if __name__ == "__main__":
-    x, w = make_mxfp8(130, 384), make_mxfp8(200, 384)
+    x, w = make_mx(130, 384), make_mx(200, 384)
     show_error(product(x[0], w[0], x[1], w[1]), x, w)
 
 # %%
 # How fast?
 # ---------
 #
-# Beside ``torch.compile``, which decodes both matrices and multiplies them in
-# bfloat16, and cuBLAS in float8 with scales of rows and in bfloat16. Rates
-# count :math:`2MNK` operations.
+# Beside ``torch.compile``, which decodes and then multiplies in bfloat16, and
+# cuBLAS in float8 with scales of rows and in bfloat16, for :math:`2MNK` FLOP.
 
 
 def show_rates(ours):
@@ -276,7 +285,7 @@ def decoded_product(x, w, *scales):
 
 def calls(ours, M, N, K):
     """Return what is timed for a product, by name."""
-    (x, scale_x), (w, scale_w) = make_mxfp8(M, K), make_mxfp8(N, K)
+    (x, scale_x), (w, scale_w) = make_mx(M, K), make_mx(N, K)
     given = x, w, scale_x, scale_w
     timed = {name: partial(f, *given) for name, f in ours.items()}
     torch.compiler.reset()
@@ -298,23 +307,26 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Why does the instruction take the scales?
 # -----------------------------------------
 #
-# For each block of K, threads multiply every element of the tile twice and add
-# it to ``acc``:
+# For each group, threads multiply every element of the tile by one scale, then
+# by the other while they add it (a multiply-add). `NVIDIA's H100
+# <https://www.nvidia.com/en-us/data-center/h100/>`_ does 1979 TFLOP/s of float8
+# on tensor cores, without sparsity, and 67 of float32 in threads, where a
+# multiplication takes as long as a multiply-add, which is two operations.
 
 if __name__ == "__main__":
     tile = 128 * 64
-    print(f"{tile * 32:,} multiplications by tensor cores for a block,")
-    print(f"then {2 * tile:,} by threads, and {tile:,} additions")
+    print(f"A tile and a group: {32 * tile:,} multiply-adds by tensor cores,")
+    print(f"{2 * tile:,} multiplications and multiply-adds by threads")
+    share = (32 * tile / 1979) / (2 * tile / 67)
+    print(f"so an H100's tensor cores work at most {share:.0%} of the time")
 
 # %%
-# A scale belongs to 32 numbers of *one* matrix. Inside of the tensor cores it
-# could multiply while they add, and no thread would see a sum of 32. That is
-# what the instruction does, and how ``tl.dot_scaled`` is written: numbers,
-# scales and the name of the format, twice, then the sum so far. ``w`` is
-# (K, N), but its scales stay (N, K / 32): a row for each column of the result.
-#
-# The formats are ``"e4m3"`` and ``"e5m2"`` for float8. ``"e2m1"`` is a float of
-# 4 bits, two of them in a byte, the first in its low half.
+# Even if both work at once, tensor cores wait for threads. But a scale belongs
+# to 32 numbers of *one* matrix, so tensor cores can multiply by it while they
+# add, and leave no arithmetic to threads. The instruction does that, as
+# ``acc = tl.dot_scaled(x, scale_x, "e4m3", w, scale_w, "e2m1", acc)``: for each
+# matrix its numbers, scales and format. ``w`` is (K, N), but its scales stay
+# (N, K / 32), a row for each column of the result.
 
 
 @triton.jit
@@ -334,7 +346,7 @@ def scaled_kernel(
     X: tl.constexpr,  # the formats
     W: tl.constexpr,
 ):
-    PX: tl.constexpr = 2 if X == "e2m1" else 1  # numbers of a byte
+    PX: tl.constexpr = 2 if X == "e2m1" else 1  # numbers in one byte
     PW: tl.constexpr = 2 if W == "e2m1" else 1
     offs_m = tl.program_id(axis=0).to(tl.int64) * BLOCK_M
     offs_m += tl.arange(0, BLOCK_M)  # (BLOCK_M,)
@@ -348,8 +360,10 @@ def scaled_kernel(
     scale_w_ptrs = scale_w_ptr + rows_n * (K // GROUP) + offs_g
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
+        # (BLOCK_M, BLOCK_K / PX) and (BLOCK_N, BLOCK_K / PW)
         x = tl.load(x_ptrs + k // PX, mask=rows_m < M)
         w = tl.load(w_ptrs + k // PW, mask=rows_n < N)
+        # (BLOCK_M, BLOCK_K / GROUP) and (BLOCK_N, BLOCK_K / GROUP)
         scale_x = tl.load(scale_x_ptrs + k // GROUP, mask=rows_m < M)
         scale_w = tl.load(scale_w_ptrs + k // GROUP, mask=rows_n < N)
         acc = tl.dot_scaled(x, scale_x, X, w.T, scale_w, W, acc)
@@ -358,60 +372,32 @@ def scaled_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def scaled_product(x, w, *scales, X="e4m3", W="e4m3", dtype=torch.float32):
+FORMATS = {E4M3: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
+
+
+def scaled_product(x, w, *scales, dtype=torch.float32, tile=(128, 128, 128)):
     """Return the product of contiguous matrices in MX formats."""
-    M, N, K = len(x), len(w), 32 * scales[0].shape[1]
-    assert K % 128 == 0
+    X, W = FORMATS[x.dtype], FORMATS[w.dtype]
+    M, N, K = len(x), len(w), x.shape[1] * (2 if X == "e2m1" else 1)
+    assert K % tile[2] == 0
+    assert [t.shape for t in scales] == [(M, K // 32), (N, K // 32)]
     assert all(t.is_contiguous() for t in (x, w, *scales))
     y = torch.empty(M, N, device=x.device, dtype=dtype)
-    grid = (triton.cdiv(M, 128), triton.cdiv(N, 128))
-    sizes = M, N, K, 128, 128, 128, 32
+    grid = (triton.cdiv(M, tile[0]), triton.cdiv(N, tile[1]))
+    sizes = M, N, K, *tile, 32
     scaled_kernel[grid](x, w, *scales, y, *sizes, X, W, num_warps=8)
     return y
 
 
 # %%
-# Triton interprets ``tl.dot_scaled`` from version 3.8 on. So with an older one
-# and without a GPU, the check does not run here. MXFP4 numbers are random
-# bytes; a table has the eight magnitudes of ``e2m1``:
+# This check runs on a GPU, and without one in Triton's interpreter, which runs
+# kernels on the CPU and knows ``tl.dot_scaled`` from Triton 3.8 on.
 
-SUPPORTED = DEVICE.type == "cuda" or tuple(
-    map(int, triton.__version__.split(".")[:2])
-) >= (3, 8)
-MAGNITUDES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-
-
-def unpack(codes):
-    """Return the numbers of packed e2m1, in float64."""
-    values = MAGNITUDES + [-number for number in MAGNITUDES]
-    table = torch.tensor(values, dtype=torch.float64, device=codes.device)
-    return table[torch.stack([codes & 15, codes >> 4], 2).flatten(1).int()]
-
-
-def make_mxfp4(rows, K):
-    """Return packed numbers, and the bytes of their scales."""
-    _, scale = make_mxfp8(rows, K)
-    codes = torch.randint(0, 256, (rows, K // 2), **kind)
-    return codes.to(torch.uint8), scale
-
-
-def decode_any(numbers, scale):
-    """Return what MXFP8 or MXFP4 is, in float64."""
-    packed = numbers.dtype == torch.uint8
-    return decode(unpack(numbers) if packed else numbers, scale)
-
-
-MAKERS = {"e4m3": make_mxfp8, "e2m1": make_mxfp4}
-
-if __name__ == "__main__" and not SUPPORTED:
-    print(f"Triton {triton.__version__} does not interpret tl.dot_scaled")
-
-if __name__ == "__main__" and SUPPORTED:
-    for X, W in (("e4m3", "e4m3"), ("e4m3", "e2m1"), ("e2m1", "e2m1")):
-        x, w = MAKERS[X](130, 384), MAKERS[W](200, 384)
-        y = scaled_product(x[0], w[0], x[1], w[1], X=X, W=W)
-        print(f"{X} x {W}:", end=" ")
-        show_error(y, x, w, decode_any)
+if __name__ == "__main__" and HAS_DOT_SCALED:
+    for X, W in ((E4M3, E4M3), (E4M3, torch.uint8), (torch.uint8, torch.uint8)):
+        x, w = make_mx(130, 384, X), make_mx(200, 384, W)
+        print(f"{FORMATS[X]} x {FORMATS[W]}:", end=" ")
+        show_error(scaled_product(x[0], w[0], x[1], w[1]), x, w)
 
 # %%
 # The same sizes again:
@@ -432,29 +418,37 @@ if __name__ == "__main__":
     show_instructions()
 
 # %%
-# ``block_scale`` and ``scale`` say that the instruction takes scales. **For the
-# B200 and the MI350 this page has compiled and not run: it knows no speed of
-# theirs.** The H100 has no such instruction. There, threads decode numbers,
-# scale them and round to bfloat16, and the product is one of bfloat16.
+# ``block_scale`` and ``scale`` say that the instruction takes scales, ``kind``
+# for which formats. ``scale_vec::2X`` is two scales for a row of what one
+# instruction multiplies (newer Tritons write ``block32``, the numbers of a
+# group), and ``cta_group::1`` one program, not a pair. **For the B200 and the
+# MI350 this page has compiled and not run: it knows no speed of theirs.**
 #
-# *NVFP4* is NVIDIA's format of 4 bits: blocks of 16 ``e2m1``, a scale in
-# ``e4m3``, and one float32 for the whole tensor, which a kernel multiplies its
-# result by. Not every Triton compiles it for every GPU. And even 3.9 interprets
-# its scales as powers of two, so ``scaled_kernel`` is not checked with NVFP4.
+# The H100 has no such instruction. There, threads decode numbers, scale them
+# and round to bfloat16, and the product is one of bfloat16. In bfloat16's range
+# that is exact: a number has at most 4 significant bits, and bfloat16 has 8.
 #
-# The B200 wants scales in an order of its own. Triton puts ours into it, which
-# are stored plainly; its tutorial *Block Scaled Matrix Multiplication* stores
-# them in that order.
+# *NVFP4* is NVIDIA's format of 4 bits: groups of 16 ``e2m1``, a scale in
+# ``e4m3``, and one float32 for the whole tensor, by which a kernel multiplies
+# its result. Not every Triton compiles it for every GPU, and even 3.9's
+# interpreter takes its scales for powers of two, so it is not checked here.
+#
+# The B200 wants scales in an order of its own. Ours are stored row by row, and
+# the kernel reorders them; Triton's tutorial *Block Scaled Matrix
+# Multiplication* stores them in that order.
 
 # %%
 # The op
 # ------
 #
 # ``mx_matmul(x, weight, scale_x, scale_weight)`` is this gallery's op. It takes
-# what ``quantize_mx`` and ``quantize_nvfp4`` return, any K of theirs, a bias,
-# and ``x`` of 16 bits, as models with 4-bit weights have it. It calls
-# ``tl.dot_scaled`` where the GPU has the instruction. Elsewhere it decodes by
-# itself, and so runs with every Triton, and on GPUs without float8.
+# what ``quantize_mx`` and ``quantize_nvfp4`` return (``quantize.py``), any K of
+# whole groups, a bias, and ``x`` of 16 bits, as models with 4-bit weights have
+# it. Where the GPU has the instruction, more than 64 rows go to
+# ``tl.dot_scaled``. Otherwise the op decodes, with every Triton and on GPUs
+# without float8: bits of a number become the sign, the lowest bits of the
+# exponent and the first of the mantissa of a wider float, and a power of two
+# corrects its bias. Scaled and rounded to 16 bits, the tiles go to ``tl.dot``.
 
 from triton_gallery_ops.mx_matmul import mx_matmul
 
@@ -482,7 +476,8 @@ def work(layer):
 
 def weight_only(M, N, K):
     """Return a call of the op for bfloat16 tokens and an MXFP4 weight."""
-    x, (w, scale) = torch.randn(M, K, **kind).bfloat16(), make_mxfp4(N, K)
+    x = torch.randn(M, K, **kind).bfloat16()
+    w, scale = make_mx(N, K, torch.uint8)
     return partial(mx_matmul, x, w, None, scale)
 
 
@@ -514,7 +509,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # is needed.
 #
 # **1.** A byte of 0 is the scale :math:`2^{-127}`, too small for an exponent of
-# its own in float32: its bits are 0x00400000. A byte of 255 says that the block
+# its own in float32: its bits are 0x00400000. A byte of 255 says that the group
 # is not a number. ``power_of_two`` gives 0 and infinity instead. Store all 256
 # scales, as PyTorch has them.
 
@@ -537,11 +532,12 @@ if __name__ == "__main__":
     print(check_scales(scales_kernel))
 
 # %%
-# **2.** Multiply MXFP8 by MXFP4 without ``tl.dot_scaled``, as the op does on
-# GPUs without an instruction: write a kernel with the arguments of
-# ``group_kernel`` whose ``w`` is packed. The three bits of a magnitude are the
-# first ones of a float16 after its sign: shifted left by 9 they make it, times
-# :math:`2^{-14}`. ``tl.join`` puts two tensors beside each other.
+# **2.** Multiply MXFP8 by MXFP4 without ``tl.dot_scaled``: write a kernel with
+# the arguments of ``group_kernel`` whose ``w`` is packed. Shifted left by 9, a
+# magnitude's two bits of exponent are the lowest two of a float16's exponent,
+# and its bit of mantissa is the mantissa's first. The float16 is then the
+# number times :math:`2^{-14}` (biases 15 and 1). ``tl.join`` puts two tensors
+# beside each other along a new last axis, and ``tl.reshape`` brings K back.
 
 mixed_kernel = None  # your kernel
 
@@ -550,9 +546,9 @@ def check_mixed(kernel):
     """Say whether a kernel multiplies MXFP8 by MXFP4."""
     if kernel is None:
         return "not solved yet"
-    x, w = make_mxfp8(130, 96), make_mxfp4(72, 96)
+    x, w = make_mx(130, 96), make_mx(72, 96, torch.uint8)
     y = product(x[0], w[0], x[1], w[1], kernel=kernel).double()
-    expected = decode(*x) @ decode_any(*w).T
+    expected = decode(*x) @ decode(*w).T
     return "right" if torch.allclose(y, expected, 1e-3, 1e-2) else "wrong"
 
 
@@ -611,7 +607,8 @@ def mixed_answer_kernel(
     for group in range(groups):
         x = tl.load(x_ptrs + group * GROUP, mask=mask_m[:, None])
         codes = tl.load(w_ptrs + group * (GROUP // 2), mask=mask_n[:, None])
-        codes = tl.join(codes & 15, codes >> 4).reshape(BLOCK_N, GROUP)
+        codes = tl.join(codes & 15, codes >> 4)  # (BLOCK_N, GROUP / 2, 2)
+        codes = tl.reshape(codes, (BLOCK_N, GROUP))
         bits = (codes & 7).to(tl.int16) << 9
         w = bits.to(tl.float16, bitcast=True) * 16384
         w = tl.where(codes > 7, -w, w)
