@@ -171,7 +171,8 @@ def _grouped_matmul_zeros(y_ptr, offsets_ptr, E, R, N, BLOCK: tl.constexpr):
 def _grouped_matmul_dot(a, b, acc, ACC: tl.constexpr):
     """Return acc + a @ b."""
     if GROUPED_MATMUL_INTERPRETED:
-        # Triton's interpreter multiplies bfloat16 wrongly.
+        # Triton's interpreter multiplies bfloat16 wrongly, and so it does small
+        # numbers of float8_e5m2.
         a, b = a.to(ACC), b.to(ACC)
     # "ieee": float32 is not rounded to TF32 before it is multiplied.
     return tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
@@ -492,7 +493,7 @@ def _grouped_matmul_fp8_kernel(
             x = x_desc.load([start + off_m, k])  # (BLOCK_M, BLOCK_K)
             w = weight_desc.load([group, off_n, k])
             w = w.reshape(BLOCK_N, BLOCK_K).T
-            acc = tl.dot(x, w, acc)
+            acc = _grouped_matmul_dot(x, w, acc, tl.float32)
         if PER_ROW:
             offs_m = off_m + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
             scale_ptrs = scale_x_ptr + start + offs_m
@@ -567,7 +568,8 @@ def _grouped_matmul_fp8_blocks_kernel(
             )  # (BLOCK_M,)
             scale *= tl.load(of_square + k // SQUARE * stride_wk)
             # Each square has its scale: its sum is scaled, then added.
-            acc += tl.dot(x, w) * scale[:, None]
+            part = _grouped_matmul_dot(x, w, None, tl.float32)
+            acc += part * scale[:, None]
         y = acc.to(y_desc.dtype).reshape(1, 1, BLOCK_M, BLOCK_N)
         a, b, c = _grouped_matmul_ragged(start, rows, off_m)
         y_desc.store([a, b, c, off_n], y)

@@ -935,8 +935,8 @@ BREAKS = [
     ("float8, squares of other columns", "of_group + (off_n // SQUARE).to(tl.int64)", "of_group + pid_n.to(tl.int64)"),
     (
         "float8, the accumulator is scaled again",
-        "acc += tl.dot(x, w) * scale[:, None]",
-        "acc = tl.dot(x, w, acc) * scale[:, None]",
+        "            acc += part * scale[:, None]\n        y =",
+        "            acc = (acc + part) * scale[:, None]\n        y =",
     ),
     (
         "float8, zeros past the last group, in rows without padding",
