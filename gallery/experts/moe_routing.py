@@ -15,8 +15,9 @@
 # kernel = "route_kernel"
 # caption = """
 # A token per program: it takes the largest of 6 logits, removes it, and takes
-# the largest again. A block has 8 elements, of which two are masked off."""
-# registers = ["left", "largest", "expert", "best"]
+# the largest again. Look at the tie in row 1: the first of two equals is taken
+# first. A block has 8 elements, of which two are masked off."""
+# registers = ["remaining", "largest", "expert", "best"]
 # inputs = { logits = "integers(1, 9, 3, 6)" }
 # call = "route(logits, 2)"
 # start = [1, 0]
@@ -68,18 +69,18 @@ from triton_gallery.counting import Traffic
 # In PyTorch
 # ----------
 #
-# A linear layer makes *logits*: for each token a number for each expert. The
-# router takes their softmax, keeps the ``k`` largest, and divides these by
-# their sum, so that a token's weights add up to 1. The *floor* is what any
-# kernel has to move: logits in, weights and experts out.
+# A linear layer makes *logits*: for each token, one for each expert. The router
+# takes their softmax, keeps the ``k`` largest, and divides these by their sum,
+# so that a token's weights add up to 1. ``Traffic``, from the folded cell
+# above, counts the bytes that PyTorch's operators read and write. The *floor*
+# is what any kernel has to move: logits in, weights and experts out.
 
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
 def draw(T, E, dtype=torch.bfloat16):
     """Return random logits of T tokens for E experts."""
-    kind = {"device": DEVICE, "dtype": torch.float32}
-    return torch.randn(T, E, generator=generator, **kind).to(dtype)
+    return torch.randn(T, E, generator=generator, device=DEVICE).to(dtype)
 
 
 def route_torch(logits, k):
@@ -107,12 +108,11 @@ if __name__ == "__main__":
 #
 # The softmax needs no pass of its own. It rises with the logits, so the largest
 # logits have the largest scores. And the division by the sum of the chosen
-# cancels the sum of all: what is left is the softmax of the chosen logits,
+# cancels the sum of all. With :math:`i` for any expert and :math:`c` for a
+# chosen one, what is left is the softmax of the chosen logits:
 #
 # .. math:: w_j = \frac{e^{x_j} / \sum_i e^{x_i}}
-#    {\sum_c e^{x_c} / \sum_i e^{x_i}} = \frac{e^{x_j}}{\sum_c e^{x_c}},
-#
-# where :math:`i` is any expert and :math:`c` a chosen one.
+#    {\sum_c e^{x_c} / \sum_i e^{x_i}} = \frac{e^{x_j}}{\sum_c e^{x_c}}.
 
 
 @triton.jit
@@ -125,18 +125,20 @@ def route_kernel(
     BLOCK_E: tl.constexpr,
     K: tl.constexpr,
 ):
-    token = tl.program_id(axis=0).to(tl.int64)
+    token = tl.program_id(axis=0).to(tl.int64)  # token * E may pass 2**31
     offs = tl.arange(0, BLOCK_E)  # (BLOCK_E,)
     ptrs = logits_ptr + token * E + offs
-    left = tl.load(ptrs, mask=offs < E, other=-float("inf")).to(tl.float32)
+    remaining = tl.load(ptrs, mask=offs < E, other=-float("inf"))
+    remaining = remaining.to(tl.float32)  # (BLOCK_E,)
     offs_k = tl.arange(0, K)  # (K,)
     best = tl.full((K,), -float("inf"), tl.float32)
     for j in range(k):
-        largest = tl.max(left, axis=0)
-        expert = tl.argmax(left, axis=0)
+        largest = tl.max(remaining, axis=0)
+        expert = tl.argmax(remaining, axis=0)
         tl.store(experts_ptr + token * k + j, expert)
         best = tl.where(offs_k == j, largest, best)
-        left = tl.where(offs == expert, -float("inf"), left)
+        # Needs k finite logits and no NaN: if all are -inf, an expert repeats.
+        remaining = tl.where(offs == expert, -float("inf"), remaining)
     # K is a power of two. Past k, -inf becomes a weight of 0.
     e = tl.exp(best - tl.max(best, axis=0))
     weights = e / tl.sum(e, axis=0)
@@ -146,11 +148,12 @@ def route_kernel(
 def route(logits, k):
     """Return weights and experts of contiguous logits."""
     T, E = logits.shape
-    assert 0 < k <= E <= 1024
+    assert logits.is_contiguous()
+    assert 0 < k <= E <= 1024  # 1024 logits are 32 for each thread of a warp
     weights = logits.new_empty(T, k, dtype=torch.float32)
     experts = logits.new_empty(T, k, dtype=torch.int32)
-    blocks = triton.next_power_of_2(E), triton.next_power_of_2(k)
-    route_kernel[(T,)](logits, weights, experts, E, k, *blocks, num_warps=1)
+    sizes = triton.next_power_of_2(E), triton.next_power_of_2(k)
+    route_kernel[(T,)](logits, weights, experts, E, k, *sizes, num_warps=1)
     return weights, experts
 
 
@@ -162,8 +165,8 @@ def route(logits, k):
 # ------------
 #
 # The chosen experts have to be those of a stable sort, which has the first of
-# equals first. Half of these logits are rounded, so that many are equal. The
-# weights may be off by the few roundings of float32 that a softmax takes.
+# equals first. The logits of half of the tokens are rounded, so that many are
+# equal. The weights may be off by the few roundings of float32 in a softmax.
 
 if __name__ == "__main__":
     logits = draw(20, 60, torch.float32)
@@ -181,7 +184,7 @@ if __name__ == "__main__":
 # ---------
 #
 # 256 experts and 8 choices, as in DeepSeek-V3, in bfloat16. The rate counts the
-# bytes of the floor, and the *roof* copies as many.
+# bytes of the floor. The *roof* is a plain copy of as many bytes.
 
 E, CHOICES = 256, 8
 
@@ -214,15 +217,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Why sort?
 # ---------
 #
-# An expert is two or three matrix products with weights of its own. To read
-# these weights once, it has to take all of its tokens in one product. So we put
-# the rows of ``x`` in the order of their experts. A *choice* is a pair of a
-# token and one of its experts. Choice j of token t has the number
-# ``t * k + j``. A grouped matrix product, such as
-# ``torch.nn.functional.grouped_mm``, needs
+# An expert multiplies a token's vector by two or three matrices of its own. To
+# read these matrices once, it has to take all of its tokens in one product. So
+# we put the vectors, the rows of a matrix ``x``, in the order of their experts.
+# A *choice* is a pair of a token and one of its experts. Choice j of token t
+# has the index ``t * k + j``. For a grouped matrix product, such as
+# ``torch.nn.functional.grouped_mm``, we need
 #
-# * ``order``: the numbers of the choices, sorted by expert. The row for a
-#   choice is that of token ``order // k``;
+# * ``order``: the indices of the choices, sorted by expert. The sorted rows are
+#   ``x[order // k]``;
 # * ``offsets``: for each expert, where its rows end.
 #
 # Three tokens, two choices each, of four experts:
@@ -250,18 +253,26 @@ if __name__ == "__main__":
 # A counting sort
 # ---------------
 #
-# A sort of any numbers compares them again and again. Here the keys are a few
-# hundred experts. The place of a choice in the order is the sum of three
-# counts:
+# A general sort compares its keys again and again. Here the keys are a few
+# hundred experts, and we can count them, in blocks of choices. The place of a
+# choice in the order is the sum of three counts:
 #
 # * choices of experts before its own;
-# * choices of its own expert in blocks of choices before its own;
+# * choices of its own expert in blocks before its own;
 # * choices of its own expert before it in its own block: its *rank*.
 #
-# One kernel counts the choices of each expert in each block, a *histogram*. In
-# the table of these counts, with a row for an expert and a column for a block,
-# the first two numbers together are the sum of everything before: the rows
-# above, and the columns to the left. That is a cumulative sum over the table.
+# Count the choices in a table, with a row for each expert and a column for each
+# block. Read row by row, the sum of all counts before this one is the first two
+# together: where the expert's choices in this block *start*. Our three tokens,
+# in blocks of two choices:
+
+if __name__ == "__main__":
+    counts = torch.stack([block.bincount(minlength=4) for block in experts], 1)
+    starts = counts.flatten().cumsum(0).view(4, 3) - counts
+    print(pd.DataFrame({"counts": counts.tolist(), "starts": starts.tolist()}))
+
+# %%
+# The first kernel counts the choices of each expert in a block: a *histogram*.
 
 
 @triton.jit
@@ -279,11 +290,9 @@ def count_kernel(
 
 # %%
 # The second kernel adds the rank. It compares all choices of a block with each
-# other, and counts those that are earlier and have the same expert. A common
-# alternative is an atomic counter for each expert, from which each choice takes
-# the next number. But the order in which programs come to it differs from run
-# to run, and then so do the order of the rows, and the rounding of what is
-# added up in that order. A rank by comparison is deterministic.
+# other, and counts those that are earlier and have the same expert. So the rank
+# is deterministic. With atomic counters, which are common, the order of the
+# rows, and the rounding of sums in that order, would differ from run to run.
 
 
 @triton.jit
@@ -300,11 +309,10 @@ def place_kernel(experts_ptr, starts_ptr, order_ptr, R, BLOCK_R: tl.constexpr):
 
 
 def sort_by_counting(experts, E, BLOCK_R=128):
-    """Return order and offsets."""
+    """Return order and offsets, which are a strided view."""
     R = experts.numel()
     blocks = triton.cdiv(R, BLOCK_R)
-    counts = experts.new_empty(E, blocks)
-    order = experts.new_empty(R)
+    counts, order = experts.new_empty(E, blocks), experts.new_empty(R)
     BLOCK_E = triton.next_power_of_2(E)
     count_kernel[(blocks,)](experts, counts, R, E, BLOCK_R, BLOCK_E)
     ends = counts.flatten().cumsum(0, dtype=torch.int32).view(E, blocks)
@@ -326,19 +334,17 @@ if __name__ == "__main__":
     print("sorted as PyTorch does, all choices of one expert too")
 
 # %%
-# How many comparisons? A block of 128 choices compares each of them with 128
-# others, whatever the number of experts. A larger block compares more, and a
-# smaller one has more counts to add up.
+# Each choice is compared with the 128 of its block, however many experts there
+# are. Larger blocks compare more, and smaller ones have more counts to add up.
 #
 # Few tokens
 # ----------
 #
-# A model that writes text routes a few tokens at a time. Then no launch has
-# much to do, and their number counts. The sort above has four. With so few
-# choices we can compare each with all others, in one launch. The number
-# ``expert * R + r`` of choice r, its *word*, is in the order that we want. The
-# place of a choice is the number of words that are smaller. And an expert ends
-# where the words of the next one would begin.
+# A model that writes text routes a few tokens at a time. Then fewer launches
+# are better, and the sort above makes at least four: two kernels, ``cumsum``
+# and ``ends - counts``. One launch can compare each of so few choices with all
+# others. The *sort key* of choice r is ``expert * R + r``. A choice's place is
+# how many keys are smaller, and an expert ends where the next one's keys begin.
 
 
 @triton.jit
@@ -352,14 +358,14 @@ def compare_kernel(
     BLOCK_E: tl.constexpr,
 ):
     offs = tl.arange(0, BLOCK_R)  # (BLOCK_R,)
-    # Past R: larger than all words
+    # Past R: larger than all keys
     expert = tl.load(experts_ptr + offs, mask=offs < R, other=E)
-    word = expert * R + offs
-    smaller = word[:, None] < word[None, :]  # (BLOCK_R, BLOCK_R)
+    sort_key = expert * R + offs
+    smaller = sort_key[:, None] < sort_key[None, :]  # (BLOCK_R, BLOCK_R)
     place = tl.sum(smaller.to(tl.int32), axis=0)
     tl.store(order_ptr + place, offs, mask=offs < R)
     offs_e = tl.arange(0, BLOCK_E)  # (BLOCK_E,)
-    smaller = word[:, None] < ((offs_e + 1) * R)[None, :]
+    smaller = sort_key[:, None] < ((offs_e + 1) * R)[None, :]
     ends = tl.sum(smaller.to(tl.int32), axis=0)
     tl.store(offsets_ptr + offs_e, ends, mask=offs_e < E)
 
@@ -369,8 +375,8 @@ def sort_by_comparing(experts, E):
     R = experts.numel()
     assert R <= 128  # comparisons grow with the square
     order, offsets = experts.new_empty(R), experts.new_empty(E)
-    blocks = triton.next_power_of_2(R), triton.next_power_of_2(E)
-    compare_kernel[(1,)](experts, order, offsets, R, E, *blocks)
+    sizes = triton.next_power_of_2(R), triton.next_power_of_2(E)
+    compare_kernel[(1,)](experts, order, offsets, R, E, *sizes)
     return order, offsets
 
 
@@ -382,19 +388,13 @@ if __name__ == "__main__":
 # %%
 # What does each way take, in microseconds of GPU time?
 
-SORTS = {
-    "PyTorch": sort_torch,
-    "counting": sort_by_counting,
-    "comparing": sort_by_comparing,
-}
-
 if __name__ == "__main__" and DEVICE.type == "cuda":
+    sorts = {"PyTorch": sort_torch, "counting": sort_by_counting}
     rows = {}
     for T in (1, 16, 1024, 16384):
         _, many = route(draw(T, E), CHOICES)
-        calls = {name: partial(sort, many, E) for name, sort in SORTS.items()}
-        if many.numel() > 128:
-            calls.pop("comparing")
+        few = {"comparing": sort_by_comparing} if many.numel() <= 128 else {}
+        calls = {name: partial(f, many, E) for name, f in (sorts | few).items()}
         times = gpu_time(calls)
         rows[T] = {name: f"{t[0] * 1e3:.1f}" for name, t in times.items()}
     print("us", pd.DataFrame(rows).T.to_string(na_rep=""), sep="\n")
@@ -403,18 +403,12 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The op
 # ------
 #
-# ``moe_routing(logits, k)`` is this gallery's op, and
-# ``moe_routing_permutation(experts, num_experts)`` sorts.
-# ``moe_routing_with_permutation`` does both, in one launch for a few tokens and
-# in three for many: its second kernel adds up the counts by itself. It also
-# returns the inverse of the order, which brings the experts' results back. In
-# place of floats, the op compares integers of the same order, so that NaN and
-# -inf are handled too. The weights have a gradient.
-#
-# DeepSeek-V3 chooses in another way, by options of the op. Its score is a
-# sigmoid, and a *bias* that balances the experts' load is added for the choice
-# alone. Experts are in groups: only those of the ``top_groups`` groups with the
-# largest sums of their best two can be chosen. A ``scale`` multiplies weights.
+# ``moe_routing`` chooses, ``moe_routing_permutation`` sorts, and
+# ``moe_routing_with_permutation`` does both: in one launch for a few tokens, in
+# two for more, and in three for many, the last of which adds up the counts too.
+# It also returns the inverse of the order, to bring the experts' results back.
+# The op compares integers in the order of the floats (``topk.py``): NaN is the
+# largest, and no expert is chosen twice. The weights have a gradient.
 
 from triton_gallery_ops.moe_routing import (
     moe_routing,
@@ -422,26 +416,47 @@ from triton_gallery_ops.moe_routing import (
 )
 
 # %%
-# A few tokens, more, and many are sorted in three ways. Then DeepSeek-V3's
-# options, with eight groups of 32 experts, of which a token keeps four:
+# The results are those of this page, in each of the three ways:
 
 if __name__ == "__main__":
-    for T in (5, 100, 1100):
+    for T in (5, 100, 1100):  # in one launch, two and three
         logits = draw(T, 60).requires_grad_()
-        weights, *rest = moe_routing_with_permutation(logits, 4)
-        by_route, experts = route(logits.detach(), 4)
-        torch.testing.assert_close(weights, by_route)
-        order, offsets = sort_torch(experts, 60)
-        expected = experts, order, order.argsort().int(), offsets
-        assert all(map(torch.equal, rest, expected))
+        result = moe_routing_with_permutation(logits, 4)
+        weights, experts, order, inverse, offsets = result
+        torch.testing.assert_close(result[:2], route(logits.detach(), 4))
+        assert all(map(torch.equal, (order, offsets), sort_torch(experts, 60)))
+        assert torch.equal(inverse, order.argsort().int())
         weights.square().sum().backward()
-    bias = torch.zeros(E, device=DEVICE)
-    options = {"score": "sigmoid", "bias": bias, "groups": 8, "top_groups": 4}
-    weights, experts = moe_routing(draw(2, E), 8, **options, scale=2.5)
-    for token in range(2):
-        groups = sorted({e // 32 for e in experts[token].tolist()})
-        total = weights[token].sum().item()
-        print(f"experts of groups {groups}, weights of {total:.2f} in all")
+
+# %%
+# DeepSeek-V3 chooses in another way, by options of the op, as
+# ``route_deepseek`` does. Its *bias* balances the load of the experts, and has
+# no part in the weights. Its experts are also in groups: a group's score is the
+# sum of its two best ``scores + bias``, and only experts of the ``top_groups``
+# best groups can be chosen. A token need not take an expert of each of these.
+# Here a bias of 2 makes all tokens choose expert 7.
+
+
+def route_deepseek(logits, bias, k, scale):
+    scores = logits.float().sigmoid()
+    experts = (scores + bias).topk(k).indices
+    weights = scores.gather(-1, experts)
+    return weights / weights.sum(-1, keepdim=True) * scale, experts.int()
+
+
+if __name__ == "__main__":
+    logits = draw(2, 256, torch.float32)
+    bias = torch.zeros(256, device=DEVICE)
+    bias[7] = 2  # scores are at most 1
+    options = {"score": "sigmoid", "bias": bias, "scale": 2.5}
+    result = moe_routing(logits, 8, **options)
+    torch.testing.assert_close(result, route_deepseek(logits, bias, 8, 2.5))
+    options |= {"groups": 8, "top_groups": 4}
+    weights, experts = moe_routing(logits.bfloat16(), 8, **options)
+    assert (experts[:, 0] == 7).all()
+    for group, w in zip(experts // 32, weights, strict=True):
+        print(f"groups {group.unique().tolist()}, expert 7:", end=" ")
+        print(f"{w[0]:.2f}, weights of {w.sum():.2f} in all")
 
 # %%
 # The result
@@ -453,8 +468,7 @@ if __name__ == "__main__":
 
 def on_this_page(logits):
     weights, experts = route(logits, CHOICES)
-    few = experts.numel() <= 128
-    sort = sort_by_comparing if few else sort_by_counting
+    sort = sort_by_comparing if experts.numel() <= 128 else sort_by_counting
     return weights, experts, *sort(experts, E)
 
 
@@ -469,14 +483,13 @@ def calls_for(T):
     logits = draw(T, E)
     # Of a histogram torch.compile makes a second graph.
     fast = torch.compile(in_torch, dynamic=False)
-    ops = {
-        "Triton": partial(moe_routing_with_permutation, k=CHOICES),
-        "Triton, this page": on_this_page,
-        "PyTorch": in_torch,
-        "torch.compile": fast,
+    return {
+        "Triton": partial(moe_routing_with_permutation, logits, CHOICES),
+        "Triton, this page": partial(on_this_page, logits),
+        "PyTorch": partial(in_torch, logits),
+        "torch.compile": partial(fast, logits),
+        "Roof": copy_of(T),
     }
-    calls = {name: partial(op, logits) for name, op in ops.items()}
-    return calls | {"Roof": copy_of(T)}
 
 
 TOKENS = [1, 16, 64, 256, 1024, 4096, 16384, 65536]
@@ -489,9 +502,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     wide.plot(loglog=True, title="from logits to sorted choices, bfloat16")
     best = wide[["PyTorch", "torch.compile"]].max(axis=1)
     for who in ("Triton", "Triton, this page"):
-        ratio = wide[who] / best
-        print(f"{who}: {ratio.min():.1f} to", end=" ")
-        print(f"{ratio.max():.1f} times PyTorch's best")
+        low, *_, high = sorted(wide[who] / best)
+        print(f"{who}: {low:.1f} to {high:.1f} times PyTorch's best")
     for T in (1, 16384):
         print(f"{T} tokens: {times[T]['Triton'][0] * 1e3:.1f} us")
 
@@ -499,28 +511,30 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Exercises
 # ---------
 #
-# Write a kernel and run its cell: it says whether the kernel is right. No GPU
-# is needed.
+# Write a kernel and run its cell: it says, without a GPU, whether it is right.
 #
-# **1.** Experts return rows in the order of ``order``. To bring them back, a
-# token has to know where the row of each of its choices is: choice ``order[p]``
-# is at place p. Write a kernel that stores this inverse of ``order``.
+# **1.** Experts return rows in the order of ``order``. To bring them back,
+# store its inverse: for each choice ``order[p]``, its place p.
 
-inverse_kernel = None  # your kernel
+inverse_kernel = None  # your kernel: order_ptr, inverse_ptr, R, BLOCK_R
+
+
+def check(kernel, inputs, expected, *sizes):
+    """Print whether a kernel makes the expected integers from its inputs."""
+    if kernel is None:
+        print("not solved yet")
+        return False
+    made = torch.full_like(expected, -7)
+    kernel[(4,)](*inputs, made, *sizes)
+    right = torch.equal(made, expected)
+    print("right" if right else "wrong")
+    return right
 
 
 def check_inverse(kernel):
     """Print whether a kernel stores the place of each of 120 choices."""
-    if kernel is None:
-        print("not solved yet")
-        return False
-    _, experts = route(draw(20, 60), 6)
-    order, _ = sort_torch(experts, 60)
-    made = torch.full_like(order, -1)
-    kernel[(4,)](order, made, 120, BLOCK_R=32)
-    right = torch.equal(made.long(), order.argsort())
-    print("right" if right else "wrong")
-    return right
+    order, _ = sort_torch(route(draw(20, 60), 6)[1], 60)
+    return check(kernel, [order], order.argsort().int(), 120, 32)
 
 
 if __name__ == "__main__":
@@ -528,29 +542,22 @@ if __name__ == "__main__":
 
 # %%
 # **2.** Some models give each expert room for a fixed number of tokens, its
-# *capacity*, and drop the rest. The choice at place p of the order has the
-# number p less the place where its expert begins. Store its slot,
-# ``expert * CAPACITY`` plus that number; or -1, where the number is CAPACITY or
-# more.
+# *capacity*, and drop the rest. The position of choice ``order[p]`` is p minus
+# the place where its expert begins. Store at ``order[p]`` its *slot*,
+# ``expert * CAPACITY`` plus the position, or -1 from position CAPACITY on.
 
+# Takes experts_ptr, order_ptr, offsets_ptr, slots_ptr, R, CAPACITY, BLOCK_R
 capacity_kernel = None  # your kernel
 
 
 def check_capacity(kernel):
     """Print whether a kernel gives slots, of 5 for each of 8 experts."""
-    if kernel is None:
-        print("not solved yet")
-        return False
-    _, experts = route(draw(50, 8), 2)
-    hot = torch.nn.functional.one_hot(experts.flatten().long(), 8)
-    number = (hot.cumsum(0) * hot).sum(1) - 1
-    slots = torch.where(number < 5, experts.flatten() * 5 + number, -1)
-    made = torch.full_like(experts.flatten(), -7)
-    sizes = 100, 5, 32  # choices, the capacity, choices of a program
-    kernel[(4,)](experts, *sort_torch(experts, 8), made, *sizes)
-    right = torch.equal(made.long(), slots.long())
-    print("right" if right else "wrong")
-    return right
+    experts = route(draw(50, 8), 2)[1].flatten()
+    hot = torch.nn.functional.one_hot(experts.long(), 8)
+    position = (hot.cumsum(0) * hot).sum(1) - 1
+    slots = torch.where(position < 5, experts * 5 + position, -1).int()
+    inputs = experts, *sort_torch(experts, 8)
+    return check(kernel, inputs, slots, 100, 5, 32)
 
 
 if __name__ == "__main__":
@@ -593,8 +600,8 @@ def capacity_answer_kernel(
     choice = tl.load(order_ptr + place, mask=mask, other=0)
     expert = tl.load(experts_ptr + choice)
     ends_ptrs = offsets_ptr + expert - 1
-    number = place - tl.load(ends_ptrs, mask=expert > 0, other=0)
-    slot = tl.where(number < CAPACITY, expert * CAPACITY + number, -1)
+    position = place - tl.load(ends_ptrs, mask=expert > 0, other=0)
+    slot = tl.where(position < CAPACITY, expert * CAPACITY + position, -1)
     tl.store(slots_ptr + choice, slot, mask=mask)
 
 
