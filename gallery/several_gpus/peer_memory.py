@@ -290,7 +290,7 @@ if __name__ == "__main__":
 #   swaps in one step, and returns what was there. A flag that the other rank
 #   has not cleared yet is not set a second time: the loop goes on.
 # * **Release and acquire.** ``sem="release"`` has all earlier writes of this
-#   rank arrive before the flag; ``sem="acquire"`` keeps later reads behind it.
+#   rank arrive before the flag; ``sem="acquire"`` has later reads wait for it.
 # * **Scope.** ``scope="sys"`` makes that hold for other GPUs. The default,
 #   ``"gpu"``, holds within one.
 #
