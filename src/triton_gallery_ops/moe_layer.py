@@ -335,7 +335,8 @@ def _moe_layer_sum_kernel(
         if inverse_ptr is not None:
             place = tl.load(inverse_ptr + place).to(tl.int64)
         y_ptrs = y_ptr + place * H + offs_n
-        y = tl.load(y_ptrs, mask=(offs_n < H) & some, other=0.0).to(ACC)
+        end = tl.where(some, H, 0)
+        y = tl.load(y_ptrs, mask=offs_n < end, other=0.0).to(ACC)
         acc += tl.where(some, weight * y, 0.0)
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * H + offs_n, out, mask=offs_n < H)
