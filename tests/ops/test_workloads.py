@@ -240,8 +240,8 @@ def recorded(records: Path) -> list[LibraryRow]:
 
 
 def says(*times: float) -> Callable[..., dict[str, tuple[float, ...]]]:
-    """Return a clock by which all calls take the same time: its median, its percentiles, and no CPU time."""
-    return lambda calls, turns, prepare: dict.fromkeys(calls, (*times, 0.0, False))
+    """Return a clock by which all calls take the same time: its median, its percentiles, and the CPU time."""
+    return lambda calls, turns, prepare: dict.fromkeys(calls, (*times, 7.0, False))
 
 
 @pytest.fixture
@@ -280,6 +280,7 @@ def test_a_whole_run_is_recorded(host: tuple[Path, list[measure.Workload]]) -> N
     ]
     assert list(rows[0].rates) == ["Triton", "PyTorch", "torch.compile", "Other", "Roof"]
     assert rows[0].rates["Other"] is None, "it takes no tensors"
+    assert rows[0].cpu_us == dict.fromkeys(["Triton", "PyTorch", "torch.compile"], 7.0)
     median, low, high = rows[0].rates["Triton"]
     assert (low, median, high) == (median / 2, 2 * 8 * SMALL * 4, 2 * median)
     assert rows[2].rates["Triton"][0] == 3 * 8 * SMALL * 4, "two tensors are read by the backward"

@@ -24,7 +24,7 @@ HELPERS = {  # of lessons
 }
 OPS = "triton_gallery_ops"
 FOLDER = Path(__file__).parents[2] / OPS  # of this project's ops
-LATE = ("triton", "torch.utils.flop_counter")  # modules that load Triton: only below TRITON_INTERPRET
+LATE = ("triton", "transformers", "torch.utils.flop_counter")  # modules that load Triton: only below TRITON_INTERPRET
 WIDTH = 80
 FUNCTION = ("def ", "class ", "@")
 
