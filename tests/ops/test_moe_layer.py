@@ -319,7 +319,10 @@ def test_ways(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.d
         for weight in (gate_up, longer):
             given = some_x, weights, experts, weight, down
             assert_right(taken.moe_layer(*given), *given)
-    assert asked == [LAUNCHED[1]] * 4
+    made = taken.moe_layer_with_activations(*given)
+    for out, right in zip(made, exact_kept(*in_float64(given)), strict=True):
+        assert_close(LAYER, dtype, out, right)
+    assert asked == [LAUNCHED[1]] * 5
     asked.clear()
     odd = Draw(dtype)(9, 41)[:, :40]
     apart = Draw(dtype)(4, 40, 48).mT
@@ -582,7 +585,6 @@ BREAKS = [
     ),
     ("an expert's first choices alone", "(earlier % BLOCK_M == 0)", "(earlier == 0)"),
     ("the first choices again", "- earlier - 1  # (BLOCK_R,)", "- 1  # (BLOCK_R,)"),
-    ("experts that are not here", "if (expert >= 0) & (expert < E) & (", "if (expert >= 0) & ("),
     ("columns past F", "mask_m, mask_n = offs_m < rows, offs_n < F_H", "mask_m, mask_n = offs_m < rows, offs_n <= F_H"),
     ("the next expert's row", "mask_m, mask_n = offs_m < rows, ", "mask_m, mask_n = offs_m <= rows, "),
     ("a slope of SwiGLU", "s * (1 + gate * (1 - s))\n        d_ptrs", "s * (1 + gate)\n        d_ptrs"),
