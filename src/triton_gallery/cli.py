@@ -35,6 +35,7 @@ from triton_gallery.recipe.contents import Recipe, load
 from triton_gallery.recipe.device import NoEnvironmentError, detect
 from triton_gallery.recipe.needs import missing, packages
 from triton_gallery.recipe.new import create
+from triton_gallery.recipe.tables import TORCH_COMPILE, TRITON
 from triton_gallery.records.files import BadRecordError
 from triton_gallery.records.page_cache import Pages, Run
 from triton_gallery.records.record_store import TOOLS, Records
@@ -396,8 +397,7 @@ def try_versions(options: argparse.Namespace) -> int:
 
 def results(options: argparse.Namespace) -> int:
     """Print every recorded figure: those of the recipes' own benchmarks, then those beside other libraries."""
-    recipes = _recipes(options.recipe)
-    recorded = all_recorded(Records(RECORDS), recipes)
+    recorded = all_recorded(Records(RECORDS), _recipes(options.recipe))
     if options.json:
         print(json.dumps(recorded, indent=1))
         return 0
@@ -409,17 +409,17 @@ def results(options: argparse.Namespace) -> int:
         table.add_row(*map(Text, [*cells, "CPU decided" if row.cpu_bound else "", row.device, row.state]))
     console.print(table)
     table = Table("recipe", "work", "shape", "series", "value", "low", "high", "unit", "CPU us", "device", "state")
+    of_device = defaultdict[str, list[tuple[float, str, str]]](list)  # CPU time over torch.compile's, and of what
     for beside in recorded["libraries"]:
+        cpu_us, size = beside["cpu_us"], " x ".join(map(str, beside["shape"]))
+        if beside["state"] == "fresh" and {TRITON, TORCH_COMPILE} <= cpu_us.keys():
+            of_device[beside["device"]].append((cpu_us[TRITON] / cpu_us[TORCH_COMPILE], beside["work"], size))
         for series, rate in beside["rates"].items():
             figures = [_number(rate[name] if rate else None) for name in ("value", "low", "high")]
-            cells = [beside["recipe"], beside["work"], " x ".join(map(str, beside["shape"])), series, *figures]
-            cells += [beside["unit"], _number(beside["cpu_us"].get(series)), beside["device"], beside["state"]]
+            cells = [beside["recipe"], beside["work"], size, series, *figures, beside["unit"]]
+            cells += [_number(cpu_us.get(series)), beside["device"], beside["state"]]
             table.add_row(*map(Text, cells))
     console.print(table)
-    of_device = defaultdict[str, list[tuple[float, str, str]]](list)
-    for library_row in load_all(RECORDS):
-        if library_row.is_fresh(recipes) and (ratio := library_row.cpu_of_compiled):
-            of_device[library_row.environment.name].append((ratio, library_row.work, library_row.size))
     for device, ratios in of_device.items():
         worst, work, size = max(ratios)
         middle = statistics.median(ratio for ratio, *_ in ratios)

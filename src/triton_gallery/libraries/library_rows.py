@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from triton_gallery.recipe.tables import COMPILED, TRITON, Figures, Table
+from triton_gallery.recipe.tables import TRITON, Figures, Table
 from triton_gallery.records.files import OPS
 from triton_gallery.records.rows import Rate, Row, Rows
 
@@ -40,12 +40,6 @@ class LibraryRow(Row, frozen=True):
     def table(self) -> Table:
         """The medians, as a benchmark's table of one line."""
         return table_of([self])
-
-    @property
-    def cpu_of_compiled(self) -> float | None:
-        """The CPU time of a call of ours, in that of a call of `torch.compile`'s function; None if one was not kept."""
-        ours, compiled = self.cpu_us.get(TRITON), self.cpu_us.get(COMPILED)
-        return ours / compiled if ours and compiled else None
 
     @property
     def is_tie(self) -> bool:

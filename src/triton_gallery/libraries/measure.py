@@ -20,7 +20,7 @@ from triton_gallery.libraries.workload import Bytes, Function, Product, Workload
 from triton_gallery.recipe.contents import load
 from triton_gallery.recipe.device import detect
 from triton_gallery.recipe.measured import op_hash
-from triton_gallery.recipe.tables import COMPILED, ROOF, TRITON
+from triton_gallery.recipe.tables import ROOF, TORCH_COMPILE, TRITON
 from triton_gallery.records.files import BadRecordError
 from triton_gallery.records.git import commit
 
@@ -73,7 +73,7 @@ def contestants(work: Workload, libraries: Sequence[str]) -> dict[str, Function]
     ours, plain = work.ours(recipe_module(work.recipe)), work.torch(torch)
     functions = {"PyTorch": plain}
     if work.compiles:
-        functions[COMPILED] = torch.compile(plain, fullgraph=True, dynamic=False)
+        functions[TORCH_COMPILE] = torch.compile(plain, fullgraph=True, dynamic=False)
     for name in (name for name in libraries if name in work.libraries):
         functions[name] = work.libraries[name](importlib.import_module(LIBRARIES[name].module))
     return {TRITON: ours, **{name: work.called(function) for name, function in functions.items()}}
@@ -113,9 +113,12 @@ def rates(
     calls[ROOF] = amount.roof(trial.dtype, trial.device)
     results: dict[str, list[float] | None] = dict.fromkeys(functions)
     timed = gpu_time(calls, TURNS, prepare=trial.restore)  # type: ignore[no-untyped-call]
-    for name, (*times, _, _) in timed.items():
+    cpu_us = {}
+    for name, (*times, cpu, _) in timed.items():
         results[name] = rates_of(amount, times)
-    return results, {name: float(f"{timed[name][3]:.4g}") for name in calls if name != ROOF}
+        if name != ROOF:
+            cpu_us[name] = float(f"{cpu:.4g}")
+    return results, cpu_us
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -24,7 +24,7 @@ HELPERS = {  # of lessons
 }
 OPS = "triton_gallery_ops"
 FOLDER = Path(__file__).parents[2] / OPS  # of this project's ops
-LATE = ("triton", "torch.utils.flop_counter")  # modules that load Triton: only below TRITON_INTERPRET
+LATE = ("triton", "torch.utils.flop_counter")  # load Triton, which reads TRITON_INTERPRET then
 WIDTH = 80
 FUNCTION = ("def ", "class ", "@")
 
@@ -232,7 +232,7 @@ def _called(item: Imported) -> str:
 
 
 def _with_imports(script: str, wanted: Iterable[Imported]) -> str:
-    """Return a script that imports more, in the order of the alphabet: beside Triton what loads it, the rest on top."""
+    """Return a script that imports more, sorted: what loads Triton where the script does, and the rest on top."""
     tree, lines = ast.parse(script), script.splitlines(keepends=True)
     known = [*_imported(tree.body)]
     missing = [item for item in dict.fromkeys(wanted) if item not in known]

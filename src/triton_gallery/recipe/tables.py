@@ -15,7 +15,7 @@ from triton_gallery.recipe.data import Data
 if TYPE_CHECKING:
     import pandas
 
-COMPILED = "torch.compile"
+TORCH_COMPILE = "torch.compile"
 ROOF = "Roof"
 TRITON = "Triton"
 BYTES, OPERATIONS = "GB/s", "TFLOP/s"  # the units of what is measured beside other libraries

@@ -72,7 +72,8 @@ def _cells(rows: Sequence[LibraryRow], unit: str) -> tuple[list[str], list[list[
     dtype = ["dtype"] if any(row.dtype for row in rows) else []
     columns = ["size", *dtype, "Triton / best other", "Triton / roof", f"Triton Gallery ({unit})", *series[1:]]
     timed = [name for name in series if any(name in row.cpu_us for row in rows)]
-    columns += [f"CPU us, {', '.join(['Triton Gallery', *timed[1:]])}"] if timed else []
+    shown_names = ["Triton Gallery" if name == TRITON else name for name in timed]
+    columns += [f"CPU us, {', '.join(shown_names)}"] if timed else []
     cells = []
     for row in rows:
         ratio = f"{two_digits(row.table.ratio(0))}{' (tie)' if row.is_tie else ''}"
