@@ -196,7 +196,7 @@ def _for_each(compute: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "and_", "eq", "le", "lt"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "and_", "eq", "le", "lt", "gt"):
     _operator = _for_each(getattr(operator, _name))
     setattr(Values, f"__{_name.strip('_')}__", _operator)
     setattr(Values, f"__r{_name.strip('_')}__", lambda value, other, compute=_operator: compute(other, value))
@@ -234,10 +234,21 @@ class Pointer:
         """Move it."""
         return Pointer(self.tensor, self.places + _plain(other))
 
+    def __sub__(self, other: Any) -> "Pointer":
+        """Move it back."""
+        return Pointer(self.tensor, self.places - _plain(other))
+
+    @property
+    def dtype(self) -> SimpleNamespace:
+        """As Gluon has it."""
+        return SimpleNamespace(element_ty=Dtype(self.tensor.dtype))
+
     @property
     def memory(self) -> torch.Tensor:
-        """All that the tensor has, one element after another."""
-        return self.tensor.view(-1)
+        """What lies in memory from its first element on, the padding of its last row too."""
+        begin = self.tensor.storage_offset()
+        length = self.tensor.untyped_storage().nbytes() // self.tensor.element_size() - begin
+        return self.tensor.as_strided((length,), (1,), begin)
 
 
 class Shared:
@@ -264,6 +275,13 @@ class Shared:
     def permute(self, order: list[int]) -> "Shared":
         """Read it in another order."""
         return Shared(self.view.permute(order))
+
+    def load(self, _: Any) -> Values:
+        """Read it to registers; integers, as they are the only ones that a thread reads."""
+        for event in MACHINE.later:
+            for buffer in event.writes:
+                assert not self.overlaps(buffer), f"a thread reads what a {event.kind} writes"
+        return Values(self.view.long())
 
     def overlaps(self, other: "Shared") -> bool:
         """Whether both have a byte: buffers are of one kind, so they begin at the same one."""
@@ -304,7 +322,7 @@ class Descriptor:
         assert base.data_ptr() % 16 == 0
         assert all(stride > 0 and stride * base.element_size() % 16 == 0 for stride in strides[:-1])
         assert strides[-1] == 1
-        self.matrix = torch.as_strided(base, shape, strides)
+        self.base, self.strides = base, strides
         self.shape, self.block_shape, self.layout, self.dtype = shape, block, layout, Dtype(base.dtype)
         self.block_type = SimpleNamespace(nbytes=math.prod(block) * base.element_size())
 
@@ -315,9 +333,16 @@ class Descriptor:
 
     def part(self, place: list[int]) -> torch.Tensor:
         """Return the part of a block that lies within the matrix."""
+        place = [getattr(begin, "value", begin) for begin in place]  # of a constant
         assert all(begin >= 0 for begin in place)
-        pairs = zip(place, self.block_shape, strict=True)
-        return self.matrix[tuple(slice(begin, begin + extent) for begin, extent in pairs)]
+        pairs = zip(place, self.block_shape, self.shape, strict=True)
+        extents = [max(0, min(extent, length - begin)) for begin, extent, length in pairs]
+        # The engine adds up addresses modulo 2**64, which ragged descriptors rely on.
+        itemsize = self.base.element_size()
+        first = sum(begin * stride for begin, stride in zip(place, self.strides, strict=True)) * itemsize % 2**64
+        if not all(extents):
+            return self.base.new_empty(extents)
+        return torch.as_strided(self.base, extents, self.strides, self.base.storage_offset() + first // itemsize)
 
 
 class Kernel:
@@ -390,12 +415,24 @@ def _arange(start: int, end: int, layout: Any) -> Values:
     return Values(torch.arange(start, end))
 
 
-def _load_registers(pointers: Pointer) -> Values:
-    return Values(pointers.memory[pointers.places])
+def _load_registers(pointers: Pointer, mask: Values | bool | None = None, other: float = 0) -> Any:
+    if not isinstance(mask, Values):
+        return Int(other) if mask is False else _scalar(pointers.memory[pointers.places])
+    kept = mask.values
+    values = torch.full(pointers.places.shape, other, dtype=pointers.tensor.dtype)
+    values[kept] = pointers.memory[pointers.places[kept]]
+    return Values(values)
 
 
-def _store_registers(pointers: Pointer, values: Values) -> None:
-    pointers.memory[pointers.places] = values.values
+def _store_registers(pointers: Pointer, values: Values, mask: Values | None = None) -> None:
+    kept = torch.ones_like(pointers.places, dtype=torch.bool) if mask is None else mask.values
+    pointers.memory[pointers.places[kept]] = values.values[kept]
+
+
+def _scalar(values: torch.Tensor) -> Any:
+    """Return an integer that all threads have as such."""
+    is_integer = values.ndim == 0 and not values.is_floating_point()
+    return Int(values) if is_integer else Values(values)
 
 
 def _where(condition: Any, x: Any, y: Any) -> Values:
@@ -405,10 +442,16 @@ def _where(condition: Any, x: Any, y: Any) -> Values:
 def _extreme(of_tensors: Callable[..., Any], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
     def extreme(*numbers: Any) -> Any:
         if not any(isinstance(number, torch.Tensor) for number in numbers):
-            return of_numbers(numbers)
+            return (
+                Int(of_numbers(numbers)) if all(isinstance(number, int) for number in numbers) else of_numbers(numbers)
+            )
         return of_tensors(*map(torch.as_tensor, numbers))
 
     return _for_each(extreme)
+
+
+def _range(*extents: int) -> Iterator[Int]:
+    return map(Int, range(*extents))
 
 
 def _static_range(count: int) -> Iterator[int]:
@@ -504,15 +547,19 @@ def _wait_stores(pendings: int) -> None:
 
 gl = SimpleNamespace(
     constexpr=object,
+    int32=Dtype(torch.int32),
     int64=Dtype(torch.int64),
     float32=Dtype(torch.float64),  # sums are exact: what is tested is what is added up
     float16=Dtype(torch.float16),
     bfloat16=Dtype(torch.bfloat16),
+    float8e4nv=Dtype(torch.float8_e4m3fn),
+    float8e5=Dtype(torch.float8_e5m2),
     cdiv=lambda x, y: (x + y - 1) // y,
     minimum=_extreme(torch.minimum, min),
     maximum=_extreme(torch.maximum, max),
-    max=lambda values, axis: Values(values.values.amax(axis)),
-    sum=lambda values, axis: Values(values.values.sum(axis)),
+    max=lambda values, axis: _scalar(values.values.amax(axis)),
+    sum=lambda values, axis: _scalar(values.values.sum(axis)),
+    associative_scan=lambda values, axis, combine: Values(values.values.cumsum(axis)),
     exp2=_for_each(torch.exp2),
     fma=_for_each(lambda x, y, z: x * y + z),
     where=_where,
@@ -529,6 +576,8 @@ gl = SimpleNamespace(
     full=_full,
     NVMMADistributedLayout=lambda *arguments: arguments,
     SliceLayout=lambda *arguments: arguments,
+    BlockedLayout=lambda *arguments: arguments,
+    SwizzledSharedLayout=lambda *arguments: arguments,
     DotOperandLayout=lambda *arguments: arguments,
     NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: dtype),
 )
@@ -555,6 +604,7 @@ def names() -> dict[str, Any]:
     """Return what a recipe imports of Gluon, modelled."""
     return {
         "gl": gl,
+        "range": _range,
         "gluon": SimpleNamespace(jit=Kernel),
         "mbarrier": SimpleNamespace(
             MBarrierLayout=lambda: None, init=_init, invalidate=_invalidate, expect=_expect, arrive=_arrive, wait=_wait

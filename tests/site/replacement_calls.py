@@ -54,11 +54,13 @@ cos, sin = angles.cos(), angles.sin()
     "cumsum_long": ROWS,
     "topk": f"{ROWS}; k = 5",
     "topk_long": f"{ROWS}; k = 5",
+    "moe_routing": "logits, bias, k = torch.randn(9, 64), torch.randn(64) / 8, 6",
     "matmul": MATRICES,
     "tuned_matmul": MATRICES,
     "persistent_matmul": MATRICES,
     "skinny_matmul": "x, weight = torch.randn(3, 64), torch.randn(32, 64)",
     "quantize": "x = 2.0 ** torch.randint(-3, 9, (4, 256))",
+    "fused_quantize": "x, residual, weight, eps = *(2.0 ** torch.randint(0, 3, (2, 4, 256))), torch.ones(256), 1e-6",
     "fp8_matmul": """
 x, weight = torch.randint(-2, 3, (2, 16, 32)).to(torch.float8_e4m3fn)
 scale_x, scale_weight = 2.0 ** torch.randint(-3, 3, (2, 16, 1))
@@ -67,9 +69,29 @@ scale_x, scale_weight = 2.0 ** torch.randint(-3, 3, (2, 16, 1))
 x, weight = torch.randint(-1, 2, (2, 128, 256)).to(torch.float8_e4m3fn)
 scale_x, scale_weight = 2.0 ** torch.randint(0, 2, (128, 2)), 2.0 ** torch.randint(0, 2, (1, 2))
 """,
+    "mx_matmul": """
+x, weight = torch.randint(-1, 2, (2, 16, 64)).to(torch.float8_e4m3fn)
+scale_x, scale_weight = torch.randint(126, 129, (2, 16, 2), dtype=torch.uint8)
+""",
     "int4_matmul": """
 x, codes = torch.randn(3, 256), torch.randint(0, 16, (32, 256))
 scales, zeros = torch.randint(1, 9, (2, 32)).half() / 16, torch.randint(0, 16, (2, 32))
+""",
+    "grouped_matmul": """
+x, weight, offsets = torch.randn(9, 16), torch.randn(3, 8, 16), torch.tensor([4, 4, 9], dtype=torch.int32)
+""",
+    "moe_layer": """
+x, top_k_weights, top_k_index = torch.randn(5, 16), torch.rand(5, 2), torch.tensor([[0, 2], [1, 0]] * 3)[:5]
+gate_up_proj, down_proj = torch.randn(3, 24, 16) / 4, torch.randn(3, 16, 12) / 4
+""",
+    "load_balance": """
+router_logits, num_experts, k = torch.randn(3, 18, 8).unbind(), 8, 2
+attention_mask = (torch.arange(18).view(2, 9) % 9 < 7).long()
+""",
+    "ScalingType, scaled_grouped_mm": """
+x = torch.randint(-2, 3, (9, 32)).to(torch.float8_e4m3fn)
+weight, offsets = torch.randint(-2, 3, (3, 16, 32)).to(x.dtype), torch.tensor([4, 4, 9], dtype=torch.int32)
+scale_x, scale_weight = 2.0 ** torch.randint(-3, 3, (9,)), 2.0 ** torch.randint(-3, 3, (3, 16))
 """,
     "linear_gelu": "x, weight, bias = torch.randn(3, 64), torch.randn(32, 64), torch.randn(32)",
     "flash_attention": HEADS,
@@ -144,6 +166,16 @@ cos, sin = cos[positions, None], sin[positions, None]
 q_turned, k_turned = turned(q), turned(k)
 k_cache.view(-1, 2, 16)[slots] = k_turned
 v_cache.view(-1, 2, 16)[slots] = v
+""",
+    "load_balancing_loss_func": """
+rows = torch.cat(router_logits)[attention_mask.flatten().bool().repeat(3)]
+counts = rows.topk(k).indices.flatten().bincount(minlength=num_experts)
+loss = num_experts * (counts / len(rows) * rows.softmax(-1).mean(0)).sum()
+""",
+    "ScalingType, scaled_grouped_mm": """
+wide = weight.float() * scale_weight[..., None]
+parts = [rows @ matrix.T for rows, matrix in zip(x.float().split([4, 0, 5]), wide, strict=True)]
+y = (torch.cat(parts) * scale_x[:, None]).bfloat16()
 """,
     "chunk_simple_gla": STATES.format(row="v[:, t]"),
     "chunk_gated_delta_rule": STATES.format(
