@@ -365,9 +365,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``block_scaled_matmul(x, weight, scale_x, scale_weight)`` is this gallery's
 # op. To ``descriptor_kernel`` it adds one program per multiprocessor
 # (``persistent_matmul.py``), smaller tiles for few rows, and strided scales. On
-# Hopper, more than 64 rows go to a kernel in Gluon (``gluon_matmul.py``): two
-# or three groups of four warps multiply, each for 64 rows, and do not wait for
-# each other. So one can scale while the tensor cores multiply for another.
+# Hopper, it is a kernel in Gluon (``gluon_matmul.py``): up to three groups of
+# four warps multiply, each for 64 rows, and do not wait for each other. So one
+# can scale while the tensor cores multiply for another.
 
 from triton_gallery_ops.block_scaled_matmul import block_scaled_matmul
 

@@ -52,11 +52,16 @@ BLOCK_SCALED_MATMUL_TILES = [
     (64, 32, 4, 6),
 ]
 # BLOCK_M, BLOCK_N, groups of four warps that multiply, and the most stages
-BLOCK_SCALED_MATMUL_HOPPER = [(128, 128, 2, 6), (192, 128, 3, 4)]
+BLOCK_SCALED_MATMUL_HOPPER = [
+    (192, 128, 3, 4),
+    (128, 128, 2, 6),
+    (64, 128, 1, 8),
+    (64, 64, 1, 10),
+    (64, 32, 1, 12),
+]
 # registers of a thread: at the launch, and of those that multiply
-BLOCK_SCALED_MATMUL_REGISTERS = {2: (168, 240), 3: (128, 160)}
-BLOCK_SCALED_MATMUL_EDGE = 48  # what an edge of a tile costs, beside its area
-BLOCK_SCALED_MATMUL_WAIT = 1.4  # what the same area costs where all warps wait
+BLOCK_SCALED_MATMUL_REGISTERS = {1: (168, 240), 2: (168, 240), 3: (128, 160)}
+BLOCK_SCALED_MATMUL_EDGE = 128  # what an edge of a tile costs, beside its area
 BLOCK_SCALED_MATMUL_DTYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
@@ -161,6 +166,36 @@ def _block_scaled_matmul_produce(source, sizes, ring, GROUPS: gl.constexpr):
 
 
 @gluon.jit
+def _block_scaled_matmul_scales(step, steps, rows, block, strides, mask):
+    """Load the scales of a step: of rows (ROWS,), and of the one block."""
+    stride_xk, stride_wk = strides
+    step = gl.minimum(step, steps - 1)
+    of_rows = gl.load(rows + step * stride_xk, mask=mask, other=0.0)
+    return of_rows, gl.load(block + step * stride_wk)
+
+
+@gluon.jit
+def _block_scaled_matmul_step(
+    NUMBER: gl.constexpr, n, acc, part, scale, ring, GROUPS: gl.constexpr
+):
+    x, weight, full, empty = ring
+    STAGES: gl.constexpr = weight.shape[0]
+    stage = n % STAGES
+    mbarrier.wait(full.index(stage), n // STAGES & 1)
+    part = warpgroup_mma(
+        x.index(GROUPS * stage + NUMBER),
+        weight.index(stage).permute([1, 0]),
+        part,
+        use_acc=False,
+        is_async=True,
+    )
+    part = warpgroup_mma_wait(0, deps=(part,))
+    mbarrier.arrive(empty.index(stage))
+    # Meanwhile the tensor cores multiply for the other groups.
+    return acc + part * scale[:, None], part
+
+
+@gluon.jit
 def _block_scaled_matmul_consume(
     NUMBER: gl.constexpr,  # of this group of warps
     given,
@@ -168,16 +203,15 @@ def _block_scaled_matmul_consume(
 ):
     out_desc, out, sizes, ring, scales = given
     tiles, M, N, K = sizes
-    x, weight, full, empty = ring
-    scale_x_ptr, scale_weight_ptr, strides = scales
-    stride_xm, stride_xk, stride_wn, stride_wk = strides
-    STAGES: gl.constexpr = weight.shape[0]
+    scale_x_ptr, scale_weight_ptr, all_strides = scales
+    stride_xm, stride_xk, stride_wn, stride_wk = all_strides
     ROWS: gl.constexpr = out_desc.block_shape[0]
     BLOCK_N: gl.constexpr = out_desc.block_shape[1]
-    BLOCK_K: gl.constexpr = weight.shape[2]
+    BLOCK_K: gl.constexpr = ring[1].shape[2]
     sums: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 32]
     )
+    steps, strides = K // BLOCK_K, (stride_xk, stride_wk)
     n = 0  # steps of all tiles, as the producer counts them
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         off_m, off_n = _block_scaled_matmul_place(
@@ -186,35 +220,28 @@ def _block_scaled_matmul_consume(
         off_m += NUMBER * ROWS
         offs_m = off_m + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
         mask = offs_m < M  # (ROWS,)
-        of_rows = scale_x_ptr + offs_m.to(gl.int64) * stride_xm
+        rows = scale_x_ptr + offs_m.to(gl.int64) * stride_xm
         # A tile is within one block of columns.
-        of_block = (
-            scale_weight_ptr + (off_n // BLOCK_K).to(gl.int64) * stride_wn
-        )
+        block = scale_weight_ptr + (off_n // BLOCK_K).to(gl.int64) * stride_wn
+        where = steps, rows, block, strides, mask
         acc = gl.zeros((ROWS, BLOCK_N), gl.float32, sums)
         part = gl.zeros((ROWS, BLOCK_N), gl.float32, sums)
-        scale = gl.load(of_rows, mask=mask, other=0.0) * gl.load(of_block)
-        for k in range(0, K, BLOCK_K):
-            stage = n % STAGES
-            mbarrier.wait(full.index(stage), n // STAGES & 1)
-            part = warpgroup_mma(
-                x.index(GROUPS * stage + NUMBER),
-                weight.index(stage).permute([1, 0]),
-                part,
-                use_acc=False,
-                is_async=True,
+        x0, w0 = _block_scaled_matmul_scales(0, *where)
+        x1, w1 = _block_scaled_matmul_scales(1, *where)
+        for step in range(0, steps, 2):
+            # A load takes longer than a step: it is for two steps later.
+            x2, w2 = _block_scaled_matmul_scales(step + 2, *where)
+            x3, w3 = _block_scaled_matmul_scales(step + 3, *where)
+            acc, part = _block_scaled_matmul_step(
+                NUMBER, n, acc, part, x0 * w0, ring, GROUPS
             )
-            # The scales of the next step come while this one multiplies.
-            coming = gl.minimum(k + BLOCK_K, K - BLOCK_K) // BLOCK_K
-            later = gl.load(
-                of_rows + coming * stride_xk, mask=mask, other=0.0
-            ) * gl.load(of_block + coming * stride_wk)
-            part = warpgroup_mma_wait(0, deps=(part,))
-            mbarrier.arrive(empty.index(stage))
-            # Meanwhile the tensor cores multiply for the other groups.
-            acc += part * scale[:, None]
-            scale = later
             n += 1
+            if step + 1 < steps:
+                acc, part = _block_scaled_matmul_step(
+                    NUMBER, n, acc, part, x1 * w1, ring, GROUPS
+                )
+                n += 1
+            x0, w0, x1, w1 = x2, w2, x3, w3
         tma.store_wait(0)  # the store of the last tile has read the buffer
         piece = out.index(NUMBER)
         piece.store(acc.to(out_desc.dtype))
@@ -260,7 +287,16 @@ def _block_scaled_matmul_hopper_kernel(
     strides = stride_xm, stride_xk, stride_wn, stride_wk
     scales = scale_x_ptr, scale_weight_ptr, strides
     given, source = (out_desc, out, sizes, ring, scales), (x_desc, weight_desc)
-    if GROUPS == 2:
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_block_scaled_matmul_consume, (0, given, GROUPS)),
+                (_block_scaled_matmul_produce, (source, sizes, ring, GROUPS)),
+            ],
+            [1],
+            [24],
+        )
+    elif GROUPS == 2:
         gl.warp_specialize(
             [
                 (_block_scaled_matmul_consume, (0, given, GROUPS)),
@@ -295,10 +331,7 @@ def _block_scaled_matmul_is_hopper(device):
 def _block_scaled_matmul_plan(
     M, N, itemsize, multiprocessors, shared, is_hopper
 ):
-    """Return the number of programs, their tile and its stages.
-
-    And whether the kernel in Gluon takes them.
-    """
+    """Return the number of programs, their tile and its stages."""
 
     def stages(tile):
         BLOCK_M, BLOCK_N, _, most = tile
@@ -312,14 +345,13 @@ def _block_scaled_matmul_plan(
     def cost(tile):
         rounds = triton.cdiv(number(tile), multiprocessors)
         edges = BLOCK_SCALED_MATMUL_EDGE * (tile[0] + tile[1])
-        wait = 1.0 if tile in hopper else BLOCK_SCALED_MATMUL_WAIT
-        return rounds * (wait * tile[0] * tile[1] + edges)
+        return rounds * (tile[0] * tile[1] + edges)
 
-    hopper = BLOCK_SCALED_MATMUL_HOPPER if is_hopper else []
-    tiles = [*hopper, *BLOCK_SCALED_MATMUL_TILES]
+    tiles = BLOCK_SCALED_MATMUL_TILES
+    tiles = BLOCK_SCALED_MATMUL_HOPPER if is_hopper else tiles
     tile = min((t for t in tiles if stages(t) >= 3), key=cost)
     programs = min(multiprocessors, number(tile))
-    return programs, tile, stages(tile), tile in hopper
+    return programs, tile, stages(tile)
 
 
 def _block_scaled_matmul_descriptor(matrix, shape, strides, block):
@@ -388,11 +420,10 @@ def _block_scaled_matmul_launch(
         side_x = _fp8_matmul_rows(x.reshape(M, K))
         side_weight = _fp8_matmul_rows(weight)
         scale_x = scale_x.reshape(M, -1)
-        plan = M, N, out_dtype.itemsize, multiprocessors, shared
-        plan = _block_scaled_matmul_plan(
-            *plan, _block_scaled_matmul_is_hopper(x.device)
+        specialized = _block_scaled_matmul_is_hopper(x.device)
+        programs, (m, n, count, _), num_stages = _block_scaled_matmul_plan(
+            *(M, N, out_dtype.itemsize, multiprocessors, shared, specialized)
         )
-        programs, (m, n, count, _), num_stages, specialized = plan
         GROUP = BLOCK_SCALED_MATMUL_GROUP
         rows, describe = m, TensorDescriptor
         if specialized:

@@ -24,9 +24,9 @@ LOAD_BALANCE_MASKS = torch.bool, torch.uint8, torch.int32, torch.int64
 LOAD_BALANCE_EXPERTS = 1024
 LOAD_BALANCE_TOKENS = 2**30
 LOAD_BALANCE_TILE = 4096  # logits that a program has at a time, at most
-LOAD_BALANCE_ROWS = 128  # tokens that a program has at a time, at most
-LOAD_BALANCE_BLOCKS = 512  # programs that add up
-LOAD_BALANCE_COLUMNS = 32  # experts that a program finishes
+LOAD_BALANCE_ROWS = 256  # tokens that a program has at a time, at most
+LOAD_BALANCE_BLOCKS = 264  # programs that add up
+LOAD_BALANCE_COLUMNS = 16  # experts that a program finishes
 LOAD_BALANCE_SUMS = 2048  # sums that it adds up at a time
 
 

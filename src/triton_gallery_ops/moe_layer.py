@@ -44,7 +44,7 @@ MOE_LAYER_NAMESPACE = "triton_gallery"
 # Whether the first product loads rows of x from where they lie. Otherwise they
 # are copied in the order of experts, and the copy engine loads the copies.
 MOE_LAYER_GATHER = True
-MOE_LAYER_FEW = 1024  # choices that are not sorted, where nothing is kept
+MOE_LAYER_FEW = 2  # choices of an expert, which are not sorted if none is kept
 MOE_LAYER_ROWS = 16  # of an expert that a program takes, of a few choices
 # BLOCK_N, BLOCK_K, warps and stages of these: of products with gate and up
 # where programs would be too few, where they are enough, and of those with down
@@ -437,7 +437,7 @@ def _moe_layer_sum(y, experts, weights, inverse, E):
     (T, k), H = experts.shape, y.shape[1]
     out = y.new_empty(T, H)
     BLOCK_N = min(MOE_LAYER_SUM, triton.next_power_of_2(H))
-    if T * k <= MOE_LAYER_FEW:
+    if T * k <= MOE_LAYER_FEW * E:
         BLOCK_N = min(BLOCK_N, MOE_LAYER_SUM // 4)
     tiles_n = triton.cdiv(H, BLOCK_N)
     _moe_layer_sum_kernel[(T * tiles_n,)](
@@ -540,7 +540,7 @@ def _moe_layer_launch(x, weights, experts, gate_up, down, keep=True):
         return x.new_zeros(x.shape), kept
     experts, weights = experts.contiguous(), weights.contiguous()
     with torch.accelerator.device_index(x.device.index):
-        if R <= MOE_LAYER_FEW and not keep:
+        if R <= MOE_LAYER_FEW * E and not keep:
             h, y = x.new_empty(R, F), x.new_empty(R, x.shape[1])
             _moe_layer_few(x, gate_up, h, experts, True)
             _moe_layer_few(h, down, y, experts, False)

@@ -126,7 +126,6 @@ def modelled(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
         patch.setattr(recipe, "_fp8_matmul_gpu", lambda _: (2, gluon_model.ROOM))
         patch.setattr(recipe, "_block_scaled_matmul_is_hopper", lambda _: True)
-        patch.setattr(recipe, "BLOCK_SCALED_MATMUL_TILES", [])  # else few rows would not go to Gluon
         yield recipe
     end_ops(recipe)  # PyTorch 2.11 refuses a second one
 
@@ -157,14 +156,14 @@ def assert_modelled(modelled: ModuleType, size: tuple[Any, ...], dtype: torch.dt
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_which_kernel_takes_a_product(load_op: Callable[[str], ModuleType], itemsize: int) -> None:
-    """Few rows go to the kernel in Triton, many to that in Gluon on Hopper; both fit into its shared memory."""
+    """On Hopper all go to the kernel in Gluon, few rows with small tiles; what is chosen fits into shared memory."""
     plan = load_op(RECIPE)._block_scaled_matmul_plan
     for rows_of_x in (1, 16, 64, 1024, 4096, 16384):
         for is_hopper in (False, True):
-            _, (rows, columns, _, _), stages, specialized = plan(
-                rows_of_x, 7168, itemsize, 132, gluon_model.ROOM, is_hopper
-            )
-            assert specialized == (is_hopper and rows_of_x > 64)
+            _, tile, stages = plan(rows_of_x, 7168, itemsize, 132, gluon_model.ROOM, is_hopper)
+            rows, columns, count, _ = tile
+            assert not is_hopper or rows == 64 * count
+            assert rows_of_x > 64 or rows == 64
             assert stages >= 3
             assert rows * columns * itemsize + stages * (rows + columns) * GROUP < gluon_model.ROOM
 
@@ -185,17 +184,17 @@ BREAKS = [
         "acc = tl.dot(x, weight, acc) * scale[:, None]",
     ),
     ("without the last block of K", "for k in range(0, K, GROUP):", "for k in range(0, K - GROUP, GROUP):"),
-    ("on Hopper, the scale of a step is that of the first", "            scale = later\n", ""),
+    ("on Hopper, scales of steps are those of the first two", "            x0, w0, x1, w1 = x2, w2, x3, w3\n", ""),
     ("on Hopper, scales of rows of the first group", "off_m += NUMBER * ROWS\n", "off_m += 0\n"),
     (
         "on Hopper, the accumulator is scaled again",
-        "other groups.\n            acc += part * scale[:, None]",
-        "other groups.\n            acc = (acc + part) * scale[:, None]",
+        "return acc + part * scale[:, None], part",
+        "return (acc + part) * scale[:, None], part",
     ),
     (
         "on Hopper, the accumulator reads a buffer that is given back",
-        "            part = warpgroup_mma_wait(0, deps=(part,))\n            mbarrier.arrive(empty.index(stage))\n",
-        "            mbarrier.arrive(empty.index(stage))\n            part = warpgroup_mma_wait(0, deps=(part,))\n",
+        "    part = warpgroup_mma_wait(0, deps=(part,))\n    mbarrier.arrive(empty.index(stage))\n",
+        "    mbarrier.arrive(empty.index(stage))\n    part = warpgroup_mma_wait(0, deps=(part,))\n",
     ),
     (
         "on Hopper, the accumulator is stored over a store",

@@ -256,6 +256,7 @@ CONTRACT = [
         special=None,
         shapes=None,
     ),
+    replace(LAYER, name="moe_layer, not sorted", settings={"MOE_LAYER_FEW": 1024}, refused=(), gradients=None),
     replace(LAYER, name="moe_layer, sorted", settings={"MOE_LAYER_FEW": 0}, refused=(), gradients=None),
     replace(
         LAYER,
@@ -308,11 +309,12 @@ def test_ways(taken: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.d
 
     for name in LAUNCHED:
         monkeypatch.setattr(taken, name, Noted(name))
+    monkeypatch.setattr(taken, "MOE_LAYER_FEW", 5)  # of each of four experts; there are 18
     x, weights, experts, gate_up, down = arguments(Draw(dtype), 9, 4, 2, 40, 24)
     assert_right(taken.moe_layer(x, weights, experts, gate_up, down), x, weights, experts, gate_up, down)
     assert asked == [LAUNCHED[0]] * 2
     asked.clear()
-    monkeypatch.setattr(taken, "MOE_LAYER_FEW", 17)  # there are 18
+    monkeypatch.setattr(taken, "MOE_LAYER_FEW", 4)
     wide = Draw(dtype)(9, 48)[:, :40]
     longer = Draw(dtype)(5, 48, 48)[1:, :, :40]
     for some_x in (x, wide):
