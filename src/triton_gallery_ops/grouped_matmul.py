@@ -82,7 +82,7 @@ GROUPED_MATMUL_FP8_BLOCKS = [
 GROUPED_MATMUL_FP8_HOPPER = [(128, 128, 128, 2, 6), (192, 128, 128, 3, 4)]
 # registers of a thread: at the launch, and of those that multiply
 GROUPED_MATMUL_FP8_REGISTERS = {2: (168, 240), 3: (128, 160)}
-GROUPED_MATMUL_FP8_WAIT = 1.4  # what the same area costs where all warps wait
+GROUPED_MATMUL_FP8_STEP = 80  # what a step costs, beside rows and columns
 GROUPED_MATMUL_FP8_DTYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
@@ -902,15 +902,14 @@ def _grouped_matmul_fp8_plan(groups, R, N, itemsize, gpu, blocks, hopper):
 
     def cost(tile):
         number = _grouped_matmul_number(groups, R, N, False, tile)
-        wait = GROUPED_MATMUL_FP8_WAIT if special and tile not in special else 1
-        edges = GROUPED_MATMUL_EDGE * (tile[0] + tile[1])
-        rounds = max(1, number / multiprocessors)
-        return rounds * (wait * tile[0] * tile[1] + edges)
+        rounds, edges = max(1, number / multiprocessors), tile[0] + tile[1]
+        if special:  # on an H200, a step takes time by its edges
+            return rounds * (edges + GROUPED_MATMUL_FP8_STEP)
+        return rounds * (tile[0] * tile[1] + GROUPED_MATMUL_EDGE * edges)
 
     tiles = GROUPED_MATMUL_FP8_BLOCKS if blocks else GROUPED_MATMUL_FP8_ENGINE
     special = GROUPED_MATMUL_FP8_HOPPER if blocks and hopper else []
-    fit = (t for t in [*special, *tiles] if stages(t) >= 3)
-    tile = min(fit, key=cost)
+    tile = min((t for t in special or tiles if stages(t) >= 3), key=cost)
     most = (R // tile[0] + groups) * triton.cdiv(N, tile[1])
     programs = min(multiprocessors, most)
     return programs, tile, stages(tile), tile in special
