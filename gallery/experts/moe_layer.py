@@ -329,10 +329,10 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     y = torch.randn(T * k, H, device=DEVICE, dtype=DTYPE)
     sums = {"PyTorch": sum_torch, "atomic": add_atomic, "sum_kernel": add}
     calls = {who: partial(f, y, weights, inverse) for who, f in sums.items()}
-    for who, time in gpu_time(calls, turns=20).items():
+    for who, (ms, *_) in gpu_time(calls, turns=20).items():
         first = calls[who]()
         differ = sum(not torch.equal(calls[who](), first) for _ in range(20))
-        print(f"{who}: {time[0]:.2f} ms, {differ} of 20 runs differ")
+        print(f"{who}: {ms:.2f} ms, {differ} of 20 runs differ")
 
 # %%
 # The gradients

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import torch
 from inputs import DEVICE
 from project import ROOT
 
+needs_a_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU: make test-gpu")
 GUIDE = ROOT / "docs" / "guide" / "take.md"
 EXAMPLES = dict(re.findall(r"(?ms)^\*\*(.*?)\*\*.*?^```python\n(.*?)^```$", GUIDE.read_text().split("\n## ")[1]))
 
 
 def test_examples_are_found() -> None:
-    names = ["In PyTorch", "In a CUDA graph.", "In a package of AOTInductor", "As one file in your package"]
-    assert list(EXAMPLES) == names
+    names = ["In PyTorch", "In a CUDA graph.", "In a package of AOTInductor", "In another process"]
+    assert list(EXAMPLES) == [*names, "As one file in your package"]
 
 
 @pytest.fixture
@@ -45,11 +47,17 @@ def test_pytorch(scope: dict[str, Any]) -> None:
     assert scope["norm"].weight.grad.abs().sum() > 0
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU: make test-gpu")
-@pytest.mark.parametrize("name", ["In a CUDA graph.", "In a package of AOTInductor"])
-def test_on_gpu(scope: dict[str, Any], name: str) -> None:
-    run(name, scope)
+@needs_a_gpu
+def test_graph(scope: dict[str, Any]) -> None:
+    run("In a CUDA graph.", scope)
     torch.testing.assert_close(scope["y"], expected(scope))
+
+
+@needs_a_gpu
+def test_package(scope: dict[str, Any]) -> None:
+    run("In a package of AOTInductor", scope)
+    checked = EXAMPLES["In another process"] + "\ntorch.testing.assert_close(y, torch.ones_like(y))"
+    subprocess.run([sys.executable, "-c", checked], check=True)
 
 
 def test_file_of_ones_own(scope: dict[str, Any], tmp_path: Path) -> None:
