@@ -5,8 +5,11 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from bs4 import BeautifulSoup
@@ -16,7 +19,7 @@ from project import ROOT, Project, whole_page
 from triton_gallery.libraries import measure
 from triton_gallery.libraries.library_rows import LibraryRow, load_all, merge, table_of
 from triton_gallery.recipe.contents import load
-from triton_gallery.recipe.device import Environment
+from triton_gallery.recipe.device import Environment, Slot
 from triton_gallery.recipe.hashes import hash_of
 from triton_gallery.records.files import BadRecordError
 
@@ -373,6 +376,30 @@ def test_unknown_work_is_named() -> None:
     refused = run("fusion/none")
     assert refused.returncode == 2
     assert refused.stderr == "not measured beside other libraries: fusion/none\n"
+
+
+def test_several_gpus_measure_side_by_side(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each recipe has a process, and a GPU that no other has meanwhile; what fails is said at the end."""
+    both, busy, started = threading.Barrier(2, timeout=60), set(), []
+
+    def measured(command: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
+        *_, key = command
+        gpu = env["CUDA_VISIBLE_DEVICES"]
+        assert gpu not in busy
+        busy.add(gpu)
+        started.append((key, gpu))
+        both.wait()
+        busy.remove(gpu)
+        return SimpleNamespace(stdout=f"measured {key}\n", returncode=int(key == "fusion/rope"))
+
+    gpu = SimpleNamespace(is_gpu=True)
+    monkeypatch.setattr(measure, "detect", lambda: [Slot(gpu, "5"), Slot(gpu, "7")])
+    monkeypatch.setattr(measure.subprocess, "run", measured)
+    keys = ["fusion/softmax", "fusion/rope", "fusion/swiglu", "fusion/topk"]
+    assert measure.main(keys) == 1
+    assert sorted(key for key, _ in started) == sorted(keys)
+    assert {gpu for _, gpu in started} == {"5", "7"}
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(f"measured {key}" for key in keys)
 
 
 def test_library_that_is_not_installed_is_left_out(

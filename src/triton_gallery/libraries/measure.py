@@ -1,24 +1,29 @@
 """Measures the gallery's ops beside other libraries', on this machine's GPU, and records the figures.
 
 `make libraries` runs it. With recipes (`section/name`) it measures theirs alone; the other rows of the table stay as
-they are. A library that is not installed is left out. Further rows of the table are an entry of
-`benchmarks/<recipe>.py`, a further library is one of LIBRARIES.
+they are. On several GPUs, recipes are measured side by side, each by a process that has a GPU to itself. A library
+that is not installed is left out. Further rows of the table are an entry of `benchmarks/<recipe>.py`, a further library
+is one of LIBRARIES.
 """
 
 import argparse
 import datetime
 import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from queue import SimpleQueue
 from typing import Any
 
 from triton_gallery.libraries.library_rows import LibraryRow, load_all, merge
 from triton_gallery.libraries.trial import DEVICE, GALLERY, RECORDS, Trial, load_workloads, rates_of, recipe_module
 from triton_gallery.libraries.workload import Bytes, Function, Product, Workload
 from triton_gallery.recipe.contents import load
-from triton_gallery.recipe.device import detect
+from triton_gallery.recipe.device import Slot, detect
 from triton_gallery.recipe.measured import op_hash
 from triton_gallery.recipe.tables import ROOF, TORCH_COMPILE, TRITON
 from triton_gallery.records.files import BadRecordError
@@ -130,7 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(chosen) - {work.recipe for work in works}:
         print(f"not measured beside other libraries: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    environment = detect()[0].environment
+    gpus = detect()
+    environment = gpus[0].environment
     if not environment.is_gpu:
         print("torch sees no GPU here: libraries are measured on one", file=sys.stderr)
         return 2
@@ -139,6 +145,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BadRecordError as error:
         print(error, file=sys.stderr)
         return 2
+    keys = list(dict.fromkeys(work.recipe for work in works))
+    if min(len(gpus), len(keys)) > 1:
+        return side_by_side(keys, gpus)
     recipes = {recipe.key: recipe for recipe in load(GALLERY)}
     versions = installed()
     date, revision = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), commit()
@@ -165,6 +174,25 @@ def main(arguments: list[str] | None = None) -> int:
     if failed:
         print(f"{failed} rows were not measured")
     return int(failed > 0)
+
+
+def side_by_side(keys: Sequence[str], gpus: Sequence[Slot]) -> int:
+    """Measure each recipe in a process of its own, which has a GPU to itself; return 1 if one failed, else 0."""
+    free: SimpleQueue[str | None] = SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu.visible)
+
+    def measured(key: str) -> bool:
+        visible = free.get()
+        command = [sys.executable, "-m", "triton_gallery.libraries.measure", key]
+        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": str(visible)}
+        done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        free.put(visible)
+        print(done.stdout, end="", flush=True)
+        return done.returncode == 0
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return int(not all(list(pool.map(measured, keys))))
 
 
 def measure_size(
