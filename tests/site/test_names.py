@@ -56,6 +56,7 @@ def test_names_are_resolved_through_imports() -> None:
     ]
 
 
+@pytest.mark.usefixtures("quick_interpreter")  # it imports Triton
 def test_table_of_documentation_has_names_that_exist() -> None:
     names = [name for line in re.findall(r'(?s)names = "+(.*?)"', TABLE.read_text()) for name in line.split()]
     assert len(names) == len(set(names)) > 100

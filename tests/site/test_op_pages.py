@@ -131,6 +131,7 @@ def test_index_has_every_op_and_what_it_is_taken_for(parsed: Callable[[str], Bea
     assert [link.text for link in page.select("table.called a") if "softmax" in link.text]
 
 
+@pytest.mark.usefixtures("quick_interpreter")  # it imports Triton
 def test_what_ops_are_taken_for_exists() -> None:
     """Of torch, which is here; names of other libraries were read in their sources."""
     assert replaces().keys() <= {*OPS}
