@@ -414,8 +414,8 @@ def load_balance_loss(
     several layers one after another. The probabilities are the softmax of the
     logits or, with ``score="sigmoid"``, their sigmoid divided by its sum, as in
     DeepSeek-V3 (Liu et al., 2024, arXiv:2412.19437). Its loss of each sequence
-    takes ``sequences``: the tokens are those of so many sequences of one
-    length, one after another, and the result is the mean of their losses.
+    takes ``sequences``, the number of sequences, of one length, that the tokens
+    are, one after another; the result is the mean of their losses.
 
     The loss is float32, or float64 for float64, and NaN where no token counts.
     The gradient of the logits has their dtype, and none itself. Both are
