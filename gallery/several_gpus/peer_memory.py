@@ -61,7 +61,7 @@ from triton_gallery.ranks import join_ranks, meet_ranks, shared_on_cpu
 #     torchrun --nproc-per-node=2 peer_memory.py
 #
 # ``torchrun`` tells each process its rank, in environment variables. All ranks
-# run the same lines; what follows is said by rank 0 alone. Started without
+# run the same lines, and only rank 0 prints. Started without
 # ``torchrun``, this process is the only rank, and its own neighbor.
 
 RANK, RANKS = join_ranks()
@@ -141,10 +141,10 @@ if __name__ == "__main__":
 #
 # The kernel takes the table and a rank. It loads an int64 from the table, and
 # ``.to(tl.pointer_type(tl.float32))`` makes a pointer of it. What follows is a
-# copy as in *Vector addition*. Triton knows how tensors are aligned that are
-# passed to a kernel, but nothing of an address that a kernel loads.
-# ``tl.multiple_of`` tells that it is a multiple of 16 bytes, which lets each
-# thread load 16 bytes at once.
+# copy as in *Vector addition*. Triton sees how a tensor that you pass is
+# aligned, but not how an address is that the kernel loads from a table.
+# ``tl.multiple_of`` says that it is a multiple of 16 bytes, so that each thread
+# may load 16 bytes at once.
 
 
 @triton.jit
@@ -201,8 +201,8 @@ if __name__ == "__main__":
 #
 # Rank 0 reads from rank 1, and the other ranks wait meanwhile. ``copy_`` is
 # PyTorch's copy of the same tensor. *Own memory* is a copy within one GPU, with
-# no link between. Before a call, the L2 cache of the GPU that reads is emptied,
-# and that of the other GPU is not.
+# no link between. Before a call, the L2 cache of the GPU that reads is emptied.
+# That of the other GPU is not, so small tensors may come from its cache.
 
 SIZES = [2**14, 2**20, 2**26]
 
@@ -280,33 +280,32 @@ if __name__ == "__main__":
 # A barrier between GPUs
 # ----------------------
 #
-# A *barrier* is passed when all have come to it. It needs flags that others can
-# set, and two rules of atomic operations:
+# A *barrier* is passed when all have come to it. It takes four things:
 #
 # * **One flag for each pair.** A rank sets its flag on the signal pad of every
 #   rank, and waits until all flags on its own pad are set. It clears each as it
 #   sees it, so that the pad is ready for the next barrier.
 # * **Change it only if it is what you expect.** ``tl.atomic_cas`` compares and
-#   swaps in one step, and returns what was there. A flag that the other rank
-#   has not cleared yet is not set a second time: the loop goes on.
-# * **Release and acquire.** ``sem="release"`` has all earlier writes of this
-#   rank arrive before the flag; ``sem="acquire"`` has later reads wait for it.
+#   swaps in one step, and returns what was there. If the other rank has not
+#   cleared the flag yet, the swap fails, and ``flip`` tries again.
+# * **Release and acquire.** ``sem="release"`` orders earlier reads and writes
+#   before the flag; ``sem="acquire"`` has later ones wait until it is seen.
 # * **Scope.** ``scope="sys"`` makes that hold for other GPUs. The default,
 #   ``"gpu"``, holds within one.
 #
-# Each loop takes one address: that compiles with every Triton from 3.6 on. And
-# it counts: a rank that has failed would otherwise keep this GPU busy forever.
+# A loop polls one flag: polling a block of flags does not compile with Triton
+# 3.6. It gives up after ``tries``; a rank that has failed would otherwise keep
+# this GPU busy forever. Then ``late`` is 1, and what was read must not be used.
 
 
 @triton.jit
 def flip(flag_ptr, old, new, tries, sem: tl.constexpr):
-    """Change a flag once it is old; return the tries that are left."""
-    left = tries
-    swapped = tl.atomic_cas(flag_ptr, old, new, sem=sem, scope="sys")
-    while (swapped != old) & (left > 0):
-        left -= 1
-        swapped = tl.atomic_cas(flag_ptr, old, new, sem=sem, scope="sys")
-    return left
+    """Change a flag once it is old; return whether that was so in time."""
+    found = tl.atomic_cas(flag_ptr, old, new, sem=sem, scope="sys")
+    while (found != old) & (tries > 0):
+        tries -= 1
+        found = tl.atomic_cas(flag_ptr, old, new, sem=sem, scope="sys")
+    return found == old
 
 
 @triton.jit
@@ -314,11 +313,11 @@ def meet(pads_ptr, late_ptr, slot, rank, tries, RANKS: tl.constexpr):
     """Wait for all ranks, with the flags of a slot."""
     for peer in tl.static_range(RANKS):
         pad_ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32))
-        if flip(pad_ptr + slot * RANKS + rank, 0, 1, tries, "release") == 0:
+        if not flip(pad_ptr + slot * RANKS + rank, 0, 1, tries, "release"):
             tl.store(late_ptr, 1)
     pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
     for peer in tl.static_range(RANKS):
-        if flip(pad_ptr + slot * RANKS + peer, 1, 0, tries, "acquire") == 0:
+        if not flip(pad_ptr + slot * RANKS + peer, 1, 0, tries, "acquire"):
             tl.store(late_ptr, 1)
 
 
@@ -352,7 +351,7 @@ if __name__ == "__main__":
 #
 # Now the reader is late, and there are two rounds: all ranks write 1, then 2.
 # Rank 1 has passed the barrier of the first round, and nothing keeps it from
-# the second.
+# writing 2: the barrier of the second round comes after that write.
 
 if __name__ == "__main__":
     read = first_read(barrier, nothing, late="reader")
@@ -376,10 +375,10 @@ if __name__ == "__main__":
 #
 # Three launches for one read are many. A kernel can pass both barriers itself,
 # if program *i* of one rank meets program *i* of the others, with flags of its
-# own. Two things are new:
+# own. So all ranks must launch as many programs. Two things are new:
 #
-# * ``tl.debug_barrier()`` has all threads of a program wait for each other. The
-#   flag is seen by one thread, and the others must not load before that.
+# * ``tl.debug_barrier()`` has all threads of a program wait for each other: one
+#   thread sees and sets the flags for all.
 # * A program that waits occupies its multiprocessor. If more programs were
 #   launched than fit on the GPU, those that wait could keep out those that are
 #   waited for. So there are at most 32, and each reads several blocks.
@@ -399,16 +398,15 @@ def exchange_kernel(
     BLOCK: tl.constexpr,
 ):
     pid = tl.program_id(axis=0)
-    tl.debug_barrier()
     meet(pads_ptr, late_ptr, pid, rank, tries, RANKS)
-    tl.debug_barrier()
+    tl.debug_barrier()  # no thread loads before the flags are seen
     peer_ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
     peer_ptr = tl.multiple_of(peer_ptr, 16)
     for start in range(pid * BLOCK, N, tl.num_programs(axis=0) * BLOCK):
         offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
         values = tl.load(peer_ptr + offs, mask=offs < N)  # (BLOCK,)
         tl.store(out_ptr + offs, values, mask=offs < N)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all threads have loaded before a flag says so
     meet(pads_ptr, late_ptr, pid, rank, tries, RANKS)
 
 
@@ -416,9 +414,10 @@ def exchange_at_once(N):
     """Return the next rank's numbers, between two barriers."""
     out = torch.empty(N, device=DEVICE)
     grid = (min(triton.cdiv(N, BLOCK), 32),)
-    tables = x.buffers, x.pads, out, late
-    numbers = RANK, NEXT, N, TRIES, RANKS, BLOCK
-    exchange_kernel[grid](*tables, *numbers, num_warps=8)
+    tensors, numbers = (x.buffers, x.pads, out, late), (RANK, NEXT, N, TRIES)
+    exchange_kernel[grid](
+        *tensors, *numbers, RANKS=RANKS, BLOCK=BLOCK, num_warps=8
+    )
     return out
 
 
@@ -440,9 +439,8 @@ for N in (1, 5000):
 assert late.item() == 0, "a rank did not come to the barrier"
 
 # %%
-# All ranks are timed together now. They meet before each call, and a time has
-# in it how long this rank waits for the slowest. The rate counts what one rank
-# reads.
+# All ranks are timed together now. They meet before each call; still, each time
+# includes the wait for the slowest rank. The rate counts what one rank reads.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     times = {}
@@ -504,8 +502,8 @@ if __name__ == "__main__":
 # %%
 # **2.** Write instead of reading: store ``x_ptr``'s numbers into the tensor of
 # rank ``peer``. A store over NVLink need not wait for an answer. The arguments
-# are ``buffers_ptr, x_ptr, peer, N, BLOCK: tl.constexpr``. Which barrier does a
-# reader of its own tensor then need, and which does the writer need?
+# are ``buffers_ptr, x_ptr, peer, N, BLOCK: tl.constexpr``. What must a rank
+# wait for before it writes, and what before it reads its own tensor?
 
 push_kernel = None  # your kernel
 
@@ -557,9 +555,9 @@ def sum_answer_kernel(
 
 
 # %%
-# **2.** The reader needs a barrier between the store and its read, which is now
-# local. The writer needs one before the store: the reader may still use what
-# was there.
+# **2.** Before it writes, a rank waits until the other no longer uses what was
+# there. Before it reads its own tensor, it waits until all have written. Here
+# ``check`` waits for both.
 
 
 @triton.jit
