@@ -32,7 +32,6 @@ After this page you can
 # sphinx_gallery_tags = ["several gpus", "atomics", "memory bound", "inference"]
 import os
 
-import pandas as pd
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
@@ -88,10 +87,9 @@ if __name__ == "__main__":
     say("ranks:", RANKS, "sum:", *(f"{value:.3f}" for value in total.tolist()))
 
 # %%
-# What has to go over the links? In *one shot*, each rank reads the whole tensor
-# of each other rank. In *two*, each rank first adds up one part of the tensor,
-# and then reads the other parts from those that added them up. This is what a
-# rank reads, in sizes of the tensor:
+# In *one shot*, each rank reads the whole tensor of each other rank. In *two*,
+# each rank first adds up one part of the tensor, and then reads the other parts
+# from those that added them up. In sizes of the tensor:
 
 if __name__ == "__main__":
     for ranks in (2, 4, 8):
@@ -155,7 +153,7 @@ def one_shot_kernel(
             ptr = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
             acc += tl.load(ptr + offs, mask=offs < N, other=0.0)
         tl.store(out_ptr + offs, acc, mask=offs < N)
-    meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    meet(pads_ptr, late_ptr, rank, tries, RANKS)  # now x may be overwritten
 
 
 BLOCK, PROGRAMS = 2048, 32
@@ -174,8 +172,6 @@ def one_shot(N):
 
 
 # %%
-# After the second barrier a rank may overwrite its tensor.
-#
 # Is it right?
 # ------------
 #
@@ -212,7 +208,7 @@ for N in (1, 1000, 5000):
 
 
 def time_calls(calls_of, sizes, width=4):
-    """Time calls for N numbers of so many bytes, on all ranks."""
+    """Time calls for N numbers of a width in bytes, on all ranks."""
     times = {N: gpu_time(calls_of(N), prepare=dist.barrier) for N in sizes}
     assert late.item() == 0, "a rank did not come"
     times = {width * N: found for N, found in times.items()}
@@ -526,7 +522,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     all_reduce_check(memory)
     say("all-reduce, bfloat16", results.to_string(), sep="\n")
     us = results.assign(us=results["bytes"] / results["GB/s"] / 1e3)
-    say(us.pivot(index="bytes", columns="series", values="us").round(1))
+    say(
+        us.pivot(index="bytes", columns="series", values="us")
+        .round(1)
+        .to_string()
+    )
 
 # %%
 # Fused with the residual and the norm, for tokens of 8192 numbers, beside the
