@@ -140,7 +140,7 @@ BREAKS = [
     ("waits for nobody", "while (count < target) & (left > 0):", "while (count < 0) & (left > 0):"),
     ("one barrier in two shots", "before + 2 * RANKS, left", "before + RANKS, left"),
     ("not NaN where a rank did not come", "tl.where(left > 0, total", "tl.where(left > -1, total"),
-    ("a late rank is not said", "tl.store(late.to(tl.pointer_type(tl.int32)), 1)", "tl.store(late_ptr := late_ptr, 1)"),
+    ("a late rank is not said", "if left == 0:", "if left == -1:"),
 ]
 START = """
 import datetime, os, random, sys, time
@@ -292,18 +292,22 @@ def own_alone_kernel(out_ptr, buffers_ptr, rank, PART, RANKS: tl.constexpr, BLOC
     tl.store(out_ptr + offs, tl.load(ptr + offs, mask=offs < PART), mask=offs < PART)
 
 @triton.jit
-def signed_kernel(out_ptr, buffers_ptr, N, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)
-    most = tl.zeros((BLOCK,), dtype=tl.float32)
+def half_kernel(
+    out_ptr, buffers_ptr, residual_ptr, weight_ptr, H, eps, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    cols = tl.arange(0, BLOCK)
+    offs = tl.program_id(axis=0) * H + cols
+    h = tl.load(residual_ptr + offs, mask=cols < H, other=0.0)
     for peer in tl.static_range(RANKS):
         ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
-        most = tl.maximum(most, tl.load(ptr + offs, mask=offs < N, other=0.0))
-    tl.store(out_ptr + offs, most, mask=offs < N)
+        h += tl.load(ptr + offs, mask=cols < H, other=0.0)
+    y = h * tl.rsqrt(tl.sum(h * h, axis=0) / H + eps) * tl.load(weight_ptr + cols, mask=cols < H)
+    tl.store(out_ptr + offs, y, mask=cols < H)
 
 assert p.check_scatter(p.scatter_answer_kernel)
-assert p.check_largest(p.largest_answer_kernel)
+assert p.check_norm(p.norm_answer_kernel)
 assert p.check_scatter(own_alone_kernel) == (p.RANKS == 1)
-assert not p.check_largest(signed_kernel)
+assert not p.check_norm(half_kernel), "it leaves the residual as it was"
 assert not p.check_scatter(None)
 for turn in range(2):
     for N in (1, 5000):
