@@ -8,9 +8,11 @@ import datetime
 import os
 import shutil
 import tempfile
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 
 def join_ranks(seconds=100):
@@ -65,3 +67,23 @@ def shared_on_cpu(numel, flags=256):
     if rank == 0:
         shutil.rmtree(place[0])
     return tensors, pads
+
+
+def symmetric_floats(numel):
+    """Return ``numel`` floats on each rank, and where they and the pads are.
+
+    ``mine`` is this rank's tensor; ``buffers`` and ``pads`` are tables of the
+    addresses of all ranks' tensors and signal pads, for a kernel.
+    """
+    ranks = dist.get_world_size()
+    if torch.cuda.is_available():
+        here = torch.device("cuda", torch.cuda.current_device())
+        mine = symm_mem.empty(numel, dtype=torch.float32, device=here)
+        kept = symm_mem.rendezvous(mine, dist.group.WORLD.group_name)
+        places = kept.buffer_ptrs, kept.signal_pad_ptrs
+    else:
+        kept = tensors, pads = shared_on_cpu(numel)
+        mine = tensors[dist.get_rank()]
+        places = [[t.data_ptr() for t in of] for of in (tensors, pads)]
+    buffers, pads = (torch.tensor(list(of)[:ranks], dtype=torch.int64, device=mine.device) for of in places)
+    return SimpleNamespace(mine=mine, buffers=buffers, pads=pads, kept=kept)

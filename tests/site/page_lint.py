@@ -140,7 +140,8 @@ def _of_op(recipe: Recipe, of_op: OfOp) -> Iterator[str]:
         yield f"its op uses {sorted(op.strangers)}, which are not of its cell"
     # Itself, and the ops that it is made of
     ops = [op.name, *(name.removesuffix(SUFFIX).lower() for name in op.names if name.endswith(SUFFIX))]
-    if others := [name for name in op.names if not any(part in name.lower() for part in ops)]:
+    plain = [part.replace("_", "") for part in ops]  # as in the name of a class, too
+    if others := [name for name in op.names if not any(part in name.lower().replace("_", "") for part in plain)]:
         yield f"its op defines {others}: names have {op.name} in them"
     if "torch.library" in op.code and op.of("") == op:
         yield "its op has no constant for its namespace"
