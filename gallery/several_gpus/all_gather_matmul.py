@@ -223,27 +223,33 @@ meet_ranks()
 # It is a persistent product, as *Persistent matmul* explains it, with two
 # changes. Its tiles begin with the chunks of this rank's rows, and go on in the
 # order of the copies. And before a tile of another rank's rows it waits for the
-# flag of the chunk. ``sem="acquire"`` has later loads wait for that. Each chunk
-# is computed column by column, so that what it reads again is still in L2.
+# flag of the chunk. Adding 0 with ``sem="acquire"`` is a load that later loads
+# wait for. Each chunk is computed column by column, so that what it reads again
+# is still in L2.
 
 
 @triton.jit
 def wait(flag_ptr, tries):
     """Wait until a flag is set; give up after some tries."""
-    seen = tl.atomic_cas(flag_ptr, 1, 1, sem="acquire", scope="sys")
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     while (seen == 0) & (tries > 0):
         tries -= 1
-        seen = tl.atomic_cas(flag_ptr, 1, 1, sem="acquire", scope="sys")
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     tl.debug_barrier()  # one thread has seen it: now all may load
 
 
 @triton.jit
-def product(x_desc, weight_desc, off_m, off_n):
+def product(
+    x_desc,
+    weight_desc,
+    off_m,
+    off_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Return a tile of x @ weight.T."""
     BLOCK_K: tl.constexpr = x_desc.block_shape[1]
-    acc = tl.zeros(
-        (x_desc.block_shape[0], weight_desc.block_shape[0]), dtype=tl.float32
-    )
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, x_desc.shape[1], BLOCK_K):
         x = x_desc.load([off_m, k])  # (BLOCK_M, BLOCK_K)
         weight = weight_desc.load([off_n, k])  # (BLOCK_N, BLOCK_K)
@@ -267,7 +273,7 @@ def gather_kernel(
         off_n = within // tiles_m * BLOCK_N
         if step >= own:  # chunks of this rank, which are here
             wait(flags_ptr + off_m // chunk, tries)
-        acc = product(x_desc, weight_desc, off_m, off_n)
+        acc = product(x_desc, weight_desc, off_m, off_n, BLOCK_M, BLOCK_N)
         y_desc.store([off_m, off_n], acc.to(y_desc.dtype))
 
 
@@ -389,7 +395,7 @@ def timed_kernel(
         if step >= own:
             wait(flags_ptr + off_m // chunk, tries)
         tl.store(times_ptr + 2 * tile, tl.extra.cuda.globaltimer())
-        acc = product(x_desc, weight_desc, off_m, off_n)
+        acc = product(x_desc, weight_desc, off_m, off_n, BLOCK_M, BLOCK_N)
         y_desc.store([off_m, off_n], acc.to(y_desc.dtype))
         tl.store(times_ptr + 2 * tile + 1, tl.extra.cuda.globaltimer())
 
@@ -488,7 +494,8 @@ def scatter_kernel(
         to = (rank + 1 + tile // tiles) % (M // rows)
         off_m = tile % tiles % tiles_m * BLOCK_M  # of that rank's rows
         off_n = tile % tiles // tiles_m * BLOCK_N
-        acc = product(x_desc, weight_desc, to * rows + off_m, off_n)
+        off_x = to * rows + off_m
+        acc = product(x_desc, weight_desc, off_x, off_n, BLOCK_M, BLOCK_N)
         address = tl.load(buffers_ptr + to)
         out_ptr = address.to(tl.pointer_type(x_desc.dtype))
         out_ptr = tl.multiple_of(out_ptr, 16)

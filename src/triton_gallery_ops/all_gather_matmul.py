@@ -53,10 +53,11 @@ ALL_GATHER_MATMUL_SUM = 2048  # elements of a program
 def _all_gather_matmul_wait(flag_ptr, tries):
     """Wait until a flag is set; return 0, or NaN if it never is."""
     left = tries
-    seen = tl.atomic_cas(flag_ptr, 1, 1, sem="acquire", scope="sys")
+    # Triton makes a load of an addition of 0.
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     while (seen == 0) & (left > 0):
         left -= 1
-        seen = tl.atomic_cas(flag_ptr, 1, 1, sem="acquire", scope="sys")
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     # One thread has seen the flag; none may load before that.
     tl.debug_barrier()
     return tl.where(seen == 0, float("nan"), 0.0)

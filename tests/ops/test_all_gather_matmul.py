@@ -190,6 +190,7 @@ if RANKS > 1:
         assert str(error).startswith("all_gather_matmul_scatter takes a multiple of")
     else:
         raise AssertionError("rows that ranks do not divide")
+dist.destroy_process_group()  # else it may abort at the end
 print(f"checked {RANK}\\n", end="")
 """
 DELAYS = """
@@ -248,6 +249,7 @@ op._all_gather_matmul_sum_kernel = LateSum()
 outs = [op.all_gather_matmul_scatter(x[RANK], ws[RANK], GROUP) for x in xs]
 for x, out in zip(xs, outs):
     near(out, x, ws, "parts are summed late")
+dist.destroy_process_group()  # else it may abort at the end
 print(f"checked {RANK}\\n", end="")
 """
 NEVER = """
@@ -257,6 +259,7 @@ out = op.all_gather_matmul(random(8, 16), random(8, 16), GROUP).view(RANKS, 8, 8
 there = [rank == RANK for rank in range(RANKS)]
 assert [not part.isnan().any() for part in out] == there
 assert [part.isnan().all().item() for part in out] == [not here for here in there]
+dist.destroy_process_group()  # else it may abort at the end
 print(f"checked {RANK}\\n", end="")
 """
 ORDER = """
@@ -264,6 +267,7 @@ ORDER = """
 value = (1.0, 2.0**25, -(2.0**25))[RANK]
 out = op.all_gather_matmul_scatter(torch.full((RANKS, 1), value), torch.ones(1, 1), GROUP)
 assert out.item() == 0.0, out
+dist.destroy_process_group()  # else it may abort at the end
 print(f"checked {RANK}\\n", end="")
 """
 # Answers and kernels of the page; `p` is the recipe
@@ -295,6 +299,7 @@ for chunk in (32, 64):
         x = p.random(p.ROWS, p.K)
         y = p.gather_matmul(x, p.weight, chunk=chunk)
         assert (p.error_of(y, p.gather(x), p.weight).abs() <= 1).all()
+p.dist.destroy_process_group()
 print(f"checked {p.RANK}\\n", end="")
 """
 

@@ -113,6 +113,11 @@ k_cache, v_cache = torch.zeros(4, 8, 2, 16), torch.zeros(4, 8, 2, 16)
 slots, positions, angles = torch.tensor([9, 30, 2]), torch.tensor([4, 7, 0]), torch.randn(8, 8)
 cos, sin = angles.cos(), angles.sin()
 """,
+    "all_gather_matmul": """
+if not torch.distributed.is_initialized():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+x, weight, ranks, group_name = torch.randn(8, 16), torch.randn(24, 16), 1, torch.distributed.group.WORLD.group_name
+""",
     "linear_attention": TOKENS,
     "gated_delta_rule": f"{TOKENS}; k = torch.nn.functional.normalize(k, dim=-1); beta = torch.rand(1, 20, 2)",
 }
