@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import triton
 import triton.language as tl
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 from torch.library import Library, custom_op
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -198,7 +198,7 @@ def _all_gather_matmul_group(name):
             "call torch.distributed.init_process_group"
         )
     try:
-        return _resolve_process_group(name)
+        return distributed_c10d._resolve_process_group(name)
     except (LookupError, RuntimeError, ValueError) as error:
         raise ValueError(
             "all_gather_matmul takes the name of a group that has this rank, "
