@@ -266,8 +266,9 @@ def gather_kernel(
     BLOCK_N: tl.constexpr = y_desc.block_shape[1]
     tiles_m = chunk // BLOCK_M
     tiles = tiles_m * tl.cdiv(N, BLOCK_N)  # of a chunk
-    pid, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
-    for tile in range(pid, M // chunk * tiles, programs):
+    for tile in range(
+        tl.program_id(axis=0), M // chunk * tiles, tl.num_programs(axis=0)
+    ):
         step, within = tile // tiles, tile % tiles
         off_m = (first + step * chunk) % M + within % tiles_m * BLOCK_M
         off_n = within // tiles_m * BLOCK_N
