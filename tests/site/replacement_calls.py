@@ -118,6 +118,10 @@ if not torch.distributed.is_initialized():
     options = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     torch.distributed.init_process_group("gloo", **options)
 x, residual, weight = torch.randn(5, 96), torch.randn(5, 96), torch.randn(96)
+    "all_gather_matmul": """
+if not torch.distributed.is_initialized():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+x, weight, ranks, group_name = torch.randn(8, 16), torch.randn(24, 16), 1, torch.distributed.group.WORLD.group_name
 """,
     "linear_attention": TOKENS,
     "gated_delta_rule": f"{TOKENS}; k = torch.nn.functional.normalize(k, dim=-1); beta = torch.rand(1, 20, 2)",
