@@ -11,6 +11,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 
 def join_ranks(seconds=100):
@@ -65,3 +66,21 @@ def shared_on_cpu(numel, flags=256):
     if rank == 0:
         shutil.rmtree(place[0])
     return tensors, pads
+
+
+def shared_bytes(size):
+    """Return each rank's tensor of bytes, all zero, which every rank can use.
+
+    It is symmetric memory; without a GPU, files that all ranks map.
+    """
+    if not torch.cuda.is_available():
+        floats, _ = shared_on_cpu((size + 3) // 4)
+        return [part.view(torch.uint8)[:size] for part in floats]
+    here = torch.device("cuda", torch.cuda.current_device())
+    mine = symm_mem.empty(size, dtype=torch.uint8, device=here).zero_()
+    handle = symm_mem.rendezvous(mine, dist.group.WORLD.group_name)
+    every = range(dist.get_world_size())
+    parts = [handle.get_buffer(rank, (size,), torch.uint8) for rank in every]
+    parts[dist.get_rank()] = mine  # the memory lasts as long as this
+    meet_ranks()
+    return parts
