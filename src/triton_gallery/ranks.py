@@ -87,3 +87,21 @@ def symmetric_floats(numel):
         places = [[t.data_ptr() for t in of] for of in (tensors, pads)]
     buffers, pads = (torch.tensor(list(of)[:ranks], dtype=torch.int64, device=mine.device) for of in places)
     return SimpleNamespace(mine=mine, buffers=buffers, pads=pads, kept=kept)
+
+
+def shared_bytes(size):
+    """Return each rank's tensor of bytes, all zero, which every rank can use.
+
+    It is symmetric memory; without a GPU, files that all ranks map.
+    """
+    if not torch.cuda.is_available():
+        floats, _ = shared_on_cpu((size + 3) // 4)
+        return [part.view(torch.uint8)[:size] for part in floats]
+    here = torch.device("cuda", torch.cuda.current_device())
+    mine = symm_mem.empty(size, dtype=torch.uint8, device=here).zero_()
+    handle = symm_mem.rendezvous(mine, dist.group.WORLD.group_name)
+    every = range(dist.get_world_size())
+    parts = [handle.get_buffer(rank, (size,), torch.uint8) for rank in every]
+    parts[dist.get_rank()] = mine  # the memory lasts as long as this
+    meet_ranks()
+    return parts

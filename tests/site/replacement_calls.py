@@ -84,6 +84,16 @@ x, weight, offsets = torch.randn(9, 16), torch.randn(3, 8, 16), torch.tensor([4,
 x, top_k_weights, top_k_index = torch.randn(5, 16), torch.rand(5, 2), torch.tensor([[0, 2], [1, 0]] * 3)[:5]
 gate_up_proj, down_proj = torch.randn(3, 24, 16) / 4, torch.randn(3, 16, 12) / 4
 """,
+    "expert_all_to_all": """
+import torch.distributed as dist
+
+if not dist.is_initialized():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ranks, tokens, k, hidden, num_experts = 1, 7, 2, 16, 5
+x, experts = torch.randn(tokens, hidden), torch.randint(num_experts, (tokens, k))
+order = experts.flatten().sort(stable=True).indices
+inverse, offsets = order.argsort().int(), experts.flatten().bincount(minlength=num_experts).cumsum(0).int()
+""",
     "load_balance": """
 router_logits, num_experts, k = torch.randn(3, 18, 8).unbind(), 8, 2
 attention_mask = (torch.arange(18).view(2, 9) % 9 < 7).long()
