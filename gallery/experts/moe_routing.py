@@ -25,6 +25,17 @@
 # [tool.triton-gallery.step_through.expected]
 # weights = "logits.topk(2).values.softmax(-1)"
 # experts = "logits.sort(descending=True, stable=True).indices[:, :2].int()"
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "place_kernel"
+# caption = """
+# Three tokens with two choices each, in blocks of four choices. In program 0,
+# choice 2 has expert 0, as choice 1 has, which is earlier: its rank is 1."""
+# registers = ["expert", "same", "earlier", "rank", "start"]
+# call = "sort_by_counting(experts, 4, BLOCK_R=4)"
+# inputs = { experts = "torch.tensor([[2, 0], [0, 3], [2, 3]]).int()" }
+# expected = { order = "sort_torch(experts, 4)[0]" }
+# start = [0, 2]
 # ///
 r"""
 Route tokens to experts (MoE router)
@@ -34,13 +45,13 @@ A mixture of experts has many feed-forward layers, the *experts*, and sends each
 token through a few of them. A *router* chooses: it gives each expert a score,
 keeps the best, and weights what they return. Then each expert needs the rows of
 its own tokens side by side. Both steps are small and take many operators in
-PyTorch. In a dense model, there is nothing to route.
+PyTorch. A dense model has no router.
 
 After this page you can
 
 * choose experts and compute their weights in one kernel;
 * say what a grouped matrix product needs of a router;
-* sort by a small key: count, add up, rank, and always in the same order.
+* sort by a small key (count, add up, rank) with the same result in every run.
 """
 
 # sphinx_gallery_tags = ["experts", "selection", "sorting", "autograd"]
@@ -104,12 +115,16 @@ if __name__ == "__main__":
 #
 # A program has the logits of one token in registers. It takes the largest,
 # removes it by writing -inf in its place, and starts again, ``k`` times. Of
-# equal logits ``tl.argmax`` returns the first.
+# equal logits ``tl.argmax`` returns the first. At least k logits have to be
+# finite, and none NaN: where only -inf is left, an expert is chosen twice. One
+# warp of 32 threads (``num_warps=1``) has a few logits in each thread, and
+# finds a maximum without a barrier.
 #
 # The softmax needs no pass of its own. It rises with the logits, so the largest
 # logits have the largest scores. And the division by the sum of the chosen
-# cancels the sum of all. With :math:`i` for any expert and :math:`c` for a
-# chosen one, what is left is the softmax of the chosen logits:
+# cancels the sum of all. (A router that needs the probabilities themselves, for
+# a threshold say, has to keep that sum.) With :math:`i` for any expert and
+# :math:`c` for a chosen one, the softmax of the chosen logits is left:
 #
 # .. math:: w_j = \frac{e^{x_j} / \sum_i e^{x_i}}
 #    {\sum_c e^{x_c} / \sum_i e^{x_i}} = \frac{e^{x_j}}{\sum_c e^{x_c}}.
@@ -123,23 +138,22 @@ def route_kernel(
     E,
     k,
     BLOCK_E: tl.constexpr,
-    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     token = tl.program_id(axis=0).to(tl.int64)  # token * E may pass 2**31
     offs = tl.arange(0, BLOCK_E)  # (BLOCK_E,)
     ptrs = logits_ptr + token * E + offs
     remaining = tl.load(ptrs, mask=offs < E, other=-float("inf"))
     remaining = remaining.to(tl.float32)  # (BLOCK_E,)
-    offs_k = tl.arange(0, K)  # (K,)
-    best = tl.full((K,), -float("inf"), tl.float32)
+    offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
+    best = tl.full((BLOCK_K,), -float("inf"), tl.float32)
     for j in range(k):
         largest = tl.max(remaining, axis=0)
         expert = tl.argmax(remaining, axis=0)
         tl.store(experts_ptr + token * k + j, expert)
         best = tl.where(offs_k == j, largest, best)
-        # Needs k finite logits and no NaN: if all are -inf, an expert repeats.
         remaining = tl.where(offs == expert, -float("inf"), remaining)
-    # K is a power of two. Past k, -inf becomes a weight of 0.
+    # BLOCK_K is a power of two. Past k, -inf becomes a weight of 0.
     e = tl.exp(best - tl.max(best, axis=0))
     weights = e / tl.sum(e, axis=0)
     tl.store(weights_ptr + token * k + offs_k, weights, mask=offs_k < k)
@@ -149,7 +163,7 @@ def route(logits, k):
     """Return weights and experts of contiguous logits."""
     T, E = logits.shape
     assert logits.is_contiguous()
-    assert 0 < k <= E <= 1024  # 1024 logits are 32 for each thread of a warp
+    assert 0 < k <= E <= 1024  # at most 32 logits in each thread of a warp
     weights = logits.new_empty(T, k, dtype=torch.float32)
     experts = logits.new_empty(T, k, dtype=torch.int32)
     sizes = triton.next_power_of_2(E), triton.next_power_of_2(k)
@@ -158,9 +172,6 @@ def route(logits, k):
 
 
 # %%
-# One warp, ``num_warps=1``, has a few logits in each thread, and finds a
-# maximum without a barrier.
-#
 # Is it right?
 # ------------
 #
@@ -262,17 +273,19 @@ if __name__ == "__main__":
 # * choices of its own expert before it in its own block: its *rank*.
 #
 # Count the choices in a table, with a row for each expert and a column for each
-# block. Read row by row, the sum of all counts before this one is the first two
-# together: where the expert's choices in this block *start*. Our three tokens,
-# in blocks of two choices:
+# block, and add up the table row by row. The sum of all counts before a cell is
+# the first two counts together: it is where that expert's choices of that block
+# *start*. Our three tokens, in blocks of four choices:
 
 if __name__ == "__main__":
-    counts = torch.stack([block.bincount(minlength=4) for block in experts], 1)
-    starts = counts.flatten().cumsum(0).view(4, 3) - counts
+    blocks = experts.flatten().split(4)
+    counts = torch.stack([block.bincount(minlength=4) for block in blocks], 1)
+    starts = counts.flatten().cumsum(0).view(4, 2) - counts
     print(pd.DataFrame({"counts": counts.tolist(), "starts": starts.tolist()}))
 
 # %%
-# The first kernel counts the choices of each expert in a block: a *histogram*.
+# ``count_kernel`` makes one column of the table, a *histogram* of its block.
+# Every expert has to be in 0 to E - 1. PyTorch's ``cumsum`` makes the starts.
 
 
 @triton.jit
@@ -289,10 +302,11 @@ def count_kernel(
 
 
 # %%
-# The second kernel adds the rank. It compares all choices of a block with each
-# other, and counts those that are earlier and have the same expert. So the rank
-# is deterministic. With atomic counters, which are common, the order of the
-# rows, and the rounding of sums in that order, would differ from run to run.
+# ``place_kernel`` adds start and rank. For the rank it compares all choices of
+# a block: column c of ``same & earlier`` marks the choices before c with c's
+# expert, and the sum down the column is c's rank. So the rank is deterministic.
+# With atomic counters, which are common, the order of the rows, and the
+# rounding of sums in that order, would differ from run to run.
 
 
 @triton.jit
@@ -336,140 +350,59 @@ if __name__ == "__main__":
 # %%
 # Each choice is compared with the 128 of its block, however many experts there
 # are. Larger blocks compare more, and smaller ones have more counts to add up.
-#
-# Few tokens
-# ----------
-#
-# A model that writes text routes a few tokens at a time. Then fewer launches
-# are better, and the sort above makes at least four: two kernels, ``cumsum``
-# and ``ends - counts``. One launch can compare each of so few choices with all
-# others. The *sort key* of choice r is ``expert * R + r``. A choice's place is
-# how many keys are smaller, and an expert ends where the next one's keys begin.
-
-
-@triton.jit
-def compare_kernel(
-    experts_ptr,
-    order_ptr,
-    offsets_ptr,
-    R,
-    E,
-    BLOCK_R: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    offs = tl.arange(0, BLOCK_R)  # (BLOCK_R,)
-    # Past R: larger than all keys
-    expert = tl.load(experts_ptr + offs, mask=offs < R, other=E)
-    sort_key = expert * R + offs
-    smaller = sort_key[:, None] < sort_key[None, :]  # (BLOCK_R, BLOCK_R)
-    place = tl.sum(smaller.to(tl.int32), axis=0)
-    tl.store(order_ptr + place, offs, mask=offs < R)
-    offs_e = tl.arange(0, BLOCK_E)  # (BLOCK_E,)
-    smaller = sort_key[:, None] < ((offs_e + 1) * R)[None, :]
-    ends = tl.sum(smaller.to(tl.int32), axis=0)
-    tl.store(offsets_ptr + offs_e, ends, mask=offs_e < E)
-
-
-def sort_by_comparing(experts, E):
-    """Return order and offsets, for a few choices."""
-    R = experts.numel()
-    assert R <= 128  # comparisons grow with the square
-    order, offsets = experts.new_empty(R), experts.new_empty(E)
-    sizes = triton.next_power_of_2(R), triton.next_power_of_2(E)
-    compare_kernel[(1,)](experts, order, offsets, R, E, *sizes)
-    return order, offsets
-
-
-if __name__ == "__main__":
-    check_sort(sort_by_comparing, experts, 4)
-    check_sort(sort_by_comparing, many[:21].contiguous(), 60)
-    print("sorted as PyTorch does")
-
-# %%
-# What does each way take, in microseconds of GPU time?
+# What do both sorts take, in microseconds of GPU time?
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     sorts = {"PyTorch": sort_torch, "counting": sort_by_counting}
     rows = {}
     for T in (1, 16, 1024, 16384):
         _, many = route(draw(T, E), CHOICES)
-        few = {"comparing": sort_by_comparing} if many.numel() <= 128 else {}
-        calls = {name: partial(f, many, E) for name, f in (sorts | few).items()}
-        times = gpu_time(calls)
+        times = gpu_time({n: partial(f, many, E) for n, f in sorts.items()})
         rows[T] = {name: f"{t[0] * 1e3:.1f}" for name, t in times.items()}
-    print("us", pd.DataFrame(rows).T.to_string(na_rep=""), sep="\n")
+    print("us", pd.DataFrame(rows).T.to_string(), sep="\n")
 
 # %%
 # The op
 # ------
 #
 # ``moe_routing`` chooses, ``moe_routing_permutation`` sorts, and
-# ``moe_routing_with_permutation`` does both: in one launch for a few tokens, in
-# two for more, and in three for many, the last of which adds up the counts too.
-# It also returns the inverse of the order, to bring the experts' results back.
-# The op compares integers in the order of the floats (``topk.py``): NaN is the
-# largest, and no expert is chosen twice. The weights have a gradient.
+# ``moe_routing_with_permutation`` does both. It takes fewer launches: three for
+# many tokens, because the last one adds up the counts, which PyTorch did above.
+# A model that writes text routes a few tokens at a time. Their choices are all
+# compared with each other, in two launches, or in one for the fewest. The op
+# also
+#
+# * returns the inverse of the order, to bring the experts' results back;
+# * takes any logits: it compares them as integers, of which NaN has the largest
+#   (``topk.py``), so no expert is chosen twice;
+# * chooses as DeepSeek-V3 does, by groups and with a bias;
+# * has a gradient of the weights.
 
-from triton_gallery_ops.moe_routing import (
-    moe_routing,
-    moe_routing_with_permutation,
-)
+from triton_gallery_ops.moe_routing import moe_routing_with_permutation
 
 # %%
 # The results are those of this page, in each of the three ways:
 
 if __name__ == "__main__":
-    for T in (5, 100, 1100):  # in one launch, two and three
-        logits = draw(T, 60).requires_grad_()
+    for T in (5, 100, 1100):  # in one launch, in two, and in three
+        logits = draw(T, 60)
         result = moe_routing_with_permutation(logits, 4)
         weights, experts, order, inverse, offsets = result
-        torch.testing.assert_close(result[:2], route(logits.detach(), 4))
+        torch.testing.assert_close(result[:2], route(logits, 4))
         assert all(map(torch.equal, (order, offsets), sort_torch(experts, 60)))
-        assert torch.equal(inverse, order.argsort().int())
-        weights.square().sum().backward()
-
-# %%
-# DeepSeek-V3 chooses in another way, by options of the op, as
-# ``route_deepseek`` does. Its *bias* balances the load of the experts, and has
-# no part in the weights. Its experts are also in groups: a group's score is the
-# sum of its two best ``scores + bias``, and only experts of the ``top_groups``
-# best groups can be chosen. A token need not take an expert of each of these.
-# Here a bias of 2 makes all tokens choose expert 7.
-
-
-def route_deepseek(logits, bias, k, scale):
-    scores = logits.float().sigmoid()
-    experts = (scores + bias).topk(k).indices
-    weights = scores.gather(-1, experts)
-    return weights / weights.sum(-1, keepdim=True) * scale, experts.int()
-
-
-if __name__ == "__main__":
-    logits = draw(2, 256, torch.float32)
-    bias = torch.zeros(256, device=DEVICE)
-    bias[7] = 2  # scores are at most 1
-    options = {"score": "sigmoid", "bias": bias, "scale": 2.5}
-    result = moe_routing(logits, 8, **options)
-    torch.testing.assert_close(result, route_deepseek(logits, bias, 8, 2.5))
-    options |= {"groups": 8, "top_groups": 4}
-    weights, experts = moe_routing(logits.bfloat16(), 8, **options)
-    assert (experts[:, 0] == 7).all()
-    for group, w in zip(experts // 32, weights, strict=True):
-        print(f"groups {group.unique().tolist()}, expert 7:", end=" ")
-        print(f"{w[0]:.2f}, weights of {w.sum():.2f} in all")
 
 # %%
 # The result
 # ----------
 #
 # From logits to order and offsets: the op, the kernels of this page, and
-# PyTorch. *PyTorch's best* is the faster of its two at each size.
+# PyTorch. *PyTorch's best* is the faster of PyTorch and ``torch.compile`` at
+# each size.
 
 
 def on_this_page(logits):
     weights, experts = route(logits, CHOICES)
-    sort = sort_by_comparing if experts.numel() <= 128 else sort_by_counting
-    return weights, experts, *sort(experts, E)
+    return weights, experts, *sort_by_counting(experts, E)
 
 
 def in_torch(logits):
@@ -543,8 +476,9 @@ if __name__ == "__main__":
 # %%
 # **2.** Some models give each expert room for a fixed number of tokens, its
 # *capacity*, and drop the rest. The position of choice ``order[p]`` is p minus
-# the place where its expert begins. Store at ``order[p]`` its *slot*,
-# ``expert * CAPACITY`` plus the position, or -1 from position CAPACITY on.
+# the place where its expert begins: where the one before it ends, and expert 0
+# at 0. Store at ``order[p]`` its *slot*, ``expert * CAPACITY`` plus the
+# position, or -1 from position CAPACITY on.
 
 # Takes experts_ptr, order_ptr, offsets_ptr, slots_ptr, R, CAPACITY, BLOCK_R
 capacity_kernel = None  # your kernel
