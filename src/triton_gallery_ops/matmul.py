@@ -46,6 +46,7 @@ MATMUL_TILES = {
     4: [(128, 128, 16, 8, 3), (64, 64, 32, 4, 3), (32, 32, 32, 4, 3)],
     8: [(64, 64, 16, 4, 3), (32, 32, 16, 4, 3)],
 }
+MATMUL_NARROW = [(128, 128, 64, 8, 3), (64, 64, 64, 4, 3)]  # 2 bytes a load
 MATMUL_FEW = 32  # rows that are multiplied faster than their factor is copied
 MATMUL_RESIDENT = 4  # programs of a few rows that a multiprocessor runs at once
 
@@ -185,17 +186,15 @@ def _matmul_by_engine(a, b, input_precision):
 
 
 def _matmul_vec(x):
-    """Return what divides a matrix's columns and rows, up to 16 bytes, or 1.
+    """Return how many adjacent elements one load takes, down and across.
 
-    It divides the length of what is contiguous, and the other stride.
+    They divide the length of what is contiguous, and the other stride.
     """
     unit = 16 // x.element_size()
-    vecs = [1, 1]
-    for dim in (1, 0):
-        if x.stride(dim) == 1:
-            vecs[dim] = math.gcd(x.shape[dim], x.stride(1 - dim), unit)
-            break
-    return vecs
+    (rows, columns), (by_row, by_column) = x.shape, x.stride()
+    if by_column == 1:
+        return 1, math.gcd(columns, by_row, unit)
+    return (math.gcd(rows, by_column, unit), 1) if by_row == 1 else (1, 1)
 
 
 def _matmul_by_pointers(a, b, c, input_precision):
@@ -203,10 +202,15 @@ def _matmul_by_pointers(a, b, c, input_precision):
     programs = _matmul_gpu(a.device)[1]
     if min(M, N) <= MATMUL_FEW:
         programs *= MATMUL_RESIDENT
+    vecs = _matmul_vec(a), _matmul_vec(b)
+    (VEC_AM, VEC_AK), (VEC_BK, VEC_BN) = vecs
+    tiles = MATMUL_TILES[size]
+    if size == 2 and (1, 1) in vecs:
+        tiles = MATMUL_NARROW  # a load passes registers: larger ones spill them
     # No edge is longer than the product's, as far as an instruction allows.
     tiles = tuple(
         (_matmul_block(M, m), _matmul_block(N, n), *more)
-        for m, n, *more in MATMUL_TILES[size]
+        for m, n, *more in tiles
     )
     plan = _persistent_matmul_plan(M, N, K, tiles, size, programs, 2**20)
     (m, n, k, num_warps, num_stages), _, whole, tail, parts, steps = plan
@@ -218,8 +222,6 @@ def _matmul_by_pointers(a, b, c, input_precision):
     if tail > 0:
         wide = torch.float64 if size == 8 else torch.float32
         part = a.new_empty(parts * tail * m * n, dtype=wide)
-    VEC_AM, VEC_AK = _matmul_vec(a)
-    VEC_BK, VEC_BN = _matmul_vec(b)
     # Triton launches on the current GPU, which may not be that of a.
     with torch.accelerator.device_index(a.device.index):
         sizes = M, N, K, *a.stride(), *b.stride(), whole, tail, steps

@@ -39,7 +39,7 @@ PERSISTENT_MATMUL_TILES = [
     (64, 256, 64, 4, 4),
     (64, 128, 128, 4, 4),
     (64, 64, 128, 4, 6),
-    (64, 128, 64, 4, 6),  # where shared memory is small
+    (64, 128, 64, 4, 8),
 ]
 PERSISTENT_MATMUL_WIDE = [(64, 64, 16, 8, 4)]
 PERSISTENT_MATMUL_TF32 = [
@@ -289,28 +289,30 @@ def _persistent_matmul_work(M, N, K, tile, itemsize, multiprocessors):
     """
     m, n, k = tile[:3]
     tiles = triton.cdiv(M, m) * triton.cdiv(N, n)
+    rounds, tail = divmod(tiles, multiprocessors)
     steps = triton.cdiv(K, k)
     step = k * (m * n + PERSISTENT_MATMUL_EDGE * (m + n))
-    rounds, tail = divmod(tiles, multiprocessors)
     memory = PERSISTENT_MATMUL_BYTE * itemsize * (M * K + K * N + M * N)
 
     def cost(parts):
-        time = (rounds + (tail > 0) / parts) * steps * step
+        of_part = triton.cdiv(steps, parts) if tail > 0 else 0
+        time = (rounds * steps + of_part) * step
+        add = 0
         if parts > 1:
-            time = (rounds * steps + triton.cdiv(steps, parts)) * step
-            time += PERSISTENT_MATMUL_ADD
-            time += PERSISTENT_MATMUL_PART * tail * parts * m * n
-        # Of several that wait for memory alone, the one with least to do.
-        return max(time, memory), time
+            add = PERSISTENT_MATMUL_PART * tail * parts * m * n
+            add += PERSISTENT_MATMUL_ADD
+        # Of several that wait for memory alone, the one with least to do
+        return max(time, memory) + add, time
 
-    most = min(multiprocessors // max(tail, 1), steps)
-    choices = [p for p in PERSISTENT_MATMUL_PARTS if tail > 0 and p <= most]
-    parts = min((1, *choices), key=cost)
+    choices = [1]
+    for parts in PERSISTENT_MATMUL_PARTS:
+        some = triton.cdiv(steps, triton.cdiv(steps, parts)) == parts  # in each
+        if some and 0 < tail * parts <= multiprocessors:
+            choices.append(parts)
+    parts = min(choices, key=cost)
     if parts == 1:
         return cost(1), (tiles, 0, 1, 0)
-    length = triton.cdiv(steps, parts)
-    divided = tiles - tail, tail, triton.cdiv(steps, length), length
-    return cost(parts), divided
+    return cost(parts), (tiles - tail, tail, parts, triton.cdiv(steps, parts))
 
 
 @lru_cache(4096)
