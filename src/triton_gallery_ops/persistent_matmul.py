@@ -4,11 +4,12 @@ Computes a @ b on NVIDIA GPUs of compute capability 9.0 or more. There is one
 program per multiprocessor, and it loads its next tile through the copy engine
 before it stores the last. The engine takes contiguous rows or columns that
 begin at multiples of 16 bytes; a matrix without them is copied in each call.
-The result's rows are padded to such multiples, so it may not be contiguous. The
-tile follows from a formula, without tuning: deterministic on a given GPU model.
-Float32 has full precision unless ``input_precision`` says otherwise. The sum
-over K is not split, so products of few tiles leave multiprocessors
-idle; ``skinny_matmul`` is for up to 64 rows. Gradients of any order.
+The result's rows are padded to such multiples, so it may not be contiguous;
+``matmul`` has one that is, and takes any GPU. The tile follows from a formula,
+without tuning, and so do the parts in which the last tiles are summed where
+they would leave multiprocessors idle: deterministic on a given GPU model.
+Float32 has full precision unless ``input_precision`` says otherwise. Gradients
+of any order.
 """
 
 import math
