@@ -471,7 +471,6 @@ BREAKS = [
     ),
     ("parts to the end of K", "length = tl.where(is_part, left, K)", "length = tl.where(is_part, K - off_k, K)"),
     ("parts of a whole tile", "mask=is_part & (offs >= 0)", "mask=offs >= 0"),
-    ("a part in the result", "M = tl.where(is_part, 0, M)", "M = tl.where(is_part, M, M)"),
     (
         "parts that no one adds",
         "        if tail > 0:\n            _persistent_matmul_add(part, c, plan)\n\n\ndef _matmul_launch",
