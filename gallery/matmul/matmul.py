@@ -10,6 +10,9 @@
 # backward = true
 # deterministic = true
 #
+# [tool.triton-gallery.not_for]
+# _persistent_matmul_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
+#
 # [[tool.triton-gallery.step_through]]
 # kernel = "tile_kernel"
 # caption = """
@@ -361,6 +364,13 @@ if __name__ == "__main__":
 # split. Its source and its figures are on its own page.
 
 from triton_gallery_ops.matmul import matmul
+
+if __name__ == "__main__":
+    for dtype in (torch.float16, torch.float32):
+        a, b = random(40, 320, dtype=dtype), random(320, 72, dtype=dtype)
+        expected, bound = error_bound(a, b)
+        assert ((matmul(a, b) - expected).abs() <= bound).all()
+    print("the op is within the tolerance in half precision and in float32")
 
 # %%
 # The result
