@@ -461,6 +461,8 @@ def test_compiled_code(gallery: Path, on_h100: Ask, gpu: int, kinds: int) -> Non
         most = 24 if gpu == 120 and version("triton").startswith("3.6.") else 0
         if precision != "ieee" and gpu != 90:  # a few of those as well
             most = 128
+        if split and gpu != 90:  # at the end of a program, where it stores a part
+            most = max(most, 64)
         assert known["spilled"] <= most, (precision, dtype, tile)
         assert known["shared"] <= ROOMS[gpu]
         assert known["copies"] > 0
