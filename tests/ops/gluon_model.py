@@ -254,9 +254,9 @@ class Pointer:
 class Shared:
     """A piece of shared memory."""
 
-    def __init__(self, values: torch.Tensor, barriers: Any = None) -> None:
+    def __init__(self, values: torch.Tensor, barriers: Any = None, integers: bool = False) -> None:
         """Take memory, or barriers."""
-        self.view, self.barriers = values, barriers
+        self.view, self.barriers, self.integers = values, barriers, integers
 
     @property
     def shape(self) -> list[int]:
@@ -266,22 +266,22 @@ class Shared:
     def index(self, place: int) -> "Shared":
         """Return one of several buffers."""
         assert 0 <= place < len(self.view), f"there is no buffer {place}"
-        return Shared(self.view[place], self.barriers and self.barriers[place])
+        return Shared(self.view[place], self.barriers and self.barriers[place], self.integers)
 
     def reshape(self, shape: list[int]) -> "Shared":
         """See the same bytes in another shape."""
-        return Shared(self.view.view(shape))
+        return Shared(self.view.view(shape), None, self.integers)
 
     def permute(self, order: list[int]) -> "Shared":
         """Read it in another order."""
-        return Shared(self.view.permute(order))
+        return Shared(self.view.permute(order), None, self.integers)
 
     def load(self, _: Any) -> Values:
-        """Read it to registers; integers, as they are the only ones that a thread reads."""
+        """Read it to registers."""
         for event in MACHINE.later:
             for buffer in event.writes:
                 assert not self.overlaps(buffer), f"a thread reads what a {event.kind} writes"
-        return Values(self.view.long())
+        return Values(self.view.long() if self.integers else self.view.clone())
 
     def overlaps(self, other: "Shared") -> bool:
         """Whether both have a byte: buffers are of one kind, so they begin at the same one."""
@@ -381,7 +381,8 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
     if dtype is gl.int64:
         barriers = [[None] for _ in range(shape[0])] if len(shape) == 2 else [None]
         return Shared(torch.zeros(shape, dtype=torch.int64), barriers)
-    return Shared(torch.full(shape, torch.nan, dtype=torch.float64))
+    # Integers are kept as floats as well, so that what was never written is known.
+    return Shared(torch.full(shape, torch.nan, dtype=torch.float64), None, not dtype.torch.is_floating_point)
 
 
 def _specialize(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
@@ -525,7 +526,7 @@ def _multiply(a: Any, b: Shared, acc: Values, use_acc: bool = True, is_async: bo
 
     def happen() -> None:
         # Products of a thread end in order, so that another one's sums are known.
-        sums._values = (acc._values if use_acc else 0) + left @ b.view
+        sums._values = ((acc._values if use_acc else 0) + left @ b.view).to(acc._values.dtype)
 
     event = Event("product", [a, b] if isinstance(a, Shared) else [b], [], happen)
     event.sums = sums
@@ -543,6 +544,18 @@ def _wait_products(outstanding: int, deps: tuple[Values, ...]) -> Any:
 def _wait_stores(pendings: int) -> None:
     asked = threading.current_thread()
     MACHINE.until(lambda: len(_mine("store", asked)) <= pendings)
+
+
+class SharedLayout:
+    """A layout of shared memory, of which nothing is modelled."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Take what it is."""
+
+    @staticmethod
+    def get_default_for(block: list[int], dtype: Dtype) -> Dtype:
+        """Return something in its place."""
+        return dtype
 
 
 gl = SimpleNamespace(
@@ -579,7 +592,7 @@ gl = SimpleNamespace(
     BlockedLayout=lambda *arguments: arguments,
     SwizzledSharedLayout=lambda *arguments: arguments,
     DotOperandLayout=lambda *arguments: arguments,
-    NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: dtype),
+    NVMMASharedLayout=SharedLayout,
 )
 
 
