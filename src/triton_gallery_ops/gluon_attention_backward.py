@@ -209,28 +209,28 @@ def _gluon_attention_backward_consume(
             dp = warpgroup_mma(
                 b, y.permute([1, 0]), zeros, use_acc=False, is_async=True
             )
+            # The first product is done, the second one may go on.
             s = warpgroup_mma_wait(1, deps=(s,))
             if KEYS:
-                lse = (
-                    stats.index(2 * stage)
-                    .reshape([BLOCK])
-                    .load(COLUMN)[None, :]
-                )
+                numbers = stats.index(2 * stage).reshape([BLOCK])
+                lse = numbers.load(COLUMN)[None, :]  # (1, BLOCK)
             p = gl.exp2(gl.fma(s, scale_2, -lse))  # (ROWS, BLOCK)
+            # Few tiles are at the diagonal or at the end of the keys.
             if KEYS:
-                hidden = start < row + ROWS - 1 if CAUSAL else False
+                masked = start < row + ROWS - 1 if CAUSAL else False
             else:
-                hidden = start + BLOCK > (gl.minimum(LK, row) if CAUSAL else LK)
-            if hidden:
+                masked = start + BLOCK > (gl.minimum(LK, row) if CAUSAL else LK)
+            if masked:
                 p = _gluon_attention_backward_hide(
                     p, row, start, LK, TILE, CAUSAL, KEYS
                 )
             if KEYS:
+                # The first operand stays in the registers that it is in.
                 w = gl.convert_layout(p.to(dtype), FIRST)
                 db = warpgroup_mma(w, y, db, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
-                place_1 = stats.index(2 * stage + 1)
-                delta = place_1.reshape([BLOCK]).load(COLUMN)[None, :]
+                numbers = stats.index(2 * stage + 1).reshape([BLOCK])
+                delta = numbers.load(COLUMN)[None, :]  # (1, BLOCK)
             else:
                 dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = gl.convert_layout((p * (dp - delta)).to(dtype), FIRST)
@@ -396,7 +396,7 @@ def _gluon_attention_backward_like(x):
 
 
 def _gluon_attention_backward_descriptor(x, rows):
-    """Return the descriptor of x, copied by so many of its rows."""
+    """Return the descriptor of x, copied by a number of its rows."""
     sides = zip(x.shape, x.stride(), strict=True)
     strides = [step if n > 1 else x.shape[3] for n, step in sides]
     kind = GLUON_ATTENTION_BACKWARD_DTYPES[x.dtype]
