@@ -522,11 +522,12 @@ def _multiply(a: Any, b: Shared, acc: Values, use_acc: bool = True, is_async: bo
     left = a.view if isinstance(a, Shared) else a.values.double()
     assert left.shape[1] == b.view.shape[0]
     assert acc.shape == [left.shape[0], b.view.shape[1]]
+    assert acc._values.dtype == gl.float32.torch, "sums are not in float32"
     sums = Values(torch.full_like(acc._values, torch.nan))
 
     def happen() -> None:
         # Products of a thread end in order, so that another one's sums are known.
-        sums._values = ((acc._values if use_acc else 0) + left @ b.view).to(acc._values.dtype)
+        sums._values = (acc._values if use_acc else 0) + left @ b.view
 
     event = Event("product", [a, b] if isinstance(a, Shared) else [b], [], happen)
     event.sums = sums
