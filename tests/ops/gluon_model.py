@@ -42,7 +42,7 @@ class Machine:
         self.turn = threading.Semaphore(0)  # of who draws lots
         self.shared = 0  # bytes
         self.registers: dict[threading.Thread, int] = {}  # of each thread of a role
-        self.unfenced: set[tuple[threading.Thread, int]] = set()  # what a thread wrote, and no fence followed
+        self.unfenced: list[tuple[threading.Thread, Shared]] = []  # what a thread wrote, and no fence followed
         self.asked: list[tuple[str, threading.Thread]] = []  # what engines were asked for, in order, and by whom
         self.failed: BaseException | None = None
 
@@ -276,6 +276,10 @@ class Shared:
         """Read it in another order."""
         return Shared(self.view.permute(order), None, self.integers)
 
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        """Return a part of it."""
+        return Shared(self.view.narrow(dim, start, length), None, self.integers)
+
     def load(self, _: Any) -> Values:
         """Read it to registers."""
         for event in MACHINE.later:
@@ -284,8 +288,16 @@ class Shared:
         return Values(self.view.long() if self.integers else self.view.clone())
 
     def overlaps(self, other: "Shared") -> bool:
-        """Whether both have a byte: buffers are of one kind, so they begin at the same one."""
-        return self.view.data_ptr() == other.view.data_ptr()
+        """Whether both may have a byte, as far as first and last ones tell."""
+        (first, last), (other_first, other_last) = self.ends, other.ends
+        return first <= other_last and other_first <= last
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The addresses of its first element and of its last one."""
+        first = self.view.data_ptr()
+        sides = zip(self.view.shape, self.view.stride(), strict=True)
+        return first, first + sum((extent - 1) * stride for extent, stride in sides) * self.view.element_size()
 
     def store(self, values: Values) -> None:
         """Write registers to it."""
@@ -294,7 +306,7 @@ class Shared:
             for buffer in event.reads + event.writes:
                 assert not self.overlaps(buffer), f"a thread writes where a {event.kind} is under way"
         self.view.copy_(values.values)
-        MACHINE.unfenced.add((threading.current_thread(), self.view.data_ptr()))
+        MACHINE.unfenced.append((threading.current_thread(), self))
 
 
 class Barrier:
@@ -430,6 +442,13 @@ def _store_registers(pointers: Pointer, values: Values, mask: Values | None = No
     pointers.memory[pointers.places[kept]] = values.values[kept]
 
 
+def _add_in_memory(pointers: Pointer, values: Values, mask: Values, sem: str) -> None:
+    assert sem == "relaxed"
+    kept = mask.values.expand(pointers.places.shape)
+    numbers = values.values[kept].to(pointers.tensor.dtype)
+    pointers.memory.index_put_((pointers.places[kept],), numbers, accumulate=True)
+
+
 def _scalar(values: torch.Tensor) -> Any:
     """Return an integer that all threads have as such."""
     is_integer = values.ndim == 0 and not values.is_floating_point()
@@ -502,8 +521,7 @@ def _load(descriptor: Descriptor, place: list[int], barrier: Shared, into: Share
 
 
 def _store(descriptor: Descriptor, place: list[int], piece: Shared) -> None:
-    written = {address for _, address in MACHINE.unfenced}
-    assert piece.view.data_ptr() not in written, "the engine reads what no fence made visible"
+    _visible(piece)
     assert piece.shape == descriptor.block_shape
     part = descriptor.part(place)
 
@@ -513,8 +531,13 @@ def _store(descriptor: Descriptor, place: list[int], piece: Shared) -> None:
     Event("store", [piece], [], happen)
 
 
+def _visible(piece: Shared) -> None:
+    """Assert that fences followed what threads wrote into a piece."""
+    assert not any(piece.overlaps(other) for _, other in MACHINE.unfenced), "an engine reads what no fence made visible"
+
+
 def _fence() -> None:
-    MACHINE.unfenced -= {written for written in MACHINE.unfenced if written[0] is threading.current_thread()}
+    MACHINE.unfenced = [written for written in MACHINE.unfenced if written[0] is not threading.current_thread()]
 
 
 def _multiply(a: Any, b: Shared, acc: Values, use_acc: bool = True, is_async: bool = False) -> Values:
@@ -524,6 +547,9 @@ def _multiply(a: Any, b: Shared, acc: Values, use_acc: bool = True, is_async: bo
     assert acc.shape == [left.shape[0], b.view.shape[1]]
     assert acc._values.dtype == gl.float32.torch, "sums are not in float32"
     sums = Values(torch.full_like(acc._values, torch.nan))
+    for operand in (a, b):
+        if isinstance(operand, Shared):
+            _visible(operand)
 
     def happen() -> None:
         # Products of a thread end in order, so that another one's sums are known.
@@ -580,6 +606,7 @@ gl = SimpleNamespace(
     arange=_arange,
     load=_load_registers,
     store=_store_registers,
+    atomic_add=_add_in_memory,
     convert_layout=lambda values, layout: values,
     static_range=_static_range,
     static_assert=_static_assert,
