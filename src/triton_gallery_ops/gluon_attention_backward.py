@@ -252,6 +252,23 @@ def _gluon_attention_backward_weigh(
 
 
 @gluon.jit
+def _gluon_attention_backward_end(
+    HALF: gl.constexpr, descs, sums, tiles, at, KEYS: gl.constexpr
+):
+    """Store the sums of this consumer's rows."""
+    for i in gl.static_range(2 if KEYS else 1):
+        # Nobody reads these rows of a and b now.
+        tile = tiles[i].index(HALF)
+        rows = tile.reshape([tile.shape[2], tile.shape[3]])
+        rows.store(sums[i].to(descs[i].dtype))
+        fence_async_shared()  # what threads wrote, the engine reads
+        _gluon_attention_backward_store(
+            descs[i], [at[0], at[1], at[2], 0], tile
+        )
+    tma.store_wait(0)  # the shared memory is another program's soon
+
+
+@gluon.jit
 def _gluon_attention_backward_consume(
     HALF: gl.constexpr,
     both,
@@ -331,9 +348,9 @@ def _gluon_attention_backward_consume(
                     HALF, ds_tiles, a_tiles, n
                 )
                 da, db, part = warpgroup_mma_wait(0, deps=(da, db, part))
-                at_ptr = dq_ptr + (member * LQ + start).to(gl.int64) * D
+                first_row = (member * LQ + start).to(gl.int64)
                 _gluon_attention_backward_add(
-                    HALF, part, at_ptr, LQ - start, BLOCK, D
+                    HALF, part, dq_ptr + first_row * D, LQ - start, BLOCK, D
                 )
             elif KEYS:
                 da, db = warpgroup_mma_wait(0, deps=(da, db))
@@ -345,14 +362,9 @@ def _gluon_attention_backward_consume(
         # The other consumer may not be done with these keys.
         mbarrier.arrive(ready)
         mbarrier.wait(ready, n & 1)
-    for i in gl.static_range(2 if KEYS else 1):
-        # Nobody reads these rows of a and b now.
-        tile = (b_tiles if i else a_tiles).index(HALF)
-        grad = db if i else da * scale
-        tile.reshape([ROWS, D]).store(grad.to(dtype))
-        fence_async_shared()  # what threads wrote, the engine reads
-        _gluon_attention_backward_store(descs[i], [batch, head, row, 0], tile)
-    tma.store_wait(0)  # the shared memory is another program's soon
+    _gluon_attention_backward_end(
+        HALF, descs, (da * scale, db), tiles, (batch, head, row), KEYS
+    )
 
 
 @gluon.jit

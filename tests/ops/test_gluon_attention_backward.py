@@ -534,7 +534,7 @@ BREAKS = [
     ("another head of queries", "% blocks * 2 * ROWS, head * group, 0", "% blocks * 2 * ROWS, head, 0"),
     ("no delta", "(p * (dp - delta)).to(dtype)", "(p * dp).to(dtype)"),
     ("no lse of keys", "numbers(stats, number, TILE)", "numbers(stats, number, TILE) * 0"),
-    ("no scale", "grad = db if i else da * scale", "grad = db if i else da"),
+    ("no scale", "descs, (da * scale, db), tiles", "descs, (da, db), tiles"),
     ("numbers of another head", "stats_ptr + 2 * both * stride_s + offs_m", "stats_ptr + both * stride_s + offs_m"),
     ("rows of numbers at any address", "room = triton.cdiv(LQ, 4) * 4", "room = LQ"),
     ("numbers of strides of their own", "            lse.contiguous(),", "            lse,"),
