@@ -276,8 +276,9 @@ def _gluon_attention_backward_consume(
     KEYS: gl.constexpr,
     ADD: gl.constexpr,
 ):
-    descs, ptrs, place, tiles, ring, LQ, LK, scale, scale_2 = both
-    stats_ptr, dq_ptr = ptrs
+    descs, stats_ptr, dq_ptr, place, tiles, ring, LQ, LK, scale, log_scale = (
+        both
+    )
     batch, head, row, _, members, first, end = place
     a_tiles, b_tiles, x_tiles, y_tiles, stats, ds_tiles = tiles
     kept, full, empty, ready = ring
@@ -317,7 +318,7 @@ def _gluon_attention_backward_consume(
                 (a, b, x, y),
                 lse,
                 (stats, 2 * stage, row, start, LK),
-                scale_2,
+                log_scale,
                 TILE,
                 CAUSAL,
                 KEYS,
@@ -441,8 +442,18 @@ def _gluon_attention_backward_kernel(
     tiles, ring = (a, b, x, y, stats, ds), (kept, full, empty, ready)
     descs = (a_desc, b_desc, x_desc, y_desc, stats_desc)
     grads = (da_desc, db_desc)
-    ptrs = (stats_ptr, dq_ptr)
-    both = (grads, ptrs, place, tiles, ring, LQ, LK, scale, scale_2)
+    both = (
+        grads,
+        stats_ptr,
+        dq_ptr,
+        place,
+        tiles,
+        ring,
+        LQ,
+        LK,
+        scale,
+        scale_2,
+    )
     gl.warp_specialize(
         [
             # Passed here, and not inside ``both``, to stay constants
