@@ -42,7 +42,7 @@ class Machine:
         self.turn = threading.Semaphore(0)  # of who draws lots
         self.shared = 0  # bytes
         self.registers: dict[threading.Thread, int] = {}  # of each thread of a role
-        self.unfenced: set[tuple[threading.Thread, int]] = set()  # what a thread wrote, and no fence followed
+        self.unfenced: list[tuple[threading.Thread, Shared]] = []  # what a thread wrote, and no fence followed
         self.asked: list[tuple[str, threading.Thread]] = []  # what engines were asked for, in order, and by whom
         self.failed: BaseException | None = None
 
@@ -254,9 +254,9 @@ class Pointer:
 class Shared:
     """A piece of shared memory."""
 
-    def __init__(self, values: torch.Tensor, barriers: Any = None) -> None:
+    def __init__(self, values: torch.Tensor, barriers: Any = None, integers: bool = False) -> None:
         """Take memory, or barriers."""
-        self.view, self.barriers = values, barriers
+        self.view, self.barriers, self.integers = values, barriers, integers
 
     @property
     def shape(self) -> list[int]:
@@ -266,26 +266,38 @@ class Shared:
     def index(self, place: int) -> "Shared":
         """Return one of several buffers."""
         assert 0 <= place < len(self.view), f"there is no buffer {place}"
-        return Shared(self.view[place], self.barriers and self.barriers[place])
+        return Shared(self.view[place], self.barriers and self.barriers[place], self.integers)
 
     def reshape(self, shape: list[int]) -> "Shared":
         """See the same bytes in another shape."""
-        return Shared(self.view.view(shape))
+        return Shared(self.view.view(shape), None, self.integers)
 
     def permute(self, order: list[int]) -> "Shared":
         """Read it in another order."""
-        return Shared(self.view.permute(order))
+        return Shared(self.view.permute(order), None, self.integers)
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        """Return a part of it."""
+        return Shared(self.view.narrow(dim, start, length), None, self.integers)
 
     def load(self, _: Any) -> Values:
-        """Read it to registers; integers, as they are the only ones that a thread reads."""
+        """Read it to registers."""
         for event in MACHINE.later:
             for buffer in event.writes:
                 assert not self.overlaps(buffer), f"a thread reads what a {event.kind} writes"
-        return Values(self.view.long())
+        return Values(self.view.long() if self.integers else self.view.clone())
 
     def overlaps(self, other: "Shared") -> bool:
-        """Whether both have a byte: buffers are of one kind, so they begin at the same one."""
-        return self.view.data_ptr() == other.view.data_ptr()
+        """Whether both may have a byte, as far as first and last ones tell."""
+        (first, last), (other_first, other_last) = self.ends, other.ends
+        return first <= other_last and other_first <= last
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The addresses of its first element and of its last one."""
+        first = self.view.data_ptr()
+        sides = zip(self.view.shape, self.view.stride(), strict=True)
+        return first, first + sum((extent - 1) * stride for extent, stride in sides) * self.view.element_size()
 
     def store(self, values: Values) -> None:
         """Write registers to it."""
@@ -294,7 +306,7 @@ class Shared:
             for buffer in event.reads + event.writes:
                 assert not self.overlaps(buffer), f"a thread writes where a {event.kind} is under way"
         self.view.copy_(values.values)
-        MACHINE.unfenced.add((threading.current_thread(), self.view.data_ptr()))
+        MACHINE.unfenced.append((threading.current_thread(), self))
 
 
 class Barrier:
@@ -381,7 +393,8 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
     if dtype is gl.int64:
         barriers = [[None] for _ in range(shape[0])] if len(shape) == 2 else [None]
         return Shared(torch.zeros(shape, dtype=torch.int64), barriers)
-    return Shared(torch.full(shape, torch.nan, dtype=torch.float64))
+    # Integers are kept as floats as well, so that what was never written is known.
+    return Shared(torch.full(shape, torch.nan, dtype=torch.float64), None, not dtype.torch.is_floating_point)
 
 
 def _specialize(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
@@ -427,6 +440,13 @@ def _load_registers(pointers: Pointer, mask: Values | bool | None = None, other:
 def _store_registers(pointers: Pointer, values: Values, mask: Values | None = None) -> None:
     kept = torch.ones_like(pointers.places, dtype=torch.bool) if mask is None else mask.values
     pointers.memory[pointers.places[kept]] = values.values[kept]
+
+
+def _add_in_memory(pointers: Pointer, values: Values, mask: Values, sem: str) -> None:
+    assert sem == "relaxed"
+    kept = mask.values.expand(pointers.places.shape)
+    numbers = values.values[kept].to(pointers.tensor.dtype)
+    pointers.memory.index_put_((pointers.places[kept],), numbers, accumulate=True)
 
 
 def _scalar(values: torch.Tensor) -> Any:
@@ -501,8 +521,7 @@ def _load(descriptor: Descriptor, place: list[int], barrier: Shared, into: Share
 
 
 def _store(descriptor: Descriptor, place: list[int], piece: Shared) -> None:
-    written = {address for _, address in MACHINE.unfenced}
-    assert piece.view.data_ptr() not in written, "the engine reads what no fence made visible"
+    _visible(piece)
     assert piece.shape == descriptor.block_shape
     part = descriptor.part(place)
 
@@ -512,8 +531,13 @@ def _store(descriptor: Descriptor, place: list[int], piece: Shared) -> None:
     Event("store", [piece], [], happen)
 
 
+def _visible(piece: Shared) -> None:
+    """Assert that fences followed what threads wrote into a piece."""
+    assert not any(piece.overlaps(other) for _, other in MACHINE.unfenced), "an engine reads what no fence made visible"
+
+
 def _fence() -> None:
-    MACHINE.unfenced -= {written for written in MACHINE.unfenced if written[0] is threading.current_thread()}
+    MACHINE.unfenced = [written for written in MACHINE.unfenced if written[0] is not threading.current_thread()]
 
 
 def _multiply(a: Any, b: Shared, acc: Values, use_acc: bool = True, is_async: bool = False) -> Values:
@@ -521,7 +545,11 @@ def _multiply(a: Any, b: Shared, acc: Values, use_acc: bool = True, is_async: bo
     left = a.view if isinstance(a, Shared) else a.values.double()
     assert left.shape[1] == b.view.shape[0]
     assert acc.shape == [left.shape[0], b.view.shape[1]]
+    assert acc._values.dtype == gl.float32.torch, "sums are not in float32"
     sums = Values(torch.full_like(acc._values, torch.nan))
+    for operand in (a, b):
+        if isinstance(operand, Shared):
+            _visible(operand)
 
     def happen() -> None:
         # Products of a thread end in order, so that another one's sums are known.
@@ -545,6 +573,18 @@ def _wait_stores(pendings: int) -> None:
     MACHINE.until(lambda: len(_mine("store", asked)) <= pendings)
 
 
+class SharedLayout:
+    """A layout of shared memory, of which nothing is modelled."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Take what it is."""
+
+    @staticmethod
+    def get_default_for(block: list[int], dtype: Dtype) -> Dtype:
+        """Return something in its place."""
+        return dtype
+
+
 gl = SimpleNamespace(
     constexpr=object,
     int32=Dtype(torch.int32),
@@ -566,6 +606,7 @@ gl = SimpleNamespace(
     arange=_arange,
     load=_load_registers,
     store=_store_registers,
+    atomic_add=_add_in_memory,
     convert_layout=lambda values, layout: values,
     static_range=_static_range,
     static_assert=_static_assert,
@@ -579,7 +620,7 @@ gl = SimpleNamespace(
     BlockedLayout=lambda *arguments: arguments,
     SwizzledSharedLayout=lambda *arguments: arguments,
     DotOperandLayout=lambda *arguments: arguments,
-    NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: dtype),
+    NVMMASharedLayout=SharedLayout,
 )
 
 

@@ -15,7 +15,8 @@ import torch
 from triton_gallery.recipe.names import bound
 from triton_gallery.site.replaces import Swap, replaces
 
-HOPPER = {"gluon_attention", "gluon_matmul", "hopper_attention"}  # run on such a GPU alone, in half precision
+# Run on such a GPU alone, in half precision
+HOPPER = {"gluon_attention", "gluon_attention_backward", "gluon_matmul", "hopper_attention"}
 ROWS = "x = torch.randn(4, 96)"
 MATRICES = "a, b = torch.randn(32, 48), torch.randn(48, 64)"
 HEADS = "q, k, v = torch.randn(2, 4, 24, 16), torch.randn(2, 2, 24, 16), torch.randn(2, 2, 24, 16)"
