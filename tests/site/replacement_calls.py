@@ -129,6 +129,7 @@ if not torch.distributed.is_initialized():
     options = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     torch.distributed.init_process_group("gloo", **options)
 x, residual, weight = torch.randn(5, 96), torch.randn(5, 96), torch.randn(96)
+""",
     "all_gather_matmul": """
 if not torch.distributed.is_initialized():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
