@@ -215,9 +215,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We compare the kernel with PyTorch's products of float8 and bfloat16, which are
-# cuBLAS's. Rates count :math:`2MNK` operations. *Each 128* is the same kernel
-# with the accumulation of the next section.
+# We compare the kernel with PyTorch's products of float8 and bfloat16, which
+# are cuBLAS's. Rates count :math:`2MNK` operations. *Each 128* is the same
+# kernel with the accumulation of the next section.
 
 
 def scaled_mm(x, w, scale_x, scale_w):
@@ -333,8 +333,8 @@ class Float8Linear(torch.autograd.Function):
 
 # %%
 # Does it train? Two layers learn what a random layer with a tanh does, with
-# products in bfloat16 and in float8, from the same weights. (Without a GPU it is
-# float32, as Triton's interpreter has no arithmetic in bfloat16.)
+# products in bfloat16 and in float8, from the same weights. (Without a GPU it
+# is float32, as Triton's interpreter computes wrongly in bfloat16.)
 
 ON_GPU = DEVICE.type == "cuda"
 WIDTH, STEPS = (1024, 200) if ON_GPU else (32, 12)
