@@ -410,8 +410,8 @@ from triton_gallery_ops.quantize import quantize
 from triton_gallery_ops.rms_norm import rms_norm
 
 # %%
-# The op rounds to float8, without a GPU, too. Float8 numbers are up to 32 apart,
-# so we allow half of that.
+# The op rounds to float8, without a GPU, too. Float8 numbers are up to 32
+# apart, so we allow half of that.
 
 ROW, GROUPS = (1, -1), (1, 128)  # what shares a scale
 

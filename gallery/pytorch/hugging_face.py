@@ -311,8 +311,8 @@ if __name__ == "__main__":
     inputs = batch(model, (2, 12))
     expected = model(**inputs, use_cache=False).loss
     loss = loss_without_logits(model, **inputs)
-    print(f"losses differ by {abs(loss - expected):.1e}, allowed 1.0e-06")
-    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
+    print(f"losses differ by {abs(loss - expected):.1e}, allowed 2.0e-06")
+    torch.testing.assert_close(loss, expected, rtol=0, atol=2e-6)
 
 # %%
 # All of it
