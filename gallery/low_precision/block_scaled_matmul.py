@@ -16,11 +16,12 @@
 # caption = """
 # A tile of the result for each of two programs. Here a block is four numbers
 # wide, so two blocks fit into K: each of the two products gets its scales, then
-# it is added. The last row and the last two columns are masked."""
+# it is added. The tile of w is transposed. The tile's fourth row lies past x,
+# and the second tile's last two columns past w: both are masked."""
 # registers = ["x", "w", "part", "scale", "acc"]
-# call = "product(x, w, scale_x, scale_w, BLOCK=4)"
+# call = "product(x, w, scale_x, scale_w, BLOCK=4, GROUP=4)"
 # expected = { y = "exact(x, w, scale_x, scale_w, GROUP=4)" }
-# start = [1, 0]
+# start = [0, 7]
 #
 # [tool.triton-gallery.not_for]
 # _block_scaled_matmul_hopper_kernel = [
@@ -39,9 +40,9 @@ FP8 with 1 x 128 and 128 x 128 block scales
 
 DeepSeek-V3 multiplies float8 matrices with a scale for each group of 128
 numbers of a token, and one for each square of 128 x 128 of a weight. An outlier
-then spoils the numbers of its own block, and no others. If your matrices have
-no outliers, a scale for each row is as exact, and simpler: see
-``fp8_matmul.py``.
+then spoils the numbers of its own block, and no others. Without outliers of
+some thousand times the rest, a scale for each row is almost as exact, and
+simpler: see ``fp8_matmul.py``.
 
 After this page you can
 
@@ -81,7 +82,8 @@ from triton_gallery.bench import gpu_time, rate_table
 #
 # ``x`` is (M, K) and has a scale for each *group* of 128 in a row. The weight
 # ``w`` is (N, K) and has a scale for each *square* of 128 x 128. Both are
-# blocks. PyTorch has the product as ``scaled_mm``. Written out, in float64:
+# blocks. A number is its float8 times its scale. PyTorch has the product as
+# ``torch.nn.functional.scaled_mm``. Written out, in float64:
 
 E4M3 = torch.float8_e4m3fn
 generator = torch.Generator(device=DEVICE).manual_seed(0)
@@ -120,9 +122,11 @@ if __name__ == "__main__":
 # .. math:: y_{mn} = \sum_{\text{block } b} s_{mb} \, t_{nb}
 #    \sum_{k \in b} x_{mk} w_{nk}.
 #
-# So the tensor cores add up one block, the inner sum. Threads multiply it by
-# both scales and add it to ``acc`` in float32. BLOCK_N divides 128, so that a
-# tile stays within one square of ``w``, and needs one scale of ``w`` at a time.
+# Here :math:`s` is the scale of ``x``, and :math:`t` that of ``w``, the same
+# for 128 rows n. So the tensor cores add up one block, the inner sum. Threads
+# multiply it by both scales and add it to ``acc`` in float32. BLOCK_N divides
+# 128, so that a tile stays within one square of ``w``, and needs one scale of
+# ``w`` at a time. That scale needs no mask, as each tile has a column in ``w``.
 
 
 @triton.jit
@@ -136,9 +140,10 @@ def block_kernel(
     N,
     K,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # GROUP is a multiple of it
+    BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    tl.static_assert(GROUP % BLOCK_N == 0)
     # In int32 the offset of a row would overflow past element 2**31.
     offs_m = tl.program_id(axis=0).to(tl.int64) * BLOCK_M
     offs_m += tl.arange(0, BLOCK_M)  # (BLOCK_M,)
@@ -150,6 +155,7 @@ def block_kernel(
     x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
     w_ptrs = w_ptr + offs_n[None, :] * K + offs_k[:, None]
     groups = K // GROUP
+    scale_w_ptr += (off_n // GROUP) * groups
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for group in range(groups):
         start = group * GROUP
@@ -159,24 +165,34 @@ def block_kernel(
         part = tl.dot(x, w)  # (BLOCK_M, BLOCK_N), of this block alone
         scale_x_ptrs = scale_x_ptr + offs_m * groups + group  # (BLOCK_M,)
         scale = tl.load(scale_x_ptrs, mask=mask_m, other=0.0)
-        # One number for all columns of the tile
-        scale *= tl.load(scale_w_ptr + off_n // GROUP * groups + group)
+        scale *= tl.load(scale_w_ptr + group)  # one for all columns
         acc += part * scale[:, None]
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
     mask = mask_m[:, None] & mask_n[None, :]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def product(x, w, *scales, dtype=torch.float32, kernel=block_kernel, BLOCK=128):
+def product(
+    x,
+    w,
+    scale_x,
+    scale_w,
+    dtype=torch.float32,
+    kernel=block_kernel,
+    BLOCK=128,
+    GROUP=128,
+):
     """Return the product of contiguous matrices with their scales."""
-    M, K = x.shape
-    N = w.shape[0]
-    assert K % BLOCK == 0
-    assert all(t.is_contiguous() for t in (x, w, *scales))
+    (M, K), N = x.shape, w.shape[0]
+    assert w.shape[1] == K
+    assert K % GROUP == 0
+    assert scale_x.numel() == M * (K // GROUP)
+    arguments = x, w, scale_x, scale_w
+    assert all(t.is_contiguous() for t in arguments)
     y = torch.empty(M, N, device=x.device, dtype=dtype)
     grid = (triton.cdiv(M, BLOCK), triton.cdiv(N, BLOCK))
-    sizes = M, N, K, BLOCK, BLOCK, BLOCK
-    kernel[grid](x, w, *scales, y, *sizes, num_warps=8)
+    blocks = {"BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "GROUP": GROUP}
+    kernel[grid](*arguments, y, M, N, K, **blocks, num_warps=8)
     return y
 
 
@@ -185,8 +201,8 @@ def product(x, w, *scales, dtype=torch.float32, kernel=block_kernel, BLOCK=128):
 # ------------
 #
 # Hopper's tensor cores keep fewer bits of a sum of float8 products than float32
-# has, so we allow :math:`2^{-12}` of the terms' magnitudes. Here they add up
-# only 128 terms at a time, however large K is.
+# has, so we allow :math:`2^{-12}` of the sum of the terms' magnitudes. Here the
+# tensor cores add up only 128 terms at a time, however large K is.
 
 
 def show_error(product):
@@ -205,9 +221,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Beside cuBLAS with the same scales, with scales of rows, and in bfloat16.
-# Rates count :math:`2MNK` operations. cuBLAS wants scales stored by columns;
-# that is not timed.
+# We compare the kernel with cuBLAS: with the same scales, with a scale for each
+# row, and in bfloat16. Rates count :math:`2MNK` operations. cuBLAS wants scales
+# stored by columns; the transposition is not timed.
 
 
 def show_rates(ours):
@@ -291,18 +307,23 @@ if __name__ == "__main__":
 # %%
 # Float8 has an exponent, so an outlier up to 4096 times the rest costs hardly
 # anything. A larger one does: the scale that keeps it from overflow turns the
-# other numbers of its block into zeros. With one scale, these are all numbers
-# of the matrix. With block scales, they are one group of 128 in each row.
+# other numbers of its block into zeros. In ``w`` it is the other way round: the
+# divided column becomes zero beside its neighbours. So with one scale, hardly
+# anything is left. With block scales, ``x`` loses the rest of one group of 128
+# in each row, 3 % of K, and ``w`` loses one column.
 
 # %%
 # What does the copy engine bring?
 # --------------------------------
 #
-# In ``block_kernel``, threads compute addresses and masks beside the scaling.
-# With a *tensor descriptor* (``tensor_descriptors.py``), the copy engine does.
-# Past the end of a matrix it fills with zeros, so only the scales need a mask.
-# Each row has to begin at a multiple of 16 bytes: for ``y`` in bfloat16, N is a
-# multiple of 8.
+# In ``block_kernel``, threads compute addresses and masks beside the scaling. A
+# *tensor descriptor* has the address of a matrix, its shape and the shape of a
+# tile (``tensor_descriptors.py``; ``TensorDescriptor`` is of
+# ``triton.tools.tensor_descriptor``). From it the GPU's *copy engine*, a unit
+# that moves whole tiles between memory and a multiprocessor, computes the
+# addresses. Past the end of a matrix it loads zeros and stores nothing, so only
+# the scales need a mask. Each row has to begin at a multiple of 16 bytes: for
+# ``y`` in bfloat16, N is a multiple of 8.
 
 
 @triton.jit
@@ -315,6 +336,7 @@ def descriptor_kernel(
     off_n = tl.program_id(axis=1) * BLOCK_N
     offs_m = off_m + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     mask = offs_m < y_desc.shape[0]
+    tl.static_assert(x_desc.block_shape[1] == GROUP)
     groups = x_desc.shape[1] // GROUP
     scale_x_ptrs = scale_x_ptr + offs_m.to(tl.int64) * groups
     scale_w_ptr += (off_n // GROUP).to(tl.int64) * groups
@@ -363,9 +385,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------
 #
 # ``block_scaled_matmul(x, weight, scale_x, scale_weight)`` is this gallery's
-# op. To ``descriptor_kernel`` it adds one program per multiprocessor
-# (``persistent_matmul.py``), smaller tiles for few rows, and strided scales. On
-# Hopper, it is a kernel in Gluon (``gluon_matmul.py``): up to three groups of
+# op. It is ``descriptor_kernel`` with as many programs as multiprocessors, each
+# of which computes several tiles (``persistent_matmul.py``), with smaller tiles
+# for few rows, and strided scales.
+#
+# On Hopper, it is a kernel in Gluon (``gluon_matmul.py``): up to three teams of
 # four warps multiply, each for 64 rows, and do not wait for each other. So one
 # can scale while the tensor cores multiply for another.
 
@@ -375,8 +399,8 @@ from triton_gallery_ops.block_scaled_matmul import block_scaled_matmul
 # The result
 # ----------
 #
-# Products of models' layers: tokens, outputs, inputs. In the chart, *Triton* is
-# the op, and *Triton, this page* is ``descriptor_kernel``.
+# The sizes (M, N, K) are of layers of models. In the chart, *Triton* is the op,
+# and *Triton, this page* is ``descriptor_kernel``.
 
 LAYERS = [
     (64, 7168, 2048),
@@ -410,12 +434,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         ratio = wide["Triton"] / wide[other]
         print(f"op / {other}: {ratio.min():.2f} to {ratio.max():.2f}")
     best = wide.drop(columns="Triton, this page").idxmax(axis=1)
-    for who, sizes in best.value_counts().items():
-        print(f"fastest at {sizes} of {len(best)} sizes: {who}")
+    for who, sizes in best.groupby(best).groups.items():
+        print(f"fastest at {'; '.join(sizes)}: {who}")
 
 # %%
-# On Hopper, take what is fastest above. On other GPUs, PyTorch has no product
-# with these scales and raises an error. The op runs on NVIDIA's later GPUs too.
+# On Hopper, take what the last lines name for sizes like yours. On other GPUs,
+# PyTorch has no product with these scales and raises an error. The op runs on
+# NVIDIA's later GPUs too.
 
 # %%
 # Exercises
@@ -453,9 +478,11 @@ if __name__ == "__main__":
 groups_kernel = None  # your kernel
 
 if __name__ == "__main__":
-    in_groups = a, b, scale_a, scale_a[:72].contiguous()
-    groups = b.double() * in_groups[3].repeat_interleave(128, 1)
-    expected_groups = exact(a, groups, scale_a, torch.ones(1, 2, device=DEVICE))
+    scale_groups = torch.rand(72, 2, generator=generator, device=DEVICE)
+    in_groups = a, b, scale_a, scale_groups
+    scaled = b.double() * scale_groups.repeat_interleave(128, 1)
+    ones = torch.ones(1, 2, device=DEVICE)  # scaled has its scales in it
+    expected_groups = exact(a, scaled, scale_a, ones)
     print(check(groups_kernel, expected_groups, *in_groups))
 
 # %%
@@ -495,7 +522,7 @@ def column_answer_kernel(
         w = tl.load(w_ptrs + start, mask=mask_n[None, :], other=0.0)
         scale_x_ptrs = scale_x_ptr + group * M + offs_m  # (BLOCK_M,)
         scale = tl.load(scale_x_ptrs, mask=mask_m, other=0.0)
-        scale *= tl.load(scale_w_ptr + off_n // GROUP * groups + group)
+        scale *= tl.load(scale_w_ptr + (off_n // GROUP) * groups + group)
         acc += tl.dot(x, w) * scale[:, None]
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
     tl.store(y_ptrs, acc, mask=mask_m[:, None] & mask_n[None, :])

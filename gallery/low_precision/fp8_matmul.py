@@ -14,10 +14,10 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "product_kernel"
 # caption = """
-# Two programs, a tile of the result each. The tile is the sum of two products,
-# times the scales of its rows and columns. The last row is masked, and two
-# columns of the second tile."""
-# registers = ["x", "w", "acc", "y"]
+# Two programs, a tile of 4 x 4 results each: the sum of two products, times the
+# scales of its rows and columns. Row 3 lies past x, and the last two columns of
+# the second tile past w: they are masked."""
+# registers = ["x", "w", "acc", "scale_x", "scale_w", "y"]
 # call = "product(x, w, scale_x, scale_w, BLOCK_M=4, BLOCK_N=4, BLOCK_K=4)"
 # expected = { y = "(x * scale_x) @ (w * scale_w).T" }
 # start = [1, 0]
@@ -35,8 +35,9 @@ FP8 matrix products, scaled per tensor and per row
 The tensor cores of an H100 multiply 8-bit floats twice as fast as 16-bit ones,
 and the matrices are half the bytes. A float8 number means little without its
 scale (``quantize.py``), so a product takes two matrices and their scales. This
-page puts the scales where they cost nothing, measures what the tensor cores'
-own sum loses, and trains a layer in float8.
+page puts the scales where they cost nothing, measures how much precision the
+tensor cores lose when they add up float8 products, and trains a layer in
+float8.
 
 After this page you can
 
@@ -69,7 +70,7 @@ from triton_gallery.bench import gpu_time, rate_table
 
 
 def check(kernel, expected, inputs):
-    """Print whether a kernel stores what is expected."""
+    """Print whether a kernel stores what is expected, to 1 %."""
     if kernel is None:
         print("not solved yet")
         return False
@@ -84,14 +85,17 @@ def check(kernel, expected, inputs):
 # ----------
 #
 # A *scale* of each row of ``x`` and of each row of the weight turns float8 back
-# into what it stands for. In a product of two such matrices the scales of row m
-# and of column n are the same for all terms of the sum over K:
+# into what it stands for. In a product of two such matrices, scale :math:`s_m`
+# of row m and scale :math:`t_n` of column n are the same for all terms of the
+# sum over K:
 #
 # .. math:: y_{mn} = \sum_k (s_m x_{mk}) (t_n w_{nk})
 #    = s_m t_n \sum_k x_{mk} w_{nk}.
 #
 # So the product is of the float8 numbers alone, and its result is scaled once.
-# PyTorch has this as ``scaled_mm``; written out, in float64:
+# PyTorch has this as ``torch.nn.functional.scaled_mm``; ``exact`` below is the
+# formula in float64. E4M3 has 3 bits of mantissa and reaches 448; E5M2 has 2
+# and reaches 57344.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 generator = torch.Generator(device=DEVICE).manual_seed(0)
@@ -112,8 +116,9 @@ def float8_rows(rows, K):
 if __name__ == "__main__":
     x, scale_x = float8_rows(8192, 4096)
     w, scale_w = float8_rows(2048, 4096)
-    print(f"{2e-9 * 8192 * w.numel():.0f} GFLOP, {x.nbytes + w.nbytes:,} bytes")
-    print(f"of float8, {scale_x.nbytes + scale_w.nbytes:,} bytes of scales")
+    print(f"{2e-9 * 8192 * w.numel():.0f} GFLOP")
+    print(f"{x.nbytes + w.nbytes:,} bytes of float8", end=", ")
+    print(f"{scale_x.nbytes + scale_w.nbytes:,} bytes of scales")
 
 # %%
 # The first kernel
@@ -122,8 +127,11 @@ if __name__ == "__main__":
 # It is the plain product of ``matmul.py``, with two differences. K is
 # contiguous in both matrices, because the tensor cores read float8 only that
 # way: a weight (N, K), as ``torch.nn.Linear`` has it. And the tile is
-# multiplied by its scales before it is stored. K is a multiple of the tile's; M
-# and N have masks.
+# multiplied by its scales before it is stored. K must be a multiple of
+# ``BLOCK_K``; M and N need not be multiples, as masks cover the edges.
+#
+# ``tl.dot(x, w, acc)`` returns ``acc + x @ w``. ``IMPRECISE`` is None until
+# *What does the tensor core's sum lose?*
 
 
 @triton.jit
@@ -148,7 +156,8 @@ def product_kernel(
     offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
     mask_m, mask_n = offs_m < M, offs_n < N
     x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]  # (BLOCK_M, BLOCK_K)
-    w_ptrs = w_ptr + offs_n[None, :] * K + offs_k[:, None]  # (BLOCK_K, BLOCK_N)
+    # The tile of w is transposed: (BLOCK_K, BLOCK_N).
+    w_ptrs = w_ptr + offs_n[None, :] * K + offs_k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         x = tl.load(x_ptrs + k, mask=mask_m[:, None], other=0.0)
@@ -173,7 +182,10 @@ def product(
     (M, K), N = x.shape, w.shape[0]
     assert w.shape[1] == K
     assert K % options["BLOCK_K"] == 0
+    assert scale_w.shape == (N, 1)
+    assert scale_x.shape[0] == M
     x, w = x.contiguous(), w.contiguous()
+    scale_x, scale_w = scale_x.contiguous(), scale_w.contiguous()
     y = torch.empty(M, N, device=x.device, dtype=dtype or torch.float32)
     down = triton.cdiv(M, options["BLOCK_M"])
     across = triton.cdiv(N, options["BLOCK_N"])
@@ -186,25 +198,26 @@ def product(
 # ------------
 #
 # Sums of small integers are exact in float32, and also in the tensor cores of
-# Hopper, which keep fewer bits of float8 sums. So only the two products with
-# scales are rounded, each by :math:`2^{-24}` at most. We allow twice the sum.
+# Hopper, which keep fewer bits of float8 sums. So only the two multiplications
+# by scales round, each by a relative :math:`2^{-24}` at most: :math:`2^{-23}`
+# together. We allow twice that.
 
 if __name__ == "__main__":
     (x, scale_x), (w, scale_w) = float8_rows(100, 384), float8_rows(200, 384)
     x, w = (t.float().round().to(E4M3) for t in (x, w))
     inputs = x, w, scale_x, scale_w
     y, expected = product(*inputs).double(), exact(*inputs)
-    off = ((y - expected) / expected).abs().nan_to_num().max()  # 0 / 0 is NaN
-    print(f"largest error {off:.1e}, allowed {2**-22:.1e}")
+    error = ((y - expected) / expected).abs().nan_to_num().max()  # of 0 / 0, 0
+    print(f"largest error {error:.1e}, allowed {2**-22:.1e}")
     torch.testing.assert_close(y, expected, rtol=2**-22, atol=0)
 
 # %%
 # How fast?
 # ---------
 #
-# Beside PyTorch's products of float8 and bfloat16, which are cuBLAS's. Rates
-# count :math:`2MNK` operations. *Each 128* is the same kernel with another
-# accumulation, of which more below.
+# We compare the kernel with PyTorch's products of float8 and bfloat16, which
+# are cuBLAS's. Rates count :math:`2MNK` operations. *Each 128* is the same
+# kernel with the accumulation of the next section.
 
 
 def scaled_mm(x, w, scale_x, scale_w):
@@ -239,41 +252,46 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ``tl.dot`` adds to ``acc`` in the tensor core. Its option
 # ``max_num_imprecise_acc`` says how many products the tensor core may add up
 # before the sum goes to a float32 register, where it is added as float32.
-# Without the option, that is all of K: *fast accumulation*. With 128, each
-# block of K is added in float32. We measure the error of the result for several
-# K, for normal numbers and for positive ones, whose sum grows with K:
+# Without the option, that is all of K: *fast accumulation*. With 128, the sum
+# of each 128 products is added in float32. We measure the error of the result
+# for several K, for Gaussian numbers and for positive ones, whose sum grows
+# with K. (The interpreter adds everything in float32; only a GPU shows a
+# difference.)
 
 if __name__ == "__main__":
-    rows = {}
+    columns = {}
     for K in (256, 1024, 4096):
         (x, scale_x), (w, scale_w) = float8_rows(128, K), float8_rows(128, K)
         positive = (t.float().abs().to(E4M3) for t in (x, w))
-        for kind, pair in {"normal": (x, w), "positive": positive}.items():
+        for kind, pair in {"Gaussian": (x, w), "positive": positive}.items():
             inputs = *pair, scale_x, scale_w
             expected = exact(*inputs)
             for name, most in (("fast", None), ("each 128", 128)):
                 y = product(*inputs, IMPRECISE=most)
-                off = (y - expected).norm() / expected.norm()
-                rows.setdefault(f"{kind}, {name}", {})[K] = off.item()
-    table = pd.DataFrame(rows)
+                error = (y - expected).norm() / expected.norm()
+                columns.setdefault(f"{kind}, {name}", {})[K] = error.item()
+    table = pd.DataFrame(columns)
     print("relative error by K", table.to_string(float_format="%.1e"), sep="\n")
 
 # %%
 # For comparison: rounding a result to bfloat16 costs up to
-# :math:`2^{-9} = 0.002`, and rounding the inputs to float8 costs more. So take
-# fast accumulation where terms cancel, as with normal numbers: in a layer's
-# result. Take 128 where terms may have one sign, as in a sum over all tokens.
-# The table of *How fast?* says what 128 costs. In the interpreter all four
-# columns are sums in float32.
+# :math:`2^{-9} = 0.002`, and rounding an input to E4M3 up to
+# :math:`2^{-4} = 0.06`. On Hopper, fast accumulation loses more the longer the
+# sum is, and most where all terms have one sign. So take it where terms cancel
+# and K is the width of a layer. Take 128 for the gradient of a weight, a sum
+# over all tokens. The table of *How fast?* says what 128 costs.
 
 # %%
 # The op
 # ------
 #
-# ``fp8_matmul(x, weight, scale_x, scale_weight)`` is this gallery's op. To the
-# kernel of this page it adds tiles that the copy engine loads, one program per
-# multiprocessor (``persistent_matmul.py``), a bias, and a scale of one element
-# for the whole tensor. ``fp8_matmul_linear`` is the layer below.
+# ``fp8_matmul(x, weight, scale_x, scale_weight, bias=None)`` is this gallery's
+# op. To the kernel of this page it adds the bias, a scale of one element for
+# the whole tensor, tiles that the GPU's copy engine loads
+# (``tensor_descriptors.py``), and one program per multiprocessor
+# (``persistent_matmul.py``). ``out_dtype`` is bfloat16 unless you give another,
+# and ``use_fast_accum=False`` adds each 128 products in float32.
+# ``fp8_matmul_linear`` is the layer of the next section, ready-made.
 
 from triton_gallery_ops.fp8_matmul import fp8_matmul
 from triton_gallery_ops.quantize import quantize_with_transpose
@@ -287,8 +305,8 @@ from triton_gallery_ops.quantize import quantize_with_transpose
 # contiguous, the second needs ``W`` transposed, and the last ``g`` and ``x``.
 # ``quantize_with_transpose`` (``quantize.py``) writes a matrix's values, their
 # scale, the transposed values and their scale, in one pass. ``(-1, -1)`` asks
-# for a scale of the whole tensor. The gradient becomes e5m2, which has two bits
-# of mantissa and a wider range.
+# for a scale of the whole tensor, which the transposed values share. The
+# gradient becomes E5M2, for its wider range.
 
 TENSOR = -1, -1
 
@@ -298,9 +316,9 @@ class Float8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w):
-        x8, scale_x, *x_t = quantize_with_transpose(x, TENSOR)
-        w8, scale_w, *w_t = quantize_with_transpose(w, TENSOR)
-        ctx.save_for_backward(*x_t, *w_t)
+        x8, scale_x, x_t, _ = quantize_with_transpose(x, TENSOR)
+        w8, scale_w, w_t, _ = quantize_with_transpose(w, TENSOR)
+        ctx.save_for_backward(x_t, scale_x, w_t, scale_w)
         return fp8_matmul(x8, w8, scale_x, scale_w, out_dtype=x.dtype)
 
     @staticmethod
@@ -315,8 +333,8 @@ class Float8Linear(torch.autograd.Function):
 
 # %%
 # Does it train? Two layers learn what a random layer with a tanh does, with
-# products in bfloat16 and in float8, from the same weights. (The interpreter
-# computes wrongly in bfloat16, so there it is float32.)
+# products in bfloat16 and in float8, from the same weights. (Without a GPU it
+# is float32, as Triton's interpreter computes wrongly in bfloat16.)
 
 ON_GPU = DEVICE.type == "cuda"
 WIDTH, STEPS = (1024, 200) if ON_GPU else (32, 12)
@@ -356,8 +374,8 @@ if __name__ == "__main__":
     assert (losses.iloc[-1] < losses.iloc[0]).all()
 
 # %%
-# How much faster than in bfloat16 is the layer, forward and backward? All of
-# quantizing is in its time.
+# How much faster than in bfloat16 is the layer, forward and backward? Its time
+# includes all quantizing.
 
 
 def training_step(linear, x, w, g):
@@ -387,8 +405,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The result
 # ----------
 #
-# Products of models' layers: tokens, outputs, inputs. In the chart, *Triton* is
-# the op, and *Triton, this page* is the first kernel.
+# Each product is a layer of a model; its label gives tokens, outputs and inputs
+# (M, N, K). In the chart, *Triton* is the op, and *Triton, this page* is the
+# first kernel.
 
 LAYERS = {
     "64, 7168, 4096": (64, 7168, 4096),

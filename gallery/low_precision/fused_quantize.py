@@ -18,11 +18,11 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "norm_kernel"
 # caption = """
-# A row of x per program. MAX is 7 here instead of 448. A row has 6 elements
-# and a block has 8."""
-# registers = ["r", "y", "scale", "values"]
+# A row of x per program. MAX is 7 here instead of 448, and values stay float32.
+# A row has 6 elements and BLOCK_N is 8."""
+# registers = ["r", "y", "largest", "scale", "values"]
 # call = "norm_and_quantize(x, weight, 0.0, torch.float32, 7.0)"
-# start = [0, 0]
+# start = [0, 2]
 #
 # [tool.triton-gallery.step_through.inputs]
 # x = "torch.tensor([[0., 4, 0, -2, 2, 0], [2, -2, 2, 2, -2, 2]])"
@@ -103,7 +103,8 @@ def in_torch(x, weight):
 # The fewest bytes that must move, the *floor*, are ``x`` and the weight read
 # once, values and scales written once. One kernel moves just that; of two, the
 # first also writes the norm and the second reads it. ``Traffic`` counts what
-# PyTorch's operators read and write: from ``y.float()`` on that is float32.
+# PyTorch's operators read and write. ``rms_norm`` runs here as several
+# operators, and from ``y.float()`` on each moves float32.
 
 if __name__ == "__main__":
     x, weight = randn(64, 4096).bfloat16(), randn(4096).bfloat16()
@@ -118,11 +119,14 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# It is the kernel of an RMSNorm, up to where that would store ``y``. Instead,
-# the row's largest magnitude gives the scale, and the row, still in registers,
-# is multiplied by one over it. Two kernels would store ``y`` in the dtype of
+# It begins as the kernel of an RMSNorm, but does not store ``y``. Instead, the
+# row's largest magnitude gives the scale, and the row, still in registers, is
+# multiplied by one over it. Two kernels would store ``y`` in the dtype of
 # ``x``, so this one rounds it to that dtype, as vLLM and TensorRT-LLM do. In
 # float32 the result would be slightly more exact, but not that of two kernels.
+#
+# Masked elements are 0, which changes neither the sum of squares nor the
+# maximum. A norm that subtracts a mean must mask again after it.
 
 
 @triton.jit
@@ -149,7 +153,8 @@ def norm_kernel(
     scale = tl.maximum(largest / MAX, 2.0**-126)
     # One division for the row, and a product for each element
     values = y * (1 / scale)  # (BLOCK_N,)
-    # No clamp: what exceeds MAX by a bit of float32 is rounded to it
+    # No clamp: what exceeds MAX by a bit of float32 is rounded to it. For
+    # floats alone: a cast to an integer would drop the fraction.
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + row * N + offs, values, mask=mask)
     tl.store(scale_ptr + row, scale)
@@ -158,12 +163,16 @@ def norm_kernel(
 def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
     """Return the norm of each row over its scale, and the scales."""
     M, N = x.shape
-    assert 0 < N <= 16384  # 16 warps: on AMD GPUs 1024 threads, the most
+    # A warp has 32 threads (64 on AMD's data center GPUs), and a program up to
+    # 1024. With 32 elements a thread, or 16, 16384 take 16 warps.
+    assert 0 < N <= 16384
+    assert weight.shape == (N,)
+    assert dtype.is_floating_point
     x, weight = x.contiguous(), weight.contiguous()
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, 1, dtype=torch.float32)
     BLOCK_N = triton.next_power_of_2(N)
-    warps = max(1, BLOCK_N // 1024)  # NVIDIA: 32 elements a thread
+    warps = max(1, BLOCK_N // 1024)
     tensors = x, weight, values, scales
     norm_kernel[(M,)](*tensors, N, eps, MAX, BLOCK_N, num_warps=warps)
     return values, scales
@@ -173,9 +182,11 @@ def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
 # Is it right?
 # ------------
 #
-# With values in float32, a few roundings may differ from float64. In float8 the
-# check makes each ``y`` a float8 number: Triton's interpreter, which runs this
-# page without a GPU, rounds others wrongly.
+# With values in float32, a few roundings may differ from float64. The float8
+# check avoids rounding, which Triton's interpreter, without a GPU, does
+# wrongly: ``x * r`` is 1 or -1, and the weights are float8 numbers up to 448,
+# so the scale is 1. The last check sees whether ``y`` is rounded to bfloat16:
+# values times their scale must be near a bfloat16 number.
 
 
 def compare(values, scales, exact, allowed=0.01):
@@ -191,11 +202,16 @@ if __name__ == "__main__":
     x, weight = randn(1000, 20).T, randn(1000)  # x is not contiguous
     exact = norm_torch(x.double(), weight.double())
     compare(*norm_and_quantize(x, weight, dtype=torch.float32), exact)
-    x = 1024 * randn(20, 1000).sign().bfloat16()  # 1 or -1, times r
+    x = 1024 * randn(20, 1000).sign().bfloat16()  # so large that EPS is nothing
     x[3] = 0
     weight = (200 * randn(1000)).clamp(-448, 448).to(E4M3).bfloat16()
     for op in (in_torch, norm_and_quantize):
         compare(*op(x, weight), norm_torch(x.double(), weight.double()))
+    x, ones = randn(20, 1000).bfloat16(), torch.ones_like(weight)
+    values, scales = norm_and_quantize(x, ones, dtype=torch.float32)
+    y = values * scales
+    near = (y + 2**-15 * y).view(torch.int32) & -65536  # the bits of bfloat16
+    torch.testing.assert_close(near.view(torch.float32), y, rtol=1e-5, atol=0)
 
 # %%
 # How fast?
@@ -231,8 +247,9 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # What follows ``y`` does not depend on where ``y`` came from, so it becomes a
 # function, here for groups. The row is reshaped to (groups, 128): each row of
 # that block is one group. ``GROUP`` is a power of two, as ``BLOCK_N`` is. For a
-# norm with groups, take ``norm_kernel`` down to ``y`` and call this function.
-# With ``GROUP = BLOCK_N`` the row is one group, as in ``norm_kernel``.
+# norm with groups, keep ``norm_kernel`` down to the rounded ``y``, then call
+# this function; scales are (M, cdiv(N, GROUP)). With ``GROUP = BLOCK_N`` the
+# row is one group, as in ``norm_kernel``.
 
 
 @triton.jit
@@ -262,11 +279,11 @@ def store_groups(
 # Add the residual, too
 # ---------------------
 #
-# In a transformer a norm follows an addition: ``h = residual + x`` goes on to
-# the next layer, and its norm into this one. Three kernels would move, of each
-# element, (2 + 2 + 2) + (2 + 2) + (2 + 1) bytes, and one 2 + 2 + 2 + 1. It
-# writes ``h``, as later layers read it, but does not read it again for the
-# norm. Like ``y``, the sum is rounded first.
+# In a transformer a norm follows an addition: ``h = residual + x`` is
+# normalized for this layer, and is also the residual of the next addition.
+# Three kernels would move, of each element, (2 + 2 + 2) + (2 + 2) + (2 + 1)
+# bytes, and one 2 + 2 + 2 + 1. It writes ``h``, as later layers read it, but
+# does not read it again for the norm. Like ``y``, the sum is rounded first.
 
 
 @triton.jit
@@ -294,7 +311,8 @@ def residual_kernel(
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(h * h, axis=0) / N + EPS)
     y = (h * r * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
-    store_groups(y, values_ptr + row * N, scale_ptr + row, N, MAX, BLOCK_N)
+    values_row, scale_row = values_ptr + row * N, scale_ptr + row
+    store_groups(y, values_row, scale_row, N, MAX, GROUP=BLOCK_N)
 
 
 def add_norm_and_quantize(x, residual, weight, dtype=E4M3):
@@ -376,11 +394,13 @@ if __name__ == "__main__":
 # ------
 #
 # ``fused_quantize_rms_norm``, ``fused_quantize_rms_norm_residual`` and
-# ``fused_quantize_swiglu`` are this gallery's ops. To these kernels they add
-# int8, scales that the caller knows, powers of two, several short rows in a
-# program, long rows of SwiGLU, strides such as those of a packed projection,
-# Gemma's offset, and a scale of NaN for NaN, which is in the values alone here.
-# They agree with ``rms_norm`` or ``swiglu``, followed by ``quantize``.
+# ``fused_quantize_swiglu`` are this gallery's ops. They agree with ``rms_norm``
+# or ``swiglu``, followed by ``quantize``. To these kernels they add
+#
+# * int8, scales that the caller knows, and scales that are powers of two;
+# * several short rows in a program, and long rows of SwiGLU;
+# * strides, as of gate and up in one tensor, and ``1 + weight``, as Gemma has;
+# * NaN scales for rows with NaN (the kernels here write NaN only to values).
 
 from triton_gallery_ops.fused_quantize import (
     fused_quantize_rms_norm,
@@ -390,7 +410,8 @@ from triton_gallery_ops.quantize import quantize
 from triton_gallery_ops.rms_norm import rms_norm
 
 # %%
-# What they compute is right, too. Float8 numbers are at most 32 apart.
+# The op rounds to float8, without a GPU, too. Float8 numbers are up to 32
+# apart, so we allow half of that.
 
 ROW, GROUPS = (1, -1), (1, 128)  # what shares a scale
 
@@ -415,7 +436,8 @@ if __name__ == "__main__":
 # %%
 # Two kernels may add a row in different orders, so ``r`` may differ in its last
 # bit. Then a ``y`` near the middle of two bfloat16 numbers may become either,
-# and its value the next float8 number: off by an eighth, or 2**-9 if tiny.
+# and its value the next float8 number: with 3 bits of mantissa that is at most
+# an eighth away, or 2**-9 near 0.
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     x, weight = randn(300, 5000).bfloat16(), randn(5000).bfloat16()

@@ -15,8 +15,8 @@
 # kernel = "int4_kernel"
 # caption = """
 # Two rows of x times a 2 x 16 weight, in groups of 8. A word holds the eight
-# codes of a row and a group; here the last three are 0, so that words are
-# short. Each row of a group has its own scale and zero point."""
+# codes of a row and a group as hexadecimal digits, the first one lowest: 82451
+# is 0x14213. The last three are 0 here. w[0] has group 0, and w[1] group 1."""
 # registers = ["words", "codes", "w", "acc"]
 # call = """int4_kernel[1, 1, 1](x, pack_in_order(codes, 8), scale, zero, y,
 #     2, 2, 16, 2, 2, 8, unpack_in_order)"""
@@ -76,7 +76,7 @@ generator = torch.Generator(device=DEVICE).manual_seed(0)
 kind = {"generator": generator, "device": DEVICE}
 INSTRUCTIONS = {
     "integer to float": r"cvt\.rn\.f16\.[su]\d+",
-    "two subtractions": r"(?:sub|add)\.(?:rn\.)?f16x2",
+    "subtractions of pairs": r"(?:sub|add)\.(?:rn\.)?f16x2",
     "stores to shared memory": r"st\.shared",
     "loads from shared memory": r"ld\.shared",
 }
@@ -123,7 +123,7 @@ def draw_words(pack):
 # .. math:: w = (\mathrm{code} - \mathrm{zero}) \cdot \mathrm{scale}.
 #
 # The scale is a step, and the zero point is the code of the weight 0. We draw
-# them at random, with ``kind`` of the folded cell: a device and a generator.
+# all of them at random. (``kind`` holds the generator and the device.)
 
 GROUP = 128
 
@@ -149,7 +149,9 @@ def dequantize(codes, scale, zero):
 #
 # Eight codes are packed into a *word*, an integer of 32 bits. Here code ``i``
 # is in the bits ``4 * i`` to ``4 * i + 3``: a shift brings it to the lowest
-# bits, and an AND with 15 takes it out.
+# bits, and an AND with 15 takes it out. (If the last code makes the word
+# negative, the shift fills in ones, which the AND removes.) All words of a
+# group lie together, as one step of a program reads them.
 
 
 def pack_in_order(codes, GROUP=GROUP):
@@ -167,10 +169,16 @@ def unpack_in_order(words, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
 
 
 # %%
-# A program computes ``BLOCK_N`` rows of the transposed result ``y.T``, in steps
-# of one group; the few rows of ``x`` are the second operand of ``tl.dot``.
-# ``UNPACK`` is a function that takes codes out of words. ``code - zero`` is
-# exact in float16. The grid's second axis divides the groups; now it is 1.
+# ``tl.dot`` multiplies tiles of 16 rows and columns or more. ``W``, which has
+# many rows, is its first operand, and the few rows of ``x``, filled up to 16
+# with zeros, are its second. So a program computes ``BLOCK_N`` rows of the
+# transposed result ``y.T``. A row of ``W`` has one scale in a group. So a step
+# is one group, and the kernel multiplies the product by the scales, not each
+# weight. ``code - zero`` is exact in float16.
+#
+# ``UNPACK`` is a function that takes codes out of words. The axes of the grid
+# are blocks of rows of ``W``, parts of ``K`` (one, until *Few programs* below),
+# and blocks of rows of ``x``.
 
 
 @triton.jit
@@ -234,11 +242,12 @@ def multiply(x, words, scale, zero, UNPACK=unpack_in_order, splits=1):
 # ------------
 #
 # Each of the ``K`` additions may be off by :math:`2^{-23}` of the sum of the
-# terms' magnitudes. The store rounds to float16, by at most half its ``eps``.
+# terms' magnitudes, as tensor cores may cut off where others round. The store
+# rounds to float16, by at most half its ``eps``.
 
 
 def check(function, pack):
-    """Print how much of the tolerance a function takes; raise if all."""
+    """Print the largest error as a part of the tolerance, which is 1."""
     x, packed = torch.randn(20, 512, **kind).half(), make_weights(100, 512)
     y = function(x, pack(packed[0]), *packed[1:]).double()
     x, weight = x.double(), dequantize(*packed)
@@ -302,10 +311,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Floats without a conversion
 # ---------------------------
 #
-# For each group, a thread converts 64 codes from integers to floats. And
-# ``reshape`` leaves codes with threads that do not multiply them, so they pass
-# through *shared memory*, which all threads of a program reach. We can avoid
-# both, and count below what is left.
+# A tile has 64 x 128 codes and a program 128 threads, so a thread converts 64
+# codes of each group from integers to floats. And ``reshape`` leaves codes with
+# threads that do not multiply them, so they pass through *shared memory*, which
+# all threads of a program reach. Another order of the codes avoids the
+# conversions and this traffic.
 #
 # A float16 number has a sign, five bits of exponent and ten of *mantissa*. For
 # numbers from 1024 to 2047, the last bit of the mantissa counts ones. So the
@@ -324,7 +334,9 @@ if __name__ == "__main__":
 # Which codes should share a word? The matrix instruction has a fixed place for
 # each element of its first operand. Four threads, ``t`` from 0 to 3, share a
 # row: of every eight columns, thread ``t`` holds ``2 t`` and ``2 t + 1``. So a
-# word gets columns of one thread alone, two neighbours 16 bits apart:
+# word gets columns of one thread alone, two neighbours 16 bits apart. The four
+# words of a thread are ``4 t`` to ``4 t + 3``: side by side, so that one load
+# takes them all.
 
 
 def pack_in_pairs(codes):
@@ -340,21 +352,25 @@ def pack_in_pairs(codes):
 
 # %%
 # Here are the first 32 columns of a row, and the four words that hold them,
-# from their lowest bits on. A colour is a thread, from ``t = 0`` on the left:
+# from their lowest bits on; the fifth code begins at bit 16. Words 1, 5, 9 and
+# 13 hold the next 32 columns. A colour is a thread, from ``t = 0`` on the left:
 
 if __name__ == "__main__":
     draw_words(pack_in_pairs)
 
 # %%
 # A new function for ``UNPACK`` undoes this order. ``tl.join`` puts two tensors
-# beside each other in a new last dimension, and ``permute`` sorts the
-# dimensions. No code moves to another thread, because the thread that
-# multiplies it has unpacked it. The comments follow the first word of a row:
+# beside each other in a new last dimension, which counts fastest; so what is
+# far apart is joined first. ``permute`` sorts the dimensions. Which thread
+# unpacks which word is the compiler's choice: it works back from ``tl.dot``
+# through ``permute`` and ``join``, and with this order of the codes none has to
+# change its thread. The comments follow the first word of a row:
 
 
 @triton.jit
 def unpack_pairs(words, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """Return codes (BLOCK_N, GROUP), as floats, of words (BLOCK_N, 16)."""
+    tl.static_assert(GROUP == 128)  # 4 threads x 4 words x 8 codes
     c0 = (words & 0x000F000F) | 0x64006400  # word 0: columns 0 and 1
     c1 = ((words >> 4) & 0x000F000F) | 0x64006400  # columns 8 and 9
     c2 = ((words >> 8) & 0x000F000F) | 0x64006400  # columns 16 and 17
@@ -390,8 +406,10 @@ if __name__ == "__main__":
     assert counts.loc["integer to float", "in pairs"] == 0
 
 # %%
-# No code is converted, and none is stored to shared memory. The loads that are
-# left are of words, which the compiler copies there ahead of their use.
+# No code is converted, and none is stored to shared memory. From each of the
+# thread's 32 pairs, 1024 and then the zero point are subtracted. The loads that
+# are left are of words, four at a time, which the compiler copies to shared
+# memory ahead of their use, and of the results after the loop.
 
 # %%
 # Few programs: split the sum
@@ -414,11 +432,14 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # The op
 # ------
 #
-# The op chooses the tile and the parts by the sizes, and loads a scale and its
-# zero point as one word. The zero point is part of the bits that it puts around
-# a code, which saves a subtraction. It takes bfloat16, other groups, and the
-# weights of GPTQ and AWQ, two widely used ways of choosing 4-bit weights. It
-# has a gradient for ``x``. Beyond 512 rows it leaves the product to cuBLAS.
+# ``int4_matmul``
+#
+# * chooses the tile and ``splits`` by the sizes;
+# * loads a scale and its zero point as one word, and saves a subtraction: the
+#   bits that it puts around a code hold the zero point, too (exercise 2);
+# * takes bfloat16, other groups, and weights of GPTQ and AWQ, two widely used
+#   ways of choosing 4-bit weights;
+# * has a gradient for ``x``, and leaves more than 512 rows to cuBLAS.
 
 from triton_gallery_ops.int4_matmul import int4_matmul
 
@@ -427,7 +448,7 @@ from triton_gallery_ops.int4_matmul import int4_matmul
 # ----------
 #
 # We multiply 1 to 16 rows by a weight of 8192 x 8192. *Triton* is the op, and
-# *Triton, this page* is ``in_pairs`` with four parts.
+# *Triton, this page* is ``in_pairs`` with ``splits=4``.
 
 SIZE = 8192
 

@@ -21,7 +21,7 @@
 # registers = ["x", "w", "of_x", "of_w", "part", "acc"]
 # call = "product(x, w, scale_x, scale_w, tile=(4, 4, 4))"
 # expected = { y = "decode(x, scale_x, 4) @ decode(w, scale_w, 4).T" }
-# start = [1, 0]
+# start = [0, 7]
 #
 # [tool.triton-gallery.step_through.inputs]
 # x = "integers(-2, 3, 3, 8)"
@@ -42,7 +42,8 @@ H100, see ``fp8_matmul.py`` and ``block_scaled_matmul.py``.
 
 After this page you can
 
-* say what is stored in MXFP8, MXFP4 and NVFP4, and multiply the first two;
+* say what is stored in MXFP8, MXFP4 and NVFP4;
+* multiply matrices of MXFP8 and MXFP4, in any combination;
 * say why the instruction takes the scales, and what work that saves;
 * see what ``tl.dot_scaled`` becomes on a GPU that you do not have.
 """
@@ -126,8 +127,9 @@ def show_instructions():
 # a *group* (a *block* in the standard) and share a scale. It is a power of two,
 # so that a multiplication by it is exact, and is stored as one byte of
 # exponent: ``2 ** (byte - 127)``. PyTorch has a dtype for that,
-# ``float8_e8m0fnu``. MXFP4 has the same scales for numbers of 4 bits, ``e2m1``,
-# which are listed below. Two are in one byte, the first in its low half.
+# ``float8_e8m0fnu``; the kernels here take ``scale.view(torch.uint8)``. MXFP4
+# has the same scales for numbers of 4 bits, ``e2m1``, which are listed below.
+# Two are in one byte, the first in its low half.
 
 E4M3 = torch.float8_e4m3fn
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # 2 bits of exponent, 1 of mantissa
@@ -145,7 +147,7 @@ def decode(numbers, scale, GROUP=32):
 
 def make_mx(rows, K, dtype=E4M3):
     """Return random numbers, MXFP4 for uint8, and the bytes of scales."""
-    numbers = torch.randn(rows, K, **kind)  # kind: a generator, a device
+    numbers = torch.randn(rows, K, **kind)  # kind: the generator and device
     if dtype == torch.uint8:
         numbers = torch.randint(0, 256, (rows, K // 2), **kind)
     scale = torch.randint(122, 132, (rows, K // 32), **kind)
@@ -154,7 +156,6 @@ def make_mx(rows, K, dtype=E4M3):
 
 if __name__ == "__main__":
     x, scale_x = make_mx(8192, 4096)
-    print(f"{2e-9 * 8192 * x.numel():.0f} GFLOP for M = N = 8192, K = 4096")
     share = 8 * scale_x.nbytes / x.numel()
     print(f"{8 + share} bits a number, {share} of them for the scale")
 
@@ -170,9 +171,10 @@ if __name__ == "__main__":
 #
 # ``tl.dot`` computes the inner sum: on the tensor cores, it multiplies a tile
 # (BLOCK_M, GROUP) by one (GROUP, BLOCK_N) of the same dtype and returns
-# float32. Threads multiply that by both scales and add it to ``acc``. Bits 23
-# to 30 of a float32 are such an exponent, so we shift the byte there, with a
-# mantissa of 0; ``bitcast=True`` reads the bits as a float32.
+# float32. Threads multiply that by both scales and add it to ``acc``. A float32
+# keeps its exponent, plus 127, in bits 23 to 30: the same byte. So we shift the
+# byte there and leave the mantissa 0; ``bitcast=True`` reads the bits as a
+# float32. (Bytes of 0 and 255 need more: exercise 1.)
 
 
 @triton.jit
@@ -208,7 +210,8 @@ def group_kernel(
     groups = K // GROUP
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for group in range(groups):
-        # (BLOCK_M, GROUP) and (BLOCK_N, GROUP); masked rows are not stored.
+        # (BLOCK_M, GROUP) and (BLOCK_N, GROUP). Masked rows hold anything:
+        # their results are not stored.
         x = tl.load(x_ptrs + group * GROUP, mask=mask_m[:, None])
         w = tl.load(w_ptrs + group * GROUP, mask=mask_n[:, None])
         part = tl.dot(x, w.T)  # (BLOCK_M, BLOCK_N), of this group alone
@@ -222,16 +225,25 @@ def group_kernel(
 
 
 def product(
-    x, w, *scales, dtype=torch.float32, kernel=group_kernel, tile=(128, 64, 32)
+    x,
+    w,
+    scale_x,
+    scale_w,
+    dtype=torch.float32,
+    kernel=group_kernel,
+    tile=(128, 64, 32),  # BLOCK_M, BLOCK_N and GROUP
 ):
     """Return the product of contiguous matrices with their scales."""
-    (M, K), N = x.shape, len(w)
+    (M, K), N, groups = x.shape, len(w), x.shape[1] // tile[2]
+    arguments = x, w, scale_x, scale_w
     assert K % tile[2] == 0
-    assert [t.shape for t in scales] == [(M, K // tile[2]), (N, K // tile[2])]
-    assert all(t.is_contiguous() for t in (x, w, *scales))
+    assert w.shape[1] in (K, K // 2)  # half in exercise 2, where w is packed
+    assert scale_x.shape == (M, groups)
+    assert scale_w.shape == (N, groups)
+    assert all(t.is_contiguous() for t in arguments)
     y = torch.empty(M, N, device=x.device, dtype=dtype)
     grid = (triton.cdiv(M, tile[0]), triton.cdiv(N, tile[1]))
-    kernel[grid](x, w, *scales, y, M, N, K, *tile, num_warps=8)
+    kernel[grid](*arguments, y, M, N, K, *tile, num_warps=8)
     return y
 
 
@@ -259,8 +271,9 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Beside ``torch.compile``, which decodes and then multiplies in bfloat16, and
-# cuBLAS in float8 with scales of rows and in bfloat16, for :math:`2MNK` FLOP.
+# We compare with ``torch.compile``, which decodes and then multiplies in
+# bfloat16, and with cuBLAS in bfloat16 and in float8 with a scale for each row.
+# A product counts as :math:`2MNK` FLOP.
 
 
 def show_rates(ours):
@@ -321,12 +334,15 @@ if __name__ == "__main__":
     print(f"so an H100's tensor cores work at most {share:.0%} of the time")
 
 # %%
-# Even if both work at once, tensor cores wait for threads. But a scale belongs
-# to 32 numbers of *one* matrix, so tensor cores can multiply by it while they
-# add, and leave no arithmetic to threads. The instruction does that, as
-# ``acc = tl.dot_scaled(x, scale_x, "e4m3", w, scale_w, "e2m1", acc)``: for each
-# matrix its numbers, scales and format. ``w`` is (K, N), but its scales stay
-# (N, K / 32), a row for each column of the result.
+# Even if both work at once, tensor cores wait for threads. Threads multiply
+# each *result* of a group twice, 2 x 128 x 64 times, though the group has only
+# 128 + 64 scales. An instruction that takes the scales beside the numbers can
+# apply them as it adds, and threads have nothing left to multiply.
+#
+# ``acc = tl.dot_scaled(x, scale_x, "e4m3", w, scale_w, "e2m1", acc)`` asks for
+# it: for each matrix its numbers, scales and format. ``w`` is (K, N), or
+# (K / 2, N) for ``e2m1``, packed along K. Its scales stay (N, K / 32), a row
+# for each column of the result. Tiles of ``BLOCK_K`` = 128 have four groups.
 
 
 @triton.jit
@@ -375,17 +391,21 @@ def scaled_kernel(
 FORMATS = {E4M3: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
 
 
-def scaled_product(x, w, *scales, dtype=torch.float32, tile=(128, 128, 128)):
+def scaled_product(x, w, scale_x, scale_w, dtype=torch.float32, BLOCK=128):
     """Return the product of contiguous matrices in MX formats."""
     X, W = FORMATS[x.dtype], FORMATS[w.dtype]
     M, N, K = len(x), len(w), x.shape[1] * (2 if X == "e2m1" else 1)
-    assert K % tile[2] == 0
-    assert [t.shape for t in scales] == [(M, K // 32), (N, K // 32)]
-    assert all(t.is_contiguous() for t in (x, w, *scales))
+    arguments = x, w, scale_x, scale_w
+    assert K % BLOCK == 0
+    assert w.shape[1] * (2 if W == "e2m1" else 1) == K
+    assert scale_x.shape == (M, K // 32)
+    assert scale_w.shape == (N, K // 32)
+    assert all(t.is_contiguous() for t in arguments)
     y = torch.empty(M, N, device=x.device, dtype=dtype)
-    grid = (triton.cdiv(M, tile[0]), triton.cdiv(N, tile[1]))
-    sizes = M, N, K, *tile, 32
-    scaled_kernel[grid](x, w, *scales, y, *sizes, X, W, num_warps=8)
+    grid = (triton.cdiv(M, BLOCK), triton.cdiv(N, BLOCK))
+    options = {"GROUP": 32, "X": X, "W": W, "num_warps": 8}
+    blocks = BLOCK, BLOCK, BLOCK
+    scaled_kernel[grid](*arguments, y, M, N, K, *blocks, **options)
     return y
 
 
@@ -398,9 +418,11 @@ if __name__ == "__main__" and HAS_DOT_SCALED:
         x, w = make_mx(130, 384, X), make_mx(200, 384, W)
         print(f"{FORMATS[X]} x {FORMATS[W]}:", end=" ")
         show_error(scaled_product(x[0], w[0], x[1], w[1]), x, w)
+elif __name__ == "__main__":
+    print("not checked: needs a GPU or Triton 3.8")
 
 # %%
-# The same sizes again:
+# ``scaled_kernel`` at the sizes of *How fast?*:
 
 OURS["scaled_kernel"] = partial(scaled_product, dtype=torch.bfloat16)
 
@@ -411,30 +433,33 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Which instruction is it?
 # ------------------------
 #
-# ``show_instructions`` of the folded cell compiles ``scaled_kernel`` for GPUs
-# that need not be here, and finds the matrix instructions in its code.
+# *NVFP4* is NVIDIA's format of 4 bits: groups of 16 ``e2m1``, a scale in
+# ``e4m3``, and one float32 for the whole tensor, by which a kernel multiplies
+# its result. ``scaled_kernel`` with GROUP = 16 and such scales multiplies it.
+#
+# ``show_instructions``, in the fold at the top of the page, compiles
+# ``scaled_kernel`` with ``triton.compile(source, target)`` for GPUs that need
+# not be here, and finds the matrix instructions in its code.
 
 if __name__ == "__main__":
     show_instructions()
 
 # %%
 # ``block_scale`` and ``scale`` say that the instruction takes scales, ``kind``
-# for which formats. ``scale_vec::2X`` is two scales for a row of what one
-# instruction multiplies (newer Tritons write ``block32``, the numbers of a
-# group), and ``cta_group::1`` one program, not a pair. **For the B200 and the
+# for which formats. ``scale_vec::2X``: one instruction multiplies 64 numbers of
+# a row, which have two scales (newer Tritons write ``block32``, the numbers of
+# a group). ``cta_group::1`` is one program, not a pair. **For the B200 and the
 # MI350 this page has compiled and not run: it knows no speed of theirs.**
 #
 # The H100 has no such instruction. There, threads decode numbers, scale them
 # and round to bfloat16, and the product is one of bfloat16. In bfloat16's range
 # that is exact: a number has at most 4 significant bits, and bfloat16 has 8.
 #
-# *NVFP4* is NVIDIA's format of 4 bits: groups of 16 ``e2m1``, a scale in
-# ``e4m3``, and one float32 for the whole tensor, by which a kernel multiplies
-# its result. Not every Triton compiles it for every GPU, and even 3.9's
+# Not every Triton compiles NVFP4 for every GPU, and even Triton 3.9's
 # interpreter takes its scales for powers of two, so it is not checked here.
 #
 # The B200 wants scales in an order of its own. Ours are stored row by row, and
-# the kernel reorders them; Triton's tutorial *Block Scaled Matrix
+# the compiled kernel reorders them; Triton's tutorial *Block Scaled Matrix
 # Multiplication* stores them in that order.
 
 # %%
@@ -443,12 +468,13 @@ if __name__ == "__main__":
 #
 # ``mx_matmul(x, weight, scale_x, scale_weight)`` is this gallery's op. It takes
 # what ``quantize_mx`` and ``quantize_nvfp4`` return (``quantize.py``), any K of
-# whole groups, a bias, and ``x`` of 16 bits, as models with 4-bit weights have
-# it. Where the GPU has the instruction, more than 64 rows go to
-# ``tl.dot_scaled``. Otherwise the op decodes, with every Triton and on GPUs
-# without float8: bits of a number become the sign, the lowest bits of the
-# exponent and the first of the mantissa of a wider float, and a power of two
-# corrects its bias. Scaled and rounded to 16 bits, the tiles go to ``tl.dot``.
+# whole groups, and a bias. For ``x`` of 16 bits, as models with 4-bit weights
+# have it, call ``mx_matmul(x, weight, None, scale_weight)``.
+#
+# Where the GPU has the instruction, more than 64 rows go to ``tl.dot_scaled``.
+# Otherwise the op decodes as exercise 2 does: it shifts a number's bits into a
+# wider float, and multiplies by a power of two, since the exponents have
+# different offsets. Scaled and rounded to 16 bits, the tiles go to ``tl.dot``.
 
 from triton_gallery_ops.mx_matmul import mx_matmul
 
@@ -456,9 +482,9 @@ from triton_gallery_ops.mx_matmul import mx_matmul
 # The result
 # ----------
 #
-# Products of models' layers: tokens, outputs, inputs. *Triton* is the op with
-# MXFP8, *Triton, MXFP4 weight* the op with bfloat16 tokens, and *Triton, this
-# page* is ``scaled_kernel``.
+# The sizes (M, N, K) are of layers of models. *Triton* is the op with MXFP8,
+# *Triton, MXFP4 weight* the op with bfloat16 tokens, and *Triton, this page* is
+# ``scaled_kernel``.
 
 LAYERS = [
     (16, 7168, 2048),

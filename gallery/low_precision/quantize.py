@@ -14,12 +14,14 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "row_kernel"
 # caption = """
-# A row of x per program. Its largest magnitude becomes 7 here, the largest
-# number that the results may have. A row has 5 elements and a block has 8."""
-# registers = ["x", "largest", "scale"]
-# inputs = { x = "torch.tensor([[1., -7, 3, 0, 5], [14, 2, -4, 6, 0]])" }
-# call = "quantize_rows(x, dtype=torch.float32, MAX=7.0)"
-# expected = { values = "torch.tensor([[1., -7, 3, 0, 5], [7, 1, -2, 3, 0]])" }
+# A row of x per program. Here MAX is 7, so that the scales are small: 1 and 2.
+# A row has 5 elements and BLOCK_N is 8. 3 / 2 and -5 / 2 are rounded up."""
+# registers = ["x", "largest", "scale", "values"]
+# inputs = { x = "torch.tensor([[1., -7, 3, 0, 5], [14, 3, -5, 6, 0]])" }
+# call = "quantize_rows(x, dtype=torch.int8, MAX=7.0)"
+# expected.values = """torch.tensor([[1, -7, 3, 0, 5], [7, 2, -2, 3, 0]],
+#     dtype=torch.int8)"""
+# expected.scale = "torch.tensor([[1.], [2.]])"
 # start = [1, 0]
 # ///
 r"""
@@ -62,13 +64,12 @@ from triton_gallery.bench import gpu_time, rate_table
 from triton_gallery.counting import Traffic
 
 
-def check(kernel, x, expected, **options):
-    """Print whether a kernel makes the expected values and scales of x."""
+def check(launch, kernel, x, expected):
+    """Print whether a launch of the kernel returns what is expected."""
     if kernel is None:
         print("not solved yet")
         return False
-    made = quantize_rows(x, kernel=kernel, **options)
-    pairs = zip(made, expected, strict=True)
+    pairs = zip(launch(x, kernel), expected, strict=True)
     right = all(torch.equal(a.float(), b.float()) for a, b in pairs)
     print("right" if right else "wrong")
     return right
@@ -108,14 +109,15 @@ if __name__ == "__main__":
 # The first kernel
 # ----------------
 #
-# As in a softmax, a program keeps a row in registers, so that the row is read
-# once for both uses. Masked elements are 0, which changes no maximum.
+# A program keeps a row in registers, so that the row is read once for both
+# uses. Masked elements are 0, which changes no maximum.
 #
-# A row of zeros would have a scale of 0, and tiny numbers one whose inverse is
-# infinite. So the smallest scale is ``2.0**-126``.
+# A row of zeros would have the scale 0, and a row of tiny numbers a scale whose
+# inverse overflows. So no scale is below ``2.0**-126``, the smallest normal
+# number of float32.
 #
-# A cast to an integer cuts the fraction off: 1.9 becomes 1. So the kernel
-# rounds integers first. A cast to a float rounds by itself.
+# A cast to int8 cuts the fraction off: 1.9 becomes 1. So before it the kernel
+# rounds, with ``floor(v + 0.5)``. A cast to a float rounds by itself.
 
 
 @triton.jit
@@ -131,22 +133,30 @@ def row_kernel(
     scale = tl.maximum(largest / MAX, 2.0**-126)
     # One division for the row, and a product for each element
     values = x * (1 / scale)  # (BLOCK_N,)
-    if values_ptr.dtype.element_ty.is_int():  # known when it is compiled
+    # The type of an element is known when the kernel is compiled.
+    if values_ptr.dtype.element_ty.is_int():
         values = tl.floor(values + 0.5)
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + row * N + offs, values, mask=mask)
     tl.store(scale_ptr + row, scale)
 
 
-def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=448.0):
+def largest_of(dtype):
+    """Return the largest number of a dtype: 448 for float8_e4m3fn."""
+    info = torch.finfo if dtype.is_floating_point else torch.iinfo
+    return float(info(dtype).max)
+
+
+def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=None):
     """Return each row of a matrix over its scale, and the scales."""
+    MAX = largest_of(dtype) if MAX is None else MAX
     M, N = x.shape
     assert 0 < N <= 16384  # a longer row would not fit into registers
     x = x.contiguous()
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, 1, dtype=torch.float32)
     BLOCK_N = triton.next_power_of_2(N)
-    warps = max(1, BLOCK_N // 1024)
+    warps = max(1, BLOCK_N // 1024)  # a thread has 32 elements, or fewer
     kernel[(M,)](x, values, scales, N, MAX, BLOCK_N, num_warps=warps)
     return values, scales
 
@@ -156,13 +166,13 @@ def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=448.0):
 # ------------
 #
 # A GPU rounds to the nearest float8. Triton's interpreter has a fault there: it
-# turns 1.97 into 1. So the check has numbers that float8 has, times a power of
-# two for each row. These come back as they were, on a GPU and without one. So
-# do zeros and a tiny number. An integer is off by half a step at most.
+# turns 1.97 into 1, not 2. So each row of the check is made of float8 numbers
+# times one power of two: nothing has to be rounded, and the error must be 0.
+# An integer is off by half a *step* at most; a step is the scale.
 
 
 def exact_rows(M, N, largest=448):
-    """Return rows of float8 numbers, each times a power of two, and these."""
+    """Return rows of float8 numbers times powers of two, and the powers."""
     x = 100 * torch.randn(M, N, generator=generator, device=DEVICE)
     x = x.clamp(-largest, largest).to(E4M3).float()
     x[:, 0] = largest
@@ -181,7 +191,7 @@ if __name__ == "__main__":
     assert torch.equal(scales, powers)
     assert error == 0
     x = torch.randn(20, 300, generator=generator, device=DEVICE)
-    values, scales = quantize_rows(x, dtype=torch.int8, MAX=127.0)
+    values, scales = quantize_rows(x, dtype=torch.int8)
     steps = ((values * scales - x).abs() / scales).max().item()
     print(f"int8: largest error {steps:.4f} of a step, allowed 0.5")
     assert steps < 0.5 + 1e-4  # the scale is rounded, too
@@ -202,7 +212,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # How fast?
 # ---------
 #
-# Half a gigabyte of bfloat16. The *roof* copies as many bytes as the floor has.
+# The input is half a gigabyte of bfloat16. The *roof* is a plain copy that
+# moves as many bytes as the floor.
 
 ELEMENTS = 2**28  # far more than a GPU's caches hold
 FLOOR = 3e-6 * ELEMENTS  # megabytes: two bytes read, one written
@@ -241,23 +252,23 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 if __name__ == "__main__":
     x = torch.rand(1, 1024, generator=generator, device=DEVICE) * 2 - 1
     x[0, 500] = 1000
-    for dtype, MAX in ((E4M3, 448.0), (torch.int8, 127.0)):
-        values, _ = quantize_rows(x, dtype=dtype, MAX=MAX)
+    for dtype in (E4M3, torch.int8):
+        values, _ = quantize_rows(x, dtype=dtype)
         kept = (values.float() != 0).sum().item()
         print(f"{dtype!s:20} keeps {kept} of 1024 numbers")
 
 # %%
 # The integers are all 1 apart, so the scale decides how far apart the numbers
 # of a row are, and one outlier decides the scale. All others become 0. A float
-# keeps three bits of mantissa whatever its size is. Its scale has only to keep
-# numbers from overflow and from becoming 0.
+# keeps three bits of mantissa down to its smallest normal number. Its scale has
+# only to keep numbers from overflow and from becoming 0.
 
 # %%
 # How large may a block be?
 # -------------------------
 #
-# A scale for fewer numbers than a row confines the outlier's damage. PyTorch
-# quantizes here, in float64, in blocks of any size, two matrices: *normal*
+# A scale for fewer numbers than a row confines the outlier's damage. To compare
+# sizes of blocks, PyTorch quantizes two matrices in float64: one of *Gaussian*
 # numbers, as weights are, about; and the same with *outliers*, one column in a
 # hundred 50 times larger, as in activations of language models. The error is
 # the root mean square of the differences over that of ``x``.
@@ -280,18 +291,18 @@ FORMATS = {
 }
 
 if __name__ == "__main__":
-    normal = torch.randn(M, N, generator=generator, device=DEVICE).double()
-    outliers = normal.clone()
+    gaussian = torch.randn(M, N, generator=generator, device=DEVICE).double()
+    outliers = gaussian.clone()
     outliers[:, ::100] *= 50
     table = pd.DataFrame(index=[f"{m} x {n}" for m, n in BLOCKS])
-    for kind, x in {"normal": normal, "outliers": outliers}.items():
+    for kind, x in {"Gaussian": gaussian, "outliers": outliers}.items():
         for name, form in FORMATS.items():
             errors = [error_of(x, *form, *block) for block in BLOCKS]
             table[f"{name}, {kind}"] = errors
     print(table.to_string(float_format="%.4f"))
 
 # %%
-# Normal numbers lose about as much in float8 with one scale for all as with a
+# Gaussian numbers lose about as much in float8 with one scale for all as with a
 # scale for 32. For int8, small blocks help, and most where there are outliers.
 # Without outliers int8 is the more exact of the two, with outliers float8 is.
 #
@@ -303,10 +314,12 @@ if __name__ == "__main__":
 # Groups of 128
 # -------------
 #
-# A program now has a tile of a few rows. The kernel gives it the shape (rows,
-# groups, 128) and takes the maximum along the last dimension. In that shape, a
-# scale for each group multiplies the tile, which then becomes flat again. The
-# scales take a thirty-second of what the values take.
+# A group needs no other part of its row. So a program takes a tile of 8 rows
+# and 512 columns: ``pid // tiles_n`` is its row of tiles, ``pid % tiles_n`` its
+# column. The kernel gives the tile the shape (rows, groups, 128), and takes the
+# maximum along the last dimension. There it multiplies each group by the
+# inverse of its scale, and reshapes back to (rows, columns). The scales take a
+# thirty-second of what the values take.
 
 
 @triton.jit
@@ -323,9 +336,9 @@ def group_kernel(
 ):
     GROUPS: tl.constexpr = BLOCK_N // GROUP  # of a row of the tile
     pid = tl.program_id(axis=0)
-    tiles = tl.cdiv(N, BLOCK_N)
-    offs_m = (pid // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = pid % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    offs_m = (pid // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     offs = offs_m[:, None] * N + offs_n[None, :]  # (BLOCK_M, BLOCK_N)
     x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -333,18 +346,19 @@ def group_kernel(
     largest = tl.max(tl.abs(x), axis=2)  # (BLOCK_M, GROUPS)
     scale = tl.maximum(largest / MAX, 2.0**-126)
     values = tl.reshape(x * (1 / scale)[:, :, None], (BLOCK_M, BLOCK_N))
+    # To a float: integers would have to be rounded first.
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + offs, values, mask=mask)
     # The scales are a matrix with a column for each group.
-    across = tl.cdiv(N, GROUP)
-    offs_g = pid % tiles * GROUPS + tl.arange(0, GROUPS)  # (GROUPS,)
-    mask = (offs_m < M)[:, None] & (offs_g < across)[None, :]
-    ptrs = scale_ptr + offs_m[:, None] * across + offs_g[None, :]
-    tl.store(ptrs, scale, mask=mask)
+    groups_n = tl.cdiv(N, GROUP)
+    offs_g = pid % tiles_n * GROUPS + tl.arange(0, GROUPS)  # (GROUPS,)
+    mask_g = (offs_m < M)[:, None] & (offs_g < groups_n)[None, :]
+    offs_s = offs_m[:, None] * groups_n + offs_g[None, :]
+    tl.store(scale_ptr + offs_s, scale, mask=mask_g)
 
 
 def quantize_groups(x, GROUP=128):
-    """Return each group of a row over its scale, and the scales."""
+    """Return each group of a row over its scale as float8, and the scales."""
     BLOCK_M, BLOCK_N = 8, 512
     assert BLOCK_N % GROUP == 0  # whole groups, of a power of two
     M, N = x.shape
@@ -359,11 +373,12 @@ def quantize_groups(x, GROUP=128):
 
 
 if __name__ == "__main__":
-    x, powers = exact_rows(9, 128)
-    x, powers = x.view(3, 384), powers.view(3, 3)
-    values, scales = quantize_groups(x)
+    x, powers = exact_rows(11 * 9, 128)
+    x, powers = x.view(11, 9 * 128)[:, :1100], powers.view(11, 9)
+    values, scales = quantize_groups(x)  # six programs; short last groups
     assert torch.equal(scales, powers)
-    assert torch.equal(values.float() * powers.repeat_interleave(128, 1), x)
+    factors = powers.repeat_interleave(128, 1)[:, :1100]
+    assert torch.equal(values.float() * factors, x)
     print("groups: no error")
 
 # %%
@@ -382,9 +397,10 @@ from triton_gallery_ops.quantize import quantize
 # The result
 # ----------
 #
-# Does the third dimension cost time? Groups of 128 in bfloat16: in the chart,
-# *Triton* is the op, and *Triton, this page* is ``quantize_groups``. *PyTorch's
-# best* is the faster of its two at each length.
+# Groups of 128 of a row in bfloat16. In the chart, *Triton* is the op, and
+# *Triton, this page* is ``quantize_groups``: if its third dimension cost time,
+# it would be slower than the roof. *PyTorch's best* is the faster of PyTorch
+# and ``torch.compile`` at each length.
 
 SIZES = [512, 768, 1024, 2880, 4096, 7168, 11008, 16384]
 OURS = {
@@ -417,36 +433,49 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # Exercises
 # ---------
 #
-# Both are kernels with the arguments of ``row_kernel``. Write one and run the
-# cell: it says whether the kernel is right. No GPU is needed.
+# Write a kernel and run its cell, which says whether the kernel is right. No
+# GPU is needed.
 #
-# **1.** Round the scale up to a power of two. Then a product can apply it
-# without an error, and one byte can store it. Use ``tl.log2``, ``tl.ceil`` and
-# ``tl.exp2``.
+# **1.** Round the scale of ``row_kernel`` up to a power of two. Then
+# multiplying by it is exact, and one byte can store it. Use ``tl.log2``,
+# ``tl.ceil`` and ``tl.exp2``.
 
 power_kernel = None  # your kernel
 
 if __name__ == "__main__":
     x, powers = exact_rows(20, 100, largest=256)
     expected_power = (x / powers).to(E4M3), powers
-    check(power_kernel, x, expected_power)
+    check(quantize_rows, power_kernel, x, expected_power)
 
 # %%
-# **2.** Quantize to *unsigned* bytes with a *zero point*, as activations after
-# a ReLU want it: the row's smallest number becomes 0 and its largest 255. Store
-# the scale, and in the value the nearest integer of ``(x - smallest) / scale``.
-# Masked elements must change neither end. ``tl.floor(y + 0.5)`` rounds.
+# **2.** Numbers that are mostly of one sign waste half of int8. A *zero point*
+# shifts them: it is the integer that stands for 0, so that ``x`` is about
+# ``(values - zero) * scale``, with values from 0 to 255. Let ``low`` be the
+# smallest number of the row or 0, and ``high`` the largest or 0. Then the scale
+# is ``(high - low) / 255`` and the zero point is ``-low / scale``, rounded.
+# Store values, scale and zero point (``tl.min``, ``tl.minimum``). No row here
+# is all zeros.
 
-zero_point_kernel = None  # your kernel
+
+def quantize_bytes(x, kernel):
+    """Return values, scales and zero points of the rows of a matrix."""
+    (M, N), kind = x.shape, {"dtype": torch.uint8, "device": DEVICE}
+    values, zeros = torch.empty(M, N, **kind), torch.empty(M, 1, **kind)
+    scales, BLOCK_N = x.new_empty(M, 1), triton.next_power_of_2(N)
+    kernel[(M,)](x, values, scales, zeros, N, BLOCK_N)
+    return values, scales, zeros
+
+
+zero_point_kernel = None  # (x_ptr, values_ptr, scale_ptr, zero_ptr, N, BLOCK_N)
 
 steps = torch.randint(0, 256, (20, 100), generator=generator, device=DEVICE)
 steps[:, 0], steps[:, 1] = 0, 255
-shifted = 0.5 * steps + 3.0
-expected_bytes = steps.to(torch.uint8), shifted.new_full((20, 1), 0.5)
-BYTES = {"dtype": torch.uint8, "MAX": 255.0}
+zeros = torch.arange(0, 200, 10, device=DEVICE).view(20, 1)
+shifted = 0.5 * (steps - zeros)
+expected_bytes = steps, torch.full_like(shifted[:, :1], 0.5), zeros
 
 if __name__ == "__main__":
-    check(zero_point_kernel, shifted, expected_bytes, **BYTES)
+    check(quantize_bytes, zero_point_kernel, shifted, expected_bytes)
 
 # %%
 # Answers
@@ -472,29 +501,33 @@ def power_answer_kernel(
 
 
 if __name__ == "__main__":
-    assert check(power_answer_kernel, x, expected_power)
+    assert check(quantize_rows, power_answer_kernel, x, expected_power)
 
 # %%
-# **2.** Masked elements are infinite: one sign for the minimum, the other for
-# the maximum.
+# **2.** 0 is in the range, so masked elements of 0 are harmless. The zero point
+# is rounded, too, so a value may leave the range: clamp it.
 
 
 @triton.jit
 def zero_point_answer_kernel(
-    x_ptr, values_ptr, scale_ptr, N, MAX: tl.constexpr, BLOCK_N: tl.constexpr
+    x_ptr, values_ptr, scale_ptr, zero_ptr, N, BLOCK_N: tl.constexpr
 ):
     row = tl.program_id(axis=0).to(tl.int64)
     offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     mask = offs < N
-    x = tl.load(x_ptr + row * N + offs, mask=mask, other=float("inf"))
-    smallest = tl.min(x, axis=0)
-    largest = tl.max(tl.where(mask, x, -float("inf")), axis=0)
-    scale = (largest - smallest) / MAX
-    values = tl.floor((x - smallest) / scale + 0.5)
-    values = tl.where(mask, values, 0.0).to(values_ptr.dtype.element_ty)
-    tl.store(values_ptr + row * N + offs, values, mask=mask)
+    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0)
+    low = tl.minimum(tl.min(x, axis=0), 0.0)
+    high = tl.maximum(tl.max(x, axis=0), 0.0)
+    scale = (high - low) / 255
+    zero = tl.floor(-low / scale + 0.5)  # from 0 to 255
+    values = tl.minimum(tl.floor(x / scale + zero + 0.5), 255.0)
+    values = tl.maximum(values, 0.0)
+    tl.store(values_ptr + row * N + offs, values.to(tl.uint8), mask=mask)
     tl.store(scale_ptr + row, scale)
+    tl.store(zero_ptr + row, zero.to(tl.uint8))
 
 
 if __name__ == "__main__":
-    assert check(zero_point_answer_kernel, shifted, expected_bytes, **BYTES)
+    assert check(
+        quantize_bytes, zero_point_answer_kernel, shifted, expected_bytes
+    )

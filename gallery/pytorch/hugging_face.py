@@ -7,24 +7,24 @@
 # [tool.triton-gallery]
 # description = """
 # Find where a training step of a Hugging Face model spends its time, replace
-# a layer and the loss by hand, then all of it by one call."""
+# a layer and the loss by hand, then all layers by one call."""
 # tool = true
 # ///
 r"""
 Speed up a Hugging Face model
 =============================
 
-The layers of a model in Hugging Face's transformers are a line of PyTorch each,
-and each operator of such a line reads and writes memory. This page measures
-what that costs, puts an op in the place of one layer and of the loss, and then
-calls ``patch``, which replaces all that this gallery has an op for. Weights,
-checkpoints and training loops stay as they are.
+The layers of a model in Hugging Face's transformers are a few lines of PyTorch
+each, and each operator in them reads and writes memory. This page measures what
+that costs in time and memory, replaces one layer and the loss by hand, and then
+calls ``patch``, which replaces all that this gallery has an op for. Weights and
+checkpoints stay as they are, and so do training loops that read no logits.
 
 After this page you can
 
 * say which part of a training step is worth a kernel;
 * replace a layer of a model that you do not own, and undo it;
-* show that a patched model computes the same, and what it gains.
+* check that a changed model computes the same, and measure what it gains.
 """
 
 # sphinx_gallery_tags = ["transformers", "training", "autograd"]
@@ -57,8 +57,9 @@ from triton_gallery.counting import Traffic
 # ---------
 #
 # A Llama of eight layers with random weights, and a batch of random tokens. Its
-# vocabulary is that of Llama 3, because the loss costs by the vocabulary. The
-# whole step fits a GPU of 24 GB. Without a GPU the model is tiny.
+# vocabulary is that of Llama 3, because the cost of the loss grows with the
+# vocabulary. The whole step fits a GPU of 24 GB. Without a GPU the model is
+# tiny, with sizes that are no powers of two, as kernels must mask them.
 
 LARGE = {
     "hidden_size": 2048,
@@ -69,8 +70,8 @@ LARGE = {
     "vocab_size": 128256,
 }
 TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    "hidden_size": 48,
+    "intermediate_size": 80,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "num_hidden_layers": 2,
@@ -112,9 +113,8 @@ def step(model, inputs):
 #
 # PyTorch's profiler has the GPU time of each kernel. We add the times up by
 # what a kernel's name says. *Products* are the tensor cores' work, which no
-# kernel here makes less. *The rest* is norms, rotary embeddings,
-# activations, the loss, copies: kernels that do little arithmetic and move much
-# memory.
+# kernel here makes less. *The rest* is norms, rotary embeddings, activations,
+# the loss and copies: kernels that do little arithmetic and move much memory.
 
 KINDS = {
     "products": ("gemm", "nvjet", "cutlass", "xmma"),
@@ -132,12 +132,11 @@ def profile(model, inputs):
         torch.cuda.synchronize()
     times = dict.fromkeys([*KINDS, "the rest"], 0.0)
     for event in profiler.key_averages():
-        kinds = (
-            kind
-            for kind, words in KINDS.items()
-            if any(word in event.key.lower() for word in words)
-        )
-        times[next(kinds, "the rest")] += event.self_device_time_total / 1000
+        found = "the rest"
+        for kind, words in KINDS.items():
+            if any(word in event.key.lower() for word in words):
+                found = kind
+        times[found] += event.self_device_time_total / 1000
     return times
 
 
@@ -153,9 +152,11 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # One layer by hand
 # -----------------
 #
-# Llama's norm is six operators of PyTorch, which read and write the hidden
-# states several times. One kernel keeps a row in registers, and rounds where
-# Llama does: before the product with the weight.
+# The forward of Llama's norm is six operators of PyTorch and two casts, which
+# read and write the hidden states several times. One kernel keeps a row in
+# registers, and rounds where Llama does: before the product with the weight.
+# We leave the backward to PyTorch, where it is many operators still; its kernel
+# is in ``rms_norm.py``.
 
 
 @triton.jit
@@ -199,8 +200,9 @@ class Norm(torch.autograd.Function):
 
 # %%
 # A model that you do not own is best changed from outside: we give each norm
-# another class, with another ``forward``. Its weight stays the parameter that
-# it was, under the name that it had.
+# another class, with another ``forward``. The new class needs no attributes of
+# its own, and its ``__init__`` does not run. So the weight stays the parameter
+# that it was, under the name that it had. To undo it, give the old class back.
 
 
 class FusedNorm(LlamaRMSNorm):
@@ -212,6 +214,7 @@ class FusedNorm(LlamaRMSNorm):
 
 def replace(model, old, new):
     """Give layers of one class another; return how many there are."""
+    # Not isinstance: a subclass may compute something else.
     layers = [layer for layer in model.modules() if type(layer) is old]
     for layer in layers:
         layer.__class__ = new
@@ -222,9 +225,11 @@ def replace(model, old, new):
 # Is it right?
 # ------------
 #
-# We compare the loss and all gradients with the same model in float64. The
-# plain model in float32 has an error, too. The changed one may have four times
-# that, as it adds in another order.
+# We compare the loss and all gradients with the same model in float64. (Llama's
+# norms and loss compute in float32 even there.) The plain model in float32 has
+# an error, too. The changed one adds in another order, so its error differs: we
+# allow four times the plain one's, a margin that we chose. ``make`` may build
+# any model that returns a loss; switch its dropout off.
 
 
 def results(model, inputs):
@@ -233,46 +238,63 @@ def results(model, inputs):
     return [loss, *(p.grad.double() for p in model.parameters())]
 
 
+def tiny(dtype):
+    """Return the model in a small size."""
+    return build(dtype, TINY)
+
+
 def error(found, exact):
     """Return the largest error of a tensor, as a part of its norm."""
     pairs = zip(found, exact, strict=True)
     return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
 
-def check(change, limit=4):
+def check(change, make=tiny, limit=4):
     """Compare a changed model of a small size with the plain one."""
-    inputs = batch(build(torch.float32, TINY), (2, 12))
-    exact = results(build(torch.float64, TINY), inputs)
-    plain = error(results(build(torch.float32, TINY), inputs), exact)
-    changed = build(torch.float32, TINY)
+    plain, changed = make(torch.float32), make(torch.float32)
     change(changed)
+    inputs = batch(plain, (2, 12))
+    exact = results(make(torch.float64), inputs)
+    allowed = limit * error(results(plain, inputs), exact)
     ours = error(results(changed, inputs), exact)
-    print(f"error {ours:.1e}; that of the plain model {plain:.1e}")
-    assert ours < limit * plain
+    print(f"largest error {ours:.1e}, allowed {allowed:.1e}")
+    assert ours < allowed
 
 
 if __name__ == "__main__":
     check(lambda model: replace(model, LlamaRMSNorm, FusedNorm))
+    model = build()
+    kinds = [type(layer) for layer in model.modules()]
+    count = replace(model, LlamaRMSNorm, FusedNorm)
+    assert replace(model, FusedNorm, LlamaRMSNorm) == count
+    assert [type(layer) for layer in model.modules()] == kinds
+    print(f"replaced {count} norms, and put them back")
 
 # %%
 # The loss without the logits
 # ---------------------------
 #
 # The last product makes a row of logits for each token, as long as the
-# vocabulary. The loss needs one number of each row, and its softmax. The model
-# keeps the logits for the backward, in float32 too:
+# vocabulary. The loss needs one logit of each row and the logarithm of the sum
+# of the exponentials of all; the gradient needs the softmax of the row. The
+# plain model keeps the logits until the backward, in bfloat16 and in float32:
 
 if __name__ == "__main__":
     sizes = LARGE if ON_GPU else TINY
     logits = SHAPE[0] * SHAPE[1] * sizes["vocab_size"]
-    print(f"{logits:,} logits: {2 * logits / 2**30:.2f} GiB in bfloat16")
+    narrow, wide = 2 * logits / 2**30, 4 * logits / 2**30
+    print(f"{logits:,} logits:", end=" ")
+    print(f"{narrow:.2f} GiB in bfloat16, {wide:.2f} GiB in float32")
 
 # %%
-# ``linear_cross_entropy`` takes what comes before that product, and the
-# weight. It makes the logits of some tokens at a time, and their gradient while
-# they are there (``linear_cross_entropy.py``):
+# ``linear_cross_entropy`` takes what comes before that product, and the weight.
+# It makes the logits of some tokens at a time, and their gradient while they
+# are there (``linear_cross_entropy.py``).
 
 from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
+
+# %%
+# We compare the two losses of one model.
 
 
 def loss_without_logits(model, input_ids, labels, attention_mask):
@@ -289,8 +311,8 @@ if __name__ == "__main__":
     inputs = batch(model, (2, 12))
     expected = model(**inputs, use_cache=False).loss
     loss = loss_without_logits(model, **inputs)
-    print(f"losses differ by {abs(loss - expected):.1e}, allowed 1.0e-06")
-    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
+    print(f"losses differ by {abs(loss - expected):.1e}, allowed 2.0e-06")
+    torch.testing.assert_close(loss, expected, rtol=0, atol=2e-6)
 
 # %%
 # All of it
@@ -298,7 +320,9 @@ if __name__ == "__main__":
 #
 # ``patch`` does this for norms, rotary embeddings, gated units, attention and
 # the loss, in models of six families. It prints what it replaced, and what it
-# left and why. *Ops in a transformers model*, in the guide, says what differs.
+# left and why. *Ops in a transformers model*, in the guide, names the families
+# and where a patched model differs: in training with labels, for example, its
+# output has no logits.
 
 from triton_gallery_ops.transformers import patch, unpatch
 
@@ -308,10 +332,12 @@ from triton_gallery_ops.transformers import patch, unpatch
 if __name__ == "__main__":
     model = build()
     names = list(model.state_dict())
+    kinds = [type(layer) for layer in model.modules()]
     print(patch(model))
     assert list(model.state_dict()) == names
+    assert [type(layer) for layer in model.modules()] != kinds
     unpatch(model)
-    assert not any(isinstance(m, FusedNorm) for m in model.modules())
+    assert [type(layer) for layer in model.modules()] == kinds
     check(patch)
 
 # %%
@@ -319,7 +345,7 @@ if __name__ == "__main__":
 # -----------------------
 #
 # Steps of AdamW on one batch. A step follows from the one before, so errors
-# of rounding add up. The curves should lie on top of each other.
+# of rounding add up. The figure has the relative difference of the two losses.
 
 
 def losses_of(model, inputs, steps=30 if ON_GPU else 5):
@@ -348,7 +374,8 @@ if __name__ == "__main__":
     print(f"after {len(curves)} steps: {curves.iloc[-1].to_dict()}")
     print(f"losses are at most {apart.max():.1e} apart")
     assert curves["patched"].iloc[-1] < curves["patched"].iloc[0]
-    curves.plot(style=["-", "--"], xlabel="step", ylabel="loss")
+    axes = apart.plot(xlabel="step", ylabel="relative difference")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     plt.tight_layout()
     del plain, patched
 
@@ -357,9 +384,9 @@ if __name__ == "__main__":
 # ------------------
 #
 # The time of a step and the most memory that it takes, eager and under
-# ``torch.compile``; *norms* is the model with ``FusedNorm`` alone. The time is
-# that on the wall, so it has the CPU's part: with small batches and without
-# ``torch.compile``, that may decide.
+# ``torch.compile``; *norms* is the model with ``FusedNorm`` alone. We measure
+# wall time, which includes the CPU's launches: with small batches and without
+# ``torch.compile``, these can be the limit.
 
 WAYS = {
     "plain": lambda model: None,
@@ -416,10 +443,15 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     model = None
 
 # %%
-# The loss of the patched model makes three products itself, in its forward. In
-# the plain model they are the last product and its two gradients. Much of what
-# ``torch.compile`` gains is the same that the ops gain, as it fuses the same
-# operators. Attention and the loss remain the ops' alone.
+# The products are as many in both: the patched loss makes its logits and both
+# of their gradients in the forward. What the ops gain is in *the rest*.
+#
+# This table has the GPU's time alone. If its sum is well below the wall time of
+# the step, the GPU waits for the CPU, and faster kernels change little
+# (``what_a_call_costs.py`` and ``cuda_graphs.py``).
+#
+# ``torch.compile`` fuses many of the operators that the ops replace. It does
+# not split the loss, though, and keeps the logits.
 
 # %%
 # Exercises
@@ -431,7 +463,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 #
 #    self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 #
-# The op is ``swiglu(gate, up)``:
+# The op ``swiglu(gate, up)`` computes ``silu(gate) * up``, with one kernel.
 
 from triton_gallery_ops.swiglu import swiglu
 
@@ -450,7 +482,7 @@ def check_unit(new):
     inputs = batch(model, (2, 12))
     expected = results(model, inputs)
     replace(model, LlamaMLP, new)
-    with Traffic() as traffic:
+    with Traffic() as traffic:  # it records which operators run
         found = results(model, inputs)
     called = {name for name, _, _ in traffic.operators}
     right = error(found, expected) < 1e-5
