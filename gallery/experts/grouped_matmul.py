@@ -114,7 +114,6 @@ def make_inputs(E, R, K, N, skew=0.0):
 # of ``x``. ``offsets`` (E,), int32, has each group's end, exclusive: 2, 2 and 7
 # are groups of 2, 0 and 5 rows. A loop in Python needs these numbers, and waits
 # until the GPU has them.
-#
 # The run prints the *floor*: the bytes, if each element is moved once. It also
 # prints the flops for each of these bytes. If a GPU can do fewer in the time of
 # moving a byte, its arithmetic takes the time, not its memory.
@@ -248,9 +247,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We time the kernel beside the loop and PyTorch's ``grouped_mm``, which needs
-# no copy of ``offsets`` to the host. The roof is one product of all rows with
-# one weight.
+# PyTorch's ``grouped_mm`` needs no copy of ``offsets`` to the host, either. The
+# roof is one product of all rows with one weight.
 
 
 def show_rates(ours, calls):

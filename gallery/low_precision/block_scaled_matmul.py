@@ -19,7 +19,7 @@
 # it is added. The tile of w is transposed. The tile's fourth row lies past x,
 # and the second tile's last two columns past w: both are masked."""
 # registers = ["x", "w", "part", "scale", "acc"]
-# call = "product(x, w, scale_x, scale_w, BLOCK=4, GROUP=4)"
+# call = "product(x, w, scale_x, scale_w, GROUP=4)"
 # expected = { y = "exact(x, w, scale_x, scale_w, GROUP=4)" }
 # start = [0, 7]
 #
@@ -126,7 +126,7 @@ if __name__ == "__main__":
 # for 128 rows n. So the tensor cores add up one block, the inner sum. Threads
 # multiply it by both scales and add it to ``acc`` in float32. BLOCK_N divides
 # 128, so that a tile stays within one square of ``w``, and needs one scale of
-# ``w`` at a time. That scale needs no mask, as each tile has a column in ``w``.
+# it.
 
 
 @triton.jit
@@ -172,27 +172,17 @@ def block_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def product(
-    x,
-    w,
-    scale_x,
-    scale_w,
-    dtype=torch.float32,
-    kernel=block_kernel,
-    BLOCK=128,
-    GROUP=128,
-):
+def product(x, w, *scales, dtype=torch.float32, kernel=block_kernel, GROUP=128):
     """Return the product of contiguous matrices with their scales."""
     (M, K), N = x.shape, w.shape[0]
     assert w.shape[1] == K
     assert K % GROUP == 0
-    assert scale_x.numel() == M * (K // GROUP)
-    arguments = x, w, scale_x, scale_w
-    assert all(t.is_contiguous() for t in arguments)
+    assert scales[0].numel() == M * (K // GROUP)
+    assert all(t.is_contiguous() for t in (x, w, *scales))
     y = torch.empty(M, N, device=x.device, dtype=dtype)
-    grid = (triton.cdiv(M, BLOCK), triton.cdiv(N, BLOCK))
-    blocks = {"BLOCK_M": BLOCK, "BLOCK_N": BLOCK, "GROUP": GROUP}
-    kernel[grid](*arguments, y, M, N, K, **blocks, num_warps=8)
+    blocks = {"BLOCK_M": GROUP, "BLOCK_N": GROUP, "GROUP": GROUP}
+    grid = (triton.cdiv(M, GROUP), triton.cdiv(N, GROUP))
+    kernel[grid](x, w, *scales, y, M, N, K, **blocks, num_warps=8)
     return y
 
 

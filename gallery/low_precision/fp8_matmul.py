@@ -85,19 +85,17 @@ def check(kernel, expected, inputs):
 # ----------
 #
 # A *scale* of each row of ``x`` and of each row of the weight turns float8 back
-# into what it stands for. In a product of two such matrices, scale :math:`s_m`
-# of row m and scale :math:`t_n` of column n are the same for all terms of the
-# sum over K:
+# into what it stands for. In a product of two such matrices, the scales
+# :math:`s_m` and :math:`t_n` are the same for all terms of the sum over K:
 #
 # .. math:: y_{mn} = \sum_k (s_m x_{mk}) (t_n w_{nk})
 #    = s_m t_n \sum_k x_{mk} w_{nk}.
 #
 # So the product is of the float8 numbers alone, and its result is scaled once.
-# PyTorch has this as ``torch.nn.functional.scaled_mm``; ``exact`` below is the
-# formula in float64. E4M3 has 3 bits of mantissa and reaches 448; E5M2 has 2
-# and reaches 57344.
+# PyTorch has this as ``torch.nn.functional.scaled_mm``; ``exact`` is in
+# float64.
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # up to 448 and 57344
 generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
@@ -128,10 +126,9 @@ if __name__ == "__main__":
 # contiguous in both matrices, because the tensor cores read float8 only that
 # way: a weight (N, K), as ``torch.nn.Linear`` has it. And the tile is
 # multiplied by its scales before it is stored. K must be a multiple of
-# ``BLOCK_K``; M and N need not be multiples, as masks cover the edges.
-#
-# ``tl.dot(x, w, acc)`` returns ``acc + x @ w``. ``IMPRECISE`` is None until
-# *What does the tensor core's sum lose?*
+# ``BLOCK_K``; masks cover the edges of M and N. ``tl.dot(x, w, acc)`` returns
+# ``acc + x @ w``. ``IMPRECISE`` is None until *What does the tensor core's sum
+# lose?*
 
 
 @triton.jit
@@ -156,12 +153,11 @@ def product_kernel(
     offs_k = tl.arange(0, BLOCK_K)  # (BLOCK_K,)
     mask_m, mask_n = offs_m < M, offs_n < N
     x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]  # (BLOCK_M, BLOCK_K)
-    # The tile of w is transposed: (BLOCK_K, BLOCK_N).
     w_ptrs = w_ptr + offs_n[None, :] * K + offs_k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         x = tl.load(x_ptrs + k, mask=mask_m[:, None], other=0.0)
-        w = tl.load(w_ptrs + k, mask=mask_n[None, :], other=0.0)
+        w = tl.load(w_ptrs + k, mask=mask_n[None, :], other=0.0)  # transposed
         acc = tl.dot(x, w, acc, max_num_imprecise_acc=IMPRECISE)
     scale_x = tl.load(scale_x_ptr + offs_m, mask=mask_m, other=0.0)
     scale_w = tl.load(scale_w_ptr + offs_n, mask=mask_n, other=0.0)
@@ -183,9 +179,8 @@ def product(
     assert w.shape[1] == K
     assert K % options["BLOCK_K"] == 0
     assert scale_w.shape == (N, 1)
-    assert scale_x.shape[0] == M
+    assert len(scale_x) == M
     x, w = x.contiguous(), w.contiguous()
-    scale_x, scale_w = scale_x.contiguous(), scale_w.contiguous()
     y = torch.empty(M, N, device=x.device, dtype=dtype or torch.float32)
     down = triton.cdiv(M, options["BLOCK_M"])
     across = triton.cdiv(N, options["BLOCK_N"])
@@ -198,9 +193,8 @@ def product(
 # ------------
 #
 # Sums of small integers are exact in float32, and also in the tensor cores of
-# Hopper, which keep fewer bits of float8 sums. So only the two multiplications
-# by scales round, each by a relative :math:`2^{-24}` at most: :math:`2^{-23}`
-# together. We allow twice that.
+# Hopper, which keep fewer bits of float8 sums. So only the multiplications by
+# two scales round, by :math:`2^{-24}` at most each. We allow twice both.
 
 if __name__ == "__main__":
     (x, scale_x), (w, scale_w) = float8_rows(100, 384), float8_rows(200, 384)
@@ -215,15 +209,8 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We compare the kernel with PyTorch's products of float8 and bfloat16, which
-# are cuBLAS's. Rates count :math:`2MNK` operations. *Each 128* is the same
-# kernel with the accumulation of the next section.
-
-
-def scaled_mm(x, w, scale_x, scale_w):
-    """Return PyTorch's product in bfloat16, scaled per row."""
-    kind = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    return torch._scaled_mm(x, w.T, scale_x, scale_w.T, **kind)
+# PyTorch's products are cuBLAS's. Rates count :math:`2MNK` operations. *Each
+# 128* is the same kernel with the accumulation of the next section.
 
 
 def calls(ours, M, N, K):
@@ -231,7 +218,9 @@ def calls(ours, M, N, K):
     (x, scale_x), (w, scale_w) = float8_rows(M, K), float8_rows(N, K)
     inputs = x, w, scale_x, scale_w
     timed = {name: partial(f, *inputs) for name, f in ours.items()}
-    timed["cuBLAS, float8"] = partial(scaled_mm, *inputs)
+    kind = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    given = x, w.T, scale_x, scale_w.T
+    timed["cuBLAS, float8"] = partial(torch._scaled_mm, *given, **kind)
     plain = partial(torch.matmul, x.bfloat16(), w.bfloat16().T)
     return timed | {"cuBLAS, bfloat16": plain}
 
@@ -306,7 +295,7 @@ from triton_gallery_ops.quantize import quantize_with_transpose
 # ``quantize_with_transpose`` (``quantize.py``) writes a matrix's values, their
 # scale, the transposed values and their scale, in one pass. ``(-1, -1)`` asks
 # for a scale of the whole tensor, which the transposed values share. The
-# gradient becomes E5M2, for its wider range.
+# gradient becomes E5M2, which has one bit less of mantissa and a wider range.
 
 TENSOR = -1, -1
 

@@ -103,8 +103,7 @@ def in_torch(x, weight):
 # The fewest bytes that must move, the *floor*, are ``x`` and the weight read
 # once, values and scales written once. One kernel moves just that; of two, the
 # first also writes the norm and the second reads it. ``Traffic`` counts what
-# PyTorch's operators read and write. ``rms_norm`` runs here as several
-# operators, and from ``y.float()`` on each moves float32.
+# PyTorch's operators read and write; ``rms_norm`` is several of them.
 
 if __name__ == "__main__":
     x, weight = randn(64, 4096).bfloat16(), randn(4096).bfloat16()
@@ -122,11 +121,8 @@ if __name__ == "__main__":
 # It begins as the kernel of an RMSNorm, but does not store ``y``. Instead, the
 # row's largest magnitude gives the scale, and the row, still in registers, is
 # multiplied by one over it. Two kernels would store ``y`` in the dtype of
-# ``x``, so this one rounds it to that dtype, as vLLM and TensorRT-LLM do. In
-# float32 the result would be slightly more exact, but not that of two kernels.
-#
-# Masked elements are 0, which changes neither the sum of squares nor the
-# maximum. A norm that subtracts a mean must mask again after it.
+# ``x``, so this one rounds it to that dtype, as vLLM and TensorRT-LLM do.
+# Masked elements are 0, which changes neither the sum nor the maximum.
 
 
 @triton.jit
@@ -151,10 +147,8 @@ def norm_kernel(
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
     largest = tl.max(tl.abs(y), axis=0)
     scale = tl.maximum(largest / MAX, 2.0**-126)
-    # One division for the row, and a product for each element
     values = y * (1 / scale)  # (BLOCK_N,)
-    # No clamp: what exceeds MAX by a bit of float32 is rounded to it. For
-    # floats alone: a cast to an integer would drop the fraction.
+    # No clamp: what exceeds MAX by a bit of float32 is rounded to it
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + row * N + offs, values, mask=mask)
     tl.store(scale_ptr + row, scale)
@@ -163,11 +157,9 @@ def norm_kernel(
 def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
     """Return the norm of each row over its scale, and the scales."""
     M, N = x.shape
-    # A warp has 32 threads (64 on AMD's data center GPUs), and a program up to
-    # 1024. With 32 elements a thread, or 16, 16384 take 16 warps.
-    assert 0 < N <= 16384
+    assert 0 < N <= 16384  # 16 warps: on AMD GPUs 1024 threads, the most
     assert weight.shape == (N,)
-    assert dtype.is_floating_point
+    assert dtype.is_floating_point  # an integer would have to be rounded first
     x, weight = x.contiguous(), weight.contiguous()
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, 1, dtype=torch.float32)
@@ -183,10 +175,8 @@ def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
 # ------------
 #
 # With values in float32, a few roundings may differ from float64. The float8
-# check avoids rounding, which Triton's interpreter, without a GPU, does
-# wrongly: ``x * r`` is 1 or -1, and the weights are float8 numbers up to 448,
-# so the scale is 1. The last check sees whether ``y`` is rounded to bfloat16:
-# values times their scale must be near a bfloat16 number.
+# check avoids rounding, which Triton's interpreter does wrongly: ``x * r`` is 1
+# or -1, and the weights are float8 numbers up to 448, so the scale is 1.
 
 
 def compare(values, scales, exact, allowed=0.01):
@@ -207,11 +197,6 @@ if __name__ == "__main__":
     weight = (200 * randn(1000)).clamp(-448, 448).to(E4M3).bfloat16()
     for op in (in_torch, norm_and_quantize):
         compare(*op(x, weight), norm_torch(x.double(), weight.double()))
-    x, ones = randn(20, 1000).bfloat16(), torch.ones_like(weight)
-    values, scales = norm_and_quantize(x, ones, dtype=torch.float32)
-    y = values * scales
-    near = (y + 2**-15 * y).view(torch.int32) & -65536  # the bits of bfloat16
-    torch.testing.assert_close(near.view(torch.float32), y, rtol=1e-5, atol=0)
 
 # %%
 # How fast?
@@ -239,6 +224,17 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         times = gpu_time(calls({"norm_kernel": norm_and_quantize}, N))
         rows[N] = {name: round(FLOOR / t[0]) for name, t in times.items()}
     print("GB/s", pd.DataFrame(rows).T.to_string(), sep="\n")
+
+# %%
+# Is ``y`` rounded to the dtype of ``x``? Then values times their scale are near
+# bfloat16 numbers.
+
+if __name__ == "__main__":
+    x, ones = randn(20, 1000).bfloat16(), torch.ones_like(weight)
+    values, scales = norm_and_quantize(x, ones, dtype=torch.float32)
+    y = values * scales
+    near = (y + 2**-15 * y).view(torch.int32) & -65536  # the bits of bfloat16
+    torch.testing.assert_close(near.view(torch.float32), y, rtol=1e-5, atol=0)
 
 # %%
 # Groups of 128

@@ -149,9 +149,7 @@ def dequantize(codes, scale, zero):
 #
 # Eight codes are packed into a *word*, an integer of 32 bits. Here code ``i``
 # is in the bits ``4 * i`` to ``4 * i + 3``: a shift brings it to the lowest
-# bits, and an AND with 15 takes it out. (If the last code makes the word
-# negative, the shift fills in ones, which the AND removes.) All words of a
-# group lie together, as one step of a program reads them.
+# bits, and an AND with 15 takes it out.
 
 
 def pack_in_order(codes, GROUP=GROUP):
@@ -169,16 +167,10 @@ def unpack_in_order(words, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
 
 
 # %%
-# ``tl.dot`` multiplies tiles of 16 rows and columns or more. ``W``, which has
-# many rows, is its first operand, and the few rows of ``x``, filled up to 16
-# with zeros, are its second. So a program computes ``BLOCK_N`` rows of the
-# transposed result ``y.T``. A row of ``W`` has one scale in a group. So a step
-# is one group, and the kernel multiplies the product by the scales, not each
-# weight. ``code - zero`` is exact in float16.
-#
-# ``UNPACK`` is a function that takes codes out of words. The axes of the grid
-# are blocks of rows of ``W``, parts of ``K`` (one, until *Few programs* below),
-# and blocks of rows of ``x``.
+# ``W`` is the first operand of ``tl.dot``; the few rows of ``x``, filled up to
+# 16 with zeros, are the second. A row of ``W`` has one scale in a group. So a
+# step is one group, and the product is scaled, not each weight. The grid's axes
+# are rows of ``W``, parts of ``K`` (one, until *Few programs*), rows of ``x``.
 
 
 @triton.jit
@@ -242,8 +234,7 @@ def multiply(x, words, scale, zero, UNPACK=unpack_in_order, splits=1):
 # ------------
 #
 # Each of the ``K`` additions may be off by :math:`2^{-23}` of the sum of the
-# terms' magnitudes, as tensor cores may cut off where others round. The store
-# rounds to float16, by at most half its ``eps``.
+# terms' magnitudes. The store rounds to float16, by at most half its ``eps``.
 
 
 def check(function, pack):

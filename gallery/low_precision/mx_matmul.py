@@ -173,8 +173,7 @@ if __name__ == "__main__":
 # (BLOCK_M, GROUP) by one (GROUP, BLOCK_N) of the same dtype and returns
 # float32. Threads multiply that by both scales and add it to ``acc``. A float32
 # keeps its exponent, plus 127, in bits 23 to 30: the same byte. So we shift the
-# byte there and leave the mantissa 0; ``bitcast=True`` reads the bits as a
-# float32. (Bytes of 0 and 255 need more: exercise 1.)
+# byte there. (Bytes of 0 and 255 need more: exercise 1.)
 
 
 @triton.jit
@@ -210,8 +209,7 @@ def group_kernel(
     groups = K // GROUP
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for group in range(groups):
-        # (BLOCK_M, GROUP) and (BLOCK_N, GROUP). Masked rows hold anything:
-        # their results are not stored.
+        # (BLOCK_M, GROUP) and (BLOCK_N, GROUP); masked rows hold anything.
         x = tl.load(x_ptrs + group * GROUP, mask=mask_m[:, None])
         w = tl.load(w_ptrs + group * GROUP, mask=mask_n[:, None])
         part = tl.dot(x, w.T)  # (BLOCK_M, BLOCK_N), of this group alone
@@ -225,25 +223,17 @@ def group_kernel(
 
 
 def product(
-    x,
-    w,
-    scale_x,
-    scale_w,
-    dtype=torch.float32,
-    kernel=group_kernel,
-    tile=(128, 64, 32),  # BLOCK_M, BLOCK_N and GROUP
+    x, w, *scales, dtype=torch.float32, kernel=group_kernel, tile=(128, 64, 32)
 ):
     """Return the product of contiguous matrices with their scales."""
-    (M, K), N, groups = x.shape, len(w), x.shape[1] // tile[2]
-    arguments = x, w, scale_x, scale_w
+    (M, K), N = x.shape, len(w)
     assert K % tile[2] == 0
     assert w.shape[1] in (K, K // 2)  # half in exercise 2, where w is packed
-    assert scale_x.shape == (M, groups)
-    assert scale_w.shape == (N, groups)
-    assert all(t.is_contiguous() for t in arguments)
+    assert [t.shape for t in scales] == [(M, K // tile[2]), (N, K // tile[2])]
+    assert all(t.is_contiguous() for t in (x, w, *scales))
     y = torch.empty(M, N, device=x.device, dtype=dtype)
     grid = (triton.cdiv(M, tile[0]), triton.cdiv(N, tile[1]))
-    kernel[grid](*arguments, y, M, N, K, *tile, num_warps=8)
+    kernel[grid](x, w, *scales, y, M, N, K, *tile, num_warps=8)
     return y
 
 
@@ -271,9 +261,7 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# We compare with ``torch.compile``, which decodes and then multiplies in
-# bfloat16, and with cuBLAS in bfloat16 and in float8 with a scale for each row.
-# A product counts as :math:`2MNK` FLOP.
+# cuBLAS's float8 has a scale for each row. A product is :math:`2MNK` FLOP.
 
 
 def show_rates(ours):

@@ -113,11 +113,9 @@ if __name__ == "__main__":
 # uses. Masked elements are 0, which changes no maximum.
 #
 # A row of zeros would have the scale 0, and a row of tiny numbers a scale whose
-# inverse overflows. So no scale is below ``2.0**-126``, the smallest normal
-# number of float32.
-#
-# A cast to int8 cuts the fraction off: 1.9 becomes 1. So before it the kernel
-# rounds, with ``floor(v + 0.5)``. A cast to a float rounds by itself.
+# inverse overflows. So no scale is below ``2.0**-126``. A cast to int8 cuts the
+# fraction off: 1.9 becomes 1. So before it the kernel rounds, with ``floor(v +
+# 0.5)``. A cast to a float rounds by itself.
 
 
 @triton.jit
@@ -127,29 +125,22 @@ def row_kernel(
     row = tl.program_id(axis=0).to(tl.int64)
     offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     mask = offs < N
-    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0)
-    x = x.to(tl.float32)  # (BLOCK_N,)
+    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), axis=0)
     scale = tl.maximum(largest / MAX, 2.0**-126)
     # One division for the row, and a product for each element
     values = x * (1 / scale)  # (BLOCK_N,)
-    # The type of an element is known when the kernel is compiled.
-    if values_ptr.dtype.element_ty.is_int():
+    if values_ptr.dtype.element_ty.is_int():  # known when it is compiled
         values = tl.floor(values + 0.5)
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + row * N + offs, values, mask=mask)
     tl.store(scale_ptr + row, scale)
 
 
-def largest_of(dtype):
-    """Return the largest number of a dtype: 448 for float8_e4m3fn."""
-    info = torch.finfo if dtype.is_floating_point else torch.iinfo
-    return float(info(dtype).max)
-
-
 def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=None):
     """Return each row of a matrix over its scale, and the scales."""
-    MAX = largest_of(dtype) if MAX is None else MAX
+    info = torch.finfo if dtype.is_floating_point else torch.iinfo
+    MAX = MAX or float(info(dtype).max)  # 448 for float8_e4m3fn
     M, N = x.shape
     assert 0 < N <= 16384  # a longer row would not fit into registers
     x = x.contiguous()
@@ -212,8 +203,7 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # How fast?
 # ---------
 #
-# The input is half a gigabyte of bfloat16. The *roof* is a plain copy that
-# moves as many bytes as the floor.
+# The input is half a gigabyte; the *roof* copies as many bytes as the floor.
 
 ELEMENTS = 2**28  # far more than a GPU's caches hold
 FLOOR = 3e-6 * ELEMENTS  # megabytes: two bytes read, one written
