@@ -25,14 +25,16 @@ def main() -> None:
     from triton_gallery_ops.all_reduce import all_reduce, all_reduce_check, all_reduce_memory, all_reduce_rms_norm
     from triton_gallery_ops.rms_norm import rms_norm_residual
 
-    rank, ranks = join_ranks()
+    rank, ranks = join_ranks()  # type: ignore[no-untyped-call]
     device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
     memory = all_reduce_memory(SIZES[-1], dtype)
-    group = dist.group.WORLD.group_name
+    group = dist.distributed_c10d._get_default_group().group_name
     shared = symm_mem.empty(SIZES[-1], dtype=dtype, device=device)
     symm_mem.rendezvous(shared, group)
     shared.zero_()
     one, two = torch.ops.symm_mem.one_shot_all_reduce, torch.ops.symm_mem.two_shot_all_reduce_
+
+    calls: dict[str, Any]
 
     def show(size: str, calls: dict[str, Any]) -> None:
         """Time calls and print a line."""

@@ -474,7 +474,7 @@ def all_reduce_memory(
         raise ValueError(f"{name} takes 1 to 2**31 - 1 elements, not {numel}")
     if not dist.is_initialized():
         raise ValueError(f"{name} takes a process group, and there is none")
-    group = dist.group.WORLD if group is None else group
+    group = group or dist.distributed_c10d._get_default_group()
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(f"{name}: this process is not in the group")

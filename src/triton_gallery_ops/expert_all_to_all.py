@@ -56,7 +56,7 @@ class ExpertAllToAllMemory(NamedTuple):
     rank: int
     experts: int
     own: tuple[int, int]
-    kept: tuple
+    kept: object
 
 
 @triton.jit
