@@ -31,6 +31,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from triton_gallery_ops.persistent_matmul import (
     PERSISTENT_MATMUL_ACC,
     PERSISTENT_MATMUL_INTERPRETED,
+    PERSISTENT_MATMUL_TILES,
+    PERSISTENT_MATMUL_WIDE,
     _persistent_matmul_descriptor,
     _persistent_matmul_gpu,
     _persistent_matmul_padded,
@@ -356,9 +358,17 @@ def _all_gather_matmul_plan(x, weight, ranks, rows):
             "capability 9.0 or more, which load tiles by a copy engine"
         ) from error
     # One multiprocessor stays free: a barrier runs beside the product.
-    gpu, size, N = max(gpu - 1, 1), x.element_size(), weight.shape[0]
-    plan = _persistent_matmul_plan(ranks * rows, N, size, gpu, shared)
-    m, n, k, num_warps, _ = plan[1]
+    gpu, size, (N, K) = max(gpu - 1, 1), x.element_size(), weight.shape
+    tiles = PERSISTENT_MATMUL_TILES if size == 2 else PERSISTENT_MATMUL_WIDE
+    # Rows of a tile are of one chunk, and its columns one block.
+    tiles = tuple(
+        t
+        for t in tiles
+        if t[0] <= ALL_GATHER_MATMUL_UNIT
+        and t[1] == triton.next_power_of_2(t[1])
+    )
+    sizes = ranks * rows, N, K, tiles, size, gpu, shared
+    (m, n, k, num_warps, _), num_stages, *_ = _persistent_matmul_plan(*sizes)
     tiles = ranks * triton.cdiv(rows, m) * triton.cdiv(N, n)
     side, W_T = _persistent_matmul_side(weight, weight.data_ptr())
     block = [k, n] if W_T else [n, k]
@@ -366,7 +376,7 @@ def _all_gather_matmul_plan(x, weight, ranks, rows):
         "W_T": W_T,
         "ACC": PERSISTENT_MATMUL_ACC[x.dtype],
         "num_warps": num_warps,
-        "num_stages": plan[2],
+        "num_stages": num_stages,
     }
     described = _persistent_matmul_descriptor(side, block)
     return min(gpu, tiles), (m, n, k), described, options
