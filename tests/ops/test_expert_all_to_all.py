@@ -272,7 +272,8 @@ def run(gallery: Path, folder: Path, ranks: int, checks: str | None) -> str:
     if checks:
         given = inspect.getsource(permutation) if checks != LESSON else ""
         script.write_text(
-            f'import torch\n\n{given}\n{checks}\nprint("checked", {"p.RANK" if checks == LESSON else "RANK"})\n'
+            f"import torch\n\n{given}\n{checks}\n"
+            f'print(f"checked {{{"p.RANK" if checks == LESSON else "RANK"}}}\\n", end="")\n'
         )
     paths = (str(SOURCES.parent), str(ROOT / "tests" / "ops"), *filter(None, sys.path))
     variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
@@ -403,8 +404,10 @@ def test_torch_compile_float32(taken: ModuleType, backend: str) -> None:
         out: torch.Tensor = taken.expert_all_to_all_combine(rows * 3, experts.float() + 1, places, ends, memory)
         return out + 1
 
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    counter = CompileCounterWithBackend(backend)
     optimized = torch.compile(layer, backend=counter, dynamic=True, fullgraph=True)
     for T in (5, 7, 33, 64):
         draw = Draw(torch.float32)

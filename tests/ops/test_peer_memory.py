@@ -43,7 +43,7 @@ if p.RANK == 0:
     p.barrier()  # where no other rank comes
 assert p.late.item() == (p.RANK == 0 and p.RANKS > 1)
 p.meet_ranks()
-print("checked", p.RANK)
+print(f"checked {p.RANK}\\n", end="")
 """
 
 
