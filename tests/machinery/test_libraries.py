@@ -379,7 +379,7 @@ def test_unknown_work_is_named() -> None:
 
 
 def test_several_gpus_measure_side_by_side(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each recipe has a process, and a GPU that no other has meanwhile; what fails is said at the end."""
+    """Each recipe has a process, and a GPU like the first that no other has; what failed shows in the status."""
     both, busy, started = threading.Barrier(2, timeout=60), set(), []
 
     def measured(command: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
@@ -392,8 +392,9 @@ def test_several_gpus_measure_side_by_side(monkeypatch: pytest.MonkeyPatch, caps
         busy.remove(gpu)
         return SimpleNamespace(stdout=f"measured {key}\n", returncode=int(key == "fusion/rope"))
 
-    gpu = SimpleNamespace(is_gpu=True)
-    monkeypatch.setattr(measure, "detect", lambda: [Slot(gpu, "5"), Slot(gpu, "7")])
+    other = structs.replace(ENVIRONMENT, name="Test GPU 100")
+    slots = [Slot(ENVIRONMENT, "5"), Slot(other, "6"), Slot(ENVIRONMENT, "7")]
+    monkeypatch.setattr(measure, "detect", lambda: slots)
     monkeypatch.setattr(measure.subprocess, "run", measured)
     keys = ["fusion/softmax", "fusion/rope", "fusion/swiglu", "fusion/topk"]
     assert measure.main(keys) == 1

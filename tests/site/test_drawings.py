@@ -11,7 +11,7 @@ import pytest
 from triton_gallery.site import drawings
 from triton_gallery.site.drawings import BANKS, LANES, THREAD, TILE, figures, holders, read
 
-pytestmark = pytest.mark.usefixtures("quick_interpreter")  # op tests may follow in the process
+pytestmark = pytest.mark.usefixtures("quick_interpreter")  # some import Triton
 LAYOUTS = read("layouts.toml")
 BASES = ("reg_bases", "lane_bases", "warp_bases", "offset_bases")
 each_layout = pytest.mark.parametrize("name", LAYOUTS)

@@ -1,7 +1,7 @@
 """Measures the gallery's ops beside other libraries', on this machine's GPU, and records the figures.
 
 `make libraries` runs it. With recipes (`section/name`) it measures theirs alone; the other rows of the table stay as
-they are. On several GPUs, recipes are measured side by side, each by a process that has a GPU to itself. A library
+they are. On several GPUs of one kind, each measures a recipe at a time, in a process of its own. A library
 that is not installed is left out. Further rows of the table are an entry of `benchmarks/<recipe>.py`, a further library
 is one of LIBRARIES.
 """
@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from queue import SimpleQueue
 from typing import Any
 
 from triton_gallery.libraries.library_rows import LibraryRow, load_all, merge
 from triton_gallery.libraries.trial import DEVICE, GALLERY, RECORDS, Trial, load_workloads, rates_of, recipe_module
 from triton_gallery.libraries.workload import Bytes, Function, Product, Workload
 from triton_gallery.recipe.contents import load
-from triton_gallery.recipe.device import Slot, detect
+from triton_gallery.recipe.device import detect
 from triton_gallery.recipe.measured import op_hash
 from triton_gallery.recipe.tables import ROOF, TORCH_COMPILE, TRITON
 from triton_gallery.records.files import BadRecordError
@@ -135,8 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(chosen) - {work.recipe for work in works}:
         print(f"not measured beside other libraries: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    gpus = detect()
-    environment = gpus[0].environment
+    slots = detect()
+    environment = slots[0].environment
     if not environment.is_gpu:
         print("torch sees no GPU here: libraries are measured on one", file=sys.stderr)
         return 2
@@ -146,6 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     keys = list(dict.fromkeys(work.recipe for work in works))
+    gpus = [str(slot.visible) for slot in slots if slot.environment == environment]  # rows are of one kind of GPU
     if min(len(gpus), len(keys)) > 1:
         return side_by_side(keys, gpus)
     recipes = {recipe.key: recipe for recipe in load(GALLERY)}
@@ -176,23 +176,24 @@ def main(arguments: list[str] | None = None) -> int:
     return int(failed > 0)
 
 
-def side_by_side(keys: Sequence[str], gpus: Sequence[Slot]) -> int:
-    """Measure each recipe in a process of its own, which has a GPU to itself; return 1 if one failed, else 0."""
-    free: SimpleQueue[str | None] = SimpleQueue()
-    for gpu in gpus:
-        free.put(gpu.visible)
+def side_by_side(keys: Sequence[str], gpus: Sequence[str]) -> int:
+    """Measure recipes, each in a process that has one of the GPUs to itself; return 1 if one failed, else 0."""
+    left = iter(keys)  # of all threads: who has ended one takes the next
 
-    def measured(key: str) -> bool:
-        visible = free.get()
-        command = [sys.executable, "-m", "triton_gallery.libraries.measure", key]
-        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": str(visible)}
-        done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        free.put(visible)
-        print(done.stdout, end="", flush=True)
-        return done.returncode == 0
+    def failed_on(gpu: str) -> int:
+        return sum(not measured_apart(key, gpu) for key in left)
 
     with ThreadPoolExecutor(len(gpus)) as pool:
-        return int(not all(list(pool.map(measured, keys))))
+        return int(sum(pool.map(failed_on, gpus)) > 0)
+
+
+def measured_apart(key: str, gpu: str) -> bool:
+    """Measure a recipe in another process, which sees this GPU alone; return whether all went well."""
+    command = [sys.executable, "-m", "triton_gallery.libraries.measure", key]
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout, end="", flush=True)
+    return done.returncode == 0
 
 
 def measure_size(
