@@ -38,8 +38,8 @@ endif
 
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help html new newest record record-apart trace sanitize libraries versions measure-versions compile listings check-compiled check-records compare serve test test-gpu lint clean \
-	peers targets check-targets
+.PHONY: help html new newest record record-apart trace sanitize libraries models versions measure-versions compile listings check-compiled check-records compare serve test test-gpu peers lint clean \
+	targets check-targets
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -77,6 +77,9 @@ versions: $(TEST_READY)  ## try lessons, ops, kernels and features with each Tri
 newest: $(TEST_READY)  ## try with the newest of these Tritons what has not passed; start nothing after two minutes
 	@"$(PY)" -m triton_gallery versions --triton newest --seconds 120 $(RECIPE)
 
+models: $(SITE_READY)  ## on a GPU host, measure models as they are, with Liger and with the ops
+	@"$(PY)" -m triton_gallery.libraries.models
+
 measure-versions: $(SITE_READY)  ## on a GPU host, measure ops under another Triton: TRITON=folder
 	@"$(PY)" -m triton_gallery.versions.measure $(addprefix --triton ,$(or $(TRITON),$(error name a folder: make measure-versions TRITON=folder))) \
 		$(if $(NO_FUSION),--no-fusion) $(if $(RECIPE),--recipes $(RECIPE)); \
@@ -109,6 +112,9 @@ test-gpu: $(TEST_READY)  ## on a GPU host, test every op on the GPU; as many pro
 	@"$(PY)" -c "import torch; torch.cuda.is_available() or exit('torch sees no GPU here')"
 	@"$(PY)" -m pytest tests/ops tests/contract tests/machinery/test_device.py --numprocesses auto --thorough all
 
+peers: $(TEST_READY)  ## run other projects' parametrizations against the ops: all on a GPU, else the small ones; SHARE=0.1 for a share
+	@OMP_NUM_THREADS=1 PEERS_SHARE=$(SHARE) "$(PY)" -m pytest tests/peers --numprocesses auto --dist worksteal
+
 lint: $(TEST_READY)  ## check style, spelling and types
 	@"$(PY)" -m ruff check
 	@"$(PY)" -m ruff format --check
@@ -123,10 +129,9 @@ clean:  ## remove what was built; the environment stays
 $(if $(AGAIN),$(error AGAIN=1 is now FORCE=1))
 $(if $(STALE),$(error STALE=1 is now ONLY_STALE=1))
 $(if $(EACH_KIND),$(error EACH_KIND=1 is now PER_GPU_MODEL=1))
-NOW_peers := libraries
 NOW_targets := compile
 NOW_check-targets := check-compiled
-peers targets check-targets:
+targets check-targets:
 	@echo "make $@ is now make $(NOW_$@)" >&2; exit 1
 
 $(VENV)/bin/python:

@@ -1,15 +1,67 @@
-"""Workloads of matmul/matmul beside other libraries."""
+"""Workloads of matmul/matmul beside other libraries: at sizes of models, and at sizes that no model has."""
 
+# ruff: noqa: N806 - M, N and K are sizes, as in the recipe
+
+import math
+from functools import partial
 from operator import attrgetter
+from random import Random
+from typing import Any
 
-from triton_gallery.libraries.workload import Product, Workload
+from triton_gallery.libraries.workload import Function, Product, Workload
 
-WORKLOADS = [
-    Workload(
+LARGEST = 16384
+SEEDS = (0, 1, 2)
+LAYOUTS = ("nn", "nt", "tn", "tt")  # a and b: "n" has contiguous rows, "t" contiguous columns
+
+
+def drawn(seed: int) -> list[tuple[int, int, int]]:
+    """Return sizes M, K and N, drawn alike over their logarithm.
+
+    One each has fewer than 64 rows; multiples of 8 that are none of 16; an odd N; and any sizes.
+    """
+    random = Random(seed)  # noqa: S311 - no secret
+
+    def size(least: int, most: int = LARGEST) -> int:
+        return round(math.exp(random.uniform(math.log(least), math.log(most))))
+
+    def eight() -> int:
+        return size(64, LARGEST - 16) // 16 * 16 + 8
+
+    return [
+        (size(1, 63), size(64), size(64)),
+        (eight(), eight(), eight()),
+        (size(64), size(64), size(64, LARGEST - 1) // 2 * 2 + 1),
+        (size(1), size(1), size(1)),
+    ]
+
+
+def inputs(random: Function, shape: tuple[int, ...], layout: str = "nt") -> tuple[Any, ...]:
+    """Return a and b of a layout."""
+    M, K, N = shape
+    a = random((K, M)).T if layout[0] == "t" else random((M, K))
+    b = random((N, K)).T if layout[1] == "t" else random((K, N))
+    return a, b
+
+
+def products(shapes: list[tuple[int, int, int]], layout: str, variant: str = "", dtype: str = "bfloat16") -> Workload:
+    """Return the workload of some sizes and one layout."""
+    return Workload(
         "matmul/matmul",
+        variant=variant,
+        dtype=dtype,
         ours=attrgetter("matmul"),
         torch=lambda torch: torch.matmul,
-        shapes=[  # M, K and N
+        shapes=shapes,
+        inputs=partial(inputs, layout=layout),
+        forward=lambda shape, _: Product(M=shape[0], N=shape[2], K=shape[1]),
+        backward=lambda shape, _: Product(M=shape[0], N=shape[2], K=2 * shape[1]),
+    )
+
+
+WORKLOADS = [
+    products(
+        [  # M, K and N
             (8192, 8192, 8192),
             (4096, 4096, 4096),
             (8192, 2048, 8192),
@@ -17,9 +69,17 @@ WORKLOADS = [
             (4096, 4096, 14336),
             (4096, 7168, 2048),
             (4096, 2880, 5120),
+            (5000, 5000, 5000),
+            (500, 3072, 9216),
+            (40, 3072, 9216),
         ],
-        inputs=lambda random, shape: (random(shape[:2]), random((shape[2], shape[1])).T),
-        forward=lambda shape, _: Product(M=shape[0], N=shape[2], K=shape[1]),
-        backward=lambda shape, _: Product(M=shape[0], N=shape[2], K=2 * shape[1]),
+        layout="nt",
+    ),
+    *(
+        products(
+            drawn(len(LAYOUTS) * seed + place), layout, f"drawn {seed}, {layout}", ("bfloat16", "float16")[seed % 2]
+        )
+        for seed in SEEDS
+        for place, layout in enumerate(LAYOUTS)
     ),
 ]

@@ -9,7 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
-# longer = "eight functions of variants, a forward, two passes of a backward"
+# longer = "twelve functions of variants, a forward, two passes of a backward"
 # ///
 r"""
 Attention with your own score
@@ -558,8 +558,9 @@ if __name__ == "__main__":
 # %%
 # Kernels call a score in each tile, and a span for a block's first and last
 # query and for all of its queries. Each ``i`` and ``j`` is a place that exists,
-# so both may load there from what they are given. A score that does more than
-# add to ``s`` needs a slope, the second function of its entry.
+# so both may load there from what they are given; with the option
+# ``bottom_right``, an ``i`` may be below 0. A score that does more than add to
+# ``s`` needs a slope, the second function of its entry.
 
 # %%
 # The benchmark

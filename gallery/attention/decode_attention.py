@@ -306,10 +306,10 @@ if __name__ == "__main__":
 # from 0, query i of n sees key j if :math:`j \le \mathit{length} - n + i`.
 #
 # Four queries of four heads fill 16 rows, of which the first kernel left twelve
-# empty. The op takes up to 64 rows: queries times heads of a group. For more
-# queries, gather the pages and use ``varlen_attention.py``. With its causal
-# mask, too, the last query sees all keys. (In ``flash_attention_forward.py``,
-# query ``i`` sees the keys up to ``i``.)
+# empty. A program of the op has up to 64 rows: queries times heads of a group.
+# More rows, as of a long prompt in chunks, take more programs. Each of them
+# reads the keys that its rows see. (In ``flash_attention_forward.py``, query
+# ``i`` sees the keys up to ``i``.)
 
 # %%
 # The op
@@ -324,6 +324,8 @@ from triton_gallery_ops.decode_attention import (
     _decode_attention_kernel,
     _decode_attention_launch,
     _decode_attention_parts,
+    _decode_attention_scores,
+    _decode_attention_span,
     decode_attention,
 )
 
@@ -332,10 +334,18 @@ from triton_gallery_ops.decode_attention import (
 # kernel. "The op in one part" takes all that the op takes, but splits no keys.
 
 
-OP = _decode_attention_kernel, _decode_attention_combine
+OP = (
+    _decode_attention_kernel,
+    _decode_attention_span,
+    _decode_attention_scores,
+    _decode_attention_combine,
+)
 STEPS = {
     "first kernel": (first, paged_kernel),
-    "the op in one part": (partial(_decode_attention_launch, parts=1), OP[0]),
+    "the op in one part": (
+        partial(_decode_attention_launch, parts=1),
+        *OP[:3],
+    ),
     "the op": (decode_attention, *OP),
 }
 
@@ -476,7 +486,7 @@ if __name__ == "__main__":
 
 if __name__ == "__main__":
     q, *x = problem([3], heads=8, D=16)
-    for one in (q.float(), q[:, :, :3], q.repeat(1, 17, 1, 1)):
+    for one in (q.float(), q[:, :, :3]):
         try:
             decode_attention(one, *x)
         except (TypeError, ValueError) as error:

@@ -271,6 +271,7 @@ from triton_gallery_ops.kv_cache_write import (
     _kv_cache_write_kernel,
     _kv_cache_write_put,
     _kv_cache_write_turn,
+    _kv_cache_write_turn_pairs,
     kv_cache_write_,
 )
 
@@ -279,7 +280,12 @@ from triton_gallery_ops.kv_cache_write import (
 # the statements of each kernel.
 
 
-OP = _kv_cache_write_kernel, _kv_cache_write_turn, _kv_cache_write_put
+OP = (
+    _kv_cache_write_kernel,
+    _kv_cache_write_turn,
+    _kv_cache_write_turn_pairs,
+    _kv_cache_write_put,
+)
 STEPS = {"first kernel": (first, put_kernel), "the op": (kv_cache_write_, *OP)}
 
 if __name__ == "__main__" and DEVICE.type == "cuda":

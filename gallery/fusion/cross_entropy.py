@@ -9,6 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# longer = "class weights, smoothing, a softcap, z-loss, predictions"
 # ///
 r"""
 Cross entropy
@@ -339,7 +340,10 @@ def rows_alone(x, targets, **changes):
     stats = torch.empty(2 * M, device=x.device)
     plan = _cross_entropy_plan(x, M) | changes
     args = x, targets, losses, stats, M, N, N, -100
-    return _cross_entropy_kernel[(M,)](*args, SMOOTHING=0.0, **plan)
+    # No class weights, no predictions, no smoothing, z-loss or soft cap
+    options = {"weight_ptr": None, "predicted_at": None}
+    options |= {"SMOOTHING": 0.0, "LSE_SQUARE_SCALE": 0.0, "SOFTCAP": 0.0}
+    return _cross_entropy_kernel[(M,)](*args, **options, **plan)
 
 
 def with_warps(x, targets, warps):

@@ -297,8 +297,11 @@ def rows_alone(x, targets, **changes):
     losses = torch.ones(len(x) + 1, device=x.device)
     plan = _cross_entropy_in_place_plan(x, len(x)) | changes
     args = x, targets, losses[-1:], losses, x.shape[1], x.shape[1], -100
+    # No class weights, no predictions, no smoothing, z-loss or soft cap
+    options = {"weight_ptr": None, "predicted_ptr": None, "MEAN": True}
+    options |= {"SMOOTHING": 0.0, "LSE_SQUARE_SCALE": 0.0, "SOFTCAP": 0.0}
     kernel = _cross_entropy_in_place_kernel[(len(x),)]
-    return kernel(*args, SMOOTHING=0.0, **plan)
+    return kernel(*args, **options, **plan)
 
 
 def with_warps(x, targets, warps):

@@ -9,6 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# longer = "class weights, smoothing, a softcap, z-loss, predictions"
 #
 # [tool.triton-gallery.not_for]  # with 32 warps, in a table; the op has eight
 # gradient_kernel = ["gfx942"]

@@ -9,7 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
-# longer = "two ops share its kernels: with a residual and without"
+# longer = "two ops share its kernels, with and without residual and weight"
 # ///
 r"""
 RMSNorm
@@ -380,7 +380,8 @@ def tiles(x, y, residual, ADD=False, **changes):
     grid = (triton.cdiv(M, plan["BLOCK_M"]),)
     h = torch.empty_like(x) if ADD else y
     args = x, residual, x[0], h, y, M, N, N, N
-    return _rms_norm_kernel[grid](*args, ADD=ADD, **plan)
+    options = {"ADD": ADD, "LLAMA": False, "IN_PLACE": False}
+    return _rms_norm_kernel[grid](*args, **options, **plan)
 
 
 def one_block(x, y, residual):
@@ -599,7 +600,8 @@ if __name__ == "__main__":
 #
 # 1. ``weight`` is often frozen. What can the backward leave out then, and how
 #    does it learn of it?
-# 2. Some models multiply by ``1 + weight``. Which lines change?
+# 2. Gemma multiplies by ``1 + weight``, which is ``offset=1.0`` here. Which
+#    lines know of it, and what becomes of ``dw``?
 #
 # To read on:
 #
@@ -615,5 +617,5 @@ if __name__ == "__main__":
 # given to ``register_autograd`` finds ``ctx.needs_input_grad[1]`` false, and
 # can tell the op.
 #
-# **2.** Both kernels add 1 to ``weight`` when they have loaded it. ``dw`` stays
-# as it is.
+# **2.** ``_rms_norm_factor`` adds it when it has loaded the weight, for both
+# kernels. ``dw`` stays as it is.

@@ -9,6 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# longer = "positions of tokens come in several forms, which it checks"
 # ///
 r"""
 RoPE

@@ -9,6 +9,7 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
+# longer = "two ops share its kernels: of two tensors, and of a projection"
 # ///
 r"""
 SwiGLU
@@ -397,6 +398,7 @@ def steps(M, N, packed):
     out, d, pair = torch.empty_like(grad), grad.new_empty(2, M, N), (gate, up)
     run = partial(_swiglu_run, _swiglu_kernel, pair, out, N)
     back = partial(_swiglu_run, _swiglu_backward_kernel, (grad, *pair), d, N)
+    back = partial(back, UP_FIRST=False)
     block = min(1024, triton.next_power_of_2(N)) if packed else 1024
     tile = {"BLOCK_M": 1024 // block, "BLOCK_N": block}
     found = {
@@ -594,7 +596,8 @@ class Overwriting(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         inputs, N = (grad, *x.chunk(2, -1)), x.shape[-1] // 2
-        _swiglu_run(_swiglu_backward_kernel, inputs, x, 2 * N, N)
+        kernel = _swiglu_backward_kernel
+        _swiglu_run(kernel, inputs, x, 2 * N, N, UP_FIRST=False)
         if Overwriting.tell:
             torch.autograd.graph.increment_version(x)
         return x.clone()
@@ -622,7 +625,8 @@ if __name__ == "__main__":
 # Go further
 # ----------
 #
-# 1. GeGLU has a GELU instead of the SiLU. Which lines change?
+# 1. GEGLU has a GELU instead of the SiLU, which is ``activation="gelu"`` here.
+#    Which lines know of it?
 # 2. The matrix product after the op keeps its input, our ``out``, for the
 #    gradient of its weight. What would it cost to recompute ``out`` too?
 #
@@ -636,8 +640,8 @@ if __name__ == "__main__":
 # Answers
 # -------
 #
-# **1.** The product with the sigmoid in ``_swiglu_forward``, and the two
-# derivatives in ``_swiglu_gradients``. No other line knows the function.
+# **1.** Those of ``_swiglu_share``, which both kernels call, and the derivative
+# in ``_swiglu_gradients``. No other line of a kernel knows the function.
 #
 # **2.** One write more, 6 tensors instead of 5. But ``out`` has to be there
 # before the matrix product's backward begins, so the product and SwiGLU must

@@ -14,19 +14,25 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "block_kernel"
 # caption = """
-# Two programs, a tile of the result each. Here a block is four numbers wide, so
-# two blocks fit into K: each of the two products gets its scales, then it is
-# added. The last column is masked."""
+# A tile of the result for each of two programs. Here a block is four numbers
+# wide, so two blocks fit into K: each of the two products gets its scales, then
+# it is added. The tile of w is transposed. The tile's fourth row lies past x,
+# and the second tile's last two columns past w: both are masked."""
 # registers = ["x", "w", "part", "scale", "acc"]
-# call = "product(x, w, scale_x, scale_w, BLOCKS=SMALL)"
+# call = "product(x, w, scale_x, scale_w, GROUP=4)"
 # expected = { y = "exact(x, w, scale_x, scale_w, GROUP=4)" }
-# start = [1, 0]
+# start = [0, 7]
+#
+# [tool.triton-gallery.not_for]
+# _block_scaled_matmul_hopper_kernel = [
+#   "sm_80", "sm_89", "sm_100", "sm_120", "gfx942"
+# ]
 #
 # [tool.triton-gallery.step_through.inputs]
-# x = "integers(-2, 3, 4, 8)"
-# w = "integers(-2, 3, 7, 8)"
-# scale_x = "integers(1, 4, 4, 2)"
-# scale_w = "integers(1, 4, 2, 2)"
+# x = "integers(-2, 3, 3, 8)"
+# w = "integers(-3, 3, 6, 8).flip(0)"
+# scale_x = "integers(1, 4, 3, 2)"
+# scale_w = "integers(2, 6, 2, 2).flip(1)"
 # ///
 r"""
 FP8 with 1 x 128 and 128 x 128 block scales
@@ -34,9 +40,9 @@ FP8 with 1 x 128 and 128 x 128 block scales
 
 DeepSeek-V3 multiplies float8 matrices with a scale for each group of 128
 numbers of a token, and one for each square of 128 x 128 of a weight. An outlier
-then spoils the numbers of its own block, and no others. If your matrices have
-no outliers, a scale for each row is as exact, and simpler: see
-``fp8_matmul.py``.
+then spoils the numbers of its own block, and no others. Without outliers of
+some thousand times the rest, a scale for each row is almost as exact, and
+simpler: see ``fp8_matmul.py``.
 
 After this page you can
 
@@ -47,6 +53,7 @@ After this page you can
 """
 
 # sphinx_gallery_tags = ["matmul", "float8", "quantization", "compute bound"]
+import math
 import os
 from functools import partial
 
@@ -75,7 +82,8 @@ from triton_gallery.bench import gpu_time, rate_table
 #
 # ``x`` is (M, K) and has a scale for each *group* of 128 in a row. The weight
 # ``w`` is (N, K) and has a scale for each *square* of 128 x 128. Both are
-# blocks. PyTorch has the product as ``scaled_mm``. Written out, in float64:
+# blocks. A number is its float8 times its scale. PyTorch has the product as
+# ``torch.nn.functional.scaled_mm``. Written out, in float64:
 
 E4M3 = torch.float8_e4m3fn
 generator = torch.Generator(device=DEVICE).manual_seed(0)
@@ -89,18 +97,20 @@ def exact(x, w, scale_x, scale_w, GROUP=128):
     return x @ w.T
 
 
-def random(M, N, K):
+def make_inputs(M, N, K):
     """Return x (M, K) and w (N, K) in float8, and their scales."""
     kind = {"generator": generator, "device": DEVICE}
-    x, w = (torch.randn(rows, K, **kind).to(E4M3) for rows in (M, N))
-    shapes = (M, K // 128), (triton.cdiv(N, 128), K // 128)
-    return x, w, *(torch.rand(shape, **kind) + 0.5 for shape in shapes)
+    x = torch.randn(M, K, **kind).to(E4M3)
+    w = torch.randn(N, K, **kind).to(E4M3)
+    scale_x = torch.rand(M, K // 128, **kind) + 0.5
+    scale_w = torch.rand(triton.cdiv(N, 128), K // 128, **kind) + 0.5
+    return x, w, scale_x, scale_w
 
 
 if __name__ == "__main__":
-    x, w, *scales = random(8192, 2048, 4096)
-    print(f"{2e-9 * 8192 * w.numel():.0f} GFLOP, {x.nbytes + w.nbytes:,} bytes")
-    print(f"of float8, {sum(s.nbytes for s in scales):,} bytes of scales")
+    x, w, *scales = make_inputs(8192, 2048, 4096)
+    share = sum(s.nbytes for s in scales) / (x.nbytes + w.nbytes)
+    print(f"{2e-9 * 8192 * w.numel():.0f} GFLOP; scales add {share:.1%}")
 
 # %%
 # The first kernel
@@ -112,9 +122,11 @@ if __name__ == "__main__":
 # .. math:: y_{mn} = \sum_{\text{block } b} s_{mb} \, t_{nb}
 #    \sum_{k \in b} x_{mk} w_{nk}.
 #
-# So the tensor cores add up one block, the inner sum. Threads multiply it by
-# both scales and add it to ``acc`` in float32. BLOCK_N divides 128, so that a
-# tile stays within one square of ``w``, and needs one scale of ``w`` at a time.
+# Here :math:`s` is the scale of ``x``, and :math:`t` that of ``w``, the same
+# for 128 rows n. So the tensor cores add up one block, the inner sum. Threads
+# multiply it by both scales and add it to ``acc`` in float32. BLOCK_N divides
+# 128, so that a tile stays within one square of ``w``, and needs one scale of
+# it.
 
 
 @triton.jit
@@ -124,43 +136,53 @@ def block_kernel(
     scale_x_ptr,
     scale_w_ptr,
     y_ptr,
+    M,
     N,
     K,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # GROUP is a multiple of it
+    BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    tl.static_assert(GROUP % BLOCK_N == 0)
+    # In int32 the offset of a row would overflow past element 2**31.
     offs_m = tl.program_id(axis=0).to(tl.int64) * BLOCK_M
     offs_m += tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     off_n = tl.program_id(axis=1).to(tl.int64) * BLOCK_N
     offs_n = off_n + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-    mask = offs_n < N  # (BLOCK_N,)
     offs_k = tl.arange(0, GROUP)  # (GROUP,)
+    mask_m = offs_m < M
+    mask_n = offs_n < N
     x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
     w_ptrs = w_ptr + offs_n[None, :] * K + offs_k[:, None]
     groups = K // GROUP
+    scale_w_ptr += (off_n // GROUP) * groups
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for group in range(groups):
-        x = tl.load(x_ptrs + group * GROUP)  # (BLOCK_M, GROUP)
-        w = tl.load(w_ptrs + group * GROUP, mask=mask[None, :], other=0.0)
+        start = group * GROUP
+        # (BLOCK_M, GROUP) and (GROUP, BLOCK_N)
+        x = tl.load(x_ptrs + start, mask=mask_m[:, None], other=0.0)
+        w = tl.load(w_ptrs + start, mask=mask_n[None, :], other=0.0)
         part = tl.dot(x, w)  # (BLOCK_M, BLOCK_N), of this block alone
-        scale = tl.load(scale_x_ptr + offs_m * groups + group)  # (BLOCK_M,)
-        scale *= tl.load(scale_w_ptr + off_n // GROUP * groups + group)
+        scale_x_ptrs = scale_x_ptr + offs_m * groups + group  # (BLOCK_M,)
+        scale = tl.load(scale_x_ptrs, mask=mask_m, other=0.0)
+        scale *= tl.load(scale_w_ptr + group)  # one for all columns
         acc += part * scale[:, None]
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask[None, :])
+    mask = mask_m[:, None] & mask_n[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-LARGE, SMALL = (128, 128, 128), (4, 4, 4)
-
-
-def product(x, w, *scales, BLOCKS=LARGE, dtype=None, kernel=block_kernel):
+def product(x, w, *scales, dtype=torch.float32, kernel=block_kernel, GROUP=128):
     """Return the product of contiguous matrices with their scales."""
     (M, K), N = x.shape, w.shape[0]
-    assert (M % BLOCKS[0], K % BLOCKS[2]) == (0, 0)
-    y = torch.empty(M, N, device=x.device, dtype=dtype or torch.float32)
-    grid = (M // BLOCKS[0], triton.cdiv(N, BLOCKS[1]))
-    kernel[grid](x, w, *scales, y, N, K, *BLOCKS, num_warps=8)
+    assert w.shape[1] == K
+    assert K % GROUP == 0
+    assert scales[0].numel() == M * (K // GROUP)
+    assert all(t.is_contiguous() for t in (x, w, *scales))
+    y = torch.empty(M, N, device=x.device, dtype=dtype)
+    blocks = {"BLOCK_M": GROUP, "BLOCK_N": GROUP, "GROUP": GROUP}
+    grid = (triton.cdiv(M, GROUP), triton.cdiv(N, GROUP))
+    kernel[grid](x, w, *scales, y, M, N, K, **blocks, num_warps=8)
     return y
 
 
@@ -169,13 +191,13 @@ def product(x, w, *scales, BLOCKS=LARGE, dtype=None, kernel=block_kernel):
 # ------------
 #
 # Hopper's tensor cores keep fewer bits of a sum of float8 products than float32
-# has, so we allow :math:`2^{-12}` of the terms' magnitudes. Here they add up
-# only 128 terms at a time, however large K is.
+# has, so we allow :math:`2^{-12}` of the sum of the terms' magnitudes. Here the
+# tensor cores add up only 128 terms at a time, however large K is.
 
 
 def show_error(product):
     """Print the largest error, as a part of the sum of magnitudes."""
-    x, w, *scales = random(128, 200, 384)
+    x, w, *scales = make_inputs(130, 200, 384)
     terms = exact(x.float().abs(), w.float().abs(), *scales)
     off = (product(x, w, *scales) - exact(x, w, *scales)) / terms
     print(f"largest error {off.abs().max():.1e}, allowed {2**-12:.1e}")
@@ -189,9 +211,19 @@ if __name__ == "__main__":
 # How fast?
 # ---------
 #
-# Beside cuBLAS with the same scales, with scales of rows, and in bfloat16.
-# Rates count :math:`2MNK` operations, and M = N = K. cuBLAS wants scales stored
-# by columns, those of ``w`` padded to a multiple of four; that is not timed.
+# We compare the kernel with cuBLAS: with the same scales, with a scale for each
+# row, and in bfloat16. Rates count :math:`2MNK` operations. cuBLAS wants scales
+# stored by columns; the transposition is not timed.
+
+
+def show_rates(ours):
+    """Print TFLOP/s at three sizes."""
+    columns = {}
+    for N in (1024, 4096, 8192):
+        times = gpu_time(calls(ours, N, N, N))
+        rates = {who: round(2e-9 * N**3 / t[0]) for who, t in times.items()}
+        columns[f"M = N = K = {N}"] = rates
+    print("TFLOP/s", pd.DataFrame(columns).to_string(), sep="\n")
 
 
 def cublas(x, w, scale_x, scale_w):
@@ -205,9 +237,10 @@ def cublas(x, w, scale_x, scale_w):
 
 def calls(ours, M, N, K):
     """Return what is timed for a product, by name."""
-    x, w, *scales = random(M, N, K)
+    x, w, *scales = make_inputs(M, N, K)
     timed = {name: partial(f, x, w, *scales) for name, f in ours.items()}
-    timed["cuBLAS"] = cublas(x, w, *scales)
+    if torch.cuda.get_device_capability()[0] == 9:  # PyTorch has it there
+        timed["cuBLAS"] = cublas(x, w, *scales)
     rows = torch.rand(M, 1, device=DEVICE), torch.rand(1, N, device=DEVICE)
     options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
     per_row = partial(torch._scaled_mm, x, w.T, *rows, **options)
@@ -215,19 +248,10 @@ def calls(ours, M, N, K):
     return timed | {"cuBLAS, per row": per_row, "cuBLAS, bfloat16": plain}
 
 
-def show_rates(ours):
-    """Print TFLOP/s at three sizes."""
-    rows = {}
-    for N in (1024, 4096, 8192):
-        times = gpu_time(calls(ours, N, N, N))
-        rows[N] = {name: round(2e-9 * N**3 / t[0]) for name, t in times.items()}
-    print("TFLOP/s", pd.DataFrame(rows).T.to_string(), sep="\n")
-
-
-in_bfloat16 = partial(product, dtype=torch.bfloat16)
+OURS = {"block_kernel": partial(product, dtype=torch.bfloat16)}
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    show_rates({"block_kernel": in_bfloat16})
+    show_rates(OURS)
 
 # %%
 # What does an outlier cost?
@@ -247,54 +271,49 @@ def rounded(x, rows, columns):
     return ((blocks / scale).to(E4M3).double() * scale).view(M, K)
 
 
-ROWS, K = 256, 4096
-BLOCKS_OF = {  # of x and of w
-    "one scale": ((ROWS, K), (ROWS, K)),
-    "a scale for each row": ((1, K), (1, K)),
-    "1 x 128 and 128 x 128": ((1, 128), (128, 128)),
-}
+cpu = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
+x, w = torch.randn(2, 256, 4096, **cpu)
+
+
+def error(factor, of_x, of_w):
+    """Return the relative error, with blocks of these shapes."""
+    columns = torch.ones(4096, dtype=torch.float64)
+    columns[0] = factor
+    y = rounded(x * columns, *of_x) @ rounded(w / columns, *of_w).T
+    return ((y - x @ w.T).norm() / (x @ w.T).norm()).item()
+
 
 if __name__ == "__main__":
-    kind = {"generator": generator, "device": DEVICE, "dtype": torch.float64}
-    x, w = (torch.randn(ROWS, K, **kind) for _ in range(2))
-    y = x @ w.T
-    rows = {}
-    for factor in (4**n for n in range(11)):
-        columns = torch.ones(K, dtype=torch.float64, device=DEVICE)
-        columns[0] = factor
-        rows[factor] = {
-            name: ((a @ b.T - y).norm() / y.norm()).item()
-            for name, (of_x, of_w) in BLOCKS_OF.items()
-            for a in [rounded(x * columns, *of_x)]
-            for b in [rounded(w / columns, *of_w)]
-        }
-    table = pd.DataFrame(rows).T
-    print(
-        "relative error by factor",
-        table.to_string(float_format="%.3f"),
-        sep="\n",
-    )
-    table.plot(logx=True, logy=True, marker="o", ylabel="relative error")
-    plt.xlabel("factor")
-    plt.tight_layout()
+    table = pd.DataFrame(index=[4**n for n in (0, 6, 7, 8, 10)])
+    for name, of_x, of_w in (
+        ("one scale", (256, 4096), (256, 4096)),
+        ("a scale for each row", (1, 4096), (1, 4096)),
+        ("1 x 128 and 128 x 128", (1, 128), (128, 128)),
+    ):
+        table[name] = [error(factor, of_x, of_w) for factor in table.index]
+    print("relative error by factor")
+    print(table.to_string(float_format="%.3f"))
 
 # %%
 # Float8 has an exponent, so an outlier up to 4096 times the rest costs hardly
 # anything. A larger one does: the scale that keeps it from overflow turns the
-# other numbers of its block into zeros. With one scale, these are all numbers
-# of the matrix, and with a scale for each row, all of the row. With block
-# scales, they are one group of 128 in each row, and the rest of the sum keeps
-# its precision.
+# other numbers of its block into zeros. In ``w`` it is the other way round: the
+# divided column becomes zero beside its neighbours. So with one scale, hardly
+# anything is left. With block scales, ``x`` loses the rest of one group of 128
+# in each row, 3 % of K, and ``w`` loses one column.
 
 # %%
 # What does the copy engine bring?
 # --------------------------------
 #
-# In ``block_kernel``, threads compute the addresses and the mask of each tile,
-# beside the scaling. With a *tensor descriptor* (``tensor_descriptors.py``),
-# the copy engine does. Past the end of a matrix it fills with zeros, so only
-# the scales need a mask, and M and N may be any number. K has to be a multiple
-# of 128 here, and rows have to begin at multiples of 16 bytes.
+# In ``block_kernel``, threads compute addresses and masks beside the scaling. A
+# *tensor descriptor* has the address of a matrix, its shape and the shape of a
+# tile (``tensor_descriptors.py``; ``TensorDescriptor`` is of
+# ``triton.tools.tensor_descriptor``). From it the GPU's *copy engine*, a unit
+# that moves whole tiles between memory and a multiprocessor, computes the
+# addresses. Past the end of a matrix it loads zeros and stores nothing, so only
+# the scales need a mask. Each row has to begin at a multiple of 16 bytes: for
+# ``y`` in bfloat16, N is a multiple of 8.
 
 
 @triton.jit
@@ -307,6 +326,7 @@ def descriptor_kernel(
     off_n = tl.program_id(axis=1) * BLOCK_N
     offs_m = off_m + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     mask = offs_m < y_desc.shape[0]
+    tl.static_assert(x_desc.block_shape[1] == GROUP)
     groups = x_desc.shape[1] // GROUP
     scale_x_ptrs = scale_x_ptr + offs_m.to(tl.int64) * groups
     scale_w_ptr += (off_n // GROUP).to(tl.int64) * groups
@@ -321,23 +341,29 @@ def descriptor_kernel(
 
 
 def descriptor_product(x, w, scale_x, scale_w, dtype=torch.float32):
-    """Return the product, as product does, for any M."""
-    M, N = x.shape[0], w.shape[0]
+    """Return the product, as product does."""
+    M, N = len(x), len(w)
     y = torch.empty(M, N, device=x.device, dtype=dtype)
+    assert x.shape[1] % 128 == 0
+    assert N * y.element_size() % 16 == 0  # where the rows of y begin
+    assert scale_x.is_contiguous()
+    assert scale_w.is_contiguous()
     tiles = [TensorDescriptor.from_tensor(t, [128, 128]) for t in (x, w, y)]
     grid = (triton.cdiv(M, 128), triton.cdiv(N, 128))
     descriptor_kernel[grid](*tiles, scale_x, scale_w, GROUP=128, num_warps=8)
     return y
 
 
-by_descriptors = partial(descriptor_product, dtype=torch.bfloat16)
-
 if __name__ == "__main__":
     show_error(descriptor_product)
 
+# %%
+# The same sizes again:
+
+OURS["descriptor_kernel"] = partial(descriptor_product, dtype=torch.bfloat16)
+
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    ours = {"block_kernel": in_bfloat16, "descriptor_kernel": by_descriptors}
-    show_rates(ours)
+    show_rates(OURS)
 
 # %%
 # Block scales have a price: in these kernels, each step waits for its product
@@ -349,10 +375,13 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # ------
 #
 # ``block_scaled_matmul(x, weight, scale_x, scale_weight)`` is this gallery's
-# op. To ``descriptor_kernel`` it adds one program per multiprocessor, which
-# begins to load its next tile before it stores the present one
-# (``persistent_matmul.py``); smaller tiles for few rows; and scales of any
-# strides. ``quantize.py`` makes such matrices.
+# op. It is ``descriptor_kernel`` with as many programs as multiprocessors, each
+# of which computes several tiles (``persistent_matmul.py``), with smaller tiles
+# for few rows, and strided scales.
+#
+# On Hopper, it is a kernel in Gluon (``gluon_matmul.py``): up to three teams of
+# four warps multiply, each for 64 rows, and do not wait for each other. So one
+# can scale while the tensor cores multiply for another.
 
 from triton_gallery_ops.block_scaled_matmul import block_scaled_matmul
 
@@ -360,75 +389,76 @@ from triton_gallery_ops.block_scaled_matmul import block_scaled_matmul
 # The result
 # ----------
 #
-# Products of models' layers: tokens, outputs, inputs. In the chart, *Triton* is
-# the op, and *Triton, this page* is ``descriptor_kernel``.
+# The sizes (M, N, K) are of layers of models. In the chart, *Triton* is the op,
+# and *Triton, this page* is ``descriptor_kernel``.
 
-LAYERS = {
-    "64, 7168, 2048": (64, 7168, 2048),
-    "1024, 6144, 4096": (1024, 6144, 4096),
-    "4096, 2112, 7168": (4096, 2112, 7168),
-    "4096, 7168, 16384": (4096, 7168, 16384),
-    "8192, 8192, 8192": (8192, 8192, 8192),
-    "16384, 28672, 4096": (16384, 28672, 4096),
-}
-OURS = {"Triton": block_scaled_matmul, "Triton, this page": by_descriptors}
-
-
-def work(name):
-    M, N, K = LAYERS[name]
-    return 2e-9 * M * N * K
+LAYERS = [
+    (64, 7168, 2048),
+    (1024, 6144, 4096),
+    (4096, 2112, 7168),
+    (4096, 7168, 16384),
+    (8192, 8192, 8192),
+    (16384, 28672, 4096),
+]
 
 
-if __name__ == "__main__":
-    show_error(partial(block_scaled_matmul, out_dtype=torch.float32))
+def work(layer):
+    return 2e-9 * math.prod(map(int, layer.split(", ")))
+
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
+    by_descriptors = OURS["descriptor_kernel"]
+    ours = {"Triton": block_scaled_matmul, "Triton, this page": by_descriptors}
     times = {}
-    for name, sizes in LAYERS.items():
-        timed = calls(OURS, *sizes)
+    for sizes in LAYERS:
+        timed = calls(ours, *sizes)
         del timed["cuBLAS, per row"]  # another product
-        times[name] = gpu_time(timed)
+        times[", ".join(map(str, sizes))] = gpu_time(timed)
     results = rate_table(times, "M, N, K", "TFLOP/s", work)
     print(results.to_string())
     wide = results.pivot(index="M, N, K", columns="series", values="TFLOP/s")
-    wide = wide.loc[list(LAYERS)]
+    wide = wide.loc[list(times)]
     wide.plot.bar(rot=20, ylabel="TFLOP/s")
     plt.tight_layout()
-    for name in ("cuBLAS", "cuBLAS, bfloat16"):
-        ratio = wide["Triton"] / wide[name]
-        print(f"the op: {ratio.min():.2f} to {ratio.max():.2f} of {name}")
+    for other in wide.columns.drop(list(ours)):
+        ratio = wide["Triton"] / wide[other]
+        print(f"op / {other}: {ratio.min():.2f} to {ratio.max():.2f}")
+    best = wide.drop(columns="Triton, this page").idxmax(axis=1)
+    for who, sizes in best.groupby(best).groups.items():
+        print(f"fastest at {'; '.join(sizes)}: {who}")
+
+# %%
+# On Hopper, take what the last lines name for sizes like yours. On other GPUs,
+# PyTorch has no product with these scales and raises an error. The op runs on
+# NVIDIA's later GPUs too.
 
 # %%
 # Exercises
 # ---------
 #
-# Both are kernels with the arguments of ``block_kernel``. Write one and run the
-# cell: it says whether the kernel is right. No GPU is needed.
+# Write a kernel with the arguments of ``block_kernel`` and run the cell: it
+# says whether the kernel is right. No GPU is needed.
 #
 # **1.** Read the scales of ``x`` by columns, as cuBLAS does: ``scale_x`` is a
 # contiguous matrix of (K / 128, M). Then the scales that a program loads lie
-# side by side. The kernel knows how many rows there are from
-# ``tl.num_programs``.
+# side by side.
 
 column_kernel = None  # your kernel
 
 
 def check(kernel, expected, *inputs):
-    """Print whether a kernel stores what is expected."""
+    """Say whether a kernel stores what is expected."""
     if kernel is None:
-        print("not solved yet")
-        return False
-    y = product(*inputs, kernel=kernel)
-    right = torch.allclose(y.double(), expected, rtol=1e-2, atol=1e-2)
-    print("right" if right else "wrong")
-    return right
+        return "not solved yet"
+    y = product(*inputs, kernel=kernel).double()
+    return "right" if torch.allclose(y, expected, 1e-2, 1e-2) else "wrong"
 
 
 if __name__ == "__main__":
-    x, w, scale_x, scale_w = random(256, 72, 256)
-    expected_columns = exact(x, w, scale_x, scale_w)
-    for_columns = x, w, scale_x.T.contiguous(), scale_w
-    check(column_kernel, expected_columns, *for_columns)
+    a, b, scale_a, scale_b = make_inputs(130, 72, 256)
+    expected = exact(a, b, scale_a, scale_b)
+    by_columns = a, b, scale_a.T.contiguous(), scale_b
+    print(check(column_kernel, expected, *by_columns))
 
 # %%
 # **2.** The gradient of a weight sums over tokens. There, both matrices have a
@@ -437,17 +467,13 @@ if __name__ == "__main__":
 
 groups_kernel = None  # your kernel
 
-
-def exact_groups(x, w, scale_x, scale_w):
-    """Return the product in float64, with groups in both matrices."""
-    w = w.double() * scale_w.repeat_interleave(128, 1)
-    return (x.double() * scale_x.repeat_interleave(128, 1)) @ w.T
-
-
 if __name__ == "__main__":
-    scales = torch.rand(72, 2, generator=generator, device=DEVICE) + 0.5
-    for_groups = x, w, scale_x, scales
-    check(groups_kernel, exact_groups(*for_groups), *for_groups)
+    scale_groups = torch.rand(72, 2, generator=generator, device=DEVICE)
+    in_groups = a, b, scale_a, scale_groups
+    scaled = b.double() * scale_groups.repeat_interleave(128, 1)
+    ones = torch.ones(1, 2, device=DEVICE)  # scaled has its scales in it
+    expected_groups = exact(a, scaled, scale_a, ones)
+    print(check(groups_kernel, expected_groups, *in_groups))
 
 # %%
 # Answers
@@ -463,33 +489,39 @@ def column_answer_kernel(
     scale_x_ptr,
     scale_w_ptr,
     y_ptr,
+    M,
     N,
     K,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    M = tl.num_programs(axis=0) * BLOCK_M
     offs_m = tl.program_id(axis=0) * BLOCK_M + tl.arange(0, BLOCK_M)
     off_n = tl.program_id(axis=1) * BLOCK_N
     offs_n = off_n + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
-    offs_k, mask = tl.arange(0, GROUP), offs_n < N
+    offs_k = tl.arange(0, GROUP)  # (GROUP,)
+    mask_m = offs_m < M
+    mask_n = offs_n < N
     x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
     w_ptrs = w_ptr + offs_n[None, :] * K + offs_k[:, None]
     groups = K // GROUP
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for group in range(groups):
-        x = tl.load(x_ptrs + group * GROUP)  # (BLOCK_M, GROUP)
-        w = tl.load(w_ptrs + group * GROUP, mask=mask[None, :], other=0.0)
-        scale = tl.load(scale_x_ptr + group * M + offs_m)  # (BLOCK_M,)
-        scale *= tl.load(scale_w_ptr + off_n // GROUP * groups + group)
+        start = group * GROUP
+        x = tl.load(x_ptrs + start, mask=mask_m[:, None], other=0.0)
+        w = tl.load(w_ptrs + start, mask=mask_n[None, :], other=0.0)
+        scale_x_ptrs = scale_x_ptr + group * M + offs_m  # (BLOCK_M,)
+        scale = tl.load(scale_x_ptrs, mask=mask_m, other=0.0)
+        scale *= tl.load(scale_w_ptr + (off_n // GROUP) * groups + group)
         acc += tl.dot(x, w) * scale[:, None]
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
-    tl.store(y_ptrs, acc, mask=mask[None, :])
+    tl.store(y_ptrs, acc, mask=mask_m[:, None] & mask_n[None, :])
 
 
 if __name__ == "__main__":
-    assert check(column_answer_kernel, expected_columns, *for_columns)
+    answer = check(column_answer_kernel, expected, *by_columns)
+    print(answer)
+    assert answer == "right"
 
 # %%
 # **2.** The scale of ``w`` becomes a vector, one for each column of the tile,
@@ -503,6 +535,7 @@ def groups_answer_kernel(
     scale_x_ptr,
     scale_w_ptr,
     y_ptr,
+    M,
     N,
     K,
     BLOCK_M: tl.constexpr,
@@ -511,21 +544,27 @@ def groups_answer_kernel(
 ):
     offs_m = tl.program_id(axis=0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(axis=1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k, mask = tl.arange(0, GROUP), offs_n < N
+    offs_k = tl.arange(0, GROUP)  # (GROUP,)
+    mask_m = offs_m < M
+    mask_n = offs_n < N
     x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
     w_ptrs = w_ptr + offs_n[None, :] * K + offs_k[:, None]
     groups = K // GROUP
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for group in range(groups):
-        x = tl.load(x_ptrs + group * GROUP)  # (BLOCK_M, GROUP)
-        w = tl.load(w_ptrs + group * GROUP, mask=mask[None, :], other=0.0)
-        of_x = tl.load(scale_x_ptr + offs_m * groups + group)  # (BLOCK_M,)
-        ptrs = scale_w_ptr + offs_n * groups + group  # (BLOCK_N,)
-        of_w = tl.load(ptrs, mask=mask, other=0.0)
+        start = group * GROUP
+        x = tl.load(x_ptrs + start, mask=mask_m[:, None], other=0.0)
+        w = tl.load(w_ptrs + start, mask=mask_n[None, :], other=0.0)
+        scale_x_ptrs = scale_x_ptr + offs_m * groups + group  # (BLOCK_M,)
+        scale_w_ptrs = scale_w_ptr + offs_n * groups + group  # (BLOCK_N,)
+        of_x = tl.load(scale_x_ptrs, mask=mask_m, other=0.0)
+        of_w = tl.load(scale_w_ptrs, mask=mask_n, other=0.0)
         acc += tl.dot(x, w) * of_x[:, None] * of_w[None, :]
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
-    tl.store(y_ptrs, acc, mask=mask[None, :])
+    tl.store(y_ptrs, acc, mask=mask_m[:, None] & mask_n[None, :])
 
 
 if __name__ == "__main__":
-    assert check(groups_answer_kernel, exact_groups(*for_groups), *for_groups)
+    answer = check(groups_answer_kernel, expected_groups, *in_groups)
+    print(answer)
+    assert answer == "right"

@@ -12,21 +12,23 @@
 # longer = "it packs weights, of GPTQ and AWQ too, and writes them out"
 #
 # [[tool.triton-gallery.step_through]]
-# kernel = "plain_kernel"
+# kernel = "int4_kernel"
 # caption = """
-# Two rows of x times a 4 x 16 weight, in tiles of 4 rows and groups of 8. A
-# word holds the eight codes of a row and a group; here the codes are small, so
-# that words are short. Each group has its own scale and zero point."""
-# registers = ["words", "codes", "zero", "w", "x", "scale", "acc"]
-# call = "plain_launch(x, pack_in_order(codes), scale, zero, 8, 4)"
+# Two rows of x times a 2 x 16 weight, in groups of 8. A word holds the eight
+# codes of a row and a group as hexadecimal digits, the first one lowest: 82451
+# is 0x14213. The last three are 0 here. w[0] has group 0, and w[1] group 1."""
+# registers = ["words", "codes", "w", "acc"]
+# call = """int4_kernel[1, 1, 1](x, pack_in_order(codes, 8), scale, zero, y,
+#     2, 2, 16, 2, 2, 8, unpack_in_order)"""
 # expected.y = """x @ (scale.T.repeat_interleave(8, 1)
 #     * (codes - zero.T.repeat_interleave(8, 1))).T"""
 # start = [0, 2]
 # inputs.x = "integers(-1, 2, 2, 16)"
-# inputs.first = "(torch.arange(16) % 8 < 3).int()"
-# inputs.codes = "integers(0, 4, 4, 16).int() * first"
-# inputs.scale = "integers(1, 3, 2, 4)"
-# inputs.zero = "integers(1, 2, 2, 4)"
+# inputs.first = "(torch.arange(16) % 8 < 5).int()"
+# inputs.codes = "integers(1, 5, 2, 16).int() * first"
+# inputs.scale = "integers(1, 4, 2, 2)"
+# inputs.zero = "integers(0, 4, 2, 2).flip(1)"
+# inputs.y = "torch.zeros(2, 2)"
 # ///
 r"""
 4-bit weights, 16-bit activations (W4A16, int4)
@@ -50,6 +52,7 @@ import os
 import re
 from functools import partial
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 from torch.nn.functional import linear
@@ -69,6 +72,47 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 from triton_gallery.bench import gpu_time, rate_table
 from triton_gallery.compiling import compile_only
 
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+kind = {"generator": generator, "device": DEVICE}
+INSTRUCTIONS = {
+    "integer to float": r"cvt\.rn\.f16\.[su]\d+",
+    "subtractions of pairs": r"(?:sub|add)\.(?:rn\.)?f16x2",
+    "stores to shared memory": r"st\.shared",
+    "loads from shared memory": r"ld\.shared",
+}
+
+
+@compile_only
+def count_instructions(order):
+    """Compile the kernel for an H100, and count in its PTX."""
+    half, sizes = [torch.float16], [1, 8192, 8192]
+    arguments = half + [torch.int32] + 3 * half + sizes
+    unpack = {"in order": unpack_in_order, "in pairs": unpack_pairs}[order]
+    options = {"num_stages": 4, "grid": (1,)}
+    compiled = int4_kernel.warmup(*arguments, 16, 64, 128, unpack, **options)
+    code = compiled.asm["ptx"]
+    return {what: len(re.findall(p, code)) for what, p in INSTRUCTIONS.items()}
+
+
+def draw_words(pack):
+    """Draw 32 columns of a row, and the words that they are packed into."""
+    words = pack(torch.eye(32, 128))[0]  # row c has a 1 in column c
+    colours = ["#a9c9ef", "#f7d394", "#b4dfb4", "#e3bbe3"]
+    _, axes = plt.subplots(figsize=(8, 1.5), layout="constrained")
+    for column, row in enumerate(words.tolist()):
+        (word,) = (w for w, bits in enumerate(row) if bits)
+        place = 2 * word + row[word].bit_length() // 4  # word 4 t from 8 t on
+        for x, y in ((column, 1), (place, 0)):
+            axes.bar(x, 0.8, 0.95, y, color=colours[column // 2 % 4])
+            axes.text(x, y + 0.4, column, ha="center", va="center", size=8)
+    names = [f"word {word}" for word in (0, 4, 8, 12)]
+    axes.set(xticks=[3.5, 11.5, 19.5, 27.5], xticklabels=names)
+    axes.set(yticks=[0.4, 1.4], yticklabels=["words", "a row"])
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    plt.show()
+
+
 # %%
 # In PyTorch
 # ----------
@@ -78,39 +122,26 @@ from triton_gallery.compiling import compile_only
 #
 # .. math:: w = (\mathrm{code} - \mathrm{zero}) \cdot \mathrm{scale}.
 #
-# The scale is a step, and the zero point is the code of the weight 0. With few
-# rows of ``x``, the *floor*, what any kernel has to move, is little more than
-# codes, scales and zero points.
+# The scale is a step, and the zero point is the code of the weight 0. We draw
+# all of them at random. (``kind`` holds the generator and the device.)
 
 GROUP = 128
-# DEVICE, from the folded cell, is the GPU; without one, it is the CPU.
-generator = torch.Generator(device=DEVICE).manual_seed(0)
 
 
-def quantize(weight):
+def make_weights(N, K):
     """Return codes (N, K), and scales and zero points (K / GROUP, N)."""
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
-    scale = ((high - low) / 15).clamp(min=1e-6).half()
-    zero = (-low / scale).round()
-    codes = (groups / scale[..., None] + zero[..., None]).round()
-    codes = codes.clamp(0, 15).flatten(1).int()
-    return codes, scale.T.contiguous(), zero.half().T.contiguous()
+    codes = torch.randint(16, (N, K), **kind)
+    scale = (torch.rand(K // GROUP, N, **kind) + 0.5).half()
+    zero = torch.randint(16, (K // GROUP, N), **kind).half()
+    return codes, scale, zero
 
 
-def spread(t):
-    """Return the scale or zero point of each weight (N, K)."""
-    return t.double().T.repeat_interleave(GROUP, 1)
+def dequantize(codes, scale, zero):
+    """Return the weights (N, K) in float64, by the formula above."""
+    scale = scale.double().T.repeat_interleave(GROUP, 1)
+    zero = zero.double().T.repeat_interleave(GROUP, 1)
+    return (codes - zero) * scale
 
-
-def random(*shape):
-    return torch.randn(shape, generator=generator, device=DEVICE).half()
-
-
-if __name__ == "__main__":
-    codes, scale, zero = quantize(random(256, 512))
-    bits = 4 + 8 * (scale.nbytes + zero.nbytes) / codes.numel()
-    print(f"{bits} bits a weight: {bits / 16:.0%} of the bytes of float16")
 
 # %%
 # The first kernel
@@ -121,21 +152,29 @@ if __name__ == "__main__":
 # bits, and an AND with 15 takes it out.
 
 
-def pack_in_order(codes):
-    """Return words (N, K / 8) of the eight codes after each other."""
-    shifts = 4 * torch.arange(8, device=codes.device)
-    codes = codes.long().unflatten(1, (-1, 8))
-    return (codes << shifts).sum(2).to(torch.int32)  # the lowest 32 bits
-
-
-# %%
-# A program computes ``BLOCK_N`` rows of the transposed result ``y.T``, in steps
-# of one group; the few rows of ``x`` are the second operand of ``tl.dot``.
-# ``code - zero`` is exact in float16, and the group's sum is scaled.
+def pack_in_order(codes, GROUP=GROUP):
+    """Return words (K / GROUP, N, GROUP / 8) of eight codes in a row."""
+    codes = codes.long().view(len(codes), -1, GROUP // 8, 8)
+    words = (codes << 4 * torch.arange(8, device=codes.device)).sum(3)
+    return words.transpose(0, 1).to(torch.int32).contiguous()
 
 
 @triton.jit
-def plain_kernel(
+def unpack_in_order(words, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Return codes (BLOCK_N, GROUP) of words (BLOCK_N, GROUP // 8)."""
+    codes = words[:, :, None] >> (4 * tl.arange(0, 8)[None, None, :])
+    return (codes & 15).reshape(BLOCK_N, GROUP)
+
+
+# %%
+# ``W`` is the first operand of ``tl.dot``; the few rows of ``x``, filled up to
+# 16 with zeros, are the second. A row of ``W`` has one scale in a group. So a
+# step is one group, and the product is scaled, not each weight. The grid's axes
+# are rows of ``W``, parts of ``K`` (one, until *Few programs*), rows of ``x``.
+
+
+@triton.jit
+def int4_kernel(
     x_ptr,
     w_ptr,
     scale_ptr,
@@ -147,83 +186,88 @@ def plain_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
+    UNPACK: tl.constexpr,
 ):
     # In int32 the offset of a row would overflow past element 2**31.
-    pid = tl.program_id(axis=0).to(tl.int64)
-    offs_n = pid * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
-    offs_m = tl.arange(0, BLOCK_M)[None, :]  # (1, BLOCK_M)
+    pid_n = tl.program_id(axis=0).to(tl.int64)
+    pid_k = tl.program_id(axis=1).to(tl.int64)
+    pid_m = tl.program_id(axis=2).to(tl.int64)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]  # (1, BLOCK_M)
     offs_k = tl.arange(0, GROUP)[:, None]  # (GROUP, 1)
     offs_w = tl.arange(0, GROUP // 8)[None, :]  # (1, GROUP // 8)
-    shifts = 4 * tl.arange(0, 8)[None, None, :]  # (1, 1, 8)
+    # Past the last row of W, read it once more: its result is not stored.
+    rows = tl.minimum(offs_n, N - 1)
+    steps = K // GROUP // tl.num_programs(axis=1)  # groups of a program
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for group in range(K // GROUP):
-        start = group * GROUP
-        words = tl.load(w_ptr + offs_n * (K // 8) + start // 8 + offs_w)
-        scale = tl.load(scale_ptr + group * N + offs_n)  # (BLOCK_N, 1)
-        zero = tl.load(zero_ptr + group * N + offs_n)  # (BLOCK_N, 1)
-        codes = (words[:, :, None] >> shifts) & 15
-        codes = codes.reshape(BLOCK_N, GROUP)
-        w = codes.to(zero.dtype) - zero  # (BLOCK_N, GROUP)
-        x_ptrs = x_ptr + offs_m * K + start + offs_k  # (GROUP, BLOCK_M)
-        x = tl.load(x_ptrs, mask=offs_m < M, other=0.0)
+    for group in range(pid_k * steps, (pid_k + 1) * steps):
+        words = tl.load(w_ptr + (group * N + rows) * (GROUP // 8) + offs_w)
+        scale = tl.load(scale_ptr + group * N + rows)  # (BLOCK_N, 1)
+        zero = tl.load(zero_ptr + group * N + rows)  # (BLOCK_N, 1)
+        codes = UNPACK(words, BLOCK_N, GROUP)  # (BLOCK_N, GROUP)
+        w = codes.to(zero.dtype) - zero
+        x_ptrs = x_ptr + offs_m * K + group * GROUP + offs_k
+        x = tl.load(x_ptrs, mask=offs_m < M, other=0.0)  # (GROUP, BLOCK_M)
         acc += tl.dot(w, x) * scale
-    tl.store(y_ptr + offs_m * N + offs_n, acc, mask=offs_m < M)
+    y_ptrs = y_ptr + pid_k * M * N + offs_m * N + offs_n
+    tl.store(y_ptrs, acc, mask=(offs_n < N) & (offs_m < M))
 
 
-def plain_launch(x, words, scale, zero, GROUP=GROUP, BLOCK_N=64):
-    """Return x @ W.T for up to 16 rows of x."""
-    (M, K), N = x.shape, words.shape[0]
-    assert M <= 16
-    assert N % BLOCK_N == 0
-    y = x.new_empty(M, N)
-    BLOCK_M = 16 if BLOCK_N >= 16 else M  # of tl.dot on a GPU, at least 16
-    arguments = x, words, scale, zero, y, M, N, K, BLOCK_M, BLOCK_N, GROUP
-    plain_kernel[(N // BLOCK_N,)](*arguments)
-    return y
+def multiply(x, words, scale, zero, UNPACK=unpack_in_order, splits=1):
+    """Return x @ W.T, in the dtype of x."""
+    (M, K), (groups, N) = x.shape, scale.shape
+    assert x.dtype == scale.dtype == zero.dtype
+    assert all(t.is_contiguous() for t in (x, words, scale, zero))
+    assert words.shape == (groups, N, GROUP // 8)
+    assert groups * GROUP == K
+    assert groups % splits == 0
+    dtype = x.dtype if splits == 1 else torch.float32
+    y = x.new_empty(splits, M, N, dtype=dtype)
+    arguments = x, words, scale, zero, y, M, N, K
+    grid = triton.cdiv(N, 64), splits, triton.cdiv(M, 16)  # 16: tl.dot's least
+    int4_kernel[grid](*arguments, 16, 64, GROUP, UNPACK, num_stages=4)
+    return y[0] if splits == 1 else y.sum(0).to(x.dtype)
 
 
 # %%
 # Is it right?
 # ------------
 #
-# We compare with the product by the weights that the codes stand for. Each of
-# the ``K`` additions may be off by :math:`2^{-23}` of the sum of the terms'
-# magnitudes, and the store rounds to float16, by at most half its ``eps``.
+# Each of the ``K`` additions may be off by :math:`2^{-23}` of the sum of the
+# terms' magnitudes. The store rounds to float16, by at most half its ``eps``.
 
 
-def check(function, pack, M=3, N=128, K=512):
-    """Print how much of the tolerance a function takes; raise if all."""
-    x, (codes, scale, zero) = random(M, K), quantize(random(N, K))
-    weight = (codes - spread(zero)) * spread(scale)
-    expected = linear(x.double(), weight)
-    bound = K * 2.0**-23 * linear(x.double().abs(), weight.abs())
-    bound += torch.finfo(x.dtype).eps / 2 * expected.abs()
-    part = (function(x, pack(codes), scale, zero) - expected).abs() / bound
+def check(function, pack):
+    """Print the largest error as a part of the tolerance, which is 1."""
+    x, packed = torch.randn(20, 512, **kind).half(), make_weights(100, 512)
+    y = function(x, pack(packed[0]), *packed[1:]).double()
+    x, weight = x.double(), dequantize(*packed)
+    bound = 512 * 2**-23 * (x.abs() @ weight.abs().T) + 2**-11 * y.abs()
+    part = (y - x @ weight.T).abs() / bound
     print(f"at most {part.max():.2f} of the tolerance")
     torch.testing.assert_close(part, 0 * part, rtol=0, atol=1)
 
 
 if __name__ == "__main__":
-    check(plain_launch, pack_in_order)
+    check(multiply, pack_in_order)
 
 # %%
 # How fast?
 # ---------
 #
-# We multiply one row by three sizes of weights. Beside our kernel are cuBLAS
-# with weights of 16 bits, and the *roof*, PyTorch's own sum over the bytes of
-# the floor. All rates count these bytes alone.
+# One row times three sizes of weights. Beside our kernel are cuBLAS in float16,
+# and the *roof*: PyTorch's own sum over the bytes of codes, scales and zero
+# points, which any kernel has to read. Rates count these bytes alone.
 
 
-def show_rates(ours, M=1):
-    """Print GB/s for three sizes of weights."""
-    rows = {}
+def show_rates(ours):
+    columns = {}
     for N, K in ((4096, 4096), (8192, 8192), (14336, 4096)):
-        times = gpu_time(calls(ours, M, N, K)).items()
+        times = gpu_time(calls(ours, 1, N, K)).items()
         moved = 1e-6 * floor_bytes(N, K)
-        rows[f"{N} x {K}"] = {who: moved / t[0] for who, t in times}
-    print("GB/s, rows of x:", M)
-    print(pd.DataFrame(rows).T.round().to_string())
+        columns[f"{N} x {K}"] = {who: moved / t[0] for who, t in times}
+    print(f"GB/s, for {8 * floor_bytes(N, K) / N / K} bits a weight")
+    print(pd.DataFrame(columns).round().astype(int).to_string())
 
 
 def floor_bytes(N, K):
@@ -232,71 +276,37 @@ def floor_bytes(N, K):
 
 def weights(N, K):
     """Return random words, scales and zero points, in any order of codes."""
-    words = torch.randint(-(2**31), 2**31, (N * K // 8,), device=DEVICE)
+    shape = K // 128, N, 16
+    words = torch.randint(-(2**31), 2**31, shape, device=DEVICE)
     pairs = torch.ones(2, K // GROUP, N, device=DEVICE, dtype=torch.float16)
     return words.to(torch.int32), pairs[0] / 64, 8 * pairs[1]
 
 
 def calls(ours, M, N, K):
     """Return what is timed, by name; ours are functions of x and weights."""
-    x, (words, scale, zero), weight = random(M, K), weights(N, K), random(N, K)
+    x = torch.randn(M, K, **kind).half()
+    weight = torch.randn(N, K, **kind).half()
+    given = x, *weights(N, K)
     floor = torch.ones(floor_bytes(N, K) // 4, device=DEVICE).view(-1, 1024)
-    timed = {
-        name: partial(f, x, words.view(shape(N, K)), scale, zero)
-        for name, (f, shape) in ours.items()
-    }
+    timed = {name: partial(function, *given) for name, function in ours.items()}
     timed["cuBLAS"] = partial(linear, x, weight)
     return timed | {"Roof": partial(torch.sum, floor, 1)}
 
 
-OURS = {"plain_kernel": (plain_launch, lambda N, K: (N, K // 8))}
+OURS = {"in order": multiply}
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
     show_rates(OURS)
 
 # %%
-# What does unpacking cost?
-# -------------------------
-#
-# The compiled code says. We compile the kernel for an H100, which needs no GPU,
-# and count in its PTX, the assembly language of NVIDIA, what each thread does
-# for a group:
-
-PATTERNS = {
-    "integer to float": r"cvt\.rn\.f16\.[su]\d+",
-    "AND": r"and\.b32",
-    "OR": r"or\.b32",
-    "two subtractions": r"(?:sub|add)\.(?:rn\.)?f16x2",
-    "stores to shared memory": r"st\.shared",
-    "loads from shared memory": r"ld\.shared",
-}
-
-
-@compile_only
-def plain_code():
-    half, sizes = [torch.float16], [1, 8192, 8192]
-    arguments = half + [torch.int32] + 3 * half + sizes
-    compiled = plain_kernel.warmup(*arguments, 16, 64, 128, grid=(1,))
-    return compiled.asm["ptx"]
-
-
-def count(code):
-    return {what: len(re.findall(p, code)) for what, p in PATTERNS.items()}
-
-
-if __name__ == "__main__":
-    for what, number in count(plain_code()).items():
-        print(f"{number:4} {what}")
-
-# %%
-# A program's 128 threads unpack 64 x 128 codes, so each of them has 64. Each
-# code has a conversion of its own. And ``reshape`` leaves codes with threads
-# that do not multiply them, so they pass through *shared memory*, which all
-# threads of a program reach: they are stored there, and loaded again.
-
-# %%
 # Floats without a conversion
 # ---------------------------
+#
+# A tile has 64 x 128 codes and a program 128 threads, so a thread converts 64
+# codes of each group from integers to floats. And ``reshape`` leaves codes with
+# threads that do not multiply them, so they pass through *shared memory*, which
+# all threads of a program reach. Another order of the codes avoids the
+# conversions and this traffic.
 #
 # A float16 number has a sign, five bits of exponent and ten of *mantissa*. For
 # numbers from 1024 to 2047, the last bit of the mantissa counts ones. So the
@@ -304,10 +314,8 @@ if __name__ == "__main__":
 # ``1024 + code``:
 
 if __name__ == "__main__":
-    codes = torch.arange(16, dtype=torch.int16)
-    floats = (codes | 0x6400).view(torch.float16)
-    print(floats.tolist())
-    assert torch.equal(floats - 1024, codes.half())
+    floats = (torch.arange(16, dtype=torch.int16) | 0x6400).view(torch.float16)
+    print(floats[:4].tolist(), "to", floats[-1].item())
 
 # %%
 # A word has room for two float16 numbers. One AND with 0x000F000F takes out two
@@ -316,11 +324,10 @@ if __name__ == "__main__":
 #
 # Which codes should share a word? The matrix instruction has a fixed place for
 # each element of its first operand. Four threads, ``t`` from 0 to 3, share a
-# row. Of every eight columns, thread ``t`` holds the columns ``2 t`` and
-# ``2 t + 1``: thread 0 has columns 0, 1, 8, 9, 16, 17 and so on. So we pack
-# words that hold the columns of one thread alone. Words ``4 t`` to ``4 t + 3``
-# have all columns of a group that thread ``t`` multiplies. The two neighbours
-# ``2 t`` and ``2 t + 1`` are 16 bits apart, so that one AND takes out both:
+# row: of every eight columns, thread ``t`` holds ``2 t`` and ``2 t + 1``. So a
+# word gets columns of one thread alone, two neighbours 16 bits apart. The four
+# words of a thread are ``4 t`` to ``4 t + 3``: side by side, so that one load
+# takes them all.
 
 
 def pack_in_pairs(codes):
@@ -334,199 +341,121 @@ def pack_in_pairs(codes):
     return (codes << shifts).sum((4, 5)).flatten(2).to(torch.int32)
 
 
-if __name__ == "__main__":
-    for word in (0, 1, 4):
-        held = [
-            column
-            for column in range(GROUP)
-            if pack_in_pairs(torch.eye(GROUP)[column : column + 1])[0, 0, word]
-        ]
-        print(f"word {word:2} has the columns {held}")
+# %%
+# Here are the first 32 columns of a row, and the four words that hold them,
+# from their lowest bits on; the fifth code begins at bit 16. Words 1, 5, 9 and
+# 13 hold the next 32 columns. A colour is a thread, from ``t = 0`` on the left:
 
+if __name__ == "__main__":
+    draw_words(pack_in_pairs)
 
 # %%
-# The kernel undoes this order. ``tl.join`` puts two tensors beside each other
-# in a new last dimension, the outer of two joins last, so that the codes c0,
-# c1, c2, c3 end up in this order. ``permute`` sorts the dimensions. No code
-# moves to another thread, because the thread that multiplies it has unpacked
-# it. The words of one group lie together for all rows, so a program reads one
-# piece of memory. The grid's second axis will be used further below; here it
-# is 1.
+# A new function for ``UNPACK`` undoes this order. ``tl.join`` puts two tensors
+# beside each other in a new last dimension, which counts fastest; so what is
+# far apart is joined first. ``permute`` sorts the dimensions. Which thread
+# unpacks which word is the compiler's choice: it works back from ``tl.dot``
+# through ``permute`` and ``join``, and with this order of the codes none has to
+# change its thread. The comments follow the first word of a row:
 
 
 @triton.jit
-def unpack(words, BLOCK_N: tl.constexpr):
-    """Return 1024 + code (BLOCK_N, 128) of words (BLOCK_N, 16)."""
-    c0 = (words & 0x000F000F) | 0x64006400
-    c1 = ((words >> 4) & 0x000F000F) | 0x64006400
-    c2 = ((words >> 8) & 0x000F000F) | 0x64006400
-    c3 = ((words >> 12) & 0x000F000F) | 0x64006400
-    # (BLOCK_N, 16, 2, 2): the last two dimensions count c0 to c3.
-    pairs = tl.join(tl.join(c0, c2), tl.join(c1, c3))
+def unpack_pairs(words, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Return codes (BLOCK_N, GROUP), as floats, of words (BLOCK_N, 16)."""
+    tl.static_assert(GROUP == 128)  # 4 threads x 4 words x 8 codes
+    c0 = (words & 0x000F000F) | 0x64006400  # word 0: columns 0 and 1
+    c1 = ((words >> 4) & 0x000F000F) | 0x64006400  # columns 8 and 9
+    c2 = ((words >> 8) & 0x000F000F) | 0x64006400  # columns 16 and 17
+    c3 = ((words >> 12) & 0x000F000F) | 0x64006400  # columns 24 and 25
+    even = tl.join(c0, c2)  # (BLOCK_N, 16, 2)
+    odd = tl.join(c1, c3)  # (BLOCK_N, 16, 2)
+    pairs = tl.join(even, odd)  # (BLOCK_N, 16, 2, 2): c0, c1, c2, c3
+    # The lower half of each: columns 0, 8, 16 and 24; then the upper one
     low = pairs.to(tl.int16).to(tl.float16, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    # Dimensions: row, t, i, c, h; then row, i, c, t, h
-    codes = tl.join(low, high).reshape(BLOCK_N, 4, 4, 4, 2)
-    return codes.permute(0, 2, 3, 1, 4).reshape(BLOCK_N, 128)
+    codes = tl.join(low, high)  # (BLOCK_N, 16, 2, 2, 2): 0, 1, 8, 9, 16, ...
+    # Word 4 t + i: its number becomes two dimensions, t and i.
+    codes = codes.reshape(BLOCK_N, 4, 4, 4, 2)  # row, t, i, c, h
+    codes = codes.permute(0, 2, 3, 1, 4)  # row, i, c, t, h: columns in order
+    return codes.reshape(BLOCK_N, GROUP) - 1024.0
 
 
-@triton.jit
-def pairs_kernel(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    zero_ptr,
-    y_ptr,
-    M,
-    N,
-    K,
-    steps,  # groups for each program
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    pid_n = tl.program_id(axis=0).to(tl.int64)
-    pid_k = tl.program_id(axis=1).to(tl.int64)
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
-    offs_m = tl.arange(0, BLOCK_M)[None, :]  # (1, BLOCK_M)
-    offs_k = tl.arange(0, 128)[:, None]  # (128, 1)
-    offs_w = tl.arange(0, 16)[None, :]  # (1, 16)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for step in range(steps):
-        group = pid_k * steps + step
-        words = tl.load(w_ptr + (group * N + offs_n) * 16 + offs_w)
-        scale = tl.load(scale_ptr + group * N + offs_n)  # (BLOCK_N, 1)
-        zero = tl.load(zero_ptr + group * N + offs_n)  # (BLOCK_N, 1)
-        # Both differences are exact. One subtraction of 1024 + zero would make
-        # the compiler take pairs apart.
-        w = unpack(words, BLOCK_N) - 1024.0 - zero  # (BLOCK_N, 128)
-        x_ptrs = x_ptr + offs_m * K + group * 128 + offs_k  # (128, BLOCK_M)
-        x = tl.load(x_ptrs, mask=offs_m < M, other=0.0)
-        acc += tl.dot(w, x) * scale
-    # The sum over the groups of this program, which may be all
-    y_ptrs = y_ptr + pid_k * M * N + offs_m * N + offs_n
-    tl.store(y_ptrs, acc, mask=offs_m < M)
-
-
-def pairs_launch(x, words, scale, zero, splits=1):
-    """Return x @ W.T in float32, for up to 16 rows of x."""
-    (M, K), N = x.shape, words.shape[1]
-    assert M <= 16
-    assert N % 64 == 0
-    assert K % (128 * splits) == 0
-    steps = K // 128 // splits
-    parts = x.new_empty(splits, M, N, dtype=torch.float32)
-    arguments = x, words, scale, zero, parts, M, N, K, steps
-    pairs_kernel[(N // 64, splits)](*arguments, 16, 64, num_stages=4)
-    return parts[0] if splits == 1 else parts.sum(0)
-
+in_pairs = partial(multiply, UNPACK=unpack_pairs)
 
 if __name__ == "__main__":
-    check(pairs_launch, pack_in_pairs)
+    check(in_pairs, pack_in_pairs)
+    check(partial(in_pairs, splits=4), pack_in_pairs)  # for later
 
 # %%
-# We count again, and time both kernels:
-
-
-@compile_only
-def pairs_code():
-    half, sizes = [torch.float16], [1, 8192, 8192, 64]
-    arguments = half + [torch.int32] + 3 * half + sizes
-    options = {"grid": (1,), "num_stages": 4}
-    return pairs_kernel.warmup(*arguments, 16, 64, **options).asm["ptx"]
-
+# ``count_instructions``, from the folded cell, compiles the kernel for an H100,
+# which needs no GPU. It counts in the PTX, the assembly language of NVIDIA,
+# what a thread does for a group:
 
 if __name__ == "__main__":
-    counts = {"plain": count(plain_code()), "pairs": count(pairs_code())}
-    print(pd.DataFrame(counts).to_string())
-    assert counts["pairs"]["integer to float"] == 0
-
-OURS["pairs_kernel"] = pairs_launch, lambda N, K: (K // 128, N, 16)
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    show_rates(OURS)
+    orders = ("in order", "in pairs")
+    counts = pd.DataFrame({name: count_instructions(name) for name in orders})
+    print(counts.to_string())
+    assert counts.loc["integer to float", "in pairs"] == 0
 
 # %%
-# No code is converted, and none is stored to shared memory. The loads that are
-# left are of words: with ``num_stages``, the compiler copies the next words to
-# shared memory while the present ones are multiplied.
-#
-# The kernel is faster, and still far from the roof. Why?
+# No code is converted, and none is stored to shared memory. From each of the
+# thread's 32 pairs, 1024 and then the zero point are subtracted. The loads that
+# are left are of words, four at a time, which the compiler copies to shared
+# memory ahead of their use, and of the results after the loop.
 
 # %%
 # Few programs: split the sum
 # ---------------------------
 #
-# A weight of 8192 rows is 128 programs, and an H100 has 132 multiprocessors. So
-# each multiprocessor has one program at most, of four warps. When these warps
-# wait, for memory or for the tensor cores, it has nothing else to do, though it
-# has room for several programs. So we divide ``K`` among ``splits`` programs
-# (*split-K*). Each stores its part of the sum, and PyTorch adds the parts in a
-# fixed order: the result is deterministic.
+# A weight of 8192 rows is 128 programs, and an H100 has 132 multiprocessors.
+# Each of these has room for several programs, of which some work while others
+# wait. So we divide ``K`` among ``splits`` programs (*split-K*). Each stores
+# its part of the sum, and PyTorch adds the parts in a fixed order: the result
+# is deterministic.
 
-if __name__ == "__main__":
-    check(partial(pairs_launch, splits=4), pack_in_pairs)
-
-SPLITS = {
-    f"splits={splits}": (
-        partial(pairs_launch, splits=splits),
-        lambda N, K: (K // 128, N, 16),
-    )
-    for splits in (1, 2, 4, 8)
-}
+OURS["in pairs"] = in_pairs
+for splits in (2, 4, 8):
+    OURS[f"in pairs, splits={splits}"] = partial(in_pairs, splits=splits)
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    show_rates(SPLITS)
+    show_rates(OURS)
 
 # %%
 # The op
 # ------
 #
-# The op chooses the tile and the parts by the sizes, and loads a scale and its
-# zero point as one word. In place of the OR it adds the bits of the float
-# ``1040 - zero`` to the code: as the last bit counts ones, that gives
-# ``1040 - zero + code``, and one subtraction less is needed. It takes bfloat16,
-# other groups, any number of rows, and the weights of GPTQ and AWQ, two widely
-# used ways of choosing 4-bit weights. It has a gradient for ``x``.
+# ``int4_matmul``
+#
+# * chooses the tile and ``splits`` by the sizes;
+# * loads a scale and its zero point as one word, and saves a subtraction: the
+#   bits that it puts around a code hold the zero point, too (exercise 2);
+# * takes bfloat16, other groups, and weights of GPTQ and AWQ, two widely used
+#   ways of choosing 4-bit weights;
+# * has a gradient for ``x``, and leaves more than 512 rows to cuBLAS.
 
-from triton_gallery_ops.int4_matmul import int4_matmul, int4_matmul_pack
+from triton_gallery_ops.int4_matmul import int4_matmul
 
 # %%
 # The result
 # ----------
 #
 # We multiply 1 to 16 rows by a weight of 8192 x 8192. *Triton* is the op, and
-# *Triton, this page* is ``pairs_launch`` with four parts.
+# *Triton, this page* is ``in_pairs`` with ``splits=4``.
 
-ROWS = [1, 2, 4, 8, 16]
 SIZE = 8192
-
-
-def the_op(x, words, scale, zero):
-    """Call the op with scales beside zero points, as it packs them."""
-    return int4_matmul(x, words, torch.stack([scale, zero], -1))
-
-
-if __name__ == "__main__":
-    x, (codes, scale, zero) = random(5, 512), quantize(random(128, 512))
-    packed, pairs = int4_matmul_pack(codes, scale, zero)
-    assert torch.equal(packed, pack_in_pairs(codes))
-    assert torch.equal(
-        int4_matmul(x, packed, pairs),
-        the_op(x, pack_in_pairs(codes), scale, zero),
-    )
-    check(the_op, pack_in_pairs)
 
 
 def result_calls(M):
     """Return what the chart times, by name; the op's pairs are made before."""
-    timed = calls({"Triton, this page": SPLITS["splits=4"]}, M, SIZE, SIZE)
+    timed = calls(
+        {"Triton, this page": OURS["in pairs, splits=4"]}, M, SIZE, SIZE
+    )
     x, words, scale, zero = timed["Triton, this page"].args
     pairs = torch.stack([scale, zero], -1)
     return {"Triton": partial(int4_matmul, x, words, pairs)} | timed
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    times = {M: gpu_time(result_calls(M)) for M in ROWS}
+    times = {M: gpu_time(result_calls(M)) for M in (1, 2, 4, 8, 16)}
     moved = 1e-6 * floor_bytes(SIZE, SIZE)
     results = rate_table(times, "M", "GB/s", lambda M: moved)
     print(results.to_string())
@@ -535,24 +464,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     faster = rates["Triton"] / rates["cuBLAS"]
     part = rates["Triton"] / rates["Roof"]
     print(f"The op is {faster.min():.1f} to {faster.max():.1f} times", end=" ")
-    print("as fast as cuBLAS with weights of 16 bits. It has", end=" ")
-    print(f"{part.min():.0%} to {part.max():.0%} of the roof's rate.")
-
-# %%
-# With many rows, arithmetic takes longer than reading, and unpacking comes on
-# top. Beyond 512 rows the op therefore writes the weights out in 16 bits, and
-# leaves the product to cuBLAS. We measure it there, too:
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    for M in (64, 256, 1024, 4096):
-        x, weight = random(M, SIZE), random(SIZE, SIZE)
-        words, scale, zero = weights(SIZE, SIZE)
-        words, pairs = words.view(-1, SIZE, 16), torch.stack([scale, zero], -1)
-        timed = {"the op": partial(int4_matmul, x, words, pairs)}
-        timed["cuBLAS"] = partial(linear, x, weight)
-        found = gpu_time(timed, turns=20).items()
-        rates = [f"{who} {2e-9 * M * SIZE**2 / t[0]:.0f}" for who, t in found]
-        print(f"{M:4} rows, TFLOP/s: {', '.join(rates)}")
+    print("as fast as cuBLAS with weights of 16 bits.")
+    print(f"It has {part.min():.0%} to {part.max():.0%} of the roof's rate.")
 
 # %%
 # Exercises
@@ -561,50 +474,32 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # 1. A bfloat16 number has eight bits of exponent and seven of mantissa. Which
 #    bits take the place of 0x6400, and which number that of 1024?
 
-
-def bfloat16_constants():
-    """Return the bits for the OR, and the number to subtract."""
-    return None  # your code
+bits, number = None, None  # yours
 
 
-def check_constants(function):
-    constants = function()
-    if constants is None:
+def check_bits(bits, number, dtype, zero=0):
+    """Say whether a code in the bits makes number - zero + code."""
+    if bits is None:
         return "not solved yet"
-    bits, number = constants
-    codes = torch.arange(16, dtype=torch.int16)
-    floats = (codes | bits).view(torch.bfloat16).float()
-    return "right" if torch.equal(floats - number, codes.float()) else "wrong"
+    codes = torch.arange(16)
+    floats = (codes + bits).to(torch.int16).view(dtype) - number
+    return "right" if torch.equal(floats, (codes - zero).to(dtype)) else "wrong"
 
 
 if __name__ == "__main__":
-    print(check_constants(bfloat16_constants))
+    print(check_bits(bits, number, torch.bfloat16))
 
 # %%
-# 2. A checkpoint of AWQ packs eight rows of the weight into a word, in another
-#    order: the code in the bits ``4 * i`` to ``4 * i + 3`` is that of row
-#    ``ORDER[i]`` of the eight. Return the codes (N, K) of its words (K, N / 8).
-
-ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+# 2. The op has the zero point in the bits, and subtracts 1040. Return the bits
+#    for a zero point from 0 to 16, in float16. Why does it not subtract 1024?
 
 
-def unpack_awq(words):
-    return None  # your code
-
-
-def check_awq(function):
-    codes = torch.arange(64).view(16, 4) * 7 % 16  # N = 16, K = 4
-    eights = codes.T.unflatten(1, (-1, 8))[..., ORDER]
-    words = (eights << 4 * torch.arange(8)).sum(2).to(torch.int32)
-    unpacked = function(words)
-    if unpacked is None:
-        return "not solved yet"
-    is_right = unpacked.shape == codes.shape and (unpacked == codes).all()
-    return "right" if is_right else "wrong"
+def bits_of(zero):
+    return None  # yours
 
 
 if __name__ == "__main__":
-    print(check_awq(unpack_awq))
+    print(check_bits(bits_of(7), 1040, torch.float16, zero=7))
 
 # %%
 # Answers
@@ -614,20 +509,22 @@ if __name__ == "__main__":
 # The bits of 128 are 0x4300.
 
 if __name__ == "__main__":
-    answer = check_constants(lambda: (0x4300, 128))
+    answer = check_bits(0x4300, 128, torch.bfloat16)
     print(answer)
     assert answer == "right"
 
 # %%
-# **2.** Row ``n`` of eight is in the bits from ``4 * ORDER.index(n)`` on.
+# **2.** They are the bits of ``1040 - zero``. Below 1024 the last bit counts
+# halves, so a code would count half as much. With 1040, the largest zero point
+# leaves 1024.
 
 
-def awq_answer(words):
-    shifts = torch.tensor([4 * ORDER.index(n) for n in range(8)])
-    return (((words[..., None] >> shifts) & 15).flatten(1)).T
+def bits_answer(zero, base=1040):
+    return torch.tensor(base - zero).half().view(torch.int16).item()
 
 
 if __name__ == "__main__":
-    answer = check_awq(awq_answer)
-    print(answer)
-    assert answer == "right"
+    for zero in range(17):
+        bits = bits_answer(zero)
+        assert check_bits(bits, 1040, torch.float16, zero) == "right"
+    print(check_bits(bits_answer(7, 1024), 1024, torch.float16, 7))

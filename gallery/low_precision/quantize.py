@@ -4,8 +4,8 @@
 #
 # [tool.triton-gallery]
 # description = """
-# Give numbers 8 bits or 4 and a scale for each block: what a scale is for, how
-# large a block may be, and how one pass over memory finds both."""
+# Give numbers 8 bits and a scale for each row or group: what a scale is for,
+# how large a group may be, and how one pass over memory finds both."""
 # dtypes = ["float16", "bfloat16", "float32"]
 # backward = false
 # deterministic = true
@@ -14,28 +14,30 @@
 # [[tool.triton-gallery.step_through]]
 # kernel = "row_kernel"
 # caption = """
-# A row of x per program. Its largest magnitude becomes 7 here, the largest
-# number that the results may have. A row has 5 elements and a block has 8."""
-# registers = ["x", "largest", "scale"]
-# inputs = { x = "torch.tensor([[1., -7, 3, 0, 5], [14, 2, -4, 6, 0]])" }
-# call = "quantize_rows(x, dtype=torch.float32, MAX=7.0)"
-# expected = { values = "torch.tensor([[1., -7, 3, 0, 5], [7, 1, -2, 3, 0]])" }
+# A row of x per program. Here MAX is 7, so that the scales are small: 1 and 2.
+# A row has 5 elements and BLOCK_N is 8. 3 / 2 and -5 / 2 are rounded up."""
+# registers = ["x", "largest", "scale", "values"]
+# inputs = { x = "torch.tensor([[1., -7, 3, 0, 5], [14, 3, -5, 6, 0]])" }
+# call = "quantize_rows(x, dtype=torch.int8, MAX=7.0)"
+# expected.values = """torch.tensor([[1, -7, 3, 0, 5], [7, 2, -2, 3, 0]],
+#     dtype=torch.int8)"""
+# expected.scale = "torch.tensor([[1.], [2.]])"
 # start = [1, 0]
 # ///
 r"""
-Quantize to FP8, INT8 and 4 bits
-================================
+Quantize to FP8 and INT8: a scale for each row or group
+=======================================================
 
 A weight or an activation of 8 bits takes half the memory of bfloat16, and the
 tensor cores of an H100 multiply 8-bit numbers twice as fast. But eight bits
-cover a small range, so each block of numbers shares a *scale*. A cast alone
+cover a small range, so a block of numbers shares a *scale*. A cast alone
 needs no kernel of yours; finding the scale and casting in one pass over memory
 does.
 
 After this page you can
 
 * say what a scale is for, in floats and in integers, and what an outlier does;
-* quantize rows, groups and blocks in one pass over memory;
+* quantize rows, and groups of a row, in one pass over memory;
 * choose the size of a block by the error that it leaves.
 """
 
@@ -43,7 +45,6 @@ After this page you can
 import os
 from functools import partial
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
@@ -62,6 +63,18 @@ if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
 from triton_gallery.bench import gpu_time, rate_table
 from triton_gallery.counting import Traffic
 
+
+def check(launch, kernel, x, expected):
+    """Print whether a launch of the kernel returns what is expected."""
+    if kernel is None:
+        print("not solved yet")
+        return False
+    pairs = zip(launch(x, kernel), expected, strict=True)
+    right = all(torch.equal(a.float(), b.float()) for a, b in pairs)
+    print("right" if right else "wrong")
+    return right
+
+
 # %%
 # In PyTorch
 # ----------
@@ -70,7 +83,8 @@ from triton_gallery.counting import Traffic
 # mantissa, and no infinity. Its largest number is 448. We divide each row by a
 # *scale* that brings its largest magnitude to 448, and keep the scale:
 # :math:`x \approx \mathit{values} \cdot \mathit{scale}`. PyTorch does it in
-# several kernels, and each of them reads or writes memory:
+# several kernels, and each of them reads or writes memory. The *floor* is what
+# any kernel has to move: it reads ``x`` and writes the values and the scales.
 
 E4M3 = torch.float8_e4m3fn
 generator = torch.Generator(device=DEVICE).manual_seed(0)
@@ -87,22 +101,21 @@ if __name__ == "__main__":
     x = torch.randn(64, 4096, generator=generator, device=DEVICE).bfloat16()
     with Traffic() as traffic:
         values, scales = quantize_torch(x)
-    for name, read, written in traffic.operators:
-        print(f"{name:22} reads {read:9,}, writes {written:9,} bytes")
     floor = x.nbytes + values.nbytes + scales.nbytes
-    print(f"in all {traffic.moved / floor:.1f} times the floor of {floor:,}")
-
-# %%
-# The *floor* is what any kernel has to move: it reads ``x`` and writes the
-# values and the scales.
+    count, times = len(traffic.operators), traffic.moved / floor
+    print(f"{count} operators, {times:.1f} times the floor of {floor:,} bytes")
 
 # %%
 # The first kernel
 # ----------------
 #
-# As in a softmax, a program keeps a row in registers, so that the row is read
-# once for both uses. Masked elements are 0, which changes no maximum. A row of
-# zeros would have a scale of 0, and dividing by it gives NaN; its scale is 1.
+# A program keeps a row in registers, so that the row is read once for both
+# uses. Masked elements are 0, which changes no maximum.
+#
+# A row of zeros would have the scale 0, and a row of tiny numbers a scale whose
+# inverse overflows. So no scale is below ``2.0**-126``. A cast to int8 cuts the
+# fraction off: 1.9 becomes 1. So before it the kernel rounds, with ``floor(v +
+# 0.5)``. A cast to a float rounds by itself.
 
 
 @triton.jit
@@ -112,26 +125,29 @@ def row_kernel(
     row = tl.program_id(axis=0).to(tl.int64)
     offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     mask = offs < N
-    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0)
-    x = x.to(tl.float32)  # (BLOCK_N,)
+    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), axis=0)
-    scale = tl.where(largest == 0, 1.0, largest / MAX)
+    scale = tl.maximum(largest / MAX, 2.0**-126)
     # One division for the row, and a product for each element
     values = x * (1 / scale)  # (BLOCK_N,)
+    if values_ptr.dtype.element_ty.is_int():  # known when it is compiled
+        values = tl.floor(values + 0.5)
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + row * N + offs, values, mask=mask)
     tl.store(scale_ptr + row, scale)
 
 
-def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=448.0):
+def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=None):
     """Return each row of a matrix over its scale, and the scales."""
+    info = torch.finfo if dtype.is_floating_point else torch.iinfo
+    MAX = MAX or float(info(dtype).max)  # 448 for float8_e4m3fn
     M, N = x.shape
     assert 0 < N <= 16384  # a longer row would not fit into registers
     x = x.contiguous()
     values = torch.empty_like(x, dtype=dtype)
     scales = x.new_empty(M, 1, dtype=torch.float32)
     BLOCK_N = triton.next_power_of_2(N)
-    warps = max(1, BLOCK_N // 1024)
+    warps = max(1, BLOCK_N // 1024)  # a thread has 32 elements, or fewer
     kernel[(M,)](x, values, scales, N, MAX, BLOCK_N, num_warps=warps)
     return values, scales
 
@@ -141,12 +157,13 @@ def quantize_rows(x, kernel=row_kernel, dtype=E4M3, MAX=448.0):
 # ------------
 #
 # A GPU rounds to the nearest float8. Triton's interpreter has a fault there: it
-# turns 1.97 into 1. So the check has numbers that float8 has, times a power of
-# two for each row. These come back as they were, on a GPU and without one:
+# turns 1.97 into 1, not 2. So each row of the check is made of float8 numbers
+# times one power of two: nothing has to be rounded, and the error must be 0.
+# An integer is off by half a *step* at most; a step is the scale.
 
 
 def exact_rows(M, N, largest=448):
-    """Return rows of float8 numbers, each times a power of two, and these."""
+    """Return rows of float8 numbers times powers of two, and the powers."""
     x = 100 * torch.randn(M, N, generator=generator, device=DEVICE)
     x = x.clamp(-largest, largest).to(E4M3).float()
     x[:, 0] = largest
@@ -156,13 +173,19 @@ def exact_rows(M, N, largest=448):
 
 if __name__ == "__main__":
     x, powers = exact_rows(7, 1000)
-    x[3] = 0
-    powers[3] = 1
+    x[3:5] = 0
+    x[4, 0] = 2.0**-125
+    powers[3:5] = 2.0**-126
     values, scales = quantize_rows(x)
     error = (values.float() * scales - x).abs().max().item()
     print(f"largest error {error}, allowed 0")
     assert torch.equal(scales, powers)
     assert error == 0
+    x = torch.randn(20, 300, generator=generator, device=DEVICE)
+    values, scales = quantize_rows(x, dtype=torch.int8)
+    steps = ((values * scales - x).abs() / scales).max().item()
+    print(f"int8: largest error {steps:.4f} of a step, allowed 0.5")
+    assert steps < 0.5 + 1e-4  # the scale is rounded, too
 
 # %%
 # On a GPU, any numbers will do. Triton's division may be off by two in the last
@@ -174,162 +197,119 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
     expected, expected_scales = (t.float() for t in quantize_torch(x))
     torch.testing.assert_close(scales, expected_scales, rtol=2**-22, atol=0)
     torch.testing.assert_close(values, expected, rtol=1 / 8, atol=2**-9)
-    share = (values != expected).float().mean().item()
-    print(f"{share:.1e} of the values differ, by one float8 number")
+    print(f"{(values != expected).float().mean():.1e} of the values differ")
 
 # %%
 # How fast?
 # ---------
 #
-# Three lengths of row in bfloat16, half a gigabyte of each. The *roof* is a
-# copy of as many bytes as the floor has.
+# The input is half a gigabyte; the *roof* copies as many bytes as the floor.
 
 ELEMENTS = 2**28  # far more than a GPU's caches hold
 FLOOR = 3e-6 * ELEMENTS  # megabytes: two bytes read, one written
 
 
-def random(N):
-    """Return a matrix with rows of N, and as many rows as make ELEMENTS."""
-    kind = {"device": DEVICE, "dtype": torch.bfloat16}
-    return torch.randn(ELEMENTS // N, N, generator=generator, **kind)
-
-
 def calls(ours, in_torch, N):
     """Return what is timed for rows of N, by name."""
-    x = random(N)
+    kind = {"device": DEVICE, "dtype": torch.bfloat16}
+    x = torch.randn(ELEMENTS // N, N, generator=generator, **kind)
     torch.compiler.reset()  # past eight lengths it would raise
     fast = torch.compile(in_torch, dynamic=False, fullgraph=True)
-    timed = ours | {"PyTorch": in_torch, "torch.compile": fast}
+    ours = ours | {"PyTorch": in_torch, "torch.compile": fast}
     copied = torch.empty(3 * ELEMENTS // 2, dtype=torch.int8, device=DEVICE)
     roof = partial(torch.empty_like(copied).copy_, copied)
-    return {name: partial(op, x) for name, op in timed.items()} | {"Roof": roof}
-
-
-def show_rates(ours, in_torch):
-    """Print GB/s at three lengths of row."""
-    rows = {}
-    for N in (256, 4096, 16384):
-        times = gpu_time(calls(ours, in_torch, N))
-        rows[N] = {name: round(FLOOR / t[0]) for name, t in times.items()}
-    print("GB/s", pd.DataFrame(rows).T.to_string(), sep="\n")
+    return {name: partial(op, x) for name, op in ours.items()} | {"Roof": roof}
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    show_rates({"row_kernel": quantize_rows}, quantize_torch)
+    rows = {}
+    for N in (256, 4096, 16384):
+        ours = {"row_kernel": quantize_rows}
+        times = gpu_time(calls(ours, quantize_torch, N))
+        rows[N] = {name: round(FLOOR / t[0]) for name, t in times.items()}
+    print("GB/s", pd.DataFrame(rows).T.to_string(), sep="\n")
 
 # %%
 # The first kernel is as fast as a copy, except for the shortest rows: there, a
 # program has only 512 bytes to read.
 #
-# What is a scale for?
-# --------------------
+# Break it: one outlier
+# ---------------------
 #
-# We quantize four kinds of numbers, a scale for each block, and compare with
-# what they were. PyTorch does it here, in float64, for any block and format:
+# A thousand numbers between -1 and 1, and one of 1000. How many of them are not
+# 0 after rounding?
+
+if __name__ == "__main__":
+    x = torch.rand(1, 1024, generator=generator, device=DEVICE) * 2 - 1
+    x[0, 500] = 1000
+    for dtype in (E4M3, torch.int8):
+        values, _ = quantize_rows(x, dtype=dtype)
+        kept = (values.float() != 0).sum().item()
+        print(f"{dtype!s:20} keeps {kept} of 1024 numbers")
+
+# %%
+# The integers are all 1 apart, so the scale decides how far apart the numbers
+# of a row are, and one outlier decides the scale. All others become 0. A float
+# keeps three bits of mantissa down to its smallest normal number. Its scale has
+# only to keep numbers from overflow and from becoming 0.
+
+# %%
+# How large may a block be?
+# -------------------------
 #
-# * *normal*: as weights are, about;
-# * *heavy tails*: Student's t with three degrees of freedom;
-# * *outlier channels*: normal, but one column in a hundred is 50 times larger,
-#   as in activations of language models;
-# * *rows of all sizes*: normal, each row times a power of two up to 2**16.
-#
-# The error is the root mean square of the differences over that of ``x``.
-
-E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # the magnitudes of a float of 4 bits
-LARGEST = {"float8 e4m3": 448, "int8": 127, "float4 e2m1": 6}
+# A scale for fewer numbers than a row confines the outlier's damage. To compare
+# sizes of blocks, PyTorch quantizes two matrices in float64: one of *Gaussian*
+# numbers, as weights are, about; and the same with *outliers*, one column in a
+# hundred 50 times larger, as in activations of language models. The error is
+# the root mean square of the differences over that of ``x``.
 
 
-def rounded(y, name):
-    """Round numbers within the format's range to the format."""
-    if name == "int8":
-        return y.round()
-    if name == "float8 e4m3":
-        return y.to(E4M3).double()
-    numbers = torch.tensor(E2M1, device=y.device, dtype=y.dtype)
-    middle = (numbers[1:] + numbers[:-1]) / 2
-    return numbers[torch.bucketize(y.abs(), middle)] * y.sign()
-
-
-def error_of(x, name, rows, columns):
+def error_of(x, largest, rounded, rows, columns):
     """Quantize in blocks of rows x columns; return the relative error."""
     M, N = x.shape
     blocks = x.view(M // rows, rows, N // columns, columns)
-    largest = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-300)
-    scale = largest / LARGEST[name]
-    difference = rounded(blocks / scale, name) * scale - blocks
-    return (difference.square().mean() / blocks.square().mean()).sqrt().item()
+    scale = blocks.abs().amax((1, 3), keepdim=True) / largest
+    difference = rounded(blocks / scale) * scale - blocks
+    return (difference.norm() / blocks.norm()).item()
 
 
-def kinds_of_numbers(M, N):
-    """Return four matrices of float64, by name."""
-    normal = torch.randn(M, N, generator=generator, device=DEVICE).double()
-    squares = torch.randn(3, M, N, generator=generator, device=DEVICE)
-    tails = normal / (squares.double().square().mean(0)).sqrt()
-    channels = torch.ones(N, device=DEVICE).double()
-    channels[::100] = 50
-    sizes = 2.0 ** torch.linspace(0, 16, M, device=DEVICE).double()
-    return {
-        "normal": normal,
-        "heavy tails": tails,
-        "outlier channels": normal * channels,
-        "rows of all sizes": normal * sizes[:, None],
-    }
-
-
-SHAPE = (1024, 4096) if DEVICE.type == "cuda" else (256, 1024)
-M, N = SHAPE
-BLOCKS = {
-    "tensor": (M, N),
-    "row": (1, N),
-    "128 x 128": (128, 128),
-    "1 x 128": (1, 128),
-    "1 x 32": (1, 32),
-    "1 x 16": (1, 16),
+M, N = 256, 1024
+BLOCKS = [(M, N), (1, N), (128, 128), (1, 128), (1, 32)]
+FORMATS = {
+    "float8": (448, lambda y: y.to(E4M3).double()),
+    "int8": (127, torch.round),
 }
 
 if __name__ == "__main__":
-    numbers = kinds_of_numbers(M, N)
-    errors = {
-        name: pd.DataFrame(
-            {
-                kind: [error_of(x, name, *size) for size in BLOCKS.values()]
-                for kind, x in numbers.items()
-            },
-            index=list(BLOCKS),
-        )
-        for name in LARGEST
-    }
-    print("relative error", *errors, sep=", ")
-    print(pd.concat(errors).to_string(float_format="%.4f"))
-
-    figure, axes = plt.subplots(1, 3, sharey=True, figsize=(10, 3.5))
-    for axis, (name, table) in zip(axes, errors.items(), strict=True):
-        table.plot(ax=axis, logy=True, marker="o", title=name, legend=False)
-        axis.set_xticks(range(len(BLOCKS)), list(BLOCKS), rotation=60)
-    axes[0].set_ylabel("relative error")
-    axes[0].legend()
-    figure.tight_layout()
+    gaussian = torch.randn(M, N, generator=generator, device=DEVICE).double()
+    outliers = gaussian.clone()
+    outliers[:, ::100] *= 50
+    table = pd.DataFrame(index=[f"{m} x {n}" for m, n in BLOCKS])
+    for kind, x in {"Gaussian": gaussian, "outliers": outliers}.items():
+        for name, form in FORMATS.items():
+            errors = [error_of(x, *form, *block) for block in BLOCKS]
+            table[f"{name}, {kind}"] = errors
+    print(table.to_string(float_format="%.4f"))
 
 # %%
-# The curves of float8 are almost flat: a float keeps three bits of mantissa
-# whatever its size is, and the scale has only to keep numbers from overflow and
-# from becoming 0. Outlier channels are the exception. The largest number of a
-# block is stored exactly, and in a small block that is the outlier, which
-# counts most in the error.
+# Gaussian numbers lose about as much in float8 with one scale for all as with a
+# scale for 32. For int8, small blocks help, and most where there are outliers.
+# Without outliers int8 is the more exact of the two, with outliers float8 is.
 #
-# The integers are all 1 apart, so the scale decides how far apart the numbers
-# of a block are, and one outlier decides the scale. Without outliers int8 is
-# the more exact of the two, with outliers float8 is. With 4 bits, which have
-# one bit of mantissa, only small blocks are of use.
+# Why does float8 gain from small blocks if there are outliers? The largest
+# number of a block is stored exactly. In a small block that is the outlier,
+# which counts most in the error.
 
 # %%
 # Groups of 128
 # -------------
 #
-# A program now has a tile of a few rows. The kernel gives it the shape (rows,
-# groups, 128) and takes the maximum along the last dimension. In that shape, a
-# scale for each group multiplies the tile, which then becomes flat again. A
-# group has to be a power of two, and no wider than the tile.
+# A group needs no other part of its row. So a program takes a tile of 8 rows
+# and 512 columns: ``pid // tiles_n`` is its row of tiles, ``pid % tiles_n`` its
+# column. The kernel gives the tile the shape (rows, groups, 128), and takes the
+# maximum along the last dimension. There it multiplies each group by the
+# inverse of its scale, and reshapes back to (rows, columns). The scales take a
+# thirty-second of what the values take.
 
 
 @triton.jit
@@ -346,34 +326,36 @@ def group_kernel(
 ):
     GROUPS: tl.constexpr = BLOCK_N // GROUP  # of a row of the tile
     pid = tl.program_id(axis=0)
-    tiles = tl.cdiv(N, BLOCK_N)
-    offs_m = (pid // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = pid % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    offs_m = (pid // tiles_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     offs = offs_m[:, None] * N + offs_n[None, :]  # (BLOCK_M, BLOCK_N)
     x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     x = tl.reshape(x, (BLOCK_M, GROUPS, GROUP))
     largest = tl.max(tl.abs(x), axis=2)  # (BLOCK_M, GROUPS)
-    scale = tl.where(largest == 0, 1.0, largest / MAX)
+    scale = tl.maximum(largest / MAX, 2.0**-126)
     values = tl.reshape(x * (1 / scale)[:, :, None], (BLOCK_M, BLOCK_N))
+    # To a float: integers would have to be rounded first.
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + offs, values, mask=mask)
     # The scales are a matrix with a column for each group.
-    across = tl.cdiv(N, GROUP)
-    offs_g = pid % tiles * GROUPS + tl.arange(0, GROUPS)  # (GROUPS,)
-    mask = (offs_m < M)[:, None] & (offs_g < across)[None, :]
-    ptrs = scale_ptr + offs_m[:, None] * across + offs_g[None, :]
-    tl.store(ptrs, scale, mask=mask)
+    groups_n = tl.cdiv(N, GROUP)
+    offs_g = pid % tiles_n * GROUPS + tl.arange(0, GROUPS)  # (GROUPS,)
+    mask_g = (offs_m < M)[:, None] & (offs_g < groups_n)[None, :]
+    offs_s = offs_m[:, None] * groups_n + offs_g[None, :]
+    tl.store(scale_ptr + offs_s, scale, mask=mask_g)
 
 
 def quantize_groups(x, GROUP=128):
-    """Return each group of a row over its scale, and the scales."""
+    """Return each group of a row over its scale as float8, and the scales."""
+    BLOCK_M, BLOCK_N = 8, 512
+    assert BLOCK_N % GROUP == 0  # whole groups, of a power of two
     M, N = x.shape
     x = x.contiguous()
     values = torch.empty_like(x, dtype=E4M3)
     shape = M, triton.cdiv(N, GROUP)
     scales = x.new_empty(shape, dtype=torch.float32)
-    BLOCK_M, BLOCK_N = 8, 512
     grid = (triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N),)
     blocks = BLOCK_M, BLOCK_N, GROUP
     group_kernel[grid](x, values, scales, M, N, 448.0, *blocks)
@@ -381,66 +363,34 @@ def quantize_groups(x, GROUP=128):
 
 
 if __name__ == "__main__":
-    x, powers = exact_rows(9, 128)
-    x, powers = x.view(3, 384), powers.view(3, 3)
-    values, scales = quantize_groups(x)
+    x, powers = exact_rows(11 * 9, 128)
+    x, powers = x.view(11, 9 * 128)[:, :1100], powers.view(11, 9)
+    values, scales = quantize_groups(x)  # six programs; short last groups
     assert torch.equal(scales, powers)
-    assert torch.equal(values.float() * powers.repeat_interleave(128, 1), x)
+    factors = powers.repeat_interleave(128, 1)[:, :1100]
+    assert torch.equal(values.float() * factors, x)
     print("groups: no error")
-
-# %%
-# The scales of groups of 128 take a thirty-second of what the values take.
-# Does the third dimension cost time?
-
-
-def groups_torch(x):
-    values, scales = quantize_torch(x.view(x.shape[0], -1, 128))
-    return values.view(x.shape), scales[..., 0]
-
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    show_rates({"group_kernel": quantize_groups}, groups_torch)
-
-# %%
-# It does not: long rows are as fast as a copy. Rows of 256 fill only half of a
-# tile, which has 512 columns.
-#
-# Break it: one outlier
-# ---------------------
-#
-# A thousand numbers between -1 and 1, and one of 1000. With one scale for the
-# row, int8 turns all others into 0:
-
-if __name__ == "__main__":
-    x = torch.rand(1, 1024, generator=generator, device=DEVICE) * 2 - 1
-    x[0, 500] = 1000
-    for name in ("int8", "float8 e4m3"):
-        scale = x.abs().max() / LARGEST[name]
-        kept = rounded((x / scale).double(), name) != 0
-        print(f"{name:12} keeps {kept.sum().item()} of 1024 numbers")
 
 # %%
 # The op
 # ------
 #
 # ``quantize(x, block_size)`` is this gallery's op. To these kernels it adds
-# int8, which it rounds before the cast, because a cast to an integer cuts off;
-# e5m2, a float8 with more exponent and less mantissa; scales of the tensor and
-# of blocks such as 128 x 128; scales that are powers of two; strides, long
-# rows, tiny scales and NaN. ``quantize_mx`` and ``quantize_nvfp4`` make two
-# standard formats whose scales have 8 bits: MX, with a scale for 32 numbers,
-# and NVFP4, with one for 16. ``quantize_with_transpose`` also makes what the
-# gradient of a weight needs, and ``dequantize`` goes back.
+# int8 in groups, e5m2 (a float8 with more exponent and less mantissa), scales
+# of the tensor and of blocks such as 128 x 128, strides, long rows and NaN. Its
+# module also has ``dequantize``, formats of 4 bits (``quantize_mx`` and
+# ``quantize_nvfp4``), and ``quantize_with_transpose`` for training.
 
-from triton_gallery_ops.quantize import quantize, quantize_mx, quantize_nvfp4
+from triton_gallery_ops.quantize import quantize
 
 # %%
 # The result
 # ----------
 #
-# Groups of 128 in bfloat16. In the chart, *Triton* is the op, and *Triton, this
-# page* is ``quantize_groups``. *PyTorch's best* is the faster of its two at
-# each length.
+# Groups of 128 of a row in bfloat16. In the chart, *Triton* is the op, and
+# *Triton, this page* is ``quantize_groups``: if its third dimension cost time,
+# it would be slower than the roof. *PyTorch's best* is the faster of PyTorch
+# and ``torch.compile`` at each length.
 
 SIZES = [512, 768, 1024, 2880, 4096, 7168, 11008, 16384]
 OURS = {
@@ -449,15 +399,15 @@ OURS = {
 }
 
 
-def padded_groups_torch(x):
+def groups_torch(x):
     """Return values and scales, also where 128 does not divide a row."""
     whole = torch.nn.functional.pad(x, (0, -x.shape[1] % 128))
-    values, scales = groups_torch(whole)
-    return values[:, : x.shape[1]], scales
+    values, scales = quantize_torch(whole.view(x.shape[0], -1, 128))
+    return values.view(whole.shape)[:, : x.shape[1]], scales[..., 0]
 
 
 if __name__ == "__main__" and DEVICE.type == "cuda":
-    times = {N: gpu_time(calls(OURS, padded_groups_torch, N)) for N in SIZES}
+    times = {N: gpu_time(calls(OURS, groups_torch, N)) for N in SIZES}
     results = rate_table(times, "N", "GB/s", lambda N: FLOOR)
     print(results.to_string())
     wide = results.pivot(index="N", columns="series", values="GB/s")
@@ -470,85 +420,52 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
         print(f"{roof.max():.2f} of the roof")
 
 # %%
-# The op's other formats, of a matrix of 4096 x 7168, beside a copy of as many
-# bytes as each of them moves:
-
-FORMATS = {
-    "float8, per tensor": partial(quantize, block_size=(-1, -1)),
-    "float8, per row": partial(quantize, block_size=(1, -1)),
-    "float8, 1 x 128": partial(quantize, block_size=(1, 128)),
-    "float8, 128 x 128": partial(quantize, block_size=(128, 128)),
-    "int8, per row": partial(quantize, block_size=(1, -1), dtype=torch.int8),
-    "MXFP8": quantize_mx,
-    "MXFP4": partial(quantize_mx, dtype=torch.float4_e2m1fn_x2),
-    "NVFP4": quantize_nvfp4,
-}
-
-if __name__ == "__main__" and DEVICE.type == "cuda":
-    kind = {"device": DEVICE, "dtype": torch.bfloat16}
-    x = torch.randn(4096, 7168, generator=generator, **kind)
-    rows = {}
-    for name, op in FORMATS.items():
-        moved = x.nbytes + sum(t.nbytes for t in op(x))
-        copied = torch.empty(moved // 2, dtype=torch.int8, device=DEVICE)
-        roof = partial(torch.empty_like(copied).copy_, copied)
-        times = gpu_time({"op": partial(op, x), "roof": roof})
-        rate = {who: 1e-6 * moved / t[0] for who, t in times.items()}
-        rows[name] = rate | {"of the roof": rate["op"] / rate["roof"]}
-    table = pd.DataFrame(rows).T
-    print("GB/s", table.to_string(float_format="%.2f"), sep="\n")
-
-# %%
-# *Per tensor* and NVFP4 read the tensor twice: NVFP4 has a scale of the whole
-# tensor besides, and such a scale is known only when all has been read.
-
-# %%
 # Exercises
 # ---------
 #
-# Both are kernels with the arguments of ``row_kernel``. Write one and run the
-# cell: it says whether the kernel is right. No GPU is needed.
+# Write a kernel and run its cell, which says whether the kernel is right. No
+# GPU is needed.
 #
-# **1.** Round the scale up to a power of two. Then a product can apply it
-# without an error, and one byte can store it. Use ``tl.log2``, ``tl.ceil`` and
-# ``tl.exp2``.
+# **1.** Round the scale of ``row_kernel`` up to a power of two. Then
+# multiplying by it is exact, and one byte can store it. Use ``tl.log2``,
+# ``tl.ceil`` and ``tl.exp2``.
 
 power_kernel = None  # your kernel
-
-
-def check(kernel, x, expected, **options):
-    """Print whether a kernel makes the expected values and scales of x."""
-    if kernel is None:
-        print("not solved yet")
-        return False
-    made = quantize_rows(x, kernel=kernel, **options)
-    pairs = zip(made, expected, strict=True)
-    right = all(torch.equal(a.float(), b.float()) for a, b in pairs)
-    print("right" if right else "wrong")
-    return right
-
 
 if __name__ == "__main__":
     x, powers = exact_rows(20, 100, largest=256)
     expected_power = (x / powers).to(E4M3), powers
-    check(power_kernel, x, expected_power)
+    check(quantize_rows, power_kernel, x, expected_power)
 
 # %%
-# **2.** Quantize to *unsigned* bytes with a *zero point*, as activations after
-# a ReLU want it: the row's smallest number becomes 0 and its largest 255. Store
-# the scale, and in the value the nearest integer of ``(x - smallest) / scale``.
-# Masked elements must change neither end. ``tl.floor(y + 0.5)`` rounds.
+# **2.** Numbers that are mostly of one sign waste half of int8. A *zero point*
+# shifts them: it is the integer that stands for 0, so that ``x`` is about
+# ``(values - zero) * scale``, with values from 0 to 255. Let ``low`` be the
+# smallest number of the row or 0, and ``high`` the largest or 0. Then the scale
+# is ``(high - low) / 255`` and the zero point is ``-low / scale``, rounded.
+# Store values, scale and zero point (``tl.min``, ``tl.minimum``). No row here
+# is all zeros.
 
-zero_point_kernel = None  # your kernel
+
+def quantize_bytes(x, kernel):
+    """Return values, scales and zero points of the rows of a matrix."""
+    (M, N), kind = x.shape, {"dtype": torch.uint8, "device": DEVICE}
+    values, zeros = torch.empty(M, N, **kind), torch.empty(M, 1, **kind)
+    scales, BLOCK_N = x.new_empty(M, 1), triton.next_power_of_2(N)
+    kernel[(M,)](x, values, scales, zeros, N, BLOCK_N)
+    return values, scales, zeros
+
+
+zero_point_kernel = None  # (x_ptr, values_ptr, scale_ptr, zero_ptr, N, BLOCK_N)
 
 steps = torch.randint(0, 256, (20, 100), generator=generator, device=DEVICE)
 steps[:, 0], steps[:, 1] = 0, 255
-shifted = 0.5 * steps + 3.0
-expected_bytes = steps.to(torch.uint8), shifted.new_full((20, 1), 0.5)
-BYTES = {"dtype": torch.uint8, "MAX": 255.0}
+zeros = torch.arange(0, 200, 10, device=DEVICE).view(20, 1)
+shifted = 0.5 * (steps - zeros)
+expected_bytes = steps, torch.full_like(shifted[:, :1], 0.5), zeros
 
 if __name__ == "__main__":
-    check(zero_point_kernel, shifted, expected_bytes, **BYTES)
+    check(quantize_bytes, zero_point_kernel, shifted, expected_bytes)
 
 # %%
 # Answers
@@ -567,36 +484,40 @@ def power_answer_kernel(
     x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), axis=0)
     scale = tl.exp2(tl.ceil(tl.log2(largest / MAX)))
-    scale = tl.where(largest == 0, 1.0, scale)
+    scale = tl.maximum(scale, 2.0**-126)
     values = (x / scale).to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + row * N + offs, values, mask=mask)
     tl.store(scale_ptr + row, scale)
 
 
 if __name__ == "__main__":
-    assert check(power_answer_kernel, x, expected_power)
+    assert check(quantize_rows, power_answer_kernel, x, expected_power)
 
 # %%
-# **2.** Masked elements are infinite: one sign for the minimum, the other for
-# the maximum.
+# **2.** 0 is in the range, so masked elements of 0 are harmless. The zero point
+# is rounded, too, so a value may leave the range: clamp it.
 
 
 @triton.jit
 def zero_point_answer_kernel(
-    x_ptr, values_ptr, scale_ptr, N, MAX: tl.constexpr, BLOCK_N: tl.constexpr
+    x_ptr, values_ptr, scale_ptr, zero_ptr, N, BLOCK_N: tl.constexpr
 ):
     row = tl.program_id(axis=0).to(tl.int64)
     offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
     mask = offs < N
-    x = tl.load(x_ptr + row * N + offs, mask=mask, other=float("inf"))
-    smallest = tl.min(x, axis=0)
-    largest = tl.max(tl.where(mask, x, -float("inf")), axis=0)
-    scale = (largest - smallest) / MAX
-    values = tl.floor((x - smallest) / scale + 0.5)
-    values = tl.where(mask, values, 0.0).to(values_ptr.dtype.element_ty)
-    tl.store(values_ptr + row * N + offs, values, mask=mask)
+    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0)
+    low = tl.minimum(tl.min(x, axis=0), 0.0)
+    high = tl.maximum(tl.max(x, axis=0), 0.0)
+    scale = (high - low) / 255
+    zero = tl.floor(-low / scale + 0.5)  # from 0 to 255
+    values = tl.minimum(tl.floor(x / scale + zero + 0.5), 255.0)
+    values = tl.maximum(values, 0.0)
+    tl.store(values_ptr + row * N + offs, values.to(tl.uint8), mask=mask)
     tl.store(scale_ptr + row, scale)
+    tl.store(zero_ptr + row, zero.to(tl.uint8))
 
 
 if __name__ == "__main__":
-    assert check(zero_point_answer_kernel, shifted, expected_bytes, **BYTES)
+    assert check(
+        quantize_bytes, zero_point_answer_kernel, shifted, expected_bytes
+    )

@@ -553,7 +553,8 @@ if __name__ == "__main__":
 #
 # Every pair of orders, in both dtypes, at sizes that no tile divides, with few
 # steps and with more than there are buffers, and with several tiles for each
-# program. Then rows with gaps or of an odd length, and empty matrices:
+# program. Then rows with gaps, operands that are copied first, as neither rows
+# nor columns begin at multiples of 16 bytes, and empty matrices:
 
 
 def prove(M, K, N, dtype, a_t, b_t):
@@ -569,7 +570,9 @@ if __name__ == "__main__":
                 for M, K, N in ((8, 8, 8), (72, 136, 520), (4104, 328, 3080)):
                     prove(M, K, N, dtype, a_t, b_t)
     x = random(40, 48)
-    for pair in ((x[:, :21], x[:21]), (x[::2, 8:], x[:, :40].T)):
+    odd = random(21, 21)
+    copied = (odd, x[:21]), (x[:, 1:17], x[:16]), (x[:, ::2], x[:24])
+    for pair in ((x[:, :21], x[:21]), (x[::2, 8:], x[:, :40].T), *copied):
         assert error_of(gluon_matmul(*pair), *pair).abs().max() <= 1
     for M, K, N in ((0, 8, 8), (8, 8, 0), (8, 0, 8)):
         out = gluon_matmul(random(M, K), random(K, N))
@@ -594,16 +597,13 @@ if __name__ == "__main__":
 # PyTorch says so in the backward:
 
 if __name__ == "__main__":
-    odd, even = random(21, 21), random(24, 24)
-    strides = (odd, even[:21]), (even[:, 1:17], even[:16])
-    for pair in (*strides, (even[:, ::2], even[:12]), (even, even.float())):
+    for pair in ((x, x), (x, x.T.float())):
         try:
             gluon_matmul(*pair)
         except (TypeError, ValueError) as error:
-            said = f"{type(error).__name__}: {error}"
-            print(re.sub("0x[0-9a-f]+", "0x...", said))
+            print(f"{type(error).__name__}: {error}")
     try:
-        gluon_matmul(even.requires_grad_(), random(24, 8)).sum().backward()
+        gluon_matmul(x.requires_grad_(), random(48, 8)).sum().backward()
     except RuntimeError as error:
         print(f"RuntimeError: {error}")
 

@@ -9,7 +9,9 @@
 # dtypes = ["float16", "bfloat16", "float32", "float64"]
 # backward = true
 # deterministic = true
-# take_instead = "persistent_matmul"
+#
+# [tool.triton-gallery.not_for]
+# _persistent_matmul_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
 #
 # [[tool.triton-gallery.step_through]]
 # kernel = "tile_kernel"
@@ -356,11 +358,19 @@ if __name__ == "__main__":
 # The op
 # ------
 #
-# The op adds what a library needs: operands with any strides, so that the
-# backward copies nothing; four dtypes; and smaller tiles for small matrices.
-# Its source and its figures are on its own page.
+# The op takes operands of any strides and sizes in four dtypes, and chooses
+# among the ways that the next lessons teach: by counting rounds of tiles and
+# bytes, it takes pointers or the copy engine, a tile, and whether sums are
+# split. Its source and its figures are on its own page.
 
 from triton_gallery_ops.matmul import matmul
+
+if __name__ == "__main__":
+    for dtype in (torch.float16, torch.float32):
+        a, b = random(40, 320, dtype=dtype), random(320, 72, dtype=dtype)
+        expected, bound = error_bound(a, b)
+        assert ((matmul(a, b) - expected).abs() <= bound).all()
+    print("the op is within the tolerance in half precision and in float32")
 
 # %%
 # The result
@@ -402,8 +412,8 @@ if __name__ == "__main__" and DEVICE.type == "cuda":
 # %%
 # With few tokens, every line is low: reading the weight takes longer than the
 # arithmetic, and ``skinny_matmul.py`` is about that. With many, something is
-# left between our tiles and cuBLAS. ``tile_order.py`` lists the causes, and
-# mends one of them, the order in which programs take their tiles.
+# left between this page's tiles and cuBLAS. ``tile_order.py`` lists the causes,
+# and mends one of them, the order in which programs take their tiles.
 
 # %%
 # Exercises

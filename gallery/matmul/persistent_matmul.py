@@ -401,12 +401,18 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # the least
 #
 # .. math:: \Big\lceil \frac{\text{tiles}}{\text{multiprocessors}} \Big\rceil
-#    \big( m\,n + 48\,(m + n) \big).
+#    K \big( m\,n + 48\,(m + n) \big).
 #
 # The 48 weighs loads against products; we chose it by timing layers of models.
-# Nothing is tuned at the first call, so a sum has the same order in each run.
-# The tile has as many stages as shared memory has room for, up to four or six:
-# a multiprocessor has one program, so no other program's work fills its waits.
+# The tiles of a last round that is less than half full may be divided: each is
+# for several programs, with a part of ``K`` for each, and a second kernel adds
+# the parts in a fixed order. The op counts what writing and adding them costs,
+# and takes the less. Nothing is tuned at the first call, so a sum has the same
+# order in each run. A tile of 192 columns is two blocks, of 128 and of 64, as
+# the edges of a block are powers of two.
+#
+# The tile has as many stages as shared memory has room for, four to eight at
+# most: a multiprocessor has one program, so no other's work fills its waits.
 # Tiles of 64 rows have little to multiply in a step, so they take 128 of ``K``
 # instead of 64, and wait half as often.
 
@@ -470,11 +476,13 @@ LAYERS = [
 ]
 
 
-def chosen(M, N, gpu=(132, ROOM)):
+def chosen(M, N, K, gpu=(132, ROOM)):
     """Return the tile, its stages, its number and the rounds that it takes."""
-    _, tile, stages = _persistent_matmul_plan(M, N, 2, *gpu)
-    tiles = tiles_of(M, N, tile)
-    return tile[:3], stages, tiles, triton.cdiv(tiles, gpu[0])
+    tiles = tuple(PERSISTENT_MATMUL_TILES)
+    plan = _persistent_matmul_plan(M, N, K, tiles, 2, *gpu)
+    tile, stages, whole, tail, parts, _ = plan
+    rounds = triton.cdiv(whole, gpu[0]) + (1 / parts if tail else 0)
+    return tile[:3], stages, whole + tail, rounds
 
 
 def with_tile(tile, a, b):
@@ -489,9 +497,10 @@ def with_tile(tile, a, b):
 
 if __name__ == "__main__":
     for M, K, N in LAYERS:
-        tile, stages, tiles, rounds = chosen(M, N)
+        tile, stages, tiles, rounds = chosen(M, N, K)
         print(f"{M}x{K}x{N}: {tiles} tiles of {tile} with {stages} stages,")
-        print(f"    {rounds} round(s), filled to {tiles / rounds / 132:.0%}")
+        filled = tiles / rounds / 132
+        print(f"    {rounds:.3g} round(s), filled to {filled:.0%}")
 
 if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
     rows = {}
@@ -502,7 +511,7 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
         for tile in PERSISTENT_MATMUL_TILES:
             stages = _persistent_matmul_stages(tile, 2, gpu[1])
             if stages >= PERSISTENT_MATMUL_STAGES:
-                star = "*" * (tile[:3] == chosen(M, N, gpu)[0])
+                star = "*" * (tile[:3] == chosen(M, N, K, gpu)[0])
                 tried[f"{tile[:3]}{star}"] = partial(with_tile, tile, a, b)
         rows[M, K, N] = rates(tried, M, K, N)
     for size, row in rows.items():
@@ -642,13 +651,10 @@ if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
 # Where our line lies below that of cuBLAS, look at four things.
 #
 # * *Rounds*: the table of choices says how much of all rounds is filled. A last
-#   round of a few tiles leaves the other multiprocessors without work. In the
-#   table beside other libraries, the op loses most with 128 and 512 tokens of
-#   2880 x 5120. By the formula, both have 80 tiles for 132 multiprocessors.
-#   The op does not split the sum over ``K``. For such shapes take cuBLAS.
-# * *Tile*: for 1024 tokens, the formula takes tiles of 128x128 to fill its
-#   rounds. On the largest product in the table of choices, the smaller tile has
-#   a lower rate than 128x256.
+#   round of a few tiles leaves the other multiprocessors without work, unless
+#   its tiles are divided, and then the parts are written and read once more.
+# * *Tile*: a smaller tile fills its rounds better, and loads more for each
+#   product. The table of choices has the rate of each tile.
 # * *Bytes*: 256 tokens give about 240 operations a byte, which lies within the
 #   200 to 300 of the data sheets, and 128 tokens give about 120. There the
 #   memory bounds the product. ``skinny_matmul.py`` is about up to 64 tokens.

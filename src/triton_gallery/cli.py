@@ -410,15 +410,25 @@ def results(options: argparse.Namespace) -> int:
     console.print(table)
     table = Table("recipe", "work", "shape", "series", "value", "low", "high", "unit", "CPU us", "device", "state")
     of_device = defaultdict[str, list[tuple[float, str, str]]](list)  # CPU time over torch.compile's, and of what
+    of_op = defaultdict[tuple[str, str, str], list[float]](list)  # our rate over the best other's
     for beside in recorded["libraries"]:
         cpu_us, size = beside["cpu_us"], " x ".join(map(str, beside["shape"]))
         if beside["state"] == "fresh" and {TRITON, TORCH_COMPILE} <= cpu_us.keys():
             of_device[beside["device"]].append((cpu_us[TRITON] / cpu_us[TORCH_COMPILE], beside["work"], size))
+        if beside["state"] == "fresh" and beside["ratio"]:
+            direction = "backward" if "backward" in beside["work"] else "forward"
+            of_op[beside["recipe"], direction, beside["device"]].append(beside["ratio"])
         for series, rate in beside["rates"].items():
             figures = [_number(rate[name] if rate else None) for name in ("value", "low", "high")]
             cells = [beside["recipe"], beside["work"], size, series, *figures, beside["unit"]]
             cells += [_number(cpu_us.get(series)), beside["device"], beside["state"]]
             table.add_row(*map(Text, cells))
+    console.print(table)
+    table = Table("Triton / best other", "direction", "device", "fresh rows", "worst", "tenth", "median", "best")
+    for about, found in of_op.items():
+        found.sort()
+        shown = (found[0], found[len(found) // 10], statistics.median(found), found[-1])
+        table.add_row(*map(Text, [*about, str(len(found)), *(f"{ratio:.2f}" for ratio in shown)]))
     console.print(table)
     for device, ratios in of_device.items():
         worst, work, size = max(ratios)

@@ -109,7 +109,7 @@ def _add_rows_launch(x, y, weight, kernel=_add_rows_kernel):
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
-    M, N = int(x.shape[0]), int(x.shape[1])
+    M, N = x.shape[0], int(x.shape[1])
     x, stride_xm = _add_rows_apart(x)
     y, stride_ym = _add_rows_apart(y)
     VEC = 16 // x.element_size()

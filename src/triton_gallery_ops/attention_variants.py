@@ -1,4 +1,4 @@
-"""Attention with a custom score and mask: ALiBi, soft cap, window, documents.
+"""Attention with custom scores and mask: ALiBi, soft cap, window, documents.
 
 Computes softmax(score(q @ k.T * scale)) @ v, where each query sees a span of
 keys, as in FlexAttention (Dong et al., 2024, arXiv:2412.05496) and by the
@@ -11,6 +11,7 @@ derivative. For a full or causal mask alone, there is ``flash_attention``.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -46,16 +47,25 @@ ATTENTION_VARIANTS_SMALL = {
 # Where its derivative by s is not 1, a second function returns that: the slope.
 # What is given beside a score's name follows j. In the pass for dk and dv, s
 # has keys by queries, i is a row and j a column: combine them by broadcasting.
+# Each j is the place of a key, and each i that of a query, so both may be where
+# to load. With bottom_right, i is a position among the keys, maybe below 0.
 @triton.jit
 def _attention_variants_plain(s, batch, head, i, j):
     return s
 
 
 @triton.jit
-def _attention_variants_alibi(s, batch, head, i, j, slopes):
-    slope = tl.load(slopes + head).to(s.dtype)
+def _attention_variants_alibi(s, batch, head, i, j, slopes, HEADS=0):
+    # HEADS is 0 where all sequences have the same slopes.
+    slope = tl.load(slopes + batch * HEADS + head).to(s.dtype)
     # Converted before they meet, i and j are a column and a row, not a tile.
     return s - slope * (i.to(s.dtype) - j.to(s.dtype))
+
+
+@triton.jit
+def _attention_variants_symmetric_alibi(s, batch, head, i, j, slopes, HEADS=0):
+    slope = tl.load(slopes + batch * HEADS + head).to(s.dtype)
+    return s - slope * tl.abs(i.to(s.dtype) - j.to(s.dtype))
 
 
 @triton.jit
@@ -69,6 +79,26 @@ def _attention_variants_softcap(s, batch, head, i, j, CAP):
 def _attention_variants_softcap_slope(s, batch, head, i, j, CAP):
     tanh = _attention_variants_softcap(s, batch, head, i, j, CAP) / CAP
     return 1.0 - tanh * tanh
+
+
+# Several scores, each applied to what the one before returned. A link has what
+# a score is given, the score, and its slope if there is one. Slopes multiply,
+# by the chain rule.
+@triton.jit
+def _attention_variants_chain(s, batch, head, i, j, links):
+    for n in tl.static_range(len(links)):
+        s = links[n][1](s, batch, head, i, j, *links[n][0])
+    return s
+
+
+@triton.jit
+def _attention_variants_chain_slope(s, batch, head, i, j, links):
+    product = 1.0
+    for n in tl.static_range(len(links)):
+        if len(links[n]) == 3:
+            product *= links[n][2](s, batch, head, i, j, *links[n][0])
+        s = links[n][1](s, batch, head, i, j, *links[n][0])
+    return product
 
 
 # A span returns the first key that query i sees, and the one after the last.
@@ -89,6 +119,13 @@ def _attention_variants_window(batch, head, i, SIZE):
 
 
 @triton.jit
+def _attention_variants_local(batch, head, i, LEFT, RIGHT):
+    begin = i - LEFT if LEFT >= 0 else 0
+    end = i + 1 + RIGHT if RIGHT >= 0 else i * 0 + 2**30
+    return begin, end
+
+
+@triton.jit
 def _attention_variants_documents(batch, head, i, begins):
     return tl.load(begins + i), i + 1
 
@@ -96,12 +133,15 @@ def _attention_variants_documents(batch, head, i, begins):
 ATTENTION_VARIANTS_SCORES = {
     "plain": (_attention_variants_plain, None),
     "alibi": (_attention_variants_alibi, None),
+    "symmetric_alibi": (_attention_variants_symmetric_alibi, None),
     "softcap": (_attention_variants_softcap, _attention_variants_softcap_slope),
 }
+ATTENTION_VARIANTS_OF_SLOPES = "alibi", "symmetric_alibi"
 ATTENTION_VARIANTS_SPANS = {
     "all": _attention_variants_all,
     "causal": _attention_variants_causal,
     "window": _attention_variants_window,
+    "local": _attention_variants_local,
     "documents": _attention_variants_documents,
 }
 
@@ -118,15 +158,31 @@ def _attention_variants_place(L, HEADS, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _attention_variants_keys(
+    batch, LQ, LK, seqlens_ptr, leftpad_ptr, BOTTOM_RIGHT: tl.constexpr
+):
+    """Return a sequence's first key, its end, and the position of query 0."""
+    first, shift = 0, 0
+    if seqlens_ptr is not None:
+        LK = tl.minimum(tl.load(seqlens_ptr + batch), LK)
+    if leftpad_ptr is not None:
+        first = tl.maximum(tl.load(leftpad_ptr + batch), 0)
+    if BOTTOM_RIGHT:
+        shift = LK - LQ  # the last query is at the last key
+    return first, LK, shift
+
+
+@triton.jit
 def _attention_variants_seen(
-    i, LQ, LK, batch, head, span_given, SPAN: tl.constexpr
+    i, LQ, keys, batch, head, span_given, SPAN: tl.constexpr
 ):
     """Return the first key that queries see, and the one after the last."""
-    # A span may load from its tensors at i, so i is the place of a query.
-    i = tl.minimum(i, LQ - 1)
+    first, LK, shift = keys
+    # A span may load from its tensors at i: past the last query it is that.
+    i = tl.minimum(i, LQ - 1) + shift
     begin, end = SPAN(batch, head, i, *span_given)
     # Adding zeros gives a constant the shape of i.
-    begin = tl.maximum(begin + i * 0, 0)
+    begin = tl.maximum(begin + i * 0, first)
     end = tl.minimum(end + i * 0, LK)
     return begin.to(tl.int32), end.to(tl.int32)
 
@@ -141,6 +197,8 @@ def _attention_variants_kernel(
     sinks_ptr,
     score_given,
     span_given,
+    seqlens_ptr,
+    leftpad_ptr,
     LQ,
     LK,
     HEADS,
@@ -155,24 +213,28 @@ def _attention_variants_kernel(
     stride_vl,
     SCORE: tl.constexpr,
     SPAN: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    D_V: tl.constexpr,
     SCALE: tl.constexpr,
     ACC: tl.constexpr,
     LOWEST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_D_V: tl.constexpr,
 ):
     pid, head, batch = _attention_variants_place(LQ, HEADS, BLOCK_M)
     # Later queries often see more keys: programs with the most work come first.
     begin = (tl.cdiv(LQ, BLOCK_M) - 1 - pid) * BLOCK_M
     offs_m = begin + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
     offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
+    offs_v = tl.arange(0, BLOCK_D_V)[None, :]  # (1, BLOCK_D_V)
     row = offs_m.to(tl.int64)
     q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_d
     k_ptrs = k_ptr + batch * stride_kb + head // GROUP * stride_kh + offs_d
-    v_ptrs = v_ptr + batch * stride_vb + head // GROUP * stride_vh + offs_d
+    v_ptrs = v_ptr + batch * stride_vb + head // GROUP * stride_vh + offs_v
     inside = (offs_m < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
     q = tl.load(q_ptrs + row * stride_ql, mask=inside, other=0.0)
     m = tl.full((BLOCK_M, 1), LOWEST, dtype=ACC)
@@ -182,16 +244,20 @@ def _attention_variants_kernel(
         sink = tl.load(sinks_ptr + head).to(ACC) * ATTENTION_VARIANTS_LOG2E
         m = tl.maximum(m, sink)
         total = tl.exp2(sink - m)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
+    acc = tl.zeros((BLOCK_M, BLOCK_D_V), dtype=ACC)
+    keys = _attention_variants_keys(
+        batch, LQ, LK, seqlens_ptr, leftpad_ptr, BOTTOM_RIGHT
+    )
+    _, LK, shift = keys
     # Of spans that only move on, the first query's begins first, and so on.
     low, high = _attention_variants_seen(
-        offs_m, LQ, LK, batch, head, span_given, SPAN
+        offs_m, LQ, keys, batch, head, span_given, SPAN
     )
     first, every = _attention_variants_seen(
-        begin, LQ, LK, batch, head, span_given, SPAN
+        begin, LQ, keys, batch, head, span_given, SPAN
     )
     latest, last = _attention_variants_seen(
-        begin + BLOCK_M - 1, LQ, LK, batch, head, span_given, SPAN
+        begin + BLOCK_M - 1, LQ, keys, batch, head, span_given, SPAN
     )
     for start in range(first, last, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
@@ -202,7 +268,8 @@ def _attention_variants_kernel(
         k = tl.load(k_ptrs + row_n * stride_kl, mask=mask, other=0.0)
         s = tl.dot(q, k.T, input_precision="ieee", out_dtype=ACC) * SCALE
         # A score may load from its tensors at i and j: they have to exist.
-        i, j = tl.minimum(offs_m, LQ - 1), tl.minimum(offs_n, LK - 1)[None, :]
+        i = tl.minimum(offs_m, LQ - 1) + shift
+        j = tl.minimum(offs_n, LK - 1)[None, :]
         s = SCORE(s, batch, head, i, j, *score_given)  # (BLOCK_M, BLOCK_N)
         if (start < latest) | (start + BLOCK_N > every):
             # Some query of this block does not see some key of that one.
@@ -216,6 +283,7 @@ def _attention_variants_kernel(
         rescale = tl.exp2(m - m_new)  # (BLOCK_M, 1)
         total = total * rescale + tl.sum(p, axis=1, keep_dims=True)
         # NaN from past the end would stay NaN even with a weight of 0.
+        mask = (offs_n[:, None] < LK) & (offs_v < D_V)  # (BLOCK_N, BLOCK_D_V)
         v = tl.load(v_ptrs + row_n * stride_vl, mask=mask, other=0.0)
         # The tensor cores take p in the type of v.
         p = p.to(v.dtype)
@@ -225,7 +293,8 @@ def _attention_variants_kernel(
     rows = (batch * HEADS + head) * LQ + row  # (BLOCK_M, 1)
     # A row that saw nothing has a sum of 0, and a result of 0.
     divisor = tl.where(total == 0, 1.0, total)
-    tl.store(out_ptr + rows * D + offs_d, acc / divisor, mask=inside)
+    inside = (offs_m < LQ) & (offs_v < D_V)  # (BLOCK_M, BLOCK_D_V)
+    tl.store(out_ptr + rows * D_V + offs_v, acc / divisor, mask=inside)
     # The backward computes exp2(s - lse): with inf that is 0, as it should be.
     lse = tl.where(total == 0, float("inf"), m + tl.log2(divisor))
     tl.store(lse_ptr + rows, lse, mask=offs_m < LQ)
@@ -239,10 +308,13 @@ def _attention_variants_dq_kernel(
     grad_ptr,
     out_ptr,
     lse_ptr,
+    grad_lse_ptr,
     delta_ptr,
     dq_ptr,
     score_given,
     span_given,
+    seqlens_ptr,
+    leftpad_ptr,
     LQ,
     LK,
     HEADS,
@@ -264,44 +336,59 @@ def _attention_variants_dq_kernel(
     SCORE: tl.constexpr,
     SLOPE: tl.constexpr,
     SPAN: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    D_V: tl.constexpr,
     SCALE: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_D_V: tl.constexpr,
 ):
     pid, head, batch = _attention_variants_place(LQ, HEADS, BLOCK_M)
     begin = (tl.cdiv(LQ, BLOCK_M) - 1 - pid) * BLOCK_M
     offs_m = begin + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
     offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
+    offs_v = tl.arange(0, BLOCK_D_V)[None, :]  # (1, BLOCK_D_V)
     row = offs_m.to(tl.int64)
     q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_d
     k_ptrs = k_ptr + batch * stride_kb + head // GROUP * stride_kh + offs_d
-    v_ptrs = v_ptr + batch * stride_vb + head // GROUP * stride_vh + offs_d
-    grad_ptrs = grad_ptr + batch * stride_gb + head * stride_gh + offs_d
+    v_ptrs = v_ptr + batch * stride_vb + head // GROUP * stride_vh + offs_v
+    grad_ptrs = grad_ptr + batch * stride_gb + head * stride_gh + offs_v
     dq_ptrs = dq_ptr + batch * stride_dqb + head * stride_dqh + offs_d
     inside = (offs_m < LQ) & (offs_d < D)  # (BLOCK_M, BLOCK_D)
     q = tl.load(q_ptrs + row * stride_ql, mask=inside, other=0.0)
-    grad = tl.load(grad_ptrs + row * stride_gl, mask=inside, other=0.0)
+    inside_v = (offs_m < LQ) & (offs_v < D_V)  # (BLOCK_M, BLOCK_D_V)
+    grad = tl.load(grad_ptrs + row * stride_gl, mask=inside_v, other=0.0)
     # One sum of out * grad for each query, which the pass for dk needs, too
     sums = (batch * HEADS + head) * LQ + row  # (BLOCK_M, 1)
-    out = tl.load(out_ptr + sums * D + offs_d, mask=inside, other=0.0)
+    out = tl.load(out_ptr + sums * D_V + offs_v, mask=inside_v, other=0.0)
     # Products of half precision would be rounded one by one.
     delta = tl.sum(out.to(ACC) * grad, axis=1, keep_dims=True)
+    if grad_lse_ptr is not None:
+        # The log-sum-exp has the slope p / ln(2) of each score, or none if inf.
+        lse = tl.load(lse_ptr + sums, mask=offs_m < LQ, other=float("inf"))
+        some = lse < float("inf")  # (BLOCK_M, 1)
+        grad_lse = tl.load(grad_lse_ptr + sums, mask=some, other=0.0)
+        delta -= grad_lse * ATTENTION_VARIANTS_LOG2E
     tl.store(delta_ptr + sums, delta, mask=offs_m < LQ)
     # With inf, queries past the end have a p of 0, whatever their score.
     lse = tl.load(lse_ptr + sums, mask=offs_m < LQ, other=float("inf"))
     dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=ACC)
+    keys = _attention_variants_keys(
+        batch, LQ, LK, seqlens_ptr, leftpad_ptr, BOTTOM_RIGHT
+    )
+    _, LK, shift = keys
     low, high = _attention_variants_seen(
-        offs_m, LQ, LK, batch, head, span_given, SPAN
+        offs_m, LQ, keys, batch, head, span_given, SPAN
     )
     first, every = _attention_variants_seen(
-        begin, LQ, LK, batch, head, span_given, SPAN
+        begin, LQ, keys, batch, head, span_given, SPAN
     )
     latest, last = _attention_variants_seen(
-        begin + BLOCK_M - 1, LQ, LK, batch, head, span_given, SPAN
+        begin + BLOCK_M - 1, LQ, keys, batch, head, span_given, SPAN
     )
     for start in range(first, last, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)  # (BLOCK_N,)
@@ -309,13 +396,15 @@ def _attention_variants_dq_kernel(
         row_n = offs_n[:, None].to(tl.int64)
         k = tl.load(k_ptrs + row_n * stride_kl, mask=mask, other=0.0)
         raw = tl.dot(q, k.T, input_precision="ieee", out_dtype=ACC) * SCALE
-        i, j = tl.minimum(offs_m, LQ - 1), tl.minimum(offs_n, LK - 1)[None, :]
+        i = tl.minimum(offs_m, LQ - 1) + shift
+        j = tl.minimum(offs_n, LK - 1)[None, :]
         s = SCORE(raw, batch, head, i, j, *score_given)  # (BLOCK_M, BLOCK_N)
         p = tl.exp2(s * ATTENTION_VARIANTS_LOG2E - lse)
         if (start < latest) | (start + BLOCK_N > every):
             # A hidden or padded key may have any score: its p may be inf.
             seen = (offs_n[None, :] >= low) & (offs_n[None, :] < high)
             p = tl.where(seen, p, 0.0)
+        mask = (offs_n[:, None] < LK) & (offs_v < D_V)  # (BLOCK_N, BLOCK_D_V)
         v = tl.load(v_ptrs + row_n * stride_vl, mask=mask, other=0.0)
         dp = tl.dot(grad, v.T, input_precision="ieee", out_dtype=ACC)
         ds = p * (dp - delta)  # (BLOCK_M, BLOCK_N)
@@ -332,7 +421,7 @@ def _attention_variants_dq_kernel(
 def _attention_variants_viewers(
     begin,
     LQ,
-    LK,
+    keys,
     batch,
     head,
     span_given,
@@ -349,10 +438,16 @@ def _attention_variants_viewers(
     for start in range(0, blocks, 128):
         block = start + tl.arange(0, 128)
         low, _ = _attention_variants_seen(
-            block * BLOCK_M, LQ, LK, batch, head, span_given, SPAN
+            block * BLOCK_M, LQ, keys, batch, head, span_given, SPAN
         )
         _, high = _attention_variants_seen(
-            block * BLOCK_M + BLOCK_M - 1, LQ, LK, batch, head, span_given, SPAN
+            block * BLOCK_M + BLOCK_M - 1,
+            LQ,
+            keys,
+            batch,
+            head,
+            span_given,
+            SPAN,
         )
         early = (block < blocks) & (high <= begin)
         near = (block < blocks) & (low < begin + BLOCK_N)
@@ -373,6 +468,8 @@ def _attention_variants_dkv_kernel(
     dv_ptr,
     score_given,
     span_given,
+    seqlens_ptr,
+    leftpad_ptr,
     LQ,
     LK,
     HEADS,
@@ -394,13 +491,16 @@ def _attention_variants_dkv_kernel(
     SCORE: tl.constexpr,
     SLOPE: tl.constexpr,
     SPAN: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    D_V: tl.constexpr,
     SCALE: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_D_V: tl.constexpr,
 ):
     # Earlier keys are often seen by more queries: the most work starts first.
     heads = HEADS // GROUP
@@ -408,21 +508,31 @@ def _attention_variants_dkv_kernel(
     begin = pid * BLOCK_N
     offs_n = begin + tl.arange(0, BLOCK_N)[:, None]  # (BLOCK_N, 1)
     offs_d = tl.arange(0, BLOCK_D)[None, :]  # (1, BLOCK_D)
+    offs_v = tl.arange(0, BLOCK_D_V)[None, :]  # (1, BLOCK_D_V)
     row = offs_n.to(tl.int64)
     k_ptrs = k_ptr + batch * stride_kb + shared * stride_kh + offs_d
-    v_ptrs = v_ptr + batch * stride_vb + shared * stride_vh + offs_d
+    v_ptrs = v_ptr + batch * stride_vb + shared * stride_vh + offs_v
     inside = (offs_n < LK) & (offs_d < D)  # (BLOCK_N, BLOCK_D)
-    k = tl.load(k_ptrs + row * stride_kl, mask=inside, other=0.0)
-    v = tl.load(v_ptrs + row * stride_vl, mask=inside, other=0.0)
+    inside_v = (offs_n < LK) & (offs_v < D_V)  # (BLOCK_N, BLOCK_D_V)
+    keys = _attention_variants_keys(
+        batch, LQ, LK, seqlens_ptr, leftpad_ptr, BOTTOM_RIGHT
+    )
+    held, held_v = inside, inside_v
+    if (seqlens_ptr is not None) or (leftpad_ptr is not None):
+        # What lies before and after a sequence may be NaN.
+        own = (offs_n >= keys[0]) & (offs_n < keys[1])  # (BLOCK_N, 1)
+        held, held_v = inside & own, inside_v & own
+    k = tl.load(k_ptrs + row * stride_kl, mask=held, other=0.0)
+    v = tl.load(v_ptrs + row * stride_vl, mask=held_v, other=0.0)
     dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
-    dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=ACC)
+    dv = tl.zeros((BLOCK_N, BLOCK_D_V), dtype=ACC)
     for member in range(GROUP):
         head = shared * GROUP + member
         sums = (batch * HEADS + head) * LQ
         q_ptrs = q_ptr + batch * stride_qb + head * stride_qh + offs_d
-        grad_ptrs = grad_ptr + batch * stride_gb + head * stride_gh + offs_d
+        grad_ptrs = grad_ptr + batch * stride_gb + head * stride_gh + offs_v
         first, last = _attention_variants_viewers(
-            begin, LQ, LK, batch, head, span_given, SPAN, BLOCK_M, BLOCK_N
+            begin, LQ, keys, batch, head, span_given, SPAN, BLOCK_M, BLOCK_N
         )
         for start in range(first, last, BLOCK_M):
             offs_m = start + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
@@ -433,22 +543,23 @@ def _attention_variants_dkv_kernel(
                 lse_ptr + sums + offs_m, mask=offs_m < LQ, other=float("inf")
             )
             raw = tl.dot(k, q.T, input_precision="ieee", out_dtype=ACC) * SCALE
-            i = tl.minimum(offs_m, LQ - 1)[None, :]
+            i = tl.minimum(offs_m, LQ - 1)[None, :] + keys[2]
             j = tl.minimum(offs_n, LK - 1)
             s = SCORE(raw, batch, head, i, j, *score_given)
             p = tl.exp2(s * ATTENTION_VARIANTS_LOG2E - lse[None, :])
             _, every = _attention_variants_seen(
-                start, LQ, LK, batch, head, span_given, SPAN
+                start, LQ, keys, batch, head, span_given, SPAN
             )
             latest, _ = _attention_variants_seen(
-                start + BLOCK_M - 1, LQ, LK, batch, head, span_given, SPAN
+                start + BLOCK_M - 1, LQ, keys, batch, head, span_given, SPAN
             )
             if (begin < latest) | (begin + BLOCK_N > every):
                 # Padded keys are hidden, too: no span reaches past the last.
                 low, high = _attention_variants_seen(
-                    i, LQ, LK, batch, head, span_given, SPAN
+                    offs_m[None, :], LQ, keys, batch, head, span_given, SPAN
                 )
                 p = tl.where((offs_n >= low) & (offs_n < high), p, 0.0)
+            mask = (row_m < LQ) & (offs_v < D_V)  # (BLOCK_M, BLOCK_D_V)
             grad = tl.load(grad_ptrs + row_m * stride_gl, mask=mask, other=0.0)
             right = p.to(grad.dtype)  # (BLOCK_N, BLOCK_M)
             dv = tl.dot(right, grad, dv, input_precision="ieee", out_dtype=ACC)
@@ -462,7 +573,9 @@ def _attention_variants_dkv_kernel(
             dk = tl.dot(ds, q, dk, input_precision="ieee", out_dtype=ACC)
     offs = batch * stride_dkb + shared * stride_dkh + row * stride_dkl + offs_d
     tl.store(dk_ptr + offs, dk * SCALE, mask=inside)
-    tl.store(dv_ptr + offs, dv, mask=inside)
+    if D_V != D:  # otherwise dv lies as dk does
+        offs = ((batch * heads + shared) * LK + row) * D_V + offs_v
+    tl.store(dv_ptr + offs, dv, mask=inside_v)
 
 
 @functools.cache
@@ -481,36 +594,68 @@ def _attention_variants_tiles(device, BLOCK_D, itemsize):
     return [dict(zip(names, tile, strict=True)) for tile in tiles]
 
 
-def _attention_variants_check(q, k, v, score, span, sinks, tensors):
+def _attention_variants_check(
+    q,
+    k,
+    v,
+    score,
+    score_tensors,
+    span,
+    span_tensors,
+    sinks,
+    bottom_right,
+    seqlens_k,
+    leftpad_k,
+):
     name = "attention_variants"
     if not q.is_floating_point() or q.element_size() == 1:  # float8
         raise TypeError(f"{name} takes float tensors, not {q.dtype}")
     if len({t.dtype for t in (q, k, v)}) > 1:
         raise TypeError(f"{name} takes one dtype for q, k and v")
-    others = tensors if sinks is None else (sinks, *tensors)
+    limits = {"seqlens_k": seqlens_k, "leftpad_k": leftpad_k}
+    options = [t for t in (sinks, *limits.values()) if t is not None]
+    others = *score_tensors, *span_tensors, *options
     if len({t.device for t in (q, k, v, *others)}) > 1:
         raise TypeError(f"{name} takes tensors on one device")
     fits = (
         q.ndim == k.ndim == v.ndim == 4
-        and k.shape == v.shape
+        and k.shape[:3] == v.shape[:3]
         and q.shape[0] == k.shape[0]
         and q.shape[3] == k.shape[3]
         and 1 <= q.shape[3] <= 256
+        and 1 <= v.shape[3] <= 256
         and k.shape[1] > 0
         and q.shape[1] % k.shape[1] == 0
     )
     if not fits:
         found = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
         raise ValueError(
-            f"{name} takes q of (batch, heads, queries, D), and k and v of one "
-            "shape (batch, heads / n, keys, D), with D up to 256, not " + found
+            f"{name} takes q of (batch, heads, queries, D), k of (batch, "
+            "heads / n, keys, D), and v of (batch, heads / n, keys, D_v), with "
+            "D_v and D up to 256, not " + found
         )
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"{name} takes a sink for each head of q")
-    if score not in ATTENTION_VARIANTS_SCORES:
-        raise ValueError(f"{name} has no score {score!r}")
+    for one, own, _ in _attention_variants_split(score, score_tensors, ()):
+        if one not in ATTENTION_VARIANTS_SCORES:
+            raise ValueError(f"{name} has no score {one!r}")
+        each = own and one in ATTENTION_VARIANTS_OF_SLOPES and own[0].ndim > 1
+        if each and own[0].shape != q.shape[:2]:
+            raise ValueError(
+                f"{name} takes slopes of (heads,) or (batch, heads), not "
+                f"{tuple(own[0].shape)}"
+            )
+    for which, t in limits.items():
+        if t is not None and t.dtype != torch.int32:
+            raise TypeError(f"{name} takes {which} of int32, not {t.dtype}")
+        if t is not None and t.shape != q.shape[:1]:
+            raise ValueError(
+                f"{name} takes {which} of (batch,), not {tuple(t.shape)}"
+            )
     if span not in ATTENTION_VARIANTS_SPANS:
         raise ValueError(f"{name} has no span {span!r}")
+    if bottom_right and span == "documents":
+        raise ValueError(f"{name} takes no documents with bottom_right")
 
 
 def _attention_variants_rows(*tensors):
@@ -518,13 +663,15 @@ def _attention_variants_rows(*tensors):
     return [t if t.stride(3) == 1 else t.contiguous() for t in tensors]
 
 
-def _attention_variants_like(t):
-    """Return memory for a gradient of t: in the order of t, adjacent along D.
+def _attention_variants_like(q, k, v):
+    """Return memory for gradients: in the order of q and k, adjacent along D.
 
-    Where elements of t share memory, ``empty_like`` may choose another order.
+    Where elements share memory, ``empty_like`` may choose another order. That
+    of values lies as that of keys, or contiguous where their shapes differ.
     """
-    new = torch.empty_like(t)
-    return new if new.stride(3) == 1 else new.new_empty(t.shape)
+    new = [torch.empty_like(t) for t in (q, k, k)]
+    dq, dk, dv = (t if t.stride(3) == 1 else t.new_empty(t.shape) for t in new)
+    return dq, dk, dv if v.shape == k.shape else v.new_empty(v.shape)
 
 
 def _attention_variants_read(*tensors):
@@ -540,24 +687,63 @@ def _attention_variants_given(tensors, numbers):
     return *(t.contiguous() for t in tensors), *map(tl.constexpr, numbers)
 
 
-def _attention_variants_common(q, k, lse, score, span, scale):
+def _attention_variants_split(score, tensors, numbers):
+    """Return each score's name, and its tensors and numbers.
+
+    Several have how many of these they take: ``softcap:0:1|alibi:1:0``.
+    """
+    if "|" not in score:
+        return [(score, list(tensors), list(numbers))]
+    parts, left = [], (iter(tensors), iter(numbers))
+    for part in score.split("|"):
+        name, *counts = part.rsplit(":", 2)
+        taken = zip(left, map(int, counts), strict=True)
+        parts.append((name, *(list(itertools.islice(*one)) for one in taken)))
+    return parts
+
+
+def _attention_variants_links(heads, score, tensors, numbers):
+    """Return the function of a score or several, its slope and its given."""
+    links = []
+    for name, *own in _attention_variants_split(score, tensors, numbers):
+        if name in ATTENTION_VARIANTS_OF_SLOPES and own[0][0].ndim == 2:
+            own[1] = [heads]
+        functions = ATTENTION_VARIANTS_SCORES[name]
+        given = _attention_variants_given(*own)
+        links.append((given, *(f for f in functions if f is not None)))
+    if len(links) == 1:
+        return *functions, given
+    has_slope = any(len(link) == 3 for link in links)
+    slope = _attention_variants_chain_slope if has_slope else None
+    return _attention_variants_chain, slope, (tuple(links),)
+
+
+def _attention_variants_limits(*tensors):
+    """Return limits of keys as kernels read them."""
+    return [t if t is None else t.contiguous() for t in tensors]
+
+
+def _attention_variants_common(q, v, lse, SCORE, span, scale, bottom_right):
     """Return the constants that all kernels have."""
-    D = q.shape[3]
+    D, D_V = q.shape[3], v.shape[3]
     return {
-        "SCORE": ATTENTION_VARIANTS_SCORES[score][0],
+        "SCORE": SCORE,
         "SPAN": ATTENTION_VARIANTS_SPANS[span],
-        "GROUP": q.shape[1] // k.shape[1],
+        "BOTTOM_RIGHT": bottom_right,
+        "GROUP": q.shape[1] // v.shape[1],
         "D": D,
+        "D_V": D_V,
         "SCALE": D**-0.5 if scale is None else scale,
         "ACC": tl.float64 if lse.dtype == torch.float64 else tl.float32,
         "BLOCK_D": max(16, triton.next_power_of_2(D)),
+        "BLOCK_D_V": max(16, triton.next_power_of_2(D_V)),
     }
 
 
-def _attention_variants_empty(q):
+def _attention_variants_empty(q, v):
     """Return new tensors for the result and its log-sum-exp."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
     return out, q.new_empty(q.shape[:3], dtype=wide)
 
 
@@ -573,22 +759,31 @@ def _attention_variants_launch(
     span_numbers: Sequence[torch.types.Number],
     sinks: torch.Tensor | None,
     scale: float | None,
+    bottom_right: bool = False,
+    seqlens_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what attention_variants does, and the log-sum-exp of each row.
 
     That is log2 of the sum of exp(score), over the keys that a query sees and
     the sink of its head: of (batch, heads, queries), in float32, or float64 for
-    float64. It is ``inf`` for a sum of 0. It has no gradient.
+    float64. It is ``inf`` for a sum of 0, and has no gradient there.
     """
-    tensors = *score_tensors, *span_tensors
-    _attention_variants_check(q, k, v, score, span, sinks, tensors)
-    out, lse = _attention_variants_empty(q)
+    asked = score, score_tensors, span, span_tensors
+    limits = seqlens_k, leftpad_k
+    _attention_variants_check(q, k, v, *asked, sinks, bottom_right, *limits)
+    out, lse = _attention_variants_empty(q, v)
     if out.numel() == 0:
         return out, lse
     batch, heads, LQ, _ = q.shape
-    common = _attention_variants_common(q, k, lse, score, span, scale)
-    itemsize = q.dtype.itemsize
-    tiles = _attention_variants_tiles(q.device, common["BLOCK_D"], itemsize)
+    SCORE, _, score_given = _attention_variants_links(
+        heads, score, score_tensors, score_numbers
+    )
+    common = _attention_variants_common(
+        q, v, lse, SCORE, span, scale, bottom_right
+    )
+    wider = max(common["BLOCK_D"], common["BLOCK_D_V"])
+    tiles = _attention_variants_tiles(q.device, wider, q.dtype.itemsize)
     read, strides = _attention_variants_read(*_attention_variants_rows(q, k, v))
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
@@ -598,8 +793,9 @@ def _attention_variants_launch(
             out,
             lse,
             None if sinks is None else sinks.to(lse.dtype).contiguous(),
-            _attention_variants_given(score_tensors, score_numbers),
+            score_given,
             _attention_variants_given(span_tensors, span_numbers),
+            *_attention_variants_limits(seqlens_k, leftpad_k),
             LQ,
             k.shape[2],
             heads,
@@ -625,36 +821,48 @@ def _attention_variants_backward_launch(
     span_tensors: Sequence[torch.Tensor],
     span_numbers: Sequence[torch.types.Number],
     scale: float | None,
+    bottom_right: bool = False,
+    seqlens_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    grad_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v, given that of out, and delta.
 
-    Takes what the op took and returned, and checks none of it. ``delta`` has
-    the sum over D of grad * out.
+    Takes what the op took and returned, and the gradient of its log-sum-exp, if
+    there is one, and checks none of it. ``delta`` has the sum over D of grad *
+    out, less grad_lse / ln(2).
     """
     q, k, v, grad = _attention_variants_rows(q, k, v, grad)
     # The gradients lie in memory as q and k do, so autograd need not copy them.
-    dq, dk, dv = map(_attention_variants_like, (q, k, k))
+    dq, dk, dv = _attention_variants_like(q, k, v)
     delta = torch.empty_like(lse)
-    if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_(), delta.zero_()
+    if q.numel() == 0:
+        return dq, dk.zero_(), dv.zero_(), delta
     (batch, heads, LQ, _), (_, shared, LK, _) = q.shape, k.shape
-    common = _attention_variants_common(q, k, lse, score, span, scale)
-    common["SLOPE"] = ATTENTION_VARIANTS_SCORES[score][1]
-    itemsize = q.dtype.itemsize
-    tiles = _attention_variants_tiles(q.device, common["BLOCK_D"], itemsize)
-    read, strides = _attention_variants_read(q, k, v, grad)
-    given = (
-        _attention_variants_given(score_tensors, score_numbers),
-        _attention_variants_given(span_tensors, span_numbers),
+    SCORE, SLOPE, score_given = _attention_variants_links(
+        heads, score, score_tensors, score_numbers
     )
+    common = _attention_variants_common(
+        q, v, lse, SCORE, span, scale, bottom_right
+    )
+    common["SLOPE"] = SLOPE
+    wider = max(common["BLOCK_D"], common["BLOCK_D_V"])
+    tiles = _attention_variants_tiles(q.device, wider, q.dtype.itemsize)
+    read, strides = _attention_variants_read(q, k, v, grad)
+    span_given = _attention_variants_given(span_tensors, span_numbers)
+    limits = _attention_variants_limits(seqlens_k, leftpad_k)
+    given = score_given, span_given, *limits
     sizes = LQ, LK, heads, *strides
     with torch.accelerator.device_index(q.device.index):
         blocks = triton.cdiv(LQ, tiles[1]["BLOCK_M"])
-        pointers = *read, out.contiguous(), lse, delta, dq
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        pointers = *read, out.contiguous(), lse, grad_lse, delta, dq
         common |= tiles[1]
         _attention_variants_dq_kernel[(blocks * batch * heads,)](
             *pointers, *given, *sizes, *dq.stride()[:3], **common
         )
+        if LK == 0:
+            return dq, dk, dv, delta
         blocks = triton.cdiv(LK, tiles[2]["BLOCK_N"])
         pointers = *read, lse, delta, dk, dv
         common |= tiles[2]
@@ -677,35 +885,52 @@ attention_variants_backward = custom_op(
 
 @attention_variants_with_lse.register_fake
 def _attention_variants_fake(
-    q, k, v, score, score_tensors, _, span, span_tensors, __, sinks, scale
+    q,
+    k,
+    v,
+    score,
+    score_tensors,
+    _,
+    span,
+    span_tensors,
+    __,
+    sinks,
+    scale,
+    bottom_right=False,
+    seqlens_k=None,
+    leftpad_k=None,
 ):
-    tensors = *score_tensors, *span_tensors
-    _attention_variants_check(q, k, v, score, span, sinks, tensors)
-    return _attention_variants_empty(q)
+    asked = score, score_tensors, span, span_tensors
+    limits = seqlens_k, leftpad_k
+    _attention_variants_check(q, k, v, *asked, sinks, bottom_right, *limits)
+    return _attention_variants_empty(q, v)
 
 
 @attention_variants_backward.register_fake
 def _attention_variants_backward_fake(grad, q, k, v, out, lse, *_):
     q, k = _attention_variants_rows(q, k)
-    grads = map(_attention_variants_like, (q, k, k))
+    grads = _attention_variants_like(q, k, v)
     return *grads, torch.empty_like(lse)
 
 
 def _attention_variants_setup(ctx, inputs, output):
     q, k, v, ctx.score, first, ctx.first, ctx.span, second, *others = inputs
-    ctx.second, sinks, ctx.scale = others
+    ctx.second, sinks, *ctx.options, seqlens_k, leftpad_k = others
     ctx.count = len(first)
-    ctx.save_for_backward(q, k, v, *output, sinks, *first, *second)
-    ctx.mark_non_differentiable(output[1])
+    tensors = *output, sinks, seqlens_k, leftpad_k, *first, *second
+    ctx.save_for_backward(q, k, v, *tensors)
+    ctx.set_materialize_grads(False)  # None for a result that nobody used
 
 
-def _attention_variants_gradient(ctx, grad, _):
-    *saved, lse, sinks = ctx.saved_tensors[:6]
-    first = list(ctx.saved_tensors[6 : 6 + ctx.count])
-    second = list(ctx.saved_tensors[6 + ctx.count :])
+def _attention_variants_gradient(ctx, grad, grad_lse):
+    *saved, lse, sinks, seqlens_k, leftpad_k = ctx.saved_tensors[:8]
+    first = list(ctx.saved_tensors[8 : 8 + ctx.count])
+    second = list(ctx.saved_tensors[8 + ctx.count :])
     asked = ctx.score, first, ctx.first, ctx.span, second, ctx.second
+    options = *ctx.options, seqlens_k, leftpad_k, grad_lse
+    grad = torch.zeros_like(saved[3]) if grad is None else grad
     *grads, delta = attention_variants_backward(
-        grad, *saved, lse, *asked, ctx.scale
+        grad, *saved, lse, *asked, *options
     )
     d_sinks = None
     if sinks is not None:
@@ -717,7 +942,9 @@ def _attention_variants_gradient(ctx, grad, _):
     none = []
     for tensors, numbers in ((first, ctx.first), (second, ctx.second)):
         none += [None, [None] * len(tensors), None if numbers else []]
-    return *grads, *none, d_sinks, None
+    gradients = *grads, *none, d_sinks, None, None, None, None
+    # PyTorch wants none for last arguments that have their default values.
+    return gradients[: len(ctx.needs_input_grad)]
 
 
 attention_variants_with_lse.register_autograd(
@@ -759,43 +986,69 @@ def attention_variants(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    score: str | tuple[object, ...] = "plain",
+    score: str | tuple[object, ...] | list[str | tuple[object, ...]] = "plain",
     span: str | tuple[object, ...] = "all",
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
-) -> torch.Tensor:
+    bottom_right: bool = False,
+    seqlens_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return attention with a score and a span of one's choice.
 
     That is softmax(score(q @ k.mT * scale)) @ v, where query i sees the keys of
-    its span. Takes q of (batch, heads, queries, D), k and v of (batch, heads /
-    n, keys, D), all of float16, bfloat16, float32 or float64, with D up to 256
-    and any strides; it copies what is not contiguous along D. Each n heads of q
-    share one of k and v. Float32 keeps its 24 bits, so it does without tensor
-    cores. ``scale`` is a number, 1 / sqrt(D) if not given.
+    its span. Takes q of (batch, heads, queries, D), k of (batch, heads / n,
+    keys, D) and v of (batch, heads / n, keys, D_v), all of float16, bfloat16,
+    float32 or float64, with D and D_v up to 256 and any strides; it copies what
+    is not contiguous along D. Each n heads of q share one of k and v. Float32
+    keeps its 24 bits, so it does without tensor cores. ``scale`` is a number, 1
+    / sqrt(D) if not given.
 
     A score or a span is a name, or a tuple of a name and what it is given:
     tensors on the device of q, and numbers, for each of which the kernels are
     compiled. Scores are "plain"; ("alibi", slopes), with a slope for each head
-    of q, for s - slope * (i - j); and ("softcap", cap), with a cap above 0, for
-    cap * tanh(s / cap). Spans are "all"; "causal", with the keys up to i;
-    ("window", size), with the last ``size`` keys up to i; and ("documents",
-    begins), causal, with integers, for each query the first key of its
-    document, the same for the whole batch. What is given is not checked: the
-    kernels read past the end of a tensor that is too short, and need begins
-    that never fall. Add your own to the dictionaries ATTENTION_VARIANTS_SCORES
-    and ATTENTION_VARIANTS_SPANS, as the comments above their functions say.
-    ``sinks``, of (heads,), has a score for each head of q, which takes part in
-    the softmax and has no value.
+    of q, of (heads,) or (batch, heads), for s - slope * (i - j);
+    ("symmetric_alibi", slopes), for s - slope * abs(i - j), as flash-attention
+    has it for later keys; and ("softcap", cap), with a cap above 0, for cap *
+    tanh(s / cap). A list of scores is applied in its order, each to what the
+    one before returned: [("softcap", cap), ("alibi", slopes)].
 
-    The result is contiguous, of the shape and dtype of q, and deterministic. A
-    query that sees nothing gives 0. Scores above 2**27 or below -2**27, in
-    float64 2**56, may give 0 or NaN: a GPU then rounds by more than exp2 can
-    take. A NaN or an infinity may reach queries and keys that it is hidden
-    from. The gradients, of q, k, v and sinks, have their dtypes and are
-    deterministic. They are right for finite inputs only. Second derivatives are
-    not supported. With float16 inputs, the backward rounds the probabilities
-    and the gradients of scores to float16: below 2**-14 these lose bits, from
-    2**-25 down they count as 0.
+    Spans are "all"; "causal", with the keys up to i; ("window", size), with the
+    last ``size`` keys up to i; ("local", left, right), with the keys from i -
+    left to i + right, where -1 is no limit, as in flash-attention's
+    ``window_size``; and ("documents", begins), causal, with integers, for each
+    query the first key of its document, the same for the whole batch. By
+    default, the first query is at the first key: i and j count from 0, as
+    in PyTorch's ``is_causal``. With ``bottom_right``, the last query is at
+    the last key, as in flash-attention: i is then the query's place plus keys -
+    queries, for scores and spans, and is negative for the first ones where
+    there are fewer keys than queries. "documents" do not go with it.
+
+    What is given is not checked: the kernels read past the end of a tensor that
+    is too short, and need begins that never fall. Add your own to the
+    dictionaries ATTENTION_VARIANTS_SCORES and ATTENTION_VARIANTS_SPANS, as the
+    comments above their functions say. ``sinks``, of (heads,), has a score for
+    each head of q, which takes part in the softmax and has no value.
+
+    ``seqlens_k`` and ``leftpad_k``, of (batch,) and int32, are for sequences
+    that are padded: keys from seqlens_k on and before leftpad_k are not seen,
+    and may be NaN. Both count from the first key of k. With ``bottom_right``,
+    the last query is at the last key that is seen, at seqlens_k - 1.
+
+    The result is contiguous, of (batch, heads, queries, D_v) and the dtype of
+    q, and deterministic. With ``return_lse`` it comes with the logarithm of
+    what the softmax divides by, of (batch, heads, queries), in float32, or
+    float64 for float64, which has a gradient, too. A query that sees nothing
+    gives 0, and there -inf or the sink; its gradients are 0.
+
+    Scores above 2**27 or below -2**27, in float64 2**56, may give 0 or NaN: a
+    GPU then rounds by more than exp2 can take. A NaN or an infinity may reach
+    queries and keys that it is hidden from. The gradients, of q, k, v and
+    sinks, have their dtypes and are deterministic. They are right for finite
+    inputs only. Second derivatives are not supported. With float16 inputs, the
+    backward rounds the probabilities and the gradients of scores to float16:
+    below 2**-14 these lose bits, from 2**-25 down they count as 0.
 
     Raises TypeError for other dtypes and for tensors on different devices, and
     ValueError for other shapes, for unknown names, and where what a score or a
@@ -809,14 +1062,26 @@ def attention_variants(
 
     Under ``torch.autocast`` it casts q, k and v to autocast's dtype.
     """
+    scores = score if isinstance(score, list) else [score]
     asked = []
-    for named in (score, span):
-        name, *given = (named,) if isinstance(named, str) else named
-        tensors = [x for x in given if isinstance(x, torch.Tensor)]
-        numbers = [x for x in given if not isinstance(x, torch.Tensor)]
-        if any(t.requires_grad for t in tensors):
-            raise ValueError(
-                f"attention_variants has no gradient for what {name!r} is given"
-            )
-        asked += [name, tensors, numbers]
-    return attention_variants_with_lse(q, k, v, *asked, sinks, scale)[0]
+    for several in (scores, [span]):
+        names, tensors, numbers = [], [], []
+        for named in several:
+            name, *given = (named,) if isinstance(named, str) else named
+            own = [x for x in given if isinstance(x, torch.Tensor)]
+            if any(t.requires_grad for t in own):
+                raise ValueError(
+                    "attention_variants has no gradient for what "
+                    f"{name!r} is given"
+                )
+            counts = f":{len(own)}:{len(given) - len(own)}"
+            names.append(f"{name}{counts if several[1:] else ''}")
+            tensors += own
+            numbers += [x for x in given if not isinstance(x, torch.Tensor)]
+        asked += ["|".join(names), tensors, numbers]
+    options = sinks, scale, bottom_right, seqlens_k, leftpad_k
+    out, lse = attention_variants_with_lse(q, k, v, *asked, *options)
+    if not return_lse:
+        return out
+    nothing = lse == math.inf
+    return out, (lse * math.log(2)).masked_fill(nothing, -math.inf)

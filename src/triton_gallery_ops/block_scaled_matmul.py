@@ -5,7 +5,10 @@ along K, the weight one for each square of 128. Such a scale differs along the
 sum, so each product of 128 of K leaves the tensor cores, is scaled, and is
 added in float32. For NVIDIA GPUs of compute capability 9.0 or more, whose copy
 engine loads tiles. Both matrices lie along K, which is a multiple of 128. There
-is one program per multiprocessor. Deterministic, without a gradient.
+is one program per multiprocessor. On Hopper (H100, H200) a kernel in Gluon
+specializes warps: one loads, and groups of four multiply, so that the tensor
+cores work for one group while another scales. Deterministic, without a
+gradient.
 """
 
 import math
@@ -15,6 +18,18 @@ import torch
 import triton
 import triton.language as tl
 from torch.library import Library, custom_op
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import (
+    TensorDescriptor as GluonDescriptor,
+)
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_gallery_ops.fp8_matmul import (
@@ -36,7 +51,31 @@ BLOCK_SCALED_MATMUL_TILES = [
     (64, 64, 4, 6),
     (64, 32, 4, 6),
 ]
-BLOCK_SCALED_MATMUL_EDGE = 48  # what an edge of a tile costs, beside its area
+# BLOCK_M, BLOCK_N, groups of four warps that multiply, and the most stages
+BLOCK_SCALED_MATMUL_HOPPER = [
+    (192, 128, 3, 4),
+    (128, 128, 2, 6),
+    (64, 128, 1, 8),
+    (64, 64, 1, 10),
+    (64, 32, 1, 12),
+]
+# registers of a thread: at the launch, and of those that multiply
+BLOCK_SCALED_MATMUL_REGISTERS = {1: (168, 240), 2: (168, 240), 3: (128, 160)}
+BLOCK_SCALED_MATMUL_STEP = 80  # what a step costs, beside rows and columns
+BLOCK_SCALED_MATMUL_DTYPES = {
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+}
+# Triton 3.8 renamed the two copies, and 3.9 refuses the older names.
+_block_scaled_matmul_load = (
+    getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+)
+_block_scaled_matmul_store = (
+    getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+)
 
 
 @triton.jit
@@ -79,8 +118,219 @@ def _block_scaled_matmul_kernel(
         out_desc.store([off_m, off_n], acc.to(out_desc.dtype))
 
 
+@gluon.jit
+def _block_scaled_matmul_place(tile, M, N, BLOCK_M, BLOCK_N):
+    """Return where a tile begins: column by column, in groups of rows."""
+    # Eight rows of tiles together: what is read again is still in L2.
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    first = tile // (8 * tiles_n) * 8
+    rows = gl.minimum(gl.cdiv(M, BLOCK_M) - first, 8)
+    within = tile % (8 * tiles_n)
+    # Rows and columns fit int32, whatever their product is.
+    return (first + within % rows) * BLOCK_M, within // rows * BLOCK_N
+
+
+@gluon.jit
+def _block_scaled_matmul_produce(source, sizes, ring, GROUPS: gl.constexpr):
+    x_desc, weight_desc = source
+    tiles, M, N, K = sizes
+    x, weight, full, empty = ring
+    STAGES: gl.constexpr = weight.shape[0]
+    ROWS: gl.constexpr = x_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = weight_desc.block_shape[0]
+    BLOCK_K: gl.constexpr = weight_desc.block_shape[1]
+    nbytes: gl.constexpr = x_desc.block_type.nbytes
+    n = 0  # steps of all tiles
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        off_m, off_n = _block_scaled_matmul_place(
+            tile, M, N, GROUPS * ROWS, BLOCK_N
+        )
+        for k in range(0, K, BLOCK_K):
+            stage = n % STAGES
+            # All consumers have arrived for step n - STAGES. A new barrier
+            # counts the phase before its first one as ended.
+            mbarrier.wait(empty.index(stage), (n // STAGES & 1) ^ 1)
+            # The one arrival at full. The phase ends with the last byte.
+            bar = full.index(stage)
+            mbarrier.expect(
+                bar, GROUPS * nbytes + weight_desc.block_type.nbytes
+            )
+            for i in gl.static_range(GROUPS):
+                rows = x.index(GROUPS * stage + i)
+                place = [off_m + i * ROWS, k]
+                _block_scaled_matmul_load(x_desc, place, bar, rows)
+            _block_scaled_matmul_load(
+                weight_desc, [off_n, k], bar, weight.index(stage)
+            )
+            n += 1
+
+
+@gluon.jit
+def _block_scaled_matmul_scales(step, steps, rows, block, strides, mask):
+    """Load the scales of a step: of rows (ROWS,), and of the one block."""
+    stride_xk, stride_wk = strides
+    step = gl.minimum(step, steps - 1)
+    of_rows = gl.load(rows + step * stride_xk, mask=mask, other=0.0)
+    return of_rows, gl.load(block + step * stride_wk)
+
+
+@gluon.jit
+def _block_scaled_matmul_step(
+    NUMBER: gl.constexpr, n, acc, part, scale, ring, GROUPS: gl.constexpr
+):
+    x, weight, full, empty = ring
+    STAGES: gl.constexpr = weight.shape[0]
+    stage = n % STAGES
+    mbarrier.wait(full.index(stage), n // STAGES & 1)
+    part = warpgroup_mma(
+        x.index(GROUPS * stage + NUMBER),
+        weight.index(stage).permute([1, 0]),
+        part,
+        use_acc=False,
+        is_async=True,
+    )
+    part = warpgroup_mma_wait(0, deps=(part,))
+    mbarrier.arrive(empty.index(stage))
+    # Meanwhile the tensor cores multiply for the other groups.
+    return acc + part * scale[:, None], part
+
+
+@gluon.jit
+def _block_scaled_matmul_consume(
+    NUMBER: gl.constexpr,  # of this group of warps
+    given,
+    GROUPS: gl.constexpr,
+):
+    out_desc, out, sizes, ring, scales = given
+    tiles, M, N, K = sizes
+    scale_x_ptr, scale_weight_ptr, all_strides = scales
+    stride_xm, stride_xk, stride_wn, stride_wk = all_strides
+    ROWS: gl.constexpr = out_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = out_desc.block_shape[1]
+    BLOCK_K: gl.constexpr = ring[1].shape[2]
+    sums: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 32]
+    )
+    steps, strides = K // BLOCK_K, (stride_xk, stride_wk)
+    n = 0  # steps of all tiles, as the producer counts them
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        off_m, off_n = _block_scaled_matmul_place(
+            tile, M, N, GROUPS * ROWS, BLOCK_N
+        )
+        off_m += NUMBER * ROWS
+        offs_m = off_m + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
+        mask = offs_m < M  # (ROWS,)
+        rows = scale_x_ptr + offs_m.to(gl.int64) * stride_xm
+        # A tile is within one block of columns.
+        block = scale_weight_ptr + (off_n // BLOCK_K).to(gl.int64) * stride_wn
+        where = steps, rows, block, strides, mask
+        acc = gl.zeros((ROWS, BLOCK_N), gl.float32, sums)
+        part = gl.zeros((ROWS, BLOCK_N), gl.float32, sums)
+        x0, w0 = _block_scaled_matmul_scales(0, *where)
+        x1, w1 = _block_scaled_matmul_scales(1, *where)
+        for step in range(0, steps, 2):
+            # A load takes longer than a step: it is for two steps later.
+            x2, w2 = _block_scaled_matmul_scales(step + 2, *where)
+            x3, w3 = _block_scaled_matmul_scales(step + 3, *where)
+            acc, part = _block_scaled_matmul_step(
+                NUMBER, n, acc, part, x0 * w0, ring, GROUPS
+            )
+            n += 1
+            if step + 1 < steps:
+                acc, part = _block_scaled_matmul_step(
+                    NUMBER, n, acc, part, x1 * w1, ring, GROUPS
+                )
+                n += 1
+            x0, w0, x1, w1 = x2, w2, x3, w3
+        tma.store_wait(0)  # the store of the last tile has read the buffer
+        piece = out.index(NUMBER)
+        piece.store(acc.to(out_desc.dtype))
+        fence_async_shared()  # what threads wrote, the engine reads
+        _block_scaled_matmul_store(out_desc, [off_m, off_n], piece)
+    tma.store_wait(0)  # the shared memory is another program's soon
+
+
+@gluon.jit
+def _block_scaled_matmul_hopper_kernel(
+    x_desc,
+    weight_desc,
+    out_desc,
+    scale_x_ptr,
+    scale_weight_ptr,
+    stride_xm,  # of the scales
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    GROUPS: gl.constexpr,  # of four warps that multiply
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,  # of a thread that multiplies
+):
+    M, N = out_desc.shape
+    K = x_desc.shape[1]
+    x_shape: gl.constexpr = [GROUPS * STAGES] + x_desc.block_shape
+    weight_shape: gl.constexpr = [STAGES] + weight_desc.block_shape
+    out_shape: gl.constexpr = [GROUPS] + out_desc.block_shape
+    x = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
+    weight = gl.allocate_shared_memory(
+        weight_desc.dtype, weight_shape, weight_desc.layout
+    )
+    out = gl.allocate_shared_memory(out_desc.dtype, out_shape, out_desc.layout)
+    kind: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], kind)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)  # the producer's expect
+        mbarrier.init(empty.index(stage), count=GROUPS)  # one of each consumer
+    tiles_m = gl.cdiv(M, GROUPS * out_desc.block_shape[0])
+    tiles = tiles_m * gl.cdiv(N, out_desc.block_shape[1])
+    sizes, ring = (tiles, M, N, K), (x, weight, full, empty)
+    strides = stride_xm, stride_xk, stride_wn, stride_wk
+    scales = scale_x_ptr, scale_weight_ptr, strides
+    given, source = (out_desc, out, sizes, ring, scales), (x_desc, weight_desc)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_block_scaled_matmul_consume, (0, given, GROUPS)),
+                (_block_scaled_matmul_produce, (source, sizes, ring, GROUPS)),
+            ],
+            [1],
+            [24],
+        )
+    elif GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_block_scaled_matmul_consume, (0, given, GROUPS)),
+                (_block_scaled_matmul_consume, (1, given, GROUPS)),
+                (_block_scaled_matmul_produce, (source, sizes, ring, GROUPS)),
+            ],
+            [4, 1],  # warps of the second consumer and of the producer
+            [REGISTERS, 24],  # and registers of their threads
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_block_scaled_matmul_consume, (0, given, GROUPS)),
+                (_block_scaled_matmul_consume, (1, given, GROUPS)),
+                (_block_scaled_matmul_consume, (2, given, GROUPS)),
+                (_block_scaled_matmul_produce, (source, sizes, ring, GROUPS)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+
+
 @cache
-def _block_scaled_matmul_plan(M, N, itemsize, multiprocessors, shared):
+def _block_scaled_matmul_is_hopper(device):
+    """Return whether a GPU has the instructions of the kernel in Gluon."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(
+        device
+    ) == (9, 0)
+
+
+@cache
+def _block_scaled_matmul_plan(
+    M, N, itemsize, multiprocessors, shared, is_hopper
+):
     """Return the number of programs, their tile and its stages."""
 
     def stages(tile):
@@ -94,13 +344,20 @@ def _block_scaled_matmul_plan(M, N, itemsize, multiprocessors, shared):
 
     def cost(tile):
         rounds = triton.cdiv(number(tile), multiprocessors)
-        edges = BLOCK_SCALED_MATMUL_EDGE * (tile[0] + tile[1])
-        return rounds * (tile[0] * tile[1] + edges)
+        # On an H200, a step took time by its edges, and not by its area.
+        return rounds * (tile[0] + tile[1] + BLOCK_SCALED_MATMUL_STEP)
 
-    tile = min(
-        (t for t in BLOCK_SCALED_MATMUL_TILES if stages(t) >= 3), key=cost
-    )
-    return min(multiprocessors, number(tile)), tile, stages(tile)
+    tiles = BLOCK_SCALED_MATMUL_TILES
+    tiles = BLOCK_SCALED_MATMUL_HOPPER if is_hopper else tiles
+    tile = min((t for t in tiles if stages(t) >= 3), key=cost)
+    programs = min(multiprocessors, number(tile))
+    return programs, tile, stages(tile)
+
+
+def _block_scaled_matmul_descriptor(matrix, shape, strides, block):
+    dtype = BLOCK_SCALED_MATMUL_DTYPES[matrix.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return GluonDescriptor(matrix, shape, strides, block, layout)
 
 
 def _block_scaled_matmul_check(x, weight, scale_x, scale_weight, out_dtype):
@@ -163,30 +420,49 @@ def _block_scaled_matmul_launch(
         side_x = _fp8_matmul_rows(x.reshape(M, K))
         side_weight = _fp8_matmul_rows(weight)
         scale_x = scale_x.reshape(M, -1)
-        plan = M, N, out_dtype.itemsize, multiprocessors, shared
-        programs, tile, num_stages = _block_scaled_matmul_plan(*plan)
-        m, n, num_warps, _ = tile
+        specialized = _block_scaled_matmul_is_hopper(x.device)
+        programs, (m, n, count, _), num_stages = _block_scaled_matmul_plan(
+            *(M, N, out_dtype.itemsize, multiprocessors, shared, specialized)
+        )
         GROUP = BLOCK_SCALED_MATMUL_GROUP
-        describe = TensorDescriptor
+        rows, describe = m, TensorDescriptor
+        if specialized:
+            rows, describe = m // count, _block_scaled_matmul_descriptor
+        scales = scale_x, scale_weight
+        strides = *scale_x.stride(), *scale_weight.stride()
         # Triton launches on the current GPU, which may not be that of x.
         with torch.accelerator.device_index(x.device.index):
             if x.is_cuda and not hasattr(FP8_MATMUL_THREAD, "begun"):
                 # No descriptor is made in a thread without CUDA's context.
                 FP8_MATMUL_THREAD.begun = torch.zeros(1, device=x.device)
-            _block_scaled_matmul_kernel[(programs,)](
-                describe(side_x, [M, K], [side_x.stride(0), 1], [m, GROUP]),
+            matrices = (
+                describe(side_x, [M, K], [side_x.stride(0), 1], [rows, GROUP]),
                 describe(
                     side_weight, [N, K], [side_weight.stride(0), 1], [n, GROUP]
                 ),
-                describe(stored, [M, N], [stored.stride(0), 1], [m, n]),
-                scale_x,
-                scale_weight,
-                *scale_x.stride(),
-                *scale_weight.stride(),
-                GROUP=GROUP,
-                num_warps=num_warps,
-                num_stages=num_stages,
+                describe(stored, [M, N], [stored.stride(0), 1], [rows, n]),
             )
+            if specialized:
+                most, own = BLOCK_SCALED_MATMUL_REGISTERS[count]
+                _block_scaled_matmul_hopper_kernel[(programs,)](
+                    *matrices,
+                    *scales,
+                    *strides,
+                    GROUPS=count,
+                    STAGES=num_stages,
+                    REGISTERS=own,
+                    num_warps=4,  # of the first group
+                    maxnreg=most,
+                )
+            else:
+                _block_scaled_matmul_kernel[(programs,)](
+                    *matrices,
+                    *scales,
+                    *strides,
+                    GROUP=GROUP,
+                    num_warps=count,
+                    num_stages=num_stages,
+                )
     return stored.reshape(*x.shape[:-1], N)
 
 

@@ -129,7 +129,7 @@ def _cumsum_launch_either(name, x, kernel, REVERSE):
     N = int(x.shape[-1]) if x.ndim else 1
     x = x.reshape(-1, N)
     x = x if x.stride(1) == 1 else x.contiguous()
-    M, stride = int(x.shape[0]), int(x.stride(0))
+    M, stride = x.shape[0], int(x.stride(0))
     plan = _cumsum_plan(x, stride, REVERSE)
     grid = (triton.cdiv(M, plan["BLOCK_M"]),)
     # Triton launches on the current GPU, which may not be that of x.

@@ -163,7 +163,7 @@ def _cumsum_long_launch_either(name, x, kernel, REVERSE):
     N = int(x.shape[-1]) if x.ndim else 1
     x = x.reshape(-1, N)
     x = x if x.stride(1) == 1 else x.contiguous()
-    M, stride = int(x.shape[0]), int(x.stride(0))
+    M, stride = x.shape[0], int(x.stride(0))
     plan = _cumsum_long_plan(x, stride, REVERSE)
     tiles = triton.cdiv(N, plan["BLOCK_N"])
     # A counter, and a word for each tile

@@ -4,10 +4,10 @@ For each head, S = exp(g_t) * S_(t-1), S_t = S + beta_t * outer(k_t, v_t - S.T @
 k_t), and the output is scale * S_t.T @ q_t (Yang, Kautz and Hatamizadeh, 2024,
 arXiv:2412.06464). A chunk solves a triangular system by matrix products (Yang
 et al., 2024, arXiv:2406.06484). One kernel is serial along the chunks, so
-throughput rises with the number of heads and sequences. Takes K up to 128, V up
-to 256, g of at most 0 and beta * |k|**2 from 0 to 2, which is not checked.
-Float32 products are computed as three TF32 products. Deterministic. There is no
-second derivative. ``linear_attention`` does without the correction.
+throughput rises with the number of heads and sequences. Takes K and V up to
+256, g of at most 0 and beta * |k|**2 from 0 to 2, which is not checked. Float32
+products are computed as three TF32 products. Deterministic. There is no second
+derivative. ``linear_attention`` does without the correction.
 """
 
 import functools
@@ -65,12 +65,17 @@ GATED_DELTA_RULE_HOPPER = (
 
 
 @triton.jit
-def _gated_delta_rule_tokens(slot, T, HEADS, CHUNK: tl.constexpr):
+def _gated_delta_rule_tokens(slot, T, HEADS, spans_ptr, CHUNK: tl.constexpr):
     """Return a chunk's first row, its rows, and which of them exist."""
-    chunks = tl.cdiv(T, CHUNK)
-    start = slot % chunks * CHUNK
-    place = slot // chunks  # of a head of a batch
-    begin = (place // HEADS * T + start) * HEADS + place % HEADS
+    if spans_ptr is None:
+        chunks = tl.cdiv(T, CHUNK)
+        start = slot % chunks * CHUNK
+        place = slot // chunks  # of a head of a batch
+        begin = (place // HEADS * T + start) * HEADS + place % HEADS
+    else:  # packed: all heads of a chunk, then those of the next
+        start = tl.load(spans_ptr + slot // HEADS * 2)
+        T = start + tl.load(spans_ptr + slot // HEADS * 2 + 1)
+        begin = start * HEADS + slot % HEADS
     rows = tl.arange(0, CHUNK) * HEADS  # since begin; in int32 they take less
     return begin, rows, tl.arange(0, CHUNK) < T - start
 
@@ -104,8 +109,10 @@ def _gated_delta_rule_solve_kernel(
     y_ptr,
     T,
     HEADS,
+    spans_ptr,
     K: tl.constexpr,
     V: tl.constexpr,
+    GROUP: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -115,7 +122,14 @@ def _gated_delta_rule_solve_kernel(
     """Store a chunk's decays, and its inverse times keys and values."""
     # In int32, an offset would overflow past element 2**31.
     slot = tl.program_id(axis=0).to(tl.int64)
-    begin, rows, inside = _gated_delta_rule_tokens(slot, T, HEADS, CHUNK)
+    if (
+        spans_ptr is not None
+        and tl.load(spans_ptr + slot // HEADS * 2 + 1) <= 0
+    ):
+        return  # no chunk is left for this program
+    begin, rows, inside = _gated_delta_rule_tokens(
+        slot, T, HEADS, spans_ptr, CHUNK
+    )
     # What is decayed by 2**-160 is zero in float32, by 2**-1200 in float64. The
     # bound keeps -inf out: a difference of infinities is NaN.
     LOWEST: tl.constexpr = -1200.0 if ACC.is_fp64() else -160.0
@@ -127,9 +141,11 @@ def _gated_delta_rule_solve_kernel(
     tl.store(decay_ptr + slot * CHUNK + tl.arange(0, CHUNK), decay)
     beta = tl.load(beta_ptr + begin + rows, mask=inside, other=0.0)
     offs_k = tl.arange(0, BLOCK_K)
-    keys = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
+    own = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
     keys_mask = inside[:, None] & (offs_k[None, :] < K)
-    k = tl.load(k_ptr + begin * K + keys, mask=keys_mask, other=0.0)
+    keys = (rows // GROUP)[:, None] * K + offs_k[None, :]
+    shared = begin // GROUP * K  # heads of a group follow one another
+    k = tl.load(k_ptr + shared + keys, mask=keys_mask, other=0.0)
     pairs = tl.dot(k, k.T, input_precision=PRECISION, out_dtype=ACC)
     pairs *= _gated_delta_rule_weights(decay, CHUNK) * beta[None, :]
     # Tokens i and j < i are in neighbouring blocks of the same pair of blocks
@@ -154,7 +170,7 @@ def _gated_delta_rule_solve_kernel(
     tl.store(inverse_ptr + begin * CHUNK + tile, inverse, mask=inside[:, None])
     k = (k * tl.exp2(decay)[:, None]).to(k.dtype)
     w = tl.dot(inverse, k, input_precision=PRECISION, out_dtype=ACC)
-    tl.store(w_ptr + begin * K + keys, w, mask=keys_mask)
+    tl.store(w_ptr + begin * K + own, w, mask=keys_mask)
     for start in range(0, V, BLOCK_V):
         offs_v = start + tl.arange(0, BLOCK_V)
         values = rows[:, None] * V + offs_v[None, :]  # (CHUNK, BLOCK_V)
@@ -177,8 +193,12 @@ def _gated_delta_rule_states_kernel(
     last_ptr,
     T,
     HEADS,
+    spans_ptr,
+    offsets_ptr,
     K: tl.constexpr,
     V: tl.constexpr,
+    GROUP: tl.constexpr,
+    V_FIRST: tl.constexpr,
     STARTED: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -193,24 +213,36 @@ def _gated_delta_rule_states_kernel(
     place = (tl.program_id(axis=0) // blocks).to(tl.int64)
     offs_k = tl.arange(0, BLOCK_K)
     tile = offs_k[:, None] * V + offs_v[None, :]  # (BLOCK_K, BLOCK_V)
+    ends = tile
+    if V_FIRST:
+        ends = offs_k[:, None] + offs_v[None, :] * K
     mask = (offs_k[:, None] < K) & (offs_v[None, :] < V)
     state = tl.zeros((BLOCK_K, BLOCK_V), dtype=ACC)
     if STARTED:
-        state = tl.load(first_ptr + place * K * V + tile, mask=mask, other=0.0)
+        state = tl.load(first_ptr + place * K * V + ends, mask=mask, other=0.0)
     chunks = tl.cdiv(T, CHUNK)
+    if spans_ptr is not None:
+        first = tl.load(offsets_ptr + place // HEADS)
+        chunks = tl.load(offsets_ptr + place // HEADS + 1) - first
     for chunk in range(chunks):
         slot = place * chunks + chunk
+        if spans_ptr is not None:
+            slot = (first + chunk) * HEADS + place % HEADS
         # Only the stored copy is rounded. The state in registers goes on.
         tl.store(states_ptr + slot * K * V + tile, state, mask=mask)
-        begin, rows, inside = _gated_delta_rule_tokens(slot, T, HEADS, CHUNK)
+        begin, rows, inside = _gated_delta_rule_tokens(
+            slot, T, HEADS, spans_ptr, CHUNK
+        )
         decay, total = _gated_delta_rule_decays(decay_ptr, slot, CHUNK)
         beta = tl.load(beta_ptr + begin + rows, mask=inside, other=0.0)
-        keys = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
+        own = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
         keys_mask = inside[:, None] & (offs_k[None, :] < K)
         values = rows[:, None] * V + offs_v[None, :]  # (CHUNK, BLOCK_V)
         values_mask = inside[:, None] & (offs_v[None, :] < V)
-        w = tl.load(w_ptr + begin * K + keys, mask=keys_mask, other=0.0)
-        k = tl.load(k_ptr + begin * K + keys, mask=keys_mask, other=0.0)
+        w = tl.load(w_ptr + begin * K + own, mask=keys_mask, other=0.0)
+        keys = (rows // GROUP)[:, None] * K + offs_k[None, :]
+        shared = begin // GROUP * K  # heads of a group follow one another
+        k = tl.load(k_ptr + shared + keys, mask=keys_mask, other=0.0)
         y = tl.load(y_ptr + begin * V + values, mask=values_mask, other=0.0)
         # The tensor cores take both operands in the type of the inputs.
         read = state.to(k.dtype)
@@ -221,7 +253,7 @@ def _gated_delta_rule_states_kernel(
         x = (x * (tl.exp2(total - decay) * beta)[:, None]).to(k.dtype)
         state *= tl.exp2(total)
         state = tl.dot(k.T, x, state, input_precision=PRECISION, out_dtype=ACC)
-    tl.store(last_ptr + place * K * V + tile, state, mask=mask)
+    tl.store(last_ptr + place * K * V + ends, state, mask=mask)
 
 
 @triton.jit
@@ -235,9 +267,11 @@ def _gated_delta_rule_outputs_kernel(
     out_ptr,
     T,
     HEADS,
+    spans_ptr,
     SCALE: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    GROUP: tl.constexpr,
     BACKWARD: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -253,17 +287,25 @@ def _gated_delta_rule_outputs_kernel(
     # Programs side by side share a chunk, so its keys stay in the L2 cache.
     blocks = tl.cdiv(V, BLOCK_V)
     slot = (tl.program_id(axis=0) // blocks).to(tl.int64)
-    begin, rows, inside = _gated_delta_rule_tokens(slot, T, HEADS, CHUNK)
+    if (
+        spans_ptr is not None
+        and tl.load(spans_ptr + slot // HEADS * 2 + 1) <= 0
+    ):
+        return  # no chunk is left for this program
+    begin, rows, inside = _gated_delta_rule_tokens(
+        slot, T, HEADS, spans_ptr, CHUNK
+    )
     decay, _ = _gated_delta_rule_decays(decay_ptr, slot, CHUNK)
     offs_v = tl.program_id(axis=0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     p = tl.zeros((CHUNK, CHUNK), dtype=ACC)
     out = tl.zeros((CHUNK, BLOCK_V), dtype=ACC)
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
-        keys = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
+        keys = (rows // GROUP)[:, None] * K + offs_k[None, :]
+        shared = begin // GROUP * K  # heads of a group follow one another
         mask = inside[:, None] & (offs_k[None, :] < K)
-        q = tl.load(q_ptr + begin * K + keys, mask=mask, other=0.0)
-        k = tl.load(k_ptr + begin * K + keys, mask=mask, other=0.0)
+        q = tl.load(q_ptr + shared + keys, mask=mask, other=0.0)
+        k = tl.load(k_ptr + shared + keys, mask=mask, other=0.0)
         p = tl.dot(q, k.T, p, input_precision=PRECISION, out_dtype=ACC)
         if not BACKWARD:
             cells = offs_k[:, None] * V + offs_v[None, :]  # (BLOCK_K, BLOCK_V)
@@ -303,9 +345,13 @@ def _gated_delta_rule_flows_kernel(
     dfirst_ptr,
     T,
     HEADS,
+    spans_ptr,
+    offsets_ptr,
     SCALE: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    GROUP: tl.constexpr,
+    V_FIRST: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -322,21 +368,33 @@ def _gated_delta_rule_flows_kernel(
     place = (tl.program_id(axis=0) // blocks).to(tl.int64)
     offs_k = tl.arange(0, BLOCK_K)
     tile = offs_k[:, None] * V + offs_v[None, :]  # (BLOCK_K, BLOCK_V)
+    ends = tile
+    if V_FIRST:
+        ends = offs_k[:, None] + offs_v[None, :] * K
     mask = (offs_k[:, None] < K) & (offs_v[None, :] < V)
     # The last state is a result, so the walk begins with its gradient.
-    flow = tl.load(grad_last_ptr + place * K * V + tile, mask=mask, other=0.0)
+    flow = tl.load(grad_last_ptr + place * K * V + ends, mask=mask, other=0.0)
     chunks = tl.cdiv(T, CHUNK)
+    if spans_ptr is not None:
+        first = tl.load(offsets_ptr + place // HEADS)
+        chunks = tl.load(offsets_ptr + place // HEADS + 1) - first
     for step in range(chunks):
         slot = place * chunks + chunks - 1 - step
+        if spans_ptr is not None:
+            slot = (first + chunks - 1 - step) * HEADS + place % HEADS
         tl.store(flows_ptr + slot * K * V + tile, flow, mask=mask)
-        begin, rows, inside = _gated_delta_rule_tokens(slot, T, HEADS, CHUNK)
+        begin, rows, inside = _gated_delta_rule_tokens(
+            slot, T, HEADS, spans_ptr, CHUNK
+        )
         decay, total = _gated_delta_rule_decays(decay_ptr, slot, CHUNK)
         beta = tl.load(beta_ptr + begin + rows, mask=inside, other=0.0)
-        keys = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
+        own = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
         keys_mask = inside[:, None] & (offs_k[None, :] < K)
         values = rows[:, None] * V + offs_v[None, :]  # (CHUNK, BLOCK_V)
         values_mask = inside[:, None] & (offs_v[None, :] < V)
-        k = tl.load(k_ptr + begin * K + keys, mask=keys_mask, other=0.0)
+        keys = (rows // GROUP)[:, None] * K + offs_k[None, :]
+        shared = begin // GROUP * K  # heads of a group follow one another
+        k = tl.load(k_ptr + shared + keys, mask=keys_mask, other=0.0)
         # What a token wrote reaches later chunks, and queries of its own.
         read = flow.to(k.dtype)
         f = tl.dot(k, read, input_precision=PRECISION, out_dtype=ACC)
@@ -345,17 +403,17 @@ def _gated_delta_rule_flows_kernel(
         f *= beta[:, None]
         tl.store(f_ptr + begin * V + values, f, mask=values_mask)
         # What the queries read of the state, less what the keys did.
-        q = tl.load(q_ptr + begin * K + keys, mask=keys_mask, other=0.0)
+        q = tl.load(q_ptr + shared + keys, mask=keys_mask, other=0.0)
         grad = tl.load(
             grad_ptr + begin * V + values, mask=values_mask, other=0.0
         )
         grad = (grad * (tl.exp2(decay) * SCALE)[:, None]).to(k.dtype)
         flow *= tl.exp2(total)
         flow = tl.dot(q.T, grad, flow, input_precision=PRECISION, out_dtype=ACC)
-        w = tl.load(w_ptr + begin * K + keys, mask=keys_mask, other=0.0)
+        w = tl.load(w_ptr + begin * K + own, mask=keys_mask, other=0.0)
         f = (-f).to(k.dtype)
         flow = tl.dot(w.T, f, flow, input_precision=PRECISION, out_dtype=ACC)
-    tl.store(dfirst_ptr + place * K * V + tile, flow, mask=mask)
+    tl.store(dfirst_ptr + place * K * V + ends, flow, mask=mask)
 
 
 @triton.jit
@@ -370,9 +428,11 @@ def _gated_delta_rule_pairs_kernel(
     errors_ptr,
     T,
     HEADS,
+    spans_ptr,
     SCALE: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    GROUP: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -381,7 +441,14 @@ def _gated_delta_rule_pairs_kernel(
 ):
     """Store the gradients of values, and of products of queries and keys."""
     slot = tl.program_id(axis=0).to(tl.int64)
-    begin, rows, inside = _gated_delta_rule_tokens(slot, T, HEADS, CHUNK)
+    if (
+        spans_ptr is not None
+        and tl.load(spans_ptr + slot // HEADS * 2 + 1) <= 0
+    ):
+        return  # no chunk is left for this program
+    begin, rows, inside = _gated_delta_rule_tokens(
+        slot, T, HEADS, spans_ptr, CHUNK
+    )
     decay, _ = _gated_delta_rule_decays(decay_ptr, slot, CHUNK)
     offs = tl.arange(0, CHUNK)
     tile = rows[:, None] * CHUNK + offs[None, :]  # (CHUNK, CHUNK)
@@ -436,9 +503,11 @@ def _gated_delta_rule_gradients_kernel(
     dbeta_ptr,
     T,
     HEADS,
+    spans_ptr,
     SCALE: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    GROUP: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -447,7 +516,14 @@ def _gated_delta_rule_gradients_kernel(
 ):
     """Store the other gradients of the tokens of a chunk."""
     slot = tl.program_id(axis=0).to(tl.int64)
-    begin, rows, inside = _gated_delta_rule_tokens(slot, T, HEADS, CHUNK)
+    if (
+        spans_ptr is not None
+        and tl.load(spans_ptr + slot // HEADS * 2 + 1) <= 0
+    ):
+        return  # no chunk is left for this program
+    begin, rows, inside = _gated_delta_rule_tokens(
+        slot, T, HEADS, spans_ptr, CHUNK
+    )
     decay, total = _gated_delta_rule_decays(decay_ptr, slot, CHUNK)
     beta = tl.load(beta_ptr + begin + rows, mask=inside, other=0.0)
     offs = tl.arange(0, CHUNK)
@@ -483,10 +559,12 @@ def _gated_delta_rule_gradients_kernel(
             written = tl.dot(
                 x, flow.T, written, input_precision=PRECISION, out_dtype=ACC
             )
-        keys = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
+        keys = (rows // GROUP)[:, None] * K + offs_k[None, :]
+        shared = begin // GROUP * K  # heads of a group follow one another
         keys_mask = inside[:, None] & (offs_k[None, :] < K)
-        q = tl.load(q_ptr + begin * K + keys, mask=keys_mask, other=0.0)
-        k = tl.load(k_ptr + begin * K + keys, mask=keys_mask, other=0.0)
+        q = tl.load(q_ptr + shared + keys, mask=keys_mask, other=0.0)
+        k = tl.load(k_ptr + shared + keys, mask=keys_mask, other=0.0)
+        own = rows[:, None] * K + offs_k[None, :]  # (CHUNK, BLOCK_K)
         tile = rows[:, None] * CHUNK + offs[None, :]  # (CHUNK, CHUNK)
         queries = tl.load(
             queries_ptr + begin * CHUNK + tile, mask=inside[:, None], other=0.0
@@ -512,20 +590,46 @@ def _gated_delta_rule_gradients_kernel(
         dq = tl.dot(
             queries, scaled, dq, input_precision=PRECISION, out_dtype=ACC
         )
-        tl.store(dq_ptr + begin * K + keys, dq, mask=keys_mask)
+        tl.store(dq_ptr + begin * K + own, dq, mask=keys_mask)
         read *= -tl.exp2(decay)[:, None]
         read = tl.dot(
             errors, scaled, read, input_precision=PRECISION, out_dtype=ACC
         )
         dg += tl.sum(dq * q + read * k, axis=1)
         dk = read + written + near
-        tl.store(dk_ptr + begin * K + keys, dk, mask=keys_mask)
+        tl.store(dk_ptr + begin * K + own, dk, mask=keys_mask)
     tl.store(dbeta_ptr + begin + rows, dbeta, mask=inside)
     # A log decay acts on each pair of a token that writes and a later one that
     # reads, around it: both in this chunk, one of them, or none.
     dg = tl.cumsum(dg, axis=0, reverse=True) + tl.cumsum(far, axis=0) - far
     dg += tl.sum(through, axis=0) * tl.exp2(total)
     tl.store(dg_ptr + begin + rows, dg, mask=inside)
+
+
+@triton.jit
+def _gated_delta_rule_unit_kernel(
+    x_ptr,
+    grad_ptr,
+    out_ptr,
+    ROWS,
+    K: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Store rows divided by their lengths, or the gradient of that."""
+    row = tl.program_id(axis=0).to(tl.int64) * BLOCK_ROWS
+    row += tl.arange(0, BLOCK_ROWS)
+    offs_k = tl.arange(0, BLOCK_K)
+    cells = row[:, None] * K + offs_k[None, :]  # (BLOCK_ROWS, BLOCK_K)
+    mask = (row < ROWS)[:, None] & (offs_k[None, :] < K)
+    x = tl.load(x_ptr + cells, mask=mask, other=0.0).to(ACC)
+    factor = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
+    out = x * factor
+    if grad_ptr is not None:  # without its part along the row
+        grad = tl.load(grad_ptr + cells, mask=mask, other=0.0).to(ACC)
+        out = (grad - out * tl.sum(out * grad, axis=1)[:, None]) * factor
+    tl.store(out_ptr + cells, out, mask=mask)
 
 
 GATED_DELTA_RULE_KERNELS = (
@@ -535,46 +639,117 @@ GATED_DELTA_RULE_KERNELS = (
     _gated_delta_rule_flows_kernel,
     _gated_delta_rule_pairs_kernel,
     _gated_delta_rule_gradients_kernel,
+    _gated_delta_rule_unit_kernel,
 )
 
 
-def _gated_delta_rule_check(q, k, v, g, beta, initial_state):
+def _gated_delta_rule_check(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state,
+    cu_seqlens,
+    use_gate_in_kernel,
+    A_log,
+    dt_bias,
+    use_beta_sigmoid_in_kernel,
+    allow_neg_eigval,
+    state_v_first,
+):
     name = "gated_delta_rule"
     if not q.is_floating_point() or q.element_size() == 1:  # float8
         raise TypeError(f"{name} takes float tensors, not {q.dtype}")
     wide = torch.promote_types(q.dtype, torch.float32)
     given = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    if initial_state is not None:
-        given["initial_state"] = initial_state
-    kinds = dict.fromkeys(given, wide) | dict.fromkeys("qkv", q.dtype)
-    found = {who: (t.dtype, t.device) for who, t in given.items()}
-    if found != {who: (kind, q.device) for who, kind in kinds.items()}:
+    given |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    given |= {"A_log": A_log, "dt_bias": dt_bias}
+    given = {who: t for who, t in given.items() if t is not None}
+    kinds = dict.fromkeys(given, (wide,)) | dict.fromkeys("qkv", (q.dtype,))
+    kinds["cu_seqlens"] = torch.int32, torch.int64
+    if use_gate_in_kernel:
+        kinds |= dict.fromkeys(("g", "A_log", "dt_bias"), (wide, q.dtype))
+    if use_beta_sigmoid_in_kernel:
+        kinds["beta"] = wide, q.dtype
+    if any(
+        t.dtype not in kinds[who] or t.device != q.device
+        for who, t in given.items()
+    ):
         text = ", ".join(
             f"{who} {t.dtype} on {t.device}" for who, t in given.items()
         )
         raise TypeError(
             f"{name} takes q, k and v of one dtype, g, beta and the initial "
-            f"state of {wide}, on one device, not {text}"
+            f"state of {wide}, what use_gate_in_kernel and "
+            "use_beta_sigmoid_in_kernel read of either, and cu_seqlens of "
+            f"int32 or int64, on one device, not {text}"
+        )
+    if use_gate_in_kernel != (A_log is not None) or (
+        dt_bias is not None and not use_gate_in_kernel
+    ):
+        raise ValueError(
+            f"{name} takes A_log, and dt_bias if there is one, with "
+            "use_gate_in_kernel, and not without"
+        )
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            f"{name} takes allow_neg_eigval with use_beta_sigmoid_in_kernel"
         )
     fits = (
         q.ndim == v.ndim == 4
         and q.shape == k.shape
-        and q.shape[:3] == v.shape[:3] == g.shape == beta.shape
-        and q.shape[2] < 65536
-        and 1 <= q.shape[3] <= 128
+        and q.shape[:2] == v.shape[:2]
+        and v.shape[:3] == g.shape == beta.shape
+        and q.shape[2] <= v.shape[2] < 65536
+        and v.shape[2] % max(q.shape[2], 1) == 0
+        and (q.shape[2] > 0 or v.shape[2] == 0)
+        and 1 <= q.shape[3] <= 256
         and 1 <= v.shape[3] <= 256
+        and all(t is None or t.shape == v.shape[2:3] for t in (A_log, dt_bias))
     )
+    if fits and cu_seqlens is not None:
+        fits = cu_seqlens.ndim == 1 < cu_seqlens.shape[0] and q.shape[0] == 1
     if fits and initial_state is not None:
-        batch, _, heads, K = q.shape
-        fits = initial_state.shape == (batch, heads, K, v.shape[3])
+        fits = initial_state.shape == _gated_delta_rule_state_shape(
+            q, v, cu_seqlens, state_v_first
+        )
     if not fits:
         text = ", ".join(f"{who} {tuple(t.shape)}" for who, t in given.items())
         raise ValueError(
-            f"{name} takes q and k of (batch, length, heads, K), v of (batch, "
-            "length, heads, V), g and beta of (batch, length, heads) and an "
-            "initial state of (batch, heads, K, V), with fewer than 65536 "
-            f"heads, K up to 128 and V up to 256, not {text}"
+            f"{name} takes q and k of (batch, length, heads / n, K), v of "
+            "(batch, length, heads, V), g and beta of (batch, length, heads), "
+            "A_log and dt_bias of (heads,), cu_seqlens of (sequences + 1,) for "
+            "a batch of 1, an initial state of (sequences, heads, K, V), or "
+            "(sequences, heads, V, K) if state_v_first, with fewer than 65536 "
+            f"heads, and K and V up to 256, not {text}"
         )
+
+
+def _gated_delta_rule_state_shape(q, v, cu_seqlens, state_v_first):
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    K, V = q.shape[3], v.shape[3]
+    return sequences, v.shape[2], *((V, K) if state_v_first else (K, V))
+
+
+def _gated_delta_rule_spans(cu_seqlens, T, CHUNK):
+    """Return where the chunks of packed sequences begin.
+
+    The host reads no length, so the table has as many rows as there may be
+    chunks: each has the chunk's first token, and the number of tokens from
+    there to the end of the sequence. Rows that are left have a number of 0 or
+    less. The other result is the first chunk of each sequence.
+    """
+    start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    chunks = (end - start + CHUNK - 1) // CHUNK  # of each sequence
+    offsets = torch.nn.functional.pad(chunks.cumsum(0), (1, 0))
+    sequences = start.shape[0]
+    most = (T + sequences * (CHUNK - 1)) // CHUNK
+    chunk = torch.arange(most, device=offsets.device)
+    sequence = torch.searchsorted(offsets, chunk, right=True) - 1
+    sequence = sequence.clamp(max=sequences - 1)
+    token = start[sequence] + (chunk - offsets[sequence]) * CHUNK
+    return torch.stack((token, end[sequence] - token), dim=1), offsets
 
 
 def _gated_delta_rule_read(*tensors):
@@ -594,24 +769,42 @@ def _gated_delta_rule_is_hopper(device):
 
 
 def _gated_delta_rule_call(
-    kernels, which, q, v, programs, parts, *pointers, **constants
+    kernels,
+    q,
+    v,
+    spans,
+    offsets,
+    state_v_first,
+    which,
+    programs,
+    *pointers,
+    **constants,
 ):
-    """Launch a kernel with its tile, for each part of the values if asked."""
-    (_, T, heads, K), V = q.shape, int(v.shape[3])
-    K = int(K)  # torch.compile would keep it open, and a constant cannot be
+    """Launch a kernel with its tile, for a number of chunks or sequences."""
+    T, heads = v.shape[1:3]
+    # torch.compile would keep them open, and a constant cannot be.
+    K, V, GROUP = int(q.shape[3]), int(v.shape[3]), int(heads // q.shape[2])
     (CHUNK, PRECISION), *tiles = GATED_DELTA_RULE_TILES[q.dtype.itemsize]
     least = 16
     if q.dtype.itemsize == 2 and _gated_delta_rule_is_hopper(q.device):
         tiles, least = GATED_DELTA_RULE_HOPPER, 64
     most_k, most_v, num_warps, num_stages = tiles[which]
+    # These take all of K at once, and in float32 spill registers above 128.
+    if K > 128 and which in (0, 1, 3):
+        most_k, most_v, num_warps, num_stages = 256, least, 8, 1
     BLOCK_V = min(most_v, max(least, triton.next_power_of_2(V)))
-    grid = (programs * (triton.cdiv(V, BLOCK_V) if parts else 1),)
-    kernels[which][grid](
+    if which in (1, 2, 3):  # a program takes a part of the values
+        programs *= triton.cdiv(V, BLOCK_V)
+    if which in (1, 3):
+        constants |= {"offsets_ptr": offsets, "V_FIRST": state_v_first}
+    kernels[which][(programs,)](
         *pointers,
         T=T,
         HEADS=heads,
+        spans_ptr=spans,
         K=K,
         V=V,
+        GROUP=GROUP,
         ACC=tl.float64 if q.dtype == torch.float64 else tl.float32,
         PRECISION=PRECISION,
         CHUNK=CHUNK,
@@ -623,25 +816,66 @@ def _gated_delta_rule_call(
     )
 
 
-def _gated_delta_rule_states(kernels, q, k, v, g, beta, first):
-    """Return what does not need the queries: states, errors and the like."""
-    (batch, T, heads, K), V = q.shape, v.shape[3]
+def _gated_delta_rule_unit(kernels, x, grad=None):
+    """Return rows divided by their lengths, or the gradient of that."""
+    out, K = torch.empty_like(x), int(x.shape[3])
+    BLOCK_K = triton.next_power_of_2(K)
+    ROWS, BLOCK_ROWS = x.numel() // K, 2048 // BLOCK_K
+    kernels[-1][(triton.cdiv(ROWS, BLOCK_ROWS),)](
+        x,
+        grad,
+        out,
+        ROWS,
+        K=K,
+        ACC=tl.float64 if x.dtype == torch.float64 else tl.float32,
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_K=BLOCK_K,
+    )
+    return out
+
+
+def _gated_delta_rule_gates(g, beta, wide, A_log, dt_bias, sigmoid, negative):
+    """Return log decays and factors, given what they are computed from."""
+    if A_log is not None:
+        g = g.to(wide) if dt_bias is None else g.to(wide) + dt_bias
+        g = -A_log.to(wide).exp() * torch.nn.functional.softplus(g)
+    if sigmoid:
+        beta = beta.to(wide).sigmoid()
+    return g, 2 * beta if negative else beta
+
+
+def _gated_delta_rule_states(
+    kernels, q, k, v, g, beta, first, cu_seqlens, state_v_first
+):
+    """Return what does not need the queries: states, errors and the like.
+
+    Also return the number of chunks of all heads, and a function that launches
+    a kernel for these tensors.
+    """
+    (batch, T, heads, V), K = v.shape, k.shape[3]
     CHUNK = GATED_DELTA_RULE_TILES[q.dtype.itemsize][0][0]
-    chunks = triton.cdiv(T, CHUNK)
+    programs = batch * triton.cdiv(T, CHUNK) * heads
+    spans = offsets = None
+    if cu_seqlens is not None:
+        spans, offsets = _gated_delta_rule_spans(cu_seqlens, T, CHUNK)
+        programs = spans.shape[0] * heads
     inverse = k.new_empty(batch, T, heads, CHUNK)
-    w, y, x = torch.empty_like(k), torch.empty_like(v), torch.empty_like(v)
-    states = k.new_empty(batch, heads, chunks, K, V)
-    decay = g.new_empty(batch, heads, chunks, CHUNK)
-    last = g.new_empty(batch, heads, K, V)
+    w = k.new_empty(batch, T, heads, K)
+    y, x = torch.empty_like(v), torch.empty_like(v)
+    states = k.new_empty(programs, K, V)
+    decay = g.new_empty(programs, CHUNK)
+    last = g.new_empty(
+        _gated_delta_rule_state_shape(q, v, cu_seqlens, state_v_first)
+    )
+    call = functools.partial(
+        _gated_delta_rule_call, kernels, q, v, spans, offsets, state_v_first
+    )
     pointers = k, v, g, beta, decay, inverse, w, y
-    programs = batch * heads * chunks
-    _gated_delta_rule_call(kernels, 0, q, v, programs, False, *pointers)
+    call(0, programs, *pointers)
     pointers = k, decay, beta, w, y, last if first is None else first
     pointers, started = (*pointers, states, x, last), first is not None
-    _gated_delta_rule_call(
-        kernels, 1, q, v, batch * heads, True, *pointers, STARTED=started
-    )
-    return decay, inverse, w, states, x, last, programs
+    call(1, last.shape[0] * heads, *pointers, STARTED=started)
+    return decay, inverse, w, states, x, last, programs, call
 
 
 def _gated_delta_rule_launch(
@@ -652,17 +886,49 @@ def _gated_delta_rule_launch(
     beta,
     initial_state=None,
     scale=None,
+    cu_seqlens=None,
+    use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False,
+    A_log=None,
+    dt_bias=None,
+    use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False,
+    state_v_first=False,
     kernels=GATED_DELTA_RULE_KERNELS,
 ):
-    _gated_delta_rule_check(q, k, v, g, beta, initial_state)
+    _gated_delta_rule_check(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        cu_seqlens,
+        use_gate_in_kernel,
+        A_log,
+        dt_bias,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+    )
     dtype, first = q.dtype, initial_state
+    wide = torch.promote_types(dtype, torch.float32)
     if q.numel() == 0:  # also without tokens: the state stays
-        shape = q.shape[0], q.shape[2], q.shape[3], v.shape[3]
-        last = g.new_zeros(shape) if first is None else first
+        shape = _gated_delta_rule_state_shape(q, v, cu_seqlens, state_v_first)
+        last = g.new_zeros(shape, dtype=wide) if first is None else first
         # A copy, as an op may not return its input.
         last = last.clone(memory_format=torch.contiguous_format)
         return v.new_empty(v.shape), last
     q, k, v = _gated_delta_rule_read(q, k, v)
+    g, beta = _gated_delta_rule_gates(
+        g,
+        beta,
+        wide,
+        A_log,
+        dt_bias,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+    )
     g, beta = g.contiguous(), beta.contiguous()
     first = None if first is None else first.contiguous()
     # As a constant, it keeps its 53 bits. An argument has 24.
@@ -670,14 +936,13 @@ def _gated_delta_rule_launch(
     out = torch.empty_like(v)
     # Triton launches on the current GPU, which may not be that of q.
     with torch.accelerator.device_index(q.device.index):
-        decay, _, _, states, x, last, programs = _gated_delta_rule_states(
-            kernels, q, k, v, g, beta, first
+        if use_qk_l2norm_in_kernel:
+            q, k = (_gated_delta_rule_unit(kernels, t) for t in (q, k))
+        decay, _, _, states, x, last, programs, call = _gated_delta_rule_states(
+            kernels, q, k, v, g, beta, first, cu_seqlens, state_v_first
         )
         pointers = q, k, x, decay, beta, states, out
-        constants = {"SCALE": SCALE, "BACKWARD": False}
-        _gated_delta_rule_call(
-            kernels, 2, q, v, programs, True, *pointers, **constants
-        )
+        call(2, programs, *pointers, SCALE=SCALE, BACKWARD=False)
     return out.to(dtype), last
 
 
@@ -691,38 +956,58 @@ def _gated_delta_rule_backward_launch(
     beta,
     initial_state,
     scale,
+    cu_seqlens=None,
+    use_qk_l2norm_in_kernel=False,
+    state_v_first=False,
     kernels=GATED_DELTA_RULE_KERNELS,
 ):
     dtype, first = q.dtype, initial_state
     dg, dbeta = (t.new_empty(t.shape) for t in (g, beta))
     if q.numel() == 0:
         grads = [t.new_empty(t.shape) for t in (q, k, v)]
-        return *grads, dg, dbeta, grad_last.clone()
+        dfirst = grad_last.clone(memory_format=torch.contiguous_format)
+        return *grads, dg, dbeta, dfirst
     q, k, v, grad = _gated_delta_rule_read(q, k, v, grad)
     g, beta, grad_last = (t.contiguous() for t in (g, beta, grad_last))
     first = None if first is None else first.contiguous()
     SCALE = int(q.shape[3]) ** -0.5 if scale is None else scale
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    near, f, dfirst = (torch.empty_like(t) for t in (v, v, grad_last))
+    near, f, dv = (torch.empty_like(v) for _ in range(3))
+    dfirst = torch.empty_like(grad_last)
+    # Each head has a gradient of its own of what a group of heads shares.
+    group, given = v.shape[2] // q.shape[2], (q, k)
+    shape = *v.shape[:3], q.shape[3]
+    dq, dk = (
+        q.new_empty(shape, dtype=q.dtype if group == 1 else g.dtype)
+        for _ in range(2)
+    )
     with torch.accelerator.device_index(q.device.index):
+        if use_qk_l2norm_in_kernel:
+            q, k = (_gated_delta_rule_unit(kernels, t) for t in (q, k))
         # Computed again: to keep them would take more memory than q, k and v.
-        decay, inverse, w, states, x, _, programs = _gated_delta_rule_states(
-            kernels, q, k, v, g, beta, first
+        decay, inverse, w, states, x, last, programs, call = (
+            _gated_delta_rule_states(
+                kernels, q, k, v, g, beta, first, cu_seqlens, state_v_first
+            )
         )
         flows = torch.empty_like(states)
         queries, errors = torch.empty_like(inverse), torch.empty_like(inverse)
-        call = functools.partial(_gated_delta_rule_call, SCALE=SCALE)
+        call = functools.partial(call, SCALE=SCALE)
         pointers = q, k, grad, decay, beta, states, near
-        call(kernels, 2, q, v, programs, True, *pointers, BACKWARD=True)
+        call(2, programs, *pointers, BACKWARD=True)
         pointers = grad, q, k, decay, beta, w, near, grad_last
         pointers = *pointers, flows, f, dfirst
-        heads = q.shape[0] * q.shape[2]
-        call(kernels, 3, q, v, heads, True, *pointers)
-        pointers = grad, decay, inverse, x, f, dv, queries, errors
-        call(kernels, 4, q, v, programs, False, *pointers)
+        call(3, last.shape[0] * last.shape[1], *pointers)
+        call(4, programs, grad, decay, inverse, x, f, dv, queries, errors)
         pointers = grad, q, k, decay, beta, x, dv, queries, errors
         pointers = *pointers, states, flows, dq, dk, dg, dbeta
-        call(kernels, 5, q, v, programs, False, *pointers)
+        call(5, programs, *pointers)
+        if group > 1:
+            dq, dk = (t.unflatten(2, (-1, group)).sum(3) for t in (dq, dk))
+        if use_qk_l2norm_in_kernel:
+            dq, dk = (
+                _gated_delta_rule_unit(kernels, t, of_unit)
+                for t, of_unit in zip(given, (dq, dk), strict=True)
+            )
     return dq.to(dtype), dk.to(dtype), dv.to(dtype), dg, dbeta, dfirst
 
 
@@ -735,6 +1020,14 @@ def gated_delta_rule(
     beta: torch.Tensor,
     initial_state: torch.Tensor | None = None,
     scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs of the gated delta rule, and its final state.
 
@@ -742,17 +1035,38 @@ def gated_delta_rule(
     state has for its key: with S = exp(g_t) * S_(t-1) and the error v_t - S.T @
     k_t, S_t = S + beta_t * outer(k_t, error), and the output is scale * S_t.T @
     q_t, with a scale of 1 / sqrt(K) if none is given; the kernels are compiled
-    for each scale. Takes q and k of (batch, length, heads, K), v of (batch,
-    length, heads, V), with fewer than 65536 heads, K up to 128 and V up to 256,
-    all of float16, bfloat16, float32 or float64; the log decays g and the
-    factors beta of (batch, length, heads) and the initial state of (batch,
-    heads, K, V), zeros if not given, all in float32, or float64 for float64. It
-    copies what is not contiguous. The log decays are at most 0, and beta times
-    the squared length of a key is from 0 to 2. That is not checked: beyond it,
-    states grow, and results may be infinite or NaN. Returns the outputs, of the
-    shape and dtype of v, and the state after the last token, of the shape and
-    dtype of the initial one. Both are contiguous. Results and gradients are
-    deterministic.
+    for each scale. Takes v of (batch, length, heads, V), and q and k of (batch,
+    length, heads / n, K): n heads of v in a row share one of q and k, which is
+    not repeated in memory. There are fewer than 65536 heads, and K and V are up
+    to 256. All are of float16, bfloat16, float32 or float64; the log decays g
+    and the factors beta of (batch, length, heads) and the initial state of
+    (batch, heads, K, V), zeros if not given, are in float32, or float64 for
+    float64. It copies what is not contiguous. The log decays are at most 0, and
+    beta times the squared length of a key is from 0 to 2. That is not checked:
+    beyond it, states grow, and results may be infinite or NaN. Returns the
+    outputs, of the shape and dtype of v, and the state after the last token, of
+    the shape and dtype of the initial one. Both are contiguous. Results and
+    gradients are deterministic.
+
+    Options have the names of flash-linear-attention:
+
+    * ``cu_seqlens``, of (sequences + 1,), in int32 or int64: the tensors have a
+      batch of 1, in which sequence i has the tokens cu_seqlens[i] to
+      cu_seqlens[i + 1] - 1. States are (sequences, heads, K, V). It begins with
+      0, does not decrease, and ends with the length. The values stay on the
+      GPU, so they are not checked. In each call, operators of PyTorch compute
+      from them where each chunk begins.
+    * ``use_qk_l2norm_in_kernel`` divides each row of q and k by the square root
+      of 1e-6 plus its squared length. One more kernel reads q and k and writes
+      normalized copies in their dtype. The backward does so again, and at its
+      end reads q and k and their gradients once more, and writes the gradients.
+    * ``use_gate_in_kernel``: the log decays are -exp(A_log) * softplus(g +
+      dt_bias), with ``A_log`` and ``dt_bias``, which may be left out, of
+      (heads,). ``use_beta_sigmoid_in_kernel``: the factors are sigmoid(beta),
+      or twice that with ``allow_neg_eigval``. Operators of PyTorch read g and
+      beta and write tensors of the same shape; torch.compile fuses them. What
+      they read may also have the dtype of q.
+    * ``state_v_first``: initial and final states are (batch, heads, V, K).
 
     Within chunks of 64 tokens (32 for float32, 16 for float64) what a token
     writes comes from the inverse of a triangular matrix. It is computed in
@@ -762,26 +1076,44 @@ def gated_delta_rule(
     reach earlier tokens of its chunk. A g below -110 (-831 for float64) counts
     as that; -inf ends what was before.
 
-    Both results pass gradients on to q, k, v, g, beta and the initial state.
-    Second derivatives are not supported. Raises TypeError for other dtypes and
-    for tensors on different devices, and ValueError for other shapes. The
-    methods: https://arxiv.org/abs/2412.06464,
+    Both results pass gradients on to q, k, v, g, beta, the initial state, A_log
+    and dt_bias; those of q and k that several heads share are summed in
+    float32, or float64 for float64. Second derivatives are not supported.
+    Raises TypeError for other dtypes and for tensors on different devices, and
+    ValueError for other shapes and for options that miss another. The methods:
+    https://arxiv.org/abs/2412.06464,
     https://arxiv.org/abs/2406.06484
 
     Rounding: decays and sums are in float32, or float64 for float64. Inverses,
     errors and the copies of states that are read are rounded to the dtype of q,
     and each output is rounded once.
 
-    Under ``torch.autocast`` it casts q, k and v to autocast's dtype, and g,
-    beta and the initial state to float32.
+    Under ``torch.autocast`` it casts q, k and v to autocast's dtype, and all
+    others to float32.
     """
     kernels = (
         wrap_triton(_gated_delta_rule_solve_kernel),
         wrap_triton(_gated_delta_rule_states_kernel),
         wrap_triton(_gated_delta_rule_outputs_kernel),
+        wrap_triton(_gated_delta_rule_unit_kernel),
     )
     return _gated_delta_rule_launch(
-        q, k, v, g, beta, initial_state, scale, kernels
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        scale,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        A_log,
+        dt_bias,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        state_v_first,
+        kernels,
     )
 
 
@@ -798,6 +1130,9 @@ def gated_delta_rule_backward(
     beta: torch.Tensor,
     initial_state: torch.Tensor | None,
     scale: float | None,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
 ) -> tuple[
     torch.Tensor,
     torch.Tensor,
@@ -808,8 +1143,9 @@ def gated_delta_rule_backward(
 ]:
     """Return the gradients of q, k, v, g, beta and the initial state.
 
-    Takes those of both results and what ``gated_delta_rule`` took, and checks
-    none of it. Second derivatives are not supported.
+    Takes those of both results and what ``gated_delta_rule`` took, with the log
+    decays and the factors themselves, and checks none of it. Second derivatives
+    are not supported.
     """
     kernels = (
         wrap_triton(_gated_delta_rule_solve_kernel),
@@ -818,23 +1154,63 @@ def gated_delta_rule_backward(
         wrap_triton(_gated_delta_rule_flows_kernel),
         wrap_triton(_gated_delta_rule_pairs_kernel),
         wrap_triton(_gated_delta_rule_gradients_kernel),
+        wrap_triton(_gated_delta_rule_unit_kernel),
     )
     return _gated_delta_rule_backward_launch(
-        grad, grad_last, q, k, v, g, beta, initial_state, scale, kernels
+        grad,
+        grad_last,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        scale,
+        cu_seqlens,
+        use_qk_l2norm_in_kernel,
+        state_v_first,
+        kernels,
     )
 
 
 def _gated_delta_rule_setup(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.scale, cu_seqlens, ctx.unit, _ = inputs[:10]
+    A_log, dt_bias, ctx.sigmoid, ctx.negative, ctx.v_first = inputs[10:]
+    ctx.save_for_backward(*tensors, cu_seqlens, A_log, dt_bias)
 
 
 def _gated_delta_rule_gradient(ctx, grad, grad_last):
-    *tensors, first = ctx.saved_tensors
-    *grads, dfirst = gated_delta_rule_backward(
-        grad, grad_last, *tensors, first, ctx.scale
+    q, k, v, g, beta, first, cu_seqlens, A_log, dt_bias = ctx.saved_tensors
+    wide = grad_last.dtype
+    gates = _gated_delta_rule_gates(
+        g, beta, wide, A_log, dt_bias, ctx.sigmoid, ctx.negative
     )
-    return *grads, None if first is None else dfirst, None
+    dq, dk, dv, dg, dbeta, dfirst = gated_delta_rule_backward(
+        grad,
+        grad_last,
+        q,
+        k,
+        v,
+        *gates,
+        first,
+        ctx.scale,
+        cu_seqlens,
+        ctx.unit,
+        ctx.v_first,
+    )
+    dA_log = ddt_bias = None
+    if A_log is not None:
+        dA_log = (dg * gates[0]).sum((0, 1)).to(A_log.dtype)
+        x = g.to(wide) if dt_bias is None else g.to(wide) + dt_bias
+        dg = dg * -A_log.to(wide).exp() * x.sigmoid()
+        if dt_bias is not None:
+            ddt_bias = dg.sum((0, 1)).to(dt_bias.dtype)
+    if ctx.sigmoid:
+        dbeta = dbeta * gates[1] * (1 - gates[1] / (1 + ctx.negative))
+    dg, dbeta = dg.to(g.dtype), dbeta.to(beta.dtype)
+    dfirst = None if first is None else dfirst
+    grads = dq, dk, dv, dg, dbeta, dfirst, *[None] * 4
+    return *grads, dA_log, ddt_bias, *[None] * 3
 
 
 gated_delta_rule.register_autograd(
@@ -851,19 +1227,18 @@ GATED_DELTA_RULE_LIBRARY.impl(
 )
 
 
-def _gated_delta_rule_autocast(
-    kind, q, k, v, g, beta, initial_state=None, scale=None
-):
+def _gated_delta_rule_autocast(kind, *arguments):
     """Compute in the dtype of torch.autocast, as PyTorch's attention does."""
     dtype = torch.get_autocast_dtype(kind)
     casts = torch.float16, torch.bfloat16, torch.float32
-    q, k, v = (t.to(dtype) if t.dtype in casts else t for t in (q, k, v))
-    g, beta, initial_state = (
-        t.float() if t is not None and t.dtype in casts else t
-        for t in (g, beta, initial_state)
-    )
+    arguments = [
+        t.to(dtype if place < 3 else torch.float32)
+        if isinstance(t, torch.Tensor) and t.dtype in casts
+        else t
+        for place, t in enumerate(arguments)
+    ]
     with torch.autocast(kind, enabled=False):
-        return gated_delta_rule(q, k, v, g, beta, initial_state, scale)
+        return gated_delta_rule(*arguments)
 
 
 GATED_DELTA_RULE_LIBRARY.impl(

@@ -3,8 +3,9 @@
 Computes a @ b in float16 or bfloat16 on NVIDIA GPUs of compute capability 9.0:
 H100 and H200. One warp loads tiles through the copy engine (TMA), two groups of
 four warps multiply, and a program loads its next tile while it stores the last.
-Matrices need contiguous rows or columns that begin at multiples of 16 bytes;
-the result's rows are padded to such multiples. All tiles are 128 x 256, which
+The engine takes contiguous rows or columns that begin at multiples of 16 bytes;
+a matrix without them is copied in each call, and the result's rows are padded
+to such multiples. All tiles are 128 x 256, which
 leaves multiprocessors idle at some sizes: ``persistent_matmul`` chooses among
 tiles, and has a backward. ``matmul`` takes other dtypes, strides and GPUs.
 Deterministic, without a backward.
@@ -240,18 +241,20 @@ def _gluon_matmul_rows(M, N, like):
 
 
 def _gluon_matmul_side(x):
-    """Return x or x.T: the one with rows that the engine takes."""
+    """Return x or x.T, with rows that the engine takes, and whether it is x.T.
+
+    If it takes neither, a copy is returned.
+    """
     for side in (x, x.T):
         (rows, length), (stride, step) = side.shape, side.stride()
         # Rows that overlap, as those of an expanded tensor, it does not take.
         apart = stride >= length and stride % 8 == 0
         if step == 1 and (apart or rows == 1) and x.data_ptr() % 16 == 0:
-            return side
-    raise ValueError(
-        "gluon_matmul takes matrices with rows or columns of adjacent elements "
-        "that begin at multiples of 16 bytes, not strides "
-        f"{tuple(x.stride())} from address {x.data_ptr():#x}: matmul takes any"
-    )
+            return side, side is not x
+    # Adjacent elements stay adjacent: a copy that transposes is slower.
+    turned = x.stride(0) == 1 and x.stride(1) != 1
+    side = x.T if turned else x
+    return _gluon_matmul_rows(*side.shape, side).copy_(side), turned
 
 
 def _gluon_matmul_descriptor(side, block):
@@ -270,8 +273,8 @@ def _gluon_matmul_launch(a, b):
     c = _gluon_matmul_rows(M, N, a)
     if M * N * K == 0:
         return c.zero_()
-    sides = [_gluon_matmul_side(x) for x in (a, b)]
-    A_T, B_T = sides[0] is not a, sides[1] is not b
+    side_a, A_T = _gluon_matmul_side(a)
+    side_b, B_T = _gluon_matmul_side(b)
     m, n, k, piece = GLUON_MATMUL_TILE
     tiles = triton.cdiv(M, 2 * m) * triton.cdiv(N, n)
     # Triton launches on the current GPU, which may not be that of a.
@@ -281,8 +284,8 @@ def _gluon_matmul_launch(a, b):
             # is made without one. Autograd has threads of its own.
             GLUON_MATMUL_THREAD.begun = torch.zeros(1, device=a.device)
         _gluon_matmul_kernel[(min(tiles, multiprocessors),)](
-            _gluon_matmul_descriptor(sides[0], [k, m] if A_T else [m, k]),
-            _gluon_matmul_descriptor(sides[1], [n, k] if B_T else [k, n]),
+            _gluon_matmul_descriptor(side_a, [k, m] if A_T else [m, k]),
+            _gluon_matmul_descriptor(side_b, [n, k] if B_T else [k, n]),
             _gluon_matmul_descriptor(c, [m, piece]),
             A_T=A_T,
             B_T=B_T,
@@ -297,15 +300,19 @@ def _gluon_matmul_launch(a, b):
 def gluon_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the matrix product of a (M, K) and b (K, N), as a @ b.
 
-    Takes float16 and bfloat16, both of one dtype, and sums in float32. Of each
-    matrix, rows or columns have adjacent elements and begin at multiples of 16
-    bytes: so do those of a new contiguous matrix with rows of a length that 8
-    divides, and of its transpose. The result has the dtype of ``a``, and rows
-    that begin at multiples of 16 bytes: it is contiguous where 8 divides N. It
-    is deterministic. Raises TypeError for other dtypes, ValueError for other
-    shapes, strides and addresses, and RuntimeError on devices other than
-    NVIDIA's GPUs of compute capability 9.0. Has no gradient: a backward raises
-    RuntimeError.
+    Takes float16 and bfloat16, both of one dtype, and sums in float32. They may
+    lie in memory in any way. The engine takes a matrix with rows or columns of
+    adjacent elements that begin at multiples of 16 bytes: so do those of a new
+    contiguous matrix with rows of a length that 8 divides, and of its
+    transpose. Any other matrix is copied in each call, with less than 16 bytes
+    of padding a row: 4096 x 2047 numbers are 16 MB to read and 16 MB to write.
+    If you can, keep a weight of such a length with padded rows instead.
+
+    The result has the dtype of ``a``, and rows that begin at multiples of 16
+    bytes: it is contiguous where 8 divides N. It is deterministic. Raises
+    TypeError for other dtypes, ValueError for other shapes, and RuntimeError on
+    devices other than NVIDIA's GPUs of compute capability 9.0. Has no gradient:
+    a backward raises RuntimeError.
 
     Rounding: products are summed in float32, and each result is rounded once.
 

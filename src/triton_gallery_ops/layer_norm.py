@@ -3,7 +3,8 @@
 Computes (x - mean) / sqrt(var + eps) * weight + bias for each row (Ba, Kiros
 and Hinton, 2016, arXiv:1607.06450). Rows of up to 16384 elements, 8192 in
 float64, stay in registers: each element is read once, and the variance is a
-mean of squared differences, which does not cancel if the mean is large. Use
+mean of squared differences, which does not cancel if the mean is large.
+``layer_norm_residual`` adds a residual first, and returns the sum too. Use
 ``norms_long`` for longer rows. Unlike in ``torch.nn.functional.layer_norm``,
 weight, bias and eps are required. Deterministic on a given GPU model: gradients
 of weight and bias are summed in a fixed order, without atomics. There is no
@@ -49,6 +50,21 @@ def _layer_norm_read(ptrs, mask):
 
 
 @triton.jit
+def _layer_norm_load(
+    x_ptrs, residual_rows, h_rows, offs, mask, ACC: tl.constexpr
+):
+    """Return a block of rows of x or, stored as well, of x + residual."""
+    x = _layer_norm_read(x_ptrs, mask).to(ACC)
+    if residual_rows is not None:
+        x += _layer_norm_read(residual_rows + offs, mask).to(ACC)
+        # Rounded as it is stored: the backward starts from what is stored.
+        h = x.to(h_rows.dtype.element_ty)
+        tl.store(h_rows + offs, h, mask=mask)
+        x = h.to(ACC)
+    return x
+
+
+@triton.jit
 def _layer_norm_kernel(
     x_ptr,
     weight_ptr,
@@ -65,6 +81,9 @@ def _layer_norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     REST: tl.constexpr,  # the second block of a row, or 0
+    residual_ptr,
+    h_ptr,  # where x + residual goes
+    stride_rm,
 ):
     # VEC divides them, which the compiler learns here: it loads VEC at once.
     N = N // VEC * VEC
@@ -76,10 +95,16 @@ def _layer_norm_kernel(
     offs_m = tl.minimum(offs_m, M - 1)
     x_rows = x_ptr + offs_m * stride_xm  # (BLOCK_M, 1)
     y_rows = y_ptr + offs_m * N  # (BLOCK_M, 1)
+    residual_rows, h_rows = None, None
+    if residual_ptr is not None:
+        residual_rows = residual_ptr + offs_m * (stride_rm // VEC * VEC)
+        h_rows = h_ptr + offs_m * N  # (BLOCK_M, 1)
     offs_n = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     # The first of two blocks is full, and needs no mask.
     mask = None if REST else offs_n < N
-    x = _layer_norm_read(x_rows + offs_n, mask).to(ACC)  # (BLOCK_M, BLOCK_N)
+    x = _layer_norm_load(
+        x_rows + offs_n, residual_rows, h_rows, offs_n, mask, ACC
+    )
     if EARLY:
         # Not widened yet: in half precision they take half the registers.
         weight = _layer_norm_read(weight_ptr + offs_n, mask)  # (1, BLOCK_N)
@@ -87,10 +112,15 @@ def _layer_norm_kernel(
     if REST:
         # Loaded before the first sum, for which all warps wait.
         rest = BLOCK_N + tl.arange(0, REST)[None, :]  # (1, REST)
-        x_rest = _layer_norm_read(x_rows + rest, rest < N).to(ACC)
+        x_rest = _layer_norm_load(
+            x_rows + rest, residual_rows, h_rows, rest, rest < N, ACC
+        )
     # Differences from the row's first element: a mean of the elements would be
     # rounded, and of a large one that is much beside the differences from it.
     first = tl.load(x_rows).to(ACC)  # (BLOCK_M, 1)
+    if residual_ptr is not None:
+        first += tl.load(residual_rows).to(ACC)
+        first = first.to(h_ptr.dtype.element_ty).to(ACC)
     x = x - first if REST else tl.where(mask, x - first, 0)
     total = tl.sum(x, axis=1, keep_dims=True)  # (BLOCK_M, 1)
     if REST:
@@ -134,6 +164,7 @@ def _layer_norm_backward_kernel(
     BLOCK_N: tl.constexpr,
     REST: tl.constexpr,
     STAGES: tl.constexpr,  # how many turns have loads in flight
+    dh_ptr,  # the gradient of x itself, to be added
 ):
     # Unless 16 divides them, the compiler learns only here that VEC does.
     N = N // VEC * VEC
@@ -201,8 +232,14 @@ def _layer_norm_backward_kernel(
             ).to(ACC)
             g_rest = dy_rest * last
             dx_rest = (g_rest - sum_g / N - h_rest * (sum_gh / N)) * r
+            if dh_ptr is not None:
+                dh_ptrs = dh_ptr + rows + rest  # (BLOCK_M, REST)
+                dx_rest += _layer_norm_read(dh_ptrs, rest < N).to(ACC)
             tl.store(dx_ptr + rows + rest, dx_rest, mask=rest < N)
         dx = (dy * weight - sum_g / N - h * (sum_gh / N)) * r
+        if dh_ptr is not None:
+            dh_ptrs = dh_ptr + rows + offs_n  # (BLOCK_M, BLOCK_N)
+            dx += _layer_norm_read(dh_ptrs, mask).to(ACC)
         tl.store(dx_ptr + rows + offs_n, dx, mask=mask)
     # Each program has rows of its own. Atomic additions to one row would come
     # in another order each time.
@@ -256,6 +293,7 @@ def _layer_norm_few_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr,
+    dh_ptr,  # the gradient of x itself, to be added
 ):
     # Unless 16 divides them, the compiler learns only here that VEC does.
     N = N // VEC * VEC
@@ -292,6 +330,8 @@ def _layer_norm_few_kernel(
         g = dy * weight  # 0 where it is masked
         sum_g, sum_gh = tl.sum(g, axis=0), tl.sum(g * h, axis=0)
         dx = (g - sum_g / N - h * (sum_gh / N)) * r
+        if dh_ptr is not None:
+            dx += _layer_norm_read(dh_ptr + row * N + offs, mask).to(ACC)
         tl.store(dx_ptr + row * N + offs, dx, mask=mask)
 
 
@@ -369,7 +409,7 @@ def _layer_norm_plan(x, stride):
     }
 
 
-def _layer_norm_plan_backward(x, stride):
+def _layer_norm_plan_backward(x, stride, has_dh=False):
     """Return how many programs to launch for the gradients, and how."""
     N, size = int(x.shape[-1]), max(4, x.element_size())
     plan = _layer_norm_blocks(x, stride, LAYER_NORM_WARPS_BACKWARD)
@@ -381,7 +421,7 @@ def _layer_norm_plan_backward(x, stride):
     programs = min(processors * each, triton.cdiv(x.numel() // N, BLOCK_M))
     # Loads for further turns of the loop wait in shared memory: those of two
     # turns if they fit, else none. Tiles of short rows have none, either.
-    loads = each * (4 if plan["REST"] else 2)
+    loads = each * (2 + has_dh + (2 if plan["REST"] else 0))
     fit = 2 * loads * block * x.element_size() <= shared
     STAGES = 3 if fit and BLOCK_M < 4 else 1
     return programs, plan | {"BLOCK_M": BLOCK_M, "STAGES": STAGES}
@@ -400,23 +440,44 @@ def _layer_norm_plan_few(x, stride):
     }
 
 
-def _layer_norm_launch(x, weight, bias, eps, kernel=_layer_norm_kernel):
-    _layer_norm_check("layer_norm", [x], [weight, bias])
+def _layer_norm_forward(name, x, residual, weight, bias, eps, kernel):
+    """Return the norm, x + residual if there is one, and the statistics."""
+    matrices = [x] if residual is None else [x, residual]
+    _layer_norm_check(name, matrices, [weight, bias])
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    h = None if residual is None else torch.empty_like(y)
     wide = torch.promote_types(x.dtype, torch.float32)
     stats = x.new_empty(2, math.prod(x.shape[:-1]), dtype=wide)
     if y.numel() == 0:
-        return y, stats.zero_()
+        return y, h, stats.zero_()
     x, stride_xm = _layer_norm_rows(x)
     N = int(y.shape[-1])
     M = y.numel() // N
     plan = _layer_norm_plan(y, stride_xm)
+    rows, stride_rm = None, None
+    if residual is not None:
+        rows, stride_rm = _layer_norm_rows(residual)
+        plan["VEC"] = math.gcd(plan["VEC"], stride_rm)
+    plan |= {"residual_ptr": rows, "h_ptr": h, "stride_rm": stride_rm}
     grid = (triton.cdiv(M, plan["BLOCK_M"]),)
     pointers = x, weight.contiguous(), bias.contiguous(), y, stats
     # Triton launches on the current GPU, which may not be that of x.
     with torch.accelerator.device_index(x.device.index):
         kernel[grid](*pointers, M, N, stride_xm, EPS=eps, **plan)
+    return y, h, stats
+
+
+def _layer_norm_launch(x, weight, bias, eps, kernel=_layer_norm_kernel):
+    inputs = x, None, weight, bias
+    y, _, stats = _layer_norm_forward("layer_norm", *inputs, eps, kernel)
     return y, stats
+
+
+def _layer_norm_residual_launch(
+    x, residual, weight, bias, eps, kernel=_layer_norm_kernel
+):
+    inputs = x, residual, weight, bias
+    return _layer_norm_forward("layer_norm_residual", *inputs, eps, kernel)
 
 
 def _layer_norm_backward_launch(
@@ -424,12 +485,14 @@ def _layer_norm_backward_launch(
     x,
     weight,
     stats,
+    dh=None,
     kernel=_layer_norm_backward_kernel,
     sum_kernel=_layer_norm_sum_kernel,
     few_kernel=_layer_norm_few_kernel,
     few=LAYER_NORM_FEW,
 ):
-    _layer_norm_check("layer_norm_backward", [dy, x], [weight])
+    matrices = [dy, x] if dh is None else [dy, x, dh]
+    _layer_norm_check("layer_norm_backward", matrices, [weight])
     if tuple(stats.shape) != (2, math.prod(x.shape[:-1])):
         raise ValueError(
             "layer_norm_backward takes the stats of as many rows, not of shape "
@@ -445,15 +508,17 @@ def _layer_norm_backward_launch(
     M = dx.numel() // N
     inputs = dy.contiguous(), x, weight.contiguous(), stats.contiguous()
     sizes = M, N, stride_xm
+    dh = None if dh is None else dh.contiguous()
     with torch.accelerator.device_index(dx.device.index):
         if few * _layer_norm_gpu(dx.device)[0] >= M:
             plan = _layer_norm_plan_few(dx, stride_xm)
             grid = (M + triton.cdiv(N, plan["COLUMNS"]),)
-            few_kernel[grid](*inputs, dx, dw, db, *sizes, **plan)
+            few_kernel[grid](*inputs, dx, dw, db, *sizes, dh_ptr=dh, **plan)
             return dx, dw, db
-        programs, plan = _layer_norm_plan_backward(dx, stride_xm)
+        has_dh = dh is not None
+        programs, plan = _layer_norm_plan_backward(dx, stride_xm, has_dh)
         sums = stats.new_empty(2, programs, N)
-        kernel[(programs,)](*inputs, dx, sums, *sizes, **plan)
+        kernel[(programs,)](*inputs, dx, sums, *sizes, dh_ptr=dh, **plan)
         BLOCK_P = triton.next_power_of_2(programs)
         BLOCK_N = LAYER_NORM_SUMS // BLOCK_P
         sum_kernel[(triton.cdiv(N, BLOCK_N), 2)](
@@ -475,21 +540,38 @@ def layer_norm_with_stats(
     return _layer_norm_launch(x, weight, bias, eps, kernel)
 
 
+@triton_op(f"{LAYER_NORM_NAMESPACE}::layer_norm_residual", mutates_args={})
+def layer_norm_residual_with_stats(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what layer_norm_residual does, and the same for its sum."""
+    kernel = wrap_triton(_layer_norm_kernel)
+    return _layer_norm_residual_launch(x, residual, weight, bias, eps, kernel)
+
+
 @triton_op(f"{LAYER_NORM_NAMESPACE}::layer_norm_backward", mutates_args={})
 def layer_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stats: torch.Tensor
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stats: torch.Tensor,
+    dh: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, weight and bias, given that of the norm.
 
     Takes ``stats`` as ``layer_norm_with_stats`` returned them, and raises as
-    ``layer_norm`` does.
+    ``layer_norm`` does. ``dh`` is added to the gradient of x.
     """
     kernels = (
         wrap_triton(_layer_norm_backward_kernel),
         wrap_triton(_layer_norm_sum_kernel),
         wrap_triton(_layer_norm_few_kernel),
     )
-    return _layer_norm_backward_launch(dy, x, weight, stats, *kernels)
+    return _layer_norm_backward_launch(dy, x, weight, stats, dh, *kernels)
 
 
 def _layer_norm_setup(ctx, inputs, output):
@@ -502,13 +584,32 @@ def _layer_norm_gradient(ctx, dy, _):
     return *layer_norm_backward(dy, *ctx.saved_tensors), None
 
 
+def _layer_norm_residual_setup(ctx, inputs, output):
+    _, h, stats = output
+    ctx.save_for_backward(h, inputs[2], stats)
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)  # None for a result that nobody used
+
+
+def _layer_norm_residual_gradient(ctx, dy, dh, _):
+    dy = torch.zeros_like(ctx.saved_tensors[0]) if dy is None else dy
+    dx, dw, db = layer_norm_backward(dy, *ctx.saved_tensors, dh)
+    return dx, dx, dw, db, None
+
+
 layer_norm_with_stats.register_autograd(
     _layer_norm_gradient, setup_context=_layer_norm_setup
+)
+layer_norm_residual_with_stats.register_autograd(
+    _layer_norm_residual_gradient, setup_context=_layer_norm_residual_setup
 )
 
 # On a GPU a call goes to the launcher; all else goes on to the triton_op.
 LAYER_NORM_LIBRARY = Library(LAYER_NORM_NAMESPACE, "FRAGMENT")
 LAYER_NORM_LIBRARY.impl("layer_norm", _layer_norm_launch, "CUDA")
+LAYER_NORM_LIBRARY.impl(
+    "layer_norm_residual", _layer_norm_residual_launch, "CUDA"
+)
 LAYER_NORM_LIBRARY.impl(
     "layer_norm_backward", _layer_norm_backward_launch, "CUDA"
 )
@@ -516,6 +617,8 @@ LAYER_NORM_LIBRARY.impl(
 # Under torch.autocast it computes in float32, as PyTorch's own does.
 layer_norm_with_stats.register_autocast("cpu", torch.float32)
 layer_norm_with_stats.register_autocast("cuda", torch.float32)
+layer_norm_residual_with_stats.register_autocast("cpu", torch.float32)
+layer_norm_residual_with_stats.register_autocast("cuda", torch.float32)
 
 
 def layer_norm(
@@ -546,3 +649,21 @@ def layer_norm(
             "layer_norm takes a weight and a bias: give ones and zeros for None"
         )
     return layer_norm_with_stats(x, weight, bias, eps)[0]
+
+
+def layer_norm_residual(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of h = x + residual, and h.
+
+    ``residual`` has the shape and dtype of ``x``, and so have both results:
+    flash-attention's ``layer_norm_fn`` with ``prenorm``. All else is as in
+    ``layer_norm``. h is rounded to its dtype, and the norm is that of the
+    rounded h.
+    """
+    inputs = x, residual, weight, bias
+    return layer_norm_residual_with_stats(*inputs, eps)[:2]

@@ -1,37 +1,62 @@
-"""Matrix product (matmul) for any layout, with its backward.
+"""Matrix product (matmul) of any size, layout and float dtype.
 
-Computes a @ b for (M, K) and (K, N), with any strides and no copies; flatten
-batches first. A plain tiled kernel for tensor cores, without tuning. It is
-slower if b is transposed, and if sizes are odd, where each element is loaded
-alone. Float32 is multiplied in full precision unless ``input_precision`` says
-otherwise; sums are in float32, or float64 for float64. ``tuned_matmul`` chooses
-a tile for each shape, ``persistent_matmul`` uses the copy engine of Hopper and
-newer GPUs, and ``skinny_matmul`` is for up to 64 rows. Deterministic, with
-gradients of any order.
+Computes a @ b for (M, K) and (K, N), with any strides; flatten batches first.
+A model that counts rounds of tiles and bytes chooses the way, without tuning.
+On Hopper and newer GPUs, half precision and TF32 go through the copy engine, as
+in ``persistent_matmul``; there, a matrix whose rows begin at no multiples of 16
+bytes is copied first, if it is multiplied by more than 32 rows. All else goes
+through pointers. If the last tiles leave multiprocessors idle, their sums are
+split. Float32 is multiplied in full precision unless ``input_precision`` says
+otherwise; sums are in float32, or float64 for float64. Deterministic on a given
+GPU model, with gradients of any order.
 """
 
-from functools import partial
+import math
+from functools import cache, partial
 
 import torch
 import triton
 import triton.language as tl
-from torch.library import Library, triton_op, wrap_triton
+from torch.library import Library, custom_op
+
+from triton_gallery_ops.persistent_matmul import (
+    _persistent_matmul_add,
+    _persistent_matmul_place,
+    _persistent_matmul_plan,
+    _persistent_matmul_run,
+    _persistent_matmul_turned,
+)
 
 MATMUL_NAMESPACE = "triton_gallery"
-# A tile along M, N and K, and its warps
-MATMUL_TILES = {
-    torch.float16: (128, 256, 64, 8),
-    torch.bfloat16: (128, 256, 64, 8),
-    torch.float32: (64, 64, 32, 4),
-    torch.float64: (64, 64, 16, 4),
+MATMUL_ACC = {
+    torch.float16: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
 }
+# Through pointers: BLOCK_M, BLOCK_N, BLOCK_K, warps and stages, by the bytes of
+# an element
+MATMUL_TILES = {
+    2: [
+        (128, 256, 64, 8, 3),
+        (128, 128, 64, 8, 3),
+        (64, 128, 64, 4, 3),
+        (64, 64, 64, 4, 3),
+    ],
+    4: [(128, 128, 16, 8, 3), (64, 64, 32, 4, 3), (32, 32, 32, 4, 3)],
+    8: [(64, 64, 16, 4, 3), (32, 32, 16, 4, 3)],
+}
+MATMUL_NARROW = [(128, 128, 64, 8, 3), (64, 64, 64, 4, 3)]  # 2 bytes a load
+MATMUL_FEW = 32  # rows that are multiplied faster than their factor is copied
+MATMUL_RESIDENT = 4  # programs of a few rows that a multiprocessor runs at once
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["whole", "tail", "steps"])
 def _matmul_kernel(
     a_ptr,
     b_ptr,
     c_ptr,
+    part_ptr,  # None where no sum is split
     M,
     N,
     K,
@@ -39,37 +64,74 @@ def _matmul_kernel(
     stride_ak,
     stride_bk,
     stride_bn,
+    whole,  # tiles that one program sums
+    tail,  # tiles after these
+    steps,  # of a part of these
     LEAST: tl.constexpr,  # 1 where b is transposed, else 0
+    VEC_AM: tl.constexpr,  # divides M and stride_ak, if columns are contiguous
+    VEC_AK: tl.constexpr,  # divides K and stride_am, if rows are contiguous
+    VEC_BK: tl.constexpr,
+    VEC_BN: tl.constexpr,
+    VEC_CN: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    # Of an integer, the compiler knows only whether 16 divides it. Of a row of
+    # 5000 numbers, it learns here that 8 does: one load takes 16 bytes.
+    stride_am = stride_am // VEC_AK * VEC_AK
+    stride_ak = stride_ak // VEC_AM * VEC_AM
+    stride_bk = stride_bk // VEC_BN * VEC_BN
+    stride_bn = stride_bn // VEC_BK * VEC_BK
     # In int32, an offset would overflow past element 2**31.
     pid = tl.program_id(axis=0).to(tl.int64)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    pid_m, pid_n = pid // tiles_n, pid % tiles_n
+    tile, off_k, length = pid, 0, K
+    if part_ptr is not None:
+        # The last tiles are for several programs, with a part of K for each.
+        item = pid - whole
+        is_part = item >= 0
+        tile = tl.where(is_part, whole + item % tail, pid)
+        off_k = tl.where(is_part, item // tail * steps * BLOCK_K, 0)
+        left = tl.minimum(steps * BLOCK_K, K - off_k)
+        length = tl.where(is_part, left, K).to(tl.int32)
+    pid_m, pid_n = _persistent_matmul_place(
+        tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    )
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # (BLOCK_M, 1)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
     # In a transposed operand, k times its stride may be past 2**31 as well.
     offs_k = tl.arange(0, BLOCK_K).to(tl.int64)  # (BLOCK_K,)
     step = tl.cast(BLOCK_K, tl.int64)
-    a_ptrs = a_ptr + offs_m * stride_am + offs_k[None, :] * stride_ak
-    b_ptrs = b_ptr + offs_k[:, None] * stride_bk + offs_n * stride_bn
+    a_ptrs = a_ptr + offs_m * stride_am + (off_k + offs_k)[None, :] * stride_ak
+    b_ptrs = b_ptr + (off_k + offs_k)[:, None] * stride_bk + offs_n * stride_bn
+    # A mask that ends elsewhere would divide a load of 16 bytes.
+    a_rows = offs_m < M // VEC_AM * VEC_AM
+    b_columns = offs_n < N // VEC_BN * VEC_BN
+    a_end = K // VEC_AK * VEC_AK - off_k
+    b_end = K // VEC_BK * VEC_BK - off_k
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
     # If the loop might not run, ptxas would have each multiplication wait for
     # the one before, where b is transposed: tuned_matmul.py shows it.
-    for start in range(0, tl.maximum(K, LEAST), BLOCK_K):
+    for start in range(0, tl.maximum(length, LEAST), BLOCK_K):
         # Zeros past the end of K add nothing. Both need them: NaN * 0 is NaN.
-        a_mask = (offs_m < M) & (offs_k[None, :] < K - start)
-        b_mask = (offs_k[:, None] < K - start) & (offs_n < N)
+        a_mask = a_rows & (offs_k[None, :] < a_end - start)
+        b_mask = (offs_k[:, None] < b_end - start) & b_columns
         a = tl.load(a_ptrs, mask=a_mask, other=0.0)  # (BLOCK_M, BLOCK_K)
         b = tl.load(b_ptrs, mask=b_mask, other=0.0)  # (BLOCK_K, BLOCK_N)
         acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
         # Stepping the pointers is cheaper than computing them from k again.
         a_ptrs += step * stride_ak
         b_ptrs += step * stride_bk
+    if part_ptr is not None:
+        # A part has no edges: what is past them, no one adds.
+        columns = tl.arange(0, BLOCK_N)[None, :]
+        offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + columns
+        part_ptrs = part_ptr + item * BLOCK_M * BLOCK_N + offs
+        tl.store(part_ptrs, acc, mask=is_part & (offs >= 0))
+        M = tl.where(is_part, 0, M)
+    N = N // VEC_CN * VEC_CN
     c_mask = (offs_m < M) & (offs_n < N)
     tl.store(c_ptr + offs_m * N + offs_n, acc, mask=c_mask)
 
@@ -80,7 +142,7 @@ def _matmul_block(size, most):
 
 
 def _matmul_check(a, b, input_precision):
-    if a.dtype not in MATMUL_TILES:
+    if a.dtype not in MATMUL_ACC:
         raise TypeError(f"matmul takes float matrices, not {a.dtype}")
     if b.dtype != a.dtype or b.device != a.device:
         raise TypeError(
@@ -99,37 +161,103 @@ def _matmul_check(a, b, input_precision):
         )
 
 
-def _matmul_launch(a, b, input_precision="ieee", kernel=_matmul_kernel):
-    _matmul_check(a, b, input_precision)
-    (M, K), N = a.shape, b.shape[1]
-    c = torch.empty(M, N, dtype=a.dtype, device=a.device)
-    if c.numel() == 0:
-        return c
-    most_m, most_n, BLOCK_K, num_warps = MATMUL_TILES[a.dtype]
-    BLOCK_M, BLOCK_N = _matmul_block(M, most_m), _matmul_block(N, most_n)
+@cache
+def _matmul_gpu(device):
+    """Return whether a GPU has a copy engine, and its multiprocessors."""
+    if device.type != "cuda":  # interpreted: few programs, some sums split
+        return device.type == "cpu", 4
+    gpu = torch.cuda.get_device_properties(device)
+    has_engine = gpu.major >= 9 and not torch.version.hip
+    return has_engine, gpu.multi_processor_count
+
+
+def _matmul_by_engine(a, b, input_precision):
+    """Return whether a product goes through the copy engine."""
+    half = a.element_size() == 2
+    fast = half or (a.dtype == torch.float32 and input_precision != "ieee")
+    if not fast or not _matmul_gpu(a.device)[0]:
+        return False
+    # A copy takes as long for any number of rows that it is multiplied by.
+    for x, rows in ((a, b.shape[1]), (b, a.shape[0])):
+        copied = _persistent_matmul_turned(x, x.data_ptr()) is None
+        if copied and rows <= MATMUL_FEW:
+            return False
+    return True
+
+
+def _matmul_vec(x):
+    """Return how many adjacent elements one load takes, down and across.
+
+    They divide the length of what is contiguous, and the other stride.
+    """
+    unit = 16 // x.element_size()
+    (rows, columns), (by_row, by_column) = x.shape, x.stride()
+    if by_column == 1:
+        return 1, math.gcd(columns, by_row, unit)
+    return (math.gcd(rows, by_column, unit), 1) if by_row == 1 else (1, 1)
+
+
+def _matmul_by_pointers(a, b, c, input_precision):
+    (M, K), (N, size) = a.shape, (b.shape[1], a.element_size())
+    programs = _matmul_gpu(a.device)[1]
+    if min(M, N) <= MATMUL_FEW:
+        programs *= MATMUL_RESIDENT
+    vecs = _matmul_vec(a), _matmul_vec(b)
+    (VEC_AM, VEC_AK), (VEC_BK, VEC_BN) = vecs
+    tiles = MATMUL_TILES[size]
+    if size == 2 and (1, 1) in vecs:
+        tiles = MATMUL_NARROW  # a load passes registers: larger ones spill them
+    # No edge is longer than the product's, as far as an instruction allows.
+    tiles = tuple(
+        (_matmul_block(M, m), _matmul_block(N, n), *more)
+        for m, n, *more in tiles
+    )
+    plan = _persistent_matmul_plan(M, N, K, tiles, size, programs, 2**20)
+    (m, n, k, num_warps, num_stages), _, whole, tail, parts, steps = plan
     if triton.knobs.runtime.interpret and a.dtype == torch.bfloat16:
         # The interpreter would multiply the bits as if they were integers.
         a, b = a.float(), b.float()
-    grid = (triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N),)
+    ACC = MATMUL_ACC[a.dtype]
+    part = None
+    if tail > 0:
+        wide = torch.float64 if size == 8 else torch.float32
+        part = a.new_empty(parts * tail * m * n, dtype=wide)
     # Triton launches on the current GPU, which may not be that of a.
     with torch.accelerator.device_index(a.device.index):
-        arguments = a, b, c, M, N, K, *a.stride(), *b.stride()
-        kernel[grid](
-            *arguments,
+        sizes = M, N, K, *a.stride(), *b.stride(), whole, tail, steps
+        _matmul_kernel[(whole + tail * parts,)](
+            *(a, b, c, part, *sizes),
             LEAST=int(b.stride(0) == 1),
-            ACC=tl.float64 if a.dtype == torch.float64 else tl.float32,
+            VEC_AM=VEC_AM,
+            VEC_AK=VEC_AK,
+            VEC_BK=VEC_BK,
+            VEC_BN=VEC_BN,
+            VEC_CN=math.gcd(N, 16 // size),
+            ACC=ACC,
             PRECISION=input_precision,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            BLOCK_K=BLOCK_K,
-            num_warps=num_warps if BLOCK_M * BLOCK_N > 64 * 128 else 4,
+            BLOCK_M=m,
+            BLOCK_N=n,
+            BLOCK_K=k,
+            num_warps=num_warps,
             # AMD's shared memory has room for two.
-            num_stages=2 if torch.version.hip else 3,
+            num_stages=2 if torch.version.hip else num_stages,
         )
+        if tail > 0:
+            _persistent_matmul_add(part, c, plan)
+
+
+def _matmul_launch(a, b, input_precision="ieee"):
+    _matmul_check(a, b, input_precision)
+    c = a.new_empty(a.shape[0], b.shape[1])
+    if c.numel() * a.shape[1] == 0:
+        return c.zero_()
+    by_engine = _matmul_by_engine(a, b, input_precision)
+    run = _persistent_matmul_run if by_engine else _matmul_by_pointers
+    run(a, b, c, input_precision)
     return c
 
 
-@triton_op(f"{MATMUL_NAMESPACE}::matmul", mutates_args={})
+@custom_op(f"{MATMUL_NAMESPACE}::matmul", mutates_args=())
 def matmul(
     a: torch.Tensor, b: torch.Tensor, input_precision: str = "ieee"
 ) -> torch.Tensor:
@@ -138,23 +266,28 @@ def matmul(
     Takes two matrices of float16, bfloat16, float32 or float64, both of one
     dtype, with any strides. Of a batch, flatten the leading dimensions of ``a``
     first. Sums are kept in float32, or float64 for float64. The result has
-    their dtype, is contiguous, and is deterministic. ``input_precision`` is for
-    float32, the other dtypes ignore it: "ieee" multiplies all 24 bits, "tf32"
-    gives 11 of them to the tensor cores, and "tf32x3" makes up for that with
-    three products. Raises TypeError for other dtypes or two that differ, and
-    ValueError for other shapes. Has a gradient, in the same precision, and that
-    has one.
+    their dtype and is contiguous. It is deterministic on one kind of GPU.
+    ``input_precision`` is for float32, the other dtypes ignore it: "ieee"
+    multiplies all 24 bits, "tf32" gives 11 of them to the tensor cores, and
+    "tf32x3" makes up for that with three products. Raises TypeError for other
+    dtypes or two that differ, and ValueError for other shapes. Has a gradient,
+    in the same precision, and that has one.
 
     Rounding: products are summed in float32, or float64 for float64, and each
     result is rounded once.
 
     Under ``torch.autocast`` it casts a and b to autocast's dtype.
     """
-    kernel = wrap_triton(_matmul_kernel)
-    return _matmul_launch(a, b, input_precision, kernel)
+    return _matmul_launch(a, b, input_precision)
 
 
-# On a GPU a call goes to the launcher; all else goes on to the triton_op.
+@matmul.register_fake
+def _matmul_fake(a, b, input_precision="ieee"):
+    _matmul_check(a, b, input_precision)
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+# On a GPU a call goes to the launcher; all else goes on to the custom_op.
 MATMUL_LIBRARY = Library(MATMUL_NAMESPACE, "FRAGMENT")
 MATMUL_LIBRARY.impl("matmul", _matmul_launch, "CUDA")
 

@@ -4,15 +4,17 @@ Computes a @ b on NVIDIA GPUs of compute capability 9.0 or more. There is one
 program per multiprocessor, and it loads its next tile through the copy engine
 before it stores the last. The engine takes contiguous rows or columns that
 begin at multiples of 16 bytes; a matrix without them is copied in each call.
-The result's rows are padded to such multiples, so it may not be contiguous. The
-tile follows from a formula, without tuning: deterministic on a given GPU model.
-Float32 has full precision unless ``input_precision`` says otherwise. The sum
-over K is not split, so products of few tiles leave multiprocessors
-idle; ``skinny_matmul`` is for up to 64 rows. Gradients of any order.
+The result's rows are padded to such multiples, so it may not be contiguous;
+``matmul`` has one that is, and takes any GPU. The tile follows from a formula,
+without tuning, and so do the parts in which the last tiles are summed where
+they would leave multiprocessors idle: deterministic on a given GPU model.
+Float32 has full precision unless ``input_precision`` says otherwise. Gradients
+of any order.
 """
 
+import math
 import threading
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 import triton
@@ -32,10 +34,13 @@ PERSISTENT_MATMUL_ACC = {
 # wider dtypes, and of float32 as TF32
 PERSISTENT_MATMUL_TILES = [
     (128, 256, 64, 8, 4),
+    (256, 128, 64, 8, 4),
+    (128, 192, 64, 8, 4),
     (128, 128, 64, 4, 6),
+    (64, 256, 64, 4, 4),
     (64, 128, 128, 4, 4),
     (64, 64, 128, 4, 6),
-    (64, 128, 64, 4, 6),  # where shared memory is small
+    (64, 128, 64, 4, 8),
 ]
 PERSISTENT_MATMUL_WIDE = [(64, 64, 16, 8, 4)]
 PERSISTENT_MATMUL_TF32 = [
@@ -43,8 +48,13 @@ PERSISTENT_MATMUL_TF32 = [
     (64, 128, 32, 4, 4),
     (64, 64, 32, 4, 4),
 ]
-PERSISTENT_MATMUL_EDGE = 48  # what an edge of a tile costs, beside its area
 PERSISTENT_MATMUL_STAGES = 3  # the fewest
+# What a plan counts, in the time that a multiprocessor takes for one product
+PERSISTENT_MATMUL_EDGE = 48  # to load an element of an edge, a row or a column
+PERSISTENT_MATMUL_BYTE = 1  # a byte of a or b from memory, for the whole GPU
+PERSISTENT_MATMUL_PART = 10  # to write and to add an element of a part, as well
+PERSISTENT_MATMUL_ADD = 10**7  # the launch that adds the parts
+PERSISTENT_MATMUL_PARTS = (2, 3, 4, 6, 8, 12, 16)
 PERSISTENT_MATMUL_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -59,43 +69,189 @@ def _persistent_matmul_place(tile, tiles_m, tiles_n):
 
 
 @triton.jit
+def _persistent_matmul_halves(tile):
+    """Return the left and the right half of a tile's columns."""
+    rows: tl.constexpr = tile.shape[0]
+    half: tl.constexpr = tile.shape[1] // 2
+    # tl.split takes apart the last dimension.
+    return tl.split(tl.reshape(tile, (rows, 2, half)).permute(0, 2, 1))
+
+
+@triton.jit
+def _persistent_matmul_load(
+    desc, row, column, T: tl.constexpr, ACC: tl.constexpr
+):
+    """Load a tile, of the transpose if T."""
+    x = desc.load([column, row]).T if T else desc.load([row, column])
+    # Triton's interpreter multiplies bfloat16 wrongly.
+    return x.to(ACC) if PERSISTENT_MATMUL_INTERPRETED else x
+
+
+@triton.jit
+def _persistent_matmul_sum(
+    a_desc,
+    b_desc,
+    more_desc,
+    off_m,
+    off_n,
+    off_k,
+    length,
+    A_T: tl.constexpr,
+    B_T: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return the left and the right columns of a tile, over a part of K."""
+    BLOCK_M: tl.constexpr = a_desc.block_shape[1 if A_T else 0]
+    BLOCK_K: tl.constexpr = a_desc.block_shape[0 if A_T else 1]
+    BLOCK_N: tl.constexpr = b_desc.block_shape[0 if B_T else 1]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
+    if more_desc is None:
+        for k in range(off_k, off_k + length, BLOCK_K):
+            # The engine fills with zeros past K, so those add nothing.
+            a = _persistent_matmul_load(a_desc, off_m, k, A_T, ACC)
+            b = _persistent_matmul_load(b_desc, k, off_n, B_T, ACC)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
+        # In halves, the store needs half as much shared memory, and the loads
+        # have a stage more.
+        left, right = _persistent_matmul_halves(acc)
+    else:
+        # Edges of a block are powers of two: 192 columns are two blocks.
+        more_n = off_n + BLOCK_N
+        left, right = acc, tl.zeros((BLOCK_M, BLOCK_N // 2), dtype=ACC)
+        for k in range(off_k, off_k + length, BLOCK_K):
+            a = _persistent_matmul_load(a_desc, off_m, k, A_T, ACC)
+            b = _persistent_matmul_load(b_desc, k, off_n, B_T, ACC)
+            more = _persistent_matmul_load(more_desc, k, more_n, B_T, ACC)
+            left = tl.dot(a, b, left, out_dtype=ACC)
+            right = tl.dot(a, more, right, out_dtype=ACC)
+    return left, right
+
+
+@triton.jit
+def _persistent_matmul_columns(
+    c_ptr, tile, off_m, off_n, M, stride_cm, VEC: tl.constexpr
+):
+    """Store columns of a tile through pointers."""
+    # The compiler learns only here that rows begin at a multiple.
+    stride_cm = stride_cm // VEC * VEC
+    offs_m = (off_m + tl.arange(0, tile.shape[0]))[:, None]
+    offs_n = (off_n + tl.arange(0, tile.shape[1]))[None, :]
+    c_ptrs = c_ptr + offs_m.to(tl.int64) * stride_cm + offs_n
+    # The padding of a row is stored as well.
+    tl.store(c_ptrs, tile, mask=(offs_m < M) & (offs_n < stride_cm))
+
+
+@triton.jit
+def _persistent_matmul_store(
+    c, tile, off_m, off_n, M, stride_cm, VEC: tl.constexpr
+):
+    """Store a half of a tile: by the engine if VEC is 0, else by pointers."""
+    if VEC == 0:
+        c.store([off_m, off_n], tile.to(c.dtype))
+    else:
+        # At once, pointers of rows of any length would spill registers.
+        left, right = _persistent_matmul_halves(tile)
+        more_n = off_n + tile.shape[1] // 2
+        _persistent_matmul_columns(c, left, off_m, off_n, M, stride_cm, VEC)
+        _persistent_matmul_columns(c, right, off_m, more_n, M, stride_cm, VEC)
+
+
+@triton.jit(do_not_specialize=["stride_cm", "whole", "tail", "items", "steps"])
 def _persistent_matmul_kernel(
     a_desc,
     b_desc,
-    c_desc,
+    more_desc,  # of b: columns of a tile beyond b_desc's block, or None
+    c,  # a descriptor or a pointer
+    part_ptr,  # None where no sum is split
+    stride_cm,
+    whole,  # tiles that one program sums
+    tail,  # tiles after these
+    items,  # parts of the tail
+    steps,  # of a part
     A_T: tl.constexpr,  # a_desc is of a's transpose
     B_T: tl.constexpr,
+    VEC: tl.constexpr,  # of c: elements that a store takes, 0 by the engine
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,  # "ieee", "tf32" or "tf32x3"
 ):
-    M, N = c_desc.shape
-    K = a_desc.shape[0 if A_T else 1]
-    BLOCK_M: tl.constexpr = c_desc.block_shape[0]
-    BLOCK_N: tl.constexpr = c_desc.block_shape[1] * 2  # c's block is half
+    M, K = a_desc.shape[1 if A_T else 0], a_desc.shape[0 if A_T else 1]
+    BLOCK_M: tl.constexpr = a_desc.block_shape[1 if A_T else 0]
     BLOCK_K: tl.constexpr = a_desc.block_shape[0 if A_T else 1]
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    BLOCK_N: tl.constexpr = b_desc.block_shape[0 if B_T else 1]
+    LEFT: tl.constexpr = BLOCK_N if more_desc is not None else BLOCK_N // 2
+    TILE_N: tl.constexpr = LEFT + BLOCK_N // 2
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(b_desc.shape[0 if B_T else 1], TILE_N)
     first, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
     # Flattened, the loads of the next tile begin before this one is stored.
-    for tile in tl.range(first, tiles_m * tiles_n, programs, flatten=True):
+    for tile in tl.range(first, whole, programs, flatten=True):
         pid_m, pid_n = _persistent_matmul_place(tile, tiles_m, tiles_n)
         # Rows and columns fit int32, whatever their product is.
-        off_m, off_n = pid_m * BLOCK_M, pid_n * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC)
-        for k in range(0, K, BLOCK_K):
-            # The engine fills with zeros past K, so those add nothing.
-            # (BLOCK_M, BLOCK_K) and (BLOCK_K, BLOCK_N)
-            a = a_desc.load([k, off_m]).T if A_T else a_desc.load([off_m, k])
-            b = b_desc.load([off_n, k]).T if B_T else b_desc.load([k, off_n])
-            if PERSISTENT_MATMUL_INTERPRETED:
-                # Triton's interpreter multiplies bfloat16 wrongly.
-                a, b = a.to(ACC), b.to(ACC)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=ACC)
-        # In halves, the store needs half as much shared memory, and the loads
-        # have a stage more. tl.split takes apart the last dimension.
-        both = tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)).permute(0, 2, 1)
-        left, right = tl.split(both)  # (BLOCK_M, BLOCK_N // 2)
-        c_desc.store([off_m, off_n], left.to(c_desc.dtype))
-        c_desc.store([off_m, off_n + BLOCK_N // 2], right.to(c_desc.dtype))
+        off_m, off_n = pid_m * BLOCK_M, pid_n * TILE_N
+        left, right = _persistent_matmul_sum(
+            *(a_desc, b_desc, more_desc, off_m, off_n, 0, K),
+            *(A_T, B_T, ACC, PRECISION),
+        )
+        _persistent_matmul_store(c, left, off_m, off_n, M, stride_cm, VEC)
+        _persistent_matmul_store(
+            c, right, off_m, off_n + LEFT, M, stride_cm, VEC
+        )
+    # The last tiles leave multiprocessors idle, so each is for several
+    # programs, with a part of K for each.
+    if part_ptr is not None:
+        for item in range(first, items, programs):
+            tile = whole + item % tail
+            pid_m, pid_n = _persistent_matmul_place(tile, tiles_m, tiles_n)
+            length = steps * BLOCK_K
+            off_m, off_n = pid_m * BLOCK_M, pid_n * TILE_N
+            left, right = _persistent_matmul_sum(
+                *(a_desc, b_desc, more_desc, off_m, off_n),
+                *(item // tail * length, length, A_T, B_T, ACC, PRECISION),
+            )
+            rows = tl.arange(0, BLOCK_M)[:, None] * TILE_N
+            part_ptrs = (
+                part_ptr + tl.cast(item, tl.int64) * BLOCK_M * TILE_N + rows
+            )
+            tl.store(part_ptrs + tl.arange(0, LEFT)[None, :], left)
+            columns = LEFT + tl.arange(0, BLOCK_N // 2)[None, :]
+            tl.store(part_ptrs + columns, right)
+
+
+@triton.jit(do_not_specialize=["M", "whole", "tail"])
+def _persistent_matmul_add_kernel(
+    part_ptr,
+    c_ptr,
+    M,
+    N,
+    stride_cm,
+    whole,
+    tail,
+    tile_m,
+    tile_n,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    pid = tl.program_id(axis=0)
+    across = tile_n // COLUMNS
+    pieces = tile_m // ROWS * across
+    index, piece = pid // pieces, pid % pieces
+    pid_m, pid_n = _persistent_matmul_place(
+        whole + index, tl.cdiv(M, tile_m), tl.cdiv(N, tile_n)
+    )
+    rows = piece // across * ROWS + tl.arange(0, ROWS)[:, None]  # (ROWS, 1)
+    columns = piece % across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    size = tile_m * tile_n
+    part_ptrs = part_ptr + index.to(tl.int64) * size + rows * tile_n + columns
+    step = tl.cast(tail, tl.int64) * size
+    total = tl.load(part_ptrs)  # (ROWS, COLUMNS)
+    # The order is fixed, so the sum is deterministic.
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(part_ptrs + part * step)
+    offs_m, offs_n = pid_m * tile_m + rows, pid_n * tile_n + columns
+    c_ptrs = c_ptr + offs_m.to(tl.int64) * stride_cm + offs_n
+    tl.store(c_ptrs, total, mask=(offs_m < M) & (offs_n < N))
 
 
 @cache
@@ -119,32 +275,58 @@ def _persistent_matmul_gpu(device):
 def _persistent_matmul_stages(tile, itemsize, shared):
     """Return how many stages a tile has, as far as shared memory has room."""
     BLOCK_M, BLOCK_N, BLOCK_K, _, most = tile
-    half = BLOCK_M * BLOCK_N // 2 * itemsize  # of the tile that is stored
+    # Of the tile that is stored: a half, or 128 of 192 columns
+    half = BLOCK_M * triton.next_power_of_2(BLOCK_N) // 2 * itemsize
     stage = (BLOCK_M + BLOCK_N) * BLOCK_K * itemsize
     free = shared - half - 1024  # barriers take less
     return min(most, free // stage)
 
 
-def _persistent_matmul_plan(
-    M, N, itemsize, multiprocessors, shared, precision="ieee"
-):
-    """Return the number of programs, their tile and its stages."""
-    wide = itemsize > 2
-    tiles = PERSISTENT_MATMUL_WIDE if wide else PERSISTENT_MATMUL_TILES
-    tiles = tiles if precision == "ieee" else PERSISTENT_MATMUL_TF32
+def _persistent_matmul_work(M, N, K, tile, itemsize, multiprocessors):
+    """Return what a product costs with a tile, and how its work is divided.
+
+    That is how many tiles are whole, how many come after these, in how many
+    parts each of the latter is summed, and the steps of a part.
+    """
+    m, n, k = tile[:3]
+    tiles = triton.cdiv(M, m) * triton.cdiv(N, n)
+    rounds, tail = divmod(tiles, multiprocessors)
+    steps = triton.cdiv(K, k)
+    step = k * (m * n + PERSISTENT_MATMUL_EDGE * (m + n))
+    memory = PERSISTENT_MATMUL_BYTE * itemsize * (M * K + K * N + M * N)
+
+    def cost(parts):
+        of_part = triton.cdiv(steps, parts) if tail > 0 else 0
+        time = (rounds * steps + of_part) * step
+        add = 0
+        if parts > 1:
+            add = PERSISTENT_MATMUL_PART * tail * parts * m * n
+            add += PERSISTENT_MATMUL_ADD
+        # Of several that wait for memory alone, the one with least to do
+        return max(time, memory) + add, time
+
+    choices = [1]
+    for parts in PERSISTENT_MATMUL_PARTS:
+        some = triton.cdiv(steps, triton.cdiv(steps, parts)) == parts  # in each
+        if some and 0 < tail * parts <= multiprocessors:
+            choices.append(parts)
+    parts = min(choices, key=cost)
+    if parts == 1:
+        return cost(1), (tiles, 0, 1, 0)
+    return cost(parts), (tiles - tail, tail, parts, triton.cdiv(steps, parts))
+
+
+@lru_cache(4096)
+def _persistent_matmul_plan(M, N, K, tiles, itemsize, multiprocessors, shared):
+    """Return the tile of least cost, its stages, and how work is divided."""
     stages = {t: _persistent_matmul_stages(t, itemsize, shared) for t in tiles}
-    tiles = [t for t in tiles if stages[t] >= PERSISTENT_MATMUL_STAGES]
-
-    def number(tile):
-        return triton.cdiv(M, tile[0]) * triton.cdiv(N, tile[1])
-
-    def cost(tile):
-        rounds = triton.cdiv(number(tile), multiprocessors)
-        edges = PERSISTENT_MATMUL_EDGE * (tile[0] + tile[1])
-        return rounds * (tile[0] * tile[1] + edges)
-
-    tile = min(tiles, key=cost)
-    return min(multiprocessors, number(tile)), tile, stages[tile]
+    work = {
+        t: _persistent_matmul_work(M, N, K, t, itemsize, multiprocessors)
+        for t in tiles
+        if stages[t] >= PERSISTENT_MATMUL_STAGES
+    }
+    tile = min(work, key=lambda t: work[t][0])
+    return tile, stages[tile], *work[tile][1]
 
 
 def _persistent_matmul_check(a, b, input_precision):
@@ -184,18 +366,29 @@ def _persistent_matmul_rows(M, N, like):
     return like.new_empty(M, stride)[:, :N]
 
 
-def _persistent_matmul_side(x, begin):
-    """Return x or x.T, with rows that the engine takes, and whether it is x.T.
+def _persistent_matmul_turned(x, begin):
+    """Return whether the engine takes x.T, not x; None if it takes neither.
 
-    If it takes neither, a copy is returned. ``begin`` is the address of x, or
-    how far it begins from one that 16 divides.
+    ``begin`` is the address of x, or how far it begins from one that 16
+    divides.
     """
     for side in (x, x.T):
         (rows, length), (stride, step) = side.shape, side.stride()
         # Rows that overlap, as those of an expanded tensor, it does not take.
         apart = stride >= length and stride * x.element_size() % 16 == 0
         if step == 1 and (apart or rows == 1) and begin % 16 == 0:
-            return side, side is not x
+            return side is not x
+    return None
+
+
+def _persistent_matmul_side(x, begin):
+    """Return x or x.T, with rows that the engine takes, and whether it is x.T.
+
+    If it takes neither, a copy is returned.
+    """
+    turned = _persistent_matmul_turned(x, begin)
+    if turned is not None:
+        return x.T if turned else x, turned
     # Adjacent elements stay adjacent: a copy that transposes is slower.
     turned = x.stride(0) == 1 and x.stride(1) != 1
     side = x.T if turned else x
@@ -210,21 +403,37 @@ def _persistent_matmul_descriptor(side, block_shape):
     return TensorDescriptor(side, [rows, length], strides, block_shape)
 
 
-def _persistent_matmul_launch(a, b, input_precision="ieee"):
-    _persistent_matmul_check(a, b, input_precision)
+def _persistent_matmul_add(part, c, plan, add=_persistent_matmul_add_kernel):
+    """Launch the kernel that adds the parts of a plan's last tiles."""
+    (m, n, *_), _, whole, tail, parts, _ = plan
+    ROWS, COLUMNS = 16, min(n, 64)
+    grid = (tail * (m // ROWS) * (n // COLUMNS),)
+    sizes = *c.shape, c.stride(0), whole, tail, m, n
+    add[grid](part, c, *sizes, PARTS=parts, ROWS=ROWS, COLUMNS=COLUMNS)
+
+
+def _persistent_matmul_run(a, b, c, input_precision):
+    """Store a @ b in c, whose rows are contiguous."""
     multiprocessors, shared = _persistent_matmul_gpu(a.device)
-    (M, K), N = a.shape, b.shape[1]
-    c = _persistent_matmul_rows(M, N, a)
-    if M * N * K == 0:
-        return c.zero_()
+    (M, K), (N, size) = a.shape, (b.shape[1], a.element_size())
     side_a, A_T = _persistent_matmul_side(a, a.data_ptr())
     side_b, B_T = _persistent_matmul_side(b, b.data_ptr())
-    size = a.element_size()
-    precision = input_precision if a.dtype == torch.float32 else "ieee"
+    tiles = PERSISTENT_MATMUL_TILES if size == 2 else PERSISTENT_MATMUL_WIDE
+    if input_precision != "ieee" and a.dtype == torch.float32:
+        tiles = PERSISTENT_MATMUL_TF32
     plan = _persistent_matmul_plan(
-        M, N, size, multiprocessors, shared, precision
+        M, N, K, (*tiles,), size, multiprocessors, shared
     )
-    programs, (m, n, k, num_warps, _), num_stages = plan
+    (m, n, k, num_warps, _), num_stages, whole, tail, parts, steps = plan
+    # Of 192 columns, 128 and 64
+    left = n if n & (n - 1) == 0 else n // 3 * 2
+    ACC = PERSISTENT_MATMUL_ACC[a.dtype]
+    part = None
+    if tail > 0:
+        wide = torch.float64 if size == 8 else torch.float32
+        part = a.new_empty(parts * tail * m * n, dtype=wide)
+    # The store of 128 columns and of 64 would take two descriptors.
+    by_engine = left == n and c.stride(0) * size % 16 == 0
     describe = _persistent_matmul_descriptor
     # Triton launches on the current GPU, which may not be that of a.
     with torch.accelerator.device_index(a.device.index):
@@ -232,17 +441,39 @@ def _persistent_matmul_launch(a, b, input_precision="ieee"):
             # No descriptor is made in a thread without CUDA's context. Autograd
             # has threads of its own. The first work of one may be ours.
             PERSISTENT_MATMUL_THREAD.begun = torch.zeros(1, device=a.device)
-        _persistent_matmul_kernel[(programs,)](
+        more = n - left
+        _persistent_matmul_kernel[
+            (min(multiprocessors, whole + tail * parts),)
+        ](
             describe(side_a, [k, m] if A_T else [m, k]),
-            describe(side_b, [n, k] if B_T else [k, n]),
-            describe(c, [m, n // 2]),
+            describe(side_b, [left, k] if B_T else [k, left]),
+            describe(side_b, [more, k] if B_T else [k, more]) if more else None,
+            describe(c, [m, n // 2]) if by_engine else c,
+            part,
+            c.stride(0),
+            whole,
+            tail,
+            tail * parts,
+            steps,
             A_T=A_T,
             B_T=B_T,
-            ACC=PERSISTENT_MATMUL_ACC[a.dtype],
-            PRECISION=precision,
+            VEC=0 if by_engine else math.gcd(c.stride(0), 16 // size),
+            ACC=ACC,
+            PRECISION=input_precision if a.dtype == torch.float32 else "ieee",
             num_warps=num_warps,
             num_stages=num_stages,
         )
+        if tail > 0:
+            _persistent_matmul_add(part, c, plan)
+
+
+def _persistent_matmul_launch(a, b, input_precision="ieee"):
+    _persistent_matmul_check(a, b, input_precision)
+    _persistent_matmul_gpu(a.device)  # raises where there is no engine
+    c = _persistent_matmul_rows(a.shape[0], b.shape[1], a)
+    if c.numel() * a.shape[1] == 0:
+        return c.zero_()
+    _persistent_matmul_run(a, b, c, input_precision)
     return c
 
 

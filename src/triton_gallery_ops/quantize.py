@@ -200,6 +200,20 @@ def _quantize_store(ptr, y, pid_m, pid_n, M, N):
 
 
 @triton.jit
+def _quantize_tensor(tensor_ptr, out_ptr, SCALING: tl.constexpr):
+    """Return the scale of the whole tensor, of which a copy is stored."""
+    tensor = None
+    if SCALING == "nvfp4":
+        tensor = tl.load(tensor_ptr)
+        if tensor_ptr.dtype.element_ty == tl.int32:
+            # The largest number is 6 in a block whose scale is 448.
+            tensor = tl.math.div_rn(tensor.to(tl.float32, bitcast=True), 2688.0)
+            tensor = tl.where(tensor == 0, 1.0, tensor)
+        tl.store(out_ptr, tensor)  # all programs store the same
+    return tensor
+
+
+@triton.jit
 def _quantize_kernel(
     x_ptr,
     tensor_ptr,  # a scale of the whole tensor, or its largest magnitude
@@ -238,14 +252,7 @@ def _quantize_kernel(
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     ptrs = x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :]
     x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)  # (ROWS, COLS)
-    tensor = None
-    if SCALING == "nvfp4":
-        tensor = tl.load(tensor_ptr)
-        if tensor_ptr.dtype.element_ty == tl.int32:
-            # The largest number is 6 in a block whose scale is 448.
-            tensor = tl.math.div_rn(tensor.to(tl.float32, bitcast=True), 2688.0)
-            tensor = tl.where(tensor == 0, 1.0, tensor)
-        tl.store(tensor_out_ptr, tensor)  # all programs store the same
+    tensor = _quantize_tensor(tensor_ptr, tensor_out_ptr, SCALING)
     largest = _quantize_largest(x, BM, BN)  # (ROWS // BM, COLS // BN)
     inverse, scale = _quantize_scale(largest, tensor, SCALING, MAX, CAST)
     y = _quantize_values(
@@ -266,6 +273,59 @@ def _quantize_kernel(
         blocks_m, blocks_n = tl.cdiv(M, BN), tl.cdiv(N, BM)
         scale = tl.trans(scale)
         _quantize_store(scale_t_ptr, scale, pid_n, pid_m, blocks_n, blocks_m)
+
+
+@triton.jit
+def _quantize_read(ptrs, mask, BN: tl.constexpr):
+    """Return blocks as rows, each in one thread: its loads are eight apart."""
+    low = tl.load(ptrs, mask=mask, other=0.0)  # (BLOCKS, 8)
+    high = tl.load(ptrs + 8, mask=mask, other=0.0)
+    x = tl.join(low, high)  # (BLOCKS, 8, 2)
+    if BN == 16:
+        x = tl.permute(x, (0, 2, 1))
+    else:
+        low = tl.load(ptrs + 16, mask=mask, other=0.0)
+        high = tl.load(ptrs + 24, mask=mask, other=0.0)
+        x = tl.join(x, tl.join(low, high))  # (BLOCKS, 8, 2, 2)
+        x = tl.permute(x, (0, 3, 2, 1))
+    return tl.reshape(x, (x.shape[0], BN)).to(tl.float32)
+
+
+@triton.jit
+def _quantize_4_bits_kernel(
+    x_ptr,
+    tensor_ptr,  # as of _quantize_kernel
+    tensor_out_ptr,
+    out_ptr,  # words of eight numbers
+    scale_ptr,
+    blocks,
+    BN: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of a program
+    SCALING: tl.constexpr,
+    CAST: tl.constexpr,
+):
+    """Quantize contiguous blocks to 4 bits, each block in one thread."""
+    # With eight numbers a thread, as many as a load has, threads share a block,
+    # and each computes its scale.
+    pid = tl.num_programs(axis=0) - 1 - tl.program_id(axis=0)
+    offs = pid.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)  # (BLOCKS,)
+    mask = (offs < blocks)[:, None]
+    ptrs = x_ptr + offs[:, None] * BN + tl.arange(0, 8)[None, :]
+    x = _quantize_read(ptrs, mask, BN)  # (BLOCKS, BN)
+    tensor = _quantize_tensor(tensor_ptr, tensor_out_ptr, SCALING)
+    largest = _quantize_largest(x, 1, BN)  # (BLOCKS, 1)
+    inverse, scale = _quantize_scale(largest, tensor, SCALING, 6.0, CAST)
+    code = _quantize_code(x * inverse, 1, 1, 4, 7)
+    # The first of two numbers is in the lower half of what both make.
+    WORDS: tl.constexpr = BN // 8
+    low, high = tl.split(tl.reshape(code, (BLOCKS, WORDS, 4, 2)))
+    pairs = (low >> 4) + high  # (BLOCKS, WORDS, 4)
+    low, high = tl.split(tl.reshape(pairs, (BLOCKS, WORDS, 2, 2)))
+    low, high = tl.split((low >> 8) + high)
+    word = (low >> 16) + high  # (BLOCKS, WORDS)
+    ptrs = out_ptr + offs[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    tl.store(ptrs, word.to(tl.int32, bitcast=True), mask=mask)
+    tl.store(scale_ptr + offs[:, None], scale, mask=mask)
 
 
 @triton.jit
@@ -527,6 +587,32 @@ def _quantize_blocks(
     return [t.view(dtype) if n % 2 == 0 else t for n, t in enumerate(out)]
 
 
+def _quantize_4_bits(x, BN, SCALING, kernel, wide_kernel, tensors=(None, None)):
+    """Quantize to 4 bits: values and the scales of blocks of BN."""
+    dtype = torch.float4_e2m1fn_x2
+    rows, _, N, _, flat = _quantize_rows(x, BN)
+    if not flat:
+        return _quantize_blocks(x, dtype, 1, BN, SCALING, wide_kernel, tensors)
+    words = x.new_empty((*x.shape[:-1], x.shape[-1] // 8), dtype=torch.int32)
+    shape = _quantize_scale_shape(x, 1, BN)
+    scales = x.new_empty(shape, dtype=torch.uint8)
+    _, plan = _quantize_format(dtype, x.device)
+    BLOCKS = QUANTIZE_TILE // BN
+    with torch.accelerator.device_index(x.device.index):
+        kernel[(triton.cdiv(N, QUANTIZE_TILE),)](
+            rows,
+            *tensors,
+            words,
+            scales,
+            N // BN,
+            BN=BN,
+            BLOCKS=BLOCKS,
+            SCALING=SCALING,
+            CAST=plan["CAST"],
+        )
+    return words.view(dtype), scales
+
+
 def _quantize_largest_of(x, per_row, kernel):
     """Return the largest magnitudes of rows, or of the tensor, as integers."""
     rows, M, N, stride, flat = _quantize_rows(x, None if per_row else 1)
@@ -635,7 +721,7 @@ def _quantize_with_transpose_launch(
     return tuple(out)
 
 
-def _quantize_4_bits(name, x, dtype):
+def _quantize_check_4_bits(name, x, dtype):
     if dtype == torch.float4_e2m1fn_x2 and x.shape[-1] % 2:
         raise ValueError(
             f"{name} puts two numbers of a row into a byte, and takes rows of "
@@ -643,22 +729,32 @@ def _quantize_4_bits(name, x, dtype):
         )
 
 
-def _quantize_mx_launch(x, dtype=torch.float8_e4m3fn, kernel=_quantize_kernel):
+def _quantize_mx_launch(
+    x,
+    dtype=torch.float8_e4m3fn,
+    kernel=_quantize_kernel,
+    narrow_kernel=_quantize_4_bits_kernel,
+):
     _quantize_check("quantize_mx", x, dtype, QUANTIZE_MX_DTYPES)
-    _quantize_4_bits("quantize_mx", x, dtype)
-    out, scales = _quantize_blocks(x, dtype, 1, QUANTIZE_MX, "mx", kernel)
+    _quantize_check_4_bits("quantize_mx", x, dtype)
+    if dtype == torch.float4_e2m1fn_x2:
+        kernels = narrow_kernel, kernel
+        out, scales = _quantize_4_bits(x, QUANTIZE_MX, "mx", *kernels)
+    else:
+        out, scales = _quantize_blocks(x, dtype, 1, QUANTIZE_MX, "mx", kernel)
     return out, scales.view(torch.float8_e8m0fnu)
 
 
 def _quantize_nvfp4_launch(
     x,
     tensor_scale=None,
-    kernel=_quantize_kernel,
+    kernel=_quantize_4_bits_kernel,
+    wide_kernel=_quantize_kernel,
     largest_kernel=_quantize_largest_kernel,
 ):
     dtype = torch.float4_e2m1fn_x2
     _quantize_check("quantize_nvfp4", x, dtype, (dtype,))
-    _quantize_4_bits("quantize_nvfp4", x, dtype)
+    _quantize_check_4_bits("quantize_nvfp4", x, dtype)
     if tensor_scale is None:
         given = _quantize_largest_of(x, False, largest_kernel)
     else:
@@ -671,8 +767,9 @@ def _quantize_nvfp4_launch(
     tensor = x.new_empty((), dtype=torch.float32)
     if x.numel() == 0:
         tensor.fill_(1.0 if tensor_scale is None else given.reshape(()))
-    out, scales = _quantize_blocks(
-        x, dtype, 1, QUANTIZE_NVFP4, "nvfp4", kernel, (given, tensor)
+    kernels, tensors = (kernel, wide_kernel), (given, tensor)
+    out, scales = _quantize_4_bits(
+        x, QUANTIZE_NVFP4, "nvfp4", *kernels, tensors
     )
     return out, scales.view(torch.float8_e4m3fn), tensor
 
@@ -819,7 +916,8 @@ def quantize_mx(
     Rounding: to the nearest, to even. In 4 bits, ``x / scale`` that is less
     than 2**-22 from 0.25 or 0.75 counts as that.
     """
-    return _quantize_mx_launch(x, dtype, wrap_triton(_quantize_kernel))
+    kernels = _quantize_kernel, _quantize_4_bits_kernel
+    return _quantize_mx_launch(x, dtype, *map(wrap_triton, kernels))
 
 
 @triton_op(f"{QUANTIZE_NAMESPACE}::quantize_nvfp4", mutates_args={})
@@ -839,10 +937,11 @@ def quantize_nvfp4(
     ``quantize_mx``. A block with NaN or infinities has a scale of NaN.
     """
     kernels = (
-        wrap_triton(_quantize_kernel),
-        wrap_triton(_quantize_largest_kernel),
+        _quantize_4_bits_kernel,
+        _quantize_kernel,
+        _quantize_largest_kernel,
     )
-    return _quantize_nvfp4_launch(x, tensor_scale, *kernels)
+    return _quantize_nvfp4_launch(x, tensor_scale, *map(wrap_triton, kernels))
 
 
 @triton_op(f"{QUANTIZE_NAMESPACE}::dequantize", mutates_args={})

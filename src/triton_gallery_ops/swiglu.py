@@ -1,13 +1,15 @@
 """SwiGLU activation, silu(gate) * up, with its backward.
 
-With silu(x) = x * sigmoid(x) (Shazeer, 2020, arXiv:2002.05202). ``swiglu``
-takes two tensors, which may be halves of a projection: strided rows are read in
-place. ``swiglu_packed`` takes the whole projection, gate first, and writes one
-gradient for it; prefer it for training, because autograd would have to assemble
-the gradients of two halves in further passes over memory. The op is memory
-bound, so the backward recomputes the sigmoid instead of storing it. For small
-tensors, starting the kernel dominates. The arithmetic is in float32, or float64
-for float64. Deterministic. There is no second derivative.
+With silu(x) = x * sigmoid(x) (Shazeer, 2020, arXiv:2002.05202). Options make it
+GEGLU, with either GELU, or the form of gpt-oss with its limits; kernels are
+compiled for each set of options. ``swiglu`` takes two tensors, which may be
+halves of a projection: strided rows are read in place. ``swiglu_packed`` takes
+the whole projection, gate or up first, and writes one gradient; prefer it for
+training, because autograd would have to assemble the gradients of two halves in
+further passes over memory. The op is memory bound, so the backward recomputes
+the sigmoid instead of storing it. For small tensors, starting the kernel
+dominates. The arithmetic is in float32, or float64 for float64. Deterministic.
+There is no second derivative.
 """
 
 import math
@@ -24,6 +26,7 @@ SWIGLU_ACC = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
+SWIGLU_SILU = {"ACTIVATION": "silu", "ALPHA": 1.0, "BETA": 0.0, "LIMIT": None}
 SWIGLU_TILE = 1024  # elements of a program
 SWIGLU_FEW = 2**20  # in a tensor of up to this size: half a tile
 
@@ -53,10 +56,51 @@ def _swiglu_tile(
 
 
 @triton.jit
-def _swiglu_forward(gate_ptrs, up_ptrs, out_ptrs, mask, ACC: tl.constexpr):
+def _swiglu_clamp(gate, up, BETA: tl.constexpr, LIMIT: tl.constexpr):
+    """Return gate and up + BETA, both within LIMIT. NaN stays NaN."""
+    if LIMIT is not None:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, up)
+        up = tl.where(up < -LIMIT, -LIMIT, up)
+    if BETA != 0:
+        up += BETA
+    return gate, up
+
+
+@triton.jit
+def _swiglu_share(gate, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
+    """Return what the activation multiplies gate by."""
+    if ACTIVATION == "gelu":
+        s = 0.5 + 0.5 * tl.erf(gate * 0.7071067811865476)
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(z)) / 2 is sigmoid(2 z).
+        square = tl.minimum(gate * gate, 100.0)
+        slope = 1.5957691216057308 + 0.07135481627260025 * square
+        s = tl.sigmoid(gate * slope)
+    elif ALPHA != 1:
+        s = tl.sigmoid(ALPHA * gate)
+    else:
+        s = tl.sigmoid(gate)
+    return s
+
+
+@triton.jit
+def _swiglu_forward(
+    gate_ptrs,
+    up_ptrs,
+    out_ptrs,
+    mask,
+    ACC: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
     gate = tl.load(gate_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
     up = tl.load(up_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
-    tl.store(out_ptrs, gate * tl.sigmoid(gate) * up, mask=mask)
+    gate, up = _swiglu_clamp(gate, up, BETA, LIMIT)
+    s = _swiglu_share(gate, ACTIVATION, ALPHA)
+    tl.store(out_ptrs, gate * s * up, mask=mask)
 
 
 @triton.jit
@@ -72,6 +116,10 @@ def _swiglu_kernel(
     stride_om,
     ACC: tl.constexpr,
     VEC: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # "silu", "gelu" or "gelu_tanh"
+    ALPHA: tl.constexpr,  # a factor of what the SiLU's sigmoid is of
+    BETA: tl.constexpr,  # added to up
+    LIMIT: tl.constexpr,  # of gate and up, or None
     FLAT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -87,23 +135,71 @@ def _swiglu_kernel(
     out_ptrs = out_ptr + offs_m * stride_om + offs_n  # (BLOCK_M, BLOCK_N)
     # If N is odd, loads with a mask are narrow. Full tiles need no mask.
     if full:
-        _swiglu_forward(gate_ptrs, up_ptrs, out_ptrs, None, ACC)
+        _swiglu_forward(
+            gate_ptrs,
+            up_ptrs,
+            out_ptrs,
+            None,
+            ACC,
+            ACTIVATION,
+            ALPHA,
+            BETA,
+            LIMIT,
+        )
     else:
         mask = (offs_m < M) & (offs_n < N)
-        _swiglu_forward(gate_ptrs, up_ptrs, out_ptrs, mask, ACC)
+        _swiglu_forward(
+            gate_ptrs,
+            up_ptrs,
+            out_ptrs,
+            mask,
+            ACC,
+            ACTIVATION,
+            ALPHA,
+            BETA,
+            LIMIT,
+        )
 
 
 @triton.jit
 def _swiglu_gradients(
-    grad_ptrs, gate_ptrs, up_ptrs, dgate_ptrs, dup_ptrs, mask, ACC: tl.constexpr
+    grad_ptrs,
+    gate_ptrs,
+    up_ptrs,
+    dgate_ptrs,
+    dup_ptrs,
+    mask,
+    ACC: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     grad = tl.load(grad_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
-    gate = tl.load(gate_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
-    up = tl.load(up_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
-    s = tl.sigmoid(gate)  # recomputed: an exponential, but no byte moved
-    dgate = grad * up * s * (1 + gate * (1 - s))
+    gate_in = tl.load(gate_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
+    up_in = tl.load(up_ptrs, mask=mask).to(ACC)  # (BLOCK_M, BLOCK_N)
+    gate, up = _swiglu_clamp(gate_in, up_in, BETA, LIMIT)
+    # Recomputed: an exponential, but no byte moved
+    s = _swiglu_share(gate, ACTIVATION, ALPHA)
+    if ACTIVATION == "gelu":
+        density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+        dgate = grad * up * (s + gate * density)
+    else:
+        # z is gate times the derivative of what the sigmoid is of.
+        z = gate
+        if ACTIVATION == "gelu_tanh":
+            square = tl.minimum(gate * gate, 100.0)
+            z *= 1.5957691216057308 + 0.21406444881780076 * square
+        elif ALPHA != 1:
+            z *= ALPHA
+        dgate = grad * up * s * (1 + z * (1 - s))
+    if LIMIT is not None:
+        dgate = tl.where(gate_in <= LIMIT, dgate, 0.0)
     tl.store(dgate_ptrs, dgate, mask=mask)
-    tl.store(dup_ptrs, grad * gate * s, mask=mask)
+    dup = grad * gate * s
+    if LIMIT is not None:
+        dup = tl.where(tl.abs(up_in) <= LIMIT, dup, 0.0)
+    tl.store(dup_ptrs, dup, mask=mask)
 
 
 @triton.jit
@@ -111,7 +207,7 @@ def _swiglu_backward_kernel(
     grad_ptr,
     gate_ptr,
     up_ptr,
-    d_ptr,  # to dgate
+    d_ptr,  # to dgate, or to dup where that is first
     M,
     N,
     tiles_n,
@@ -119,12 +215,17 @@ def _swiglu_backward_kernel(
     stride_gm,
     stride_um,
     stride_dm,
-    gap,  # from an element of dgate to the same one of dup
+    gap,  # from an element of one to the same one of the other
     ACC: tl.constexpr,
     VEC: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # "silu", "gelu" or "gelu_tanh"
+    ALPHA: tl.constexpr,  # a factor of what the SiLU's sigmoid is of
+    BETA: tl.constexpr,  # added to up
+    LIMIT: tl.constexpr,  # of gate and up, or None
     FLAT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    UP_FIRST: tl.constexpr,
 ):
     # As in the forward: here the compiler learns that VEC divides them.
     N = N // VEC * VEC
@@ -139,14 +240,36 @@ def _swiglu_backward_kernel(
     up_ptrs = up_ptr + offs_m * stride_um + offs_n  # (BLOCK_M, BLOCK_N)
     d_ptrs = d_ptr + offs_m * stride_dm + offs_n  # (BLOCK_M, BLOCK_N)
     dup_ptrs = d_ptrs + gap
+    if UP_FIRST:
+        d_ptrs, dup_ptrs = dup_ptrs, d_ptrs
     if full:
         _swiglu_gradients(
-            grad_ptrs, gate_ptrs, up_ptrs, d_ptrs, dup_ptrs, None, ACC
+            grad_ptrs,
+            gate_ptrs,
+            up_ptrs,
+            d_ptrs,
+            dup_ptrs,
+            None,
+            ACC,
+            ACTIVATION,
+            ALPHA,
+            BETA,
+            LIMIT,
         )
     else:
         mask = (offs_m < M) & (offs_n < N)
         _swiglu_gradients(
-            grad_ptrs, gate_ptrs, up_ptrs, d_ptrs, dup_ptrs, mask, ACC
+            grad_ptrs,
+            gate_ptrs,
+            up_ptrs,
+            d_ptrs,
+            dup_ptrs,
+            mask,
+            ACC,
+            ACTIVATION,
+            ALPHA,
+            BETA,
+            LIMIT,
         )
 
 
@@ -163,13 +286,32 @@ def _swiglu_check(name, *tensors):
         raise ValueError(f"{name} takes tensors of one shape, not {shapes}")
 
 
-def _swiglu_halves(name, x):
+def _swiglu_options(name, activation, alpha, beta, limit):
+    """Return constants of the kernels, or raise for what is no option."""
+    if activation not in ("silu", "gelu", "gelu_tanh"):
+        raise ValueError(
+            f"{name} takes activation='silu', 'gelu' or 'gelu_tanh', "
+            f"not {activation!r}"
+        )
+    if alpha != 1 and activation != "silu":
+        raise ValueError(
+            f"{name} takes alpha={alpha} with activation='silu', "
+            f"not {activation!r}"
+        )
+    if limit is not None and not limit > 0:
+        raise ValueError(f"{name} takes a limit above 0, not {limit}")
+    options = activation, alpha, beta, limit
+    return dict(zip(SWIGLU_SILU, options, strict=True))
+
+
+def _swiglu_halves(name, x, up_first):
     """Return gate and up, as views."""
     if x.ndim == 0 or x.shape[-1] % 2:
         raise ValueError(
             f"{name} takes an even last dimension, not {tuple(x.shape)}"
         )
-    return x.tensor_split(2, dim=-1)
+    first, second = x.tensor_split(2, dim=-1)
+    return (second, first) if up_first else (first, second)
 
 
 def _swiglu_plan(numel, N, flat):
@@ -199,7 +341,7 @@ def _swiglu_run(kernel, inputs, out, stride_om, *gap, vec=8, **changes):
     strides = [int(x.stride(0)) for x in inputs]
     strides = [0] * (len(inputs) + 1) if flat else [*strides, stride_om]
     VEC = math.gcd(N, *strides, vec, 16 // out.element_size())
-    plan = _swiglu_plan(numel, N, flat) | changes
+    plan = SWIGLU_SILU | _swiglu_plan(numel, N, flat) | changes
     M, N = (1, numel) if flat else (numel // N, N)
     tiles_n = triton.cdiv(N, plan["BLOCK_N"])
     grid = (triton.cdiv(M, plan["BLOCK_M"]) * tiles_n,)
@@ -215,84 +357,172 @@ def _swiglu_run(kernel, inputs, out, stride_om, *gap, vec=8, **changes):
         )
 
 
-def _swiglu_launch(gate, up, kernel=_swiglu_kernel):
+def _swiglu_launch(
+    gate,
+    up,
+    activation="silu",
+    alpha=1.0,
+    beta=0.0,
+    limit=None,
+    kernel=_swiglu_kernel,
+):
     _swiglu_check("swiglu", gate, up)
+    options = _swiglu_options("swiglu", activation, alpha, beta, limit)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     N = int(gate.shape[-1]) if gate.ndim else 1
-    _swiglu_run(kernel, (gate, up), out, N)
+    _swiglu_run(kernel, (gate, up), out, N, **options)
     return out
 
 
-def _swiglu_backward_launch(grad, gate, up, kernel=_swiglu_backward_kernel):
-    _swiglu_check("swiglu_backward", grad, gate, up)
+def _swiglu_backward_launch(
+    grad,
+    gate,
+    up,
+    activation="silu",
+    alpha=1.0,
+    beta=0.0,
+    limit=None,
+    kernel=_swiglu_backward_kernel,
+):
+    name = "swiglu_backward"
+    _swiglu_check(name, grad, gate, up)
+    options = _swiglu_options(name, activation, alpha, beta, limit)
+    options["UP_FIRST"] = False
     d = gate.new_empty(2, *gate.shape)
     N = int(gate.shape[-1]) if gate.ndim else 1
-    _swiglu_run(kernel, (grad, gate, up), d, N, gate.numel())
+    _swiglu_run(kernel, (grad, gate, up), d, N, gate.numel(), **options)
     return d
 
 
-def _swiglu_packed_launch(x, kernel=_swiglu_kernel):
-    gate, up = _swiglu_halves("swiglu_packed", x)
-    _swiglu_check("swiglu_packed", gate, up)
+def _swiglu_packed_launch(
+    x,
+    activation="silu",
+    alpha=1.0,
+    beta=0.0,
+    limit=None,
+    up_first=False,
+    kernel=_swiglu_kernel,
+):
+    name = "swiglu_packed"
+    gate, up = _swiglu_halves(name, x, up_first)
+    _swiglu_check(name, gate, up)
+    options = _swiglu_options(name, activation, alpha, beta, limit)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    _swiglu_run(kernel, (gate, up), out, int(gate.shape[-1]))
+    _swiglu_run(kernel, (gate, up), out, int(gate.shape[-1]), **options)
     return out
 
 
-def _swiglu_packed_backward_launch(grad, x, kernel=_swiglu_backward_kernel):
-    gate, up = _swiglu_halves("swiglu_packed_backward", x)
-    _swiglu_check("swiglu_packed_backward", grad, gate, up)
+def _swiglu_packed_backward_launch(
+    grad,
+    x,
+    activation="silu",
+    alpha=1.0,
+    beta=0.0,
+    limit=None,
+    up_first=False,
+    kernel=_swiglu_backward_kernel,
+):
+    name = "swiglu_packed_backward"
+    gate, up = _swiglu_halves(name, x, up_first)
+    _swiglu_check(name, grad, gate, up)
+    options = _swiglu_options(name, activation, alpha, beta, limit)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     N = int(gate.shape[-1])
-    _swiglu_run(kernel, (grad, gate, up), dx, 2 * N, N)
+    options["UP_FIRST"] = up_first
+    _swiglu_run(kernel, (grad, gate, up), dx, 2 * N, N, **options)
     return dx
 
 
 @triton_op(f"{SWIGLU_NAMESPACE}::swiglu", mutates_args={})
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up.
+def swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+) -> torch.Tensor:
+    """Return activation(gate) * (up + beta).
+
+    The activation is "silu", gate * sigmoid(alpha * gate), or one of GEGLU:
+    "gelu", which is exact, or "gelu_tanh", as PyTorch's ``gelu`` with
+    ``approximate="tanh"``. With a ``limit``, gate is held to at most that, and
+    up to between its negative and that, before all else; the gradient beyond
+    is 0. gpt-oss has ``alpha=1.702, beta=1.0, limit=7.0``, with the names that
+    FlashInfer and vLLM have for them; its projection has gate and up in turn,
+    not in halves.
 
     Takes two tensors of float16, bfloat16, float32 or float64, of one dtype and
     one shape, which may be any. Rows along the last dimension may lie apart, as
     halves of a projection do. Other layouts are copied. The result is
     contiguous. It and the gradients have the shape and dtype of the arguments,
-    and are deterministic. Second derivatives are not supported. Raises
-    TypeError for other dtypes or devices that differ, and ValueError for shapes
-    that differ. From https://arxiv.org/abs/2002.05202.
+    and are deterministic. Second derivatives are not supported. The kernels are
+    compiled for each set of options. Raises TypeError for other dtypes or
+    devices that differ, and ValueError for shapes that differ and other
+    options, as an ``alpha`` with GELU or a ``limit`` that is not above 0. From
+    https://arxiv.org/abs/2002.05202 and
+    https://github.com/openai/gpt-oss.
 
     Rounding: the arithmetic is in float32, or float64 for float64, and each
     result is rounded once, after the product.
     """
-    return _swiglu_launch(gate, up, wrap_triton(_swiglu_kernel))
+    kernel = wrap_triton(_swiglu_kernel)
+    return _swiglu_launch(gate, up, activation, alpha, beta, limit, kernel)
 
 
 @triton_op(f"{SWIGLU_NAMESPACE}::swiglu_backward", mutates_args={})
 def swiglu_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+    grad: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
 ) -> torch.Tensor:
     """Return the gradients of gate and up, stacked along a new dimension.
 
     Takes three tensors of one shape, and raises as ``swiglu`` does.
     """
+    options = activation, alpha, beta, limit
     kernel = wrap_triton(_swiglu_backward_kernel)
-    return _swiglu_backward_launch(grad, gate, up, kernel)
+    return _swiglu_backward_launch(grad, gate, up, *options, kernel)
 
 
 @triton_op(f"{SWIGLU_NAMESPACE}::swiglu_packed", mutates_args={})
-def swiglu_packed(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up for x = (gate, up) along the last dimension.
+def swiglu_packed(
+    x: torch.Tensor,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    up_first: bool = False,
+) -> torch.Tensor:
+    """Return the activation for x = (gate, up) along the last dimension.
 
-    The same as ``swiglu`` of both halves, with a gradient that is one tensor.
-    Raises ValueError for an odd last dimension or none.
+    The same as ``swiglu`` of both halves, with a gradient that is one tensor:
+    vLLM's ``silu_and_mul``, or ``gelu_and_mul``. With ``up_first``, x is (up,
+    gate), as for its ``mul_and_silu``. Raises ValueError for an odd last
+    dimension or none.
     """
-    return _swiglu_packed_launch(x, wrap_triton(_swiglu_kernel))
+    options = activation, alpha, beta, limit, up_first
+    return _swiglu_packed_launch(x, *options, wrap_triton(_swiglu_kernel))
 
 
 @triton_op(f"{SWIGLU_NAMESPACE}::swiglu_packed_backward", mutates_args={})
-def swiglu_packed_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def swiglu_packed_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    up_first: bool = False,
+) -> torch.Tensor:
     """Return the gradient of x, for a gradient of half its last dimension."""
+    options = activation, alpha, beta, limit, up_first
     kernel = wrap_triton(_swiglu_backward_kernel)
-    return _swiglu_packed_backward_launch(grad, x, kernel)
+    return _swiglu_packed_backward_launch(grad, x, *options, kernel)
 
 
 # On a GPU a call goes to the launcher; all else goes on to the triton_op.
@@ -306,18 +536,27 @@ SWIGLU_LIBRARY.impl(
 
 
 def _swiglu_setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    *tensors, activation, alpha, beta, limit = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.options = activation, alpha, beta, limit
+
+
+def _swiglu_packed_setup(ctx, inputs, output):
+    x, *ctx.options = inputs
+    ctx.save_for_backward(x)
 
 
 def _swiglu_gradient(ctx, grad):
-    return swiglu_backward(grad, *ctx.saved_tensors).unbind()
+    d = swiglu_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return *d.unbind(), None, None, None, None
 
 
 def _swiglu_packed_gradient(ctx, grad):
-    return swiglu_packed_backward(grad, *ctx.saved_tensors)
+    dx = swiglu_packed_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return dx, None, None, None, None, None
 
 
 swiglu.register_autograd(_swiglu_gradient, setup_context=_swiglu_setup)
 swiglu_packed.register_autograd(
-    _swiglu_packed_gradient, setup_context=_swiglu_setup
+    _swiglu_packed_gradient, setup_context=_swiglu_packed_setup
 )

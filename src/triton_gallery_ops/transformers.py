@@ -5,9 +5,9 @@
     print(patch(model))  # what was replaced by which op, what was left and why
 
 ``patch`` changes one model, and nothing of the library's: norms, rotary
-position embeddings, gated units, attention and the loss compute with the
-package's ops. Weights and their names stay, so checkpoints, ``generate`` and
-training loops go on working. ``unpatch`` undoes it.
+position embeddings, gated units, experts, attention and the loss compute with
+the package's ops. Weights and their names stay, so checkpoints, ``generate``
+and training loops go on working. ``unpatch`` undoes it.
 
 Differences that a patched model has on purpose:
 
@@ -18,15 +18,18 @@ Differences that a patched model has on purpose:
   right attends to the tokens before it. Nothing else depends on that.
 - There are no second derivatives.
 
-The library's own ``sdpa`` computes attention with dropout in training, with
-more keys than a sliding window has, with several sequences packed into a row,
-with a mask of four dimensions, a soft cap or a position bias, or with
-``output_attentions``, for which it returns None, as without this module.
+The library's own attention computes dropout in training, several sequences
+packed into a row, masks of four dimensions, position biases, and
+``output_attentions``. It also computes sliding windows shorter than the keys if
+the mask has gaps, or under ``torch.compile``, where its values cannot be read.
+That attention is ``sdpa``, or ``eager`` for Gemma 2, as sdpa has no soft cap.
 """
 
 import copy
 import functools
 import inspect
+import math
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -55,6 +58,7 @@ from transformers.utils.import_utils import is_tracing
 from triton_gallery_ops.flash_attention import flash_attention
 from triton_gallery_ops.layer_norm import layer_norm
 from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
+from triton_gallery_ops.moe_layer import moe_layer
 from triton_gallery_ops.rms_norm import rms_norm
 from triton_gallery_ops.rope import rope
 from triton_gallery_ops.swiglu import swiglu
@@ -62,35 +66,64 @@ from triton_gallery_ops.varlen_attention import varlen_attention
 
 NAME = "triton_gallery"  # of the attention, in the library's registries
 VERSIONS = (5, 17), (5, 24)  # of the library: the first and last that was tried
-FAMILIES = "bert", "gemma", "gpt2", "llama", "mistral", "qwen3"
+FAMILIES = (
+    "bert",
+    "gemma",
+    "gemma2",
+    "gpt2",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen3",
+    "qwen3_moe",
+)
 # By the name of a layer's class
 LAYERS = {
     "LayerNorm": "layer_norm",
-    **{f"{m}RMSNorm": "rms_norm" for m in ("Llama", "Mistral", "Qwen3")},
-    **{f"{m}MLP": "swiglu" for m in ("Llama", "Mistral", "Qwen3")},
     **{
         f"{m}{suffix}": op
-        for m in ("Gemma", "Llama", "Mistral", "Qwen3")
+        for m in ("Gemma", "Gemma2", "Llama", "Mistral", "Qwen3")
         for suffix, op in (
+            ("RMSNorm", "rms_norm"),
+            ("MLP", "swiglu"),
             ("Attention", "rope"),
             ("ForCausalLM", "linear_cross_entropy"),
         )
     },
+    **{
+        f"{m}{suffix}": op
+        for m in ("Mixtral", "Qwen3Moe")
+        for suffix, op in (
+            ("RMSNorm", "rms_norm"),
+            ("MLP", "swiglu"),
+            ("Experts", "moe_layer"),
+            ("Attention", "rope"),
+        )
+    },
     "GPT2LMHeadModel": "linear_cross_entropy",
-    "BertForMaskedLM": "linear_cross_entropy",
-    "BertLMHeadModel": "linear_cross_entropy",
+}
+# Names of the library for what swiglu takes
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
 ATTENTION = (
     "BertCrossAttention",
     "BertSelfAttention",
     "GPT2Attention",
+    "Gemma2Attention",
     "GemmaAttention",
     "LlamaAttention",
     "MistralAttention",
+    "MixtralAttention",
     "Qwen3Attention",
+    "Qwen3MoeAttention",
 )
-# Of attention: what sdpa takes, or refuses, and the ops do not have
-OPTIONS = "softcap", "position_bias", "head_mask"
+# Of attention: what the library takes, and the ops do not have
+OPTIONS = "position_bias", "head_mask"
 ROW = 8192  # elements of a row that the norms take in every dtype
 HEAD = 256  # the largest head that the attentions take
 
@@ -144,38 +177,51 @@ def _one_dtype(x, weight):
     return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
 
 
-def _rms_norm_forward(self, hidden_states):
+def _forward_rms_norm(self, hidden_states):
     if not _one_dtype(hidden_states, self.weight):
         return super(_Patched, self).forward(hidden_states)
     return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _layer_norm_forward(self, input):
+def _forward_gemma_norm(self, x):
+    return rms_norm(x, self.weight, self.eps, offset=1.0)
+
+
+def _forward_layer_norm(self, input):
     if not _one_dtype(input, self.weight):
         return super(_Patched, self).forward(input)
     return layer_norm(input, self.weight, self.bias, self.eps)
 
 
-def _swiglu_forward(self, x):
-    return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+def _activation(config):
+    """Return the name that the library has for what a gate goes through."""
+    if config.model_type == "gemma2":
+        return config.hidden_activation
+    return config.hidden_act
+
+
+def _forward_swiglu(self, x):
+    activation = ACTIVATIONS[_activation(self.config)]
+    return self.down_proj(
+        swiglu(self.gate_proj(x), self.up_proj(x), activation)
+    )
+
+
+def _forward_experts(self, hidden_states, top_k_index, top_k_weights):
+    routed = hidden_states, top_k_weights, top_k_index
+    out = moe_layer(*routed, self.gate_up_proj, self.down_proj)
+    return out.to(hidden_states.dtype)  # which autocast may have changed
 
 
 def _apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     """Rotate q and k, of (batch, heads, length, D), as the library does."""
     half = cos.shape[-1] // 2  # the other half is the same
-    if cos.shape[0] == 1:
-        return rope(q, k, cos[0, :, :half], sin[0, :, :half])
-    # Rows of the batch may have other positions, and the op takes one table:
-    # so all rows become one. Both tensors lie as (batch, length, heads, D).
-    batch, length = cos.shape[:2]
-    rows = [t.transpose(1, 2).flatten(0, 1) for t in (q, k)]
-    tables = [t.flatten(0, 1)[:, :half] for t in (cos, sin)]
-    turned = rope(*(t.transpose(0, 1)[None] for t in rows), *tables)
-    rows = [t[0].transpose(0, 1).unflatten(0, (batch, length)) for t in turned]
-    return tuple(t.transpose(1, 2) for t in rows)
+    if cos.shape[0] == 1:  # all rows of the batch have these positions
+        cos, sin = cos[0], sin[0]
+    return rope(q, k, cos[..., :half], sin[..., :half])
 
 
-def _attention_forward(base):
+def _forward_attention(base):
     """Return the layer's own forward, in which another function rotates."""
     forward = inspect.unwrap(base.forward)
     known = forward.__globals__ | {
@@ -192,7 +238,7 @@ def _attention_forward(base):
     return copied
 
 
-def _loss_forward(base):
+def _forward_loss(base):
     """Return a forward that computes a loss without logits, in training."""
     names = list(inspect.signature(base.forward).parameters)[1:]
 
@@ -214,14 +260,15 @@ def _loss_forward(base):
         outputs = self.base_model(**given, return_dict=True)
         fields = dict(outputs)
         hidden = fields.pop("last_hidden_state")
-        weight = self.get_output_embeddings().weight
+        head = self.get_output_embeddings()
         crossed = isinstance(outputs, BaseModelOutputWithPastAndCrossAttentions)
         kind = (
             CausalLMOutputWithCrossAttentions
             if crossed
             else CausalLMOutputWithPast
         )
-        result = kind(loss=_loss(hidden, weight, labels, **given), **fields)
+        given["softcap"] = getattr(self.config, "final_logit_softcapping", None)
+        result = kind(loss=_loss(hidden, head, labels, **given), **fields)
         return result if as_dict else result.to_tuple()
 
     return forward
@@ -229,46 +276,83 @@ def _loss_forward(base):
 
 def _loss(
     hidden,
-    weight,
+    head,
     labels,
     num_items_in_batch=None,
     ignore_index=-100,
     shift_labels=None,
+    softcap=None,
     **kwargs,
 ):
     """Return the loss as the library's ForCausalLMLoss does from logits."""
     if shift_labels is None:
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
-    loss = linear_cross_entropy(hidden, weight, targets, ignore_index)
+    options = {
+        "ignore_index": ignore_index,
+        "bias": head.bias,
+        "softcap": softcap,
+    }
     if num_items_in_batch is None:
-        return loss
+        return linear_cross_entropy(hidden, head.weight, targets, **options)
+    options["reduction"] = "sum"
+    loss = linear_cross_entropy(hidden, head.weight, targets, **options)
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
-    count = (targets != ignore_index).sum()
-    # Without targets the op's mean is NaN, and the library's sum is 0.
-    return loss.where(count > 0, 0.0) * count / num_items_in_batch
+    return loss / num_items_in_batch
 
 
 FORWARDS: dict[str, Callable[[type], Callable[..., Any]]] = {
-    "layer_norm": lambda base: _layer_norm_forward,
-    "linear_cross_entropy": _loss_forward,
-    "rms_norm": lambda base: _rms_norm_forward,
-    "rope": _attention_forward,
-    "swiglu": lambda base: _swiglu_forward,
+    "layer_norm": lambda base: _forward_layer_norm,
+    "linear_cross_entropy": _forward_loss,
+    "moe_layer": lambda base: _forward_experts,
+    "rms_norm": lambda base: (
+        _forward_gemma_norm
+        if base.__name__ in ("GemmaRMSNorm", "Gemma2RMSNorm")
+        else _forward_rms_norm
+    ),
+    "rope": _forward_attention,
+    "swiglu": lambda base: _forward_swiglu,
 }
 
 
-# Attention with padding: tokens are sorted, those of row 0 first, then those of
-# row 1, and so on, and last all padding. The rows are sequences for
-# varlen_attention, and so are the queries that are padding, without keys, and
-# the keys that are, without queries. So no shape depends on a mask's values. A
-# model computes this packing once, in place of a mask, and all its layers take
-# it: one tensor of int32, of four dimensions, because the library passes those
-# on as they are. It has
+# A model computes once what all its layers need to know of padding, caches and
+# windows, in place of a mask: a tensor of int32, of four dimensions, because
+# the library passes those on as they are. No shape depends on a mask's values.
+# Where each row's keys follow one another, which reading the mask tells, it has
+# three or four lines of batch + 1 numbers:
+# - where each row's queries begin, and where its keys do
+# - how many keys there are, and if causal, how many queries
+# So varlen_attention takes the keys of a cache where they are. Otherwise, as
+# under torch.compile, it has one line. Tokens are then sorted, those of row 0
+# first, then those of row 1, and so on, and last all padding. The rows are
+# sequences, and so are the queries that are padding, without keys, and the keys
+# that are, without queries. The line has
 # - where sequences of queries and of keys begin and end, batch + 3 each
 # - the keys in this order, batch * keys
 # - if causal: the queries in this order, batch * queries, and the way back
+def _lines(valid, offset, queries):
+    """Return the lines for rows whose keys follow one another.
+
+    Args:
+        valid: which keys are seen, (batch, keys)
+        offset: of the queries among the keys, or None if all queries see all
+            valid keys
+        queries: how many there are
+    """
+    batch, keys = valid.shape
+    row = torch.arange(batch + 1, device=valid.device)
+    valid = pad(valid, (0, 0, 0, 1))
+    start, count = valid.byte().argmax(1), valid.sum(1)
+    if offset is None:
+        lines = row * queries, row * keys + start, count
+    else:
+        first = (start - offset).clamp(min=0)
+        real = (start + count - offset - first).clamp(min=0)
+        lines = row * queries + first, row * keys + start, count, real
+    return torch.stack(lines).int()[None, None]
+
+
 def _pack(valid, real, queries):
     """Return the packing of keys and, if causal, of queries.
 
@@ -312,25 +396,55 @@ def _unpack(packing, batch, queries, keys):
     return packing.split([*sizes, batch * queries, batch * queries])
 
 
-def _dense(packing, batch, queries, keys):
+def _dense(packing, batch, queries, keys, window):
     """Return the mask that a packing stands for, for the library's sdpa."""
+    device = packing.device
+    if packing.shape[2] > 1:
+        starts_q, starts_k, count, *real = packing[0, 0, :, :batch, None]
+        row = torch.arange(batch, device=device)[:, None]
+        i = torch.arange(queries, device=device) + row * queries - starts_q
+        j = torch.arange(keys, device=device) + row * keys - starts_k
+        mask = ((j >= 0) & (j < count))[:, None].expand(-1, queries, -1)
+        for length in real:
+            distance = (i + count - length)[:, :, None] - j[:, None]
+            mask = mask & (distance >= 0) & (distance < (window or math.inf))
+            mask = mask & ((i >= 0) & (i < length))[:, :, None]
+        return mask[:, None]
     ends_q, ends_k, order_k, order_q, back = _unpack(
         packing, batch, queries, keys
     )
 
     def places(ends, place, length):
-        sequence = torch.searchsorted(ends[1:], place, right=True)
+        sequence = torch.searchsorted(ends, place, right=True) - 1
         left = ends[sequence + 1] - place  # up to the sequence's end
         return sequence.view(batch, length), left.view(batch, length)
 
     if order_q is None:
-        back = torch.arange(batch * queries, device=packing.device)
+        back = torch.arange(batch * queries, device=device)
     sequence_q, left_q = places(ends_q, back.int(), queries)
     sequence_k, left_k = places(ends_k, torch.argsort(order_k).int(), keys)
     mask = sequence_q[:, :, None] == sequence_k[:, None, :]
     if order_q is not None:
         mask = mask & (left_k[:, None, :] >= left_q[:, :, None])
     return mask[:, None]
+
+
+def _window(mask_function):
+    """Return how many keys a query sees, or None if that is not certain."""
+
+    def name(function):
+        return getattr(function, "__qualname__", None)
+
+    def given(function):
+        return function.__closure__[0].cell_contents
+
+    if name(mask_function) != "and_masks.<locals>.and_mask":
+        return None
+    overlay, *others = given(mask_function)
+    known = name(overlay) == "sliding_window_overlay.<locals>.inner_mask"
+    if not known or others != [causal_mask_function]:
+        return None
+    return given(overlay)
 
 
 def _mask(
@@ -349,18 +463,46 @@ def _mask(
 ):
     """Return None if no mask is needed, a packing, or sdpa's mask."""
     both = mask_function is bidirectional_mask_function
+    # Where values cannot be read, nothing depends on them.
+    tracing = is_tracing(attention_mask)
+    window = None if tracing else _window(mask_function)
     # No window matters if it is longer than all keys.
-    causal = mask_function is causal_mask_function or (
-        allow_is_causal_skip
-        and local_size is not None
-        and kv_length < local_size
+    causal = (
+        mask_function is causal_mask_function
+        or window is not None
+        or (
+            allow_is_causal_skip
+            and local_size is not None
+            and kv_length < local_size
+        )
     )
     plain = (
         allow_is_bidirectional_skip
         if both
         else causal and (allow_is_causal_skip or q_length == 1)
     )
-    if not plain or kv_offset != 0:
+    if plain and not tracing:
+        q_offset = int(q_offset)
+    known = not isinstance(q_offset, torch.Tensor)
+    # A static cache has slots after the queries, which are not filled yet.
+    filled = kv_length if both else q_offset + q_length - kv_offset
+    valid = None
+    if attention_mask is not None:
+        end = kv_offset + kv_length
+        valid = pad(attention_mask, (0, end - attention_mask.shape[-1]))
+        valid = valid[:, kv_offset:end].bool()
+    full, follow = attention_mask is None, attention_mask is None
+    if plain and not tracing and attention_mask is not None:
+        # A row's keys follow one another if none comes after a gap.
+        first = valid[:, :filled]
+        gaps = (first[:, :-1] & ~first[:, 1:]).sum(1) + first[:, -1]
+        full, follow = torch.stack((first.all(), (gaps < 2).all())).tolist()
+    windowed = window is not None and filled > window
+    if (
+        not plain
+        or (kv_offset != 0 and window is None)
+        or (windowed and not follow)
+    ):
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -375,35 +517,43 @@ def _mask(
             device=device,
             **kwargs,
         )
-    # Where values cannot be read, nothing depends on them.
-    tracing = is_tracing(attention_mask)
-    if isinstance(q_offset, torch.Tensor) and not tracing:
-        q_offset = int(q_offset)
-    known = not isinstance(q_offset, torch.Tensor)
-    # A static cache has slots after the queries, which are not filled yet.
-    filled = kv_length if both else q_offset + q_length
-    if attention_mask is not None:
-        missing = kv_length - attention_mask.shape[-1]
-        attention_mask = pad(attention_mask, (0, missing))
-    full = attention_mask is None or (
-        not tracing and bool(attention_mask[:, :filled].all())
-    )
-    if full and known:
+    # flash_attention has no soft cap, and gets what needs no mask.
+    config = kwargs.get("config")
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    if full and known and not windowed and not capped:
         at_start = q_length > 1 and q_offset == 0
         last = q_length == 1 and filled == kv_length
         if both or at_start or last:
             return None
-    valid = attention_mask
     if valid is None:
         shape = batch_size, kv_length
         valid = torch.ones(shape, dtype=torch.bool, device=device)
-    if both:
+    offset = None
+    if not both:
+        place = torch.arange(kv_length, device=device)
+        valid = valid & (place < filled)
+        if q_length > 1:
+            offset = filled - q_length
+        elif windowed:  # one query is the last one, and sees all that are left
+            valid = valid & (place >= filled - window)
+    if follow:
+        return _lines(valid, offset, q_length)
+    if offset is None:
         return _pack(valid, None, q_length)
-    valid = valid & (torch.arange(kv_length, device=device) < filled)
-    if q_length == 1:  # it is the last one, and sees all
-        return _pack(valid, None, q_length)
-    queries = torch.arange(q_length, device=device) + q_offset
+    queries = torch.arange(q_length, device=device) + offset
     return _pack(valid, valid[:, queries], q_length)
+
+
+def _additive(mask, query, keys):
+    """Return a mask of bools, or a causal one for None, as eager adds it."""
+    if mask is None:
+        shape = query.shape[2], keys
+        mask = torch.ones(shape, dtype=torch.bool, device=query.device)
+        mask = mask.tril(keys if query.shape[2] == 1 else 0)
+    if mask.dtype != torch.bool:
+        return mask
+    lowest = torch.finfo(query.dtype).min
+    return torch.where(mask, 0.0, lowest).to(query.dtype)
 
 
 def _attention(
@@ -420,18 +570,27 @@ def _attention(
     """Compute attention as the library's sdpa_attention_forward does."""
     batch, _, queries, _ = query.shape
     keys = key.shape[2]
+    window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
     packing = None
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         packing = attention_mask
     if (
         dropout > 0
         or (attention_mask is not None and packing is None)
+        or (softcap is not None and packing is None)
         or kwargs.get("output_attentions")
         or any(kwargs.get(name) is not None for name in OPTIONS)
     ):
         if packing is not None:
-            attention_mask = _dense(packing, batch, queries, keys)
-        return sdpa_attention_forward(
+            attention_mask = _dense(packing, batch, queries, keys, window)
+        if softcap is not None:  # sdpa refuses it
+            library = sys.modules[type(module).__module__]
+            compute = library.eager_attention_forward
+            attention_mask = _additive(attention_mask, query, keys)
+        else:
+            compute = sdpa_attention_forward
+            kwargs["is_causal"] = is_causal
+        return compute(
             module,
             query,
             key,
@@ -439,7 +598,6 @@ def _attention(
             attention_mask,
             dropout=dropout,
             scaling=scaling,
-            is_causal=is_causal,
             **kwargs,
         )
     if packing is None:
@@ -450,15 +608,35 @@ def _attention(
             key, value = key[:, :, :queries], value[:, :, :queries]
         out = flash_attention(query, key, value, causal, scaling)
         return out.transpose(1, 2), None
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    if packing.shape[2] > 1:
+        starts_q, starts_k, count, *real = packing[0, 0]
+        out = varlen_attention(
+            q,
+            k,
+            v,
+            starts_q,
+            starts_k,
+            queries,
+            keys,
+            causal=bool(real),
+            scale=scaling,
+            window_size=(window - 1 if real and window else -1, -1),
+            softcap=softcap or 0.0,
+            seqused_q=real[0][:-1] if real else None,
+            seqused_k=count[:-1],
+        )
+        return out, None
     ends_q, ends_k, order_k, order_q, back = _unpack(
         packing, batch, queries, keys
     )
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     k, v = k.index_select(0, order_k), v.index_select(0, order_k)
     if order_q is not None:
         q = q.index_select(0, order_q)
     ends = ends_q, ends_k, q.shape[0], k.shape[0]
-    out = varlen_attention(q, k, v, *ends, order_q is not None, scaling)
+    options = {"scale": scaling, "softcap": softcap or 0.0}
+    out = varlen_attention(q, k, v, *ends, order_q is not None, **options)
     if order_q is not None:
         out = out.index_select(0, back)
     return out.unflatten(0, (batch, queries)), None
@@ -469,8 +647,6 @@ def _head_reason(model):
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"the head is a {type(head).__name__}"
-    if head.bias is not None:
-        return "the head has a bias, which linear_cross_entropy does not take"
     return None
 
 
@@ -484,8 +660,10 @@ def _reason(op, layer, config):
             return "its forward is not that of the library"
     if op == "linear_cross_entropy":
         return _head_reason(layer)
-    if op == "swiglu" and config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act}, that of swiglu is silu"
+    if op == "swiglu" and _activation(config) not in ACTIVATIONS:
+        return f"its activation is {_activation(config)}"
+    if op == "moe_layer" and ACTIVATIONS.get(config.hidden_act) != "silu":
+        return f"its activation is {config.hidden_act}"
     if op in ("rms_norm", "layer_norm"):
         if layer.weight is None or getattr(layer, "bias", layer) is None:
             return "it lacks a weight or a bias"
@@ -542,10 +720,11 @@ def patch(model: nn.Module) -> Report:
     """Have a model compute with the package's ops, and return what changed.
 
     Takes a model of the transformers library whose ``config.model_type`` is
-    llama, qwen3, mistral, gemma, gpt2 or bert, with any head, on one GPU, or on
-    the CPU in Triton's interpreter. ``model.config`` becomes a copy; all else
-    about the model stays in its place. The module's docstring says what then
-    differs, and what the library goes on computing.
+    llama, qwen3, qwen3_moe, mistral, mixtral, gemma, gemma2, gpt2 or bert, with
+    any head, on one GPU, or on the CPU in Triton's interpreter.
+    ``model.config`` becomes a copy; all else about the model stays in its
+    place. The module's docstring says what then differs, and what the library
+    goes on computing.
 
     Raises TypeError for other models, RuntimeError for a version of the
     library that was not tried, and ValueError for a model on several devices,
@@ -587,20 +766,24 @@ def patch(model: nn.Module) -> Report:
 def _left(config):
     """Return what the library goes on computing for a family, and why."""
     left = {}
-    if config.model_type == "gemma":
-        left["GemmaRMSNorm"] = "it multiplies by 1 + weight in float32"
-        left["GemmaMLP"] = (
-            f"its activation is {config.hidden_act}, that of swiglu is silu"
-        )
-    elif config.model_type in ("bert", "gpt2"):
+    if config.model_type in ("bert", "gpt2"):
         left["MLP"] = "it is not gated"
+    if config.model_type == "bert":
+        left["loss"] = "the head is not a product alone"
+    if config.model_type in ("mixtral", "qwen3_moe"):
+        left["loss"] = "the library adds that of the router"
     names = "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"
     dropout = max(getattr(config, name, None) or 0 for name in names)
     if dropout > 0:
-        left["attention in training"] = f"sdpa computes its dropout, {dropout}"
+        left["attention in training"] = (
+            f"the library computes its dropout, {dropout}"
+        )
     window = getattr(config, "sliding_window", None)
     if window is not None:
-        left[f"attention from {window} keys on"] = "sdpa computes its window"
+        left[f"attention from {window} keys on"] = (
+            "the library computes its window under torch.compile, and where a "
+            "mask has gaps"
+        )
     return left
 
 

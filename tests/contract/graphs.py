@@ -18,10 +18,15 @@ from triton_gallery_ops.cross_entropy import cross_entropy
 from triton_gallery_ops.cumsum import cumsum
 from triton_gallery_ops.dropout import dropout
 from triton_gallery_ops.flash_attention import flash_attention
+from triton_gallery_ops.fused_quantize import fused_quantize_rms_norm_residual, fused_quantize_swiglu
+from triton_gallery_ops.gated_delta_rule import gated_delta_rule
 from triton_gallery_ops.layer_norm import layer_norm
 from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
 from triton_gallery_ops.linear_gelu import linear_gelu
+from triton_gallery_ops.load_balance import load_balance_loss
 from triton_gallery_ops.matmul import matmul
+from triton_gallery_ops.moe_layer import moe_layer
+from triton_gallery_ops.moe_routing import moe_routing, moe_routing_with_permutation
 from triton_gallery_ops.rms_norm import rms_norm, rms_norm_residual
 from triton_gallery_ops.rope import rope
 from triton_gallery_ops.softmax import softmax
@@ -57,6 +62,14 @@ def calls(T: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
             lambda x, y, w: rms_norm_residual(x, y, w, 1e-6),
             [rows, floats(BATCH, T, HIDDEN), floats(HIDDEN)],
         ),
+        "fused_quantize_rms_norm_residual": (
+            lambda x, y, w: fused_quantize_rms_norm_residual(x, y, w, 1e-6, (1, -1)),
+            [*(floats(BATCH, T, HIDDEN, grad=False) for _ in range(2)), floats(HIDDEN, grad=False)],
+        ),
+        "fused_quantize_swiglu": (
+            lambda x: fused_quantize_swiglu(x, None, (1, 128)),
+            [floats(BATCH, T, 2 * HIDDEN, grad=False)],
+        ),
         "layer_norm": (lambda x, w, b: layer_norm(x, w, b, 1e-6), [rows, floats(HIDDEN), floats(HIDDEN)]),
         "rope": (rope, [q, k, table, table]),
         "swiglu": (swiglu, [rows, floats(BATCH, T, HIDDEN)]),
@@ -72,11 +85,45 @@ def calls(T: int) -> dict[str, tuple[Callable[..., Any], list[torch.Tensor]]]:
             lambda q, k, v, ends: varlen_attention(q, k, v, ends, ends, T, T),
             [floats(T, HEADS, DIM), floats(T, SHARED, DIM), floats(T, SHARED, DIM), ends],
         ),
+        "gated_delta_rule": (
+            lambda q, k, v, g, beta, ends, A_log, bias: gated_delta_rule(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                cu_seqlens=ends,
+                use_qk_l2norm_in_kernel=True,
+                use_gate_in_kernel=True,
+                A_log=A_log,
+                dt_bias=bias,
+                use_beta_sigmoid_in_kernel=True,
+            ),
+            [
+                *(floats(1, T, heads, DIM) for heads in (SHARED, SHARED, HEADS)),
+                *(floats(1, T, HEADS) for _ in range(2)),
+                ends,
+                *(floats(HEADS) for _ in range(2)),
+            ],
+        ),
         "matmul": (lambda x, w: matmul(x.flatten(0, 1), w.t()), [rows, floats(HIDDEN, HIDDEN)]),
         "linear_gelu": (linear_gelu, [rows, floats(4 * HIDDEN, HIDDEN), floats(4 * HIDDEN)]),
         "softmax": (softmax, [floats(BATCH * T, 1000)]),
         "softmax over the length": (softmax, [floats(BATCH * HEADS, T)]),
         "topk": (lambda x: topk(x, 8), [floats(T, 64)]),
+        "moe_routing": (lambda x: moe_routing(x, 8), [floats(T, 256)]),
+        "moe_routing_with_permutation": (lambda x: moe_routing_with_permutation(x, 8), [floats(T, 256)]),
+        "moe_layer": (
+            moe_layer,
+            [
+                floats(T, HIDDEN),
+                floats(T, 8),
+                integers(T, 8, dtype=torch.int32),
+                floats(32, 1536, HIDDEN),
+                floats(32, HIDDEN, 768),
+            ],
+        ),
+        "load_balance_loss": (load_balance_loss, [floats(T, 128), integers(T, 8), integers(BATCH, T // BATCH)]),
         "cumsum": (cumsum, [floats(T, 1000)]),
         "add_rows": (add_rows, [*(floats(T, HIDDEN, grad=False) for _ in range(2)), floats(T, grad=False)]),
     }

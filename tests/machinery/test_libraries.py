@@ -261,6 +261,7 @@ def test_results_have_the_rows(project: Project) -> None:
         "torch": "2.99",
         "triton": "3.99",
         "packages": {"liger-kernel": "0.8.5"},
+        "ratio": 300 / 303,
         "cpu_us": {},
         "date": DATE,
         "commit": COMMIT,

@@ -191,7 +191,7 @@ class AtTheEnd:
     def pytest_collection_finish(self, session):
         print("collected", len(session.items), "triton" in sys.modules)
 
-pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "tests"], plugins=[AtTheEnd()])
+pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider"], plugins=[AtTheEnd()])
 """
 
 

@@ -42,7 +42,7 @@ class Machine:
         self.turn = threading.Semaphore(0)  # of who draws lots
         self.shared = 0  # bytes
         self.registers: dict[threading.Thread, int] = {}  # of each thread of a role
-        self.unfenced: set[tuple[threading.Thread, int]] = set()  # what a thread wrote, and no fence followed
+        self.unfenced: list[tuple[threading.Thread, Shared]] = []  # what a thread wrote, and no fence followed
         self.asked: list[tuple[str, threading.Thread]] = []  # what engines were asked for, in order, and by whom
         self.failed: BaseException | None = None
 
@@ -196,7 +196,7 @@ def _for_each(compute: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "and_", "eq", "le", "lt"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "and_", "eq", "le", "lt", "gt"):
     _operator = _for_each(getattr(operator, _name))
     setattr(Values, f"__{_name.strip('_')}__", _operator)
     setattr(Values, f"__r{_name.strip('_')}__", lambda value, other, compute=_operator: compute(other, value))
@@ -234,18 +234,29 @@ class Pointer:
         """Move it."""
         return Pointer(self.tensor, self.places + _plain(other))
 
+    def __sub__(self, other: Any) -> "Pointer":
+        """Move it back."""
+        return Pointer(self.tensor, self.places - _plain(other))
+
+    @property
+    def dtype(self) -> SimpleNamespace:
+        """As Gluon has it."""
+        return SimpleNamespace(element_ty=Dtype(self.tensor.dtype))
+
     @property
     def memory(self) -> torch.Tensor:
-        """All that the tensor has, one element after another."""
-        return self.tensor.view(-1)
+        """What lies in memory from its first element on, the padding of its last row too."""
+        begin = self.tensor.storage_offset()
+        length = self.tensor.untyped_storage().nbytes() // self.tensor.element_size() - begin
+        return self.tensor.as_strided((length,), (1,), begin)
 
 
 class Shared:
     """A piece of shared memory."""
 
-    def __init__(self, values: torch.Tensor, barriers: Any = None) -> None:
+    def __init__(self, values: torch.Tensor, barriers: Any = None, integers: bool = False) -> None:
         """Take memory, or barriers."""
-        self.view, self.barriers = values, barriers
+        self.view, self.barriers, self.integers = values, barriers, integers
 
     @property
     def shape(self) -> list[int]:
@@ -255,19 +266,38 @@ class Shared:
     def index(self, place: int) -> "Shared":
         """Return one of several buffers."""
         assert 0 <= place < len(self.view), f"there is no buffer {place}"
-        return Shared(self.view[place], self.barriers and self.barriers[place])
+        return Shared(self.view[place], self.barriers and self.barriers[place], self.integers)
 
     def reshape(self, shape: list[int]) -> "Shared":
         """See the same bytes in another shape."""
-        return Shared(self.view.view(shape))
+        return Shared(self.view.view(shape), None, self.integers)
 
     def permute(self, order: list[int]) -> "Shared":
         """Read it in another order."""
-        return Shared(self.view.permute(order))
+        return Shared(self.view.permute(order), None, self.integers)
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        """Return a part of it."""
+        return Shared(self.view.narrow(dim, start, length), None, self.integers)
+
+    def load(self, _: Any) -> Values:
+        """Read it to registers."""
+        for event in MACHINE.later:
+            for buffer in event.writes:
+                assert not self.overlaps(buffer), f"a thread reads what a {event.kind} writes"
+        return Values(self.view.long() if self.integers else self.view.clone())
 
     def overlaps(self, other: "Shared") -> bool:
-        """Whether both have a byte: buffers are of one kind, so they begin at the same one."""
-        return self.view.data_ptr() == other.view.data_ptr()
+        """Whether both may have a byte, as far as first and last ones tell."""
+        (first, last), (other_first, other_last) = self.ends, other.ends
+        return first <= other_last and other_first <= last
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The addresses of its first element and of its last one."""
+        first = self.view.data_ptr()
+        sides = zip(self.view.shape, self.view.stride(), strict=True)
+        return first, first + sum((extent - 1) * stride for extent, stride in sides) * self.view.element_size()
 
     def store(self, values: Values) -> None:
         """Write registers to it."""
@@ -276,7 +306,7 @@ class Shared:
             for buffer in event.reads + event.writes:
                 assert not self.overlaps(buffer), f"a thread writes where a {event.kind} is under way"
         self.view.copy_(values.values)
-        MACHINE.unfenced.add((threading.current_thread(), self.view.data_ptr()))
+        MACHINE.unfenced.append((threading.current_thread(), self))
 
 
 class Barrier:
@@ -304,7 +334,7 @@ class Descriptor:
         assert base.data_ptr() % 16 == 0
         assert all(stride > 0 and stride * base.element_size() % 16 == 0 for stride in strides[:-1])
         assert strides[-1] == 1
-        self.matrix = torch.as_strided(base, shape, strides)
+        self.base, self.strides = base, strides
         self.shape, self.block_shape, self.layout, self.dtype = shape, block, layout, Dtype(base.dtype)
         self.block_type = SimpleNamespace(nbytes=math.prod(block) * base.element_size())
 
@@ -315,9 +345,16 @@ class Descriptor:
 
     def part(self, place: list[int]) -> torch.Tensor:
         """Return the part of a block that lies within the matrix."""
+        place = [getattr(begin, "value", begin) for begin in place]  # of a constant
         assert all(begin >= 0 for begin in place)
-        pairs = zip(place, self.block_shape, strict=True)
-        return self.matrix[tuple(slice(begin, begin + extent) for begin, extent in pairs)]
+        pairs = zip(place, self.block_shape, self.shape, strict=True)
+        extents = [max(0, min(extent, length - begin)) for begin, extent, length in pairs]
+        # The engine adds up addresses modulo 2**64, which ragged descriptors rely on.
+        itemsize = self.base.element_size()
+        first = sum(begin * stride for begin, stride in zip(place, self.strides, strict=True)) * itemsize % 2**64
+        if not all(extents):
+            return self.base.new_empty(extents)
+        return torch.as_strided(self.base, extents, self.strides, self.base.storage_offset() + first // itemsize)
 
 
 class Kernel:
@@ -356,7 +393,8 @@ def _allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
     if dtype is gl.int64:
         barriers = [[None] for _ in range(shape[0])] if len(shape) == 2 else [None]
         return Shared(torch.zeros(shape, dtype=torch.int64), barriers)
-    return Shared(torch.full(shape, torch.nan, dtype=torch.float64))
+    # Integers are kept as floats as well, so that what was never written is known.
+    return Shared(torch.full(shape, torch.nan, dtype=torch.float64), None, not dtype.torch.is_floating_point)
 
 
 def _specialize(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
@@ -390,12 +428,31 @@ def _arange(start: int, end: int, layout: Any) -> Values:
     return Values(torch.arange(start, end))
 
 
-def _load_registers(pointers: Pointer) -> Values:
-    return Values(pointers.memory[pointers.places])
+def _load_registers(pointers: Pointer, mask: Values | bool | None = None, other: float = 0) -> Any:
+    if not isinstance(mask, Values):
+        return Int(other) if mask is False else _scalar(pointers.memory[pointers.places])
+    kept = mask.values
+    values = torch.full(pointers.places.shape, other, dtype=pointers.tensor.dtype)
+    values[kept] = pointers.memory[pointers.places[kept]]
+    return Values(values)
 
 
-def _store_registers(pointers: Pointer, values: Values) -> None:
-    pointers.memory[pointers.places] = values.values
+def _store_registers(pointers: Pointer, values: Values, mask: Values | None = None) -> None:
+    kept = torch.ones_like(pointers.places, dtype=torch.bool) if mask is None else mask.values
+    pointers.memory[pointers.places[kept]] = values.values[kept]
+
+
+def _add_in_memory(pointers: Pointer, values: Values, mask: Values, sem: str) -> None:
+    assert sem == "relaxed"
+    kept = mask.values.expand(pointers.places.shape)
+    numbers = values.values[kept].to(pointers.tensor.dtype)
+    pointers.memory.index_put_((pointers.places[kept],), numbers, accumulate=True)
+
+
+def _scalar(values: torch.Tensor) -> Any:
+    """Return an integer that all threads have as such."""
+    is_integer = values.ndim == 0 and not values.is_floating_point()
+    return Int(values) if is_integer else Values(values)
 
 
 def _where(condition: Any, x: Any, y: Any) -> Values:
@@ -405,10 +462,16 @@ def _where(condition: Any, x: Any, y: Any) -> Values:
 def _extreme(of_tensors: Callable[..., Any], of_numbers: Callable[..., Any]) -> Callable[..., Any]:
     def extreme(*numbers: Any) -> Any:
         if not any(isinstance(number, torch.Tensor) for number in numbers):
-            return of_numbers(numbers)
+            return (
+                Int(of_numbers(numbers)) if all(isinstance(number, int) for number in numbers) else of_numbers(numbers)
+            )
         return of_tensors(*map(torch.as_tensor, numbers))
 
     return _for_each(extreme)
+
+
+def _range(*extents: int) -> Iterator[Int]:
+    return map(Int, range(*extents))
 
 
 def _static_range(count: int) -> Iterator[int]:
@@ -458,8 +521,7 @@ def _load(descriptor: Descriptor, place: list[int], barrier: Shared, into: Share
 
 
 def _store(descriptor: Descriptor, place: list[int], piece: Shared) -> None:
-    written = {address for _, address in MACHINE.unfenced}
-    assert piece.view.data_ptr() not in written, "the engine reads what no fence made visible"
+    _visible(piece)
     assert piece.shape == descriptor.block_shape
     part = descriptor.part(place)
 
@@ -469,8 +531,13 @@ def _store(descriptor: Descriptor, place: list[int], piece: Shared) -> None:
     Event("store", [piece], [], happen)
 
 
+def _visible(piece: Shared) -> None:
+    """Assert that fences followed what threads wrote into a piece."""
+    assert not any(piece.overlaps(other) for _, other in MACHINE.unfenced), "an engine reads what no fence made visible"
+
+
 def _fence() -> None:
-    MACHINE.unfenced -= {written for written in MACHINE.unfenced if written[0] is threading.current_thread()}
+    MACHINE.unfenced = [written for written in MACHINE.unfenced if written[0] is not threading.current_thread()]
 
 
 def _multiply(a: Any, b: Shared, acc: Values, use_acc: bool = True, is_async: bool = False) -> Values:
@@ -478,7 +545,11 @@ def _multiply(a: Any, b: Shared, acc: Values, use_acc: bool = True, is_async: bo
     left = a.view if isinstance(a, Shared) else a.values.double()
     assert left.shape[1] == b.view.shape[0]
     assert acc.shape == [left.shape[0], b.view.shape[1]]
+    assert acc._values.dtype == gl.float32.torch, "sums are not in float32"
     sums = Values(torch.full_like(acc._values, torch.nan))
+    for operand in (a, b):
+        if isinstance(operand, Shared):
+            _visible(operand)
 
     def happen() -> None:
         # Products of a thread end in order, so that another one's sums are known.
@@ -502,23 +573,40 @@ def _wait_stores(pendings: int) -> None:
     MACHINE.until(lambda: len(_mine("store", asked)) <= pendings)
 
 
+class SharedLayout:
+    """A layout of shared memory, of which nothing is modelled."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Take what it is."""
+
+    @staticmethod
+    def get_default_for(block: list[int], dtype: Dtype) -> Dtype:
+        """Return something in its place."""
+        return dtype
+
+
 gl = SimpleNamespace(
     constexpr=object,
+    int32=Dtype(torch.int32),
     int64=Dtype(torch.int64),
     float32=Dtype(torch.float64),  # sums are exact: what is tested is what is added up
     float16=Dtype(torch.float16),
     bfloat16=Dtype(torch.bfloat16),
+    float8e4nv=Dtype(torch.float8_e4m3fn),
+    float8e5=Dtype(torch.float8_e5m2),
     cdiv=lambda x, y: (x + y - 1) // y,
     minimum=_extreme(torch.minimum, min),
     maximum=_extreme(torch.maximum, max),
-    max=lambda values, axis: Values(values.values.amax(axis)),
-    sum=lambda values, axis: Values(values.values.sum(axis)),
+    max=lambda values, axis: _scalar(values.values.amax(axis)),
+    sum=lambda values, axis: _scalar(values.values.sum(axis)),
+    associative_scan=lambda values, axis, combine: Values(values.values.cumsum(axis)),
     exp2=_for_each(torch.exp2),
     fma=_for_each(lambda x, y, z: x * y + z),
     where=_where,
     arange=_arange,
     load=_load_registers,
     store=_store_registers,
+    atomic_add=_add_in_memory,
     convert_layout=lambda values, layout: values,
     static_range=_static_range,
     static_assert=_static_assert,
@@ -529,8 +617,10 @@ gl = SimpleNamespace(
     full=_full,
     NVMMADistributedLayout=lambda *arguments: arguments,
     SliceLayout=lambda *arguments: arguments,
+    BlockedLayout=lambda *arguments: arguments,
+    SwizzledSharedLayout=lambda *arguments: arguments,
     DotOperandLayout=lambda *arguments: arguments,
-    NVMMASharedLayout=SimpleNamespace(get_default_for=lambda block, dtype: dtype),
+    NVMMASharedLayout=SharedLayout,
 )
 
 
@@ -555,6 +645,7 @@ def names() -> dict[str, Any]:
     """Return what a recipe imports of Gluon, modelled."""
     return {
         "gl": gl,
+        "range": _range,
         "gluon": SimpleNamespace(jit=Kernel),
         "mbarrier": SimpleNamespace(
             MBarrierLayout=lambda: None, init=_init, invalidate=_invalidate, expect=_expect, arrive=_arrive, wait=_wait

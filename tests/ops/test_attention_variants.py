@@ -22,35 +22,59 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of N
 RECIPE = "attention/attention_variants.py"
 each_kind = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 Named = tuple[Any, ...]
+Score = Named | list[Named]
 
 
 def scored(
-    q: torch.Tensor, k: torch.Tensor, score: Named, span: Named, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    score: Score,
+    span: Named,
+    scale: float | None,
+    bottom_right: bool,
+    seqlens_k: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the scores of a variant, -inf where a query does not see a key, their magnitudes and their slopes."""
     s, terms, _ = scores(q, k, False, scale)
-    i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
+    LQ, LK = q.shape[2], k.shape[2]
+    i, j = torch.arange(LQ, device=q.device)[:, None], torch.arange(LK, device=q.device)
+    ends = torch.full((len(q),), LK, device=q.device) if seqlens_k is None else seqlens_k.long().clamp(max=LK)
+    starts = torch.zeros_like(ends) if leftpad_k is None else leftpad_k.long()
+    ends, starts = (t[:, None, None, None] for t in (ends, starts))
+    i = i + (ends - LQ) * bottom_right
     slope = torch.ones_like(s)
-    if score[0] == "alibi":
-        bias = score[1][:, None, None] * (i - j)
-        s, terms = s - bias, terms + bias.abs()
-    elif score[0] == "softcap":
-        tanh = torch.tanh(s / score[1])
-        s, terms, slope = score[1] * tanh, terms + score[1], 1 - tanh**2
-    begins = {"window": lambda: i + 1 - span[1], "documents": lambda: span[1].long()[: len(i), None]}
-    begin, end = begins.get(span[0], lambda: 0 * i)(), k.shape[2] if span[0] == "all" else i + 1
-    return s.masked_fill((j < begin) | (j >= end), -torch.inf), terms, slope
+    for name, *values in score if isinstance(score, list) else [score]:
+        if name.endswith("alibi"):
+            distance = (i - j).abs() if name == "symmetric_alibi" else i - j
+            bias = values[0][..., None, None] * distance
+            s, terms = s - bias, terms + bias.abs()
+        elif name == "softcap":
+            tanh = torch.tanh(s / values[0])
+            s, terms, slope = values[0] * tanh, terms + values[0], slope * (1 - tanh**2)
+    begin, end = {
+        "all": lambda: (0 * i, 0 * i + LK),
+        "causal": lambda: (0 * i, i + 1),
+        "window": lambda size: (i + 1 - size, i + 1),
+        "local": lambda left, right: (i - left if left >= 0 else 0 * i, i + right + 1 if right >= 0 else 0 * i + LK),
+        "documents": lambda begins: (begins.long()[:LQ, None], i + 1),
+    }[span[0]](*span[1:])
+    hidden = (j < begin) | (j >= end) | (j < starts) | (j >= ends)
+    return s.masked_fill(hidden, -torch.inf), terms, slope
 
 
 def exact_with_lse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *asked: Any) -> list[Exact]:
     """Return the result, and the log-sum-exp of each row."""
-    score, span, sinks, scale = named(*asked)
-    return of_softmax(weights(*scored(q, k, score, span, scale)[:2], sinks), for_heads(v, q))
+    score, span, sinks, *options = named(*asked)
+    return of_softmax(weights(*scored(q, k, score, span, *options)[:2], sinks), for_heads(v, q))
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *variant: Any) -> list[Exact]:
-    """Return the result."""
-    return exact_with_lse(q, k, v, *split(*variant))[:1]
+    """Return the result, and the log-sum-exp to base e where it is asked for."""
+    *asked, return_lse = split(*variant)
+    out, lse = exact_with_lse(q, k, v, *asked)
+    natural = (lse.value * math.log(2)).masked_fill(lse.value == torch.inf, -torch.inf)
+    return [out, lse._replace(value=natural, made_by_torch=True)] if return_lse else [out]
 
 
 def exact_backward(
@@ -62,21 +86,34 @@ def exact_backward(
     lse: torch.Tensor,
     *asked: Any,
 ) -> list[Exact]:
-    """Return the gradients, given any result and log-sum-exp, and the sum of each query's products for them."""
-    score, span, _, scale = named(*asked[:-1], None, asked[-1])
-    s, terms, slope = scored(q, k, score, span, scale)
+    """Return the gradients, given any result and log-sum-exp, and the sum of each query's products for them.
+
+    The gradient of the log-sum-exp is like that of one more column, where all values are 1 and all results 0.
+    """
+    *asked, grad_lse = asked
+    D_V = v.shape[-1]
+    if grad_lse is not None:
+        more = grad_lse.masked_fill(lse == torch.inf, 0)[..., None] * math.log2(math.e)
+        grad, v = torch.cat([grad, more], -1), torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        out = torch.cat([out, torch.zeros_like(more)], -1)
+    score, span, _, scale, *options = named(*asked[:6], None, *asked[6:])
+    s, terms, slope = scored(q, k, score, span, scale, *options)
     p = torch.exp2(s * math.log2(math.e) - lse[..., None])
     terms = rounded(p, terms + lse.abs()[..., None])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    delta = Exact((grad * out).sum(-1), (grad * out).abs().sum(-1), accumulator)
-    return [*of_weights(grad, q, k, v, out, p, terms, scale, slope), delta]
+    products = grad * out if grad_lse is None else torch.cat([(grad * out)[..., :-1], -more], -1)
+    delta = Exact(products.sum(-1), products.abs().sum(-1), accumulator)
+    dq, dk, (dv, dv_terms, _, narrow, *_) = of_weights(grad, q, k, v, out, p, terms, scale, slope)
+    return [dq, dk, Exact(dv[..., :D_V], dv_terms[..., :D_V], narrow=narrow[..., :D_V]), delta]
 
 
-def exact_gradients(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *asked: Any) -> list[Exact]:
+def exact_gradients(
+    grad: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *asked: Any
+) -> list[Exact]:
     """Return the gradients of queries, keys, values and, where there are some, of sinks."""
     out, lse = (result.value for result in exact_with_lse(q, k, v, *asked))
-    *grads, delta = exact_backward(grad, q, k, v, out, lse, *asked[:-2], asked[-1])
-    sinks = asked[-2]
+    *grads, delta = exact_backward(grad, q, k, v, out, lse, *asked[:6], *asked[7:], grad_lse)
+    sinks = asked[6]
     if sinks is None:
         return grads
     base_2 = sinks[:, None] * math.log2(math.e)
@@ -85,18 +122,36 @@ def exact_gradients(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: tor
     return [*grads, Exact(-(p * delta.value).sum((0, 2)), terms.sum((0, 2)))]
 
 
-def split(score: Named, span: Named, sinks: torch.Tensor | None, scale: float | None) -> tuple[Any, ...]:
+def exact_gradients_natural(grad: torch.Tensor, *arguments: Any) -> list[Exact]:
+    """Return the same for the function, whose log-sum-exp is to base e if there is one."""
+    grad_lse, (q, k, v, *variant) = (arguments[0], arguments[1:]) if arguments[-1] else (None, arguments)
+    return exact_gradients(grad, None if grad_lse is None else grad_lse * math.log(2), q, k, v, *split(*variant)[:-1])
+
+
+def split(score: Score, span: Named, *options: Any) -> tuple[Any, ...]:
     """Return a variant as the op takes it: names, each with its tensors and its numbers."""
     parts = []
-    for name, *values in (score, span):
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        parts += [name, tensors, [value for value in values if not isinstance(value, torch.Tensor)]]
-    return *parts, sinks, scale
+    for one in (score, span):
+        names, tensors, numbers = [], [], []
+        for name, *values in one if isinstance(one, list) else [one]:
+            own = [value for value in values if isinstance(value, torch.Tensor)]
+            names.append(f"{name}:{len(own)}:{len(values) - len(own)}" if isinstance(one, list) else name)
+            tensors += own
+            numbers += [value for value in values if not isinstance(value, torch.Tensor)]
+        parts += ["|".join(names), tensors, numbers]
+    return *parts, *options
 
 
-def named(*asked: Any) -> tuple[Named, Named, torch.Tensor | None, float | None]:
+def named(*asked: Any) -> tuple[Any, ...]:
     """Return a variant as the function takes it."""
-    return (asked[0], *asked[1], *asked[2]), (asked[3], *asked[4], *asked[5]), *asked[6:]
+    names, tensors, numbers, *span = asked[:6]
+    if "|" not in names:
+        return (names, *tensors, *numbers), (span[0], *span[1], *span[2]), *asked[6:]
+    tensors, numbers, score = iter(tensors), iter(numbers), []
+    for part in names.split("|"):
+        name, *counts = part.split(":")
+        score.append((name, *itertools.islice(tensors, int(counts[0])), *itertools.islice(numbers, int(counts[1]))))
+    return score, (span[0], *span[1], *span[2]), *asked[6:]
 
 
 def begins_of(lengths: Sequence[int], LQ: int) -> torch.Tensor:
@@ -118,35 +173,57 @@ def arguments(
     LQ: int,
     LK: int,
     D: int,
-    score: Named = ("plain",),
+    score: Score = ("plain",),
     span: Named = ("all",),
     sinks: float | None = None,
     scale: float | None = None,
+    bottom_right: bool = False,
+    D_V: int | None = None,
+    seqlens_k: Sequence[int] | None = None,
+    leftpad_k: Sequence[int] | None = None,
+    return_lse: bool = False,
 ) -> tuple[Any, ...]:
-    """Make queries, keys, values and a variant, of slopes, of documents' lengths, and of sinks about a number."""
+    """Make queries, keys, values and a variant, of slopes, of documents' lengths, and of sinks about a number.
+
+    Limits of keys are those of the first sequences, again and again.
+    """
     q, k, v, _, scale = attentions.arguments(draw, B, heads, shared, LQ, LK, D, False, scale)
-    if score[0] == "alibi":
-        score = "alibi", torch.tensor(score[1:], device=q.device)[:heads]
+    if D_V is not None:
+        v = attentions.of_heads(draw, B, shared, LK, D_V)
+    limits = (
+        None if limit is None else torch.tensor((limit * (B + 1))[:B], dtype=torch.int32, device=q.device)
+        for limit in (seqlens_k, leftpad_k)
+    )
+
+    def with_slopes(name: str, *values: Any) -> Named:
+        """Take numbers as the slopes of all sequences; of none, draw those of each sequence."""
+        if not name.endswith("alibi"):
+            return name, *values
+        same = torch.tensor(values, device=q.device)[:heads]
+        return name, same if values else draw(B, heads, dtype=torch.float32, of=lambda t: t.abs() / 4)
+
+    score = [with_slopes(*one) for one in score] if isinstance(score, list) else with_slopes(*score)
     if span[0] == "documents":
         span = "documents", begins_of(span[1:], LQ).to(q.device)
     if sinks is not None:
         sinks = draw(heads, dtype=accumulator(draw.dtype), of=lambda t: t + sinks)
-    return q, k, v, score, span, sinks, scale
+    return q, k, v, score, span, sinks, scale, bottom_right, *limits, return_lse
 
 
 def of_the_op(draw: Draw, *size: Any) -> tuple[Any, ...]:
     """Make what the op behind the function takes."""
     q, k, v, *variant = arguments(draw, *size)
-    return q, k, v, *split(*variant)
+    return q, k, v, *split(*variant)[:-1]
 
 
 def of_backward(draw: Draw, B: int, heads: int, shared: int, LQ: int, *size: Any) -> tuple[Any, ...]:
     """Make a gradient, and what a forward takes and returns."""
-    grad = attentions.of_heads(draw, B, heads, LQ, size[1])
-    q, k, v, *asked = of_the_op(draw, B, heads, shared, LQ, *size)
+    q, k, v, *variant, with_lse = arguments(draw, B, heads, shared, LQ, *size)
+    grad, asked = attentions.of_heads(draw, B, heads, LQ, v.shape[3]), split(*variant)
     out, lse = (result.value for result in exact_with_lse(*in_float64((q, k, v, *asked))))
     saved = draw(*out.shape, of=lambda _: out), lse.to(accumulator(draw.dtype))
-    return grad, q, k, v, *saved, *asked[:-2], asked[-1]
+    grad_lse = draw(B, heads, LQ, dtype=accumulator(draw.dtype)) if with_lse else None
+    return grad, q, k, v, *saved, *asked[:6], *asked[7:], grad_lse
 
 
 SCORES = [("plain",), ("alibi", 0.5, 0.25, 0.125, 0.0625), ("softcap", 1.5)]
@@ -166,9 +243,45 @@ SIZES += [(2, 0, 2, 9, 9, 16), (0, 2, 1, 9, 9, 16), (1, 1, 1, 1, 1, 1), (1, 1, 1
 SIZES += [(1, 2, 1, 129, 127, 100, SCORES[2], span) for span in (SPANS[0], ("window", 60), ("documents", 1, 90, 30))]
 SIZES += [(1, 2, 1, *lengths, 256, SCORES[2], ("window", 60)) for lengths in ((127, 129), (130, 70))]
 SIZES += [(1, 1, 1, 150, 200, D, SCORES[1], DOCUMENTS[1]) for D in (64, 80, 128, 256)]
+# Several scores, slopes of each sequence, later keys, windows to both sides; aligned with the last query; other values;
+# limits of keys past both ends, none left, and rows that see nothing; the log-sum-exp and its gradient
+BOTH = [("softcap", 1.5), ("symmetric_alibi",)]
+LOCAL = [("local", 20, 9), ("local", 0, 3), ("local", -1, 9), ("local", 9, -1), ("local", 10**6, 10**6)]
+PLAIN, ALL, CAUSAL = ("plain",), ("all",), ("causal",)
+SIZES_OF_OPTIONS: list[Named] = [
+    (3, 4, 2, 37, 90, 16, BOTH, LOCAL[0], 0.0, None, True, 40, (70, 95, 0), (5, -3, 50), True),
+    (2, 2, 1, 90, 37, 16, [("alibi", 0.5, 0.1), ("softcap", 1.5)], LOCAL[1], None, None, True, 1, None, (3, 40), True),
+    (3, 2, 2, 70, 45, 16, ("alibi",), LOCAL[2], 0.5, 0.7, False, None, (45, 20, 1), None, False),
+    (1, 2, 1, 45, 130, 40, ("symmetric_alibi", 0.5, 0.25), LOCAL[3], None, None, True, 16, (100,), (33,), True),
+    (3, 2, 1, 40, 70, 16, PLAIN, CAUSAL, None, None, False, None, (70, 40, 10), (7, 35, 20), True),
+    (2, 2, 1, 75, 33, 16, ("softcap", 1.5), ("window", 9), None, None, True, 70, (20, 33), None, False),
+    (1, 2, 1, 75, 33, 16, [("softcap", 2.0), ("softcap", 1.0), PLAIN], ALL, None, None, True),
+    (2, 2, 1, 40, 75, 16, [PLAIN, ("alibi",)], ALL, None, None, False, 20, (64, 65), (31, 32), True),
+    *(
+        (1, 2, 1, *lengths, 16, BOTH, span, None, None, True)
+        for lengths, span in zip(((1, 90), (90, 1), (64, 64), (33, 70), (70, 33)), LOCAL, strict=True)
+    ),
+    (2, 2, 2, 0, 33, 16, BOTH, LOCAL[0], None, None, True, 20, (3, 9), None, True),
+    (2, 2, 2, 33, 0, 16, BOTH, LOCAL[0], 0.0, None, True, 20, (3, 9), None, True),
+    (2, 2, 2, 33, 50, 16, PLAIN, ("documents", 7, 20), 0.0, None, False, None, (30, 9), (10, 0), True),
+    *(
+        (2, 2, 1, 70, 100, *D, ("softcap", 1.5), CAUSAL, None, None, True, D_V, (95, 64), (33, 0), True)
+        for *D, D_V in ((256, 64), (64, 256), (192, 128), (16, 100))
+    ),
+]
 LENGTH = sizes(32, 70)
 GROUPS = st.sampled_from([(1, 1), (2, 1), (4, 2)])
 WHICH = st.tuples(st.sampled_from(SCORES), st.sampled_from(SPANS), st.sampled_from([None, 0.0]))
+WITH_OPTIONS = st.tuples(
+    st.sampled_from([*SCORES, BOTH, ("alibi",), ("symmetric_alibi",)]),
+    st.sampled_from([*SPANS[:5], *LOCAL]),
+    st.sampled_from([None, 0.0]),
+    st.just(None),
+    st.booleans(),
+    st.sampled_from([None, 1, 24, 70]),
+    *[st.none() | st.lists(st.integers(-2, 75), min_size=1, max_size=2).map(tuple)] * 2,
+    st.booleans(),
+)
 SHAPES = st.tuples(st.integers(0, 2), GROUPS, LENGTH, LENGTH, st.sampled_from([16, 40, 64]), WHICH)
 OF_ALL = {
     "small": (1, 2, 1, 3, 3, 2, SCORES[2], ("window", 2), 0.0),
@@ -176,11 +289,17 @@ OF_ALL = {
     "many": (16, 24, 8, 263, 131, 24, SCORES[2], ("window", 100)),
     "shapes": SHAPES.map(lambda drawn: (drawn[0], *drawn[1], *drawn[2:5], *drawn[5])),
 }
+OF_OPTIONS = OF_ALL | {
+    "small": (2, 2, 1, 2, 4, 2, BOTH, ("local", 2, 1), 0.0, None, True, 3, (4, 3), (1, 0), True),
+    "in_layouts": (2, 2, 1, 37, 20, 20, BOTH, LOCAL[0], 0.0, None, True, 30, (20, 17), (0, 5), True),
+    "many": (16, 24, 8, 131, 263, 24, BOTH, LOCAL[0], None, None, True, 40, (200, 263), (100, 0), True),
+    "shapes": st.tuples(SHAPES, WITH_OPTIONS).map(lambda drawn: (drawn[0][0], *drawn[0][1], *drawn[0][2:5], *drawn[1])),
+}
 
 
-def variant(score: Named = ("plain",), span: Named = ("all",)) -> Callable[[Draw], tuple[Any, ...]]:
+def variant(score: Score = ("plain",), span: Named = ("all",), *options: Any) -> Callable[[Draw], tuple[Any, ...]]:
     """Return what makes a call of a score and a span."""
-    return lambda draw: (*(draw(2, 4, 3, 16) for _ in range(3)), score, span)
+    return lambda draw: (*(draw(2, 4, 3, 16) for _ in range(3)), score, span, *options)
 
 
 CONTRACT = [
@@ -191,7 +310,7 @@ CONTRACT = [
         autocast="asked",
         sizes=SIZES[:3],
         plain=True,
-        gradients=lambda grad, q, k, v, *variant: exact_gradients(grad, q, k, v, *split(*variant)),
+        gradients=exact_gradients_natural,
         with_gradients=(0, 1, 2, 5),
         refused=[
             *refused("attention_variants", 0, 257),
@@ -200,6 +319,38 @@ CONTRACT = [
             ),
             Refused(
                 lambda draw: (*variant()(draw), draw(3)), ValueError, "attention_variants takes a sink for each head"
+            ),
+            Refused(variant([("plain",), ("linear",)]), ValueError, "attention_variants has no score 'linear'"),
+            Refused(
+                lambda draw: variant(("alibi", draw(4, 2)))(draw),
+                ValueError,
+                r"attention_variants takes slopes of \(heads,\) or \(batch, heads\), not \(4, 2\)",
+            ),
+            Refused(
+                variant(("plain",), ("documents",), None, None, True),
+                ValueError,
+                "attention_variants takes no documents with bottom_right",
+            ),
+            *(
+                Refused(
+                    lambda draw, place=place, limit=limit: variant(PLAIN, ALL, None, None, False, *limit(place))(draw),
+                    error,
+                    f"attention_variants takes {name} of {text}",
+                )
+                for place, name in enumerate(("seqlens_k", "leftpad_k"))
+                for limit, error, text in (
+                    (lambda place: [None] * place + [torch.zeros(2, device=DEVICE).long()], TypeError, "int32, not"),
+                    (
+                        lambda place: [None] * place + [torch.zeros(3, device=DEVICE).int()],
+                        ValueError,
+                        r"\(batch,\), not",
+                    ),
+                )
+            ),
+            Refused(
+                lambda draw: (draw(2, 4, 3, 16), draw(2, 4, 3, 16), draw(2, 4, 3, 257)),
+                ValueError,
+                "attention_variants takes .*D_v and D up to 256, not",
             ),
             Refused(variant("linear"), ValueError, "attention_variants has no score 'linear'"),
             Refused(variant(span=("past", 3)), ValueError, "attention_variants has no span 'past'"),
@@ -222,12 +373,44 @@ CONTRACT = [
         **OF_ALL,
     ),
     Case("attention_variants_backward", of_backward, exact_backward, sizes=SIZES, contiguous=False, **OF_ALL),
+    Case(
+        "attention_variants",
+        arguments,
+        exact,
+        name="attention_variants with options",
+        autocast="asked",
+        sizes=SIZES_OF_OPTIONS[:4],
+        plain=True,
+        gradients=exact_gradients_natural,
+        with_gradients=(0, 1, 2, 5),
+        **OF_OPTIONS,
+    ),
+    Case(
+        "attention_variants_with_lse",
+        of_the_op,
+        exact_with_lse,
+        name="attention_variants_with_lse with options",
+        autocast="asked",
+        sizes=SIZES_OF_OPTIONS,
+        gradients=exact_gradients,
+        with_gradients=(0, 1, 2, 9),
+        **OF_OPTIONS,
+    ),
+    Case(
+        "attention_variants_backward",
+        of_backward,
+        exact_backward,
+        name="attention_variants_backward with options",
+        sizes=SIZES_OF_OPTIONS,
+        contiguous=False,
+        **OF_OPTIONS,
+    ),
 ]
 
 
 def check_both(taken: ModuleType, dtype: torch.dtype, *size: Any) -> None:
     """Assert all of a forward and a backward at a size."""
-    for case in CONTRACT[1:]:
+    for case in CONTRACT[1:3]:
         check(case, taken, dtype, case.arguments(Draw(dtype), *size))
 
 
@@ -317,11 +500,30 @@ def test_reads_nothing_beside_its_inputs(taken: ModuleType, dtype: torch.dtype) 
     around = torch.full((1, 60, 4, 96), torch.nan, dtype=dtype, device=DEVICE)
     around[:, 5:45, 1:3, 8:88] = Layout("contiguous", 0).make((1, 40, 2, 80), dtype, DEVICE)
     x = around[:, 5:45, 1:3, 8:88].transpose(1, 2)
-    for span in (("all",), ("window", 9)):
-        asked = split(("plain",), span, None, None)
-        check(CONTRACT[1], taken, dtype, (x, x, x, *asked))
-        out, lse = taken.attention_variants_with_lse(x, x, x, *asked)
-        check(CONTRACT[2], taken, dtype, (x, x, x, x, out, lse, *asked[:-2], None))
+    for span, D in ((("all",), 80), (("window", 9), 80), (("all",), 40)):
+        asked = split(("plain",), span, None, None, False, None, None)
+        given = x[..., :D], x[..., :D], x
+        check(CONTRACT[1], taken, dtype, (*given, *asked))
+        out, lse = taken.attention_variants_with_lse(*given, *asked)
+        check(CONTRACT[2], taken, dtype, (x, *given, out, lse, *asked[:6], *asked[7:], None))
+
+
+@each_kind
+def test_padding_may_be_nan(taken: ModuleType, dtype: torch.dtype) -> None:
+    """What lies before and after a sequence's keys has no influence, not even NaN, and gradients of 0."""
+    q, k, v, grad = heads_of(2, 1, 40, 150, 16, dtype)
+    limits = [torch.tensor([limit], dtype=torch.int32, device=DEVICE) for limit in (111, 17)]
+    for t in (k, v):
+        t[..., :17, :] = t[..., 111:, :] = torch.nan
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = taken.attention_variants(*leaves, "plain", "causal", None, None, True, *limits)
+    grads = torch.autograd.grad(out, leaves, grad)
+    alone = [t.detach()[:, :, 17 * (t is not q) : 111].requires_grad_() for t in leaves]
+    expected = taken.attention_variants(*alone, "plain", "causal", None, None, True)
+    rights = torch.autograd.grad(expected, alone, grad)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close([grads[0], *(t[:, :, 17:111] for t in grads[1:])], [*rights])
+    assert all(t[:, :, rows].eq(0).all() for t in grads[1:] for rows in (slice(17), slice(111, None)))
 
 
 def test_flex_attention(taken: ModuleType) -> None:
@@ -380,21 +582,28 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
 
 
 def traced(recipe: ModuleType) -> list[list[list[str]]]:
-    """Return the graphs of a call with tensors and numbers, forward and backward."""
+    """Return the graphs of calls with tensors and numbers, forward and backward; one has all options."""
     q = torch.randn(2, 4, 40, 64, dtype=torch.float16, requires_grad=True)
     sinks = torch.randn(4, requires_grad=True)
 
     def call(q: Any, slopes: Any, sinks: Any) -> Any:
         return recipe.attention_variants(q * 2, q, q, ("alibi", slopes), ("window", 30), sinks)
 
-    return [graphs(call, q, torch.ones(4), sinks)]
+    def with_options(q: Any, slopes: Any, sinks: Any, limits: Any) -> Any:
+        several = [("softcap", 20.0), ("symmetric_alibi", slopes)]
+        options = {"bottom_right": True, "seqlens_k": limits, "leftpad_k": limits, "return_lse": True}
+        return recipe.attention_variants(q * 2, q, q[..., :30], several, ("local", 9, 3), sinks, **options)
+
+    limits = torch.zeros(2, dtype=torch.int32)
+    return [graphs(call, q, torch.ones(4), sinks), graphs(with_options, q, torch.ones(2, 4), sinks, limits)]
 
 
 def test_torch_compile_calls_the_op(gallery: Path, on_h100: Ask) -> None:
     """One op forward, one backward; no graph break."""
-    (((forward, backward),),) = on_h100(gallery / RECIPE, traced)
-    assert sum("attention_variants" in call for call in forward) == 1
-    assert sum("attention_variants_backward" in call for call in backward) == 1
+    (calls,) = on_h100(gallery / RECIPE, traced)
+    for forward, backward in calls:
+        assert sum("attention_variants" in call for call in forward) == 1
+        assert sum("attention_variants_backward" in call for call in backward) == 1
 
 
 def compiled_tiles(recipe: ModuleType) -> dict[str, tuple[bool, bool]]:
@@ -410,18 +619,21 @@ def compiled_tiles(recipe: ModuleType) -> dict[str, tuple[bool, bool]]:
             x, lse = torch.zeros(1, 4, 16, D, dtype=torch.float16), torch.zeros(16)
             M, N, num_warps, num_stages = recipe.ATTENTION_VARIANTS_TILES[D][0]
             kernel = recipe._attention_variants_kernel.warmup(
-                *(x, x, x, x, lse, lse, given, (tl.constexpr(1024),), 1024, 1024, 4),
+                *(x, x, x, x, lse, lse, given, (tl.constexpr(1024),), None, None, 1024, 1024, 4),
                 *(4096 * D, 1024 * D, D) * 3,
                 SCORE=recipe.ATTENTION_VARIANTS_SCORES[score][0],
                 SPAN=recipe.ATTENTION_VARIANTS_SPANS["window"],
+                BOTTOM_RIGHT=False,
                 GROUP=1,
                 D=D,
+                D_V=D,
                 SCALE=D**-0.5,
                 ACC=tl.float32,
                 LOWEST=torch.finfo(torch.float32).min,
                 BLOCK_M=M,
                 BLOCK_N=N,
                 BLOCK_D=max(16, triton.next_power_of_2(D)),
+                BLOCK_D_V=max(16, triton.next_power_of_2(D)),
                 num_warps=num_warps,
                 num_stages=num_stages,
                 grid=(1,),
@@ -475,9 +687,28 @@ BREAKS = [
     ),
     (
         "heads do not share keys",
-        "    v_ptrs = v_ptr + batch * stride_vb + head // GROUP * stride_vh + offs_d\n    grad_ptrs",
-        "    v_ptrs = v_ptr + batch * stride_vb + offs_d\n    grad_ptrs",
+        "    v_ptrs = v_ptr + batch * stride_vb + head // GROUP * stride_vh + offs_v\n    grad_ptrs",
+        "    v_ptrs = v_ptr + batch * stride_vb + offs_v\n    grad_ptrs",
     ),
     ("a row of nothing is divided by 0", "divisor = tl.where(total == 0, 1.0, total)", "divisor = total"),
+    ("all queries stand at their own places", "LK - LQ  # the last", "LK - LK  # the last"),
+    (
+        "a score of the pass for keys is of other queries",
+        "i = tl.minimum(offs_m, LQ - 1)[None, :] + keys[2]",
+        "i = tl.minimum(offs_m, LQ - 1)[None, :]",
+    ),
+    ("a window has no right side", "end = i + 1 + RIGHT if", "end = i + 1 if"),
+    ("slopes of a chain do not multiply", "product *= links", "product = links"),
+    ("padding before a sequence is seen", "tl.maximum(begin + i * 0, first)", "tl.maximum(begin + i * 0, 0)"),
+    ("padding after a sequence is seen", "LK = tl.minimum(tl.load(seqlens_ptr + batch), LK)\n", "pass\n"),
+    ("padding is read", "        held, held_v = inside & own, inside_v & own\n", ""),
+    ("the log-sum-exp has no gradient", "delta -= grad_lse *", "delta -= 0.0 *"),
+    ("a log-sum-exp of nothing has a gradient", 'some = lse < float("inf")', "some = offs_m < LQ"),
+    (
+        "values past the last element are read",
+        "mask = (row_m < LQ) & (offs_v < D_V)",
+        "mask = (row_m < LQ) & (offs_v < BLOCK_D_V)",
+    ),
+    ("slopes are those of the first sequence", "[heads]\n", "[0]\n"),
     ("the sink's gradient has the wrong sign", "d_sinks = -(torch.exp2", "d_sinks = (torch.exp2"),
 ]

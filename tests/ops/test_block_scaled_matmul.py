@@ -1,14 +1,24 @@
 """The op of the recipe FP8 with 1 x 128 and 128 x 128 block scales."""
 
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import gluon_model
+import pytest
 import torch
-from case import Case, Draw, Exact, Refused
+from case import Case, Draw, Exact, Refused, assert_close
+from guard import guarded
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import DEVICE
+from op_fixtures import end_ops
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GROUP = 128
+RECIPE = "low_precision/block_scaled_matmul.py"
 
 
 def arguments(
@@ -106,6 +116,58 @@ CONTRACT = [
     ),
 ]
 
+
+@pytest.fixture(scope="module")
+def modelled(gallery: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    """Return the recipe with a model in place of Gluon, on a Hopper GPU of two multiprocessors."""
+    source = (gallery / RECIPE).read_text().replace('= "triton_gallery"', '= "modelled"')
+    recipe = gluon_model.load(source, tmp_path_factory.mktemp("modelled") / "modelled_block_scaled_matmul.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
+        patch.setattr(recipe, "_fp8_matmul_gpu", lambda _: (2, gluon_model.ROOM))
+        patch.setattr(recipe, "_block_scaled_matmul_is_hopper", lambda _: True)
+        yield recipe
+    end_ops(recipe)  # PyTorch 2.11 refuses a second one
+
+
+@settings(max_examples=20)
+@given(size=SHAPES, dtype=st.sampled_from(CONTRACT[0].dtypes), seed=st.integers(0, 2**31))
+def test_accumulator_by_a_model(modelled: ModuleType, size: tuple[Any, ...], dtype: torch.dtype, seed: int) -> None:
+    """Whatever happens first, the kernel for Hopper is right: no wait is for ever, and no buffer changes too soon."""
+    assert_modelled(modelled, size, dtype, seed)
+
+
+@pytest.mark.parametrize("size", [((300,), 400, 1024), ((700,), 130, 256, (E5M2, E4M3), True), ((4, 100), 300, 1920)])
+@pytest.mark.parametrize("seed", range(4))
+def test_accumulator_of_many_tiles_by_a_model(modelled: ModuleType, size: tuple[Any, ...], seed: int) -> None:
+    """Two programs have several tiles each, of more and of fewer steps than buffers."""
+    assert_modelled(modelled, size, torch.bfloat16, seed)
+
+
+def assert_modelled(modelled: ModuleType, size: tuple[Any, ...], dtype: torch.dtype, seed: int) -> None:
+    """Assert that the kernel for Hopper gives the product."""
+    gluon_model.SEEDS[0] = seed
+    *tensors, _ = arguments(Draw(dtype, device=torch.device("cpu"), seed=seed), *size)
+    out = guarded(lambda *inputs: modelled._block_scaled_matmul_launch(*inputs, dtype), *tensors)
+    (right,) = exact(*(tensor.double() for tensor in tensors), dtype)
+    assert (out.shape, out.dtype) == (right.value.shape, dtype)
+    assert_close(CONTRACT[0], dtype, out, right)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_which_kernel_takes_a_product(load_op: Callable[[str], ModuleType], itemsize: int) -> None:
+    """On Hopper all go to the kernel in Gluon, few rows with small tiles; what is chosen fits into shared memory."""
+    plan = load_op(RECIPE)._block_scaled_matmul_plan
+    for rows_of_x in (1, 16, 64, 1024, 4096, 16384):
+        for is_hopper in (False, True):
+            _, tile, stages = plan(rows_of_x, 7168, itemsize, 132, gluon_model.ROOM, is_hopper)
+            rows, columns, count, _ = tile
+            assert not is_hopper or rows == 64 * count
+            assert rows_of_x > 64 or rows == 64
+            assert stages >= 3
+            assert rows * columns * itemsize + stages * (rows + columns) * GROUP < gluon_model.ROOM
+
+
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("scales of x of the first group alone", "rows + k // GROUP * stride_xk", "rows"),
@@ -122,4 +184,21 @@ BREAKS = [
         "acc = tl.dot(x, weight, acc) * scale[:, None]",
     ),
     ("without the last block of K", "for k in range(0, K, GROUP):", "for k in range(0, K - GROUP, GROUP):"),
+    ("on Hopper, scales of steps are those of the first two", "            x0, w0, x1, w1 = x2, w2, x3, w3\n", ""),
+    ("on Hopper, scales of rows of the first group", "off_m += NUMBER * ROWS\n", "off_m += 0\n"),
+    (
+        "on Hopper, the accumulator is scaled again",
+        "return acc + part * scale[:, None], part",
+        "return (acc + part) * scale[:, None], part",
+    ),
+    (
+        "on Hopper, the accumulator reads a buffer that is given back",
+        "    part = warpgroup_mma_wait(0, deps=(part,))\n    mbarrier.arrive(empty.index(stage))\n",
+        "    mbarrier.arrive(empty.index(stage))\n    part = warpgroup_mma_wait(0, deps=(part,))\n",
+    ),
+    (
+        "on Hopper, the accumulator is stored over a store",
+        "        tma.store_wait(0)  # the store of the last tile has read the buffer\n",
+        "",
+    ),
 ]

@@ -18,11 +18,14 @@ from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, Layout, sizes
 from losses import (
     FLUSHED,
+    class_weights,
     exact_gradient,
     exact_loss,
     ignored_rows,
+    predictions,
     reference,
     rising_rows,
+    rows_of_equals,
     special_rows,
     targets,
     zeros,
@@ -49,27 +52,42 @@ class Options(NamedTuple):
     share: float = 0.3  # of the rows, for which the target is no class
     wrong: int | None = None  # that target; None is the one to ignore
     gap: int = 0  # elements between rows
+    reduction: str = "mean"
+    softcap: float | None = None
+    lse_square_scale: float = 0.0
+    weighted: bool = False
 
 
-def rows(draw: Draw, lead: tuple[int, ...], N: int, options: Options) -> tuple[torch.Tensor, torch.Tensor, int, float]:
+def rows(draw: Draw, lead: tuple[int, ...], N: int, options: Options) -> tuple[Any, ...]:
     """Make logits, targets with gaps between them, and options."""
-    smoothing, ignored, share, wrong, gap = options
+    smoothing, ignored, share, wrong, gap, *others, weighted = options
     x = draw(*lead, gap + N)[..., gap:]
     target = targets(draw, (*lead, 2), N, share, ignored if wrong is None else wrong)[..., 1]
-    return x, target, ignored, smoothing
+    return x, target, ignored, smoothing, *others, class_weights(draw, N) if weighted else None
 
 
-def exact(x: torch.Tensor, target: torch.Tensor, ignore_index: int, smoothing: float) -> list[Exact]:
+def exact(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str = "mean",
+    *others: Any,
+) -> list[Exact]:
     """Return the loss, and the gradient that takes the place of the logits."""
-    loss, size = exact_loss(x, target, ignore_index, smoothing, "mean")
-    gradient = exact_gradient(torch.ones_like(loss), x, target, ignore_index, smoothing, "mean")
-    return [Exact(loss, size, accumulator, made_by_torch=True), *gradient]
+    options = ignore_index, smoothing, reduction, *others
+    loss, size = exact_loss(x, target, *options)
+    gradient = exact_gradient(torch.ones_like(loss), x, target, *options)
+    return [Exact(loss, size, accumulator, made_by_torch=reduction != "none"), *gradient]
 
 
 def special(draw: Draw) -> list[tuple[Any, ...]]:
     """Make rows with NaN, infinities and the lowest numbers, together and, as one NaN is enough for a mean, apart."""
-    inputs = [(*pair, -1, smoothing) for pair in ignored_rows(draw) for smoothing in (0.0, 0.1)]
+    options = [(0.0,), (0.1,), (0.1, "sum"), (0.1, "none", 2.0)]
+    options += [(0.1, way, None, 0.01, class_weights(draw, 1000)) for way in ("mean", "none")]
+    inputs = [(*pair, -1, *some) for pair in ignored_rows(draw) for some in options]
     for x, target in special_rows(draw.dtype):
+        inputs += [(x, target, -100, 0.0, "none"), (x, target, -100, 0.1, "none", 2.0, 0.01)]
         for smoothing, count in ((0.0, 12), (0.2, 9)):
             parts = [slice(row, row + 1) for row in range(count)]
             inputs += [(x[part], target[part], -100, smoothing) for part in (slice(0, count), *parts)]
@@ -80,16 +98,26 @@ def loss_and_gradient(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     """Return those of PyTorch."""
     leaf = x.detach().requires_grad_()
     loss = reference(leaf, *rest)
-    return loss.detach(), *torch.autograd.grad(loss, leaf)
+    return loss.detach(), *torch.autograd.grad(loss, leaf, torch.ones_like(loss))
 
 
 of = Options
 # Whole blocks, one and several, and parts of one; rows that begin and end at any distance from a multiple of 16 bytes;
 # targets of all kinds.
-ROWS = [((5,), 1000, of(0.1)), ((2,), 16_384, of(share=0)), ((4,), 300, of(wrong=-1)), ((9,), 17, of(0.25, gap=3))]
+ROWS = [((5,), 1000, of(0.1, softcap=2.0)), ((9,), 37, of(0.25, gap=3, reduction="none", softcap=2.0))]
+ROWS += [((9,), 5003, of(0.1, lse_square_scale=0.1, weighted=True)), ((7,), 300, of(weighted=True))]
+ROWS += [((7,), 4999, of(0.1, reduction="sum")), ((2, 3), 300, of(reduction="none"))]
+ROWS += [((5,), 1000, of(0.1)), ((2,), 16_384, of(share=0)), ((4,), 300, of(wrong=-1)), ((9,), 17, of(0.25, gap=3))]
 ROWS += [((3,), 20_001, of(gap=5)), ((2, 3), 33, of(ignore_index=7, share=1.0)), ((3,), 8192, of(0.1, share=0))]
 ROWS += [((3,), 1, of()), ((0,), 7, of()), ((3, 0), 37, of()), ((2, 3), 0, of()), ((1, 2, 1), 37, of())]
 ROWS += [((4,), 100, of(wrong=bad)) for bad in (100, 103, 2**31, 2**32 + 5, -(2**40))]
+ROWS += [((4,), 100, of(wrong=100, reduction=way, softcap=3.0)) for way in ("sum", "none")]
+ROWS += [((0,), 7, of(reduction=way)) for way in ("sum", "none")]
+ROWS += [((7,), 4099, of(0.1, reduction="sum", softcap=2.0, lse_square_scale=0.1, weighted=True))]
+ROWS += [((2, 3), 37, of(0.3, reduction="none", lse_square_scale=0.1, weighted=True)), ((0,), 7, of(weighted=True))]
+ROWS += [((2, 3), 0, of(weighted=True)), ((2, 3), 33, of(ignore_index=7, share=1.0, weighted=True))]
+ROWS += [((4,), 100, of(0.1, wrong=bad, weighted=True, lse_square_scale=0.1)) for bad in (100, -1, 2**40)]
+ROWS += [((3,), 0, of(reduction="none")), ((3,), 50_257, of(softcap=2.0, reduction="none"))]
 ROWS += [((3,), N, of()) for N in (259, 1027, 3000, 4099, 16_387, 32_768, 50_257, 131_073)]
 EDGES = [
     ((N + 7,), N, options)
@@ -106,6 +134,10 @@ SHAPES = st.tuples(
         share=st.sampled_from([0.0, 0.3, 1.0]),
         wrong=st.none(),
         gap=st.integers(0, 9),
+        reduction=st.sampled_from(["mean", "sum", "none"]),
+        softcap=st.sampled_from([None, 2.0, 30.0]),
+        lse_square_scale=st.sampled_from([0.0, 1e-4, 0.1]),
+        weighted=st.booleans(),
     ),
 )
 NAME = "cross_entropy_in_place_"
@@ -142,6 +174,34 @@ NOT_TAKEN = [
     ),
     (
         ValueError,
+        "a reduction mean, sum or none, not 'max'",
+        lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "max"),
+    ),
+    (
+        ValueError,
+        "a softcap above 0 or None",
+        lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "sum", 0.0),
+        lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "sum", torch.nan),
+        lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "sum", torch.inf),
+    ),
+    (
+        ValueError,
+        "lse_square_scale from 0, not",
+        *(lambda draw, bad=bad: (draw(2, 3), zeros(draw, 2), -100, 0.0, "sum", None, bad) for bad in (-1.0, torch.nan)),
+    ),
+    (
+        TypeError,
+        "a float weight, not torch.int64",
+        lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "sum", None, 0.0, zeros(draw, 3)),
+    ),
+    (
+        ValueError,
+        r"a weight \(N,\) where the logits are, not",
+        lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "sum", None, 0.0, draw(2)),
+        lambda draw: (draw(2, 3), zeros(draw, 2), -100, 0.0, "sum", None, 0.0, draw(3).to("meta")),
+    ),
+    (
+        ValueError,
         "no logits that require grad",
         lambda draw: (draw(2, 3).requires_grad_(), zeros(draw, 2)),
         lambda draw: (draw(2, 3).requires_grad_() * 2, zeros(draw, 2)),
@@ -171,10 +231,33 @@ CONTRACT = [
         special=special,
         settings={"_cross_entropy_in_place_processors": lambda _, number=number: number},
         name=f"{NAME} of {name} rows",
+        plain=True,
         changes=1,
         refused=[Refused(call, error, f"{NAME} takes {text}") for error, text, *calls in NOT_TAKEN for call in calls],
     )
     for name, number, more in (("many", 0, EDGES), ("few", 10**6, []))
+]
+DEFAULTS = -100, 0.0, "mean", None, 0.0, None, None
+
+
+def whole(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments of the function as the op takes them: it has no defaults, and a place for predictions."""
+    return (*arguments, *DEFAULTS[len(arguments) - 2 :])
+
+
+CONTRACT += [
+    replace(
+        CONTRACT[0],
+        call="_cross_entropy_in_place_op",
+        name="",
+        plain=False,
+        sizes=ROWS[:8],
+        refused=[],
+        arguments=lambda *size: whole(rows(*size)),
+        exact=lambda *arguments: exact(*arguments[:-1]),
+        reference=lambda *arguments: loss_and_gradient(*arguments[:-1]),
+        special=lambda draw: [whole(arguments) for arguments in special(draw)],
+    )
 ]
 
 
@@ -194,6 +277,26 @@ def test_counts_many_rows(taken: ModuleType, dtype: torch.dtype, M: int, monkeyp
     x, target, *options = rows(Draw(dtype, seed=M), (M,), 5, Options(ignore_index=7))
     taken._cross_entropy_in_place_launch(x, target, *options)
     torch.testing.assert_close(scales, [1 / (target != 7).sum().item()])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_predictions(taken: ModuleType, dtype: torch.dtype, reduction: str) -> None:
+    """Beside the loss come the first of the largest logits and how often that is the target, as far as wanted."""
+    for N in (1, 5, 17, 300, 17000):
+        x, target = rows_of_equals(dtype, N)
+        accuracy, tokens = predictions(x, target, reduction)
+        loss = taken.cross_entropy_in_place_(x.clone(), target, -1, reduction=reduction)
+
+        def call(*wanted: bool, x: torch.Tensor = x, target: torch.Tensor = target) -> tuple[torch.Tensor, ...]:
+            return taken.cross_entropy_in_place_(x.clone(), target, -1, 0.0, reduction, None, 0.0, None, *wanted)
+
+        for wanted, expected in (
+            ((True, True), (loss, accuracy, tokens)),
+            ((True, False), (loss, accuracy)),
+            ((False, True), (loss, tokens)),
+        ):
+            torch.testing.assert_close(call(*wanted), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -302,6 +405,8 @@ def launches(taken: ModuleType, dtype: torch.dtype) -> list[dict[str, object]]:
     type_name = NAMES[str(dtype).removeprefix("torch.")]
     acc_type = "fp64" if dtype == torch.float64 else "fp32"
     types = {"dtype": type_name, "targets_ptr": "i64", "losses_ptr": acc_type, "scale_ptr": acc_type, "SMOOTHING": 0.1}
+    types |= {"MEAN": True, "SOFTCAP": 0.0, "LSE_SQUARE_SCALE": 0.0, "weight_ptr": None}
+    types |= {"predicted_ptr": None}
     with processors(taken, 0):
         rows = [torch.empty(1, N, dtype=dtype, device="meta") for N in (1000, 128_256)]
         return [taken._cross_entropy_in_place_plan(x, 1000) | types for x in rows]
@@ -358,7 +463,38 @@ BREAKS = [
     ("ignored rows have gradients", "    scale = tl.where(counts, scale, 0.0)\n", ""),
     ("a loss where no row counts", "tl.where(counts, loss, 0.0) * scale)", "tl.where(counts, loss * scale, 0.0))"),
     ("smoothing left out of the gradient", "b = scale * SMOOTHING * share", "b = scale * 0"),
-    ("a target that is not subtracted", " * a - b - hit\n", " * a - b\n"),
+    ("a target that is not subtracted", " * a - b_t - hit\n", " * a - b_t\n"),
+    ("the last of equals", "best = tl.where(larger > m, first, best)", "best = tl.where(larger >= m, first, best)"),
+    ("predictions without the body's place", "tl.where(m == top, head + best, N)", "tl.where(m == top, best, N)"),
+    (
+        "predictions of the body alone",
+        "best = tl.minimum(best, tl.min(tl.where(x_e == top, offs_e, N), axis=0))",
+        "best = tl.minimum(best, N)",
+    ),
+    ("predictions where ignored", "tl.where(counts, tl.where(best < N, best, 0), -1)", "tl.where(best < N, best, 0)"),
+    ("weights left out at the target", "        loss *= w_t\n", ""),
+    ("a target's gradient without its weight", "        hit *= w_t\n", ""),
+    (
+        "no weights in the gradient of the body",
+        "            b, weight_ptr, head + offs, mask, SMOOTHING",
+        "            b, None, head + offs, mask, SMOOTHING",
+    ),
+    (
+        "no weights in the gradient of the edges",
+        "        b, weight_ptr, offs_e, mask_e, SMOOTHING",
+        "        b, None, offs_e, mask_e, SMOOTHING",
+    ),
+    ("no weight beside the target", "b, weight_ptr, target, known, SMOOTHING", "b, None, target, known, SMOOTHING"),
+    ("weights of the body's classes alone", "x * share, weight_ptr, head + offs", "x * share, weight_ptr, offs"),
+    ("a weighted z-loss", "            factor *= tl.load(scale_ptr + 1)\n", ""),
+    ("no gradient of the z-loss", "        of_lse += 2 * factor * lse\n", ""),
+    ("a z-loss of the maximum", "lse = tl.log(total) + top\n", "lse = top\n"),
+    ("weights of ignored targets", "padded[torch.where(known, targets, N)]", "padded[torch.where(known, targets, 0)]"),
+    ("a sum scaled as a mean", "tl.load(scale_ptr) if MEAN else tl.full((), 1.0, dtype=ACC)", "tl.load(scale_ptr)"),
+    ("a padded row that is capped", "tl.where(mask, SOFTCAP -", "tl.where(True, SOFTCAP -"),
+    ("a softcap without its slope", "d *= 1 - (x * (1 / SOFTCAP)) * (x * (1 / SOFTCAP))", "d *= 1.0"),
+    ("no slope in the edges", "    d_e = _cross_entropy_in_place_slope(d_e, x_e, SOFTCAP)\n", ""),
+    ("no slope at the target", "    d_t = _cross_entropy_in_place_slope(d_t, x_t, SOFTCAP)\n", ""),
     ("a wrong target written", "target, d_t, mask=known)", "target, d_t, mask=counts & (N > 0))"),
     ("a body stored without a mask", "tl.store(x_body + offs, d, mask=mask,", "tl.store(x_body + offs, d,"),
     ("rows taken for adjacent", "N if logits.is_contiguous() else logits.stride(0)", "N"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from case import Case, Draw, Exact, Refused, assert_close, check, in_float64
+from case import Case, Draw, Exact, Refused, accumulator, assert_close, check, in_float64
 from compiled import Ask, compiled, graphs
 from hypothesis import strategies as st
 from inputs import DEVICE, FLOATS, like
@@ -37,11 +37,13 @@ def arguments(
     scales: int = 0,
     lies: str = "",
     small: bool = False,
+    window: int | None = None,
+    leftpad: bool = False,
 ) -> tuple[Any, ...]:
     """Make queries, caches, a shuffled table and lengths, and no scales of caches, one, or one for each head.
 
-    What no sequence may read is NaN: pages that belong to nobody, and the slots past the end of the last page of each.
-    Where no sequence has a page, the table holds a number that is no page.
+    What no query may read is NaN: pages that belong to nobody, and the slots before the first key that a query of the
+    sequence sees and past its last. Where no query sees a key of a page, the table holds a number that is no page.
     """
     of_q, shared = heads
     width = max((math.ceil(n / page) for n in lengths), default=0) + 1
@@ -50,12 +52,15 @@ def arguments(
     table = draw(len(lengths), width, dtype=torch.int32, of=lambda x: x.flatten().argsort().view(x.shape))
     lens = draw(len(lengths), dtype=torch.int32, of=lambda x: torch.tensor(lengths).to(x))
     both = [draw(shared if scales == 2 else 1, dtype=torch.float32, of=lambda x: (x / 2).exp2()) for _ in range(2)]
-    written = torch.zeros(count, page, dtype=torch.bool, device=q.device)
-    for row, length in zip(table, lens.tolist(), strict=True):
-        for start in range(0, length, page):
-            written[row[start // page].item(), : min(page, length - start)] = True
+    pads = draw(len(lengths), dtype=torch.int32, of=lambda x: x.abs() % (lens + 4)) if leftpad else None
+    seen = torch.zeros(count, page, dtype=torch.bool, device=q.device)
+    for row, length, first in zip(table, lens.tolist(), first_keys(q, lens, window, pads), strict=True):
+        keys = torch.arange(first, length, device=q.device)
+        seen[row[keys // page].long(), keys % page] = True
         if 0 not in table.stride():
-            row[math.ceil(length / page) :] = -(2**30)
+            row[: first // page] = row[math.ceil(length / page) :] = -(2**30)
+            if first == length:
+                row[:] = -(2**30)
     dtype = FLOAT8 if small and draw.dtype.itemsize == 2 else draw.dtype
     if lies == "sides":
         caches = draw(count, page, 2, shared, D, dtype=dtype).unbind(2)
@@ -66,11 +71,32 @@ def arguments(
     if any(t.stride(-1) != 1 or 0 in t.stride() for t in caches):
         caches = tuple(t.contiguous() for t in caches)
     for t in caches:
-        like(t, t.double().masked_fill(~written[..., None, None], torch.nan))
-    return q, *caches, table, lens, bound, scale, *(both if scales else (None, None))
+        like(t, t.double().masked_fill(~seen[..., None, None], torch.nan))
+    leftpads = (pads,) if leftpad else ()
+    return q, *caches, table, lens, bound, scale, *(both if scales else (None, None)), *leftpads
 
 
-def exact(
+def first_keys(q: torch.Tensor, seq_lens: torch.Tensor, window: int | None, leftpad: torch.Tensor | None) -> list[int]:
+    """Return the first key of each sequence that any of its queries sees, or its length."""
+    first = torch.zeros_like(seq_lens) if leftpad is None else leftpad
+    if window is not None:
+        first = first.maximum(seq_lens - q.shape[1] - window)
+    return first.clamp(min=0).minimum(seq_lens).tolist()
+
+
+def with_options(draw: Draw, size: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    """Make arguments of a size, and the options that are asked for."""
+    window = options.get("window")
+    leftpad = options.get("leftpad", False)
+    x = arguments(draw, *size, window=window, leftpad=leftpad)
+    sinks = draw(x[0].shape[2]) if options.get("sinks") else None
+    of_slopes = {0: None, 1: x[0].shape[2:3], 2: x[0].shape[:3:2]}[options.get("slopes", 0)]
+    slopes = None if of_slopes is None else draw(*of_slopes, dtype=torch.float32, of=lambda x: (x / 2).exp2() / 8)
+    mask = *(x[9:] or [None]), options.get("causal", True)
+    return *x[:9], window, options.get("softcap"), sinks, *mask, slopes
+
+
+def exact_with_lse(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -80,15 +106,23 @@ def exact(
     scale: float | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    leftpad: torch.Tensor | None = None,
+    causal: bool = True,
+    slopes: torch.Tensor | None = None,
 ) -> list[Exact]:
-    """Return the attention by its formula, key by key of the table; a query that sees nothing gives 0.
+    """Return the attention by its formula, key by key of the table, and the log-sum-exp of scores.
 
-    A weight is rounded to the dtype of q, and so is the result. It is off by the roundings of its score's products.
+    A query that sees nothing gives 0. A weight is rounded to the dtype of q, and so is the result. It is off by the
+    roundings of its score's products.
     """
     outs, sums, terms = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(q)
+    lses, sizes = (torch.zeros_like(q[..., 0].mT.contiguous()) for _ in range(2))
     page, group = k_cache.shape[1], q.shape[2] // k_cache.shape[2]
-    for b, length in enumerate(seq_lens.tolist()):
-        keys = torch.arange(length, device=q.device)
+    for b, (length, first) in enumerate(zip(seq_lens.tolist(), first_keys(q, seq_lens, window, leftpad), strict=True)):
+        keys = torch.arange(first, length, device=q.device)
         rows = block_table[b, keys // page].long()
         k, v = (
             (cache[rows, keys % page] * (1 if factor is None else factor[:, None])).repeat_interleave(group, dim=1)
@@ -96,19 +130,38 @@ def exact(
         )
         factor = q.shape[3] ** -0.5 if scale is None else scale
         s, size = (torch.einsum("qhd,khd->hqk", *pair) * factor for pair in ((q[b], k), (q[b].abs(), k.abs())))
-        last = length - q.shape[1] + torch.arange(q.shape[1], device=q.device)
-        p = s.masked_fill(keys > last[:, None], -torch.inf).softmax(-1).nan_to_num(0)
-        off = p * (1 + 2 * size.abs().amax(-1, keepdim=True)) if length else p  # of a score, and of the largest
+        if softcap is not None:
+            s, size = softcap * (s / softcap).tanh(), size + softcap
+        place = length - q.shape[1] + torch.arange(q.shape[1], device=q.device)[:, None]
+        if slopes is not None:
+            bias = slopes.expand(len(q), -1)[b, :, None, None] * (place - keys).abs()
+            s, size = s - bias, size.abs() + bias
+        hidden = (keys > (place if causal else length)) | (keys < place - (length if window is None else window))
+        # Last comes a score whose value is 0, the sink.
+        sink = torch.full_like(q[b, :, :, 0].T, -torch.inf) if sinks is None else sinks[:, None].expand(-1, q.shape[1])
+        s = torch.cat([s.masked_fill(hidden, -torch.inf), sink[..., None]], -1)
+        size = torch.cat([size.abs(), sink.abs().nan_to_num(posinf=0)[..., None]], -1).amax(-1, keepdim=True)
+        p = s.softmax(-1).nan_to_num(0)[..., :-1]
+        lses[b], sizes[b] = s.logsumexp(-1), 1 + 2 * size[..., 0]
+        off = p * (1 + 2 * size)  # of a score, and of the largest
         outs[b], sums[b], terms[b] = (
             torch.einsum("hqk,khd->qhd", *pair) for pair in ((p, v), (p, v.abs()), (off, v.abs()))
         )
-    return [Exact(outs, terms + outs.abs(), narrow=sums)]
+    out = Exact(outs, terms + outs.abs(), narrow=sums)
+    return [out, Exact(lses, sizes + lses.abs().nan_to_num(posinf=0), accumulator)]
+
+
+def exact(*arguments: Any) -> list[Exact]:
+    """Return the attention alone."""
+    return exact_with_lse(*arguments)[:1]
 
 
 def changed(draw: Draw, **others: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
     """Make arguments of which some were changed."""
-    names = ("q", "k_cache", "v_cache", "table", "lens", "bound", "scale", "k_scale", "v_scale")
-    made = zip(names, arguments(draw, (5, 3), scales=1), strict=True)
+    names = ("q", "k_cache", "v_cache", "table", "lens", "bound", "scale", "k_scale", "v_scale", "window", "softcap")
+    names += ("sinks", "leftpad", "causal", "slopes")
+    options = {"sinks": True, "leftpad": True, "slopes": 2}
+    made = zip(names, with_options(draw, ((5, 3), 16, 1, (4, 2), 32, None, None, 1), options), strict=True)
     return tuple(others.get(name, lambda x: x)(x) for name, x in made)
 
 
@@ -125,7 +178,7 @@ def both(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Callable[[
 
 
 KINDS = "takes a float q, two caches of its dtype, .* on one device, not .*"
-FORMS = r"takes q of \(batch, queries, heads, D\), .* and no or two scales .* not q \(.*seq_lens \(.*\)"
+FORMS = r"takes q of \(batch, queries, heads, D\), .* no or two scales .* not q \(.*seq_lens \(.*\)"
 REFUSED = [
     *refused(TypeError, f"{KINDS}q torch.int32", {"q": torch.Tensor.int}),
     *refused(TypeError, f"{KINDS}q torch.bfloat16", {"q": torch.Tensor.bfloat16}),
@@ -141,9 +194,6 @@ REFUSED = [
     *refused(ValueError, FORMS, {"table": lambda x: x[0]}, {"table": lambda x: x[:1]}, {"lens": lambda x: x[:1]}),
     *refused(ValueError, rf"{FORMS}, v_scale \(", {"k_scale": lambda _: None}),
     *refused(ValueError, rf"{FORMS}, k_scale \(", {"v_scale": lambda _: None}, {"v_scale": lambda x: x.expand(3)}),
-    *refused(
-        ValueError, "takes up to 64 queries times heads of a group, not 66", {"q": lambda x: x.repeat(1, 33, 1, 1)}
-    ),
     *refused(
         ValueError,
         "takes caches that are contiguous along D",
@@ -201,7 +251,79 @@ IN_PARTS = replace(
     },
     refused=(),
 )
-CONTRACT = [WHOLE, IN_PARTS]
+CAPS = (lambda _: 0.0, lambda _: math.inf, lambda _: math.nan)  # that are refused
+OPTIONS = [{"window": window} for window in (0, 1, 15, 40)]
+OPTIONS += [{"softcap": 2.0}, {"softcap": 0.1, "window": 20}, {"softcap": 50.0}]
+OPTIONS += [{"causal": False}, {"causal": False, "window": 8}, {"causal": False, "leftpad": True, "sinks": True}]
+OPTIONS += [{"slopes": 1}, {"slopes": 2, "causal": False, "softcap": 1.5}]
+OPTIONS += [{"leftpad": True}, {"leftpad": True, "window": 12, "sinks": True}]
+OPTIONS += [{"sinks": True}, {"sinks": True, "softcap": 1.0, "window": 9}]
+WITH_OPTIONS = replace(
+    WHOLE,
+    name="decode_attention with options",
+    arguments=with_options,
+    sizes=[
+        (((0, 1, 16, 33, 65), 16, 2, (4, 2), 24), {"window": 14}),
+        (((130, 5, 200), 5, 4, (3, 3), 16, None, None, 1, "sides"), {"window": 0}),
+        (((70, 3), 16, 1, (4, 1), 16, 10**6), {"window": 3, "softcap": 0.5}),
+        (((0, 1, 50), 16, 3, (6, 2), 16), {"sinks": True}),
+        (((0, 1, 50, 200, 90), 16, 2, (2, 2), 16), {"leftpad": True}),
+        (((0, 2, 50, 200, 90), 16, 4, (4, 2), 16), {"causal": False, "window": 30}),
+        (((0, 2, 50, 200), 16, 4, (4, 2), 16), {"slopes": 2}),
+        (((0, 2, 50), 16, 4, (6, 2), 16), {"causal": False, "slopes": 1, "softcap": 1.0}),
+        (((40, 129), 256, 3, (5, 1), 16), {"window": 200}),
+    ],
+    small=(((70, 3), 16, 1, (4, 2), 32), {"window": 33, "softcap": 4.0, "sinks": True}),
+    in_layouts=(
+        ((40, 21), 16, 2, (4, 2), 24, None, None, 2),
+        {"window": 17, "sinks": True, "leftpad": True, "slopes": 2},
+    ),
+    many=((tuple(n % 97 for n in range(515)), 16, 1, (8, 8), 64), {"window": 30}),
+    shapes=st.tuples(SHAPES, st.sampled_from(OPTIONS)),
+    refused=[
+        *refused(ValueError, "takes a window of 0 or more, not -1", {"window": lambda _: -1}),
+        *refused(ValueError, r"takes a softcap above 0, not (0.0|inf|nan)", *({"softcap": value} for value in CAPS)),
+        *refused(TypeError, f"{KINDS}sinks torch.int32", {"sinks": torch.Tensor.int}),
+        *refused(TypeError, f"{KINDS}cache_leftpad torch.int64", {"leftpad": torch.Tensor.long}),
+        *refused(ValueError, rf"{FORMS}, .* cache_leftpad \(", {"leftpad": lambda x: x[:1]}),
+        *refused(TypeError, f"{KINDS}alibi_slopes torch.float64", {"slopes": torch.Tensor.double}),
+        *refused(
+            ValueError, rf"{FORMS}, .* alibi_slopes \(", {"slopes": lambda x: x[:1]}, {"slopes": lambda x: x[0, 0]}
+        ),
+        *refused(ValueError, rf"{FORMS}, .* sinks \(", {"sinks": lambda x: x[:2]}, {"sinks": lambda x: x[None]}),
+        *refused(ValueError, "has no gradient: detach", {"sinks": torch.Tensor.requires_grad_}),
+    ],
+)
+# In tiles of 16 rows: a row more, a query in two tiles, more queries than keys
+IN_TILES = replace(
+    WITH_OPTIONS,
+    call="decode_attention_with_lse",
+    name="decode_attention_with_lse in tiles",
+    exact=exact_with_lse,
+    sizes=[
+        (((0, 1, 33, 65, 130), 16, 17, (2, 2), 16), {}),
+        (((0, 40, 9), 5, 9, (6, 2), 24, None, None, 1), {"window": 7, "softcap": 3.0, "slopes": 2}),
+        (((70, 20), 16, 40, (1, 1), 16), {"leftpad": True, "sinks": True, "causal": False}),
+        (((70, 3), 256, 1, (40, 2), 16), {"window": 20, "causal": False}),
+        (((70, 35), 16, 33, (4, 1), 16), {"window": 0}),
+    ],
+    small=(((30, 9), 16, 9, (4, 2), 16), {"window": 11}),
+    in_layouts=(((40, 21), 16, 9, (4, 2), 24, None, None, 2), {"window": 17, "sinks": True, "leftpad": True}),
+    settings={"DECODE_ATTENTION_ROWS": 16},
+    refused=(),
+)
+WITH_LSE = replace(WITH_OPTIONS, call="decode_attention_with_lse", name="", exact=exact_with_lse)
+CONTRACT = [
+    WHOLE,
+    IN_PARTS,
+    WITH_OPTIONS,
+    WITH_LSE,
+    IN_TILES,
+    replace(
+        IN_TILES, name="decode_attention_with_lse in tiles and parts", settings=IN_TILES.settings | IN_PARTS.settings
+    ),
+    replace(WITH_LSE, name="decode_attention_with_lse in parts", settings=IN_PARTS.settings, refused=()),
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -214,6 +336,58 @@ def test_parts(taken: ModuleType, dtype: torch.dtype, parts: int) -> None:
         k[table[0, :7].long()] = 8 * keys.view(7, 48, 1, 1) * q[0, 0]
         out = taken._decode_attention_launch(q, k, v, table, lens, parts=parts)
         assert_close(WHOLE, dtype, out, *exact(*in_float64((q, k, v, table, lens))))
+
+
+@pytest.mark.parametrize("queries", [1, 3, 40])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_pages_outside_are_not_read(taken: ModuleType, queries: int, parts: int) -> None:
+    """A window and padding leave out pages that hold NaN, or whose entries in the table are no pages."""
+    draw = Draw(torch.float32)
+    size = (200, 200), 16, queries, (4, 2), 16
+    q, k_cache, v_cache, table, lens, *_ = arguments(draw, *size)
+    outs = []
+    for broken in (False, True):
+        if broken:
+            for t in (k_cache, v_cache):
+                t[table[:, : (200 - queries - 20) // 16].long()] = torch.nan
+            table[0, : (200 - queries - 20) // 16] = 2**30
+            table[1, : 176 // 16] = -(2**30)
+        pads = torch.tensor([3, 176], dtype=torch.int32, device=DEVICE)
+        outs.append(
+            taken._decode_attention_launch(q, k_cache, v_cache, table, lens, window=20, cache_leftpad=pads, parts=parts)
+        )
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_by_index(taken: ModuleType, dtype: torch.dtype) -> None:
+    """In a cache without pages, a table of one column has the row of each sequence (cache_batch_idx)."""
+    draw = Draw(dtype)
+    q, k_cache, v_cache = draw(3, 2, 4, 16), draw(5, 70, 2, 16), draw(5, 70, 2, 16)
+    index, lens = (torch.tensor(numbers, dtype=torch.int32, device=DEVICE) for numbers in ((4, 0, 2), (70, 33, 1)))
+    x = q, k_cache, v_cache, index[:, None], lens
+    out = taken.decode_attention(*x)
+    assert_close(WHOLE, dtype, out, *exact(*in_float64(x)))
+    order = torch.arange(3, dtype=torch.int32, device=DEVICE)[:, None]
+    assert torch.equal(out, taken.decode_attention(q, k_cache[index.long()], v_cache[index.long()], order, lens))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_states_are_merged(taken: ModuleType, parts: int) -> None:
+    """Attention to the keys before a split, and to those after it, makes that to all by the log-sum-exp (cascade).
+
+    One sequence has no key before the split, and one none after it.
+    """
+    q, k, v, table, _, *_ = arguments(Draw(torch.float32), (96, 96, 96), 16, 1, (4, 2), 16)
+    lens = torch.tensor([70, 48, 9], dtype=torch.int32, device=DEVICE)
+    split = torch.tensor([48, 48, 0], dtype=torch.int32, device=DEVICE)
+    attend = partial(taken._decode_attention_launch, q, k, v, parts=parts, with_lse=True)
+    rest = table.gather(1, (torch.arange(4, device=DEVICE) + split[:, None] // 16).clamp(max=6))
+    states = [attend(table, split), attend(rest, lens - split)]
+    lse = torch.logaddexp(*(lse for _, lse in states))
+    merged = sum(out * (part - lse).exp().mT[..., None] for out, part in states)
+    out, right = attend(table, lens)
+    torch.testing.assert_close((merged, lse), (out, right))
 
 
 def test_rule_of_parts(taken: ModuleType) -> None:
@@ -233,7 +407,7 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
     (right,) = exact(*doubles)
     for step in (*(step for step, *_ in recipe.STEPS.values()), recipe.attention_torch):
         assert_close(WHOLE, x[0].dtype, step(*x), right)
-    assert [recipe.statements(*step[1:]) for step in recipe.STEPS.values()] == [25, 53, 67]
+    assert [recipe.statements(*step[1:]) for step in recipe.STEPS.values()] == [25, 91, 110]
     for actual, expected in zip(recipe.reference(*x), (right.value, right.narrow), strict=True):
         torch.testing.assert_close(actual, expected)
     x = recipe.problem([40, 40], heads=8, D=16)
@@ -267,7 +441,12 @@ def at_launch(taken: ModuleType, dtype: str, cache: str, D: int, rows: int, spli
         "v_ptr": cache,
         "table_ptr": "i32",
         "lens_ptr": "i32",
+        "sinks_ptr": None,
+        "leftpad_ptr": None,
+        "slopes_ptr": None,
+        "stride_slopes": None,
         "out_ptr": "fp32" if split and dtype != "fp64" else dtype,
+        "queries": None,
         "QUERIES": max(1, rows // 4),
         "HEADS": 32,
         "GROUP": 4,
@@ -275,6 +454,9 @@ def at_launch(taken: ModuleType, dtype: str, cache: str, D: int, rows: int, spli
         "D": D,
         "SCALE": D**-0.5 * math.log2(math.e),
         "SCALED": cache != dtype,
+        "CAUSAL": True,
+        "WINDOW": None,
+        "SOFTCAP": 0.0,
         "SPLIT": split,
         "DOT": {"fp16": tl.float16, "bf16": tl.bfloat16, "fp64": tl.float64}[dtype],
         "ACC": tl.float64 if dtype == "fp64" else tl.float32,
@@ -363,8 +545,9 @@ def test_long(taken: ModuleType, dtype: torch.dtype, D: int) -> None:
     """Many keys, in many parts, and in float8."""
     for case in CONTRACT:
         twice = replace(case, settings={}, roundings=1024)
-        for lengths, page, queries, heads in (((5000,), 16, 8, (8, 1)), ((0, 3001, 777, 4096), 64, 3, (32, 8))):
-            check(twice, taken, dtype, twice.arguments(Draw(dtype), lengths, page, queries, heads, D))
+        for size in (((5000,), 16, 8, (8, 1), D), ((0, 3001, 777, 4096), 64, 3, (32, 8), D)):
+            given = (size, case.small[1]) if case.arguments is with_options else size
+            check(twice, taken, dtype, twice.arguments(Draw(dtype), *given))
 
 
 @needs_a_gpu
@@ -384,14 +567,26 @@ def test_lengths_are_read_at_each_replay(taken: ModuleType) -> None:
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("sums of before not rescaled", "        acc = acc * rescale\n", "        acc = acc * 1.0\n"),
-    ("keys past the last are seen", "offs_n[None, :] <= last, s *", "offs_n[None, :] <= last + 1, s *"),
-    ("queries all see the same", "last = length - QUERIES + query  #", "last = length - 1 + query * 0  #"),
+    ("keys past the last are seen", "seen = offs_n <= last", "seen = offs_n <= last + 1"),
+    ("queries all see the same", "place = (length - queries + query)", "place = (length - 1 + query * 0)"),
+    ("no cap of large scores", "s = CAP - 2.0 * CAP", "s = s * 0 + CAP - 1.5 * CAP"),
+    ("a sink for each part", "sink = tl.where(part == 0, sink", "sink = tl.where(part >= 0, sink"),
+    ("sinks of the first heads", "sinks_ptr + offs_h", "sinks_ptr + offs_h % GROUP"),
+    ("a log-sum-exp in base 2", "lse /= DECODE_ATTENTION_LOG2E", "lse /= 1.0"),
+    ("the log-sum-exp of another query", "at = (row // heads // queries * heads + head)", "at = (row * 0 + head)"),
+    ("padding on the left is read", "tl.load(leftpad_ptr + batch), begin)", "tl.load(leftpad_ptr + batch) - 1, begin)"),
+    ("a tile ends early", "tl.minimum(final + 1, length)", "tl.minimum(final, length)"),
+    ("a bias of ALiBi that grows", "s -= slope *", "s += slope *"),
+    ("slopes of the first sequence", "slopes_ptr + batch * stride_slopes", "slopes_ptr + batch * 0"),
+    ("queries of the first tile in each", "rows = first + tl.arange", "rows = first * 0 + tl.arange"),
+    ("one key too many in a window", "offs_n >= place - WINDOW", "offs_n >= place - WINDOW - 1"),
+    ("keys before a window are read", "first - WINDOW, 0)", "first - WINDOW - 1, 0)"),
     ("a slot of the next page", "slot = (offs_n % PAGE)[:, None]", "slot = ((offs_n + 1) % PAGE)[:, None]"),
     ("pages by a wrong stride", "k_page = k_ptrs + page * stride_kp", "k_page = k_ptrs + page * stride_vp * 2"),
     (
         "parts end late",
-        "end = tl.minimum((part + 1) * keys, length)",
-        "end = tl.minimum((part + 1) * keys + 1, length)",
+        "end = tl.minimum(begin + keys, end)",
+        "end = tl.minimum(begin + keys + 1, length)",
     ),
     ("heads mixed up", "head * GROUP + rows % GROUP", "head * GROUP + rows // QUERIES"),
     ("parts without weights", "weight = tl.exp2(lse - m)  #", "weight = tl.exp2((lse - m) * 0)  #"),

@@ -34,10 +34,12 @@ def arguments(
     page: int = 16,
     scales: int = 0,
     lies: str = "",
+    interleaved: bool = False,
     small: bool = False,
 ) -> tuple[Any, ...]:
     """Make heads, caches that hold something, slots, positions, tables and no scales, one, or one for each head.
 
+    There are no positions and tables where R is 0.
     Each third token is padding, but no token alone; where all slots are to be one number, all are padding.
     """
     ((of_q, shared), (D, R)), dtype = (heads, rotary), accumulator(draw.dtype)
@@ -61,32 +63,50 @@ def arguments(
     else:
         gaps = (3, 5) if lies == "apart" else (0, 0)  # so that their strides differ
         caches = tuple(draw(pages, page, shared, D + gap, dtype=dtype)[..., gap:] for gap in gaps)
-    return q, k, v, *caches, slots, positions, cos, sin, *(both if scales else (None, None))
+    turn = (positions, cos, sin) if R else (None, None, None)
+    options = (interleaved,) if interleaved else ()
+    return q, k, v, *caches, slots, *turn, *(both if scales else (None, None)), *options
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return heads turned by a product of complex numbers, in float64."""
-    half = cos.shape[-1]
-    points = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, sin)[:, None]
-    return torch.cat([points.real, points.imag, x[..., 2 * half :]], dim=-1)
+def turned(x: torch.Tensor, points: torch.Tensor, interleaved: bool, size: bool = False) -> torch.Tensor:
+    """Return heads turned by a product of complex numbers, in float64; or the sizes of what that product adds up."""
+    front, rest = x.tensor_split([2 * points.shape[-1]], dim=-1)
+    a, b = (front[..., ::2], front[..., 1::2]) if interleaved else front.tensor_split(2, dim=-1)
+    points = points[:, None]
+    if size:
+        a, b, rest, c, s = (t.abs() for t in (a, b, rest, points.real, points.imag))
+        pair = a * c + b * s, b * c + a * s
+    else:
+        product = torch.complex(a, b) * points
+        pair = product.real, product.imag
+    return torch.cat([torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1), rest], dim=-1)
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any, small: bool = False) -> list[Exact]:
+def exact(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    interleaved: bool = False,
+    small: bool = False,
+) -> list[Exact]:
     """Return queries and keys turned, and both caches.
 
     Two products and a sum are rounded, and a quotient to two units, as GPUs divide.
     """
-    *caches, slots, positions, cos, sin, k_scale, v_scale = others if len(others) == 8 else (*others, None, None)
-    angle = cos[positions], sin[positions]
-    results = []
-    for x in (q, k):
-        a, b, rest = x.abs().tensor_split([cos.shape[1], 2 * cos.shape[1]], dim=-1)
-        c, s = (part.abs()[:, None] for part in angle)
-        results.append(Exact(turned(x, *angle), torch.cat([a * c + b * s, b * c + a * s, rest], dim=-1)))
-    token, page = slots >= 0, caches[0].shape[1]
+    points = q.new_zeros(len(q), 0, dtype=torch.complex128) if cos is None else torch.complex(cos, sin)[positions]
+    results = [Exact(*(turned(x, points, interleaved, size) for size in (False, True))) for x in (q, k)]
+    token, page = slots >= 0, k_cache.shape[1]
     place = slots[token] // page, slots[token] % page
     most = torch.finfo(FLOAT8).max if small else torch.inf
-    for cache, new, scale in zip(caches, (results[1], Exact(v, v.abs())), (k_scale, v_scale), strict=True):
+    for cache, new, scale in zip((k_cache, v_cache), (results[1], Exact(v, v.abs())), (k_scale, v_scale), strict=True):
         written, terms = cache.clone(), torch.zeros_like(cache)
         for into, rows in ((written, new.value), (terms, new.terms)):
             into[place] = (rows if scale is None else rows / scale[:, None])[token].clamp(-most, most)
@@ -125,7 +145,9 @@ REFUSED = [
     *refused(ValueError, FORMS, (3, lambda cache: cache[:1]), (4, lambda cache: cache[0])),
     *refused(ValueError, FORMS, (5, lambda slots: slots[:2]), (6, lambda positions: positions[:2])),
     *refused(ValueError, FORMS, (7, lambda cos: cos[:, :2]), (7, lambda cos: cos[0])),
-    *(Refused(lambda draw, R=R: fitting(draw, R=R), ValueError, FORMS) for R in (0, 18)),
+    Refused(lambda draw: fitting(draw, R=18), ValueError, FORMS),
+    Refused(lambda draw: (*fitting(draw)[:7], draw(50, 0), draw(50, 0)), ValueError, FORMS),
+    *refused(ValueError, FORMS, *((place, lambda _: None) for place in (6, 7, 8))),
     Refused(lambda draw: (*fitting(draw), draw(1)), ValueError, FORMS),
     Refused(lambda draw: (*fitting(draw), None, draw(1)), ValueError, FORMS),
     Refused(lambda draw: (*fitting(draw), draw(1), draw(3)), ValueError, FORMS),
@@ -145,13 +167,19 @@ REFUSED = [
 SIZES = [(7, (6, 3), (24, 16), 5, 2), (8, (4, 2), (20, 20), 16, 0, "sides"), (9, (3, 3), (6, 2), 16, 2, "apart")]
 SIZES += [(5, (40, 5), (80, 72), 1, 1, "heads outside"), (1, (4, 1), (16, 8)), (0, (4, 2), (16, 16))]
 SIZES += [(3, (1, 1), (64, 64), 5, 1), (4, (8, 8), (24, 10), 2, 2, "sides"), (2, (36, 36), (130, 128), 3)]
+SIZES += [(5, (4, 2), (24, 0), 5, 2), (6, (0, 2), (16, 0)), (5, (6, 3), (24, 16), 5, 2, "", True)]
+SIZES += [
+    (8, (4, 2), (20, 20), 16, 0, "sides", True),
+    (5, (40, 5), (80, 10), 1, 1, "heads outside", True),
+]
 SHAPES = st.tuples(
     st.integers(0, 9),
     st.sampled_from([(1, 1), (4, 1), (6, 3), (3, 3), (40, 5)]),
-    st.sampled_from([(16, 16), (16, 8), (20, 20), (80, 32), (64, 64), (6, 2)]),
+    st.sampled_from([(16, 16), (16, 8), (20, 20), (80, 32), (64, 64), (6, 2), (16, 0)]),
     st.sampled_from([1, 5, 16]),
     st.integers(0, 2),
     st.sampled_from(["", "sides", "heads outside", "apart"]),
+    st.booleans(),
 )
 OF_DTYPE = Case(
     "kv_cache_write_",
@@ -223,13 +251,13 @@ def test_steps_of_the_page(recipe: ModuleType) -> None:
         expected = exact(*in_float64(x))
         for out, right in zip((*step(*x), *x[3:5]), expected, strict=True):
             assert_close(OF_DTYPE, x[0].dtype, out, right)
-    assert [recipe.statements(*step[1:]) for step in recipe.STEPS.values()] == [8, 60]
+    assert [recipe.statements(*step[1:]) for step in recipe.STEPS.values()] == [8, 78]
     q, k, v, k_cache, *_ = x
     assert recipe.floor_of(*x) == 2 * q.nbytes + 5 * k.nbytes
     assert recipe.floor_of(q, k, v, k_cache.to(FLOAT8)) == 2 * q.nbytes + 4 * k.nbytes
 
 
-def at_launch(dtype: str, cache: str, D: int, R: int) -> dict[str, object]:
+def at_launch(dtype: str, cache: str, D: int, R: int, interleaved: bool = False) -> dict[str, object]:
     """Return what the launcher passes on for strides that 16 divides, 32 heads and 8 of keys."""
     import triton.language as tl
 
@@ -248,6 +276,7 @@ def at_launch(dtype: str, cache: str, D: int, R: int) -> dict[str, object]:
         "SHARED": 8,
         "D": D,
         "HALF": half,
+        "INTERLEAVED": interleaved,
         "PAGE": 16,
         "SCALED": cache != dtype,
         "LARGEST": 448.0 if cache != dtype else 0.0,
@@ -304,6 +333,8 @@ def test_beyond_int32(taken: ModuleType) -> None:
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
     ("padding is written", "offs_h < tl.where(slot >= 0", "offs_h < tl.where(slot >= -1"),
+    ("interleaved pairs turned the other way", "tl.join(x1 * cos - x2 * sin, x2", "tl.join(x1 * cos + x2 * sin, x2"),
+    ("an interleaved pair too many", "both = offs_p < 2 * HALF", "both = offs_p < 2 * HALF + 2"),
     ("turned the other way", "y2 = x2 * cos + x1 * sin", "y2 = x2 * cos - x1 * sin"),
     ("the next position", "positions_ptr + token)", "positions_ptr + token) // 2"),
     ("keys are written as they came", "cells + offs_r, y1, k_scale", "cells + offs_r, y1 * 0 + y2, k_scale"),

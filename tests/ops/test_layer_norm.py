@@ -106,6 +106,48 @@ def of_backward(draw: Draw, *shape: int) -> tuple[torch.Tensor, ...]:
     return dy, x, weight, draw(*of_x.shape, dtype=torch.promote_types(draw.dtype, torch.float32), of=lambda _: of_x)
 
 
+def exact_residual(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> list[Exact]:
+    """Return the norm of a sum that is rounded, the sum, and its statistics."""
+    h = x + residual
+    y, stats = exact_with_stats(h, weight, bias, eps)
+    # What the sum loses, its differences from the mean lose, and the deviation.
+    r = torch.rsqrt(h.var(-1, correction=0, keepdim=True) + eps) if h.numel() else h[..., :1]
+    _, scale = normed(h, statistics(h, eps)) if h.numel() else (h, h[..., :1])
+    size = loss(h, r) * (1 + (h - h.mean(-1, keepdim=True)).abs() * scale) if h.numel() else h
+    of_stats = torch.zeros_like(stats.value)
+    if h.numel():
+        of_stats = torch.stack([h.abs().amax(-1).flatten(), (r * loss(h, r)).flatten()])
+    return [y._replace(narrow=2 * size * weight.abs()), Exact(h), stats._replace(narrow=of_stats)]
+
+
+def exact_residual_autograd(
+    dy: torch.Tensor,
+    dh: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+) -> list[Exact]:
+    """Return the gradients of both that are added, weight and bias."""
+    dx, *others = with_dh(exact_autograd(dy, x + residual, weight, bias, eps), dh)
+    return [dx, dx, *others]
+
+
+def with_dh(gradients: list[Exact], dh: torch.Tensor) -> list[Exact]:
+    """Return gradients of which the first has another one added."""
+    dx, *others = gradients
+    assert dx.terms is not None
+    return [dx._replace(value=dx.value + dh, terms=dx.terms + dh.abs()), *others]
+
+
+def of_residual(draw: Draw, *shape: int) -> tuple[Any, ...]:
+    """Make rows, a residual, weight, bias and EPS."""
+    return draw(*shape), *of_forward(draw, *shape)
+
+
 def special(draw: Draw) -> list[tuple[Any, ...]]:
     """Make rows of one block and two with a NaN and infinities."""
     cases = []
@@ -161,6 +203,7 @@ OF_ALL = {
     "shapes": st.tuples(LEADS, sizes(64, 600)).map(lambda drawn: (*drawn[0], drawn[1])),
 }
 OF_FORWARD = OF_ALL | {"autocast": torch.float32, "sizes": ROWS, "gradients": exact_autograd, "with_gradients": 3}
+OF_RESIDUAL = OF_FORWARD | {"gradients": exact_residual_autograd, "with_gradients": 4}
 CONTRACT = [
     Case(
         "layer_norm",
@@ -182,6 +225,41 @@ CONTRACT = [
         **OF_FORWARD,
     ),
     Case("layer_norm_with_stats", of_forward, exact_with_stats, refused=REFUSED, **OF_FORWARD),
+    Case(
+        "layer_norm_residual",
+        of_residual,
+        lambda *arguments: exact_residual(*arguments)[:2],
+        plain=True,
+        refused=[
+            Refused(
+                lambda draw: (draw(2, 3), draw(1, 3), draw(3), draw(3), EPS),
+                ValueError,
+                r"layer_norm_residual takes shapes .*\(1, 3\)",
+            ),
+            Refused(
+                lambda draw: (draw(2, 3), draw(2, 3).half(), draw(3), draw(3), EPS),
+                TypeError,
+                "layer_norm_residual takes one float dtype .*float16",
+            ),
+        ],
+        **OF_RESIDUAL,
+    ),
+    Case("layer_norm_residual_with_stats", of_residual, exact_residual, **OF_RESIDUAL),
+    *(
+        Case(
+            "layer_norm_backward",
+            lambda draw, *shape: (*of_backward(draw, *shape), draw(*shape)),
+            lambda *arguments: with_dh(exact_gradients(*arguments[:4]), arguments[4]),
+            sizes=sizes,
+            settings=settings,
+            name=f"layer_norm_backward with a gradient of the sum {name}",
+            **OF_ALL,
+        )
+        for name, sizes, settings in (
+            ("", ROWS, {}),
+            ("of few rows", FEW, {"_layer_norm_gpu": lambda _: (1000, 2**17)}),
+        )
+    ),
     Case(
         "layer_norm_backward",
         of_backward,
@@ -355,6 +433,19 @@ def test_beyond_int32(taken: ModuleType) -> None:
 
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
+    ("a gradient of the sum left out", "            dx += _layer_norm_read(dh_ptrs, mask).to(ACC)\n", ""),
+    (
+        "a gradient of the sum left out of the second block",
+        "                dx_rest += _layer_norm_read(dh_ptrs, rest < N).to(ACC)\n",
+        "",
+    ),
+    (
+        "a gradient of the sum left out of few rows",
+        "            dx += _layer_norm_read(dh_ptr + row * N + offs, mask).to(ACC)\n",
+        "",
+    ),
+    ("a residual left out", "        x += _layer_norm_read(residual_rows + offs, mask).to(ACC)\n", ""),
+    ("a residual with the stride of x", "(stride_rm // VEC * VEC)", "stride_xm"),
     (
         "differences behind the end of a row",
         "d = x - mean if REST else tl.where(mask, x - mean, 0)",

@@ -203,38 +203,78 @@ def test_precisions_float32(taken: ModuleType, precision: str) -> None:
         assert torch.equal(taken.persistent_matmul(a, b, precision), taken.persistent_matmul(a, b))
 
 
+def planned(
+    taken: ModuleType, M: int, N: int, K: int, room: int = ROOMS[90], kind: str = "TILES", programs: int = 132
+) -> tuple[tuple[int, ...], int, int, int, int, int]:
+    """Return the tile, its stages, the whole tiles, those after them, their parts, and a part's steps."""
+    size = 2 if kind == "TILES" else 4
+    tiles = tuple(getattr(taken, f"PERSISTENT_MATMUL_{kind}"))
+    return taken._persistent_matmul_plan(M, N, K, tiles, size, programs, room)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32], ids=str)
 def test_plan(taken: ModuleType, dtype: torch.dtype) -> None:
-    """The op takes the tile of the least cost, of those that fit a GPU with three stages."""
-    tiles, wide_tiles = taken.PERSISTENT_MATMUL_TILES, taken.PERSISTENT_MATMUL_WIDE
-    assert len(tiles) >= 4
-    for shared in ROOMS.values():
-        for M, N in itertools.product((1, 64, 128, 1024, 4096, 50000), repeat=2):
-            programs, tile, stages = taken._persistent_matmul_plan(M, N, 2, 132, shared)
-            count = -(-M // tile[0]) * -(-N // tile[1])
-            assert programs == min(132, count)
-            assert 3 <= stages <= 6
-            held = (stages * (tile[0] + tile[1]) * tile[2] + tile[0] * tile[1] // 2) * 2
-            assert held + 1024 <= shared
-            plan = taken._persistent_matmul_plan(M, N, 4, 132, shared, "tf32")
-            assert plan[1] in taken.PERSISTENT_MATMUL_TF32
-            assert plan[2] >= 3
-            for size in (dtype.itemsize, 8):
-                assert taken._persistent_matmul_plan(M, N, size, 132, shared)[1] in wide_tiles
-    expected = {
-        (8192, 8192): (128, 256),
-        (4096, 4096): (128, 256),
-        (512, 4096): (128, 128),
-        (1024, 1024): (64, 128),
-        (64, 4096): (64, 64),
-        (64, 14336): (64, 128),
-        (64, 64): (64, 64),
-    }
-    most = {(128, 256): (64, 4), (128, 128): (64, 6), (64, 128): (128, 4), (64, 64): (128, 6)}
-    for (M, N), tile in expected.items():
-        _, (*block, BLOCK_K, _, _), stages = taken._persistent_matmul_plan(M, N, 2, 132, ROOMS[90])
-        assert (tuple(block), (BLOCK_K, stages)) == (tile, most[tile]), (M, N)
-    assert taken._persistent_matmul_plan(8192, 8192, 2, 170, ROOMS[120])[1][:3] == (64, 128, 64)
+    """The tile fits a GPU with three stages, and each tile and each step of a split sum has its program."""
+    assert len(taken.PERSISTENT_MATMUL_TILES) >= 4
+    for shared, kind in itertools.product(ROOMS.values(), ("TILES", "WIDE", "TF32")):
+        for M, N, K in itertools.product((1, 64, 128, 1024, 5000, 50000), (1, 200, 5000, 50000), (1, 72, 9000)):
+            tile, stages, whole, tail, parts, steps = planned(taken, M, N, K, shared, kind)
+            assert whole + tail == -(-M // tile[0]) * -(-N // tile[1])
+            assert 3 <= stages <= 8
+            held = stages * (tile[0] + tile[1]) * tile[2] + tile[0] * tile[1] // 2
+            assert held * (2 if kind == "TILES" else 4) + 1024 <= shared
+            assert (tail > 0) == (parts > 1) == (steps > 0)
+            if tail:
+                assert whole % 132 == 0
+                assert tail * parts <= 132
+                assert (parts - 1) * steps * tile[2] < K <= parts * steps * tile[2]
+
+
+# M, N, K: the tile, and into how many parts its last tiles are divided. Of an H200; what each row is for:
+CHOICES = {
+    (8192, 8192, 8192): ((128, 256), 1),  # many rounds
+    (5000, 5000, 5000): ((128, 256), 8),  # 792 tiles of 132 programs, and 8
+    (500, 9216, 3072): ((128, 256), 6),  # 132 tiles and 12
+    (500, 5376, 1792): ((128, 192), 1),  # 112 tiles of 192 columns, 84 of 256
+    (3000, 9000, 7000): ((256, 128), 2),  # 12 rows of tiles, and 24 would leave less
+    (1024, 1024, 1024): ((64, 128), 1),  # 128 small tiles, 32 large ones
+    (40, 9216, 3072): ((64, 128), 1),  # it waits for memory, so nothing is gained by parts
+    (64, 64, 16384): ((64, 64), 16),  # one tile
+    (64, 64, 64): ((64, 128), 1),  # one step, which is shorter with this tile
+}
+
+
+@pytest.mark.parametrize("shape", CHOICES, ids=str)
+def test_choices(taken: ModuleType, shape: tuple[int, int, int]) -> None:
+    """The least of what rounds, bytes and parts cost."""
+    tile, _, _, _, parts, _ = planned(taken, *shape)
+    assert (tile[:2], parts) == CHOICES[shape]
+
+
+def test_small_shared_memory(taken: ModuleType) -> None:
+    """A tile that does not fit with three stages is not chosen."""
+    assert planned(taken, 8192, 8192, 8192, ROOMS[120], programs=170)[0][:3] == (64, 128, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32], ids=str)
+def test_cost(taken: ModuleType, dtype: torch.dtype) -> None:
+    """Rounds are counted: one tile more than multiprocessors takes twice as long, or its parts are added."""
+    tile, many = (128, 128, 64, 4, 6), 10**6
+    step = 64 * (128 * 128 + 48 * 256)
+    known = partial(taken._persistent_matmul_work, tile=tile, itemsize=dtype.itemsize, multiprocessors=4)
+    assert known(256, 256, many) == ((15625 * step, 15625 * step), (4, 0, 1, 0))
+    (cost, time), divided = known(256, 257, many)
+    assert divided == (4, 2, 2, 7813)
+    assert time == (15625 + 7813) * step
+    assert cost == time + 10**7 + 10 * 2 * 2 * 128 * 128
+    (cost, time), divided = known(256, 257, 512)
+    assert divided == (6, 0, 1, 0)
+    assert cost == time == 2 * 8 * step
+    assert known(1, 1, 64)[0][0] == step
+    # 128 x 8 products of 128 x 128 take less time than to read b
+    (cost, time), divided = taken._persistent_matmul_work(1, 10**6, 10**4, tile, dtype.itemsize, 10**4)
+    assert (cost, divided) == (4 * (10**4 + 10**10 + 10**6), (7813, 0, 1, 0))
+    assert time < cost
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -340,8 +380,8 @@ def test_steps_of_the_ladder(recipe: ModuleType) -> None:
                 assert recipe.error_of(call(a, b, *how), a, b).abs().max() <= 1
         for tile in recipe.PERSISTENT_MATMUL_TILES:
             assert recipe.error_of(recipe.with_tile(tile, a, b), a, b).abs().max() <= 1
-    assert len(recipe.PERSISTENT_MATMUL_TILES) == 5
-    assert recipe.chosen(4096, 8192) == ((128, 256, 64), 4, 1024, 8)
+    assert len(recipe.PERSISTENT_MATMUL_TILES) == 8
+    assert recipe.chosen(4096, 8192, 4096) == ((128, 256, 64), 4, 1024, 8)
 
 
 def code(kernel: Any, dtype: str, tile: tuple[int, ...], stages: int, gpu: int, **constants: object) -> dict[str, Any]:
@@ -349,11 +389,25 @@ def code(kernel: Any, dtype: str, tile: tuple[int, ...], stages: int, gpu: int, 
     import triton  # where it is imported first, the choice of the interpreter is made
 
     m, n, k, num_warps, _ = tile
-    a, b = (k, m) if constants["A_T"] else (m, k), (n, k) if constants["B_T"] else (k, n)
-    types = dict(zip(("a_desc", "b_desc", "c_desc"), (a, b, (m, n // 2)), strict=True))
-    types = {name: f"tensordesc<{dtype}{[*block]}>" for name, block in types.items()}
+    left = 128 if n == 192 else n
+    a, b, more = ((m, k), (k, left), (k, n - left))
+    a = a[::-1] if constants["A_T"] else a
+    b, more = (block[::-1] if constants["B_T"] else block for block in (b, more))
+    blocks = {"a_desc": a, "b_desc": b, "more_desc": more, "c": (m, n // 2)}
+    types = {name: f"tensordesc<{dtype}{[*block]}>" for name, block in blocks.items()}
+    types["part_ptr"] = "*fp64" if dtype == "fp64" else "*fp32"
+    for name, is_none in (("more_desc", left == n), ("part_ptr", not constants.pop("split"))):
+        if is_none:
+            constants[name] = None
+    if constants["VEC"]:
+        types["c"] = f"*{dtype}"
     constants["ACC"] = triton.language.float64 if dtype == "fp64" else triton.language.float32
-    source = triton.compiler.ASTSource(kernel, types | dict.fromkeys(constants, "constexpr"), constants)
+    types |= dict.fromkeys(("stride_cm", "whole", "tail", "items", "steps"), "i32")
+    types |= dict.fromkeys(constants, "constexpr")
+    ordered = {name: types[name] for name in kernel.arg_names}
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in ("c", "part_ptr")}
+    pointers = {place: hint for place, hint in aligned.items() if [*ordered.values()][place[0]].startswith("*")}
+    source = triton.compiler.ASTSource(kernel, ordered, constants, pointers)
     target = triton.backends.compiler.GPUTarget("cuda", gpu, 32)
     made = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": stages})
     with NamedTemporaryFile(suffix=".cubin") as file:
@@ -386,34 +440,41 @@ def codes(taken: ModuleType, gpu: int) -> dict[tuple[Any, ...], dict[str, Any]]:
         stages = taken._persistent_matmul_stages(tile, size, ROOMS[gpu])
         if stages < 3:
             continue
-        for a_t, b_t in itertools.product((False, True), repeat=2):
-            constants = {"A_T": a_t, "B_T": b_t, "PRECISION": precision}
+        best = 16 // size if tile[1] == 192 else 0
+        hows = [(a_t, b_t, False, best) for a_t, b_t in itertools.product((False, True), repeat=2)]
+        # Sums that are split, and rows of a result of any length
+        for a_t, b_t, split, vec in (*hows, (False, True, True, best), (True, False, True, 1)):
+            constants = {"A_T": a_t, "B_T": b_t, "PRECISION": precision, "split": split, "VEC": vec}
             known = code(taken._persistent_matmul_kernel, dtype, tile, stages, gpu, **constants)
-            results[precision, dtype, tile, a_t, b_t] = known
+            results[precision, dtype, tile, a_t, b_t, split] = known
     return results
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("gpu", "kinds"), [(90, 13), (100, 13), (120, 7)])
+@pytest.mark.parametrize(("gpu", "kinds"), [(90, 16), (100, 16), (120, 7)])
 def test_compiled_code(gallery: Path, on_h100: Ask, gpu: int, kinds: int) -> None:
     """Nothing spills on large GPUs, all fits, the engine copies, and in half precision each order reads alike."""
     (results,) = on_h100(gallery / RECIPE, partial(codes, gpu=gpu))
-    assert len(results) == 4 * kinds
-    for (precision, dtype, tile, *_), known in results.items():
+    assert len(results) == 6 * kinds
+    for (precision, dtype, tile, *_, split), known in results.items():
         # Triton 3.6 spills a few registers of some tiles on the smallest of the three GPUs, and 3.7 none.
         most = 24 if gpu == 120 and version("triton").startswith("3.6.") else 0
         if precision != "ieee" and gpu != 90:  # a few of those as well
             most = 128
+        if split and gpu != 90:  # at the end of a program, where it stores a part
+            most = max(most, 64)
         assert known["spilled"] <= most, (precision, dtype, tile)
         assert known["shared"] <= ROOMS[gpu]
         assert known["copies"] > 0
-        assert known["pointers"] == 0
+        assert (known["pointers"] > 0) == (split or tile[1] == 192)
         assert (known["tf32"] > 0) == (precision != "ieee")
         assert (known["double"] > 0) == (dtype == "fp64" and gpu == 90)
         if gpu == 90 and dtype == "fp16":
             count = tile[0] // 64 * tile[2] // 16 // (tile[3] // 4)
-            assert known["wgmma"] == [f"m64n{tile[1]}k16"] * count
-            assert known["from shared"] == results["ieee", dtype, tile, False, False]["from shared"]
+            edges = (128, 64) if tile[1] == 192 else (tile[1],)
+            instructions = [f"m64n{edge}k16" for edge in edges for _ in range(count * (2 if split else 1))]
+            assert sorted(known["wgmma"]) == sorted(instructions)
+            assert split or known["from shared"] == results["ieee", dtype, tile, False, False, False]["from shared"]
 
 
 def shared(recipe: ModuleType) -> dict[tuple[int, int], tuple[int, int]]:
@@ -481,18 +542,24 @@ def test_page(printed: Callable[[str], str]) -> None:
 
 # Mutants for test_mutants.py: what is taken out of the recipe, and what takes its place.
 BREAKS = [
-    ("both halves are the left one", "right.to(c_desc.dtype))\n\n\n@cache", "left.to(c_desc.dtype))\n\n\n@cache"),
+    (
+        "both halves are the left one",
+        "c, right, off_m, off_n + LEFT, M, stride_cm, VEC",
+        "c, left, off_m, off_n + LEFT, M, stride_cm, VEC",
+    ),
     (
         "halves that take turns",
-        "(BLOCK_M, 2, BLOCK_N // 2)).permute(0, 2, 1)\n        left",
-        "(BLOCK_M, BLOCK_N // 2, 2))\n        left",
+        "tl.reshape(tile, (rows, 2, half)).permute(0, 2, 1)",
+        "tl.reshape(tile, (rows, half, 2))",
     ),
     (
         "every second tile",
-        "programs = tl.program_id(axis=0), tl.num_programs(axis=0)",
-        "programs = tl.program_id(axis=0), 2 * tl.num_programs(axis=0)",
+        "programs = tl.program_id(axis=0), tl.num_programs(axis=0)\n    # Flattened, the loads of the next tile begin "
+        "before this one is stored.\n    for tile in tl.range(first, whole,",
+        "programs = tl.program_id(axis=0), 2 * tl.num_programs(axis=0)\n    # Flattened, the loads of the next tile "
+        "begin before this one is stored.\n    for tile in tl.range(first, whole,",
     ),
-    ("no sum over K", "tl.dot(a, b, acc, input_precision", "tl.dot(a, b, input_precision"),
+    ("no sum over K", "acc = tl.dot(a, b, acc, input_precision", "acc = tl.dot(a, b, input_precision"),
     (
         "groups that overlap",
         "is still in L2.\n    first = tile // (8 * tiles_n) * 8\n",
@@ -507,7 +574,17 @@ BREAKS = [
     ("gradients by rows", "    if x.stride(1) == 1:\n", "    if True:\n"),
     ("a gradient as well", "    if ctx.needs_input_grad[1]:\n", "    if ctx.needs_input_grad[0]:\n"),
     ("one stage too many", "free = shared - half - 1024", "free = shared - 1024"),
-    ("a tile for a small product", "        return rounds * (tile[0] * tile[1] + edges)\n", "        return rounds\n"),
-    ("the interpreter's bfloat16", "a, b = a.to(ACC), b.to(ACC)", "pass"),
+    ("rounds that cost nothing", "time = (rounds * steps + of_part) * step", "time = of_part * step"),
+    ("a last round for nothing", "if tail > 0 else 0\n        time", "if tail > 0 else steps\n        time"),
+    ("parts for nothing", "            add += PERSISTENT_MATMUL_ADD\n", ""),
+    ("memory that costs nothing", "return max(time, memory) + add, time", "return time + add, time"),
+    ("parts without programs", "if some and 0 < tail * parts <= multiprocessors:", "if some and tail > 0:"),
+    ("parts of no steps", "if some and 0 < tail", "if 0 < tail"),
+    ("the interpreter's bfloat16", "return x.to(ACC) if PERSISTENT_MATMUL_INTERPRETED else x", "return x"),
     ("no launcher for GPUs", '_persistent_matmul_launch, "CUDA"\n', '_persistent_matmul_launch, "XPU"\n'),
+    ("the tail is the first tiles", "tile = whole + item % tail", "tile = item % tail"),
+    ("parts of one beginning", "item // tail * length, length", "item // tail * 0, length"),
+    ("one part less", "tl.static_range(1, PARTS)", "tl.static_range(2, PARTS)"),
+    ("a part twice", "total = tl.load(part_ptrs)", "total = 2 * tl.load(part_ptrs)"),
+    ("192 columns are 128", "more_desc, k, more_n, B_T, ACC", "more_desc, k, off_n, B_T, ACC"),
 ]

@@ -1,4 +1,4 @@
-"""The ops of the recipe Quantize to FP8, INT8 and 4 bits."""
+"""The ops of the recipe Quantize to FP8 and INT8: a scale for each row or group."""
 
 # ruff: noqa: N806 - dimensions have the names of the recipe
 

@@ -5,7 +5,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,18 +37,44 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     return whole(a * cos - b * sin, b * cos + a * sin, interleaved)
 
 
+def rows_of_tokens(
+    table: torch.Tensor,
+    shape: torch.Size,
+    positions: torch.Tensor | None = None,
+    seqlen_offsets: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    mrope_section: list[int] | None = None,
+) -> torch.Tensor:
+    """Return a row for each token of queries of some shape; one whose position the table lacks is NaN."""
+    if cu_seqlens is not None:
+        ends = cu_seqlens.tolist()
+        starts = seqlen_offsets.tolist() if seqlen_offsets is not None else [0] * (len(ends) - 1)
+        lengths = [end - begin for begin, end in pairwise(ends)]
+        parts = [torch.arange(length) + start for start, length in zip(starts, lengths, strict=True)]
+        positions = torch.cat(parts)[None].to(table.device)
+    elif seqlen_offsets is not None:
+        positions = seqlen_offsets[:, None] + torch.arange(shape[2], device=table.device)
+    if positions is not None:
+        missing = (positions < 0) | (positions >= len(table))
+        table = table[positions.long().masked_fill(missing, 0)].masked_fill(missing[..., None], torch.nan)
+    if mrope_section is not None:
+        table = torch.cat([part[axis] for axis, part in enumerate(table.split(mrope_section, -1))], -1)
+    return table[:, None] if table.ndim == 3 else table
+
+
 def exact(
     q: torch.Tensor,
-    k: torch.Tensor,
+    k: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     interleaved: bool = False,
     conjugate: bool = False,
+    *places: Any,
 ) -> list[Exact]:
     """Return queries and keys turned, or turned back."""
-    sin = -sin if conjugate else sin
+    cos, sin = (rows_of_tokens(table, q.shape, *places) for table in (cos, -sin if conjugate else sin))
     results = []
-    for x in (q, k):
+    for x in (q, q[:, :0] if k is None else k):
         a, b = (part.abs() for part in pairs(x, interleaved))
         terms = whole(a * cos.abs() + b * sin.abs(), b * cos.abs() + a * sin.abs(), interleaved)
         results.append(Exact(turned(x, cos, sin, interleaved), terms))
@@ -57,8 +83,8 @@ def exact(
 
 def exact_gradients(dq: torch.Tensor, dk: torch.Tensor, *arguments: Any) -> list[Exact]:
     """Return the gradients of queries and keys: what came in, turned the other way."""
-    _, _, cos, sin, interleaved, conjugate = arguments
-    return exact(dq, dk, cos, sin, interleaved, not conjugate)
+    _, k, cos, sin, interleaved, conjugate, *places = arguments
+    return exact(dq, dk, cos, sin, interleaved, not conjugate, *places)[: 1 if k is None else 2]
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> Any:
@@ -77,6 +103,29 @@ def arguments(
     return q, k, cos, sin, bool(interleaved), bool(conjugate)
 
 
+def placed(draw: Draw, kind: str, B: int, Hq: int, Hk: int, T: int, D: int, *flags: int) -> tuple[Any, ...]:
+    """Make the same with positions of tokens in tables of 50 rows."""
+    q, k, _, _, *ways = arguments(draw, B, Hq, Hk, T, D, *flags)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return draw(*shape, dtype=torch.int64, of=lambda t: torch.floor(t / 2**40).remainder(50 - T))
+
+    shapes = {"positions": (B, T), "shared": (T,), "axes": (3, B, T), "queries": (B, T)}
+    section, table, indices = None, (50, D // 2), [None, None, None]
+    if "axes" in kind:
+        section = [D // 8, D // 4, D // 2 - D // 8 - D // 4]
+    if kind in shapes:
+        indices[0] = numbers(*shapes[kind])
+    elif kind == "tables of axes":
+        table = (3, B, T, D // 2)
+    elif "packed" in kind:
+        indices[2] = torch.tensor([0, T // 3, T // 3, T], device=q.device)
+    if "offsets" in kind:
+        indices[1] = numbers(3 if "packed" in kind else B).int()
+    cos, sin = (draw(*table, of=lambda x, turn=turn: turn(7 * x)) for turn in (torch.cos, torch.sin))
+    return q, None if kind == "queries" else k, cos, sin, *ways, *indices, section
+
+
 def special(draw: Draw) -> list[tuple[Any, ...]]:
     """Make pairs of NaN, infinities, zeros and the lowest and highest numbers, in both pairings."""
     large = torch.finfo(draw.dtype).max
@@ -91,6 +140,37 @@ def angles(T: int, D: int, dtype: torch.dtype, device: torch.device, seed: int =
     """Return tables of cosines and sines of random angles."""
     angle = 7 * torch.randn(T, D // 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def partly_turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Return what PyTorch makes of heads of which a part may be turned, by tables that sequences may share."""
+    cos, sin = (table[:, None] if table.ndim == 3 else table for table in (cos, sin))
+    part, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    x1, x2 = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+    pair = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    return torch.cat((torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1), rest), -1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "of each sequence"])
+@pytest.mark.parametrize(("T", "D", "R"), [(5, 16, 16), (7, 24, 8), (4, 10, 6), (3, 8, 0)])
+def test_part_of_a_head_and_tables_of_each_sequence(
+    recipe: ModuleType, interleaved: bool, shared: bool, T: int, D: int, R: int
+) -> None:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, device=recipe.DEVICE)
+
+    q, k = draw(2, 4, T, D).requires_grad_(), draw(2, 2, T, D).requires_grad_()
+    angle = draw(*(() if shared else (2,)), T, R // 2)
+    tables = angle.cos(), angle.sin()
+    out = recipe.rope(q, k, *tables, interleaved)
+    expected = tuple(partly_turned(x, *tables, interleaved) for x in (q, k))
+    torch.testing.assert_close(out, expected)
+    grads = tuple(draw(*x.shape) for x in (q, k))
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k), grads), torch.autograd.grad(expected, (q, k), grads))
+    in_place = q.detach().clone(), k.detach().clone()
+    recipe.rope_(*in_place, *tables, interleaved)
+    torch.testing.assert_close(in_place, tuple(x.detach() for x in out))
 
 
 def misfits() -> list[Callable[..., tuple[torch.Tensor, ...]]]:
@@ -127,7 +207,44 @@ def refused(name: str, *further: tuple[Callable[..., tuple[torch.Tensor, ...]], 
         call(lambda q, k, cos, sin: (q, k, cos.long(), sin), TypeError, kinds + "int64"),
         call(lambda q, k, cos, sin: (q, k, cos, sin.to("meta")), TypeError, "takes tensors on one device"),
         *(call(way, ValueError, r"takes q \(B, Hq, T, D\) and k ") for way in misfits()),
+        *(call(way, error, text) for way, error, text in misplaced()),
         *(call(way, ValueError, text) for way, text in further),
+    ]
+
+
+def misplaced() -> list[tuple[Callable[..., tuple[Any, ...]], type[Exception], str]]:
+    """Return what gives arguments that fit each other positions that do not, and what is said of it."""
+
+    def index(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+    def call(*places: Any, B: int = 2) -> Callable[..., tuple[Any, ...]]:
+        return lambda q, k, cos, sin: (q[:B], k[:B], cos, sin, False, False, *places)
+
+    integers = "takes positions, seqlen_offsets and cu_seqlens of int32 or int64"
+    forms = r"takes positions \(T,\), \(B, T\) or"
+    return [
+        (call(index(3, dtype=torch.float32)), TypeError, integers),
+        (call(index(3).to("meta")), TypeError, "takes tensors on one device"),
+        (call(index(2)), ValueError, forms),
+        (call(index(3, 2, 3)), ValueError, forms),
+        (call(index(3), index(2)), ValueError, forms),
+        (call(None, index(3)), ValueError, forms),
+        (call(None, None, index(3)), ValueError, forms),
+        (call(None, index(3), index(3), B=1), ValueError, forms),
+        (call(index(2, 3), None, None, [1, 1, 1]), ValueError, forms),
+        (
+            call(index(3, 2, 3), None, None, [1, 1, 2]),
+            ValueError,
+            "takes a mrope_section of 3 numbers whose sum is the 3",
+        ),
+        (call(index(3, 2, 3), None, None, [1, 2]), ValueError, "takes a mrope_section of 3 numbers whose sum is the 3"),
+        (call(None, None, None, [1, 1, 1]), ValueError, r"takes q \(B, Hq, T, D\) and k "),
+        (
+            lambda q, k, cos, sin: (q, k, cos[None], sin[None], False, False, index(2, 3)),
+            ValueError,
+            r"takes q \(B, Hq, T, D\) and k ",
+        ),
     ]
 
 
@@ -161,6 +278,16 @@ POSITIONS = st.sampled_from([0, 1, 2, 15, 16, 17, 33])
 DIMENSIONS = st.sampled_from([0, 2, 4, 6, 16, 20, 62, 64, 80, 128, 130])
 FLAG = st.integers(0, 1)
 SHAPES = st.tuples(st.integers(0, 2), HEADS, HEADS, POSITIONS, DIMENSIONS, FLAG, FLAG, FLAG)
+KINDS = ["positions", "seqlen_offsets", "packed with offsets", "axes", "tables of axes", "queries", "shared", "packed"]
+PLACED = [
+    (kind, 1 if "packed" in kind else 2, 5, 2, 17, 16, turn % 2, turn // 2 % 2, turn // 4)
+    for turn, kind in enumerate(KINDS)
+]
+PLACED += [
+    ("axes", 2, 3, 4, 7, 130, 0, 1, 1),
+    ("positions", 0, 3, 2, 5, 8, 0, 0, 0),
+    ("packed", 1, 2, 2, 0, 4, 0, 0, 1),
+]
 CONTRACT = [
     Case(
         "rope",
@@ -203,6 +330,24 @@ CONTRACT = [
             (overlapping, ".* share no memory"),
         ),
     ),
+    *(
+        Case(
+            call,
+            placed,
+            exact,
+            sizes=[size for size in PLACED if call == "rope" or size[0] != "queries"],
+            small=("packed with offsets", 1, 2, 1, 4, 8, 0, 0, 0),
+            many=("positions", 2, 8, 3, 31, 64, 0, 0, 0),
+            roundings=4,
+            contiguous=False,
+            name=f"{call} of tokens at positions",
+            **others,
+        )
+        for call, others in (
+            ("rope", {"gradients": exact_gradients, "with_gradients": (0, 1), "second_gradients": True}),
+            ("rope_", {"launcher": False, "changes": 2, "layouts": ["contiguous", "apart", "offset", "padded"]}),
+        )
+    ),
 ]
 
 
@@ -213,6 +358,27 @@ def assert_turned(
     (right,) = exact(*(t.detach().double() for t in (x, x[:, :0], cos, sin)), interleaved)[:1]
     assert (out.dtype, out.shape, out.device) == (x.dtype, x.shape, x.device)
     assert_within(out, right.value, right.terms, roundings=4)
+
+
+def test_queries_alone_in_place(taken: ModuleType) -> None:
+    """Without keys it turns the queries, as the op that is not in place does."""
+    q, tables = torch.randn(2, 3, 5, 8, device=DEVICE), angles(5, 8, torch.float32, DEVICE)
+    expected, none = taken.rope(q, None, *tables)
+    taken.rope_(q, None, *tables)
+    assert torch.equal(q, expected)
+    assert none.shape == (2, 0, 5, 8)
+
+
+@pairings
+def test_position_that_the_tables_lack(taken: ModuleType, interleaved: bool) -> None:
+    """It makes its own token NaN, however far away it is, and no other; what is not turned stays."""
+    q, k = torch.ones(2, 3, 5, 8, device=DEVICE), torch.ones(2, 1, 5, 8, device=DEVICE)
+    tables = angles(9, 6, q.dtype, DEVICE)
+    positions = torch.tensor([[0, 8, 9, 2**40, 1], [3, -1, -(2**40), 4, 5]], device=DEVICE)
+    wrong = (positions < 0) | (positions > 8)
+    for out in taken.rope(q, k, *tables, interleaved, positions=positions):
+        assert torch.equal(out[..., :6].isnan(), wrong[:, None, :, None].expand(out[..., :6].shape))
+        assert (out[..., 6:] == 1).all()
 
 
 def test_one_element_shares_no_memory(taken: ModuleType) -> None:
@@ -356,7 +522,9 @@ def test_traced_in_place(taken: ModuleType, recipe: ModuleType) -> None:
 
 
 STRIDES = [f"stride_{x}{axis}" for x in ("q", "k", "q_out_", "k_out_") for axis in "bht"]
-KNOWN = {"CONJUGATE": False, "INTERLEAVED": False, "BLOCK_H": 4}
+KNOWN = {"CONJUGATE": False, "INTERLEAVED": False, "BLOCK_H": 4, "STARTS": False}
+KNOWN |= dict.fromkeys(["positions_ptr", "P", "FIRST", "BOTH", "stride_cos_a", "stride_sin_a"])
+KNOWN |= dict.fromkeys(["stride_pa", "stride_pb", "stride_pt"])
 ALIGNED = {"multiples": [*STRIDES, "stride_cos", "stride_sin"]}
 
 
@@ -376,6 +544,10 @@ def launches(taken: ModuleType) -> list[list[int]]:
     q, k = (torch.randn(2, h, 33, 48, requires_grad=True) for h in (5, 2))
     words = ("triton_kernel", "empty_like", "clone", "copy")
     made = graphs(taken.rope, q, k, *torch.randn(2, 33, 24))
+    positions = torch.zeros(2, 33, dtype=torch.int64)
+    made += graphs(
+        lambda *tensors: taken.rope(*tensors[:4], positions=tensors[4]), q, k, *torch.randn(2, 60, 24), positions
+    )
     return [[sum(word in name for name in graph) for word in words] for graph in made]
 
 
@@ -387,8 +559,8 @@ def test_compiled(gallery: Path, on_h100: Ask) -> None:
         assert counts[D, interleaved, True] == {"st.global.v4.b32": 8}
     for interleaved in (False, True):
         assert counts[128, interleaved, False].total() > 8
-    # One launch each, forward and backward, with two results.
-    assert seen == [[1, 2, 0, 0]] * 2
+    # One launch each, forward and backward, with two results, with and without positions.
+    assert seen == [[1, 2, 0, 0]] * 4
 
 
 @pytest.mark.needs_gpu_memory(12)
@@ -441,7 +613,14 @@ BREAKS = [
         "x_ptrs = k_ptr + b * stride_kb + h * stride_kh + t * stride_kt",
         "x_ptrs = k_ptr + b * stride_kb + h * stride_kt + t * stride_kh",
     ),
-    ("sines of another position", "sin_ptr + t * stride_sin", "sin_ptr + t * stride_cos"),
+    ("sines of another position", "sin_ptr + row * stride_sin", "sin_ptr + row * stride_cos"),
     ("one sequence for all", "b, pid = pid // (tiles * groups), pid", "b, pid = pid * 0, pid"),
+    ("positions past the tables", "        mask &= (row >= 0) & (row < P)\n", ""),
+    ("positions of one sequence", "b * stride_pb + t * stride_pt", "t * stride_pt"),
+    ("tokens all at the first one's position", "            row += t\n", ""),
+    ("two axes of three", "(offs_d >= BOTH).to(tl.int64)", "0"),
+    ("positions of one axis", "            positions_ptr += axis * stride_pa\n", ""),
+    ("tables of one axis", "            cos_ptr += axis * stride_cos_a\n", ""),
+    ("packed sequences as one", "positions = tokens - cu_seqlens[sequence]", "positions = tokens"),
     ("as many tiles at the end", "near = tl.minimum(tiles - first, NEAR)", "near = NEAR"),
 ]

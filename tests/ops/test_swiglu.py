@@ -1,11 +1,13 @@
 """The ops of the recipe SwiGLU, their gradients, and what the page says of traffic."""
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -21,41 +23,91 @@ def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x.tensor_split(2, -1)
 
 
-def exact(gate: torch.Tensor, up: torch.Tensor) -> list[Exact]:
+def reference(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str = "silu",
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+) -> torch.Tensor:
+    """Return what PyTorch makes of a gate and up, rounded once."""
+    dtype = torch.promote_types(gate.dtype, torch.float32)
+    g, u = gate.to(dtype), up.to(dtype)
+    if limit is not None:
+        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    if activation == "silu":
+        passed = g * torch.sigmoid(alpha * g)
+    elif activation == "gelu_tanh":
+        passed = torch.nn.functional.gelu(g, approximate="tanh")
+    else:  # that of torch.nn.functional is NaN for an infinity on some CPUs
+        passed = g * (0.5 + 0.5 * torch.erf(g * 0.5**0.5))
+    return (passed * (u + beta)).to(gate.dtype)
+
+
+def reference_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *options: Any) -> torch.Tensor:
+    """Return the gradients of that."""
+    leaves = [half.clone().requires_grad_() for half in (gate, up)]
+    return torch.stack(torch.autograd.grad(reference(*leaves, *options), leaves, grad))
+
+
+def sizes_of(gate: torch.Tensor, up: torch.Tensor, *options: Any) -> tuple[torch.Tensor, ...]:
+    """Return magnitudes: of what is multiplied with up, of up + beta, and of what the derivative adds up.
+
+    A GELU's share and its slope are differences of numbers near 1.
+    """
+    activation, alpha, beta, limit = (*options, *("silu", 1.0, 0.0, None)[len(options) :])
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation != "silu":
+        return gate.abs(), up.abs() + abs(beta), torch.full_like(gate, 2)
+    s = torch.sigmoid(alpha * gate)
+    return (gate * s).abs(), up.abs() + abs(beta), s * (1 + (alpha * gate).abs() * (1 - s))
+
+
+def exact(gate: torch.Tensor, up: torch.Tensor, *options: Any) -> list[Exact]:
     """Return the activation."""
-    return [Exact(gate * torch.sigmoid(gate) * up)]
+    passed, size, _ = sizes_of(gate, up, *options)
+    return [Exact(reference(gate, up, *options), passed * size)]
 
 
-def exact_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> list[Exact]:
+def exact_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *options: Any) -> list[Exact]:
     """Return both gradients; what is added up in that of the gate may cancel."""
-    s = torch.sigmoid(gate)
-    terms = (grad * up * s).abs() * (1 + gate.abs() * (1 - s))
-    return [Exact(grad * up * s * (1 + gate * (1 - s)), terms), Exact(grad * gate * s, (grad * gate * s).abs())]
+    passed, size, slope = sizes_of(gate, up, *options)
+    values = reference_gradients(grad, gate, up, *options)
+    return [Exact(values[0], grad.abs() * size * slope), Exact(values[1], grad.abs() * passed)]
 
 
 def joined(
-    join: Callable[[list[torch.Tensor]], torch.Tensor], grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+    join: Callable[[list[torch.Tensor]], torch.Tensor],
+    grad: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *options: Any,
 ) -> list[Exact]:
     """Return both gradients in one tensor."""
-    values, terms, *_ = zip(*exact_gradients(grad, gate, up), strict=True)
+    values, terms, *_ = zip(*exact_gradients(grad, gate, up, *options), strict=True)
     return [Exact(join([*values]), join([*terms]))]
 
 
-def exact_packed_gradient(grad: torch.Tensor, x: torch.Tensor) -> list[Exact]:
+def ordered(pair: Sequence[torch.Tensor], options: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """Return gate and up of a projection, or the reverse, given its options."""
+    up_first = len(options) > 4 and options[4]
+    return tuple(pair)[:: -1 if up_first else 1]
+
+
+def exact_packed(x: torch.Tensor, *options: Any) -> list[Exact]:
+    """Return the activation of a projection."""
+    return exact(*ordered(halves(x), options), *options[:4])
+
+
+def exact_packed_gradient(grad: torch.Tensor, x: torch.Tensor, *options: Any) -> list[Exact]:
     """Return the gradient of a projection."""
-    return joined(partial(torch.cat, dim=-1), grad, *halves(x))
 
+    def join(pair: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(ordered(pair, options), -1)
 
-def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return what PyTorch makes of a gate and up, rounded once."""
-    dtype = torch.promote_types(gate.dtype, torch.float32)
-    return (torch.nn.functional.silu(gate.to(dtype)) * up.to(dtype)).to(gate.dtype)
-
-
-def reference_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return the gradients of that."""
-    leaves = [half.clone().requires_grad_() for half in (gate, up)]
-    return torch.stack(torch.autograd.grad(reference(*leaves), leaves, grad))
+    return joined(join, grad, *ordered(halves(x), options), *options[:4])
 
 
 def special(draw: Draw) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -105,6 +157,22 @@ def odd(*before: int) -> list[Callable[[Draw], tuple[torch.Tensor, ...]]]:
     return [lambda draw, shape=shape: (*(draw(*before) for _ in before[:1]), draw(*shape)) for shape in ((2, 3), ())]
 
 
+# What is no option, and what is said of it.
+NO_OPTIONS: list[tuple[tuple[Any, ...], str]] = [
+    (("relu",), "takes activation='silu', 'gelu' or 'gelu_tanh', not 'relu'"),
+    (("gelu", 1.702), r"takes alpha=1\.702 with activation='silu', not 'gelu'"),
+    *((("silu", 1.0, 0.0, limit), f"takes a limit above 0, not {limit}") for limit in (0.0, -7.0, float("nan"))),
+]
+
+
+def no_options(name: str, tensors: int) -> list[Refused]:
+    """Return the calls of an op that raise for their options."""
+    return [
+        Refused(lambda draw, options=options: (*(draw(2, 4) for _ in range(tensors)), *options), ValueError, match)
+        for options, match in ((options, f"{name} {text}") for options, text in NO_OPTIONS)
+    ]
+
+
 # Units of 4, 1 and 2 elements; a row that fills tiles, is beside one or ends within one; tiles that rows do not fill.
 SIZES = [(5, 40), (70, 8), (3, 1025), (1, 1), (0, 7), (513, 1), (33, 257), (5, 1000)]
 SIZES += [(70, N) for N in (2, 3, 4, 24, 31, 64, 129)]
@@ -113,6 +181,63 @@ SHAPES = shapes(TILE, 2 * TILE + 1)  # the interpreter takes milliseconds for a 
 ROWS = SHAPES.filter(len)
 # The exponent is rounded, a relative error of 2 |x| < 16 roundings, and there are eight more operations.
 ROUNDINGS = 32
+OPTIONS = {
+    "of gpt-oss": ("silu", 1.702, 1.0, 7.0),
+    "with a low limit": ("silu", 1.0, -0.5, 0.75),
+    "with GELU": ("gelu",),
+    "with the GELU of tanh": ("gelu_tanh", 1.0, 0.0, 1.5),
+}
+FEW = {"sizes": [(5, 40), (3, 1025), (33, 257), (0, 7), (513, 1)], "small": (2, 3), "roundings": ROUNDINGS}
+
+
+def with_options(name: str, options: tuple[Any, ...]) -> Iterator[Case]:
+    """Yield the cases of all functions with some options."""
+    yield from packed_with_options(name, options)
+    yield Case(
+        "swiglu",
+        lambda draw, *shape: (draw(*shape), draw(*shape), *options),
+        exact,
+        name=f"swiglu {name}",
+        shapes=SHAPES,
+        reference=reference,
+        special=lambda draw: [(*pair, *options) for pair in special(draw)],
+        gradients=exact_gradients,
+        with_gradients=2,
+        **FEW,
+    )
+    yield Case(
+        "swiglu_backward",
+        lambda draw, *shape: (draw(*shape), draw(*shape), draw(*shape), *options),
+        partial(joined, torch.stack),
+        name=f"swiglu_backward {name}",
+        shapes=SHAPES,
+        reference=reference_gradients,
+        special=lambda draw: [(*given, *options) for given in special_gradients(draw)],
+        **FEW,
+    )
+
+
+def packed_with_options(name: str, options: tuple[Any, ...]) -> Iterator[Case]:
+    """Yield the cases of the functions of a projection."""
+    yield Case(
+        "swiglu_packed",
+        lambda draw, *shape: (*packed(draw, *shape), *options),
+        exact_packed,
+        name=f"swiglu_packed {name}",
+        shapes=ROWS,
+        gradients=exact_packed_gradient,
+        **FEW,
+    )
+    yield Case(
+        "swiglu_packed_backward",
+        lambda draw, *shape: (draw(*shape), *packed(draw, *shape), *options),
+        exact_packed_gradient,
+        name=f"swiglu_packed_backward {name}",
+        shapes=ROWS,
+        **FEW,
+    )
+
+
 CONTRACT = [
     Case(
         "swiglu",
@@ -126,7 +251,7 @@ CONTRACT = [
         special=special,
         gradients=exact_gradients,
         with_gradients=2,
-        refused=refused("swiglu", lambda x, y: (x, y)),
+        refused=[*refused("swiglu", lambda x, y: (x, y)), *no_options("swiglu", 2)],
     ),
     Case(
         "swiglu_backward",
@@ -138,12 +263,15 @@ CONTRACT = [
         roundings=ROUNDINGS,
         reference=reference_gradients,
         special=special_gradients,
-        refused=refused("swiglu_backward", lambda x, y: (x, x, y), lambda x, y: (y, x, x)),
+        refused=[
+            *refused("swiglu_backward", lambda x, y: (x, x, y), lambda x, y: (y, x, x)),
+            *no_options("swiglu_backward", 3),
+        ],
     ),
     Case(
         "swiglu_packed",
         packed,
-        lambda x: exact(*halves(x)),
+        exact_packed,
         sizes=SIZES,
         small=(2, 3),
         shapes=ROWS,
@@ -154,6 +282,7 @@ CONTRACT = [
                 lambda draw: (draw(2, 4).to(torch.complex64),), TypeError, r"swiglu_packed takes .*torch\.complex64"
             ),
             *(Refused(make, ValueError, r"swiglu_packed takes an even last dimension, not ") for make in odd()),
+            *no_options("swiglu_packed", 1),
         ],
     ),
     Case(
@@ -170,8 +299,18 @@ CONTRACT = [
                 Refused(make, ValueError, r"swiglu_packed_backward takes an even last dimension, not ")
                 for make in odd(2, 4)
             ),
+            *(
+                Refused(
+                    lambda draw, options=options: (draw(2, 2), draw(2, 4), *options),
+                    ValueError,
+                    f"swiglu_packed_backward {text}",
+                )
+                for options, text in NO_OPTIONS
+            ),
         ],
     ),
+    *itertools.chain(*(with_options(name, options) for name, options in OPTIONS.items())),
+    *packed_with_options("with up first", ("silu", 1.702, 1.0, 7.0, True)),
 ]
 
 
@@ -186,9 +325,9 @@ def test_rows_are_read_where_they_are(taken: ModuleType) -> None:
     for columns in (8, 1000):
         x = torch.ones(5, 2 * columns, device=DEVICE)
         pair = halves(x)
-        taken._swiglu_launch(*pair, Spy())
-        taken._swiglu_packed_launch(x, Spy())
-        taken._swiglu_backward_launch(pair[0], *pair, Spy())
+        taken._swiglu_launch(*pair, kernel=Spy())
+        taken._swiglu_packed_launch(x, kernel=Spy())
+        taken._swiglu_backward_launch(pair[0], *pair, kernel=Spy())
         for _, args, _ in seen[-3:-1]:
             assert [t.data_ptr() for t in args[:2]] == [half.data_ptr() for half in pair]
             assert args[6:9] == (2 * columns, 2 * columns, columns)
@@ -197,7 +336,7 @@ def test_rows_are_read_where_they_are(taken: ModuleType) -> None:
         assert (options["VEC"], options["BLOCK_M"] * options["BLOCK_N"]) == (4, TILE // 2)
         assert grid == (-(-5 // options["BLOCK_M"]) * -(-columns // options["BLOCK_N"]),)
     whole = torch.ones(7, 3 * TILE, device=DEVICE)
-    taken._swiglu_launch(whole, whole, Spy())
+    taken._swiglu_launch(whole, whole, kernel=Spy())
     grid, args, _ = seen[-1]
     assert (grid, args[3:9]) == ((42,), (1, 21 * TILE, 42, 0, 0, 0)), "contiguous tensors are one long row"
 
@@ -300,6 +439,7 @@ def accesses(taken: ModuleType) -> dict[tuple[str, str, int], Counter[str]]:
     for name, kernel in KERNELS.items():
         for dtype, unit in (("bf16", 8), ("bf16", 1), ("fp32", 4)):
             known = {"ACC": taken.tl.float32, "VEC": unit, "FLAT": False, "BLOCK_M": 2, "BLOCK_N": 512}
+            known |= taken.SWIGLU_SILU
             text = ptx(getattr(taken, kernel), dtype, **known)
             wanted = re.findall(r"(@%p\d+ )?((?:ld|st)\.global\S*)", text)
             # Those with a mask stand in the other branch.
@@ -307,7 +447,13 @@ def accesses(taken: ModuleType) -> dict[tuple[str, str, int], Counter[str]]:
             results[name, dtype, unit, True] = Counter(access for masked, access in wanted if masked)
     for name in ("M", "N", "tiles_n"):
         constants = {name: 1, "VEC": 1, "FLAT": name == "M", "BLOCK_M": 32, "BLOCK_N": 32}
-        ptx(taken._swiglu_backward_kernel, "fp64", ACC=taken.tl.float64, **constants)
+        ptx(taken._swiglu_backward_kernel, "fp64", ACC=taken.tl.float64, **constants, **taken.SWIGLU_SILU)
+    for dtype, acc in (("bf16", taken.tl.float32), ("fp64", taken.tl.float64)):
+        for options in OPTIONS.values():
+            known = taken.SWIGLU_SILU | dict(zip(taken.SWIGLU_SILU, options, strict=False))
+            known |= {"ACC": acc, "VEC": 2, "FLAT": True, "BLOCK_M": 1, "BLOCK_N": 512}
+            for kernel in KERNELS.values():
+                ptx(getattr(taken, kernel), dtype, **known)
     return results
 
 
@@ -315,7 +461,10 @@ def launches(taken: ModuleType) -> list[int]:
     """Return how many launches the graphs of the ops have, for sizes that units divide and that they do not."""
     made = []
     for op, inputs, columns in ((taken.swiglu, 2, 48), (taken.swiglu, 2, 47), (taken.swiglu_packed, 1, 96)):
-        made += graphs(op, *(torch.randn(33, columns, requires_grad=True) for _ in range(inputs)))
+        tensors = [torch.randn(33, columns, requires_grad=True) for _ in range(inputs)]
+        made += graphs(op, *tensors)
+        for options in OPTIONS.values() if columns % 2 == 0 else ():
+            made += graphs(lambda *given, op=op, options=options: op(*given, *options), *tensors)
     return [sum("triton_kernel" in name for name in graph) for graph in made]
 
 
@@ -329,7 +478,7 @@ def test_compiled(gallery: Path, on_h100: Ask) -> None:
         else:  # a thread has eight elements, of 16 or 32 bytes
             each = 1 if dtype == "bf16" else 2
             assert accesses_ == {"ld.global.v4.b32": each * loads, "st.global.v4.b32": each * stores}
-    assert seen == [1] * 6  # forward and backward
+    assert seen == [1] * (6 + 4 * len(OPTIONS))  # forward and backward
 
 
 @pytest.mark.needs_gpu_memory(34)
@@ -384,21 +533,42 @@ def test_nothing_is_copied_under_torch_compile(taken: ModuleType) -> None:
 BREAKS = [
     (
         "swiglu stored without a mask",
-        "tl.store(out_ptrs, gate * tl.sigmoid(gate) * up, mask=mask)",
-        "tl.store(out_ptrs, gate * tl.sigmoid(gate) * up)",
+        "tl.store(out_ptrs, gate * s * up, mask=mask)",
+        "tl.store(out_ptrs, gate * s * up)",
     ),
     (
         "a gradient stored without a mask",
-        "tl.store(dup_ptrs, grad * gate * s, mask=mask)",
-        "tl.store(dup_ptrs, grad * gate * s)",
+        "tl.store(dup_ptrs, dup, mask=mask)",
+        "tl.store(dup_ptrs, dup)",
     ),
     ("a tile that is nearly full", "full_m = (pid_m + 1) * BLOCK_M <= M", "full_m = pid_m * BLOCK_M < M"),
     ("a row that is nearly full", "full_n = (pid_n + 1) * BLOCK_N <= N", "full_n = pid_n * BLOCK_N < N"),
-    ("a wrong derivative", "s * (1 + gate * (1 - s))\n    tl", "s * (1 - gate * (1 - s))\n    tl"),
+    ("a wrong derivative", "up * s * (1 + z * (1 - s))", "up * s * (1 - z * (1 - s))"),
+    ("a derivative without alpha", "            z *= ALPHA", "            z *= 1"),
+    ("a wrong derivative of GELU", "(s + gate * density)", "(s - gate * density)"),
+    ("a wrong derivative of the GELU of tanh", "0.21406444881780076", "0.07135481627260025"),
+    ("no alpha", "tl.sigmoid(ALPHA * gate)", "tl.sigmoid(gate)"),
+    ("no beta", "        up += BETA", "        up += 0"),
+    ("a gate without a limit", "gate = tl.where(gate > LIMIT, LIMIT, gate)", "gate = gate"),
+    ("a limit on one side", "up = tl.where(up < -LIMIT, -LIMIT, up)", "up = up"),
+    ("a gradient of the gate beyond the limit", "tl.where(gate_in <= LIMIT, dgate, 0.0)", "dgate"),
+    ("a gradient of up beyond the limit", "tl.where(tl.abs(up_in) <= LIMIT, dup, 0.0)", "dup"),
+    ("NaN held to the limit", "tl.where(up > LIMIT, LIMIT, up)", "tl.where(up <= LIMIT, up, LIMIT)"),
+    (
+        "options lost by the backward",
+        "*ctx.saved_tensors, *ctx.options)\n    return *d",
+        "*ctx.saved_tensors)\n    return *d",
+    ),
     (
         "up with the stride of gate",
         "up_ptrs = up_ptr + offs_m * stride_um + offs_n  # (BLOCK_M, BLOCK_N)\n    out_ptrs",
         "up_ptrs = up_ptr + offs_m * stride_gm + offs_n  # (BLOCK_M, BLOCK_N)\n    out_ptrs",
+    ),
+    ("up taken for the gate", "(second, first) if up_first else (first, second)", "(first, second)"),
+    (
+        "gradients in the other order",
+        "        d_ptrs, dup_ptrs = dup_ptrs, d_ptrs\n",
+        "        d_ptrs, dup_ptrs = d_ptrs, dup_ptrs\n",
     ),
     ("vectors across rows", "VEC = math.gcd(N, *strides,", "VEC = math.gcd(N,"),
     ("vectors beyond a row", "VEC = math.gcd(N, *strides,", "VEC = math.gcd(*strides,"),

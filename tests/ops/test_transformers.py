@@ -23,17 +23,22 @@ CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "bert": "BertForMaskedLM",
 }
-CAUSAL = [kind for kind in CLASSES if kind != "bert"]
+EXPERTS = ["mixtral", "qwen3_moe"]  # whose loss the library computes
+CAUSAL = [kind for kind in CLASSES if kind not in ("bert", *EXPERTS)]
 BATCH, LENGTH, VOCABULARY = 2, 9, 97
 MASKS = {
     "none": None,
     "ones": [[1] * LENGTH, [1] * LENGTH],
     "left": [[1] * LENGTH, [0] * 3 + [1] * 6],
     "right": [[1] * LENGTH, [1] * 5 + [0] * 4],
+    "gaps": [[1] * LENGTH, [0, 1, 1, 0, 1, 1, 0, 0, 1]],
 }
 TIGHT = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -51,6 +56,21 @@ class Called(TorchDispatchMode):
         if func.namespace == "triton_gallery":
             self.ops.add(func._opname)
         return func(*args, **(kwargs or {}))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that is made, and is no view."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it, and note the sizes of what has memory of its own."""
+        results = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for x in results if isinstance(results, tuple) else [results]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.size = max(self.size, x.numel())
+        return results
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +98,18 @@ def make(hf: ModuleType) -> Callable[..., Any]:
         cls = getattr(module, name or CLASSES[kind])
         size = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
         size |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+        if kind == "gemma2":  # a cap that matters
+            size |= {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+            size |= {"attn_implementation": "eager"}  # which all versions compute with the cap
         if kind == "gpt2":
             size |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
         elif kind == "bert":
             size |= {"intermediate_size": 48, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         else:
             size |= {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 16}
+        if kind in EXPERTS:
+            size |= {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "output_router_logits": True}
+            size |= {"num_local_experts" if kind == "mixtral" else "num_experts": 4}
         torch.manual_seed(0)
         model = cls(cls.config_class(**size | changes)).to(DEVICE).eval()
         with torch.no_grad():
@@ -205,7 +231,9 @@ def labels_of(padding: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "padding", "items"),
-    [(kind, "left", 7) for kind in CAUSAL] + [("llama", "none", None), ("gpt2", "right", torch.tensor(7))],
+    # With eager, padding attends to padding, so that at the left it predicts something else.
+    [(kind, "right" if kind == "gemma2" else "left", 7) for kind in CAUSAL]
+    + [("llama", "none", None), ("gpt2", "right", torch.tensor(7))],
 )
 def test_loss_without_logits(
     pair: Callable[[str], tuple[Any, Any]], kind: str, padding: str, items: int | torch.Tensor | None
@@ -226,6 +254,33 @@ def test_loss_without_logits(
     assert found[0].keys() == found[1].keys()
     for name in found[0]:
         torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_loss_of_experts(pair: Callable[[str], tuple[Any, Any]], kind: str) -> None:
+    """The loss is the library's, that of the router included, and so are all gradients; logits stay."""
+    inputs = {"input_ids": tokens(), "attention_mask": mask_of("right"), "labels": labels_of("right")}
+    losses, found = [], []
+    for model in pair(kind):
+        with Called() as called:
+            outputs = model.train()(**inputs)
+            outputs.loss.backward()
+        losses.append((outputs.loss, outputs.aux_loss))
+        found.append(gradients(model))
+        assert ("moe_layer_with_activations" in called.ops) == ("moe_layer_backward" in called.ops) == bool(called.ops)
+        assert outputs.logits is not None
+        model.eval()
+    assert called.ops
+    torch.testing.assert_close(*losses, **TIGHT)
+    assert found[0].keys() == found[1].keys()
+    for name in found[0]:
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_experts_of_another_activation_are_left(make: Callable[..., Any], ops: ModuleType) -> None:
+    report = ops.patch(make("mixtral", hidden_act="gelu"))
+    assert report.left["MixtralExperts"] == "its activation is gelu"
+    assert "moe_layer" not in report.replaced
 
 
 def test_loss_of_other_calls(pair: Callable[[str], tuple[Any, Any]]) -> None:
@@ -335,7 +390,11 @@ SDPA = {
     "dropout": ("gpt2", {"attn_pdrop": 0.5}, {"attention_mask": "left"}),
     "dropout, no padding": ("gpt2", {"attn_pdrop": 0.5}, {}),
     "dropout, both directions": ("bert", {"attention_probs_dropout_prob": 0.5}, {"attention_mask": "left"}),
-    "window": ("mistral", {"sliding_window": 4}, {"attention_mask": "left"}),
+    "window, dropout": ("mistral", {"sliding_window": 4, "attention_dropout": 0.5}, {"attention_mask": "left"}),
+    "window, gaps": ("mistral", {"sliding_window": 4}, {"attention_mask": "gaps"}),
+    "cap, dropout": ("gemma2", {"sliding_window": 4, "attention_dropout": 0.5}, {"attention_mask": "left"}),
+    "cap, dropout, no padding": ("gemma2", {"attention_dropout": 0.5}, {}),
+    "cap, attentions": ("gemma2", {}, {"attention_mask": "left", "output_attentions": True}),
     "mask": ("llama", {}, {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril(1)}),
     "packed": ("llama", {"use_cache": False}, {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]] * 2)}),
     "attentions": ("llama", {}, {"attention_mask": "left", "output_attentions": True}),
@@ -355,7 +414,7 @@ def test_what_goes_to_sdpa(make: Callable[..., Any], ops: ModuleType, case: str)
         for each in (model, patched):
             torch.manual_seed(0)
             logits.append(each(input_ids=tokens(), **given).logits)
-    real = real_of("left") if inputs.get("attention_mask") == "left" else real_of("none")
+    real = real_of(inputs["attention_mask"] if isinstance(inputs.get("attention_mask"), str) else "none")
     torch.testing.assert_close(logits[0][real], logits[1][real], **TIGHT)
     assert not called.ops & {"flash_attention", "varlen_attention_forward"}
     assert called.ops
@@ -371,17 +430,74 @@ def test_window_that_is_longer_than_all_keys(make: Callable[..., Any], ops: Modu
     assert "varlen_attention_forward" in called.ops
 
 
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "qwen3"])
+def test_window(make: Callable[..., Any], ops: ModuleType, kind: str, padding: str) -> None:
+    """Windows shorter than the keys, in all layers or in one of two: outputs and gradients."""
+    changes = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    model = make(kind, sliding_window=4, **(changes if kind == "qwen3" else {})).train()
+    patched = copy.deepcopy(model)
+    ops.patch(patched)
+    inputs = {"input_ids": tokens(), "attention_mask": mask_of(padding)}
+    with Called() as called:
+        logits = [each(**inputs).logits[real_of(padding)] for each in (model, patched)]
+    torch.testing.assert_close(*logits, **TIGHT)
+    assert "varlen_attention_forward" in called.ops
+    for each in logits:
+        each.sin().sum().backward()
+    expected, actual = gradients(model), gradients(patched)
+    for name in expected:
+        torch.testing.assert_close(
+            actual[name], expected[name], rtol=1e-4, atol=1e-5 * max(1, float(expected[name].abs().max())), msg=name
+        )
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma2"])
+def test_generate_past_a_window(make: Callable[..., Any], ops: ModuleType, kind: str, cache: str) -> None:
+    model = make(kind, sliding_window=6)
+    patched = copy.deepcopy(model)
+    ops.patch(patched)
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    for length in (3, LENGTH):  # the window is full at some step, or at once
+        inputs = {"inputs": tokens()[:, -length:], "attention_mask": torch.ones(BATCH, length, dtype=torch.int64)}
+        inputs["attention_mask"][1, 0] = 0
+        inputs = {name: x.to(DEVICE) for name, x in inputs.items()}
+        one, other = (each.generate(**inputs, **options) for each in (model, patched))
+        assert torch.equal(one, other)
+
+
+def test_cache_is_not_copied(ops: ModuleType) -> None:
+    """One query, or several, take the keys of a static cache where they are."""
+    key, value = torch.randn(2, BATCH, 2, 500, 16, device=DEVICE)
+    valid = torch.zeros(BATCH, 500, dtype=torch.bool, device=DEVICE)
+    valid[0, :20] = valid[1, 3:20] = True
+    for queries in (1, 3):
+        query = torch.randn(BATCH, 4, queries, 16, device=DEVICE)
+        packing = ops._lines(valid, 20 - queries if queries > 1 else None, queries)
+        with Largest() as largest, torch.no_grad():
+            out, _ = ops._attention(torch.nn.Module(), query, key, value, packing)
+        mask = ops._dense(packing, BATCH, queries, 500, None)
+        right = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+        torch.testing.assert_close(out.transpose(1, 2), right)
+        assert largest.size < key[0].numel()
+
+
 # What is replaced, and what stays
-NORMS = {"qwen3": "rms_norm", "llama": "rms_norm", "mistral": "rms_norm", "gpt2": "layer_norm", "bert": "layer_norm"}
+NORMS = dict.fromkeys(("qwen3", "llama", "mistral", "gemma", "gemma2", *EXPERTS), "rms_norm") | {
+    "gpt2": "layer_norm",
+    "bert": "layer_norm",
+}
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_ops_are_called(pair: Callable[[str], tuple[Any, Any]], kind: str) -> None:
     model, patched = pair(kind)
-    expected = {"flash_attention"}
+    expected = {"varlen_attention_forward" if kind == "gemma2" else "flash_attention"}
     expected |= {NORMS[kind]} if kind in NORMS else set()
     expected |= {"rope"} if kind not in ("gpt2", "bert") else set()
-    expected |= {"swiglu"} if kind in ("llama", "qwen3", "mistral") else set()
+    unit = "moe_layer_with_activations" if kind in EXPERTS else "swiglu"
+    expected |= {unit} if kind not in ("gpt2", "bert") else set()
     assert ops_of(patched, input_ids=tokens()) == expected
     padded = expected - {"flash_attention"} | {"varlen_attention_forward"}
     assert ops_of(patched, input_ids=tokens(), attention_mask=mask_of("left")) == padded
@@ -391,13 +507,18 @@ def test_ops_are_called(pair: Callable[[str], tuple[Any, Any]], kind: str) -> No
 ATTENTION = {"flash_attention, varlen_attention": 2}
 DECODER = ATTENTION | {"linear_cross_entropy": 1, "rope": 2}
 GATED = DECODER | {"rms_norm": 5, "swiglu": 2}
+OF_EXPERTS = {name: count for name, count in GATED.items() if name not in ("swiglu", "linear_cross_entropy")}
+OF_EXPERTS |= {"moe_layer": 2}
 REPORTS = {
     "llama": (GATED, []),
     "qwen3": (GATED | {"rms_norm": 9}, []),
     "mistral": (GATED, ["attention from 4096 keys on"]),
-    "gemma": (DECODER, ["GemmaRMSNorm", "GemmaMLP"]),
+    "mixtral": (OF_EXPERTS, ["loss"]),
+    "qwen3_moe": (OF_EXPERTS | {"rms_norm": 9}, ["loss"]),
+    "gemma": (GATED, []),
+    "gemma2": (GATED | {"rms_norm": 9}, ["attention from 4096 keys on"]),
     "gpt2": (ATTENTION | {"layer_norm": 5, "linear_cross_entropy": 1}, ["MLP"]),
-    "bert": (ATTENTION | {"layer_norm": 6}, ["loss", "MLP"]),
+    "bert": (ATTENTION | {"layer_norm": 6}, ["MLP", "loss"]),
 }
 
 
@@ -412,15 +533,33 @@ def test_report(make: Callable[..., Any], ops: ModuleType, kind: str) -> None:
 
 
 def test_report_of_what_differs(make: Callable[..., Any], ops: ModuleType) -> None:
-    report = ops.patch(make("llama", hidden_act="gelu", head_dim=512, attention_dropout=0.1))
+    report = ops.patch(make("llama", hidden_act="relu", head_dim=512, attention_dropout=0.1))
     assert report.left == {
-        "LlamaMLP": "its activation is gelu, that of swiglu is silu",
+        "LlamaMLP": "its activation is relu",
         "attention": "heads have more than 256 elements",
-        "attention in training": "sdpa computes its dropout, 0.1",
+        "attention in training": "the library computes its dropout, 0.1",
     }
-    model = make("llama", attention_bias=True)
+
+
+def test_head_with_a_bias(make: Callable[..., Any], ops: ModuleType) -> None:
+    model = make("llama")
     model.lm_head = torch.nn.Linear(32, VOCABULARY, device=DEVICE)
-    assert ops.patch(model).left == {"loss": "the head has a bias, which linear_cross_entropy does not take"}
+    patched = copy.deepcopy(model).train()
+    assert ops.patch(patched).left == {}
+    inputs = {"input_ids": tokens(), "labels": tokens()}
+    actual, expected = patched(**inputs).loss, model.train()(**inputs).loss
+    torch.testing.assert_close(actual, expected, **TIGHT)
+    actual.backward()
+    expected.backward()
+    torch.testing.assert_close(gradients(patched), gradients(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh"])
+def test_activations(make: Callable[..., Any], ops: ModuleType, activation: str) -> None:
+    model = make("gemma", hidden_act=activation)
+    patched = copy.deepcopy(model)
+    assert ops.patch(patched).replaced["swiglu"] == 2
+    torch.testing.assert_close(patched(tokens()).logits, model(tokens()).logits, **TIGHT)
 
 
 def test_layers_that_others_changed_are_left(
@@ -448,7 +587,7 @@ def test_wide_heads_are_left(make: Callable[..., Any], ops: ModuleType) -> None:
 @pytest.mark.parametrize("kind", CLASSES)
 def test_unpatch_restores(make: Callable[..., Any], ops: ModuleType, kind: str) -> None:
     model = make(kind)
-    classes = [type(module) for module in model.modules()]
+    classes, attention = [type(module) for module in model.modules()], model.config._attn_implementation
     attributes, state, config = {*vars(model)}, model.state_dict(), model.config.to_dict()
     inputs = {"input_ids": tokens(), "attention_mask": mask_of("left")}
     expected = model(**inputs).logits
@@ -462,7 +601,7 @@ def test_unpatch_restores(make: Callable[..., Any], ops: ModuleType, kind: str) 
     assert [type(module) for module in model.modules()] == classes
     assert {*vars(model)} == attributes
     assert model.config.to_dict() == config | {"use_cache": False}
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == attention
     assert ops_of(model, **inputs) == set()
     assert torch.equal(model(**inputs).logits, expected)
     ops.patch(model)
@@ -533,7 +672,7 @@ def refuse(patch: Callable[[Any], Any], model: Any, error: type[Exception], mess
 
 
 def test_other_models_are_refused(make: Callable[..., Any], ops: ModuleType) -> None:
-    known = "bert, gemma, gpt2, llama, mistral, qwen3"
+    known = "bert, gemma, gemma2, gpt2, llama, mistral, mixtral, qwen3, qwen3_moe"
     refuse(ops.patch, torch.nn.Linear(2, 2), TypeError, f"{known}, not a Linear")
     model = make("llama")
     model.config.model_type = "other"

@@ -125,6 +125,11 @@ def _is_called(name: str, kernels: dict[str, ast.FunctionDef]) -> bool:
     return any(name in _calls(other, kernels) for other in kernels if other != name)
 
 
+def _plain(name: str) -> str:
+    """Return a name as constants, functions and classes have it in common."""
+    return name.lower().replace("_", "")
+
+
 def _of_op(recipe: Recipe, of_op: OfOp) -> Iterator[str]:
     if not of_op.dtypes or None in (of_op.backward, of_op.deterministic):
         yield "it does not declare dtypes, backward and deterministic"
@@ -139,8 +144,8 @@ def _of_op(recipe: Recipe, of_op: OfOp) -> Iterator[str]:
     if op.strangers:
         yield f"its op uses {sorted(op.strangers)}, which are not of its cell"
     # Itself, and the ops that it is made of
-    ops = [op.name, *(name.removesuffix(SUFFIX).lower() for name in op.names if name.endswith(SUFFIX))]
-    if others := [name for name in op.names if not any(part in name.lower() for part in ops)]:
+    ops = [op.name, *(name.removesuffix(SUFFIX) for name in op.names if name.endswith(SUFFIX))]
+    if others := [name for name in op.names if not any(_plain(part) in _plain(name) for part in ops)]:
         yield f"its op defines {others}: names have {op.name} in them"
     if "torch.library" in op.code and op.of("") == op:
         yield "its op has no constant for its namespace"

@@ -15,7 +15,8 @@ import torch
 from triton_gallery.recipe.names import bound
 from triton_gallery.site.replaces import Swap, replaces
 
-HOPPER = {"gluon_attention", "gluon_matmul", "hopper_attention"}  # run on such a GPU alone, in half precision
+# Run on such a GPU alone, in half precision
+HOPPER = {"gluon_attention", "gluon_attention_backward", "gluon_matmul", "hopper_attention"}
 ROWS = "x = torch.randn(4, 96)"
 MATRICES = "a, b = torch.randn(32, 48), torch.randn(48, 64)"
 HEADS = "q, k, v = torch.randn(2, 4, 24, 16), torch.randn(2, 2, 24, 16), torch.randn(2, 2, 24, 16)"
@@ -54,11 +55,13 @@ cos, sin = angles.cos(), angles.sin()
     "cumsum_long": ROWS,
     "topk": f"{ROWS}; k = 5",
     "topk_long": f"{ROWS}; k = 5",
+    "moe_routing": "logits, bias, k = torch.randn(9, 64), torch.randn(64) / 8, 6",
     "matmul": MATRICES,
     "tuned_matmul": MATRICES,
     "persistent_matmul": MATRICES,
     "skinny_matmul": "x, weight = torch.randn(3, 64), torch.randn(32, 64)",
     "quantize": "x = 2.0 ** torch.randint(-3, 9, (4, 256))",
+    "fused_quantize": "x, residual, weight, eps = *(2.0 ** torch.randint(0, 3, (2, 4, 256))), torch.ones(256), 1e-6",
     "fp8_matmul": """
 x, weight = torch.randint(-2, 3, (2, 16, 32)).to(torch.float8_e4m3fn)
 scale_x, scale_weight = 2.0 ** torch.randint(-3, 3, (2, 16, 1))
@@ -67,9 +70,39 @@ scale_x, scale_weight = 2.0 ** torch.randint(-3, 3, (2, 16, 1))
 x, weight = torch.randint(-1, 2, (2, 128, 256)).to(torch.float8_e4m3fn)
 scale_x, scale_weight = 2.0 ** torch.randint(0, 2, (128, 2)), 2.0 ** torch.randint(0, 2, (1, 2))
 """,
+    "mx_matmul": """
+x, weight = torch.randint(-1, 2, (2, 16, 64)).to(torch.float8_e4m3fn)
+scale_x, scale_weight = torch.randint(126, 129, (2, 16, 2), dtype=torch.uint8)
+""",
     "int4_matmul": """
 x, codes = torch.randn(3, 256), torch.randint(0, 16, (32, 256))
 scales, zeros = torch.randint(1, 9, (2, 32)).half() / 16, torch.randint(0, 16, (2, 32))
+""",
+    "grouped_matmul": """
+x, weight, offsets = torch.randn(9, 16), torch.randn(3, 8, 16), torch.tensor([4, 4, 9], dtype=torch.int32)
+""",
+    "moe_layer": """
+x, top_k_weights, top_k_index = torch.randn(5, 16), torch.rand(5, 2), torch.tensor([[0, 2], [1, 0]] * 3)[:5]
+gate_up_proj, down_proj = torch.randn(3, 24, 16) / 4, torch.randn(3, 16, 12) / 4
+""",
+    "expert_all_to_all": """
+import torch.distributed as dist
+
+if not dist.is_initialized():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ranks, tokens, k, hidden, num_experts = 1, 7, 2, 16, 5
+x, experts = torch.randn(tokens, hidden), torch.randint(num_experts, (tokens, k))
+order = experts.flatten().sort(stable=True).indices
+inverse, offsets = order.argsort().int(), experts.flatten().bincount(minlength=num_experts).cumsum(0).int()
+""",
+    "load_balance": """
+router_logits, num_experts, k = torch.randn(3, 18, 8).unbind(), 8, 2
+attention_mask = (torch.arange(18).view(2, 9) % 9 < 7).long()
+""",
+    "ScalingType, scaled_grouped_mm": """
+x = torch.randint(-2, 3, (9, 32)).to(torch.float8_e4m3fn)
+weight, offsets = torch.randint(-2, 3, (3, 16, 32)).to(x.dtype), torch.tensor([4, 4, 9], dtype=torch.int32)
+scale_x, scale_weight = 2.0 ** torch.randint(-3, 3, (9,)), 2.0 ** torch.randint(-3, 3, (3, 16))
 """,
     "linear_gelu": "x, weight, bias = torch.randn(3, 64), torch.randn(32, 64), torch.randn(32)",
     "flash_attention": HEADS,
@@ -90,6 +123,17 @@ q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
 k_cache, v_cache = torch.zeros(4, 8, 2, 16), torch.zeros(4, 8, 2, 16)
 slots, positions, angles = torch.tensor([9, 30, 2]), torch.tensor([4, 7, 0]), torch.randn(8, 8)
 cos, sin = angles.cos(), angles.sin()
+""",
+    "all_reduce": """
+if not torch.distributed.is_initialized():
+    options = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group("gloo", **options)
+x, residual, weight = torch.randn(5, 96), torch.randn(5, 96), torch.randn(96)
+""",
+    "all_gather_matmul": """
+if not torch.distributed.is_initialized():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+x, weight, ranks, group_name = torch.randn(8, 16), torch.randn(24, 16), 1, torch.distributed.group.WORLD.group_name
 """,
     "linear_attention": TOKENS,
     "gated_delta_rule": f"{TOKENS}; k = torch.nn.functional.normalize(k, dim=-1); beta = torch.rand(1, 20, 2)",
@@ -144,6 +188,16 @@ cos, sin = cos[positions, None], sin[positions, None]
 q_turned, k_turned = turned(q), turned(k)
 k_cache.view(-1, 2, 16)[slots] = k_turned
 v_cache.view(-1, 2, 16)[slots] = v
+""",
+    "load_balancing_loss_func": """
+rows = torch.cat(router_logits)[attention_mask.flatten().bool().repeat(3)]
+counts = rows.topk(k).indices.flatten().bincount(minlength=num_experts)
+loss = num_experts * (counts / len(rows) * rows.softmax(-1).mean(0)).sum()
+""",
+    "ScalingType, scaled_grouped_mm": """
+wide = weight.float() * scale_weight[..., None]
+parts = [rows @ matrix.T for rows, matrix in zip(x.float().split([4, 0, 5]), wide, strict=True)]
+y = (torch.cat(parts) * scale_x[:, None]).bfloat16()
 """,
     "chunk_simple_gla": STATES.format(row="v[:, t]"),
     "chunk_gated_delta_rule": STATES.format(

@@ -64,7 +64,7 @@ def test_make_targets_are_real() -> None:
 def test_old_names_say_the_new_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["targets", "--json"]) == 2
     assert capsys.readouterr().err == "triton-gallery targets is now triton-gallery compiled\n"
-    for given, now in {"AGAIN=1": "FORCE=1", "STALE=1": "ONLY_STALE=1", "peers": "make libraries"}.items():
+    for given, now in {"AGAIN=1": "FORCE=1", "STALE=1": "ONLY_STALE=1", "targets": "make compile"}.items():
         done = subprocess.run(
             ["make", "help" if "=" in given else given, *([given] if "=" in given else [])],
             cwd=ROOT,

@@ -22,7 +22,7 @@ from triton_gallery.execute import cache_warmup, supervisor
 from triton_gallery.execute.settings import Settings
 from triton_gallery.execute.supervisor import Result, Task
 from triton_gallery.recipe.contents import Recipe
-from triton_gallery.recipe.device import Environment, Slot, detect, too_new
+from triton_gallery.recipe.device import Environment, Slot, detect, together, too_new
 from triton_gallery.recipe.hashes import cell_hash, hash_of
 from triton_gallery.recipe.needs import missing
 from triton_gallery.records.page_cache import Pages, Run
@@ -77,21 +77,21 @@ def refresh(
     Returns:
         Every recipe with its run, executed now or before.
     """
-    slots = detect()
-    environments = [slot.environment for slot in slots]
-    due, old = [], []
-    for task in make_tasks(recipes, settings):
-        run = pages.run(task.recipe.key)
-        if not run or not _current(run, task, environments):
-            due.append(task)
-        elif run.page_hash != task.page_hash:
-            old.append(replace(task, before=(run, pages.files(task.recipe))))
-    due = longest_first(due, {recipe.key: run.seconds for recipe in recipes if (run := pages.run(recipe.key))})
-    with here(slots, due, say) as submit:
-        execute([(task, submit) for task in due], pages, report)
-        if old:
-            say(f"pages laid out again, as their code has not changed: {len(old)}")
-            execute([(task, submit) for task in old], pages, lambda recipe, run, remaining: None)
+    for slots, tasks in in_stages(detect(), make_tasks(recipes, settings)):
+        environments = [slot.environment for slot in slots]
+        due, old = [], []
+        for task in tasks:
+            run = pages.run(task.recipe.key)
+            if not run or not _current(run, task, environments):
+                due.append(task)
+            elif run.page_hash != task.page_hash:
+                old.append(replace(task, before=(run, pages.files(task.recipe))))
+        due = longest_first(due, {recipe.key: run.seconds for recipe in recipes if (run := pages.run(recipe.key))})
+        with here(slots, due, say) as submit:
+            execute([(task, submit) for task in due], pages, report)
+            if old:
+                say(f"pages laid out again, as their code has not changed: {len(old)}")
+                execute([(task, submit) for task in old], pages, lambda recipe, run, remaining: None)
     return [(recipe, known) for recipe in recipes if (known := pages.run(recipe.key))]
 
 
@@ -110,6 +110,17 @@ def make_tasks(recipes: Sequence[Recipe], settings: Settings) -> list[Task]:
         limits = settings.time_limit, settings.memory_limit
         tasks.append(Task(recipe, source, companions, source_hash, page_hash, gallery, *limits))
     return tasks
+
+
+def in_stages(slots: Sequence[Slot], tasks: Sequence[Task]) -> list[tuple[list[Slot], list[Task]]]:
+    """Return tasks with what executes them, one stage after the other.
+
+    First those for one GPU, a GPU each, or a core. Then those for several, one at a time on all GPUs.
+    """
+    whole = together(slots) if any(task.gpus > 1 for task in tasks) else None
+    of_whole = [task for task in tasks if whole and task.gpus > 1]
+    first = list(slots), [task for task in tasks if task not in of_whole]
+    return [first, ([whole], of_whole)] if whole else [first]
 
 
 def longest_first(tasks: Sequence[Task], took: Mapping[str, float]) -> list[Task]:
@@ -138,13 +149,13 @@ def here(slots: Sequence[Slot], tasks: Sequence[Task], say: Say) -> Iterator[Sub
     """Carry tasks out on this machine: each GPU takes one at a time, or each core without a GPU.
 
     Args:
-        slots: the GPUs, which are alike, or the CPU.
+        slots: the GPUs, which are alike, several as one, or the CPU.
         tasks: what will be carried out; caches are warmed up with it first where that is quicker.
         say: called with a line on the warm-up, or on a version that was not tried.
     """
     environment = slots[0].environment
     alone = list(slots) if environment.is_gpu else [slots[0]] * len(os.sched_getaffinity(0))
-    crowd = cache_warmup.places(slots, len(tasks))
+    crowd = cache_warmup.places(slots, len(tasks)) if environment.gpus == 1 else []
     if notice := too_new(environment):
         say(notice)
     supervisor.prepare(environment, [task.source for task in tasks])
@@ -188,7 +199,7 @@ def _on(slots: Sequence[Slot], caches: Path | None, warm_up: bool = False) -> It
 def _current(run: Run, task: Task, environments: Sequence[Environment]) -> bool:
     """Whether a run would be the same again."""
     return run.passed(task.source_hash, environments) and run.missing == missing(
-        task.recipe.path, task.source, run.environment.capability
+        task.recipe.path, task.source, run.environment.capability, run.environment.gpus
     )
 
 

@@ -3,6 +3,9 @@
 It finds the recipe in the folder `gallery` of its work folder, and leaves the page's files in `site/recipes`. It writes
 into `result.json` how it went: what the cells put out when every cell ran, else what happened and the traceback. If
 there is no such file, the process did not live to write it.
+
+A recipe for several GPUs has a process for each, its ranks. The first is this one; the others run the script alone, and
+the first of them to fail writes `failed.json`.
 """
 
 import faulthandler
@@ -10,6 +13,8 @@ import json
 import multiprocessing
 import os
 import resource
+import runpy
+import sys
 import tempfile
 import traceback
 import warnings
@@ -25,6 +30,7 @@ import msgspec
 from triton_gallery.execute.scraper import outputs_of
 
 FILE_LIMIT = 2**30
+RESULT, FAILED = "result.json", "failed.json"
 OUTPUT_LIMIT = 1_000_000  # bytes of text on a page
 
 
@@ -41,6 +47,7 @@ class Order:
         interpreted: whether Triton's interpreter executes here.
         warm_up: whether it runs to fill the compilers' caches, and nothing that it measures is kept.
         laid_out: if the recipe ran before, what each code cell put out then, as sphinx-gallery laid it out.
+        ranks: how many processes run it together.
     """
 
     work: Path
@@ -51,11 +58,13 @@ class Order:
     interpreted: bool = False
     warm_up: bool = False
     laid_out: list[str] | None = None
+    ranks: int = 1
 
 
-def main(order: Order) -> None:
-    """Execute the one recipe in the work folder, and write its page beside it."""
-    _start_anew(order.variables)
+def main(order: Order, rank: int = 0) -> None:
+    """Execute the one recipe in the work folder; the first of its ranks writes its page beside it."""
+    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if order.ranks > 1 else {}
+    _start_anew(order.variables | of_rank)
     if order.warm_up:
         _let_others_have_the_gpu()
     faulthandler.enable(all_threads=False)
@@ -63,16 +72,65 @@ def main(order: Order) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):  # out of memory shall cost this recipe, not the build
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    if rank:
+        _be_rank(order, rank)
+        return
     result: dict[str, Any]
     try:
         result = _make_page(order)
     except BaseException as error:  # sphinx-gallery lets SystemExit and KeyboardInterrupt through
-        within = str(order.work)
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(within)]
-        trace = traceback.format_list(frames) + traceback.format_exception_only(error)
-        failure = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {trace[-1].strip()}"
-        result = {"failure": failure, "detail": "".join(trace)}
-    (order.work / "result.json").write_text(json.dumps(result), encoding="utf-8")
+        result = _failure(order, error)
+    partial = order.work / f"{RESULT}.partial"
+    partial.write_text(json.dumps(result), encoding="utf-8")
+    partial.rename(order.work / RESULT)
+
+
+def passed(work: Path) -> bool:
+    """Return whether the first rank wrote that every cell ran."""
+    result = work / RESULT
+    return result.exists() and "failure" not in json.loads(result.read_bytes())
+
+
+def _failure(order: Order, error: BaseException) -> dict[str, Any]:
+    """Return what an error came to, and its traceback within the recipe."""
+    within = str(order.work)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(within)]
+    trace = traceback.format_list(frames) + traceback.format_exception_only(error)
+    failure = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {trace[-1].strip()}"
+    return {"failure": failure, "detail": "".join(trace)}
+
+
+def _be_rank(order: Order, rank: int) -> None:
+    """Run the script as one of the other ranks; what it prints is kept for when it fails."""
+    log = os.open(order.work / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    (script,) = (order.work / "gallery").glob("*/*.py")
+    os.chdir(script.parent)
+    sys.argv = [str(script)]
+    try:
+        _load_triton(order)
+        runpy.run_path(str(script), run_name="__main__")
+    except BaseException as error:
+        traceback.print_exc()
+        failure = _failure(order, error)
+        with suppress(FileExistsError), open(order.work / FAILED, "x", encoding="utf-8") as file:
+            json.dump(failure | {"failure": f"rank {rank} {failure['failure']}"}, file)
+        os._exit(1)  # at once: the others wait for it
+
+
+def _load_triton(order: Order) -> None:
+    """Import Triton where the recipe does and the fork server has not, and have its interpreter be quick."""
+    if not order.uses_triton:
+        return
+    with patch.dict(os.environ, {"TRITON_INTERPRET": "1"} if order.interpreted else {}):
+        import triton  # noqa: F401
+
+    if order.interpreted:
+        from triton_gallery.execute.triton_patches import quicken
+
+        quicken()
 
 
 def _start_anew(variables: dict[str, str]) -> None:
@@ -114,17 +172,11 @@ def _make_page(order: Order) -> dict[str, Any]:
     page = site / "recipes" / script.parent.name
     (page / "images" / "thumb").mkdir(parents=True, exist_ok=True)
     laid_out = _watch_layout(order.laid_out)
+    _load_triton(order)
     watch = None
     if order.uses_triton:
-        with patch.dict(os.environ, {"TRITON_INTERPRET": "1"} if order.interpreted else {}):
-            import triton  # noqa: F401 - where the fork server has not imported it
-
         from triton_gallery.execute.launch_trace import Watch
 
-        if order.interpreted:
-            from triton_gallery.execute.triton_patches import quicken
-
-            quicken()
         watch = Watch(script.parent)
     config = SimpleNamespace(sphinx_gallery_conf=order.gallery, html_static_path=[], templates_path=[])
     fill_gallery_conf_defaults(None, config)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from msgspec import structs
 
-from triton_gallery.execute.execute import Report, Say, Submit, execute, here, longest_first
+from triton_gallery.execute.execute import Report, Say, Submit, execute, here, in_stages, longest_first
 from triton_gallery.execute.supervisor import Task
 from triton_gallery.recipe.contents import Recipe
 from triton_gallery.recipe.device import Environment, NoEnvironmentError, Slot, detect
@@ -104,9 +104,10 @@ def record(
             commit.
     """
     revision = commit()
+    stages = [stage for kind in kinds(farm.slots, per_gpu_model) for stage in in_stages(kind, tasks)]
     due = [
-        (kind, [task for task in tasks if not (only_stale and records.is_fresh(task.recipe, kind[0].environment.name))])
-        for kind in kinds(farm.slots, per_gpu_model)
+        (kind, [it for it in of_kind if not (only_stale and records.is_fresh(it.recipe, kind[0].environment.name))])
+        for kind, of_kind in stages
     ]
     for kind, of_kind in due:
         for task in of_kind:
@@ -127,17 +128,18 @@ def record(
         keep(recipe, run, before=False)
         report(recipe, ended[-1].run, remaining)
 
-    with ExitStack() as stack:
-        work: list[tuple[Task, Submit]] = []
-        for kind, of_kind in due:
-            ran = {} if force else {task.recipe: run for task in of_kind if (run := _ran(task, kind, pages, records))}
-            for recipe, run in ran.items():
-                keep(recipe, run, before=True)
-            to_run = [task for task in of_kind if task.recipe not in ran]
-            to_run = longest_first(to_run, records.seconds(kind[0].environment.name))
-            submit = stack.enter_context(farm.on(kind, to_run, say))
-            work += [(task, submit) for task in to_run]
-        execute(work, pages, keep_and_report)
+    for several in (False, True):  # what wants several GPUs waits until no other has one
+        with ExitStack() as stack:
+            work: list[tuple[Task, Submit]] = []
+            for kind, of_kind in (stage for stage in due if (stage[0][0].environment.gpus > 1) == several):
+                runs = {} if force else {it.recipe: run for it in of_kind if (run := _ran(it, kind, pages, records))}
+                for recipe, run in runs.items():
+                    keep(recipe, run, before=True)
+                to_run = [task for task in of_kind if task.recipe not in runs]
+                to_run = longest_first(to_run, records.seconds(kind[0].environment.name))
+                submit = stack.enter_context(farm.on(kind, to_run, say))
+                work += [(task, submit) for task in to_run]
+            execute(work, pages, keep_and_report)
     return ended
 
 

@@ -1,5 +1,8 @@
 """Executes one recipe in a process of its own, with one GPU and limits of time and memory.
 
+A recipe for several GPUs gets a process for each, its ranks, and one limit for all. They find each other as those do
+which `torchrun` starts.
+
 Processes are forks of multiprocessing's fork server, which has imported what recipes import. `run` needs nothing but
 what it is given, so that a task may be carried out on any machine.
 """
@@ -10,6 +13,7 @@ import multiprocessing.util
 import os
 import re
 import signal
+import socket
 import tempfile
 import threading
 import traceback
@@ -26,8 +30,9 @@ import msgspec
 
 from triton_gallery.execute import PRELOAD, reaper
 from triton_gallery.execute.memory import POLL, excess
-from triton_gallery.execute.recipe_process import OUTPUT_LIMIT, Order
+from triton_gallery.execute.recipe_process import FAILED, OUTPUT_LIMIT, RESULT, Order
 from triton_gallery.recipe.contents import HEADER, Recipe
+from triton_gallery.recipe.declaration import declaration
 from triton_gallery.recipe.device import Environment, Slot
 from triton_gallery.recipe.launches import Launch
 from triton_gallery.recipe.needs import missing, versions
@@ -42,6 +47,10 @@ FOR_ANY = ("matplotlib.pyplot", "sphinx_gallery.gen_gallery", "triton_gallery.ex
 OF_RECIPES = ("torch", "triton", "pandas")  # none of them starts a thread that a fork would miss
 LAZY = ("torch._dynamo", "torch._inductor.compile_fx")  # what PyTorch imports late; with a GPU, they start CUDA
 PAGES = Path("site", "recipes")  # in the work folder
+
+OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # as `torchrun` sets them
+# Multicast over NVLink takes resources of the whole host, which not every container may have.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 Result = tuple[Run, dict[str, bytes]]  # how it went, and the page's files by their paths
 
@@ -73,6 +82,14 @@ class Task:
     limit: float
     memory: float
     before: Result | None = None
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs of one host it declares; 1 if that is not in order, as its page will say."""
+        try:
+            return declaration(self.recipe.path, self.source).of_op.gpus
+        except ValueError:
+            return 1
 
 
 def prepare(environment: Environment, sources: Sequence[str]) -> None:
@@ -124,7 +141,7 @@ def stop() -> None:
 
 def _run(task: Task, slot: Slot, caches: Path | None, warm_up: bool) -> Result:
     environment = slot.environment
-    lacks = missing(task.recipe.path, task.source, environment.capability)
+    lacks = missing(task.recipe.path, task.source, environment.capability, environment.gpus)
     with tempfile.TemporaryDirectory(prefix="triton-gallery-", ignore_cleanup_errors=True) as name:
         work = Path(name)
         _furnish(work, task)
@@ -137,7 +154,13 @@ def _run(task: Task, slot: Slot, caches: Path | None, warm_up: bool) -> Result:
         laid_out = task.before[0].laid_out if task.before else None
         execute = not lacks and laid_out is None
         uses_triton = execute and _imports("triton", task.source)
-        order = Order(work, task.gallery, execute, variables, uses_triton, not environment.is_gpu, warm_up, laid_out)
+        ranks = 1
+        if execute and task.gpus > 1:
+            ranks = environment.gpus if environment.is_gpu else task.gpus
+            variables |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+            variables |= NO_MULTICAST
+        interpreted = not environment.is_gpu
+        order = Order(work, task.gallery, execute, variables, uses_triton, interpreted, warm_up, laid_out, ranks)
         ended, seconds = _supervise(task, order)
         outcome = _judge(work, ended)
         files = _collect(work)
@@ -150,6 +173,12 @@ def _run(task: Task, slot: Slot, caches: Path | None, warm_up: bool) -> Result:
         packages = {} if lacks else versions(task.recipe.path, task.source)
         outcome |= {"packages": packages, "missing": lacks, "page_hash": task.page_hash}
         return Run(environment, date, seconds, source_hash=task.source_hash, **outcome), files
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def _furnish(work: Path, task: Task) -> None:
@@ -169,7 +198,7 @@ def _furnish(work: Path, task: Task) -> None:
 
 def _variables(environment: Environment) -> dict[str, str]:
     """Return the environment variables of all recipes that an environment executes."""
-    left_out = {"TRITON_INTERPRET", PRELOAD}
+    left_out = {"TRITON_INTERPRET", PRELOAD, *OF_RANKS}
     variables = {name: value for name, value in os.environ.items() if name not in left_out}
     # Triton 3.9 warns on every page that 3.10 will not fuse a * b + c unless it is asked to.
     variables.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -184,8 +213,8 @@ def _variables(environment: Environment) -> dict[str, str]:
     return variables
 
 
-def _supervise(task: Task, order: Order) -> tuple[int | str, float]:
-    """Return the exit status of the recipe's process, or why it was stopped, and the seconds that it took."""
+def _supervise(task: Task, order: Order) -> tuple[tuple[int, int] | str, float]:
+    """Return which rank ended the recipe and its exit status, or why all were stopped, and the seconds that it took."""
     line, child_end = FORKS.Pipe()
     with child_end:
         process = _fork(order, child_end)
@@ -195,10 +224,10 @@ def _supervise(task: Task, order: Order) -> tuple[int | str, float]:
         try:
             if why:
                 line.send(why)
-            status = int(line.recv())
+            ended: tuple[int, int] | str = line.recv()
         except (EOFError, ConnectionError):  # the reaper was killed, and the recipe with it
-            status = -signal.SIGKILL
-    return why or status, round(monotonic() - start, 1)
+            ended = 0, -signal.SIGKILL
+    return why or ended, round(monotonic() - start, 1)
 
 
 def _fork(order: Order, line: "Connection[Any, Any]") -> "multiprocessing.process.BaseProcess":
@@ -243,28 +272,45 @@ def _collect(work: Path) -> dict[str, bytes]:
     return files
 
 
-def _judge(work: Path, ended: int | str) -> dict[str, Any]:
+def _judge(work: Path, ended: tuple[int, int] | str) -> dict[str, Any]:
     """Return what the run came to, as `Run` has it: the outputs, or the failure and the last lines that tell of it."""
-    result = work / "result.json"
-    if ended == 0 and result.exists():
-        outcome: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-        if "outputs" in outcome:
-            outputs = msgspec.convert(outcome["outputs"], list[Output])
-            launches = msgspec.convert(outcome.get("launches", []), list[Launch])
-            laid_out = [text.replace(f"{work}{os.sep}", "") for text in outcome.get("laid_out", [])]
-            return {"outputs": outputs, "launches": launches, "laid_out": laid_out}
+    outcome = _outcome(work, ended)
+    if "outputs" in outcome:
+        outputs = msgspec.convert(outcome["outputs"], list[Output])
+        launches = msgspec.convert(outcome.get("launches", []), list[Launch])
+        laid_out = [text.replace(f"{work}{os.sep}", "") for text in outcome.get("laid_out", [])]
+        return {"outputs": outputs, "launches": launches, "laid_out": laid_out}
+    if outcome:
         failure, detail = outcome["failure"], outcome["detail"]
     else:
-        with open(work / "log.txt", "rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
-            detail = log.read().decode(errors="replace")
-        # faulthandler writes the innermost frame first: those below the recipe are sphinx-gallery's
-        detail = re.split(r"\n.*/sphinx_gallery/", detail, maxsplit=1)[0]
-        if isinstance(ended, str):
-            failure = ended
-        elif ended < 0:
-            names = {number.value: f" ({number.name})" for number in signal.Signals}
-            failure = f"killed by signal {-ended}{names.get(-ended, '')}"
-        else:
-            failure = f"ended with status {ended} before its last cell"
+        # faulthandler writes the innermost frame first: those below the recipe are the build's
+        detail = re.split(r"\n.*/sphinx_gallery/", _tail(work / "log.txt"), maxsplit=1)[0]
+        for log in sorted(work.glob("rank-*.txt")):
+            of_rank = re.split(r"\n.*<frozen runpy>", _tail(log), maxsplit=1)[0].strip()
+            detail += f"\n{log.stem.replace('-', ' ')}:\n{of_rank}" if of_rank else ""
+        failure = ended if isinstance(ended, str) else _how_ended(*ended)
     return {"outputs": [], "failure": failure, "detail": detail.replace(f"{work}{os.sep}", "").strip()[-TAIL:]}
+
+
+def _outcome(work: Path, ended: tuple[int, int] | str) -> dict[str, Any]:
+    """Return what the first rank wrote of its run, or another that failed before it; nothing if none lived to."""
+    result, failed = work / RESULT, work / FAILED
+    raised = failed.exists() and not isinstance(ended, str) and ended[0] > 0 and ended[1] > 0
+    if ended != (0, 0) and not raised:
+        return {}
+    outcome: dict[str, Any] = json.loads(result.read_bytes()) if result.exists() else {}
+    if raised and not ("failure" in outcome and result.stat().st_mtime_ns < failed.stat().st_mtime_ns):
+        return dict(json.loads(failed.read_bytes()))
+    return outcome
+
+
+def _how_ended(rank: int, status: int) -> str:
+    names = {number.value: f" ({number.name})" for number in signal.Signals}
+    how = f"killed by signal {-status}{names.get(-status, '')}" if status < 0 else f"ended with status {status}"
+    return f"{f'rank {rank} ' if rank else ''}{how}{' before its last cell' if status >= 0 else ''}"
+
+
+def _tail(path: Path) -> str:
+    with open(path, "rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL))
+        return log.read().decode(errors="replace")

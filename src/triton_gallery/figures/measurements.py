@@ -117,6 +117,7 @@ def _of_libraries(row: LibraryRow, state: str) -> dict[str, Any]:
         "rates": {
             name: rate and dict(zip(("value", "low", "high"), rate, strict=True)) for name, rate in row.rates.items()
         },
+        "ratio": row.table.ratio(0),  # ours over the best other's
         "cpu_us": row.cpu_us,
         "device": row.environment.name,
         "driver": row.environment.driver,

@@ -7,14 +7,15 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import field
+from msgspec import Meta, field
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from triton_gallery.recipe.data import Data
+from triton_gallery.recipe.device import MOST
 
 BLOCK = re.compile(r"(?m)^# /// script$\n((?:^#(?: .*)?$\n)+)^# ///$")
 
@@ -75,6 +76,7 @@ class OfOp(Data, frozen=True):
         tool: whether the page is about a tool and hands over no op.
         shown_first: the title of the section that the page begins with, where that sums up what the script does before.
         gpu: the compute capabilities of the NVIDIA GPUs that the recipe is for alone, as a version specifier: "==9.0".
+        gpus: how many GPUs of one host it runs on at least, a process on each.
         not_for: the GPUs that a kernel is not meant for, by its name, as `gpus.GPUS` calls them.
         only_with: the versions of Triton that a kernel is for alone, by its name, as a version specifier: "<3.9".
         longer: why the op takes more statements than an op has.
@@ -89,6 +91,7 @@ class OfOp(Data, frozen=True):
     tool: bool = False
     shown_first: str = ""
     gpu: str = ""
+    gpus: Annotated[int, Meta(ge=1, le=MOST)] = 1
     not_for: dict[str, list[str]] = field(default_factory=dict)
     only_with: dict[str, str] = field(default_factory=dict)
     longer: str | None = None

@@ -1,15 +1,17 @@
 """What executes recipes on this machine.
 
 Run as a script it prints, as JSON, one `Slot` for each GPU that PyTorch sees, or one for the CPU. `detect` asks in a
-process of its own, so that the build itself never imports torch nor holds a GPU.
+process of its own, so that the build itself never imports torch nor holds a GPU. `together` takes several GPUs as one.
 """
 
 import ctypes
 import os
 import platform
+import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +21,7 @@ import msgspec
 from packaging.version import Version
 
 INTERPRETER = "Triton's interpreter on CPU"
+MOST = 8  # GPUs of one host that execute a recipe together
 SUPPORTED = {"Triton": ((3, 6), (3, 9)), "PyTorch": ((2, 11), (2, 15))}  # the oldest and the newest that is tried
 
 
@@ -26,7 +29,7 @@ class NoEnvironmentError(RuntimeError):
     """Nothing here executes recipes; the message says why."""
 
 
-class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A device and the software that drives it.
 
     Attributes:
@@ -35,6 +38,8 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         memory: bytes of GPU memory; None without a GPU.
         driver: the driver's version; None without a GPU, or if nvidia-smi does not tell.
         cuda: the CUDA version that torch was built for; None without a GPU.
+        gpus: how many such GPUs of one host execute a recipe together; `name` then tells it, too.
+        links: what connects them, as nvidia-smi calls it: "NV18"; None for one, or if it does not tell.
     """
 
     name: str
@@ -45,6 +50,8 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     torch: str
     triton: str
     python: str
+    gpus: int = 1
+    links: str | None = None
 
     @property
     def is_gpu(self) -> bool:
@@ -80,6 +87,40 @@ def detect() -> list[Slot]:
     if reason := too_old(slots[0].environment, version("numpy")):
         raise NoEnvironmentError(reason)
     return slots
+
+
+def together(slots: Sequence[Slot]) -> Slot | None:
+    """Return GPUs of this machine as one slot: as many equal ones as a power of two has; None if there are no two."""
+    names = [slot.visible for slot in slots if slot.environment == slots[0].environment and slot.visible is not None]
+    if len(names) < 2:
+        return None
+    names = names[: 1 << min(len(names), MOST).bit_length() - 1]
+    one = slots[0].environment
+    name = f"{len(names)} x {one.name}"
+    several = msgspec.structs.replace(one, name=name, gpus=len(names), links=_links(names))
+    return Slot(several, ",".join(names))
+
+
+def _links(names: Sequence[str]) -> str | None:
+    """Return what connects GPUs, given what `CUDA_VISIBLE_DEVICES` calls them."""
+    try:
+        printed = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return links(printed, names)
+
+
+def links(printed: str, names: Sequence[str]) -> str | None:
+    """Return what `nvidia-smi topo -m` printed of GPUs: each kind of connection once; None if it is not understood."""
+    lines = [line.split() for line in re.sub(r"\x1b\[\d*m", "", printed).splitlines()]
+    rows = {line[0]: line[1:] for line in lines if len(line) > 2 and re.fullmatch(r"GPU\d+", line[0])}
+    rows = {gpu: row for gpu, row in rows.items() if "X" in row}  # the first line has the names of the columns
+    chosen = [f"GPU{name}" for name in names]
+    if not {*chosen} <= rows.keys():  # they may be named by identifiers
+        chosen = [*rows]
+    columns = [*rows]
+    found = {rows[a][columns.index(b)] for a in chosen for b in chosen if a != b and len(rows[a]) >= len(columns)}
+    return ", ".join(sorted(found)) or None
 
 
 def too_old(environment: Environment, numpy: str) -> str | None:

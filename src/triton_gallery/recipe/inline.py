@@ -1,9 +1,9 @@
 """Writes into a script what it imports of this project, so that it stands alone.
 
 A line `from triton_gallery.bench import gpu_time, rate_table` becomes the text of these functions, and so does one
-that imports from `triton_gallery.compiling`, `.counting` or `.outcomes`. A line `from triton_gallery_ops.softmax
-import softmax` becomes the text of the whole op, with the ops that it is made of. What they import is imported where
-the script begins. All else stays as it is, byte by byte.
+that imports from `triton_gallery.compiling`, `.counting`, `.outcomes` or `.ranks`. A line `from
+triton_gallery_ops.softmax import softmax` becomes the text of the whole op, with the ops that it is made of. What they
+import is imported where the script begins. All else stays as it is, byte by byte.
 """
 
 import ast
@@ -20,11 +20,11 @@ from triton_gallery.recipe.names import bound
 CLOCK_FILE = Path(__file__).parents[1] / "bench.py"
 HELPERS = {  # of lessons
     f"triton_gallery.{name}": CLOCK_FILE.with_name(f"{name}.py")
-    for name in ("bench", "compiling", "counting", "outcomes")
+    for name in ("bench", "compiling", "counting", "outcomes", "ranks")
 }
 OPS = "triton_gallery_ops"
 FOLDER = Path(__file__).parents[2] / OPS  # of this project's ops
-LATE = ("triton", "torch.utils.flop_counter")  # load Triton, which reads TRITON_INTERPRET then
+LATE = ("triton", "transformers", "torch.utils.flop_counter")  # load Triton, which reads TRITON_INTERPRET then
 WIDTH = 80
 FUNCTION = ("def ", "class ", "@")
 

@@ -18,18 +18,19 @@ def packages(path: Path, source: str) -> list[str]:
     return [str(requirement) for requirement in declaration(path, source).packages]
 
 
-def missing(path: Path, source: str, capability: str | None) -> list[str]:
+def missing(path: Path, source: str, capability: str | None, gpus: int = 1) -> list[str]:
     """Return what a recipe declares and this Python or GPU has not, in words; none if it declares nothing.
 
     Args:
         path: the recipe's file, to name in errors.
         source: its text.
         capability: the compute capability of the GPU that would execute it; None without one.
+        gpus: how many such GPUs would.
 
     Raises:
         ValueError: if the block of metadata is not in order.
     """
-    return list(_missing(declaration(path, source), capability))
+    return list(_missing(declaration(path, source), capability, gpus))
 
 
 def versions(path: Path, source: str) -> dict[str, str]:
@@ -38,7 +39,7 @@ def versions(path: Path, source: str) -> dict[str, str]:
     return {name: version(name) for name in names}
 
 
-def _missing(declared: Declaration, capability: str | None) -> Iterator[str]:
+def _missing(declared: Declaration, capability: str | None, gpus: int) -> Iterator[str]:
     if not declared.pythons.contains(platform.python_version(), prereleases=True):
         yield f"Python {declared.pythons} (here is {platform.python_version()})"
     for package in declared.packages:
@@ -54,3 +55,5 @@ def _missing(declared: Declaration, capability: str | None) -> Iterator[str]:
     if declared.gpus is not None and not (capability and declared.gpus.contains(capability)):
         here = f"one of {capability}" if capability else "none"
         yield f"an NVIDIA GPU of compute capability {str(declared.gpus).removeprefix('==')} (here is {here})"
+    if capability and gpus < declared.of_op.gpus:  # without any, the interpreter has processes for them
+        yield f"{declared.of_op.gpus} GPUs of one host (here {f'are {gpus}' if gpus > 1 else 'is one'})"

@@ -44,5 +44,5 @@ def counts(env: BuildEnvironment) -> list[str]:
     for device, records in of_device.items():
         first, last = min(record.date for record in records)[:10], max(record.date for record in records)[:10]
         when = first if first == last else f"{first} to {last}"
-        lines.append(f"{len(records)} recipes run on {device}, {when}")
+        lines.append(f"{len(records)} recipe{'s' * (len(records) > 1)} run on {device}, {when}")
     return lines

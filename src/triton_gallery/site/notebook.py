@@ -50,6 +50,27 @@ def install_missing(*packages: str) -> None:
     subprocess.run([*install, "--quiet", *missing], check=True)
 
 
+def run_on_all_gpus(name: str, script: str, least: int) -> None:
+    """Write the script of these cells to a file, and run it in a process on each GPU, if here are enough."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus < least:
+        print(f"this needs {least} GPUs, here are {gpus}: the cells below run in one process")
+        return
+    Path(name).write_text(script)
+    ranks = f"--nproc-per-node={1 << min(gpus, 8).bit_length() - 1}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, name]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(ended.stdout)
+    if ended.returncode:
+        raise RuntimeError(ended.stderr)
+
+
 def fill(app: Sphinx, _: nodes.document) -> None:
     """When a page is read, write its outputs into the notebook; if that changes it, write the zip again too."""
     page = recipe_page(app.env, app.env.docname)
@@ -72,7 +93,10 @@ def fill(app: Sphinx, _: nodes.document) -> None:
 
 
 def _added_cells(app: Sphinx, page: RecipePage) -> Iterator[dict[str, Any]]:
-    """Yield the cells that only the notebook has: a link to the page, if its address is known, and the installation."""
+    """Yield the cells that only the notebook has.
+
+    A link to the page, if its address is known, the installation, and what runs a script for several GPUs on them.
+    """
     tags: dict[str, Any] = {"metadata": {"tags": [OURS]}}
     if address := site_address(app.env):
         yield {"cell_type": "markdown", **tags, "source": f"From the [Triton Gallery]({address}{page.name}.html)."}
@@ -80,6 +104,12 @@ def _added_cells(app: Sphinx, page: RecipePage) -> Iterator[dict[str, Any]]:
     call = f"install_missing{tuple(needs)!r}".replace("'", '"')
     source = f"{inspect.getsource(install_missing)}\n\n{call}"
     yield {"cell_type": "code", **tags, "execution_count": None, "outputs": [], "source": source}
+    if (least := page.declared.of_op.gpus) > 1:
+        lines = "\n".join(f"    {line!r}" for line in page.recipe.text.splitlines(keepends=True))
+        call = f"run_on_all_gpus({page.recipe.path.name!r}, SCRIPT, {least})"
+        source = f"{inspect.getsource(run_on_all_gpus)}\n\nSCRIPT = (\n{lines}\n)\n{call}"
+        hidden = {"metadata": tags["metadata"] | {"jupyter": {"source_hidden": True}}}
+        yield {"cell_type": "code", **hidden, "execution_count": None, "outputs": [], "source": source}
 
 
 def _outputs(page: RecipePage, shown: Shown, figures: Mapping[str, bytes]) -> Iterator[dict[str, Any]]:

@@ -49,8 +49,9 @@ def _line(what: str, device: str, facts: list[str]) -> nodes.paragraph:
 
 def _software(environment: Environment, packages: Mapping[str, str]) -> list[str]:
     driver = [f"driver {environment.driver}"] if environment.driver else []
+    links = [f"connected by {environment.links}"] if environment.links else []
     more = [f"{name} {version}" for name, version in packages.items()]
-    return [*driver, f"torch {environment.torch}", f"triton {environment.triton}", *more]
+    return [*links, *driver, f"torch {environment.torch}", f"triton {environment.triton}", *more]
 
 
 def _record(page: RecipePage, run: Run) -> Record | None:

@@ -1,0 +1,599 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Compute a whole mixture-of-experts layer: load tokens in the order of experts
+# inside the first product, apply SwiGLU there, and add up in a fixed order."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = true
+# deterministic = true
+# longer = "by copy engine, by pointers, and for a few tokens; a backward"
+#
+# [tool.triton-gallery.not_for]
+# _grouped_matmul_engine_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
+# _grouped_matmul_engine_sums_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
+# _moe_layer_engine_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "hidden_kernel"
+# caption = """
+# Four tokens, two choices each, of three experts. Program (0, 1) has column
+# tile 0 of expert 1: `order[4]` is choice 4, which is of token 4 // 2 = 2. Rows
+# past `end` repeat token 0 and are not stored."""
+# registers = ["start", "end", "token", "x", "gate", "up", "h"]
+# call = "hidden(x, gate_up, *sort(experts, 3)[::2], 2, tile=(4, 2, 2))"
+# expected = { h = "hidden_torch(x, gate_up, *sort(experts, 3)[::2], 2)" }
+# start = [1, 7]
+#
+# [tool.triton-gallery.step_through.inputs]
+# x = "integers(0, 3, 4, 4)"
+# gate_up = "integers(0, 2, 3, 4, 4)"
+# experts = "torch.tensor([[0, 2], [2, 0], [1, 0], [0, 2]], dtype=torch.int32)"
+# ///
+r"""
+A mixture-of-experts (MoE) layer in Triton
+==========================================
+
+A router chose a few experts for each token. Now each expert multiplies its
+tokens by its weights, and each token adds up what its experts return. If you
+have the tokens in the order of experts already, take the products alone: see
+``grouped_matmul.py``.
+
+After this page you can
+
+* load rows in any order inside a matrix product, so that no copy is needed;
+* apply SwiGLU where the product ends;
+* add up results in an order that does not depend on the run.
+"""
+
+# sphinx_gallery_tags = ["matmul", "compute bound", "fusion", "autograd"]
+import os
+from functools import partial
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+from torch.nn.functional import grouped_mm, silu
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+from triton_gallery.bench import gpu_time, rate_table
+
+# %%
+# In PyTorch
+# ----------
+#
+# ``x`` is (T, H), and ``experts`` and ``weights`` (T, k) are what a router
+# chose, see ``moe_routing.py``. ``gate_up`` (E, 2 F, H) and ``down`` (E, H, F)
+# are the weights of all experts, as transformers holds them. A loop over the
+# experts asks the GPU for each one's tokens, and waits for the answer.
+
+generator = torch.Generator().manual_seed(0)
+# Triton's interpreter multiplies bfloat16 wrongly.
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+LAYER = 128, 8, 2048, 768  # E, k, H and F of Qwen3-30B-A3B
+
+
+def loop(x, weights, experts, gate_up, down):
+    out = torch.zeros_like(x)
+    for e in range(len(down)):
+        token, choice = torch.where(experts == e)  # waits for the GPU
+        gate, up = (x[token] @ gate_up[e].T).chunk(2, dim=1)
+        y = (silu(gate) * up) @ down[e].T * weights[token, choice, None]
+        out.index_add_(0, token, y.to(x.dtype))
+    return out
+
+
+def make_inputs(T, E, k, H, F):
+    """Return what a layer takes: each token has k different experts."""
+    scores = torch.rand(T, E, generator=generator).to(DEVICE)
+    weights, experts = (2 * scores).softmax(1).topk(k)
+    shapes = (T, H), (E, 2 * F, H), (E, H, F)
+    kind = {"dtype": DTYPE, "device": DEVICE}
+    x, gate_up, down = (torch.randn(*s, **kind) for s in shapes)
+    return x, weights, experts.int(), gate_up / H**0.5, down / F**0.5
+
+
+# %%
+# The first kernel
+# ----------------
+#
+# Choice j of token t has the number ``t * k + j``. We sort these numbers by
+# expert. A program computes some columns of what SwiGLU returns. It loops over
+# all rows of an expert, because the CPU does not know how many there are. It
+# loads the numbers of its choices from ``order``, and then rows of ``x`` from
+# where they are: no sorted copy is stored. It has the same columns of gate and
+# of up, so it applies SwiGLU to its sums. ``tl.dot(a, b, acc)`` returns ``acc +
+# a @ b``; here b is a transposed tile of ``gate_up``, by the order of the axes
+# of ``w_ptrs``.
+
+
+def sort(experts, E):
+    """Return order, inverse and where the choices of each expert end."""
+    flat, order = experts.flatten().sort(stable=True)
+    numbers = torch.arange(E, device=flat.device)
+    offsets = torch.searchsorted(flat, numbers, right=True)
+    return order.int(), order.argsort().int(), offsets.int()
+
+
+@triton.jit
+def hidden_kernel(
+    x_ptr,
+    gate_up_ptr,
+    h_ptr,
+    order_ptr,
+    offsets_ptr,
+    k,
+    H,  # a multiple of BLOCK_K
+    F,  # a multiple of BLOCK_N
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    expert = tl.program_id(axis=1).to(tl.int64)
+    start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offsets_ptr + expert)
+    offs_n = tl.program_id(axis=0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    offs_k = tl.arange(0, BLOCK_K)
+    columns = expert * 2 * F + offs_n  # of gate; those of up are F later
+    w_ptrs = gate_up_ptr + columns * H + offs_k[:, None]
+    for row in range(start, end, BLOCK_M):
+        offs_m = row + tl.arange(0, BLOCK_M)[:, None]
+        choice = tl.load(order_ptr + offs_m, mask=offs_m < end, other=0)
+        # In int32 the offset of a row would overflow past element 2**31.
+        token = (choice // k).to(tl.int64)  # (BLOCK_M, 1)
+        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for i in range(0, H, BLOCK_K):
+            x = tl.load(x_ptr + token * H + i + offs_k[None, :])
+            gate = tl.dot(x, tl.load(w_ptrs + i), gate)
+            up = tl.dot(x, tl.load(w_ptrs + F * H + i), up)
+        h = (gate * tl.sigmoid(gate) * up).to(h_ptr.dtype.element_ty)
+        h_ptrs = h_ptr + offs_m.to(tl.int64) * F + offs_n
+        tl.store(h_ptrs, h, mask=offs_m < end)
+
+
+def hidden(x, gate_up, order, offsets, k, tile=(128, 128, 64)):
+    """Return what down multiplies, of contiguous x and gate_up."""
+    E, F2, H = gate_up.shape
+    F = F2 // 2
+    assert (F % tile[1], H % tile[2]) == (0, 0)  # the kernel masks neither
+    h = x.new_empty(len(order), F)
+    tensors = x, gate_up, h, order, offsets
+    hidden_kernel[(F // tile[1], E)](*tensors, k, H, F, *tile, num_warps=8)
+    return h
+
+
+def sum_torch(y, weights, inverse):
+    y = y[inverse].view(*weights.shape, -1)
+    return (y * weights[:, :, None]).sum(1).to(y.dtype)
+
+
+def layer(x, weights, experts, gate_up, down, hidden=hidden, add=sum_torch):
+    """Return the result; PyTorch multiplies by down."""
+    order, inverse, offsets = sort(experts, len(down))
+    h = hidden(x, gate_up, order, offsets, experts.shape[1])
+    return add(grouped_mm(h, down.mT, offs=offsets), weights, inverse)
+
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare with the loop in float64. ``h``, the experts' results and the sum
+# are each rounded to 16 bits, so we allow 4 eps of the largest result.
+
+
+def check(ours):
+    given = make_inputs(50, 6, 2, 64, 96)
+    exact = loop(*(t.double() if t.is_floating_point() else t for t in given))
+    atol = 4 * torch.finfo(DTYPE).eps * exact.abs().max().item()
+    out = ours(*given).double()
+    print(f"error {(out - exact).abs().max():.1e}, allowed {atol:.1e}")
+    torch.testing.assert_close(out, exact, rtol=0, atol=atol)
+
+
+if __name__ == "__main__":
+    check(partial(layer, hidden=partial(hidden, tile=(16, 32, 32))))
+
+# %%
+# How fast?
+# ---------
+#
+# A layer of Qwen3-30B-A3B, in milliseconds, for three numbers of tokens:
+
+
+def show_times(ways, tokens=(1024, 8192, 32768)):
+    table = {}
+    for T in tokens:
+        given = make_inputs(T, *LAYER)
+        times = gpu_time({n: partial(f, *given) for n, f in ways.items()}, 20)
+        table[T] = {name: t[0] for name, t in times.items()}
+    print("ms", pd.DataFrame(table).T.to_string(float_format="%.3f"), sep="\n")
+
+
+WAYS = {"loop": loop, "hidden_kernel": layer}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    show_times(WAYS)
+
+# %%
+# What does the kernel save?
+# --------------------------
+#
+# The loop waits. PyTorch need not: copy the rows of ``x`` in the order of
+# experts, and multiply with ``grouped_mm``. Then the copy, the product, silu
+# and the multiplication by up are four kernels, and each reads what the one
+# before it stored. Our kernel saves these bytes. The cell below prints them,
+# and the *floor* of the layer: weights, ``x`` and the result. For one token,
+# weights are nearly all; for the most tokens, more is saved than the floor.
+
+
+def hidden_torch(x, gate_up, order, offsets, k):
+    rows = x[order // k]  # a copy
+    gate, up = grouped_mm(rows, gate_up.mT, offs=offsets).chunk(2, dim=1)
+    return silu(gate) * up
+
+
+WAYS["PyTorch"] = partial(layer, hidden=hidden_torch)
+
+if __name__ == "__main__":
+    E, k, H, F = LAYER
+    for T in (1, 1024, 32768):
+        floor = 6e-6 * H * F * min(E, T * k) + 4e-6 * T * H
+        # Copy H, product 2 F, silu F: 2 bytes, written and read
+        saved = 4e-6 * T * k * (H + 3 * F)
+        print(f"{T} tokens, in MB: floor {floor:.0f}, saved {saved:.1f}")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    show_times(WAYS)
+
+# %%
+# Add up in a fixed order
+# -----------------------
+#
+# Row ``inverse[t * k + j]`` of what the experts return belongs to choice j of
+# token t. There are two ways to add rows up: each row adds itself to the result
+# of its token, with *atomic* additions, which do not get lost if two come at
+# once; or each token fetches its rows. Atomics come in another order in each
+# run, and a sum in another order is rounded differently. A token that fetches
+# its rows adds them in the same order in each run, in float32, and stores once.
+
+
+@triton.jit
+def sum_kernel(
+    y_ptr,
+    weights_ptr,
+    inverse_ptr,
+    out_ptr,
+    H,
+    CHOICES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    token = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.program_id(axis=1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    acc = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    for j in tl.static_range(CHOICES):
+        row = tl.load(inverse_ptr + token * CHOICES + j).to(tl.int64)
+        weight = tl.load(weights_ptr + token * CHOICES + j)
+        y = tl.load(y_ptr + row * H + offs, mask=offs < H)
+        acc += weight * y.to(tl.float32)
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * H + offs, out, mask=offs < H)
+
+
+def add(y, weights, inverse, BLOCK_H=1024):
+    """Return the weighted sum of the rows of each token."""
+    (T, k), H = weights.shape, y.shape[1]
+    out = y.new_empty(T, H)
+    grid = T, triton.cdiv(H, BLOCK_H)
+    sum_kernel[grid](y, weights, inverse, out, H, k, BLOCK_H)
+    return out
+
+
+def add_atomic(y, weights, inverse, order=None):
+    """Return the same by atomic additions, which index_add_ makes."""
+    order = inverse.argsort() if order is None else order
+    rows = y * weights.flatten()[order, None]
+    out = rows.new_zeros(len(weights), y.shape[1])
+    return out.index_add_(0, order // weights.shape[1], rows).to(y.dtype)
+
+
+if __name__ == "__main__":
+    small = partial(hidden, tile=(16, 32, 32))
+    for way in partial(add, BLOCK_H=64), add_atomic:
+        check(partial(layer, hidden=small, add=way))
+
+# %%
+# The time of the sum alone, and in how many of 20 runs its result differs from
+# that of the first:
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    T, (_, k, H, _) = 32768, LAYER
+    weights = torch.rand(T, k, device=DEVICE)
+    inverse = torch.randperm(T * k, device=DEVICE).int()
+    y = torch.randn(T * k, H, device=DEVICE, dtype=DTYPE)
+    sums = {"PyTorch": sum_torch, "sum_kernel": add}
+    sums["atomic"] = partial(add_atomic, order=inverse.argsort())
+    calls = {who: partial(f, y, weights, inverse) for who, f in sums.items()}
+    for who, (ms, *_) in gpu_time(calls, turns=20).items():
+        first = calls[who]()
+        differ = sum(not torch.equal(calls[who](), first) for _ in range(20))
+        print(f"{who}: {ms:.2f} ms, {differ} of 20 runs differ")
+
+# %%
+# The gradients
+# -------------
+#
+# For one choice, :math:`a = \mathrm{gate}\,x` and :math:`u = \mathrm{up}\,x`,
+# and the expert returns :math:`\mathrm{down}\,h`, with
+# :math:`h = \mathrm{silu}(a)\,u`. Let :math:`w` be the weight of the choice,
+# :math:`g` the gradient of the token's result, and
+# :math:`q = \mathrm{down}^T g`, a grouped product. Then
+#
+# .. math:: dw = q \cdot h, \quad du = w\,q\,\mathrm{silu}(a), \quad
+#           da = w\,q\,u\,\sigma(a)\,(1 + a\,(1 - \sigma(a))).
+#
+# The first is :math:`g \cdot (\mathrm{down}\,h)`, so :math:`\mathrm{down}\,h`
+# need not be kept. The forward keeps :math:`a` and :math:`u`, and :math:`h` is
+# computed again. One program has one row. The rest are grouped products: the
+# gradient of ``x`` comes from :math:`da` and :math:`du`, that of ``gate_up``
+# from these and ``x``, that of ``down`` from :math:`g` and :math:`w\,h`.
+
+
+@triton.jit
+def swiglu_backward_kernel(
+    q_ptr,
+    a_ptr,
+    u_ptr,
+    weights_ptr,
+    order_ptr,
+    da_ptr,
+    du_ptr,
+    dw_ptr,
+    F,
+    BLOCK_F: tl.constexpr,
+):
+    row = tl.program_id(axis=0).to(tl.int64)
+    choice = tl.load(order_ptr + row)
+    weight = tl.load(weights_ptr + choice)
+    offs = tl.arange(0, BLOCK_F)
+    mask = offs < F
+    offs += row * F
+    q = tl.load(q_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    s = tl.sigmoid(a)
+    tl.store(dw_ptr + choice, tl.sum(q * a * s * u, axis=0))
+    du = weight * q * a * s
+    da = weight * q * u * s * (1 + a * (1 - s))
+    tl.store(du_ptr + offs, du.to(du_ptr.dtype.element_ty), mask=mask)
+    tl.store(da_ptr + offs, da.to(da_ptr.dtype.element_ty), mask=mask)
+
+
+if __name__ == "__main__":
+    q, a, u = torch.randn(3, 6, 40, device=DEVICE)
+    weights, order = torch.rand(6, device=DEVICE), torch.randperm(6).to(DEVICE)
+    made = q.clone(), q.clone(), weights.clone()
+    swiglu_backward_kernel[(6,)](q, a, u, weights, order, *made, 40, 64)
+    a, u, w = leaves = [t.double().requires_grad_() for t in (a, u, weights)]
+    exact = torch.autograd.grad(
+        silu(a) * u * w[order, None], leaves, q.double()
+    )
+    for ours, theirs in zip(made, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=0)
+    print("the three gradients agree with autograd's")
+
+# %%
+# The op
+# ------
+#
+# ``moe_layer(x, weights, experts, gate_up, down)`` is this gallery's op. To the
+# kernels of this page it adds
+#
+# * tiles of the weights by the copy engine, and any sizes and strides;
+# * experts that other GPUs have, and the backward;
+# * another way for a few tokens, as in decoding. These are not sorted: each
+#   choice has programs, those of an expert's first choice compute its other
+#   choices too, and the rest stop.
+#
+# A *shared* expert, which all tokens have, is an ordinary MLP beside the op,
+# with its result added. For another activation than SwiGLU, change the line of
+# ``h`` in the kernel: for GELU, there is ``tl.erf``.
+
+from triton_gallery_ops.moe_layer import moe_layer
+
+# %%
+# The check of this page, of the op:
+
+if __name__ == "__main__":
+    check(moe_layer)
+
+# %%
+# The result
+# ----------
+#
+# In the charts, *Triton* is ``moe_layer``. The backward computes the gradients
+# of ``x``, the routing weights, and both weights of the experts.
+
+TOKENS = [512, 2048, 8192, 32768]
+
+
+def work(T, passes=1):
+    """Return the operations of a layer, in 10**9: three products."""
+    _, k, H, F = LAYER
+    return passes * 6e-9 * T * k * H * F
+
+
+def roof(T):
+    """Return a call of one product with the operations of a layer."""
+    _, k, H, F = LAYER
+    a, b = (torch.randn(n, H, device=DEVICE, dtype=DTYPE) for n in (T * k, F))
+    return partial(torch.matmul, a, b.T.repeat(1, 3))
+
+
+def backward_calls(T):
+    """Return calls that compute all gradients, by name."""
+    x, weights, experts, *rest = make_inputs(T, *LAYER)
+    leaves = [t.requires_grad_() for t in (x, weights, *rest)]
+    g = torch.randn_like(x)
+    grad = partial(torch.autograd.grad, retain_graph=True)
+    made = {
+        name: op(x, weights, experts, *rest)
+        for name, op in (("Triton", moe_layer), ("PyTorch", WAYS["PyTorch"]))
+    }
+    return {name: partial(grad, out, leaves, g) for name, out in made.items()}
+
+
+def show(results, title):
+    """Print a table and who leads, and draw it."""
+    print(title, results.to_string(), sep="\n")
+    wide = results.pivot(index="T", columns="series", values="TFLOP/s")
+    wide.plot(logx=True, marker="o", ylabel="TFLOP/s", title=title)
+    plt.tight_layout()
+    ratio = wide["Triton"] / wide["PyTorch"]
+    print(f"op / PyTorch: {ratio.min():.2f} to {ratio.max():.2f}")
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {}
+    ours = {"Triton": moe_layer, "Triton, this page": partial(layer, add=add)}
+    ways = {"loop": loop, "PyTorch": WAYS["PyTorch"]} | ours
+    for T in TOKENS:
+        given = make_inputs(T, *LAYER)
+        calls = {name: partial(way, *given) for name, way in ways.items()}
+        times[T] = gpu_time(calls | {"Roof": roof(T)}, turns=20)
+    results = rate_table(times, "T", "TFLOP/s", work)
+    show(results, "forward")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {T: gpu_time(backward_calls(T), turns=20) for T in TOKENS}
+    results_backward = rate_table(
+        times, "T", "TFLOP/s", partial(work, passes=2)
+    )
+    show(results_backward, "backward")
+
+# %%
+# If tokens are few, as in decoding, how fast are the weights of the chosen
+# experts read?
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    rows = {}
+    for T in (1, 8, 64):
+        given = make_inputs(T, *LAYER)
+        moved = 6 * LAYER[2] * LAYER[3] * given[2].unique().numel()
+        ways = {"Triton": moe_layer, "PyTorch": WAYS["PyTorch"]}
+        calls = {name: partial(way, *given) for name, way in ways.items()}
+        source = torch.empty(moved // 2, dtype=torch.int8, device=DEVICE)
+        calls["copy"] = partial(torch.empty_like(source).copy_, source)
+        times = gpu_time(calls)
+        rows[T] = {who: round(moved / t[0] / 1e6) for who, t in times.items()}
+    print("GB/s", pd.DataFrame(rows).T.to_string(), sep="\n")
+
+# %%
+# Exercises
+# ---------
+#
+# Write a kernel and run its cell: it says, without a GPU, whether it is right.
+#
+# **1.** Write the copy that ``hidden_kernel`` does without: row p of ``out`` is
+# row ``order[p] // k`` of ``x``. A program copies one row, of up to BLOCK
+# numbers.
+
+copy_kernel = None  # takes (x_ptr, order_ptr, out_ptr, k, H, BLOCK)
+
+
+def judge(kernel, expected, *given):
+    """Say whether a kernel makes the expected rows, a program for each."""
+    if kernel is None:
+        return "not solved yet"
+    rows, places, *sizes = given
+    made = torch.zeros_like(expected)
+    kernel[(len(made),)](rows, places, made, *sizes, BLOCK=64)
+    near = torch.allclose(made.float(), expected.float(), 1e-2, 1e-2)
+    return "right" if near else "wrong"
+
+
+def judge_copy(kernel):
+    x, _, experts, _, _ = make_inputs(9, 5, 3, 40, 16)
+    order = sort(experts, 5)[0]
+    return judge(kernel, x[order // 3], x, order, 3, 40)
+
+
+if __name__ == "__main__":
+    print(judge_copy(copy_kernel))
+
+# %%
+# **2.** Let ``dx`` be the gradients of all rows in the order of experts. The
+# gradient of a token is the sum of its k rows. Write the kernel, with a program
+# for a token, that adds up in float32.
+
+dx_kernel = None  # takes (rows_ptr, inverse_ptr, dx_ptr, H, CHOICES, BLOCK)
+
+
+def judge_dx(kernel):
+    rows = torch.randn(27, 40, device=DEVICE, dtype=DTYPE)
+    inverse = torch.randperm(27, generator=generator).int().to(DEVICE)
+    expected = sum_torch(rows, torch.ones(9, 3, device=DEVICE), inverse)
+    return judge(kernel, expected, rows, inverse, 40, 3)
+
+
+if __name__ == "__main__":
+    print(judge_dx(dx_kernel))
+
+# %%
+# Answers
+# -------
+#
+# **1.** No two programs store to one row:
+
+
+@triton.jit
+def copy_answer_kernel(x_ptr, order_ptr, out_ptr, k, H, BLOCK: tl.constexpr):
+    row = tl.program_id(axis=0).to(tl.int64)
+    token = tl.load(order_ptr + row).to(tl.int64) // k
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + token * H + offs, mask=offs < H)
+    tl.store(out_ptr + row * H + offs, x, mask=offs < H)
+
+
+if __name__ == "__main__":
+    answer = judge_copy(copy_answer_kernel)
+    print(answer)
+    assert answer == "right"
+
+# %%
+# **2.** As ``sum_kernel``, without weights:
+
+
+@triton.jit
+def dx_answer_kernel(
+    rows_ptr, inverse_ptr, dx_ptr, H, CHOICES: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for j in tl.static_range(CHOICES):
+        row = tl.load(inverse_ptr + token * CHOICES + j).to(tl.int64)
+        x = tl.load(rows_ptr + row * H + offs, mask=offs < H, other=0.0)
+        acc += x.to(tl.float32)
+    dx = acc.to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + token * H + offs, dx, mask=offs < H)
+
+
+if __name__ == "__main__":
+    answer = judge_dx(dx_answer_kernel)
+    print(answer)
+    assert answer == "right"

@@ -1,0 +1,564 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Write float8 from the kernel that computes an RMSNorm or a SwiGLU: what fusing
+# saves in bytes, with a scale for each row or group."""
+# dtypes = ["float16", "bfloat16", "float32"]
+# backward = false
+# deterministic = true
+# longer = "two ops, each with rows, groups and known scales, and long rows"
+#
+# [tool.triton-gallery.not_for]  # float8_e4m3fn needs compute capability 8.9
+# norm_kernel = ["sm_80"]
+# swiglu_kernel = ["sm_80"]
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "norm_kernel"
+# caption = """
+# A row of x per program. MAX is 7 here instead of 448, and values stay float32.
+# A row has 6 elements and BLOCK_N is 8."""
+# registers = ["r", "y", "largest", "scale", "values"]
+# call = "norm_and_quantize(x, weight, 0.0, torch.float32, 7.0)"
+# start = [0, 2]
+#
+# [tool.triton-gallery.step_through.inputs]
+# x = "torch.tensor([[0., 4, 0, -2, 2, 0], [2, -2, 2, 2, -2, 2]])"
+# weight = "torch.tensor([1., 7, 4, 2, 6, -5])"
+#
+# [tool.triton-gallery.step_through.expected]
+# values = "torch.tensor([[0., 7, 0, -1, 3, 0], [1, -7, 4, 2, -6, -5]])"
+# ///
+r"""
+Fused RMSNorm and SwiGLU with FP8 quantization
+==============================================
+
+A linear layer in 8 bits wants its input in 8 bits, with scales. That input
+comes from an RMSNorm or from a SwiGLU, so the kernel that computes it can also
+quantize it, while the row is in registers. This is what inference engines do
+between matrix products. It is not for training, where the norm in 16 bits is
+needed again in the backward.
+
+After this page you can
+
+* count the bytes that a fused kernel saves, before you write it;
+* quantize a row inside the kernel that computes it, with a scale for the row or
+  for groups of 128;
+* round in a fused kernel where separate kernels would.
+"""
+
+# sphinx_gallery_tags = ["quantization", "float8", "fusion", "memory bound"]
+import os
+from functools import partial
+
+import pandas as pd
+import torch
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.counting import Traffic
+
+# %%
+# In PyTorch
+# ----------
+#
+# The norm divides each row by its root mean square and multiplies by a weight.
+# *Quantize to FP8 and INT8* divides each row by a scale, which brings its
+# largest magnitude to 448, the largest ``float8_e4m3fn``. No scale is below
+# ``2.0**-126``, the smallest normal float32: one over 0 is infinite, and 0
+# times infinity is NaN.
+
+E4M3 = torch.float8_e4m3fn
+EPS = 1e-6
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+randn = partial(torch.randn, generator=generator, device=DEVICE)
+
+
+def norm_torch(x, weight):
+    """Return the RMSNorm of each row."""
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def in_torch(x, weight):
+    """Return the norm of each row over its scale as float8, and the scales."""
+    y = norm_torch(x, weight)
+    scales = (y.abs().amax(-1, keepdim=True).float() / 448).clamp(min=2.0**-126)
+    return (y.float() * (1 / scales)).to(E4M3), scales
+
+
+# %%
+# The fewest bytes that must move, the *floor*, are ``x`` and the weight read
+# once, values and scales written once. One kernel moves just that; of two, the
+# first also writes the norm and the second reads it. ``Traffic`` counts what
+# PyTorch's operators read and write; ``rms_norm`` is several of them.
+
+if __name__ == "__main__":
+    x, weight = randn(64, 4096).bfloat16(), randn(4096).bfloat16()
+    with Traffic() as traffic:
+        values, scales = in_torch(x, weight)
+    floor = sum(t.nbytes for t in (x, weight, values, scales))
+    moved = {"PyTorch": traffic.moved, "two kernels": floor + 2 * x.nbytes}
+    for name, count in (moved | {"one kernel": floor}).items():
+        print(f"{name}: {count:,} bytes, {count / floor:.2f} times the floor")
+
+# %%
+# The first kernel
+# ----------------
+#
+# It begins as the kernel of an RMSNorm, but does not store ``y``. Instead, the
+# row's largest magnitude gives the scale, and the row, still in registers, is
+# multiplied by one over it. Two kernels would store ``y`` in the dtype of
+# ``x``, so this one rounds it to that dtype, as vLLM and TensorRT-LLM do.
+# Masked elements are 0, which changes neither the sum nor the maximum.
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr,
+    weight_ptr,
+    values_ptr,
+    scale_ptr,
+    N,
+    EPS: tl.constexpr,
+    MAX: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(x * x, axis=0) / N + EPS)
+    y = x * r * weight  # (BLOCK_N,)
+    # To the dtype that x_ptr points to, as if y were stored and loaded again
+    y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+    largest = tl.max(tl.abs(y), axis=0)
+    scale = tl.maximum(largest / MAX, 2.0**-126)
+    values = y * (1 / scale)  # (BLOCK_N,)
+    # No clamp: what exceeds MAX by a bit of float32 is rounded to it
+    values = values.to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + row * N + offs, values, mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+def norm_and_quantize(x, weight, eps=EPS, dtype=E4M3, MAX=448.0):
+    """Return the norm of each row over its scale, and the scales."""
+    M, N = x.shape
+    assert 0 < N <= 16384  # 16 warps: on AMD GPUs 1024 threads, the most
+    assert weight.shape == (N,)
+    assert dtype.is_floating_point  # an integer would have to be rounded first
+    x, weight = x.contiguous(), weight.contiguous()
+    values = torch.empty_like(x, dtype=dtype)
+    scales = x.new_empty(M, 1, dtype=torch.float32)
+    BLOCK_N = triton.next_power_of_2(N)
+    warps = max(1, BLOCK_N // 1024)
+    tensors = x, weight, values, scales
+    norm_kernel[(M,)](*tensors, N, eps, MAX, BLOCK_N, num_warps=warps)
+    return values, scales
+
+
+# %%
+# Is it right?
+# ------------
+#
+# With values in float32, a few roundings may differ from float64. The float8
+# check avoids rounding, which Triton's interpreter does wrongly: ``x * r`` is 1
+# or -1, and the weights are float8 numbers up to 448, so the scale is 1.
+
+
+def compare(values, scales, exact, allowed=0.01):
+    """Print and check the largest error of values, and check the scales."""
+    expected = (exact.abs().amax(-1, keepdim=True) / 448).clamp(min=2.0**-126)
+    torch.testing.assert_close(scales.double(), expected, rtol=1e-5, atol=0)
+    error = (values.double() - exact / expected).abs().max().item()
+    print(f"largest error {error:.4f} of 448, allowed {allowed}")
+    assert error <= allowed
+
+
+if __name__ == "__main__":
+    x, weight = randn(1000, 20).T, randn(1000)  # x is not contiguous
+    exact = norm_torch(x.double(), weight.double())
+    compare(*norm_and_quantize(x, weight, dtype=torch.float32), exact)
+    x = 1024 * randn(20, 1000).sign().bfloat16()  # so large that EPS is nothing
+    x[3] = 0
+    weight = (200 * randn(1000)).clamp(-448, 448).to(E4M3).bfloat16()
+    for op in (in_torch, norm_and_quantize):
+        compare(*op(x, weight), norm_torch(x.double(), weight.double()))
+
+# %%
+# How fast?
+# ---------
+#
+# The *roof* is a copy that moves as many bytes as the floor.
+
+ELEMENTS = 2**28  # of x: half a gigabyte, far more than a GPU's caches hold
+FLOOR = 3e-6 * ELEMENTS  # megabytes: two bytes read, one written
+
+
+def calls(ours, N):
+    """Return what is timed for rows of N, by name."""
+    x, weight = randn(ELEMENTS // N, N).bfloat16(), randn(N).bfloat16()
+    torch.compiler.reset()  # past eight lengths it would raise
+    fast = torch.compile(in_torch, dynamic=False, fullgraph=True)
+    ops = ours | {"PyTorch": in_torch, "torch.compile": fast}
+    made = {name: partial(op, x, weight) for name, op in ops.items()}
+    return made | {"Roof": x.view(-1)[: 3 * ELEMENTS // 4].clone}
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    rows = {}
+    for N in (1024, 4096, 16384):
+        times = gpu_time(calls({"norm_kernel": norm_and_quantize}, N))
+        rows[N] = {name: round(FLOOR / t[0]) for name, t in times.items()}
+    print("GB/s", pd.DataFrame(rows).T.to_string(), sep="\n")
+
+# %%
+# Is ``y`` rounded to the dtype of ``x``? Then values times their scale are near
+# bfloat16 numbers.
+
+if __name__ == "__main__":
+    x, ones = randn(20, 1000).bfloat16(), torch.ones_like(weight)
+    values, scales = norm_and_quantize(x, ones, dtype=torch.float32)
+    y = values * scales
+    near = (y + 2**-15 * y).view(torch.int32) & -65536  # the bits of bfloat16
+    torch.testing.assert_close(near.view(torch.float32), y, rtol=1e-5, atol=0)
+
+# %%
+# Groups of 128
+# -------------
+#
+# What follows ``y`` does not depend on where ``y`` came from, so it becomes a
+# function, here for groups. The row is reshaped to (groups, 128): each row of
+# that block is one group. ``GROUP`` is a power of two, as ``BLOCK_N`` is. For a
+# norm with groups, keep ``norm_kernel`` down to the rounded ``y``, then call
+# this function; scales are (M, cdiv(N, GROUP)). With ``GROUP = BLOCK_N`` the
+# row is one group, as in ``norm_kernel``.
+
+
+@triton.jit
+def store_groups(
+    y,  # (BLOCK_N,)
+    values_ptr,  # to the row
+    scale_ptr,
+    N,
+    MAX: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Store a row of values, and a scale for each group."""
+    BLOCK_N: tl.constexpr = y.shape[0]
+    GROUPS: tl.constexpr = BLOCK_N // GROUP
+    y = tl.reshape(y, (GROUPS, GROUP))
+    largest = tl.max(tl.abs(y), axis=1)  # (GROUPS,)
+    scale = tl.maximum(largest / MAX, 2.0**-126)
+    values = tl.reshape(y * (1 / scale)[:, None], (BLOCK_N,))
+    offs = tl.arange(0, BLOCK_N)
+    values = values.to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + offs, values, mask=offs < N)
+    offs = tl.arange(0, GROUPS)
+    tl.store(scale_ptr + offs, scale, mask=offs < tl.cdiv(N, GROUP))
+
+
+# %%
+# Add the residual, too
+# ---------------------
+#
+# In a transformer a norm follows an addition: ``h = residual + x`` is
+# normalized for this layer, and is also the residual of the next addition.
+# Three kernels would move, of each element, (2 + 2 + 2) + (2 + 2) + (2 + 1)
+# bytes, and one 2 + 2 + 2 + 1. It writes ``h``, as later layers read it, but
+# does not read it again for the norm. Like ``y``, the sum is rounded first.
+
+
+@triton.jit
+def residual_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    h_ptr,
+    values_ptr,
+    scale_ptr,
+    N,
+    EPS: tl.constexpr,
+    MAX: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(axis=0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = cols < N
+    offs = row * N + cols
+    x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
+    h = (x + residual.to(tl.float32)).to(h_ptr.dtype.element_ty)
+    tl.store(h_ptr + offs, h, mask=mask)
+    h = h.to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(h * h, axis=0) / N + EPS)
+    y = (h * r * weight).to(x_ptr.dtype.element_ty).to(tl.float32)
+    values_row, scale_row = values_ptr + row * N, scale_ptr + row
+    store_groups(y, values_row, scale_row, N, MAX, GROUP=BLOCK_N)
+
+
+def add_norm_and_quantize(x, residual, weight, dtype=E4M3):
+    """Return values and scales of the norm of h = residual + x, and h."""
+    M, N = x.shape
+    assert 0 < N <= 16384
+    assert residual.shape == x.shape
+    x, residual = x.contiguous(), residual.contiguous()
+    h, values = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    scales = x.new_empty(M, 1, dtype=torch.float32)
+    BLOCK_N = triton.next_power_of_2(N)
+    warps = max(1, BLOCK_N // 1024)
+    tensors = x, residual, weight.contiguous(), h, values, scales
+    residual_kernel[(M,)](*tensors, N, EPS, 448.0, BLOCK_N, num_warps=warps)
+    return values, scales, h
+
+
+if __name__ == "__main__":
+    x, residual, weight = randn(20, 1000), randn(20, 1000), randn(1000)
+    *quantized, h = add_norm_and_quantize(x, residual, weight, torch.float32)
+    assert torch.equal(h, x + residual)
+    compare(*quantized, norm_torch(h.double(), weight.double()))
+
+# %%
+# SwiGLU
+# ------
+#
+# SwiGLU makes the input of the second product in a feed-forward layer:
+# ``silu(gate) * up``, where ``silu(x)`` is ``x * sigmoid(x)``. The kernel makes
+# that its ``y``, with ``tl.sigmoid``, and calls the same function.
+
+
+@triton.jit
+def swiglu_kernel(
+    gate_ptr,
+    up_ptr,
+    values_ptr,
+    scale_ptr,
+    N,
+    MAX: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(axis=0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = cols < N
+    offs = row * N + cols
+    gate = tl.load(gate_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up  # (BLOCK_N,)
+    y = y.to(gate_ptr.dtype.element_ty).to(tl.float32)
+    scale_row = scale_ptr + row * tl.cdiv(N, GROUP)
+    store_groups(y, values_ptr + row * N, scale_row, N, MAX, GROUP)
+
+
+def swiglu_and_quantize(gate, up, dtype=E4M3, GROUP=128):
+    """Return the SwiGLU of rows, each group over its scale, and the scales."""
+    M, N = gate.shape
+    assert 0 < N <= 16384
+    assert up.shape == gate.shape
+    gate, up = gate.contiguous(), up.contiguous()
+    values = torch.empty_like(gate, dtype=dtype)
+    scales = gate.new_empty(M, triton.cdiv(N, GROUP), dtype=torch.float32)
+    BLOCK_N = max(GROUP, triton.next_power_of_2(N))
+    warps = max(1, BLOCK_N // 1024)
+    tensors = gate, up, values, scales
+    swiglu_kernel[(M,)](*tensors, N, 448.0, GROUP, BLOCK_N, num_warps=warps)
+    return values, scales
+
+
+if __name__ == "__main__":
+    gate, up = randn(9, 896), randn(9, 896)  # seven groups in a row
+    exact = torch.nn.functional.silu(gate.double()) * up.double()
+    values, scales = swiglu_and_quantize(gate, up, torch.float32)
+    compare(*(t.view(9, 7, -1) for t in (values, scales, exact)))
+
+# %%
+# The op
+# ------
+#
+# ``fused_quantize_rms_norm``, ``fused_quantize_rms_norm_residual`` and
+# ``fused_quantize_swiglu`` are this gallery's ops. They agree with ``rms_norm``
+# or ``swiglu``, followed by ``quantize``. To these kernels they add
+#
+# * int8, scales that the caller knows, and scales that are powers of two;
+# * several short rows in a program, and long rows of SwiGLU;
+# * strides, as of gate and up in one tensor, and ``1 + weight``, as Gemma has;
+# * NaN scales for rows with NaN (the kernels here write NaN only to values).
+
+from triton_gallery_ops.fused_quantize import (
+    fused_quantize_rms_norm,
+    fused_quantize_swiglu,
+)
+from triton_gallery_ops.quantize import quantize
+from triton_gallery_ops.rms_norm import rms_norm
+
+# %%
+# The op rounds to float8, without a GPU, too. Float8 numbers are up to 32
+# apart, so we allow half of that.
+
+ROW, GROUPS = (1, -1), (1, 128)  # what shares a scale
+
+
+def two_ops(x, weight):
+    """Return values and scales of two kernels."""
+    return quantize(rms_norm(x, weight, EPS), ROW)
+
+
+OURS = {
+    "Triton": partial(fused_quantize_rms_norm, eps=EPS, block_size=ROW),
+    "Triton, this page": norm_and_quantize,
+    "Triton, two ops": two_ops,
+}
+
+if __name__ == "__main__":
+    op = fused_quantize_swiglu(gate, up, GROUPS)
+    compare(*(t.view(9, 7, -1) for t in (*op, exact)), 16.01)
+    op = fused_quantize_rms_norm(x, weight, EPS, ROW)
+    compare(*op, norm_torch(x.double(), weight.double()), 16.01)
+
+# %%
+# Two kernels may add a row in different orders, so ``r`` may differ in its last
+# bit. Then a ``y`` near the middle of two bfloat16 numbers may become either,
+# and its value the next float8 number: with 3 bits of mantissa that is at most
+# an eighth away, or 2**-9 near 0.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    x, weight = randn(300, 5000).bfloat16(), randn(5000).bfloat16()
+    expected = two_ops(x, weight)[0].float()
+    for name in ("Triton", "Triton, this page"):
+        values = OURS[name](x, weight)[0].float()
+        torch.testing.assert_close(values, expected, rtol=1 / 8, atol=2**-9)
+        share = (values != expected).float().mean()
+        print(f"{name}: {share:.1e} of the values differ")
+
+# %%
+# The result
+# ----------
+#
+# RMSNorm and a scale for each row, in bfloat16. In the chart, *Triton* is the
+# op, *Triton, this page* is ``norm_kernel``, and *Triton, two ops* are
+# ``rms_norm`` and ``quantize``, each in its own kernel.
+
+SIZES = [1024, 2048, 2880, 4096, 5120, 7168, 12288, 16384]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {N: gpu_time(calls(OURS, N)) for N in SIZES}
+    results = rate_table(times, "N", "GB/s", lambda N: FLOOR)
+    print(results.to_string())
+    wide = results.pivot(index="N", columns="series", values="GB/s")
+    wide.plot(logx=True, title="RMSNorm to float8, a scale for each row")
+    best = wide[["PyTorch", "torch.compile"]].max(axis=1)
+    others = {"two ops": wide["Triton, two ops"], "PyTorch's best": best}
+    for name, other in (others | {"the roof": wide["Roof"]}).items():
+        ratio = wide["Triton"] / other
+        print(f"the op: {ratio.min():.2f} to {ratio.max():.2f} of {name}")
+
+# %%
+# Exercises
+# ---------
+#
+# Fill a hole and run its cell: it says whether the answer is right. No GPU is
+# needed.
+#
+# **1.** SwiGLU with groups of 128, in bfloat16: how many bytes an element does
+# one kernel move, and how many do two, if the first stores ``y`` and the second
+# reads it once? Count the scales, too.
+
+in_one, in_two = 0, 0  # your numbers
+
+
+def counted(*numbers):
+    """Print whether these are the bytes an element, in one kernel and two."""
+    gate, up = randn(2, 4, 256).bfloat16()
+    one = sum(t.nbytes for t in (gate, up, *swiglu_and_quantize(gate, up)))
+    two = one + 2 * gate.nbytes  # y is as large as the gate
+    right = [number * gate.numel() for number in numbers] == [one, two]
+    print("right" if right else "wrong" if any(numbers) else "not solved yet")
+    return right
+
+
+if __name__ == "__main__":
+    counted(in_one, in_two)
+
+# %%
+# **2.** In ``norm_kernel``, ``r`` needs the sum, ``y`` needs ``r``, and the
+# maximum needs ``y``: one reduction waits for the other. But ``r`` is one for
+# the row. Write a kernel with the arguments of ``norm_kernel`` whose maximum
+# needs no ``r``. (With ``y`` in 16 bits, the scale would no longer be that of
+# the rounded row.)
+
+one_wait_kernel = None  # your kernel
+
+
+def solved(kernel):
+    """Print whether a kernel makes the values and scales of norm_kernel."""
+    if kernel is None:
+        print("not solved yet")
+        return False
+    x, weight = randn(20, 1000), randn(1000)
+    expected = norm_and_quantize(x, weight, dtype=torch.float32)
+    made = [torch.zeros_like(t) for t in expected]
+    kernel[(20,)](x, weight, *made, 1000, EPS, 448.0, 1024)
+    close = partial(torch.allclose, rtol=1e-4, atol=1e-4)
+    right = all(map(close, made, expected))
+    print("right" if right else "wrong")
+    return right
+
+
+if __name__ == "__main__":
+    solved(one_wait_kernel)
+
+# %%
+# Answers
+# -------
+#
+# **1.** A gate and an up are 2 + 2 bytes, a value is 1, and 128 share a scale,
+# 4. Two kernels also write and read ``y``, 2 + 2 more.
+
+if __name__ == "__main__":
+    assert counted(5 + 4 / 128, 9 + 4 / 128)
+
+# %%
+# **2.** The largest ``abs(x * weight)``, times ``r``, is that of ``abs(y)``.
+
+
+@triton.jit
+def one_wait_answer_kernel(
+    x_ptr,
+    weight_ptr,
+    values_ptr,
+    scale_ptr,
+    N,
+    EPS: tl.constexpr,
+    MAX: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + row * N + offs, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    y = x * weight
+    largest = tl.max(tl.abs(y), axis=0)
+    r = tl.rsqrt(tl.sum(x * x, axis=0) / N + EPS)
+    scale = tl.maximum(largest * r / MAX, 2.0**-126)
+    values = (y * (r / scale)).to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + row * N + offs, values, mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+if __name__ == "__main__":
+    assert solved(one_wait_answer_kernel)

@@ -1,0 +1,640 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Multiply MXFP8 and MXFP4 matrices, see what tl.dot_scaled does with their
+# scales, and which instruction it becomes on each GPU."""
+# dtypes = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"]
+# backward = false
+# deterministic = true
+# longer = "six formats, by an instruction or without"
+#
+# [[tool.triton-gallery.step_through]]
+# kernel = "group_kernel"
+# caption = """
+# Two programs, a tile of y each. Here a group is four numbers. The product of
+# each group is scaled twice, by 1, 2 or 4 for a byte of 127, 128 or 129, and
+# added. Past the end of y, a row of each tile is masked, and two columns of the
+# second."""
+# registers = ["x", "w", "of_x", "of_w", "part", "acc"]
+# call = "product(x, w, scale_x, scale_w, tile=(4, 4, 4))"
+# expected = { y = "decode(x, scale_x, 4) @ decode(w, scale_w, 4).T" }
+# start = [0, 7]
+#
+# [tool.triton-gallery.step_through.inputs]
+# x = "integers(-2, 3, 3, 8)"
+# w = "integers(-3, 3, 6, 8).flip(0)"
+# scale_x = "integers(127, 130, 3, 2).to(torch.uint8)"
+# scale_w = "integers(127, 129, 6, 2).flip(1).to(torch.uint8)"
+# ///
+r"""
+MXFP8, MXFP4 and NVFP4 with tl.dot_scaled
+=========================================
+
+*Microscaling* (MX) matrices have numbers of 8 or 4 bits, and each 32 numbers of
+a row share a scale of one byte. ``tl.dot_scaled`` multiplies two such tiles
+with their scales. NVIDIA's B200 and AMD's MI350 have an instruction for that;
+on an H100, Triton turns the numbers into bfloat16 first. Use MX formats on GPUs
+with the instruction, or where a model's weights come in them. For float8 on an
+H100, see ``fp8_matmul.py`` and ``block_scaled_matmul.py``.
+
+After this page you can
+
+* say what is stored in MXFP8, MXFP4 and NVFP4;
+* multiply matrices of MXFP8 and MXFP4, in any combination;
+* say why the instruction takes the scales, and what work that saves;
+* see what ``tl.dot_scaled`` becomes on a GPU that you do not have.
+"""
+
+# sphinx_gallery_tags = ["matmul", "float8", "quantization", "compute bound"]
+import math
+import os
+import re
+from functools import partial
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.compiling import compile_only
+
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+kind = {"generator": generator, "device": DEVICE}
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+HAS_DOT_SCALED = DEVICE.type == "cuda" or VERSION >= (3, 8)
+TARGETS = {
+    "H100": ("cuda", 90, 32),
+    "B200": ("cuda", 100, 32),
+    "MI350": ("hip", "gfx950", 64),
+}
+INSTRUCTION = r"(?:tcgen05\.mma|wgmma\.mma_async|v_mfma_)[\w.:]*"
+PAIRS = {  # the formats of x and w, and the numbers of a group
+    "MXFP8 x MXFP8": ("e4m3", "e4m3", 32),
+    "MXFP8 x MXFP4": ("e4m3", "e2m1", 32),
+    "MXFP4 x MXFP4": ("e2m1", "e2m1", 32),
+    "NVFP4 x NVFP4": ("e2m1", "e2m1", 16),
+}
+POINTERS = {"e4m3": "*fp8e4nv", "e2m1": "*u8"}
+
+
+@compile_only
+def show_instructions():
+    """Compile scaled_kernel for GPUs; print their matrix instructions."""
+    for gpu, target in TARGETS.items():
+        print(gpu)
+        target = triton.backends.compiler.GPUTarget(*target)
+        for name, (X, W, GROUP) in PAIRS.items():
+            blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
+            constants = blocks | {"GROUP": GROUP, "X": X, "W": W}
+            scale = "*fp8e4nv" if GROUP == 16 else "*u8"
+            types = [POINTERS[X], POINTERS[W], scale, scale, "*bf16"]
+            types += ["i32"] * 3 + ["constexpr"] * 6
+            types = dict(zip(scaled_kernel.arg_names, types, strict=True))
+            by_16 = {(i,): [["tt.divisibility", 16]] for i in range(8)}
+            given = scaled_kernel, types, constants, by_16
+            source = triton.compiler.ASTSource(*given)
+            try:
+                made = triton.compile(source, target, {"num_warps": 8})
+            except RuntimeError:  # a pass of the compiler fails
+                found = ["Triton does not compile it"]
+            else:
+                code = made.asm.get("ptx") or made.asm["amdgcn"]
+                found = sorted(set(re.findall(INSTRUCTION, code)))
+            print(f"  {name}: {', '.join(found)}")
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# In MXFP8, ``x`` is (M, K) in float8: ``e4m3``, with 4 bits of exponent and 3
+# of mantissa, up to 448, or ``e5m2``, up to 57344. Each 32 numbers of a row are
+# a *group* (a *block* in the standard) and share a scale. It is a power of two,
+# so that a multiplication by it is exact, and is stored as one byte of
+# exponent: ``2 ** (byte - 127)``. PyTorch has a dtype for that,
+# ``float8_e8m0fnu``; the kernels here take ``scale.view(torch.uint8)``. MXFP4
+# has the same scales for numbers of 4 bits, ``e2m1``, which are listed below.
+# Two are in one byte, the first in its low half.
+
+E4M3 = torch.float8_e4m3fn
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # 2 bits of exponent, 1 of mantissa
+E2M1 += [-number for number in E2M1]  # the highest bit is the sign
+
+
+def decode(numbers, scale, GROUP=32):
+    """Return MXFP8, or MXFP4 in uint8, times its scales, in float64."""
+    if numbers.dtype == torch.uint8:
+        codes = torch.stack([numbers & 15, numbers >> 4], 2).flatten(1)
+        numbers = torch.tensor(E2M1, device=codes.device)[codes.int()]
+    scale = torch.exp2(scale.double() - 127)
+    return numbers.double() * scale.repeat_interleave(GROUP, 1)
+
+
+def make_mx(rows, K, dtype=E4M3):
+    """Return random numbers, MXFP4 for uint8, and the bytes of scales."""
+    numbers = torch.randn(rows, K, **kind)  # kind: the generator and device
+    if dtype == torch.uint8:
+        numbers = torch.randint(0, 256, (rows, K // 2), **kind)
+    scale = torch.randint(122, 132, (rows, K // 32), **kind)
+    return numbers.to(dtype), scale.to(torch.uint8)
+
+
+if __name__ == "__main__":
+    x, scale_x = make_mx(8192, 4096)
+    share = 8 * scale_x.nbytes / x.numel()
+    print(f"{8 + share} bits a number, {share} of them for the scale")
+
+# %%
+# The first kernel
+# ----------------
+#
+# Scales differ from group to group, so they cannot wait until the sum over K is
+# done. With ``s`` and ``t``, the bytes of the scales:
+#
+# .. math:: y_{mn} = \sum_{\text{group } g} 2^{s_{mg} - 127} \,
+#    2^{t_{ng} - 127} \sum_{k \in g} x_{mk} w_{nk}.
+#
+# ``tl.dot`` computes the inner sum: on the tensor cores, it multiplies a tile
+# (BLOCK_M, GROUP) by one (GROUP, BLOCK_N) of the same dtype and returns
+# float32. Threads multiply that by both scales and add it to ``acc``. A float32
+# keeps its exponent, plus 127, in bits 23 to 30: the same byte. So we shift the
+# byte there. (Bytes of 0 and 255 need more: exercise 1.)
+
+
+@triton.jit
+def power_of_two(byte):
+    """Return 2 ** (byte - 127), but 0 for 0 and infinity for 255."""
+    return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def group_kernel(
+    x_ptr,
+    w_ptr,
+    scale_x_ptr,
+    scale_w_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    # In int32 the offset of a row would overflow past element 2**31.
+    offs_m = tl.program_id(axis=0).to(tl.int64) * BLOCK_M
+    offs_m += tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+    offs_n = tl.program_id(axis=1).to(tl.int64) * BLOCK_N
+    offs_n += tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    offs_k = tl.arange(0, GROUP)  # (GROUP,)
+    mask_m = offs_m < M
+    mask_n = offs_n < N
+    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
+    w_ptrs = w_ptr + offs_n[:, None] * K + offs_k[None, :]
+    groups = K // GROUP
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for group in range(groups):
+        # (BLOCK_M, GROUP) and (BLOCK_N, GROUP); masked rows hold anything.
+        x = tl.load(x_ptrs + group * GROUP, mask=mask_m[:, None])
+        w = tl.load(w_ptrs + group * GROUP, mask=mask_n[:, None])
+        part = tl.dot(x, w.T)  # (BLOCK_M, BLOCK_N), of this group alone
+        of_x = tl.load(scale_x_ptr + offs_m * groups + group, mask=mask_m)
+        of_w = tl.load(scale_w_ptr + offs_n * groups + group, mask=mask_n)
+        part *= power_of_two(of_x)[:, None]
+        acc += part * power_of_two(of_w)[None, :]
+    y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
+    mask = mask_m[:, None] & mask_n[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def product(
+    x, w, *scales, dtype=torch.float32, kernel=group_kernel, tile=(128, 64, 32)
+):
+    """Return the product of contiguous matrices with their scales."""
+    (M, K), N = x.shape, len(w)
+    assert K % tile[2] == 0
+    assert w.shape[1] in (K, K // 2)  # half in exercise 2, where w is packed
+    assert [t.shape for t in scales] == [(M, K // tile[2]), (N, K // tile[2])]
+    assert all(t.is_contiguous() for t in (x, w, *scales))
+    y = torch.empty(M, N, device=x.device, dtype=dtype)
+    grid = (triton.cdiv(M, tile[0]), triton.cdiv(N, tile[1]))
+    kernel[grid](x, w, *scales, y, M, N, K, *tile, num_warps=8)
+    return y
+
+
+# %%
+# Is it right?
+# ------------
+#
+# An H100's tensor cores keep fewer bits of a sum of float8 products than
+# float32 has, so we allow :math:`2^{-12}` of the sum of the terms' magnitudes.
+
+
+def show_error(y, x, w):
+    """Print the largest error, as a part of the sum of magnitudes."""
+    x, w = decode(*x), decode(*w)
+    off = (y - x @ w.T) / (x.abs() @ w.abs().T)
+    print(f"largest error {off.abs().max():.1e}, allowed {2**-12:.1e}")
+    torch.testing.assert_close(off, 0 * off, rtol=0, atol=2**-12)
+
+
+if __name__ == "__main__":
+    x, w = make_mx(130, 384), make_mx(200, 384)
+    show_error(product(x[0], w[0], x[1], w[1]), x, w)
+
+# %%
+# How fast?
+# ---------
+#
+# cuBLAS's float8 has a scale for each row. A product is :math:`2MNK` FLOP.
+
+
+def show_rates(ours):
+    """Print TFLOP/s at three sizes."""
+    columns = {}
+    for N in (1024, 4096, 8192):
+        times = gpu_time(calls(ours, N, N, N))
+        rates = {who: round(2e-9 * N**3 / t[0]) for who, t in times.items()}
+        columns[f"M = N = K = {N}"] = rates
+    print("TFLOP/s", pd.DataFrame(columns).to_string(), sep="\n")
+
+
+def decoded_product(x, w, *scales):
+    """Decode in PyTorch, then multiply."""
+    decoded = []
+    for t, scale in zip((x, w), scales, strict=True):
+        scale = torch.exp2(scale.float() - 127)[..., None]
+        decoded.append(t.float().unflatten(1, (-1, 32)) * scale)
+    x, w = (t.flatten(1).bfloat16() for t in decoded)
+    return x @ w.T
+
+
+def calls(ours, M, N, K):
+    """Return what is timed for a product, by name."""
+    (x, scale_x), (w, scale_w) = make_mx(M, K), make_mx(N, K)
+    given = x, w, scale_x, scale_w
+    timed = {name: partial(f, *given) for name, f in ours.items()}
+    torch.compiler.reset()
+    compiled = torch.compile(decoded_product, dynamic=False, fullgraph=True)
+    rows = torch.rand(M, 1, device=DEVICE), torch.rand(1, N, device=DEVICE)
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    per_row = partial(torch._scaled_mm, x, w.T, *rows, **options)
+    plain = partial(torch.matmul, x.bfloat16(), w.bfloat16().T)
+    others = {"cuBLAS, float8": per_row, "cuBLAS, bfloat16": plain}
+    return timed | {"torch.compile": partial(compiled, *given)} | others
+
+
+OURS = {"group_kernel": partial(product, dtype=torch.bfloat16)}
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    show_rates(OURS)
+
+# %%
+# Why does the instruction take the scales?
+# -----------------------------------------
+#
+# For each group, threads multiply every element of the tile by one scale, then
+# by the other while they add it (a multiply-add). `NVIDIA's H100
+# <https://www.nvidia.com/en-us/data-center/h100/>`_ does 1979 TFLOP/s of float8
+# on tensor cores, without sparsity, and 67 of float32 in threads, where a
+# multiplication takes as long as a multiply-add, which is two operations.
+
+if __name__ == "__main__":
+    tile = 128 * 64
+    print(f"A tile and a group: {32 * tile:,} multiply-adds by tensor cores,")
+    print(f"{2 * tile:,} multiplications and multiply-adds by threads")
+    share = (32 * tile / 1979) / (2 * tile / 67)
+    print(f"so an H100's tensor cores work at most {share:.0%} of the time")
+
+# %%
+# Even if both work at once, tensor cores wait for threads. Threads multiply
+# each *result* of a group twice, 2 x 128 x 64 times, though the group has only
+# 128 + 64 scales. An instruction that takes the scales beside the numbers can
+# apply them as it adds, and threads have nothing left to multiply.
+#
+# ``acc = tl.dot_scaled(x, scale_x, "e4m3", w, scale_w, "e2m1", acc)`` asks for
+# it: for each matrix its numbers, scales and format. ``w`` is (K, N), or
+# (K / 2, N) for ``e2m1``, packed along K. Its scales stay (N, K / 32), a row
+# for each column of the result. Tiles of ``BLOCK_K`` = 128 have four groups.
+
+
+@triton.jit
+def scaled_kernel(
+    x_ptr,
+    w_ptr,
+    scale_x_ptr,
+    scale_w_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    X: tl.constexpr,  # the formats
+    W: tl.constexpr,
+):
+    PX: tl.constexpr = 2 if X == "e2m1" else 1  # numbers in one byte
+    PW: tl.constexpr = 2 if W == "e2m1" else 1
+    offs_m = tl.program_id(axis=0).to(tl.int64) * BLOCK_M
+    offs_m += tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+    offs_n = tl.program_id(axis=1).to(tl.int64) * BLOCK_N
+    offs_n += tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    rows_m, rows_n = offs_m[:, None], offs_n[:, None]
+    x_ptrs = x_ptr + rows_m * (K // PX) + tl.arange(0, BLOCK_K // PX)[None, :]
+    w_ptrs = w_ptr + rows_n * (K // PW) + tl.arange(0, BLOCK_K // PW)[None, :]
+    offs_g = tl.arange(0, BLOCK_K // GROUP)[None, :]
+    scale_x_ptrs = scale_x_ptr + rows_m * (K // GROUP) + offs_g
+    scale_w_ptrs = scale_w_ptr + rows_n * (K // GROUP) + offs_g
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        # (BLOCK_M, BLOCK_K / PX) and (BLOCK_N, BLOCK_K / PW)
+        x = tl.load(x_ptrs + k // PX, mask=rows_m < M)
+        w = tl.load(w_ptrs + k // PW, mask=rows_n < N)
+        # (BLOCK_M, BLOCK_K / GROUP) and (BLOCK_N, BLOCK_K / GROUP)
+        scale_x = tl.load(scale_x_ptrs + k // GROUP, mask=rows_m < M)
+        scale_w = tl.load(scale_w_ptrs + k // GROUP, mask=rows_n < N)
+        acc = tl.dot_scaled(x, scale_x, X, w.T, scale_w, W, acc)
+    y_ptrs = y_ptr + rows_m * N + offs_n[None, :]
+    mask = (rows_m < M) & (offs_n[None, :] < N)
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+FORMATS = {E4M3: "e4m3", torch.float8_e5m2: "e5m2", torch.uint8: "e2m1"}
+
+
+def scaled_product(x, w, scale_x, scale_w, dtype=torch.float32, BLOCK=128):
+    """Return the product of contiguous matrices in MX formats."""
+    X, W = FORMATS[x.dtype], FORMATS[w.dtype]
+    M, N, K = len(x), len(w), x.shape[1] * (2 if X == "e2m1" else 1)
+    arguments = x, w, scale_x, scale_w
+    assert K % BLOCK == 0
+    assert w.shape[1] * (2 if W == "e2m1" else 1) == K
+    assert scale_x.shape == (M, K // 32)
+    assert scale_w.shape == (N, K // 32)
+    assert all(t.is_contiguous() for t in arguments)
+    y = torch.empty(M, N, device=x.device, dtype=dtype)
+    grid = (triton.cdiv(M, BLOCK), triton.cdiv(N, BLOCK))
+    options = {"GROUP": 32, "X": X, "W": W, "num_warps": 8}
+    blocks = BLOCK, BLOCK, BLOCK
+    scaled_kernel[grid](*arguments, y, M, N, K, *blocks, **options)
+    return y
+
+
+# %%
+# This check runs on a GPU, and without one in Triton's interpreter, which runs
+# kernels on the CPU and knows ``tl.dot_scaled`` from Triton 3.8 on.
+
+if __name__ == "__main__" and HAS_DOT_SCALED:
+    for X, W in ((E4M3, E4M3), (E4M3, torch.uint8), (torch.uint8, torch.uint8)):
+        x, w = make_mx(130, 384, X), make_mx(200, 384, W)
+        print(f"{FORMATS[X]} x {FORMATS[W]}:", end=" ")
+        show_error(scaled_product(x[0], w[0], x[1], w[1]), x, w)
+elif __name__ == "__main__":
+    print("not checked: needs a GPU or Triton 3.8")
+
+# %%
+# ``scaled_kernel`` at the sizes of *How fast?*:
+
+OURS["scaled_kernel"] = partial(scaled_product, dtype=torch.bfloat16)
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    show_rates(OURS)
+
+# %%
+# Which instruction is it?
+# ------------------------
+#
+# *NVFP4* is NVIDIA's format of 4 bits: groups of 16 ``e2m1``, a scale in
+# ``e4m3``, and one float32 for the whole tensor, by which a kernel multiplies
+# its result. ``scaled_kernel`` with GROUP = 16 and such scales multiplies it.
+#
+# ``show_instructions``, in the fold at the top of the page, compiles
+# ``scaled_kernel`` with ``triton.compile(source, target)`` for GPUs that need
+# not be here, and finds the matrix instructions in its code.
+
+if __name__ == "__main__":
+    show_instructions()
+
+# %%
+# ``block_scale`` and ``scale`` say that the instruction takes scales, ``kind``
+# for which formats. ``scale_vec::2X``: one instruction multiplies 64 numbers of
+# a row, which have two scales (newer Tritons write ``block32``, the numbers of
+# a group). ``cta_group::1`` is one program, not a pair. **For the B200 and the
+# MI350 this page has compiled and not run: it knows no speed of theirs.**
+#
+# The H100 has no such instruction. There, threads decode numbers, scale them
+# and round to bfloat16, and the product is one of bfloat16. In bfloat16's range
+# that is exact: a number has at most 4 significant bits, and bfloat16 has 8.
+#
+# Not every Triton compiles NVFP4 for every GPU, and even Triton 3.9's
+# interpreter takes its scales for powers of two, so it is not checked here.
+#
+# The B200 wants scales in an order of its own. Ours are stored row by row, and
+# the compiled kernel reorders them; Triton's tutorial *Block Scaled Matrix
+# Multiplication* stores them in that order.
+
+# %%
+# The op
+# ------
+#
+# ``mx_matmul(x, weight, scale_x, scale_weight)`` is this gallery's op. It takes
+# what ``quantize_mx`` and ``quantize_nvfp4`` return (``quantize.py``), any K of
+# whole groups, and a bias. For ``x`` of 16 bits, as models with 4-bit weights
+# have it, call ``mx_matmul(x, weight, None, scale_weight)``.
+#
+# Where the GPU has the instruction, more than 64 rows go to ``tl.dot_scaled``.
+# Otherwise the op decodes as exercise 2 does: it shifts a number's bits into a
+# wider float, and multiplies by a power of two, since the exponents have
+# different offsets. Scaled and rounded to 16 bits, the tiles go to ``tl.dot``.
+
+from triton_gallery_ops.mx_matmul import mx_matmul
+
+# %%
+# The result
+# ----------
+#
+# The sizes (M, N, K) are of layers of models. *Triton* is the op with MXFP8,
+# *Triton, MXFP4 weight* the op with bfloat16 tokens, and *Triton, this page* is
+# ``scaled_kernel``.
+
+LAYERS = [
+    (16, 7168, 2048),
+    (64, 6144, 4096),
+    (1024, 6144, 4096),
+    (4096, 2112, 7168),
+    (4096, 7168, 16384),
+    (8192, 8192, 8192),
+]
+
+
+def work(layer):
+    return 2e-9 * math.prod(map(int, layer.split(", ")))
+
+
+def weight_only(M, N, K):
+    """Return a call of the op for bfloat16 tokens and an MXFP4 weight."""
+    x = torch.randn(M, K, **kind).bfloat16()
+    w, scale = make_mx(N, K, torch.uint8)
+    return partial(mx_matmul, x, w, None, scale)
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    ours = {"Triton": mx_matmul, "Triton, this page": OURS["scaled_kernel"]}
+    times = {}
+    for sizes in LAYERS:
+        timed = calls(ours, *sizes)
+        timed["Triton, MXFP4 weight"] = weight_only(*sizes)
+        times[", ".join(map(str, sizes))] = gpu_time(timed)
+    results = rate_table(times, "M, N, K", "TFLOP/s", work)
+    print(results.to_string())
+    wide = results.pivot(index="M, N, K", columns="series", values="TFLOP/s")
+    wide = wide.loc[list(times)]
+    wide.plot.bar(rot=20, ylabel="TFLOP/s")
+    plt.tight_layout()
+    for other in wide.columns.drop(list(ours)):
+        ratio = wide["Triton"] / wide[other]
+        print(f"op / {other}: {ratio.min():.2f} to {ratio.max():.2f}")
+    best = wide.drop(columns="Triton, this page").idxmax(axis=1)
+    for who, sizes in best.value_counts().items():
+        print(f"fastest at {sizes} of {len(best)} sizes: {who}")
+
+# %%
+# Exercises
+# ---------
+#
+# Write a kernel and run the cell: it says whether the kernel is right. No GPU
+# is needed.
+#
+# **1.** A byte of 0 is the scale :math:`2^{-127}`, too small for an exponent of
+# its own in float32: its bits are 0x00400000. A byte of 255 says that the group
+# is not a number. ``power_of_two`` gives 0 and infinity instead. Store all 256
+# scales, as PyTorch has them.
+
+scales_kernel = None  # your kernel, of (byte_ptr, scale_ptr)
+
+
+def check_scales(kernel):
+    """Say whether a kernel decodes all bytes."""
+    if kernel is None:
+        return "not solved yet"
+    byte = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    scale = torch.empty(256, device=DEVICE)
+    kernel[(1,)](byte, scale)
+    expected = byte.view(torch.float8_e8m0fnu).float()
+    same = torch.allclose(scale, expected, 0, 0, equal_nan=True)
+    return "right" if same else "wrong"
+
+
+if __name__ == "__main__":
+    print(check_scales(scales_kernel))
+
+# %%
+# **2.** Multiply MXFP8 by MXFP4 without ``tl.dot_scaled``: write a kernel with
+# the arguments of ``group_kernel`` whose ``w`` is packed. Shifted left by 9, a
+# magnitude's two bits of exponent are the lowest two of a float16's exponent,
+# and its bit of mantissa is the mantissa's first. The float16 is then the
+# number times :math:`2^{-14}` (biases 15 and 1). ``tl.join`` puts two tensors
+# beside each other along a new last axis, and ``tl.reshape`` brings K back.
+
+mixed_kernel = None  # your kernel
+
+
+def check_mixed(kernel):
+    """Say whether a kernel multiplies MXFP8 by MXFP4."""
+    if kernel is None:
+        return "not solved yet"
+    x, w = make_mx(130, 96), make_mx(72, 96, torch.uint8)
+    y = product(x[0], w[0], x[1], w[1], kernel=kernel).double()
+    expected = decode(*x) @ decode(*w).T
+    return "right" if torch.allclose(y, expected, 1e-3, 1e-2) else "wrong"
+
+
+if __name__ == "__main__":
+    print(check_mixed(mixed_kernel))
+
+# %%
+# Answers
+# -------
+#
+# **1.** Two bytes are replaced.
+
+
+@triton.jit
+def scales_answer_kernel(byte_ptr, scale_ptr):
+    offs = tl.arange(0, 256)  # (256,)
+    byte = tl.load(byte_ptr + offs).to(tl.int32)
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    bits = tl.where(byte == 255, 0x7FC00000, bits)
+    tl.store(scale_ptr + offs, bits.to(tl.float32, bitcast=True))
+
+
+if __name__ == "__main__":
+    answer = check_scales(scales_answer_kernel)
+    print(answer)
+    assert answer == "right"
+
+# %%
+# **2.** Each number of 4 or 8 bits is exact in float16. The scales come after
+# the product, as in ``group_kernel``.
+
+
+@triton.jit
+def mixed_answer_kernel(
+    x_ptr,
+    w_ptr,
+    scale_x_ptr,
+    scale_w_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    offs_m = tl.program_id(axis=0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(axis=1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m = offs_m < M
+    mask_n = offs_n < N
+    x_ptrs = x_ptr + offs_m[:, None] * K + tl.arange(0, GROUP)[None, :]
+    offs_w = tl.arange(0, GROUP // 2)[None, :]
+    w_ptrs = w_ptr + offs_n[:, None] * (K // 2) + offs_w
+    groups = K // GROUP
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for group in range(groups):
+        x = tl.load(x_ptrs + group * GROUP, mask=mask_m[:, None])
+        codes = tl.load(w_ptrs + group * (GROUP // 2), mask=mask_n[:, None])
+        codes = tl.join(codes & 15, codes >> 4)  # (BLOCK_N, GROUP / 2, 2)
+        codes = tl.reshape(codes, (BLOCK_N, GROUP))
+        bits = (codes & 7).to(tl.int16) << 9
+        w = bits.to(tl.float16, bitcast=True) * 16384
+        w = tl.where(codes > 7, -w, w)
+        of_x = tl.load(scale_x_ptr + offs_m * groups + group, mask=mask_m)
+        of_w = tl.load(scale_w_ptr + offs_n * groups + group, mask=mask_n)
+        part = tl.dot(x.to(tl.float16), w.T) * power_of_two(of_x)[:, None]
+        acc += part * power_of_two(of_w)[None, :]
+    y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
+    tl.store(y_ptrs, acc, mask=mask_m[:, None] & mask_n[None, :])
+
+
+if __name__ == "__main__":
+    answer = check_mixed(mixed_answer_kernel)
+    print(answer)
+    assert answer == "right"

@@ -1,0 +1,547 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "torch>=2.11", "triton>=3.6", "matplotlib", "pandas", "transformers>=5.17"
+# ]
+#
+# [tool.triton-gallery]
+# description = """
+# Find where a training step of a Hugging Face model spends its time, replace
+# a layer and the loss by hand, then all layers by one call."""
+# tool = true
+# ///
+r"""
+Speed up a Hugging Face model
+=============================
+
+The layers of a model in Hugging Face's transformers are a few lines of PyTorch
+each, and each operator in them reads and writes memory. This page measures what
+that costs in time and memory, replaces one layer and the loss by hand, and then
+calls ``patch``, which replaces all that this gallery has an op for. Weights and
+checkpoints stay as they are, and so do training loops that read no logits.
+
+After this page you can
+
+* say which part of a training step is worth a kernel;
+* replace a layer of a model that you do not own, and undo it;
+* check that a changed model computes the same, and measure what it gains.
+"""
+
+# sphinx_gallery_tags = ["transformers", "training", "autograd"]
+import os
+import statistics
+import time
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import torch
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import transformers
+import triton
+import triton.language as tl
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+from triton_gallery.counting import Traffic
+
+# %%
+# The model
+# ---------
+#
+# A Llama of eight layers with random weights, and a batch of random tokens. Its
+# vocabulary is that of Llama 3, because the cost of the loss grows with the
+# vocabulary. The whole step fits a GPU of 24 GB. Without a GPU the model is
+# tiny, with sizes that are no powers of two, as kernels must mask them.
+
+LARGE = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 8,
+    "vocab_size": 128256,
+}
+TINY = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+    "vocab_size": 97,
+}
+ON_GPU = DEVICE.type == "cuda"
+SHAPE = (4, 2048) if ON_GPU else (2, 12)  # sequences, tokens of each
+generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+
+def build(dtype=torch.bfloat16, sizes=LARGE if ON_GPU else TINY):
+    """Return a model; each call gives the same weights."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes)
+    with DEVICE:
+        model = transformers.LlamaForCausalLM(config)
+    return model.to(dtype).train()
+
+
+def batch(model, shape=SHAPE):
+    """Return random tokens, which are their own labels."""
+    V = model.config.vocab_size
+    ids = torch.randint(V, shape, generator=generator, device=DEVICE)
+    mask = torch.ones_like(ids)
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+def step(model, inputs):
+    """Compute the loss and all gradients; return the loss."""
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    return loss.detach()
+
+
+# %%
+# Where does a step spend its time?
+# ---------------------------------
+#
+# PyTorch's profiler has the GPU time of each kernel. We add the times up by
+# what a kernel's name says. *Products* are the tensor cores' work, which no
+# kernel here makes less. *The rest* is norms, rotary embeddings, activations,
+# the loss and copies: kernels that do little arithmetic and move much memory.
+
+KINDS = {
+    "products": ("gemm", "nvjet", "cutlass", "xmma"),
+    "attention": ("flash", "fmha", "attention"),
+}
+
+
+def profile(model, inputs):
+    """Return milliseconds of GPU time by kind of kernel, for one step."""
+    step(model, inputs)
+    step(model, inputs)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        step(model, inputs)
+        torch.cuda.synchronize()
+    times = dict.fromkeys([*KINDS, "the rest"], 0.0)
+    for event in profiler.key_averages():
+        found = "the rest"
+        for kind, words in KINDS.items():
+            if any(word in event.key.lower() for word in words):
+                found = kind
+        times[found] += event.self_device_time_total / 1000
+    return times
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    model = build()
+    inputs = batch(model)
+    before = profile(model, inputs)
+    share = before["the rest"] / sum(before.values())
+    print({kind: f"{ms:.1f} ms" for kind, ms in before.items()})
+    print(f"{share:.0%} of the GPU's time is neither products nor attention")
+
+# %%
+# One layer by hand
+# -----------------
+#
+# The forward of Llama's norm is six operators of PyTorch and two casts, which
+# read and write the hidden states several times. One kernel keeps a row in
+# registers, and rounds where Llama does: before the product with the weight.
+# We leave the backward to PyTorch, where it is many operators still; its kernel
+# is in ``rms_norm.py``.
+
+
+@triton.jit
+def norm_kernel(x_ptr, weight_ptr, y_ptr, N, eps, BLOCK_N: tl.constexpr):
+    # In int32 the product would overflow past element 2**31.
+    start = tl.program_id(axis=0).to(tl.int64) * N
+    offs = tl.arange(0, BLOCK_N)  # (BLOCK_N,)
+    mask = offs < N
+    x = tl.load(x_ptr + start + offs, mask=mask, other=0.0)
+    x = x.to(tl.float32)  # (BLOCK_N,)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / N + eps)
+    normed = (x * scale).to(y_ptr.dtype.element_ty).to(tl.float32)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + start + offs, normed * weight, mask=mask)
+
+
+class Norm(torch.autograd.Function):
+    """The kernel, and a backward that is left to PyTorch."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        N = x.shape[-1]
+        norm_kernel[(x.numel() // N,)](
+            x, weight, y, N, eps, BLOCK_N=triton.next_power_of_2(N)
+        )
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = (t.float() for t in ctx.saved_tensors)
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.eps)
+        normed, gw = x * scale, g.float() * weight
+        dx = scale * (gw - normed * (gw * normed).mean(-1, keepdim=True))
+        dw = (g.float() * normed).flatten(0, -2).sum(0)
+        return dx.to(g.dtype), dw.to(g.dtype), None
+
+
+# %%
+# A model that you do not own is best changed from outside: we give each norm
+# another class, with another ``forward``. The new class needs no attributes of
+# its own, and its ``__init__`` does not run. So the weight stays the parameter
+# that it was, under the name that it had. To undo it, give the old class back.
+
+
+class FusedNorm(LlamaRMSNorm):
+    """Llama's norm as one kernel."""
+
+    def forward(self, x):
+        return Norm.apply(x, self.weight, self.variance_epsilon)
+
+
+def replace(model, old, new):
+    """Give layers of one class another; return how many there are."""
+    # Not isinstance: a subclass may compute something else.
+    layers = [layer for layer in model.modules() if type(layer) is old]
+    for layer in layers:
+        layer.__class__ = new
+    return len(layers)
+
+
+# %%
+# Is it right?
+# ------------
+#
+# We compare the loss and all gradients with the same model in float64. (Llama's
+# norms and loss compute in float32 even there.) The plain model in float32 has
+# an error, too. The changed one adds in another order, so its error differs: we
+# allow four times the plain one's, a margin that we chose. ``make`` may build
+# any model that returns a loss; switch its dropout off.
+
+
+def results(model, inputs):
+    """Return the loss and the gradients in float64."""
+    loss = step(model, inputs).double()
+    return [loss, *(p.grad.double() for p in model.parameters())]
+
+
+def tiny(dtype):
+    """Return the model in a small size."""
+    return build(dtype, TINY)
+
+
+def error(found, exact):
+    """Return the largest error of a tensor, as a part of its norm."""
+    pairs = zip(found, exact, strict=True)
+    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def check(change, make=tiny, limit=4):
+    """Compare a changed model of a small size with the plain one."""
+    plain, changed = make(torch.float32), make(torch.float32)
+    change(changed)
+    inputs = batch(plain, (2, 12))
+    exact = results(make(torch.float64), inputs)
+    allowed = limit * error(results(plain, inputs), exact)
+    ours = error(results(changed, inputs), exact)
+    print(f"largest error {ours:.1e}, allowed {allowed:.1e}")
+    assert ours < allowed
+
+
+if __name__ == "__main__":
+    check(lambda model: replace(model, LlamaRMSNorm, FusedNorm))
+    model = build()
+    kinds = [type(layer) for layer in model.modules()]
+    count = replace(model, LlamaRMSNorm, FusedNorm)
+    assert replace(model, FusedNorm, LlamaRMSNorm) == count
+    assert [type(layer) for layer in model.modules()] == kinds
+    print(f"replaced {count} norms, and put them back")
+
+# %%
+# The loss without the logits
+# ---------------------------
+#
+# The last product makes a row of logits for each token, as long as the
+# vocabulary. The loss needs one logit of each row and the logarithm of the sum
+# of the exponentials of all; the gradient needs the softmax of the row. The
+# plain model keeps the logits until the backward, in bfloat16 and in float32:
+
+if __name__ == "__main__":
+    sizes = LARGE if ON_GPU else TINY
+    logits = SHAPE[0] * SHAPE[1] * sizes["vocab_size"]
+    narrow, wide = 2 * logits / 2**30, 4 * logits / 2**30
+    print(f"{logits:,} logits:", end=" ")
+    print(f"{narrow:.2f} GiB in bfloat16, {wide:.2f} GiB in float32")
+
+# %%
+# ``linear_cross_entropy`` takes what comes before that product, and the weight.
+# It makes the logits of some tokens at a time, and their gradient while they
+# are there (``linear_cross_entropy.py``).
+
+from triton_gallery_ops.linear_cross_entropy import linear_cross_entropy
+
+# %%
+# We compare the two losses of one model.
+
+
+def loss_without_logits(model, input_ids, labels, attention_mask):
+    """Return the loss for the next token."""
+    hidden = model.model(input_ids, attention_mask, use_cache=False)[0]
+    hidden = hidden[:, :-1].flatten(0, 1)
+    return linear_cross_entropy(
+        hidden, model.lm_head.weight, labels[:, 1:].flatten()
+    )
+
+
+if __name__ == "__main__":
+    model = build(torch.float32, TINY)
+    inputs = batch(model, (2, 12))
+    expected = model(**inputs, use_cache=False).loss
+    loss = loss_without_logits(model, **inputs)
+    print(f"losses differ by {abs(loss - expected):.1e}, allowed 2.0e-06")
+    torch.testing.assert_close(loss, expected, rtol=0, atol=2e-6)
+
+# %%
+# All of it
+# ---------
+#
+# ``patch`` does this for norms, rotary embeddings, gated units, attention and
+# the loss, in models of six families. It prints what it replaced, and what it
+# left and why. *Ops in a transformers model*, in the guide, names the families
+# and where a patched model differs: in training with labels, for example, its
+# output has no logits.
+
+from triton_gallery_ops.transformers import patch, unpatch
+
+# %%
+# Weights keep their names, and ``unpatch`` undoes it all.
+
+if __name__ == "__main__":
+    model = build()
+    names = list(model.state_dict())
+    kinds = [type(layer) for layer in model.modules()]
+    print(patch(model))
+    assert list(model.state_dict()) == names
+    assert [type(layer) for layer in model.modules()] != kinds
+    unpatch(model)
+    assert [type(layer) for layer in model.modules()] == kinds
+    check(patch)
+
+# %%
+# Does it learn the same?
+# -----------------------
+#
+# Steps of AdamW on one batch. A step follows from the one before, so errors
+# of rounding add up. The figure has the relative difference of the two losses.
+
+
+def losses_of(model, inputs, steps=30 if ON_GPU else 5):
+    """Train; return the loss of each step."""
+    rate = 1e-4 if ON_GPU else 1e-2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=ON_GPU)
+    found = []
+    for _ in range(steps):
+        found.append(step(model, inputs).item())
+        optimizer.step()
+    return found
+
+
+if __name__ == "__main__":
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    plain, patched = build(dtype), build(dtype)
+    patch(patched)
+    inputs = batch(plain, (2, 512) if ON_GPU else SHAPE)  # two models at once
+    curves = pd.DataFrame(
+        {
+            "plain": losses_of(plain, inputs),
+            "patched": losses_of(patched, inputs),
+        }
+    )
+    apart = (curves["plain"] - curves["patched"]).abs() / curves["plain"]
+    print(f"after {len(curves)} steps: {curves.iloc[-1].to_dict()}")
+    print(f"losses are at most {apart.max():.1e} apart")
+    assert curves["patched"].iloc[-1] < curves["patched"].iloc[0]
+    axes = apart.plot(xlabel="step", ylabel="relative difference")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    plt.tight_layout()
+    del plain, patched
+
+# %%
+# What does it gain?
+# ------------------
+#
+# The time of a step and the most memory that it takes, eager and under
+# ``torch.compile``; *norms* is the model with ``FusedNorm`` alone. We measure
+# wall time, which includes the CPU's launches: with small batches and without
+# ``torch.compile``, these can be the limit.
+
+WAYS = {
+    "plain": lambda model: None,
+    "norms": lambda model: replace(model, LlamaRMSNorm, FusedNorm),
+    "patched": patch,
+}
+
+
+def measure(way, compiled):
+    """Return milliseconds and GiB of a step."""
+    model = build()
+    WAYS[way](model)
+    inputs = batch(model)
+    called = torch.compile(model) if compiled else model
+    for _ in range(3):
+        step(called, inputs)
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(15):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step(called, inputs)
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - began))
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    torch.compiler.reset()
+    return {"ms": statistics.median(times), "GiB": peak}
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    model = inputs = None
+    rows = {}
+    for compiled in (False, True):
+        for way in WAYS:
+            name = "compiled" if compiled else "eager"
+            rows[f"{name}, {way}"] = measure(way, compiled)
+    table = pd.DataFrame(rows).T
+    print(table.to_string(float_format="%.1f"))
+    for name in ("eager", "compiled"):
+        first, last = table.loc[f"{name}, plain"], table.loc[f"{name}, patched"]
+        ratio = first["ms"] / last["ms"]
+        print(f"{name}: {ratio:.2f} times as fast,", end=" ")
+        print(f"{last['GiB'] / first['GiB']:.2f} of the memory")
+
+# %%
+# And where does the patched step spend its time?
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    model = build()
+    patch(model)
+    after = profile(model, batch(model))
+    table = pd.DataFrame({"plain": before, "patched": after})
+    print(table.to_string(float_format="%.1f"))
+    model = None
+
+# %%
+# The products are as many in both: the patched loss makes its logits and both
+# of their gradients in the forward. What the ops gain is in *the rest*.
+#
+# This table has the GPU's time alone. If its sum is well below the wall time of
+# the step, the GPU waits for the CPU, and faster kernels change little
+# (``what_a_call_costs.py`` and ``cuda_graphs.py``).
+#
+# ``torch.compile`` fuses many of the operators that the ops replace. It does
+# not split the loss, though, and keeps the logits.
+
+# %%
+# Exercises
+# ---------
+#
+# **1.** Replace the gated unit. In ``LlamaMLP``, ``forward(x)`` computes
+#
+# .. code-block:: python
+#
+#    self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+#
+# The op ``swiglu(gate, up)`` computes ``silu(gate) * up``, with one kernel.
+
+from triton_gallery_ops.swiglu import swiglu
+
+# %%
+# Write the class, and run the cell.
+
+FusedMLP = None  # your class
+
+
+def check_unit(new):
+    """Print whether the class computes what LlamaMLP does, with the op."""
+    if new is None:
+        print("not solved yet")
+        return False
+    model = build(torch.float32, TINY)
+    inputs = batch(model, (2, 12))
+    expected = results(model, inputs)
+    replace(model, LlamaMLP, new)
+    with Traffic() as traffic:  # it records which operators run
+        found = results(model, inputs)
+    called = {name for name, _, _ in traffic.operators}
+    right = error(found, expected) < 1e-5
+    right = right and "triton_gallery.swiglu.default" in called
+    print("right" if right else "wrong")
+    return right
+
+
+if __name__ == "__main__":
+    check_unit(FusedMLP)
+
+# %%
+# **2.** A batch is padded at the right to the longest of its sequences, and its
+# mask says where. Do the plain and the patched model agree? Padding has the
+# label -100, so it has no loss. Replace the dots in ``PADDED`` by a mask whose
+# second sequence has 7 tokens of 12.
+
+PADDED = ...
+
+
+def check_padding(mask):
+    """Print whether a padded batch gives the same in both models."""
+    if mask is ...:
+        print("not solved yet")
+        return False
+    plain, patched = build(torch.float32, TINY), build(torch.float32, TINY)
+    patch(patched)
+    inputs = batch(plain, (2, 12)) | {"attention_mask": mask}
+    inputs["labels"] = inputs["labels"].masked_fill(mask == 0, -100)
+    apart = error(results(patched, inputs), results(plain, inputs))
+    right = mask.sum(1).tolist() == [12, 7] and apart < 1e-5
+    print("right" if right else "wrong")
+    return right
+
+
+if __name__ == "__main__":
+    check_padding(PADDED)
+
+# %%
+# Answers
+# -------
+#
+# **1.** The three products stay those of the model.
+
+
+class FusedMLPAnswer(LlamaMLP):
+    def forward(self, x):
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+if __name__ == "__main__":
+    assert check_unit(FusedMLPAnswer)
+
+# %%
+# **2.** They agree: the patched model computes attention for the real tokens
+# alone.
+
+padded_answer = torch.ones(2, 12, dtype=torch.int64, device=DEVICE)
+padded_answer[1, 7:] = 0
+
+if __name__ == "__main__":
+    assert check_padding(padded_answer)

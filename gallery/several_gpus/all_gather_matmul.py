@@ -1,0 +1,750 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Multiply rows of all GPUs while copy engines still fetch them: a kernel that
+# begins with its own rows and waits for flags of the others."""
+# dtypes = ["float16", "bfloat16", "float32", "float64"]
+# backward = false
+# deterministic = true
+# longer = "two products beside communication, and the memory that they share"
+# gpus = 2
+#
+# [tool.triton-gallery.not_for]
+# gather_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
+# timed_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
+# scatter_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
+# _all_gather_matmul_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
+# _all_gather_matmul_scatter_kernel = ["sm_80", "sm_89", "sm_120", "gfx942"]
+# ///
+r"""
+All-gather and matmul: hide communication behind a matrix product
+=================================================================
+
+A model that is split over GPUs (tensor parallel) often gathers rows from all of
+them and then multiplies. The product need not wait for all rows: it begins with
+those that are here, while copy engines fetch the others. With a few rows there
+is too little work to hide anything; take NCCL and ``@`` there.
+
+After this page you can
+
+* copy from other GPUs beside a kernel, and tell it by flags what has arrived;
+* order the tiles of a product by when their rows arrive;
+* draw from the GPU's own clock when rows came and when they were used;
+* store tiles in the memory of the GPU that needs them.
+"""
+
+# sphinx_gallery_tags = ["several gpus", "matmul", "atomics", "TMA"]
+import os
+import threading
+import time
+from functools import partial
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+# Whether there is a copy engine for tiles. The interpreter can do without.
+CAN = DEVICE.type == "cpu" or (
+    not torch.version.hip and torch.cuda.get_device_capability() >= (9, 0)
+)
+
+from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.ranks import join_ranks, meet_ranks, shared_on_cpu
+
+# %%
+# In PyTorch
+# ----------
+#
+# The script runs in a process for each GPU, its *ranks*, as ``peer_memory.py``
+# explains. Every rank has some rows ``x``, and a part of a weight. It needs the
+# product of *all* ranks' rows with its part of the weight:
+
+RANK, RANKS = join_ranks()
+SMALL = DEVICE.type == "cpu"
+DTYPE = torch.float32 if SMALL else torch.bfloat16
+# The rows of each rank, the sum, and the columns of each rank's result
+ROWS, K, N = (64, 48, 40) if SMALL else (8192 // RANKS, 8192, 28672 // RANKS)
+generator = torch.Generator(device=DEVICE).manual_seed(RANK)
+
+
+def random(*shape):
+    return torch.randn(*shape, device=DEVICE, generator=generator).to(DTYPE)
+
+
+# PyTorch 2.13 has new names for two collectives.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
+
+def gather(x):
+    """Return the rows of all ranks."""
+    everyone = x.new_empty(RANKS * x.shape[0], x.shape[1])
+    all_gather(everyone, x)
+    return everyone
+
+
+def say(*texts):
+    """Print on rank 0."""
+    if RANK == 0:
+        print(*texts)
+
+
+x, weight = random(ROWS, K), random(N, K)
+everyone = gather(x)
+
+if __name__ == "__main__":
+    flops, received = 2 * RANKS * ROWS * K * N, (RANKS - 1) * x.nbytes
+    say(f"{RANKS} ranks: x {tuple(x.shape)}, weight {tuple(weight.shape)}")
+    say(f"received {received:,} bytes: {received / 450e3:.2f} us at 450 GB/s")
+    say(f"{flops:,} operations: {flops / 989e6:.2f} us at 989 TFLOP/s")
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    calls = {
+        "gather": lambda: gather(x),
+        "product": lambda: everyone @ weight.T,
+        "gather, then product": lambda: gather(x) @ weight.T,
+    }
+    for name, (ms, *_) in gpu_time(calls, prepare=dist.barrier).items():
+        say(f"{name}: {1e3 * ms:.0f} us")
+
+# %%
+# 450 GB/s and 989 TFLOP/s are what NVIDIA's data sheet says of an H100. If the
+# product takes longer than the copies, it can hide them. So the *floor* is the
+# product alone.
+#
+# Rows that arrive beside a kernel
+# --------------------------------
+#
+# Each rank has one buffer for the rows of all, in symmetric memory. It puts its
+# own rows there, and all ranks meet at a barrier. Then copies begin on a *side
+# stream*, in chunks. *Copy engines* copy from other GPUs, and leave the
+# multiprocessors to the kernel. After each chunk, one more copy writes a 1 into
+# a flag. The copies of a stream run in order, so the chunk is there when its
+# flag is set. The next rank's rows come first, so that every rank reads from
+# another one. On the CPU, a thread takes the place of the side stream.
+
+
+def symmetric(*shape, dtype=DTYPE):
+    """Return every rank's tensor, by rank, and a handle."""
+    numel = torch.Size(shape).numel()
+    if SMALL:
+        of_floats, of_integers = shared_on_cpu(numel)
+        both = {DTYPE: of_floats, torch.int32: of_integers}
+        return [each[:numel].view(shape) for each in both[dtype]], None
+    here = torch.device("cuda", torch.cuda.current_device())
+    mine = symm_mem.empty(*shape, dtype=dtype, device=here)
+    handle = symm_mem.rendezvous(mine, dist.group.WORLD.group_name)
+    return [handle.get_buffer(r, shape, dtype) for r in range(RANKS)], handle
+
+
+BUFFERS, HANDLE = symmetric(RANKS * ROWS, K)
+ONES, ONES_HANDLE = symmetric(1, dtype=torch.int32)
+ONES[RANK].fill_(1)
+SIDE = None if SMALL else torch.cuda.Stream(priority=-1)
+meet_ranks()
+
+
+def barrier(channel):
+    """Have this stream wait for the other ranks' streams."""
+    dist.barrier() if SMALL else HANDLE.barrier(channel, 100_000)  # ms
+
+
+def pause():
+    """Have what follows on this stream be late."""
+    time.sleep(0.3) if SMALL else torch.cuda._sleep(2**26)  # cycles
+
+
+def pull(flags, chunk, late=False, stamp=None):
+    """Copy the rows of other ranks in chunks, and set a flag after each."""
+    if late:
+        pause()
+    for step in range(ROWS // chunk, RANKS * ROWS // chunk):
+        place = (RANK * ROWS // chunk + step) % len(flags)
+        peer, rows = place * chunk // ROWS, slice(place * chunk, None)
+        BUFFERS[RANK][rows][:chunk].copy_(BUFFERS[peer][rows][:chunk])
+        flags[place : place + 1].copy_(ONES[peer])
+        if stamp:
+            stamp(place)
+
+
+def begin_aside(work):
+    """Begin work beside this stream; return what waits for its end."""
+    if SMALL:
+        thread = threading.Thread(target=work)
+        thread.start()
+        return thread.join
+    SIDE.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(SIDE):
+        work()
+    return lambda: torch.cuda.current_stream().wait_stream(SIDE)
+
+
+def begin_gather(x, chunk, **options):
+    """Begin to fill this rank's buffer; return flags, and what waits."""
+    BUFFERS[RANK][RANK * ROWS :][:ROWS].copy_(x)
+    barrier(0)  # the rows of all ranks may be read
+    flags = torch.zeros(RANKS * ROWS // chunk, dtype=torch.int32, device=DEVICE)
+    return flags, begin_aside(partial(pull, flags, chunk, **options))
+
+
+CHUNK = 32 if SMALL else 1024  # rows
+flags, end = begin_gather(x, CHUNK)
+end()
+torch.testing.assert_close(BUFFERS[RANK], everyone, rtol=0, atol=0)
+assert flags.sum() == (RANKS - 1) * ROWS // CHUNK
+meet_ranks()
+
+# %%
+# The flag's 1 comes from the other GPU, too: a copy within one GPU might be
+# done by multiprocessors, which the kernel has.
+#
+# The first kernel
+# ----------------
+#
+# It is a persistent product, as *Persistent matmul* explains it, with two
+# changes. Its tiles begin with the chunks of this rank's rows, and go on in the
+# order of the copies. And before a tile of another rank's rows it waits for the
+# flag of the chunk. Adding 0 with ``sem="acquire"`` is a load that later loads
+# wait for. Each chunk is computed column by column, so that what it reads again
+# is still in L2.
+
+
+@triton.jit
+def wait(flag_ptr, tries):
+    """Wait until a flag is set; give up after some tries."""
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    while (seen == 0) & (tries > 0):
+        tries -= 1
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()  # one thread has seen it: now all may load
+
+
+@triton.jit
+def product(
+    x_desc,
+    weight_desc,
+    off_m,
+    off_n,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return a tile of x @ weight.T."""
+    BLOCK_K: tl.constexpr = x_desc.block_shape[1]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, x_desc.shape[1], BLOCK_K):
+        x = x_desc.load([off_m, k])  # (BLOCK_M, BLOCK_K)
+        weight = weight_desc.load([off_n, k])  # (BLOCK_N, BLOCK_K)
+        acc = tl.dot(x, weight.T, acc)
+    return acc
+
+
+@triton.jit
+def gather_kernel(
+    x_desc, weight_desc, y_desc, flags_ptr, first, own, chunk, tries
+):
+    M, N = y_desc.shape
+    BLOCK_M: tl.constexpr = y_desc.block_shape[0]
+    BLOCK_N: tl.constexpr = y_desc.block_shape[1]
+    tiles_m = chunk // BLOCK_M
+    tiles = tiles_m * tl.cdiv(N, BLOCK_N)  # of a chunk
+    for tile in range(
+        tl.program_id(axis=0), M // chunk * tiles, tl.num_programs(axis=0)
+    ):
+        step, within = tile // tiles, tile % tiles
+        off_m = (first + step * chunk) % M + within % tiles_m * BLOCK_M
+        off_n = within // tiles_m * BLOCK_N
+        if step >= own:  # chunks of this rank, which are here
+            wait(flags_ptr + off_m // chunk, tries)
+        acc = product(x_desc, weight_desc, off_m, off_n, BLOCK_M, BLOCK_N)
+        y_desc.store([off_m, off_n], acc.to(y_desc.dtype))
+
+
+# BLOCK_M, BLOCK_N, BLOCK_K
+TILE = (32, 32, 16) if SMALL else (128, 256, 64)
+OPTIONS = {"num_warps": 8, "num_stages": 3}
+TRIES = 2**20 if SMALL else 2**24
+PROGRAMS = 4
+if not SMALL:
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    PROGRAMS = gpu.multi_processor_count - 1
+
+
+def described(x, weight, y):
+    m, n, k = TILE
+    pairs = (x, [m, k]), (weight, [n, k]), (y, [m, n])
+    return [TensorDescriptor.from_tensor(*pair) for pair in pairs]
+
+
+def gather_matmul(x, weight, chunk=CHUNK, tries=TRIES, late=False):
+    y = x.new_empty(RANKS * ROWS, weight.shape[0])
+    flags, end = begin_gather(x, chunk, late=late)
+    tensors = *described(BUFFERS[RANK], weight, y), flags
+    numbers = RANK * ROWS, ROWS // chunk, chunk, tries
+    gather_kernel[(PROGRAMS,)](*tensors, *numbers, **OPTIONS)
+    end()
+    barrier(1)  # all have read x: the next call may write there
+    return y
+
+
+# %%
+# The two loops are not flattened, as those of *Persistent matmul* are: the
+# loads of a tile would begin before its wait. One multiprocessor is left free,
+# for small kernels that others may wait for.
+#
+# Is it right?
+# ------------
+#
+# We compare with float64. A sum of ``K`` products in float32 has at most ``K``
+# roundings, each at most :math:`2^{-24}` of the summed magnitudes; the last
+# rounding is one ``eps`` at most. Three calls follow each other without a wait
+# of the CPU, and the copies of one are late on purpose. All rows are compared,
+# and up to 512 columns.
+
+
+def exact(x, weight):
+    """Return some columns of a product in float64, and its error's bound."""
+    x, weight = x.double(), weight[:512].double()
+    expected, eps = x @ weight.T, torch.finfo(DTYPE).eps
+    bound = x.shape[1] * 2**-24 * (x.abs() @ weight.abs().T)
+    return expected, bound + eps * expected.abs()
+
+
+def error_of(y, x, weight):
+    """Return errors as parts of what is allowed."""
+    expected, bound = exact(x, weight)
+    return (y[:, :512].double() - expected) / bound
+
+
+if CAN:
+    inputs = [random(ROWS, K) for _ in range(3)]
+    outs = [gather_matmul(x, weight, late=x is inputs[1]) for x in inputs]
+    for own, out in zip(inputs, outs, strict=True):
+        error = error_of(out, gather(own), weight)
+        torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
+    say(f"the last call: error {error.abs().max():.2f} of the allowed")
+
+# %%
+# How fast?
+# ---------
+#
+# NCCL gathers before ``@``. PyTorch has a function for both, which multiplies
+# the shards one after another as they arrive.
+
+GROUP = dist.group.WORLD.group_name
+
+
+def fused(x, weight):
+    symm = torch.ops.symm_mem
+    _, (y,) = symm.fused_all_gather_matmul(x, [weight.T], 0, GROUP)
+    return y
+
+
+if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
+    calls = {
+        "Triton": lambda: gather_matmul(x, weight),
+        "NCCL, then cuBLAS": lambda: gather(x) @ weight.T,
+        "PyTorch, fused": lambda: fused(x, weight),
+        "product alone": lambda: everyone @ weight.T,
+    }
+    for name, (ms, *_) in gpu_time(calls, prepare=dist.barrier).items():
+        say(f"{name}: {1e3 * ms:.0f} us, {flops / ms * 1e-9:.0f} TFLOP/s")
+
+# %%
+# When did rows come, and when were they used?
+# --------------------------------------------
+#
+# A GPU has a clock in nanoseconds, ``globaltimer``, which all multiprocessors
+# read. The next kernel stores when each tile began, after its wait, and when it
+# ended. A tiny kernel on the side stream stores when a chunk had come; the free
+# multiprocessor runs it. Triton's interpreter has no such clock: without a GPU,
+# the order alone is shown.
+
+
+@triton.jit
+def timed_kernel(
+    x_desc, weight_desc, y_desc, flags_ptr, times_ptr, first, own, chunk, tries
+):
+    M, N = y_desc.shape
+    BLOCK_M: tl.constexpr = y_desc.block_shape[0]
+    BLOCK_N: tl.constexpr = y_desc.block_shape[1]
+    tiles_m = chunk // BLOCK_M
+    tiles = tiles_m * tl.cdiv(N, BLOCK_N)
+    pid, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
+    for tile in range(pid, M // chunk * tiles, programs):
+        step, within = tile // tiles, tile % tiles
+        off_m = (first + step * chunk) % M + within % tiles_m * BLOCK_M
+        off_n = within // tiles_m * BLOCK_N
+        if step >= own:
+            wait(flags_ptr + off_m // chunk, tries)
+        tl.store(times_ptr + 2 * tile, tl.extra.cuda.globaltimer())
+        acc = product(x_desc, weight_desc, off_m, off_n, BLOCK_M, BLOCK_N)
+        y_desc.store([off_m, off_n], acc.to(y_desc.dtype))
+        tl.store(times_ptr + 2 * tile + 1, tl.extra.cuda.globaltimer())
+
+
+@triton.jit
+def stamp_kernel(times_ptr, place):
+    tl.store(times_ptr + place, tl.extra.cuda.globaltimer())
+
+
+def timeline(x, weight, chunk=CHUNK):
+    """Return when chunks came, and when their tiles began and ended, in us."""
+    chunks = RANKS * ROWS // chunk
+    tiles = chunk // TILE[0] * triton.cdiv(N, TILE[1])
+    y = x.new_empty(RANKS * ROWS, N)
+    came = torch.zeros(chunks, dtype=torch.int64, device=DEVICE)
+    times = came.new_zeros(chunks, tiles, 2)
+    meet_ranks()
+    flags, end = begin_gather(
+        x, chunk, stamp=lambda place: stamp_kernel[(1,)](came, place)
+    )
+    tensors = *described(BUFFERS[RANK], weight, y), flags, times
+    numbers = RANK * ROWS, ROWS // chunk, chunk, TRIES
+    timed_kernel[(PROGRAMS,)](*tensors, *numbers, **OPTIONS)
+    end()
+    barrier(1)
+    began, ended = times[..., 0].amin(1), times[..., 1].amax(1)
+    begin = began.min()
+    came = came.roll(-(RANK * ROWS // chunk))  # in the order of the tiles
+    us = [((t - begin) / 1e3).tolist() for t in (came, began, ended)]
+    return [[0.0] * (ROWS // chunk) + us[0][ROWS // chunk :], *us[1:]]
+
+
+def draw(came, began, ended):
+    """Draw a line for each chunk: its tiles, and a mark where it came."""
+    _, axes = plt.subplots(figsize=(8, 0.3 * len(came) + 1))
+    lasted = [e - b for b, e in zip(began, ended, strict=True)]
+    axes.barh(range(len(came)), lasted, left=began, height=0.5)
+    axes.plot(came, range(len(came)), "k|", markersize=12)
+    axes.invert_yaxis()
+    axes.set(xlabel="us", ylabel="chunk", title="bars: tiles; |: it is here")
+
+
+if __name__ == "__main__":
+    order = [(RANK + step) % RANKS for step in range(RANKS)]
+    say(f"rank {RANK} multiplies the rows of the ranks in the order {order}")
+
+if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
+    timeline(x, weight)  # compiles
+    found = timeline(x, weight)
+    for i, (c, b, e) in enumerate(zip(*found, strict=True)):
+        say(f"chunk {i}: here {c:.0f}, tiles from {b:.0f} to {e:.0f} us")
+    say(f"copies end at {max(found[0]):.0f}, tiles at {max(found[2]):.0f} us")
+    if RANK == 0:
+        draw(*found)
+
+# %%
+# A mark left of its bar is a chunk that came before the multiprocessors were
+# ready for it: that copy is hidden. Where a bar begins at its mark, tiles have
+# waited.
+#
+# How large is a chunk?
+# ---------------------
+#
+# A flag for each shard would have tiles wait for rows that they do not need. Of
+# small chunks there are many, and each costs two copies to begin.
+
+if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
+    sizes = [c for c in (128, 256, 512, 1024, 2048, 4096) if c <= ROWS]
+    calls = {c: partial(gather_matmul, x, weight, chunk=c) for c in sizes}
+    for chunk, (ms, *_) in gpu_time(calls, prepare=dist.barrier).items():
+        say(f"{chunk} rows, {chunk * K * 2 / 1e6:.0f} MB: {1e3 * ms:.0f} us")
+
+# %%
+# The way back: product, then reduce-scatter
+# ------------------------------------------
+#
+# The layer after this one has its weight split by what it sums over. Each rank
+# then has a product for *all* rows, and these are added up; a rank keeps the
+# sum of its own rows. So this time the product comes first, and its tiles
+# travel. The kernel stores a tile in the memory of the rank that needs it, by
+# an address from a table. The next rank's rows are first again, so that every
+# rank stores to another one, and its own come last. After a barrier each rank
+# adds up in float32 what all have left with it.
+
+
+@triton.jit
+def scatter_kernel(
+    x_desc, weight_desc, buffers_ptr, rank, rows, N, BLOCK_N: tl.constexpr
+):
+    M = x_desc.shape[0]
+    BLOCK_M: tl.constexpr = x_desc.block_shape[0]
+    tiles_m = rows // BLOCK_M
+    tiles = tiles_m * tl.cdiv(N, BLOCK_N)  # of a rank's rows
+    pid, programs = tl.program_id(axis=0), tl.num_programs(axis=0)
+    for tile in range(pid, M // rows * tiles, programs):
+        to = (rank + 1 + tile // tiles) % (M // rows)
+        off_m = tile % tiles % tiles_m * BLOCK_M  # of that rank's rows
+        off_n = tile % tiles // tiles_m * BLOCK_N
+        off_x = to * rows + off_m
+        acc = product(x_desc, weight_desc, off_x, off_n, BLOCK_M, BLOCK_N)
+        address = tl.load(buffers_ptr + to)
+        out_ptr = address.to(tl.pointer_type(x_desc.dtype))
+        out_ptr = tl.multiple_of(out_ptr, 16)
+        offs_m = tl.cast(rank, tl.int64) * rows + off_m + tl.arange(0, BLOCK_M)
+        offs_n = off_n + tl.arange(0, BLOCK_N)
+        out_ptrs = out_ptr + offs_m[:, None] * N + offs_n[None, :]
+        mask = (offs_n < N)[None, :]
+        tl.store(out_ptrs, acc.to(x_desc.dtype), mask=mask)
+
+
+# The columns of x that a rank has, and those of the result
+K_PART, COLUMNS = (40, 48) if SMALL else (28672 // RANKS, 8192)
+PARTS, PARTS_HANDLE = symmetric(RANKS, ROWS, COLUMNS)
+ADDRESSES = torch.tensor(
+    [parts.data_ptr() for parts in PARTS], dtype=torch.int64, device=DEVICE
+)
+
+
+def matmul_scatter(x, weight):
+    barrier(0)  # all have added up the parts of the last call
+    x_desc, weight_desc, _ = described(x, weight, x)
+    numbers = RANK, ROWS, COLUMNS, TILE[1]
+    tables = x_desc, weight_desc, ADDRESSES
+    scatter_kernel[(PROGRAMS,)](*tables, *numbers, **OPTIONS)
+    barrier(1)  # all parts are here
+    return PARTS[RANK].sum(0, dtype=torch.float32).to(x.dtype)
+
+
+if CAN:
+    x_part, weight_part = random(RANKS * ROWS, K_PART), random(COLUMNS, K_PART)
+    for _ in range(2):
+        y = matmul_scatter(x_part, weight_part)
+    parts = torch.stack(exact(x_part, weight_part))
+    dist.all_reduce(parts)
+    expected, bound = parts[:, RANK * ROWS :][:, :ROWS]
+    bound += torch.finfo(DTYPE).eps * expected.abs()
+    error = (y[:, :512].double() - expected) / bound
+    say(f"scattered: error {error.abs().max():.2f} of the allowed")
+    torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
+
+# %%
+# Each part is rounded once to travel, and the sum once more: the bound adds up
+# those of the parts.
+
+
+def scatter_torch(x, weight):
+    part, y = x @ weight.T, x.new_empty(ROWS, weight.shape[0])
+    reduce_scatter(y, part)
+    return y
+
+
+def fused_scatter(x, weight):
+    symm = torch.ops.symm_mem
+    return symm.fused_matmul_reduce_scatter(x, weight.T, "sum", 0, GROUP)
+
+
+if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
+    calls = {
+        "Triton": lambda: matmul_scatter(x_part, weight_part),
+        "cuBLAS, then NCCL": lambda: scatter_torch(x_part, weight_part),
+        "PyTorch, fused": lambda: fused_scatter(x_part, weight_part),
+        "product alone": lambda: x_part @ weight_part.T,
+    }
+    for name, (ms, *_) in gpu_time(calls, prepare=dist.barrier).items():
+        say(f"{name}: {1e3 * ms:.0f} us")
+
+# %%
+# Break it: do not wait
+# ---------------------
+#
+# With no tries the kernel looks at each flag once, and goes on. The copies are
+# late on purpose, so it multiplies what was in the buffer before.
+
+if __name__ == "__main__" and CAN:
+    BUFFERS[RANK].zero_()
+    meet_ranks()
+    for tries in (0, TRIES):
+        y = gather_matmul(inputs[0], weight, tries=tries, late=True)
+        error = error_of(y, gather(inputs[0]), weight).abs()
+        wrong = (error > 1).any(1).sum().item()
+        say(f"{tries} tries: {wrong} of {RANKS * ROWS} rows are wrong")
+        assert (wrong > 0) == (tries == 0 and RANKS > 1)
+
+# %%
+# The op
+# ------
+#
+# The op takes any number of rows, other strides and all dtypes, keeps symmetric
+# memory for all calls, and its product is that of *Persistent matmul*. A tile
+# whose rows never come is NaN there. Both work under ``torch.compile`` and in a
+# CUDA graph, as the flags are new in each call.
+
+from triton_gallery_ops.all_gather_matmul import (
+    all_gather_matmul,
+    all_gather_matmul_scatter,
+)
+
+# %%
+# At how many tokens is there enough to hide behind? The rate counts the
+# operations of one rank.
+
+if __name__ == "__main__" and CAN:
+    x_few = random(7, K)
+    y = all_gather_matmul(x_few, weight, GROUP)
+    error = error_of(y, gather(x_few), weight)
+    torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
+    y = all_gather_matmul_scatter(x_part, weight_part, GROUP)
+    error = (y[:, :512].double() - expected) / bound
+    torch.testing.assert_close(error, 0 * error, rtol=0, atol=1)
+
+
+def gather_calls(tokens):
+    x = random(tokens // RANKS, K)
+    everyone = gather(x)
+    return {
+        "Triton": lambda: all_gather_matmul(x, weight, GROUP),
+        "NCCL, then cuBLAS": lambda: gather(x) @ weight.T,
+        "PyTorch, fused": lambda: fused(x, weight),
+        "Roof": lambda: everyone @ weight.T,
+    }
+
+
+if __name__ == "__main__" and CAN and DEVICE.type == "cuda":
+    times = {}
+    for tokens in (1024, 2048, 4096, 8192, 16384):
+        times[tokens] = gpu_time(gather_calls(tokens), prepare=dist.barrier)
+    if RANK == 0:
+        results = rate_table(
+            times, "tokens", "TFLOP/s", lambda tokens: 2e-9 * tokens * K * N
+        )
+        print("all-gather and product", results.to_string(), sep="\n")
+        for tokens, of in times.items():
+            ours, nccl, alone = (
+                of[name][0] for name in ("Triton", "NCCL, then cuBLAS", "Roof")
+            )
+            print(
+                f"{tokens} tokens: {nccl / ours:.2f} of NCCL, then cuBLAS; "
+                f"{alone / ours:.2f} of the product alone"
+            )
+
+# %%
+# Exercises
+# ---------
+#
+# Write one and run the cell: it says whether the kernel is right. No GPU is
+# needed.
+#
+# **1.** New flags need zeros in each call. Counters do not: in call number
+# ``call`` the copy writes ``call`` into the flag, and a tile waits until the
+# flag is at least that. Write a kernel for one program that waits so, and then
+# stores in ``out_ptr`` what it saw. Its arguments are ``flag_ptr, out_ptr,
+# call, tries``. Would "equal to that" do, too?
+
+counter_kernel = None  # your kernel
+
+
+def check_counter(kernel):
+    """Check exercise 1."""
+    if kernel is None:
+        say("not solved yet")
+        return False
+    flag, five, out = torch.tensor(
+        [[4], [5], [0]], dtype=torch.int32, device=DEVICE
+    )
+
+    def set_late():
+        pause()
+        flag.copy_(five)
+
+    end = begin_aside(set_late)
+    kernel[(1,)](flag, out, 5, TRIES)
+    end()
+    right = out.item() == 5
+    say("right" if right else f"wrong: it saw {out.item()}, not 5")
+    return right
+
+
+if __name__ == "__main__":
+    check_counter(counter_kernel)
+
+# %%
+# **2.** PyTorch does not promise in which order it adds up the parts. Add them
+# up in the order of the ranks, in float32. ``parts_ptr`` has ``RANKS`` times
+# ``size`` elements. The arguments are ``parts_ptr, out_ptr, size, RANKS:
+# tl.constexpr, BLOCK: tl.constexpr``.
+
+sum_kernel = None  # your kernel
+
+
+def check_sum(kernel):
+    """Check exercise 2, with numbers whose sum depends on the order."""
+    if kernel is None:
+        say("not solved yet")
+        return False
+    big = torch.tensor([1.0, 2.0**25, -(2.0**25), 3.0], device=DEVICE)
+    parts = big[:, None].expand(4, 1000).contiguous()
+    out = torch.full((1000,), -1.0, device=DEVICE)
+    kernel[(triton.cdiv(1000, 256),)](parts, out, 1000, RANKS=4, BLOCK=256)
+    right = torch.equal(out, torch.full_like(out, 3.0))
+    say("right" if right else f"wrong: {out[0].item()} instead of 3.0")
+    return right
+
+
+if __name__ == "__main__":
+    check_sum(sum_kernel)
+
+# %%
+# Go further
+# ----------
+#
+# The sum at the end of ``matmul_scatter`` is not hidden. How would flags let a
+# rank add up its first rows while the product runs? `PyTorch's page
+# <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`_ lists its own
+# functions for such layers.
+
+if __name__ == "__main__":
+    dist.destroy_process_group()
+
+# %%
+# Answers
+# -------
+#
+# **1.** The barrier at the end of a call keeps flags from being ahead, so
+# "equal" does as well.
+
+
+@triton.jit
+def counter_answer_kernel(flag_ptr, out_ptr, call, tries):
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    while (seen < call) & (tries > 0):
+        tries -= 1
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    tl.store(out_ptr, seen)
+
+
+# %%
+# **2.** The loop over ranks is unrolled, and each element has one order.
+
+
+@triton.jit
+def sum_answer_kernel(
+    parts_ptr, out_ptr, size, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    offs = tl.program_id(axis=0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for rank in tl.static_range(RANKS):
+        part_ptrs = parts_ptr + tl.cast(rank, tl.int64) * size + offs
+        acc += tl.load(part_ptrs, mask=offs < size, other=0.0).to(tl.float32)
+    acc = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offs, acc, mask=offs < size)

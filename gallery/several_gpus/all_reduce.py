@@ -1,0 +1,628 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Sum tensors over the GPUs of one host in a Triton kernel: in one shot, in
+# two, and fused with a residual and RMSNorm."""
+# dtypes = ["float16", "bfloat16", "float32"]
+# backward = false
+# deterministic = true
+# longer = "it shares memory among ranks, and has a kernel for each shot"
+# gpus = 2
+# ///
+r"""
+All-reduce in one shot and in two
+=================================
+
+A layer that is spread over several GPUs leaves a part of the result on each.
+An *all-reduce* adds the parts up, and every GPU gets the sum. For the small
+tensors of decoding it is waiting that takes time, and a kernel with one barrier
+waits little. For tensors of many megabytes, and between hosts, use NCCL.
+
+After this page you can
+
+* add up tensors of several GPUs in one launch, with equal results on all;
+* choose between one shot and two, by what each reads;
+* count barriers on the GPU, so that a CUDA graph can be replayed;
+* compute on a sum before it is written.
+"""
+
+# sphinx_gallery_tags = ["several gpus", "atomics", "memory bound", "inference"]
+import os
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.ranks import join_ranks, meet_ranks, symmetric_floats
+
+RANK, RANKS = join_ranks()
+
+
+def say(*texts, **options):
+    """Print on rank 0."""
+    if RANK == 0:
+        print(*texts, **options)
+
+
+# %%
+# In PyTorch
+# ----------
+#
+# The script runs in a process for each GPU, its *ranks*, as
+# ``peer_memory.py`` explains: ``torchrun --nproc-per-node=2 all_reduce.py``.
+# ``dist.all_reduce`` writes the sum over each rank's tensor.
+
+
+def part_of(rank, N):
+    """Return a rank's tensor, the same wherever it is made."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(N, generator=generator).to(DEVICE)
+
+
+def sum_of_parts(N):
+    """Return what all ranks should get, in float64."""
+    return sum(part_of(rank, N).double() for rank in range(RANKS))
+
+
+if __name__ == "__main__":
+    total = part_of(RANK, 4)
+    dist.all_reduce(total)
+    torch.testing.assert_close(total.double(), sum_of_parts(4))
+    say("ranks:", RANKS, "sum:", *(f"{value:.3f}" for value in total.tolist()))
+
+# %%
+# In *one shot*, each rank reads the whole tensor of each other rank. In *two*,
+# each rank first adds up one part of the tensor, and then reads the other parts
+# from those that added them up. In sizes of the tensor:
+
+if __name__ == "__main__":
+    for ranks in (2, 4, 8):
+        two = 2 * (ranks - 1) / ranks
+        say(f"{ranks} ranks: one shot reads {ranks - 1}, two read {two}")
+
+# %%
+# From three ranks on, two shots read less, and nothing reads less than they do
+# without help from a switch. But they need one more barrier.
+#
+# The first kernel
+# ----------------
+#
+# It is one shot, of tensors in symmetric memory. ``symmetric_floats`` gives
+# each rank a tensor, and tables of the addresses of all ranks' tensors and
+# signal pads. Each program has a *count* on every rank's pad. To meet, it adds
+# 1 to its count on all ranks, and waits until its own has reached the next
+# multiple of ``RANKS``. A rank that is ahead may add to it early, but not
+# twice: it waits for this rank. So the target follows from the count itself,
+# which is never reset.
+
+
+@triton.jit
+def meet(pads_ptr, late_ptr, rank, tries, RANKS: tl.constexpr):
+    """Wait until this program has come on all ranks."""
+    slot = tl.program_id(axis=0)
+    mine_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32)) + slot
+    count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")
+    target = (count // RANKS + 1) * RANKS
+    tl.debug_barrier()  # all threads have written
+    for peer in tl.static_range(RANKS):
+        pad_ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32))
+        tl.atomic_add(pad_ptr + slot, 1, sem="release", scope="sys")
+    while (count < target) & (tries > 0):
+        tries -= 1
+        count = tl.atomic_add(mine_ptr, 0, sem="acquire", scope="sys")
+    if count < target:
+        tl.store(late_ptr, 1)
+    tl.debug_barrier()  # and none reads before
+
+
+@triton.jit
+def one_shot_kernel(
+    out_ptr,
+    buffers_ptr,
+    pads_ptr,
+    late_ptr,
+    rank,
+    N,
+    tries,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(axis=0) * BLOCK
+    meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    for start in range(first, N, tl.num_programs(axis=0) * BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
+        acc = tl.zeros((BLOCK,), dtype=tl.float32)
+        for peer in tl.static_range(RANKS):
+            address = tl.load(buffers_ptr + peer)
+            ptr = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+            acc += tl.load(ptr + offs, mask=offs < N, other=0.0)
+        tl.store(out_ptr + offs, acc, mask=offs < N)
+    meet(pads_ptr, late_ptr, rank, tries, RANKS)  # now x may be overwritten
+
+
+BLOCK, PROGRAMS = 2048, 32
+LARGEST, TRIES = (5000, 2**20) if DEVICE.type == "cpu" else (2**24, 2**26)
+x = symmetric_floats(LARGEST)
+late = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+
+
+def one_shot(N):
+    """Return the sum of the first N numbers of all ranks' tensors."""
+    out = torch.empty(N, device=DEVICE)
+    where = x.buffers, x.pads, late, RANK
+    grid = (min(triton.cdiv(N, BLOCK), PROGRAMS),)
+    one_shot_kernel[grid](out, *where, N, TRIES, RANKS, BLOCK, num_warps=16)
+    return out
+
+
+# %%
+# Is it right?
+# ------------
+#
+# A sum of RANKS numbers in float32 is rounded RANKS - 1 times. Every rank adds
+# from rank 0 on, so the sums of all ranks agree bit for bit.
+
+
+def check_sum(out):
+    """Assert that a tensor is the sum, equal on all ranks."""
+    expected = sum_of_parts(len(out))
+    tolerance = RANKS * 2**-24 * RANKS * 5  # no number is larger than 5
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
+    of_rank_0 = out.clone()
+    dist.broadcast(of_rank_0, src=0)
+    assert torch.equal(out, of_rank_0)
+    assert late.item() == 0, "a rank did not come"
+    off = (out.double() - expected).abs().max().item()
+    return f"error {off:.1e}, tolerance {tolerance:.1e}"
+
+
+for N in (1, 1000, 5000):
+    x.mine[:N] = part_of(RANK, N)
+    found = check_sum(one_shot(N))
+    if __name__ == "__main__":
+        say(N, "numbers:", found)
+
+# %%
+# How fast?
+# ---------
+#
+# All ranks are timed together, and a time has in it how long this one waits for
+# the slowest. ``one_shot_all_reduce`` is PyTorch's kernel for symmetric memory.
+# The rate is the size of the tensor over the time.
+
+
+def time_calls(calls_of, sizes, width=4):
+    """Time calls for N numbers of a width in bytes, on all ranks."""
+    times = {N: gpu_time(calls_of(N), prepare=dist.barrier) for N in sizes}
+    assert late.item() == 0, "a rank did not come"
+    times = {width * N: found for N, found in times.items()}
+    return rate_table(times, "bytes", "GB/s", lambda size: size / 1e6)
+
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    t = symm_mem.empty(LARGEST, dtype=torch.float32, device=x.mine.device)
+    WORLD = dist.group.WORLD.group_name
+    symm_mem.rendezvous(t, WORLD)
+    t.zero_()
+    symm_ops = torch.ops.symm_mem
+
+    def first_calls(N):
+        """Return the calls for N numbers."""
+        return {
+            "Triton": lambda: one_shot(N),
+            "NCCL": lambda: dist.all_reduce(t[:N]),
+            "PyTorch, one shot": lambda: symm_ops.one_shot_all_reduce(
+                t[:N], "sum", WORLD
+            ),
+        }
+
+    times_first = time_calls(first_calls, (2**12, 2**16, 2**24))
+    say(times_first.to_string())
+
+# %%
+# One barrier
+# -----------
+#
+# The second barrier keeps a rank from overwriting what another one still reads.
+# *Two buffers in rotation* do without it. A launch copies its tensor to one
+# buffer and meets; the next launch takes the other. Whoever comes to the third
+# has met all ranks in the second, so all have ended the first. The count tells
+# which buffer it is, as each launch adds ``RANKS``. So every launch has the
+# same programs, even where some have nothing to do.
+
+
+@triton.jit
+def one_barrier_kernel(
+    x_ptr,
+    out_ptr,
+    buffers_ptr,
+    pads_ptr,
+    late_ptr,
+    rank,
+    N,
+    half,
+    tries,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(axis=0)
+    count_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32)) + pid
+    count = tl.atomic_add(count_ptr, 0, sem="relaxed", scope="sys")
+    begin = count // RANKS % 2 * half  # of this launch's buffer
+    mine_ptr = tl.load(buffers_ptr + rank).to(tl.pointer_type(tl.float32))
+    for start in range(pid * BLOCK, N, tl.num_programs(axis=0) * BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
+        x = tl.load(x_ptr + offs, mask=offs < N)
+        tl.store(mine_ptr + begin + offs, x, mask=offs < N)
+    meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    for start in range(pid * BLOCK, N, tl.num_programs(axis=0) * BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        acc = tl.zeros((BLOCK,), dtype=tl.float32)
+        for peer in tl.static_range(RANKS):
+            address = tl.load(buffers_ptr + peer)
+            ptr = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+            acc += tl.load(ptr + begin + offs, mask=offs < N, other=0.0)
+        tl.store(out_ptr + offs, acc, mask=offs < N)
+
+
+HALF = triton.cdiv(LARGEST, 16) * 16
+both = symmetric_floats(2 * HALF)
+
+
+def one_barrier(part):
+    """Return the sum of all ranks' tensors, which lie anywhere."""
+    out = torch.empty_like(part)
+    where = both.buffers, both.pads, late, RANK
+    sizes = part.numel(), HALF, TRIES, RANKS, BLOCK
+    one_barrier_kernel[PROGRAMS,](part, out, *where, *sizes, num_warps=16)
+    return out
+
+
+for N in (1, 5000, 3000):
+    check_sum(one_barrier(part_of(RANK, N)))
+
+# %%
+# A program reads from other ranks only what the program of its number has
+# written there, so it need not meet the others.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+
+    def barrier_calls(N):
+        """Return the calls for N numbers."""
+        part = torch.randn(N, device=DEVICE)
+        return {
+            "two barriers": lambda: one_shot(N),
+            "one barrier, and a copy": lambda: one_barrier(part),
+        }
+
+    times_barrier = time_calls(barrier_calls, (2**12, 2**16))
+    say(times_barrier.to_string())
+
+# %%
+# Two shots
+# ---------
+#
+# Rank *r* adds up part *r* of all ranks' tensors, and writes it over its own
+# part *r*, which no other rank reads. After a barrier, each rank reads every
+# part from the rank that has it. The first step is called *reduce-scatter*, the
+# second *all-gather*.
+
+
+@triton.jit
+def two_shot_kernel(
+    out_ptr,
+    buffers_ptr,
+    pads_ptr,
+    late_ptr,
+    rank,
+    PART,
+    tries,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(axis=0) * BLOCK
+    step = tl.num_programs(axis=0) * BLOCK
+    mine_ptr = tl.load(buffers_ptr + rank).to(tl.pointer_type(tl.float32))
+    meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    for start in range(first, PART, step):
+        offs = start + tl.arange(0, BLOCK)  # (BLOCK,), in the part
+        acc = tl.zeros((BLOCK,), dtype=tl.float32)
+        for peer in tl.static_range(RANKS):
+            ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
+            ptr = tl.multiple_of(ptr, 16) + rank * PART
+            acc += tl.load(ptr + offs, mask=offs < PART, other=0.0)
+        tl.store(mine_ptr + rank * PART + offs, acc, mask=offs < PART)
+    meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    for start in range(first, PART, step):
+        offs = start + tl.arange(0, BLOCK)
+        for peer in tl.static_range(RANKS):
+            ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
+            ptr = tl.multiple_of(ptr, 16) + peer * PART
+            total = tl.load(ptr + offs, mask=offs < PART)
+            tl.store(out_ptr + peer * PART + offs, total, mask=offs < PART)
+    meet(pads_ptr, late_ptr, rank, tries, RANKS)
+
+
+def two_shots(N):
+    """Return the sum of the first N numbers, a multiple of RANKS."""
+    out = torch.empty(N, device=DEVICE)
+    where = x.buffers, x.pads, late, RANK
+    sizes = N // RANKS, TRIES, RANKS, BLOCK
+    two_shot_kernel[PROGRAMS,](out, *where, *sizes, num_warps=16)
+    return out
+
+
+for N in (RANKS, 999 * RANKS):
+    x.mine[:N] = part_of(RANK, N)
+    check_sum(two_shots(N))
+
+# %%
+# Where do two shots begin to pay? With two ranks both ways read the same.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+
+    def shot_calls(N):
+        """Return the calls for N numbers."""
+        return {"one": lambda: one_shot(N), "two": lambda: two_shots(N)}
+
+    times_shots = time_calls(shot_calls, (2**14, 2**18, 2**22, 2**24))
+    say(times_shots.to_string())
+
+# %%
+# The op
+# ------
+#
+# ``all_reduce`` has one barrier in one shot, and two in two shots. It takes
+# tensors of any size, in half precision too, and chooses the way by the bytes
+# and the ranks. ``all_reduce_memory`` is called once, by all ranks.
+#
+# After the sum, a transformer adds a residual and takes the RMSNorm. As kernels
+# of their own these read the sum again, and each is a launch. A program that
+# has a whole row of the sum in registers can go on instead, and in
+# ``all_reduce_rms_norm`` it does.
+
+from triton_gallery_ops.all_reduce import (
+    all_reduce,
+    all_reduce_check,
+    all_reduce_memory,
+    all_reduce_rms_norm,
+)
+
+# %%
+# Both ways give the sum, whatever the number of ranks divides:
+
+memory = all_reduce_memory(LARGEST, torch.float32)
+for shots in (1, 2):
+    check_sum(all_reduce(part_of(RANK, 4001), memory, shots))
+
+# %%
+# A CUDA graph replays a launch with the arguments that it had. Nothing of these
+# differs from call to call: the count is on the GPU.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    given = torch.zeros(1000, device=DEVICE)
+    all_reduce(given, memory)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = all_reduce(given, memory)
+    for turn in range(3):
+        given.fill_(turn + RANK)
+        graph.replay()
+        assert out.eq(sum(turn + rank for rank in range(RANKS))).all()
+    say("replayed three times, with the right sums")
+
+# %%
+# The result
+# ----------
+
+SIZES = [2**k for k in (12, 14, 16, 18, 19, 20, 22, 24)]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    t16 = symm_mem.empty(LARGEST, dtype=torch.bfloat16, device=x.mine.device)
+    symm_mem.rendezvous(t16, WORLD)
+    t16.zero_()
+    memory = all_reduce_memory(LARGEST, torch.bfloat16)
+
+    def result_calls(N):
+        """Return the calls for N numbers."""
+        part = torch.randn(N, device=DEVICE).bfloat16()
+        return {
+            "Triton": lambda: all_reduce(part, memory),
+            "NCCL": lambda: dist.all_reduce(t16[:N]),
+            "PyTorch, one shot": lambda: symm_ops.one_shot_all_reduce(
+                t16[:N], "sum", WORLD
+            ),
+            "PyTorch, two shots": lambda: symm_ops.two_shot_all_reduce_(
+                t16[:N], "sum", WORLD
+            ),
+        }
+
+    results = time_calls(result_calls, SIZES, width=2)
+    all_reduce_check(memory)
+    say("all-reduce, bfloat16", results.to_string(), sep="\n")
+    us = results.assign(us=results["bytes"] / results["GB/s"] / 1e3)
+    say(
+        us.pivot(index="bytes", columns="series", values="us")
+        .round(1)
+        .to_string()
+    )
+
+# %%
+# Fused with the residual and the norm, for tokens of 8192 numbers, beside the
+# parts: NCCL, an addition and PyTorch's ``rms_norm``.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    weight = torch.ones(8192, dtype=torch.bfloat16, device=DEVICE)
+
+    def in_parts(given, residual):
+        """Return the same from PyTorch's operators."""
+        dist.all_reduce(given)
+        h = given + residual
+        return torch.nn.functional.rms_norm(h, weight.shape, weight, 1e-6), h
+
+    times = {}
+    for tokens in (1, 8, 64, 512):
+        given, residual = torch.randn(2, tokens, 8192, device=DEVICE).bfloat16()
+        both_in = given, residual
+        calls = {
+            "Triton": lambda of=both_in: all_reduce_rms_norm(
+                *of, weight, 1e-6, memory
+            ),
+            "NCCL and PyTorch": lambda of=both_in: in_parts(*of),
+        }
+        times[tokens] = gpu_time(calls, prepare=dist.barrier)
+    all_reduce_check(memory)
+    results_fused = rate_table(
+        times, "tokens", "GB/s", lambda tokens: 2 * 8192 * tokens / 1e6
+    )
+    say("all-reduce, residual and norm", results_fused.to_string(), sep="\n")
+
+# %%
+# Break it
+# --------
+#
+# What if a rank does not come? Here rank 0 calls, and the others do not. It
+# looks for them as often as its memory says, and no longer. Then its sum is
+# NaN, and the next call raises an error.
+
+few = all_reduce_memory(1000, torch.float32, tries=100)
+
+if __name__ == "__main__":
+    if RANK == 0:
+        out = all_reduce(part_of(RANK, 1000), few)
+        say("NaN:", out.isnan().all().item())
+        assert out.isnan().all() == (RANKS > 1)
+        try:
+            all_reduce(part_of(RANK, 1000), few)
+        except RuntimeError as error:
+            say(error)
+    meet_ranks()
+
+# %%
+# Exercises
+# ---------
+#
+# Write one and run the cell: it says whether the kernel is right. No GPU is
+# needed.
+#
+# **1.** The first half of two shots alone: rank *r* gets part *r* of the sum.
+# This is a *reduce-scatter*. The arguments are ``out_ptr, buffers_ptr, rank,
+# PART, RANKS: tl.constexpr, BLOCK: tl.constexpr``. Barriers come before and
+# after.
+
+scatter_kernel = None  # your kernel
+
+
+def check(kernel, N, expected, *arguments):
+    """Launch a kernel between barriers; say if a tensor is as expected."""
+    if kernel is None:
+        say("not solved yet")
+        return False
+    x.mine[:N] = part_of(RANK, N)
+    out = torch.zeros_like(expected)
+    meet_ranks()
+    grid = (out.shape[0] if out.ndim > 1 else triton.cdiv(len(out), BLOCK),)
+    kernel[grid](out, x.buffers, *arguments, RANKS, BLOCK)
+    meet_ranks()
+    right = torch.allclose(out, expected, rtol=0, atol=1e-5)
+    say("right" if right else "wrong")
+    return right
+
+
+def check_scatter(kernel, PART=1500):
+    """Check exercise 1."""
+    total = sum_of_parts(RANKS * PART).float()
+    mine = total[RANK * PART :][:PART]
+    return check(kernel, RANKS * PART, mine, RANK, PART)
+
+
+if __name__ == "__main__":
+    check_scatter(scatter_kernel)
+
+# %%
+# **2.** Compute on the sum: a program has row ``r`` of it, adds row ``r`` of a
+# residual, and stores that over the residual, and its RMSNorm to ``out``. The
+# arguments are ``out_ptr, buffers_ptr, residual_ptr, weight_ptr, H, eps, RANKS:
+# tl.constexpr, BLOCK: tl.constexpr``. There is a program for each row, and H is
+# at most BLOCK.
+
+norm_kernel = None  # your kernel
+
+
+def check_norm(kernel, rows=3, H=1500, eps=1e-6):
+    """Check exercise 2."""
+    residual, weight = part_of(98, rows * H).view(rows, H), part_of(99, H)
+    h = sum_of_parts(rows * H).view(rows, H).float() + residual
+    expected = torch.nn.functional.rms_norm(h, (H,), weight, eps)
+    found = check(kernel, rows * H, expected, residual, weight, H, eps)
+    return found and torch.allclose(residual, h, rtol=0, atol=1e-5)
+
+
+if __name__ == "__main__":
+    check_norm(norm_kernel)
+    dist.destroy_process_group()
+
+# %%
+# Answers
+# -------
+#
+# **1.** All ranks' tensors are read at the same place, where this rank's part
+# is.
+
+
+@triton.jit
+def scatter_answer_kernel(
+    out_ptr, buffers_ptr, rank, PART, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for peer in tl.static_range(RANKS):
+        ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
+        ptr += rank * PART
+        acc += tl.load(ptr + offs, mask=offs < PART, other=0.0)
+    tl.store(out_ptr + offs, acc, mask=offs < PART)
+
+
+# %%
+# **2.** A thread stores what it has loaded itself, so no barrier is needed in
+# between.
+
+
+@triton.jit
+def norm_answer_kernel(
+    out_ptr,
+    buffers_ptr,
+    residual_ptr,
+    weight_ptr,
+    H,
+    eps,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    cols = tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = cols < H
+    offs = tl.program_id(axis=0) * H + cols
+    h = tl.load(residual_ptr + offs, mask=mask, other=0.0)
+    for peer in tl.static_range(RANKS):
+        ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
+        h += tl.load(ptr + offs, mask=mask, other=0.0)
+    tl.store(residual_ptr + offs, h, mask=mask)
+    weight = tl.load(weight_ptr + cols, mask=mask)
+    y = h * tl.rsqrt(tl.sum(h * h, axis=0) / H + eps) * weight
+    tl.store(out_ptr + offs, y, mask=mask)

@@ -1,0 +1,712 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Send the tokens of a mixture of experts to the GPUs that have the experts, and
+# sum what returns, with counts that only the GPUs know."""
+# dtypes = ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"]
+# backward = false
+# deterministic = true
+# longer = "two ops, the memory that ranks share, and checks of both"
+# gpus = 2
+# ///
+r"""
+Expert parallelism: send tokens to experts on other GPUs
+========================================================
+
+The experts of a large model do not fit on one GPU, so each GPU has some of
+them. Then a layer sends each token's row to the GPUs that have its experts
+(*dispatch*), and adds up what they return (*combine*). Both are an *all-to-all*
+whose sizes depend on the router. With experts on one GPU, take
+``moe_layer.py``; between hosts, take NCCL or DeepEP.
+
+After this page you can
+
+* compute on the GPU where each row goes in another GPU's memory;
+* exchange these counts between GPUs while no CPU waits;
+* run a whole layer of experts on several GPUs, also in a CUDA graph.
+"""
+
+# sphinx_gallery_tags = ["several gpus", "atomics", "memory bound"]
+import math
+import os
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import silu
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.ranks import join_ranks, meet_ranks, shared_bytes
+from triton_gallery_ops.moe_routing import (
+    moe_routing_permutation,
+    moe_routing_with_permutation,
+)
+
+# %%
+# In PyTorch
+# ----------
+#
+# A process for each GPU runs this script, its *rank*: see ``peer_memory.py``.
+# Expert e is on rank ``e // LOCAL``. Choice j of token t has the number
+# ``t * k + j``, and choices are sorted by expert. ``all_to_all_single`` moves
+# rows between ranks. It takes on the CPU how many rows go where, so the CPU
+# waits for the counts. What comes is sorted by rank, and then by expert.
+
+RANK, RANKS = join_ranks()
+ON_GPU = DEVICE.type == "cuda"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+# Of DeepSeek-V3: experts, choices of a token, and numbers in its row
+E, k, H = (256, 8, 7168) if ON_GPU else (4 * RANKS, 2, 128)
+TOKENS = [64, 512, 4096] if ON_GPU else [8]
+LOCAL = E // RANKS  # experts of a rank
+generator = torch.Generator().manual_seed(RANK)
+
+
+def make_inputs(T):
+    """Return rows, experts and weights of this rank's tokens."""
+    x = torch.randn(T, H, generator=generator).to(DEVICE, DTYPE)
+    scores = torch.rand(T, E, generator=generator).to(DEVICE)
+    weights, experts = scores.topk(k)
+    return x, experts.int(), weights
+
+
+def dispatch_torch(x, experts):
+    """Return rows by expert, where each expert's end, and the way back."""
+    order, inverse, offsets = moe_routing_permutation(experts, E)
+    counts = offsets.diff(prepend=offsets.new_zeros(1))  # (E,)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts)
+    both = torch.stack([counts, theirs]).view(2, RANKS, LOCAL).sum(2)
+    sent, got = both.tolist()  # waits for the GPU
+    rows = x.new_empty(sum(got), H)
+    dist.all_to_all_single(rows, x[order // k], got, sent)
+    expert = torch.arange(LOCAL, device=DEVICE).repeat(RANKS)
+    by_expert = expert.repeat_interleave(theirs).sort(stable=True).indices
+    ends = theirs.view(RANKS, LOCAL).sum(0).cumsum(0).int()
+    return rows[by_expert], ends, (by_expert, inverse, sent, got)
+
+
+def linked(T):
+    """Return the bytes that one GPU sends over links, in 10**6."""
+    return T * k * (RANKS - 1) / RANKS * H * DTYPE.itemsize / 1e6
+
+
+def say(*texts, **options):
+    """Print on rank 0."""
+    if RANK == 0:
+        print(*texts, **options)
+
+
+if __name__ == "__main__":
+    say(f"{RANKS} ranks, {LOCAL} experts on each, {k} choices of a token;")
+    say(*(f"{linked(T):.3f} MB over links for {T} tokens" for T in TOKENS))
+
+# %%
+# The first kernel
+# ----------------
+#
+# If a rank knows the row and the rank where each choice belongs, a kernel can
+# store there. ``table`` has the address of every rank's tensor. A program has a
+# part of a token's row, loads it once, and stores it k times, 16 bytes of a
+# thread at once, which ``tl.multiple_of`` allows.
+
+
+@triton.jit
+def send_kernel(
+    x_ptr, experts_ptr, places_ptr, table_ptr, k, LOCAL, H, BLOCK: tl.constexpr
+):
+    token = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.program_id(axis=1) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    x = tl.load(x_ptr + token * H + offs, mask=offs < H)
+    for choice in range(token * k, token * k + k):
+        expert = tl.load(experts_ptr + choice)
+        row = tl.load(places_ptr + choice).to(tl.int64)
+        rows_ptr = tl.load(table_ptr + expert // LOCAL).to(x_ptr.dtype)
+        rows_ptr = tl.multiple_of(rows_ptr, 16)
+        tl.store(rows_ptr + row * H + offs, x, mask=offs < H)
+
+
+def send(x, experts, places, table, BLOCK=2048):
+    """Store each token's row where its choices belong."""
+    grid = len(x), triton.cdiv(H, BLOCK)
+    send_kernel[grid](x, experts, places, table, k, LOCAL, H, BLOCK=BLOCK)
+
+
+# %%
+# Which row is it? Of each expert's rows, those of rank 0 come first, then those
+# of rank 1, and so on, so a rank needs the counts of all. No atomic operation
+# hands out rows: their order is the same in every run.
+
+
+def places_torch(experts):
+    """Return the row of each choice on the rank of its expert."""
+    _, inverse, offsets = moe_routing_permutation(experts, E)
+    own = offsets.diff(prepend=offsets.new_zeros(1))
+    counts = own.new_empty(RANKS, E)
+    dist.all_gather([*counts], own)
+    total = counts.sum(0).view(RANKS, LOCAL)
+    start = (total.cumsum(1) - total).flatten()  # of an expert, on its rank
+    base = start + counts[:RANK].sum(0) - (offsets - own)
+    return base.int()[experts.flatten()] + inverse
+
+
+def shared(*shape, dtype=DTYPE):
+    """Return this rank's tensor, and the addresses of all ranks'."""
+    parts = shared_bytes(math.prod(shape) * dtype.itemsize)
+    KEPT.append(parts)  # the memory lasts as long as these
+    table = torch.tensor([part.data_ptr() for part in parts], device=DEVICE)
+    return parts[RANK].view(dtype).view(shape), table
+
+
+KEPT = []
+CAPACITY = RANKS * max(TOKENS) * k  # rows, if all choose experts of one rank
+rows, rows_table = shared(CAPACITY, H)
+
+# %%
+# Is it right?
+# ------------
+#
+# Rows are only moved, and the order is PyTorch's: nothing may differ.
+# ``meet_ranks`` waits on the CPU, for all ranks. That is what has to go.
+
+x, experts, weights = make_inputs(max(TOKENS))
+expected, expected_ends, back = dispatch_torch(x, experts)
+send(x, experts, places_torch(experts), rows_table)
+meet_ranks()
+got = rows[: len(expected)]
+torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+if __name__ == "__main__":
+    say(f"rank 0 got {len(expected)} rows, all as by all_to_all_single")
+
+# %%
+# How fast?
+# ---------
+#
+# All ranks are timed together, for places and counts that are known. The rate
+# counts what one GPU sends over links.
+
+if __name__ == "__main__" and ON_GPU:
+    times = {}
+    for T in TOKENS:
+        few = x[:T], experts[:T]
+        places, (*_, sent, got) = places_torch(few[1]), dispatch_torch(*few)[2]
+        both = rows.new_empty(sum(got), H), x[:T].repeat(k, 1)
+        times[T] = gpu_time(
+            {
+                "Triton": partial(send, *few, places, rows_table),
+                "PyTorch": partial(dist.all_to_all_single, *both, got, sent),
+            },
+            prepare=dist.barrier,
+        )
+        meet_ranks()
+    results_send = rate_table(times, "tokens", "GB/s", linked)
+    say(results_send.to_string())
+
+# %%
+# Counts that no CPU sees
+# -----------------------
+#
+# Now the kernels exchange the counts. Each rank has a *pad* in symmetric
+# memory: a flag for each rank, then E counts from each. One program writes this
+# rank's counts to the pads of all, waits at a barrier, and computes the bases
+# from its own pad. The barrier is that of ``peer_memory.py``: set a flag on
+# every rank's pad, then see and clear one from each rank. Tries are counted: a
+# rank that failed would otherwise keep the other GPUs busy forever.
+
+
+@triton.jit
+def meet(pads_ptr, late_ptr, rank, tries, RANKS):
+    """Wait for all ranks."""
+    left = tries
+    tl.debug_barrier()  # all threads have written before a flag is set
+    for peer in range(RANKS):
+        ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32)) + rank
+        was = tl.atomic_cas(ptr, 0, 1, sem="release", scope="sys")
+        while (was != 0) & (left > 0):
+            was = tl.atomic_cas(ptr, 0, 1, sem="release", scope="sys")
+            left -= 1
+    pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
+    for peer in range(RANKS):
+        ptr = pad_ptr + peer
+        was = tl.atomic_cas(ptr, 1, 0, sem="acquire", scope="sys")
+        while (was != 1) & (left > 0):
+            was = tl.atomic_cas(ptr, 1, 0, sem="acquire", scope="sys")
+            left -= 1
+    if left == 0:
+        tl.store(late_ptr, 1)
+    tl.debug_barrier()  # and all have waited before they read
+
+
+@triton.jit
+def barrier_kernel(pads_ptr, late_ptr, rank, tries, RANKS):
+    meet(pads_ptr, late_ptr, rank, tries, RANKS)
+
+
+@triton.jit
+def plan_kernel(
+    pads_ptr,
+    offsets_ptr,
+    bases_ptr,
+    ends_ptr,
+    late_ptr,
+    rank,
+    tries,
+    RANKS,
+    E: tl.constexpr,
+    LOCAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offs = tl.arange(0, BLOCK)  # (BLOCK,)
+    starts_ptr = offsets_ptr - 1  # the first one is 0
+    start = tl.load(starts_ptr + offs, mask=(offs > 0) & (offs < E), other=0)
+    mine = tl.load(offsets_ptr + offs, mask=offs < E) - start
+    for peer in range(RANKS):
+        pad_ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32))
+        tl.store(pad_ptr + RANKS + rank * E + offs, mine, mask=offs < E)
+    meet(pads_ptr, late_ptr, rank, tries, RANKS)
+    pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
+    for peer in range(RANKS):  # an expert of this peer in each lane
+        expert = peer * LOCAL + offs
+        total = tl.zeros((BLOCK,), dtype=tl.int32)
+        there = (expert > 0) & (offs < LOCAL)
+        base = -tl.load(starts_ptr + expert, mask=there, other=0)
+        for source in range(RANKS):
+            ptrs = pad_ptr + RANKS + source * E + expert
+            counts = tl.load(ptrs, mask=offs < LOCAL, other=0)
+            base += tl.where(source < rank, counts, 0)
+            total += counts
+        ends = tl.cumsum(total, axis=0)
+        tl.store(bases_ptr + expert, ends - total + base, mask=offs < LOCAL)
+        if peer == rank:
+            tl.store(ends_ptr + offs, ends, mask=offs < LOCAL)
+
+
+_, pads = shared(RANKS * (1 + E), dtype=torch.int32)
+late = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+TRIES = 2**24 if ON_GPU else 2**20
+
+
+def barrier():
+    """Have the GPU wait for the other ranks' GPUs; the CPU goes on."""
+    barrier_kernel[(1,)](pads, late, RANK, TRIES, RANKS, num_warps=1)
+
+
+def dispatch(x, experts):
+    """Return rows by expert, where each expert's end, and all places."""
+    _, inverse, offsets = moe_routing_permutation(experts, E)
+    bases, ends = torch.empty_like(offsets), offsets.new_empty(LOCAL)
+    numbers = RANK, TRIES, RANKS, E, LOCAL, triton.next_power_of_2(E)
+    plan_kernel[(1,)](pads, offsets, bases, ends, late, *numbers)
+    places = bases[experts.flatten()] + inverse
+    send(x, experts, places, rows_table)
+    barrier()
+    return rows, ends, places
+
+
+# %%
+# Three launches, and two barriers. The second says that all rows have come. And
+# what keeps a rank from writing rows of the next layer into a neighbor that is
+# still computing with these? The first barrier of the next dispatch: a rank
+# comes to it when its own computation with the rows has ended.
+
+if __name__ == "__main__":
+    rows.zero_()
+    meet_ranks()
+    got, ends, places = dispatch(x, experts)
+    assert torch.equal(got[: len(expected)], expected)
+    assert torch.equal(ends, expected_ends)
+    assert late.item() == 0, "a rank did not come to the barrier"
+    say("the same rows, in the same order")
+
+# %%
+# Fetch and add up
+# ----------------
+#
+# The way back needs no plan. A token's rank knows where its k rows went, and
+# fetches the results from there, once all ranks have met. It adds them up in
+# the order of the choices, in float32, as *A mixture-of-experts layer* does.
+
+
+@triton.jit
+def fetch_kernel(
+    experts_ptr,
+    places_ptr,
+    weights_ptr,
+    table_ptr,
+    out_ptr,
+    LOCAL,
+    H,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(axis=0).to(tl.int64)
+    offs = tl.program_id(axis=1) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for j in tl.static_range(CHOICES):  # unrolled, so that loads overlap
+        choice = token * CHOICES + j
+        expert = tl.load(experts_ptr + choice)
+        row = tl.load(places_ptr + choice).to(tl.int64)
+        y_ptr = tl.load(table_ptr + expert // LOCAL).to(out_ptr.dtype)
+        y_ptr = tl.multiple_of(y_ptr, 16) + row * H
+        y = tl.load(y_ptr + offs, mask=offs < H)
+        acc += tl.load(weights_ptr + choice) * y.to(tl.float32)
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * H + offs, out, mask=offs < H)
+
+
+def combine_torch(y, weights, back):
+    """Return the weighted sum of each token's results."""
+    by_expert, inverse, sent, got = back
+    y_by_rank = torch.empty_like(y).index_copy_(0, by_expert, y)
+    mine = y.new_empty(sum(sent), H)
+    dist.all_to_all_single(mine, y_by_rank, sent, got)
+    mine = mine[inverse].view(*weights.shape, H)
+    return (mine * weights[:, :, None]).sum(1).to(y.dtype)
+
+
+returned, returned_table = shared(CAPACITY, H)
+
+
+def combine(experts, weights, places, BLOCK=2048):
+    """Return the weighted sum of each token's results, once all are there."""
+    out = torch.empty(len(experts), H, dtype=DTYPE, device=DEVICE)
+    barrier()
+    grid = len(out), triton.cdiv(H, BLOCK)
+    found = experts, places, weights, returned_table, out
+    fetch_kernel[grid](*found, LOCAL, H, CHOICES=k, BLOCK=BLOCK)
+    return out
+
+
+if __name__ == "__main__":
+    returned[: len(expected)] = expected + RANK  # what its experts return
+    some, chosen = slice(64), experts[:64]  # of all tokens
+    out = combine(chosen, weights[some], places)
+    wide = x[some].double()[:, None] + (chosen // LOCAL)[:, :, None]
+    exact = (wide.to(DTYPE) * weights[some].double()[:, :, None]).sum(1)
+    atol = 2 * torch.finfo(DTYPE).eps * exact.abs().max().item()
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=atol)
+    say(f"error {(out - exact).abs().max():.1e}, allowed {atol:.1e}")
+
+# %%
+# The op
+# ------
+#
+# ``expert_all_to_all_dispatch`` and ``expert_all_to_all_combine`` are this
+# gallery's op. To the kernels of this page they add float8 rows with their
+# scales, choices of no expert, and memory for fewer rows than could come. What
+# does not fit is not sent, and its tokens become NaN: nobody has to wait to
+# notice it.
+
+from triton_gallery_ops.expert_all_to_all import (
+    expert_all_to_all_check,
+    expert_all_to_all_combine,
+    expert_all_to_all_dispatch,
+    expert_all_to_all_memory,
+)
+
+# %%
+# All ranks make memory together, once, and then pass it to each call. On GPUs,
+# ``allocate`` can be left out.
+
+
+def memory_for(T, dtype=DTYPE, groups=0, capacity=None):
+    """Return the op's memory for T tokens of each rank."""
+    sizes = T, k, H, E, dtype, DTYPE, groups, capacity
+    return expert_all_to_all_memory(*sizes, allocate=shared_bytes)
+
+
+# %%
+# A whole layer
+# -------------
+#
+# The router and the products are ops of the section *Experts*. ``ends`` stays
+# on the GPU, and goes into ``grouped_matmul`` as its offsets. Each rank has its
+# own tokens, and weights of its own experts. The same layer on one GPU is
+# ``moe_layer``, with all weights: the results of the two agree.
+
+from triton_gallery_ops.grouped_matmul import grouped_matmul
+from triton_gallery_ops.moe_layer import moe_layer
+
+
+def parallel_layer(x, router, gate_up, down, memory):
+    """Return the layer's result; gate_up and down are of this rank."""
+    routed = moe_routing_with_permutation(x @ router, k)
+    weights, experts, _, *by_expert = routed
+    rows, _, ends, places = expert_all_to_all_dispatch(
+        x, experts, *by_expert, memory
+    )
+    gate, up = grouped_matmul(rows, gate_up.mT, ends).chunk(2, dim=1)
+    y = grouped_matmul(silu(gate) * up, down.mT, ends)
+    return expert_all_to_all_combine(y, weights, places, ends, memory)
+
+
+def layer_weights(F=32):
+    """Return the router, and gate, up and down of all experts."""
+    same = torch.Generator().manual_seed(99)  # on all ranks
+    shapes = (H, E), (E, 2 * F, H), (E, H, F)
+    drawn = (torch.randn(shape, generator=same) for shape in shapes)
+    router, gate_up, down = (w.to(DEVICE, DTYPE) for w in drawn)
+    return router, gate_up / H**0.5, down / F**0.5
+
+
+if __name__ == "__main__":
+    memory = memory_for(8)
+    router, *of_all = layer_weights()
+    ours = [w[RANK * LOCAL :][:LOCAL] for w in of_all]
+    for T in (8, 3 + RANK, 8 * (RANK > 0)):  # rank 0 has none at last
+        x, *_ = make_inputs(T)
+        out = parallel_layer(x, router, *ours, memory)
+        routed = moe_routing_with_permutation(x @ router, k)
+        whole = moe_layer(x, *routed[:2], *of_all)
+        atol = 16 * torch.finfo(DTYPE).eps
+        torch.testing.assert_close(out, whole, rtol=0, atol=atol)
+    expert_all_to_all_check(memory)  # no rank was late, and all rows fitted
+    say(f"{RANKS} ranks compute what one GPU does")
+
+# %%
+# Since no CPU waits, a CUDA graph can hold the layer. It is captured with one
+# choice of experts and replayed with another, and each replay has counts of its
+# own.
+
+if __name__ == "__main__" and ON_GPU:
+    x, *_ = make_inputs(8)
+    call = partial(parallel_layer, x, router, *ours)
+    call(memory)  # compiles
+    meet_ranks()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(memory)
+    for _ in range(3):
+        x.copy_(make_inputs(8)[0])
+        graph.replay()
+        replayed = out.clone()
+        torch.testing.assert_close(replayed, call(memory), rtol=0, atol=0)
+    expert_all_to_all_check(memory)
+    say("three replays, each with other experts")
+
+# %%
+# The result
+# ----------
+#
+# *Triton* is the op. Dispatches begin with experts and end with sorted rows;
+# *PyTorch* is ``dispatch_torch`` and ``combine_torch``. The op's combine copies
+# what experts returned to where others read it. *In place* is for an expert
+# that has written it there.
+# *Roof* is PyTorch's copy of as many bytes to the next rank.
+#
+# Rows may also travel as float8, with a scale for each group of 128: half the
+# bytes, and ``grouped_matmul_fp8`` takes them as they come. The last lines
+# compare the times; that of float8 has ``quantize`` in it.
+
+from triton_gallery_ops.quantize import dequantize, quantize
+
+
+def roof(T):
+    """Return a copy to the next rank of what T tokens send over links."""
+    size = max(1, T * k * H * (RANKS - 1) // RANKS)
+    there = KEPT[0][(RANK + 1) % RANKS].view(DTYPE)[:size]
+    return partial(there.copy_, rows.view(-1)[:size].clone())
+
+
+def dispatch_op(x, experts, memory, float8=False):
+    """Dispatch by the op, of rows that are quantized or not."""
+    by_expert = moe_routing_permutation(experts, E)[1:]
+    x, scales = quantize(x, (1, 128)) if float8 else (x, None)
+    return expert_all_to_all_dispatch(x, experts, *by_expert, memory, scales)
+
+
+if __name__ == "__main__":
+    float8 = torch.float8_e4m3fn, H // 128
+    x, experts, _ = make_inputs(8)
+    there, scales, *_ = dispatch_op(x, experts, memory_for(8, *float8), True)
+    x = dequantize(*quantize(x, (1, 128)), (1, 128), DTYPE)
+    expected, *_ = dispatch_torch(x, experts)
+    n = len(expected)
+    there = dequantize(there[:n], scales[:n], (1, 128), DTYPE)
+    assert torch.equal(there, expected)
+    say("float8 rows arrived with their scales")
+
+if __name__ == "__main__" and ON_GPU:
+    most = max(TOKENS)
+    memory = memory_for(most, capacity=2 * most * k)
+    narrow = memory_for(most, *float8, capacity=2 * most * k)
+    times, times_combine, times_float8 = {}, {}, {}
+    for T in TOKENS:
+        x, experts, weights = make_inputs(T)
+        calls = {
+            "Triton": partial(dispatch_op, x, experts, memory),
+            "Triton, this page": partial(dispatch, x, experts),
+            "PyTorch": partial(dispatch_torch, x, experts),
+            "Roof": roof(T),
+        }
+        times[T] = gpu_time(calls, prepare=dist.barrier)
+        call = {"float8": partial(dispatch_op, x, experts, narrow, True)}
+        times_float8[T] = gpu_time(call, prepare=dist.barrier)
+        y_torch, _, back = dispatch_torch(x, experts)
+        y, _, *there = dispatch_op(x, experts, memory)
+        ends, places = there
+        given = weights, places, ends, memory
+        op = expert_all_to_all_combine
+        calls = {
+            "Triton": partial(op, y.clone(), *given),
+            "Triton, in place": partial(op, None, *given),
+            "PyTorch": partial(combine_torch, y_torch, weights, back),
+            "Roof": roof(T),
+        }
+        times_combine[T] = gpu_time(calls, prepare=dist.barrier)
+        meet_ranks()
+    for used in (memory, narrow):
+        expert_all_to_all_check(used)
+    results = rate_table(times, "tokens", "GB/s", linked)
+    say("dispatch", results.to_string(), sep="\n")
+    results_combine = rate_table(times_combine, "tokens", "GB/s", linked)
+    say("combine", results_combine.to_string(), sep="\n")
+    for name, of in (("dispatch", times), ("combine", times_combine)):
+        ratio = [c["PyTorch"][0] / c["Triton"][0] for c in of.values()]
+        say(f"{name}: PyTorch / op: {min(ratio):.2f} to {max(ratio):.2f}")
+    for T, call in times_float8.items():
+        both = times[T]["Triton"][0], call["float8"][0]
+        say("{}: 16 bits {:.3f} ms, float8 {:.3f} ms".format(T, *both))
+
+# %%
+# Exercises
+# ---------
+#
+# Write a kernel and run the cell: it says whether the kernel is right. No GPU
+# is needed.
+#
+# **1.** Float8 rows have a float32 scale each, which has to travel as well.
+# Scale t goes to all k rows of token t: element ``places[c]`` of the tensor on
+# the rank of expert ``experts[c]``, for each choice c. A program has BLOCK
+# choices of N, and their addresses differ. The arguments are ``scales_ptr,
+# experts_ptr, places_ptr, table_ptr, N, k, LOCAL, BLOCK``.
+
+scale_kernel = None  # your kernel
+
+
+def judge(kernel, launch, expected):
+    """Launch a kernel between barriers; say if the result is as expected."""
+    if kernel is None:
+        return "not solved yet"
+    meet_ranks()
+    out = launch(kernel)
+    meet_ranks()
+    return "right" if torch.equal(out[: len(expected)], expected) else "wrong"
+
+
+def judge_scale(kernel):
+    """Check exercise 1."""
+    _, experts, _ = make_inputs(7)
+    scales = torch.arange(7.0, device=DEVICE) + 10 * RANK
+    wide = scales[:, None].expand(7, H).to(DTYPE)  # as rows, which we can send
+    expected = dispatch_torch(wide, experts)[0][:, 0].float()
+    there, table = shared(7 * k * RANKS, dtype=torch.float32)
+    given = scales, experts, places_torch(experts), table, 7 * k, k, LOCAL
+
+    def launch(kernel):
+        kernel[(triton.cdiv(7 * k, 4),)](*given, BLOCK=4)
+        return there
+
+    return judge(kernel, launch, expected)
+
+
+if __name__ == "__main__":
+    say(judge_scale(scale_kernel))
+
+# %%
+# **2.** The slowest rank is the one with the most rows. Let ``counts`` be
+# (RANKS, E), as on a pad. Store in ``out[r]`` how many rows rank r gets, with
+# a program for each rank. BLOCK is a power of two from E on. The arguments are
+# ``counts_ptr, out_ptr, RANKS, E, LOCAL, BLOCK``.
+
+load_kernel = None  # your kernel
+
+
+def judge_load(kernel):
+    """Check exercise 2."""
+    counts = torch.arange(RANKS * E, device=DEVICE).view(RANKS, E).int() % 7
+    expected = counts.sum(0).view(RANKS, LOCAL).sum(1).int()
+    out = torch.zeros(RANKS, dtype=torch.int32, device=DEVICE)
+
+    def launch(kernel):
+        block = triton.next_power_of_2(E)
+        kernel[(RANKS,)](counts, out, RANKS, E, LOCAL, BLOCK=block)
+        return out
+
+    return judge(kernel, launch, expected)
+
+
+if __name__ == "__main__":
+    say(judge_load(load_kernel))
+
+# %%
+# Answers
+# -------
+#
+# **1.** A block of addresses becomes a block of pointers:
+
+
+@triton.jit
+def scale_answer_kernel(
+    scales_ptr,
+    experts_ptr,
+    places_ptr,
+    table_ptr,
+    N,
+    k,
+    LOCAL,
+    BLOCK: tl.constexpr,
+):
+    choice = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)
+    mask = choice < N
+    expert = tl.load(experts_ptr + choice, mask=mask, other=0)
+    there = tl.load(table_ptr + expert // LOCAL)  # (BLOCK,)
+    ptrs = there.to(tl.pointer_type(tl.float32))
+    row = tl.load(places_ptr + choice, mask=mask, other=0)
+    scale = tl.load(scales_ptr + choice // k, mask=mask)
+    tl.store(ptrs + row, scale, mask=mask)
+
+
+if __name__ == "__main__":
+    answer = judge_scale(scale_answer_kernel)
+    say(answer)
+    assert answer == "right"
+
+# %%
+# **2.** The experts of a rank lie beside each other:
+
+
+@triton.jit
+def load_answer_kernel(
+    counts_ptr, out_ptr, RANKS, E, LOCAL, BLOCK: tl.constexpr
+):
+    rank = tl.program_id(axis=0)
+    offs = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.int32)
+    for source in range(RANKS):
+        ptrs = counts_ptr + source * E + rank * LOCAL + offs
+        total += tl.load(ptrs, mask=offs < LOCAL, other=0)
+    tl.store(out_ptr + rank, tl.sum(total, axis=0))
+
+
+if __name__ == "__main__":
+    answer = judge_load(load_answer_kernel)
+    say(answer)
+    assert answer == "right"
+    dist.destroy_process_group()

@@ -1,0 +1,569 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11", "triton>=3.6", "matplotlib", "pandas"]
+#
+# [tool.triton-gallery]
+# description = """
+# Read another GPU's memory from a Triton kernel, and have the kernels of
+# several GPUs wait for each other, without a library in between."""
+# tool = true
+# gpus = 2
+# ///
+r"""
+One kernel, several GPUs: symmetric memory
+==========================================
+
+The GPUs of one host can load from each other's memory, over NVLink or PCIe. To
+a kernel that memory is an address like any other. *Symmetric memory* of PyTorch
+gives each process the addresses; then a kernel of a few lines replaces a call
+of a communication library, and can compute on what it reads. Between hosts, and
+for large tensors that are only moved, use NCCL instead.
+
+After this page you can
+
+* read memory of another GPU in a kernel, from a table of addresses;
+* write a barrier that kernels of several GPUs wait at;
+* tell which of two barriers is missing when numbers are too old or too new.
+"""
+
+# sphinx_gallery_tags = ["several gpus", "atomics", "memory bound"]
+import os
+import time
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+if not torch.cuda.is_available():  # no GPU: Triton interprets the kernels
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import triton
+import triton.language as tl
+
+DEVICE = torch.accelerator.current_accelerator(
+    check_available=True
+) or torch.device("cpu")
+if DEVICE.type == "cpu" and isinstance(tl.sum, triton.JITFunction):
+    raise RuntimeError("no GPU: set TRITON_INTERPRET=1 before importing triton")
+
+from triton_gallery.bench import gpu_time, rate_table
+from triton_gallery.ranks import join_ranks, meet_ranks, shared_on_cpu
+
+# %%
+# A process for each GPU
+# ----------------------
+#
+# The script runs in as many processes as there are GPUs, its *ranks*:
+#
+# .. code-block:: text
+#
+#     torchrun --nproc-per-node=2 peer_memory.py
+#
+# ``torchrun`` tells each process its rank, in environment variables. All ranks
+# run the same lines, and only rank 0 prints. Started without
+# ``torchrun``, this process is the only rank, and its own neighbor.
+
+RANK, RANKS = join_ranks()
+NEXT = (RANK + 1) % RANKS  # the rank whose memory this one reads
+
+
+def say(*texts):
+    """Print on rank 0."""
+    if RANK == 0:
+        print(*texts)
+
+
+if __name__ == "__main__":
+    say("ranks:", RANKS)
+
+# %%
+# ``join_ranks`` is in the opening. It gives each rank its GPU and calls
+# ``init_process_group`` with a timeout: nothing on this page waits forever for
+# a process that has failed.
+#
+# Symmetric memory
+# ----------------
+#
+# ``symm_mem.empty`` allocates on this rank's GPU. ``rendezvous`` is called by
+# all ranks, each with a tensor of the same size. It maps the memory of every
+# rank into the address space of this process, and returns a *handle*:
+#
+# * ``buffer_ptrs`` are the addresses of all ranks' tensors, by rank;
+# * ``signal_pad_ptrs`` are those of a small piece of zeros that each rank has
+#   besides, its *signal pad*. Flags lie there;
+# * ``get_buffer`` returns another rank's tensor as a tensor, for PyTorch's own
+#   operators.
+#
+# A kernel cannot take a list. So the addresses go into two tables of int64, on
+# this rank's GPU.
+#
+# Without a GPU the ranks map files instead (``shared_on_cpu``), and Triton's
+# interpreter reads and writes those. Its atomic operations hold between
+# processes, so all kernels and checks of this page run there, too.
+
+
+def symmetric(numel):
+    """Return a float32 tensor that every rank has, and what finds them all."""
+    if DEVICE.type == "cpu":
+        peers, handle = shared_on_cpu(numel)
+        mine = peers[RANK]
+        addresses = [[t.data_ptr() for t in those] for those in (peers, handle)]
+    else:
+        here = torch.device("cuda", torch.cuda.current_device())
+        mine = symm_mem.empty(numel, dtype=torch.float32, device=here)
+        handle = symm_mem.rendezvous(mine, dist.group.WORLD.group_name)
+        sizes = (numel,), torch.float32
+        peers = [handle.get_buffer(rank, *sizes) for rank in range(RANKS)]
+        addresses = handle.buffer_ptrs, handle.signal_pad_ptrs
+    buffers, pads = (
+        torch.tensor(list(those), dtype=torch.int64, device=DEVICE)
+        for those in addresses
+    )
+    return SimpleNamespace(
+        mine=mine,  # this rank's tensor
+        peers=peers,  # every rank's tensor
+        buffers=buffers,  # the addresses of these
+        pads=pads,  # the addresses of the signal pads
+        handle=handle,  # the memory lasts as long as this
+    )
+
+
+LARGEST = 5000 if DEVICE.type == "cpu" else 2**26
+x = symmetric(LARGEST)
+
+if __name__ == "__main__":
+    say(f"{len(x.peers)} tensors of {x.mine.nbytes:,} bytes, one on each rank")
+
+# %%
+# The first kernel
+# ----------------
+#
+# The kernel takes the table and a rank. It loads an int64 from the table, and
+# ``.to(tl.pointer_type(tl.float32))`` makes a pointer of it. What follows is a
+# copy as in *Vector addition*. Triton sees how a tensor that you pass is
+# aligned, but not how an address is that the kernel loads from a table.
+# ``tl.multiple_of`` says that it is a multiple of 16 bytes, so that each thread
+# may load 16 bytes at once.
+
+
+@triton.jit
+def read_peer_kernel(buffers_ptr, out_ptr, peer, N, BLOCK: tl.constexpr):
+    address = tl.load(buffers_ptr + peer)
+    peer_ptr = address.to(tl.pointer_type(tl.float32))
+    peer_ptr = tl.multiple_of(peer_ptr, 16)
+    pid = tl.program_id(axis=0).to(tl.int64)
+    offs = pid * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    mask = offs < N
+    values = tl.load(peer_ptr + offs, mask=mask)  # (BLOCK,)
+    tl.store(out_ptr + offs, values, mask=mask)
+
+
+BLOCK = 2048
+
+
+def read_peer(x, peer, N):
+    """Return the first N numbers of another rank's tensor."""
+    out = torch.empty(N, device=DEVICE)
+    grid = (triton.cdiv(N, BLOCK),)
+    read_peer_kernel[grid](x.buffers, out, peer, N, BLOCK=BLOCK, num_warps=8)
+    return out
+
+
+# %%
+# Is it right?
+# ------------
+#
+# Each rank fills its tensor with numbers that no other rank has, and all wait
+# until every tensor is full. Then each reads from every rank. A copy is exact,
+# so nothing is allowed to differ.
+
+
+def numbers_of(rank, N):
+    """Return what a rank's tensor has in the checks."""
+    return torch.arange(N, device=DEVICE, dtype=torch.float32) + 10_000 * rank
+
+
+for N in (1, 1000, 5000):
+    x.mine[:N] = numbers_of(RANK, N)
+    meet_ranks()
+    for peer in range(RANKS):
+        out = read_peer(x, peer, N)
+        torch.testing.assert_close(out, numbers_of(peer, N), rtol=0, atol=0)
+    meet_ranks()  # all have read, and the next size may be written
+
+if __name__ == "__main__":
+    say("every rank read every rank's numbers")
+
+# %%
+# How fast?
+# ---------
+#
+# Rank 0 reads from rank 1, and the other ranks wait meanwhile. ``copy_`` is
+# PyTorch's copy of the same tensor. *Own memory* is a copy within one GPU, with
+# no link between. Before a call, the L2 cache of the GPU that reads is emptied.
+# That of the other GPU is not, so small tensors may come from its cache.
+
+SIZES = [2**14, 2**20, 2**26]
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {}
+    for N in SIZES if RANK == 0 else []:
+        out, own = torch.empty(2, N, device=DEVICE)
+        calls = {
+            "Triton": lambda N=N: read_peer(x, NEXT, N),
+            "PyTorch": lambda N=N, out=out: out.copy_(x.peers[NEXT][:N]),
+            "PyTorch, own memory": lambda own=own, out=out: out.copy_(own),
+        }
+        times[4 * N] = gpu_time(calls)
+    meet_ranks()
+    if RANK == 0:
+        results = rate_table(times, "bytes", "GB/s", lambda size: size / 1e6)
+        print(results.to_string())
+
+# %%
+# A read that comes too early
+# ---------------------------
+#
+# So far ``meet_ranks`` separated writes from reads. It waits on the CPU for the
+# GPU, and then for the other ranks. A model calls for communication many times
+# for each token, and cannot afford that wait. But kernels of different GPUs run
+# in no order at all if nothing makes one. So every rank writes a value and
+# reads the next rank's, and we make one rank late on purpose.
+
+
+def pause():
+    """Have this rank's GPU be late."""
+    if DEVICE.type == "cpu":
+        time.sleep(0.3)
+    else:
+        torch.cuda._sleep(2**28)  # cycles
+
+
+def exchange(value, before, after, late):
+    """Write a value; return what is then in the next rank's tensor."""
+    if late == "writer" and NEXT != RANK and RANK == 1:
+        pause()
+    x.mine[:1] = value
+    before()
+    if late == "reader" and RANK == 0:
+        pause()
+    out = read_peer(x, NEXT, 1)
+    after()
+    return out
+
+
+def first_read(before, after, late, values=(1, 2)):
+    """Exchange these values in rounds; return what came of the first."""
+    x.mine[:1] = 0
+    meet_ranks()
+    rounds = [exchange(value, before, after, late) for value in values]
+    meet_ranks()
+    return rounds[0].item()
+
+
+def nothing():
+    """Wait for nobody."""
+
+
+if __name__ == "__main__":
+    read = first_read(nothing, nothing, late="writer", values=[1])
+    say(f"no barrier: all ranks wrote 1, and rank 0 read {read:g}")
+    if RANK == 0 and RANKS > 1:
+        assert read == 0
+
+# %%
+# With two ranks, rank 0 read what was there before rank 1 wrote. No error says
+# so. Without the planted delay the number is right nearly always, and that is
+# what makes the fault hard to find.
+#
+# A barrier between GPUs
+# ----------------------
+#
+# A *barrier* is passed when all have come to it. It takes four things:
+#
+# * **One flag for each pair.** A rank sets its flag on the signal pad of every
+#   rank, and waits until all flags on its own pad are set. It clears each as it
+#   sees it, so that the pad is ready for the next barrier.
+# * **Change it only if it is what you expect.** ``tl.atomic_cas`` compares and
+#   swaps in one step, and returns what was there. If the other rank has not
+#   cleared the flag yet, the swap fails, and ``flip`` tries again.
+# * **Release and acquire.** ``sem="release"`` orders earlier reads and writes
+#   before the flag; ``sem="acquire"`` has later ones wait until it is seen.
+# * **Scope.** ``scope="sys"`` makes that hold for other GPUs. The default,
+#   ``"gpu"``, holds within one.
+#
+# A loop polls one flag: polling a block of flags does not compile with Triton
+# 3.6. It gives up after ``tries``; a rank that has failed would otherwise keep
+# this GPU busy forever. Then ``late`` is 1, and what was read must not be used.
+
+
+@triton.jit
+def flip(flag_ptr, old, new, tries, sem: tl.constexpr):
+    """Change a flag once it is old; return whether that was so in time."""
+    found = tl.atomic_cas(flag_ptr, old, new, sem=sem, scope="sys")
+    while (found != old) & (tries > 0):
+        tries -= 1
+        found = tl.atomic_cas(flag_ptr, old, new, sem=sem, scope="sys")
+    return found == old
+
+
+@triton.jit
+def meet(pads_ptr, late_ptr, slot, rank, tries, RANKS: tl.constexpr):
+    """Wait for all ranks, with the flags of a slot."""
+    for peer in tl.static_range(RANKS):
+        pad_ptr = tl.load(pads_ptr + peer).to(tl.pointer_type(tl.int32))
+        if not flip(pad_ptr + slot * RANKS + rank, 0, 1, tries, "release"):
+            tl.store(late_ptr, 1)
+    pad_ptr = tl.load(pads_ptr + rank).to(tl.pointer_type(tl.int32))
+    for peer in tl.static_range(RANKS):
+        if not flip(pad_ptr + slot * RANKS + peer, 1, 0, tries, "acquire"):
+            tl.store(late_ptr, 1)
+
+
+@triton.jit
+def barrier_kernel(pads_ptr, late_ptr, rank, tries, RANKS: tl.constexpr):
+    meet(pads_ptr, late_ptr, 0, rank, tries, RANKS)
+
+
+late = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+TRIES = 2**20 if DEVICE.type == "cpu" else 2**24
+
+
+def barrier():
+    """Have the GPU wait for the other ranks' GPUs; the CPU goes on."""
+    barrier_kernel[(1,)](x.pads, late, RANK, TRIES, RANKS=RANKS, num_warps=1)
+
+
+if __name__ == "__main__":
+    read = first_read(barrier, nothing, late="writer", values=[1])
+    say(f"a barrier before: all ranks wrote 1, and rank 0 read {read:g}")
+    assert read == 1
+    assert late.item() == 0, "a rank did not come to the barrier"
+
+# %%
+# One program is enough. It is a kernel of its own, so the write before it has
+# ended when it begins, and the read begins when it has ended. (Triton 3.9 has
+# ``tl.atomic_poll``, which waits at an address, with a timeout in nanoseconds.)
+#
+# And a number from the future
+# ----------------------------
+#
+# Now the reader is late, and there are two rounds: all ranks write 1, then 2.
+# Rank 1 has passed the barrier of the first round, and nothing keeps it from
+# writing 2: the barrier of the second round comes after that write.
+
+if __name__ == "__main__":
+    read = first_read(barrier, nothing, late="reader")
+    say(f"a barrier before: in the first round rank 0 read {read:g}")
+    if RANK == 0 and RANKS > 1:
+        assert read == 2
+    for who in ("reader", "writer"):
+        read = first_read(barrier, barrier, late=who)
+        say(f"barriers before and after, late {who}: rank 0 read {read:g}")
+        assert read == 1
+    assert late.item() == 0, "a rank did not come to the barrier"
+
+# %%
+# So a number that is *too old* lacks the barrier between write and read. One
+# that is *too new* lacks the barrier between the read and the next write. (Two
+# tensors in rotation do without the second, if the first barrier of each round
+# is there.)
+#
+# All in one launch
+# -----------------
+#
+# Three launches for one read are many. A kernel can pass both barriers itself,
+# if program *i* of one rank meets program *i* of the others, with flags of its
+# own. So all ranks must launch as many programs. Two things are new:
+#
+# * ``tl.debug_barrier()`` has all threads of a program wait for each other: one
+#   thread sees and sets the flags for all.
+# * A program that waits occupies its multiprocessor. If more programs were
+#   launched than fit on the GPU, those that wait could keep out those that are
+#   waited for. So there are at most 32, and each reads several blocks.
+
+
+@triton.jit
+def exchange_kernel(
+    buffers_ptr,
+    pads_ptr,
+    out_ptr,
+    late_ptr,
+    rank,
+    peer,
+    N,
+    tries,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(axis=0)
+    meet(pads_ptr, late_ptr, pid, rank, tries, RANKS)
+    tl.debug_barrier()  # no thread loads before the flags are seen
+    peer_ptr = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32))
+    peer_ptr = tl.multiple_of(peer_ptr, 16)
+    for start in range(pid * BLOCK, N, tl.num_programs(axis=0) * BLOCK):
+        offs = start + tl.arange(0, BLOCK)  # (BLOCK,)
+        values = tl.load(peer_ptr + offs, mask=offs < N)  # (BLOCK,)
+        tl.store(out_ptr + offs, values, mask=offs < N)
+    tl.debug_barrier()  # all threads have loaded before a flag says so
+    meet(pads_ptr, late_ptr, pid, rank, tries, RANKS)
+
+
+def exchange_at_once(N):
+    """Return the next rank's numbers, between two barriers."""
+    out = torch.empty(N, device=DEVICE)
+    grid = (min(triton.cdiv(N, BLOCK), 32),)
+    tensors, numbers = (x.buffers, x.pads, out, late), (RANK, NEXT, N, TRIES)
+    exchange_kernel[grid](
+        *tensors, *numbers, RANKS=RANKS, BLOCK=BLOCK, num_warps=8
+    )
+    return out
+
+
+def exchange_in_three(N):
+    """Return the same from three launches."""
+    barrier()
+    out = read_peer(x, NEXT, N)
+    barrier()
+    return out
+
+
+for N in (1, 5000):
+    for call in (exchange_at_once, exchange_in_three):
+        x.mine[:N] = numbers_of(RANK, N) + 1
+        out = call(N)
+        x.mine[:N] = -1  # at once: who has not read yet would see it
+        expected = numbers_of(NEXT, N) + 1
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+assert late.item() == 0, "a rank did not come to the barrier"
+
+# %%
+# All ranks are timed together now. They meet before each call; still, each time
+# includes the wait for the slowest rank. The rate counts what one rank reads.
+
+if __name__ == "__main__" and DEVICE.type == "cuda":
+    times = {}
+    for N in (2**10, 2**14, 2**18, 2**22):
+        calls = {
+            "Triton": lambda N=N: exchange_at_once(N),
+            "Triton, three launches": lambda N=N: exchange_in_three(N),
+        }
+        times[4 * N] = gpu_time(calls, prepare=dist.barrier)
+    assert late.item() == 0, "a rank did not come to the barrier"
+    if RANK == 0:
+        results_exchange = rate_table(
+            times, "bytes", "GB/s", lambda size: size / 1e6
+        )
+        print(results_exchange.to_string())
+        us = {n: 1e3 * of[0] for n, of in times[4 * 2**10].items()}
+        for name, time_us in us.items():
+            print(f"{name}: {time_us:.1f} us for 4,096 bytes")
+
+# %%
+# Exercises
+# ---------
+#
+# Write one and run the cell: it says whether the kernel is right. No GPU is
+# needed; on the CPU, ``torchrun --nproc-per-node=2`` starts two ranks as well.
+#
+# **1.** Read from all ranks and store the sum: ``out[i]`` is the sum of
+# element ``i`` of every rank's tensor. This is an *all-reduce*. The arguments
+# are ``buffers_ptr, out_ptr, N, RANKS: tl.constexpr, BLOCK: tl.constexpr``.
+
+sum_kernel = None  # your kernel
+
+
+def check(kernel, out, expected, *arguments):
+    """Launch a kernel between barriers; say if a tensor is as expected."""
+    if kernel is None:
+        say("not solved yet")
+        return False
+    meet_ranks()
+    grid = (triton.cdiv(len(expected), BLOCK),)
+    kernel[grid](x.buffers, *arguments, BLOCK=BLOCK)
+    meet_ranks()
+    right = torch.equal(out, expected)
+    say("right" if right else "wrong")
+    return right
+
+
+def check_sum(kernel, N=3000):
+    """Check exercise 1."""
+    x.mine[:N] = numbers_of(RANK, N)
+    expected = sum(numbers_of(rank, N) for rank in range(RANKS))
+    out = torch.zeros(N, device=DEVICE)
+    return check(kernel, out, expected, out, N, RANKS)
+
+
+if __name__ == "__main__":
+    check_sum(sum_kernel)
+
+# %%
+# **2.** Write instead of reading: store ``x_ptr``'s numbers into the tensor of
+# rank ``peer``. A store over NVLink need not wait for an answer. The arguments
+# are ``buffers_ptr, x_ptr, peer, N, BLOCK: tl.constexpr``. What must a rank
+# wait for before it writes, and what before it reads its own tensor?
+
+push_kernel = None  # your kernel
+
+
+def check_push(kernel, N=3000):
+    """Check exercise 2."""
+    x.mine[:N] = 0
+    before = (RANK - 1) % RANKS  # this rank is next to it
+    mine, expected = numbers_of(RANK, N), numbers_of(before, N)
+    return check(kernel, x.mine[:N], expected, mine, NEXT, N)
+
+
+if __name__ == "__main__":
+    check_push(push_kernel)
+
+# %%
+# Go further
+# ----------
+#
+# ``handle.barrier()`` is such a barrier from PyTorch, and
+# ``torch.ops.symm_mem`` has whole collectives on symmetric memory, such as
+# ``one_shot_all_reduce``. `PyTorch's page
+# <https://docs.pytorch.org/docs/stable/symmetric_memory.html>`_ lists both.
+# GPUs behind NVLink switches can also add in the switch (*multicast*); this
+# page uses none.
+
+if __name__ == "__main__":
+    dist.destroy_process_group()
+
+# %%
+# Answers
+# -------
+#
+# **1.** The loop over ranks is unrolled. Each rank adds in the same order, so
+# all get the same numbers.
+
+
+@triton.jit
+def sum_answer_kernel(
+    buffers_ptr, out_ptr, N, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for rank in tl.static_range(RANKS):
+        address = tl.load(buffers_ptr + rank)
+        peer_ptr = address.to(tl.pointer_type(tl.float32))
+        acc += tl.load(peer_ptr + offs, mask=offs < N, other=0.0)
+    tl.store(out_ptr + offs, acc, mask=offs < N)
+
+
+# %%
+# **2.** Before it writes, a rank waits until the other no longer uses what was
+# there. Before it reads its own tensor, it waits until all have written. Here
+# ``check`` waits for both.
+
+
+@triton.jit
+def push_answer_kernel(buffers_ptr, x_ptr, peer, N, BLOCK: tl.constexpr):
+    address = tl.load(buffers_ptr + peer)
+    peer_ptr = address.to(tl.pointer_type(tl.float32))
+    offs = tl.program_id(axis=0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x_ptr + offs, mask=offs < N)
+    tl.store(peer_ptr + offs, values, mask=offs < N)
